@@ -1,0 +1,216 @@
+"""HybridMLABackend: what SGLang calls. It plans, keeps the static buffers, and hands the computing to `kernels`.
+
+It is mixed into one of SGLang's own backends, which does prefill and plain absorb: FlashMLA's on a Hopper GPU
+(backend_flashmla.py), torch's on a CPU (cpu/backend.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_mla_ext import mla_layer
+from sglang_mla_ext.kernels.dispatch import make_prefix_attention
+from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, ExpandedBuffers
+from sglang_mla_ext.kernels.schedule import PrefixGroup
+from sglang_mla_ext.observe import Counters, report
+from sglang_mla_ext.prefix.cost_model import CostModel, ModelDims, rates_for
+from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
+from sglang_mla_ext.prefix.expander import Expander
+from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_mla_ext.options import HybridMLAOptions
+
+logger = logging.getLogger(__name__)
+
+NO_GROUPS: tuple[Plan, tuple[PrefixGroup, ...]] = (Plan(0), ())
+
+MAX_ROWS = 1024
+"""Batches with more rows than this decode by plain absorb: bounds the partial results' memory."""
+
+
+class HybridMLABackend:
+    """Shared-prefix decode on top of a stock backend. Comes before that backend in the order of base classes."""
+
+    def __init__(self, runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int) -> None:
+        """
+        Args:
+            runner: with its model loaded and its pools allocated.
+            budget_bytes: device memory for expanded prefixes and for this backend's own buffers.
+        """
+        super().__init__(runner)
+        self.options = options
+        self.budget_bytes = budget_bytes
+        self.counters = Counters()
+        self.max_rows = min(runner.req_to_token_pool.size, MAX_ROWS)
+        self._layers = mla_layer.attention_layers(runner)
+        self._layer_index = {layer.attn_mqa.layer_id: index for index, layer in enumerate(self._layers)}
+        first = self._layers[0]
+        self._heads = first.num_local_heads
+
+        dims = ModelDims(
+            num_layers=len(self._layers),
+            num_heads=first.num_heads,
+            kv_lora_rank=first.kv_lora_rank,
+            qk_nope_head_dim=first.qk_nope_head_dim,
+            qk_rope_head_dim=first.qk_rope_head_dim,
+            v_head_dim=first.v_head_dim,
+            hidden_size=runner.model_config.hidden_size,
+        )
+        on_gpu = torch.device(runner.device).type == "cuda"
+        rates = rates_for(torch.cuda.get_device_name() if on_gpu else "cpu")
+        self.cost = CostModel(dims, self._heads, rates, runner.dtype.itemsize, runner.dtype.itemsize)
+        self._buffers = self._allocate(dims, runner)
+        self._attention = (
+            make_prefix_attention(self._buffers, max_rows=self.max_rows, heads=self._heads, device=runner.device)
+            if self._buffers
+            else None
+        )
+        self._bytes_per_chunk = self._buffers.bytes // self._buffers.chunks if self._buffers else 0
+        pool = ExpandedPool(self._buffers.chunks if self._buffers else 0, CHUNK_TOKENS)
+        expander = Expander(self._layers, runner.token_to_kv_pool, self._buffers)
+        self.prefixes = SharedPrefixes(options, self.cost, pool, expander, self.counters)
+        self.min_rows = self._smallest_group(runner.model_config.context_len)
+        if self._attention is not None:
+            mla_layer.merge_before_o_proj(self._layers, self)
+
+        self._prefix_lens = torch.zeros(self.max_rows, dtype=torch.int32, device=runner.device)
+        self._next = NO_GROUPS
+        self._written = NO_GROUPS[0]
+        self._hybrid = False
+        self._q_nope: torch.Tensor | None = None
+        self._tail_lse: torch.Tensor | None = None
+
+    # ---- what SGLang's scheduler tells us, through hooks.py
+
+    def before_forward(self, mode: ForwardMode, reqs: Sequence[Req], running: Sequence[Req]) -> None:
+        """Plan a forward pass: expand what is worth it, and say which rows of a decode step share what.
+
+        Args:
+            reqs: requests of the pass, by row.
+            running: requests that are decoding, whether or not they take part in this pass.
+        """
+        self._next = NO_GROUPS
+        if self._attention is None or mode.is_idle():
+            return
+        try:
+            if mode.is_decode():
+                if len(reqs) > self.max_rows:
+                    self.counters.fall_back(f"more than {self.max_rows} requests in a batch")
+                else:
+                    self._next = self.prefixes.before_decode(reqs)
+            elif mode.is_extend():
+                self.prefixes.before_prefill(reqs, [req for req in running if not req.finished()])
+        except Exception as error:
+            self.counters.fall_back(f"planning failed: {type(error).__name__}", error)
+            self.prefixes.forget()
+        if mode.is_decode():
+            self.counters.count_step(self._next[0])
+
+    def report(self) -> dict[str, Any]:
+        """The `hybrid_mla` entry of `/server_info`."""
+        expanded_bytes = self.prefixes.pool.used_chunks * self._bytes_per_chunk
+        return report(self.counters, self.prefixes.plan, expanded_bytes, self.budget_bytes)
+
+    def describe(self) -> str:
+        """One line for the log."""
+        if self._attention is None:
+            return "no memory for expanded prefixes, or mode absorb: every step is plain absorb"
+        tokens = self.prefixes.pool.num_chunks * CHUNK_TOKENS
+        return (
+            f"{self.budget_bytes / (1 << 30):.2f} GiB for expanded prefixes ({tokens} tokens), mode "
+            f"{self.options.mode}, groups of {self.min_rows} requests and more"
+        )
+
+    # ---- the layer's hooks, through mla_layer.py
+
+    def see_query(self, q_nope: torch.Tensor) -> None:
+        """Keep the un-absorbed query `[rows, heads, qk_nope_head_dim]` for the attention call that follows."""
+        if self._hybrid:
+            self._q_nope = q_nope
+
+    @property
+    def merge_pending(self) -> bool:
+        return self._tail_lse is not None
+
+    def merge(self, tail_out: torch.Tensor) -> torch.Tensor:
+        """Merge the shared part into the tail's, in place.
+
+        Args:
+            tail_out: `[rows, heads * v_head_dim]`.
+        """
+        per_head = tail_out.view(tail_out.shape[0], self._heads, -1)
+        tail_lse, self._tail_lse = self._tail_lse, None
+        self._attention.merge(per_head, tail_lse, per_head)
+        return tail_out
+
+    # ---- for the two backends
+
+    def write_plan(self, rows: int, *, empty: bool = False) -> bool:
+        """Bring the planned step to the device.
+
+        Args:
+            rows: of the step, padding included.
+            empty: ignore the plan; for the capture of a graph.
+        Returns:
+            whether the step's graph has the launches of shared attention in it. That depends on `rows` alone, so that
+            a captured graph and its replays agree. Where it does not, no group can pay, and every row's tail is all
+            of its keys.
+        """
+        if self.min_rows is None or not self.min_rows <= rows <= self.max_rows:
+            return False
+        plan, groups = NO_GROUPS if empty else self._next
+        if plan is not self._written and (plan.groups or self._written.groups):
+            self._attention.plan(groups)
+            lens = torch.zeros(self.max_rows, dtype=torch.int32, pin_memory=self._prefix_lens.is_cuda)
+            lens[: plan.num_rows] = torch.tensor(plan.prefix_lens, dtype=torch.int32)
+            self._prefix_lens.copy_(lens, non_blocking=True)
+        self._written = plan
+        return True
+
+    def attend_shared(self, q: torch.Tensor, tail_lse: torch.Tensor, layer: RadixAttention) -> None:
+        """Attend to the shared prefixes; the merge follows when the layer calls its output projection.
+
+        Args:
+            q: `[rows, heads, kv_lora_rank + qk_rope_head_dim]`, absorbed; only its rotary part is used.
+            tail_lse: `[rows, heads]` float32, natural log, of the private tails.
+        """
+        q_rope = q[..., -self._buffers.qk_rope_head_dim :]
+        self._attention.run(self._layer_index[layer.layer_id], self._q_nope, q_rope, layer.scaling)
+        self._q_nope = None
+        self._tail_lse = tail_lse
+
+    def _smallest_group(self, context_len: int) -> int | None:
+        """Rows from which a step can have a group that pays; None where none ever does."""
+        if self._attention is None:
+            return None
+        if self.options.mode == "naive":
+            return 2
+        return self.cost.smallest_profitable_group(context_len, limit=self.max_rows)
+
+    def _allocate(self, dims: ModelDims, runner: ModelRunner) -> ExpandedBuffers | None:
+        sizes = {
+            "layers": dims.num_layers,
+            "heads": self._heads,
+            "qk_nope_head_dim": dims.qk_nope_head_dim,
+            "v_head_dim": dims.v_head_dim,
+            "qk_rope_head_dim": dims.qk_rope_head_dim,
+            "dtype": runner.dtype,
+        }
+        chunks = self.budget_bytes // ExpandedBuffers.bytes_per_chunk(**sizes)
+        if self.options.mode == "absorb":
+            return None
+        if chunks == 0:
+            self.counters.fall_back("the memory for expanded prefixes holds none: raise --hybrid-mla-prefix-memory-gb")
+            return None
+        return ExpandedBuffers.allocate(chunks=chunks, device=runner.device, **sizes)

@@ -1,0 +1,110 @@
+"""The backend on a Hopper GPU: FlashMLA for private tails and for prefill as SGLang has it, Triton for what is shared.
+
+FlashMLA reads a row's keys through a table of pages. In a step with groups the table starts at the row's first
+private page, so a tail costs what its own length costs. All of it is SGLang's `flashmla` backend where a step's graph
+has no shared attention.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from sglang.kernels.ops.attention.utils import create_flashmla_kv_indices_triton, get_num_kv_index_blocks_flashmla
+from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend, FlashMLADecodeMetadata
+
+from sglang_mla_ext.backend import HybridMLABackend
+from sglang_mla_ext.limits import PAGE_SIZE
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_mla_ext.options import HybridMLAOptions
+
+
+class FlashMLAHybridBackend(HybridMLABackend, FlashMLABackend):
+    """See the module."""
+
+    def __init__(self, runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int) -> None:
+        super().__init__(runner, options, budget_bytes)
+        if self.is_fp8_kvcache:
+            raise ValueError("hybrid_mla does not support an FP8 KV cache yet: remove --kv-cache-dtype.")
+        self._tail_lens = torch.zeros(self.max_rows, dtype=torch.int32, device=runner.device)
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """A step without a CUDA graph."""
+        self._hybrid = False
+        if not (forward_batch.forward_mode.is_decode() and self.write_plan(forward_batch.batch_size)):
+            super().init_forward_metadata(forward_batch)
+            return
+        self._hybrid = True
+        pages = -(-self.max_context_len // PAGE_SIZE)
+        table = self._eager_block_kv_indices(forward_batch.batch_size, pages)
+        metadata, num_splits = self._plan_tails(forward_batch, table)
+        self.forward_metadata = FlashMLADecodeMetadata(metadata, num_splits, table)
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Before a CUDA graph is captured or replayed."""
+        self._hybrid = False
+        rows = forward_batch.batch_size
+        if not (forward_batch.forward_mode.is_decode() and self.write_plan(rows, empty=in_capture)):
+            super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+            return
+        self._hybrid = True
+        table = self.cuda_graph_kv_indices[:rows]
+        metadata, num_splits = self._plan_tails(forward_batch, table)
+        parts = metadata.shape[0]
+        self.cuda_graph_mla_metadata[:parts].copy_(metadata)
+        self.cuda_graph_num_splits[: rows + 1].copy_(num_splits)
+        self.forward_metadata = FlashMLADecodeMetadata(
+            self.cuda_graph_mla_metadata[:parts], self.cuda_graph_num_splits[: rows + 1], table
+        )
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        if not self._hybrid:
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+        if save_kv_cache and k is not None:
+            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        rows = forward_batch.batch_size
+        q = q.view(rows, 1, layer.tp_q_head_num, layer.head_dim)
+        out, lse = flash_mla_with_kvcache(
+            q=q,
+            k_cache=self.token_to_kv_pool.get_key_buffer(layer.layer_id).view(-1, PAGE_SIZE, 1, self.kv_cache_dim),
+            block_table=self.forward_metadata.block_kv_indices,
+            cache_seqlens=self._tail_lens[:rows],
+            head_dim_v=self.kv_lora_rank,
+            tile_scheduler_metadata=self.forward_metadata.flashmla_metadata,
+            num_splits=self.forward_metadata.num_splits,
+            softmax_scale=layer.scaling,
+            causal=True,
+        )  # out [rows, 1, heads, kv_lora_rank], lse [rows, heads, 1] natural log
+        self.attend_shared(q.squeeze(1), lse.squeeze(-1), layer)
+        return out.view(rows, -1)
+
+    def _plan_tails(self, forward_batch: ForwardBatch, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Fill the page table `[rows, pages]` and `_tail_lens` from the plan; FlashMLA's schedule for them."""
+        rows = forward_batch.batch_size
+        starts, tail_lens = self._prefix_lens[:rows], self._tail_lens[:rows]
+        torch.sub(forward_batch.seq_lens[:rows], starts, out=tail_lens)
+        grid = (rows, get_num_kv_index_blocks_flashmla(table.shape[1], PAGE_SIZE))
+        create_flashmla_kv_indices_triton[grid](
+            self.req_to_token,
+            forward_batch.req_pool_indices[:rows],
+            tail_lens,
+            starts,
+            table,
+            self.req_to_token.stride(0),
+            table.stride(0),
+        )
+        return get_mla_metadata(tail_lens, self.num_q_heads, 1)

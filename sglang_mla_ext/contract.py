@@ -1,0 +1,130 @@
+"""What this package uses of SGLang: the one table, checked when the backend is asked for.
+
+SGLang has no stable plug-in interface for attention inside a model, so each name below could change in any
+release. A difference is reported by name at start instead of failing somewhere in a forward pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+SUPPORTED_VERSIONS = ("0.5.17",)
+
+
+class ContractError(RuntimeError):
+    """SGLang is not what this package was written for."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """One thing used of SGLang.
+
+    Attributes:
+        path: dotted path to the object.
+        params: the leading parameter names that we rely on, in order; None for a thing that is not called.
+        why: what for.
+        launcher: also used in the launching process, which should not import the model's code.
+    """
+
+    path: str
+    params: tuple[str, ...] | None
+    why: str
+    launcher: bool = False
+
+
+CONTRACT = (
+    Use("sglang.srt.plugins.hook_registry.HookRegistry.register", ("target", "hook", "hook_type"), "hooks", True),
+    Use("sglang.srt.server_args.ServerArgs.add_cli_args", ("parser",), "our flags", True),
+    Use("sglang.srt.server_args.ServerArgs.from_cli_args", ("args",), "our flags", True),
+    Use("sglang.srt.server_args.ServerArgs.__post_init__", ("self",), "page size; unsupported features", True),
+    Use("sglang.srt.server_args.ServerArgs.get_attention_backends", ("self",), "is the backend asked for", True),
+    Use("sglang.srt.server_args.add_attention_backend_choices", ("choices",), "the backend's name", True),
+    Use("sglang.srt.server_args.add_chunked_prefix_cache_attention_backend", ("backend_name",), "prefill", True),
+    Use(
+        "sglang.srt.layers.attention.attention_registry.register_attention_backend", ("name",), "the backend's factory"
+    ),
+    Use(
+        "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.register",
+        ("backend_name", "handler_func"),
+        "which forward method a phase takes",
+    ),
+    Use("sglang.srt.managers.scheduler.Scheduler.__init__", ("self", "server_args"), "the radix tree"),
+    Use("sglang.srt.managers.scheduler.Scheduler.flush_cache", ("self",), "dropping expansions"),
+    Use("sglang.srt.managers.scheduler.Scheduler.on_idle", ("self",), "dropping expansions"),
+    Use("sglang.srt.managers.scheduler.Scheduler.get_internal_state", ("self", "recv_req"), "/server_info"),
+    Use(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager._observe_weight_load",
+        ("self", "source"),
+        "dropping expansions",
+    ),
+    Use(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
+        ("self", "pre_model_load_memory"),
+        "taking our memory out of the KV budget",
+    ),
+    Use(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+        ("batch", "model_runner"),
+        "the requests of a step",
+    ),
+    Use(
+        "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin._split_q_nope_pe",
+        ("self", "q", "latent_cache"),
+        "the query before it is absorbed",
+    ),
+    Use("sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA", None, "kv_b_proj, o_proj and the layer's dimensions"),
+    Use("sglang.srt.mem_cache.radix_cache.TreeNode", None, "parent, key, lock_ref"),
+    Use("sglang.srt.mem_cache.radix_cache.RadixCache._split_node", ("self", "key", "child", "split_len"), "see docs"),
+)
+
+
+def installed_version() -> str | None:
+    """SGLang's version, or None where it is not installed."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return None
+
+
+def mismatches(launcher_only: bool = False) -> list[str]:
+    """Compare SGLang with the table.
+
+    Args:
+        launcher_only: check only what the launching process uses.
+    Returns:
+        one line for each difference; empty where all is as expected.
+    """
+    found = []
+    have = installed_version()
+    if have not in SUPPORTED_VERSIONS:
+        found.append(f"sglang is {have or 'not installed'}; this release works with {', '.join(SUPPORTED_VERSIONS)}")
+    for use in CONTRACT:
+        if launcher_only and not use.launcher:
+            continue
+        try:
+            thing = pkgutil.resolve_name(use.path)
+        except (ImportError, AttributeError) as error:
+            found.append(f"{use.path} ({use.why}): {error}")
+            continue
+        if use.params is None:
+            continue
+        # A hooked function is a wrapper; the contract is about what it wraps. Bound class methods lose `cls`.
+        params = tuple(inspect.signature(inspect.unwrap(thing)).parameters)
+        params = params[1:] if params[:1] == ("cls",) else params
+        if params[: len(use.params)] != use.params:
+            found.append(f"{use.path} ({use.why}): takes {params}, expected {use.params} first")
+    return found
+
+
+def check(launcher_only: bool = False) -> None:
+    """Raise ContractError with every difference, if there is one."""
+    found = mismatches(launcher_only)
+    if found:
+        raise ContractError(
+            "--attention-backend hybrid_mla cannot run on this SGLang:\n  "
+            + "\n  ".join(found)
+            + "\nInstall a supported version (pip install sglang==0.5.17) or choose another --attention-backend."
+        )

@@ -1,0 +1,99 @@
+"""Stand-ins for two compiled packages that SGLang imports at start and that have no CPU build on PyPI.
+
+They must be in place before the first `import sglang`, in the launcher and in every process that it spawns.
+`torchvision`: its C library does not load beside a CPU torch, so two operator schemas that its Python code
+refers to are declared. `sgl_kernel`: one function is what a plain CPU run calls; any other raises when called.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import types
+
+import torch
+
+
+INSTALLED_VARIABLE = "SGLANG_MLA_EXT_CPU"
+"""Set to 1 where the stand-ins are in place, for the processes that are spawned from there."""
+
+
+def needed() -> bool:
+    """Whether this machine has no CUDA device, so that SGLang can only run on the CPU."""
+    return not torch.cuda.is_available()
+
+
+def install() -> None:
+    """Put the stand-ins in place; safe to call twice."""
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    os.environ[INSTALLED_VARIABLE] = "1"
+    _declare_torchvision_operators()
+    if "sgl_kernel" not in sys.modules and importlib.util.find_spec("sgl_kernel") is None:
+        sys.modules["sgl_kernel"] = _sgl_kernel()
+
+
+def let_torch_native_run_mla() -> None:
+    """Let SGLang's `torch_native` backend serve MLA models: it has no other forward method than absorb for them.
+
+    SGLang takes the Triton backend's choice for a backend that it has no rule for, which needs keys per head in prefill.
+    """
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
+
+    AttentionBackendRegistry.register("torch_native", lambda attention, forward_batch: AttnForwardMethod.MLA)
+
+
+def _declare_torchvision_operators() -> None:
+    global _library
+    if _library is not None:
+        return
+    _library = torch.library.Library("torchvision", "FRAGMENT")
+    _library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+_library: torch.library.Library | None = None
+
+
+def assign_req_to_token_pool_cpu(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    pool_len: int,
+) -> None:
+    """Write each request's new slots into its row of the request table.
+
+    Args:
+        req_pool_indices: `[requests]` rows of the table.
+        req_to_token: `[rows, pool_len]` int32, written.
+        start_offset, end_offset: `[requests]` the token positions to write, `[start, end)`.
+        out_cache_loc: `[sum(end - start)]` the slots, one request after the other.
+        pool_len: the table's row length (unused: the table knows it).
+    """
+    taken = 0
+    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
+        req_to_token[row, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
+        taken += end - start
+
+
+def _sgl_kernel() -> types.ModuleType:
+    module = types.ModuleType("sgl_kernel", "Stand-in of sglang-mla-ext for a machine without a GPU.")
+    module.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", loader=None)
+    module.__version__ = "0"  # type: ignore[attr-defined]
+    module.assign_req_to_token_pool_cpu = assign_req_to_token_pool_cpu  # type: ignore[attr-defined]
+
+    def absent(name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args: object, **kwargs: object) -> None:
+            raise NotImplementedError(f"sgl_kernel.{name} has no CPU version")
+
+        call.__name__ = name
+        return call
+
+    module.__getattr__ = absent  # type: ignore[method-assign]
+    return module

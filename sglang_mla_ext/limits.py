@@ -1,0 +1,91 @@
+"""What `hybrid_mla` cannot do yet, found at launch: each finding says what to change."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.options import OptionError
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+PAGE_SIZE = 64
+"""Tokens of a page of FlashMLA's cache, the only size that it takes."""
+
+
+def is_asked_for(server_args: ServerArgs) -> bool:
+    """Whether the arguments name our backend, for whichever phase."""
+    return BACKEND_NAME in server_args.get_attention_backends()
+
+
+def set_page_size(server_args: ServerArgs, on_gpu: bool) -> None:
+    """Set the page size that FlashMLA needs, where the user did not; a CPU server takes any.
+
+    Raises:
+        OptionError: the user chose another.
+    """
+    if not on_gpu:
+        return
+    if server_args.page_size not in (None, PAGE_SIZE):
+        raise OptionError(f"{BACKEND_NAME} needs --page-size {PAGE_SIZE}, not {server_args.page_size}; remove the flag.")
+    server_args.page_size = PAGE_SIZE
+
+
+def check(server_args: ServerArgs, compute_capability: tuple[int, int] | None) -> None:
+    """Stop a launch that could not work.
+
+    Args:
+        server_args: resolved.
+        compute_capability: of the GPU; None on a machine without one.
+    Raises:
+        OptionError: with every reason.
+    """
+    found = list(_findings(server_args, compute_capability))
+    if found:
+        raise OptionError(f"--attention-backend {BACKEND_NAME} cannot run like this:\n  " + "\n  ".join(found))
+
+
+def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> list[str]:
+    found = []
+    prefill, decode = args.get_attention_backends()
+    if decode != BACKEND_NAME:
+        found.append(f"it is a decode backend, and decode runs {decode}: set --decode-attention-backend {BACKEND_NAME}.")
+    if compute_capability is not None and compute_capability[0] != 9:
+        found.append("its decode path uses FlashMLA, which needs a Hopper GPU: choose another --attention-backend here.")
+    if not args.use_mla_backend():
+        found.append("the model does not use Multi-head Latent Attention: choose another --attention-backend.")
+    elif _is_sparse(args):
+        found.append("the model uses DeepSeek Sparse Attention: use --attention-backend dsa.")
+    if args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
+        found.append(f"--kv-cache-dtype {args.kv_cache_dtype} is not supported yet: remove it.")
+    lora_modules = set(args.lora_target_modules or ["all"])
+    if args.enable_lora and lora_modules & {"all", "kv_b_proj"}:
+        found.append("LoRA on kv_b_proj is not supported: name the modules you need in --lora-target-modules.")
+    unsupported = {
+        "--speculative-algorithm": args.speculative_algorithm is not None,
+        "--enable-two-batch-overlap": args.enable_two_batch_overlap,
+        "--enable-pdmux": args.enable_pdmux,
+        "--enable-mixed-chunk": args.enable_mixed_chunk,
+        "--dcp-size above 1": args.dcp_size > 1,
+        "--pp-size above 1": args.pp_size > 1,
+        "--attn-cp-size above 1": args.attn_cp_size > 1,
+        "--disable-radix-cache": args.disable_radix_cache,
+        "--radix-cache-backend": args.radix_cache_backend is not None,
+        "--enable-hierarchical-cache": args.enable_hierarchical_cache,
+        "--enable-lmcache": args.enable_lmcache,
+        "--enable-flexkv": args.enable_flexkv,
+        "--enable-streaming-session": args.enable_streaming_session,
+        "--enable-unified-memory": args.enable_unified_memory,
+        "--enable-page-major-kv-layout": args.enable_page_major_kv_layout,
+        "--disaggregation-mode": args.disaggregation_mode != "null",
+        "--dllm-algorithm": args.dllm_algorithm is not None,
+    }
+    found += [f"{flag} is not supported yet: remove it." for flag, given in unsupported.items() if given]
+    return found
+
+
+def _is_sparse(args: ServerArgs) -> bool:
+    from sglang.srt.configs.model_config import is_deepseek_dsa
+
+    return is_deepseek_dsa(args.get_model_config().hf_config)

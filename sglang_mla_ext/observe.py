@@ -1,0 +1,115 @@
+"""What a user can see: counters, the entry in `/server_info`, and the same as Prometheus metrics.
+
+One name for one thing: a key of `/server_info`'s `hybrid_mla` entry is the metric `sglang:hybrid_mla_<key>`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from sglang_mla_ext.prefix.planner import Plan
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Counters:
+    """Totals since the server started.
+
+    Attributes:
+        steps_naive: decode steps in which at least one group attended to an expanded prefix.
+        steps_absorb: decode steps of plain absorb only.
+        expansions: prefixes expanded.
+        evictions: expansions dropped, for whatever reason.
+        fallbacks: by reason, how often something was done by plain absorb that was meant to be naive.
+        max_group_size: the largest group so far.
+        shared_tokens_read: prefix tokens that groups read, once for each group and step.
+        shared_tokens_saved: prefix tokens that the groups' other requests did not have to read again.
+    """
+
+    steps_naive: int = 0
+    steps_absorb: int = 0
+    expansions: int = 0
+    evictions: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    max_group_size: int = 0
+    shared_tokens_read: int = 0
+    shared_tokens_saved: int = 0
+
+    def count_step(self, plan: Plan) -> None:
+        """Count one decode step."""
+        if not plan.groups:
+            self.steps_absorb += 1
+            return
+        self.steps_naive += 1
+        for group in plan.groups:
+            tokens = group.end - group.start
+            self.max_group_size = max(self.max_group_size, len(group.rows))
+            self.shared_tokens_read += tokens
+            self.shared_tokens_saved += tokens * (len(group.rows) - 1)
+
+    def fall_back(self, reason: str, error: BaseException | None = None) -> None:
+        """Count a fall-back; the first of each reason is logged."""
+        if not self.fallbacks[reason]:
+            logger.warning("hybrid_mla: using plain absorb: %s", reason, exc_info=error)
+        self.fallbacks[reason] += 1
+
+
+def report(counters: Counters, plan: Plan, expanded_bytes: int, budget_bytes: int) -> dict[str, Any]:
+    """The `hybrid_mla` entry of `/server_info`.
+
+    Args:
+        plan: of the last decode step.
+        expanded_bytes: GPU memory that expanded prefixes take now.
+        budget_bytes: what they may take.
+    """
+    return {
+        "groups": [
+            {"prefix_len": group.end, "requests": len(group.rows), "mode": group.mode.value} for group in plan.groups
+        ],
+        "expanded_bytes": expanded_bytes,
+        "budget_bytes": budget_bytes,
+        "counters": {**asdict(counters), "fallbacks": dict(counters.fallbacks)},
+    }
+
+
+class Metrics:
+    """The report as Prometheus metrics, in SGLang's own registry and with its labels."""
+
+    def __init__(self, labels: Mapping[str, str]) -> None:
+        # Imported here because SGLang sets prometheus_client's multi-process folder before this, not at import.
+        from prometheus_client import Gauge
+
+        def gauge(name: str, help: str, *extra_labels: str) -> Gauge:
+            return Gauge(f"sglang:hybrid_mla_{name}", help, [*labels, *extra_labels], multiprocess_mode="mostrecent")
+
+        self._labels = dict(labels)
+        self._values = {
+            "groups": gauge("groups", "Groups of running requests that share a prefix."),
+            "shared_requests": gauge("shared_requests", "Running requests in such a group."),
+            "expanded_bytes": gauge("expanded_bytes", "Memory that expanded prefixes take."),
+            "budget_bytes": gauge("budget_bytes", "Memory that expanded prefixes may take."),
+        }
+        # Totals are kept by Counters; a gauge shows them as they are, also after a restart of the exporter.
+        self._totals = {
+            name: gauge(name, f"Total {name.replace('_', ' ')} since the server started.")
+            for name in asdict(Counters())
+            if name != "fallbacks"
+        }
+        self._fallbacks = gauge("fallbacks", "Total uses of plain absorb instead of naive, by reason.", "reason")
+
+    def publish(self, info: Mapping[str, Any]) -> None:
+        """Set the metrics from a report."""
+        self._values["groups"].labels(**self._labels).set(len(info["groups"]))
+        requests = sum(group["requests"] for group in info["groups"])
+        self._values["shared_requests"].labels(**self._labels).set(requests)
+        for name in ("expanded_bytes", "budget_bytes"):
+            self._values[name].labels(**self._labels).set(info[name])
+        for name, total in self._totals.items():
+            total.labels(**self._labels).set(info["counters"][name])
+        for reason, count in info["counters"]["fallbacks"].items():
+            self._fallbacks.labels(**self._labels, reason=reason).set(count)

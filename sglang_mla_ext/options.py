@@ -1,0 +1,136 @@
+"""The options of the `hybrid_mla` backend: one dataclass, its flags, its environment variables and its checks.
+
+Each option is a command-line flag of SGLang's server and an environment variable of the same name
+(`--hybrid-mla-mode` and `SGLANG_HYBRID_MLA_MODE`) for those who build an `Engine` in Python. A flag is written
+to its variable, so the processes that SGLang spawns read the same values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field, fields
+
+ENV_PREFIX = "SGLANG_HYBRID_MLA_"
+MODES = ("auto", "absorb", "naive")
+PREFIX_DTYPES = ("auto", "bf16", "fp8_e4m3")
+
+
+class OptionError(ValueError):
+    """A bad option or combination of options; the message says what to change."""
+
+
+def _flag(help: str, choices: tuple[str, ...] | None = None) -> dict[str, object]:
+    return {"help": help, "choices": choices}
+
+
+@dataclass(frozen=True)
+class HybridMLAOptions:
+    """What a user can set.
+
+    Attributes:
+        prefix_memory_gb: GiB of GPU memory for expanded prefixes, taken out of SGLang's KV budget; None takes
+            a tenth of that budget.
+        prefix_dtype: storage of expanded prefixes; `auto` is the model's own dtype.
+        min_prefix_len: prefixes shorter than this many tokens are never expanded.
+        mode: `auto` lets the cost model choose per group; `naive` expands every shared prefix that fits;
+            `absorb` never expands.
+        expand_tokens_per_step: the most tokens expanded before one forward pass, which bounds how long that
+            pass waits.
+    """
+
+    prefix_memory_gb: float | None = field(
+        default=None,
+        metadata=_flag("GiB for expanded shared prefixes, taken out of the KV cache's budget (default: a tenth of it)"),
+    )
+    prefix_dtype: str = field(
+        default="auto", metadata=_flag("storage of expanded prefixes (auto: the model's dtype)", PREFIX_DTYPES)
+    )
+    min_prefix_len: int = field(
+        default=256, metadata=_flag("shared prefixes shorter than this many tokens are never expanded")
+    )
+    mode: str = field(
+        default="auto",
+        metadata=_flag(
+            "how to attend to a shared prefix: auto (cheapest by the cost model), naive (always expanded), "
+            "absorb (never expanded)",
+            MODES,
+        ),
+    )
+    expand_tokens_per_step: int = field(
+        default=4096, metadata=_flag("the most prefix tokens expanded before one forward pass")
+    )
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise OptionError(f"--hybrid-mla-mode is {self.mode!r}; use one of {', '.join(MODES)}.")
+        if self.prefix_dtype not in PREFIX_DTYPES:
+            raise OptionError(
+                f"--hybrid-mla-prefix-dtype is {self.prefix_dtype!r}; use one of {', '.join(PREFIX_DTYPES)}."
+            )
+        if self.prefix_dtype == "fp8_e4m3":
+            raise OptionError(
+                "--hybrid-mla-prefix-dtype fp8_e4m3 is not available in this version; use auto or bf16."
+            )
+        if self.prefix_memory_gb is not None and self.prefix_memory_gb < 0:
+            raise OptionError("--hybrid-mla-prefix-memory-gb must be 0 (never expand) or more.")
+        if self.min_prefix_len < 1:
+            raise OptionError("--hybrid-mla-min-prefix-len must be at least 1.")
+        if self.expand_tokens_per_step < 1:
+            raise OptionError("--hybrid-mla-expand-tokens-per-step must be at least 1.")
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> HybridMLAOptions:
+        """Read the options from environment variables; those not set keep their defaults.
+
+        Raises:
+            OptionError: a value does not parse or is out of range.
+        """
+        env = os.environ if env is None else env
+        values: dict[str, object] = {}
+        for option in fields(cls):
+            text = env.get(_variable(option.name), "")
+            if text == "":
+                continue
+            try:
+                values[option.name] = _PARSERS[option.name](text)
+            except ValueError as error:
+                raise OptionError(f"{_variable(option.name)}={text!r} does not parse: {error}.") from error
+        return cls(**values)  # type: ignore[arg-type]
+
+
+_PARSERS = {
+    "prefix_memory_gb": float,
+    "prefix_dtype": str,
+    "min_prefix_len": int,
+    "mode": str,
+    "expand_tokens_per_step": int,
+}
+
+
+def _variable(name: str) -> str:
+    return ENV_PREFIX + name.upper()
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add one flag for each option to SGLang's own parser."""
+    group = parser.add_argument_group("hybrid_mla", "Options of --attention-backend hybrid_mla (sglang-mla-ext).")
+    for option in fields(HybridMLAOptions):
+        group.add_argument(
+            "--hybrid-mla-" + option.name.replace("_", "-"),
+            dest="hybrid_mla_" + option.name,
+            type=_PARSERS[option.name],
+            choices=option.metadata["choices"],
+            default=None,
+            help=f"{option.metadata['help']}. Also {_variable(option.name)}.",
+        )
+
+
+def flags_to_env(args: argparse.Namespace, env: MutableMapping[str, str] | None = None) -> None:
+    """Write the flags that were given to their environment variables."""
+    env = os.environ if env is None else env
+    for option in fields(HybridMLAOptions):
+        value = getattr(args, "hybrid_mla_" + option.name, None)
+        if value is not None:
+            env[_variable(option.name)] = str(value)

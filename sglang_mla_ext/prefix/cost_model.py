@@ -1,0 +1,329 @@
+"""What each way of attending to a shared prefix costs, per layer, and which one is cheapest.
+
+For a group of `B` requests, `H` local heads and `L` prefix tokens (DeepSeek-V3's dimensions; the code takes any):
+
+| mode           | MACs       | elements read      |
+|----------------|------------|--------------------|
+| absorb         | B·H·L·1088 | B·L·576            |
+| grouped_absorb | B·H·L·1088 | L·576              |
+| naive          | B·H·L·320  | L·H·256 + L·64     |
+
+The time of a mode is the larger of its memory time and its matrix time, plus what its extra launches cost. Rates are
+data: `configs/gpus/*.json`, measured where the file says so. This module imports neither torch nor SGLang.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+FALLBACK_GPU = "h100"
+# Bytes of an FP8 latent row beside its content: a float32 scale, padded to 16 bytes.
+_FP8_LATENT_SCALE_BYTES = 16
+
+
+class Mode(Enum):
+    """The ways to attend to a shared prefix."""
+
+    ABSORB = "absorb"
+    GROUPED_ABSORB = "grouped_absorb"
+    NAIVE = "naive"
+
+
+# From the least to the most preparation; ties go to the earlier one.
+_PREFERENCE = (Mode.ABSORB, Mode.GROUPED_ABSORB, Mode.NAIVE)
+
+
+def config_names(kind: str) -> list[str]:
+    """Names of the shipped configurations of a kind: `gpus`, `models` or `workloads`."""
+    folder = files("sglang_mla_ext") / "configs" / kind
+    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+
+
+def read_config(kind: str, name: str) -> dict[str, Any]:
+    """One shipped configuration, `configs/{kind}/{name}.json`.
+
+    Raises:
+        ValueError: there is no such configuration; the message lists those that exist.
+    """
+    if name not in (known := config_names(kind)):
+        raise ValueError(f"no configuration {name!r} in {kind}; there are: {', '.join(known)}")
+    text = (files("sglang_mla_ext") / "configs" / kind / f"{name}.json").read_text(encoding="utf-8")
+    config: dict[str, Any] = json.loads(text)
+    return config
+
+
+@dataclass(frozen=True)
+class ModelDims:
+    """Dimensions of an MLA model that attention depends on.
+
+    Attributes:
+        num_layers: attention layers; more than the decoder blocks where a block has two.
+        num_heads: query heads of the whole model, before tensor parallelism.
+    """
+
+    num_layers: int
+    num_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    hidden_size: int
+
+    @classmethod
+    def from_json(cls, name_or_path: str | Path) -> ModelDims:
+        """Read a shipped model by name (`deepseek-v3`), or a Hugging Face `config.json`, or the folder with one."""
+        path = Path(name_or_path)
+        if path.is_dir():
+            path = path / "config.json"
+        if path.suffix == ".json":
+            config: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        else:
+            config = read_config("models", str(name_or_path))
+        return cls.from_config(config)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ModelDims:
+        """Take the dimensions from a shipped model configuration or from a Hugging Face one.
+
+        Raises:
+            ValueError: the model is not an MLA model.
+        """
+
+        def get(*keys: str) -> int:
+            for key in keys:
+                if config.get(key) is not None:
+                    return int(config[key])
+            raise ValueError(f"not an MLA model's configuration: it has no {' or '.join(keys)}")
+
+        return cls(
+            num_layers=get("num_attention_layers", "num_hidden_layers", "num_layers"),
+            num_heads=get("num_attention_heads"),
+            kv_lora_rank=get("kv_lora_rank"),
+            qk_nope_head_dim=get("qk_nope_head_dim"),
+            qk_rope_head_dim=get("qk_rope_head_dim"),
+            v_head_dim=get("v_head_dim"),
+            hidden_size=get("hidden_size"),
+        )
+
+    @property
+    def latent_dim(self) -> int:
+        """Elements of a latent row: 576 for DeepSeek-V3."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def absorb_macs(self) -> int:
+        """MACs of absorb per query row, head and key: 1088 for DeepSeek-V3."""
+        return self.latent_dim + self.kv_lora_rank
+
+    @property
+    def naive_macs(self) -> int:
+        """MACs of naive per query row, head and key: 320 for DeepSeek-V3."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim + self.v_head_dim
+
+
+@dataclass(frozen=True)
+class ModeRates:
+    """What a mode's kernel reaches on one GPU.
+
+    Attributes:
+        bytes_per_s: memory bandwidth when memory bounds the kernel.
+        macs_per_s: MAC rate on BF16 data when the matrix units bound it (twice this is the usual FLOPS).
+        fp8_macs_per_s: the same on FP8 data; None where it was not measured.
+        overhead_s: time of the launches that the mode adds to the tail's, its merge included.
+        row_tile: rows of the matrix units' smallest tile; fewer rows cost as much as this many.
+    """
+
+    bytes_per_s: float
+    macs_per_s: float
+    fp8_macs_per_s: float | None
+    overhead_s: float
+    row_tile: int
+
+    def matrix_rate(self, element_bytes: int) -> float:
+        """MACs per second on elements of this size."""
+        if element_bytes == 1 and self.fp8_macs_per_s is not None:
+            return self.fp8_macs_per_s
+        return self.macs_per_s
+
+
+@dataclass(frozen=True)
+class GpuRates:
+    """Rates of one GPU, by mode.
+
+    Attributes:
+        name: as people call it.
+        l2_bytes: second-level cache; shared latent rows that fit are read from memory once, whoever asks.
+        source: what was measured, when and how, or what the numbers are derived from.
+    """
+
+    name: str
+    l2_bytes: int
+    modes: Mapping[Mode, ModeRates]
+    source: str
+
+    @classmethod
+    def from_json(cls, name_or_path: str | Path) -> GpuRates:
+        """Read the rates of a shipped GPU by name (`h200`), or of a file of the same form."""
+        path = Path(name_or_path)
+        config: Mapping[str, Any]
+        if path.suffix == ".json":
+            config = json.loads(path.read_text(encoding="utf-8"))
+        else:
+            config = read_config("gpus", str(name_or_path))
+
+        def mode_rates(values: Mapping[str, Any]) -> ModeRates:
+            fp8 = values.get("fp8_macs_per_s")
+            return ModeRates(
+                bytes_per_s=float(values["bytes_per_s"]),
+                macs_per_s=float(values["macs_per_s"]),
+                fp8_macs_per_s=None if fp8 is None else float(fp8),
+                overhead_s=float(values["overhead_s"]),
+                row_tile=int(values["row_tile"]),
+            )
+
+        return cls(
+            name=str(config["name"]),
+            l2_bytes=int(config["l2_bytes"]),
+            modes={mode: mode_rates(config["modes"][mode.value]) for mode in Mode},
+            source=str(config["source"]),
+        )
+
+
+def rates_for(device_name: str) -> GpuRates:
+    """Rates of a device by the name that torch gives it ("NVIDIA H200", "cpu").
+
+    Whole words are compared, so that an H200 is not taken for an H20. An unknown device gets the H100's rates and a
+    warning: modes are then chosen from wrong numbers, but the answers are the same.
+    """
+    words = {word.lower() for word in re.split(r"[^A-Za-z0-9]+", device_name)}
+    for name in config_names("gpus"):
+        if words.intersection(read_config("gpus", name)["device_words"]):
+            return GpuRates.from_json(name)
+    logger.warning(
+        "hybrid_mla: no measured rates for device %r; modes are chosen with those of %s", device_name, FALLBACK_GPU
+    )
+    return GpuRates.from_json(FALLBACK_GPU)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Costs of one layer's attention to a shared prefix.
+
+    Attributes:
+        local_heads: query heads on this GPU.
+        expanded_element_bytes: bytes of an element of the expanded prefix: 4, 2 or 1.
+        latent_element_bytes: bytes of an element of a latent row: 4, 2 or 1. Rotary elements never have fewer than 2.
+    """
+
+    dims: ModelDims
+    local_heads: int
+    rates: GpuRates
+    expanded_element_bytes: int = 2
+    latent_element_bytes: int = 2
+
+    @property
+    def latent_row_bytes(self) -> int:
+        """Bytes of a token's latent row: 1152 in BF16 with DeepSeek-V3's dimensions, 656 in FP8."""
+        size = self.latent_element_bytes
+        scale = _FP8_LATENT_SCALE_BYTES if size == 1 else 0
+        return self.dims.kv_lora_rank * size + scale + self.dims.qk_rope_head_dim * max(size, 2)
+
+    @property
+    def expanded_token_bytes(self) -> int:
+        """Bytes of a token of the expanded prefix: K and V for each local head, K's rotary part once."""
+        size = self.expanded_element_bytes
+        per_head = (self.dims.qk_nope_head_dim + self.dims.v_head_dim) * size
+        return self.local_heads * per_head + self.dims.qk_rope_head_dim * max(size, 2)
+
+    def macs(self, mode: Mode, group_size: int, tokens: int) -> int:
+        """Useful MACs of a group's attention to `tokens` prefix tokens."""
+        per_key = self.dims.naive_macs if mode is Mode.NAIVE else self.dims.absorb_macs
+        return group_size * self.local_heads * tokens * per_key
+
+    def bytes_read(self, mode: Mode, group_size: int, tokens: int) -> int:
+        """Bytes of keys and values that the kernel asks for; plain absorb asks for the same rows once per request."""
+        if mode is Mode.NAIVE:
+            return tokens * self.expanded_token_bytes
+        readers = group_size if mode is Mode.ABSORB else 1
+        return readers * tokens * self.latent_row_bytes
+
+    def seconds(self, mode: Mode, group_size: int, tokens: int) -> float:
+        """Predicted time of one layer's attention to the prefix.
+
+        Two corrections to the counts above, both seen in FlashMLA's times over shared pages:
+        - Matrix units work on tiles of `row_tile` rows, and plain absorb's rows are one request's heads. With 16 heads
+          it takes as long as with 64. Grouped absorb stacks the heads of all requests, naive the requests of a head.
+        - Requests that share rows run at the same time, so the rows come from memory once if all of them fit the L2
+          cache; otherwise once per request. Reading from L2 was never the bound.
+        """
+        if tokens == 0 or group_size == 0:
+            return 0.0
+        rates = self.rates.modes[mode]
+        latent = mode is not Mode.NAIVE
+        element_bytes = self.latent_element_bytes if latent else self.expanded_element_bytes
+        matrix_s = self._padded_macs(mode, group_size, tokens) / rates.matrix_rate(element_bytes)
+
+        memory_bytes = self.bytes_read(mode, group_size, tokens)
+        prefix_bytes = tokens * self.latent_row_bytes
+        if mode is Mode.ABSORB and prefix_bytes <= self.rates.l2_bytes:
+            memory_bytes = prefix_bytes
+        return max(memory_bytes / rates.bytes_per_s, matrix_s) + rates.overhead_s
+
+    def best_mode(
+        self, group_size: int, tokens: int, allowed: Collection[Mode] = (Mode.ABSORB, Mode.GROUPED_ABSORB, Mode.NAIVE)
+    ) -> Mode:
+        """The cheapest allowed mode; plain absorb for a group of one or an empty prefix, whatever is allowed."""
+        if group_size < 2 or tokens == 0:
+            return Mode.ABSORB
+        candidates = [mode for mode in _PREFERENCE if mode in allowed]
+        if not candidates:
+            raise ValueError("no mode is allowed")
+        return min(candidates, key=lambda mode: self.seconds(mode, group_size, tokens))
+
+    def smallest_profitable_group(
+        self, tokens: int, allowed: Collection[Mode] = (Mode.ABSORB, Mode.NAIVE), limit: int = 4096
+    ) -> int | None:
+        """The smallest group for which another mode than plain absorb is cheapest; None if none up to `limit` is."""
+        for group_size in range(2, limit + 1):
+            if self.best_mode(group_size, tokens, allowed) is not Mode.ABSORB:
+                return group_size
+        return None
+
+    def threshold_batch(self, s_q: int = 1) -> float:
+        """TyphoonMLA's equation 1: the batch from which reading the expanded prefix beats absorb's MACs.
+
+        Its unit of memory is a word; here bytes, so the size of an element appears. It counts the rotary part of K once
+        per head and no overhead; `smallest_profitable_group` knows both and is what decisions are made from.
+
+        Args:
+            s_q: query tokens of a request per step; 1 without speculative decoding.
+        """
+        rate = self.rates.modes[Mode.ABSORB].matrix_rate(self.latent_element_bytes)
+        bandwidth = self.rates.modes[Mode.NAIVE].bytes_per_s
+        bytes_per_key = self.dims.naive_macs * self.expanded_element_bytes
+        return bytes_per_key / (s_q * self.dims.absorb_macs) * rate / bandwidth
+
+    def _padded_macs(self, mode: Mode, group_size: int, tokens: int) -> int:
+        """MACs that the matrix units do, rows padded to their tile."""
+        tile = self.rates.modes[mode].row_tile
+        if mode is Mode.NAIVE:
+            return self.local_heads * _round_up(group_size, tile) * tokens * self.dims.naive_macs
+        if mode is Mode.GROUPED_ABSORB:
+            rows = _round_up(group_size * self.local_heads, tile)
+        else:
+            rows = group_size * _round_up(self.local_heads, tile)
+        return rows * tokens * self.dims.absorb_macs
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

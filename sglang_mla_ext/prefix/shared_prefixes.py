@@ -1,0 +1,185 @@
+"""The shared prefixes of a running server: finds them, has them expanded, and says what each decode step does.
+
+Ties the tree, the planner, the pool and the expander together. All of it runs on the host, in the scheduler's
+thread, between two forward passes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
+
+from sglang_mla_ext.kernels.layout import CHUNK_TOKENS
+from sglang_mla_ext.kernels.schedule import PrefixGroup
+from sglang_mla_ext.observe import Counters
+from sglang_mla_ext.prefix.cost_model import CostModel, Mode
+from sglang_mla_ext.prefix.expanded_pool import ExpandedPool, Expansion
+from sglang_mla_ext.prefix.planner import Gain, PathNode, Plan, plan_groups
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+    from sglang_mla_ext.options import HybridMLAOptions
+    from sglang_mla_ext.prefix.expander import Expander
+    from sglang_mla_ext.prefix.tree_view import TreeView
+
+logger = logging.getLogger(__name__)
+
+EXPAND_BLOCK_TOKENS = 4 * CHUNK_TOKENS
+"""Tokens expanded by one product: bounds the temporary result, 64 MiB at 128 heads in BF16."""
+
+
+def gain_of(options: HybridMLAOptions, cost: CostModel) -> Gain:
+    """What naive attention saves over plain absorb, as the mode option wants it judged.
+
+    `auto` asks the cost model. `naive` takes every group, larger and longer ones first. `absorb` takes none.
+    """
+    if options.mode == "absorb":
+        return lambda group_size, tokens: 0.0
+    if options.mode == "naive":
+        return lambda group_size, tokens: float((group_size - 1) * tokens)
+    return lambda group_size, tokens: (
+        cost.seconds(Mode.ABSORB, group_size, tokens) - cost.seconds(Mode.NAIVE, group_size, tokens)
+    )
+
+
+class SharedPrefixes:
+    """See the module."""
+
+    def __init__(
+        self,
+        options: HybridMLAOptions,
+        cost: CostModel,
+        pool: ExpandedPool,
+        expander: Expander,
+        counters: Counters,
+    ) -> None:
+        self._options = options
+        self._gain = gain_of(options, cost)
+        self._pool = pool
+        self._expander = expander
+        self._counters = counters
+        self._tree: TreeView | None = None
+        self._plan = Plan(0)
+        self._groups: tuple[PrefixGroup, ...] = ()
+        self._plan_key: tuple[object, ...] = ()
+        self._plan_nodes: list[object] = []
+        self._expanding = False
+        self._announced = False
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last decode step."""
+        return self._plan
+
+    @property
+    def pool(self) -> ExpandedPool:
+        return self._pool
+
+    def attach(self, tree: TreeView) -> None:
+        """Give it the tree, which SGLang builds after the attention backend."""
+        self._tree = tree
+
+    def before_prefill(self, reqs: Sequence[Req], running: Sequence[Req]) -> None:
+        """Start or continue expanding what the requests of a prefill step share among themselves and with others.
+
+        Args:
+            reqs: requests of the step.
+            running: requests that are decoding.
+        """
+        if self._tree is not None:
+            self._expand_for([*running, *reqs])
+
+    def before_decode(self, reqs: Sequence[Req]) -> tuple[Plan, tuple[PrefixGroup, ...]]:
+        """Plan a decode step.
+
+        Args:
+            reqs: requests of the step, in the order of the batch's rows.
+        Returns:
+            the plan, and its groups with the chunks that hold their prefix.
+        """
+        if self._tree is None:
+            return Plan(len(reqs)), ()
+        key = (self._pool.version, *((req.rid, id(req.last_node)) for req in reqs))
+        if key != self._plan_key or self._expanding:
+            self.release_unheld()
+            self._expand_for(reqs)
+            self._make_plan(reqs)
+            # Holding the nodes keeps their ids from being given to other objects.
+            self._plan_nodes = [req.last_node for req in reqs]
+            self._plan_key = (self._pool.version, *key[1:])
+        return self._plan, self._groups
+
+    def release_unheld(self) -> None:
+        """Drop what no running request holds any more."""
+        if self._tree is not None and self._pool.expansions:
+            self._counters.evictions += self._pool.release_unheld(self._tree.path, self._tree.is_held)
+
+    def idle(self) -> None:
+        """No request is running."""
+        self.release_unheld()
+        self._clear_plan()
+
+    def forget(self) -> None:
+        """Drop everything: the cache was flushed, or the weights changed."""
+        self._counters.evictions += self._pool.drop_all()
+        self._clear_plan()
+
+    def _clear_plan(self) -> None:
+        self._plan, self._groups, self._plan_key, self._plan_nodes = Plan(0), (), (), []
+
+    def _make_plan(self, reqs: Sequence[Req]) -> None:
+        covered = self._pool.lookup(self._tree.path)
+
+        def usable(step: PathNode) -> int:
+            return covered[step.node][0] if step.node in covered else 0
+
+        paths = self._tree.paths(reqs)
+        plan = plan_groups(paths, self._gain, min_prefix_len=self._options.min_prefix_len, usable=usable)
+        self._plan = plan
+        self._groups = tuple(
+            PrefixGroup(rows=group.rows, prefix_len=group.end, chunks=tuple(covered[group.node][1].chunks))
+            for group in plan.groups
+        )
+
+    def _expand_for(self, reqs: Sequence[Req]) -> None:
+        """Advance expansions, by at most `expand_tokens_per_step` tokens in all, most worthwhile first."""
+        wanted = plan_groups(self._tree.paths(reqs), self._gain, min_prefix_len=self._options.min_prefix_len).groups
+        ranked = sorted(wanted, key=lambda group: (-self._gain(len(group.rows), group.end) / group.end, group.rows))
+        self._make_room([group.node for group in ranked], sum(group.end for group in ranked))
+        left = self._options.expand_tokens_per_step
+        for group in ranked:
+            path = self._tree.path(group.node)
+            minimum = min(self._options.min_prefix_len, group.end)
+            expansion = self._pool.reserve(path, group.end, self._tree.path, minimum=minimum)
+            if expansion is None:
+                self._counters.fall_back("prefix memory full")
+            elif not expansion.complete and left > 0:
+                left -= self._advance(expansion, left)
+        self._expanding = left < self._options.expand_tokens_per_step
+
+    def _make_room(self, wanted_nodes: Sequence[Hashable], wanted_tokens: int) -> None:
+        """Where memory is short, drop expansions that serve none of the wanted nodes."""
+        if self._pool.free_tokens >= wanted_tokens:
+            return
+        wanted = {step.node for node in wanted_nodes for step in self._tree.path(node)}
+        for expansion in list(self._pool.expansions):
+            if not any(step.node in wanted for step in self._tree.path(expansion.anchor)):
+                self._pool.drop(expansion)
+                self._counters.evictions += 1
+
+    def _advance(self, expansion: Expansion, most: int) -> int:
+        count = min(most, expansion.target - expansion.done)
+        for first in range(expansion.done, expansion.done + count, EXPAND_BLOCK_TOKENS):
+            last = min(first + EXPAND_BLOCK_TOKENS, expansion.done + count)
+            self._expander.expand(self._tree.slots(expansion.anchor, first, last), expansion.chunks, first)
+        self._pool.advance(expansion, count)
+        if expansion.complete:
+            self._counters.expansions += 1
+            log = logger.debug if self._announced else logger.info
+            log("hybrid_mla: expanded a shared prefix of %d tokens (%d chunks)", expansion.done, len(expansion.chunks))
+            self._announced = True
+        return count
+
+
