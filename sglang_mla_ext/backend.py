@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_mla_ext import mla_layer
-from sglang_mla_ext.kernels.dispatch import make_prefix_attention
+from sglang_mla_ext.kernels.dispatch import make_prefix_attention, workspace_bytes
 from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, ExpandedBuffers
 from sglang_mla_ext.kernels.schedule import PrefixGroup
 from sglang_mla_ext.observe import Counters, report
@@ -26,7 +26,7 @@ from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_mla_ext.options import HybridMLAOptions
@@ -171,7 +171,7 @@ class HybridMLABackend:
             return False
         plan, groups = NO_GROUPS if empty else self._next
         if plan is not self._written and (plan.groups or self._written.groups):
-            self._attention.plan(groups)
+            self._attention.plan(groups, rows)
             lens = torch.zeros(self.max_rows, dtype=torch.int32, pin_memory=self._prefix_lens.is_cuda)
             lens[: plan.num_rows] = torch.tensor(plan.prefix_lens, dtype=torch.int32)
             self._prefix_lens.copy_(lens, non_blocking=True)
@@ -207,10 +207,18 @@ class HybridMLABackend:
             "qk_rope_head_dim": dims.qk_rope_head_dim,
             "dtype": runner.dtype,
         }
-        chunks = self.budget_bytes // ExpandedBuffers.bytes_per_chunk(**sizes)
         if self.options.mode == "absorb":
             return None
-        if chunks == 0:
+        per_chunk = ExpandedBuffers.bytes_per_chunk(**sizes)
+        workspace = workspace_bytes(
+            max_rows=self.max_rows,
+            heads=self._heads,
+            v_head_dim=dims.v_head_dim,
+            chunks=self.budget_bytes // per_chunk,
+            device=runner.device,
+        )
+        chunks = (self.budget_bytes - workspace) // per_chunk
+        if chunks <= 0:
             self.counters.fall_back("the memory for expanded prefixes holds none: raise --hybrid-mla-prefix-memory-gb")
             return None
         return ExpandedBuffers.allocate(chunks=chunks, device=runner.device, **sizes)

@@ -28,7 +28,9 @@ def set_page_size(server_args: ServerArgs, on_gpu: bool) -> None:
     if not on_gpu:
         return
     if server_args.page_size not in (None, PAGE_SIZE):
-        raise OptionError(f"{BACKEND_NAME} needs --page-size {PAGE_SIZE}, not {server_args.page_size}; remove the flag.")
+        raise OptionError(
+            f"{BACKEND_NAME} needs --page-size {PAGE_SIZE}, not {server_args.page_size}; remove the flag."
+        )
     server_args.page_size = PAGE_SIZE
 
 
@@ -48,11 +50,15 @@ def check(server_args: ServerArgs, compute_capability: tuple[int, int] | None) -
 
 def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> list[str]:
     found = []
-    prefill, decode = args.get_attention_backends()
+    _, decode = args.get_attention_backends()
     if decode != BACKEND_NAME:
-        found.append(f"it is a decode backend, and decode runs {decode}: set --decode-attention-backend {BACKEND_NAME}.")
+        found.append(
+            f"it is a decode backend, and decode runs {decode}: set --decode-attention-backend {BACKEND_NAME}."
+        )
     if compute_capability is not None and compute_capability[0] != 9:
-        found.append("its decode path uses FlashMLA, which needs a Hopper GPU: choose another --attention-backend here.")
+        found.append(
+            "its decode path uses FlashMLA, which needs a Hopper GPU: choose another --attention-backend here."
+        )
     if not args.use_mla_backend():
         found.append("the model does not use Multi-head Latent Attention: choose another --attention-backend.")
     elif _is_sparse(args):

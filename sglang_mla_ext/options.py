@@ -70,9 +70,7 @@ class HybridMLAOptions:
                 f"--hybrid-mla-prefix-dtype is {self.prefix_dtype!r}; use one of {', '.join(PREFIX_DTYPES)}."
             )
         if self.prefix_dtype == "fp8_e4m3":
-            raise OptionError(
-                "--hybrid-mla-prefix-dtype fp8_e4m3 is not available in this version; use auto or bf16."
-            )
+            raise OptionError("--hybrid-mla-prefix-dtype fp8_e4m3 is not available in this version; use auto or bf16.")
         if self.prefix_memory_gb is not None and self.prefix_memory_gb < 0:
             raise OptionError("--hybrid-mla-prefix-memory-gb must be 0 (never expand) or more.")
         if self.min_prefix_len < 1:

@@ -15,7 +15,6 @@ import types
 
 import torch
 
-
 INSTALLED_VARIABLE = "SGLANG_MLA_EXT_CPU"
 """Set to 1 where the stand-ins are in place, for the processes that are spawned from there."""
 
@@ -37,7 +36,7 @@ def install() -> None:
 def let_torch_native_run_mla() -> None:
     """Let SGLang's `torch_native` backend serve MLA models: it has no other forward method than absorb for them.
 
-    SGLang takes the Triton backend's choice for a backend that it has no rule for, which needs keys per head in prefill.
+    For a backend that it has no rule for, SGLang takes the Triton backend's, which needs keys per head in prefill.
     """
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
 

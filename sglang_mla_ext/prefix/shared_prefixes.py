@@ -181,5 +181,3 @@ class SharedPrefixes:
             log("hybrid_mla: expanded a shared prefix of %d tokens (%d chunks)", expansion.done, len(expansion.chunks))
             self._announced = True
         return count
-
-

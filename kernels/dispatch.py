@@ -1,0 +1,34 @@
+"""The one place that picks between implementations of an operation."""
+
+from __future__ import annotations
+
+import torch
+
+from .layout import ExpandedBuffers
+from .prefix_attention import PrefixAttention, ReferencePrefixAttention, TritonPrefixAttention
+
+
+def make_prefix_attention(
+    buffers: ExpandedBuffers, *, max_rows: int, heads: int, device: torch.device | str
+) -> PrefixAttention:
+    """Attention over the shared prefixes in `buffers`: Triton on a CUDA device, torch elsewhere.
+
+    Raises:
+        ValueError: the buffers are on another device, or hold another number of heads.
+    """
+    device = torch.device(device)
+    if buffers.device.type != device.type:
+        raise ValueError(f"the expanded prefixes are on {buffers.device}, not on {device}")
+    if device.type == "cuda":
+        return TritonPrefixAttention(buffers, max_rows=max_rows, heads=heads)
+    return ReferencePrefixAttention(buffers, max_rows=max_rows, heads=heads)
+
+
+def workspace_bytes(*, max_rows: int, heads: int, v_head_dim: int, chunks: int, device: torch.device | str) -> int:
+    """What `make_prefix_attention` allocates beside the buffers, known before they exist."""
+    sizes = {"max_rows": max_rows, "heads": heads, "v_head_dim": v_head_dim}
+    device = torch.device(device)
+    if device.type == "cuda":
+        sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+        return TritonPrefixAttention.workspace_bytes_for(**sizes, chunks=chunks, sm_count=sm_count)
+    return ReferencePrefixAttention.workspace_bytes_for(**sizes)

@@ -1,0 +1,245 @@
+"""Attention of a decode batch over its shared, expanded prefixes: plan once per batch, run once per layer.
+
+    attention.plan(groups)                                     # when the members of the batch change
+    for layer in range(layers):
+        attention.run(layer, q_nope, q_rope, softmax_scale)    # shared prefixes, naive
+        tail_out, tail_lse = ...                               # private tails, elsewhere
+        attention.merge(tail_out, tail_lse, out)               # out = attention over prefix and tail
+
+Two classes with this one interface: torch on any device, and Triton. `dispatch.make_prefix_attention` picks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from . import merge as merge_kernel
+from . import naive_prefix, reference
+from .layout import CHUNK_TOKENS, ExpandedBuffers
+from .schedule import PrefixGroup, WorkListCapacity, build_work_list
+
+
+class PrefixAttention(Protocol):
+    """The interface. Rows are rows of the batch, at most `max_rows`; T rows of a call may be fewer, but must include
+    every row of the plan. Errors of shape or plan are ValueErrors."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory that this object allocated, beside the expanded buffers."""
+        ...
+
+    def plan(self, groups: Sequence[PrefixGroup], rows: int | None = None) -> None:
+        """Set which rows share which prefix, for all following runs. An empty list means no shared work. A plan that
+        raises ValueError leaves the one before it in place.
+
+        Args:
+            rows: T of the runs to come, which picks the kernel's tile; `max_rows` by default.
+        """
+        ...
+
+    def run(self, layer: int, q_nope: Tensor, q_rope: Tensor, softmax_scale: float) -> None:
+        """Attend to the shared prefixes of the plan and keep the result for `merge`.
+
+        Args:
+            q_nope: `[T, H, dn]`; q_rope: `[T, H, dr]`, after rotation; any row and head strides, last axis contiguous.
+        """
+        ...
+
+    def merge(self, tail_out: Tensor, tail_lse: Tensor, out: Tensor, lse: Tensor | None = None) -> Tensor:
+        """Combine the result of the last run with the private tails.
+
+        Args:
+            tail_out: `[T, H, dv]`; tail_lse: `[T, H]` float32, natural log; -inf or +inf where a tail is empty, and
+                tail_out is then not used.
+            out: `[T, H, dv]`, written; may be tail_out itself. lse: `[T, H]` float32, natural log, written if given.
+        Returns:
+            `out`. Rows without a shared prefix are the tail's; rows with no key at all are 0 and -inf.
+        """
+        ...
+
+
+class ReferencePrefixAttention:
+    """Plain torch, float32 accumulation, on any device. Not for CUDA graphs: the groups are read on the host."""
+
+    def __init__(self, buffers: ExpandedBuffers, *, max_rows: int, heads: int) -> None:
+        _check_heads(buffers, heads)
+        self._buffers = buffers
+        self._max_rows = max_rows
+        self._groups: list[PrefixGroup] = []
+        shape = (max_rows, heads, buffers.v_head_dim)
+        self._shared_out = torch.zeros(shape, dtype=torch.float32, device=buffers.device)  # [max_rows, H, dv]
+        self._shared_lse = torch.full(shape[:2], -torch.inf, dtype=torch.float32, device=buffers.device)
+
+    @property
+    def workspace_bytes(self) -> int:
+        return _bytes(self._shared_out, self._shared_lse)
+
+    @staticmethod
+    def workspace_bytes_for(*, max_rows: int, heads: int, v_head_dim: int) -> int:
+        """`workspace_bytes` of an object with these sizes, before it exists."""
+        return 4 * max_rows * heads * (v_head_dim + 1)
+
+    def plan(self, groups: Sequence[PrefixGroup], rows: int | None = None) -> None:
+        capacity = WorkListCapacity.compute(
+            max_rows=self._max_rows, heads=1, chunks=self._buffers.chunks, block_rows=1, target_items=1
+        )
+        _check_chunks(groups, self._buffers.chunks)
+        build_work_list(groups, heads=1, block_rows=1, block_keys=CHUNK_TOKENS, capacity=capacity, target_items=1)
+        self._groups = list(groups)
+        self._shared_lse.fill_(-torch.inf)
+
+    def run(self, layer: int, q_nope: Tensor, q_rope: Tensor, softmax_scale: float) -> None:
+        for group in self._groups:
+            rows = torch.tensor(group.rows, device=q_nope.device)
+            k_nope, k_rope, v = self._gather(layer, group)
+            out, lse = reference.naive(q_nope[rows], q_rope[rows], k_nope, k_rope, v, softmax_scale)
+            self._shared_out[rows] = out.to(torch.float32)
+            self._shared_lse[rows] = lse.to(torch.float32)
+
+    def merge(self, tail_out: Tensor, tail_lse: Tensor, out: Tensor, lse: Tensor | None = None) -> Tensor:
+        rows = tail_out.shape[0]
+        tail_lse = tail_lse.masked_fill(tail_lse == torch.inf, -torch.inf)
+        merged, merged_lse = reference.merge(self._shared_out[:rows], self._shared_lse[:rows], tail_out, tail_lse)
+        out.copy_(merged)
+        if lse is not None:
+            lse.copy_(merged_lse)
+        return out
+
+    def _gather(self, layer: int, group: PrefixGroup) -> tuple[Tensor, Tensor, Tensor]:
+        """`k_nope [n, H, dn]`, `k_rope [n, dr]`, `v [n, H, dv]` of a group's prefix, n = prefix_len."""
+        n = group.prefix_len
+        chunks = torch.tensor(group.chunks[: -(-n // CHUNK_TOKENS)], device=self._buffers.device)
+        k_nope = self._buffers.k_nope[layer, chunks].transpose(1, 2).flatten(0, 1)[:n]  # [n, H, dn]
+        v = self._buffers.v_t[layer, chunks].permute(0, 3, 1, 2).flatten(0, 1)[:n]  # [n, H, dv]
+        k_rope = self._buffers.k_rope[layer, chunks].flatten(0, 1)[:n]  # [n, dr]
+        return k_nope, k_rope, v
+
+
+class TritonPrefixAttention:
+    """The Triton kernels over a work list in static device memory. `run` and `merge` allocate nothing and do not
+    synchronise: they can be captured in a CUDA graph (after one call outside of it, which compiles them), and the graph
+    follows later plans. `plan` copies on the current stream and cannot be captured.
+
+    On CPU tensors under TRITON_INTERPRET=1 it works too, with an explicit `num_ctas`.
+    """
+
+    def __init__(
+        self,
+        buffers: ExpandedBuffers,
+        *,
+        max_rows: int,
+        heads: int,
+        num_ctas: int | None = None,
+        tile: naive_prefix.Tile | None = None,
+    ) -> None:
+        """Args:
+        num_ctas: programs of the persistent grid; by default as many as the GPU runs at once.
+        tile: block sizes; by default those measured best for the number of rows.
+        """
+        _check_heads(buffers, heads)
+        device = buffers.device
+        self._tiles = (tile,) if tile else naive_prefix.TILES
+        self._num_ctas = {tile: num_ctas or naive_prefix.resident_ctas(device, tile) for tile in self._tiles}
+        self._buffers, self._heads, self._max_rows = buffers, heads, max_rows
+        self._capacity = self._compute_capacity(max_rows, heads, buffers.chunks, self._num_ctas)
+        self._layers = {
+            tile: [naive_prefix.LayerKeys.of(buffers, layer, tile) for layer in range(buffers.layers)]
+            for tile in self._tiles
+        }
+        self._planned = naive_prefix.tile_for(max_rows, self._tiles)
+
+        partials = (self._capacity.max_partial_rows, heads, buffers.v_head_dim)
+        self._partial_out = torch.empty(partials, dtype=torch.float32, device=device)  # [P, H, dv]
+        self._partial_lse2 = torch.empty(partials[:2], dtype=torch.float32, device=device)  # [P, H]
+        self._work = torch.zeros(self._capacity.size, dtype=torch.int32, device=device)
+
+        self._cuda = device.type == "cuda"
+        self._staging = [torch.zeros(self._capacity.size, dtype=torch.int32, pin_memory=self._cuda) for _ in range(2)]
+        self._copied: list[torch.cuda.Event | None] = [None, None]  # when the copy out of a staging buffer was done
+        self._next_staging = 0
+
+    @property
+    def workspace_bytes(self) -> int:
+        return _bytes(self._partial_out, self._partial_lse2, self._work)
+
+    @classmethod
+    def workspace_bytes_for(cls, *, max_rows: int, heads: int, v_head_dim: int, chunks: int, sm_count: int) -> int:
+        """`workspace_bytes` of an object with these sizes and the default tiles and grids, before it exists."""
+        num_ctas = {tile: tile.ctas_per_sm * sm_count for tile in naive_prefix.TILES}
+        capacity = cls._compute_capacity(max_rows, heads, chunks, num_ctas)
+        return 4 * (capacity.max_partial_rows * heads * (v_head_dim + 1) + capacity.size)
+
+    def plan(self, groups: Sequence[PrefixGroup], rows: int | None = None) -> None:
+        tile = naive_prefix.tile_for(rows or self._max_rows, self._tiles)
+        _check_chunks(groups, self._buffers.chunks)
+        staging = self._staging[self._next_staging]
+        if (copied := self._copied[self._next_staging]) is not None:
+            copied.synchronize()  # the copy of the plan before the last one: done long ago
+        work = build_work_list(
+            groups,
+            heads=self._heads,
+            block_rows=tile.block_rows,
+            block_keys=tile.block_keys,
+            capacity=self._capacity,
+            target_items=self._num_ctas[tile],
+            out=staging.numpy(),
+        )
+        self._work[: work.used].copy_(staging[: work.used], non_blocking=True)
+        if self._cuda:
+            self._copied[self._next_staging] = torch.cuda.current_stream(self._work.device).record_event(copied)
+        self._next_staging ^= 1
+        self._planned = tile
+
+    def run(self, layer: int, q_nope: Tensor, q_rope: Tensor, softmax_scale: float) -> None:
+        tile = self._planned
+        if tile.block_rows < q_nope.shape[0] and tile is not self._tiles[-1]:
+            raise ValueError(f"planned for at most {tile.block_rows} rows, run with {q_nope.shape[0]}")
+        naive_prefix.run(
+            q_nope,
+            q_rope,
+            self._layers[tile][layer],
+            self._work,
+            self._capacity,
+            self._partial_out,
+            self._partial_lse2,
+            softmax_scale=softmax_scale,
+            num_ctas=self._num_ctas[tile],
+            tile=tile,
+        )
+
+    def merge(self, tail_out: Tensor, tail_lse: Tensor, out: Tensor, lse: Tensor | None = None) -> Tensor:
+        return merge_kernel.merge(
+            tail_out, tail_lse, self._partial_out, self._partial_lse2, self._work, self._capacity, out, lse
+        )
+
+    @staticmethod
+    def _compute_capacity(
+        max_rows: int, heads: int, chunks: int, num_ctas: dict[naive_prefix.Tile, int]
+    ) -> WorkListCapacity:
+        largest = max(num_ctas, key=lambda tile: tile.block_rows * num_ctas[tile])
+        return WorkListCapacity.compute(
+            max_rows=max_rows,
+            heads=heads,
+            chunks=chunks,
+            block_rows=largest.block_rows,
+            target_items=num_ctas[largest],
+        )
+
+
+def _check_heads(buffers: ExpandedBuffers, heads: int) -> None:
+    if heads != buffers.heads:
+        raise ValueError(f"the expanded prefixes have {buffers.heads} heads, the queries {heads}")
+
+
+def _check_chunks(groups: Sequence[PrefixGroup], chunks: int) -> None:
+    for index, group in enumerate(groups):
+        if group.chunks and (min(group.chunks) < 0 or max(group.chunks) >= chunks):
+            raise ValueError(f"group {index}: chunk ids must be in [0, {chunks})")
+
+
+def _bytes(*tensors: Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)

@@ -1,0 +1,53 @@
+"""SGLang's own serving benchmark, with prompts that are token ids read from a file.
+
+Its `generated-shared-prefix` data set sends text, so that the server's tokenizer, not the GPU, sets the time to the
+first token. Here each line of the file is `{"input_ids": [...], "sampling_params": {...}}`; everything else is SGLang's.
+
+    python scripts/bench_client.py prompts.jsonl [flags of sglang.benchmark.serving]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from sglang_mla_ext.cpu import standins
+
+if standins.needed():
+    standins.install()
+
+from sglang.benchmark import datasets, serving
+
+
+class TokenIdDataset(datasets.common.BaseDataset):
+    """Requests from a file of token ids."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+
+    @classmethod
+    def from_args(cls, args: Namespace) -> TokenIdDataset:
+        return cls(args.dataset_path)
+
+    def load(self, tokenizer: Any, model_id: str | None = None) -> list[datasets.DatasetRow]:
+        requests = map(json.loads, self.path.read_text().splitlines())
+        return [
+            datasets.DatasetRow(
+                prompt=request["input_ids"],
+                prompt_len=len(request["input_ids"]),
+                output_len=request["sampling_params"]["max_new_tokens"],
+                extra_request_body={"sampling_params": request["sampling_params"]},
+            )
+            for request in requests
+        ]
+
+
+if __name__ == "__main__":
+    # The client's list of data sets is fixed; `custom` is the one that reads a user's file.
+    datasets.DATASET_MAPPING["custom"] = TokenIdDataset
+    path, *flags = sys.argv[1:]
+    sys.argv[1:] = ["--backend", "sglang", "--dataset-name", "custom", "--dataset-path", path, *flags]
+    serving.cli_main()

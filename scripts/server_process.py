@@ -1,0 +1,127 @@
+"""Start SGLang's server in a process of its own, wait until it answers, stop it whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import requests
+import torch
+from rich.console import Console
+
+ON_GPU = torch.cuda.is_available()
+# SGLang's own launcher where it can run as it is; on a CPU the one that puts stand-ins in place first.
+LAUNCHER = "sglang.launch_server" if ON_GPU else "sglang_mla_ext.launch_server"
+# fp32 because CPUs are slow in bf16; a small share of memory because SGLang would take nearly all of it.
+CPU_ARGUMENTS = ("--device", "cpu", "--dtype", "float32", "--mem-fraction-static", "0.1")
+
+
+class ServerFailedError(RuntimeError):
+    """The server ended before it answered; the message holds the end of its log."""
+
+
+def free_port() -> int:
+    """A TCP port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def server_info(base_url: str) -> dict[str, Any]:
+    """What `/server_info` says of the first scheduler."""
+    answer = requests.get(f"{base_url}/server_info", timeout=30)
+    answer.raise_for_status()
+    state: dict[str, Any] = answer.json()["internal_states"][0]
+    return state
+
+
+@contextlib.contextmanager
+def running_server(
+    arguments: Sequence[str], port: int, log: Path, console: Console, timeout_s: float = 1800
+) -> Iterator[str]:
+    """Run a server with these arguments as long as the context lasts.
+
+    Args:
+        arguments: of `sglang.launch_server`, without host and port.
+        log: file that takes the server's output.
+        timeout_s: how long it may take until it answers; a first start compiles kernels.
+    Yields:
+        its base URL, once it answers.
+    Raises:
+        ServerFailedError: it ended, or did not answer in time.
+    """
+    base_url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", LAUNCHER, *arguments, "--host", "127.0.0.1", "--port", str(port)]
+    if not ON_GPU:
+        command += CPU_ARGUMENTS
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output, _sigterm_raises():
+        # A session of its own, so that Ctrl-C reaches this process alone, which then stops all of the server's.
+        server = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            _wait_until_ready(server, base_url, log, console, timeout_s)
+            yield base_url
+        finally:
+            console.print("Stopping the server")
+            _stop(server)
+
+
+def _wait_until_ready(
+    server: subprocess.Popen[bytes], base_url: str, log: Path, console: Console, timeout_s: float
+) -> None:
+    start = time.monotonic()
+    with console.status("starting the server") as status:
+        while (waited := time.monotonic() - start) < timeout_s:
+            if server.poll() is not None:
+                raise ServerFailedError(f"the server ended with status {server.returncode}:\n{_tail(log)}")
+            with contextlib.suppress(requests.RequestException):
+                if requests.get(f"{base_url}/health", timeout=10).ok:
+                    console.print(f"Server ready after {waited:.0f} s at {base_url} (log: {log})")
+                    return
+            status.update(f"starting the server, {waited:.0f} s (log: {log})")
+            time.sleep(0.5)
+    raise ServerFailedError(f"the server did not answer within {timeout_s:.0f} s:\n{_tail(log)}")
+
+
+def _tail(log: Path, lines: int = 30) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _stop(server: subprocess.Popen[bytes], grace_s: float = 10) -> None:
+    """End the server and every process that it started; another Ctrl-C meanwhile is ignored."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(server.pid)
+        processes = [parent, *parent.children(recursive=True)]
+        server.terminate()  # SGLang ends its own processes
+        _, alive = psutil.wait_procs(processes, timeout=grace_s)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    server.wait()
+    signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Let SIGTERM end this process as Ctrl-C does: through its `finally` blocks."""
+
+    def leave(signum: int, frame: object) -> None:
+        raise SystemExit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Installs what the tests need into .venv, then runs the checks and the tests.
+#
+#   scripts/test.sh                        lint, types, and all tests that need no GPU
+#   scripts/test.sh tests/unit -k planner  one pytest run with these arguments
+#   scripts/test.sh -m gpu tests/gpu       the tests on a Hopper GPU
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+trap 'exit 130' INT TERM
+cd "$REPOSITORY"
+prepare_environment dev
+
+failed=0
+# Runs one step; a failure is remembered, and the other steps still run.
+step() {
+    say "$1"
+    shift
+    "$@" || { failed=1; say "FAILED: $*"; }
+}
+# Kernel tests run Triton's interpreter, which must be chosen before Triton is imported: a process of their own.
+run_pytest() {
+    case " $* " in
+        *" tests/kernels"*) TRITON_INTERPRET=1 "$PYTHON" -m pytest "$@" ;;
+        *) "$PYTHON" -m pytest "$@" ;;
+    esac
+}
+
+if [ $# -gt 0 ]; then
+    run_pytest -m "not gpu" "$@"
+    exit
+fi
+step "Lint" "$PYTHON" -m ruff check
+step "Format" "$PYTHON" -m ruff format --check
+step "Types" "$PYTHON" -m mypy
+for folder in tests/unit tests/kernels tests/server; do
+    step "Tests: $folder" run_pytest -m "not gpu" "$folder"
+done
+exit $failed

@@ -1,0 +1,102 @@
+"""Measurements as lines of JSON, each with what is needed to repeat it.
+
+One file for each subject, `benchmarks/results/NAME.jsonl`. Plots and tables are made from these files.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+
+def write_record(
+    path: str | Path,
+    *,
+    bench: str,
+    impl: str,
+    case: Mapping[str, Any],
+    gpu: str | None = None,
+    command: str | None = None,
+    **metrics: Any,
+) -> dict[str, Any]:
+    """Append one measurement to a file, whose folder is made if need be.
+
+    Args:
+        bench: what kind of measurement: attention, serving, ...
+        impl: what was measured: hybrid_mla or a rival.
+        case: under which conditions: prefix, tail, heads, batch, concurrency, ... as they apply.
+        gpu: name of the device; None asks the driver ("cpu" without one).
+        command: what to run to measure it again; None takes this process's own command line.
+        metrics: the values, units in their names: `ms`, `ttft_ms`, `decode_tok_s`, ...
+    Returns:
+        the record as written.
+    """
+    record = {
+        "bench": bench,
+        "impl": impl,
+        "case": dict(case),
+        **metrics,
+        "gpu": gpu or device_name(),
+        "torch": package_version("torch"),
+        "sglang": package_version("sglang"),
+        "commit": commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": command or own_command(),
+    }
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+    return record
+
+
+def read_records(path: str | Path) -> list[dict[str, Any]]:
+    """All measurements of a file, oldest first."""
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+@functools.cache
+def device_name() -> str:
+    """Name of the first GPU as its driver says it, without making a CUDA context; "cpu" if there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return "cpu"
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False)
+    names = answer.stdout.strip().splitlines()
+    return names[0].strip() if answer.returncode == 0 and names else "cpu"
+
+
+def package_version(name: str) -> str | None:
+    """Installed version of a package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def commit() -> str | None:
+    """Commit of this checkout, with `-dirty` if files differ from it; None outside of a repository."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        answer = subprocess.run(
+            describe, cwd=Path(__file__).resolve().parent, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return None
+    return answer.stdout.strip() or None
+
+
+def own_command() -> str:
+    """This process's command line, the script's path relative to the working folder."""
+    return shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])

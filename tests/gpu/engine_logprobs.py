@@ -1,0 +1,45 @@
+"""Greedy tokens and their log-probabilities from one SGLang engine, as JSON; a process of its own for each backend.
+
+python engine_logprobs.py MODEL BACKEND OUT PREFIX_TOKENS BATCH NEW_TOKENS
+"""
+
+import json
+import random
+import sys
+
+
+def main() -> None:
+    import sglang
+
+    model, backend, out = sys.argv[1:4]
+    prefix_tokens, batch, new_tokens = map(int, sys.argv[4:7])
+    arguments = {"page_size": 64} if backend == "flashmla" else {}
+    engine = sglang.Engine(
+        model_path=model,
+        attention_backend=backend,
+        skip_tokenizer_init=True,
+        mem_fraction_static=0.5,
+        cuda_graph_max_bs_decode=batch,
+        log_level="warning",
+        **arguments,
+    )
+    rng = random.Random(0)
+    prefix = [rng.randrange(10, 2000) for _ in range(prefix_tokens)]
+    requests = [prefix + [rng.randrange(10, 2000) for _ in range(rng.randrange(1, 200))] for _ in range(batch)]
+    sampling = {"temperature": 0, "ignore_eos": True}
+    engine.generate(input_ids=[prefix], sampling_params={**sampling, "max_new_tokens": 1})
+    answers = engine.generate(
+        input_ids=requests,
+        sampling_params={**sampling, "max_new_tokens": new_tokens},
+        return_logprob=True,
+        top_logprobs_num=4,
+    )
+    info = engine.get_server_info()["internal_states"][0].get("hybrid_mla")
+    engine.shutdown()
+    tokens = [[(value, token) for value, token, _ in a["meta_info"]["output_token_logprobs"]] for a in answers]
+    with open(out, "w", encoding="utf-8") as file:
+        json.dump({"tokens": tokens, "info": info}, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""The kernels in BF16 on a Hopper GPU against the reference in float64, at DeepSeek-V3's dimensions.
+
+Bound: FlashMLA's, 4e-3 in relative L2 and 5e-6 in cosine distance; what is rounded to BF16 is the inputs (exactly as in
+the reference), the softmax weights and the merged result. The lse is rounded nowhere: 2e-5. Whatever no kernel may read
+is NaN. Each case prints its time. Run with `pytest tests/gpu -m gpu -s`, in a process of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+
+from triton.testing import do_bench_cudagraph
+
+from sglang_mla_ext.kernels import reference
+from sglang_mla_ext.kernels.dispatch import make_prefix_attention
+from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, ExpandedBuffers
+from sglang_mla_ext.kernels.prefix_attention import TritonPrefixAttention
+from sglang_mla_ext.kernels.schedule import PrefixGroup
+
+pytestmark = pytest.mark.gpu
+
+NAN = float("nan")
+DN, DR, DV = 128, 64, 128
+SCALE = (DN + DR) ** -0.5
+LAYERS, LAYER = 2, 1
+
+
+@dataclass(frozen=True)
+class Case:
+    groups: tuple[int, ...]  # rows of each shared prefix
+    prefix: tuple[int, ...]  # tokens of each
+    heads: int
+    alone: int = 0  # rows in no group
+    sharpness: float = 1.0  # standard deviation of the scores
+
+    @property
+    def rows(self) -> int:
+        return sum(self.groups) + self.alone
+
+    def __str__(self) -> str:
+        pairs = list(zip(self.groups, self.prefix, strict=True))
+        groups = "+".join(f"{n}x{length}" for n, length in pairs[:4]) + f"+{len(pairs) - 4}more" * (len(pairs) > 4)
+        return f"{groups}-alone{self.alone}-h{self.heads}-sharp{self.sharpness:g}"
+
+
+def cases():
+    yield Case((128,), (7069,), heads=128)
+    yield Case((64,), (7069,), heads=16)
+    yield Case((64,), (26472,), heads=16)
+    yield Case((256,), (4759,), heads=128)
+    yield Case((192,), (4759,), heads=128, sharpness=4.0)
+    yield Case((2,), (1,), heads=128)
+    yield Case((65,), (64,), heads=16, alone=3)
+    yield Case((3,), (63,), heads=1, sharpness=8.0)
+    yield Case((5, 64, 17, 2), (257, 4759, 1000, 7069), heads=128, alone=7)
+    yield Case((5, 64, 17, 2), (257, 4759, 1000, 7069), heads=16, alone=7, sharpness=4.0)
+    yield Case((100, *[1] * 40), (7069, *range(1, 1600, 40)), heads=32)
+
+
+class Problem:
+    """Inputs of a case on the GPU, seeded, BF16; NaN wherever no kernel may read."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.generator = torch.Generator("cuda").manual_seed(case.rows * 1000 + case.heads)
+        chunks_of = [-(-n // CHUNK_TOKENS) for n in case.prefix]
+        cpu_generator = torch.Generator().manual_seed(case.rows)
+        chunk_ids = torch.randperm(sum(chunks_of) + 2, generator=cpu_generator).tolist()
+        order = torch.randperm(case.rows, generator=cpu_generator).tolist()
+        sizes = dict(qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR)
+        self.buffers = ExpandedBuffers.allocate(layers=LAYERS, chunks=len(chunk_ids), heads=case.heads, **sizes)
+        for tensor in (self.buffers.k_nope, self.buffers.v_t, self.buffers.k_rope):
+            tensor.fill_(NAN)
+        self.groups, self.keys = [], []
+        for size, length, n_chunks in zip(case.groups, case.prefix, chunks_of, strict=True):
+            rows, order = tuple(order[:size]), order[size:]
+            chunks, chunk_ids = tuple(chunk_ids[:n_chunks]), chunk_ids[n_chunks:]
+            k_nope, v, k_rope = (
+                self.randn(length, case.heads, DN),
+                self.randn(length, case.heads, DV),
+                self.randn(length, DR),
+            )
+            for i, chunk in enumerate(chunks):
+                tokens = slice(i * CHUNK_TOKENS, (i + 1) * CHUNK_TOKENS)
+                self.buffers.write(LAYER, chunk, 0, k_nope[tokens], v[tokens], k_rope[tokens])
+            self.groups.append(PrefixGroup(rows, length, chunks))
+            self.keys.append((k_nope, k_rope, v))
+        query = self.randn(case.rows, case.heads, DN + DR) * case.sharpness
+        self.q_nope, self.q_rope = query[..., :DN], query[..., DN:]  # [T, H, dn], [T, H, dr]
+        self.tail_out = self.randn(case.rows, case.heads, DV)  # [T, H, dv]
+        self.tail_lse = self.randn(case.rows, case.heads).float() + 7  # [T, H]
+        self.tail_out[:1], self.tail_lse[:1] = NAN, torch.inf  # an empty tail
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator, device="cuda", dtype=torch.float32).to(torch.bfloat16)
+
+    def attention(self) -> TritonPrefixAttention:
+        attention = make_prefix_attention(self.buffers, max_rows=self.case.rows, heads=self.case.heads, device="cuda")
+        attention._partial_out.fill_(NAN)
+        attention._partial_lse2.fill_(NAN)
+        return attention
+
+    def expected(self, chosen: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`out [T, H, dv]` and `lse [T, H]` in float64 with the chosen groups in the plan, one head at a time."""
+        out = torch.zeros(self.case.rows, self.case.heads, DV, dtype=torch.float64, device="cuda")
+        lse = torch.full(out.shape[:2], -torch.inf, dtype=torch.float64, device="cuda")
+        for i in chosen:
+            rows, (k_nope, k_rope, v) = list(self.groups[i].rows), self.keys[i]
+            for h in range(self.case.heads):
+                one = slice(h, h + 1)
+                q_nope, q_rope = self.q_nope[rows, one].double(), self.q_rope[rows, one].double()
+                out[rows, one], lse[rows, one] = reference.naive(
+                    q_nope, q_rope, k_nope[:, one], k_rope, v[:, one], SCALE
+                )
+        tail_lse = self.tail_lse.masked_fill(self.tail_lse == torch.inf, -torch.inf)
+        return reference.merge(out, lse, self.tail_out, tail_lse)
+
+
+def assert_equal(out: torch.Tensor, lse: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    found = reference.errors(out, expected[0])
+    assert found.rel_l2 < 4e-3 and found.cos_dist < 5e-6, f"out: {found}"
+    found_lse = reference.errors(lse, expected[1])
+    assert found_lse.rel_l2 < 2e-5 and found_lse.cos_dist < 1e-9, f"lse: {found_lse}"
+
+
+def run_and_merge(attention, problem: Problem, out: torch.Tensor, lse: torch.Tensor) -> None:
+    attention.run(LAYER, problem.q_nope, problem.q_rope, SCALE)
+    attention.merge(problem.tail_out, problem.tail_lse, out, lse)
+
+
+def results(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full_like(problem.tail_out, NAN), torch.full_like(problem.tail_lse, NAN)
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+def test_prefix_and_tail_equal_reference(case: Case) -> None:
+    problem = Problem(case)
+    attention = problem.attention()
+    attention.plan(problem.groups)
+    out, lse = results(problem)
+    run_and_merge(attention, problem, out, lse)
+    expected = problem.expected(list(range(len(case.groups))))
+    assert_equal(out, lse, expected)
+
+    ms = do_bench_cudagraph(lambda: attention.run(LAYER, problem.q_nope, problem.q_rope, SCALE), rep=50)
+    merge_ms = do_bench_cudagraph(lambda: attention.merge(problem.tail_out, problem.tail_lse, out, lse), rep=20)
+    pairs = list(zip(case.groups, case.prefix, strict=True))
+    flops = 2 * case.heads * (DN + DR + DV) * sum(n * length for n, length in pairs)
+    read = 2 * (case.heads * (DN + DV) + DR) * sum(length for _, length in pairs)
+    found = reference.errors(out, expected[0])
+    print(
+        f"\n{case}: naive {ms * 1e3:.1f} us, {flops / ms / 1e9:.0f} TFLOPS, {read / ms / 1e6:.0f} GB/s; "
+        f"merge {merge_ms * 1e3:.1f} us; rel_l2 {found.rel_l2:.1e}, "
+        f"max_rel {found.max_rel:.1e}, cos {found.cos_dist:.1e}"
+    )
+
+
+def test_merge_in_place_of_the_tail() -> None:
+    problem = Problem(Case((9, 4), (700, 300), heads=128, alone=5))
+    attention = problem.attention()
+    attention.plan(problem.groups)
+    expected = problem.expected([0, 1])
+    attention.run(LAYER, problem.q_nope, problem.q_rope, SCALE)
+    attention.merge(problem.tail_out, problem.tail_lse, problem.tail_out, problem.tail_lse)
+    assert_equal(problem.tail_out, problem.tail_lse, expected)
+
+
+def test_empty_plan_leaves_the_tails_and_takes_no_time() -> None:
+    problem = Problem(Case((128,), (300,), heads=128))
+    attention = problem.attention()
+    attention.plan([])
+    out, lse = results(problem)
+    run_and_merge(attention, problem, out, lse)
+    assert torch.equal(out[1:], problem.tail_out[1:]) and torch.equal(lse[1:], problem.tail_lse[1:])
+    assert not out[:1].any() and (lse[:1] == -torch.inf).all()
+    ms = do_bench_cudagraph(lambda: attention.run(LAYER, problem.q_nope, problem.q_rope, SCALE), rep=20)
+    print(f"\nempty plan: naive {ms * 1e3:.1f} us")
+    assert ms < 0.02
+
+
+def test_captured_graph_follows_later_plans() -> None:
+    problem = Problem(Case((40, 3, 9), (3000, 300, 700), heads=32, alone=4))
+    attention = problem.attention()
+    attention.plan([])
+    out, lse = results(problem)
+    run_and_merge(attention, problem, out, lse)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run_and_merge(attention, problem, out, lse)
+    for chosen in ([0, 1, 2], [1], [], [2, 0], [0, 1, 2]):
+        attention.plan([problem.groups[i] for i in chosen])
+        attention._partial_out.fill_(NAN)
+        out.fill_(NAN)
+        graph.replay()
+        assert_equal(out, lse, problem.expected(chosen))
+
+
+def test_plans_in_quick_succession_do_not_overwrite_each_other() -> None:
+    """Many plans and runs without waiting for the GPU: a staging buffer must not change while it is being copied."""
+    problem = Problem(Case((40, 3, 9), (3000, 300, 700), heads=128, alone=4))
+    attention = problem.attention()
+    plans = [[0, 1, 2], [1], [2, 0], [], [0]] * 4
+    kept = []
+    for chosen in plans:
+        attention.plan([problem.groups[i] for i in chosen])
+        out, lse = results(problem)
+        run_and_merge(attention, problem, out, lse)
+        kept.append((out, lse))
+    expected = {tuple(chosen): problem.expected(chosen) for chosen in plans}
+    for chosen, (out, lse) in zip(plans, kept, strict=True):
+        assert_equal(out, lse, expected[tuple(chosen)])

@@ -1,0 +1,126 @@
+"""The merge kernel against the reference in float64: any number of partials per row, strides, empty tails.
+
+Float32 in Triton's interpreter. Bound: 1e-6 in relative L2 (a weighted mean of a few numbers), 1e-5 for an element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from sglang_mla_ext.kernels import reference
+from sglang_mla_ext.kernels.merge import LOG2E, merge
+from sglang_mla_ext.kernels.schedule import ITEM_FIELDS, WorkListCapacity
+
+NAN, INF = float("nan"), float("inf")
+
+
+@dataclass(frozen=True)
+class Case:
+    splits: tuple[int, ...]  # partials of each row, 0 for a row without a shared prefix
+    heads: int
+    v_dim: int = 32
+    spread: float = 3.0  # standard deviation of the lse
+    empty_tails: tuple[int, ...] = ()  # rows without a tail
+    in_place: bool = False
+    write_lse: bool = True
+
+    def __str__(self) -> str:
+        place = "-inplace" * self.in_place + "-nolse" * (not self.write_lse)
+        splits = "+".join(map(str, self.splits)) if len(self.splits) < 10 else f"{len(self.splits)}rows"
+        return f"{splits}-h{self.heads}-d{self.v_dim}-spread{self.spread:g}-empty{len(self.empty_tails)}{place}"
+
+
+def cases():
+    yield Case((1,), heads=1)
+    yield Case((0, 1, 2, 3), heads=4, v_dim=128)
+    yield Case((4, 5, 8, 9, 33), heads=5, empty_tails=(1, 4))
+    yield Case((0, 0, 3), heads=16, empty_tails=(0, 2), in_place=True)
+    yield Case((2, 0), heads=128, v_dim=16)
+    yield Case((2, 0, 1), heads=64, v_dim=16, in_place=True, write_lse=False)
+    yield Case((6, 0, 2), heads=4, spread=200.0)
+    yield Case((7, 2), heads=4, spread=1e4, empty_tails=(0,))
+    yield Case(tuple(i % 6 for i in range(64)), heads=9, empty_tails=tuple(range(0, 64, 5)))
+
+
+@pytest.mark.parametrize("empty_lse", [-INF, INF], ids=["-inf", "+inf"])
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+def test_merge_equals_reference(case: Case, empty_lse: float) -> None:
+    generator = torch.Generator().manual_seed(len(case.splits) * 1000 + case.heads)
+    rows, heads, dv = len(case.splits), case.heads, case.v_dim
+    max_rows = rows + 3
+    capacity = WorkListCapacity(max_rows, max_partial_rows=sum(case.splits) * 2 + 5, max_items=1, max_chunks=1)
+    work = torch.full((capacity.size,), -(10**6), dtype=torch.int32)
+    per_row = work[ITEM_FIELDS : capacity.items_offset].view(4, max_rows)  # group_rows, start, stride, splits
+    partial_out = torch.full((capacity.max_partial_rows, heads, dv), NAN)
+    partial_lse2 = torch.full((capacity.max_partial_rows, heads), NAN)
+
+    # A padded, transposed tail: strides as a batched product over heads leaves them.
+    tail_store = torch.full((heads, max_rows, dv + 4), NAN)
+    tail_out = tail_store[:, :rows, :dv].transpose(0, 1)  # [T, H, dv]
+    tail_out.copy_(torch.randn(rows, heads, dv, generator=generator))
+    tail_lse = torch.full((heads, rows), NAN).t()  # [T, H]
+    tail_lse.copy_(torch.randn(rows, heads, generator=generator) * case.spread)
+    for row in case.empty_tails:
+        tail_out[row], tail_lse[row] = NAN, empty_lse
+
+    expected_out = tail_out.double().clone()
+    expected_lse = torch.where(tail_lse == INF, -INF, tail_lse.double())
+    next_partial = 2
+    for row, splits in enumerate(case.splits):
+        stride = 1 + row % 2
+        per_row[1, row], per_row[2, row], per_row[3, row] = next_partial, stride, splits
+        for s in range(splits):
+            at = next_partial + s * stride
+            partial_out[at] = torch.randn(heads, dv, generator=generator)
+            partial_lse2[at] = torch.randn(heads, generator=generator) * case.spread * LOG2E
+            part = partial_out[at].double()[None], partial_lse2[at].double()[None] / LOG2E
+            merged = reference.merge(expected_out[row][None], expected_lse[row][None], *part)
+            expected_out[row], expected_lse[row] = merged[0][0], merged[1][0]
+        next_partial += splits * stride
+    no_key = expected_lse == -INF
+    expected_out[no_key] = 0.0
+
+    out = tail_out if case.in_place else torch.full((rows, heads + 1, dv), NAN)[:, :heads]
+    lse = torch.full((rows, heads), NAN) if case.write_lse else None
+    before = tail_out.clone()
+    assert merge(tail_out, tail_lse, partial_out, partial_lse2, work, capacity, out, lse) is out
+
+    # float32 holds an lse of 1e4 to 5e-4 only, which is then the error of a weight.
+    slack = max(1.0, case.spread / 3)
+    checks = [("out", out, expected_out)] + ([("lse", lse, expected_lse)] if case.write_lse else [])
+    for what, actual, expected in checks:
+        found = reference.errors(actual, expected)
+        bound = slack if what == "out" else 1.0
+        assert found.rel_l2 < 1e-6 * bound and found.max_rel < 1e-5 * bound, f"{what}: {found}"
+        assert found.cos_dist < 1e-11 * bound**2, f"{what}: {found}"
+    alone = [r for r, splits in enumerate(case.splits) if splits == 0 and r not in case.empty_tails]
+    assert torch.equal(out[alone], before[alone])
+    if case.write_lse:
+        assert torch.equal(lse[alone], tail_lse[alone])
+
+
+def test_wrong_arguments_are_refused_with_a_reason() -> None:
+    capacity = WorkListCapacity(2, 2, 1, 1)
+    work = torch.zeros(capacity.size, dtype=torch.int32)
+    good = dict(
+        tail_out=torch.zeros(2, 4, 16),
+        tail_lse=torch.zeros(2, 4),
+        partial_out=torch.zeros(2, 4, 16),
+        partial_lse2=torch.zeros(2, 4),
+        out=torch.zeros(2, 4, 16),
+    )
+    for change, message in (
+        (dict(tail_out=torch.zeros(3, 4, 16)), "at most 2"),
+        (dict(tail_out=torch.zeros(2, 4, 24)), "power of two"),
+        (dict(partial_out=torch.zeros(2, 3, 16)), "do not fit"),
+        (dict(partial_lse2=torch.zeros(4, 2).t()), "contiguous"),
+        (dict(out=torch.zeros(2, 4, 8)), "out must be"),
+        (dict(out=torch.zeros(2, 16, 4).transpose(1, 2)), "last axis of out"),
+        (dict(tail_lse=torch.zeros(2, 4, dtype=torch.float64)), "tail_lse must be float32"),
+        (dict(lse=torch.zeros(4, 2)), "lse must be float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            merge(**(good | change), work=work, capacity=capacity)

@@ -1,0 +1,316 @@
+"""Attention over shared prefixes, alone and with tails, against the reference in float64.
+
+The kernels run in float32 in Triton's interpreter. Bound: 2e-6 in relative L2, some ten roundings of float32 over sums
+of up to 700 keys; 2e-5 for the largest error of an element; 1e-11 in cosine distance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from sglang_mla_ext.kernels import reference
+from sglang_mla_ext.kernels.dispatch import make_prefix_attention
+from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, ExpandedBuffers
+from sglang_mla_ext.kernels.naive_prefix import Tile
+from sglang_mla_ext.kernels.prefix_attention import ReferencePrefixAttention, TritonPrefixAttention
+from sglang_mla_ext.kernels.schedule import PrefixGroup
+
+NAN = float("nan")
+LAYERS, LAYER = 2, 1
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Head dimensions of a model."""
+
+    nope: int = 128
+    rope: int = 64
+    v: int = 128
+    rank: int = 512
+
+    @property
+    def scale(self) -> float:
+        return (self.nope + self.rope) ** -0.5
+
+
+SMALL = Dims(nope=32, rope=16, v=16, rank=48)
+DEFAULT_TILE = Tile()
+SMALL_TILE = Tile(block_rows=16, block_keys=32)
+
+
+@dataclass(frozen=True)
+class Case:
+    groups: tuple[int, ...]  # rows of each shared prefix
+    prefix: tuple[int, ...]  # tokens of each
+    heads: int
+    alone: int = 0  # rows in no group, spread among the others
+    unused: int = 0  # rows that the plan could have but the call has not
+    dims: Dims = SMALL
+    tile: Tile = DEFAULT_TILE
+    num_ctas: int = 8
+
+    @property
+    def rows(self) -> int:
+        return sum(self.groups) + self.alone
+
+    def __str__(self) -> str:
+        groups = "+".join(f"{n}x{length}" for n, length in zip(self.groups, self.prefix, strict=True))
+        return (
+            f"{groups}-alone{self.alone}-h{self.heads}-d{self.dims.nope}-{self.tile.block_rows}x{self.tile.block_keys}"
+        )
+
+
+def cases():
+    yield Case((3,), (1,), heads=1)
+    yield Case((2,), (63,), heads=4, dims=Dims())
+    yield Case((2,), (64,), heads=4, dims=Dims(), alone=1)
+    yield Case((65,), (65,), heads=2, dims=Dims())
+    yield Case((5,), (256,), heads=4)
+    yield Case((4,), (257,), heads=16, unused=7)
+    yield Case((64,), (700,), heads=4, num_ctas=13)
+    yield Case((1, 2, 3), (700, 1, 255), heads=4, alone=3, dims=Dims())
+    yield Case((2, 64, 1), (33, 511, 600), heads=4, alone=2, num_ctas=24, unused=2)
+    yield Case((17, 16, 15, 1), (95, 300, 32, 129), heads=4, alone=5, tile=SMALL_TILE, num_ctas=40)
+    yield Case((33,), (513,), heads=16, tile=SMALL_TILE, num_ctas=16)
+    yield Case((4, 3), (70, 130), heads=64, num_ctas=32)
+    yield Case((2, 5), (40, 65), heads=128, num_ctas=264, alone=1)
+    yield Case((3,), (600,), heads=1, num_ctas=264)
+
+
+class Problem:
+    """Inputs of a case, seeded, float32; whatever no kernel may read is NaN."""
+
+    def __init__(self, case: Case, seed: int = 0) -> None:
+        self.case, d = case, case.dims
+        self.generator = torch.Generator().manual_seed(seed)
+        self.w_kc = self.randn(case.heads, d.nope, d.rank) * d.rank**-0.5  # [H, dn, r]
+        self.w_vc = self.randn(case.heads, d.rank, d.v) * d.rank**-0.5  # [H, r, dv]
+        self.prefix_latent = [self.randn(n, d.rank + d.rope) for n in case.prefix]  # [prefix_len, r + dr] each
+        self.expanded = []  # k_nope [n, H, dn], v [n, H, dv], k_rope [n, dr] of each group
+
+        order = torch.randperm(case.rows, generator=self.generator).tolist()
+        chunks_of = [-(-n // CHUNK_TOKENS) for n in case.prefix]
+        chunk_ids = torch.randperm(sum(chunks_of) + 2, generator=self.generator).tolist()
+        sizes = dict(qk_nope_head_dim=d.nope, v_head_dim=d.v, qk_rope_head_dim=d.rope)
+        self.buffers = ExpandedBuffers.allocate(
+            layers=LAYERS, chunks=len(chunk_ids), heads=case.heads, dtype=torch.float32, device="cpu", **sizes
+        )
+        for tensor in (self.buffers.k_nope, self.buffers.v_t, self.buffers.k_rope):
+            tensor.fill_(NAN)
+        self.groups = []
+        for size, latent, n_chunks in zip(case.groups, self.prefix_latent, chunks_of, strict=True):
+            rows, order = tuple(order[:size]), order[size:]
+            chunks, chunk_ids = tuple(chunk_ids[:n_chunks]), chunk_ids[n_chunks:]
+            self.groups.append(PrefixGroup(rows, len(latent), chunks))
+            k_nope, v = reference.expand(latent[:, : d.rank], self.w_kc, self.w_vc)
+            k_rope = latent[:, d.rank :]
+            self.expanded.append((k_nope, v, k_rope))
+            for i, chunk in enumerate(chunks):
+                tokens = slice(i * CHUNK_TOKENS, (i + 1) * CHUNK_TOKENS)
+                self.buffers.write(LAYER, chunk, 0, k_nope[tokens], v[tokens], k_rope[tokens])
+
+        # Views with padding between heads and rows, and the two parts of the query in one tensor, as a model has them.
+        query = torch.full((case.rows, case.heads + 1, d.nope + d.rope + 8), NAN)
+        query[:, : case.heads, : d.nope + d.rope] = self.randn(case.rows, case.heads, d.nope + d.rope)
+        self.q_nope = query[:, : case.heads, : d.nope]  # [T, H, dn]
+        self.q_rope = query[:, : case.heads, d.nope : d.nope + d.rope]  # [T, H, dr]
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def attention(self, implementation: str) -> ReferencePrefixAttention | TritonPrefixAttention:
+        case, max_rows = self.case, self.case.rows + self.case.unused
+        if implementation == "reference":
+            attention = ReferencePrefixAttention(self.buffers, max_rows=max_rows, heads=case.heads)
+            attention._shared_out.fill_(NAN)
+            return attention
+        attention = TritonPrefixAttention(
+            self.buffers, max_rows=max_rows, heads=case.heads, num_ctas=case.num_ctas, tile=case.tile
+        )
+        attention._partial_out.fill_(NAN)
+        attention._partial_lse2.fill_(NAN)
+        return attention
+
+    def shared(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reference of the shared part alone, float64: `out [T, H, dv]`, `lse [T, H]`."""
+        out = torch.zeros(self.case.rows, self.case.heads, self.case.dims.v, dtype=torch.float64)
+        lse = torch.full(out.shape[:2], -torch.inf, dtype=torch.float64)
+        for group, (k_nope, v, k_rope) in zip(self.groups, self.expanded, strict=True):
+            rows = list(group.rows)
+            q = self.q_nope[rows].double(), self.q_rope[rows].double()
+            out[rows], lse[rows] = reference.naive(*q, k_nope, k_rope, v, self.case.dims.scale)
+        return out, lse
+
+    def no_tail(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Empty tails: `tail_out [T, H, dv]` NaN, `tail_lse [T, H]` -inf."""
+        shape = (self.case.rows, self.case.heads, self.case.dims.v)
+        return torch.full(shape, NAN), torch.full(shape[:2], -torch.inf)
+
+
+def assert_equal(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    found = reference.errors(actual, expected)
+    assert found.rel_l2 < 2e-6 and found.max_rel < 2e-5 and found.cos_dist < 1e-11, f"{what}: {found}"
+
+
+def run_and_merge(attention, problem: Problem, tail_out, tail_lse):
+    out, lse = torch.full_like(tail_out, NAN), torch.full_like(tail_lse, NAN)
+    attention.run(LAYER, problem.q_nope, problem.q_rope, problem.case.dims.scale)
+    assert attention.merge(tail_out, tail_lse, out, lse) is out
+    return out, lse
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+def test_shared_part_equals_reference(case: Case, implementation: str) -> None:
+    problem = Problem(case)
+    attention = problem.attention(implementation)
+    attention.plan(problem.groups)
+    out, lse = run_and_merge(attention, problem, *problem.no_tail())
+    expected_out, expected_lse = problem.shared()
+    assert_equal(out, expected_out, "out")
+    assert_equal(lse, expected_lse, "lse")
+
+
+@dataclass(frozen=True)
+class TailCase(Case):
+    tails: tuple[int, ...] = ()  # tokens of each row's own
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}-tails{'+'.join(map(str, self.tails))}"
+
+
+def tail_cases():
+    yield TailCase((2,), (300,), heads=4, dims=Dims(), tails=(0, 1))
+    yield TailCase((3, 1), (65, 513), heads=4, alone=2, tails=(0, 700, 5, 64, 333, 0))
+    yield TailCase((6,), (31,), heads=16, tails=(1, 2, 3, 0, 100, 17), tile=SMALL_TILE)
+    yield TailCase((2, 2), (100, 40), heads=128, tails=(7, 0, 1, 30), num_ctas=264)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("case", list(tail_cases()), ids=str)
+def test_prefix_and_tail_equal_absorb_over_the_whole_sequence(case: TailCase, implementation: str) -> None:
+    """Naive over the prefix merged with absorb over the tail = absorb over both = naive over both."""
+    problem, d = Problem(case, seed=1), case.dims
+    tail_of_row = list(case.tails)
+    tail_latent = torch.full((case.rows, max(case.tails), d.rank + d.rope), NAN)
+    for row, n in enumerate(tail_of_row):
+        tail_latent[row, :n] = problem.randn(n, d.rank + d.rope)
+    q_absorbed = torch.einsum("bhd,hdr->bhr", problem.q_nope, problem.w_kc)  # [T, H, r]
+    out_latent, tail_lse = reference.absorb(q_absorbed, problem.q_rope, tail_latent, torch.tensor(tail_of_row), d.scale)
+    tail_out = torch.einsum("bhr,hrd->bhd", out_latent, problem.w_vc)  # [T, H, dv]
+
+    attention = problem.attention(implementation)
+    attention.plan(problem.groups)
+    out, lse = run_and_merge(attention, problem, tail_out, tail_lse)
+
+    prefix_of_row = {
+        row: latent for g, latent in zip(problem.groups, problem.prefix_latent, strict=True) for row in g.rows
+    }
+    for row in range(case.rows):
+        whole = torch.cat([prefix_of_row.get(row, tail_latent[row, :0]), tail_latent[row, : tail_of_row[row]]]).double()
+        q_nope, q_rope = problem.q_nope[row : row + 1].double(), problem.q_rope[row : row + 1].double()
+        q_latent = torch.einsum("bhd,hdr->bhr", q_nope, problem.w_kc.double())
+        latent, row_lse = reference.absorb(q_latent, q_rope, whole[None], torch.tensor([len(whole)]), d.scale)
+        row_out = torch.einsum("bhr,hrd->bhd", latent, problem.w_vc.double())
+        k_nope, v = reference.expand(whole[:, : d.rank], problem.w_kc, problem.w_vc)
+        naive_out, naive_lse = reference.naive(q_nope, q_rope, k_nope, whole[:, d.rank :], v, d.scale)
+        assert_equal(naive_out, row_out, f"naive against absorb, out of row {row}")
+        assert_equal(naive_lse, row_lse, f"naive against absorb, lse of row {row}")
+        assert_equal(out[row : row + 1], row_out, f"out of row {row}")
+        assert_equal(lse[row : row + 1], row_lse, f"lse of row {row}")
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_empty_plan_leaves_the_tails(implementation: str) -> None:
+    problem = Problem(Case((2, 3), (70, 10), heads=4))
+    attention = problem.attention(implementation)
+    attention.plan([])
+    tail_out, tail_lse = problem.randn(5, 4, SMALL.v), problem.randn(5, 4)
+    out, lse = run_and_merge(attention, problem, tail_out, tail_lse)
+    assert torch.equal(out, tail_out) and torch.equal(lse, tail_lse)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_each_plan_replaces_the_one_before(implementation: str) -> None:
+    problem = Problem(Case((2, 3), (300, 70), heads=4))
+    attention = problem.attention(implementation)
+    expected_out, expected_lse = problem.shared()
+    for chosen in ([0, 1], [1], [], [0], [1, 0]):
+        groups = [problem.groups[i] for i in chosen]
+        attention.plan(groups)
+        out, lse = run_and_merge(attention, problem, *problem.no_tail())
+        shared = [row for group in groups for row in group.rows]
+        others = [row for row in range(5) if row not in shared]
+        assert not out[others].any() and (lse[others] == -torch.inf).all()
+        if shared:
+            assert_equal(out[shared], expected_out[shared], f"out of plan {chosen}")
+            assert_equal(lse[shared], expected_lse[shared], f"lse of plan {chosen}")
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_invalid_plan_raises_and_keeps_the_one_before(implementation: str) -> None:
+    problem = Problem(Case((2,), (70,), heads=4))
+    attention = problem.attention(implementation)
+    attention.plan(problem.groups)
+    for bad, message in (
+        (PrefixGroup((0, 2), 70, (0,)), "rows must be in"),
+        (PrefixGroup((0, 0), 70, (0,)), "twice"),
+        (PrefixGroup((), 70, (0,)), "no rows"),
+        (PrefixGroup((0,), 0, (0,)), "prefix_len"),
+        (PrefixGroup((0,), 257, (0,)), "cannot hold"),
+        (PrefixGroup((0,), 70, (99,)), "chunk ids"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention.plan([bad])
+    out, _ = run_and_merge(attention, problem, *problem.no_tail())
+    assert_equal(out, problem.shared()[0], "out")
+
+
+def test_wrong_queries_are_refused_with_a_reason() -> None:
+    problem = Problem(Case((2,), (70,), heads=4))
+    attention = problem.attention("triton")
+    attention.plan(problem.groups)
+    q_nope, q_rope = problem.q_nope, problem.q_rope
+    for arguments, message in (
+        ((q_nope[:, :3], q_rope, 1.0), "q_nope must be"),
+        ((q_nope, q_rope[:1], 1.0), "q_rope must be"),
+        ((q_nope.double(), q_rope, 1.0), "expanded prefixes are"),
+        ((torch.empty(2, SMALL.nope, 4).transpose(1, 2), q_rope, 1.0), "contiguous"),
+        ((q_nope, q_rope, 0.0), "softmax_scale"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention.run(LAYER, *arguments)
+
+
+def test_workspace_is_known_beforehand() -> None:
+    problem = Problem(Case((2,), (70,), heads=4))
+    sizes = dict(max_rows=2, heads=4, v_head_dim=SMALL.v)
+    whole = TritonPrefixAttention(problem.buffers, max_rows=2, heads=4, num_ctas=8)
+    assert whole.workspace_bytes == TritonPrefixAttention.workspace_bytes_for(
+        **sizes, chunks=problem.buffers.chunks, sm_count=8
+    )
+    assert problem.attention("reference").workspace_bytes == ReferencePrefixAttention.workspace_bytes_for(**sizes)
+
+
+def test_tile_follows_the_rows_and_a_wrong_number_is_refused() -> None:
+    case = Case((65,), (100,), heads=2, alone=1)
+    problem = Problem(case)
+    attention = TritonPrefixAttention(problem.buffers, max_rows=66, heads=2, num_ctas=4)
+    attention.plan(problem.groups, rows=66)
+    out, _ = run_and_merge(attention, problem, *problem.no_tail())
+    assert_equal(out, problem.shared()[0], "out")
+    attention.plan([], rows=64)
+    with pytest.raises(ValueError, match="planned for at most 64 rows"):
+        attention.run(LAYER, problem.q_nope, problem.q_rope, 1.0)
+
+
+def test_dispatch_takes_the_reference_without_a_gpu() -> None:
+    buffers = Problem(Case((2,), (70,), heads=4)).buffers
+    assert isinstance(make_prefix_attention(buffers, max_rows=2, heads=4, device="cpu"), ReferencePrefixAttention)
+    with pytest.raises(ValueError, match="heads"):
+        make_prefix_attention(buffers, max_rows=2, heads=5, device="cpu")
+    with pytest.raises(ValueError, match="not on cuda"):
+        make_prefix_attention(buffers, max_rows=2, heads=4, device="cuda")

@@ -1,0 +1,240 @@
+"""The cost model: its counts are design's table, its times are the measured ones."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_mla_ext.prefix.cost_model import (
+    CostModel,
+    GpuRates,
+    Mode,
+    ModelDims,
+    ModeRates,
+    config_names,
+    rates_for,
+    read_config,
+)
+
+V3 = ModelDims.from_json("deepseek-v3")
+H200 = GpuRates.from_json("h200")
+
+
+def model(heads: int = 128, gpu: str = "h200", **kwargs: int) -> CostModel:
+    return CostModel(V3, heads, GpuRates.from_json(gpu), **kwargs)
+
+
+# -- configurations ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", config_names("models"))
+def test_every_model_has_mla_dimensions(name):
+    dims = ModelDims.from_json(name)
+    assert (dims.latent_dim, dims.absorb_macs, dims.naive_macs) == (576, 1088, 320)
+
+
+@pytest.mark.parametrize("name", config_names("gpus"))
+def test_every_gpu_has_rates_and_their_source(name):
+    rates = GpuRates.from_json(name)
+    assert set(rates.modes) == set(Mode)
+    assert "easured" in rates.source
+    for mode_rates in rates.modes.values():
+        assert mode_rates.bytes_per_s > 1e9
+        assert mode_rates.macs_per_s > 1e9
+        assert 0 <= mode_rates.overhead_s < 1e-3
+        assert mode_rates.row_tile >= 1
+
+
+def test_workloads():
+    assert read_config("workloads", "system_prompts")["tokens"] == {"A": 26472, "B": 7069, "C": 4759}
+    for name in ("mmlu", "gsm8k", "simpleqa"):
+        for lengths in read_config("workloads", name)["models"].values():
+            for kind in ("prompt_tokens", "generated_tokens"):
+                quantiles = list(lengths[kind]["quantiles"].values())
+                assert quantiles == sorted(quantiles)
+                assert quantiles[0] <= lengths[kind]["mean"] <= quantiles[-1]
+
+
+def test_unknown_configuration_lists_the_known_ones():
+    with pytest.raises(ValueError, match="deepseek-v3"):
+        read_config("models", "deepseek-v9")
+
+
+def test_dimensions_from_a_hugging_face_folder(tmp_path):
+    config = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "hidden_size": 128,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ModelDims.from_json(tmp_path) == ModelDims(2, 4, 512, 128, 64, 128, 128)
+    with pytest.raises(ValueError, match="not an MLA model"):
+        ModelDims.from_config({k: v for k, v in config.items() if k != "kv_lora_rank"})
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu"),
+    [
+        ("NVIDIA H200", "NVIDIA H200"),
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H100 SXM"),
+        ("NVIDIA H20", "NVIDIA H20"),
+        ("NVIDIA H20-3e", "NVIDIA H20"),
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB"),
+        ("cpu", "CPU"),
+    ],
+)
+def test_rates_by_device_name(device, gpu, caplog):
+    assert rates_for(device).name == gpu
+    assert not caplog.records
+
+
+def test_unknown_device_gets_the_h100_and_a_warning(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert rates_for("NVIDIA B300").name == "NVIDIA H100 SXM"
+    assert "B300" in caplog.text
+
+
+# -- counts ------------------------------------------------------------------------------------------------------------
+
+
+def test_counts_are_the_table():
+    b, h, n = 7, 128, 1000
+    cost = model(h)
+    assert cost.macs(Mode.ABSORB, b, n) == b * h * n * 1088
+    assert cost.macs(Mode.GROUPED_ABSORB, b, n) == b * h * n * 1088
+    assert cost.macs(Mode.NAIVE, b, n) == b * h * n * 320
+    assert cost.bytes_read(Mode.ABSORB, b, n) == 2 * b * n * 576
+    assert cost.bytes_read(Mode.GROUPED_ABSORB, b, n) == 2 * n * 576
+    assert cost.bytes_read(Mode.NAIVE, b, n) == 2 * (n * h * 256 + n * 64)
+
+
+def test_storage_in_fp8():
+    cost = model(16, expanded_element_bytes=1, latent_element_bytes=1)
+    assert cost.expanded_token_bytes == 16 * 256 + 64 * 2  # rotary part stays BF16
+    assert cost.latent_row_bytes == 656
+
+
+def test_equation_1_gives_the_papers_threshold():
+    """Ascend NPU: 376 TOPS (two operations a MAC) and 1.8 TB/s give 61."""
+    npu = ModeRates(bytes_per_s=1.8e12, macs_per_s=188e12, fp8_macs_per_s=None, overhead_s=0, row_tile=1)
+    cost = CostModel(V3, 128, GpuRates("NPU", 0, dict.fromkeys(Mode, npu), "TyphoonMLA, section 3.2"))
+    assert int(cost.threshold_batch()) == 61
+    assert cost.threshold_batch(s_q=2) == pytest.approx(cost.threshold_batch() / 2)
+
+
+# -- times: an H200, one layer, DeepSeek-V3, measured ms ---------------------------------------------------------------
+
+# FlashMLA BF16: heads, requests, tokens of each (26,432, 7,040 or 4,736 of them shared), ms.
+ABSORB_BF16 = [
+    (128, 64, 26984, 0.798),
+    (128, 128, 26984, 1.662),
+    (128, 256, 26984, 3.493),
+    (128, 512, 26984, 7.049),
+    (128, 128, 7581, 0.475),
+    (128, 512, 7581, 1.915),
+    (128, 128, 5271, 0.303),
+    (64, 128, 26984, 0.851),
+    (64, 512, 26984, 3.726),
+    (16, 128, 26984, 0.809),
+    (16, 512, 26984, 3.250),
+]
+ABSORB_FP8 = [
+    (128, 64, 26984, 0.649),
+    (128, 128, 26984, 1.286),
+    (128, 256, 26984, 2.524),
+    (128, 512, 26984, 5.005),
+    (128, 128, 7581, 0.390),
+    (128, 512, 7581, 1.491),
+    (128, 128, 5271, 0.279),
+    (64, 128, 26984, 0.651),
+    (64, 512, 26984, 2.527),
+    (16, 128, 26984, 0.639),
+    (16, 512, 26984, 2.484),
+]
+# A plain Triton kernel over the expanded prefix: heads, requests, tokens, ms.
+NAIVE_BF16 = [(128, 64, 26472, 0.47), (128, 128, 26472, 0.60), (128, 256, 26472, 1.20), (128, 512, 26472, 2.32)]
+NAIVE_FP8 = [(128, 64, 26472, 0.255), (128, 128, 26472, 0.425), (128, 256, 26472, 0.80), (128, 512, 26472, 1.55)]
+
+MEASURED = [
+    pytest.param(mode, element_bytes, *row, id=f"{mode.value}-{element_bytes}B-h{row[0]}-b{row[1]}-l{row[2]}")
+    for mode, element_bytes, rows in (
+        (Mode.ABSORB, 2, ABSORB_BF16),
+        (Mode.ABSORB, 1, ABSORB_FP8),
+        (Mode.NAIVE, 2, NAIVE_BF16),
+        (Mode.NAIVE, 1, NAIVE_FP8),
+    )
+    for row in rows
+]
+
+
+@pytest.mark.parametrize(("mode", "element_bytes", "heads", "group_size", "tokens", "measured_ms"), MEASURED)
+def test_predicts_measured_times(mode, element_bytes, heads, group_size, tokens, measured_ms):
+    """Within 15 %: a mode is worth choosing when it saves more than that."""
+    cost = model(heads, expanded_element_bytes=element_bytes, latent_element_bytes=element_bytes)
+    assert cost.seconds(mode, group_size, tokens) * 1e3 == pytest.approx(measured_ms, rel=0.15)
+
+
+# -- choices -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [0, 16, 64])
+@pytest.mark.parametrize("group_size", [1, 2, 64, 128])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_small_prefixes_stay_absorb(heads, group_size, tokens):
+    assert model(heads).best_mode(group_size, tokens, {Mode.ABSORB, Mode.NAIVE}) is Mode.ABSORB
+
+
+def test_a_group_of_one_is_absorb_whatever_is_allowed():
+    assert model().best_mode(1, 26472, {Mode.NAIVE}) is Mode.ABSORB
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200", "a100"])
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_large_groups_on_long_prefixes_are_naive(gpu, heads):
+    assert model(heads, gpu).best_mode(512, 26472) is Mode.NAIVE
+
+
+def test_grouped_absorb_where_heads_are_few_and_naive_has_no_room():
+    assert model(16).best_mode(128, 26472, {Mode.ABSORB, Mode.GROUPED_ABSORB}) is Mode.GROUPED_ABSORB
+
+
+@pytest.mark.parametrize(("heads", "low", "high"), [(128, 25, 50), (64, 20, 50), (16, 8, 20)])
+def test_smallest_profitable_group(heads, low, high):
+    cost = model(heads)
+    smallest = cost.smallest_profitable_group(26472)
+    assert smallest is not None
+    assert low <= smallest <= high
+    allowed = {Mode.ABSORB, Mode.NAIVE}
+    assert cost.best_mode(smallest, 26472, allowed) is Mode.NAIVE
+    assert cost.best_mode(smallest - 1, 26472, allowed) is Mode.ABSORB
+
+
+def test_no_profitable_group():
+    assert model().smallest_profitable_group(0) is None
+    assert model().smallest_profitable_group(26472, limit=4) is None
+    with pytest.raises(ValueError, match="no mode"):
+        model().best_mode(2, 100, set())
+
+
+@given(
+    group_size=st.integers(2, 4096),
+    tokens=st.integers(1, 200_000),
+    heads=st.sampled_from([1, 4, 16, 64, 128]),
+    gpu=st.sampled_from(config_names("gpus")),
+    expanded=st.sampled_from([1, 2, 4]),
+)
+def test_the_best_mode_is_the_cheapest_and_costs_grow_with_work(group_size, tokens, heads, gpu, expanded):
+    cost = model(heads, gpu, expanded_element_bytes=expanded)
+    best = cost.seconds(cost.best_mode(group_size, tokens), group_size, tokens)
+    for mode in Mode:
+        assert best <= cost.seconds(mode, group_size, tokens)
+        assert cost.seconds(mode, group_size, tokens) <= cost.seconds(mode, group_size + 1, tokens)
+        assert cost.seconds(mode, group_size, tokens) <= cost.seconds(mode, group_size, tokens + 1)
