@@ -1,7 +1,7 @@
 """SGLang's own serving benchmark, with prompts that are token ids read from a file.
 
 Its `generated-shared-prefix` data set sends text, so that the server's tokenizer, not the GPU, sets the time to the
-first token. Here each line of the file is `{"input_ids": [...], "sampling_params": {...}}`; everything else is SGLang's.
+first token. Here each line of the file is `{"input_ids": [...], "sampling_params": {...}}`; all else is SGLang's.
 
     python scripts/bench_client.py prompts.jsonl [flags of sglang.benchmark.serving]
 """

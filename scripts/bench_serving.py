@@ -7,8 +7,8 @@ many steps.
 
     python scripts/bench_serving.py --model MODEL --backend hybrid_mla --backend flashmla --concurrency 128
 
-`--model` may be a folder without weights (`make_demo_model.py --config-only`): add `--server-arg "--load-format dummy"`.
-A backend may carry flags: `--backend "hybrid_mla --hybrid-mla-mode absorb"`.
+`--model` may be a folder without weights (`make_demo_model.py --config-only`) if there is `--server-arg "--load-format
+dummy"`. A backend may carry flags: `--backend "hybrid_mla --hybrid-mla-mode absorb"`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -59,8 +57,7 @@ class Result:
     Attributes:
         decode_tok_s: tokens of all requests per second while every request decodes; None if that never lasted.
         ttft_ms: median time to first token; `ttft_last_ms` that of the last request.
-        mode: how the largest group's prefix was attended to; None for a stock backend.
-        group_size: requests in that group.
+        sharing: of `sharing_between`.
     """
 
     backend: str
@@ -69,8 +66,15 @@ class Result:
     decode_tok_s: float | None
     ttft_ms: float
     ttft_last_ms: float
-    mode: str | None
-    group_size: int
+    sharing: dict[str, Any] | None
+
+    @property
+    def mode(self) -> str:
+        """For people: mode and size of the groups; `-` for a stock backend."""
+        if self.sharing is None:
+            return "-"
+        size = self.sharing["group_size"]
+        return f"{self.sharing['mode']} x {size:g}" if size else str(self.sharing["mode"])
 
 
 def main(
@@ -188,7 +192,8 @@ def measure(
         }
         command = [sys.executable, SCRIPTS / "bench_client.py", data, "--output-details", "--disable-tqdm"]
         command += [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-        with log.open("a") as file, largest_group(url) as group:
+        before = server_info(url)
+        with log.open("a") as file:
             status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
         if status or not output.exists():
             raise ClientFailedError(f"{backend}: the client ended with status {status}; see {log}")
@@ -203,8 +208,7 @@ def measure(
         decode_tok_s=full_batch_rate(first_s, [np.array(gaps) for gaps in details["itls"]]),
         ttft_ms=float(np.median(first_s)) * 1e3,
         ttft_last_ms=float(first_s.max()) * 1e3,
-        mode=group["mode"],
-        group_size=group["requests"],
+        sharing=sharing_between(before, server_info(url)),
     )
 
 
@@ -226,29 +230,23 @@ def full_batch_rate(first_s: np.ndarray, gaps_s: list[np.ndarray]) -> float | No
     return tokens / float(end - begin)
 
 
-@contextlib.contextmanager
-def largest_group(url: str, period_s: float = 1.0) -> Iterator[dict[str, Any]]:
-    """Watch `/server_info` for the largest group that shares a prefix; what is yielded is filled in meanwhile."""
-    group: dict[str, Any] = {"mode": None, "requests": 0}
-    done = threading.Event()
+def sharing_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:
+    """What hybrid_mla did between two readings of `/server_info`; None for a stock backend.
 
-    def watch() -> None:
-        while not done.wait(period_s):
-            with contextlib.suppress(requests.RequestException):
-                if (entry := server_info(url).get(HYBRID)) is None:
-                    return
-                group["mode"] = group["mode"] or "absorb"
-                for seen in entry["groups"]:
-                    if seen["requests"] > group["requests"]:
-                        group.update(mode=seen["mode"], requests=seen["requests"])
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield group
-    finally:
-        done.set()
-        watcher.join()
+    Returns:
+        `mode` of most decode steps, `steps` by mode, `group_size` as the mean over groups and steps (0 without any).
+    """
+    if HYBRID not in after:
+        return None
+    earlier, later = before[HYBRID]["counters"], after[HYBRID]["counters"]
+    gained = {name: value - earlier[name] for name, value in later.items() if isinstance(value, int)}
+    steps = {name.removeprefix("steps_"): count for name, count in gained.items() if name.startswith("steps_")}
+    read, saved = gained["shared_tokens_read"], gained["shared_tokens_saved"]
+    return {
+        "mode": max(steps, key=lambda mode: steps[mode]),
+        "steps": steps,
+        "group_size": round((read + saved) / read, 1) if read else 0,
+    }
 
 
 def record(
@@ -279,8 +277,7 @@ def record(
         decode_tok_s=None if result.decode_tok_s is None else round(result.decode_tok_s, 1),
         ttft_ms=round(result.ttft_ms, 1),
         ttft_last_ms=round(result.ttft_last_ms, 1),
-        mode=result.mode,
-        group_size=result.group_size,
+        hybrid_mla=result.sharing,
     )
 
 
@@ -288,7 +285,7 @@ def describe(result: Result) -> str:
     rate = "full batch too short" if result.decode_tok_s is None else f"{result.decode_tok_s:,.0f} tok/s"
     return (
         f"prompt {result.prompt.name}, {result.concurrency} requests: {rate}, "
-        f"first token {result.ttft_ms:,.0f} ms, mode {result.mode or '-'}"
+        f"first token {result.ttft_ms:,.0f} ms, mode {result.mode}"
     )
 
 
@@ -308,7 +305,7 @@ def results_table(results: list[Result], backends: list[str]) -> Table:
         table.add_row(
             result.backend,
             result.prompt.name,
-            f"{result.mode} x {result.group_size}" if result.group_size else result.mode or "-",
+            result.mode,
             f"{len(result.prompt.ids):,}",
             str(result.concurrency),
             f"{rate:,.0f}" if rate else "-",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -21,7 +22,9 @@ ON_GPU = torch.cuda.is_available()
 # SGLang's own launcher where it can run as it is; on a CPU the one that puts stand-ins in place first.
 LAUNCHER = "sglang.launch_server" if ON_GPU else "sglang_mla_ext.launch_server"
 # fp32 because CPUs are slow in bf16; a small share of memory because SGLang would take nearly all of it.
-CPU_ARGUMENTS = ("--device", "cpu", "--dtype", "float32", "--mem-fraction-static", "0.1")
+CPU_ARGUMENTS = ("--device", "cpu", "--dtype", "float32", "--mem-fraction-static", "0.1", "--sleep-on-idle")
+# The models that run on a CPU are tiny, and threads that wait for each other on few cores cost more than they bring.
+CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 
 class ServerFailedError(RuntimeError):
@@ -61,13 +64,20 @@ def running_server(
     """
     base_url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", LAUNCHER, *arguments, "--host", "127.0.0.1", "--port", str(port)]
+    environment = dict(os.environ)
     if not ON_GPU:
         command += CPU_ARGUMENTS
+        environment |= CPU_ENVIRONMENT
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output, _sigterm_raises():
         # A session of its own, so that Ctrl-C reaches this process alone, which then stops all of the server's.
         server = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             _wait_until_ready(server, base_url, log, console, timeout_s)

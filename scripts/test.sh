@@ -9,6 +9,8 @@ set -euo pipefail
 trap 'exit 130' INT TERM
 cd "$REPOSITORY"
 prepare_environment dev
+# A warning of sentencepiece's types that Python would print after pytest's summary.
+export PYTHONWARNINGS="ignore:builtin type:DeprecationWarning"
 
 failed=0
 # Runs one step; a failure is remembered, and the other steps still run.

@@ -1,0 +1,154 @@
+"""End to end: hybrid_mla gives the tokens of the stock backend, and `/server_info` shows that prefixes were shared."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from typing import Any
+
+import requests
+from conftest import Chat, Server, assert_same, counting
+
+SYSTEM = "You are a patient teacher of physics. Explain with examples and short sentences. " * 12
+PIRATE = "You answer like a pirate who has read too many books about trees and queues. " * 10
+
+
+def question(number: int) -> str:
+    return f"{number} is my question: why does the {number * 7}th thing fall?"
+
+
+def watch_groups(server: Server, stop: threading.Event, seen: list[list[dict[str, Any]]]) -> None:
+    while not stop.is_set():
+        if groups := server.info()["groups"]:
+            seen.append(groups)
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def watching(server: Server) -> Any:
+    """The groups that `/server_info` shows while requests run."""
+    seen: list[list[dict[str, Any]]] = []
+    stop = threading.Event()
+    watcher = threading.Thread(target=watch_groups, args=(server, stop, seen))
+    watcher.start()
+    try:
+        yield seen
+    finally:
+        stop.set()
+        watcher.join()
+
+
+def test_the_model_depends_on_the_system_prompt(stock: Server) -> None:
+    """Else equal answers would prove nothing."""
+    answers = stock.ask(Chat(SYSTEM, question(1)), Chat(PIRATE, question(1)), Chat("", question(1)))
+    assert len({tuple(answer.tokens) for answer in answers}) == 3
+
+
+def test_eight_chats_share_a_prefix_and_two_do_not(stock: Server, hybrid: Server) -> None:
+    chats = [Chat(SYSTEM, question(i), max_tokens=40) for i in range(8)] + [Chat("", question(i), 40) for i in (8, 9)]
+    hybrid.flush()
+    hybrid.ask(Chat(SYSTEM, "Hello", 1))
+    with counting(hybrid) as counted, watching(hybrid) as seen:
+        actual = hybrid.ask(*chats)
+    assert_same(actual, stock.ask(*chats))
+    assert counted.steps_naive >= 30
+    assert counted.expansions == 1
+    largest = max((group for groups in seen for group in groups), key=lambda group: group["requests"])
+    assert largest["requests"] == 8 and largest["mode"] == "naive" and largest["prefix_len"] > 200
+
+
+def test_prefix_is_found_without_warming_up(stock: Server, hybrid: Server) -> None:
+    """All requests arrive before anything is cached: sharing is seen only once they decode."""
+    chats = [Chat(SYSTEM, question(i), max_tokens=24) for i in range(6)]
+    hybrid.flush()
+    with counting(hybrid) as counted:
+        actual = hybrid.ask(*chats)
+    assert_same(actual, stock.ask(*chats))
+    assert counted.steps_naive > 0
+
+
+def test_two_system_prompts_at_once(stock: Server, hybrid: Server) -> None:
+    chats = [Chat((SYSTEM, PIRATE)[i % 2], question(i), max_tokens=32) for i in range(8)]
+    hybrid.flush()
+    hybrid.ask(Chat(SYSTEM, "Hello", 1), Chat(PIRATE, "Hello", 1))
+    with counting(hybrid) as counted, watching(hybrid) as seen:
+        actual = hybrid.ask(*chats)
+    assert_same(actual, stock.ask(*chats))
+    assert counted.expansions == 2
+    assert any(sorted(group["requests"] for group in groups) == [4, 4] for groups in seen)
+
+
+def test_requests_join_and_leave(stock: Server, hybrid: Server) -> None:
+    chats = [Chat(SYSTEM, question(i), max_tokens=6 + 9 * i, delay_s=0.15 * (7 - i)) for i in range(8)]
+    with counting(hybrid) as counted:
+        actual = hybrid.ask(*chats)
+    assert_same(actual, stock.ask(*chats))
+    assert counted.steps_naive > 0
+
+
+def test_an_aborted_request_harms_nobody(stock: Server, hybrid: Server) -> None:
+    chats = [Chat(SYSTEM, question(i), max_tokens=40) for i in range(4)]
+
+    async def with_an_abort() -> list[Any]:
+        async with hybrid.client() as client:
+            victim = asyncio.create_task(hybrid.ask_one(client, Chat(SYSTEM, "A long story", max_tokens=4000)))
+            others = [asyncio.create_task(hybrid.ask_one(client, chat)) for chat in chats]
+            await asyncio.sleep(0.5)
+            victim.cancel()  # closes the connection, which makes the server abort the request
+            return [await other for other in others]
+
+    actual = asyncio.run(with_an_abort())
+    assert_same(actual, stock.ask(*chats))
+    hybrid.flush()  # succeeds only when the aborted request is gone
+    assert hybrid.info()["expanded_bytes"] == 0
+
+
+def test_flush_drops_what_was_expanded(stock: Server, hybrid: Server) -> None:
+    chats = [Chat(SYSTEM, question(i), max_tokens=16) for i in range(3)]
+    first = hybrid.ask(*chats)
+    hybrid.flush()
+    assert hybrid.info()["expanded_bytes"] == 0
+    assert hybrid.info()["groups"] == []
+    assert_same(hybrid.ask(*chats), first)
+    assert_same(first, stock.ask(*chats))
+
+
+def test_prefix_splits_while_it_is_used(stock: Server, hybrid: Server) -> None:
+    """Later requests share only the first half of what earlier ones share and have expanded."""
+    half = SYSTEM[: len(SYSTEM) // 2] + "Now forget physics and talk about gardens instead. " * 4
+    early = [Chat(SYSTEM, question(i), max_tokens=60) for i in range(3)]
+    late = [Chat(half, question(i), max_tokens=30, delay_s=0.4) for i in range(3)]
+    hybrid.flush()
+    hybrid.ask(Chat(SYSTEM, "Hello", 1))
+    with counting(hybrid) as counted, watching(hybrid) as seen:
+        actual = hybrid.ask(*early, *late)
+    assert_same(actual, stock.ask(*early, *late))
+    assert counted.steps_naive > 0
+    assert any(len({group["prefix_len"] for group in groups}) == 2 for groups in seen)
+
+
+def test_nothing_is_held_when_all_have_left(hybrid: Server) -> None:
+    hybrid.ask(*(Chat(SYSTEM, question(i), max_tokens=4) for i in range(3)))
+    deadline = time.monotonic() + 10
+    while hybrid.info()["expanded_bytes"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert hybrid.info()["expanded_bytes"] == 0
+
+
+def test_metrics_say_the_same_as_server_info(hybrid: Server) -> None:
+    hybrid.ask(*(Chat(SYSTEM, question(i), max_tokens=4) for i in range(3)))
+    time.sleep(1.5)  # metrics are published at most once a second
+    hybrid.ask(Chat("", "Hello", 2))
+    text = requests.get(f"{hybrid.base_url}/metrics", timeout=30).text
+    for name in ("groups", "expanded_bytes", "budget_bytes", *hybrid.info()["counters"]):
+        if name != "fallbacks":  # has a label, so nothing to show before the first one
+            assert f"sglang:hybrid_mla_{name}{{" in text
+    budget = next(line for line in text.splitlines() if line.startswith("sglang:hybrid_mla_budget_bytes{"))
+    assert float(budget.split()[-1]) == hybrid.info()["budget_bytes"]
+
+
+def test_server_without_the_flag_has_nothing_of_ours(stock: Server) -> None:
+    state = requests.get(f"{stock.base_url}/server_info", timeout=30).json()["internal_states"][0]
+    assert "hybrid_mla" not in state

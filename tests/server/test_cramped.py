@@ -1,0 +1,38 @@
+"""The same answers where everything is short: chunked prefill, slow expansion, hardly any memory."""
+
+from __future__ import annotations
+
+from conftest import Chat, Server, assert_same
+from test_answers import PIRATE, SYSTEM, question, watching
+
+
+def test_two_prefixes_and_room_for_one_and_a_half(stock: Server, cramped: Server) -> None:
+    chats = [Chat((SYSTEM, PIRATE)[i % 2], question(i), max_tokens=48) for i in range(6)]
+    cramped.flush()
+    with watching(cramped) as seen:
+        actual = cramped.ask(*chats)
+    assert_same(actual, stock.ask(*chats))
+    assert cramped.info()["counters"]["steps_naive"] > 0
+    prefixes = {group["prefix_len"] for groups in seen for group in groups}
+    assert any(prefix == 256 for prefix in prefixes), prefixes  # one chunk: all that was left
+    assert any(prefix > 256 for prefix in prefixes), prefixes
+
+
+def test_requests_are_retracted_when_the_cache_is_full(stock: Server, cramped: Server) -> None:
+    """2,048 tokens of cache for eight requests that need more: SGLang takes some back and runs them later."""
+    chats = [Chat(SYSTEM, question(i), max_tokens=240) for i in range(8)]
+    actual = cramped.ask(*chats)
+    assert "KV cache pool is full. Retract requests" in cramped.log.read_text()
+    assert_same(actual, stock.ask(*chats))
+
+
+def test_prefix_is_expanded_over_several_steps(cramped: Server) -> None:
+    """At most 100 tokens a step, and no step uses a part: the first steps of the group are plain absorb."""
+    cramped.flush()
+    before = cramped.info()["counters"]
+    cramped.ask(Chat(SYSTEM, "Hello", 1))
+    cramped.ask(*(Chat(SYSTEM, question(i), max_tokens=20) for i in range(3)))
+    after = cramped.info()["counters"]
+    assert after["expansions"] == before["expansions"] + 1
+    assert after["steps_absorb"] >= before["steps_absorb"] + 1
+    assert after["steps_naive"] > before["steps_naive"]
