@@ -7,12 +7,7 @@ Every line of the output is one measurement. DeepSeek-V3's dimensions, BF16.
 
 from __future__ import annotations
 
-import datetime
 import itertools
-import json
-import subprocess
-import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +20,7 @@ from triton.testing import do_bench_cudagraph
 from sglang_mla_ext.kernels.dispatch import make_prefix_attention
 from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, ExpandedBuffers
 from sglang_mla_ext.kernels.schedule import PrefixGroup
+from sglang_mla_ext.results import write_record
 
 DN, DR, DV = 128, 64, 128
 SCALE = (DN + DR) ** -0.5
@@ -69,23 +65,6 @@ def bench_case(buffers: ExpandedBuffers, prefix: int, batch: int, rep_ms: int) -
     ]
 
 
-def provenance() -> dict:
-    """Where the figures come from."""
-    try:
-        sglang = version("sglang")
-    except PackageNotFoundError:
-        sglang = None
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return dict(
-        gpu=torch.cuda.get_device_name(),
-        torch=torch.__version__,
-        sglang=sglang,
-        commit=git.stdout.strip() or None,
-        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        command=" ".join(["python", *sys.argv]),
-    )
-
-
 def main(
     prefix: Annotated[list[int] | None, typer.Option(help="tokens of the shared prefix (repeatable)")] = None,
     heads: Annotated[list[int] | None, typer.Option(help="local heads (repeatable)")] = None,
@@ -97,11 +76,9 @@ def main(
     if not torch.cuda.is_available():
         raise typer.BadParameter("needs a GPU")
     prefix, heads, batch = prefix or [26472, 7069, 4759], heads or [128, 16], batch or [64, 128, 256]
-    console, common = Console(), provenance()
-    table = Table(title=f"attention over a shared prefix, BF16, {common['gpu']}")
+    table = Table(title=f"attention over a shared prefix, BF16, {torch.cuda.get_device_name()}")
     for column in ("heads", "prefix", "batch", "what", "us", "TFLOPS", "GB/s"):
         table.add_column(column, justify="right")
-    lines = []
     for n_heads in heads:
         sizes = dict(qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR)
         chunks = -(-max(prefix) // CHUNK_TOKENS)
@@ -110,16 +87,13 @@ def main(
             tensor.normal_()
         for length, rows in itertools.product(prefix, batch):
             for what, case, metrics in bench_case(buffers, length, rows, rep_ms):
-                lines.append(dict(bench="attention", impl="hybrid_mla", part=what, case=case, **metrics, **common))
+                if out is not None:
+                    write_record(out, bench="attention", impl="hybrid_mla", case=case, part=what, **metrics)
                 rate = [f"{metrics[k]:.0f}" if k in metrics else "" for k in ("tflops", "gbps")]
                 table.add_row(str(n_heads), str(length), str(rows), what, f"{metrics['ms'] * 1e3:.1f}", *rate)
         del buffers
         torch.cuda.empty_cache()
-    console.print(table)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import random
 import tempfile
 import time
@@ -131,12 +132,15 @@ def main(
     heads: int = 128,
     intermediate: Annotated[int, typer.Option(help="Width of the dense MLP.")] = 18432,
     mem_fraction: Annotated[float, typer.Option(help="SGLang's --mem-fraction-static.")] = 0.5,
+    prefix_memory_gb: Annotated[float | None, typer.Option(help="hybrid_mla's memory for expanded prefixes.")] = None,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
     steps: Annotated[int, typer.Option(help="Decode steps that are timed.")] = 256,
     repeat: Annotated[int, typer.Option(help="Runs of each; the fastest counts.")] = 2,
     out: Annotated[Path | None, typer.Option(help="JSON lines file to append records to.")] = None,
 ) -> None:
     """Time the engine with each backend; print a table; append records."""
+    if prefix_memory_gb is not None:
+        os.environ["SGLANG_HYBRID_MLA_PREFIX_MEMORY_GB"] = str(prefix_memory_gb)
     options = {"mem_fraction": mem_fraction, "tp": tp, "steps": steps, "repeat": repeat}
     results: dict[tuple[str, int, int], dict[str, Any]] = {}
     context = multiprocessing.get_context("spawn")

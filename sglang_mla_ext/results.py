@@ -86,15 +86,18 @@ def package_version(name: str) -> str | None:
 
 @functools.cache
 def commit() -> str | None:
-    """Commit of this checkout, with `-dirty` if files differ from it; None outside of a repository."""
+    """Commit of this checkout, with `-dirty` if files differ from it.
+
+    Outside of a repository it is what the variable GIT_COMMIT says, or None.
+    """
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
         answer = subprocess.run(
             describe, cwd=Path(__file__).resolve().parent, capture_output=True, text=True, check=False
         )
     except FileNotFoundError:
-        return None
-    return answer.stdout.strip() or None
+        return os.environ.get("GIT_COMMIT")
+    return answer.stdout.strip() or os.environ.get("GIT_COMMIT")
 
 
 def own_command() -> str:

@@ -153,7 +153,7 @@ def hybrid(start: Any) -> Server:
 
 @pytest.fixture(scope="session")
 def cramped(start: Any) -> Server:
-    """Prefill in chunks, expansion in small steps, room for one prefix and a part of another, a cache of 2,048 tokens."""
+    """Prefill in chunks, expansion in small steps, room for one prefix and a part of another, 2,048 tokens of cache."""
     options = ("--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", "64")
     limits = ("--hybrid-mla-expand-tokens-per-step", "100", "--hybrid-mla-prefix-memory-gb", "0.009")
     sizes = ("--chunked-prefill-size", "256", "--max-total-tokens", "2048")
