@@ -28,7 +28,7 @@ import requests
 import typer
 from rich.console import Console
 from rich.table import Table
-from server_process import ON_GPU, ServerFailedError, free_port, running_server, server_info
+from server_process import ON_GPU, ServerFailedError, free_port, running_server, server_info, work_folder
 from transformers import AutoTokenizer
 
 from sglang_mla_ext.prefix.cost_model import ModelDims, read_config
@@ -88,7 +88,7 @@ def main(
     server_arg: Annotated[list[str] | None, typer.Option(help="Flags for every server; repeatable.")] = None,
     base_url: Annotated[str | None, typer.Option(help="Measure this running server; name its one --backend.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSONL file to append records to.")] = None,
-    log_folder: Annotated[Path, typer.Option(help="Where the servers' and the client's output goes.")] = Path("logs"),
+    log_folder: Annotated[Path | None, typer.Option(help="For the output of servers and client [.demo/logs].")] = None,
     seed: int = 0,
 ) -> None:
     """Compare attention backends of SGLang's server on prompts that share a prefix."""
@@ -114,16 +114,18 @@ def main(
 
     dims = ModelDims.from_json(model) if Path(model).exists() else None
     common = shlex.split(" ".join(server_arg or []))
-    common += ["--model-path", model, "--max-running-requests", str(max(concurrencies))]
+    # Twice the requests: at exactly their number SGLang sometimes holds one back, and the batch is never full.
+    common += ["--model-path", model, "--max-running-requests", str(2 * max(concurrencies))]
     if ON_GPU:
         common += ["--cuda-graph-max-bs-decode", str(max(concurrencies))]
-    log_folder.mkdir(parents=True, exist_ok=True)
+    logs = log_folder or work_folder() / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
 
     results: list[Result] = []
     failed = False
     for number, name in enumerate(backends):
         attention, *flags = shlex.split(name)
-        log = log_folder / f"server-{number}-{attention}.log"
+        log = logs / f"server-{number}-{attention}.log"
         server: contextlib.AbstractContextManager[str] = (
             contextlib.nullcontext(base_url)
             if base_url
@@ -135,7 +137,7 @@ def main(
                 for shared in prompts:
                     for size in concurrencies:
                         asked = [shared.ids + ids for ids in question_ids[:size]]
-                        result = measure(url, name, shared, asked, output_tokens, seed, log_folder / "client.log")
+                        result = measure(url, name, shared, asked, output_tokens, seed, logs / "client.log")
                         results.append(result)
                         console.print(describe(result))
                         if out:

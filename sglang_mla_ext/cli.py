@@ -1,0 +1,75 @@
+"""`sglang-mla`: can it run here, and what would it choose."""
+
+from __future__ import annotations
+
+import platform
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from sglang_mla_ext import __version__, contract
+from sglang_mla_ext.cpu import standins
+from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims, config_names, rates_for
+from sglang_mla_ext.results import package_version
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+console = Console()
+
+
+@app.command()
+def doctor() -> None:
+    """Check this machine: versions, GPU, and every thing that is used of SGLang. Exit status 1 if it cannot run."""
+    if standins.needed():
+        standins.install()
+    problems = contract.mismatches()
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    if gpu and torch.cuda.get_device_capability()[0] != 9:
+        problems.append(f"{gpu} is not a Hopper GPU, which FlashMLA needs")
+    table = Table(show_header=False)
+    for name in ("sglang", "torch", "triton"):
+        table.add_row(name, package_version(name) or "not installed")
+    table.add_row("sglang-mla-ext", __version__)
+    table.add_row("python", platform.python_version())
+    table.add_row("device", gpu or "no GPU: python -m sglang_mla_ext.launch_server runs on the CPU")
+    table.add_row("rates", rates_for(gpu or "cpu").source)
+    console.print(table)
+    for problem in problems:
+        console.print(f"[red]{problem}[/red]", highlight=False)
+    console.print("ready" if not problems else "not ready")
+    raise typer.Exit(bool(problems))
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(help="A shipped model, or a Hugging Face config.json.")] = "deepseek-v3",
+    gpu: Annotated[str, typer.Option(help=f"One of {', '.join(config_names('gpus'))}.")] = "h200",
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks; 1 with DP attention.")] = 1,
+    prefix: Annotated[list[int] | None, typer.Option(help="Tokens of the shared prefix; repeatable.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Requests that share it; repeatable.")] = None,
+) -> None:
+    """Show which mode the cost model chooses, what it saves, and what the expanded prefix takes."""
+    dims = ModelDims.from_json(model)
+    cost = CostModel(dims, dims.num_heads // tp, GpuRates.from_json(gpu))
+    table = Table(title=f"{model}, {cost.local_heads} heads a GPU, {gpu}, BF16: attention to the prefix, ms a layer")
+    for column in ("prefix", "requests", "absorb", "naive", "chosen", "saved", "expanded, all layers"):
+        table.add_column(column, justify="right")
+    allowed = (Mode.ABSORB, Mode.NAIVE)
+    for tokens in prefix or [4759, 7069, 26472]:
+        memory = tokens * cost.expanded_token_bytes * dims.num_layers / (1 << 30)
+        for requests in batch or [16, 64, 128, 256]:
+            absorb, naive = (cost.seconds(mode, requests, tokens) * 1e3 for mode in allowed)
+            chosen = cost.best_mode(requests, tokens, allowed)
+            saved = f"{1 - min(absorb, naive) / absorb:.0%}"
+            row = (f"{tokens:,}", str(requests), f"{absorb:.3f}", f"{naive:.3f}", chosen.value, saved)
+            table.add_row(*row, f"{memory:.1f} GiB")
+        smallest = cost.smallest_profitable_group(tokens)
+        table.add_section()
+        console.print(f"{tokens:,} tokens: naive pays from {smallest or 'no'} requests on")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    app()
