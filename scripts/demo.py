@@ -20,12 +20,11 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
-from server_process import ON_GPU, ServerFailedError, free_port, running_server, server_info
+from server_process import ON_GPU, ServerFailedError, free_port, running_server, server_info, work_folder
 
 from sglang_mla_ext.prefix.cost_model import ModelDims
 
 SCRIPTS = Path(__file__).resolve().parent
-FOLDER = SCRIPTS.parent / ".demo"
 
 # About 2,000 tokens: long enough that a server with few requests gains from sharing it.
 SYSTEM_PROMPT = "\n\n".join(
@@ -87,16 +86,15 @@ def run(
     console: Console, keep: bool, port: int, answer_tokens: int, system_prompt_file: Path | None, model: Path | None
 ) -> None:
     """All of the demo."""
-    FOLDER.mkdir(exist_ok=True)
-    (FOLDER / ".gitignore").write_text("*\n")
-    model = model or make_model()
+    folder = work_folder()
+    model = model or make_model(folder)
     system = system_prompt_file.read_text() if system_prompt_file else SYSTEM_PROMPT
     shared = [Chat(question, system) for question in QUESTIONS]
     chats = [*shared, *(Chat(question, None) for question in OTHER_QUESTIONS)]
 
     arguments = server_arguments(model)
     console.print("Starting the server with", " ".join(arguments), highlight=False)
-    with running_server(arguments, port, FOLDER / "server.log", console) as base_url:
+    with running_server(arguments, port, folder / "server.log", console) as base_url:
         console.print("Sending one chat, so that the system prompt is in the server's prefix cache.")
         asyncio.run(talk(base_url, [Chat("Hello?", system)], answer_tokens=2))
         console.print(f"Sending {len(chats)} chats at once, {len(shared)} of them with the system prompt.")
@@ -105,7 +103,7 @@ def run(
         after = server_info(base_url)["hybrid_mla"]
 
         console.print(answers_table(chats))
-        if model.parent == FOLDER:
+        if model.parent == folder:
             console.print("[dim]The model's weights are random, so its answers are noise; sharing is not.[/dim]")
         console.print(sharing_table(snapshots, before, after, ModelDims.from_json(model)))
         if keep:
@@ -115,12 +113,12 @@ def run(
                 time.sleep(3600)
 
 
-def make_model() -> Path:
+def make_model(folder: Path) -> Path:
     """The demo checkpoint; 16 heads on a GPU, as a rank has with tensor parallelism of 8, and 4 on a CPU."""
-    folder = FOLDER / ("model-gpu" if ON_GPU else "model-cpu")
+    model = folder / ("model-gpu" if ON_GPU else "model-cpu")
     heads = "16" if ON_GPU else "4"
-    subprocess.run([sys.executable, SCRIPTS / "make_demo_model.py", folder, "--heads", heads], check=True)
-    return folder
+    subprocess.run([sys.executable, SCRIPTS / "make_demo_model.py", model, "--heads", heads], check=True)
+    return model
 
 
 def server_arguments(model: Path) -> list[str]:

@@ -31,6 +31,14 @@ class ServerFailedError(RuntimeError):
     """The server ended before it answered; the message holds the end of its log."""
 
 
+def work_folder() -> Path:
+    """Where scripts keep models and logs: `.demo` at the top of the repository, which git ignores."""
+    folder = Path(__file__).resolve().parents[1] / ".demo"
+    folder.mkdir(exist_ok=True)
+    (folder / ".gitignore").write_text("*\n")
+    return folder
+
+
 def free_port() -> int:
     """A TCP port that is free now."""
     with socket.socket() as probe:

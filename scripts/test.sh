@@ -12,12 +12,13 @@ prepare_environment dev
 # A warning of sentencepiece's types that Python would print after pytest's summary.
 export PYTHONWARNINGS="ignore:builtin type:DeprecationWarning"
 
-failed=0
+failed=
 # Runs one step; a failure is remembered, and the other steps still run.
 step() {
-    say "$1"
+    local name=$1
+    say "$name${failed:+ (failed so far:$failed)}"
     shift
-    "$@" || { failed=1; say "FAILED: $*"; }
+    "$@" || failed="$failed $name,"
 }
 # Kernel tests run Triton's interpreter, which must be chosen before Triton is imported: a process of their own.
 run_pytest() {
@@ -35,6 +36,6 @@ step "Lint" "$PYTHON" -m ruff check
 step "Format" "$PYTHON" -m ruff format --check
 step "Types" "$PYTHON" -m mypy
 for folder in tests/unit tests/kernels tests/server; do
-    step "Tests: $folder" run_pytest -m "not gpu" "$folder"
+    step "$folder" run_pytest -m "not gpu" "$folder"
 done
-exit $failed
+[ -z "$failed" ]

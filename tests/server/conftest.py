@@ -156,5 +156,6 @@ def cramped(start: Any) -> Server:
     """Prefill in chunks, expansion in small steps, room for one prefix and a part of another, 2,048 tokens of cache."""
     options = ("--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", "64")
     limits = ("--hybrid-mla-expand-tokens-per-step", "100", "--hybrid-mla-prefix-memory-gb", "0.009")
-    sizes = ("--chunked-prefill-size", "256", "--max-total-tokens", "2048")
+    # The low conservativeness lets SGLang start more requests than its cache can finish.
+    sizes = ("--chunked-prefill-size", "256", "--max-total-tokens", "2048", "--schedule-conservativeness", "0.1")
     return start("--attention-backend", "hybrid_mla", *options, *limits, *sizes)
