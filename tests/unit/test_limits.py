@@ -1,0 +1,151 @@
+"""What is not supported stops the launch, and its message says what to change."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_mla_ext import limits
+from sglang_mla_ext.options import OptionError
+
+HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
+
+
+def server_args(
+    backends: tuple[str, str] = ("hybrid_mla", "hybrid_mla"),
+    mla: bool = True,
+    architecture: str = "DeepseekV3ForCausalLM",
+    index_topk: int | None = None,
+    **changes: Any,
+) -> Any:
+    """Resolved arguments of a launch that works, with changes."""
+    config = SimpleNamespace(architectures=[architecture], index_topk=index_topk)
+    values = {
+        "get_attention_backends": lambda: backends,
+        "use_mla_backend": lambda: mla,
+        "get_model_config": lambda: SimpleNamespace(hf_config=config),
+        "page_size": None,
+        "kv_cache_dtype": "auto",
+        "enable_lora": False,
+        "lora_target_modules": None,
+        "speculative_algorithm": None,
+        "enable_two_batch_overlap": False,
+        "enable_pdmux": False,
+        "enable_mixed_chunk": False,
+        "dcp_size": 1,
+        "pp_size": 1,
+        "attn_cp_size": 1,
+        "disable_radix_cache": False,
+        "radix_cache_backend": None,
+        "enable_hierarchical_cache": False,
+        "enable_lmcache": False,
+        "enable_flexkv": False,
+        "enable_streaming_session": False,
+        "enable_unified_memory": False,
+        "enable_page_major_kv_layout": False,
+        "disaggregation_mode": "null",
+        "dllm_algorithm": None,
+    }
+    assert set(changes) <= set(values)
+    return SimpleNamespace(**{**values, **changes})
+
+
+def message(args: Any, compute_capability: tuple[int, int] | None = HOPPER) -> str:
+    with pytest.raises(OptionError) as error:
+        limits.check(args, compute_capability)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("compute_capability", [HOPPER, None], ids=["hopper", "cpu"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"backends": ("flashmla", "hybrid_mla")},
+        {"kv_cache_dtype": "bf16"},
+        {"kv_cache_dtype": "bfloat16"},
+        {"enable_lora": True, "lora_target_modules": ["o_proj", "gate_up_proj"]},
+        {"lora_target_modules": ["kv_b_proj"]},
+    ],
+    ids=str,
+)
+def test_what_works_is_let_through(changes: dict[str, Any], compute_capability: tuple[int, int] | None) -> None:
+    limits.check(server_args(**changes), compute_capability)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm is not supported yet: remove it."),
+        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap is not supported yet: remove it."),
+        ({"enable_pdmux": True}, "--enable-pdmux is not supported yet: remove it."),
+        ({"enable_mixed_chunk": True}, "--enable-mixed-chunk is not supported yet: remove it."),
+        ({"dcp_size": 2}, "--dcp-size above 1 is not supported yet: remove it."),
+        ({"pp_size": 2}, "--pp-size above 1 is not supported yet: remove it."),
+        ({"attn_cp_size": 2}, "--attn-cp-size above 1 is not supported yet: remove it."),
+        ({"disable_radix_cache": True}, "--disable-radix-cache is not supported yet: remove it."),
+        ({"radix_cache_backend": "x"}, "--radix-cache-backend is not supported yet: remove it."),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache is not supported yet: remove it."),
+        ({"enable_lmcache": True}, "--enable-lmcache is not supported yet: remove it."),
+        ({"enable_flexkv": True}, "--enable-flexkv is not supported yet: remove it."),
+        ({"enable_streaming_session": True}, "--enable-streaming-session is not supported yet: remove it."),
+        ({"enable_unified_memory": True}, "--enable-unified-memory is not supported yet: remove it."),
+        ({"enable_page_major_kv_layout": True}, "--enable-page-major-kv-layout is not supported yet: remove it."),
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode is not supported yet: remove it."),
+        ({"dllm_algorithm": "x"}, "--dllm-algorithm is not supported yet: remove it."),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3 is not supported yet: remove it."),
+        ({"enable_lora": True}, "LoRA on kv_b_proj is not supported: name the modules"),
+        ({"enable_lora": True, "lora_target_modules": ["all"]}, "--lora-target-modules"),
+        ({"enable_lora": True, "lora_target_modules": ["o_proj", "kv_b_proj"]}, "--lora-target-modules"),
+        ({"backends": ("hybrid_mla", "flashmla")}, "decode runs flashmla: set --decode-attention-backend hybrid_mla"),
+        ({"mla": False}, "Multi-head Latent Attention: choose another --attention-backend"),
+        ({"index_topk": 2048}, "Sparse Attention: use --attention-backend dsa"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_does_not_is_named(changes: dict[str, Any], expected: str) -> None:
+    text = message(server_args(**changes))
+    assert expected in text
+    assert len(text.splitlines()) == 2, "one line to introduce, one for the one reason"
+
+
+@pytest.mark.parametrize("compute_capability", [AMPERE, BLACKWELL], ids=str)
+def test_another_gpu_is_named(compute_capability: tuple[int, int]) -> None:
+    assert "needs a Hopper GPU" in message(server_args(), compute_capability)
+
+
+def test_every_reason_is_given_at_once() -> None:
+    text = message(server_args(mla=False, pp_size=2, disable_radix_cache=True), AMPERE)
+    assert text.startswith("--attention-backend hybrid_mla cannot run like this:\n")
+    assert len(text.splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("backends", "asked"),
+    [
+        (("hybrid_mla", "hybrid_mla"), True),
+        (("flashmla", "hybrid_mla"), True),
+        (("hybrid_mla", "flashmla"), True),
+        (("flashmla", "flashmla"), False),
+        ((None, None), False),
+    ],
+)
+def test_is_asked_for(backends: tuple[str, str], asked: bool) -> None:
+    assert limits.is_asked_for(server_args(backends)) is asked
+
+
+@pytest.mark.parametrize(
+    ("given", "on_gpu", "becomes"),
+    [(None, True, 64), (64, True, 64), (None, False, None), (1, False, 1)],
+)
+def test_page_size(given: int | None, on_gpu: bool, becomes: int | None) -> None:
+    args = server_args(page_size=given)
+    limits.set_page_size(args, on_gpu)
+    assert args.page_size == becomes
+
+
+def test_another_page_size_is_refused_on_a_gpu() -> None:
+    with pytest.raises(OptionError, match="needs --page-size 64, not 16; remove the flag"):
+        limits.set_page_size(server_args(page_size=16), on_gpu=True)

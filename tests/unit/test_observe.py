@@ -1,0 +1,104 @@
+"""What a user sees: counters, the entry of /server_info, and metrics of the same names."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+from dataclasses import fields
+
+import prometheus_client
+import pytest
+
+from sglang_mla_ext.observe import Counters, Metrics, report
+from sglang_mla_ext.prefix.cost_model import Mode
+from sglang_mla_ext.prefix.planner import Group, Plan
+
+LABELS = {"model_name": "m", "tp_rank": "0"}
+PLAN = Plan(6, (Group((0, 2, 5), "a", 0, 1000, Mode.NAIVE), Group((1, 3), "b", 0, 300, Mode.NAIVE)))
+
+
+def counters_after_some_steps() -> Counters:
+    counters = Counters(expansions=2, evictions=1)
+    counters.count_step(PLAN)
+    counters.count_step(Plan(6))
+    counters.count_step(Plan(2, (Group((0, 1), "a", 0, 1000, Mode.NAIVE),)))
+    counters.fall_back("prefix memory full")
+    counters.fall_back("prefix memory full")
+    counters.fall_back("other")
+    return counters
+
+
+def test_counters() -> None:
+    assert counters_after_some_steps() == Counters(
+        steps_naive=2,
+        steps_absorb=1,
+        expansions=2,
+        evictions=1,
+        fallbacks={"prefix memory full": 2, "other": 1},
+        max_group_size=3,
+        shared_tokens_read=1000 + 300 + 1000,
+        shared_tokens_saved=2 * 1000 + 300 + 1000,
+    )
+
+
+def test_the_first_fall_back_of_each_reason_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    counters = Counters()
+    with caplog.at_level(logging.WARNING, "sglang_mla_ext"):
+        for reason in ("a", "a", "b", "a"):
+            counters.fall_back(reason, RuntimeError("why"))
+    assert [record.getMessage()[-1] for record in caplog.records] == ["a", "b"]
+    assert all(record.exc_info for record in caplog.records)
+
+
+def test_report() -> None:
+    info = report(counters_after_some_steps(), PLAN, expanded_bytes=10, budget_bytes=20)
+    assert json.loads(json.dumps(info)) == info
+    assert list(info) == ["groups", "expanded_bytes", "budget_bytes", "counters"]
+    assert info["groups"] == [
+        {"prefix_len": 1000, "requests": 3, "mode": "naive"},
+        {"prefix_len": 300, "requests": 2, "mode": "naive"},
+    ]
+    assert (info["expanded_bytes"], info["budget_bytes"]) == (10, 20)
+    assert list(info["counters"]) == [field.name for field in fields(Counters)]
+    assert info["counters"]["fallbacks"] == {"prefix memory full": 2, "other": 1}
+
+
+def test_a_report_does_not_change_later() -> None:
+    counters = counters_after_some_steps()
+    info = report(counters, PLAN, 10, 20)
+    before = json.dumps(info)
+    counters.fall_back("new")
+    counters.count_step(PLAN)
+    assert json.dumps(info) == before
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegistry:
+    registry = prometheus_client.CollectorRegistry()
+    monkeypatch.setattr(prometheus_client, "Gauge", functools.partial(prometheus_client.Gauge, registry=registry))
+    return registry
+
+
+def test_metrics_are_the_report_under_the_same_names(registry: prometheus_client.CollectorRegistry) -> None:
+    info = report(counters_after_some_steps(), PLAN, expanded_bytes=10, budget_bytes=20)
+    Metrics(LABELS).publish(info)
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"sglang:hybrid_mla_{name}", {**LABELS, **labels})
+
+    plain = {name: total for name, total in info["counters"].items() if name != "fallbacks"}
+    plain |= {"expanded_bytes": 10, "budget_bytes": 20, "groups": 2, "shared_requests": 5}
+    assert {name: value(name) for name in plain} == plain
+    assert value("fallbacks", reason="prefix memory full") == 2 and value("fallbacks", reason="other") == 1
+    names = {metric.name for metric in registry.collect()}
+    assert names == {f"sglang:hybrid_mla_{name}" for name in (*plain, "fallbacks")}
+
+
+def test_metrics_follow_the_next_report(registry: prometheus_client.CollectorRegistry) -> None:
+    metrics = Metrics(LABELS)
+    metrics.publish(report(Counters(), PLAN, 10, 20))
+    metrics.publish(report(Counters(), Plan(0), 0, 20))
+    assert registry.get_sample_value("sglang:hybrid_mla_groups", LABELS) == 0
+    assert registry.get_sample_value("sglang:hybrid_mla_shared_requests", LABELS) == 0
+    assert registry.get_sample_value("sglang:hybrid_mla_expanded_bytes", LABELS) == 0

@@ -1,0 +1,217 @@
+"""The plug-in in processes of its own: inert unless asked for, and whole where it is.
+
+Importing SGLang takes seconds, so one process imports it and forks a child for each scenario. A child sets its
+environment, loads SGLang's plug-ins as SGLang does at start, and reports what it sees.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from sglang_mla_ext import contract, hooks
+from sglang_mla_ext.options import HybridMLAOptions
+
+SCENARIOS = r"""
+import argparse, json, os, re, sys
+from sglang_mla_ext.cpu import standins
+
+if standins.needed():
+    standins.install()
+os.environ.pop(standins.INSTALLED_VARIABLE, None)
+
+import sglang.srt.server_args as server_args
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
+
+MODEL, ASKED, MODE = sys.argv[1], "SGLANG_HYBRID_MLA_ASKED", "SGLANG_HYBRID_MLA_MODE"
+COMMON = {"model_path": MODEL, "device": "cpu", "random_seed": 1}
+
+
+def launch(**kwargs):
+    try:
+        args = server_args.ServerArgs(**{**COMMON, **kwargs})
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in sorted(vars(args).items())}
+
+
+def seen():
+    return {
+        "backends": {name: f"{f.__module__}.{f.__qualname__}" for name, f in sorted(ATTENTION_BACKENDS.items())},
+        "handlers": {
+            name: f"{f.__module__}.{f.__qualname__}" for name, f in sorted(AttentionBackendRegistry._handlers.items())
+        },
+        "hooked": sorted(HookRegistry._patched),
+        "choices": sorted(server_args.ATTENTION_BACKEND_CHOICES),
+        "asked": os.environ.get(ASKED),
+        "hooks imported": "sglang_mla_ext.hooks" in sys.modules,
+    }
+
+
+def scenario_without():
+    os.environ["SGLANG_PLUGINS"] = "none"
+    load_plugins()
+    return {"args": launch(attention_backend="torch_native"), "default": launch(), **seen()}
+
+
+def scenario_not_asked():
+    load_plugins()
+    return {"args": launch(attention_backend="torch_native"), "default": launch(), **seen()}
+
+
+def scenario_not_asked_but_broken():
+    os.environ[MODE] = "nonsense"
+    from sglang_mla_ext import contract
+
+    contract.SUPPORTED_VERSIONS = ("0.0.0",)
+    load_plugins()
+    return {"args": launch(attention_backend="torch_native"), "asked for": launch(attention_backend="hybrid_mla")}
+
+
+def scenario_help():
+    load_plugins()
+    parser = argparse.ArgumentParser()
+    server_args.ServerArgs.add_cli_args(parser)
+    return parser.format_help()
+
+
+def scenario_asked():
+    load_plugins()
+    flags = ["--model-path", MODEL, "--device", "cpu", "--decode-attention-backend", "hybrid_mla"]
+    args = server_args.prepare_server_args([*flags, "--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", "7"])
+    before = {name: value for name, value in os.environ.items() if name.startswith("SGLANG_HYBRID_MLA")}
+    launch(attention_backend="torch_native")
+    return {"decode": args.decode_attention_backend, "env": before, **seen()}
+
+
+def scenario_bad_launches():
+    load_plugins()
+    bad = {
+        "radix": launch(attention_backend="hybrid_mla", disable_radix_cache=True),
+        "prefill": launch(prefill_attention_backend="hybrid_mla", decode_attention_backend="torch_native"),
+    }
+    os.environ[MODE] = "nonsense"
+    bad["mode"] = launch(attention_backend="hybrid_mla")
+    return {**bad, **seen()}
+
+
+def scenario_worker():
+    os.environ[ASKED] = "1"
+    if standins.needed():
+        os.environ[standins.INSTALLED_VARIABLE] = "1"
+    load_plugins()
+    from sglang_mla_ext import contract, hooks
+
+    hooks.assert_installed()
+    return {"ours": sorted(hooks._hooked), "contract": [use.path for use in contract.CONTRACT], **seen()}
+
+
+for name, scenario in [item for item in globals().items() if item[0].startswith("scenario_")]:
+    child = os.fork()
+    if child == 0:
+        try:
+            with open(os.path.join(sys.argv[2], name.removeprefix("scenario_") + ".json"), "w") as file:
+                json.dump(scenario(), file)
+        except BaseException as error:
+            print(f"{name}: {error!r}", file=sys.stderr)
+        finally:
+            sys.stderr.flush()
+            os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def scenarios(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    import make_demo_model
+
+    folder = tmp_path_factory.mktemp("plugin")
+    make_demo_model.main(folder / "model", config_only=True)
+    (folder / "out").mkdir()
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
+    command = [sys.executable, "-W", "ignore", "-c", SCENARIOS, str(folder / "model"), str(folder / "out")]
+    process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    found = {path.stem: json.loads(path.read_text() or "null") for path in (folder / "out").iterdir()}
+    assert found and all(found.values()), process.stderr
+    return found
+
+
+def test_not_asked_for_it_changes_nothing_but_the_list_of_choices(scenarios: dict[str, Any]) -> None:
+    without, installed = scenarios["without"], scenarios["not_asked"]
+    assert "attention_backend" in without["args"] and without["args"]["attention_backend"] == "'torch_native'"
+    assert installed["args"] == without["args"], "resolved arguments"
+    assert installed["default"] == without["default"], "resolved arguments where SGLang chooses the backend"
+    assert installed["backends"] == without["backends"] and "hybrid_mla" not in installed["backends"]
+    assert installed["handlers"] == without["handlers"] and "hybrid_mla" not in installed["handlers"]
+    assert installed["asked"] is None and not installed["hooks imported"]
+    assert without["hooked"] == []
+    prefix = "sglang.srt.server_args.ServerArgs."
+    assert installed["hooked"] == [prefix + name for name in ("__post_init__", "add_cli_args", "from_cli_args")]
+    assert sorted([*without["choices"], "hybrid_mla"]) == installed["choices"]
+
+
+def test_not_asked_for_it_does_not_look_at_its_own_troubles(scenarios: dict[str, Any]) -> None:
+    broken = scenarios["not_asked_but_broken"]
+    assert broken["args"] == scenarios["without"]["args"]
+    assert broken["asked for"][0] == "ContractError" and "works with 0.0.0" in broken["asked for"][1]
+
+
+def test_help_shows_the_flags(scenarios: dict[str, Any]) -> None:
+    for name in HybridMLAOptions.__dataclass_fields__:
+        assert "--hybrid-mla-" + name.replace("_", "-") in scenarios["help"]
+    assert "SGLANG_HYBRID_MLA_MODE" in scenarios["help"]
+
+
+def test_asked_for_it_tells_the_processes_to_come_until_it_is_not(scenarios: dict[str, Any]) -> None:
+    asked = scenarios["asked"]
+    assert asked["decode"] == "hybrid_mla"
+    assert asked["env"] == {
+        "SGLANG_HYBRID_MLA_ASKED": "1",
+        "SGLANG_HYBRID_MLA_MODE": "naive",
+        "SGLANG_HYBRID_MLA_MIN_PREFIX_LEN": "7",
+    }
+    assert asked["asked"] is None, "another ServerArgs, for another backend, takes it back"
+    assert not asked["hooks imported"], "the launching process installs nothing else"
+
+
+def test_bad_launches_stop_and_leave_nothing_behind(scenarios: dict[str, Any]) -> None:
+    bad = scenarios["bad_launches"]
+    assert bad["radix"][0] == bad["prefill"][0] == bad["mode"][0] == "OptionError"
+    assert "--disable-radix-cache is not supported yet: remove it." in bad["radix"][1]
+    assert "set --decode-attention-backend hybrid_mla" in bad["prefill"][1]
+    assert "--hybrid-mla-mode is 'nonsense'" in bad["mode"][1]
+    assert bad["asked"] is None
+
+
+def test_a_worker_has_the_backend_and_all_hooks(scenarios: dict[str, Any]) -> None:
+    worker, without = scenarios["worker"], scenarios["without"]
+    assert worker["backends"] == {**without["backends"], "hybrid_mla": "sglang_mla_ext.hooks.create_backend"}
+    assert worker["handlers"]["hybrid_mla"] == "sglang_mla_ext.mla_layer.forward_method"
+    others = {name: handler for name, handler in worker["handlers"].items() if name in without["handlers"]}
+    # The CPU launcher lets torch_native serve MLA models, whichever backend is asked for.
+    assert {name for name in others if others[name] != without["handlers"][name]} <= {"torch_native"}
+    assert set(worker["ours"]) <= set(worker["hooked"])
+
+
+def test_every_hook_is_in_the_contract(scenarios: dict[str, Any]) -> None:
+    worker = scenarios["worker"]
+    outside = set(worker["hooked"]) - set(worker["contract"])
+    # Only a CPU server needs this one. If it goes, the server does not start; it cannot answer wrongly.
+    assert outside <= {"sglang.srt.utils.common.support_triton"}
+
+
+def test_the_backend_is_not_built_without_its_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_hooked", {})
+    with pytest.raises(contract.ContractError, match=r"hooks are not in place: all of them\..*SGLANG_PLUGINS"):
+        hooks.create_backend(None)
+    monkeypatch.setattr(hooks, "_hooked", {"sglang.some.target": None})
+    with pytest.raises(contract.ContractError, match=r"hooks are not in place: sglang\.some\.target\."):
+        hooks.create_backend(None)
