@@ -152,6 +152,15 @@ def hybrid(start: Any) -> Server:
 
 
 @pytest.fixture(scope="session")
+def two_ranks(start: Any) -> Server:
+    """Tensor parallelism: half of the heads in each of two processes, which must plan alike."""
+    options = ("--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", "32")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # SGLang wants the cores of each rank
+        return start("--attention-backend", "hybrid_mla", "--tp", "2", *options)
+
+
+@pytest.fixture(scope="session")
 def cramped(start: Any) -> Server:
     """Prefill in chunks, expansion in small steps, room for one prefix and a part of another, 2,048 tokens of cache."""
     options = ("--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", "64")

@@ -1,0 +1,15 @@
+"""Tensor parallelism: two ranks, each with half of the heads and its own expanded prefixes."""
+
+from __future__ import annotations
+
+from conftest import Chat, Server, assert_same, counting
+from test_answers import PIRATE, SYSTEM, question
+
+
+def test_two_ranks_answer_as_one(stock: Server, two_ranks: Server) -> None:
+    chats = [Chat((SYSTEM, PIRATE)[i % 2], question(i), max_tokens=24) for i in range(8)]
+    two_ranks.ask(Chat(SYSTEM, "Hello", 1), Chat(PIRATE, "Hello", 1))
+    with counting(two_ranks) as counted:
+        actual = two_ranks.ask(*chats)
+    assert_same(actual, stock.ask(*chats))
+    assert counted.expansions == 2 and counted.steps_naive > 10
