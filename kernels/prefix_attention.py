@@ -151,6 +151,7 @@ class TritonPrefixAttention:
             for tile in self._tiles
         }
         self._planned = naive_prefix.tile_for(max_rows, self._tiles)
+        self._has_work = False
 
         partials = (self._capacity.max_partial_rows, heads, buffers.v_head_dim)
         self._partial_out = torch.empty(partials, dtype=torch.float32, device=device)  # [P, H, dv]
@@ -175,6 +176,9 @@ class TritonPrefixAttention:
 
     def plan(self, groups: Sequence[PrefixGroup], rows: int | None = None) -> None:
         tile = naive_prefix.tile_for(rows or self._max_rows, self._tiles)
+        if not groups and not self._has_work:  # the device's list is empty already
+            self._planned = tile
+            return
         _check_chunks(groups, self._buffers.chunks)
         staging = self._staging[self._next_staging]
         if (copied := self._copied[self._next_staging]) is not None:
@@ -192,12 +196,12 @@ class TritonPrefixAttention:
         if self._cuda:
             self._copied[self._next_staging] = torch.cuda.current_stream(self._work.device).record_event(copied)
         self._next_staging ^= 1
-        self._planned = tile
+        self._planned, self._has_work = tile, bool(groups)
 
     def run(self, layer: int, q_nope: Tensor, q_rope: Tensor, softmax_scale: float) -> None:
         tile = self._planned
-        if tile.block_rows < q_nope.shape[0] and tile is not self._tiles[-1]:
-            raise ValueError(f"planned for at most {tile.block_rows} rows, run with {q_nope.shape[0]}")
+        if tile is not naive_prefix.tile_for(q_nope.shape[0], self._tiles):
+            raise ValueError(f"planned for tiles of {tile.block_rows} rows, run with {q_nope.shape[0]} rows")
         naive_prefix.run(
             q_nope,
             q_rope,

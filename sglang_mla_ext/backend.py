@@ -15,6 +15,7 @@ import torch
 from sglang_mla_ext import mla_layer
 from sglang_mla_ext.kernels.dispatch import make_prefix_attention, workspace_bytes
 from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, ExpandedBuffers
+from sglang_mla_ext.kernels.prefix_attention import PrefixAttention
 from sglang_mla_ext.kernels.schedule import PrefixGroup
 from sglang_mla_ext.observe import Counters, report
 from sglang_mla_ext.prefix.cost_model import CostModel, ModelDims, rates_for
@@ -71,11 +72,7 @@ class HybridMLABackend:
         rates = rates_for(torch.cuda.get_device_name() if on_gpu else "cpu")
         self.cost = CostModel(dims, self._heads, rates, runner.dtype.itemsize, runner.dtype.itemsize)
         self._buffers = self._allocate(dims, runner)
-        self._attention = (
-            make_prefix_attention(self._buffers, max_rows=self.max_rows, heads=self._heads, device=runner.device)
-            if self._buffers
-            else None
-        )
+        self._attention = self._make_attention() if self._buffers else None
         self._bytes_per_chunk = self._buffers.bytes // self._buffers.chunks if self._buffers else 0
         pool = ExpandedPool(self._buffers.chunks if self._buffers else 0, CHUNK_TOKENS)
         expander = Expander(self._layers, runner.token_to_kv_pool, self._buffers)
@@ -87,6 +84,7 @@ class HybridMLABackend:
         self._prefix_lens = torch.zeros(self.max_rows, dtype=torch.int32, device=runner.device)
         self._next = NO_GROUPS
         self._written = NO_GROUPS[0]
+        self._written_rows = 0
         self._hybrid = False
         self._q_nope: torch.Tensor | None = None
         self._tail_lse: torch.Tensor | None = None
@@ -170,12 +168,14 @@ class HybridMLABackend:
         if self.min_rows is None or not self.min_rows <= rows <= self.max_rows:
             return False
         plan, groups = NO_GROUPS if empty else self._next
-        if plan is not self._written and (plan.groups or self._written.groups):
+        # A change of rows alone can change the kernel's tile.
+        if plan is not self._written or rows != self._written_rows:
             self._attention.plan(groups, rows)
+        if plan is not self._written and (plan.groups or self._written.groups):
             lens = torch.zeros(self.max_rows, dtype=torch.int32, pin_memory=self._prefix_lens.is_cuda)
             lens[: plan.num_rows] = torch.tensor(plan.prefix_lens, dtype=torch.int32)
             self._prefix_lens.copy_(lens, non_blocking=True)
-        self._written = plan
+        self._written, self._written_rows = plan, rows
         return True
 
     def attend_shared(self, q: torch.Tensor, tail_lse: torch.Tensor, layer: RadixAttention) -> None:
@@ -197,6 +197,25 @@ class HybridMLABackend:
         if self.options.mode == "naive":
             return 2
         return self.cost.smallest_profitable_group(context_len, limit=self.max_rows)
+
+    def _make_attention(self) -> PrefixAttention | None:
+        """Attention over the buffers, tried once for each number of rows that has a kernel of its own."""
+        buffers = self._buffers
+        try:
+            attention = make_prefix_attention(buffers, max_rows=self.max_rows, heads=self._heads, device=buffers.device)
+            for rows in {1, self.max_rows}:
+                q_nope, q_rope, out = (
+                    torch.zeros(rows, self._heads, dim, dtype=buffers.dtype, device=buffers.device)
+                    for dim in (buffers.qk_nope_head_dim, buffers.qk_rope_head_dim, buffers.v_head_dim)
+                )
+                attention.plan([], rows)
+                attention.run(0, q_nope, q_rope, 1.0)
+                attention.merge(out, torch.zeros(rows, self._heads, device=buffers.device), out)
+        except Exception as error:
+            self.counters.fall_back(f"the kernels do not run here: {type(error).__name__}", error)
+            self._buffers = None
+            return None
+        return attention
 
     def _allocate(self, dims: ModelDims, runner: ModelRunner) -> ExpandedBuffers | None:
         sizes = {

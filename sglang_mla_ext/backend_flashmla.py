@@ -36,11 +36,11 @@ class FlashMLAHybridBackend(HybridMLABackend, FlashMLABackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """A step without a CUDA graph."""
-        self._hybrid = False
-        if not (forward_batch.forward_mode.is_decode() and self.write_plan(forward_batch.batch_size)):
+        decode = forward_batch.forward_mode.is_decode()
+        self._hybrid = decode and self.write_plan(forward_batch.batch_size) and bool(self._written.groups)
+        if not self._hybrid:
             super().init_forward_metadata(forward_batch)
             return
-        self._hybrid = True
         pages = -(-self.max_context_len // PAGE_SIZE)
         table = self._eager_block_kv_indices(forward_batch.batch_size, pages)
         metadata, num_splits = self._plan_tails(forward_batch, table)
@@ -48,12 +48,11 @@ class FlashMLAHybridBackend(HybridMLABackend, FlashMLABackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Before a CUDA graph is captured or replayed."""
-        self._hybrid = False
         rows = forward_batch.batch_size
-        if not (forward_batch.forward_mode.is_decode() and self.write_plan(rows, empty=in_capture)):
+        self._hybrid = forward_batch.forward_mode.is_decode() and self.write_plan(rows, empty=in_capture)
+        if not self._hybrid:
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
             return
-        self._hybrid = True
         table = self.cuda_graph_kv_indices[:rows]
         metadata, num_splits = self._plan_tails(forward_batch, table)
         parts = metadata.shape[0]

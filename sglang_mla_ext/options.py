@@ -8,6 +8,7 @@ to its variable, so the processes that SGLang spawns read the same values.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, fields
@@ -71,8 +72,8 @@ class HybridMLAOptions:
             )
         if self.prefix_dtype == "fp8_e4m3":
             raise OptionError("--hybrid-mla-prefix-dtype fp8_e4m3 is not available in this version; use auto or bf16.")
-        if self.prefix_memory_gb is not None and self.prefix_memory_gb < 0:
-            raise OptionError("--hybrid-mla-prefix-memory-gb must be 0 (never expand) or more.")
+        if self.prefix_memory_gb is not None and not 0 <= self.prefix_memory_gb < math.inf:
+            raise OptionError("--hybrid-mla-prefix-memory-gb must be 0 (never expand) or more, and finite.")
         if self.min_prefix_len < 1:
             raise OptionError("--hybrid-mla-min-prefix-len must be at least 1.")
         if self.expand_tokens_per_step < 1:

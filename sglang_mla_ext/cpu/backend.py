@@ -25,10 +25,8 @@ class TorchHybridBackend(HybridMLABackend, TorchNativeAttnBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
-        self._hybrid = False
-        if forward_batch.forward_mode.is_decode():
-            graph_has_it = self.write_plan(forward_batch.batch_size)
-            self._hybrid = graph_has_it and bool(self._written.groups)
+        decode = forward_batch.forward_mode.is_decode()
+        self._hybrid = decode and self.write_plan(forward_batch.batch_size) and bool(self._written.groups)
 
     def forward_decode(
         self,

@@ -73,26 +73,33 @@ class ExpandedPool:
         Returns:
             the expansion, or None where memory does not reach `minimum`.
         """
+        covered, covering = self.coverage(path, tokens, path_of)
         on_path = {step.node for step in path}
-        growing: Expansion | None = None
-        for expansion in self.expansions:
-            common = max((step.end for step in path_of(expansion.anchor) if step.node in on_path), default=0)
-            if min(common, expansion.target) >= tokens:
-                return expansion
-            if expansion.anchor in on_path and (growing is None or expansion.target > growing.target):
-                growing = expansion
+        growing = max((e for e in self.expansions if e.anchor in on_path), key=lambda e: e.target, default=None)
         owned = growing.chunks if growing else []
         target = min(tokens, len(owned) * self.chunk_tokens + self.free_tokens)
-        if target < minimum:
+        if max(covered, target) < minimum:
             return None
+        if covering is not None and covered >= target:
+            return covering
         if growing is None:
             growing = Expansion(anchor=path[-1].node)
             self.expansions.append(growing)
-        if target > growing.target:
-            growing.anchor, growing.target = path[-1].node, target
-            while len(growing.chunks) * self.chunk_tokens < target:
-                growing.chunks.append(heapq.heappop(self._free))
+        growing.anchor, growing.target = path[-1].node, target
+        while len(growing.chunks) * self.chunk_tokens < target:
+            growing.chunks.append(heapq.heappop(self._free))
         return growing
+
+    def coverage(self, path: Path, tokens: int, path_of: PathOf) -> tuple[int, Expansion | None]:
+        """How many of the first `tokens` tokens of a path some expansion covers or is about to, and which one."""
+        on_path = {step.node for step in path}
+        best: tuple[int, Expansion | None] = (0, None)
+        for expansion in self.expansions:
+            common = max((step.end for step in path_of(expansion.anchor) if step.node in on_path), default=0)
+            length = min(common, expansion.target, tokens)
+            if length > best[0]:
+                best = (length, expansion)
+        return best
 
     def advance(self, expansion: Expansion, tokens: int) -> None:
         """Record that `tokens` more tokens are expanded."""

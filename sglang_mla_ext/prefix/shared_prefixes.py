@@ -7,7 +7,7 @@ thread, between two forward passes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sglang_mla_ext.kernels.layout import CHUNK_TOKENS
@@ -15,7 +15,7 @@ from sglang_mla_ext.kernels.schedule import PrefixGroup
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool, Expansion
-from sglang_mla_ext.prefix.planner import Gain, PathNode, Plan, plan_groups
+from sglang_mla_ext.prefix.planner import Gain, Group, PathNode, Plan, plan_groups
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -89,6 +89,7 @@ class SharedPrefixes:
             running: requests that are decoding.
         """
         if self._tree is not None:
+            self.release_unheld()
             self._expand_for([*running, *reqs])
 
     def before_decode(self, reqs: Sequence[Req]) -> tuple[Plan, tuple[PrefixGroup, ...]]:
@@ -147,7 +148,7 @@ class SharedPrefixes:
         """Advance expansions, by at most `expand_tokens_per_step` tokens in all, most worthwhile first."""
         wanted = plan_groups(self._tree.paths(reqs), self._gain, min_prefix_len=self._options.min_prefix_len).groups
         ranked = sorted(wanted, key=lambda group: (-self._gain(len(group.rows), group.end) / group.end, group.rows))
-        self._make_room([group.node for group in ranked], sum(group.end for group in ranked))
+        self._make_room(ranked)
         left = self._options.expand_tokens_per_step
         for group in ranked:
             path = self._tree.path(group.node)
@@ -159,13 +160,18 @@ class SharedPrefixes:
                 left -= self._advance(expansion, left)
         self._expanding = left < self._options.expand_tokens_per_step
 
-    def _make_room(self, wanted_nodes: Sequence[Hashable], wanted_tokens: int) -> None:
-        """Where memory is short, drop expansions that serve none of the wanted nodes."""
-        if self._pool.free_tokens >= wanted_tokens:
+    def _make_room(self, wanted: Sequence[Group]) -> None:
+        """Where memory is short, drop expansions that serve none of the wanted groups."""
+        paths = [self._tree.path(group.node) for group in wanted]
+        needed = sum(
+            group.end - self._pool.coverage(path, group.end, self._tree.path)[0]
+            for group, path in zip(wanted, paths, strict=True)
+        )
+        if self._pool.free_tokens >= needed:
             return
-        wanted = {step.node for node in wanted_nodes for step in self._tree.path(node)}
+        nodes = {step.node for path in paths for step in path}
         for expansion in list(self._pool.expansions):
-            if not any(step.node in wanted for step in self._tree.path(expansion.anchor)):
+            if not any(step.node in nodes for step in self._tree.path(expansion.anchor)):
                 self._pool.drop(expansion)
                 self._counters.evictions += 1
 

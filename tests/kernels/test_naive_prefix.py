@@ -303,7 +303,7 @@ def test_tile_follows_the_rows_and_a_wrong_number_is_refused() -> None:
     out, _ = run_and_merge(attention, problem, *problem.no_tail())
     assert_equal(out, problem.shared()[0], "out")
     attention.plan([], rows=64)
-    with pytest.raises(ValueError, match="planned for at most 64 rows"):
+    with pytest.raises(ValueError, match="planned for tiles of 64 rows"):
         attention.run(LAYER, problem.q_nope, problem.q_rope, 1.0)
 
 

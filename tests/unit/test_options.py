@@ -115,7 +115,6 @@ def test_the_parser_refuses_what_it_can(args: tuple[str, str], capsys: pytest.Ca
     assert flag(args[0]) in capsys.readouterr().err
 
 
-@pytest.mark.xfail(strict=True, reason="only negative sizes are refused")
 @pytest.mark.parametrize("text", ["nan", "inf"])
 def test_a_memory_size_is_finite(text: str) -> None:
     with pytest.raises(OptionError):

@@ -1,0 +1,128 @@
+"""Paths and slots, read from SGLang's own radix tree."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_mla_ext.prefix.planner import Path
+from sglang_mla_ext.prefix.tree_view import TreeView, UnsupportedTree
+
+PAGE_SIZES = (1, 64)
+
+
+@pytest.fixture(params=PAGE_SIZES, ids=lambda size: f"page {size}")
+def tree(request: pytest.FixtureRequest, new_tree: Any) -> Any:
+    return new_tree(request.param)
+
+
+def pages(tree: Any, path: Path) -> list[int]:
+    """Where each node of a path ends, in pages; one page is one letter of a request's text."""
+    assert all(step.end % tree.page_size == 0 for step in path)
+    return [step.end // tree.page_size for step in path]
+
+
+def test_requests_that_share_a_prompt_share_its_node(tree: Any) -> None:
+    first, second = tree.run("system-a"), tree.run("system-b")
+    one, two = tree.view.paths([first, second])
+    assert pages(tree, one) == pages(tree, two) == [7, 8]
+    assert one[0] == two[0] and one[0].node is two[0].node
+    assert one[1].node is not two[1].node
+    assert tree.view.paths([second, first]) == [two, one]
+    assert tree.view.path(first.last_node) == one
+
+
+def test_nothing_cached_is_an_empty_path(tree: Any) -> None:
+    tree.run("abc")
+    at_root, not_yet = SimpleNamespace(last_node=tree.cache.root_node), SimpleNamespace(last_node=None)
+    assert tree.view.paths([at_root, not_yet]) == [(), ()]
+    assert tree.view.paths([]) == []
+
+
+def test_a_node_keeps_its_end_through_splits(tree: Any) -> None:
+    """The claim that expansions are identified by: the old object keeps the back part, and its end."""
+    first = tree.run("abcdef")
+    (old,) = tree.view.path(first.last_node)
+    slots = tree.view.slots(first.last_node, 0, old.end)
+
+    tree.run("abcxyz")
+    after = tree.view.path(first.last_node)
+    assert pages(tree, after) == [3, 6] and after[-1] == old
+    tree.run("ax")
+    again = tree.view.path(first.last_node)
+    assert pages(tree, again) == [1, 3, 6] and again[1:] == after
+    assert torch.equal(tree.view.slots(first.last_node, 0, old.end), slots)
+
+
+def test_a_split_front_is_held_like_the_node_it_was_cut_from(tree: Any) -> None:
+    first, second = tree.run("abcdef"), tree.run("abcxyz")
+    front, back = tree.view.path(first.last_node)
+    tree.finish(second)
+    assert tree.view.is_held(front.node) and tree.view.is_held(back.node)
+    assert not tree.view.is_held(second.last_node)
+    tree.finish(first)
+    assert not tree.view.is_held(front.node) and not tree.view.is_held(back.node)
+
+
+def test_slots_are_those_of_the_first_request_that_computed_them(tree: Any) -> None:
+    first, second = tree.run("system-a"), tree.run("system-bc")
+    shared = 7 * tree.page_size
+    assert torch.equal(first.slots[:shared], second.slots[:shared])
+    for request in (first, second):
+        length = len(request.slots)
+        for start, end in ((0, length), (0, shared), (shared, length), (shared - 1, shared + 1), (1, 2), (3, length)):
+            slots = tree.view.slots(request.last_node, start, end)
+            assert torch.equal(slots, request.slots[start:end]) and slots.dtype == torch.int64
+
+
+def test_equal_text_under_different_extra_keys_shares_no_node(tree: Any) -> None:
+    requests = [tree.run("system", extra_key) for extra_key in (None, "tenant", "tenant", "other")]
+    nodes = [{id(step.node) for step in path} for path in tree.view.paths(requests)]
+    assert nodes[1] == nodes[2]
+    assert not nodes[0] & nodes[1] and not nodes[0] & nodes[3] and not nodes[1] & nodes[3]
+    slots = [set(tree.view.slots(request.last_node, 0, 6 * tree.page_size).tolist()) for request in requests]
+    assert slots[1] == slots[2] and not slots[0] & slots[1] and not slots[0] & slots[3] and not slots[1] & slots[3]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(PAGE_SIZES),
+    st.lists(st.tuples(st.text("ab", min_size=1, max_size=7), st.sampled_from([None, "tenant"])), min_size=1),
+)
+def test_any_order_of_prompts(new_tree: Any, page_size: int, prompts: list[tuple[str, str | None]]) -> None:
+    tree = new_tree(page_size)
+    requests, first_paths = [], []
+    for prompt in prompts:
+        requests.append(tree.run(*prompt))
+        first_paths.append(tree.view.path(requests[-1].last_node))
+    paths = tree.view.paths(requests)
+    for request, before, path in zip(requests, first_paths, paths, strict=True):
+        assert set(before) <= set(path), "a held node changed its end"
+        assert path == tree.view.path(request.last_node)
+        assert path[-1].end == len(request.slots)
+        middle = path[-1].end // 2
+        for start, end in ((0, path[-1].end), (middle, path[-1].end), (0, middle + 1), (middle, middle + 1)):
+            assert torch.equal(tree.view.slots(request.last_node, start, end), request.slots[start:end])
+    for one, (text, key) in zip(paths, prompts, strict=True):
+        for other, (other_text, other_key) in zip(paths, prompts, strict=True):
+            pairs = zip(text, other_text, strict=False) if key == other_key else ()
+            common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            assert max((step.end for step in one if step in other), default=0) == common * page_size
+
+
+def test_refuses_what_is_no_radix_tree() -> None:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+    from sglang.srt.mem_cache.chunk_cache import ChunkCache
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+
+    params = CacheInitParams(disable=True, req_to_token_pool=None, token_to_kv_pool_allocator=None, page_size=1)
+    with pytest.raises(UnsupportedTree, match=r"ChunkCache\. Remove --disable-radix-cache"):
+        TreeView(ChunkCache(params))
+    with pytest.raises(UnsupportedTree, match="RadixCache"):
+        TreeView(RadixCache.create_simulated(disable=True))
