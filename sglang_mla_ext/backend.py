@@ -39,6 +39,9 @@ NO_GROUPS: tuple[Plan, tuple[PrefixGroup, ...]] = (Plan(0), ())
 MAX_ROWS = 1024
 """Batches with more rows than this decode by plain absorb: bounds the partial results' memory."""
 
+MAX_FAILURES = 3
+"""After so many failures of planning or expanding there is no further attempt."""
+
 
 class HybridMLABackend:
     """Shared-prefix decode on top of a stock backend. Comes before that backend in the order of base classes."""
@@ -82,6 +85,7 @@ class HybridMLABackend:
             mla_layer.merge_before_o_proj(self._layers, self)
 
         self._prefix_lens = torch.zeros(self.max_rows, dtype=torch.int32, device=runner.device)
+        self._failures = 0
         self._next = NO_GROUPS
         self._written = NO_GROUPS[0]
         self._written_rows = 0
@@ -98,8 +102,8 @@ class HybridMLABackend:
             reqs: requests of the pass, by row.
             running: requests that are decoding, whether or not they take part in this pass.
         """
-        self._next = NO_GROUPS
-        if self._attention is None or mode.is_idle():
+        self._next, self._tail_lse = NO_GROUPS, None
+        if self._attention is None or mode.is_idle() or self._failures >= MAX_FAILURES:
             return
         try:
             if mode.is_decode():
@@ -110,6 +114,7 @@ class HybridMLABackend:
             elif mode.is_extend():
                 self.prefixes.before_prefill(reqs, [req for req in running if not req.finished()])
         except Exception as error:
+            self._failures += 1
             self.counters.fall_back(f"planning failed: {type(error).__name__}", error)
             self.prefixes.forget()
         if mode.is_decode():
@@ -185,6 +190,8 @@ class HybridMLABackend:
             q: `[rows, heads, kv_lora_rank + qk_rope_head_dim]`, absorbed; only its rotary part is used.
             tail_lse: `[rows, heads]` float32, natural log, of the private tails.
         """
+        if self.merge_pending:
+            raise RuntimeError("the layer before did not call its output projection: its shared part is lost")
         q_rope = q[..., -self._buffers.qk_rope_head_dim :]
         self._attention.run(self._layer_index[layer.layer_id], self._q_nope, q_rope, layer.scaling)
         self._q_nope = None

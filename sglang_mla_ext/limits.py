@@ -65,11 +65,10 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         found.append("the model uses DeepSeek Sparse Attention: use --attention-backend dsa.")
     if args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
         found.append(f"--kv-cache-dtype {args.kv_cache_dtype} is not supported yet: remove it.")
-    lora_modules = set(args.lora_target_modules or ["all"])
-    if args.enable_lora and lora_modules & {"all", "kv_b_proj"}:
-        found.append("LoRA on kv_b_proj is not supported: name the modules you need in --lora-target-modules.")
     unsupported = {
         "--speculative-algorithm": args.speculative_algorithm is not None,
+        # A LoRA on kv_b_proj would need expansions of its own, and one on o_proj replaces the module that we merge at.
+        "--enable-lora": args.enable_lora,
         "--enable-two-batch-overlap": args.enable_two_batch_overlap,
         "--enable-pdmux": args.enable_pdmux,
         "--enable-mixed-chunk": args.enable_mixed_chunk,

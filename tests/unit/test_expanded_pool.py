@@ -152,9 +152,9 @@ class PoolMachine(RuleBasedStateMachine):
         common = max((step.end for step in path_of(expansion.anchor) if step in path), default=0)
         covers = min(common, expansion.target)
         assert covers >= min(minimum, tokens)
-        if covers < tokens:
-            assert self.pool.free_tokens == 0, "shortened although there was room"
-            assert expansion.target == len(expansion.chunks) * CHUNK_TOKENS
+        if covers < tokens:  # neither growing it nor another one could cover more
+            assert min(tokens, self.pool.free_tokens) <= covers, "shortened although there was room"
+            assert self.pool.free_tokens == 0 or expansion.anchor not in {step.node for step in path}
         if now:
             self.expand(expansion, expansion.target)
 
@@ -179,14 +179,17 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.pool.expansions)
     @rule()
     def release_unheld(self) -> None:
-        before = {expansion: expansion.usable for expansion in self.pool.expansions}
+        before = {}
+        for expansion in self.pool.expansions:
+            held = [step.end for step in path_of(expansion.anchor) if is_held(step.node)]
+            before[expansion] = min(expansion.usable, max(held, default=0))
         free = self.pool.free_tokens
         version = self.pool.version
         dropped = self.pool.release_unheld(path_of, is_held)
         assert dropped == len(before) - len(self.pool.expansions)
         assert all(is_held(expansion.anchor) for expansion in self.pool.expansions)
         for expansion in self.pool.expansions:
-            assert expansion.usable >= min(before[expansion], path_of(expansion.anchor)[-1].end), "lost what is held"
+            assert expansion.usable >= before[expansion], "lost what is held"
         if self.pool.free_tokens != free:
             assert self.pool.version > version
 

@@ -58,7 +58,7 @@ class Batch:
 
     def plan(self, gain: Gain, names: list[object] | None = None) -> Plan:
         names = names or list(range(len(self.ends)))
-        tokens = {name: self.tokens(node) for node, name in enumerate(names)}
+        tokens = dict(zip(names, self.usable or self.ends, strict=True))
         return plan_groups(
             self.paths(names), gain, min_prefix_len=self.min_prefix_len, usable=lambda step: tokens[step.node]
         )
