@@ -45,8 +45,8 @@ class Answer:
 class Server:
     """A running server and what tests do with it."""
 
-    def __init__(self, base_url: str) -> None:
-        self.base_url = base_url
+    def __init__(self, base_url: str, log: Path) -> None:
+        self.base_url, self.log = base_url, log
 
     def ask(self, *chats: Chat) -> list[Answer]:
         """Send chats at the same time (after their delays) and wait for all answers."""
@@ -132,9 +132,7 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
             console = Console(file=open(os.devnull, "w"))  # noqa: SIM115
             common = ("--model-path", str(model), "--max-total-tokens", "16384")
             url = servers.enter_context(running_server([*common, *arguments], port, log, console, timeout_s=300))
-            server = Server(url)
-            server.log = log
-            return server
+            return Server(url, log)
 
         yield start_one
 
@@ -165,6 +163,9 @@ def cramped(start: Any) -> Server:
     """Prefill in chunks, expansion in small steps, room for one prefix and a part of another, 2,048 tokens of cache."""
     options = ("--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", "64")
     limits = ("--hybrid-mla-expand-tokens-per-step", "100", "--hybrid-mla-prefix-memory-gb", "0.009")
-    # The low conservativeness lets SGLang start more requests than its cache can finish.
-    sizes = ("--chunked-prefill-size", "256", "--max-total-tokens", "2048", "--schedule-conservativeness", "0.1")
-    return start("--attention-backend", "hybrid_mla", *options, *limits, *sizes)
+    sizes = ("--chunked-prefill-size", "256", "--max-total-tokens", "2048")
+    with pytest.MonkeyPatch.context() as patch:
+        # SGLang's own way to test retraction: every so many steps it takes back a request as if its cache were full.
+        patch.setenv("SGLANG_TEST_RETRACT", "1")
+        patch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "60")
+        return start("--attention-backend", "hybrid_mla", *options, *limits, *sizes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from conftest import Chat, Server, assert_same
 from test_answers import PIRATE, SYSTEM, question, watching
 
@@ -18,11 +20,11 @@ def test_two_prefixes_and_room_for_one_and_a_half(stock: Server, cramped: Server
     assert any(prefix > 256 for prefix in prefixes), prefixes
 
 
-def test_requests_are_retracted_when_the_cache_is_full(stock: Server, cramped: Server) -> None:
-    """2,048 tokens of cache for eight requests that need more: SGLang takes some back and runs them later."""
+def test_requests_are_retracted(stock: Server, cramped: Server) -> None:
+    """2,048 tokens of cache for eight requests that need more; SGLang takes some back and runs them later."""
     chats = [Chat(SYSTEM, question(i), max_tokens=240) for i in range(8)]
     actual = cramped.ask(*chats)
-    assert "KV cache pool is full. Retract requests" in cramped.log.read_text()
+    assert re.search(r"#retracted_reqs: [1-9]", cramped.log.read_text())
     assert_same(actual, stock.ask(*chats))
 
 
