@@ -37,6 +37,7 @@ class Use:
 
 CONTRACT = (
     Use("sglang.srt.plugins.hook_registry.HookRegistry.register", ("target", "hook", "hook_type"), "hooks", True),
+    Use("sglang.srt.plugins.hook_registry.HookRegistry._patched", None, "which hooks are in place", True),
     Use("sglang.srt.server_args.ServerArgs.add_cli_args", ("parser",), "our flags", True),
     Use("sglang.srt.server_args.ServerArgs.from_cli_args", ("args",), "our flags", True),
     Use("sglang.srt.server_args.ServerArgs.__post_init__", ("self",), "page size; unsupported features", True),
