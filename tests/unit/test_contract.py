@@ -85,6 +85,16 @@ def test_a_hooked_function_and_further_parameters_are_no_difference(
 
     monkeypatch.setattr(server_args_class, "get_attention_backends", hooked)
     assert contract.mismatches(launcher_only=True) == []
+
+    class_method = server_args_class.from_cli_args.__func__
+
+    @functools.wraps(class_method)
+    def hooked_class_method(*args: Any, **kwargs: Any) -> Any:
+        return class_method(*args, **kwargs)
+
+    monkeypatch.setattr(server_args_class, "from_cli_args", classmethod(hooked_class_method))
+    assert contract.mismatches(launcher_only=True) == []
+
     monkeypatch.setattr(server_args_class, "get_attention_backends", lambda self, phase=None: None)
     assert contract.mismatches(launcher_only=True) == []
 
