@@ -274,6 +274,17 @@ def test_grows_along_the_path_and_keeps_the_finished_part_usable() -> None:
     assert pool.lookup(path_of)[long] == (16, expansion)
 
 
+def test_the_longest_on_the_path_grows() -> None:
+    pool = ExpandedPool(20, CHUNK_TOKENS)
+    first, second, third, deep = chain(4, 8, 8, 8)
+    beside_second, beside_third = Node(first, list(range(8))), Node(second, list(range(8)))
+    short, long = expand(pool, beside_second, 12), expand(pool, beside_third, 20)
+    pool.release_unheld(path_of, is_held)
+    assert (short.anchor, long.anchor) == (first, second)
+    assert expand(pool, deep, 28) is long
+    assert pool.lookup(path_of)[third] == (20, long)
+
+
 def test_is_shortened_where_memory_ends() -> None:
     pool = ExpandedPool(3, CHUNK_TOKENS)
     (node,) = chain(20)

@@ -120,7 +120,7 @@ def test_only_from_the_minimum_length_on(tree: Any) -> None:
 
 def test_never_in_mode_absorb(tree: Any) -> None:
     server = Server(tree, mode="absorb")
-    requests = [tree.run("systemprompt-a"), tree.run("systemprompt-b")]
+    requests = [tree.run("systemprompt-" + letter) for letter in "abcdefgh"]
     server.prefixes.before_prefill(requests, [])
     assert server.decode(*requests) == []
     assert server.expander.calls == [] and server.pool.used_chunks == 0 and server.counters == Counters()
@@ -357,9 +357,10 @@ def test_prefill_uses_memory_of_requests_that_have_left(tree: Any) -> None:
     ours = [tree.run("fouraaaaaaaaaaaa1"), tree.run("fouraaaaaaaaaaaa2")]
     server.decode(*ours)
     tree.finish(*ours)
+    server.expander.taken()
     theirs = [tree.run("fourbbbbbbbbbbbb1"), tree.run("fourbbbbbbbbbbbb2")]
     server.prefixes.before_prefill(theirs, [])
-    assert not server.counters.fallbacks
+    assert server.expander.taken() == 12 * PAGE and not server.counters.fallbacks
 
 
 # -- anything ----------------------------------------------------------------------------------------------------------
