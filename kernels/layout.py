@@ -2,12 +2,16 @@
 
 An expanded prefix is what the latent rows of a shared prefix become after multiplication with `w_kc` and `w_vc`:
 keys and values per head. They live in chunks of a fixed number of tokens, so that the pool of chunks cannot fragment,
-and every layer uses the same chunk ids. Size per token, layer and head: 2·(dn + dv) bytes in BF16, plus 2·dr bytes per
-token and layer for the rotary keys, which all heads share.
+and every layer uses the same chunk ids. Size per token, layer and head: dn + dv bytes in FP8 and twice that in BF16,
+plus 2·dr bytes per token and layer for the rotary keys, which all heads share and which are never FP8.
+
+FP8 is e4m3, with one scale per layer and head for keys and one for values (see `scale_bounds`): a key scale is folded
+into the rotary query, a value scale into the output, so neither costs anything per key.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,18 +20,54 @@ from torch import Tensor
 CHUNK_TOKENS = 256
 """Tokens in a chunk: a multiple of every key tile, so that a tile never crosses a chunk."""
 
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
+FP8_TOKEN_ORDER = tuple(8 * (i >> 1 & 1) + 4 * (i >> 3 & 1) + 2 * (i >> 2 & 1) + (i & 1) for i in range(16))
+"""Position i of every 16 in an FP8 `v_t` holds token `FP8_TOKEN_ORDER[i]` of these 16.
+
+The thread that gets four neighbouring weights of a row as the result of Hopper's first product must hold, for the
+second product, four weights whose positions differ: with the values in this order its own weights are the right ones,
+and none moves between threads."""
+
+
+def scale_bounds(weight_rows: Tensor, norm_weight: Tensor) -> Tensor:
+    """The smallest scale of each head with which no token can leave the range of e4m3, from weights alone.
+
+    A latent row is `norm_weight * x` with |x|_2 <= sqrt(r) (RMS norm), so |row d of the weight · latent| is at most
+    `|weight_d * norm_weight|_2 * sqrt(r)` (Cauchy-Schwarz). A typical element is some sqrt(r) = 23 times smaller, which
+    costs nothing: e4m3 keeps its precision over 2^15. So a scale never has to follow the data.
+
+    Args:
+        weight_rows: `[H, d, r]`, what a latent row is multiplied with; norm_weight: `[r]`.
+    Returns:
+        `[H]` float32.
+    """
+    rank = weight_rows.shape[-1]
+    rows = (weight_rows.float() * norm_weight.float()).norm(dim=-1)  # [H, d]
+    rounding = 1.02  # the latent row and the product are rounded to BF16
+    return (rows.amax(dim=-1) * rank**0.5 * rounding / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def to_fp8(values: Tensor) -> Tensor:
+    """Round to e4m3; what is out of its range becomes the largest value (a plain cast makes it NaN)."""
+    return values.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
 
 @dataclass
 class ExpandedBuffers:
     """The memory of all expanded prefixes of a server: `chunks` chunks of `CHUNK_TOKENS` tokens in every layer.
 
     Values are stored transposed, token axis contiguous: the second matrix product sums over tokens, and the matrix unit
-    of Hopper reads FP8 operands only along the axis it sums over. BF16 keeps the same layout.
+    of Hopper reads FP8 operands only along the axis it sums over. BF16 keeps the same layout, FP8 permutes the tokens
+    (see FP8_TOKEN_ORDER). True keys and values are the stored ones times their scale; the scales are 1 unless FP8.
     """
 
     k_nope: Tensor  # [layers, chunks, heads, CHUNK_TOKENS, dn]
     v_t: Tensor  # [layers, chunks, heads, dv, CHUNK_TOKENS]
-    k_rope: Tensor  # [layers, chunks, CHUNK_TOKENS, dr]
+    k_rope: Tensor  # [layers, chunks, CHUNK_TOKENS, dr], BF16 beside FP8
+    k_scale: Tensor  # [layers, heads] float32
+    v_scale: Tensor  # [layers, heads] float32
 
     @classmethod
     def allocate(
@@ -45,19 +85,22 @@ class ExpandedBuffers:
         """Allocate zero-filled buffers; `heads` are the heads of this rank.
 
         Raises:
-            ValueError: dtype is neither bfloat16 nor float32, or a size is not positive.
+            ValueError: dtype is none of float8_e4m3fn, bfloat16 and float32, or a size is not positive.
         """
-        if dtype not in (torch.bfloat16, torch.float32):
-            raise ValueError(f"expanded prefixes are stored in bfloat16 or float32, not {dtype}")
+        if dtype not in (FP8, torch.bfloat16, torch.float32):
+            raise ValueError(f"expanded prefixes are stored in float8_e4m3fn, bfloat16 or float32, not {dtype}")
         sizes = dict(layers=layers, chunks=chunks, heads=heads)
         sizes |= dict(dn=qk_nope_head_dim, dv=v_head_dim, dr=qk_rope_head_dim)
         for name, size in sizes.items():
             if size <= 0:
                 raise ValueError(f"{name} must be positive, not {size}")
+        rope_dtype = _rope_dtype(dtype)
         return cls(
             k_nope=torch.zeros(layers, chunks, heads, CHUNK_TOKENS, qk_nope_head_dim, dtype=dtype, device=device),
             v_t=torch.zeros(layers, chunks, heads, v_head_dim, CHUNK_TOKENS, dtype=dtype, device=device),
-            k_rope=torch.zeros(layers, chunks, CHUNK_TOKENS, qk_rope_head_dim, dtype=dtype, device=device),
+            k_rope=torch.zeros(layers, chunks, CHUNK_TOKENS, qk_rope_head_dim, dtype=rope_dtype, device=device),
+            k_scale=torch.ones(layers, heads, dtype=torch.float32, device=device),
+            v_scale=torch.ones(layers, heads, dtype=torch.float32, device=device),
         )
 
     @staticmethod
@@ -71,8 +114,8 @@ class ExpandedBuffers:
         dtype: torch.dtype = torch.bfloat16,
     ) -> int:
         """Bytes that one chunk takes in all layers together."""
-        per_token = heads * (qk_nope_head_dim + v_head_dim) + qk_rope_head_dim
-        return layers * CHUNK_TOKENS * per_token * dtype.itemsize
+        per_head = (qk_nope_head_dim + v_head_dim) * dtype.itemsize
+        return layers * CHUNK_TOKENS * (heads * per_head + qk_rope_head_dim * _rope_dtype(dtype).itemsize)
 
     @property
     def layers(self) -> int:
@@ -111,7 +154,7 @@ class ExpandedBuffers:
         return sum(t.numel() * t.element_size() for t in (self.k_nope, self.v_t, self.k_rope))
 
     def write(self, layer: int, chunk: int, offset: int, k_nope: Tensor, v: Tensor, k_rope: Tensor) -> None:
-        """Write n tokens at token `offset` of one chunk of one layer; other dtypes are converted.
+        """Write n tokens at token `offset` of one chunk of one layer; they are divided by the scales and rounded.
 
         Args:
             k_nope: `[n, heads, dn]`; v: `[n, heads, dv]`; k_rope: `[n, dr]`.
@@ -131,7 +174,47 @@ class ExpandedBuffers:
         for name, (tensor, shape) in expected.items():
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name} must be {list(shape)}, not {list(tensor.shape)}")
+        position = torch.arange(offset, offset + n, device=self.device)
+        if self.dtype == FP8:
+            k_nope = to_fp8(k_nope.float() / self.k_scale[layer, :, None])
+            v = to_fp8(v.float() / self.v_scale[layer, :, None])
+            position = _token_to_position(self.device)[position]
         tokens = slice(offset, offset + n)
         self.k_nope[layer, chunk, :, tokens].copy_(k_nope.transpose(0, 1))  # [heads, n, dn]
-        self.v_t[layer, chunk, :, :, tokens].copy_(v.permute(1, 2, 0))  # [heads, dv, n]
+        # As bytes where they are FP8: torch cannot index FP8 on every device.
+        v_t = self.v_t[layer, chunk]  # [heads, dv, CHUNK_TOKENS]
+        v_t, v = (v_t.view(torch.uint8), v.view(torch.uint8)) if self.dtype == FP8 else (v_t, v.to(self.dtype))
+        v_t[:, :, position] = v.permute(1, 2, 0)  # [heads, dv, n]
         self.k_rope[layer, chunk, tokens].copy_(k_rope)  # [n, dr]
+
+    def read(self, layer: int, chunks: Sequence[int], n: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The first n tokens of a prefix, true values.
+
+        Args:
+            chunks: ids of the chunks that hold them, in order.
+        Returns:
+            `k_nope [n, heads, dn]`, `v [n, heads, dv]` and `k_rope [n, dr]`, float32 where stored as FP8.
+        """
+        ids = torch.tensor(chunks[: -(-n // CHUNK_TOKENS)], device=self.device)
+        if self.dtype == FP8:
+            k_nope = self.k_nope[layer].view(torch.uint8)[ids].view(FP8).float() * self.k_scale[layer, :, None, None]
+            v_t = self.v_t[layer].view(torch.uint8)[ids][..., _token_to_position(self.device)].view(FP8)
+            v_t = v_t.float() * self.v_scale[layer, :, None, None]
+        else:
+            k_nope, v_t = self.k_nope[layer, ids], self.v_t[layer, ids]
+        return (
+            k_nope.transpose(1, 2).flatten(0, 1)[:n],  # [n, heads, dn]
+            v_t.permute(0, 3, 1, 2).flatten(0, 1)[:n],  # [n, heads, dv]
+            self.k_rope[layer, ids].flatten(0, 1)[:n],  # [n, dr]
+        )
+
+
+def _rope_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype == FP8 else dtype
+
+
+def _token_to_position(device: torch.device) -> Tensor:
+    """`[CHUNK_TOKENS]`: where each token of a chunk stands in an FP8 `v_t`."""
+    position = torch.tensor(FP8_TOKEN_ORDER, device=device).argsort()  # the inverse permutation, of 16
+    start = torch.arange(0, CHUNK_TOKENS, len(FP8_TOKEN_ORDER), device=device)
+    return (start[:, None] + position).flatten()

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .layout import CHUNK_TOKENS, ExpandedBuffers
+from .layout import CHUNK_TOKENS, FP8, ExpandedBuffers
 from .schedule import ITEM_FIELDS, WorkListCapacity
 
 LOG2E = 1.4426950408889634
@@ -40,6 +40,17 @@ class Tile:
 TILES = (Tile(), Tile(block_rows=128, num_warps=8))
 """By block_rows. The fastest of eleven on an H200 in BF16, 26,472 tokens, 16 and 128 heads: the first up to 64 rows,
 the second above, because it brings each key to shared memory once for 128 rows."""
+
+
+def tiles_of(dtype: torch.dtype) -> tuple[Tile, ...]:
+    """Tiles for buffers of a dtype, smallest first.
+
+    Raises:
+        ValueError: the kernel does not know the dtype.
+    """
+    if dtype == FP8:
+        raise ValueError("prefixes in FP8 need a Hopper GPU and head dimensions of 64 or 128")
+    return TILES
 
 
 def tile_for(rows: int, tiles: tuple[Tile, ...] = TILES) -> Tile:
@@ -192,6 +203,40 @@ def resident_ctas(device: torch.device, tile: Tile) -> int:
     return tile.ctas_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def check_arguments(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    dn: int,
+    dr: int,
+    dtype: torch.dtype,
+    work: Tensor,
+    capacity: WorkListCapacity,
+    partial_out: Tensor,
+    partial_lse2: Tensor,
+    softmax_scale: float,
+) -> None:
+    """Raise a ValueError if an argument of `run` is not as it says there; `dtype` is that of the queries."""
+    rows, heads = q_nope.shape[0], partial_out.shape[1]
+    for name, q, dim in (("q_nope", q_nope, dn), ("q_rope", q_rope, dr)):
+        if q.shape != (rows, heads, dim):
+            raise ValueError(f"{name} must be {[rows, heads, dim]}, not {list(q.shape)}")
+        if q.dtype != dtype:
+            raise ValueError(f"{name} is {q.dtype}, but the expanded prefixes need {dtype}")
+        if q.stride(2) != 1:
+            raise ValueError(f"the last axis of {name} must be contiguous; its strides are {q.stride()}")
+    if not (partial_out.is_contiguous() and partial_lse2.is_contiguous()):
+        raise ValueError("partial_out and partial_lse2 must be contiguous")
+    if partial_out.shape[:2] != partial_lse2.shape or partial_out.shape[0] < capacity.max_partial_rows:
+        raise ValueError(
+            f"partial_out {list(partial_out.shape)} and partial_lse2 {list(partial_lse2.shape)} must have "
+            f"{capacity.max_partial_rows} rows and the same heads"
+        )
+    if work.dtype != torch.int32 or work.numel() != capacity.size:
+        raise ValueError(f"work must be int32 [{capacity.size}], not {work.dtype} {list(work.shape)}")
+    if not softmax_scale > 0:
+        raise ValueError(f"softmax_scale must be positive, not {softmax_scale}")
+
+
 def run(
     q_nope: Tensor,
     q_rope: Tensor,
@@ -216,25 +261,8 @@ def run(
         ValueError: a shape, dtype or stride is not as above.
     """
     dn, dr, dv = keys.k_nope.shape[1], keys.k_rope.shape[1], partial_out.shape[2]
-    rows, heads = q_nope.shape[0], partial_out.shape[1]
-    for name, q, dim in (("q_nope", q_nope, dn), ("q_rope", q_rope, dr)):
-        if q.shape != (rows, heads, dim):
-            raise ValueError(f"{name} must be {[rows, heads, dim]}, not {list(q.shape)}")
-        if q.dtype != keys.k_nope.base.dtype:
-            raise ValueError(f"{name} is {q.dtype}, but the expanded prefixes are {keys.k_nope.base.dtype}")
-        if q.stride(2) != 1:
-            raise ValueError(f"the last axis of {name} must be contiguous; its strides are {q.stride()}")
-    if not (partial_out.is_contiguous() and partial_lse2.is_contiguous()):
-        raise ValueError("partial_out and partial_lse2 must be contiguous")
-    if partial_out.shape[:2] != partial_lse2.shape or partial_out.shape[0] < capacity.max_partial_rows:
-        raise ValueError(
-            f"partial_out {list(partial_out.shape)} and partial_lse2 {list(partial_lse2.shape)} must have "
-            f"{capacity.max_partial_rows} rows and the same heads"
-        )
-    if work.dtype != torch.int32 or work.numel() != capacity.size:
-        raise ValueError(f"work must be int32 [{capacity.size}], not {work.dtype} {list(work.shape)}")
-    if not softmax_scale > 0:
-        raise ValueError(f"softmax_scale must be positive, not {softmax_scale}")
+    heads, dtype = partial_out.shape[1], keys.k_nope.base.dtype
+    check_arguments(q_nope, q_rope, dn, dr, dtype, work, capacity, partial_out, partial_lse2, softmax_scale)
     naive_prefix_kernel[(num_ctas,)](
         q_nope,
         q_rope,

@@ -6,7 +6,8 @@
         tail_out, tail_lse = ...                               # private tails, elsewhere
         attention.merge(tail_out, tail_lse, out)               # out = attention over prefix and tail
 
-Two classes with this one interface: torch on any device, and Triton. `dispatch.make_prefix_attention` picks.
+Two classes with this one interface: torch on any device, and Triton, on Hopper with the kernels written for it.
+`dispatch.make_prefix_attention` picks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from . import merge as merge_kernel
-from . import naive_prefix, reference
+from . import naive_prefix, naive_prefix_hopper, reference
 from .layout import CHUNK_TOKENS, ExpandedBuffers
 from .schedule import PrefixGroup, WorkListCapacity, build_work_list
 
@@ -95,7 +96,7 @@ class ReferencePrefixAttention:
     def run(self, layer: int, q_nope: Tensor, q_rope: Tensor, softmax_scale: float) -> None:
         for group in self._groups:
             rows = torch.tensor(group.rows, device=q_nope.device)
-            k_nope, k_rope, v = self._gather(layer, group)
+            k_nope, v, k_rope = self._buffers.read(layer, group.chunks, group.prefix_len)
             out, lse = reference.naive(q_nope[rows], q_rope[rows], k_nope, k_rope, v, softmax_scale)
             self._shared_out[rows] = out.to(torch.float32)
             self._shared_lse[rows] = lse.to(torch.float32)
@@ -108,15 +109,6 @@ class ReferencePrefixAttention:
         if lse is not None:
             lse.copy_(merged_lse)
         return out
-
-    def _gather(self, layer: int, group: PrefixGroup) -> tuple[Tensor, Tensor, Tensor]:
-        """`k_nope [n, H, dn]`, `k_rope [n, dr]`, `v [n, H, dv]` of a group's prefix, n = prefix_len."""
-        n = group.prefix_len
-        chunks = torch.tensor(group.chunks[: -(-n // CHUNK_TOKENS)], device=self._buffers.device)
-        k_nope = self._buffers.k_nope[layer, chunks].transpose(1, 2).flatten(0, 1)[:n]  # [n, H, dn]
-        v = self._buffers.v_t[layer, chunks].permute(0, 3, 1, 2).flatten(0, 1)[:n]  # [n, H, dv]
-        k_rope = self._buffers.k_rope[layer, chunks].flatten(0, 1)[:n]  # [n, dr]
-        return k_nope, k_rope, v
 
 
 class TritonPrefixAttention:
@@ -139,15 +131,18 @@ class TritonPrefixAttention:
         """Args:
         num_ctas: programs of the persistent grid; by default as many as the GPU runs at once.
         tile: block sizes; by default those measured best for the number of rows.
+        Raises:
+            ValueError: the buffers are FP8 and not on a Hopper GPU.
         """
         _check_heads(buffers, heads)
         device = buffers.device
-        self._tiles = (tile,) if tile else naive_prefix.TILES
+        self._kernel = naive_prefix_hopper if naive_prefix_hopper.supports(buffers) else naive_prefix
+        self._tiles = (tile,) if tile else self._kernel.tiles_of(buffers.dtype)
         self._num_ctas = {tile: num_ctas or naive_prefix.resident_ctas(device, tile) for tile in self._tiles}
         self._buffers, self._heads, self._max_rows = buffers, heads, max_rows
         self._capacity = self._compute_capacity(max_rows, heads, buffers.chunks, self._num_ctas)
         self._layers = {
-            tile: [naive_prefix.LayerKeys.of(buffers, layer, tile) for layer in range(buffers.layers)]
+            tile: [self._kernel.LayerKeys.of(buffers, layer, tile) for layer in range(buffers.layers)]
             for tile in self._tiles
         }
         self._planned = naive_prefix.tile_for(max_rows, self._tiles)
@@ -169,7 +164,7 @@ class TritonPrefixAttention:
 
     @classmethod
     def workspace_bytes_for(cls, *, max_rows: int, heads: int, v_head_dim: int, chunks: int, sm_count: int) -> int:
-        """`workspace_bytes` of an object with these sizes and the default tiles and grids, before it exists."""
+        """The most that `workspace_bytes` of an object with these sizes and the default tiles is, before it exists."""
         num_ctas = {tile: tile.ctas_per_sm * sm_count for tile in naive_prefix.TILES}
         capacity = cls._compute_capacity(max_rows, heads, chunks, num_ctas)
         return 4 * (capacity.max_partial_rows * heads * (v_head_dim + 1) + capacity.size)
@@ -202,7 +197,7 @@ class TritonPrefixAttention:
         tile = self._planned
         if tile is not naive_prefix.tile_for(q_nope.shape[0], self._tiles):
             raise ValueError(f"planned for tiles of {tile.block_rows} rows, run with {q_nope.shape[0]} rows")
-        naive_prefix.run(
+        self._kernel.run(
             q_nope,
             q_rope,
             self._layers[tile][layer],
