@@ -31,22 +31,23 @@ second product, four weights whose positions differ: with the values in this ord
 and none moves between threads."""
 
 
-def scale_bounds(weight_rows: Tensor, norm_weight: Tensor) -> Tensor:
+def scale_bounds(weight_rows: Tensor) -> Tensor:
     """The smallest scale of each head with which no token can leave the range of e4m3, from weights alone.
 
-    A latent row is `norm_weight * x` with |x|_2 <= sqrt(r) (RMS norm), so |row d of the weight · latent| is at most
-    `|weight_d * norm_weight|_2 * sqrt(r)` (Cauchy-Schwarz). A typical element is some sqrt(r) = 23 times smaller, which
-    costs nothing: e4m3 keeps its precision over 2^15. So a scale never has to follow the data.
+    A latent row is the norm's weight times x with |x|_2 <= sqrt(r) (RMS norm), so an element of a key or value is at
+    most |its row of the product's weight times the norm's weight|_2 * sqrt(r) (Cauchy-Schwarz). A typical element is
+    some sqrt(r) = 23 times smaller, which costs nothing: e4m3 keeps its precision over 2^15. So a scale never has to
+    follow the data.
 
     Args:
-        weight_rows: `[H, d, r]`, what a latent row is multiplied with; norm_weight: `[r]`.
+        weight_rows: `[H, d, r]`, the rows of the product's weight times the norm's weight.
     Returns:
         `[H]` float32.
     """
     rank = weight_rows.shape[-1]
-    rows = (weight_rows.float() * norm_weight.float()).norm(dim=-1)  # [H, d]
+    norms = weight_rows.float().norm(dim=-1)  # [H, d]
     rounding = 1.02  # the latent row and the product are rounded to BF16
-    return (rows.amax(dim=-1) * rank**0.5 * rounding / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+    return (norms.amax(dim=-1) * rank**0.5 * rounding / FP8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def to_fp8(values: Tensor) -> Tensor:

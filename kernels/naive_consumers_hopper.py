@@ -120,11 +120,9 @@ def consume_bf16(
         rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, QUERY))
         in_tile = rows < n_rows
         row = gl.load(work_ptr + ITEM + group_row + rows, mask=in_tile, other=0).to(gl.int64)
-        q_nope = _load_rows(q_nope_ptr, row, head, q_nope_row, q_nope_head, in_tile, DN, QUERY)
-        q_rope = _load_rows(q_rope_ptr, row, head, q_rope_row, q_rope_head, in_tile, DR, QUERY)
         gl.thread_barrier()  # all warps are done with the last item's query
-        q_nope_s.store(q_nope)
-        q_rope_s.store(q_rope)
+        q_nope_s.store(_load_rows(q_nope_ptr, row, head, q_nope_row, q_nope_head, in_tile, DN, QUERY))
+        q_rope_s.store(_load_rows(q_rope_ptr, row, head, q_rope_row, q_rope_head, in_tile, DR, QUERY))
         fence_async_shared()
         gl.thread_barrier()
 
@@ -133,9 +131,7 @@ def consume_bf16(
         stage = position % STAGES
         mbarrier.wait(k_full.index(stage), (position // STAGES) & 1)
         no_scores = gl.zeros([ROWS, BLOCK_KEYS], gl.float32, SCORES)
-        scores = warpgroup_mma(
-            q_rope_s, k_rope_s.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
-        )
+        scores = warpgroup_mma(q_rope_s, k_rope_s.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
         scores = warpgroup_mma(q_nope_s, k_nope_s.index(stage).permute((1, 0)), scores, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_empty.index(stage))
@@ -260,16 +256,12 @@ def consume_fp8(
             stage = position % STAGES
             mbarrier.wait(k_full.index(stage), (position // STAGES) & 1)
             acc = acc * gl.convert_layout(rescale, OUT_ROWS)[:, None]
-            rope = warpgroup_mma(
-                q_rope_s, k_rope_s.index(stage).permute((1, 0)), no_rope, use_acc=False, is_async=True
-            )
+            rope = warpgroup_mma(q_rope_s, k_rope_s.index(stage).permute((1, 0)), no_rope, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(v_stage), v_phase)
             acc_next = warpgroup_mma(weights_q, v_t_s.index(v_stage).permute((1, 0)), acc, is_async=True)
             rope = warpgroup_mma_wait(1, deps=[rope])
             scores_next = gl.convert_layout(rope, SCORES)
-            scores_next = warpgroup_mma(
-                q_nope_s, k_nope_s.index(stage).permute((1, 0)), scores_next, is_async=True
-            )
+            scores_next = warpgroup_mma(q_nope_s, k_nope_s.index(stage).permute((1, 0)), scores_next, is_async=True)
             scores, acc = warpgroup_mma_wait(0, deps=[scores_next, acc_next])
             mbarrier.arrive(k_empty.index(stage))
             mbarrier.arrive(v_empty.index(v_stage))

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .layout import FP8_MAX, to_fp8
+
 
 def expand(latent: Tensor, w_kc: Tensor, w_vc: Tensor) -> tuple[Tensor, Tensor]:
     """Uncompress latent rows into keys and values per head.
@@ -45,6 +47,36 @@ def naive(
     scores = (scores + torch.einsum("bhd,nd->bhn", q_rope, k_rope)) * softmax_scale  # [B, H, n]
     weights, lse = _softmax(scores)
     return torch.einsum("bhn,nhd->bhd", weights, v), lse
+
+
+def naive_fp8(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    k_nope: Tensor,
+    k_rope: Tensor,
+    v: Tensor,
+    k_scale: Tensor,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """`naive` with the rounding steps of the FP8 kernel: what its error should be, and no more.
+
+    The content query is rounded to e4m3 with one scale for each row and head, the rotary query, divided by both scales,
+    to BF16, and the weights, 448 for the largest, to e4m3; their sum is of the weights before.
+
+    Args:
+        k_nope, v: true values that were rounded before, `layout.ExpandedBuffers.read`; others as for `naive`.
+        k_scale: `[H]` float32.
+    """
+    q_nope, q_rope = q_nope.float(), q_rope.float()
+    q_scale = q_nope.abs().amax(dim=-1, keepdim=True).clamp_min(1e-8) / FP8_MAX  # [B, H, 1]
+    q_nope = to_fp8(q_nope / q_scale).float() * q_scale
+    both = q_scale * k_scale[:, None]
+    q_rope = (q_rope / both).to(torch.bfloat16).float() * both
+    scores = torch.einsum("bhd,nhd->bhn", q_nope, k_nope.float())
+    scores = (scores + torch.einsum("bhd,nd->bhn", q_rope, k_rope.float())) * softmax_scale
+    weights = FP8_MAX * torch.exp(scores - scores.amax(dim=-1, keepdim=True))
+    out = torch.einsum("bhn,nhd->bhd", to_fp8(weights).float(), v.float()) / weights.sum(dim=-1)[..., None]
+    return out, torch.logsumexp(scores, dim=-1)
 
 
 def absorb(

@@ -1,39 +1,140 @@
-"""Time attention over shared, expanded prefixes on the GPU: the naive kernel, the merge, and both with an empty plan.
+"""Time attention over shared, expanded prefixes on the GPU, and rivals on the same cases.
 
     python scripts/bench_attention.py --out benchmarks/results/attention.jsonl
+    python scripts/bench_attention.py --prefix 7069 --groups 8x16 --groups 200+56x1
 
-Every line of the output is one measurement. DeepSeek-V3's dimensions, BF16.
+Every line of the output is one measurement: the median time of a CUDA graph of one call, L2 flushed before each.
+DeepSeek-V3's dimensions. Parts: `naive` is the shared part alone, `merge` the merge alone, `all` both and FlashMLA over
+the private tails; the products with `w_kc` and `w_vc` are left out everywhere.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from triton.testing import do_bench_cudagraph
+from rival_attention import DN, DR, DV, LATENT, RIVALS, SCALE, Case, Rival, flashmla_tail
+from triton.testing import do_bench
 
 from sglang_mla_ext.kernels.dispatch import make_prefix_attention
 from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, ExpandedBuffers
 from sglang_mla_ext.kernels.schedule import PrefixGroup
 from sglang_mla_ext.results import write_record
 
-DN, DR, DV = 128, 64, 128
-SCALE = (DN + DR) ** -0.5
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+DEFAULT_GRID = [  # prefix, heads, batches
+    (26472, 128, [64, 128, 256, 512]),
+    (7069, 128, [128, 512]),
+    (4759, 128, [128, 1024]),
+    (26472, 64, [128, 512]),
+    (26472, 16, [128, 512]),
+]
 
 
-def bench_case(buffers: ExpandedBuffers, prefix: int, batch: int, rep_ms: int) -> list[tuple[str, dict, dict]]:
-    """Measurements of one case: what (`naive`, `merge`, `empty_plan`), its `case` fields, its metrics."""
-    heads = buffers.heads
-    query = torch.randn(batch, heads, DN + DR, device="cuda").bfloat16()
+class Ceilings(NamedTuple):
+    """What the GPU does at best, measured."""
+
+    copy_gbps: float  # bytes read and bytes written
+    bf16_tflops: float
+    fp8_tflops: float
+
+
+def parse_groups(spec: str) -> tuple[tuple[int, ...], int]:
+    """Read a description of a batch: `8x16` is 8 groups of 16 rows, `200+56x1` a group of 200 and 56 rows alone.
+
+    Returns:
+        rows of each group, at least 2 in each, and the number of rows alone.
+    Raises:
+        ValueError: it is something else, or has no group.
+    """
+    sizes: list[int] = []
+    for term in spec.split("+"):
+        count, times, size = term.rpartition("x")
+        if not size.isdecimal() or (times and not count.isdecimal()) or int(size) == 0 or (times and int(count) == 0):
+            raise ValueError(f"groups must be like 8x16 or 200+56x1, not {spec!r}")
+        sizes += [int(size)] * (int(count) if times else 1)
+    groups = tuple(size for size in sizes if size > 1)
+    if not groups:
+        raise ValueError(f"{spec!r} has no group of two rows or more")
+    return groups, sizes.count(1)
+
+
+def shared_bytes(case: Case, dtype: str) -> int:
+    """Bytes of the expanded keys and values of all prefixes of a case; rotary keys are never FP8."""
+    per_head = (DN + DV) * DTYPES[dtype].itemsize
+    return len(case.sizes) * case.prefix * (case.heads * per_head + DR * 2)
+
+
+def floor_ms(case: Case, dtype: str, ceilings: Ceilings) -> float:
+    """The shortest possible time of the shared part, ms: its bytes at the speed of a copy or its products at that of a
+    large matrix product, whichever is longer. In FP8 the product with the rotary keys is still BF16."""
+    memory = shared_bytes(case, dtype) / ceilings.copy_gbps / 1e6
+    bf16_share = 1.0 if dtype == "bf16" else DR / (DN + DR + DV)
+    rates = bf16_share / ceilings.bf16_tflops + (1 - bf16_share) / ceilings.fp8_tflops
+    return max(memory, case.shared_flops * rates / 1e9)
+
+
+def captured(function: Callable[[], Any]) -> Callable[[], Any]:
+    """A CUDA graph of one call, to replay; the function itself if it cannot be captured."""
+    for _ in range(3):  # compiles, fills in schedules
+        function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            function()
+    except RuntimeError as error:
+        print(f"no CUDA graph, timed without: {str(error)[:300]}", flush=True)
+        return function
+    return graph.replay
+
+
+def time_ms(function: Callable[[], Any], rep_ms: int = 100) -> float:
+    """Median time of a call in ms, L2 flushed before each, over `rep_ms` ms of calls after 50 ms of warm-up."""
+    return do_bench(function, warmup=50, rep=rep_ms, return_mode="median")
+
+
+def measure_ceilings(rep_ms: int = 100) -> Ceilings:
+    """Copy 1 GiB, and multiply matrices of 8192 x 8192."""
+    source = torch.randint(0, 127, (1 << 30,), dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    copy_gbps = 2 * source.numel() / time_ms(lambda: target.copy_(source), rep_ms) / 1e6
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    bf16_ms = time_ms(lambda: a @ b, rep_ms)
+    a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t().contiguous().t()
+    one = torch.ones((), device="cuda")
+    fp8_ms = time_ms(lambda: torch._scaled_mm(a8, b8, one, one, out_dtype=torch.bfloat16), rep_ms)
+    flops = 2 * 8192**3
+    return Ceilings(copy_gbps, flops / bf16_ms / 1e9, flops / fp8_ms / 1e9)
+
+
+def our_parts(case: Case, dtype: str) -> dict[str, Callable[[], Any]]:
+    """What to time of our kernels: `naive`, `merge` and, where FlashMLA is there, `all`."""
+    rows, heads = case.batch, case.heads
+    chunks = -(-case.prefix // CHUNK_TOKENS)  # of one group
+    sizes = dict(qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR, dtype=DTYPES[dtype])
+    buffers = ExpandedBuffers.allocate(layers=1, chunks=chunks * len(case.sizes), heads=heads, **sizes)
+    for tensor in (buffers.k_nope, buffers.v_t, buffers.k_rope):
+        tensor.copy_(torch.randn(tensor.shape, device="cuda", dtype=torch.bfloat16))
+    query = torch.randn(rows, heads, DN + DR, device="cuda", dtype=torch.bfloat16)
     q_nope, q_rope = query[..., :DN], query[..., DN:]  # [B, H, dn], [B, H, dr]
-    tail_out = torch.randn(batch, heads, DV, device="cuda").bfloat16()  # [B, H, dv]
-    tail_lse = torch.randn(batch, heads, device="cuda")  # [B, H]
-    attention = make_prefix_attention(buffers, max_rows=batch, heads=heads, device="cuda")
+    tail_out = torch.randn(rows, heads, DV, device="cuda", dtype=torch.bfloat16)  # [B, H, dv], merged in place
+    tail_lse = torch.randn(rows, heads, device="cuda")  # [B, H]
+
+    attention = make_prefix_attention(buffers, max_rows=rows, heads=heads, device="cuda")
+    starts = [0, *itertools.accumulate(case.sizes)]
+    groups = [
+        PrefixGroup(tuple(range(start, end)), case.prefix, tuple(range(index * chunks, (index + 1) * chunks)))
+        for index, (start, end) in enumerate(itertools.pairwise(starts))
+    ]
+    attention.plan(groups, rows)
 
     def run() -> None:
         attention.run(0, q_nope, q_rope, SCALE)
@@ -41,59 +142,135 @@ def bench_case(buffers: ExpandedBuffers, prefix: int, batch: int, rep_ms: int) -
     def merge() -> None:
         attention.merge(tail_out, tail_lse, tail_out)
 
-    def run_and_merge() -> None:
-        run()
-        merge()
+    run()  # so that the merge, timed alone, reads numbers
+    parts: dict[str, Callable[[], Any]] = {"naive": run, "merge": merge}
+    if tail := attempt("FlashMLA over the tails", flashmla_tail, case):
 
-    def time_ms(function) -> float:
-        return do_bench_cudagraph(function, rep=rep_ms, return_mode="median")
+        def run_all() -> None:
+            _, lse = tail()  # [B, H, 1]
+            run()
+            attention.merge(tail_out, lse.squeeze(-1), tail_out)
 
-    chunks = tuple(range(-(-prefix // CHUNK_TOKENS)))
-    attention.plan([PrefixGroup(tuple(range(batch)), prefix, chunks)])
-    run_ms, merge_ms = time_ms(run), time_ms(merge)
-    attention.plan([])
-    empty_ms = time_ms(run_and_merge)
+        parts["all"] = run_all
+    return parts
 
-    flops = 2 * batch * heads * prefix * (DN + DR + DV)
-    read_bytes = 2 * prefix * (heads * (DN + DV) + DR)
-    case = dict(prefix=prefix, heads=heads, batch=batch, groups=1, s_q=1, dtype="bf16")
-    naive = dict(ms=run_ms, tflops=flops / run_ms / 1e9, gbps=read_bytes / run_ms / 1e6)
-    return [
-        ("naive", case, naive),
-        ("merge", case, dict(ms=merge_ms)),
-        ("empty_plan", dict(heads=heads, batch=batch, groups=0, s_q=1, dtype="bf16"), dict(ms=empty_ms)),
-    ]
+
+def attempt(what: str, function: Callable[..., Any], *args: Any) -> Any:
+    """The function's result; None, and a line that says why, if it raises."""
+    try:
+        return function(*args)
+    except Exception as error:
+        print(f"{what} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        return None
+
+
+def measure(function: Callable[[], Any], rep_ms: int, work: tuple[int, int] | None) -> dict[str, Any]:
+    """Metrics of a callable; work: operations, and bytes of keys and values, where they mean something."""
+    replay = captured(function)
+    metrics: dict[str, Any] = {"ms": time_ms(replay, rep_ms)}
+    if replay is function:
+        metrics["cuda_graph"] = False
+    if work:
+        flops, read_bytes = work
+        metrics |= dict(tflops=flops / metrics["ms"] / 1e9, gbps=read_bytes / metrics["ms"] / 1e6)
+    return metrics
+
+
+def measure_ours(case: Case, dtype: str, ceilings: Ceilings, rep_ms: int) -> list[tuple[str, dict[str, Any] | None]]:
+    """Each part and its metrics, None where it failed. `floor_ms` is the shared part's, also for `all`."""
+    name = f"hybrid_mla {dtype}"
+    naive = case.shared_flops, shared_bytes(case, dtype)
+    tail = case.latent_flops(case.tail_lengths), sum(case.tail_lengths) * (LATENT + DR) * 2
+    work = {"naive": naive, "merge": None, "all": (naive[0] + tail[0], naive[1] + tail[1])}
+    parts = attempt(name, our_parts, case, dtype) or {}
+    measured = []
+    for part, of_part in work.items():
+        metrics = None
+        if part in parts:
+            metrics = attempt(f"{name} {part}", measure, parts[part], rep_ms, of_part)
+        if metrics and of_part:
+            floor = floor_ms(case, dtype, ceilings)
+            metrics |= dict(floor_ms=floor, floor_share=floor / metrics["ms"])
+        measured.append((part, metrics))
+    return measured
+
+
+def measure_rival(rival: Rival, case: Case, rep_ms: int) -> dict[str, Any]:
+    """Metrics of a rival."""
+    return measure(rival.make(case), rep_ms, rival.work(case))
+
+
+def free_memory() -> None:
+    """Give what nothing refers to any more back to the GPU."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def cases_of(
+    prefix: list[int] | None, heads: list[int] | None, batch: list[int] | None, groups: list[str] | None, tail: int
+) -> list[Case]:
+    """The cases that the options ask for: the default grid without any, else their product."""
+    if not (prefix or heads or batch or groups):
+        return [Case(length, tail, n, (rows,)) for length, n, batches in DEFAULT_GRID for rows in batches]
+    batch = batch or ([] if groups else [128, 512])
+    batches = [((rows,), 0, None) for rows in batch] + [(*parse_groups(spec), spec) for spec in groups or []]
+    return [Case(*case, *of) for *case, of in itertools.product(prefix or [26472], [tail], heads or [128], batches)]
 
 
 def main(
-    prefix: Annotated[list[int] | None, typer.Option(help="tokens of the shared prefix (repeatable)")] = None,
-    heads: Annotated[list[int] | None, typer.Option(help="local heads (repeatable)")] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="requests that share the prefix (repeatable)")] = None,
-    rep_ms: Annotated[int, typer.Option(help="time spent on each measurement")] = 100,
+    prefix: Annotated[list[int] | None, typer.Option(min=1, help="tokens of the shared prefix (repeatable)")] = None,
+    heads: Annotated[list[int] | None, typer.Option(min=1, help="local heads (repeatable)")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="requests that share the prefix (repeatable)")] = None,
+    groups: Annotated[list[str] | None, typer.Option(help="several groups: 8x16, 200+56x1 (repeatable)")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="bf16, fp8: our storage (repeatable; both)")] = None,
+    tail: Annotated[int, typer.Option(min=1, help="private tokens of each request")] = 512,
+    rivals: Annotated[bool, typer.Option(help="time other kernels too")] = True,
+    rep_ms: Annotated[int, typer.Option(min=1, help="ms spent on each measurement")] = 100,
     out: Annotated[Path | None, typer.Option(help="append JSON lines to this file")] = None,
 ) -> None:
-    """Time attention over a shared prefix for every combination of prefix, heads and batch."""
+    """Time attention over shared prefixes: the issue's cases, or every combination of the options given."""
+    if unknown := set(dtype or []) - set(DTYPES):
+        raise typer.BadParameter(f"--dtype must be one of {', '.join(DTYPES)}, not {', '.join(unknown)}")
+    try:
+        cases = cases_of(prefix, heads, batch, groups, tail)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     if not torch.cuda.is_available():
         raise typer.BadParameter("needs a GPU")
-    prefix, heads, batch = prefix or [26472, 7069, 4759], heads or [128, 16], batch or [64, 128, 256]
-    table = Table(title=f"attention over a shared prefix, BF16, {torch.cuda.get_device_name()}")
-    for column in ("heads", "prefix", "batch", "what", "us", "TFLOPS", "GB/s"):
+    ceilings = measure_ceilings(rep_ms)
+    free_memory()
+    rates = "copy {:.0f} GB/s, BF16 {:.0f} and FP8 {:.0f} TFLOPS".format(*ceilings)
+    table = Table(title=f"attention over shared prefixes, {torch.cuda.get_device_name()}: {rates}")
+    for column in ("heads", "prefix", "batch", "dtype", "what", "us", "TFLOPS", "GB/s", "of floor"):
         table.add_column(column, justify="right")
-    for n_heads in heads:
-        sizes = dict(qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR)
-        chunks = -(-max(prefix) // CHUNK_TOKENS)
-        buffers = ExpandedBuffers.allocate(layers=1, chunks=chunks, heads=n_heads, **sizes)
-        for tensor in (buffers.k_nope, buffers.v_t, buffers.k_rope):
-            tensor.normal_()
-        for length, rows in itertools.product(prefix, batch):
-            for what, case, metrics in bench_case(buffers, length, rows, rep_ms):
-                if out is not None:
-                    write_record(out, bench="attention", impl="hybrid_mla", case=case, part=what, **metrics)
-                rate = [f"{metrics[k]:.0f}" if k in metrics else "" for k in ("tflops", "gbps")]
-                table.add_row(str(n_heads), str(length), str(rows), what, f"{metrics['ms'] * 1e3:.1f}", *rate)
-        del buffers
-        torch.cuda.empty_cache()
-    Console().print(table)
+
+    def add(case: Case, impl: str, part: str, dtype: str, metrics: dict[str, Any] | None) -> None:
+        rate = ["", "", ""]
+        if metrics:
+            if out is not None:
+                write_record(out, bench="attention", impl=impl, case=case.fields(dtype), part=part, **metrics)
+            rate = [f"{metrics[key]:.0f}" if key in metrics else "" for key in ("tflops", "gbps")]
+            rate.append(f"{metrics['floor_share']:.0%}" if "floor_share" in metrics else "")
+        time = f"{metrics['ms'] * 1e3:.1f}" if metrics else "failed"
+        what = part if impl == "hybrid_mla" else impl
+        table.add_row(str(case.heads), str(case.prefix), case.spec or str(case.batch), dtype, what, time, *rate)
+
+    failed = False
+    for case in cases:
+        print(case, flush=True)
+        for name, rival in RIVALS.items() if rivals else ():
+            if not (rival.one_group and case.spec):
+                add(case, name, rival.part, rival.dtype, attempt(name, measure_rival, rival, case, rep_ms))
+                free_memory()
+        for stored in dict.fromkeys(dtype or DTYPES):
+            for part, metrics in measure_ours(case, stored, ceilings, rep_ms):
+                add(case, "hybrid_mla", part, stored, metrics)
+                failed |= metrics is None
+            free_memory()
+        table.add_section()
+    Console(width=110).print(table)
+    if failed:
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

@@ -133,6 +133,7 @@ def main(
     intermediate: Annotated[int, typer.Option(help="Width of the dense MLP.")] = 18432,
     mem_fraction: Annotated[float, typer.Option(help="SGLang's --mem-fraction-static.")] = 0.5,
     prefix_memory_gb: Annotated[float | None, typer.Option(help="hybrid_mla's memory for expanded prefixes.")] = None,
+    prefix_dtype: Annotated[str, typer.Option(help="hybrid_mla's storage of expanded prefixes.")] = "auto",
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
     steps: Annotated[int, typer.Option(help="Decode steps that are timed.")] = 256,
     repeat: Annotated[int, typer.Option(help="Runs of each; the fastest counts.")] = 2,
@@ -141,6 +142,7 @@ def main(
     """Time the engine with each backend; print a table; append records."""
     if prefix_memory_gb is not None:
         os.environ["SGLANG_HYBRID_MLA_PREFIX_MEMORY_GB"] = str(prefix_memory_gb)
+    os.environ["SGLANG_HYBRID_MLA_PREFIX_DTYPE"] = prefix_dtype
     options = {"mem_fraction": mem_fraction, "tp": tp, "steps": steps, "repeat": repeat}
     results: dict[tuple[str, int, int], dict[str, Any]] = {}
     context = multiprocessing.get_context("spawn")
@@ -156,6 +158,8 @@ def main(
                 console.print(f"{name} prompt {result['prompt']} batch {result['batch']}: {result['step_ms']:.3f} ms")
                 if out is not None:
                     case = {"prompt": result["prompt"], "concurrency": result["batch"], "heads": heads}
+                    if name == "hybrid_mla":
+                        case["dtype"] = "fp8" if prefix_dtype == "fp8_e4m3" else "bf16"
                     write_record(
                         out,
                         bench="serving",

@@ -18,7 +18,17 @@ from sglang_mla_ext.results import read_records
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = REPOSITORY / "benchmarks" / "results"
 RIVAL = "sglang_flashmla"
-PARTS = ("naive", "merge", "empty_plan")
+ATTENTION_CASE = {"heads": "heads", "batch": "requests", "prefix": "prefix", "tail": "tail", "spec": "groups"}
+ATTENTION_TIMES = {  # column: impl, part, dtype
+    "FlashMLA BF16 ms": ("flashmla_bf16", "all", "bf16"),
+    "FlashMLA FP8 ms": ("flashmla_fp8", "all", "fp8"),
+    "TyphoonMLA parts ms": ("typhoon_parts", "all", "bf16"),
+    "ours BF16 ms": ("hybrid_mla", "all", "bf16"),
+    "ours FP8 ms": ("hybrid_mla", "all", "fp8"),
+    "BF16 shared part ms": ("hybrid_mla", "naive", "bf16"),
+    "FP8 shared part ms": ("hybrid_mla", "naive", "fp8"),
+}
+ATTENTION_FLOORS = {"FP8 shared part ms": "of its floor"}
 
 
 def latest(records: Iterable[dict[str, Any]], *names: str) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -45,17 +55,26 @@ def compared(path: Path, names: tuple[str, ...], headers: tuple[str, ...]) -> st
 
 
 def attention(path: Path) -> str:
-    """A table of the kernels' times over the shared prefix."""
+    """A table of the kernels' times over shared prefixes, rivals first. Columns without any figure are left out."""
     records = read_records(path)
-    parts = {part: latest((r for r in records if r["part"] == part), "heads", "batch", "prefix") for part in PARTS}
+    records = [record for record in records if "tail" in record["case"]] or records  # the older ones lack the tails
+    found = {
+        column: latest(
+            (record for record in records if (record["impl"], record["part"], record["case"]["dtype"]) == what),
+            *ATTENTION_CASE,
+        )
+        for column, what in ATTENTION_TIMES.items()
+    }
+    shown = {(column, *case): record for column, of in found.items() for (_, *case), record in of.items()}
     rows = []
-    for (impl, heads, batch, prefix), naive in sorted(parts["naive"].items(), key=lambda item: item[0][1:]):
-        merge_us = parts["merge"][impl, heads, batch, prefix]["ms"] * 1e3
-        empty_us = parts["empty_plan"][impl, heads, batch, None]["ms"] * 1e3
-        rates = f"{naive['tflops']:.0f}", f"{naive['gbps']:,.0f}"
-        rows.append((heads, batch, prefix, f"{naive['ms']:.3f}", *rates, f"{merge_us:.1f}", f"{empty_us:.1f}"))
-    columns = ("heads", "requests", "prefix", "naive ms", "TFLOPS", "GB/s", "merge us", "empty plan us")
-    return markdown(rows, columns, parts["naive"])
+    for case in sorted({tuple(case) for _, *case in shown}, key=lambda case: [(v is not None, v) for v in case]):
+        times = [shown.get((column, *case)) for column in ATTENTION_TIMES]
+        floors = [shown.get((column, *case), {}).get("floor_share") for column in ATTENTION_FLOORS]
+        rows.append((*case, *(r and f"{r['ms']:.3f}" for r in times), *(share and f"{share:.0%}" for share in floors)))
+    columns = (*ATTENTION_CASE.values(), *ATTENTION_TIMES, *ATTENTION_FLOORS.values())
+    kept = [index for index in range(len(columns)) if any(row[index] is not None for row in rows)]
+    cells = [tuple("–" if row[index] is None else row[index] for index in kept) for row in rows]
+    return markdown(cells, tuple(columns[index] for index in kept), shown)
 
 
 def markdown(rows: list[tuple[Any, ...]], columns: tuple[str, ...], records: dict[tuple[Any, ...], Any]) -> str:

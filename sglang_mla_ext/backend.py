@@ -14,7 +14,7 @@ import torch
 
 from sglang_mla_ext import mla_layer
 from sglang_mla_ext.kernels.dispatch import make_prefix_attention, workspace_bytes
-from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, ExpandedBuffers
+from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, FP8, ExpandedBuffers
 from sglang_mla_ext.kernels.prefix_attention import PrefixAttention
 from sglang_mla_ext.kernels.schedule import PrefixGroup
 from sglang_mla_ext.observe import Counters, report
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from sglang_mla_ext.options import HybridMLAOptions
 
 logger = logging.getLogger(__name__)
+
+PREFIX_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": FP8}
 
 NO_GROUPS: tuple[Plan, tuple[PrefixGroup, ...]] = (Plan(0), ())
 
@@ -73,13 +75,15 @@ class HybridMLABackend:
         )
         on_gpu = torch.device(runner.device).type == "cuda"
         rates = rates_for(torch.cuda.get_device_name() if on_gpu else "cpu")
-        self.cost = CostModel(dims, self._heads, rates, runner.dtype.itemsize, runner.dtype.itemsize)
+        self._dtype = runner.dtype
+        self._prefix_dtype = PREFIX_DTYPES.get(options.prefix_dtype, runner.dtype)
+        self.cost = CostModel(dims, self._heads, rates, self._prefix_dtype.itemsize, runner.dtype.itemsize)
         self._buffers = self._allocate(dims, runner)
+        self._expander = Expander(self._layers, runner.token_to_kv_pool, self._buffers)
         self._attention = self._make_attention() if self._buffers else None
         self._bytes_per_chunk = self._buffers.bytes // self._buffers.chunks if self._buffers else 0
         pool = ExpandedPool(self._buffers.chunks if self._buffers else 0, CHUNK_TOKENS)
-        expander = Expander(self._layers, runner.token_to_kv_pool, self._buffers)
-        self.prefixes = SharedPrefixes(options, self.cost, pool, expander, self.counters)
+        self.prefixes = SharedPrefixes(options, self.cost, pool, self._expander, self.counters)
         self.min_rows = self._smallest_group(runner.model_config.context_len)
         if self._attention is not None:
             mla_layer.merge_before_o_proj(self._layers, self)
@@ -120,6 +124,11 @@ class HybridMLABackend:
         if mode.is_decode():
             self.counters.count_step(self._next[0])
 
+    def weights_change(self) -> None:
+        """The model's weights are about to change."""
+        self.prefixes.forget()
+        self._expander.weights_changed()
+
     def report(self) -> dict[str, Any]:
         """The `hybrid_mla` entry of `/server_info`."""
         expanded_bytes = self.prefixes.pool.used_chunks * self._bytes_per_chunk
@@ -130,8 +139,9 @@ class HybridMLABackend:
         if self._attention is None:
             return "no memory for expanded prefixes, or mode absorb: every step is plain absorb"
         tokens = self.prefixes.pool.num_chunks * CHUNK_TOKENS
+        dtype = str(self._prefix_dtype).removeprefix("torch.")
         return (
-            f"{self.budget_bytes / (1 << 30):.2f} GiB for expanded prefixes ({tokens} tokens), mode "
+            f"{self.budget_bytes / (1 << 30):.2f} GiB for expanded prefixes ({tokens} tokens in {dtype}), mode "
             f"{self.options.mode}, groups of {self.min_rows} requests and more"
         )
 
@@ -206,18 +216,20 @@ class HybridMLABackend:
         return self.cost.smallest_profitable_group(context_len, limit=self.max_rows)
 
     def _make_attention(self) -> PrefixAttention | None:
-        """Attention over the buffers, tried once for each number of rows that has a kernel of its own."""
+        """Attention over the buffers. Every kernel runs once here: it compiles, and shows that it can."""
         buffers = self._buffers
         try:
             attention = make_prefix_attention(buffers, max_rows=self.max_rows, heads=self._heads, device=buffers.device)
             for rows in {1, self.max_rows}:
                 q_nope, q_rope, out = (
-                    torch.zeros(rows, self._heads, dim, dtype=buffers.dtype, device=buffers.device)
+                    torch.zeros(rows, self._heads, dim, dtype=self._dtype, device=buffers.device)
                     for dim in (buffers.qk_nope_head_dim, buffers.qk_rope_head_dim, buffers.v_head_dim)
                 )
                 attention.plan([], rows)
                 attention.run(0, q_nope, q_rope, 1.0)
                 attention.merge(out, torch.zeros(rows, self._heads, device=buffers.device), out)
+            if buffers.device.type == "cuda":
+                self._expander.expand(torch.zeros(1, dtype=torch.int64, device=buffers.device), [0], 0)
         except Exception as error:
             self.counters.fall_back(f"the kernels do not run here: {type(error).__name__}", error)
             self._buffers = None
@@ -231,7 +243,7 @@ class HybridMLABackend:
             "qk_nope_head_dim": dims.qk_nope_head_dim,
             "v_head_dim": dims.v_head_dim,
             "qk_rope_head_dim": dims.qk_rope_head_dim,
-            "dtype": runner.dtype,
+            "dtype": self._prefix_dtype,
         }
         if self.options.mode == "absorb":
             return None

@@ -76,7 +76,7 @@ CONTRACT = (
         ("self", "q", "latent_cache"),
         "the query before it is absorbed",
     ),
-    Use("sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA", None, "kv_b_proj, o_proj and the layer's dimensions"),
+    Use("sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA", None, "kv_a_layernorm, kv_b_proj, o_proj, dimensions"),
     Use("sglang.srt.mem_cache.radix_cache.TreeNode", None, "parent, key, lock_ref"),
     Use("sglang.srt.mem_cache.radix_cache.RadixCache._split_node", ("self", "key", "child", "split_len"), "see docs"),
 )

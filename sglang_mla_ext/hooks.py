@@ -157,7 +157,7 @@ def after_flush_cache(success: bool, scheduler: Scheduler, *args: Any, **kwargs:
 
 def after_weight_load_begins(result: Any, *args: Any, **kwargs: Any) -> None:
     if worker.backend is not None:
-        worker.backend.prefixes.forget()
+        worker.backend.weights_change()
 
 
 def after_on_idle(result: None, scheduler: Scheduler) -> None:

@@ -1,4 +1,4 @@
-"""Latent rows to expanded keys and values, through the model's own `kv_b_proj`, layer by layer."""
+"""Latent rows to expanded keys and values, with the model's own `kv_b_proj`, layer by layer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, ExpandedBuffers
+from sglang_mla_ext.kernels.expand_prefix import expand_prefix
+from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, FP8, ExpandedBuffers, scale_bounds
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
@@ -18,7 +19,8 @@ class Expander:
     """Writes expanded prefixes of one model into the buffers.
 
     Its work is enqueued on the current stream, behind the forward passes that wrote the latent rows and before those
-    that read the result; nothing waits on the host.
+    that read the result; nothing waits on the host. On a GPU it is one fused kernel a layer, or, where `kv_b_proj` is
+    quantised, the layer's own product and a write.
     """
 
     def __init__(
@@ -33,6 +35,11 @@ class Expander:
         self._layers = layers
         self._pool = pool
         self._buffers = buffers
+        self._scales_valid = False
+
+    def weights_changed(self) -> None:
+        """The scales of an FP8 buffer follow the weights: they are computed anew before the next expansion."""
+        self._scales_valid = False
 
     @torch.no_grad()
     def expand(self, slots: torch.Tensor, chunks: Sequence[int], start: int) -> None:
@@ -43,18 +50,47 @@ class Expander:
             chunks: the expansion's chunk ids, from its first token on.
             start: position of the first of them in the prefix.
         """
-        pieces = _chunk_pieces(start, slots.numel())
+        if self._buffers.dtype == FP8 and not self._scales_valid:
+            self._set_scales()
+        on_gpu = self._buffers.device.type == "cuda"
+        table = torch.tensor(chunks, dtype=torch.int32, pin_memory=on_gpu)
+        table = table.to(self._buffers.device, non_blocking=True)  # [chunks]
         for index, attention in enumerate(self._layers):
-            rank = attention.kv_lora_rank
-            rows = self._pool.get_key_buffer(attention.attn_mqa.layer_id)[slots].squeeze(1)  # [n, rank + rope]
-            latent = rows[:, :rank].contiguous()
-            expanded = attention.kv_b_proj(latent)[0]  # [n, heads * (nope + v)]
-            expanded = expanded.view(slots.numel(), attention.num_local_heads, -1)
-            k_nope, v = expanded.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=-1)
-            for first, last in pieces:
-                chunk, offset = divmod(start + first, CHUNK_TOKENS)
-                piece = slice(first, last)
-                self._buffers.write(index, chunks[chunk], offset, k_nope[piece], v[piece], rows[piece, rank:])
+            latent_rows = self._pool.get_key_buffer(attention.attn_mqa.layer_id).squeeze(1)  # [pool slots, rank + rope]
+            if on_gpu and attention.kv_b_proj.weight.dtype == latent_rows.dtype:
+                weight = attention.kv_b_proj.weight.view(attention.num_local_heads, -1, attention.kv_lora_rank)
+                w_k, w_v = weight.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=1)
+                expand_prefix(latent_rows, slots, w_k, w_v, self._buffers, index, table, start)
+            else:
+                self._expand_unfused(attention, index, latent_rows[slots], chunks, start)
+
+    def _expand_unfused(
+        self,
+        attention: DeepseekV2AttentionMLA,
+        index: int,
+        rows: torch.Tensor,  # [n, rank + rope]
+        chunks: Sequence[int],
+        start: int,
+    ) -> None:
+        k_nope, v = self._project(attention, rows[:, : attention.kv_lora_rank].contiguous())
+        for first, last in _chunk_pieces(start, len(rows)):
+            chunk, offset = divmod(start + first, CHUNK_TOKENS)
+            piece = slice(first, last)
+            k_rope = rows[piece, attention.kv_lora_rank :]
+            self._buffers.write(index, chunks[chunk], offset, k_nope[piece], v[piece], k_rope)
+
+    def _project(self, attention: DeepseekV2AttentionMLA, latent: torch.Tensor) -> Sequence[torch.Tensor]:
+        """`k_nope [n, heads, nope]` and `v [n, heads, v]` of `latent [n, rank]`."""
+        expanded = attention.kv_b_proj(latent)[0].view(len(latent), attention.num_local_heads, -1)
+        return expanded.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=-1)
+
+    def _set_scales(self) -> None:
+        for index, attention in enumerate(self._layers):
+            # The projection of the unit vectors, whatever form the weight is stored in.
+            k_columns, v_columns = self._project(attention, torch.diag(attention.kv_a_layernorm.weight))
+            self._buffers.k_scale[index] = scale_bounds(k_columns.permute(1, 2, 0))
+            self._buffers.v_scale[index] = scale_bounds(v_columns.permute(1, 2, 0))
+        self._scales_valid = True
 
 
 def _chunk_pieces(start: int, count: int) -> list[tuple[int, int]]:

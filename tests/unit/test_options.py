@@ -17,6 +17,7 @@ GOOD = [
     ("prefix_memory_gb", "0", 0.0),
     ("prefix_dtype", "auto", "auto"),
     ("prefix_dtype", "bf16", "bf16"),
+    ("prefix_dtype", "fp8_e4m3", "fp8_e4m3"),
     ("min_prefix_len", "1", 1),
     ("mode", "auto", "auto"),
     ("mode", "absorb", "absorb"),
@@ -28,7 +29,6 @@ GOOD = [
 BAD = [
     ("prefix_memory_gb", -1.0, "must be 0 (never expand) or more"),
     ("prefix_dtype", "int8", "use one of auto, bf16, fp8_e4m3"),
-    ("prefix_dtype", "fp8_e4m3", "not available in this version; use auto or bf16"),
     ("min_prefix_len", 0, "at least 1"),
     ("mode", "fast", "use one of auto, absorb, naive"),
     ("expand_tokens_per_step", 0, "at least 1"),

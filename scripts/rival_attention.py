@@ -1,0 +1,179 @@
+"""A case of decode attention over shared prefixes, and other kernels on it: FlashMLA, FlashInfer, both together.
+
+DeepSeek-V3's dimensions. Every function that makes a kernel's input returns a callable without arguments that launches
+the kernel; what the callable needs lives as long as it does. The packages are imported only there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+DN, DR, DV = 128, 64, 128  # per head: key without and with rotation, value
+LATENT = 512
+SCALE = (DN + DR) ** -0.5
+PAGE_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """One decode step of one layer.
+
+    The rows of a group share a prefix, each group its own; every row has a private tail. Rows alone come last in the
+    batch, share nothing and have as many tokens as the others.
+    """
+
+    prefix: int  # tokens
+    tail: int  # tokens
+    heads: int  # of this rank
+    sizes: tuple[int, ...]  # rows of each group
+    alone: int = 0  # rows
+    spec: str | None = None  # how the groups were asked for; None for one group of all rows
+
+    @property
+    def batch(self) -> int:
+        """Rows of the step."""
+        return sum(self.sizes) + self.alone
+
+    @property
+    def lengths(self) -> list[int]:
+        """`[batch]`: tokens of each row."""
+        return [self.prefix + self.tail] * self.batch
+
+    @property
+    def tail_lengths(self) -> list[int]:
+        """`[batch]`: tokens of each row outside of a shared prefix, all tokens of a row alone."""
+        return [self.tail] * sum(self.sizes) + [self.prefix + self.tail] * self.alone
+
+    @property
+    def shared_flops(self) -> int:
+        """Operations of the naive form over the shared prefixes."""
+        return 2 * self.heads * sum(self.sizes) * self.prefix * (DN + DR + DV)
+
+    def latent_flops(self, lengths: list[int]) -> int:
+        """Operations of the absorbed form, for rows of these lengths."""
+        return 2 * self.heads * sum(lengths) * (2 * LATENT + DR)
+
+    def fields(self, dtype: str) -> dict[str, Any]:
+        """The `case` of a record; dtype: bf16 or fp8."""
+        fields = dict(prefix=self.prefix, tail=self.tail, heads=self.heads, batch=self.batch, groups=len(self.sizes))
+        return fields | dict(s_q=1, dtype=dtype) | ({"spec": self.spec} if self.spec else {})
+
+
+def page_table(lengths: list[int], sizes: tuple[int, ...], shared_pages: int) -> tuple[list[list[int]], int]:
+    """Pages of each row: the first `shared_pages` are one set for the rows of a group, all others are private.
+
+    Args:
+        lengths: `[rows]`, tokens of each row; sizes: rows of each group, the remaining rows share nothing.
+    Returns:
+        the table, `[rows, pages of the longest row]`, 0 behind a row's last page, and the number of distinct pages.
+    """
+    counts = [-(-length // PAGE_TOKENS) for length in lengths]
+    table, used, row = [], 0, 0
+    for size, shared in [
+        *((size, shared_pages) for size in sizes),
+        *((1, 0) for _ in range(len(lengths) - sum(sizes))),
+    ]:
+        common = list(range(used, used + shared))
+        used += shared
+        for count in counts[row : row + size]:
+            private = list(range(used, used + count - shared))
+            used += len(private)
+            table.append(common + private + [0] * (max(counts) - count))
+        row += size
+    return table, used
+
+
+def flashmla_bf16(case: Case) -> Callable[[], Any]:
+    """FlashMLA over prefix and tail, BF16; the rows of a group read the same pages of the prefix."""
+    return _flashmla(case.heads, case.lengths, case.sizes, case.prefix // PAGE_TOKENS, fp8=False)
+
+
+def flashmla_fp8(case: Case) -> Callable[[], Any]:
+    """FlashMLA over prefix and tail, queries and cache FP8; pages as in `flashmla_bf16`."""
+    return _flashmla(case.heads, case.lengths, case.sizes, case.prefix // PAGE_TOKENS, fp8=True)
+
+
+def flashmla_tail(case: Case) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """FlashMLA over what is private, BF16: out `[B, 1, H, 512]` latent, lse `[B, H, 1]` float32, natural log."""
+    return _flashmla(case.heads, case.tail_lengths, (), 0, fp8=False)
+
+
+def _flashmla(
+    heads: int, lengths: list[int], sizes: tuple[int, ...], shared_pages: int, *, fp8: bool
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    from flash_mla import flash_mla_with_kvcache, get_mla_decoding_metadata
+    from flash_mla.flash_mla_interface import FlashMLASchedMeta
+
+    pages, n_pages = page_table(lengths, sizes, shared_pages)
+    table = torch.tensor(pages, dtype=torch.int32, device="cuda")  # [B, pages]
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")  # [B]
+    cache = torch.randn(n_pages, PAGE_TOKENS, 1, LATENT + DR, device="cuda", dtype=torch.bfloat16)
+    query = torch.randn(len(lengths), 1, heads, LATENT + DR, device="cuda", dtype=torch.bfloat16)
+    schedule = FlashMLASchedMeta()  # the first call fills it in
+    options: dict[str, Any] = dict(softmax_scale=SCALE, use_legacy=True)
+    if fp8:
+        cache, query = cache.to(torch.float8_e4m3fn), query.to(torch.float8_e4m3fn)
+        one = torch.ones(1, device="cuda")
+        options |= dict(is_fp8_kvcache=True, descale_q=one, descale_k=one)
+        schedule.tile_scheduler_metadata, schedule.num_splits = get_mla_decoding_metadata(
+            seq_lens, heads, 1, is_fp8_kvcache=True, use_legacy=True
+        )
+    return lambda: flash_mla_with_kvcache(query, cache, table, seq_lens, LATENT, schedule, **options)
+
+
+def flashinfer_fa3_naive(case: Case) -> Callable[[], Any]:
+    """FlashInfer's FlashAttention-3 over one shared prefix, naive form, BF16, with lse: all rows are one sequence."""
+    import flashinfer
+
+    rows, heads, prefix = case.batch, case.heads, case.prefix
+    query = torch.randn(rows, heads, DN + DR, device="cuda", dtype=torch.bfloat16)
+    key = torch.randn(prefix, heads, DN + DR, device="cuda", dtype=torch.bfloat16)
+    value = torch.randn(prefix, heads, DV, device="cuda", dtype=torch.bfloat16)
+    workspace = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend="fa3")
+    of_rows, of_keys = (torch.tensor([0, n], dtype=torch.int32, device="cuda") for n in (rows, prefix))
+    types = dict(q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16)
+    wrapper.plan(of_rows, of_keys, heads, heads, DN + DR, DV, causal=False, **types)
+    return lambda: wrapper.run(query, key, value, return_lse=True)
+
+
+def typhoon_parts(case: Case) -> Callable[[], Any]:
+    """TyphoonMLA from the fastest kernels for its two parts, without the merge: `flashinfer_fa3_naive` over the shared
+    prefix, then `flashmla_tail`."""
+    shared, tail = flashinfer_fa3_naive(case), flashmla_tail(case)
+    return lambda: (shared(), tail())
+
+
+class Rival(NamedTuple):
+    """A rival and what its records say."""
+
+    make: Callable[[Case], Callable[[], Any]]
+    part: str
+    dtype: str
+    one_group: bool = False  # works only where all rows share one prefix
+
+    def work(self, case: Case) -> tuple[int, int]:
+        """Operations, and bytes of keys and values, each counted once."""
+        flops = read_bytes = 0
+        if self.one_group:
+            flops += case.shared_flops
+            read_bytes += 2 * case.prefix * case.heads * (DN + DR + DV)
+        if self.part == "all":
+            lengths = case.tail_lengths if self.one_group else case.lengths
+            sizes, shared_pages = ((), 0) if self.one_group else (case.sizes, case.prefix // PAGE_TOKENS)
+            flops += case.latent_flops(lengths)
+            pages = page_table(lengths, sizes, shared_pages)[1]
+            read_bytes += pages * PAGE_TOKENS * (LATENT + DR) * (1 if self.dtype == "fp8" else 2)
+        return flops, read_bytes
+
+
+RIVALS = {
+    "flashmla_bf16": Rival(flashmla_bf16, "all", "bf16"),
+    "flashmla_fp8": Rival(flashmla_fp8, "all", "fp8"),
+    "flashinfer_fa3_naive": Rival(flashinfer_fa3_naive, "naive", "bf16", one_group=True),
+    "typhoon_parts": Rival(typhoon_parts, "all", "bf16", one_group=True),
+}

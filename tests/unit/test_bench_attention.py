@@ -1,0 +1,66 @@
+"""The attention benchmark's arithmetic; nothing is timed here."""
+
+from __future__ import annotations
+
+import pytest
+from rival_attention import RIVALS, Case, page_table
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """Imported here: it imports Triton (see conftest)."""
+    return pytest.importorskip("bench_attention")
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [("128", ((128,), 0)), ("8x16", ((16,) * 8, 0)), ("200+56x1", ((200,), 56)), ("2x3+4+1", ((3, 3, 4), 1))],
+)
+def test_group_spec(bench, spec, expected):
+    assert bench.parse_groups(spec) == expected
+
+
+@pytest.mark.parametrize("spec", ["", "x", "8x", "x16", "8x0", "0x8", "a", "8x16+", "-1", "2x3x4", "56x1"])
+def test_bad_group_spec(bench, spec):
+    with pytest.raises(ValueError, match="group"):
+        bench.parse_groups(spec)
+
+
+def test_floor(bench):
+    """Few rows: bytes at the copy's speed. Many: products, of which FP8 does 256 of 320 at its own rate."""
+    ceilings = bench.Ceilings(copy_gbps=4000, bf16_tflops=600, fp8_tflops=1200)
+    few, many = (Case(1000, 512, 16, (rows,)) for rows in (1, 512))
+    assert bench.floor_ms(few, "bf16", ceilings) == pytest.approx(1000 * (16 * 256 + 64) * 2 / 4000e9 * 1e3)
+    assert bench.floor_ms(few, "fp8", ceilings) == pytest.approx(1000 * (16 * 256 + 128) / 4000e9 * 1e3)
+    macs = 512 * 16 * 1000
+    assert bench.floor_ms(many, "bf16", ceilings) == pytest.approx(2 * macs * 320 / 600e12 * 1e3)
+    assert bench.floor_ms(many, "fp8", ceilings) == pytest.approx(2 * macs * (64 / 600e12 + 256 / 1200e12) * 1e3)
+
+
+def test_floor_counts_every_prefix_and_no_row_alone(bench):
+    case = Case(1000, 512, 16, (16,) * 8, alone=5, spec="8x16+5x1")
+    one = Case(1000, 512, 16, (128,))
+    assert bench.shared_bytes(case, "fp8") == 8 * bench.shared_bytes(one, "fp8")
+    assert case.shared_flops == one.shared_flops
+
+
+def test_cases(bench):
+    assert len(bench.cases_of(None, None, None, None, 512)) == 12
+    (case,) = bench.cases_of([7069], [16], None, ["200+56x1"], 100)
+    assert case == Case(7069, 100, 16, (200,), 56, "200+56x1")
+    assert case.batch == 256
+    assert case.fields("fp8")["groups"] == 1
+
+
+def test_pages_are_shared_within_a_group_only():
+    """Two groups of two rows that share a page each, one row alone."""
+    table, used = page_table([130, 100, 128, 65, 64], (2, 2), shared_pages=1)
+    assert table == [[0, 1, 2], [0, 3, 0], [4, 5, 0], [4, 6, 0], [7, 0, 0]]
+    assert used == 8
+
+
+def test_work_of_the_rivals():
+    case = Case(640, 64, 16, (2,))
+    assert RIVALS["flashmla_fp8"].work(case) == (2 * 16 * 2 * 704 * 1088, (10 + 2) * 64 * 576)
+    naive, both = RIVALS["flashinfer_fa3_naive"].work(case), RIVALS["typhoon_parts"].work(case)
+    assert both == (naive[0] + 2 * 16 * 2 * 64 * 1088, naive[1] + 2 * 64 * 576 * 2)
