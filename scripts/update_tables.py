@@ -41,17 +41,28 @@ def latest(records: Iterable[dict[str, Any]], *names: str) -> dict[tuple[Any, ..
 
 def compared(path: Path, names: tuple[str, ...], headers: tuple[str, ...]) -> str:
     """A table of hybrid_mla beside SGLang's own backend: decode throughput and time to first token."""
-    records = latest(read_records(path), *names)
+    found = read_records(path)
+    for record in found:
+        record["case"]["storage"] = prefix_storage(record)
+    records = latest(found, *names, "storage")
     rows = []
     for (impl, *case), ours in records.items():
-        stock = records.get((RIVAL, *case))
+        stock = records.get((RIVAL, *case[:-1], None))
         if impl != "hybrid_mla" or stock is None or ours["decode_tok_s"] is None:
             continue
         rate, stock_rate = ours["decode_tok_s"], stock["decode_tok_s"]
         times = f"{ours['ttft_ms']:,.0f} / {stock['ttft_ms']:,.0f}"
         rows.append((*case, f"{rate:,.0f}", f"{stock_rate:,.0f}", f"{rate / stock_rate:.2f}x", times))
-    columns = (*headers, "hybrid_mla tok/s", "flashmla tok/s", "ratio", "first token ms, ours / stock")
-    return markdown(sorted(rows, key=lambda row: row[: len(headers)]), columns, records)
+    columns = (*headers, "prefix in", "hybrid_mla tok/s", "flashmla tok/s", "ratio", "first token ms, ours / stock")
+    return markdown(sorted(rows, key=lambda row: row[: len(headers) + 1]), columns, records)
+
+
+def prefix_storage(record: dict[str, Any]) -> str | None:
+    """How a run of hybrid_mla stored expanded prefixes."""
+    if record["impl"] != "hybrid_mla":
+        return None
+    case = record["case"]
+    return "FP8" if case.get("dtype") == "fp8" or "fp8_e4m3" in case.get("flags", "") else "BF16"
 
 
 def attention(path: Path) -> str:
@@ -96,8 +107,8 @@ def provenance(records: dict[tuple[Any, ...], dict[str, Any]]) -> str:
 
 def main(check: Annotated[bool, typer.Option("--check", help="Write nothing; exit status 1 if out of date.")] = False):
     """Fill the marked places."""
-    engine = ("heads", "layers", "tp", "prompt"), ("heads", "layers", "TP", "prefix")
-    serving = ("heads", "layers", "prompt"), ("heads", "layers", "prompt")
+    engine = ("heads", "layers", "prompt", "concurrency"), ("heads", "layers", "prefix", "requests")
+    serving = ("heads", "layers", "prompt", "concurrency"), ("heads", "layers", "prompt", "requests")
     tables = {
         "README.md": {
             "engine": compared(RESULTS / "engine.jsonl", *engine),

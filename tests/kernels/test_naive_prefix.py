@@ -277,7 +277,7 @@ def test_wrong_queries_are_refused_with_a_reason() -> None:
     for arguments, message in (
         ((q_nope[:, :3], q_rope, 1.0), "q_nope must be"),
         ((q_nope, q_rope[:1], 1.0), "q_rope must be"),
-        ((q_nope.double(), q_rope, 1.0), "expanded prefixes are"),
+        ((q_nope.double(), q_rope, 1.0), "expanded prefixes need"),
         ((torch.empty(2, SMALL.nope, 4).transpose(1, 2), q_rope, 1.0), "contiguous"),
         ((q_nope, q_rope, 0.0), "softmax_scale"),
     ):

@@ -15,7 +15,7 @@ LAUNCH = [sys.executable, "-m", "sglang_mla_ext.launch_server", "--device", "cpu
     ("flags", "message"),
     [
         (("--disable-radix-cache",), "--disable-radix-cache is not supported yet: remove it."),
-        (("--hybrid-mla-prefix-dtype", "fp8_e4m3"), "use auto or bf16"),
+        (("--kv-cache-dtype", "fp8_e4m3"), "--kv-cache-dtype fp8_e4m3 is not supported yet: remove it."),
         (("--prefill-attention-backend", "hybrid_mla", "--decode-attention-backend", "torch_native"), "decode backend"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",

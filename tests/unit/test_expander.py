@@ -1,0 +1,116 @@
+"""From latent rows to expanded prefixes on the CPU, FP8 too: attention reads what the layer would compute."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_mla_ext.kernels import reference
+from sglang_mla_ext.kernels.layout import FP8, FP8_MAX, ExpandedBuffers, scale_bounds
+from sglang_mla_ext.kernels.prefix_attention import ReferencePrefixAttention
+from sglang_mla_ext.kernels.schedule import PrefixGroup
+from sglang_mla_ext.prefix.expander import Expander
+
+HEADS, DN, DR, DV, RANK, LAYERS, SLOTS = 2, 32, 16, 32, 64, 2, 900
+N, CHUNKS = 600, (3, 0, 2)
+
+
+class Projection:
+    """SGLang's linear layers return the product and a bias."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return x @ self.weight.t(), None
+
+
+@pytest.fixture
+def model() -> tuple[list[Any], Any]:
+    """Layers and pool; latent rows as RMS norm leaves them, one of them with all its length in one element."""
+    torch.manual_seed(0)
+    layers, rows = [], {}
+    for layer in range(LAYERS):
+        norm = torch.rand(RANK) * (layer + 1) + 0.1
+        weight = torch.randn(HEADS * (DN + DV), RANK)
+        layers.append(
+            SimpleNamespace(
+                attn_mqa=SimpleNamespace(layer_id=layer),
+                kv_b_proj=Projection(weight),
+                kv_a_layernorm=SimpleNamespace(weight=norm),
+                num_local_heads=HEADS,
+                kv_lora_rank=RANK,
+                qk_nope_head_dim=DN,
+                v_head_dim=DV,
+            )
+        )
+        latent = torch.nn.functional.rms_norm(torch.randn(SLOTS, RANK), (RANK,)) * norm
+        latent[7] = 0
+        latent[7, 5] = RANK**0.5 * norm[5]
+        rows[layer] = torch.cat([latent, torch.randn(SLOTS, DR)], dim=1)[:, None]  # [slots, 1, rank + rope]
+    return layers, SimpleNamespace(get_key_buffer=rows.__getitem__)
+
+
+def allocate(dtype: torch.dtype) -> ExpandedBuffers:
+    sizes = dict(qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR)
+    return ExpandedBuffers.allocate(layers=LAYERS, chunks=4, heads=HEADS, dtype=dtype, device="cpu", **sizes)
+
+
+def expand(model: Any, buffers: ExpandedBuffers) -> tuple[Expander, torch.Tensor]:
+    """In uneven pieces; returns the slots too, slot 7 among them."""
+    expander = Expander(*model, buffers)
+    slots = torch.cat([torch.tensor([7]), torch.randperm(SLOTS)])[:N]
+    for first, last in ((0, 1), (1, 300), (300, N)):
+        expander.expand(slots[first:last], CHUNKS, first)
+    return expander, slots
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (FP8, 0.05)], ids=str)
+def test_attention_over_what_was_expanded(model: Any, dtype: torch.dtype, bound: float) -> None:
+    buffers = allocate(dtype)
+    _, slots = expand(model, buffers)
+    attention = ReferencePrefixAttention(buffers, max_rows=3, heads=HEADS)
+    attention.plan([PrefixGroup((0, 2), N, CHUNKS)])
+    q_nope, q_rope = torch.randn(3, HEADS, DN) * 0.1, torch.randn(3, HEADS, DR)
+    for layer, attention_layer in enumerate(model[0]):
+        rows = model[1].get_key_buffer(layer)[slots].squeeze(1)
+        expanded = attention_layer.kv_b_proj(rows[:, :RANK])[0].view(N, HEADS, DN + DV)
+        exact, _ = reference.naive(q_nope, q_rope, expanded[..., :DN], rows[:, RANK:], expanded[..., DN:], 0.1)
+        attention.run(layer, q_nope, q_rope, 0.1)
+        out = torch.zeros(3, HEADS, DV)
+        attention.merge(out, torch.full((3, HEADS), -torch.inf), out)
+        assert reference.errors(out[[0, 2]], exact[[0, 2]]).rel_l2 < bound
+
+
+def test_scales_bound_every_token_and_follow_the_weights(model: Any) -> None:
+    buffers = allocate(FP8)
+    expander, _ = expand(model, buffers)
+    for layer, attention in enumerate(model[0]):
+        everything = attention.kv_b_proj(model[1].get_key_buffer(layer)[:, 0, :RANK])[0].view(SLOTS, HEADS, DN + DV)
+        assert (everything[..., :DN].abs() <= buffers.k_scale[layer, :, None] * FP8_MAX).all()
+        assert (everything[..., DN:].abs() <= buffers.v_scale[layer, :, None] * FP8_MAX).all()
+    before = buffers.k_scale.clone()
+    model[0][1].kv_b_proj.weight *= 4
+    expander.expand(torch.tensor([1]), CHUNKS, 0)
+    assert torch.equal(buffers.k_scale, before)
+    expander.weights_changed()
+    expander.expand(torch.tensor([1]), CHUNKS, 0)
+    assert torch.allclose(buffers.k_scale, before * torch.tensor([[1.0], [4.0]]))
+
+
+def test_the_bound_is_reached_by_the_worst_token() -> None:
+    weight_rows = torch.randn(3, 5, RANK)
+    bound = scale_bounds(weight_rows) * FP8_MAX
+    longest = weight_rows.norm(dim=-1).amax(dim=-1)  # a latent row along this weight row, of length sqrt(rank)
+    assert torch.allclose(bound, longest * RANK**0.5 * 1.02)
+
+
+def test_values_out_of_range_become_the_largest() -> None:
+    buffers = allocate(FP8)
+    huge = torch.full((1, HEADS, DN), 1e6)
+    buffers.write(0, 1, 17, huge, -huge, torch.zeros(1, DR))
+    k_nope, v, _ = buffers.read(0, (1,), 18)
+    assert (k_nope[17] == FP8_MAX).all() and (v[17] == -FP8_MAX).all() and not v[:17].any()
