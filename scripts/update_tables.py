@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,6 +89,27 @@ def attention(path: Path) -> str:
     return markdown(cells, tuple(columns[index] for index in kept), shown)
 
 
+def steps(path: Path) -> str:
+    """A table of the shared part alone, from the portable kernel to the fastest one."""
+    records = [record for record in read_records(path) if record.get("part") == "naive"]
+    columns = {
+        "Triton BF16 ms": [record for record in records if "tail" not in record["case"]],
+        "Gluon BF16 ms": [r for r in records if "tail" in r["case"] and r["case"]["dtype"] == "bf16"],
+        "Gluon FP8 ms": [r for r in records if r["case"]["dtype"] == "fp8"],
+    }
+    found = [latest(of_column, "heads", "prefix", "batch") for of_column in columns.values()]
+    both = sorted(set.intersection(*(set(of_column) for of_column in found)))
+    rows = []
+    for case in both:
+        times = [of_column[case]["ms"] for of_column in found]
+        cells = [f"{times[0]:.3f}"]
+        for before, after in pairwise(times):
+            cells += [f"{after:.3f}", f"{before / after:.2f}x"]
+        rows.append((*case[1:], *cells))
+    headers = ("heads", "prefix", "requests", "Triton BF16 ms", "Gluon BF16 ms", "gain", "Gluon FP8 ms", "gain")
+    return markdown(rows, headers, {(i, case): found[i][case] for i in range(len(found)) for case in both})
+
+
 def markdown(rows: list[tuple[Any, ...]], columns: tuple[str, ...], records: dict[tuple[Any, ...], Any]) -> str:
     """A table, and below it where its figures come from."""
     align = ("right",) * len(columns)
@@ -114,7 +136,10 @@ def main(check: Annotated[bool, typer.Option("--check", help="Write nothing; exi
             "engine": compared(RESULTS / "engine.jsonl", *engine),
             "serving": compared(RESULTS / "serving.jsonl", *serving),
         },
-        "docs/performance.md": {"attention": attention(RESULTS / "attention.jsonl")},
+        "docs/performance.md": {
+            "attention": attention(RESULTS / "attention.jsonl"),
+            "steps": steps(RESULTS / "attention.jsonl"),
+        },
     }
     stale = [name for name, of_file in tables.items() if not fill(REPOSITORY / name, of_file, write=not check)]
     if check and stale:
