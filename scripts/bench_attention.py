@@ -228,7 +228,7 @@ def main(
     rep_ms: Annotated[int, typer.Option(min=1, help="ms spent on each measurement")] = 100,
     out: Annotated[Path | None, typer.Option(help="append JSON lines to this file")] = None,
 ) -> None:
-    """Time attention over shared prefixes: the issue's cases, or every combination of the options given."""
+    """Time attention over shared prefixes: a default grid of cases, or every combination of the options given."""
     if unknown := set(dtype or []) - set(DTYPES):
         raise typer.BadParameter(f"--dtype must be one of {', '.join(DTYPES)}, not {', '.join(unknown)}")
     try:

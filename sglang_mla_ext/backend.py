@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PREFIX_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": FP8}
+STORAGE_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": FP8}
 
 NO_GROUPS: tuple[Plan, tuple[PrefixGroup, ...]] = (Plan(0), ())
 
@@ -75,12 +75,11 @@ class HybridMLABackend:
         )
         on_gpu = torch.device(runner.device).type == "cuda"
         rates = rates_for(torch.cuda.get_device_name() if on_gpu else "cpu")
-        self._dtype = runner.dtype
-        self._prefix_dtype = PREFIX_DTYPES.get(options.prefix_dtype, runner.dtype)
-        self.cost = CostModel(dims, self._heads, rates, self._prefix_dtype.itemsize, runner.dtype.itemsize)
-        self._buffers = self._allocate(dims, runner)
+        prefix_dtype = STORAGE_DTYPES.get(options.prefix_dtype, runner.dtype)
+        self.cost = CostModel(dims, self._heads, rates, prefix_dtype.itemsize, runner.dtype.itemsize)
+        self._buffers = self._allocate(dims, runner, prefix_dtype)
         self._expander = Expander(self._layers, runner.token_to_kv_pool, self._buffers)
-        self._attention = self._make_attention() if self._buffers else None
+        self._attention = self._make_attention(runner.dtype) if self._buffers else None
         self._bytes_per_chunk = self._buffers.bytes // self._buffers.chunks if self._buffers else 0
         pool = ExpandedPool(self._buffers.chunks if self._buffers else 0, CHUNK_TOKENS)
         self.prefixes = SharedPrefixes(options, self.cost, pool, self._expander, self.counters)
@@ -139,7 +138,7 @@ class HybridMLABackend:
         if self._attention is None:
             return "no memory for expanded prefixes, or mode absorb: every step is plain absorb"
         tokens = self.prefixes.pool.num_chunks * CHUNK_TOKENS
-        dtype = str(self._prefix_dtype).removeprefix("torch.")
+        dtype = str(self._buffers.dtype).removeprefix("torch.")
         return (
             f"{self.budget_bytes / (1 << 30):.2f} GiB for expanded prefixes ({tokens} tokens in {dtype}), mode "
             f"{self.options.mode}, groups of {self.min_rows} requests and more"
@@ -215,14 +214,14 @@ class HybridMLABackend:
             return 2
         return self.cost.smallest_profitable_group(context_len, limit=self.max_rows)
 
-    def _make_attention(self) -> PrefixAttention | None:
+    def _make_attention(self, query_dtype: torch.dtype) -> PrefixAttention | None:
         """Attention over the buffers. Every kernel runs once here: it compiles, and shows that it can."""
         buffers = self._buffers
         try:
             attention = make_prefix_attention(buffers, max_rows=self.max_rows, heads=self._heads, device=buffers.device)
             for rows in {1, self.max_rows}:
                 q_nope, q_rope, out = (
-                    torch.zeros(rows, self._heads, dim, dtype=self._dtype, device=buffers.device)
+                    torch.zeros(rows, self._heads, dim, dtype=query_dtype, device=buffers.device)
                     for dim in (buffers.qk_nope_head_dim, buffers.qk_rope_head_dim, buffers.v_head_dim)
                 )
                 attention.plan([], rows)
@@ -236,14 +235,14 @@ class HybridMLABackend:
             return None
         return attention
 
-    def _allocate(self, dims: ModelDims, runner: ModelRunner) -> ExpandedBuffers | None:
+    def _allocate(self, dims: ModelDims, runner: ModelRunner, prefix_dtype: torch.dtype) -> ExpandedBuffers | None:
         sizes = {
             "layers": dims.num_layers,
             "heads": self._heads,
             "qk_nope_head_dim": dims.qk_nope_head_dim,
             "v_head_dim": dims.v_head_dim,
             "qk_rope_head_dim": dims.qk_rope_head_dim,
-            "dtype": self._prefix_dtype,
+            "dtype": prefix_dtype,
         }
         if self.options.mode == "absorb":
             return None

@@ -1,4 +1,4 @@
-"""`-m gpu` on a machine without a GPU is an error, not a silent pass; without it the gpu tests are deselected."""
+"""`-m gpu` without a Hopper GPU is an error, not a silent pass; without the option the gpu tests are deselected."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if asked and "not gpu" not in config.getoption("-m"):
         import torch
 
-        if gpu_items and not torch.cuda.is_available():
-            raise pytest.UsageError("-m gpu needs a CUDA device, and this machine has none")
+        if gpu_items and (not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0)):
+            raise pytest.UsageError("-m gpu needs a Hopper GPU, and this machine has none")
     elif not asked:
         for item in gpu_items:
             items.remove(item)

@@ -11,10 +11,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-
-if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
-    pytest.skip("needs a Hopper GPU", allow_module_level=True)
-
 from triton.testing import do_bench_cudagraph
 
 from sglang_mla_ext.kernels import reference
