@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from .layout import ExpandedBuffers
+from .naive_prefix import Tile
 from .prefix_attention import PrefixAttention, ReferencePrefixAttention, TritonPrefixAttention
 
 
 def make_prefix_attention(
-    buffers: ExpandedBuffers, *, max_rows: int, heads: int, device: torch.device | str
+    buffers: ExpandedBuffers,
+    *,
+    max_rows: int,
+    heads: int,
+    device: torch.device | str,
+    tiles: Sequence[Mapping[str, int]] = (),
 ) -> PrefixAttention:
     """Attention over the shared prefixes in `buffers`: Triton on a CUDA device, torch elsewhere.
 
+    Args:
+        tiles: fields of `naive_prefix.Tile`, smallest first, as calibrated for this GPU and the dtype of `buffers`.
     Raises:
         ValueError: the buffers are on another device, or hold another number of heads.
     """
@@ -20,7 +30,8 @@ def make_prefix_attention(
     if buffers.device.type != device.type:
         raise ValueError(f"the expanded prefixes are on {buffers.device}, not on {device}")
     if device.type == "cuda":
-        return TritonPrefixAttention(buffers, max_rows=max_rows, heads=heads)
+        hopper_tiles = tuple(Tile(**fields) for fields in tiles)
+        return TritonPrefixAttention(buffers, max_rows=max_rows, heads=heads, hopper_tiles=hopper_tiles)
     return ReferencePrefixAttention(buffers, max_rows=max_rows, heads=heads)
 
 

@@ -108,7 +108,7 @@ def merge(
         tail_out: `[T, H, dv]` BF16 or float32; tail_lse: `[T, H]` float32, natural log, -inf or +inf for an empty tail
             (its `tail_out` is not used). Any row and head strides, last axis of tail_out contiguous.
         partial_out: `[P, H, dv]` float32; partial_lse2: `[P, H]` float32, base 2; contiguous, from naive_prefix.run.
-        work: `[capacity.size]` int32, see schedule.WorkList; read on the device only.
+        work: int32, at least the `used` part of a schedule.WorkList; read on the device only.
         out: `[T, H, dv]`, last axis contiguous; lse: `[T, H]` float32, natural log.
     Returns:
         `out`; rows with no key at all are 0 and -inf.

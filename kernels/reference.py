@@ -49,6 +49,21 @@ def naive(
     return torch.einsum("bhn,nhd->bhd", weights, v), lse
 
 
+def causal(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of new tokens among themselves, with keys per head: token i sees tokens 0 to i.
+
+    Args:
+        q, k: `[n, H, dn + dr]`; v: `[n, H, dv]`.
+    Returns:
+        `out [n, H, dv]` and `lse [n, H]`.
+    """
+    q, k, v = _same_precision(q, k, v)
+    scores = torch.einsum("ihd,jhd->ihj", q, k) * softmax_scale  # [n, H, n]
+    later = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
+    weights, lse = _softmax(scores.masked_fill(later[:, None, :], -torch.inf))
+    return torch.einsum("ihj,jhd->ihd", weights, v), lse
+
+
 def naive_fp8(
     q_nope: Tensor,
     q_rope: Tensor,

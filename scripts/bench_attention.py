@@ -25,6 +25,8 @@ from triton.testing import do_bench
 
 from sglang_mla_ext.kernels.dispatch import make_prefix_attention
 from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, ExpandedBuffers
+from sglang_mla_ext.kernels.naive_prefix import Tile
+from sglang_mla_ext.kernels.prefix_attention import PrefixAttention, TritonPrefixAttention
 from sglang_mla_ext.kernels.schedule import PrefixGroup
 from sglang_mla_ext.results import write_record
 
@@ -115,8 +117,12 @@ def measure_ceilings(rep_ms: int = 100) -> Ceilings:
     return Ceilings(copy_gbps, flops / bf16_ms / 1e9, flops / fp8_ms / 1e9)
 
 
-def our_parts(case: Case, dtype: str) -> dict[str, Callable[[], Any]]:
-    """What to time of our kernels: `naive`, `merge` and, where FlashMLA is there, `all`."""
+def shared_attention(case: Case, dtype: str, tile: Tile | None = None) -> tuple[PrefixAttention, Callable[[], None]]:
+    """Our attention, planned for a case over random prefixes, and a call that runs it.
+
+    Args:
+        tile: of the kernel; by default the one that a server takes.
+    """
     rows, heads = case.batch, case.heads
     chunks = -(-case.prefix // CHUNK_TOKENS)  # of one group
     sizes = dict(qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR, dtype=DTYPES[dtype])
@@ -125,10 +131,12 @@ def our_parts(case: Case, dtype: str) -> dict[str, Callable[[], Any]]:
         tensor.copy_(torch.randn(tensor.shape, device="cuda", dtype=torch.bfloat16))
     query = torch.randn(rows, heads, DN + DR, device="cuda", dtype=torch.bfloat16)
     q_nope, q_rope = query[..., :DN], query[..., DN:]  # [B, H, dn], [B, H, dr]
-    tail_out = torch.randn(rows, heads, DV, device="cuda", dtype=torch.bfloat16)  # [B, H, dv], merged in place
-    tail_lse = torch.randn(rows, heads, device="cuda")  # [B, H]
 
-    attention = make_prefix_attention(buffers, max_rows=rows, heads=heads, device="cuda")
+    attention: PrefixAttention
+    if tile is None:
+        attention = make_prefix_attention(buffers, max_rows=rows, heads=heads, device="cuda")
+    else:
+        attention = TritonPrefixAttention(buffers, max_rows=rows, heads=heads, tile=tile)
     starts = [0, *itertools.accumulate(case.sizes)]
     groups = [
         PrefixGroup(tuple(range(start, end)), case.prefix, tuple(range(index * chunks, (index + 1) * chunks)))
@@ -138,6 +146,16 @@ def our_parts(case: Case, dtype: str) -> dict[str, Callable[[], Any]]:
 
     def run() -> None:
         attention.run(0, q_nope, q_rope, SCALE)
+
+    return attention, run
+
+
+def our_parts(case: Case, dtype: str, tile: Tile | None = None) -> dict[str, Callable[[], Any]]:
+    """What to time of our kernels: `naive`, `merge` and, where FlashMLA is there, `all`."""
+    attention, run = shared_attention(case, dtype, tile)
+    rows, heads = case.batch, case.heads
+    tail_out = torch.randn(rows, heads, DV, device="cuda", dtype=torch.bfloat16)  # [B, H, dv], merged in place
+    tail_lse = torch.randn(rows, heads, device="cuda")  # [B, H]
 
     def merge() -> None:
         attention.merge(tail_out, tail_lse, tail_out)
@@ -160,7 +178,7 @@ def attempt(what: str, function: Callable[..., Any], *args: Any) -> Any:
     try:
         return function(*args)
     except Exception as error:
-        print(f"{what} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        print(f"{what} failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}", flush=True)
         return None
 
 

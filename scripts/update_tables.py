@@ -30,6 +30,8 @@ ATTENTION_TIMES = {  # column: impl, part, dtype
     "FP8 shared part ms": ("hybrid_mla", "naive", "fp8"),
 }
 ATTENTION_FLOORS = {"FP8 shared part ms": "of its floor"}
+STORAGE_NAMES = {"bf16": "BF16", "fp8": "FP8"}
+LARGEST_LOSS = 0.05  # what a choice of the cost model may cost
 
 
 def latest(records: Iterable[dict[str, Any]], *names: str) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -110,6 +112,34 @@ def steps(path: Path) -> str:
     return markdown(rows, headers, {(i, case): found[i][case] for i in range(len(found)) for case in both})
 
 
+def expansion(path: Path) -> str:
+    """A table of the fused expansion beside torch's, and of the share of a matrix product's rate that it reaches."""
+    records = latest(read_records(path), "heads", "dtype", "tokens")
+    rows = []
+    for impl, heads, dtype, tokens in sorted(records):
+        if impl == "hybrid_mla":
+            fused, plain = records[impl, heads, dtype, tokens], records.get(("torch", heads, dtype, tokens))
+            against = (f"{plain['ms']:.3f}", f"{plain['ms'] / fused['ms']:.2f}x") if plain else ("–", "–")
+            rates = (f"{fused['tflops']:.0f}", f"{fused['gemm_share']:.0%}")
+            rows.append((heads, STORAGE_NAMES[dtype], f"{tokens:,}", f"{fused['ms']:.3f}", *against, *rates))
+    columns = ("heads", "prefix in", "tokens", "fused ms", "torch ms", "gain", "TFLOPS", "of the product's rate")
+    return markdown(rows, columns, records)
+
+
+def planner(path: Path) -> str:
+    """A table of how often the cost model's choice is the fastest mode, or nearly, and of the worst choice."""
+    records = latest(read_records(path), "heads", "dtype", "prefix", "tail", "batch")
+    rows = []
+    for heads, dtype in sorted({case[1:3] for case in records}):
+        of_row = [record for case, record in records.items() if case[1:3] == (heads, dtype)]
+        within = sum(record["loss"] <= LARGEST_LOSS for record in of_row)
+        worst = max(of_row, key=lambda record: record["loss"])
+        where = f"{worst['case']['prefix']:,} tokens, {worst['case']['batch']} requests" if worst["loss"] else "–"
+        rows.append((heads, STORAGE_NAMES[dtype], len(of_row), within, f"{worst['loss']:.1%}", where))
+    columns = ("heads", "prefix in", "cases", f"within {LARGEST_LOSS:.0%}", "worst loss", "where")
+    return markdown(rows, columns, records)
+
+
 def markdown(rows: list[tuple[Any, ...]], columns: tuple[str, ...], records: dict[tuple[Any, ...], Any]) -> str:
     """A table, and below it where its figures come from."""
     align = ("right",) * len(columns)
@@ -141,6 +171,9 @@ def main(check: Annotated[bool, typer.Option("--check", help="Write nothing; exi
             "steps": steps(RESULTS / "attention.jsonl"),
         },
     }
+    for name, table in (("expansion", expansion), ("planner", planner)):
+        if (path := RESULTS / f"{name}.jsonl").exists():
+            tables["docs/performance.md"][name] = table(path)
     stale = [name for name, of_file in tables.items() if not fill(REPOSITORY / name, of_file, write=not check)]
     if check and stale:
         print("out of date:", *stale)

@@ -18,6 +18,7 @@ from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, FP8, ExpandedBuffers
 from sglang_mla_ext.kernels.prefix_attention import PrefixAttention
 from sglang_mla_ext.kernels.schedule import PrefixGroup
 from sglang_mla_ext.observe import Counters, report
+from sglang_mla_ext.prefill import PrefillPlan
 from sglang_mla_ext.prefix.cost_model import CostModel, ModelDims, rates_for
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
 from sglang_mla_ext.prefix.expander import Expander
@@ -41,6 +42,9 @@ NO_GROUPS: tuple[Plan, tuple[PrefixGroup, ...]] = (Plan(0), ())
 MAX_ROWS = 1024
 """Batches with more rows than this decode by plain absorb: bounds the partial results' memory."""
 
+PREFILL_ROWS = 1024
+"""Rows of one run in prefill, where the decode batch has fewer: fills the GPU and bounds the same memory."""
+
 MAX_FAILURES = 3
 """After so many failures of planning or expanding there is no further attempt."""
 
@@ -59,6 +63,7 @@ class HybridMLABackend:
         self.budget_bytes = budget_bytes
         self.counters = Counters()
         self.max_rows = min(runner.req_to_token_pool.size, MAX_ROWS)
+        self._attention_rows = max(self.max_rows, PREFILL_ROWS)
         self._layers = mla_layer.attention_layers(runner)
         self._layer_index = {layer.attn_mqa.layer_id: index for index, layer in enumerate(self._layers)}
         first = self._layers[0]
@@ -98,30 +103,65 @@ class HybridMLABackend:
 
     # ---- what SGLang's scheduler tells us, through hooks.py
 
-    def before_forward(self, mode: ForwardMode, reqs: Sequence[Req], running: Sequence[Req]) -> None:
-        """Plan a forward pass: expand what is worth it, and say which rows of a decode step share what.
+    def before_forward(
+        self,
+        mode: ForwardMode,
+        reqs: Sequence[Req],
+        running: Sequence[Req],
+        prefix_lens: Sequence[int] = (),
+        new_tokens: Sequence[int] = (),
+    ) -> PrefillPlan | None:
+        """Plan a forward pass: expand what is worth it, and say which rows share what.
 
         Args:
-            reqs: requests of the pass, by row.
+            reqs: requests of the pass, by row in decode and in the order of the tokens in prefill.
             running: requests that are decoding, whether or not they take part in this pass.
+            prefix_lens: `[requests]` tokens that are cached; new_tokens: `[requests]` tokens to compute; in prefill.
+        Returns:
+            what a prefill step attends to in expanded form, if anything.
         """
         self._next, self._tail_lse = NO_GROUPS, None
-        if self._attention is None or mode.is_idle() or self._failures >= MAX_FAILURES:
-            return
-        try:
-            if mode.is_decode():
-                if len(reqs) > self.max_rows:
-                    self.counters.fall_back(f"more than {self.max_rows} requests in a batch")
-                else:
-                    self._next = self.prefixes.before_decode(reqs)
-            elif mode.is_extend():
-                self.prefixes.before_prefill(reqs, [req for req in running if not req.finished()])
-        except Exception as error:
-            self._failures += 1
-            self.counters.fall_back(f"planning failed: {type(error).__name__}", error)
-            self.prefixes.forget()
+        prefill = None
+        if self._attention is not None and not mode.is_idle() and self._failures < MAX_FAILURES:
+            try:
+                if mode.is_decode():
+                    self._next = self._plan_decode(reqs)
+                elif mode.is_extend():
+                    running = [req for req in running if not req.finished()]
+                    prefill = self._plan_prefill(reqs, running, prefix_lens, new_tokens)
+            except Exception as error:
+                self._failures += 1
+                self.counters.fall_back(f"planning failed: {type(error).__name__}", error)
+                self.prefixes.forget()
         if mode.is_decode():
             self.counters.count_step(self._next[0])
+        elif prefill is not None:
+            self.counters.count_prefill(prefill.covered)
+        return prefill
+
+    def _plan_decode(self, reqs: Sequence[Req]) -> tuple[Plan, tuple[PrefixGroup, ...]]:
+        if len(reqs) > self.max_rows:
+            self.counters.fall_back(f"more than {self.max_rows} requests in a batch")
+            return NO_GROUPS
+        return self.prefixes.before_decode(reqs)
+
+    def _plan_prefill(
+        self, reqs: Sequence[Req], running: Sequence[Req], prefix_lens: Sequence[int], new_tokens: Sequence[int]
+    ) -> PrefillPlan | None:
+        affordable = self._expanded_by_sglang(prefix_lens)
+        self.prefixes.before_prefill(reqs, running, affordable)
+        parts = self.prefixes.expanded_parts(reqs, prefix_lens, new_tokens, always=affordable > 0)
+        if not self._can_prefill(prefix_lens, [part.tokens for part in parts]):
+            return None
+        return PrefillPlan.make(parts, new_tokens, self._attention, self._layer_index, self._attention_rows)
+
+    def _expanded_by_sglang(self, prefix_lens: Sequence[int]) -> int:
+        """Cached tokens that SGLang itself would expand in a prefill step."""
+        return 0
+
+    def _can_prefill(self, prefix_lens: Sequence[int], covered: Sequence[int]) -> bool:
+        """Whether the stock backend can attend to what the expanded parts leave, and give its lse."""
+        return False
 
     def weights_change(self) -> None:
         """The model's weights are about to change."""
@@ -216,10 +256,16 @@ class HybridMLABackend:
 
     def _make_attention(self, query_dtype: torch.dtype) -> PrefixAttention | None:
         """Attention over the buffers. Every kernel runs once here: it compiles, and shows that it can."""
-        buffers = self._buffers
+        buffers, tiles = self._buffers, self.cost.rates.naive_tiles
         try:
-            attention = make_prefix_attention(buffers, max_rows=self.max_rows, heads=self._heads, device=buffers.device)
-            for rows in {1, self.max_rows}:
+            attention = make_prefix_attention(
+                buffers,
+                max_rows=self._attention_rows,
+                heads=self._heads,
+                device=buffers.device,
+                tiles=next((tiles[name] for name in tiles if STORAGE_DTYPES[name] == buffers.dtype), ()),
+            )
+            for rows in {1, self._attention_rows}:
                 q_nope, q_rope, out = (
                     torch.zeros(rows, self._heads, dim, dtype=query_dtype, device=buffers.device)
                     for dim in (buffers.qk_nope_head_dim, buffers.qk_rope_head_dim, buffers.v_head_dim)
@@ -248,7 +294,7 @@ class HybridMLABackend:
             return None
         per_chunk = ExpandedBuffers.bytes_per_chunk(**sizes)
         workspace = workspace_bytes(
-            max_rows=self.max_rows,
+            max_rows=self._attention_rows,
             heads=self._heads,
             v_head_dim=dims.v_head_dim,
             chunks=self.budget_bytes // per_chunk,

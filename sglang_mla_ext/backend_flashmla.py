@@ -7,6 +7,7 @@ has no shared attention.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from sglang.kernels.ops.attention.utils import create_flashmla_kv_indices_triton
 from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend, FlashMLADecodeMetadata
 
 from sglang_mla_ext.backend import HybridMLABackend
+from sglang_mla_ext.kernels.merge import LN2
 from sglang_mla_ext.limits import PAGE_SIZE
 
 if TYPE_CHECKING:
@@ -62,6 +64,23 @@ class FlashMLAHybridBackend(HybridMLABackend, FlashMLABackend):
             self.cuda_graph_mla_metadata[:parts], self.cuda_graph_num_splits[: rows + 1], table
         )
 
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """SGLang's, with its lse as a natural logarithm: FlashInfer's is base 2, and SGLang 0.5.17 merges the parts of
+        a long prefix as if it were not (sgl-project/sglang#40903)."""
+        result = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        if isinstance(result, tuple):
+            out, lse2 = result
+            return out, lse2.mul_(LN2)
+        return result
+
     def forward_decode(
         self,
         q: torch.Tensor,
@@ -90,6 +109,13 @@ class FlashMLAHybridBackend(HybridMLABackend, FlashMLABackend):
         )  # out [rows, 1, heads, kv_lora_rank], lse [rows, heads, 1] natural log
         self.attend_shared(q.squeeze(1), lse.squeeze(-1), layer)
         return out.view(rows, -1)
+
+    def _expanded_by_sglang(self, prefix_lens: Sequence[int]) -> int:
+        total = sum(prefix_lens)
+        return total if total >= self._layers[0].chunked_prefix_cache_threshold else 0
+
+    def _can_prefill(self, prefix_lens: Sequence[int], covered: Sequence[int]) -> bool:
+        return self.enable_chunk_kv
 
     def _plan_tails(self, forward_batch: ForwardBatch, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Fill the page table `[rows, pages]` and `_tail_lens` from the plan; FlashMLA's schedule for them."""

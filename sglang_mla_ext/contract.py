@@ -76,6 +76,24 @@ CONTRACT = (
         ("self", "q", "latent_cache"),
         "the query before it is absorbed",
     ),
+    Use(
+        "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha.DeepseekMHAForwardMixin"
+        "._chunked_prefix_attn_mha",
+        ("self", "q", "accum_output", "accum_lse", "forward_batch"),
+        "prefill over expanded prefixes",
+    ),
+    Use(
+        "sglang.srt.model_executor.forward_batch_deepseek_mha_mixin.ForwardBatchDeepSeekMHAMixin"
+        ".prepare_chunked_prefix_cache_info",
+        ("self", "device"),
+        "what prefill is left with: prefix_chunk_starts, prefix_chunk_starts_cpu, extend_prefix_lens",
+    ),
+    Use(
+        "sglang.srt.model_executor.forward_batch_deepseek_mha_mixin.ForwardBatchDeepSeekMHAMixin"
+        ".prepare_chunked_kv_indices",
+        ("self", "device"),
+        "the same",
+    ),
     Use("sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA", None, "kv_a_layernorm, kv_b_proj, o_proj, dimensions"),
     Use("sglang.srt.mem_cache.radix_cache.TreeNode", None, "parent, key, lock_ref"),
     Use("sglang.srt.mem_cache.radix_cache.RadixCache._split_node", ("self", "key", "child", "split_len"), "see docs"),

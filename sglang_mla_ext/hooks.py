@@ -10,7 +10,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from sglang_mla_ext import BACKEND_NAME, contract
+from sglang_mla_ext import BACKEND_NAME, contract, prefill
 from sglang_mla_ext.observe import Metrics
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
 
@@ -74,9 +74,16 @@ def install() -> None:
         from sglang_mla_ext.cpu.backend import after_support_triton
 
         after[f"{_SRT}.utils.common.support_triton"] = after_support_triton
-    for target, hook in after.items():
-        HookRegistry.register(target, hook, HookType.AFTER)
-        _hooked[target] = hook
+    around = {
+        f"{_SRT}.model_executor.forward_batch_deepseek_mha_mixin"
+        ".ForwardBatchDeepSeekMHAMixin.prepare_chunked_prefix_cache_info": prefill.around_chunk_info,
+        f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mha"
+        ".DeepseekMHAForwardMixin._chunked_prefix_attn_mha": prefill.around_prefix_attention,
+    }
+    for hooks, kind in ((after, HookType.AFTER), (around, HookType.AROUND)):
+        for target, hook in hooks.items():
+            HookRegistry.register(target, hook, kind)
+            _hooked[target] = hook
 
 
 def assert_installed() -> None:
@@ -146,7 +153,14 @@ def after_forward_batch(
 ) -> None:
     if worker.backend is None or worker.scheduler is None or model_runner.is_draft_worker:
         return
-    worker.backend.before_forward(forward_batch.forward_mode, batch.reqs, worker.scheduler.running_batch.reqs)
+    plan = worker.backend.before_forward(
+        forward_batch.forward_mode,
+        batch.reqs,
+        worker.scheduler.running_batch.reqs,
+        forward_batch.extend_prefix_lens_cpu or (),
+        forward_batch.extend_seq_lens_cpu or (),
+    )
+    setattr(forward_batch, prefill.ATTRIBUTE, plan)
     _publish_metrics()
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_mla_ext import prefill
+
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
@@ -20,12 +22,19 @@ if TYPE_CHECKING:
 
 
 def forward_method(attention: DeepseekV2AttentionMLA, forward_batch: Any) -> Any:
-    """Which of the layer's forward methods a phase takes: FlashMLA's choice, or always absorb on the CPU."""
-    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry, AttnForwardMethod
+    """Which of the layer's forward methods a phase takes: keys per head, in chunks, for prefill over expanded prefixes.
 
+    Otherwise FlashMLA's choice, and always absorb on the CPU.
+    """
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+
+    # A captured prefill graph has absorb in it and asks for nothing else.
+    captured = handlers.is_in_tc_piecewise_cuda_graph() or handlers.is_in_breakable_cuda_graph()
+    if prefill.plan_of(forward_batch) is not None and not captured:
+        return handlers.AttnForwardMethod.MHA_CHUNKED_KV
     if not torch.cuda.is_available():
-        return AttnForwardMethod.MLA
-    return AttentionBackendRegistry.get_handler("flashmla")(attention, forward_batch)
+        return handlers.AttnForwardMethod.MLA
+    return handlers.AttentionBackendRegistry.get_handler("flashmla")(attention, forward_batch)
 
 
 def after_split_q(result: tuple[torch.Tensor, ...], attention: DeepseekV2AttentionMLA, *args: Any) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,6 +23,8 @@ class Counters:
     Attributes:
         steps_naive: decode steps in which at least one group attended to an expanded prefix.
         steps_absorb: decode steps of plain absorb only.
+        prefills_naive: prefill steps in which at least one request attended to an expanded prefix.
+        prefill_tokens_saved: cached tokens that such steps did not expand again, summed over requests.
         expansions: prefixes expanded.
         evictions: expansions dropped, for whatever reason.
         fallbacks: by reason, how often something was done by plain absorb that was meant to be naive.
@@ -33,6 +35,8 @@ class Counters:
 
     steps_naive: int = 0
     steps_absorb: int = 0
+    prefills_naive: int = 0
+    prefill_tokens_saved: int = 0
     expansions: int = 0
     evictions: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
@@ -51,6 +55,11 @@ class Counters:
             self.max_group_size = max(self.max_group_size, len(group.rows))
             self.shared_tokens_read += tokens
             self.shared_tokens_saved += tokens * (len(group.rows) - 1)
+
+    def count_prefill(self, covered: Sequence[int]) -> None:
+        """Count one prefill step with expanded parts, `covered` tokens of each request."""
+        self.prefills_naive += 1
+        self.prefill_tokens_saved += sum(covered)
 
     def fall_back(self, reason: str, error: BaseException | None = None) -> None:
         """Count a fall-back; the first of each reason is logged."""

@@ -6,12 +6,13 @@ tested anywhere.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext import BACKEND_NAME, prefill
 from sglang_mla_ext.backend import HybridMLABackend
 from sglang_mla_ext.kernels import reference
 
@@ -27,6 +28,25 @@ class TorchHybridBackend(HybridMLABackend, TorchNativeAttnBackend):
         super().init_forward_metadata(forward_batch)
         decode = forward_batch.forward_mode.is_decode()
         self._hybrid = decode and self.write_plan(forward_batch.batch_size) and bool(self._written.groups)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """SGLang's absorb, or with keys per head the new tokens of each request among themselves, and their lse."""
+        if prefill.plan_of(forward_batch) is None:
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        lens = forward_batch.extend_seq_lens_cpu
+        parts = [
+            reference.causal(*tensors, layer.scaling)
+            for tensors in zip(q.split(lens), k.split(lens), v.split(lens), strict=True)
+        ]
+        return torch.cat([out for out, _ in parts]).to(q.dtype), torch.cat([lse for _, lse in parts]).float()
 
     def forward_decode(
         self,
@@ -48,6 +68,10 @@ class TorchHybridBackend(HybridMLABackend, TorchNativeAttnBackend):
         out, lse = reference.absorb(q_absorbed, q_rope, latent_rows, tail_lens, layer.scaling)
         self.attend_shared(q, lse.float(), layer)
         return out.to(q.dtype).view(rows, -1)
+
+    def _can_prefill(self, prefix_lens: Sequence[int], covered: Sequence[int]) -> bool:
+        """Nothing may be left: SGLang has no CPU version of its loop over the rest."""
+        return list(prefix_lens) == list(covered)
 
     def _tails(self, layer: RadixAttention, forward_batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """The latent rows `[rows, longest tail, 576]` of the private tails, zero padded, and their lengths `[rows]`."""

@@ -18,7 +18,7 @@ import json
 import logging
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from importlib.resources import files
 from pathlib import Path
@@ -164,12 +164,15 @@ class GpuRates:
         name: as people call it.
         l2_bytes: second-level cache; shared latent rows that fit are read from memory once, whoever asks.
         source: what was measured, when and how, or what the numbers are derived from.
+        naive_tiles: by storage of the expanded prefix (`bf16`, `fp8_e4m3`), the naive kernel's fastest tiles, that for
+            the fewest rows first; each has the fields of the kernel's `Tile`. Empty where none were measured.
     """
 
     name: str
     l2_bytes: int
     modes: Mapping[Mode, ModeRates]
     source: str
+    naive_tiles: Mapping[str, tuple[Mapping[str, int], ...]] = field(default_factory=dict)
 
     @classmethod
     def from_json(cls, name_or_path: str | Path) -> GpuRates:
@@ -196,6 +199,10 @@ class GpuRates:
             l2_bytes=int(config["l2_bytes"]),
             modes={mode: mode_rates(config["modes"][mode.value]) for mode in Mode},
             source=str(config["source"]),
+            naive_tiles={
+                storage: tuple({name: int(value) for name, value in tile.items()} for tile in tiles)
+                for storage, tiles in config["modes"][Mode.NAIVE.value].get("tiles", {}).items()
+            },
         )
 
 

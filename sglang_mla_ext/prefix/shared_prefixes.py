@@ -7,8 +7,9 @@ thread, between two forward passes.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_mla_ext.kernels.layout import CHUNK_TOKENS
 from sglang_mla_ext.kernels.schedule import PrefixGroup
@@ -28,6 +29,16 @@ logger = logging.getLogger(__name__)
 
 EXPAND_BLOCK_TOKENS = 4 * CHUNK_TOKENS
 """Tokens expanded by one product: bounds the temporary result, 64 MiB at 128 heads in BF16."""
+
+
+class ExpandedPart(NamedTuple):
+    """The first `tokens` tokens of a prefix, expanded in these chunks."""
+
+    tokens: int
+    chunks: tuple[int, ...]
+
+
+NOTHING_EXPANDED = ExpandedPart(0, ())
 
 
 def gain_of(options: HybridMLAOptions, cost: CostModel) -> Gain:
@@ -81,16 +92,53 @@ class SharedPrefixes:
         """Give it the tree, which SGLang builds after the attention backend."""
         self._tree = tree
 
-    def before_prefill(self, reqs: Sequence[Req], running: Sequence[Req]) -> None:
+    def before_prefill(self, reqs: Sequence[Req], running: Sequence[Req], affordable: int = 0) -> None:
         """Start or continue expanding what the requests of a prefill step share among themselves and with others.
 
         Args:
             reqs: requests of the step.
             running: requests that are decoding.
+            affordable: tokens that SGLang would expand for this step alone. So many may be expanded at once for those
+                of `reqs` that share them, where there is room: that takes no longer, and serves the step itself.
         """
-        if self._tree is not None:
-            self.release_unheld()
-            self._expand_for([*running, *reqs])
+        if self._tree is None:
+            return
+        self.release_unheld()
+        self._expand_for([*running, *reqs])
+        if affordable:
+            shared = self._wanted(reqs, lambda group_size, tokens: float((group_size - 1) * tokens))
+            self._expanding |= self._expand(shared, affordable, optional=True)
+
+    def expanded_parts(
+        self, reqs: Sequence[Req], prefix_lens: Sequence[int], new_tokens: Sequence[int], *, always: bool
+    ) -> list[ExpandedPart]:
+        """What a prefill step can attend to in expanded form, for each request.
+
+        Args:
+            prefix_lens: `[requests]` tokens of each request that are cached.
+            new_tokens: `[requests]` tokens of each request that the step computes.
+            always: use whatever is expanded; otherwise only where it saves time over plain absorb.
+        """
+        if self._tree is None:
+            return [NOTHING_EXPANDED] * len(reqs)
+        covered = self._pool.lookup(self._tree.path)
+        parts = []
+        rows: Counter[ExpandedPart] = Counter()
+        for path, prefix_len, count in zip(self._tree.paths(reqs), prefix_lens, new_tokens, strict=True):
+            tokens, expansion = max(
+                (covered[step.node] for step in path if step.node in covered),
+                key=lambda found: found[0],
+                default=(0, None),
+            )
+            tokens = min(tokens, prefix_len)
+            if expansion is None or tokens < self._options.min_prefix_len:
+                parts.append(NOTHING_EXPANDED)
+                continue
+            parts.append(ExpandedPart(tokens, tuple(expansion.chunks)))
+            rows[parts[-1]] += count
+        if always:
+            return parts
+        return [part if self._gain(rows[part], part.tokens) > 0 else NOTHING_EXPANDED for part in parts]
 
     def before_decode(self, reqs: Sequence[Req]) -> tuple[Plan, tuple[PrefixGroup, ...]]:
         """Plan a decode step.
@@ -145,20 +193,30 @@ class SharedPrefixes:
         )
 
     def _expand_for(self, reqs: Sequence[Req]) -> None:
-        """Advance expansions, by at most `expand_tokens_per_step` tokens in all, most worthwhile first."""
-        wanted = plan_groups(self._tree.paths(reqs), self._gain, min_prefix_len=self._options.min_prefix_len).groups
-        ranked = sorted(wanted, key=lambda group: (-self._gain(len(group.rows), group.end) / group.end, group.rows))
-        self._make_room(ranked)
-        left = self._options.expand_tokens_per_step
-        for group in ranked:
+        """Make room for what these requests share, and advance its expansion."""
+        wanted = self._wanted(reqs, self._gain)
+        self._make_room(wanted)
+        self._expanding = self._expand(wanted, self._options.expand_tokens_per_step)
+
+    def _wanted(self, reqs: Sequence[Req], gain: Gain) -> list[Group]:
+        """What the requests share and is worth expanding, most worthwhile first."""
+        groups = plan_groups(self._tree.paths(reqs), gain, min_prefix_len=self._options.min_prefix_len).groups
+        return sorted(groups, key=lambda group: (-gain(len(group.rows), group.end) / group.end, group.rows))
+
+    def _expand(self, wanted: Sequence[Group], most: int, *, optional: bool = False) -> bool:
+        """Advance expansions by at most `most` tokens in all; whether any was. One that is not optional and finds no
+        memory is counted."""
+        left = most
+        for group in wanted:
             path = self._tree.path(group.node)
             minimum = min(self._options.min_prefix_len, group.end)
             expansion = self._pool.reserve(path, group.end, self._tree.path, minimum=minimum)
             if expansion is None:
-                self._counters.fall_back("prefix memory full")
+                if not optional:
+                    self._counters.fall_back("prefix memory full")
             elif not expansion.complete and left > 0:
                 left -= self._advance(expansion, left)
-        self._expanding = left < self._options.expand_tokens_per_step
+        return left < most
 
     def _make_room(self, wanted: Sequence[Group]) -> None:
         """Where memory is short, drop expansions that serve none of the wanted groups."""

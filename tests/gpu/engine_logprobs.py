@@ -1,6 +1,8 @@
 """Greedy tokens and their log-probabilities from one SGLang engine, as JSON; a process of its own for each backend.
 
-python engine_logprobs.py MODEL BACKEND OUT PREFIX_TOKENS BATCH NEW_TOKENS
+python engine_logprobs.py MODEL BACKEND OUT PREFIX_TOKENS BATCH NEW_TOKENS [uncached]
+
+With `uncached` every request computes its whole prompt: nothing is merged in prefill.
 """
 
 import json
@@ -16,6 +18,7 @@ def main() -> None:
     arguments = {"page_size": 64} if backend == "flashmla" else {}
     engine = sglang.Engine(
         model_path=model,
+        disable_radix_cache="uncached" in sys.argv,
         attention_backend=backend,
         skip_tokenizer_init=True,
         mem_fraction_static=0.5,

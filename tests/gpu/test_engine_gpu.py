@@ -26,10 +26,10 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-def answers(model: Path, backend: str, out: Path) -> dict:
+def answers(model: Path, out: Path, backend: str, *options: str) -> dict:
     script = Path(__file__).parent / "engine_logprobs.py"
     sizes = [str(PREFIX), str(BATCH), str(NEW_TOKENS)]
-    subprocess.run([sys.executable, script, model, backend, out, *sizes], check=True)
+    subprocess.run([sys.executable, script, model, backend, out, *sizes, *options], check=True)
     return json.loads(out.read_text())
 
 
@@ -44,20 +44,30 @@ def differences(a: dict, b: dict) -> list[float]:
     return found
 
 
-def test_log_probabilities_match_flashmla(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probabilities_match_those_of_prompts_computed_whole(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The truth is FlashMLA without a prefix cache; FlashInfer without one shows what BF16 rounding does to it."""
     monkeypatch.setenv("SGLANG_HYBRID_MLA_MODE", "naive")
-    stock = answers(model, "flashmla", tmp_path / "flashmla.json")
-    other = answers(model, "flashinfer", tmp_path / "flashinfer.json")
-    hybrid = answers(model, "hybrid_mla", tmp_path / "hybrid.json")
+    truth = answers(model, tmp_path / "truth", "flashmla", "uncached")
+    found = {
+        "flashinfer, uncached": answers(model, tmp_path / "flashinfer", "flashinfer", "uncached"),
+        "flashmla": answers(model, tmp_path / "flashmla", "flashmla"),
+        "hybrid_mla": answers(model, tmp_path / "hybrid", "hybrid_mla"),
+    }
+    monkeypatch.setenv("SGLANG_HYBRID_MLA_PREFIX_DTYPE", "fp8_e4m3")
+    found["hybrid_mla, FP8 prefix"] = answers(model, tmp_path / "fp8", "hybrid_mla")
 
-    counters = hybrid["info"]["counters"]
-    assert counters["steps_naive"] > NEW_TOKENS // 2
-    assert counters["max_group_size"] == BATCH
-    assert counters["fallbacks"] == {}
-
-    ours, yardstick = differences(stock, hybrid), differences(stock, other)
-    print(f"compared {len(ours)} of {BATCH * NEW_TOKENS} tokens: mean {mean(ours):.5f} max {max(ours):.4f}")
-    print(f"flashinfer against flashmla: {len(yardstick)} tokens: mean {mean(yardstick):.5f} max {max(yardstick):.4f}")
-    # BF16 rounding as two stock backends show it between them; the random model is not smooth: twice that is allowed.
+    apart = {name: differences(truth, answer) for name, answer in found.items()}
+    for name, values in apart.items():
+        print(f"{name}: {len(values)} of {BATCH * NEW_TOKENS} tokens, mean {mean(values):.5f}, max {max(values):.4f}")
+    for name in ("hybrid_mla", "hybrid_mla, FP8 prefix"):
+        counters = found[name]["info"]["counters"]
+        assert counters["steps_naive"] > NEW_TOKENS // 2
+        assert counters["prefill_tokens_saved"] >= BATCH * (PREFIX // 64 * 64)
+        assert counters["max_group_size"] == BATCH
+        assert counters["fallbacks"] == {}
+    # The random model is not smooth: twice the rounding of two stock backends is allowed.
+    yardstick, ours = apart["flashinfer, uncached"], apart["hybrid_mla"]
     assert len(ours) > 0.5 * len(yardstick)
     assert mean(ours) < 2 * mean(yardstick) + 1e-3

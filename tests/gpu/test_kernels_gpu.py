@@ -1,4 +1,5 @@
-"""The kernels in BF16 on a Hopper GPU against the reference in float64, at DeepSeek-V3's dimensions.
+"""The kernels in BF16 on a Hopper GPU against the reference in float64, at DeepSeek-V3's dimensions; attention with the
+kernel for Hopper and with the one for any GPU.
 
 Bound: FlashMLA's, 4e-3 in relative L2 and 5e-6 in cosine distance; what is rounded to BF16 is the inputs (exactly as in
 the reference), the softmax weights and the merged result. The lse is rounded nowhere: 2e-5. Whatever no kernel may read
@@ -13,7 +14,7 @@ import pytest
 import torch
 from triton.testing import do_bench_cudagraph
 
-from sglang_mla_ext.kernels import reference
+from sglang_mla_ext.kernels import naive_prefix, naive_prefix_hopper, reference
 from sglang_mla_ext.kernels.dispatch import make_prefix_attention
 from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, ExpandedBuffers
 from sglang_mla_ext.kernels.prefix_attention import TritonPrefixAttention
@@ -96,8 +97,13 @@ class Problem:
     def randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator, device="cuda", dtype=torch.float32).to(torch.bfloat16)
 
-    def attention(self) -> TritonPrefixAttention:
-        attention = make_prefix_attention(self.buffers, max_rows=self.case.rows, heads=self.case.heads, device="cuda")
+    def attention(self, portable: bool = False) -> TritonPrefixAttention:
+        sizes = dict(max_rows=self.case.rows, heads=self.case.heads)
+        if portable:
+            attention = TritonPrefixAttention(self.buffers, portable=True, **sizes)
+        else:
+            attention = make_prefix_attention(self.buffers, device="cuda", **sizes)
+        assert attention._kernel is (naive_prefix if portable else naive_prefix_hopper)
         attention._partial_out.fill_(NAN)
         attention._partial_lse2.fill_(NAN)
         return attention
@@ -134,10 +140,15 @@ def results(problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.full_like(problem.tail_out, NAN), torch.full_like(problem.tail_lse, NAN)
 
 
+@pytest.fixture(params=[False, True], ids=["hopper", "portable"])
+def portable(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
 @pytest.mark.parametrize("case", list(cases()), ids=str)
-def test_prefix_and_tail_equal_reference(case: Case) -> None:
+def test_prefix_and_tail_equal_reference(case: Case, portable: bool) -> None:
     problem = Problem(case)
-    attention = problem.attention()
+    attention = problem.attention(portable)
     attention.plan(problem.groups)
     out, lse = results(problem)
     run_and_merge(attention, problem, out, lse)
@@ -151,8 +162,8 @@ def test_prefix_and_tail_equal_reference(case: Case) -> None:
     read = 2 * (case.heads * (DN + DV) + DR) * sum(length for _, length in pairs)
     found = reference.errors(out, expected[0])
     print(
-        f"\n{case}: naive {ms * 1e3:.1f} us, {flops / ms / 1e9:.0f} TFLOPS, {read / ms / 1e6:.0f} GB/s; "
-        f"merge {merge_ms * 1e3:.1f} us; rel_l2 {found.rel_l2:.1e}, "
+        f"\n{case}: naive{' portable' * portable} {ms * 1e3:.1f} us, {flops / ms / 1e9:.0f} TFLOPS, "
+        f"{read / ms / 1e6:.0f} GB/s; merge {merge_ms * 1e3:.1f} us; rel_l2 {found.rel_l2:.1e}, "
         f"max_rel {found.max_rel:.1e}, cos {found.cos_dist:.1e}"
     )
 
@@ -167,9 +178,9 @@ def test_merge_in_place_of_the_tail() -> None:
     assert_equal(problem.tail_out, problem.tail_lse, expected)
 
 
-def test_empty_plan_leaves_the_tails_and_takes_no_time() -> None:
+def test_empty_plan_leaves_the_tails_and_takes_no_time(portable: bool) -> None:
     problem = Problem(Case((128,), (300,), heads=128))
-    attention = problem.attention()
+    attention = problem.attention(portable)
     attention.plan([])
     out, lse = results(problem)
     run_and_merge(attention, problem, out, lse)
@@ -180,9 +191,9 @@ def test_empty_plan_leaves_the_tails_and_takes_no_time() -> None:
     assert ms < 0.02
 
 
-def test_captured_graph_follows_later_plans() -> None:
+def test_captured_graph_follows_later_plans(portable: bool) -> None:
     problem = Problem(Case((40, 3, 9), (3000, 300, 700), heads=32, alone=4))
-    attention = problem.attention()
+    attention = problem.attention(portable)
     attention.plan([])
     out, lse = results(problem)
     run_and_merge(attention, problem, out, lse)  # compiles

@@ -12,8 +12,6 @@ import sys
 
 import pytest
 
-from sglang_mla_ext.kernels import naive_prefix
-
 SHARED_MEMORY_PER_SM = 228 * 1024
 REGISTERS_PER_SM = 64 * 1024
 RESERVED_PER_CTA = 1024  # shared memory that the driver keeps of each CTA
@@ -61,15 +59,17 @@ dn, dr, dv, rank = 128, 64, 128, 512
 queries = dict(q_nope_ptr="*bf16", q_rope_ptr="*bf16")
 results = dict(work_ptr="*i32", partial_out_ptr="*fp32", partial_lse2_ptr="*fp32")
 
-def compile_naive(tile):
+def compile_naive(tile, dtype):
     found = compile_for_hopper(
         naive_prefix.naive_prefix_kernel,
         queries
         | results
         | dict(
-            k_nope_desc=f"tensordesc<bf16[{tile.block_keys},{dn}]>",
+            k_nope_desc=f"tensordesc<{dtype}[{tile.block_keys},{dn}]>",
             k_rope_desc=f"tensordesc<bf16[{tile.block_keys},{dr}]>",
-            v_t_desc=f"tensordesc<bf16[{dv},{tile.block_keys}]>",
+            v_t_desc=f"tensordesc<{dtype}[{dv},{tile.block_keys}]>",
+            k_scale_ptr="*fp32",
+            v_scale_ptr="*fp32",
             scale_log2e="fp32",
         )
         | dict.fromkeys("heads items_offset q_nope_row q_nope_head q_rope_row q_rope_head".split(), "i32"),
@@ -132,12 +132,17 @@ merged = compile_for_hopper(
          WRITE_LSE=False, LN2=merge.LN2, LOG2E=merge.LOG2E),
     num_warps=4,
 )
-naive = {f"naive{tile.block_rows}": compile_naive(tile) for tile in naive_prefix.TILES}
+dtypes = dict(bf16=naive_prefix.torch.bfloat16, fp8e4nv=FP8)
+naive = {
+    f"naive{tile.block_rows}_{name}": compile_naive(tile, name)
+    for name, dtype in dtypes.items()
+    for tile in naive_prefix.tiles_of(dtype)
+}
 expand = dict(expand_bf16=compile_expand("bf16"), expand_fp8=compile_expand("fp8e4nv"))
 hopper = {
     f"hopper{tile.block_rows}_{name}": compile_hopper(tile, name)
-    for name, dtype in (("bf16", naive_prefix_hopper.torch.bfloat16), ("fp8e4nv", FP8))
-    for tile in naive_prefix_hopper.TILES[dtype]
+    for name, dtype in dtypes.items()
+    for tile in naive_prefix_hopper.tiles_of(dtype)
 }
 json.dump(naive | hopper | expand | dict(merge=merged), sys.stdout)
 """
@@ -159,9 +164,8 @@ def compiled(tmp_path_factory) -> dict:
     return result
 
 
-NAIVE = [f"naive{tile.block_rows}" for tile in naive_prefix.TILES]
-HOPPER = [f"hopper{rows}_{dtype}" for rows in (64, 128) for dtype in ("bf16", "fp8e4nv")]
-PRODUCTS = [*NAIVE, *HOPPER, "expand_bf16", "expand_fp8"]
+NAIVE = [f"{name}{rows}_{dtype}" for name in ("naive", "hopper") for rows in (64, 128) for dtype in ("bf16", "fp8e4nv")]
+PRODUCTS = [*NAIVE, "expand_bf16", "expand_fp8"]
 
 
 @pytest.mark.parametrize("kernel", PRODUCTS)

@@ -88,6 +88,19 @@ def test_requests_join_and_leave(stock: Server, hybrid: Server) -> None:
     assert counted.steps_naive > 0
 
 
+def test_later_requests_use_the_expanded_prefix_in_their_prefill(stock: Server, hybrid: Server) -> None:
+    """Requests of several lengths join two that run; one of them shares only half of the prefix."""
+    half = SYSTEM[: len(SYSTEM) // 2] + "What is a garden? " * 9
+    early = [Chat(SYSTEM, question(i), max_tokens=60) for i in range(2)]
+    late = [Chat(SYSTEM, question(i) * (i - 1), max_tokens=12, delay_s=0.5) for i in range(2, 6)]
+    hybrid.flush()
+    hybrid.ask(Chat(SYSTEM, "Hello", 1))
+    with counting(hybrid) as counted:
+        actual = hybrid.ask(*early, *late, Chat(half, question(9), 12, delay_s=0.5))
+    assert_same(actual, stock.ask(*early, *late, Chat(half, question(9), 12)))
+    assert counted.prefills_naive > 0 and counted.prefill_tokens_saved > 4 * 200
+
+
 def test_an_aborted_request_harms_nobody(stock: Server, hybrid: Server) -> None:
     chats = [Chat(SYSTEM, question(i), max_tokens=40) for i in range(4)]
 

@@ -159,7 +159,7 @@ def test_rows_outside_of_what_graphs_have_shared_attention_for(make: Any, rows: 
 def test_finished_requests_do_not_take_part_in_prefill(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = make()
     seen = []
-    monkeypatch.setattr(backend.prefixes, "before_prefill", lambda reqs, running: seen.append((reqs, running)))
+    monkeypatch.setattr(backend.prefixes, "before_prefill", lambda reqs, running, most: seen.append((reqs, running)))
     running = requests(2)
     running[0].finished = lambda: True
     backend.before_forward(EXTEND, requests(1), running)

@@ -152,6 +152,59 @@ def test_never_without_a_tree(tree: Any) -> None:
     assert prefixes.before_decode(requests) == (Plan(2), ())
 
 
+# -- for prefill itself ------------------------------------------------------------------------------------------------
+
+
+def parts_of(server: Server, *requests: Any, new_tokens: int = 9, always: bool = True) -> list[int]:
+    """Tokens of each request's prompt that a prefill step would find expanded, checked against the tree."""
+    lens = [len(request.slots) for request in requests]
+    parts = server.prefixes.expanded_parts(requests, lens, [new_tokens] * len(requests), always=always)
+    for request, part in zip(requests, parts, strict=True):
+        held = [divmod(token, CHUNK_TOKENS) for token in range(part.tokens)]
+        contents = [server.expander.memory[part.chunks[chunk], offset] for chunk, offset in held]
+        assert contents == [server.tree.rows[slot] for slot in request.slots[: part.tokens].tolist()]
+    return [part.tokens for part in parts]
+
+
+def test_prefill_may_expand_at_once_what_sglang_would_expand_for_each_request(tree: Any) -> None:
+    """Also where decode would not gain from it, and then every request of the step uses it."""
+    server = Server(tree, mode="auto", expand_tokens_per_step=64)
+    requests = [tree.run("systemprompt-" + letter) for letter in "ab"]
+    server.prefixes.before_prefill(requests, [])
+    assert parts_of(server, *requests) == [0, 0] and server.expander.taken() == 0
+    server.prefixes.before_prefill(requests, [], affordable=2 * 13 * PAGE)
+    assert server.expander.taken() == 13 * PAGE
+    assert parts_of(server, *requests) == [13 * PAGE] * 2
+    lone = tree.run("systemprompt")
+    assert parts_of(server, *requests, lone, tree.run("else")) == [13 * PAGE] * 2 + [12 * PAGE, 0]
+
+
+def test_prefill_uses_no_more_than_is_cached_for_the_request(tree: Any) -> None:
+    server = Server(tree)
+    requests = [tree.run("systemprompt-" + letter) for letter in "ab"]
+    server.prefixes.before_prefill(requests, [])
+    parts = server.prefixes.expanded_parts(requests, [5 * PAGE + 3, 0], [1, 1], always=True)
+    assert [part.tokens for part in parts] == [5 * PAGE + 3, 0]
+
+
+def test_prefill_that_would_gain_nothing_is_plain(tree: Any) -> None:
+    server = Server(tree, mode="auto")
+    requests = [tree.run("systemprompt-" + letter) for letter in "ab"]
+    server.prefixes.before_prefill(requests, [], affordable=10**6)
+    assert parts_of(server, *requests, new_tokens=1, always=False) == [0, 0]
+    assert parts_of(server, *requests, new_tokens=500, always=False) == [13 * PAGE] * 2
+
+
+def test_optional_expansion_makes_no_room_and_counts_no_failure(tree: Any) -> None:
+    server = Server(tree, chunks=4)  # 16 pages
+    running = [tree.run("systemprompt-" + letter) for letter in "ab"]
+    server.decode(*running)
+    newcomers = [tree.run("other" + letter) for letter in "ab"]
+    server.prefixes.before_prefill(newcomers, running, affordable=10**6)
+    assert parts_of(server, *running) == [13 * PAGE] * 2
+    assert sum(server.counters.fallbacks.values()) <= 1  # decode's own wish, not that of prefill again
+
+
 # -- how fast ----------------------------------------------------------------------------------------------------------
 
 

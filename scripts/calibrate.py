@@ -1,0 +1,377 @@
+"""Measure the rates of a GPU for the cost model (configs/gpus), and check what the cost model chooses with them.
+
+    python scripts/calibrate.py --out configs/gpus/h200.json
+    python scripts/calibrate.py --check --out-records benchmarks/results/planner.jsonl
+
+A rate is the median over a few cases that it bounds, each the median time of a CUDA graph of one call, L2 flushed
+before each. The naive kernel's tiles are the fastest of a few. `--check` times every mode on a grid of cases and
+compares the one that the cost model takes with the fastest (check_planner.py). DeepSeek-V3's dimensions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from functools import partial
+from operator import truediv
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from bench_attention import DTYPES, attempt, free_memory, measure, shared_attention
+from check_planner import DIMS, STORAGE, TAIL, Tiles, check, tile_of
+from rival_attention import DV, Case, flashmla_bf16, flashmla_fp8
+from tabulate import tabulate
+
+from sglang_mla_ext.kernels.naive_prefix import Tile
+from sglang_mla_ext.prefix.cost_model import (
+    FALLBACK_GPU,
+    CostModel,
+    GpuRates,
+    Mode,
+    ModeRates,
+    rates_for,
+    read_config,
+)
+from sglang_mla_ext.results import commit, package_version
+
+LONG, SHORTER, SHORT = 26472, 7069, 1024  # tokens
+
+# By dtype: for up to 64 rows, then for more; the first of each is the default, which the others must agree with. Only
+# tiles of which a multiprocessor runs 128 rows at once, as the servers' memory estimate expects, or fewer.
+CANDIDATES = {
+    "bf16": (
+        (
+            Tile(block_rows=64, block_keys=64, num_stages=2, ctas_per_sm=2),
+            Tile(block_rows=64, block_keys=32, num_stages=4, ctas_per_sm=2),
+            Tile(block_rows=64, block_keys=64, num_stages=4),
+            Tile(block_rows=64, block_keys=128, num_stages=2),
+        ),
+        (
+            Tile(block_rows=128, block_keys=128, num_stages=2),
+            Tile(block_rows=128, block_keys=64, num_stages=4),
+            Tile(block_rows=64, block_keys=64, num_stages=2, ctas_per_sm=2),
+        ),
+    ),
+    "fp8": (
+        (
+            Tile(block_rows=64, block_keys=128, num_stages=2, ctas_per_sm=2),
+            Tile(block_rows=64, block_keys=64, num_stages=4, ctas_per_sm=2),
+            Tile(block_rows=64, block_keys=64, num_stages=3, ctas_per_sm=2),
+            Tile(block_rows=64, block_keys=128, num_stages=4),
+        ),
+        (
+            Tile(block_rows=128, block_keys=128, num_stages=3),
+            Tile(block_rows=128, block_keys=128, num_stages=4),
+            Tile(block_rows=128, block_keys=64, num_stages=6),
+            Tile(block_rows=64, block_keys=128, num_stages=2, ctas_per_sm=2),
+        ),
+    ),
+}
+TILE_CASES = (  # where the candidates for up to 64 rows are timed, and those for more
+    (Case(LONG, TAIL, 128, (64,)), Case(SHORTER, TAIL, 128, (32,)), Case(LONG, TAIL, 16, (64,))),
+    (Case(LONG, TAIL, 128, (128,)), Case(SHORTER, TAIL, 128, (512,)), Case(LONG, TAIL, 16, (256,))),
+)
+TILE_MARGIN = 0.01  # times closer than this are the same
+LARGEST_DIFFERENCE = {"bf16": 0.02, "fp8": 0.1}  # relative, of two tiles' results: they round weights differently
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A measured time: attention in one mode of `rows` requests to `tokens` tokens each.
+
+    Attributes:
+        bound: what takes the time: `memory`, `matrix`, or `launches` where the work itself is short.
+    """
+
+    bound: str
+    heads: int
+    rows: int
+    tokens: int
+    dtype: str
+    seconds: float
+
+
+def predicted(sample: Sample, mode: Mode, values: Mapping[str, Any]) -> float:
+    """Seconds that the cost model says with these rates."""
+    return _model(sample, mode, values).seconds(mode, sample.rows, sample.tokens)
+
+
+def _model(sample: Sample, mode: Mode, values: Mapping[str, Any]) -> CostModel:
+    """The cost model of a sample. Without an L2 cache: where memory is the bound, no two requests share rows."""
+    rates = ModeRates(**{name: values[name] for name in ModeRates.__dataclass_fields__})
+    size = DTYPES[sample.dtype].itemsize
+    return CostModel(DIMS, sample.heads, GpuRates("", 0, {mode: rates}, ""), size, size)
+
+
+def fit(mode: Mode, samples: Sequence[Sample], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Rates of a mode: of the cases that memory or the matrix units bound, the median of what they did per second; of
+    the short ones, the median of what they took longer than the work.
+
+    Args:
+        before: the mode's values so far; a value without samples stays.
+    """
+    values = dict(before)
+    amounts: dict[str, list[float]] = {}
+    for sample in samples:
+        model = _model(sample, mode, values)
+        if sample.bound == "memory":
+            amount = model.bytes_read(mode, sample.rows, sample.tokens)
+            amounts.setdefault("bytes_per_s", []).append(amount / sample.seconds)
+        elif sample.bound == "matrix":
+            amount = model.macs(mode, sample.rows, sample.tokens)
+            name = "fp8_macs_per_s" if sample.dtype == "fp8" else "macs_per_s"
+            amounts.setdefault(name, []).append(amount / sample.seconds)
+    values |= {name: significant(median(found)) for name, found in amounts.items()}
+    work = values | {"overhead_s": 0.0}
+    left = [sample.seconds - predicted(sample, mode, work) for sample in samples if sample.bound == "launches"]
+    if left:
+        values["overhead_s"] = significant(max(0.0, median(left)))
+    return values
+
+
+def significant(value: float, digits: int = 3) -> float:
+    """Rounded to this many digits."""
+    return float(f"{value:.{digits}g}")
+
+
+def pick_tile(times: Mapping[Tile, Sequence[float]]) -> Tile:
+    """Of tiles and their times in the same cases the one that is fastest on average, the earliest of equally fast."""
+    fastest = [min(of_case) for of_case in zip(*times.values(), strict=True)]
+    score = {tile: geometric_mean(map(truediv, of_tile, fastest)) for tile, of_tile in times.items()}
+    limit = min(score.values()) * (1 + TILE_MARGIN)
+    return next(tile for tile in times if score[tile] <= limit)
+
+
+def starting_config(path: Path, device: str) -> dict[str, Any]:
+    """What is in the file of rates; without a file, the default GPU's rates under this device's name.
+
+    Raises:
+        ValueError: the file is another GPU's.
+    """
+    words = [word.lower() for word in re.split(r"[^A-Za-z0-9]+", device) if word]
+    if path.exists():
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if not set(words).intersection(config["device_words"]):
+            raise ValueError(f"{path} has the rates of {config['name']}, and this is {device}")
+        return config
+    model = next((word for word in words if re.fullmatch(r"[a-z]+\d+", word)), words[-1])
+    return read_config("gpus", FALLBACK_GPU) | {"name": device, "device_words": [model]}
+
+
+def updated(config: Mapping[str, Any], modes: Mapping[Mode, Any], l2_bytes: int, source: str) -> dict[str, Any]:
+    """A configuration with these values; modes that are not given keep theirs."""
+    values = config["modes"] | {mode.value: of_mode for mode, of_mode in modes.items()}
+    return {**config, "l2_bytes": l2_bytes, "modes": values, "source": source}
+
+
+def source_text(device: str, measured: Mapping[Mode, str]) -> str:
+    """Where rates come from: device, versions, commit, date, and what was measured of each mode."""
+    versions = ", ".join(f"{name} {package_version(name)}" for name in ("torch", "triton", "sglang"))
+    date = f"{datetime.now(timezone.utc):%Y-%m-%d}"
+    of_modes = " ".join(
+        f"{mode.value}: {measured.get(mode, 'not measured, what this file had before')}." for mode in Mode
+    )
+    return (
+        f"Measured by scripts/calibrate.py on {device} ({versions}, commit {commit()}, {date}), DeepSeek-V3's "
+        f"dimensions, CUDA graphs, L2 flushed. {of_modes}"
+    )
+
+
+def to_json(value: Any, indent: int = 0) -> str:
+    """JSON as in configs/gpus: short rates, and a list or object that fits a line on one line."""
+    if isinstance(value, float):
+        return f"{value:g}".replace("e+", "e")
+    if not isinstance(value, (dict, list)):
+        return json.dumps(value, ensure_ascii=False)
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    if isinstance(value, dict):
+        items = [f"{json.dumps(key)}: {to_json(item, indent + 2)}" for key, item in value.items()]
+    else:
+        items = [to_json(item, indent + 2) for item in value]
+    line = opening + ", ".join(items) + closing
+    if len(line) <= 90 and line.count(opening) == 1:
+        return line
+    gap = "\n" + " " * (indent + 2)
+    return f"{opening}{gap}{f',{gap}'.join(items)}\n{' ' * indent}{closing}"
+
+
+def shared_part(case: Case, dtype: str, tile: Tile | None) -> Callable[[], None]:
+    """A call of the shared part."""
+    return shared_attention(case, dtype, tile)[1]
+
+
+def shared_part_and_merge(case: Case, dtype: str, tile: Tile | None) -> Callable[[], torch.Tensor]:
+    """A call of the shared part and of its merge with tails of zeros; it returns the output."""
+    attention, run = shared_attention(case, dtype, tile)
+    out = torch.zeros(case.batch, case.heads, DV, device="cuda", dtype=torch.bfloat16)  # [B, H, dv], merged in place
+    lse = torch.zeros(case.batch, case.heads, device="cuda")  # [B, H]
+
+    def both() -> torch.Tensor:
+        run()
+        return attention.merge(out, lse, out)
+
+    return both
+
+
+def time_tile(
+    tile: Tile, dtype: str, cases: Sequence[Case], expected: dict[Case, torch.Tensor], rep_ms: int
+) -> list[float]:
+    """ms of each case.
+
+    Args:
+        expected: results of an earlier tile, by case; filled in if empty.
+    Raises:
+        ValueError: the results differ.
+    """
+    times = []
+    for case in cases:
+        torch.manual_seed(0)  # the same prefixes and queries for every tile
+        function = shared_part_and_merge(case, dtype, tile)
+        out = function().float()  # [B, H, dv]
+        right = expected.setdefault(case, out)
+        difference = ((out - right).norm() / right.norm()).item()
+        if not difference <= LARGEST_DIFFERENCE[dtype]:  # so that NaN fails too
+            raise ValueError(f"differs by {difference:.2g} from the first tile in {case}")
+        times.append(measure(function, rep_ms, work=None)["ms"])
+    return times
+
+
+def choose_tiles(dtype: str, rep_ms: int) -> list[Tile]:
+    """The fastest tile for up to 64 rows and that for more, one if it is the same; none if every candidate failed."""
+    chosen = []
+    for candidates, cases in zip(CANDIDATES[dtype], TILE_CASES, strict=True):
+        times: dict[Tile, list[float]] = {}
+        expected: dict[Case, torch.Tensor] = {}
+        for tile in candidates:
+            if measured := attempt(f"{dtype} {tile}", time_tile, tile, dtype, cases, expected, rep_ms):
+                times[tile] = measured
+                print(f"{dtype} {tile}:", ", ".join(f"{ms * 1e3:.1f}" for ms in measured), "us", flush=True)
+            free_memory()
+        if not times:
+            return []
+        chosen.append(pick_tile(times))
+    return list(dict.fromkeys(chosen))
+
+
+def take(bound: str, case: Case, tokens: int, dtype: str, make: Callable[[], Any], rep_ms: int) -> list[Sample]:
+    """Time the call that `make` returns: one sample, none if it fails."""
+    metrics = attempt(f"{bound} {dtype} {case}", lambda: measure(make(), rep_ms, work=None))
+    return [Sample(bound, case.heads, case.batch, tokens, dtype, metrics["ms"] / 1e3)] if metrics else []
+
+
+def absorb_samples(tiles: Tiles, rep_ms: int) -> list[Sample]:
+    """FlashMLA: few heads and many requests with pages of their own; many heads over shared pages, which L2 holds."""
+    kernels = {"bf16": flashmla_bf16, "fp8": flashmla_fp8}
+    cases = [("memory", Case(8192 - TAIL, TAIL, 16, (), alone=rows), "bf16") for rows in (128, 256)]
+    cases += [("matrix", Case(prefix, TAIL, 128, (512,)), dtype) for prefix in (SHORTER, LONG) for dtype in kernels]
+    samples = []
+    for bound, case, dtype in cases:
+        samples += take(bound, case, case.prefix + case.tail, dtype, partial(kernels[dtype], case), rep_ms)
+    return samples
+
+
+def naive_samples(tiles: Tiles, rep_ms: int) -> list[Sample]:
+    """The shared part over a long prefix, of one row tile and of many; with the merge over a short one."""
+    cases = [("memory", Case(LONG, TAIL, 128, (rows,)), shared_part) for rows in (32, 64)]
+    cases += [("matrix", Case(prefix, TAIL, 128, (512,)), shared_part) for prefix in (SHORTER, LONG)]
+    for heads, rows in itertools.product((128, 16), (16, 64, 128)):
+        cases.append(("launches", Case(SHORT, TAIL, heads, (rows,)), shared_part_and_merge))
+    samples = []
+    for dtype, (bound, case, make) in itertools.product(DTYPES, cases):
+        tile = tile_of(tiles, dtype, case.batch)
+        samples += take(bound, case, case.prefix, dtype, partial(make, case, dtype, tile), rep_ms)
+    return samples
+
+
+class Calibration(NamedTuple):
+    """How the rates of a mode are measured."""
+
+    samples: Callable[[Tiles, int], list[Sample]]  # tiles of the naive kernel, ms for each measurement
+    source: str
+
+
+CALIBRATED = {
+    Mode.ABSORB: Calibration(
+        absorb_samples,
+        "FlashMLA, dense decode; memory: 16 heads, 128 and 256 requests with 8,192 tokens of their own; matrix units: "
+        f"128 heads, 512 requests that share {SHORTER:,} or {LONG:,} tokens; its launch is the tails' too",
+    ),
+    Mode.NAIVE: Calibration(
+        naive_samples,
+        f"kernels/naive_prefix_hopper.py with the fastest of its tiles, 128 heads; memory: 32 and 64 rows, {LONG:,} "
+        f"tokens; matrix units: 512 rows, {SHORTER:,} and {LONG:,} tokens; overhead: what 16 to 128 rows over "
+        f"{SHORT:,} tokens, 16 and 128 heads, take beyond the work, merge included",
+    ),
+}
+"""The modes that are measured; the others keep what the file has."""
+
+
+def calibrate(out: Path, config: Mapping[str, Any], rep_ms: int) -> bool:
+    """Measure, print the samples beside what the fitted rates say, and write the file.
+
+    Returns:
+        whether every mode of `CALIBRATED` and the tiles could be measured.
+    """
+    device = torch.cuda.get_device_properties(0)
+    modes = {mode: dict(config["modes"][mode.value]) for mode in CALIBRATED}
+    tiles = {dtype: chosen for dtype in DTYPES if (chosen := choose_tiles(dtype, rep_ms))}
+    stored = {STORAGE[dtype]: [asdict(tile) for tile in chosen] for dtype, chosen in tiles.items()}
+    modes[Mode.NAIVE]["tiles"] = modes[Mode.NAIVE].get("tiles", {}) | stored
+    rows, sources = [], {}
+    for mode, calibration in CALIBRATED.items():
+        samples = calibration.samples(tiles, rep_ms)
+        free_memory()
+        modes[mode] = fit(mode, samples, modes[mode])
+        if samples:
+            sources[mode] = calibration.source
+        for sample in samples:
+            says = predicted(sample, mode, modes[mode])
+            times = (f"{sample.seconds * 1e6:.1f}", f"{says * 1e6:.1f}", f"{says / sample.seconds - 1:+.0%}")
+            rows.append((mode.value, sample.bound, sample.heads, sample.rows, sample.tokens, sample.dtype, *times))
+    columns = ("mode", "bound by", "heads", "requests", "tokens", "dtype", "us", "fitted us", "error")
+    print(tabulate(rows, columns))
+    config = updated(config, modes, device.L2_cache_size, source_text(device.name, sources))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(to_json(config) + "\n", encoding="utf-8")
+    print(f"wrote {out}")
+    return len(sources) == len(CALIBRATED) and len(tiles) == len(DTYPES)
+
+
+def main(
+    out: Annotated[Path | None, typer.Option(help="Measure, and write the rates to this file; it may exist.")] = None,
+    check_choices: Annotated[bool, typer.Option("--check", help="Time what the cost model chooses from.")] = False,
+    out_records: Annotated[Path | None, typer.Option(help="Append the check's JSON lines to this file.")] = None,
+    rep_ms: Annotated[int, typer.Option(min=1, help="ms spent on each measurement.")] = 20,
+) -> None:
+    """Measure this GPU's rates (--out), or check the choices made with them (--check), or both.
+
+    The check takes the rates just written, else those shipped for this GPU.
+    """
+    if not out and not check_choices:
+        raise typer.BadParameter("give --out, --check or both")
+    if out_records and not check_choices:
+        raise typer.BadParameter("--out-records is for --check")
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        raise typer.BadParameter("needs a Hopper GPU")
+    device, complete = torch.cuda.get_device_name(), True
+    if out:
+        try:
+            config = starting_config(out, device)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        complete = calibrate(out, config, rep_ms)
+    if check_choices:
+        complete &= check(GpuRates.from_json(out) if out else rates_for(device), rep_ms, out_records)
+    if not complete:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

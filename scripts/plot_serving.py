@@ -1,0 +1,109 @@
+"""Draw decode throughput over concurrency from benchmarks/results/serving.jsonl.
+
+    pip install matplotlib
+    python scripts/plot_serving.py --out docs/images/serving.png
+
+One panel for each prompt and model shape, one line for each backend and storage of the expanded prefix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from update_tables import REPOSITORY, RESULTS, latest, prefix_storage
+
+from sglang_mla_ext.results import read_records
+
+PANEL = ("prompt", "prefix", "heads", "layers")
+STYLES = {"BF16": "o-", "FP8": "s--", None: "o-"}  # by storage of the expanded prefix
+
+
+class Line(NamedTuple):
+    """What a line is of: SGLang's name of the backend, and how it stored expanded prefixes."""
+
+    backend: str
+    storage: str | None
+
+    def __str__(self) -> str:
+        return f"{self.backend}, prefix in {self.storage}" if self.storage else self.backend
+
+
+Panel = dict[Line, dict[int, float]]
+"""By line: concurrency to decode tokens/s, ascending."""
+
+
+def panels(records: Iterable[dict[str, Any]]) -> dict[tuple[Any, ...], Panel]:
+    """The newest throughput of each case, by the case's values of `PANEL`; cases without one are left out."""
+    found = [record | {"case": record["case"] | {"storage": prefix_storage(record)}} for record in records]
+    newest = latest(
+        (record for record in found if record["decode_tok_s"] is not None), *PANEL, "storage", "concurrency"
+    )
+    drawn: dict[tuple[Any, ...], Panel] = {}
+    for (impl, *panel, storage, concurrency), record in newest.items():
+        line = Line(impl.removeprefix("sglang_"), storage)
+        drawn.setdefault(tuple(panel), {}).setdefault(line, {})[concurrency] = record["decode_tok_s"]
+    return {
+        panel: {line: dict(sorted(of_line.items())) for line, of_line in sorted(lines.items(), key=str)}
+        for panel, lines in sorted(drawn.items(), key=str)
+    }
+
+
+def title(panel: tuple[Any, ...]) -> str:
+    """What a panel shows, for people."""
+    prompt, prefix, heads, layers = panel
+    tokens = f" ({prefix:,} tokens)" if prefix else ""
+    return f"prompt {prompt}{tokens}\n{heads} heads, {layers} layers"
+
+
+def draw(drawn: dict[tuple[Any, ...], Panel], out: Path, caption: str) -> None:
+    """Write the picture.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5 * len(drawn), 4), layout="constrained")
+    backends = dict.fromkeys(line.backend for panel in drawn.values() for line in panel)
+    colours = {backend: f"C{index}" for index, backend in enumerate(backends)}
+    handles: dict[Line, Any] = {}
+    for axes, (panel, of_panel) in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn.items(), strict=True):
+        for line, of_line in of_panel.items():
+            style = dict(color=colours[line.backend], label=str(line))
+            handles[line] = axes.plot(list(of_line), list(of_line.values()), STYLES[line.storage], **style)[0]
+        sizes = sorted({concurrency for of_line in of_panel.values() for concurrency in of_line})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.minorticks_off()
+        axes.set_ylim(0, 1.1 * max(rate for of_line in of_panel.values() for rate in of_line.values()))
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+        axes.set(title=title(panel), xlabel="requests that share the prompt", ylabel="decode tokens/s")
+        axes.grid(alpha=0.3)
+    figure.legend(handles=handles.values(), loc="outside upper center", ncols=len(handles))
+    figure.supxlabel(caption, fontsize="small", color="gray")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=150)
+
+
+def main(
+    results: Annotated[Path, typer.Option(exists=True, help="Records of bench_serving.py.")] = RESULTS
+    / "serving.jsonl",
+    out: Annotated[Path, typer.Option(help="The picture.")] = REPOSITORY / "docs" / "images" / "serving.png",
+) -> None:
+    """Draw the newest measurement of every case."""
+    records = read_records(results)
+    drawn = panels(records)
+    if not drawn:
+        raise typer.BadParameter(f"{results} has no throughput to draw")
+    try:
+        draw(drawn, out, ", ".join(sorted({f"{r['gpu']}, torch {r['torch']}, sglang {r['sglang']}" for r in records})))
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(f"needs matplotlib (the extra `plots` of this package): {error}") from error
+    print(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

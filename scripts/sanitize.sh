@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Runs every kernel on small cases on a Hopper GPU under two tools of NVIDIA's compute-sanitizer: memcheck (accesses
+# outside of an allocation) and racecheck (shared memory that two threads touch without a barrier between them).
+#
+#   scripts/sanitize.sh                 all cases of tests/gpu/sanitize_cases.py
+#   scripts/sanitize.sh portable expand cases whose name contains one of these words
+#
+# PYTHON chooses the Python, which needs torch and triton (default: that of .venv, else python3). compute-sanitizer
+# comes with the CUDA toolkit and with `pip install nvidia-cuda-sanitizer-api`.
+set -euo pipefail
+trap 'exit 130' INT TERM
+REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export PYTHONPATH=$REPOSITORY${PYTHONPATH:+:$PYTHONPATH}
+if [ -z "${PYTHON:-}" ]; then
+    PYTHON=$REPOSITORY/.venv/bin/python
+    if [ ! -x "$PYTHON" ]; then PYTHON=python3; fi
+fi
+CASES=("$PYTHON" "$REPOSITORY/tests/gpu/sanitize_cases.py" "$@")
+
+find_sanitizer() {
+    "$PYTHON" - <<'END'
+import shutil, sys
+from glob import glob
+found = [shutil.which("compute-sanitizer"), *sorted(glob("/usr/local/cuda*/bin/compute-sanitizer"))]
+for folder in sys.path:  # of the wheels
+    found += glob(f"{folder}/nvidia/*/bin/compute-sanitizer")
+print(next(filter(None, found), ""))
+END
+}
+
+SANITIZER=$(find_sanitizer)
+if [ -z "$SANITIZER" ]; then
+    echo "No compute-sanitizer on PATH, in /usr/local/cuda*/bin or among Python's packages:" \
+        "install the CUDA toolkit, or run 'pip install nvidia-cuda-sanitizer-api'." >&2
+    exit 2
+fi
+LOG=$(mktemp)
+trap 'rm -f "$LOG"' EXIT
+
+failed=
+# Runs a command; prints its name, the last line that matters and the time, and after a failure all that it printed.
+check() {
+    local name=$1 start=$SECONDS status=0 summary
+    shift
+    "$@" >"$LOG" 2>&1 || status=$?
+    summary=$(grep -o '[A-Z]* SUMMARY:.*' "$LOG" | tail -1 || true)
+    if [ "$status" -ne 0 ]; then
+        failed=yes
+        cat "$LOG"
+        summary="FAILED with status $status. $summary"
+    fi
+    echo "$name: ${summary:-passed} ($((SECONDS - start)) s)"
+}
+# First without a tool: the kernels are compiled into Triton's cache and their results are right.
+check "no tool" "${CASES[@]}"
+[ -z "$failed" ] || exit 1
+# Every tensor in an allocation of its own, or memcheck does not see where it ends. Calls of the driver that fail are not
+# looked at: where one matters, torch or Triton raises, and others are torch's way to ask what the driver can do.
+check memcheck env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$SANITIZER" --tool memcheck --report-api-errors no \
+    --error-exitcode 1 --target-processes application-only "${CASES[@]}"
+check racecheck "$SANITIZER" --tool racecheck --error-exitcode 1 --target-processes application-only "${CASES[@]}"
+[ -z "$failed" ]

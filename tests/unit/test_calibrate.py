@@ -1,0 +1,270 @@
+"""The calibration's arithmetic, its file, and the planner's check; nothing is timed here."""
+
+from __future__ import annotations
+
+import json
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from rival_attention import DN, DR, DV, Case
+
+from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims, config_names, read_config
+from sglang_mla_ext.results import read_records
+
+V3 = ModelDims.from_json("deepseek-v3")
+SHARED_MEMORY_PER_SM = 228 * 1024
+BESIDE_OPERANDS = 2048  # bytes of a CTA's shared memory for barriers and for the driver, at most
+WRONG = dict(bytes_per_s=1.0, macs_per_s=1.0, fp8_macs_per_s=None, overhead_s=1.0, row_tile=64)
+
+
+@pytest.fixture(scope="module")
+def calibrate() -> ModuleType:
+    """Imported here: it imports Triton (see conftest)."""
+    return pytest.importorskip("calibrate")
+
+
+@pytest.fixture(scope="module")
+def check_planner() -> ModuleType:
+    return pytest.importorskip("check_planner")
+
+
+# -- rates -------------------------------------------------------------------------------------------------------------
+
+
+def samples_of(calibrate: ModuleType, mode: Mode, rates: GpuRates, noise: tuple[float, ...] = (1.0,)) -> list:
+    """Times that a GPU with these rates takes, one for each factor in `noise`."""
+    cases = [("memory", 128, 64, 26472, "bf16"), ("matrix", 128, 512, 26472, "bf16"), ("matrix", 128, 512, 7069, "fp8")]
+    cases += [("launches", 16, 64, 1024, "bf16"), ("launches", 128, 16, 1024, "fp8")]
+    samples = []
+    for bound, heads, rows, tokens, dtype in cases:
+        size = 1 if dtype == "fp8" else 2
+        cost = CostModel(V3, heads, rates, size, size)
+        seconds = cost.seconds(mode, rows, tokens)
+        if bound != "launches":  # the kernel alone
+            seconds -= rates.modes[mode].overhead_s
+        samples += [calibrate.Sample(bound, heads, rows, tokens, dtype, seconds * factor) for factor in noise]
+    return samples
+
+
+@pytest.mark.parametrize("noise", [(1.0,), (1.0, 1.0, 5.0)], ids=["exact", "one of three is far off"])
+def test_fit_finds_the_rates_of_a_gpu(calibrate, noise):
+    h200 = GpuRates.from_json("h200")
+    expected = h200.modes[Mode.NAIVE]
+    found = calibrate.fit(Mode.NAIVE, samples_of(calibrate, Mode.NAIVE, h200, noise), WRONG | {"tiles": {}})
+    for name in ("bytes_per_s", "macs_per_s", "fp8_macs_per_s"):
+        assert found[name] == pytest.approx(getattr(expected, name), rel=0.01), name
+    assert found["overhead_s"] == pytest.approx(expected.overhead_s, rel=0.1)
+    assert (found["row_tile"], found["tiles"]) == (64, {})
+
+
+def test_fit_keeps_what_was_not_measured(calibrate):
+    before = WRONG | {"fp8_macs_per_s": 7.0}
+    assert calibrate.fit(Mode.ABSORB, [], before) == before
+    memory = calibrate.Sample("memory", 16, 128, 8192, "bf16", 1e-3)
+    found = calibrate.fit(Mode.ABSORB, [memory], before)
+    assert found == before | {"bytes_per_s": pytest.approx(128 * 8192 * 1152 / 1e-3, rel=0.01)}
+
+
+def test_overhead_is_never_negative(calibrate):
+    rates = WRONG | dict(bytes_per_s=1e12, macs_per_s=1e12)
+    found = calibrate.fit(Mode.NAIVE, [calibrate.Sample("launches", 16, 16, 1024, "bf16", 1e-9)], rates)
+    assert found["overhead_s"] == 0
+
+
+def test_absorb_reads_private_pages_once_a_request(calibrate):
+    """Prefixes that would fit the L2 cache if requests shared them."""
+    sample = calibrate.Sample("memory", 16, 128, 8192, "bf16", 1e-3)
+    values = WRONG | dict(bytes_per_s=1e12, macs_per_s=1e15, overhead_s=0.0)
+    assert calibrate.predicted(sample, Mode.ABSORB, values) == pytest.approx(128 * 8192 * 1152 / 1e12)
+
+
+# -- tiles -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_fastest_tile_wins_and_the_first_of_equals(calibrate):
+    first, second, third = (calibrate.Tile(block_keys=keys) for keys in (64, 128, 256))
+    assert calibrate.pick_tile({first: [1.0, 4.0], second: [0.9, 3.0], third: [2.0, 2.0]}) == second
+    assert calibrate.pick_tile({first: [1.005, 4.0], second: [1.0, 4.0]}) == first
+
+
+def test_candidates_fit_a_multiprocessor(calibrate):
+    from sglang_mla_ext.kernels.layout import CHUNK_TOKENS
+    from sglang_mla_ext.kernels.naive_prefix_hopper import TILES
+
+    for dtype, buckets in calibrate.CANDIDATES.items():
+        size = calibrate.DTYPES[dtype].itemsize
+        for candidates, default in zip(buckets, TILES[calibrate.DTYPES[dtype]], strict=True):
+            assert candidates[0] == default
+            assert len(set(candidates)) == len(candidates)
+            for tile in candidates:
+                query = tile.block_rows * (DN * size + DR * 2)
+                stage = tile.block_keys * ((DN + DV) * size + DR * 2)
+                used = query + tile.num_stages * stage + BESIDE_OPERANDS
+                assert used * tile.ctas_per_sm <= SHARED_MEMORY_PER_SM, (dtype, tile)
+                assert tile.block_rows in (64, 128)
+                assert tile.block_rows * tile.ctas_per_sm <= 128, (dtype, tile)
+                assert CHUNK_TOKENS % tile.block_keys == 0
+        assert all(tile.block_rows == 64 for tile in buckets[0])
+
+
+def test_tiles_by_rows(calibrate, check_planner):
+    rates = GpuRates.from_json("h200")
+    tiles = check_planner.tiles_of(rates)
+    for dtype in ("bf16", "fp8"):
+        assert check_planner.tile_of(tiles, dtype, 64).block_rows == 64
+        assert check_planner.tile_of(tiles, dtype, 65).block_rows == 128
+    assert check_planner.tile_of(check_planner.tiles_of(GpuRates.from_json("a100")), "bf16", 64) is None
+    small, large = calibrate.Tile(block_keys=64), calibrate.Tile(block_keys=128)
+    assert check_planner.tile_of({"bf16": [small, large]}, "bf16", 64) == small
+    assert check_planner.tile_of({"bf16": [small, large]}, "bf16", 512) == large
+
+
+def test_a_configuration_without_tiles_has_none():
+    assert GpuRates.from_json("a100").naive_tiles == {}
+    assert {name: len(tiles) for name, tiles in GpuRates.from_json("h100").naive_tiles.items()} == {
+        "bf16": 2,
+        "fp8_e4m3": 2,
+    }
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", config_names("gpus"))
+def test_json_reads_back(calibrate, name):
+    config = read_config("gpus", name)
+    text = calibrate.to_json(config)
+    assert json.loads(text) == config
+    assert max(len(line) for line in text.splitlines() if '"source"' not in line) <= 100
+
+
+def test_json_is_short(calibrate):
+    assert (
+        calibrate.to_json({"a": [], "b": 3.8e12, "c": 1.5e-5, "d": None})
+        == '{"a": [], "b": 3.8e12, "c": 1.5e-05, "d": null}'
+    )
+    assert calibrate.to_json({"a": {"b": 1}}) == '{\n  "a": {"b": 1}\n}'
+
+
+def test_a_file_of_another_gpu_is_refused(calibrate, tmp_path):
+    path = tmp_path / "h200.json"
+    path.write_text(json.dumps(read_config("gpus", "h200")))
+    assert calibrate.starting_config(path, "NVIDIA H200")["device_words"] == ["h200"]
+    with pytest.raises(ValueError, match="NVIDIA H20"):
+        calibrate.starting_config(path, "NVIDIA H20")
+
+
+@pytest.mark.parametrize(
+    ("device", "word"), [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GH200 480GB", "gh200"), ("Something", "something")]
+)
+def test_a_file_for_a_gpu_without_one(calibrate, tmp_path, device, word):
+    config = calibrate.starting_config(tmp_path / "new.json", device)
+    assert (config["name"], config["device_words"]) == (device, [word])
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_what_is_measured_is_what_is_read(calibrate, monkeypatch, tmp_path, capsys, exists):
+    """Fitted rates, chosen tiles and their source go through the file; a mode that is not measured stays."""
+    device = SimpleNamespace(name="NVIDIA H200", L2_cache_size=60 << 20)
+    monkeypatch.setattr(calibrate.torch.cuda, "get_device_properties", lambda index: device)
+    monkeypatch.setenv("GIT_COMMIT", "abc")
+    chosen = [calibrate.Tile(block_keys=32, num_stages=4, ctas_per_sm=2), calibrate.Tile(block_rows=128)]
+    monkeypatch.setattr(calibrate, "choose_tiles", lambda dtype, rep_ms: chosen if dtype == "fp8" else [])
+    a100, h200 = GpuRates.from_json("a100"), read_config("gpus", "h200")
+    naive = samples_of(calibrate, Mode.NAIVE, GpuRates.from_json("h200"))
+
+    def samples(tiles, rep_ms):
+        assert (tiles, rep_ms) == ({"fp8": chosen}, 20)
+        return naive
+
+    measured = {
+        Mode.NAIVE: calibrate.Calibration(samples, "of naive"),
+        Mode.ABSORB: calibrate.Calibration(lambda tiles, rep_ms: [], "of absorb"),
+    }
+    monkeypatch.setattr(calibrate, "CALIBRATED", measured)
+    out = tmp_path / "made" / "h200.json"
+    if exists:
+        out.parent.mkdir()
+        out.write_text(json.dumps(h200))
+    config = calibrate.starting_config(out, device.name)
+    assert not calibrate.calibrate(out, config, 20)  # the BF16 tiles and absorb are missing
+    assert str(out) in capsys.readouterr().out
+
+    rates = GpuRates.from_json(out)
+    before = read_config("gpus", "h200" if exists else "h100")["modes"]
+    written = json.loads(out.read_text())
+    assert (rates.name, rates.l2_bytes, written["device_words"]) == ("NVIDIA H200", 60 << 20, ["h200"])
+    for kept in (Mode.ABSORB, Mode.GROUPED_ABSORB):
+        assert written["modes"][kept.value] == before[kept.value]
+    assert rates.modes[Mode.NAIVE].macs_per_s == pytest.approx(h200["modes"]["naive"]["macs_per_s"], rel=0.01)
+    assert rates.modes[Mode.NAIVE] != a100.modes[Mode.NAIVE]
+    assert [calibrate.Tile(**tile) for tile in rates.naive_tiles["fp8_e4m3"]] == chosen
+    assert list(rates.naive_tiles["bf16"]) == before["naive"]["tiles"]["bf16"]
+    for part in ("easured by scripts/calibrate.py on NVIDIA H200", "naive: of naive.", "absorb: not measured"):
+        assert part in rates.source
+
+
+# -- the planner's check -----------------------------------------------------------------------------------------------
+
+
+def verdict(check_planner, absorb: float, naive: float, chosen: Mode, rows: int = 64):
+    case = Case(1024, 512, 16, (rows,))
+    return check_planner.Verdict(case, "fp8", {Mode.ABSORB: absorb, Mode.NAIVE: naive}, chosen)
+
+
+def test_loss_is_relative_to_the_fastest_mode(check_planner):
+    bad = verdict(check_planner, 0.2, 0.25, Mode.NAIVE)
+    assert (bad.best, bad.loss) == (Mode.ABSORB, pytest.approx(0.25))
+    assert verdict(check_planner, 0.2, 0.25, Mode.ABSORB).loss == 0
+
+
+def test_only_the_cases_that_lose_are_shown(check_planner):
+    verdicts = [
+        verdict(check_planner, 0.2, 0.25, Mode.NAIVE, rows=32),
+        verdict(check_planner, 0.2, 0.204, Mode.NAIVE, rows=48),
+        verdict(check_planner, 0.3, 0.2, Mode.ABSORB, rows=64),
+    ]
+    lines = check_planner.failures(verdicts).splitlines()
+    assert lines[0].split() == [
+        "heads", "prefix", "requests", "dtype", "absorb", "us", "naive", "us", "chosen", "loss"
+    ]  # fmt: skip
+    assert [line.split() for line in lines[2:]] == [
+        ["16", "1024", "64", "fp8", "300", "200", "absorb", "50%"],
+        ["16", "1024", "32", "fp8", "200", "250", "naive", "25%"],
+    ]
+    assert check_planner.failures(verdicts[1:2]) == ""
+    said = check_planner.summary(verdicts)
+    assert said == "1 of 3 cases within 5%; the worst loses 50.0%: 16 heads, 1,024 tokens, 64 requests, fp8"
+    assert check_planner.summary([]) == "nothing was measured"
+
+
+def test_check_of_a_gpu_that_is_as_the_model_says(check_planner, monkeypatch, tmp_path, capsys):
+    """Every mode's time is the model's, but for one case that naive cannot run: nothing loses, the check is partial."""
+    rates = GpuRates.from_json("h200")
+    made = []
+
+    def modelled(mode):
+        def make(case, dtype, tile):
+            made.append((mode, dtype, tile.block_rows))
+            if mode is Mode.NAIVE and (case.heads, case.prefix, case.batch, dtype) == (16, 1024, 2, "fp8"):
+                raise RuntimeError("no room")
+            size = check_planner.DTYPES[dtype].itemsize
+            cost = CostModel(V3, case.heads, rates, expanded_element_bytes=size)
+            return cost.seconds(mode, case.batch, case.prefix) * 1e3
+
+        return make
+
+    monkeypatch.setattr(check_planner, "CHECKED", {mode: modelled(mode) for mode in (Mode.ABSORB, Mode.NAIVE)})
+    monkeypatch.setattr(check_planner, "measure", lambda ms, rep_ms, work: {"ms": ms})
+    path = tmp_path / "planner.jsonl"
+    assert not check_planner.check(rates, 20, path)
+    assert "216 of 216 cases within 5%" in capsys.readouterr().out
+    records = read_records(path)
+    assert len(records) == 216
+    assert {record["bench"] for record in records} == {"planner"}
+    assert records[0]["case"] == dict(prefix=1024, tail=512, heads=128, batch=2, dtype="bf16")
+    assert set(records[0]["ms"]) == {"absorb", "naive"}
+    assert {record["chosen"] for record in records} == {"absorb", "naive"}
+    assert max(record["loss"] for record in records) == 0
+    assert len([mode for mode, *_ in made if mode is Mode.ABSORB]) == 108  # once for both storages
+    assert {rows for mode, _, rows in made if mode is Mode.NAIVE} == {64, 128}

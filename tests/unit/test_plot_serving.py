@@ -1,0 +1,49 @@
+"""What the plot of serving results shows; nothing is drawn here."""
+
+from __future__ import annotations
+
+from plot_serving import Line, panels, title
+from update_tables import RESULTS
+
+from sglang_mla_ext.results import read_records
+
+
+def record(impl: str, day: int, rate: float | None, concurrency: int = 128, **case) -> dict:
+    case = dict(prompt="A", prefix=26472, heads=128, layers=4, concurrency=concurrency) | case
+    return dict(impl=impl, case=case, decode_tok_s=rate, date=f"2026-01-{day:02d}T00:00:00+00:00")
+
+
+def test_the_newest_of_each_case_by_backend_and_storage():
+    fp8 = "--hybrid-mla-prefix-memory-gb 8 --hybrid-mla-prefix-dtype fp8_e4m3"
+    found = panels(
+        [
+            record("hybrid_mla", 3, 30.0),
+            record("hybrid_mla", 2, 20.0),
+            record("hybrid_mla", 1, 10.0, concurrency=64),
+            record("hybrid_mla", 4, None),  # the full batch did not last
+            record("hybrid_mla", 2, 40.0, flags=fp8),
+            record("sglang_flashmla", 1, 15.0),
+            record("sglang_flashmla", 1, 25.0, heads=16),
+        ]
+    )
+    assert found == {
+        ("A", 26472, 128, 4): {
+            Line("flashmla", None): {128: 15.0},
+            Line("hybrid_mla", "BF16"): {64: 10.0, 128: 30.0},
+            Line("hybrid_mla", "FP8"): {128: 40.0},
+        },
+        ("A", 26472, 16, 4): {Line("flashmla", None): {128: 25.0}},
+    }
+    assert list(found["A", 26472, 128, 4][Line("hybrid_mla", "BF16")]) == [64, 128]
+
+
+def test_names():
+    assert str(Line("hybrid_mla", "FP8")) == "hybrid_mla, prefix in FP8"
+    assert str(Line("flashmla", None)) == "flashmla"
+    assert title(("A", 26472, 128, 4)) == "prompt A (26,472 tokens)\n128 heads, 4 layers"
+
+
+def test_the_shipped_results_can_be_drawn():
+    found = panels(read_records(RESULTS / "serving.jsonl"))
+    assert found
+    assert all(rate > 0 for panel in found.values() for line in panel.values() for rate in line.values())

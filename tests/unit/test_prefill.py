@@ -1,0 +1,161 @@
+"""Prefill over expanded prefixes: the plan's rows, the sum of its parts, and what SGLang's own loop is left with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_mla_ext import prefill
+from sglang_mla_ext.kernels import reference
+from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, ExpandedBuffers
+from sglang_mla_ext.kernels.prefix_attention import ReferencePrefixAttention
+from sglang_mla_ext.prefill import PrefillPlan, around_chunk_info, around_prefix_attention
+from sglang_mla_ext.prefix.shared_prefixes import NOTHING_EXPANDED, ExpandedPart
+
+HEADS, DN, DR, DV, SCALE = 3, 16, 8, 16, 0.2
+
+
+class Setting:
+    """Two prefixes, expanded, and keys and values of what follows them."""
+
+    def __init__(self, max_rows: int) -> None:
+        torch.manual_seed(0)
+        sizes = {"heads": HEADS, "qk_nope_head_dim": DN, "v_head_dim": DV, "qk_rope_head_dim": DR}
+        self.buffers = ExpandedBuffers.allocate(layers=2, chunks=4, dtype=torch.float32, device="cpu", **sizes)
+        self.attention = ReferencePrefixAttention(self.buffers, max_rows=max_rows, heads=HEADS)
+        self.max_rows = max_rows
+        self.layer = SimpleNamespace(
+            attn_mha=SimpleNamespace(layer_id=7, scaling=SCALE), qk_nope_head_dim=DN, qk_rope_head_dim=DR
+        )
+
+    def keys(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return torch.randn(tokens, HEADS, DN), torch.randn(tokens, DR), torch.randn(tokens, HEADS, DV)
+
+    def expanded(self, tokens: int, chunks: tuple[int, ...]) -> tuple[Any, ExpandedPart]:
+        k_nope, k_rope, v = keys = self.keys(tokens)
+        for index, chunk in enumerate(chunks):
+            part = slice(index * CHUNK_TOKENS, (index + 1) * CHUNK_TOKENS)
+            self.buffers.write(1, chunk, 0, k_nope[part], v[part], k_rope[part])
+        return keys, ExpandedPart(tokens, chunks)
+
+    def plan(self, parts: Sequence[ExpandedPart], new_tokens: Sequence[int]) -> PrefillPlan | None:
+        return PrefillPlan.make(parts, new_tokens, self.attention, {7: 1}, self.max_rows)
+
+
+@pytest.mark.parametrize("max_rows", [64, 5, 1])
+def test_expanded_part_and_new_tokens_are_attention_over_both(max_rows: int) -> None:
+    """Four requests: two on one prefix, one on another, one on none; the last has no new tokens beside it."""
+    setting = Setting(max_rows)
+    (keys_a, part_a), (keys_b, part_b) = setting.expanded(300, (2, 0)), setting.expanded(17, (3,))
+    own = [part_a, part_b, part_a, NOTHING_EXPANDED]
+    cached = [keys_a, keys_b, keys_a, None]
+    new_tokens = [4, 3, 2, 1]
+    plan = setting.plan(own, new_tokens)
+    assert plan.covered == (300, 17, 300, 0)
+
+    query, out, lse, expected, expected_lse = [], [], [], [], []
+    for count, before in zip(new_tokens, cached, strict=True):
+        q = torch.randn(count, HEADS, DN + DR)
+        k_nope, k_rope, v = setting.keys(count)
+        k = torch.cat([k_nope, k_rope[:, None].expand(-1, HEADS, -1)], dim=-1)
+        part_out, part_lse = reference.causal(q, k, v, SCALE)
+        query.append(q), out.append(part_out), lse.append(part_lse)
+        if before is not None:
+            prefix = reference.naive(q[..., :DN], q[..., DN:], *before[:2], before[2], SCALE)
+            part_out, part_lse = reference.merge(*prefix, part_out, part_lse)
+        expected.append(part_out), expected_lse.append(part_lse)
+    out, lse = torch.cat(out), torch.cat(lse)
+    forward_batch = SimpleNamespace(**{prefill.ATTRIBUTE: plan})
+    seen = []
+    around_prefix_attention(
+        lambda layer, **left: seen.append(left), setting.layer, torch.cat(query), out, lse, forward_batch
+    )
+    torch.testing.assert_close(out, torch.cat(expected))
+    torch.testing.assert_close(lse, torch.cat(expected_lse))
+    assert seen[0]["accum_output"] is out and seen[0]["accum_lse"] is lse
+
+
+def test_nothing_expanded_or_no_request_is_no_plan() -> None:
+    setting = Setting(8)
+    assert setting.plan([NOTHING_EXPANDED] * 2, [5, 9]) is None
+    assert setting.plan([], []) is None
+    out, batch = torch.zeros(1), SimpleNamespace()
+    result = around_prefix_attention(lambda layer, accum_output, **left: accum_output, None, None, out, None, batch)
+    assert result is out
+
+
+def test_rows_without_an_expanded_prefix_take_no_pass() -> None:
+    setting = Setting(4)
+    _, part = setting.expanded(17, (1,))
+    plan = setting.plan([NOTHING_EXPANDED, part, NOTHING_EXPANDED], [8, 2, 9])
+    assert [(step.start, step.stop) for step in plan.passes] == [(8, 12)]
+
+
+class ForwardBatch:
+    """SGLang's own bookkeeping of chunks; only the gathering of slots, a GPU kernel, is done in torch."""
+
+    @staticmethod
+    def make(prefix_lens: list[int], covered: tuple[int, ...]) -> Any:
+        from sglang.srt.model_executor.forward_batch_deepseek_mha_mixin import ForwardBatchDeepSeekMHAMixin
+
+        class Batch(ForwardBatchDeepSeekMHAMixin):
+            batch_size = len(prefix_lens)
+            extend_prefix_lens_cpu = prefix_lens
+            extend_prefix_lens = torch.tensor(prefix_lens, dtype=torch.int32)
+
+            def get_max_chunk_capacity(self) -> int:
+                return 256 * len(prefix_lens)
+
+            def prepare_chunked_kv_indices(self, device: torch.device) -> None:
+                self.prefix_chunk_kv_indices = [
+                    [(request, start + token) for request in range(self.batch_size)
+                     for start, count in [(starts[request].item(), lens[request].item())] for token in range(count)]
+                    for starts, lens in zip(self.prefix_chunk_starts, self.prefix_chunk_seq_lens, strict=True)
+                ]  # fmt: skip
+
+        batch = Batch()
+        plan = PrefillPlan(covered, (), None, {})
+        setattr(batch, prefill.ATTRIBUTE, plan)
+        return batch
+
+    @staticmethod
+    def prepare(batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+        from sglang.srt.model_executor import forward_batch_deepseek_mha_mixin as module
+
+        pool = MLATokenToKVPool.__new__(MLATokenToKVPool)
+        monkeypatch.setattr(module, "get_token_to_kv_pool", lambda: pool)
+        original = module.ForwardBatchDeepSeekMHAMixin.prepare_chunked_prefix_cache_info
+        around_chunk_info(original, batch, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("prefix_lens", "covered"),
+    [
+        ([1000, 700, 3], (600, 700, 0)),
+        ([1000, 0, 513], (999, 0, 512)),
+        ([300, 600], (0, 0)),
+    ],
+)
+def test_chunks_cover_the_rest_once(
+    prefix_lens: list[int], covered: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = ForwardBatch.make(prefix_lens, covered)
+    lens = batch.extend_prefix_lens
+    ForwardBatch.prepare(batch, monkeypatch)
+    found = sorted(pair for chunk in batch.prefix_chunk_kv_indices for pair in chunk)
+    rest = [(i, t) for i, (end, start) in enumerate(zip(prefix_lens, covered, strict=True)) for t in range(start, end)]
+    assert found == rest
+    assert [len(chunk) for chunk in batch.prefix_chunk_kv_indices] == batch.prefix_chunk_num_tokens
+    assert batch.extend_prefix_lens is lens and batch.extend_prefix_lens_cpu == prefix_lens
+    assert torch.equal(batch.prefix_chunk_starts, batch.prefix_chunk_starts_cpu)
+
+
+def test_nothing_left_is_no_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = ForwardBatch.make([256, 0, 90], (256, 0, 90))
+    ForwardBatch.prepare(batch, monkeypatch)
+    assert batch.num_prefix_chunks == 0
