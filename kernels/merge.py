@@ -2,8 +2,9 @@
 
     lse = ln(exp(tail_lse) + Σ_s exp(lse_s))        out = exp(tail_lse - lse) · tail_out + Σ_s exp(lse_s - lse) · out_s
 
-Memory per row and head: reads dv·2 + 4 bytes of the tail (BF16) and splits·(dv + 1)·4 bytes of partials, writes dv·2
-(and 4 with lse). A row without a shared prefix that is merged in place costs only the read of its lse.
+Memory per row and head: reads dv·2 + 4 bytes of the tail (BF16) and splits·(dv + 1)·4 bytes of partials (half of that
+in BF16), writes dv·2 (and 4 with lse). A row without a shared prefix that is merged in place costs only the read of
+its lse.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SPLITS_IN_FLIGHT = 4
 def merge_kernel(
     tail_out_ptr,  # [T, H, DV], strides tail_row, tail_head, 1
     tail_lse_ptr,  # float32 [T, H], strides tail_lse_row, tail_lse_head
-    partial_out_ptr,  # float32 [P, H, DV]
+    partial_out_ptr,  # float32 or BF16 [P, H, DV]
     partial_lse2_ptr,  # float32 [P, H]
     work_ptr,  # int32, see schedule.WorkList
     out_ptr,  # [T, H, DV], strides out_row, out_head, 1
@@ -74,7 +75,7 @@ def merge_kernel(
             part_lse = tl.load(partial_lse2_ptr + partial, mask=in_heads, other=0.0) * LN2
             part_out = tl.load(
                 partial_out_ptr + partial[:, None] * DV + dim[None, :], mask=in_heads[:, None], other=0.0
-            )  # [BLOCK_HEADS, DV]
+            ).to(tl.float32)  # [BLOCK_HEADS, DV]
             new_max = tl.maximum(run_max, part_lse)
             rescale = tl.exp2((run_max - new_max) * LOG2E)
             weight = tl.exp2((part_lse - new_max) * LOG2E)
@@ -107,8 +108,9 @@ def merge(
     Args:
         tail_out: `[T, H, dv]` BF16 or float32; tail_lse: `[T, H]` float32, natural log, -inf or +inf for an empty tail
             (its `tail_out` is not used). Any row and head strides, last axis of tail_out contiguous.
-        partial_out: `[P, H, dv]` float32; partial_lse2: `[P, H]` float32, base 2; contiguous, from naive_prefix.run.
-        work: int32, at least the `used` part of a schedule.WorkList; read on the device only.
+        partial_out: `[P, H, dv]` float32, from naive_prefix.run, or BF16; partial_lse2: `[P, H]` float32, base 2; both
+            contiguous.
+        work: int32, at least the `used` part of a schedule.WorkList, or a schedule.row_table; read on the device only.
         out: `[T, H, dv]`, last axis contiguous; lse: `[T, H]` float32, natural log.
     Returns:
         `out`; rows with no key at all are 0 and -inf.

@@ -7,7 +7,7 @@ and all of it is one int32 array, so that one copy brings it to the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -197,6 +197,28 @@ def build_work_list(
     items[:, 5] = table_start[group]
     items[:, 6] = partial_start[group] + split * sizes[group] + first_row
     work.items[:] = items[_balanced_order(kv_end - kv_begin, target_items)]
+    return work
+
+
+def row_table(max_rows: int, partial_rows: Mapping[int, int], max_partial_rows: int) -> WorkList:
+    """A work list without items: only what the merge reads of it, for partials that something else has computed.
+
+    Args:
+        max_rows: of the batch.
+        partial_rows: by row of the batch, the partial row with its one partial; rows that are not in it have none.
+        max_partial_rows: of the partials' tensor.
+    Raises:
+        ValueError: a row or a partial row is out of range.
+    """
+    rows = np.fromiter(partial_rows.keys(), np.int64, len(partial_rows))
+    partials = np.fromiter(partial_rows.values(), np.int64, len(partial_rows))
+    for name, values, limit in (("rows", rows, max_rows), ("partial rows", partials, max_partial_rows)):
+        if values.size and (values.min() < 0 or values.max() >= limit):
+            raise ValueError(f"{name} must be in [0, {limit}); found {values.min()} to {values.max()}")
+    capacity = WorkListCapacity(max_rows, max_partial_rows, max_items=0, max_chunks=0)
+    work = WorkList(np.zeros(capacity.size, np.int32), capacity, n_items=0, used=capacity.size)
+    work.row_partial_start[rows] = partials
+    work.row_splits[rows] = 1
     return work
 
 

@@ -28,6 +28,7 @@ from sglang_mla_ext.kernels.expand_prefix import expand_prefix
 from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, ExpandedBuffers, scale_bounds
 from sglang_mla_ext.kernels.merge import LN2
 from sglang_mla_ext.kernels.prefix_attention import TritonPrefixAttention
+from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefill import PrefillPlan
 from sglang_mla_ext.prefix.shared_prefixes import ExpandedPart
 from sglang_mla_ext.results import write_record
@@ -139,7 +140,8 @@ def our_way(step: Step, buffers: ExpandedBuffers) -> Callable[[], torch.Tensor]:
     attention = TritonPrefixAttention(buffers, max_rows=ROWS_PER_RUN, heads=step.heads)
     part = ExpandedPart(step.prefix, tuple(range(buffers.chunks)))
     counts = [step.new_tokens] * step.requests
-    plan = PrefillPlan.make([part] * step.requests, counts, attention, {0: 0}, ROWS_PER_RUN)
+    lens, parts = [step.prefix] * step.requests, [part] * step.requests
+    plan = PrefillPlan.make(lens, parts, counts, attention, {0: 0}, ROWS_PER_RUN, Counters())
     layer = SimpleNamespace(
         attn_mha=SimpleNamespace(layer_id=0, scaling=SCALE), qk_nope_head_dim=DN, qk_rope_head_dim=DR
     )

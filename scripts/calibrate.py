@@ -1,21 +1,21 @@
 """Measure the rates of a GPU for the cost model (configs/gpus), and check what the cost model chooses with them.
 
-    python scripts/calibrate.py --out configs/gpus/h200.json
-    python scripts/calibrate.py --check --out-records benchmarks/results/planner.jsonl
+    python scripts/calibrate.py --out configs/gpus/h200.json --check --out-records benchmarks/results/planner.jsonl
+    python scripts/calibrate.py --out configs/gpus/h200.json --refit benchmarks/results/planner.jsonl    # without a GPU
 
 A rate is the median over a few cases that it bounds, each the median time of a CUDA graph of one call, L2 flushed
 before each. The naive kernel's tiles are the fastest of a few. `--check` times every mode on a grid of cases and
-compares the one that the cost model takes with the fastest (check_planner.py). DeepSeek-V3's dimensions.
+compares the one that the cost model takes with the fastest (check_planner.py). With `--out` the naive mode's overhead
+is then replaced by the one with which these choices lose least (planner_verdicts.py); `--refit` does that alone, from
+records. DeepSeek-V3's dimensions.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
 from functools import partial
 from operator import truediv
 from pathlib import Path
@@ -25,21 +25,15 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 from bench_attention import DTYPES, attempt, free_memory, measure, shared_attention
-from check_planner import DIMS, STORAGE, TAIL, Tiles, check, tile_of
+from check_planner import STORAGE, TAIL, Tiles, check, tile_of
+from planner_verdicts import DIMS, report, verdicts
+from rates_file import is_of, refit, source_text, starting_config, updated, write_config
 from rival_attention import DV, Case, flashmla_bf16, flashmla_fp8
 from tabulate import tabulate
 
 from sglang_mla_ext.kernels.naive_prefix import Tile
-from sglang_mla_ext.prefix.cost_model import (
-    FALLBACK_GPU,
-    CostModel,
-    GpuRates,
-    Mode,
-    ModeRates,
-    rates_for,
-    read_config,
-)
-from sglang_mla_ext.results import commit, package_version
+from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModeRates, rates_for
+from sglang_mla_ext.results import read_records
 
 LONG, SHORTER, SHORT = 26472, 7069, 1024  # tokens
 
@@ -48,10 +42,10 @@ LONG, SHORTER, SHORT = 26472, 7069, 1024  # tokens
 CANDIDATES = {
     "bf16": (
         (
+            Tile(block_rows=64, block_keys=128, num_stages=2),
             Tile(block_rows=64, block_keys=64, num_stages=2, ctas_per_sm=2),
             Tile(block_rows=64, block_keys=32, num_stages=4, ctas_per_sm=2),
             Tile(block_rows=64, block_keys=64, num_stages=4),
-            Tile(block_rows=64, block_keys=128, num_stages=2),
         ),
         (
             Tile(block_rows=128, block_keys=128, num_stages=2),
@@ -67,8 +61,8 @@ CANDIDATES = {
             Tile(block_rows=64, block_keys=128, num_stages=4),
         ),
         (
-            Tile(block_rows=128, block_keys=128, num_stages=3),
             Tile(block_rows=128, block_keys=128, num_stages=4),
+            Tile(block_rows=128, block_keys=128, num_stages=3),
             Tile(block_rows=128, block_keys=64, num_stages=6),
             Tile(block_rows=64, block_keys=128, num_stages=2, ctas_per_sm=2),
         ),
@@ -105,7 +99,7 @@ def predicted(sample: Sample, mode: Mode, values: Mapping[str, Any]) -> float:
 
 def _model(sample: Sample, mode: Mode, values: Mapping[str, Any]) -> CostModel:
     """The cost model of a sample. Without an L2 cache: where memory is the bound, no two requests share rows."""
-    rates = ModeRates(**{name: values[name] for name in ModeRates.__dataclass_fields__})
+    rates = ModeRates(**{name: values[name] for name in ModeRates.__dataclass_fields__ if name in values})
     size = DTYPES[sample.dtype].itemsize
     return CostModel(DIMS, sample.heads, GpuRates("", 0, {mode: rates}, ""), size, size)
 
@@ -133,6 +127,8 @@ def fit(mode: Mode, samples: Sequence[Sample], before: Mapping[str, Any]) -> dic
     left = [sample.seconds - predicted(sample, mode, work) for sample in samples if sample.bound == "launches"]
     if left:
         values["overhead_s"] = significant(max(0.0, median(left)))
+    if samples:
+        values.pop("measured", None)  # which says that they were not
     return values
 
 
@@ -147,59 +143,6 @@ def pick_tile(times: Mapping[Tile, Sequence[float]]) -> Tile:
     score = {tile: geometric_mean(map(truediv, of_tile, fastest)) for tile, of_tile in times.items()}
     limit = min(score.values()) * (1 + TILE_MARGIN)
     return next(tile for tile in times if score[tile] <= limit)
-
-
-def starting_config(path: Path, device: str) -> dict[str, Any]:
-    """What is in the file of rates; without a file, the default GPU's rates under this device's name.
-
-    Raises:
-        ValueError: the file is another GPU's.
-    """
-    words = [word.lower() for word in re.split(r"[^A-Za-z0-9]+", device) if word]
-    if path.exists():
-        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if not set(words).intersection(config["device_words"]):
-            raise ValueError(f"{path} has the rates of {config['name']}, and this is {device}")
-        return config
-    model = next((word for word in words if re.fullmatch(r"[a-z]+\d+", word)), words[-1])
-    return read_config("gpus", FALLBACK_GPU) | {"name": device, "device_words": [model]}
-
-
-def updated(config: Mapping[str, Any], modes: Mapping[Mode, Any], l2_bytes: int, source: str) -> dict[str, Any]:
-    """A configuration with these values; modes that are not given keep theirs."""
-    values = config["modes"] | {mode.value: of_mode for mode, of_mode in modes.items()}
-    return {**config, "l2_bytes": l2_bytes, "modes": values, "source": source}
-
-
-def source_text(device: str, measured: Mapping[Mode, str]) -> str:
-    """Where rates come from: device, versions, commit, date, and what was measured of each mode."""
-    versions = ", ".join(f"{name} {package_version(name)}" for name in ("torch", "triton", "sglang"))
-    date = f"{datetime.now(timezone.utc):%Y-%m-%d}"
-    of_modes = " ".join(
-        f"{mode.value}: {measured.get(mode, 'not measured, what this file had before')}." for mode in Mode
-    )
-    return (
-        f"Measured by scripts/calibrate.py on {device} ({versions}, commit {commit()}, {date}), DeepSeek-V3's "
-        f"dimensions, CUDA graphs, L2 flushed. {of_modes}"
-    )
-
-
-def to_json(value: Any, indent: int = 0) -> str:
-    """JSON as in configs/gpus: short rates, and a list or object that fits a line on one line."""
-    if isinstance(value, float):
-        return f"{value:g}".replace("e+", "e")
-    if not isinstance(value, (dict, list)):
-        return json.dumps(value, ensure_ascii=False)
-    opening, closing = "{}" if isinstance(value, dict) else "[]"
-    if isinstance(value, dict):
-        items = [f"{json.dumps(key)}: {to_json(item, indent + 2)}" for key, item in value.items()]
-    else:
-        items = [to_json(item, indent + 2) for item in value]
-    line = opening + ", ".join(items) + closing
-    if len(line) <= 90 and line.count(opening) == 1:
-        return line
-    gap = "\n" + " " * (indent + 2)
-    return f"{opening}{gap}{f',{gap}'.join(items)}\n{' ' * indent}{closing}"
 
 
 def shared_part(case: Case, dtype: str, tile: Tile | None) -> Callable[[], None]:
@@ -313,9 +256,11 @@ CALIBRATED = {
 """The modes that are measured; the others keep what the file has."""
 
 
-def calibrate(out: Path, config: Mapping[str, Any], rep_ms: int) -> bool:
+def calibrate(out: Path, config: Mapping[str, Any], origin: str, rep_ms: int) -> bool:
     """Measure, print the samples beside what the fitted rates say, and write the file.
 
+    Args:
+        config: rates to start from; origin: whose they are.
     Returns:
         whether every mode of `CALIBRATED` and the tiles could be measured.
     """
@@ -337,10 +282,7 @@ def calibrate(out: Path, config: Mapping[str, Any], rep_ms: int) -> bool:
             rows.append((mode.value, sample.bound, sample.heads, sample.rows, sample.tokens, sample.dtype, *times))
     columns = ("mode", "bound by", "heads", "requests", "tokens", "dtype", "us", "fitted us", "error")
     print(tabulate(rows, columns))
-    config = updated(config, modes, device.L2_cache_size, source_text(device.name, sources))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(to_json(config) + "\n", encoding="utf-8")
-    print(f"wrote {out}")
+    write_config(out, updated(config, modes, device.L2_cache_size, source_text(device.name, sources, origin)))
     return len(sources) == len(CALIBRATED) and len(tiles) == len(DTYPES)
 
 
@@ -348,12 +290,25 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Measure, and write the rates to this file; it may exist.")] = None,
     check_choices: Annotated[bool, typer.Option("--check", help="Time what the cost model chooses from.")] = False,
     out_records: Annotated[Path | None, typer.Option(help="Append the check's JSON lines to this file.")] = None,
+    refit_from: Annotated[
+        Path | None, typer.Option("--refit", help="Only fit the overhead in --out to a check's records.", exists=True)
+    ] = None,
     rep_ms: Annotated[int, typer.Option(min=1, help="ms spent on each measurement.")] = 20,
 ) -> None:
     """Measure this GPU's rates (--out), or check the choices made with them (--check), or both.
 
-    The check takes the rates just written, else those shipped for this GPU.
+    The check takes the rates just written, else those shipped for this GPU. With both, and with --refit, the naive
+    mode's overhead is the one with which the choices lose least.
     """
+    if refit_from:
+        if not out or not out.exists() or check_choices:
+            raise typer.BadParameter("--refit is for --out with a file that exists, without --check")
+        config = json.loads(out.read_text(encoding="utf-8"))
+        try:
+            refit(out, [record for record in read_records(refit_from) if is_of(record["gpu"], config)])
+        except ValueError as error:
+            raise typer.BadParameter(f"{refit_from}: {error} on {config['name']}") from error
+        return
     if not out and not check_choices:
         raise typer.BadParameter("give --out, --check or both")
     if out_records and not check_choices:
@@ -363,12 +318,18 @@ def main(
     device, complete = torch.cuda.get_device_name(), True
     if out:
         try:
-            config = starting_config(out, device)
+            start = starting_config(out, device)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
-        complete = calibrate(out, config, rep_ms)
+        complete = calibrate(out, *start, rep_ms)
     if check_choices:
-        complete &= check(GpuRates.from_json(out) if out else rates_for(device), rep_ms, out_records)
+        rates = GpuRates.from_json(out) if out else rates_for(device)
+        records, all_measured = check(rates, rep_ms, out_records)
+        complete &= all_measured
+        if out and any(Mode.NAIVE.value in record["ms"] and len(record["ms"]) > 1 for record in records):
+            refit(out, records)
+        else:
+            print(report(verdicts(records, rates)))
     if not complete:
         raise typer.Exit(1)
 

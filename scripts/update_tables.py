@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from planner_verdicts import LARGEST_LOSS, verdicts
 from tabulate import tabulate
 
+from sglang_mla_ext.prefix.cost_model import rates_for
 from sglang_mla_ext.results import read_records
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -31,7 +33,6 @@ ATTENTION_TIMES = {  # column: impl, part, dtype
 }
 ATTENTION_FLOORS = {"FP8 shared part ms": "of its floor"}
 STORAGE_NAMES = {"bf16": "BF16", "fp8": "FP8"}
-LARGEST_LOSS = 0.05  # what a choice of the cost model may cost
 
 
 def latest(records: Iterable[dict[str, Any]], *names: str) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -126,16 +127,50 @@ def expansion(path: Path) -> str:
     return markdown(rows, columns, records)
 
 
-def planner(path: Path) -> str:
-    """A table of how often the cost model's choice is the fastest mode, or nearly, and of the worst choice."""
-    records = latest(read_records(path), "heads", "dtype", "prefix", "tail", "batch")
+def prefill(path: Path) -> str:
+    """A table of a prefill step's attention to a shared prefix: SGLang's, ours in both storages, and their errors."""
+    records = latest(read_records(path), "heads", "prefix", "batch", "new_tokens", "dtype")
     rows = []
-    for heads, dtype in sorted({case[1:3] for case in records}):
-        of_row = [record for case, record in records.items() if case[1:3] == (heads, dtype)]
-        within = sum(record["loss"] <= LARGEST_LOSS for record in of_row)
-        worst = max(of_row, key=lambda record: record["loss"])
-        where = f"{worst['case']['prefix']:,} tokens, {worst['case']['batch']} requests" if worst["loss"] else "–"
-        rows.append((heads, STORAGE_NAMES[dtype], len(of_row), within, f"{worst['loss']:.1%}", where))
+    for case in sorted({case[1:-1] for case in records}):
+        implementations = (("sglang_chunks", "bf16"), ("hybrid_mla", "bf16"), ("hybrid_mla", "fp8"))
+        found = [records.get((impl, *case, dtype)) for impl, dtype in implementations]
+        if None in found:
+            continue
+        sglang, bf16, fp8 = found
+        heads, prefix, requests, new_tokens = case
+        rows.append(
+            (
+                heads,
+                f"{prefix:,}",
+                f"{requests} x {new_tokens}",
+                *(f"{record['ms']:.2f}" for record in found),
+                f"{bf16['expansion_ms']:.2f} / {fp8['expansion_ms']:.2f}",
+                *(f"{sglang['ms'] / ours['ms']:.1f}x" for ours in (bf16, fp8)),
+                f"{sglang['rel_err_as_shipped']:.2%} / {sglang['rel_err']:.2%}",
+                f"{bf16['rel_err']:.2%} / {fp8['rel_err']:.2%}",
+            )
+        )
+    columns = (
+        *("heads", "prefix", "requests x new tokens", "SGLang's chunks ms", "ours BF16 ms", "ours FP8 ms"),
+        *("expansion ms, BF16 / FP8", "SGLang / ours BF16", "SGLang / ours FP8"),
+        *("rel. error of SGLang, as shipped / natural log", "rel. error of ours, BF16 / FP8"),
+    )
+    return markdown(rows, columns, records)
+
+
+def planner(path: Path) -> str:
+    """A table of how often the choice with the shipped rates is the fastest mode or nearly, and of the worst choice."""
+    records = latest(read_records(path), "heads", "dtype", "prefix", "tail", "batch")
+    found = []
+    for gpu in dict.fromkeys(record["gpu"] for record in records.values()):
+        found += verdicts((record for record in records.values() if record["gpu"] == gpu), rates_for(gpu))
+    rows = []
+    for heads, dtype in sorted({(verdict.heads, verdict.dtype) for verdict in found}):
+        of_row = [verdict for verdict in found if (verdict.heads, verdict.dtype) == (heads, dtype)]
+        within = sum(verdict.loss <= LARGEST_LOSS for verdict in of_row)
+        worst = max(of_row, key=lambda verdict: verdict.loss)
+        where = f"{worst.prefix:,} tokens, {worst.batch} requests" if worst.loss else "–"
+        rows.append((heads, STORAGE_NAMES[dtype], len(of_row), within, f"{worst.loss:.1%}", where))
     columns = ("heads", "prefix in", "cases", f"within {LARGEST_LOSS:.0%}", "worst loss", "where")
     return markdown(rows, columns, records)
 
@@ -169,11 +204,11 @@ def main(check: Annotated[bool, typer.Option("--check", help="Write nothing; exi
         "docs/performance.md": {
             "attention": attention(RESULTS / "attention.jsonl"),
             "steps": steps(RESULTS / "attention.jsonl"),
+            "expansion": expansion(RESULTS / "expansion.jsonl"),
+            "prefill": prefill(RESULTS / "prefill.jsonl"),
+            "planner": planner(RESULTS / "planner.jsonl"),
         },
     }
-    for name, table in (("expansion", expansion), ("planner", planner)):
-        if (path := RESULTS / f"{name}.jsonl").exists():
-            tables["docs/performance.md"][name] = table(path)
     stale = [name for name, of_file in tables.items() if not fill(REPOSITORY / name, of_file, write=not check)]
     if check and stale:
         print("out of date:", *stale)

@@ -19,10 +19,10 @@ from sglang_mla_ext.kernels.prefix_attention import PrefixAttention
 from sglang_mla_ext.kernels.schedule import PrefixGroup
 from sglang_mla_ext.observe import Counters, report
 from sglang_mla_ext.prefill import PrefillPlan
-from sglang_mla_ext.prefix.cost_model import CostModel, ModelDims, rates_for
+from sglang_mla_ext.prefix.cost_model import CostModel, Mode, ModelDims, rates_for
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
 from sglang_mla_ext.prefix.expander import Expander
-from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.prefix.planner import Plan, Stacking
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 
 if TYPE_CHECKING:
@@ -82,12 +82,23 @@ class HybridMLABackend:
         rates = rates_for(torch.cuda.get_device_name() if on_gpu else "cpu")
         prefix_dtype = STORAGE_DTYPES.get(options.prefix_dtype, runner.dtype)
         self.cost = CostModel(dims, self._heads, rates, prefix_dtype.itemsize, runner.dtype.itemsize)
+        self._grouped_bytes = 0
+        grouped = options.mode == "grouped_absorb" or (options.may_group and rates.modes[Mode.GROUPED_ABSORB].measured)
+        self._stacking = self._try_grouped(runner) if grouped else None
         self._buffers = self._allocate(dims, runner, prefix_dtype)
         self._expander = Expander(self._layers, runner.token_to_kv_pool, self._buffers)
         self._attention = self._make_attention(runner.dtype) if self._buffers else None
         self._bytes_per_chunk = self._buffers.bytes // self._buffers.chunks if self._buffers else 0
         pool = ExpandedPool(self._buffers.chunks if self._buffers else 0, CHUNK_TOKENS)
-        self.prefixes = SharedPrefixes(options, self.cost, pool, self._expander, self.counters)
+        self.prefixes = SharedPrefixes(
+            options,
+            self.cost,
+            pool,
+            self._expander,
+            self.counters,
+            naive=self._attention is not None,
+            stacking=self._stacking,
+        )
         self.min_rows = self._smallest_group(runner.model_config.context_len)
         if self._attention is not None:
             mla_layer.merge_before_o_proj(self._layers, self)
@@ -100,6 +111,8 @@ class HybridMLABackend:
         self._hybrid = False
         self._q_nope: torch.Tensor | None = None
         self._tail_lse: torch.Tensor | None = None
+        self.prefill: PrefillPlan | None = None
+        """Of the prefill step that comes next, if it attends to expanded prefixes."""
 
     # ---- what SGLang's scheduler tells us, through hooks.py
 
@@ -110,34 +123,28 @@ class HybridMLABackend:
         running: Sequence[Req],
         prefix_lens: Sequence[int] = (),
         new_tokens: Sequence[int] = (),
-    ) -> PrefillPlan | None:
+    ) -> None:
         """Plan a forward pass: expand what is worth it, and say which rows share what.
 
         Args:
             reqs: requests of the pass, by row in decode and in the order of the tokens in prefill.
             running: requests that are decoding, whether or not they take part in this pass.
             prefix_lens: `[requests]` tokens that are cached; new_tokens: `[requests]` tokens to compute; in prefill.
-        Returns:
-            what a prefill step attends to in expanded form, if anything.
         """
-        self._next, self._tail_lse = NO_GROUPS, None
-        prefill = None
-        if self._attention is not None and not mode.is_idle() and self._failures < MAX_FAILURES:
+        self._next, self._tail_lse, self.prefill = NO_GROUPS, None, None
+        if not mode.is_idle() and self._failures < MAX_FAILURES:
             try:
-                if mode.is_decode():
+                if mode.is_decode() and (self._attention is not None or self._stacking is not None):
                     self._next = self._plan_decode(reqs)
-                elif mode.is_extend():
+                elif mode.is_extend() and self._attention is not None:
                     running = [req for req in running if not req.finished()]
-                    prefill = self._plan_prefill(reqs, running, prefix_lens, new_tokens)
+                    self.prefill = self._plan_prefill(reqs, running, prefix_lens, new_tokens)
             except Exception as error:
                 self._failures += 1
                 self.counters.fall_back(f"planning failed: {type(error).__name__}", error)
                 self.prefixes.forget()
         if mode.is_decode():
             self.counters.count_step(self._next[0])
-        elif prefill is not None:
-            self.counters.count_prefill(prefill.covered)
-        return prefill
 
     def _plan_decode(self, reqs: Sequence[Req]) -> tuple[Plan, tuple[PrefixGroup, ...]]:
         if len(reqs) > self.max_rows:
@@ -153,7 +160,9 @@ class HybridMLABackend:
         parts = self.prefixes.expanded_parts(reqs, prefix_lens, new_tokens, always=affordable > 0)
         if not self._can_prefill(prefix_lens, [part.tokens for part in parts]):
             return None
-        return PrefillPlan.make(parts, new_tokens, self._attention, self._layer_index, self._attention_rows)
+        return PrefillPlan.make(
+            prefix_lens, parts, new_tokens, self._attention, self._layer_index, self._attention_rows, self.counters
+        )
 
     def _expanded_by_sglang(self, prefix_lens: Sequence[int]) -> int:
         """Cached tokens that SGLang itself would expand in a prefill step."""
@@ -175,20 +184,23 @@ class HybridMLABackend:
 
     def describe(self) -> str:
         """One line for the log."""
+        if self._attention is None and self._stacking is None:
+            return f"nothing is expanded, no grouped absorb, mode {self.options.mode}: every step is plain absorb"
+        groups = f"groups of {self.min_rows} requests and more" if self.min_rows else "no group that pays"
         if self._attention is None:
-            return "no memory for expanded prefixes, or mode absorb: every step is plain absorb"
+            return f"nothing is expanded, mode {self.options.mode}, grouped absorb, {groups}"
         tokens = self.prefixes.pool.num_chunks * CHUNK_TOKENS
         dtype = str(self._buffers.dtype).removeprefix("torch.")
         return (
             f"{self.budget_bytes / (1 << 30):.2f} GiB for expanded prefixes ({tokens} tokens in {dtype}), mode "
-            f"{self.options.mode}, groups of {self.min_rows} requests and more"
+            f"{self.options.mode}, {groups}"
         )
 
     # ---- the layer's hooks, through mla_layer.py
 
     def see_query(self, q_nope: torch.Tensor) -> None:
         """Keep the un-absorbed query `[rows, heads, qk_nope_head_dim]` for the attention call that follows."""
-        if self._hybrid:
+        if self._hybrid and self._attention is not None:
             self._q_nope = q_nope
 
     @property
@@ -224,7 +236,9 @@ class HybridMLABackend:
         plan, groups = NO_GROUPS if empty else self._next
         # A change of rows alone can change the kernel's tile.
         if plan is not self._written or rows != self._written_rows:
-            self._attention.plan(groups, rows)
+            if self._attention is not None:
+                self._attention.plan(groups, rows)
+            self._write_grouped(plan, rows)
         if plan is not self._written and (plan.groups or self._written.groups):
             lens = torch.zeros(self.max_rows, dtype=torch.int32, pin_memory=self._prefix_lens.is_cuda)
             lens[: plan.num_rows] = torch.tensor(plan.prefix_lens, dtype=torch.int32)
@@ -233,12 +247,16 @@ class HybridMLABackend:
         return True
 
     def attend_shared(self, q: torch.Tensor, tail_lse: torch.Tensor, layer: RadixAttention) -> None:
-        """Attend to the shared prefixes; the merge follows when the layer calls its output projection.
+        """Attend to the expanded prefixes, if there are any; the merge follows when the layer calls its output
+        projection.
 
         Args:
             q: `[rows, heads, kv_lora_rank + qk_rope_head_dim]`, absorbed; only its rotary part is used.
-            tail_lse: `[rows, heads]` float32, natural log, of the private tails.
+            tail_lse: `[rows, heads]` float32, natural log, of all other keys: the private tails, or for rows in a group
+                of grouped absorb everything.
         """
+        if self._attention is None:
+            return
         if self.merge_pending:
             raise RuntimeError("the layer before did not call its output projection: its shared part is lost")
         q_rope = q[..., -self._buffers.qk_rope_head_dim :]
@@ -248,11 +266,31 @@ class HybridMLABackend:
 
     def _smallest_group(self, context_len: int) -> int | None:
         """Rows from which a step can have a group that pays; None where none ever does."""
-        if self._attention is None:
+        ways = {Mode.NAIVE: self._attention, Mode.GROUPED_ABSORB: self._stacking}
+        allowed = [mode for mode, way in ways.items() if way is not None]
+        if not allowed:
             return None
-        if self.options.mode == "naive":
+        if self.options.mode != "auto":
             return 2
-        return self.cost.smallest_profitable_group(context_len, limit=self.max_rows)
+        return self.cost.smallest_profitable_group(context_len, [Mode.ABSORB, *allowed], limit=self.max_rows)
+
+    def _make_grouped(self, runner: ModelRunner) -> Stacking | None:
+        """Make ready for grouped absorb, and set `_grouped_bytes` to the memory that it takes.
+
+        Returns:
+            how it takes rows; None where it has no use.
+        """
+        return None
+
+    def _write_grouped(self, plan: Plan, rows: int) -> None:
+        """Bring the plan's groups of grouped absorb to the device."""
+
+    def _try_grouped(self, runner: ModelRunner) -> Stacking | None:
+        try:
+            return self._make_grouped(runner)
+        except Exception as error:
+            self.counters.fall_back(f"grouped absorb does not run here: {type(error).__name__}", error)
+            return None
 
     def _make_attention(self, query_dtype: torch.dtype) -> PrefixAttention | None:
         """Attention over the buffers. Every kernel runs once here: it compiles, and shows that it can."""
@@ -290,17 +328,18 @@ class HybridMLABackend:
             "qk_rope_head_dim": dims.qk_rope_head_dim,
             "dtype": prefix_dtype,
         }
-        if self.options.mode == "absorb":
+        if not self.options.may_expand:
             return None
+        budget = self.budget_bytes - self._grouped_bytes
         per_chunk = ExpandedBuffers.bytes_per_chunk(**sizes)
         workspace = workspace_bytes(
             max_rows=self._attention_rows,
             heads=self._heads,
             v_head_dim=dims.v_head_dim,
-            chunks=self.budget_bytes // per_chunk,
+            chunks=max(budget, 0) // per_chunk,
             device=runner.device,
         )
-        chunks = (self.budget_bytes - workspace) // per_chunk
+        chunks = (budget - workspace) // per_chunk
         if chunks <= 0:
             self.counters.fall_back("the memory for expanded prefixes holds none: raise --hybrid-mla-prefix-memory-gb")
             return None

@@ -2,7 +2,7 @@
 
 FlashMLA reads a row's keys through a table of pages. In a step with groups the table starts at the row's first
 private page, so a tail costs what its own length costs. All of it is SGLang's `flashmla` backend where a step's graph
-has no shared attention.
+has no shared attention. Where heads are few, grouped absorb takes the tails along (grouped_absorb.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from sglang.kernels.ops.attention.utils import create_flashmla_kv_indices_triton
 from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend, FlashMLADecodeMetadata
 
 from sglang_mla_ext.backend import HybridMLABackend
+from sglang_mla_ext.grouped_absorb import GroupedAbsorb, stacking_for
 from sglang_mla_ext.kernels.merge import LN2
 from sglang_mla_ext.limits import PAGE_SIZE
+from sglang_mla_ext.prefix.cost_model import Mode
+from sglang_mla_ext.prefix.planner import Plan, Stacking
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -30,6 +33,10 @@ if TYPE_CHECKING:
 class FlashMLAHybridBackend(HybridMLABackend, FlashMLABackend):
     """See the module."""
 
+    _grouped: GroupedAbsorb | None = None
+    _stacked = False
+    """Whether the step's tails go through `_grouped`."""
+
     def __init__(self, runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int) -> None:
         super().__init__(runner, options, budget_bytes)
         if self.is_fp8_kvcache:
@@ -40,8 +47,12 @@ class FlashMLAHybridBackend(HybridMLABackend, FlashMLABackend):
         """A step without a CUDA graph."""
         decode = forward_batch.forward_mode.is_decode()
         self._hybrid = decode and self.write_plan(forward_batch.batch_size) and bool(self._written.groups)
+        self._stacked = self._hybrid and bool(self._written.of_mode(Mode.GROUPED_ABSORB))
         if not self._hybrid:
             super().init_forward_metadata(forward_batch)
+            return
+        if self._stacked:
+            self._prepare_grouped(forward_batch)
             return
         pages = -(-self.max_context_len // PAGE_SIZE)
         table = self._eager_block_kv_indices(forward_batch.batch_size, pages)
@@ -52,8 +63,12 @@ class FlashMLAHybridBackend(HybridMLABackend, FlashMLABackend):
         """Before a CUDA graph is captured or replayed."""
         rows = forward_batch.batch_size
         self._hybrid = forward_batch.forward_mode.is_decode() and self.write_plan(rows, empty=in_capture)
+        self._stacked = self._hybrid and self._grouped is not None
         if not self._hybrid:
             super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+            return
+        if self._stacked:
+            self._prepare_grouped(forward_batch)
             return
         table = self.cuda_graph_kv_indices[:rows]
         metadata, num_splits = self._plan_tails(forward_batch, table)
@@ -96,9 +111,14 @@ class FlashMLAHybridBackend(HybridMLABackend, FlashMLABackend):
             self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
         rows = forward_batch.batch_size
         q = q.view(rows, 1, layer.tp_q_head_num, layer.head_dim)
+        latent_pages = self.token_to_kv_pool.get_key_buffer(layer.layer_id).view(-1, PAGE_SIZE, 1, self.kv_cache_dim)
+        if self._stacked:
+            out, lse = self._grouped.run(q.squeeze(1), latent_pages, layer.scaling)
+            self.attend_shared(q.squeeze(1), lse, layer)
+            return out.view(rows, -1)
         out, lse = flash_mla_with_kvcache(
             q=q,
-            k_cache=self.token_to_kv_pool.get_key_buffer(layer.layer_id).view(-1, PAGE_SIZE, 1, self.kv_cache_dim),
+            k_cache=latent_pages,
             block_table=self.forward_metadata.block_kv_indices,
             cache_seqlens=self._tail_lens[:rows],
             head_dim_v=self.kv_lora_rank,
@@ -116,6 +136,37 @@ class FlashMLAHybridBackend(HybridMLABackend, FlashMLABackend):
 
     def _can_prefill(self, prefix_lens: Sequence[int], covered: Sequence[int]) -> bool:
         return self.enable_chunk_kv
+
+    def _make_grouped(self, runner: ModelRunner) -> Stacking | None:
+        stacking = stacking_for(self._heads)
+        if stacking is None:
+            return None
+        grouped = GroupedAbsorb(
+            stacking,
+            max_rows=self.max_rows,
+            max_tokens=self.max_context_len,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            dtype=runner.dtype,
+            device=runner.device,
+        )
+        # Every kernel runs once here: it compiles, and shows that it can.
+        latent = runner.token_to_kv_pool.get_key_buffer(self._layers[0].attn_mqa.layer_id)
+        one = torch.ones(1, dtype=torch.int32, device=runner.device)
+        grouped.plan([], 1)
+        grouped.prepare(self.req_to_token, one.long() - 1, one, one - 1)
+        q = torch.zeros(1, self._heads, self.kv_cache_dim, dtype=runner.dtype, device=runner.device)
+        grouped.run(q, latent.view(-1, PAGE_SIZE, 1, self.kv_cache_dim), 1.0)
+        self._grouped, self._grouped_bytes = grouped, grouped.workspace_bytes
+        return stacking
+
+    def _write_grouped(self, plan: Plan, rows: int) -> None:
+        if self._grouped is not None:
+            self._grouped.plan(plan.of_mode(Mode.GROUPED_ABSORB), rows)
+
+    def _prepare_grouped(self, forward_batch: ForwardBatch) -> None:
+        batch = forward_batch.req_pool_indices, forward_batch.seq_lens
+        self._grouped.prepare(self.req_to_token, *batch, self._prefix_lens)
 
     def _plan_tails(self, forward_batch: ForwardBatch, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Fill the page table `[rows, pages]` and `_tail_lens` from the plan; FlashMLA's schedule for them."""

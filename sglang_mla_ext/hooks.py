@@ -120,7 +120,7 @@ def create_backend(runner: ModelRunner) -> HybridMLABackend:
 def after_profile_bytes(available: int, *args: Any, **kwargs: Any) -> int:
     """Take the budget for expanded prefixes out of what SGLang has for its KV cache."""
     options = HybridMLAOptions.from_env()
-    if options.mode == "absorb":
+    if not options.may_expand:
         budget = 0
     elif options.prefix_memory_gb is None:
         budget = int(available * DEFAULT_BUDGET_SHARE)
@@ -153,14 +153,13 @@ def after_forward_batch(
 ) -> None:
     if worker.backend is None or worker.scheduler is None or model_runner.is_draft_worker:
         return
-    plan = worker.backend.before_forward(
+    worker.backend.before_forward(
         forward_batch.forward_mode,
         batch.reqs,
         worker.scheduler.running_batch.reqs,
         forward_batch.extend_prefix_lens_cpu or (),
         forward_batch.extend_seq_lens_cpu or (),
     )
-    setattr(forward_batch, prefill.ATTRIBUTE, plan)
     _publish_metrics()
 
 

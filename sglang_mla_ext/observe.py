@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from sglang_mla_ext.prefix.cost_model import Mode
 from sglang_mla_ext.prefix.planner import Plan
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ class Counters:
 
     Attributes:
         steps_naive: decode steps in which at least one group attended to an expanded prefix.
+        steps_grouped: decode steps in which at least one group attended by grouped absorb.
         steps_absorb: decode steps of plain absorb only.
         prefills_naive: prefill steps in which at least one request attended to an expanded prefix.
         prefill_tokens_saved: cached tokens that such steps did not expand again, summed over requests.
@@ -34,6 +36,7 @@ class Counters:
     """
 
     steps_naive: int = 0
+    steps_grouped: int = 0
     steps_absorb: int = 0
     prefills_naive: int = 0
     prefill_tokens_saved: int = 0
@@ -45,11 +48,10 @@ class Counters:
     shared_tokens_saved: int = 0
 
     def count_step(self, plan: Plan) -> None:
-        """Count one decode step."""
-        if not plan.groups:
-            self.steps_absorb += 1
-            return
-        self.steps_naive += 1
+        """Count one decode step; one with groups of both kinds counts for both."""
+        self.steps_naive += bool(plan.of_mode(Mode.NAIVE))
+        self.steps_grouped += bool(plan.of_mode(Mode.GROUPED_ABSORB))
+        self.steps_absorb += not plan.groups
         for group in plan.groups:
             tokens = group.end - group.start
             self.max_group_size = max(self.max_group_size, len(group.rows))

@@ -14,7 +14,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, fields
 
 ENV_PREFIX = "SGLANG_HYBRID_MLA_"
-MODES = ("auto", "absorb", "naive")
+MODES = ("auto", "absorb", "naive", "grouped_absorb")
 PREFIX_DTYPES = ("auto", "bf16", "fp8_e4m3")
 
 
@@ -35,9 +35,10 @@ class HybridMLAOptions:
             a tenth of that budget.
         prefix_dtype: storage of expanded prefixes; `auto` is the model's own dtype, so that turning the backend on
             changes no answer, and `fp8_e4m3` halves memory and time at FP8's precision.
-        min_prefix_len: prefixes shorter than this many tokens are never expanded.
+        min_prefix_len: prefixes shorter than this many tokens are left alone.
         mode: `auto` lets the cost model choose per group; `naive` expands every shared prefix that fits;
-            `absorb` never expands.
+            `grouped_absorb` never expands, and reads the latent rows of every shared prefix once for several
+            requests, where heads are few enough for that; `absorb` does neither.
         expand_tokens_per_step: the most tokens expanded before one forward pass, which bounds how long that
             pass waits.
     """
@@ -50,13 +51,13 @@ class HybridMLAOptions:
         default="auto", metadata=_flag("storage of expanded prefixes (auto: the model's dtype)", PREFIX_DTYPES)
     )
     min_prefix_len: int = field(
-        default=256, metadata=_flag("shared prefixes shorter than this many tokens are never expanded")
+        default=256, metadata=_flag("shared prefixes shorter than this many tokens are left alone")
     )
     mode: str = field(
         default="auto",
         metadata=_flag(
             "how to attend to a shared prefix: auto (cheapest by the cost model), naive (always expanded), "
-            "absorb (never expanded)",
+            "grouped_absorb (never expanded, read once for several requests), absorb (never expanded)",
             MODES,
         ),
     )
@@ -77,6 +78,16 @@ class HybridMLAOptions:
             raise OptionError("--hybrid-mla-min-prefix-len must be at least 1.")
         if self.expand_tokens_per_step < 1:
             raise OptionError("--hybrid-mla-expand-tokens-per-step must be at least 1.")
+
+    @property
+    def may_expand(self) -> bool:
+        """Whether the mode lets prefixes be expanded."""
+        return self.mode in ("auto", "naive")
+
+    @property
+    def may_group(self) -> bool:
+        """Whether the mode lets shared prefixes be attended to by grouped absorb."""
+        return self.mode in ("auto", "grouped_absorb")
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> HybridMLAOptions:

@@ -4,11 +4,13 @@ SGLang computes the prefill of an MLA model with keys per head, in two parts tha
 among themselves, and the cached prefix, whose latent rows it gathers and expands again for every request. Here one
 launch attends to the expanded part of the prefix for all requests, and SGLang's loop is left with what follows it.
 
-The plan of a step travels on its `ForwardBatch`. `hooks.py` puts it there.
+SGLang copies a `ForwardBatch` field by field before it runs it, so a plan cannot travel on one. The backend keeps the
+plan of the step that comes next, and the step is known by its list of prefix lengths, which is not copied.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,12 +19,11 @@ import torch
 
 from sglang_mla_ext.kernels.prefix_attention import PrefixAttention
 from sglang_mla_ext.kernels.schedule import PrefixGroup
+from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.shared_prefixes import ExpandedPart
 
 if TYPE_CHECKING:
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
-
-ATTRIBUTE = "hybrid_mla_prefill"
 
 
 @dataclass(frozen=True)
@@ -39,47 +40,56 @@ class PrefillPlan:
     """What one prefill step attends to in expanded form.
 
     Attributes:
-        covered: `[requests]` tokens of each request's cached prefix that are expanded, from the first one on.
+        prefix_lens: `[requests]` tokens of each request that are cached: the step's own list, by which it is known.
+        covered: `[requests]` how many of them are expanded, from the first one on.
         passes: in order; rows that are in none have no expanded prefix.
         layer_index: of the attention's buffers, by SGLang's layer id.
     """
 
+    prefix_lens: Sequence[int]
     covered: tuple[int, ...]
     passes: tuple[Pass, ...]
     attention: PrefixAttention
     layer_index: dict[int, int]
+    counters: Counters
 
     @classmethod
     def make(
         cls,
+        prefix_lens: Sequence[int],
         parts: Sequence[ExpandedPart],
         new_tokens: Sequence[int],
         attention: PrefixAttention,
         layer_index: dict[int, int],
         max_rows: int,
+        counters: Counters,
     ) -> PrefillPlan | None:
         """
         Args:
+            prefix_lens: see the attribute.
             parts: of each request's cached prefix, what is expanded.
             new_tokens: `[requests]`, rows of the step that each request has, in this order.
             max_rows: that one run of the attention takes.
         Returns:
             None where nothing is expanded.
         """
-        owner = [index for index, count in enumerate(new_tokens) for _ in range(count)]  # [rows] request
+        ends = list(itertools.accumulate(new_tokens))
+        total = ends[-1] if ends else 0
         passes = []
-        for start in range(0, len(owner), max_rows):
+        for start in range(0, total, max_rows):
+            stop = min(start + max_rows, total)
             rows_of: dict[ExpandedPart, list[int]] = {}
-            for row, request in enumerate(owner[start : start + max_rows]):
-                if parts[request].tokens:
-                    rows_of.setdefault(parts[request], []).append(row)
+            for part, end, count in zip(parts, ends, new_tokens, strict=True):
+                rows = range(max(end - count, start) - start, min(end, stop) - start)
+                if part.tokens and rows:
+                    rows_of.setdefault(part, []).extend(rows)
             groups = [PrefixGroup(tuple(rows), part.tokens, part.chunks) for part, rows in rows_of.items()]
             if groups:
-                stop = min(start + max_rows, len(owner))
                 passes.append(Pass(start, stop, attention.prepare(groups, stop - start)))
         if not passes:
             return None
-        return cls(tuple(part.tokens for part in parts), tuple(passes), attention, layer_index)
+        covered = tuple(part.tokens for part in parts)
+        return cls(prefix_lens, covered, tuple(passes), attention, layer_index, counters)
 
     def attend(self, layer: DeepseekV2AttentionMLA, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Add the attention to the expanded prefixes to that over other keys, in place.
@@ -89,6 +99,8 @@ class PrefillPlan:
             out: `[rows, heads, v_head_dim]`; lse: `[rows, heads]` float32, natural log.
         """
         index = self.layer_index[layer.attn_mha.layer_id]
+        if index == 0:  # not when it is planned: what is counted has happened
+            self.counters.count_prefill(self.covered)
         q_nope, q_rope = q.split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], dim=-1)
         for part in self.passes:
             rows = slice(part.start, part.stop)
@@ -97,7 +109,11 @@ class PrefillPlan:
 
 
 def plan_of(forward_batch: Any) -> PrefillPlan | None:
-    return getattr(forward_batch, ATTRIBUTE, None)
+    """The plan of a prefill step, if it has one."""
+    from sglang_mla_ext.hooks import worker
+
+    plan = worker.backend.prefill if worker.backend is not None else None
+    return plan if plan is not None and plan.prefix_lens is forward_batch.extend_prefix_lens_cpu else None
 
 
 def around_chunk_info(original: Callable[..., None], forward_batch: Any, device: torch.device) -> None:

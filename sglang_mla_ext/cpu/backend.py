@@ -15,10 +15,13 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang_mla_ext import BACKEND_NAME, prefill
 from sglang_mla_ext.backend import HybridMLABackend
 from sglang_mla_ext.kernels import reference
+from sglang_mla_ext.prefix.cost_model import Mode
+from sglang_mla_ext.prefix.planner import Stacking
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 class TorchHybridBackend(HybridMLABackend, TorchNativeAttnBackend):
@@ -66,12 +69,28 @@ class TorchHybridBackend(HybridMLABackend, TorchNativeAttnBackend):
         latent_rows, tail_lens = self._tails(layer, forward_batch)
         q_absorbed, q_rope = q.split([layer.v_head_dim, layer.qk_head_dim - layer.v_head_dim], dim=-1)
         out, lse = reference.absorb(q_absorbed, q_rope, latent_rows, tail_lens, layer.scaling)
+        for group in self._written.of_mode(Mode.GROUPED_ABSORB):
+            members = torch.tensor(group.rows)
+            shared = self._latent_rows(layer, forward_batch, group.rows[0], group.end)
+            # One query with the heads of all members: they have the same keys.
+            queries = (part[members].flatten(0, 1)[None] for part in (q_absorbed, q_rope))
+            group_out, group_lse = reference.absorb(*queries, shared[None], torch.tensor([group.end]), layer.scaling)
+            parts = group_out.view_as(out[members]), group_lse.view_as(lse[members])
+            out[members], lse[members] = reference.merge(out[members], lse[members], *parts)
         self.attend_shared(q, lse.float(), layer)
         return out.to(q.dtype).view(rows, -1)
 
     def _can_prefill(self, prefix_lens: Sequence[int], covered: Sequence[int]) -> bool:
         """Nothing may be left: SGLang has no CPU version of its loop over the rest."""
         return list(prefix_lens) == list(covered)
+
+    def _make_grouped(self, runner: ModelRunner) -> Stacking:
+        return Stacking()
+
+    def _latent_rows(self, layer: RadixAttention, forward_batch: ForwardBatch, row: int, tokens: int) -> torch.Tensor:
+        """The latent rows `[tokens, 576]` of a request's first tokens."""
+        slots = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices[row], :tokens]
+        return self.token_to_kv_pool.get_key_buffer(layer.layer_id)[slots].squeeze(1)
 
     def _tails(self, layer: RadixAttention, forward_batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """The latent rows `[rows, longest tail, 576]` of the private tails, zero padded, and their lengths `[rows]`."""

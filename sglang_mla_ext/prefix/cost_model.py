@@ -139,8 +139,10 @@ class ModeRates:
         bytes_per_s: memory bandwidth when memory bounds the kernel.
         macs_per_s: MAC rate on BF16 data when the matrix units bound it (twice this is the usual FLOPS).
         fp8_macs_per_s: the same on FP8 data; None where it was not measured.
-        overhead_s: time of the launches that the mode adds to the tail's, its merge included.
+        overhead_s: time of the launches that the mode adds to the tail's, its merge included; or what stands for it in
+            choices, where the file's source says that it was fitted to them.
         row_tile: rows of the matrix units' smallest tile; fewer rows cost as much as this many.
+        measured: whether the rates are of this mode's kernel; mode `auto` does not take a mode whose rates are assumed.
     """
 
     bytes_per_s: float
@@ -148,6 +150,7 @@ class ModeRates:
     fp8_macs_per_s: float | None
     overhead_s: float
     row_tile: int
+    measured: bool = True
 
     def matrix_rate(self, element_bytes: int) -> float:
         """MACs per second on elements of this size."""
@@ -192,6 +195,7 @@ class GpuRates:
                 fp8_macs_per_s=None if fp8 is None else float(fp8),
                 overhead_s=float(values["overhead_s"]),
                 row_tile=int(values["row_tile"]),
+                measured=bool(values.get("measured", True)),
             )
 
         return cls(
@@ -206,16 +210,29 @@ class GpuRates:
         )
 
 
-def rates_for(device_name: str) -> GpuRates:
-    """Rates of a device by the name that torch gives it ("NVIDIA H200", "cpu").
+def gpu_config_of(device_name: str) -> str | None:
+    """Name of the shipped rates of a device by the name that torch gives it ("NVIDIA H200", "cpu"), None without any.
 
-    Whole words are compared, so that an H200 is not taken for an H20. An unknown device gets the H100's rates and a
-    warning: modes are then chosen from wrong numbers, but the answers are the same.
+    Whole words are compared, so that an H200 is not taken for an H20.
     """
-    words = {word.lower() for word in re.split(r"[^A-Za-z0-9]+", device_name)}
-    for name in config_names("gpus"):
-        if words.intersection(read_config("gpus", name)["device_words"]):
-            return GpuRates.from_json(name)
+    words = set(device_words(device_name))
+    known = (name for name in config_names("gpus") if words.intersection(read_config("gpus", name)["device_words"]))
+    return next(known, None)
+
+
+def device_words(device_name: str) -> list[str]:
+    """The words of a device's name, in lower case."""
+    return [word.lower() for word in re.split(r"[^A-Za-z0-9]+", device_name) if word]
+
+
+def rates_for(device_name: str) -> GpuRates:
+    """Rates of a device by the name that torch gives it.
+
+    An unknown device gets the H100's rates and a warning: modes are then chosen from wrong numbers, but the answers are
+    the same.
+    """
+    if (name := gpu_config_of(device_name)) is not None:
+        return GpuRates.from_json(name)
     logger.warning(
         "hybrid_mla: no measured rates for device %r; modes are chosen with those of %s", device_name, FALLBACK_GPU
     )

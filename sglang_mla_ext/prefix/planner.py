@@ -78,6 +78,10 @@ class Plan:
     def shared_rows(self) -> int:
         return sum(len(group.rows) for group in self.groups)
 
+    def of_mode(self, mode: Mode) -> tuple[Group, ...]:
+        """The groups that attend in this way."""
+        return tuple(group for group in self.groups if group.mode is mode)
+
 
 Gain = Callable[[int, int], float]
 """`gain(group_size, tokens)`: what grouping saves over plain absorb, in seconds a layer; <= 0 where it does not pay."""
@@ -91,6 +95,32 @@ def whole_node(node: PathNode) -> int:
     return node.end
 
 
+SPARE_ENTRIES = 8
+"""Entries of grouped absorb beyond what one group of all rows fills: for groups whose last entry is not whole."""
+
+
+@dataclass(frozen=True)
+class Stacking:
+    """How grouped absorb takes the rows of a group.
+
+    Attributes:
+        page_size: it attends to whole pages of this many tokens.
+        rows_per_entry: so many rows of one group are stacked and read their keys together, as one *entry* of a step;
+            None for any number.
+    """
+
+    page_size: int = 1
+    rows_per_entry: int | None = None
+
+    def entries(self, group_size: int) -> int:
+        """Entries that a group fills, the last one perhaps not whole."""
+        return -(-group_size // self.rows_per_entry) if self.rows_per_entry else 1
+
+    def max_entries(self, rows: int) -> int:
+        """Entries that a step of this many rows has, whatever its groups: what a captured graph holds."""
+        return self.entries(rows) + SPARE_ENTRIES if self.rows_per_entry else rows
+
+
 def plan_groups(
     paths: Sequence[Path],
     gain: Gain,
@@ -98,6 +128,8 @@ def plan_groups(
     min_prefix_len: int,
     mode: Mode = Mode.NAIVE,
     usable: UsableLength = whole_node,
+    grouped_gain: Gain | None = None,
+    page_size: int = 1,
 ) -> Plan:
     """Choose groups that save the most, each row in at most one.
 
@@ -109,8 +141,11 @@ def plan_groups(
         paths: one for each row of the batch, root first; empty for a request with nothing cached.
         gain: see `Gain`. Must not fall as `tokens` grows.
         min_prefix_len: no group shares fewer tokens than this.
-        mode: recorded in each group.
-        usable: see `UsableLength`.
+        mode: what `gain` is of; recorded in each group.
+        usable: see `UsableLength`; for `gain`.
+        grouped_gain: the same of grouped absorb, which needs no expansion and so takes all whole pages of a node. At a
+            node the way that saves more counts, and the group says which it was.
+        page_size: tokens of a page, for `grouped_gain`.
     Returns:
         the plan; the same paths give the same plan.
     """
@@ -126,12 +161,46 @@ def plan_groups(
             rows_at.setdefault(step.node, []).append(row)
             parent = step.node
 
+    def ways_at(here: PathNode) -> list[_Way]:
+        ways = [_Way(gain, min(usable(here), here.end), mode)]
+        if grouped_gain is not None:
+            ways.append(_Way(grouped_gain, here.end // page_size * page_size, Mode.GROUPED_ABSORB))
+        return [way for way in ways if way.tokens >= min_prefix_len]
+
     found: dict[Hashable, tuple[float, tuple[Group, ...]]] = {}
     for node in _leaves_first(children):
-        found[node] = _best_at(nodes[node], rows_at, found, children[node], gain, min_prefix_len, mode, usable)
+        found[node] = _best_at(nodes[node], rows_at, found, children[node], ways_at(nodes[node]))
 
     groups = [group for node in children[None] for group in found[node][1]]
     return Plan(num_rows=len(paths), groups=tuple(sorted(groups, key=lambda group: group.rows)))
+
+
+def limit_entries(plan: Plan, grouped_gain: Gain, stacking: Stacking) -> Plan:
+    """Leave groups of grouped absorb to plain absorb, those that save least, where they need more entries than a step
+    of this many rows has."""
+    left = stacking.max_entries(plan.num_rows)
+    dropped = set()
+    grouped = plan.of_mode(Mode.GROUPED_ABSORB)
+    for group in sorted(grouped, key=lambda group: (-grouped_gain(len(group.rows), group.end), group.rows)):
+        needed = stacking.entries(len(group.rows))
+        if needed > left:
+            dropped.add(group)
+        else:
+            left -= needed
+    if not dropped:
+        return plan
+    return Plan(plan.num_rows, tuple(group for group in plan.groups if group not in dropped))
+
+
+class _Way(NamedTuple):
+    """A way for rows to attend together at one node: what it saves, over how many tokens."""
+
+    gain: Gain
+    tokens: int
+    mode: Mode
+
+    def saves(self, count: int) -> float:
+        return self.gain(count, self.tokens)
 
 
 def _leaves_first(children: dict[Hashable | None, dict[Hashable, None]]) -> list[Hashable]:
@@ -149,21 +218,17 @@ def _best_at(
     rows_at: dict[Hashable, list[int]],
     found: dict[Hashable, tuple[float, tuple[Group, ...]]],
     children: dict[Hashable, None],
-    gain: Gain,
-    min_prefix_len: int,
-    mode: Mode,
-    usable: UsableLength,
+    ways: Sequence[_Way],
 ) -> tuple[float, tuple[Group, ...]]:
     """The best groups for the rows below one node, and what they save."""
     apart = sum(found[child][0] for child in children)
     all_apart = tuple(group for child in children for group in found[child][1])
-    tokens = min(usable(here), here.end)
     rows = rows_at[here.node]
-    if len(rows) < 2 or tokens < min_prefix_len:
+    if len(rows) < 2 or not ways:
         return apart, all_apart
 
     def together(count: int) -> float:
-        return gain(count, tokens) if count >= 2 else 0.0
+        return max(way.saves(count) for way in ways) if count >= 2 else 0.0
 
     # Children with the most to lose leave first; each one that leaves makes the group here smaller.
     joined = set(rows)
@@ -179,5 +244,6 @@ def _best_at(
     total = kept_gain + together(len(joined))
     if together(len(joined)) <= 0 or total < apart:
         return apart, all_apart
-    group = Group(rows=tuple(sorted(joined)), node=here.node, start=0, end=tokens, mode=mode)
+    best = max(ways, key=lambda way: way.saves(len(joined)))
+    group = Group(rows=tuple(sorted(joined)), node=here.node, start=0, end=best.tokens, mode=best.mode)
     return total, (*kept, group)

@@ -16,7 +16,7 @@ from sglang_mla_ext.kernels.schedule import PrefixGroup
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool, Expansion
-from sglang_mla_ext.prefix.planner import Gain, Group, PathNode, Plan, plan_groups
+from sglang_mla_ext.prefix.planner import Gain, Group, PathNode, Plan, Stacking, limit_entries, plan_groups
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -41,18 +41,62 @@ class ExpandedPart(NamedTuple):
 NOTHING_EXPANDED = ExpandedPart(0, ())
 
 
+def every_group(group_size: int, tokens: int) -> float:
+    """The gain of a mode that takes every group, larger and longer ones first."""
+    return float((group_size - 1) * tokens)
+
+
+def no_group(group_size: int, tokens: int) -> float:
+    """The gain of a way that is not to be taken."""
+    return 0.0
+
+
 def gain_of(options: HybridMLAOptions, cost: CostModel) -> Gain:
     """What naive attention saves over plain absorb, as the mode option wants it judged.
 
-    `auto` asks the cost model. `naive` takes every group, larger and longer ones first. `absorb` takes none.
+    `auto` asks the cost model. `naive` takes every group. The other modes take none.
     """
-    if options.mode == "absorb":
-        return lambda group_size, tokens: 0.0
+    if not options.may_expand:
+        return no_group
     if options.mode == "naive":
-        return lambda group_size, tokens: float((group_size - 1) * tokens)
+        return every_group
     return lambda group_size, tokens: (
         cost.seconds(Mode.ABSORB, group_size, tokens) - cost.seconds(Mode.NAIVE, group_size, tokens)
     )
+
+
+class Gains(NamedTuple):
+    """What the ways to attend to a shared prefix save, as the mode option wants it judged.
+
+    Attributes:
+        naive: over plain absorb, of a prefix that is expanded.
+        grouped: grouped absorb over plain absorb; None where there is no grouped absorb.
+        expand: naive over the best way without an expansion: what expanding would bring.
+    """
+
+    naive: Gain
+    grouped: Gain | None
+    expand: Gain
+
+    @classmethod
+    def of(cls, options: HybridMLAOptions, cost: CostModel, *, naive: bool, grouped: bool) -> Gains:
+        """
+        Args:
+            naive, grouped: whether the ways can be taken here, if the mode lets them.
+        """
+        over_absorb = gain_of(options, cost) if naive else no_group
+        if not grouped or not options.may_group:
+            return cls(over_absorb, None, over_absorb)
+        if options.mode == "grouped_absorb":
+            return cls(no_group, every_group, no_group)
+
+        def grouped_gain(group_size: int, tokens: int) -> float:
+            return cost.seconds(Mode.ABSORB, group_size, tokens) - cost.seconds(Mode.GROUPED_ABSORB, group_size, tokens)
+
+        def expand_gain(group_size: int, tokens: int) -> float:
+            return over_absorb(group_size, tokens) - max(grouped_gain(group_size, tokens), 0.0)
+
+        return cls(over_absorb, grouped_gain, expand_gain if naive else no_group)
 
 
 class SharedPrefixes:
@@ -65,9 +109,18 @@ class SharedPrefixes:
         pool: ExpandedPool,
         expander: Expander,
         counters: Counters,
+        *,
+        naive: bool = True,
+        stacking: Stacking | None = None,
     ) -> None:
+        """
+        Args:
+            naive: whether there is naive attention; without it nothing is expanded.
+            stacking: how grouped absorb takes rows; None where there is none.
+        """
         self._options = options
-        self._gain = gain_of(options, cost)
+        self._gains = Gains.of(options, cost, naive=naive, grouped=stacking is not None)
+        self._stacking = stacking or Stacking()
         self._pool = pool
         self._expander = expander
         self._counters = counters
@@ -106,7 +159,7 @@ class SharedPrefixes:
         self.release_unheld()
         self._expand_for([*running, *reqs])
         if affordable:
-            shared = self._wanted(reqs, lambda group_size, tokens: float((group_size - 1) * tokens))
+            shared = self._wanted(reqs, every_group)
             self._expanding |= self._expand(shared, affordable, optional=True)
 
     def expanded_parts(
@@ -138,7 +191,7 @@ class SharedPrefixes:
             rows[parts[-1]] += count
         if always:
             return parts
-        return [part if self._gain(rows[part], part.tokens) > 0 else NOTHING_EXPANDED for part in parts]
+        return [part if self._gains.naive(rows[part], part.tokens) > 0 else NOTHING_EXPANDED for part in parts]
 
     def before_decode(self, reqs: Sequence[Req]) -> tuple[Plan, tuple[PrefixGroup, ...]]:
         """Plan a decode step.
@@ -146,7 +199,7 @@ class SharedPrefixes:
         Args:
             reqs: requests of the step, in the order of the batch's rows.
         Returns:
-            the plan, and its groups with the chunks that hold their prefix.
+            the plan, and of its groups the naive ones with the chunks that hold their prefix.
         """
         if self._tree is None:
             return Plan(len(reqs)), ()
@@ -185,16 +238,25 @@ class SharedPrefixes:
             return covered[step.node][0] if step.node in covered else 0
 
         paths = self._tree.paths(reqs)
-        plan = plan_groups(paths, self._gain, min_prefix_len=self._options.min_prefix_len, usable=usable)
+        plan = plan_groups(
+            paths,
+            self._gains.naive,
+            min_prefix_len=self._options.min_prefix_len,
+            usable=usable,
+            grouped_gain=self._gains.grouped,
+            page_size=self._stacking.page_size,
+        )
+        if self._gains.grouped is not None:
+            plan = limit_entries(plan, self._gains.grouped, self._stacking)
         self._plan = plan
         self._groups = tuple(
             PrefixGroup(rows=group.rows, prefix_len=group.end, chunks=tuple(covered[group.node][1].chunks))
-            for group in plan.groups
+            for group in plan.of_mode(Mode.NAIVE)
         )
 
     def _expand_for(self, reqs: Sequence[Req]) -> None:
         """Make room for what these requests share, and advance its expansion."""
-        wanted = self._wanted(reqs, self._gain)
+        wanted = self._wanted(reqs, self._gains.expand)
         self._make_room(wanted)
         self._expanding = self._expand(wanted, self._options.expand_tokens_per_step)
 

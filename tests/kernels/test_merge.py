@@ -12,7 +12,7 @@ import torch
 
 from sglang_mla_ext.kernels import reference
 from sglang_mla_ext.kernels.merge import LOG2E, merge
-from sglang_mla_ext.kernels.schedule import ITEM_FIELDS, WorkListCapacity
+from sglang_mla_ext.kernels.schedule import ITEM_FIELDS, WorkListCapacity, row_table
 
 NAN, INF = float("nan"), float("inf")
 
@@ -100,6 +100,46 @@ def test_merge_equals_reference(case: Case, empty_lse: float) -> None:
     assert torch.equal(out[alone], before[alone])
     if case.write_lse:
         assert torch.equal(lse[alone], tail_lse[alone])
+
+
+@pytest.mark.parametrize("empty_lse", [-INF, INF], ids=["-inf", "+inf"])
+def test_tails_and_partials_in_tiles_of_flashmla(empty_lse: float) -> None:
+    """Latent outputs in BF16, one tensor for both: tails in the first heads of a tile, partials of four rows in one.
+
+    Bound: the float32 result has no other error than the reference with the same BF16 inputs.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows, heads, dim, tiles = 5, 16, 512, 3
+    out = torch.randn(rows + tiles, 1, 64, dim, generator=generator).to(torch.bfloat16)
+    lse = torch.randn(rows + tiles, 64, 1, generator=generator) * 3
+    out[:rows, :, heads:], lse[:rows, heads:] = NAN, NAN  # padding
+    out[1, :, :heads], lse[1, :heads] = NAN, empty_lse
+    places = {0: 2, 1: 5, 4: 4}  # of the 12 places in tiles; the others are not read
+    partial_out, partial_lse2 = out[rows:].view(-1, heads, dim), lse[rows:].view(-1, heads) * LOG2E
+    unused = [place for place in range(12) if place not in places.values()]
+    partial_out[unused], partial_lse2[unused] = NAN, INF
+    tail_out, tail_lse = out[:rows, 0, :heads], lse[:rows, :heads, 0]
+
+    part_out = torch.zeros(rows, heads, dim, dtype=torch.float64)
+    part_lse = torch.full((rows, heads), -INF, dtype=torch.float64)
+    for row, place in places.items():
+        part_out[row], part_lse[row] = partial_out[place].double(), partial_lse2[place].double() / LOG2E
+    expected = reference.merge(
+        tail_out.double(), tail_lse.double().masked_fill(tail_lse == INF, -INF), part_out, part_lse
+    )
+
+    table = row_table(8, places, max_partial_rows=12)
+    work, merged, merged_lse = (
+        torch.from_numpy(table.buffer),
+        torch.full(expected[0].shape, NAN),
+        torch.full((5, 16), NAN),
+    )
+    merge(tail_out, tail_lse, partial_out, partial_lse2, work, table.capacity, merged, merged_lse)
+    assert reference.errors(merged, expected[0]).rel_l2 < 1e-6
+    assert reference.errors(merged_lse, expected[1]).rel_l2 < 1e-6
+    rounded = torch.full(expected[0].shape, NAN, dtype=torch.bfloat16)
+    merge(tail_out, tail_lse, partial_out, partial_lse2, work, table.capacity, rounded, merged_lse)
+    assert reference.errors(rounded, expected[0]).rel_l2 < 4e-3
 
 
 def test_wrong_arguments_are_refused_with_a_reason() -> None:

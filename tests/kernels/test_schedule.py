@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_mla_ext.kernels.layout import CHUNK_TOKENS
-from sglang_mla_ext.kernels.schedule import PrefixGroup, WorkList, WorkListCapacity, build_work_list
+from sglang_mla_ext.kernels.schedule import PrefixGroup, WorkList, WorkListCapacity, build_work_list, row_table
 
 CHUNKS = 64
 
@@ -169,6 +169,18 @@ def test_capacity_is_respected_and_overflow_is_an_error() -> None:
             build_work_list(groups, capacity=WorkListCapacity(**(tight | change)), **shape)
     with pytest.raises(ValueError, match="block_keys"):
         build(groups, block_keys=48)
+
+
+def test_a_row_table_is_what_the_merge_reads_of_a_list_without_items() -> None:
+    table = row_table(6, {4: 0, 1: 7, 5: 2}, max_partial_rows=8)
+    assert table.buffer[0] == table.n_items == 0 and table.used == len(table.buffer) == table.capacity.size
+    assert (table.capacity.max_rows, table.capacity.max_partial_rows) == (6, 8)
+    assert table.row_splits.tolist() == [0, 1, 0, 0, 1, 1]
+    assert [table.row_partial_start[row] for row in (4, 1, 5)] == [0, 7, 2]
+    assert not row_table(6, {}, max_partial_rows=8).buffer.any()
+    for rows, message in (({6: 0}, r"^rows must be in \[0, 6\)"), ({0: 8}, "partial rows"), ({-1: 0}, "rows")):
+        with pytest.raises(ValueError, match=message):
+            row_table(6, rows, max_partial_rows=8)
 
 
 def test_thousands_of_items_are_built_in_milliseconds() -> None:

@@ -89,6 +89,7 @@ class Counted:
     """Counters of a stretch of time: differences."""
 
     steps_naive: int = 0
+    steps_grouped: int = 0
     expansions: int = 0
     evictions: int = 0
     prefills_naive: int = 0
@@ -148,6 +149,13 @@ def hybrid(start: Any) -> Server:
     """Every shared prefix of 32 tokens and more is expanded."""
     options = ("--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", "32")
     return start("--attention-backend", "hybrid_mla", "--enable-metrics", *options)
+
+
+@pytest.fixture(scope="session")
+def grouped(start: Any) -> Server:
+    """Every shared prefix of 32 tokens and more is read once for all its requests; nothing is expanded."""
+    options = ("--hybrid-mla-mode", "grouped_absorb", "--hybrid-mla-min-prefix-len", "32")
+    return start("--attention-backend", "hybrid_mla", *options)
 
 
 @pytest.fixture(scope="session")

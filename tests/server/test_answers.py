@@ -59,6 +59,18 @@ def test_eight_chats_share_a_prefix_and_two_do_not(stock: Server, hybrid: Server
     assert largest["requests"] == 8 and largest["mode"] == "naive" and largest["prefix_len"] > 200
 
 
+def test_grouped_absorb_for_six_chats_on_one_prefix_and_not_for_two(stock: Server, grouped: Server) -> None:
+    chats = [Chat(SYSTEM, question(i), max_tokens=40) for i in range(6)] + [Chat("", question(i), 40) for i in (8, 9)]
+    grouped.ask(Chat(SYSTEM, "Hello", 1))
+    with counting(grouped) as counted, watching(grouped) as seen:
+        actual = grouped.ask(*chats)
+    assert_same(actual, stock.ask(*chats))
+    assert counted.steps_grouped >= 30 and counted.steps_naive == counted.expansions == 0
+    largest = max((group for groups in seen for group in groups), key=lambda group: group["requests"])
+    assert largest["requests"] == 6 and largest["mode"] == "grouped_absorb" and largest["prefix_len"] > 200
+    assert grouped.info()["budget_bytes"] == 0
+
+
 def test_prefix_is_found_without_warming_up(stock: Server, hybrid: Server) -> None:
     """All requests arrive before anything is cached: sharing is seen only once they decode."""
     chats = [Chat(SYSTEM, question(i), max_tokens=24) for i in range(6)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,8 @@ from sglang_mla_ext import backend as backend_module
 from sglang_mla_ext.backend import MAX_FAILURES, NO_GROUPS, HybridMLABackend
 from sglang_mla_ext.kernels.schedule import PrefixGroup
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.cost_model import Mode
-from sglang_mla_ext.prefix.planner import Group, Plan
+from sglang_mla_ext.prefix.cost_model import CostModel, Mode, rates_for
+from sglang_mla_ext.prefix.planner import Group, Plan, Stacking
 
 HEADS, DN, DR, DV, RANK = 2, 16, 8, 16, 32
 MIB = 1 << 20
@@ -26,6 +27,18 @@ class Stock:
 
 class Backend(HybridMLABackend, Stock):
     pass
+
+
+class Grouping(Backend):
+    """With grouped absorb, which writes down the plans that it gets."""
+
+    def _make_grouped(self, runner: Any) -> Stacking | None:
+        self.plans: list[tuple[int, int]] = []
+        self._grouped_bytes = MIB
+        return Stacking(64, 4)
+
+    def _write_grouped(self, plan: Plan, rows: int) -> None:
+        self.plans.append((len(plan.of_mode(Mode.GROUPED_ABSORB)), rows))
 
 
 class FakeMode:
@@ -70,8 +83,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
         dtype=torch.float32,
     )
 
-    def make_one(budget_bytes: int = 4 * MIB, **options: Any) -> Backend:
-        return Backend(runner, HybridMLAOptions(**{"mode": "naive", **options}), budget_bytes)
+    def make_one(budget_bytes: int = 4 * MIB, kind: type[Backend] = Backend, **options: Any) -> Backend:
+        return kind(runner, HybridMLAOptions(**{"mode": "naive", **options}), budget_bytes)
 
     return make_one
 
@@ -164,3 +177,97 @@ def test_finished_requests_do_not_take_part_in_prefill(make: Any, monkeypatch: p
     running[0].finished = lambda: True
     backend.before_forward(EXTEND, requests(1), running)
     assert seen[0][1] == running[1:]
+
+
+# -- grouped absorb ----------------------------------------------------------------------------------------------------
+
+
+def both_kinds() -> tuple[Plan, tuple[PrefixGroup, ...]]:
+    naive = Group(rows=(0, 2), node="n", start=0, end=300, mode=Mode.NAIVE)
+    grouped = Group(rows=(1, 3, 4), node="g", start=0, end=128, mode=Mode.GROUPED_ABSORB)
+    return Plan(6, (naive, grouped)), (PrefixGroup((0, 2), 300, (0, 1)),)
+
+
+@pytest.mark.parametrize("options", [{"budget_bytes": 1000, "mode": "auto"}, {"mode": "grouped_absorb"}], ids=str)
+def test_grouped_absorb_needs_no_memory_for_prefixes(
+    make: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = make(kind=Grouping, **options)
+    assert backend._attention is None and backend.prefixes.pool.num_chunks == 0
+    backend.min_rows = 2  # the toy model's groups pay nowhere
+    asked = []
+    plan, _ = both_kinds()
+    monkeypatch.setattr(backend.prefixes, "before_decode", lambda reqs: asked.append(reqs) or (plan, ()))
+    backend.before_forward(DECODE, requests(6), [])
+    backend.before_forward(EXTEND, requests(6), [], [0] * 6, [1] * 6)
+    backend.before_forward(DECODE, requests(6), [])
+    assert len(asked) == 2 and backend.counters.steps_grouped == 2
+    assert backend.write_plan(8) and backend.write_plan(8)
+    assert backend.plans == [(1, 8)] and backend._prefix_lens[:6].tolist() == [300, 128, 300, 128, 128, 0]
+    backend._hybrid = True
+    backend.see_query(torch.zeros(8, HEADS, DN))
+    backend.attend_shared(torch.zeros(8, HEADS, RANK + DR), torch.zeros(8, HEADS), None)
+    assert backend._q_nope is None and not backend.merge_pending, "nothing is left for o_proj"
+
+
+def test_both_kinds_of_groups_are_written(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = make(kind=Grouping, mode="auto")
+    backend.min_rows = 2
+    naive: list[Any] = []
+    monkeypatch.setattr(backend._attention, "plan", lambda groups, rows: naive.append((groups, rows)))
+    backend._next = both_kinds()
+    for rows, empty in ((6, True), (6, False), (6, False), (8, False)):
+        assert backend.write_plan(rows, empty=empty)
+    assert backend.plans == [(0, 6), (1, 6), (1, 8)]
+    assert naive == [((), 6), (both_kinds()[1], 6), (both_kinds()[1], 8)]
+
+
+def test_memory_of_grouped_absorb_comes_out_of_the_budget(make: Any) -> None:
+    without, beside = make(mode="auto"), make(kind=Grouping, mode="auto")
+    per_chunk = without._bytes_per_chunk
+    taken = (without.prefixes.pool.num_chunks - beside.prefixes.pool.num_chunks) * per_chunk
+    assert abs(taken - MIB) <= per_chunk
+    assert make(kind=Grouping, mode="naive").prefixes.pool.num_chunks == without.prefixes.pool.num_chunks
+
+
+def test_rows_from_which_a_group_can_pay_in_any_mode(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def smallest(self: CostModel, tokens: int, allowed: Any, limit: int) -> int:
+        asked.append(set(allowed))
+        return 5
+
+    monkeypatch.setattr(CostModel, "smallest_profitable_group", smallest)
+    every = {Mode.ABSORB, Mode.GROUPED_ABSORB, Mode.NAIVE}
+    for options, allowed in (
+        ({"kind": Grouping}, every),
+        ({"kind": Grouping, "budget_bytes": 1000}, every - {Mode.NAIVE}),
+        ({}, every - {Mode.GROUPED_ABSORB}),
+    ):
+        assert make(mode="auto", **options).min_rows == 5 and asked.pop() == allowed
+    for mode, rows in (("naive", 2), ("grouped_absorb", 2), ("absorb", None)):
+        assert make(kind=Grouping, mode=mode).min_rows == rows
+    assert make(mode="grouped_absorb").min_rows is None, "heads that fill a tile: plain absorb"
+
+
+def test_auto_takes_grouped_absorb_only_where_its_rates_are_measured(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assumed = rates_for("cpu")
+    mode = replace(assumed.modes[Mode.GROUPED_ABSORB], measured=False)
+    assumed = replace(assumed, modes={**assumed.modes, Mode.GROUPED_ABSORB: mode})
+    assert make(kind=Grouping, mode="auto")._stacking is not None
+    monkeypatch.setattr(backend_module, "rates_for", lambda name: assumed)
+    assert make(kind=Grouping, mode="auto")._stacking is None
+    assert make(kind=Grouping, mode="grouped_absorb")._stacking is not None
+
+
+def test_grouped_absorb_that_does_not_run_is_left_out(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, runner: Any) -> None:
+        raise RuntimeError("does not compile")
+
+    monkeypatch.setattr(Grouping, "_make_grouped", fail)
+    backend = make(kind=Grouping, mode="grouped_absorb")
+    assert backend.min_rows is None and not backend.write_plan(4)
+    assert list(backend.counters.fallbacks) == ["grouped absorb does not run here: RuntimeError"]
+    assert "plain absorb" in backend.describe()

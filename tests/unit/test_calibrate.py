@@ -1,4 +1,4 @@
-"""The calibration's arithmetic, its file, and the planner's check; nothing is timed here."""
+"""The calibration's arithmetic, its file, and the judgement of the planner's choices; nothing is timed here."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import json
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from rival_attention import DN, DR, DV, Case
+import rates_file
+from planner_verdicts import Verdict, failures, fitted_overhead, summary, verdicts, with_overhead
+from rival_attention import DN, DR, DV
 
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims, config_names, read_config
-from sglang_mla_ext.results import read_records
+from sglang_mla_ext.results import read_records, write_record
 
 V3 = ModelDims.from_json("deepseek-v3")
 SHARED_MEMORY_PER_SM = 228 * 1024
@@ -131,35 +133,41 @@ def test_a_configuration_without_tiles_has_none():
 
 
 @pytest.mark.parametrize("name", config_names("gpus"))
-def test_json_reads_back(calibrate, name):
+def test_json_reads_back(name):
     config = read_config("gpus", name)
-    text = calibrate.to_json(config)
+    text = rates_file.to_json(config)
     assert json.loads(text) == config
     assert max(len(line) for line in text.splitlines() if '"source"' not in line) <= 100
 
 
-def test_json_is_short(calibrate):
+def test_json_is_short():
     assert (
-        calibrate.to_json({"a": [], "b": 3.8e12, "c": 1.5e-5, "d": None})
+        rates_file.to_json({"a": [], "b": 3.8e12, "c": 1.5e-5, "d": None})
         == '{"a": [], "b": 3.8e12, "c": 1.5e-05, "d": null}'
     )
-    assert calibrate.to_json({"a": {"b": 1}}) == '{\n  "a": {"b": 1}\n}'
+    assert rates_file.to_json({"a": {"b": 1}}) == '{\n  "a": {"b": 1}\n}'
 
 
-def test_a_file_of_another_gpu_is_refused(calibrate, tmp_path):
+def test_a_file_of_another_gpu_is_refused(tmp_path):
     path = tmp_path / "h200.json"
     path.write_text(json.dumps(read_config("gpus", "h200")))
-    assert calibrate.starting_config(path, "NVIDIA H200")["device_words"] == ["h200"]
+    assert rates_file.starting_config(path, "NVIDIA H200") == (read_config("gpus", "h200"), "this file")
     with pytest.raises(ValueError, match="NVIDIA H20"):
-        calibrate.starting_config(path, "NVIDIA H20")
+        rates_file.starting_config(path, "NVIDIA H20")
 
 
-@pytest.mark.parametrize(
-    ("device", "word"), [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA GH200 480GB", "gh200"), ("Something", "something")]
-)
-def test_a_file_for_a_gpu_without_one(calibrate, tmp_path, device, word):
-    config = calibrate.starting_config(tmp_path / "new.json", device)
+@pytest.mark.parametrize(("device", "name"), [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100")])
+def test_a_new_file_starts_from_the_gpus_shipped_rates(tmp_path, device, name):
+    """Not from the default GPU's: what is not measured would be another GPU's."""
+    config, origin = rates_file.starting_config(tmp_path / "new.json", device)
+    assert (config, origin) == (read_config("gpus", name), f"configs/gpus/{name}.json")
+
+
+@pytest.mark.parametrize(("device", "word"), [("NVIDIA GH200 480GB", "gh200"), ("Something", "something")])
+def test_a_new_file_of_an_unknown_gpu_starts_from_the_default(tmp_path, device, word):
+    config, origin = rates_file.starting_config(tmp_path / "new.json", device)
     assert (config["name"], config["device_words"]) == (device, [word])
+    assert (config["modes"], origin) == (read_config("gpus", "h100")["modes"], "configs/gpus/h100.json")
 
 
 @pytest.mark.parametrize("exists", [True, False])
@@ -186,12 +194,12 @@ def test_what_is_measured_is_what_is_read(calibrate, monkeypatch, tmp_path, caps
     if exists:
         out.parent.mkdir()
         out.write_text(json.dumps(h200))
-    config = calibrate.starting_config(out, device.name)
-    assert not calibrate.calibrate(out, config, 20)  # the BF16 tiles and absorb are missing
+    start = rates_file.starting_config(out, device.name)
+    assert not calibrate.calibrate(out, *start, 20)  # the BF16 tiles and absorb are missing
     assert str(out) in capsys.readouterr().out
 
     rates = GpuRates.from_json(out)
-    before = read_config("gpus", "h200" if exists else "h100")["modes"]
+    before = h200["modes"]
     written = json.loads(out.read_text())
     assert (rates.name, rates.l2_bytes, written["device_words"]) == ("NVIDIA H200", 60 << 20, ["h200"])
     for kept in (Mode.ABSORB, Mode.GROUPED_ABSORB):
@@ -200,31 +208,37 @@ def test_what_is_measured_is_what_is_read(calibrate, monkeypatch, tmp_path, caps
     assert rates.modes[Mode.NAIVE] != a100.modes[Mode.NAIVE]
     assert [calibrate.Tile(**tile) for tile in rates.naive_tiles["fp8_e4m3"]] == chosen
     assert list(rates.naive_tiles["bf16"]) == before["naive"]["tiles"]["bf16"]
-    for part in ("easured by scripts/calibrate.py on NVIDIA H200", "naive: of naive.", "absorb: not measured"):
+    origin = "this file" if exists else "configs/gpus/h200.json"
+    not_measured = f"absorb: not measured, what {origin} had before."
+    for part in ("easured by scripts/calibrate.py on NVIDIA H200", "naive: of naive.", not_measured):
         assert part in rates.source
 
 
 # -- the planner's check -----------------------------------------------------------------------------------------------
 
 
-def verdict(check_planner, absorb: float, naive: float, chosen: Mode, rows: int = 64):
-    case = Case(1024, 512, 16, (rows,))
-    return check_planner.Verdict(case, "fp8", {Mode.ABSORB: absorb, Mode.NAIVE: naive}, chosen)
+def verdict(absorb: float, naive: float, chosen: Mode, rows: int = 64) -> Verdict:
+    return Verdict(16, 1024, rows, "fp8", {Mode.ABSORB: absorb, Mode.NAIVE: naive}, chosen)
 
 
-def test_loss_is_relative_to_the_fastest_mode(check_planner):
-    bad = verdict(check_planner, 0.2, 0.25, Mode.NAIVE)
+def record(absorb: float, naive: float | None, batch: int = 64, **more: str) -> dict:
+    ms = {"absorb": absorb} | ({} if naive is None else {"naive": naive})
+    return {"case": dict(prefix=26472, tail=512, heads=128, batch=batch, dtype="bf16"), "ms": ms, **more}
+
+
+def test_loss_is_relative_to_the_fastest_mode():
+    bad = verdict(0.2, 0.25, Mode.NAIVE)
     assert (bad.best, bad.loss) == (Mode.ABSORB, pytest.approx(0.25))
-    assert verdict(check_planner, 0.2, 0.25, Mode.ABSORB).loss == 0
+    assert verdict(0.2, 0.25, Mode.ABSORB).loss == 0
 
 
-def test_only_the_cases_that_lose_are_shown(check_planner):
-    verdicts = [
-        verdict(check_planner, 0.2, 0.25, Mode.NAIVE, rows=32),
-        verdict(check_planner, 0.2, 0.204, Mode.NAIVE, rows=48),
-        verdict(check_planner, 0.3, 0.2, Mode.ABSORB, rows=64),
+def test_only_the_cases_that_lose_are_shown():
+    found = [
+        verdict(0.2, 0.25, Mode.NAIVE, rows=32),
+        verdict(0.2, 0.204, Mode.NAIVE, rows=48),
+        verdict(0.3, 0.2, Mode.ABSORB, rows=64),
     ]
-    lines = check_planner.failures(verdicts).splitlines()
+    lines = failures(found).splitlines()
     assert lines[0].split() == [
         "heads", "prefix", "requests", "dtype", "absorb", "us", "naive", "us", "chosen", "loss"
     ]  # fmt: skip
@@ -232,13 +246,83 @@ def test_only_the_cases_that_lose_are_shown(check_planner):
         ["16", "1024", "64", "fp8", "300", "200", "absorb", "50%"],
         ["16", "1024", "32", "fp8", "200", "250", "naive", "25%"],
     ]
-    assert check_planner.failures(verdicts[1:2]) == ""
-    said = check_planner.summary(verdicts)
+    assert failures(found[1:2]) == ""
+    said = summary(found)
     assert said == "1 of 3 cases within 5%; the worst loses 50.0%: 16 heads, 1,024 tokens, 64 requests, fp8"
-    assert check_planner.summary([]) == "nothing was measured"
+    assert summary([]) == "nothing was measured"
 
 
-def test_check_of_a_gpu_that_is_as_the_model_says(check_planner, monkeypatch, tmp_path, capsys):
+def test_the_newest_record_of_a_case_is_judged_among_the_modes_it_has():
+    rates = GpuRates.from_json("h200")
+    old, new = record(9.0, 1.0, date="2026-01-01"), record(2.0, 1.0, date="2026-01-02")
+    alone = record(1.0, None, batch=512)
+    second, first = sorted(verdicts([new, alone, old], rates), key=lambda found: -found.batch)
+    assert (first.ms, first.chosen, first.loss) == ({Mode.ABSORB: 2.0, Mode.NAIVE: 1.0}, Mode.NAIVE, 0)
+    assert (second.batch, second.chosen) == (512, Mode.ABSORB)
+
+
+def boundary_us(batch: int) -> float:
+    """The overhead from which absorb is chosen for `record(batch=batch)`."""
+    rates = with_overhead(GpuRates.from_json("h200"), 0.0)
+    cost = CostModel(V3, 128, rates)
+    return (cost.seconds(Mode.ABSORB, batch, 26472) - cost.seconds(Mode.NAIVE, batch, 26472)) * 1e6
+
+
+def test_the_fitted_overhead_loses_least_and_is_the_smallest_that_does():
+    rates = GpuRates.from_json("h200")
+    batch = next(batch for batch in range(2, 64) if 10 < boundary_us(batch) < 50)
+    boundary = boundary_us(batch)
+    assert fitted_overhead([record(1.0, 2.0, batch)], rates) * 1e6 == pytest.approx(int(boundary) + 1)
+    assert fitted_overhead([record(2.0, 1.0, batch)], rates) == 5e-6  # naive is right: any up to the boundary
+    # The other way round in a case that the overhead does not decide: it cannot help.
+    assert fitted_overhead([record(2.0, 1.0, batch), record(1.0, 2.0, 512)], rates) == 5e-6
+    # Both choices lose less than what counts: then the worst loss decides.
+    assert fitted_overhead([record(1.0, 1.04, batch)], rates) * 1e6 == pytest.approx(int(boundary) + 1)
+
+
+def test_no_overhead_without_a_comparison():
+    with pytest.raises(ValueError, match="no record"):
+        fitted_overhead([record(1.0, None)], GpuRates.from_json("h200"))
+
+
+@pytest.mark.parametrize("source", ["calibrate.py", "another"])
+def test_refit_writes_the_overhead_and_its_source(tmp_path, capsys, source):
+    """From the records of this GPU alone, and again without a change."""
+    out, records = tmp_path / "h200.json", tmp_path / "planner.jsonl"
+    config = read_config("gpus", "h200")
+    config["modes"]["naive"]["overhead_s"] = 1e-6
+    measured = "absorb: x; overhead: its own. naive: kernels/a.py; overhead: what 1,024 tokens take, merge included."
+    config["source"] = measured if source == "calibrate.py" else "Measured by hand."
+    out.write_text(rates_file.to_json(config))
+    batch = next(batch for batch in range(2, 64) if 10 < boundary_us(batch) < 50)
+    for gpu, ms in (("NVIDIA H200", (1.0, 2.0)), ("NVIDIA H20", (2.0, 1.0))):
+        write_record(records, bench="planner", impl="hybrid_mla", gpu=gpu, command="run it", **record(*ms, batch))
+
+    for _ in range(2):
+        run_calibrate("--out", out, "--refit", records)
+        found = json.loads(out.read_text())
+        assert found["modes"]["naive"]["overhead_s"] * 1e6 == pytest.approx(int(boundary_us(batch)) + 1)
+        fitted = "overhead: of 5 to 60 us, the one with which the choices on the grid of --check lose least."
+        before = "absorb: x; overhead: its own. naive: kernels/a.py;" if source == "calibrate.py" else "by hand. naive:"
+        assert found["source"].endswith(f"{before} {fitted}")
+        assert "1 of 1 cases within 5%" in capsys.readouterr().out
+    found["modes"]["naive"]["overhead_s"] = 1e-6
+    assert found | {"source": config["source"]} == config
+
+
+def run_calibrate(*arguments: object) -> None:
+    """Run the script's command line in this process."""
+    import typer
+    from typer.testing import CliRunner
+
+    app = typer.Typer()
+    app.command()(pytest.importorskip("calibrate").main)
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    print(result.output)
+    assert result.exit_code == 0, result.output
+
+
+def test_check_of_a_gpu_that_is_as_the_model_says(check_planner, monkeypatch, tmp_path):
     """Every mode's time is the model's, but for one case that naive cannot run: nothing loses, the check is partial."""
     rates = GpuRates.from_json("h200")
     made = []
@@ -257,14 +341,17 @@ def test_check_of_a_gpu_that_is_as_the_model_says(check_planner, monkeypatch, tm
     monkeypatch.setattr(check_planner, "CHECKED", {mode: modelled(mode) for mode in (Mode.ABSORB, Mode.NAIVE)})
     monkeypatch.setattr(check_planner, "measure", lambda ms, rep_ms, work: {"ms": ms})
     path = tmp_path / "planner.jsonl"
-    assert not check_planner.check(rates, 20, path)
-    assert "216 of 216 cases within 5%" in capsys.readouterr().out
+    found, complete = check_planner.check(rates, 20, path)
+    assert not complete
     records = read_records(path)
-    assert len(records) == 216
-    assert {record["bench"] for record in records} == {"planner"}
+    assert [{name: of_case[name] for name in ("case", "ms")} for of_case in records] == found
+    assert {of_case["bench"] for of_case in records} == {"planner"}
     assert records[0]["case"] == dict(prefix=1024, tail=512, heads=128, batch=2, dtype="bf16")
     assert set(records[0]["ms"]) == {"absorb", "naive"}
-    assert {record["chosen"] for record in records} == {"absorb", "naive"}
-    assert max(record["loss"] for record in records) == 0
+    assert not {"chosen", "best", "loss"}.intersection(records[0])  # they depend on the rates
     assert len([mode for mode, *_ in made if mode is Mode.ABSORB]) == 108  # once for both storages
     assert {rows for mode, _, rows in made if mode is Mode.NAIVE} == {64, 128}
+
+    judged = verdicts(records, rates)
+    assert summary(judged).startswith("216 of 216 cases within 5%; the worst loses 0.0%")
+    assert {of_case.chosen for of_case in judged} == {Mode.ABSORB, Mode.NAIVE}

@@ -42,6 +42,20 @@ def test_counters() -> None:
     )
 
 
+def test_a_step_with_groups_of_both_kinds_counts_for_both() -> None:
+    naive = Group((0, 1), "a", 0, 1000, Mode.NAIVE)
+    grouped = Group((2, 3, 4), "b", 0, 300, Mode.GROUPED_ABSORB)
+    counters = Counters()
+    for groups in ((naive, grouped), (grouped,), (naive,), ()):
+        counters.count_step(Plan(6, groups))
+    assert (counters.steps_naive, counters.steps_grouped, counters.steps_absorb) == (2, 2, 1)
+    assert counters.max_group_size == 3 and counters.shared_tokens_saved == 2 * 1000 + 2 * 2 * 300
+    assert [group["mode"] for group in report(counters, Plan(6, (naive, grouped)), 0, 0)["groups"]] == [
+        "naive",
+        "grouped_absorb",
+    ]
+
+
 def test_the_first_fall_back_of_each_reason_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     counters = Counters()
     with caplog.at_level(logging.WARNING, "sglang_mla_ext"):

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from sglang_mla_ext.options import HybridMLAOptions, OptionError, add_flags, flags_to_env
+from sglang_mla_ext.options import MODES, HybridMLAOptions, OptionError, add_flags, flags_to_env
 
 NAMES = [option.name for option in fields(HybridMLAOptions)]
 
@@ -22,6 +22,7 @@ GOOD = [
     ("mode", "auto", "auto"),
     ("mode", "absorb", "absorb"),
     ("mode", "naive", "naive"),
+    ("mode", "grouped_absorb", "grouped_absorb"),
     ("expand_tokens_per_step", "100", 100),
 ]
 
@@ -30,7 +31,7 @@ BAD = [
     ("prefix_memory_gb", -1.0, "must be 0 (never expand) or more"),
     ("prefix_dtype", "int8", "use one of auto, bf16, fp8_e4m3"),
     ("min_prefix_len", 0, "at least 1"),
-    ("mode", "fast", "use one of auto, absorb, naive"),
+    ("mode", "fast", "use one of auto, absorb, naive, grouped_absorb"),
     ("expand_tokens_per_step", 0, "at least 1"),
 ]
 
@@ -113,6 +114,12 @@ def test_the_parser_refuses_what_it_can(args: tuple[str, str], capsys: pytest.Ca
     with pytest.raises(SystemExit):
         parse(flag(args[0]), args[1])
     assert flag(args[0]) in capsys.readouterr().err
+
+
+def test_what_each_mode_allows() -> None:
+    modes = {mode: HybridMLAOptions(mode=mode) for mode in MODES}
+    assert [mode for mode, options in modes.items() if options.may_expand] == ["auto", "naive"]
+    assert [mode for mode, options in modes.items() if options.may_group] == ["auto", "grouped_absorb"]
 
 
 @pytest.mark.parametrize("text", ["nan", "inf"])

@@ -12,8 +12,18 @@ from hypothesis import strategies as st
 
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims
-from sglang_mla_ext.prefix.planner import Gain, Path, PathNode, Plan, plan_groups
-from sglang_mla_ext.prefix.shared_prefixes import gain_of
+from sglang_mla_ext.prefix.planner import (
+    SPARE_ENTRIES,
+    Gain,
+    Group,
+    Path,
+    PathNode,
+    Plan,
+    Stacking,
+    limit_entries,
+    plan_groups,
+)
+from sglang_mla_ext.prefix.shared_prefixes import Gains, gain_of
 
 V3 = ModelDims.from_json("deepseek-v3")
 PAGE = 64
@@ -31,6 +41,9 @@ GAINS = {
     "h20, 128 heads": real_gain("auto", "h20", 128),
     "h200, 128 heads": real_gain("auto", "h200", 128),
 }
+
+
+H20_16_HEADS = Gains.of(HybridMLAOptions(), CostModel(V3, 16, GpuRates.from_json("h20")), naive=True, grouped=True)
 
 
 @dataclass(frozen=True)
@@ -56,11 +69,16 @@ class Batch:
     def rows_below(self, node: int) -> tuple[int, ...]:
         return tuple(row for row, end in enumerate(self.rows) if node in self.path(end))
 
-    def plan(self, gain: Gain, names: list[object] | None = None) -> Plan:
+    def plan(self, gain: Gain, names: list[object] | None = None, grouped_gain: Gain | None = None) -> Plan:
         names = names or list(range(len(self.ends)))
         tokens = dict(zip(names, self.usable or self.ends, strict=True))
         return plan_groups(
-            self.paths(names), gain, min_prefix_len=self.min_prefix_len, usable=lambda step: tokens[step.node]
+            self.paths(names),
+            gain,
+            min_prefix_len=self.min_prefix_len,
+            usable=lambda step: tokens[step.node],
+            grouped_gain=grouped_gain,
+            page_size=PAGE,
         )
 
 
@@ -256,3 +274,77 @@ def test_a_plan_refuses_a_row_twice_and_lengths_of_another_batch() -> None:
         Plan(2, groups=(*plan.groups, *plan.groups))
     with pytest.raises(ValueError, match="argument"):
         plan.tail_lens([300])
+
+
+# -- two ways ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=500, deadline=None)
+@given(batches())
+def test_at_each_node_the_way_that_saves_more(batch: Batch) -> None:
+    naive, grouped = H20_16_HEADS.naive, H20_16_HEADS.grouped
+    plan = batch.plan(naive, grouped_gain=grouped)
+    assert plan.groups == tuple(
+        sorted(plan.of_mode(Mode.NAIVE) + plan.of_mode(Mode.GROUPED_ABSORB), key=lambda group: group.rows)
+    )
+
+    def savings(node: int, size: int) -> dict[Mode, float]:
+        lengths = {Mode.NAIVE: batch.tokens(node), Mode.GROUPED_ABSORB: batch.ends[node] // PAGE * PAGE}
+        gains = {Mode.NAIVE: naive, Mode.GROUPED_ABSORB: grouped}
+        return {mode: gains[mode](size, tokens) for mode, tokens in lengths.items() if tokens >= batch.min_prefix_len}
+
+    for group in plan.groups:
+        found = savings(group.node, len(group.rows))
+        assert found[group.mode] == max(found.values()) > 0
+        assert batch.min_prefix_len <= group.end <= batch.ends[group.node]
+        assert group.mode is Mode.NAIVE or group.end == batch.ends[group.node] // PAGE * PAGE
+    total = sum(savings(group.node, len(group.rows))[group.mode] for group in plan.groups)
+    rows_below = {node: len(batch.rows_below(node)) for node in range(len(batch.ends))}
+    singles = [max(savings(node, size).values(), default=0.0) for node, size in rows_below.items() if size >= 2]
+    assert total >= max(singles, default=0.0) * (1 - 1e-9)
+
+
+def test_naive_where_it_is_expanded_and_grouped_where_not() -> None:
+    batch = Batch((None, 0, 0), (512, 8192, 8192), (1,) * 40 + (2,) * 40, usable=(0, 8192, 0))
+    gains = {"gain": lambda size, tokens: 3.0 * size * tokens, "grouped_gain": lambda size, tokens: 1.0 * size * tokens}
+    plan = batch.plan(**gains)
+    assert [(group.node, group.end, group.mode) for group in plan.groups] == [
+        (1, 8192, Mode.NAIVE),
+        (2, 8192, Mode.GROUPED_ABSORB),
+    ]
+    part = replace(batch, usable=(0, 2048, 0)).plan(**gains)
+    assert [group.mode for group in part.groups] == [Mode.GROUPED_ABSORB] * 2, (
+        "a small part that is expanded saves less"
+    )
+
+
+def test_grouped_absorb_takes_whole_pages() -> None:
+    batch = Batch((None,), (5 * PAGE + 10,), (0, 0), min_prefix_len=5 * PAGE)
+    plan = batch.plan(GAINS["naive"], grouped_gain=lambda size, tokens: 1e9)
+    assert [(group.end, group.mode) for group in plan.groups] == [(5 * PAGE, Mode.GROUPED_ABSORB)]
+    longer = replace(batch, min_prefix_len=5 * PAGE + 1)
+    assert [group.mode for group in longer.plan(GAINS["naive"], grouped_gain=lambda *_: 1e9).groups] == [Mode.NAIVE]
+
+
+def test_entries() -> None:
+    stacking = Stacking(PAGE, rows_per_entry=4)
+    assert [stacking.entries(size) for size in (1, 4, 5, 64)] == [1, 1, 2, 16]
+    assert stacking.max_entries(74) == 19 + SPARE_ENTRIES
+    assert Stacking().entries(64) == 1 and Stacking().max_entries(74) == 74
+
+
+def test_groups_beyond_the_entries_that_save_least_are_left_out() -> None:
+    """Groups of five need two entries each: 40 of 100 rows' 33 entries."""
+    ends = tuple(PAGE * (10 + index) for index in range(20))
+    rows = tuple(index for index in range(20) for _ in range(5))
+    plan = Batch((None,) * 20, ends, rows).plan(lambda *_: 0.0, grouped_gain=GAINS["naive"])
+    assert len(plan.groups) == 20
+    limited = limit_entries(plan, GAINS["naive"], Stacking(PAGE, 4))
+    assert (25 + SPARE_ENTRIES) // 2 == len(limited.groups) == 16
+    assert [group.node for group in limited.groups] == list(range(4, 20)), "the shortest ones were dropped"
+    assert limited.num_rows == 100 and limited.prefix_lens[:20] == (0,) * 20
+    assert limit_entries(plan, GAINS["naive"], Stacking()) is plan
+
+    naive = Group((0, 1), "expanded", 0, 64, Mode.NAIVE)
+    mixed = Plan(102, (naive, *(replace(group, rows=tuple(row + 2 for row in group.rows)) for group in plan.groups)))
+    assert naive in limit_entries(mixed, GAINS["naive"], Stacking(PAGE, 4)).groups

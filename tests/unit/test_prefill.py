@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from sglang_mla_ext import prefill
+from sglang_mla_ext import hooks
 from sglang_mla_ext.kernels import reference
 from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, ExpandedBuffers
 from sglang_mla_ext.kernels.prefix_attention import ReferencePrefixAttention
+from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefill import PrefillPlan, around_chunk_info, around_prefix_attention
 from sglang_mla_ext.prefix.shared_prefixes import NOTHING_EXPANDED, ExpandedPart
 
 HEADS, DN, DR, DV, SCALE = 3, 16, 8, 16, 0.2
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[PrefillPlan | None], None]:
+    """`planned(plan)`: the backend has this plan for the next prefill step."""
+
+    def set_plan(plan: PrefillPlan | None) -> None:
+        monkeypatch.setattr(hooks.worker, "backend", SimpleNamespace(prefill=plan))
+
+    return set_plan
 
 
 class Setting:
@@ -28,6 +39,7 @@ class Setting:
         self.buffers = ExpandedBuffers.allocate(layers=2, chunks=4, dtype=torch.float32, device="cpu", **sizes)
         self.attention = ReferencePrefixAttention(self.buffers, max_rows=max_rows, heads=HEADS)
         self.max_rows = max_rows
+        self.counters = Counters()
         self.layer = SimpleNamespace(
             attn_mha=SimpleNamespace(layer_id=7, scaling=SCALE), qk_nope_head_dim=DN, qk_rope_head_dim=DR
         )
@@ -42,12 +54,16 @@ class Setting:
             self.buffers.write(1, chunk, 0, k_nope[part], v[part], k_rope[part])
         return keys, ExpandedPart(tokens, chunks)
 
-    def plan(self, parts: Sequence[ExpandedPart], new_tokens: Sequence[int]) -> PrefillPlan | None:
-        return PrefillPlan.make(parts, new_tokens, self.attention, {7: 1}, self.max_rows)
+    def plan(
+        self, parts: Sequence[ExpandedPart], new_tokens: Sequence[int], layers: dict[int, int] | None = None
+    ) -> PrefillPlan | None:
+        lens = [part.tokens for part in parts]
+        layers = layers or {7: 1}
+        return PrefillPlan.make(lens, parts, new_tokens, self.attention, layers, self.max_rows, self.counters)
 
 
 @pytest.mark.parametrize("max_rows", [64, 5, 1])
-def test_expanded_part_and_new_tokens_are_attention_over_both(max_rows: int) -> None:
+def test_expanded_part_and_new_tokens_are_attention_over_both(max_rows: int, planned: Any) -> None:
     """Four requests: two on one prefix, one on another, one on none; the last has no new tokens beside it."""
     setting = Setting(max_rows)
     (keys_a, part_a), (keys_b, part_b) = setting.expanded(300, (2, 0)), setting.expanded(17, (3,))
@@ -69,7 +85,8 @@ def test_expanded_part_and_new_tokens_are_attention_over_both(max_rows: int) -> 
             part_out, part_lse = reference.merge(*prefix, part_out, part_lse)
         expected.append(part_out), expected_lse.append(part_lse)
     out, lse = torch.cat(out), torch.cat(lse)
-    forward_batch = SimpleNamespace(**{prefill.ATTRIBUTE: plan})
+    planned(plan)
+    forward_batch = SimpleNamespace(extend_prefix_lens_cpu=plan.prefix_lens)
     seen = []
     around_prefix_attention(
         lambda layer, **left: seen.append(left), setting.layer, torch.cat(query), out, lse, forward_batch
@@ -79,10 +96,26 @@ def test_expanded_part_and_new_tokens_are_attention_over_both(max_rows: int) -> 
     assert seen[0]["accum_output"] is out and seen[0]["accum_lse"] is lse
 
 
-def test_nothing_expanded_or_no_request_is_no_plan() -> None:
+def test_what_is_counted_has_happened(planned: Any) -> None:
+    """Once a step, in its first layer, and not for a step that has another list of lengths."""
+    setting = Setting(8)
+    _, part = setting.expanded(300, (0, 1))
+    plan = setting.plan([part, NOTHING_EXPANDED], [2, 1], {7: 0})
+    planned(plan)
+    out, lse = torch.zeros(3, HEADS, DV), torch.zeros(3, HEADS)
+    for lens, counted in ((list(plan.prefix_lens), 0), (plan.prefix_lens, 300)):
+        batch = SimpleNamespace(extend_prefix_lens_cpu=lens)
+        query = torch.randn(3, HEADS, DN + DR)
+        around_prefix_attention(lambda layer, **left: None, setting.layer, query, out, lse, batch)
+        assert setting.counters.prefill_tokens_saved == counted
+    assert setting.counters.prefills_naive == 1
+
+
+def test_nothing_expanded_or_no_request_is_no_plan(planned: Any) -> None:
     setting = Setting(8)
     assert setting.plan([NOTHING_EXPANDED] * 2, [5, 9]) is None
     assert setting.plan([], []) is None
+    planned(None)
     out, batch = torch.zeros(1), SimpleNamespace()
     result = around_prefix_attention(lambda layer, accum_output, **left: accum_output, None, None, out, None, batch)
     assert result is out
@@ -99,7 +132,7 @@ class ForwardBatch:
     """SGLang's own bookkeeping of chunks; only the gathering of slots, a GPU kernel, is done in torch."""
 
     @staticmethod
-    def make(prefix_lens: list[int], covered: tuple[int, ...]) -> Any:
+    def make(prefix_lens: list[int], covered: tuple[int, ...]) -> tuple[Any, PrefillPlan]:
         from sglang.srt.model_executor.forward_batch_deepseek_mha_mixin import ForwardBatchDeepSeekMHAMixin
 
         class Batch(ForwardBatchDeepSeekMHAMixin):
@@ -117,10 +150,7 @@ class ForwardBatch:
                     for starts, lens in zip(self.prefix_chunk_starts, self.prefix_chunk_seq_lens, strict=True)
                 ]  # fmt: skip
 
-        batch = Batch()
-        plan = PrefillPlan(covered, (), None, {})
-        setattr(batch, prefill.ATTRIBUTE, plan)
-        return batch
+        return Batch(), PrefillPlan(prefix_lens, covered, (), None, {}, Counters())
 
     @staticmethod
     def prepare(batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,9 +172,10 @@ class ForwardBatch:
     ],
 )
 def test_chunks_cover_the_rest_once(
-    prefix_lens: list[int], covered: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    prefix_lens: list[int], covered: tuple[int, ...], planned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = ForwardBatch.make(prefix_lens, covered)
+    batch, plan = ForwardBatch.make(prefix_lens, covered)
+    planned(plan)
     lens = batch.extend_prefix_lens
     ForwardBatch.prepare(batch, monkeypatch)
     found = sorted(pair for chunk in batch.prefix_chunk_kv_indices for pair in chunk)
@@ -155,7 +186,8 @@ def test_chunks_cover_the_rest_once(
     assert torch.equal(batch.prefix_chunk_starts, batch.prefix_chunk_starts_cpu)
 
 
-def test_nothing_left_is_no_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = ForwardBatch.make([256, 0, 90], (256, 0, 90))
+def test_nothing_left_is_no_chunk(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, plan = ForwardBatch.make([256, 0, 90], (256, 0, 90))
+    planned(plan)
     ForwardBatch.prepare(batch, monkeypatch)
     assert batch.num_prefix_chunks == 0

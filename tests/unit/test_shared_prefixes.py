@@ -18,7 +18,7 @@ from sglang_mla_ext.kernels.schedule import PrefixGroup
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix import shared_prefixes
-from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, ModelDims
+from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
 from sglang_mla_ext.prefix.planner import Plan
 from sglang_mla_ext.prefix.shared_prefixes import EXPAND_BLOCK_TOKENS, SharedPrefixes
@@ -56,17 +56,21 @@ class FakeExpander:
 class Server:
     """A tree, the requests that run on it, and the shared prefixes under test."""
 
-    def __init__(self, tree: Any, chunks: int = 64, **options: Any) -> None:
+    def __init__(
+        self, tree: Any, chunks: int = 64, ways: dict[str, Any] | None = None, cost: CostModel = COST, **options: Any
+    ) -> None:
         self.tree = tree
         self.expander = FakeExpander(tree.rows)
         self.counters = Counters()
         self.pool = ExpandedPool(chunks, CHUNK_TOKENS)
         options = {"mode": "naive", **options}
-        self.prefixes = SharedPrefixes(HybridMLAOptions(**options), COST, self.pool, self.expander, self.counters)
+        self.prefixes = SharedPrefixes(
+            HybridMLAOptions(**options), cost, self.pool, self.expander, self.counters, **(ways or {})
+        )
         self.prefixes.attach(tree.view)
 
     def decode(self, *requests: Any) -> list[tuple[tuple[int, ...], int]]:
-        """Plan a decode step and check what must always hold; returns rows and length of each group, in pages."""
+        """Plan a decode step and check what must always hold; returns rows and length of each naive group, in pages."""
         plan, groups = self.prefixes.before_decode(requests)
         self.check(plan, groups, requests)
         return [(group.rows, group.prefix_len / PAGE) for group in groups]
@@ -74,7 +78,8 @@ class Server:
     def check(self, plan: Plan, groups: tuple[PrefixGroup, ...], requests: Sequence[Any]) -> None:
         assert plan is self.prefixes.plan and plan.num_rows == len(requests)
         assert all(length >= 0 for length in plan.tail_lens([len(request.slots) for request in requests]))
-        assert [(group.rows, group.end) for group in plan.groups] == [(g.rows, g.prefix_len) for g in groups]
+        naive = plan.of_mode(Mode.NAIVE)
+        assert [(group.rows, group.end) for group in naive] == [(g.rows, g.prefix_len) for g in groups]
         for group in groups:
             assert len(group.rows) >= 2
             assert len({requests[row].extra_key for row in group.rows}) == 1

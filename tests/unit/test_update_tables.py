@@ -1,8 +1,8 @@
-"""Tables of records whose cases are not in the shipped results yet."""
+"""Tables of records: what is in their rows, and where they go."""
 
 from __future__ import annotations
 
-from update_tables import expansion, fill, planner
+from update_tables import expansion, fill, planner, prefill
 
 from sglang_mla_ext.results import write_record
 
@@ -27,15 +27,45 @@ def test_expansion(tmp_path):
     assert lines[-1].endswith("`run it`")
 
 
+def test_prefill(tmp_path):
+    path = tmp_path / "prefill.jsonl"
+    times = {("sglang_chunks", "bf16"): 30.0, ("hybrid_mla", "bf16"): 10.0, ("hybrid_mla", "fp8"): 5.0}
+    for heads in (128, 16):
+        for (impl, dtype), ms in times.items():
+            ours = impl == "hybrid_mla"
+            metrics = dict(expansion_ms=ms / 10) if ours else dict(rel_err_as_shipped=0.06)
+            case = dict(prefix=7069, heads=heads, batch=64, new_tokens=128, dtype=dtype)
+            if (heads, dtype) != (16, "fp8"):  # so this row is not complete
+                records = dict(bench="prefill", impl=impl, case=case, gpu="GPU", command="run it")
+                write_record(path, **records, ms=ms, rel_err=0.03 if dtype == "fp8" else 0.002, **metrics)
+    lines = prefill(path).splitlines()
+    assert [cells(line) for line in lines[2:4]] == [
+        [
+            *("128", "7,069", "64 x 128", "30.00", "10.00", "5.00", "1.00 / 0.50", "3.0x", "6.0x"),
+            *("6.00% / 0.20%", "0.20% / 3.00%"),
+        ],
+        [""],
+    ]
+    assert len(cells(lines[0])) == 11
+
+
 def test_planner(tmp_path):
+    """The choices are those with the GPU's shipped rates: absorb for two requests, naive for many."""
     path = tmp_path / "planner.jsonl"
-    for heads, batch, loss in ((16, 2, 0.0), (16, 4, 0.05), (16, 8, 0.125), (128, 2, 0.9), (128, 2, 0.0)):
-        case = dict(prefix=1024, tail=512, heads=heads, batch=batch, dtype="bf16")
-        write_record(path, bench="planner", impl="hybrid_mla", case=case, gpu="GPU", command="run it", loss=loss)
+    for heads, batch, absorb, naive in (
+        (16, 2, 1.0, 2.0),
+        (16, 256, 1.05, 1.0),
+        (16, 512, 1.0, 1.125),
+        (128, 2, 1.9, 1.0),
+        (128, 2, 1.0, 1.0),
+    ):
+        case = dict(prefix=26472, tail=512, heads=heads, batch=batch, dtype="bf16")
+        record = dict(bench="planner", impl="hybrid_mla", case=case, gpu="NVIDIA H200", command="run it")
+        write_record(path, **record, ms={"absorb": absorb, "naive": naive})
     lines = planner(path).splitlines()
     assert cells(lines[0]) == ["heads", "prefix in", "cases", "within 5%", "worst loss", "where"]
     assert [cells(line) for line in lines[2:4]] == [
-        ["16", "BF16", "3", "2", "12.5%", "1,024 tokens, 8 requests"],
+        ["16", "BF16", "3", "2", "12.5%", "26,472 tokens, 512 requests"],
         ["128", "BF16", "1", "1", "0.0%", "–"],
     ]
 

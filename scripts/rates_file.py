@@ -1,0 +1,106 @@
+"""A file of a GPU's rates (configs/gpus): what to start from, where its values come from, and how it is written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from planner_verdicts import OVERHEADS_US, fitted_overhead, report, verdicts
+
+from sglang_mla_ext.prefix.cost_model import FALLBACK_GPU, GpuRates, Mode, device_words, gpu_config_of, read_config
+from sglang_mla_ext.results import commit, package_version
+
+FITTED_OVERHEAD = (
+    f"overhead: of {OVERHEADS_US[0]} to {OVERHEADS_US[-1]} us, the one with which the choices on the grid of --check "
+    "lose least"
+)
+
+
+def starting_config(path: Path, device: str) -> tuple[dict[str, Any], str]:
+    """Rates to start from, and whose they are: what is in the file; without a file, what is shipped for this device;
+    without that, the default GPU's rates under this device's name.
+
+    Raises:
+        ValueError: the file is another GPU's.
+    """
+    if path.exists():
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if not is_of(device, config):
+            raise ValueError(f"{path} has the rates of {config['name']}, and this is {device}")
+        return config, "this file"
+    shipped = gpu_config_of(device)
+    config, origin = read_config("gpus", shipped or FALLBACK_GPU), f"configs/gpus/{shipped or FALLBACK_GPU}.json"
+    if shipped is None:
+        words = device_words(device)
+        model = next((word for word in words if re.fullmatch(r"[a-z]+\d+", word)), words[-1])
+        config |= {"name": device, "device_words": [model]}
+    return config, origin
+
+
+def is_of(device: str, config: Mapping[str, Any]) -> bool:
+    """Whether rates are those of this device."""
+    return not set(device_words(device)).isdisjoint(config["device_words"])
+
+
+def updated(config: Mapping[str, Any], modes: Mapping[Mode, Any], l2_bytes: int, source: str) -> dict[str, Any]:
+    """A configuration with these values; modes that are not given keep theirs."""
+    values = config["modes"] | {mode.value: of_mode for mode, of_mode in modes.items()}
+    return {**config, "l2_bytes": l2_bytes, "modes": values, "source": source}
+
+
+def source_text(device: str, measured: Mapping[Mode, str], origin: str) -> str:
+    """Where rates come from: device, versions, commit, date, and what was measured of each mode; `origin` has the
+    others."""
+    versions = ", ".join(f"{name} {package_version(name)}" for name in ("torch", "triton", "sglang"))
+    date = f"{datetime.now(timezone.utc):%Y-%m-%d}"
+    otherwise = f"not measured, what {origin} had before"
+    of_modes = " ".join(f"{mode.value}: {measured.get(mode, otherwise)}." for mode in Mode)
+    return (
+        f"Measured by scripts/calibrate.py on {device} ({versions}, commit {commit()}, {date}), DeepSeek-V3's "
+        f"dimensions, CUDA graphs, L2 flushed. {of_modes}"
+    )
+
+
+def refit(out: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Give the naive mode in a file of rates the overhead with which the choices in these records lose least, and say
+    where they still lose.
+
+    Raises:
+        ValueError: no record compares naive with another mode.
+    """
+    config = json.loads(out.read_text(encoding="utf-8"))
+    naive = config["modes"][Mode.NAIVE.value] | {"overhead_s": fitted_overhead(records, GpuRates.from_json(out))}
+    source, count = re.subn(r"(naive: .*?)overhead: [^.;]+", rf"\g<1>{FITTED_OVERHEAD}", config["source"])
+    if not count:  # not calibrate.py's text
+        source += f" naive: {FITTED_OVERHEAD}."
+    write_config(out, updated(config, {Mode.NAIVE: naive}, config["l2_bytes"], source))
+    print(report(verdicts(records, GpuRates.from_json(out))))
+
+
+def write_config(out: Path, config: Mapping[str, Any]) -> None:
+    """Write a file of rates."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(to_json(config) + "\n", encoding="utf-8")
+    print(f"wrote {out}")
+
+
+def to_json(value: Any, indent: int = 0) -> str:
+    """JSON as in configs/gpus: short rates, and a list or object that fits a line on one line."""
+    if isinstance(value, float):
+        return f"{value:g}".replace("e+", "e")
+    if not isinstance(value, (dict, list)):
+        return json.dumps(value, ensure_ascii=False)
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    if isinstance(value, dict):
+        items = [f"{json.dumps(key)}: {to_json(item, indent + 2)}" for key, item in value.items()]
+    else:
+        items = [to_json(item, indent + 2) for item in value]
+    line = opening + ", ".join(items) + closing
+    if len(line) <= 90 and line.count(opening) == 1:
+        return line
+    gap = "\n" + " " * (indent + 2)
+    return f"{opening}{gap}{f',{gap}'.join(items)}\n{' ' * indent}{closing}"
