@@ -5,7 +5,8 @@
 
 Every line of the output is one measurement: the median time of a CUDA graph of one call, L2 flushed before each.
 DeepSeek-V3's dimensions. Parts: `naive` is the shared part alone, `merge` the merge alone, `all` both and FlashMLA over
-the private tails; the products with `w_kc` and `w_vc` are left out everywhere.
+the private tails, `all_two_streams` the same with the shared part and FlashMLA side by side; the products with
+`w_kc` and `w_vc` are left out everywhere.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def shared_attention(case: Case, dtype: str, tile: Tile | None = None) -> tuple[
 
 
 def our_parts(case: Case, dtype: str, tile: Tile | None = None) -> dict[str, Callable[[], Any]]:
-    """What to time of our kernels: `naive`, `merge` and, where FlashMLA is there, `all`."""
+    """What to time of our kernels: `naive`, `merge` and, where FlashMLA is there, `all` in two ways."""
     attention, run = shared_attention(case, dtype, tile)
     rows, heads = case.batch, case.heads
     tail_out = torch.randn(rows, heads, DV, device="cuda", dtype=torch.bfloat16)  # [B, H, dv], merged in place
@@ -169,7 +170,18 @@ def our_parts(case: Case, dtype: str, tile: Tile | None = None) -> dict[str, Cal
             run()
             attention.merge(tail_out, lse.squeeze(-1), tail_out)
 
-        parts["all"] = run_all
+        second = torch.cuda.Stream()
+
+        def run_side_by_side() -> None:
+            first = torch.cuda.current_stream()
+            second.wait_stream(first)
+            run()
+            with torch.cuda.stream(second):
+                _, lse = tail()
+            first.wait_stream(second)
+            attention.merge(tail_out, lse.squeeze(-1), tail_out)
+
+        parts |= {"all": run_all, "all_two_streams": run_side_by_side}
     return parts
 
 
@@ -199,7 +211,8 @@ def measure_ours(case: Case, dtype: str, ceilings: Ceilings, rep_ms: int) -> lis
     name = f"hybrid_mla {dtype}"
     naive = case.shared_flops, shared_bytes(case, dtype)
     tail = case.latent_flops(case.tail_lengths), sum(case.tail_lengths) * (LATENT + DR) * 2
-    work = {"naive": naive, "merge": None, "all": (naive[0] + tail[0], naive[1] + tail[1])}
+    both = naive[0] + tail[0], naive[1] + tail[1]
+    work = {"naive": naive, "merge": None, "all": both, "all_two_streams": both}
     parts = attempt(name, our_parts, case, dtype) or {}
     measured = []
     for part, of_part in work.items():
