@@ -33,6 +33,22 @@ ATTENTION_TIMES = {  # column: impl, part, dtype
 }
 ATTENTION_FLOORS = {"FP8 shared part ms": "of its floor"}
 STORAGE_NAMES = {"bf16": "BF16", "fp8": "FP8"}
+CACHE_COLUMNS = {  # impl: column
+    "bf16": "BF16",
+    "hybrid_mla": "ours",
+    "snapmla": "SnapMLA",
+    "snapmla_config_a": "A",
+    "snapmla_config_b": "B",
+    "snapmla_config_c": "C",
+    "snapmla_config_d": "D",
+}
+RESCALE_COLUMNS = {
+    "amla_base": "base",
+    "amla_mul_by_add": "MUL by ADD",
+    "amla_uncompensated": "without compensation",
+    "hybrid_mla": "powers of two",
+}
+ERROR_NAMES = {"rmse": "RMSE", "cos_dist": "1 - cosine", "rel_err": "relative L2"}
 
 
 def latest(records: Iterable[dict[str, Any]], *names: str) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -175,6 +191,46 @@ def planner(path: Path) -> str:
     return markdown(rows, columns, records)
 
 
+def accuracy(path: Path, study: str, *names: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The newest records of one study of scripts/accuracy.py, see `latest`."""
+    return latest((record for record in read_records(path) if record["case"]["study"] == study), *names)
+
+
+def accuracy_cache(path: Path) -> str:
+    """A table of the errors of attention over a cache rounded in different ways: a row for each measure."""
+    records = accuracy(path, "snapmla", "token_sizes", "rotary_logit_std")
+    rows = []
+    for case in dict.fromkeys(case[1:] for case in records):
+        for measure, name in ERROR_NAMES.items():
+            sizes, deviation = case
+            rows.append(
+                (sizes, f"{deviation:.0f}", name, *(f"{records[(impl, *case)][measure]:.2e}" for impl in CACHE_COLUMNS))
+            )
+    columns = ("sizes of tokens", "deviation of rotary scores", "error", *CACHE_COLUMNS.values())
+    return markdown(rows, columns, records)
+
+
+def accuracy_rescale(path: Path) -> str:
+    """A table of the errors of the ways to rescale an accumulator."""
+    records = accuracy(path, "amla", "distribution", "size")
+    rows = []
+    for case in dict.fromkeys(case[1:] for case in records):
+        distribution, size = case
+        errors = (f"{records[(impl, *case)]['rel_err']:.2e}" for impl in RESCALE_COLUMNS)
+        rows.append((distribution, f"{size:.0f}" if distribution == "normal" else f"±{size:.0f}", *errors))
+    return markdown(rows, ("distribution", "deviation or range", *RESCALE_COLUMNS.values()), records)
+
+
+def accuracy_fp16(path: Path) -> str:
+    """A table of the errors of attention in FP16, and of the size of what they are errors of."""
+    records = accuracy(path, "etap", "distribution", "tokens")
+    rows = [
+        (distribution, f"{tokens:,}", f"{r['rms']:.2e}", f"{r['rmse']:.2e}", f"{r['rel_err']:.2e}")
+        for (_, distribution, tokens), r in records.items()
+    ]
+    return markdown(rows, ("distribution", "tokens", "RMS of the output", "RMSE", "relative L2"), records)
+
+
 def markdown(rows: list[tuple[Any, ...]], columns: tuple[str, ...], records: dict[tuple[Any, ...], Any]) -> str:
     """A table, and below it where its figures come from."""
     align = ("right",) * len(columns)
@@ -207,6 +263,11 @@ def main(check: Annotated[bool, typer.Option("--check", help="Write nothing; exi
             "expansion": expansion(RESULTS / "expansion.jsonl"),
             "prefill": prefill(RESULTS / "prefill.jsonl"),
             "planner": planner(RESULTS / "planner.jsonl"),
+        },
+        "docs/accuracy.md": {
+            "cache": accuracy_cache(RESULTS / "accuracy.jsonl"),
+            "rescale": accuracy_rescale(RESULTS / "accuracy.jsonl"),
+            "fp16": accuracy_fp16(RESULTS / "accuracy.jsonl"),
         },
     }
     stale = [name for name, of_file in tables.items() if not fill(REPOSITORY / name, of_file, write=not check)]

@@ -24,7 +24,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from sglang_mla_ext.kernels import expand_prefix, merge, naive_prefix, naive_prefix_hopper
+from sglang_mla_ext.kernels import append_latent, expand_prefix, fetch_latent, merge, naive_prefix, naive_prefix_hopper
+from sglang_mla_ext.kernels import quantize_query
+from sglang_mla_ext.kernels.latent_rows import SCALE_FLOOR, SCALE_LIMIT
 from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, FP8, FP8_MAX
 from sglang_mla_ext.kernels.schedule import ITEM_FIELDS
 
@@ -141,6 +143,35 @@ merged_latent = compile_for_hopper(  # what grouped absorb merges: BF16 partials
          WRITE_LSE=True, LN2=merge.LN2, LOG2E=merge.LOG2E),
     num_warps=4,
 )
+blocks = dict(R=rank, DR=dr, BLOCK_R=rank, BLOCK_DR=dr)
+pool = dict(content_ptr="*fp8e4nv", scale_ptr="*fp32")
+limits = dict(FP8_LIMIT=FP8_MAX, FLOOR=SCALE_FLOOR, LIMIT=SCALE_LIMIT)
+latent_rows = dict(
+    append_latent=compile_for_hopper(
+        append_latent.append_latent_kernel,
+        pool
+        | dict(latent_ptr="*bf16", rope_ptr="*bf16", slots_ptr="*i64", rope_out_ptr="*bf16")
+        | dict.fromkeys("latent_row rope_row row_bytes".split(), "i32"),
+        blocks | limits,
+        num_warps=append_latent.NUM_WARPS,
+    ),
+    fetch_latent=compile_for_hopper(
+        fetch_latent.fetch_latent_kernel,
+        pool
+        | dict(rope_ptr="*bf16", slots_ptr="*i64", latent_out_ptr="*bf16", rope_out_ptr="*bf16")
+        | dict.fromkeys("row_bytes latent_row rope_row".split(), "i32"),
+        blocks,
+        num_warps=fetch_latent.NUM_WARPS,
+    ),
+    quantize_query=compile_for_hopper(
+        quantize_query.quantize_query_kernel,
+        pool
+        | dict(q_absorbed_ptr="*bf16", q_rope_ptr="*bf16", rope_ptr="*bf16")
+        | dict.fromkeys("heads q_row q_head rope_row rope_head".split(), "i32"),
+        blocks | limits | dict(q_dim=1, rope_dim=1),
+        num_warps=quantize_query.NUM_WARPS,
+    ),
+)
 dtypes = dict(bf16=naive_prefix.torch.bfloat16, fp8e4nv=FP8)
 naive = {
     f"naive{tile.block_rows}_{name}": compile_naive(tile, name)
@@ -153,7 +184,7 @@ hopper = {
     for name, dtype in dtypes.items()
     for tile in naive_prefix_hopper.tiles_of(dtype)
 }
-json.dump(naive | hopper | expand | dict(merge=merged, merge_latent=merged_latent), sys.stdout)
+json.dump(naive | hopper | expand | latent_rows | dict(merge=merged, merge_latent=merged_latent), sys.stdout)
 """
 
 
@@ -175,6 +206,7 @@ def compiled(tmp_path_factory) -> dict:
 
 NAIVE = [f"{name}{rows}_{dtype}" for name in ("naive", "hopper") for rows in (64, 128) for dtype in ("bf16", "fp8e4nv")]
 PRODUCTS = [*NAIVE, "expand_bf16", "expand_fp8"]
+LATENT_ROWS = ["append_latent", "fetch_latent", "quantize_query"]
 
 
 @pytest.mark.parametrize("kernel", PRODUCTS)
@@ -184,7 +216,7 @@ def test_products_use_the_matrix_unit_and_the_copy_engine(compiled: dict, kernel
     assert not compiled[kernel]["serialized"]
 
 
-@pytest.mark.parametrize("kernel", [*PRODUCTS, "merge", "merge_latent"])
+@pytest.mark.parametrize("kernel", [*PRODUCTS, *LATENT_ROWS, "merge", "merge_latent"])
 def test_no_register_is_spilled(compiled: dict, kernel: str) -> None:
     # With 128 keys in BF16 a consumer needs all its registers: a dozen numbers of a work item wait in local memory.
     few = kernel in ("hopper64_bf16", "hopper128_bf16")
