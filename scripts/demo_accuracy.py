@@ -1,0 +1,78 @@
+"""Examination of the demo model: perplexity of held-out prose, dictionary questions, look-ups in long prompts.
+
+The cases come from demo_chats.py. An answer of greedy decoding is right if each of its tokens, </s> too, is the
+likeliest one after the tokens before it; that takes one forward pass and no generation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from statistics import fmean
+
+import torch
+import torch.nn.functional as F
+from demo_batches import EOS_ID, Data
+from demo_chats import Case, dictionary_cases, lookup_cases
+from torch import Tensor
+
+LOOKUP_TOKENS = {512: 500, 2048: 2000, 8192: 8000}
+"""Tokens of a prompt by the name of the length: the answer fits in too."""
+
+Logits = Callable[[list[list[int]]], list[Tensor]]
+"""Documents of tokens -> logits `[tokens, vocab]` of each."""
+
+
+def perplexity(logits: Logits, data: Data, window: int = 2048, most: int | None = None) -> dict[str, float]:
+    """Perplexity per token of the held-out documents, each cut into windows that see nothing before them."""
+    prose, losses, count = data.held_out, 0.0, 0
+    for index in range(len(prose)):
+        document = prose.document(index).tolist()
+        for begin in range(0, len(document) - 1, window):
+            part = document[begin : begin + window + 1]
+            if len(part) > 1:
+                found = logits([part[:-1]])[0].float()
+                losses += float(F.cross_entropy(found, torch.tensor(part[1:], device=found.device), reduction="sum"))
+                count += len(part) - 1
+        if most and count >= most:
+            break
+    return {"perplexity": math.exp(losses / count), "perplexity_tokens": count}
+
+
+def is_right(logits: Logits, data: Data, case: Case) -> bool:
+    """Whether greedy decoding gives one of the accepted answers."""
+    prompt = data.encode(case.prompt)
+    answers = [[*data.encode(answer), EOS_ID] for answer in case.accepted]
+    found = logits([prompt + answer[:-1] for answer in answers])
+    return any(one[len(prompt) - 1 :].argmax(-1).tolist() == answer for one, answer in zip(found, answers, strict=True))
+
+
+def accuracy(logits: Logits, data: Data, cases: Sequence[Case]) -> float:
+    """Share of the cases that are right."""
+    return fmean(is_right(logits, data, case) for case in cases)
+
+
+def examine(
+    logits: Logits,
+    data: Data,
+    count: int = 200,
+    seed: int = 1,
+    lengths: Sequence[int] = tuple(LOOKUP_TOKENS),
+    prose_tokens: int | None = None,
+) -> dict[str, float]:
+    """All figures.
+
+    Args:
+        count: cases of each kind.
+        prose_tokens: stop the perplexity after so many.
+    """
+    figures = perplexity(logits, data, most=prose_tokens)
+    by_kind = {kind: accuracy(logits, data, cases) for kind, cases in dictionary_cases(data.words, count, seed).items()}
+    figures |= {f"dictionary_acc_{kind}": value for kind, value in by_kind.items()}
+    figures["dictionary_acc"] = fmean(by_kind.values())
+    for length in lengths:
+        cases = lookup_cases(
+            data.material(held_out=True), count, LOOKUP_TOKENS[length], lambda text: len(data.encode(text)), seed
+        )
+        figures[f"lookup_acc_{length}"] = accuracy(logits, data, cases)
+    return figures

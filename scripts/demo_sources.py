@@ -1,0 +1,286 @@
+"""Texts with free licences that Debian packages carry: documentation, novels, and WordNet's glosses.
+
+`fetch` unpacks the packages with apt-get and dpkg-deb; `documents` and `words` read what they hold. The licences are
+listed in configs/demo_model/README.md.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import NamedTuple
+
+WORDNET = ("wordnet-base", "1:3.0-37")
+NOVELS = ("r-cran-janeaustenr", "1.0.0-1")
+DOCUMENTATION = {
+    "apache2-doc": ("2.4.71-1~deb12u1", "**/*.html.en"),
+    "cinder-doc": ("2:21.3.1-1~deb12u1", "**/*.html"),
+    "clang-14-doc": ("1:14.0.6-12", "**/*.html"),
+    "cmake-doc": ("3.25.1-1", "**/*.html"),
+    "erlang-doc": ("1:25.2.3+dfsg-1+deb12u4", "**/*.html"),
+    "glance-doc": ("2:25.1.0-2+deb12u5", "**/*.html"),
+    "heat-doc": ("1:19.0.0-3", "**/*.html"),
+    "ironic-doc": ("1:21.4.4-0+deb12u2", "**/*.html"),
+    "keystone-doc": ("2:22.0.2-0+deb12u6", "**/*.html"),
+    "krb5-doc": ("1.20.1-2+deb12u5", "**/*.html"),
+    "libboost1.81-doc": ("1.81.0-5+deb12u1", "**/*.html"),
+    "llvm-14-doc": ("1:14.0.6-12", "**/*.html"),
+    "manila-doc": ("1:15.1.0-2", "**/*.html"),
+    "neutron-doc": ("2:21.0.0-7+deb12u1", "**/*.html"),
+    "nodejs-doc": ("18.20.4+dfsg-1~deb12u3", "**/*.html"),
+    "nova-doc": ("2:26.2.2-1~deb12u5", "**/*.html"),
+    "octavia-doc": ("11.0.0-2+deb12u1", "**/*.html"),
+    "perl-doc": ("5.36.0-7+deb12u4", "**/*.pod"),
+    "postgresql-doc-15": ("15.20-0+deb12u1", "**/*.html"),
+    "python-django-doc": ("3:3.2.25-0+deb12u7", "**/*.html"),
+    "python-pandas-doc": ("1.5.3+dfsg-2", "**/*.html"),
+    "python-scipy-doc": ("1.10.1-2", "**/*.html"),
+    "python-sklearn-doc": ("1.2.1+dfsg-1", "**/*.html"),
+    "python-sqlalchemy-doc": ("1.4.46+ds1-1", "**/*.html"),
+    "python3.11-doc": ("3.11.2-6+deb12u9", "**/*.html"),
+    "rust-doc": ("1.63.0+dfsg1-2", "usr/share/doc/rust-doc/html/[!acip][!r]*/**/*.html"),
+    "sqlite3-doc": ("3.40.1-2+deb12u2", "**/*.html"),
+    "swift-doc": ("2.30.1-0+deb12u3", "**/*.html"),
+    "twisted-doc": ("22.4.0-4+deb12u1", "**/*.html"),
+}
+"""Version and files of each package of documentation."""
+
+BLOCK_TAGS = "p li ul ol dl dd dt h1 h2 h3 h4 h5 h6 div section table thead tbody tr td th blockquote article aside"
+HIDDEN_TAGS = "script style pre head nav svg select button"
+BLOCKS, HIDDEN = (frozenset(tags.split()) for tags in (BLOCK_TAGS, HIDDEN_TAGS))
+SHORTEST = 60  # characters of a paragraph
+GLOSSES_PER_PAGE = 50
+PARTS_OF_SPEECH = {"noun": "noun", "verb": "verb", "adj": "adjective", "adv": "adverb"}
+
+
+class Document(NamedTuple):
+    """A page or a chapter."""
+
+    source: str  # package
+    name: str
+    text: str
+
+
+def fetch(folder: Path) -> None:
+    """Download the packages that are missing from `folder` and unpack each into a folder of its name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    packages = {WORDNET[0]: WORDNET[1], NOVELS[0]: NOVELS[1]} | {name: of[0] for name, of in DOCUMENTATION.items()}
+    for name, version in packages.items():
+        if (folder / name / "usr").is_dir():
+            continue
+        if not list(folder.glob(f"{name}_*.deb")):
+            subprocess.run(["apt-get", "-qq", "download", f"{name}={version}"], cwd=folder, check=True)
+        (folder / name).mkdir(exist_ok=True)
+        subprocess.run(["dpkg-deb", "-x", str(next(folder.glob(f"{name}_*.deb"))), str(folder / name)], check=True)
+
+
+def is_prose(paragraph: str) -> bool:
+    """Whether a paragraph is one or more sentences, and not a menu, a table or code."""
+    letters = sum(letter.isascii() and (letter.isalpha() or letter == " ") for letter in paragraph)
+    return len(paragraph) >= SHORTEST and paragraph[-1] in ".!?:)" and letters >= 0.85 * len(paragraph)
+
+
+class Page(HTMLParser):
+    """Collects the paragraphs of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paragraphs: list[str] = []
+        self._parts: list[str] = []
+        self._hidden = 0
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self._hidden += tag in HIDDEN
+        if tag in BLOCKS or tag in HIDDEN:
+            self.flush()
+
+    def handle_endtag(self, tag: str) -> None:
+        self._hidden -= tag in HIDDEN and self._hidden > 0
+        if tag in BLOCKS or tag in HIDDEN:
+            self.flush()
+
+    def handle_data(self, data: str) -> None:
+        if not self._hidden:
+            self._parts.append(data)
+
+    def flush(self) -> None:
+        paragraph = " ".join("".join(self._parts).replace("¶", "").split())
+        self._parts.clear()
+        if paragraph and is_prose(paragraph):
+            self.paragraphs.append(paragraph)
+
+
+def page_paragraphs(path: Path) -> list[str]:
+    """Prose of an HTML page or a POD file."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if path.suffix == ".pod":
+        return pod_paragraphs(text)
+    page = Page()
+    page.feed(text)
+    page.close()
+    page.flush()
+    return page.paragraphs
+
+
+def pod_paragraphs(text: str) -> list[str]:
+    """Prose of Perl's documentation format: paragraphs that are not indented, without its markup."""
+    text = text.replace("E<gt>", "›").replace("E<lt>", "‹")
+    while True:
+        plain = re.sub(r"\b[A-Z](?:<<\s|<)([^<>]*?)(?:\s>>|>)", r"\1", text)
+        if plain == text:
+            break
+        text = plain
+    text = text.replace("›", ">").replace("‹", "<")
+    found = (" ".join(block.split()) for block in re.split(r"\n\s*\n", text) if block[:1] not in ("=", " ", "\t", ""))
+    return [paragraph for paragraph in found if is_prose(paragraph)]
+
+
+def page_files(folder: Path, package: str) -> list[Path]:
+    """The pages of one package of documentation."""
+    return sorted(path for path in (folder / package).glob(DOCUMENTATION[package][1]) if path.is_file())
+
+
+def novel_lines(path: Path) -> Iterator[list[str]]:
+    """Each vector of strings in an R data file (`.rdb`): a length, then a compressed object, again and again."""
+    rest = path.read_bytes()
+    while rest:
+        inflater = zlib.decompressobj()
+        data = inflater.decompress(rest[4:])
+        rest = inflater.unused_data
+        lines, at = [], data.find(b"\x00\x04\x00\x09", data.find(b"\x00\x00\x00\x10"))
+        while data[at : at + 4] in (b"\x00\x04\x00\x09", b"\x00\x00\x80\x09"):
+            size = int.from_bytes(data[at + 4 : at + 8], "big")
+            lines.append(data[at + 8 : at + 8 + size].decode())
+            at += 8 + size
+        yield lines
+
+
+def novels(folder: Path) -> Iterator[Document]:
+    """The chapters of Jane Austen's novels."""
+    path = next((folder / NOVELS[0]).glob("**/data/Rdata.rdb"))
+    for number, lines in enumerate(novel_lines(path)):
+        chapters = re.split(r"\n(?=chapter\b[^\n]{0,12}\n)", "\n".join(lines), flags=re.IGNORECASE)
+        for index, chapter in enumerate(chapters):
+            blocks = (" ".join(block.split()).replace("_", "") for block in re.split(r"\n\s*\n", chapter))
+            text = "\n".join(block for block in blocks if len(block) > 20)
+            if text:
+                yield Document(NOVELS[0], f"{number}/{index}", text)
+
+
+def glosses(folder: Path) -> Iterator[Document]:
+    """All of WordNet as a printed dictionary has it, with examples, in pages."""
+    for part in PARTS_OF_SPEECH:
+        lines = []
+        for line in (folder / WORDNET[0] / f"usr/share/wordnet/data.{part}").read_text().splitlines():
+            head, found, gloss = line.partition(" | ")
+            if found and not line.startswith(" "):
+                _, _, _, size, *rest = head.split()
+                names = [re.sub(r"\(.*\)", "", name).replace("_", " ") for name in rest[: 2 * int(size, 16) : 2]]
+                lines.append(f"{', '.join(names)}: {' '.join(gloss.split())}")
+        for at in range(0, len(lines), GLOSSES_PER_PAGE):
+            yield Document(WORDNET[0], f"{part}/{at}", "\n".join(lines[at : at + GLOSSES_PER_PAGE]))
+
+
+@dataclass
+class Word:
+    """A word of the dictionary, in its commonest sense."""
+
+    word: str
+    part: str
+    gloss: str
+    synonyms: list[str] = field(default_factory=list)
+    opposites: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)  # of what it is a kind
+
+
+def clean_gloss(gloss: str) -> str:
+    """A gloss without examples, remarks in brackets and second halves."""
+    gloss = re.sub(r"\s*\([^()]*\)\s*", " ", gloss.split('"')[0]).split(";")[0]
+    return " ".join(gloss.split()).strip(" ,:;.")
+
+
+def words(folder: Path, count: int) -> list[Word]:
+    """The `count` words that WordNet's tagged texts use most, commonest first."""
+    base = folder / WORDNET[0] / "usr/share/wordnet"
+    uses: dict[str, int] = defaultdict(int)
+    best: dict[str, tuple[int, str, int]] = {}  # uses of the commonest sense, its part of speech, its number
+    parts = dict(enumerate(("noun", "verb", "adj", "adv", "adj"), start=1))
+    for line in (base / "cntlist.rev").read_text().splitlines():
+        key, sense, times = line.split()
+        lemma, _, rest = key.partition("%")
+        if re.fullmatch(r"[a-z]{3,}", lemma):
+            uses[lemma] += int(times)
+            best[lemma] = max(best.get(lemma, (0, "", 0)), (int(times), parts[int(rest[0])], -int(sense)))
+    senses = {part: _index(base / f"index.{part}") for part in PARTS_OF_SPEECH}
+    synsets = {part: _synsets(base / f"data.{part}") for part in PARTS_OF_SPEECH}
+    found = []
+    for lemma in sorted(uses, key=lambda lemma: (-uses[lemma], lemma)):
+        _, part, sense = best[lemma]
+        if not 1 <= -sense <= len(senses[part].get(lemma, ())):
+            continue  # a few counts are of an older numbering
+        names, gloss, opposites, kinds = synsets[part][senses[part][lemma][-sense - 1]]
+        if 10 <= len(gloss) <= 120 and gloss.isascii():
+            kind = synsets[part][kinds[0]][0] if kinds else []
+            found.append(
+                Word(
+                    word=lemma,
+                    part=PARTS_OF_SPEECH[part],
+                    gloss=gloss,
+                    synonyms=[name for name in names if name != lemma and name.isalpha() and name.islower()],
+                    opposites=[name for owner, name in _resolve(opposites, synsets) if owner in ("", lemma)],
+                    kinds=[name for name in kind if name.isalpha() and name.islower()] if part == "noun" else [],
+                )
+            )
+        if len(found) == count:
+            break
+    return found
+
+
+Synset = tuple[list[str], str, list[tuple[str, str, str, int]], list[str]]
+"""Words, gloss, pointers to opposites (word, part, synset, number of word) and offsets of what it is a kind of."""
+
+
+def _index(path: Path) -> dict[str, list[str]]:
+    """Offsets of each lemma's synsets, commonest first."""
+    found = {}
+    for line in path.read_text().splitlines():
+        if not line.startswith(" "):
+            lemma, _, count, *rest = line.split()
+            found[lemma] = rest[-int(count) :]
+    return found
+
+
+def _synsets(path: Path) -> dict[str, Synset]:
+    """Synsets by offset."""
+    letters = {"n": "noun", "v": "verb", "a": "adj", "s": "adj", "r": "adv"}
+    found: dict[str, Synset] = {}
+    for line in path.read_text().splitlines():
+        if line.startswith(" "):
+            continue
+        head, _, gloss = line.partition(" | ")
+        offset, _, _, size, *rest = head.split()
+        names = [re.sub(r"\(.*\)", "", name) for name in rest[: 2 * int(size, 16) : 2]]
+        pointers, opposites, kinds = rest[2 * int(size, 16) + 1 :], [], []
+        for at in range(0, 4 * int(rest[2 * int(size, 16)]), 4):
+            sign, target, part, link = pointers[at : at + 4]
+            if sign == "!":
+                owner = int(link[:2], 16)
+                opposites.append((names[owner - 1] if owner else "", letters[part], target, int(link[2:], 16)))
+            elif sign == "@":
+                kinds.append(target)
+        found[offset] = (names, clean_gloss(gloss), opposites, kinds)
+    return found
+
+
+def _resolve(opposites: list[tuple[str, str, str, int]], synsets: dict[str, dict[str, Synset]]) -> Iterator:
+    """Each opposite as the word it belongs to and its own word."""
+    for owner, part, target, number in opposites:
+        name = synsets[part][target][0][max(number, 1) - 1]
+        if name.isalpha() and name.islower():
+            yield owner, name
