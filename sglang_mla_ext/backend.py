@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_mla_ext import mla_layer
+from sglang_mla_ext import BACKEND_NAME, mla_layer
 from sglang_mla_ext.kernels.dispatch import make_prefix_attention, workspace_bytes
 from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, FP8, ExpandedBuffers
 from sglang_mla_ext.kernels.prefix_attention import PrefixAttention
@@ -104,6 +104,8 @@ class HybridMLABackend:
             mla_layer.merge_before_o_proj(self._layers, self)
 
         self._prefix_lens = torch.zeros(self.max_rows, dtype=torch.int32, device=runner.device)
+        # With --prefill-attention-backend another one does prefill, whose lse may be in another base.
+        self._prefills = runner.server_args.get_attention_backends()[0] == BACKEND_NAME
         self._failures = 0
         self._next = NO_GROUPS
         self._written = NO_GROUPS[0]
@@ -155,6 +157,9 @@ class HybridMLABackend:
     def _plan_prefill(
         self, reqs: Sequence[Req], running: Sequence[Req], prefix_lens: Sequence[int], new_tokens: Sequence[int]
     ) -> PrefillPlan | None:
+        if not self._prefills:
+            self.prefixes.before_prefill(reqs, running)
+            return None
         affordable = self._expanded_by_sglang(prefix_lens)
         self.prefixes.before_prefill(reqs, running, affordable)
         parts = self.prefixes.expanded_parts(reqs, prefix_lens, new_tokens, always=affordable > 0)

@@ -83,7 +83,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
         dtype=torch.float32,
     )
 
-    def make_one(budget_bytes: int = 4 * MIB, kind: type[Backend] = Backend, **options: Any) -> Backend:
+    def make_one(
+        budget_bytes: int = 4 * MIB, kind: type[Backend] = Backend, prefill: str = "hybrid_mla", **options: Any
+    ) -> Backend:
+        runner.server_args = SimpleNamespace(get_attention_backends=lambda: (prefill, "hybrid_mla"))
         return kind(runner, HybridMLAOptions(**{"mode": "naive", **options}), budget_bytes)
 
     return make_one
@@ -177,6 +180,19 @@ def test_finished_requests_do_not_take_part_in_prefill(make: Any, monkeypatch: p
     running[0].finished = lambda: True
     backend.before_forward(EXTEND, requests(1), running)
     assert seen[0][1] == running[1:]
+
+
+def test_prefill_of_another_backend_is_left_alone(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets no plan, but what its requests share is expanded for decode."""
+    planned, expanded = [], []
+    monkeypatch.setattr(backend_module.PrefillPlan, "make", lambda *args: planned.append(args))
+    monkeypatch.setattr(Backend, "_can_prefill", lambda *args: True)
+    for prefill in ("hybrid_mla", "flashinfer"):
+        backend = make(prefill=prefill)
+        monkeypatch.setattr(backend.prefixes, "before_prefill", lambda *args: expanded.append(args))
+        backend.before_forward(EXTEND, requests(2), [], [300, 300], [5, 5])
+        assert not backend.counters.fallbacks
+    assert len(planned) == 1 and len(expanded) == 2
 
 
 # -- grouped absorb ----------------------------------------------------------------------------------------------------
