@@ -233,6 +233,8 @@ def sharing_table(snapshots: list[Any], before: Any, after: Any, dims: ModelDims
         return difference
 
     table.add_row("decode steps naive + absorb", f"{gained('steps_naive')} + {gained('steps_absorb')}")
+    if tokens := gained("prefill_tokens_saved"):
+        table.add_row("prefix tokens that prefill did not expand again", f"{tokens:,}")
     for reason, count in after["counters"]["fallbacks"].items():
         table.add_row(f"fell back to absorb: {reason}", str(count))
     read, saved = gained("shared_tokens_read"), gained("shared_tokens_saved")
