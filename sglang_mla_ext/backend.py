@@ -40,10 +40,8 @@ STORAGE_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": FP8}
 NO_GROUPS: tuple[Plan, tuple[PrefixGroup, ...]] = (Plan(0), ())
 
 MAX_ROWS = 1024
-"""Batches with more rows than this decode by plain absorb: bounds the partial results' memory."""
-
-PREFILL_ROWS = 1024
-"""Rows of one run in prefill, where the decode batch has fewer: fills the GPU and bounds the same memory."""
+"""Rows of one run of the attention: fills the GPU, and bounds the partial results' memory. Batches with more decode by
+plain absorb; prefill takes as many runs as it needs."""
 
 MAX_FAILURES = 3
 """After so many failures of planning or expanding there is no further attempt."""
@@ -63,7 +61,6 @@ class HybridMLABackend:
         self.budget_bytes = budget_bytes
         self.counters = Counters()
         self.max_rows = min(runner.req_to_token_pool.size, MAX_ROWS)
-        self._attention_rows = max(self.max_rows, PREFILL_ROWS)
         self._layers = mla_layer.attention_layers(runner)
         self._layer_index = {layer.attn_mqa.layer_id: index for index, layer in enumerate(self._layers)}
         first = self._layers[0]
@@ -166,7 +163,7 @@ class HybridMLABackend:
         if not self._can_prefill(prefix_lens, [part.tokens for part in parts]):
             return None
         return PrefillPlan.make(
-            prefix_lens, parts, new_tokens, self._attention, self._layer_index, self._attention_rows, self.counters
+            prefix_lens, parts, new_tokens, self._attention, self._layer_index, MAX_ROWS, self.counters
         )
 
     def _expanded_by_sglang(self, prefix_lens: Sequence[int]) -> int:
@@ -303,12 +300,12 @@ class HybridMLABackend:
         try:
             attention = make_prefix_attention(
                 buffers,
-                max_rows=self._attention_rows,
+                max_rows=MAX_ROWS,
                 heads=self._heads,
                 device=buffers.device,
                 tiles=next((tiles[name] for name in tiles if STORAGE_DTYPES[name] == buffers.dtype), ()),
             )
-            for rows in {1, self._attention_rows}:
+            for rows in {1, MAX_ROWS}:
                 q_nope, q_rope, out = (
                     torch.zeros(rows, self._heads, dim, dtype=query_dtype, device=buffers.device)
                     for dim in (buffers.qk_nope_head_dim, buffers.qk_rope_head_dim, buffers.v_head_dim)
@@ -338,7 +335,7 @@ class HybridMLABackend:
         budget = self.budget_bytes - self._grouped_bytes
         per_chunk = ExpandedBuffers.bytes_per_chunk(**sizes)
         workspace = workspace_bytes(
-            max_rows=self._attention_rows,
+            max_rows=MAX_ROWS,
             heads=self._heads,
             v_head_dim=dims.v_head_dim,
             chunks=max(budget, 0) // per_chunk,

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
-from sglang.kernels.ops.attention.utils import create_flashmla_kv_indices_triton, get_num_kv_index_blocks_flashmla
 from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend, FlashMLADecodeMetadata
 
 from sglang_mla_ext.backend import HybridMLABackend
-from sglang_mla_ext.grouped_absorb import GroupedAbsorb, stacking_for
+from sglang_mla_ext.grouped_absorb import GroupedAbsorb, fill_page_table, stacking_for
 from sglang_mla_ext.kernels.merge import LN2
 from sglang_mla_ext.limits import PAGE_SIZE
 from sglang_mla_ext.prefix.cost_model import Mode
@@ -173,14 +172,5 @@ class FlashMLAHybridBackend(HybridMLABackend, FlashMLABackend):
         rows = forward_batch.batch_size
         starts, tail_lens = self._prefix_lens[:rows], self._tail_lens[:rows]
         torch.sub(forward_batch.seq_lens[:rows], starts, out=tail_lens)
-        grid = (rows, get_num_kv_index_blocks_flashmla(table.shape[1], PAGE_SIZE))
-        create_flashmla_kv_indices_triton[grid](
-            self.req_to_token,
-            forward_batch.req_pool_indices[:rows],
-            tail_lens,
-            starts,
-            table,
-            self.req_to_token.stride(0),
-            table.stride(0),
-        )
+        fill_page_table(table, self.req_to_token, forward_batch.req_pool_indices[:rows], tail_lens, starts)
         return get_mla_metadata(tail_lens, self.num_q_heads, 1)
