@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 import typer
 from bench_attention import DTYPES, free_memory, time_ms
+from bench_expansion import allocate, fused
 from rich.console import Console
 from rich.table import Table
-from rival_attention import DN, DR, DV, SCALE
+from rival_attention import DN, DR, DV, LATENT, SCALE
 
 from sglang_mla_ext.kernels import reference
-from sglang_mla_ext.kernels.expand_prefix import expand_prefix
-from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, ExpandedBuffers, scale_bounds
+from sglang_mla_ext.kernels.layout import ExpandedBuffers
 from sglang_mla_ext.kernels.merge import LN2
 from sglang_mla_ext.kernels.prefix_attention import TritonPrefixAttention
 from sglang_mla_ext.observe import Counters
@@ -33,7 +33,6 @@ from sglang_mla_ext.prefill import PrefillPlan
 from sglang_mla_ext.prefix.shared_prefixes import ExpandedPart
 from sglang_mla_ext.results import write_record
 
-RANK = 512
 MAX_CHUNK_TOKENS = 128 * 1024  # SGLANG_MAX_KV_CHUNK_CAPACITY
 ROWS_PER_RUN = 1024
 CHECKED_HEADS = 2
@@ -46,10 +45,10 @@ class Step:
         torch.manual_seed(0)
         self.heads, self.prefix, self.requests, self.new_tokens = heads, prefix, requests, new_tokens
         rows = requests * new_tokens
-        content = F.rms_norm(torch.randn(prefix, RANK, device="cuda"), (RANK,))
+        content = F.rms_norm(torch.randn(prefix, LATENT, device="cuda"), (LATENT,))
         self.pool = torch.cat([content, torch.randn(prefix, DR, device="cuda")], dim=-1).to(torch.bfloat16)
-        weight = torch.randn(heads, DN + DV, RANK, device="cuda") / RANK**0.5
-        self.weight = weight.view(-1, RANK).to(torch.bfloat16)
+        weight = torch.randn(heads, DN + DV, LATENT, device="cuda") / LATENT**0.5
+        self.weight = weight.view(-1, LATENT).to(torch.bfloat16)
         self.q, self.k = (torch.randn(rows, heads, DN + DR, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         self.v = torch.randn(rows, heads, DV, device="cuda", dtype=torch.bfloat16)
         self.starts = torch.arange(requests + 1, device="cuda", dtype=torch.int32) * new_tokens
@@ -76,20 +75,14 @@ class Step:
 
     def expanded(self, dtype: str) -> tuple[ExpandedBuffers, Callable[[], None]]:
         """Buffers for the prefix, and the call that fills them."""
-        chunks = -(-self.prefix // CHUNK_TOKENS)
-        sizes = dict(qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR, dtype=DTYPES[dtype])
-        buffers = ExpandedBuffers.allocate(layers=1, chunks=chunks, heads=self.heads, **sizes)
-        w_k, w_v = self.weight.view(self.heads, DN + DV, RANK).split([DN, DV], dim=1)
-        if dtype == "fp8":
-            buffers.k_scale[0], buffers.v_scale[0] = scale_bounds(w_k), scale_bounds(w_v)
-        slots = torch.arange(self.prefix, device="cuda")
-        table = torch.arange(chunks, device="cuda", dtype=torch.int32)
-        return buffers, lambda: expand_prefix(self.pool, slots, w_k, w_v, buffers, 0, table, 0)
+        weight = self.weight.view(self.heads, DN + DV, LATENT)
+        buffers = allocate(self.prefix, weight, DTYPES[dtype])
+        return buffers, fused(self.pool, torch.arange(self.prefix, device="cuda"), weight, buffers)
 
     def truth(self) -> torch.Tensor:
         """Float64 attention of the first and the last request's rows, `[2 * new_tokens, CHECKED_HEADS, DV]`."""
-        content, rope = self.pool.double().split([RANK, DR], dim=-1)
-        weight = self.weight.view(self.heads, DN + DV, RANK)[:CHECKED_HEADS].double()
+        content, rope = self.pool.double().split([LATENT, DR], dim=-1)
+        weight = self.weight.view(self.heads, DN + DV, LATENT)[:CHECKED_HEADS].double()
         k_nope, v = torch.einsum("nr,hdr->nhd", content, weight).split([DN, DV], dim=-1)
         found = []
         for rows in self.checked_rows():
@@ -122,7 +115,7 @@ def sglang_way(step: Step) -> Callable[[float], torch.Tensor]:
     def run(to_natural: float) -> torch.Tensor:
         out, lse = step.own_out, step.own_lse2 * to_natural
         for slots, wrapper in parts:
-            content, rope = step.pool[slots].split([RANK, DR], dim=-1)
+            content, rope = step.pool[slots].split([LATENT, DR], dim=-1)
             kv = F.linear(content.contiguous(), step.weight).view(-1, step.heads, DN + DV)
             k = torch.empty(len(slots), step.heads, DN + DR, device="cuda", dtype=torch.bfloat16)
             k[..., :DN], k[..., DN:] = kv[..., :DN], rope[:, None]

@@ -18,6 +18,7 @@ import json
 import math
 import shutil
 import tempfile
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -168,8 +169,8 @@ def weights(settings: Settings) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def tokenizer(vocab: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with a chat template."""
+def train_tokenizer(texts: Iterable[str], vocab: int, chat_template: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of these texts."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -179,11 +180,11 @@ def tokenizer(vocab: int) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator((topics[name] for name in sorted(topics)), trainer)
+    bpe.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token=BOS, eos_token=EOS, additional_special_tokens=[SYSTEM, USER, ASSISTANT]
     )
-    fast.chat_template = CHAT_TEMPLATE
+    fast.chat_template = chat_template
     return fast
 
 
@@ -199,7 +200,8 @@ def make(out: Path, settings: Settings) -> bool:
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=out.name) as temporary:
         folder = Path(temporary) / "model"
-        tokenizer(settings.vocab).save_pretrained(folder)
+        texts = (topics[name] for name in sorted(topics))
+        train_tokenizer(texts, settings.vocab, CHAT_TEMPLATE).save_pretrained(folder)
         if not settings.config_only:
             save_file(weights(settings), folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(model_config(settings), indent=2) + "\n")

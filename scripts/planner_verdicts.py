@@ -77,7 +77,8 @@ def fitted_overhead(records: Iterable[Mapping[str, Any]], rates: GpuRates) -> fl
         raise ValueError("no record compares naive with another mode")
 
     def badness(us: int) -> tuple[int, float, int]:
-        losses = [verdict.loss for verdict in verdicts(compared, with_overhead(rates, us / 1e6))]
+        tried = with_overhead(rates, us / 1e6)
+        losses = [_judge(record, tried).loss for record in compared]
         return sum(loss > LARGEST_LOSS for loss in losses), max(losses), us
 
     return min(OVERHEADS_US, key=badness) / 1e6

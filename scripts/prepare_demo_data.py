@@ -23,10 +23,9 @@ import numpy as np
 import typer
 from demo_chats import CHAT_TEMPLATE, Material, dictionary_cases, dictionary_chat, lookup_chat
 from demo_sources import DOCUMENTATION, Document, Word
-from make_demo_model import ASSISTANT, BOS, EOS, SPECIAL_TOKENS, SYSTEM, USER
+from make_demo_model import BOS, EOS, SPECIAL_TOKENS, train_tokenizer
 from rich.progress import track
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer
 
 HELD_OUT_ONE_IN = 50  # pages; and about HELD_OUT_TOKENS of each package
 HELD_OUT_TOKENS = 20_000
@@ -81,25 +80,6 @@ def made_up_names(count: int, seed: int) -> list[str]:
         syllables = [rng.choice(onsets) + rng.choice(vowels) for _ in range(rng.choice((2, 2, 3)))]
         names.setdefault(("".join(syllables) + rng.choice(CODAS)).capitalize())
     return list(names)
-
-
-def train_tokenizer(texts: Iterator[str], vocab: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with the chat template of demo_chats."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token=BOS, eos_token=EOS, additional_special_tokens=[SYSTEM, USER, ASSISTANT]
-    )
-    fast.chat_template = CHAT_TEMPLATE
-    return fast
 
 
 def tokenizer_texts(pages: list[Document], material: Material, chats: int) -> Iterator[str]:
@@ -166,7 +146,7 @@ def write(
     numbers = [str(number) for number in NUMBERS]
     draft = Material(words, drawn, common[:VALUE_WORDS] + numbers, lambda rng, _: rng.choice(train).text[:200])
 
-    fast = train_tokenizer(tokenizer_texts(train, draft, chats), vocab)
+    fast = train_tokenizer(tokenizer_texts(train, draft, chats), vocab, CHAT_TEMPLATE)
     fast.save_pretrained(out / "tokenizer")
     tokenizer = fast.backend_tokenizer
     drawn = few_tokens(tokenizer, drawn, spaced=3, bare=5)[:names]
