@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
+from .append_latent import append_latent
+from .fetch_latent import fetch_latent
+from .latent_rows import LatentRowLayout, dequantize, quantize
 from .layout import ExpandedBuffers
 from .naive_prefix import Tile
 from .prefix_attention import PrefixAttention, ReferencePrefixAttention, TritonPrefixAttention
@@ -43,3 +47,23 @@ def workspace_bytes(*, max_rows: int, heads: int, v_head_dim: int, chunks: int, 
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count
         return TritonPrefixAttention.workspace_bytes_for(**sizes, chunks=chunks, sm_count=sm_count)
     return ReferencePrefixAttention.workspace_bytes_for(**sizes)
+
+
+def append_rows(latent: Tensor, rope: Tensor, slots: Tensor, pool: Tensor) -> None:
+    """Write latent rows to slots of an FP8 pool; arguments and errors are those of `append_latent`."""
+    if pool.is_cuda:
+        append_latent(latent, rope, slots, pool)
+        return
+    kept = slots >= 0
+    pool[slots[kept].long()] = quantize(latent[kept], rope[kept])
+
+
+def fetch_rows(pool: Tensor, slots: Tensor, latent: Tensor, rope: Tensor) -> None:
+    """Read rows of an FP8 pool as numbers; arguments and errors are those of `fetch_latent`."""
+    if pool.is_cuda:
+        fetch_latent(pool, slots, latent, rope)
+        return
+    kept = slots >= 0
+    layout = LatentRowLayout(latent.shape[-1], rope.shape[-1])
+    latent_read, rope_read = dequantize(pool[slots[kept].long()], layout)
+    latent[kept], rope[kept] = latent_read.to(latent.dtype), rope_read.to(rope.dtype)
