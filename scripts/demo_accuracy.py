@@ -7,7 +7,7 @@ likeliest one after the tokens before it; that takes one forward pass and no gen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 
 import torch
@@ -23,20 +23,36 @@ Logits = Callable[[list[list[int]]], list[Tensor]]
 """Documents of tokens -> logits `[tokens, vocab]` of each."""
 
 
-def perplexity(logits: Logits, data: Data, window: int = 2048, most: int | None = None) -> dict[str, float]:
-    """Perplexity per token of the held-out documents, each cut into windows that see nothing before them."""
+def perplexity(
+    logits: Logits, data: Data, window: int = 4096, stride: int = 2048, most: int | None = None
+) -> dict[str, float]:
+    """Perplexity per token of the held-out documents, in windows that overlap.
+
+    A token is predicted from those before it in its window: at least `window - stride`, or all that its document has.
+    """
     prose, losses, count = data.held_out, 0.0, 0
     for index in range(len(prose)):
         document = prose.document(index).tolist()
-        for begin in range(0, len(document) - 1, window):
-            part = document[begin : begin + window + 1]
-            if len(part) > 1:
-                found = logits([part[:-1]])[0].float()
-                losses += float(F.cross_entropy(found, torch.tensor(part[1:], device=found.device), reduction="sum"))
-                count += len(part) - 1
+        for begin, first, end in windows(len(document), window, stride):
+            found = logits([document[begin : end - 1]])[0][first - begin - 1 :].float()
+            targets = torch.tensor(document[first:end], device=found.device)
+            losses += float(F.cross_entropy(found, targets, reduction="sum"))
+            count += len(targets)
         if most and count >= most:
             break
     return {"perplexity": math.exp(losses / count), "perplexity_tokens": count}
+
+
+def windows(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """Windows over a document: where each begins, the first token that it predicts, and its end.
+
+    Each token but the first is predicted once; a window has up to `window` tokens before the last that it predicts.
+    """
+    first = 1
+    while first < tokens:
+        end = min(tokens, (first + stride) if first > 1 else window + 1)
+        yield max(0, end - 1 - window), first, end
+        first = end
 
 
 def is_right(logits: Logits, data: Data, case: Case) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from demo_accuracy import examine
+from demo_accuracy import examine, windows
 from demo_batches import ANSWER_WEIGHT, ASSISTANT_ID, EOS_ID, Batches, Data, Prose
 from demo_chats import (
     QUESTIONS,
@@ -254,6 +254,15 @@ def test_examination_runs_on_the_network(data: Data) -> None:
     network.init_weights(0)
     figures = examine(logits_of(network, CPU), data, count=1, lengths=(512,), prose_tokens=200)
     assert 300 < figures["perplexity"] < 1200
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 8, 9, 10, 13, 14, 40])
+def test_each_token_but_the_first_is_predicted_once_from_enough_before_it(tokens: int) -> None:
+    predicted = []
+    for begin, first, end in windows(tokens, window=8, stride=4):
+        assert end - 1 - begin <= 8 and (begin == 0 or first - begin >= 8 - 4)
+        predicted += range(first, end)
+    assert predicted == list(range(1, tokens))
 
 
 def test_text_of_pages() -> None:
