@@ -1,16 +1,14 @@
-"""The Python part of demo.sh: a small model, a real server with hybrid_mla, chats that share a system prompt."""
+"""The Python part of demo.sh: the demo model, a real server with hybrid_mla, chats that share a system prompt."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Annotated, Any
 
 import typer
@@ -20,30 +18,25 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
-from server_process import ON_GPU, ServerFailedError, free_port, running_server, server_info, work_folder
+from server_process import ServerFailedError, free_port, running_server, server_info, work_folder
 
 from sglang_mla_ext.prefix.cost_model import ModelDims
 
-SCRIPTS = Path(__file__).resolve().parent
+MODEL = Path(__file__).resolve().parents[1] / "configs" / "demo_model"
+SYSTEM_PROMPT = MODEL / "system_prompt.txt"  # a table of stations and their codes, and a chapter of a novel
 
-# About 2,000 tokens: long enough that a server with few requests gains from sharing it.
-SYSTEM_PROMPT = "\n\n".join(
-    [
-        "You answer questions about Python. This is what the language reference says.",
-        *(topics[name] for name in ("with", "context-managers", "exceptions")),
-    ]
-)
-QUESTIONS = [
-    "What does a with statement do?",
-    "When is __exit__ called?",
-    "Can one statement open two files?",
-    "What happens if __enter__ raises?",
-    "How do I swallow an exception?",
-    "Which names does the target bind?",
-    "May I put the items in parentheses?",
-    "Since which version is that so?",
+STATIONS = ("Quedrom", "Fimer", "Zokam", "Kapai")
+WORD_QUESTIONS = [
+    "Explain the word shadow.",
+    "What part of speech is quickly?",
+    "Who are you?",
+    "What is the opposite of increase?",
+    "Define ocean.",
+    "What does courage mean?",
+    "Define the word justice.",
+    "What is the meaning of hunger?",
 ]
-OTHER_QUESTIONS = ["What is a lambda?", "How is a slice written?"]
+OTHER_QUESTIONS = ["Define river.", "What part of speech is slowly?"]
 
 
 @dataclass
@@ -52,6 +45,7 @@ class Chat:
 
     question: str
     system: str | None
+    expected: str | None = None  # what a right answer contains
     answer: str = ""
     prompt_tokens: int = 0
     first_token_s: float | None = None
@@ -66,7 +60,7 @@ class Chat:
 def main(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the server running until Ctrl-C.")] = False,
     port: Annotated[int, typer.Option(help="Port of the server; 0 takes a free one.")] = 0,
-    answer_tokens: Annotated[int, typer.Option(min=2, help="Length of each answer in tokens.")] = 64,
+    answer_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 64,
     system_prompt_file: Annotated[Path | None, typer.Option(exists=True, help="Your own system prompt.")] = None,
     model: Annotated[Path | None, typer.Option(exists=True, help="An MLA checkpoint of your own.")] = None,
 ) -> None:
@@ -87,9 +81,11 @@ def run(
 ) -> None:
     """All of the demo."""
     folder = work_folder()
-    model = model or make_model(folder)
-    system = system_prompt_file.read_text() if system_prompt_file else SYSTEM_PROMPT
-    shared = [Chat(question, system) for question in QUESTIONS]
+    model = model or MODEL
+    system = (system_prompt_file or SYSTEM_PROMPT).read_text()
+    shared = [Chat(question, system) for question in WORD_QUESTIONS]
+    if not system_prompt_file:
+        shared[: len(STATIONS)] = lookups(system)
     chats = [*shared, *(Chat(question, None) for question in OTHER_QUESTIONS)]
 
     arguments = server_arguments(model)
@@ -103,8 +99,9 @@ def run(
         after = server_info(base_url)["hybrid_mla"]
 
         console.print(answers_table(chats))
-        if model.parent == folder:
-            console.print("[dim]The model's weights are random, so its answers are noise; sharing is not.[/dim]")
+        if looked_up := [chat for chat in shared if chat.expected]:
+            right = sum(chat.expected in chat.answer for chat in looked_up)
+            console.print(f"{right} of {len(looked_up)} codes are those of the table in the system prompt.")
         console.print(sharing_table(snapshots, before, after, ModelDims.from_json(model)))
         if keep:
             console.print(f"The server answers at [bold]{base_url}/v1[/bold] until Ctrl-C. Try:")
@@ -113,12 +110,10 @@ def run(
                 time.sleep(3600)
 
 
-def make_model(folder: Path) -> Path:
-    """The demo checkpoint; 16 heads on a GPU, as a rank has with tensor parallelism of 8, and 4 on a CPU."""
-    model = folder / ("model-gpu" if ON_GPU else "model-cpu")
-    heads = "16" if ON_GPU else "4"
-    subprocess.run([sys.executable, SCRIPTS / "make_demo_model.py", model, "--heads", heads], check=True)
-    return model
+def lookups(system: str) -> list[Chat]:
+    """Questions that only the table in the system prompt answers."""
+    codes = dict(line[2:].split(": ") for line in system.splitlines() if line.startswith("- "))
+    return [Chat(f"What is the code of {name}?", system, codes[name]) for name in STATIONS]
 
 
 def server_arguments(model: Path) -> list[str]:
@@ -140,19 +135,19 @@ async def talk(base_url: str, chats: list[Chat], answer_tokens: int, console: Co
         what `/server_info` said of hybrid_mla, several times a second meanwhile.
     """
     client = AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", timeout=600)
-    progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"))
-    task = progress.add_task("answers", total=answer_tokens * len(chats))
+    progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    task = progress.add_task("answers", total=len(chats))
     display = Live(progress, console=console, transient=True) if console else contextlib.nullcontext()
     with display:
         async with watched(base_url) as snapshots:
             await asyncio.gather(
-                *(answer(client, chat, answer_tokens, lambda n: progress.advance(task, n)) for chat in chats)
+                *(answer(client, chat, answer_tokens, lambda: progress.advance(task)) for chat in chats)
             )
     await client.close()
     return snapshots
 
 
-async def answer(client: AsyncOpenAI, chat: Chat, answer_tokens: int, advance: Any) -> None:
+async def answer(client: AsyncOpenAI, chat: Chat, answer_tokens: int, done: Callable[[], None]) -> None:
     """Stream one answer into its chat."""
     start = time.perf_counter()
     stream = await client.chat.completions.create(
@@ -167,10 +162,10 @@ async def answer(client: AsyncOpenAI, chat: Chat, answer_tokens: int, advance: A
         if chunk.choices and (piece := chunk.choices[0].delta.content):
             chat.first_token_s = chat.first_token_s or time.perf_counter() - start
             chat.pieces.append(piece)
-            advance(1)
         if chunk.usage:
             chat.prompt_tokens = chunk.usage.prompt_tokens
     chat.answer = "".join(chat.pieces)
+    done()
 
 
 @contextlib.asynccontextmanager
@@ -200,7 +195,7 @@ def answers_table(chats: list[Chat]) -> Table:
         table.add_row(
             "shared" if chat.system else "none",
             chat.question,
-            Text(printable(chat.answer, 28)),  # Text: a bracket in it is no markup
+            Text(printable(chat.answer, 100)),  # Text: a bracket in it is no markup
             f"{chat.prompt_tokens:,}",
             f"{(chat.first_token_s or 0) * 1e3:,.0f}",
         )
@@ -208,7 +203,7 @@ def answers_table(chats: list[Chat]) -> Table:
 
 
 def printable(text: str, length: int) -> str:
-    """The start of a text in one line; random tokens hold anything."""
+    """The start of a text in one line, whatever a model writes."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= length else line[: length - 1] + "…"
 

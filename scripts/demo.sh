@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs SGLang and this package into .venv, makes a small model, launches the server with
-# --attention-backend hybrid_mla, sends it chats that share a system prompt, and shows what was shared.
+# Installs SGLang and this package into .venv, launches the server with --attention-backend hybrid_mla on the small
+# model of configs/demo_model, sends it chats that share a system prompt, and shows what was shared.
 #
 #   scripts/demo.sh              all of that, then the server stops
 #   scripts/demo.sh --keep       the server stays until Ctrl-C

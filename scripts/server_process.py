@@ -49,7 +49,7 @@ def free_port() -> int:
 
 def server_info(base_url: str) -> dict[str, Any]:
     """What `/server_info` says of the first scheduler."""
-    answer = requests.get(f"{base_url}/server_info", timeout=30)
+    answer = requests.get(f"{base_url}/server_info", timeout=120)
     answer.raise_for_status()
     state: dict[str, Any] = answer.json()["internal_states"][0]
     return state
