@@ -131,7 +131,7 @@ def build_work_list(
     """Cut the attention of all groups into work items of about equal size, one or more for each program.
 
     Keys of a group are split evenly, at multiples of `block_keys`; how often is chosen for all groups together (see
-    `_choose_splits`), so that a long prefix is cut more often than a short one. The row tiles of one head and key range
+    `choose_splits`), so that a long prefix is cut more often than a short one. The row tiles of one head and key range
     stand side by side: they run at the same time, and all but the first read their keys from L2.
 
     Args:
@@ -156,7 +156,7 @@ def build_work_list(
     lengths = np.array([g.prefix_len for g in groups])
     tiles = -(-sizes // block_rows)  # row tiles of a group
     blocks = -(-lengths // block_keys)  # key blocks of a group
-    splits = _choose_splits(sizes, tiles * heads, blocks, heads, block_keys, capacity.max_partial_rows, target_items)
+    splits = choose_splits(sizes, tiles * heads, blocks, heads, block_keys, capacity.max_partial_rows, target_items)
 
     row_start = np.cumsum(sizes) - sizes  # first entry in group_rows
     partial_start = np.cumsum(splits * sizes) - splits * sizes  # first partial row
@@ -196,7 +196,7 @@ def build_work_list(
     items[:, 4] = kv_end
     items[:, 5] = table_start[group]
     items[:, 6] = partial_start[group] + split * sizes[group] + first_row
-    work.items[:] = items[_balanced_order(kv_end - kv_begin, target_items)]
+    work.items[:] = items[balanced_order(kv_end - kv_begin, target_items)]
     return work
 
 
@@ -239,7 +239,7 @@ def _validated_rows(groups: Sequence[PrefixGroup], max_rows: int) -> np.ndarray:
     return rows
 
 
-def _choose_splits(
+def choose_splits(
     sizes: np.ndarray,
     items: np.ndarray,
     blocks: np.ndarray,
@@ -278,7 +278,7 @@ def _choose_splits(
     return splits[np.argmin(time)]
 
 
-def _balanced_order(keys: np.ndarray, programs: int) -> np.ndarray:
+def balanced_order(keys: np.ndarray, programs: int) -> np.ndarray:
     """Order of the items so that programs that take every `programs`-th item finish at about the same time.
 
     Largest first, round by round; within a round the largest item goes to the program with the least work so far, and a

@@ -82,7 +82,7 @@ def unscheduled() -> Iterator[None]:
     def same_order(keys: np.ndarray, _: int) -> np.ndarray:
         return np.arange(len(keys))
 
-    with patch.object(schedule, "_choose_splits", no_splits), patch.object(schedule, "_balanced_order", same_order):
+    with patch.object(schedule, "choose_splits", no_splits), patch.object(schedule, "balanced_order", same_order):
         yield
 
 

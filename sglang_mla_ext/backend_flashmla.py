@@ -15,7 +15,7 @@ from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend, FlashMLADecodeMetadata
 
 from sglang_mla_ext.backend import HybridMLABackend
-from sglang_mla_ext.grouped_absorb import GroupedAbsorb, fill_page_table, stacking_for
+from sglang_mla_ext.grouped_absorb import GroupedAbsorb, fill_page_table, make_grouped_absorb, stacking_for
 from sglang_mla_ext.kernels.merge import LN2
 from sglang_mla_ext.limits import PAGE_SIZE
 from sglang_mla_ext.prefix.cost_model import Mode
@@ -140,22 +140,16 @@ class FlashMLAHybridBackend(HybridMLABackend, FlashMLABackend):
         stacking = stacking_for(self._heads)
         if stacking is None:
             return None
-        grouped = GroupedAbsorb(
+        latent = runner.token_to_kv_pool.get_key_buffer(self._layers[0].attn_mqa.layer_id)
+        grouped = make_grouped_absorb(
+            self.req_to_token,
+            latent.view(-1, PAGE_SIZE, 1, self.kv_cache_dim),
             stacking,
             max_rows=self.max_rows,
             max_tokens=self.max_context_len,
             kv_lora_rank=self.kv_lora_rank,
-            qk_rope_head_dim=self.qk_rope_head_dim,
-            dtype=runner.dtype,
-            device=runner.device,
+            on_failure=self.counters.fall_back,
         )
-        # Every kernel runs once here: it compiles, and shows that it can.
-        latent = runner.token_to_kv_pool.get_key_buffer(self._layers[0].attn_mqa.layer_id)
-        one = torch.ones(1, dtype=torch.int32, device=runner.device)
-        grouped.plan([], 1)
-        grouped.prepare(self.req_to_token, one.long() - 1, one, one - 1)
-        q = torch.zeros(1, self._heads, self.kv_cache_dim, dtype=runner.dtype, device=runner.device)
-        grouped.run(q, latent.view(-1, PAGE_SIZE, 1, self.kv_cache_dim), 1.0)
         self._grouped, self._grouped_bytes = grouped, grouped.workspace_bytes
         return stacking
 

@@ -1,36 +1,39 @@
-"""Grouped absorb with FlashMLA: requests that share a prefix read its latent rows together.
+"""Grouped absorb: requests that share a prefix read its latent rows together, in the latent space.
 
-FlashMLA computes tiles of 64 query rows, and what one request's heads leave of a tile is padding. MLA has one head of
-keys, so it does not matter whose query a row is: with 16 heads, four requests that have the same keys fill a tile. An
-*entry* is a tile and its keys. One launch computes those of a step with B requests:
+Matrix units of Hopper take 64 query rows at once, and what one request's heads leave of such a tile is padding. MLA has
+one head of keys, so it does not matter whose query a row is: with 16 heads, four requests that have the same keys fill
+a tile. One launch computes private tails and stacked prefixes; `kernels/merge.py` then puts together what a request has
+in both, still in the latent space.
 
-    entry          query rows                                          keys
-    0 to B-1       the heads of one request, then padding              its private tail
-    B to B+N-1     the heads of up to R = 64 / heads requests          the prefix that they share
+There are two ways. `HopperGroupedAbsorb` has a kernel of its own (kernels/absorb_hopper.py): a list of work items is
+cut so that all programs end together, and queries are read where they lie. `FlashMLAGroupedAbsorb` takes FlashMLA, for
+where that kernel does not run. `make_grouped_absorb` picks.
 
-`kernels/merge.py` then adds to each tail what the request has in an entry of its group, still in the latent space. N
-depends on B alone, so that a captured graph fits every plan; entries that a plan does not need have no keys.
-
-Beside what FlashMLA does, a layer copies B + N·R queries and reads and writes B + N·R outputs.
+Both keep in static memory what a captured graph reads, and the graph fits every plan of its number of rows. Lengths of
+tails are only read on the device: with overlap scheduling the host may not know them yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from torch import Tensor
 
+from sglang_mla_ext.kernels import absorb_hopper
+from sglang_mla_ext.kernels.absorb_schedule import AbsorbCapacity, SharedKeys, build_group_work, schedule_tails
 from sglang_mla_ext.kernels.merge import LOG2E, merge
 from sglang_mla_ext.kernels.schedule import WorkListCapacity, row_table
 from sglang_mla_ext.limits import PAGE_SIZE
+from sglang_mla_ext.prefix.cost_model import Mode
 from sglang_mla_ext.prefix.planner import Group, Stacking
 
 TILE_ROWS = 64
-"""Query rows of FlashMLA's tile."""
+"""Query rows of a tile, of either kernel."""
 
 
 def stacking_for(heads: int) -> Stacking | None:
@@ -38,46 +41,7 @@ def stacking_for(heads: int) -> Stacking | None:
     return Stacking(PAGE_SIZE, TILE_ROWS // heads) if heads in (8, 16, 32) else None
 
 
-class Layout(NamedTuple):
-    """Which request stands where in the entries of the groups.
-
-    Attributes:
-        row_index: `[entries * R]` int64, the row of the batch whose heads stand there; 0 where none does.
-        leaders: `[entries]` int64, a row of the group, whose pages are read.
-        lens: `[entries]` int32, tokens of the prefix; 0 for an entry that is not needed.
-        place: by row of the batch, its place in `row_index`.
-    """
-
-    row_index: np.ndarray
-    leaders: np.ndarray
-    lens: np.ndarray
-    place: dict[int, int]
-
-
-def lay_out(groups: Sequence[Group], entries: int, stacking: Stacking) -> Layout:
-    """Give the groups their entries, in order.
-
-    Raises:
-        ValueError: a prefix does not end with a page, or the groups need more entries.
-    """
-    stacked = stacking.rows_per_entry
-    row_index, leaders = np.zeros(entries * stacked, np.int64), np.zeros(entries, np.int64)
-    lens, place, entry = np.zeros(entries, np.int32), {}, 0
-    for group in groups:
-        if group.end % stacking.page_size:
-            raise ValueError(f"a prefix of {group.end} tokens does not end with a page of {stacking.page_size}")
-        if entry + stacking.entries(len(group.rows)) > entries:
-            raise ValueError(f"the groups need more than the {entries} entries that there are")
-        for first in range(0, len(group.rows), stacked):
-            rows, start = group.rows[first : first + stacked], entry * stacked
-            row_index[start : start + len(rows)] = rows
-            place.update(zip(rows, range(start, start + len(rows)), strict=True))
-            leaders[entry], lens[entry] = group.rows[0], group.end
-            entry += 1
-    return Layout(row_index, leaders, lens, place)
-
-
-class GroupedAbsorb:
+class GroupedAbsorb(ABC):
     """Attention of a batch to its private tails and to the prefixes of its groups.
 
         grouped.plan(groups, rows)                                              # when plan or rows change
@@ -107,52 +71,35 @@ class GroupedAbsorb:
             max_tokens: of a request.
             dtype: of queries and latent rows.
         """
-        self._stacking, self._rank, self._device = stacking, kv_lora_rank, torch.device(device)
-        self._stacked = stacking.rows_per_entry
-        self._heads = TILE_ROWS // self._stacked
+        self._stacking, self._max_rows, self._device = stacking, max_rows, torch.device(device)
+        self._heads = TILE_ROWS // stacking.rows_per_entry
+        self._rank, self._columns, self._dtype = kv_lora_rank, kv_lora_rank + qk_rope_head_dim, dtype
         most = stacking.max_entries(max_rows)
-        self._capacity = WorkListCapacity(max_rows, most * self._stacked, max_items=0, max_chunks=0)
-        # Entries of a smaller batch lie where tails of a larger one do: what they leave in the padding is not read.
-        tile = (1, TILE_ROWS, kv_lora_rank + qk_rope_head_dim)
-        self._q = torch.zeros(max_rows + most, *tile, dtype=dtype, device=device)  # [B + N, 1, 64, 576]
-        # Rows of a multiple of 16 bytes: Triton compiles other code for other alignments.
+        # Pages of the tails, and behind them those of the prefixes. Rows of a multiple of 16 bytes: Triton compiles
+        # other code for other alignments.
         pages = -(-(max_tokens // PAGE_SIZE + 1) // 4) * 4
         self._table = torch.zeros(max_rows + most, pages, dtype=torch.int32, device=device)  # [B + N, pages]
         self._lens = torch.zeros(max_rows + most, dtype=torch.int32, device=device)  # [B + N]
-        self._lse2 = torch.zeros(most * self._stacked, self._heads, device=device)  # [N * R, heads]
-        self._row_index = torch.zeros(most * self._stacked, dtype=torch.int64, device=device)  # [N * R]
-        self._leaders = torch.zeros(most, dtype=torch.int64, device=device)  # [N]
-        self._entry_lens = torch.zeros(most, dtype=torch.int32, device=device)  # [N]
-        self._work = torch.zeros(self._capacity.size, dtype=torch.int32, device=device)
-        # Its size depends on the GPU alone.
-        self._metadata = torch.zeros_like(get_mla_metadata(self._lens[:1], TILE_ROWS, 1)[0])
-        self._num_splits = torch.zeros(max_rows + most + 1, dtype=torch.int32, device=device)
-        self._rows = self._entries = 0
+        self._leaders = torch.zeros(most, dtype=torch.int64, device=device)  # [N], rows whose pages are the prefix's
+        self._prefix_lens = torch.zeros(most, dtype=torch.int32, device=device)  # [N]
+        self._rows = 0
 
     @property
     def workspace_bytes(self) -> int:
         """Device memory that this object allocated."""
         return sum(value.numel() * value.element_size() for value in vars(self).values() if isinstance(value, Tensor))
 
+    @abstractmethod
     def plan(self, groups: Sequence[Group], rows: int) -> None:
         """Set which rows share which prefix, for steps of `rows` rows.
 
         Raises:
-            ValueError: see `lay_out`; or a row is out of range.
+            ValueError: a prefix does not end with a page, the groups are too many, or a row is out of range.
         """
-        entries = self._stacking.max_entries(rows)
-        layout = lay_out(groups, entries, self._stacking)
-        work = row_table(self._capacity.max_rows, layout.place, self._capacity.max_partial_rows)
-        self._stage(self._row_index, layout.row_index)
-        self._stage(self._leaders, layout.leaders)
-        self._stage(self._entry_lens, layout.lens)
-        self._stage(self._work, work.buffer)
-        self._lens[rows : rows + entries].copy_(self._entry_lens[:entries])
-        self._table[: rows + entries, 0] = 0  # FlashMLA loads the first page also where there are no keys
-        self._rows, self._entries = rows, entries
 
+    @abstractmethod
     def prepare(self, req_to_token: Tensor, pool_indices: Tensor, seq_lens: Tensor, prefix_lens: Tensor) -> None:
-        """Bring page tables, lengths and FlashMLA's schedule up to date for the next step.
+        """Bring page tables, lengths and the kernel's schedule up to date for the next step.
 
         Args:
             req_to_token: `[requests, tokens]` int32, slots; whole pages of consecutive slots.
@@ -160,17 +107,8 @@ class GroupedAbsorb:
             seq_lens: `[rows]` integers; prefix_lens: `[rows]` int32, the tokens before each row's private tail, a
                 multiple of the page size. Rows beyond the plan's are ignored.
         """
-        rows, entries = self._rows, self._entries
-        end = rows + entries
-        pool_indices, prefix_lens, tail_lens = pool_indices[:rows], prefix_lens[:rows], self._lens[:rows]
-        torch.sub(seq_lens[:rows], prefix_lens, out=tail_lens)
-        fill_page_table(self._table[:rows], req_to_token, pool_indices, tail_lens, prefix_lens)
-        leaders = pool_indices.index_select(0, self._leaders[:entries])
-        fill_page_table(self._table[rows:end], req_to_token, leaders, self._entry_lens[:entries], None)
-        metadata, num_splits = get_mla_metadata(self._lens[:end], TILE_ROWS, 1)
-        self._metadata.copy_(metadata)
-        self._num_splits[: end + 1].copy_(num_splits)
 
+    @abstractmethod
     def run(self, q: Tensor, latent_pages: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
         """Attend.
 
@@ -181,9 +119,201 @@ class GroupedAbsorb:
             `out [rows, heads, kv_lora_rank]` and `lse [rows, heads]` float32, natural log, over tail and prefix; 0 and
             -inf for a row without keys.
         """
+
+    def _fill_tables(
+        self, req_to_token: Tensor, pool_indices: Tensor, seq_lens: Tensor, prefix_lens: Tensor, first: int, shared: int
+    ) -> None:
+        """Lengths and pages of the tails, and pages of `shared` prefixes from row `first` of the page table on."""
+        rows = self._rows
+        pool_indices, prefix_lens, tail_lens = pool_indices[:rows], prefix_lens[:rows], self._lens[:rows]
+        torch.sub(seq_lens[:rows], prefix_lens, out=tail_lens)
+        fill_page_table(self._table[:rows], req_to_token, pool_indices, tail_lens, prefix_lens)
+        if shared:
+            leaders = pool_indices.index_select(0, self._leaders[:shared])
+            table, lens = self._table[first : first + shared], self._prefix_lens[:shared]
+            fill_page_table(table, req_to_token, leaders, lens, None)
+
+    def _check_planned(self, q: Tensor) -> None:
         rows, heads = q.shape[:2]
         if rows != self._rows or heads != self._heads:
             raise ValueError(f"planned for {self._rows} rows of {self._heads} heads, run with {rows} of {heads}")
+
+    def _stage(self, target: Tensor, values: np.ndarray) -> None:
+        """Copy `values` to the front of `target` without waiting."""
+        if not len(values):
+            return
+        host = torch.from_numpy(values)
+        if self._device.type == "cuda":
+            host = host.pin_memory()  # torch keeps it until the copy is done
+        target[: len(values)].copy_(host, non_blocking=True)
+
+
+class HopperGroupedAbsorb(GroupedAbsorb):
+    """One launch over a work list: the groups' items from the host, the tails' from the device (absorb_schedule.py).
+
+    A tail may be cut, and so may a prefix: the first merge puts together the pieces of the tails, the second adds those
+    of the prefixes.
+    """
+
+    def __init__(self, stacking: Stacking, *, programs: int | None = None, **sizes: Any) -> None:
+        """
+        Args:
+            programs: of the kernel's grid, by default one for each multiprocessor; others as of `GroupedAbsorb`.
+        """
+        super().__init__(stacking, **sizes)
+        max_rows, device = self._max_rows, self._device
+        if programs is None:
+            programs = torch.cuda.get_device_properties(device).multi_processor_count
+        self._capacity = AbsorbCapacity(max_rows, self._heads, programs)
+        partials = (self._capacity.max_partial_rows, self._heads)
+        self._partial_out = torch.empty(*partials, self._rank, dtype=self._dtype, device=device)  # [P, H, rank]
+        self._partial_lse2 = torch.empty(*partials, device=device)  # [P, H]
+        self._no_lse = torch.full((max_rows, self._heads), -torch.inf, device=device)  # [B, H]
+        self._work = torch.from_numpy(self._capacity.empty_work()).to(device)
+        self._tail_partials, self._group_partials = (
+            torch.zeros(self._capacity.table.size, dtype=torch.int32, device=device) for _ in range(2)
+        )
+        self._first_group = max_rows  # row of the page table
+        self._groups = 0
+
+    def plan(self, groups: Sequence[Group], rows: int) -> None:
+        _check_whole_pages(groups, self._stacking.page_size)
+        if len(groups) > len(self._leaders):
+            raise ValueError(f"{len(groups)} groups; there is room for {len(self._leaders)}")
+        if any(group.rows[-1] >= rows for group in groups):
+            raise ValueError(f"a group has rows beyond the {rows} rows of the step")
+        shared = [
+            SharedKeys(group.rows, group.end, (self._first_group + index) * self._table.stride(0))
+            for index, group in enumerate(groups)
+        ]
+        work = build_group_work(shared, self._capacity)
+        self._stage(self._work, work.head)
+        self._stage(self._work[self._capacity.group_segments :], work.segments)
+        self._stage(self._group_partials, work.table.buffer)
+        self._stage(self._leaders, np.array([group.rows[0] for group in groups], np.int64))
+        self._stage(self._prefix_lens, np.array([group.end for group in groups], np.int32))
+        self._rows, self._groups = rows, len(groups)
+
+    def prepare(self, req_to_token: Tensor, pool_indices: Tensor, seq_lens: Tensor, prefix_lens: Tensor) -> None:
+        self._fill_tables(req_to_token, pool_indices, seq_lens, prefix_lens, self._first_group, self._groups)
+        schedule_tails(self._lens[: self._rows], self._work, self._tail_partials, self._capacity, self._table)
+
+    def run(self, q: Tensor, latent_pages: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        self._check_planned(q)
+        rows, heads = q.shape[:2]
+        absorb_hopper.run(
+            q.contiguous(),
+            latent_pages,
+            self._work,
+            self._table,
+            self._capacity,
+            self._partial_out,
+            self._partial_lse2,
+            softmax_scale=softmax_scale,
+        )
+        out, lse = q.new_empty(rows, heads, self._rank), self._no_lse.new_empty(rows, heads)
+        partials, sizes = (self._partial_out, self._partial_lse2), self._capacity.table
+        merge(out, self._no_lse[:rows], *partials, self._tail_partials, sizes, out, lse)
+        merge(out, lse, *partials, self._group_partials, sizes, out, lse)
+        return out, lse
+
+
+class Layout(NamedTuple):
+    """Which request stands where in the entries of the groups.
+
+    Attributes:
+        row_index: `[entries * R]` int64, the row of the batch whose heads stand there; 0 where none does.
+        leaders: `[entries]` int64, a row of the group, whose pages are read.
+        lens: `[entries]` int32, tokens of the prefix; 0 for an entry that is not needed.
+        place: by row of the batch, its place in `row_index`.
+    """
+
+    row_index: np.ndarray
+    leaders: np.ndarray
+    lens: np.ndarray
+    place: dict[int, int]
+
+
+def lay_out(groups: Sequence[Group], entries: int, stacking: Stacking) -> Layout:
+    """Give the groups their entries, in order.
+
+    Raises:
+        ValueError: a prefix does not end with a page, or the groups need more entries.
+    """
+    stacked = stacking.rows_per_entry
+    _check_whole_pages(groups, stacking.page_size)
+    row_index, leaders = np.zeros(entries * stacked, np.int64), np.zeros(entries, np.int64)
+    lens, place, entry = np.zeros(entries, np.int32), {}, 0
+    for group in groups:
+        if entry + stacking.entries(len(group.rows)) > entries:
+            raise ValueError(f"the groups need more than the {entries} entries that there are")
+        for first in range(0, len(group.rows), stacked):
+            rows, start = group.rows[first : first + stacked], entry * stacked
+            row_index[start : start + len(rows)] = rows
+            place.update(zip(rows, range(start, start + len(rows)), strict=True))
+            leaders[entry], lens[entry] = group.rows[0], group.end
+            entry += 1
+    return Layout(row_index, leaders, lens, place)
+
+
+def _check_whole_pages(groups: Sequence[Group], page_size: int) -> None:
+    for group in groups:
+        if group.end % page_size:
+            raise ValueError(f"a prefix of {group.end} tokens does not end with a page of {page_size}")
+
+
+class FlashMLAGroupedAbsorb(GroupedAbsorb):
+    """FlashMLA over *entries*, each a tile and its keys. One launch computes those of a step with B requests:
+
+        entry          query rows                                          keys
+        0 to B-1       the heads of one request, then padding              its private tail
+        B to B+N-1     the heads of up to R = 64 / heads requests          the prefix that they share
+
+    The merge adds to each tail what the request has in an entry of its group. N depends on B alone; entries that a plan
+    does not need have no keys. Beside what FlashMLA does, a layer copies B + N·R queries and reads and writes B + N·R
+    outputs.
+    """
+
+    def __init__(self, stacking: Stacking, **sizes: Any) -> None:
+        """Args: as of `GroupedAbsorb`."""
+        super().__init__(stacking, **sizes)
+        max_rows, device = self._max_rows, self._device
+        self._stacked = stacking.rows_per_entry
+        most = stacking.max_entries(max_rows)
+        self._capacity = WorkListCapacity(max_rows, most * self._stacked, max_items=0, max_chunks=0)
+        # Entries of a smaller batch lie where tails of a larger one do: what they leave in the padding is not read.
+        tile = (1, TILE_ROWS, self._columns)
+        self._q = torch.zeros(max_rows + most, *tile, dtype=self._dtype, device=device)  # [B + N, 1, 64, 576]
+        self._lse2 = torch.zeros(most * self._stacked, self._heads, device=device)  # [N * R, heads]
+        self._row_index = torch.zeros(most * self._stacked, dtype=torch.int64, device=device)  # [N * R]
+        self._work = torch.zeros(self._capacity.size, dtype=torch.int32, device=device)
+        # Its size depends on the GPU alone.
+        self._metadata = torch.zeros_like(get_mla_metadata(self._lens[:1], TILE_ROWS, 1)[0])
+        self._num_splits = torch.zeros(max_rows + most + 1, dtype=torch.int32, device=device)
+        self._entries = 0
+
+    def plan(self, groups: Sequence[Group], rows: int) -> None:
+        entries = self._stacking.max_entries(rows)
+        layout = lay_out(groups, entries, self._stacking)
+        work = row_table(self._capacity.max_rows, layout.place, self._capacity.max_partial_rows)
+        self._stage(self._row_index, layout.row_index)
+        self._stage(self._leaders, layout.leaders)
+        self._stage(self._prefix_lens, layout.lens)
+        self._stage(self._work, work.buffer)
+        self._lens[rows : rows + entries].copy_(self._prefix_lens[:entries])
+        self._table[: rows + entries, 0] = 0  # FlashMLA loads the first page also where there are no keys
+        self._rows, self._entries = rows, entries
+
+    def prepare(self, req_to_token: Tensor, pool_indices: Tensor, seq_lens: Tensor, prefix_lens: Tensor) -> None:
+        self._fill_tables(req_to_token, pool_indices, seq_lens, prefix_lens, self._rows, self._entries)
+        end = self._rows + self._entries
+        metadata, num_splits = get_mla_metadata(self._lens[:end], TILE_ROWS, 1)
+        self._metadata.copy_(metadata)
+        self._num_splits[: end + 1].copy_(num_splits)
+
+    def run(self, q: Tensor, latent_pages: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        self._check_planned(q)
+        rows, heads = q.shape[:2]
         places, end = self._entries * self._stacked, rows + self._entries
         tiles = self._q[:end]
         tiles[:rows, 0, :heads].copy_(q)
@@ -213,12 +343,43 @@ class GroupedAbsorb:
         )
         return merged, merged_lse
 
-    def _stage(self, target: Tensor, values: np.ndarray) -> None:
-        """Copy `values` to the front of `target` without waiting."""
-        host = torch.from_numpy(values)
-        if self._device.type == "cuda":
-            host = host.pin_memory()  # torch keeps it until the copy is done
-        target[: len(values)].copy_(host, non_blocking=True)
+
+def make_grouped_absorb(
+    req_to_token: Tensor,
+    latent_pages: Tensor,
+    stacking: Stacking,
+    *,
+    kv_lora_rank: int,
+    on_failure: Callable[[str, BaseException], None],
+    **sizes: Any,
+) -> GroupedAbsorb:
+    """The first of the two ways that runs here, best first. All of its kernels run once: they compile, and show that
+    they can.
+
+    Args:
+        req_to_token: as for `prepare`; latent_pages: as for `run`, of any layer.
+        on_failure: is told why a way does not run, if there is another.
+        sizes: `max_rows` and `max_tokens` of GroupedAbsorb.
+    """
+    device, dtype, columns = latent_pages.device, latent_pages.dtype, latent_pages.shape[-1]
+    dims = dict(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=columns - kv_lora_rank)
+    heads = TILE_ROWS // stacking.rows_per_entry
+
+    def tried(kind: type[GroupedAbsorb]) -> GroupedAbsorb:
+        grouped = kind(stacking, dtype=dtype, device=device, **dims, **sizes)
+        page = torch.full((1,), PAGE_SIZE, dtype=torch.int32, device=device)
+        grouped.plan([Group((0,), None, 0, PAGE_SIZE, Mode.GROUPED_ABSORB)], 1)
+        grouped.prepare(req_to_token, page.long() - PAGE_SIZE, page + 1, page)
+        grouped.run(torch.zeros(1, heads, columns, dtype=dtype, device=device), latent_pages, 1.0)
+        return grouped
+
+    if absorb_hopper.supports(device, dtype, **dims, heads=heads):
+        try:
+            return tried(HopperGroupedAbsorb)
+        except Exception as error:
+            reason = "grouped absorb's own kernel does not run here, FlashMLA takes its place"
+            on_failure(f"{reason}: {type(error).__name__}", error)
+    return tried(FlashMLAGroupedAbsorb)
 
 
 def fill_page_table(

@@ -66,7 +66,7 @@ class Counters:
     def fall_back(self, reason: str, error: BaseException | None = None) -> None:
         """Count a fall-back; the first of each reason is logged."""
         if not self.fallbacks[reason]:
-            logger.warning("hybrid_mla: using plain absorb: %s", reason, exc_info=error)
+            logger.warning("hybrid_mla: falling back: %s", reason, exc_info=error)
         self.fallbacks[reason] += 1
 
 

@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from sglang_mla_ext.kernels import append_latent, expand_prefix, fetch_latent, merge, naive_prefix, naive_prefix_hopper
-from sglang_mla_ext.kernels import quantize_query
+from sglang_mla_ext.kernels import absorb_hopper, absorb_schedule, quantize_query
 from sglang_mla_ext.kernels.latent_rows import SCALE_FLOOR, SCALE_LIMIT
 from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, FP8, FP8_MAX
 from sglang_mla_ext.kernels.schedule import ITEM_FIELDS
@@ -82,11 +82,12 @@ def compile_naive(tile, dtype):
     )
     return found | dict(num_warps=tile.num_warps, ctas_per_sm=tile.ctas_per_sm)
 
-def compile_hopper(tile, dtype):
+def describe(name, *block):
     element = {"bf16": gl.bfloat16, "fp8e4nv": gl.float8e4nv}
-    def describe(name, *block):
-        layout = gl.NVMMASharedLayout.get_default_for(list(block), element[name])
-        return f"tensordesc<{name}{list(block)},{layout!r}>"
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), element[name])
+    return f"tensordesc<{name}{list(block)},{layout!r}>"
+
+def compile_hopper(tile, dtype):
     options = naive_prefix_hopper.launch_options(tile)
     kernel = naive_prefix_hopper.naive_prefix_hopper_kernel
     found = compile_for_hopper(
@@ -107,6 +108,19 @@ def compile_hopper(tile, dtype):
     )
     # Consumers and the producer's warp, which the compiler rounds up to four.
     return found | dict(num_warps=4 * (tile.block_rows // 64) + 4, ctas_per_sm=tile.ctas_per_sm)
+
+def compile_absorb(segment):
+    found = compile_for_hopper(
+        absorb_hopper.absorb_hopper_kernel,
+        results
+        | dict(partial_out_ptr="*bf16", page_table_ptr="*i32", scale_log2e="fp32")
+        | dict(q_desc=describe("bf16", segment, 64), q_rope_desc=describe("bf16", segment, 64))
+        | dict(content_desc=describe("bf16", 64, 128), rope_desc=describe("bf16", 64, 64)),
+        {},
+        num_warps=4,
+    )
+    # Three warp groups that compute, and the two warps that copy, which the compiler rounds up to four.
+    return found | dict(num_warps=16, ctas_per_sm=1)
 
 def compile_expand(out):
     block_k, stages = expand_prefix.pipeline(rank, dn, dv, itemsize=2)
@@ -134,14 +148,30 @@ merged = compile_for_hopper(
          WRITE_LSE=False, LN2=merge.LN2, LOG2E=merge.LOG2E),
     num_warps=4,
 )
-merged_latent = compile_for_hopper(  # what grouped absorb merges: BF16 partials, kv_lora_rank wide
-    merge.merge_kernel,
-    results
-    | dict(partial_out_ptr="*bf16", tail_out_ptr="*bf16", tail_lse_ptr="*fp32", out_ptr="*bf16", lse_ptr="*fp32")
-    | dict.fromkeys(strides.split(), "i32"),
-    dict(DV=rank, ITEM=ITEM_FIELDS, BLOCK_HEADS=merge.BLOCK_HEADS, UNROLL=merge.SPLITS_IN_FLIGHT, IN_PLACE=False,
-         WRITE_LSE=True, LN2=merge.LN2, LOG2E=merge.LOG2E),
-    num_warps=4,
+def compile_latent_merge(in_place):  # what grouped absorb merges: BF16 partials, kv_lora_rank wide
+    return compile_for_hopper(
+        merge.merge_kernel,
+        results
+        | dict(partial_out_ptr="*bf16", tail_out_ptr="*bf16", tail_lse_ptr="*fp32", out_ptr="*bf16", lse_ptr="*fp32")
+        | dict.fromkeys(strides.split(), "i32"),
+        dict(DV=rank, ITEM=ITEM_FIELDS, BLOCK_HEADS=merge.BLOCK_HEADS, UNROLL=merge.SPLITS_IN_FLIGHT,
+             IN_PLACE=in_place, WRITE_LSE=True, LN2=merge.LN2, LOG2E=merge.LOG2E),
+        num_warps=4,
+    )
+
+capacity = absorb_schedule.AbsorbCapacity(max_rows=1024, heads=16, programs=132)
+absorb = {f"absorb{segment}": compile_absorb(segment) for segment in (64, 16, 8)} | dict(
+    schedule_tails=compile_for_hopper(
+        absorb_schedule.schedule_tails_kernel,
+        dict(lens_ptr="*i32", work_ptr="*i32", table_ptr="*i32", rows="i32"),
+        dict(HEADS=16, SEGMENT=16, PROGRAMS=132, MAX_ROWS=1024, FIRST_PARTIAL=capacity.max_group_partials,
+             FIRST_SEGMENT=capacity.tail_segments, TABLE_STRIDE=2564, MIN_BLOCKS=absorb_schedule.MIN_SPLIT_BLOCKS,
+             BLOCK_KEYS=absorb_schedule.BLOCK_KEYS, TILE_ROWS=absorb_schedule.TILE_ROWS,
+             HEADER=absorb_schedule.HEADER_FIELDS, ITEM=ITEM_FIELDS, LANES=1024),
+        num_warps=4,
+    ),
+    merge_latent=compile_latent_merge(False),
+    merge_latent_in_place=compile_latent_merge(True),
 )
 blocks = dict(R=rank, DR=dr, BLOCK_R=rank, BLOCK_DR=dr)
 pool = dict(content_ptr="*fp8e4nv", scale_ptr="*fp32")
@@ -184,7 +214,7 @@ hopper = {
     for name, dtype in dtypes.items()
     for tile in naive_prefix_hopper.tiles_of(dtype)
 }
-json.dump(naive | hopper | expand | latent_rows | dict(merge=merged, merge_latent=merged_latent), sys.stdout)
+json.dump(naive | hopper | expand | latent_rows | absorb | dict(merge=merged), sys.stdout)
 """
 
 
@@ -205,7 +235,9 @@ def compiled(tmp_path_factory) -> dict:
 
 
 NAIVE = [f"{name}{rows}_{dtype}" for name in ("naive", "hopper") for rows in (64, 128) for dtype in ("bf16", "fp8e4nv")]
-PRODUCTS = [*NAIVE, "expand_bf16", "expand_fp8"]
+ABSORB = ["absorb64", "absorb16", "absorb8"]
+PRODUCTS = [*NAIVE, *ABSORB, "expand_bf16", "expand_fp8"]
+MERGES = ["merge", "merge_latent", "merge_latent_in_place"]
 LATENT_ROWS = ["append_latent", "fetch_latent", "quantize_query"]
 
 
@@ -216,10 +248,11 @@ def test_products_use_the_matrix_unit_and_the_copy_engine(compiled: dict, kernel
     assert not compiled[kernel]["serialized"]
 
 
-@pytest.mark.parametrize("kernel", [*PRODUCTS, *LATENT_ROWS, "merge", "merge_latent"])
+@pytest.mark.parametrize("kernel", [*PRODUCTS, *LATENT_ROWS, *MERGES, "schedule_tails"])
 def test_no_register_is_spilled(compiled: dict, kernel: str) -> None:
     # With 128 keys in BF16 a consumer needs all its registers: a dozen numbers of a work item wait in local memory.
-    few = kernel in ("hopper64_bf16", "hopper128_bf16")
+    # So does the absorb kernel, whose queries take most of the registers of the scores.
+    few = kernel in ("hopper64_bf16", "hopper128_bf16", *ABSORB)
     assert compiled[kernel]["spill_bytes"] <= (256 if few else 0), compiled
 
 

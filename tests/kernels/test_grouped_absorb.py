@@ -1,7 +1,8 @@
-"""Grouped absorb around FlashMLA, without FlashMLA: who stands in which entry, with which keys, merged into which row.
+"""Grouped absorb without its kernels: which query rows attend to which keys, merged into which row.
 
-A stand-in in torch takes FlashMLA's arguments as FlashMLA does and checks what it asks of them; the merge runs in
-Triton's interpreter. Float32; whatever nobody may read is NaN. Bound: 1e-5 in relative L2, float32 over 300 keys.
+Stand-ins in torch take the arguments of FlashMLA and of the absorb kernel as these do, and check what they ask of them;
+the merge and the tails' schedule run in Triton's interpreter. Float32; whatever nobody may read is NaN. Bound: 1e-5 in
+relative L2, float32 over 300 keys.
 """
 
 from __future__ import annotations
@@ -9,19 +10,29 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from triton.runtime import interpreter
 
 from sglang_mla_ext.kernels import reference
+from sglang_mla_ext.kernels.merge import LN2
 from sglang_mla_ext.prefix.cost_model import Mode
 from sglang_mla_ext.prefix.planner import SPARE_ENTRIES, Group, Stacking
+
+# Like conftest.py: the kernel is bound to the interpreter when it is imported.
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("TRITON_INTERPRET", "1")
+    from sglang_mla_ext.kernels.absorb_schedule import HEADER_FIELDS, AbsorbCapacity, schedule_tails_kernel
+assert isinstance(schedule_tails_kernel, interpreter.InterpretedFunction), "run `pytest tests/kernels` on its own"
 
 NAN = float("nan")
 RANK, ROPE, PAGE, SCALE = 32, 16, 64, 0.25
 MAX_ROWS, MAX_TOKENS = 40, 600
+PROGRAMS = 9  # of the absorb kernel: few, so that tails stay whole, and enough that prefixes are cut
+KINDS = ("HopperGroupedAbsorb", "FlashMLAGroupedAbsorb")
 
 
 def get_mla_metadata(lens: torch.Tensor, query_rows: int, key_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,6 +70,35 @@ def flash_mla_with_kvcache(
     return out, lse
 
 
+def run_absorb_kernel(
+    q: torch.Tensor,
+    latent_pages: torch.Tensor,
+    work: torch.Tensor,
+    page_table: torch.Tensor,
+    capacity: AbsorbCapacity,
+    partial_out: torch.Tensor,
+    partial_lse2: torch.Tensor,
+    *,
+    softmax_scale: float,
+) -> None:
+    """What absorb_hopper.run does: every item of the list, one after the other."""
+    assert q.is_contiguous() and page_table.is_contiguous() and work.shape == (capacity.size,)
+    assert latent_pages.shape[1:] == (PAGE, 1, RANK + ROPE)
+    assert partial_out.shape == (capacity.max_partial_rows, q.shape[1], RANK) and q.shape[1] == capacity.heads
+    out, lse2 = partial_out.view(-1, RANK), partial_lse2.view(-1)
+    out.fill_(NAN)  # no layer may use what the one before left
+    lse2.fill_(NAN)
+    items = work[HEADER_FIELDS:][: 8 * int(work[0])].view(-1, 8)
+    for segments, n_rows, begin, end, first_page, partial, *_ in items.tolist():
+        runs = work[segments : segments + -(-n_rows // capacity.segment)]
+        rows = (runs[:, None] + torch.arange(capacity.segment)).flatten()[:n_rows].long()
+        pages = page_table.flatten()[first_page:][begin // PAGE : -(-end // PAGE)].long()
+        keys = latent_pages[pages].flatten(0, 2)[None]
+        queries = q.view(1, -1, RANK + ROPE)[:, rows].split([RANK, ROPE], dim=-1)
+        one, one_lse = reference.absorb(*queries, keys, torch.tensor([end - begin]), softmax_scale)
+        out[partial : partial + n_rows], lse2[partial : partial + n_rows] = one[0], one_lse[0] / LN2
+
+
 def fill_page_table(
     table: torch.Tensor,
     req_to_token: torch.Tensor,
@@ -85,6 +125,7 @@ def module() -> Iterator[Any]:
         patch.delitem(sys.modules, "sglang_mla_ext.grouped_absorb", raising=False)
         module = importlib.import_module("sglang_mla_ext.grouped_absorb")
         patch.setattr(module, "fill_page_table", fill_page_table)
+        patch.setattr(module.absorb_hopper, "run", run_absorb_kernel)
         yield module
         del sys.modules["sglang_mla_ext.grouped_absorb"]
 
@@ -139,8 +180,8 @@ def assert_equal(actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torc
         assert reference.errors(a, b).rel_l2 < 1e-5, name
 
 
-def make(module: Any, heads: int) -> Any:
-    return module.GroupedAbsorb(
+def make(module: Any, heads: int, kind: str) -> Any:
+    return getattr(module, kind)(
         module.stacking_for(heads),
         max_rows=MAX_ROWS,
         max_tokens=MAX_TOKENS,
@@ -148,6 +189,7 @@ def make(module: Any, heads: int) -> Any:
         qk_rope_head_dim=ROPE,
         dtype=torch.float32,
         device="cpu",
+        **({"programs": PROGRAMS} if kind == "HopperGroupedAbsorb" else {}),
     )
 
 
@@ -163,17 +205,19 @@ def odd_groups(sizes: tuple[int, ...] = (5, 20, 3)) -> list[tuple[tuple[int, ...
     return groups
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("heads", [8, 16, 32])
-def test_every_row_attends_to_its_prefix_and_its_tail(module: Any, heads: int) -> None:
+def test_every_row_attends_to_its_prefix_and_its_tail(module: Any, heads: int, kind: str) -> None:
     problem = Problem(heads, odd_groups(), rows=30)
-    grouped = make(module, heads)
+    grouped = make(module, heads, kind)
     grouped.plan(problem.groups, 30)
     assert_equal(problem.run(grouped), problem.expected())
 
 
-def test_later_steps_follow_plans_rows_and_lengths(module: Any) -> None:
-    """Other rows, other groups, none at all, and longer tails under one plan: nothing of an earlier step is left."""
-    grouped = make(module, 16)
+@pytest.mark.parametrize("kind", KINDS)
+def test_later_steps_follow_plans_rows_and_lengths(module: Any, kind: str) -> None:
+    """Other rows, other groups, none at all, and other tails under one plan: nothing of an earlier step is left."""
+    grouped = make(module, 8, kind)
     for groups, rows in (
         (odd_groups(), 40),
         ([((0, 1), 128)], 2),
@@ -182,16 +226,17 @@ def test_later_steps_follow_plans_rows_and_lengths(module: Any) -> None:
         (odd_groups(), 30),
         ([((1, 2, 3), 384)], 6),
     ):
-        problem = Problem(16, groups, rows)
+        problem = Problem(8, groups, rows)
         grouped.plan(problem.groups, rows)
         for _ in range(2):
             assert_equal(problem.run(grouped), problem.expected())
             problem.seq_lens = (problem.seq_lens - 1).clamp(min=problem.prefix_lens[:rows])
 
 
-def test_memory_is_static(module: Any) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_static(module: Any, kind: str) -> None:
     """What a captured graph would read stays where it is."""
-    grouped = make(module, 16)
+    grouped = make(module, 16, kind)
     before = {name: value.data_ptr() for name, value in vars(grouped).items() if isinstance(value, torch.Tensor)}
     for groups, rows in (([((0, 1), 128)], 2), (odd_groups(), 30)):
         problem = Problem(16, groups, rows)
@@ -210,15 +255,68 @@ def test_which_numbers_of_heads(module: Any) -> None:
     assert stackings[16] == Stacking(PAGE, 4)
 
 
-def test_what_does_not_fit_is_refused(module: Any) -> None:
-    grouped = make(module, 16)
+def test_few_long_tails_are_cut(module: Any) -> None:
+    """Also that of a request in a group: three tails for nine programs, two of several pages and one empty."""
+    problem = Problem(16, [((0, 1), 64)], rows=3)
+    problem.seq_lens = torch.tensor([64, 64 + 150, 140])
+    problem.req_to_token[problem.pool_indices, : problem.req_to_token.shape[1]] = -1
+    slots = torch.randperm(8, generator=problem.generator)[:, None] * PAGE + torch.arange(PAGE)
+    prefix, first, second = slots[:1], slots[1:4], slots[4:7]
+    for row, own in enumerate((prefix, torch.cat([prefix, first]), second)):
+        length = int(problem.seq_lens[row])
+        problem.req_to_token[problem.pool_indices[row], :length] = own.flatten()[:length].int()
+    problem.cache = problem.randn(8, PAGE, 1, RANK + ROPE)
+    grouped = make(module, 16, "HopperGroupedAbsorb")
+    grouped.plan(problem.groups, 3)
+    assert_equal(problem.run(grouped), problem.expected())
+    splits = grouped._tail_partials[8 + 3 * MAX_ROWS :][:3]
+    assert splits.tolist() == [0, 2, 2]
+
+
+def test_which_way_is_taken(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The absorb kernel where it runs, FlashMLA where the GPU is another one or the kernel fails."""
+    failures = []
+    problem = Problem(16, [], rows=1)
+
+    def make_one() -> str:
+        table = torch.zeros_like(problem.req_to_token)
+        sizes = {"max_rows": 4, "max_tokens": MAX_TOKENS, "kv_lora_rank": RANK}
+        on_failure = lambda reason, error: failures.append(reason)  # noqa: E731
+        cache = torch.zeros(1, PAGE, 1, RANK + ROPE)
+        return type(
+            module.make_grouped_absorb(table, cache, module.stacking_for(16), on_failure=on_failure, **sizes)
+        ).__name__
+
+    assert make_one() == "FlashMLAGroupedAbsorb" and not failures
+    monkeypatch.setattr(module.absorb_hopper, "supports", lambda *args, **dims: True)
+    properties = SimpleNamespace(multi_processor_count=PROGRAMS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert make_one() == "HopperGroupedAbsorb" and not failures
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(module.absorb_hopper, "run", fail)
+    assert make_one() == "FlashMLAGroupedAbsorb"
+    assert failures == ["grouped absorb's own kernel does not run here, FlashMLA takes its place: RuntimeError"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_does_not_fit_is_refused(module: Any, kind: str) -> None:
+    grouped = make(module, 16, kind)
     with pytest.raises(ValueError, match="does not end with a page"):
         grouped.plan([Group((0, 1), None, 0, 100, Mode.GROUPED_ABSORB)], 2)
+    with pytest.raises(ValueError, match="row"):
+        grouped.plan([Group((0, MAX_ROWS), None, 0, 64, Mode.GROUPED_ABSORB)], 8)
+    grouped.plan([], 8)
+    with pytest.raises(ValueError, match="planned for 8 rows of 16 heads"):
+        grouped.run(torch.zeros(4, 16, RANK + ROPE), torch.zeros(1, PAGE, 1, RANK + ROPE), SCALE)
+
+
+def test_flashmla_has_so_many_entries(module: Any) -> None:
+    grouped = make(module, 16, "FlashMLAGroupedAbsorb")
     entries = 2 + SPARE_ENTRIES  # of 8 rows
     one_row_each = [Group((row,), None, 0, 64, Mode.GROUPED_ABSORB) for row in range(entries + 1)]
     grouped.plan(one_row_each[:-1], 8)
     with pytest.raises(ValueError, match=f"more than the {entries} entries"):
         grouped.plan(one_row_each, 8)
-    grouped.plan([], 8)
-    with pytest.raises(ValueError, match="planned for 8 rows of 16 heads"):
-        grouped.run(torch.zeros(4, 16, RANK + ROPE), torch.zeros(1, PAGE, 1, RANK + ROPE), SCALE)

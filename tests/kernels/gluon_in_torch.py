@@ -1,0 +1,275 @@
+"""Runs a Gluon kernel for Hopper as it stands, in torch, without a GPU: its roles take turns at random.
+
+Every function of the kernel's modules is bound anew, to stand-ins of `gl`, `mbarrier`, `tma` and the products. A role
+is a thread; only one runs at a time, and it may lose its turn wherever it touches what roles share. Barriers count
+arrivals and bytes as the hardware's do, and know only the parity of a phase. What a copy will overwrite is NaN from its
+issue to its arrival. A product notes its operands when it is issued and compares when it is waited for, so that shared
+memory given away too early shows; roles that all wait are a deadlock.
+
+What it does not model: registers, layouts other than the order of columns in shared memory, and fences.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.runtime.jit import JITCallable
+
+NAN = float("nan")
+SWIZZLE_COLUMNS = 64
+"""Columns of 2 bytes that one swizzle covers: wider rows lie in shared memory in blocks of so many columns."""
+
+
+class Int(int):
+    """A number loaded from memory."""
+
+    def to(self, dtype: torch.dtype) -> Int:
+        return self
+
+
+@dataclass
+class Pointer:
+    tensor: Tensor  # flat
+    offset: Any = 0  # an integer or a tensor of them
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(self.tensor, self.offset + more)
+
+
+class Descriptor:
+    """A TMA descriptor of a 2-D tensor: what is out of bounds reads as zero."""
+
+    def __init__(self, tensor: Tensor, block: list[int]) -> None:
+        self.tensor, self.block, self.layout = tensor, block, None
+        self.block_type = SimpleNamespace(shape=block, nbytes=2 * block[0] * block[1])
+
+    def read(self, row: int, column: int) -> Tensor:
+        found = self.tensor[row : row + self.block[0], column : column + self.block[1]].float()
+        padding = (0, self.block[1] - found.shape[1], 0, self.block[0] - found.shape[0])
+        return torch.nn.functional.pad(found, padding)
+
+
+class Place:
+    """A tile of shared memory: `[rows, column blocks, 64]`, or `[rows]`."""
+
+    def __init__(self, memory: Tensor, transposed: bool = False) -> None:
+        self.memory, self.transposed = memory, transposed
+
+    def load(self, layout: Any = None) -> Tensor:
+        return self.memory.flatten(1).clone() if self.memory.dim() > 1 else self.memory.clone()
+
+    def operand(self) -> Tensor:
+        return self.load().T if self.transposed else self.load()
+
+    def store(self, values: Tensor) -> None:
+        self.memory.copy_(values.float().view(self.memory.shape))
+
+    def permute(self, order: tuple[int, int]) -> Place:
+        return Place(self.memory, not self.transposed)
+
+    def slice(self, start: int, length: int, dim: int) -> Place:
+        return Place(self.memory.narrow(dim, start, length))
+
+
+class Shared(Place):
+    """An allocation of shared memory; `index` gives one tile of it."""
+
+    def __init__(self, shape: list[int]) -> None:
+        self.shape = shape
+        self.flat = torch.full(shape, NAN).flatten()
+        super().__init__(self._tiles()[0] if len(shape) == 2 else self.flat)
+
+    def _tiles(self) -> Tensor:
+        rows, columns = self.shape[-2:]
+        return self.flat.view(-1, columns // SWIZZLE_COLUMNS, rows, SWIZZLE_COLUMNS).transpose(1, 2)
+
+    def index(self, i: int) -> Place:
+        return Place(self._tiles()[i])
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+        other = Shared([1, SWIZZLE_COLUMNS])
+        other.shape, other.flat = shape, self.flat
+        assert self.flat.numel() == shape[0] * shape[1] * shape[2]
+        return other
+
+
+class Barrier:
+    def init(self, count: int) -> None:
+        self.count = self.pending = count
+        self.bytes, self.phase = 0, 0
+
+    def arrive(self, bytes_expected: int = 0) -> None:
+        assert self.pending > 0, "more arrivals than the barrier counts"
+        self.pending -= 1
+        self.bytes += bytes_expected
+        self.complete(0)
+
+    def complete(self, copied: int) -> None:
+        self.bytes -= copied
+        if self.pending == 0 and self.bytes == 0:
+            self.phase ^= 1
+            self.pending = self.count
+
+    def passed(self, parity: int) -> bool:
+        return self.phase != parity & 1
+
+
+@dataclass
+class Product:
+    """Products in flight that add to one accumulator: each operand's place, and what it held at the issue."""
+
+    start: Tensor
+    operands: list[tuple[Any, Any, Tensor, Tensor]]
+
+    def finish(self) -> Tensor:
+        total = self.start
+        for a, b, a_then, b_then in self.operands:
+            for place, then in ((a, a_then), (b, b_then)):
+                now = place.operand() if isinstance(place, Place) else then
+                assert torch.equal(now.nan_to_num(7e7), then.nan_to_num(7e7)), "an operand changed under a product"
+            total = total + a_then.float() @ b_then.float()
+        return total
+
+
+class Stopped(BaseException):
+    """Ends the threads of a program that failed."""
+
+
+class Program:
+    """One program of the grid. `faults` replace stand-ins by name, to show that a wrong kernel is found out."""
+
+    def __init__(self, modules: list[ModuleType], index: int, programs: int, seed: int, faults: dict[str, Any]) -> None:
+        self.random = random.Random(seed * 1000 + index)
+        self.in_flight: list[tuple[Place, Tensor, Barrier, int]] = []
+        self.turn, self.stop = threading.Semaphore(0), False
+        self.waiting: dict[threading.Thread, tuple[threading.Semaphore, Callable[[], bool]]] = {}
+        self.errors: list[BaseException] = []
+        stand_ins = {
+            "gl": self._language(index, programs),
+            "mbarrier": SimpleNamespace(
+                MBarrierLayout=lambda: None,
+                init=lambda barrier, count: barrier.init(count),
+                wait=lambda barrier, parity: self.pause(lambda: barrier.passed(parity)),
+                arrive=lambda barrier: (barrier.arrive(), self.pause()),
+                expect=lambda barrier, nbytes: barrier.arrive(nbytes),
+            ),
+            "tma": SimpleNamespace(async_copy_global_to_shared=self._copy),
+            "warpgroup_mma": self._product,
+            "warpgroup_mma_wait": self._wait_for_products,
+            "fence_async_shared": lambda: None,
+        }
+        self.names: dict[str, Any] = {"range": range}
+        for module in modules:
+            for name, value in vars(module).items():
+                if isinstance(value, JITCallable):
+                    value = FunctionType(value.fn.__code__, self.names, name, value.fn.__defaults__)
+                self.names[name] = value.value if isinstance(value, gl.constexpr) else value
+        self.names |= stand_ins | {name: fault(self, stand_ins.get(name)) for name, fault in faults.items()}
+
+    def run(self, kernel: str, *arguments: Any) -> None:
+        """
+        Raises:
+            AssertionError: a deadlock, an operand that changed, too many arrivals, or a copy that nobody waited for.
+        """
+        self.names[kernel](*arguments)
+        try:
+            while self.waiting and not self.errors:
+                ready = [thread for thread, (_, may_run) in self.waiting.items() if may_run()]
+                choices = ready + [None] * bool(self.in_flight)
+                assert choices, f"deadlock of {len(self.waiting)} roles"
+                thread = self.random.choice(choices)
+                if thread is None:
+                    self._land()
+                else:
+                    own, _ = self.waiting.pop(thread)
+                    own.release()
+                    self.turn.acquire()
+            if self.errors:
+                raise self.errors[0]
+            assert not self.in_flight, "a copy that nobody waited for"
+        finally:
+            self.stop = True
+            for own, _ in self.waiting.values():
+                own.release()
+
+    def pause(self, may_run: Callable[[], bool] = lambda: True) -> None:
+        """Give the turn away, until it comes back and `may_run()`."""
+        own = threading.Semaphore(0)
+        self.waiting[threading.current_thread()] = own, may_run
+        self.turn.release()
+        own.acquire()
+        if self.stop:
+            raise Stopped
+
+    def _specialize(self, roles: list[tuple[Callable[..., None], tuple]], warps: list, registers: list) -> None:
+        def work(role: Callable[..., None], arguments: tuple) -> None:
+            try:
+                self.pause()
+                role(*arguments)
+            except Stopped:
+                return
+            except BaseException as error:
+                self.errors.append(error)
+            self.turn.release()
+
+        for role, arguments in roles:
+            threading.Thread(target=work, args=(role, arguments), daemon=True).start()
+            self.turn.acquire()
+
+    def _copy(self, descriptor: Descriptor, at: list[int], barrier: Barrier, place: Place) -> None:
+        place.memory.fill_(NAN)
+        self.in_flight.append((place, descriptor.read(*at), barrier, descriptor.block_type.nbytes))
+
+    def _land(self) -> None:
+        place, values, barrier, nbytes = self.in_flight.pop(self.random.randrange(len(self.in_flight)))
+        place.store(values)
+        barrier.complete(nbytes)
+
+    def _product(self, a: Any, b: Place, acc: Any, use_acc: bool = True, is_async: bool = False) -> Product:
+        before = acc if isinstance(acc, Product) else Product(acc if use_acc else torch.zeros_like(acc), [])
+        a_now = a.operand() if isinstance(a, Place) else a
+        return Product(before.start, [*before.operands, (a, b, a_now, b.operand())])
+
+    def _wait_for_products(self, left: int, deps: list[Product]) -> Any:
+        self.pause()
+        results = [product.finish() for product in deps]
+        return results[0] if len(results) == 1 else results
+
+    def _allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
+        if dtype != torch.int64:
+            return Shared(shape)
+        barriers = [Barrier() for _ in range(shape[0])]
+        return SimpleNamespace(index=lambda i: barriers[i], shape=shape)
+
+    def _language(self, index: int, programs: int) -> SimpleNamespace:
+        def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Int:
+            return Int(pointer.tensor[pointer.offset]) if mask else Int(other)
+
+        def store(pointer: Pointer, values: Tensor, mask: Tensor) -> None:
+            offsets, mask, values = torch.broadcast_tensors(pointer.offset, mask, values)
+            pointer.tensor[offsets[mask]] = values[mask].to(pointer.tensor.dtype)
+
+        def maximum(a: Any, b: Any) -> Any:
+            return torch.maximum(a, b) if isinstance(a, Tensor) else max(a, b)
+
+        layouts = (name for name in vars(gl) if name.endswith("Layout"))
+        return SimpleNamespace(
+            **dict.fromkeys(layouts, lambda *_: None),
+            bfloat16=torch.bfloat16, float32=torch.float32, int64=torch.int64,
+            program_id=lambda axis: index, num_programs=lambda axis: programs, static_range=range,
+            load=load, store=store, maximum=maximum, where=torch.where, zeros_like=torch.zeros_like,
+            exp2=torch.exp2, log2=torch.log2, thread_barrier=self.pause, allocate_shared_memory=self._allocate,
+            arange=lambda start, end, layout: torch.arange(start, end),
+            zeros=lambda shape, dtype, layout: torch.zeros(shape),
+            full=lambda shape, value, dtype, layout: torch.full(shape, value),
+            max=lambda values, axis: values.amax(axis), sum=lambda values, axis: values.sum(axis),
+            warp_specialize=self._specialize,
+        )  # fmt: skip
