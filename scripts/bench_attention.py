@@ -5,8 +5,8 @@
 
 Every line of the output is one measurement: the median time of a CUDA graph of one call, L2 flushed before each.
 DeepSeek-V3's dimensions. Parts: `naive` is the shared part alone, `merge` the merge alone, `all` both and FlashMLA over
-the private tails, `all_two_streams` the same with the shared part and FlashMLA side by side; the products with
-`w_kc` and `w_vc` are left out everywhere.
+the private tails, `all_two_streams` the same with the shared part and FlashMLA side by side, `grouped_absorb` prefixes
+and tails by grouped absorb; the products with `w_kc` and `w_vc` are left out everywhere.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
+from grouped_attention import GROUPED_HEADS, grouped_absorb
 from rich.console import Console
 from rich.table import Table
-from rival_attention import DN, DR, DV, LATENT, RIVALS, SCALE, Case, Rival, flashmla_tail
+from rival_attention import DN, DR, DV, LATENT, PAGE_TOKENS, RIVALS, SCALE, Case, Rival, flashmla_tail, page_table
 from triton.testing import do_bench
 
 from sglang_mla_ext.kernels.dispatch import make_prefix_attention
@@ -214,12 +215,18 @@ def measure_ours(case: Case, dtype: str, ceilings: Ceilings, rep_ms: int) -> lis
     both = naive[0] + tail[0], naive[1] + tail[1]
     work = {"naive": naive, "merge": None, "all": both, "all_two_streams": both}
     parts = attempt(name, our_parts, case, dtype) or {}
+    if dtype == "bf16" and case.heads in GROUPED_HEADS:
+        if function := attempt(f"{name} grouped_absorb", grouped_absorb, case):
+            parts["grouped_absorb"] = function
+        lengths = [case.prefix + case.tail] * case.batch
+        pages = page_table(lengths, case.sizes, case.prefix // PAGE_TOKENS)[1]
+        work["grouped_absorb"] = case.latent_flops(lengths), pages * PAGE_TOKENS * (LATENT + DR) * 2
     measured = []
     for part, of_part in work.items():
         metrics = None
         if part in parts:
             metrics = attempt(f"{name} {part}", measure, parts[part], rep_ms, of_part)
-        if metrics and of_part:
+        if metrics and of_part and part != "grouped_absorb":
             floor = floor_ms(case, dtype, ceilings)
             metrics |= dict(floor_ms=floor, floor_share=floor / metrics["ms"])
         measured.append((part, metrics))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import truediv
 from pathlib import Path
@@ -26,9 +26,10 @@ import torch
 import typer
 from bench_attention import DTYPES, attempt, free_memory, measure, shared_attention
 from check_planner import STORAGE, TAIL, Tiles, check, tile_of
+from grouped_attention import grouped_absorb
 from planner_verdicts import DIMS, report, verdicts
 from rates_file import is_of, refit, source_text, starting_config, updated, write_config
-from rival_attention import DV, Case, flashmla_bf16, flashmla_fp8
+from rival_attention import DV, PAGE_TOKENS, Case, flashmla_bf16, flashmla_fp8, flashmla_tail
 from tabulate import tabulate
 
 from sglang_mla_ext.kernels.naive_prefix import Tile
@@ -233,6 +234,23 @@ def naive_samples(tiles: Tiles, rep_ms: int) -> list[Sample]:
     return samples
 
 
+def grouped_samples(tiles: Tiles, rep_ms: int) -> list[Sample]:
+    """What grouped absorb takes longer than FlashMLA over the tails alone: many tiles of four requests, each with a
+    prefix of its own; a group of many tiles; short prefixes."""
+    cases = [("memory", Case(prefix, TAIL, 16, (4,) * groups)) for prefix, groups in ((SHORTER, 32), (LONG, 16))]
+    cases += [("matrix", Case(prefix, TAIL, 16, (512,))) for prefix in (SHORTER, LONG)]
+    cases += [("launches", Case(SHORT, TAIL, heads, (rows,))) for heads in (16, 8) for rows in (16, 64, 128)]
+    samples = []
+    for bound, case in cases:
+        whole = case.prefix // PAGE_TOKENS * PAGE_TOKENS
+        both = take(bound, case, whole, "bf16", partial(grouped_absorb, case), rep_ms)
+        tails = take(bound, case, whole, "bf16", partial(flashmla_tail, case), rep_ms)
+        if both and tails:
+            seconds = (both[0].seconds - tails[0].seconds) / len(case.sizes)
+            samples.append(replace(both[0], rows=case.sizes[0], seconds=seconds))  # of one group
+    return samples
+
+
 class Calibration(NamedTuple):
     """How the rates of a mode are measured."""
 
@@ -245,6 +263,12 @@ CALIBRATED = {
         absorb_samples,
         "FlashMLA, dense decode; memory: 16 heads, 128 and 256 requests with 8,192 tokens of their own; matrix units: "
         f"128 heads, 512 requests that share {SHORTER:,} or {LONG:,} tokens; its launch is the tails' too",
+    ),
+    Mode.GROUPED_ABSORB: Calibration(
+        grouped_samples,
+        "kernels/absorb_hopper.py over prefixes and tails, merges included, less FlashMLA over the tails; memory: "
+        f"groups of 4 with 16 heads; matrix units: 512 requests, 16 heads, {SHORTER:,} and {LONG:,} tokens; overhead: "
+        f"what 16 to 128 rows over {SHORT:,} tokens take beyond the work",
     ),
     Mode.NAIVE: Calibration(
         naive_samples,

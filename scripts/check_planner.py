@@ -1,8 +1,8 @@
 """The times of every mode on a grid of cases, to judge what the cost model chooses (`calibrate.py --check`).
 
-A mode's time is all of decode attention: over prefix and tail, absorb in one call of FlashMLA; naive over the prefix,
-FlashMLA over the tail, and the merge. Latent rows are BF16, expanded prefixes BF16 or FP8. What the times say of given
-rates is planner_verdicts.py's.
+A mode's time is all of decode attention: absorb in one call of FlashMLA over prefix and tail; naive over the prefix,
+FlashMLA over the tail, and the merge; grouped absorb with its merge, where a server takes it. Latent rows are BF16,
+expanded prefixes BF16 or FP8. What the times say of given rates is planner_verdicts.py's.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_attention import DTYPES, attempt, free_memory, measure, our_parts
+from grouped_attention import GROUPED_HEADS, grouped_absorb
 from rival_attention import Case, flashmla_bf16
 
 from sglang_mla_ext.kernels.naive_prefix import Tile, tile_for
@@ -30,6 +31,7 @@ Tiles = Mapping[str, Sequence[Tile]]
 
 CHECKED: dict[Mode, Callable[[Case, str, Tile | None], Callable[[], Any]]] = {
     Mode.ABSORB: lambda case, dtype, tile: flashmla_bf16(case),
+    Mode.GROUPED_ABSORB: lambda case, dtype, tile: grouped_absorb(case),
     Mode.NAIVE: lambda case, dtype, tile: our_parts(case, dtype, tile)["all"],
 }
 """Makes the call that is timed, for a case, the dtype of the expanded prefix and the naive kernel's tile."""
@@ -65,11 +67,12 @@ def check(rates: GpuRates, rep_ms: int, path: Path | None) -> tuple[list[dict[st
         for batch in BATCHES:
             case = Case(prefix, TAIL, heads, (batch,))
             latent: dict[str, float] = {}  # modes that do not read expanded prefixes: timed once for both dtypes
-            for mode in CHECKED:
+            modes = [mode for mode in CHECKED if mode is not Mode.GROUPED_ABSORB or heads in GROUPED_HEADS]
+            for mode in modes:
                 latent |= timed(mode, case, "bf16") if mode is not Mode.NAIVE else {}
             for dtype in DTYPES:
                 ms = latent | timed(Mode.NAIVE, case, dtype)
-                complete &= len(ms) == len(CHECKED)
+                complete &= len(ms) == len(modes)
                 if ms:
                     fields = dict(prefix=prefix, tail=TAIL, heads=heads, batch=batch, dtype=dtype)
                     records.append({"case": fields, "ms": ms})
