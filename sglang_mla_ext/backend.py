@@ -77,8 +77,9 @@ class HybridMLABackend:
         )
         on_gpu = torch.device(runner.device).type == "cuda"
         rates = rates_for(torch.cuda.get_device_name() if on_gpu else "cpu")
-        prefix_dtype = STORAGE_DTYPES.get(options.prefix_dtype, runner.dtype)
-        self.cost = CostModel(dims, self._heads, rates, prefix_dtype.itemsize, runner.dtype.itemsize)
+        latent_dtype = FP8 if runner.kv_cache_dtype == FP8 else runner.dtype
+        prefix_dtype = STORAGE_DTYPES.get(options.prefix_dtype, latent_dtype)
+        self.cost = CostModel(dims, self._heads, rates, prefix_dtype.itemsize, latent_dtype.itemsize)
         self._grouped_bytes = 0
         grouped = options.mode == "grouped_absorb" or (options.may_group and rates.modes[Mode.GROUPED_ABSORB].measured)
         self._stacking = self._try_grouped(runner) if grouped else None

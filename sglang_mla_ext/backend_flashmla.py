@@ -38,8 +38,6 @@ class FlashMLAHybridBackend(HybridMLABackend, FlashMLABackend):
 
     def __init__(self, runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int) -> None:
         super().__init__(runner, options, budget_bytes)
-        if self.is_fp8_kvcache:
-            raise ValueError("hybrid_mla does not support an FP8 KV cache yet: remove --kv-cache-dtype.")
         self._tail_lens = torch.zeros(self.max_rows, dtype=torch.int32, device=runner.device)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:

@@ -67,6 +67,41 @@ CONTRACT = (
         "taking our memory out of the KV budget",
     ),
     Use(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mla_kv_pool",
+        ("self", "max_total_num_tokens"),
+        "the FP8 pool: also server_args, use_mla_backend, kv_cache_dtype, pool_page_size, layer_info",
+    ),
+    Use(
+        "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
+        ("self", "kvc", "num_layers"),
+        "the size of a row of the FP8 pool",
+    ),
+    Use(
+        "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool.__init__",
+        ("self", "size", "page_size", "dtype", "kv_lora_rank", "qk_rope_head_dim", "layer_num", "device"),
+        "the FP8 pool: also kv_buffer, start_layer",
+    ),
+    Use("sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._create_buffers", ("self",), "the FP8 pool"),
+    Use(
+        "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool.set_kv_buffer",
+        ("self", "layer", "loc_info", "cache_k", "cache_v"),
+        "the FP8 pool",
+    ),
+    Use(
+        "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool.set_mla_kv_buffer",
+        ("self", "layer", "loc", "cache_k_nope", "cache_k_rope"),
+        "the FP8 pool",
+    ),
+    Use(
+        "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool.get_mla_kv_buffer",
+        ("self", "layer", "loc", "dst_dtype"),
+        "the FP8 pool",
+    ),
+    Use("sglang.srt.mem_cache.memory_pool.MLATokenToKVPool.get_key_buffer", ("self", "layer_id"), "the FP8 pool"),
+    Use("sglang.srt.mem_cache.memory_pool.MLATokenToKVPool.get_value_buffer", ("self", "layer_id"), "the FP8 pool"),
+    Use("sglang.srt.mem_cache.memory_pool.unwrap_write_loc", ("loc_info",), "the FP8 pool"),
+    Use("sglang.srt.runtime_context.get_exec", (), "the FP8 pool: features.enable_memory_saver"),
+    Use(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
         ("batch", "model_runner"),
         "the requests of a step",
@@ -94,7 +129,11 @@ CONTRACT = (
         ("self", "device"),
         "the same",
     ),
-    Use("sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA", None, "kv_a_layernorm, kv_b_proj, o_proj, dimensions"),
+    Use(
+        "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA",
+        None,
+        "kv_a_layernorm, kv_b_proj, o_proj, sizes, chunked_prefix_cache_threshold",
+    ),
     Use("sglang.srt.mem_cache.radix_cache.TreeNode", None, "parent, key, lock_ref"),
     Use("sglang.srt.mem_cache.radix_cache.RadixCache._split_node", ("self", "key", "child", "split_len"), "see docs"),
 )

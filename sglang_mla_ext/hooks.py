@@ -52,7 +52,7 @@ def install() -> None:
 
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 
-    from sglang_mla_ext import mla_layer
+    from sglang_mla_ext import latent_pool, mla_layer
 
     AttentionBackendRegistry.register(BACKEND_NAME, mla_layer.forward_method)
     after = {
@@ -65,6 +65,9 @@ def install() -> None:
         ),
         f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes": after_profile_bytes,
         f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new": after_forward_batch,
+        f"{_SRT}.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
+            latent_pool.after_cell_size
+        ),
         f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mla"
         ".DeepseekMLAForwardMixin._split_q_nope_pe": mla_layer.after_split_q,
     }
@@ -75,6 +78,9 @@ def install() -> None:
 
         after[f"{_SRT}.utils.common.support_triton"] = after_support_triton
     around = {
+        f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mla_kv_pool": (
+            latent_pool.around_build_mla_pool
+        ),
         f"{_SRT}.model_executor.forward_batch_deepseek_mha_mixin"
         ".ForwardBatchDeepSeekMHAMixin.prepare_chunked_prefix_cache_info": prefill.around_chunk_info,
         f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mha"
@@ -107,10 +113,12 @@ def create_backend(runner: ModelRunner) -> HybridMLABackend:
     import torch
 
     assert_installed()
-    if torch.cuda.is_available():
-        from sglang_mla_ext.backend_flashmla import FlashMLAHybridBackend as Backend
-    else:
+    if not torch.cuda.is_available():
         from sglang_mla_ext.cpu.backend import TorchHybridBackend as Backend
+    elif runner.kv_cache_dtype == torch.float8_e4m3fn:
+        from sglang_mla_ext.backend_fp8 import FP8HybridBackend as Backend
+    else:
+        from sglang_mla_ext.backend_flashmla import FlashMLAHybridBackend as Backend
     if worker.budget_bytes is None:
         raise contract.ContractError("SGLang built its attention backend before it sized its KV cache")
     worker.backend = Backend(runner, HybridMLAOptions.from_env(), worker.budget_bytes)

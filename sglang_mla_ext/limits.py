@@ -63,8 +63,10 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         found.append("the model does not use Multi-head Latent Attention: choose another --attention-backend.")
     elif _is_sparse(args):
         found.append("the model uses DeepSeek Sparse Attention: use --attention-backend dsa.")
-    if args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
-        found.append(f"--kv-cache-dtype {args.kv_cache_dtype} is not supported yet: remove it.")
+    if args.kv_cache_dtype == "fp8_e4m3":
+        found += _fp8_cache_findings(args, on_gpu=compute_capability is not None)
+    elif args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
+        found.append(f"--kv-cache-dtype {args.kv_cache_dtype} is not supported: remove it, or use fp8_e4m3.")
     unsupported = {
         "--speculative-algorithm": args.speculative_algorithm is not None,
         # A LoRA on kv_b_proj would need expansions of its own, and one on o_proj replaces the module that we merge at.
@@ -88,6 +90,37 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
     }
     found += [f"{flag} is not supported yet: remove it." for flag, given in unsupported.items() if given]
     return found
+
+
+def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
+    """What would read the FP8 pool as if it were SGLang's, or has no part in it."""
+    prefill, _ = args.get_attention_backends()
+    found = []
+    if prefill != BACKEND_NAME:
+        found.append(
+            f"prefill runs {prefill}, which cannot read --kv-cache-dtype fp8_e4m3 as {BACKEND_NAME} stores it: use "
+            f"{BACKEND_NAME} for prefill too, or remove --kv-cache-dtype."
+        )
+    unsupported = {
+        # Each token has a scale of its own.
+        "--quantization-param-path": args.quantization_param_path is not None,
+    }
+    if on_gpu:
+        # These make SGLang's prefill attend to the pool itself, by absorb, where otherwise it asks for rows by their
+        # slots.
+        unsupported |= {
+            "--flashinfer-mla-disable-ragged": args.flashinfer_mla_disable_ragged,
+            "--disable-chunked-prefix-cache": args.disable_chunked_prefix_cache,
+        }
+        if args.cuda_graph_config.prefill.backend != "disabled":
+            found.append(
+                "--kv-cache-dtype fp8_e4m3 needs prefill without CUDA graphs: add --disable-prefill-cuda-graph."
+            )
+    return found + [
+        f"{flag} does not go with --kv-cache-dtype fp8_e4m3: remove one of them."
+        for flag, given in unsupported.items()
+        if given
+    ]
 
 
 def _is_sparse(args: ServerArgs) -> bool:

@@ -33,8 +33,9 @@ class HybridMLAOptions:
     Attributes:
         prefix_memory_gb: GiB of GPU memory for expanded prefixes, taken out of SGLang's KV budget; None takes
             a tenth of that budget.
-        prefix_dtype: storage of expanded prefixes; `auto` is the model's own dtype, so that turning the backend on
-            changes no answer, and `fp8_e4m3` halves memory and time at FP8's precision.
+        prefix_dtype: storage of expanded prefixes; `auto` follows the KV cache: the model's own dtype, so that turning
+            the backend on changes no answer, or FP8 beside an FP8 cache. `fp8_e4m3` halves memory and time at FP8's
+            precision.
         min_prefix_len: prefixes shorter than this many tokens are left alone.
         mode: `auto` lets the cost model choose per group; `naive` expands every shared prefix that fits;
             `grouped_absorb` never expands, and reads the latent rows of every shared prefix once for several
@@ -48,7 +49,7 @@ class HybridMLAOptions:
         metadata=_flag("GiB for expanded shared prefixes, taken out of the KV cache's budget (default: a tenth of it)"),
     )
     prefix_dtype: str = field(
-        default="auto", metadata=_flag("storage of expanded prefixes (auto: the model's dtype)", PREFIX_DTYPES)
+        default="auto", metadata=_flag("storage of expanded prefixes (auto: as the KV cache)", PREFIX_DTYPES)
     )
     min_prefix_len: int = field(
         default=256, metadata=_flag("shared prefixes shorter than this many tokens are left alone")

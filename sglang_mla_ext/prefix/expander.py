@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +29,7 @@ class Expander:
         """
         Args:
             layers: the model's attention layers on this rank, in order.
-            pool: SGLang's pool of latent rows.
+            pool: SGLang's pool of latent rows, or ours in FP8.
             buffers: where the result goes; layer i of the buffers belongs to `layers[i]`.
         """
         self._layers = layers
@@ -55,14 +55,36 @@ class Expander:
         on_gpu = self._buffers.device.type == "cuda"
         table = torch.tensor(chunks, dtype=torch.int32, pin_memory=on_gpu)
         table = table.to(self._buffers.device, non_blocking=True)  # [chunks]
+        rows_of, slots = self._rows_of_layers(slots)
         for index, attention in enumerate(self._layers):
-            latent_rows = self._pool.get_key_buffer(attention.attn_mqa.layer_id).squeeze(1)  # [pool slots, rank + rope]
+            latent_rows = rows_of(attention)
             if on_gpu and attention.kv_b_proj.weight.dtype == latent_rows.dtype:
                 weight = attention.kv_b_proj.weight.view(attention.num_local_heads, -1, attention.kv_lora_rank)
                 w_k, w_v = weight.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=1)
                 expand_prefix(latent_rows, slots, w_k, w_v, self._buffers, index, table, start)
             else:
                 self._expand_unfused(attention, index, latent_rows[slots], chunks, start)
+
+    def _rows_of_layers(
+        self, slots: torch.Tensor
+    ) -> tuple[Callable[[DeepseekV2AttentionMLA], torch.Tensor], torch.Tensor]:
+        """A layer's latent rows `[.., rank + rope]`, and where in them those of `slots [n]` are.
+
+        SGLang's pool is read where it lies. Rows in FP8 are fetched first, `n` of them, to memory that the layers use
+        one after the other.
+        """
+        fetch = getattr(self._pool, "fetch", None)  # of latent_pool.LatentPool
+        if fetch is None:
+            return lambda layer: self._pool.get_key_buffer(layer.attn_mqa.layer_id).squeeze(1), slots
+        first = self._layers[0]
+        dims = first.kv_lora_rank + self._buffers.qk_rope_head_dim
+        rows = torch.empty(len(slots), dims, dtype=first.kv_a_layernorm.weight.dtype, device=slots.device)
+
+        def fetched(layer: DeepseekV2AttentionMLA) -> torch.Tensor:
+            fetch(layer.attn_mqa.layer_id, slots, rows)
+            return rows
+
+        return fetched, torch.arange(len(slots), device=slots.device)
 
     def _expand_unfused(
         self,
@@ -72,7 +94,8 @@ class Expander:
         chunks: Sequence[int],
         start: int,
     ) -> None:
-        k_nope, v = self._project(attention, rows[:, : attention.kv_lora_rank].contiguous())
+        latent = rows[:, : attention.kv_lora_rank].to(attention.kv_a_layernorm.weight.dtype)  # not always the cache's
+        k_nope, v = self._project(attention, latent.contiguous())
         for first, last in _chunk_pieces(start, len(rows)):
             chunk, offset = divmod(start + first, CHUNK_TOKENS)
             piece = slice(first, last)

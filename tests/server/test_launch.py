@@ -15,7 +15,7 @@ LAUNCH = [sys.executable, "-m", "sglang_mla_ext.launch_server", "--device", "cpu
     ("flags", "message"),
     [
         (("--disable-radix-cache",), "--disable-radix-cache is not supported yet: remove it."),
-        (("--kv-cache-dtype", "fp8_e4m3"), "--kv-cache-dtype fp8_e4m3 is not supported yet: remove it."),
+        (("--kv-cache-dtype", "fp8_e5m2"), "--kv-cache-dtype fp8_e5m2 is not supported: remove it, or use fp8_e4m3."),
         (("--prefill-attention-backend", "hybrid_mla", "--decode-attention-backend", "torch_native"), "decode backend"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",

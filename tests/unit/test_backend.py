@@ -11,6 +11,7 @@ import torch
 
 from sglang_mla_ext import backend as backend_module
 from sglang_mla_ext.backend import MAX_FAILURES, NO_GROUPS, HybridMLABackend
+from sglang_mla_ext.kernels.layout import FP8
 from sglang_mla_ext.kernels.schedule import PrefixGroup
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode, rates_for
@@ -84,8 +85,13 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
     def make_one(
-        budget_bytes: int = 4 * MIB, kind: type[Backend] = Backend, prefill: str = "hybrid_mla", **options: Any
+        budget_bytes: int = 4 * MIB,
+        kind: type[Backend] = Backend,
+        prefill: str = "hybrid_mla",
+        cache: torch.dtype = torch.float32,
+        **options: Any,
     ) -> Backend:
+        runner.kv_cache_dtype = cache
         runner.server_args = SimpleNamespace(get_attention_backends=lambda: (prefill, "hybrid_mla"))
         return kind(runner, HybridMLAOptions(**{"mode": "naive", **options}), budget_bytes)
 
@@ -134,6 +140,26 @@ def test_no_memory_or_mode_absorb_never_expands(make: Any, options: dict[str, An
     assert backend.min_rows is None and not backend.write_plan(3)
     assert sum(backend.counters.fallbacks.values()) == fallbacks
     assert "plain absorb" in backend.describe()
+
+
+@pytest.mark.parametrize(
+    ("cache", "option", "expected"),
+    [
+        (torch.float32, "auto", torch.float32),
+        (torch.bfloat16, "auto", torch.float32),  # the model's
+        (FP8, "auto", FP8),
+        (FP8, "bf16", torch.bfloat16),
+        (torch.float32, "fp8_e4m3", FP8),
+    ],
+    ids=str,
+)
+def test_prefixes_are_stored_as_the_cache_or_as_asked(
+    make: Any, cache: torch.dtype, option: str, expected: torch.dtype
+) -> None:
+    backend = make(cache=cache, prefix_dtype=option)
+    assert backend._buffers.dtype == expected
+    assert backend.cost.expanded_element_bytes == expected.itemsize
+    assert backend.cost.latent_element_bytes == (1 if cache == FP8 else 4)
 
 
 def test_more_rows_than_it_has_room_for(make: Any) -> None:

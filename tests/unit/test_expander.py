@@ -85,6 +85,44 @@ def test_attention_over_what_was_expanded(model: Any, dtype: torch.dtype, bound:
         assert reference.errors(out[[0, 2]], exact[[0, 2]]).rel_l2 < bound
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
+def test_rows_of_an_fp8_pool_are_expanded_as_what_they_mean(model: Any, dtype: torch.dtype) -> None:
+    """Rows that are not among the slots are NaN."""
+    from sglang_mla_ext.latent_pool import LatentPool
+
+    layers, rows = model
+    sizes = dict(kv_lora_rank=RANK, qk_rope_head_dim=DR, layer_num=LAYERS)
+    pool = LatentPool(SLOTS, page_size=1, dtype=FP8, device="cpu", enable_memory_saver=False, **sizes)
+    torch.manual_seed(1)
+    slots = torch.randperm(SLOTS)[:N]
+    meant = {}
+    for layer in range(LAYERS):
+        pool.layout.scale(pool.kv_buffer[layer]).fill_(torch.nan)
+        attention = SimpleNamespace(layer_id=layer)
+        pool.set_kv_buffer(attention, slots, rows.get_key_buffer(layer)[slots])
+        meant[layer] = torch.cat(pool.get_mla_kv_buffer(attention, torch.arange(SLOTS), torch.float32), dim=-1)
+    results = []
+    for source in (pool, SimpleNamespace(get_key_buffer=meant.__getitem__)):
+        buffers = allocate(dtype)
+        expander = Expander(layers, source, buffers)
+        for first, last in ((0, 1), (1, 300), (300, N)):
+            expander.expand(slots[first:last], CHUNKS, first)
+        results.append([part for layer in range(LAYERS) for part in buffers.read(layer, CHUNKS, N)])
+    for actual, expected in zip(*results, strict=True):
+        assert actual.isfinite().all() and torch.equal(actual, expected)
+
+
+def test_rows_of_another_dtype_than_the_model(model: Any) -> None:
+    """A BF16 cache beside a float32 model."""
+    layers, rows = model
+    buffers = allocate(torch.float32)
+    bf16 = SimpleNamespace(get_key_buffer=lambda layer: rows.get_key_buffer(layer).bfloat16())
+    Expander(layers, bf16, buffers).expand(torch.arange(5), CHUNKS, 0)
+    latent = rows.get_key_buffer(1)[:5, 0, :RANK].bfloat16().float()
+    expected = layers[1].kv_b_proj(latent)[0].view(5, HEADS, DN + DV)[..., :DN]
+    assert torch.equal(buffers.read(1, CHUNKS, 5)[0], expected)
+
+
 def test_scales_bound_every_token_and_follow_the_weights(model: Any) -> None:
     buffers = allocate(FP8)
     expander, _ = expand(model, buffers)

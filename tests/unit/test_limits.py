@@ -13,6 +13,14 @@ from sglang_mla_ext.options import OptionError
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
 
 
+def graphs(prefill: str) -> Any:
+    """SGLang's settings of CUDA graphs, as far as they are looked at."""
+    return SimpleNamespace(prefill=SimpleNamespace(backend=prefill))
+
+
+FP8_CACHE: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "cuda_graph_config": graphs("disabled")}
+
+
 def server_args(
     backends: tuple[str, str] = ("hybrid_mla", "hybrid_mla"),
     mla: bool = True,
@@ -28,6 +36,10 @@ def server_args(
         "get_model_config": lambda: SimpleNamespace(hf_config=config),
         "page_size": None,
         "kv_cache_dtype": "auto",
+        "quantization_param_path": None,
+        "flashinfer_mla_disable_ragged": False,
+        "disable_chunked_prefix_cache": False,
+        "cuda_graph_config": graphs("breakable"),
         "enable_lora": False,
         "speculative_algorithm": None,
         "enable_two_batch_overlap": False,
@@ -65,6 +77,8 @@ def message(args: Any, compute_capability: tuple[int, int] | None = HOPPER) -> s
         {"backends": ("flashmla", "hybrid_mla")},
         {"kv_cache_dtype": "bf16"},
         {"kv_cache_dtype": "bfloat16"},
+        {"flashinfer_mla_disable_ragged": True, "disable_chunked_prefix_cache": True},
+        FP8_CACHE,
     ],
     ids=str,
 )
@@ -92,7 +106,17 @@ def test_what_works_is_let_through(changes: dict[str, Any], compute_capability: 
         ({"enable_page_major_kv_layout": True}, "--enable-page-major-kv-layout is not supported yet: remove it."),
         ({"disaggregation_mode": "decode"}, "--disaggregation-mode is not supported yet: remove it."),
         ({"dllm_algorithm": "x"}, "--dllm-algorithm is not supported yet: remove it."),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3 is not supported yet: remove it."),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2 is not supported: remove it, or use fp8_e4m3."),
+        ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 is not supported: remove it, or use fp8_e4m3."),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3 needs prefill without CUDA graphs: add --disable"),
+        (
+            {**FP8_CACHE, "backends": ("flashmla", "hybrid_mla")},
+            "prefill runs flashmla, which cannot read --kv-cache-dtype fp8_e4m3 as hybrid_mla stores it: use hybrid",
+        ),
+        ({**FP8_CACHE, "quantization_param_path": "x"}, "--quantization-param-path does not go with --kv-cache-dtype"),
+        ({**FP8_CACHE, "flashinfer_mla_disable_ragged": True}, "--flashinfer-mla-disable-ragged does not go with"),
+        ({**FP8_CACHE, "disable_chunked_prefix_cache": True}, "--disable-chunked-prefix-cache does not go with"),
+        ({**FP8_CACHE, "enable_hierarchical_cache": True}, "--enable-hierarchical-cache is not supported yet"),
         ({"enable_lora": True}, "--enable-lora is not supported yet: remove it."),
         ({"backends": ("hybrid_mla", "flashmla")}, "decode runs flashmla: set --decode-attention-backend hybrid_mla"),
         ({"mla": False}, "Multi-head Latent Attention: choose another --attention-backend"),
@@ -104,6 +128,10 @@ def test_what_does_not_is_named(changes: dict[str, Any], expected: str) -> None:
     text = message(server_args(**changes))
     assert expected in text
     assert len(text.splitlines()) == 2, "one line to introduce, one for the one reason"
+
+
+def test_an_fp8_cache_on_a_cpu_server_has_no_graphs_to_look_at() -> None:
+    limits.check(server_args(kv_cache_dtype="fp8_e4m3", disable_chunked_prefix_cache=True), None)
 
 
 @pytest.mark.parametrize("compute_capability", [AMPERE, BLACKWELL], ids=str)

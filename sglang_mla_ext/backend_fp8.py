@@ -1,0 +1,92 @@
+"""The backend on a Hopper GPU over the FP8 pool (latent_pool.py): private tails by kernels/absorb_fp8.py.
+
+FlashMLA does not know rows with a scale for each token, so every decode step's tails go through our kernel; plans, page
+tables and what is shared are as in backend_flashmla.py. Prefill asks the pool for rows by their slots and computes with
+keys per head, whatever the length of a prefix: SGLang's absorb in prefill would read the pool itself.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_mla_ext.backend import MAX_ROWS
+from sglang_mla_ext.backend_flashmla import FlashMLAHybridBackend
+from sglang_mla_ext.kernels.absorb_fp8 import AbsorbFP8
+from sglang_mla_ext.limits import PAGE_SIZE
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_mla_ext.options import HybridMLAOptions
+    from sglang_mla_ext.prefix.planner import Stacking
+
+
+class FP8HybridBackend(FlashMLAHybridBackend):
+    """See the module."""
+
+    def __init__(self, runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int) -> None:
+        super().__init__(runner, options, budget_bytes)
+        self.is_fp8_kvcache = False  # of FlashMLA's schedule, which SGLang's code makes and nothing here reads
+        for layer in self._layers:
+            layer.chunked_prefix_cache_threshold = 0  # shorter cached prefixes than this take absorb
+        self._max_requests = min(runner.req_to_token_pool.size, MAX_ROWS)
+        self._absorb = AbsorbFP8(
+            max_requests=self._max_requests,
+            heads=self._heads,
+            device=runner.device,
+            layout=runner.token_to_kv_pool.layout,
+            page_size=PAGE_SIZE,
+        )
+        # The kernel runs once here: it compiles, and shows that it can. Slot 0 is for rows of nobody.
+        one = torch.ones(1, dtype=torch.int32, device=runner.device)
+        q = torch.zeros(1, self._heads, self.kv_cache_dim, dtype=runner.dtype, device=runner.device)
+        self._attend_tails(q, self._layers[0].attn_mqa, one[:, None] - 1, one)
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        if save_kv_cache and k is not None:
+            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        rows = forward_batch.batch_size
+        q = q.view(rows, layer.tp_q_head_num, layer.head_dim)
+        table = self.forward_metadata.block_kv_indices[:rows]
+        lens = self._tail_lens[:rows] if self._hybrid else forward_batch.seq_lens[:rows].to(torch.int32)
+        out, lse = self._attend_tails(q, layer, table, lens)
+        if self._hybrid:
+            self.attend_shared(q, lse, layer)
+        return out.view(rows, -1)
+
+    def _attend_tails(
+        self, q: torch.Tensor, layer: RadixAttention, table: torch.Tensor, lens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of `q [rows, heads, 576]` to the `lens [rows]` tokens of the pages in `table [rows, pages]`:
+        `out [rows, heads, 512]` and `lse [rows, heads]`."""
+        rows = self.token_to_kv_pool.rows(layer.layer_id)
+        q_absorbed, q_rope = q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        out = torch.empty_like(q_absorbed, memory_format=torch.contiguous_format)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        for start in range(0, len(q), self._max_requests):
+            part = slice(start, start + self._max_requests)
+            self._absorb.run(
+                q_absorbed[part], q_rope[part], rows, table[part], lens[part], layer.scaling, out[part], lse[part]
+            )
+        return out, lse
+
+    def _make_grouped(self, runner: ModelRunner) -> Stacking | None:
+        """
+        Raises:
+            NotImplementedError: it is asked for.
+        """
+        if self.options.mode == "grouped_absorb":
+            raise NotImplementedError("grouped absorb does not read an FP8 cache yet: every step is plain absorb")
+        return None

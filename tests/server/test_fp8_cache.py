@@ -1,0 +1,138 @@
+"""The FP8 latent cache on the real server: the answers of a BF16 cache, and 1.75 times its tokens in the same memory.
+
+The model is the demo's, which is trained: rounding decides a token only where the model itself is undecided. Both
+servers size their cache by memory, take prompts in chunks of 256 tokens, and expand every shared prefix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import requests
+from conftest import Chat, Server, counting
+from demo import MODEL, OTHER_QUESTIONS, SYSTEM_PROMPT, WORD_QUESTIONS, lookups
+from server_process import server_info
+
+TIE = 0.05
+"""Log-probabilities closer than this are a tie, which rounding may decide."""
+
+SYSTEM = SYSTEM_PROMPT.read_text()
+
+
+@dataclass
+class Step:
+    """One token of an answer, and how far the next best one was behind."""
+
+    token: str
+    logprob: float
+    lead: float
+
+
+def start_with_cache(start: Any, dtype: str) -> Server:
+    options = ("--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", "32", "--chunked-prefill-size", "256")
+    by_memory = ("--max-total-tokens", str(1 << 30), "--kv-cache-dtype", dtype)
+    return start("--model-path", str(MODEL), "--attention-backend", "hybrid_mla", *options, *by_memory)
+
+
+@pytest.fixture(scope="module")
+def bf16(start: Any) -> Server:
+    return start_with_cache(start, "bf16")
+
+
+@pytest.fixture(scope="module")
+def fp8(start: Any) -> Server:
+    return start_with_cache(start, "fp8_e4m3")
+
+
+def ask(server: Server, *chats: Chat) -> list[list[Step]]:
+    """The answers, token by token."""
+
+    async def one(client: Any, chat: Chat) -> list[Step]:
+        messages = [{"role": "user", "content": chat.user}]
+        if chat.system:
+            messages.insert(0, {"role": "system", "content": chat.system})
+        limits = {"temperature": 0, "max_tokens": chat.max_tokens, "logprobs": True, "top_logprobs": 5}
+        answer = await client.chat.completions.create(model="default", messages=messages, **limits)
+        steps = []
+        for token in answer.choices[0].logprobs.content:
+            # Fewer than asked for where tokens are parts of characters, and so have the same text.
+            best, *others = sorted((top.logprob for top in token.top_logprobs), reverse=True)
+            steps.append(Step(token.token, token.logprob, best - max(others, default=-math.inf)))
+        return steps
+
+    async def everyone() -> list[list[Step]]:
+        async with server.client() as client:
+            return list(await asyncio.gather(*(one(client, chat) for chat in chats)))
+
+    return asyncio.run(everyone())
+
+
+def compare(actual: list[list[Step]], expected: list[list[Step]]) -> list[float]:
+    """Differences of the log-probabilities of tokens before a tie was decided otherwise; other texts are an error."""
+    apart = []
+    for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        for step, other in zip(ours, theirs, strict=True):
+            if step.token != other.token:
+                assert min(step.lead, other.lead) < TIE, f"request {index}: {step} instead of {other}"
+                break
+            apart.append(abs(step.logprob - other.logprob))
+    return apart
+
+
+def test_answers_are_those_of_a_bf16_cache(bf16: Server, fp8: Server) -> None:
+    """The demo's chats at once, most of them with its system prompt, and one of them again, alone."""
+    looked_up = lookups(SYSTEM)
+    questions = [*(chat.question for chat in looked_up), *WORD_QUESTIONS]
+    chats = [Chat(SYSTEM, question, 40) for question in questions]
+    chats += [Chat("", question, 40) for question in OTHER_QUESTIONS]
+    actual, expected = [], []
+    for server, answers in ((bf16, expected), (fp8, actual)):
+        server.flush()
+        ask(server, Chat(SYSTEM, "Hello?", 1))
+        with counting(server) as counted:
+            answers += ask(server, *chats)
+            answers += ask(server, chats[0])  # plain absorb over cached rows
+        assert counted.steps_naive >= 5 and counted.expansions == 1
+    for chat, steps in zip(looked_up, actual, strict=False):
+        assert chat.expected in "".join(step.token for step in steps)
+    apart = compare(actual, expected)
+    whole = sum([step.token for step in a] == [step.token for step in b] for a, b in zip(actual, expected, strict=True))
+    tokens = sum(len(steps) for steps in expected)
+    print(f"{whole} of {len(actual)} texts are equal; {len(apart)} of {tokens} tokens are before a tie;")
+    print(f"their log-probabilities differ by {sum(apart) / len(apart):.4f} on average and {max(apart):.4f} at most")
+    assert len(apart) > 0.7 * tokens, "ties hide what should be compared"
+    assert 1e-5 < sum(apart) / len(apart) < 0.02, "close, and not equal: the cache is in FP8"
+
+
+def test_later_requests_use_the_expanded_prefix_in_their_prefill(bf16: Server, fp8: Server) -> None:
+    chats = [Chat(SYSTEM, question, 40) for question in WORD_QUESTIONS[-4:]]
+    late = [Chat(SYSTEM, question, 24) for question in WORD_QUESTIONS[:3]]
+    fp8.flush()
+    fp8.ask(Chat(SYSTEM, "Hello?", 1))
+    with counting(fp8) as counted:
+        actual = fp8.ask(*chats, *(replace(chat, delay_s=0.4) for chat in late))
+    expected = bf16.ask(*chats, *late)
+    assert counted.prefills_naive > 0
+    same = [ours.tokens == theirs.tokens for ours, theirs in zip(actual, expected, strict=True)]
+    print(f"{sum(same)} of {len(same)} texts are equal")
+    assert sum(same) >= len(same) / 2
+
+
+def test_the_prefix_follows_the_cache(bf16: Server, fp8: Server) -> None:
+    assert "tokens in float32)" in bf16.log.read_text()
+    assert "tokens in float8_e4m3fn)" in fp8.log.read_text()
+
+
+def test_the_same_memory_holds_more_tokens(bf16: Server, fp8: Server) -> None:
+    """The machine's free memory is another for each server; what they had is ten times what they took for prefixes."""
+    per_byte = []
+    for server in (bf16, fp8):
+        tokens = requests.get(f"{server.base_url}/server_info", timeout=30).json()["max_total_num_tokens"]
+        memory = 10 * server_info(server.base_url)["hybrid_mla"]["budget_bytes"]
+        print(f"max_total_num_tokens {tokens} in {memory / (1 << 30):.3f} GiB (a tenth of it for prefixes)")
+        per_byte.append(tokens / memory)
+    assert per_byte[1] / per_byte[0] == pytest.approx(1.75, rel=0.02)

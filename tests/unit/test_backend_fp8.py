@@ -1,0 +1,118 @@
+"""The backend over the FP8 pool on a GPU, here on the CPU: what it writes, hands to the kernel and makes of its result.
+
+The kernel is replaced by its reference; SGLang's FlashMLA backend is imported, but not constructed.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_mla_ext.kernels import reference_fp8
+from sglang_mla_ext.kernels.layout import FP8
+
+HEADS, RANK, ROPE, PAGE, PAGES, LAYER = 4, 32, 16, 64, 12, 1
+
+
+class ReferenceAbsorb:
+    """AbsorbFP8 in torch."""
+
+    def __init__(self, *, max_requests: int, heads: int, device: str, layout: Any, page_size: int) -> None:
+        self.max_requests, self.layout, self.page_size, self.calls = max_requests, layout, page_size, []
+        assert heads == HEADS and page_size == PAGE
+
+    def run(self, q_absorbed, q_rope, pool, page_table, lens, softmax_scale, out, lse) -> None:
+        assert len(lens) <= self.max_requests and lens.dtype == torch.int32 and page_table.dtype == torch.int32
+        assert lens.is_contiguous() and out.is_contiguous() and lse.is_contiguous()
+        self.calls.append(len(lens))
+        for row, length in enumerate(lens.tolist()):
+            token = torch.arange(length)
+            slots = page_table[row, token // PAGE].long() * PAGE + token % PAGE
+            keys = reference_fp8.keys_of_rows(pool[slots], self.layout)
+            query = q_absorbed[row, None], q_rope[row, None]
+            out[row], lse[row] = (part[0] for part in reference_fp8.absorb_fp8(*query, keys, softmax_scale))
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`make(mode) -> backend` with a pool of random rows."""
+    flash_mla: Any = ModuleType("sgl_kernel.flash_mla")
+    flash_mla.flash_mla_with_kvcache = flash_mla.get_mla_metadata = None
+    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", flash_mla)
+    for name in ("backend_fp8", "backend_flashmla", "grouped_absorb"):
+        monkeypatch.delitem(sys.modules, f"sglang_mla_ext.{name}", raising=False)
+    from sglang_mla_ext import backend_flashmla, backend_fp8
+    from sglang_mla_ext.latent_pool import LatentPool
+
+    sizes = dict(kv_lora_rank=RANK, qk_rope_head_dim=ROPE, layer_num=2)
+    pool = LatentPool(PAGES * PAGE - PAGE, page_size=PAGE, dtype=FP8, device="cpu", enable_memory_saver=False, **sizes)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(PAGES * PAGE, 1, RANK + ROPE, generator=generator)
+    pool.set_kv_buffer(SimpleNamespace(layer_id=LAYER), torch.arange(PAGES * PAGE), rows)
+
+    def stock_init(self: Any, runner: Any, options: Any, budget_bytes: int) -> None:
+        self.options, self._heads, self._hybrid = options, HEADS, False
+        attention = SimpleNamespace(layer_id=0, scaling=0.2)
+        self._layers = [SimpleNamespace(attn_mqa=attention, chunked_prefix_cache_threshold=8192) for _ in range(2)]
+        self.kv_lora_rank, self.qk_rope_head_dim, self.kv_cache_dim = RANK, ROPE, RANK + ROPE
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self._tail_lens = torch.zeros(8, dtype=torch.int32)
+
+    monkeypatch.setattr(backend_flashmla.FlashMLAHybridBackend, "__init__", stock_init)
+    monkeypatch.setattr(backend_fp8, "AbsorbFP8", ReferenceAbsorb)
+    monkeypatch.setattr(backend_fp8, "MAX_ROWS", 2)
+    runner = SimpleNamespace(
+        token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(size=100), device="cpu", dtype=torch.float32
+    )
+    return lambda mode="auto": backend_fp8.FP8HybridBackend(runner, SimpleNamespace(mode=mode), 0)
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_decode(make: Any, hybrid: bool) -> None:
+    backend = make()
+    assert backend._absorb.calls == [1], "it ran once when it was made"
+    shared: list[Any] = []
+    backend.attend_shared = lambda q, lse, layer: shared.append((q, lse))
+    generator = torch.Generator().manual_seed(1)
+    table = torch.tensor([[3, 4], [5, 9], [7, 1]], dtype=torch.int32)
+    lens = torch.tensor([70, 1, 64])
+    backend._hybrid = hybrid
+    backend._tail_lens[:3] = lens if hybrid else -1
+    backend.forward_metadata = SimpleNamespace(block_kv_indices=table)
+    new_slots = torch.tensor([4 * PAGE + 5, 5 * PAGE, 7 * PAGE + 63])  # of the last tokens
+    batch = SimpleNamespace(batch_size=3, seq_lens=torch.tensor([999] * 3) if hybrid else lens, out_cache_loc=new_slots)
+    layer = SimpleNamespace(layer_id=LAYER, tp_q_head_num=HEADS, head_dim=RANK + ROPE, scaling=0.2)
+    q = torch.randn(3, HEADS * (RANK + ROPE), generator=generator)
+    k = torch.randn(3, 1, RANK + ROPE, generator=generator)
+    before = backend.token_to_kv_pool.rows(LAYER).clone()
+
+    out = backend.forward_decode(q, k, k[..., :RANK], layer, batch)
+
+    rows = backend.token_to_kv_pool.rows(LAYER)
+    changed = (rows != before).any(dim=1).nonzero().flatten()
+    assert changed.tolist() == new_slots.sort().values.tolist()
+    q_absorbed, q_rope = q.view(3, HEADS, -1).split([RANK, ROPE], dim=-1)
+    expected, expected_lse = torch.empty(3, HEADS, RANK), torch.empty(3, HEADS)
+    reference = ReferenceAbsorb(
+        max_requests=3, heads=HEADS, device="cpu", layout=backend.token_to_kv_pool.layout, page_size=PAGE
+    )
+    reference.run(q_absorbed, q_rope, rows, table, lens.int(), 0.2, expected, expected_lse)
+    assert torch.equal(out, expected.view(3, -1))
+    assert backend._absorb.calls[1:] == [2, 1], "as many requests at once as there is room for"
+    assert len(shared) == hybrid
+    for shared_q, lse in shared:
+        assert torch.equal(shared_q, q.view(3, HEADS, -1)) and torch.equal(lse, expected_lse)
+
+
+def test_prefill_is_never_by_absorb(make: Any) -> None:
+    assert [layer.chunked_prefix_cache_threshold for layer in make()._layers] == [0, 0]
+
+
+def test_grouped_absorb_says_that_it_does_not_read_this_pool(make: Any) -> None:
+    assert make()._make_grouped(None) is None
+    with pytest.raises(NotImplementedError, match="does not read an FP8 cache"):
+        make("grouped_absorb")._make_grouped(None)
