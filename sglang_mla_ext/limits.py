@@ -19,8 +19,9 @@ def is_asked_for(server_args: ServerArgs) -> bool:
     return BACKEND_NAME in server_args.get_attention_backends()
 
 
-def set_page_size(server_args: ServerArgs, on_gpu: bool) -> None:
-    """Set the page size that FlashMLA needs, where the user did not; a CPU server takes any.
+def set_defaults(server_args: ServerArgs, on_gpu: bool) -> None:
+    """Set what a GPU server needs, where the user did not: FlashMLA's page size, and prefill without CUDA graphs beside
+    an FP8 cache.
 
     Raises:
         OptionError: the user chose another.
@@ -32,6 +33,8 @@ def set_page_size(server_args: ServerArgs, on_gpu: bool) -> None:
             f"{BACKEND_NAME} needs --page-size {PAGE_SIZE}, not {server_args.page_size}; remove the flag."
         )
     server_args.page_size = PAGE_SIZE
+    if server_args.kv_cache_dtype == "fp8_e4m3":
+        server_args.disable_prefill_cuda_graph = True  # --cuda-graph-backend-prefill is stronger
 
 
 def check(server_args: ServerArgs, compute_capability: tuple[int, int] | None) -> None:
@@ -114,7 +117,8 @@ def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
         }
         if args.cuda_graph_config.prefill.backend != "disabled":
             found.append(
-                "--kv-cache-dtype fp8_e4m3 needs prefill without CUDA graphs: add --disable-prefill-cuda-graph."
+                "--kv-cache-dtype fp8_e4m3 needs prefill without CUDA graphs: remove what sets "
+                "--cuda-graph-backend-prefill."
             )
     return found + [
         f"{flag} does not go with --kv-cache-dtype fp8_e4m3: remove one of them."

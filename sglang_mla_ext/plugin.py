@@ -59,7 +59,7 @@ def _around_post_init(original: Callable[..., None], server_args: ServerArgs, *a
     if asked:
         contract.check(launcher_only=True)
         HybridMLAOptions.from_env()
-        limits.set_page_size(server_args, on_gpu)
+        limits.set_defaults(server_args, on_gpu)
     original(server_args, *args, **kwargs)
     if asked:
         limits.check(server_args, torch.cuda.get_device_capability() if on_gpu else None)

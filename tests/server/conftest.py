@@ -1,4 +1,4 @@
-"""SGLang's real server on the CPU, with hybrid_mla and with its own torch backend, on one checkpoint, in fp32.
+"""SGLang's real server on the CPU, with hybrid_mla and with its own torch backend, on the demo model, in fp32.
 
 Servers are started once for all tests; `/server_info` counts from then on, so tests look at differences.
 """
@@ -14,10 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import make_demo_model
 import openai
 import pytest
 import requests
+from demo import MODEL
 from rich.console import Console
 from server_process import free_port, running_server, server_info
 
@@ -67,7 +67,12 @@ class Server:
         if chat.system:
             messages.insert(0, {"role": "system", "content": chat.system})
         answer = await client.chat.completions.create(
-            model="default", messages=messages, temperature=0, max_tokens=chat.max_tokens, logprobs=True
+            model="default",
+            messages=messages,
+            temperature=0,
+            max_tokens=chat.max_tokens,
+            logprobs=True,
+            extra_body={"ignore_eos": True},  # so that requests run together as long as a test needs
         )
         content = answer.choices[0].logprobs.content
         return Answer([token.token for token in content], [token.logprob for token in content])
@@ -117,14 +122,7 @@ def assert_same(actual: list[Answer], expected: list[Answer]) -> None:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "checkpoint"
-    make_demo_model.main(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """`start(arguments...) -> Server`, running until the end of the session."""
     with contextlib.ExitStack() as servers:
 
@@ -132,7 +130,7 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any
             port = free_port()
             log = tmp_path_factory.mktemp("log") / "server.log"
             console = Console(file=open(os.devnull, "w"))  # noqa: SIM115
-            common = ("--model-path", str(model), "--max-total-tokens", "16384")
+            common = ("--model-path", str(MODEL), "--max-total-tokens", "16384")
             url = servers.enter_context(running_server([*common, *arguments], port, log, console, timeout_s=300))
             return Server(url, log)
 
@@ -171,7 +169,7 @@ def two_ranks(start: Any) -> Server:
 def cramped(start: Any) -> Server:
     """Prefill in chunks, expansion in small steps, room for one prefix and a part of another, 2,048 tokens of cache."""
     options = ("--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", "64")
-    limits = ("--hybrid-mla-expand-tokens-per-step", "100", "--hybrid-mla-prefix-memory-gb", "0.009")
+    limits = ("--hybrid-mla-expand-tokens-per-step", "100", "--hybrid-mla-prefix-memory-gb", "0.0195")
     sizes = ("--chunked-prefill-size", "256", "--max-total-tokens", "2048")
     with pytest.MonkeyPatch.context() as patch:
         # SGLang's own way to test retraction: every so many steps it takes back a request as if its cache were full.

@@ -11,12 +11,41 @@ from typing import Any
 import requests
 from conftest import Chat, Server, assert_same, counting
 
-SYSTEM = "You are a patient teacher of physics. Explain with examples and short sentences. " * 12
-PIRATE = "You answer like a pirate who has read too many books about trees and queues. " * 10
+NAMES = [
+    "Quedrom",
+    "Cloudail",
+    "Biha",
+    "Ducou",
+    "Trise",
+    "Brivaim",
+    "Lestos",
+    "Hawain",
+    "Gujait",
+    "Pedro",
+    "Jastel",
+    "Quousus",
+    "Wudourk",
+    "Zuha",
+]
+
+
+def codes(shift: int) -> list[int]:
+    """The code of each station, in a table that is another for another shift."""
+    return [11 + (7 * index + shift) % 80 for index in range(len(NAMES))]
+
+
+def system_prompt(shift: int) -> str:
+    """About 300 tokens: a table of stations, and a text that has nothing to do with it."""
+    rows = "\n".join(f"- {name}: {code}" for name, code in zip(NAMES, codes(shift), strict=True))
+    prose = "It was a fine morning, and everybody in the village was on the way to the market. " * (8 + shift % 3)
+    return f"You are a dictionary assistant.\nThe code of each station is given below.\n{rows}\n{prose}"
+
+
+SYSTEM, OTHER_SYSTEM = system_prompt(3), system_prompt(40)
 
 
 def question(number: int) -> str:
-    return f"{number} is my question: why does the {number * 7}th thing fall?"
+    return f"What is the code of {NAMES[number]}?"
 
 
 def watch_groups(server: Server, stop: threading.Event, seen: list[list[dict[str, Any]]]) -> None:
@@ -42,17 +71,19 @@ def watching(server: Server) -> Any:
 
 def test_the_model_depends_on_the_system_prompt(stock: Server) -> None:
     """Else equal answers would prove nothing."""
-    answers = stock.ask(Chat(SYSTEM, question(1)), Chat(PIRATE, question(1)), Chat("", question(1)))
+    answers = stock.ask(Chat(SYSTEM, question(1)), Chat(OTHER_SYSTEM, question(1)), Chat("", question(1)))
     assert len({tuple(answer.tokens) for answer in answers}) == 3
 
 
 def test_eight_chats_share_a_prefix_and_two_do_not(stock: Server, hybrid: Server) -> None:
     chats = [Chat(SYSTEM, question(i), max_tokens=40) for i in range(8)] + [Chat("", question(i), 40) for i in (8, 9)]
     hybrid.flush()
-    hybrid.ask(Chat(SYSTEM, "Hello", 1))
+    hybrid.ask(Chat(SYSTEM, question(13), 1))
     with counting(hybrid) as counted, watching(hybrid) as seen:
         actual = hybrid.ask(*chats)
     assert_same(actual, stock.ask(*chats))
+    for index, answer in enumerate(actual[:8]):
+        assert f"The code of {NAMES[index]} is {codes(3)[index]}." in "".join(answer.tokens)
     assert counted.steps_naive >= 30
     assert counted.expansions == 1
     largest = max((group for groups in seen for group in groups), key=lambda group: group["requests"])
@@ -61,7 +92,7 @@ def test_eight_chats_share_a_prefix_and_two_do_not(stock: Server, hybrid: Server
 
 def test_grouped_absorb_for_six_chats_on_one_prefix_and_not_for_two(stock: Server, grouped: Server) -> None:
     chats = [Chat(SYSTEM, question(i), max_tokens=40) for i in range(6)] + [Chat("", question(i), 40) for i in (8, 9)]
-    grouped.ask(Chat(SYSTEM, "Hello", 1))
+    grouped.ask(Chat(SYSTEM, question(13), 1))
     with counting(grouped) as counted, watching(grouped) as seen:
         actual = grouped.ask(*chats)
     assert_same(actual, stock.ask(*chats))
@@ -82,9 +113,9 @@ def test_prefix_is_found_without_warming_up(stock: Server, hybrid: Server) -> No
 
 
 def test_two_system_prompts_at_once(stock: Server, hybrid: Server) -> None:
-    chats = [Chat((SYSTEM, PIRATE)[i % 2], question(i), max_tokens=32) for i in range(8)]
+    chats = [Chat((SYSTEM, OTHER_SYSTEM)[i % 2], question(i), max_tokens=32) for i in range(8)]
     hybrid.flush()
-    hybrid.ask(Chat(SYSTEM, "Hello", 1), Chat(PIRATE, "Hello", 1))
+    hybrid.ask(Chat(SYSTEM, question(13), 1), Chat(OTHER_SYSTEM, question(13), 1))
     with counting(hybrid) as counted, watching(hybrid) as seen:
         actual = hybrid.ask(*chats)
     assert_same(actual, stock.ask(*chats))
@@ -106,7 +137,7 @@ def test_later_requests_use_the_expanded_prefix_in_their_prefill(stock: Server, 
     early = [Chat(SYSTEM, question(i), max_tokens=60) for i in range(2)]
     late = [Chat(SYSTEM, question(i) * (i - 1), max_tokens=12, delay_s=0.5) for i in range(2, 6)]
     hybrid.flush()
-    hybrid.ask(Chat(SYSTEM, "Hello", 1))
+    hybrid.ask(Chat(SYSTEM, question(13), 1))
     with counting(hybrid) as counted:
         actual = hybrid.ask(*early, *late, Chat(half, question(9), 12, delay_s=0.5))
     assert_same(actual, stock.ask(*early, *late, Chat(half, question(9), 12)))
@@ -146,7 +177,7 @@ def test_prefix_splits_while_it_is_used(stock: Server, hybrid: Server) -> None:
     early = [Chat(SYSTEM, question(i), max_tokens=60) for i in range(3)]
     late = [Chat(half, question(i), max_tokens=30, delay_s=0.4) for i in range(3)]
     hybrid.flush()
-    hybrid.ask(Chat(SYSTEM, "Hello", 1))
+    hybrid.ask(Chat(SYSTEM, question(13), 1))
     with counting(hybrid) as counted, watching(hybrid) as seen:
         actual = hybrid.ask(*early, *late)
     assert_same(actual, stock.ask(*early, *late))

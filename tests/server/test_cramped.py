@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 from conftest import Chat, Server, assert_same
-from test_answers import PIRATE, SYSTEM, question, watching
+from test_answers import OTHER_SYSTEM, SYSTEM, question, watching
 
 
 def test_two_prefixes_and_room_for_one_and_a_half(stock: Server, cramped: Server) -> None:
-    chats = [Chat((SYSTEM, PIRATE)[i % 2], question(i), max_tokens=48) for i in range(6)]
+    chats = [Chat((SYSTEM, OTHER_SYSTEM)[i % 2], question(i), max_tokens=48) for i in range(6)]
     cramped.flush()
     with watching(cramped) as seen:
         actual = cramped.ask(*chats)
@@ -32,7 +32,7 @@ def test_prefix_is_expanded_over_several_steps(cramped: Server) -> None:
     """At most 100 tokens a step, and no step uses a part: the first steps of the group are plain absorb."""
     cramped.flush()
     before = cramped.info()["counters"]
-    cramped.ask(Chat(SYSTEM, "Hello", 1))
+    cramped.ask(Chat(SYSTEM, question(13), 1))
     cramped.ask(*(Chat(SYSTEM, question(i), max_tokens=20) for i in range(3)))
     after = cramped.info()["counters"]
     assert after["expansions"] == before["expansions"] + 1

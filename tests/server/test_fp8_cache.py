@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import requests
 from conftest import Chat, Server, counting
-from demo import MODEL, OTHER_QUESTIONS, SYSTEM_PROMPT, WORD_QUESTIONS, lookups
+from demo import OTHER_QUESTIONS, SYSTEM_PROMPT, WORD_QUESTIONS, lookups
 from server_process import server_info
 
 TIE = 0.05
@@ -35,7 +35,7 @@ class Step:
 def start_with_cache(start: Any, dtype: str) -> Server:
     options = ("--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", "32", "--chunked-prefill-size", "256")
     by_memory = ("--max-total-tokens", str(1 << 30), "--kv-cache-dtype", dtype)
-    return start("--model-path", str(MODEL), "--attention-backend", "hybrid_mla", *options, *by_memory)
+    return start("--attention-backend", "hybrid_mla", *options, *by_memory)
 
 
 @pytest.fixture(scope="module")

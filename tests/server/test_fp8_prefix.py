@@ -18,7 +18,7 @@ def fp8(start: Any) -> Server:
 def test_answers_are_close(stock: Server, fp8: Server) -> None:
     chats = [Chat(SYSTEM, question(i), max_tokens=24) for i in range(6)]
     fp8.flush()
-    fp8.ask(Chat(SYSTEM, "Hello", 1))
+    fp8.ask(Chat(SYSTEM, question(13), 1))
     with counting(fp8) as counted:
         actual = fp8.ask(*chats)
     expected = stock.ask(*chats)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from demo import MODEL
 
 LAUNCH = [sys.executable, "-m", "sglang_mla_ext.launch_server", "--device", "cpu", "--attention-backend", "hybrid_mla"]
 
@@ -20,7 +20,7 @@ LAUNCH = [sys.executable, "-m", "sglang_mla_ext.launch_server", "--device", "cpu
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_launch_stops(model: Path, flags: tuple[str, ...], message: str) -> None:
-    process = subprocess.run([*LAUNCH, "--model-path", str(model), *flags], capture_output=True, text=True, timeout=120)
+def test_launch_stops(flags: tuple[str, ...], message: str) -> None:
+    process = subprocess.run([*LAUNCH, "--model-path", str(MODEL), *flags], capture_output=True, text=True, timeout=120)
     assert process.returncode != 0
     assert message in process.stderr

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from conftest import Chat, Server, assert_same, counting
-from test_answers import PIRATE, SYSTEM, question
+from test_answers import OTHER_SYSTEM, SYSTEM, question
 
 
 def test_two_ranks_answer_as_one(stock: Server, two_ranks: Server) -> None:
-    chats = [Chat((SYSTEM, PIRATE)[i % 2], question(i), max_tokens=24) for i in range(8)]
-    two_ranks.ask(Chat(SYSTEM, "Hello", 1), Chat(PIRATE, "Hello", 1))
+    chats = [Chat((SYSTEM, OTHER_SYSTEM)[i % 2], question(i), max_tokens=24) for i in range(8)]
+    two_ranks.ask(Chat(SYSTEM, question(13), 1), Chat(OTHER_SYSTEM, question(13), 1))
     with counting(two_ranks) as counted:
         actual = two_ranks.ask(*chats)
     assert_same(actual, stock.ask(*chats))

@@ -40,6 +40,7 @@ def server_args(
         "flashinfer_mla_disable_ragged": False,
         "disable_chunked_prefix_cache": False,
         "cuda_graph_config": graphs("breakable"),
+        "disable_prefill_cuda_graph": False,
         "enable_lora": False,
         "speculative_algorithm": None,
         "enable_two_batch_overlap": False,
@@ -108,7 +109,7 @@ def test_what_works_is_let_through(changes: dict[str, Any], compute_capability: 
         ({"dllm_algorithm": "x"}, "--dllm-algorithm is not supported yet: remove it."),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2 is not supported: remove it, or use fp8_e4m3."),
         ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 is not supported: remove it, or use fp8_e4m3."),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3 needs prefill without CUDA graphs: add --disable"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3 needs prefill without CUDA graphs: remove what"),
         (
             {**FP8_CACHE, "backends": ("flashmla", "hybrid_mla")},
             "prefill runs flashmla, which cannot read --kv-cache-dtype fp8_e4m3 as hybrid_mla stores it: use hybrid",
@@ -165,10 +166,19 @@ def test_is_asked_for(backends: tuple[str, str], asked: bool) -> None:
 )
 def test_page_size(given: int | None, on_gpu: bool, becomes: int | None) -> None:
     args = server_args(page_size=given)
-    limits.set_page_size(args, on_gpu)
+    limits.set_defaults(args, on_gpu)
     assert args.page_size == becomes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_gpu", "disabled"), [("fp8_e4m3", True, True), ("fp8_e4m3", False, False), ("auto", True, False)]
+)
+def test_prefill_graphs_are_off_beside_an_fp8_cache(dtype: str, on_gpu: bool, disabled: bool) -> None:
+    args = server_args(kv_cache_dtype=dtype, page_size=None)
+    limits.set_defaults(args, on_gpu)
+    assert args.disable_prefill_cuda_graph is disabled
 
 
 def test_another_page_size_is_refused_on_a_gpu() -> None:
     with pytest.raises(OptionError, match="needs --page-size 64, not 16; remove the flag"):
-        limits.set_page_size(server_args(page_size=16), on_gpu=True)
+        limits.set_defaults(server_args(page_size=16), on_gpu=True)
