@@ -1,25 +1,39 @@
-"""How much rounding costs, without a model: the studies of SnapMLA, AMLA and FlashMLA-ETAP on drawn data.
+"""How much rounding costs: the studies of SnapMLA, AMLA and FlashMLA-ETAP on drawn data, and that of a trained model.
 
     python scripts/accuracy.py --out benchmarks/results/accuracy.jsonl
+    python scripts/accuracy.py --model demo --out benchmarks/results/accuracy.jsonl --images docs/images
 
-Everything is computed on the CPU, by kernels/reference_fp8.py in the precision that a kernel has, and compared with
-float64 over the same inputs. Latent dimensions of DeepSeek-V3: 512 content and 64 rotary elements, the content being
-the values, too. Seeds are fixed; every metric is the mean over the samples. Some minutes on two cores, 2 GiB.
+With `--model demo` the shipped model (configs/demo_model) is examined as each implementation would serve it, see
+demo_study.py; that needs the data which prepare_demo_data.py writes.
+
+Without a model everything is computed on the CPU, by kernels/reference_fp8.py in the precision that a kernel has, and
+compared with float64 over the same inputs. Latent dimensions of DeepSeek-V3: 512 content and 64 rotary elements, the
+content being the values, too. Seeds are fixed; every metric is the mean over the samples. Some minutes on two cores,
+2 GiB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from demo_batches import Data
+from demo_network import Network, load_weights
+from demo_served import BASELINE, IMPLS, Served
+from demo_study import PERCENTILES, Plan, demo
+from rich.console import Console
 from torch import Tensor
+from update_tables import MODEL_NAMES, REPOSITORY, latest
 
 from sglang_mla_ext.kernels.reference_fp8 import Configuration, Rescale, absorb_fp8, flash, round_keys
-from sglang_mla_ext.results import write_record
+from sglang_mla_ext.results import read_records, write_record
+
+console = Console()
 
 LATENT, ROPE = 512, 64
 TRUTH_KEYS = 4096
@@ -184,13 +198,132 @@ def etap(all_tokens: tuple[int, ...] = ETAP_TOKENS) -> Study:
             yield "fp16", case, dict(measures(out.half(), truth), rms=size)
 
 
-def main(out: Annotated[Path | None, typer.Option(help="Append records to this JSON-lines file.")] = None) -> None:
-    """Run the three studies."""
-    for study in (snapmla, amla, etap):
-        for impl, case, metrics in study():
-            print(impl, case, {name: f"{value:.3g}" for name, value in metrics.items()}, flush=True)
-            if out:
-                write_record(out, bench="accuracy", impl=impl, case=case, **metrics)
+def served_model(weights: Path, device: str) -> Served:
+    """A checkpoint in the form of configs/demo_model."""
+    network = Network(json.loads((weights / "config.json").read_text()))
+    load_weights(network, weights)
+    return Served(network.float().to(device))
+
+
+def lengths_of(texts: Iterable[str], prompts: int = 50) -> dict[int, int]:
+    """`TOKENS` or `TOKENS:PROMPTS` -> prompts by length.
+
+    Raises:
+        typer.BadParameter: a text is not of this form.
+    """
+    found = {}
+    for text in texts:
+        length, _, count = text.partition(":")
+        if not length.isdecimal() or not (count or str(prompts)).isdecimal():
+            raise typer.BadParameter(f"a length is TOKENS or TOKENS:PROMPTS, not {text!r}")
+        found[int(length)] = int(count or prompts)
+    return found
+
+
+def draw_ranges(records: Iterable[dict[str, Any]], out: Path) -> None:
+    """SnapMLA's figure 3: how large content and rotary parts are, by layer."""
+    found = latest((r for r in records if r["case"].get("study") == "demo_ranges"), "part", "layer")
+    labels = dict(zip(PERCENTILES, ("median", "90 %", "99 %", "99.9 %", "largest"), strict=True))
+    panels = {}
+    for part in ("content", "rotary"):
+        layers = sorted(layer for _, of, layer in found if of == part)
+        values = {label: [found[BASELINE, part, layer][name] for layer in layers] for name, label in labels.items()}
+        panels[f"{part} part of latent rows"] = layers, values
+    draw(panels, "absolute value", caption_of(found), out, sharey=True)
+
+
+def draw_layers(records: Iterable[dict[str, Any]], out: Path) -> None:
+    """SnapMLA's figure 4: the error of attention over real activations, by layer. The control is left out."""
+    found = latest((r for r in records if r["case"].get("study") == "demo_layers"), "layer")
+    layers = sorted({layer for _, layer in found})
+    panels = {}
+    for measure, name in (("rel_err", "relative L2 error"), ("cos_dist", "1 - cosine")):
+        values = {
+            label: [found[impl, layer][measure] for layer in layers]
+            for impl, label in MODEL_NAMES.items()
+            if impl != "wrong_lse_base" and (impl, layers[0]) in found
+        }
+        panels[f"{name} of attention's output"] = layers, values
+    draw(panels, "error", caption_of(found), out)
+
+
+def caption_of(records: dict[tuple[Any, ...], dict[str, Any]]) -> str:
+    """Where the figures come from."""
+    return ", ".join(sorted({f"{r['gpu']}, torch {r['torch']}, commit {r['commit']}" for r in records.values()}))
+
+
+Panels = dict[str, tuple[list[int], dict[str, list[float]]]]
+"""By title: layers, and by label a value for each of them."""
+
+
+def draw(panels: Panels, ylabel: str, caption: str, out: Path, sharey: bool = False) -> None:
+    """Lines over layers on a log scale, which all panels share if `sharey`.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5 * len(panels), 4.5), layout="constrained")
+    lines: dict[str, Any] = {}
+    all_axes = figure.subplots(1, len(panels), sharey=sharey)
+    for axes, (title, (layers, values)) in zip(all_axes, panels.items(), strict=True):
+        for index, (label, of_label) in enumerate(values.items()):
+            lines[label] = axes.plot(layers, of_label, "os^Dvxp*h"[index % 9] + "-", color=f"C{index}", label=label)[0]
+        axes.set_yscale("log")
+        axes.set_xticks(layers)
+        axes.set(title=title, xlabel="layer", ylabel=ylabel)
+        axes.grid(alpha=0.3)
+    figure.legend(handles=lines.values(), loc="outside upper center", ncols=min(5, len(lines)))
+    figure.supxlabel(caption, fontsize="small", color="gray")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=150)
+
+
+def main(
+    out: Annotated[Path | None, typer.Option(help="Append records to this JSON-lines file.")] = None,
+    model: Annotated[str | None, typer.Option(help="Study a model: demo.")] = None,
+    weights: Annotated[Path, typer.Option(help="Its checkpoint.")] = REPOSITORY / "configs" / "demo_model",
+    data: Annotated[Path, typer.Option(help="What prepare_demo_data.py wrote.")] = Path(".demo/data"),
+    device: Annotated[str, typer.Option(help="Where to compute.")] = "cpu",
+    prose_tokens: Annotated[int, typer.Option(help="Tokens of held-out prose to score, about; 0: none.")] = 30_000,
+    cases: Annotated[int, typer.Option(help="Dictionary questions of each kind; 0: none.")] = 100,
+    lengths: Annotated[
+        list[str] | None,
+        typer.Option(help="Look-ups: TOKENS:PROMPTS, repeatable; 0: none. 512:50, 2048:50 and 8192:50 if left out."),
+    ] = None,
+    impl: Annotated[list[str] | None, typer.Option(help="Only these, and sglang_bf16; repeatable.")] = None,
+    seed: Annotated[int, typer.Option(help="Of cases and resampling.")] = 1,
+    images: Annotated[
+        Path | None, typer.Option(help="Draw the figures of --model from --out into this folder.")
+    ] = None,
+) -> None:
+    """Run the three studies on drawn data, or the one of a model."""
+    if model not in (None, "demo"):
+        raise typer.BadParameter(f"there is no study of {model!r}, only of demo", param_hint="--model")
+    if images and not out:
+        raise typer.BadParameter("the figures are drawn from records: --out is missing", param_hint="--images")
+    if model is None:
+        found = (record for study in (snapmla, amla, etap) for record in study())
+        gpu = None
+    else:
+        chosen = lengths_of(lengths or ["512", "2048", "8192"])
+        chosen.pop(0, None)
+        try:
+            plan = Plan(tuple(impl or IMPLS), prose_tokens, cases, chosen, seed=seed)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        found = demo(served_model(weights, device), Data(data), plan)
+        gpu = "cpu" if device == "cpu" else None
+    for name, case, metrics in found:
+        figures = ", ".join(f"{metric} {value:.4g}" for metric, value in metrics.items())
+        console.print(f"{name} {case}: {figures}", soft_wrap=True)
+        if out:
+            write_record(out, bench="accuracy", impl=name, case=case, gpu=gpu, **metrics)
+    if images:
+        records = read_records(out)
+        draw_ranges(records, images / "demo_ranges.png")
+        draw_layers(records, images / "demo_layers.png")
 
 
 if __name__ == "__main__":

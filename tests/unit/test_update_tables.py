@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from update_tables import expansion, fill, planner, prefill
+from update_tables import accuracy_model, expansion, fill, goal_verdict, interval, planner, prefill
 
 from sglang_mla_ext.results import write_record
 
@@ -68,6 +68,60 @@ def test_planner(tmp_path):
         ["16", "BF16", "3", "2", "12.5%", "26,472 tokens, 512 requests"],
         ["128", "BF16", "1", "1", "0.0%", "–"],
     ]
+
+
+def test_accuracy_of_a_model(tmp_path):
+    path = tmp_path / "accuracy.jsonl"
+
+    def record(impl: str, case: dict, **metrics: float) -> None:
+        case = dict(study="demo", **case)
+        write_record(path, bench="accuracy", impl=impl, case=case, gpu="cpu", command="run it", **metrics)
+
+    def around(name: str, value: float) -> dict:
+        return {name: value, f"{name}_low": value - 0.05, f"{name}_high": value + 0.05}
+
+    for impl, change in (("sglang_bf16", None), ("hybrid_mla", 0.02), ("wrong_lse_base", 20.0), ("sglang_fp8", 1.0)):
+        change_pct = {} if change is None else around("perplexity_change_pct", change)
+        record(impl, dict(task="prose", tokens=5000), perplexity=20.0, **change_pct)
+        if impl == "sglang_fp8":  # not complete
+            continue
+        points = {} if change is None else around("dictionary_acc_diff_points", 0.0)
+        record(impl, dict(task="dictionary", questions=500), dictionary_acc=0.99, **points)
+        points = {} if change is None else around("lookup_acc_diff_points", -change)
+        record(impl, dict(task="lookup", length=512, questions=200), lookup_acc=0.875, **points)
+    lines = accuracy_model(path).splitlines()
+    assert cells(lines[0]) == [
+        *("", "perplexity, 5,000 tokens", "change %", "dictionary %, 500 questions"),
+        *("look-ups in 512 tokens %, 200 questions", "goals"),
+    ]
+    no_difference = "99.0, +0.0 (-0.1 to +0.1)"
+    assert [cells(line) for line in lines[2:5]] == [
+        ["BF16", "20.000", "–", "99.0", "87.5", "–"],
+        [
+            *("prefix expanded in BF16", "20.000", "+0.02 (-0.03 to +0.07)", no_difference),
+            *("87.5, +0.0 (-0.1 to +0.0)", "met"),
+        ],
+        [
+            *("control: wrong base", "20.000", "+20.00 (+19.95 to +20.05)", no_difference),
+            *("87.5, -20.0 (-20.1 to -19.9)", "missed"),
+        ],
+    ]
+
+
+def test_goals_are_met_missed_or_open():
+    def verdict(low: float, high: float) -> str:
+        ends = dict(perplexity_change_pct=low, perplexity_change_pct_low=low, perplexity_change_pct_high=high)
+        return goal_verdict([ends, dict(other=1)])
+
+    assert verdict(-0.1, 0.1) == "met" and verdict(0.05, 0.15) == "open" and verdict(-0.2, 0.2) == "open"
+    assert verdict(0.11, 0.2) == "missed" and verdict(-0.3, -0.2) == "missed"
+    assert goal_verdict([dict(other=1)]) == "–"
+
+
+def test_intervals_in_cells():
+    record = dict(x=-0.04, x_low=-0.3, x_high=0.26)
+    assert interval(record, "x", 1) == "+0.0 (-0.3 to +0.3)" and interval(record, "y", 1) == "–"
+    assert interval(dict.fromkeys(record, 0.0), "x", 1) == "±0"
 
 
 def test_a_table_goes_between_its_marks(tmp_path):
