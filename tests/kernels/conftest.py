@@ -19,7 +19,7 @@ def _bind_to_interpreter() -> None:
         import triton.language as tl
         from triton.runtime import interpreter
 
-        from sglang_mla_ext.kernels import merge, naive_prefix
+        from sglang_mla_ext.kernels import append_latent, fetch_latent, merge, naive_prefix  # noqa: F401
     finally:
         if before is None:
             del os.environ["TRITON_INTERPRET"]
