@@ -153,7 +153,7 @@ def main(
             queue = context.Queue()
             process = context.Process(target=measure, args=(name, folder, prompt, batch, options, queue))
             process.start()
-            while (result := _next(queue, process)) is not None:
+            while (result := next_result(queue, process)) is not None:
                 results[name, result["prompt"], result["batch"]] = result
                 console.print(f"{name} prompt {result['prompt']} batch {result['batch']}: {result['step_ms']:.3f} ms")
                 if out is not None:
@@ -176,7 +176,8 @@ def main(
     _print(console, results, backend)
 
 
-def _next(queue: Any, process: Any) -> dict[str, Any] | None:
+def next_result(queue: Any, process: Any) -> dict[str, Any] | None:
+    """What `process` puts into the queue next; None when it says that it is done, or has ended."""
     import queue as queues
 
     while True:
