@@ -60,6 +60,9 @@ def measure(spec: str, model: str, contexts: list[int], options: dict[str, Any],
     capacity, steps = engine.get_server_info()["max_total_num_tokens"], options["steps"]
     for context in contexts:
         batch = requests_that_fit(capacity, context + steps + 1, options["most"])
+        if not batch:
+            print(f"{spec}: a cache of {capacity:,} tokens holds no request of {context:,}", flush=True)
+            continue
         prompts = [[rng.randrange(10, 31000) for _ in range(context)] for _ in range(batch)]
 
         def seconds(new_tokens: int, prompts: list[list[int]] = prompts) -> float:
