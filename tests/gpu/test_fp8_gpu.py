@@ -109,6 +109,35 @@ def test_error_is_that_of_the_rounding(
         assert lse_error <= (1e-4 if portable else 1e-3) * max(1.0, exact_lse.abs().max().item())
 
 
+def test_sums_over_a_long_prefix_are_not_biased() -> None:
+    """Hopper's FP8 products cut off what is far behind the largest term of a sum. Where values have a mean, and one
+    program adds up all of a long prefix, that would make results too small, which rounding alone does not."""
+    torch.manual_seed(0)
+    n, rows, heads = 26472, 128, 128  # as many items as multiprocessors: no key range is split
+    buffers = allocate(heads, -(-n // CHUNK_TOKENS))
+    k_nope, v, k_rope, _ = data("normal", n, heads)
+    v = v + 0.5
+    buffers.k_scale[0], buffers.v_scale[0] = k_nope.abs().max() / FP8_MAX, v.abs().max() / FP8_MAX
+    for chunk in range(buffers.chunks):
+        tokens = slice(chunk * CHUNK_TOKENS, (chunk + 1) * CHUNK_TOKENS)
+        buffers.write(0, chunk, 0, k_nope[tokens], v[tokens], k_rope[tokens])
+    query = torch.randn(rows, heads, DN + DR, device="cuda").bfloat16()
+    attention = TritonPrefixAttention(buffers, max_rows=rows, heads=heads)
+    attention.plan([PrefixGroup(tuple(range(rows)), n, tuple(range(buffers.chunks)))])
+    attention.run(0, query[..., :DN], query[..., DN:], SCALE)
+    out = torch.full((rows, heads, DV), torch.nan, device="cuda")
+    no_lse = torch.full((rows, heads), -torch.inf, device="cuda")
+    attention.merge(torch.zeros_like(out), no_lse, out)
+    for head in (0, 77):
+        one = slice(head, head + 1)
+        exact, _ = reference.naive(
+            query[:, one, :DN].double(), query[:, one, DN:], k_nope[:, one], k_rope, v[:, one], SCALE
+        )
+        share = ((out[:, one] * exact).sum() / exact.square().sum()).item()
+        print(f"\nhead {head}: {share:.5f} of the exact result")
+        assert abs(share - 1) < 2e-3
+
+
 def of_no_token(buffers: ExpandedBuffers, chunks: list[int], n: int) -> dict[str, torch.Tensor]:
     """Which elements belong to none of the n tokens of the prefix in `chunks`: masks that broadcast to a layer."""
     free = torch.ones(buffers.chunks, CHUNK_TOKENS, dtype=torch.bool, device=buffers.device)  # by token
