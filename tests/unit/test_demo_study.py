@@ -270,7 +270,6 @@ def test_the_command(folder: Path, data: Data, tmp_path: Path) -> None:
     out, images = tmp_path / "accuracy.jsonl", tmp_path / "images"
     options = ["--model", "demo", "--weights", str(tmp_path), "--data", str(folder), "--out", str(out)]
     sizes = ["--prose-tokens", "0", "--cases", "0", "--lengths", "512:2", "--impl", "hybrid_mla_fp8_rows"]
-    pytest.importorskip("matplotlib")
     found = CliRunner().invoke(app, [*options, *sizes, "--images", str(images)])
     assert found.exit_code == 0, found.output
     records = read_records(out)
