@@ -36,6 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .append_latent import power_of_two_above
 from .latent_rows import LatentRowLayout
 from .layout import FP8_MAX
 from .merge import LN2, LOG2E
@@ -57,12 +58,6 @@ def _product(a, b, acc, EXACT: tl.constexpr):
     if EXACT:  # the interpreter's products of narrow floats are wrong
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc)
-
-
-@triton.jit
-def _power_of_two_above(x):
-    """The power of two at or above a positive normal number; 0 for 0."""
-    return ((x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -153,7 +148,7 @@ def absorb_fp8_kernel(
         if FP8_WEIGHTS:
             own_scale = tl.max(weighted, 1) / FP8_LIMIT
             if LATTICE:
-                own_scale = _power_of_two_above(own_scale)
+                own_scale = power_of_two_above(own_scale)
             largest = tl.maximum(largest * shrink, own_scale)
             new_scale = tl.maximum(tl.maximum(own_scale, largest * SCALE_RANGE), 1.1754943508222875e-38)
             carried = shrink * (weight_scale / new_scale)

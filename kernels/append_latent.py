@@ -29,14 +29,19 @@ def _largest(values):
 
 
 @triton.jit
+def power_of_two_above(x):
+    """The power of two at or above a positive normal number; 0 for 0."""
+    return ((x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def divide_row(content, rope, FP8_LIMIT: tl.constexpr, FLOOR: tl.constexpr, LIMIT: tl.constexpr):
     """latent_rows.divide of one row, float32: content that e4m3 can hold, scale, divided rotary part."""
     largest, largest_rope = _largest(content), _largest(rope)
     finite = (largest < float("inf")) & (largest_rope < float("inf"))
     # Correctly rounded, as in the reference: a plain division is not, and could end on another power of two.
     scale = tl.maximum(tl.div_rn(largest, FP8_LIMIT), tl.maximum(largest_rope, 1.0) * FLOOR)
-    bits = tl.where(finite, scale, 1.0).to(tl.int32, bitcast=True)
-    scale = tl.minimum(((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True), LIMIT)
+    scale = tl.minimum(power_of_two_above(tl.where(finite, scale, 1.0)), LIMIT)
     factor = tl.div_rn(1.0, scale)  # exact, and so are the products with it
     content = tl.clamp(content * factor, -FP8_LIMIT, FP8_LIMIT)
     return tl.where(finite, content, 0.0), tl.where(finite, scale, float("nan")), tl.where(finite, rope * factor, 0.0)

@@ -118,10 +118,11 @@ class TorchHybridBackend(HybridMLABackend, TorchNativeAttnBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of every row over its private tail, or over all its keys in a step without groups:
         `out [rows, heads, 512]` and `lse [rows, heads]`."""
-        starts = self._prefix_lens.tolist() if self._hybrid else [0] * len(q_absorbed)
+        rows = len(q_absorbed)
+        starts = self._prefix_lens[:rows].tolist() if self._hybrid else [0] * rows
         parts = [
             self._absorb(q_absorbed[row, None], q_rope[row, None], self._slots(forward_batch, row)[start:], layer)
-            for row, start in enumerate(starts[: len(q_absorbed)])
+            for row, start in enumerate(starts)
         ]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
