@@ -24,7 +24,7 @@ import torch
 import typer
 from demo_batches import Data
 from demo_network import Network, load_weights
-from demo_served import BASELINE, IMPLS, Served
+from demo_served import BASELINE, IMPLS, SNAPMLA, Served
 from demo_study import PERCENTILES, Plan, demo
 from rich.console import Console
 from torch import Tensor
@@ -42,10 +42,7 @@ TRUTH_KEYS = 4096
 SNAPMLA_NAMES: dict[Configuration, str] = {
     "per_token": "hybrid_mla",
     "snapmla": "snapmla",
-    "rope_too": "snapmla_config_a",
-    "fixed": "snapmla_config_b",
-    "per_tensor": "snapmla_config_c",
-    "per_block": "snapmla_config_d",
+    **{configuration: name for name, configuration in SNAPMLA.items()},
 }
 SNAPMLA_TOKENS, SNAPMLA_HEADS, SNAPMLA_SAMPLES = 32768, 128, 2
 ROTARY_LOGIT_STD = (1.0, 4.0, 16.0)

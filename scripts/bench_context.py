@@ -9,7 +9,6 @@ that of one is decoding alone. Every backend runs in a process of its own, on th
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import tempfile
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_engine import PAGE_SIZE, next_result, write_model
+from bench_engine import PAGE_SIZE, Results, impl_of, write_model
 from rich.console import Console
 from rich.table import Table
 
@@ -99,15 +98,12 @@ def main(
     table = Table(title="decode at full batch, nothing shared")
     for column in ("backend", "context", "tokens in cache", "requests", "step ms", "tokens/s"):
         table.add_column(column, justify="right")
-    spawn = multiprocessing.get_context("spawn")
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), layers, heads, intermediate)
         for spec in backend:
-            queue = spawn.Queue()
-            process = spawn.Process(target=measure, args=(spec, folder, context, options, queue))
-            process.start()
-            while (result := next_result(queue, process)) is not None:
+            running = Results(measure, spec, folder, context, options)
+            for result in running:
                 name, dtype = split_backend(spec)
                 speed = result["batch"] / result["step_ms"] * 1e3
                 table.add_row(
@@ -123,7 +119,7 @@ def main(
                     write_record(
                         out,
                         bench="context",
-                        impl=name if name == "hybrid_mla" else f"sglang_{name}",
+                        impl=impl_of(name),
                         case=case | {"layers": layers, "kv_cache": "bf16" if dtype == "auto" else dtype},
                         step_ms=round(result["step_ms"], 4),
                         decode_tok_s=round(speed, 1),
@@ -131,8 +127,7 @@ def main(
                         cache_tokens=result["capacity"],
                         hybrid_mla=result["info"],
                     )
-            process.join()
-            failed |= bool(process.exitcode)
+            failed |= bool(running.exit_code)
     Console().print(table)
     if failed:
         raise typer.Exit(1)

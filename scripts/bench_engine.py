@@ -12,9 +12,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import queue
 import random
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -145,15 +147,12 @@ def main(
     os.environ["SGLANG_HYBRID_MLA_PREFIX_DTYPE"] = prefix_dtype
     options = {"mem_fraction": mem_fraction, "tp": tp, "steps": steps, "repeat": repeat}
     results: dict[tuple[str, int, int], dict[str, Any]] = {}
-    context = multiprocessing.get_context("spawn")
     console = Console()
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), layers, heads, intermediate)
         for name in backend:
-            queue = context.Queue()
-            process = context.Process(target=measure, args=(name, folder, prompt, batch, options, queue))
-            process.start()
-            while (result := next_result(queue, process)) is not None:
+            running = Results(measure, name, folder, prompt, batch, options)
+            for result in running:
                 results[name, result["prompt"], result["batch"]] = result
                 console.print(f"{name} prompt {result['prompt']} batch {result['batch']}: {result['step_ms']:.3f} ms")
                 if out is not None:
@@ -163,29 +162,51 @@ def main(
                     write_record(
                         out,
                         bench="serving",
-                        impl=name if name == "hybrid_mla" else f"sglang_{name}",
+                        impl=impl_of(name),
                         case=case | {"layers": layers, "tp": tp, "client": "engine"},
                         step_ms=round(result["step_ms"], 4),
                         decode_tok_s=round(result["decode_tok_s"], 1),
                         ttft_ms=round(result["ttft_ms"], 1),
                         hybrid_mla=result["info"],
                     )
-            process.join()
-            if process.exitcode:
-                console.print(f"[red]{name} stopped with exit code {process.exitcode}[/red]")
+            if running.exit_code:
+                console.print(f"[red]{name} stopped with exit code {running.exit_code}[/red]")
     _print(console, results, backend)
 
 
-def next_result(queue: Any, process: Any) -> dict[str, Any] | None:
-    """What `process` puts into the queue next; None when it says that it is done, or has ended."""
-    import queue as queues
+def impl_of(backend: str) -> str:
+    """The `impl` of a backend's records."""
+    return backend if backend == "hybrid_mla" else f"sglang_{backend}"
 
-    while True:
-        try:
-            return queue.get(timeout=1)
-        except queues.Empty:
-            if not process.is_alive():
-                return None
+
+class Results:
+    """What a function puts into the queue that it gets as its last argument, running in a process of its own; None in
+    the queue ends it.
+
+    Attributes:
+        exit_code: of the process, once all results are taken.
+    """
+
+    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._queue = spawn.Queue()
+        self._process = spawn.Process(target=function, args=(*arguments, self._queue))
+        self._process.start()
+        self.exit_code: int | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while (result := self._next()) is not None:
+            yield result
+        self._process.join()
+        self.exit_code = self._process.exitcode
+
+    def _next(self) -> dict[str, Any] | None:
+        while True:
+            try:
+                return self._queue.get(timeout=1)
+            except queue.Empty:
+                if not self._process.is_alive():
+                    return None
 
 
 def _print(console: Console, results: dict[tuple[str, int, int], dict[str, Any]], backends: list[str]) -> None:

@@ -298,15 +298,20 @@ class Hybrid:
         return layer.round(reference.merge(shared[0], shared_lse, layer.values(out), lse)[0])
 
 
+SNAPMLA: dict[str, Configuration] = {
+    "snapmla_config_a": "rope_too",
+    "snapmla_config_b": "fixed",
+    "snapmla_config_c": "per_tensor",
+    "snapmla_config_d": "per_block",
+}
+"""The alternatives of SnapMLA's table 2, as records name them."""
+
 IMPLS: dict[str, Impl] = {
     "sglang_bf16": PlainRows(),
     "hybrid_mla": Hybrid(),
     "hybrid_mla_fp8_prefix": Hybrid(fp8=True),
     "hybrid_mla_fp8_rows": ScaledRows("per_token"),
-    "snapmla_config_a": ScaledRows("rope_too"),
-    "snapmla_config_b": ScaledRows("fixed"),
-    "snapmla_config_c": ScaledRows("per_tensor"),
-    "snapmla_config_d": ScaledRows("per_block"),
+    **{name: ScaledRows(configuration) for name, configuration in SNAPMLA.items()},
     "sglang_fp8": PlainRows(fp8=True),
     "wrong_lse_base": Hybrid(wrong_base=True),
 }

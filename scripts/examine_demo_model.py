@@ -1,6 +1,6 @@
 """Examine a checkpoint of the demo model: what train_demo_model.py does at its end, for a model that is there.
 
-python scripts/examine_demo_model.py configs/demo_model .demo/data --cases 0 --out benchmarks/results/demo_model.jsonl
+python scripts/examine_demo_model.py configs/demo_model .demo/data --out benchmarks/results/demo_model.jsonl
 """
 
 from __future__ import annotations
