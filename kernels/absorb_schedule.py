@@ -1,7 +1,8 @@
 """The work list of the absorb kernel: which tile of query rows attends to which keys, in which order.
 
-A work item is (up to 64 query rows, a range of keys that they share). The kernel runs a fixed number of programs;
-program p takes items p, p + programs, p + 2·programs and so on. There are items of two kinds:
+A work item is (up to `tile_rows` query rows, a range of keys that they share): 64, or fewer for a kernel that does not
+pad them. The kernel runs a fixed number of programs; program p takes items p, p + programs, p + 2·programs and so on.
+There are items of two kinds:
 
 - *Groups*: rows that share a prefix, stacked. Prefixes keep their length, so the host builds these when the plan
   changes.
@@ -19,7 +20,7 @@ Both stand in one int32 array in static device memory, the groups' items first:
 | `group_segments` | segments of the rows of every group, group by group |
 
 A *segment* is a run of query rows, of one request, that lie one behind the other: the first of them in the query as
-`[T * H, 576]`. An item has up to 64 / `segment` of them, which is what lets it stack requests.
+`[T * H, ..]`. An item has up to `tile_rows` / `segment` of them, which is what lets it stack requests.
 """
 
 from __future__ import annotations
@@ -62,17 +63,21 @@ class AbsorbCapacity:
 
     Attributes:
         max_rows: requests of a batch; heads: of each, a multiple of 8; programs: of the kernel's grid.
+        tile_rows: query rows of an item, 64, 32, 16 or 8.
+        groups: whether there is room for partials of groups, too.
     """
 
     max_rows: int
     heads: int
     programs: int
+    tile_rows: int = TILE_ROWS
+    groups: bool = True
 
     @property
     def segment(self) -> int:
         """Rows of a segment: the longest run that divides both a tile and the heads of a request."""
-        for segment in (64, 16, 8):
-            if self.heads % segment == 0:
+        for segment in (self.tile_rows, 16, 8):
+            if self.tile_rows % segment == 0 and self.heads % segment == 0:
                 return segment
         raise ValueError(f"heads must be a multiple of 8, not {self.heads}")
 
@@ -84,12 +89,12 @@ class AbsorbCapacity:
     @property
     def row_tiles(self) -> int:
         """Tiles of one request that is not stacked."""
-        return -(-self.heads // TILE_ROWS)
+        return -(-self.heads // self.tile_rows)
 
     @property
     def max_group_partials(self) -> int:
         """Every row has one, and splitting needs no more than those that give each program a tile of its own."""
-        return self.max_rows + -(-self.programs * TILE_ROWS // self.heads)
+        return self.max_rows + -(-self.programs * self.tile_rows // self.heads) if self.groups else 0
 
     @property
     def max_partial_rows(self) -> int:
@@ -146,7 +151,7 @@ class GroupWork:
 
 
 def build_group_work(groups: Sequence[SharedKeys], capacity: AbsorbCapacity) -> GroupWork:
-    """Cut every group into tiles of 64 query rows and its keys into splits, so that all programs end at about the same
+    """Cut every group into tiles of query rows and its keys into splits, so that all programs end at about the same
     time. Tiles of the same keys stand side by side: they run at the same time, and all but the first read from L2.
 
     Raises:
@@ -165,7 +170,8 @@ def build_group_work(groups: Sequence[SharedKeys], capacity: AbsorbCapacity) -> 
         raise ValueError(f"every row must be in [0, {capacity.max_rows}) and in one group only; found {rows}")
 
     heads, segment, row_segments = capacity.heads, capacity.segment, capacity.row_segments
-    tile_segments = TILE_ROWS // segment
+    tile_rows = capacity.tile_rows
+    tile_segments = tile_rows // segment
     blocks = -(-lengths // BLOCK_KEYS)
     tiles = -(-sizes * row_segments // tile_segments)
     splits = choose_splits(sizes, tiles, blocks, heads, BLOCK_KEYS, capacity.max_group_partials, capacity.programs)
@@ -185,30 +191,30 @@ def build_group_work(groups: Sequence[SharedKeys], capacity: AbsorbCapacity) -> 
     kv_end = np.minimum((split + 1) * blocks[group] // splits[group] * BLOCK_KEYS, lengths[group])
     items = np.zeros((len(group), ITEM_FIELDS), np.int32)
     items[:, 0] = capacity.group_segments + row_start[group] * row_segments + tile * tile_segments
-    items[:, 1] = np.minimum(sizes[group] * heads - tile * TILE_ROWS, TILE_ROWS)
+    items[:, 1] = np.minimum(sizes[group] * heads - tile * tile_rows, tile_rows)
     items[:, 2] = kv_begin
     items[:, 3] = kv_end
     items[:, 4] = first_pages[group]
-    items[:, 5] = (partial_start[group] + split * sizes[group]) * heads + tile * TILE_ROWS
+    items[:, 5] = (partial_start[group] + split * sizes[group]) * heads + tile * tile_rows
     items = items[balanced_order(kv_end - kv_begin, capacity.programs)]
     head = np.concatenate([np.zeros(HEADER_FIELDS, np.int32), items.reshape(-1)])
     head[:2] = len(items)
     return GroupWork(head, segments.reshape(-1).astype(np.int32), table)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "table_row"])
 def schedule_tails_kernel(
     lens_ptr,  # int32 [rows]
     work_ptr,  # int32, the work list
     table_ptr,  # int32, see schedule.WorkList; only the entries of rows
     rows,
+    table_row,  # entries between two rows of the page table: SGLang's grows while it runs
     HEADS: tl.constexpr,
     SEGMENT: tl.constexpr,
     PROGRAMS: tl.constexpr,
     MAX_ROWS: tl.constexpr,
     FIRST_PARTIAL: tl.constexpr,
     FIRST_SEGMENT: tl.constexpr,
-    TABLE_STRIDE: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -240,7 +246,7 @@ def schedule_tails_kernel(
             tl.store(item_ptr + 1, tl.minimum(HEADS - tile * TILE_ROWS, TILE_ROWS), mask=has)
             tl.store(item_ptr + 2, kv_begin, mask=has)
             tl.store(item_ptr + 3, kv_end, mask=has)
-            tl.store(item_ptr + 4, row * TABLE_STRIDE, mask=has)
+            tl.store(item_ptr + 4, row * table_row, mask=has)
             tl.store(item_ptr + 5, (FIRST_PARTIAL + before + split) * HEADS + tile * TILE_ROWS, mask=has)
     row_ptr = table_ptr + ITEM + MAX_ROWS + row
     tl.store(row_ptr, FIRST_PARTIAL + before, mask=row < rows)
@@ -277,16 +283,16 @@ def schedule_tails(lens: Tensor, work: Tensor, table: Tensor, capacity: AbsorbCa
         work,
         table,
         rows,
+        page_table.stride(0),
         HEADS=capacity.heads,
         SEGMENT=capacity.segment,
         PROGRAMS=capacity.programs,
         MAX_ROWS=capacity.max_rows,
         FIRST_PARTIAL=capacity.max_group_partials,
         FIRST_SEGMENT=capacity.tail_segments,
-        TABLE_STRIDE=page_table.stride(0),
         MIN_BLOCKS=MIN_SPLIT_BLOCKS,
         BLOCK_KEYS=BLOCK_KEYS,
-        TILE_ROWS=TILE_ROWS,
+        TILE_ROWS=capacity.tile_rows,
         HEADER=HEADER_FIELDS,
         ITEM=ITEM_FIELDS,
         LANES=triton.next_power_of_2(capacity.max_rows),

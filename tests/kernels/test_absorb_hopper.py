@@ -53,18 +53,22 @@ class Case:
     tails: tuple[int, ...]  # tokens, by row
     programs: int = 132
     spare_rows: int = 3  # that there is room for, beyond those of the step
+    tile_rows: int = TILE_ROWS
 
     @property
     def rows(self) -> int:
         return len(self.tails)
 
     def __str__(self) -> str:
-        return f"h{self.heads}-groups{len(self.groups)}-rows{self.rows}-programs{self.programs}"
+        return f"h{self.heads}-groups{len(self.groups)}-rows{self.rows}-programs{self.programs}-tile{self.tile_rows}"
 
 
 def cases() -> Any:
     for heads in (8, 16, 32, 64, 96, 128):
         yield Case(heads, ((7, 1000), (3, 65), (1, 1)), ODD_LENGTHS * 2)
+    for heads, tile_rows in ((8, 8), (16, 16), (32, 32), (8, 32), (24, 8), (128, 16)):
+        yield Case(heads, ((7, 1000), (3, 65), (1, 1)), ODD_LENGTHS * 2, tile_rows=tile_rows)
+        yield Case(heads, (), ODD_LENGTHS * 2, tile_rows=tile_rows)
     yield Case(16, (), (5001,))
     yield Case(16, (), (0, 0, 0))
     yield Case(16, ((200, 26472), *(((1, 300),) * 56)), tuple(range(256)))
@@ -78,7 +82,9 @@ class Work:
     """The work list of a case, complete, and where the keys of its items are."""
 
     def __init__(self, case: Case) -> None:
-        self.capacity = AbsorbCapacity(case.rows + case.spare_rows, case.heads, case.programs)
+        self.capacity = AbsorbCapacity(
+            case.rows + case.spare_rows, case.heads, case.programs, case.tile_rows, groups=bool(case.groups)
+        )
         rows = list(range(case.rows))
         random.Random(case.rows).shuffle(rows)
         self.width = max(1, -(-max(case.tails) // BLOCK_KEYS))  # pages of a row of the page table
@@ -116,7 +122,7 @@ def test_every_key_of_every_query_row_is_in_one_item(case: Case) -> None:
     assert len(work.items) <= capacity.max_items
     found: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)  # (query row, first page): ranges
     for first, n_rows, begin, end, first_page, partial, *_ in work.items.tolist():
-        assert capacity.tail_segments <= first < capacity.size and 0 < n_rows <= TILE_ROWS
+        assert capacity.tail_segments <= first < capacity.size and 0 < n_rows <= case.tile_rows
         assert begin % BLOCK_KEYS == 0 and begin < end
         for at in range(n_rows):
             segment, inside = divmod(at, capacity.segment)

@@ -163,9 +163,9 @@ capacity = absorb_schedule.AbsorbCapacity(max_rows=1024, heads=16, programs=132)
 absorb = {f"absorb{segment}": compile_absorb(segment) for segment in (64, 16, 8)} | dict(
     schedule_tails=compile_for_hopper(
         absorb_schedule.schedule_tails_kernel,
-        dict(lens_ptr="*i32", work_ptr="*i32", table_ptr="*i32", rows="i32"),
+        dict(lens_ptr="*i32", work_ptr="*i32", table_ptr="*i32", rows="i32", table_row="i32"),
         dict(HEADS=16, SEGMENT=16, PROGRAMS=132, MAX_ROWS=1024, FIRST_PARTIAL=capacity.max_group_partials,
-             FIRST_SEGMENT=capacity.tail_segments, TABLE_STRIDE=2564, MIN_BLOCKS=absorb_schedule.MIN_SPLIT_BLOCKS,
+             FIRST_SEGMENT=capacity.tail_segments, MIN_BLOCKS=absorb_schedule.MIN_SPLIT_BLOCKS,
              BLOCK_KEYS=absorb_schedule.BLOCK_KEYS, TILE_ROWS=absorb_schedule.TILE_ROWS,
              HEADER=absorb_schedule.HEADER_FIELDS, ITEM=ITEM_FIELDS, LANES=1024),
         num_warps=4,
