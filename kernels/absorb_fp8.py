@@ -1,12 +1,24 @@
-"""Decode attention of a batch over FP8 latent rows in pages: splits and merge around absorb_fp8_kernel.py."""
+"""Decode attention of a batch over FP8 latent rows in pages.
+
+There are two ways. `HopperAbsorbFP8` has kernels of its own (absorb_fp8_hopper.py, and absorb_fp8_few_heads.py for 8,
+16 or 32 heads): a small kernel cuts the keys of a step so that all programs end together. `TritonAbsorbFP8`
+(absorb_fp8_kernel.py) is for where those do not run, and for more than one query token. `make_absorb_fp8` picks.
+"""
 
 from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from . import absorb_fp8_few_heads, absorb_fp8_hopper
+from .absorb_fp8_hopper import Query
 from .absorb_fp8_kernel import BLOCK_ROWS, Rescale, run_kernel
+from .absorb_schedule import TILE_ROWS, AbsorbCapacity, schedule_tails
 from .latent_rows import LatentRowLayout
 from .layout import FP8
 from .merge import merge
@@ -18,13 +30,16 @@ CTAS_PER_SM = 2
 """Programs to aim at for each multiprocessor, one after the other: evens out requests of different lengths."""
 
 
-class AbsorbFP8:
+class AbsorbFP8(ABC):
     """Attention of a batch of requests, each over the FP8 rows of its own pages.
 
-        absorb.run(q_absorbed, q_rope, pool, page_table, lens, softmax_scale, out, lse)
+        absorb.prepare(lens, page_table)  # every step
+        for layer in range(layers):
+            absorb.run(q_absorbed, q_rope, pool, page_table, lens, softmax_scale, out, lse)
 
-    What a CUDA graph captures, after one call outside of it, which compiles; a replay reads the pages and lengths of
-    its own time. All memory but the results is allocated here.
+    `prepare` writes to static memory on the current stream and does not synchronise. `run` is what a CUDA graph
+    captures, after one call outside of it, which compiles; a replay reads the pages and lengths of its own time. All
+    memory but the results is allocated here.
     """
 
     def __init__(
@@ -36,8 +51,6 @@ class AbsorbFP8:
         layout: LatentRowLayout | None = None,
         queries: int = 1,
         page_size: int = 64,
-        fp8_weights: bool = True,
-        rescale: Rescale = "multiply",
         num_sms: int | None = None,
     ) -> None:
         """
@@ -46,8 +59,6 @@ class AbsorbFP8:
             queries: query tokens of each request.
             layout: DeepSeek-V3's if None.
             page_size: tokens of a page.
-            fp8_weights: round the softmax weights to e4m3; False is more exact and slower.
-            rescale: see the module.
             num_sms: multiprocessors to fill; those of the device if None.
         Raises:
             ValueError: a size is not positive, a dimension of the layout is not a power of two, or the GPU does not
@@ -66,39 +77,22 @@ class AbsorbFP8:
                 raise ValueError("an FP8 cache needs a GPU of compute capability 8.9 or higher")
             num_sms = num_sms or torch.cuda.get_device_properties(device).multi_processor_count
         self._max_requests, self._heads, self._queries = max_requests, heads, queries
-        self._page_size, self._fp8_weights, self._num_sms = page_size, fp8_weights, num_sms or 1
-        self._rescale: Rescale = rescale
-        self._tiles = triton.cdiv(heads * queries, BLOCK_ROWS)
+        self._page_size, self._num_sms = page_size, num_sms or 1
         tokens = max_requests * queries
         self._content = torch.zeros(tokens, heads, rank, dtype=FP8, device=device)
         self._scale = torch.zeros(tokens, heads, dtype=torch.float32, device=device)
         self._rope = torch.zeros(tokens, heads, dr, dtype=torch.bfloat16, device=device)
-        counts = {requests: self.splits(requests) for requests in range(1, max_requests + 1)}
-        partials = max([n * queries * splits for n, splits in counts.items() if splits > 1], default=0)
-        self._partial_out = torch.zeros(partials, heads, rank, dtype=torch.float32, device=device)
-        self._partial_lse2 = torch.zeros(partials, heads, dtype=torch.float32, device=device)
-        # There is no tail beside the splits: its lse is -inf, and its output is not read.
+        # There is no tail beside the partials: its lse is -inf, and its output is not read.
         self._no_lse = torch.full((tokens, heads), -torch.inf, device=device)
-        # What the merge reads of a work list: by number of splits, because every row has as many.
-        self._capacity = WorkListCapacity(tokens, partials, max_items=0, max_chunks=0)
-        self._tables = {splits: self._table(splits).to(device) for splits in sorted(set(counts.values())) if splits > 1}
 
     @property
     def workspace_bytes(self) -> int:
         """Device memory that this object allocated."""
-        tensors = [value for value in vars(self).values() if isinstance(value, Tensor)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *self._tables.values()))
+        return sum(value.numel() * value.element_size() for value in vars(self).values() if isinstance(value, Tensor))
 
-    def splits(self, requests: int) -> int:
-        """Runs that the keys of each of so many requests are cut into."""
-        return max(1, min(MAX_SPLITS, CTAS_PER_SM * self._num_sms // (requests * self._tiles)))
-
-    def _table(self, splits: int) -> Tensor:
-        rows = self._capacity.max_rows
-        work = WorkList(torch.zeros(self._capacity.size, dtype=torch.int32).numpy(), self._capacity, 0, 0)
-        work.row_partial_start[:] = [row * splits % max(1, self._capacity.max_partial_rows) for row in range(rows)]
-        work.row_partial_stride[:], work.row_splits[:] = 1, splits
-        return torch.from_numpy(work.buffer)
+    @abstractmethod
+    def prepare(self, lens: Tensor, page_table: Tensor) -> None:
+        """Bring the schedule up to date for the calls of `run` that follow, with these arguments."""
 
     def run(
         self,
@@ -128,26 +122,22 @@ class AbsorbFP8:
         self._check(q_absorbed, q_rope, pool, page_table, lens, softmax_scale, out, lse)
         if requests == 0:
             return
-        query = self._content[:tokens], self._scale[:tokens], self._rope[:tokens]
+        query = Query(self._content[:tokens], self._scale[:tokens], self._rope[:tokens])
         quantize_query(q_absorbed, q_rope, *query)
-        splits = self.splits(requests)
-        results = (self._partial_out, self._partial_lse2) if splits > 1 else (out, lse)
-        run_kernel(
-            *query,
-            pool,
-            page_table,
-            lens,
-            *results,
-            layout=self._layout,
-            page_size=self._page_size,
-            splits=splits,
-            softmax_scale=softmax_scale,
-            fp8_weights=self._fp8_weights,
-            rescale=self._rescale,
-        )
-        if splits > 1:
-            no_lse = self._no_lse[:tokens]
-            merge(out, no_lse, self._partial_out, self._partial_lse2, self._tables[splits], self._capacity, out, lse)
+        self._attend(query, pool, page_table, lens, softmax_scale, out, lse)
+
+    @abstractmethod
+    def _attend(
+        self,
+        query: Query,
+        pool: Tensor,
+        page_table: Tensor,
+        lens: Tensor,
+        softmax_scale: float,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """`run`, of a rounded query."""
 
     def _check(
         self,
@@ -184,3 +174,172 @@ class AbsorbFP8:
             raise ValueError("lens, out and lse must be contiguous")
         if page_table.stride(1) != 1:
             raise ValueError(f"the last axis of page_table must be contiguous; its strides are {page_table.stride()}")
+
+
+class HopperAbsorbFP8(AbsorbFP8):
+    """One launch over a work list that `prepare` makes on the device (absorb_schedule.py), and a merge of pieces."""
+
+    def __init__(self, *, bits: int = absorb_fp8_hopper.BITS, **sizes: Any) -> None:
+        """
+        Args:
+            bits: of weights and values in their product, with more than 32 heads; see absorb_fp8_hopper.py. Others as
+                of `AbsorbFP8`.
+        Raises:
+            ValueError: as of `AbsorbFP8`; the kernels do not take these sizes.
+        """
+        super().__init__(**sizes)
+        device, dims = self._content.device, (self._layout.kv_lora_rank, self._layout.qk_rope_head_dim)
+        if self._queries != 1 or self._page_size != 64 or dims != (512, 64) or self._heads % 8:
+            raise ValueError(
+                "the kernels for Hopper take one query token, pages of 64, rows of 512 + 64 and a multiple of 8 heads; "
+                f"not {self._queries}, {self._page_size}, {dims[0]} + {dims[1]} and {self._heads}"
+            )
+        self._bits, self._few = bits, self._heads in absorb_fp8_few_heads.ROWS
+        tile_rows = self._heads if self._few else TILE_ROWS
+        self._capacity = AbsorbCapacity(self._max_requests, self._heads, self._num_sms, tile_rows, groups=False)
+        partials = (self._capacity.max_partial_rows, self._heads)
+        self._partial_out = torch.zeros(*partials, dims[0], dtype=torch.bfloat16, device=device)  # [P, H, 512]
+        self._partial_lse2 = torch.zeros(partials, device=device)  # [P, H]
+        self._work = torch.from_numpy(self._capacity.empty_work()).to(device)
+        self._table = torch.zeros(self._capacity.table.size, dtype=torch.int32, device=device)
+        self._prepared = 0, 0
+
+    def prepare(self, lens: Tensor, page_table: Tensor) -> None:
+        schedule_tails(lens, self._work, self._table, self._capacity, page_table)
+        self._prepared = len(lens), page_table.stride(0)
+
+    def _attend(
+        self,
+        query: Query,
+        pool: Tensor,
+        page_table: Tensor,
+        lens: Tensor,
+        softmax_scale: float,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        if self._prepared != (len(lens), page_table.stride(0)):
+            raise ValueError(
+                f"{len(lens)} requests and rows of {page_table.stride(0)} pages must be what it was prepared for: "
+                f"{self._prepared}"
+            )
+        partials = self._partial_out, self._partial_lse2
+        arguments = query, pool, self._work, page_table, self._capacity, *partials
+        if self._few:
+            absorb_fp8_few_heads.run(*arguments, softmax_scale=softmax_scale)
+        else:
+            absorb_fp8_hopper.run(*arguments, softmax_scale=softmax_scale, bits=self._bits)
+        merge(out, self._no_lse[: len(lens)], *partials, self._table, self._capacity.table, out, lse)
+
+
+class TritonAbsorbFP8(AbsorbFP8):
+    """A grid that depends on the number of requests alone: the keys of each are cut into as many runs, then merged."""
+
+    def __init__(self, *, fp8_weights: bool = True, rescale: Rescale = "multiply", **sizes: Any) -> None:
+        """
+        Args:
+            fp8_weights: round the softmax weights to e4m3; False is more exact and slower.
+            rescale: see absorb_fp8_kernel.py. Others as of `AbsorbFP8`.
+        """
+        super().__init__(**sizes)
+        self._fp8_weights = fp8_weights
+        self._rescale: Rescale = rescale
+        self._tiles = triton.cdiv(self._heads * self._queries, BLOCK_ROWS)
+        tokens, heads, rank = self._content.shape
+        device = self._content.device
+        counts = {requests: self.splits(requests) for requests in range(1, self._max_requests + 1)}
+        partials = max([n * self._queries * splits for n, splits in counts.items() if splits > 1], default=0)
+        self._partial_out = torch.zeros(partials, heads, rank, dtype=torch.float32, device=device)
+        self._partial_lse2 = torch.zeros(partials, heads, dtype=torch.float32, device=device)
+        # What the merge reads of a work list: by number of splits, because every row has as many.
+        self._capacity = WorkListCapacity(tokens, partials, max_items=0, max_chunks=0)
+        self._tables = {splits: self._table(splits).to(device) for splits in sorted(set(counts.values())) if splits > 1}
+
+    @property
+    def workspace_bytes(self) -> int:
+        return super().workspace_bytes + sum(table.numel() * table.element_size() for table in self._tables.values())
+
+    def splits(self, requests: int) -> int:
+        """Runs that the keys of each of so many requests are cut into."""
+        return max(1, min(MAX_SPLITS, CTAS_PER_SM * self._num_sms // (requests * self._tiles)))
+
+    def prepare(self, lens: Tensor, page_table: Tensor) -> None:
+        """Nothing: every program reads its length by itself."""
+
+    def _table(self, splits: int) -> Tensor:
+        rows = self._capacity.max_rows
+        work = WorkList(torch.zeros(self._capacity.size, dtype=torch.int32).numpy(), self._capacity, 0, 0)
+        work.row_partial_start[:] = [row * splits % max(1, self._capacity.max_partial_rows) for row in range(rows)]
+        work.row_partial_stride[:], work.row_splits[:] = 1, splits
+        return torch.from_numpy(work.buffer)
+
+    def _attend(
+        self,
+        query: Query,
+        pool: Tensor,
+        page_table: Tensor,
+        lens: Tensor,
+        softmax_scale: float,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        splits = self.splits(len(lens))
+        results = (self._partial_out, self._partial_lse2) if splits > 1 else (out, lse)
+        run_kernel(
+            *query,
+            pool,
+            page_table,
+            lens,
+            *results,
+            layout=self._layout,
+            page_size=self._page_size,
+            splits=splits,
+            softmax_scale=softmax_scale,
+            fp8_weights=self._fp8_weights,
+            rescale=self._rescale,
+        )
+        if splits > 1:
+            no_lse = self._no_lse[: len(out)]
+            merge(out, no_lse, self._partial_out, self._partial_lse2, self._tables[splits], self._capacity, out, lse)
+
+
+def make_absorb_fp8(
+    pool: Tensor,
+    *,
+    heads: int,
+    dtype: torch.dtype,
+    on_failure: Callable[[str, BaseException], None],
+    layout: LatentRowLayout | None = None,
+    queries: int = 1,
+    page_size: int = 64,
+    **sizes: Any,
+) -> AbsorbFP8:
+    """The first of the two ways that runs here, best first. All of its kernels run once: they compile, and show that
+    they can.
+
+    Args:
+        pool: as for `AbsorbFP8.run`, of any layer; dtype: of queries and results.
+        on_failure: is told why a way does not run, if there is another.
+        sizes: others of `AbsorbFP8`.
+    """
+    layout, device = layout or LatentRowLayout(), pool.device
+
+    def tried(kind: type[AbsorbFP8]) -> AbsorbFP8:
+        absorb = kind(heads=heads, device=device, layout=layout, queries=queries, page_size=page_size, **sizes)
+        q = torch.zeros(queries, heads, layout.kv_lora_rank + layout.qk_rope_head_dim, dtype=dtype, device=device)
+        q_absorbed, q_rope = q.split([layout.kv_lora_rank, layout.qk_rope_head_dim], dim=-1)
+        lens = torch.full((1,), queries, dtype=torch.int32, device=device)
+        page_table = torch.zeros(1, 1, dtype=torch.int32, device=device)  # slot 0 and up are for rows of nobody
+        absorb.prepare(lens, page_table)
+        out = torch.empty_like(q_absorbed, memory_format=torch.contiguous_format)
+        lse = torch.empty(queries, heads, device=device)
+        absorb.run(q_absorbed, q_rope, pool, page_table, lens, 1.0, out, lse)
+        return absorb
+
+    if queries == 1 and absorb_fp8_hopper.supports(device, layout, heads, page_size):
+        try:
+            return tried(HopperAbsorbFP8)
+        except Exception as error:
+            reason = "the FP8 cache's own kernels for Hopper do not run here, Triton's take their place"
+            on_failure(f"{reason}: {type(error).__name__}", error)
+    return tried(TritonAbsorbFP8)

@@ -1,8 +1,9 @@
 """The backend on a Hopper GPU over the FP8 pool (latent_pool.py): private tails by kernels/absorb_fp8.py.
 
-FlashMLA does not know rows with a scale for each token, so every decode step's tails go through our kernel; plans, page
-tables and what is shared are as in backend_flashmla.py. Prefill asks the pool for rows by their slots and computes with
-keys per head, whatever the length of a prefix: SGLang's absorb in prefill would read the pool itself.
+FlashMLA does not know rows with a scale for each token, so every decode step's tails go through our kernel, whose
+schedule is made once a step; plans, page tables and what is shared are as in backend_flashmla.py. Prefill asks the pool
+for rows by their slots and computes with keys per head, whatever the length of a prefix: SGLang's absorb in prefill
+would read the pool itself.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 from sglang_mla_ext.backend import MAX_ROWS
 from sglang_mla_ext.backend_flashmla import FlashMLAHybridBackend
-from sglang_mla_ext.kernels.absorb_fp8 import AbsorbFP8
+from sglang_mla_ext.kernels.absorb_fp8 import make_absorb_fp8
 from sglang_mla_ext.limits import PAGE_SIZE
 
 if TYPE_CHECKING:
@@ -34,17 +35,33 @@ class FP8HybridBackend(FlashMLAHybridBackend):
         for layer in self._layers:
             layer.chunked_prefix_cache_threshold = 0  # shorter cached prefixes than this take absorb
         self._max_requests = min(runner.req_to_token_pool.size, MAX_ROWS)
-        self._absorb = AbsorbFP8(
-            max_requests=self._max_requests,
+        self._absorb = make_absorb_fp8(
+            runner.token_to_kv_pool.rows(self._layers[0].attn_mqa.layer_id),
             heads=self._heads,
-            device=runner.device,
+            dtype=runner.dtype,
             layout=runner.token_to_kv_pool.layout,
             page_size=PAGE_SIZE,
+            max_requests=self._max_requests,
+            on_failure=self.counters.fall_back,
         )
-        # The kernel runs once here: it compiles, and shows that it can. Slot 0 is for rows of nobody.
-        one = torch.ones(1, dtype=torch.int32, device=runner.device)
-        q = torch.zeros(1, self._heads, self.kv_cache_dim, dtype=runner.dtype, device=runner.device)
-        self._attend_tails(q, self._layers[0].attn_mqa, one[:, None] - 1, one)
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        super().init_forward_metadata(forward_batch)
+        self._prepare_tails(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+        self._prepare_tails(forward_batch)
+
+    def _prepare_tails(self, forward_batch: ForwardBatch) -> None:
+        """Before the layers of a decode step: lengths of the tails, and the kernel's schedule for them."""
+        rows = forward_batch.batch_size
+        if not forward_batch.forward_mode.is_decode() or rows > self._max_requests:
+            return
+        lens = self._tail_lens[:rows]
+        if not self._hybrid:
+            lens.copy_(forward_batch.seq_lens[:rows])
+        self._absorb.prepare(lens, self.forward_metadata.block_kv_indices[:rows])
 
     def forward_decode(
         self,
@@ -60,7 +77,8 @@ class FP8HybridBackend(FlashMLAHybridBackend):
         rows = forward_batch.batch_size
         q = q.view(rows, layer.tp_q_head_num, layer.head_dim)
         table = self.forward_metadata.block_kv_indices[:rows]
-        lens = self._tail_lens[:rows] if self._hybrid else forward_batch.seq_lens[:rows].to(torch.int32)
+        counted = self._hybrid or rows <= self._max_requests
+        lens = self._tail_lens[:rows] if counted else forward_batch.seq_lens[:rows].to(torch.int32)
         out, lse = self._attend_tails(q, layer, table, lens)
         if self._hybrid:
             self.attend_shared(q, lse, layer)
@@ -77,6 +95,8 @@ class FP8HybridBackend(FlashMLAHybridBackend):
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         for start in range(0, len(q), self._max_requests):
             part = slice(start, start + self._max_requests)
+            if len(q) > self._max_requests:  # too many for one schedule: a new one for each part
+                self._absorb.prepare(lens[part], table[part])
             self._absorb.run(
                 q_absorbed[part], q_rope[part], rows, table[part], lens[part], layer.scaling, out[part], lse[part]
             )

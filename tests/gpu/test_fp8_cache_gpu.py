@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sglang_mla_ext.kernels import reference, reference_fp8
-from sglang_mla_ext.kernels.absorb_fp8 import AbsorbFP8
+from sglang_mla_ext.kernels.absorb_fp8 import TritonAbsorbFP8
 from sglang_mla_ext.kernels.dispatch import append_rows, fetch_rows
 from sglang_mla_ext.kernels.latent_rows import LatentRowLayout, dequantize, quantize
 from sglang_mla_ext.kernels.layout import FP8
@@ -29,7 +29,7 @@ DEVICE = "cuda"
 class Cache:
     """A pool of NaN and in it, in random pages, the rows of each request."""
 
-    def __init__(self, lens: tuple[int, ...], page_size: int = PAGE) -> None:
+    def __init__(self, lens: tuple[int, ...], page_size: int = PAGE, mean: float = 0.0) -> None:
         pages = [-(-n // page_size) for n in lens]
         order = torch.randperm(sum(pages) + 3, device=DEVICE).int()
         self.pool = torch.full((len(order) * page_size, LAYOUT.row_bytes), 0x7F, dtype=torch.uint8, device=DEVICE)
@@ -41,7 +41,8 @@ class Cache:
             self.table[request, :count], order = order[:count], order[count:]
             slots = self.table[request, :count].long().repeat_interleave(page_size)[:n] * page_size
             slots = slots + torch.arange(n, device=DEVICE) % page_size
-            latent, rope = torch.randn(n, RANK, device=DEVICE).bfloat16(), 3 * torch.randn(n, DR, device=DEVICE)
+            latent = (torch.randn(n, RANK, device=DEVICE) + mean).bfloat16()
+            rope = 3 * torch.randn(n, DR, device=DEVICE)
             append_rows(latent, rope.bfloat16(), slots, self.pool)
             self.rows.append(self.pool[slots])
 
@@ -66,7 +67,9 @@ def queries(requests: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.randn(requests, heads, d, device=DEVICE).bfloat16() for d in (RANK, DR))  # type: ignore[return-value]
 
 
-def run(absorb: AbsorbFP8, cache: Cache, q: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def run(
+    absorb: TritonAbsorbFP8, cache: Cache, q: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.full_like(q[0], torch.nan, dtype=torch.float32)
     lse = torch.full(q[0].shape[:2], torch.nan, device=DEVICE)
     absorb.run(*q, cache.pool, cache.table, cache.lens, SCALE, out, lse)
@@ -88,7 +91,7 @@ def test_error_is_that_of_the_rounding(lens: tuple[int, ...], heads: int, page_s
     torch.manual_seed(0)
     cache, q = Cache(lens, page_size), queries(len(lens), heads)
     sizes: dict[str, Any] = dict(max_requests=len(lens), heads=heads, device=DEVICE, page_size=page_size)
-    absorb = AbsorbFP8(**sizes, fp8_weights=fp8_weights)
+    absorb = TritonAbsorbFP8(**sizes, fp8_weights=fp8_weights)
     out, lse = run(absorb, cache, q)
     exact, (emulated, emulated_lse) = cache.exact(*q), cache.emulated(*q)
     ours, theirs = (reference.errors(result, exact).rel_l2 for result in (out, emulated))
@@ -100,7 +103,7 @@ def test_error_is_that_of_the_rounding(lens: tuple[int, ...], heads: int, page_s
 def test_a_graph_follows_other_lengths_and_pages() -> None:
     torch.manual_seed(0)
     first, second = Cache((500, 3, 64)), Cache((64, 700, 1))
-    absorb = AbsorbFP8(max_requests=4, heads=16, device=DEVICE)
+    absorb = TritonAbsorbFP8(max_requests=4, heads=16, device=DEVICE)
     q = queries(3, 16)
     out, lse = torch.empty(3, 16, RANK, device=DEVICE), torch.empty(3, 16, device=DEVICE)
     pool = torch.cat([first.pool, second.pool])

@@ -6,7 +6,8 @@ arrivals and bytes as the hardware's do, and know only the parity of a phase. Wh
 issue to its arrival. A product notes its operands when it is issued and compares when it is waited for, so that shared
 memory given away too early shows; roles that all wait are a deadlock.
 
-What it does not model: registers, layouts other than the order of columns in shared memory, and fences.
+What it does not model: registers, layouts other than the order of columns in shared memory, and fences. Functions that
+move bytes inside of registers are for the tests to replace (see `Program`).
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ from triton.experimental.gluon import language as gl
 from triton.runtime.jit import JITCallable
 
 NAN = float("nan")
-SWIZZLE_COLUMNS = 64
-"""Columns of 2 bytes that one swizzle covers: wider rows lie in shared memory in blocks of so many columns."""
+SWIZZLE_BYTES = 128
+"""What one swizzle covers of a row: wider rows lie in shared memory in blocks of so many bytes."""
+
+WORDS = (torch.int16, torch.int32)
+"""Types under which a kernel moves narrower numbers. They stay what they are here."""
 
 
 class Int(int):
@@ -43,13 +47,17 @@ class Pointer:
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.tensor, self.offset + more)
 
+    @property
+    def dtype(self) -> SimpleNamespace:
+        return SimpleNamespace(element_ty=self.tensor.dtype)
+
 
 class Descriptor:
     """A TMA descriptor of a 2-D tensor: what is out of bounds reads as zero."""
 
-    def __init__(self, tensor: Tensor, block: list[int]) -> None:
+    def __init__(self, tensor: Tensor, block: list[int], itemsize: int = 2) -> None:
         self.tensor, self.block, self.layout = tensor, block, None
-        self.block_type = SimpleNamespace(shape=block, nbytes=2 * block[0] * block[1])
+        self.block_type = SimpleNamespace(shape=block, nbytes=itemsize * block[0] * block[1])
 
     def read(self, row: int, column: int) -> Tensor:
         found = self.tensor[row : row + self.block[0], column : column + self.block[1]].float()
@@ -58,7 +66,7 @@ class Descriptor:
 
 
 class Place:
-    """A tile of shared memory: `[rows, column blocks, 64]`, or `[rows]`."""
+    """A tile of shared memory: `[rows, column blocks, columns of one]`, or `[rows]`."""
 
     def __init__(self, memory: Tensor, transposed: bool = False) -> None:
         self.memory, self.transposed = memory, transposed
@@ -76,29 +84,33 @@ class Place:
         return Place(self.memory, not self.transposed)
 
     def slice(self, start: int, length: int, dim: int) -> Place:
-        return Place(self.memory.narrow(dim, start, length))
+        if dim != self.transposed:  # columns
+            assert self.memory.shape[1] == 1, "columns of several blocks"
+            return Place(self.memory.narrow(2, start, length), self.transposed)
+        return Place(self.memory.narrow(0, start, length), self.transposed)
 
 
 class Shared(Place):
-    """An allocation of shared memory; `index` gives one tile of it."""
+    """An allocation of shared memory; `index` gives one tile of it, or one line of a two-dimensional one."""
 
-    def __init__(self, shape: list[int]) -> None:
-        self.shape = shape
-        self.flat = torch.full(shape, NAN).flatten()
-        super().__init__(self._tiles()[0] if len(shape) == 2 else self.flat)
+    def __init__(self, shape: list[int], dtype: torch.dtype, flat: Tensor | None = None) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.flat = torch.full(shape, NAN).flatten() if flat is None else flat
+        super().__init__(self._tiles()[0] if len(shape) > 1 else self.flat)
 
     def _tiles(self) -> Tensor:
         rows, columns = self.shape[-2:]
-        return self.flat.view(-1, columns // SWIZZLE_COLUMNS, rows, SWIZZLE_COLUMNS).transpose(1, 2)
+        block = min(columns, SWIZZLE_BYTES // self.dtype.itemsize)
+        return self.flat.view(-1, columns // block, rows, block).transpose(1, 2)
 
     def index(self, i: int) -> Place:
-        return Place(self._tiles()[i])
+        return Place(self.flat.view(self.shape)[i] if len(self.shape) == 2 else self._tiles()[i])
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
-        other = Shared([1, SWIZZLE_COLUMNS])
-        other.shape, other.flat = shape, self.flat
-        assert self.flat.numel() == shape[0] * shape[1] * shape[2]
-        return other
+        if dtype in WORDS:
+            return self
+        assert self.flat.numel() == shape[0] * shape[1] * shape[2] and dtype == self.dtype
+        return Shared(shape, dtype, self.flat)
 
 
 class Barrier:
@@ -106,9 +118,9 @@ class Barrier:
         self.count = self.pending = count
         self.bytes, self.phase = 0, 0
 
-    def arrive(self, bytes_expected: int = 0) -> None:
-        assert self.pending > 0, "more arrivals than the barrier counts"
-        self.pending -= 1
+    def arrive(self, bytes_expected: int = 0, count: int = 1) -> None:
+        assert self.pending >= count, "more arrivals than the barrier counts"
+        self.pending -= count
         self.bytes += bytes_expected
         self.complete(0)
 
@@ -134,7 +146,9 @@ class Product:
         for a, b, a_then, b_then in self.operands:
             for place, then in ((a, a_then), (b, b_then)):
                 now = place.operand() if isinstance(place, Place) else then
-                assert torch.equal(now.nan_to_num(7e7), then.nan_to_num(7e7)), "an operand changed under a product"
+                # What nobody may read may be cleared meanwhile: it is masked in the result.
+                same = (now == then) | (then.isnan() & (now.isnan() | (now == 0)))
+                assert same.all(), "an operand changed under a product"
             total = total + a_then.float() @ b_then.float()
         return total
 
@@ -144,9 +158,12 @@ class Stopped(BaseException):
 
 
 class Program:
-    """One program of the grid. `faults` replace stand-ins by name, to show that a wrong kernel is found out."""
+    """One program of the grid. `changes` replace functions of the kernel and stand-ins by name: what moves bytes, or to
+    show that a wrong kernel is found out."""
 
-    def __init__(self, modules: list[ModuleType], index: int, programs: int, seed: int, faults: dict[str, Any]) -> None:
+    def __init__(
+        self, modules: list[ModuleType], index: int, programs: int, seed: int, changes: dict[str, Any]
+    ) -> None:
         self.random = random.Random(seed * 1000 + index)
         self.in_flight: list[tuple[Place, Tensor, Barrier, int]] = []
         self.turn, self.stop = threading.Semaphore(0), False
@@ -158,7 +175,7 @@ class Program:
                 MBarrierLayout=lambda: None,
                 init=lambda barrier, count: barrier.init(count),
                 wait=lambda barrier, parity: self.pause(lambda: barrier.passed(parity)),
-                arrive=lambda barrier: (barrier.arrive(), self.pause()),
+                arrive=lambda barrier, count=1: (barrier.arrive(count=count), self.pause()),
                 expect=lambda barrier, nbytes: barrier.arrive(nbytes),
             ),
             "tma": SimpleNamespace(async_copy_global_to_shared=self._copy),
@@ -172,7 +189,7 @@ class Program:
                 if isinstance(value, JITCallable):
                     value = FunctionType(value.fn.__code__, self.names, name, value.fn.__defaults__)
                 self.names[name] = value.value if isinstance(value, gl.constexpr) else value
-        self.names |= stand_ins | {name: fault(self, stand_ins.get(name)) for name, fault in faults.items()}
+        self.names |= stand_ins | {name: change(self, stand_ins.get(name)) for name, change in changes.items()}
 
     def run(self, kernel: str, *arguments: Any) -> None:
         """
@@ -245,12 +262,16 @@ class Program:
 
     def _allocate(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if dtype != torch.int64:
-            return Shared(shape)
+            return Shared(shape, dtype)
         barriers = [Barrier() for _ in range(shape[0])]
         return SimpleNamespace(index=lambda i: barriers[i], shape=shape)
 
     def _language(self, index: int, programs: int) -> SimpleNamespace:
-        def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Int:
+        def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Any:
+            if isinstance(pointer.offset, Tensor):
+                found = torch.full(pointer.offset.shape, other, dtype=pointer.tensor.dtype)
+                found[mask] = pointer.tensor[pointer.offset[mask]]
+                return found
             return Int(pointer.tensor[pointer.offset]) if mask else Int(other)
 
         def store(pointer: Pointer, values: Tensor, mask: Tensor) -> None:
@@ -260,12 +281,17 @@ class Program:
         def maximum(a: Any, b: Any) -> Any:
             return torch.maximum(a, b) if isinstance(a, Tensor) else max(a, b)
 
+        def where(condition: Any, a: Any, b: Any) -> Any:
+            return torch.where(condition, a, b) if isinstance(condition, Tensor) else a if condition else b
+
         layouts = (name for name in vars(gl) if name.endswith("Layout"))
         return SimpleNamespace(
             **dict.fromkeys(layouts, lambda *_: None),
-            bfloat16=torch.bfloat16, float32=torch.float32, int64=torch.int64,
+            float8e4nv=torch.float8_e4m3fn, float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
+            int16=torch.int16, int32=torch.int32, int64=torch.int64,
             program_id=lambda axis: index, num_programs=lambda axis: programs, static_range=range,
-            load=load, store=store, maximum=maximum, where=torch.where, zeros_like=torch.zeros_like,
+            load=load, store=store, maximum=maximum, where=where, zeros_like=torch.zeros_like,
+            convert_layout=lambda values, layout, assert_trivial=False: values,
             exp2=torch.exp2, log2=torch.log2, thread_barrier=self.pause, allocate_shared_memory=self._allocate,
             arange=lambda start, end, layout: torch.arange(start, end),
             zeros=lambda shape, dtype, layout: torch.zeros(shape),

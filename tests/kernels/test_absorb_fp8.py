@@ -25,7 +25,7 @@ from sglang_mla_ext.kernels.latent_rows import LatentRowLayout, dequantize, quan
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")
-    from sglang_mla_ext.kernels.absorb_fp8 import AbsorbFP8
+    from sglang_mla_ext.kernels.absorb_fp8 import TritonAbsorbFP8
     from sglang_mla_ext.kernels.absorb_fp8_kernel import absorb_fp8_kernel
 assert isinstance(absorb_fp8_kernel, interpreter.InterpretedFunction), "run `pytest tests/kernels` on its own"
 
@@ -106,7 +106,7 @@ class Problem:
 
     def run(self, fp8_weights: bool, rescale: str = "multiply") -> tuple[torch.Tensor, torch.Tensor]:
         case = self.case
-        absorb = AbsorbFP8(
+        absorb = TritonAbsorbFP8(
             max_requests=len(case.lens) + 1,
             heads=case.heads,
             device="cpu",
@@ -192,7 +192,7 @@ def test_a_nan_row_is_seen_by_those_who_attend_to_it_only() -> None:
 
 
 def test_keys_are_cut_where_requests_do_not_fill_the_gpu() -> None:
-    absorb = AbsorbFP8(max_requests=300, heads=128, device="cpu", num_sms=132)
+    absorb = TritonAbsorbFP8(max_requests=300, heads=128, device="cpu", num_sms=132)
     splits = [absorb.splits(requests) for requests in (1, 4, 16, 66, 132, 133, 300)]
     assert splits == [32, 32, 8, 2, 1, 1, 1]
     assert absorb._partial_out.shape[0] <= 2 * 132 / 2, "as many programs as fill the GPU, two tiles of heads each"
@@ -201,7 +201,7 @@ def test_keys_are_cut_where_requests_do_not_fill_the_gpu() -> None:
 
 @pytest.mark.parametrize("change", ["requests", "lens", "table", "out", "lse", "pool", "query", "scale"])
 def test_wrong_arguments_are_refused(change: str) -> None:
-    absorb = AbsorbFP8(max_requests=2, heads=16, device="cpu")
+    absorb = TritonAbsorbFP8(max_requests=2, heads=16, device="cpu")
     values = {
         "q_absorbed": torch.zeros(2, 16, 512),
         "q_rope": torch.zeros(2, 16, 64),
@@ -230,7 +230,7 @@ def test_wrong_arguments_are_refused(change: str) -> None:
 @pytest.mark.parametrize("sizes", [{"heads": 0}, {"layout": LatentRowLayout(48, 16)}], ids=str)
 def test_wrong_sizes_are_refused(sizes: dict) -> None:
     with pytest.raises(ValueError, match="must be"):
-        AbsorbFP8(**{"max_requests": 2, "heads": 16, "device": "cpu", **sizes})
+        TritonAbsorbFP8(**{"max_requests": 2, "heads": 16, "device": "cpu", **sizes})
 
 
 # ---- for Hopper

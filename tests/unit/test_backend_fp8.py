@@ -19,16 +19,23 @@ HEADS, RANK, ROPE, PAGE, PAGES, LAYER = 4, 32, 16, 64, 12, 1
 
 
 class ReferenceAbsorb:
-    """AbsorbFP8 in torch."""
+    """make_absorb_fp8's result, in torch."""
 
-    def __init__(self, *, max_requests: int, heads: int, device: str, layout: Any, page_size: int) -> None:
+    def __init__(self, pool: torch.Tensor, *, heads: int, layout: Any, page_size: int, max_requests: int, **_: Any):
         self.max_requests, self.layout, self.page_size, self.calls = max_requests, layout, page_size, []
-        assert heads == HEADS and page_size == PAGE
+        self.prepared: list[Any] = []
+        assert heads == HEADS and page_size == PAGE and pool.shape[1] == layout.row_bytes
+
+    def prepare(self, lens, page_table) -> None:
+        assert len(lens) <= self.max_requests and lens.dtype == torch.int32
+        self.prepared.append((lens.tolist(), page_table.tolist()))
 
     def run(self, q_absorbed, q_rope, pool, page_table, lens, softmax_scale, out, lse) -> None:
         assert len(lens) <= self.max_requests and lens.dtype == torch.int32 and page_table.dtype == torch.int32
         assert lens.is_contiguous() and out.is_contiguous() and lse.is_contiguous()
         self.calls.append(len(lens))
+        if self.prepared:
+            assert self.prepared[-1] == (lens.tolist(), page_table.tolist())
         for row, length in enumerate(lens.tolist()):
             token = torch.arange(length)
             slots = page_table[row, token // PAGE].long() * PAGE + token % PAGE
@@ -61,9 +68,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
         self.kv_lora_rank, self.qk_rope_head_dim, self.kv_cache_dim = RANK, ROPE, RANK + ROPE
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._tail_lens = torch.zeros(8, dtype=torch.int32)
+        self.counters = SimpleNamespace(fall_back=None)
 
     monkeypatch.setattr(backend_flashmla.FlashMLAHybridBackend, "__init__", stock_init)
-    monkeypatch.setattr(backend_fp8, "AbsorbFP8", ReferenceAbsorb)
+    monkeypatch.setattr(backend_fp8, "make_absorb_fp8", ReferenceAbsorb)
     monkeypatch.setattr(backend_fp8, "MAX_ROWS", 2)
     runner = SimpleNamespace(
         token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(size=100), device="cpu", dtype=torch.float32
@@ -74,7 +82,6 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_decode(make: Any, hybrid: bool) -> None:
     backend = make()
-    assert backend._absorb.calls == [1], "it ran once when it was made"
     shared: list[Any] = []
     backend.attend_shared = lambda q, lse, layer: shared.append((q, lse))
     generator = torch.Generator().manual_seed(1)
@@ -97,15 +104,48 @@ def test_decode(make: Any, hybrid: bool) -> None:
     assert changed.tolist() == new_slots.sort().values.tolist()
     q_absorbed, q_rope = q.view(3, HEADS, -1).split([RANK, ROPE], dim=-1)
     expected, expected_lse = torch.empty(3, HEADS, RANK), torch.empty(3, HEADS)
-    reference = ReferenceAbsorb(
-        max_requests=3, heads=HEADS, device="cpu", layout=backend.token_to_kv_pool.layout, page_size=PAGE
-    )
+    sizes = dict(max_requests=3, heads=HEADS, layout=backend.token_to_kv_pool.layout, page_size=PAGE)
+    reference = ReferenceAbsorb(rows, **sizes)
     reference.run(q_absorbed, q_rope, rows, table, lens.int(), 0.2, expected, expected_lse)
     assert torch.equal(out, expected.view(3, -1))
-    assert backend._absorb.calls[1:] == [2, 1], "as many requests at once as there is room for"
+    assert backend._absorb.calls == [2, 1], "as many requests at once as there is room for"
+    assert [lens for lens, _ in backend._absorb.prepared] == [[70, 1], [64]], "a schedule for each of them"
     assert len(shared) == hybrid
     for shared_q, lse in shared:
         assert torch.equal(shared_q, q.view(3, HEADS, -1)) and torch.equal(lse, expected_lse)
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_step_is_scheduled_once_before_its_layers(
+    make: Any, monkeypatch: pytest.MonkeyPatch, hybrid: bool, in_graph: bool
+) -> None:
+    backend = make()
+    stock = type(backend).__mro__[1]
+    table = torch.tensor([[3, 4], [5, 9], [7, 1]], dtype=torch.int32)
+
+    def stock_metadata(self: Any, forward_batch: Any, in_capture: bool = False) -> None:
+        self.forward_metadata, self._hybrid = SimpleNamespace(block_kv_indices=table), hybrid
+
+    monkeypatch.setattr(stock, "init_forward_metadata", stock_metadata)
+    monkeypatch.setattr(stock, "init_forward_metadata_out_graph", stock_metadata)
+    prepare = backend.init_forward_metadata_out_graph if in_graph else backend.init_forward_metadata
+    backend._tail_lens[:2] = torch.tensor([7, 9]) if hybrid else -1
+
+    def batch(decode: bool, rows: int) -> Any:
+        mode = SimpleNamespace(is_decode=lambda: decode)
+        return SimpleNamespace(batch_size=rows, forward_mode=mode, seq_lens=torch.tensor([70, 64, 3]))
+
+    prepare(batch(decode=False, rows=2))
+    prepare(batch(decode=True, rows=3))  # too many for one schedule
+    assert not backend._absorb.prepared
+    prepare(batch(decode=True, rows=2))
+    lens = [7, 9] if hybrid else [70, 64]
+    assert backend._absorb.prepared == [(lens, [[3, 4], [5, 9]])]
+    layer = SimpleNamespace(layer_id=LAYER, tp_q_head_num=HEADS, head_dim=RANK + ROPE, scaling=0.2)
+    backend.attend_shared = lambda q, lse, layer: None
+    backend.forward_decode(torch.randn(2, HEADS * (RANK + ROPE)), None, None, layer, batch(decode=True, rows=2))
+    assert backend._absorb.calls == [2] and len(backend._absorb.prepared) == 1
 
 
 def test_prefill_is_never_by_absorb(make: Any) -> None:

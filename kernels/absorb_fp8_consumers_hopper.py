@@ -1,0 +1,317 @@
+"""What the computing warps of absorb_fp8_hopper.py do: `compute_scores` of an item's keys, and `sum_values`, half of
+the columns each.
+
+Blocks of an item go from the last to the first, so that only the first one taken can end inside the range. The rotary
+scores of block i + 1 run while the weights of block i are written, its content scores while they are announced.
+
+`slot` and `phase` say where the ring is, `taken` counts blocks since the program's start, and `done` items.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .absorb_consumers_hopper import BLOCK, HEADER, ITEM, LATENT, NO_SCORE, ROWS, blocks_of
+from .absorb_fp8_tiles_hopper import (
+    LOG2_FP8_MAX,
+    SCALE_RANGE,
+    clear_behind,
+    inverse_of_power,
+    log2_of_power,
+    next_slot,
+    scales_of_keys,
+    values_tile,
+    write_out,
+)
+
+STAGES = gl.constexpr(2)  # of weights
+NORM_STAGES = gl.constexpr(4)  # items; no barrier: weights are never written more than two blocks ahead
+
+# Of keys 2c, 2c + 1, 2c + 8 and 2c + 9 of a thread, two dims each: the even dim into one register, the odd into one.
+# Position i of every 16 gets key 8·(i >> 1 & 1) + 2·(i >> 2) + (i & 1), which is how a thread has scores.
+KEYS_OF_DIMS = gl.constexpr("prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;")
+
+
+@gluon.jit
+def _key_scales(scale_s, slot, LAYOUT: gl.constexpr):
+    """As a thread has the columns of a product `[64, 64]`."""
+    KEYS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 8], [0, 16], [0, 32]],
+        [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]],
+        [[0, 0], [0, 0]],
+        [],
+        [1, BLOCK],
+    )
+    return scales_of_keys(scale_s, slot, KEYS, LAYOUT)
+
+
+@gluon.jit
+def _softmax_step(
+    scores, row_scale, key_scale, visible, ceiling, level, row_sum, MASK: gl.constexpr, BITS: gl.constexpr
+):
+    """Weights in words, the running maximum `ceiling`, the logarithm `level` of what weights are counted in, their sum,
+    and the factor for what was summed before; see absorb_fp8_hopper.py."""
+    log_scale = log2_of_power(key_scale)
+    t = scores * key_scale[None, :] * row_scale[:, None] + log_scale[None, :]
+    if MASK:
+        t = gl.where(visible[None, :], t, NO_SCORE)
+    own = gl.max(t, 1)
+    new_ceiling = gl.maximum(ceiling, own)
+    new_level = gl.maximum(own, new_ceiling - SCALE_RANGE)
+    rescale = gl.exp2(level - new_level)
+    weights = gl.exp2(t - (new_level - LOG2_FP8_MAX)[:, None])
+    total = gl.sum(weights * inverse_of_power(key_scale)[None, :], 1)
+    words = _pack(weights, BITS)
+    return words, new_ceiling, new_level, row_sum * rescale + total, rescale
+
+
+@gluon.jit
+def _pack(weights, BITS: gl.constexpr):
+    """`[64, 64]` float32 to e4m3, four keys a word: `[64, 16]` int32, in the order of KEYS_OF_DIMS; or to FP16, two
+    keys a word: `[64, 32]`, in their own order. In words, because a loop carries every single byte in a register."""
+    if BITS == 8:
+        weights = weights.reshape([ROWS, BLOCK // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4])  # row, of 16, c, of 8, of 2
+        even, odd = gl.split(weights)
+        even_low, even_high = gl.split(even)
+        odd_low, odd_high = gl.split(odd)
+        words = gl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,f,f,f,f",
+            [even_low, odd_low, even_high, odd_high],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=1,
+        )
+        return words.reshape([ROWS, BLOCK // 4])
+    else:
+        even, odd = gl.split(weights.reshape([ROWS, BLOCK // 2, 2]))
+        return gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+        )
+
+
+@gluon.jit
+def _write_weights(weights, rescale, weights_s, rescale_s, weights_empty, taken):
+    """Write the weights of block number `taken` of the program; the caller announces them."""
+    WORDS: gl.constexpr = weights.shape[1]
+    words_s = weights_s._reinterpret(gl.int32, [STAGES, ROWS, WORDS], gl.NVMMASharedLayout(4 * WORDS, 32))
+    stage = taken & 1
+    mbarrier.wait(weights_empty.index(stage), ((taken >> 1) & 1) ^ 1)
+    words_s.index(stage).store(weights)
+    rescale_s.index(stage).store(rescale)
+
+
+@gluon.jit
+def compute_scores(
+    content_s, rope_s, scale_s, weights_s, rescale_s, norm_s, q_rope_s, full, empty, weights_full, go, weights_empty,
+    q_scale_ptr, partial_lse2_ptr, work_ptr, scale_log2e, SEGMENT: gl.constexpr, HOLD: gl.constexpr, BITS: gl.constexpr,
+):  # fmt: skip
+    """Scores and softmax of all items: hands weights and factors to the two that sum values, and writes the lse2.
+
+    Keys' slots are given back by those two alone: they come to a block only after its scores are done. The rotary
+    scores are waited for before those of the content start, because the two products differ in their layout.
+    """
+    SLOTS: gl.constexpr = content_s.shape[0]
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
+    ROPE_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 4)
+    ROPE_QUERY: gl.constexpr = gl.DotOperandLayout(0, ROPE_SCORES, 2)
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    BY_KEY: gl.constexpr = gl.SliceLayout(0, SCORES)
+
+    slot = 0
+    phase = 0
+    taken = 0
+    done = 0
+    for item_index in range(gl.program_id(0), gl.load(work_ptr), gl.num_programs(0)):
+        item_ptr = work_ptr + HEADER + item_index * ITEM
+        _, last, n_blocks = blocks_of(item_ptr)
+        n_rows = gl.load(item_ptr + 1)
+        rows = gl.arange(0, ROWS, BY_ROW)
+        segment_ptrs = work_ptr + gl.load(item_ptr) + rows // SEGMENT
+        q_row = gl.load(segment_ptrs, mask=rows < n_rows, other=0) + rows % SEGMENT
+        row_scale = gl.load(q_scale_ptr + q_row, mask=rows < n_rows, other=0.0) * scale_log2e
+
+        mbarrier.wait(full.index(slot), phase)
+        query = content_s.index(slot).load(QUERY)
+        q_rope_s.store(rope_s.index(slot).load(ROPE_QUERY))
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index(slot), count=2)
+        slot, phase = next_slot(slot, phase, SLOTS)
+
+        zeros = gl.zeros([ROWS, BLOCK], gl.float32, ROPE_SCORES)
+        mbarrier.wait(full.index(slot), phase)
+        rope = warpgroup_mma(q_rope_s, rope_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        visible = last * BLOCK + gl.arange(0, BLOCK, BY_KEY) < gl.load(item_ptr + 3)
+        key_scale = gl.where(visible, _key_scales(scale_s, slot, BY_KEY), 1.0)
+        rope_scores = gl.convert_layout(warpgroup_mma_wait(0, deps=[rope]), SCORES, assert_trivial=True)
+        started = warpgroup_mma(query, content_s.index(slot).permute((1, 0)), rope_scores, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=[started])
+        slot, phase = next_slot(slot, phase, SLOTS)
+        ceiling = gl.full([ROWS], NO_SCORE, gl.float32, BY_ROW)
+        row_sum = gl.zeros([ROWS], gl.float32, BY_ROW)
+        weights, ceiling, level, row_sum, rescale = _softmax_step(
+            scores, row_scale, key_scale, visible, ceiling, ceiling, row_sum, True, BITS
+        )
+        for _ in range(1, n_blocks):
+            mbarrier.wait(full.index(slot), phase)
+            rope = warpgroup_mma(q_rope_s, rope_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            _write_weights(weights, rescale, weights_s, rescale_s, weights_empty, taken)
+            rope_scores = gl.convert_layout(warpgroup_mma_wait(0, deps=[rope]), SCORES, assert_trivial=True)
+            started = warpgroup_mma(query, content_s.index(slot).permute((1, 0)), rope_scores, is_async=True)
+            fence_async_shared()
+            gl.thread_barrier()
+            mbarrier.arrive(weights_full.index(taken & 1))
+            key_scale = _key_scales(scale_s, slot, BY_KEY)
+            scores = warpgroup_mma_wait(0, deps=[started])
+            if HOLD > 0:
+                mbarrier.arrive(go.index(taken & 1))
+            taken += 1
+            slot, phase = next_slot(slot, phase, SLOTS)
+            weights, ceiling, level, row_sum, rescale = _softmax_step(
+                scores, row_scale, key_scale, visible, ceiling, level, row_sum, False, BITS
+            )
+        _write_weights(weights, rescale, weights_s, rescale_s, weights_empty, taken)
+        norm_s.index(done & 3).store(1.0 / row_sum)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(weights_full.index(taken & 1))
+        if HOLD > 0:
+            mbarrier.arrive(go.index(taken & 1))
+        taken += 1
+        done += 1  # noqa: SIM113 - Gluon has no enumerate
+        lse2 = level - LOG2_FP8_MAX + gl.log2(row_sum)
+        gl.store(partial_lse2_ptr + gl.load(item_ptr + 5) + rows, lse2, mask=rows < n_rows)
+
+
+@gluon.jit
+def _values16_tile(pairs_s, first: gl.constexpr, key: gl.constexpr, OPERAND: gl.constexpr):
+    """Values of 64 dims and of 32 keys from `key` on, in FP16 (exact): `[64 dims, 32]`, keys in their own order."""
+    PAIRS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 8], [0, 16]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, 32]
+    )
+    pairs = pairs_s.permute((1, 0)).slice(first // 2, 32, 0).slice(key, 32, 1).load(PAIRS)  # [32 pairs, 32 keys]
+    even, odd = gl.inline_asm_elementwise(
+        """{
+        .reg .b32 both;
+        .reg .b16 low, high;
+        prmt.b32 both, $2, $2, 0x3120;
+        mov.b32 {low, high}, both;
+        cvt.rn.f16x2.e4m3x2 $0, low;
+        cvt.rn.f16x2.e4m3x2 $1, high;
+        }""",
+        "=r,=r,r",
+        [pairs],
+        dtype=(gl.float16, gl.float16),
+        is_pure=True,
+        pack=2,
+    )
+    values = gl.join(even, odd).reshape([4, 8, 32, 2]).permute([0, 3, 1, 2]).reshape([64, 32])
+    return gl.convert_layout(values, OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def _add16(pairs_s, weights_t, values, acc, first: gl.constexpr, OPERAND: gl.constexpr):
+    """Start adding 64 dims of values times weights in FP16; values: `_values16_tile` of their first 32 keys."""
+    started = warpgroup_mma(values, weights_t.slice(0, 32, 0), acc, is_async=True)
+    values = _values16_tile(pairs_s, first, 32, OPERAND)
+    return warpgroup_mma(values, weights_t.slice(32, 32, 0), started, is_async=True)
+
+
+@gluon.jit
+def sum_values(
+    content_s, weights_s, rescale_s, norm_s, full, empty, weights_full, go, weights_empty, partial_out_ptr, work_ptr,
+    SIDE: gl.constexpr, HELD: gl.constexpr, BITS: gl.constexpr,
+):  # fmt: skip
+    """Columns [256 * SIDE, 256 * SIDE + 256) of the output, in four tiles of 64. HELD: wait until the next block's
+    scores are done."""
+    SLOTS: gl.constexpr = content_s.shape[0]
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 256 // BITS])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUT, 32 // BITS)
+    BY_ROW: gl.constexpr = gl.SliceLayout(0, OUT)
+    FIRST: gl.constexpr = 256 * SIDE
+    pairs_s = content_s._reinterpret(gl.int16, [SLOTS, BLOCK, LATENT // 2], gl.NVMMASharedLayout(128, 16))
+
+    slot = 0
+    phase = 0
+    taken = 0
+    done = 0
+    for item_index in range(gl.program_id(0), gl.load(work_ptr), gl.num_programs(0)):
+        item_ptr = work_ptr + HEADER + item_index * ITEM
+        _, last, n_blocks = blocks_of(item_ptr)
+        slot, phase = next_slot(slot, phase, SLOTS)  # the query
+        valid = gl.load(item_ptr + 3) - last * BLOCK
+        if valid < BLOCK:
+            mbarrier.wait(full.index(slot), phase)
+            clear_behind(pairs_s.index(slot), FIRST, valid)
+            fence_async_shared()
+            gl.thread_barrier()
+
+        acc0 = gl.zeros([64, ROWS], gl.float32, OUT)
+        acc1 = gl.zeros([64, ROWS], gl.float32, OUT)
+        acc2 = gl.zeros([64, ROWS], gl.float32, OUT)
+        acc3 = gl.zeros([64, ROWS], gl.float32, OUT)
+        for _ in range(n_blocks):
+            stage = taken & 1
+            pairs = pairs_s.index(slot)
+            weights = weights_s.index(stage).permute((1, 0))
+            mbarrier.wait(weights_full.index(stage), (taken >> 1) & 1)
+            rescale = rescale_s.index(stage).load(BY_ROW)[None, :]  # 0 in an item's first block
+            acc0, acc1, acc2, acc3 = acc0 * rescale, acc1 * rescale, acc2 * rescale, acc3 * rescale
+            mbarrier.wait(full.index(slot), phase)
+            if BITS == 8:
+                v0 = values_tile(pairs, FIRST, KEYS_OF_DIMS, OPERAND)
+                if HELD:
+                    mbarrier.wait(go.index(stage), (taken >> 1) & 1)
+                next0 = warpgroup_mma(v0, weights, acc0, is_async=True)
+                v1 = values_tile(pairs, FIRST + 64, KEYS_OF_DIMS, OPERAND)
+                next1 = warpgroup_mma(v1, weights, acc1, is_async=True)
+                acc0 = warpgroup_mma_wait(1, deps=[next0])
+                v2 = values_tile(pairs, FIRST + 128, KEYS_OF_DIMS, OPERAND)
+                next2 = warpgroup_mma(v2, weights, acc2, is_async=True)
+                acc1 = warpgroup_mma_wait(1, deps=[next1])
+                v3 = values_tile(pairs, FIRST + 192, KEYS_OF_DIMS, OPERAND)
+                next3 = warpgroup_mma(v3, weights, acc3, is_async=True)
+            else:
+                v = _values16_tile(pairs, FIRST, 0, OPERAND)
+                if HELD:
+                    mbarrier.wait(go.index(stage), (taken >> 1) & 1)
+                next0 = _add16(pairs, weights, v, acc0, FIRST, OPERAND)
+                v = _values16_tile(pairs, FIRST + 64, 0, OPERAND)
+                acc0 = warpgroup_mma_wait(0, deps=[next0])
+                next1 = _add16(pairs, weights, v, acc1, FIRST + 64, OPERAND)
+                v = _values16_tile(pairs, FIRST + 128, 0, OPERAND)
+                acc1 = warpgroup_mma_wait(0, deps=[next1])
+                next2 = _add16(pairs, weights, v, acc2, FIRST + 128, OPERAND)
+                v = _values16_tile(pairs, FIRST + 192, 0, OPERAND)
+                acc2 = warpgroup_mma_wait(0, deps=[next2])
+                next3 = _add16(pairs, weights, v, acc3, FIRST + 192, OPERAND)
+                acc3 = warpgroup_mma_wait(0, deps=[next3])
+            gl.thread_barrier()
+            mbarrier.arrive(empty.index(slot))  # all values are in registers
+            if BITS == 8:
+                acc2, acc3 = warpgroup_mma_wait(0, deps=[next2, next3])
+            mbarrier.arrive(weights_empty.index(stage))
+            slot, phase = next_slot(slot, phase, SLOTS)
+            taken += 1
+        norm = norm_s.index(done & 3).load(BY_ROW)[None, :]
+        done += 1  # noqa: SIM113 - Gluon has no enumerate
+        n_rows = gl.load(item_ptr + 1)
+        first_element = gl.load(item_ptr + 5).to(gl.int64) * LATENT + FIRST
+        write_out(partial_out_ptr + first_element, acc0 * norm, n_rows, ROWS)
+        write_out(partial_out_ptr + first_element + 64, acc1 * norm, n_rows, ROWS)
+        write_out(partial_out_ptr + first_element + 128, acc2 * norm, n_rows, ROWS)
+        write_out(partial_out_ptr + first_element + 192, acc3 * norm, n_rows, ROWS)

@@ -1,0 +1,319 @@
+"""Absorb attention on Hopper over FP8 latent rows, in items of 8, 16 or 32 query rows: the heads of one request.
+
+    scores^T[64 keys, N rows] = keys [64, 576] · query^T        out^T[512, N rows] = values^T[512, 64 keys] · weights^T
+
+Both products are transposed, so that keys and dims stand on the matrix unit's side of 64, and rows on the one that may
+be 8, 16 or 32: nothing is padded (FlashMLA-ETAP). Keys are the first operand from shared memory, where they lie as the
+product wants them; values are it from registers. What is computed, the softmax and how values get there: as in
+absorb_fp8_hopper.py. One program runs on each multiprocessor, with three roles:
+
+| role | warps | does |
+|---|---|---|
+| attend, twice | 4, 4 | scores and softmax of all blocks, each for itself; out[:, :256] and out[:, 256:] |
+| copy | 1 | TMA of the blocks into a ring, and of the queries into two stages |
+
+That both compute the scores costs bandwidth of shared memory (40 KiB of 160 a block), which is not short: a block of
+41 KiB takes longer to arrive. In exchange the roles never meet: no weights, no maxima and no factors pass between them,
+and a slot is free as soon as both have read it into registers. A block's output is summed apart and then added in
+float32: the matrix unit's own FP8 sum keeps fewer bits.
+
+Registers: 2 · 240 + 24 of 512 for each of 128 threads. Shared memory for 16 rows, KiB: ring 4 · (32 + 8 + 1), queries
+2 · (8 + 2), weights 2 · 1; together 187 of 227.
+
+Memory per item of n keys: reads n · 656 bytes and N · 644 of queries; writes N · (1,024 + 4).
+
+Source: FlashMLA-ETAP, for the transposed products.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .absorb_consumers_hopper import BLOCK, HEADER, ITEM, LATENT, NO_SCORE, ROPE, blocks_of
+from .absorb_fp8_hopper import PANEL, PRODUCER_REGISTERS, Query, check, describe
+from .absorb_fp8_tiles_hopper import (
+    LOG2_FP8_MAX,
+    SCALE_RANGE,
+    SCALE_WIDTH,
+    clear_behind,
+    inverse_of_power,
+    log2_of_power,
+    next_slot,
+    scales_of_keys,
+    values_tile,
+    write_out,
+)
+from .absorb_hopper import NO_ROW
+from .absorb_schedule import AbsorbCapacity
+from .merge import LOG2E
+
+ROWS = (8, 16, 32)
+"""Of an item, that the kernel is compiled for."""
+
+Q_STAGES = gl.constexpr(2)
+SLOTS = gl.constexpr(4)  # blocks in the ring
+CONSUMER_REGISTERS = gl.constexpr(240)
+
+# Of keys 2c, 2c + 1, 2c + 8 and 2c + 9 of a thread, two dims each, as absorb_fp8_consumers_hopper.KEYS_OF_DIMS, but in
+# another order: position i of every 16 gets key (i >> 1) + 8·(i & 1), so that those which lie side by side in a thread
+# that has scores^T do so in the weights.
+KEYS_OF_DIMS = gl.constexpr("prmt.b32 $0, $2, $3, 0x6240; prmt.b32 $1, $2, $3, 0x7351;")
+
+
+@gluon.jit
+def copy(
+    q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, q_s, q_rope_s, content_s, rope_s, scale_s, q_full,
+    q_empty, full, empty, work_ptr, page_table_ptr,
+):  # fmt: skip
+    """Fill the ring with the blocks of all items, and the stages of queries. `done` counts items."""
+    SEGMENT: gl.constexpr = q_desc.block_type.shape[0]
+    N: gl.constexpr = q_s.shape[1]
+    SEGMENTS: gl.constexpr = N // SEGMENT
+    PANELS: gl.constexpr = LATENT // PANEL
+    KEY_BYTES: gl.constexpr = (
+        content_desc.block_type.nbytes + rope_desc.block_type.nbytes + scale_desc.block_type.nbytes
+    )
+    QUERY_BYTES: gl.constexpr = N * (LATENT + 2 * ROPE)
+    q_tiles = q_s._reinterpret(gl.float8e4nv, [Q_STAGES * PANELS * SEGMENTS, SEGMENT, PANEL], q_desc.layout)
+    q_rope_tiles = q_rope_s._reinterpret(gl.bfloat16, [Q_STAGES * SEGMENTS, SEGMENT, ROPE], q_rope_desc.layout)
+    slot = 0
+    phase = 0
+    done = 0
+    for item_index in range(gl.program_id(0), gl.load(work_ptr), gl.num_programs(0)):
+        item_ptr = work_ptr + HEADER + item_index * ITEM
+        first, last, n_blocks = blocks_of(item_ptr)
+        pages = page_table_ptr + gl.load(item_ptr + 4)
+        page = gl.load(pages + last)
+        segments_ptr = work_ptr + gl.load(item_ptr)
+        n_rows = gl.load(item_ptr + 1)
+        q_stage = done & 1
+        mbarrier.wait(q_empty.index(q_stage), ((done >> 1) & 1) ^ 1)
+        mbarrier.expect(q_full.index(q_stage), QUERY_BYTES)
+        for s in gl.static_range(SEGMENTS):
+            row = gl.load(segments_ptr + s, mask=s * SEGMENT < n_rows, other=NO_ROW)
+            for c in gl.static_range(PANELS):
+                tile = (q_stage * PANELS + c) * SEGMENTS + s
+                tma.async_copy_global_to_shared(q_desc, [row, c * PANEL], q_full.index(q_stage), q_tiles.index(tile))
+            tile = q_stage * SEGMENTS + s
+            tma.async_copy_global_to_shared(q_rope_desc, [row, 0], q_full.index(q_stage), q_rope_tiles.index(tile))
+        done += 1  # noqa: SIM113 - Gluon has no enumerate
+        for back in range(n_blocks):
+            row = page * BLOCK
+            page = gl.load(pages + gl.maximum(last - back - 1, first))  # the next one, before the wait
+            mbarrier.wait(empty.index(slot), phase ^ 1)
+            mbarrier.expect(full.index(slot), KEY_BYTES)
+            tma.async_copy_global_to_shared(content_desc, [row, 0], full.index(slot), content_s.index(slot))
+            tma.async_copy_global_to_shared(rope_desc, [row, 0], full.index(slot), rope_s.index(slot))
+            tma.async_copy_global_to_shared(scale_desc, [row, 0], full.index(slot), scale_s.index(slot))
+            slot, phase = next_slot(slot, phase, SLOTS)
+
+
+@gluon.jit
+def _key_scales(scale_s, slot, LAYOUT: gl.constexpr):
+    """As a thread has the rows of a product `[64, N]`."""
+    KEYS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 8]],
+        [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]],
+        [[0, 16], [0, 32]],
+        [],
+        [1, BLOCK],
+    )
+    return scales_of_keys(scale_s, slot, KEYS, LAYOUT)
+
+
+@gluon.jit
+def _by_position(weights_t, N: gl.constexpr):
+    """`[N rows, 64]` of weights^T `[64 keys, N]`: two keys of a thread side by side, see KEYS_OF_DIMS."""
+    return weights_t.reshape([4, 2, 8, N]).permute([3, 0, 2, 1]).reshape([N, BLOCK])
+
+
+@gluon.jit
+def attend(
+    q_s, q_rope_s, content_s, rope_s, scale_s, weights_s, q_full, q_empty, full, empty, q_scale_ptr, partial_out_ptr,
+    partial_lse2_ptr, work_ptr, scale_log2e, SIDE: gl.constexpr, SEGMENT: gl.constexpr,
+):  # fmt: skip
+    """All items: columns [256 * SIDE, 256 * SIDE + 256) of the output, in four tiles of 64; the lse2 if SIDE is 0."""
+    N: gl.constexpr = q_s.shape[1]
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])  # scores^T and out^T
+    ROPE_RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, RESULT, 4)
+    BY_KEY: gl.constexpr = gl.SliceLayout(1, RESULT)
+    BY_ROW: gl.constexpr = gl.SliceLayout(0, RESULT)
+    FIRST: gl.constexpr = 256 * SIDE
+    pairs_s = content_s._reinterpret(gl.int16, [SLOTS, BLOCK, LATENT // 2], gl.NVMMASharedLayout(128, 16))
+
+    slot = 0
+    phase = 0
+    done = 0
+    for item_index in range(gl.program_id(0), gl.load(work_ptr), gl.num_programs(0)):
+        item_ptr = work_ptr + HEADER + item_index * ITEM
+        _, last, n_blocks = blocks_of(item_ptr)
+        n_rows = gl.load(item_ptr + 1)
+        rows = gl.arange(0, N, BY_ROW)
+        segment_ptrs = work_ptr + gl.load(item_ptr) + rows // SEGMENT
+        q_row = gl.load(segment_ptrs, mask=rows < n_rows, other=0) + rows % SEGMENT
+        row_scale = gl.load(q_scale_ptr + q_row, mask=rows < n_rows, other=0.0) * scale_log2e
+
+        q_stage = done & 1
+        query = q_s.index(q_stage).permute((1, 0))
+        q_rope = q_rope_s.index(q_stage).permute((1, 0))
+        valid = gl.load(item_ptr + 3) - last * BLOCK
+        if valid < BLOCK:
+            mbarrier.wait(full.index(slot), phase)
+            clear_behind(pairs_s.index(slot), FIRST, valid)
+            fence_async_shared()
+            gl.thread_barrier()
+        mbarrier.wait(q_full.index(q_stage), (done >> 1) & 1)
+
+        zeros = gl.zeros([64, N], gl.float32, RESULT)
+        rope_zeros = gl.zeros([64, N], gl.float32, ROPE_RESULT)
+        acc0, acc1, acc2, acc3, sums = zeros, zeros, zeros, zeros, zeros
+        ceiling = gl.full([N], NO_SCORE, gl.float32, BY_ROW)
+        level = ceiling
+        for _ in range(n_blocks):
+            mbarrier.wait(full.index(slot), phase)
+            content = content_s.index(slot)
+            pairs = pairs_s.index(slot)
+            started_rope = warpgroup_mma(rope_s.index(slot), q_rope, rope_zeros, use_acc=False, is_async=True)
+            started = warpgroup_mma(content, query, zeros, use_acc=False, is_async=True)
+            key_scale = _key_scales(scale_s, slot, BY_KEY)
+            v0 = values_tile(pairs, FIRST, KEYS_OF_DIMS, OPERAND)
+            v1 = values_tile(pairs, FIRST + 64, KEYS_OF_DIMS, OPERAND)
+            v2 = values_tile(pairs, FIRST + 128, KEYS_OF_DIMS, OPERAND)
+            v3 = values_tile(pairs, FIRST + 192, KEYS_OF_DIMS, OPERAND)
+            scores, rope_scores = warpgroup_mma_wait(0, deps=[started, started_rope])
+            mbarrier.arrive(empty.index(slot))
+            slot, phase = next_slot(slot, phase, SLOTS)
+
+            visible = gl.arange(0, BLOCK, BY_KEY) < valid
+            valid = BLOCK  # of all other blocks
+            key_scale = gl.where(visible, key_scale, 1.0)
+            scores = scores + gl.convert_layout(rope_scores, RESULT, assert_trivial=True)
+            t = scores * key_scale[:, None] * row_scale[None, :] + log2_of_power(key_scale)[:, None]
+            t = gl.where(visible[:, None], t, NO_SCORE)
+            own = gl.max(t, 0)
+            ceiling = gl.maximum(ceiling, own)
+            new_level = gl.maximum(own, ceiling - SCALE_RANGE)
+            rescale = gl.exp2(level - new_level)[None, :]
+            level = new_level
+            weights = gl.exp2(t - (level - LOG2_FP8_MAX)[None, :])
+            weights_s.store(_by_position(weights.to(gl.float8e4nv), N))
+            fence_async_shared()
+            gl.thread_barrier()
+            weights_t = weights_s.permute((1, 0))
+            next0 = warpgroup_mma(v0, weights_t, zeros, use_acc=False, is_async=True)
+            next1 = warpgroup_mma(v1, weights_t, zeros, use_acc=False, is_async=True)
+            next2 = warpgroup_mma(v2, weights_t, zeros, use_acc=False, is_async=True)
+            next3 = warpgroup_mma(v3, weights_t, zeros, use_acc=False, is_async=True)
+            sums = sums * rescale + weights * inverse_of_power(key_scale)[:, None]
+            added0, added1, added2, added3 = warpgroup_mma_wait(0, deps=[next0, next1, next2, next3])
+            acc0 = acc0 * rescale + added0
+            acc1 = acc1 * rescale + added1
+            acc2 = acc2 * rescale + added2
+            acc3 = acc3 * rescale + added3
+        mbarrier.arrive(q_empty.index(q_stage))
+        done += 1  # noqa: SIM113 - Gluon has no enumerate
+        total = gl.sum(sums, 0)
+        norm = (1.0 / total)[None, :]
+        partial = gl.load(item_ptr + 5)
+        if SIDE == 0:
+            row_ptrs = partial_lse2_ptr + partial + rows
+            gl.store(row_ptrs, level - LOG2_FP8_MAX + gl.log2(total), mask=rows < n_rows)
+        first_element = partial.to(gl.int64) * LATENT + FIRST
+        write_out(partial_out_ptr + first_element, acc0 * norm, n_rows, N)
+        write_out(partial_out_ptr + first_element + 64, acc1 * norm, n_rows, N)
+        write_out(partial_out_ptr + first_element + 128, acc2 * norm, n_rows, N)
+        write_out(partial_out_ptr + first_element + 192, acc3 * norm, n_rows, N)
+
+
+@gluon.jit
+def absorb_fp8_few_heads_kernel(
+    q_desc,  # e4m3 [T * H, 512], block [segment, 128]
+    q_rope_desc,  # BF16 [T * H, 64], block [segment, 64]
+    content_desc,  # e4m3 [slots, 512], rows of 656 bytes, block [64, 512]
+    rope_desc,  # BF16 [slots, 64], the same rows, block [64, 64]
+    scale_desc,  # float32 [slots, 4], the same rows, block [64, 4]
+    q_scale_ptr,  # float32 [T * H]
+    work_ptr,  # int32, see absorb_schedule.py
+    page_table_ptr,  # int32
+    partial_out_ptr,  # BF16 or float32 [P * H, 512]
+    partial_lse2_ptr,  # float32 [P * H]
+    scale_log2e,
+    N: gl.constexpr,  # rows of an item
+):
+    SEGMENT: gl.constexpr = q_desc.block_type.shape[0]
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_s = gl.allocate_shared_memory(gl.float8e4nv, [Q_STAGES, N, LATENT], gl.NVMMASharedLayout(128, 8))
+    q_rope_s = gl.allocate_shared_memory(gl.bfloat16, [Q_STAGES, N, ROPE], gl.NVMMASharedLayout(128, 16))
+    content_s = gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, BLOCK, LATENT], content_desc.layout)
+    rope_s = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, ROPE], rope_desc.layout)
+    scale_s = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK, SCALE_WIDTH], scale_desc.layout)
+    weights_s = gl.allocate_shared_memory(gl.float8e4nv, [2, N, BLOCK], gl.NVMMASharedLayout(64, 8))
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    for i in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+
+    # The arguments are written out in the call: in a tuple with a name, constants would become run-time values.
+    gl.warp_specialize(
+        [
+            (attend, (
+                q_s, q_rope_s, content_s, rope_s, scale_s, weights_s.index(0), q_full, q_empty, full, empty,
+                q_scale_ptr, partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, 0, SEGMENT,
+            )),
+            (attend, (
+                q_s, q_rope_s, content_s, rope_s, scale_s, weights_s.index(1), q_full, q_empty, full, empty,
+                q_scale_ptr, partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, 1, SEGMENT,
+            )),
+            (copy, (
+                q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, q_s, q_rope_s, content_s, rope_s, scale_s,
+                q_full, q_empty, full, empty, work_ptr, page_table_ptr,
+            )),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+def run(
+    query: Query,
+    pool: Tensor,
+    work: Tensor,
+    page_table: Tensor,
+    capacity: AbsorbCapacity,
+    partial_out: Tensor,
+    partial_lse2: Tensor,
+    *,
+    softmax_scale: float,
+) -> None:
+    """Launch the kernel; arguments as for absorb_fp8_hopper.run, but with a work list of tiles of 8, 16 or 32 rows."""
+    check(query, pool, work, capacity, partial_out, partial_lse2, softmax_scale)
+    if capacity.tile_rows not in ROWS:
+        raise ValueError(f"the work list must be of tiles of {ROWS} rows, not {capacity.tile_rows}")
+    absorb_fp8_few_heads_kernel[(capacity.programs,)](
+        *describe(query, pool, capacity.segment),
+        query.scale,
+        work,
+        page_table,
+        partial_out,
+        partial_lse2,
+        softmax_scale * LOG2E,
+        N=capacity.tile_rows,
+        num_warps=4,
+    )

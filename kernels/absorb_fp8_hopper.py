@@ -1,0 +1,288 @@
+"""Absorb attention on Hopper over FP8 latent rows, in items of up to 64 query rows.
+
+    out[r] = softmax_n(softmax_scale · q[r] · k[n]) · k[n, :512]        q, k: 512 content (e4m3) + 64 rotary (BF16)
+
+rounded as reference_fp8.absorb_fp8 does, but for the order of blocks. One persistent launch over a work list
+(absorb_schedule.py); an item's result is a partial. Values are keys, and Hopper's FP8 product wants every operand in
+shared memory to be contiguous along the axis that it sums over, which for values is the wrong one. So the output is
+computed transposed,
+
+    out^T[512, 64 rows] = values^T[512, 64 keys] · weights^T[64 keys, 64 rows]
+
+with the values as the first operand, which may come from registers, where there is no such rule. Nothing of them is
+written to shared memory again. One program runs on each multiprocessor, with four roles:
+
+| role | warps | does |
+|---|---|---|
+| compute_scores | 4 | query (content in registers) x keys, softmax, weights to e4m3 |
+| sum_values, twice | 4, 4 | out[:, :256] and out[:, 256:]: transpose, rescale, add values x weights |
+| copy | 1 | TMA into a ring of blocks: 64 keys, or in front of an item's first block its 64 query rows |
+
+Softmax: with t = score · log2(e) + log2(key's scale) and c = max of t over a block, the weights of the block are
+e4m3(2^(t - c) · 448): the running maximum of the scores cancels out of what SnapMLA computes. Output and sum are
+counted in units of 2^c / 448; c is kept from falling more than 24 below the largest one before. Scales are powers of
+two, so their logarithms and inverses are arithmetic of exponents; all other scales would be wrong here.
+
+BITS of weights and values in their product: 8, as above, adds in the matrix unit, whose FP8 sum keeps some 13 bits
+behind its largest term. With 16, values become FP16 on their way to the registers and weights are FP16: exact products
+and float32 sums, half the rate for this product.
+
+HOLD, how many of the two value roles wait with their product until the scores of the next block are done, so that the
+matrix unit has work while the softmax runs: 2, 1 (the right one) or 0.
+
+Registers: 136 + 2 · 176 + 24 of 512 for each of 128 threads. Shared memory, KiB: ring 5 · (32 + 8 + 1), rotary query 8,
+weights 2 · 4; together 223 of 227 (with 16 bits: ring of 4, weights 2 · 8).
+
+Memory per item of n keys: reads n · 656 bytes, from L2 when another item with these keys runs beside it, and rows · 644
+of queries; writes rows · (1,024 + 4).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .absorb_consumers_hopper import BLOCK, HEADER, ITEM, LATENT, ROPE, ROWS, blocks_of
+from .absorb_fp8_consumers_hopper import NORM_STAGES, STAGES, compute_scores, sum_values
+from .absorb_fp8_tiles_hopper import SCALE_WIDTH, next_slot
+from .absorb_hopper import NO_ROW
+from .absorb_schedule import AbsorbCapacity
+from .latent_rows import LatentRowLayout
+from .layout import FP8
+from .merge import LOG2E
+
+PANEL = gl.constexpr(128)  # bytes of a row that lie side by side in swizzled shared memory
+VALUE_REGISTERS = gl.constexpr(176)
+PRODUCER_REGISTERS = gl.constexpr(24)
+
+BITS = 8
+SLOTS = {8: 5, 16: 4}
+"""Blocks in the ring, by BITS."""
+HOLD = {8: 2, 16: 1}
+
+
+def supports(device: torch.device, layout: LatentRowLayout, heads: int, page_size: int) -> bool:
+    """Whether this kernel or that of absorb_fp8_few_heads.py takes such a cache: on a Hopper GPU, with DeepSeek's
+    dimensions."""
+    on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    dims = (layout.kv_lora_rank, layout.qk_rope_head_dim)
+    return on_hopper and dims == (LATENT.value, ROPE.value) and page_size == BLOCK.value and heads % 8 == 0
+
+
+@gluon.jit
+def copy(
+    q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, full, empty, work_ptr,
+    page_table_ptr,
+):  # fmt: skip
+    """Fill the ring: of every item its query rows, and then its blocks."""
+    SLOTS: gl.constexpr = content_s.shape[0]
+    SEGMENT: gl.constexpr = q_desc.block_type.shape[0]
+    SEGMENTS: gl.constexpr = ROWS // SEGMENT
+    PANELS: gl.constexpr = LATENT // PANEL
+    KEY_BYTES: gl.constexpr = (
+        content_desc.block_type.nbytes + rope_desc.block_type.nbytes + scale_desc.block_type.nbytes
+    )
+    QUERY_BYTES: gl.constexpr = ROWS * (LATENT + 2 * ROPE)
+    q_tiles = content_s._reinterpret(gl.float8e4nv, [SLOTS * PANELS * SEGMENTS, SEGMENT, PANEL], q_desc.layout)
+    q_rope_tiles = rope_s._reinterpret(gl.bfloat16, [SLOTS * SEGMENTS, SEGMENT, ROPE], q_rope_desc.layout)
+    slot = 0
+    phase = 0
+    for item_index in range(gl.program_id(0), gl.load(work_ptr), gl.num_programs(0)):
+        item_ptr = work_ptr + HEADER + item_index * ITEM
+        first, last, n_blocks = blocks_of(item_ptr)
+        pages = page_table_ptr + gl.load(item_ptr + 4)
+        page = gl.load(pages + last)
+        segments_ptr = work_ptr + gl.load(item_ptr)
+        n_rows = gl.load(item_ptr + 1)
+        mbarrier.wait(empty.index(slot), phase ^ 1)
+        mbarrier.expect(full.index(slot), QUERY_BYTES)
+        for s in gl.static_range(SEGMENTS):
+            row = gl.load(segments_ptr + s, mask=s * SEGMENT < n_rows, other=NO_ROW)
+            for c in gl.static_range(PANELS):
+                tile = (slot * PANELS + c) * SEGMENTS + s
+                tma.async_copy_global_to_shared(q_desc, [row, c * PANEL], full.index(slot), q_tiles.index(tile))
+            tile = slot * SEGMENTS + s
+            tma.async_copy_global_to_shared(q_rope_desc, [row, 0], full.index(slot), q_rope_tiles.index(tile))
+        slot, phase = next_slot(slot, phase, SLOTS)
+        for back in range(n_blocks):
+            row = page * BLOCK
+            page = gl.load(pages + gl.maximum(last - back - 1, first))  # the next one, before the wait
+            mbarrier.wait(empty.index(slot), phase ^ 1)
+            mbarrier.expect(full.index(slot), KEY_BYTES)
+            tma.async_copy_global_to_shared(rope_desc, [row, 0], full.index(slot), rope_s.index(slot))
+            tma.async_copy_global_to_shared(content_desc, [row, 0], full.index(slot), content_s.index(slot))
+            tma.async_copy_global_to_shared(scale_desc, [row, 0], full.index(slot), scale_s.index(slot))
+            slot, phase = next_slot(slot, phase, SLOTS)
+
+
+@gluon.jit
+def absorb_fp8_hopper_kernel(
+    q_desc,  # e4m3 [T * H, 512], block [segment, 128]
+    q_rope_desc,  # BF16 [T * H, 64], block [segment, 64]
+    content_desc,  # e4m3 [slots, 512], rows of 656 bytes, block [64, 512]
+    rope_desc,  # BF16 [slots, 64], the same rows, block [64, 64]
+    scale_desc,  # float32 [slots, 4], the same rows, block [64, 4]
+    q_scale_ptr,  # float32 [T * H]
+    work_ptr,  # int32, see absorb_schedule.py
+    page_table_ptr,  # int32
+    partial_out_ptr,  # BF16 or float32 [P * H, 512]
+    partial_lse2_ptr,  # float32 [P * H]
+    scale_log2e,
+    BITS: gl.constexpr,
+    HOLD: gl.constexpr,
+    SLOTS: gl.constexpr,
+):
+    SEGMENT: gl.constexpr = q_desc.block_type.shape[0]
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    content_s = gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, BLOCK, LATENT], content_desc.layout)
+    rope_s = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, ROPE], rope_desc.layout)
+    scale_s = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK, SCALE_WIDTH], scale_desc.layout)
+    q_rope_s = gl.allocate_shared_memory(gl.bfloat16, [ROWS, ROPE], rope_desc.layout)
+    weights_type: gl.constexpr = gl.float8e4nv if BITS == 8 else gl.float16
+    weights_s = gl.allocate_shared_memory(weights_type, [STAGES, ROWS, BLOCK], gl.NVMMASharedLayout(8 * BITS, BITS))
+    rescale_s = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINES)
+    norm_s = gl.allocate_shared_memory(gl.float32, [NORM_STAGES, ROWS], LINES)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    weights_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    go = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)  # for those who hold
+    weights_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(weights_full.index(i), count=1)
+        mbarrier.init(go.index(i), count=1)
+        mbarrier.init(weights_empty.index(i), count=2)
+    fence_async_shared()
+
+    # The arguments are written out in the call: in a tuple with a name, constants would become run-time values.
+    gl.warp_specialize(
+        [
+            (compute_scores, (
+                content_s, rope_s, scale_s, weights_s, rescale_s, norm_s, q_rope_s, full, empty, weights_full, go,
+                weights_empty, q_scale_ptr, partial_lse2_ptr, work_ptr, scale_log2e, SEGMENT, HOLD, BITS,
+            )),
+            (sum_values, (
+                content_s, weights_s, rescale_s, norm_s, full, empty, weights_full, go, weights_empty, partial_out_ptr,
+                work_ptr, 0, HOLD == 2, BITS,
+            )),
+            (sum_values, (
+                content_s, weights_s, rescale_s, norm_s, full, empty, weights_full, go, weights_empty, partial_out_ptr,
+                work_ptr, 1, HOLD > 0, BITS,
+            )),
+            (copy, (
+                q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, full, empty,
+                work_ptr, page_table_ptr,
+            )),
+        ],
+        [4, 4, 1],
+        [VALUE_REGISTERS, VALUE_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+class Query(NamedTuple):
+    """Rounded queries, contiguous, as quantize_query.py writes them."""
+
+    content: Tensor  # e4m3 [T, H, 512]
+    scale: Tensor  # float32 [T, H]
+    rope: Tensor  # BF16 [T, H, 64], divided by the scale
+
+
+def run(
+    query: Query,
+    pool: Tensor,
+    work: Tensor,
+    page_table: Tensor,
+    capacity: AbsorbCapacity,
+    partial_out: Tensor,
+    partial_lse2: Tensor,
+    *,
+    softmax_scale: float,
+    bits: int = BITS,
+    hold: int | None = None,
+    slots: int | None = None,
+) -> None:
+    """Launch the kernel.
+
+    Args:
+        query: of requests that the work list names.
+        pool: uint8 `[slots, 656]`, pages of 64 rows, see latent_rows.py; what is behind an item's last key may be NaN.
+        work: int32 `[capacity.size]`, see absorb_schedule.py, of tiles of 64 rows; read on the device only.
+        page_table: int32, whose entries the items name as if it were flat.
+        partial_out: BF16 or float32 `[P, H, 512]`, contiguous, each normalised over its own keys; partial_lse2: float32
+            `[P, H]`, base 2. What no item names is not written.
+        bits, hold, slots: see the module; what suits `bits` if None.
+    Raises:
+        ValueError: a shape, dtype or stride is not as above.
+    """
+    check(query, pool, work, capacity, partial_out, partial_lse2, softmax_scale)
+    if capacity.tile_rows != ROWS.value:
+        raise ValueError(f"the work list must be of tiles of {ROWS.value} rows, not {capacity.tile_rows}")
+    absorb_fp8_hopper_kernel[(capacity.programs,)](
+        *describe(query, pool, capacity.segment),
+        query.scale,
+        work,
+        page_table,
+        partial_out,
+        partial_lse2,
+        softmax_scale * LOG2E,
+        BITS=bits,
+        HOLD=HOLD[bits] if hold is None else hold,
+        SLOTS=slots or SLOTS[bits],
+        num_warps=4,
+    )
+
+
+def check(
+    query: Query,
+    pool: Tensor,
+    work: Tensor,
+    capacity: AbsorbCapacity,
+    partial_out: Tensor,
+    partial_lse2: Tensor,
+    softmax_scale: float,
+) -> None:
+    """Raise the ValueErrors of `run`, here and in absorb_fp8_few_heads.py."""
+    tokens, heads, partials = len(query.scale), capacity.heads, (capacity.max_partial_rows, capacity.heads)
+    LatentRowLayout(LATENT.value, ROPE.value).check(pool)
+    if pool.ndim != 2:
+        raise ValueError(f"the pool must be [slots, row_bytes], not {list(pool.shape)}")
+    if softmax_scale <= 0:
+        raise ValueError(f"softmax_scale must be positive, not {softmax_scale}")
+    for name, tensor, shape, dtypes in (
+        ("content of the query", query.content, (tokens, heads, LATENT.value), (FP8,)),
+        ("scale of the query", query.scale, (tokens, heads), (torch.float32,)),
+        ("rotary part of the query", query.rope, (tokens, heads, ROPE.value), (torch.bfloat16,)),
+        ("work", work, (capacity.size,), (torch.int32,)),
+        ("partial_out", partial_out, (*partials, LATENT.value), (torch.bfloat16, torch.float32)),
+        ("partial_lse2", partial_lse2, partials, (torch.float32,)),
+    ):
+        if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be {dtypes} {list(shape)} and contiguous, not {tensor.dtype} {list(tensor.shape)} with "
+                f"strides {tensor.stride()}"
+            )
+
+
+def describe(query: Query, pool: Tensor, segment: int) -> list[TensorDescriptor]:
+    """What both kernels copy with TMA: content and rotary part of the query, content, rotary part and scale of rows."""
+    layout = LatentRowLayout(LATENT.value, ROPE.value)
+    scales = pool[:, layout.scale_offset : layout.rope_offset].view(torch.float32)  # [slots, 4], the first one counts
+    return [
+        TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
+        for tensor, dtype, block in (
+            (query.content.view(-1, LATENT.value), gl.float8e4nv, [segment, PANEL.value]),
+            (query.rope.view(-1, ROPE.value), gl.bfloat16, [segment, ROPE.value]),
+            (layout.content(pool), gl.float8e4nv, [BLOCK.value, LATENT.value]),
+            (layout.rope(pool), gl.bfloat16, [BLOCK.value, ROPE.value]),
+            (scales, gl.float32, [BLOCK.value, SCALE_WIDTH.value]),
+        )
+    ]

@@ -1,0 +1,213 @@
+"""Decode over the FP8 cache by its own kernels on a Hopper GPU, against float64 and the rounding steps in torch.
+
+Bounds: the error against float64 is at most 1.1 times that of the steps in torch, plus what content scores lose in
+Hopper's FP8 product, which keeps some 13 bits behind the largest term of a sum: 2e-3. The lse has that loss alone. What
+no kernel may read is NaN: pages of nobody, the end of every last page; entries of the page table behind the last page
+point nowhere. Run with `pytest tests/gpu -m gpu -s`: each case prints its errors, and the last one times, beside those
+of Triton's kernel and of FlashMLA where it is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rival_attention import Case as RivalCase
+from rival_attention import flashmla_bf16, flashmla_fp8
+from test_fp8_cache_gpu import DEVICE, LAYOUT, PAGE, RANK, SCALE, Cache, queries
+from triton.testing import do_bench
+
+from sglang_mla_ext.kernels import absorb_fp8_hopper, reference
+from sglang_mla_ext.kernels.absorb_fp8 import AbsorbFP8, HopperAbsorbFP8, TritonAbsorbFP8, make_absorb_fp8
+
+pytestmark = pytest.mark.gpu
+
+ODD_LENGTHS = (0, 1, 2, 63, 64, 65, 127, 128, 129, 192, 193, 320, 449, 599, 600)
+SPARE_ROWS = 7  # that memory is there for, beyond those of the step
+
+
+def run(
+    absorb: AbsorbFP8, cache: Cache, q: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = torch.full_like(q[0], torch.nan, dtype=dtype)
+    lse = torch.full(q[0].shape[:2], torch.nan, device=DEVICE)
+    absorb.prepare(cache.lens, cache.table)
+    absorb.run(*q, cache.pool, cache.table, cache.lens, SCALE, out, lse)
+    return out, lse
+
+
+def assert_as_good_as_the_steps(
+    result: tuple[torch.Tensor, torch.Tensor], cache: Cache, q: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    exact, (steps, steps_lse) = cache.exact(*q), cache.emulated(*q)
+    ours, theirs = (reference.errors(out, exact).rel_l2 for out in (result[0], steps))
+    lse_error = (result[1] - steps_lse).nan_to_num(0.0).abs().max().item()
+    print(f"  relative L2 error {ours:.5f}, of the steps {theirs:.5f}; lse {lse_error:.1e}")
+    assert ours <= 1.1 * theirs + 2e-3
+    torch.testing.assert_close(result[1], steps_lse, rtol=1e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("heads", [8, 16, 24, 32, 64, 96, 128])
+def test_odd_lengths(heads: int, bits: int) -> None:
+    torch.manual_seed(heads)
+    if bits == 16 and heads in (8, 16, 32):
+        pytest.skip("few heads have no such choice")
+    cache, q = Cache(ODD_LENGTHS * 3), queries(3 * len(ODD_LENGTHS), heads)
+    absorb = HopperAbsorbFP8(max_requests=len(cache.lens) + SPARE_ROWS, heads=heads, device=DEVICE, bits=bits)
+    first, again = run(absorb, cache, q), run(absorb, cache, q)
+    print(f"\n{heads} heads, {bits} bits:")
+    assert_as_good_as_the_steps(first, cache, q)
+    for one, other in zip(first, again, strict=True):
+        assert torch.equal(one, other)
+    in_bf16 = run(absorb, cache, q, torch.bfloat16)
+    assert torch.equal(in_bf16[0], first[0].bfloat16()) and torch.equal(in_bf16[1], first[1])
+
+
+@pytest.mark.parametrize(
+    ("lens", "heads"),
+    [
+        ((26472,), 16),  # keys are cut
+        ((26472,), 128),
+        ((20001, 4096, 0, 77), 8),
+        ((5001, 4096, 77), 64),
+        ((130,) * 700, 32),  # several items a program
+        ((130, 1, 64) * 150, 128),
+        ((26472,) * 3 + (3000,) * 280, 128),
+    ],
+    ids=str,
+)
+def test_long_ones_and_many(lens: tuple[int, ...], heads: int) -> None:
+    torch.manual_seed(0)
+    cache, q = Cache(lens), queries(len(lens), heads)
+    absorb = HopperAbsorbFP8(max_requests=len(lens), heads=heads, device=DEVICE)
+    print(f"\n{len(lens)} requests, {heads} heads:")
+    assert_as_good_as_the_steps(run(absorb, cache, q), cache, q)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("heads", [16, 64])
+def test_sums_over_many_keys_are_not_biased(heads: int, bits: int) -> None:
+    """Where values have a mean, and one program adds up all of them, cut-off sums would make results too small, which
+    rounding alone does not. See test_fp8_gpu.py. Bits that are not the default are only printed."""
+    if bits == 16 and heads == 16:
+        pytest.skip("few heads have no such choice")
+    torch.manual_seed(0)
+    cache, q = Cache((26472,), mean=0.5), queries(1, heads)
+    absorb = HopperAbsorbFP8(max_requests=1, heads=heads, device=DEVICE, bits=bits, num_sms=1)  # no key range is cut
+    out, exact = run(absorb, cache, q)[0].double(), cache.exact(*q)
+    share = ((out * exact).sum() / exact.square().sum()).item()
+    print(f"\n{heads} heads, {bits} bits: {share:.5f} of the exact result, {reference.errors(out, exact).rel_l2:.5f}")
+    assert abs(share - 1) < 2e-3 or (heads > 32 and bits < absorb_fp8_hopper.BITS)
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_a_nan_row_is_seen_by_those_who_attend_to_it_only(heads: int) -> None:
+    torch.manual_seed(0)
+    cache, q = Cache((300, 300, 300)), queries(3, heads)
+    LAYOUT.scale(cache.pool)[cache.table[1, 2].long() * PAGE + 5] = torch.nan
+    out, _ = run(HopperAbsorbFP8(max_requests=3, heads=heads, device=DEVICE), cache, q)
+    assert out[[0, 2]].isfinite().all() and not out[1].isfinite().any()
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
+def test_a_graph_follows_other_lengths_and_pages(heads: int) -> None:
+    """Captured with tails of one token; replayed while they grow, some of them from no token, and with other pages."""
+    torch.manual_seed(0)
+    longest = (700, 64, 1, 323, 130)
+    caches = Cache(longest), Cache(longest[::-1])
+    q, rows = queries(len(longest), heads), len(longest)
+    pool = torch.cat([cache.pool for cache in caches])
+    width = max(cache.table.shape[1] for cache in caches)
+    absorb = HopperAbsorbFP8(max_requests=rows + SPARE_ROWS, heads=heads, device=DEVICE)
+    table = torch.zeros(rows, width, dtype=torch.int32, device=DEVICE)
+    lens = torch.ones(rows, dtype=torch.int32, device=DEVICE)
+    out, lse = torch.empty(rows, heads, RANK, device=DEVICE), torch.empty(rows, heads, device=DEVICE)
+
+    absorb.prepare(lens, table)
+    absorb.run(*q, pool, table, lens, SCALE, out, lse)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        absorb.run(*q, pool, table, lens, SCALE, out, lse)
+    other = HopperAbsorbFP8(max_requests=rows, heads=heads, device=DEVICE)
+    for missing in (400, 130, 64, 1, 0):
+        for cache, first_page in ((caches[0], 0), (caches[1], len(caches[0].pool) // PAGE)):
+            cache_table = cache.table.where(cache.table == 1 << 30, cache.table + first_page)
+            table[:, : cache.table.shape[1]] = cache_table
+            lens.copy_((cache.lens - missing).clamp(min=0))
+            out.fill_(torch.nan)
+            absorb.prepare(lens, table)
+            graph.replay()
+            expected, expected_lse = torch.empty_like(out), torch.empty_like(lse)
+            other.prepare(lens, table)
+            other.run(*q, pool, table, lens, SCALE, expected, expected_lse)
+            assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+            if not missing:
+                assert_as_good_as_the_steps((out, lse), cache, q)
+
+
+@pytest.mark.parametrize("heads", [16, 64, 12])
+def test_the_way_that_is_taken(heads: int) -> None:
+    failures: list[str] = []
+    cache, q = Cache((70, 3)), queries(2, heads)
+    absorb = make_absorb_fp8(
+        cache.pool,
+        heads=heads,
+        dtype=torch.bfloat16,
+        max_requests=2,
+        on_failure=lambda reason, error: failures.append(f"{reason}: {error}"),
+    )
+    assert type(absorb) is (TritonAbsorbFP8 if heads == 12 else HopperAbsorbFP8), failures
+    assert_as_good_as_the_steps(run(absorb, cache, q), cache, q)
+
+
+def captured_us(function: Callable[[], Any]) -> float:
+    """Median time of a CUDA graph of one call; L2 is flushed before each."""
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return do_bench(graph.replay, warmup=50, rep=150, return_mode="median") * 1e3
+
+
+@pytest.mark.parametrize(
+    ("requests", "heads", "length"),
+    [
+        *((128, heads, 8192) for heads in (128, 64, 32, 16, 8)),
+        *((128, heads, 512) for heads in (128, 64, 16)),
+        *((32, heads, 8192) for heads in (128, 64, 16)),
+        (512, 16, 512),
+        (1, 128, 26472),
+        (1, 16, 26472),
+    ],
+)
+def test_times(requests: int, heads: int, length: int) -> None:
+    """Rounding of the query and merge included; not faster than Triton would be a reason not to have it."""
+    torch.manual_seed(0)
+    cache, q = Cache((length,) * requests), queries(requests, heads)
+    sizes: dict[str, Any] = dict(max_requests=requests, heads=heads, device=DEVICE)
+    kinds: dict[str, AbsorbFP8] = {"own": HopperAbsorbFP8(**sizes), "Triton": TritonAbsorbFP8(**sizes)}
+    if heads > 32:
+        kinds["own, 16 bits"] = HopperAbsorbFP8(**sizes, bits=16)
+    out, lse = torch.empty_like(q[0]), torch.empty(q[0].shape[:2], device=DEVICE)
+    us = {}
+    for name, absorb in kinds.items():
+        absorb.prepare(cache.lens, cache.table)
+        us[name] = captured_us(
+            lambda: absorb.run(*q, cache.pool, cache.table, cache.lens, SCALE, out, lse)  # noqa: B023
+        )
+    us["prepare"] = captured_us(lambda: kinds["own"].prepare(cache.lens, cache.table))
+    try:
+        rival = RivalCase(prefix=0, tail=length, heads=heads, sizes=(), alone=requests)
+        us["FlashMLA"], us["FlashMLA FP8"] = captured_us(flashmla_bf16(rival)), captured_us(flashmla_fp8(rival))
+    except ImportError:
+        pass
+    flops, read = 2 * requests * heads * length * (2 * RANK + 64), requests * length * LAYOUT.row_bytes
+    rates = f"{flops / us['own'] / 1e6:.0f} TFLOPS, {read / us['own'] / 1e3:.0f} GB/s"
+    print(
+        f"\n{requests} x {length}, {heads} heads: {rates}; us:", {name: round(value, 1) for name, value in us.items()}
+    )
+    assert us["own"] < us["Triton"]

@@ -1,0 +1,244 @@
+"""The FP8 absorb kernels for Hopper without a GPU: their own source run in torch (gluon_in_torch.py), as
+HopperAbsorbFP8 calls them, against reference_fp8.absorb_fp8.
+
+The order of bytes in registers is not part of that: functions that move them are replaced by what they mean, and
+tests/gpu covers them. Everything that no kernel may read is NaN, as in test_absorb_fp8.py.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from gluon_in_torch import Descriptor, Place, Pointer, Program
+from test_absorb_fp8 import LAYOUT, NAN, SOFTMAX_SCALE, Case, Problem, assert_close, converts_like_a_gpu  # noqa: F401
+from torch import Tensor
+
+from sglang_mla_ext.kernels import (
+    absorb_consumers_hopper,
+    absorb_fp8_consumers_hopper,
+    absorb_fp8_few_heads,
+    absorb_fp8_hopper,
+    absorb_fp8_tiles_hopper,
+)
+from sglang_mla_ext.kernels.absorb_fp8 import HopperAbsorbFP8, TritonAbsorbFP8, make_absorb_fp8
+from sglang_mla_ext.kernels.absorb_schedule import AbsorbCapacity
+from sglang_mla_ext.kernels.layout import to_fp8
+from sglang_mla_ext.kernels.merge import LOG2E
+
+# Weights that fall on the other side of a rounding step, because blocks come in another order.
+BOUND = 2e-3
+# FP16 weights, 2^-12 of each, and the order of float32 sums.
+BOUND_16_BITS = 5e-4
+
+ODD_LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 192, 193, 320, 599)
+COMMON = [absorb_consumers_hopper, absorb_fp8_tiles_hopper]
+
+
+def _clear_behind(pairs: Place, first: int, valid: int) -> None:
+    rows, per_block = pairs.memory, pairs.memory.shape[2]
+    rows[valid:, first // per_block : (first + 256) // per_block] = 0
+
+
+BYTES: dict[str, Any] = {
+    "scales_of_keys": lambda scale_s, slot, KEYS, LAYOUT: scale_s.index(slot).load()[:, 0],
+    "log2_of_power": torch.log2,
+    "inverse_of_power": torch.reciprocal,
+    "clear_behind": _clear_behind,
+    "values_tile": lambda pairs, first, PERMUTE, OPERAND: pairs.load()[:, first : first + 64].T,
+    "_values16_tile": lambda pairs, first, key, OPERAND: pairs.load()[key : key + 32, first : first + 64].T,
+    "_by_dim": lambda acc, N: acc.T,
+    "_by_position": lambda weights_t, N: weights_t.float().T,
+    "_pack": lambda weights, BITS: to_fp8(weights).float() if BITS == 8 else weights.half().float(),
+}
+"""What functions that move bytes mean, with keys and dims in their own order."""
+
+
+class InTorch:
+    """Takes the place of both kernels' `run`."""
+
+    def __init__(self, seed: int, faults: dict[str, Any]) -> None:
+        self.seed = seed
+        self.changes = {name: lambda *_, function=function: function for name, function in BYTES.items()} | faults
+
+    def hopper(self, *arguments: Any, bits: int, hold: int | None = None, **options: Any) -> None:
+        modules = [*COMMON, absorb_fp8_consumers_hopper, absorb_fp8_hopper]
+        hold = absorb_fp8_hopper.HOLD[bits] if hold is None else hold
+        constants = dict(BITS=bits, HOLD=hold, SLOTS=absorb_fp8_hopper.SLOTS[bits])
+        self._run(modules, "absorb_fp8_hopper_kernel", constants, *arguments, **options)
+
+    def few(self, *arguments: Any, **options: Any) -> None:
+        constants = dict(N=arguments[4].tile_rows)
+        self._run([*COMMON, absorb_fp8_few_heads], "absorb_fp8_few_heads_kernel", constants, *arguments, **options)
+
+    def _run(
+        self,
+        modules: list[Any],
+        kernel: str,
+        constants: dict[str, int],
+        query: absorb_fp8_hopper.Query,
+        pool: Tensor,
+        work: Tensor,
+        page_table: Tensor,
+        capacity: AbsorbCapacity,
+        partial_out: Tensor,
+        partial_lse2: Tensor,
+        softmax_scale: float,
+    ) -> None:
+        absorb_fp8_hopper.check(query, pool, work, capacity, partial_out, partial_lse2, softmax_scale)
+        scales = LAYOUT.scale(pool)[:, None].expand(-1, 4)
+        table = page_table.as_strided([page_table.shape[0] * page_table.stride(0)], [1])
+        for index in range(capacity.programs):
+            program = Program(modules, index, capacity.programs, self.seed, self.changes)
+            program.run(
+                kernel,
+                Descriptor(query.content.float().flatten(0, 1), [capacity.segment, 128], 1),
+                Descriptor(query.rope.float().flatten(0, 1), [capacity.segment, 64], 2),
+                Descriptor(LAYOUT.content(pool).float(), [64, 512], 1),
+                Descriptor(LAYOUT.rope(pool).float(), [64, 64], 2),
+                Descriptor(scales, [64, 4], 4),
+                Pointer(query.scale.view(-1)),
+                Pointer(work),
+                Pointer(table),
+                Pointer(partial_out.view(-1)),
+                Pointer(partial_lse2.view(-1)),
+                softmax_scale * LOG2E,
+                *constants.values(),
+            )
+
+
+@pytest.fixture
+def in_torch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`in_torch(problem, seed, faults, **options)`: attention by HopperAbsorbFP8; with a list of lengths, of several
+    steps."""
+
+    def run(
+        problem: Problem,
+        seed: int = 0,
+        faults: dict[str, Any] | None = None,
+        bits: int = 8,
+        hold: int | None = None,
+        steps: tuple[tuple[int, ...], ...] = (),
+    ) -> tuple[Tensor, Tensor]:
+        stand_in, case = InTorch(seed, faults or {}), problem.case
+        held = {} if hold is None else {"hold": hold}
+        monkeypatch.setattr(absorb_fp8_hopper, "run", lambda *a, **k: stand_in.hopper(*a, **k, **held))
+        monkeypatch.setattr(absorb_fp8_few_heads, "run", stand_in.few)
+        sizes: dict[str, Any] = dict(max_requests=len(case.lens) + 2, heads=case.heads, device="cpu")
+        absorb = HopperAbsorbFP8(**sizes, num_sms=case.num_sms, bits=bits)
+        absorb._partial_out = absorb._partial_out.float().fill_(NAN)  # so that rounding them hides nothing
+        absorb._partial_lse2.fill_(NAN)
+        out, lse = torch.full_like(problem.q_absorbed, NAN), torch.full(problem.q_absorbed.shape[:2], NAN)
+        for lens in (*steps, case.lens):
+            step = torch.tensor(lens, dtype=torch.int32)
+            absorb.prepare(step, problem.table)
+            query = problem.q_absorbed, problem.q_rope
+            absorb.run(*query, problem.pool, problem.table, step, SOFTMAX_SCALE, out, lse)
+        return out, lse
+
+    return run
+
+
+def few_head_cases() -> Any:
+    for heads in (8, 16, 32):
+        yield Case(ODD_LENGTHS, heads=heads, num_sms=3)
+    yield Case((0, 0), heads=16)
+    yield Case((1,), heads=8)
+    yield Case((1025, 1), heads=16, num_sms=6)  # keys are cut
+    yield Case((300, 90), heads=16, outlier=True, num_sms=2)
+
+
+def many_head_cases() -> Any:
+    for heads in (64, 128, 96, 24):
+        yield Case(ODD_LENGTHS[::2] if heads < 100 else ODD_LENGTHS[1::3], heads=heads, num_sms=3)
+    yield Case((0, 0), heads=64)
+    yield Case((1025, 1), heads=64, num_sms=6)  # keys are cut
+    yield Case((300, 90), heads=128, outlier=True, num_sms=2)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("case", [*few_head_cases(), *many_head_cases()], ids=str)
+def test_the_kernels_source_in_torch_equals_the_reference(in_torch: Any, case: Case, seed: int) -> None:
+    problem = Problem(case)
+    assert_close(in_torch(problem, seed), problem.expected(exact=False), BOUND)
+
+
+@pytest.mark.parametrize("hold", [0, 1, 2])
+@pytest.mark.parametrize("bits", [8, 16])
+def test_more_bits_and_other_orders_of_products(in_torch: Any, bits: int, hold: int) -> None:
+    problem = Problem(Case((599, 0, 64, 130), heads=64, num_sms=2))
+    bound = BOUND if bits == 8 else BOUND_16_BITS
+    assert_close(in_torch(problem, seed=2, bits=bits, hold=hold), problem.expected(exact=bits == 16), bound)
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_a_later_step_has_other_lengths(in_torch: Any, heads: int) -> None:
+    problem = Problem(Case((130, 65, 0, 400), heads=heads, num_sms=4))
+    found = in_torch(problem, steps=((129, 64, 0, 1), (1, 0, 0, 399)))
+    assert_close(found, problem.expected(exact=False), BOUND)
+
+
+def _changed(**changes: Any) -> Any:
+    """A stand-in for mbarrier with some of its operations replaced."""
+    return lambda program, barriers: SimpleNamespace(**vars(barriers) | changes)
+
+
+FAULTS: dict[str, Any] = {
+    "nobody waits": {"mbarrier": lambda program, b: _changed(wait=lambda barrier, parity: program.pause())(program, b)},
+    "one reader is not counted": {"mbarrier": _changed(init=lambda barrier, count: barrier.init(1))},
+    "values behind the last key stay": {"clear_behind": lambda *_: lambda *_: None},
+    "the ring has no phases": {"next_slot": lambda *_: lambda slot, phase, slots: ((slot + 1) % slots, 0)},
+}
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_kernel_would_be_found_out(in_torch: Any, fault: str, heads: int) -> None:
+    problem = Problem(Case((500, 130, 0), heads=heads))
+    assert_close(in_torch(problem), problem.expected(exact=False), BOUND)
+    with pytest.raises(AssertionError):
+        assert_close(in_torch(problem, faults=FAULTS[fault]), problem.expected(exact=False), BOUND)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    sizes: dict[str, Any] = dict(max_requests=2, device="cpu")
+    for wrong in (dict(heads=20), dict(heads=16, queries=2), dict(heads=16, page_size=32)):
+        with pytest.raises(ValueError, match="the kernels for Hopper take"):
+            HopperAbsorbFP8(**sizes, **wrong)
+    absorb = HopperAbsorbFP8(**sizes, heads=16)
+    q, table = torch.zeros(2, 16, 576), torch.zeros(2, 3, dtype=torch.int32)
+    pool, lens = torch.zeros(128, LAYOUT.row_bytes, dtype=torch.uint8), torch.ones(2, dtype=torch.int32)
+    arguments = q[..., :512], q[..., 512:], pool, table, lens, 1.0, torch.zeros(2, 16, 512), torch.zeros(2, 16)
+    with pytest.raises(ValueError, match="prepared for"):
+        absorb.run(*arguments)
+
+
+def test_where_a_way_does_not_run_the_other_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, told = torch.zeros(64, LAYOUT.row_bytes, dtype=torch.uint8), []
+    sizes: dict[str, Any] = dict(max_requests=2, heads=16, dtype=torch.float32)
+    assert isinstance(make_absorb_fp8(pool, **sizes, on_failure=lambda *_: told.append(1)), TritonAbsorbFP8)
+    assert not told, "on a CPU there is no other way"
+    monkeypatch.setattr(absorb_fp8_hopper, "supports", lambda *_: True)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of shared memory")
+
+    monkeypatch.setattr(absorb_fp8_few_heads, "run", fail)
+    failed = make_absorb_fp8(pool, **sizes, on_failure=lambda reason, error: told.append((reason, str(error))))
+    assert isinstance(failed, TritonAbsorbFP8)
+    assert told == [
+        (
+            "the FP8 cache's own kernels for Hopper do not run here, Triton's take their place: RuntimeError",
+            "out of shared memory",
+        )
+    ]
+    monkeypatch.setattr(absorb_fp8_few_heads, "run", lambda *_, **__: None)
+    assert isinstance(make_absorb_fp8(pool, **sizes, on_failure=fail), HopperAbsorbFP8)
+    assert isinstance(make_absorb_fp8(pool, **sizes, on_failure=fail, queries=2), TritonAbsorbFP8)
+
+
+def test_the_workspace_is_bounded() -> None:
+    absorb = HopperAbsorbFP8(max_requests=1024, heads=128, device="cpu", num_sms=132)
+    assert absorb.workspace_bytes < 240 << 20
