@@ -235,10 +235,12 @@ class HopperAbsorbFP8(AbsorbFP8):
 class TritonAbsorbFP8(AbsorbFP8):
     """A grid that depends on the number of requests alone: the keys of each are cut into as many runs, then merged."""
 
-    def __init__(self, *, fp8_weights: bool = True, rescale: Rescale = "multiply", **sizes: Any) -> None:
+    def __init__(self, *, fp8_weights: bool = False, rescale: Rescale = "multiply", **sizes: Any) -> None:
         """
         Args:
-            fp8_weights: round the softmax weights to e4m3; False is more exact and slower.
+            fp8_weights: round the softmax weights to e4m3, and not to BF16: SnapMLA's definition, but less exact. On
+                Hopper its sums over thousands of keys shrink, too (naive_consumers_hopper.consume_fp8; to sum blocks
+                apart takes more registers than there are), and Triton transposes FP8 values byte by byte.
             rescale: see absorb_fp8_kernel.py. Others as of `AbsorbFP8`.
         """
         super().__init__(**sizes)

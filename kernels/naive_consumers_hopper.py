@@ -197,7 +197,9 @@ def consume_fp8(
 
     The content query is quantised here, one scale for each row and head (SnapMLA, section 3.1). The rotary query is
     divided by that scale and by the key scale, so both products add up in one accumulator (SnapMLA, equation 6). The
-    weights are multiplied by 448 before they are rounded, which their sum is too.
+    weights are multiplied by 448 before they are rounded, which their sum is too. The output of a key tile is summed
+    apart and then added in float32: the matrix unit's FP8 sum keeps some 13 bits behind its largest term, and a sum
+    over 26,000 keys in place came out 17 % too small where values have a mean.
     """
     STAGES: gl.constexpr = k_nope_s.shape[0]
     BLOCK_KEYS: gl.constexpr = k_nope_s.shape[1]
@@ -243,7 +245,8 @@ def consume_fp8(
         scores = gl.where((key < kv_end)[None, :], scores, NO_SCORE)
         row_max2 = gl.full([ROWS], NO_SCORE, gl.float32, gl.SliceLayout(1, SCORES))
         row_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
-        acc = gl.zeros([ROWS, DV], gl.float32, OUT)
+        no_out = gl.zeros([ROWS, DV], gl.float32, OUT)
+        acc = no_out
         if kv_end % BLOCK_KEYS != 0:
             mbarrier.wait(v_full.index(stage), (position // STAGES) & 1)
             _clear_values_behind(v_t_s.index(stage), kv_end % BLOCK_KEYS, BLOCK_KEYS, DV, True)
@@ -255,26 +258,26 @@ def consume_fp8(
             position += 1
             stage = position % STAGES
             mbarrier.wait(k_full.index(stage), (position // STAGES) & 1)
-            acc = acc * gl.convert_layout(rescale, OUT_ROWS)[:, None]
             rope = warpgroup_mma(q_rope_s, k_rope_s.index(stage).permute((1, 0)), no_rope, use_acc=False, is_async=True)
             mbarrier.wait(v_full.index(v_stage), v_phase)
-            acc_next = warpgroup_mma(weights_q, v_t_s.index(v_stage).permute((1, 0)), acc, is_async=True)
+            added = warpgroup_mma(weights_q, v_t_s.index(v_stage).permute((1, 0)), no_out, use_acc=False, is_async=True)
             rope = warpgroup_mma_wait(1, deps=[rope])
             scores_next = gl.convert_layout(rope, SCORES)
             scores_next = warpgroup_mma(q_nope_s, k_nope_s.index(stage).permute((1, 0)), scores_next, is_async=True)
-            scores, acc = warpgroup_mma_wait(0, deps=[scores_next, acc_next])
+            scores, added = warpgroup_mma_wait(0, deps=[scores_next, added])
             mbarrier.arrive(k_empty.index(stage))
             mbarrier.arrive(v_empty.index(v_stage))
+            acc = acc * gl.convert_layout(rescale, OUT_ROWS)[:, None] + added
 
         weights, row_max2, row_sum, rescale = _softmax_step(scores, row_max2, row_sum, row_scale, LOG2_FP8_MAX)
         weights_q = _weights_to_fp8(weights, BLOCK_KEYS, WEIGHTS)
-        acc = acc * gl.convert_layout(rescale, OUT_ROWS)[:, None]
         stage = position % STAGES
         mbarrier.wait(v_full.index(stage), (position // STAGES) & 1)
-        acc_next = warpgroup_mma(weights_q, v_t_s.index(stage).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc_next])
+        added = warpgroup_mma(weights_q, v_t_s.index(stage).permute((1, 0)), no_out, use_acc=False, is_async=True)
+        added = warpgroup_mma_wait(0, deps=[added])
         mbarrier.arrive(v_empty.index(stage))
         position += 1
+        acc = acc * gl.convert_layout(rescale, OUT_ROWS)[:, None] + added
         row_max2 = gl.convert_layout(row_max2 - LOG2_FP8_MAX, OUT_ROWS)
         row_sum = gl.convert_layout(row_sum, OUT_ROWS)
         v_scale = gl.load(v_scale_ptr + head)

@@ -289,6 +289,7 @@ def main(
         list[str] | None,
         typer.Option(help="Look-ups: TOKENS:PROMPTS, repeatable; 0: none. 512:50, 2048:50 and 8192:50 if left out."),
     ] = None,
+    questions: Annotated[int, typer.Option(help="For each prompt of look-ups.")] = 4,
     impl: Annotated[list[str] | None, typer.Option(help="Only these, and sglang_bf16; repeatable.")] = None,
     seed: Annotated[int, typer.Option(help="Of cases and resampling.")] = 1,
     images: Annotated[
@@ -307,7 +308,7 @@ def main(
         chosen = lengths_of(lengths or ["512", "2048", "8192"])
         chosen.pop(0, None)
         try:
-            plan = Plan(tuple(impl or IMPLS), prose_tokens, cases, chosen, seed=seed)
+            plan = Plan(tuple(impl or IMPLS), prose_tokens, cases, chosen, questions, seed=seed)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
         found = demo(served_model(weights, device), Data(data), plan)

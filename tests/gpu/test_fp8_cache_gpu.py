@@ -24,6 +24,9 @@ pytestmark = pytest.mark.gpu
 LAYOUT, RANK, DR, PAGE = LatentRowLayout(), 512, 64, 64
 SCALE = 192**-0.5
 DEVICE = "cuda"
+LSE_BOUND = 2.5e-2
+"""Hopper's FP8 product of 512 elements adds 32 at a time and keeps 13 bits behind the largest term: up to 16 · 2^-13 of
+the largest partial sum is lost, and scores here reach 10."""
 
 
 class Cache:
@@ -82,14 +85,14 @@ def run(
     [
         ((1, 64, 0, 65, 4759), 16, 64),
         ((26472,), 128, 64),  # keys are cut
-        ((26472,) * 3 + (3000,) * 280, 128, 64),  # keys are not: the longest sum in one accumulator
+        ((26472,) * 3 + (3000,) * 280, 128, 64),  # keys are not: the longest sum of one program
         ((333, 90), 8, 1),
     ],
     ids=["uneven", "long", "many", "tokens"],
 )
 def test_error_is_that_of_the_rounding(lens: tuple[int, ...], heads: int, page_size: int, fp8_weights: bool) -> None:
     torch.manual_seed(0)
-    cache, q = Cache(lens, page_size), queries(len(lens), heads)
+    cache, q = Cache(lens, page_size, mean=0.0 if fp8_weights else 0.5), queries(len(lens), heads)
     sizes: dict[str, Any] = dict(max_requests=len(lens), heads=heads, device=DEVICE, page_size=page_size)
     absorb = TritonAbsorbFP8(**sizes, fp8_weights=fp8_weights)
     out, lse = run(absorb, cache, q)
@@ -97,7 +100,7 @@ def test_error_is_that_of_the_rounding(lens: tuple[int, ...], heads: int, page_s
     ours, theirs = (reference.errors(result, exact).rel_l2 for result in (out, emulated))
     print(f"splits {absorb.splits(len(lens))}: relative L2 error {ours:.5f}, of the emulation {theirs:.5f}")
     assert ours <= 1.1 * theirs
-    torch.testing.assert_close(lse, emulated_lse, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lse, emulated_lse, rtol=0, atol=LSE_BOUND)
 
 
 def test_a_graph_follows_other_lengths_and_pages() -> None:
