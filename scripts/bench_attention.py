@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -85,6 +86,17 @@ def floor_ms(case: Case, dtype: str, ceilings: Ceilings) -> float:
     return max(memory, case.shared_flops * rates / 1e9)
 
 
+@dataclass(frozen=True)
+class Captured:
+    """A CUDA graph, and what was captured: its tensors must live as long."""
+
+    graph: torch.cuda.CUDAGraph
+    function: Callable[[], Any]
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
 def captured(function: Callable[[], Any]) -> Callable[[], Any]:
     """A CUDA graph of one call, to replay; the function itself if it cannot be captured."""
     for _ in range(3):  # compiles, fills in schedules
@@ -97,7 +109,7 @@ def captured(function: Callable[[], Any]) -> Callable[[], Any]:
     except RuntimeError as error:
         print(f"no CUDA graph, timed without: {str(error)[:300]}", flush=True)
         return function
-    return graph.replay
+    return Captured(graph, function)
 
 
 def time_ms(function: Callable[[], Any], rep_ms: int = 100) -> float:
