@@ -61,7 +61,7 @@ PANEL = gl.constexpr(128)  # bytes of a row that lie side by side in swizzled sh
 VALUE_REGISTERS = gl.constexpr(176)
 PRODUCER_REGISTERS = gl.constexpr(24)
 
-BITS = 8
+BITS = 16
 SLOTS = {8: 5, 16: 4}
 """Blocks in the ring, by BITS."""
 HOLD = {8: 2, 16: 1}
