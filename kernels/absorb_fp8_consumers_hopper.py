@@ -1,8 +1,9 @@
 """What the computing warps of absorb_fp8_hopper.py do: `compute_scores` of an item's keys, and `sum_values`, half of
 the columns each.
 
-Blocks of an item go from the last to the first, so that only the first one taken can end inside the range. The rotary
-scores of block i + 1 run while the weights of block i are written, its content scores while they are announced.
+Blocks of an item go from the last to the first, so that only the first one taken can end inside the range. While the
+softmax of block i is computed, the matrix unit has the scores of block i + 1 to do (AMLA's preload pipeline;
+FlashAttention-3, section 3.2): the rotary ones beside the maximum, those of the content beside the weights.
 
 `slot` and `phase` say where the ring is, `taken` counts blocks since the program's start, and `done` items.
 """
@@ -21,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .absorb_consumers_hopper import BLOCK, HEADER, ITEM, LATENT, NO_SCORE, ROWS, blocks_of
 from .absorb_fp8_tiles_hopper import (
     LOG2_FP8_MAX,
+    PANEL,
     SCALE_RANGE,
     clear_behind,
     inverse_of_power,
@@ -53,23 +55,22 @@ def _key_scales(scale_s, slot, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _softmax_step(
-    scores, row_scale, key_scale, visible, ceiling, level, row_sum, MASK: gl.constexpr, BITS: gl.constexpr
-):
-    """Weights in words, the running maximum `ceiling`, the logarithm `level` of what weights are counted in, their sum,
-    and the factor for what was summed before; see absorb_fp8_hopper.py."""
-    log_scale = log2_of_power(key_scale)
-    t = scores * key_scale[None, :] * row_scale[:, None] + log_scale[None, :]
-    if MASK:
-        t = gl.where(visible[None, :], t, NO_SCORE)
+def _raise_level(scores, row_scale, key_scale, ceiling, level):
+    """Scores as logarithms of weights, the running maximum `ceiling`, the `level` that weights are counted in, and the
+    factor for what was summed before; see absorb_fp8_hopper.py."""
+    t = scores * key_scale[None, :] * row_scale[:, None] + log2_of_power(key_scale)[None, :]
     own = gl.max(t, 1)
     new_ceiling = gl.maximum(ceiling, own)
     new_level = gl.maximum(own, new_ceiling - SCALE_RANGE)
-    rescale = gl.exp2(level - new_level)
-    weights = gl.exp2(t - (new_level - LOG2_FP8_MAX)[:, None])
+    return t, new_ceiling, new_level, gl.exp2(level - new_level)
+
+
+@gluon.jit
+def _weigh(t, key_scale, level, rescale, row_sum, BITS: gl.constexpr):
+    """Weights in words, and their running sum."""
+    weights = gl.exp2(t - (level - LOG2_FP8_MAX)[:, None])
     total = gl.sum(weights * inverse_of_power(key_scale)[None, :], 1)
-    words = _pack(weights, BITS)
-    return words, new_ceiling, new_level, row_sum * rescale + total, rescale
+    return _pack(weights, BITS), row_sum * rescale + total
 
 
 @gluon.jit
@@ -114,9 +115,24 @@ def _write_weights(weights, rescale, weights_s, rescale_s, weights_empty, taken)
 
 
 @gluon.jit
+def _start_content_scores(query, q_content_s, panels_s, slot, rope_scores):
+    """Start adding the content scores to the rotary ones: the first panels of the query are in registers."""
+    PANELS: gl.constexpr = LATENT // PANEL
+    IN_REGISTERS: gl.constexpr = len(query)
+    scores = rope_scores
+    for p in gl.static_range(PANELS):
+        keys = panels_s.index(slot * PANELS + p).permute((1, 0))
+        if p < IN_REGISTERS:
+            scores = warpgroup_mma(query[p], keys, scores, is_async=True)
+        else:
+            scores = warpgroup_mma(q_content_s.index(p - IN_REGISTERS), keys, scores, is_async=True)
+    return scores
+
+
+@gluon.jit
 def compute_scores(
-    content_s, rope_s, scale_s, weights_s, rescale_s, norm_s, q_rope_s, full, empty, weights_full, go, weights_empty,
-    q_scale_ptr, partial_lse2_ptr, work_ptr, scale_log2e, SEGMENT: gl.constexpr, HOLD: gl.constexpr, BITS: gl.constexpr,
+    content_s, rope_s, scale_s, weights_s, rescale_s, norm_s, q_content_s, q_rope_s, full, empty, weights_full,
+    weights_empty, q_scale_ptr, partial_lse2_ptr, work_ptr, scale_log2e, SEGMENT: gl.constexpr, BITS: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of all items: hands weights and factors to the two that sum values, and writes the lse2.
 
@@ -124,12 +140,14 @@ def compute_scores(
     scores are waited for before those of the content start, because the two products differ in their layout.
     """
     SLOTS: gl.constexpr = content_s.shape[0]
+    PANELS: gl.constexpr = LATENT // PANEL
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     ROPE_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 4)
     ROPE_QUERY: gl.constexpr = gl.DotOperandLayout(0, ROPE_SCORES, 2)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     BY_KEY: gl.constexpr = gl.SliceLayout(0, SCORES)
+    panels_s = content_s._reinterpret(gl.float8e4nv, [SLOTS * PANELS, BLOCK, PANEL], gl.NVMMASharedLayout(128, 8))
 
     slot = 0
     phase = 0
@@ -145,7 +163,9 @@ def compute_scores(
         row_scale = gl.load(q_scale_ptr + q_row, mask=rows < n_rows, other=0.0) * scale_log2e
 
         mbarrier.wait(full.index(slot), phase)
-        query = content_s.index(slot).load(QUERY)
+        query = (panels_s.index(slot * PANELS).load(QUERY), panels_s.index(slot * PANELS + 1).load(QUERY))
+        q_content_s.index(0).store(panels_s.index(slot * PANELS + 2).load(QUERY))
+        q_content_s.index(1).store(panels_s.index(slot * PANELS + 3).load(QUERY))
         q_rope_s.store(rope_s.index(slot).load(ROPE_QUERY))
         fence_async_shared()
         gl.thread_barrier()
@@ -158,39 +178,34 @@ def compute_scores(
         visible = last * BLOCK + gl.arange(0, BLOCK, BY_KEY) < gl.load(item_ptr + 3)
         key_scale = gl.where(visible, _key_scales(scale_s, slot, BY_KEY), 1.0)
         rope_scores = gl.convert_layout(warpgroup_mma_wait(0, deps=[rope]), SCORES, assert_trivial=True)
-        started = warpgroup_mma(query, content_s.index(slot).permute((1, 0)), rope_scores, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[started])
+        started = _start_content_scores(query, q_content_s, panels_s, slot, rope_scores)
+        scores = gl.where(visible[None, :], warpgroup_mma_wait(0, deps=[started]), NO_SCORE)
         slot, phase = next_slot(slot, phase, SLOTS)
         ceiling = gl.full([ROWS], NO_SCORE, gl.float32, BY_ROW)
+        level = ceiling
         row_sum = gl.zeros([ROWS], gl.float32, BY_ROW)
-        weights, ceiling, level, row_sum, rescale = _softmax_step(
-            scores, row_scale, key_scale, visible, ceiling, ceiling, row_sum, True, BITS
-        )
         for _ in range(1, n_blocks):
             mbarrier.wait(full.index(slot), phase)
             rope = warpgroup_mma(q_rope_s, rope_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            _write_weights(weights, rescale, weights_s, rescale_s, weights_empty, taken)
+            logs, ceiling, level, rescale = _raise_level(scores, row_scale, key_scale, ceiling, level)
             rope_scores = gl.convert_layout(warpgroup_mma_wait(0, deps=[rope]), SCORES, assert_trivial=True)
-            started = warpgroup_mma(query, content_s.index(slot).permute((1, 0)), rope_scores, is_async=True)
+            started = _start_content_scores(query, q_content_s, panels_s, slot, rope_scores)
+            weights, row_sum = _weigh(logs, key_scale, level, rescale, row_sum, BITS)
+            _write_weights(weights, rescale, weights_s, rescale_s, weights_empty, taken)
             fence_async_shared()
             gl.thread_barrier()
             mbarrier.arrive(weights_full.index(taken & 1))
+            taken += 1
             key_scale = _key_scales(scale_s, slot, BY_KEY)
             scores = warpgroup_mma_wait(0, deps=[started])
-            if HOLD > 0:
-                mbarrier.arrive(go.index(taken & 1))
-            taken += 1
             slot, phase = next_slot(slot, phase, SLOTS)
-            weights, ceiling, level, row_sum, rescale = _softmax_step(
-                scores, row_scale, key_scale, visible, ceiling, level, row_sum, False, BITS
-            )
+        logs, ceiling, level, rescale = _raise_level(scores, row_scale, key_scale, ceiling, level)
+        weights, row_sum = _weigh(logs, key_scale, level, rescale, row_sum, BITS)
         _write_weights(weights, rescale, weights_s, rescale_s, weights_empty, taken)
         norm_s.index(done & 3).store(1.0 / row_sum)
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(weights_full.index(taken & 1))
-        if HOLD > 0:
-            mbarrier.arrive(go.index(taken & 1))
         taken += 1
         done += 1  # noqa: SIM113 - Gluon has no enumerate
         lse2 = level - LOG2_FP8_MAX + gl.log2(row_sum)
@@ -233,11 +248,10 @@ def _add16(pairs_s, weights_t, values, acc, first: gl.constexpr, OPERAND: gl.con
 
 @gluon.jit
 def sum_values(
-    content_s, weights_s, rescale_s, norm_s, full, empty, weights_full, go, weights_empty, partial_out_ptr, work_ptr,
-    SIDE: gl.constexpr, HELD: gl.constexpr, BITS: gl.constexpr,
+    content_s, weights_s, rescale_s, norm_s, full, empty, weights_full, weights_empty, partial_out_ptr, work_ptr,
+    SIDE: gl.constexpr, BITS: gl.constexpr,
 ):  # fmt: skip
-    """Columns [256 * SIDE, 256 * SIDE + 256) of the output, in four tiles of 64. HELD: wait until the next block's
-    scores are done."""
+    """Columns [256 * SIDE, 256 * SIDE + 256) of the output, in four tiles of 64."""
     SLOTS: gl.constexpr = content_s.shape[0]
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 256 // BITS])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUT, 32 // BITS)
@@ -268,14 +282,15 @@ def sum_values(
             stage = taken & 1
             pairs = pairs_s.index(slot)
             weights = weights_s.index(stage).permute((1, 0))
-            mbarrier.wait(weights_full.index(stage), (taken >> 1) & 1)
-            rescale = rescale_s.index(stage).load(BY_ROW)[None, :]  # 0 in an item's first block
-            acc0, acc1, acc2, acc3 = acc0 * rescale, acc1 * rescale, acc2 * rescale, acc3 * rescale
             mbarrier.wait(full.index(slot), phase)
             if BITS == 8:
                 v0 = values_tile(pairs, FIRST, KEYS_OF_DIMS, OPERAND)
-                if HELD:
-                    mbarrier.wait(go.index(stage), (taken >> 1) & 1)
+            else:
+                v0 = _values16_tile(pairs, FIRST, 0, OPERAND)
+            mbarrier.wait(weights_full.index(stage), (taken >> 1) & 1)
+            rescale = rescale_s.index(stage).load(BY_ROW)[None, :]  # 0 in an item's first block
+            acc0, acc1, acc2, acc3 = acc0 * rescale, acc1 * rescale, acc2 * rescale, acc3 * rescale
+            if BITS == 8:
                 next0 = warpgroup_mma(v0, weights, acc0, is_async=True)
                 v1 = values_tile(pairs, FIRST + 64, KEYS_OF_DIMS, OPERAND)
                 next1 = warpgroup_mma(v1, weights, acc1, is_async=True)
@@ -286,10 +301,7 @@ def sum_values(
                 v3 = values_tile(pairs, FIRST + 192, KEYS_OF_DIMS, OPERAND)
                 next3 = warpgroup_mma(v3, weights, acc3, is_async=True)
             else:
-                v = _values16_tile(pairs, FIRST, 0, OPERAND)
-                if HELD:
-                    mbarrier.wait(go.index(stage), (taken >> 1) & 1)
-                next0 = _add16(pairs, weights, v, acc0, FIRST, OPERAND)
+                next0 = _add16(pairs, weights, v0, acc0, FIRST, OPERAND)
                 v = _values16_tile(pairs, FIRST + 64, 0, OPERAND)
                 acc0 = warpgroup_mma_wait(0, deps=[next0])
                 next1 = _add16(pairs, weights, v, acc1, FIRST + 64, OPERAND)

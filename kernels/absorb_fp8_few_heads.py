@@ -39,9 +39,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .absorb_consumers_hopper import BLOCK, HEADER, ITEM, LATENT, NO_SCORE, ROPE, blocks_of
-from .absorb_fp8_hopper import PANEL, PRODUCER_REGISTERS, Query, check, describe
+from .absorb_fp8_hopper import PRODUCER_REGISTERS, Query, check, describe
 from .absorb_fp8_tiles_hopper import (
     LOG2_FP8_MAX,
+    PANEL,
     SCALE_RANGE,
     SCALE_WIDTH,
     clear_behind,

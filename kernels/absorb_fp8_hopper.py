@@ -2,7 +2,7 @@
 
     out[r] = softmax_n(softmax_scale · q[r] · k[n]) · k[n, :512]        q, k: 512 content (e4m3) + 64 rotary (BF16)
 
-rounded as reference_fp8.absorb_fp8 does, but for the order of blocks. One persistent launch over a work list
+rounded as reference_fp8.absorb_fp8 does, but for the order of blocks and the bits of weights. One persistent launch over a work list
 (absorb_schedule.py); an item's result is a partial. Values are keys, and Hopper's FP8 product wants every operand in
 shared memory to be contiguous along the axis that it sums over, which for values is the wrong one. So the output is
 computed transposed,
@@ -14,24 +14,22 @@ written to shared memory again. One program runs on each multiprocessor, with fo
 
 | role | warps | does |
 |---|---|---|
-| compute_scores | 4 | query (content in registers) x keys, softmax, weights to e4m3 |
+| compute_scores | 4 | query (half of its content in registers) x keys, softmax, weights to FP16 |
 | sum_values, twice | 4, 4 | out[:, :256] and out[:, 256:]: transpose, rescale, add values x weights |
 | copy | 1 | TMA into a ring of blocks: 64 keys, or in front of an item's first block its 64 query rows |
 
 Softmax: with t = score · log2(e) + log2(key's scale) and c = max of t over a block, the weights of the block are
-e4m3(2^(t - c) · 448): the running maximum of the scores cancels out of what SnapMLA computes. Output and sum are
+2^(t - c) · 448, rounded: the running maximum of the scores cancels out of what SnapMLA computes. Output and sum are
 counted in units of 2^c / 448; c is kept from falling more than 24 below the largest one before. Scales are powers of
 two, so their logarithms and inverses are arithmetic of exponents; all other scales would be wrong here.
 
-BITS of weights and values in their product: 8, as above, adds in the matrix unit, whose FP8 sum keeps some 13 bits
-behind its largest term. With 16, values become FP16 on their way to the registers and weights are FP16: exact products
-and float32 sums, half the rate for this product.
+BITS of weights and values in their product: with 16, values become FP16 on their way to the registers and weights are
+FP16, which makes exact products and float32 sums. With 8 (e4m3) the product takes half the time, but the matrix unit's
+FP8 sum keeps some 13 bits behind its largest term: over 26,000 values with a mean it came out 9 % too small, and there
+are no registers to sum blocks apart. 8 is for comparisons.
 
-HOLD, how many of the two value roles wait with their product until the scores of the next block are done, so that the
-matrix unit has work while the softmax runs: 2, 1 (the right one) or 0.
-
-Registers: 136 + 2 · 176 + 24 of 512 for each of 128 threads. Shared memory, KiB: ring 5 · (32 + 8 + 1), rotary query 8,
-weights 2 · 4; together 223 of 227 (with 16 bits: ring of 4, weights 2 · 8).
+Registers: 136 + 2 · 176 + 24 of 512 for each of 128 threads. Shared memory, KiB: ring 4 · (32 + 8 + 1), query 16 + 8,
+weights 2 · 8; together 206 of 227.
 
 Memory per item of n keys: reads n · 656 bytes, from L2 when another item with these keys runs beside it, and rows · 644
 of queries; writes rows · (1,024 + 4).
@@ -50,21 +48,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .absorb_consumers_hopper import BLOCK, HEADER, ITEM, LATENT, ROPE, ROWS, blocks_of
 from .absorb_fp8_consumers_hopper import NORM_STAGES, STAGES, compute_scores, sum_values
-from .absorb_fp8_tiles_hopper import SCALE_WIDTH, next_slot
+from .absorb_fp8_tiles_hopper import PANEL, SCALE_WIDTH, next_slot
 from .absorb_hopper import NO_ROW
 from .absorb_schedule import AbsorbCapacity
 from .latent_rows import LatentRowLayout
 from .layout import FP8
 from .merge import LOG2E
 
-PANEL = gl.constexpr(128)  # bytes of a row that lie side by side in swizzled shared memory
 VALUE_REGISTERS = gl.constexpr(176)
 PRODUCER_REGISTERS = gl.constexpr(24)
 
 BITS = 16
-SLOTS = {8: 5, 16: 4}
-"""Blocks in the ring, by BITS."""
-HOLD = {8: 2, 16: 1}
+SLOTS = 4
+"""Blocks in the ring."""
 
 
 def supports(device: torch.device, layout: LatentRowLayout, heads: int, page_size: int) -> bool:
@@ -135,7 +131,6 @@ def absorb_fp8_hopper_kernel(
     partial_lse2_ptr,  # float32 [P * H]
     scale_log2e,
     BITS: gl.constexpr,
-    HOLD: gl.constexpr,
     SLOTS: gl.constexpr,
 ):
     SEGMENT: gl.constexpr = q_desc.block_type.shape[0]
@@ -144,6 +139,8 @@ def absorb_fp8_hopper_kernel(
     content_s = gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, BLOCK, LATENT], content_desc.layout)
     rope_s = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, ROPE], rope_desc.layout)
     scale_s = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK, SCALE_WIDTH], scale_desc.layout)
+    # Half of the query's content: the other one is in registers.
+    q_content_s = gl.allocate_shared_memory(gl.float8e4nv, [2, ROWS, PANEL], gl.NVMMASharedLayout(128, 8))
     q_rope_s = gl.allocate_shared_memory(gl.bfloat16, [ROWS, ROPE], rope_desc.layout)
     weights_type: gl.constexpr = gl.float8e4nv if BITS == 8 else gl.float16
     weights_s = gl.allocate_shared_memory(weights_type, [STAGES, ROWS, BLOCK], gl.NVMMASharedLayout(8 * BITS, BITS))
@@ -152,14 +149,12 @@ def absorb_fp8_hopper_kernel(
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     weights_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    go = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)  # for those who hold
     weights_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(weights_full.index(i), count=1)
-        mbarrier.init(go.index(i), count=1)
         mbarrier.init(weights_empty.index(i), count=2)
     fence_async_shared()
 
@@ -167,16 +162,16 @@ def absorb_fp8_hopper_kernel(
     gl.warp_specialize(
         [
             (compute_scores, (
-                content_s, rope_s, scale_s, weights_s, rescale_s, norm_s, q_rope_s, full, empty, weights_full, go,
-                weights_empty, q_scale_ptr, partial_lse2_ptr, work_ptr, scale_log2e, SEGMENT, HOLD, BITS,
+                content_s, rope_s, scale_s, weights_s, rescale_s, norm_s, q_content_s, q_rope_s, full, empty,
+                weights_full, weights_empty, q_scale_ptr, partial_lse2_ptr, work_ptr, scale_log2e, SEGMENT, BITS,
             )),
             (sum_values, (
-                content_s, weights_s, rescale_s, norm_s, full, empty, weights_full, go, weights_empty, partial_out_ptr,
-                work_ptr, 0, HOLD == 2, BITS,
+                content_s, weights_s, rescale_s, norm_s, full, empty, weights_full, weights_empty, partial_out_ptr,
+                work_ptr, 0, BITS,
             )),
             (sum_values, (
-                content_s, weights_s, rescale_s, norm_s, full, empty, weights_full, go, weights_empty, partial_out_ptr,
-                work_ptr, 1, HOLD > 0, BITS,
+                content_s, weights_s, rescale_s, norm_s, full, empty, weights_full, weights_empty, partial_out_ptr,
+                work_ptr, 1, BITS,
             )),
             (copy, (
                 q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, full, empty,
@@ -207,8 +202,6 @@ def run(
     *,
     softmax_scale: float,
     bits: int = BITS,
-    hold: int | None = None,
-    slots: int | None = None,
 ) -> None:
     """Launch the kernel.
 
@@ -219,7 +212,7 @@ def run(
         page_table: int32, whose entries the items name as if it were flat.
         partial_out: BF16 or float32 `[P, H, 512]`, contiguous, each normalised over its own keys; partial_lse2: float32
             `[P, H]`, base 2. What no item names is not written.
-        bits, hold, slots: see the module; what suits `bits` if None.
+        bits: see the module.
     Raises:
         ValueError: a shape, dtype or stride is not as above.
     """
@@ -235,8 +228,7 @@ def run(
         partial_lse2,
         softmax_scale * LOG2E,
         BITS=bits,
-        HOLD=HOLD[bits] if hold is None else hold,
-        SLOTS=slots or SLOTS[bits],
+        SLOTS=SLOTS,
         num_warps=4,
     )
 

@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from .absorb_consumers_hopper import BLOCK, LATENT
 
+PANEL = gl.constexpr(128)  # bytes of a row that lie side by side in swizzled shared memory
 SCALE_WIDTH = gl.constexpr(4)  # floats: TMA copies no less than 16 bytes
 LOG2_FP8_MAX = gl.constexpr(8.807354922057604)
 SCALE_RANGE = gl.constexpr(24.0)  # reference_fp8.WEIGHT_SCALE_RANGE, in powers of two
