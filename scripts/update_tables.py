@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +30,12 @@ ATTENTION_TIMES = {  # column: impl, part, dtype
     "ours FP8 ms": ("hybrid_mla", "all", "fp8"),
     "BF16 shared part ms": ("hybrid_mla", "naive", "bf16"),
     "FP8 shared part ms": ("hybrid_mla", "naive", "fp8"),
+}
+ABLATION_STEPS = {  # of bench_ablation.py: column
+    "triton": "Triton BF16 ms",
+    "gluon": "Gluon ms",
+    "fp8": "FP8 ms",
+    "schedule": "schedule ms",
 }
 ATTENTION_FLOORS = {"FP8 shared part ms": "of its floor"}
 STORAGE_NAMES = {"bf16": "BF16", "fp8": "FP8"}
@@ -141,6 +147,24 @@ def steps(path: Path) -> str:
         rows.append((*case[1:], *cells))
     headers = ("heads", "prefix", "requests", "Triton BF16 ms", "Gluon BF16 ms", "gain", "Gluon FP8 ms", "gain")
     return markdown(rows, headers, {(i, case): found[i][case] for i in range(len(found)) for case in both})
+
+
+def ablation(path: Path) -> str:
+    """A table of the shared part and its merge with one more step in each column, and what each step gains."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for record in sorted(read_records(path), key=lambda record: record["date"]):
+        case = record["case"]
+        repeated = ((group, len(list(same))) for group, same in groupby(case["groups"]))
+        groups = ", ".join(f"{count} x ({group})" if count > 1 else group for group, count in repeated)
+        found[case["heads"], groups, record["step"]] = record
+    rows = []
+    for case in dict.fromkeys(key[:2] for key in found):
+        times = [found[(*case, step)]["ms"] for step in ABLATION_STEPS]
+        gains = (f"{ms:.3f}, {before / ms:.2f}x" for before, ms in pairwise(times))
+        apart = (times[-1] + found[(*case, "quantize")]["ms"]) / times[-1]
+        rows.append((*case, f"{times[0]:.3f}", *gains, f"{apart:.2f}x"))
+    columns = ("heads", "requests on a prefix of", *ABLATION_STEPS.values(), "query rounded in the kernel")
+    return markdown(rows, columns, found)
 
 
 def expansion(path: Path) -> str:
@@ -312,7 +336,8 @@ def provenance(records: dict[tuple[Any, ...], dict[str, Any]]) -> str:
     lines = []
     for command in dict.fromkeys(record["command"] for record in records.values()):
         first = next(record for record in records.values() if record["command"] == command)
-        where = f"{first['gpu']}, torch {first['torch']}, sglang {first['sglang']}"
+        versions = [f"{name} {first[name]}" for name in ("torch", "sglang") if first[name]]
+        where = ", ".join([first["gpu"], *versions])
         lines.append(f"{where}, commit {first['commit']}, {first['date'][:10]}: `{command}`")
     return "\n\n".join(lines)
 
@@ -329,6 +354,7 @@ def main(check: Annotated[bool, typer.Option("--check", help="Write nothing; exi
         "docs/performance.md": {
             "attention": attention(RESULTS / "attention.jsonl"),
             "steps": steps(RESULTS / "attention.jsonl"),
+            "ablation": ablation(RESULTS / "ablation.jsonl"),
             "expansion": expansion(RESULTS / "expansion.jsonl"),
             "prefill": prefill(RESULTS / "prefill.jsonl"),
             "planner": planner(RESULTS / "planner.jsonl"),
