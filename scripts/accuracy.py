@@ -22,13 +22,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from accuracy_tables import MODEL_NAMES
 from demo_batches import Data
 from demo_network import Network, load_weights
 from demo_served import BASELINE, IMPLS, SNAPMLA, Served
 from demo_study import PERCENTILES, Plan, demo
+from result_tables import REPOSITORY, latest
 from rich.console import Console
 from torch import Tensor
-from update_tables import MODEL_NAMES, REPOSITORY, latest
 
 from sglang_mla_ext.kernels.reference_fp8 import Configuration, Rescale, absorb_fp8, flash, round_keys
 from sglang_mla_ext.results import read_records, write_record

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from update_tables import REPOSITORY, RESULTS, latest, prefix_storage
+from result_tables import REPOSITORY, RESULTS, latest
+from update_tables import prefix_storage
 
 from sglang_mla_ext.results import read_records
 

@@ -7,7 +7,7 @@ import math
 import accuracy
 import pytest
 import torch
-from update_tables import accuracy_cache, accuracy_fp16, accuracy_rescale
+from accuracy_tables import accuracy_cache, accuracy_fp16, accuracy_rescale
 
 from sglang_mla_ext.results import write_record
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plot_serving import Line, panels, title
-from update_tables import RESULTS
+from result_tables import RESULTS
 
 from sglang_mla_ext.results import read_records
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from update_tables import accuracy_model, expansion, fill, goal_verdict, interval, planner, prefill
+from accuracy_tables import accuracy_model, goal_verdict, interval
+from performance_tables import expansion, planner, prefill
+from update_tables import fill
 
 from sglang_mla_ext.results import write_record
 

@@ -1,0 +1,137 @@
+"""Tables of what quantisation costs, from the records of accuracy.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from result_tables import latest, markdown
+
+from sglang_mla_ext.results import read_records
+
+CACHE_COLUMNS = {  # impl: column
+    "bf16": "BF16",
+    "hybrid_mla": "ours",
+    "snapmla": "SnapMLA",
+    "snapmla_config_a": "A",
+    "snapmla_config_b": "B",
+    "snapmla_config_c": "C",
+    "snapmla_config_d": "D",
+}
+RESCALE_COLUMNS = {
+    "amla_base": "base",
+    "amla_mul_by_add": "MUL by ADD",
+    "amla_uncompensated": "without compensation",
+    "hybrid_mla": "powers of two",
+}
+MODEL_NAMES = {
+    "sglang_bf16": "BF16",
+    "hybrid_mla": "prefix expanded in BF16",
+    "hybrid_mla_fp8_prefix": "prefix expanded in FP8",
+    "hybrid_mla_fp8_rows": "rows in FP8",
+    "snapmla_config_a": "rows in FP8, A",
+    "snapmla_config_b": "rows in FP8, B",
+    "snapmla_config_c": "rows in FP8, C",
+    "snapmla_config_d": "rows in FP8, D",
+    "sglang_fp8": "SGLang's FP8",
+    "wrong_lse_base": "control: wrong base",
+}
+MODEL_GOALS = {"perplexity_change_pct": 0.1, "lookup_acc_diff_points": 0.3}
+"""How far from BF16, to both sides: percent, and percentage points."""
+ERROR_NAMES = {"rmse": "RMSE", "cos_dist": "1 - cosine", "rel_err": "relative L2"}
+
+
+def accuracy(path: Path, study: str, *names: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The newest records of one study of scripts/accuracy.py, see `latest`."""
+    return latest((record for record in read_records(path) if record["case"]["study"] == study), *names)
+
+
+def accuracy_cache(path: Path) -> str:
+    """A table of the errors of attention over a cache rounded in different ways: a row for each measure."""
+    records = accuracy(path, "snapmla", "token_sizes", "rotary_logit_std")
+    rows = []
+    for case in dict.fromkeys(case[1:] for case in records):
+        for measure, name in ERROR_NAMES.items():
+            sizes, deviation = case
+            rows.append(
+                (sizes, f"{deviation:.0f}", name, *(f"{records[(impl, *case)][measure]:.2e}" for impl in CACHE_COLUMNS))
+            )
+    columns = ("sizes of tokens", "deviation of rotary scores", "error", *CACHE_COLUMNS.values())
+    return markdown(rows, columns, records)
+
+
+def accuracy_rescale(path: Path) -> str:
+    """A table of the errors of the ways to rescale an accumulator."""
+    records = accuracy(path, "amla", "distribution", "size")
+    rows = []
+    for case in dict.fromkeys(case[1:] for case in records):
+        distribution, size = case
+        errors = (f"{records[(impl, *case)]['rel_err']:.2e}" for impl in RESCALE_COLUMNS)
+        rows.append((distribution, f"{size:.0f}" if distribution == "normal" else f"±{size:.0f}", *errors))
+    return markdown(rows, ("distribution", "deviation or range", *RESCALE_COLUMNS.values()), records)
+
+
+def accuracy_fp16(path: Path) -> str:
+    """A table of the errors of attention in FP16, and of the size of what they are errors of."""
+    records = accuracy(path, "etap", "distribution", "tokens")
+    rows = [
+        (distribution, f"{tokens:,}", f"{r['rms']:.2e}", f"{r['rmse']:.2e}", f"{r['rel_err']:.2e}")
+        for (_, distribution, tokens), r in records.items()
+    ]
+    return markdown(rows, ("distribution", "tokens", "RMS of the output", "RMSE", "relative L2"), records)
+
+
+def accuracy_model(path: Path) -> str:
+    """A table of what a trained model loses: perplexity and right answers, with the difference to BF16."""
+    records = accuracy(path, "demo", "task", "length")
+    found = {(impl, task, length): record for (impl, task, length), record in records.items() if impl in MODEL_NAMES}
+    lengths = sorted({length for _, task, length in found if task == "lookup"})
+    tasks = (("prose", None), ("dictionary", None), *(("lookup", length) for length in lengths))
+    rows = []
+    for impl, name in MODEL_NAMES.items():
+        of_impl = [found[(impl, *task)] for task in tasks if (impl, *task) in found]
+        if len(of_impl) < len(tasks):
+            continue
+        prose, dictionary, *lookups = of_impl
+        cells = [f"{prose['perplexity']:.3f}", interval(prose, "perplexity_change_pct", 2)]
+        for record, metric in ((dictionary, "dictionary_acc"), *((record, "lookup_acc") for record in lookups)):
+            difference = interval(record, f"{metric}_diff_points", 1)
+            cells.append(f"{100 * record[metric]:.1f}" + (f", {difference}" if difference != "–" else ""))
+        rows.append((name, *cells, goal_verdict(of_impl)))
+    case = {task: found[("sglang_bf16", *task)]["case"] for task in tasks}
+    columns = (
+        "",
+        f"perplexity, {case[tasks[0]]['tokens']:,} tokens",
+        "change %",
+        f"dictionary %, {case[tasks[1]]['questions']:,} questions",
+        *(f"look-ups in {length:,} tokens %, {case['lookup', length]['questions']:,} questions" for length in lengths),
+        "goals",
+    )
+    return markdown(rows, columns, found)
+
+
+def interval(record: dict[str, Any], name: str, digits: int) -> str:
+    """A difference and the ends of its interval, with signs; ±0 if all are, and a dash where there is none."""
+    if name not in record:
+        return "–"
+    figures = [round(record[name + end], digits) + 0.0 for end in ("", "_low", "_high")]  # adding turns -0.0 into 0.0
+    if not any(figures):
+        return "±0"
+    value, low, high = (f"{figure:+.{digits}f}" for figure in figures)
+    return f"{value} ({low} to {high})"
+
+
+def goal_verdict(records: Iterable[dict[str, Any]]) -> str:
+    """Whether all intervals of differences lie within `MODEL_GOALS`; "open" where one only overlaps with its goal."""
+    ends = [
+        (record[f"{name}_low"], record[f"{name}_high"], goal)
+        for record in records
+        for name, goal in MODEL_GOALS.items()
+        if name in record
+    ]
+    if not ends:
+        return "–"
+    if any(low > goal or high < -goal for low, high, goal in ends):
+        return "missed"
+    return "met" if all(-goal <= low and high <= goal for low, high, goal in ends) else "open"

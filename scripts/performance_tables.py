@@ -1,0 +1,178 @@
+"""Tables of the kernels' times and of the planner's choices."""
+
+from __future__ import annotations
+
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+from planner_verdicts import LARGEST_LOSS, verdicts
+from result_tables import STORAGE_NAMES, latest, markdown
+
+from sglang_mla_ext.prefix.cost_model import rates_for
+from sglang_mla_ext.results import read_records
+
+ATTENTION_CASE = {"heads": "heads", "batch": "requests", "prefix": "prefix", "tail": "tail", "spec": "groups"}
+ATTENTION_TIMES = {  # column: impl, part, dtype
+    "FlashMLA BF16 ms": ("flashmla_bf16", "all", "bf16"),
+    "FlashMLA FP8 ms": ("flashmla_fp8", "all", "fp8"),
+    "TyphoonMLA parts ms": ("typhoon_parts", "all", "bf16"),
+    "ours BF16 ms": ("hybrid_mla", "all", "bf16"),
+    "ours FP8 ms": ("hybrid_mla", "all", "fp8"),
+    "BF16 shared part ms": ("hybrid_mla", "naive", "bf16"),
+    "FP8 shared part ms": ("hybrid_mla", "naive", "fp8"),
+}
+ABLATION_STEPS = {  # of bench_ablation.py: column
+    "triton": "Triton BF16 ms",
+    "gluon": "Gluon ms",
+    "fp8": "FP8 ms",
+    "schedule": "schedule ms",
+}
+ATTENTION_FLOORS = {"FP8 shared part ms": "of its floor"}
+DECODE_TIMES = {  # impl: column
+    "flashmla_bf16": "FlashMLA BF16 ms",
+    "flashmla_fp8": "FlashMLA FP8 ms",
+    "hybrid_mla": "ours ms",
+}
+
+
+def attention(path: Path) -> str:
+    """A table of the kernels' times over shared prefixes, rivals first. Columns without any figure are left out."""
+    records = read_records(path)
+    records = [record for record in records if "tail" in record["case"]] or records  # the older ones lack the tails
+    found = {
+        column: latest(
+            (record for record in records if (record["impl"], record["part"], record["case"]["dtype"]) == what),
+            *ATTENTION_CASE,
+        )
+        for column, what in ATTENTION_TIMES.items()
+    }
+    shown = {(column, *case): record for column, of in found.items() for (_, *case), record in of.items()}
+    rows = []
+    for case in sorted({tuple(case) for _, *case in shown}, key=lambda case: [(v is not None, v) for v in case]):
+        times = [shown.get((column, *case)) for column in ATTENTION_TIMES]
+        floors = [shown.get((column, *case), {}).get("floor_share") for column in ATTENTION_FLOORS]
+        rows.append((*case, *(r and f"{r['ms']:.3f}" for r in times), *(share and f"{share:.0%}" for share in floors)))
+    columns = (*ATTENTION_CASE.values(), *ATTENTION_TIMES, *ATTENTION_FLOORS.values())
+    kept = [index for index in range(len(columns)) if any(row[index] is not None for row in rows)]
+    cells = [tuple("–" if row[index] is None else row[index] for index in kept) for row in rows]
+    return markdown(cells, tuple(columns[index] for index in kept), shown)
+
+
+def steps(path: Path) -> str:
+    """A table of the shared part alone, from the portable kernel to the fastest one."""
+    records = [record for record in read_records(path) if record.get("part") == "naive"]
+    columns = {
+        "Triton BF16 ms": [record for record in records if "tail" not in record["case"]],
+        "Gluon BF16 ms": [r for r in records if "tail" in r["case"] and r["case"]["dtype"] == "bf16"],
+        "Gluon FP8 ms": [r for r in records if r["case"]["dtype"] == "fp8"],
+    }
+    found = [latest(of_column, "heads", "prefix", "batch") for of_column in columns.values()]
+    both = sorted(set.intersection(*(set(of_column) for of_column in found)))
+    rows = []
+    for case in both:
+        times = [of_column[case]["ms"] for of_column in found]
+        cells = [f"{times[0]:.3f}"]
+        for before, after in pairwise(times):
+            cells += [f"{after:.3f}", f"{before / after:.2f}x"]
+        rows.append((*case[1:], *cells))
+    headers = ("heads", "prefix", "requests", "Triton BF16 ms", "Gluon BF16 ms", "gain", "Gluon FP8 ms", "gain")
+    return markdown(rows, headers, {(i, case): found[i][case] for i in range(len(found)) for case in both})
+
+
+def ablation(path: Path) -> str:
+    """A table of the shared part and its merge with one more step in each column, and what each step gains."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for record in sorted(read_records(path), key=lambda record: record["date"]):
+        case = record["case"]
+        repeated = ((group, len(list(same))) for group, same in groupby(case["groups"]))
+        groups = ", ".join(f"{count} x ({group})" if count > 1 else group for group, count in repeated)
+        found[case["heads"], groups, record["step"]] = record
+    rows = []
+    for case in dict.fromkeys(key[:2] for key in found):
+        times = [found[(*case, step)]["ms"] for step in ABLATION_STEPS]
+        gains = (f"{ms:.3f}, {before / ms:.2f}x" for before, ms in pairwise(times))
+        apart = (times[-1] + found[(*case, "quantize")]["ms"]) / times[-1]
+        rows.append((*case, f"{times[0]:.3f}", *gains, f"{apart:.2f}x"))
+    columns = ("heads", "requests on a prefix of", *ABLATION_STEPS.values(), "query rounded in the kernel")
+    return markdown(rows, columns, found)
+
+
+def decode(path: Path) -> str:
+    """A table of decode over private tokens: ours over FP8 rows beside FlashMLA."""
+    records = latest(read_records(path), "batch", "tail", "heads")
+    rows = []
+    for case in {key[1:] for key in records}:
+        found = {impl: records.get((impl, *case)) for impl in DECODE_TIMES}
+        own, stock = found["hybrid_mla"], found["flashmla_bf16"]
+        if own is None or stock is None:
+            continue
+        batch, tokens, heads = case
+        times = ("–" if record is None else f"{record['ms']:.3f}" for record in found.values())
+        gain = f"{stock['ms'] / own['ms']:.2f}x"
+        rows.append((heads, batch, f"{tokens:,}", *times, gain, f"{own['floor_share']:.0%}"))
+    columns = ("heads", "requests", "tokens", *DECODE_TIMES.values(), "FlashMLA BF16 / ours", "of its floor")
+    shown = {key: record for key, record in records.items() if key[0] in DECODE_TIMES}
+    return markdown(sorted(rows, key=lambda row: (-row[0], -row[1], row[2])), columns, shown)
+
+
+def expansion(path: Path) -> str:
+    """A table of the fused expansion beside torch's, and of the share of a matrix product's rate that it reaches."""
+    records = latest(read_records(path), "heads", "dtype", "tokens")
+    rows = []
+    for impl, heads, dtype, tokens in sorted(records):
+        if impl == "hybrid_mla":
+            fused, plain = records[impl, heads, dtype, tokens], records.get(("torch", heads, dtype, tokens))
+            against = (f"{plain['ms']:.3f}", f"{plain['ms'] / fused['ms']:.2f}x") if plain else ("–", "–")
+            rates = (f"{fused['tflops']:.0f}", f"{fused['gemm_share']:.0%}")
+            rows.append((heads, STORAGE_NAMES[dtype], f"{tokens:,}", f"{fused['ms']:.3f}", *against, *rates))
+    columns = ("heads", "prefix in", "tokens", "fused ms", "torch ms", "gain", "TFLOPS", "of the product's rate")
+    return markdown(rows, columns, records)
+
+
+def prefill(path: Path) -> str:
+    """A table of a prefill step's attention to a shared prefix: SGLang's, ours in both storages, and their errors."""
+    records = latest(read_records(path), "heads", "prefix", "batch", "new_tokens", "dtype")
+    rows = []
+    for case in sorted({case[1:-1] for case in records}):
+        implementations = (("sglang_chunks", "bf16"), ("hybrid_mla", "bf16"), ("hybrid_mla", "fp8"))
+        found = [records.get((impl, *case, dtype)) for impl, dtype in implementations]
+        if None in found:
+            continue
+        sglang, bf16, fp8 = found
+        heads, prefix, requests, new_tokens = case
+        rows.append(
+            (
+                heads,
+                f"{prefix:,}",
+                f"{requests} x {new_tokens}",
+                *(f"{record['ms']:.2f}" for record in found),
+                f"{bf16['expansion_ms']:.2f} / {fp8['expansion_ms']:.2f}",
+                *(f"{sglang['ms'] / ours['ms']:.1f}x" for ours in (bf16, fp8)),
+                f"{sglang['rel_err_as_shipped']:.2%} / {sglang['rel_err']:.2%}",
+                f"{bf16['rel_err']:.2%} / {fp8['rel_err']:.2%}",
+            )
+        )
+    columns = (
+        *("heads", "prefix", "requests x new tokens", "SGLang's chunks ms", "ours BF16 ms", "ours FP8 ms"),
+        *("expansion ms, BF16 / FP8", "SGLang / ours BF16", "SGLang / ours FP8"),
+        *("rel. error of SGLang, as shipped / natural log", "rel. error of ours, BF16 / FP8"),
+    )
+    return markdown(rows, columns, records)
+
+
+def planner(path: Path) -> str:
+    """A table of how often the choice with the shipped rates is the fastest mode or nearly, and of the worst choice."""
+    records = latest(read_records(path), "heads", "dtype", "prefix", "tail", "batch")
+    found = []
+    for gpu in dict.fromkeys(record["gpu"] for record in records.values()):
+        found += verdicts((record for record in records.values() if record["gpu"] == gpu), rates_for(gpu))
+    rows = []
+    for heads, dtype in sorted({(verdict.heads, verdict.dtype) for verdict in found}):
+        of_row = [verdict for verdict in found if (verdict.heads, verdict.dtype) == (heads, dtype)]
+        within = sum(verdict.loss <= LARGEST_LOSS for verdict in of_row)
+        worst = max(of_row, key=lambda verdict: verdict.loss)
+        where = f"{worst.prefix:,} tokens, {worst.batch} requests" if worst.loss else "–"
+        rows.append((heads, STORAGE_NAMES[dtype], len(of_row), within, f"{worst.loss:.1%}", where))
+    columns = ("heads", "prefix in", "cases", f"within {LARGEST_LOSS:.0%}", "worst loss", "where")
+    return markdown(rows, columns, records)

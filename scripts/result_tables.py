@@ -1,0 +1,39 @@
+"""What the tables of measured figures have in common: the newest records, Markdown, and where figures come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RESULTS = REPOSITORY / "benchmarks" / "results"
+STORAGE_NAMES = {"bf16": "BF16", "fp8": "FP8"}
+
+
+def latest(records: Iterable[dict[str, Any]], *names: str) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The newest record for each `(impl, case[name], ...)`."""
+    return {
+        (record["impl"], *(record["case"].get(name) for name in names)): record
+        for record in sorted(records, key=lambda record: record["date"])
+    }
+
+
+def markdown(rows: list[tuple[Any, ...]], columns: tuple[str, ...], records: dict[tuple[Any, ...], Any]) -> str:
+    """A table, and below it where its figures come from."""
+    align = ("right",) * len(columns)
+    table = tabulate(rows, columns, tablefmt="github", colalign=align, disable_numparse=True)
+    return f"{table}\n\n{provenance(records)}"
+
+
+def provenance(records: dict[tuple[Any, ...], dict[str, Any]]) -> str:
+    """Where the figures come from: GPU, versions, commits, dates, commands."""
+    lines = []
+    for command in dict.fromkeys(record["command"] for record in records.values()):
+        first = next(record for record in records.values() if record["command"] == command)
+        versions = [f"{name} {first[name]}" for name in ("torch", "sglang") if first[name]]
+        where = ", ".join([first["gpu"], *versions])
+        lines.append(f"{where}, commit {first['commit']}, {first['date'][:10]}: `{command}`")
+    return "\n\n".join(lines)

@@ -1,0 +1,34 @@
+"""What bench_decode.py computes; nothing is timed here."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """Imported here: it imports Triton (see conftest)."""
+    return pytest.importorskip("bench_decode")
+
+
+def test_a_case_is_requests_tokens_and_heads(bench):
+    case = bench.parse_case("128x8192x16")
+    assert (case.batch, case.tail, case.heads, case.prefix) == (128, 8192, 16, 0)
+    assert case.fields("fp8")["groups"] == 0
+    assert len({bench.parse_case(spec) for spec in bench.DEFAULT_GRID}) == len(bench.DEFAULT_GRID)
+
+
+@pytest.mark.parametrize("spec", ["128x8192", "0x1x16", "ax1x16", "1x1x-8", ""])
+def test_anything_else_is_refused(bench, spec):
+    with pytest.raises(typer.BadParameter):
+        bench.parse_case(spec)
+
+
+def test_the_floor_is_reading_the_rows_or_the_products(bench):
+    ceilings = bench.Ceilings(copy_gbps=4000.0, bf16_tflops=500.0, fp8_tflops=1000.0)
+    few, many = bench.parse_case("128x8192x16"), bench.parse_case("128x8192x128")
+    rows = 128 * 8192
+    assert bench.floor_ms(few, ceilings) == pytest.approx(rows * 656 / 4000e9 * 1e3)
+    products = 2 * rows * 128 * (1024 / 1000e12 + 64 / 500e12) * 1e3
+    assert bench.floor_ms(many, ceilings) == pytest.approx(products)
