@@ -18,8 +18,65 @@ from .schedule import ITEM_FIELDS, WorkListCapacity
 
 LN2 = 0.6931471805599453
 LOG2E = 1.4426950408889634
-BLOCK_HEADS = 4
-SPLITS_IN_FLIGHT = 4
+BLOCK_VALUES = 512
+"""Values of the output that a program computes: of one head with kv_lora_rank 512, of four with v_head_dim 128."""
+SPLITS = 8
+"""Partials that a program has in flight. With one after the other, a row with 132 of them took 40 us on an H200."""
+FEW_SPLITS = 2
+"""Rows with at most so many, which most rows of a large batch are, do not go through the instructions for `SPLITS`."""
+NUM_WARPS = 4
+
+
+def block_heads(dv: int) -> int:
+    """Heads of a program."""
+    return max(1, BLOCK_VALUES // dv)
+
+
+@triton.jit
+def _sum_partials(
+    partial_out_ptr,
+    partial_lse2_ptr,
+    start,
+    stride,
+    first_splits,  # those at start and stride; the others, if MORE, are at more_start and more_stride
+    more_start,
+    more_stride,
+    splits,
+    head,  # [BLOCK_HEADS, 1]
+    heads,
+    DV: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MORE: tl.constexpr,
+):
+    """Of a row's partials: weighted sum `[BLOCK_HEADS, 1, DV]`; sum of weights and largest lse2, `[BLOCK_HEADS, 1]`.
+
+    No sum passes through shared memory: a thread has all splits of its columns, four in BF16 too (hence the hint). The
+    maximum over the tile makes the compiler issue all loads of a tile before the first product; with one for each split
+    it loads, waits and adds split by split.
+    """
+    dim = tl.max_contiguous(tl.arange(0, DV), 4)
+    acc = tl.zeros([BLOCK_HEADS, 1, DV], tl.float32)
+    run_sum = tl.zeros([BLOCK_HEADS, 1], tl.float32)
+    run_max2 = tl.full([BLOCK_HEADS, 1], -1e30, tl.float32)  # below every lse where there is no key yet
+    for first in tl.range(0, splits, SPLITS):
+        split = first + tl.arange(0, SPLITS)
+        partial = start + split * stride  # [SPLITS]
+        if MORE:
+            partial = tl.where(split < first_splits, partial, more_start + (split - first_splits) * more_stride)
+        place = partial[None, :] * heads + head  # [BLOCK_HEADS, SPLITS]
+        there = (split < splits)[None, :] & (head < heads)
+        part_lse2 = tl.load(partial_lse2_ptr + place, mask=there, other=float("-inf"))
+        part_out = tl.load(
+            partial_out_ptr + place[:, :, None] * DV + dim[None, None, :], mask=there[:, :, None], other=0.0
+        ).to(tl.float32)  # [BLOCK_HEADS, SPLITS, DV]
+        new_max2 = tl.maximum(run_max2, tl.max(part_lse2, 1, keep_dims=True))
+        rescale = tl.exp2(run_max2 - new_max2)
+        weight = tl.exp2(part_lse2 - new_max2)
+        acc = acc * rescale[:, :, None] + tl.sum(part_out * weight[:, :, None], 1, keep_dims=True)
+        run_sum = run_sum * rescale + tl.sum(weight, 1, keep_dims=True)
+        run_max2 = new_max2
+    return acc, run_sum, run_max2
 
 
 @triton.jit
@@ -29,6 +86,7 @@ def merge_kernel(
     partial_out_ptr,  # float32 or BF16 [P, H, DV]
     partial_lse2_ptr,  # float32 [P, H]
     work_ptr,  # int32, see schedule.WorkList
+    more_work_ptr,  # int32, like work_ptr; not read unless MORE
     out_ptr,  # [T, H, DV], strides out_row, out_head, 1
     lse_ptr,  # float32 [T, H], strides lse_row, lse_head
     heads,
@@ -44,50 +102,61 @@ def merge_kernel(
     DV: tl.constexpr,
     ITEM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FEW_SPLITS: tl.constexpr,
+    MORE: tl.constexpr,
     IN_PLACE: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     LN2: tl.constexpr,
     LOG2E: tl.constexpr,
 ):
     row = tl.program_id(0)
-    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # [BLOCK_HEADS]
-    dim = tl.arange(0, DV)
+    head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]  # [BLOCK_HEADS, 1]
+    dim = tl.max_contiguous(tl.arange(0, DV), 4)[None, None, :]  # as in _sum_partials
     in_heads = head < heads
     per_row_ptr = work_ptr + ITEM + max_rows + row
-    partial_start = tl.load(per_row_ptr).to(tl.int64)
-    partial_stride = tl.load(per_row_ptr + max_rows)
-    splits = tl.load(per_row_ptr + 2 * max_rows)
+    start = tl.load(per_row_ptr).to(tl.int64)
+    stride = tl.load(per_row_ptr + max_rows)
+    first_splits = tl.load(per_row_ptr + 2 * max_rows)
+    splits, more_start, more_stride = first_splits, start, stride
+    if MORE:
+        per_row_ptr = more_work_ptr + ITEM + max_rows + row
+        more_start = tl.load(per_row_ptr).to(tl.int64)
+        more_stride = tl.load(per_row_ptr + max_rows)
+        splits += tl.load(per_row_ptr + 2 * max_rows)
 
     row64 = row.to(tl.int64)
     tail_lse = tl.load(tail_lse_ptr + row64 * tail_lse_row + head * tail_lse_head, mask=in_heads, other=0.0)
-    empty = tl.abs(tail_lse) == float("inf")  # [BLOCK_HEADS]
-    some_empty = tl.max(empty.to(tl.int32), 0)
+    empty = tl.abs(tail_lse) == float("inf")  # [BLOCK_HEADS, 1]
+    some_empty = tl.max(empty.to(tl.int32))
 
     if not IN_PLACE or splits + some_empty > 0:
-        tail_ptr = tail_out_ptr + row64 * tail_row + (head * tail_head)[:, None] + dim[None, :]
+        tail_ptr = tail_out_ptr + row64 * tail_row + (head * tail_head)[:, :, None] + dim
         has_tail = in_heads & ~empty
-        acc = tl.load(tail_ptr, mask=has_tail[:, None], other=0.0).to(tl.float32)  # [BLOCK_HEADS, DV]
-        run_max = tl.where(empty, -1e30, tail_lse)  # natural log; below every lse where there is no key yet
-        run_sum = tl.where(empty, 0.0, 1.0)
-        for split in tl.range(0, splits, loop_unroll_factor=UNROLL):
-            partial = (partial_start + split * partial_stride) * heads + head  # [BLOCK_HEADS]
-            part_lse = tl.load(partial_lse2_ptr + partial, mask=in_heads, other=0.0) * LN2
-            part_out = tl.load(
-                partial_out_ptr + partial[:, None] * DV + dim[None, :], mask=in_heads[:, None], other=0.0
-            ).to(tl.float32)  # [BLOCK_HEADS, DV]
-            new_max = tl.maximum(run_max, part_lse)
-            rescale = tl.exp2((run_max - new_max) * LOG2E)
-            weight = tl.exp2((part_lse - new_max) * LOG2E)
-            acc = acc * rescale[:, None] + part_out * weight[:, None]
-            run_sum = run_sum * rescale + weight
-            run_max = new_max
-        no_key = run_sum == 0.0
-        acc = acc / tl.where(no_key, 1.0, run_sum)[:, None]
-        out_ptrs = out_ptr + row64 * out_row + (head * out_head)[:, None] + dim[None, :]
-        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_heads[:, None])
+        tail_out = tl.load(tail_ptr, mask=has_tail[:, :, None], other=0.0).to(tl.float32)  # [BLOCK_HEADS, 1, DV]
+        table = start, stride, first_splits, more_start, more_stride, splits
+        if splits <= FEW_SPLITS:
+            acc, part_sum, part_max2 = _sum_partials(
+                partial_out_ptr, partial_lse2_ptr, *table, head, heads, DV, BLOCK_HEADS, FEW_SPLITS, MORE
+            )
+        else:
+            acc, part_sum, part_max2 = _sum_partials(
+                partial_out_ptr, partial_lse2_ptr, *table, head, heads, DV, BLOCK_HEADS, SPLITS, MORE
+            )
+        part_max = part_max2 * LN2
+        tail_max = tl.where(empty, -1e30, tail_lse)
+        most = tl.maximum(part_max, tail_max)  # natural log
+        part_scale = tl.exp2((part_max - most) * LOG2E)
+        tail_weight = tl.where(empty, 0.0, tl.exp2((tail_max - most) * LOG2E))
+        total = part_sum * part_scale + tail_weight
+        no_key = total == 0.0
+        acc = acc * part_scale[:, :, None] + tail_out * tail_weight[:, :, None]
+        acc = acc / tl.where(no_key, 1.0, total)[:, :, None]
+        out_ptrs = out_ptr + row64 * out_row + (head * out_head)[:, :, None] + dim
+        tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_heads[:, :, None])
         if WRITE_LSE:
-            lse = tl.where(no_key, float("-inf"), run_max + tl.log2(tl.where(no_key, 1.0, run_sum)) * LN2)
+            lse = tl.where(no_key, float("-inf"), most + tl.log2(tl.where(no_key, 1.0, total)) * LN2)
+            tl.debug_barrier()  # every warp has read tail_lse, which may be lse
             tl.store(lse_ptr + row64 * lse_row + head * lse_head, lse, mask=in_heads)
     elif WRITE_LSE:
         tl.store(lse_ptr + row64 * lse_row + head * lse_head, tail_lse, mask=in_heads)
@@ -102,6 +171,7 @@ def merge(
     capacity: WorkListCapacity,
     out: Tensor,
     lse: Tensor | None = None,
+    more_work: Tensor | None = None,
 ) -> Tensor:
     """Merge tails and partials into `out`, which may be `tail_out`, and `lse`, which may be `tail_lse`.
 
@@ -112,6 +182,7 @@ def merge(
             contiguous.
         work: int32, at least the `used` part of a schedule.WorkList, or a schedule.row_table; read on the device only.
         out: `[T, H, dv]`, last axis contiguous; lse: `[T, H]` float32, natural log.
+        more_work: like `work` and of its capacity: more partials of the rows, which stand in the same tensors.
     Returns:
         `out`; rows with no key at all are 0 and -inf.
     Raises:
@@ -139,12 +210,14 @@ def merge(
             raise ValueError(f"{name} must be float32 {[rows, heads]}, not {tensor.dtype} {list(tensor.shape)}")
     written_lse = tail_lse if lse is None else lse
     same_memory = out.data_ptr() == tail_out.data_ptr() and out.stride() == tail_out.stride()
-    merge_kernel[(rows, triton.cdiv(heads, BLOCK_HEADS))](
+    heads_of_program = block_heads(dv)
+    merge_kernel[(rows, triton.cdiv(heads, heads_of_program))](
         tail_out,
         tail_lse,
         partial_out,
         partial_lse2,
         work,
+        work if more_work is None else more_work,
         out,
         written_lse,
         heads,
@@ -159,12 +232,14 @@ def merge(
         written_lse.stride(1),
         DV=dv,
         ITEM=ITEM_FIELDS,
-        BLOCK_HEADS=BLOCK_HEADS,
-        UNROLL=SPLITS_IN_FLIGHT,
+        BLOCK_HEADS=heads_of_program,
+        SPLITS=SPLITS,
+        FEW_SPLITS=FEW_SPLITS,
+        MORE=more_work is not None,
         IN_PLACE=same_memory and out.dtype == tail_out.dtype,
         WRITE_LSE=lse is not None,
         LN2=LN2,
         LOG2E=LOG2E,
-        num_warps=4,
+        num_warps=NUM_WARPS,
     )
     return out

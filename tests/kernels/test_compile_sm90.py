@@ -138,10 +138,8 @@ def compile_absorb_fp8(kernel, segment, constants):
     return found | dict(num_warps=roles, ctas_per_sm=1)
 
 def compile_absorb_fp8_many(segment, bits):
-    hold, slots = absorb_fp8_hopper.HOLD[bits], absorb_fp8_hopper.SLOTS[bits]
-    return compile_absorb_fp8(
-        absorb_fp8_hopper.absorb_fp8_hopper_kernel, segment, dict(BITS=bits, HOLD=hold, SLOTS=slots)
-    )
+    constants = dict(BITS=bits, SLOTS=absorb_fp8_hopper.SLOTS)
+    return compile_absorb_fp8(absorb_fp8_hopper.absorb_fp8_hopper_kernel, segment, constants)
 
 def compile_expand(out):
     block_k, stages = expand_prefix.pipeline(rank, dn, dv, itemsize=2)
@@ -160,25 +158,27 @@ def compile_expand(out):
     return found | dict(num_warps=expand_prefix.NUM_WARPS, ctas_per_sm=1)
 
 strides = "heads max_rows tail_row tail_head tail_lse_row tail_lse_head out_row out_head lse_row lse_head"
-merged = compile_for_hopper(
-    merge.merge_kernel,
-    results
-    | dict(tail_out_ptr="*bf16", tail_lse_ptr="*fp32", out_ptr="*bf16", lse_ptr="*fp32")
-    | dict.fromkeys(strides.split(), "i32"),
-    dict(DV=dv, ITEM=ITEM_FIELDS, BLOCK_HEADS=merge.BLOCK_HEADS, UNROLL=merge.SPLITS_IN_FLIGHT, IN_PLACE=True,
-         WRITE_LSE=False, LN2=merge.LN2, LOG2E=merge.LOG2E),
-    num_warps=4,
-)
-def compile_latent_merge(in_place):  # what grouped absorb merges: BF16 partials, kv_lora_rank wide
+def compile_merge(dim, partials, more=False, in_place=True, write_lse=True):
     return compile_for_hopper(
         merge.merge_kernel,
         results
-        | dict(partial_out_ptr="*bf16", tail_out_ptr="*bf16", tail_lse_ptr="*fp32", out_ptr="*bf16", lse_ptr="*fp32")
+        | dict(partial_out_ptr=f"*{partials}", more_work_ptr="*i32")
+        | dict(tail_out_ptr="*bf16", tail_lse_ptr="*fp32", out_ptr="*bf16", lse_ptr="*fp32")
         | dict.fromkeys(strides.split(), "i32"),
-        dict(DV=rank, ITEM=ITEM_FIELDS, BLOCK_HEADS=merge.BLOCK_HEADS, UNROLL=merge.SPLITS_IN_FLIGHT,
-             IN_PLACE=in_place, WRITE_LSE=True, LN2=merge.LN2, LOG2E=merge.LOG2E),
-        num_warps=4,
+        dict(DV=dim, ITEM=ITEM_FIELDS, BLOCK_HEADS=merge.block_heads(dim), SPLITS=merge.SPLITS,
+             FEW_SPLITS=merge.FEW_SPLITS, MORE=more, IN_PLACE=in_place, WRITE_LSE=write_lse, LN2=merge.LN2,
+             LOG2E=merge.LOG2E),
+        num_warps=merge.NUM_WARPS,
     )
+
+merges = dict(
+    merge=compile_merge(dv, "fp32", write_lse=False),
+    merge_lse=compile_merge(dv, "fp32"),  # prefill
+    merge_latent=compile_merge(rank, "bf16", in_place=False),  # grouped absorb by FlashMLA
+    merge_latent_more=compile_merge(rank, "bf16", more=True),  # grouped absorb by its own kernel
+    merge_latent_in_place=compile_merge(rank, "bf16"),  # FP8 absorb by its own kernels
+    merge_latent_fp32=compile_merge(rank, "fp32"),  # and by Triton's
+)
 
 capacity = absorb_schedule.AbsorbCapacity(max_rows=1024, heads=16, programs=132)
 absorb = {f"absorb{segment}": compile_absorb(segment) for segment in (64, 16, 8)} | {
@@ -198,8 +198,6 @@ absorb = {f"absorb{segment}": compile_absorb(segment) for segment in (64, 16, 8)
              HEADER=absorb_schedule.HEADER_FIELDS, ITEM=ITEM_FIELDS, LANES=1024),
         num_warps=4,
     ),
-    merge_latent=compile_latent_merge(False),
-    merge_latent_in_place=compile_latent_merge(True),
 )
 blocks = dict(R=rank, DR=dr, BLOCK_R=rank, BLOCK_DR=dr)
 pool = dict(content_ptr="*fp8e4nv", scale_ptr="*fp32")
@@ -242,7 +240,7 @@ hopper = {
     for name, dtype in dtypes.items()
     for tile in naive_prefix_hopper.tiles_of(dtype)
 }
-json.dump(naive | hopper | expand | latent_rows | absorb | dict(merge=merged), sys.stdout)
+json.dump(naive | hopper | expand | latent_rows | absorb | merges, sys.stdout)
 """
 
 
@@ -267,7 +265,7 @@ ABSORB_FP8 = ["absorb_fp8_8", "absorb_fp8_16", "absorb_fp8_32"]
 ABSORB_FP8 += ["absorb_fp8_64_64_8", "absorb_fp8_64_16_8", "absorb_fp8_64_64_16"]
 ABSORB = ["absorb64", "absorb16", "absorb8"]
 PRODUCTS = [*NAIVE, *ABSORB, *ABSORB_FP8, "expand_bf16", "expand_fp8"]
-MERGES = ["merge", "merge_latent", "merge_latent_in_place"]
+MERGES = ["merge", "merge_lse", "merge_latent", "merge_latent_more", "merge_latent_in_place", "merge_latent_fp32"]
 LATENT_ROWS = ["append_latent", "fetch_latent", "quantize_query"]
 
 

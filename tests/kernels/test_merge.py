@@ -1,10 +1,11 @@
-"""The merge kernel against the reference in float64: any number of partials per row, strides, empty tails.
+"""The merge kernel against the reference in float64: any number of partials per row, strides, empty tails, two tables.
 
 Float32 in Triton's interpreter. Bound: 1e-6 in relative L2 (a weighted mean of a few numbers), 1e-5 for an element.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -24,12 +25,14 @@ class Case:
     v_dim: int = 32
     spread: float = 3.0  # standard deviation of the lse
     empty_tails: tuple[int, ...] = ()  # rows without a tail
+    more: tuple[int, ...] = ()  # partials of each row in a second table
     in_place: bool = False
     write_lse: bool = True
 
     def __str__(self) -> str:
         place = "-inplace" * self.in_place + "-nolse" * (not self.write_lse)
         splits = "+".join(map(str, self.splits)) if len(self.splits) < 10 else f"{len(self.splits)}rows"
+        splits += "-more" + "+".join(map(str, self.more)) if self.more else ""
         return f"{splits}-h{self.heads}-d{self.v_dim}-spread{self.spread:g}-empty{len(self.empty_tails)}{place}"
 
 
@@ -43,6 +46,46 @@ def cases():
     yield Case((6, 0, 2), heads=4, spread=200.0)
     yield Case((7, 2), heads=4, spread=1e4, empty_tails=(0,))
     yield Case(tuple(i % 6 for i in range(64)), heads=9, empty_tails=tuple(range(0, 64, 5)))
+    yield Case((1, 7, 8, 9, 132), heads=5, v_dim=128, empty_tails=(0, 3))
+    yield Case((1, 7, 8, 9, 132, 0), heads=3, v_dim=512, empty_tails=(0, 2, 4, 5), in_place=True)
+    yield Case((132, 17, 3, 2), heads=7, v_dim=128, spread=200.0, in_place=True, write_lse=False)
+    # Tiles with partials of both tables, of either alone, and rows with a tail alone and with no key at all.
+    yield Case((1, 5, 8, 0, 0, 0, 30), heads=5, v_dim=128, more=(1, 4, 9, 132, 0, 0, 1), empty_tails=(0, 1, 2, 3, 4))
+    yield Case((0, 1, 7, 132, 0), heads=2, v_dim=512, more=(2, 0, 1, 3, 0), empty_tails=(1, 3), in_place=True)
+    yield Case((2, 0, 40), heads=6, more=(0, 1, 0), in_place=True, write_lse=False)
+
+
+@dataclass
+class Partials:
+    """Partials anywhere in their tensors, and the table or the two that name them; all that no row names is NaN."""
+
+    case: Case
+    generator: torch.Generator
+
+    def __post_init__(self) -> None:
+        case, tables = self.case, [self.case.splits, self.case.more]
+        heads, dv, max_rows = case.heads, case.v_dim, len(case.splits) + 3
+        self.capacity = WorkListCapacity(max_rows, sum(map(sum, tables)) * 2 + 5, max_items=1, max_chunks=1)
+        self.out = torch.full((self.capacity.max_partial_rows, heads, dv), NAN)
+        self.lse2 = torch.full((self.capacity.max_partial_rows, heads), NAN)
+        self.works = [torch.full((self.capacity.size,), -(10**6), dtype=torch.int32) for _ in tables]
+        self.of_row: list[list[int]] = [[] for _ in case.splits]
+        next_partial = 2
+        for table, work in zip(tables, self.works, strict=True):
+            # group_rows, start, stride, splits
+            per_row = work[ITEM_FIELDS : self.capacity.items_offset].view(4, max_rows)
+            for row, splits in enumerate(table):
+                stride = 1 + row % 2
+                per_row[1, row], per_row[2, row], per_row[3, row] = next_partial, stride, splits
+                self.of_row[row] += range(next_partial, next_partial + splits * stride, stride)
+                next_partial += splits * stride
+        for at in itertools.chain(*self.of_row):
+            self.out[at] = torch.randn(heads, dv, generator=self.generator)
+            self.lse2[at] = torch.randn(heads, generator=self.generator) * case.spread * LOG2E
+
+    def merge(self, tail_out: torch.Tensor, tail_lse: torch.Tensor, *outputs: torch.Tensor | None) -> torch.Tensor:
+        work, more_work = self.works[0], self.works[1] if self.case.more else None
+        return merge(tail_out, tail_lse, self.out, self.lse2, work, self.capacity, *outputs, more_work=more_work)
 
 
 @pytest.mark.parametrize("empty_lse", [-INF, INF], ids=["-inf", "+inf"])
@@ -50,12 +93,8 @@ def cases():
 def test_merge_equals_reference(case: Case, empty_lse: float) -> None:
     generator = torch.Generator().manual_seed(len(case.splits) * 1000 + case.heads)
     rows, heads, dv = len(case.splits), case.heads, case.v_dim
-    max_rows = rows + 3
-    capacity = WorkListCapacity(max_rows, max_partial_rows=sum(case.splits) * 2 + 5, max_items=1, max_chunks=1)
-    work = torch.full((capacity.size,), -(10**6), dtype=torch.int32)
-    per_row = work[ITEM_FIELDS : capacity.items_offset].view(4, max_rows)  # group_rows, start, stride, splits
-    partial_out = torch.full((capacity.max_partial_rows, heads, dv), NAN)
-    partial_lse2 = torch.full((capacity.max_partial_rows, heads), NAN)
+    partials = Partials(case, generator)
+    max_rows = partials.capacity.max_rows
 
     # A padded, transposed tail: strides as a batched product over heads leaves them.
     tail_store = torch.full((heads, max_rows, dv + 4), NAN)
@@ -68,25 +107,18 @@ def test_merge_equals_reference(case: Case, empty_lse: float) -> None:
 
     expected_out = tail_out.double().clone()
     expected_lse = torch.where(tail_lse == INF, -INF, tail_lse.double())
-    next_partial = 2
-    for row, splits in enumerate(case.splits):
-        stride = 1 + row % 2
-        per_row[1, row], per_row[2, row], per_row[3, row] = next_partial, stride, splits
-        for s in range(splits):
-            at = next_partial + s * stride
-            partial_out[at] = torch.randn(heads, dv, generator=generator)
-            partial_lse2[at] = torch.randn(heads, generator=generator) * case.spread * LOG2E
-            part = partial_out[at].double()[None], partial_lse2[at].double()[None] / LOG2E
+    for row, places in enumerate(partials.of_row):
+        for at in places:
+            part = partials.out[at].double()[None], partials.lse2[at].double()[None] / LOG2E
             merged = reference.merge(expected_out[row][None], expected_lse[row][None], *part)
             expected_out[row], expected_lse[row] = merged[0][0], merged[1][0]
-        next_partial += splits * stride
     no_key = expected_lse == -INF
     expected_out[no_key] = 0.0
 
     out = tail_out if case.in_place else torch.full((rows, heads + 1, dv), NAN)[:, :heads]
     lse = torch.full((rows, heads), NAN) if case.write_lse else None
     before = tail_out.clone()
-    assert merge(tail_out, tail_lse, partial_out, partial_lse2, work, capacity, out, lse) is out
+    assert partials.merge(tail_out, tail_lse, out, lse) is out
 
     # float32 holds an lse of 1e4 to 5e-4 only, which is then the error of a weight.
     slack = max(1.0, case.spread / 3)
@@ -96,10 +128,26 @@ def test_merge_equals_reference(case: Case, empty_lse: float) -> None:
         bound = slack if what == "out" else 1.0
         assert found.rel_l2 < 1e-6 * bound and found.max_rel < 1e-5 * bound, f"{what}: {found}"
         assert found.cos_dist < 1e-11 * bound**2, f"{what}: {found}"
-    alone = [r for r, splits in enumerate(case.splits) if splits == 0 and r not in case.empty_tails]
+    alone = [r for r, places in enumerate(partials.of_row) if not places and r not in case.empty_tails]
     assert torch.equal(out[alone], before[alone])
     if case.write_lse:
         assert torch.equal(lse[alone], tail_lse[alone])
+
+
+def test_bits_do_not_depend_on_the_run_or_on_what_is_written_in_place() -> None:
+    """With two tables; the lse in place, too, and BF16 partials as well."""
+    case = Case((132, 9, 0, 0, 3), heads=6, v_dim=128, more=(5, 0, 2, 0, 8), empty_tails=(1, 3))
+    for dtype in (torch.float32, torch.bfloat16):
+        partials = Partials(case, torch.Generator().manual_seed(0))
+        partials.out = partials.out.to(dtype)
+        tail_out, tail_lse = torch.randn(5, 6, 128, generator=partials.generator), torch.zeros(5, 6)
+        tail_out[[1, 3]], tail_lse[[1, 3]] = NAN, -INF
+        lses = torch.empty(2, 5, 6)
+        first, second = (partials.merge(tail_out, tail_lse, torch.empty_like(tail_out), lse) for lse in lses)
+        partials.merge(tail_out, tail_lse, tail_out, tail_lse)
+        assert not first.isnan().any() and not lses.isnan().any()
+        assert torch.equal(first, second) and torch.equal(first, tail_out)
+        assert torch.equal(lses[0], lses[1]) and torch.equal(lses[0], tail_lse)
 
 
 @pytest.mark.parametrize("empty_lse", [-INF, INF], ids=["-inf", "+inf"])
