@@ -1,9 +1,9 @@
 """The backend on a Hopper GPU over the FP8 pool (latent_pool.py): private tails by kernels/absorb_fp8.py.
 
 FlashMLA does not know rows with a scale for each token, so every decode step's tails go through our kernel, whose
-schedule is made once a step; plans, page tables and what is shared are as in backend_flashmla.py. Prefill asks the pool
-for rows by their slots and computes with keys per head, whatever the length of a prefix: SGLang's absorb in prefill
-would read the pool itself.
+schedule is made once a step; plans, page tables and what is shared are as in backend_flashmla.py. Where heads are few,
+grouped absorb takes the tails along (grouped_absorb_fp8.py). Prefill asks the pool for rows by their slots and computes
+with keys per head, whatever the length of a prefix: SGLang's absorb in prefill would read the pool itself.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 
 from sglang_mla_ext.backend import MAX_ROWS
 from sglang_mla_ext.backend_flashmla import FlashMLAHybridBackend
+from sglang_mla_ext.grouped_absorb import stacking_for
+from sglang_mla_ext.grouped_absorb_fp8 import make_grouped_absorb_fp8
 from sglang_mla_ext.kernels.absorb_fp8 import make_absorb_fp8
 from sglang_mla_ext.limits import PAGE_SIZE
 
@@ -54,9 +56,10 @@ class FP8HybridBackend(FlashMLAHybridBackend):
         self._prepare_tails(forward_batch)
 
     def _prepare_tails(self, forward_batch: ForwardBatch) -> None:
-        """Before the layers of a decode step: lengths of the tails, and the kernel's schedule for them."""
+        """Before the layers of a decode step: lengths of the tails, and the kernel's schedule for them. Grouped absorb
+        has its own, and there is no page table of this step then."""
         rows = forward_batch.batch_size
-        if not forward_batch.forward_mode.is_decode() or rows > self._max_requests:
+        if self._stacked or not forward_batch.forward_mode.is_decode() or rows > self._max_requests:
             return
         lens = self._tail_lens[:rows]
         if not self._hybrid:
@@ -76,6 +79,10 @@ class FP8HybridBackend(FlashMLAHybridBackend):
             self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
         rows = forward_batch.batch_size
         q = q.view(rows, layer.tp_q_head_num, layer.head_dim)
+        if self._stacked:
+            out, lse = self._grouped.run(q, self.token_to_kv_pool.rows(layer.layer_id), layer.scaling)
+            self.attend_shared(q, lse, layer)
+            return out.view(rows, -1)
         table = self.forward_metadata.block_kv_indices[:rows]
         counted = self._hybrid or rows <= self._max_requests
         lens = self._tail_lens[:rows] if counted else forward_batch.seq_lens[:rows].to(torch.int32)
@@ -105,8 +112,26 @@ class FP8HybridBackend(FlashMLAHybridBackend):
     def _make_grouped(self, runner: ModelRunner) -> Stacking | None:
         """
         Raises:
-            NotImplementedError: it is asked for.
+            NotImplementedError: it is asked for, and its kernels do not take this number of heads or run on this GPU.
         """
-        if self.options.mode == "grouped_absorb":
-            raise NotImplementedError("grouped absorb does not read an FP8 cache yet: every step is plain absorb")
-        return None
+        stacking, grouped = stacking_for(self._heads), None
+        if stacking is not None:
+            pool = runner.token_to_kv_pool
+            grouped = make_grouped_absorb_fp8(
+                self.req_to_token,
+                pool.rows(self._layers[0].attn_mqa.layer_id),
+                stacking,
+                layout=pool.layout,
+                dtype=runner.dtype,
+                max_rows=self.max_rows,
+                max_tokens=self.max_context_len,
+            )
+        if grouped is None:
+            if self.options.mode == "grouped_absorb":
+                raise NotImplementedError(
+                    f"grouped absorb does not read an FP8 cache with {self._heads} heads on this device: every step is "
+                    "plain absorb"
+                )
+            return None
+        self._grouped, self._grouped_bytes = grouped, grouped.workspace_bytes
+        return stacking

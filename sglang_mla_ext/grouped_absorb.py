@@ -213,8 +213,7 @@ class HopperGroupedAbsorb(GroupedAbsorb):
         )
         out, lse = q.new_empty(rows, heads, self._rank), self._no_lse.new_empty(rows, heads)
         partials, sizes = (self._partial_out, self._partial_lse2), self._capacity.table
-        merge(out, self._no_lse[:rows], *partials, self._tail_partials, sizes, out, lse)
-        merge(out, lse, *partials, self._group_partials, sizes, out, lse)
+        merge(out, self._no_lse[:rows], *partials, self._tail_partials, sizes, out, lse, self._group_partials)
         return out, lse
 
 

@@ -1,0 +1,110 @@
+"""Grouped absorb over the rows of the FP8 cache (kernels/latent_rows.py), on Hopper.
+
+As in grouped_absorb.py, but a step is two launches, because there are two kernels, each better than the other at its
+half. A prefix is read by many requests, which kernels/absorb_fp8_hopper.py stacks to tiles of 64 query rows. A tail is
+read by one request, whose heads kernels/absorb_fp8_few_heads.py takes without padding: what a tail costs is as without
+groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sglang_mla_ext.grouped_absorb import TILE_ROWS, HopperGroupedAbsorb
+from sglang_mla_ext.kernels import absorb_fp8_few_heads, absorb_fp8_hopper
+from sglang_mla_ext.kernels.absorb_fp8_hopper import Query
+from sglang_mla_ext.kernels.absorb_schedule import AbsorbCapacity, schedule_tails
+from sglang_mla_ext.kernels.latent_rows import LatentRowLayout
+from sglang_mla_ext.kernels.layout import FP8
+from sglang_mla_ext.kernels.merge import merge
+from sglang_mla_ext.kernels.quantize_query import quantize_query
+from sglang_mla_ext.limits import PAGE_SIZE
+from sglang_mla_ext.prefix.cost_model import Mode
+from sglang_mla_ext.prefix.planner import Group, Stacking
+
+
+@dataclass(frozen=True)
+class TailCapacity(AbsorbCapacity):
+    """Of a list of tails alone, whose partials lie behind those of another list."""
+
+    first_partial: int = 0
+
+    @property
+    def max_group_partials(self) -> int:
+        return self.first_partial
+
+
+class HopperGroupedAbsorbFP8(HopperGroupedAbsorb):
+    """Two work lists: the groups' items from the host, in tiles of 64 rows; the tails' from the device, each of the
+    heads of one request. Their partials lie in the same tensors, where HopperGroupedAbsorb has them, so that one merge
+    puts together all of a row.
+    """
+
+    def __init__(self, stacking: Stacking, **sizes: Any) -> None:
+        """Args: as of `HopperGroupedAbsorb`; dtype is of queries and results, BF16 or float32."""
+        super().__init__(stacking, **sizes)
+        rows, heads, device = self._max_rows, self._heads, self._device
+        behind = self._capacity.max_group_partials
+        self._tail_capacity = TailCapacity(rows, heads, self._capacity.programs, heads, first_partial=behind)
+        self._tail_work = torch.from_numpy(self._tail_capacity.empty_work()).to(device)
+        self._q_content = torch.zeros(rows, heads, self._rank, dtype=FP8, device=device)  # [B, H, rank]
+        self._q_scale = torch.zeros(rows, heads, device=device)  # [B, H]
+        self._q_rope = torch.zeros(rows, heads, self._columns - self._rank, dtype=torch.bfloat16, device=device)
+
+    def prepare(self, req_to_token: Tensor, pool_indices: Tensor, seq_lens: Tensor, prefix_lens: Tensor) -> None:
+        self._fill_tables(req_to_token, pool_indices, seq_lens, prefix_lens, self._first_group, self._groups)
+        lens = self._lens[: self._rows]
+        schedule_tails(lens, self._tail_work, self._tail_partials, self._tail_capacity, self._table)
+
+    def run(self, q: Tensor, pool: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            pool: uint8 `[slots, row_bytes]` of a layer, pages of PAGE_SIZE rows, in place of latent pages; the rest as
+                of `GroupedAbsorb`.
+        """
+        self._check_planned(q)
+        rows, heads = q.shape[:2]
+        out, lse = q.new_empty(rows, heads, self._rank), self._no_lse.new_empty(rows, heads)
+        if not rows:  # TMA knows no tensor without rows
+            return out, lse
+        query = Query(self._q_content[:rows], self._q_scale[:rows], self._q_rope[:rows])
+        quantize_query(*q.split([self._rank, self._columns - self._rank], dim=-1), *query)
+        partials, sizes = (self._partial_out, self._partial_lse2), self._capacity.table
+        groups = self._work, self._table, self._capacity, *partials
+        tails = self._tail_work, self._table, self._tail_capacity, *partials
+        absorb_fp8_hopper.run(query, pool, *groups, softmax_scale=softmax_scale)
+        absorb_fp8_few_heads.run(query, pool, *tails, softmax_scale=softmax_scale)
+        merge(out, self._no_lse[:rows], *partials, self._tail_partials, sizes, out, lse, self._group_partials)
+        return out, lse
+
+
+def make_grouped_absorb_fp8(
+    req_to_token: Tensor,
+    pool: Tensor,
+    stacking: Stacking,
+    *,
+    layout: LatentRowLayout,
+    dtype: torch.dtype,
+    **sizes: Any,
+) -> HopperGroupedAbsorbFP8 | None:
+    """None where the kernels do not take such a cache. All of them run once: they compile, and show that they can.
+
+    Args:
+        req_to_token: as for `prepare`; pool: as for `run`, of any layer, its rows as `layout` has them.
+        dtype: of queries and results.
+        sizes: `max_rows` and `max_tokens` of GroupedAbsorb.
+    """
+    device, heads = pool.device, TILE_ROWS // stacking.rows_per_entry
+    if not absorb_fp8_hopper.supports(device, layout, heads, PAGE_SIZE):
+        return None
+    dims = dict(kv_lora_rank=layout.kv_lora_rank, qk_rope_head_dim=layout.qk_rope_head_dim)
+    grouped = HopperGroupedAbsorbFP8(stacking, dtype=dtype, device=device, **dims, **sizes)
+    page = torch.full((1,), PAGE_SIZE, dtype=torch.int32, device=device)
+    grouped.plan([Group((0,), None, 0, PAGE_SIZE, Mode.GROUPED_ABSORB)], 1)
+    grouped.prepare(req_to_token, page.long() - PAGE_SIZE, page + 1, page)
+    grouped.run(torch.zeros(1, heads, sum(dims.values()), dtype=dtype, device=device), pool, 1.0)
+    return grouped
