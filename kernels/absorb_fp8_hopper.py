@@ -2,10 +2,10 @@
 
     out[r] = softmax_n(softmax_scale · q[r] · k[n]) · k[n, :512]        q, k: 512 content (e4m3) + 64 rotary (BF16)
 
-rounded as reference_fp8.absorb_fp8 does, but for the order of blocks and the bits of weights. One persistent launch over a work list
-(absorb_schedule.py); an item's result is a partial. Values are keys, and Hopper's FP8 product wants every operand in
-shared memory to be contiguous along the axis that it sums over, which for values is the wrong one. So the output is
-computed transposed,
+rounded as reference_fp8.absorb_fp8 does, but for the order of blocks and the bits of weights. One persistent launch
+over a work list (absorb_schedule.py); an item's result is a partial. Values are keys, and Hopper's FP8 product wants
+every operand in shared memory to be contiguous along the axis that it sums over, which for values is the wrong one. So
+the output is computed transposed,
 
     out^T[512, 64 rows] = values^T[512, 64 keys] · weights^T[64 keys, 64 rows]
 
