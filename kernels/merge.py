@@ -9,6 +9,8 @@ its lse.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,18 +20,25 @@ from .schedule import ITEM_FIELDS, WorkListCapacity
 
 LN2 = 0.6931471805599453
 LOG2E = 1.4426950408889634
-BLOCK_VALUES = 512
-"""Values of the output that a program computes: of one head with kv_lora_rank 512, of four with v_head_dim 128."""
-SPLITS = 8
-"""Partials that a program has in flight. With one after the other, a row with 132 of them took 40 us on an H200."""
-FEW_SPLITS = 2
-"""Rows with at most so many, which most rows of a large batch are, do not go through the instructions for `SPLITS`."""
 NUM_WARPS = 4
+LARGE = 1 << 20
+"""Values of the output from which on programs are many enough to fill a GPU with one partial after the other."""
 
 
-def block_heads(dv: int) -> int:
-    """Heads of a program."""
-    return max(1, BLOCK_VALUES // dv)
+class Shape(NamedTuple):
+    """What a program does: heads, and partials at a time. More at a time are for rows with many of them, of which there
+    are few: one after the other, a row with 132 took 40 us on an H200."""
+
+    heads: int
+    splits: int
+    unroll: int
+
+
+def shape_for(rows: int, heads: int, dv: int) -> Shape:
+    """The shape for an output of this size."""
+    if rows * heads * dv >= LARGE:
+        return Shape(heads=4, splits=1, unroll=4)
+    return Shape(heads=max(1, 512 // dv), splits=8, unroll=1)
 
 
 @triton.jit
@@ -47,6 +56,7 @@ def _sum_partials(
     DV: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     SPLITS: tl.constexpr,
+    UNROLL: tl.constexpr,
     MORE: tl.constexpr,
 ):
     """Of a row's partials: weighted sum `[BLOCK_HEADS, 1, DV]`; sum of weights and largest lse2, `[BLOCK_HEADS, 1]`.
@@ -59,7 +69,7 @@ def _sum_partials(
     acc = tl.zeros([BLOCK_HEADS, 1, DV], tl.float32)
     run_sum = tl.zeros([BLOCK_HEADS, 1], tl.float32)
     run_max2 = tl.full([BLOCK_HEADS, 1], -1e30, tl.float32)  # below every lse where there is no key yet
-    for first in tl.range(0, splits, SPLITS):
+    for first in tl.range(0, splits, SPLITS, loop_unroll_factor=UNROLL):
         split = first + tl.arange(0, SPLITS)
         partial = start + split * stride  # [SPLITS]
         if MORE:
@@ -103,7 +113,7 @@ def merge_kernel(
     ITEM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     SPLITS: tl.constexpr,
-    FEW_SPLITS: tl.constexpr,
+    UNROLL: tl.constexpr,
     MORE: tl.constexpr,
     IN_PLACE: tl.constexpr,
     WRITE_LSE: tl.constexpr,
@@ -134,20 +144,15 @@ def merge_kernel(
         tail_ptr = tail_out_ptr + row64 * tail_row + (head * tail_head)[:, :, None] + dim
         has_tail = in_heads & ~empty
         tail_out = tl.load(tail_ptr, mask=has_tail[:, :, None], other=0.0).to(tl.float32)  # [BLOCK_HEADS, 1, DV]
-        table = start, stride, first_splits, more_start, more_stride, splits
-        if splits <= FEW_SPLITS:
-            acc, part_sum, part_max2 = _sum_partials(
-                partial_out_ptr, partial_lse2_ptr, *table, head, heads, DV, BLOCK_HEADS, FEW_SPLITS, MORE
-            )
-        else:
-            acc, part_sum, part_max2 = _sum_partials(
-                partial_out_ptr, partial_lse2_ptr, *table, head, heads, DV, BLOCK_HEADS, SPLITS, MORE
-            )
-        part_max = part_max2 * LN2
-        tail_max = tl.where(empty, -1e30, tail_lse)
-        most = tl.maximum(part_max, tail_max)  # natural log
-        part_scale = tl.exp2((part_max - most) * LOG2E)
-        tail_weight = tl.where(empty, 0.0, tl.exp2((tail_max - most) * LOG2E))
+        acc, part_sum, part_max2 = _sum_partials(
+            partial_out_ptr, partial_lse2_ptr, start, stride, first_splits, more_start, more_stride, splits, head,
+            heads, DV, BLOCK_HEADS, SPLITS, UNROLL, MORE,
+        )  # fmt: skip
+        # In base 2, so that a difference of equal numbers stays 0: a product in it may be fused with the subtraction.
+        tail_max2 = tl.where(empty, -1e30, tail_lse * LOG2E)
+        most2 = tl.maximum(part_max2, tail_max2)
+        part_scale = tl.exp2(part_max2 - most2)
+        tail_weight = tl.where(empty, 0.0, tl.exp2(tail_max2 - most2))
         total = part_sum * part_scale + tail_weight
         no_key = total == 0.0
         acc = acc * part_scale[:, :, None] + tail_out * tail_weight[:, :, None]
@@ -155,7 +160,8 @@ def merge_kernel(
         out_ptrs = out_ptr + row64 * out_row + (head * out_head)[:, :, None] + dim
         tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_heads[:, :, None])
         if WRITE_LSE:
-            lse = tl.where(no_key, float("-inf"), most + tl.log2(tl.where(no_key, 1.0, total)) * LN2)
+            lse = (most2 + tl.log2(tl.where(no_key, 1.0, total))) * LN2
+            lse = tl.where(no_key, float("-inf"), tl.where(part_sum == 0.0, tail_lse, lse))  # alone it stays as it is
             tl.debug_barrier()  # every warp has read tail_lse, which may be lse
             tl.store(lse_ptr + row64 * lse_row + head * lse_head, lse, mask=in_heads)
     elif WRITE_LSE:
@@ -210,8 +216,8 @@ def merge(
             raise ValueError(f"{name} must be float32 {[rows, heads]}, not {tensor.dtype} {list(tensor.shape)}")
     written_lse = tail_lse if lse is None else lse
     same_memory = out.data_ptr() == tail_out.data_ptr() and out.stride() == tail_out.stride()
-    heads_of_program = block_heads(dv)
-    merge_kernel[(rows, triton.cdiv(heads, heads_of_program))](
+    shape = shape_for(rows, heads, dv)
+    merge_kernel[(rows, triton.cdiv(heads, shape.heads))](
         tail_out,
         tail_lse,
         partial_out,
@@ -232,9 +238,9 @@ def merge(
         written_lse.stride(1),
         DV=dv,
         ITEM=ITEM_FIELDS,
-        BLOCK_HEADS=heads_of_program,
-        SPLITS=SPLITS,
-        FEW_SPLITS=FEW_SPLITS,
+        BLOCK_HEADS=shape.heads,
+        SPLITS=shape.splits,
+        UNROLL=shape.unroll,
         MORE=more_work is not None,
         IN_PLACE=same_memory and out.dtype == tail_out.dtype,
         WRITE_LSE=lse is not None,

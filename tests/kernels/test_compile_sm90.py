@@ -158,21 +158,24 @@ def compile_expand(out):
     return found | dict(num_warps=expand_prefix.NUM_WARPS, ctas_per_sm=1)
 
 strides = "heads max_rows tail_row tail_head tail_lse_row tail_lse_head out_row out_head lse_row lse_head"
-def compile_merge(dim, partials, more=False, in_place=True, write_lse=True):
+def compile_merge(dim, partials, more=False, in_place=True, write_lse=True, rows=8):
+    shape = merge.shape_for(rows, 128, dim)
     return compile_for_hopper(
         merge.merge_kernel,
         results
         | dict(partial_out_ptr=f"*{partials}", more_work_ptr="*i32")
         | dict(tail_out_ptr="*bf16", tail_lse_ptr="*fp32", out_ptr="*bf16", lse_ptr="*fp32")
         | dict.fromkeys(strides.split(), "i32"),
-        dict(DV=dim, ITEM=ITEM_FIELDS, BLOCK_HEADS=merge.block_heads(dim), SPLITS=merge.SPLITS,
-             FEW_SPLITS=merge.FEW_SPLITS, MORE=more, IN_PLACE=in_place, WRITE_LSE=write_lse, LN2=merge.LN2,
+        dict(DV=dim, ITEM=ITEM_FIELDS, BLOCK_HEADS=shape.heads, SPLITS=shape.splits,
+             UNROLL=shape.unroll, MORE=more, IN_PLACE=in_place, WRITE_LSE=write_lse, LN2=merge.LN2,
              LOG2E=merge.LOG2E),
         num_warps=merge.NUM_WARPS,
     )
 
 merges = dict(
     merge=compile_merge(dv, "fp32", write_lse=False),
+    merge_large=compile_merge(dv, "fp32", write_lse=False, rows=512),
+    merge_latent_large=compile_merge(rank, "bf16", rows=512),
     merge_lse=compile_merge(dv, "fp32"),  # prefill
     merge_latent=compile_merge(rank, "bf16", in_place=False),  # grouped absorb by FlashMLA
     merge_latent_more=compile_merge(rank, "bf16", more=True),  # grouped absorb by its own kernel
@@ -265,7 +268,8 @@ ABSORB_FP8 = ["absorb_fp8_8", "absorb_fp8_16", "absorb_fp8_32"]
 ABSORB_FP8 += ["absorb_fp8_64_64_8", "absorb_fp8_64_16_8", "absorb_fp8_64_64_16"]
 ABSORB = ["absorb64", "absorb16", "absorb8"]
 PRODUCTS = [*NAIVE, *ABSORB, *ABSORB_FP8, "expand_bf16", "expand_fp8"]
-MERGES = ["merge", "merge_lse", "merge_latent", "merge_latent_more", "merge_latent_in_place", "merge_latent_fp32"]
+MERGES = ["merge", "merge_large", "merge_latent_large", "merge_lse"]
+MERGES += ["merge_latent", "merge_latent_more", "merge_latent_in_place", "merge_latent_fp32"]
 LATENT_ROWS = ["append_latent", "fetch_latent", "quantize_query"]
 
 

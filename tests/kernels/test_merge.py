@@ -11,11 +11,18 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from sglang_mla_ext.kernels import merge as merge_kernel
 from sglang_mla_ext.kernels import reference
 from sglang_mla_ext.kernels.merge import LOG2E, merge
 from sglang_mla_ext.kernels.schedule import ITEM_FIELDS, WorkListCapacity, row_table
 
 NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(params=["small", "large"], autouse=True)
+def shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both shapes of a program, whatever the size of the output."""
+    monkeypatch.setattr(merge_kernel, "LARGE", 0 if request.param == "large" else 1 << 62)
 
 
 @dataclass(frozen=True)
