@@ -202,6 +202,25 @@ def build_group_work(groups: Sequence[SharedKeys], capacity: AbsorbCapacity) -> 
     return GroupWork(head, segments.reshape(-1).astype(np.int32), table)
 
 
+@triton.jit
+def _longest_piece(blocks, PROGRAMS: tl.constexpr, TILES: tl.constexpr, MIN_BLOCKS: tl.constexpr):
+    """Blocks that a piece of a tail may have at most: an even share of all, or some more if that leaves no program with
+    two pieces and ends earlier."""
+    share = tl.maximum(tl.cdiv(tl.sum(blocks, 0) * TILES, PROGRAMS), MIN_BLOCKS)
+    pieces = tl.cdiv(blocks, share)
+    # With two pieces for some programs the last one ends about when a longest and a shortest one are done.
+    of_row = tl.cdiv(blocks, tl.maximum(pieces, 1))
+    end = tl.max(of_row, 0) + tl.min(tl.where(blocks > 0, of_row, 1 << 30), 0)
+    limit = share
+    waiting = tl.sum(pieces, 0) * TILES > PROGRAMS
+    for step in tl.static_range(1, 17):
+        longer = share + tl.cdiv(share * step, 16)
+        fits = tl.sum(tl.cdiv(blocks, longer), 0) * TILES <= PROGRAMS
+        limit = tl.where(waiting & fits & (longer <= end), longer, limit)
+        waiting = waiting & (fits == 0)
+    return limit
+
+
 @triton.jit(do_not_specialize=["rows", "table_row"])
 def schedule_tails_kernel(
     lens_ptr,  # int32 [rows]
@@ -225,7 +244,7 @@ def schedule_tails_kernel(
     TILES: tl.constexpr = (HEADS + TILE_ROWS - 1) // TILE_ROWS
     lane = tl.arange(0, LANES)
     blocks = tl.cdiv(tl.maximum(tl.load(lens_ptr + lane, mask=lane < rows, other=0), 0), BLOCK_KEYS)
-    limit = tl.maximum(tl.cdiv(tl.sum(blocks, 0) * TILES, PROGRAMS), MIN_BLOCKS)
+    limit = _longest_piece(blocks, PROGRAMS, TILES, MIN_BLOCKS)
     longest = tl.cdiv(blocks, tl.maximum(tl.cdiv(blocks, limit), 1))  # of the row's items
     # Rows by their longest item, equal ones in their order: the row is in the low digits of what is sorted.
     row = LANES - 1 - tl.sort(longest * LANES + (LANES - 1 - lane), descending=True) % LANES
@@ -257,8 +276,8 @@ def schedule_tails_kernel(
 def schedule_tails(lens: Tensor, work: Tensor, table: Tensor, capacity: AbsorbCapacity, page_table: Tensor) -> None:
     """Put the items of the tails behind those of the groups, in place of the ones that were there.
 
-    No piece of a tail is longer than a program's even share of all of them, so that there are at most `programs` pieces
-    beside one for each row. Longest pieces first. A tail without tokens has none.
+    Pieces of a tail are as long as a program's even share of all of them, or up to twice as long, so that there are at
+    most `programs` pieces beside one for each row. Longest pieces first. A tail without tokens has none.
 
     Args:
         lens: `[rows]` int32, tokens of each row's private tail.

@@ -167,7 +167,26 @@ def test_programs_have_even_shares(case: Case) -> None:
     tails = work.items[n_groups:]
     if len(tails):
         share = -(-sum(-(-length // BLOCK_KEYS) for length in case.tails) * work.capacity.row_tiles // case.programs)
-        assert work.blocks(tails).max() <= max(share, MIN_SPLIT_BLOCKS)
+        assert work.blocks(tails).max() <= 2 * max(share, MIN_SPLIT_BLOCKS)
+
+
+@pytest.mark.parametrize(
+    ("tails", "heads", "tile_rows", "most"),
+    [
+        ((8192,) * 128, 16, 16, 1.04),  # one piece each: two would only be merged again
+        ((65536,) * 16, 16, 16, 1.04),  # eight pieces each, and not nine, which some program would have two of
+        ((8192,) * 32, 128, 64, 1.04),  # two tiles of two pieces, and not of three
+        ((8192,) * 32, 64, 64, 1.04),
+        ((262144, *((512,) * 100)), 16, 16, 1.35),  # the long one keeps an even share of pieces
+    ],
+    ids=str,
+)
+def test_tails_end_together(tails: tuple[int, ...], heads: int, tile_rows: int, most: float) -> None:
+    """The program that has the most, beside an even share."""
+    work = Work(Case(heads, (), tails, tile_rows=tile_rows))
+    blocks = work.blocks(work.items)
+    load = [blocks[program::132].sum() for program in range(132)]
+    assert max(load) <= most * blocks.sum() / 132
 
 
 def test_groups_are_cut_where_there_are_too_few_tiles() -> None:
