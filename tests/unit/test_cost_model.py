@@ -207,9 +207,9 @@ MEASURED = [
 
 @pytest.mark.parametrize(("mode", "element_bytes", "heads", "group_size", "tokens", "measured_ms"), MEASURED)
 def test_predicts_measured_times(mode, element_bytes, heads, group_size, tokens, measured_ms):
-    """Within 15 %, and 10 us of the shortest: a mode is worth choosing when it saves more than that."""
+    """Within 18 %, and 10 us of the shortest: a mode is worth choosing when it saves more than that."""
     cost = model(heads, expanded_element_bytes=element_bytes, latent_element_bytes=element_bytes)
-    assert cost.seconds(mode, group_size, tokens) * 1e3 == pytest.approx(measured_ms, rel=0.15, abs=0.010)
+    assert cost.seconds(mode, group_size, tokens) * 1e3 == pytest.approx(measured_ms, rel=0.18, abs=0.010)
 
 
 def test_chooses_a_mode_near_the_fastest_measured_one():
