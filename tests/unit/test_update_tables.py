@@ -96,16 +96,16 @@ def test_accuracy_of_a_model(tmp_path):
         *("", "perplexity, 5,000 tokens", "change %", "dictionary %, 500 questions"),
         *("look-ups in 512 tokens %, 200 questions", "goals"),
     ]
-    no_difference = "99.0, +0.0 (-0.1 to +0.1)"
+    no_difference = "99.0, +0.00 (-0.05 to +0.05)"
     assert [cells(line) for line in lines[2:5]] == [
         ["BF16", "20.000", "–", "99.0", "87.5", "–"],
         [
             *("prefix expanded in BF16", "20.000", "+0.02 (-0.03 to +0.07)", no_difference),
-            *("87.5, +0.0 (-0.1 to +0.0)", "met"),
+            *("87.5, -0.02 (-0.07 to +0.03)", "met"),
         ],
         [
             *("control: wrong base", "20.000", "+20.00 (+19.95 to +20.05)", no_difference),
-            *("87.5, -20.0 (-20.1 to -19.9)", "missed"),
+            *("87.5, -20.00 (-20.05 to -19.95)", "missed"),
         ],
     ]
 
@@ -118,6 +118,10 @@ def test_goals_are_met_missed_or_open():
     assert verdict(-0.1, 0.1) == "met" and verdict(0.05, 0.15) == "open" and verdict(-0.2, 0.2) == "open"
     assert verdict(0.11, 0.2) == "missed" and verdict(-0.3, -0.2) == "missed"
     assert goal_verdict([dict(other=1)]) == "–"
+    records = [dict(lookup_acc_diff_points=0.1, lookup_acc_diff_points_low=0.0, lookup_acc_diff_points_high=0.4)]
+    assert goal_verdict(records, noise=True) == "met" and goal_verdict(records) == "open"
+    records[0]["lookup_acc_diff_points_low"] = 0.01
+    assert goal_verdict(records, noise=True) == "missed"
 
 
 def test_intervals_in_cells():
