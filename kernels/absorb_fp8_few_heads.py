@@ -33,7 +33,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -46,6 +45,8 @@ from .absorb_fp8_tiles_hopper import (
     SCALE_RANGE,
     SCALE_WIDTH,
     clear_behind,
+    copy_block,
+    copy_query,
     inverse_of_power,
     log2_of_power,
     next_slot,
@@ -53,7 +54,6 @@ from .absorb_fp8_tiles_hopper import (
     values_tile,
     write_out,
 )
-from .absorb_hopper import NO_ROW
 from .absorb_schedule import AbsorbCapacity
 from .merge import LOG2E
 
@@ -80,10 +80,6 @@ def copy(
     N: gl.constexpr = q_s.shape[1]
     SEGMENTS: gl.constexpr = N // SEGMENT
     PANELS: gl.constexpr = LATENT // PANEL
-    KEY_BYTES: gl.constexpr = (
-        content_desc.block_type.nbytes + rope_desc.block_type.nbytes + scale_desc.block_type.nbytes
-    )
-    QUERY_BYTES: gl.constexpr = N * (LATENT + 2 * ROPE)
     q_tiles = q_s._reinterpret(gl.float8e4nv, [Q_STAGES * PANELS * SEGMENTS, SEGMENT, PANEL], q_desc.layout)
     q_rope_tiles = q_rope_s._reinterpret(gl.bfloat16, [Q_STAGES * SEGMENTS, SEGMENT, ROPE], q_rope_desc.layout)
     slot = 0
@@ -98,23 +94,15 @@ def copy(
         n_rows = gl.load(item_ptr + 1)
         q_stage = done & 1
         mbarrier.wait(q_empty.index(q_stage), ((done >> 1) & 1) ^ 1)
-        mbarrier.expect(q_full.index(q_stage), QUERY_BYTES)
-        for s in gl.static_range(SEGMENTS):
-            row = gl.load(segments_ptr + s, mask=s * SEGMENT < n_rows, other=NO_ROW)
-            for c in gl.static_range(PANELS):
-                tile = (q_stage * PANELS + c) * SEGMENTS + s
-                tma.async_copy_global_to_shared(q_desc, [row, c * PANEL], q_full.index(q_stage), q_tiles.index(tile))
-            tile = q_stage * SEGMENTS + s
-            tma.async_copy_global_to_shared(q_rope_desc, [row, 0], q_full.index(q_stage), q_rope_tiles.index(tile))
+        copy_query(
+            q_desc, q_rope_desc, q_tiles, q_rope_tiles, q_stage, q_full.index(q_stage), segments_ptr, n_rows, N
+        )  # fmt: skip
         done += 1  # noqa: SIM113 - Gluon has no enumerate
         for back in range(n_blocks):
             row = page * BLOCK
             page = gl.load(pages + gl.maximum(last - back - 1, first))  # the next one, before the wait
             mbarrier.wait(empty.index(slot), phase ^ 1)
-            mbarrier.expect(full.index(slot), KEY_BYTES)
-            tma.async_copy_global_to_shared(content_desc, [row, 0], full.index(slot), content_s.index(slot))
-            tma.async_copy_global_to_shared(rope_desc, [row, 0], full.index(slot), rope_s.index(slot))
-            tma.async_copy_global_to_shared(scale_desc, [row, 0], full.index(slot), scale_s.index(slot))
+            copy_block(content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, slot, full.index(slot), row)
             slot, phase = next_slot(slot, phase, SLOTS)
 
 

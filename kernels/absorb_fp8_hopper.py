@@ -43,13 +43,12 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .absorb_consumers_hopper import BLOCK, HEADER, ITEM, LATENT, ROPE, ROWS, blocks_of
 from .absorb_fp8_consumers_hopper import NORM_STAGES, STAGES, compute_scores, sum_values
-from .absorb_fp8_tiles_hopper import PANEL, SCALE_WIDTH, next_slot
-from .absorb_hopper import NO_ROW
+from .absorb_fp8_tiles_hopper import PANEL, SCALE_WIDTH, copy_block, copy_query, next_slot
 from .absorb_schedule import AbsorbCapacity
 from .latent_rows import LatentRowLayout
 from .layout import FP8
@@ -81,10 +80,6 @@ def copy(
     SEGMENT: gl.constexpr = q_desc.block_type.shape[0]
     SEGMENTS: gl.constexpr = ROWS // SEGMENT
     PANELS: gl.constexpr = LATENT // PANEL
-    KEY_BYTES: gl.constexpr = (
-        content_desc.block_type.nbytes + rope_desc.block_type.nbytes + scale_desc.block_type.nbytes
-    )
-    QUERY_BYTES: gl.constexpr = ROWS * (LATENT + 2 * ROPE)
     q_tiles = content_s._reinterpret(gl.float8e4nv, [SLOTS * PANELS * SEGMENTS, SEGMENT, PANEL], q_desc.layout)
     q_rope_tiles = rope_s._reinterpret(gl.bfloat16, [SLOTS * SEGMENTS, SEGMENT, ROPE], q_rope_desc.layout)
     slot = 0
@@ -97,23 +92,15 @@ def copy(
         segments_ptr = work_ptr + gl.load(item_ptr)
         n_rows = gl.load(item_ptr + 1)
         mbarrier.wait(empty.index(slot), phase ^ 1)
-        mbarrier.expect(full.index(slot), QUERY_BYTES)
-        for s in gl.static_range(SEGMENTS):
-            row = gl.load(segments_ptr + s, mask=s * SEGMENT < n_rows, other=NO_ROW)
-            for c in gl.static_range(PANELS):
-                tile = (slot * PANELS + c) * SEGMENTS + s
-                tma.async_copy_global_to_shared(q_desc, [row, c * PANEL], full.index(slot), q_tiles.index(tile))
-            tile = slot * SEGMENTS + s
-            tma.async_copy_global_to_shared(q_rope_desc, [row, 0], full.index(slot), q_rope_tiles.index(tile))
+        copy_query(
+            q_desc, q_rope_desc, q_tiles, q_rope_tiles, slot, full.index(slot), segments_ptr, n_rows, ROWS
+        )  # fmt: skip
         slot, phase = next_slot(slot, phase, SLOTS)
         for back in range(n_blocks):
             row = page * BLOCK
             page = gl.load(pages + gl.maximum(last - back - 1, first))  # the next one, before the wait
             mbarrier.wait(empty.index(slot), phase ^ 1)
-            mbarrier.expect(full.index(slot), KEY_BYTES)
-            tma.async_copy_global_to_shared(rope_desc, [row, 0], full.index(slot), rope_s.index(slot))
-            tma.async_copy_global_to_shared(content_desc, [row, 0], full.index(slot), content_s.index(slot))
-            tma.async_copy_global_to_shared(scale_desc, [row, 0], full.index(slot), scale_s.index(slot))
+            copy_block(content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, slot, full.index(slot), row)
             slot, phase = next_slot(slot, phase, SLOTS)
 
 

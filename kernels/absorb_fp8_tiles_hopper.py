@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .absorb_consumers_hopper import BLOCK, LATENT
+from .absorb_consumers_hopper import BLOCK, LATENT, ROPE
+from .absorb_hopper import NO_ROW
 
 PANEL = gl.constexpr(128)  # bytes of a row that lie side by side in swizzled shared memory
 SCALE_WIDTH = gl.constexpr(4)  # floats: TMA copies no less than 16 bytes
@@ -28,6 +30,32 @@ def next_slot(slot, phase, SLOTS: gl.constexpr):
     slot += 1
     phase = gl.where(slot == SLOTS, phase ^ 1, phase)
     return gl.where(slot == SLOTS, 0, slot), phase
+
+
+@gluon.jit
+def copy_query(q_desc, q_rope_desc, q_tiles, q_rope_tiles, stage, barrier, segments_ptr, n_rows, ROWS: gl.constexpr):
+    """Start copying an item's query rows: the content panel by panel, rows segment by segment. `stage` is in units of
+    the tiles of a whole item."""
+    SEGMENT: gl.constexpr = q_desc.block_type.shape[0]
+    SEGMENTS: gl.constexpr = ROWS // SEGMENT
+    PANELS: gl.constexpr = LATENT // PANEL
+    mbarrier.expect(barrier, ROWS * (LATENT + 2 * ROPE))
+    for s in gl.static_range(SEGMENTS):
+        row = gl.load(segments_ptr + s, mask=s * SEGMENT < n_rows, other=NO_ROW)
+        for c in gl.static_range(PANELS):
+            tile = (stage * PANELS + c) * SEGMENTS + s
+            tma.async_copy_global_to_shared(q_desc, [row, c * PANEL], barrier, q_tiles.index(tile))
+        tma.async_copy_global_to_shared(q_rope_desc, [row, 0], barrier, q_rope_tiles.index(stage * SEGMENTS + s))
+
+
+@gluon.jit
+def copy_block(content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, slot, barrier, row):
+    """Start copying 64 keys from pool row `row` on."""
+    BYTES: gl.constexpr = content_desc.block_type.nbytes + rope_desc.block_type.nbytes + scale_desc.block_type.nbytes
+    mbarrier.expect(barrier, BYTES)
+    tma.async_copy_global_to_shared(rope_desc, [row, 0], barrier, rope_s.index(slot))
+    tma.async_copy_global_to_shared(content_desc, [row, 0], barrier, content_s.index(slot))
+    tma.async_copy_global_to_shared(scale_desc, [row, 0], barrier, scale_s.index(slot))
 
 
 @gluon.jit
