@@ -151,8 +151,7 @@ class GroupedAbsorb(ABC):
 class HopperGroupedAbsorb(GroupedAbsorb):
     """One launch over a work list: the groups' items from the host, the tails' from the device (absorb_schedule.py).
 
-    A tail may be cut, and so may a prefix: the first merge puts together the pieces of the tails, the second adds those
-    of the prefixes.
+    A tail may be cut, and so may a prefix: one merge puts together the pieces of both.
     """
 
     def __init__(self, stacking: Stacking, *, programs: int | None = None, **sizes: Any) -> None:

@@ -152,7 +152,7 @@ def test_prefill_is_never_by_absorb(make: Any) -> None:
     assert [layer.chunked_prefix_cache_threshold for layer in make()._layers] == [0, 0]
 
 
-def test_grouped_absorb_says_that_it_does_not_read_this_pool(make: Any) -> None:
+def test_grouped_absorb_says_where_its_kernels_do_not_run(make: Any) -> None:
     assert make()._make_grouped(None) is None
     with pytest.raises(NotImplementedError, match="does not read an FP8 cache"):
         make("grouped_absorb")._make_grouped(None)
