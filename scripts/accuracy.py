@@ -32,7 +32,7 @@ from rich.console import Console
 from torch import Tensor
 
 from sglang_mla_ext.kernels.reference_fp8 import Configuration, Rescale, absorb_fp8, flash, round_keys
-from sglang_mla_ext.results import read_records, write_record
+from sglang_mla_ext.results import commit, read_records, write_record
 
 console = Console()
 
@@ -298,6 +298,7 @@ def main(
     ] = None,
 ) -> None:
     """Run the three studies on drawn data, or the one of a model."""
+    commit()  # remembered from here on: when the first record is written, the checkout may be another
     if model not in (None, "demo"):
         raise typer.BadParameter(f"there is no study of {model!r}, only of demo", param_hint="--model")
     if images and not out:
