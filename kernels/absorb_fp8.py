@@ -196,7 +196,7 @@ class HopperAbsorbFP8(AbsorbFP8):
             )
         self._bits, self._few = bits, self._heads in absorb_fp8_few_heads.ROWS
         tile_rows = self._heads if self._few else TILE_ROWS
-        self._capacity = AbsorbCapacity(self._max_requests, self._heads, self._num_sms, tile_rows, groups=False)
+        self._capacity = AbsorbCapacity(self._max_requests, self._heads, self._num_sms, tile_rows, group_partials=0)
         partials = (self._capacity.max_partial_rows, self._heads)
         self._partial_out = torch.zeros(*partials, dims[0], dtype=torch.bfloat16, device=device)  # [P, H, 512]
         self._partial_lse2 = torch.zeros(partials, device=device)  # [P, H]

@@ -64,14 +64,14 @@ class AbsorbCapacity:
     Attributes:
         max_rows: requests of a batch; heads: of each, a multiple of 8; programs: of the kernel's grid.
         tile_rows: query rows of an item, 64, 32, 16 or 8.
-        groups: whether there is room for partials of groups, too.
+        group_partials: partial rows in front of those of tails; by default as many as groups can need.
     """
 
     max_rows: int
     heads: int
     programs: int
     tile_rows: int = TILE_ROWS
-    groups: bool = True
+    group_partials: int | None = None
 
     @property
     def segment(self) -> int:
@@ -93,8 +93,11 @@ class AbsorbCapacity:
 
     @property
     def max_group_partials(self) -> int:
-        """Every row has one, and splitting needs no more than those that give each program a tile of its own."""
-        return self.max_rows + -(-self.programs * self.tile_rows // self.heads) if self.groups else 0
+        """By default, every row has one, and splitting needs no more than those that give each program a tile of its
+        own."""
+        if self.group_partials is not None:
+            return self.group_partials
+        return self.max_rows + -(-self.programs * self.tile_rows // self.heads)
 
     @property
     def max_partial_rows(self) -> int:
@@ -208,16 +211,18 @@ def _longest_piece(blocks, PROGRAMS: tl.constexpr, TILES: tl.constexpr, MIN_BLOC
     two pieces and ends earlier."""
     share = tl.maximum(tl.cdiv(tl.sum(blocks, 0) * TILES, PROGRAMS), MIN_BLOCKS)
     pieces = tl.cdiv(blocks, share)
-    # With two pieces for some programs the last one ends about when a longest and a shortest one are done.
-    of_row = tl.cdiv(blocks, tl.maximum(pieces, 1))
-    end = tl.max(of_row, 0) + tl.min(tl.where(blocks > 0, of_row, 1 << 30), 0)
     limit = share
-    waiting = tl.sum(pieces, 0) * TILES > PROGRAMS
-    for step in tl.static_range(1, 17):
-        longer = share + tl.cdiv(share * step, 16)
-        fits = tl.sum(tl.cdiv(blocks, longer), 0) * TILES <= PROGRAMS
-        limit = tl.where(waiting & fits & (longer <= end), longer, limit)
-        waiting = waiting & (fits == 0)
+    some = blocks > 0
+    if (tl.sum(pieces, 0) * TILES > PROGRAMS) & (tl.sum(some.to(tl.int32), 0) * TILES <= PROGRAMS):
+        # With two pieces for some programs the last one ends about when a longest and a shortest one are done.
+        of_row = tl.cdiv(blocks, tl.maximum(pieces, 1))
+        end = tl.max(of_row, 0) + tl.min(tl.where(some, of_row, 1 << 30), 0)
+        waiting = end > 0
+        for step in tl.static_range(1, 17):
+            longer = share + tl.cdiv(share * step, 16)
+            fits = tl.sum(tl.cdiv(blocks, longer), 0) * TILES <= PROGRAMS
+            limit = tl.where(waiting & fits & (longer <= end), longer, limit)
+            waiting = waiting & (fits == 0)
     return limit
 
 

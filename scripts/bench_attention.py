@@ -50,6 +50,9 @@ class Ceilings(NamedTuple):
     bf16_tflops: float
     fp8_tflops: float
 
+    def __str__(self) -> str:
+        return "copy {:.0f} GB/s, BF16 {:.0f} and FP8 {:.0f} TFLOPS".format(*self)
+
 
 def parse_groups(spec: str) -> tuple[tuple[int, ...], int]:
     """Read a description of a batch: `8x16` is 8 groups of 16 rows, `200+56x1` a group of 200 and 56 rows alone.
@@ -250,6 +253,18 @@ def measure_rival(rival: Rival, case: Case, rep_ms: int) -> dict[str, Any]:
     return measure(rival.make(case), rep_ms, rival.work(case))
 
 
+CELLS = ("us", "TFLOPS", "GB/s", "of floor")
+
+
+def cells(metrics: dict[str, Any] | None) -> list[str]:
+    """What a table says of a measurement, in the columns `CELLS`; metrics: None if it failed."""
+    if not metrics:
+        return ["failed", "", "", ""]
+    rates = [f"{metrics[key]:.0f}" if key in metrics else "" for key in ("tflops", "gbps")]
+    share = f"{metrics['floor_share']:.0%}" if "floor_share" in metrics else ""
+    return [f"{metrics['ms'] * 1e3:.1f}", *rates, share]
+
+
 def free_memory() -> None:
     """Give what nothing refers to any more back to the GPU."""
     gc.collect()
@@ -289,21 +304,15 @@ def main(
         raise typer.BadParameter("needs a GPU")
     ceilings = measure_ceilings(rep_ms)
     free_memory()
-    rates = "copy {:.0f} GB/s, BF16 {:.0f} and FP8 {:.0f} TFLOPS".format(*ceilings)
-    table = Table(title=f"attention over shared prefixes, {torch.cuda.get_device_name()}: {rates}")
-    for column in ("heads", "prefix", "batch", "dtype", "what", "us", "TFLOPS", "GB/s", "of floor"):
+    table = Table(title=f"attention over shared prefixes, {torch.cuda.get_device_name()}: {ceilings}")
+    for column in ("heads", "prefix", "batch", "dtype", "what", *CELLS):
         table.add_column(column, justify="right")
 
     def add(case: Case, impl: str, part: str, dtype: str, metrics: dict[str, Any] | None) -> None:
-        rate = ["", "", ""]
-        if metrics:
-            if out is not None:
-                write_record(out, bench="attention", impl=impl, case=case.fields(dtype), part=part, **metrics)
-            rate = [f"{metrics[key]:.0f}" if key in metrics else "" for key in ("tflops", "gbps")]
-            rate.append(f"{metrics['floor_share']:.0%}" if "floor_share" in metrics else "")
-        time = f"{metrics['ms'] * 1e3:.1f}" if metrics else "failed"
+        if metrics and out is not None:
+            write_record(out, bench="attention", impl=impl, case=case.fields(dtype), part=part, **metrics)
         what = part if impl == "hybrid_mla" else impl
-        table.add_row(str(case.heads), str(case.prefix), case.spec or str(case.batch), dtype, what, time, *rate)
+        table.add_row(str(case.heads), str(case.prefix), case.spec or str(case.batch), dtype, what, *cells(metrics))
 
     failed = False
     for case in cases:

@@ -18,7 +18,17 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from bench_attention import Ceilings, attempt, captured, free_memory, measure, measure_ceilings, time_ms
+from bench_attention import (
+    CELLS,
+    Ceilings,
+    attempt,
+    captured,
+    cells,
+    free_memory,
+    measure,
+    measure_ceilings,
+    time_ms,
+)
 from rich.console import Console
 from rich.table import Table
 from rival_attention import DR, LATENT, RIVALS, SCALE, Case
@@ -117,9 +127,8 @@ def main(
         raise typer.BadParameter("needs a GPU")
     ceilings = measure_ceilings(rep_ms)
     free_memory()
-    rates = "copy {:.0f} GB/s, BF16 {:.0f} and FP8 {:.0f} TFLOPS".format(*ceilings)
-    table = Table(title=f"decode over private tokens, {torch.cuda.get_device_name()}: {rates}")
-    for column in ("requests", "tokens", "heads", "what", "us", "TFLOPS", "GB/s", "of floor"):
+    table = Table(title=f"decode over private tokens, {torch.cuda.get_device_name()}: {ceilings}")
+    for column in ("requests", "tokens", "heads", "what", *CELLS):
         table.add_column(column, justify="right")
 
     def add(of: Case, impl: str, dtype: str, metrics: dict[str, Any] | None) -> None:
@@ -127,9 +136,7 @@ def main(
             return
         if out is not None:
             write_record(out, bench="attention", impl=impl, case=of.fields(dtype), part="all", **metrics)
-        rate = [f"{metrics[name]:.0f}" for name in ("tflops", "gbps")]
-        rate.append(f"{metrics['floor_share']:.0%}" if "floor_share" in metrics else "")
-        table.add_row(str(of.batch), str(of.tail), str(of.heads), impl, f"{metrics['ms'] * 1e3:.1f}", *rate)
+        table.add_row(str(of.batch), str(of.tail), str(of.heads), impl, *cells(metrics))
 
     failed = False
     for of in cases:

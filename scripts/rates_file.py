@@ -88,19 +88,27 @@ def write_config(out: Path, config: Mapping[str, Any]) -> None:
     print(f"wrote {out}")
 
 
-def to_json(value: Any, indent: int = 0) -> str:
-    """JSON as in configs/gpus: short rates, and a list or object that fits a line on one line."""
+def to_json(value: Any, indent: int = 0, before: int = 0) -> str:
+    """JSON as in configs/gpus: short rates, and a list or object that fits a line on one line.
+
+    Args:
+        before: characters that stand before it in its line.
+    """
     if isinstance(value, float):
         return f"{value:g}".replace("e+", "e")
     if not isinstance(value, (dict, list)):
         return json.dumps(value, ensure_ascii=False)
     opening, closing = "{}" if isinstance(value, dict) else "[]"
     if isinstance(value, dict):
-        items = [f"{json.dumps(key)}: {to_json(item, indent + 2)}" for key, item in value.items()]
+        keys = [f"{json.dumps(key)}: " for key in value]
+        items = [
+            key + to_json(item, indent + 2, indent + 2 + len(key))
+            for key, item in zip(keys, value.values(), strict=True)
+        ]
     else:
-        items = [to_json(item, indent + 2) for item in value]
+        items = [to_json(item, indent + 2, indent + 2) for item in value]
     line = opening + ", ".join(items) + closing
-    if len(line) <= 90 and line.count(opening) == 1:
+    if len(line) <= 90 and before + len(line) < 100 and line.count(opening) == 1:
         return line
     gap = "\n" + " " * (indent + 2)
     return f"{opening}{gap}{f',{gap}'.join(items)}\n{' ' * indent}{closing}"

@@ -120,6 +120,13 @@ class GroupedAbsorb(ABC):
             -inf for a row without keys.
         """
 
+    def try_out(self, req_to_token: Tensor, cache: Tensor) -> None:
+        """Run all kernels once, for one request with a page of prefix; cache: as `run` takes it."""
+        page = torch.full((1,), PAGE_SIZE, dtype=torch.int32, device=self._device)
+        self.plan([Group((0,), None, 0, PAGE_SIZE, Mode.GROUPED_ABSORB)], 1)
+        self.prepare(req_to_token, page.long() - PAGE_SIZE, page + 1, page)
+        self.run(torch.zeros(1, self._heads, self._columns, dtype=self._dtype, device=self._device), cache, 1.0)
+
     def _fill_tables(
         self, req_to_token: Tensor, pool_indices: Tensor, seq_lens: Tensor, prefix_lens: Tensor, first: int, shared: int
     ) -> None:
@@ -199,7 +206,6 @@ class HopperGroupedAbsorb(GroupedAbsorb):
 
     def run(self, q: Tensor, latent_pages: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
         self._check_planned(q)
-        rows, heads = q.shape[:2]
         absorb_hopper.run(
             q.contiguous(),
             latent_pages,
@@ -210,6 +216,11 @@ class HopperGroupedAbsorb(GroupedAbsorb):
             self._partial_lse2,
             softmax_scale=softmax_scale,
         )
+        return self._merge(q)
+
+    def _merge(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """What `run` returns, from the partials of tails and groups."""
+        rows, heads = q.shape[:2]
         out, lse = q.new_empty(rows, heads, self._rank), self._no_lse.new_empty(rows, heads)
         partials, sizes = (self._partial_out, self._partial_lse2), self._capacity.table
         merge(out, self._no_lse[:rows], *partials, self._tail_partials, sizes, out, lse, self._group_partials)
@@ -365,10 +376,7 @@ def make_grouped_absorb(
 
     def tried(kind: type[GroupedAbsorb]) -> GroupedAbsorb:
         grouped = kind(stacking, dtype=dtype, device=device, **dims, **sizes)
-        page = torch.full((1,), PAGE_SIZE, dtype=torch.int32, device=device)
-        grouped.plan([Group((0,), None, 0, PAGE_SIZE, Mode.GROUPED_ABSORB)], 1)
-        grouped.prepare(req_to_token, page.long() - PAGE_SIZE, page + 1, page)
-        grouped.run(torch.zeros(1, heads, columns, dtype=dtype, device=device), latent_pages, 1.0)
+        grouped.try_out(req_to_token, latent_pages)
         return grouped
 
     if absorb_hopper.supports(device, dtype, **dims, heads=heads):

@@ -8,7 +8,6 @@ groups.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,22 +19,9 @@ from sglang_mla_ext.kernels.absorb_fp8_hopper import Query
 from sglang_mla_ext.kernels.absorb_schedule import AbsorbCapacity, schedule_tails
 from sglang_mla_ext.kernels.latent_rows import LatentRowLayout
 from sglang_mla_ext.kernels.layout import FP8
-from sglang_mla_ext.kernels.merge import merge
 from sglang_mla_ext.kernels.quantize_query import quantize_query
 from sglang_mla_ext.limits import PAGE_SIZE
-from sglang_mla_ext.prefix.cost_model import Mode
-from sglang_mla_ext.prefix.planner import Group, Stacking
-
-
-@dataclass(frozen=True)
-class TailCapacity(AbsorbCapacity):
-    """Of a list of tails alone, whose partials lie behind those of another list."""
-
-    first_partial: int = 0
-
-    @property
-    def max_group_partials(self) -> int:
-        return self.first_partial
+from sglang_mla_ext.prefix.planner import Stacking
 
 
 class HopperGroupedAbsorbFP8(HopperGroupedAbsorb):
@@ -49,7 +35,7 @@ class HopperGroupedAbsorbFP8(HopperGroupedAbsorb):
         super().__init__(stacking, **sizes)
         rows, heads, device = self._max_rows, self._heads, self._device
         behind = self._capacity.max_group_partials
-        self._tail_capacity = TailCapacity(rows, heads, self._capacity.programs, heads, first_partial=behind)
+        self._tail_capacity = AbsorbCapacity(rows, heads, self._capacity.programs, heads, group_partials=behind)
         self._tail_work = torch.from_numpy(self._tail_capacity.empty_work()).to(device)
         self._q_content = torch.zeros(rows, heads, self._rank, dtype=FP8, device=device)  # [B, H, rank]
         self._q_scale = torch.zeros(rows, heads, device=device)  # [B, H]
@@ -68,18 +54,16 @@ class HopperGroupedAbsorbFP8(HopperGroupedAbsorb):
         """
         self._check_planned(q)
         rows, heads = q.shape[:2]
-        out, lse = q.new_empty(rows, heads, self._rank), self._no_lse.new_empty(rows, heads)
         if not rows:  # TMA knows no tensor without rows
-            return out, lse
+            return q.new_empty(rows, heads, self._rank), self._no_lse.new_empty(rows, heads)
         query = Query(self._q_content[:rows], self._q_scale[:rows], self._q_rope[:rows])
         quantize_query(*q.split([self._rank, self._columns - self._rank], dim=-1), *query)
-        partials, sizes = (self._partial_out, self._partial_lse2), self._capacity.table
+        partials = self._partial_out, self._partial_lse2
         groups = self._work, self._table, self._capacity, *partials
         tails = self._tail_work, self._table, self._tail_capacity, *partials
         absorb_fp8_hopper.run(query, pool, *groups, softmax_scale=softmax_scale)
         absorb_fp8_few_heads.run(query, pool, *tails, softmax_scale=softmax_scale)
-        merge(out, self._no_lse[:rows], *partials, self._tail_partials, sizes, out, lse, self._group_partials)
-        return out, lse
+        return self._merge(q)
 
 
 def make_grouped_absorb_fp8(
@@ -103,8 +87,5 @@ def make_grouped_absorb_fp8(
         return None
     dims = dict(kv_lora_rank=layout.kv_lora_rank, qk_rope_head_dim=layout.qk_rope_head_dim)
     grouped = HopperGroupedAbsorbFP8(stacking, dtype=dtype, device=device, **dims, **sizes)
-    page = torch.full((1,), PAGE_SIZE, dtype=torch.int32, device=device)
-    grouped.plan([Group((0,), None, 0, PAGE_SIZE, Mode.GROUPED_ABSORB)], 1)
-    grouped.prepare(req_to_token, page.long() - PAGE_SIZE, page + 1, page)
-    grouped.run(torch.zeros(1, heads, sum(dims.values()), dtype=dtype, device=device), pool, 1.0)
+    grouped.try_out(req_to_token, pool)
     return grouped

@@ -146,9 +146,8 @@ class Product:
         for a, b, a_then, b_then in self.operands:
             for place, then in ((a, a_then), (b, b_then)):
                 now = place.operand() if isinstance(place, Place) else then
-                # Keys behind an item's last may be cleared meanwhile: they are masked in the result. Nothing else is
-                # ever overwritten with zeros: a copy leaves NaN until it arrives.
-                same = (now == then) | (now == 0) | (then.isnan() & now.isnan())
+                # What nobody may read may be cleared meanwhile: it is masked in the result.
+                same = (now == then) | (then.isnan() & (now.isnan() | (now == 0)))
                 assert same.all(), "an operand changed under a product"
             total = total + a_then.float() @ b_then.float()
         return total

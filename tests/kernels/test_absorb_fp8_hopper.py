@@ -129,10 +129,15 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> Any:
         absorb._partial_lse2.fill_(NAN)
         out, lse = torch.full_like(problem.q_absorbed, NAN), torch.full(problem.q_absorbed.shape[:2], NAN)
         for lens in (*steps, case.lens):
-            step = torch.tensor(lens, dtype=torch.int32)
+            step, pool = torch.tensor(lens, dtype=torch.int32), problem.pool.clone()
+            for row, n in enumerate(lens):  # what this step may not read
+                table = problem.table[row].long().repeat_interleave(case.page_size)
+                behind = table[n : case.lens[row]] * case.page_size + torch.arange(n, case.lens[row]) % case.page_size
+                pool[behind] = 0x7F
+                LAYOUT.scale(pool)[behind], LAYOUT.rope(pool)[behind] = NAN, NAN
             absorb.prepare(step, problem.table)
             query = problem.q_absorbed, problem.q_rope
-            absorb.run(*query, problem.pool, problem.table, step, SOFTMAX_SCALE, out, lse)
+            absorb.run(*query, pool, problem.table, step, SOFTMAX_SCALE, out, lse)
         return out, lse
 
     return run

@@ -137,7 +137,7 @@ def test_json_reads_back(name):
     config = read_config("gpus", name)
     text = rates_file.to_json(config)
     assert json.loads(text) == config
-    assert max(len(line) for line in text.splitlines() if '"source"' not in line) <= 120
+    assert max(len(line) for line in text.splitlines() if '"source"' not in line) <= 100
 
 
 def test_json_is_short():
