@@ -31,9 +31,11 @@ from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, ExpandedBuffers
 from sglang_mla_ext.kernels.naive_prefix import Tile
 from sglang_mla_ext.kernels.prefix_attention import PrefixAttention, TritonPrefixAttention
 from sglang_mla_ext.kernels.schedule import PrefixGroup
+from sglang_mla_ext.prefix.cost_model import rates_for
 from sglang_mla_ext.results import write_record
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+STORAGE = {"bf16": "bf16", "fp8": "fp8_e4m3"}  # a dtype's name in configs/gpus
 DEFAULT_GRID = [  # prefix, heads, batches
     (26472, 128, [64, 128, 256, 512]),
     (7069, 128, [128, 512]),
@@ -151,7 +153,8 @@ def shared_attention(case: Case, dtype: str, tile: Tile | None = None) -> tuple[
 
     attention: PrefixAttention
     if tile is None:
-        attention = make_prefix_attention(buffers, max_rows=rows, heads=heads, device="cuda")
+        tiles = rates_for(torch.cuda.get_device_name()).naive_tiles.get(STORAGE[dtype], ())
+        attention = make_prefix_attention(buffers, max_rows=rows, heads=heads, device="cuda", tiles=tiles)
     else:
         attention = TritonPrefixAttention(buffers, max_rows=rows, heads=heads, tile=tile)
     starts = [0, *itertools.accumulate(case.sizes)]

@@ -24,8 +24,8 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from bench_attention import DTYPES, attempt, free_memory, measure, shared_attention
-from check_planner import STORAGE, TAIL, Tiles, check, tile_of
+from bench_attention import DTYPES, STORAGE, attempt, free_memory, measure, shared_attention
+from check_planner import TAIL, Tiles, check, tile_of
 from grouped_attention import grouped_absorb
 from planner_verdicts import DIMS, report, verdicts
 from rates_file import is_of, refit, source_text, starting_config, updated, write_config

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_attention import DTYPES, attempt, free_memory, measure, our_parts
+from bench_attention import DTYPES, STORAGE, attempt, free_memory, measure, our_parts
 from grouped_attention import GROUPED_HEADS, grouped_absorb
 from rival_attention import Case, flashmla_bf16
 
@@ -20,7 +20,6 @@ from sglang_mla_ext.kernels.naive_prefix import Tile, tile_for
 from sglang_mla_ext.prefix.cost_model import GpuRates, Mode
 from sglang_mla_ext.results import write_record
 
-STORAGE = {"bf16": "bf16", "fp8": "fp8_e4m3"}  # a dtype's name in configs/gpus
 TAIL = 512
 HEADS = (128, 64, 16)
 PREFIXES = (1024, 4759, 7069, 26472)

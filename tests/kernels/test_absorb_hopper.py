@@ -83,7 +83,7 @@ class Work:
 
     def __init__(self, case: Case) -> None:
         self.capacity = AbsorbCapacity(
-            case.rows + case.spare_rows, case.heads, case.programs, case.tile_rows, groups=bool(case.groups)
+            case.rows + case.spare_rows, case.heads, case.programs, case.tile_rows, None if case.groups else 0
         )
         rows = list(range(case.rows))
         random.Random(case.rows).shuffle(rows)
