@@ -116,6 +116,30 @@ def decode(path: Path) -> str:
     return markdown(sorted(rows, key=lambda row: (-row[0], -row[1], row[2])), columns, shown)
 
 
+def context(path: Path) -> str:
+    """A table of whole decode steps over long contexts that nobody shares, at equal memory."""
+    records = latest(read_records(path), "kv_cache", "context", "heads", "layers")
+    rows = []
+    for (impl, storage, tokens, heads, layers), record in records.items():
+        stock = records.get(("sglang_flashmla", "bf16", tokens, heads, layers))
+        ratio = f"{record['decode_tok_s'] / stock['decode_tok_s']:.2f}x" if stock else "–"
+        cells = (f"{record['cache_tokens']:,}", record["case"]["concurrency"], f"{record['step_ms']:.2f}")
+        name = f"{impl.removeprefix('sglang_')}, {STORAGE_NAMES[storage.removesuffix('_e4m3')]} cache"
+        rows.append((heads, layers, f"{tokens:,}", name, *cells, f"{record['decode_tok_s']:,.0f}", ratio))
+    columns = (
+        "heads",
+        "layers",
+        "context",
+        "backend",
+        "tokens in the cache",
+        "requests",
+        "step ms",
+        "tokens/s",
+        "gain",
+    )
+    return markdown(sorted(rows), columns, records)
+
+
 def expansion(path: Path) -> str:
     """A table of the fused expansion beside torch's, and of the share of a matrix product's rate that it reaches."""
     records = latest(read_records(path), "heads", "dtype", "tokens")

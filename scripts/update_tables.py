@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from accuracy_tables import accuracy_cache, accuracy_fp16, accuracy_model, accuracy_rescale
-from performance_tables import ablation, attention, decode, expansion, planner, prefill, steps
+from performance_tables import ablation, attention, context, decode, expansion, planner, prefill, steps
 from result_tables import REPOSITORY, RESULTS, latest, markdown
 
 from sglang_mla_ext.results import read_records
@@ -21,14 +21,14 @@ RIVAL = "sglang_flashmla"
 
 def compared(path: Path, names: tuple[str, ...], headers: tuple[str, ...]) -> str:
     """A table of hybrid_mla beside SGLang's own backend: decode throughput and time to first token."""
-    found = read_records(path)
+    found = [record for record in read_records(path) if record["decode_tok_s"] is not None]
     for record in found:
         record["case"]["storage"] = prefix_storage(record)
     records = latest(found, *names, "storage")
     rows = []
     for (impl, *case), ours in records.items():
         stock = records.get((RIVAL, *case[:-1], None))
-        if impl != "hybrid_mla" or stock is None or ours["decode_tok_s"] is None:
+        if impl != "hybrid_mla" or stock is None:
             continue
         rate, stock_rate = ours["decode_tok_s"], stock["decode_tok_s"]
         times = f"{ours['ttft_ms']:,.0f} / {stock['ttft_ms']:,.0f}"
@@ -48,7 +48,10 @@ def prefix_storage(record: dict[str, Any]) -> str | None:
 def main(check: Annotated[bool, typer.Option("--check", help="Write nothing; exit status 1 if out of date.")] = False):
     """Fill the marked places."""
     engine = ("heads", "layers", "prompt", "concurrency"), ("heads", "layers", "prefix", "requests")
-    serving = ("heads", "layers", "prompt", "concurrency"), ("heads", "layers", "prompt", "requests")
+    serving = (
+        ("heads", "layers", "prompt", "concurrency", "output"),
+        ("heads", "layers", "prompt", "requests", "tokens of output"),
+    )
     tables = {
         "README.md": {
             "engine": compared(RESULTS / "engine.jsonl", *engine),
@@ -58,6 +61,7 @@ def main(check: Annotated[bool, typer.Option("--check", help="Write nothing; exi
             "attention": attention(RESULTS / "attention.jsonl"),
             "steps": steps(RESULTS / "attention.jsonl"),
             "decode": decode(RESULTS / "decode.jsonl"),
+            "context": context(RESULTS / "context.jsonl"),
             "ablation": ablation(RESULTS / "ablation.jsonl"),
             "expansion": expansion(RESULTS / "expansion.jsonl"),
             "prefill": prefill(RESULTS / "prefill.jsonl"),
