@@ -2,7 +2,7 @@
 
 There are two ways. `HopperAbsorbFP8` has kernels of its own (absorb_fp8_hopper.py, and absorb_fp8_few_heads.py for 8,
 16 or 32 heads): a small kernel cuts the keys of a step so that all programs end together. `TritonAbsorbFP8`
-(absorb_fp8_kernel.py) is for where those do not run, and for more than one query token. `make_absorb_fp8` picks.
+(absorb_fp8_kernel.py) is for where those do not run. `make_absorb_fp8` picks.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class AbsorbFP8(ABC):
     """Attention of a batch of requests, each over the FP8 rows of its own pages.
 
         absorb.prepare(lens, page_table)  # every step
+        out = absorb.output(rows, dtype)
         for layer in range(layers):
             absorb.run(q_absorbed, q_rope, pool, page_table, lens, softmax_scale, out, lse)
 
@@ -90,6 +91,11 @@ class AbsorbFP8(ABC):
         """Device memory that this object allocated."""
         return sum(value.numel() * value.element_size() for value in vars(self).values() if isinstance(value, Tensor))
 
+    def output(self, tokens: int, dtype: torch.dtype) -> Tensor:
+        """The best place for the `out` of `run`, `[tokens, H, r]`: maybe memory of this object, which the next run
+        overwrites."""
+        return torch.empty(tokens, *self._content.shape[1:], dtype=dtype, device=self._content.device)
+
     @abstractmethod
     def prepare(self, lens: Tensor, page_table: Tensor) -> None:
         """Bring the schedule up to date for the calls of `run` that follow, with these arguments."""
@@ -113,8 +119,8 @@ class AbsorbFP8(ABC):
             page_table: int32 `[requests, pages]`, last axis contiguous: page p of it holds tokens p · page_size and up
                 at slots page · page_size and up. Entries behind a request's last page are not read.
             lens: int32 `[requests]`, contiguous; 0 allowed.
-            out: `[T, H, r]` BF16 or float32, written; lse: `[T, H]` float32, natural log, written; contiguous. 0 and
-                -inf for a query that sees no key.
+            out: `[T, H, r]` BF16 or float32, see `output`; lse: `[T, H]` float32, natural log; contiguous, written. 0
+                and -inf for a query that sees no key.
         Raises:
             ValueError: a shape, dtype or stride is not as above, or there are too many requests.
         """
@@ -189,20 +195,28 @@ class HopperAbsorbFP8(AbsorbFP8):
         """
         super().__init__(**sizes)
         device, dims = self._content.device, (self._layout.kv_lora_rank, self._layout.qk_rope_head_dim)
-        if self._queries != 1 or self._page_size != 64 or dims != (512, 64) or self._heads % 8:
+        if self._page_size != 64 or dims != (512, 64) or self._heads % 8:
             raise ValueError(
-                "the kernels for Hopper take one query token, pages of 64, rows of 512 + 64 and a multiple of 8 heads; "
-                f"not {self._queries}, {self._page_size}, {dims[0]} + {dims[1]} and {self._heads}"
+                "the kernels for Hopper take pages of 64, rows of 512 + 64 and a multiple of 8 heads; "
+                f"not {self._page_size}, {dims[0]} + {dims[1]} and {self._heads}"
             )
         self._bits, self._few = bits, self._heads in absorb_fp8_few_heads.ROWS
         tile_rows = self._heads if self._few else TILE_ROWS
-        self._capacity = AbsorbCapacity(self._max_requests, self._heads, self._num_sms, tile_rows, group_partials=0)
+        rows = self._max_requests * self._queries
+        self._capacity = AbsorbCapacity(
+            rows, self._heads, self._num_sms, tile_rows, queries=self._queries, group_partials=0
+        )
         partials = (self._capacity.max_partial_rows, self._heads)
         self._partial_out = torch.zeros(*partials, dims[0], dtype=torch.bfloat16, device=device)  # [P, H, 512]
         self._partial_lse2 = torch.zeros(partials, device=device)  # [P, H]
         self._work = torch.from_numpy(self._capacity.empty_work()).to(device)
         self._table = torch.zeros(self._capacity.table.size, dtype=torch.int32, device=device)
         self._prepared = 0, 0
+
+    def output(self, tokens: int, dtype: torch.dtype) -> Tensor:
+        if dtype != self._partial_out.dtype:
+            return super().output(tokens, dtype)
+        return self._capacity.uncut_rows(self._partial_out, tokens)
 
     def prepare(self, lens: Tensor, page_table: Tensor) -> None:
         schedule_tails(lens, self._work, self._table, self._capacity, page_table)
@@ -229,7 +243,12 @@ class HopperAbsorbFP8(AbsorbFP8):
             absorb_fp8_few_heads.run(*arguments, softmax_scale=softmax_scale)
         else:
             absorb_fp8_hopper.run(*arguments, softmax_scale=softmax_scale, bits=self._bits)
-        merge(out, self._no_lse[: len(lens)], *partials, self._table, self._capacity.table, out, lse)
+        tokens = len(out)
+        in_partials = out.data_ptr() == self._capacity.uncut_rows(self._partial_out, tokens).data_ptr()
+        merge(
+            out, self._no_lse[:tokens], *partials, self._table, self._capacity.table, out, lse,
+            out_in_partials=in_partials,
+        )  # fmt: skip
 
 
 class TritonAbsorbFP8(AbsorbFP8):
@@ -333,12 +352,11 @@ def make_absorb_fp8(
         lens = torch.full((1,), queries, dtype=torch.int32, device=device)
         page_table = torch.zeros(1, 1, dtype=torch.int32, device=device)  # slot 0 and up are for rows of nobody
         absorb.prepare(lens, page_table)
-        out = torch.empty_like(q_absorbed, memory_format=torch.contiguous_format)
         lse = torch.empty(queries, heads, device=device)
-        absorb.run(q_absorbed, q_rope, pool, page_table, lens, 1.0, out, lse)
+        absorb.run(q_absorbed, q_rope, pool, page_table, lens, 1.0, absorb.output(queries, dtype), lse)
         return absorb
 
-    if queries == 1 and absorb_fp8_hopper.supports(device, layout, heads, page_size):
+    if absorb_fp8_hopper.supports(device, layout, heads, page_size):
         try:
             return tried(HopperAbsorbFP8)
         except Exception as error:

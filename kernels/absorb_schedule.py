@@ -19,6 +19,9 @@ Both stand in one int32 array in static device memory, the groups' items first:
 | `tail_segments` | segments of every row of the batch, row by row; never changes |
 | `group_segments` | segments of the rows of every group, group by group |
 
+A tail that is not cut has its partial at the place of its row, counted from the first partial of tails. So if that is
+where the output begins, such a row needs no merge.
+
 A *segment* is a run of query rows, of one request, that lie one behind the other: the first of them in the query as
 `[T * H, ..]`. An item has up to `tile_rows` / `segment` of them, which is what lets it stack requests.
 """
@@ -62,8 +65,9 @@ class AbsorbCapacity:
     """Fixed sizes of a work list and of the partials, which no valid plan and no lengths of tails can exceed.
 
     Attributes:
-        max_rows: requests of a batch; heads: of each, a multiple of 8; programs: of the kernel's grid.
+        max_rows: query tokens of a batch; heads: of each, a multiple of 8; programs: of the kernel's grid.
         tile_rows: query rows of an item, 64, 32, 16 or 8.
+        queries: query tokens of each request. They follow each other, and the last of them sees all keys.
         group_partials: partial rows in front of those of tails; by default as many as groups can need.
     """
 
@@ -71,6 +75,7 @@ class AbsorbCapacity:
     heads: int
     programs: int
     tile_rows: int = TILE_ROWS
+    queries: int = 1
     group_partials: int | None = None
 
     @property
@@ -101,8 +106,10 @@ class AbsorbCapacity:
 
     @property
     def max_partial_rows(self) -> int:
-        """Of groups, and behind them of tails: one for every row, and one for each program (see `schedule_tails`)."""
-        return self.max_group_partials + self.max_rows + self.programs
+        """Of groups, and behind them of tails: one for every row, and then the pieces of tails that are cut. Those have
+        at most two tiles for each program: an even share of all keys, and one more for each cut tail, which is longer
+        than a share."""
+        return self.max_group_partials + self.max_rows + -(-2 * self.programs // self.row_tiles)
 
     @property
     def max_items(self) -> int:
@@ -125,6 +132,11 @@ class AbsorbCapacity:
     def table(self) -> WorkListCapacity:
         """Sizes of the two tables that say which partials a row has, in groups and of its tail; for merge.py."""
         return WorkListCapacity(self.max_rows, self.max_partial_rows, max_items=0, max_chunks=0)
+
+    def uncut_rows(self, partial_out: Tensor, rows: int) -> Tensor:
+        """`[rows, heads, ..]`: where the partials of tails that are not cut are, among `[max_partial_rows, heads, ..]`.
+        It can be the output of a merge (`out_in_partials`), which then leaves them alone."""
+        return partial_out[self.max_group_partials :][:rows]
 
     def empty_work(self) -> np.ndarray:
         """`[size]` int32: a work list without items."""
@@ -226,9 +238,16 @@ def _longest_piece(blocks, PROGRAMS: tl.constexpr, TILES: tl.constexpr, MIN_BLOC
     return limit
 
 
+@triton.jit
+def _load_lengths(lens_ptr, row, rows, QUERIES: tl.constexpr):
+    """Keys that a row of the batch sees, 0 behind the last row. Query tokens before a request's last see fewer."""
+    length = tl.load(lens_ptr + row // QUERIES, mask=row < rows, other=0)
+    return tl.maximum(length - (QUERIES - 1 - row % QUERIES), 0)
+
+
 @triton.jit(do_not_specialize=["rows", "table_row"])
 def schedule_tails_kernel(
-    lens_ptr,  # int32 [rows]
+    lens_ptr,  # int32 [rows / QUERIES]
     work_ptr,  # int32, the work list
     table_ptr,  # int32, see schedule.WorkList; only the entries of rows
     rows,
@@ -242,21 +261,24 @@ def schedule_tails_kernel(
     MIN_BLOCKS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
+    QUERIES: tl.constexpr,
     HEADER: tl.constexpr,
     ITEM: tl.constexpr,
     LANES: tl.constexpr,  # a power of two, at least MAX_ROWS
 ):
     TILES: tl.constexpr = (HEADS + TILE_ROWS - 1) // TILE_ROWS
     lane = tl.arange(0, LANES)
-    blocks = tl.cdiv(tl.maximum(tl.load(lens_ptr + lane, mask=lane < rows, other=0), 0), BLOCK_KEYS)
+    blocks = tl.cdiv(_load_lengths(lens_ptr, lane, rows, QUERIES), BLOCK_KEYS)
     limit = _longest_piece(blocks, PROGRAMS, TILES, MIN_BLOCKS)
     longest = tl.cdiv(blocks, tl.maximum(tl.cdiv(blocks, limit), 1))  # of the row's items
     # Rows by their longest item, equal ones in their order: the row is in the low digits of what is sorted.
     row = LANES - 1 - tl.sort(longest * LANES + (LANES - 1 - lane), descending=True) % LANES
-    length = tl.maximum(tl.load(lens_ptr + row, mask=row < rows, other=0), 0)
+    length = _load_lengths(lens_ptr, row, rows, QUERIES)
     blocks = tl.cdiv(length, BLOCK_KEYS)
     splits = tl.cdiv(blocks, limit)
     before = tl.cumsum(splits, 0) - splits  # splits of the rows before, in this order
+    pieces = tl.where(splits > 1, splits, 0)
+    partial = FIRST_PARTIAL + tl.where(splits > 1, MAX_ROWS + tl.cumsum(pieces, 0) - pieces, row)
     group_items = tl.load(work_ptr + 1)
     tl.store(work_ptr, group_items + tl.sum(splits, 0) * TILES)
     for split in range(0, tl.max(splits, 0)):
@@ -270,10 +292,10 @@ def schedule_tails_kernel(
             tl.store(item_ptr + 1, tl.minimum(HEADS - tile * TILE_ROWS, TILE_ROWS), mask=has)
             tl.store(item_ptr + 2, kv_begin, mask=has)
             tl.store(item_ptr + 3, kv_end, mask=has)
-            tl.store(item_ptr + 4, row * table_row, mask=has)
-            tl.store(item_ptr + 5, (FIRST_PARTIAL + before + split) * HEADS + tile * TILE_ROWS, mask=has)
+            tl.store(item_ptr + 4, row // QUERIES * table_row, mask=has)
+            tl.store(item_ptr + 5, (partial + split) * HEADS + tile * TILE_ROWS, mask=has)
     row_ptr = table_ptr + ITEM + MAX_ROWS + row
-    tl.store(row_ptr, FIRST_PARTIAL + before, mask=row < rows)
+    tl.store(row_ptr, partial, mask=row < rows)
     tl.store(row_ptr + MAX_ROWS, 1, mask=row < rows)
     tl.store(row_ptr + 2 * MAX_ROWS, splits, mask=row < rows)
 
@@ -285,23 +307,25 @@ def schedule_tails(lens: Tensor, work: Tensor, table: Tensor, capacity: AbsorbCa
     most `programs` pieces beside one for each row. Longest pieces first. A tail without tokens has none.
 
     Args:
-        lens: `[rows]` int32, tokens of each row's private tail.
+        lens: `[requests]` int32, tokens of each request's private tail. A batch has `capacity.queries` rows for each.
         work: `[capacity.size]` int32, begun with `capacity.empty_work()` and holding the plan's groups; written.
         table: `[capacity.table.size]` int32, written: which partial rows each row's tail has.
-        page_table: `[at least rows, pages]` int32; row r has the pages of row r's tail. Only its stride is used.
+        page_table: `[at least requests, pages]` int32, the pages of each tail. Only its stride is used.
     Raises:
         ValueError: a shape or dtype is not as above.
     """
-    rows = lens.shape[0]
+    requests = lens.shape[0]
+    rows = requests * capacity.queries
     for name, tensor, shape in (
-        ("lens", lens, (rows,)),
+        ("lens", lens, (requests,)),
         ("work", work, (capacity.size,)),
         ("table", table, (capacity.table.size,)),
     ):
         if tensor.dtype != torch.int32 or tensor.shape != shape or not tensor.is_contiguous():
             raise ValueError(f"{name} must be int32 {list(shape)}, not {tensor.dtype} {list(tensor.shape)}")
-    if rows > min(capacity.max_rows, page_table.shape[0]):
-        raise ValueError(f"{rows} rows; there is room for {capacity.max_rows}, and {page_table.shape[0]} have pages")
+    if rows > capacity.max_rows or requests > page_table.shape[0]:
+        have = f"there is room for {capacity.max_rows} rows, and {page_table.shape[0]} requests have pages"
+        raise ValueError(f"{requests} requests, {rows} rows; {have}")
     schedule_tails_kernel[(1,)](
         lens,
         work,
@@ -317,6 +341,7 @@ def schedule_tails(lens: Tensor, work: Tensor, table: Tensor, capacity: AbsorbCa
         MIN_BLOCKS=MIN_SPLIT_BLOCKS,
         BLOCK_KEYS=BLOCK_KEYS,
         TILE_ROWS=capacity.tile_rows,
+        QUERIES=capacity.queries,
         HEADER=HEADER_FIELDS,
         ITEM=ITEM_FIELDS,
         LANES=triton.next_power_of_2(capacity.max_rows),

@@ -3,8 +3,8 @@
     lse = ln(exp(tail_lse) + Σ_s exp(lse_s))        out = exp(tail_lse - lse) · tail_out + Σ_s exp(lse_s - lse) · out_s
 
 Memory per row and head: reads dv·2 + 4 bytes of the tail (BF16) and splits·(dv + 1)·4 bytes of partials (half of that
-in BF16), writes dv·2 (and 4 with lse). A row without a shared prefix that is merged in place costs only the read of
-its lse.
+in BF16), writes dv·2 (and 4 with lse). A row that has one part, which stands where the output goes, costs only the read
+of its lse.
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ def merge_kernel(
     UNROLL: tl.constexpr,
     MORE: tl.constexpr,
     IN_PLACE: tl.constexpr,
+    OUT_IN_PARTIALS: tl.constexpr,
     WRITE_LSE: tl.constexpr,
     LN2: tl.constexpr,
     LOG2E: tl.constexpr,
@@ -136,11 +137,16 @@ def merge_kernel(
         splits += tl.load(per_row_ptr + 2 * max_rows)
 
     row64 = row.to(tl.int64)
+    lse_ptrs = lse_ptr + row64 * lse_row + head * lse_head
     tail_lse = tl.load(tail_lse_ptr + row64 * tail_lse_row + head * tail_lse_head, mask=in_heads, other=0.0)
     empty = tl.abs(tail_lse) == float("inf")  # [BLOCK_HEADS, 1]
     some_empty = tl.max(empty.to(tl.int32))
 
-    if not IN_PLACE or splits + some_empty > 0:
+    if OUT_IN_PARTIALS and (first_splits == 1) & (splits == 1):
+        if WRITE_LSE:
+            part_lse2 = tl.load(partial_lse2_ptr + start * heads + head, mask=in_heads)
+            tl.store(lse_ptrs, part_lse2 * LN2, mask=in_heads)
+    elif not IN_PLACE or splits + some_empty > 0:
         tail_ptr = tail_out_ptr + row64 * tail_row + (head * tail_head)[:, :, None] + dim
         has_tail = in_heads & ~empty
         tail_out = tl.load(tail_ptr, mask=has_tail[:, :, None], other=0.0).to(tl.float32)  # [BLOCK_HEADS, 1, DV]
@@ -163,9 +169,9 @@ def merge_kernel(
             lse = (most2 + tl.log2(tl.where(no_key, 1.0, total))) * LN2
             lse = tl.where(no_key, float("-inf"), tl.where(part_sum == 0.0, tail_lse, lse))  # alone it stays as it is
             tl.debug_barrier()  # every warp has read tail_lse, which may be lse
-            tl.store(lse_ptr + row64 * lse_row + head * lse_head, lse, mask=in_heads)
+            tl.store(lse_ptrs, lse, mask=in_heads)
     elif WRITE_LSE:
-        tl.store(lse_ptr + row64 * lse_row + head * lse_head, tail_lse, mask=in_heads)
+        tl.store(lse_ptrs, tail_lse, mask=in_heads)
 
 
 def merge(
@@ -178,6 +184,7 @@ def merge(
     out: Tensor,
     lse: Tensor | None = None,
     more_work: Tensor | None = None,
+    out_in_partials: bool = False,
 ) -> Tensor:
     """Merge tails and partials into `out`, which may be `tail_out`, and `lse`, which may be `tail_lse`.
 
@@ -189,6 +196,8 @@ def merge(
         work: int32, at least the `used` part of a schedule.WorkList, or a schedule.row_table; read on the device only.
         out: `[T, H, dv]`, last axis contiguous; lse: `[T, H]` float32, natural log.
         more_work: like `work` and of its capacity: more partials of the rows, which stand in the same tensors.
+        out_in_partials: there are no tails, and `out` is part of `partial_out`: where a row has a single partial of
+            `work` and no other one, it stands there already (absorb_schedule.AbsorbCapacity.uncut_rows).
     Returns:
         `out`; rows with no key at all are 0 and -inf.
     Raises:
@@ -242,6 +251,7 @@ def merge(
         SPLITS=shape.splits,
         UNROLL=shape.unroll,
         MORE=more_work is not None,
+        OUT_IN_PARTIALS=out_in_partials,
         IN_PLACE=same_memory and out.dtype == tail_out.dtype,
         WRITE_LSE=lse is not None,
         LN2=LN2,

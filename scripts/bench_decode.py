@@ -1,7 +1,7 @@
 """Time decode attention over private tokens: our kernels over the FP8 cache beside FlashMLA.
 
     python scripts/bench_decode.py --out benchmarks/results/decode.jsonl
-    python scripts/bench_decode.py --case 128x8192x16 --variants
+    python scripts/bench_decode.py --case 128x8192x16 --case 128x8192x16x2 --variants
 
 Every line of the output is one measurement: the median time of a CUDA graph of one call for one layer, L2 flushed
 before each. DeepSeek-V3's dimensions, pages in random order. Ours is everything from the absorbed query in BF16:
@@ -44,7 +44,7 @@ FLASHMLA = ("flashmla_bf16", "flashmla_fp8")
 DEFAULT_GRID = (
     *("128x8192x128", "64x16384x128", "32x8192x64", "128x8192x16", "16x65536x16", "1x8192x128", "128x512x128"),
     *("128x8192x64", "128x8192x32", "128x8192x8", "32x8192x128", "32x8192x16", "1x8192x16", "1x131072x16"),
-    *("128x512x64", "128x512x16", "512x512x16"),
+    *("128x512x64", "128x512x16", "512x512x16", "128x8192x16x2", "32x8192x128x2"),
 )
 VARIANTS: dict[str, Callable[..., AbsorbFP8]] = {
     "hopper_8_bits": lambda **sizes: HopperAbsorbFP8(bits=8, **sizes),
@@ -55,24 +55,24 @@ VARIANTS: dict[str, Callable[..., AbsorbFP8]] = {
 
 
 def parse_case(spec: str) -> Case:
-    """Read `requests x tokens x heads`.
+    """Read `requests x tokens x heads`, or `x query tokens` behind that.
 
     Raises:
         typer.BadParameter: it is something else.
     """
     try:
-        requests, tokens, heads = map(int, spec.split("x"))
-        if min(requests, tokens, heads) <= 0:
+        requests, tokens, heads, s_q = map(int, (spec if spec.count("x") > 2 else f"{spec}x1").split("x"))
+        if min(requests, tokens, heads, s_q) <= 0:
             raise ValueError
     except ValueError as error:
-        raise typer.BadParameter(f"a case is REQUESTSxTOKENSxHEADS, not {spec!r}") from error
-    return Case(0, tokens, heads, (), alone=requests)
+        raise typer.BadParameter(f"a case is REQUESTSxTOKENSxHEADS[xQUERIES], not {spec!r}") from error
+    return Case(0, tokens, heads, (), alone=requests, s_q=s_q)
 
 
 def floor_ms(case: Case, ceilings: Ceilings) -> float:
     """The shortest possible time, ms: reading the rows, or the products: those with content and values in FP8."""
     memory = case.batch * case.tail * LAYOUT.row_bytes / ceilings.copy_gbps / 1e6
-    per_tflops = 2 * case.batch * case.tail * case.heads / 1e9
+    per_tflops = 2 * case.batch * case.s_q * case.tail * case.heads / 1e9
     return max(memory, per_tflops * (2 * LATENT / ceilings.fp8_tflops + DR / ceilings.bf16_tflops))
 
 
@@ -93,11 +93,11 @@ class FP8Cache:
 
 def ours(case: Case, cache: FP8Cache, make: Callable[..., AbsorbFP8]) -> tuple[Callable[[], None], Callable[[], None]]:
     """A layer's attention, and a step's schedule."""
-    absorb = make(max_requests=case.batch, heads=case.heads, device="cuda")
-    query = torch.randn(case.batch, case.heads, LATENT + DR, device="cuda", dtype=torch.bfloat16)
+    absorb = make(max_requests=case.batch, heads=case.heads, queries=case.s_q, device="cuda")
+    rows = case.batch * case.s_q
+    query = torch.randn(rows, case.heads, LATENT + DR, device="cuda", dtype=torch.bfloat16)
     q_absorbed, q_rope = query.split([LATENT, DR], dim=-1)
-    out = torch.empty(case.batch, case.heads, LATENT, device="cuda", dtype=torch.bfloat16)
-    lse = torch.empty(case.batch, case.heads, device="cuda")
+    out, lse = absorb.output(rows, torch.bfloat16), torch.empty(rows, case.heads, device="cuda")
 
     def prepare() -> None:
         absorb.prepare(cache.lens, cache.table)
@@ -116,7 +116,7 @@ def default(cache: FP8Cache) -> Callable[..., AbsorbFP8]:
 
 
 def main(
-    case: Annotated[list[str] | None, typer.Option(help="REQUESTSxTOKENSxHEADS (repeatable); a default grid")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="REQUESTSxTOKENSxHEADS[xQUERIES] (repeatable)")] = None,
     variants: Annotated[bool, typer.Option(help="time other ways of our own, too")] = False,
     rep_ms: Annotated[int, typer.Option(min=1, help="ms spent on each measurement")] = 100,
     out: Annotated[Path | None, typer.Option(help="append JSON lines to this file")] = None,
@@ -128,7 +128,7 @@ def main(
     ceilings = measure_ceilings(rep_ms)
     free_memory()
     table = Table(title=f"decode over private tokens, {torch.cuda.get_device_name()}: {ceilings}")
-    for column in ("requests", "tokens", "heads", "what", *CELLS):
+    for column in ("requests", "tokens", "heads", "queries", "what", *CELLS):
         table.add_column(column, justify="right")
 
     def add(of: Case, impl: str, dtype: str, metrics: dict[str, Any] | None) -> None:
@@ -136,7 +136,7 @@ def main(
             return
         if out is not None:
             write_record(out, bench="attention", impl=impl, case=of.fields(dtype), part="all", **metrics)
-        table.add_row(str(of.batch), str(of.tail), str(of.heads), impl, *cells(metrics))
+        table.add_row(str(of.batch), str(of.tail), str(of.heads), str(of.s_q), impl, *cells(metrics))
 
     failed = False
     for of in cases:

@@ -32,6 +32,7 @@ class Case:
     sizes: tuple[int, ...]  # rows of each group
     alone: int = 0  # rows
     spec: str | None = None  # how the groups were asked for; None for one group of all rows
+    s_q: int = 1  # query tokens of each row
 
     @property
     def batch(self) -> int:
@@ -55,12 +56,12 @@ class Case:
 
     def latent_flops(self, lengths: list[int]) -> int:
         """Operations of the absorbed form, for rows of these lengths."""
-        return 2 * self.heads * sum(lengths) * (2 * LATENT + DR)
+        return 2 * self.heads * self.s_q * sum(lengths) * (2 * LATENT + DR)
 
     def fields(self, dtype: str) -> dict[str, Any]:
         """The `case` of a record; dtype: bf16 or fp8."""
         fields = dict(prefix=self.prefix, tail=self.tail, heads=self.heads, batch=self.batch, groups=len(self.sizes))
-        return fields | dict(s_q=1, dtype=dtype) | ({"spec": self.spec} if self.spec else {})
+        return fields | dict(s_q=self.s_q, dtype=dtype) | ({"spec": self.spec} if self.spec else {})
 
 
 def page_table(lengths: list[int], sizes: tuple[int, ...], shared_pages: int) -> tuple[list[list[int]], int]:
@@ -89,12 +90,12 @@ def page_table(lengths: list[int], sizes: tuple[int, ...], shared_pages: int) ->
 
 def flashmla_bf16(case: Case) -> Callable[[], Any]:
     """FlashMLA over prefix and tail, BF16; the rows of a group read the same pages of the prefix."""
-    return _flashmla(case.heads, case.lengths, case.sizes, case.prefix // PAGE_TOKENS, fp8=False)
+    return _flashmla(case.heads, case.lengths, case.sizes, case.prefix // PAGE_TOKENS, fp8=False, s_q=case.s_q)
 
 
 def flashmla_fp8(case: Case) -> Callable[[], Any]:
     """FlashMLA over prefix and tail, queries and cache FP8; pages as in `flashmla_bf16`."""
-    return _flashmla(case.heads, case.lengths, case.sizes, case.prefix // PAGE_TOKENS, fp8=True)
+    return _flashmla(case.heads, case.lengths, case.sizes, case.prefix // PAGE_TOKENS, fp8=True, s_q=case.s_q)
 
 
 def flashmla_tail(case: Case) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
@@ -103,7 +104,7 @@ def flashmla_tail(case: Case) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
 def _flashmla(
-    heads: int, lengths: list[int], sizes: tuple[int, ...], shared_pages: int, *, fp8: bool
+    heads: int, lengths: list[int], sizes: tuple[int, ...], shared_pages: int, *, fp8: bool, s_q: int = 1
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     from flash_mla import flash_mla_with_kvcache, get_mla_decoding_metadata
     from flash_mla.flash_mla_interface import FlashMLASchedMeta
@@ -112,15 +113,15 @@ def _flashmla(
     table = torch.tensor(pages, dtype=torch.int32, device="cuda")  # [B, pages]
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")  # [B]
     cache = torch.randn(n_pages, PAGE_TOKENS, 1, LATENT + DR, device="cuda", dtype=torch.bfloat16)
-    query = torch.randn(len(lengths), 1, heads, LATENT + DR, device="cuda", dtype=torch.bfloat16)
+    query = torch.randn(len(lengths), s_q, heads, LATENT + DR, device="cuda", dtype=torch.bfloat16)
     schedule = FlashMLASchedMeta()  # the first call fills it in
-    options: dict[str, Any] = dict(softmax_scale=SCALE, use_legacy=True)
+    options: dict[str, Any] = dict(softmax_scale=SCALE, causal=s_q > 1, use_legacy=True)
     if fp8:
         cache, query = cache.to(torch.float8_e4m3fn), query.to(torch.float8_e4m3fn)
         one = torch.ones(1, device="cuda")
         options |= dict(is_fp8_kvcache=True, descale_q=one, descale_k=one)
         schedule.tile_scheduler_metadata, schedule.num_splits = get_mla_decoding_metadata(
-            seq_lens, heads, 1, is_fp8_kvcache=True, use_legacy=True
+            seq_lens, heads * s_q, 1, is_fp8_kvcache=True, use_legacy=True
         )
     return lambda: flash_mla_with_kvcache(query, cache, table, seq_lens, LATENT, schedule, **options)
 

@@ -98,11 +98,16 @@ class FP8HybridBackend(FlashMLAHybridBackend):
         `out [rows, heads, 512]` and `lse [rows, heads]`."""
         rows = self.token_to_kv_pool.rows(layer.layer_id)
         q_absorbed, q_rope = q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        out = torch.empty_like(q_absorbed, memory_format=torch.contiguous_format)
+        fits = len(q) <= self._max_requests
+        out = (
+            self._absorb.output(len(q), q.dtype)
+            if fits
+            else torch.empty(q_absorbed.shape, dtype=q.dtype, device=q.device)
+        )
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         for start in range(0, len(q), self._max_requests):
             part = slice(start, start + self._max_requests)
-            if len(q) > self._max_requests:  # too many for one schedule: a new one for each part
+            if not fits:  # too many for one schedule: a new one for each part
                 self._absorb.prepare(lens[part], table[part])
             self._absorb.run(
                 q_absorbed[part], q_rope[part], rows, table[part], lens[part], layer.scaling, out[part], lse[part]

@@ -116,8 +116,8 @@ class GroupedAbsorb(ABC):
             q: `[rows, heads, kv_lora_rank + qk_rope_head_dim]`, absorbed; rows as planned.
             latent_pages: `[pages, PAGE_SIZE, 1, kv_lora_rank + qk_rope_head_dim]`.
         Returns:
-            `out [rows, heads, kv_lora_rank]` and `lse [rows, heads]` float32, natural log, over tail and prefix; 0 and
-            -inf for a row without keys.
+            `out [rows, heads, kv_lora_rank]`, valid until the next run, and `lse [rows, heads]` float32, natural log,
+            over tail and prefix; 0 and -inf for a row without keys.
         """
 
     def try_out(self, req_to_token: Tensor, cache: Tensor) -> None:
@@ -221,9 +221,12 @@ class HopperGroupedAbsorb(GroupedAbsorb):
     def _merge(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """What `run` returns, from the partials of tails and groups."""
         rows, heads = q.shape[:2]
-        out, lse = q.new_empty(rows, heads, self._rank), self._no_lse.new_empty(rows, heads)
-        partials, sizes = (self._partial_out, self._partial_lse2), self._capacity.table
-        merge(out, self._no_lse[:rows], *partials, self._tail_partials, sizes, out, lse, self._group_partials)
+        out, lse = self._capacity.uncut_rows(self._partial_out, rows), self._no_lse.new_empty(rows, heads)
+        partials, tables = (self._partial_out, self._partial_lse2), (self._tail_partials, self._group_partials)
+        merge(
+            out, self._no_lse[:rows], *partials, tables[0], self._capacity.table, out, lse, tables[1],
+            out_in_partials=True,
+        )  # fmt: skip
         return out, lse
 
 

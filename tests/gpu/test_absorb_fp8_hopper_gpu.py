@@ -162,6 +162,25 @@ def test_the_way_that_is_taken(heads: int) -> None:
     assert_as_good_as_the_steps(run(absorb, cache, q), cache, q)
 
 
+@pytest.mark.parametrize("heads", [16, 128])
+def test_query_tokens_are_requests_that_read_the_same_pages(heads: int) -> None:
+    """To the bit, where results come about in their place and where they do not."""
+    torch.manual_seed(0)
+    cache, q = Cache(ODD_LENGTHS), queries(2 * len(ODD_LENGTHS), heads)
+    absorb = HopperAbsorbFP8(max_requests=len(ODD_LENGTHS), heads=heads, queries=2, device=DEVICE)
+    out, lse = absorb.output(len(q[0]), torch.bfloat16), torch.full(q[0].shape[:2], torch.nan, device=DEVICE)
+    absorb.prepare(cache.lens, cache.table)
+    absorb.run(*q, cache.pool, cache.table, cache.lens, SCALE, out, lse)
+    out = out.clone()  # the next run of this object writes there
+    elsewhere, same_lse = run(absorb, cache, q, torch.bfloat16)
+    assert torch.equal(out, elsewhere) and torch.equal(lse, same_lse)
+    single = HopperAbsorbFP8(max_requests=len(out), heads=heads, device=DEVICE)
+    cache.lens = torch.stack([cache.lens - 1, cache.lens], dim=1).flatten().clamp(min=0)
+    cache.table = cache.table.repeat_interleave(2, 0)
+    expected, expected_lse = run(single, cache, q, torch.bfloat16)
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+
+
 def captured_us(function: Callable[[], Any]) -> float:
     """Median time of a CUDA graph of one call; L2 is flushed before each."""
     return time_ms(captured(function), rep_ms=150) * 1e3

@@ -83,7 +83,11 @@ class Work:
 
     def __init__(self, case: Case) -> None:
         self.capacity = AbsorbCapacity(
-            case.rows + case.spare_rows, case.heads, case.programs, case.tile_rows, None if case.groups else 0
+            case.rows + case.spare_rows,
+            case.heads,
+            case.programs,
+            case.tile_rows,
+            group_partials=None if case.groups else 0,
         )
         rows = list(range(case.rows))
         random.Random(case.rows).shuffle(rows)
@@ -136,6 +140,8 @@ def test_every_key_of_every_query_row_is_in_one_item(case: Case) -> None:
             expected[row, row * work.width] = length, work.tail_table
         else:
             assert work.tail_table.row_splits[row] == 0
+        if work.tail_table.row_splits[row] == 1:
+            assert work.tail_table.row_partial_start[row] == capacity.max_group_partials + row, "not in its place"
     partials = []
     for (row, first_page), (length, table) in expected.items():
         start, stride, splits = (
@@ -187,6 +193,30 @@ def test_tails_end_together(tails: tuple[int, ...], heads: int, tile_rows: int, 
     blocks = work.blocks(work.items)
     load = [blocks[program::132].sum() for program in range(132)]
     assert max(load) <= most * blocks.sum() / 132
+
+
+@pytest.mark.parametrize(("heads", "tile_rows"), [(16, 16), (128, 64), (24, 64)])
+def test_query_tokens_of_a_request_see_one_key_after_the_other(heads: int, tile_rows: int) -> None:
+    """Three of them: they read the same pages, and the last one sees all keys."""
+    lens, width = (0, 1, 2, 64, 65, 66, 900), 15
+    capacity = AbsorbCapacity(3 * len(lens) + 6, heads, 9, tile_rows, queries=3, group_partials=0)
+    work, table = torch.from_numpy(capacity.empty_work()), torch.full((capacity.table.size,), -1, dtype=torch.int32)
+    page_table = torch.empty(len(lens), width, dtype=torch.int32)
+    schedule_tails(torch.tensor(lens, dtype=torch.int32), work, table, capacity, page_table)
+    found: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # of a query row
+    for first, n_rows, begin, end, first_page, *_ in work[HEADER_FIELDS:][: 8 * int(work[0])].view(-1, 8).tolist():
+        for at in range(n_rows):
+            segment, inside = divmod(at, capacity.segment)
+            found[int(work[first + segment]) + inside].append((begin, end, first_page))
+    for row in range(3 * len(lens)):
+        length = max(0, lens[row // 3] - (2 - row % 3))
+        for head in range(heads):
+            ranges = sorted(found.pop(row * heads + head, []))
+            assert [begin for begin, _, _ in ranges] + [length] == [0] + [end for _, end, _ in ranges]
+            assert {page for *_, page in ranges} <= {row // 3 * width}
+    assert not found
+    with pytest.raises(ValueError, match="10 requests, 30 rows"):
+        schedule_tails(torch.zeros(10, dtype=torch.int32), work, table, capacity, torch.empty(10, width).int())
 
 
 def test_groups_are_cut_where_there_are_too_few_tiles() -> None:

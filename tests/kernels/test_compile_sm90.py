@@ -158,7 +158,7 @@ def compile_expand(out):
     return found | dict(num_warps=expand_prefix.NUM_WARPS, ctas_per_sm=1)
 
 strides = "heads max_rows tail_row tail_head tail_lse_row tail_lse_head out_row out_head lse_row lse_head"
-def compile_merge(dim, partials, more=False, in_place=True, write_lse=True, rows=8):
+def compile_merge(dim, partials, more=False, in_place=True, in_partials=False, write_lse=True, rows=8):
     shape = merge.shape_for(rows, 128, dim)
     return compile_for_hopper(
         merge.merge_kernel,
@@ -167,19 +167,19 @@ def compile_merge(dim, partials, more=False, in_place=True, write_lse=True, rows
         | dict(tail_out_ptr="*bf16", tail_lse_ptr="*fp32", out_ptr="*bf16", lse_ptr="*fp32")
         | dict.fromkeys(strides.split(), "i32"),
         dict(DV=dim, ITEM=ITEM_FIELDS, BLOCK_HEADS=shape.heads, SPLITS=shape.splits,
-             UNROLL=shape.unroll, MORE=more, IN_PLACE=in_place, WRITE_LSE=write_lse, LN2=merge.LN2,
-             LOG2E=merge.LOG2E),
+             UNROLL=shape.unroll, MORE=more, IN_PLACE=in_place, OUT_IN_PARTIALS=in_partials,
+             WRITE_LSE=write_lse, LN2=merge.LN2, LOG2E=merge.LOG2E),
         num_warps=merge.NUM_WARPS,
     )
 
 merges = dict(
     merge=compile_merge(dv, "fp32", write_lse=False),
     merge_large=compile_merge(dv, "fp32", write_lse=False, rows=512),
-    merge_latent_large=compile_merge(rank, "bf16", rows=512),
+    merge_latent_large=compile_merge(rank, "bf16", in_partials=True, rows=512),
     merge_lse=compile_merge(dv, "fp32"),  # prefill
     merge_latent=compile_merge(rank, "bf16", in_place=False),  # grouped absorb by FlashMLA
-    merge_latent_more=compile_merge(rank, "bf16", more=True),  # grouped absorb by its own kernel
-    merge_latent_in_place=compile_merge(rank, "bf16"),  # FP8 absorb by its own kernels
+    merge_latent_more=compile_merge(rank, "bf16", more=True, in_partials=True),  # grouped absorb by its own kernel
+    merge_latent_in_place=compile_merge(rank, "bf16", in_partials=True),  # FP8 absorb by its own kernels
     merge_latent_fp32=compile_merge(rank, "fp32"),  # and by Triton's
 )
 
@@ -197,7 +197,7 @@ absorb = {f"absorb{segment}": compile_absorb(segment) for segment in (64, 16, 8)
         dict(lens_ptr="*i32", work_ptr="*i32", table_ptr="*i32", rows="i32", table_row="i32"),
         dict(HEADS=16, SEGMENT=16, PROGRAMS=132, MAX_ROWS=1024, FIRST_PARTIAL=capacity.max_group_partials,
              FIRST_SEGMENT=capacity.tail_segments, MIN_BLOCKS=absorb_schedule.MIN_SPLIT_BLOCKS,
-             BLOCK_KEYS=absorb_schedule.BLOCK_KEYS, TILE_ROWS=absorb_schedule.TILE_ROWS,
+             BLOCK_KEYS=absorb_schedule.BLOCK_KEYS, TILE_ROWS=absorb_schedule.TILE_ROWS, QUERIES=1,
              HEADER=absorb_schedule.HEADER_FIELDS, ITEM=ITEM_FIELDS, LANES=1024),
         num_warps=4,
     ),

@@ -229,7 +229,7 @@ def test_partials_of_both_lists_have_room_in_the_same_tensors(fp8: Any, heads: i
         groups, tails = grouped._capacity, grouped._tail_capacity
         assert tails.max_group_partials == groups.max_group_partials and tails.table == groups.table
         assert len(grouped._partial_out) == groups.max_partial_rows == tails.max_partial_rows
-        assert tails.max_partial_rows - tails.max_group_partials == MAX_ROWS + programs
+        assert tails.max_partial_rows - tails.max_group_partials == MAX_ROWS + 2 * programs
 
 
 def test_a_query_that_was_not_planned_is_refused(fp8: Any) -> None:

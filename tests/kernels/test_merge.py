@@ -157,6 +157,38 @@ def test_bits_do_not_depend_on_the_run_or_on_what_is_written_in_place() -> None:
         assert torch.equal(lses[0], lses[1]) and torch.equal(lses[0], tail_lse)
 
 
+@pytest.mark.parametrize("write_lse", [True, False])
+@pytest.mark.parametrize("more", [(), (0, 2, 1, 0, 0, 3)], ids=["one table", "two tables"])
+def test_what_stands_in_its_place_already_is_left_there(more: tuple[int, ...], write_lse: bool) -> None:
+    """Outputs among the partials, without tails: the result is that of outputs elsewhere, to the bit, and a row's only
+    partial is neither read nor written."""
+    case = Case((1, 1, 0, 0, 3, 1), heads=6, v_dim=128, more=more)
+    partials = Partials(case, torch.Generator().manual_seed(0))
+    work, rows, first = partials.works[0], len(case.splits), len(partials.out)
+    partials.out = torch.cat([partials.out, torch.full((rows, 6, 128), NAN)])  # the outputs
+    partials.lse2 = torch.cat([partials.lse2, torch.full((rows, 6), NAN)])
+    starts = work[ITEM_FIELDS : partials.capacity.items_offset].view(4, -1)[1]
+    for row in (row for row, splits in enumerate(case.splits) if splits == 1):
+        partials.out[first + row], partials.lse2[first + row] = partials.out[starts[row]], partials.lse2[starts[row]]
+        starts[row] = first + row
+    no_lse, expected = torch.full((rows, 6), -INF), torch.full((rows, 6, 128), NAN)
+    expected_lse, lse = torch.full((2, rows, 6), NAN)
+    partials.merge(expected, no_lse, expected, expected_lse)
+    alone = [row for row, splits in enumerate(case.splits) if splits == 1 and not (more and more[row])]
+    partials.out[[first + row for row in alone]] = NAN
+    out = partials.out[first:]
+    more_work = partials.works[1] if more else None
+    merge(
+        out, no_lse, partials.out, partials.lse2, work, partials.capacity, out, lse if write_lse else None, more_work,
+        out_in_partials=True,
+    )  # fmt: skip
+    assert out[alone].isnan().all()
+    others = [row for row in range(rows) if row not in alone]
+    assert torch.equal(out[others], expected[others]) and not out[others].isnan().any()
+    if write_lse:
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("empty_lse", [-INF, INF], ids=["-inf", "+inf"])
 def test_tails_and_partials_in_tiles_of_flashmla(empty_lse: float) -> None:
     """Latent outputs in BF16, one tensor for both: tails in the first heads of a tile, partials of four rows in one.

@@ -30,6 +30,9 @@ class ReferenceAbsorb:
         assert len(lens) <= self.max_requests and lens.dtype == torch.int32
         self.prepared.append((lens.tolist(), page_table.tolist()))
 
+    def output(self, tokens: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tokens, HEADS, RANK, dtype=dtype)
+
     def run(self, q_absorbed, q_rope, pool, page_table, lens, softmax_scale, out, lse) -> None:
         assert len(lens) <= self.max_requests and lens.dtype == torch.int32 and page_table.dtype == torch.int32
         assert lens.is_contiguous() and out.is_contiguous() and lse.is_contiguous()
