@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -36,6 +37,8 @@ from sglang_mla_ext.results import write_record
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 STORAGE = {"bf16": "bf16", "fp8": "fp8_e4m3"}  # a dtype's name in configs/gpus
+PRODUCT_SIDE = 8192  # of the matrices that are multiplied for the ceilings
+BATCH_MS = 10  # of calls back to back: the host's wait behind each batch is short beside it
 DEFAULT_GRID = [  # prefix, heads, batches
     (26472, 128, [64, 128, 256, 512]),
     (7069, 128, [128, 512]),
@@ -122,17 +125,44 @@ def time_ms(function: Callable[[], Any], rep_ms: int = 100) -> float:
     return do_bench(function, warmup=50, rep=rep_ms, return_mode="median")
 
 
+def back_to_back(function: Callable[[], Any]) -> Iterator[float]:
+    """Call without an end, L2 not flushed: ms of a call, in one batch of calls after another. So the GPU gets to its
+    power limit, where `time_ms` is too short for that."""
+    calls = 1
+    while True:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            function()
+        end.record()
+        end.synchronize()
+        ms = start.elapsed_time(end) / calls
+        calls = max(1, round(BATCH_MS / ms))
+        yield ms
+
+
+def settled(times: Sequence[float]) -> float:
+    """The median of the later two thirds: clock and power change at first."""
+    return median(times[len(times) // 3 :])
+
+
+def matrix_product(dtype: str) -> Callable[[], torch.Tensor]:
+    """A product of two matrices of `PRODUCT_SIDE` x `PRODUCT_SIDE`."""
+    a, b = (torch.randn(PRODUCT_SIDE, PRODUCT_SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    if dtype == "bf16":
+        return lambda: a @ b
+    a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t().contiguous().t()
+    one = torch.ones((), device="cuda")
+    return lambda: torch._scaled_mm(a8, b8, one, one, out_dtype=torch.bfloat16)
+
+
 def measure_ceilings(rep_ms: int = 100) -> Ceilings:
-    """Copy 1 GiB, and multiply matrices of 8192 x 8192."""
+    """Copy 1 GiB, and multiply matrices."""
     source = torch.randint(0, 127, (1 << 30,), dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
     copy_gbps = 2 * source.numel() / time_ms(lambda: target.copy_(source), rep_ms) / 1e6
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    bf16_ms = time_ms(lambda: a @ b, rep_ms)
-    a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t().contiguous().t()
-    one = torch.ones((), device="cuda")
-    fp8_ms = time_ms(lambda: torch._scaled_mm(a8, b8, one, one, out_dtype=torch.bfloat16), rep_ms)
-    flops = 2 * 8192**3
+    bf16_ms, fp8_ms = (time_ms(matrix_product(dtype), rep_ms) for dtype in ("bf16", "fp8"))
+    flops = 2 * PRODUCT_SIDE**3
     return Ceilings(copy_gbps, flops / bf16_ms / 1e9, flops / fp8_ms / 1e9)
 
 

@@ -52,6 +52,37 @@ def test_cases(bench):
     assert case.fields("fp8")["groups"] == 1
 
 
+def test_back_to_back_goes_in_batches(bench, monkeypatch):
+    """Of one call first, then of so many that a batch takes 10 ms."""
+    now, waits = [0.0], []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = now[0]
+
+        def synchronize(self) -> None:
+            waits.append(self.at)
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    def call() -> None:
+        now[0] += 2.0
+
+    monkeypatch.setattr(bench.torch.cuda, "Event", Event)
+    times = bench.back_to_back(call)
+    assert [next(times) for _ in range(3)] == [2.0] * 3
+    assert waits == [2.0, 12.0, 22.0]
+
+
+def test_settled_leaves_out_the_first_third(bench):
+    assert bench.settled([9.0, 9.0, 1.0, 2.0, 3.0, 2.0]) == 2.0
+    assert bench.settled([5.0]) == 5.0
+
+
 def test_pages_are_shared_within_a_group_only():
     """Two groups of two rows that share a page each, one row alone."""
     table, used = page_table([130, 100, 128, 65, 64], (2, 2), shared_pages=1)
