@@ -4,17 +4,19 @@
     python scripts/calibrate.py --out configs/gpus/h200.json --refit benchmarks/results/planner.jsonl    # without a GPU
 
 A rate is the median over a few cases that it bounds, each the median time of a CUDA graph of one call, L2 flushed
-before each. The naive kernel's tiles are the fastest of a few. `--check` times every mode on a grid of cases and
-compares the one that the cost model takes with the fastest (check_planner.py). With `--out` the naive mode's overhead
-is then replaced by the one with which these choices lose least (planner_verdicts.py); `--refit` does that alone, from
-records. DeepSeek-V3's dimensions.
+before each. The naive kernel's tiles are the fastest of a few, back to back: the GPU gets to its power limit then,
+where another tile may be the fastest than in a short run. `--check` times every mode on a grid of cases and compares
+the one that the cost model takes with the fastest (check_planner.py). With `--out` the naive mode's overhead is then
+replaced by the one with which these choices lose least (planner_verdicts.py); `--refit` does that alone, from records.
+DeepSeek-V3's dimensions.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import truediv
@@ -24,7 +26,17 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from bench_attention import DTYPES, STORAGE, attempt, free_memory, measure, shared_attention
+from bench_attention import (
+    DTYPES,
+    STORAGE,
+    attempt,
+    back_to_back,
+    captured,
+    free_memory,
+    measure,
+    settled,
+    shared_attention,
+)
 from check_planner import TAIL, Tiles, check, tile_of
 from grouped_attention import grouped_absorb
 from planner_verdicts import DIMS, report, verdicts
@@ -69,10 +81,12 @@ CANDIDATES = {
         ),
     ),
 }
-TILE_CASES = (  # where the candidates for up to 64 rows are timed, and those for more
-    (Case(LONG, TAIL, 128, (64,)), Case(SHORTER, TAIL, 128, (32,)), Case(LONG, TAIL, 16, (64,))),
-    (Case(LONG, TAIL, 128, (128,)), Case(SHORTER, TAIL, 128, (512,)), Case(LONG, TAIL, 16, (256,))),
+# Where the candidates for up to 64 rows are timed, and those for more. No prefix fits into the L2 cache.
+TILE_CASES = (
+    (Case(LONG, TAIL, 128, (64,)), Case(LONG, TAIL, 16, (64,))),
+    (Case(LONG, TAIL, 128, (128,)), Case(LONG, TAIL, 128, (512,)), Case(LONG, TAIL, 16, (256,))),
 )
+ROUNDS, TURN_S = 3, 0.25  # of every candidate in every case: together less than half a minute
 TILE_MARGIN = 0.01  # times closer than this are the same
 LARGEST_DIFFERENCE = {"bf16": 0.02, "fp8": 0.1}  # relative, of two tiles' results: they round weights differently
 
@@ -164,40 +178,56 @@ def shared_part_and_merge(case: Case, dtype: str, tile: Tile | None) -> Callable
     return both
 
 
-def time_tile(
-    tile: Tile, dtype: str, cases: Sequence[Case], expected: dict[Case, torch.Tensor], rep_ms: int
-) -> list[float]:
-    """ms of each case.
+def checked(tile: Tile, dtype: str, case: Case, expected: list[torch.Tensor]) -> Callable[[], Any]:
+    """A CUDA graph of the shared part and its merge.
 
     Args:
-        expected: results of an earlier tile, by case; filled in if empty.
+        expected: the result of an earlier tile; filled in if empty.
     Raises:
         ValueError: the results differ.
     """
-    times = []
-    for case in cases:
-        torch.manual_seed(0)  # the same prefixes and queries for every tile
-        function = shared_part_and_merge(case, dtype, tile)
-        out = function().float()  # [B, H, dv]
-        right = expected.setdefault(case, out)
-        difference = ((out - right).norm() / right.norm()).item()
-        if not difference <= LARGEST_DIFFERENCE[dtype]:  # so that NaN fails too
-            raise ValueError(f"differs by {difference:.2g} from the first tile in {case}")
-        times.append(measure(function, rep_ms, work=None)["ms"])
-    return times
+    torch.manual_seed(0)  # the same prefixes and queries for every tile
+    function = shared_part_and_merge(case, dtype, tile)
+    out = function().float()  # [B, H, dv]
+    if not expected:
+        expected.append(out)
+    (right,) = expected
+    difference = ((out - right).norm() / right.norm()).item()
+    if not difference <= LARGEST_DIFFERENCE[dtype]:  # so that NaN fails too
+        raise ValueError(f"differs by {difference:.2g} from the first tile in {case}")
+    return captured(function)
 
 
-def choose_tiles(dtype: str, rep_ms: int) -> list[Tile]:
+def sustained_ms(function: Callable[[], Any], seconds: float) -> float:
+    """ms of a call, back to back for so long; the first third, with another tile's clock, does not count."""
+    times, end = [], time.perf_counter() + seconds
+    for ms in back_to_back(function):
+        times.append(ms)
+        if time.perf_counter() >= end:
+            break
+    return settled(times)
+
+
+def time_tiles(tiles: Iterable[Tile], dtype: str, case: Case) -> dict[Tile, float]:
+    """ms of each tile that works. They take turns on a GPU that stays warm, in a few rounds, whose median counts."""
+    expected: list[torch.Tensor] = []
+    made = {tile: attempt(f"{dtype} {tile}", checked, tile, dtype, case, expected) for tile in tiles}
+    calls = {tile: call for tile, call in made.items() if call}
+    rounds = [{tile: sustained_ms(call, TURN_S) for tile, call in calls.items()} for _ in range(ROUNDS)]
+    return {tile: median(times[tile] for times in rounds) for tile in calls}
+
+
+def choose_tiles(dtype: str) -> list[Tile]:
     """The fastest tile for up to 64 rows and that for more, one if it is the same; none if every candidate failed."""
     chosen = []
     for candidates, cases in zip(CANDIDATES[dtype], TILE_CASES, strict=True):
-        times: dict[Tile, list[float]] = {}
-        expected: dict[Case, torch.Tensor] = {}
-        for tile in candidates:
-            if measured := attempt(f"{dtype} {tile}", time_tile, tile, dtype, cases, expected, rep_ms):
-                times[tile] = measured
-                print(f"{dtype} {tile}:", ", ".join(f"{ms * 1e3:.1f}" for ms in measured), "us", flush=True)
+        times: dict[Tile, list[float]] = {tile: [] for tile in candidates}
+        for case in cases:
+            measured = time_tiles(times, dtype, case)
+            times = {tile: [*times[tile], ms] for tile, ms in measured.items()}  # who failed in a case is out
             free_memory()
+        for tile, of_tile in times.items():
+            print(f"{dtype} {tile}:", ", ".join(f"{ms * 1e3:.1f}" for ms in of_tile), "us", flush=True)
         if not times:
             return []
         chosen.append(pick_tile(times))
@@ -272,9 +302,9 @@ CALIBRATED = {
     ),
     Mode.NAIVE: Calibration(
         naive_samples,
-        f"kernels/naive_prefix_hopper.py with the fastest of its tiles, 128 heads; memory: 32 and 64 rows, {LONG:,} "
-        f"tokens; matrix units: 512 rows, {SHORTER:,} and {LONG:,} tokens; overhead: what 16 to 128 rows over "
-        f"{SHORT:,} tokens, 16 and 128 heads, take beyond the work, merge included",
+        "kernels/naive_prefix_hopper.py with those of its tiles that are the fastest back to back, 128 heads; memory: "
+        f"32 and 64 rows, {LONG:,} tokens; matrix units: 512 rows, {SHORTER:,} and {LONG:,} tokens; overhead: what 16 "
+        f"to 128 rows over {SHORT:,} tokens, 16 and 128 heads, take beyond the work, merge included",
     ),
 }
 """The modes that are measured; the others keep what the file has."""
@@ -290,7 +320,7 @@ def calibrate(out: Path, config: Mapping[str, Any], origin: str, rep_ms: int) ->
     """
     device = torch.cuda.get_device_properties(0)
     modes = {mode: dict(config["modes"][mode.value]) for mode in CALIBRATED}
-    tiles = {dtype: chosen for dtype in DTYPES if (chosen := choose_tiles(dtype, rep_ms))}
+    tiles = {dtype: chosen for dtype in DTYPES if (chosen := choose_tiles(dtype))}
     stored = {STORAGE[dtype]: [asdict(tile) for tile in chosen] for dtype, chosen in tiles.items()}
     modes[Mode.NAIVE]["tiles"] = modes[Mode.NAIVE].get("tiles", {}) | stored
     rows, sources = [], {}
@@ -317,7 +347,7 @@ def main(
     refit_from: Annotated[
         Path | None, typer.Option("--refit", help="Only fit the overhead in --out to a check's records.", exists=True)
     ] = None,
-    rep_ms: Annotated[int, typer.Option(min=1, help="ms spent on each measurement.")] = 20,
+    rep_ms: Annotated[int, typer.Option(min=1, help="ms spent on each measurement, but for those of tiles.")] = 20,
 ) -> None:
     """Measure this GPU's rates (--out), or check the choices made with them (--check), or both.
 

@@ -7,8 +7,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import rates_file
+import torch
 from planner_verdicts import Verdict, failures, fitted_overhead, summary, verdicts, with_overhead
-from rival_attention import DN, DR, DV
+from rival_attention import DN, DR, DV, Case
 
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims, config_names, read_config
 from sglang_mla_ext.results import read_records, write_record
@@ -89,6 +90,118 @@ def test_the_fastest_tile_wins_and_the_first_of_equals(calibrate):
     assert calibrate.pick_tile({first: [1.005, 4.0], second: [1.0, 4.0]}) == first
 
 
+class FakeGpu:
+    """Stands for the timing of tiles. A tile's ms in a case are those of `ms`, or 1; a call is (tile, case)."""
+
+    def __init__(self, calibrate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ms: dict = {}
+        self.broken: set = set()
+        self.turns: list = []  # calls, in order
+
+        def checked(tile, dtype, case, expected):
+            if (tile, case) in self.broken:
+                raise ValueError("differs")
+            return tile, case
+
+        def sustained_ms(call, seconds):
+            self.turns.append(call)
+            ms = self.ms.get(call, 1.0)
+            return ms.pop(0) if isinstance(ms, list) else ms
+
+        monkeypatch.setattr(calibrate, "checked", checked)
+        monkeypatch.setattr(calibrate, "sustained_ms", sustained_ms)
+
+
+@pytest.fixture
+def gpu(calibrate, monkeypatch) -> FakeGpu:
+    return FakeGpu(calibrate, monkeypatch)
+
+
+def test_tiles_of_an_h200(calibrate, gpu):
+    """In FP8 two programs of 64 rows are the fastest for up to 64 rows, as fast as another for 128, slower for 512."""
+    small, large = (bucket[0] for bucket in calibrate.CANDIDATES["fp8"])
+    assert (small.block_rows, large.block_rows) == (64, 128) and small in calibrate.CANDIDATES["fp8"][1]
+    for cases, candidates in zip(calibrate.TILE_CASES, calibrate.CANDIDATES["fp8"], strict=True):
+        gpu.ms |= {(tile, case): 2.0 for case in cases for tile in candidates if tile not in (small, large)}
+    for case in calibrate.TILE_CASES[1]:
+        if case.heads == 128:
+            ms = {128: (0.388, 0.385), 512: (1.441, 1.344)}[case.batch]
+            gpu.ms |= dict(zip(((small, case), (large, case)), ms, strict=True))
+    assert calibrate.choose_tiles("fp8") == [small, large]
+    for case in calibrate.TILE_CASES[1]:
+        gpu.ms[large, case] = 3.0
+    assert calibrate.choose_tiles("fp8") == [small]
+
+
+def test_tiles_take_turns_and_the_median_round_counts(calibrate, gpu):
+    case = calibrate.TILE_CASES[0][0]
+    first, second = calibrate.CANDIDATES["bf16"][0][:2]
+    gpu.ms = {(first, case): [1.0, 9.0, 2.0], (second, case): [3.0, 3.0, 3.0]}
+    assert calibrate.time_tiles([first, second], "bf16", case) == {first: 2.0, second: 3.0}
+    assert gpu.turns == [(first, case), (second, case)] * 3
+
+
+def test_a_tile_that_fails_in_one_case_is_out(calibrate, gpu):
+    candidates, cases = calibrate.CANDIDATES["bf16"][0], calibrate.TILE_CASES[0]
+    gpu.ms = {(candidates[0], case): 0.1 for case in cases} | {(candidates[2], case): 0.5 for case in cases}
+    gpu.broken = {(candidates[0], cases[1])}
+    assert calibrate.choose_tiles("bf16")[0] == candidates[2]
+    gpu.broken = {(tile, cases[0]) for tile in candidates}
+    assert calibrate.choose_tiles("bf16") == []
+
+
+def test_large_tiles_are_judged_at_few_and_many_requests_within_half_a_minute(calibrate):
+    """The power limit shows at 512 requests only. Prefixes are read from memory, as in a server with many layers."""
+    small, large = calibrate.TILE_CASES
+    assert {128, 512} <= {case.batch for case in large if case.heads == 128}
+    assert all(case.batch > 64 for case in large) and all(case.batch <= 64 for case in small)
+    l2 = GpuRates.from_json("h200").l2_bytes
+
+    def fp8_bytes(case: Case) -> int:
+        return case.prefix * (case.heads * (DN + DV) + 2 * DR)
+
+    assert all(fp8_bytes(case) > l2 for case in (*small, *large))
+    turns = sum(
+        len(candidates) * len(cases)
+        for buckets in calibrate.CANDIDATES.values()
+        for candidates, cases in zip(buckets, calibrate.TILE_CASES, strict=True)
+    )
+    assert turns * calibrate.ROUNDS * calibrate.TURN_S < 30
+    assert calibrate.ROUNDS >= 3 and calibrate.ROUNDS * calibrate.TURN_S >= 0.3
+
+
+def test_a_turn_counts_its_later_part(calibrate, monkeypatch):
+    """Of ten batches of 0.1 s the first three are left out."""
+    now = [0.0]
+
+    def back_to_back(function):
+        for ms in [9.0] * 3 + [5.0, 1.0, 2.0, 3.0, 4.0, 5.0, 1.0] + [9.0] * 20:
+            now[0] += 0.1
+            yield ms
+
+    monkeypatch.setattr(calibrate, "back_to_back", back_to_back)
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: now[0])
+    assert calibrate.sustained_ms(lambda: None, 0.95) == 3.0
+
+
+def test_tiles_must_agree_with_the_first(calibrate, monkeypatch):
+    """All start from the same seed, so only the factor differs."""
+    expected: list[torch.Tensor] = []
+
+    def check(factor: float, dtype: str = "bf16") -> None:
+        monkeypatch.setattr(calibrate, "shared_part_and_merge", lambda *of: lambda: factor * torch.randn(2, 3, 4))
+        calibrate.checked(calibrate.Tile(), dtype, calibrate.TILE_CASES[0][0], expected)
+
+    monkeypatch.setattr(calibrate, "captured", lambda function: function)
+    check(1.0)
+    check(1.01)
+    for factor in (1.05, float("nan")):
+        with pytest.raises(ValueError, match="differs"):
+            check(factor)
+    check(1.05, "fp8")
+    assert len(expected) == 1
+
+
 def test_candidates_fit_a_multiprocessor(calibrate):
     from sglang_mla_ext.kernels.layout import CHUNK_TOKENS
     from sglang_mla_ext.kernels.naive_prefix_hopper import TILES
@@ -112,9 +225,8 @@ def test_candidates_fit_a_multiprocessor(calibrate):
 def test_tiles_by_rows(calibrate, check_planner):
     rates = GpuRates.from_json("h200")
     tiles = check_planner.tiles_of(rates)
-    assert [check_planner.tile_of(tiles, "bf16", rows).block_rows for rows in (64, 65)] == [64, 128]
-    # Two programs of 64 rows a multiprocessor are the fastest in FP8 for any number of rows.
-    assert check_planner.tile_of(tiles, "fp8", 64) == check_planner.tile_of(tiles, "fp8", 512)
+    for dtype in ("bf16", "fp8"):
+        assert [check_planner.tile_of(tiles, dtype, rows).block_rows for rows in (64, 65, 512)] == [64, 128, 128]
     assert check_planner.tile_of(check_planner.tiles_of(GpuRates.from_json("a100")), "bf16", 64) is None
     small, large = calibrate.Tile(block_keys=64), calibrate.Tile(block_keys=128)
     assert check_planner.tile_of({"bf16": [small, large]}, "bf16", 64) == small
@@ -177,7 +289,7 @@ def test_what_is_measured_is_what_is_read(calibrate, monkeypatch, tmp_path, caps
     monkeypatch.setattr(calibrate.torch.cuda, "get_device_properties", lambda index: device)
     monkeypatch.setenv("GIT_COMMIT", "abc")
     chosen = [calibrate.Tile(block_keys=32, num_stages=4, ctas_per_sm=2), calibrate.Tile(block_rows=128)]
-    monkeypatch.setattr(calibrate, "choose_tiles", lambda dtype, rep_ms: chosen if dtype == "fp8" else [])
+    monkeypatch.setattr(calibrate, "choose_tiles", lambda dtype: chosen if dtype == "fp8" else [])
     a100, h200 = GpuRates.from_json("a100"), read_config("gpus", "h200")
     naive = samples_of(calibrate, Mode.NAIVE, GpuRates.from_json("h200"))
 
