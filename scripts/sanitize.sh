@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs every kernel on small cases on a Hopper GPU under two tools of NVIDIA's compute-sanitizer: memcheck (accesses
 # outside of an allocation) and racecheck (shared memory that two threads touch without a barrier between them); the
-# second by default without the naive kernel for Hopper, see below.
+# second by default without the kernels for Hopper, see below.
 #
 #   scripts/sanitize.sh                 all cases of tests/gpu/sanitize_cases.py
 #   scripts/sanitize.sh portable expand cases whose name contains one of these words
@@ -59,9 +59,10 @@ check "no tool" "${CASES[@]}"
 # looked at: where one matters, torch or Triton raises, and others are torch's way to ask what the driver can do.
 check memcheck env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$SANITIZER" --tool memcheck --report-api-errors no \
     --error-exitcode 1 --target-processes application-only "${CASES[@]}"
-# Not the naive kernel for Hopper, unless asked for by a word. Of it racecheck reports two things: what Triton passes to
-# its specialised warps, whose named barriers the tool does not follow, and consumers that clear the same values behind a
-# prefix's end, each before its own product: every one of them writes what is there already, or zero.
+# Not the kernels for Hopper, unless asked for by a word. Of the naive one racecheck reports two things: what Triton passes
+# to its specialised warps, whose named barriers the tool does not follow, and consumers that clear the same values behind
+# a prefix's end, each before its own product: every one of them writes what is there already, or zero. The absorb kernels
+# have specialised warps, too.
 if [ $# -eq 0 ]; then CASES+=(portable expand); fi
 check racecheck "$SANITIZER" --tool racecheck --error-exitcode 1 --target-processes application-only "${CASES[@]}"
 [ -z "$failed" ]

@@ -1,8 +1,8 @@
 """Greedy tokens and their log-probabilities from one SGLang engine, as JSON; a process of its own for each backend.
 
-python engine_logprobs.py MODEL BACKEND OUT PREFIX_TOKENS BATCH NEW_TOKENS [uncached]
+python engine_logprobs.py MODEL BACKEND OUT PREFIX_TOKENS BATCH NEW_TOKENS SERVER_ARGUMENTS
 
-With `uncached` every request computes its whole prompt: nothing is merged in prefill.
+The last one is a JSON object.
 """
 
 import json
@@ -15,10 +15,9 @@ def main() -> None:
 
     model, backend, out = sys.argv[1:4]
     prefix_tokens, batch, new_tokens = map(int, sys.argv[4:7])
-    arguments = {"page_size": 64} if backend == "flashmla" else {}
+    arguments = json.loads(sys.argv[7]) | ({"page_size": 64} if backend == "flashmla" else {})
     engine = sglang.Engine(
         model_path=model,
-        disable_radix_cache="uncached" in sys.argv,
         attention_backend=backend,
         skip_tokenizer_init=True,
         mem_fraction_static=0.5,

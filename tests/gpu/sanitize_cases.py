@@ -5,7 +5,8 @@
 Inputs are made and results checked on the CPU, so that little but the kernels runs on the GPU. Few programs share the
 work, so that each goes through several items and key tiles: what one leaves behind, the next must not meet. Bounds, in
 relative L2: 4e-3 where something is rounded to BF16; 6e-2 where queries and weights are rounded to FP8 (some 2.6 % of
-each); 2e-3 for sums that fall on the other side of a rounding step. Every byte that no kernel may read is NaN.
+each), or rows, queries and weights; 2e-3 for sums that fall on the other side of a rounding step. Every byte that no
+kernel may read is NaN.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
+from sanitize_absorb import absorb_error, absorb_fp8_error, rows_error
 
 from sglang_mla_ext.kernels import reference
+from sglang_mla_ext.kernels.absorb_fp8 import HopperAbsorbFP8, TritonAbsorbFP8
 from sglang_mla_ext.kernels.expand_prefix import expand_prefix
 from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, FP8, FP8_MAX, ExpandedBuffers, scale_bounds
 from sglang_mla_ext.kernels.prefix_attention import TritonPrefixAttention
@@ -46,6 +49,12 @@ def cases() -> Iterator[Case]:
                 bound = 6e-2 if dtype == FP8 and not portable else 4e-3
                 yield Case(name, partial(attention_error, dtype, portable, groups), bound)
         yield Case(f"expand {dtype_name}", partial(expansion_error, dtype), 2e-3)
+    for heads in (16, 128):
+        yield Case(f"absorb bf16 {heads} heads, merge", partial(absorb_error, DEVICE, heads), 4e-3)
+        for kind, name in ((HopperAbsorbFP8, "hopper"), (TritonAbsorbFP8, "portable")):
+            check = partial(absorb_fp8_error, DEVICE, kind, heads, queries=2)
+            yield Case(f"absorb fp8 {name} {heads} heads, merge", check, 6e-2)
+    yield Case("portable fp8 rows", partial(rows_error, DEVICE), 1e-9)
 
 
 def allocate(dtype: torch.dtype) -> ExpandedBuffers:
