@@ -95,9 +95,10 @@ class Problem:
         return torch.randn(*shape, generator=self.generator, device=DEVICE, dtype=torch.float32).to(DTYPE)
 
     def make(self, kind: str) -> Any:
-        from sglang_mla_ext import grouped_absorb
+        from sglang_mla_ext import grouped_absorb, grouped_absorb_flashmla
 
-        grouped = getattr(grouped_absorb, kind)(
+        of_kind = grouped_absorb_flashmla if kind == "FlashMLAGroupedAbsorb" else grouped_absorb
+        grouped = getattr(of_kind, kind)(
             grouped_absorb.stacking_for(self.case.heads),
             max_rows=self.case.rows + SPARE_ROWS,
             max_tokens=self.req_to_token.shape[1],

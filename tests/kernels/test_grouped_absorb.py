@@ -122,12 +122,16 @@ def module() -> Iterator[Any]:
         if "sgl_kernel" not in sys.modules:
             patch.setitem(sys.modules, "sgl_kernel", ModuleType("sgl_kernel"))
         patch.setitem(sys.modules, "sgl_kernel.flash_mla", stand_in)
-        patch.delitem(sys.modules, "sglang_mla_ext.grouped_absorb", raising=False)
-        module = importlib.import_module("sglang_mla_ext.grouped_absorb")
+        names = "sglang_mla_ext.grouped_absorb", "sglang_mla_ext.grouped_absorb_flashmla"
+        for name in names:
+            patch.delitem(sys.modules, name, raising=False)
+        module, of_flashmla = map(importlib.import_module, names)
+        module.FlashMLAGroupedAbsorb = of_flashmla.FlashMLAGroupedAbsorb
         patch.setattr(module, "fill_page_table", fill_page_table)
         patch.setattr(module.absorb_hopper, "run", run_absorb_kernel)
         yield module
-        del sys.modules["sglang_mla_ext.grouped_absorb"]
+        for name in names:
+            del sys.modules[name]
 
 
 class Problem:
