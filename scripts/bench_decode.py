@@ -1,7 +1,7 @@
 """Time decode attention over private tokens: our kernels over the FP8 cache beside FlashMLA.
 
     python scripts/bench_decode.py --out benchmarks/results/decode.jsonl
-    python scripts/bench_decode.py --case 128x8192x16 --case 128x8192x16x2 --variants
+    python scripts/bench_decode.py --case 128x8192x16 --case 64x512-65536x16 --case 128x8192x16x2 --variants
 
 Every line of the output is one measurement: the median time of a CUDA graph of one call for one layer, L2 flushed
 before each. DeepSeek-V3's dimensions, pages in random order. Ours is everything from the absorbed query in BF16:
@@ -13,9 +13,11 @@ for many heads, and the portable kernel with its three ways to rescale.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from bench_attention import (
@@ -31,20 +33,21 @@ from bench_attention import (
 )
 from rich.console import Console
 from rich.table import Table
-from rival_attention import DR, LATENT, RIVALS, SCALE, Case
+from rival_attention import DR, LATENT, PAGE_TOKENS, RIVALS, SCALE, Case, page_table
 
 from sglang_mla_ext.kernels.absorb_fp8 import AbsorbFP8, HopperAbsorbFP8, TritonAbsorbFP8, make_absorb_fp8
 from sglang_mla_ext.kernels.dispatch import append_rows
 from sglang_mla_ext.kernels.latent_rows import LatentRowLayout
 from sglang_mla_ext.results import write_record
 
-PAGE, ROWS_AT_ONCE = 64, 1 << 16
+ROWS_AT_ONCE = 1 << 16
 LAYOUT = LatentRowLayout()
 FLASHMLA = ("flashmla_bf16", "flashmla_fp8")
 DEFAULT_GRID = (
     *("128x8192x128", "64x16384x128", "32x8192x64", "128x8192x16", "16x65536x16", "1x8192x128", "128x512x128"),
     *("128x8192x64", "128x8192x32", "128x8192x8", "32x8192x128", "32x8192x16", "1x8192x16", "1x131072x16"),
     *("128x512x64", "128x512x16", "512x512x16", "128x8192x16x2", "32x8192x128x2"),
+    *("64x512-65536x16", "64x512-65536x64", "64x512-65536x128"),
 )
 VARIANTS: dict[str, Callable[..., AbsorbFP8]] = {
     "hopper_8_bits": lambda **sizes: HopperAbsorbFP8(bits=8, **sizes),
@@ -54,25 +57,46 @@ VARIANTS: dict[str, Callable[..., AbsorbFP8]] = {
 }
 
 
-def parse_case(spec: str) -> Case:
-    """Read `requests x tokens x heads`, or `x query tokens` behind that.
+@dataclass(frozen=True)
+class DecodeCase(Case):
+    """Rows that share nothing."""
+
+    longest: int = 0  # tokens of the longest row, if they are not all as many as `tail`
+
+    @property
+    def lengths(self) -> list[int]:
+        """`[batch]`: tokens of each row, if they differ evenly spaced in their logarithm, in a mixed order."""
+        if not self.longest:
+            return super().lengths
+        tokens = np.geomspace(self.tail, self.longest, self.batch).round().astype(int)
+        return np.random.default_rng(0).permutation(tokens).tolist()
+
+    def fields(self, dtype: str) -> dict[str, Any]:
+        return super().fields(dtype) | ({"longest": self.longest} if self.longest else {})
+
+
+def parse_case(spec: str) -> DecodeCase:
+    """Read `requests x tokens x heads`, or `x query tokens` behind that; tokens may be `shortest - longest`.
 
     Raises:
         typer.BadParameter: it is something else.
     """
     try:
-        requests, tokens, heads, s_q = map(int, (spec if spec.count("x") > 2 else f"{spec}x1").split("x"))
-        if min(requests, tokens, heads, s_q) <= 0:
+        requests, tokens, heads, *rest = spec.split("x")
+        lengths, s_q = [int(length) for length in tokens.split("-")], *map(int, rest or ["1"])
+        case = DecodeCase(0, lengths[0], int(heads), (), int(requests), s_q=s_q, longest=(*lengths, 0)[1])
+        if min(case.batch, case.heads, s_q, *lengths) <= 0 or len(lengths) > 2 or lengths != sorted(lengths):
             raise ValueError
     except ValueError as error:
-        raise typer.BadParameter(f"a case is REQUESTSxTOKENSxHEADS[xQUERIES], not {spec!r}") from error
-    return Case(0, tokens, heads, (), alone=requests, s_q=s_q)
+        raise typer.BadParameter(f"a case is REQUESTSxTOKENS[-MOST]xHEADS[xQUERIES], not {spec!r}") from error
+    return case
 
 
 def floor_ms(case: Case, ceilings: Ceilings) -> float:
     """The shortest possible time, ms: reading the rows, or the products: those with content and values in FP8."""
-    memory = case.batch * case.tail * LAYOUT.row_bytes / ceilings.copy_gbps / 1e6
-    per_tflops = 2 * case.batch * case.s_q * case.tail * case.heads / 1e9
+    tokens = sum(case.lengths)
+    memory = tokens * LAYOUT.row_bytes / ceilings.copy_gbps / 1e6
+    per_tflops = 2 * case.s_q * tokens * case.heads / 1e9
     return max(memory, per_tflops * (2 * LATENT / ceilings.fp8_tflops + DR / ceilings.bf16_tflops))
 
 
@@ -80,15 +104,15 @@ class FP8Cache:
     """Random rows of a case in a pool, in pages in random order."""
 
     def __init__(self, case: Case) -> None:
-        pages = -(-case.tail // PAGE)
-        order = 1 + torch.randperm(case.batch * pages, device="cuda", dtype=torch.int32)
-        self.pool = torch.zeros((len(order) + 1) * PAGE, LAYOUT.row_bytes, dtype=torch.uint8, device="cuda")
+        pages, n_pages = page_table(case.lengths, (), 0)
+        order = 1 + torch.randperm(n_pages, device="cuda", dtype=torch.int32)
+        self.pool = torch.zeros((n_pages + 1) * PAGE_TOKENS, LAYOUT.row_bytes, dtype=torch.uint8, device="cuda")
         for first in range(0, len(self.pool), ROWS_AT_ONCE):
             slots = torch.arange(first, min(first + ROWS_AT_ONCE, len(self.pool)), device="cuda")
             latent, rope = (torch.randn(len(slots), dim, device="cuda", dtype=torch.bfloat16) for dim in (LATENT, DR))
             append_rows(latent, rope, slots, self.pool)
-        self.table = order.view(case.batch, pages)
-        self.lens = torch.full((case.batch,), case.tail, dtype=torch.int32, device="cuda")
+        self.table = order[torch.tensor(pages, device="cuda")]
+        self.lens = torch.tensor(case.lengths, dtype=torch.int32, device="cuda")
 
 
 def ours(case: Case, cache: FP8Cache, make: Callable[..., AbsorbFP8]) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -116,7 +140,7 @@ def default(cache: FP8Cache) -> Callable[..., AbsorbFP8]:
 
 
 def main(
-    case: Annotated[list[str] | None, typer.Option(help="REQUESTSxTOKENSxHEADS[xQUERIES] (repeatable)")] = None,
+    case: Annotated[list[str] | None, typer.Option(help="REQUESTSxTOKENS[-MOST]xHEADS[xQUERIES] (repeatable)")] = None,
     variants: Annotated[bool, typer.Option(help="time other ways of our own, too")] = False,
     rep_ms: Annotated[int, typer.Option(min=1, help="ms spent on each measurement")] = 100,
     out: Annotated[Path | None, typer.Option(help="append JSON lines to this file")] = None,
@@ -131,12 +155,13 @@ def main(
     for column in ("requests", "tokens", "heads", "queries", "what", *CELLS):
         table.add_column(column, justify="right")
 
-    def add(of: Case, impl: str, dtype: str, metrics: dict[str, Any] | None) -> None:
+    def add(of: DecodeCase, impl: str, dtype: str, metrics: dict[str, Any] | None) -> None:
         if not metrics:
             return
         if out is not None:
             write_record(out, bench="attention", impl=impl, case=of.fields(dtype), part="all", **metrics)
-        table.add_row(str(of.batch), str(of.tail), str(of.heads), str(of.s_q), impl, *cells(metrics))
+        tokens = f"{of.tail}-{of.longest}" if of.longest else str(of.tail)
+        table.add_row(str(of.batch), tokens, str(of.heads), str(of.s_q), impl, *cells(metrics))
 
     failed = False
     for of in cases:
@@ -147,7 +172,7 @@ def main(
             add(of, name, rival.dtype, metrics)
             free_memory()
         cache = FP8Cache(of)
-        work = of.latent_flops(of.lengths), of.batch * of.tail * LAYOUT.row_bytes
+        work = of.latent_flops(of.lengths), sum(of.lengths) * LAYOUT.row_bytes
 
         def measured(make: Callable[..., AbsorbFP8], of: Case = of, cache: FP8Cache = cache, work: Any = work) -> Any:
             run, prepare = ours(of, cache, make)

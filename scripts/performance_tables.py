@@ -100,17 +100,18 @@ def ablation(path: Path) -> str:
 
 def decode(path: Path) -> str:
     """A table of decode over private tokens: ours over FP8 rows beside FlashMLA."""
-    records = latest(read_records(path), "batch", "tail", "heads", "s_q")
+    records = latest(read_records(path), "batch", "tail", "longest", "heads", "s_q")
     rows = []
     for case in {key[1:] for key in records}:
         found = {impl: records.get((impl, *case)) for impl in DECODE_TIMES}
         own, stock = found["hybrid_mla"], found["flashmla_bf16"]
         if own is None or stock is None:
             continue
-        batch, tokens, heads, queries = case
+        batch, tokens, longest, heads, queries = case
         times = ("–" if record is None else f"{record['ms']:.3f}" for record in found.values())
         gain = f"{stock['ms'] / own['ms']:.2f}x"
-        rows.append((heads, batch, queries, f"{tokens:,}", *times, gain, f"{own['floor_share']:.0%}"))
+        lengths = f"{tokens:,} to {longest:,}" if longest else f"{tokens:,}"
+        rows.append((heads, batch, queries, lengths, *times, gain, f"{own['floor_share']:.0%}"))
     cases = ("heads", "requests", "query tokens", "tokens")
     columns = (*cases, *DECODE_TIMES.values(), "FlashMLA BF16 / ours", "of its floor")
     shown = {key: record for key, record in records.items() if key[0] in DECODE_TIMES}

@@ -19,7 +19,18 @@ def test_a_case_is_requests_tokens_and_heads(bench):
     assert len({bench.parse_case(spec) for spec in bench.DEFAULT_GRID}) == len(bench.DEFAULT_GRID)
 
 
-@pytest.mark.parametrize("spec", ["128x8192", "0x1x16", "ax1x16", "1x1x-8", ""])
+def test_query_tokens_and_lengths_that_differ(bench):
+    case = bench.parse_case("5x100-1600x16x2")
+    assert sorted(case.lengths) == [100, 200, 400, 800, 1600] != case.lengths
+    assert case.lengths == bench.parse_case("5x100-1600x64").lengths, "a case has the same lengths every time"
+    fields = case.fields("fp8")
+    assert (fields["tail"], fields["longest"], fields["s_q"]) == (100, 1600, 2)
+    assert case.latent_flops(case.lengths) == 2 * 2 * 16 * 3100 * 1088
+
+
+@pytest.mark.parametrize(
+    "spec", ["128x8192", "0x1x16", "ax1x16", "1x1x-8", "", "1x9-3x8", "1x1-2-3x8", "1x1x8x0", "1x1x8x1x1"]
+)
 def test_anything_else_is_refused(bench, spec):
     with pytest.raises(typer.BadParameter):
         bench.parse_case(spec)
