@@ -284,7 +284,11 @@ def record(
 
 
 def describe(result: Result) -> str:
-    rate = "full batch too short, more --output-tokens would help" if result.decode_tok_s is None else f"{result.decode_tok_s:,.0f} tok/s"
+    rate = (
+        "full batch too short, more --output-tokens would help"
+        if result.decode_tok_s is None
+        else f"{result.decode_tok_s:,.0f} tok/s"
+    )
     return (
         f"prompt {result.prompt.name}, {result.concurrency} requests: {rate}, "
         f"first token {result.ttft_ms:,.0f} ms, mode {result.mode}"

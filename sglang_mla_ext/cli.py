@@ -50,24 +50,28 @@ def plan(
     prefix: Annotated[list[int] | None, typer.Option(help="Tokens of the shared prefix; repeatable.")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Requests that share it; repeatable.")] = None,
 ) -> None:
-    """Show which mode the cost model chooses, what it saves, and what the expanded prefix takes."""
+    """Show which mode the cost model chooses, what it saves, and the memory of the expanded prefix in all layers."""
+    from sglang_mla_ext.grouped_absorb import stacking_for  # loads the kernels
+
     dims = ModelDims.from_json(model)
     cost = CostModel(dims, dims.num_heads // tp, GpuRates.from_json(gpu))
+    grouped = cost.rates.modes[Mode.GROUPED_ABSORB].measured and stacking_for(cost.local_heads) is not None
+    allowed = [mode for mode in Mode if grouped or mode is not Mode.GROUPED_ABSORB]  # as a server's `auto`
+    names = {mode: mode.value.replace("_", " ") for mode in allowed}  # in words, so that they wrap
     table = Table(title=f"{model}, {cost.local_heads} heads a GPU, {gpu}, BF16: attention to the prefix, ms a layer")
-    for column in ("prefix", "requests", "absorb", "naive", "chosen", "saved", "expanded, all layers"):
+    for column in ("prefix", "requests", *names.values(), "chosen", "saved", "expanded"):
         table.add_column(column, justify="right")
-    allowed = (Mode.ABSORB, Mode.NAIVE)
     for tokens in prefix or [4759, 7069, 26472]:
         memory = tokens * cost.expanded_token_bytes * dims.num_layers / (1 << 30)
         for requests in batch or [16, 64, 128, 256]:
-            absorb, naive = (cost.seconds(mode, requests, tokens) * 1e3 for mode in allowed)
+            ms = {mode: cost.seconds(mode, requests, tokens) * 1e3 for mode in allowed}
             chosen = cost.best_mode(requests, tokens, allowed)
-            saved = f"{1 - min(absorb, naive) / absorb:.0%}"
-            row = (f"{tokens:,}", str(requests), f"{absorb:.3f}", f"{naive:.3f}", chosen.value, saved)
-            table.add_row(*row, f"{memory:.1f} GiB")
-        smallest = cost.smallest_profitable_group(tokens)
+            saved = f"{1 - ms[chosen] / ms[Mode.ABSORB]:.0%}"
+            times = (f"{of_mode:.3f}" for of_mode in ms.values())
+            table.add_row(f"{tokens:,}", str(requests), *times, names[chosen], saved, f"{memory:.1f} GiB")
+        smallest = cost.smallest_profitable_group(tokens, allowed)
         table.add_section()
-        console.print(f"{tokens:,} tokens: naive pays from {smallest or 'no'} requests on")
+        console.print(f"{tokens:,} tokens: sharing pays from {smallest or 'no'} requests on")
     console.print(table)
 
 
