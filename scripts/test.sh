@@ -35,7 +35,9 @@ fi
 step "Lint" "$PYTHON" -m ruff check
 step "Format" "$PYTHON" -m ruff format --check
 step "Types" "$PYTHON" -m mypy
-for folder in tests/unit tests/kernels tests/server; do
-    step "$folder" run_pytest -m "not gpu" "$folder"
+# Several files at once; the servers of tests/server want the machine for themselves.
+for folder in tests/unit tests/kernels; do
+    step "$folder" run_pytest -m "not gpu" -n auto --maxprocesses 4 --dist loadfile "$folder"
 done
+step tests/server run_pytest -m "not gpu" tests/server
 [ -z "$failed" ]
