@@ -141,6 +141,7 @@ def compute_scores(
     """
     SLOTS: gl.constexpr = content_s.shape[0]
     PANELS: gl.constexpr = LATENT // PANEL
+    IN_SHARED: gl.constexpr = q_content_s.shape[0]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     ROPE_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 4)
@@ -163,9 +164,12 @@ def compute_scores(
         row_scale = gl.load(q_scale_ptr + q_row, mask=rows < n_rows, other=0.0) * scale_log2e
 
         mbarrier.wait(full.index(slot), phase)
-        query = (panels_s.index(slot * PANELS).load(QUERY), panels_s.index(slot * PANELS + 1).load(QUERY))
-        q_content_s.index(0).store(panels_s.index(slot * PANELS + 2).load(QUERY))
-        q_content_s.index(1).store(panels_s.index(slot * PANELS + 3).load(QUERY))
+        for p in gl.static_range(IN_SHARED):
+            q_content_s.index(p).store(panels_s.index(slot * PANELS + PANELS - IN_SHARED + p).load(QUERY))
+        if IN_SHARED == PANELS:
+            query = ()
+        else:
+            query = (panels_s.index(slot * PANELS).load(QUERY), panels_s.index(slot * PANELS + 1).load(QUERY))
         q_rope_s.store(rope_s.index(slot).load(ROPE_QUERY))
         fence_async_shared()
         gl.thread_barrier()
@@ -274,10 +278,8 @@ def sum_values(
             fence_async_shared()
             gl.thread_barrier()
 
-        acc0 = gl.zeros([64, ROWS], gl.float32, OUT)
-        acc1 = gl.zeros([64, ROWS], gl.float32, OUT)
-        acc2 = gl.zeros([64, ROWS], gl.float32, OUT)
-        acc3 = gl.zeros([64, ROWS], gl.float32, OUT)
+        zeros = gl.zeros([64, ROWS], gl.float32, OUT)
+        acc0, acc1, acc2, acc3 = zeros, zeros, zeros, zeros
         for _ in range(n_blocks):
             stage = taken & 1
             pairs = pairs_s.index(slot)
@@ -289,18 +291,19 @@ def sum_values(
                 v0 = _values16_tile(pairs, FIRST, 0, OPERAND)
             mbarrier.wait(weights_full.index(stage), (taken >> 1) & 1)
             rescale = rescale_s.index(stage).load(BY_ROW)[None, :]  # 0 in an item's first block
-            acc0, acc1, acc2, acc3 = acc0 * rescale, acc1 * rescale, acc2 * rescale, acc3 * rescale
             if BITS == 8:
-                next0 = warpgroup_mma(v0, weights, acc0, is_async=True)
-                v1 = values_tile(pairs, FIRST + 64, KEYS_OF_DIMS, OPERAND)
-                next1 = warpgroup_mma(v1, weights, acc1, is_async=True)
-                acc0 = warpgroup_mma_wait(1, deps=[next0])
-                v2 = values_tile(pairs, FIRST + 128, KEYS_OF_DIMS, OPERAND)
-                next2 = warpgroup_mma(v2, weights, acc2, is_async=True)
-                acc1 = warpgroup_mma_wait(1, deps=[next1])
-                v3 = values_tile(pairs, FIRST + 192, KEYS_OF_DIMS, OPERAND)
-                next3 = warpgroup_mma(v3, weights, acc3, is_async=True)
+                added = warpgroup_mma(v0, weights, zeros, use_acc=False, is_async=True)
+                acc0 = acc0 * rescale + warpgroup_mma_wait(0, deps=[added])
+                v = values_tile(pairs, FIRST + 64, KEYS_OF_DIMS, OPERAND)
+                added = warpgroup_mma(v, weights, zeros, use_acc=False, is_async=True)
+                acc1 = acc1 * rescale + warpgroup_mma_wait(0, deps=[added])
+                v = values_tile(pairs, FIRST + 128, KEYS_OF_DIMS, OPERAND)
+                added = warpgroup_mma(v, weights, zeros, use_acc=False, is_async=True)
+                acc2 = acc2 * rescale + warpgroup_mma_wait(0, deps=[added])
+                v = values_tile(pairs, FIRST + 192, KEYS_OF_DIMS, OPERAND)
+                added = warpgroup_mma(v, weights, zeros, use_acc=False, is_async=True)
             else:
+                acc0, acc1, acc2, acc3 = acc0 * rescale, acc1 * rescale, acc2 * rescale, acc3 * rescale
                 next0 = _add16(pairs, weights, v0, acc0, FIRST, OPERAND)
                 v = _values16_tile(pairs, FIRST + 64, 0, OPERAND)
                 acc0 = warpgroup_mma_wait(0, deps=[next0])
@@ -315,7 +318,7 @@ def sum_values(
             gl.thread_barrier()
             mbarrier.arrive(empty.index(slot))  # all values are in registers
             if BITS == 8:
-                acc2, acc3 = warpgroup_mma_wait(0, deps=[next2, next3])
+                acc3 = acc3 * rescale + warpgroup_mma_wait(0, deps=[added])
             mbarrier.arrive(weights_empty.index(stage))
             slot, phase = next_slot(slot, phase, SLOTS)
             taken += 1

@@ -14,7 +14,7 @@ written to shared memory again. One program runs on each multiprocessor, with fo
 
 | role | warps | does |
 |---|---|---|
-| compute_scores | 4 | query (half of its content in registers) x keys, softmax, weights to FP16 |
+| compute_scores | 4 | query x keys, softmax, weights rounded to BITS |
 | sum_values, twice | 4, 4 | out[:, :256] and out[:, 256:]: transpose, rescale, add values x weights |
 | copy | 1 | TMA into a ring of blocks: 64 keys, or in front of an item's first block its 64 query rows |
 
@@ -23,13 +23,14 @@ Softmax: with t = score · log2(e) + log2(key's scale) and c = max of t over a b
 counted in units of 2^c / 448; c is kept from falling more than 24 below the largest one before. Scales are powers of
 two, so their logarithms and inverses are arithmetic of exponents; all other scales would be wrong here.
 
-BITS of weights and values in their product: with 16, values become FP16 on their way to the registers and weights are
-FP16, which makes exact products and float32 sums. With 8 (e4m3) the product takes half the time, but the matrix unit's
-FP8 sum keeps some 13 bits behind its largest term: over 26,000 values with a mean it came out 9 % too small, and there
-are no registers to sum blocks apart. 8 is for comparisons.
+BITS of weights and values in their product. 8 is e4m3, as in reference_fp8. The matrix unit's FP8 sum keeps some 13
+bits behind its largest term (added in place, over 26,000 values with a mean it came out 9 % too small), so a block's
+products are summed apart and then added in float32. With 16, values become FP16 on their way to the registers and
+weights are FP16: exact products and float32 sums, in place, in a product that takes twice as long.
 
-Registers: 136 + 2 · 176 + 24 of 512 for each of 128 threads. Shared memory, KiB: ring 4 · (32 + 8 + 1), query 16 + 8,
-weights 2 · 8; together 206 of 227.
+Registers, for each of 128 threads of 512: 104 + 2 · 192 + 24, with the query in shared memory; with 16 bits 136 + 2 ·
+176 + 24, with half of its content in registers. Shared memory, KiB: ring 4 · (32 + 8 + 1), query 32 + 8, weights 2 ·
+4, together 212 of 227; with 16 bits 16 + 8 and 2 · 8, together 204.
 
 Memory per item of n keys: reads n · 656 bytes, from L2 when another item with these keys runs beside it, and rows · 644
 of queries; writes rows · (1,024 + 4).
@@ -54,7 +55,6 @@ from .latent_rows import LatentRowLayout
 from .layout import FP8
 from .merge import LOG2E
 
-VALUE_REGISTERS = gl.constexpr(176)
 PRODUCER_REGISTERS = gl.constexpr(24)
 
 BITS = 16
@@ -126,8 +126,10 @@ def absorb_fp8_hopper_kernel(
     content_s = gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, BLOCK, LATENT], content_desc.layout)
     rope_s = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, ROPE], rope_desc.layout)
     scale_s = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK, SCALE_WIDTH], scale_desc.layout)
-    # Half of the query's content: the other one is in registers.
-    q_content_s = gl.allocate_shared_memory(gl.float8e4nv, [2, ROWS, PANEL], gl.NVMMASharedLayout(128, 8))
+    # Panels of the query's content that are not in registers, of which 8 bits leave fewer: they go to sum blocks apart.
+    IN_SHARED: gl.constexpr = 4 if BITS == 8 else 2
+    VALUE_REGISTERS: gl.constexpr = 192 if BITS == 8 else 176
+    q_content_s = gl.allocate_shared_memory(gl.float8e4nv, [IN_SHARED, ROWS, PANEL], gl.NVMMASharedLayout(128, 8))
     q_rope_s = gl.allocate_shared_memory(gl.bfloat16, [ROWS, ROPE], rope_desc.layout)
     weights_type: gl.constexpr = gl.float8e4nv if BITS == 8 else gl.float16
     weights_s = gl.allocate_shared_memory(weights_type, [STAGES, ROWS, BLOCK], gl.NVMMASharedLayout(8 * BITS, BITS))

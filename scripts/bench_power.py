@@ -122,7 +122,7 @@ def decode_kernels(spec: str) -> Iterator[Kernel]:
         rival = RIVALS[name]
         macs = FLASHMLA_MACS[rival.dtype].times(count)
         yield Kernel(name, rival.part, spec, case.fields(rival.dtype), macs, partial(rival.make, case))
-    # Up to 32 heads the kernel has 8 bits, because it can sum blocks apart.
+    # Up to 32 heads there are 8 bits alone.
     makers = {"hybrid_mla": 8} if case.heads <= 32 else {"hybrid_mla": 16, "hybrid_mla_hopper_8_bits": 8}
     for name, bits in makers.items():
         macs = ABSORB_MACS[bits].times(count)
