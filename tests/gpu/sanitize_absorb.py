@@ -79,7 +79,7 @@ def absorb_error(device: str, heads: int) -> float:
     return error(out, lse, expected, 1e-3)
 
 
-def absorb_fp8_error(device: str, kind: type[AbsorbFP8], heads: int, queries: int, **options: Any) -> float:
+def absorb_fp8_error(device: str, kind: type[AbsorbFP8], heads: int, queries: int) -> float:
     """FP8 rows, with several query tokens of each request; the query is rounded in the kernel's call."""
     table, n_pages = pages_of(LENGTHS)
     pool = torch.full((n_pages * PAGE, LAYOUT.row_bytes), 0x7F, dtype=torch.uint8)
@@ -97,8 +97,8 @@ def absorb_fp8_error(device: str, kind: type[AbsorbFP8], heads: int, queries: in
             parts.append(reference.absorb(one[..., :RANK], one[..., RANK:], keys[None], seen, SCALE))
     expected = torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
-    sizes = dict(max_requests=len(LENGTHS), heads=heads, queries=queries, num_sms=PROGRAMS)
-    absorb = kind(**sizes, device=device, **options)
+    sizes: dict[str, Any] = dict(max_requests=len(LENGTHS), heads=heads, queries=queries, num_sms=PROGRAMS)
+    absorb = kind(**sizes, device=device)
     lens, lse = torch.tensor(LENGTHS, dtype=torch.int32, device=device), torch.empty(query.shape[:2], device=device)
     out, pool, table = absorb.output(len(query), torch.bfloat16), pool.to(device), table.to(device)
     absorb.prepare(lens, table)
