@@ -28,6 +28,7 @@ class Counters:
         prefills_naive: prefill steps in which at least one request attended to an expanded prefix.
         prefill_tokens_saved: cached tokens that such steps did not expand again, summed over requests.
         expansions: prefixes expanded.
+        extensions: of those, how often one grew.
         evictions: expansions dropped, for whatever reason.
         fallbacks: by reason, how often something was done by plain absorb that was meant to be naive.
         max_group_size: the largest group so far.
@@ -41,6 +42,7 @@ class Counters:
     prefills_naive: int = 0
     prefill_tokens_saved: int = 0
     expansions: int = 0
+    extensions: int = 0
     evictions: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
     max_group_size: int = 0

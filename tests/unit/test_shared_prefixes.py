@@ -248,6 +248,7 @@ def test_the_finished_part_is_used_while_a_longer_prefix_is_expanded(tree: Any) 
     third = tree.run("four11111111yy")
     assert [server.decode(first, third) for _ in range(2)] == [[((0, 1), 4)], [((0, 1), 12)]]
     assert server.expander.calls == [(0, 256), (256, 256), (512, 256)] and server.pool.used_chunks == 3
+    assert (server.counters.expansions, server.counters.extensions) == (1, 1)
 
 
 # -- when a plan is made again -----------------------------------------------------------------------------------------
