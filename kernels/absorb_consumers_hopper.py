@@ -36,6 +36,33 @@ NO_SCORE = gl.constexpr(-1e30)
 
 
 @gluon.jit
+def _groups_and_tails(work_ptr):
+    """How many items of groups this program has, and where its tails begin and end in the list."""
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    of_groups = (gl.load(work_ptr + 1) + programs - 1 - program) // programs
+    tails_ptr = work_ptr + HEADER + program
+    return of_groups, gl.load(tails_ptr), gl.load(tails_ptr + programs)
+
+
+@gluon.jit
+def count_items(work_ptr):
+    """Items of this program."""
+    of_groups, first_tail, end = _groups_and_tails(work_ptr)
+    return of_groups + end - first_tail
+
+
+@gluon.jit
+def item_at(work_ptr, index):
+    """Item number `index` of this program. Where it is, is read again for each: there are no registers to keep it."""
+    programs = gl.num_programs(0)
+    of_groups, first_tail, _ = _groups_and_tails(work_ptr)
+    of_tails = first_tail + index - of_groups
+    place = gl.where(index < of_groups, gl.program_id(0) + index * programs, of_tails)
+    return work_ptr + HEADER + 3 * programs + place * ITEM
+
+
+@gluon.jit
 def blocks_of(item_ptr):
     """First and last key block of an item, and how many."""
     first = gl.load(item_ptr + 2) // BLOCK
@@ -98,8 +125,8 @@ def score(
     used = 0
     taken = 0
     done = 0
-    for item_index in range(gl.program_id(0), gl.load(work_ptr), gl.num_programs(0)):
-        item_ptr = work_ptr + HEADER + item_index * ITEM
+    for index in range(count_items(work_ptr)):
+        item_ptr = item_at(work_ptr, index)
         _, last, n_blocks = blocks_of(item_ptr)
         q0 = _take_query(ring, full, empty, used, QUERY)
         q1 = _take_query(ring, full, empty, used + 1, QUERY)
@@ -195,8 +222,8 @@ def sum_values(
 
     used = 2 * SIDE
     taken = 0
-    for item_index in range(gl.program_id(0), gl.load(work_ptr), gl.num_programs(0)):
-        item_ptr = work_ptr + HEADER + item_index * ITEM
+    for index in range(count_items(work_ptr)):
+        item_ptr = item_at(work_ptr, index)
         _, _, n_blocks = blocks_of(item_ptr)
         used += REGISTER_PARTS
         mbarrier.wait(weights_full.index(SIDE), taken & 1)

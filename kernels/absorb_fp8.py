@@ -18,12 +18,13 @@ from torch import Tensor
 from . import absorb_fp8_few_heads, absorb_fp8_hopper
 from .absorb_fp8_hopper import Query
 from .absorb_fp8_kernel import BLOCK_ROWS, Rescale, run_kernel
-from .absorb_schedule import TILE_ROWS, AbsorbCapacity, schedule_tails
+from .absorb_schedule import TILE_ROWS, AbsorbCapacity
 from .latent_rows import LatentRowLayout
 from .layout import FP8
 from .merge import merge
 from .quantize_query import quantize_query
 from .schedule import WorkList, WorkListCapacity
+from .tail_schedule import schedule_tails
 
 MAX_SPLITS = 32
 CTAS_PER_SM = 2
@@ -185,11 +186,10 @@ class AbsorbFP8(ABC):
 class HopperAbsorbFP8(AbsorbFP8):
     """One launch over a work list that `prepare` makes on the device (absorb_schedule.py), and a merge of pieces."""
 
-    def __init__(self, *, bits: int = absorb_fp8_hopper.BITS, **sizes: Any) -> None:
+    def __init__(self, **sizes: Any) -> None:
         """
         Args:
-            bits: of weights and values in their product, with more than 32 heads; see absorb_fp8_hopper.py. Others as
-                of `AbsorbFP8`.
+            sizes: as of `AbsorbFP8`.
         Raises:
             ValueError: as of `AbsorbFP8`; the kernels do not take these sizes.
         """
@@ -200,13 +200,20 @@ class HopperAbsorbFP8(AbsorbFP8):
                 "the kernels for Hopper take pages of 64, rows of 512 + 64 and a multiple of 8 heads; "
                 f"not {self._page_size}, {dims[0]} + {dims[1]} and {self._heads}"
             )
-        self._bits, self._few = bits, self._heads in absorb_fp8_few_heads.ROWS
-        tile_rows = self._heads if self._few else TILE_ROWS
-        rows = self._max_requests * self._queries
+        # A tile takes all query tokens of a request where it has the rows for them.
+        stacked = self._queries if self._heads * self._queries <= TILE_ROWS else 1
+        heads, queries = self._heads * stacked, self._queries // stacked
+        self._few = heads in absorb_fp8_few_heads.ROWS
         self._capacity = AbsorbCapacity(
-            rows, self._heads, self._num_sms, tile_rows, queries=self._queries, group_partials=0
+            self._max_requests * queries,
+            heads,
+            self._num_sms,
+            heads if self._few else TILE_ROWS,
+            queries=queries,
+            stacked=stacked,
+            group_partials=0,
         )
-        partials = (self._capacity.max_partial_rows, self._heads)
+        partials = (self._capacity.max_partial_rows, heads)
         self._partial_out = torch.zeros(*partials, dims[0], dtype=torch.bfloat16, device=device)  # [P, H, 512]
         self._partial_lse2 = torch.zeros(partials, device=device)  # [P, H]
         self._work = torch.from_numpy(self._capacity.empty_work()).to(device)
@@ -216,7 +223,8 @@ class HopperAbsorbFP8(AbsorbFP8):
     def output(self, tokens: int, dtype: torch.dtype) -> Tensor:
         if dtype != self._partial_out.dtype:
             return super().output(tokens, dtype)
-        return self._capacity.uncut_rows(self._partial_out, tokens)
+        rows = self._capacity.uncut_rows(self._partial_out, tokens // self._capacity.stacked)
+        return rows.view(tokens, *self._content.shape[1:])
 
     def prepare(self, lens: Tensor, page_table: Tensor) -> None:
         schedule_tails(lens, self._work, self._table, self._capacity, page_table)
@@ -237,18 +245,14 @@ class HopperAbsorbFP8(AbsorbFP8):
                 f"{len(lens)} requests and rows of {page_table.stride(0)} pages must be what it was prepared for: "
                 f"{self._prepared}"
             )
-        partials = self._partial_out, self._partial_lse2
-        arguments = query, pool, self._work, page_table, self._capacity, *partials
-        if self._few:
-            absorb_fp8_few_heads.run(*arguments, softmax_scale=softmax_scale)
-        else:
-            absorb_fp8_hopper.run(*arguments, softmax_scale=softmax_scale, bits=self._bits)
-        tokens = len(out)
-        in_partials = out.data_ptr() == self._capacity.uncut_rows(self._partial_out, tokens).data_ptr()
-        merge(
-            out, self._no_lse[:tokens], *partials, self._table, self._capacity.table, out, lse,
-            out_in_partials=in_partials,
-        )  # fmt: skip
+        partials, no_lse = (self._partial_out, self._partial_lse2), self._no_lse[: len(out)]
+        stacked = len(out) // self._capacity.stacked, self._capacity.heads  # rows of the batch, and of a row
+        in_partials = out.data_ptr() == self._capacity.uncut_rows(self._partial_out, stacked[0]).data_ptr()
+        query = Query(*(tensor.view(*stacked, *tensor.shape[2:]) for tensor in query))
+        out, lse, no_lse = out.view(*stacked, -1), lse.view(stacked), no_lse.view(stacked)
+        kernel = absorb_fp8_few_heads if self._few else absorb_fp8_hopper
+        kernel.run(query, pool, self._work, page_table, self._capacity, *partials, softmax_scale=softmax_scale)
+        merge(out, no_lse, *partials, self._table, self._capacity.table, out, lse, out_in_partials=in_partials)
 
 
 class TritonAbsorbFP8(AbsorbFP8):

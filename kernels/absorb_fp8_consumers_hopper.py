@@ -19,16 +19,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .absorb_consumers_hopper import BLOCK, HEADER, ITEM, LATENT, NO_SCORE, ROWS, blocks_of
+from .absorb_consumers_hopper import BLOCK, LATENT, NO_SCORE, ROWS, blocks_of, count_items, item_at
 from .absorb_fp8_tiles_hopper import (
     LOG2_FP8_MAX,
     PANEL,
     SCALE_RANGE,
     clear_behind,
+    finish,
     inverse_of_power,
     log2_of_power,
     next_slot,
     scales_of_keys,
+    unseen_keys,
     values_tile,
     write_out,
 )
@@ -66,48 +68,41 @@ def _raise_level(scores, row_scale, key_scale, ceiling, level):
 
 
 @gluon.jit
-def _weigh(t, key_scale, level, rescale, row_sum, BITS: gl.constexpr):
+def _weigh(t, key_scale, level, rescale, row_sum):
     """Weights in words, and their running sum."""
     weights = gl.exp2(t - (level - LOG2_FP8_MAX)[:, None])
     total = gl.sum(weights * inverse_of_power(key_scale)[None, :], 1)
-    return _pack(weights, BITS), row_sum * rescale + total
+    return _pack(weights), row_sum * rescale + total
 
 
 @gluon.jit
-def _pack(weights, BITS: gl.constexpr):
-    """`[64, 64]` float32 to e4m3, four keys a word: `[64, 16]` int32, in the order of KEYS_OF_DIMS; or to FP16, two
-    keys a word: `[64, 32]`, in their own order. In words, because a loop carries every single byte in a register."""
-    if BITS == 8:
-        weights = weights.reshape([ROWS, BLOCK // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4])  # row, of 16, c, of 8, of 2
-        even, odd = gl.split(weights)
-        even_low, even_high = gl.split(even)
-        odd_low, odd_high = gl.split(odd)
-        words = gl.inline_asm_elementwise(
-            """{
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }""",
-            "=r,f,f,f,f",
-            [even_low, odd_low, even_high, odd_high],
-            dtype=gl.int32,
-            is_pure=True,
-            pack=1,
-        )
-        return words.reshape([ROWS, BLOCK // 4])
-    else:
-        even, odd = gl.split(weights.reshape([ROWS, BLOCK // 2, 2]))
-        return gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-        )
+def _pack(weights):
+    """`[64, 64]` float32 to e4m3, four keys a word: `[64, 16]` int32, in the order of KEYS_OF_DIMS. In words, because a
+    loop carries every single byte in a register."""
+    weights = weights.reshape([ROWS, BLOCK // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4])  # row, of 16, c, of 8, of 2
+    even, odd = gl.split(weights)
+    even_low, even_high = gl.split(even)
+    odd_low, odd_high = gl.split(odd)
+    words = gl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }""",
+        "=r,f,f,f,f",
+        [even_low, odd_low, even_high, odd_high],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    return words.reshape([ROWS, BLOCK // 4])
 
 
 @gluon.jit
 def _write_weights(weights, rescale, weights_s, rescale_s, weights_empty, taken):
     """Write the weights of block number `taken` of the program; the caller announces them."""
-    WORDS: gl.constexpr = weights.shape[1]
-    words_s = weights_s._reinterpret(gl.int32, [STAGES, ROWS, WORDS], gl.NVMMASharedLayout(4 * WORDS, 32))
+    words_s = weights_s._reinterpret(gl.int32, [STAGES, ROWS, BLOCK // 4], gl.NVMMASharedLayout(64, 32))
     stage = taken & 1
     mbarrier.wait(weights_empty.index(stage), ((taken >> 1) & 1) ^ 1)
     words_s.index(stage).store(weights)
@@ -115,24 +110,20 @@ def _write_weights(weights, rescale, weights_s, rescale_s, weights_empty, taken)
 
 
 @gluon.jit
-def _start_content_scores(query, q_content_s, panels_s, slot, rope_scores):
-    """Start adding the content scores to the rotary ones: the first panels of the query are in registers."""
-    PANELS: gl.constexpr = LATENT // PANEL
-    IN_REGISTERS: gl.constexpr = len(query)
+def _start_content_scores(q_content_s, panels_s, slot, rope_scores):
+    """Start adding the content scores to the rotary ones."""
+    PANELS: gl.constexpr = q_content_s.shape[0]
     scores = rope_scores
     for p in gl.static_range(PANELS):
         keys = panels_s.index(slot * PANELS + p).permute((1, 0))
-        if p < IN_REGISTERS:
-            scores = warpgroup_mma(query[p], keys, scores, is_async=True)
-        else:
-            scores = warpgroup_mma(q_content_s.index(p - IN_REGISTERS), keys, scores, is_async=True)
+        scores = warpgroup_mma(q_content_s.index(p), keys, scores, is_async=True)
     return scores
 
 
 @gluon.jit
 def compute_scores(
     content_s, rope_s, scale_s, weights_s, rescale_s, norm_s, q_content_s, q_rope_s, full, empty, weights_full,
-    weights_empty, q_scale_ptr, partial_lse2_ptr, work_ptr, scale_log2e, SEGMENT: gl.constexpr, BITS: gl.constexpr,
+    weights_empty, q_scale_ptr, partial_lse2_ptr, work_ptr, scale_log2e, SEGMENT: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of all items: hands weights and factors to the two that sum values, and writes the lse2.
 
@@ -140,8 +131,7 @@ def compute_scores(
     scores are waited for before those of the content start, because the two products differ in their layout.
     """
     SLOTS: gl.constexpr = content_s.shape[0]
-    PANELS: gl.constexpr = LATENT // PANEL
-    IN_SHARED: gl.constexpr = q_content_s.shape[0]
+    PANELS: gl.constexpr = q_content_s.shape[0]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     ROPE_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 4)
@@ -154,8 +144,8 @@ def compute_scores(
     phase = 0
     taken = 0
     done = 0
-    for item_index in range(gl.program_id(0), gl.load(work_ptr), gl.num_programs(0)):
-        item_ptr = work_ptr + HEADER + item_index * ITEM
+    for index in range(count_items(work_ptr)):
+        item_ptr = item_at(work_ptr, index)
         _, last, n_blocks = blocks_of(item_ptr)
         n_rows = gl.load(item_ptr + 1)
         rows = gl.arange(0, ROWS, BY_ROW)
@@ -164,12 +154,8 @@ def compute_scores(
         row_scale = gl.load(q_scale_ptr + q_row, mask=rows < n_rows, other=0.0) * scale_log2e
 
         mbarrier.wait(full.index(slot), phase)
-        for p in gl.static_range(IN_SHARED):
-            q_content_s.index(p).store(panels_s.index(slot * PANELS + PANELS - IN_SHARED + p).load(QUERY))
-        if IN_SHARED == PANELS:
-            query = ()
-        else:
-            query = (panels_s.index(slot * PANELS).load(QUERY), panels_s.index(slot * PANELS + 1).load(QUERY))
+        for p in gl.static_range(PANELS):
+            q_content_s.index(p).store(panels_s.index(slot * PANELS + p).load(QUERY))
         q_rope_s.store(rope_s.index(slot).load(ROPE_QUERY))
         fence_async_shared()
         gl.thread_barrier()
@@ -179,11 +165,16 @@ def compute_scores(
         zeros = gl.zeros([ROWS, BLOCK], gl.float32, ROPE_SCORES)
         mbarrier.wait(full.index(slot), phase)
         rope = warpgroup_mma(q_rope_s, rope_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        visible = last * BLOCK + gl.arange(0, BLOCK, BY_KEY) < gl.load(item_ptr + 3)
-        key_scale = gl.where(visible, _key_scales(scale_s, slot, BY_KEY), 1.0)
+        keys = gl.arange(0, BLOCK, BY_KEY)
+        valid = gl.load(item_ptr + 3) - last * BLOCK
+        limit = valid - unseen_keys(item_ptr, rows, QUERIES)  # of a row's keys in the block, [ROWS]
+        key_scale = gl.where(keys < valid, _key_scales(scale_s, slot, BY_KEY), 1.0)
+        visible = (keys < valid)[None, :] if QUERIES == 1 else keys[None, :] < limit[:, None]
+        # NO_SCORE times the scales of keys is some other number, which matters for a row that sees none of a block.
+        hidden: gl.constexpr = NO_SCORE if QUERIES == 1 else float("-inf")
         rope_scores = gl.convert_layout(warpgroup_mma_wait(0, deps=[rope]), SCORES, assert_trivial=True)
-        started = _start_content_scores(query, q_content_s, panels_s, slot, rope_scores)
-        scores = gl.where(visible[None, :], warpgroup_mma_wait(0, deps=[started]), NO_SCORE)
+        started = _start_content_scores(q_content_s, panels_s, slot, rope_scores)
+        scores = gl.where(visible, warpgroup_mma_wait(0, deps=[started]), hidden)
         slot, phase = next_slot(slot, phase, SLOTS)
         ceiling = gl.full([ROWS], NO_SCORE, gl.float32, BY_ROW)
         level = ceiling
@@ -193,8 +184,8 @@ def compute_scores(
             rope = warpgroup_mma(q_rope_s, rope_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
             logs, ceiling, level, rescale = _raise_level(scores, row_scale, key_scale, ceiling, level)
             rope_scores = gl.convert_layout(warpgroup_mma_wait(0, deps=[rope]), SCORES, assert_trivial=True)
-            started = _start_content_scores(query, q_content_s, panels_s, slot, rope_scores)
-            weights, row_sum = _weigh(logs, key_scale, level, rescale, row_sum, BITS)
+            started = _start_content_scores(q_content_s, panels_s, slot, rope_scores)
+            weights, row_sum = _weigh(logs, key_scale, level, rescale, row_sum)
             _write_weights(weights, rescale, weights_s, rescale_s, weights_empty, taken)
             fence_async_shared()
             gl.thread_barrier()
@@ -202,63 +193,32 @@ def compute_scores(
             taken += 1
             key_scale = _key_scales(scale_s, slot, BY_KEY)
             scores = warpgroup_mma_wait(0, deps=[started])
+            if QUERIES > 1:
+                limit += BLOCK
+                scores = gl.where(keys[None, :] < limit[:, None], scores, hidden)
             slot, phase = next_slot(slot, phase, SLOTS)
         logs, ceiling, level, rescale = _raise_level(scores, row_scale, key_scale, ceiling, level)
-        weights, row_sum = _weigh(logs, key_scale, level, rescale, row_sum, BITS)
+        weights, row_sum = _weigh(logs, key_scale, level, rescale, row_sum)
         _write_weights(weights, rescale, weights_s, rescale_s, weights_empty, taken)
-        norm_s.index(done & 3).store(1.0 / row_sum)
+        norm, lse2 = finish(row_sum, level, QUERIES)
+        norm_s.index(done & 3).store(norm)
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(weights_full.index(taken & 1))
         taken += 1
         done += 1  # noqa: SIM113 - Gluon has no enumerate
-        lse2 = level - LOG2_FP8_MAX + gl.log2(row_sum)
         gl.store(partial_lse2_ptr + gl.load(item_ptr + 5) + rows, lse2, mask=rows < n_rows)
-
-
-@gluon.jit
-def _values16_tile(pairs_s, first: gl.constexpr, key: gl.constexpr, OPERAND: gl.constexpr):
-    """Values of 64 dims and of 32 keys from `key` on, in FP16 (exact): `[64 dims, 32]`, keys in their own order."""
-    PAIRS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 8], [0, 16]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, 32]
-    )
-    pairs = pairs_s.permute((1, 0)).slice(first // 2, 32, 0).slice(key, 32, 1).load(PAIRS)  # [32 pairs, 32 keys]
-    even, odd = gl.inline_asm_elementwise(
-        """{
-        .reg .b32 both;
-        .reg .b16 low, high;
-        prmt.b32 both, $2, $2, 0x3120;
-        mov.b32 {low, high}, both;
-        cvt.rn.f16x2.e4m3x2 $0, low;
-        cvt.rn.f16x2.e4m3x2 $1, high;
-        }""",
-        "=r,=r,r",
-        [pairs],
-        dtype=(gl.float16, gl.float16),
-        is_pure=True,
-        pack=2,
-    )
-    values = gl.join(even, odd).reshape([4, 8, 32, 2]).permute([0, 3, 1, 2]).reshape([64, 32])
-    return gl.convert_layout(values, OPERAND, assert_trivial=True)
-
-
-@gluon.jit
-def _add16(pairs_s, weights_t, values, acc, first: gl.constexpr, OPERAND: gl.constexpr):
-    """Start adding 64 dims of values times weights in FP16; values: `_values16_tile` of their first 32 keys."""
-    started = warpgroup_mma(values, weights_t.slice(0, 32, 0), acc, is_async=True)
-    values = _values16_tile(pairs_s, first, 32, OPERAND)
-    return warpgroup_mma(values, weights_t.slice(32, 32, 0), started, is_async=True)
 
 
 @gluon.jit
 def sum_values(
     content_s, weights_s, rescale_s, norm_s, full, empty, weights_full, weights_empty, partial_out_ptr, work_ptr,
-    SIDE: gl.constexpr, BITS: gl.constexpr,
+    SIDE: gl.constexpr,
 ):  # fmt: skip
     """Columns [256 * SIDE, 256 * SIDE + 256) of the output, in four tiles of 64."""
     SLOTS: gl.constexpr = content_s.shape[0]
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 256 // BITS])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUT, 32 // BITS)
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUT, 4)
     BY_ROW: gl.constexpr = gl.SliceLayout(0, OUT)
     FIRST: gl.constexpr = 256 * SIDE
     pairs_s = content_s._reinterpret(gl.int16, [SLOTS, BLOCK, LATENT // 2], gl.NVMMASharedLayout(128, 16))
@@ -267,8 +227,8 @@ def sum_values(
     phase = 0
     taken = 0
     done = 0
-    for item_index in range(gl.program_id(0), gl.load(work_ptr), gl.num_programs(0)):
-        item_ptr = work_ptr + HEADER + item_index * ITEM
+    for index in range(count_items(work_ptr)):
+        item_ptr = item_at(work_ptr, index)
         _, last, n_blocks = blocks_of(item_ptr)
         slot, phase = next_slot(slot, phase, SLOTS)  # the query
         valid = gl.load(item_ptr + 3) - last * BLOCK
@@ -285,40 +245,23 @@ def sum_values(
             pairs = pairs_s.index(slot)
             weights = weights_s.index(stage).permute((1, 0))
             mbarrier.wait(full.index(slot), phase)
-            if BITS == 8:
-                v0 = values_tile(pairs, FIRST, KEYS_OF_DIMS, OPERAND)
-            else:
-                v0 = _values16_tile(pairs, FIRST, 0, OPERAND)
+            # One tile of values at a time: the next one beside a product takes more registers than there are.
+            v = values_tile(pairs, FIRST, KEYS_OF_DIMS, OPERAND)
             mbarrier.wait(weights_full.index(stage), (taken >> 1) & 1)
             rescale = rescale_s.index(stage).load(BY_ROW)[None, :]  # 0 in an item's first block
-            if BITS == 8:
-                added = warpgroup_mma(v0, weights, zeros, use_acc=False, is_async=True)
-                acc0 = acc0 * rescale + warpgroup_mma_wait(0, deps=[added])
-                v = values_tile(pairs, FIRST + 64, KEYS_OF_DIMS, OPERAND)
-                added = warpgroup_mma(v, weights, zeros, use_acc=False, is_async=True)
-                acc1 = acc1 * rescale + warpgroup_mma_wait(0, deps=[added])
-                v = values_tile(pairs, FIRST + 128, KEYS_OF_DIMS, OPERAND)
-                added = warpgroup_mma(v, weights, zeros, use_acc=False, is_async=True)
-                acc2 = acc2 * rescale + warpgroup_mma_wait(0, deps=[added])
-                v = values_tile(pairs, FIRST + 192, KEYS_OF_DIMS, OPERAND)
-                added = warpgroup_mma(v, weights, zeros, use_acc=False, is_async=True)
-            else:
-                acc0, acc1, acc2, acc3 = acc0 * rescale, acc1 * rescale, acc2 * rescale, acc3 * rescale
-                next0 = _add16(pairs, weights, v0, acc0, FIRST, OPERAND)
-                v = _values16_tile(pairs, FIRST + 64, 0, OPERAND)
-                acc0 = warpgroup_mma_wait(0, deps=[next0])
-                next1 = _add16(pairs, weights, v, acc1, FIRST + 64, OPERAND)
-                v = _values16_tile(pairs, FIRST + 128, 0, OPERAND)
-                acc1 = warpgroup_mma_wait(0, deps=[next1])
-                next2 = _add16(pairs, weights, v, acc2, FIRST + 128, OPERAND)
-                v = _values16_tile(pairs, FIRST + 192, 0, OPERAND)
-                acc2 = warpgroup_mma_wait(0, deps=[next2])
-                next3 = _add16(pairs, weights, v, acc3, FIRST + 192, OPERAND)
-                acc3 = warpgroup_mma_wait(0, deps=[next3])
+            added = warpgroup_mma(v, weights, zeros, use_acc=False, is_async=True)
+            acc0 = acc0 * rescale + warpgroup_mma_wait(0, deps=[added])
+            v = values_tile(pairs, FIRST + 64, KEYS_OF_DIMS, OPERAND)
+            added = warpgroup_mma(v, weights, zeros, use_acc=False, is_async=True)
+            acc1 = acc1 * rescale + warpgroup_mma_wait(0, deps=[added])
+            v = values_tile(pairs, FIRST + 128, KEYS_OF_DIMS, OPERAND)
+            added = warpgroup_mma(v, weights, zeros, use_acc=False, is_async=True)
+            acc2 = acc2 * rescale + warpgroup_mma_wait(0, deps=[added])
+            v = values_tile(pairs, FIRST + 192, KEYS_OF_DIMS, OPERAND)
+            added = warpgroup_mma(v, weights, zeros, use_acc=False, is_async=True)
             gl.thread_barrier()
             mbarrier.arrive(empty.index(slot))  # all values are in registers
-            if BITS == 8:
-                acc3 = acc3 * rescale + warpgroup_mma_wait(0, deps=[added])
+            acc3 = acc3 * rescale + warpgroup_mma_wait(0, deps=[added])
             mbarrier.arrive(weights_empty.index(stage))
             slot, phase = next_slot(slot, phase, SLOTS)
             taken += 1

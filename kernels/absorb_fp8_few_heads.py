@@ -1,4 +1,5 @@
-"""Absorb attention on Hopper over FP8 latent rows, in items of 8, 16 or 32 query rows: the heads of one request.
+"""Absorb attention on Hopper over FP8 latent rows, in items of 8, 16 or 32 query rows: the heads of one request, of all
+its query tokens.
 
     scores^T[64 keys, N rows] = keys [64, 576] · query^T        out^T[512, N rows] = values^T[512, 64 keys] · weights^T
 
@@ -37,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .absorb_consumers_hopper import BLOCK, HEADER, ITEM, LATENT, NO_SCORE, ROPE, blocks_of
+from .absorb_consumers_hopper import BLOCK, LATENT, NO_SCORE, ROPE, blocks_of, count_items, item_at
 from .absorb_fp8_hopper import PRODUCER_REGISTERS, Query, check, describe
 from .absorb_fp8_tiles_hopper import (
     LOG2_FP8_MAX,
@@ -47,10 +48,12 @@ from .absorb_fp8_tiles_hopper import (
     clear_behind,
     copy_block,
     copy_query,
+    finish,
     inverse_of_power,
     log2_of_power,
     next_slot,
     scales_of_keys,
+    unseen_keys,
     values_tile,
     write_out,
 )
@@ -85,8 +88,8 @@ def copy(
     slot = 0
     phase = 0
     done = 0
-    for item_index in range(gl.program_id(0), gl.load(work_ptr), gl.num_programs(0)):
-        item_ptr = work_ptr + HEADER + item_index * ITEM
+    for index in range(count_items(work_ptr)):
+        item_ptr = item_at(work_ptr, index)
         first, last, n_blocks = blocks_of(item_ptr)
         pages = page_table_ptr + gl.load(item_ptr + 4)
         page = gl.load(pages + last)
@@ -128,7 +131,7 @@ def _by_position(weights_t, N: gl.constexpr):
 @gluon.jit
 def attend(
     q_s, q_rope_s, content_s, rope_s, scale_s, weights_s, q_full, q_empty, full, empty, q_scale_ptr, partial_out_ptr,
-    partial_lse2_ptr, work_ptr, scale_log2e, SIDE: gl.constexpr, SEGMENT: gl.constexpr,
+    partial_lse2_ptr, work_ptr, scale_log2e, SIDE: gl.constexpr, SEGMENT: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
     """All items: columns [256 * SIDE, 256 * SIDE + 256) of the output, in four tiles of 64; the lse2 if SIDE is 0."""
     N: gl.constexpr = q_s.shape[1]
@@ -143,8 +146,8 @@ def attend(
     slot = 0
     phase = 0
     done = 0
-    for item_index in range(gl.program_id(0), gl.load(work_ptr), gl.num_programs(0)):
-        item_ptr = work_ptr + HEADER + item_index * ITEM
+    for index in range(count_items(work_ptr)):
+        item_ptr = item_at(work_ptr, index)
         _, last, n_blocks = blocks_of(item_ptr)
         n_rows = gl.load(item_ptr + 1)
         rows = gl.arange(0, N, BY_ROW)
@@ -156,6 +159,7 @@ def attend(
         query = q_s.index(q_stage).permute((1, 0))
         q_rope = q_rope_s.index(q_stage).permute((1, 0))
         valid = gl.load(item_ptr + 3) - last * BLOCK
+        limit = valid - unseen_keys(item_ptr, rows, QUERIES)  # of a row's keys in the block, [N]
         if valid < BLOCK:
             mbarrier.wait(full.index(slot), phase)
             clear_behind(pairs_s.index(slot), FIRST, valid)
@@ -183,12 +187,14 @@ def attend(
             mbarrier.arrive(empty.index(slot))
             slot, phase = next_slot(slot, phase, SLOTS)
 
-            visible = gl.arange(0, BLOCK, BY_KEY) < valid
+            keys = gl.arange(0, BLOCK, BY_KEY)
+            key_scale = gl.where(keys < valid, key_scale, 1.0)
+            visible = (keys < valid)[:, None] if QUERIES == 1 else keys[:, None] < limit[None, :]
             valid = BLOCK  # of all other blocks
-            key_scale = gl.where(visible, key_scale, 1.0)
+            limit += BLOCK
             scores = scores + gl.convert_layout(rope_scores, RESULT, assert_trivial=True)
             t = scores * key_scale[:, None] * row_scale[None, :] + log2_of_power(key_scale)[:, None]
-            t = gl.where(visible[:, None], t, NO_SCORE)
+            t = gl.where(visible, t, NO_SCORE)
             own = gl.max(t, 0)
             ceiling = gl.maximum(ceiling, own)
             new_level = gl.maximum(own, ceiling - SCALE_RANGE)
@@ -212,11 +218,11 @@ def attend(
         mbarrier.arrive(q_empty.index(q_stage))
         done += 1  # noqa: SIM113 - Gluon has no enumerate
         total = gl.sum(sums, 0)
-        norm = (1.0 / total)[None, :]
+        norm, lse2 = finish(total, level, QUERIES)
+        norm = norm[None, :]
         partial = gl.load(item_ptr + 5)
         if SIDE == 0:
-            row_ptrs = partial_lse2_ptr + partial + rows
-            gl.store(row_ptrs, level - LOG2_FP8_MAX + gl.log2(total), mask=rows < n_rows)
+            gl.store(partial_lse2_ptr + partial + rows, lse2, mask=rows < n_rows)
         first_element = partial.to(gl.int64) * LATENT + FIRST
         write_out(partial_out_ptr + first_element, acc0 * norm, n_rows, N)
         write_out(partial_out_ptr + first_element + 64, acc1 * norm, n_rows, N)
@@ -238,6 +244,7 @@ def absorb_fp8_few_heads_kernel(
     partial_lse2_ptr,  # float32 [P * H]
     scale_log2e,
     N: gl.constexpr,  # rows of an item
+    QUERIES: gl.constexpr,  # query tokens of it
 ):
     SEGMENT: gl.constexpr = q_desc.block_type.shape[0]
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -264,11 +271,11 @@ def absorb_fp8_few_heads_kernel(
         [
             (attend, (
                 q_s, q_rope_s, content_s, rope_s, scale_s, weights_s.index(0), q_full, q_empty, full, empty,
-                q_scale_ptr, partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, 0, SEGMENT,
+                q_scale_ptr, partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, 0, SEGMENT, QUERIES,
             )),
             (attend, (
                 q_s, q_rope_s, content_s, rope_s, scale_s, weights_s.index(1), q_full, q_empty, full, empty,
-                q_scale_ptr, partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, 1, SEGMENT,
+                q_scale_ptr, partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, 1, SEGMENT, QUERIES,
             )),
             (copy, (
                 q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, q_s, q_rope_s, content_s, rope_s, scale_s,
@@ -304,5 +311,6 @@ def run(
         partial_lse2,
         softmax_scale * LOG2E,
         N=capacity.tile_rows,
+        QUERIES=capacity.stacked,
         num_warps=4,
     )

@@ -2,10 +2,10 @@
 
     out[r] = softmax_n(softmax_scale · q[r] · k[n]) · k[n, :512]        q, k: 512 content (e4m3) + 64 rotary (BF16)
 
-rounded as reference_fp8.absorb_fp8 does, but for the order of blocks and the bits of weights. One persistent launch
-over a work list (absorb_schedule.py); an item's result is a partial. Values are keys, and Hopper's FP8 product wants
-every operand in shared memory to be contiguous along the axis that it sums over, which for values is the wrong one. So
-the output is computed transposed,
+rounded as reference_fp8.absorb_fp8 does, but for the order of blocks. One persistent launch over a work list
+(absorb_schedule.py); an item's result is a partial. Values are keys, and Hopper's FP8 product wants every operand in
+shared memory to be contiguous along the axis that it sums over, which for values is the wrong one. So the output is
+computed transposed,
 
     out^T[512, 64 rows] = values^T[512, 64 keys] · weights^T[64 keys, 64 rows]
 
@@ -14,7 +14,7 @@ written to shared memory again. One program runs on each multiprocessor, with fo
 
 | role | warps | does |
 |---|---|---|
-| compute_scores | 4 | query x keys, softmax, weights rounded to BITS |
+| compute_scores | 4 | query x keys, softmax, weights rounded to e4m3 |
 | sum_values, twice | 4, 4 | out[:, :256] and out[:, 256:]: transpose, rescale, add values x weights |
 | copy | 1 | TMA into a ring of blocks: 64 keys, or in front of an item's first block its 64 query rows |
 
@@ -23,14 +23,12 @@ Softmax: with t = score · log2(e) + log2(key's scale) and c = max of t over a b
 counted in units of 2^c / 448; c is kept from falling more than 24 below the largest one before. Scales are powers of
 two, so their logarithms and inverses are arithmetic of exponents; all other scales would be wrong here.
 
-BITS of weights and values in their product. 8 is e4m3, as in reference_fp8. The matrix unit's FP8 sum keeps some 13
-bits behind its largest term (added in place, over 26,000 values with a mean it came out 9 % too small), so a block's
-products are summed apart and then added in float32. With 16, values become FP16 on their way to the registers and
-weights are FP16: exact products and float32 sums, in place, in a product that takes twice as long.
+The matrix unit's FP8 sum keeps some 13 bits behind its largest term: added in place, sums over 26,472 values with a
+mean came out 9 % too small. So a block's products are summed apart and then added in float32. The registers for that
+are there because the query stays in shared memory.
 
-Registers, for each of 128 threads of 512: 104 + 2 · 192 + 24, with the query in shared memory; with 16 bits 136 + 2 ·
-176 + 24, with half of its content in registers. Shared memory, KiB: ring 4 · (32 + 8 + 1), query 32 + 8, weights 2 ·
-4, together 212 of 227; with 16 bits 16 + 8 and 2 · 8, together 204.
+Registers, for each of 128 threads of 512: 104 + 2 · 192 + 24. Shared memory, KiB: ring 4 · (32 + 8 + 1), query 32 + 8,
+weights 2 · 4, together 212 of 227.
 
 Memory per item of n keys: reads n · 656 bytes, from L2 when another item with these keys runs beside it, and rows · 644
 of queries; writes rows · (1,024 + 4).
@@ -47,7 +45,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .absorb_consumers_hopper import BLOCK, HEADER, ITEM, LATENT, ROPE, ROWS, blocks_of
+from .absorb_consumers_hopper import BLOCK, LATENT, ROPE, ROWS, blocks_of, count_items, item_at
 from .absorb_fp8_consumers_hopper import NORM_STAGES, STAGES, compute_scores, sum_values
 from .absorb_fp8_tiles_hopper import PANEL, SCALE_WIDTH, copy_block, copy_query, next_slot
 from .absorb_schedule import AbsorbCapacity
@@ -55,9 +53,9 @@ from .latent_rows import LatentRowLayout
 from .layout import FP8
 from .merge import LOG2E
 
+VALUE_REGISTERS = gl.constexpr(192)
 PRODUCER_REGISTERS = gl.constexpr(24)
 
-BITS = 16
 SLOTS = 4
 """Blocks in the ring."""
 
@@ -84,8 +82,8 @@ def copy(
     q_rope_tiles = rope_s._reinterpret(gl.bfloat16, [SLOTS * SEGMENTS, SEGMENT, ROPE], q_rope_desc.layout)
     slot = 0
     phase = 0
-    for item_index in range(gl.program_id(0), gl.load(work_ptr), gl.num_programs(0)):
-        item_ptr = work_ptr + HEADER + item_index * ITEM
+    for index in range(count_items(work_ptr)):
+        item_ptr = item_at(work_ptr, index)
         first, last, n_blocks = blocks_of(item_ptr)
         pages = page_table_ptr + gl.load(item_ptr + 4)
         page = gl.load(pages + last)
@@ -117,8 +115,8 @@ def absorb_fp8_hopper_kernel(
     partial_out_ptr,  # BF16 or float32 [P * H, 512]
     partial_lse2_ptr,  # float32 [P * H]
     scale_log2e,
-    BITS: gl.constexpr,
     SLOTS: gl.constexpr,
+    QUERIES: gl.constexpr,  # query tokens of an item
 ):
     SEGMENT: gl.constexpr = q_desc.block_type.shape[0]
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -126,13 +124,10 @@ def absorb_fp8_hopper_kernel(
     content_s = gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, BLOCK, LATENT], content_desc.layout)
     rope_s = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, ROPE], rope_desc.layout)
     scale_s = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK, SCALE_WIDTH], scale_desc.layout)
-    # Panels of the query's content that are not in registers, of which 8 bits leave fewer: they go to sum blocks apart.
-    IN_SHARED: gl.constexpr = 4 if BITS == 8 else 2
-    VALUE_REGISTERS: gl.constexpr = 192 if BITS == 8 else 176
-    q_content_s = gl.allocate_shared_memory(gl.float8e4nv, [IN_SHARED, ROWS, PANEL], gl.NVMMASharedLayout(128, 8))
+    PANELS: gl.constexpr = LATENT // PANEL
+    q_content_s = gl.allocate_shared_memory(gl.float8e4nv, [PANELS, ROWS, PANEL], gl.NVMMASharedLayout(128, 8))
     q_rope_s = gl.allocate_shared_memory(gl.bfloat16, [ROWS, ROPE], rope_desc.layout)
-    weights_type: gl.constexpr = gl.float8e4nv if BITS == 8 else gl.float16
-    weights_s = gl.allocate_shared_memory(weights_type, [STAGES, ROWS, BLOCK], gl.NVMMASharedLayout(8 * BITS, BITS))
+    weights_s = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, BLOCK], gl.NVMMASharedLayout(64, 8))
     rescale_s = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINES)
     norm_s = gl.allocate_shared_memory(gl.float32, [NORM_STAGES, ROWS], LINES)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
@@ -152,15 +147,16 @@ def absorb_fp8_hopper_kernel(
         [
             (compute_scores, (
                 content_s, rope_s, scale_s, weights_s, rescale_s, norm_s, q_content_s, q_rope_s, full, empty,
-                weights_full, weights_empty, q_scale_ptr, partial_lse2_ptr, work_ptr, scale_log2e, SEGMENT, BITS,
+                weights_full, weights_empty, q_scale_ptr, partial_lse2_ptr, work_ptr, scale_log2e, SEGMENT,
+                QUERIES,
             )),
             (sum_values, (
                 content_s, weights_s, rescale_s, norm_s, full, empty, weights_full, weights_empty, partial_out_ptr,
-                work_ptr, 0, BITS,
+                work_ptr, 0,
             )),
             (sum_values, (
                 content_s, weights_s, rescale_s, norm_s, full, empty, weights_full, weights_empty, partial_out_ptr,
-                work_ptr, 1, BITS,
+                work_ptr, 1,
             )),
             (copy, (
                 q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, full, empty,
@@ -190,7 +186,6 @@ def run(
     partial_lse2: Tensor,
     *,
     softmax_scale: float,
-    bits: int = BITS,
 ) -> None:
     """Launch the kernel.
 
@@ -201,7 +196,6 @@ def run(
         page_table: int32, whose entries the items name as if it were flat.
         partial_out: BF16 or float32 `[P, H, 512]`, contiguous, each normalised over its own keys; partial_lse2: float32
             `[P, H]`, base 2. What no item names is not written.
-        bits: see the module.
     Raises:
         ValueError: a shape, dtype or stride is not as above.
     """
@@ -216,8 +210,8 @@ def run(
         partial_out,
         partial_lse2,
         softmax_scale * LOG2E,
-        BITS=bits,
         SLOTS=SLOTS,
+        QUERIES=capacity.stacked,
         num_warps=4,
     )
 

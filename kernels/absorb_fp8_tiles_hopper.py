@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .absorb_consumers_hopper import BLOCK, LATENT, ROPE
+from .absorb_consumers_hopper import BLOCK, LATENT, NO_SCORE, ROPE
 from .absorb_hopper import NO_ROW
 
 PANEL = gl.constexpr(128)  # bytes of a row that lie side by side in swizzled shared memory
@@ -80,6 +80,27 @@ def log2_of_power(value):
 def inverse_of_power(value):
     """Exact for powers of two from 2^-126 to 2^126."""
     return (0x7F000000 - value.to(gl.uint32, bitcast=True)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def unseen_keys(item_ptr, rows, QUERIES: gl.constexpr):
+    """How many of an item's last keys each of its rows does not see: of QUERIES query tokens the last one sees all keys
+    of the request, the one before it one less. Only a request's last keys are concerned, which no cut divides."""
+    query = rows // (gl.load(item_ptr + 1) // QUERIES)
+    return gl.load(item_ptr + 6) * (QUERIES - 1 - query)
+
+
+@gluon.jit
+def finish(total, level, QUERIES: gl.constexpr):
+    """What sums are multiplied with, and the lse2, of rows whose weights sum up to `total` in units of `level`. With
+    several query tokens a row may have seen no key: 0 and -inf."""
+    norm = 1.0 / total
+    lse2 = level - LOG2_FP8_MAX + gl.log2(total)
+    if QUERIES > 1:
+        seen = level > 0.5 * NO_SCORE
+        norm = gl.where(seen, norm, 0.0)
+        lse2 = gl.where(seen, lse2, float("-inf"))
+    return norm, lse2
 
 
 @gluon.jit

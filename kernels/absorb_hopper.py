@@ -34,8 +34,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .absorb_consumers_hopper import (
     BLOCK,
-    HEADER,
-    ITEM,
     LATENT,
     PART,
     REGISTER_PARTS,
@@ -43,6 +41,8 @@ from .absorb_consumers_hopper import (
     ROPE_STAGES,
     ROWS,
     blocks_of,
+    count_items,
+    item_at,
     score,
     sum_values,
 )
@@ -89,8 +89,8 @@ def copy_keys(
     tiles = ring._reinterpret(gl.bfloat16, [2 * SLOTS * SEGMENTS, SEGMENT, TILE_COLUMNS], LAYOUT)
     used = 0
     taken = 0
-    for item_index in range(gl.program_id(0), gl.load(work_ptr), gl.num_programs(0)):
-        item_ptr = work_ptr + HEADER + item_index * ITEM
+    for index in range(count_items(work_ptr)):
+        item_ptr = item_at(work_ptr, index)
         first, last, n_blocks = blocks_of(item_ptr)
         pages = page_table_ptr + gl.load(item_ptr + 4)
         page = gl.load(pages + last)
@@ -130,8 +130,8 @@ def copy_queries(q_desc, q_rope_desc, q_s, q_rope_s, q_full, q_empty, work_ptr):
     q_tiles = q_s._reinterpret(gl.bfloat16, [2 * SHARED_PARTS * SEGMENTS, SEGMENT, TILE_COLUMNS], LAYOUT)
     rope_tiles = q_rope_s._reinterpret(gl.bfloat16, [SEGMENTS, SEGMENT, TILE_COLUMNS], LAYOUT)
     done = 0
-    for item_index in range(gl.program_id(0), gl.load(work_ptr), gl.num_programs(0)):
-        item_ptr = work_ptr + HEADER + item_index * ITEM
+    for index in range(count_items(work_ptr)):
+        item_ptr = item_at(work_ptr, index)
         segments_ptr = work_ptr + gl.load(item_ptr)
         n_rows = gl.load(item_ptr + 1)
         mbarrier.wait(q_empty, (done & 1) ^ 1)

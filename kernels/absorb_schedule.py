@@ -1,13 +1,13 @@
 """The work list of the absorb kernel: which tile of query rows attends to which keys, in which order.
 
 A work item is (up to `tile_rows` query rows, a range of keys that they share): 64, or fewer for a kernel that does not
-pad them. The kernel runs a fixed number of programs; program p takes items p, p + programs, p + 2·programs and so on.
-There are items of two kinds:
+pad them. The kernel runs a fixed number of programs. There are items of two kinds:
 
 - *Groups*: rows that share a prefix, stacked. Prefixes keep their length, so the host builds these when the plan
-  changes.
+  changes. Program p takes items p, p + programs, p + 2·programs and so on.
 - *Tails*: the rows of one request and its private keys. They grow by one every step, and the host may not know by how
-  much without waiting for the GPU; so the device makes their items anew before every step, from lengths that it has.
+  much without waiting for the GPU; so the device makes their items anew before every step (tail_schedule.py). A
+  program takes a range of them, after its items of groups.
 
 Both stand in one int32 array in static device memory, the groups' items first:
 
@@ -15,7 +15,10 @@ Both stand in one int32 array in static device memory, the groups' items first:
 |---|---|
 | 0 | n_items |
 | 1 | items of groups |
-| 8 | items `[n_items, 8]`, up to `max_items` |
+| 8 | of every program: where its tails begin, among the items |
+| 8 + `programs` | and end |
+| 8 + 2·`programs` | blocks of its items of groups, with what it costs to start them |
+| `first_item` | items `[n_items, 8]`, up to `max_items` |
 | `tail_segments` | segments of every row of the batch, row by row; never changes |
 | `group_segments` | segments of the rows of every group, group by group |
 
@@ -32,9 +35,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from .schedule import ITEM_FIELDS, WorkList, WorkListCapacity, balanced_order, choose_splits
@@ -45,10 +45,11 @@ BLOCK_KEYS = 64
 
 HEADER_FIELDS = 8
 """In front of the items. An item is: first segment (absolute position), rows, kv_begin, kv_end, first entry in the page
-table, first partial row times heads, unused, unused. kv_begin is a multiple of 64, and kv_end is greater."""
+table, first partial row times heads, 1 if these are a request's last keys (of tails only), unused. kv_begin is a
+multiple of 64, and kv_end is greater."""
 
-MIN_SPLIT_BLOCKS = 2
-"""A tail is not cut into shorter pieces: starting and finishing an item costs about as much."""
+ITEM_BLOCKS = 4
+"""What starting and finishing an item costs, about, in blocks (5 to 9 us on an H200, against 1.5 us)."""
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,11 @@ class AbsorbCapacity:
     """Fixed sizes of a work list and of the partials, which no valid plan and no lengths of tails can exceed.
 
     Attributes:
-        max_rows: query tokens of a batch; heads: of each, a multiple of 8; programs: of the kernel's grid.
+        max_rows: rows of a batch: query tokens; heads: of each, a multiple of 8; programs: of the kernel's grid.
         tile_rows: query rows of an item, 64, 32, 16 or 8.
-        queries: query tokens of each request. They follow each other, and the last of them sees all keys.
+        queries: query tokens of each request, each for itself: a row of the batch. They follow each other, and the last
+            of them sees all keys.
+        stacked: query tokens of each row of the batch, which `heads` counts: their rows share a tile.
         group_partials: partial rows in front of those of tails; by default as many as groups can need.
     """
 
@@ -76,7 +79,16 @@ class AbsorbCapacity:
     programs: int
     tile_rows: int = TILE_ROWS
     queries: int = 1
+    stacked: int = 1
     group_partials: int | None = None
+
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            ValueError: a request has more tiles than there are programs.
+        """
+        if self.programs < self.row_tiles:
+            raise ValueError(f"{self.heads} heads need {self.row_tiles} programs, but there are {self.programs}")
 
     @property
     def segment(self) -> int:
@@ -107,8 +119,7 @@ class AbsorbCapacity:
     @property
     def max_partial_rows(self) -> int:
         """Of groups, and behind them of tails: one for every row, and then the pieces of tails that are cut. Those have
-        at most two tiles for each program: an even share of all keys, and one more for each cut tail, which is longer
-        than a share."""
+        at most two tiles for each program: it takes one range of the line of tails, which has two ends."""
         return self.max_group_partials + self.max_rows + -(-2 * self.programs // self.row_tiles)
 
     @property
@@ -116,8 +127,12 @@ class AbsorbCapacity:
         return self.max_partial_rows * self.row_tiles
 
     @property
+    def first_item(self) -> int:
+        return HEADER_FIELDS + 3 * self.programs
+
+    @property
     def tail_segments(self) -> int:
-        return HEADER_FIELDS + ITEM_FIELDS * self.max_items
+        return self.first_item + ITEM_FIELDS * self.max_items
 
     @property
     def group_segments(self) -> int:
@@ -150,19 +165,21 @@ class GroupWork:
     """What the host says of a plan's groups.
 
     Attributes:
-        head: int32, to go to the front of the work list: the header and the groups' items.
+        head: int32, to go to the front of the work list: what is before the items, and the groups' items.
+        first_item: where these begin.
         segments: int32, to go to `group_segments`.
         table: which partial rows each row of the batch has.
     """
 
     head: np.ndarray
+    first_item: int
     segments: np.ndarray
     table: WorkList
 
     @property
     def items(self) -> np.ndarray:
         """`[n_items, 8]`"""
-        return self.head[HEADER_FIELDS:].reshape(-1, ITEM_FIELDS)
+        return self.head[self.first_item :].reshape(-1, ITEM_FIELDS)
 
 
 def build_group_work(groups: Sequence[SharedKeys], capacity: AbsorbCapacity) -> GroupWork:
@@ -173,8 +190,9 @@ def build_group_work(groups: Sequence[SharedKeys], capacity: AbsorbCapacity) -> 
         ValueError: a group is empty or has no keys; a row is out of range or in two groups.
     """
     table = WorkList(np.zeros(capacity.table.size, np.int32), capacity.table, n_items=0, used=capacity.table.size)
+    header = np.zeros(capacity.first_item, np.int32)
     if not groups:
-        return GroupWork(np.zeros(HEADER_FIELDS, np.int32), np.zeros(0, np.int32), table)
+        return GroupWork(header, capacity.first_item, np.zeros(0, np.int32), table)
     sizes = np.array([len(group.rows) for group in groups])
     lengths = np.array([group.length for group in groups])
     first_pages = np.array([group.first_page for group in groups])
@@ -212,138 +230,8 @@ def build_group_work(groups: Sequence[SharedKeys], capacity: AbsorbCapacity) -> 
     items[:, 4] = first_pages[group]
     items[:, 5] = (partial_start[group] + split * sizes[group]) * heads + tile * tile_rows
     items = items[balanced_order(kv_end - kv_begin, capacity.programs)]
-    head = np.concatenate([np.zeros(HEADER_FIELDS, np.int32), items.reshape(-1)])
-    head[:2] = len(items)
-    return GroupWork(head, segments.reshape(-1).astype(np.int32), table)
-
-
-@triton.jit
-def _longest_piece(blocks, PROGRAMS: tl.constexpr, TILES: tl.constexpr, MIN_BLOCKS: tl.constexpr):
-    """Blocks that a piece of a tail may have at most: an even share of all, or some more if that leaves no program with
-    two pieces and ends earlier."""
-    share = tl.maximum(tl.cdiv(tl.sum(blocks, 0) * TILES, PROGRAMS), MIN_BLOCKS)
-    pieces = tl.cdiv(blocks, share)
-    limit = share
-    some = blocks > 0
-    if (tl.sum(pieces, 0) * TILES > PROGRAMS) & (tl.sum(some.to(tl.int32), 0) * TILES <= PROGRAMS):
-        # With two pieces for some programs the last one ends about when a longest and a shortest one are done.
-        of_row = tl.cdiv(blocks, tl.maximum(pieces, 1))
-        end = tl.max(of_row, 0) + tl.min(tl.where(some, of_row, 1 << 30), 0)
-        waiting = end > 0
-        for step in tl.static_range(1, 17):
-            longer = share + tl.cdiv(share * step, 16)
-            fits = tl.sum(tl.cdiv(blocks, longer), 0) * TILES <= PROGRAMS
-            limit = tl.where(waiting & fits & (longer <= end), longer, limit)
-            waiting = waiting & (fits == 0)
-    return limit
-
-
-@triton.jit
-def _load_lengths(lens_ptr, row, rows, QUERIES: tl.constexpr):
-    """Keys that a row of the batch sees, 0 behind the last row. Query tokens before a request's last see fewer."""
-    length = tl.load(lens_ptr + row // QUERIES, mask=row < rows, other=0)
-    return tl.maximum(length - (QUERIES - 1 - row % QUERIES), 0)
-
-
-@triton.jit(do_not_specialize=["rows", "table_row"])
-def schedule_tails_kernel(
-    lens_ptr,  # int32 [rows / QUERIES]
-    work_ptr,  # int32, the work list
-    table_ptr,  # int32, see schedule.WorkList; only the entries of rows
-    rows,
-    table_row,  # entries between two rows of the page table: SGLang's grows while it runs
-    HEADS: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    MAX_ROWS: tl.constexpr,
-    FIRST_PARTIAL: tl.constexpr,
-    FIRST_SEGMENT: tl.constexpr,
-    MIN_BLOCKS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    QUERIES: tl.constexpr,
-    HEADER: tl.constexpr,
-    ITEM: tl.constexpr,
-    LANES: tl.constexpr,  # a power of two, at least MAX_ROWS
-):
-    TILES: tl.constexpr = (HEADS + TILE_ROWS - 1) // TILE_ROWS
-    lane = tl.arange(0, LANES)
-    blocks = tl.cdiv(_load_lengths(lens_ptr, lane, rows, QUERIES), BLOCK_KEYS)
-    limit = _longest_piece(blocks, PROGRAMS, TILES, MIN_BLOCKS)
-    longest = tl.cdiv(blocks, tl.maximum(tl.cdiv(blocks, limit), 1))  # of the row's items
-    # Rows by their longest item, equal ones in their order: the row is in the low digits of what is sorted.
-    row = LANES - 1 - tl.sort(longest * LANES + (LANES - 1 - lane), descending=True) % LANES
-    length = _load_lengths(lens_ptr, row, rows, QUERIES)
-    blocks = tl.cdiv(length, BLOCK_KEYS)
-    splits = tl.cdiv(blocks, limit)
-    before = tl.cumsum(splits, 0) - splits  # splits of the rows before, in this order
-    pieces = tl.where(splits > 1, splits, 0)
-    partial = FIRST_PARTIAL + tl.where(splits > 1, MAX_ROWS + tl.cumsum(pieces, 0) - pieces, row)
-    group_items = tl.load(work_ptr + 1)
-    tl.store(work_ptr, group_items + tl.sum(splits, 0) * TILES)
-    for split in range(0, tl.max(splits, 0)):
-        has = split < splits
-        kv_begin = split * blocks // tl.maximum(splits, 1) * BLOCK_KEYS
-        kv_end = tl.minimum((split + 1) * blocks // tl.maximum(splits, 1) * BLOCK_KEYS, length)
-        for tile in tl.static_range(TILES):
-            item_ptr = work_ptr + HEADER + (group_items + (before + split) * TILES + tile) * ITEM
-            first_segment = FIRST_SEGMENT + (row * HEADS + tile * TILE_ROWS) // SEGMENT
-            tl.store(item_ptr, first_segment, mask=has)
-            tl.store(item_ptr + 1, tl.minimum(HEADS - tile * TILE_ROWS, TILE_ROWS), mask=has)
-            tl.store(item_ptr + 2, kv_begin, mask=has)
-            tl.store(item_ptr + 3, kv_end, mask=has)
-            tl.store(item_ptr + 4, row // QUERIES * table_row, mask=has)
-            tl.store(item_ptr + 5, (partial + split) * HEADS + tile * TILE_ROWS, mask=has)
-    row_ptr = table_ptr + ITEM + MAX_ROWS + row
-    tl.store(row_ptr, partial, mask=row < rows)
-    tl.store(row_ptr + MAX_ROWS, 1, mask=row < rows)
-    tl.store(row_ptr + 2 * MAX_ROWS, splits, mask=row < rows)
-
-
-def schedule_tails(lens: Tensor, work: Tensor, table: Tensor, capacity: AbsorbCapacity, page_table: Tensor) -> None:
-    """Put the items of the tails behind those of the groups, in place of the ones that were there.
-
-    Pieces of a tail are as long as a program's even share of all of them, or up to twice as long, so that there are at
-    most `programs` pieces beside one for each row. Longest pieces first. A tail without tokens has none.
-
-    Args:
-        lens: `[requests]` int32, tokens of each request's private tail. A batch has `capacity.queries` rows for each.
-        work: `[capacity.size]` int32, begun with `capacity.empty_work()` and holding the plan's groups; written.
-        table: `[capacity.table.size]` int32, written: which partial rows each row's tail has.
-        page_table: `[at least requests, pages]` int32, the pages of each tail. Only its stride is used.
-    Raises:
-        ValueError: a shape or dtype is not as above.
-    """
-    requests = lens.shape[0]
-    rows = requests * capacity.queries
-    for name, tensor, shape in (
-        ("lens", lens, (requests,)),
-        ("work", work, (capacity.size,)),
-        ("table", table, (capacity.table.size,)),
-    ):
-        if tensor.dtype != torch.int32 or tensor.shape != shape or not tensor.is_contiguous():
-            raise ValueError(f"{name} must be int32 {list(shape)}, not {tensor.dtype} {list(tensor.shape)}")
-    if rows > capacity.max_rows or requests > page_table.shape[0]:
-        have = f"there is room for {capacity.max_rows} rows, and {page_table.shape[0]} requests have pages"
-        raise ValueError(f"{requests} requests, {rows} rows; {have}")
-    schedule_tails_kernel[(1,)](
-        lens,
-        work,
-        table,
-        rows,
-        page_table.stride(0),
-        HEADS=capacity.heads,
-        SEGMENT=capacity.segment,
-        PROGRAMS=capacity.programs,
-        MAX_ROWS=capacity.max_rows,
-        FIRST_PARTIAL=capacity.max_group_partials,
-        FIRST_SEGMENT=capacity.tail_segments,
-        MIN_BLOCKS=MIN_SPLIT_BLOCKS,
-        BLOCK_KEYS=BLOCK_KEYS,
-        TILE_ROWS=capacity.tile_rows,
-        QUERIES=capacity.queries,
-        HEADER=HEADER_FIELDS,
-        ITEM=ITEM_FIELDS,
-        LANES=triton.next_power_of_2(capacity.max_rows),
-        num_warps=4,
-    )
+    header[:2] = len(items)
+    costs = -(-(items[:, 3] - items[:, 2]) // BLOCK_KEYS) + ITEM_BLOCKS
+    np.add.at(header[HEADER_FIELDS + 2 * capacity.programs :], np.arange(len(items)) % capacity.programs, costs)
+    head = np.concatenate([header, items.reshape(-1)])
+    return GroupWork(head, capacity.first_item, segments.reshape(-1).astype(np.int32), table)

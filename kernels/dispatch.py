@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .append_latent import append_latent
 from .fetch_latent import fetch_latent
+from .join_parts import join_parts
 from .latent_rows import LatentRowLayout, dequantize, quantize
 from .layout import ExpandedBuffers
 from .naive_prefix import Tile
@@ -47,6 +48,16 @@ def workspace_bytes(*, max_rows: int, heads: int, v_head_dim: int, chunks: int, 
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count
         return TritonPrefixAttention.workspace_bytes_for(**sizes, chunks=chunks, sm_count=sm_count)
     return ReferencePrefixAttention.workspace_bytes_for(**sizes)
+
+
+def whole_query(q_absorbed: Tensor, q_rope: Tensor) -> Tensor:
+    """`[T, H, r + dr]`, contiguous, of `q_absorbed [T, H, r]` and `q_rope [T, H, dr]`; errors are those of
+    `join_parts`."""
+    if not q_absorbed.is_cuda:
+        return torch.cat([q_absorbed, q_rope], dim=-1)
+    out = q_absorbed.new_empty(*q_absorbed.shape[:-1], q_absorbed.shape[-1] + q_rope.shape[-1])
+    join_parts(q_absorbed, q_rope, out)
+    return out
 
 
 def append_rows(latent: Tensor, rope: Tensor, slots: Tensor, pool: Tensor) -> None:

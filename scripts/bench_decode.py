@@ -6,8 +6,7 @@
 Every line of the output is one measurement: the median time of a CUDA graph of one call for one layer, L2 flushed
 before each. DeepSeek-V3's dimensions, pages in random order. Ours is everything from the absorbed query in BF16:
 rounding it, attention, and the merge of pieces; a step's schedule, made once for all layers, is `prepare_ms`. FlashMLA
-FP8 gets a query that is e4m3 already. `--variants` times what was considered, too: FP8 weights and values in the kernel
-for many heads, and the portable kernel with its three ways to rescale.
+FP8 gets a query that is e4m3 already. `--variants` times the portable kernel, too, with its three ways to rescale.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from rival_attention import DR, LATENT, PAGE_TOKENS, RIVALS, SCALE, Case, page_table
 
-from sglang_mla_ext.kernels.absorb_fp8 import AbsorbFP8, HopperAbsorbFP8, TritonAbsorbFP8, make_absorb_fp8
+from sglang_mla_ext.kernels.absorb_fp8 import AbsorbFP8, TritonAbsorbFP8, make_absorb_fp8
 from sglang_mla_ext.kernels.dispatch import append_rows
 from sglang_mla_ext.kernels.latent_rows import LatentRowLayout
 from sglang_mla_ext.results import write_record
@@ -50,7 +49,6 @@ DEFAULT_GRID = (
     *("64x512-65536x16", "64x512-65536x64", "64x512-65536x128"),
 )
 VARIANTS: dict[str, Callable[..., AbsorbFP8]] = {
-    "hopper_8_bits": lambda **sizes: HopperAbsorbFP8(bits=8, **sizes),
     "triton": TritonAbsorbFP8,
     "triton_lattice": lambda **sizes: TritonAbsorbFP8(rescale="lattice", **sizes),
     "triton_add": lambda **sizes: TritonAbsorbFP8(rescale="add", **sizes),
@@ -184,10 +182,9 @@ def main(
         if variants:
             makers |= {f"hybrid_mla_{name}": make for name, make in VARIANTS.items()}
         for impl, make in makers.items():
-            if impl != "hybrid_mla_hopper_8_bits" or of.heads > 32:
-                metrics = attempt(impl, measured, make)
-                failed |= metrics is None
-                add(of, impl, "fp8", metrics)
+            metrics = attempt(impl, measured, make)
+            failed |= metrics is None
+            add(of, impl, "fp8", metrics)
         del cache
         free_memory()
         table.add_section()

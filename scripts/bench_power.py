@@ -78,7 +78,7 @@ class Macs(NamedTuple):
 
 # Of one head of a row and one key.
 FLASHMLA_MACS = {"bf16": Macs(0, 2 * LATENT + DR), "fp8": Macs(2 * LATENT + DR, 0)}
-ABSORB_MACS = {16: Macs(LATENT, DR + LATENT), 8: Macs(2 * LATENT, DR)}  # by the bits of weights and values
+ABSORB_MACS = Macs(2 * LATENT, DR)
 NAIVE_MACS = {"bf16": Macs(0, DN + DR + DV), "fp8": Macs(DN + DV, DR)}
 
 
@@ -109,24 +109,21 @@ def products() -> Iterator[Kernel]:
         yield Kernel("torch", "product", label, case, macs.times(PRODUCT_SIDE**3), make)
 
 
-def our_decode(case: Case, bits: int) -> Callable[[], None]:
-    """Decode over an FP8 cache of random rows; bits: of weights and values in their product."""
-    return ours(case, FP8Cache(case), partial(HopperAbsorbFP8, bits=bits))[0]
+def our_decode(case: Case) -> Callable[[], None]:
+    """Decode over an FP8 cache of random rows."""
+    return ours(case, FP8Cache(case), HopperAbsorbFP8)[0]
 
 
 def decode_kernels(spec: str) -> Iterator[Kernel]:
-    """Decode over private tokens: FlashMLA, ours as a server runs it, and with 8 bits where that is a choice."""
+    """Decode over private tokens: FlashMLA, and ours as a server runs it."""
     case = parse_case(spec)
     count = case.batch * case.tail * case.heads
     for name in FLASHMLA:
         rival = RIVALS[name]
         macs = FLASHMLA_MACS[rival.dtype].times(count)
         yield Kernel(name, rival.part, spec, case.fields(rival.dtype), macs, partial(rival.make, case))
-    # Up to 32 heads there are 8 bits alone.
-    makers = {"hybrid_mla": 8} if case.heads <= 32 else {"hybrid_mla": 16, "hybrid_mla_hopper_8_bits": 8}
-    for name, bits in makers.items():
-        macs = ABSORB_MACS[bits].times(count)
-        yield Kernel(name, "all", spec, case.fields("fp8"), macs, partial(our_decode, case, bits))
+    macs = ABSORB_MACS.times(count)
+    yield Kernel("hybrid_mla", "all", spec, case.fields("fp8"), macs, partial(our_decode, case))
 
 
 def shared_part(case: Case, dtype: str, tile: Tile) -> Callable[[], None]:

@@ -16,10 +16,11 @@ from torch import Tensor
 from sglang_mla_ext.grouped_absorb import TILE_ROWS, HopperGroupedAbsorb
 from sglang_mla_ext.kernels import absorb_fp8_few_heads, absorb_fp8_hopper
 from sglang_mla_ext.kernels.absorb_fp8_hopper import Query
-from sglang_mla_ext.kernels.absorb_schedule import AbsorbCapacity, schedule_tails
+from sglang_mla_ext.kernels.absorb_schedule import AbsorbCapacity
 from sglang_mla_ext.kernels.latent_rows import LatentRowLayout
 from sglang_mla_ext.kernels.layout import FP8
 from sglang_mla_ext.kernels.quantize_query import quantize_query
+from sglang_mla_ext.kernels.tail_schedule import schedule_tails
 from sglang_mla_ext.limits import PAGE_SIZE
 from sglang_mla_ext.prefix.planner import Stacking
 
@@ -46,9 +47,11 @@ class HopperGroupedAbsorbFP8(HopperGroupedAbsorb):
         lens = self._lens[: self._rows]
         schedule_tails(lens, self._tail_work, self._tail_partials, self._tail_capacity, self._table)
 
-    def run(self, q: Tensor, pool: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    def run(self, q: Tensor, pool: Tensor, softmax_scale: float, q_rope: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """
         Args:
+            q: as of `GroupedAbsorb`, or its content `[rows, heads, kv_lora_rank]` where `q_rope [rows, heads,
+                qk_rope_head_dim]` is given; any strides.
             pool: uint8 `[slots, row_bytes]` of a layer, pages of PAGE_SIZE rows, in place of latent pages; the rest as
                 of `GroupedAbsorb`.
         """
@@ -57,7 +60,8 @@ class HopperGroupedAbsorbFP8(HopperGroupedAbsorb):
         if not rows:  # TMA knows no tensor without rows
             return q.new_empty(rows, heads, self._rank), self._no_lse.new_empty(rows, heads)
         query = Query(self._q_content[:rows], self._q_scale[:rows], self._q_rope[:rows])
-        quantize_query(*q.split([self._rank, self._columns - self._rank], dim=-1), *query)
+        parts = q.split([self._rank, self._columns - self._rank], dim=-1) if q_rope is None else (q, q_rope)
+        quantize_query(*parts, *query)
         partials = self._partial_out, self._partial_lse2
         groups = self._work, self._table, self._capacity, *partials
         tails = self._tail_work, self._table, self._tail_capacity, *partials

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from sglang_mla_ext.kernels import absorb_hopper, reference
 from sglang_mla_ext.kernels.absorb_fp8 import AbsorbFP8
-from sglang_mla_ext.kernels.absorb_schedule import AbsorbCapacity, SharedKeys, build_group_work, schedule_tails
+from sglang_mla_ext.kernels.absorb_schedule import AbsorbCapacity, SharedKeys, build_group_work
 from sglang_mla_ext.kernels.append_latent import append_latent
 from sglang_mla_ext.kernels.fetch_latent import fetch_latent
 from sglang_mla_ext.kernels.latent_rows import LatentRowLayout, dequantize, quantize
 from sglang_mla_ext.kernels.merge import merge
+from sglang_mla_ext.kernels.tail_schedule import schedule_tails
 
 LAYOUT, RANK, DR, PAGE = LatentRowLayout(), 512, 64, 64
 SCALE = 192**-0.5

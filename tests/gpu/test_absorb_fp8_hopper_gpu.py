@@ -19,7 +19,7 @@ from rival_attention import Case as RivalCase
 from rival_attention import flashmla_bf16, flashmla_fp8
 from test_fp8_cache_gpu import DEVICE, LAYOUT, LSE_BOUND, PAGE, RANK, SCALE, Cache, queries
 
-from sglang_mla_ext.kernels import absorb_fp8_few_heads, reference
+from sglang_mla_ext.kernels import reference
 from sglang_mla_ext.kernels.absorb_fp8 import AbsorbFP8, HopperAbsorbFP8, TritonAbsorbFP8, make_absorb_fp8
 
 pytestmark = pytest.mark.gpu
@@ -49,18 +49,13 @@ def assert_as_good_as_the_steps(
     torch.testing.assert_close(result[1], steps_lse, rtol=0, atol=LSE_BOUND)
 
 
-def with_bits(*heads: int) -> list[tuple[int, int]]:
-    """Heads and bits of weights and values, which are 8 where heads are few."""
-    return [(n, bits) for n in heads for bits in ((8,) if n in absorb_fp8_few_heads.ROWS else (8, 16))]
-
-
-@pytest.mark.parametrize(("heads", "bits"), with_bits(8, 16, 24, 32, 64, 96, 128))
-def test_odd_lengths(heads: int, bits: int) -> None:
+@pytest.mark.parametrize("heads", [8, 16, 24, 32, 64, 96, 128])
+def test_odd_lengths(heads: int) -> None:
     torch.manual_seed(heads)
     cache, q = Cache(ODD_LENGTHS * 3), queries(3 * len(ODD_LENGTHS), heads)
-    absorb = HopperAbsorbFP8(max_requests=len(cache.lens) + SPARE_ROWS, heads=heads, device=DEVICE, bits=bits)
+    absorb = HopperAbsorbFP8(max_requests=len(cache.lens) + SPARE_ROWS, heads=heads, device=DEVICE)
     first, again = run(absorb, cache, q), run(absorb, cache, q)
-    print(f"\n{heads} heads, {bits} bits:")
+    print(f"\n{heads} heads:")
     assert_as_good_as_the_steps(first, cache, q)
     for one, other in zip(first, again, strict=True):
         assert torch.equal(one, other)
@@ -89,16 +84,16 @@ def test_long_ones_and_many(lens: tuple[int, ...], heads: int) -> None:
     assert_as_good_as_the_steps(run(absorb, cache, q), cache, q)
 
 
-@pytest.mark.parametrize(("heads", "bits"), with_bits(16, 64))
-def test_sums_over_many_keys_are_not_biased(heads: int, bits: int) -> None:
+@pytest.mark.parametrize("heads", [16, 64])
+def test_sums_over_many_keys_are_not_biased(heads: int) -> None:
     """Where values have a mean, and one program adds up all of them, cut-off sums would make results too small, which
     rounding alone does not. See test_fp8_gpu.py."""
     torch.manual_seed(0)
     cache, q = Cache((26472,), mean=0.5), queries(1, heads)
-    absorb = HopperAbsorbFP8(max_requests=1, heads=heads, device=DEVICE, bits=bits, num_sms=1)  # no key range is cut
+    absorb = HopperAbsorbFP8(max_requests=1, heads=heads, device=DEVICE, num_sms=1)  # no key range is cut
     out, exact = run(absorb, cache, q)[0].double(), cache.exact(*q)
     share = ((out * exact).sum() / exact.square().sum()).item()
-    print(f"\n{heads} heads, {bits} bits: {share:.5f} of the exact result, {reference.errors(out, exact).rel_l2:.5f}")
+    print(f"\n{heads} heads: {share:.5f} of the exact result, {reference.errors(out, exact).rel_l2:.5f}")
     assert abs(share - 1) < 2e-3
 
 
@@ -203,8 +198,6 @@ def test_times(requests: int, heads: int, length: int) -> None:
     cache, q = Cache((length,) * requests), queries(requests, heads)
     sizes: dict[str, Any] = dict(max_requests=requests, heads=heads, device=DEVICE)
     kinds: dict[str, AbsorbFP8] = {"own": HopperAbsorbFP8(**sizes), "Triton": TritonAbsorbFP8(**sizes)}
-    if heads > 32:
-        kinds["own, 8 bits"] = HopperAbsorbFP8(**sizes, bits=8)
     out, lse = torch.empty_like(q[0]), torch.empty(q[0].shape[:2], device=DEVICE)
     us = {}
     for name, absorb in kinds.items():

@@ -1,9 +1,8 @@
 """Grouped absorb over FP8 rows on a Hopper GPU, against float64 and the rounding steps in torch.
 
-Bounds as in test_absorb_fp8_hopper_gpu.py: the steps round the weights of all keys to e4m3, the kernel of the prefixes
-keeps 16 bits, so the error is at most that of the steps, and what partials and results lose in BF16 is within the same
-margin. Whatever no kernel may read is NaN. Run with `pytest tests/gpu -m gpu -s`, in a process of its own: each case
-prints its errors, and the last one times.
+Bounds as in test_absorb_fp8_hopper_gpu.py: what partials and results lose in BF16 is within the same margin. Whatever
+no kernel may read is NaN. Run with `pytest tests/gpu -m gpu -s`, in a process of its own: each case prints its errors,
+and the last one times.
 """
 
 from __future__ import annotations

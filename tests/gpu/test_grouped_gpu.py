@@ -16,8 +16,9 @@ import torch
 from triton.testing import do_bench_cudagraph
 
 from sglang_mla_ext.kernels import absorb_hopper, reference
-from sglang_mla_ext.kernels.absorb_schedule import AbsorbCapacity, SharedKeys, build_group_work, schedule_tails
+from sglang_mla_ext.kernels.absorb_schedule import AbsorbCapacity, SharedKeys, build_group_work
 from sglang_mla_ext.kernels.merge import merge
+from sglang_mla_ext.kernels.tail_schedule import schedule_tails
 from sglang_mla_ext.limits import PAGE_SIZE
 from sglang_mla_ext.prefix.cost_model import Mode
 from sglang_mla_ext.prefix.planner import Group

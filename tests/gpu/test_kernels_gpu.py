@@ -15,7 +15,7 @@ import torch
 from triton.testing import do_bench_cudagraph
 
 from sglang_mla_ext.kernels import naive_prefix, naive_prefix_hopper, reference
-from sglang_mla_ext.kernels.dispatch import make_prefix_attention
+from sglang_mla_ext.kernels.dispatch import make_prefix_attention, whole_query
 from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, ExpandedBuffers
 from sglang_mla_ext.kernels.prefix_attention import TritonPrefixAttention
 from sglang_mla_ext.kernels.schedule import PrefixGroup
@@ -222,3 +222,15 @@ def test_plans_in_quick_succession_do_not_overwrite_each_other() -> None:
     expected = {tuple(chosen): problem.expected(chosen) for chosen in plans}
     for chosen, (out, lse) in zip(plans, kept, strict=True):
         assert_equal(out, lse, expected[tuple(chosen)])
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("rows", [1, 37, 128, 512])
+def test_parts_of_queries_are_joined(rows: int, heads: int) -> None:
+    """As SGLang hands them over: the content as a product with the heads first, the rotary part inside a query."""
+    content = torch.randn(heads, rows, 512, dtype=torch.bfloat16, device="cuda").transpose(0, 1)
+    rope = torch.randn(rows, heads, DN + DR, dtype=torch.bfloat16, device="cuda")[..., DN:]
+    assert torch.equal(whole_query(content, rope), torch.cat([content, rope], dim=-1))
+    us = 1e3 * do_bench_cudagraph(lambda: whole_query(content, rope))
+    torch_us = 1e3 * do_bench_cudagraph(lambda: torch.cat([content, rope], dim=-1))
+    print(f"\n{rows} x {heads}: joined in {us:.1f} us, by torch.cat in {torch_us:.1f} us")

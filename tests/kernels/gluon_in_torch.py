@@ -84,9 +84,7 @@ class Place:
         return Place(self.memory, not self.transposed)
 
     def slice(self, start: int, length: int, dim: int) -> Place:
-        if dim != self.transposed:  # columns
-            assert self.memory.shape[1] == 1, "columns of several blocks"
-            return Place(self.memory.narrow(2, start, length), self.transposed)
+        assert dim == self.transposed, "only rows"
         return Place(self.memory.narrow(0, start, length), self.transposed)
 
 
@@ -287,7 +285,7 @@ class Program:
         layouts = (name for name in vars(gl) if name.endswith("Layout"))
         return SimpleNamespace(
             **dict.fromkeys(layouts, lambda *_: None),
-            float8e4nv=torch.float8_e4m3fn, float16=torch.float16, bfloat16=torch.bfloat16, float32=torch.float32,
+            float8e4nv=torch.float8_e4m3fn, bfloat16=torch.bfloat16, float32=torch.float32,
             int16=torch.int16, int32=torch.int32, int64=torch.int64,
             program_id=lambda axis: index, num_programs=lambda axis: programs, static_range=range,
             load=load, store=store, maximum=maximum, where=where, zeros_like=torch.zeros_like,

@@ -26,18 +26,17 @@ from sglang_mla_ext.kernels.schedule import ITEM_FIELDS, WorkList
 # Like conftest.py: the kernel is bound to the interpreter when it is imported.
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")
-    from sglang_mla_ext.kernels import absorb_schedule
-assert isinstance(absorb_schedule.schedule_tails_kernel, interpreter.InterpretedFunction), "run tests/kernels alone"
+    from sglang_mla_ext.kernels.tail_schedule import MIN_BLOCKS, schedule_tails, schedule_tails_kernel
+assert isinstance(schedule_tails_kernel, interpreter.InterpretedFunction), "run tests/kernels alone"
 from sglang_mla_ext.kernels import absorb_consumers_hopper, absorb_hopper  # noqa: E402
 from sglang_mla_ext.kernels.absorb_schedule import (  # noqa: E402
     BLOCK_KEYS,
     HEADER_FIELDS,
-    MIN_SPLIT_BLOCKS,
+    ITEM_BLOCKS,
     TILE_ROWS,
     AbsorbCapacity,
     SharedKeys,
     build_group_work,
-    schedule_tails,
 )
 
 NAN = float("nan")
@@ -78,6 +77,11 @@ def cases() -> Any:
     yield Case(32, ((2, 64),), (0, 3), programs=1)
 
 
+def items_of(work: Tensor, capacity: AbsorbCapacity) -> np.ndarray:
+    n_items = int(work[0])
+    return work[capacity.first_item :][: n_items * ITEM_FIELDS].view(n_items, ITEM_FIELDS).numpy()
+
+
 class Work:
     """The work list of a case, complete, and where the keys of its items are."""
 
@@ -100,8 +104,12 @@ class Work:
         self.group_work = build_group_work(self.groups, self.capacity)
         self.array = torch.from_numpy(self.capacity.empty_work())
         # What an earlier step left must not matter.
-        self.array[HEADER_FIELDS : self.capacity.tail_segments] = -1
+        self.array[self.capacity.first_item : self.capacity.tail_segments] = -1
         self.array[: len(self.group_work.head)] = torch.from_numpy(self.group_work.head)
+        tiles = self.capacity.row_tiles
+        with_tails = case.programs // tiles * tiles
+        for ranges in (HEADER_FIELDS, HEADER_FIELDS + case.programs):
+            self.array[ranges : ranges + with_tails] = 1 << 30
         segments = torch.from_numpy(self.group_work.segments)
         self.array[self.capacity.group_segments :][: len(segments)] = segments
         table = torch.full((self.capacity.table.size,), -1, dtype=torch.int32)
@@ -112,8 +120,13 @@ class Work:
 
     @property
     def items(self) -> np.ndarray:
-        n_items = int(self.array[0])
-        return self.array[HEADER_FIELDS:][: n_items * ITEM_FIELDS].view(n_items, ITEM_FIELDS).numpy()
+        return items_of(self.array, self.capacity)
+
+    @property
+    def tails_of_programs(self) -> list[np.ndarray]:
+        """The items of each program's range."""
+        begin, end = self.array[HEADER_FIELDS:][: 2 * self.capacity.programs].view(2, -1).tolist()
+        return [self.items[first:last] for first, last in zip(begin, end, strict=True)]
 
     def blocks(self, items: np.ndarray) -> np.ndarray:
         return -(-(items[:, 3] - items[:, 2]) // BLOCK_KEYS)
@@ -160,20 +173,20 @@ def test_every_key_of_every_query_row_is_in_one_item(case: Case) -> None:
 
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_programs_have_even_shares(case: Case) -> None:
-    """Of the groups' items, and of the tails': to within one item. A piece of a tail may be a block shorter than others
-    of its row, which adds one block a round."""
+    """Of the groups' items: to within one item. With tails: to within what it costs to cut them, and 1/16."""
     work = Work(case)
     n_groups = len(work.group_work.items)
-    for items, overhead in ((work.items[:n_groups], 2), (work.items[n_groups:], 0)):
-        if len(items):
-            cost = work.blocks(items) + overhead
-            load = [cost[program :: case.programs].sum() for program in range(case.programs)]
-            rounds = -(-len(items) // case.programs)
-            assert max(load) - min(load) <= cost.max() + rounds
-    tails = work.items[n_groups:]
-    if len(tails):
-        share = -(-sum(-(-length // BLOCK_KEYS) for length in case.tails) * work.capacity.row_tiles // case.programs)
-        assert work.blocks(tails).max() <= 2 * max(share, MIN_SPLIT_BLOCKS)
+    cost = work.blocks(work.items) + ITEM_BLOCKS
+    of_groups = [cost[program : n_groups : case.programs].sum() for program in range(case.programs)]
+    assert work.array[HEADER_FIELDS + 2 * case.programs :][: case.programs].tolist() == of_groups
+    if n_groups:
+        assert max(of_groups) - min(of_groups) <= cost[:n_groups].max() + -(-n_groups // case.programs)
+    tails = work.tails_of_programs
+    assert sorted(item for own in tails for item in own.tolist()) == sorted(work.items[n_groups:].tolist())
+    load = np.add(of_groups, [(work.blocks(own) + ITEM_BLOCKS).sum() for own in tails])
+    share = load.sum() / (case.programs // work.capacity.row_tiles * work.capacity.row_tiles)
+    most = max(share, max(of_groups)) + 2 * ITEM_BLOCKS + MIN_BLOCKS
+    assert load.max() <= max(most * 17 / 16, MIN_BLOCKS + ITEM_BLOCKS)
 
 
 @pytest.mark.parametrize(
@@ -183,16 +196,18 @@ def test_programs_have_even_shares(case: Case) -> None:
         ((65536,) * 16, 16, 16, 1.04),  # eight pieces each, and not nine, which some program would have two of
         ((8192,) * 32, 128, 64, 1.04),  # two tiles of two pieces, and not of three
         ((8192,) * 32, 64, 64, 1.04),
-        ((262144, *((512,) * 100)), 16, 16, 1.35),  # the long one keeps an even share of pieces
+        ((8192,) * 133, 16, 16, 1.05),  # one more than programs: cut
+        ((262144, *((512,) * 100)), 16, 16, 1.15),
+        (tuple(range(512, 65536, 1032)), 16, 16, 1.03),
+        (tuple(range(512, 65536, 1032)), 128, 64, 1.03),
     ],
     ids=str,
 )
 def test_tails_end_together(tails: tuple[int, ...], heads: int, tile_rows: int, most: float) -> None:
     """The program that has the most, beside an even share."""
     work = Work(Case(heads, (), tails, tile_rows=tile_rows))
-    blocks = work.blocks(work.items)
-    load = [blocks[program::132].sum() for program in range(132)]
-    assert max(load) <= most * blocks.sum() / 132
+    load = [work.blocks(own).sum() for own in work.tails_of_programs]
+    assert max(load) <= most * sum(load) / 132
 
 
 @pytest.mark.parametrize(("heads", "tile_rows"), [(16, 16), (128, 64), (24, 64)])
@@ -204,7 +219,7 @@ def test_query_tokens_of_a_request_see_one_key_after_the_other(heads: int, tile_
     page_table = torch.empty(len(lens), width, dtype=torch.int32)
     schedule_tails(torch.tensor(lens, dtype=torch.int32), work, table, capacity, page_table)
     found: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # of a query row
-    for first, n_rows, begin, end, first_page, *_ in work[HEADER_FIELDS:][: 8 * int(work[0])].view(-1, 8).tolist():
+    for first, n_rows, begin, end, first_page, *_ in items_of(work, capacity).tolist():
         for at in range(n_rows):
             segment, inside = divmod(at, capacity.segment)
             found[int(work[first + segment]) + inside].append((begin, end, first_page))
@@ -238,6 +253,8 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             build_group_work(groups, capacity)
+    with pytest.raises(ValueError, match="2 programs"):
+        AbsorbCapacity(8, 128, 1)
     with pytest.raises(ValueError, match="multiple of 8"):
         AbsorbCapacity(8, 20, 4).size  # noqa: B018
     work, table = (torch.zeros(size, dtype=torch.int32) for size in (capacity.size, capacity.table.size))

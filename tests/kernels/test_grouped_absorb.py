@@ -25,7 +25,8 @@ from sglang_mla_ext.prefix.planner import SPARE_ENTRIES, Group, Stacking
 # Like conftest.py: the kernel is bound to the interpreter when it is imported.
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")
-    from sglang_mla_ext.kernels.absorb_schedule import HEADER_FIELDS, AbsorbCapacity, schedule_tails_kernel
+    from sglang_mla_ext.kernels.absorb_schedule import AbsorbCapacity
+    from sglang_mla_ext.kernels.tail_schedule import schedule_tails_kernel
 assert isinstance(schedule_tails_kernel, interpreter.InterpretedFunction), "run `pytest tests/kernels` on its own"
 
 NAN = float("nan")
@@ -88,7 +89,7 @@ def run_absorb_kernel(
     out, lse2 = partial_out.view(-1, RANK), partial_lse2.view(-1)
     out.fill_(NAN)  # no layer may use what the one before left
     lse2.fill_(NAN)
-    items = work[HEADER_FIELDS:][: 8 * int(work[0])].view(-1, 8)
+    items = work[capacity.first_item :][: 8 * int(work[0])].view(-1, 8)
     for segments, n_rows, begin, end, first_page, partial, *_ in items.tolist():
         runs = work[segments : segments + -(-n_rows // capacity.segment)]
         rows = (runs[:, None] + torch.arange(capacity.segment)).flatten()[:n_rows].long()

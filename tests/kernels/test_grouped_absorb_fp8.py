@@ -1,9 +1,9 @@
 """Grouped absorb over FP8 rows without a GPU: both kernels' own source run in torch (gluon_in_torch.py); the schedule
 of the tails, the query's rounding and the merges in Triton's interpreter.
 
-Expected is what the two kernels round, in torch: weights of prefixes hardly (16 bits), those of tails as
-reference_fp8.absorb_fp8 does; and attention in float64 to the rows as they are read back. Rows that nobody may read,
-partials of earlier launches and entries of the page table that nobody wrote are NaN or point nowhere.
+Expected is what the kernels round, in torch: reference_fp8.absorb_fp8 over all keys of a row, because prefixes end with
+a block; and attention in float64 to the rows as they are read back. Rows that nobody may read, partials of earlier
+launches and entries of the page table that nobody wrote are NaN or point nowhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from sglang_mla_ext.prefix.planner import Group, Plan, Stacking
 RANK, ROPE, PAGE = 512, 64, 64
 MAX_ROWS, MAX_TOKENS = 20, 800
 ODD_TAILS = (0, 1, 63, 64, 65, 130)
-# Rounding of the tails' weights to e4m3.
+# Rounding of weights to e4m3.
 EXACT_BOUND = 0.02
 NOWHERE = 1 << 30
 
@@ -48,8 +48,7 @@ def fp8(module: Any) -> Iterator[Any]:  # noqa: F811
 @pytest.fixture(autouse=True)
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = InTorch(seed=0, faults={})
-    bits = absorb_fp8_hopper.BITS
-    monkeypatch.setattr(absorb_fp8_hopper, "run", lambda *tensors, **of: stand_in.hopper(*tensors, bits=bits, **of))
+    monkeypatch.setattr(absorb_fp8_hopper, "run", stand_in.hopper)
     monkeypatch.setattr(absorb_fp8_few_heads, "run", stand_in.few)
 
 
@@ -108,27 +107,25 @@ class Problem:
         return grouped.run(self.q, self.pool, SOFTMAX_SCALE)
 
     def expected(self, exact: bool) -> Result:
-        """Attention to the rows as they are read back, in float64; or where not exact, to a tail's in FP8's steps."""
+        """Attention to the rows as they are read back, in float64; or where not exact, in FP8's steps."""
         parts = []
         for row, length in enumerate(self.seq_lens.tolist()):
-            slots = self.req_to_token[self.pool_indices[row], :length].long()
+            rows = self.pool[self.req_to_token[self.pool_indices[row], :length].long()]
             q = self.q[row : row + 1]
             if exact:
-                parts.append(self._attend(q, slots))
-                continue
-            prefix, tail = slots.split([int(self.prefix_lens[row]), length - int(self.prefix_lens[row])])
-            keys = reference_fp8.keys_of_rows(self.pool[tail])
-            of_tail = reference_fp8.absorb_fp8(q[..., :RANK], q[..., RANK:], keys, SOFTMAX_SCALE)
-            parts.append(merged(self._attend(q, prefix), of_tail))
+                parts.append(self._attend(q, rows))
+            else:
+                keys = reference_fp8.keys_of_rows(rows)
+                parts.append(reference_fp8.absorb_fp8(q[..., :RANK], q[..., RANK:], keys, SOFTMAX_SCALE))
         outs, lses = zip(*parts, strict=True)
         return torch.cat(outs), torch.cat(lses)
 
-    def _attend(self, q: torch.Tensor, slots: torch.Tensor) -> Result:
+    def _attend(self, q: torch.Tensor, rows: torch.Tensor) -> Result:
         """Of the rounded query `[1, H, RANK + ROPE]`: rounding that is not the kernels'."""
         rounded = torch.cat(dequantize(quantize(q[0, :, :RANK], q[0, :, RANK:])), dim=-1)[None].double()
-        keys = torch.cat(dequantize(self.pool[slots]), dim=-1)[None].double()
+        keys = torch.cat(dequantize(rows), dim=-1)[None].double()
         return reference.absorb(
-            rounded[..., :RANK], rounded[..., RANK:], keys, torch.tensor([len(slots)]), SOFTMAX_SCALE
+            rounded[..., :RANK], rounded[..., RANK:], keys, torch.tensor([len(rows)]), SOFTMAX_SCALE
         )
 
     def check(self, actual: Result) -> None:
@@ -137,12 +134,6 @@ class Problem:
             ours = tuple(part[row : row + 1] for part in actual)
             assert_close(ours, tuple(part[row : row + 1] for part in steps), BOUND)
             assert_close(ours, tuple(part[row : row + 1] for part in exact), EXACT_BOUND)
-
-
-def merged(one: Result, other: Result) -> Result:
-    lse = torch.logaddexp(one[1], other[1])
-    weights = [torch.exp(part[1] - lse).nan_to_num(0.0)[..., None] for part in (one, other)]
-    return weights[0] * one[0] + weights[1] * other[0], lse
 
 
 def make(fp8: Any, heads: int, programs: int = 4) -> Any:
@@ -260,6 +251,7 @@ def backend(fp8: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     problem = Problem(16, ((5, 128), (2, 64)), (130, 1, 64, 0, 65, 63, 2, 3))
     made = kind.__new__(kind)
     made.problem, made._heads, made.options = problem, 16, SimpleNamespace(mode="grouped_absorb")
+    made.kv_lora_rank, made.qk_rope_head_dim = RANK, ROPE
     made.max_rows, made.max_context_len, made.min_rows = MAX_ROWS, MAX_TOKENS, 2
     made.req_to_token, made._prefix_lens = problem.req_to_token, torch.zeros(MAX_ROWS, dtype=torch.int32)
     made._layers = [SimpleNamespace(attn_mqa=SimpleNamespace(layer_id=3))]
@@ -288,9 +280,14 @@ def test_the_backend_attends_to_a_grouped_step(backend: Any) -> None:
     layer = SimpleNamespace(layer_id=3, tp_q_head_num=16, head_dim=RANK + ROPE, scaling=SOFTMAX_SCALE)
     backend._next = Plan(rows, tuple(sorted(problem.groups, key=lambda group: group.rows))), ()
     expected = problem.expected(exact=False)[0].float()
-    for prepare in (backend.init_forward_metadata, backend.init_forward_metadata_out_graph):
+    q_absorbed, q_rope = problem.q.split([RANK, ROPE], dim=-1)
+    whole, parts = (problem.q.view(rows, -1), None), (q_absorbed, q_rope)
+    for prepare, (q, rope) in (
+        (backend.init_forward_metadata, whole),
+        (backend.init_forward_metadata_out_graph, parts),
+    ):
         prepare(batch)
-        out = backend.forward_decode(problem.q.view(rows, -1), None, None, layer, batch)
+        out = backend.forward_decode(q, None, None, layer, batch, q_rope=rope)
         assert reference.errors(out.view(rows, 16, RANK), expected).rel_l2 < BOUND
 
 

@@ -22,6 +22,7 @@ with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")
     from sglang_mla_ext.kernels.append_latent import append_latent, append_latent_kernel
     from sglang_mla_ext.kernels.fetch_latent import fetch_latent
+    from sglang_mla_ext.kernels.join_parts import join_parts
     from sglang_mla_ext.kernels.quantize_query import quantize_query
 assert isinstance(append_latent_kernel, interpreter.InterpretedFunction), "run `pytest tests/kernels` on its own"
 
@@ -267,3 +268,35 @@ def test_queries_are_rounded_like_rows(tokens: int, heads: int, rank: int, dtype
     quantize_query(q_absorbed, q_rope, *results)
     for actual, of_reference in zip(results, expected, strict=True):
         assert torch.equal(actual.contiguous().view(torch.uint8), of_reference.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # the interpreter has no BF16 of its own
+@pytest.mark.parametrize(("tokens", "heads", "rank"), [(0, 4, 512), (1, 1, 512), (17, 5, 48), (3, 16, 512)])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_parts_of_queries_are_joined(tokens: int, heads: int, rank: int, dtype: torch.dtype, heads_first: bool) -> None:
+    """As SGLang hands them over: the content has the heads before the tokens, the rotary part lies in a wider query."""
+    generator = torch.Generator().manual_seed(tokens)
+    content = torch.randn(heads, tokens, rank, generator=generator).to(dtype).transpose(0, 1)
+    content = content if heads_first else padded(content.contiguous(), 3)
+    rope = padded(torch.randn(tokens, heads, 64, generator=generator).to(dtype), 128)
+    memory = torch.full((tokens * heads * (rank + 64) + 1000,), NAN, dtype=dtype)
+    out = memory[: tokens * heads * (rank + 64)].view(tokens, heads, rank + 64)
+    join_parts(content, rope, out)
+    assert torch.equal(out, torch.cat([content, rope], dim=-1))
+    assert memory[out.numel() :].isnan().all()
+
+
+@pytest.mark.parametrize("change", ["dtype", "shape", "stride", "out"])
+def test_wrong_parts_are_refused(change: str) -> None:
+    content, rope, out = torch.zeros(3, 4, 512), torch.zeros(3, 4, 64), torch.zeros(3, 4, 576)
+    match change:
+        case "dtype":
+            rope = rope.half()
+        case "shape":
+            rope = rope[:, :3]
+        case "stride":
+            content = torch.zeros(512, 4, 3).permute(2, 1, 0)
+        case "out":
+            out = torch.zeros(4, 3, 576).transpose(0, 1)
+    with pytest.raises(ValueError, match="must be"):
+        join_parts(content, rope, out)

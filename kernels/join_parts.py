@@ -1,0 +1,91 @@
+"""Absorbed queries in one piece, as FlashMLA takes them: content and rotary part side by side, in one launch.
+
+    out[t, h] = content[t, h] | rope[t, h]
+
+Memory per token and head: reads and writes 2·(r + dr) bytes of BF16 (1,152 each for DeepSeek-V3).
+
+This launch must not let the next one begin before it ends. FlashMLA is launched such that it may (programmatic
+dependent launch), and some of its versions then read the query without waiting. SGLang's concat_mla_absorb_q does let
+it: it would be a race.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_ROWS = 8
+NUM_WARPS = 4
+
+
+@triton.jit(do_not_specialize=["rows"])
+def join_parts_kernel(
+    content_ptr,  # [T, H, R], strides content_token, content_head, 1
+    rope_ptr,  # [T, H, DR], strides rope_token, rope_head, 1
+    out_ptr,  # [T, H, R + DR]
+    rows,
+    content_token,
+    content_head,
+    rope_token,
+    rope_head,
+    HEADS: tl.constexpr,
+    R: tl.constexpr,
+    DR: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_DR: tl.constexpr,
+):
+    """One program: BLOCK_ROWS of the T·H rows."""
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    in_rows = (row < rows)[:, None]
+    token, head = (row // HEADS).to(tl.int64)[:, None], (row % HEADS).to(tl.int64)[:, None]
+    dim, dim_rope = tl.arange(0, BLOCK_R)[None, :], tl.arange(0, BLOCK_DR)[None, :]
+    in_content, in_rope = in_rows & (dim < R), in_rows & (dim_rope < DR)
+    content = tl.load(content_ptr + token * content_token + head * content_head + dim, mask=in_content)
+    rope = tl.load(rope_ptr + token * rope_token + head * rope_head + dim_rope, mask=in_rope)
+    out_ptrs = out_ptr + row.to(tl.int64)[:, None] * (R + DR)
+    tl.store(out_ptrs + dim, content, mask=in_content)
+    tl.store(out_ptrs + R + dim_rope, rope, mask=in_rope)
+
+
+def join_parts(content: Tensor, rope: Tensor, out: Tensor) -> None:
+    """Write both parts into one tensor. Capturable in a CUDA graph.
+
+    Args:
+        content: `[T, H, r]`; rope: `[T, H, dr]`; any token and head strides, last axis contiguous.
+        out: `[T, H, r + dr]`, contiguous, written; all three of one dtype.
+    Raises:
+        ValueError: a shape, dtype, stride or device is not as above.
+    """
+    tokens, heads, rank = content.shape
+    dr = rope.shape[-1]
+    for name, tensor, dim in (("content", content, rank), ("rope", rope, dr), ("out", out, rank + dr)):
+        if tuple(tensor.shape) != (tokens, heads, dim) or tensor.dtype != content.dtype:
+            raise ValueError(
+                f"{name} must be {[tokens, heads, dim]} {content.dtype}, not {list(tensor.shape)} {tensor.dtype}"
+            )
+        if tensor.stride(2) != 1:
+            raise ValueError(f"the last axis of {name} must be contiguous; its strides are {tensor.stride()}")
+        if tensor.device != content.device:
+            raise ValueError(f"{name} is on {tensor.device}, but content is on {content.device}")
+    if not out.is_contiguous():
+        raise ValueError("out must be contiguous")
+    rows = tokens * heads
+    if rows == 0:
+        return
+    join_parts_kernel[(triton.cdiv(rows, BLOCK_ROWS),)](
+        content,
+        rope,
+        out,
+        rows,
+        *content.stride()[:2],
+        *rope.stride()[:2],
+        HEADS=heads,
+        R=rank,
+        DR=dr,
+        BLOCK_ROWS=BLOCK_ROWS,
+        BLOCK_R=triton.next_power_of_2(rank),
+        BLOCK_DR=triton.next_power_of_2(dr),
+        num_warps=NUM_WARPS,
+    )
