@@ -28,7 +28,7 @@ from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_mla_ext.options import HybridMLAOptions
@@ -249,12 +249,33 @@ class HybridMLABackend:
         self._written, self._written_rows = plan, rows
         return True
 
-    def attend_shared(self, q: torch.Tensor, tail_lse: torch.Tensor, layer: RadixAttention) -> None:
+    def store(
+        self,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        k_rope: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> None:
+        """Write the latent rows of the step's new tokens to the cache, if there are any.
+
+        Args:
+            k: `[rows, 1, kv_lora_rank]` beside `k_rope [rows, 1, qk_rope_head_dim]`, or whole rows; v is a part of it.
+        """
+        if k is None:
+            return
+        slots = forward_batch.out_cache_loc
+        if k_rope is None:
+            self.token_to_kv_pool.set_kv_buffer(layer, slots, k, v)
+        else:
+            self.token_to_kv_pool.set_mla_kv_buffer(layer, slots, k, k_rope)
+
+    def attend_shared(self, q_rope: torch.Tensor, tail_lse: torch.Tensor, layer: RadixAttention) -> None:
         """Attend to the expanded prefixes, if there are any; the merge follows when the layer calls its output
         projection.
 
         Args:
-            q: `[rows, heads, kv_lora_rank + qk_rope_head_dim]`, absorbed; only its rotary part is used.
+            q_rope: `[rows, heads, qk_rope_head_dim]`, the query's rotary part.
             tail_lse: `[rows, heads]` float32, natural log, of all other keys: the private tails, or for rows in a group
                 of grouped absorb everything.
         """
@@ -262,7 +283,6 @@ class HybridMLABackend:
             return
         if self.merge_pending:
             raise RuntimeError("the layer before did not call its output projection: its shared part is lost")
-        q_rope = q[..., -self._buffers.qk_rope_head_dim :]
         self._attention.run(self._layer_index[layer.layer_id], self._q_nope, q_rope, layer.scaling)
         self._q_nope = None
         self._tail_lse = tail_lse

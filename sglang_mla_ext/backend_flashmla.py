@@ -16,6 +16,7 @@ from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend, FlashM
 
 from sglang_mla_ext.backend import HybridMLABackend
 from sglang_mla_ext.grouped_absorb import GroupedAbsorb, fill_page_table, make_grouped_absorb, stacking_for
+from sglang_mla_ext.kernels.dispatch import whole_query
 from sglang_mla_ext.kernels.merge import LN2
 from sglang_mla_ext.limits import PAGE_SIZE
 from sglang_mla_ext.prefix.cost_model import Mode
@@ -84,9 +85,14 @@ class FlashMLAHybridBackend(HybridMLABackend, FlashMLABackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """SGLang's, with its lse as a natural logarithm: FlashInfer's is base 2, and SGLang 0.5.17 merges the parts of
-        a long prefix as if it were not (sgl-project/sglang#40903)."""
+        a long prefix as if it were not (sgl-project/sglang#40903). Absorb comes with query and key in two parts, which
+        SGLang's FlashMLA backend does not take."""
+        if q_rope is not None:
+            q, k = whole_query(q, q_rope), torch.cat([k, k_rope], dim=-1)
         result = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
         if isinstance(result, tuple):
             out, lse2 = result
@@ -101,17 +107,29 @@ class FlashMLAHybridBackend(HybridMLABackend, FlashMLABackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """
+        Args:
+            q: `[rows, heads, kv_lora_rank]`, absorbed, beside `q_rope [rows, heads, qk_rope_head_dim]`, or whole
+                queries.
+            k, v, k_rope: see `store`.
+        """
+        if save_kv_cache:
+            self.store(k, v, k_rope, layer, forward_batch)
+        # After the rows are written: SGLang's kernel for that lets the next launch begin early (kernels/join_parts.py).
+        if q_rope is not None:
+            q = whole_query(q, q_rope)
         if not self._hybrid:
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
-        if save_kv_cache and k is not None:
-            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+            return super().forward_decode(q, None, None, layer, forward_batch, save_kv_cache=False)
         rows = forward_batch.batch_size
         q = q.view(rows, 1, layer.tp_q_head_num, layer.head_dim)
+        q_rope = q[:, 0, :, self.kv_lora_rank :]
         latent_pages = self.token_to_kv_pool.get_key_buffer(layer.layer_id).view(-1, PAGE_SIZE, 1, self.kv_cache_dim)
         if self._stacked:
             out, lse = self._grouped.run(q.squeeze(1), latent_pages, layer.scaling)
-            self.attend_shared(q.squeeze(1), lse, layer)
+            self.attend_shared(q_rope, lse, layer)
             return out.view(rows, -1)
         out, lse = flash_mla_with_kvcache(
             q=q,
@@ -124,7 +142,7 @@ class FlashMLAHybridBackend(HybridMLABackend, FlashMLABackend):
             softmax_scale=layer.scaling,
             causal=True,
         )  # out [rows, 1, heads, kv_lora_rank], lse [rows, heads, 1] natural log
-        self.attend_shared(q.squeeze(1), lse.squeeze(-1), layer)
+        self.attend_shared(q_rope, lse.squeeze(-1), layer)
         return out.view(rows, -1)
 
     def _expanded_by_sglang(self, prefix_lens: Sequence[int]) -> int:

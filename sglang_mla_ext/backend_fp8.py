@@ -74,38 +74,44 @@ class FP8HybridBackend(FlashMLAHybridBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if save_kv_cache and k is not None:
-            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        """Args: as of FlashMLAHybridBackend. What comes in two parts is rounded from two, and never joined."""
+        if save_kv_cache:
+            self.store(k, v, k_rope, layer, forward_batch)
         rows = forward_batch.batch_size
-        q = q.view(rows, layer.tp_q_head_num, layer.head_dim)
+        if q_rope is None:
+            q = q.view(rows, layer.tp_q_head_num, layer.head_dim)
+            q, q_rope = q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         if self._stacked:
-            out, lse = self._grouped.run(q, self.token_to_kv_pool.rows(layer.layer_id), layer.scaling)
-            self.attend_shared(q, lse, layer)
+            out, lse = self._grouped.run(q, self.token_to_kv_pool.rows(layer.layer_id), layer.scaling, q_rope)
+            self.attend_shared(q_rope, lse, layer)
             return out.view(rows, -1)
         table = self.forward_metadata.block_kv_indices[:rows]
         counted = self._hybrid or rows <= self._max_requests
         lens = self._tail_lens[:rows] if counted else forward_batch.seq_lens[:rows].to(torch.int32)
-        out, lse = self._attend_tails(q, layer, table, lens)
+        out, lse = self._attend_tails(q, q_rope, layer, table, lens)
         if self._hybrid:
-            self.attend_shared(q, lse, layer)
+            self.attend_shared(q_rope, lse, layer)
         return out.view(rows, -1)
 
     def _attend_tails(
-        self, q: torch.Tensor, layer: RadixAttention, table: torch.Tensor, lens: torch.Tensor
+        self,
+        q_absorbed: torch.Tensor,
+        q_rope: torch.Tensor,
+        layer: RadixAttention,
+        table: torch.Tensor,
+        lens: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of `q [rows, heads, 576]` to the `lens [rows]` tokens of the pages in `table [rows, pages]`:
-        `out [rows, heads, 512]` and `lse [rows, heads]`."""
+        """Attention of `q_absorbed [rows, heads, 512]` and `q_rope [rows, heads, 64]`, strided, to the `lens [rows]`
+        tokens of the pages in `table [rows, pages]`: `out [rows, heads, 512]` and `lse [rows, heads]`."""
         rows = self.token_to_kv_pool.rows(layer.layer_id)
-        q_absorbed, q_rope = q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        fits = len(q) <= self._max_requests
-        out = (
-            self._absorb.output(len(q), q.dtype)
-            if fits
-            else torch.empty(q_absorbed.shape, dtype=q.dtype, device=q.device)
-        )
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        for start in range(0, len(q), self._max_requests):
+        count, dtype, device = len(q_absorbed), q_absorbed.dtype, q_absorbed.device
+        fits = count <= self._max_requests
+        out = self._absorb.output(count, dtype) if fits else torch.empty(q_absorbed.shape, dtype=dtype, device=device)
+        lse = torch.empty(q_absorbed.shape[:2], dtype=torch.float32, device=device)
+        for start in range(0, count, self._max_requests):
             part = slice(start, start + self._max_requests)
             if not fits:  # too many for one schedule: a new one for each part
                 self._absorb.prepare(lens[part], table[part])

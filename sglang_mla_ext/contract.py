@@ -27,12 +27,14 @@ class Use:
         params: the leading parameter names that we rely on, in order; None for a thing that is not called.
         why: what for.
         launcher: also used in the launching process, which should not import the model's code.
+        kind: its class, where that matters.
     """
 
     path: str
     params: tuple[str, ...] | None
     why: str
     launcher: bool = False
+    kind: type | None = None
 
 
 CONTRACT = (
@@ -90,7 +92,7 @@ CONTRACT = (
     Use(
         "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool.set_mla_kv_buffer",
         ("self", "layer", "loc", "cache_k_nope", "cache_k_rope"),
-        "the FP8 pool",
+        "keys in two parts; the FP8 pool",
     ),
     Use(
         "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool.get_mla_kv_buffer",
@@ -110,6 +112,12 @@ CONTRACT = (
         "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin._split_q_nope_pe",
         ("self", "q", "latent_cache"),
         "the query before it is absorbed",
+    ),
+    Use(
+        "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS",
+        None,
+        "query and key in two parts: forward_absorb_core gives q_rope and k_rope to backends in this list",
+        kind=list,
     ),
     Use(
         "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha.DeepseekMHAForwardMixin"
@@ -167,6 +175,8 @@ def mismatches(launcher_only: bool = False) -> list[str]:
         except (ImportError, AttributeError) as error:
             found.append(f"{use.path} ({use.why}): {error}")
             continue
+        if use.kind is not None and not isinstance(thing, use.kind):
+            found.append(f"{use.path} ({use.why}): is a {type(thing).__name__}, expected a {use.kind.__name__}")
         if use.params is None:
             continue
         # A hooked function is a wrapper; the contract is about what it wraps. Bound class methods lose `cls`.

@@ -43,7 +43,10 @@ worker = _Worker()
 
 
 def install() -> None:
-    """Register the backend, its forward-method handler and all hooks. Called before SGLang builds anything."""
+    """Register the backend, its forward-method handler and all hooks, and ask for queries in parts.
+
+    Called before SGLang builds anything.
+    """
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -55,6 +58,7 @@ def install() -> None:
     from sglang_mla_ext import latent_pool, mla_layer
 
     AttentionBackendRegistry.register(BACKEND_NAME, mla_layer.forward_method)
+    mla_layer.take_parts()
     after = {
         f"{_SRT}.managers.scheduler.Scheduler.__init__": after_scheduler_init,
         f"{_SRT}.managers.scheduler.Scheduler.flush_cache": after_flush_cache,

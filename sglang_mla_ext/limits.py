@@ -66,6 +66,10 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         found.append("the model does not use Multi-head Latent Attention: choose another --attention-backend.")
     elif _is_sparse(args):
         found.append("the model uses DeepSeek Sparse Attention: use --attention-backend dsa.")
+    elif _scales_queries(args):
+        found.append(
+            "the model scales its queries by their positions (llama_4_scaling): choose another --attention-backend."
+        )
     if args.kv_cache_dtype == "fp8_e4m3":
         found += _fp8_cache_findings(args, on_gpu=compute_capability is not None)
     elif args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
@@ -131,3 +135,10 @@ def _is_sparse(args: ServerArgs) -> bool:
     from sglang.srt.configs.model_config import is_deepseek_dsa
 
     return is_deepseek_dsa(args.get_model_config().hf_config)
+
+
+def _scales_queries(args: ServerArgs) -> bool:
+    """As Mistral Large 3 does. SGLang leaves it to backends that take the query in two parts, and the un-absorbed query
+    that we see is before it."""
+    config = args.get_model_config().hf_config
+    return bool(getattr(getattr(config, "text_config", None) or config, "llama_4_scaling", None))

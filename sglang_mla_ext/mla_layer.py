@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_mla_ext import prefill
+from sglang_mla_ext import BACKEND_NAME, prefill
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -35,6 +35,16 @@ def forward_method(attention: DeepseekV2AttentionMLA, forward_batch: Any) -> Any
     if not torch.cuda.is_available():
         return handlers.AttnForwardMethod.MLA
     return handlers.AttentionBackendRegistry.get_handler("flashmla")(attention, forward_batch)
+
+
+def take_parts() -> None:
+    """Let the layer hand over absorbed query and key in two parts, content and rotary part. Otherwise it joins them,
+    which is two more copies in every layer."""
+    from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
+
+    backends = forward_mla.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
+    if BACKEND_NAME not in backends:
+        backends.append(BACKEND_NAME)  # in place: other modules have the same list
 
 
 def after_split_q(result: tuple[torch.Tensor, ...], attention: DeepseekV2AttentionMLA, *args: Any) -> None:

@@ -45,8 +45,11 @@ class TorchHybridBackend(HybridMLABackend, TorchNativeAttnBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """SGLang's absorb, or with keys per head the new tokens of each request among themselves, and their lse."""
+        q, k = _whole(q, q_rope), _whole(k, k_rope)
         if prefill.plan_of(forward_batch) is None:
             if isinstance(self.token_to_kv_pool, LatentPool):
                 self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k)
@@ -67,11 +70,15 @@ class TorchHybridBackend(HybridMLABackend, TorchNativeAttnBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        # SGLang's torch backend takes neither query nor key in two parts, and its own pool stores whole rows here.
+        q, k = _whole(q, q_rope), _whole(k, k_rope)
         if not self._hybrid and not isinstance(self.token_to_kv_pool, LatentPool):
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
-        if save_kv_cache and k is not None:
-            self.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        if save_kv_cache:
+            self.store(k, v, None, layer, forward_batch)
         rows = q.shape[0]
         q = q.view(rows, layer.tp_q_head_num, layer.qk_head_dim)
         q_absorbed, q_rope = q.split([layer.v_head_dim, layer.qk_head_dim - layer.v_head_dim], dim=-1)
@@ -86,7 +93,7 @@ class TorchHybridBackend(HybridMLABackend, TorchNativeAttnBackend):
             group_out, group_lse = self._absorb(*queries, slots, layer)
             parts = group_out.view_as(out[members]), group_lse.view_as(lse[members])
             out[members], lse[members] = reference.merge(out[members], lse[members], *parts)
-        self.attend_shared(q, lse.float(), layer)
+        self.attend_shared(q_rope, lse.float(), layer)
         return out.to(q.dtype).view(rows, -1)
 
     def _can_prefill(self, prefix_lens: Sequence[int], covered: Sequence[int]) -> bool:
@@ -153,6 +160,10 @@ class TorchHybridBackend(HybridMLABackend, TorchNativeAttnBackend):
             )
             outs.append(out[0].transpose(0, 1))
         return torch.cat(outs).reshape(len(q), -1)
+
+
+def _whole(part: torch.Tensor, rope: torch.Tensor | None) -> torch.Tensor:
+    return part if rope is None else torch.cat([part, rope], dim=-1)
 
 
 def after_support_triton(result: bool, backend: str, *args: Any) -> bool:

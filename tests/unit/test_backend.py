@@ -248,7 +248,7 @@ def test_grouped_absorb_needs_no_memory_for_prefixes(
     assert backend.plans == [(1, 8)] and backend._prefix_lens[:6].tolist() == [300, 128, 300, 128, 128, 0]
     backend._hybrid = True
     backend.see_query(torch.zeros(8, HEADS, DN))
-    backend.attend_shared(torch.zeros(8, HEADS, RANK + DR), torch.zeros(8, HEADS), None)
+    backend.attend_shared(torch.zeros(8, HEADS, DR), torch.zeros(8, HEADS), None)
     assert backend._q_nope is None and not backend.merge_pending, "nothing is left for o_proj"
 
 

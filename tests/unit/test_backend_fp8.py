@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from sglang_mla_ext.kernels import reference_fp8
+from sglang_mla_ext.kernels.latent_rows import quantize
 from sglang_mla_ext.kernels.layout import FP8
 
 HEADS, RANK, ROPE, PAGE, PAGES, LAYER = 4, 32, 16, 64, 12, 1
@@ -82,11 +83,13 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda mode="auto": backend_fp8.FP8HybridBackend(runner, SimpleNamespace(mode=mode), 0)
 
 
+@pytest.mark.parametrize("parts", [False, True])
 @pytest.mark.parametrize("hybrid", [False, True])
-def test_decode(make: Any, hybrid: bool) -> None:
+def test_decode(make: Any, hybrid: bool, parts: bool) -> None:
+    """With whole queries and keys, or with the parts that SGLang has of them."""
     backend = make()
     shared: list[Any] = []
-    backend.attend_shared = lambda q, lse, layer: shared.append((q, lse))
+    backend.attend_shared = lambda q_rope, lse, layer: shared.append((q_rope, lse))
     generator = torch.Generator().manual_seed(1)
     table = torch.tensor([[3, 4], [5, 9], [7, 1]], dtype=torch.int32)
     lens = torch.tensor([70, 1, 64])
@@ -98,14 +101,20 @@ def test_decode(make: Any, hybrid: bool) -> None:
     layer = SimpleNamespace(layer_id=LAYER, tp_q_head_num=HEADS, head_dim=RANK + ROPE, scaling=0.2)
     q = torch.randn(3, HEADS * (RANK + ROPE), generator=generator)
     k = torch.randn(3, 1, RANK + ROPE, generator=generator)
+    q_absorbed, q_rope = q.view(3, HEADS, -1).split([RANK, ROPE], dim=-1)
     before = backend.token_to_kv_pool.rows(LAYER).clone()
 
-    out = backend.forward_decode(q, k, k[..., :RANK], layer, batch)
+    if parts:
+        heads_first = q_absorbed.transpose(0, 1).contiguous().transpose(0, 1)
+        latent, k_rope = k.split([RANK, ROPE], dim=-1)
+        out = backend.forward_decode(heads_first, latent, latent, layer, batch, q_rope=q_rope, k_rope=k_rope)
+    else:
+        out = backend.forward_decode(q, k, k[..., :RANK], layer, batch)
 
     rows = backend.token_to_kv_pool.rows(LAYER)
     changed = (rows != before).any(dim=1).nonzero().flatten()
     assert changed.tolist() == new_slots.sort().values.tolist()
-    q_absorbed, q_rope = q.view(3, HEADS, -1).split([RANK, ROPE], dim=-1)
+    assert torch.equal(rows[new_slots], quantize(k[:, 0, :RANK], k[:, 0, RANK:]))
     expected, expected_lse = torch.empty(3, HEADS, RANK), torch.empty(3, HEADS)
     sizes = dict(max_requests=3, heads=HEADS, layout=backend.token_to_kv_pool.layout, page_size=PAGE)
     reference = ReferenceAbsorb(rows, **sizes)
@@ -114,8 +123,29 @@ def test_decode(make: Any, hybrid: bool) -> None:
     assert backend._absorb.calls == [2, 1], "as many requests at once as there is room for"
     assert [lens for lens, _ in backend._absorb.prepared] == [[70, 1], [64]], "a schedule for each of them"
     assert len(shared) == hybrid
-    for shared_q, lse in shared:
-        assert torch.equal(shared_q, q.view(3, HEADS, -1)) and torch.equal(lse, expected_lse)
+    for shared_rope, lse in shared:
+        assert torch.equal(shared_rope, q_rope) and torch.equal(lse, expected_lse)
+
+
+def test_grouped_absorb_gets_the_parts(make: Any) -> None:
+    backend = make()
+    calls: list[Any] = []
+
+    def run(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(args)
+        return torch.zeros(2, HEADS, RANK), torch.ones(2, HEADS)
+
+    backend._grouped, backend._stacked, backend._hybrid = SimpleNamespace(run=run), True, True
+    backend.attend_shared = lambda *args: calls.append(args)
+    layer = SimpleNamespace(layer_id=LAYER, tp_q_head_num=HEADS, head_dim=RANK + ROPE, scaling=0.2)
+    q = torch.randn(2, HEADS, RANK + ROPE)
+    q_absorbed, q_rope = q.split([RANK, ROPE], dim=-1)
+    batch = SimpleNamespace(batch_size=2)
+    backend.forward_decode(q_absorbed, None, None, layer, batch, q_rope=q_rope)
+    backend.forward_decode(q.view(2, -1), None, None, layer, batch)
+    for ran, shared in (calls[:2], calls[2:]):
+        assert torch.equal(ran[0], q_absorbed) and torch.equal(ran[3], q_rope) and ran[2] == 0.2
+        assert torch.equal(shared[0], q_rope) and shared[1].all() and shared[2] is layer
 
 
 @pytest.mark.parametrize("in_graph", [False, True])

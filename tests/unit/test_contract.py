@@ -65,13 +65,15 @@ def test_all_differences_are_in_one_message(monkeypatch: pytest.MonkeyPatch) -> 
         Use("sglang.srt.server_args.absent", None, "another reason", launcher=True),
         Use("json.dumps", ("text",), "a third", launcher=True),
         Use("json.also_absent", None, "of the worker"),
+        Use("json.__all__", None, "one of another class", launcher=True, kind=tuple),
     )
     monkeypatch.setattr(contract, "CONTRACT", uses)
     with pytest.raises(ContractError) as error:
         contract.check(launcher_only=True)
-    assert all(f"{use.path} ({use.why})" in str(error.value) for use in uses[:3])
+    assert all(f"{use.path} ({use.why})" in str(error.value) for use in (*uses[:3], uses[4]))
+    assert "json.__all__ (one of another class): is a list, expected a tuple" in str(error.value)
     assert "also_absent" not in str(error.value), "the launching process does not look at the worker's part"
-    assert len(contract.mismatches()) == 4
+    assert len(contract.mismatches()) == 5
 
 
 def test_a_hooked_function_and_further_parameters_are_no_difference(

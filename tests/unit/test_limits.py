@@ -26,10 +26,11 @@ def server_args(
     mla: bool = True,
     architecture: str = "DeepseekV3ForCausalLM",
     index_topk: int | None = None,
+    llama_4_scaling: dict[str, float] | None = None,
     **changes: Any,
 ) -> Any:
     """Resolved arguments of a launch that works, with changes."""
-    config = SimpleNamespace(architectures=[architecture], index_topk=index_topk)
+    config = SimpleNamespace(architectures=[architecture], index_topk=index_topk, llama_4_scaling=llama_4_scaling)
     values = {
         "get_attention_backends": lambda: backends,
         "use_mla_backend": lambda: mla,
@@ -122,6 +123,7 @@ def test_what_works_is_let_through(changes: dict[str, Any], compute_capability: 
         ({"backends": ("hybrid_mla", "flashmla")}, "decode runs flashmla: set --decode-attention-backend hybrid_mla"),
         ({"mla": False}, "Multi-head Latent Attention: choose another --attention-backend"),
         ({"index_topk": 2048}, "Sparse Attention: use --attention-backend dsa"),
+        ({"llama_4_scaling": {"beta": 0.1}}, "scales its queries by their positions (llama_4_scaling): choose another"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

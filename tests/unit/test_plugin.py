@@ -28,6 +28,7 @@ os.environ.pop(standins.INSTALLED_VARIABLE, None)
 import sglang.srt.server_args as server_args
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -49,6 +50,7 @@ def seen():
         "handlers": {
             name: f"{f.__module__}.{f.__qualname__}" for name, f in sorted(AttentionBackendRegistry._handlers.items())
         },
+        "query in parts": FORWARD_ABSORB_CORE_ATTENTION_BACKENDS,
         "hooked": sorted(HookRegistry._patched),
         "choices": sorted(server_args.ATTENTION_BACKEND_CHOICES),
         "asked": os.environ.get(ASKED),
@@ -151,6 +153,7 @@ def test_not_asked_for_it_changes_nothing_but_the_list_of_choices(scenarios: dic
     assert installed["default"] == without["default"], "resolved arguments where SGLang chooses the backend"
     assert installed["backends"] == without["backends"] and "hybrid_mla" not in installed["backends"]
     assert installed["handlers"] == without["handlers"] and "hybrid_mla" not in installed["handlers"]
+    assert installed["query in parts"] == without["query in parts"] and "hybrid_mla" not in without["query in parts"]
     assert installed["asked"] is None and not installed["hooks imported"]
     assert without["hooked"] == []
     prefix = "sglang.srt.server_args.ServerArgs."
@@ -195,6 +198,7 @@ def test_a_worker_has_the_backend_and_all_hooks(scenarios: dict[str, Any]) -> No
     worker, without = scenarios["worker"], scenarios["without"]
     assert worker["backends"] == {**without["backends"], "hybrid_mla": "sglang_mla_ext.hooks.create_backend"}
     assert worker["handlers"]["hybrid_mla"] == "sglang_mla_ext.mla_layer.forward_method"
+    assert worker["query in parts"] == [*without["query in parts"], "hybrid_mla"]
     others = {name: handler for name, handler in worker["handlers"].items() if name in without["handlers"]}
     # The CPU launcher lets torch_native serve MLA models, whichever backend is asked for.
     assert {name for name in others if others[name] != without["handlers"][name]} <= {"torch_native"}
