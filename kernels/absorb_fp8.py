@@ -1,7 +1,7 @@
 """Decode attention of a batch over FP8 latent rows in pages.
 
-There are two ways. `HopperAbsorbFP8` has kernels of its own (absorb_fp8_hopper.py, and absorb_fp8_few_heads.py for 8,
-16 or 32 heads): a small kernel cuts the keys of a step so that all programs end together. `TritonAbsorbFP8`
+There are two ways. `HopperAbsorbFP8` has kernels of its own (absorb_fp8_hopper.py, and absorb_fp8_few_heads.py for 8
+or 16 heads): a small kernel cuts the keys of a step so that all programs end together. `TritonAbsorbFP8`
 (absorb_fp8_kernel.py) is for where those do not run. `make_absorb_fp8` picks.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -183,6 +184,13 @@ class AbsorbFP8(ABC):
             raise ValueError(f"the last axis of page_table must be contiguous; its strides are {page_table.stride()}")
 
 
+def kernel_for(heads: int) -> tuple[ModuleType, int]:
+    """Hopper's kernel for rows of so many heads, as the module that has its `run`, and the query rows of its items."""
+    if heads in absorb_fp8_few_heads.ROWS:
+        return absorb_fp8_few_heads, heads
+    return absorb_fp8_hopper, TILE_ROWS
+
+
 class HopperAbsorbFP8(AbsorbFP8):
     """One launch over a work list that `prepare` makes on the device (absorb_schedule.py), and a merge of pieces."""
 
@@ -203,12 +211,12 @@ class HopperAbsorbFP8(AbsorbFP8):
         # A tile takes all query tokens of a request where it has the rows for them.
         stacked = self._queries if self._heads * self._queries <= TILE_ROWS else 1
         heads, queries = self._heads * stacked, self._queries // stacked
-        self._few = heads in absorb_fp8_few_heads.ROWS
+        self._kernel, tile_rows = kernel_for(heads)
         self._capacity = AbsorbCapacity(
             self._max_requests * queries,
             heads,
             self._num_sms,
-            heads if self._few else TILE_ROWS,
+            tile_rows,
             queries=queries,
             stacked=stacked,
             group_partials=0,
@@ -250,8 +258,7 @@ class HopperAbsorbFP8(AbsorbFP8):
         in_partials = out.data_ptr() == self._capacity.uncut_rows(self._partial_out, stacked[0]).data_ptr()
         query = Query(*(tensor.view(*stacked, *tensor.shape[2:]) for tensor in query))
         out, lse, no_lse = out.view(*stacked, -1), lse.view(stacked), no_lse.view(stacked)
-        kernel = absorb_fp8_few_heads if self._few else absorb_fp8_hopper
-        kernel.run(query, pool, self._work, page_table, self._capacity, *partials, softmax_scale=softmax_scale)
+        self._kernel.run(query, pool, self._work, page_table, self._capacity, *partials, softmax_scale=softmax_scale)
         merge(out, no_lse, *partials, self._table, self._capacity.table, out, lse, out_in_partials=in_partials)
 
 

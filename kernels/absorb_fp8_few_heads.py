@@ -1,10 +1,10 @@
-"""Absorb attention on Hopper over FP8 latent rows, in items of 8, 16 or 32 query rows: the heads of one request, of all
-its query tokens.
+"""Absorb attention on Hopper over FP8 latent rows, in items of 8 or 16 query rows: the heads of one request, of all its
+query tokens.
 
     scores^T[64 keys, N rows] = keys [64, 576] · query^T        out^T[512, N rows] = values^T[512, 64 keys] · weights^T
 
 Both products are transposed, so that keys and dims stand on the matrix unit's side of 64, and rows on the one that may
-be 8, 16 or 32: nothing is padded (FlashMLA-ETAP). Keys are the first operand from shared memory, where they lie as the
+be 8 or 16: nothing is padded (FlashMLA-ETAP). Keys are the first operand from shared memory, where they lie as the
 product wants them; values are it from registers. What is computed, the softmax and how values get there: as in
 absorb_fp8_hopper.py. One program runs on each multiprocessor, with three roles:
 
@@ -60,8 +60,8 @@ from .absorb_fp8_tiles_hopper import (
 from .absorb_schedule import AbsorbCapacity
 from .merge import LOG2E
 
-ROWS = (8, 16, 32)
-"""Of an item, that the kernel is compiled for."""
+ROWS = (8, 16)
+"""Of an item, that the kernel is compiled for. With 32, that for 64 rows is faster, with half of a tile empty."""
 
 Q_STAGES = gl.constexpr(2)
 SLOTS = gl.constexpr(4)  # blocks in the ring
@@ -298,7 +298,7 @@ def run(
     *,
     softmax_scale: float,
 ) -> None:
-    """Launch the kernel; arguments as for absorb_fp8_hopper.run, but with a work list of tiles of 8, 16 or 32 rows."""
+    """Launch the kernel; arguments as for absorb_fp8_hopper.run, but with a work list of tiles of 8 or 16 rows."""
     check(query, pool, work, capacity, partial_out, partial_lse2, softmax_scale)
     if capacity.tile_rows not in ROWS:
         raise ValueError(f"the work list must be of tiles of {ROWS} rows, not {capacity.tile_rows}")

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from sglang_mla_ext.grouped_absorb import TILE_ROWS, HopperGroupedAbsorb
-from sglang_mla_ext.kernels import absorb_fp8_few_heads, absorb_fp8_hopper
+from sglang_mla_ext.kernels import absorb_fp8_hopper
+from sglang_mla_ext.kernels.absorb_fp8 import kernel_for
 from sglang_mla_ext.kernels.absorb_fp8_hopper import Query
 from sglang_mla_ext.kernels.absorb_schedule import AbsorbCapacity
 from sglang_mla_ext.kernels.latent_rows import LatentRowLayout
@@ -36,7 +37,8 @@ class HopperGroupedAbsorbFP8(HopperGroupedAbsorb):
         super().__init__(stacking, **sizes)
         rows, heads, device = self._max_rows, self._heads, self._device
         behind = self._capacity.max_group_partials
-        self._tail_capacity = AbsorbCapacity(rows, heads, self._capacity.programs, heads, group_partials=behind)
+        self._tail_kernel, tile_rows = kernel_for(heads)
+        self._tail_capacity = AbsorbCapacity(rows, heads, self._capacity.programs, tile_rows, group_partials=behind)
         self._tail_work = torch.from_numpy(self._tail_capacity.empty_work()).to(device)
         self._q_content = torch.zeros(rows, heads, self._rank, dtype=FP8, device=device)  # [B, H, rank]
         self._q_scale = torch.zeros(rows, heads, device=device)  # [B, H]
@@ -66,7 +68,7 @@ class HopperGroupedAbsorbFP8(HopperGroupedAbsorb):
         groups = self._work, self._table, self._capacity, *partials
         tails = self._tail_work, self._table, self._tail_capacity, *partials
         absorb_fp8_hopper.run(query, pool, *groups, softmax_scale=softmax_scale)
-        absorb_fp8_few_heads.run(query, pool, *tails, softmax_scale=softmax_scale)
+        self._tail_kernel.run(query, pool, *tails, softmax_scale=softmax_scale)
         return self._merge(q)
 
 

@@ -159,7 +159,8 @@ def test_the_way_that_is_taken(heads: int) -> None:
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_query_tokens_are_requests_that_read_the_same_pages(heads: int) -> None:
-    """To the bit, where results come about in their place and where they do not."""
+    """Where results come about in their place and where they do not, to the bit. With few heads, two query tokens share
+    a tile, of another kernel; each for itself, keys may be cut elsewhere."""
     torch.manual_seed(0)
     cache, q = Cache(ODD_LENGTHS), queries(2 * len(ODD_LENGTHS), heads)
     absorb = HopperAbsorbFP8(max_requests=len(ODD_LENGTHS), heads=heads, queries=2, device=DEVICE)
@@ -173,7 +174,13 @@ def test_query_tokens_are_requests_that_read_the_same_pages(heads: int) -> None:
     cache.lens = torch.stack([cache.lens - 1, cache.lens], dim=1).flatten().clamp(min=0)
     cache.table = cache.table.repeat_interleave(2, 0)
     expected, expected_lse = run(single, cache, q, torch.bfloat16)
-    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    if heads > 32:
+        assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    else:
+        assert reference.errors(out, expected).rel_l2 < 5e-3
+        torch.testing.assert_close(lse, expected_lse, atol=2e-3, rtol=0)
+    first = out[torch.tensor(ODD_LENGTHS).repeat_interleave(2) < 2]  # query tokens of requests with at most one key
+    assert not first[::2].any() and lse.isneginf().sum() == 3 * heads
 
 
 def captured_us(function: Callable[[], Any]) -> float:

@@ -187,7 +187,7 @@ capacity = absorb_schedule.AbsorbCapacity(max_rows=1024, heads=16, programs=132)
 absorb = {f"absorb{segment}": compile_absorb(segment) for segment in (64, 16, 8)} | {
     f"absorb_fp8_{rows}x{queries}": compile_absorb_fp8(
         absorb_fp8_few_heads.absorb_fp8_few_heads_kernel, rows, dict(N=rows, QUERIES=queries)
-    ) for rows, queries in ((8, 1), (16, 1), (32, 1), (32, 2))
+    ) for rows, queries in ((8, 1), (16, 1), (16, 2))
 } | {
     f"absorb_fp8_64_{segment}": compile_absorb_fp8_many(segment) for segment in (64, 16)
 } | {
@@ -273,7 +273,7 @@ def compiled(tmp_path_factory) -> dict:
 
 
 NAIVE = [f"{name}{rows}_{dtype}" for name in ("naive", "hopper") for rows in (64, 128) for dtype in ("bf16", "fp8e4nv")]
-ABSORB_FP8 = [*(f"absorb_fp8_{n}" for n in ("8x1", "16x1", "32x1", "32x2", "64_64", "64_16", "64_x2"))]
+ABSORB_FP8 = [*(f"absorb_fp8_{n}" for n in ("8x1", "16x1", "16x2", "64_64", "64_16", "64_x2"))]
 ABSORB = ["absorb64", "absorb16", "absorb8"]
 PRODUCTS = [*NAIVE, *ABSORB, *ABSORB_FP8, "expand_bf16", "expand_fp8"]
 MERGES = ["merge", "merge_large", "merge_latent_large", "merge_lse"]
@@ -291,10 +291,9 @@ def test_products_use_the_matrix_unit_and_the_copy_engine(compiled: dict, kernel
 @pytest.mark.parametrize("kernel", [*PRODUCTS, *LATENT_ROWS, *MERGES, "schedule_tails"])
 def test_no_register_is_spilled(compiled: dict, kernel: str) -> None:
     # With 128 keys in BF16 a consumer needs all its registers: a dozen numbers of a work item wait in local memory.
-    # So do the absorb kernels, where queries (BF16) or the output (FP8) take most of the registers. That for 32 rows
-    # over FP8 has all of a block's values and its output in registers: in its loop, too, some numbers wait.
-    few = kernel in ("hopper64_bf16", "hopper128_bf16", *ABSORB, *ABSORB_FP8[4:])
-    bound = 400 if kernel.startswith(("absorb8", "absorb_fp8_32")) else 256 if few else 0
+    # So do the absorb kernels, where queries (BF16) or the output (FP8) take most of the registers.
+    few = kernel in ("hopper64_bf16", "hopper128_bf16", *ABSORB, *ABSORB_FP8[3:])
+    bound = 320 if kernel == "absorb8" else 256 if few else 0
     assert compiled[kernel]["spill_bytes"] <= bound, compiled
 
 

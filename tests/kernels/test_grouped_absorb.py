@@ -263,14 +263,14 @@ def test_which_numbers_of_heads(module: Any) -> None:
 def test_few_long_tails_are_cut(module: Any) -> None:
     """Also that of a request in a group: three tails for nine programs, two of several pages and one empty."""
     problem = Problem(16, [((0, 1), 64)], rows=3)
-    problem.seq_lens = torch.tensor([64, 64 + 150, 140])
+    problem.seq_lens = torch.tensor([64, 64 + 290, 280])
     problem.req_to_token[problem.pool_indices, : problem.req_to_token.shape[1]] = -1
-    slots = torch.randperm(8, generator=problem.generator)[:, None] * PAGE + torch.arange(PAGE)
-    prefix, first, second = slots[:1], slots[1:4], slots[4:7]
+    slots = torch.randperm(12, generator=problem.generator)[:, None] * PAGE + torch.arange(PAGE)
+    prefix, first, second = slots[:1], slots[1:6], slots[6:11]
     for row, own in enumerate((prefix, torch.cat([prefix, first]), second)):
         length = int(problem.seq_lens[row])
         problem.req_to_token[problem.pool_indices[row], :length] = own.flatten()[:length].int()
-    problem.cache = problem.randn(8, PAGE, 1, RANK + ROPE)
+    problem.cache = problem.randn(12, PAGE, 1, RANK + ROPE)
     grouped = make(module, 16, "HopperGroupedAbsorb")
     grouped.plan(problem.groups, 3)
     assert_equal(problem.run(grouped), problem.expected())
