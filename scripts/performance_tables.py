@@ -19,6 +19,7 @@ ATTENTION_TIMES = {  # column: impl, part, dtype
     "TyphoonMLA parts ms": ("typhoon_parts", "all", "bf16"),
     "ours BF16 ms": ("hybrid_mla", "all", "bf16"),
     "ours FP8 ms": ("hybrid_mla", "all", "fp8"),
+    "grouped absorb BF16 ms": ("hybrid_mla", "grouped_absorb", "bf16"),
     "BF16 shared part ms": ("hybrid_mla", "naive", "bf16"),
     "FP8 shared part ms": ("hybrid_mla", "naive", "fp8"),
 }
@@ -61,7 +62,7 @@ def attention(path: Path) -> str:
 
 def steps(path: Path) -> str:
     """A table of the shared part alone, from the portable kernel to the fastest one."""
-    records = [record for record in read_records(path) if record.get("part") == "naive"]
+    records = [r for r in read_records(path) if r.get("part") == "naive" and "spec" not in r["case"]]
     columns = {
         "Triton BF16 ms": [record for record in records if "tail" not in record["case"]],
         "Gluon BF16 ms": [r for r in records if "tail" in r["case"] and r["case"]["dtype"] == "bf16"],
@@ -116,6 +117,28 @@ def decode(path: Path) -> str:
     columns = (*cases, *DECODE_TIMES.values(), "FlashMLA BF16 / ours", "of its floor")
     shown = {key: record for key, record in records.items() if key[0] in DECODE_TIMES}
     return markdown(sorted(rows, key=lambda row: (-row[0], row[2], -row[1], row[3])), columns, shown)
+
+
+def power(path: Path) -> str:
+    """A table of kernels run back to back: clock, power, and what a call of each takes of them."""
+    records = {index: record for index, record in enumerate(read_records(path))}
+    last = {record["command"]: record["commit"] for record in records.values()}
+    shown = {index: record for index, record in records.items() if record["commit"] == last[record["command"]]}
+    rows = []
+    for record in shown.values():
+        case = record["case"]
+        if "m" in case:
+            what = f"product {case['m']}^3, {STORAGE_NAMES[case['dtype']]}"
+        elif case["tail"]:
+            what = f"decode {case['batch']} x {case['tail']:,}, {case['heads']} heads"
+        else:
+            tile = f"tiles of {case['tile']['block_rows']} rows"
+            what = f"{case['batch']} on {case['prefix']:,}, {STORAGE_NAMES[case['dtype']]}, {tile}"
+        load = (f"{record[name]:.0f}" for name in ("mhz", "watts"))
+        spent = f"{1e3 * record['joules']:.0f}", f"{record['tflops']:.0f}", f"{record['matrix_share']:.0%}"
+        rows.append((record["impl"], what, f"{record['ms']:.3f}", *load, ", ".join(record["clock_limits"]), *spent))
+    columns = ("kernel", "case", "ms", "MHz", "W", "clock held by", "mJ a call", "TFLOPS", "matrix units' cycles")
+    return markdown(rows, columns, shown)
 
 
 def context(path: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from accuracy_tables import accuracy_cache, accuracy_fp16, accuracy_model, accuracy_rescale
-from performance_tables import ablation, attention, context, decode, expansion, planner, prefill, steps
+from performance_tables import ablation, attention, context, decode, expansion, planner, power, prefill, steps
 from result_tables import REPOSITORY, RESULTS, latest, markdown
 
 from sglang_mla_ext.results import read_records
@@ -61,6 +61,7 @@ def main(check: Annotated[bool, typer.Option("--check", help="Write nothing; exi
             "attention": attention(RESULTS / "attention.jsonl"),
             "steps": steps(RESULTS / "attention.jsonl"),
             "decode": decode(RESULTS / "decode.jsonl"),
+            "power": power(RESULTS / "power.jsonl"),
             "context": context(RESULTS / "context.jsonl"),
             "ablation": ablation(RESULTS / "ablation.jsonl"),
             "expansion": expansion(RESULTS / "expansion.jsonl"),
