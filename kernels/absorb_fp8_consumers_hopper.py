@@ -57,10 +57,13 @@ def _key_scales(scale_s, slot, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _raise_level(scores, row_scale, key_scale, ceiling, level):
+def _raise_level(scores, row_scale, key_scale, keys, limit, ceiling, level, QUERIES: gl.constexpr):
     """Scores as logarithms of weights, the running maximum `ceiling`, the `level` that weights are counted in, and the
-    factor for what was summed before; see absorb_fp8_hopper.py."""
+    factor for what was summed before; see absorb_fp8_hopper.py. With several query tokens a row sees the block's first
+    `limit [ROWS]` keys."""
     t = scores * key_scale[None, :] * row_scale[:, None] + log2_of_power(key_scale)[None, :]
+    if QUERIES > 1:
+        t = gl.where(keys[None, :] < limit[:, None], t, float("-inf"))
     own = gl.max(t, 1)
     new_ceiling = gl.maximum(ceiling, own)
     new_level = gl.maximum(own, new_ceiling - SCALE_RANGE)
@@ -169,12 +172,9 @@ def compute_scores(
         valid = gl.load(item_ptr + 3) - last * BLOCK
         limit = valid - unseen_keys(item_ptr, rows, QUERIES)  # of a row's keys in the block, [ROWS]
         key_scale = gl.where(keys < valid, _key_scales(scale_s, slot, BY_KEY), 1.0)
-        visible = (keys < valid)[None, :] if QUERIES == 1 else keys[None, :] < limit[:, None]
-        # NO_SCORE times the scales of keys is some other number, which matters for a row that sees none of a block.
-        hidden: gl.constexpr = NO_SCORE if QUERIES == 1 else float("-inf")
         rope_scores = gl.convert_layout(warpgroup_mma_wait(0, deps=[rope]), SCORES, assert_trivial=True)
         started = _start_content_scores(q_content_s, panels_s, slot, rope_scores)
-        scores = gl.where(visible, warpgroup_mma_wait(0, deps=[started]), hidden)
+        scores = gl.where((keys < valid)[None, :], warpgroup_mma_wait(0, deps=[started]), NO_SCORE)
         slot, phase = next_slot(slot, phase, SLOTS)
         ceiling = gl.full([ROWS], NO_SCORE, gl.float32, BY_ROW)
         level = ceiling
@@ -182,7 +182,10 @@ def compute_scores(
         for _ in range(1, n_blocks):
             mbarrier.wait(full.index(slot), phase)
             rope = warpgroup_mma(q_rope_s, rope_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            logs, ceiling, level, rescale = _raise_level(scores, row_scale, key_scale, ceiling, level)
+            logs, ceiling, level, rescale = _raise_level(
+                scores, row_scale, key_scale, keys, limit, ceiling, level, QUERIES
+            )  # fmt: skip
+            limit += BLOCK
             rope_scores = gl.convert_layout(warpgroup_mma_wait(0, deps=[rope]), SCORES, assert_trivial=True)
             started = _start_content_scores(q_content_s, panels_s, slot, rope_scores)
             weights, row_sum = _weigh(logs, key_scale, level, rescale, row_sum)
@@ -193,11 +196,10 @@ def compute_scores(
             taken += 1
             key_scale = _key_scales(scale_s, slot, BY_KEY)
             scores = warpgroup_mma_wait(0, deps=[started])
-            if QUERIES > 1:
-                limit += BLOCK
-                scores = gl.where(keys[None, :] < limit[:, None], scores, hidden)
             slot, phase = next_slot(slot, phase, SLOTS)
-        logs, ceiling, level, rescale = _raise_level(scores, row_scale, key_scale, ceiling, level)
+        logs, ceiling, level, rescale = _raise_level(
+            scores, row_scale, key_scale, keys, limit, ceiling, level, QUERIES
+        )  # fmt: skip
         weights, row_sum = _weigh(logs, key_scale, level, rescale, row_sum)
         _write_weights(weights, rescale, weights_s, rescale_s, weights_empty, taken)
         norm, lse2 = finish(row_sum, level, QUERIES)

@@ -93,11 +93,11 @@ def unseen_keys(item_ptr, rows, QUERIES: gl.constexpr):
 @gluon.jit
 def finish(total, level, QUERIES: gl.constexpr):
     """What sums are multiplied with, and the lse2, of rows whose weights sum up to `total` in units of `level`. With
-    several query tokens a row may have seen no key: 0 and -inf."""
+    several query tokens a row may have seen no key: 0 and -inf. (Maxima pass NaN by, so its level is as low.)"""
     norm = 1.0 / total
     lse2 = level - LOG2_FP8_MAX + gl.log2(total)
     if QUERIES > 1:
-        seen = level > 0.5 * NO_SCORE
+        seen = (level > 0.5 * NO_SCORE) | (total != total)
         norm = gl.where(seen, norm, 0.0)
         lse2 = gl.where(seen, lse2, float("-inf"))
     return norm, lse2

@@ -52,7 +52,7 @@ def quantize_query_kernel(
     HEADS: tl.constexpr,
 ):
     index = (tl.program_id(0) * HEADS + tl.arange(0, HEADS))[:, None]
-    token, head, there = (index // heads).to(tl.int64), index % heads, index < count
+    token, head, there = (index // heads).to(tl.int64), (index % heads).to(tl.int64), index < count
     dim, dim_rope = tl.arange(0, BLOCK_R)[None, :], tl.arange(0, BLOCK_DR)[None, :]
     in_r, in_rope = there & (dim < R), there & (dim_rope < DR)
     content_ptrs = q_absorbed_ptr + token * q_row + head * q_head + dim * q_dim

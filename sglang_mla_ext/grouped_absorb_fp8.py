@@ -2,8 +2,8 @@
 
 As in grouped_absorb.py, but a step is two launches, because there are two kernels, each better than the other at its
 half. A prefix is read by many requests, which kernels/absorb_fp8_hopper.py stacks to tiles of 64 query rows. A tail is
-read by one request, whose heads kernels/absorb_fp8_few_heads.py takes without padding: what a tail costs is as without
-groups.
+read by one request and costs what it does without groups: up to 16 heads kernels/absorb_fp8_few_heads.py takes without
+padding; with 32 it is the first kernel again, with half a tile.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Counters:
         prefills_naive: prefill steps in which at least one request attended to an expanded prefix.
         prefill_tokens_saved: cached tokens that such steps did not expand again, summed over requests.
         expansions: prefixes expanded.
-        extensions: of those, how often one grew.
+        extensions: how often such a prefix grew.
         evictions: expansions dropped, for whatever reason.
         fallbacks: by reason, how often something was done by plain absorb that was meant to be naive.
         max_group_size: the largest group so far.

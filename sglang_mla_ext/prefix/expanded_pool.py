@@ -26,6 +26,7 @@ class Expansion:
         done: tokens expanded so far.
         usable: tokens that a plan may use: what was complete when `target` was last reached.
         chunks: ids of the chunks that hold them, in order.
+        counted: whether it is among the counters' expansions.
     """
 
     anchor: Hashable
@@ -33,6 +34,7 @@ class Expansion:
     done: int = 0
     usable: int = 0
     chunks: list[int] = field(default_factory=list)
+    counted: bool = False
 
     @property
     def complete(self) -> bool:

@@ -300,11 +300,11 @@ class SharedPrefixes:
         for first in range(expansion.done, expansion.done + count, EXPAND_BLOCK_TOKENS):
             last = min(first + EXPAND_BLOCK_TOKENS, expansion.done + count)
             self._expander.expand(self._tree.slots(expansion.anchor, first, last), expansion.chunks, first)
-        grown = expansion.usable > 0  # complete once already, and then a longer part of its path became worth it
         self._pool.advance(expansion, count)
         if expansion.complete:
-            self._counters.expansions += not grown
-            self._counters.extensions += grown
+            self._counters.expansions += not expansion.counted
+            self._counters.extensions += expansion.counted  # it was complete, and then a longer part became worth it
+            expansion.counted = True
             log = logger.debug if self._announced else logger.info
             log("hybrid_mla: expanded a shared prefix of %d tokens (%d chunks)", expansion.done, len(expansion.chunks))
             self._announced = True

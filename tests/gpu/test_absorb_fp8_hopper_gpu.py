@@ -106,6 +106,19 @@ def test_a_nan_row_is_seen_by_those_who_attend_to_it_only(heads: int) -> None:
     assert out[[0, 2]].isfinite().all() and not out[1].isfinite().any()
 
 
+@pytest.mark.parametrize("heads", [8, 32, 64])
+def test_a_nan_row_that_only_the_last_query_token_sees(heads: int) -> None:
+    torch.manual_seed(0)
+    cache, q = Cache((300, 257)), queries(4, heads)
+    for request, length in enumerate((300, 257)):
+        page, row = divmod(length - 1, PAGE)
+        LAYOUT.scale(cache.pool)[cache.table[request, page].long() * PAGE + row] = torch.nan
+        LAYOUT.content(cache.pool)[cache.table[request, page].long() * PAGE + row] = 0.0  # as rows are written
+    out, lse = run(HopperAbsorbFP8(max_requests=2, heads=heads, queries=2, device=DEVICE), cache, q)
+    assert out[::2].isfinite().all() and lse[::2].isfinite().all()
+    assert not out[1::2].isfinite().any() and not lse[1::2].isfinite().any()
+
+
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 def test_a_graph_follows_other_lengths_and_pages(heads: int) -> None:
     """Captured with tails of one token; replayed while they grow, some of them from no token, and with other pages."""
