@@ -80,6 +80,7 @@ class HybridMLABackend:
         latent_dtype = FP8 if runner.kv_cache_dtype == FP8 else runner.dtype
         prefix_dtype = STORAGE_DTYPES.get(options.prefix_dtype, latent_dtype)
         self.cost = CostModel(dims, self._heads, rates, prefix_dtype.itemsize, latent_dtype.itemsize)
+        self._decode_bytes = self._prepare_decode(runner)
         self._grouped_bytes = 0
         grouped = options.mode == "grouped_absorb" or (options.may_group and rates.modes[Mode.GROUPED_ABSORB].measured)
         self._stacking = self._try_grouped(runner) if grouped else None
@@ -297,6 +298,14 @@ class HybridMLABackend:
             return 2
         return self.cost.smallest_profitable_group(context_len, [Mode.ABSORB, *allowed], limit=self.max_rows)
 
+    def _prepare_decode(self, runner: ModelRunner) -> int:
+        """Make ready for plain absorb, where that is not SGLang's.
+
+        Returns:
+            bytes of device memory that it takes.
+        """
+        return 0
+
     def _make_grouped(self, runner: ModelRunner) -> Stacking | None:
         """Make ready for grouped absorb, and set `_grouped_bytes` to the memory that it takes.
 
@@ -353,7 +362,7 @@ class HybridMLABackend:
         }
         if not self.options.may_expand:
             return None
-        budget = self.budget_bytes - self._grouped_bytes
+        budget = self.budget_bytes - self._decode_bytes - self._grouped_bytes
         per_chunk = ExpandedBuffers.bytes_per_chunk(**sizes)
         workspace = workspace_bytes(
             max_rows=MAX_ROWS,

@@ -36,6 +36,8 @@ class FP8HybridBackend(FlashMLAHybridBackend):
         self.is_fp8_kvcache = False  # of FlashMLA's schedule, which SGLang's code makes and nothing here reads
         for layer in self._layers:
             layer.chunked_prefix_cache_threshold = 0  # shorter cached prefixes than this take absorb
+
+    def _prepare_decode(self, runner: ModelRunner) -> int:
         self._max_requests = min(runner.req_to_token_pool.size, MAX_ROWS)
         self._absorb = make_absorb_fp8(
             runner.token_to_kv_pool.rows(self._layers[0].attn_mqa.layer_id),
@@ -46,6 +48,7 @@ class FP8HybridBackend(FlashMLAHybridBackend):
             max_requests=self._max_requests,
             on_failure=self.counters.fall_back,
         )
+        return self._absorb.workspace_bytes
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)

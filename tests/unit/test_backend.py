@@ -264,11 +264,19 @@ def test_both_kinds_of_groups_are_written(make: Any, monkeypatch: pytest.MonkeyP
     assert naive == [((), 6), (both_kinds()[1], 6), (both_kinds()[1], 8)]
 
 
-def test_memory_of_grouped_absorb_comes_out_of_the_budget(make: Any) -> None:
-    without, beside = make(mode="auto"), make(kind=Grouping, mode="auto")
+@pytest.mark.parametrize("way", ["grouped absorb", "plain absorb"])
+def test_memory_of_other_ways_comes_out_of_the_budget(make: Any, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    without = make(mode="auto")
+    if way == "plain absorb":
+        monkeypatch.setattr(HybridMLABackend, "_prepare_decode", lambda self, runner: MIB)
+    beside = make(kind=Grouping, mode="auto") if way == "grouped absorb" else make(mode="auto")
     per_chunk = without._bytes_per_chunk
     taken = (without.prefixes.pool.num_chunks - beside.prefixes.pool.num_chunks) * per_chunk
     assert abs(taken - MIB) <= per_chunk
+
+
+def test_grouped_absorb_takes_no_memory_where_it_is_not_used(make: Any) -> None:
+    without = make(mode="auto")
     assert make(kind=Grouping, mode="naive").prefixes.pool.num_chunks == without.prefixes.pool.num_chunks
 
 

@@ -22,6 +22,8 @@ HEADS, RANK, ROPE, PAGE, PAGES, LAYER = 4, 32, 16, 64, 12, 1
 class ReferenceAbsorb:
     """make_absorb_fp8's result, in torch."""
 
+    workspace_bytes = 1000
+
     def __init__(self, pool: torch.Tensor, *, heads: int, layout: Any, page_size: int, max_requests: int, **_: Any):
         self.max_requests, self.layout, self.page_size, self.calls = max_requests, layout, page_size, []
         self.prepared: list[Any] = []
@@ -73,6 +75,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._tail_lens = torch.zeros(8, dtype=torch.int32)
         self.counters = SimpleNamespace(fall_back=None)
+        assert self._prepare_decode(runner) == ReferenceAbsorb.workspace_bytes
 
     monkeypatch.setattr(backend_flashmla.FlashMLAHybridBackend, "__init__", stock_init)
     monkeypatch.setattr(backend_fp8, "make_absorb_fp8", ReferenceAbsorb)
