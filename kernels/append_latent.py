@@ -24,9 +24,8 @@ NUM_WARPS = 1
 
 @triton.jit
 def _largest(values):
-    """`[n, 1]`: a row's largest magnitude, NaN if there is one: as integers, the bits of magnitudes are in their order,
-    NaN last."""
-    return tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1, keep_dims=True).to(tl.float32, bitcast=True)
+    """The largest magnitude, NaN if there is one: as integers, the bits of magnitudes are in their order, NaN last."""
+    return tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -36,9 +35,8 @@ def power_of_two_above(x):
 
 
 @triton.jit
-def divide_rows(content, rope, FP8_LIMIT: tl.constexpr, FLOOR: tl.constexpr, LIMIT: tl.constexpr):
-    """latent_rows.divide of rows `[n, R]` and `[n, DR]` in float32: content that e4m3 can hold, scale `[n, 1]`, divided
-    rotary part."""
+def divide_row(content, rope, FP8_LIMIT: tl.constexpr, FLOOR: tl.constexpr, LIMIT: tl.constexpr):
+    """latent_rows.divide of one row, float32: content that e4m3 can hold, scale, divided rotary part."""
     largest, largest_rope = _largest(content), _largest(rope)
     finite = (largest < float("inf")) & (largest_rope < float("inf"))
     # Correctly rounded, as in the reference: a plain division is not, and could end on another power of two.
@@ -72,13 +70,13 @@ def append_latent_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot >= 0:
-        dim, dim_rope = tl.arange(0, BLOCK_R)[None, :], tl.arange(0, BLOCK_DR)[None, :]
+        dim, dim_rope = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_DR)
         in_r, in_rope = dim < R, dim_rope < DR
         content = tl.load(latent_ptr + token * latent_row + dim, mask=in_r, other=0.0).to(tl.float32)
         rope = tl.load(rope_ptr + token * rope_row + dim_rope, mask=in_rope, other=0.0).to(tl.float32)
-        content, scale, rope = divide_rows(content, rope, FP8_LIMIT, FLOOR, LIMIT)
+        content, scale, rope = divide_row(content, rope, FP8_LIMIT, FLOOR, LIMIT)
         tl.store(content_ptr + slot * row_bytes + dim, content.to(content_ptr.dtype.element_ty), mask=in_r)
-        tl.store(scale_ptr + slot * (row_bytes // 4) + tl.zeros([1, 1], tl.int32), scale)
+        tl.store(scale_ptr + slot * (row_bytes // 4), scale)
         tl.store(rope_out_ptr + slot * (row_bytes // 2) + dim_rope, rope.to(tl.bfloat16), mask=in_rope)
 
 

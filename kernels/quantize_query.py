@@ -17,17 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .append_latent import divide_rows
+from .append_latent import divide_row
 from .latent_rows import SCALE_FLOOR, SCALE_LIMIT
 from .layout import FP8, FP8_MAX
 
-NUM_WARPS = 4
-HEADS = 8
-"""Heads that a program takes, of one token or of two. With one it took 16 us for 128 x 128 on an H200, about as long as
-it takes to start so many programs."""
+NUM_WARPS = 1
 
 
-@triton.jit(do_not_specialize=["heads", "count"])
+@triton.jit(do_not_specialize=["heads"])
 def quantize_query_kernel(
     q_absorbed_ptr,  # [T, H, R], strides q_row, q_head, q_dim
     q_rope_ptr,  # [T, H, DR], strides rope_row, rope_head, rope_dim
@@ -35,7 +32,6 @@ def quantize_query_kernel(
     scale_ptr,  # float32 [T, H]
     rope_ptr,  # BF16 [T, H, DR]
     heads,
-    count,  # T * H
     q_row,
     q_head,
     q_dim,
@@ -49,20 +45,19 @@ def quantize_query_kernel(
     FP8_LIMIT: tl.constexpr,
     FLOOR: tl.constexpr,
     LIMIT: tl.constexpr,
-    HEADS: tl.constexpr,
 ):
-    index = (tl.program_id(0) * HEADS + tl.arange(0, HEADS))[:, None]
-    token, head, there = (index // heads).to(tl.int64), (index % heads).to(tl.int64), index < count
-    dim, dim_rope = tl.arange(0, BLOCK_R)[None, :], tl.arange(0, BLOCK_DR)[None, :]
-    in_r, in_rope = there & (dim < R), there & (dim_rope < DR)
+    """One program: one head of one token."""
+    index = tl.program_id(0).to(tl.int64)
+    token, head = index // heads, index % heads
+    dim, dim_rope = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_DR)
+    in_r, in_rope = dim < R, dim_rope < DR
     content_ptrs = q_absorbed_ptr + token * q_row + head * q_head + dim * q_dim
     rope_ptrs = q_rope_ptr + token * rope_row + head * rope_head + dim_rope * rope_dim
     content = tl.load(content_ptrs, mask=in_r, other=0.0).to(tl.float32)
     rope = tl.load(rope_ptrs, mask=in_rope, other=0.0).to(tl.float32)
-    content, scale, rope = divide_rows(content, rope, FP8_LIMIT, FLOOR, LIMIT)
-    index = index.to(tl.int64)
+    content, scale, rope = divide_row(content, rope, FP8_LIMIT, FLOOR, LIMIT)
     tl.store(content_ptr + index * R + dim, content.to(content_ptr.dtype.element_ty), mask=in_r)
-    tl.store(scale_ptr + index, scale, mask=there)
+    tl.store(scale_ptr + index, scale)
     tl.store(rope_ptr + index * DR + dim_rope, rope.to(tl.bfloat16), mask=in_rope)
 
 
@@ -92,14 +87,13 @@ def quantize_query(q_absorbed: Tensor, q_rope: Tensor, content: Tensor, scale: T
         raise ValueError("content, scale and rope must be contiguous")
     if tokens * heads == 0:
         return
-    quantize_query_kernel[(triton.cdiv(tokens * heads, HEADS),)](
+    quantize_query_kernel[(tokens * heads,)](
         q_absorbed,
         q_rope,
         content,
         scale,
         rope,
         heads,
-        tokens * heads,
         *q_absorbed.stride(),
         *q_rope.stride(),
         R=rank,
@@ -109,6 +103,5 @@ def quantize_query(q_absorbed: Tensor, q_rope: Tensor, content: Tensor, scale: T
         FP8_LIMIT=FP8_MAX,
         FLOOR=SCALE_FLOOR,
         LIMIT=SCALE_LIMIT,
-        HEADS=HEADS,
         num_warps=NUM_WARPS,
     )

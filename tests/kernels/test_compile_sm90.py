@@ -228,8 +228,8 @@ latent_rows = dict(
         quantize_query.quantize_query_kernel,
         pool
         | dict(q_absorbed_ptr="*bf16", q_rope_ptr="*bf16", rope_ptr="*bf16")
-        | dict.fromkeys("heads count q_row q_head rope_row rope_head".split(), "i32"),
-        blocks | limits | dict(q_dim=1, rope_dim=1, HEADS=quantize_query.HEADS),
+        | dict.fromkeys("heads q_row q_head rope_row rope_head".split(), "i32"),
+        blocks | limits | dict(q_dim=1, rope_dim=1),
         num_warps=quantize_query.NUM_WARPS,
     ),
     join_parts=compile_for_hopper(
