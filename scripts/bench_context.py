@@ -62,7 +62,7 @@ def measure(spec: str, model: str, contexts: list[int], options: dict[str, Any],
         if not batch:
             print(f"{spec}: a cache of {capacity:,} tokens holds no request of {context:,}", flush=True)
             continue
-        prompts = [[rng.randrange(10, 31000) for _ in range(context)] for _ in range(batch)]
+        warm_up, *prompts = ([rng.randrange(10, 31000) for _ in range(context)] for _ in range(batch + 1))
 
         def seconds(new_tokens: int, prompts: list[list[int]] = prompts) -> float:
             sampling = {"max_new_tokens": new_tokens, "ignore_eos": True, "temperature": 0}
@@ -70,6 +70,8 @@ def measure(spec: str, model: str, contexts: list[int], options: dict[str, Any],
             engine.generate(input_ids=prompts, sampling_params=sampling)
             return time.perf_counter() - start
 
+        seconds(1, [warm_up])  # some kernels are compiled at their first use
+        engine.flush_cache()
         prefill = seconds(1)
         first = min(seconds(1) for _ in range(2))
         step_ms = (seconds(1 + steps) - first) / steps * 1e3
@@ -100,7 +102,7 @@ def main(
         table.add_column(column, justify="right")
     failed = False
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder), layers, heads, intermediate)
+        write_model(Path(folder), layers, heads, intermediate, max_positions=max(context) + steps + 2)
         for spec in backend:
             running = Results(measure, spec, folder, context, options)
             for result in running:

@@ -31,7 +31,7 @@ QUESTION_TOKENS = 128
 PAGE_SIZE = {"flashmla": 64}
 
 
-def write_model(folder: Path, layers: int, heads: int, intermediate: int) -> None:
+def write_model(folder: Path, layers: int, heads: int, intermediate: int, max_positions: int = 65536) -> None:
     """A `config.json` of DeepSeek-V3's dimensions with dense layers, for `--load-format dummy`."""
     dims = read_config("models", "deepseek-v3")
     config = {
@@ -44,7 +44,7 @@ def write_model(folder: Path, layers: int, heads: int, intermediate: int) -> Non
         "intermediate_size": intermediate,
         "q_lora_rank": 1536,
         "vocab_size": 32000,
-        "max_position_embeddings": 65536,
+        "max_position_embeddings": max_positions,
         "rope_theta": 10000,
         "rope_scaling": None,
         "rms_norm_eps": 1e-6,

@@ -176,7 +176,6 @@ def measure(
         "temperature": 0,
         "max_new_tokens": output_tokens,
         "ignore_eos": True,
-        "skip_special_tokens": False,  # the client takes a piece without text for none
         "stream_interval": STREAM_INTERVAL,
     }
     requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import bench_client
 import bench_serving as bench
 import numpy as np
+import orjson
 import pytest
+
+
+@pytest.mark.parametrize(("text", "tokens", "expected"), [("", 3, " "), ("", 0, ""), ("a", 3, "a")])
+def test_client_takes_tokens_without_text_for_tokens(text, tokens, expected):
+    """Half a character is no text yet, but it is a token; the piece that only ends an answer is none."""
+    piece = bench_client.EveryPiece.loads(orjson.dumps({"text": text, "meta_info": {"completion_tokens": tokens}}))
+    assert piece["text"] == expected
+
+
+def test_client_leaves_pieces_of_errors_alone():
+    assert bench_client.EveryPiece.loads(b'{"error": {"message": "no"}}') == {"error": {"message": "no"}}
 
 
 def test_rate_counts_only_the_full_batch():
