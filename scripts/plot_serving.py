@@ -3,7 +3,7 @@
     pip install matplotlib
     python scripts/plot_serving.py --out docs/images/serving.png
 
-One panel for each prompt and model shape, one line for each backend and storage of the expanded prefix.
+One panel for each prompt and model shape, one line for each backend and storage of the cache and of expanded prefixes.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 from result_tables import REPOSITORY, RESULTS, latest
-from update_tables import prefix_storage
+from update_tables import BF16, FP8, FP8_PREFIX, storage
 
 from sglang_mla_ext.results import read_records
 
 PANEL = ("prompt", "prefix", "heads", "layers")
-STYLES = {"BF16": "o-", "FP8": "s--", None: "o-"}  # by storage of the expanded prefix
+STYLES = {BF16: "o-", FP8_PREFIX: "s--", FP8: "^:"}
 
 
 class Line(NamedTuple):
-    """What a line is of: SGLang's name of the backend, and how it stored expanded prefixes."""
+    """What a line is of: SGLang's name of the backend, and how it stored the cache and expanded prefixes."""
 
     backend: str
-    storage: str | None
+    storage: str
 
     def __str__(self) -> str:
-        return f"{self.backend}, prefix in {self.storage}" if self.storage else self.backend
+        return f"{self.backend}, {self.storage}"
 
 
 Panel = dict[Line, dict[int, float]]
@@ -38,13 +38,13 @@ Panel = dict[Line, dict[int, float]]
 
 def panels(records: Iterable[dict[str, Any]]) -> dict[tuple[Any, ...], Panel]:
     """The newest throughput of each case, by the case's values of `PANEL`; cases without one are left out."""
-    found = [record | {"case": record["case"] | {"storage": prefix_storage(record)}} for record in records]
+    found = [record | {"case": record["case"] | {"storage": storage(record)}} for record in records]
     newest = latest(
         (record for record in found if record["decode_tok_s"] is not None), *PANEL, "storage", "concurrency"
     )
     drawn: dict[tuple[Any, ...], Panel] = {}
-    for (impl, *panel, storage, concurrency), record in newest.items():
-        line = Line(impl.removeprefix("sglang_"), storage)
+    for (impl, *panel, stored, concurrency), record in newest.items():
+        line = Line(impl.removeprefix("sglang_"), stored)
         drawn.setdefault(tuple(panel), {}).setdefault(line, {})[concurrency] = record["decode_tok_s"]
     return {
         panel: {line: dict(sorted(of_line.items())) for line, of_line in sorted(lines.items(), key=str)}

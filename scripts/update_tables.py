@@ -17,41 +17,46 @@ from result_tables import REPOSITORY, RESULTS, latest, markdown
 from sglang_mla_ext.results import read_records
 
 RIVAL = "sglang_flashmla"
+BF16, FP8_PREFIX, FP8 = "BF16", "BF16, prefix FP8", "FP8"  # what `storage` returns
 
 
 def compared(path: Path, names: tuple[str, ...], headers: tuple[str, ...]) -> str:
-    """A table of hybrid_mla beside SGLang's own backend: decode throughput and time to first token."""
+    """A table of hybrid_mla beside SGLang's own backend: decode throughput and time to first token.
+
+    Both with a cache of the same dtype, and as many tokens of output; of several such numbers the one measured last.
+    """
     found = [record for record in read_records(path) if record["decode_tok_s"] is not None]
     for record in found:
-        record["case"]["storage"] = prefix_storage(record)
-    records = latest(found, *names, "storage")
+        record["case"]["storage"] = storage(record)
+    records = latest(found, *names, "output", "storage")
+    shown: dict[tuple[Any, ...], tuple[dict[str, Any], dict[str, Any]]] = {}
+    for (impl, *case, output, stored), ours in records.items():
+        stock = records.get((RIVAL, *case, output, FP8 if stored == FP8 else BF16))
+        earlier = shown.get((*case, stored))
+        if impl == "hybrid_mla" and stock is not None and (earlier is None or earlier[0]["date"] <= ours["date"]):
+            shown[(*case, stored)] = ours, stock
     rows = []
-    for (impl, *case), ours in records.items():
-        stock = records.get((RIVAL, *case[:-1], None))
-        if impl != "hybrid_mla" or stock is None:
-            continue
+    for case, (ours, stock) in sorted(shown.items()):
         rate, stock_rate = ours["decode_tok_s"], stock["decode_tok_s"]
         times = f"{ours['ttft_ms']:,.0f} / {stock['ttft_ms']:,.0f}"
         rows.append((*case, f"{rate:,.0f}", f"{stock_rate:,.0f}", f"{rate / stock_rate:.2f}x", times))
-    columns = (*headers, "prefix in", "hybrid_mla tok/s", "flashmla tok/s", "ratio", "first token ms, ours / stock")
-    return markdown(sorted(rows, key=lambda row: row[: len(headers) + 1]), columns, records)
+    columns = (*headers, "cache", "hybrid_mla tok/s", "flashmla tok/s", "ratio", "first token ms, ours / stock")
+    return markdown(rows, columns, {(case, index): pair[index] for case, pair in shown.items() for index in range(2)})
 
 
-def prefix_storage(record: dict[str, Any]) -> str | None:
-    """How a run of hybrid_mla stored expanded prefixes."""
-    if record["impl"] != "hybrid_mla":
-        return None
+def storage(record: dict[str, Any]) -> str:
+    """How a server stored its latent cache, and expanded prefixes where these differ from it."""
     case = record["case"]
-    return "FP8" if case.get("dtype") == "fp8" or "fp8_e4m3" in case.get("flags", "") else "BF16"
+    if case.get("kv_cache_dtype") == "fp8_e4m3":
+        return FP8
+    asked = case.get("dtype") == "fp8" or "fp8_e4m3" in case.get("flags", "")
+    return FP8_PREFIX if asked else BF16
 
 
 def main(check: Annotated[bool, typer.Option("--check", help="Write nothing; exit status 1 if out of date.")] = False):
     """Fill the marked places."""
     engine = ("heads", "layers", "prompt", "concurrency"), ("heads", "layers", "prefix", "requests")
-    serving = (
-        ("heads", "layers", "prompt", "concurrency", "output"),
-        ("heads", "layers", "prompt", "requests", "tokens of output"),
-    )
+    serving = ("heads", "layers", "prompt", "concurrency"), ("heads", "layers", "prompt", "requests")
     tables = {
         "README.md": {
             "engine": compared(RESULTS / "engine.jsonl", *engine),

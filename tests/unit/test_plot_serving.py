@@ -22,24 +22,25 @@ def test_the_newest_of_each_case_by_backend_and_storage():
             record("hybrid_mla", 1, 10.0, concurrency=64),
             record("hybrid_mla", 4, None),  # the full batch did not last
             record("hybrid_mla", 2, 40.0, flags=fp8),
+            record("hybrid_mla", 2, 50.0, kv_cache_dtype="fp8_e4m3"),
             record("sglang_flashmla", 1, 15.0),
             record("sglang_flashmla", 1, 25.0, heads=16),
         ]
     )
     assert found == {
         ("A", 26472, 128, 4): {
-            Line("flashmla", None): {128: 15.0},
+            Line("flashmla", "BF16"): {128: 15.0},
             Line("hybrid_mla", "BF16"): {64: 10.0, 128: 30.0},
-            Line("hybrid_mla", "FP8"): {128: 40.0},
+            Line("hybrid_mla", "BF16, prefix FP8"): {128: 40.0},
+            Line("hybrid_mla", "FP8"): {128: 50.0},
         },
-        ("A", 26472, 16, 4): {Line("flashmla", None): {128: 25.0}},
+        ("A", 26472, 16, 4): {Line("flashmla", "BF16"): {128: 25.0}},
     }
     assert list(found["A", 26472, 128, 4][Line("hybrid_mla", "BF16")]) == [64, 128]
 
 
 def test_names():
-    assert str(Line("hybrid_mla", "FP8")) == "hybrid_mla, prefix in FP8"
-    assert str(Line("flashmla", None)) == "flashmla"
+    assert str(Line("hybrid_mla", "BF16, prefix FP8")) == "hybrid_mla, BF16, prefix FP8"
     assert title(("A", 26472, 128, 4)) == "prompt A (26,472 tokens)\n128 heads, 4 layers"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from accuracy_tables import accuracy_model, goal_verdict, interval
 from performance_tables import expansion, planner, prefill
-from update_tables import fill
+from update_tables import compared, fill
 
 from sglang_mla_ext.results import write_record
 
@@ -27,6 +27,33 @@ def test_expansion(tmp_path):
         ["128", "BF16", "4,096", "1.000", "3.000", "3.00x", "600", "75%"],
     ]
     assert lines[-1].endswith("`run it`")
+
+
+def test_compared(tmp_path):
+    """Like is compared with like: the same dtype of the cache and the same output; the newest output is shown."""
+    path = tmp_path / "serving.jsonl"
+    fp8 = dict(kv_cache_dtype="fp8_e4m3")
+    for impl, output, rate, more in (
+        ("sglang_flashmla", 256, 10.0, {}),
+        ("hybrid_mla", 256, 11.0, {}),
+        ("sglang_flashmla", 768, 10.0, {}),
+        ("hybrid_mla", 768, 20.0, {}),
+        ("hybrid_mla", 768, 25.0, dict(flags="--hybrid-mla-prefix-dtype fp8_e4m3")),
+        ("hybrid_mla", 1024, 90.0, {}),  # nothing to compare it with
+        ("sglang_flashmla", 768, 15.0, fp8),
+        ("hybrid_mla", 768, 30.0, fp8),
+    ):
+        case = dict(prompt="A", concurrency=128, output=output, **more)
+        write_record(
+            path, bench="serving", impl=impl, case=case, decode_tok_s=rate, ttft_ms=1.0, gpu="GPU", command="run it"
+        )
+    lines = compared(path, ("prompt", "concurrency"), ("prompt", "requests")).splitlines()
+    assert [cells(line) for line in lines[2:5]] == [
+        ["A", "128", "BF16", "20", "10", "2.00x", "1 / 1"],
+        ["A", "128", "BF16, prefix FP8", "25", "10", "2.50x", "1 / 1"],
+        ["A", "128", "FP8", "30", "15", "2.00x", "1 / 1"],
+    ]
+    assert lines[5] == ""
 
 
 def test_prefill(tmp_path):
