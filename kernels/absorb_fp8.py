@@ -21,7 +21,6 @@ from .absorb_fp8_hopper import Query
 from .absorb_fp8_kernel import BLOCK_ROWS, Rescale, run_kernel
 from .absorb_schedule import TILE_ROWS, AbsorbCapacity
 from .latent_rows import LatentRowLayout
-from .launch_overlap import can_overlap
 from .layout import FP8
 from .merge import merge
 from .quantize_query import quantize_query
@@ -82,7 +81,6 @@ class AbsorbFP8(ABC):
             num_sms = num_sms or torch.cuda.get_device_properties(device).multi_processor_count
         self._max_requests, self._heads, self._queries = max_requests, heads, queries
         self._page_size, self._num_sms = page_size, num_sms or 1
-        self._overlap = False  # what `_attend` launches first starts before the query is rounded, and waits for it
         tokens = max_requests * queries
         self._content = torch.zeros(tokens, heads, rank, dtype=FP8, device=device)
         self._scale = torch.zeros(tokens, heads, dtype=torch.float32, device=device)
@@ -133,7 +131,7 @@ class AbsorbFP8(ABC):
         if requests == 0:
             return
         query = Query(self._content[:tokens], self._scale[:tokens], self._rope[:tokens])
-        quantize_query(q_absorbed, q_rope, *query, overlap=self._overlap)
+        quantize_query(q_absorbed, q_rope, *query)
         self._attend(query, pool, page_table, lens, softmax_scale, out, lse)
 
     @abstractmethod
@@ -194,8 +192,7 @@ def kernel_for(heads: int) -> tuple[ModuleType, int]:
 
 
 class HopperAbsorbFP8(AbsorbFP8):
-    """One launch over a work list that `prepare` makes on the device (absorb_schedule.py), and a merge of pieces. The
-    launches of a run overlap (launch_overlap.py)."""
+    """One launch over a work list that `prepare` makes on the device (absorb_schedule.py), and a merge of pieces."""
 
     def __init__(self, **sizes: Any) -> None:
         """
@@ -215,7 +212,6 @@ class HopperAbsorbFP8(AbsorbFP8):
         stacked = self._queries if self._heads * self._queries <= TILE_ROWS else 1
         heads, queries = self._heads * stacked, self._queries // stacked
         self._kernel, tile_rows = kernel_for(heads)
-        self._overlap = can_overlap(device)
         self._capacity = AbsorbCapacity(
             self._max_requests * queries,
             heads,
@@ -262,14 +258,8 @@ class HopperAbsorbFP8(AbsorbFP8):
         in_partials = out.data_ptr() == self._capacity.uncut_rows(self._partial_out, stacked[0]).data_ptr()
         query = Query(*(tensor.view(*stacked, *tensor.shape[2:]) for tensor in query))
         out, lse, no_lse = out.view(*stacked, -1), lse.view(stacked), no_lse.view(stacked)
-        self._kernel.run(
-            query, pool, self._work, page_table, self._capacity, *partials, softmax_scale=softmax_scale,
-            overlap=self._overlap,
-        )  # fmt: skip
-        merge(
-            out, no_lse, *partials, self._table, self._capacity.table, out, lse, out_in_partials=in_partials,
-            overlap=self._overlap,
-        )  # fmt: skip
+        self._kernel.run(query, pool, self._work, page_table, self._capacity, *partials, softmax_scale=softmax_scale)
+        merge(out, no_lse, *partials, self._table, self._capacity.table, out, lse, out_in_partials=in_partials)
 
 
 class TritonAbsorbFP8(AbsorbFP8):

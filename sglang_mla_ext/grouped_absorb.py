@@ -25,7 +25,6 @@ from torch import Tensor
 
 from sglang_mla_ext.kernels import absorb_hopper
 from sglang_mla_ext.kernels.absorb_schedule import AbsorbCapacity, SharedKeys, build_group_work
-from sglang_mla_ext.kernels.launch_overlap import can_overlap
 from sglang_mla_ext.kernels.merge import merge
 from sglang_mla_ext.kernels.tail_schedule import schedule_tails
 from sglang_mla_ext.limits import PAGE_SIZE
@@ -181,7 +180,6 @@ class HopperGroupedAbsorb(GroupedAbsorb):
         )
         self._first_group = max_rows  # row of the page table
         self._groups = 0
-        self._overlap = can_overlap(device)
 
     def plan(self, groups: Sequence[Group], rows: int) -> None:
         check_whole_pages(groups, self._stacking.page_size)
@@ -220,13 +218,13 @@ class HopperGroupedAbsorb(GroupedAbsorb):
         return self._merge(q)
 
     def _merge(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """What `run` returns, from the partials of tails and groups, which the launch in front wrote."""
+        """What `run` returns, from the partials of tails and groups."""
         rows, heads = q.shape[:2]
         out, lse = self._capacity.uncut_rows(self._partial_out, rows), self._no_lse.new_empty(rows, heads)
         partials, tables = (self._partial_out, self._partial_lse2), (self._tail_partials, self._group_partials)
         merge(
             out, self._no_lse[:rows], *partials, tables[0], self._capacity.table, out, lse, tables[1],
-            out_in_partials=True, overlap=self._overlap,
+            out_in_partials=True,
         )  # fmt: skip
         return out, lse
 

@@ -63,12 +63,12 @@ class HopperGroupedAbsorbFP8(HopperGroupedAbsorb):
             return q.new_empty(rows, heads, self._rank), self._no_lse.new_empty(rows, heads)
         query = Query(self._q_content[:rows], self._q_scale[:rows], self._q_rope[:rows])
         parts = q.split([self._rank, self._columns - self._rank], dim=-1) if q_rope is None else (q, q_rope)
-        quantize_query(*parts, *query, overlap=self._overlap)
+        quantize_query(*parts, *query)
         partials = self._partial_out, self._partial_lse2
         groups = self._work, self._table, self._capacity, *partials
         tails = self._tail_work, self._table, self._tail_capacity, *partials
-        absorb_fp8_hopper.run(query, pool, *groups, softmax_scale=softmax_scale, overlap=self._overlap)
-        self._tail_kernel.run(query, pool, *tails, softmax_scale=softmax_scale, overlap=self._overlap)
+        absorb_fp8_hopper.run(query, pool, *groups, softmax_scale=softmax_scale)
+        self._tail_kernel.run(query, pool, *tails, softmax_scale=softmax_scale)
         return self._merge(q)
 
 
