@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_wait
 
 from .absorb_consumers_hopper import BLOCK, LATENT, NO_SCORE, ROWS, blocks_of, count_items, item_at
 from .absorb_fp8_tiles_hopper import (
@@ -155,8 +154,6 @@ def compute_scores(
         rows = gl.arange(0, ROWS, BY_ROW)
         segment_ptrs = work_ptr + gl.load(item_ptr) + rows // SEGMENT
         q_row = gl.load(segment_ptrs, mask=rows < n_rows, other=0) + rows % SEGMENT
-        if index == 0:
-            gdc_wait()  # for the query
         row_scale = gl.load(q_scale_ptr + q_row, mask=rows < n_rows, other=0.0) * scale_log2e
 
         mbarrier.wait(full.index(slot), phase)

@@ -37,7 +37,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .absorb_consumers_hopper import BLOCK, LATENT, NO_SCORE, ROPE, blocks_of, count_items, item_at
 from .absorb_fp8_hopper import PRODUCER_REGISTERS, Query, check, describe
@@ -54,7 +53,6 @@ from .absorb_fp8_tiles_hopper import (
     log2_of_power,
     next_slot,
     scales_of_keys,
-    start_blocks,
     unseen_keys,
     values_tile,
     write_out,
@@ -80,30 +78,21 @@ def copy(
     q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, q_s, q_rope_s, content_s, rope_s, scale_s, q_full,
     q_empty, full, empty, work_ptr, page_table_ptr,
 ):  # fmt: skip
-    """Fill the ring with the blocks of all items, and the stages of queries. `done` counts items.
-
-    Of the first item, blocks are under way before its query: they are older than the launch that writes the query.
-    """
+    """Fill the ring with the blocks of all items, and the stages of queries. `done` counts items."""
     SEGMENT: gl.constexpr = q_desc.block_type.shape[0]
     N: gl.constexpr = q_s.shape[1]
     SEGMENTS: gl.constexpr = N // SEGMENT
     PANELS: gl.constexpr = LATENT // PANEL
     q_tiles = q_s._reinterpret(gl.float8e4nv, [Q_STAGES * PANELS * SEGMENTS, SEGMENT, PANEL], q_desc.layout)
     q_rope_tiles = q_rope_s._reinterpret(gl.bfloat16, [Q_STAGES * SEGMENTS, SEGMENT, ROPE], q_rope_desc.layout)
-    n_items = count_items(work_ptr)
-    ahead = 0  # blocks of the item at hand that are under way
-    if n_items > 0:
-        ahead = start_blocks(
-            content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, full, work_ptr, page_table_ptr, 0
-        )  # fmt: skip
-    gdc_wait()  # programs without items, too
-    slot, phase = next_slot(0, 0, SLOTS, ahead)
+    slot = 0
+    phase = 0
     done = 0
-    for index in range(n_items):
+    for index in range(count_items(work_ptr)):
         item_ptr = item_at(work_ptr, index)
         first, last, n_blocks = blocks_of(item_ptr)
         pages = page_table_ptr + gl.load(item_ptr + 4)
-        page = gl.load(pages + gl.maximum(last - ahead, first))
+        page = gl.load(pages + last)
         segments_ptr = work_ptr + gl.load(item_ptr)
         n_rows = gl.load(item_ptr + 1)
         q_stage = done & 1
@@ -112,13 +101,12 @@ def copy(
             q_desc, q_rope_desc, q_tiles, q_rope_tiles, q_stage, q_full.index(q_stage), segments_ptr, n_rows, N
         )  # fmt: skip
         done += 1  # noqa: SIM113 - Gluon has no enumerate
-        for back in range(ahead, n_blocks):
+        for back in range(n_blocks):
             row = page * BLOCK
             page = gl.load(pages + gl.maximum(last - back - 1, first))  # the next one, before the wait
             mbarrier.wait(empty.index(slot), phase ^ 1)
             copy_block(content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, slot, full.index(slot), row)
             slot, phase = next_slot(slot, phase, SLOTS)
-        ahead = 0
 
 
 @gluon.jit
@@ -165,8 +153,6 @@ def attend(
         rows = gl.arange(0, N, BY_ROW)
         segment_ptrs = work_ptr + gl.load(item_ptr) + rows // SEGMENT
         q_row = gl.load(segment_ptrs, mask=rows < n_rows, other=0) + rows % SEGMENT
-        if index == 0:
-            gdc_wait()  # for the query
         row_scale = gl.load(q_scale_ptr + q_row, mask=rows < n_rows, other=0.0) * scale_log2e
 
         q_stage = done & 1
@@ -260,7 +246,6 @@ def absorb_fp8_few_heads_kernel(
     N: gl.constexpr,  # rows of an item
     QUERIES: gl.constexpr,  # query tokens of it
 ):
-    gdc_launch_dependents()  # see launch_overlap.py
     SEGMENT: gl.constexpr = q_desc.block_type.shape[0]
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_s = gl.allocate_shared_memory(gl.float8e4nv, [Q_STAGES, N, LATENT], gl.NVMMASharedLayout(128, 8))
@@ -312,7 +297,6 @@ def run(
     partial_lse2: Tensor,
     *,
     softmax_scale: float,
-    overlap: bool = False,
 ) -> None:
     """Launch the kernel; arguments as for absorb_fp8_hopper.run, but with a work list of tiles of 8 or 16 rows."""
     check(query, pool, work, capacity, partial_out, partial_lse2, softmax_scale)
@@ -329,5 +313,4 @@ def run(
         N=capacity.tile_rows,
         QUERIES=capacity.stacked,
         num_warps=4,
-        launch_pdl=overlap,
     )

@@ -44,11 +44,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .absorb_consumers_hopper import BLOCK, LATENT, ROPE, ROWS, blocks_of, count_items, item_at
 from .absorb_fp8_consumers_hopper import NORM_STAGES, STAGES, compute_scores, sum_values
-from .absorb_fp8_tiles_hopper import PANEL, SCALE_WIDTH, copy_block, copy_query, next_slot, start_blocks
+from .absorb_fp8_tiles_hopper import PANEL, SCALE_WIDTH, copy_block, copy_query, next_slot
 from .absorb_schedule import AbsorbCapacity
 from .latent_rows import LatentRowLayout
 from .layout import FP8
@@ -74,44 +73,33 @@ def copy(
     q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, full, empty, work_ptr,
     page_table_ptr,
 ):  # fmt: skip
-    """Fill the ring: of every item its query rows, and then its blocks.
-
-    Of the first item, blocks are under way before its query: they are older than the launch that writes the query.
-    """
+    """Fill the ring: of every item its query rows, and then its blocks."""
     SLOTS: gl.constexpr = content_s.shape[0]
     SEGMENT: gl.constexpr = q_desc.block_type.shape[0]
     SEGMENTS: gl.constexpr = ROWS // SEGMENT
     PANELS: gl.constexpr = LATENT // PANEL
     q_tiles = content_s._reinterpret(gl.float8e4nv, [SLOTS * PANELS * SEGMENTS, SEGMENT, PANEL], q_desc.layout)
     q_rope_tiles = rope_s._reinterpret(gl.bfloat16, [SLOTS * SEGMENTS, SEGMENT, ROPE], q_rope_desc.layout)
-    n_items = count_items(work_ptr)
-    ahead = 0  # blocks of the item at hand that are under way; slot 0 is for the query
-    if n_items > 0:
-        ahead = start_blocks(
-            content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, full, work_ptr, page_table_ptr, 1
-        )  # fmt: skip
-    gdc_wait()  # programs without items, too
     slot = 0
     phase = 0
-    for index in range(n_items):
+    for index in range(count_items(work_ptr)):
         item_ptr = item_at(work_ptr, index)
         first, last, n_blocks = blocks_of(item_ptr)
         pages = page_table_ptr + gl.load(item_ptr + 4)
-        page = gl.load(pages + gl.maximum(last - ahead, first))
+        page = gl.load(pages + last)
         segments_ptr = work_ptr + gl.load(item_ptr)
         n_rows = gl.load(item_ptr + 1)
         mbarrier.wait(empty.index(slot), phase ^ 1)
         copy_query(
             q_desc, q_rope_desc, q_tiles, q_rope_tiles, slot, full.index(slot), segments_ptr, n_rows, ROWS
         )  # fmt: skip
-        slot, phase = next_slot(slot, phase, SLOTS, 1 + ahead)
-        for back in range(ahead, n_blocks):
+        slot, phase = next_slot(slot, phase, SLOTS)
+        for back in range(n_blocks):
             row = page * BLOCK
             page = gl.load(pages + gl.maximum(last - back - 1, first))  # the next one, before the wait
             mbarrier.wait(empty.index(slot), phase ^ 1)
             copy_block(content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, slot, full.index(slot), row)
             slot, phase = next_slot(slot, phase, SLOTS)
-        ahead = 0
 
 
 @gluon.jit
@@ -130,7 +118,6 @@ def absorb_fp8_hopper_kernel(
     SLOTS: gl.constexpr,
     QUERIES: gl.constexpr,  # query tokens of an item
 ):
-    gdc_launch_dependents()  # see launch_overlap.py
     SEGMENT: gl.constexpr = q_desc.block_type.shape[0]
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -199,7 +186,6 @@ def run(
     partial_lse2: Tensor,
     *,
     softmax_scale: float,
-    overlap: bool = False,
 ) -> None:
     """Launch the kernel.
 
@@ -210,8 +196,6 @@ def run(
         page_table: int32, whose entries the items name as if it were flat.
         partial_out: BF16 or float32 `[P, H, 512]`, contiguous, each normalised over its own keys; partial_lse2: float32
             `[P, H]`, base 2. What no item names is not written.
-        overlap: start before the launch in front of this one has ended: quantize_query, which wrote the query, or
-            another of these that is itself behind it; see launch_overlap.py.
     Raises:
         ValueError: a shape, dtype or stride is not as above.
     """
@@ -229,7 +213,6 @@ def run(
         SLOTS=SLOTS,
         QUERIES=capacity.stacked,
         num_warps=4,
-        launch_pdl=overlap,
     )
 
 

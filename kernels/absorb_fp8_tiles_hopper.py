@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .absorb_consumers_hopper import BLOCK, LATENT, NO_SCORE, ROPE, blocks_of, item_at
+from .absorb_consumers_hopper import BLOCK, LATENT, NO_SCORE, ROPE
 from .absorb_hopper import NO_ROW
 
 PANEL = gl.constexpr(128)  # bytes of a row that lie side by side in swizzled shared memory
@@ -25,10 +25,9 @@ SCALE_RANGE = gl.constexpr(24.0)  # reference_fp8.WEIGHT_SCALE_RANGE, in powers 
 
 
 @gluon.jit
-def next_slot(slot, phase, SLOTS: gl.constexpr, steps=1):
-    """The next slot of the ring, or one some steps on, no further than slot 0; and whether it is used for an even or an
-    odd time."""
-    slot += steps
+def next_slot(slot, phase, SLOTS: gl.constexpr):
+    """The next slot of the ring, and whether it is used for an even or an odd time."""
+    slot += 1
     phase = gl.where(slot == SLOTS, phase ^ 1, phase)
     return gl.where(slot == SLOTS, 0, slot), phase
 
@@ -57,23 +56,6 @@ def copy_block(content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, 
     tma.async_copy_global_to_shared(rope_desc, [row, 0], barrier, rope_s.index(slot))
     tma.async_copy_global_to_shared(content_desc, [row, 0], barrier, content_s.index(slot))
     tma.async_copy_global_to_shared(scale_desc, [row, 0], barrier, scale_s.index(slot))
-
-
-@gluon.jit
-def start_blocks(
-    content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, full, work_ptr, page_table_ptr, FIRST: gl.constexpr
-):  # fmt: skip
-    """Start copying blocks of the first item into the empty ring, from slot FIRST to its end; how many those are."""
-    SLOTS: gl.constexpr = content_s.shape[0]
-    item_ptr = item_at(work_ptr, 0)
-    _, last, n_blocks = blocks_of(item_ptr)
-    pages = page_table_ptr + gl.load(item_ptr + 4)
-    ahead = gl.minimum(n_blocks, SLOTS - FIRST)
-    for back in range(ahead):
-        slot = FIRST + back
-        row = gl.load(pages + (last - back)) * BLOCK
-        copy_block(content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, slot, full.index(slot), row)
-    return ahead
 
 
 @gluon.jit

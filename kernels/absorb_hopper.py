@@ -31,7 +31,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from .absorb_consumers_hopper import (
     BLOCK,
@@ -156,7 +155,6 @@ def absorb_hopper_kernel(
     partial_lse2_ptr,  # float32 [P * H]
     scale_log2e,
 ):
-    gdc_launch_dependents()  # the merge, see launch_overlap.py
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, PART], content_desc.layout)

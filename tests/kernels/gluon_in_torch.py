@@ -4,8 +4,7 @@ Every function of the kernel's modules is bound anew, to stand-ins of `gl`, `mba
 is a thread; only one runs at a time, and it may lose its turn wherever it touches what roles share. Barriers count
 arrivals and bytes as the hardware's do, and know only the parity of a phase. What a copy will overwrite is NaN from its
 issue to its arrival. A product notes its operands when it is issued and compares when it is waited for, so that shared
-memory given away too early shows; roles that all wait are a deadlock. What the launch in front writes (`late`) only a
-role may read that has waited for it, and some role of every program waits (kernels/launch_overlap.py).
+memory given away too early shows; roles that all wait are a deadlock.
 
 What it does not model: registers, layouts other than the order of columns in shared memory, and fences. Functions that
 move bytes inside of registers are for the tests to replace (see `Program`).
@@ -44,10 +43,9 @@ class Int(int):
 class Pointer:
     tensor: Tensor  # flat
     offset: Any = 0  # an integer or a tensor of them
-    late: bool = False
 
     def __add__(self, more: Any) -> Pointer:
-        return Pointer(self.tensor, self.offset + more, self.late)
+        return Pointer(self.tensor, self.offset + more)
 
     @property
     def dtype(self) -> SimpleNamespace:
@@ -57,8 +55,8 @@ class Pointer:
 class Descriptor:
     """A TMA descriptor of a 2-D tensor: what is out of bounds reads as zero."""
 
-    def __init__(self, tensor: Tensor, block: list[int], itemsize: int = 2, late: bool = False) -> None:
-        self.tensor, self.block, self.layout, self.late = tensor, block, None, late
+    def __init__(self, tensor: Tensor, block: list[int], itemsize: int = 2) -> None:
+        self.tensor, self.block, self.layout = tensor, block, None
         self.block_type = SimpleNamespace(shape=block, nbytes=itemsize * block[0] * block[1])
 
     def read(self, row: int, column: int) -> Tensor:
@@ -169,7 +167,6 @@ class Program:
         self.turn, self.stop = threading.Semaphore(0), False
         self.waiting: dict[threading.Thread, tuple[threading.Semaphore, Callable[[], bool]]] = {}
         self.errors: list[BaseException] = []
-        self.have_waited: set[threading.Thread] = set()  # for the launch in front
         stand_ins = {
             "gl": self._language(index, programs),
             "mbarrier": SimpleNamespace(
@@ -183,8 +180,6 @@ class Program:
             "warpgroup_mma": self._product,
             "warpgroup_mma_wait": self._wait_for_products,
             "fence_async_shared": lambda: None,
-            "gdc_wait": lambda: self.have_waited.add(threading.current_thread()),
-            "gdc_launch_dependents": lambda: None,
         }
         self.names: dict[str, Any] = {"range": range}
         for module in modules:
@@ -197,8 +192,7 @@ class Program:
     def run(self, kernel: str, *arguments: Any) -> None:
         """
         Raises:
-            AssertionError: a deadlock, an operand that changed, too many arrivals, a copy that nobody waited for, or a
-                launch in front that was not waited for.
+            AssertionError: a deadlock, an operand that changed, too many arrivals, or a copy that nobody waited for.
         """
         self.names[kernel](*arguments)
         try:
@@ -216,8 +210,6 @@ class Program:
             if self.errors:
                 raise self.errors[0]
             assert not self.in_flight, "a copy that nobody waited for"
-            late = any(argument.late for argument in arguments if isinstance(argument, (Pointer, Descriptor)))
-            assert self.have_waited or not late, "this program may end before the launch in front"
         finally:
             self.stop = True
             for own, _ in self.waiting.values():
@@ -247,13 +239,7 @@ class Program:
             threading.Thread(target=work, args=(role, arguments), daemon=True).start()
             self.turn.acquire()
 
-    def _check_written(self, source: Pointer | Descriptor) -> None:
-        assert not source.late or threading.current_thread() in self.have_waited, (
-            "the launch in front is not waited for"
-        )
-
     def _copy(self, descriptor: Descriptor, at: list[int], barrier: Barrier, place: Place) -> None:
-        self._check_written(descriptor)
         place.memory.fill_(NAN)
         self.in_flight.append((place, descriptor.read(*at), barrier, descriptor.block_type.nbytes))
 
@@ -280,7 +266,6 @@ class Program:
 
     def _language(self, index: int, programs: int) -> SimpleNamespace:
         def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Any:
-            self._check_written(pointer)
             if isinstance(pointer.offset, Tensor):
                 found = torch.full(pointer.offset.shape, other, dtype=pointer.tensor.dtype)
                 found[mask] = pointer.tensor[pointer.offset[mask]]
@@ -294,9 +279,6 @@ class Program:
         def maximum(a: Any, b: Any) -> Any:
             return torch.maximum(a, b) if isinstance(a, Tensor) else max(a, b)
 
-        def minimum(a: int, b: int) -> int:
-            return min(a, b)
-
         def where(condition: Any, a: Any, b: Any) -> Any:
             return torch.where(condition, a, b) if isinstance(condition, Tensor) else a if condition else b
 
@@ -306,7 +288,7 @@ class Program:
             float8e4nv=torch.float8_e4m3fn, bfloat16=torch.bfloat16, float32=torch.float32,
             int16=torch.int16, int32=torch.int32, int64=torch.int64,
             program_id=lambda axis: index, num_programs=lambda axis: programs, static_range=range,
-            load=load, store=store, maximum=maximum, minimum=minimum, where=where, zeros_like=torch.zeros_like,
+            load=load, store=store, maximum=maximum, where=where, zeros_like=torch.zeros_like,
             convert_layout=lambda values, layout, assert_trivial=False: values,
             exp2=torch.exp2, log2=torch.log2, thread_barrier=self.pause, allocate_shared_memory=self._allocate,
             arange=lambda start, end, layout: torch.arange(start, end),

@@ -56,8 +56,6 @@ def compile_for_hopper(kernel, types, constants, **options):
         shared_bytes=compiled.metadata.shared,
         wgmma=compiled.asm["ptx"].count("wgmma.mma_async"),
         tma=compiled.asm["ptx"].count("cp.async.bulk.tensor"),
-        waits=compiled.asm["ptx"].count("griddepcontrol.wait"),
-        lets_start=compiled.asm["ptx"].count("griddepcontrol.launch_dependents"),
     )
 
 dn, dr, dv, rank = 128, 64, 128, 512
@@ -160,7 +158,7 @@ def compile_expand(out):
     return found | dict(num_warps=expand_prefix.NUM_WARPS, ctas_per_sm=1)
 
 strides = "heads max_rows tail_row tail_head tail_lse_row tail_lse_head out_row out_head lse_row lse_head"
-def compile_merge(dim, partials, more=False, in_place=True, in_partials=False, write_lse=True, rows=8, overlap=False):
+def compile_merge(dim, partials, more=False, in_place=True, in_partials=False, write_lse=True, rows=8):
     shape = merge.shape_for(rows, 128, dim)
     return compile_for_hopper(
         merge.merge_kernel,
@@ -170,18 +168,18 @@ def compile_merge(dim, partials, more=False, in_place=True, in_partials=False, w
         | dict.fromkeys(strides.split(), "i32"),
         dict(DV=dim, ITEM=ITEM_FIELDS, BLOCK_HEADS=shape.heads, SPLITS=shape.splits,
              UNROLL=shape.unroll, MORE=more, IN_PLACE=in_place, OUT_IN_PARTIALS=in_partials,
-             WRITE_LSE=write_lse, OVERLAP=overlap, LN2=merge.LN2, LOG2E=merge.LOG2E),
+             WRITE_LSE=write_lse, LN2=merge.LN2, LOG2E=merge.LOG2E),
         num_warps=merge.NUM_WARPS,
     )
 
 merges = dict(
     merge=compile_merge(dv, "fp32", write_lse=False),
     merge_large=compile_merge(dv, "fp32", write_lse=False, rows=512),
-    merge_latent_large=compile_merge(rank, "bf16", in_partials=True, rows=512, overlap=True),
+    merge_latent_large=compile_merge(rank, "bf16", in_partials=True, rows=512),
     merge_lse=compile_merge(dv, "fp32"),  # prefill
     merge_latent=compile_merge(rank, "bf16", in_place=False),  # grouped absorb by FlashMLA
-    merge_latent_more=compile_merge(rank, "bf16", more=True, in_partials=True, overlap=True),  # its own kernel
-    merge_latent_in_place=compile_merge(rank, "bf16", in_partials=True, overlap=True),  # FP8 absorb by its own kernels
+    merge_latent_more=compile_merge(rank, "bf16", more=True, in_partials=True),  # grouped absorb by its own kernel
+    merge_latent_in_place=compile_merge(rank, "bf16", in_partials=True),  # FP8 absorb by its own kernels
     merge_latent_fp32=compile_merge(rank, "fp32"),  # and by Triton's
 )
 
@@ -231,7 +229,7 @@ latent_rows = dict(
         pool
         | dict(q_absorbed_ptr="*bf16", q_rope_ptr="*bf16", rope_ptr="*bf16")
         | dict.fromkeys("heads q_row q_head rope_row rope_head".split(), "i32"),
-        blocks | limits | dict(q_dim=1, rope_dim=1, OVERLAP=True),
+        blocks | limits | dict(q_dim=1, rope_dim=1),
         num_warps=quantize_query.NUM_WARPS,
     ),
     join_parts=compile_for_hopper(
@@ -293,23 +291,10 @@ def test_products_use_the_matrix_unit_and_the_copy_engine(compiled: dict, kernel
 @pytest.mark.parametrize("kernel", [*PRODUCTS, *LATENT_ROWS, *MERGES, "schedule_tails"])
 def test_no_register_is_spilled(compiled: dict, kernel: str) -> None:
     # With 128 keys in BF16 a consumer needs all its registers: a dozen numbers of a work item wait in local memory.
-    # So do the absorb kernels, where queries (BF16) or the output (FP8) take most of the registers. None of it is read
-    # or written block by block.
+    # So do the absorb kernels, where queries (BF16) or the output (FP8) take most of the registers.
     few = kernel in ("hopper64_bf16", "hopper128_bf16", *ABSORB, *ABSORB_FP8[3:])
-    bound = 400 if kernel == "absorb_fp8_64_x2" else 336 if few else 0
+    bound = 320 if kernel in ("absorb8", "absorb_fp8_64_x2") else 256 if few else 0
     assert compiled[kernel]["spill_bytes"] <= bound, compiled
-
-
-# Of the first those are: the scores' or both halves', and the copies', which have another for programs without items.
-@pytest.mark.parametrize(
-    ("kernel", "waits", "lets_start"),
-    [(name, 3 if "64" in name else 4, 1) for name in ABSORB_FP8]
-    + [(name, 0, 1) for name in ("quantize_query", *ABSORB)]
-    + [(name, 1, 0) for name in ("merge_latent_large", "merge_latent_more", "merge_latent_in_place")]
-    + [(name, 0, 0) for name in ("merge", "merge_latent_fp32")],
-)
-def test_launches_that_overlap_wait_for_each_other(compiled: dict, kernel: str, waits: int, lets_start: int) -> None:
-    assert (compiled[kernel]["waits"], compiled[kernel]["lets_start"]) == (waits, lets_start)
 
 
 @pytest.mark.parametrize("kernel", PRODUCTS)
