@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from .schedule import ITEM_FIELDS, WorkListCapacity
 
@@ -119,7 +118,6 @@ def merge_kernel(
     IN_PLACE: tl.constexpr,
     OUT_IN_PARTIALS: tl.constexpr,
     WRITE_LSE: tl.constexpr,
-    OVERLAP: tl.constexpr,
     LN2: tl.constexpr,
     LOG2E: tl.constexpr,
 ):
@@ -137,8 +135,6 @@ def merge_kernel(
         more_start = tl.load(per_row_ptr).to(tl.int64)
         more_stride = tl.load(per_row_ptr + max_rows)
         splits += tl.load(per_row_ptr + 2 * max_rows)
-    if OVERLAP:
-        gdc_wait()  # for the partials
 
     row64 = row.to(tl.int64)
     lse_ptrs = lse_ptr + row64 * lse_row + head * lse_head
@@ -189,7 +185,6 @@ def merge(
     lse: Tensor | None = None,
     more_work: Tensor | None = None,
     out_in_partials: bool = False,
-    overlap: bool = False,
 ) -> Tensor:
     """Merge tails and partials into `out`, which may be `tail_out`, and `lse`, which may be `tail_lse`.
 
@@ -203,8 +198,6 @@ def merge(
         more_work: like `work` and of its capacity: more partials of the rows, which stand in the same tensors.
         out_in_partials: there are no tails, and `out` is part of `partial_out`: where a row has a single partial of
             `work` and no other one, it stands there already (absorb_schedule.AbsorbCapacity.uncut_rows).
-        overlap: start before the launch in front of this one has ended, which wrote the partials; see
-            launch_overlap.py. `work` and `more_work` are older than that launch's chain.
     Returns:
         `out`; rows with no key at all are 0 and -inf.
     Raises:
@@ -261,10 +254,8 @@ def merge(
         OUT_IN_PARTIALS=out_in_partials,
         IN_PLACE=same_memory and out.dtype == tail_out.dtype,
         WRITE_LSE=lse is not None,
-        OVERLAP=overlap,
         LN2=LN2,
         LOG2E=LOG2E,
         num_warps=NUM_WARPS,
-        launch_pdl=overlap,
     )
     return out

@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from .append_latent import divide_row
 from .latent_rows import SCALE_FLOOR, SCALE_LIMIT
@@ -46,11 +45,8 @@ def quantize_query_kernel(
     FP8_LIMIT: tl.constexpr,
     FLOOR: tl.constexpr,
     LIMIT: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """One program: one head of one token."""
-    if OVERLAP:
-        gdc_launch_dependents()
     index = tl.program_id(0).to(tl.int64)
     token, head = index // heads, index % heads
     dim, dim_rope = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_DR)
@@ -65,15 +61,12 @@ def quantize_query_kernel(
     tl.store(rope_ptr + index * DR + dim_rope, rope.to(tl.bfloat16), mask=in_rope)
 
 
-def quantize_query(
-    q_absorbed: Tensor, q_rope: Tensor, content: Tensor, scale: Tensor, rope: Tensor, *, overlap: bool = False
-) -> None:
+def quantize_query(q_absorbed: Tensor, q_rope: Tensor, content: Tensor, scale: Tensor, rope: Tensor) -> None:
     """Round absorbed queries to FP8. Capturable in a CUDA graph.
 
     Args:
         q_absorbed: `[T, H, r]`, `q_nope` times `w_kc`; q_rope: `[T, H, dr]`; BF16 or float32, any strides.
         content: `[T, H, r]` e4m3; scale: `[T, H]` float32; rope: `[T, H, dr]` BF16; written; contiguous.
-        overlap: let the launch that follows start early, if it is made to (launch_overlap.py); needs Hopper.
     Raises:
         ValueError: a shape, dtype, stride or device is not as above.
     """
@@ -110,6 +103,5 @@ def quantize_query(
         FP8_LIMIT=FP8_MAX,
         FLOOR=SCALE_FLOOR,
         LIMIT=SCALE_LIMIT,
-        OVERLAP=overlap,
         num_warps=NUM_WARPS,
     )
