@@ -6,8 +6,8 @@
 A rate is the median over a few cases that it bounds, each the median time of a CUDA graph of one call, L2 flushed
 before each. The naive kernel's tiles are the fastest of a few, back to back: the GPU gets to its power limit then,
 where another tile may be the fastest than in a short run. `--check` times every mode on a grid of cases and compares
-the one that the cost model takes with the fastest (check_planner.py). With `--out` the naive mode's overhead is then
-replaced by the one with which these choices lose least (planner_verdicts.py); `--refit` does that alone, from records.
+the one that the cost model takes with the fastest (check_planner.py). With `--out` the modes' overheads are then
+replaced by those with which these choices lose least (planner_verdicts.py); `--refit` does that alone, from records.
 DeepSeek-V3's dimensions.
 """
 
@@ -39,7 +39,7 @@ from bench_attention import (
 )
 from check_planner import TAIL, Tiles, check, tile_of
 from grouped_attention import grouped_absorb
-from planner_verdicts import DIMS, report, verdicts
+from planner_verdicts import DIMS, report, significant, verdicts
 from rates_file import is_of, refit, source_text, starting_config, updated, write_config
 from rival_attention import DV, PAGE_TOKENS, Case, flashmla_bf16, flashmla_fp8, flashmla_tail
 from tabulate import tabulate
@@ -116,7 +116,7 @@ def _model(sample: Sample, mode: Mode, values: Mapping[str, Any]) -> CostModel:
     """The cost model of a sample. Without an L2 cache: where memory is the bound, no two requests share rows."""
     rates = ModeRates(**{name: values[name] for name in ModeRates.__dataclass_fields__ if name in values})
     size = DTYPES[sample.dtype].itemsize
-    return CostModel(DIMS, sample.heads, GpuRates("", 0, {mode: rates}, ""), size, size)
+    return CostModel(DIMS, sample.heads, GpuRates("", 0, {Mode.ABSORB: rates, mode: rates}, ""), size, size)
 
 
 def fit(mode: Mode, samples: Sequence[Sample], before: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,18 +138,13 @@ def fit(mode: Mode, samples: Sequence[Sample], before: Mapping[str, Any]) -> dic
             name = "fp8_macs_per_s" if sample.dtype == "fp8" else "macs_per_s"
             amounts.setdefault(name, []).append(amount / sample.seconds)
     values |= {name: significant(median(found)) for name, found in amounts.items()}
-    work = values | {"overhead_s": 0.0}
+    work = values | {"overhead_s": 0.0, "overhead_per_root_row_s": 0.0}
     left = [sample.seconds - predicted(sample, mode, work) for sample in samples if sample.bound == "launches"]
     if left:
-        values["overhead_s"] = significant(max(0.0, median(left)))
+        values = work | {"overhead_s": significant(max(0.0, median(left)))}
     if samples:
         values.pop("measured", None)  # which says that they were not
     return values
-
-
-def significant(value: float, digits: int = 3) -> float:
-    """Rounded to this many digits."""
-    return float(f"{value:.{digits}g}")
 
 
 def pick_tile(times: Mapping[Tile, Sequence[float]]) -> Tile:
@@ -345,14 +340,14 @@ def main(
     check_choices: Annotated[bool, typer.Option("--check", help="Time what the cost model chooses from.")] = False,
     out_records: Annotated[Path | None, typer.Option(help="Append the check's JSON lines to this file.")] = None,
     refit_from: Annotated[
-        Path | None, typer.Option("--refit", help="Only fit the overhead in --out to a check's records.", exists=True)
+        Path | None, typer.Option("--refit", help="Only fit the overheads in --out to a check's records.", exists=True)
     ] = None,
     rep_ms: Annotated[int, typer.Option(min=1, help="ms spent on each measurement, but for those of tiles.")] = 20,
 ) -> None:
     """Measure this GPU's rates (--out), or check the choices made with them (--check), or both.
 
-    The check takes the rates just written, else those shipped for this GPU. With both, and with --refit, the naive
-    mode's overhead is the one with which the choices lose least.
+    The check takes the rates just written, else those shipped for this GPU. With both, and with --refit, the overheads
+    are those with which the choices lose least.
     """
     if refit_from:
         if not out or not out.exists() or check_choices:

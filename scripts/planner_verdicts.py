@@ -1,7 +1,7 @@
 """What the cost model would choose in measured cases, and what each choice costs. From records; nothing is timed here.
 
 A record of `bench` `planner` (check_planner.py) has the measured ms of each mode in one case. What is chosen follows
-from the rates, so it is not stored: the same records judge any rates, and fit the one that decides the choices.
+from the rates, so it is not stored: the same records judge any rates, and fit the overheads, which decide the choices.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+from scipy.optimize import differential_evolution
 from tabulate import tabulate
 
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims
@@ -17,7 +19,8 @@ from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDim
 DIMS = ModelDims.from_json("deepseek-v3")
 ELEMENT_BYTES = {"bf16": 2, "fp8": 1}  # of the expanded prefix; latent rows are BF16
 LARGEST_LOSS = 0.05  # what a choice of the cost model may cost
-OVERHEADS_US = range(5, 61)  # what `fitted_overhead` tries
+CONSTANTS_MS, PER_ROOT_ROW_MS = (-0.02, 0.06), (0.0, 0.001)  # where `with_fitted_overheads` looks
+SAME = 0.02  # as a part of what the model says of the mode it takes: so near to that, another must not lose much either
 
 
 @dataclass(frozen=True)
@@ -60,34 +63,72 @@ def verdicts(records: Iterable[Mapping[str, Any]], rates: GpuRates) -> list[Verd
 def _judge(record: Mapping[str, Any], rates: GpuRates) -> Verdict:
     case = record["case"]
     ms = {Mode(name): value for name, value in record["ms"].items()}
-    cost = CostModel(DIMS, case["heads"], rates, expanded_element_bytes=ELEMENT_BYTES[case["dtype"]])
-    chosen = cost.best_mode(case["batch"], case["prefix"], list(ms))
+    chosen = _cost_model(case, rates).best_mode(case["batch"], case["prefix"], list(ms))
     return Verdict(case["heads"], case["prefix"], case["batch"], case["dtype"], ms, chosen)
 
 
-def fitted_overhead(records: Iterable[Mapping[str, Any]], rates: GpuRates) -> float:
-    """The naive mode's `overhead_s` with which the fewest cases lose more than `LARGEST_LOSS`; of those the one whose
-    worst case loses least, and of those the smallest.
+def _cost_model(case: Mapping[str, Any], rates: GpuRates) -> CostModel:
+    return CostModel(DIMS, case["heads"], rates, expanded_element_bytes=ELEMENT_BYTES[case["dtype"]])
+
+
+def with_fitted_overheads(records: Iterable[Mapping[str, Any]], rates: GpuRates) -> GpuRates:
+    """The same rates, but for overheads with which the choices lose least: the fewest cases that lose more than
+    `LARGEST_LOSS`; of those the smallest sum of the worst loss, the mean loss, and the mean error of what the model
+    says that a mode takes longer than plain absorb, as a part of what plain absorb takes. The same records give the
+    same.
+
+    Only differences between modes decide, so that plain absorb has no overhead that grows with rows, and the least
+    constant one is 0. A mode that was not measured keeps its values.
 
     Raises:
-        ValueError: no record compares naive with another mode.
+        ValueError: no record compares plain absorb with another mode.
     """
-    compared = [record for record in newest(records) if {Mode.NAIVE.value} < set(record["ms"])]
-    if not compared:
-        raise ValueError("no record compares naive with another mode")
+    work = _without_overheads(rates)
+    compared = [record for record in newest(records) if len(record["ms"]) > 1 and Mode.ABSORB.value in record["ms"]]
+    modes = [Mode.ABSORB, *(m for m in Mode if m is not Mode.ABSORB and any(m.value in r["ms"] for r in compared))]
+    if len(modes) == 1:
+        raise ValueError("no record compares plain absorb with another mode")
+    costs = [(_cost_model(r["case"], work), r["case"]["batch"], r["case"]["prefix"]) for r in compared]
+    work_ms = np.array([[cost.seconds(mode, *size) * 1e3 for mode in modes] for cost, *size in costs])  # [case, mode]
+    root_rows = np.sqrt([cost.tail_rows(batch) for cost, batch, _ in costs])
+    ms = np.array([[record["ms"].get(mode.value, np.nan) for mode in modes] for record in compared])
+    measured = ~np.isnan(ms)
+    loss = ms / np.nanmin(ms, axis=1, keepdims=True) - 1
+    longer, scale = (ms - ms[:, :1])[measured], np.broadcast_to(ms[:, :1], ms.shape)[measured]
 
-    def badness(us: int) -> tuple[int, float, int]:
-        tried = with_overhead(rates, us / 1e6)
-        losses = [_judge(record, tried).loss for record in compared]
-        return sum(loss > LARGEST_LOSS for loss in losses), max(losses), us
+    def badness(overheads_ms: np.ndarray) -> float:
+        constant, per_root_row = overheads_ms.reshape(2, -1)  # of the modes behind plain absorb
+        says = work_ms + np.outer(root_rows, [0, *per_root_row]) + [0, *constant]
+        taken = np.where(measured, says, np.inf)
+        near = taken <= taken.min(axis=1, keepdims=True) * (1 + SAME)
+        losses = np.where(near, loss, 0).max(axis=1)
+        errors = np.abs((says - says[:, :1])[measured] - longer) / scale
+        return float((losses > LARGEST_LOSS).sum() + losses.max() + losses.mean() + errors.mean())
 
-    return min(OVERHEADS_US, key=badness) / 1e6
+    others = len(modes) - 1
+    bounds = [CONSTANTS_MS] * others + [PER_ROOT_ROW_MS] * others
+    found = differential_evolution(badness, bounds, seed=0, maxiter=300, popsize=40, tol=0, polish=False).x
+    constant, per_root_row = ([0.0, *part] for part in found.reshape(2, -1))
+    least = min(constant)
+    fitted = {
+        mode: replace(
+            rates.modes[mode],
+            overhead_s=significant((overhead_ms - least) / 1e3),
+            overhead_per_root_row_s=significant(growth_ms / 1e3),
+        )
+        for mode, overhead_ms, growth_ms in zip(modes, constant, per_root_row, strict=True)
+    }
+    return replace(rates, modes={**rates.modes, **fitted})
 
 
-def with_overhead(rates: GpuRates, overhead_s: float) -> GpuRates:
-    """The same rates, but for this overhead of the naive mode."""
-    naive = replace(rates.modes[Mode.NAIVE], overhead_s=overhead_s)
-    return replace(rates, modes={**rates.modes, Mode.NAIVE: naive})
+def significant(value: float, digits: int = 3) -> float:
+    """Rounded to this many digits."""
+    return float(f"{value:.{digits}g}")
+
+
+def _without_overheads(rates: GpuRates) -> GpuRates:
+    modes = {m: replace(r, overhead_s=0.0, overhead_per_root_row_s=0.0) for m, r in rates.modes.items()}
+    return replace(rates, modes=modes)
 
 
 def report(found: Sequence[Verdict]) -> str:

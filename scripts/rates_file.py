@@ -9,15 +9,20 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from planner_verdicts import OVERHEADS_US, fitted_overhead, report, verdicts
+from planner_verdicts import report, verdicts, with_fitted_overheads
 
-from sglang_mla_ext.prefix.cost_model import FALLBACK_GPU, GpuRates, Mode, device_words, gpu_config_of, read_config
+from sglang_mla_ext.prefix.cost_model import (
+    FALLBACK_GPU,
+    GpuRates,
+    Mode,
+    ModeRates,
+    device_words,
+    gpu_config_of,
+    read_config,
+)
 from sglang_mla_ext.results import commit, package_version
 
-FITTED_OVERHEAD = (
-    f"overhead: of {OVERHEADS_US[0]} to {OVERHEADS_US[-1]} us, the one with which the choices on the grid of --check "
-    "lose least"
-)
+FITTED = "overheads of all modes: those with which the choices on the grid of --check lose least."
 
 
 def starting_config(path: Path, device: str) -> tuple[dict[str, Any], str]:
@@ -66,19 +71,28 @@ def source_text(device: str, measured: Mapping[Mode, str], origin: str) -> str:
 
 
 def refit(out: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Give the naive mode in a file of rates the overhead with which the choices in these records lose least, and say
-    where they still lose.
+    """Give the modes in a file of rates the overheads with which the choices in these records lose least, and say where
+    they still lose.
 
     Raises:
-        ValueError: no record compares naive with another mode.
+        ValueError: no record compares plain absorb with another mode.
     """
     config = json.loads(out.read_text(encoding="utf-8"))
-    naive = config["modes"][Mode.NAIVE.value] | {"overhead_s": fitted_overhead(records, GpuRates.from_json(out))}
-    source, count = re.subn(r"(naive: .*?)overhead: [^.;]+", rf"\g<1>{FITTED_OVERHEAD}", config["source"])
-    if not count:  # not calibrate.py's text
-        source += f" naive: {FITTED_OVERHEAD}."
-    write_config(out, updated(config, {Mode.NAIVE: naive}, config["l2_bytes"], source))
-    print(report(verdicts(records, GpuRates.from_json(out))))
+    before = GpuRates.from_json(out)
+    fitted = with_fitted_overheads(records, before)
+    changed = (mode for mode in Mode if fitted.modes[mode] != before.modes[mode])
+    modes = {mode: config["modes"][mode.value] | overheads(fitted.modes[mode]) for mode in changed}
+    source = config["source"]
+    if not source.endswith(FITTED):
+        source = re.sub(r"; overhead: [^.;]+", "", source) + " " + FITTED
+    write_config(out, updated(config, modes, config["l2_bytes"], source))
+    print(report(verdicts(records, fitted)))
+
+
+def overheads(rates: ModeRates) -> dict[str, float]:
+    """The values in a file of rates that `planner_verdicts.with_fitted_overheads` fits."""
+    names = ("overhead_s", "overhead_per_root_row_s")
+    return {name: getattr(rates, name) for name in names}
 
 
 def write_config(out: Path, config: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ For a group of `B` requests, `H` local heads and `L` prefix tokens (DeepSeek-V3'
 | grouped_absorb | B·H·L·1088 | L·576              |
 | naive          | B·H·L·320  | L·H·256 + L·64     |
 
-The time of a mode is the larger of its memory time and its matrix time, plus what its extra launches cost. Rates are
+The time of a mode is the larger of its memory time and its matrix time, plus what its launches cost more. Rates are
 data: `configs/gpus/*.json`, measured where the file says so. This module imports neither torch nor SGLang.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -139,8 +140,10 @@ class ModeRates:
         bytes_per_s: memory bandwidth when memory bounds the kernel.
         macs_per_s: MAC rate on BF16 data when the matrix units bound it (twice this is the usual FLOPS).
         fp8_macs_per_s: the same on FP8 data; None where it was not measured.
-        overhead_s: time of the launches that the mode adds to the tail's, its merge included; or what stands for it in
-            choices, where the file's source says that it was fitted to them.
+        overhead_s, overhead_per_root_row_s: time beyond the mode's work: the first, and the second times the square
+            root of the tails' rows (requests times heads, padded as plain absorb pads them). It is that of the launches
+            which the mode adds to the tails', its merge included; or what stands for it in choices, where the file's
+            source says that it was fitted to them: then it counts only beside that of the other modes.
         row_tile: rows of the matrix units' smallest tile; fewer rows cost as much as this many.
         measured: whether the rates are of this mode's kernel; mode `auto` does not take a mode whose rates are assumed.
     """
@@ -150,6 +153,7 @@ class ModeRates:
     fp8_macs_per_s: float | None
     overhead_s: float
     row_tile: int
+    overhead_per_root_row_s: float = 0.0
     measured: bool = True
 
     def matrix_rate(self, element_bytes: int) -> float:
@@ -195,6 +199,7 @@ class GpuRates:
                 fp8_macs_per_s=None if fp8 is None else float(fp8),
                 overhead_s=float(values["overhead_s"]),
                 row_tile=int(values["row_tile"]),
+                overhead_per_root_row_s=float(values.get("overhead_per_root_row_s", 0.0)),
                 measured=bool(values.get("measured", True)),
             )
 
@@ -301,7 +306,12 @@ class CostModel:
         prefix_bytes = tokens * self.latent_row_bytes
         if mode is Mode.ABSORB and prefix_bytes <= self.rates.l2_bytes:
             memory_bytes = prefix_bytes
-        return max(memory_bytes / rates.bytes_per_s, matrix_s) + rates.overhead_s
+        overhead_s = rates.overhead_s + rates.overhead_per_root_row_s * math.sqrt(self.tail_rows(group_size))
+        return max(memory_bytes / rates.bytes_per_s, matrix_s) + overhead_s
+
+    def tail_rows(self, group_size: int) -> int:
+        """Rows of the matrix units' tiles in plain absorb over what the requests of a group have alone."""
+        return group_size * _round_up(self.local_heads, self.rates.modes[Mode.ABSORB].row_tile)
 
     def best_mode(
         self, group_size: int, tokens: int, allowed: Collection[Mode] = (Mode.ABSORB, Mode.GROUPED_ABSORB, Mode.NAIVE)
@@ -345,7 +355,7 @@ class CostModel:
         if mode is Mode.GROUPED_ABSORB:
             rows = _round_up(group_size * self.local_heads, tile)
         else:
-            rows = group_size * _round_up(self.local_heads, tile)
+            rows = self.tail_rows(group_size)
         return rows * tokens * self.dims.absorb_macs
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import rates_file
 import torch
-from planner_verdicts import Verdict, failures, fitted_overhead, summary, verdicts, with_overhead
 from rival_attention import DN, DR, DV, Case
 
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims, config_names, read_config
-from sglang_mla_ext.results import read_records, write_record
 
 V3 = ModelDims.from_json("deepseek-v3")
 SHARED_MEMORY_PER_SM = 228 * 1024
 BESIDE_OPERANDS = 2048  # bytes of a CTA's shared memory for barriers and for the driver, at most
-WRONG = dict(bytes_per_s=1.0, macs_per_s=1.0, fp8_macs_per_s=None, overhead_s=1.0, row_tile=64)
+WRONG = dict(
+    bytes_per_s=1.0, macs_per_s=1.0, fp8_macs_per_s=None, overhead_s=1.0, overhead_per_root_row_s=1.0, row_tile=64
+)
+OVERHEAD_S = 26e-6
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,9 @@ def check_planner() -> ModuleType:
 
 
 def samples_of(calibrate: ModuleType, mode: Mode, rates: GpuRates, noise: tuple[float, ...] = (1.0,)) -> list:
-    """Times that a GPU with these rates takes, one for each factor in `noise`."""
+    """Times that a GPU with these rates takes, one for each factor in `noise`; launches take OVERHEAD_S."""
+    launches = dict(overhead_s=OVERHEAD_S, overhead_per_root_row_s=0.0)
+    rates = replace(rates, modes={**rates.modes, mode: replace(rates.modes[mode], **launches)})
     cases = [("memory", 128, 64, 26472, "bf16"), ("matrix", 128, 512, 26472, "bf16"), ("matrix", 128, 512, 7069, "fp8")]
     cases += [("launches", 16, 64, 1024, "bf16"), ("launches", 128, 16, 1024, "fp8")]
     samples = []
@@ -44,7 +48,7 @@ def samples_of(calibrate: ModuleType, mode: Mode, rates: GpuRates, noise: tuple[
         cost = CostModel(V3, heads, rates, size, size)
         seconds = cost.seconds(mode, rows, tokens)
         if bound != "launches":  # the kernel alone
-            seconds -= rates.modes[mode].overhead_s
+            seconds -= OVERHEAD_S
         samples += [calibrate.Sample(bound, heads, rows, tokens, dtype, seconds * factor) for factor in noise]
     return samples
 
@@ -56,7 +60,8 @@ def test_fit_finds_the_rates_of_a_gpu(calibrate, noise):
     found = calibrate.fit(Mode.NAIVE, samples_of(calibrate, Mode.NAIVE, h200, noise), WRONG | {"tiles": {}})
     for name in ("bytes_per_s", "macs_per_s", "fp8_macs_per_s"):
         assert found[name] == pytest.approx(getattr(expected, name), rel=0.01), name
-    assert found["overhead_s"] == pytest.approx(expected.overhead_s, rel=0.1)
+    assert found["overhead_s"] == pytest.approx(OVERHEAD_S, rel=0.1)
+    assert found["overhead_per_root_row_s"] == 0  # it is fitted to choices alone
     assert (found["row_tile"], found["tiles"]) == (64, {})
 
 
@@ -77,7 +82,7 @@ def test_overhead_is_never_negative(calibrate):
 def test_absorb_reads_private_pages_once_a_request(calibrate):
     """Prefixes that would fit the L2 cache if requests shared them."""
     sample = calibrate.Sample("memory", 16, 128, 8192, "bf16", 1e-3)
-    values = WRONG | dict(bytes_per_s=1e12, macs_per_s=1e15, overhead_s=0.0)
+    values = WRONG | dict(bytes_per_s=1e12, macs_per_s=1e15, overhead_s=0.0, overhead_per_root_row_s=0.0)
     assert calibrate.predicted(sample, Mode.ABSORB, values) == pytest.approx(128 * 8192 * 1152 / 1e12)
 
 
@@ -324,146 +329,3 @@ def test_what_is_measured_is_what_is_read(calibrate, monkeypatch, tmp_path, caps
     not_measured = f"absorb: not measured, what {origin} had before."
     for part in ("easured by scripts/calibrate.py on NVIDIA H200", "naive: of naive.", not_measured):
         assert part in rates.source
-
-
-# -- the planner's check -----------------------------------------------------------------------------------------------
-
-
-def verdict(absorb: float, naive: float, chosen: Mode, rows: int = 64) -> Verdict:
-    return Verdict(16, 1024, rows, "fp8", {Mode.ABSORB: absorb, Mode.NAIVE: naive}, chosen)
-
-
-def record(absorb: float, naive: float | None, batch: int = 64, **more: str) -> dict:
-    ms = {"absorb": absorb} | ({} if naive is None else {"naive": naive})
-    return {"case": dict(prefix=26472, tail=512, heads=128, batch=batch, dtype="bf16"), "ms": ms, **more}
-
-
-def test_loss_is_relative_to_the_fastest_mode():
-    bad = verdict(0.2, 0.25, Mode.NAIVE)
-    assert (bad.best, bad.loss) == (Mode.ABSORB, pytest.approx(0.25))
-    assert verdict(0.2, 0.25, Mode.ABSORB).loss == 0
-
-
-def test_only_the_cases_that_lose_are_shown():
-    found = [
-        verdict(0.2, 0.25, Mode.NAIVE, rows=32),
-        verdict(0.2, 0.204, Mode.NAIVE, rows=48),
-        verdict(0.3, 0.2, Mode.ABSORB, rows=64),
-    ]
-    lines = failures(found).splitlines()
-    assert lines[0].split() == [
-        "heads", "prefix", "requests", "dtype", "absorb", "us", "naive", "us", "chosen", "loss"
-    ]  # fmt: skip
-    assert [line.split() for line in lines[2:]] == [
-        ["16", "1024", "64", "fp8", "300", "200", "absorb", "50%"],
-        ["16", "1024", "32", "fp8", "200", "250", "naive", "25%"],
-    ]
-    assert failures(found[1:2]) == ""
-    said = summary(found)
-    assert said == "1 of 3 cases within 5%; the worst loses 50.0%: 16 heads, 1,024 tokens, 64 requests, fp8"
-    assert summary([]) == "nothing was measured"
-
-
-def test_the_newest_record_of_a_case_is_judged_among_the_modes_it_has():
-    rates = GpuRates.from_json("h200")
-    old, new = record(9.0, 1.0, date="2026-01-01"), record(2.0, 1.0, date="2026-01-02")
-    alone = record(1.0, None, batch=512)
-    second, first = sorted(verdicts([new, alone, old], rates), key=lambda found: -found.batch)
-    assert (first.ms, first.chosen, first.loss) == ({Mode.ABSORB: 2.0, Mode.NAIVE: 1.0}, Mode.NAIVE, 0)
-    assert (second.batch, second.chosen) == (512, Mode.ABSORB)
-
-
-def boundary_us(batch: int) -> float:
-    """The overhead from which absorb is chosen for `record(batch=batch)`."""
-    rates = with_overhead(GpuRates.from_json("h200"), 0.0)
-    cost = CostModel(V3, 128, rates)
-    return (cost.seconds(Mode.ABSORB, batch, 26472) - cost.seconds(Mode.NAIVE, batch, 26472)) * 1e6
-
-
-def test_the_fitted_overhead_loses_least_and_is_the_smallest_that_does():
-    rates = GpuRates.from_json("h200")
-    batch = next(batch for batch in range(2, 64) if 10 < boundary_us(batch) < 50)
-    boundary = boundary_us(batch)
-    assert fitted_overhead([record(1.0, 2.0, batch)], rates) * 1e6 == pytest.approx(int(boundary) + 1)
-    assert fitted_overhead([record(2.0, 1.0, batch)], rates) == 5e-6  # naive is right: any up to the boundary
-    # The other way round in a case that the overhead does not decide: it cannot help.
-    assert fitted_overhead([record(2.0, 1.0, batch), record(1.0, 2.0, 512)], rates) == 5e-6
-    # Both choices lose less than what counts: then the worst loss decides.
-    assert fitted_overhead([record(1.0, 1.04, batch)], rates) * 1e6 == pytest.approx(int(boundary) + 1)
-
-
-def test_no_overhead_without_a_comparison():
-    with pytest.raises(ValueError, match="no record"):
-        fitted_overhead([record(1.0, None)], GpuRates.from_json("h200"))
-
-
-@pytest.mark.parametrize("source", ["calibrate.py", "another"])
-def test_refit_writes_the_overhead_and_its_source(tmp_path, capsys, source):
-    """From the records of this GPU alone, and again without a change."""
-    out, records = tmp_path / "h200.json", tmp_path / "planner.jsonl"
-    config = read_config("gpus", "h200")
-    config["modes"]["naive"]["overhead_s"] = 1e-6
-    measured = "absorb: x; overhead: its own. naive: kernels/a.py; overhead: what 1,024 tokens take, merge included."
-    config["source"] = measured if source == "calibrate.py" else "Measured by hand."
-    out.write_text(rates_file.to_json(config))
-    batch = next(batch for batch in range(2, 64) if 10 < boundary_us(batch) < 50)
-    for gpu, ms in (("NVIDIA H200", (1.0, 2.0)), ("NVIDIA H20", (2.0, 1.0))):
-        write_record(records, bench="planner", impl="hybrid_mla", gpu=gpu, command="run it", **record(*ms, batch))
-
-    for _ in range(2):
-        run_calibrate("--out", out, "--refit", records)
-        found = json.loads(out.read_text())
-        assert found["modes"]["naive"]["overhead_s"] * 1e6 == pytest.approx(int(boundary_us(batch)) + 1)
-        fitted = "overhead: of 5 to 60 us, the one with which the choices on the grid of --check lose least."
-        before = "absorb: x; overhead: its own. naive: kernels/a.py;" if source == "calibrate.py" else "by hand. naive:"
-        assert found["source"].endswith(f"{before} {fitted}")
-        assert "1 of 1 cases within 5%" in capsys.readouterr().out
-    found["modes"]["naive"]["overhead_s"] = 1e-6
-    assert found | {"source": config["source"]} == config
-
-
-def run_calibrate(*arguments: object) -> None:
-    """Run the script's command line in this process."""
-    import typer
-    from typer.testing import CliRunner
-
-    app = typer.Typer()
-    app.command()(pytest.importorskip("calibrate").main)
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    print(result.output)
-    assert result.exit_code == 0, result.output
-
-
-def test_check_of_a_gpu_that_is_as_the_model_says(check_planner, monkeypatch, tmp_path):
-    """Every mode's time is the model's, but for one case that naive cannot run: nothing loses, the check is partial."""
-    rates = GpuRates.from_json("h200")
-    made = []
-
-    def modelled(mode):
-        def make(case, dtype, tile):
-            made.append((mode, dtype, tile.block_rows))
-            if mode is Mode.NAIVE and (case.heads, case.prefix, case.batch, dtype) == (16, 1024, 2, "fp8"):
-                raise RuntimeError("no room")
-            size = check_planner.DTYPES[dtype].itemsize
-            cost = CostModel(V3, case.heads, rates, expanded_element_bytes=size)
-            return cost.seconds(mode, case.batch, case.prefix) * 1e3
-
-        return make
-
-    monkeypatch.setattr(check_planner, "CHECKED", {mode: modelled(mode) for mode in (Mode.ABSORB, Mode.NAIVE)})
-    monkeypatch.setattr(check_planner, "measure", lambda ms, rep_ms, work: {"ms": ms})
-    path = tmp_path / "planner.jsonl"
-    found, complete = check_planner.check(rates, 20, path)
-    assert not complete
-    records = read_records(path)
-    assert [{name: of_case[name] for name in ("case", "ms")} for of_case in records] == found
-    assert {of_case["bench"] for of_case in records} == {"planner"}
-    assert records[0]["case"] == dict(prefix=1024, tail=512, heads=128, batch=2, dtype="bf16")
-    assert set(records[0]["ms"]) == {"absorb", "naive"}
-    assert not {"chosen", "best", "loss"}.intersection(records[0])  # they depend on the rates
-    assert len([mode for mode, *_ in made if mode is Mode.ABSORB]) == 108  # once for both storages
-    assert {rows for mode, _, rows in made if mode is Mode.NAIVE} == {64, 128}
-
-    judged = verdicts(records, rates)
-    assert summary(judged).startswith("216 of 216 cases within 5%; the worst loses 0.0%")
-    assert {of_case.chosen for of_case in judged} == {Mode.ABSORB, Mode.NAIVE}
