@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -214,8 +215,9 @@ def _rope_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == FP8 else dtype
 
 
+@cache
 def _token_to_position(device: torch.device) -> Tensor:
-    """`[CHUNK_TOKENS]`: where each token of a chunk stands in an FP8 `v_t`."""
+    """`[CHUNK_TOKENS]`: where each token of a chunk stands in an FP8 `v_t`. Made once, as the host waits for the copy."""
     position = torch.tensor(FP8_TOKEN_ORDER, device=device).argsort()  # the inverse permutation, of 16
     start = torch.arange(0, CHUNK_TOKENS, len(FP8_TOKEN_ORDER), device=device)
     return (start[:, None] + position).flatten()

@@ -43,8 +43,9 @@ MAX_ROWS = 1024
 """Rows of one run of the attention: fills the GPU, and bounds the partial results' memory. Batches with more decode by
 plain absorb; prefill takes as many runs as it needs."""
 
-MAX_FAILURES = 3
-"""After so many failures of planning or expanding there is no further attempt."""
+FIRST_PAUSE, LONGEST_PAUSE = 64, 1 << 16
+"""Forward passes without sharing after a failure of planning or expanding; twice as many after every further one that
+comes before a success."""
 
 
 class HybridMLABackend:
@@ -105,7 +106,8 @@ class HybridMLABackend:
         self._prefix_lens = torch.zeros(self.max_rows, dtype=torch.int32, device=runner.device)
         # With --prefill-attention-backend another one does prefill, whose lse may be in another base.
         self._prefills = runner.server_args.get_attention_backends()[0] == BACKEND_NAME
-        self._failures = 0
+        self._pause = 0  # forward passes to go until the next attempt
+        self._next_pause = FIRST_PAUSE
         self._next = NO_GROUPS
         self._written = NO_GROUPS[0]
         self._written_rows = 0
@@ -133,19 +135,28 @@ class HybridMLABackend:
             prefix_lens: `[requests]` tokens that are cached; new_tokens: `[requests]` tokens to compute; in prefill.
         """
         self._next, self._tail_lse, self.prefill = NO_GROUPS, None, None
-        if not mode.is_idle() and self._failures < MAX_FAILURES:
+        if self._pause:
+            self._pause -= 1
+        elif not mode.is_idle():
             try:
                 if mode.is_decode() and (self._attention is not None or self._stacking is not None):
                     self._next = self._plan_decode(reqs)
                 elif mode.is_extend() and self._attention is not None:
                     running = [req for req in running if not req.finished()]
                     self.prefill = self._plan_prefill(reqs, running, prefix_lens, new_tokens)
+                if self._next[0].groups or self.prefill:
+                    self._next_pause = FIRST_PAUSE
             except Exception as error:
-                self._failures += 1
-                self.counters.fall_back(f"planning failed: {type(error).__name__}", error)
-                self.prefixes.forget()
+                self._fail("planning", error)
         if mode.is_decode():
             self.counters.count_step(self._next[0])
+
+    def _fail(self, what: str, error: Exception) -> None:
+        """Forget what is expanded, and plan nothing for a while."""
+        self.counters.fall_back(f"{what} failed: {type(error).__name__}", error)
+        self.prefixes.forget()
+        self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
+        logger.warning("hybrid_mla: %s failed, plain absorb for the next %d forward passes", what, self._pause)
 
     def _plan_decode(self, reqs: Sequence[Req]) -> tuple[Plan, tuple[PrefixGroup, ...]]:
         if len(reqs) > self.max_rows:
@@ -237,18 +248,26 @@ class HybridMLABackend:
         """
         if self.min_rows is None or not self.min_rows <= rows <= self.max_rows:
             return False
-        plan, groups = NO_GROUPS if empty else self._next
+        planned = NO_GROUPS if empty else self._next
         # A change of rows alone can change the kernel's tile.
-        if plan is not self._written or rows != self._written_rows:
-            if self._attention is not None:
-                self._attention.plan(groups, rows)
-            self._write_grouped(plan, rows)
+        if planned[0] is not self._written or rows != self._written_rows:
+            try:
+                self._bring(*planned, rows)
+            except Exception as error:
+                self._fail("writing a plan", error)
+                planned = self._next = NO_GROUPS
+                self._bring(*planned, rows)
+        self._written, self._written_rows = planned[0], rows
+        return True
+
+    def _bring(self, plan: Plan, groups: Sequence[PrefixGroup], rows: int) -> None:
+        if self._attention is not None:
+            self._attention.plan(groups, rows)
+        self._write_grouped(plan, rows)
         if plan is not self._written and (plan.groups or self._written.groups):
             lens = torch.zeros(self.max_rows, dtype=torch.int32, pin_memory=self._prefix_lens.is_cuda)
             lens[: plan.num_rows] = torch.tensor(plan.prefix_lens, dtype=torch.int32)
-            self._prefix_lens.copy_(lens, non_blocking=True)
-        self._written, self._written_rows = plan, rows
-        return True
+            self._prefix_lens.copy_(lens, non_blocking=True)  # the last step: before it, the lengths are as written
 
     def store(
         self,

@@ -147,7 +147,8 @@ class FlashMLAHybridBackend(HybridMLABackend, FlashMLABackend):
 
     def _expanded_by_sglang(self, prefix_lens: Sequence[int]) -> int:
         total = sum(prefix_lens)
-        return total if total >= self._layers[0].chunked_prefix_cache_threshold else 0
+        chunked = self.enable_chunk_kv and total >= self._layers[0].chunked_prefix_cache_threshold
+        return total if chunked else 0
 
     def _can_prefill(self, prefix_lens: Sequence[int], covered: Sequence[int]) -> bool:
         return self.enable_chunk_kv

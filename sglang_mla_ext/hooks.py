@@ -10,7 +10,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from sglang_mla_ext import BACKEND_NAME, contract, prefill
+from sglang_mla_ext import BACKEND_NAME, contract, limits, prefill
 from sglang_mla_ext.observe import Metrics
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
 
@@ -117,6 +117,8 @@ def create_backend(runner: ModelRunner) -> HybridMLABackend:
     import torch
 
     assert_installed()
+    if runner.kv_cache_dtype == torch.float8_e4m3fn:
+        limits.check_fp8_cache(runner.server_args, on_gpu=torch.cuda.is_available())
     if not torch.cuda.is_available():
         from sglang_mla_ext.cpu.backend import TorchHybridBackend as Backend
     elif runner.kv_cache_dtype == torch.float8_e4m3fn:

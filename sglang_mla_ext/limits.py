@@ -46,7 +46,20 @@ def check(server_args: ServerArgs, compute_capability: tuple[int, int] | None) -
     Raises:
         OptionError: with every reason.
     """
-    found = list(_findings(server_args, compute_capability))
+    _refuse(_findings(server_args, compute_capability))
+
+
+def check_fp8_cache(server_args: ServerArgs, on_gpu: bool) -> None:
+    """Stop a launch that could not work with an FP8 cache: for where `--kv-cache-dtype auto` has become one, which
+    SGLang finds out only when it reads the checkpoint.
+
+    Raises:
+        OptionError: with every reason.
+    """
+    _refuse(_fp8_cache_findings(server_args, on_gpu))
+
+
+def _refuse(found: list[str]) -> None:
     if found:
         raise OptionError(f"--attention-backend {BACKEND_NAME} cannot run like this:\n  " + "\n  ".join(found))
 

@@ -19,8 +19,8 @@ class Expander:
     """Writes expanded prefixes of one model into the buffers.
 
     Its work is enqueued on the current stream, behind the forward passes that wrote the latent rows and before those
-    that read the result; nothing waits on the host. On a GPU it is one fused kernel a layer, or, where `kv_b_proj` is
-    quantised, the layer's own product and a write.
+    that read the result; nothing waits on the host. On a GPU it is one fused kernel a layer, or, where `weights_of` has
+    nothing for it, the layer's own product and a write.
     """
 
     def __init__(
@@ -58,10 +58,8 @@ class Expander:
         rows_of, slots = self._rows_of_layers(slots)
         for index, attention in enumerate(self._layers):
             latent_rows = rows_of(attention)
-            if on_gpu and attention.kv_b_proj.weight.dtype == latent_rows.dtype:
-                weight = attention.kv_b_proj.weight.view(attention.num_local_heads, -1, attention.kv_lora_rank)
-                w_k, w_v = weight.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=1)
-                expand_prefix(latent_rows, slots, w_k, w_v, self._buffers, index, table, start)
+            if on_gpu and (weights := weights_of(attention, latent_rows.dtype)):
+                expand_prefix(latent_rows, slots, *weights, self._buffers, index, table, start)
             else:
                 self._expand_unfused(attention, index, latent_rows[slots], chunks, start)
 
@@ -109,11 +107,34 @@ class Expander:
 
     def _set_scales(self) -> None:
         for index, attention in enumerate(self._layers):
-            # The projection of the unit vectors, whatever form the weight is stored in.
-            k_columns, v_columns = self._project(attention, torch.diag(attention.kv_a_layernorm.weight))
-            self._buffers.k_scale[index] = scale_bounds(k_columns.permute(1, 2, 0))
-            self._buffers.v_scale[index] = scale_bounds(v_columns.permute(1, 2, 0))
+            norm = attention.kv_a_layernorm.weight  # [rank]
+            if weights := weights_of(attention, norm.dtype):
+                k_columns, v_columns = (weight * norm for weight in weights)
+            else:  # the projection of the unit vectors, whatever form the weight is stored in
+                projected = self._project(attention, torch.diag(norm))
+                k_columns, v_columns = (part.permute(1, 2, 0) for part in projected)
+            self._buffers.k_scale[index] = scale_bounds(k_columns)
+            self._buffers.v_scale[index] = scale_bounds(v_columns)
         self._scales_valid = True
+
+
+def weights_of(attention: DeepseekV2AttentionMLA, dtype: torch.dtype) -> Sequence[torch.Tensor] | None:
+    """A layer's `w_k [heads, nope, rank]` and `w_v [heads, v, rank]` in `dtype`, last axis contiguous.
+
+    They are those of `kv_b_proj`, or, where that is quantised, what SGLang has made of it for absorb. (Its quantised
+    product would round the latent rows, too, which absorb does not do: DeepSeek-V3's own checkpoint is such a case.)
+
+    Returns:
+        None where both are of another dtype.
+    """
+    weight = getattr(attention.kv_b_proj, "weight", None)  # AWQ has none
+    if weight is not None and weight.dtype == dtype:
+        per_head = weight.view(attention.num_local_heads, -1, attention.kv_lora_rank)
+        return per_head.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=1)
+    w_kc, w_vc = attention.w_kc, attention.w_vc  # [heads, nope, rank] and [heads, rank, v], any strides
+    if w_kc is None or w_kc.dtype != dtype:
+        return None
+    return w_kc.contiguous(), w_vc.transpose(1, 2).contiguous()
 
 
 def _chunk_pieces(start: int, count: int) -> list[tuple[int, int]]:

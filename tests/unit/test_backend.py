@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_mla_ext import backend as backend_module
-from sglang_mla_ext.backend import MAX_FAILURES, NO_GROUPS, HybridMLABackend
+from sglang_mla_ext.backend import FIRST_PAUSE, NO_GROUPS, HybridMLABackend
 from sglang_mla_ext.kernels.layout import FP8
 from sglang_mla_ext.kernels.schedule import PrefixGroup
 from sglang_mla_ext.options import HybridMLAOptions
@@ -107,20 +107,54 @@ def two_rows() -> tuple[Plan, tuple[PrefixGroup, ...]]:
     return Plan(3, (group,)), (PrefixGroup((0, 2), 300, (0, 1)),)
 
 
-def test_planning_that_fails_falls_back_and_is_given_up(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_that_fails_falls_back_and_is_tried_again_later(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a pause, twice as long after every further failure; after a success the first pause is short again."""
     backend = make()
-    calls = []
+    fails, calls = True, []
 
-    def fail(reqs: Any) -> None:
-        calls.append(reqs)
-        raise RuntimeError("no")
+    def plan(reqs: Any) -> tuple[Plan, tuple[PrefixGroup, ...]]:
+        calls.append(passes)
+        if fails:
+            raise RuntimeError("no")
+        return two_rows()
 
-    monkeypatch.setattr(backend.prefixes, "before_decode", fail)
-    for _ in range(MAX_FAILURES + 2):
+    monkeypatch.setattr(backend.prefixes, "before_decode", plan)
+    for passes in range(4 * FIRST_PAUSE):
         backend.before_forward(DECODE, requests(3), [])
         assert backend._next is NO_GROUPS
-    assert len(calls) == MAX_FAILURES
-    assert dict(backend.counters.fallbacks) == {"planning failed: RuntimeError": MAX_FAILURES}
+    assert calls == [0, FIRST_PAUSE + 1, 3 * FIRST_PAUSE + 2]
+    assert dict(backend.counters.fallbacks) == {"planning failed: RuntimeError": 3}
+
+    fails = False
+    while backend._next is NO_GROUPS:
+        backend.before_forward(DECODE, requests(3), [])
+    calls.clear()
+    fails = True
+    for passes in range(FIRST_PAUSE + 2):
+        backend.before_forward(DECODE, requests(3), [])
+    assert calls == [0, FIRST_PAUSE + 1]
+
+
+def test_a_plan_that_cannot_be_written_leaves_plain_absorb(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when memory runs out: the step goes on with an empty plan, and so do those after it."""
+    backend = make()
+    monkeypatch.setattr(backend.prefixes, "before_decode", lambda reqs: two_rows())
+    written, whole = [], backend._attention.plan
+
+    def plan(groups: Any, rows: int) -> None:
+        if groups:
+            raise MemoryError("no")
+        written.append(rows)
+        whole(groups, rows)
+
+    monkeypatch.setattr(backend._attention, "plan", plan)
+    for _ in range(2):
+        backend.before_forward(DECODE, requests(3), [])
+        assert backend.write_plan(3)  # the step's graph is the same
+        assert not backend._written.groups
+        assert not backend._prefix_lens.any()
+    assert written == [3]
+    assert dict(backend.counters.fallbacks) == {"writing a plan failed: MemoryError": 1}
 
 
 def test_kernels_that_do_not_run_leave_plain_absorb(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

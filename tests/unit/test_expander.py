@@ -12,7 +12,7 @@ from sglang_mla_ext.kernels import reference
 from sglang_mla_ext.kernels.layout import FP8, FP8_MAX, ExpandedBuffers, scale_bounds
 from sglang_mla_ext.kernels.prefix_attention import ReferencePrefixAttention
 from sglang_mla_ext.kernels.schedule import PrefixGroup
-from sglang_mla_ext.prefix.expander import Expander
+from sglang_mla_ext.prefix.expander import Expander, weights_of
 
 HEADS, DN, DR, DV, RANK, LAYERS, SLOTS = 2, 32, 16, 32, 64, 2, 900
 N, CHUNKS = 600, (3, 0, 2)
@@ -137,6 +137,38 @@ def test_scales_bound_every_token_and_follow_the_weights(model: Any) -> None:
     expander.weights_changed()
     expander.expand(torch.tensor([1]), CHUNKS, 0)
     assert torch.allclose(buffers.k_scale, before * torch.tensor([[1.0], [4.0]]))
+
+
+def quantised(layer: Any) -> Any:
+    """The layer as SGLang has it of a checkpoint in FP8 blocks: `kv_b_proj` in FP8, and for absorb the weights that
+    these blocks mean, in strides of its own."""
+    w_k, w_v = layer.kv_b_proj.weight.view(HEADS, DN + DV, RANK).split([DN, DV], dim=1)
+    absorbed = dict(w_kc=w_k.transpose(1, 2).contiguous().transpose(1, 2), w_vc=w_v.contiguous().transpose(1, 2))
+    stored = SimpleNamespace(weight=layer.kv_b_proj.weight.to(FP8))
+    return SimpleNamespace(**{**vars(layer), **absorbed, "kv_b_proj": stored})
+
+
+def test_weights_of_a_quantised_layer_are_those_that_absorb_uses(model: Any) -> None:
+    plain = model[0][1]
+    layer = quantised(plain)
+    for found, expected in zip(weights_of(layer, torch.float32), weights_of(plain, torch.float32), strict=True):
+        assert torch.equal(found, expected)
+        assert found.stride(-1) == 1
+    assert weights_of(layer, torch.bfloat16) is None  # absorb's are of another dtype, too
+    without_weight = SimpleNamespace(**{**vars(layer), "kv_b_proj": SimpleNamespace()})  # AWQ
+    assert torch.equal(weights_of(without_weight, torch.float32)[0], layer.w_kc)
+    not_loaded = SimpleNamespace(**{**vars(layer), "w_kc": None})
+    assert weights_of(not_loaded, torch.float32) is None
+
+
+def test_scales_of_a_quantised_layer(model: Any) -> None:
+    """They come from the weights: its `kv_b_proj` cannot be called here."""
+    layers, pool = model
+    plain, of_quantised = allocate(FP8), allocate(FP8)
+    Expander(layers, pool, plain)._set_scales()
+    Expander([quantised(layer) for layer in layers], pool, of_quantised)._set_scales()
+    assert torch.equal(plain.k_scale, of_quantised.k_scale)
+    assert torch.equal(plain.v_scale, of_quantised.v_scale)
 
 
 def test_the_bound_is_reached_by_the_worst_token() -> None:

@@ -133,6 +133,15 @@ def test_what_does_not_is_named(changes: dict[str, Any], expected: str) -> None:
     assert len(text.splitlines()) == 2, "one line to introduce, one for the one reason"
 
 
+def test_an_fp8_cache_that_the_checkpoint_asks_for_is_checked_too() -> None:
+    """`auto` passes at launch: SGLang has not read the checkpoint then."""
+    args = server_args(backends=("flashmla", "hybrid_mla"), cuda_graph_config=graphs("disabled"))
+    limits.check(args, HOPPER)
+    with pytest.raises(OptionError, match="prefill runs flashmla"):
+        limits.check_fp8_cache(args, on_gpu=True)
+    limits.check_fp8_cache(server_args(cuda_graph_config=graphs("disabled")), on_gpu=True)
+
+
 def test_an_fp8_cache_on_a_cpu_server_has_no_graphs_to_look_at() -> None:
     limits.check(server_args(kv_cache_dtype="fp8_e4m3", disable_chunked_prefix_cache=True), None)
 
