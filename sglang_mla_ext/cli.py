@@ -21,7 +21,7 @@ console = Console()
 
 @app.command()
 def doctor() -> None:
-    """Check this machine: versions, GPU, and every thing that is used of SGLang. Exit status 1 if it cannot run."""
+    """Check this machine: versions, GPU, and what is used of SGLang. Exit status 1 if it cannot run."""
     if standins.needed():
         standins.install()
     problems = contract.mismatches()

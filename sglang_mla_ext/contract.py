@@ -1,7 +1,8 @@
 """What this package uses of SGLang: the one table, checked when the backend is asked for.
 
 SGLang has no stable plug-in interface for attention inside a model, so each name below could change in any
-release. A difference is reported by name at start instead of failing somewhere in a forward pass.
+release. A difference is reported by name at start instead of failing somewhere in a forward pass. Not in the table is
+what cannot be imported without a GPU, FlashMLA's backend: that one fails by name where it is imported.
 """
 
 from __future__ import annotations
@@ -54,7 +55,28 @@ CONTRACT = (
         ("backend_name", "handler_func"),
         "which forward method a phase takes",
     ),
+    Use(
+        "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler",
+        ("backend_name",),
+        "FlashMLA's choice of a forward method",
+    ),
+    Use(
+        "sglang.srt.models.deepseek_common.attention_backend_handler.AttnForwardMethod.MHA_CHUNKED_KV",
+        None,
+        "prefill over expanded prefixes",
+    ),
+    Use(
+        "sglang.srt.models.deepseek_common.attention_backend_handler.is_in_tc_piecewise_cuda_graph",
+        (),
+        "no such prefill inside a graph",
+    ),
+    Use(
+        "sglang.srt.models.deepseek_common.attention_backend_handler.is_in_breakable_cuda_graph",
+        (),
+        "no such prefill inside a graph",
+    ),
     Use("sglang.srt.managers.scheduler.Scheduler.__init__", ("self", "server_args"), "the radix tree"),
+    Use("sglang.srt.managers.scheduler.Scheduler.is_fully_idle", ("self",), "when expansions may be dropped"),
     Use("sglang.srt.managers.scheduler.Scheduler.flush_cache", ("self",), "dropping expansions"),
     Use("sglang.srt.managers.scheduler.Scheduler.on_idle", ("self",), "dropping expansions"),
     Use("sglang.srt.managers.scheduler.Scheduler.get_internal_state", ("self", "recv_req"), "/server_info"),

@@ -44,14 +44,12 @@ def test_compared(tmp_path):
         ("hybrid_mla", 768, 30.0, fp8),
     ):
         case = dict(prompt="A", concurrency=128, output=output, **more)
-        write_record(
-            path, bench="serving", impl=impl, case=case, decode_tok_s=rate, ttft_ms=1.0, gpu="GPU", command="run it"
-        )
+        write_record(path, bench="serving", impl=impl, case=case, decode_tok_s=rate, gpu="GPU", command="run it")
     lines = compared(path, ("prompt", "concurrency"), ("prompt", "requests")).splitlines()
     assert [cells(line) for line in lines[2:5]] == [
-        ["A", "128", "BF16", "20", "10", "2.00x", "1 / 1"],
-        ["A", "128", "BF16, prefix FP8", "25", "10", "2.50x", "1 / 1"],
-        ["A", "128", "FP8", "30", "15", "2.00x", "1 / 1"],
+        ["A", "128", "BF16", "768", "20", "10", "2.00x"],
+        ["A", "128", "BF16, prefix FP8", "768", "25", "10", "2.50x"],
+        ["A", "128", "FP8", "768", "30", "15", "2.00x"],
     ]
     assert lines[5] == ""
 
