@@ -217,7 +217,7 @@ def _rope_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def _token_to_position(device: torch.device) -> Tensor:
-    """`[CHUNK_TOKENS]`: where each token of a chunk stands in an FP8 `v_t`. Made once, as the host waits for the copy."""
+    """`[CHUNK_TOKENS]`: where each token of a chunk stands in an FP8 `v_t`. Made once: the host waits for the copy."""
     position = torch.tensor(FP8_TOKEN_ORDER, device=device).argsort()  # the inverse permutation, of 16
     start = torch.arange(0, CHUNK_TOKENS, len(FP8_TOKEN_ORDER), device=device)
     return (start[:, None] + position).flatten()

@@ -110,7 +110,7 @@ def two_rows() -> tuple[Plan, tuple[PrefixGroup, ...]]:
 def test_planning_that_fails_falls_back_and_is_tried_again_later(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a pause, twice as long after every further failure; after a success the first pause is short again."""
     backend = make()
-    fails, calls = True, []
+    fails, calls, passes = True, [], 0
 
     def plan(reqs: Any) -> tuple[Plan, tuple[PrefixGroup, ...]]:
         calls.append(passes)
@@ -119,9 +119,10 @@ def test_planning_that_fails_falls_back_and_is_tried_again_later(make: Any, monk
         return two_rows()
 
     monkeypatch.setattr(backend.prefixes, "before_decode", plan)
-    for passes in range(4 * FIRST_PAUSE):
+    while passes < 4 * FIRST_PAUSE:
         backend.before_forward(DECODE, requests(3), [])
         assert backend._next is NO_GROUPS
+        passes += 1
     assert calls == [0, FIRST_PAUSE + 1, 3 * FIRST_PAUSE + 2]
     assert dict(backend.counters.fallbacks) == {"planning failed: RuntimeError": 3}
 
@@ -129,9 +130,10 @@ def test_planning_that_fails_falls_back_and_is_tried_again_later(make: Any, monk
     while backend._next is NO_GROUPS:
         backend.before_forward(DECODE, requests(3), [])
     calls.clear()
-    fails = True
-    for passes in range(FIRST_PAUSE + 2):
+    fails, passes = True, 0
+    while passes < FIRST_PAUSE + 2:
         backend.before_forward(DECODE, requests(3), [])
+        passes += 1
     assert calls == [0, FIRST_PAUSE + 1]
 
 
