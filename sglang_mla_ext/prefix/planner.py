@@ -169,7 +169,10 @@ def plan_groups(
 
     found: dict[Hashable, tuple[float, tuple[Group, ...]]] = {}
     for node in _leaves_first(children):
-        found[node] = _best_at(nodes[node], rows_at, found, children[node], ways_at(nodes[node]))
+        if len(rows_at[node]) < 2:  # most nodes
+            found[node] = (0.0, ())
+        else:
+            found[node] = _best_at(nodes[node], rows_at, found, children[node], ways_at(nodes[node]))
 
     groups = [group for node in children[None] for group in found[node][1]]
     return Plan(num_rows=len(paths), groups=tuple(sorted(groups, key=lambda group: group.rows)))
@@ -220,29 +223,32 @@ def _best_at(
     children: dict[Hashable, None],
     ways: Sequence[_Way],
 ) -> tuple[float, tuple[Group, ...]]:
-    """The best groups for the rows below one node, and what they save."""
-    apart = sum(found[child][0] for child in children)
-    all_apart = tuple(group for child in children for group in found[child][1])
-    rows = rows_at[here.node]
-    if len(rows) < 2 or not ways:
+    """The best groups for the rows below one node, two or more, and what they save."""
+    with_groups = [child for child in children if found[child][1]]
+    apart = sum(found[child][0] for child in with_groups)
+    all_apart = tuple(group for child in with_groups for group in found[child][1])
+    if not ways:
         return apart, all_apart
 
     def together(count: int) -> float:
         return max(way.saves(count) for way in ways) if count >= 2 else 0.0
 
     # Children with the most to lose leave first; each one that leaves makes the group here smaller.
-    joined = set(rows)
+    joined = set(rows_at[here.node])
     kept: tuple[Group, ...] = ()
     kept_gain = 0.0
-    for child in sorted(children, key=lambda child: (-found[child][0], rows_at[child])):
+    here_gain = together(len(joined))
+    for child in sorted(with_groups, key=lambda child: (-found[child][0], rows_at[child])):
         child_gain, child_groups = found[child]
         grouped = {row for group in child_groups for row in group.rows}
-        if child_groups and child_gain >= together(len(joined)) - together(len(joined - grouped)):
+        without = together(len(joined - grouped))
+        if child_gain >= here_gain - without:
             joined -= grouped
             kept += child_groups
             kept_gain += child_gain
-    total = kept_gain + together(len(joined))
-    if together(len(joined)) <= 0 or total < apart:
+            here_gain = without
+    total = kept_gain + here_gain
+    if here_gain <= 0 or total < apart:
         return apart, all_apart
     best = max(ways, key=lambda way: way.saves(len(joined)))
     group = Group(rows=tuple(sorted(joined)), node=here.node, start=0, end=best.tokens, mode=best.mode)

@@ -16,7 +16,7 @@ from sglang_mla_ext.kernels.schedule import PrefixGroup
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool, Expansion
-from sglang_mla_ext.prefix.planner import Gain, Group, PathNode, Plan, Stacking, limit_entries, plan_groups
+from sglang_mla_ext.prefix.planner import Gain, Group, Path, PathNode, Plan, Stacking, limit_entries, plan_groups
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -157,9 +157,10 @@ class SharedPrefixes:
         if self._tree is None:
             return
         self.release_unheld()
-        self._expand_for([*running, *reqs])
+        paths = self._tree.paths([*running, *reqs])
+        self._expand_for(paths)
         if affordable:
-            shared = self._wanted(reqs, every_group)
+            shared = self._wanted(paths[len(running) :], every_group)
             self._expanding |= self._expand(shared, affordable, optional=True)
 
     def expanded_parts(
@@ -206,8 +207,9 @@ class SharedPrefixes:
         key = (self._pool.version, *((req.rid, id(req.last_node)) for req in reqs))
         if key != self._plan_key or self._expanding:
             self.release_unheld()
-            self._expand_for(reqs)
-            self._make_plan(reqs)
+            paths = self._tree.paths(reqs)
+            self._expand_for(paths)
+            self._make_plan(paths)
             # Holding the nodes keeps their ids from being given to other objects.
             self._plan_nodes = [req.last_node for req in reqs]
             self._plan_key = (self._pool.version, *key[1:])
@@ -231,13 +233,12 @@ class SharedPrefixes:
     def _clear_plan(self) -> None:
         self._plan, self._groups, self._plan_key, self._plan_nodes = Plan(0), (), (), []
 
-    def _make_plan(self, reqs: Sequence[Req]) -> None:
+    def _make_plan(self, paths: Sequence[Path]) -> None:
         covered = self._pool.lookup(self._tree.path)
 
         def usable(step: PathNode) -> int:
             return covered[step.node][0] if step.node in covered else 0
 
-        paths = self._tree.paths(reqs)
         plan = plan_groups(
             paths,
             self._gains.naive,
@@ -254,15 +255,15 @@ class SharedPrefixes:
             for group in plan.of_mode(Mode.NAIVE)
         )
 
-    def _expand_for(self, reqs: Sequence[Req]) -> None:
-        """Make room for what these requests share, and advance its expansion."""
-        wanted = self._wanted(reqs, self._gains.expand)
+    def _expand_for(self, paths: Sequence[Path]) -> None:
+        """Make room for what requests with these paths share, and advance its expansion."""
+        wanted = self._wanted(paths, self._gains.expand)
         self._make_room(wanted)
         self._expanding = self._expand(wanted, self._options.expand_tokens_per_step)
 
-    def _wanted(self, reqs: Sequence[Req], gain: Gain) -> list[Group]:
-        """What the requests share and is worth expanding, most worthwhile first."""
-        groups = plan_groups(self._tree.paths(reqs), gain, min_prefix_len=self._options.min_prefix_len).groups
+    def _wanted(self, paths: Sequence[Path], gain: Gain) -> list[Group]:
+        """What requests with these paths share and is worth expanding, most worthwhile first."""
+        groups = plan_groups(paths, gain, min_prefix_len=self._options.min_prefix_len).groups
         return sorted(groups, key=lambda group: (-gain(len(group.rows), group.end) / group.end, group.rows))
 
     def _expand(self, wanted: Sequence[Group], most: int, *, optional: bool = False) -> bool:
