@@ -32,7 +32,7 @@ class HybridMLAOptions:
 
     Attributes:
         prefix_memory_gb: GiB of GPU memory for expanded prefixes, taken out of SGLang's KV budget; None takes
-            a tenth of that budget.
+            a tenth of that budget, and with 0 nothing is expanded.
         prefix_dtype: storage of expanded prefixes; `auto` follows the KV cache: the model's own dtype, so that turning
             the backend on changes no answer, or FP8 beside an FP8 cache. `fp8_e4m3` halves memory and time at FP8's
             precision.
@@ -82,8 +82,8 @@ class HybridMLAOptions:
 
     @property
     def may_expand(self) -> bool:
-        """Whether the mode lets prefixes be expanded."""
-        return self.mode in ("auto", "naive")
+        """Whether the mode lets prefixes be expanded, and there is to be memory for it."""
+        return self.mode in ("auto", "naive") and self.prefix_memory_gb != 0
 
     @property
     def may_group(self) -> bool:

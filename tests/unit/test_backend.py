@@ -159,6 +159,14 @@ def test_a_plan_that_cannot_be_written_leaves_plain_absorb(make: Any, monkeypatc
     assert dict(backend.counters.fallbacks) == {"writing a plan failed: MemoryError": 1}
 
 
+def test_no_memory_is_a_choice_and_too_little_a_fall_back(make: Any) -> None:
+    chosen = make(budget_bytes=0, prefix_memory_gb=0.0)
+    assert chosen.report()["counters"]["fallbacks"] == {}
+    assert chosen.describe().startswith("nothing is expanded")
+    (reason,) = make(budget_bytes=1, prefix_memory_gb=1e-9).report()["counters"]["fallbacks"]
+    assert reason.endswith("raise --hybrid-mla-prefix-memory-gb")
+
+
 def test_kernels_that_do_not_run_leave_plain_absorb(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("does not compile")
