@@ -13,3 +13,6 @@ def test_two_ranks_answer_as_one(stock: Server, two_ranks: Server) -> None:
         actual = two_ranks.ask(*chats)
     assert_same(actual, stock.ask(*chats))
     assert counted.expansions == 2 and counted.steps_naive > 10
+    # /server_info is the first rank's; that the other one expands as well, its log says.
+    expanded = [line for line in two_ranks.log.read_text().splitlines() if "expanded a shared prefix" in line]
+    assert all(any(f"TP{rank}]" in line for line in expanded) for rank in range(2)), expanded
