@@ -70,14 +70,6 @@ class Plan:
                 lens[row] = group.end
         object.__setattr__(self, "prefix_lens", tuple(lens))
 
-    def tail_lens(self, seq_lens: Sequence[int]) -> tuple[int, ...]:
-        """Tokens of each row after its shared prefix."""
-        return tuple(total - shared for total, shared in zip(seq_lens, self.prefix_lens, strict=True))
-
-    @property
-    def shared_rows(self) -> int:
-        return sum(len(group.rows) for group in self.groups)
-
     def of_mode(self, mode: Mode) -> tuple[Group, ...]:
         """The groups that attend in this way."""
         return tuple(group for group in self.groups if group.mode is mode)

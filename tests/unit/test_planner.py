@@ -126,7 +126,6 @@ def test_every_token_is_covered_once_and_groups_are_sound(batch: Batch, name: st
     gain = GAINS[name]
     plan = batch.plan(gain)
     seq_lens = [row + (0 if end is None else batch.ends[end]) for row, end in enumerate(batch.rows)]
-    tail_lens = plan.tail_lens(seq_lens)
     ranges: list[list[tuple[int, int]]] = [[] for _ in seq_lens]
     for group in plan.groups:
         assert group.start == 0 and group.mode is Mode.NAIVE
@@ -138,11 +137,11 @@ def test_every_token_is_covered_once_and_groups_are_sound(batch: Batch, name: st
         for row in group.rows:
             ranges[row].append((group.start, group.end))
     for row, total in enumerate(seq_lens):
-        ranges[row].append((total - tail_lens[row], total))
-        assert ranges[row][0][0] == 0 and ranges[row][-1][1] == total and tail_lens[row] >= 0
+        ranges[row].append((plan.prefix_lens[row], total))
+        assert ranges[row][0][0] == 0 and plan.prefix_lens[row] <= total
         assert all(before[1] == after[0] for before, after in pairwise(ranges[row]))
     assert list(plan.groups) == sorted(plan.groups, key=lambda group: group.rows)
-    assert plan.shared_rows == sum(map(bool, plan.prefix_lens))
+    assert sum(len(group.rows) for group in plan.groups) == sum(map(bool, plan.prefix_lens))
 
 
 @settings(max_examples=300, deadline=None)
@@ -268,12 +267,10 @@ def test_no_more_than_is_usable() -> None:
     assert replace(batch, usable=(255, 255)).plan(GAINS["naive"]).groups == ()
 
 
-def test_a_plan_refuses_a_row_twice_and_lengths_of_another_batch() -> None:
+def test_a_plan_refuses_a_row_twice() -> None:
     plan = Batch((None,), (256,), (0, 0)).plan(GAINS["naive"])
     with pytest.raises(AssertionError, match="adjoin"):
         Plan(2, groups=(*plan.groups, *plan.groups))
-    with pytest.raises(ValueError, match="argument"):
-        plan.tail_lens([300])
 
 
 # -- two ways ----------------------------------------------------------------------------------------------------------

@@ -77,7 +77,8 @@ class Server:
 
     def check(self, plan: Plan, groups: tuple[PrefixGroup, ...], requests: Sequence[Any]) -> None:
         assert plan is self.prefixes.plan and plan.num_rows == len(requests)
-        assert all(length >= 0 for length in plan.tail_lens([len(request.slots) for request in requests]))
+        shared = zip(plan.prefix_lens, requests, strict=True)
+        assert all(length <= len(request.slots) for length, request in shared)
         naive = plan.of_mode(Mode.NAIVE)
         assert [(group.rows, group.end) for group in naive] == [(g.rows, g.prefix_len) for g in groups]
         for group in groups:
