@@ -39,6 +39,7 @@ STAMP = "demo_model.json"
 
 KV_LORA_RANK, ROPE_DIM, NOPE_DIM, V_DIM = 512, 64, 128, 128
 YARN_ORIGINAL_POSITIONS = 4096
+BLOCK = 128  # rows and columns of a matrix that have one scale, in FP8
 NEAR_SIGNAL, NEAR_WEIGHT = 4.0, 0.5  # of the heads that look near; see `weights`
 
 
@@ -55,12 +56,15 @@ class Settings:
     max_positions: int
     seed: int
     config_only: bool
+    fp8_blocks: bool = False
     version: int = 2  # of this script's output; raise it when the weights or the tokenizer change
 
 
 def model_config(settings: Settings) -> dict[str, Any]:
     """`config.json`: dense layers only, YaRN as in DeepSeek's own models."""
+    blocks = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
     return {
+        **({"quantization_config": blocks} if settings.fp8_blocks else {}),
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
         "hidden_size": settings.hidden,
@@ -169,6 +173,25 @@ def weights(settings: Settings) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def in_fp8_blocks(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The layers' projections as in DeepSeek-V3's own checkpoint: e4m3, and beside each `[out, in]` its inverse scales
+    `[out / 128, in / 128]`, rounded up, float32."""
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    found = {}
+    for name, tensor in tensors.items():
+        if "_proj" not in name:
+            found[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        padded = torch.nn.functional.pad(tensor.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+        blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))  # [out / 128, 128, in / 128, 128]
+        scale = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-12) / limit
+        rounded = (blocks / scale[:, None, :, None]).clamp(-limit, limit).to(torch.float8_e4m3fn)
+        found[name] = rounded.view(padded.shape)[:rows, :columns].contiguous()
+        found[f"{name}_scale_inv"] = scale
+    return found
+
+
 def train_tokenizer(texts: Iterable[str], vocab: int, chat_template: str) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of these texts."""
     bpe = Tokenizer(models.BPE())
@@ -203,7 +226,9 @@ def make(out: Path, settings: Settings) -> bool:
         texts = (topics[name] for name in sorted(topics))
         train_tokenizer(texts, settings.vocab, CHAT_TEMPLATE).save_pretrained(folder)
         if not settings.config_only:
-            save_file(weights(settings), folder / "model.safetensors", metadata={"format": "pt"})
+            tensors = weights(settings)
+            tensors = in_fp8_blocks(tensors) if settings.fp8_blocks else tensors
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(model_config(settings), indent=2) + "\n")
         (folder / STAMP).write_text(json.dumps(asdict(settings)) + "\n")
         if out.exists():
@@ -225,6 +250,7 @@ def main(
     max_positions: Annotated[int, typer.Option(min=YARN_ORIGINAL_POSITIONS, help="Longest context.")] = 32768,
     seed: int = 0,
     config_only: Annotated[bool, typer.Option("--config-only", help="No weights.")] = False,
+    fp8_blocks: Annotated[bool, typer.Option("--fp8-blocks", help="Projections in FP8, as DeepSeek-V3's own.")] = False,
 ) -> None:
     """Write a small random checkpoint of DeepSeek-V3's architecture."""
     settings = Settings(
@@ -237,6 +263,7 @@ def main(
         max_positions=max_positions,
         seed=seed,
         config_only=config_only,
+        fp8_blocks=fp8_blocks,
     )
     print(f"{out}: {'written' if make(out, settings) else 'up to date'}")
 
