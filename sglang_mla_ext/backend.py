@@ -44,8 +44,8 @@ MAX_ROWS = 1024
 plain absorb; prefill takes as many runs as it needs."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 64, 1 << 16
-"""Forward passes without sharing after a failure of planning or expanding; twice as many after every further one that
-comes before a success."""
+"""Forward passes without sharing after a failure; twice as many after every further one that comes before a decode step
+with groups."""
 
 
 class HybridMLABackend:
@@ -144,8 +144,6 @@ class HybridMLABackend:
                 elif mode.is_extend() and self._attention is not None:
                     running = [req for req in running if not req.finished()]
                     self.prefill = self._plan_prefill(reqs, running, prefix_lens, new_tokens)
-                if self._next[0].groups or self.prefill:
-                    self._next_pause = FIRST_PAUSE
             except Exception as error:
                 self._fail("planning", error)
         if mode.is_decode():
@@ -253,6 +251,8 @@ class HybridMLABackend:
         if planned[0] is not self._written or rows != self._written_rows:
             try:
                 self._bring(*planned, rows)
+                if planned[0].groups:
+                    self._next_pause = FIRST_PAUSE
             except Exception as error:
                 self._fail("writing a plan", error)
                 planned = self._next = NO_GROUPS

@@ -129,6 +129,7 @@ def test_planning_that_fails_falls_back_and_is_tried_again_later(make: Any, monk
     fails = False
     while backend._next is NO_GROUPS:
         backend.before_forward(DECODE, requests(3), [])
+    backend.write_plan(3)
     calls.clear()
     fails, passes = True, 0
     while passes < FIRST_PAUSE + 2:
@@ -157,6 +158,7 @@ def test_a_plan_that_cannot_be_written_leaves_plain_absorb(make: Any, monkeypatc
         assert not backend._prefix_lens.any()
     assert written == [3]
     assert dict(backend.counters.fallbacks) == {"writing a plan failed: MemoryError": 1}
+    assert backend._next_pause == 2 * FIRST_PAUSE
 
 
 def test_no_memory_is_a_choice_and_too_little_a_fall_back(make: Any) -> None:
