@@ -375,7 +375,7 @@ def main(
         rates = GpuRates.from_json(out) if out else rates_for(device)
         records, all_measured = check(rates, rep_ms, out_records)
         complete &= all_measured
-        if out and any(Mode.NAIVE.value in record["ms"] and len(record["ms"]) > 1 for record in records):
+        if out and any(Mode.ABSORB.value in record["ms"] and len(record["ms"]) > 1 for record in records):
             refit(out, records)
         else:
             print(report(verdicts(records, rates)))
