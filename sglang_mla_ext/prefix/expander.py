@@ -125,13 +125,15 @@ def weights_of(attention: DeepseekV2AttentionMLA, dtype: torch.dtype) -> Sequenc
     product would round the latent rows, too, which absorb does not do: DeepSeek-V3's own checkpoint is such a case.)
 
     Returns:
-        None where both are of another dtype.
+        None where both are of another dtype, or DeepGEMM's.
     """
     weight = getattr(attention.kv_b_proj, "weight", None)  # AWQ has none
     if weight is not None and weight.dtype == dtype:
         per_head = weight.view(attention.num_local_heads, -1, attention.kv_lora_rank)
         return per_head.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=1)
     w_kc, w_vc = attention.w_kc, attention.w_vc  # [heads, nope, rank] and [heads, rank, v], any strides
+    if w_kc is not None and w_kc.dtype == FP8 and not attention.use_deep_gemm_bmm:  # one scale for both
+        w_kc, w_vc = ((weight.float() * attention.w_scale).to(dtype) for weight in (w_kc, w_vc))
     if w_kc is None or w_kc.dtype != dtype:
         return None
     return w_kc.contiguous(), w_vc.transpose(1, 2).contiguous()

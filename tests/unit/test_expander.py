@@ -145,7 +145,20 @@ def quantised(layer: Any) -> Any:
     w_k, w_v = layer.kv_b_proj.weight.view(HEADS, DN + DV, RANK).split([DN, DV], dim=1)
     absorbed = dict(w_kc=w_k.transpose(1, 2).contiguous().transpose(1, 2), w_vc=w_v.contiguous().transpose(1, 2))
     stored = SimpleNamespace(weight=layer.kv_b_proj.weight.to(FP8))
-    return SimpleNamespace(**{**vars(layer), **absorbed, "kv_b_proj": stored})
+    return SimpleNamespace(**{**vars(layer), **absorbed, "kv_b_proj": stored, "use_deep_gemm_bmm": False})
+
+
+def test_weights_in_fp8_with_one_scale(model: Any) -> None:
+    """As SGLang keeps them for absorb where the checkpoint has one scale; DeepGEMM's have others."""
+    layer = quantised(model[0][1])
+    w_k, w_v = weights_of(layer, torch.float32)
+    scale = torch.tensor([w_k.abs().max() / FP8_MAX])
+    layer.w_kc, layer.w_vc, layer.w_scale = (layer.w_kc / scale).to(FP8), (layer.w_vc / scale).to(FP8), scale
+    for found, expected in zip(weights_of(layer, torch.float32), (w_k, w_v), strict=True):
+        assert found.stride(-1) == 1
+        assert (found - expected).norm() < 0.04 * expected.norm()
+    layer.use_deep_gemm_bmm = True
+    assert weights_of(layer, torch.float32) is None
 
 
 def test_weights_of_a_quantised_layer_are_those_that_absorb_uses(model: Any) -> None:
