@@ -83,7 +83,7 @@ def with_fitted_overheads(records: Iterable[Mapping[str, Any]], rates: GpuRates)
     Raises:
         ValueError: no record compares plain absorb with another mode.
     """
-    work = _without_overheads(rates)
+    work = without_overheads(rates)
     compared = [record for record in newest(records) if len(record["ms"]) > 1 and Mode.ABSORB.value in record["ms"]]
     modes = [Mode.ABSORB, *(m for m in Mode if m is not Mode.ABSORB and any(m.value in r["ms"] for r in compared))]
     if len(modes) == 1:
@@ -126,7 +126,8 @@ def significant(value: float, digits: int = 3) -> float:
     return float(f"{value:.{digits}g}")
 
 
-def _without_overheads(rates: GpuRates) -> GpuRates:
+def without_overheads(rates: GpuRates) -> GpuRates:
+    """Rates with which the cost model says what the work alone takes."""
     modes = {m: replace(r, overhead_s=0.0, overhead_per_root_row_s=0.0) for m, r in rates.modes.items()}
     return replace(rates, modes=modes)
 
