@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 
@@ -27,6 +29,16 @@ from sglang_mla_ext.prefix.shared_prefixes import Gains, gain_of
 
 V3 = ModelDims.from_json("deepseek-v3")
 PAGE = 64
+
+
+def test_planner_and_cost_model_need_neither_torch_nor_sglang() -> None:
+    code = """
+import sys
+import sglang_mla_ext.prefix.cost_model, sglang_mla_ext.prefix.planner
+print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "triton", "sglang"}))
+"""
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"
 
 
 def real_gain(mode: str, gpu: str = "cpu", heads: int = 16) -> Gain:
