@@ -3,7 +3,8 @@
     pip install matplotlib
     python scripts/plot_serving.py --out docs/images/serving.png
 
-One panel for each prompt and model shape, one line for each backend and storage of the cache and of expanded prefixes.
+One row for each model shape, in it one panel for each prompt, one line for each backend and storage of the cache and of
+expanded prefixes.
 """
 
 from __future__ import annotations
@@ -67,11 +68,18 @@ def draw(drawn: dict[tuple[Any, ...], Panel], out: Path, caption: str) -> None:
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5 * len(drawn), 4), layout="constrained")
+    shapes = sorted({panel[2:] for panel in drawn}, reverse=True)
+    prompts = sorted({panel[:2] for panel in drawn}, key=str)
+    figure = Figure(figsize=(5 * len(prompts), 3.5 * len(shapes) + 0.5), layout="constrained")
+    grid = figure.subplots(len(shapes), len(prompts), squeeze=False)
+    for axes in grid.flat:
+        axes.set_visible(False)
     backends = dict.fromkeys(line.backend for panel in drawn.values() for line in panel)
     colours = {backend: f"C{index}" for index, backend in enumerate(backends)}
     handles: dict[Line, Any] = {}
-    for axes, (panel, of_panel) in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn.items(), strict=True):
+    for panel, of_panel in drawn.items():
+        axes = grid[shapes.index(panel[2:]), prompts.index(panel[:2])]
+        axes.set_visible(True)
         for line, of_line in of_panel.items():
             style = dict(color=colours[line.backend], label=str(line))
             handles[line] = axes.plot(list(of_line), list(of_line.values()), STYLES[line.storage], **style)[0]
