@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +13,12 @@ from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, FP8, ExpandedBuffers, sc
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+PRODUCT_TOKENS = 4 * CHUNK_TOKENS
+"""Tokens of one product where expansion is not fused: bounds the temporary result, 64 MiB at 128 heads in BF16."""
+
+FETCHED_TOKENS = 32 * CHUNK_TOKENS
+"""Rows of an FP8 pool that are fetched at once: 9 MiB in BF16."""
 
 
 class Expander:
@@ -55,34 +61,36 @@ class Expander:
         on_gpu = self._buffers.device.type == "cuda"
         table = torch.tensor(chunks, dtype=torch.int32, pin_memory=on_gpu)
         table = table.to(self._buffers.device, non_blocking=True)  # [chunks]
-        rows_of, slots = self._rows_of_layers(slots)
         for index, attention in enumerate(self._layers):
-            latent_rows = rows_of(attention)
-            if on_gpu and (weights := weights_of(attention, latent_rows.dtype)):
-                expand_prefix(latent_rows, slots, *weights, self._buffers, index, table, start)
-            else:
-                self._expand_unfused(attention, index, latent_rows[slots], chunks, start)
+            weights = weights_of(attention, self._dtype_of_rows(attention)) if on_gpu else None
+            for rows, indices, first in self._pieces(attention, slots, start):
+                if weights:
+                    expand_prefix(rows, indices, *weights, self._buffers, index, table, first)
+                    continue
+                for piece in range(0, len(indices), PRODUCT_TOKENS):
+                    latent_rows = rows[indices[piece : piece + PRODUCT_TOKENS]]
+                    self._expand_unfused(attention, index, latent_rows, chunks, first + piece)
 
-    def _rows_of_layers(
-        self, slots: torch.Tensor
-    ) -> tuple[Callable[[DeepseekV2AttentionMLA], torch.Tensor], torch.Tensor]:
-        """A layer's latent rows `[.., rank + rope]`, and where in them those of `slots [n]` are.
+    def _dtype_of_rows(self, layer: DeepseekV2AttentionMLA) -> torch.dtype:
+        if hasattr(self._pool, "fetch"):  # latent_pool.LatentPool
+            return layer.kv_a_layernorm.weight.dtype
+        return self._pool.get_key_buffer(layer.attn_mqa.layer_id).dtype
 
-        SGLang's pool is read where it lies. Rows in FP8 are fetched first, `n` of them, to memory that the layers use
-        one after the other.
-        """
-        fetch = getattr(self._pool, "fetch", None)  # of latent_pool.LatentPool
-        if fetch is None:
-            return lambda layer: self._pool.get_key_buffer(layer.attn_mqa.layer_id).squeeze(1), slots
-        first = self._layers[0]
-        dims = first.kv_lora_rank + self._buffers.qk_rope_head_dim
-        rows = torch.empty(len(slots), dims, dtype=first.kv_a_layernorm.weight.dtype, device=slots.device)
-
-        def fetched(layer: DeepseekV2AttentionMLA) -> torch.Tensor:
-            fetch(layer.attn_mqa.layer_id, slots, rows)
-            return rows
-
-        return fetched, torch.arange(len(slots), device=slots.device)
+    def _pieces(
+        self, layer: DeepseekV2AttentionMLA, slots: torch.Tensor, start: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+        """A layer's latent rows `[.., rank + rope]`, where in them those of `slots [n]` are, and the first one's
+        position. SGLang's pool is read where it lies; rows in FP8 are fetched first, some at a time."""
+        layer_id = layer.attn_mqa.layer_id
+        if not hasattr(self._pool, "fetch"):
+            yield self._pool.get_key_buffer(layer_id).squeeze(1), slots, start
+            return
+        dims = layer.kv_lora_rank + self._buffers.qk_rope_head_dim
+        for first in range(0, len(slots), FETCHED_TOKENS):
+            piece = slots[first : first + FETCHED_TOKENS]
+            rows = torch.empty(len(piece), dims, dtype=self._dtype_of_rows(layer), device=slots.device)
+            self._pool.fetch(layer_id, piece, rows)
+            yield rows, torch.arange(len(piece), device=slots.device), start + first
 
     def _expand_unfused(
         self,

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_mla_ext.kernels.layout import CHUNK_TOKENS
 from sglang_mla_ext.kernels.schedule import PrefixGroup
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from sglang_mla_ext.prefix.tree_view import TreeView
 
 logger = logging.getLogger(__name__)
-
-EXPAND_BLOCK_TOKENS = 4 * CHUNK_TOKENS
-"""Tokens expanded by one product: bounds the temporary result, 64 MiB at 128 heads in BF16."""
 
 
 class ExpandedPart(NamedTuple):
@@ -298,9 +294,8 @@ class SharedPrefixes:
 
     def _advance(self, expansion: Expansion, most: int) -> int:
         count = min(most, expansion.target - expansion.done)
-        for first in range(expansion.done, expansion.done + count, EXPAND_BLOCK_TOKENS):
-            last = min(first + EXPAND_BLOCK_TOKENS, expansion.done + count)
-            self._expander.expand(self._tree.slots(expansion.anchor, first, last), expansion.chunks, first)
+        slots = self._tree.slots(expansion.anchor, expansion.done, expansion.done + count)
+        self._expander.expand(slots, expansion.chunks, expansion.done)
         self._pool.advance(expansion, count)
         if expansion.complete:
             self._counters.expansions += not expansion.counted

@@ -12,6 +12,7 @@ from sglang_mla_ext.kernels import reference
 from sglang_mla_ext.kernels.layout import FP8, FP8_MAX, ExpandedBuffers, scale_bounds
 from sglang_mla_ext.kernels.prefix_attention import ReferencePrefixAttention
 from sglang_mla_ext.kernels.schedule import PrefixGroup
+from sglang_mla_ext.prefix import expander as expander_module
 from sglang_mla_ext.prefix.expander import Expander, weights_of
 
 HEADS, DN, DR, DV, RANK, LAYERS, SLOTS = 2, 32, 16, 32, 64, 2, 900
@@ -69,7 +70,10 @@ def expand(model: Any, buffers: ExpandedBuffers) -> tuple[Expander, torch.Tensor
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3), (FP8, 0.05)], ids=str)
-def test_attention_over_what_was_expanded(model: Any, dtype: torch.dtype, bound: float) -> None:
+def test_attention_over_what_was_expanded(
+    model: Any, dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expander_module, "PRODUCT_TOKENS", 100)
     buffers = allocate(dtype)
     _, slots = expand(model, buffers)
     attention = ReferencePrefixAttention(buffers, max_rows=3, heads=HEADS)
@@ -86,8 +90,11 @@ def test_attention_over_what_was_expanded(model: Any, dtype: torch.dtype, bound:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
-def test_rows_of_an_fp8_pool_are_expanded_as_what_they_mean(model: Any, dtype: torch.dtype) -> None:
+def test_rows_of_an_fp8_pool_are_expanded_as_what_they_mean(
+    model: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows that are not among the slots are NaN."""
+    monkeypatch.setattr(expander_module, "FETCHED_TOKENS", 130)
     from sglang_mla_ext.latent_pool import LatentPool
 
     layers, rows = model
