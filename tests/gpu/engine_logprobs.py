@@ -39,8 +39,9 @@ def main() -> None:
     info = engine.get_server_info()["internal_states"][0].get("hybrid_mla")
     engine.shutdown()
     tokens = [[(value, token) for value, token, _ in a["meta_info"]["output_token_logprobs"]] for a in answers]
+    retractions = sum(answer["meta_info"]["num_retractions"] for answer in answers)
     with open(out, "w", encoding="utf-8") as file:
-        json.dump({"tokens": tokens, "info": info}, file)
+        json.dump({"tokens": tokens, "info": info, "retractions": retractions}, file)
 
 
 if __name__ == "__main__":
