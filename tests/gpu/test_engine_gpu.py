@@ -13,6 +13,7 @@ from statistics import mean
 from typing import Any
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.gpu
 
@@ -97,6 +98,23 @@ def test_a_checkpoint_in_fp8_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     apart = differences_of(truth, found)
     assert found["hybrid_mla"]["info"]["counters"]["steps_naive"] > NEW_TOKENS // 2
     assert found["hybrid_mla"]["info"]["counters"]["fallbacks"] == {}
+    assert len(apart["hybrid_mla"]) > 0.5 * len(apart["flashmla"])
+    assert mean(apart["hybrid_mla"]) < 2 * mean(apart["flashmla"]) + 1e-3
+
+
+@pytest.mark.parametrize("mode", ["naive", "grouped_absorb"])
+def test_two_ranks(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 16 heads each, and the truth from one GPU."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    monkeypatch.setenv("SGLANG_HYBRID_MLA_MODE", mode)
+    model = make_model(tmp_path / "checkpoint", "--heads", "32")
+    truth = answers(model, tmp_path / "truth", "flashmla", disable_radix_cache=True)
+    found = {name: answers(model, tmp_path / name, name, tp_size=2) for name in ("flashmla", "hybrid_mla")}
+    apart = differences_of(truth, found)
+    counters = found["hybrid_mla"]["info"]["counters"]
+    assert counters["steps_grouped" if mode == "grouped_absorb" else "steps_naive"] > NEW_TOKENS // 2
+    assert counters["fallbacks"] == {}
     assert len(apart["hybrid_mla"]) > 0.5 * len(apart["flashmla"])
     assert mean(apart["hybrid_mla"]) < 2 * mean(apart["flashmla"]) + 1e-3
 
