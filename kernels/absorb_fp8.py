@@ -1,8 +1,9 @@
 """Decode attention of a batch over FP8 latent rows in pages.
 
 There are two ways. `HopperAbsorbFP8` has kernels of its own (absorb_fp8_hopper.py, and absorb_fp8_few_heads.py for 8
-or 16 heads): a small kernel cuts the keys of a step so that all programs end together. `TritonAbsorbFP8`
-(absorb_fp8_kernel.py) is for where those do not run. `make_absorb_fp8` picks.
+or 16 heads), which round the query themselves; a small kernel cuts the keys of a step so that all programs end
+together. `TritonAbsorbFP8` (quantize_query.py and absorb_fp8_kernel.py) is for where those do not run.
+`make_absorb_fp8` picks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import triton
 from torch import Tensor
 
 from . import absorb_fp8_few_heads, absorb_fp8_hopper
-from .absorb_fp8_hopper import Query
 from .absorb_fp8_kernel import BLOCK_ROWS, Rescale, run_kernel
 from .absorb_schedule import TILE_ROWS, AbsorbCapacity
 from .latent_rows import LatentRowLayout
@@ -81,12 +81,8 @@ class AbsorbFP8(ABC):
             num_sms = num_sms or torch.cuda.get_device_properties(device).multi_processor_count
         self._max_requests, self._heads, self._queries = max_requests, heads, queries
         self._page_size, self._num_sms = page_size, num_sms or 1
-        tokens = max_requests * queries
-        self._content = torch.zeros(tokens, heads, rank, dtype=FP8, device=device)
-        self._scale = torch.zeros(tokens, heads, dtype=torch.float32, device=device)
-        self._rope = torch.zeros(tokens, heads, dr, dtype=torch.bfloat16, device=device)
         # There is no tail beside the partials: its lse is -inf, and its output is not read.
-        self._no_lse = torch.full((tokens, heads), -torch.inf, device=device)
+        self._no_lse = torch.full((max_requests * queries, heads), -torch.inf, device=device)
 
     @property
     def workspace_bytes(self) -> int:
@@ -96,7 +92,8 @@ class AbsorbFP8(ABC):
     def output(self, tokens: int, dtype: torch.dtype) -> Tensor:
         """The best place for the `out` of `run`, `[tokens, H, r]`: maybe memory of this object, which the next run
         overwrites."""
-        return torch.empty(tokens, *self._content.shape[1:], dtype=dtype, device=self._content.device)
+        shape = tokens, self._heads, self._layout.kv_lora_rank
+        return torch.empty(shape, dtype=dtype, device=self._no_lse.device)
 
     @abstractmethod
     def prepare(self, lens: Tensor, page_table: Tensor) -> None:
@@ -115,8 +112,9 @@ class AbsorbFP8(ABC):
     ) -> None:
         """
         Args:
-            q_absorbed: `[T, H, r]`, `q_nope` times `w_kc`; q_rope: `[T, H, dr]`; BF16 or float32, any strides; the
-                query tokens of a request follow each other, and the last of them sees all keys.
+            q_absorbed: `[T, H, r]`, `q_nope` times `w_kc`; q_rope: `[T, H, dr]`; BF16 or float32, any strides, but not
+                all are read without a copy (absorb_fp8_query_hopper.for_tma); the query tokens of a request follow each
+                other, and the last of them sees all keys.
             pool: uint8 `[slots, row_bytes]`, see latent_rows.LatentRowLayout.
             page_table: int32 `[requests, pages]`, last axis contiguous: page p of it holds tokens p · page_size and up
                 at slots page · page_size and up. Entries behind a request's last page are not read.
@@ -126,18 +124,15 @@ class AbsorbFP8(ABC):
         Raises:
             ValueError: a shape, dtype or stride is not as above, or there are too many requests.
         """
-        requests, tokens = len(lens), len(lens) * self._queries
         self._check(q_absorbed, q_rope, pool, page_table, lens, softmax_scale, out, lse)
-        if requests == 0:
-            return
-        query = Query(self._content[:tokens], self._scale[:tokens], self._rope[:tokens])
-        quantize_query(q_absorbed, q_rope, *query)
-        self._attend(query, pool, page_table, lens, softmax_scale, out, lse)
+        if len(lens):
+            self._attend(q_absorbed, q_rope, pool, page_table, lens, softmax_scale, out, lse)
 
     @abstractmethod
     def _attend(
         self,
-        query: Query,
+        q_absorbed: Tensor,
+        q_rope: Tensor,
         pool: Tensor,
         page_table: Tensor,
         lens: Tensor,
@@ -145,7 +140,7 @@ class AbsorbFP8(ABC):
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        """`run`, of a rounded query."""
+        """`run`, of at least one request."""
 
     def _check(
         self,
@@ -158,7 +153,7 @@ class AbsorbFP8(ABC):
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        """Raise the ValueErrors of `run`, but for those of the query, which `quantize_query` checks."""
+        """Raise the ValueErrors of `run`."""
         requests, tokens = len(lens), len(lens) * self._queries
         rank, dr = self._layout.kv_lora_rank, self._layout.qk_rope_head_dim
         self._layout.check(pool)
@@ -202,7 +197,7 @@ class HopperAbsorbFP8(AbsorbFP8):
             ValueError: as of `AbsorbFP8`; the kernels do not take these sizes.
         """
         super().__init__(**sizes)
-        device, dims = self._content.device, (self._layout.kv_lora_rank, self._layout.qk_rope_head_dim)
+        device, dims = self._no_lse.device, (self._layout.kv_lora_rank, self._layout.qk_rope_head_dim)
         if self._page_size != 64 or dims != (512, 64) or self._heads % 8:
             raise ValueError(
                 "the kernels for Hopper take pages of 64, rows of 512 + 64 and a multiple of 8 heads; "
@@ -232,7 +227,7 @@ class HopperAbsorbFP8(AbsorbFP8):
         if dtype != self._partial_out.dtype:
             return super().output(tokens, dtype)
         rows = self._capacity.uncut_rows(self._partial_out, tokens // self._capacity.stacked)
-        return rows.view(tokens, *self._content.shape[1:])
+        return rows.view(tokens, self._heads, -1)
 
     def prepare(self, lens: Tensor, page_table: Tensor) -> None:
         schedule_tails(lens, self._work, self._table, self._capacity, page_table)
@@ -240,7 +235,8 @@ class HopperAbsorbFP8(AbsorbFP8):
 
     def _attend(
         self,
-        query: Query,
+        q_absorbed: Tensor,
+        q_rope: Tensor,
         pool: Tensor,
         page_table: Tensor,
         lens: Tensor,
@@ -256,9 +252,9 @@ class HopperAbsorbFP8(AbsorbFP8):
         partials, no_lse = (self._partial_out, self._partial_lse2), self._no_lse[: len(out)]
         stacked = len(out) // self._capacity.stacked, self._capacity.heads  # rows of the batch, and of a row
         in_partials = out.data_ptr() == self._capacity.uncut_rows(self._partial_out, stacked[0]).data_ptr()
-        query = Query(*(tensor.view(*stacked, *tensor.shape[2:]) for tensor in query))
         out, lse, no_lse = out.view(*stacked, -1), lse.view(stacked), no_lse.view(stacked)
-        self._kernel.run(query, pool, self._work, page_table, self._capacity, *partials, softmax_scale=softmax_scale)
+        work = self._work, page_table, self._capacity
+        self._kernel.run(q_absorbed, q_rope, pool, *work, *partials, softmax_scale=softmax_scale)
         merge(out, no_lse, *partials, self._table, self._capacity.table, out, lse, out_in_partials=in_partials)
 
 
@@ -277,8 +273,11 @@ class TritonAbsorbFP8(AbsorbFP8):
         self._fp8_weights = fp8_weights
         self._rescale: Rescale = rescale
         self._tiles = triton.cdiv(self._heads * self._queries, BLOCK_ROWS)
-        tokens, heads, rank = self._content.shape
-        device = self._content.device
+        tokens, heads, rank = self._max_requests * self._queries, self._heads, self._layout.kv_lora_rank
+        device = self._no_lse.device
+        self._content = torch.zeros(tokens, heads, rank, dtype=FP8, device=device)
+        self._scale = torch.zeros(tokens, heads, dtype=torch.float32, device=device)
+        self._rope = torch.zeros(tokens, heads, self._layout.qk_rope_head_dim, dtype=torch.bfloat16, device=device)
         counts = {requests: self.splits(requests) for requests in range(1, self._max_requests + 1)}
         partials = max([n * self._queries * splits for n, splits in counts.items() if splits > 1], default=0)
         self._partial_out = torch.zeros(partials, heads, rank, dtype=torch.float32, device=device)
@@ -307,7 +306,8 @@ class TritonAbsorbFP8(AbsorbFP8):
 
     def _attend(
         self,
-        query: Query,
+        q_absorbed: Tensor,
+        q_rope: Tensor,
         pool: Tensor,
         page_table: Tensor,
         lens: Tensor,
@@ -315,7 +315,9 @@ class TritonAbsorbFP8(AbsorbFP8):
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        splits = self.splits(len(lens))
+        splits, tokens = self.splits(len(lens)), len(out)
+        query = self._content[:tokens], self._scale[:tokens], self._rope[:tokens]
+        quantize_query(q_absorbed, q_rope, *query)
         results = (self._partial_out, self._partial_lse2) if splits > 1 else (out, lse)
         run_kernel(
             *query,
@@ -331,7 +333,7 @@ class TritonAbsorbFP8(AbsorbFP8):
             rescale=self._rescale,
         )
         if splits > 1:
-            no_lse = self._no_lse[: len(out)]
+            no_lse = self._no_lse[:tokens]
             merge(out, no_lse, self._partial_out, self._partial_lse2, self._tables[splits], self._capacity, out, lse)
 
 

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .absorb_consumers_hopper import BLOCK, LATENT, NO_SCORE, ROWS, blocks_of, count_items, item_at
+from .absorb_fp8_query_hopper import round_tiles
 from .absorb_fp8_tiles_hopper import (
     LOG2_FP8_MAX,
     PANEL,
@@ -126,7 +127,7 @@ def _start_content_scores(q_content_s, panels_s, slot, rope_scores):
 @gluon.jit
 def compute_scores(
     content_s, rope_s, scale_s, weights_s, rescale_s, norm_s, q_content_s, q_rope_s, full, empty, weights_full,
-    weights_empty, q_scale_ptr, partial_lse2_ptr, work_ptr, scale_log2e, SEGMENT: gl.constexpr, QUERIES: gl.constexpr,
+    weights_empty, partial_lse2_ptr, work_ptr, scale_log2e, QUERIES: gl.constexpr,
 ):  # fmt: skip
     """Scores and softmax of all items: hands weights and factors to the two that sum values, and writes the lse2.
 
@@ -137,8 +138,6 @@ def compute_scores(
     PANELS: gl.constexpr = q_content_s.shape[0]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     ROPE_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 4)
-    ROPE_QUERY: gl.constexpr = gl.DotOperandLayout(0, ROPE_SCORES, 2)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     BY_KEY: gl.constexpr = gl.SliceLayout(0, SCORES)
     panels_s = content_s._reinterpret(gl.float8e4nv, [SLOTS * PANELS, BLOCK, PANEL], gl.NVMMASharedLayout(128, 8))
@@ -150,20 +149,16 @@ def compute_scores(
     for index in range(count_items(work_ptr)):
         item_ptr = item_at(work_ptr, index)
         _, last, n_blocks = blocks_of(item_ptr)
-        n_rows = gl.load(item_ptr + 1)
         rows = gl.arange(0, ROWS, BY_ROW)
-        segment_ptrs = work_ptr + gl.load(item_ptr) + rows // SEGMENT
-        q_row = gl.load(segment_ptrs, mask=rows < n_rows, other=0) + rows % SEGMENT
-        row_scale = gl.load(q_scale_ptr + q_row, mask=rows < n_rows, other=0.0) * scale_log2e
-
+        second, second_phase = next_slot(slot, phase, SLOTS)
         mbarrier.wait(full.index(slot), phase)
-        for p in gl.static_range(PANELS):
-            q_content_s.index(p).store(panels_s.index(slot * PANELS + p).load(QUERY))
-        q_rope_s.store(rope_s.index(slot).load(ROPE_QUERY))
+        mbarrier.wait(full.index(second), second_phase)
+        row_scale = round_tiles(content_s, rope_s, slot, q_content_s, q_rope_s, BY_ROW) * scale_log2e
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(empty.index(slot), count=2)
-        slot, phase = next_slot(slot, phase, SLOTS)
+        mbarrier.arrive(empty.index(second), count=2)
+        slot, phase = next_slot(second, second_phase, SLOTS)
 
         zeros = gl.zeros([ROWS, BLOCK], gl.float32, ROPE_SCORES)
         mbarrier.wait(full.index(slot), phase)
@@ -209,7 +204,7 @@ def compute_scores(
         mbarrier.arrive(weights_full.index(taken & 1))
         taken += 1
         done += 1  # noqa: SIM113 - Gluon has no enumerate
-        gl.store(partial_lse2_ptr + gl.load(item_ptr + 5) + rows, lse2, mask=rows < n_rows)
+        gl.store(partial_lse2_ptr + gl.load(item_ptr + 5) + rows, lse2, mask=rows < gl.load(item_ptr + 1))
 
 
 @gluon.jit
@@ -232,7 +227,8 @@ def sum_values(
     for index in range(count_items(work_ptr)):
         item_ptr = item_at(work_ptr, index)
         _, last, n_blocks = blocks_of(item_ptr)
-        slot, phase = next_slot(slot, phase, SLOTS)  # the query
+        slot, phase = next_slot(slot, phase, SLOTS)  # the query, two slots
+        slot, phase = next_slot(slot, phase, SLOTS)
         valid = gl.load(item_ptr + 3) - last * BLOCK
         if valid < BLOCK:
             mbarrier.wait(full.index(slot), phase)

@@ -10,18 +10,18 @@ absorb_fp8_hopper.py. One program runs on each multiprocessor, with three roles:
 
 | role | warps | does |
 |---|---|---|
-| attend, twice | 4, 4 | scores and softmax of all blocks, each for itself; out[:, :256] and out[:, 256:] |
-| copy | 1 | TMA of the blocks into a ring, and of the queries into two stages |
+| attend, twice | 4, 4 | rounding, scores and softmax of all blocks, each for itself; out[:, :256] and out[:, 256:] |
+| copy | 1 | TMA of the blocks into a ring, and of the query in BF16: the next item's while this one is computed |
 
 That both compute the scores costs bandwidth of shared memory (40 KiB of 160 a block), which is not short: a block of
-41 KiB takes longer to arrive. In exchange the roles never meet: no weights, no maxima and no factors pass between them,
+41 KiB takes longer to arrive. In exchange the roles never meet: no query, weights, maxima or factors pass between them,
 and a slot is free as soon as both have read it into registers. A block's output is summed apart and then added in
 float32: the matrix unit's own FP8 sum keeps fewer bits.
 
-Registers: 2 · 240 + 24 of 512 for each of 128 threads. Shared memory for 16 rows, KiB: ring 4 · (32 + 8 + 1), queries
-2 · (8 + 2), weights 2 · 1; together 187 of 227.
+Registers: 2 · 240 + 24 of 512 for each of 128 threads. Shared memory for 16 rows, KiB: ring 4 · (32 + 8 + 1), query in
+BF16 16 + 2, rounded 2 · (8 + 2), weights 2 · 1; together 205 of 227.
 
-Memory per item of n keys: reads n · 656 bytes and N · 644 of queries; writes N · (1,024 + 4).
+Memory per item of n keys: reads n · 656 bytes and N · 1,152 of queries; writes N · (1,024 + 4).
 
 Source: FlashMLA-ETAP, for the transposed products.
 """
@@ -39,15 +39,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .absorb_consumers_hopper import BLOCK, LATENT, NO_SCORE, ROPE, blocks_of, count_items, item_at
-from .absorb_fp8_hopper import PRODUCER_REGISTERS, Query, check, describe
+from .absorb_fp8_hopper import PRODUCER_REGISTERS, check, describe
+from .absorb_fp8_query_hopper import QUERY_COLUMNS, QUERY_TILES, copy_query, round_rows
 from .absorb_fp8_tiles_hopper import (
     LOG2_FP8_MAX,
-    PANEL,
     SCALE_RANGE,
     SCALE_WIDTH,
     clear_behind,
     copy_block,
-    copy_query,
     finish,
     inverse_of_power,
     log2_of_power,
@@ -63,7 +62,6 @@ from .merge import LOG2E
 ROWS = (8, 16)
 """Of an item, that the kernel is compiled for. With 32, that for 64 rows is faster, with half of a tile empty."""
 
-Q_STAGES = gl.constexpr(2)
 SLOTS = gl.constexpr(4)  # blocks in the ring
 CONSUMER_REGISTERS = gl.constexpr(240)
 
@@ -76,15 +74,14 @@ KEYS_OF_DIMS = gl.constexpr("prmt.b32 $0, $2, $3, 0x6240; prmt.b32 $1, $2, $3, 0
 @gluon.jit
 def copy(
     q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, q_s, q_rope_s, content_s, rope_s, scale_s, q_full,
-    q_empty, full, empty, work_ptr, page_table_ptr,
+    q_empty, full, empty, work_ptr, page_table_ptr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring with the blocks of all items, and the stages of queries. `done` counts items."""
-    SEGMENT: gl.constexpr = q_desc.block_type.shape[0]
-    N: gl.constexpr = q_s.shape[1]
+    """Fill the ring with the blocks of all items, and in front of them copy the item's query. `done` counts items."""
+    SEGMENT: gl.constexpr = q_desc.block_type.shape[1]
+    N: gl.constexpr = q_s.shape[0]
     SEGMENTS: gl.constexpr = N // SEGMENT
-    PANELS: gl.constexpr = LATENT // PANEL
-    q_tiles = q_s._reinterpret(gl.float8e4nv, [Q_STAGES * PANELS * SEGMENTS, SEGMENT, PANEL], q_desc.layout)
-    q_rope_tiles = q_rope_s._reinterpret(gl.bfloat16, [Q_STAGES * SEGMENTS, SEGMENT, ROPE], q_rope_desc.layout)
+    q_tiles = q_s._reinterpret(gl.bfloat16, [QUERY_TILES * SEGMENTS, 1, SEGMENT, QUERY_COLUMNS], q_desc.layout)
+    q_rope_tiles = q_rope_s._reinterpret(gl.bfloat16, [SEGMENTS, 1, SEGMENT, ROPE], q_rope_desc.layout)
     slot = 0
     phase = 0
     done = 0
@@ -95,11 +92,10 @@ def copy(
         page = gl.load(pages + last)
         segments_ptr = work_ptr + gl.load(item_ptr)
         n_rows = gl.load(item_ptr + 1)
-        q_stage = done & 1
-        mbarrier.wait(q_empty.index(q_stage), ((done >> 1) & 1) ^ 1)
-        copy_query(
-            q_desc, q_rope_desc, q_tiles, q_rope_tiles, q_stage, q_full.index(q_stage), segments_ptr, n_rows, N
-        )  # fmt: skip
+        mbarrier.wait(q_empty, (done & 1) ^ 1)
+        mbarrier.expect(q_full, N * 2 * (LATENT + ROPE))
+        copy_query(q_rope_desc, 0, q_rope_tiles, 0, 1, q_full, segments_ptr, n_rows, N, HEADS)
+        copy_query(q_desc, 0, q_tiles, 0, QUERY_TILES, q_full, segments_ptr, n_rows, N, HEADS)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
         for back in range(n_blocks):
             row = page * BLOCK
@@ -130,11 +126,11 @@ def _by_position(weights_t, N: gl.constexpr):
 
 @gluon.jit
 def attend(
-    q_s, q_rope_s, content_s, rope_s, scale_s, weights_s, q_full, q_empty, full, empty, q_scale_ptr, partial_out_ptr,
-    partial_lse2_ptr, work_ptr, scale_log2e, SIDE: gl.constexpr, SEGMENT: gl.constexpr, QUERIES: gl.constexpr,
+    q_s, q_rope_s, q_content_s, rounded_rope_s, content_s, rope_s, scale_s, weights_s, q_full, q_empty, full, empty,
+    partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, SIDE: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
     """All items: columns [256 * SIDE, 256 * SIDE + 256) of the output, in four tiles of 64; the lse2 if SIDE is 0."""
-    N: gl.constexpr = q_s.shape[1]
+    N: gl.constexpr = q_s.shape[0]
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])  # scores^T and out^T
     ROPE_RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, RESULT, 4)
@@ -142,6 +138,8 @@ def attend(
     BY_ROW: gl.constexpr = gl.SliceLayout(0, RESULT)
     FIRST: gl.constexpr = 256 * SIDE
     pairs_s = content_s._reinterpret(gl.int16, [SLOTS, BLOCK, LATENT // 2], gl.NVMMASharedLayout(128, 16))
+    query = q_content_s.permute((1, 0))
+    q_rope = rounded_rope_s.permute((1, 0))
 
     slot = 0
     phase = 0
@@ -151,21 +149,15 @@ def attend(
         _, last, n_blocks = blocks_of(item_ptr)
         n_rows = gl.load(item_ptr + 1)
         rows = gl.arange(0, N, BY_ROW)
-        segment_ptrs = work_ptr + gl.load(item_ptr) + rows // SEGMENT
-        q_row = gl.load(segment_ptrs, mask=rows < n_rows, other=0) + rows % SEGMENT
-        row_scale = gl.load(q_scale_ptr + q_row, mask=rows < n_rows, other=0.0) * scale_log2e
-
-        q_stage = done & 1
-        query = q_s.index(q_stage).permute((1, 0))
-        q_rope = q_rope_s.index(q_stage).permute((1, 0))
         valid = gl.load(item_ptr + 3) - last * BLOCK
         limit = valid - unseen_keys(item_ptr, rows, QUERIES)  # of a row's keys in the block, [N]
+        mbarrier.wait(q_full, done & 1)
+        row_scale = round_rows(q_s, q_rope_s, q_empty, q_content_s, rounded_rope_s, BY_ROW) * scale_log2e
         if valid < BLOCK:
             mbarrier.wait(full.index(slot), phase)
             clear_behind(pairs_s.index(slot), FIRST, valid)
-            fence_async_shared()
-            gl.thread_barrier()
-        mbarrier.wait(q_full.index(q_stage), (done >> 1) & 1)
+        fence_async_shared()
+        gl.thread_barrier()
 
         zeros = gl.zeros([64, N], gl.float32, RESULT)
         rope_zeros = gl.zeros([64, N], gl.float32, ROPE_RESULT)
@@ -215,7 +207,6 @@ def attend(
             acc1 = acc1 * rescale + added1
             acc2 = acc2 * rescale + added2
             acc3 = acc3 * rescale + added3
-        mbarrier.arrive(q_empty.index(q_stage))
         done += 1  # noqa: SIM113 - Gluon has no enumerate
         total = gl.sum(sums, 0)
         norm, lse2 = finish(total, level, QUERIES)
@@ -232,35 +223,36 @@ def attend(
 
 @gluon.jit
 def absorb_fp8_few_heads_kernel(
-    q_desc,  # e4m3 [T * H, 512], block [segment, 128]
-    q_rope_desc,  # BF16 [T * H, 64], block [segment, 64]
+    q_desc,  # BF16 [T, H, 512], block [1, segment, 64]
+    q_rope_desc,  # BF16 [T, H, 64], block [1, segment, 64]
     content_desc,  # e4m3 [slots, 512], rows of 656 bytes, block [64, 512]
     rope_desc,  # BF16 [slots, 64], the same rows, block [64, 64]
     scale_desc,  # float32 [slots, 4], the same rows, block [64, 4]
-    q_scale_ptr,  # float32 [T * H]
     work_ptr,  # int32, see absorb_schedule.py
     page_table_ptr,  # int32
     partial_out_ptr,  # BF16 or float32 [P * H, 512]
     partial_lse2_ptr,  # float32 [P * H]
     scale_log2e,
     N: gl.constexpr,  # rows of an item
-    QUERIES: gl.constexpr,  # query tokens of it
+    HEADS: gl.constexpr,  # H
+    QUERIES: gl.constexpr,  # query tokens of an item
 ):
-    SEGMENT: gl.constexpr = q_desc.block_type.shape[0]
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_s = gl.allocate_shared_memory(gl.float8e4nv, [Q_STAGES, N, LATENT], gl.NVMMASharedLayout(128, 8))
-    q_rope_s = gl.allocate_shared_memory(gl.bfloat16, [Q_STAGES, N, ROPE], gl.NVMMASharedLayout(128, 16))
+    QUERY: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [N, LATENT], QUERY)
+    q_rope_s = gl.allocate_shared_memory(gl.bfloat16, [N, ROPE], QUERY)
+    q_content_s = gl.allocate_shared_memory(gl.float8e4nv, [2, N, LATENT], gl.NVMMASharedLayout(128, 8))
+    rounded_rope_s = gl.allocate_shared_memory(gl.bfloat16, [2, N, ROPE], QUERY)
     content_s = gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, BLOCK, LATENT], content_desc.layout)
     rope_s = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, ROPE], rope_desc.layout)
     scale_s = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK, SCALE_WIDTH], scale_desc.layout)
     weights_s = gl.allocate_shared_memory(gl.float8e4nv, [2, N, BLOCK], gl.NVMMASharedLayout(64, 8))
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BARRIER)
+    of_query = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    q_full, q_empty = of_query.index(0), of_query.index(1)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
-    for i in gl.static_range(Q_STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(q_empty.index(i), count=2)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=2)
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
@@ -270,16 +262,18 @@ def absorb_fp8_few_heads_kernel(
     gl.warp_specialize(
         [
             (attend, (
-                q_s, q_rope_s, content_s, rope_s, scale_s, weights_s.index(0), q_full, q_empty, full, empty,
-                q_scale_ptr, partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, 0, SEGMENT, QUERIES,
+                q_s, q_rope_s, q_content_s.index(0), rounded_rope_s.index(0), content_s, rope_s, scale_s,
+                weights_s.index(0), q_full, q_empty, full, empty, partial_out_ptr, partial_lse2_ptr, work_ptr,
+                scale_log2e, 0, QUERIES,
             )),
             (attend, (
-                q_s, q_rope_s, content_s, rope_s, scale_s, weights_s.index(1), q_full, q_empty, full, empty,
-                q_scale_ptr, partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, 1, SEGMENT, QUERIES,
+                q_s, q_rope_s, q_content_s.index(1), rounded_rope_s.index(1), content_s, rope_s, scale_s,
+                weights_s.index(1), q_full, q_empty, full, empty, partial_out_ptr, partial_lse2_ptr, work_ptr,
+                scale_log2e, 1, QUERIES,
             )),
             (copy, (
                 q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, q_s, q_rope_s, content_s, rope_s, scale_s,
-                q_full, q_empty, full, empty, work_ptr, page_table_ptr,
+                q_full, q_empty, full, empty, work_ptr, page_table_ptr, HEADS,
             )),
         ],
         [4, 1],
@@ -288,7 +282,8 @@ def absorb_fp8_few_heads_kernel(
 
 
 def run(
-    query: Query,
+    q_absorbed: Tensor,
+    q_rope: Tensor,
     pool: Tensor,
     work: Tensor,
     page_table: Tensor,
@@ -299,18 +294,18 @@ def run(
     softmax_scale: float,
 ) -> None:
     """Launch the kernel; arguments as for absorb_fp8_hopper.run, but with a work list of tiles of 8 or 16 rows."""
-    check(query, pool, work, capacity, partial_out, partial_lse2, softmax_scale)
+    check(q_absorbed, q_rope, pool, work, capacity, partial_out, partial_lse2, softmax_scale)
     if capacity.tile_rows not in ROWS:
         raise ValueError(f"the work list must be of tiles of {ROWS} rows, not {capacity.tile_rows}")
     absorb_fp8_few_heads_kernel[(capacity.programs,)](
-        *describe(query, pool, capacity.segment),
-        query.scale,
+        *describe(q_absorbed, q_rope, pool, capacity.segment),
         work,
         page_table,
         partial_out,
         partial_lse2,
         softmax_scale * LOG2E,
         N=capacity.tile_rows,
+        HEADS=capacity.query_heads,
         QUERIES=capacity.stacked,
         num_warps=4,
     )

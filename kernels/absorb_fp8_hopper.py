@@ -14,9 +14,9 @@ written to shared memory again. One program runs on each multiprocessor, with fo
 
 | role | warps | does |
 |---|---|---|
-| compute_scores | 4 | query x keys, softmax, weights rounded to e4m3 |
+| compute_scores | 4 | rounds the query; query x keys, softmax, weights rounded to e4m3 |
 | sum_values, twice | 4, 4 | out[:, :256] and out[:, 256:]: transpose, rescale, add values x weights |
-| copy | 1 | TMA into a ring of blocks: 64 keys, or in front of an item's first block its 64 query rows |
+| copy | 1 | TMA into a ring of blocks: 64 keys, or in front of an item's first block half of its query, in BF16 |
 
 Softmax: with t = score · log2(e) + log2(key's scale) and c = max of t over a block, the weights of the block are
 2^(t - c) · 448, rounded: the running maximum of the scores cancels out of what SnapMLA computes. Output and sum are
@@ -30,13 +30,11 @@ are there because the query stays in shared memory.
 Registers, for each of 128 threads of 512: 104 + 2 · 192 + 24. Shared memory, KiB: ring 4 · (32 + 8 + 1), query 32 + 8,
 weights 2 · 4, together 212 of 227.
 
-Memory per item of n keys: reads n · 656 bytes, from L2 when another item with these keys runs beside it, and rows · 644
-of queries; writes rows · (1,024 + 4).
+Memory per item of n keys: reads n · 656 bytes, from L2 when another item with these keys runs beside it, and rows ·
+1,152 of queries; writes rows · (1,024 + 4).
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,10 +45,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .absorb_consumers_hopper import BLOCK, LATENT, ROPE, ROWS, blocks_of, count_items, item_at
 from .absorb_fp8_consumers_hopper import NORM_STAGES, STAGES, compute_scores, sum_values
-from .absorb_fp8_tiles_hopper import PANEL, SCALE_WIDTH, copy_block, copy_query, next_slot
+from .absorb_fp8_query_hopper import QUERY_COLUMNS, QUERY_TILES, copy_query, for_tma
+from .absorb_fp8_tiles_hopper import PANEL, SCALE_WIDTH, copy_block, next_slot
 from .absorb_schedule import AbsorbCapacity
 from .latent_rows import LatentRowLayout
-from .layout import FP8
 from .merge import LOG2E
 
 VALUE_REGISTERS = gl.constexpr(192)
@@ -71,15 +69,16 @@ def supports(device: torch.device, layout: LatentRowLayout, heads: int, page_siz
 @gluon.jit
 def copy(
     q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, full, empty, work_ptr,
-    page_table_ptr,
+    page_table_ptr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring: of every item its query rows, and then its blocks."""
+    """Fill the ring: of every item its query rows in BF16, in two slots, and then its blocks."""
     SLOTS: gl.constexpr = content_s.shape[0]
-    SEGMENT: gl.constexpr = q_desc.block_type.shape[0]
+    SEGMENT: gl.constexpr = q_desc.block_type.shape[1]
     SEGMENTS: gl.constexpr = ROWS // SEGMENT
-    PANELS: gl.constexpr = LATENT // PANEL
-    q_tiles = content_s._reinterpret(gl.float8e4nv, [SLOTS * PANELS * SEGMENTS, SEGMENT, PANEL], q_desc.layout)
-    q_rope_tiles = rope_s._reinterpret(gl.bfloat16, [SLOTS * SEGMENTS, SEGMENT, ROPE], q_rope_desc.layout)
+    TILES: gl.constexpr = QUERY_TILES // 2  # of a slot
+    TILE_BYTES: gl.constexpr = ROWS * QUERY_COLUMNS * 2
+    q_tiles = content_s._reinterpret(gl.bfloat16, [SLOTS * TILES * SEGMENTS, 1, SEGMENT, QUERY_COLUMNS], q_desc.layout)
+    q_rope_tiles = rope_s._reinterpret(gl.bfloat16, [SLOTS * SEGMENTS, 1, SEGMENT, ROPE], q_rope_desc.layout)
     slot = 0
     phase = 0
     for index in range(count_items(work_ptr)):
@@ -89,11 +88,16 @@ def copy(
         page = gl.load(pages + last)
         segments_ptr = work_ptr + gl.load(item_ptr)
         n_rows = gl.load(item_ptr + 1)
-        mbarrier.wait(empty.index(slot), phase ^ 1)
-        copy_query(
-            q_desc, q_rope_desc, q_tiles, q_rope_tiles, slot, full.index(slot), segments_ptr, n_rows, ROWS
-        )  # fmt: skip
-        slot, phase = next_slot(slot, phase, SLOTS)
+        for half in gl.static_range(2):
+            mbarrier.wait(empty.index(slot), phase ^ 1)
+            mbarrier.expect(full.index(slot), (TILES + 1 - half) * TILE_BYTES)
+            if half == 0:
+                copy_query(q_rope_desc, 0, q_rope_tiles, slot, 1, full.index(slot), segments_ptr, n_rows, ROWS, HEADS)
+            copy_query(
+                q_desc, half * (LATENT // 2), q_tiles, slot * TILES, TILES, full.index(slot), segments_ptr, n_rows,
+                ROWS, HEADS,
+            )  # fmt: skip
+            slot, phase = next_slot(slot, phase, SLOTS)
         for back in range(n_blocks):
             row = page * BLOCK
             page = gl.load(pages + gl.maximum(last - back - 1, first))  # the next one, before the wait
@@ -104,21 +108,20 @@ def copy(
 
 @gluon.jit
 def absorb_fp8_hopper_kernel(
-    q_desc,  # e4m3 [T * H, 512], block [segment, 128]
-    q_rope_desc,  # BF16 [T * H, 64], block [segment, 64]
+    q_desc,  # BF16 [T, H, 512], block [1, segment, 64]
+    q_rope_desc,  # BF16 [T, H, 64], block [1, segment, 64]
     content_desc,  # e4m3 [slots, 512], rows of 656 bytes, block [64, 512]
     rope_desc,  # BF16 [slots, 64], the same rows, block [64, 64]
     scale_desc,  # float32 [slots, 4], the same rows, block [64, 4]
-    q_scale_ptr,  # float32 [T * H]
     work_ptr,  # int32, see absorb_schedule.py
     page_table_ptr,  # int32
     partial_out_ptr,  # BF16 or float32 [P * H, 512]
     partial_lse2_ptr,  # float32 [P * H]
     scale_log2e,
     SLOTS: gl.constexpr,
+    HEADS: gl.constexpr,  # H
     QUERIES: gl.constexpr,  # query tokens of an item
 ):
-    SEGMENT: gl.constexpr = q_desc.block_type.shape[0]
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     content_s = gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, BLOCK, LATENT], content_desc.layout)
@@ -147,8 +150,7 @@ def absorb_fp8_hopper_kernel(
         [
             (compute_scores, (
                 content_s, rope_s, scale_s, weights_s, rescale_s, norm_s, q_content_s, q_rope_s, full, empty,
-                weights_full, weights_empty, q_scale_ptr, partial_lse2_ptr, work_ptr, scale_log2e, SEGMENT,
-                QUERIES,
+                weights_full, weights_empty, partial_lse2_ptr, work_ptr, scale_log2e, QUERIES,
             )),
             (sum_values, (
                 content_s, weights_s, rescale_s, norm_s, full, empty, weights_full, weights_empty, partial_out_ptr,
@@ -160,7 +162,7 @@ def absorb_fp8_hopper_kernel(
             )),
             (copy, (
                 q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, full, empty,
-                work_ptr, page_table_ptr,
+                work_ptr, page_table_ptr, HEADS,
             )),
         ],
         [4, 4, 1],
@@ -168,16 +170,9 @@ def absorb_fp8_hopper_kernel(
     )  # fmt: skip
 
 
-class Query(NamedTuple):
-    """Rounded queries, contiguous, as quantize_query.py writes them."""
-
-    content: Tensor  # e4m3 [T, H, 512]
-    scale: Tensor  # float32 [T, H]
-    rope: Tensor  # BF16 [T, H, 64], divided by the scale
-
-
 def run(
-    query: Query,
+    q_absorbed: Tensor,
+    q_rope: Tensor,
     pool: Tensor,
     work: Tensor,
     page_table: Tensor,
@@ -190,34 +185,36 @@ def run(
     """Launch the kernel.
 
     Args:
-        query: of requests that the work list names.
+        q_absorbed: `[T, H, 512]`; q_rope: `[T, H, 64]`; of requests that the work list names. BF16, with contiguous
+            columns, strides and address at multiples of 16 bytes; anything else is copied to such a tensor first.
         pool: uint8 `[slots, 656]`, pages of 64 rows, see latent_rows.py; what is behind an item's last key may be NaN.
         work: int32 `[capacity.size]`, see absorb_schedule.py, of tiles of 64 rows; read on the device only.
         page_table: int32, whose entries the items name as if it were flat.
-        partial_out: BF16 or float32 `[P, H, 512]`, contiguous, each normalised over its own keys; partial_lse2: float32
-            `[P, H]`, base 2. What no item names is not written.
+        partial_out: BF16 or float32 `[P, capacity.heads, 512]`, contiguous, each normalised over its own keys;
+            partial_lse2: float32 `[P, capacity.heads]`, base 2. What no item names is not written.
     Raises:
         ValueError: a shape, dtype or stride is not as above.
     """
-    check(query, pool, work, capacity, partial_out, partial_lse2, softmax_scale)
+    check(q_absorbed, q_rope, pool, work, capacity, partial_out, partial_lse2, softmax_scale)
     if capacity.tile_rows != ROWS.value:
         raise ValueError(f"the work list must be of tiles of {ROWS.value} rows, not {capacity.tile_rows}")
     absorb_fp8_hopper_kernel[(capacity.programs,)](
-        *describe(query, pool, capacity.segment),
-        query.scale,
+        *describe(q_absorbed, q_rope, pool, capacity.segment),
         work,
         page_table,
         partial_out,
         partial_lse2,
         softmax_scale * LOG2E,
         SLOTS=SLOTS,
+        HEADS=capacity.query_heads,
         QUERIES=capacity.stacked,
         num_warps=4,
     )
 
 
 def check(
-    query: Query,
+    q_absorbed: Tensor,
+    q_rope: Tensor,
     pool: Tensor,
     work: Tensor,
     capacity: AbsorbCapacity,
@@ -226,36 +223,36 @@ def check(
     softmax_scale: float,
 ) -> None:
     """Raise the ValueErrors of `run`, here and in absorb_fp8_few_heads.py."""
-    tokens, heads, partials = len(query.scale), capacity.heads, (capacity.max_partial_rows, capacity.heads)
     LatentRowLayout(LATENT.value, ROPE.value).check(pool)
     if pool.ndim != 2:
         raise ValueError(f"the pool must be [slots, row_bytes], not {list(pool.shape)}")
     if softmax_scale <= 0:
         raise ValueError(f"softmax_scale must be positive, not {softmax_scale}")
+    heads, partials, floats = capacity.query_heads, capacity.max_partial_rows, (torch.bfloat16, torch.float32)
     for name, tensor, shape, dtypes in (
-        ("content of the query", query.content, (tokens, heads, LATENT.value), (FP8,)),
-        ("scale of the query", query.scale, (tokens, heads), (torch.float32,)),
-        ("rotary part of the query", query.rope, (tokens, heads, ROPE.value), (torch.bfloat16,)),
+        ("q_absorbed", q_absorbed, (len(q_absorbed), heads, LATENT.value), floats),
+        ("q_rope", q_rope, (len(q_absorbed), heads, ROPE.value), floats),
         ("work", work, (capacity.size,), (torch.int32,)),
-        ("partial_out", partial_out, (*partials, LATENT.value), (torch.bfloat16, torch.float32)),
-        ("partial_lse2", partial_lse2, partials, (torch.float32,)),
+        ("partial_out", partial_out, (partials, capacity.heads, LATENT.value), floats),
+        ("partial_lse2", partial_lse2, (partials, capacity.heads), (torch.float32,)),
     ):
-        if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be {dtypes} {list(shape)} and contiguous, not {tensor.dtype} {list(tensor.shape)} with "
-                f"strides {tensor.stride()}"
-            )
+        if tensor.shape != shape or tensor.dtype not in dtypes:
+            raise ValueError(f"{name} must be {dtypes} {list(shape)}, not {tensor.dtype} {list(tensor.shape)}")
+    for name, tensor in dict(work=work, partial_out=partial_out, partial_lse2=partial_lse2).items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous; its strides are {tensor.stride()}")
 
 
-def describe(query: Query, pool: Tensor, segment: int) -> list[TensorDescriptor]:
+def describe(q_absorbed: Tensor, q_rope: Tensor, pool: Tensor, segment: int) -> list[TensorDescriptor]:
     """What both kernels copy with TMA: content and rotary part of the query, content, rotary part and scale of rows."""
     layout = LatentRowLayout(LATENT.value, ROPE.value)
     scales = pool[:, layout.scale_offset : layout.rope_offset].view(torch.float32)  # [slots, 4], the first one counts
+    of_query = [1, segment, QUERY_COLUMNS.value]
     return [
         TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
         for tensor, dtype, block in (
-            (query.content.view(-1, LATENT.value), gl.float8e4nv, [segment, PANEL.value]),
-            (query.rope.view(-1, ROPE.value), gl.bfloat16, [segment, ROPE.value]),
+            (for_tma(q_absorbed), gl.bfloat16, of_query),
+            (for_tma(q_rope), gl.bfloat16, of_query),
             (layout.content(pool), gl.float8e4nv, [BLOCK.value, LATENT.value]),
             (layout.rope(pool), gl.bfloat16, [BLOCK.value, ROPE.value]),
             (scales, gl.float32, [BLOCK.value, SCALE_WIDTH.value]),

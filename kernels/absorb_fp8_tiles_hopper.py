@@ -15,8 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .absorb_consumers_hopper import BLOCK, LATENT, NO_SCORE, ROPE
-from .absorb_hopper import NO_ROW
+from .absorb_consumers_hopper import BLOCK, LATENT, NO_SCORE
 
 PANEL = gl.constexpr(128)  # bytes of a row that lie side by side in swizzled shared memory
 SCALE_WIDTH = gl.constexpr(4)  # floats: TMA copies no less than 16 bytes
@@ -30,22 +29,6 @@ def next_slot(slot, phase, SLOTS: gl.constexpr):
     slot += 1
     phase = gl.where(slot == SLOTS, phase ^ 1, phase)
     return gl.where(slot == SLOTS, 0, slot), phase
-
-
-@gluon.jit
-def copy_query(q_desc, q_rope_desc, q_tiles, q_rope_tiles, stage, barrier, segments_ptr, n_rows, ROWS: gl.constexpr):
-    """Start copying an item's query rows: the content panel by panel, rows segment by segment. `stage` is in units of
-    the tiles of a whole item."""
-    SEGMENT: gl.constexpr = q_desc.block_type.shape[0]
-    SEGMENTS: gl.constexpr = ROWS // SEGMENT
-    PANELS: gl.constexpr = LATENT // PANEL
-    mbarrier.expect(barrier, ROWS * (LATENT + 2 * ROPE))
-    for s in gl.static_range(SEGMENTS):
-        row = gl.load(segments_ptr + s, mask=s * SEGMENT < n_rows, other=NO_ROW)
-        for c in gl.static_range(PANELS):
-            tile = (stage * PANELS + c) * SEGMENTS + s
-            tma.async_copy_global_to_shared(q_desc, [row, c * PANEL], barrier, q_tiles.index(tile))
-        tma.async_copy_global_to_shared(q_rope_desc, [row, 0], barrier, q_rope_tiles.index(stage * SEGMENTS + s))
 
 
 @gluon.jit

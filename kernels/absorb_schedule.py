@@ -25,8 +25,8 @@ Both stand in one int32 array in static device memory, the groups' items first:
 A tail that is not cut has its partial at the place of its row, counted from the first partial of tails. So if that is
 where the output begins, such a row needs no merge.
 
-A *segment* is a run of query rows, of one request, that lie one behind the other: the first of them in the query as
-`[T * H, ..]`. An item has up to `tile_rows` / `segment` of them, which is what lets it stack requests.
+A *segment* is a run of query rows, heads of one query token: the number of the first of them, token · H + head. An item
+has up to `tile_rows` / `segment` of them, which is what lets it stack requests.
 """
 
 from __future__ import annotations
@@ -91,10 +91,15 @@ class AbsorbCapacity:
             raise ValueError(f"{self.heads} heads need {self.row_tiles} programs, but there are {self.programs}")
 
     @property
+    def query_heads(self) -> int:
+        """Heads of one query token."""
+        return self.heads // self.stacked
+
+    @property
     def segment(self) -> int:
-        """Rows of a segment: the longest run that divides both a tile and the heads of a request."""
-        for segment in (self.tile_rows, 16, 8):
-            if self.tile_rows % segment == 0 and self.heads % segment == 0:
+        """Rows of a segment: the longest run that divides both a tile and the heads of a query token."""
+        for segment in (self.tile_rows, 32, 16, 8):
+            if self.tile_rows % segment == 0 and self.query_heads % segment == 0:
                 return segment
         raise ValueError(f"heads must be a multiple of 8, not {self.heads}")
 

@@ -16,11 +16,8 @@ from torch import Tensor
 from sglang_mla_ext.grouped_absorb import TILE_ROWS, HopperGroupedAbsorb
 from sglang_mla_ext.kernels import absorb_fp8_hopper
 from sglang_mla_ext.kernels.absorb_fp8 import kernel_for
-from sglang_mla_ext.kernels.absorb_fp8_hopper import Query
 from sglang_mla_ext.kernels.absorb_schedule import AbsorbCapacity
 from sglang_mla_ext.kernels.latent_rows import LatentRowLayout
-from sglang_mla_ext.kernels.layout import FP8
-from sglang_mla_ext.kernels.quantize_query import quantize_query
 from sglang_mla_ext.kernels.tail_schedule import schedule_tails
 from sglang_mla_ext.limits import PAGE_SIZE
 from sglang_mla_ext.prefix.planner import Stacking
@@ -40,9 +37,6 @@ class HopperGroupedAbsorbFP8(HopperGroupedAbsorb):
         self._tail_kernel, tile_rows = kernel_for(heads)
         self._tail_capacity = AbsorbCapacity(rows, heads, self._capacity.programs, tile_rows, group_partials=behind)
         self._tail_work = torch.from_numpy(self._tail_capacity.empty_work()).to(device)
-        self._q_content = torch.zeros(rows, heads, self._rank, dtype=FP8, device=device)  # [B, H, rank]
-        self._q_scale = torch.zeros(rows, heads, device=device)  # [B, H]
-        self._q_rope = torch.zeros(rows, heads, self._columns - self._rank, dtype=torch.bfloat16, device=device)
 
     def prepare(self, req_to_token: Tensor, pool_indices: Tensor, seq_lens: Tensor, prefix_lens: Tensor) -> None:
         self._fill_tables(req_to_token, pool_indices, seq_lens, prefix_lens, self._first_group, self._groups)
@@ -53,7 +47,8 @@ class HopperGroupedAbsorbFP8(HopperGroupedAbsorb):
         """
         Args:
             q: as of `GroupedAbsorb`, or its content `[rows, heads, kv_lora_rank]` where `q_rope [rows, heads,
-                qk_rope_head_dim]` is given; any strides.
+                qk_rope_head_dim]` is given; any strides, but not all are read without a copy
+                (kernels/absorb_fp8_query_hopper.for_tma).
             pool: uint8 `[slots, row_bytes]` of a layer, pages of PAGE_SIZE rows, in place of latent pages; the rest as
                 of `GroupedAbsorb`.
         """
@@ -61,14 +56,12 @@ class HopperGroupedAbsorbFP8(HopperGroupedAbsorb):
         rows, heads = q.shape[:2]
         if not rows:  # TMA knows no tensor without rows
             return q.new_empty(rows, heads, self._rank), self._no_lse.new_empty(rows, heads)
-        query = Query(self._q_content[:rows], self._q_scale[:rows], self._q_rope[:rows])
-        parts = q.split([self._rank, self._columns - self._rank], dim=-1) if q_rope is None else (q, q_rope)
-        quantize_query(*parts, *query)
+        query = q.split([self._rank, self._columns - self._rank], dim=-1) if q_rope is None else (q, q_rope)
         partials = self._partial_out, self._partial_lse2
         groups = self._work, self._table, self._capacity, *partials
         tails = self._tail_work, self._table, self._tail_capacity, *partials
-        absorb_fp8_hopper.run(query, pool, *groups, softmax_scale=softmax_scale)
-        self._tail_kernel.run(query, pool, *tails, softmax_scale=softmax_scale)
+        absorb_fp8_hopper.run(*query, pool, *groups, softmax_scale=softmax_scale)
+        self._tail_kernel.run(*query, pool, *tails, softmax_scale=softmax_scale)
         return self._merge(q)
 
 

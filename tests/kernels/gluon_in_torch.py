@@ -12,6 +12,7 @@ move bytes inside of registers are for the tests to replace (see `Program`).
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Callable
@@ -53,23 +54,25 @@ class Pointer:
 
 
 class Descriptor:
-    """A TMA descriptor of a 2-D tensor: what is out of bounds reads as zero."""
+    """A TMA descriptor: what is out of bounds reads as zero."""
 
     def __init__(self, tensor: Tensor, block: list[int], itemsize: int = 2) -> None:
         self.tensor, self.block, self.layout = tensor, block, None
-        self.block_type = SimpleNamespace(shape=block, nbytes=itemsize * block[0] * block[1])
+        self.block_type = SimpleNamespace(shape=block, nbytes=itemsize * math.prod(block))
 
-    def read(self, row: int, column: int) -> Tensor:
-        found = self.tensor[row : row + self.block[0], column : column + self.block[1]].float()
-        padding = (0, self.block[1] - found.shape[1], 0, self.block[0] - found.shape[0])
-        return torch.nn.functional.pad(found, padding)
+    def read(self, *at: int) -> Tensor:
+        """`[rows, columns]`: axes in front of the last two are one element of the block."""
+        found = self.tensor[tuple(slice(i, i + size) for i, size in zip(at, self.block, strict=True))].float()
+        missing = [(0, size - n) for size, n in zip(self.block, found.shape, strict=True)]
+        return torch.nn.functional.pad(found, sum(reversed(missing), ())).view(self.block[-2:])
 
 
 class Place:
-    """A tile of shared memory: `[rows, column blocks, columns of one]`, or `[rows]`."""
+    """A tile of shared memory: `[rows, column blocks, columns of one]`, or `[rows]`. `spare`, of the same shape, is
+    what else lies under numbers that are wider than those it was allocated for: writing destroys it."""
 
-    def __init__(self, memory: Tensor, transposed: bool = False) -> None:
-        self.memory, self.transposed = memory, transposed
+    def __init__(self, memory: Tensor, transposed: bool = False, spare: Tensor | None = None) -> None:
+        self.memory, self.transposed, self.spare = memory, transposed, spare
 
     def load(self, layout: Any = None) -> Tensor:
         return self.memory.flatten(1).clone() if self.memory.dim() > 1 else self.memory.clone()
@@ -79,36 +82,45 @@ class Place:
 
     def store(self, values: Tensor) -> None:
         self.memory.copy_(values.float().view(self.memory.shape))
+        if self.spare is not None:
+            self.spare.fill_(NAN)
 
     def permute(self, order: tuple[int, int]) -> Place:
         return Place(self.memory, not self.transposed)
 
     def slice(self, start: int, length: int, dim: int) -> Place:
-        assert dim == self.transposed, "only rows"
-        return Place(self.memory.narrow(0, start, length), self.transposed)
+        rows = dim == self.transposed
+        assert rows or self.memory.shape[1] == 1, "columns of one block only"
+        return Place(self.memory.narrow(0 if rows else 2, start, length), self.transposed)
 
 
 class Shared(Place):
     """An allocation of shared memory; `index` gives one tile of it, or one line of a two-dimensional one."""
 
-    def __init__(self, shape: list[int], dtype: torch.dtype, flat: Tensor | None = None) -> None:
+    def __init__(
+        self, shape: list[int], dtype: torch.dtype, flat: Tensor | None = None, spare: Tensor | None = None
+    ) -> None:
         self.shape, self.dtype = shape, dtype
-        self.flat = torch.full(shape, NAN).flatten() if flat is None else flat
-        super().__init__(self._tiles()[0] if len(shape) > 1 else self.flat)
+        self.flat, self.flat_spare = torch.full(shape, NAN).flatten() if flat is None else flat, spare
+        super().__init__(self._tiles(self.flat)[0] if len(shape) > 1 else self.flat)
 
-    def _tiles(self) -> Tensor:
+    def _tiles(self, flat: Tensor) -> Tensor:
         rows, columns = self.shape[-2:]
         block = min(columns, SWIZZLE_BYTES // self.dtype.itemsize)
-        return self.flat.view(-1, columns // block, rows, block).transpose(1, 2)
+        return flat.view(-1, columns // block, rows, block).transpose(1, 2)
 
     def index(self, i: int) -> Place:
-        return Place(self.flat.view(self.shape)[i] if len(self.shape) == 2 else self._tiles()[i])
+        if len(self.shape) == 2:
+            return Place(self.flat.view(self.shape)[i])
+        spare = None if self.flat_spare is None else self._tiles(self.flat_spare)[i]
+        return Place(self._tiles(self.flat)[i], spare=spare)
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
         if dtype in WORDS:
             return self
-        assert self.flat.numel() == shape[0] * shape[1] * shape[2] and dtype == self.dtype
-        return Shared(shape, dtype, self.flat)
+        width = dtype.itemsize // self.dtype.itemsize
+        assert self.flat.numel() == math.prod(shape) * width and width in (1, 2)
+        return Shared(shape, dtype, self.flat[::width], self.flat[1::2] if width == 2 else None)
 
 
 class Barrier:
@@ -240,7 +252,7 @@ class Program:
             self.turn.acquire()
 
     def _copy(self, descriptor: Descriptor, at: list[int], barrier: Barrier, place: Place) -> None:
-        place.memory.fill_(NAN)
+        place.store(torch.full_like(place.memory, NAN))
         self.in_flight.append((place, descriptor.read(*at), barrier, descriptor.block_type.nbytes))
 
     def _land(self) -> None:
@@ -277,7 +289,7 @@ class Program:
             pointer.tensor[offsets[mask]] = values[mask].to(pointer.tensor.dtype)
 
         def maximum(a: Any, b: Any) -> Any:
-            return torch.maximum(a, b) if isinstance(a, Tensor) else max(a, b)
+            return torch.maximum(a, torch.as_tensor(b, dtype=a.dtype)) if isinstance(a, Tensor) else max(a, b)
 
         def where(condition: Any, a: Any, b: Any) -> Any:
             return torch.where(condition, a, b) if isinstance(condition, Tensor) else a if condition else b
@@ -288,7 +300,8 @@ class Program:
             float8e4nv=torch.float8_e4m3fn, bfloat16=torch.bfloat16, float32=torch.float32,
             int16=torch.int16, int32=torch.int32, int64=torch.int64,
             program_id=lambda axis: index, num_programs=lambda axis: programs, static_range=range,
-            load=load, store=store, maximum=maximum, where=where, zeros_like=torch.zeros_like,
+            load=load, store=store, maximum=maximum, minimum=lambda a, limit: a.clamp(max=limit), where=where,
+            zeros_like=torch.zeros_like,
             convert_layout=lambda values, layout, assert_trivial=False: values,
             exp2=torch.exp2, log2=torch.log2, thread_barrier=self.pause, allocate_shared_memory=self._allocate,
             arange=lambda start, end, layout: torch.arange(start, end),

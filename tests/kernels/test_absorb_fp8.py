@@ -96,8 +96,9 @@ class Problem:
             self.layout_rows(slots.long(), rows)
             self.rows.append(rows)
         tokens = len(pages) * case.queries
-        self.q_absorbed = torch.randn(tokens, case.heads, case.rank, generator=generator)
-        self.q_rope = torch.randn(tokens, case.heads, case.rope, generator=generator)
+        # Numbers of BF16, which is what the kernels for Hopper read.
+        self.q_absorbed = torch.randn(tokens, case.heads, case.rank, generator=generator).bfloat16().float()
+        self.q_rope = torch.randn(tokens, case.heads, case.rope, generator=generator).bfloat16().float()
 
     def layout_rows(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Write all but the padding, which stays as it is."""

@@ -21,6 +21,7 @@ from sglang_mla_ext.kernels import (
     absorb_fp8_consumers_hopper,
     absorb_fp8_few_heads,
     absorb_fp8_hopper,
+    absorb_fp8_query_hopper,
     absorb_fp8_tiles_hopper,
 )
 from sglang_mla_ext.kernels.absorb_fp8 import HopperAbsorbFP8, TritonAbsorbFP8, make_absorb_fp8
@@ -32,7 +33,7 @@ from sglang_mla_ext.kernels.merge import LOG2E
 BOUND = 2e-3
 
 ODD_LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 192, 193, 320, 599)
-COMMON = [absorb_consumers_hopper, absorb_fp8_tiles_hopper]
+COMMON = [absorb_consumers_hopper, absorb_fp8_tiles_hopper, absorb_fp8_query_hopper]
 
 
 def _clear_behind(pairs: Place, first: int, valid: int) -> None:
@@ -49,8 +50,11 @@ BYTES: dict[str, Any] = {
     "_by_dim": lambda acc, N: acc.T,
     "_by_position": lambda weights_t, N: weights_t.float().T,
     "_pack": lambda weights: to_fp8(weights).float(),
+    "magnitudes": lambda values: values.bfloat16().view(torch.int16) & 0x7FFF,
+    "number": lambda bits: bits.view(torch.float32),
+    "to_e4m3": to_fp8,
 }
-"""What functions that move bytes mean, with keys and dims in their own order."""
+"""What functions that move or convert bytes mean, with keys and dims in their own order."""
 
 
 class InTorch:
@@ -62,11 +66,13 @@ class InTorch:
 
     def hopper(self, *arguments: Any, **options: Any) -> None:
         modules = [*COMMON, absorb_fp8_consumers_hopper, absorb_fp8_hopper]
-        constants = dict(SLOTS=absorb_fp8_hopper.SLOTS, QUERIES=arguments[4].stacked)
+        capacity = arguments[5]
+        constants = dict(SLOTS=absorb_fp8_hopper.SLOTS, HEADS=capacity.query_heads, QUERIES=capacity.stacked)
         self._run(modules, "absorb_fp8_hopper_kernel", constants, *arguments, **options)
 
     def few(self, *arguments: Any, **options: Any) -> None:
-        constants = dict(N=arguments[4].tile_rows, QUERIES=arguments[4].stacked)
+        capacity = arguments[5]
+        constants = dict(N=capacity.tile_rows, HEADS=capacity.query_heads, QUERIES=capacity.stacked)
         self._run([*COMMON, absorb_fp8_few_heads], "absorb_fp8_few_heads_kernel", constants, *arguments, **options)
 
     def _run(
@@ -74,7 +80,8 @@ class InTorch:
         modules: list[Any],
         kernel: str,
         constants: dict[str, int],
-        query: absorb_fp8_hopper.Query,
+        q_absorbed: Tensor,
+        q_rope: Tensor,
         pool: Tensor,
         work: Tensor,
         page_table: Tensor,
@@ -83,19 +90,18 @@ class InTorch:
         partial_lse2: Tensor,
         softmax_scale: float,
     ) -> None:
-        absorb_fp8_hopper.check(query, pool, work, capacity, partial_out, partial_lse2, softmax_scale)
+        absorb_fp8_hopper.check(q_absorbed, q_rope, pool, work, capacity, partial_out, partial_lse2, softmax_scale)
+        query = q_absorbed, q_rope
         scales = LAYOUT.scale(pool)[:, None].expand(-1, 4)
         table = page_table.as_strided([page_table.shape[0] * page_table.stride(0)], [1])
         for index in range(capacity.programs):
             program = Program(modules, index, capacity.programs, self.seed, self.changes)
             program.run(
                 kernel,
-                Descriptor(query.content.float().flatten(0, 1), [capacity.segment, 128], 1),
-                Descriptor(query.rope.float().flatten(0, 1), [capacity.segment, 64], 2),
+                *(Descriptor(absorb_fp8_query_hopper.for_tma(q), [1, capacity.segment, 64], 2) for q in query),
                 Descriptor(LAYOUT.content(pool).float(), [64, 512], 1),
                 Descriptor(LAYOUT.rope(pool).float(), [64, 64], 2),
                 Descriptor(scales, [64, 4], 4),
-                Pointer(query.scale.view(-1)),
                 Pointer(work),
                 Pointer(table),
                 Pointer(partial_out.view(-1)),
@@ -124,7 +130,7 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> Any:
         absorb = HopperAbsorbFP8(**sizes, device="cpu", num_sms=case.num_sms)
         absorb._partial_out = absorb._partial_out.float().fill_(NAN)  # so that rounding them hides nothing
         absorb._partial_lse2.fill_(NAN)
-        out, lse = torch.full_like(problem.q_absorbed, NAN), torch.full(problem.q_absorbed.shape[:2], NAN)
+        out, lse = torch.full(problem.q_absorbed.shape, NAN), torch.full(problem.q_absorbed.shape[:2], NAN)
         if own_output:
             out = absorb.output(len(out), out.dtype)
             assert out.data_ptr() == absorb._partial_out.data_ptr()

@@ -124,11 +124,12 @@ def compile_absorb(segment):
     return found | dict(num_warps=16, ctas_per_sm=1)
 
 def compile_absorb_fp8(kernel, segment, constants):
+    query = describe("bf16", 1, segment, 64)
     found = compile_for_hopper(
         kernel,
         results
-        | dict(q_scale_ptr="*fp32", page_table_ptr="*i32", partial_out_ptr="*bf16", scale_log2e="fp32")
-        | dict(q_desc=describe("fp8e4nv", segment, 128), q_rope_desc=describe("bf16", segment, 64))
+        | dict(page_table_ptr="*i32", partial_out_ptr="*bf16", scale_log2e="fp32")
+        | dict(q_desc=query, q_rope_desc=query)
         | dict(content_desc=describe("fp8e4nv", 64, 512), rope_desc=describe("bf16", 64, 64))
         | dict(scale_desc=describe("fp32", 64, 4)),
         constants,
@@ -137,9 +138,14 @@ def compile_absorb_fp8(kernel, segment, constants):
     roles = 16 if kernel is absorb_fp8_hopper.absorb_fp8_hopper_kernel else 12
     return found | dict(num_warps=roles, ctas_per_sm=1)
 
-def compile_absorb_fp8_many(segment, queries=1):
-    constants = dict(SLOTS=absorb_fp8_hopper.SLOTS, QUERIES=queries)
-    return compile_absorb_fp8(absorb_fp8_hopper.absorb_fp8_hopper_kernel, segment, constants)
+def compile_absorb_fp8_many(heads, queries=1):
+    capacity = absorb_schedule.AbsorbCapacity(1024, heads * queries, 132, stacked=queries)
+    constants = dict(SLOTS=absorb_fp8_hopper.SLOTS, HEADS=heads, QUERIES=queries)
+    return compile_absorb_fp8(absorb_fp8_hopper.absorb_fp8_hopper_kernel, capacity.segment, constants)
+
+def compile_absorb_fp8_few(heads, queries=1):
+    constants = dict(N=heads * queries, HEADS=heads, QUERIES=queries)
+    return compile_absorb_fp8(absorb_fp8_few_heads.absorb_fp8_few_heads_kernel, heads, constants)
 
 def compile_expand(out):
     block_k, stages = expand_prefix.pipeline(rank, dn, dv, itemsize=2)
@@ -184,14 +190,12 @@ merges = dict(
 )
 
 capacity = absorb_schedule.AbsorbCapacity(max_rows=1024, heads=16, programs=132)
-absorb = {f"absorb{segment}": compile_absorb(segment) for segment in (64, 16, 8)} | {
-    f"absorb_fp8_{rows}x{queries}": compile_absorb_fp8(
-        absorb_fp8_few_heads.absorb_fp8_few_heads_kernel, rows, dict(N=rows, QUERIES=queries)
-    ) for rows, queries in ((8, 1), (16, 1), (16, 2))
+absorb = {f"absorb{segment}": compile_absorb(segment) for segment in (64, 32, 16, 8)} | {
+    f"absorb_fp8_few_{heads}x{queries}": compile_absorb_fp8_few(heads, queries)
+    for heads, queries in ((8, 1), (16, 1), (8, 2))
 } | {
-    f"absorb_fp8_64_{segment}": compile_absorb_fp8_many(segment) for segment in (64, 16)
-} | {
-    "absorb_fp8_64_x2": compile_absorb_fp8_many(64, queries=2)
+    f"absorb_fp8_{heads}x{queries}": compile_absorb_fp8_many(heads, queries)
+    for heads, queries in ((128, 1), (96, 1), (24, 1), (32, 2))
 } | dict(
     schedule_tails=compile_for_hopper(
         tail_schedule.schedule_tails_kernel,
@@ -273,9 +277,10 @@ def compiled(tmp_path_factory) -> dict:
 
 
 NAIVE = [f"{name}{rows}_{dtype}" for name in ("naive", "hopper") for rows in (64, 128) for dtype in ("bf16", "fp8e4nv")]
-ABSORB_FP8 = [*(f"absorb_fp8_{n}" for n in ("8x1", "16x1", "16x2", "64_64", "64_16", "64_x2"))]
-ABSORB = ["absorb64", "absorb16", "absorb8"]
-PRODUCTS = [*NAIVE, *ABSORB, *ABSORB_FP8, "expand_bf16", "expand_fp8"]
+ABSORB_FP8_FEW = [f"absorb_fp8_few_{heads_and_queries}" for heads_and_queries in ("8x1", "16x1", "8x2")]
+ABSORB_FP8 = [f"absorb_fp8_{heads_and_queries}" for heads_and_queries in ("128x1", "96x1", "24x1", "32x2")]
+ABSORB = ["absorb64", "absorb32", "absorb16", "absorb8"]
+PRODUCTS = [*NAIVE, *ABSORB, *ABSORB_FP8, *ABSORB_FP8_FEW, "expand_bf16", "expand_fp8"]
 MERGES = ["merge", "merge_large", "merge_latent_large", "merge_lse"]
 MERGES += ["merge_latent", "merge_latent_more", "merge_latent_in_place", "merge_latent_fp32"]
 LATENT_ROWS = ["append_latent", "fetch_latent", "quantize_query", "join_parts"]
@@ -292,8 +297,8 @@ def test_products_use_the_matrix_unit_and_the_copy_engine(compiled: dict, kernel
 def test_no_register_is_spilled(compiled: dict, kernel: str) -> None:
     # With 128 keys in BF16 a consumer needs all its registers: a dozen numbers of a work item wait in local memory.
     # So do the absorb kernels, where queries (BF16) or the output (FP8) take most of the registers.
-    few = kernel in ("hopper64_bf16", "hopper128_bf16", *ABSORB, *ABSORB_FP8[3:])
-    bound = 320 if kernel in ("absorb8", "absorb_fp8_64_x2") else 256 if few else 0
+    few = kernel in ("hopper64_bf16", "hopper128_bf16", *ABSORB, *ABSORB_FP8)
+    bound = 320 if kernel in ("absorb8", "absorb_fp8_32x2") else 256 if few else 0
     assert compiled[kernel]["spill_bytes"] <= bound, compiled
 
 

@@ -79,7 +79,7 @@ class Problem:
             slots = torch.cat([self.prefixes.get(row, torch.zeros(0, dtype=torch.long)), self._write(tail, generator)])
             self.req_to_token[self.pool_indices[row], : len(slots)] = slots.int()
         self.seq_lens = torch.tensor(tails, dtype=torch.long) + self.prefix_lens[:rows]
-        self.q = torch.randn(rows, heads, RANK + ROPE, generator=generator)
+        self.q = torch.randn(rows, heads, RANK + ROPE, generator=generator).bfloat16().float()  # what the kernels read
 
     def _write(self, tokens: int, generator: torch.Generator) -> torch.Tensor:
         """Give so many tokens pages and rows; their slots."""
