@@ -1,5 +1,5 @@
-"""The query of absorb_fp8_hopper.py and absorb_fp8_few_heads.py: it comes into shared memory in BF16, and whoever
-needs it rounds it, to the bits of latent_rows.divide.
+"""The query of absorb_fp8_hopper.py and absorb_fp8_few_heads.py: it comes into shared memory in BF16, and whoever needs
+it rounds it, to the bits of latent_rows.divide.
 
     content[r] = q_absorbed[r] / scale[r] in e4m3        rope[r] = q_rope[r] / scale[r] in BF16
 
@@ -30,7 +30,7 @@ from .latent_rows import SCALE_FLOOR, SCALE_LIMIT
 QUERY_COLUMNS = gl.constexpr(64)  # of a tile
 QUERY_TILES = gl.constexpr(8)  # of the content
 
-# Bits of float32: 2^0, what takes a number up to 1.75 · 2^n or up to 2^n to a power of two, and distances of exponents.
+# Bits of float32. What is added carries into the exponent from above 1.75 · 2^n on (448 is 1.75 · 2^8), or above 2^n.
 ONE = gl.constexpr(127 << 23)
 EXPONENT = gl.constexpr(0x7F800000)
 UP_FROM_448 = gl.constexpr(0x1FFFFF)
@@ -52,8 +52,8 @@ def copy_query(
     desc, column, tiles, tile, TILES: gl.constexpr, barrier, segments_ptr, n_rows, ROWS: gl.constexpr,
     HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Start copying TILES · 64 columns of an item's rows, from `column` on, to `tiles`, from number `tile` of those of
-    `[ROWS, 64]` on. Rows behind the last segment are zeros."""
+    """Start copying TILES · 64 columns of an item's rows, from `column` on. They go to `tiles`, where `tile` counts
+    those of `[ROWS, 64]`; rows behind the last segment are zeros."""
     SEGMENT: gl.constexpr = desc.block_type.shape[1]
     SEGMENTS: gl.constexpr = ROWS // SEGMENT
     for s in gl.static_range(SEGMENTS):
@@ -107,8 +107,8 @@ def divided(values, factor, finite):
 
 @gluon.jit
 def round_tiles(content_s, rope_s, slot, q_content_s, q_rope_s, LAYOUT: gl.constexpr):
-    """Round the query of 64 rows that is in slots `slot` and the next one of the ring, its rotary part in the first of
-    them, tile by tile, each of which is read twice. The scales come back in LAYOUT."""
+    """Round the query of 64 rows that is in `slot` and the next slot of the ring, its rotary part in the first of them.
+    Tiles are read twice, because not all of them fit into registers. The scales come back in LAYOUT."""
     SLOTS: gl.constexpr = content_s.shape[0]
     PANELS: gl.constexpr = q_content_s.shape[0]
     ALL: gl.constexpr = SLOTS * QUERY_TILES // 2  # a power of two

@@ -21,6 +21,9 @@ from test_fp8_cache_gpu import DEVICE, LAYOUT, LSE_BOUND, PAGE, RANK, SCALE, Cac
 
 from sglang_mla_ext.kernels import reference
 from sglang_mla_ext.kernels.absorb_fp8 import AbsorbFP8, HopperAbsorbFP8, TritonAbsorbFP8, make_absorb_fp8
+from sglang_mla_ext.kernels.absorb_fp8_query_hopper import for_tma
+from sglang_mla_ext.kernels.layout import FP8
+from sglang_mla_ext.kernels.quantize_query import quantize_query
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +34,7 @@ SPARE_ROWS = 7  # that memory is there for, beyond those of the step
 def run(
     absorb: AbsorbFP8, cache: Cache, q: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    out = torch.full_like(q[0], torch.nan, dtype=dtype)
+    out = torch.full(q[0].shape, torch.nan, dtype=dtype, device=DEVICE)
     lse = torch.full(q[0].shape[:2], torch.nan, device=DEVICE)
     absorb.prepare(cache.lens, cache.table)
     absorb.run(*q, cache.pool, cache.table, cache.lens, SCALE, out, lse)
@@ -117,6 +120,41 @@ def test_a_nan_row_that_only_the_last_query_token_sees(heads: int) -> None:
     out, lse = run(HopperAbsorbFP8(max_requests=2, heads=heads, queries=2, device=DEVICE), cache, q)
     assert out[::2].isfinite().all() and lse[::2].isfinite().all()
     assert not out[1::2].isfinite().any() and not lse[1::2].isfinite().any()
+
+
+def rounded_and_back(q_absorbed: torch.Tensor, q_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What quantize_query makes of a query, in BF16: exact, because scales are powers of two."""
+    shape = q_absorbed.shape
+    content, rope = torch.empty(shape, dtype=FP8, device=DEVICE), torch.empty(q_rope.shape, device=DEVICE).bfloat16()
+    scale = torch.empty(shape[:2], device=DEVICE)
+    quantize_query(q_absorbed, q_rope, content, scale, rope)
+    return tuple((part.float() * scale[..., None]).bfloat16() for part in (content, rope))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("query_tokens", [1, 2])
+@pytest.mark.parametrize("heads", [8, 16, 24, 32, 64, 128])
+def test_queries_as_callers_have_them(heads: int, query_tokens: int) -> None:
+    """To the bit: as SGLang has them, with heads outside and a rotary part out of a wider tensor; contiguous; in a
+    layout that is copied first; and rounded before. Heads that are zero or not finite disturb no other."""
+    torch.manual_seed(heads)
+    cache, tokens = Cache(ODD_LENGTHS), query_tokens * len(ODD_LENGTHS)
+    content = torch.randn(heads, tokens, RANK, device=DEVICE).bfloat16()
+    content *= 10 ** (4 * torch.rand(heads, tokens, 1, device=DEVICE) - 2)
+    wide = torch.randn(tokens, heads, 128 + 64, device=DEVICE).bfloat16()
+    q = content.transpose(0, 1), wide[..., 128:]
+    q[0][-1, 0], q[1][-1, 0] = 0, 0
+    q[0][-1, 1, 300], q[1][-1, 2, 9], q[0][-1, 3, 511] = torch.nan, torch.inf, -torch.inf
+    odd = torch.empty(tokens, heads, RANK + 4, dtype=torch.bfloat16, device=DEVICE)[..., :RANK].copy_(q[0])
+    assert for_tma(q[0]) is q[0] and for_tma(q[1]) is q[1] and for_tma(odd) is not odd
+    absorb = HopperAbsorbFP8(max_requests=len(ODD_LENGTHS), heads=heads, queries=query_tokens, device=DEVICE)
+    out, lse = run(absorb, cache, q)
+    wrong = torch.zeros_like(lse, dtype=torch.bool)
+    wrong[-1, 1:4] = True
+    assert torch.equal(out.isnan().all(dim=-1), wrong) and torch.equal(lse.isnan(), wrong)
+    assert not out[~wrong].isnan().any()
+    for other in ((q[0].contiguous(), q[1].contiguous()), (odd, q[1]), rounded_and_back(*q)):
+        for one, theirs in zip((out, lse), run(absorb, cache, other), strict=True):
+            torch.testing.assert_close(one, theirs, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])

@@ -249,4 +249,4 @@ def test_where_a_way_does_not_run_the_other_is_taken(monkeypatch: pytest.MonkeyP
 
 def test_the_workspace_is_bounded() -> None:
     absorb = HopperAbsorbFP8(max_requests=1024, heads=128, device="cpu", num_sms=132)
-    assert absorb.workspace_bytes < 240 << 20
+    assert absorb.workspace_bytes < 150 << 20
