@@ -131,8 +131,9 @@ def compute_scores(
 ):  # fmt: skip
     """Scores and softmax of all items: hands weights and factors to the two that sum values, and writes the lse2.
 
-    Keys' slots are given back by those two alone: they come to a block only after its scores are done. The rotary
-    scores are waited for before those of the content start, because the two products differ in their layout.
+    An item's query comes in two slots of the ring, which this role alone reads and gives back. Keys' slots are given
+    back by those two alone: they come to a block only after its scores are done. The rotary scores are waited for
+    before those of the content start, because the two products differ in their layout.
     """
     SLOTS: gl.constexpr = content_s.shape[0]
     PANELS: gl.constexpr = q_content_s.shape[0]
