@@ -15,7 +15,11 @@ def main() -> None:
 
     model, backend, out = sys.argv[1:4]
     prefix_tokens, batch, new_tokens = map(int, sys.argv[4:7])
-    arguments = json.loads(sys.argv[7]) | ({"page_size": 64} if backend == "flashmla" else {})
+    # Room for every request's whole prompt, and no more, so that several engines can run beside each other.
+    defaults: dict[str, int] = {"max_total_tokens": batch * (prefix_tokens + 512)}
+    if backend == "flashmla":
+        defaults["page_size"] = 64
+    arguments = defaults | json.loads(sys.argv[7])
     engine = sglang.Engine(
         model_path=model,
         attention_backend=backend,
