@@ -29,11 +29,14 @@ def markdown(rows: list[tuple[Any, ...]], columns: tuple[str, ...], records: dic
 
 
 def provenance(records: dict[tuple[Any, ...], dict[str, Any]]) -> str:
-    """Where the figures come from: GPU, versions, commits, dates, commands."""
+    """Where the figures come from: GPU, versions, commits, dates, commands. More than two lines are folded."""
     lines = []
     for command in dict.fromkeys(record["command"] for record in records.values()):
         first = next(record for record in records.values() if record["command"] == command)
         versions = [f"{name} {first[name]}" for name in ("torch", "sglang") if first[name]]
         where = ", ".join([first["gpu"], *versions])
         lines.append(f"{where}, commit {first['commit']}, {first['date'][:10]}: `{command}`")
-    return "\n\n".join(lines)
+    text = "\n\n".join(lines)
+    if len(lines) <= 2:
+        return text
+    return f"<details><summary>GPU, versions, commits, dates and commands</summary>\n\n{text}\n\n</details>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from accuracy_tables import accuracy_model, goal_verdict, interval
 from performance_tables import expansion, planner, prefill
+from result_tables import provenance
 from update_tables import compared, fill
 
 from sglang_mla_ext.results import write_record
@@ -27,6 +28,17 @@ def test_expansion(tmp_path):
         ["128", "BF16", "4,096", "1.000", "3.000", "3.00x", "600", "75%"],
     ]
     assert lines[-1].endswith("`run it`")
+
+
+def test_many_commands_are_folded():
+    common = dict(gpu="GPU", torch="2", sglang=None, commit="abc", date="2026-01-02T00:00:00+00:00")
+    records = {(str(n),): common | {"command": f"run {n}"} for n in range(3)}
+    lines = [f"GPU, torch 2, commit abc, 2026-01-02: `run {n}`" for n in range(3)]
+    few = {key: records[key] for key in list(records)[:2]}
+    assert provenance(few) == "\n\n".join(lines[:2])
+    folded = provenance(records)
+    assert folded.startswith("<details>") and folded.endswith("</details>")
+    assert all(f"\n\n{line}\n\n" in folded for line in lines)
 
 
 def test_compared(tmp_path):
