@@ -136,9 +136,10 @@ def expansion_error(dtype: torch.dtype) -> float:
 
 
 def main(words: list[str]) -> None:
-    for case in cases():
-        if words and not any(word in case.name for word in words):
-            continue
+    chosen = [case for case in cases() if not words or any(word in case.name for word in words)]
+    if not chosen:
+        sys.exit(f"no case has one of these words in its name: {', '.join(words)}")
+    for case in chosen:
         torch.manual_seed(0)
         error = case.check()
         print(f"{case.name}: rel_l2 {error:.1e}", flush=True)
