@@ -42,7 +42,7 @@ class AbsorbFP8(ABC):
 
     `prepare` writes to static memory on the current stream and does not synchronise. `run` is what a CUDA graph
     captures, after one call outside of it, which compiles; a replay reads the pages and lengths of its own time. All
-    memory but the results is allocated here.
+    memory but the results, and a copy of queries that need one, is allocated here.
     """
 
     def __init__(
@@ -112,9 +112,10 @@ class AbsorbFP8(ABC):
     ) -> None:
         """
         Args:
-            q_absorbed: `[T, H, r]`, `q_nope` times `w_kc`; q_rope: `[T, H, dr]`; BF16 or float32, any strides, but not
-                all are read without a copy (absorb_fp8_query_hopper.for_tma); the query tokens of a request follow each
-                other, and the last of them sees all keys.
+            q_absorbed: `[T, H, r]`, `q_nope` times `w_kc`; q_rope: `[T, H, dr]`; BF16 or float32, any strides. The
+                kernels for Hopper read BF16: what is not, or does not lie as TMA wants it, is copied first
+                (absorb_fp8_query_hopper.for_tma). The query tokens of a request follow each other, and the last of them
+                sees all keys.
             pool: uint8 `[slots, row_bytes]`, see latent_rows.LatentRowLayout.
             page_table: int32 `[requests, pages]`, last axis contiguous: page p of it holds tokens p · page_size and up
                 at slots page · page_size and up. Entries behind a request's last page are not read.
@@ -227,7 +228,7 @@ class HopperAbsorbFP8(AbsorbFP8):
         if dtype != self._partial_out.dtype:
             return super().output(tokens, dtype)
         rows = self._capacity.uncut_rows(self._partial_out, tokens // self._capacity.stacked)
-        return rows.view(tokens, self._heads, -1)
+        return rows.view(tokens, self._heads, self._layout.kv_lora_rank)
 
     def prepare(self, lens: Tensor, page_table: Tensor) -> None:
         schedule_tails(lens, self._work, self._table, self._capacity, page_table)

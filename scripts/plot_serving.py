@@ -38,7 +38,8 @@ Panel = dict[Line, dict[int, float]]
 
 
 def panels(records: Iterable[dict[str, Any]]) -> dict[tuple[Any, ...], Panel]:
-    """The newest throughput of each case, by the case's values of `PANEL`; cases without one are left out."""
+    """The newest throughput of each case, by the case's values of `PANEL`; cases without one are left out, and
+    panels of one backend alone."""
     found = [record | {"case": record["case"] | {"storage": storage(record)}} for record in records]
     newest = latest(
         (record for record in found if record["decode_tok_s"] is not None), *PANEL, "storage", "concurrency"
@@ -50,6 +51,7 @@ def panels(records: Iterable[dict[str, Any]]) -> dict[tuple[Any, ...], Panel]:
     return {
         panel: {line: dict(sorted(of_line.items())) for line, of_line in sorted(lines.items(), key=str)}
         for panel, lines in sorted(drawn.items(), key=str)
+        if len({line.backend for line in lines}) > 1
     }
 
 
@@ -60,6 +62,13 @@ def title(panel: tuple[Any, ...]) -> str:
     return f"prompt {prompt}{tokens}\n{heads} heads, {layers} layers"
 
 
+def rows_and_columns(drawn: Iterable[tuple[Any, ...]]) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    """Shapes of models, those of known dimensions first and the largest of them on top, and prompts by name."""
+    panels = set(drawn)
+    shapes = sorted({panel[2:] for panel in panels}, key=lambda shape: [size or 0 for size in shape], reverse=True)
+    return shapes, sorted({panel[:2] for panel in panels}, key=str)
+
+
 def draw(drawn: dict[tuple[Any, ...], Panel], out: Path, caption: str) -> None:
     """Write the picture.
 
@@ -68,8 +77,7 @@ def draw(drawn: dict[tuple[Any, ...], Panel], out: Path, caption: str) -> None:
     """
     from matplotlib.figure import Figure
 
-    shapes = sorted({panel[2:] for panel in drawn}, reverse=True)
-    prompts = sorted({panel[:2] for panel in drawn}, key=str)
+    shapes, prompts = rows_and_columns(drawn)
     figure = Figure(figsize=(5 * len(prompts), 3.5 * len(shapes) + 0.5), layout="constrained")
     grid = figure.subplots(len(shapes), len(prompts), squeeze=False)
     for axes in grid.flat:

@@ -25,8 +25,9 @@ class Expander:
     """Writes expanded prefixes of one model into the buffers.
 
     Its work is enqueued on the current stream, behind the forward passes that wrote the latent rows and before those
-    that read the result; nothing waits on the host. On a GPU it is one fused kernel a layer, or, where `weights_of` has
-    nothing for it, the layer's own product and a write.
+    that read the result; nothing waits on the host. On a GPU it is one fused kernel a layer (over an FP8 pool one for
+    each FETCHED_TOKENS, which are fetched first), or, where `weights_of` has nothing for it, the layer's own product
+    and a write.
     """
 
     def __init__(

@@ -247,6 +247,17 @@ def test_where_a_way_does_not_run_the_other_is_taken(monkeypatch: pytest.MonkeyP
     assert isinstance(make_absorb_fp8(pool, **sizes, on_failure=fail, queries=2), HopperAbsorbFP8)  # 32 rows
 
 
+def test_an_empty_batch() -> None:
+    absorb = HopperAbsorbFP8(max_requests=2, heads=16, device="cpu")
+    for dtype in (torch.bfloat16, torch.float32):
+        assert absorb.output(0, dtype).shape == (0, 16, 512)
+    absorb.prepare(torch.zeros(0, dtype=torch.int32), torch.zeros(0, 1, dtype=torch.int32))
+    q, pool = torch.zeros(0, 16, 576), torch.zeros(64, LAYOUT.row_bytes, dtype=torch.uint8)
+    lens, table = torch.zeros(0, dtype=torch.int32), torch.zeros(0, 1, dtype=torch.int32)
+    out, lse = absorb.output(0, torch.bfloat16), torch.zeros(0, 16)
+    absorb.run(q[..., :512], q[..., 512:], pool, table, lens, 1.0, out, lse)
+
+
 def test_the_workspace_is_bounded() -> None:
     absorb = HopperAbsorbFP8(max_requests=1024, heads=128, device="cpu", num_sms=132)
     assert absorb.workspace_bytes < 150 << 20

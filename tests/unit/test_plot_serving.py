@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plot_serving import Line, panels, title
+from plot_serving import Line, panels, rows_and_columns, title
 from result_tables import RESULTS
 
 from sglang_mla_ext.results import read_records
@@ -24,7 +24,7 @@ def test_the_newest_of_each_case_by_backend_and_storage():
             record("hybrid_mla", 2, 40.0, flags=fp8),
             record("hybrid_mla", 2, 50.0, kv_cache_dtype="fp8_e4m3"),
             record("sglang_flashmla", 1, 15.0),
-            record("sglang_flashmla", 1, 25.0, heads=16),
+            record("sglang_flashmla", 1, 25.0, heads=16),  # with nothing to compare it to
         ]
     )
     assert found == {
@@ -34,9 +34,14 @@ def test_the_newest_of_each_case_by_backend_and_storage():
             Line("hybrid_mla", "BF16, prefix FP8"): {128: 40.0},
             Line("hybrid_mla", "FP8"): {128: 50.0},
         },
-        ("A", 26472, 16, 4): {Line("flashmla", "BF16"): {128: 25.0}},
     }
     assert list(found["A", 26472, 128, 4][Line("hybrid_mla", "BF16")]) == [64, 128]
+
+
+def test_a_row_for_each_model_and_a_column_for_each_prompt():
+    big, small, unknown = (128, 4), (16, 16), (None, None)  # of a model that was named, not read
+    panels = [("B", 7069, *small), ("A", 26472, *unknown), ("A", 26472, *big), ("mine.txt", 300, *big)]
+    assert rows_and_columns(panels) == ([big, small, unknown], [("A", 26472), ("B", 7069), ("mine.txt", 300)])
 
 
 def test_names():
