@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .append_latent import append_latent
-from .fetch_latent import fetch_latent
-from .join_parts import join_parts
-from .latent_rows import LatentRowLayout, dequantize, quantize
-from .layout import ExpandedBuffers
-from .naive_prefix import Tile
-from .prefix_attention import PrefixAttention, ReferencePrefixAttention, TritonPrefixAttention
+from .naive.attention import PrefixAttention, ReferencePrefixAttention, TritonPrefixAttention
+from .naive.triton_naive import Tile
+from .storage.append_latent import append_latent
+from .storage.expanded import ExpandedBuffers
+from .storage.fetch_latent import fetch_latent
+from .storage.join_parts import join_parts
+from .storage.latent_rows import LatentRowLayout, dequantize, quantize
 
 
 def make_prefix_attention(

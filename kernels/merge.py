@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .schedule import ITEM_FIELDS, WorkListCapacity
+from .naive.schedule import ITEM_FIELDS, WorkListCapacity
 
 LN2 = 0.6931471805599453
 LOG2E = 1.4426950408889634

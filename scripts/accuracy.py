@@ -31,7 +31,7 @@ from result_tables import REPOSITORY, latest
 from rich.console import Console
 from torch import Tensor
 
-from sglang_mla_ext.kernels.reference_fp8 import Configuration, Rescale, absorb_fp8, flash, round_keys
+from sglang_mla_ext.kernels.reference.fp8 import Configuration, Rescale, absorb_fp8, flash, round_keys
 from sglang_mla_ext.results import commit, read_records, write_record
 
 console = Console()

@@ -29,11 +29,11 @@ from rich.console import Console
 from rich.table import Table
 from rival_attention import DN, DR, DV, SCALE
 
-from sglang_mla_ext.kernels import schedule
+from sglang_mla_ext.kernels.absorb.quantize_query import quantize_query
 from sglang_mla_ext.kernels.dispatch import make_prefix_attention
-from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, FP8, ExpandedBuffers
-from sglang_mla_ext.kernels.prefix_attention import PrefixAttention, TritonPrefixAttention
-from sglang_mla_ext.kernels.quantize_query import quantize_query
+from sglang_mla_ext.kernels.naive import schedule
+from sglang_mla_ext.kernels.naive.attention import PrefixAttention, TritonPrefixAttention
+from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, ExpandedBuffers
 from sglang_mla_ext.results import write_record
 
 

@@ -28,10 +28,10 @@ from rival_attention import DN, DR, DV, LATENT, PAGE_TOKENS, RIVALS, SCALE, Case
 from triton.testing import do_bench
 
 from sglang_mla_ext.kernels.dispatch import make_prefix_attention
-from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, ExpandedBuffers
-from sglang_mla_ext.kernels.naive_prefix import Tile
-from sglang_mla_ext.kernels.prefix_attention import PrefixAttention, TritonPrefixAttention
-from sglang_mla_ext.kernels.schedule import PrefixGroup
+from sglang_mla_ext.kernels.naive.attention import PrefixAttention, TritonPrefixAttention
+from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.naive.triton_naive import Tile
+from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
 from sglang_mla_ext.prefix.cost_model import rates_for
 from sglang_mla_ext.results import write_record
 

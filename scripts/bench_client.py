@@ -16,7 +16,7 @@ from typing import Any
 
 import orjson
 
-from sglang_mla_ext.cpu import standins
+from sglang_mla_ext.adapter.cpu import standins
 
 if standins.needed():
     standins.install()

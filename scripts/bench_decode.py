@@ -34,9 +34,9 @@ from rich.console import Console
 from rich.table import Table
 from rival_attention import DR, LATENT, PAGE_TOKENS, RIVALS, SCALE, Case, page_table
 
-from sglang_mla_ext.kernels.absorb_fp8 import AbsorbFP8, TritonAbsorbFP8, make_absorb_fp8
+from sglang_mla_ext.kernels.absorb.fp8 import AbsorbFP8, TritonAbsorbFP8, make_absorb_fp8
 from sglang_mla_ext.kernels.dispatch import append_rows
-from sglang_mla_ext.kernels.latent_rows import LatentRowLayout
+from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
 from sglang_mla_ext.results import write_record
 
 ROWS_AT_ONCE = 1 << 16

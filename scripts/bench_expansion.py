@@ -22,8 +22,15 @@ from rival_attention import DN, DR, DV, LATENT, PAGE_TOKENS
 from tabulate import tabulate
 from torch import Tensor
 
-from sglang_mla_ext.kernels.expand_prefix import expand_prefix
-from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, FP8, FP8_TOKEN_ORDER, ExpandedBuffers, scale_bounds, to_fp8
+from sglang_mla_ext.kernels.storage.expand_prefix import expand_prefix
+from sglang_mla_ext.kernels.storage.expanded import (
+    CHUNK_TOKENS,
+    FP8,
+    FP8_TOKEN_ORDER,
+    ExpandedBuffers,
+    scale_bounds,
+    to_fp8,
+)
 from sglang_mla_ext.results import write_record
 
 

@@ -38,8 +38,8 @@ from rich.console import Console
 from rich.table import Table
 from rival_attention import DN, DR, DV, LATENT, RIVALS, Case
 
-from sglang_mla_ext.kernels.absorb_fp8 import HopperAbsorbFP8
-from sglang_mla_ext.kernels.naive_prefix import Tile
+from sglang_mla_ext.kernels.absorb.fp8 import HopperAbsorbFP8
+from sglang_mla_ext.kernels.naive.triton_naive import Tile
 from sglang_mla_ext.results import write_record
 
 FP8_MACS_PER_CYCLE, BITS16_MACS_PER_CYCLE = 4096, 2048  # of one Hopper multiprocessor, dense

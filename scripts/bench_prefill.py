@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.table import Table
 from rival_attention import DN, DR, DV, LATENT, SCALE
 
-from sglang_mla_ext.kernels import reference
-from sglang_mla_ext.kernels.layout import ExpandedBuffers
+from sglang_mla_ext.adapter.prefill import PrefillPlan
 from sglang_mla_ext.kernels.merge import LN2
-from sglang_mla_ext.kernels.prefix_attention import TritonPrefixAttention
+from sglang_mla_ext.kernels.naive.attention import TritonPrefixAttention
+from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefill import PrefillPlan
 from sglang_mla_ext.prefix.shared_prefixes import ExpandedPart
 from sglang_mla_ext.results import write_record
 

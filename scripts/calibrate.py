@@ -44,7 +44,7 @@ from rates_file import is_of, refit, source_text, starting_config, updated, writ
 from rival_attention import DV, PAGE_TOKENS, Case, flashmla_bf16, flashmla_fp8, flashmla_tail
 from tabulate import tabulate
 
-from sglang_mla_ext.kernels.naive_prefix import Tile
+from sglang_mla_ext.kernels.naive.triton_naive import Tile
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModeRates, rates_for
 from sglang_mla_ext.results import read_records
 

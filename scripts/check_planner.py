@@ -16,7 +16,7 @@ from bench_attention import DTYPES, STORAGE, attempt, free_memory, measure, our_
 from grouped_attention import GROUPED_HEADS, grouped_absorb
 from rival_attention import Case, flashmla_bf16
 
-from sglang_mla_ext.kernels.naive_prefix import Tile, tile_for
+from sglang_mla_ext.kernels.naive.triton_naive import Tile, tile_for
 from sglang_mla_ext.prefix.cost_model import GpuRates, Mode
 from sglang_mla_ext.results import write_record
 

@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sglang_mla_ext.kernels import reference
-from sglang_mla_ext.kernels.latent_rows import LatentRowLayout, quantize
-from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, FP8, ExpandedBuffers, scale_bounds, to_fp8
-from sglang_mla_ext.kernels.reference_fp8 import Configuration, Keys, absorb_fp8, keys_of_rows, round_keys
+from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.reference.fp8 import Configuration, Keys, absorb_fp8, keys_of_rows, round_keys
+from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, ExpandedBuffers, scale_bounds, to_fp8
+from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout, quantize
 
 ROWS = 256
 """Query rows computed at a time; it bounds memory and changes no result."""

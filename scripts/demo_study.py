@@ -29,7 +29,7 @@ from make_demo_model import ASSISTANT, USER
 from rich.progress import track
 from scipy.stats import bootstrap
 
-from sglang_mla_ext.kernels.reference import errors
+from sglang_mla_ext.kernels.reference.attention import errors
 
 WINDOW, STRIDE = 4096, 2048
 RESAMPLES = 2000

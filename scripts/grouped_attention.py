@@ -18,7 +18,7 @@ def grouped_absorb(case: Case) -> Callable[[], tuple[torch.Tensor, torch.Tensor]
 
     Whole pages of a prefix are shared; what is behind the last one belongs to the tails.
     """
-    from sglang_mla_ext.grouped_absorb import make_grouped_absorb, stacking_for
+    from sglang_mla_ext.kernels.absorb.grouped import make_grouped_absorb, stacking_for
     from sglang_mla_ext.prefix.cost_model import Mode
     from sglang_mla_ext.prefix.planner import Group
 

@@ -10,8 +10,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from sglang_mla_ext import __version__, contract
-from sglang_mla_ext.cpu import standins
+from sglang_mla_ext import __version__
+from sglang_mla_ext.adapter import contract
+from sglang_mla_ext.adapter.cpu import standins
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims, config_names, rates_for
 from sglang_mla_ext.results import package_version
 
@@ -51,7 +52,7 @@ def plan(
     batch: Annotated[list[int] | None, typer.Option(help="Requests that share it; repeatable.")] = None,
 ) -> None:
     """Show which mode the cost model chooses, what it saves, and the memory of the expanded prefix in all layers."""
-    from sglang_mla_ext.grouped_absorb import stacking_for  # loads the kernels
+    from sglang_mla_ext.kernels.absorb.grouped import stacking_for  # loads the kernels
 
     dims = ModelDims.from_json(model)
     cost = CostModel(dims, dims.num_heads // tp, GpuRates.from_json(gpu))

@@ -1,20 +1,9 @@
-"""`python -m sglang_mla_ext.launch_server`: SGLang's own launcher, with the CPU stand-ins put in place first.
+"""`python -m sglang_mla_ext.launch_server`: SGLang's launcher, with or without a GPU (adapter/launch_server.py).
 
-With a GPU it does the same as `python -m sglang.launch_server`. Spawned processes import this module again, so
-the stand-ins are in place there too.
+Spawned processes import this module again, and with it what the launcher puts in place first.
 """
 
-from sglang_mla_ext.cpu import standins
-
-if standins.needed():
-    standins.install()
-
-
-def main() -> None:
-    import runpy
-
-    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)
-
+from sglang_mla_ext.adapter.launch_server import main
 
 if __name__ == "__main__":
     main()

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_mla_ext.kernels.schedule import PrefixGroup
+from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool, Expansion
@@ -20,9 +20,9 @@ from sglang_mla_ext.prefix.planner import Gain, Group, Path, PathNode, Plan, Sta
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
+    from sglang_mla_ext.adapter.expander import Expander
+    from sglang_mla_ext.adapter.versions.tree_view import TreeView
     from sglang_mla_ext.options import HybridMLAOptions
-    from sglang_mla_ext.prefix.expander import Expander
-    from sglang_mla_ext.prefix.tree_view import TreeView
 
 logger = logging.getLogger(__name__)
 

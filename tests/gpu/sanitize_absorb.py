@@ -7,14 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_mla_ext.kernels import absorb_hopper, reference
-from sglang_mla_ext.kernels.absorb_fp8 import AbsorbFP8
-from sglang_mla_ext.kernels.absorb_schedule import AbsorbCapacity, SharedKeys, build_group_work
-from sglang_mla_ext.kernels.append_latent import append_latent
-from sglang_mla_ext.kernels.fetch_latent import fetch_latent
-from sglang_mla_ext.kernels.latent_rows import LatentRowLayout, dequantize, quantize
+from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb as absorb_hopper
+from sglang_mla_ext.kernels.absorb.fp8 import AbsorbFP8
+from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity, SharedKeys, build_group_work
+from sglang_mla_ext.kernels.absorb.tail_schedule import schedule_tails
 from sglang_mla_ext.kernels.merge import merge
-from sglang_mla_ext.kernels.tail_schedule import schedule_tails
+from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.storage.append_latent import append_latent
+from sglang_mla_ext.kernels.storage.fetch_latent import fetch_latent
+from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout, dequantize, quantize
 
 LAYOUT, RANK, DR, PAGE = LatentRowLayout(), 512, 64, 64
 SCALE = 192**-0.5

@@ -19,12 +19,12 @@ from functools import partial
 import torch
 from sanitize_absorb import absorb_error, absorb_fp8_error, rows_error
 
-from sglang_mla_ext.kernels import reference
-from sglang_mla_ext.kernels.absorb_fp8 import HopperAbsorbFP8, TritonAbsorbFP8
-from sglang_mla_ext.kernels.expand_prefix import expand_prefix
-from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, FP8, FP8_MAX, ExpandedBuffers, scale_bounds
-from sglang_mla_ext.kernels.prefix_attention import TritonPrefixAttention
-from sglang_mla_ext.kernels.schedule import PrefixGroup
+from sglang_mla_ext.kernels.absorb.fp8 import HopperAbsorbFP8, TritonAbsorbFP8
+from sglang_mla_ext.kernels.naive.attention import TritonPrefixAttention
+from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.storage.expand_prefix import expand_prefix
+from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, FP8_MAX, ExpandedBuffers, scale_bounds
 
 DEVICE = "cuda"
 HEADS, RANK, DN, DR, DV = 2, 512, 128, 64, 128

@@ -19,11 +19,11 @@ from rival_attention import Case as RivalCase
 from rival_attention import flashmla_bf16, flashmla_fp8
 from test_fp8_cache_gpu import DEVICE, LAYOUT, LSE_BOUND, PAGE, RANK, SCALE, Cache, queries
 
-from sglang_mla_ext.kernels import reference
-from sglang_mla_ext.kernels.absorb_fp8 import AbsorbFP8, HopperAbsorbFP8, TritonAbsorbFP8, make_absorb_fp8
-from sglang_mla_ext.kernels.absorb_fp8_query_hopper import for_tma
-from sglang_mla_ext.kernels.layout import FP8
-from sglang_mla_ext.kernels.quantize_query import quantize_query
+from sglang_mla_ext.kernels.absorb.fp8 import AbsorbFP8, HopperAbsorbFP8, TritonAbsorbFP8, make_absorb_fp8
+from sglang_mla_ext.kernels.absorb.quantize_query import quantize_query
+from sglang_mla_ext.kernels.absorb.sm90_parts.fp8_query import for_tma
+from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.storage.expanded import FP8
 
 pytestmark = pytest.mark.gpu
 

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_mla_ext.kernels import reference, reference_fp8
-from sglang_mla_ext.kernels.absorb_fp8 import TritonAbsorbFP8
+from sglang_mla_ext.kernels.absorb.fp8 import TritonAbsorbFP8
 from sglang_mla_ext.kernels.dispatch import append_rows, fetch_rows
-from sglang_mla_ext.kernels.latent_rows import LatentRowLayout, dequantize, quantize
-from sglang_mla_ext.kernels.layout import FP8
+from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
+from sglang_mla_ext.kernels.storage.expanded import FP8
+from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout, dequantize, quantize
 
 pytestmark = pytest.mark.gpu
 
@@ -132,7 +133,7 @@ def test_a_graph_follows_other_lengths_and_pages() -> None:
 
 @pytest.mark.parametrize("slots_dtype", [torch.int32, torch.int64], ids=str)
 def test_the_pool_writes_and_reads_as_on_a_cpu(slots_dtype: torch.dtype) -> None:
-    from sglang_mla_ext.latent_pool import LatentPool
+    from sglang_mla_ext.adapter.latent_pool import LatentPool
 
     torch.manual_seed(0)
     sizes: dict[str, Any] = dict(kv_lora_rank=RANK, qk_rope_head_dim=DR, layer_num=2)

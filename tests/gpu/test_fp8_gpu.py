@@ -10,11 +10,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_mla_ext.kernels import reference
-from sglang_mla_ext.kernels.expand_prefix import expand_prefix
-from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, FP8, FP8_MAX, FP8_TOKEN_ORDER, ExpandedBuffers, scale_bounds
-from sglang_mla_ext.kernels.prefix_attention import TritonPrefixAttention
-from sglang_mla_ext.kernels.schedule import PrefixGroup
+from sglang_mla_ext.kernels.naive.attention import TritonPrefixAttention
+from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.storage.expand_prefix import expand_prefix
+from sglang_mla_ext.kernels.storage.expanded import (
+    CHUNK_TOKENS,
+    FP8,
+    FP8_MAX,
+    FP8_TOKEN_ORDER,
+    ExpandedBuffers,
+    scale_bounds,
+)
 
 pytestmark = pytest.mark.gpu
 

@@ -15,11 +15,12 @@ from test_absorb_fp8_hopper_gpu import captured_us
 from test_fp8_cache_gpu import LAYOUT, LSE_BOUND
 from test_grouped_gpu import DEVICE, DTYPE, NAN, RANK, ROPE, SCALE, SPARE_ROWS, Case, Problem, cases
 
-from sglang_mla_ext.kernels import reference, reference_fp8
-from sglang_mla_ext.kernels.absorb_fp8 import HopperAbsorbFP8
+from sglang_mla_ext.adapter.limits import PAGE_SIZE
+from sglang_mla_ext.kernels.absorb.fp8 import HopperAbsorbFP8
 from sglang_mla_ext.kernels.dispatch import append_rows
-from sglang_mla_ext.kernels.latent_rows import dequantize
-from sglang_mla_ext.limits import PAGE_SIZE
+from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
+from sglang_mla_ext.kernels.storage.latent_rows import dequantize
 from sglang_mla_ext.prefix.cost_model import Mode
 from sglang_mla_ext.prefix.planner import Group
 
@@ -37,8 +38,8 @@ def poisoned_pool(slots: int) -> torch.Tensor:
 
 
 def make(heads: int, max_rows: int, max_tokens: int) -> Any:
-    from sglang_mla_ext.grouped_absorb import stacking_for
-    from sglang_mla_ext.grouped_absorb_fp8 import HopperGroupedAbsorbFP8
+    from sglang_mla_ext.kernels.absorb.grouped import stacking_for
+    from sglang_mla_ext.kernels.absorb.grouped_fp8 import HopperGroupedAbsorbFP8
 
     dims = dict(kv_lora_rank=RANK, qk_rope_head_dim=ROPE)
     grouped = HopperGroupedAbsorbFP8(
@@ -149,8 +150,8 @@ def test_steps_of_other_sizes_do_not_disturb_each_other() -> None:
 
 @pytest.mark.parametrize("heads", [8, 16, 32])
 def test_it_runs_on_a_hopper_gpu(heads: int) -> None:
-    from sglang_mla_ext.grouped_absorb import stacking_for
-    from sglang_mla_ext.grouped_absorb_fp8 import make_grouped_absorb_fp8
+    from sglang_mla_ext.kernels.absorb.grouped import stacking_for
+    from sglang_mla_ext.kernels.absorb.grouped_fp8 import make_grouped_absorb_fp8
 
     problem = FP8Problem(Case((3,), (128,), heads))
     grouped = make_grouped_absorb_fp8(

@@ -15,11 +15,12 @@ import pytest
 import torch
 from triton.testing import do_bench_cudagraph
 
-from sglang_mla_ext.kernels import absorb_hopper, reference
-from sglang_mla_ext.kernels.absorb_schedule import AbsorbCapacity, SharedKeys, build_group_work
+from sglang_mla_ext.adapter.limits import PAGE_SIZE
+from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb as absorb_hopper
+from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity, SharedKeys, build_group_work
+from sglang_mla_ext.kernels.absorb.tail_schedule import schedule_tails
 from sglang_mla_ext.kernels.merge import merge
-from sglang_mla_ext.kernels.tail_schedule import schedule_tails
-from sglang_mla_ext.limits import PAGE_SIZE
+from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.prefix.cost_model import Mode
 from sglang_mla_ext.prefix.planner import Group
 
@@ -96,7 +97,8 @@ class Problem:
         return torch.randn(*shape, generator=self.generator, device=DEVICE, dtype=torch.float32).to(DTYPE)
 
     def make(self, kind: str) -> Any:
-        from sglang_mla_ext import grouped_absorb, grouped_absorb_flashmla
+        from sglang_mla_ext.adapter import grouped_absorb_flashmla
+        from sglang_mla_ext.kernels.absorb import grouped as grouped_absorb
 
         of_kind = grouped_absorb_flashmla if kind == "FlashMLAGroupedAbsorb" else grouped_absorb
         grouped = getattr(of_kind, kind)(
@@ -206,7 +208,7 @@ def test_steps_of_other_sizes_do_not_disturb_each_other(kind: str) -> None:
 
 
 def test_the_way_that_is_taken_on_a_hopper_gpu() -> None:
-    from sglang_mla_ext.grouped_absorb import make_grouped_absorb, stacking_for
+    from sglang_mla_ext.kernels.absorb.grouped import make_grouped_absorb, stacking_for
 
     failures: list[str] = []
     problem = Problem(Case((3,), (128,), 16))

@@ -14,11 +14,13 @@ import pytest
 import torch
 from triton.testing import do_bench_cudagraph
 
-from sglang_mla_ext.kernels import naive_prefix, naive_prefix_hopper, reference
 from sglang_mla_ext.kernels.dispatch import make_prefix_attention, whole_query
-from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, ExpandedBuffers
-from sglang_mla_ext.kernels.prefix_attention import TritonPrefixAttention
-from sglang_mla_ext.kernels.schedule import PrefixGroup
+from sglang_mla_ext.kernels.naive import sm90_naive as naive_prefix_hopper
+from sglang_mla_ext.kernels.naive import triton_naive as naive_prefix
+from sglang_mla_ext.kernels.naive.attention import TritonPrefixAttention
+from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
 
 pytestmark = pytest.mark.gpu
 

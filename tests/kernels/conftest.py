@@ -19,7 +19,12 @@ def _bind_to_interpreter() -> None:
         import triton.language as tl
         from triton.runtime import interpreter
 
-        from sglang_mla_ext.kernels import append_latent, fetch_latent, merge, naive_prefix  # noqa: F401
+        from sglang_mla_ext.kernels import merge
+        from sglang_mla_ext.kernels.naive import triton_naive as naive_prefix
+        from sglang_mla_ext.kernels.storage import (
+            append_latent,  # noqa: F401
+            fetch_latent,  # noqa: F401
+        )
     finally:
         if before is None:
             del os.environ["TRITON_INTERPRET"]

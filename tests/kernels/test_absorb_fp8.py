@@ -20,13 +20,14 @@ import torch
 from test_latent_rows import NAN, converts_like_a_gpu, poisoned_pool  # noqa: F401
 from triton.runtime import interpreter
 
-from sglang_mla_ext.kernels import reference, reference_fp8
-from sglang_mla_ext.kernels.latent_rows import LatentRowLayout, dequantize, quantize
+from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
+from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout, dequantize, quantize
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")
-    from sglang_mla_ext.kernels.absorb_fp8 import TritonAbsorbFP8
-    from sglang_mla_ext.kernels.absorb_fp8_kernel import absorb_fp8_kernel
+    from sglang_mla_ext.kernels.absorb.fp8 import TritonAbsorbFP8
+    from sglang_mla_ext.kernels.absorb.triton_fp8_absorb import absorb_fp8_kernel
 assert isinstance(absorb_fp8_kernel, interpreter.InterpretedFunction), "run `pytest tests/kernels` on its own"
 
 SOFTMAX_SCALE = 0.01
@@ -242,8 +243,8 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from sglang_mla_ext.kernels import absorb_fp8_kernel as absorb_fp8
-from sglang_mla_ext.kernels.layout import FP8_MAX
+from sglang_mla_ext.kernels.absorb import triton_fp8_absorb as absorb_fp8
+from sglang_mla_ext.kernels.storage.expanded import FP8_MAX
 from sglang_mla_ext.kernels.merge import LN2
 
 def compile_for_hopper(heads, page_size, fp8_weights, rescale="multiply"):

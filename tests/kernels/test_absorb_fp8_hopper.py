@@ -16,18 +16,16 @@ from gluon_in_torch import Descriptor, Place, Pointer, Program
 from test_absorb_fp8 import LAYOUT, NAN, SOFTMAX_SCALE, Case, Problem, assert_close, converts_like_a_gpu  # noqa: F401
 from torch import Tensor
 
-from sglang_mla_ext.kernels import (
-    absorb_consumers_hopper,
-    absorb_fp8_consumers_hopper,
-    absorb_fp8_few_heads,
-    absorb_fp8_hopper,
-    absorb_fp8_query_hopper,
-    absorb_fp8_tiles_hopper,
-)
-from sglang_mla_ext.kernels.absorb_fp8 import HopperAbsorbFP8, TritonAbsorbFP8, make_absorb_fp8
-from sglang_mla_ext.kernels.absorb_schedule import AbsorbCapacity
-from sglang_mla_ext.kernels.layout import to_fp8
+from sglang_mla_ext.kernels.absorb import sm90_fp8_absorb as absorb_fp8_hopper
+from sglang_mla_ext.kernels.absorb import sm90_fp8_few_heads as absorb_fp8_few_heads
+from sglang_mla_ext.kernels.absorb.fp8 import HopperAbsorbFP8, TritonAbsorbFP8, make_absorb_fp8
+from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity
+from sglang_mla_ext.kernels.absorb.sm90_parts import bf16_consumers as absorb_consumers_hopper
+from sglang_mla_ext.kernels.absorb.sm90_parts import fp8_consumers as absorb_fp8_consumers_hopper
+from sglang_mla_ext.kernels.absorb.sm90_parts import fp8_query as absorb_fp8_query_hopper
+from sglang_mla_ext.kernels.absorb.sm90_parts import fp8_tiles as absorb_fp8_tiles_hopper
 from sglang_mla_ext.kernels.merge import LOG2E
+from sglang_mla_ext.kernels.storage.expanded import to_fp8
 
 # Weights that fall on the other side of a rounding step, because blocks come in another order.
 BOUND = 2e-3

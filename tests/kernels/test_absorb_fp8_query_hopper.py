@@ -13,9 +13,9 @@ from test_absorb_fp8 import LAYOUT, NAN, Case, Problem, assert_close, converts_l
 from test_absorb_fp8_hopper import BOUND, BYTES, COMMON, in_torch  # noqa: F401 - a fixture
 from torch import Tensor
 
-from sglang_mla_ext.kernels.absorb_fp8_query_hopper import for_tma
-from sglang_mla_ext.kernels.absorb_schedule import AbsorbCapacity
-from sglang_mla_ext.kernels.latent_rows import divide, row_scale
+from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity
+from sglang_mla_ext.kernels.absorb.sm90_parts.fp8_query import for_tma
+from sglang_mla_ext.kernels.storage.latent_rows import divide, row_scale
 
 RANK, ROPE = 512, 64
 CASES = (

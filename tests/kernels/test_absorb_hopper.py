@@ -19,17 +19,17 @@ from gluon_in_torch import Descriptor, Pointer, Program
 from torch import Tensor
 from triton.runtime import interpreter
 
-from sglang_mla_ext.kernels import reference
 from sglang_mla_ext.kernels.merge import LN2
-from sglang_mla_ext.kernels.schedule import ITEM_FIELDS, WorkList
+from sglang_mla_ext.kernels.naive.schedule import ITEM_FIELDS, WorkList
+from sglang_mla_ext.kernels.reference import attention as reference
 
 # Like conftest.py: the kernel is bound to the interpreter when it is imported.
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")
-    from sglang_mla_ext.kernels.tail_schedule import MIN_BLOCKS, schedule_tails, schedule_tails_kernel
+    from sglang_mla_ext.kernels.absorb.tail_schedule import MIN_BLOCKS, schedule_tails, schedule_tails_kernel
 assert isinstance(schedule_tails_kernel, interpreter.InterpretedFunction), "run tests/kernels alone"
-from sglang_mla_ext.kernels import absorb_consumers_hopper, absorb_hopper  # noqa: E402
-from sglang_mla_ext.kernels.absorb_schedule import (  # noqa: E402
+from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb as absorb_hopper  # noqa: E402
+from sglang_mla_ext.kernels.absorb.schedule import (  # noqa: E402
     BLOCK_KEYS,
     HEADER_FIELDS,
     ITEM_BLOCKS,
@@ -38,6 +38,7 @@ from sglang_mla_ext.kernels.absorb_schedule import (  # noqa: E402
     SharedKeys,
     build_group_work,
 )
+from sglang_mla_ext.kernels.absorb.sm90_parts import bf16_consumers as absorb_consumers_hopper  # noqa: E402
 
 NAN = float("nan")
 LATENT, ROPE = 512, 64

@@ -24,12 +24,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from sglang_mla_ext.kernels import append_latent, expand_prefix, fetch_latent, merge, naive_prefix, naive_prefix_hopper
-from sglang_mla_ext.kernels import absorb_hopper, absorb_schedule, join_parts, quantize_query, tail_schedule
-from sglang_mla_ext.kernels import absorb_fp8_few_heads, absorb_fp8_hopper
-from sglang_mla_ext.kernels.latent_rows import SCALE_FLOOR, SCALE_LIMIT
-from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, FP8, FP8_MAX
-from sglang_mla_ext.kernels.schedule import ITEM_FIELDS
+from sglang_mla_ext.kernels.storage import append_latent
+from sglang_mla_ext.kernels.storage import expand_prefix
+from sglang_mla_ext.kernels.storage import fetch_latent
+from sglang_mla_ext.kernels import merge
+from sglang_mla_ext.kernels.naive import triton_naive as naive_prefix
+from sglang_mla_ext.kernels.naive import sm90_naive as naive_prefix_hopper
+from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb as absorb_hopper
+from sglang_mla_ext.kernels.absorb import schedule as absorb_schedule
+from sglang_mla_ext.kernels.storage import join_parts
+from sglang_mla_ext.kernels.absorb import quantize_query
+from sglang_mla_ext.kernels.absorb import tail_schedule
+from sglang_mla_ext.kernels.absorb import sm90_fp8_few_heads as absorb_fp8_few_heads
+from sglang_mla_ext.kernels.absorb import sm90_fp8_absorb as absorb_fp8_hopper
+from sglang_mla_ext.kernels.storage.latent_rows import SCALE_FLOOR, SCALE_LIMIT
+from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, FP8_MAX
+from sglang_mla_ext.kernels.naive.schedule import ITEM_FIELDS
 
 def compile_for_hopper(kernel, types, constants, **options):
     names = kernel.arg_names

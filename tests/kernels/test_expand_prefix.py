@@ -15,13 +15,13 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from sglang_mla_ext.kernels import reference
-from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, FP8, FP8_MAX, FP8_TOKEN_ORDER, ExpandedBuffers
+from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, FP8_MAX, FP8_TOKEN_ORDER, ExpandedBuffers
 
 # Like conftest.py: the kernel is bound to the interpreter when it is imported.
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")
-    from sglang_mla_ext.kernels.expand_prefix import expand_prefix, expand_prefix_kernel
+    from sglang_mla_ext.kernels.storage.expand_prefix import expand_prefix, expand_prefix_kernel
 assert isinstance(expand_prefix_kernel, interpreter.InterpretedFunction), "run `pytest tests/kernels` on its own"
 
 NAN = float("nan")

@@ -17,16 +17,16 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from sglang_mla_ext.kernels import reference
 from sglang_mla_ext.kernels.merge import LN2
+from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.prefix.cost_model import Mode
 from sglang_mla_ext.prefix.planner import SPARE_ENTRIES, Group, Stacking
 
 # Like conftest.py: the kernel is bound to the interpreter when it is imported.
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")
-    from sglang_mla_ext.kernels.absorb_schedule import AbsorbCapacity
-    from sglang_mla_ext.kernels.tail_schedule import schedule_tails_kernel
+    from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity
+    from sglang_mla_ext.kernels.absorb.tail_schedule import schedule_tails_kernel
 assert isinstance(schedule_tails_kernel, interpreter.InterpretedFunction), "run `pytest tests/kernels` on its own"
 
 NAN = float("nan")
@@ -116,14 +116,14 @@ def fill_page_table(
 
 @pytest.fixture(scope="module")
 def module() -> Iterator[Any]:
-    """`sglang_mla_ext.grouped_absorb`, bound to the stand-ins."""
+    """`kernels.absorb.grouped`, bound to the stand-ins."""
     stand_in = ModuleType("sgl_kernel.flash_mla")
     stand_in.get_mla_metadata, stand_in.flash_mla_with_kvcache = get_mla_metadata, flash_mla_with_kvcache
     with pytest.MonkeyPatch.context() as patch:
         if "sgl_kernel" not in sys.modules:
             patch.setitem(sys.modules, "sgl_kernel", ModuleType("sgl_kernel"))
         patch.setitem(sys.modules, "sgl_kernel.flash_mla", stand_in)
-        names = "sglang_mla_ext.grouped_absorb", "sglang_mla_ext.grouped_absorb_flashmla"
+        names = "sglang_mla_ext.kernels.absorb.grouped", "sglang_mla_ext.adapter.grouped_absorb_flashmla"
         for name in names:
             patch.delitem(sys.modules, name, raising=False)
         module, of_flashmla = map(importlib.import_module, names)

@@ -21,8 +21,11 @@ from test_absorb_fp8_hopper import BOUND, InTorch
 from test_grouped_absorb import module  # noqa: F401 - a fixture
 from test_latent_rows import poisoned_pool
 
-from sglang_mla_ext.kernels import absorb_fp8_few_heads, absorb_fp8_hopper, reference, reference_fp8
-from sglang_mla_ext.kernels.latent_rows import dequantize, quantize
+from sglang_mla_ext.kernels.absorb import sm90_fp8_absorb as absorb_fp8_hopper
+from sglang_mla_ext.kernels.absorb import sm90_fp8_few_heads as absorb_fp8_few_heads
+from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
+from sglang_mla_ext.kernels.storage.latent_rows import dequantize, quantize
 from sglang_mla_ext.prefix.cost_model import Mode
 from sglang_mla_ext.prefix.planner import Group, Plan, Stacking
 
@@ -38,8 +41,8 @@ Result = tuple[torch.Tensor, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def fp8(module: Any) -> Iterator[Any]:  # noqa: F811
-    """`sglang_mla_ext.grouped_absorb_fp8`, over the grouped_absorb of the fixture `module`."""
-    name = "sglang_mla_ext.grouped_absorb_fp8"
+    """`kernels.absorb.grouped_fp8`, over the grouped_absorb of the fixture `module`."""
+    name = "sglang_mla_ext.kernels.absorb.grouped_fp8"
     sys.modules.pop(name, None)
     yield importlib.import_module(name)
     del sys.modules[name]
@@ -240,14 +243,14 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def backend(fp8: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A backend over the FP8 pool of `problem`, not constructed: with what a grouped step needs."""
-    from sglang_mla_ext.cpu import standins
+    from sglang_mla_ext.adapter.cpu import standins
 
     if standins.needed():
         monkeypatch.delitem(sys.modules, "sgl_kernel")  # that of `module` has less than SGLang imports
         standins.install()
     for name in ("backend_fp8", "backend_flashmla"):
-        monkeypatch.delitem(sys.modules, f"sglang_mla_ext.{name}", raising=False)
-    kind = importlib.import_module("sglang_mla_ext.backend_fp8").FP8HybridBackend
+        monkeypatch.delitem(sys.modules, f"sglang_mla_ext.adapter.{name}", raising=False)
+    kind = importlib.import_module("sglang_mla_ext.adapter.backend_fp8").FP8HybridBackend
     problem = Problem(16, ((5, 128), (2, 64)), (130, 1, 64, 0, 65, 63, 2, 3))
     made = kind.__new__(kind)
     made.problem, made._heads, made.options = problem, 16, SimpleNamespace(mode="grouped_absorb")
@@ -262,7 +265,7 @@ def backend(fp8: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.runner = SimpleNamespace(token_to_kv_pool=made.token_to_kv_pool, dtype=torch.float32)
     yield made
     for name in ("backend_fp8", "backend_flashmla"):
-        sys.modules.pop(f"sglang_mla_ext.{name}", None)
+        sys.modules.pop(f"sglang_mla_ext.adapter.{name}", None)
 
 
 @pytest.mark.usefixtures("on_hopper")

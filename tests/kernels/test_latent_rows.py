@@ -14,16 +14,23 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from sglang_mla_ext.kernels.latent_rows import SCALE_FLOOR, LatentRowLayout, dequantize, divide, quantize, row_scale
-from sglang_mla_ext.kernels.layout import FP8, FP8_MAX
+from sglang_mla_ext.kernels.storage.expanded import FP8, FP8_MAX
+from sglang_mla_ext.kernels.storage.latent_rows import (
+    SCALE_FLOOR,
+    LatentRowLayout,
+    dequantize,
+    divide,
+    quantize,
+    row_scale,
+)
 
 # Like conftest.py: the kernels are bound to the interpreter when they are imported.
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")
-    from sglang_mla_ext.kernels.append_latent import append_latent, append_latent_kernel
-    from sglang_mla_ext.kernels.fetch_latent import fetch_latent
-    from sglang_mla_ext.kernels.join_parts import join_parts
-    from sglang_mla_ext.kernels.quantize_query import quantize_query
+    from sglang_mla_ext.kernels.absorb.quantize_query import quantize_query
+    from sglang_mla_ext.kernels.storage.append_latent import append_latent, append_latent_kernel
+    from sglang_mla_ext.kernels.storage.fetch_latent import fetch_latent
+    from sglang_mla_ext.kernels.storage.join_parts import join_parts
 assert isinstance(append_latent_kernel, interpreter.InterpretedFunction), "run `pytest tests/kernels` on its own"
 
 NAN, INF = float("nan"), float("inf")

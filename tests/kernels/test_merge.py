@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from sglang_mla_ext.kernels import merge as merge_kernel
-from sglang_mla_ext.kernels import reference
 from sglang_mla_ext.kernels.merge import LOG2E, merge
-from sglang_mla_ext.kernels.schedule import ITEM_FIELDS, WorkListCapacity, row_table
+from sglang_mla_ext.kernels.naive.schedule import ITEM_FIELDS, WorkListCapacity, row_table
+from sglang_mla_ext.kernels.reference import attention as reference
 
 NAN, INF = float("nan"), float("inf")
 

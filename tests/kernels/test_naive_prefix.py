@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from sglang_mla_ext.kernels import reference
 from sglang_mla_ext.kernels.dispatch import make_prefix_attention
-from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, ExpandedBuffers
-from sglang_mla_ext.kernels.naive_prefix import Tile
-from sglang_mla_ext.kernels.prefix_attention import ReferencePrefixAttention, TritonPrefixAttention
-from sglang_mla_ext.kernels.schedule import PrefixGroup
+from sglang_mla_ext.kernels.naive.attention import ReferencePrefixAttention, TritonPrefixAttention
+from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.naive.triton_naive import Tile
+from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
 
 NAN = float("nan")
 LAYERS, LAYER = 2, 1

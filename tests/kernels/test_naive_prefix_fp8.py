@@ -14,11 +14,11 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from sglang_mla_ext.kernels import reference
-from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, FP8, ExpandedBuffers
-from sglang_mla_ext.kernels.naive_prefix import Tile
-from sglang_mla_ext.kernels.prefix_attention import TritonPrefixAttention
-from sglang_mla_ext.kernels.schedule import PrefixGroup
+from sglang_mla_ext.kernels.naive.attention import TritonPrefixAttention
+from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.naive.triton_naive import Tile
+from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, ExpandedBuffers
 
 NAN = float("nan")
 E4M3_NAN = 0x7F

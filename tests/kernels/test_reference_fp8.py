@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_mla_ext.kernels import reference
-from sglang_mla_ext.kernels.latent_rows import LatentRowLayout, dequantize, quantize
-from sglang_mla_ext.kernels.reference_fp8 import absorb_fp8, flash, keys_of_rows, multiply_by_add, round_keys
+from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.reference.fp8 import absorb_fp8, flash, keys_of_rows, multiply_by_add, round_keys
+from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout, dequantize, quantize
 
 NAN = float("nan")
 CONFIGURATIONS = ("per_token", "snapmla", "rope_too", "fixed", "per_tensor", "per_block")

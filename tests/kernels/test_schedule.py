@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_mla_ext.kernels.layout import CHUNK_TOKENS
-from sglang_mla_ext.kernels.schedule import PrefixGroup, WorkList, WorkListCapacity, build_work_list, row_table
+from sglang_mla_ext.kernels.naive.schedule import PrefixGroup, WorkList, WorkListCapacity, build_work_list, row_table
+from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS
 
 CHUNKS = 64
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_mla_ext.cpu import standins
-from sglang_mla_ext.prefix.tree_view import TreeView
+from sglang_mla_ext.adapter.cpu import standins
+from sglang_mla_ext.adapter.versions.tree_view import TreeView
 
 if standins.needed():
     standins.install()

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_mla_ext import backend as backend_module
-from sglang_mla_ext.backend import FIRST_PAUSE, NO_GROUPS, HybridMLABackend
-from sglang_mla_ext.kernels.layout import FP8
-from sglang_mla_ext.kernels.schedule import PrefixGroup
+from sglang_mla_ext.adapter import backend as backend_module
+from sglang_mla_ext.adapter.backend import FIRST_PAUSE, NO_GROUPS, HybridMLABackend
+from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.storage.expanded import FP8
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode, rates_for
 from sglang_mla_ext.prefix.planner import Group, Plan, Stacking

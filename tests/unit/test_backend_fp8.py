@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_mla_ext.kernels import reference_fp8
-from sglang_mla_ext.kernels.latent_rows import quantize
-from sglang_mla_ext.kernels.layout import FP8
+from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
+from sglang_mla_ext.kernels.storage.expanded import FP8
+from sglang_mla_ext.kernels.storage.latent_rows import quantize
 
 HEADS, RANK, ROPE, PAGE, PAGES, LAYER = 4, 32, 16, 64, 12, 1
 
@@ -57,9 +57,9 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
     flash_mla.flash_mla_with_kvcache = flash_mla.get_mla_metadata = None
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", flash_mla)
     for name in ("backend_fp8", "backend_flashmla", "grouped_absorb"):
-        monkeypatch.delitem(sys.modules, f"sglang_mla_ext.{name}", raising=False)
-    from sglang_mla_ext import backend_flashmla, backend_fp8
-    from sglang_mla_ext.latent_pool import LatentPool
+        monkeypatch.delitem(sys.modules, f"sglang_mla_ext.adapter.{name}", raising=False)
+    from sglang_mla_ext.adapter import backend_flashmla, backend_fp8
+    from sglang_mla_ext.adapter.latent_pool import LatentPool
 
     sizes = dict(kv_lora_rank=RANK, qk_rope_head_dim=ROPE, layer_num=2)
     pool = LatentPool(PAGES * PAGE - PAGE, page_size=PAGE, dtype=FP8, device="cpu", enable_memory_saver=False, **sizes)

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, FP8
+from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8
 
 
 @pytest.fixture(scope="module")

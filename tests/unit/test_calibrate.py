@@ -208,8 +208,8 @@ def test_tiles_must_agree_with_the_first(calibrate, monkeypatch):
 
 
 def test_candidates_fit_a_multiprocessor(calibrate):
-    from sglang_mla_ext.kernels.layout import CHUNK_TOKENS
-    from sglang_mla_ext.kernels.naive_prefix_hopper import TILES
+    from sglang_mla_ext.kernels.naive.sm90_naive import TILES
+    from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS
 
     for dtype, buckets in calibrate.CANDIDATES.items():
         size = calibrate.DTYPES[dtype].itemsize

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sglang_mla_ext import contract
-from sglang_mla_ext.contract import ContractError, Use
+from sglang_mla_ext.adapter import contract
+from sglang_mla_ext.adapter.contract import ContractError, Use
 
 BACKENDS = "sglang.srt.server_args.ServerArgs.get_attention_backends"
 

@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from sglang_mla_ext.kernels import reference
-from sglang_mla_ext.kernels.layout import FP8
-from sglang_mla_ext.kernels.reference_fp8 import flash
+from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.reference.fp8 import flash
+from sglang_mla_ext.kernels.storage.expanded import FP8
 from sglang_mla_ext.results import read_records
 
 PREFIX, OWN, VOCAB = 300, 20, 600

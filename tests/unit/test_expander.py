@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_mla_ext.kernels import reference
-from sglang_mla_ext.kernels.layout import FP8, FP8_MAX, ExpandedBuffers, scale_bounds
-from sglang_mla_ext.kernels.prefix_attention import ReferencePrefixAttention
-from sglang_mla_ext.kernels.schedule import PrefixGroup
-from sglang_mla_ext.prefix import expander as expander_module
-from sglang_mla_ext.prefix.expander import Expander, weights_of
+from sglang_mla_ext.adapter import expander as expander_module
+from sglang_mla_ext.adapter.expander import Expander, weights_of
+from sglang_mla_ext.kernels.naive.attention import ReferencePrefixAttention
+from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.storage.expanded import FP8, FP8_MAX, ExpandedBuffers, scale_bounds
 
 HEADS, DN, DR, DV, RANK, LAYERS, SLOTS = 2, 32, 16, 32, 64, 2, 900
 N, CHUNKS = 600, (3, 0, 2)
@@ -95,7 +95,7 @@ def test_rows_of_an_fp8_pool_are_expanded_as_what_they_mean(
 ) -> None:
     """Rows that are not among the slots are NaN."""
     monkeypatch.setattr(expander_module, "FETCHED_TOKENS", 130)
-    from sglang_mla_ext.latent_pool import LatentPool
+    from sglang_mla_ext.adapter.latent_pool import LatentPool
 
     layers, rows = model
     sizes = dict(kv_lora_rank=RANK, qk_rope_head_dim=DR, layer_num=LAYERS)

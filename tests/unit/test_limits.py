@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_mla_ext import limits
+from sglang_mla_ext.adapter import limits
 from sglang_mla_ext.options import OptionError
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from sglang_mla_ext import contract, hooks
+from sglang_mla_ext.adapter import contract, hooks
 from sglang_mla_ext.options import HybridMLAOptions
 
 SCENARIOS = r"""
 import argparse, json, os, re, sys
-from sglang_mla_ext.cpu import standins
+from sglang_mla_ext.adapter.cpu import standins
 
 if standins.needed():
     standins.install()
@@ -54,7 +54,7 @@ def seen():
         "hooked": sorted(HookRegistry._patched),
         "choices": sorted(server_args.ATTENTION_BACKEND_CHOICES),
         "asked": os.environ.get(ASKED),
-        "hooks imported": "sglang_mla_ext.hooks" in sys.modules,
+        "hooks imported": "sglang_mla_ext.adapter.hooks" in sys.modules,
     }
 
 
@@ -71,7 +71,7 @@ def scenario_not_asked():
 
 def scenario_not_asked_but_broken():
     os.environ[MODE] = "nonsense"
-    from sglang_mla_ext import contract
+    from sglang_mla_ext.adapter import contract
 
     contract.SUPPORTED_VERSIONS = ("0.0.0",)
     load_plugins()
@@ -110,7 +110,8 @@ def scenario_worker():
     if standins.needed():
         os.environ[standins.INSTALLED_VARIABLE] = "1"
     load_plugins()
-    from sglang_mla_ext import contract, hooks
+    from sglang_mla_ext.adapter import contract
+    from sglang_mla_ext.adapter import hooks
 
     hooks.assert_installed()
     return {"ours": sorted(hooks._hooked), "contract": [use.path for use in contract.CONTRACT], **seen()}
@@ -196,8 +197,8 @@ def test_bad_launches_stop_and_leave_nothing_behind(scenarios: dict[str, Any]) -
 
 def test_a_worker_has_the_backend_and_all_hooks(scenarios: dict[str, Any]) -> None:
     worker, without = scenarios["worker"], scenarios["without"]
-    assert worker["backends"] == {**without["backends"], "hybrid_mla": "sglang_mla_ext.hooks.create_backend"}
-    assert worker["handlers"]["hybrid_mla"] == "sglang_mla_ext.mla_layer.forward_method"
+    assert worker["backends"] == {**without["backends"], "hybrid_mla": "sglang_mla_ext.adapter.hooks.create_backend"}
+    assert worker["handlers"]["hybrid_mla"] == "sglang_mla_ext.adapter.layer.forward_method"
     assert worker["query in parts"] == [*without["query in parts"], "hybrid_mla"]
     others = {name: handler for name, handler in worker["handlers"].items() if name in without["handlers"]}
     # The CPU launcher lets torch_native serve MLA models, whichever backend is asked for.

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_mla_ext import hooks
-from sglang_mla_ext.kernels import reference
-from sglang_mla_ext.kernels.layout import CHUNK_TOKENS, ExpandedBuffers
-from sglang_mla_ext.kernels.prefix_attention import ReferencePrefixAttention
+from sglang_mla_ext.adapter import hooks
+from sglang_mla_ext.adapter.prefill import PrefillPlan, around_chunk_info, around_prefix_attention
+from sglang_mla_ext.kernels.naive.attention import ReferencePrefixAttention
+from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefill import PrefillPlan, around_chunk_info, around_prefix_attention
 from sglang_mla_ext.prefix.shared_prefixes import NOTHING_EXPANDED, ExpandedPart
 
 HEADS, DN, DR, DV, SCALE = 3, 16, 8, 16, 0.2

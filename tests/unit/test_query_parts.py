@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_mla_ext import BACKEND_NAME, mla_layer
-from sglang_mla_ext.kernels import reference
-from sglang_mla_ext.kernels.layout import FP8
+from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter import layer as mla_layer
+from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.storage.expanded import FP8
 from sglang_mla_ext.prefix.cost_model import Mode
 from sglang_mla_ext.prefix.planner import Group, Plan
 
@@ -55,7 +56,7 @@ def make_pool(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """A pool of random rows; always the same."""
     from sglang.srt.mem_cache import memory_pool
 
-    from sglang_mla_ext.latent_pool import LatentPool
+    from sglang_mla_ext.adapter.latent_pool import LatentPool
 
     monkeypatch.setattr(memory_pool, "set_mla_kv_buffer_triton", store)
     sizes = dict(kv_lora_rank=RANK, qk_rope_head_dim=ROPE, layer_num=1, page_size=PAGE)
@@ -129,7 +130,7 @@ def test_decode_by_flashmla(make_pool: Any, monkeypatch: pytest.MonkeyPatch, hyb
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", module)
     from sglang.srt.layers.attention import flashmla_backend
 
-    from sglang_mla_ext import backend_flashmla
+    from sglang_mla_ext.adapter import backend_flashmla
 
     for user in (flashmla_backend, backend_flashmla):
         monkeypatch.setattr(user, "flash_mla_with_kvcache", flash_mla)
@@ -160,7 +161,7 @@ def test_decode_by_flashmla(make_pool: Any, monkeypatch: pytest.MonkeyPatch, hyb
 def test_on_the_cpu(
     make_pool: Any, monkeypatch: pytest.MonkeyPatch, phase: str, groups: Mode | None, cache: torch.dtype
 ) -> None:
-    from sglang_mla_ext.cpu import backend as module
+    from sglang_mla_ext.adapter.cpu import backend as module
 
     monkeypatch.setattr(module.prefill, "plan_of", lambda forward_batch: None)
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_mla_ext.kernels.layout import CHUNK_TOKENS
-from sglang_mla_ext.kernels.schedule import PrefixGroup
+from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix import shared_prefixes

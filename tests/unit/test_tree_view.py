@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_mla_ext.adapter.versions.tree_view import TreeView, UnsupportedTree
 from sglang_mla_ext.prefix.planner import Path
-from sglang_mla_ext.prefix.tree_view import TreeView, UnsupportedTree
 
 PAGE_SIZES = (1, 64)
 

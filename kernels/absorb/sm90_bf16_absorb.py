@@ -1,0 +1,270 @@
+"""Absorb attention on Hopper in BF16, over private tails and over prefixes for which many queries are stacked.
+
+    out[r] = softmax_n(softmax_scale · q[r] · k[n]) · k[n, :512]        q, k: 576 = 512 content + 64 rotary
+
+One persistent launch over a work list (absorb_schedule.py). An item is up to 64 query rows that share a range of keys
+of a paged latent cache; its result is a partial. One program runs on each multiprocessor, with five roles:
+
+| role | warps | does |
+|---|---|---|
+| score | 4 | query x keys, softmax; hands over weights and the factors of a running softmax |
+| sum_values, twice | 4, 4 | out[:, :256] and out[:, 256:]: rescale, add weights x values |
+| keys | 1 | copies blocks of 64 keys (TMA) to a ring of quarters of 128 columns, rotary columns to a ring of two |
+| queries | 1 | copies what of the query stays in shared memory |
+
+Three quarters of the content query stay in registers of the scores' warps: this leaves shared memory for more than two
+blocks of keys, and takes less of its bandwidth, which is what scores of 64 x 64 run into. On their way they go through
+the ring, in front of the item's first block.
+
+Registers: 168 + 2 · 160 + 24 of 512 for each of 128 threads; the compiler overlaps products with 128 accumulators only
+from 160 on. Shared memory, KiB: ring 11 · 16, rotary ring 2 · 8, query 16 + 8, weights 8; together 224 of 227.
+
+Memory per item of n keys: reads n · 1,152 bytes, from L2 when another item with these keys runs beside it, and rows ·
+1,152 of queries; writes rows · (1,024 + 4).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..merge import LOG2E
+from .schedule import AbsorbCapacity
+from .sm90_parts.bf16_consumers import (
+    BLOCK,
+    LATENT,
+    PART,
+    REGISTER_PARTS,
+    ROPE,
+    ROPE_STAGES,
+    ROWS,
+    blocks_of,
+    count_items,
+    item_at,
+    score,
+    sum_values,
+)
+
+SLOTS = gl.constexpr(11)  # quarters in the ring
+SHARED_PARTS = gl.constexpr(1)  # quarters of the query in shared memory
+TILE_COLUMNS = gl.constexpr(64)  # of the query, as TMA copies it: 128 bytes, one swizzle
+NO_ROW = gl.constexpr(1 << 30)  # out of bounds: TMA writes zeros
+VALUE_REGISTERS = gl.constexpr(160)
+PRODUCER_REGISTERS = gl.constexpr(24)
+
+
+def supports(device: torch.device, dtype: torch.dtype, kv_lora_rank: int, qk_rope_head_dim: int, heads: int) -> bool:
+    """Whether the kernel takes such a latent cache: on a Hopper GPU, in BF16, with DeepSeek's dimensions."""
+    on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    dims = (kv_lora_rank, qk_rope_head_dim)
+    return on_hopper and dtype == torch.bfloat16 and dims == (LATENT.value, ROPE.value) and heads % 8 == 0
+
+
+@gluon.jit
+def _copy_query_tile(desc, column, segments_ptr, n_rows, tiles, tile, barrier):
+    """`[64, 64]` of the item's rows from `column` on, one TMA a segment, to tile number `tile` of `tiles`."""
+    SEGMENT: gl.constexpr = desc.block_type.shape[0]
+    for s in gl.static_range(ROWS // SEGMENT):
+        in_item = s * SEGMENT < n_rows
+        row = gl.load(segments_ptr + s, mask=in_item, other=NO_ROW)
+        tma.async_copy_global_to_shared(desc, [row, column], barrier, tiles.index(tile * (ROWS // SEGMENT) + s))
+
+
+@gluon.jit
+def copy_keys(
+    q_desc, content_desc, rope_desc, ring, rope_s, full, empty, rope_full, rope_empty, work_ptr, page_table_ptr
+):  # fmt: skip
+    """Fill the ring: with the quarters of an item's query that go to registers, and then with its blocks.
+
+    One role does both: a barrier tells only odd uses of a slot from even ones, so that nobody who waits for a slot may
+    miss another's use of it.
+    """
+    SEGMENT: gl.constexpr = q_desc.block_type.shape[0]
+    SEGMENTS: gl.constexpr = ROWS // SEGMENT
+    LAYOUT: gl.constexpr = q_desc.layout
+    tiles = ring._reinterpret(gl.bfloat16, [2 * SLOTS * SEGMENTS, SEGMENT, TILE_COLUMNS], LAYOUT)
+    used = 0
+    taken = 0
+    for index in range(count_items(work_ptr)):
+        item_ptr = item_at(work_ptr, index)
+        first, last, n_blocks = blocks_of(item_ptr)
+        pages = page_table_ptr + gl.load(item_ptr + 4)
+        page = gl.load(pages + last)
+        segments_ptr = work_ptr + gl.load(item_ptr)
+        n_rows = gl.load(item_ptr + 1)
+        for part in gl.static_range(REGISTER_PARTS):
+            slot = used % SLOTS
+            mbarrier.wait(empty.index(slot), ((used // SLOTS) & 1) ^ 1)
+            mbarrier.expect(full.index(slot), content_desc.block_type.nbytes)
+            for c in gl.static_range(2):
+                column = part * PART + c * TILE_COLUMNS
+                _copy_query_tile(q_desc, column, segments_ptr, n_rows, tiles, 2 * slot + c, full.index(slot))
+            used += 1
+        for back in range(n_blocks):
+            row = page * BLOCK
+            page = gl.load(pages + gl.maximum(last - back - 1, first))  # the next one, before the waits
+            stage = taken % ROPE_STAGES
+            mbarrier.wait(rope_empty.index(stage), ((taken // ROPE_STAGES) & 1) ^ 1)
+            mbarrier.expect(rope_full.index(stage), rope_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(rope_desc, [row, LATENT], rope_full.index(stage), rope_s.index(stage))
+            for part in gl.static_range(4):
+                slot = used % SLOTS
+                mbarrier.wait(empty.index(slot), ((used // SLOTS) & 1) ^ 1)
+                mbarrier.expect(full.index(slot), content_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(content_desc, [row, part * PART], full.index(slot), ring.index(slot))
+                used += 1
+            taken += 1
+
+
+@gluon.jit
+def copy_queries(q_desc, q_rope_desc, q_s, q_rope_s, q_full, q_empty, work_ptr):
+    """Copy of every item's query what stays in shared memory: the last quarter and the rotary columns."""
+    SEGMENT: gl.constexpr = q_desc.block_type.shape[0]
+    SEGMENTS: gl.constexpr = ROWS // SEGMENT
+    LAYOUT: gl.constexpr = q_desc.layout
+    TILE_BYTES: gl.constexpr = q_desc.block_type.nbytes * SEGMENTS
+    q_tiles = q_s._reinterpret(gl.bfloat16, [2 * SHARED_PARTS * SEGMENTS, SEGMENT, TILE_COLUMNS], LAYOUT)
+    rope_tiles = q_rope_s._reinterpret(gl.bfloat16, [SEGMENTS, SEGMENT, TILE_COLUMNS], LAYOUT)
+    done = 0
+    for index in range(count_items(work_ptr)):
+        item_ptr = item_at(work_ptr, index)
+        segments_ptr = work_ptr + gl.load(item_ptr)
+        n_rows = gl.load(item_ptr + 1)
+        mbarrier.wait(q_empty, (done & 1) ^ 1)
+        mbarrier.expect(q_full, (2 * SHARED_PARTS + 1) * TILE_BYTES)
+        _copy_query_tile(q_rope_desc, 0, segments_ptr, n_rows, rope_tiles, 0, q_full)
+        for c in gl.static_range(2 * SHARED_PARTS):
+            column = REGISTER_PARTS * PART + c * TILE_COLUMNS
+            _copy_query_tile(q_desc, column, segments_ptr, n_rows, q_tiles, c, q_full)
+        done += 1  # noqa: SIM113 - Gluon has no enumerate
+
+
+@gluon.jit
+def absorb_hopper_kernel(
+    q_desc,  # BF16 [T * H, 512], block [segment, 64]
+    q_rope_desc,  # BF16 [T * H, 64], block [segment, 64]
+    content_desc,  # BF16 [pages * 64, 576], block [64, 128]
+    rope_desc,  # the same, block [64, 64]
+    work_ptr,  # int32, see absorb_schedule.py
+    page_table_ptr,  # int32
+    partial_out_ptr,  # BF16 [P * H, 512]
+    partial_lse2_ptr,  # float32 [P * H]
+    scale_log2e,
+):
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    ring = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, PART], content_desc.layout)
+    rope_s = gl.allocate_shared_memory(gl.bfloat16, [ROPE_STAGES, BLOCK, ROPE], rope_desc.layout)
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [SHARED_PARTS, ROWS, PART], content_desc.layout)
+    q_rope_s = gl.allocate_shared_memory(gl.bfloat16, [ROWS, ROPE], rope_desc.layout)
+    weights_s = gl.allocate_shared_memory(gl.bfloat16, [ROWS, BLOCK], rope_desc.layout)
+    rescale_s = gl.allocate_shared_memory(gl.float32, [ROWS], LINE)
+    norm_s = gl.allocate_shared_memory(gl.float32, [ROWS], LINE)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    rope_full = gl.allocate_shared_memory(gl.int64, [ROPE_STAGES, 1], BARRIER)
+    rope_empty = gl.allocate_shared_memory(gl.int64, [ROPE_STAGES, 1], BARRIER)
+    weights_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)  # for either half of the output
+    others = gl.allocate_shared_memory(gl.int64, [3, 1], BARRIER)
+    q_full, q_empty, weights_empty = others.index(0), others.index(1), others.index(2)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(ROPE_STAGES):
+        mbarrier.init(rope_full.index(i), count=1)
+        mbarrier.init(rope_empty.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(weights_full.index(i), count=1)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=1)
+    mbarrier.init(weights_empty, count=2)
+    fence_async_shared()
+
+    # The arguments are written out in the call: in a tuple with a name, constants would become run-time values.
+    gl.warp_specialize(
+        [
+            (score, (
+                ring, rope_s, q_s.index(0), q_rope_s, weights_s, rescale_s, norm_s, full, empty, rope_full, rope_empty,
+                q_full, q_empty, weights_full, weights_empty, partial_lse2_ptr, work_ptr, scale_log2e,
+            )),
+            (sum_values, (
+                ring, weights_s, rescale_s, norm_s, full, empty, weights_full, weights_empty, partial_out_ptr, work_ptr,
+                0,
+            )),
+            (sum_values, (
+                ring, weights_s, rescale_s, norm_s, full, empty, weights_full, weights_empty, partial_out_ptr, work_ptr,
+                1,
+            )),
+            (copy_keys, (
+                q_desc, content_desc, rope_desc, ring, rope_s, full, empty, rope_full, rope_empty, work_ptr,
+                page_table_ptr,
+            )),
+            (copy_queries, (q_desc, q_rope_desc, q_s, q_rope_s, q_full, q_empty, work_ptr)),
+        ],
+        [4, 4, 1, 1],
+        [VALUE_REGISTERS, VALUE_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+def _describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16))
+
+
+def run(
+    q: Tensor,
+    latent_pages: Tensor,
+    work: Tensor,
+    page_table: Tensor,
+    capacity: AbsorbCapacity,
+    partial_out: Tensor,
+    partial_lse2: Tensor,
+    *,
+    softmax_scale: float,
+) -> None:
+    """Launch the kernel.
+
+    Args:
+        q: BF16 `[T, H, 576]`, content and then rotary.
+        latent_pages: BF16 `[pages, 64, 1, 576]`; what lies behind an item's last key may be NaN.
+        work: int32 `[capacity.size]`, see absorb_schedule.py; read on the device only.
+        page_table: int32, whose entries the items name as if it were flat.
+        partial_out: BF16 `[P, H, 512]`, each normalised over its own keys; partial_lse2: float32 `[P, H]`, base 2. What
+            no item names is not written. All tensors are contiguous.
+        softmax_scale: positive, because the running maximum is taken before it is applied.
+    Raises:
+        ValueError: a shape, dtype or stride is not as above.
+    """
+    heads, columns = capacity.heads, LATENT.value + ROPE.value
+    partials = (capacity.max_partial_rows, heads)
+    for name, tensor, shape, dtype in (
+        ("q", q, (len(q), heads, columns), torch.bfloat16),
+        ("latent_pages", latent_pages, (len(latent_pages), BLOCK.value, 1, columns), torch.bfloat16),
+        ("work", work, (capacity.size,), torch.int32),
+        ("page_table", page_table, page_table.shape, torch.int32),
+        ("partial_out", partial_out, (*partials, LATENT.value), torch.bfloat16),
+        ("partial_lse2", partial_lse2, partials, torch.float32),
+    ):
+        if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} must be {dtype} {list(shape)} and contiguous, not {tensor.dtype} {list(tensor.shape)} with "
+                f"strides {tensor.stride()}"
+            )
+    if softmax_scale <= 0:
+        raise ValueError(f"softmax_scale must be positive, not {softmax_scale}")
+    queries, keys = q.view(-1, columns), latent_pages.view(-1, columns)
+    absorb_hopper_kernel[(capacity.programs,)](
+        _describe(queries[:, : LATENT.value], [capacity.segment, TILE_COLUMNS.value]),
+        _describe(queries[:, LATENT.value :], [capacity.segment, TILE_COLUMNS.value]),
+        _describe(keys, [BLOCK.value, PART.value]),
+        _describe(keys, [BLOCK.value, ROPE.value]),
+        work,
+        page_table,
+        partial_out,
+        partial_lse2,
+        softmax_scale * LOG2E,
+        num_warps=4,
+    )

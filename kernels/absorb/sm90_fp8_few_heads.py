@@ -1,0 +1,311 @@
+"""Absorb attention on Hopper over FP8 latent rows, in items of 8 or 16 query rows: the heads of one request, of all its
+query tokens.
+
+    scores^T[64 keys, N rows] = keys [64, 576] · query^T        out^T[512, N rows] = values^T[512, 64 keys] · weights^T
+
+Both products are transposed, so that keys and dims stand on the matrix unit's side of 64, and rows on the one that may
+be 8 or 16: nothing is padded (FlashMLA-ETAP). Keys are the first operand from shared memory, where they lie as the
+product wants them; values are it from registers. What is computed, the softmax and how values get there: as in
+absorb_fp8_hopper.py. One program runs on each multiprocessor, with three roles:
+
+| role | warps | does |
+|---|---|---|
+| attend, twice | 4, 4 | rounding, scores and softmax of all blocks, each for itself; out[:, :256] and out[:, 256:] |
+| copy | 1 | TMA of the blocks into a ring, and of the query in BF16: the next item's while this one is computed |
+
+That both compute the scores costs bandwidth of shared memory (40 KiB of 160 a block), which is not short: a block of
+41 KiB takes longer to arrive. In exchange the roles never meet: no query, weights, maxima or factors pass between them,
+and a slot is free as soon as both have read it into registers. A block's output is summed apart and then added in
+float32: the matrix unit's own FP8 sum keeps fewer bits.
+
+Registers: 2 · 240 + 24 of 512 for each of 128 threads. Shared memory for 16 rows, KiB: ring 4 · (32 + 8 + 1), query in
+BF16 16 + 2, rounded 2 · (8 + 2), weights 2 · 1; together 205 of 227.
+
+Memory per item of n keys: reads n · 656 bytes and N · 1,152 of queries; writes N · (1,024 + 4).
+
+Source: FlashMLA-ETAP, for the transposed products.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..merge import LOG2E
+from .schedule import AbsorbCapacity
+from .sm90_fp8_absorb import PRODUCER_REGISTERS, check, describe
+from .sm90_parts.bf16_consumers import BLOCK, LATENT, NO_SCORE, ROPE, blocks_of, count_items, item_at
+from .sm90_parts.fp8_query import QUERY_COLUMNS, QUERY_TILES, copy_query, round_rows
+from .sm90_parts.fp8_tiles import (
+    LOG2_FP8_MAX,
+    SCALE_RANGE,
+    SCALE_WIDTH,
+    clear_behind,
+    copy_block,
+    finish,
+    inverse_of_power,
+    log2_of_power,
+    next_slot,
+    scales_of_keys,
+    unseen_keys,
+    values_tile,
+    write_out,
+)
+
+ROWS = (8, 16)
+"""Of an item, that the kernel is compiled for. With 32, that for 64 rows is faster, with half of a tile empty."""
+
+SLOTS = gl.constexpr(4)  # blocks in the ring
+CONSUMER_REGISTERS = gl.constexpr(240)
+
+# Of keys 2c, 2c + 1, 2c + 8 and 2c + 9 of a thread, two dims each, as absorb_fp8_consumers_hopper.KEYS_OF_DIMS, but in
+# another order: position i of every 16 gets key (i >> 1) + 8·(i & 1), so that those which lie side by side in a thread
+# that has scores^T do so in the weights.
+KEYS_OF_DIMS = gl.constexpr("prmt.b32 $0, $2, $3, 0x6240; prmt.b32 $1, $2, $3, 0x7351;")
+
+
+@gluon.jit
+def copy(
+    q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, q_s, q_rope_s, content_s, rope_s, scale_s, q_full,
+    q_empty, full, empty, work_ptr, page_table_ptr, HEADS: gl.constexpr,
+):  # fmt: skip
+    """Fill the ring with the blocks of all items, and in front of them copy the item's query. `done` counts items."""
+    SEGMENT: gl.constexpr = q_desc.block_type.shape[1]
+    N: gl.constexpr = q_s.shape[0]
+    SEGMENTS: gl.constexpr = N // SEGMENT
+    q_tiles = q_s._reinterpret(gl.bfloat16, [QUERY_TILES * SEGMENTS, 1, SEGMENT, QUERY_COLUMNS], q_desc.layout)
+    q_rope_tiles = q_rope_s._reinterpret(gl.bfloat16, [SEGMENTS, 1, SEGMENT, ROPE], q_rope_desc.layout)
+    slot = 0
+    phase = 0
+    done = 0
+    for index in range(count_items(work_ptr)):
+        item_ptr = item_at(work_ptr, index)
+        first, last, n_blocks = blocks_of(item_ptr)
+        pages = page_table_ptr + gl.load(item_ptr + 4)
+        page = gl.load(pages + last)
+        segments_ptr = work_ptr + gl.load(item_ptr)
+        n_rows = gl.load(item_ptr + 1)
+        mbarrier.wait(q_empty, (done & 1) ^ 1)
+        mbarrier.expect(q_full, N * 2 * (LATENT + ROPE))
+        copy_query(q_rope_desc, 0, q_rope_tiles, 0, 1, q_full, segments_ptr, n_rows, N, HEADS)
+        copy_query(q_desc, 0, q_tiles, 0, QUERY_TILES, q_full, segments_ptr, n_rows, N, HEADS)
+        done += 1  # noqa: SIM113 - Gluon has no enumerate
+        for back in range(n_blocks):
+            row = page * BLOCK
+            page = gl.load(pages + gl.maximum(last - back - 1, first))  # the next one, before the wait
+            mbarrier.wait(empty.index(slot), phase ^ 1)
+            copy_block(content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, slot, full.index(slot), row)
+            slot, phase = next_slot(slot, phase, SLOTS)
+
+
+@gluon.jit
+def _key_scales(scale_s, slot, LAYOUT: gl.constexpr):
+    """As a thread has the rows of a product `[64, N]`."""
+    KEYS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 8]],
+        [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]],
+        [[0, 16], [0, 32]],
+        [],
+        [1, BLOCK],
+    )
+    return scales_of_keys(scale_s, slot, KEYS, LAYOUT)
+
+
+@gluon.jit
+def _by_position(weights_t, N: gl.constexpr):
+    """`[N rows, 64]` of weights^T `[64 keys, N]`: two keys of a thread side by side, see KEYS_OF_DIMS."""
+    return weights_t.reshape([4, 2, 8, N]).permute([3, 0, 2, 1]).reshape([N, BLOCK])
+
+
+@gluon.jit
+def attend(
+    q_s, q_rope_s, q_content_s, rounded_rope_s, content_s, rope_s, scale_s, weights_s, q_full, q_empty, full, empty,
+    partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, SIDE: gl.constexpr, QUERIES: gl.constexpr,
+):  # fmt: skip
+    """All items: columns [256 * SIDE, 256 * SIDE + 256) of the output, in four tiles of 64; the lse2 if SIDE is 0."""
+    N: gl.constexpr = q_s.shape[0]
+    RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])  # scores^T and out^T
+    ROPE_RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, RESULT, 4)
+    BY_KEY: gl.constexpr = gl.SliceLayout(1, RESULT)
+    BY_ROW: gl.constexpr = gl.SliceLayout(0, RESULT)
+    FIRST: gl.constexpr = 256 * SIDE
+    pairs_s = content_s._reinterpret(gl.int16, [SLOTS, BLOCK, LATENT // 2], gl.NVMMASharedLayout(128, 16))
+    query = q_content_s.permute((1, 0))
+    q_rope = rounded_rope_s.permute((1, 0))
+
+    slot = 0
+    phase = 0
+    done = 0
+    for index in range(count_items(work_ptr)):
+        item_ptr = item_at(work_ptr, index)
+        _, last, n_blocks = blocks_of(item_ptr)
+        n_rows = gl.load(item_ptr + 1)
+        rows = gl.arange(0, N, BY_ROW)
+        valid = gl.load(item_ptr + 3) - last * BLOCK
+        limit = valid - unseen_keys(item_ptr, rows, QUERIES)  # of a row's keys in the block, [N]
+        mbarrier.wait(q_full, done & 1)
+        row_scale = round_rows(q_s, q_rope_s, q_empty, q_content_s, rounded_rope_s, BY_ROW) * scale_log2e
+        if valid < BLOCK:
+            mbarrier.wait(full.index(slot), phase)
+            clear_behind(pairs_s.index(slot), FIRST, valid)
+        fence_async_shared()
+        gl.thread_barrier()
+
+        zeros = gl.zeros([64, N], gl.float32, RESULT)
+        rope_zeros = gl.zeros([64, N], gl.float32, ROPE_RESULT)
+        acc0, acc1, acc2, acc3, sums = zeros, zeros, zeros, zeros, zeros
+        ceiling = gl.full([N], NO_SCORE, gl.float32, BY_ROW)
+        level = ceiling
+        for _ in range(n_blocks):
+            mbarrier.wait(full.index(slot), phase)
+            content = content_s.index(slot)
+            pairs = pairs_s.index(slot)
+            started_rope = warpgroup_mma(rope_s.index(slot), q_rope, rope_zeros, use_acc=False, is_async=True)
+            started = warpgroup_mma(content, query, zeros, use_acc=False, is_async=True)
+            key_scale = _key_scales(scale_s, slot, BY_KEY)
+            v0 = values_tile(pairs, FIRST, KEYS_OF_DIMS, OPERAND)
+            v1 = values_tile(pairs, FIRST + 64, KEYS_OF_DIMS, OPERAND)
+            v2 = values_tile(pairs, FIRST + 128, KEYS_OF_DIMS, OPERAND)
+            v3 = values_tile(pairs, FIRST + 192, KEYS_OF_DIMS, OPERAND)
+            scores, rope_scores = warpgroup_mma_wait(0, deps=[started, started_rope])
+            mbarrier.arrive(empty.index(slot))
+            slot, phase = next_slot(slot, phase, SLOTS)
+
+            keys = gl.arange(0, BLOCK, BY_KEY)
+            key_scale = gl.where(keys < valid, key_scale, 1.0)
+            visible = (keys < valid)[:, None] if QUERIES == 1 else keys[:, None] < limit[None, :]
+            valid = BLOCK  # of all other blocks
+            limit += BLOCK
+            scores = scores + gl.convert_layout(rope_scores, RESULT, assert_trivial=True)
+            t = scores * key_scale[:, None] * row_scale[None, :] + log2_of_power(key_scale)[:, None]
+            t = gl.where(visible, t, NO_SCORE)
+            own = gl.max(t, 0)
+            ceiling = gl.maximum(ceiling, own)
+            new_level = gl.maximum(own, ceiling - SCALE_RANGE)
+            rescale = gl.exp2(level - new_level)[None, :]
+            level = new_level
+            weights = gl.exp2(t - (level - LOG2_FP8_MAX)[None, :])
+            weights_s.store(_by_position(weights.to(gl.float8e4nv), N))
+            fence_async_shared()
+            gl.thread_barrier()
+            weights_t = weights_s.permute((1, 0))
+            next0 = warpgroup_mma(v0, weights_t, zeros, use_acc=False, is_async=True)
+            next1 = warpgroup_mma(v1, weights_t, zeros, use_acc=False, is_async=True)
+            next2 = warpgroup_mma(v2, weights_t, zeros, use_acc=False, is_async=True)
+            next3 = warpgroup_mma(v3, weights_t, zeros, use_acc=False, is_async=True)
+            sums = sums * rescale + weights * inverse_of_power(key_scale)[:, None]
+            added0, added1, added2, added3 = warpgroup_mma_wait(0, deps=[next0, next1, next2, next3])
+            acc0 = acc0 * rescale + added0
+            acc1 = acc1 * rescale + added1
+            acc2 = acc2 * rescale + added2
+            acc3 = acc3 * rescale + added3
+        done += 1  # noqa: SIM113 - Gluon has no enumerate
+        total = gl.sum(sums, 0)
+        norm, lse2 = finish(total, level, QUERIES)
+        norm = norm[None, :]
+        partial = gl.load(item_ptr + 5)
+        if SIDE == 0:
+            gl.store(partial_lse2_ptr + partial + rows, lse2, mask=rows < n_rows)
+        first_element = partial.to(gl.int64) * LATENT + FIRST
+        write_out(partial_out_ptr + first_element, acc0 * norm, n_rows, N)
+        write_out(partial_out_ptr + first_element + 64, acc1 * norm, n_rows, N)
+        write_out(partial_out_ptr + first_element + 128, acc2 * norm, n_rows, N)
+        write_out(partial_out_ptr + first_element + 192, acc3 * norm, n_rows, N)
+
+
+@gluon.jit
+def absorb_fp8_few_heads_kernel(
+    q_desc,  # BF16 [T, H, 512], block [1, segment, 64]
+    q_rope_desc,  # BF16 [T, H, 64], block [1, segment, 64]
+    content_desc,  # e4m3 [slots, 512], rows of 656 bytes, block [64, 512]
+    rope_desc,  # BF16 [slots, 64], the same rows, block [64, 64]
+    scale_desc,  # float32 [slots, 4], the same rows, block [64, 4]
+    work_ptr,  # int32, see absorb_schedule.py
+    page_table_ptr,  # int32
+    partial_out_ptr,  # BF16 or float32 [P * H, 512]
+    partial_lse2_ptr,  # float32 [P * H]
+    scale_log2e,
+    N: gl.constexpr,  # rows of an item
+    HEADS: gl.constexpr,  # H
+    QUERIES: gl.constexpr,  # query tokens of an item
+):
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    QUERY: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [N, LATENT], QUERY)
+    q_rope_s = gl.allocate_shared_memory(gl.bfloat16, [N, ROPE], QUERY)
+    q_content_s = gl.allocate_shared_memory(gl.float8e4nv, [2, N, LATENT], gl.NVMMASharedLayout(128, 8))
+    rounded_rope_s = gl.allocate_shared_memory(gl.bfloat16, [2, N, ROPE], QUERY)
+    content_s = gl.allocate_shared_memory(gl.float8e4nv, [SLOTS, BLOCK, LATENT], content_desc.layout)
+    rope_s = gl.allocate_shared_memory(gl.bfloat16, [SLOTS, BLOCK, ROPE], rope_desc.layout)
+    scale_s = gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK, SCALE_WIDTH], scale_desc.layout)
+    weights_s = gl.allocate_shared_memory(gl.float8e4nv, [2, N, BLOCK], gl.NVMMASharedLayout(64, 8))
+    of_query = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    q_full, q_empty = of_query.index(0), of_query.index(1)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=2)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+
+    # The arguments are written out in the call: in a tuple with a name, constants would become run-time values.
+    gl.warp_specialize(
+        [
+            (attend, (
+                q_s, q_rope_s, q_content_s.index(0), rounded_rope_s.index(0), content_s, rope_s, scale_s,
+                weights_s.index(0), q_full, q_empty, full, empty, partial_out_ptr, partial_lse2_ptr, work_ptr,
+                scale_log2e, 0, QUERIES,
+            )),
+            (attend, (
+                q_s, q_rope_s, q_content_s.index(1), rounded_rope_s.index(1), content_s, rope_s, scale_s,
+                weights_s.index(1), q_full, q_empty, full, empty, partial_out_ptr, partial_lse2_ptr, work_ptr,
+                scale_log2e, 1, QUERIES,
+            )),
+            (copy, (
+                q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, q_s, q_rope_s, content_s, rope_s, scale_s,
+                q_full, q_empty, full, empty, work_ptr, page_table_ptr, HEADS,
+            )),
+        ],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+    )  # fmt: skip
+
+
+def run(
+    q_absorbed: Tensor,
+    q_rope: Tensor,
+    pool: Tensor,
+    work: Tensor,
+    page_table: Tensor,
+    capacity: AbsorbCapacity,
+    partial_out: Tensor,
+    partial_lse2: Tensor,
+    *,
+    softmax_scale: float,
+) -> None:
+    """Launch the kernel; arguments as for absorb_fp8_hopper.run, but with a work list of tiles of 8 or 16 rows."""
+    check(q_absorbed, q_rope, pool, work, capacity, partial_out, partial_lse2, softmax_scale)
+    if capacity.tile_rows not in ROWS:
+        raise ValueError(f"the work list must be of tiles of {ROWS} rows, not {capacity.tile_rows}")
+    absorb_fp8_few_heads_kernel[(capacity.programs,)](
+        *describe(q_absorbed, q_rope, pool, capacity.segment),
+        work,
+        page_table,
+        partial_out,
+        partial_lse2,
+        softmax_scale * LOG2E,
+        N=capacity.tile_rows,
+        HEADS=capacity.query_heads,
+        QUERIES=capacity.stacked,
+        num_warps=4,
+    )

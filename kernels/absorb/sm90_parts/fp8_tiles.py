@@ -1,0 +1,147 @@
+"""What absorb_fp8_hopper.py and absorb_fp8_few_heads.py have in common: the ring, scales of keys, values as the first
+operand of a product, and the way of its result to memory.
+
+The output is summed transposed, `[64 dims, N rows]` at a time, with the values as the first operand, in registers. A
+transposing load of 16-bit elements takes two neighbouring dims of a key as one; two byte permutes make of two such
+registers the four keys of the even dim and those of the odd one, which are what the product takes (`values_tile`). So
+rows of its result are not in the order of dims (`_by_dim` is the way back). Which key is where in the sum is free, as
+long as values and weights agree: every kernel takes the order in which a thread holds its scores, so that no weight
+changes its thread.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from .bf16_consumers import BLOCK, LATENT, NO_SCORE
+
+PANEL = gl.constexpr(128)  # bytes of a row that lie side by side in swizzled shared memory
+SCALE_WIDTH = gl.constexpr(4)  # floats: TMA copies no less than 16 bytes
+LOG2_FP8_MAX = gl.constexpr(8.807354922057604)
+SCALE_RANGE = gl.constexpr(24.0)  # reference_fp8.WEIGHT_SCALE_RANGE, in powers of two
+
+
+@gluon.jit
+def next_slot(slot, phase, SLOTS: gl.constexpr):
+    """The next slot of the ring, and whether it is used for an even or an odd time."""
+    slot += 1
+    phase = gl.where(slot == SLOTS, phase ^ 1, phase)
+    return gl.where(slot == SLOTS, 0, slot), phase
+
+
+@gluon.jit
+def copy_block(content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, slot, barrier, row):
+    """Start copying 64 keys from pool row `row` on."""
+    BYTES: gl.constexpr = content_desc.block_type.nbytes + rope_desc.block_type.nbytes + scale_desc.block_type.nbytes
+    mbarrier.expect(barrier, BYTES)
+    tma.async_copy_global_to_shared(rope_desc, [row, 0], barrier, rope_s.index(slot))
+    tma.async_copy_global_to_shared(content_desc, [row, 0], barrier, content_s.index(slot))
+    tma.async_copy_global_to_shared(scale_desc, [row, 0], barrier, scale_s.index(slot))
+
+
+@gluon.jit
+def scales_of_keys(scale_s, slot, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Scales of a block's keys, `[64]` in LAYOUT, of which KEYS says `[1, 64]`."""
+    SLOTS: gl.constexpr = scale_s.shape[0]
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    rows = scale_s._reinterpret(gl.float32, [SLOTS, BLOCK, SCALE_WIDTH], PLAIN).index(slot)
+    scales = rows.permute((1, 0)).slice(0, 1, 0).load(KEYS).reshape([BLOCK])
+    return gl.convert_layout(scales, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def log2_of_power(value):
+    """Exact for powers of two: the exponent's bits, read as a number."""
+    exponent = value.to(gl.uint32, bitcast=True) >> 23
+    biased = (exponent | 0x4B000000).to(gl.float32, bitcast=True)  # 2^23 + exponent
+    return biased - (8388608.0 + 127.0)
+
+
+@gluon.jit
+def inverse_of_power(value):
+    """Exact for powers of two from 2^-126 to 2^126."""
+    return (0x7F000000 - value.to(gl.uint32, bitcast=True)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def unseen_keys(item_ptr, rows, QUERIES: gl.constexpr):
+    """How many of an item's last keys each of its rows does not see: of QUERIES query tokens the last one sees all keys
+    of the request, the one before it one less. Only a request's last keys are concerned, which no cut divides."""
+    query = rows // (gl.load(item_ptr + 1) // QUERIES)
+    return gl.load(item_ptr + 6) * (QUERIES - 1 - query)
+
+
+@gluon.jit
+def finish(total, level, QUERIES: gl.constexpr):
+    """What sums are multiplied with, and the lse2, of rows whose weights sum up to `total` in units of `level`. With
+    several query tokens a row may have seen no key: 0 and -inf. (Maxima pass NaN by, so its level is as low.)"""
+    norm = 1.0 / total
+    lse2 = level - LOG2_FP8_MAX + gl.log2(total)
+    if QUERIES > 1:
+        seen = (level > 0.5 * NO_SCORE) | (total != total)
+        norm = gl.where(seen, norm, 0.0)
+        lse2 = gl.where(seen, lse2, float("-inf"))
+    return norm, lse2
+
+
+@gluon.jit
+def clear_behind(pairs_s, first: gl.constexpr, valid):
+    """Zero dims [first, first + 256) of the keys from `valid` on: a weight of 0 times a NaN would be NaN. Others may
+    still read these keys for their scores, which nobody uses."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    columns = pairs_s.slice(first // 2, 128, 1)
+    pairs = columns.load(LAYOUT)
+    key = gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))
+    columns.store(gl.where((key < valid)[:, None], pairs, gl.zeros_like(pairs)))
+
+
+@gluon.jit
+def values_tile(pairs_s, first: gl.constexpr, PERMUTE: gl.constexpr, OPERAND: gl.constexpr):
+    """Values of 64 dims from `first` on, as first operand in registers: `[64 dims, 64 keys]` e4m3.
+
+    pairs_s: `[64 keys, 256]` int16, two neighbouring dims each. Row 16·w + 8·h + g of the result is dim
+    first + 16·w + 2·g + h. PERMUTE picks the order of keys; the labels that the reshapes give them are KEYS_OF_DIMS'.
+    """
+    PAIRS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 8], [0, 16], [0, 32]],
+        [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[8, 0], [16, 0]],
+        [],
+        [32, BLOCK],
+    )
+    pairs = pairs_s.permute((1, 0)).slice(first // 2, 32, 0).load(PAIRS)  # [32 pairs, 64 keys]
+    even, odd = gl.inline_asm_elementwise(PERMUTE, "=r,=r,r,r", [pairs], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
+    values = gl.join(even, odd).reshape([4, 8, BLOCK // 16, 2, 4, 2, 2])  # w, g, key (of 16, 8, 2, 1), h
+    values = values.permute([0, 6, 1, 2, 4, 3, 5]).reshape([64, BLOCK])
+    return gl.convert_layout(values, OPERAND, assert_trivial=True).to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
+def _by_dim(acc, N: gl.constexpr):
+    """`[N rows, 64 dims]` of a result `[64, N]` whose rows are as `values_tile` has them."""
+    return acc.reshape([4, 2, 8, N]).permute([3, 0, 2, 1]).reshape([N, 64])
+
+
+@gluon.constexpr_function
+def _out_layout(n):
+    """Of `_by_dim`, with a thread's two neighbouring dims first, so that they are stored together."""
+    more_rows = [[8 << i, 0] for i in range((n // 8).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [1, 0], *more_rows],
+        [[2, 0], [4, 0], [0, 2], [0, 4], [0, 8]],
+        [[0, 16], [0, 32]],
+        [],
+        [n, 64],
+    )
+
+
+@gluon.jit
+def write_out(partial_out_ptr, acc, n_rows, N: gl.constexpr):
+    """Write `[n_rows, 64]` of the output: eight threads put two dims each side by side, a whole sector."""
+    LAYOUT: gl.constexpr = _out_layout(N)
+    out = gl.convert_layout(_by_dim(acc, N).to(partial_out_ptr.dtype.element_ty), LAYOUT)
+    rows = gl.arange(0, N, gl.SliceLayout(1, LAYOUT))
+    dims = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
+    gl.store(partial_out_ptr + rows[:, None] * LATENT + dims[None, :], out, mask=(rows < n_rows)[:, None])

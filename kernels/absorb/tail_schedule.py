@@ -1,0 +1,206 @@
+"""The items of tails in the work list of the absorb kernels (absorb_schedule.py), made on the device before every step.
+
+The tails stand in one line, longest first, and the programs cut it so that all of them end together, those with less of
+groups taking more (FlashMLA's schedule; stream-K). Where whole tails in turn end nearly as early, none is cut, and
+nothing is to be merged.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..naive.schedule import ITEM_FIELDS
+from .schedule import BLOCK_KEYS, HEADER_FIELDS, ITEM_BLOCKS, AbsorbCapacity
+
+MIN_BLOCKS = 2
+"""A tail is not cut into shorter pieces."""
+
+
+@triton.jit
+def _capacities(load, level, MIN_BLOCKS: tl.constexpr):
+    """Blocks of tails that the parts take until all of them have `level`; one that is nearly there takes none."""
+    return tl.where(level - load >= MIN_BLOCKS, level - load, 0)
+
+
+@triton.jit
+def _find_level(load, valid, total, MIN_BLOCKS: tl.constexpr):
+    """The lowest level at which the parts take `total` blocks."""
+    low = total * 0
+    high = total + tl.max(tl.where(valid, load, 0), 0) + MIN_BLOCKS
+    while low < high:
+        middle = (low + high) // 2
+        enough = tl.sum(tl.where(valid, _capacities(load, middle, MIN_BLOCKS), 0), 0) >= total
+        low = tl.where(enough, low, middle + 1)
+        high = tl.where(enough, middle, high)
+    return high
+
+
+@triton.jit
+def _part_at(ends, position, LOG2_PARTS: tl.constexpr):
+    """The first part that ends behind a position; ends: ascending, the last one behind all positions."""
+    part = tl.zeros_like(position)
+    step = 1 << LOG2_PARTS - 1
+    for _ in tl.static_range(LOG2_PARTS):
+        part += tl.where(tl.gather(ends, part + step - 1, 0) <= position, step, 0)
+        step //= 2
+    return part
+
+
+@triton.jit
+def _load_lengths(lens_ptr, row, rows, QUERIES: tl.constexpr):
+    """Keys that a row of the batch sees, 0 behind the last row. Query tokens before a request's last see fewer."""
+    length = tl.load(lens_ptr + row // QUERIES, mask=row < rows, other=0)
+    return tl.maximum(length - (QUERIES - 1 - row % QUERIES), 0)
+
+
+@triton.jit(do_not_specialize=["rows", "table_row"])
+def schedule_tails_kernel(
+    lens_ptr,  # int32 [rows / QUERIES]
+    work_ptr,  # int32, the work list
+    table_ptr,  # int32, see schedule.WorkList; only the entries of rows
+    rows,
+    table_row,  # entries between two rows of the page table: SGLang's grows while it runs
+    HEADS: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    MAX_ROWS: tl.constexpr,
+    FIRST_PARTIAL: tl.constexpr,
+    FIRST_SEGMENT: tl.constexpr,
+    FIRST_ITEM: tl.constexpr,
+    MIN_BLOCKS: tl.constexpr,
+    ITEM_BLOCKS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEADER: tl.constexpr,
+    ITEM: tl.constexpr,
+    LANES: tl.constexpr,  # a power of two, at least MAX_ROWS
+    LOG2_PARTS: tl.constexpr,  # of a power of two that is more than PROGRAMS
+):
+    # A part is as many programs as a row has tiles, which take the same keys at the same time.
+    TILES: tl.constexpr = (HEADS + TILE_ROWS - 1) // TILE_ROWS
+    PARTS: tl.constexpr = PROGRAMS // TILES
+    PART_LANES: tl.constexpr = 1 << LOG2_PARTS
+    NEVER: tl.constexpr = 1 << 30
+    lane = tl.arange(0, LANES)
+    blocks = tl.cdiv(_load_lengths(lens_ptr, lane, rows, QUERIES), BLOCK_KEYS)
+    # Rows by their length, equal ones in their order: the row is in the low digits of what is sorted.
+    row = LANES - 1 - tl.sort(blocks * LANES + (LANES - 1 - lane), descending=True) % LANES
+    length = _load_lengths(lens_ptr, row, rows, QUERIES)
+    blocks = tl.cdiv(length, BLOCK_KEYS)
+    some = blocks > 0
+    cost = tl.where(some, blocks + ITEM_BLOCKS, 0)
+    end = tl.cumsum(cost, 0)
+
+    part = tl.arange(0, PART_LANES)
+    valid = part < PARTS
+    load = tl.zeros_like(part)
+    for tile in tl.static_range(TILES):
+        of_program = tl.load(work_ptr + HEADER + 2 * PROGRAMS + part * TILES + tile, mask=valid, other=0)
+        load = tl.maximum(load, of_program)
+    level = _find_level(load, valid, tl.sum(cost, 0), MIN_BLOCKS)
+    # Whole rows in turn, longest first, where that ends nearly as early: nothing is to be merged.
+    longest = tl.max(load, 0) + tl.sum(tl.where(lane % PARTS == 0, cost, 0), 0)
+    whole = longest * 16 <= (level + ITEM_BLOCKS) * 17
+    room = tl.where(valid, _capacities(load, level, MIN_BLOCKS), 0)
+    takes = valid & (whole | (room > 0))
+    rank = tl.where(takes, tl.cumsum(takes.to(tl.int32), 0) - 1, 0)  # among those that take tails
+    part_ends = tl.sort(tl.where(takes, tl.cumsum(room, 0), NEVER))
+
+    # By rank: the parts of a row's first piece, which has at least MIN_BLOCKS or all of the row, and of its last.
+    first = _part_at(part_ends, end - tl.maximum(blocks - MIN_BLOCKS, 0) - 1, LOG2_PARTS)
+    last = tl.maximum(_part_at(part_ends, end - MIN_BLOCKS, LOG2_PARTS), first)
+    first = tl.where(whole, lane % PARTS, first)
+    last = tl.where(whole, first, last)
+    pieces = tl.where(some, last - first + 1, 0)
+    n_pieces = tl.sum(pieces, 0)
+    begun = tl.histogram(first, PART_LANES, mask=some)
+    ended = tl.histogram(last, PART_LANES, mask=some)
+    count = begun + tl.cumsum(begun, 0) - begun - (tl.cumsum(ended, 0) - ended)  # and those that go on from before
+    first_piece = tl.cumsum(count, 0) - count
+    item = tl.where(whole, tl.gather(first_piece, first, 0) + lane // PARTS, tl.cumsum(pieces, 0) - pieces)
+
+    group_items = tl.load(work_ptr + 1)
+    tl.store(work_ptr, group_items + n_pieces * TILES)
+    for tile in tl.static_range(TILES):
+        program_ptr = work_ptr + HEADER + part * TILES + tile
+        begin_item = group_items + tile * n_pieces + tl.gather(first_piece, rank, 0)
+        items = tl.where(takes, tl.gather(count, rank, 0), 0)
+        tl.store(program_ptr, begin_item, mask=valid)
+        tl.store(program_ptr + PROGRAMS, begin_item + items, mask=valid)
+    cut = tl.where(pieces > 1, pieces, 0)
+    partial = FIRST_PARTIAL + tl.where(pieces > 1, MAX_ROWS + tl.cumsum(cut, 0) - cut, row)
+    kv_begin = tl.zeros_like(length)
+    for piece in range(0, tl.max(pieces, 0)):
+        has = piece < pieces
+        cut_at = tl.gather(part_ends, tl.minimum(first + piece, PART_LANES - 1), 0) - (end - blocks)
+        kv_end = tl.where(piece < pieces - 1, cut_at * BLOCK_KEYS, length)
+        for tile in tl.static_range(TILES):
+            item_ptr = work_ptr + FIRST_ITEM + (group_items + tile * n_pieces + item + piece) * ITEM
+            first_segment = FIRST_SEGMENT + (row * HEADS + tile * TILE_ROWS) // SEGMENT
+            tl.store(item_ptr, first_segment, mask=has)
+            tl.store(item_ptr + 1, tl.minimum(HEADS - tile * TILE_ROWS, TILE_ROWS), mask=has)
+            tl.store(item_ptr + 2, kv_begin, mask=has)
+            tl.store(item_ptr + 3, kv_end, mask=has)
+            tl.store(item_ptr + 4, row // QUERIES * table_row, mask=has)
+            tl.store(item_ptr + 5, (partial + piece) * HEADS + tile * TILE_ROWS, mask=has)
+            tl.store(item_ptr + 6, (piece == pieces - 1).to(tl.int32), mask=has)
+        kv_begin = kv_end
+    row_ptr = table_ptr + ITEM + MAX_ROWS + row
+    tl.store(row_ptr, partial, mask=row < rows)
+    tl.store(row_ptr + MAX_ROWS, 1, mask=row < rows)
+    tl.store(row_ptr + 2 * MAX_ROWS, pieces, mask=row < rows)
+
+
+def schedule_tails(lens: Tensor, work: Tensor, table: Tensor, capacity: AbsorbCapacity, page_table: Tensor) -> None:
+    """Put the items of the tails behind those of the groups, in place of the ones that were there.
+
+    A tail without tokens has none.
+
+    Args:
+        lens: `[requests]` int32, tokens of each request's private tail. A batch has `capacity.queries` rows for each.
+        work: `[capacity.size]` int32, begun with `capacity.empty_work()` and holding the plan's groups; written.
+        table: `[capacity.table.size]` int32, written: which partial rows each row's tail has.
+        page_table: `[at least requests, pages]` int32, the pages of each tail. Only its stride is used.
+    Raises:
+        ValueError: a shape or dtype is not as above.
+    """
+    requests = lens.shape[0]
+    rows = requests * capacity.queries
+    for name, tensor, shape in (
+        ("lens", lens, (requests,)),
+        ("work", work, (capacity.size,)),
+        ("table", table, (capacity.table.size,)),
+    ):
+        if tensor.dtype != torch.int32 or tensor.shape != shape or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be int32 {list(shape)}, not {tensor.dtype} {list(tensor.shape)}")
+    if rows > capacity.max_rows or requests > page_table.shape[0]:
+        have = f"there is room for {capacity.max_rows} rows, and {page_table.shape[0]} requests have pages"
+        raise ValueError(f"{requests} requests, {rows} rows; {have}")
+    schedule_tails_kernel[(1,)](
+        lens,
+        work,
+        table,
+        rows,
+        page_table.stride(0),
+        HEADS=capacity.heads,
+        SEGMENT=capacity.segment,
+        PROGRAMS=capacity.programs,
+        MAX_ROWS=capacity.max_rows,
+        FIRST_PARTIAL=capacity.max_group_partials,
+        FIRST_SEGMENT=capacity.tail_segments,
+        FIRST_ITEM=capacity.first_item,
+        MIN_BLOCKS=MIN_BLOCKS,
+        ITEM_BLOCKS=ITEM_BLOCKS,
+        BLOCK_KEYS=BLOCK_KEYS,
+        TILE_ROWS=capacity.tile_rows,
+        QUERIES=capacity.queries,
+        HEADER=HEADER_FIELDS,
+        ITEM=ITEM_FIELDS,
+        LANES=triton.next_power_of_2(max(2, capacity.max_rows)),
+        LOG2_PARTS=capacity.programs.bit_length(),
+        num_warps=4,
+    )

@@ -1,0 +1,243 @@
+"""Naive attention over shared, expanded prefixes on Hopper, in BF16 or FP8: what naive_prefix.py computes, faster.
+
+    out[b, h] = softmax_n(softmax_scale · (q_nope[b, h] · k_nope[n, h] + q_rope[b, h] · k_rope[n])) · v[n, h]
+
+One persistent launch over a work list (schedule.py). In every program one warp copies key tiles to shared memory (TMA,
+a ring of stages), and one or two warp groups of 64 rows each consume them (naive_consumers_hopper.py). It is in Gluon
+because Triton waits for every wgmma before it issues the next.
+
+Memory per work item of n keys: n·(dn + dv + dr)·2 bytes in BF16, n·(dn + dv + 2·dr) in FP8, from L2 when another row
+tile of the same head and keys runs beside it; reads rows·(dn + dr)·2 and writes rows·(dv + 1)·4 bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..storage.expanded import CHUNK_TOKENS, FP8, ExpandedBuffers
+from .schedule import WorkListCapacity
+from .sm90_parts.consumers import ITEM, ROWS, consume
+from .triton_naive import LOG2E, Tile, check_arguments
+
+CHUNK = gl.constexpr(CHUNK_TOKENS)
+CONSUMER_REGISTERS = 240
+PRODUCER_REGISTERS = 24
+
+TILES = {
+    torch.bfloat16: (
+        Tile(block_rows=64, block_keys=128, num_stages=2),
+        Tile(block_rows=128, block_keys=128, num_stages=2),
+    ),
+    FP8: (
+        Tile(block_rows=64, block_keys=128, num_stages=2, ctas_per_sm=2),
+        Tile(block_rows=128, block_keys=128, num_stages=4),
+    ),
+}
+"""By dtype, for up to 64 rows and for more: the fastest on an H200 of those that scripts/calibrate.py tries. Up to 64
+rows a program has one consumer, and in FP8 two programs share a multiprocessor; above, one program has two consumers.
+"""
+
+
+@dataclass(frozen=True)
+class LayerKeys:
+    """The expanded prefixes of one layer as descriptors of 2-D views, and their scales."""
+
+    k_nope: TensorDescriptor  # [chunks * heads * CHUNK_TOKENS, dn], block [block_keys, dn]
+    k_rope: TensorDescriptor  # [chunks * CHUNK_TOKENS, dr], block [block_keys, dr]
+    v_t: TensorDescriptor  # [chunks * heads * dv, CHUNK_TOKENS], block [dv, block_keys]
+    k_scale: Tensor  # [heads] float32
+    v_scale: Tensor  # [heads] float32
+
+    @classmethod
+    def of(cls, buffers: ExpandedBuffers, layer: int, tile: Tile) -> LayerKeys:
+        def describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+            dtype = {torch.bfloat16: gl.bfloat16, FP8: gl.float8e4nv}[tensor.dtype]
+            layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
+            return TensorDescriptor.from_tensor(tensor.view(-1, tensor.shape[-1]), block, layout)
+
+        return cls(
+            k_nope=describe(buffers.k_nope[layer], [tile.block_keys, buffers.qk_nope_head_dim]),
+            k_rope=describe(buffers.k_rope[layer], [tile.block_keys, buffers.qk_rope_head_dim]),
+            v_t=describe(buffers.v_t[layer], [buffers.v_head_dim, tile.block_keys]),
+            k_scale=buffers.k_scale[layer],
+            v_scale=buffers.v_scale[layer],
+        )
+
+
+def supports(buffers: ExpandedBuffers) -> bool:
+    """Whether the kernel takes these buffers: on a Hopper GPU, BF16 or FP8, with head dimensions of 64 or 128."""
+    dims = (buffers.qk_nope_head_dim, buffers.v_head_dim, buffers.qk_rope_head_dim)
+    on_hopper = buffers.device.type == "cuda" and torch.cuda.get_device_capability(buffers.device) == (9, 0)
+    return on_hopper and buffers.dtype in TILES and all(dim in (64, 128) for dim in dims)
+
+
+def tiles_of(dtype: torch.dtype) -> tuple[Tile, ...]:
+    """Tiles for buffers of a dtype, smallest first."""
+    return TILES[dtype]
+
+
+@gluon.jit
+def _produce(
+    k_nope_desc, k_rope_desc, v_t_desc, k_nope_s, k_rope_s, v_t_s, k_full, k_empty, v_full, v_empty,
+    work_ptr, heads, items_offset,
+):  # fmt: skip
+    """Copy the key tiles of all items of this program to shared memory, each item's last tile first."""
+    STAGES: gl.constexpr = k_nope_s.shape[0]
+    BLOCK_KEYS: gl.constexpr = k_nope_s.shape[1]
+    TILES_PER_CHUNK: gl.constexpr = CHUNK // BLOCK_KEYS
+    DV: gl.constexpr = v_t_s.shape[1]
+    K_BYTES: gl.constexpr = k_nope_desc.block_type.nbytes + k_rope_desc.block_type.nbytes
+    position = 0
+    for item_index in range(gl.program_id(0), gl.load(work_ptr), gl.num_programs(0)):
+        item_ptr = work_ptr + items_offset + item_index * ITEM
+        head = gl.load(item_ptr)
+        first_tile = gl.load(item_ptr + 3) // BLOCK_KEYS
+        last_tile = (gl.load(item_ptr + 4) - 1) // BLOCK_KEYS
+        chunk_ptr = work_ptr + gl.load(item_ptr + 5)
+        chunk = gl.load(chunk_ptr + last_tile // TILES_PER_CHUNK)
+        for back in range(0, last_tile - first_tile + 1):
+            tile = last_tile - back
+            token = tile % TILES_PER_CHUNK * BLOCK_KEYS
+            block = chunk * heads + head
+            rope_row = chunk * CHUNK + token
+            # The next tile's chunk, so that its copy does not wait for the load.
+            chunk = gl.load(chunk_ptr + gl.maximum(tile - 1, first_tile) // TILES_PER_CHUNK)
+            stage = position % STAGES
+            free_phase = ((position // STAGES) & 1) ^ 1
+            mbarrier.wait(k_empty.index(stage), free_phase)
+            mbarrier.expect(k_full.index(stage), K_BYTES)
+            tma.async_copy_global_to_shared(k_rope_desc, [rope_row, 0], k_full.index(stage), k_rope_s.index(stage))
+            tma.async_copy_global_to_shared(
+                k_nope_desc, [block * CHUNK + token, 0], k_full.index(stage), k_nope_s.index(stage)
+            )
+            mbarrier.wait(v_empty.index(stage), free_phase)
+            mbarrier.expect(v_full.index(stage), v_t_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(v_t_desc, [block * DV, token], v_full.index(stage), v_t_s.index(stage))
+            position += 1
+
+
+@gluon.jit(do_not_specialize=["heads", "items_offset"])
+def naive_prefix_hopper_kernel(
+    q_nope_ptr,  # BF16 [T, H, DN], strides q_nope_row, q_nope_head, 1
+    q_rope_ptr,  # BF16 [T, H, DR], strides q_rope_row, q_rope_head, 1
+    k_nope_desc,
+    k_rope_desc,
+    v_t_desc,
+    k_scale_ptr,  # float32 [H]
+    v_scale_ptr,  # float32 [H]
+    work_ptr,  # int32, see schedule.WorkList
+    partial_out_ptr,  # float32 [P, H, DV]
+    partial_lse2_ptr,  # float32 [P, H]
+    scale_log2e,
+    heads,
+    items_offset,
+    q_nope_row,
+    q_nope_head,
+    q_rope_row,
+    q_rope_head,
+    CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
+):
+    BLOCK_KEYS: gl.constexpr = k_nope_desc.block_type.shape[0]
+    DN: gl.constexpr = k_nope_desc.block_type.shape[1]
+    DR: gl.constexpr = k_rope_desc.block_type.shape[1]
+    DV: gl.constexpr = v_t_desc.block_type.shape[0]
+    dtype: gl.constexpr = k_nope_desc.dtype
+    QN: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DN], dtype)
+    QR: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DR], gl.bfloat16)
+    q_nope_s = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, DN], QN)
+    q_rope_s = gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS, ROWS, DR], QR)
+    k_nope_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_KEYS, DN], k_nope_desc.layout)
+    k_rope_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_KEYS, DR], k_rope_desc.layout)
+    v_t_s = gl.allocate_shared_memory(dtype, [STAGES, DV, BLOCK_KEYS], v_t_desc.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+
+    produced = (
+        k_nope_desc, k_rope_desc, v_t_desc, k_nope_s, k_rope_s, v_t_s, k_full, k_empty, v_full, v_empty,
+        work_ptr, heads, items_offset,
+    )  # fmt: skip
+    first_half = (
+        0, q_nope_s.index(0), q_rope_s.index(0), k_nope_s, k_rope_s, v_t_s, k_full, k_empty, v_full, v_empty,
+        q_nope_ptr, q_rope_ptr, k_scale_ptr, v_scale_ptr, work_ptr, partial_out_ptr, partial_lse2_ptr, scale_log2e,
+        heads, items_offset, q_nope_row, q_nope_head, q_rope_row, q_rope_head,
+    )  # fmt: skip
+    if CONSUMERS == 1:
+        gl.warp_specialize([(consume, first_half), (_produce, produced)], [1], [PRODUCER_REGISTERS])
+    else:
+        second_half = (
+            ROWS, q_nope_s.index(1), q_rope_s.index(1), k_nope_s, k_rope_s, v_t_s, k_full, k_empty, v_full, v_empty,
+            q_nope_ptr, q_rope_ptr, k_scale_ptr, v_scale_ptr, work_ptr, partial_out_ptr, partial_lse2_ptr,
+            scale_log2e, heads, items_offset, q_nope_row, q_nope_head, q_rope_row, q_rope_head,
+        )  # fmt: skip
+        gl.warp_specialize(
+            [(consume, first_half), (consume, second_half), (_produce, produced)],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+
+
+def launch_options(tile: Tile) -> dict[str, int]:
+    """Constants and compiler options of a tile's kernel."""
+    options = dict(CONSUMERS=tile.block_rows // ROWS.value, STAGES=tile.num_stages, num_warps=4)
+    options |= dict(CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS)
+    if tile.ctas_per_sm == 2:
+        options["maxnreg"] = 128  # of 8 warps; the consumer takes what the producer's warps give up
+    return options
+
+
+def run(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    keys: LayerKeys,
+    work: Tensor,
+    capacity: WorkListCapacity,
+    partial_out: Tensor,
+    partial_lse2: Tensor,
+    *,
+    softmax_scale: float,
+    num_ctas: int,
+    tile: Tile,
+) -> None:
+    """Launch the kernel; arguments and errors are those of naive_prefix.run, queries are BF16 for either dtype."""
+    check_arguments(
+        q_nope, q_rope, keys.k_nope.shape[1], keys.k_rope.shape[1], torch.bfloat16, work, capacity, partial_out,
+        partial_lse2, softmax_scale,
+    )  # fmt: skip
+    naive_prefix_hopper_kernel[(num_ctas,)](
+        q_nope,
+        q_rope,
+        keys.k_nope,
+        keys.k_rope,
+        keys.v_t,
+        keys.k_scale,
+        keys.v_scale,
+        work,
+        partial_out,
+        partial_lse2,
+        softmax_scale * LOG2E,
+        partial_out.shape[1],
+        capacity.items_offset,
+        q_nope.stride(0),
+        q_nope.stride(1),
+        q_rope.stride(0),
+        q_rope.stride(1),
+        **launch_options(tile),
+    )

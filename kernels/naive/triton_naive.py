@@ -1,0 +1,342 @@
+"""Naive attention of groups of rows over their shared, expanded prefixes.
+
+    out[b, h] = softmax_n(softmax_scale · (q_nope[b, h] · k_nope[n, h] + q_rope[b, h] · k_rope[n])) · v[n, h]
+
+for every row b of a group, every head h, over the group's keys n in [0, prefix_len): no mask. The keys may be split
+over several work items (see schedule.py), so what is written are partial results, each normalised over its own keys,
+with their base-2 lse.
+
+Memory per work item (row tile of one head, n keys): reads n·(dn + dv + dr)·2 bytes of keys and values in BF16 and
+n·(dn + dv + 2·dr) in FP8, from L2 when another row tile of the same head and keys runs beside it; reads
+rows·(dn + dr)·2 and writes rows·(dv + 1)·4 bytes.
+
+FP8 saves memory here, not arithmetic: keys and values are converted as they are read, and neither queries nor softmax
+weights are rounded to FP8. The key scale multiplies the content scores, the value scale the result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..storage.expanded import CHUNK_TOKENS, FP8, ExpandedBuffers
+from .schedule import ITEM_FIELDS, WorkListCapacity
+
+LOG2E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Block sizes and launch parameters of the kernel."""
+
+    block_rows: int = 64
+    block_keys: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+    ctas_per_sm: int = 1
+
+
+TILES = (Tile(), Tile(block_rows=128, num_warps=8))
+"""By block_rows. The fastest of eleven on an H200 in BF16, 26,472 tokens, 16 and 128 heads: the first up to 64 rows,
+the second above, because it brings each key to shared memory once for 128 rows."""
+
+FP8_TILES = (Tile(ctas_per_sm=2), Tile(block_rows=128, num_warps=8))
+"""The same for FP8, where smaller stages let two programs of the first share a multiprocessor. Not timed."""
+
+
+def tiles_of(dtype: torch.dtype) -> tuple[Tile, ...]:
+    """Tiles for buffers of a dtype, smallest first."""
+    return FP8_TILES if dtype == FP8 else TILES
+
+
+def tile_for(rows: int, tiles: tuple[Tile, ...] = TILES) -> Tile:
+    """The tile for batches of this many rows: the smallest that holds them all, else the largest."""
+    return next((tile for tile in tiles if tile.block_rows >= rows), tiles[-1])
+
+
+@dataclass(frozen=True)
+class LayerKeys:
+    """The expanded prefixes of one layer as descriptors of 2-D views, one tile of `block_keys` tokens at a time, and
+    their scales."""
+
+    k_nope: TensorDescriptor  # [chunks * heads * CHUNK_TOKENS, dn], block [block_keys, dn]
+    k_rope: TensorDescriptor  # [chunks * CHUNK_TOKENS, dr], block [block_keys, dr]
+    v_t: TensorDescriptor  # [chunks * heads * dv, CHUNK_TOKENS], block [dv, block_keys]
+    k_scale: Tensor  # [heads] float32
+    v_scale: Tensor  # [heads] float32
+
+    @classmethod
+    def of(cls, buffers: ExpandedBuffers, layer: int, tile: Tile) -> LayerKeys:
+        """Raises ValueError if a head dimension is not a power of two of at least 16, or the GPU does not know e4m3."""
+        for name in ("qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim"):
+            dim = getattr(buffers, name)
+            if dim < 16 or dim & (dim - 1):
+                raise ValueError(f"{name} must be a power of two of at least 16, not {dim}")
+        on_gpu = buffers.device.type == "cuda"
+        if buffers.dtype == FP8 and on_gpu and torch.cuda.get_device_capability(buffers.device) < (8, 9):
+            raise ValueError("prefixes in FP8 need a GPU of compute capability 8.9 or higher")
+
+        def describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+            return TensorDescriptor.from_tensor(tensor.view(-1, tensor.shape[-1]), block)
+
+        return cls(
+            k_nope=describe(buffers.k_nope[layer], [tile.block_keys, buffers.qk_nope_head_dim]),
+            k_rope=describe(buffers.k_rope[layer], [tile.block_keys, buffers.qk_rope_head_dim]),
+            v_t=describe(buffers.v_t[layer], [buffers.v_head_dim, tile.block_keys]),
+            k_scale=buffers.k_scale[layer],
+            v_scale=buffers.v_scale[layer],
+        )
+
+
+@triton.jit
+def _convert(tile, dtype: tl.constexpr):
+    """Keys or values in the dtype of the query, exactly."""
+    if tile.dtype == tl.float8e4nv:  # by way of float32: Hopper converts to BF16 in pairs only from there
+        tile = tile.to(tl.float32)
+    return tile.to(dtype)
+
+
+@triton.jit
+def _scores(q_nope, q_rope, k_nope_desc, k_rope_desc, key_row, rope_row, k_scale, PRECISION: tl.constexpr):
+    """Scores `[BLOCK_ROWS, BLOCK_KEYS]` of one key tile, without the softmax scale; `k_scale` is used in FP8 only."""
+    # Both loaded before the first product: no wait between the two.
+    k_rope = _convert(k_rope_desc.load([rope_row, 0]), q_rope.dtype)  # [BLOCK_KEYS, DR]
+    k_nope = _convert(k_nope_desc.load([key_row, 0]), q_nope.dtype)  # [BLOCK_KEYS, DN]
+    if k_nope_desc.dtype == tl.float8e4nv:  # content first, so that the scale does not need a second accumulator
+        scores = tl.dot(q_nope, k_nope.T, input_precision=PRECISION) * k_scale
+        return tl.dot(q_rope, k_rope.T, scores, input_precision=PRECISION)
+    scores = tl.dot(q_rope, k_rope.T, input_precision=PRECISION)
+    return tl.dot(q_nope, k_nope.T, scores, input_precision=PRECISION)
+
+
+@triton.jit
+def _values(v_t_desc, value_row, token, dtype: tl.constexpr, DV: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+    """Transposed values `[DV, BLOCK_KEYS]` of one key tile, in the order of its tokens.
+
+    FP8 values are put back from layout.FP8_TOKEN_ORDER here: they pass through registers anyway, to be converted, where
+    the positions of 16 tokens belong to one thread. So keys, weights and the end of the prefix need no permutation.
+    """
+    v_t = _convert(v_t_desc.load([value_row, token]), dtype)
+    if v_t_desc.dtype == tl.float8e4nv:  # position 4a + 2b + c of 16 holds token 8b + 2a + c
+        v_t = v_t.reshape([DV, BLOCK_KEYS // 16, 4, 2, 2]).permute([0, 1, 3, 2, 4]).reshape([DV, BLOCK_KEYS])
+    return v_t
+
+
+@triton.jit
+def _softmax_step(scores, row_max2, row_sum, acc, scale_log2e):
+    """Running softmax in base 2: weights of this tile, and maximum, sum and output brought to the new maximum."""
+    new_max2 = tl.maximum(row_max2, tl.max(scores, 1) * scale_log2e)  # [BLOCK_ROWS]
+    weights = tl.exp2(scores * scale_log2e - new_max2[:, None])  # [BLOCK_ROWS, BLOCK_KEYS]
+    rescale = tl.exp2(row_max2 - new_max2)
+    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    return weights, new_max2, row_sum, acc * rescale[:, None]
+
+
+# A layer's scales may start anywhere: the kernel must not be compiled again for another alignment.
+@triton.jit(do_not_specialize_on_alignment=["k_scale_ptr", "v_scale_ptr"])
+def naive_prefix_kernel(
+    q_nope_ptr,  # [T, H, DN], strides q_nope_row, q_nope_head, 1
+    q_rope_ptr,  # [T, H, DR], strides q_rope_row, q_rope_head, 1
+    k_nope_desc,  # [chunks * heads * CHUNK, DN]
+    k_rope_desc,  # [chunks * CHUNK, DR]
+    v_t_desc,  # [chunks * heads * DV, CHUNK]
+    k_scale_ptr,  # float32 [heads]; not read unless FP8
+    v_scale_ptr,  # float32 [heads]; not read unless FP8
+    work_ptr,  # int32, see schedule.WorkList
+    partial_out_ptr,  # float32 [P, heads, DV]
+    partial_lse2_ptr,  # float32 [P, heads]
+    scale_log2e,
+    heads,
+    items_offset,
+    q_nope_row,
+    q_nope_head,
+    q_rope_row,
+    q_rope_head,
+    DN: tl.constexpr,
+    DR: tl.constexpr,
+    DV: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ITEM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+):
+    TILES_PER_CHUNK: tl.constexpr = CHUNK // BLOCK_KEYS
+    SCALED: tl.constexpr = k_nope_desc.dtype == tl.float8e4nv
+    row_in_tile = tl.arange(0, BLOCK_ROWS)
+    dim_nope, dim_rope, dim_v = tl.arange(0, DN), tl.arange(0, DR), tl.arange(0, DV)
+
+    for item_index in tl.range(tl.program_id(0), tl.load(work_ptr), tl.num_programs(0), num_stages=1):
+        item_ptr = work_ptr + items_offset + item_index * ITEM
+        head = tl.load(item_ptr)
+        group_row = tl.load(item_ptr + 1)
+        n_rows = tl.load(item_ptr + 2)
+        kv_begin = tl.load(item_ptr + 3)
+        kv_end = tl.load(item_ptr + 4)
+        chunk_ptr = work_ptr + tl.load(item_ptr + 5)
+        partial_row = tl.load(item_ptr + 6)
+
+        in_tile = row_in_tile < n_rows
+        row = tl.load(work_ptr + ITEM + group_row + row_in_tile, mask=in_tile, other=0).to(tl.int64)  # [BLOCK_ROWS]
+        q_nope = tl.load(
+            q_nope_ptr + (row * q_nope_row + head * q_nope_head)[:, None] + dim_nope[None, :],
+            mask=in_tile[:, None],
+            other=0.0,
+        )  # [BLOCK_ROWS, DN]
+        q_rope = tl.load(
+            q_rope_ptr + (row * q_rope_row + head * q_rope_head)[:, None] + dim_rope[None, :],
+            mask=in_tile[:, None],
+            other=0.0,
+        )  # [BLOCK_ROWS, DR]
+
+        k_scale = tl.load(k_scale_ptr + head) if SCALED else 1.0
+        row_max2 = tl.full([BLOCK_ROWS], -1e30, tl.float32)
+        row_sum = tl.zeros([BLOCK_ROWS], tl.float32)
+        acc = tl.zeros([BLOCK_ROWS, DV], tl.float32)
+
+        # The chunk of a tile is loaded one tile ahead, so that the tile's copy does not wait for it.
+        first, full = kv_begin // BLOCK_KEYS, kv_end // BLOCK_KEYS
+        last = (kv_end - 1) // BLOCK_KEYS
+        chunk = tl.load(chunk_ptr + first // TILES_PER_CHUNK)
+        for tile in tl.range(first, full, num_stages=NUM_STAGES):
+            token = tile % TILES_PER_CHUNK * BLOCK_KEYS
+            block = chunk * heads + head
+            rope_row = chunk * CHUNK + token
+            chunk = tl.load(chunk_ptr + tl.minimum(tile + 1, last) // TILES_PER_CHUNK)
+            key_row = block * CHUNK + token
+            scores = _scores(q_nope, q_rope, k_nope_desc, k_rope_desc, key_row, rope_row, k_scale, PRECISION)
+            weights, row_max2, row_sum, acc = _softmax_step(scores, row_max2, row_sum, acc, scale_log2e)
+            v_t = _values(v_t_desc, block * DV, token, q_nope.dtype, DV, BLOCK_KEYS)
+            acc = tl.dot(weights.to(v_t.dtype), v_t.T, acc, input_precision=PRECISION)
+
+        if full <= last:  # the prefix ends inside this tile; what is behind its end may be NaN
+            token = last % TILES_PER_CHUNK * BLOCK_KEYS
+            block = chunk * heads + head
+            valid = last * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS) < kv_end  # [BLOCK_KEYS]
+            rope_row, key_row = chunk * CHUNK + token, block * CHUNK + token
+            scores = _scores(q_nope, q_rope, k_nope_desc, k_rope_desc, key_row, rope_row, k_scale, PRECISION)
+            scores = tl.where(valid[None, :], scores, -1e30)
+            weights, row_max2, row_sum, acc = _softmax_step(scores, row_max2, row_sum, acc, scale_log2e)
+            v_t = _values(v_t_desc, block * DV, token, q_nope.dtype, DV, BLOCK_KEYS)
+            v_t = tl.where(valid[None, :], v_t, 0.0).to(v_t.dtype)  # [DV, BLOCK_KEYS]
+            acc = tl.dot(weights.to(v_t.dtype), v_t.T, acc, input_precision=PRECISION)
+
+        v_scale = tl.load(v_scale_ptr + head) if SCALED else 1.0
+        partial = (partial_row + row_in_tile).to(tl.int64) * heads + head  # [BLOCK_ROWS]
+        tl.store(
+            partial_out_ptr + partial[:, None] * DV + dim_v[None, :],
+            acc * (v_scale / row_sum)[:, None],
+            mask=in_tile[:, None],
+        )
+        tl.store(partial_lse2_ptr + partial, row_max2 + tl.log2(row_sum), mask=in_tile)
+
+
+def resident_ctas(device: torch.device, tile: Tile) -> int:
+    """Programs that a GPU runs at once."""
+    if device.type != "cuda":
+        raise ValueError("give num_ctas where there is no GPU to ask")
+    return tile.ctas_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def check_arguments(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    dn: int,
+    dr: int,
+    dtype: torch.dtype,
+    work: Tensor,
+    capacity: WorkListCapacity,
+    partial_out: Tensor,
+    partial_lse2: Tensor,
+    softmax_scale: float,
+) -> None:
+    """Raise a ValueError if an argument of `run` is not as it says there; `dtype` is that of the queries."""
+    rows, heads = q_nope.shape[0], partial_out.shape[1]
+    for name, q, dim in (("q_nope", q_nope, dn), ("q_rope", q_rope, dr)):
+        if q.shape != (rows, heads, dim):
+            raise ValueError(f"{name} must be {[rows, heads, dim]}, not {list(q.shape)}")
+        if q.dtype != dtype:
+            raise ValueError(f"{name} is {q.dtype}, but the expanded prefixes need {dtype}")
+        if q.stride(2) != 1:
+            raise ValueError(f"the last axis of {name} must be contiguous; its strides are {q.stride()}")
+    if not (partial_out.is_contiguous() and partial_lse2.is_contiguous()):
+        raise ValueError("partial_out and partial_lse2 must be contiguous")
+    if partial_out.shape[:2] != partial_lse2.shape or partial_out.shape[0] < capacity.max_partial_rows:
+        raise ValueError(
+            f"partial_out {list(partial_out.shape)} and partial_lse2 {list(partial_lse2.shape)} must have "
+            f"{capacity.max_partial_rows} rows and the same heads"
+        )
+    if work.dtype != torch.int32 or not capacity.items_offset <= work.numel() <= capacity.size:
+        raise ValueError(
+            f"work must be int32 of {capacity.items_offset} to {capacity.size} values, not {work.dtype} "
+            f"{list(work.shape)}"
+        )
+    if not softmax_scale > 0:
+        raise ValueError(f"softmax_scale must be positive, not {softmax_scale}")
+
+
+def run(
+    q_nope: Tensor,
+    q_rope: Tensor,
+    keys: LayerKeys,
+    work: Tensor,
+    capacity: WorkListCapacity,
+    partial_out: Tensor,
+    partial_lse2: Tensor,
+    *,
+    softmax_scale: float,
+    num_ctas: int,
+    tile: Tile,
+) -> None:
+    """Launch the kernel on a work list that was built for the same `tile`.
+
+    Args:
+        q_nope: `[T, H, dn]`; q_rope: `[T, H, dr]`, dtype of the keys, or BF16 for keys in FP8; any row and head
+            strides, last axis contiguous.
+        work: int32, at least the `used` part of a schedule.WorkList; read on the device only.
+        partial_out: `[P, H, dv]` float32, written; partial_lse2: `[P, H]` float32, base 2, written. Contiguous.
+        softmax_scale: positive.
+    Raises:
+        ValueError: a shape, dtype or stride is not as above.
+    """
+    dn, dr, dv = keys.k_nope.shape[1], keys.k_rope.shape[1], partial_out.shape[2]
+    heads, dtype = partial_out.shape[1], keys.k_rope.base.dtype  # the rotary keys are BF16 beside FP8
+    if keys.k_nope.base.dtype == FP8 and q_nope.dtype == torch.float32:
+        dtype = torch.float32  # for the interpreter, which has no products in BF16
+    check_arguments(q_nope, q_rope, dn, dr, dtype, work, capacity, partial_out, partial_lse2, softmax_scale)
+    naive_prefix_kernel[(num_ctas,)](
+        q_nope,
+        q_rope,
+        keys.k_nope,
+        keys.k_rope,
+        keys.v_t,
+        keys.k_scale,
+        keys.v_scale,
+        work,
+        partial_out,
+        partial_lse2,
+        softmax_scale * LOG2E,
+        heads,
+        capacity.items_offset,
+        q_nope.stride(0),
+        q_nope.stride(1),
+        q_rope.stride(0),
+        q_rope.stride(1),
+        DN=dn,
+        DR=dr,
+        DV=dv,
+        CHUNK=CHUNK_TOKENS,
+        ITEM=ITEM_FIELDS,
+        BLOCK_ROWS=tile.block_rows,
+        BLOCK_KEYS=tile.block_keys,
+        PRECISION="ieee" if q_nope.dtype == torch.float32 else "tf32",
+        NUM_STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )

@@ -1,0 +1,1 @@
+"""Everything that knows SGLang. No other folder imports it."""

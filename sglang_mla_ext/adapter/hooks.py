@@ -1,0 +1,207 @@
+"""The hooks into SGLang's worker process: each a few lines that hand over to the part that does the work.
+
+`contract.py` lists what they rely on. SGLang only logs a hook that fails to install, so the backend's factory asks
+`assert_installed` before it builds anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter import contract, limits, prefill
+from sglang_mla_ext.observe import Metrics
+from sglang_mla_ext.options import HybridMLAOptions, OptionError
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_mla_ext.adapter.backend import HybridMLABackend
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_BUDGET_SHARE = 0.1
+METRICS_INTERVAL_S = 1.0
+
+_SRT = "sglang.srt"
+_hooked: dict[str, Any] = {}
+
+
+class _Worker:
+    """What one scheduler process knows; filled in as SGLang builds its parts."""
+
+    budget_bytes: int | None = None
+    backend: HybridMLABackend | None = None
+    scheduler: Scheduler | None = None
+    metrics: Metrics | None = None
+    metrics_time = 0.0
+
+
+worker = _Worker()
+
+
+def install() -> None:
+    """Register the backend, its forward-method handler and all hooks, and ask for queries in parts.
+
+    Called before SGLang builds anything.
+    """
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    register_attention_backend(BACKEND_NAME)(create_backend)
+    contract.check()
+
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+
+    from sglang_mla_ext.adapter import latent_pool
+    from sglang_mla_ext.adapter import layer as mla_layer
+
+    AttentionBackendRegistry.register(BACKEND_NAME, mla_layer.forward_method)
+    mla_layer.take_parts()
+    after = {
+        f"{_SRT}.managers.scheduler.Scheduler.__init__": after_scheduler_init,
+        f"{_SRT}.managers.scheduler.Scheduler.flush_cache": after_flush_cache,
+        f"{_SRT}.managers.scheduler.Scheduler.on_idle": after_on_idle,
+        f"{_SRT}.managers.scheduler.Scheduler.get_internal_state": after_get_internal_state,
+        f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager._observe_weight_load": (
+            after_weight_load_begins
+        ),
+        f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes": after_profile_bytes,
+        f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new": after_forward_batch,
+        f"{_SRT}.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
+            latent_pool.after_cell_size
+        ),
+        f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mla"
+        ".DeepseekMLAForwardMixin._split_q_nope_pe": mla_layer.after_split_q,
+    }
+    import torch
+
+    if not torch.cuda.is_available():
+        from sglang_mla_ext.adapter.cpu.backend import after_support_triton
+
+        after[f"{_SRT}.utils.common.support_triton"] = after_support_triton
+    around = {
+        f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mla_kv_pool": (
+            latent_pool.around_build_mla_pool
+        ),
+        f"{_SRT}.model_executor.forward_batch_deepseek_mha_mixin"
+        ".ForwardBatchDeepSeekMHAMixin.prepare_chunked_prefix_cache_info": prefill.around_chunk_info,
+        f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mha"
+        ".DeepseekMHAForwardMixin._chunked_prefix_attn_mha": prefill.around_prefix_attention,
+    }
+    for hooks, kind in ((after, HookType.AFTER), (around, HookType.AROUND)):
+        for target, hook in hooks.items():
+            HookRegistry.register(target, hook, kind)
+            _hooked[target] = hook
+
+
+def assert_installed() -> None:
+    """
+    Raises:
+        ContractError: a hook is not in place; SGLang's log has the reason.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = [target for target in _hooked if target not in HookRegistry._patched]
+    if missing or not _hooked:
+        contract.check()
+        raise contract.ContractError(
+            f"--attention-backend {BACKEND_NAME}: hooks are not in place: {', '.join(missing) or 'all of them'}. "
+            "The log above says why. Is SGLANG_PLUGINS set to a list without hybrid_mla?"
+        )
+
+
+def create_backend(runner: ModelRunner) -> HybridMLABackend:
+    """The factory that SGLang calls for `--attention-backend hybrid_mla`."""
+    import torch
+
+    assert_installed()
+    if runner.kv_cache_dtype == torch.float8_e4m3fn:
+        limits.check_fp8_cache(runner.server_args, on_gpu=torch.cuda.is_available())
+    if not torch.cuda.is_available():
+        from sglang_mla_ext.adapter.cpu.backend import TorchHybridBackend as Backend
+    elif runner.kv_cache_dtype == torch.float8_e4m3fn:
+        from sglang_mla_ext.adapter.backend_fp8 import FP8HybridBackend as Backend
+    else:
+        from sglang_mla_ext.adapter.backend_flashmla import FlashMLAHybridBackend as Backend
+    if worker.budget_bytes is None:
+        raise contract.ContractError("SGLang built its attention backend before it sized its KV cache")
+    worker.backend = Backend(runner, HybridMLAOptions.from_env(), worker.budget_bytes)
+    return worker.backend
+
+
+def after_profile_bytes(available: int, *args: Any, **kwargs: Any) -> int:
+    """Take the budget for expanded prefixes out of what SGLang has for its KV cache."""
+    options = HybridMLAOptions.from_env()
+    if not options.may_expand:
+        budget = 0
+    elif options.prefix_memory_gb is None:
+        budget = int(available * DEFAULT_BUDGET_SHARE)
+    else:
+        budget = int(options.prefix_memory_gb * (1 << 30))
+    if budget >= available:
+        raise OptionError(
+            f"--hybrid-mla-prefix-memory-gb {options.prefix_memory_gb:g} leaves nothing of the "
+            f"{available / (1 << 30):.2f} GiB that SGLang has for its KV cache: lower it, or raise "
+            f"--mem-fraction-static."
+        )
+    worker.budget_bytes = budget
+    return available - budget
+
+
+def after_scheduler_init(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
+    from sglang_mla_ext.adapter.versions.tree_view import TreeView
+
+    worker.scheduler = scheduler
+    if worker.backend is None:
+        raise contract.ContractError(f"--attention-backend {BACKEND_NAME}: SGLang did not build the backend")
+    worker.backend.prefixes.attach(TreeView(scheduler.tree_cache))
+    if scheduler.metrics_collector is not None:
+        worker.metrics = Metrics(scheduler.metrics_collector.labels)
+    logger.info("hybrid_mla: ready; %s", worker.backend.describe())
+
+
+def after_forward_batch(
+    forward_batch: Any, cls: type, batch: Any, model_runner: ModelRunner, *args: Any, **kwargs: Any
+) -> None:
+    if worker.backend is None or worker.scheduler is None or model_runner.is_draft_worker:
+        return
+    worker.backend.before_forward(
+        forward_batch.forward_mode,
+        batch.reqs,
+        worker.scheduler.running_batch.reqs,
+        forward_batch.extend_prefix_lens_cpu or (),
+        forward_batch.extend_seq_lens_cpu or (),
+    )
+    _publish_metrics()
+
+
+def after_flush_cache(success: bool, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
+    if success and worker.backend is not None:
+        worker.backend.prefixes.forget()
+
+
+def after_weight_load_begins(result: Any, *args: Any, **kwargs: Any) -> None:
+    if worker.backend is not None:
+        worker.backend.weights_change()
+
+
+def after_on_idle(result: None, scheduler: Scheduler) -> None:
+    if worker.backend is not None and scheduler.is_fully_idle():
+        worker.backend.prefixes.idle()
+        _publish_metrics()
+
+
+def after_get_internal_state(result: Any, scheduler: Scheduler, recv_req: Any) -> None:
+    if worker.backend is not None:
+        result.internal_state[BACKEND_NAME] = worker.backend.report()
+
+
+def _publish_metrics() -> None:
+    now = time.monotonic()
+    if worker.metrics is not None and worker.backend is not None and now - worker.metrics_time > METRICS_INTERVAL_S:
+        worker.metrics_time = now
+        worker.metrics.publish(worker.backend.report())

@@ -1,0 +1,16 @@
+"""SGLang's own launcher, with the CPU stand-ins put in place first.
+
+With a GPU it does the same as `python -m sglang.launch_server`. Spawned processes import this module again, so
+the stand-ins are in place there too.
+"""
+
+from sglang_mla_ext.adapter.cpu import standins
+
+if standins.needed():
+    standins.install()
+
+
+def main() -> None:
+    import runpy
+
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)

@@ -1,0 +1,69 @@
+"""SGLang's entry point into this package (`sglang.srt.plugins`), called once in every process that SGLang starts.
+
+The launching process gets the flags and the backend's name. Whether the backend is asked for is known when SGLang
+has parsed its arguments; that is noted in the environment, and the processes spawned from then on install the rest.
+Where it is not asked for, nothing but the flags and the name is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter import contract, limits
+from sglang_mla_ext.adapter.cpu import standins
+from sglang_mla_ext.options import HybridMLAOptions, add_flags, flags_to_env
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+ASKED_VARIABLE = "SGLANG_HYBRID_MLA_ASKED"
+"""Set to 1 by the launching process where the backend is asked for; an internal matter of this package."""
+
+SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
+
+
+def register() -> None:
+    """Called by SGLang in each process, before it parses arguments or builds anything."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.server_args import add_attention_backend_choices, add_chunked_prefix_cache_attention_backend
+
+    add_attention_backend_choices([BACKEND_NAME])
+    add_chunked_prefix_cache_attention_backend(BACKEND_NAME)
+    HookRegistry.register(f"{SERVER_ARGS}.add_cli_args", _after_add_cli_args, HookType.AFTER)
+    HookRegistry.register(f"{SERVER_ARGS}.from_cli_args", _before_from_cli_args, HookType.BEFORE)
+    HookRegistry.register(f"{SERVER_ARGS}.__post_init__", _around_post_init, HookType.AROUND)
+    if os.environ.get(standins.INSTALLED_VARIABLE) == "1":
+        standins.let_torch_native_run_mla()
+    if os.environ.get(ASKED_VARIABLE) == "1":
+        from sglang_mla_ext.adapter import hooks
+
+        hooks.install()
+
+
+def _after_add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
+    add_flags(parser)
+
+
+def _before_from_cli_args(cls: type[ServerArgs], args: argparse.Namespace) -> None:
+    flags_to_env(args)
+
+
+def _around_post_init(original: Callable[..., None], server_args: ServerArgs, *args: Any, **kwargs: Any) -> None:
+    import torch
+
+    on_gpu = torch.cuda.is_available() and server_args.device in (None, "cuda")
+    asked = limits.is_asked_for(server_args)
+    if asked:
+        contract.check(launcher_only=True)
+        HybridMLAOptions.from_env()
+        limits.set_defaults(server_args, on_gpu)
+    original(server_args, *args, **kwargs)
+    if asked:
+        limits.check(server_args, torch.cuda.get_device_capability() if on_gpu else None)
+        os.environ[ASKED_VARIABLE] = "1"
+    else:
+        os.environ.pop(ASKED_VARIABLE, None)

@@ -1,0 +1,1 @@
+"""What differs between releases of SGLang, a module for each line of them."""
