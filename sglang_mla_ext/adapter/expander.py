@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +13,8 @@ from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, ExpandedB
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+    from sglang_mla_ext.adapter.versions import TreeView
 
 PRODUCT_TOKENS = 4 * CHUNK_TOKENS
 """Tokens of one product where expansion is not fused: bounds the temporary result, 64 MiB at 128 heads in BF16."""
@@ -42,14 +44,34 @@ class Expander:
         self._layers = layers
         self._pool = pool
         self._buffers = buffers
+        self._tree: TreeView | None = None
         self._scales_valid = False
+
+    def attach(self, tree: TreeView) -> None:
+        """Give it the tree, which SGLang builds after the attention backend."""
+        self._tree = tree
+
+    def try_out(self) -> None:
+        """Expand one token of no prefix, where kernels have to be compiled for that, so that they show that they run.
+        """
+        if self._buffers.device.type == "cuda":
+            self.expand_slots(torch.zeros(1, dtype=torch.int64, device=self._buffers.device), [0], 0)
 
     def weights_changed(self) -> None:
         """The scales of an FP8 buffer follow the weights: they are computed anew before the next expansion."""
         self._scales_valid = False
 
+    def expand(self, node: Hashable, start: int, end: int, chunks: Sequence[int]) -> None:
+        """Expand tokens `[start, end)` of the path that ends in this tree node, in all layers.
+
+        Args:
+            node: a handle of the tree.
+            chunks: ids of the chunks that hold the path's tokens from the first one on.
+        """
+        self.expand_slots(self._tree.slots(node, start, end), chunks, start)
+
     @torch.no_grad()
-    def expand(self, slots: torch.Tensor, chunks: Sequence[int], start: int) -> None:
+    def expand_slots(self, slots: torch.Tensor, chunks: Sequence[int], start: int) -> None:
         """Expand `n` consecutive tokens of a prefix in all layers.
 
         Args:

@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter import contract, limits, prefill
+from sglang_mla_ext.adapter import contract, limits, prefill, versions
 from sglang_mla_ext.observe import Metrics
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_mla_ext.adapter.backend import HybridMLABackend
+    from sglang_mla_ext.adapter.steps import Steps
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class _Worker:
     """What one scheduler process knows; filled in as SGLang builds its parts."""
 
     budget_bytes: int | None = None
-    backend: HybridMLABackend | None = None
+    steps: Steps | None = None
     scheduler: Scheduler | None = None
     metrics: Metrics | None = None
     metrics_time = 0.0
@@ -44,7 +45,7 @@ worker = _Worker()
 
 
 def install() -> None:
-    """Register the backend, its forward-method handler and all hooks, and ask for queries in parts.
+    """Register the backend, its forward-method handler and all hooks, and have queries come in parts.
 
     Called before SGLang builds anything.
     """
@@ -80,7 +81,7 @@ def install() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        from sglang_mla_ext.adapter.cpu.backend import after_support_triton
+        from sglang_mla_ext.adapter.cpu.stock import after_support_triton
 
         after[f"{_SRT}.utils.common.support_triton"] = after_support_triton
     around = {
@@ -119,18 +120,16 @@ def create_backend(runner: ModelRunner) -> HybridMLABackend:
     import torch
 
     assert_installed()
+    on_gpu = torch.cuda.is_available()
+    limits.check_dtype(runner.dtype)
     if runner.kv_cache_dtype == torch.float8_e4m3fn:
-        limits.check_fp8_cache(runner.server_args, on_gpu=torch.cuda.is_available())
-    if not torch.cuda.is_available():
-        from sglang_mla_ext.adapter.cpu.backend import TorchHybridBackend as Backend
-    elif runner.kv_cache_dtype == torch.float8_e4m3fn:
-        from sglang_mla_ext.adapter.backend_fp8 import FP8HybridBackend as Backend
-    else:
-        from sglang_mla_ext.adapter.backend_flashmla import FlashMLAHybridBackend as Backend
+        limits.check_fp8_cache(runner.server_args, on_gpu=on_gpu)
     if worker.budget_bytes is None:
         raise contract.ContractError("SGLang built its attention backend before it sized its KV cache")
-    worker.backend = Backend(runner, HybridMLAOptions.from_env(), worker.budget_bytes)
-    return worker.backend
+    from sglang_mla_ext.adapter.build import build
+
+    backend, worker.steps = build(runner, HybridMLAOptions.from_env(), worker.budget_bytes)
+    return backend
 
 
 def after_profile_bytes(available: int, *args: Any, **kwargs: Any) -> int:
@@ -153,23 +152,21 @@ def after_profile_bytes(available: int, *args: Any, **kwargs: Any) -> int:
 
 
 def after_scheduler_init(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
-    from sglang_mla_ext.adapter.versions.tree_view import TreeView
-
     worker.scheduler = scheduler
-    if worker.backend is None:
+    if worker.steps is None:
         raise contract.ContractError(f"--attention-backend {BACKEND_NAME}: SGLang did not build the backend")
-    worker.backend.prefixes.attach(TreeView(scheduler.tree_cache))
+    worker.steps.attach(versions.TreeView(scheduler.tree_cache))
     if scheduler.metrics_collector is not None:
         worker.metrics = Metrics(scheduler.metrics_collector.labels)
-    logger.info("hybrid_mla: ready; %s", worker.backend.describe())
+    logger.info("hybrid_mla: ready; %s", worker.steps.description)
 
 
 def after_forward_batch(
     forward_batch: Any, cls: type, batch: Any, model_runner: ModelRunner, *args: Any, **kwargs: Any
 ) -> None:
-    if worker.backend is None or worker.scheduler is None or model_runner.is_draft_worker:
+    if worker.steps is None or worker.scheduler is None or model_runner.is_draft_worker:
         return
-    worker.backend.before_forward(
+    worker.steps.before_forward(
         forward_batch.forward_mode,
         batch.reqs,
         worker.scheduler.running_batch.reqs,
@@ -180,28 +177,28 @@ def after_forward_batch(
 
 
 def after_flush_cache(success: bool, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
-    if success and worker.backend is not None:
-        worker.backend.prefixes.forget()
+    if success and worker.steps is not None:
+        worker.steps.forget()
 
 
 def after_weight_load_begins(result: Any, *args: Any, **kwargs: Any) -> None:
-    if worker.backend is not None:
-        worker.backend.weights_change()
+    if worker.steps is not None:
+        worker.steps.weights_change()
 
 
 def after_on_idle(result: None, scheduler: Scheduler) -> None:
-    if worker.backend is not None and scheduler.is_fully_idle():
-        worker.backend.prefixes.idle()
+    if worker.steps is not None and scheduler.is_fully_idle():
+        worker.steps.idle()
         _publish_metrics()
 
 
 def after_get_internal_state(result: Any, scheduler: Scheduler, recv_req: Any) -> None:
-    if worker.backend is not None:
-        result.internal_state[BACKEND_NAME] = worker.backend.report()
+    if worker.steps is not None:
+        result.internal_state[BACKEND_NAME] = worker.steps.report()
 
 
 def _publish_metrics() -> None:
     now = time.monotonic()
-    if worker.metrics is not None and worker.backend is not None and now - worker.metrics_time > METRICS_INTERVAL_S:
+    if worker.metrics is not None and worker.steps is not None and now - worker.metrics_time > METRICS_INTERVAL_S:
         worker.metrics_time = now
-        worker.metrics.publish(worker.backend.report())
+        worker.metrics.publish(worker.steps.report())

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, unwrap_write_loc
-from sglang.srt.runtime_context import get_exec
 
 from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter import versions
 from sglang_mla_ext.kernels.dispatch import append_rows, fetch_rows
 from sglang_mla_ext.kernels.storage.expanded import FP8
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
@@ -132,18 +132,7 @@ def around_build_mla_pool(
     """`KVCacheConfigurator._build_mla_kv_pool`, with our class in FP8."""
     if not is_built_for(configurator):
         return original(configurator, max_total_num_tokens=max_total_num_tokens)
-    return LatentPool(
-        max_total_num_tokens,
-        page_size=configurator.pool_page_size,
-        dtype=configurator.kv_cache_dtype,
-        kv_lora_rank=configurator.model_config.kv_lora_rank,
-        qk_rope_head_dim=configurator.model_config.qk_rope_head_dim,
-        layer_num=configurator.layer_info.num_effective_layers,
-        device=configurator.device,
-        enable_memory_saver=get_exec().features.enable_memory_saver,
-        start_layer=configurator.layer_info.start_layer,
-        end_layer=configurator.layer_info.end_layer,
-    )
+    return LatentPool(max_total_num_tokens, **versions.latent_pool_arguments(configurator))
 
 
 def after_cell_size(result: int, pool_configurator: Any, configurator: KVCacheConfigurator, num_layers: int) -> int:

@@ -1,25 +1,25 @@
 """The hooks inside DeepSeek's MLA layer.
 
 SGLang's absorbed forward is: q -> (q_nope, q_rope) -> absorb q_nope through w_kc -> attention backend -> w_vc ->
-o_proj. Naive attention needs q_nope before it is absorbed, and its result has left the latent space already, so it
-joins between w_vc and o_proj. Both are taken at the seams: after `_split_q_nope_pe`, and as o_proj's input. The
-layer's own code in between stays SGLang's, with every form of w_vc (BF16, FP8, DeepGEMM) that it knows.
+o_proj. Naive attention needs q_nope before it is absorbed, and its result is not in the latent space, so it is merged
+between w_vc and o_proj. Both are taken at the seams: after `_split_q_nope_pe`, and as o_proj's input. The layer's own
+code in between stays SGLang's, with every form of w_vc (BF16, FP8, DeepGEMM) that it knows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter import prefill
+from sglang_mla_ext.adapter.relay import relay
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
-
-    from sglang_mla_ext.adapter.backend import HybridMLABackend
 
 
 def forward_method(attention: DeepseekV2AttentionMLA, forward_batch: Any) -> Any:
@@ -49,11 +49,9 @@ def take_parts() -> None:
 
 
 def after_split_q(result: tuple[torch.Tensor, ...], attention: DeepseekV2AttentionMLA, *args: Any) -> None:
-    """Show the backend the un-absorbed query, `[tokens, heads, qk_nope_head_dim]`."""
-    from sglang_mla_ext.adapter.hooks import worker
-
-    if worker.backend is not None:
-        worker.backend.see_query(result[0])
+    """Keep the query before absorption, `[tokens, heads, qk_nope_head_dim]`, for the attention call that follows."""
+    if relay.takes_query:
+        relay.q_nope = result[0]
 
 
 def attention_layers(runner: ModelRunner) -> list[DeepseekV2AttentionMLA]:
@@ -73,13 +71,15 @@ def attention_layers(runner: ModelRunner) -> list[DeepseekV2AttentionMLA]:
     return sorted(layers, key=lambda layer: layer.attn_mqa.layer_id)
 
 
-def merge_before_o_proj(layers: list[DeepseekV2AttentionMLA], backend: HybridMLABackend) -> None:
-    """Let the backend add the shared part to what each layer hands to its output projection."""
+def merge_before_o_proj(
+    layers: Sequence[DeepseekV2AttentionMLA], merge: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Have `merge` add the shared part to what each layer hands to its output projection, where there is one."""
 
-    def merge(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not backend.merge_pending:
+    def before(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if relay.tail_lse is None:
             return None
-        return backend.merge(args[0]), *args[1:]
+        return merge(args[0]), *args[1:]
 
     for layer in layers:
-        layer.o_proj.register_forward_pre_hook(merge)
+        layer.o_proj.register_forward_pre_hook(before)

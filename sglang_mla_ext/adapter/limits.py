@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter import versions
+from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.options import OptionError
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-PAGE_SIZE = 64
-"""Tokens of a page of FlashMLA's cache, the only size that it takes."""
+FLOAT16 = "the model runs in float16, which its kernels do not compute in: use --dtype bfloat16."
 
 
 def is_asked_for(server_args: ServerArgs) -> bool:
@@ -28,13 +31,13 @@ def set_defaults(server_args: ServerArgs, on_gpu: bool) -> None:
     """
     if not on_gpu:
         return
-    if server_args.page_size not in (None, PAGE_SIZE):
+    if server_args.page_size not in (None, PAGE_TOKENS):
         raise OptionError(
-            f"{BACKEND_NAME} needs --page-size {PAGE_SIZE}, not {server_args.page_size}; remove the flag."
+            f"{BACKEND_NAME} needs --page-size {PAGE_TOKENS}, not {server_args.page_size}; remove the flag."
         )
-    server_args.page_size = PAGE_SIZE
+    server_args.page_size = PAGE_TOKENS
     if server_args.kv_cache_dtype == "fp8_e4m3":
-        server_args.disable_prefill_cuda_graph = True  # --cuda-graph-backend-prefill is stronger
+        versions.disable_prefill_graph(server_args)
 
 
 def check(server_args: ServerArgs, compute_capability: tuple[int, int] | None) -> None:
@@ -47,6 +50,15 @@ def check(server_args: ServerArgs, compute_capability: tuple[int, int] | None) -
         OptionError: with every reason.
     """
     _refuse(_findings(server_args, compute_capability))
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Stop a launch in float16: for where `--dtype auto` has become that, which SGLang finds out from the checkpoint.
+
+    Raises:
+        OptionError: it is.
+    """
+    _refuse([FLOAT16] if dtype == torch.float16 else [])
 
 
 def check_fp8_cache(server_args: ServerArgs, on_gpu: bool) -> None:
@@ -83,6 +95,8 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         found.append(
             "the model scales its queries by their positions (llama_4_scaling): choose another --attention-backend."
         )
+    if args.dtype in ("half", "float16"):
+        found.append(FLOAT16)
     if args.kv_cache_dtype == "fp8_e4m3":
         found += _fp8_cache_findings(args, on_gpu=compute_capability is not None)
     elif args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
@@ -132,7 +146,7 @@ def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
             "--flashinfer-mla-disable-ragged": args.flashinfer_mla_disable_ragged,
             "--disable-chunked-prefix-cache": args.disable_chunked_prefix_cache,
         }
-        if args.cuda_graph_config.prefill.backend != "disabled":
+        if versions.prefill_graph_backend(args) != "disabled":
             found.append(
                 "--kv-cache-dtype fp8_e4m3 needs prefill without CUDA graphs: remove what sets "
                 "--cuda-graph-backend-prefill."
@@ -147,11 +161,11 @@ def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
 def _is_sparse(args: ServerArgs) -> bool:
     from sglang.srt.configs.model_config import is_deepseek_dsa
 
-    return is_deepseek_dsa(args.get_model_config().hf_config)
+    return bool(is_deepseek_dsa(versions.model_config(args)))
 
 
 def _scales_queries(args: ServerArgs) -> bool:
     """As Mistral Large 3 does. SGLang leaves it to backends that take the query in two parts, and the un-absorbed query
     that we see is before it."""
-    config = args.get_model_config().hf_config
+    config = versions.model_config(args)
     return bool(getattr(getattr(config, "text_config", None) or config, "llama_4_scaling", None))

@@ -4,8 +4,8 @@ SGLang computes the prefill of an MLA model with keys per head, in two parts tha
 among themselves, and the cached prefix, whose latent rows it gathers and expands again for every request. Here one
 launch attends to the expanded part of the prefix for all requests, and SGLang's loop is left with what follows it.
 
-SGLang copies a `ForwardBatch` field by field before it runs it, so a plan cannot travel on one. The backend keeps the
-plan of the step that comes next, and the step is known by its list of prefix lengths, which is not copied.
+SGLang copies a `ForwardBatch` field by field before it runs it, so a plan cannot travel on one. It waits in the relay for
+the step that comes next, and the step is known by its list of prefix lengths, which is not copied.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_mla_ext.kernels.naive.attention import PrefixAttention
-from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.adapter.relay import relay
+from sglang_mla_ext.kernels.naive.attention import SharedAttention
+from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.shared_prefixes import ExpandedPart
 
@@ -40,33 +41,29 @@ class PrefillPlan:
     """What one prefill step attends to in expanded form.
 
     Attributes:
-        prefix_lens: `[requests]` tokens of each request that are cached: the step's own list, by which it is known.
-        covered: `[requests]` how many of them are expanded, from the first one on.
+        covered: `[requests]` how many of its cached tokens are expanded, from the first one on.
         passes: in order; rows that are in none have no expanded prefix.
         layer_index: of the attention's buffers, by SGLang's layer id.
     """
 
-    prefix_lens: Sequence[int]
     covered: tuple[int, ...]
     passes: tuple[Pass, ...]
-    attention: PrefixAttention
+    attention: SharedAttention
     layer_index: dict[int, int]
     counters: Counters
 
     @classmethod
     def make(
         cls,
-        prefix_lens: Sequence[int],
         parts: Sequence[ExpandedPart],
         new_tokens: Sequence[int],
-        attention: PrefixAttention,
+        attention: SharedAttention,
         layer_index: dict[int, int],
         max_rows: int,
         counters: Counters,
     ) -> PrefillPlan | None:
         """
         Args:
-            prefix_lens: see the attribute.
             parts: of each request's cached prefix, what is expanded.
             new_tokens: `[requests]`, rows of the step that each request has, in this order.
             max_rows: that one run of the attention takes.
@@ -83,13 +80,13 @@ class PrefillPlan:
                 rows = range(max(end - count, start) - start, min(end, stop) - start)
                 if part.tokens and rows:
                     rows_of.setdefault(part, []).extend(rows)
-            groups = [PrefixGroup(tuple(rows), part.tokens, part.chunks) for part, rows in rows_of.items()]
-            if groups:
-                passes.append(Pass(start, stop, attention.prepare(groups, stop - start)))
+            segments = [ExpandedSegment(tuple(rows), part.tokens, part.chunks) for part, rows in rows_of.items()]
+            if segments:
+                passes.append(Pass(start, stop, attention.make_plan(segments, stop - start)))
         if not passes:
             return None
         covered = tuple(part.tokens for part in parts)
-        return cls(prefix_lens, covered, tuple(passes), attention, layer_index, counters)
+        return cls(covered, tuple(passes), attention, layer_index, counters)
 
     def attend(self, layer: DeepseekV2AttentionMLA, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Add the attention to the expanded prefixes to that over other keys, in place.
@@ -110,10 +107,9 @@ class PrefillPlan:
 
 def plan_of(forward_batch: Any) -> PrefillPlan | None:
     """The plan of a prefill step, if it has one."""
-    from sglang_mla_ext.adapter.hooks import worker
-
-    plan = worker.backend.prefill if worker.backend is not None else None
-    return plan if plan is not None and plan.prefix_lens is forward_batch.extend_prefix_lens_cpu else None
+    if relay.prefill is None or relay.prefill_lens is not forward_batch.extend_prefix_lens_cpu:
+        return None
+    return relay.prefill
 
 
 def around_chunk_info(original: Callable[..., None], forward_batch: Any, device: torch.device) -> None:

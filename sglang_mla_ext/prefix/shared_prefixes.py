@@ -1,27 +1,23 @@
 """The shared prefixes of a running server: finds them, has them expanded, and says what each decode step does.
 
 Ties the tree, the planner, the pool and the expander together. All of it runs on the host, in the scheduler's
-thread, between two forward passes.
+thread, between two forward passes. The tree and the expander are protocols here: the adapter knows SGLang and the
+kernels, this folder neither.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool, Expansion
 from sglang_mla_ext.prefix.planner import Gain, Group, Path, PathNode, Plan, Stacking, limit_entries, plan_groups
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
-
-    from sglang_mla_ext.adapter.expander import Expander
-    from sglang_mla_ext.adapter.versions.tree_view import TreeView
     from sglang_mla_ext.options import HybridMLAOptions
 
 logger = logging.getLogger(__name__)
@@ -35,6 +31,52 @@ class ExpandedPart(NamedTuple):
 
 
 NOTHING_EXPANDED = ExpandedPart(0, ())
+
+
+class ExpandedGroup(NamedTuple):
+    """Rows of a batch that attend to the first `tokens` tokens of their prefix, expanded in these chunks."""
+
+    rows: tuple[int, ...]
+    tokens: int
+    chunks: tuple[int, ...]
+
+
+class Tree(Protocol):
+    """The radix tree of a server, as handles: one for each node, the same one as long as anybody keeps it. Requests are
+    the server's own objects, which are only passed through here."""
+
+    def state(self, requests: Sequence[Any]) -> Hashable:
+        """Differs where a request, or the node that its cached prefix ends in, is another one. It speaks for the nodes
+        only while they exist, so it goes with what `hold` returned."""
+        ...
+
+    def hold(self, requests: Sequence[Any]) -> object:
+        """Keeps the nodes that requests end in from ceasing to exist, and so their identities from being reused."""
+        ...
+
+    def paths(self, requests: Sequence[Any]) -> list[Path]:
+        """One path for each request, root first, the root itself left out; empty where nothing is cached yet."""
+        ...
+
+    def path(self, node: Hashable) -> Path:
+        """The present path that ends in this node."""
+        ...
+
+    def is_held(self, node: Any) -> bool:
+        """Whether a request holds the node, so that its tokens' slots stay what they are."""
+        ...
+
+
+class Expander(Protocol):
+    """Computes keys and values of a prefix."""
+
+    def expand(self, node: Hashable, start: int, end: int, chunks: Sequence[int]) -> None:
+        """Expand tokens `[start, end)` of the path that ends in this node, in all layers.
+
+        Args:
+            chunks: ids of the chunks that hold the path's tokens from the first one on.
+        """
+        ...
 
 
 def every_group(group_size: int, tokens: int) -> float:
@@ -103,7 +145,7 @@ class SharedPrefixes:
         options: HybridMLAOptions,
         cost: CostModel,
         pool: ExpandedPool,
-        expander: Expander,
+        expander: Expander | None,
         counters: Counters,
         *,
         naive: bool = True,
@@ -111,6 +153,7 @@ class SharedPrefixes:
     ) -> None:
         """
         Args:
+            expander: None where the pool has no chunks.
             naive: whether there is naive attention; without it nothing is expanded.
             stacking: how grouped absorb takes rows; None where there is none.
         """
@@ -120,11 +163,11 @@ class SharedPrefixes:
         self._pool = pool
         self._expander = expander
         self._counters = counters
-        self._tree: TreeView | None = None
+        self._tree: Tree | None = None
         self._plan = Plan(0)
-        self._groups: tuple[PrefixGroup, ...] = ()
-        self._plan_key: tuple[object, ...] = ()
-        self._plan_nodes: list[object] = []
+        self._groups: tuple[ExpandedGroup, ...] = ()
+        self._planned_for: tuple[int, Hashable] | None = None
+        self._held: object = None
         self._expanding = False
         self._announced = False
 
@@ -137,11 +180,11 @@ class SharedPrefixes:
     def pool(self) -> ExpandedPool:
         return self._pool
 
-    def attach(self, tree: TreeView) -> None:
+    def attach(self, tree: Tree) -> None:
         """Give it the tree, which SGLang builds after the attention backend."""
         self._tree = tree
 
-    def before_prefill(self, reqs: Sequence[Req], running: Sequence[Req], affordable: int = 0) -> None:
+    def before_prefill(self, reqs: Sequence[Any], running: Sequence[Any], affordable: int = 0) -> None:
         """Start or continue expanding what the requests of a prefill step share among themselves and with others.
 
         Args:
@@ -160,7 +203,7 @@ class SharedPrefixes:
             self._expanding |= self._expand(shared, affordable, optional=True)
 
     def expanded_parts(
-        self, reqs: Sequence[Req], prefix_lens: Sequence[int], new_tokens: Sequence[int], *, always: bool
+        self, reqs: Sequence[Any], prefix_lens: Sequence[int], new_tokens: Sequence[int], *, always: bool
     ) -> list[ExpandedPart]:
         """What a prefill step can attend to in expanded form, for each request.
 
@@ -190,7 +233,7 @@ class SharedPrefixes:
             return parts
         return [part if self._gains.naive(rows[part], part.tokens) > 0 else NOTHING_EXPANDED for part in parts]
 
-    def before_decode(self, reqs: Sequence[Req]) -> tuple[Plan, tuple[PrefixGroup, ...]]:
+    def before_decode(self, reqs: Sequence[Any]) -> tuple[Plan, tuple[ExpandedGroup, ...]]:
         """Plan a decode step.
 
         Args:
@@ -200,15 +243,14 @@ class SharedPrefixes:
         """
         if self._tree is None:
             return Plan(len(reqs)), ()
-        key = (self._pool.version, *((req.rid, id(req.last_node)) for req in reqs))
-        if key != self._plan_key or self._expanding:
+        state = self._tree.state(reqs)
+        if (self._pool.version, state) != self._planned_for or self._expanding:
             self.release_unheld()
             paths = self._tree.paths(reqs)
             self._expand_for(paths)
             self._make_plan(paths)
-            # Holding the nodes keeps their ids from being given to other objects.
-            self._plan_nodes = [req.last_node for req in reqs]
-            self._plan_key = (self._pool.version, *key[1:])
+            self._held = self._tree.hold(reqs)
+            self._planned_for = (self._pool.version, state)
         return self._plan, self._groups
 
     def release_unheld(self) -> None:
@@ -227,7 +269,7 @@ class SharedPrefixes:
         self._clear_plan()
 
     def _clear_plan(self) -> None:
-        self._plan, self._groups, self._plan_key, self._plan_nodes = Plan(0), (), (), []
+        self._plan, self._groups, self._planned_for, self._held = Plan(0), (), None, None
 
     def _make_plan(self, paths: Sequence[Path]) -> None:
         covered = self._pool.lookup(self._tree.path)
@@ -247,7 +289,7 @@ class SharedPrefixes:
             plan = limit_entries(plan, self._gains.grouped, self._stacking)
         self._plan = plan
         self._groups = tuple(
-            PrefixGroup(rows=group.rows, prefix_len=group.end, chunks=tuple(covered[group.node][1].chunks))
+            ExpandedGroup(group.rows, group.end, tuple(covered[group.node][1].chunks))
             for group in plan.of_mode(Mode.NAIVE)
         )
 
@@ -294,8 +336,7 @@ class SharedPrefixes:
 
     def _advance(self, expansion: Expansion, most: int) -> int:
         count = min(most, expansion.target - expansion.done)
-        slots = self._tree.slots(expansion.anchor, expansion.done, expansion.done + count)
-        self._expander.expand(slots, expansion.chunks, expansion.done)
+        self._expander.expand(expansion.anchor, expansion.done, expansion.done + count, expansion.chunks)
         self._pool.advance(expansion, count)
         if expansion.complete:
             self._counters.expansions += not expansion.counted

@@ -1,1 +1,23 @@
-"""What differs between releases of SGLang, a module for each line of them."""
+"""What differs between releases of SGLang: one module for each line of them, all with the same names.
+
+`adapter.contract` says which releases are known; this picks the module for the one that is installed. A new line of
+releases is a new module here and a column there.
+"""
+
+from sglang_mla_ext.adapter.versions.sglang_0_5_17 import (
+    TreeView,
+    UnsupportedTree,
+    disable_prefill_graph,
+    latent_pool_arguments,
+    model_config,
+    prefill_graph_backend,
+)
+
+__all__ = [
+    "TreeView",
+    "UnsupportedTree",
+    "disable_prefill_graph",
+    "latent_pool_arguments",
+    "model_config",
+    "prefill_graph_backend",
+]

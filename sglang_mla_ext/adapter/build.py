@@ -1,0 +1,237 @@
+"""Puts the backend together from its parts, within the memory that was taken out of SGLang's budget for it."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter.backend import HybridMLABackend, Stock
+from sglang_mla_ext.adapter.expander import Expander
+from sglang_mla_ext.adapter.latent import LatentAttention
+from sglang_mla_ext.adapter.layer import attention_layers, merge_before_o_proj
+from sglang_mla_ext.adapter.prefill import PrefillPlan
+from sglang_mla_ext.adapter.steps import MAX_ROWS, PrefillSharing, Steps
+from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8
+from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
+from sglang_mla_ext.kernels.naive.attention import SharedAttention
+from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
+from sglang_mla_ext.observe import Counters
+from sglang_mla_ext.prefix.cost_model import CostModel, Mode, ModelDims, rates_for
+from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
+from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+    from sglang_mla_ext.options import HybridMLAOptions
+
+STORAGE_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": FP8}
+
+
+def build(runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int) -> tuple[HybridMLABackend, Steps]:
+    """
+    Args:
+        runner: with its model loaded and its pools allocated.
+        budget_bytes: device memory for expanded prefixes and for our own buffers.
+    Returns:
+        the backend for SGLang, and what the scheduler's hooks talk to.
+    """
+    counters = Counters()
+    layers = attention_layers(runner)
+    heads, max_rows = layers[0].num_local_heads, min(runner.req_to_token_pool.size, MAX_ROWS)
+    prefix_dtype = STORAGE_DTYPES.get(options.prefix_dtype, latent_dtype(runner))
+    cost = cost_model(runner, layers, prefix_dtype)
+    grouped = options.mode == "grouped_absorb" or (
+        options.may_group and cost.rates.modes[Mode.GROUPED_ABSORB].measured
+    )
+    stock, latent = stock_and_latent(runner, layers, grouped, counters)
+    latent.allocate(max_rows, runner.req_to_token_pool.size, runner.model_config.context_len)
+    latent.try_out()
+
+    expanding = None
+    if options.may_expand:
+        left_bytes = budget_bytes - latent.workspace_bytes
+        expanding = make_expanding(runner, layers, cost, prefix_dtype, left_bytes, counters)
+    buffers, shared, expander = expanding or (None, None, None)
+    pool = ExpandedPool(buffers.chunks if buffers else 0, CHUNK_TOKENS)
+    prefixes = SharedPrefixes(
+        options, cost, pool, expander, counters, naive=shared is not None, stacking=latent.stacking
+    )
+    layer_index = {layer.attn_mqa.layer_id: index for index, layer in enumerate(layers)}
+    # With --prefill-attention-backend another one does prefill, whose lse may be in another base.
+    prefill = None
+    if shared is not None and runner.server_args.get_attention_backends()[0] == BACKEND_NAME:
+        make_plan = functools.partial(
+            PrefillPlan.make, attention=shared, layer_index=layer_index, max_rows=MAX_ROWS, counters=counters
+        )
+        prefill = PrefillSharing(make_plan, stock.affordable, stock.can_finish)
+    steps = Steps(
+        prefixes,
+        expander,
+        counters,
+        shares=shared is not None or latent.stacking is not None,
+        prefill=prefill,
+        max_rows=max_rows,
+        budget_bytes=budget_bytes,
+        chunk_bytes=buffers.bytes // buffers.chunks if buffers else 0,
+    )
+    smallest = smallest_group(cost, options, shared, latent, runner.model_config.context_len, max_rows)
+    rows = range(smallest, max_rows + 1) if smallest is not None else range(0)
+    steps.description = describe(options, budget_bytes, buffers, latent, smallest)
+    backend = HybridMLABackend(stock, latent, shared, steps, layer_index=layer_index, heads=heads, rows=rows)
+    if shared is not None:
+        merge_before_o_proj(layers, backend.merge)
+    return backend, steps
+
+
+def latent_dtype(runner: ModelRunner) -> torch.dtype:
+    """How latent rows are stored."""
+    return FP8 if runner.kv_cache_dtype == FP8 else runner.dtype
+
+
+def cost_model(
+    runner: ModelRunner, layers: Sequence[DeepseekV2AttentionMLA], prefix_dtype: torch.dtype
+) -> CostModel:
+    """What modes cost for this model on this device.
+
+    Args:
+        prefix_dtype: of expanded prefixes.
+    """
+    first = layers[0]
+    dims = ModelDims(
+        num_layers=len(layers),
+        num_heads=first.num_heads,
+        kv_lora_rank=first.kv_lora_rank,
+        qk_nope_head_dim=first.qk_nope_head_dim,
+        qk_rope_head_dim=first.qk_rope_head_dim,
+        v_head_dim=first.v_head_dim,
+        hidden_size=runner.model_config.hidden_size,
+    )
+    on_gpu = torch.device(runner.device).type == "cuda"
+    rates = rates_for(torch.cuda.get_device_name() if on_gpu else "cpu")
+    return CostModel(dims, first.num_local_heads, rates, prefix_dtype.itemsize, latent_dtype(runner).itemsize)
+
+
+def stock_and_latent(
+    runner: ModelRunner,
+    layers: Sequence[DeepseekV2AttentionMLA],
+    grouped: bool,
+    counters: Counters,
+) -> tuple[Stock, LatentAttention]:
+    """SGLang's own backend and the attention in the latent space for this device and this pool.
+
+    Args:
+        grouped: whether to use grouped absorb where it runs.
+    """
+    pool, req_to_token = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
+    if torch.device(runner.device).type != "cuda":
+        from sglang_mla_ext.adapter.cpu.latent_torch import TorchLatent
+        from sglang_mla_ext.adapter.cpu.stock import TorchStock
+
+        return TorchStock(runner), TorchLatent(pool, req_to_token, grouped=grouped)
+    from sglang_mla_ext.adapter.stock_flashmla import FlashMLAStock
+
+    common = dict(heads=layers[0].num_local_heads, layer_id=layers[0].attn_mqa.layer_id, grouped=grouped)
+    stock = FlashMLAStock(runner, layers, reads_pool=runner.kv_cache_dtype != FP8)
+    if stock.decodes:
+        from sglang_mla_ext.adapter.latent_flashmla import FlashMLALatent
+
+        return stock, FlashMLALatent(pool, req_to_token, on_failure=counters.fall_back, **common)
+    from sglang_mla_ext.adapter.latent_fp8 import FP8Latent
+
+    return stock, FP8Latent(pool, req_to_token, dtype=runner.dtype, on_failure=counters.fall_back, **common)
+
+
+def make_expanding(
+    runner: ModelRunner,
+    layers: Sequence[DeepseekV2AttentionMLA],
+    cost: CostModel,
+    prefix_dtype: torch.dtype,
+    budget_bytes: int,
+    counters: Counters,
+) -> tuple[ExpandedBuffers, SharedAttention, Expander] | None:
+    """Memory for expanded prefixes, the attention over them, and what fills them. Every kernel runs once.
+
+    Returns:
+        None where the budget holds no chunk, or a kernel does not run here; that is counted.
+    """
+    dims, heads, device = cost.dims, cost.local_heads, runner.device
+    sizes = {
+        "layers": dims.num_layers,
+        "heads": heads,
+        "qk_nope_head_dim": dims.qk_nope_head_dim,
+        "v_head_dim": dims.v_head_dim,
+        "qk_rope_head_dim": dims.qk_rope_head_dim,
+        "dtype": prefix_dtype,
+    }
+    chunk_bytes = ExpandedBuffers.bytes_per_chunk(**sizes)
+    workspace = workspace_bytes(
+        max_rows=MAX_ROWS,
+        heads=heads,
+        v_head_dim=dims.v_head_dim,
+        chunks=max(budget_bytes, 0) // chunk_bytes,
+        device=device,
+    )
+    chunks = (budget_bytes - workspace) // chunk_bytes
+    if chunks <= 0:
+        counters.fall_back("the memory for expanded prefixes holds none: raise --hybrid-mla-prefix-memory-gb")
+        return None
+    buffers = ExpandedBuffers.allocate(chunks=chunks, device=device, **sizes)
+    tiles = cost.rates.naive_tiles
+    try:
+        shared = make_shared_attention(
+            buffers,
+            max_rows=MAX_ROWS,
+            heads=heads,
+            device=buffers.device,
+            tiles=next((tiles[name] for name in tiles if STORAGE_DTYPES[name] == buffers.dtype), ()),
+        )
+        shared.try_out(runner.dtype)
+        expander = Expander(layers, runner.token_to_kv_pool, buffers)
+        expander.try_out()
+    except Exception as error:
+        counters.fall_back(f"the kernels do not run here: {type(error).__name__}", error)
+        return None
+    return buffers, shared, expander
+
+
+def smallest_group(
+    cost: CostModel,
+    options: HybridMLAOptions,
+    shared: SharedAttention | None,
+    latent: LatentAttention,
+    context_len: int,
+    max_rows: int,
+) -> int | None:
+    """Rows from which a step can have a group that pays; None where none ever does."""
+    ways = {Mode.NAIVE: shared, Mode.GROUPED_ABSORB: latent.stacking}
+    allowed = [mode for mode, way in ways.items() if way is not None]
+    if not allowed:
+        return None
+    if options.mode != "auto":
+        return 2
+    return cost.smallest_profitable_group(context_len, [Mode.ABSORB, *allowed], limit=max_rows)
+
+
+def describe(
+    options: HybridMLAOptions,
+    budget_bytes: int,
+    buffers: ExpandedBuffers | None,
+    latent: LatentAttention,
+    smallest: int | None,
+) -> str:
+    """One line for the log."""
+    if buffers is None and latent.stacking is None:
+        return f"nothing is expanded, no grouped absorb, mode {options.mode}: every step is plain absorb"
+    groups = f"groups of {smallest} requests and more" if smallest else "no group that pays"
+    if buffers is None:
+        return f"nothing is expanded, mode {options.mode}, grouped absorb, {groups}"
+    tokens, dtype = buffers.chunks * CHUNK_TOKENS, str(buffers.dtype).removeprefix("torch.")
+    memory = f"{budget_bytes / (1 << 30):.2f} GiB for expanded prefixes ({tokens} tokens in {dtype})"
+    return f"{memory}, mode {options.mode}, {groups}"

@@ -1,0 +1,86 @@
+"""Attention in the latent space on a machine without a GPU: the reference, request by request.
+
+Over a pool in FP8 it rounds as the kernels on a GPU do (reference/fp8.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sglang_mla_ext.adapter.latent_pool import LatentPool
+from sglang_mla_ext.kernels.absorb.grouped import LatentSegment
+from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
+from sglang_mla_ext.prefix.planner import Stacking
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+
+class TorchLatent:
+    """See the module; the interface is adapter.latent.LatentAttention."""
+
+    workspace_bytes = 0
+
+    def __init__(self, pool: MLATokenToKVPool, req_to_token: Tensor, *, grouped: bool) -> None:
+        """
+        Args:
+            grouped: whether shared prefixes may be read once for all their requests.
+        """
+        self._pool, self._req_to_token = pool, req_to_token
+        self.stacking = Stacking() if grouped else None
+        self._segments: Sequence[LatentSegment] = ()
+        self._planned_starts: Sequence[int] = ()
+        self._batch: Any = None
+        self._sharing = False
+
+    def allocate(self, max_rows: int, max_requests: int, max_tokens: int) -> None:
+        """Nothing."""
+
+    def try_out(self) -> None:
+        """Nothing."""
+
+    def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int, queries: int = 1) -> None:
+        self._segments, self._planned_starts = segments, tail_starts
+
+    def begin_step(self, batch: Any, *, sharing: bool) -> None:
+        self._batch, self._sharing = batch, sharing
+
+    def run(self, layer_id: int, q_absorbed: Tensor, q_rope: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        starts = [0] * len(q_absorbed)
+        if self._sharing:
+            starts[: len(self._planned_starts)] = self._planned_starts
+        parts = [
+            self._absorb(layer_id, q_absorbed[row, None], q_rope[row, None], self._slots(row)[start:], softmax_scale)
+            for row, start in enumerate(starts)
+        ]
+        out, lse = torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+        for segment in self._segments if self._sharing else ():
+            members = torch.tensor(segment.rows)
+            # One query with the heads of all members: they have the same keys.
+            queries = [part[members].flatten(0, 1)[None] for part in (q_absorbed, q_rope)]
+            slots = self._slots(segment.rows[0])[segment.start : segment.end]
+            of_segment = self._absorb(layer_id, *queries, slots, softmax_scale)
+            of_segment = of_segment[0].view_as(out[members]), of_segment[1].view_as(lse[members])
+            out[members], lse[members] = reference.merge(out[members], lse[members], *of_segment)
+        return out.to(q_absorbed.dtype), lse.float()
+
+    def _slots(self, row: int) -> Tensor:
+        """The slots `[tokens]` of a request."""
+        tokens = int(self._batch.seq_lens[row])
+        return self._req_to_token[self._batch.req_pool_indices[row], :tokens].long()
+
+    def _absorb(
+        self, layer_id: int, q_absorbed: Tensor, q_rope: Tensor, slots: Tensor, softmax_scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of one row, `q_absorbed [1, heads, 512]` and `q_rope [1, heads, 64]`, over the latent rows of these
+        slots: `out [1, heads, 512]` and `lse [1, heads]`."""
+        if isinstance(self._pool, LatentPool):
+            keys = reference_fp8.keys_of_rows(self._pool.rows(layer_id)[slots], self._pool.layout)
+            return reference_fp8.absorb_fp8(q_absorbed, q_rope, keys, softmax_scale)
+        latent_rows = self._pool.get_key_buffer(layer_id)[slots].squeeze(1)[None]  # [1, tokens, 576]
+        return reference.absorb(q_absorbed, q_rope, latent_rows, torch.tensor([len(slots)]), softmax_scale)

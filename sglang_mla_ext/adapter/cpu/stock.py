@@ -1,0 +1,98 @@
+"""SGLang's torch backend, owned by ours on a machine without a GPU: exact and slow. It exists so that the whole server,
+its tree, its scheduler and its HTTP interface can be tried and tested anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from torch.nn.functional import scaled_dot_product_attention
+
+from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter import prefill
+from sglang_mla_ext.adapter.latent_pool import LatentPool
+from sglang_mla_ext.kernels.reference import attention as reference
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class TorchStock:
+    """See the module; the interface is adapter.backend.Stock."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.backend = TorchNativeAttnBackend(runner)
+        self.decodes = not isinstance(runner.token_to_kv_pool, LatentPool)
+
+    def extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+    ) -> Any:
+        """SGLang's absorb, or with keys per head the new tokens of each request among themselves, and their lse.
+
+        Over a pool in FP8, prefill takes the new tokens as they are computed and the cached ones as they are stored, as
+        SGLang's does on a GPU.
+        """
+        if prefill.plan_of(forward_batch) is None:
+            if self.decodes:
+                return self.backend.forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+            self.backend.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k)
+            return self._extend_over_fp8(q, k, layer, forward_batch)
+        lens = forward_batch.extend_seq_lens_cpu
+        parts = [
+            reference.causal(*tensors, layer.scaling)
+            for tensors in zip(q.split(lens), k.split(lens), v.split(lens), strict=True)
+        ]
+        return torch.cat([out for out, _ in parts]).to(q.dtype), torch.cat([lse for _, lse in parts]).float()
+
+    def affordable(self, prefix_lens: Sequence[int]) -> int:
+        """None: there is no forward method with keys per head on the CPU but ours."""
+        return 0
+
+    def can_finish(self, prefix_lens: Sequence[int], covered: Sequence[int]) -> bool:
+        """Nothing may be left: SGLang has no CPU version of its loop over the rest."""
+        return list(prefix_lens) == list(covered)
+
+    def _extend_over_fp8(
+        self, q: torch.Tensor, k: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Absorb in prefill: new tokens over what is cached, read by its slots, and over themselves.
+
+        Args:
+            q: `[tokens, heads * 576]`; k: `[tokens, 1, 576]`, latent rows of the new tokens.
+        """
+        pool, lens = self.backend.token_to_kv_pool, forward_batch.extend_seq_lens_cpu
+        req_to_token = self.backend.req_to_token_pool.req_to_token
+        queries = q.view(len(q), layer.tp_q_head_num, layer.qk_head_dim).split(lens)
+        new_rows = k.view(len(k), layer.qk_head_dim).split(lens)
+        outs = []
+        for row, prefix_len in enumerate(forward_batch.extend_prefix_lens_cpu):
+            cached = new_rows[row].new_empty(prefix_len, layer.qk_head_dim)
+            slots = req_to_token[forward_batch.req_pool_indices[row], :prefix_len].long()
+            pool.fetch(layer.layer_id, slots, cached)
+            rows = torch.cat([cached, new_rows[row]])[None, None]  # [1, 1, n, 576]
+            later = torch.ones(lens[row], rows.shape[2], dtype=torch.bool).triu(prefix_len + 1)
+            out = scaled_dot_product_attention(
+                queries[row].transpose(0, 1)[None],  # [1, heads, new, 576]
+                rows,
+                rows[..., : layer.v_head_dim],
+                attn_mask=~later,
+                scale=layer.scaling,
+                enable_gqa=True,
+            )
+            outs.append(out[0].transpose(0, 1))
+        return torch.cat(outs).reshape(len(q), -1)
+
+
+def after_support_triton(result: bool, backend: str, *args: Any) -> bool:
+    """Tell SGLang to use its torch code beside our backend too."""
+    return False if backend == BACKEND_NAME else result

@@ -1,0 +1,137 @@
+"""The protocol of attention in the latent space: over private tails, and over prefixes that are read for several
+requests at once (grouped absorb). What is expanded is another protocol, kernels.naive.attention.SharedAttention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sglang_mla_ext.kernels.absorb.grouped import LatentSegment
+from sglang_mla_ext.kernels.constants import PAGE_TOKENS
+from sglang_mla_ext.kernels.dispatch import fill_page_table
+from sglang_mla_ext.prefix.planner import Stacking
+
+
+class LatentAttention(Protocol):
+    """Attention of a decode step's rows to what is not expanded.
+
+        latent.allocate(max_rows, max_requests, max_tokens)  # once; then workspace_bytes
+        latent.try_out()                                     # once: every kernel compiles, and shows that it runs
+        latent.plan(segments, tail_starts, rows)             # when the plan or the number of rows changes
+        latent.begin_step(batch, sharing=True)               # before every step
+        for layer in layers:
+            out, lse = latent.run(layer_id, q_absorbed, q_rope, softmax_scale)
+
+    `plan` and `begin_step` write to static memory on the current stream and do not wait for the device. `run` is what a
+    CUDA graph captures; the graph follows later calls of the other two. It owns its page tables and metadata.
+
+    Attributes:
+        stacking: how rows of a segment are stacked, for the planner; None where there is no grouped absorb. Valid after
+            `try_out`.
+        workspace_bytes: device memory that `allocate` and `try_out` took.
+    """
+
+    stacking: Stacking | None
+
+    @property
+    def workspace_bytes(self) -> int: ...
+
+    def allocate(self, max_rows: int, max_requests: int, max_tokens: int) -> None:
+        """
+        Args:
+            max_rows: query rows of a step that shares.
+            max_requests: of any step; max_tokens: of a request.
+        """
+        ...
+
+    def try_out(self) -> None: ...
+
+    def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int, queries: int = 1) -> None:
+        """Set which rows share what, for steps of `rows` requests.
+
+        Args:
+            segments: of grouped absorb.
+            tail_starts: `[<= rows]` tokens before each request's private tail, whole pages; rows behind the last one
+                have none. They cover what is attended to elsewhere, too.
+            queries: query tokens of each request.
+        """
+        ...
+
+    def begin_step(self, batch: Any, *, sharing: bool) -> None:
+        """Bring lengths, page tables and schedules up to date.
+
+        Args:
+            batch: SGLang's ForwardBatch, or its view of one for a graph: batch_size, req_pool_indices, seq_lens.
+            sharing: whether what was planned is part of the step; otherwise a row's tail is all of its keys.
+        """
+        ...
+
+    def run(self, layer_id: int, q_absorbed: Tensor, q_rope: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            q_absorbed: `[rows, heads, kv_lora_rank]`; q_rope: `[rows, heads, qk_rope_head_dim]`; any strides of rows
+                and heads.
+        Returns:
+            `out [rows, heads, kv_lora_rank]`, valid until the next run, and `lse [rows, heads]` float32, natural log;
+            0 and -inf for a row without keys.
+        """
+        ...
+
+
+class TailStarts:
+    """Where the private tails of a step's requests begin.
+
+    Attributes:
+        on_device: `[max_requests]` int32, static.
+    """
+
+    def __init__(self, max_requests: int, device: torch.device) -> None:
+        self.on_device = torch.zeros(max_requests, dtype=torch.int32, device=device)
+
+    def plan(self, starts: Sequence[int]) -> None:
+        """Copy them without waiting; requests behind the last one start at 0."""
+        host = torch.zeros(len(self.on_device), dtype=torch.int32, pin_memory=self.on_device.is_cuda)
+        host[: len(starts)] = torch.tensor(starts, dtype=torch.int32)
+        self.on_device.copy_(host, non_blocking=True)
+
+
+class Tails:
+    """Where the private tails are, how long they are, and on which pages, in static memory.
+
+    Attributes:
+        lens: `[max_requests]` int32, tokens of each tail in this step.
+        table: `[max_requests, pages]` int32, the pages of each tail, from the left.
+    """
+
+    def __init__(self, req_to_token: Tensor, starts: TailStarts, max_requests: int, max_tokens: int) -> None:
+        """
+        Args:
+            req_to_token: `[requests, tokens]` int32, slots; whole pages of consecutive slots.
+            starts: of as many requests as share something.
+            max_requests: of any step; max_tokens: of a request.
+        """
+        device = req_to_token.device
+        self._req_to_token, self._starts = req_to_token, starts
+        self.lens = torch.zeros(max_requests, dtype=torch.int32, device=device)
+        # Zeros, because FlashMLA loads the first page even where there are no keys. Rows of a multiple of 16 bytes:
+        # Triton compiles other code for other alignments.
+        pages = -(-(max_tokens // PAGE_TOKENS + 1) // 4) * 4
+        self.table = torch.zeros(max_requests, pages, dtype=torch.int32, device=device)
+
+    def begin_step(self, batch: Any, *, sharing: bool) -> None:
+        """See LatentAttention."""
+        rows = batch.batch_size
+        lens, starts = self.lens[:rows], self._starts.on_device[:rows] if sharing else None
+        if starts is None:
+            lens.copy_(batch.seq_lens[:rows])
+        else:
+            torch.sub(batch.seq_lens[:rows], starts, out=lens)
+        fill_page_table(self.table[:rows], self._req_to_token, batch.req_pool_indices[:rows], lens, starts)
+
+
+def bytes_of(*tensors: Tensor) -> int:
+    """Device memory of tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,124 @@
+"""Attention in the latent space over SGLang's own pool in BF16: FlashMLA reads private tails, one request at a time;
+where heads are few, grouped absorb (kernels/absorb/grouped.py) takes tails and shared prefixes in one launch.
+
+FlashMLA reads a request's keys through a table of pages. The table starts at the first private page, so a tail costs
+what its own length costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from torch import Tensor
+
+from sglang_mla_ext.adapter.latent import Tails, TailStarts, bytes_of
+from sglang_mla_ext.kernels.absorb.grouped import GroupedAbsorb, LatentSegment, rows_per_tile
+from sglang_mla_ext.kernels.constants import PAGE_TOKENS
+from sglang_mla_ext.kernels.dispatch import make_grouped_absorb, whole_query
+from sglang_mla_ext.prefix.planner import Stacking
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+
+class FlashMLALatent:
+    """See the module; the interface is adapter.latent.LatentAttention."""
+
+    def __init__(
+        self,
+        pool: MLATokenToKVPool,
+        req_to_token: Tensor,
+        *,
+        heads: int,
+        layer_id: int,
+        grouped: bool,
+        on_failure: Callable[[str, BaseException], None],
+    ) -> None:
+        """
+        Args:
+            pool: latent rows, pages of 64.
+            req_to_token: `[requests, tokens]` int32, slots.
+            heads: of this rank; layer_id: of any layer in the pool.
+            grouped: try grouped absorb.
+            on_failure: is told why grouped absorb does not run here.
+        """
+        self._pool, self._req_to_token, self._heads, self._layer_id = pool, req_to_token, heads, layer_id
+        self._rank = pool.kv_lora_rank
+        self._wants_grouped, self._on_failure = grouped, on_failure
+        self.stacking: Stacking | None = None
+        self._grouped: GroupedAbsorb | None = None
+        self._tails: Tails | None = None
+
+    @property
+    def workspace_bytes(self) -> int:
+        taken = bytes_of(self._starts.on_device)
+        if self._grouped is not None:
+            taken += self._grouped.workspace_bytes
+        if self._tails is not None:
+            taken += bytes_of(self._tails.lens, self._tails.table, self._metadata, self._num_splits)
+        return taken
+
+    def allocate(self, max_rows: int, max_requests: int, max_tokens: int) -> None:
+        self._starts = TailStarts(max_rows, self._req_to_token.device)
+        stacked = rows_per_tile(self._heads)
+        if self._wants_grouped and stacked is not None:
+            self._grouped = make_grouped_absorb(
+                self._req_to_token,
+                self._pages(self._layer_id),
+                heads=self._heads,
+                kv_lora_rank=self._rank,
+                max_rows=max_rows,
+                max_tokens=max_tokens,
+                on_failure=self._on_failure,
+            )
+        if self._grouped is not None:
+            self.stacking = Stacking(PAGE_TOKENS, stacked)
+            return
+        self._tails = Tails(self._req_to_token, self._starts, max_rows, max_tokens)
+        # Its size depends on the GPU alone.
+        self._metadata = torch.zeros_like(get_mla_metadata(self._tails.lens[:1], self._heads, 1)[0])
+        self._num_splits = torch.zeros(max_rows + 1, dtype=torch.int32, device=self._req_to_token.device)
+
+    def try_out(self) -> None:
+        """Nothing: FlashMLA is compiled, and grouped absorb was tried when it was chosen."""
+
+    def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int, queries: int = 1) -> None:
+        if self._grouped is not None:
+            self._grouped.plan(segments, rows)
+        self._starts.plan(tail_starts)
+
+    def begin_step(self, batch: Any, *, sharing: bool) -> None:
+        if self._grouped is not None:
+            where = self._req_to_token, batch.req_pool_indices, batch.seq_lens
+            self._grouped.begin_step(*where, self._starts.on_device)
+            return
+        self._tails.begin_step(batch, sharing=sharing)
+        rows = batch.batch_size
+        metadata, num_splits = get_mla_metadata(self._tails.lens[:rows], self._heads, 1)
+        self._metadata.copy_(metadata)
+        self._num_splits[: rows + 1].copy_(num_splits)
+
+    def run(self, layer_id: int, q_absorbed: Tensor, q_rope: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        if self._grouped is not None:
+            return self._grouped.run(q_absorbed, q_rope, self._pages(layer_id), softmax_scale)
+        rows = len(q_absorbed)
+        out, lse = flash_mla_with_kvcache(
+            q=whole_query(q_absorbed, q_rope)[:, None],
+            k_cache=self._pages(layer_id),
+            block_table=self._tails.table[:rows],
+            cache_seqlens=self._tails.lens[:rows],
+            head_dim_v=self._rank,
+            tile_scheduler_metadata=self._metadata,
+            num_splits=self._num_splits[: rows + 1],
+            softmax_scale=softmax_scale,
+            causal=True,
+        )  # out [rows, 1, heads, kv_lora_rank], lse [rows, heads, 1] natural log
+        return out[:, 0], lse.squeeze(-1)
+
+    def _pages(self, layer_id: int) -> Tensor:
+        """A layer's latent rows, `[pages, 64, 1, kv_lora_rank + qk_rope_head_dim]`."""
+        rows = self._pool.get_key_buffer(layer_id)
+        return rows.view(-1, PAGE_TOKENS, 1, rows.shape[-1])

@@ -1,0 +1,122 @@
+"""Attention in the latent space over the FP8 pool (latent_pool.py), by our own kernels alone: FlashMLA does not know
+rows with a scale for each token.
+
+Private tails go through kernels/absorb/fp8.py, whose schedule is made once a step. Where heads are few, steps that share
+go through grouped absorb over FP8 rows (kernels/absorb/grouped_fp8.py), which takes tails along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sglang_mla_ext.adapter.latent import Tails, TailStarts, bytes_of
+from sglang_mla_ext.kernels.absorb.grouped import GroupedAbsorb, LatentSegment, rows_per_tile
+from sglang_mla_ext.kernels.constants import PAGE_TOKENS
+from sglang_mla_ext.kernels.dispatch import make_absorb_fp8, make_grouped_absorb_fp8
+from sglang_mla_ext.prefix.planner import Stacking
+
+if TYPE_CHECKING:
+    from sglang_mla_ext.adapter.latent_pool import LatentPool
+
+
+class FP8Latent:
+    """See the module; the interface is adapter.latent.LatentAttention."""
+
+    def __init__(
+        self,
+        pool: LatentPool,
+        req_to_token: Tensor,
+        *,
+        heads: int,
+        layer_id: int,
+        dtype: torch.dtype,
+        grouped: bool,
+        on_failure: Callable[[str, BaseException], None],
+    ) -> None:
+        """
+        Args:
+            pool: latent rows, pages of 64.
+            req_to_token: `[requests, tokens]` int32, slots.
+            heads: of this rank; layer_id: of any layer in the pool.
+            dtype: of queries and results.
+            grouped: try grouped absorb.
+            on_failure: is told why something does not run here.
+        """
+        self._pool, self._req_to_token, self._heads, self._layer_id = pool, req_to_token, heads, layer_id
+        self._dtype, self._wants_grouped, self._on_failure = dtype, grouped, on_failure
+        self.stacking: Stacking | None = None
+        self._grouped: GroupedAbsorb | None = None
+        self._stacked = False  # whether this step goes through it
+
+    @property
+    def workspace_bytes(self) -> int:
+        taken = bytes_of(self._starts.on_device, self._tails.lens, self._tails.table) + self._absorb.workspace_bytes
+        return taken + (self._grouped.workspace_bytes if self._grouped is not None else 0)
+
+    def allocate(self, max_rows: int, max_requests: int, max_tokens: int) -> None:
+        self._starts = TailStarts(max_rows, self._req_to_token.device)
+        self._tails = Tails(self._req_to_token, self._starts, max_requests, max_tokens)
+        rows, layout = self._pool.rows(self._layer_id), self._pool.layout
+        self._max_at_once = max_rows  # requests of one schedule
+        self._absorb = make_absorb_fp8(
+            rows,
+            heads=self._heads,
+            dtype=self._dtype,
+            layout=layout,
+            page_size=PAGE_TOKENS,
+            max_requests=max_rows,
+            on_failure=self._on_failure,
+        )
+        stacked = rows_per_tile(self._heads)
+        if self._wants_grouped and stacked is not None:
+            self._grouped = make_grouped_absorb_fp8(
+                self._req_to_token,
+                rows,
+                heads=self._heads,
+                layout=layout,
+                dtype=self._dtype,
+                max_rows=max_rows,
+                max_tokens=max_tokens,
+                on_failure=self._on_failure,
+            )
+            if self._grouped is not None:
+                self.stacking = Stacking(PAGE_TOKENS, stacked)
+
+    def try_out(self) -> None:
+        """Nothing: kernels were tried when they were chosen."""
+
+    def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int, queries: int = 1) -> None:
+        if self._grouped is not None:
+            self._grouped.plan(segments, rows)
+        self._starts.plan(tail_starts)
+
+    def begin_step(self, batch: Any, *, sharing: bool) -> None:
+        self._stacked = sharing and self._grouped is not None
+        if self._stacked:
+            where = self._req_to_token, batch.req_pool_indices, batch.seq_lens
+            self._grouped.begin_step(*where, self._starts.on_device)
+            return
+        self._tails.begin_step(batch, sharing=sharing)
+        rows = batch.batch_size
+        if rows <= self._max_at_once:
+            self._absorb.begin_step(self._tails.lens[:rows], self._tails.table[:rows])
+
+    def run(self, layer_id: int, q_absorbed: Tensor, q_rope: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        pool = self._pool.rows(layer_id)
+        if self._stacked:
+            return self._grouped.run(q_absorbed, q_rope, pool, softmax_scale)
+        rows, dtype, device = len(q_absorbed), q_absorbed.dtype, q_absorbed.device
+        at_once = rows <= self._max_at_once
+        out = self._absorb.output(rows, dtype) if at_once else torch.empty(q_absorbed.shape, dtype=dtype, device=device)
+        lse = torch.empty(q_absorbed.shape[:2], dtype=torch.float32, device=device)
+        for start in range(0, rows, self._max_at_once):
+            part = slice(start, min(start + self._max_at_once, rows))
+            where = self._tails.table[part], self._tails.lens[part]
+            if not at_once:  # too many for one schedule: a new one for each part
+                self._absorb.begin_step(*where[::-1])
+            self._absorb.run(q_absorbed[part], q_rope[part], pool, *where, softmax_scale, out[part], lse[part])
+        return out, lse

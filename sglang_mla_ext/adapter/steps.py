@@ -1,0 +1,230 @@
+"""What the next forward pass does, decided on the host: which rows share what, and what prefill attends to.
+
+SGLang's scheduler tells of a pass through hooks.py before it runs. A failure here never stops the pass: it is counted,
+what is expanded is forgotten, and sharing pauses for a while.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sglang_mla_ext.adapter.prefill import PrefillPlan
+from sglang_mla_ext.adapter.relay import relay
+from sglang_mla_ext.kernels.absorb.grouped import LatentSegment
+from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
+from sglang_mla_ext.observe import Counters, report
+from sglang_mla_ext.prefix.cost_model import Mode
+from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.prefix.shared_prefixes import ExpandedGroup, SharedPrefixes
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from sglang_mla_ext.adapter.expander import Expander
+    from sglang_mla_ext.adapter.versions import TreeView
+
+logger = logging.getLogger(__name__)
+
+MAX_ROWS = 1024
+"""Rows of one run of the attention: fills the GPU, and bounds the partial results' memory. Batches with more decode by
+plain absorb; prefill takes as many runs as it needs."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 64, 1 << 16
+"""Forward passes without sharing after a failure; twice as many after every further one that comes before a decode step
+with groups."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What the rows of a decode step share, in the kernels' terms. It holds nothing of SGLang's tree.
+
+    Attributes:
+        expanded: attended to by naive attention.
+        latent: attended to by grouped absorb.
+        tail_starts: `[rows]` where each row's private tail begins.
+    """
+
+    expanded: tuple[ExpandedSegment, ...] = ()
+    latent: tuple[LatentSegment, ...] = ()
+    tail_starts: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        """Whether anything is shared."""
+        return bool(self.expanded or self.latent)
+
+    @classmethod
+    def of(cls, plan: Plan, expanded: Sequence[ExpandedGroup]) -> StepPlan:
+        """
+        Args:
+            expanded: the plan's naive groups, with their chunks.
+        """
+        if not plan.groups:
+            return NOTHING_SHARED
+        return cls(
+            tuple(ExpandedSegment(group.rows, group.tokens, group.chunks) for group in expanded),
+            tuple(LatentSegment(group.rows, group.start, group.end) for group in plan.of_mode(Mode.GROUPED_ABSORB)),
+            plan.prefix_lens,
+        )
+
+
+NOTHING_SHARED = StepPlan()
+
+
+@dataclass(frozen=True)
+class PrefillSharing:
+    """What planning has to know of prefill, where our backend does it.
+
+    Attributes:
+        make_plan: `(parts, new_tokens) -> PrefillPlan | None`, see PrefillPlan.make.
+        affordable: `(prefix_lens) -> tokens` that SGLang itself would expand for a step.
+        can_finish: `(prefix_lens, covered) -> bool`, whether the stock backend can attend to what the expanded parts
+            leave, and give its lse.
+    """
+
+    make_plan: Callable[..., PrefillPlan | None]
+    affordable: Callable[[Sequence[int]], int]
+    can_finish: Callable[[Sequence[int], Sequence[int]], bool]
+
+
+class Steps:
+    """Plans every forward pass of one scheduler process.
+
+    Attributes:
+        next: of the decode step that comes next.
+        description: what can be shared here, in one line for the log.
+    """
+
+    description = ""
+
+    def __init__(
+        self,
+        prefixes: SharedPrefixes,
+        expander: Expander | None,
+        counters: Counters,
+        *,
+        shares: bool,
+        prefill: PrefillSharing | None,
+        max_rows: int,
+        budget_bytes: int,
+        chunk_bytes: int,
+    ) -> None:
+        """
+        Args:
+            expander: None where nothing is expanded.
+            shares: whether decode steps can share anything.
+            prefill: None where prefill is another backend's, whose lse may be in another base.
+            max_rows: of a decode step that shares.
+            budget_bytes: device memory for expanded prefixes and our own buffers; chunk_bytes: of one chunk.
+        """
+        self.counters = counters
+        self.next = NOTHING_SHARED
+        self._prefixes, self._expander = prefixes, expander
+        self._shares, self._prefill = shares, prefill
+        self._max_rows, self._budget_bytes, self._chunk_bytes = max_rows, budget_bytes, chunk_bytes
+        self._pause = 0  # forward passes to go until the next attempt
+        self._next_pause = FIRST_PAUSE
+        self._planned = Plan(0), NOTHING_SHARED  # the last plan, and what was made of it
+
+    def attach(self, tree: TreeView) -> None:
+        """Give it the tree, which SGLang builds after the attention backend."""
+        self._prefixes.attach(tree)
+        if self._expander is not None:
+            self._expander.attach(tree)
+
+    def before_forward(
+        self,
+        mode: ForwardMode,
+        reqs: Sequence[Req],
+        running: Sequence[Req],
+        prefix_lens: Sequence[int] = (),
+        new_tokens: Sequence[int] = (),
+    ) -> None:
+        """Plan a forward pass: expand what is worth it, and say which rows share what.
+
+        Args:
+            reqs: requests of the pass, by row in decode and in the order of the tokens in prefill.
+            running: requests that are decoding, whether or not they take part in this pass.
+            prefix_lens: `[requests]` tokens that are cached; new_tokens: `[requests]` tokens to compute; in prefill.
+        """
+        self.next = NOTHING_SHARED
+        relay.clear()
+        plan = Plan(0)
+        if self._pause:
+            self._pause -= 1
+        elif not mode.is_idle():
+            try:
+                if mode.is_decode() and self._shares:
+                    plan = self._plan_decode(reqs)
+                elif mode.is_extend() and self._expander is not None:
+                    running = [req for req in running if not req.finished()]
+                    relay.prefill = self._plan_prefill(reqs, running, prefix_lens, new_tokens)
+                    relay.prefill_lens = prefix_lens
+            except Exception as error:
+                plan = Plan(0)
+                self.fail("planning", error)
+        if mode.is_decode():
+            self.counters.count_step(plan)
+
+    def fail(self, what: str, error: Exception) -> None:
+        """Forget what is expanded, and plan nothing for a while."""
+        self.counters.fall_back(f"{what} failed: {type(error).__name__}", error)
+        self.forget()
+        self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
+        logger.warning("hybrid_mla: %s failed, plain absorb for the next %d forward passes", what, self._pause)
+
+    def succeed(self) -> None:
+        """A plan that shares something has reached the device."""
+        self._next_pause = FIRST_PAUSE
+
+    def idle(self) -> None:
+        """No request is running."""
+        self._forget_plans()
+        self._prefixes.idle()
+
+    def forget(self) -> None:
+        """Drop everything that is expanded, as when the cache was flushed."""
+        self._forget_plans()
+        self._prefixes.forget()
+
+    def weights_change(self) -> None:
+        """The model's weights are about to change."""
+        self.forget()
+        if self._expander is not None:
+            self._expander.weights_changed()
+
+    def report(self) -> dict[str, Any]:
+        """The `hybrid_mla` entry of `/server_info`."""
+        expanded_bytes = self._prefixes.pool.used_chunks * self._chunk_bytes
+        return report(self.counters, self._prefixes.plan, expanded_bytes, self._budget_bytes)
+
+    def _forget_plans(self) -> None:
+        """A plan's nodes keep their tree alive."""
+        self.next, self._planned = NOTHING_SHARED, (Plan(0), NOTHING_SHARED)
+        relay.clear()
+
+    def _plan_decode(self, reqs: Sequence[Req]) -> Plan:
+        if len(reqs) > self._max_rows:
+            self.counters.fall_back(f"more than {self._max_rows} requests in a batch")
+            return Plan(0)
+        plan, expanded = self._prefixes.before_decode(reqs)
+        if plan is not self._planned[0]:
+            self._planned = plan, StepPlan.of(plan, expanded)
+        self.next = self._planned[1]
+        return plan
+
+    def _plan_prefill(
+        self, reqs: Sequence[Req], running: Sequence[Req], prefix_lens: Sequence[int], new_tokens: Sequence[int]
+    ) -> PrefillPlan | None:
+        if self._prefill is None:
+            self._prefixes.before_prefill(reqs, running)
+            return None
+        affordable = self._prefill.affordable(prefix_lens)
+        self._prefixes.before_prefill(reqs, running, affordable)
+        parts = self._prefixes.expanded_parts(reqs, prefix_lens, new_tokens, always=affordable > 0)
+        if not self._prefill.can_finish(prefix_lens, [part.tokens for part in parts]):
+            return None
+        return self._prefill.make_plan(parts, new_tokens)

@@ -1,0 +1,58 @@
+"""SGLang's own FlashMLA backend, owned by ours: it prefills, and decodes where nothing can be shared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
+
+from sglang_mla_ext.kernels.constants import LN2
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+
+class FlashMLAStock:
+    """See the module; the interface is adapter.backend.Stock."""
+
+    def __init__(self, runner: ModelRunner, layers: Sequence[DeepseekV2AttentionMLA], *, reads_pool: bool) -> None:
+        """
+        Args:
+            reads_pool: whether the pool is SGLang's. If not, prefill asks for rows by their slots and computes with keys
+                per head whatever the length of a prefix: by absorb, SGLang would read the pool itself.
+        """
+        self.backend = FlashMLABackend(runner)
+        self.decodes = reads_pool
+        self._threshold = layers[0].chunked_prefix_cache_threshold if reads_pool else 0
+        if not reads_pool:
+            for layer in layers:
+                layer.chunked_prefix_cache_threshold = 0  # shorter cached prefixes than this take absorb
+
+    def extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+    ) -> Any:
+        """FlashInfer's lse is base 2, and SGLang 0.5.17 merges the parts of a long prefix as if it were not
+        (sgl-project/sglang#40903)."""
+        result = self.backend.forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        if isinstance(result, tuple):
+            out, lse2 = result
+            return out, lse2.mul_(LN2)
+        return result
+
+    def affordable(self, prefix_lens: Sequence[int]) -> int:
+        total = sum(prefix_lens)
+        return total if self.backend.enable_chunk_kv and total >= self._threshold else 0
+
+    def can_finish(self, prefix_lens: Sequence[int], covered: Sequence[int]) -> bool:
+        return self.backend.enable_chunk_kv
