@@ -13,12 +13,13 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
 
 from ..merge import merge
-from ..naive.schedule import WorkList, WorkListCapacity
+from ..partials import PartialTable
 from ..storage.expanded import FP8
 from ..storage.latent_rows import LatentRowLayout
 from . import sm90_fp8_absorb as absorb_fp8_hopper
@@ -88,7 +89,7 @@ class AbsorbFP8(ABC):
     @property
     def workspace_bytes(self) -> int:
         """Device memory that this object allocated."""
-        return sum(value.numel() * value.element_size() for value in vars(self).values() if isinstance(value, Tensor))
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, (Tensor, PartialTable)))
 
     def output(self, tokens: int, dtype: torch.dtype) -> Tensor:
         """The best place for the `out` of `run`, `[tokens, H, r]`: maybe memory of this object, which the next run
@@ -222,7 +223,7 @@ class HopperAbsorbFP8(AbsorbFP8):
         self._partial_out = torch.zeros(*partials, dims[0], dtype=torch.bfloat16, device=device)  # [P, H, 512]
         self._partial_lse2 = torch.zeros(partials, device=device)  # [P, H]
         self._work = torch.from_numpy(self._capacity.empty_work()).to(device)
-        self._table = torch.zeros(self._capacity.table.size, dtype=torch.int32, device=device)
+        self._table = self._capacity.empty_tail_table(device)
         self._prepared = 0, 0
 
     def output(self, tokens: int, dtype: torch.dtype) -> Tensor:
@@ -257,7 +258,7 @@ class HopperAbsorbFP8(AbsorbFP8):
         out, lse, no_lse = out.view(*stacked, -1), lse.view(stacked), no_lse.view(stacked)
         work = self._work, page_table, self._capacity
         self._kernel.run(q_absorbed, q_rope, pool, *work, *partials, softmax_scale=softmax_scale)
-        merge(out, no_lse, *partials, self._table, self._capacity.table, out, lse, out_in_partials=in_partials)
+        merge(out, no_lse, *partials, self._table, out, lse, out_in_partials=in_partials)
 
 
 class TritonAbsorbFP8(AbsorbFP8):
@@ -284,13 +285,16 @@ class TritonAbsorbFP8(AbsorbFP8):
         partials = max([n * self._queries * splits for n, splits in counts.items() if splits > 1], default=0)
         self._partial_out = torch.zeros(partials, heads, rank, dtype=torch.float32, device=device)
         self._partial_lse2 = torch.zeros(partials, heads, dtype=torch.float32, device=device)
-        # What the merge reads of a work list: by number of splits, because every row has as many.
-        self._capacity = WorkListCapacity(tokens, partials, max_items=0, max_chunks=0)
-        self._tables = {splits: self._table(splits).to(device) for splits in sorted(set(counts.values())) if splits > 1}
+        # By number of splits, because every row has as many. Only as many rows as fit the partials take so many splits.
+        self._tables = {
+            splits: self._table(min(tokens, partials // splits), splits).to(device)
+            for splits in sorted(set(counts.values()))
+            if splits > 1
+        }
 
     @property
     def workspace_bytes(self) -> int:
-        return super().workspace_bytes + sum(table.numel() * table.element_size() for table in self._tables.values())
+        return super().workspace_bytes + sum(table.nbytes for table in self._tables.values())
 
     def splits(self, requests: int) -> int:
         """Runs that the keys of each of so many requests are cut into."""
@@ -299,12 +303,10 @@ class TritonAbsorbFP8(AbsorbFP8):
     def prepare(self, lens: Tensor, page_table: Tensor) -> None:
         """Nothing: every program reads its length by itself."""
 
-    def _table(self, splits: int) -> Tensor:
-        rows = self._capacity.max_rows
-        work = WorkList(torch.zeros(self._capacity.size, dtype=torch.int32).numpy(), self._capacity, 0, 0)
-        work.row_partial_start[:] = [row * splits % max(1, self._capacity.max_partial_rows) for row in range(rows)]
-        work.row_partial_stride[:], work.row_splits[:] = 1, splits
-        return torch.from_numpy(work.buffer)
+    @staticmethod
+    def _table(rows: int, splits: int) -> PartialTable:
+        n = rows * splits
+        return PartialTable.from_pairs(np.repeat(np.arange(rows), splits), np.arange(n), max_rows=rows, max_partials=n)
 
     def _attend(
         self,
@@ -336,7 +338,7 @@ class TritonAbsorbFP8(AbsorbFP8):
         )
         if splits > 1:
             no_lse = self._no_lse[:tokens]
-            merge(out, no_lse, self._partial_out, self._partial_lse2, self._tables[splits], self._capacity, out, lse)
+            merge(out, no_lse, self._partial_out, self._partial_lse2, self._tables[splits], out, lse)
 
 
 def make_absorb_fp8(

@@ -28,6 +28,7 @@ from sglang_mla_ext.prefix.cost_model import Mode
 from sglang_mla_ext.prefix.planner import Group, Stacking
 
 from ..merge import merge
+from ..partials import PartialTable
 from . import sm90_bf16_absorb as absorb_hopper
 from .schedule import AbsorbCapacity, SharedKeys, build_group_work
 from .tail_schedule import schedule_tails
@@ -87,7 +88,7 @@ class GroupedAbsorb(ABC):
     @property
     def workspace_bytes(self) -> int:
         """Device memory that this object allocated."""
-        return sum(value.numel() * value.element_size() for value in vars(self).values() if isinstance(value, Tensor))
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, (Tensor, PartialTable)))
 
     @abstractmethod
     def plan(self, groups: Sequence[Group], rows: int) -> None:
@@ -176,9 +177,8 @@ class HopperGroupedAbsorb(GroupedAbsorb):
         self._partial_lse2 = torch.empty(*partials, device=device)  # [P, H]
         self._no_lse = torch.full((max_rows, self._heads), -torch.inf, device=device)  # [B, H]
         self._work = torch.from_numpy(self._capacity.empty_work()).to(device)
-        self._tail_partials, self._group_partials = (
-            torch.zeros(self._capacity.table.size, dtype=torch.int32, device=device) for _ in range(2)
-        )
+        self._tail_partials = self._capacity.empty_tail_table(device)
+        self._group_partials = self._capacity.empty_group_table(device)
         self._first_group = max_rows  # row of the page table
         self._groups = 0
 
@@ -195,7 +195,7 @@ class HopperGroupedAbsorb(GroupedAbsorb):
         work = build_group_work(shared, self._capacity)
         self._stage(self._work, work.head)
         self._stage(self._work[self._capacity.group_segments :], work.segments)
-        self._stage(self._group_partials, work.table.buffer)
+        self._stage(self._group_partials.buffer, work.table.buffer)
         self._stage(self._leaders, np.array([group.rows[0] for group in groups], np.int64))
         self._stage(self._prefix_lens, np.array([group.end for group in groups], np.int32))
         self._rows, self._groups = rows, len(groups)
@@ -224,7 +224,7 @@ class HopperGroupedAbsorb(GroupedAbsorb):
         out, lse = self._capacity.uncut_rows(self._partial_out, rows), self._no_lse.new_empty(rows, heads)
         partials, tables = (self._partial_out, self._partial_lse2), (self._tail_partials, self._group_partials)
         merge(
-            out, self._no_lse[:rows], *partials, tables[0], self._capacity.table, out, lse, tables[1],
+            out, self._no_lse[:rows], *partials, tables[0], out, lse, tables[1],
             out_in_partials=True,
         )  # fmt: skip
         return out, lse

@@ -35,9 +35,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from ..naive.schedule import ITEM_FIELDS, WorkList, WorkListCapacity, balanced_order, choose_splits
+from ..naive.schedule import ITEM_FIELDS
+from ..partials import PartialTable
+from ..splits import balanced_order, choose_splits, pairs_of_splits
 
 TILE_ROWS = 64
 BLOCK_KEYS = 64
@@ -148,10 +151,16 @@ class AbsorbCapacity:
         """int32 values in the whole array."""
         return self.group_segments + self.max_rows * self.row_segments
 
-    @property
-    def table(self) -> WorkListCapacity:
-        """Sizes of the two tables that say which partials a row has, in groups and of its tail; for merge.py."""
-        return WorkListCapacity(self.max_rows, self.max_partial_rows, max_items=0, max_chunks=0)
+    def empty_group_table(self, device: torch.device | str | None = None) -> PartialTable:
+        """A table for the partials of groups, numpy unless a device is given."""
+        return PartialTable.empty(self.max_rows, self.max_group_partials, device)
+
+    def empty_tail_table(self, device: torch.device | str) -> PartialTable:
+        """A table for the partials of tails. Its list is all of them in order and never changes: those of a row follow
+        each other, so the schedule only writes where they begin and how many they are."""
+        table = PartialTable.empty(self.max_rows, self.max_partial_rows - self.max_group_partials, device)
+        torch.arange(self.max_group_partials, self.max_partial_rows, dtype=torch.int32, out=table.partials)
+        return table
 
     def uncut_rows(self, partial_out: Tensor, rows: int) -> Tensor:
         """`[rows, heads, ..]`: where the partials of tails that are not cut are, among `[max_partial_rows, heads, ..]`.
@@ -179,7 +188,7 @@ class GroupWork:
     head: np.ndarray
     first_item: int
     segments: np.ndarray
-    table: WorkList
+    table: PartialTable
 
     @property
     def items(self) -> np.ndarray:
@@ -194,7 +203,7 @@ def build_group_work(groups: Sequence[SharedKeys], capacity: AbsorbCapacity) -> 
     Raises:
         ValueError: a group is empty or has no keys; a row is out of range or in two groups.
     """
-    table = WorkList(np.zeros(capacity.table.size, np.int32), capacity.table, n_items=0, used=capacity.table.size)
+    table = capacity.empty_group_table()
     header = np.zeros(capacity.first_item, np.int32)
     if not groups:
         return GroupWork(header, capacity.first_item, np.zeros(0, np.int32), table)
@@ -215,9 +224,7 @@ def build_group_work(groups: Sequence[SharedKeys], capacity: AbsorbCapacity) -> 
     splits = choose_splits(sizes, tiles, blocks, heads, BLOCK_KEYS, capacity.max_group_partials, capacity.programs)
     row_start = np.cumsum(sizes) - sizes  # rows of the groups before
     partial_start = np.cumsum(splits * sizes) - splits * sizes
-    table.row_partial_start[rows] = np.repeat(partial_start - row_start, sizes) + np.arange(len(rows))
-    table.row_partial_stride[rows] = np.repeat(sizes, sizes)
-    table.row_splits[rows] = np.repeat(splits, sizes)
+    table.write_pairs(*pairs_of_splits(rows, sizes, splits))
     segments = rows[:, None] * heads + np.arange(row_segments) * segment  # [rows, row_segments]
 
     # Position of an item in its group: split * tiles + tile.

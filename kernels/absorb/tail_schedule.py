@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..naive.schedule import ITEM_FIELDS
+from ..partials import PartialTable
 from .schedule import BLOCK_KEYS, HEADER_FIELDS, ITEM_BLOCKS, AbsorbCapacity
 
 MIN_BLOCKS = 2
@@ -60,7 +61,7 @@ def _load_lengths(lens_ptr, row, rows, QUERIES: tl.constexpr):
 def schedule_tails_kernel(
     lens_ptr,  # int32 [rows / QUERIES]
     work_ptr,  # int32, the work list
-    table_ptr,  # int32, see schedule.WorkList; only the entries of rows
+    table_ptr,  # int32, see partials.PartialTable; only begins and counts of rows are written
     rows,
     table_row,  # entries between two rows of the page table: SGLang's grows while it runs
     HEADS: tl.constexpr,
@@ -149,13 +150,13 @@ def schedule_tails_kernel(
             tl.store(item_ptr + 5, (partial + piece) * HEADS + tile * TILE_ROWS, mask=has)
             tl.store(item_ptr + 6, (piece == pieces - 1).to(tl.int32), mask=has)
         kv_begin = kv_end
-    row_ptr = table_ptr + ITEM + MAX_ROWS + row
-    tl.store(row_ptr, partial, mask=row < rows)
-    tl.store(row_ptr + MAX_ROWS, 1, mask=row < rows)
-    tl.store(row_ptr + 2 * MAX_ROWS, pieces, mask=row < rows)
+    tl.store(table_ptr + row, partial - FIRST_PARTIAL, mask=row < rows)  # the list is all partials of tails in order
+    tl.store(table_ptr + MAX_ROWS + row, pieces, mask=row < rows)
 
 
-def schedule_tails(lens: Tensor, work: Tensor, table: Tensor, capacity: AbsorbCapacity, page_table: Tensor) -> None:
+def schedule_tails(
+    lens: Tensor, work: Tensor, table: PartialTable, capacity: AbsorbCapacity, page_table: Tensor
+) -> None:
     """Put the items of the tails behind those of the groups, in place of the ones that were there.
 
     A tail without tokens has none.
@@ -163,7 +164,7 @@ def schedule_tails(lens: Tensor, work: Tensor, table: Tensor, capacity: AbsorbCa
     Args:
         lens: `[requests]` int32, tokens of each request's private tail. A batch has `capacity.queries` rows for each.
         work: `[capacity.size]` int32, begun with `capacity.empty_work()` and holding the plan's groups; written.
-        table: `[capacity.table.size]` int32, written: which partial rows each row's tail has.
+        table: from `capacity.empty_tail_table`, written: which partial rows each row's tail has.
         page_table: `[at least requests, pages]` int32, the pages of each tail. Only its stride is used.
     Raises:
         ValueError: a shape or dtype is not as above.
@@ -173,17 +174,18 @@ def schedule_tails(lens: Tensor, work: Tensor, table: Tensor, capacity: AbsorbCa
     for name, tensor, shape in (
         ("lens", lens, (requests,)),
         ("work", work, (capacity.size,)),
-        ("table", table, (capacity.table.size,)),
     ):
         if tensor.dtype != torch.int32 or tensor.shape != shape or not tensor.is_contiguous():
             raise ValueError(f"{name} must be int32 {list(shape)}, not {tensor.dtype} {list(tensor.shape)}")
+    if table.max_rows != capacity.max_rows:
+        raise ValueError(f"table must be for {capacity.max_rows} rows, not {table.max_rows}")
     if rows > capacity.max_rows or requests > page_table.shape[0]:
         have = f"there is room for {capacity.max_rows} rows, and {page_table.shape[0]} requests have pages"
         raise ValueError(f"{requests} requests, {rows} rows; {have}")
     schedule_tails_kernel[(1,)](
         lens,
         work,
-        table,
+        table.buffer,
         rows,
         page_table.stride(0),
         HEADS=capacity.heads,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sglang_mla_ext.kernels.absorb.grouped import TILE_ROWS, GroupedAbsorb, check_whole_pages
 from sglang_mla_ext.kernels.merge import LOG2E, merge
-from sglang_mla_ext.kernels.naive.schedule import WorkListCapacity, row_table
+from sglang_mla_ext.kernels.partials import PartialTable
 from sglang_mla_ext.prefix.planner import Group, Stacking
 
 
@@ -72,13 +72,12 @@ class FlashMLAGroupedAbsorb(GroupedAbsorb):
         max_rows, device = self._max_rows, self._device
         self._stacked = stacking.rows_per_entry
         most = stacking.max_entries(max_rows)
-        self._capacity = WorkListCapacity(max_rows, most * self._stacked, max_items=0, max_chunks=0)
         # Entries of a smaller batch lie where tails of a larger one do: what they leave in the padding is not read.
         tile = (1, TILE_ROWS, self._columns)
         self._q = torch.zeros(max_rows + most, *tile, dtype=self._dtype, device=device)  # [B + N, 1, 64, 576]
         self._lse2 = torch.zeros(most * self._stacked, self._heads, device=device)  # [N * R, heads]
         self._row_index = torch.zeros(most * self._stacked, dtype=torch.int64, device=device)  # [N * R]
-        self._work = torch.zeros(self._capacity.size, dtype=torch.int32, device=device)
+        self._partials = PartialTable.empty(max_rows, most * self._stacked, device)
         # Its size depends on the GPU alone.
         self._metadata = torch.zeros_like(get_mla_metadata(self._lens[:1], TILE_ROWS, 1)[0])
         self._num_splits = torch.zeros(max_rows + most + 1, dtype=torch.int32, device=device)
@@ -87,11 +86,14 @@ class FlashMLAGroupedAbsorb(GroupedAbsorb):
     def plan(self, groups: Sequence[Group], rows: int) -> None:
         entries = self._stacking.max_entries(rows)
         layout = lay_out(groups, entries, self._stacking)
-        work = row_table(self._capacity.max_rows, layout.place, self._capacity.max_partial_rows)
+        partials = PartialTable.from_pairs(
+            list(layout.place), list(layout.place.values()), max_rows=self._max_rows,
+            max_partials=self._partials.max_partials,
+        )  # fmt: skip
         self._stage(self._row_index, layout.row_index)
         self._stage(self._leaders, layout.leaders)
         self._stage(self._prefix_lens, layout.lens)
-        self._stage(self._work, work.buffer)
+        self._stage(self._partials.buffer, partials.buffer)
         self._lens[rows : rows + entries].copy_(self._prefix_lens[:entries])
         self._table[: rows + entries, 0] = 0  # FlashMLA loads the first page also where there are no keys
         self._rows, self._entries = rows, entries
@@ -128,8 +130,7 @@ class FlashMLAGroupedAbsorb(GroupedAbsorb):
             lse[:rows, :heads, 0],
             out[rows:].view(places, heads, self._rank),
             partial_lse2,
-            self._work,
-            self._capacity,
+            self._partials,
             merged,
             merged_lse,
         )
