@@ -38,8 +38,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from ..naive.schedule import balanced_order, choose_splits
 from ..partials import PartialTable
+from ..splits import balanced_order, choose_splits
 from .items import (
     ITEM_BEGIN,
     ITEM_END,
