@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .naive.schedule import ITEM_FIELDS, WorkListCapacity
+from .constants import LN2, LOG2E
+from .partials import PartialTable
 
-LN2 = 0.6931471805599453
-LOG2E = 1.4426950408889634
 NUM_WARPS = 4
 LARGE = 1 << 20
 """Values of the output from which on programs are many enough to fill a GPU with one partial after the other."""
@@ -45,12 +44,10 @@ def shape_for(rows: int, heads: int, dv: int) -> Shape:
 def _sum_partials(
     partial_out_ptr,
     partial_lse2_ptr,
-    start,
-    stride,
-    first_splits,  # those at start and stride; the others, if MORE, are at more_start and more_stride
-    more_start,
-    more_stride,
-    splits,
+    list_ptr,  # the row's partials
+    count,  # of list_ptr and, if MORE, of more_list_ptr
+    first_count,  # of list_ptr
+    more_list_ptr,
     head,  # [BLOCK_HEADS, 1]
     heads,
     DV: tl.constexpr,
@@ -69,13 +66,14 @@ def _sum_partials(
     acc = tl.zeros([BLOCK_HEADS, 1, DV], tl.float32)
     run_sum = tl.zeros([BLOCK_HEADS, 1], tl.float32)
     run_max2 = tl.full([BLOCK_HEADS, 1], -1e30, tl.float32)  # below every lse where there is no key yet
-    for first in tl.range(0, splits, SPLITS, loop_unroll_factor=UNROLL):
+    for first in tl.range(0, count, SPLITS, loop_unroll_factor=UNROLL):
         split = first + tl.arange(0, SPLITS)
-        partial = start + split * stride  # [SPLITS]
+        partial = tl.load(list_ptr + split, mask=split < first_count, other=0)  # [SPLITS]
         if MORE:
-            partial = tl.where(split < first_splits, partial, more_start + (split - first_splits) * more_stride)
-        place = partial[None, :] * heads + head  # [BLOCK_HEADS, SPLITS]
-        there = (split < splits)[None, :] & (head < heads)
+            in_more = (split >= first_count) & (split < count)
+            partial += tl.load(more_list_ptr + split - first_count, mask=in_more, other=0)
+        place = partial.to(tl.int64)[None, :] * heads + head  # [BLOCK_HEADS, SPLITS]
+        there = (split < count)[None, :] & (head < heads)
         part_lse2 = tl.load(partial_lse2_ptr + place, mask=there, other=float("-inf"))
         part_out = tl.load(
             partial_out_ptr + place[:, :, None] * DV + dim[None, None, :], mask=there[:, :, None], other=0.0
@@ -89,18 +87,24 @@ def _sum_partials(
     return acc, run_sum, run_max2
 
 
-@triton.jit
+# Tables may be parts of work lists, which start anywhere.
+@triton.jit(
+    do_not_specialize=["max_rows", "more_max_rows", "first_in_place"],
+    do_not_specialize_on_alignment=["table_ptr", "more_table_ptr"],
+)
 def merge_kernel(
     tail_out_ptr,  # [T, H, DV], strides tail_row, tail_head, 1
     tail_lse_ptr,  # float32 [T, H], strides tail_lse_row, tail_lse_head
     partial_out_ptr,  # float32 or BF16 [P, H, DV]
     partial_lse2_ptr,  # float32 [P, H]
-    work_ptr,  # int32, see schedule.WorkList
-    more_work_ptr,  # int32, like work_ptr; not read unless MORE
+    table_ptr,  # int32, see partials.PartialTable
+    more_table_ptr,  # int32, likewise; not read unless MORE
     out_ptr,  # [T, H, DV], strides out_row, out_head, 1
     lse_ptr,  # float32 [T, H], strides lse_row, lse_head
     heads,
-    max_rows,
+    max_rows,  # of table_ptr
+    more_max_rows,  # of more_table_ptr
+    first_in_place,  # if OUT_IN_PARTIALS: the partial row at which the output begins
     tail_row,
     tail_head,
     tail_lse_row,
@@ -110,7 +114,6 @@ def merge_kernel(
     lse_row,
     lse_head,
     DV: tl.constexpr,
-    ITEM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     SPLITS: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -125,16 +128,14 @@ def merge_kernel(
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]  # [BLOCK_HEADS, 1]
     dim = tl.max_contiguous(tl.arange(0, DV), 4)[None, None, :]  # as in _sum_partials
     in_heads = head < heads
-    per_row_ptr = work_ptr + ITEM + max_rows + row
-    start = tl.load(per_row_ptr).to(tl.int64)
-    stride = tl.load(per_row_ptr + max_rows)
-    first_splits = tl.load(per_row_ptr + 2 * max_rows)
-    splits, more_start, more_stride = first_splits, start, stride
+    begin = tl.load(table_ptr + row)
+    first_count = tl.load(table_ptr + max_rows + row)
+    list_ptr = table_ptr + 2 * max_rows + begin
+    count, more_list_ptr = first_count, list_ptr
     if MORE:
-        per_row_ptr = more_work_ptr + ITEM + max_rows + row
-        more_start = tl.load(per_row_ptr).to(tl.int64)
-        more_stride = tl.load(per_row_ptr + max_rows)
-        splits += tl.load(per_row_ptr + 2 * max_rows)
+        more_begin = tl.load(more_table_ptr + row)
+        count += tl.load(more_table_ptr + more_max_rows + row)
+        more_list_ptr = more_table_ptr + 2 * more_max_rows + more_begin
 
     row64 = row.to(tl.int64)
     lse_ptrs = lse_ptr + row64 * lse_row + head * lse_head
@@ -142,17 +143,17 @@ def merge_kernel(
     empty = tl.abs(tail_lse) == float("inf")  # [BLOCK_HEADS, 1]
     some_empty = tl.max(empty.to(tl.int32))
 
-    if OUT_IN_PARTIALS and (first_splits == 1) & (splits == 1):
+    if OUT_IN_PARTIALS and (first_count == 1) & (count == 1):  # its list need not be read: it can only be this one
         if WRITE_LSE:
-            part_lse2 = tl.load(partial_lse2_ptr + start * heads + head, mask=in_heads)
+            part_lse2 = tl.load(partial_lse2_ptr + (first_in_place + row64) * heads + head, mask=in_heads)
             tl.store(lse_ptrs, part_lse2 * LN2, mask=in_heads)
-    elif not IN_PLACE or splits + some_empty > 0:
+    elif not IN_PLACE or count + some_empty > 0:
         tail_ptr = tail_out_ptr + row64 * tail_row + (head * tail_head)[:, :, None] + dim
         has_tail = in_heads & ~empty
         tail_out = tl.load(tail_ptr, mask=has_tail[:, :, None], other=0.0).to(tl.float32)  # [BLOCK_HEADS, 1, DV]
         acc, part_sum, part_max2 = _sum_partials(
-            partial_out_ptr, partial_lse2_ptr, start, stride, first_splits, more_start, more_stride, splits, head,
-            heads, DV, BLOCK_HEADS, SPLITS, UNROLL, MORE,
+            partial_out_ptr, partial_lse2_ptr, list_ptr, count, first_count, more_list_ptr, head, heads,
+            DV, BLOCK_HEADS, SPLITS, UNROLL, MORE,
         )  # fmt: skip
         # In base 2, so that a difference of equal numbers stays 0: a product in it may be fused with the subtraction.
         tail_max2 = tl.where(empty, -1e30, tail_lse * LOG2E)
@@ -179,11 +180,10 @@ def merge(
     tail_lse: Tensor,
     partial_out: Tensor,
     partial_lse2: Tensor,
-    work: Tensor,
-    capacity: WorkListCapacity,
+    table: PartialTable,
     out: Tensor,
     lse: Tensor | None = None,
-    more_work: Tensor | None = None,
+    more: PartialTable | None = None,
     out_in_partials: bool = False,
 ) -> Tensor:
     """Merge tails and partials into `out`, which may be `tail_out`, and `lse`, which may be `tail_lse`.
@@ -191,21 +191,24 @@ def merge(
     Args:
         tail_out: `[T, H, dv]` BF16 or float32; tail_lse: `[T, H]` float32, natural log, -inf or +inf for an empty tail
             (its `tail_out` is not used). Any row and head strides, last axis of tail_out contiguous.
-        partial_out: `[P, H, dv]` float32, from naive_prefix.run, or BF16; partial_lse2: `[P, H]` float32, base 2; both
-            contiguous.
-        work: int32, at least the `used` part of a schedule.WorkList, or a schedule.row_table; read on the device only.
+        partial_out: `[P, H, dv]` float32 or BF16; partial_lse2: `[P, H]` float32, base 2; both contiguous.
+        table: which partials each row has: a tensor on the device of the others, read on the device only.
         out: `[T, H, dv]`, last axis contiguous; lse: `[T, H]` float32, natural log.
-        more_work: like `work` and of its capacity: more partials of the rows, which stand in the same tensors.
-        out_in_partials: there are no tails, and `out` is part of `partial_out`: where a row has a single partial of
-            `work` and no other one, it stands there already (absorb_schedule.AbsorbCapacity.uncut_rows).
+        more: a second table of partials in the same tensors.
+        out_in_partials: there are no tails, and `out` is `partial_out[first : first + T]` for some `first`. A row with
+            one partial in `table` and none in `more` has it at `first + row`: its output is where it belongs already,
+            and only its lse is written.
     Returns:
         `out`; rows with no key at all are 0 and -inf.
     Raises:
-        ValueError: a shape, dtype or stride is not as above, or T is more than the work list's rows.
+        ValueError: a shape, dtype or stride is not as above, or T is more than a table's rows.
     """
     rows, heads, dv = tail_out.shape
-    if rows > capacity.max_rows:
-        raise ValueError(f"tail_out has {rows} rows, but the plan is for at most {capacity.max_rows}")
+    for each in (table, more) if more else (table,):
+        if rows > each.max_rows:
+            raise ValueError(f"tail_out has {rows} rows, but the plan is for at most {each.max_rows}")
+        if not isinstance(each.buffer, Tensor) or each.buffer.device != tail_out.device:
+            raise ValueError(f"a table must be on the device of tail_out, {tail_out.device}")
     if dv & (dv - 1):
         raise ValueError(f"v_head_dim must be a power of two, not {dv}")
     if partial_out.shape[1:] != (heads, dv) or partial_lse2.shape != partial_out.shape[:2]:
@@ -226,17 +229,20 @@ def merge(
     written_lse = tail_lse if lse is None else lse
     same_memory = out.data_ptr() == tail_out.data_ptr() and out.stride() == tail_out.stride()
     shape = shape_for(rows, heads, dv)
+    second = more or table
     merge_kernel[(rows, triton.cdiv(heads, shape.heads))](
         tail_out,
         tail_lse,
         partial_out,
         partial_lse2,
-        work,
-        work if more_work is None else more_work,
+        table.buffer,
+        second.buffer,
         out,
         written_lse,
         heads,
-        capacity.max_rows,
+        table.max_rows,
+        second.max_rows,
+        _first_in_place(out, partial_out) if out_in_partials else 0,
         tail_out.stride(0),
         tail_out.stride(1),
         tail_lse.stride(0),
@@ -246,11 +252,10 @@ def merge(
         written_lse.stride(0),
         written_lse.stride(1),
         DV=dv,
-        ITEM=ITEM_FIELDS,
         BLOCK_HEADS=shape.heads,
         SPLITS=shape.splits,
         UNROLL=shape.unroll,
-        MORE=more_work is not None,
+        MORE=more is not None,
         OUT_IN_PARTIALS=out_in_partials,
         IN_PLACE=same_memory and out.dtype == tail_out.dtype,
         WRITE_LSE=lse is not None,
@@ -259,3 +264,15 @@ def merge(
         num_warps=NUM_WARPS,
     )
     return out
+
+
+def _first_in_place(out: Tensor, partial_out: Tensor) -> int:
+    """The row of `partial_out` that is the first of `out`."""
+    if not out.numel():
+        return 0
+    row_bytes = partial_out.stride(0) * partial_out.element_size()
+    first, rest = divmod(out.data_ptr() - partial_out.data_ptr(), row_bytes)
+    inside = rest == 0 and 0 <= first <= partial_out.shape[0] - out.shape[0]
+    if not inside or out.dtype != partial_out.dtype or not out.is_contiguous():
+        raise ValueError("out must be rows of partial_out, where out_in_partials says so")
+    return first

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..constants import FP8, FP8_MAX
 from ..storage.append_latent import divide_row
-from ..storage.expanded import FP8, FP8_MAX
 from ..storage.latent_rows import SCALE_FLOOR, SCALE_LIMIT
 
 NUM_WARPS = 1

@@ -1,32 +1,33 @@
-"""The work list of the absorb kernel: which tile of query rows attends to which keys, in which order.
+"""The work list of the absorb kernels: which tile of query rows attends to which keys, in which order.
 
-A work item is (up to `tile_rows` query rows, a range of keys that they share): 64, or fewer for a kernel that does not
-pad them. The kernel runs a fixed number of programs. There are items of two kinds:
+A work item is (up to `tile_rows` query rows, a range of keys that they share): 64 rows, or fewer for a kernel that does
+not pad them. A kernel runs a fixed number of programs. There are two kinds of items:
 
-- *Groups*: rows that share a prefix, stacked. Prefixes keep their length, so the host builds these when the plan
-  changes. Program p takes items p, p + programs, p + 2·programs and so on.
-- *Tails*: the rows of one request and its private keys. They grow by one every step, and the host may not know by how
-  much without waiting for the GPU; so the device makes their items anew before every step (tail_schedule.py). A
-  program takes a range of them, after its items of groups.
+- *Segments*: rows of the batch that share a token range, stacked. Segments keep their length between plans, so the host
+  builds their items when the plan changes. Program p takes items p, p + programs, p + 2 · programs and so on.
+- *Tails*: the rows of one request and its private keys. Tails grow by one token every step, and the host may not know
+  by how much without waiting for the GPU; so the device builds their items anew before every step (tail_schedule.py).
+  A program takes a contiguous range of them, after its items of segments.
 
-Both stand in one int32 array in static device memory, the groups' items first:
+Both stand in one int32 array in static device memory, whose fields items.py names:
 
 | position | what |
 |---|---|
-| 0 | n_items |
-| 1 | items of groups |
-| 8 | of every program: where its tails begin, among the items |
-| 8 + `programs` | and end |
-| 8 + 2·`programs` | blocks of its items of groups, with what it costs to start them |
-| `first_item` | items `[n_items, 8]`, up to `max_items` |
-| `tail_segments` | segments of every row of the batch, row by row; never changes |
-| `group_segments` | segments of the rows of every group, group by group |
+| `N_ITEMS` | number of items |
+| `SEGMENT_ITEMS` | of these, items of segments |
+| `PROGRAM_RANGES` | for every program, the item at which its tails begin |
+| + `programs` | for every program, the item behind its last tail |
+| + 2 · `programs` | for every program, the cost of its items of segments, in blocks |
+| `first_item` | items `[n_items, ITEM_FIELDS]`, those of segments first, up to `max_items` |
+| `tail_strips` | the strips of every row of the batch, row by row; never change |
+| `segment_strips` | the strips of the rows of every segment, segment by segment |
 
-A tail that is not cut has its partial at the place of its row, counted from the first partial of tails. So if that is
-where the output begins, such a row needs no merge.
+A *strip* is a run of consecutive query rows, heads of one query token, given by its first row, token · heads + head. An
+item has up to `tile_rows` / `strip_rows` strips: that is what lets it stack requests, and a strip is what TMA copies at
+once.
 
-A *segment* is a run of query rows, heads of one query token: the number of the first of them, token · H + head. An item
-has up to `tile_rows` / `segment` of them, which is what lets it stack requests.
+A tail that is not cut has its partial at the place of its row, counted from the first partial of tails. If the output
+begins there, such a row needs no merge.
 """
 
 from __future__ import annotations
@@ -37,28 +38,41 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from ..naive.schedule import ITEM_FIELDS, WorkList, WorkListCapacity, balanced_order, choose_splits
+from ..partials import PartialTable
+from ..splits import balanced_order, choose_splits
+from .items import (
+    ITEM_BEGIN,
+    ITEM_END,
+    ITEM_FIELDS,
+    ITEM_PAGE,
+    ITEM_PARTIAL,
+    ITEM_ROWS,
+    ITEM_STRIP,
+    N_ITEMS,
+    PROGRAM_RANGES,
+    SEGMENT_ITEMS,
+)
+from .stacking import TILE_ROWS
 
-TILE_ROWS = 64
 BLOCK_KEYS = 64
-"""Keys that the kernel takes at once: a page."""
-
-HEADER_FIELDS = 8
-"""In front of the items. An item is: first segment (absolute position), rows, kv_begin, kv_end, first entry in the page
-table, first partial row times heads, 1 if these are a request's last keys (of tails only), unused. kv_begin is a
-multiple of 64, and kv_end is greater."""
+"""Keys that a kernel takes at once: one page."""
 
 ITEM_BLOCKS = 4
-"""What starting and finishing an item costs, about, in blocks (5 to 9 us on an H200, against 1.5 us)."""
+"""What starting and finishing an item costs, about, in blocks (5 to 9 us on an H200, against 1.5 us for a block)."""
 
 
 @dataclass(frozen=True)
-class SharedKeys:
-    """Rows of the batch that attend to the same `length` tokens, from `first_page` of the page table on."""
+class LatentSegment:
+    """Rows of the batch that attend together to a token range of the latent pool.
+
+    Attributes:
+        rows: of the batch, each once; the first one is the leader, whose page table says where the tokens are.
+        start, end: tokens `[start, end)` of the leader's request; multiples of the page size.
+    """
 
     rows: tuple[int, ...]
-    length: int
-    first_page: int
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -66,12 +80,16 @@ class AbsorbCapacity:
     """Fixed sizes of a work list and of the partials, which no valid plan and no lengths of tails can exceed.
 
     Attributes:
-        max_rows: rows of a batch: query tokens; heads: of each, a multiple of 8; programs: of the kernel's grid.
-        tile_rows: query rows of an item, 64, 32, 16 or 8.
-        queries: query tokens of each request, each for itself: a row of the batch. They follow each other, and the last
+        max_rows: rows of a batch, which are query tokens.
+        heads: of each row, a multiple of 8.
+        programs: of the kernel's grid.
+        tile_rows: query rows of an item: 64, 32, 16 or 8.
+        queries: query tokens of each request, each a row of the batch of its own. They follow each other, and the last
             of them sees all keys.
-        stacked: query tokens of each row of the batch, which `heads` counts: their rows share a tile.
-        group_partials: partial rows in front of those of tails; by default as many as groups can need.
+        stacked: query tokens of each row of the batch, which `heads` counts: their query rows share a tile.
+        segment_rows: rows of all segments together, where a row counts once for each segment that it is in; by default
+            `max_rows`, enough where segments are disjoint.
+        segment_partials: partial rows in front of those of tails; by default as many as segments can need.
     """
 
     max_rows: int
@@ -80,7 +98,8 @@ class AbsorbCapacity:
     tile_rows: int = TILE_ROWS
     queries: int = 1
     stacked: int = 1
-    group_partials: int | None = None
+    segment_rows: int | None = None
+    segment_partials: int | None = None
 
     def __post_init__(self) -> None:
         """
@@ -96,36 +115,46 @@ class AbsorbCapacity:
         return self.heads // self.stacked
 
     @property
-    def segment(self) -> int:
-        """Rows of a segment: the longest run that divides both a tile and the heads of a query token."""
-        for segment in (self.tile_rows, 32, 16, 8):
-            if self.tile_rows % segment == 0 and self.query_heads % segment == 0:
-                return segment
+    def strip_rows(self) -> int:
+        """Query rows of a strip: the longest run that divides both a tile and the heads of a query token."""
+        for strip in (self.tile_rows, 32, 16, 8):
+            if self.tile_rows % strip == 0 and self.query_heads % strip == 0:
+                return strip
         raise ValueError(f"heads must be a multiple of 8, not {self.heads}")
 
     @property
-    def row_segments(self) -> int:
-        """Segments of one request."""
-        return self.heads // self.segment
+    def row_strips(self) -> int:
+        """Strips of one row of the batch."""
+        return self.heads // self.strip_rows
 
     @property
     def row_tiles(self) -> int:
-        """Tiles of one request that is not stacked."""
+        """Tiles of one row of the batch that is not stacked with others."""
         return -(-self.heads // self.tile_rows)
 
     @property
-    def max_group_partials(self) -> int:
-        """By default, every row has one, and splitting needs no more than those that give each program a tile of its
-        own."""
-        if self.group_partials is not None:
-            return self.group_partials
-        return self.max_rows + -(-self.programs * self.tile_rows // self.heads)
+    def max_segment_rows(self) -> int:
+        """Rows of all segments together."""
+        return self.max_rows if self.segment_rows is None else self.segment_rows
+
+    @property
+    def max_segment_partials(self) -> int:
+        """By default every row of a segment has one, and splitting needs no more than those that give each program a
+        tile of its own."""
+        if self.segment_partials is not None:
+            return self.segment_partials
+        return self.max_segment_rows + -(-self.programs * self.tile_rows // self.heads)
+
+    @property
+    def max_tail_partials(self) -> int:
+        """One for every row, and then the pieces of tails that are cut. Those have at most two tiles for each program:
+        it takes one range of the line of tails, and a range has two ends."""
+        return self.max_rows + -(-2 * self.programs // self.row_tiles)
 
     @property
     def max_partial_rows(self) -> int:
-        """Of groups, and behind them of tails: one for every row, and then the pieces of tails that are cut. Those have
-        at most two tiles for each program: it takes one range of the line of tails, which has two ends."""
-        return self.max_group_partials + self.max_rows + -(-2 * self.programs // self.row_tiles)
+        """Those of segments, and behind them those of tails."""
+        return self.max_segment_partials + self.max_tail_partials
 
     @property
     def max_items(self) -> int:
@@ -133,110 +162,122 @@ class AbsorbCapacity:
 
     @property
     def first_item(self) -> int:
-        return HEADER_FIELDS + 3 * self.programs
+        return int(PROGRAM_RANGES) + 3 * self.programs
 
     @property
-    def tail_segments(self) -> int:
-        return self.first_item + ITEM_FIELDS * self.max_items
+    def tail_strips(self) -> int:
+        return self.first_item + int(ITEM_FIELDS) * self.max_items
 
     @property
-    def group_segments(self) -> int:
-        return self.tail_segments + self.max_rows * self.row_segments
+    def segment_strips(self) -> int:
+        return self.tail_strips + self.max_rows * self.row_strips
 
     @property
     def size(self) -> int:
         """int32 values in the whole array."""
-        return self.group_segments + self.max_rows * self.row_segments
-
-    @property
-    def table(self) -> WorkListCapacity:
-        """Sizes of the two tables that say which partials a row has, in groups and of its tail; for merge.py."""
-        return WorkListCapacity(self.max_rows, self.max_partial_rows, max_items=0, max_chunks=0)
+        return self.segment_strips + self.max_segment_rows * self.row_strips
 
     def uncut_rows(self, partial_out: Tensor, rows: int) -> Tensor:
         """`[rows, heads, ..]`: where the partials of tails that are not cut are, among `[max_partial_rows, heads, ..]`.
-        It can be the output of a merge (`out_in_partials`), which then leaves them alone."""
-        return partial_out[self.max_group_partials :][:rows]
+        This can be the output of a merge (`out_in_partials`), which then leaves them alone."""
+        return partial_out[self.max_segment_partials :][:rows]
 
     def empty_work(self) -> np.ndarray:
         """`[size]` int32: a work list without items."""
         work = np.zeros(self.size, np.int32)
-        work[self.tail_segments : self.group_segments] = np.arange(self.max_rows * self.row_segments) * self.segment
+        work[self.tail_strips : self.segment_strips] = np.arange(self.max_rows * self.row_strips) * self.strip_rows
         return work
+
+    def empty_tail_table(self) -> PartialTable:
+        """No row has a tail. The partials of a tail lie side by side, so what the device writes before every step is
+        where each row's begin and how many there are; the list itself is that of all partials of tails, and stays."""
+        table = PartialTable.empty(self.max_rows, self.max_tail_partials)
+        table.partials[:] = self.max_segment_partials + np.arange(self.max_tail_partials)
+        return table
 
 
 @dataclass(frozen=True)
-class GroupWork:
-    """What the host says of a plan's groups.
+class SegmentWork:
+    """What the host writes for a plan's segments.
 
     Attributes:
-        head: int32, to go to the front of the work list: what is before the items, and the groups' items.
-        first_item: where these begin.
-        segments: int32, to go to `group_segments`.
-        table: which partial rows each row of the batch has.
+        head: int32, for the front of the work list: the header and the segments' items.
+        first_item: where the items begin in it.
+        strips: int32, for `segment_strips`.
+        table: which partial rows each row of the batch has of segments.
     """
 
     head: np.ndarray
     first_item: int
-    segments: np.ndarray
-    table: WorkList
+    strips: np.ndarray
+    table: PartialTable
 
     @property
     def items(self) -> np.ndarray:
-        """`[n_items, 8]`"""
-        return self.head[self.first_item :].reshape(-1, ITEM_FIELDS)
+        """`[n_items, ITEM_FIELDS]`"""
+        return self.head[self.first_item :].reshape(-1, int(ITEM_FIELDS))
 
 
-def build_group_work(groups: Sequence[SharedKeys], capacity: AbsorbCapacity) -> GroupWork:
-    """Cut every group into tiles of query rows and its keys into splits, so that all programs end at about the same
+def build_segment_work(
+    segments: Sequence[LatentSegment], first_pages: Sequence[int], capacity: AbsorbCapacity
+) -> SegmentWork:
+    """Cut every segment into tiles of query rows and its keys into splits, so that all programs end at about the same
     time. Tiles of the same keys stand side by side: they run at the same time, and all but the first read from L2.
 
+    Args:
+        first_pages: `[segments]`, the entry of the page table, as a flat array, that holds the page of each `start`.
     Raises:
-        ValueError: a group is empty or has no keys; a row is out of range or in two groups.
+        ValueError: a segment is empty or has no keys; a row is out of range or twice in one segment; the segments have
+            more rows, or need more partials, than there is room for.
     """
-    table = WorkList(np.zeros(capacity.table.size, np.int32), capacity.table, n_items=0, used=capacity.table.size)
+    table = PartialTable.empty(capacity.max_rows, capacity.max_segment_partials)
     header = np.zeros(capacity.first_item, np.int32)
-    if not groups:
-        return GroupWork(header, capacity.first_item, np.zeros(0, np.int32), table)
-    sizes = np.array([len(group.rows) for group in groups])
-    lengths = np.array([group.length for group in groups])
-    first_pages = np.array([group.first_page for group in groups])
-    rows = np.array([row for group in groups for row in group.rows], np.int64)
+    if not segments:
+        return SegmentWork(header, capacity.first_item, np.zeros(0, np.int32), table)
+    sizes = np.array([len(segment.rows) for segment in segments])
+    lengths = np.array([segment.end - segment.start for segment in segments])
+    pages = np.array(first_pages)
+    rows = np.array([row for segment in segments for row in segment.rows], np.int64)
+    of_segment = np.repeat(np.arange(len(segments)), sizes)
     if sizes.min() < 1 or lengths.min() < 1:
-        raise ValueError(f"every group needs rows and keys; their rows are {sizes}, their keys {lengths}")
-    if rows.min() < 0 or rows.max() >= capacity.max_rows or np.unique(rows).size != rows.size:
-        raise ValueError(f"every row must be in [0, {capacity.max_rows}) and in one group only; found {rows}")
+        raise ValueError(f"every segment needs rows and keys; their rows are {sizes}, their keys {lengths}")
+    if len(rows) > capacity.max_segment_rows:
+        raise ValueError(f"segments of {len(rows)} rows, but there is room for {capacity.max_segment_rows}")
+    twice = np.unique(of_segment * capacity.max_rows + rows).size != rows.size
+    if rows.min() < 0 or rows.max() >= capacity.max_rows or twice:
+        raise ValueError(f"every row must be in [0, {capacity.max_rows}) and once in a segment; found {rows}")
 
-    heads, segment, row_segments = capacity.heads, capacity.segment, capacity.row_segments
+    heads, strip_rows, row_strips = capacity.heads, capacity.strip_rows, capacity.row_strips
     tile_rows = capacity.tile_rows
-    tile_segments = tile_rows // segment
+    tile_strips = tile_rows // strip_rows
     blocks = -(-lengths // BLOCK_KEYS)
-    tiles = -(-sizes * row_segments // tile_segments)
-    splits = choose_splits(sizes, tiles, blocks, heads, BLOCK_KEYS, capacity.max_group_partials, capacity.programs)
-    row_start = np.cumsum(sizes) - sizes  # rows of the groups before
+    tiles = -(-sizes * row_strips // tile_strips)
+    splits = choose_splits(sizes, tiles, blocks, heads, BLOCK_KEYS, capacity.max_segment_partials, capacity.programs)
+    row_start = np.cumsum(sizes) - sizes  # rows of the segments before
     partial_start = np.cumsum(splits * sizes) - splits * sizes
-    table.row_partial_start[rows] = np.repeat(partial_start - row_start, sizes) + np.arange(len(rows))
-    table.row_partial_stride[rows] = np.repeat(sizes, sizes)
-    table.row_splits[rows] = np.repeat(splits, sizes)
-    segments = rows[:, None] * heads + np.arange(row_segments) * segment  # [rows, row_segments]
+    # Split by split, the rows of a segment side by side.
+    batch_rows = np.concatenate([np.tile(segment.rows, n) for segment, n in zip(segments, splits, strict=True)])
+    table.write_pairs(batch_rows, np.arange(len(batch_rows)))
+    strips = rows[:, None] * heads + np.arange(row_strips) * strip_rows  # [rows, row_strips]
 
-    # Position of an item in its group: split * tiles + tile.
+    # Position of an item in its segment: split * tiles + tile.
     items_of = tiles * splits
-    group = np.repeat(np.arange(len(groups)), items_of)
-    position = np.arange(len(group)) - np.repeat(np.cumsum(items_of) - items_of, items_of)
-    split, tile = np.divmod(position, tiles[group])
-    kv_begin = split * blocks[group] // splits[group] * BLOCK_KEYS
-    kv_end = np.minimum((split + 1) * blocks[group] // splits[group] * BLOCK_KEYS, lengths[group])
-    items = np.zeros((len(group), ITEM_FIELDS), np.int32)
-    items[:, 0] = capacity.group_segments + row_start[group] * row_segments + tile * tile_segments
-    items[:, 1] = np.minimum(sizes[group] * heads - tile * tile_rows, tile_rows)
-    items[:, 2] = kv_begin
-    items[:, 3] = kv_end
-    items[:, 4] = first_pages[group]
-    items[:, 5] = (partial_start[group] + split * sizes[group]) * heads + tile * tile_rows
+    owner = np.repeat(np.arange(len(segments)), items_of)
+    position = np.arange(len(owner)) - np.repeat(np.cumsum(items_of) - items_of, items_of)
+    split, tile = np.divmod(position, tiles[owner])
+    kv_begin = split * blocks[owner] // splits[owner] * BLOCK_KEYS
+    kv_end = np.minimum((split + 1) * blocks[owner] // splits[owner] * BLOCK_KEYS, lengths[owner])
+    items = np.zeros((len(owner), int(ITEM_FIELDS)), np.int32)
+    items[:, ITEM_STRIP] = capacity.segment_strips + row_start[owner] * row_strips + tile * tile_strips
+    items[:, ITEM_ROWS] = np.minimum(sizes[owner] * heads - tile * tile_rows, tile_rows)
+    items[:, ITEM_BEGIN] = kv_begin
+    items[:, ITEM_END] = kv_end
+    items[:, ITEM_PAGE] = pages[owner]
+    items[:, ITEM_PARTIAL] = (partial_start[owner] + split * sizes[owner]) * heads + tile * tile_rows
     items = items[balanced_order(kv_end - kv_begin, capacity.programs)]
-    header[:2] = len(items)
-    costs = -(-(items[:, 3] - items[:, 2]) // BLOCK_KEYS) + ITEM_BLOCKS
-    np.add.at(header[HEADER_FIELDS + 2 * capacity.programs :], np.arange(len(items)) % capacity.programs, costs)
+    header[N_ITEMS] = header[SEGMENT_ITEMS] = len(items)
+    costs = -(-(items[:, ITEM_END] - items[:, ITEM_BEGIN]) // BLOCK_KEYS) + ITEM_BLOCKS
+    loads = header[int(PROGRAM_RANGES) + 2 * capacity.programs :]
+    np.add.at(loads, np.arange(len(items)) % capacity.programs, costs)
     head = np.concatenate([header, items.reshape(-1)])
-    return GroupWork(head, capacity.first_item, segments.reshape(-1).astype(np.int32), table)
+    return SegmentWork(head, capacity.first_item, strips.reshape(-1).astype(np.int32), table)

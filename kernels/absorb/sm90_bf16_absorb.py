@@ -32,27 +32,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..merge import LOG2E
+from ..constants import LOG2E
+from .items import ITEM_PAGE, ITEM_ROWS, ITEM_STRIP, NO_ROW
 from .schedule import AbsorbCapacity
-from .sm90_parts.bf16_consumers import (
-    BLOCK,
-    LATENT,
-    PART,
-    REGISTER_PARTS,
-    ROPE,
-    ROPE_STAGES,
-    ROWS,
-    blocks_of,
-    count_items,
-    item_at,
-    score,
-    sum_values,
-)
+from .sm90_parts.bf16_consumers import PART, REGISTER_PARTS, ROPE_STAGES, score, sum_values
+from .sm90_parts.work_items import BLOCK, LATENT, ROPE, ROWS, blocks_of, count_items, item_at
 
 SLOTS = gl.constexpr(11)  # quarters in the ring
 SHARED_PARTS = gl.constexpr(1)  # quarters of the query in shared memory
 TILE_COLUMNS = gl.constexpr(64)  # of the query, as TMA copies it: 128 bytes, one swizzle
-NO_ROW = gl.constexpr(1 << 30)  # out of bounds: TMA writes zeros
 VALUE_REGISTERS = gl.constexpr(160)
 PRODUCER_REGISTERS = gl.constexpr(24)
 
@@ -65,13 +53,13 @@ def supports(device: torch.device, dtype: torch.dtype, kv_lora_rank: int, qk_rop
 
 
 @gluon.jit
-def _copy_query_tile(desc, column, segments_ptr, n_rows, tiles, tile, barrier):
-    """`[64, 64]` of the item's rows from `column` on, one TMA a segment, to tile number `tile` of `tiles`."""
-    SEGMENT: gl.constexpr = desc.block_type.shape[0]
-    for s in gl.static_range(ROWS // SEGMENT):
-        in_item = s * SEGMENT < n_rows
-        row = gl.load(segments_ptr + s, mask=in_item, other=NO_ROW)
-        tma.async_copy_global_to_shared(desc, [row, column], barrier, tiles.index(tile * (ROWS // SEGMENT) + s))
+def _copy_query_tile(desc, column, strips_ptr, n_rows, tiles, tile, barrier):
+    """`[64, 64]` of the item's rows from `column` on, one TMA a strip, to tile number `tile` of `tiles`."""
+    STRIP: gl.constexpr = desc.block_type.shape[0]
+    for s in gl.static_range(ROWS // STRIP):
+        in_item = s * STRIP < n_rows
+        row = gl.load(strips_ptr + s, mask=in_item, other=NO_ROW)
+        tma.async_copy_global_to_shared(desc, [row, column], barrier, tiles.index(tile * (ROWS // STRIP) + s))
 
 
 @gluon.jit
@@ -83,26 +71,26 @@ def copy_keys(
     One role does both: a barrier tells only odd uses of a slot from even ones, so that nobody who waits for a slot may
     miss another's use of it.
     """
-    SEGMENT: gl.constexpr = q_desc.block_type.shape[0]
-    SEGMENTS: gl.constexpr = ROWS // SEGMENT
+    STRIP: gl.constexpr = q_desc.block_type.shape[0]
+    STRIPS: gl.constexpr = ROWS // STRIP
     LAYOUT: gl.constexpr = q_desc.layout
-    tiles = ring._reinterpret(gl.bfloat16, [2 * SLOTS * SEGMENTS, SEGMENT, TILE_COLUMNS], LAYOUT)
+    tiles = ring._reinterpret(gl.bfloat16, [2 * SLOTS * STRIPS, STRIP, TILE_COLUMNS], LAYOUT)
     used = 0
     taken = 0
     for index in range(count_items(work_ptr)):
         item_ptr = item_at(work_ptr, index)
         first, last, n_blocks = blocks_of(item_ptr)
-        pages = page_table_ptr + gl.load(item_ptr + 4)
+        pages = page_table_ptr + gl.load(item_ptr + ITEM_PAGE)
         page = gl.load(pages + last)
-        segments_ptr = work_ptr + gl.load(item_ptr)
-        n_rows = gl.load(item_ptr + 1)
+        strips_ptr = work_ptr + gl.load(item_ptr + ITEM_STRIP)
+        n_rows = gl.load(item_ptr + ITEM_ROWS)
         for part in gl.static_range(REGISTER_PARTS):
             slot = used % SLOTS
             mbarrier.wait(empty.index(slot), ((used // SLOTS) & 1) ^ 1)
             mbarrier.expect(full.index(slot), content_desc.block_type.nbytes)
             for c in gl.static_range(2):
                 column = part * PART + c * TILE_COLUMNS
-                _copy_query_tile(q_desc, column, segments_ptr, n_rows, tiles, 2 * slot + c, full.index(slot))
+                _copy_query_tile(q_desc, column, strips_ptr, n_rows, tiles, 2 * slot + c, full.index(slot))
             used += 1
         for back in range(n_blocks):
             row = page * BLOCK
@@ -123,30 +111,30 @@ def copy_keys(
 @gluon.jit
 def copy_queries(q_desc, q_rope_desc, q_s, q_rope_s, q_full, q_empty, work_ptr):
     """Copy of every item's query what stays in shared memory: the last quarter and the rotary columns."""
-    SEGMENT: gl.constexpr = q_desc.block_type.shape[0]
-    SEGMENTS: gl.constexpr = ROWS // SEGMENT
+    STRIP: gl.constexpr = q_desc.block_type.shape[0]
+    STRIPS: gl.constexpr = ROWS // STRIP
     LAYOUT: gl.constexpr = q_desc.layout
-    TILE_BYTES: gl.constexpr = q_desc.block_type.nbytes * SEGMENTS
-    q_tiles = q_s._reinterpret(gl.bfloat16, [2 * SHARED_PARTS * SEGMENTS, SEGMENT, TILE_COLUMNS], LAYOUT)
-    rope_tiles = q_rope_s._reinterpret(gl.bfloat16, [SEGMENTS, SEGMENT, TILE_COLUMNS], LAYOUT)
+    TILE_BYTES: gl.constexpr = q_desc.block_type.nbytes * STRIPS
+    q_tiles = q_s._reinterpret(gl.bfloat16, [2 * SHARED_PARTS * STRIPS, STRIP, TILE_COLUMNS], LAYOUT)
+    rope_tiles = q_rope_s._reinterpret(gl.bfloat16, [STRIPS, STRIP, TILE_COLUMNS], LAYOUT)
     done = 0
     for index in range(count_items(work_ptr)):
         item_ptr = item_at(work_ptr, index)
-        segments_ptr = work_ptr + gl.load(item_ptr)
-        n_rows = gl.load(item_ptr + 1)
+        strips_ptr = work_ptr + gl.load(item_ptr + ITEM_STRIP)
+        n_rows = gl.load(item_ptr + ITEM_ROWS)
         mbarrier.wait(q_empty, (done & 1) ^ 1)
         mbarrier.expect(q_full, (2 * SHARED_PARTS + 1) * TILE_BYTES)
-        _copy_query_tile(q_rope_desc, 0, segments_ptr, n_rows, rope_tiles, 0, q_full)
+        _copy_query_tile(q_rope_desc, 0, strips_ptr, n_rows, rope_tiles, 0, q_full)
         for c in gl.static_range(2 * SHARED_PARTS):
             column = REGISTER_PARTS * PART + c * TILE_COLUMNS
-            _copy_query_tile(q_desc, column, segments_ptr, n_rows, q_tiles, c, q_full)
+            _copy_query_tile(q_desc, column, strips_ptr, n_rows, q_tiles, c, q_full)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
 
 
 @gluon.jit
 def absorb_hopper_kernel(
-    q_desc,  # BF16 [T * H, 512], block [segment, 64]
-    q_rope_desc,  # BF16 [T * H, 64], block [segment, 64]
+    q_desc,  # BF16 [T * H, 512], block [strip, 64]
+    q_rope_desc,  # BF16 [T * H, 64], block [strip, 64]
     content_desc,  # BF16 [pages * 64, 576], block [64, 128]
     rope_desc,  # the same, block [64, 64]
     work_ptr,  # int32, see absorb_schedule.py
@@ -257,8 +245,8 @@ def run(
         raise ValueError(f"softmax_scale must be positive, not {softmax_scale}")
     queries, keys = q.view(-1, columns), latent_pages.view(-1, columns)
     absorb_hopper_kernel[(capacity.programs,)](
-        _describe(queries[:, : LATENT.value], [capacity.segment, TILE_COLUMNS.value]),
-        _describe(queries[:, LATENT.value :], [capacity.segment, TILE_COLUMNS.value]),
+        _describe(queries[:, : LATENT.value], [capacity.strip_rows, TILE_COLUMNS.value]),
+        _describe(queries[:, LATENT.value :], [capacity.strip_rows, TILE_COLUMNS.value]),
         _describe(keys, [BLOCK.value, PART.value]),
         _describe(keys, [BLOCK.value, ROPE.value]),
         work,

@@ -43,13 +43,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..merge import LOG2E
+from ..constants import LOG2E
 from ..storage.latent_rows import LatentRowLayout
+from .items import ITEM_PAGE, ITEM_ROWS, ITEM_STRIP
 from .schedule import AbsorbCapacity
-from .sm90_parts.bf16_consumers import BLOCK, LATENT, ROPE, ROWS, blocks_of, count_items, item_at
 from .sm90_parts.fp8_consumers import NORM_STAGES, STAGES, compute_scores, sum_values
 from .sm90_parts.fp8_query import QUERY_COLUMNS, QUERY_TILES, copy_query, for_tma
 from .sm90_parts.fp8_tiles import PANEL, SCALE_WIDTH, copy_block, next_slot
+from .sm90_parts.work_items import BLOCK, LATENT, ROPE, ROWS, blocks_of, count_items, item_at
 
 VALUE_REGISTERS = gl.constexpr(192)
 PRODUCER_REGISTERS = gl.constexpr(24)
@@ -73,28 +74,28 @@ def copy(
 ):  # fmt: skip
     """Fill the ring: of every item its query rows in BF16, in two slots, and then its blocks."""
     SLOTS: gl.constexpr = content_s.shape[0]
-    SEGMENT: gl.constexpr = q_desc.block_type.shape[1]
-    SEGMENTS: gl.constexpr = ROWS // SEGMENT
+    STRIP: gl.constexpr = q_desc.block_type.shape[1]
+    STRIPS: gl.constexpr = ROWS // STRIP
     TILES: gl.constexpr = QUERY_TILES // 2  # of a slot
     TILE_BYTES: gl.constexpr = ROWS * QUERY_COLUMNS * 2
-    q_tiles = content_s._reinterpret(gl.bfloat16, [SLOTS * TILES * SEGMENTS, 1, SEGMENT, QUERY_COLUMNS], q_desc.layout)
-    q_rope_tiles = rope_s._reinterpret(gl.bfloat16, [SLOTS * SEGMENTS, 1, SEGMENT, ROPE], q_rope_desc.layout)
+    q_tiles = content_s._reinterpret(gl.bfloat16, [SLOTS * TILES * STRIPS, 1, STRIP, QUERY_COLUMNS], q_desc.layout)
+    q_rope_tiles = rope_s._reinterpret(gl.bfloat16, [SLOTS * STRIPS, 1, STRIP, ROPE], q_rope_desc.layout)
     slot = 0
     phase = 0
     for index in range(count_items(work_ptr)):
         item_ptr = item_at(work_ptr, index)
         first, last, n_blocks = blocks_of(item_ptr)
-        pages = page_table_ptr + gl.load(item_ptr + 4)
+        pages = page_table_ptr + gl.load(item_ptr + ITEM_PAGE)
         page = gl.load(pages + last)
-        segments_ptr = work_ptr + gl.load(item_ptr)
-        n_rows = gl.load(item_ptr + 1)
+        strips_ptr = work_ptr + gl.load(item_ptr + ITEM_STRIP)
+        n_rows = gl.load(item_ptr + ITEM_ROWS)
         for half in gl.static_range(2):
             mbarrier.wait(empty.index(slot), phase ^ 1)
             mbarrier.expect(full.index(slot), (TILES + 1 - half) * TILE_BYTES)
             if half == 0:
-                copy_query(q_rope_desc, 0, q_rope_tiles, slot, 1, full.index(slot), segments_ptr, n_rows, ROWS, HEADS)
+                copy_query(q_rope_desc, 0, q_rope_tiles, slot, 1, full.index(slot), strips_ptr, n_rows, ROWS, HEADS)
             copy_query(
-                q_desc, half * (LATENT // 2), q_tiles, slot * TILES, TILES, full.index(slot), segments_ptr, n_rows,
+                q_desc, half * (LATENT // 2), q_tiles, slot * TILES, TILES, full.index(slot), strips_ptr, n_rows,
                 ROWS, HEADS,
             )  # fmt: skip
             slot, phase = next_slot(slot, phase, SLOTS)
@@ -108,8 +109,8 @@ def copy(
 
 @gluon.jit
 def absorb_fp8_hopper_kernel(
-    q_desc,  # BF16 [T, H, 512], block [1, segment, 64]
-    q_rope_desc,  # BF16 [T, H, 64], block [1, segment, 64]
+    q_desc,  # BF16 [T, H, 512], block [1, strip, 64]
+    q_rope_desc,  # BF16 [T, H, 64], block [1, strip, 64]
     content_desc,  # e4m3 [slots, 512], rows of 656 bytes, block [64, 512]
     rope_desc,  # BF16 [slots, 64], the same rows, block [64, 64]
     scale_desc,  # float32 [slots, 4], the same rows, block [64, 4]
@@ -199,7 +200,7 @@ def run(
     if capacity.tile_rows != ROWS.value:
         raise ValueError(f"the work list must be of tiles of {ROWS.value} rows, not {capacity.tile_rows}")
     absorb_fp8_hopper_kernel[(capacity.programs,)](
-        *describe(q_absorbed, q_rope, pool, capacity.segment),
+        *describe(q_absorbed, q_rope, pool, capacity.strip_rows),
         work,
         page_table,
         partial_out,
@@ -243,11 +244,11 @@ def check(
             raise ValueError(f"{name} must be contiguous; its strides are {tensor.stride()}")
 
 
-def describe(q_absorbed: Tensor, q_rope: Tensor, pool: Tensor, segment: int) -> list[TensorDescriptor]:
+def describe(q_absorbed: Tensor, q_rope: Tensor, pool: Tensor, strip_rows: int) -> list[TensorDescriptor]:
     """What both kernels copy with TMA: content and rotary part of the query, content, rotary part and scale of rows."""
     layout = LatentRowLayout(LATENT.value, ROPE.value)
     scales = pool[:, layout.scale_offset : layout.rope_offset].view(torch.float32)  # [slots, 4], the first one counts
-    of_query = [1, segment, QUERY_COLUMNS.value]
+    of_query = [1, strip_rows, QUERY_COLUMNS.value]
     return [
         TensorDescriptor.from_tensor(tensor, block, gl.NVMMASharedLayout.get_default_for(block, dtype))
         for tensor, dtype, block in (

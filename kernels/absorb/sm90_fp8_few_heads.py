@@ -38,10 +38,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..merge import LOG2E
+from ..constants import LOG2E
+from .items import ITEM_END, ITEM_PAGE, ITEM_PARTIAL, ITEM_ROWS, ITEM_STRIP
 from .schedule import AbsorbCapacity
 from .sm90_fp8_absorb import PRODUCER_REGISTERS, check, describe
-from .sm90_parts.bf16_consumers import BLOCK, LATENT, NO_SCORE, ROPE, blocks_of, count_items, item_at
 from .sm90_parts.fp8_query import QUERY_COLUMNS, QUERY_TILES, copy_query, round_rows
 from .sm90_parts.fp8_tiles import (
     LOG2_FP8_MAX,
@@ -58,6 +58,7 @@ from .sm90_parts.fp8_tiles import (
     values_tile,
     write_out,
 )
+from .sm90_parts.work_items import BLOCK, LATENT, NO_SCORE, ROPE, blocks_of, count_items, item_at
 
 ROWS = (8, 16)
 """Of an item, that the kernel is compiled for. With 32, that for 64 rows is faster, with half of a tile empty."""
@@ -77,25 +78,25 @@ def copy(
     q_empty, full, empty, work_ptr, page_table_ptr, HEADS: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring with the blocks of all items, and in front of them copy the item's query. `done` counts items."""
-    SEGMENT: gl.constexpr = q_desc.block_type.shape[1]
+    STRIP: gl.constexpr = q_desc.block_type.shape[1]
     N: gl.constexpr = q_s.shape[0]
-    SEGMENTS: gl.constexpr = N // SEGMENT
-    q_tiles = q_s._reinterpret(gl.bfloat16, [QUERY_TILES * SEGMENTS, 1, SEGMENT, QUERY_COLUMNS], q_desc.layout)
-    q_rope_tiles = q_rope_s._reinterpret(gl.bfloat16, [SEGMENTS, 1, SEGMENT, ROPE], q_rope_desc.layout)
+    STRIPS: gl.constexpr = N // STRIP
+    q_tiles = q_s._reinterpret(gl.bfloat16, [QUERY_TILES * STRIPS, 1, STRIP, QUERY_COLUMNS], q_desc.layout)
+    q_rope_tiles = q_rope_s._reinterpret(gl.bfloat16, [STRIPS, 1, STRIP, ROPE], q_rope_desc.layout)
     slot = 0
     phase = 0
     done = 0
     for index in range(count_items(work_ptr)):
         item_ptr = item_at(work_ptr, index)
         first, last, n_blocks = blocks_of(item_ptr)
-        pages = page_table_ptr + gl.load(item_ptr + 4)
+        pages = page_table_ptr + gl.load(item_ptr + ITEM_PAGE)
         page = gl.load(pages + last)
-        segments_ptr = work_ptr + gl.load(item_ptr)
-        n_rows = gl.load(item_ptr + 1)
+        strips_ptr = work_ptr + gl.load(item_ptr + ITEM_STRIP)
+        n_rows = gl.load(item_ptr + ITEM_ROWS)
         mbarrier.wait(q_empty, (done & 1) ^ 1)
         mbarrier.expect(q_full, N * 2 * (LATENT + ROPE))
-        copy_query(q_rope_desc, 0, q_rope_tiles, 0, 1, q_full, segments_ptr, n_rows, N, HEADS)
-        copy_query(q_desc, 0, q_tiles, 0, QUERY_TILES, q_full, segments_ptr, n_rows, N, HEADS)
+        copy_query(q_rope_desc, 0, q_rope_tiles, 0, 1, q_full, strips_ptr, n_rows, N, HEADS)
+        copy_query(q_desc, 0, q_tiles, 0, QUERY_TILES, q_full, strips_ptr, n_rows, N, HEADS)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
         for back in range(n_blocks):
             row = page * BLOCK
@@ -147,9 +148,9 @@ def attend(
     for index in range(count_items(work_ptr)):
         item_ptr = item_at(work_ptr, index)
         _, last, n_blocks = blocks_of(item_ptr)
-        n_rows = gl.load(item_ptr + 1)
+        n_rows = gl.load(item_ptr + ITEM_ROWS)
         rows = gl.arange(0, N, BY_ROW)
-        valid = gl.load(item_ptr + 3) - last * BLOCK
+        valid = gl.load(item_ptr + ITEM_END) - last * BLOCK
         limit = valid - unseen_keys(item_ptr, rows, QUERIES)  # of a row's keys in the block, [N]
         mbarrier.wait(q_full, done & 1)
         row_scale = round_rows(q_s, q_rope_s, q_empty, q_content_s, rounded_rope_s, BY_ROW) * scale_log2e
@@ -211,7 +212,7 @@ def attend(
         total = gl.sum(sums, 0)
         norm, lse2 = finish(total, level, QUERIES)
         norm = norm[None, :]
-        partial = gl.load(item_ptr + 5)
+        partial = gl.load(item_ptr + ITEM_PARTIAL)
         if SIDE == 0:
             gl.store(partial_lse2_ptr + partial + rows, lse2, mask=rows < n_rows)
         first_element = partial.to(gl.int64) * LATENT + FIRST
@@ -223,8 +224,8 @@ def attend(
 
 @gluon.jit
 def absorb_fp8_few_heads_kernel(
-    q_desc,  # BF16 [T, H, 512], block [1, segment, 64]
-    q_rope_desc,  # BF16 [T, H, 64], block [1, segment, 64]
+    q_desc,  # BF16 [T, H, 512], block [1, strip, 64]
+    q_rope_desc,  # BF16 [T, H, 64], block [1, strip, 64]
     content_desc,  # e4m3 [slots, 512], rows of 656 bytes, block [64, 512]
     rope_desc,  # BF16 [slots, 64], the same rows, block [64, 64]
     scale_desc,  # float32 [slots, 4], the same rows, block [64, 4]
@@ -298,7 +299,7 @@ def run(
     if capacity.tile_rows not in ROWS:
         raise ValueError(f"the work list must be of tiles of {ROWS} rows, not {capacity.tile_rows}")
     absorb_fp8_few_heads_kernel[(capacity.programs,)](
-        *describe(q_absorbed, q_rope, pool, capacity.segment),
+        *describe(q_absorbed, q_rope, pool, capacity.strip_rows),
         work,
         page_table,
         partial_out,

@@ -1,8 +1,8 @@
-"""The items of tails in the work list of the absorb kernels (absorb_schedule.py), made on the device before every step.
+"""The items of tails in the work list of the absorb kernels (schedule.py), built on the device before every step.
 
-The tails stand in one line, longest first, and the programs cut it so that all of them end together, those with less of
-groups taking more (FlashMLA's schedule; stream-K). Where whole tails in turn end nearly as early, none is cut, and
-nothing is to be merged.
+The tails stand in one line, longest first, and the programs cut it so that all of them end together: a program with a
+smaller load of segments takes more (FlashMLA's schedule; stream-K). Where dealing out whole tails ends nearly as early,
+none is cut, and nothing has to be merged.
 """
 
 from __future__ import annotations
@@ -12,8 +12,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..naive.schedule import ITEM_FIELDS
-from .schedule import BLOCK_KEYS, HEADER_FIELDS, ITEM_BLOCKS, AbsorbCapacity
+from ..partials import PartialTable
+from .items import (
+    ITEM_BEGIN,
+    ITEM_END,
+    ITEM_FIELDS,
+    ITEM_LAST,
+    ITEM_PAGE,
+    ITEM_PARTIAL,
+    ITEM_ROWS,
+    ITEM_STRIP,
+    N_ITEMS,
+    PROGRAM_RANGES,
+    SEGMENT_ITEMS,
+)
+from .schedule import BLOCK_KEYS, ITEM_BLOCKS, AbsorbCapacity
 
 MIN_BLOCKS = 2
 """A tail is not cut into shorter pieces."""
@@ -60,23 +73,21 @@ def _load_lengths(lens_ptr, row, rows, QUERIES: tl.constexpr):
 def schedule_tails_kernel(
     lens_ptr,  # int32 [rows / QUERIES]
     work_ptr,  # int32, the work list
-    table_ptr,  # int32, see schedule.WorkList; only the entries of rows
+    table_ptr,  # int32, a PartialTable whose list is constant; only the entries of these rows are written
     rows,
-    table_row,  # entries between two rows of the page table: SGLang's grows while it runs
+    table_row,  # entries between two rows of the page table: not a constant, because it may grow while serving
     HEADS: tl.constexpr,
-    SEGMENT: tl.constexpr,
+    STRIP: tl.constexpr,
     PROGRAMS: tl.constexpr,
     MAX_ROWS: tl.constexpr,
     FIRST_PARTIAL: tl.constexpr,
-    FIRST_SEGMENT: tl.constexpr,
+    FIRST_STRIP: tl.constexpr,
     FIRST_ITEM: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
     ITEM_BLOCKS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     QUERIES: tl.constexpr,
-    HEADER: tl.constexpr,
-    ITEM: tl.constexpr,
     LANES: tl.constexpr,  # a power of two, at least MAX_ROWS
     LOG2_PARTS: tl.constexpr,  # of a power of two that is more than PROGRAMS
 ):
@@ -99,7 +110,7 @@ def schedule_tails_kernel(
     valid = part < PARTS
     load = tl.zeros_like(part)
     for tile in tl.static_range(TILES):
-        of_program = tl.load(work_ptr + HEADER + 2 * PROGRAMS + part * TILES + tile, mask=valid, other=0)
+        of_program = tl.load(work_ptr + PROGRAM_RANGES + 2 * PROGRAMS + part * TILES + tile, mask=valid, other=0)
         load = tl.maximum(load, of_program)
     level = _find_level(load, valid, tl.sum(cost, 0), MIN_BLOCKS)
     # Whole rows in turn, longest first, where that ends nearly as early: nothing is to be merged.
@@ -123,11 +134,11 @@ def schedule_tails_kernel(
     first_piece = tl.cumsum(count, 0) - count
     item = tl.where(whole, tl.gather(first_piece, first, 0) + lane // PARTS, tl.cumsum(pieces, 0) - pieces)
 
-    group_items = tl.load(work_ptr + 1)
-    tl.store(work_ptr, group_items + n_pieces * TILES)
+    segment_items = tl.load(work_ptr + SEGMENT_ITEMS)
+    tl.store(work_ptr + N_ITEMS, segment_items + n_pieces * TILES)
     for tile in tl.static_range(TILES):
-        program_ptr = work_ptr + HEADER + part * TILES + tile
-        begin_item = group_items + tile * n_pieces + tl.gather(first_piece, rank, 0)
+        program_ptr = work_ptr + PROGRAM_RANGES + part * TILES + tile
+        begin_item = segment_items + tile * n_pieces + tl.gather(first_piece, rank, 0)
         items = tl.where(takes, tl.gather(count, rank, 0), 0)
         tl.store(program_ptr, begin_item, mask=valid)
         tl.store(program_ptr + PROGRAMS, begin_item + items, mask=valid)
@@ -139,67 +150,62 @@ def schedule_tails_kernel(
         cut_at = tl.gather(part_ends, tl.minimum(first + piece, PART_LANES - 1), 0) - (end - blocks)
         kv_end = tl.where(piece < pieces - 1, cut_at * BLOCK_KEYS, length)
         for tile in tl.static_range(TILES):
-            item_ptr = work_ptr + FIRST_ITEM + (group_items + tile * n_pieces + item + piece) * ITEM
-            first_segment = FIRST_SEGMENT + (row * HEADS + tile * TILE_ROWS) // SEGMENT
-            tl.store(item_ptr, first_segment, mask=has)
-            tl.store(item_ptr + 1, tl.minimum(HEADS - tile * TILE_ROWS, TILE_ROWS), mask=has)
-            tl.store(item_ptr + 2, kv_begin, mask=has)
-            tl.store(item_ptr + 3, kv_end, mask=has)
-            tl.store(item_ptr + 4, row // QUERIES * table_row, mask=has)
-            tl.store(item_ptr + 5, (partial + piece) * HEADS + tile * TILE_ROWS, mask=has)
-            tl.store(item_ptr + 6, (piece == pieces - 1).to(tl.int32), mask=has)
+            item_ptr = work_ptr + FIRST_ITEM + (segment_items + tile * n_pieces + item + piece) * ITEM_FIELDS
+            first_strip = FIRST_STRIP + (row * HEADS + tile * TILE_ROWS) // STRIP
+            tl.store(item_ptr + ITEM_STRIP, first_strip, mask=has)
+            tl.store(item_ptr + ITEM_ROWS, tl.minimum(HEADS - tile * TILE_ROWS, TILE_ROWS), mask=has)
+            tl.store(item_ptr + ITEM_BEGIN, kv_begin, mask=has)
+            tl.store(item_ptr + ITEM_END, kv_end, mask=has)
+            tl.store(item_ptr + ITEM_PAGE, row // QUERIES * table_row, mask=has)
+            tl.store(item_ptr + ITEM_PARTIAL, (partial + piece) * HEADS + tile * TILE_ROWS, mask=has)
+            tl.store(item_ptr + ITEM_LAST, (piece == pieces - 1).to(tl.int32), mask=has)
         kv_begin = kv_end
-    row_ptr = table_ptr + ITEM + MAX_ROWS + row
-    tl.store(row_ptr, partial, mask=row < rows)
-    tl.store(row_ptr + MAX_ROWS, 1, mask=row < rows)
-    tl.store(row_ptr + 2 * MAX_ROWS, pieces, mask=row < rows)
+    tl.store(table_ptr + row, partial - FIRST_PARTIAL, mask=row < rows)
+    tl.store(table_ptr + MAX_ROWS + row, pieces, mask=row < rows)
 
 
-def schedule_tails(lens: Tensor, work: Tensor, table: Tensor, capacity: AbsorbCapacity, page_table: Tensor) -> None:
-    """Put the items of the tails behind those of the groups, in place of the ones that were there.
-
-    A tail without tokens has none.
+def schedule_tails(lens: Tensor, work: Tensor, table: PartialTable, capacity: AbsorbCapacity, page_table: Tensor) -> None:
+    """Replace the items of the tails, which stand behind those of the segments. A tail without tokens has none.
 
     Args:
         lens: `[requests]` int32, tokens of each request's private tail. A batch has `capacity.queries` rows for each.
-        work: `[capacity.size]` int32, begun with `capacity.empty_work()` and holding the plan's groups; written.
-        table: `[capacity.table.size]` int32, written: which partial rows each row's tail has.
+        work: `[capacity.size]` int32, begun with `capacity.empty_work()` and holding the plan's segments; written.
+        table: begun with `capacity.empty_tail_table()`, on the device; written: which partial rows each tail has.
         page_table: `[at least requests, pages]` int32, the pages of each tail. Only its stride is used.
     Raises:
-        ValueError: a shape or dtype is not as above.
+        ValueError: a shape, dtype or size is not as above, or there are too many requests.
     """
     requests = lens.shape[0]
     rows = requests * capacity.queries
     for name, tensor, shape in (
         ("lens", lens, (requests,)),
         ("work", work, (capacity.size,)),
-        ("table", table, (capacity.table.size,)),
     ):
         if tensor.dtype != torch.int32 or tensor.shape != shape or not tensor.is_contiguous():
             raise ValueError(f"{name} must be int32 {list(shape)}, not {tensor.dtype} {list(tensor.shape)}")
+    if (table.max_rows, table.max_partials) != (capacity.max_rows, capacity.max_tail_partials):
+        raise ValueError(f"a table of {table.max_rows} rows and {table.max_partials} partials is of another capacity")
     if rows > capacity.max_rows or requests > page_table.shape[0]:
         have = f"there is room for {capacity.max_rows} rows, and {page_table.shape[0]} requests have pages"
         raise ValueError(f"{requests} requests, {rows} rows; {have}")
     schedule_tails_kernel[(1,)](
         lens,
         work,
-        table,
+        table.buffer,
         rows,
         page_table.stride(0),
         HEADS=capacity.heads,
-        SEGMENT=capacity.segment,
+        STRIP=capacity.strip_rows,
         PROGRAMS=capacity.programs,
         MAX_ROWS=capacity.max_rows,
-        FIRST_PARTIAL=capacity.max_group_partials,
-        FIRST_SEGMENT=capacity.tail_segments,
+        FIRST_PARTIAL=capacity.max_segment_partials,
+        FIRST_STRIP=capacity.tail_strips,
         FIRST_ITEM=capacity.first_item,
         MIN_BLOCKS=MIN_BLOCKS,
         ITEM_BLOCKS=ITEM_BLOCKS,
         BLOCK_KEYS=BLOCK_KEYS,
         TILE_ROWS=capacity.tile_rows,
         QUERIES=capacity.queries,
-        HEADER=HEADER_FIELDS,
-        ITEM=ITEM_FIELDS,
         LANES=triton.next_power_of_2(max(2, capacity.max_rows)),
         LOG2_PARTS=capacity.programs.bit_length(),
         num_warps=4,

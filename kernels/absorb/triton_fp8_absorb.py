@@ -36,10 +36,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..merge import LN2, LOG2E
+from ..constants import FP8_MAX, LN2, LOG2E
 from ..reference.fp8 import BLOCK_KEYS, WEIGHT_SCALE_RANGE
 from ..storage.append_latent import power_of_two_above
-from ..storage.expanded import FP8_MAX
 from ..storage.latent_rows import LatentRowLayout
 
 BLOCK_ROWS = 64

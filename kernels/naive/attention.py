@@ -260,10 +260,8 @@ class TritonPrefixAttention:
         lse: Tensor | None = None,
         plan: DevicePlan | None = None,
     ) -> Tensor:
-        work = (plan or self._planned).work
-        return merge_kernel.merge(
-            tail_out, tail_lse, self._partial_out, self._partial_lse2, work, self._capacity, out, lse
-        )
+        table = self._capacity.table_of((plan or self._planned).work)
+        return merge_kernel.merge(tail_out, tail_lse, self._partial_out, self._partial_lse2, table, out, lse)
 
     def _build(self, groups: Sequence[PrefixGroup], tile: naive_prefix.Tile, out: np.ndarray | None = None) -> WorkList:
         _check_chunks(groups, self._buffers.chunks)

@@ -7,24 +7,17 @@ and all of it is one int32 array, so that one copy brings it to the GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..storage.expanded import CHUNK_TOKENS
+from ..constants import CHUNK_TOKENS
+from ..partials import Array, PartialTable
+from ..splits import balanced_order, choose_splits, pairs_of_splits
 
 ITEM_FIELDS = 8
 """head, first entry in group_rows, rows, kv_begin, kv_end, first entry in chunk_table, first partial row, unused."""
-
-ITEM_OVERHEAD_KEYS = 128
-"""What starting and finishing an item costs (read q, write the partial), in keys of a full tile."""
-
-PARTIALS_PER_KEY = 90
-"""Partials (one row and head, written and read again by the merge) that take as long as one key of a full tile."""
-
-MAX_LENGTHS_TRIED = 8
-"""Groups, the longest ones, whose even divisions are tried as the length of a split."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +52,23 @@ class WorkListCapacity:
         return cls(max_rows, max_partial_rows, heads * max_partial_rows, chunks * max_rows)
 
     @property
+    def table_offset(self) -> int:
+        """Position of the table of partials, behind group_rows."""
+        return ITEM_FIELDS + self.max_partial_rows
+
+    @property
     def items_offset(self) -> int:
         """Position of the first item; everything before it has a fixed place (see WorkList)."""
-        return ITEM_FIELDS + 4 * self.max_rows
+        return self.table_offset + PartialTable.size_for(self.max_rows, self.max_partial_rows)
 
     @property
     def size(self) -> int:
         """int32 values in the whole array."""
         return self.items_offset + ITEM_FIELDS * self.max_items + self.max_chunks
+
+    def table_of(self, work: Array) -> PartialTable:
+        """The table of partials in a work list, numpy or tensor."""
+        return PartialTable(work[self.table_offset : self.items_offset], self.max_rows, self.max_partial_rows)
 
 
 @dataclass(frozen=True)
@@ -76,14 +78,11 @@ class WorkList:
     | position | what |
     |---|---|
     | 0 | n_items |
-    | 8 | group_rows `[max_rows]`: rows of the batch, group by group |
-    | 8 + max_rows | row_partial_start `[max_rows]`, by row of the batch |
-    | 8 + 2·max_rows | row_partial_stride `[max_rows]` |
-    | 8 + 3·max_rows | row_splits `[max_rows]`, 0 for a row without a shared prefix |
+    | 8 | group_rows `[max_partial_rows]`: rows of the batch, group by group |
+    | table_offset | a PartialTable of `max_rows` rows and `max_partial_rows` partials |
     | items_offset | items `[n_items, 8]` |
     | right behind the items | chunk_table; an item holds the absolute position of its group's first entry |
 
-    The partial result of split s of row r is at partial row `row_partial_start[r] + s * row_partial_stride[r]`.
     Only the first `used` values mean anything and need copying.
     """
 
@@ -92,25 +91,14 @@ class WorkList:
     n_items: int
     used: int
 
-    def _per_row(self, index: int) -> np.ndarray:
-        start = ITEM_FIELDS + index * self.capacity.max_rows
-        return self.buffer[start : start + self.capacity.max_rows]
-
     @property
     def group_rows(self) -> np.ndarray:
-        return self._per_row(0)
+        return self.buffer[ITEM_FIELDS : self.capacity.table_offset]
 
     @property
-    def row_partial_start(self) -> np.ndarray:
-        return self._per_row(1)
-
-    @property
-    def row_partial_stride(self) -> np.ndarray:
-        return self._per_row(2)
-
-    @property
-    def row_splits(self) -> np.ndarray:
-        return self._per_row(3)
+    def table(self) -> PartialTable:
+        """Which partials each row has."""
+        return self.capacity.table_of(self.buffer)
 
     @property
     def items(self) -> np.ndarray:
@@ -172,11 +160,8 @@ def build_work_list(
 
     work = WorkList(out, capacity, n_items, used)
     out[0] = n_items
-    in_group = np.arange(len(group_rows)) - np.repeat(row_start, sizes)
     work.group_rows[: len(group_rows)] = group_rows
-    work.row_partial_start[group_rows] = np.repeat(partial_start, sizes) + in_group
-    work.row_partial_stride[group_rows] = np.repeat(sizes, sizes)
-    work.row_splits[group_rows] = np.repeat(splits, sizes)
+    work.table.write_pairs(*pairs_of_splits(group_rows, sizes, splits))
     for start, size, group in zip(table_start.tolist(), table_size.tolist(), groups, strict=True):
         out[start : start + size] = group.chunks[:size]
 
@@ -200,28 +185,6 @@ def build_work_list(
     return work
 
 
-def row_table(max_rows: int, partial_rows: Mapping[int, int], max_partial_rows: int) -> WorkList:
-    """A work list without items: only what the merge reads of it, for partials that something else has computed.
-
-    Args:
-        max_rows: of the batch.
-        partial_rows: by row of the batch, the partial row with its one partial; rows that are not in it have none.
-        max_partial_rows: of the partials' tensor.
-    Raises:
-        ValueError: a row or a partial row is out of range.
-    """
-    rows = np.fromiter(partial_rows.keys(), np.int64, len(partial_rows))
-    partials = np.fromiter(partial_rows.values(), np.int64, len(partial_rows))
-    for name, values, limit in (("rows", rows, max_rows), ("partial rows", partials, max_partial_rows)):
-        if values.size and (values.min() < 0 or values.max() >= limit):
-            raise ValueError(f"{name} must be in [0, {limit}); found {values.min()} to {values.max()}")
-    capacity = WorkListCapacity(max_rows, max_partial_rows, max_items=0, max_chunks=0)
-    work = WorkList(np.zeros(capacity.size, np.int32), capacity, n_items=0, used=capacity.size)
-    work.row_partial_start[rows] = partials
-    work.row_splits[rows] = 1
-    return work
-
-
 def _validated_rows(groups: Sequence[PrefixGroup], max_rows: int) -> np.ndarray:
     """All rows, group by group, as int64 `[sum of group sizes]`."""
     for index, group in enumerate(groups):
@@ -237,70 +200,3 @@ def _validated_rows(groups: Sequence[PrefixGroup], max_rows: int) -> np.ndarray:
     if np.unique(rows).size != rows.size:
         raise ValueError("a row is in two groups, or twice in one")
     return rows
-
-
-def choose_splits(
-    sizes: np.ndarray,
-    items: np.ndarray,
-    blocks: np.ndarray,
-    heads: int,
-    block_keys: int,
-    max_partial_rows: int,
-    programs: int,
-) -> np.ndarray:
-    """Splits of each group: all groups are cut into ranges of at most T key blocks, T the same for all.
-
-    T is the one with the shortest estimated time: rounds of `programs` items, largest items first, each round as long
-    as its largest item, plus the merge of the partials. So keys are not split when the row tiles already fill the grid,
-    or when a split gains less than what it writes costs. Of equally good ones, the largest T.
-
-    Args:
-        sizes, items, blocks: `[groups]`: rows, items of one split (heads x row tiles) and key blocks of each group.
-    Returns:
-        `[groups]`, each between 1 and the group's key blocks; the partial rows are at most `max_partial_rows`.
-    """
-    most = min(int(blocks.max()), -(-2 * programs // int(items.min())), max_partial_rows)
-    longest = np.unique(blocks)[-MAX_LENGTHS_TRIED:]
-    limits = np.unique(-(-longest[:, None] // np.arange(1, most + 1)))[::-1]  # [T] descending, the first splits nothing
-    limits = limits[(limits * 4 * programs >= items @ blocks) | (limits == limits[0])]  # four rounds balance any list
-    splits = -(-blocks // limits[:, None])  # [T, groups]
-    partial_rows = splits @ sizes  # [T]
-    fits = partial_rows <= max_partial_rows
-    if not fits[0]:
-        raise ValueError(f"{partial_rows[0]} rows need as many partial rows; there is room for {max_partial_rows}")
-    splits, partial_rows = splits[fits], partial_rows[fits]
-    cost = -(-blocks // splits) * block_keys + ITEM_OVERHEAD_KEYS  # [T, groups], of one item
-    order = np.argsort(-cost, axis=1, kind="stable")
-    cost = np.take_along_axis(cost, order, 1)
-    ended = np.cumsum(np.take_along_axis(items * splits, order, 1), axis=1)  # [T, groups], items up to a group's last
-    rounds = -(-ended // programs)  # [T, groups], rounds begun
-    time = (cost * np.diff(rounds, axis=1, prepend=0)).sum(axis=1) + partial_rows * heads / PARTIALS_PER_KEY
-    return splits[np.argmin(time)]
-
-
-def balanced_order(keys: np.ndarray, programs: int) -> np.ndarray:
-    """Order of the items so that programs that take every `programs`-th item finish at about the same time.
-
-    Largest first, round by round; within a round the largest item goes to the program with the least work so far, and a
-    last round that does not reach all programs goes to those with the least. Equal items keep their order.
-
-    Args:
-        keys: `[n_items]`, keys of each item.
-    Returns:
-        `[n_items]`, a permutation.
-    """
-    n = len(keys)
-    cost = keys + ITEM_OVERHEAD_KEYS
-    by_size = np.argsort(-cost, kind="stable")
-    if n <= programs or cost[by_size[0]] == cost[by_size[-1]]:
-        return by_size
-    rounds = -(-n // programs)
-    load = np.zeros(programs, np.int64)
-    plan = np.full((rounds, programs), -1)  # item of each round and program
-    for r in range(rounds):
-        taken = by_size[r * programs : (r + 1) * programs]
-        least = np.argsort(load, kind="stable")[: len(taken)]
-        plan[r, least] = taken
-        load[least] += cost[taken]
-    last_first = np.argsort(plan[-1] < 0, kind="stable")  # programs that a short last round reaches come first
-    return plan[:, last_first].reshape(-1)[:n]

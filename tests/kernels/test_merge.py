@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from sglang_mla_ext.kernels import merge as merge_kernel
-from sglang_mla_ext.kernels.merge import LOG2E, merge
-from sglang_mla_ext.kernels.naive.schedule import ITEM_FIELDS, WorkListCapacity, row_table
+from sglang_mla_ext.kernels.constants import LOG2E
+from sglang_mla_ext.kernels.merge import merge
+from sglang_mla_ext.kernels.partials import PartialTable
 from sglang_mla_ext.kernels.reference import attention as reference
 
 NAN, INF = float("nan"), float("inf")
@@ -70,29 +71,33 @@ class Partials:
     generator: torch.Generator
 
     def __post_init__(self) -> None:
-        case, tables = self.case, [self.case.splits, self.case.more]
-        heads, dv, max_rows = case.heads, case.v_dim, len(case.splits) + 3
-        self.capacity = WorkListCapacity(max_rows, sum(map(sum, tables)) * 2 + 5, max_items=1, max_chunks=1)
-        self.out = torch.full((self.capacity.max_partial_rows, heads, dv), NAN)
-        self.lse2 = torch.full((self.capacity.max_partial_rows, heads), NAN)
-        self.works = [torch.full((self.capacity.size,), -(10**6), dtype=torch.int32) for _ in tables]
+        case, splits_of = self.case, [self.case.splits, self.case.more]
+        heads, dv = case.heads, case.v_dim
+        used = sum(map(sum, splits_of))
+        partials = used * 2 + 5
+        self.out = torch.full((partials, heads, dv), NAN)
+        self.lse2 = torch.full((partials, heads), NAN)
+        places = iter((torch.randperm(partials - 2, generator=self.generator)[:used] + 2).tolist())
         self.of_row: list[list[int]] = [[] for _ in case.splits]
-        next_partial = 2
-        for table, work in zip(tables, self.works, strict=True):
-            # group_rows, start, stride, splits
-            per_row = work[ITEM_FIELDS : self.capacity.items_offset].view(4, max_rows)
-            for row, splits in enumerate(table):
-                stride = 1 + row % 2
-                per_row[1, row], per_row[2, row], per_row[3, row] = next_partial, stride, splits
-                self.of_row[row] += range(next_partial, next_partial + splits * stride, stride)
-                next_partial += splits * stride
+        self.tables = []
+        for spare_rows, splits in enumerate(splits_of, start=3):  # the second table is for other sizes
+            table = PartialTable.empty(len(case.splits) + spare_rows, sum(splits) + len(splits) + 2, "cpu")
+            table.buffer.fill_(-(10**6))
+            at = 1
+            for row in torch.randperm(len(splits), generator=self.generator).tolist():  # lists in any order, with gaps
+                mine = [next(places) for _ in range(splits[row])]
+                table.begins[row], table.counts[row] = at, len(mine)
+                table.partials[at : at + len(mine)] = torch.tensor(mine, dtype=torch.int32)
+                self.of_row[row] += mine
+                at += len(mine) + row % 2
+            self.tables.append(table)
         for at in itertools.chain(*self.of_row):
             self.out[at] = torch.randn(heads, dv, generator=self.generator)
             self.lse2[at] = torch.randn(heads, generator=self.generator) * case.spread * LOG2E
 
     def merge(self, tail_out: torch.Tensor, tail_lse: torch.Tensor, *outputs: torch.Tensor | None) -> torch.Tensor:
-        work, more_work = self.works[0], self.works[1] if self.case.more else None
-        return merge(tail_out, tail_lse, self.out, self.lse2, work, self.capacity, *outputs, more_work=more_work)
+        more = self.tables[1] if self.case.more else None
+        return merge(tail_out, tail_lse, self.out, self.lse2, self.tables[0], *outputs, more=more)
 
 
 @pytest.mark.parametrize("empty_lse", [-INF, INF], ids=["-inf", "+inf"])
@@ -101,7 +106,7 @@ def test_merge_equals_reference(case: Case, empty_lse: float) -> None:
     generator = torch.Generator().manual_seed(len(case.splits) * 1000 + case.heads)
     rows, heads, dv = len(case.splits), case.heads, case.v_dim
     partials = Partials(case, generator)
-    max_rows = partials.capacity.max_rows
+    max_rows = rows + 3
 
     # A padded, transposed tail: strides as a batched product over heads leaves them.
     tail_store = torch.full((heads, max_rows, dv + 4), NAN)
@@ -164,24 +169,23 @@ def test_what_stands_in_its_place_already_is_left_there(more: tuple[int, ...], w
     partial is neither read nor written."""
     case = Case((1, 1, 0, 0, 3, 1), heads=6, v_dim=128, more=more)
     partials = Partials(case, torch.Generator().manual_seed(0))
-    work, rows, first = partials.works[0], len(case.splits), len(partials.out)
+    table, rows, first = partials.tables[0], len(case.splits), len(partials.out)
     partials.out = torch.cat([partials.out, torch.full((rows, 6, 128), NAN)])  # the outputs
     partials.lse2 = torch.cat([partials.lse2, torch.full((rows, 6), NAN)])
-    starts = work[ITEM_FIELDS : partials.capacity.items_offset].view(4, -1)[1]
     for row in (row for row, splits in enumerate(case.splits) if splits == 1):
-        partials.out[first + row], partials.lse2[first + row] = partials.out[starts[row]], partials.lse2[starts[row]]
-        starts[row] = first + row
+        (at,) = table.of_row(row)
+        partials.out[first + row], partials.lse2[first + row] = partials.out[at], partials.lse2[at]
+        table.partials[table.begins[row]] = first + row
     no_lse, expected = torch.full((rows, 6), -INF), torch.full((rows, 6, 128), NAN)
     expected_lse, lse = torch.full((2, rows, 6), NAN)
     partials.merge(expected, no_lse, expected, expected_lse)
     alone = [row for row, splits in enumerate(case.splits) if splits == 1 and not (more and more[row])]
     partials.out[[first + row for row in alone]] = NAN
     out = partials.out[first:]
-    more_work = partials.works[1] if more else None
+    second = partials.tables[1] if more else None
     merge(
-        out, no_lse, partials.out, partials.lse2, work, partials.capacity, out, lse if write_lse else None, more_work,
-        out_in_partials=True,
-    )  # fmt: skip
+        out, no_lse, partials.out, partials.lse2, table, out, lse if write_lse else None, second, out_in_partials=True
+    )
     assert out[alone].isnan().all()
     others = [row for row in range(rows) if row not in alone]
     assert torch.equal(out[others], expected[others]) and not out[others].isnan().any()
@@ -215,24 +219,19 @@ def test_tails_and_partials_in_tiles_of_flashmla(empty_lse: float) -> None:
         tail_out.double(), tail_lse.double().masked_fill(tail_lse == INF, -INF), part_out, part_lse
     )
 
-    table = row_table(8, places, max_partial_rows=12)
-    work, merged, merged_lse = (
-        torch.from_numpy(table.buffer),
-        torch.full(expected[0].shape, NAN),
-        torch.full((5, 16), NAN),
-    )
-    merge(tail_out, tail_lse, partial_out, partial_lse2, work, table.capacity, merged, merged_lse)
+    table = PartialTable.from_pairs(list(places), list(places.values()), max_rows=8, max_partials=12).to("cpu")
+    merged, merged_lse = torch.full(expected[0].shape, NAN), torch.full((5, 16), NAN)
+    merge(tail_out, tail_lse, partial_out, partial_lse2, table, merged, merged_lse)
     assert reference.errors(merged, expected[0]).rel_l2 < 1e-6
     assert reference.errors(merged_lse, expected[1]).rel_l2 < 1e-6
     rounded = torch.full(expected[0].shape, NAN, dtype=torch.bfloat16)
-    merge(tail_out, tail_lse, partial_out, partial_lse2, work, table.capacity, rounded, merged_lse)
+    merge(tail_out, tail_lse, partial_out, partial_lse2, table, rounded, merged_lse)
     assert reference.errors(rounded, expected[0]).rel_l2 < 4e-3
 
 
 def test_wrong_arguments_are_refused_with_a_reason() -> None:
-    capacity = WorkListCapacity(2, 2, 1, 1)
-    work = torch.zeros(capacity.size, dtype=torch.int32)
     good = dict(
+        table=PartialTable.empty(2, 2, "cpu"),
         tail_out=torch.zeros(2, 4, 16),
         tail_lse=torch.zeros(2, 4),
         partial_out=torch.zeros(2, 4, 16),
@@ -241,6 +240,9 @@ def test_wrong_arguments_are_refused_with_a_reason() -> None:
     )
     for change, message in (
         (dict(tail_out=torch.zeros(3, 4, 16)), "at most 2"),
+        (dict(more=PartialTable.empty(1, 2, "cpu")), "at most 1"),
+        (dict(table=PartialTable.empty(2, 2)), "device"),
+        (dict(out_in_partials=True), "rows of partial_out"),
         (dict(tail_out=torch.zeros(2, 4, 24)), "power of two"),
         (dict(partial_out=torch.zeros(2, 3, 16)), "do not fit"),
         (dict(partial_lse2=torch.zeros(4, 2).t()), "contiguous"),
@@ -250,4 +252,4 @@ def test_wrong_arguments_are_refused_with_a_reason() -> None:
         (dict(lse=torch.zeros(4, 2)), "lse must be float32"),
     ):
         with pytest.raises(ValueError, match=message):
-            merge(**(good | change), work=work, capacity=capacity)
+            merge(**(good | change))

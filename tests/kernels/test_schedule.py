@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_mla_ext.kernels.naive.schedule import PrefixGroup, WorkList, WorkListCapacity, build_work_list, row_table
+from sglang_mla_ext.kernels.naive.schedule import PrefixGroup, WorkList, WorkListCapacity, build_work_list
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS
 
 CHUNKS = 64
@@ -85,18 +85,17 @@ def test_every_row_head_and_key_is_covered_once(problem) -> None:
         assert tuple(work.buffer[table : table + n_chunks]) == group.chunks[:n_chunks]
         for i, row in enumerate(rows):
             assert group_of_row[row] is group
-            split = (partial + i - work.row_partial_start[row]) / work.row_partial_stride[row]
-            keys_of[row, head].append((begin, end, split))
+            keys_of[row, head].append((begin, end, partial + i))
             partial_rows[partial + i, head] += 1
     for (row, head), ranges in keys_of.items():
         ranges.sort()
         assert ranges[0][0] == 0 and ranges[-1][1] == group_of_row[row].prefix_len, (row, head)
         assert all(a[1] == b[0] for a, b in pairwise(ranges))
-        assert [split for _, _, split in ranges] == list(range(work.row_splits[row]))
+        assert [partial_row for _, _, partial_row in ranges] == work.table.of_row(row)
     assert set(partial_rows.values()) == {1}, "two items write the same partial row"
     assert max(row for row, _ in partial_rows) < work.capacity.max_partial_rows
     assert sum(g.prefix_len > 0 for g in groups) == len(groups)
-    assert all(work.row_splits[row] == 0 for row in range(shape["max_rows"]) if row not in group_of_row)
+    assert all(work.table.counts[row] == 0 for row in range(shape["max_rows"]) if row not in group_of_row)
 
 
 @settings(max_examples=30, deadline=None)
@@ -127,7 +126,7 @@ def test_the_list_depends_on_nothing_but_its_arguments(problem) -> None:
 def test_splits_fill_the_grid(heads: int, groups, splits) -> None:
     groups = groups_of(*groups)
     work = build(groups, heads=heads, chunks=104)
-    assert [work.row_splits[g.rows[0]] for g in groups] == splits
+    assert [work.table.counts[g.rows[0]] for g in groups] == splits
     load = loads(work, 264)
     assert load.mean() / load.max() > 0.94
 
@@ -136,7 +135,7 @@ def test_a_long_prefix_gets_more_splits() -> None:
     groups = groups_of((20, 26472), (30, 7069), (100, 4759), *[(2, 300)] * 5)
     for heads, least in ((128, 0.95), (16, 0.85)):
         work = build(groups, heads=heads, chunks=104)
-        splits = [work.row_splits[g.rows[0]] for g in groups]
+        splits = [work.table.counts[g.rows[0]] for g in groups]
         assert splits[0] > splits[1] > splits[2] >= splits[3] == 1
         load = loads(work, 264)
         assert load.mean() / load.max() > least
@@ -155,10 +154,10 @@ def test_empty_list() -> None:
 
 def test_capacity_is_respected_and_overflow_is_an_error() -> None:
     work = build(groups_of((64, 26472)), heads=16, chunks=104, max_rows=64)
-    assert work.row_splits.sum() <= work.capacity.max_partial_rows == 64 + 264 * 64 // 16
+    assert work.table.counts.sum() <= work.capacity.max_partial_rows == 64 + 264 * 64 // 16
     groups, shape = groups_of((8, 3000)), dict(heads=4, block_rows=16, block_keys=64, target_items=16)
     tight = dict(max_rows=8, max_partial_rows=8, max_items=4, max_chunks=12)
-    assert build_work_list(groups, capacity=WorkListCapacity(**tight), **shape).row_splits[0] == 1
+    assert build_work_list(groups, capacity=WorkListCapacity(**tight), **shape).table.counts[0] == 1
     for change, message in (
         (dict(max_rows=7), "rows must be in"),
         (dict(max_partial_rows=7), "partial rows"),
@@ -169,18 +168,6 @@ def test_capacity_is_respected_and_overflow_is_an_error() -> None:
             build_work_list(groups, capacity=WorkListCapacity(**(tight | change)), **shape)
     with pytest.raises(ValueError, match="block_keys"):
         build(groups, block_keys=48)
-
-
-def test_a_row_table_is_what_the_merge_reads_of_a_list_without_items() -> None:
-    table = row_table(6, {4: 0, 1: 7, 5: 2}, max_partial_rows=8)
-    assert table.buffer[0] == table.n_items == 0 and table.used == len(table.buffer) == table.capacity.size
-    assert (table.capacity.max_rows, table.capacity.max_partial_rows) == (6, 8)
-    assert table.row_splits.tolist() == [0, 1, 0, 0, 1, 1]
-    assert [table.row_partial_start[row] for row in (4, 1, 5)] == [0, 7, 2]
-    assert not row_table(6, {}, max_partial_rows=8).buffer.any()
-    for rows, message in (({6: 0}, r"^rows must be in \[0, 6\)"), ({0: 8}, "partial rows"), ({-1: 0}, "rows")):
-        with pytest.raises(ValueError, match=message):
-            row_table(6, rows, max_partial_rows=8)
 
 
 def test_thousands_of_items_are_built_in_milliseconds() -> None:

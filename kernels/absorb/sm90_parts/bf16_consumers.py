@@ -20,54 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...naive.schedule import ITEM_FIELDS
-from ..schedule import BLOCK_KEYS, HEADER_FIELDS, TILE_ROWS
+from ..items import ITEM_END, ITEM_PARTIAL, ITEM_ROWS
+from .work_items import BLOCK, LATENT, NO_SCORE, ROPE, ROWS, blocks_of, count_items, item_at
 
-ROWS = gl.constexpr(TILE_ROWS)
-BLOCK = gl.constexpr(BLOCK_KEYS)
-HEADER = gl.constexpr(HEADER_FIELDS)
-ITEM = gl.constexpr(ITEM_FIELDS)
-LATENT = gl.constexpr(512)  # content columns, of keys and of the output
-ROPE = gl.constexpr(64)
 PART = gl.constexpr(128)  # columns of a quarter
 ROPE_STAGES = gl.constexpr(2)
 REGISTER_PARTS = gl.constexpr(3)  # quarters of the query in registers
-NO_SCORE = gl.constexpr(-1e30)
-
-
-@gluon.jit
-def _groups_and_tails(work_ptr):
-    """How many items of groups this program has, and where its tails begin and end in the list."""
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    of_groups = (gl.load(work_ptr + 1) + programs - 1 - program) // programs
-    tails_ptr = work_ptr + HEADER + program
-    return of_groups, gl.load(tails_ptr), gl.load(tails_ptr + programs)
-
-
-@gluon.jit
-def count_items(work_ptr):
-    """Items of this program."""
-    of_groups, first_tail, end = _groups_and_tails(work_ptr)
-    return of_groups + end - first_tail
-
-
-@gluon.jit
-def item_at(work_ptr, index):
-    """Item number `index` of this program. Where it is, is read again for each: there are no registers to keep it."""
-    programs = gl.num_programs(0)
-    of_groups, first_tail, _ = _groups_and_tails(work_ptr)
-    of_tails = first_tail + index - of_groups
-    place = gl.where(index < of_groups, gl.program_id(0) + index * programs, of_tails)
-    return work_ptr + HEADER + 3 * programs + place * ITEM
-
-
-@gluon.jit
-def blocks_of(item_ptr):
-    """First and last key block of an item, and how many."""
-    first = gl.load(item_ptr + 2) // BLOCK
-    last = (gl.load(item_ptr + 3) - 1) // BLOCK
-    return first, last, last - first + 1
 
 
 @gluon.jit
@@ -140,7 +98,7 @@ def score(
         mbarrier.arrive(rope_empty.index(taken % ROPE_STAGES))
         used += 4
         key = last * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
-        scores = gl.where((key < gl.load(item_ptr + 3))[None, :], scores, NO_SCORE)
+        scores = gl.where((key < gl.load(item_ptr + ITEM_END))[None, :], scores, NO_SCORE)
         row_max2 = gl.full([ROWS], NO_SCORE, gl.float32, BY_ROW)
         row_sum = gl.zeros([ROWS], gl.float32, BY_ROW)
         for _ in range(1, n_blocks):
@@ -170,7 +128,7 @@ def score(
         taken += 1
         rows = gl.arange(0, ROWS, BY_ROW)
         lse2 = row_max2 + gl.log2(row_sum)
-        gl.store(partial_lse2_ptr + gl.load(item_ptr + 5) + rows, lse2, mask=rows < gl.load(item_ptr + 1))
+        gl.store(partial_lse2_ptr + gl.load(item_ptr + ITEM_PARTIAL) + rows, lse2, mask=rows < gl.load(item_ptr + ITEM_ROWS))
         done += 1  # noqa: SIM113 - Gluon has no enumerate
 
 
@@ -227,7 +185,7 @@ def sum_values(
         _, _, n_blocks = blocks_of(item_ptr)
         used += REGISTER_PARTS
         mbarrier.wait(weights_full.index(SIDE), taken & 1)
-        valid = gl.load(item_ptr + 3) % BLOCK
+        valid = gl.load(item_ptr + ITEM_END) % BLOCK
         if valid != 0:
             mbarrier.wait(full.index(used % SLOTS), (used // SLOTS) & 1)
             mbarrier.wait(full.index((used + 1) % SLOTS), ((used + 1) // SLOTS) & 1)
@@ -254,8 +212,8 @@ def sum_values(
         gl.thread_barrier()
         mbarrier.arrive(weights_empty)
         taken += 1
-        n_rows = gl.load(item_ptr + 1)
-        first_element = gl.load(item_ptr + 5).to(gl.int64) * LATENT + 2 * SIDE * PART
+        n_rows = gl.load(item_ptr + ITEM_ROWS)
+        first_element = gl.load(item_ptr + ITEM_PARTIAL).to(gl.int64) * LATENT + 2 * SIDE * PART
         _write_out(partial_out_ptr, acc0, norm, ring.index(used % SLOTS), n_rows, first_element)
         _write_out(partial_out_ptr, acc1, norm, ring.index((used + 1) % SLOTS), n_rows, first_element + PART)
         gl.thread_barrier()

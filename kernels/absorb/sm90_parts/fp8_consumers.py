@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .bf16_consumers import BLOCK, LATENT, NO_SCORE, ROWS, blocks_of, count_items, item_at
+from ..items import ITEM_END, ITEM_PARTIAL, ITEM_ROWS
 from .fp8_query import round_tiles
 from .fp8_tiles import (
     LOG2_FP8_MAX,
@@ -35,6 +35,7 @@ from .fp8_tiles import (
     values_tile,
     write_out,
 )
+from .work_items import BLOCK, LATENT, NO_SCORE, ROWS, blocks_of, count_items, item_at
 
 STAGES = gl.constexpr(2)  # of weights
 NORM_STAGES = gl.constexpr(4)  # items; no barrier: weights are never written more than two blocks ahead
@@ -165,7 +166,7 @@ def compute_scores(
         mbarrier.wait(full.index(slot), phase)
         rope = warpgroup_mma(q_rope_s, rope_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
         keys = gl.arange(0, BLOCK, BY_KEY)
-        valid = gl.load(item_ptr + 3) - last * BLOCK
+        valid = gl.load(item_ptr + ITEM_END) - last * BLOCK
         limit = valid - unseen_keys(item_ptr, rows, QUERIES)  # of a row's keys in the block, [ROWS]
         key_scale = gl.where(keys < valid, _key_scales(scale_s, slot, BY_KEY), 1.0)
         rope_scores = gl.convert_layout(warpgroup_mma_wait(0, deps=[rope]), SCORES, assert_trivial=True)
@@ -205,7 +206,7 @@ def compute_scores(
         mbarrier.arrive(weights_full.index(taken & 1))
         taken += 1
         done += 1  # noqa: SIM113 - Gluon has no enumerate
-        gl.store(partial_lse2_ptr + gl.load(item_ptr + 5) + rows, lse2, mask=rows < gl.load(item_ptr + 1))
+        gl.store(partial_lse2_ptr + gl.load(item_ptr + ITEM_PARTIAL) + rows, lse2, mask=rows < gl.load(item_ptr + ITEM_ROWS))
 
 
 @gluon.jit
@@ -230,7 +231,7 @@ def sum_values(
         _, last, n_blocks = blocks_of(item_ptr)
         slot, phase = next_slot(slot, phase, SLOTS)  # the query, two slots
         slot, phase = next_slot(slot, phase, SLOTS)
-        valid = gl.load(item_ptr + 3) - last * BLOCK
+        valid = gl.load(item_ptr + ITEM_END) - last * BLOCK
         if valid < BLOCK:
             mbarrier.wait(full.index(slot), phase)
             clear_behind(pairs_s.index(slot), FIRST, valid)
@@ -266,8 +267,8 @@ def sum_values(
             taken += 1
         norm = norm_s.index(done & 3).load(BY_ROW)[None, :]
         done += 1  # noqa: SIM113 - Gluon has no enumerate
-        n_rows = gl.load(item_ptr + 1)
-        first_element = gl.load(item_ptr + 5).to(gl.int64) * LATENT + FIRST
+        n_rows = gl.load(item_ptr + ITEM_ROWS)
+        first_element = gl.load(item_ptr + ITEM_PARTIAL).to(gl.int64) * LATENT + FIRST
         write_out(partial_out_ptr + first_element, acc0 * norm, n_rows, ROWS)
         write_out(partial_out_ptr + first_element + 64, acc1 * norm, n_rows, ROWS)
         write_out(partial_out_ptr + first_element + 128, acc2 * norm, n_rows, ROWS)

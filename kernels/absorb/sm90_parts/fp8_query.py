@@ -8,7 +8,7 @@ Scales are powers of two, so they come about as integers, from the bits of the l
 and nothing is rounded but the results.
 
 TMA takes the query as `[T, H, columns]`, with any strides of tokens and heads that are multiples of 16 bytes: in SGLang
-a head's stride is larger than a token's. It copies a segment of rows, which lies within a token, 64 columns at a time:
+a head's stride is larger than a token's. It copies a strip of rows, which lies within a token, 64 columns at a time:
 in BF16 that is one swizzle.
 """
 
@@ -23,9 +23,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...storage.latent_rows import SCALE_FLOOR, SCALE_LIMIT
-from ..sm90_bf16_absorb import NO_ROW
-from .bf16_consumers import ROWS
+from ..items import NO_ROW
 from .fp8_tiles import inverse_of_power
+from .work_items import ROWS
 
 QUERY_COLUMNS = gl.constexpr(64)  # of a tile
 QUERY_TILES = gl.constexpr(8)  # of the content
@@ -49,20 +49,20 @@ def for_tma(query: Tensor) -> Tensor:
 
 @gluon.jit
 def copy_query(
-    desc, column, tiles, tile, TILES: gl.constexpr, barrier, segments_ptr, n_rows, ROWS: gl.constexpr,
+    desc, column, tiles, tile, TILES: gl.constexpr, barrier, strips_ptr, n_rows, ROWS: gl.constexpr,
     HEADS: gl.constexpr,
 ):  # fmt: skip
     """Start copying TILES · 64 columns of an item's rows, from `column` on. They go to `tiles`, where `tile` counts
-    those of `[ROWS, 64]`; rows behind the last segment are zeros."""
-    SEGMENT: gl.constexpr = desc.block_type.shape[1]
-    SEGMENTS: gl.constexpr = ROWS // SEGMENT
-    for s in gl.static_range(SEGMENTS):
-        row = gl.load(segments_ptr + s, mask=s * SEGMENT < n_rows, other=NO_ROW)
+    those of `[ROWS, 64]`; rows behind the last strip are zeros."""
+    STRIP: gl.constexpr = desc.block_type.shape[1]
+    STRIPS: gl.constexpr = ROWS // STRIP
+    for s in gl.static_range(STRIPS):
+        row = gl.load(strips_ptr + s, mask=s * STRIP < n_rows, other=NO_ROW)
         token = row // HEADS
         head = row % HEADS
         for c in gl.static_range(TILES):
             at = [token, head, column + c * QUERY_COLUMNS]
-            tma.async_copy_global_to_shared(desc, at, barrier, tiles.index((tile + c) * SEGMENTS + s))
+            tma.async_copy_global_to_shared(desc, at, barrier, tiles.index((tile + c) * STRIPS + s))
 
 
 @gluon.jit

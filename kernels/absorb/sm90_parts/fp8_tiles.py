@@ -15,12 +15,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .bf16_consumers import BLOCK, LATENT, NO_SCORE
+from ... import constants
+from ..items import ITEM_LAST, ITEM_ROWS
+from .work_items import BLOCK, LATENT, NO_SCORE
 
 PANEL = gl.constexpr(128)  # bytes of a row that lie side by side in swizzled shared memory
 SCALE_WIDTH = gl.constexpr(4)  # floats: TMA copies no less than 16 bytes
-LOG2_FP8_MAX = gl.constexpr(8.807354922057604)
-SCALE_RANGE = gl.constexpr(24.0)  # reference_fp8.WEIGHT_SCALE_RANGE, in powers of two
+LOG2_FP8_MAX = gl.constexpr(constants.LOG2_FP8_MAX)
+SCALE_RANGE = gl.constexpr(24.0)  # reference.fp8.WEIGHT_SCALE_RANGE, in powers of two
 
 
 @gluon.jit
@@ -69,8 +71,8 @@ def inverse_of_power(value):
 def unseen_keys(item_ptr, rows, QUERIES: gl.constexpr):
     """How many of an item's last keys each of its rows does not see: of QUERIES query tokens the last one sees all keys
     of the request, the one before it one less. Only a request's last keys are concerned, which no cut divides."""
-    query = rows // (gl.load(item_ptr + 1) // QUERIES)
-    return gl.load(item_ptr + 6) * (QUERIES - 1 - query)
+    query = rows // (gl.load(item_ptr + ITEM_ROWS) // QUERIES)
+    return gl.load(item_ptr + ITEM_LAST) * (QUERIES - 1 - query)
 
 
 @gluon.jit

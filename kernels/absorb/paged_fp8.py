@@ -1,30 +1,29 @@
 """Decode attention of a batch over FP8 latent rows in pages.
 
-There are two ways. `HopperAbsorbFP8` has kernels of its own (absorb_fp8_hopper.py, and absorb_fp8_few_heads.py for 8
-or 16 heads), which round the query themselves; a small kernel cuts the keys of a step so that all programs end
-together. `TritonAbsorbFP8` (quantize_query.py and absorb_fp8_kernel.py) is for where those do not run.
-`make_absorb_fp8` picks.
+There are two implementations. `HopperAbsorbFP8` launches the Hopper kernels (sm90_fp8_absorb.py, and
+sm90_fp8_few_heads.py for 8 or 16 heads), which round the query themselves; a small kernel cuts the keys of a step so
+that all programs end together. `TritonAbsorbFP8` (quantize_query.py and triton_fp8_absorb.py) runs wherever Triton
+knows e4m3. dispatch.py picks.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 from torch import Tensor
 
+from ..constants import FP8, PAGE_TOKENS
 from ..merge import merge
-from ..naive.schedule import WorkList, WorkListCapacity
-from ..storage.expanded import FP8
+from ..partials import PartialTable
 from ..storage.latent_rows import LatentRowLayout
-from . import sm90_fp8_absorb as absorb_fp8_hopper
-from . import sm90_fp8_few_heads as absorb_fp8_few_heads
 from .quantize_query import quantize_query
-from .schedule import TILE_ROWS, AbsorbCapacity
+from .schedule import AbsorbCapacity
+from .stacking import TILE_ROWS
 from .tail_schedule import schedule_tails
 from .triton_fp8_absorb import BLOCK_ROWS, Rescale, run_kernel
 
@@ -36,14 +35,14 @@ CTAS_PER_SM = 2
 class AbsorbFP8(ABC):
     """Attention of a batch of requests, each over the FP8 rows of its own pages.
 
-        absorb.prepare(lens, page_table)  # every step
+        absorb.begin_step(lens, page_table)  # every step
         out = absorb.output(rows, dtype)
         for layer in range(layers):
             absorb.run(q_absorbed, q_rope, pool, page_table, lens, softmax_scale, out, lse)
 
-    `prepare` writes to static memory on the current stream and does not synchronise. `run` is what a CUDA graph
+    `begin_step` writes to static memory on the current stream and does not synchronise. `run` is what a CUDA graph
     captures, after one call outside of it, which compiles; a replay reads the pages and lengths of its own time. All
-    memory but the results, and a copy of queries that need one, is allocated here.
+    memory is allocated here, except for the results and for the copy that a query of unsuitable layout needs.
     """
 
     def __init__(
@@ -54,12 +53,13 @@ class AbsorbFP8(ABC):
         device: torch.device | str,
         layout: LatentRowLayout | None = None,
         queries: int = 1,
-        page_size: int = 64,
+        page_size: int = PAGE_TOKENS,
         num_sms: int | None = None,
     ) -> None:
         """
         Args:
             max_requests: of a call.
+            device: "meta" for an object that only says its `workspace_bytes`; it needs `num_sms`.
             queries: query tokens of each request.
             layout: DeepSeek-V3's if None.
             page_size: tokens of a page.
@@ -88,7 +88,12 @@ class AbsorbFP8(ABC):
     @property
     def workspace_bytes(self) -> int:
         """Device memory that this object allocated."""
-        return sum(value.numel() * value.element_size() for value in vars(self).values() if isinstance(value, Tensor))
+        return tensor_bytes(self)
+
+    @property
+    def max_requests(self) -> int:
+        """Most requests of a call."""
+        return self._max_requests
 
     def output(self, tokens: int, dtype: torch.dtype) -> Tensor:
         """The best place for the `out` of `run`, `[tokens, H, r]`: maybe memory of this object, which the next run
@@ -97,7 +102,7 @@ class AbsorbFP8(ABC):
         return torch.empty(shape, dtype=dtype, device=self._no_lse.device)
 
     @abstractmethod
-    def prepare(self, lens: Tensor, page_table: Tensor) -> None:
+    def begin_step(self, lens: Tensor, page_table: Tensor) -> None:
         """Bring the schedule up to date for the calls of `run` that follow, with these arguments."""
 
     def run(
@@ -114,8 +119,8 @@ class AbsorbFP8(ABC):
         """
         Args:
             q_absorbed: `[T, H, r]`, `q_nope` times `w_kc`; q_rope: `[T, H, dr]`; BF16 or float32, any strides. The
-                kernels for Hopper read BF16: what is not, or does not lie as TMA wants it, is copied first
-                (absorb_fp8_query_hopper.for_tma). The query tokens of a request follow each other, and the last of them
+                Hopper kernels read BF16: a query of another dtype, or whose layout TMA cannot read, is copied first
+                (sm90_parts/fp8_query.for_tma). The query tokens of a request follow each other, and the last of them
                 sees all keys.
             pool: uint8 `[slots, row_bytes]`, see latent_rows.LatentRowLayout.
             page_table: int32 `[requests, pages]`, last axis contiguous: page p of it holds tokens p · page_size and up
@@ -129,6 +134,28 @@ class AbsorbFP8(ABC):
         self._check(q_absorbed, q_rope, pool, page_table, lens, softmax_scale, out, lse)
         if len(lens):
             self._attend(q_absorbed, q_rope, pool, page_table, lens, softmax_scale, out, lse)
+
+    def try_out(self, pool: Tensor, dtype: torch.dtype) -> None:
+        """Run every kernel once, so that all are compiled and have shown that they run here. What they compute is not
+        used: keys are whatever stands in the pool's first page.
+
+        Args:
+            pool: as for `run`, of any layer; dtype: of queries and results.
+        """
+        for requests in self._requests_to_try():
+            tokens, device = requests * self._queries, pool.device
+            rank, columns = self._layout.kv_lora_rank, self._layout.kv_lora_rank + self._layout.qk_rope_head_dim
+            q = torch.zeros(tokens, self._heads, columns, dtype=dtype, device=device)
+            lens = torch.full((requests,), self._queries, dtype=torch.int32, device=device)
+            page_table = torch.zeros(requests, -(-self._queries // self._page_size), dtype=torch.int32, device=device)
+            lse = torch.empty(tokens, self._heads, device=device)
+            self.begin_step(lens, page_table)
+            query = q[..., :rank], q[..., rank:]
+            self.run(*query, pool, page_table, lens, 1.0, self.output(tokens, dtype), lse)
+
+    def _requests_to_try(self) -> list[int]:
+        """Numbers of requests that together launch every kernel."""
+        return [1]
 
     @abstractmethod
     def _attend(
@@ -181,49 +208,55 @@ class AbsorbFP8(ABC):
             raise ValueError(f"the last axis of page_table must be contiguous; its strides are {page_table.stride()}")
 
 
-def kernel_for(heads: int) -> tuple[ModuleType, int]:
-    """Hopper's kernel for rows of so many heads, as the module that has its `run`, and the query rows of its items."""
-    if heads in absorb_fp8_few_heads.ROWS:
-        return absorb_fp8_few_heads, heads
-    return absorb_fp8_hopper, TILE_ROWS
+class HopperKernel(NamedTuple):
+    """A Hopper kernel over FP8 rows, as dispatch.py picks it.
+
+    Attributes:
+        module: whose `run` launches it.
+        tile_rows: query rows of its items.
+    """
+
+    module: ModuleType
+    tile_rows: int
 
 
 class HopperAbsorbFP8(AbsorbFP8):
-    """One launch over a work list that `prepare` makes on the device (absorb_schedule.py), and a merge of pieces."""
+    """One launch over a work list that `begin_step` builds on the device (tail_schedule.py), and a merge of pieces."""
 
-    def __init__(self, **sizes: Any) -> None:
+    def __init__(self, *, kernel: HopperKernel, **sizes: Any) -> None:
         """
         Args:
+            kernel: from `dispatch.kernel_for`, for the same heads and queries.
             sizes: as of `AbsorbFP8`.
         Raises:
             ValueError: as of `AbsorbFP8`; the kernels do not take these sizes.
         """
         super().__init__(**sizes)
         device, dims = self._no_lse.device, (self._layout.kv_lora_rank, self._layout.qk_rope_head_dim)
-        if self._page_size != 64 or dims != (512, 64) or self._heads % 8:
+        if self._page_size != PAGE_TOKENS or dims != (512, 64) or self._heads % 8:
             raise ValueError(
                 "the kernels for Hopper take pages of 64, rows of 512 + 64 and a multiple of 8 heads; "
                 f"not {self._page_size}, {dims[0]} + {dims[1]} and {self._heads}"
             )
-        # A tile takes all query tokens of a request where it has the rows for them.
-        stacked = self._queries if self._heads * self._queries <= TILE_ROWS else 1
+        stacked = stacked_queries(self._heads, self._queries)
         heads, queries = self._heads * stacked, self._queries // stacked
-        self._kernel, tile_rows = kernel_for(heads)
+        self._kernel = kernel.module
         self._capacity = AbsorbCapacity(
             self._max_requests * queries,
             heads,
             self._num_sms,
-            tile_rows,
+            kernel.tile_rows,
             queries=queries,
             stacked=stacked,
-            group_partials=0,
+            segment_rows=0,
+            segment_partials=0,
         )
         partials = (self._capacity.max_partial_rows, heads)
         self._partial_out = torch.zeros(*partials, dims[0], dtype=torch.bfloat16, device=device)  # [P, H, 512]
         self._partial_lse2 = torch.zeros(partials, device=device)  # [P, H]
         self._work = torch.from_numpy(self._capacity.empty_work()).to(device)
-        self._table = torch.zeros(self._capacity.table.size, dtype=torch.int32, device=device)
-        self._prepared = 0, 0
+        self._table = self._capacity.empty_tail_table().to(device)
+        self._scheduled = 0, 0  # requests, and entries between rows of the page table
 
     def output(self, tokens: int, dtype: torch.dtype) -> Tensor:
         if dtype != self._partial_out.dtype:
@@ -231,9 +264,9 @@ class HopperAbsorbFP8(AbsorbFP8):
         rows = self._capacity.uncut_rows(self._partial_out, tokens // self._capacity.stacked)
         return rows.view(tokens, self._heads, self._layout.kv_lora_rank)
 
-    def prepare(self, lens: Tensor, page_table: Tensor) -> None:
+    def begin_step(self, lens: Tensor, page_table: Tensor) -> None:
         schedule_tails(lens, self._work, self._table, self._capacity, page_table)
-        self._prepared = len(lens), page_table.stride(0)
+        self._scheduled = len(lens), page_table.stride(0)
 
     def _attend(
         self,
@@ -246,10 +279,10 @@ class HopperAbsorbFP8(AbsorbFP8):
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        if self._prepared != (len(lens), page_table.stride(0)):
+        if self._scheduled != (len(lens), page_table.stride(0)):
             raise ValueError(
-                f"{len(lens)} requests and rows of {page_table.stride(0)} pages must be what it was prepared for: "
-                f"{self._prepared}"
+                f"{len(lens)} requests and rows of {page_table.stride(0)} pages must be those of begin_step: "
+                f"{self._scheduled}"
             )
         partials, no_lse = (self._partial_out, self._partial_lse2), self._no_lse[: len(out)]
         stacked = len(out) // self._capacity.stacked, self._capacity.heads  # rows of the batch, and of a row
@@ -257,7 +290,7 @@ class HopperAbsorbFP8(AbsorbFP8):
         out, lse, no_lse = out.view(*stacked, -1), lse.view(stacked), no_lse.view(stacked)
         work = self._work, page_table, self._capacity
         self._kernel.run(q_absorbed, q_rope, pool, *work, *partials, softmax_scale=softmax_scale)
-        merge(out, no_lse, *partials, self._table, self._capacity.table, out, lse, out_in_partials=in_partials)
+        merge(out, no_lse, *partials, self._table, out, lse, out_in_partials=in_partials)
 
 
 class TritonAbsorbFP8(AbsorbFP8):
@@ -266,10 +299,10 @@ class TritonAbsorbFP8(AbsorbFP8):
     def __init__(self, *, fp8_weights: bool = False, rescale: Rescale = "multiply", **sizes: Any) -> None:
         """
         Args:
-            fp8_weights: round the softmax weights to e4m3, and not to BF16: SnapMLA's definition, but less exact. On
-                Hopper its sums over thousands of keys shrink, too (naive_consumers_hopper.consume_fp8; to sum blocks
+            fp8_weights: round the softmax weights to e4m3 instead of BF16: SnapMLA's definition, but less exact. On
+                Hopper its sums over thousands of keys also come out too small (see sm90_fp8_absorb.py; summing blocks
                 apart takes more registers than there are), and Triton transposes FP8 values byte by byte.
-            rescale: see absorb_fp8_kernel.py. Others as of `AbsorbFP8`.
+            rescale: see triton_fp8_absorb.py. Others as of `AbsorbFP8`.
         """
         super().__init__(**sizes)
         self._fp8_weights = fp8_weights
@@ -280,31 +313,32 @@ class TritonAbsorbFP8(AbsorbFP8):
         self._content = torch.zeros(tokens, heads, rank, dtype=FP8, device=device)
         self._scale = torch.zeros(tokens, heads, dtype=torch.float32, device=device)
         self._rope = torch.zeros(tokens, heads, self._layout.qk_rope_head_dim, dtype=torch.bfloat16, device=device)
-        counts = {requests: self.splits(requests) for requests in range(1, self._max_requests + 1)}
-        partials = max([n * self._queries * splits for n, splits in counts.items() if splits > 1], default=0)
+        most_tokens = {}  # by number of splits
+        for requests in range(1, self._max_requests + 1):
+            most_tokens[self.splits(requests)] = requests * self._queries
+        partials = max([n * splits for splits, n in most_tokens.items() if splits > 1], default=0)
         self._partial_out = torch.zeros(partials, heads, rank, dtype=torch.float32, device=device)
         self._partial_lse2 = torch.zeros(partials, heads, dtype=torch.float32, device=device)
-        # What the merge reads of a work list: by number of splits, because every row has as many.
-        self._capacity = WorkListCapacity(tokens, partials, max_items=0, max_chunks=0)
-        self._tables = {splits: self._table(splits).to(device) for splits in sorted(set(counts.values())) if splits > 1}
-
-    @property
-    def workspace_bytes(self) -> int:
-        return super().workspace_bytes + sum(table.numel() * table.element_size() for table in self._tables.values())
+        # By number of splits, because every row has as many partials, one behind the other.
+        self._tables = {
+            splits: PartialTable.from_pairs(
+                np.repeat(np.arange(n), splits), np.arange(n * splits), max_rows=n, max_partials=n * splits
+            ).to(device)
+            for splits, n in sorted(most_tokens.items())
+            if splits > 1
+        }
 
     def splits(self, requests: int) -> int:
         """Runs that the keys of each of so many requests are cut into."""
         return max(1, min(MAX_SPLITS, CTAS_PER_SM * self._num_sms // (requests * self._tiles)))
 
-    def prepare(self, lens: Tensor, page_table: Tensor) -> None:
+    def begin_step(self, lens: Tensor, page_table: Tensor) -> None:
         """Nothing: every program reads its length by itself."""
 
-    def _table(self, splits: int) -> Tensor:
-        rows = self._capacity.max_rows
-        work = WorkList(torch.zeros(self._capacity.size, dtype=torch.int32).numpy(), self._capacity, 0, 0)
-        work.row_partial_start[:] = [row * splits % max(1, self._capacity.max_partial_rows) for row in range(rows)]
-        work.row_partial_stride[:], work.row_splits[:] = 1, splits
-        return torch.from_numpy(work.buffer)
+    def _requests_to_try(self) -> list[int]:
+        """One whose keys are cut, and as many as are not cut any more: these are different kernels."""
+        uncut = [n for n in range(1, self._max_requests + 1) if self.splits(n) == 1]
+        return sorted({1, *uncut[:1]})
 
     def _attend(
         self,
@@ -336,45 +370,21 @@ class TritonAbsorbFP8(AbsorbFP8):
         )
         if splits > 1:
             no_lse = self._no_lse[:tokens]
-            merge(out, no_lse, self._partial_out, self._partial_lse2, self._tables[splits], self._capacity, out, lse)
+            merge(out, no_lse, self._partial_out, self._partial_lse2, self._tables[splits], out, lse)
 
 
-def make_absorb_fp8(
-    pool: Tensor,
-    *,
-    heads: int,
-    dtype: torch.dtype,
-    on_failure: Callable[[str, BaseException], None],
-    layout: LatentRowLayout | None = None,
-    queries: int = 1,
-    page_size: int = 64,
-    **sizes: Any,
-) -> AbsorbFP8:
-    """The first of the two ways that runs here, best first. All of its kernels run once: they compile, and show that
-    they can.
+def stacked_queries(heads: int, queries: int) -> int:
+    """Query tokens of a request whose rows share a tile: all of them where the tile has the rows for them, else one."""
+    return queries if heads * queries <= TILE_ROWS else 1
 
-    Args:
-        pool: as for `AbsorbFP8.run`, of any layer; dtype: of queries and results.
-        on_failure: is told why a way does not run, if there is another.
-        sizes: others of `AbsorbFP8`.
-    """
-    layout, device = layout or LatentRowLayout(), pool.device
 
-    def tried(kind: type[AbsorbFP8]) -> AbsorbFP8:
-        absorb = kind(heads=heads, device=device, layout=layout, queries=queries, page_size=page_size, **sizes)
-        q = torch.zeros(queries, heads, layout.kv_lora_rank + layout.qk_rope_head_dim, dtype=dtype, device=device)
-        q_absorbed, q_rope = q.split([layout.kv_lora_rank, layout.qk_rope_head_dim], dim=-1)
-        lens = torch.full((1,), queries, dtype=torch.int32, device=device)
-        page_table = torch.zeros(1, 1, dtype=torch.int32, device=device)  # slot 0 and up are for rows of nobody
-        absorb.prepare(lens, page_table)
-        lse = torch.empty(queries, heads, device=device)
-        absorb.run(q_absorbed, q_rope, pool, page_table, lens, 1.0, absorb.output(queries, dtype), lse)
-        return absorb
-
-    if absorb_fp8_hopper.supports(device, layout, heads, page_size):
-        try:
-            return tried(HopperAbsorbFP8)
-        except Exception as error:
-            reason = "the FP8 cache's own kernels for Hopper do not run here, Triton's take their place"
-            on_failure(f"{reason}: {type(error).__name__}", error)
-    return tried(TritonAbsorbFP8)
+def tensor_bytes(owner: object) -> int:
+    """Memory of the tensors and tables that are attributes of an object, or values of one that is a dictionary; one
+    that has two names counts once."""
+    found: dict[int, Tensor] = {}
+    for attribute in vars(owner).values():
+        for value in attribute.values() if isinstance(attribute, dict) else (attribute,):
+            tensor = value.buffer if isinstance(value, PartialTable) else value
+            if isinstance(tensor, Tensor):
+                found[id(tensor)] = tensor
+    return sum(tensor.numel() * tensor.element_size() for tensor in found.values())

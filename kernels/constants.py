@@ -1,0 +1,28 @@
+"""Numbers that several kernels share. Kernels get them as constexpr parameters or wrap them in `gl.constexpr`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+LOG2E = math.log2(math.e)
+"""Base-2 exponents of a natural-log one: exp(x) = exp2(x · LOG2E)."""
+
+LN2 = math.log(2.0)
+"""A natural-log lse of a base-2 one: lse = lse2 · LN2."""
+
+FP8 = torch.float8_e4m3fn
+"""The 8-bit floating point dtype of expanded prefixes, of FP8 latent rows and of the matrix unit."""
+
+FP8_MAX = 448.0
+"""Largest finite number of `FP8`."""
+
+LOG2_FP8_MAX = math.log2(FP8_MAX)
+"""Softmax weights are scaled up to `FP8_MAX` before they are rounded to FP8: this is added to their exponent."""
+
+PAGE_TOKENS = 64
+"""Tokens of a page of the latent pool: consecutive slots."""
+
+CHUNK_TOKENS = 256
+"""Tokens of a chunk of an expanded prefix: a multiple of every key tile, so that no tile crosses a chunk."""
