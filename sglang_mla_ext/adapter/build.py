@@ -47,9 +47,7 @@ def build(runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int) -> 
     heads, max_rows = layers[0].num_local_heads, min(runner.req_to_token_pool.size, MAX_ROWS)
     prefix_dtype = STORAGE_DTYPES.get(options.prefix_dtype, latent_dtype(runner))
     cost = cost_model(runner, layers, prefix_dtype)
-    grouped = options.mode == "grouped_absorb" or (
-        options.may_group and cost.rates.modes[Mode.GROUPED_ABSORB].measured
-    )
+    grouped = options.mode == "grouped_absorb" or (options.may_group and cost.rates.modes[Mode.GROUPED_ABSORB].measured)
     stock, latent = stock_and_latent(runner, layers, grouped, counters)
     latent.allocate(max_rows, runner.req_to_token_pool.size, runner.model_config.context_len)
     latent.try_out()
@@ -95,9 +93,7 @@ def latent_dtype(runner: ModelRunner) -> torch.dtype:
     return FP8 if runner.kv_cache_dtype == FP8 else runner.dtype
 
 
-def cost_model(
-    runner: ModelRunner, layers: Sequence[DeepseekV2AttentionMLA], prefix_dtype: torch.dtype
-) -> CostModel:
+def cost_model(runner: ModelRunner, layers: Sequence[DeepseekV2AttentionMLA], prefix_dtype: torch.dtype) -> CostModel:
     """What modes cost for this model on this device.
 
     Args:
