@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sglang_mla_ext.kernels.absorb.grouped import LatentSegment
+from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.kernels.dispatch import fill_page_table
 from sglang_mla_ext.prefix.planner import Stacking

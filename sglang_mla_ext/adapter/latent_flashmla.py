@@ -15,7 +15,9 @@ from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from torch import Tensor
 
 from sglang_mla_ext.adapter.latent import Tails, TailStarts, bytes_of
-from sglang_mla_ext.kernels.absorb.grouped import GroupedAbsorb, LatentSegment, rows_per_tile
+from sglang_mla_ext.kernels.absorb.grouped import GroupedAbsorb
+from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
+from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
 from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.kernels.dispatch import make_grouped_absorb, whole_query
 from sglang_mla_ext.prefix.planner import Stacking
