@@ -13,7 +13,8 @@ from rich.table import Table
 from sglang_mla_ext import __version__
 from sglang_mla_ext.adapter import contract
 from sglang_mla_ext.adapter.cpu import standins
-from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims, config_names, rates_for
+from sglang_mla_ext.configs import config_names
+from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims, rates_for
 from sglang_mla_ext.results import package_version
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
