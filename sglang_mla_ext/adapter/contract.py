@@ -1,9 +1,11 @@
 """The contract with SGLang: which releases are supported, and whether the installed one is as expected.
 
 SGLang has no stable plug-in interface for attention inside a model, so each name in uses.py could change in any
-release. A difference is reported by name at start instead of failing somewhere in a forward pass. The source is read,
-not imported (source.py): the check takes less than a second, and it is the same in `sglang-mla doctor`, in the launching
-process and in the workers. A name that only a compiled package knows is not checked where that package is absent.
+release. A difference is reported by name at start instead of failing somewhere in a forward pass.
+
+The source is read and not imported (source.py), so the check takes less than a second, and it is the same in
+`sglang-mla doctor`, in the launching process and in the workers. What is used of `sgl_kernel` is not checked where that
+is absent: on a CPU.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ def difference(use: Use, tree: SourceTree) -> str | None:
     try:
         found = tree.find(use.path)
         if found.kind != use.kind:
-            return f"is a {found.kind}, expected a {use.kind}"
+            return f"is {_with_article(found.kind)}, expected {_with_article(use.kind)}"
         if not use.params and not use.keywords:
             return None
         params = tree.parameters(found)
@@ -75,6 +77,10 @@ def difference(use: Use, tree: SourceTree) -> str | None:
     if missing := [name for name in use.keywords if name not in params]:
         return f"takes {params}, expected also {', '.join(missing)}"
     return None
+
+
+def _with_article(kind: str) -> str:
+    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
 
 
 def check() -> None:

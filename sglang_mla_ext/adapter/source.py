@@ -1,8 +1,9 @@
 """Looks up modules, classes, functions and attributes in the source of an installed package, without importing it.
 
-Importing SGLang takes tens of seconds and needs its compiled packages; parsing the few files that matter takes less than
-a second. Known are: what a module defines or imports at its top level (also below `if` and `try`), what a class defines
-in its body, what its methods assign to `self`, and the same of its base classes, wherever they come from.
+Importing SGLang takes tens of seconds and needs its compiled packages; parsing the few files that matter takes less
+than a second. Found is what a module defines or imports at its top level (also below `if` and `try`), what a class
+defines in its body, what its methods assign to `self`, and the same of its base classes, wherever they come from. Names
+that exist only at run time (`setattr`, `import *`) are not found.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Found:
 
     @property
     def kind(self) -> str:
-        """`module`, `class`, `function`, `list` (assigned a list as such) or `attribute`. A property is an attribute."""
+        """`module`, `class`, `function`, `list` (a name that is assigned one) or `attribute`, properties included."""
         node = self.node
         if node is None:
             return "module"
@@ -105,7 +106,7 @@ class SourceTree:
             if constructor is None:
                 raise NotThere(f"class {found.module.name}.{found.node.name} has no constructor")
             found = constructor
-        if not isinstance(found.node, Function):
+        if not isinstance(found.node, Function) or found.kind != "function":
             raise NotThere("it is not a function")
         arguments = found.node.args
         names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
@@ -261,8 +262,7 @@ def _assigned_to_self(node: ast.ClassDef) -> Iterator[tuple[str, ast.AST]]:
         for inner in _statements(method.body):
             if isinstance(inner, ast.Assign | ast.AnnAssign | ast.AugAssign):
                 for target in _targets(inner):
-                    value = target.value if isinstance(target, ast.Attribute) else None
-                    if isinstance(value, ast.Name) and value.id == own:
+                    if isinstance(target, ast.Attribute) and ast.unparse(target.value) == own:
                         yield target.attr, inner
 
 

@@ -202,9 +202,7 @@ _POOLS = (
     *_function("runtime_context.get_exec", "", "the FP8 pool: features.enable_memory_saver"),
 )
 _LAYER = (
-    *_function(
-        f"{_HANDLER}.AttentionBackendRegistry.register", "backend_name handler_func", "a phase's forward method"
-    ),
+    *_function(f"{_HANDLER}.AttentionBackendRegistry.register", "backend_name handler_func", "forward methods"),
     *_function(f"{_HANDLER}.AttentionBackendRegistry.get_handler", "backend_name", "FlashMLA's choice of one"),
     *_attributes(f"{_HANDLER}.AttnForwardMethod", "MHA_CHUNKED_KV MLA", "prefill over expanded prefixes; on a CPU"),
     *_function(f"{_HANDLER}.is_in_tc_piecewise_cuda_graph", "", "no such prefill inside a graph"),
