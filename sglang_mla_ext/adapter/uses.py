@@ -95,7 +95,7 @@ _ARGUMENTS = (
     *_attributes(
         _ARGS,
         """
-        attn_cp_size dcp_size disable_chunked_prefix_cache disable_radix_cache disaggregation_mode dllm_algorithm
+        attn_cp_size dcp_size disable_chunked_prefix_cache disable_radix_cache disaggregation_mode dllm_algorithm dtype
         enable_flexkv enable_hierarchical_cache enable_lmcache enable_lora enable_mixed_chunk
         enable_page_major_kv_layout enable_pdmux enable_streaming_session enable_two_batch_overlap
         enable_unified_memory flashinfer_mla_disable_ragged pp_size quantization_param_path radix_cache_backend
