@@ -24,7 +24,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from sglang_mla_ext.prefix.cost_model import read_config
+from sglang_mla_ext.configs import read_config
 from sglang_mla_ext.results import write_record
 
 QUESTION_TOKENS = 128

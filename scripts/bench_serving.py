@@ -31,7 +31,8 @@ from rich.table import Table
 from server_process import ON_GPU, ServerFailedError, free_port, running_server, server_info, work_folder
 from transformers import AutoTokenizer
 
-from sglang_mla_ext.prefix.cost_model import ModelDims, read_config
+from sglang_mla_ext.configs import read_config
+from sglang_mla_ext.prefix.cost_model import ModelDims
 from sglang_mla_ext.results import write_record
 
 SCRIPTS = Path(__file__).resolve().parent

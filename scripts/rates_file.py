@@ -11,15 +11,8 @@ from typing import Any
 
 from planner_verdicts import report, verdicts, with_fitted_overheads
 
-from sglang_mla_ext.prefix.cost_model import (
-    FALLBACK_GPU,
-    GpuRates,
-    Mode,
-    ModeRates,
-    device_words,
-    gpu_config_of,
-    read_config,
-)
+from sglang_mla_ext.configs import FALLBACK_GPU, device_words, gpu_config_of, read_config
+from sglang_mla_ext.prefix.cost_model import GpuRates, Mode, ModeRates
 from sglang_mla_ext.results import commit, package_version
 
 FITTED = "overheads of all modes: those with which the choices on the grid of --check lose least."

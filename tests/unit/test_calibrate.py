@@ -11,7 +11,8 @@ import rates_file
 import torch
 from rival_attention import DN, DR, DV, Case
 
-from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims, config_names, read_config
+from sglang_mla_ext.configs import config_names, read_config
+from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims
 
 V3 = ModelDims.from_json("deepseek-v3")
 SHARED_MEMORY_PER_SM = 228 * 1024

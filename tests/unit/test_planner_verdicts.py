@@ -11,7 +11,8 @@ import pytest
 import rates_file
 from planner_verdicts import Verdict, failures, summary, verdicts, with_fitted_overheads
 
-from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims, read_config
+from sglang_mla_ext.configs import read_config
+from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims
 from sglang_mla_ext.results import read_records, write_record
 
 V3 = ModelDims.from_json("deepseek-v3")
