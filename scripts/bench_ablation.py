@@ -24,17 +24,18 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import typer
-from bench_attention import DTYPES, captured, free_memory, time_ms
+from bench.cases import DN, DR, DV, SCALE
+from bench.records import write_record
+from bench.shared import DTYPES
+from bench.timing import captured, free_memory, time_ms
 from rich.console import Console
 from rich.table import Table
-from rival_attention import DN, DR, DV, SCALE
 
 from sglang_mla_ext.kernels.absorb.quantize_query import quantize_query
 from sglang_mla_ext.kernels.dispatch import make_prefix_attention
 from sglang_mla_ext.kernels.naive import schedule
 from sglang_mla_ext.kernels.naive.attention import PrefixAttention, TritonPrefixAttention
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, ExpandedBuffers
-from sglang_mla_ext.results import write_record
 
 
 class Batch(NamedTuple):

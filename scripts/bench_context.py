@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_engine import PAGE_SIZE, Results, impl_of, write_model
+from bench.engine import PAGE_SIZE, Results, impl_of, write_model
+from bench.records import write_record
 from rich.console import Console
 from rich.table import Table
-
-from sglang_mla_ext.results import write_record
 
 SPARE = 0.02  # of the cache, left free: SGLang holds requests back before the last page is taken
 

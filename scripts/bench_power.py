@@ -23,24 +23,18 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from bench_attention import (
-    PRODUCT_SIDE,
-    attempt,
-    back_to_back,
-    captured,
-    free_memory,
-    matrix_product,
-    settled,
-    shared_attention,
-)
-from bench_decode import FLASHMLA, FP8Cache, ours, parse_case
+from bench.cases import DN, DR, DV, LATENT, Case
+from bench.ceilings import PRODUCT_SIDE, matrix_product
+from bench.decode import FLASHMLA, FP8Cache, ours, parse_case
+from bench.records import write_record
+from bench.rivals import RIVALS
+from bench.shared import shared_attention
+from bench.timing import attempt, back_to_back, captured, free_memory, settled
 from rich.console import Console
 from rich.table import Table
-from rival_attention import DN, DR, DV, LATENT, RIVALS, Case
 
 from sglang_mla_ext.kernels.absorb.fp8 import HopperAbsorbFP8
 from sglang_mla_ext.kernels.naive.triton_naive import Tile
-from sglang_mla_ext.results import write_record
 
 FP8_MACS_PER_CYCLE, BITS16_MACS_PER_CYCLE = 4096, 2048  # of one Hopper multiprocessor, dense
 DECODE_CASES = ("128x8192x128", "64x16384x128", "128x8192x16")

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from result_tables import REPOSITORY, RESULTS, latest
-from update_tables import BF16, FP8, FP8_PREFIX, storage
-
-from sglang_mla_ext.results import read_records
+from bench.records import read_records
+from bench.serving_tables import BF16, FP8, FP8_PREFIX, storage
+from bench.tables import REPOSITORY, RESULTS, latest
 
 PANEL = ("prompt", "prefix", "heads", "layers")
 STYLES = {BF16: "o-", FP8_PREFIX: "s--", FP8: "^:"}

@@ -14,7 +14,6 @@ from sglang_mla_ext import __version__
 from sglang_mla_ext.adapter import contract
 from sglang_mla_ext.adapter.cpu import standins
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims, config_names, rates_for
-from sglang_mla_ext.results import package_version
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 console = Console()
@@ -31,7 +30,7 @@ def doctor() -> None:
         problems.append(f"{gpu} is not a Hopper GPU, which FlashMLA needs")
     table = Table(show_header=False)
     for name in ("sglang", "torch", "triton"):
-        table.add_row(name, package_version(name) or "not installed")
+        table.add_row(name, contract.installed_version(name) or "not installed")
     table.add_row("sglang-mla-ext", __version__)
     table.add_row("python", platform.python_version())
     table.add_row("device", gpu or "no GPU: python -m sglang_mla_ext.launch_server runs on the CPU")

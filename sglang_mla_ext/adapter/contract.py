@@ -169,10 +169,10 @@ CONTRACT = (
 )
 
 
-def installed_version() -> str | None:
-    """SGLang's version, or None where it is not installed."""
+def installed_version(package: str = "sglang") -> str | None:
+    """A package's version, or None where it is not installed."""
     try:
-        return version("sglang")
+        return version(package)
     except PackageNotFoundError:
         return None
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from accuracy_tables import accuracy_model, goal_verdict, interval
-from performance_tables import expansion, planner, prefill
-from result_tables import provenance
-from update_tables import compared, fill
-
-from sglang_mla_ext.results import write_record
+from bench.accuracy_tables import accuracy_model, goal_verdict, interval
+from bench.kernel_tables import expansion, planner, prefill
+from bench.records import write_record
+from bench.serving_tables import compared
+from bench.tables import provenance
+from update_tables import fill
 
 
 def cells(line: str) -> list[str]:

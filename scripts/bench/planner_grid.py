@@ -12,13 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_attention import DTYPES, STORAGE, attempt, free_memory, measure, our_parts
-from grouped_attention import GROUPED_HEADS, grouped_absorb
-from rival_attention import Case, flashmla_bf16
+from bench.cases import Case
+from bench.grouped import GROUPED_HEADS, grouped_absorb
+from bench.records import write_record
+from bench.rivals import flashmla_bf16
+from bench.shared import DTYPES, STORAGE, our_parts
+from bench.timing import attempt, free_memory, measure
 
 from sglang_mla_ext.kernels.naive.triton_naive import Tile, tile_for
 from sglang_mla_ext.prefix.cost_model import GpuRates, Mode
-from sglang_mla_ext.results import write_record
 
 TAIL = 512
 HEADS = (128, 64, 16)

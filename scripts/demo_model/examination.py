@@ -12,8 +12,8 @@ from statistics import fmean
 
 import torch
 import torch.nn.functional as F
-from demo_batches import EOS_ID, Data
-from demo_chats import Case, dictionary_cases, lookup_cases
+from demo_model.batches import EOS_ID, Data
+from demo_model.chats import Case, dictionary_cases, lookup_cases
 from torch import Tensor
 
 LOOKUP_TOKENS = {512: 500, 2048: 2000, 8192: 8000}

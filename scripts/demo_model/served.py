@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import demo_network
 import torch
 import torch.nn.functional as F
+from demo_model import network as demo_network
 from torch import Tensor
 
 from sglang_mla_ext.kernels.reference import attention as reference

@@ -8,7 +8,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "benchmarks" / "results"
 STORAGE_NAMES = {"bf16": "BF16", "fp8": "FP8"}
 

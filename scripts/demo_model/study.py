@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from demo_accuracy import LOOKUP_TOKENS, windows
-from demo_batches import EOS_ID, Data
-from demo_chats import ROW_TOKENS, dictionary_cases, lookup_cases, make_table
-from demo_served import BASELINE, IMPLS, Impl, Query, Rows, Served, ServedLayer, attend
-from make_demo_model import ASSISTANT, USER
+from demo_model.batches import EOS_ID, Data
+from demo_model.chats import ROW_TOKENS, dictionary_cases, lookup_cases, make_table
+from demo_model.checkpoint import ASSISTANT, USER
+from demo_model.examination import LOOKUP_TOKENS, windows
+from demo_model.served import BASELINE, IMPLS, Impl, Query, Rows, Served, ServedLayer, attend
 from rich.progress import track
 from scipy.stats import bootstrap
 

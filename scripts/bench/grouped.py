@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 from typing import NoReturn
 
 import torch
-from rival_attention import DR, LATENT, PAGE_TOKENS, SCALE, Case, page_table
+from bench.cases import DR, LATENT, PAGE_TOKENS, SCALE, Case, page_table
 
 GROUPED_HEADS = (8, 16, 32)
 """Heads of a rank with which a server stacks requests."""
