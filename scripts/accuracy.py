@@ -1,15 +1,11 @@
-"""How much rounding costs: the studies of SnapMLA, AMLA and FlashMLA-ETAP on drawn data, and that of a trained model.
+"""How much rounding costs: the studies of SnapMLA, AMLA and FlashMLA-ETAP on drawn data, and one of a trained model.
 
     python scripts/accuracy.py --out benchmarks/results/accuracy.jsonl
     python scripts/accuracy.py --model demo --out benchmarks/results/accuracy.jsonl --images docs/images
 
-With `--model demo` the shipped model (configs/demo_model) is examined as each implementation would serve it, see
-demo_study.py; that needs the data which prepare_demo_data.py writes.
-
-Without a model everything is computed on the CPU, by kernels/reference_fp8.py in the precision that a kernel has, and
-compared with float64 over the same inputs. Latent dimensions of DeepSeek-V3: 512 content and 64 rotary elements, the
-content being the values, too. Seeds are fixed; every metric is the mean over the samples. Some minutes on two cores,
-2 GiB.
+Without `--model` the studies on drawn data run (bench/accuracy_studies.py): a few minutes on two cores, 2 GiB. With
+`--model demo` the shipped model (configs/demo_model) is examined as each implementation would serve it
+(demo_model/study.py); this needs the data that prepare_demo_data.py writes.
 """
 
 from __future__ import annotations
@@ -74,8 +70,8 @@ def main(
         Path | None, typer.Option(help="Draw the figures of --model from --out into this folder.")
     ] = None,
 ) -> None:
-    """Run the three studies on drawn data, or the one of a model."""
-    commit()  # remembered from here on: when the first record is written, the checkout may be another
+    """Run the three studies on drawn data, or the study of a model."""
+    commit()  # cached now: the checkout may have moved on by the time the first record is written
     if model not in (None, "demo"):
         raise typer.BadParameter(f"there is no study of {model!r}, only of demo", param_hint="--model")
     if images and not out:

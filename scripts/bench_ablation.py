@@ -8,9 +8,9 @@ with one more of the steps than the line before:
 - `triton`: BF16, the portable kernel; every (group, head, row tile) is one item, in the order of the groups
 - `gluon`: the kernel for Hopper
 - `fp8`: keys and values in FP8, values transposed (Hopper's FP8 products take them no other way)
-- `schedule`: keys are split and items ordered as kernels/schedule.py does; this is what a server runs
+- `schedule`: keys are split and items ordered as kernels/naive/schedule.py does; this is what a server runs
 
-`quantize` is a launch that only rounds the query to FP8: what it would cost beside a kernel that does not do it itself.
+`quantize` is a launch that only rounds the query to FP8: its cost if the kernel did not do so itself.
 """
 
 from __future__ import annotations

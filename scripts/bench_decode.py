@@ -4,9 +4,10 @@
     python scripts/bench_decode.py --case 128x8192x16 --case 64x512-65536x16 --case 128x8192x16x2 --variants
 
 Every line of the output is one measurement: the median time of a CUDA graph of one call for one layer, L2 flushed
-before each. DeepSeek-V3's dimensions, pages in random order. Ours is everything from the absorbed query in BF16:
-rounding it, attention, and the merge of pieces; a step's schedule, made once for all layers, is `prepare_ms`. FlashMLA
-FP8 gets a query that is e4m3 already. `--variants` times the portable kernel, too, with its three ways to rescale.
+before each. DeepSeek-V3's dimensions, pages in random order. Ours covers everything from the absorbed
+BF16 query on: rounding it, attention, and the merge of split tails; a step's schedule, made once for all layers, is
+`prepare_ms`. FlashMLA FP8 gets a query that is already e4m3. `--variants` also times the portable kernel with its three
+ways to rescale.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ VARIANTS: dict[str, Callable[..., AbsorbFP8]] = {
 
 def main(
     case: Annotated[list[str] | None, typer.Option(help="REQUESTSxTOKENS[-MOST]xHEADS[xQUERIES] (repeatable)")] = None,
-    variants: Annotated[bool, typer.Option(help="time other ways of our own, too")] = False,
+    variants: Annotated[bool, typer.Option(help="time our other variants, too")] = False,
     rep_ms: Annotated[int, typer.Option(min=1, help="ms spent on each measurement")] = 100,
     out: Annotated[Path | None, typer.Option(help="append JSON lines to this file")] = None,
 ) -> None:

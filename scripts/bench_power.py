@@ -1,12 +1,12 @@
-"""Run kernels back to back and see whether the GPU's power limits them.
+"""Run kernels back to back and report whether the GPU's power limits them.
 
     python scripts/bench_power.py --out benchmarks/results/power.jsonl
 
-Every line of the output is one kernel, whose CUDA graph ran for `--seconds` without a pause and without a flush of L2:
+Every line of the output is one kernel, whose CUDA graph ran for `--seconds` without a pause or a flush of L2:
 the median time of a call, its operations per second, and the share of the matrix units' cycles that its products take.
-Only products that are of use count: neither rows of padding nor scores that are computed twice (with few heads). Clock,
-power and what held the clock down are one sample of nvidia-smi, asked for when half of the time has passed; the calls
-go on until it has come. DeepSeek-V3's dimensions; decode over private tokens as in bench_decode.py, the
+Only useful products count: neither padding rows nor scores that are computed twice (with few heads). Clock,
+power and the reason for the clock's limit are one sample of nvidia-smi, taken after half of the time; the calls go on
+until it arrives. DeepSeek-V3's dimensions; decode over private tokens as in bench_decode.py, the
 shared part as in bench_attention.py.
 """
 

@@ -3,12 +3,12 @@
     python scripts/calibrate.py --out configs/gpus/h200.json --check --out-records benchmarks/results/planner.jsonl
     python scripts/calibrate.py --out configs/gpus/h200.json --refit benchmarks/results/planner.jsonl    # without a GPU
 
-A rate is the median over a few cases that it bounds, each the median time of a CUDA graph of one call, L2 flushed
-before each. The naive kernel's tiles are the fastest of a few, back to back: the GPU gets to its power limit then,
-where another tile may be the fastest than in a short run. `--check` times every mode on a grid of cases and compares
-the one that the cost model takes with the fastest (check_planner.py). With `--out` the modes' overheads are then
-replaced by those with which these choices lose least (planner_verdicts.py); `--refit` does that alone, from records.
-DeepSeek-V3's dimensions.
+A rate is the median over the few cases that it bounds; each case is the median time of a CUDA graph of one call, with
+L2 flushed before each. The naive kernel's tiles are chosen by timing candidates back to back, because at the GPU's
+power limit another tile may be the fastest than in a short run. `--check` times every mode on a grid of cases and
+compares the mode that the cost model chooses with the fastest (bench/planner_grid.py). With `--out`, the modes'
+overheads are then replaced by those with which these choices lose least (bench/planner_verdicts.py); `--refit` does
+only that, from records. DeepSeek-V3's dimensions.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def main(
 def run(
     console: Console, keep: bool, port: int, answer_tokens: int, system_prompt_file: Path | None, model: Path | None
 ) -> None:
-    """All of the demo."""
+    """Run the whole demo."""
     folder = work_folder()
     model = model or MODEL
     system = (system_prompt_file or SYSTEM_PROMPT).read_text()
@@ -74,7 +74,7 @@ def run(
 
 
 def server_arguments(model: Path) -> list[str]:
-    """Flags of the server. Mode naive: the demo shows sharing also where so few requests do not pay for it."""
+    """Flags of the server. Mode naive, so that sharing shows although so few requests would not pay for it."""
     return [
         *("--model-path", str(model)),
         *("--served-model-name", "demo"),

@@ -1,4 +1,4 @@
-"""Examine a checkpoint of the demo model: what train_demo_model.py does at its end, for a model that is there.
+"""Examine an existing checkpoint of the demo model, as train_demo_model.py does at its end.
 
 python scripts/examine_demo_model.py configs/demo_model .demo/data --out benchmarks/results/demo_model.jsonl
 """

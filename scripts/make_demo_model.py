@@ -6,7 +6,7 @@ with the same settings writes nothing.
 
     python scripts/make_demo_model.py OUT [--layers 2] [--heads 4] [--seed 0]
 
-For benchmarks, DeepSeek-V3's own dimensions with few layers, without weights (`--load-format dummy` makes them up):
+For benchmarks: DeepSeek-V3's own dimensions with few layers and no weights (SGLang's `--load-format dummy` draws them):
 
     python scripts/make_demo_model.py OUT --config-only --layers 4 --heads 128 --hidden 7168 \\
         --intermediate 18432 --q-lora-rank 1536 --vocab 8192 --max-positions 65536

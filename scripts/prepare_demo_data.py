@@ -2,8 +2,8 @@
 
     python scripts/prepare_demo_data.py .demo/data [--packages .demo/packages]
 
-Packages that are not in the folder are fetched with apt-get. Chats are not stored: demo_chats.py draws them from
-what is written here. See configs/demo_model/README.md for the licences.
+Packages that are not in the folder are fetched with apt-get. Chats are not stored: demo_model/chats.py draws
+them from what is written here. See configs/demo_model/README.md for the licences.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from demo_model import sources as demo_sources
+from demo_model import sources
 from demo_model.preparation import documents, write
 
 
@@ -24,8 +24,8 @@ def main(
     words: Annotated[int, typer.Option(min=100, help="Words of the dictionary.")] = 10_000,
 ) -> None:
     """Write tokenizer, prose, words, names and values."""
-    demo_sources.fetch(packages)
-    statistics = write(out, list(documents(packages)), demo_sources.words(packages, words), vocab)
+    sources.fetch(packages)
+    statistics = write(out, list(documents(packages)), sources.words(packages, words), vocab)
     print(json.dumps(statistics, indent=1))
 
 

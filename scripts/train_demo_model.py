@@ -2,7 +2,7 @@
 
     python scripts/train_demo_model.py .demo/data .demo/model --minutes 15
 
-The data come from prepare_demo_data.py. The same command goes on where a run was stopped; `--stop-after` stops it.
+The data come from prepare_demo_data.py. The same command resumes a stopped run; `--stop-after` stops one.
 At the end OUT holds the checkpoint as SGLang and transformers load it, `training.json` with the loss curve and the
 figures of the examination, and `training.png` where matplotlib is installed.
 """

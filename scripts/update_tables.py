@@ -1,4 +1,4 @@
-"""Write the tables of measured figures into README.md and docs from benchmarks/results, so that none is ever typed.
+"""Write the tables of measured figures into README.md and docs from benchmarks/results; none is ever typed.
 
 python scripts/update_tables.py            # --check: only say whether they are up to date
 """
@@ -12,20 +12,21 @@ from typing import Annotated
 import typer
 from bench.accuracy_tables import accuracy_cache, accuracy_fp16, accuracy_model, accuracy_rescale
 from bench.kernel_tables import ablation, attention, context, decode, expansion, planner, power, prefill, steps
-from bench.serving_tables import compared
+from bench.serving_tables import compared, headline
 from bench.tables import REPOSITORY, RESULTS
 
 
-def main(check: Annotated[bool, typer.Option("--check", help="Write nothing; exit status 1 if out of date.")] = False):
+def main(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with status 1 if out of date.")] = False,
+):
     """Fill the marked places."""
     engine = ("heads", "layers", "prompt", "concurrency"), ("heads", "layers", "prefix", "requests")
     serving = ("heads", "layers", "prompt", "concurrency"), ("heads", "layers", "prompt", "requests")
     tables = {
-        "README.md": {
-            "engine": compared(RESULTS / "engine.jsonl", *engine),
-            "serving": compared(RESULTS / "serving.jsonl", *serving),
-        },
+        "README.md": {"headline": headline(RESULTS / "serving.jsonl")},
         "docs/performance.md": {
+            "serving": compared(RESULTS / "serving.jsonl", *serving),
+            "engine": compared(RESULTS / "engine.jsonl", *engine),
             "attention": attention(RESULTS / "attention.jsonl"),
             "steps": steps(RESULTS / "attention.jsonl"),
             "decode": decode(RESULTS / "decode.jsonl"),

@@ -11,6 +11,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from tabulate import tabulate
+
 from bench.cases import PAGE_TOKENS, Case
 from bench.grouped import grouped_absorb
 from bench.planner_grid import TAIL, Tiles, tile_of
@@ -20,8 +22,6 @@ from bench.rivals import flashmla_bf16, flashmla_fp8, flashmla_tail
 from bench.shared import DTYPES, STORAGE
 from bench.tile_choice import LONG, SHORT, SHORTER, choose_tiles, shared_part, shared_part_and_merge
 from bench.timing import attempt, free_memory, measure
-from tabulate import tabulate
-
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModeRates
 
 
@@ -30,7 +30,7 @@ class Sample:
     """A measured time: attention in one mode of `rows` requests to `tokens` tokens each.
 
     Attributes:
-        bound: what takes the time: `memory`, `matrix`, or `launches` where the work itself is short.
+        bound: what limits it: `memory`, `matrix`, or `launches` where the work itself is short.
     """
 
     bound: str
@@ -42,20 +42,20 @@ class Sample:
 
 
 def predicted(sample: Sample, mode: Mode, values: Mapping[str, Any]) -> float:
-    """Seconds that the cost model says with these rates."""
+    """Seconds that the cost model predicts with these rates."""
     return _model(sample, mode, values).seconds(mode, sample.rows, sample.tokens)
 
 
 def _model(sample: Sample, mode: Mode, values: Mapping[str, Any]) -> CostModel:
-    """The cost model of a sample. Without an L2 cache: where memory is the bound, no two requests share rows."""
+    """The cost model of a sample, without an L2 cache: where memory is the bound, no two requests share rows."""
     rates = ModeRates(**{name: values[name] for name in ModeRates.__dataclass_fields__ if name in values})
     size = DTYPES[sample.dtype].itemsize
     return CostModel(DIMS, sample.heads, GpuRates("", 0, {Mode.ABSORB: rates, mode: rates}, ""), size, size)
 
 
 def fit(mode: Mode, samples: Sequence[Sample], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Rates of a mode: of the cases that memory or the matrix units bound, the median of what they did per second; of
-    the short ones, the median of what they took longer than the work.
+    """Rates of a mode: the median rate of the cases bound by memory or by the matrix units; as overhead the median of
+    the time that short cases take beyond their work.
 
     Args:
         before: the mode's values so far; a value without samples stays.
@@ -77,7 +77,7 @@ def fit(mode: Mode, samples: Sequence[Sample], before: Mapping[str, Any]) -> dic
     if left:
         values = work | {"overhead_s": significant(max(0.0, median(left)))}
     if samples:
-        values.pop("measured", None)  # which says that they were not
+        values.pop("measured", None)  # which marks rates that are not measured
     return values
 
 
@@ -112,8 +112,8 @@ def naive_samples(tiles: Tiles, rep_ms: int) -> list[Sample]:
 
 
 def grouped_samples(tiles: Tiles, rep_ms: int) -> list[Sample]:
-    """What grouped absorb takes longer than FlashMLA over the tails alone: many tiles of four requests, each with a
-    prefix of its own; a group of many tiles; short prefixes."""
+    """How much longer grouped absorb takes than FlashMLA over the tails alone: many groups of four requests, each with
+    its own prefix; one group of many tiles; short prefixes."""
     cases = [("memory", Case(prefix, TAIL, 16, (4,) * groups)) for prefix, groups in ((SHORTER, 32), (LONG, 16))]
     cases += [("matrix", Case(prefix, TAIL, 16, (512,))) for prefix in (SHORTER, LONG)]
     cases += [("launches", Case(SHORT, TAIL, heads, (rows,))) for heads in (16, 8) for rows in (16, 64, 128)]
@@ -143,13 +143,13 @@ CALIBRATED = {
     ),
     Mode.GROUPED_ABSORB: Calibration(
         grouped_samples,
-        "kernels/absorb_hopper.py over prefixes and tails, merges included, less FlashMLA over the tails; memory: "
-        f"groups of 4 with 16 heads; matrix units: 512 requests, 16 heads, {SHORTER:,} and {LONG:,} tokens; overhead: "
-        f"what 16 to 128 rows over {SHORT:,} tokens take beyond the work",
+        "kernels/absorb/sm90_bf16_absorb.py over prefixes and tails, merges included, less FlashMLA over the tails; "
+        f"memory: groups of 4 with 16 heads; matrix units: 512 requests, 16 heads, {SHORTER:,} and {LONG:,} tokens; "
+        f"overhead: what 16 to 128 rows over {SHORT:,} tokens take beyond the work",
     ),
     Mode.NAIVE: Calibration(
         naive_samples,
-        "kernels/naive_prefix_hopper.py with those of its tiles that are the fastest back to back, 128 heads; memory: "
+        "kernels/naive/sm90_naive.py with the tiles that are the fastest back to back, 128 heads; memory: "
         f"32 and 64 rows, {LONG:,} tokens; matrix units: 512 rows, {SHORTER:,} and {LONG:,} tokens; overhead: what 16 "
         f"to 128 rows over {SHORT:,} tokens, 16 and 128 heads, take beyond the work, merge included",
     ),
@@ -158,7 +158,7 @@ CALIBRATED = {
 
 
 def calibrate(out: Path, config: Mapping[str, Any], origin: str, rep_ms: int) -> bool:
-    """Measure, print the samples beside what the fitted rates say, and write the file.
+    """Measure, print the samples beside the fitted prediction, and write the file.
 
     Args:
         config: rates to start from; origin: whose they are.

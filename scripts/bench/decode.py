@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 import typer
+
 from bench.cases import DR, LATENT, PAGE_TOKENS, SCALE, Case, page_table
 from bench.ceilings import Ceilings
-
 from sglang_mla_ext.kernels.absorb.fp8 import AbsorbFP8, make_absorb_fp8
 from sglang_mla_ext.kernels.dispatch import append_rows
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
@@ -57,7 +57,7 @@ def parse_case(spec: str) -> DecodeCase:
 
 
 def floor_ms(case: Case, ceilings: Ceilings) -> float:
-    """The shortest possible time, ms: reading the rows, or the products: those with content and values in FP8."""
+    """Lower bound of the time, ms: reading the rows, or the products (with content and values in FP8)."""
     tokens = sum(case.lengths)
     memory = tokens * LAYOUT.row_bytes / ceilings.copy_gbps / 1e6
     per_tflops = 2 * case.s_q * tokens * case.heads / 1e9
@@ -95,7 +95,7 @@ def ours(case: Case, cache: FP8Cache, make: Callable[..., AbsorbFP8]) -> tuple[C
 
 
 def default(cache: FP8Cache) -> Callable[..., AbsorbFP8]:
-    """What a server takes."""
+    """The implementation that a server chooses."""
 
     def make(device: str, **sizes: Any) -> AbsorbFP8:
         return make_absorb_fp8(cache.pool, dtype=torch.bfloat16, on_failure=lambda *told: print(*told), **sizes)

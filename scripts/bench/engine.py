@@ -61,8 +61,7 @@ def impl_of(backend: str) -> str:
 
 
 class Results:
-    """What a function puts into the queue that it gets as its last argument, running in a process of its own; None in
-    the queue ends it.
+    """Results of a function that runs in its own process and puts them into a queue, its last argument; None ends them.
 
     Attributes:
         exit_code: of the process, once all results are taken.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from bench.cases import DN, DR, DV, LATENT, PAGE_TOKENS
 from torch import Tensor
 
+from bench.cases import DN, DR, DV, LATENT, PAGE_TOKENS
 from sglang_mla_ext.kernels.storage.expand_prefix import expand_prefix
 from sglang_mla_ext.kernels.storage.expanded import (
     CHUNK_TOKENS,
@@ -46,7 +46,7 @@ def allocate(tokens: int, weight: Tensor, dtype: torch.dtype) -> ExpandedBuffers
 
 
 def fused(latent_rows: Tensor, slots: Tensor, weight: Tensor, buffers: ExpandedBuffers) -> Callable[[], None]:
-    """The kernel of kernels/expand_prefix.py, on a whole prefix."""
+    """The kernel of kernels/storage/expand_prefix.py, on a whole prefix."""
     w_k, w_v = weight.split([DN, DV], dim=1)
     table = torch.arange(buffers.chunks, dtype=torch.int32, device=weight.device)  # [chunks]
     return lambda: expand_prefix(latent_rows, slots, w_k, w_v, buffers, 0, table, 0)
@@ -55,7 +55,7 @@ def fused(latent_rows: Tensor, slots: Tensor, weight: Tensor, buffers: ExpandedB
 def unfused(latent_rows: Tensor, slots: Tensor, weight: Tensor, buffers: ExpandedBuffers) -> Callable[[], None]:
     """The same in torch: a gather, one product, and copies into the layout of the buffers.
 
-    It writes up to 15 tokens more than there are slots, because FP8 values are permuted 16 by 16.
+    It writes up to 15 tokens past the last slot, because FP8 values are permuted in blocks of 16.
     """
     heads, block = buffers.heads, len(FP8_TOKEN_ORDER)
     order = torch.tensor(FP8_TOKEN_ORDER, device=weight.device)  # token of each position

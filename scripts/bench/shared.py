@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from bench.cases import DN, DR, DV, SCALE, Case
 from bench.ceilings import Ceilings
 from bench.rivals import flashmla_tail
 from bench.timing import attempt
-
 from sglang_mla_ext.kernels.dispatch import make_prefix_attention
 from sglang_mla_ext.kernels.naive.attention import PrefixAttention, TritonPrefixAttention
 from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
@@ -30,8 +30,8 @@ def shared_bytes(case: Case, dtype: str) -> int:
 
 
 def floor_ms(case: Case, dtype: str, ceilings: Ceilings) -> float:
-    """The shortest possible time of the shared part, ms: its bytes at the speed of a copy or its products at that of a
-    large matrix product, whichever is longer. In FP8 the product with the rotary keys is still BF16."""
+    """Lower bound of the shared part's time, ms: its bytes at the bandwidth of a copy or its products at the rate of a
+    large matrix product, whichever takes longer. With FP8 storage the product with the rotary keys is still BF16."""
     memory = shared_bytes(case, dtype) / ceilings.copy_gbps / 1e6
     bf16_share = 1.0 if dtype == "bf16" else DR / (DN + DR + DV)
     rates = bf16_share / ceilings.bf16_tflops + (1 - bf16_share) / ceilings.fp8_tflops
@@ -42,7 +42,7 @@ def shared_attention(case: Case, dtype: str, tile: Tile | None = None) -> tuple[
     """Our attention, planned for a case over random prefixes, and a call that runs it.
 
     Args:
-        tile: of the kernel; by default the one that a server takes.
+        tile: of the kernel; by default the one that a server uses.
     """
     rows, heads = case.batch, case.heads
     chunks = -(-case.prefix // CHUNK_TOKENS)  # of one group
@@ -73,7 +73,7 @@ def shared_attention(case: Case, dtype: str, tile: Tile | None = None) -> tuple[
 
 
 def our_parts(case: Case, dtype: str, tile: Tile | None = None) -> dict[str, Callable[[], Any]]:
-    """What to time of our kernels: `naive`, `merge` and, where FlashMLA is there, `all` in two ways."""
+    """What is timed of our kernels: `naive`, `merge` and, with FlashMLA installed, `all` on one stream and on two."""
     attention, run = shared_attention(case, dtype, tile)
     rows, heads = case.batch, case.heads
     tail_out = torch.randn(rows, heads, DV, device="cuda", dtype=torch.bfloat16)  # [B, H, dv], merged in place

@@ -9,11 +9,11 @@ from statistics import geometric_mean, median
 from typing import Any
 
 import torch
+
 from bench.cases import DV, Case
 from bench.planner_grid import TAIL
 from bench.shared import shared_attention
 from bench.timing import attempt, back_to_back, captured, free_memory, settled
-
 from sglang_mla_ext.kernels.naive.triton_naive import Tile
 
 LONG, SHORTER, SHORT = 26472, 7069, 1024  # tokens
@@ -53,13 +53,13 @@ TILE_CASES = (
     (Case(LONG, TAIL, 128, (64,)), Case(LONG, TAIL, 16, (64,))),
     (Case(LONG, TAIL, 128, (128,)), Case(LONG, TAIL, 128, (512,)), Case(LONG, TAIL, 16, (256,))),
 )
-ROUNDS, TURN_S = 3, 0.25  # of every candidate in every case: together less than half a minute
-TILE_MARGIN = 0.01  # times closer than this are the same
+ROUNDS, TURN_S = 3, 0.25  # for every candidate in every case; less than half a minute in all
+TILE_MARGIN = 0.01  # times closer than this count as equal
 LARGEST_DIFFERENCE = {"bf16": 0.02, "fp8": 0.1}  # relative, of two tiles' results: they round weights differently
 
 
 def pick_tile(times: Mapping[Tile, Sequence[float]]) -> Tile:
-    """Of tiles and their times in the same cases the one that is fastest on average, the earliest of equally fast."""
+    """The tile that is fastest on average over the same cases; the first one of those within `TILE_MARGIN`."""
     fastest = [min(of_case) for of_case in zip(*times.values(), strict=True)]
     score = {tile: geometric_mean(map(truediv, of_tile, fastest)) for tile, of_tile in times.items()}
     limit = min(score.values()) * (1 + TILE_MARGIN)
@@ -105,7 +105,7 @@ def checked(tile: Tile, dtype: str, case: Case, expected: list[torch.Tensor]) ->
 
 
 def sustained_ms(function: Callable[[], Any], seconds: float) -> float:
-    """ms of a call, back to back for so long; the first third, with another tile's clock, does not count."""
+    """ms of a call, back to back for this long; the first third, at the previous tile's clock, is left out."""
     times, end = [], time.perf_counter() + seconds
     for ms in back_to_back(function):
         times.append(ms)
@@ -115,7 +115,7 @@ def sustained_ms(function: Callable[[], Any], seconds: float) -> float:
 
 
 def time_tiles(tiles: Iterable[Tile], dtype: str, case: Case) -> dict[Tile, float]:
-    """ms of each tile that works. They take turns on a GPU that stays warm, in a few rounds, whose median counts."""
+    """ms of each tile that works: the median over a few rounds, in which the tiles take turns on a warm GPU."""
     expected: list[torch.Tensor] = []
     made = {tile: attempt(f"{dtype} {tile}", checked, tile, dtype, case, expected) for tile in tiles}
     calls = {tile: call for tile, call in made.items() if call}
@@ -124,13 +124,13 @@ def time_tiles(tiles: Iterable[Tile], dtype: str, case: Case) -> dict[Tile, floa
 
 
 def choose_tiles(dtype: str) -> list[Tile]:
-    """The fastest tile for up to 64 rows and that for more, one if it is the same; none if every candidate failed."""
+    """The fastest tile for up to 64 rows and for more (one entry if they agree); none if all candidates fail."""
     chosen = []
     for candidates, cases in zip(CANDIDATES[dtype], TILE_CASES, strict=True):
         times: dict[Tile, list[float]] = {tile: [] for tile in candidates}
         for case in cases:
             measured = time_tiles(times, dtype, case)
-            times = {tile: [*times[tile], ms] for tile, ms in measured.items()}  # who failed in a case is out
+            times = {tile: [*times[tile], ms] for tile, ms in measured.items()}  # without failed ones
             free_memory()
         for tile, of_tile in times.items():
             print(f"{dtype} {tile}:", ", ".join(f"{ms * 1e3:.1f}" for ms in of_tile), "us", flush=True)

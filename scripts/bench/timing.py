@@ -16,7 +16,7 @@ BATCH_MS = 10  # of calls back to back: the host's wait behind each batch is sho
 
 @dataclass(frozen=True)
 class Captured:
-    """A CUDA graph, and what was captured: its tensors must live as long."""
+    """A CUDA graph, and the captured function, whose tensors must live as long."""
 
     graph: torch.cuda.CUDAGraph
     function: Callable[[], Any]
@@ -46,8 +46,9 @@ def time_ms(function: Callable[[], Any], rep_ms: int = 100) -> float:
 
 
 def back_to_back(function: Callable[[], Any]) -> Iterator[float]:
-    """Call without an end, L2 not flushed: ms of a call, in one batch of calls after another. So the GPU gets to its
-    power limit, where `time_ms` is too short for that."""
+    """Call for ever without flushing L2, and yield the ms per call of each batch of calls.
+
+    Unlike `time_ms` this can run long enough for the GPU to reach its power limit."""
     calls = 1
     while True:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -62,12 +63,12 @@ def back_to_back(function: Callable[[], Any]) -> Iterator[float]:
 
 
 def settled(times: Sequence[float]) -> float:
-    """The median of the later two thirds: clock and power change at first."""
+    """The median of the last two thirds; clock and power are still settling in the first."""
     return median(times[len(times) // 3 :])
 
 
 def attempt(what: str, function: Callable[..., Any], *args: Any) -> Any:
-    """The function's result; None, and a line that says why, if it raises."""
+    """The function's result; if it raises, print why and return None."""
     try:
         return function(*args)
     except Exception as error:
@@ -76,7 +77,7 @@ def attempt(what: str, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def measure(function: Callable[[], Any], rep_ms: int, work: tuple[int, int] | None) -> dict[str, Any]:
-    """Metrics of a callable; work: operations, and bytes of keys and values, where they mean something."""
+    """Metrics of a callable; work: its operations and its bytes of keys and values, for rates."""
     replay = captured(function)
     metrics: dict[str, Any] = {"ms": time_ms(replay, rep_ms)}
     if replay is function:
@@ -91,7 +92,7 @@ CELLS = ("us", "TFLOPS", "GB/s", "of floor")
 
 
 def cells(metrics: dict[str, Any] | None) -> list[str]:
-    """What a table says of a measurement, in the columns `CELLS`; metrics: None if it failed."""
+    """The cells of a measurement in the columns `CELLS`; metrics: None if it failed."""
     if not metrics:
         return ["failed", "", "", ""]
     rates = [f"{metrics[key]:.0f}" if key in metrics else "" for key in ("tflops", "gbps")]
@@ -100,6 +101,6 @@ def cells(metrics: dict[str, Any] | None) -> list[str]:
 
 
 def free_memory() -> None:
-    """Give what nothing refers to any more back to the GPU."""
+    """Release memory that is no longer referenced."""
     gc.collect()
     torch.cuda.empty_cache()

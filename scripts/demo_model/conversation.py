@@ -48,7 +48,7 @@ class Chat:
 
 
 def lookups(system: str) -> list[Chat]:
-    """Questions that only the table in the system prompt answers."""
+    """Questions that only the table in the system prompt can answer."""
     codes = dict(line[2:].split(": ") for line in system.splitlines() if line.startswith("- "))
     return [Chat(f"What is the code of {name}?", system, codes[name]) for name in STATIONS]
 
@@ -57,7 +57,7 @@ async def talk(base_url: str, chats: list[Chat], answer_tokens: int, console: Co
     """Send the chats at once and stream their answers.
 
     Returns:
-        what `/server_info` said of hybrid_mla, several times a second meanwhile.
+        the `hybrid_mla` entries of `/server_info`, sampled several times a second meanwhile.
     """
     client = AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", timeout=600)
     progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())

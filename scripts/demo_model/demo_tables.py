@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from demo_model.conversation import Chat
 from rich.table import Table
 from rich.text import Text
 
+from demo_model.conversation import Chat
 from sglang_mla_ext.prefix.cost_model import ModelDims
 
 
@@ -27,7 +27,7 @@ def answers_table(chats: list[Chat]) -> Table:
 
 
 def printable(text: str, length: int) -> str:
-    """The start of a text in one line, whatever a model writes."""
+    """The start of a text on one line, without unprintable characters."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return line if len(line) <= length else line[: length - 1] + "…"
 

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from demo_model import sources as demo_sources
+from rich.progress import track
+from tokenizers import Tokenizer
+
+from demo_model import sources
 from demo_model.chats import CHAT_TEMPLATE, Material, dictionary_cases, dictionary_chat, lookup_chat
 from demo_model.checkpoint import BOS, EOS, SPECIAL_TOKENS, train_tokenizer
 from demo_model.sources import DOCUMENTATION, Document, Word
-from rich.progress import track
-from tokenizers import Tokenizer
 
 HELD_OUT_ONE_IN = 50  # pages; and about HELD_OUT_TOKENS of each package
 HELD_OUT_TOKENS = 20_000
@@ -32,18 +33,16 @@ CODAS = ["", "", "l", "m", "n", "r", "s", "t", "x", "nd", "rk"]
 
 
 def documents(folder: Path) -> Iterator[Document]:
-    """All prose, package by package; a paragraph that was there before is left out."""
+    """All prose, package by package; repeated paragraphs are left out."""
     seen: set[bytes] = set()
-    yield from demo_sources.novels(folder)
-    yield from demo_sources.glosses(folder)
+    yield from sources.novels(folder)
+    yield from sources.glosses(folder)
     with Pool() as pool:
         for package in track(DOCUMENTATION, "Reading pages"):
-            files = demo_sources.page_files(folder, package)
+            files = sources.page_files(folder, package)
             size = 0
             random.Random(package).shuffle(files)
-            for path, paragraphs in zip(
-                files, pool.imap(demo_sources.page_paragraphs, files, chunksize=16), strict=True
-            ):
+            for path, paragraphs in zip(files, pool.imap(sources.page_paragraphs, files, chunksize=16), strict=True):
                 kept = []
                 for paragraph in paragraphs:
                     mark = hashlib.blake2b(paragraph.encode(), digest_size=8).digest()
@@ -58,9 +57,9 @@ def documents(folder: Path) -> Iterator[Document]:
 
 def is_held_out(document: Document) -> bool:
     """One page in `HELD_OUT_ONE_IN`, by its name; of the few chapters of the novels, one in ten."""
-    one_in = 10 if document.source == demo_sources.NOVELS[0] else HELD_OUT_ONE_IN
-    if document.source == demo_sources.WORDNET[0]:
-        return False  # what the dictionary is examined in is learnt
+    one_in = 10 if document.source == sources.NOVELS[0] else HELD_OUT_ONE_IN
+    if document.source == sources.WORDNET[0]:
+        return False  # the dictionary is examined on words that the training has seen
     return int(hashlib.sha256(f"{document.source}/{document.name}".encode()).hexdigest(), 16) % one_in == 0
 
 
