@@ -18,11 +18,13 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from bench_attention import DTYPES, free_memory, time_ms
-from bench_expansion import allocate, fused
+from bench.cases import DN, DR, DV, LATENT, SCALE
+from bench.expansion import allocate, fused
+from bench.records import write_record
+from bench.shared import DTYPES
+from bench.timing import free_memory, time_ms
 from rich.console import Console
 from rich.table import Table
-from rival_attention import DN, DR, DV, LATENT, SCALE
 
 from sglang_mla_ext.adapter.prefill import PrefillPlan
 from sglang_mla_ext.kernels.merge import LN2
@@ -31,7 +33,6 @@ from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.shared_prefixes import ExpandedPart
-from sglang_mla_ext.results import write_record
 
 MAX_CHUNK_TOKENS = 128 * 1024  # SGLANG_MAX_KV_CHUNK_CAPACITY
 ROWS_PER_RUN = 1024

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import requests
+from bench.server import server_info
 from conftest import Chat, Server, counting
 from demo import OTHER_QUESTIONS, SYSTEM_PROMPT, WORD_QUESTIONS, lookups
-from server_process import server_info
 
 TIE = 0.05
 """Log-probabilities closer than this are a tie, which rounding may decide."""

@@ -87,7 +87,9 @@ def test_graphs_follow_the_plans(make_world: Any, grouped: bool, mode: str, fp8:
     assert eight.step(requests[::-1]) < BOUND[fp8]
     assert not world.steps.counters.fallbacks
     stock = {"graph state", "decode"} if not fp8 else set()
-    assert set(world.stock.begun) == stock, "it decodes a single row where it can read the pool, and pays for nothing else"
+    assert set(world.stock.begun) == stock, (
+        "it decodes a single row where it can read the pool, and pays for nothing else"
+    )
 
 
 def test_a_graph_takes_other_rows_between(make_world: Any) -> None:
@@ -132,7 +134,9 @@ def test_other_steps_are_the_stock_backends(make_world: Any) -> None:
     q, k = torch.randn(2, HEADS, RANK), torch.randn(2, 1, RANK)
     q_rope, k_rope = torch.randn(2, HEADS, DR), torch.randn(2, 1, DR)
     whole = backend.forward_extend(q, k, k, "layer", "batch", True, q_rope=q_rope, k_rope=k_rope)
-    assert torch.equal(whole[0], torch.cat([q, q_rope], dim=-1)) and torch.equal(whole[1], torch.cat([k, k_rope], dim=-1))
+    assert torch.equal(whole[0], torch.cat([q, q_rope], dim=-1)) and torch.equal(
+        whole[1], torch.cat([k, k_rope], dim=-1)
+    )
     assert whole[2] is k and whole[3:] == ("layer", "batch", True)
     assert backend.forward_extend(q, k, k, "layer", "batch")[0] is q
 

@@ -1,4 +1,4 @@
-"""Grouped absorb, as a server runs it, on a case of decode attention (rival_attention.Case)."""
+"""Grouped absorb, as a server runs it, on a case of decode attention (cases.Case)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from itertools import accumulate, pairwise
 from typing import NoReturn
 
 import torch
-from rival_attention import DR, LATENT, PAGE_TOKENS, SCALE, Case, page_table
+
+from bench.cases import DR, LATENT, PAGE_TOKENS, SCALE, Case, page_table
 
 GROUPED_HEADS = (8, 16, 32)
 """Heads of a rank with which a server stacks requests."""
@@ -16,7 +17,7 @@ GROUPED_HEADS = (8, 16, 32)
 def grouped_absorb(case: Case) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """Prefixes, tails and merge in the latent space, BF16: out `[B, H, 512]`, lse `[B, H]` float32, natural log.
 
-    Whole pages of a prefix are shared; what is behind the last one belongs to the tails.
+    Whole pages of a prefix are shared; tokens after the last whole page belong to the tails.
     """
     from sglang_mla_ext.kernels.absorb.grouped import make_grouped_absorb, stacking_for
     from sglang_mla_ext.prefix.cost_model import Mode

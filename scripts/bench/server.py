@@ -33,7 +33,7 @@ class ServerFailedError(RuntimeError):
 
 def work_folder() -> Path:
     """Where scripts keep models and logs: `.demo` at the top of the repository, which git ignores."""
-    folder = Path(__file__).resolve().parents[1] / ".demo"
+    folder = Path(__file__).resolve().parents[2] / ".demo"
     folder.mkdir(exist_ok=True)
     (folder / ".gitignore").write_text("*\n")
     return folder
