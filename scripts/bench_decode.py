@@ -26,7 +26,8 @@ from bench.rivals import RIVALS
 from bench.timing import CELLS, attempt, captured, cells, free_memory, measure, time_ms
 from rich.console import Console
 from rich.table import Table
-from sglang_mla_ext.kernels.absorb.fp8 import AbsorbFP8, TritonAbsorbFP8
+
+from sglang_mla_ext.kernels.absorb.paged_fp8 import AbsorbFP8, TritonAbsorbFP8
 
 DEFAULT_GRID = (
     *("128x8192x128", "64x16384x128", "32x8192x64", "128x8192x16", "16x65536x16", "1x8192x128", "128x512x128"),

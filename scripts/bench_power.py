@@ -32,8 +32,8 @@ from bench.shared import shared_attention
 from bench.timing import attempt, back_to_back, captured, free_memory, settled
 from rich.console import Console
 from rich.table import Table
-from sglang_mla_ext.kernels.absorb.fp8 import HopperAbsorbFP8
 
+from sglang_mla_ext.kernels.dispatch import make_hopper_absorb_fp8
 from sglang_mla_ext.kernels.naive.triton_naive import Tile
 
 FP8_MACS_PER_CYCLE, BITS16_MACS_PER_CYCLE = 4096, 2048  # of one Hopper multiprocessor, dense
@@ -105,7 +105,7 @@ def products() -> Iterator[Kernel]:
 
 def our_decode(case: Case) -> Callable[[], None]:
     """Decode over an FP8 cache of random rows."""
-    return ours(case, FP8Cache(case), HopperAbsorbFP8)[0]
+    return ours(case, FP8Cache(case), make_hopper_absorb_fp8)[0]
 
 
 def decode_kernels(spec: str) -> Iterator[Kernel]:

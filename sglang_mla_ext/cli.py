@@ -15,7 +15,6 @@ from sglang_mla_ext import __version__
 from sglang_mla_ext.adapter.contract import installed_version, mismatches
 from sglang_mla_ext.configs import config_names
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims, rates_for
-from sglang_mla_ext.prefix.planner import rows_per_tile
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 console = Console()
@@ -65,6 +64,8 @@ def plan(
     batch: Annotated[list[int] | None, typer.Option(help="Requests that share it; repeatable.")] = None,
 ) -> None:
     """Show which mode the cost model chooses, what it saves, and the memory of the expanded prefix in all layers."""
+    from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile  # plain Python
+
     dims = ModelDims.from_json(model)
     cost = CostModel(dims, dims.num_heads // tp, GpuRates.from_json(gpu))
     grouped = cost.rates.modes[Mode.GROUPED_ABSORB].measured and rows_per_tile(cost.local_heads) is not None

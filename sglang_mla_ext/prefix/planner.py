@@ -91,17 +91,6 @@ SPARE_ENTRIES = 8
 """Entries of grouped absorb beyond what one group of all rows fills: for groups whose last entry is not whole."""
 
 
-def rows_per_tile(heads: int) -> int | None:
-    """Requests that grouped absorb stacks to fill the 64 rows of the matrix units' tile; None where it does not stack.
-
-    It is what the kernels do (a test compares), known here so that choosing modes needs no kernel.
-
-    Args:
-        heads: of this rank.
-    """
-    return 64 // heads if heads in (8, 16, 32) else None
-
-
 @dataclass(frozen=True)
 class Stacking:
     """How grouped absorb takes the rows of a group.

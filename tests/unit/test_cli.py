@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from sglang_mla_ext import cli
 from sglang_mla_ext.cli import app
-from sglang_mla_ext.prefix.planner import rows_per_tile
 
 
 def plan(*options: str) -> str:
@@ -37,17 +36,10 @@ def test_where_servers_do_not_stack_requests_the_mode_is_not_shown(options):
     assert "grouped" not in output and "naive" in output
 
 
-def test_requests_are_stacked_as_the_kernels_do():
-    from sglang_mla_ext.kernels.absorb import stacking
-
-    heads = range(1, 257)
-    assert list(map(rows_per_tile, heads)) == list(map(stacking.rows_per_tile, heads))
-
-
 @pytest.mark.parametrize(
     ("command", "absent"),
     [
-        ("plan", ("torch", "triton", "sglang", "numpy", "sglang_mla_ext.kernels")),
+        ("plan", ("torch", "triton", "sglang", "numpy")),
         # Where there is a GPU, torch is asked for its name.
         ("doctor", ("sglang", "sglang_mla_ext.kernels")),
     ],
