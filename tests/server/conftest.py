@@ -1,29 +1,26 @@
 """SGLang's real server on the CPU, with hybrid_mla and with its own torch backend, on the demo model, in fp32.
 
-Servers are started once for all tests; `/server_info` counts from then on, so tests look at differences.
+Servers are started once for all tests, most of them as forks of one process that has imported SGLang (fork_server.py);
+`/server_info` counts from then on, so tests look at differences.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import requests
-from demo import MODEL
-from rich.console import Console
-from server_process import free_port, running_server, server_info
+from server_pool import Launch, Running, ServerPool, last_words
+from server_process import server_info, sigterm_raises
 
-LOGPROB_TOLERANCE = (
-    2e-3  # fp32 in another order of summation; a wrong prefix or a wrong merge moves them by 0.1 and more
-)
+LOGPROB_TOLERANCE = 2e-3
+"""fp32 in another order of summation; a wrong prefix or a wrong merge moves them by 0.1 and more."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +42,8 @@ class Answer:
 class Server:
     """A running server and what tests do with it."""
 
-    def __init__(self, base_url: str, log: Path) -> None:
-        self.base_url, self.log = base_url, log
+    def __init__(self, running: Running) -> None:
+        self.process, self.base_url, self.log = running.process, running.base_url, running.log
 
     def ask(self, *chats: Chat) -> list[Answer]:
         """Send chats at the same time (after their delays) and wait for all answers."""
@@ -121,58 +118,66 @@ def assert_same(actual: list[Answer], expected: list[Answer]) -> None:
         assert worst < LOGPROB_TOLERANCE, f"request {index}: log-probabilities differ by {worst}"
 
 
-@pytest.fixture(scope="session")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """`start(arguments...) -> Server`, running until the end of the session."""
-    with contextlib.ExitStack() as servers:
+LAUNCHES: dict[str, Launch] = {}
 
-        def start_one(*arguments: str) -> Server:
-            port = free_port()
-            log = tmp_path_factory.mktemp("log") / "server.log"
-            console = Console(file=open(os.devnull, "w"))  # noqa: SIM115
-            common = ("--model-path", str(MODEL), "--max-total-tokens", "16384")
-            url = servers.enter_context(running_server([*common, *arguments], port, log, console, timeout_s=300))
-            return Server(url, log)
 
-        yield start_one
+def _server(name: str, *arguments: str, **launch: Any) -> Any:
+    """The fixture of a server that runs until the end of the session, started ahead of its first use."""
+    LAUNCHES[name] = Launch(("--max-total-tokens", "16384", *arguments), **launch)
+
+    @pytest.fixture(scope="session", name=name)
+    def server(servers: ServerPool) -> Server:
+        return Server(servers.get(name))
+
+    return server
 
 
 @pytest.fixture(scope="session")
-def stock(start: Any) -> Server:
-    return start("--attention-backend", "torch_native")
+def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    used = [name for item in request.session.items for name in getattr(item, "fixturenames", ()) if name in LAUNCHES]
+    with sigterm_raises():
+        pool = ServerPool(LAUNCHES, list(dict.fromkeys(used)), tmp_path_factory.mktemp("servers"))
+        try:
+            pool.start_real_ones()
+            yield pool
+        finally:
+            pool.close()
 
 
-@pytest.fixture(scope="session")
-def hybrid(start: Any) -> Server:
-    """Every shared prefix of 32 tokens and more is expanded."""
-    options = ("--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", "32")
-    return start("--attention-backend", "hybrid_mla", "--enable-metrics", *options)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that failed shows the end of the logs of its servers."""
+    report = yield
+    if report.failed:
+        for name, value in getattr(item, "funcargs", {}).items():
+            if isinstance(value, Server):
+                report.sections.append((f"server {name}", last_words(value.process, value.log)))
+    return report
 
 
-@pytest.fixture(scope="session")
-def grouped(start: Any) -> Server:
-    """Every shared prefix of 32 tokens and more is read once for all its requests; nothing is expanded."""
-    options = ("--hybrid-mla-mode", "grouped_absorb", "--hybrid-mla-min-prefix-len", "32")
-    return start("--attention-backend", "hybrid_mla", *options)
+HYBRID = ("--attention-backend", "hybrid_mla", "--hybrid-mla-min-prefix-len", "32")
+# Every shared prefix of 32 tokens and more is expanded.
+NAIVE = (*HYBRID, "--hybrid-mla-mode", "naive")
+# Prefill in chunks, and a cache as large as the memory allows.
+BY_MEMORY = ("--chunked-prefill-size", "256", "--max-total-tokens", str(1 << 30))
 
-
-@pytest.fixture(scope="session")
-def two_ranks(start: Any) -> Server:
-    """Tensor parallelism: half of the heads in each of two processes, which must plan alike."""
-    options = ("--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", "32")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # SGLang wants the cores of each rank
-        return start("--attention-backend", "hybrid_mla", "--tp", "2", *options)
-
-
-@pytest.fixture(scope="session")
-def cramped(start: Any) -> Server:
-    """Prefill in chunks, expansion in small steps, room for one prefix and a part of another, 2,048 tokens of cache."""
-    options = ("--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", "64")
-    limits = ("--hybrid-mla-expand-tokens-per-step", "100", "--hybrid-mla-prefix-memory-gb", "0.0195")
-    sizes = ("--chunked-prefill-size", "256", "--max-total-tokens", "2048")
-    with pytest.MonkeyPatch.context() as patch:
-        # SGLang's own way to test retraction: every so many steps it takes back a request as if its cache were full.
-        patch.setenv("SGLANG_TEST_RETRACT", "1")
-        patch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "60")
-        return start("--attention-backend", "hybrid_mla", *options, *limits, *sizes)
+stock = _server("stock", "--attention-backend", "torch_native")
+hybrid = _server("hybrid", *NAIVE, "--enable-metrics")
+# Every shared prefix of 32 tokens and more is read once for all its requests; nothing is expanded.
+grouped = _server("grouped", *HYBRID, "--hybrid-mla-mode", "grouped_absorb")
+fp8_prefix = _server("fp8_prefix", *NAIVE, "--hybrid-mla-prefix-dtype", "fp8_e4m3")
+bf16_cache = _server("bf16_cache", *NAIVE, *BY_MEMORY, "--kv-cache-dtype", "bf16")
+fp8_cache = _server("fp8_cache", *NAIVE, *BY_MEMORY, "--kv-cache-dtype", "fp8_e4m3")
+# Tensor parallelism: half of the heads in each of two processes, which must plan alike. SGLang wants the cores of each.
+two_ranks = _server("two_ranks", *NAIVE, "--tp", "2", environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"})
+# Prefill in chunks, expansion in small steps, room for one prefix and a part of another, 2,048 tokens of cache, and
+# SGLang's own way to test retraction: every so many steps it takes back a request as if its cache were full.
+# This is the one server that the real command line starts.
+cramped = _server(
+    "cramped",
+    *(*NAIVE, "--hybrid-mla-min-prefix-len", "64"),
+    *("--hybrid-mla-expand-tokens-per-step", "100", "--hybrid-mla-prefix-memory-gb", "0.0195"),
+    *("--chunked-prefill-size", "256", "--max-total-tokens", "2048"),
+    environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "60"},
+    real=True,
+)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
+import os
 import sys
+from pathlib import Path
 
 import pytest
 from demo import MODEL
+from server_pool import ServerPool
 
 LAUNCH = [sys.executable, "-m", "sglang_mla_ext.launch_server", "--device", "cpu", "--attention-backend", "hybrid_mla"]
 
@@ -20,7 +22,10 @@ LAUNCH = [sys.executable, "-m", "sglang_mla_ext.launch_server", "--device", "cpu
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
-def test_launch_stops(flags: tuple[str, ...], message: str) -> None:
-    process = subprocess.run([*LAUNCH, "--model-path", str(MODEL), *flags], capture_output=True, text=True, timeout=120)
-    assert process.returncode != 0
-    assert message in process.stderr
+def test_launch_stops(servers: ServerPool, tmp_path: Path, flags: tuple[str, ...], message: str) -> None:
+    command = [*LAUNCH, "--model-path", str(MODEL), *flags]
+    errors = tmp_path / "stderr"
+    with open(os.devnull, "wb") as nowhere, errors.open("wb") as stderr:
+        process = servers.popen(command, env=dict(os.environ), stdout=nowhere, stderr=stderr)
+    assert process.wait(timeout=120) != 0
+    assert message in errors.read_text()
