@@ -73,7 +73,7 @@ def running_server(
     base_url = f"http://127.0.0.1:{port}"
     command, environment = server_command(arguments, port)
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output, sigterm_raises():
+    with log.open("wb") as output, _sigterm_raises():
         # A session of its own, so that Ctrl-C reaches this process alone, which then stops all of the server's.
         server = subprocess.Popen(
             command,
@@ -93,12 +93,9 @@ def running_server(
 
 def server_command(arguments: Sequence[str], port: int) -> tuple[list[str], dict[str, str]]:
     """The command that starts a server on this machine, with a GPU or without, and its environment."""
-    command = [sys.executable, "-m", LAUNCHER, *arguments, "--host", "127.0.0.1", "--port", str(port)]
-    environment = dict(os.environ)
-    if not ON_GPU:
-        command += CPU_ARGUMENTS
-        environment |= CPU_ENVIRONMENT
-    return command, environment
+    defaults = () if ON_GPU else CPU_ARGUMENTS
+    command = [sys.executable, "-m", LAUNCHER, *defaults, *arguments, "--host", "127.0.0.1", "--port", str(port)]
+    return command, os.environ | ({} if ON_GPU else CPU_ENVIRONMENT)
 
 
 class Process(Protocol):
@@ -150,7 +147,7 @@ def stop_server(server: Process, grace_s: float = 10) -> None:
 
 
 @contextlib.contextmanager
-def sigterm_raises() -> Iterator[None]:
+def _sigterm_raises() -> Iterator[None]:
     """Let SIGTERM end this process as Ctrl-C does: through its `finally` blocks."""
 
     def leave(signum: int, frame: object) -> None:

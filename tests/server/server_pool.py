@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -95,10 +95,15 @@ class ServerPool:
         self._closing.callback(stop_server, process)
         return process
 
+    def keep_only(self, names: Collection[str]) -> None:
+        """Tell the other servers to end; they are not waited for, and cannot be used again."""
+        for name, running in self._running.items():
+            if name not in names:
+                running.process.terminate()
+
     def close(self) -> None:
         """Stop what runs; every server is told to before the first one is waited for."""
-        for running in self._running.values():
-            running.process.terminate()
+        self.keep_only(())
         self._closing.close()
 
     def _start(self, name: str) -> Running:

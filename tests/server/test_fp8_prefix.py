@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from conftest import Chat, Server, counting
+from conftest import Chat, Reference, Server, counting
 from test_answers import SYSTEM, question
 
 
-def test_answers_are_close(stock: Server, fp8_prefix: Server) -> None:
+def test_answers_are_close(stock: Reference, fp8_prefix: Server) -> None:
     chats = [Chat(SYSTEM, question(i), max_tokens=24) for i in range(6)]
     fp8_prefix.flush()
     fp8_prefix.ask(Chat(SYSTEM, question(13), 1))

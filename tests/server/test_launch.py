@@ -1,4 +1,4 @@
-"""A launch that cannot work stops with one message that says what to change."""
+"""The command line starts a server; one that cannot work stops with one message that says what to change."""
 
 from __future__ import annotations
 
@@ -7,10 +7,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import Chat, Server
 from demo import MODEL
 from server_pool import ServerPool
+from server_process import LAUNCHER
 
 LAUNCH = [sys.executable, "-m", "sglang_mla_ext.launch_server", "--device", "cpu", "--attention-backend", "hybrid_mla"]
+
+
+def test_command_line_starts_a_server(cramped: Server) -> None:
+    """The other servers are forks; this one's processes were spawned by SGLang and imported everything themselves."""
+    assert cramped.process.args[1:3] == ["-m", LAUNCHER]
+    assert len(cramped.ask(Chat("You are a dictionary.", "Who are you?", 4))[0].tokens) == 4
+    assert cramped.info()["counters"]["fallbacks"] == {}
 
 
 @pytest.mark.parametrize(
