@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from sglang_mla_ext.adapter.cpu import standins
-from sglang_mla_ext.adapter.versions.tree_view import TreeView
+from sglang_mla_ext.adapter.versions import TreeView
 
 if standins.needed():
     standins.install()
@@ -66,6 +66,10 @@ class Tree:
         assert len(found.device_indices) == len(tokens)
         self.cache.inc_lock_ref(found.last_device_node)
         return Request(text, found.last_device_node, extra_key, found.device_indices)
+
+    def handle(self, request: Request) -> Any:
+        """The view's handle of the node in which the cached prefix of this request ends."""
+        return self.view.paths([request])[0][-1].node
 
     def finish(self, *requests: Request) -> None:
         for request in requests:

@@ -10,8 +10,8 @@ import torch
 
 from sglang_mla_ext.adapter import expander as expander_module
 from sglang_mla_ext.adapter.expander import Expander, weights_of
-from sglang_mla_ext.kernels.naive.attention import ReferencePrefixAttention
-from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
+from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import FP8, FP8_MAX, ExpandedBuffers, scale_bounds
 
@@ -65,7 +65,7 @@ def expand(model: Any, buffers: ExpandedBuffers) -> tuple[Expander, torch.Tensor
     expander = Expander(*model, buffers)
     slots = torch.cat([torch.tensor([7]), torch.randperm(SLOTS)])[:N]
     for first, last in ((0, 1), (1, 300), (300, N)):
-        expander.expand(slots[first:last], CHUNKS, first)
+        expander.expand_slots(slots[first:last], CHUNKS, first)
     return expander, slots
 
 
@@ -76,8 +76,8 @@ def test_attention_over_what_was_expanded(
     monkeypatch.setattr(expander_module, "PRODUCT_TOKENS", 100)
     buffers = allocate(dtype)
     _, slots = expand(model, buffers)
-    attention = ReferencePrefixAttention(buffers, max_rows=3, heads=HEADS)
-    attention.plan([PrefixGroup((0, 2), N, CHUNKS)])
+    attention = TorchSharedAttention(buffers, max_rows=3, heads=HEADS)
+    attention.plan([ExpandedSegment((0, 2), N, CHUNKS)], 3)
     q_nope, q_rope = torch.randn(3, HEADS, DN) * 0.1, torch.randn(3, HEADS, DR)
     for layer, attention_layer in enumerate(model[0]):
         rows = model[1].get_key_buffer(layer)[slots].squeeze(1)
@@ -113,10 +113,31 @@ def test_rows_of_an_fp8_pool_are_expanded_as_what_they_mean(
         buffers = allocate(dtype)
         expander = Expander(layers, source, buffers)
         for first, last in ((0, 1), (1, 300), (300, N)):
-            expander.expand(slots[first:last], CHUNKS, first)
+            expander.expand_slots(slots[first:last], CHUNKS, first)
         results.append([part for layer in range(LAYERS) for part in buffers.read(layer, CHUNKS, N)])
     for actual, expected in zip(*results, strict=True):
         assert actual.isfinite().all() and torch.equal(actual, expected)
+
+
+def test_a_tree_node_is_expanded_from_its_slots(model: Any) -> None:
+    """`expand` asks the tree that it was given for the slots of the range, and says where in the prefix it starts."""
+    slots = torch.randperm(SLOTS)[:N]
+    asked = []
+
+    def slots_of(node: str, start: int, end: int) -> torch.Tensor:
+        asked.append((node, start, end))
+        return slots[start:end]
+
+    by_node, by_slots = allocate(torch.float32), allocate(torch.float32)
+    expander = Expander(*model, by_node)
+    expander.attach(SimpleNamespace(slots=slots_of))
+    for first, last in ((0, 300), (300, N)):
+        expander.expand("node", first, last, CHUNKS)
+    Expander(*model, by_slots).expand_slots(slots, CHUNKS, 0)
+    assert asked == [("node", 0, 300), ("node", 300, N)]
+    for layer in range(LAYERS):
+        for found, expected in zip(by_node.read(layer, CHUNKS, N), by_slots.read(layer, CHUNKS, N), strict=True):
+            assert torch.equal(found, expected)
 
 
 def test_rows_of_another_dtype_than_the_model(model: Any) -> None:
@@ -124,7 +145,7 @@ def test_rows_of_another_dtype_than_the_model(model: Any) -> None:
     layers, rows = model
     buffers = allocate(torch.float32)
     bf16 = SimpleNamespace(get_key_buffer=lambda layer: rows.get_key_buffer(layer).bfloat16())
-    Expander(layers, bf16, buffers).expand(torch.arange(5), CHUNKS, 0)
+    Expander(layers, bf16, buffers).expand_slots(torch.arange(5), CHUNKS, 0)
     latent = rows.get_key_buffer(1)[:5, 0, :RANK].bfloat16().float()
     expected = layers[1].kv_b_proj(latent)[0].view(5, HEADS, DN + DV)[..., :DN]
     assert torch.equal(buffers.read(1, CHUNKS, 5)[0], expected)
@@ -139,10 +160,10 @@ def test_scales_bound_every_token_and_follow_the_weights(model: Any) -> None:
         assert (everything[..., DN:].abs() <= buffers.v_scale[layer, :, None] * FP8_MAX).all()
     before = buffers.k_scale.clone()
     model[0][1].kv_b_proj.weight *= 4
-    expander.expand(torch.tensor([1]), CHUNKS, 0)
+    expander.expand_slots(torch.tensor([1]), CHUNKS, 0)
     assert torch.equal(buffers.k_scale, before)
     expander.weights_changed()
-    expander.expand(torch.tensor([1]), CHUNKS, 0)
+    expander.expand_slots(torch.tensor([1]), CHUNKS, 0)
     assert torch.allclose(buffers.k_scale, before * torch.tensor([[1.0], [4.0]]))
 
 

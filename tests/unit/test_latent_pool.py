@@ -213,13 +213,12 @@ def configurator(dtype: torch.dtype, decode: str = "hybrid_mla", mla: bool = Tru
 @pytest.fixture
 def sglang_globals(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What SGLang's functions ask of the process that they run in."""
+    from sglang.srt import runtime_context
     from sglang.srt.mem_cache import kv_cache_configurator
     from sglang.srt.model_executor import pool_configurator
 
-    from sglang_mla_ext.adapter import latent_pool
-
     execution = SimpleNamespace(features=SimpleNamespace(enable_memory_saver=False))
-    for module in (kv_cache_configurator, latent_pool):
+    for module in (kv_cache_configurator, runtime_context):
         monkeypatch.setattr(module, "get_exec", lambda: execution)
     monkeypatch.setattr(pool_configurator, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
     return kv_cache_configurator.KVCacheConfigurator, pool_configurator.DefaultPoolConfigurator

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from sglang_mla_ext.adapter import limits
 from sglang_mla_ext.options import OptionError
@@ -36,6 +37,7 @@ def server_args(
         "use_mla_backend": lambda: mla,
         "get_model_config": lambda: SimpleNamespace(hf_config=config),
         "page_size": None,
+        "dtype": "auto",
         "kv_cache_dtype": "auto",
         "quantization_param_path": None,
         "flashinfer_mla_disable_ragged": False,
@@ -79,6 +81,7 @@ def message(args: Any, compute_capability: tuple[int, int] | None = HOPPER) -> s
         {"backends": ("flashmla", "hybrid_mla")},
         {"kv_cache_dtype": "bf16"},
         {"kv_cache_dtype": "bfloat16"},
+        {"dtype": "bfloat16"},
         {"flashinfer_mla_disable_ragged": True, "disable_chunked_prefix_cache": True},
         FP8_CACHE,
     ],
@@ -91,6 +94,8 @@ def test_what_works_is_let_through(changes: dict[str, Any], compute_capability: 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
+        ({"dtype": "float16"}, "the model runs in float16, which its kernels do not compute in: use --dtype bfloat16."),
+        ({"dtype": "half"}, "the model runs in float16, which its kernels do not compute in: use --dtype bfloat16."),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm is not supported yet: remove it."),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap is not supported yet: remove it."),
         ({"enable_pdmux": True}, "--enable-pdmux is not supported yet: remove it."),
@@ -140,6 +145,14 @@ def test_an_fp8_cache_that_the_checkpoint_asks_for_is_checked_too() -> None:
     with pytest.raises(OptionError, match="prefill runs flashmla"):
         limits.check_fp8_cache(args, on_gpu=True)
     limits.check_fp8_cache(server_args(cuda_graph_config=graphs("disabled")), on_gpu=True)
+
+
+def test_a_checkpoint_in_float16_is_refused_when_its_dtype_is_known() -> None:
+    """`--dtype auto` passes at launch, and SGLang finds the dtype in the checkpoint."""
+    with pytest.raises(OptionError, match="cannot run like this:\n  the model runs in float16.*: use --dtype bfloat16"):
+        limits.check_dtype(torch.float16)
+    for dtype in (torch.bfloat16, torch.float32):
+        limits.check_dtype(dtype)
 
 
 def test_an_fp8_cache_on_a_cpu_server_has_no_graphs_to_look_at() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_mla_ext.adapter import hooks
 from sglang_mla_ext.adapter.prefill import PrefillPlan, around_chunk_info, around_prefix_attention
-from sglang_mla_ext.kernels.naive.attention import ReferencePrefixAttention
+from sglang_mla_ext.adapter.relay import relay
+from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
 from sglang_mla_ext.observe import Counters
@@ -21,11 +21,12 @@ HEADS, DN, DR, DV, SCALE = 3, 16, 8, 16, 0.2
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[PrefillPlan | None], None]:
-    """`planned(plan)`: the backend has this plan for the next prefill step."""
+def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[PrefillPlan | None, list[int]], None]:
+    """`planned(plan, lens)`: the next prefill step, with these prefix lengths, has this plan."""
 
-    def set_plan(plan: PrefillPlan | None) -> None:
-        monkeypatch.setattr(hooks.worker, "backend", SimpleNamespace(prefill=plan))
+    def set_plan(plan: PrefillPlan | None, lens: list[int]) -> None:
+        monkeypatch.setattr(relay, "prefill", plan)
+        monkeypatch.setattr(relay, "prefill_lens", lens)
 
     return set_plan
 
@@ -37,7 +38,7 @@ class Setting:
         torch.manual_seed(0)
         sizes = {"heads": HEADS, "qk_nope_head_dim": DN, "v_head_dim": DV, "qk_rope_head_dim": DR}
         self.buffers = ExpandedBuffers.allocate(layers=2, chunks=4, dtype=torch.float32, device="cpu", **sizes)
-        self.attention = ReferencePrefixAttention(self.buffers, max_rows=max_rows, heads=HEADS)
+        self.attention = TorchSharedAttention(self.buffers, max_rows=max_rows, heads=HEADS)
         self.max_rows = max_rows
         self.counters = Counters()
         self.layer = SimpleNamespace(
@@ -57,9 +58,8 @@ class Setting:
     def plan(
         self, parts: Sequence[ExpandedPart], new_tokens: Sequence[int], layers: dict[int, int] | None = None
     ) -> PrefillPlan | None:
-        lens = [part.tokens for part in parts]
         layers = layers or {7: 1}
-        return PrefillPlan.make(lens, parts, new_tokens, self.attention, layers, self.max_rows, self.counters)
+        return PrefillPlan.make(parts, new_tokens, self.attention, layers, self.max_rows, self.counters)
 
 
 @pytest.mark.parametrize("max_rows", [64, 5, 1])
@@ -85,8 +85,8 @@ def test_expanded_part_and_new_tokens_are_attention_over_both(max_rows: int, pla
             part_out, part_lse = reference.merge(*prefix, part_out, part_lse)
         expected.append(part_out), expected_lse.append(part_lse)
     out, lse = torch.cat(out), torch.cat(lse)
-    planned(plan)
-    forward_batch = SimpleNamespace(extend_prefix_lens_cpu=plan.prefix_lens)
+    forward_batch = SimpleNamespace(extend_prefix_lens_cpu=[300, 17, 300, 0])
+    planned(plan, forward_batch.extend_prefix_lens_cpu)
     seen = []
     around_prefix_attention(
         lambda layer, **left: seen.append(left), setting.layer, torch.cat(query), out, lse, forward_batch
@@ -101,9 +101,10 @@ def test_what_is_counted_has_happened(planned: Any) -> None:
     setting = Setting(8)
     _, part = setting.expanded(300, (0, 1))
     plan = setting.plan([part, NOTHING_EXPANDED], [2, 1], {7: 0})
-    planned(plan)
+    of_step = [300, 0]
+    planned(plan, of_step)
     out, lse = torch.zeros(3, HEADS, DV), torch.zeros(3, HEADS)
-    for lens, counted in ((list(plan.prefix_lens), 0), (plan.prefix_lens, 300)):
+    for lens, counted in (([300, 0], 0), (of_step, 300)):
         batch = SimpleNamespace(extend_prefix_lens_cpu=lens)
         query = torch.randn(3, HEADS, DN + DR)
         around_prefix_attention(lambda layer, **left: None, setting.layer, query, out, lse, batch)
@@ -115,8 +116,9 @@ def test_nothing_expanded_or_no_request_is_no_plan(planned: Any) -> None:
     setting = Setting(8)
     assert setting.plan([NOTHING_EXPANDED] * 2, [5, 9]) is None
     assert setting.plan([], []) is None
-    planned(None)
-    out, batch = torch.zeros(1), SimpleNamespace()
+    batch = SimpleNamespace(extend_prefix_lens_cpu=[5, 9])
+    planned(None, batch.extend_prefix_lens_cpu)
+    out = torch.zeros(1)
     result = around_prefix_attention(lambda layer, accum_output, **left: accum_output, None, None, out, None, batch)
     assert result is out
 
@@ -150,7 +152,7 @@ class ForwardBatch:
                     for starts, lens in zip(self.prefix_chunk_starts, self.prefix_chunk_seq_lens, strict=True)
                 ]  # fmt: skip
 
-        return Batch(), PrefillPlan(prefix_lens, covered, (), None, {}, Counters())
+        return Batch(), PrefillPlan(covered, (), None, {}, Counters())
 
     @staticmethod
     def prepare(batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +177,7 @@ def test_chunks_cover_the_rest_once(
     prefix_lens: list[int], covered: tuple[int, ...], planned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch, plan = ForwardBatch.make(prefix_lens, covered)
-    planned(plan)
+    planned(plan, batch.extend_prefix_lens_cpu)
     lens = batch.extend_prefix_lens
     ForwardBatch.prepare(batch, monkeypatch)
     found = sorted(pair for chunk in batch.prefix_chunk_kv_indices for pair in chunk)
@@ -188,6 +190,6 @@ def test_chunks_cover_the_rest_once(
 
 def test_nothing_left_is_no_chunk(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batch, plan = ForwardBatch.make([256, 0, 90], (256, 0, 90))
-    planned(plan)
+    planned(plan, batch.extend_prefix_lens_cpu)
     ForwardBatch.prepare(batch, monkeypatch)
     assert batch.num_prefix_chunks == 0

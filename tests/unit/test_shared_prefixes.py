@@ -5,15 +5,15 @@ The tree is SGLang's; the expander is a fake that remembers what was written whe
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
@@ -21,7 +21,7 @@ from sglang_mla_ext.prefix import shared_prefixes
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
 from sglang_mla_ext.prefix.planner import Plan
-from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+from sglang_mla_ext.prefix.shared_prefixes import ExpandedGroup, SharedPrefixes
 
 PAGE = 64  # tokens; one letter of a prompt
 COST = CostModel(ModelDims.from_json("deepseek-v3"), 16, GpuRates.from_json("cpu"))
@@ -31,20 +31,21 @@ FULL = "prefix memory full"
 class FakeExpander:
     """Writes, instead of keys and values, the number that the tree has for each latent row."""
 
-    def __init__(self, rows: dict[int, int]) -> None:
-        self.rows = rows
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
         self.memory: dict[tuple[int, int], int] = {}
         self.calls: list[tuple[int, int]] = []  # first token, tokens
         self.error: Exception | None = None
 
-    def expand(self, slots: torch.Tensor, chunks: Sequence[int], start: int) -> None:
+    def expand(self, node: Any, start: int, end: int, chunks: Sequence[int]) -> None:
         if self.error:
             raise self.error
-        assert len(slots) > 0
+        slots = self.tree.view.slots(node, start, end)
+        assert len(slots) == end - start > 0
         self.calls.append((start, len(slots)))
         for position, slot in enumerate(slots.tolist(), start):
             chunk, offset = divmod(position, CHUNK_TOKENS)
-            self.memory[chunks[chunk], offset] = self.rows[slot]
+            self.memory[chunks[chunk], offset] = self.tree.rows[slot]
 
     def taken(self) -> int:
         """Tokens expanded since the last call."""
@@ -60,7 +61,7 @@ class Server:
         self, tree: Any, chunks: int = 64, ways: dict[str, Any] | None = None, cost: CostModel = COST, **options: Any
     ) -> None:
         self.tree = tree
-        self.expander = FakeExpander(tree.rows)
+        self.expander = FakeExpander(tree)
         self.counters = Counters()
         self.pool = ExpandedPool(chunks, CHUNK_TOKENS)
         options = {"mode": "naive", **options}
@@ -73,21 +74,21 @@ class Server:
         """Plan a decode step and check what must always hold; returns rows and length of each naive group, in pages."""
         plan, groups = self.prefixes.before_decode(requests)
         self.check(plan, groups, requests)
-        return [(group.rows, group.prefix_len / PAGE) for group in groups]
+        return [(group.rows, group.tokens / PAGE) for group in groups]
 
-    def check(self, plan: Plan, groups: tuple[PrefixGroup, ...], requests: Sequence[Any]) -> None:
+    def check(self, plan: Plan, groups: tuple[ExpandedGroup, ...], requests: Sequence[Any]) -> None:
         assert plan is self.prefixes.plan and plan.num_rows == len(requests)
         shared = zip(plan.prefix_lens, requests, strict=True)
         assert all(length <= len(request.slots) for length, request in shared)
         naive = plan.of_mode(Mode.NAIVE)
-        assert [(group.rows, group.end) for group in naive] == [(g.rows, g.prefix_len) for g in groups]
+        assert [(group.rows, group.end) for group in naive] == [(g.rows, g.tokens) for g in groups]
         for group in groups:
             assert len(group.rows) >= 2
             assert len({requests[row].extra_key for row in group.rows}) == 1
-            held = [divmod(token, CHUNK_TOKENS) for token in range(group.prefix_len)]
+            held = [divmod(token, CHUNK_TOKENS) for token in range(group.tokens)]
             contents = [self.expander.memory[group.chunks[chunk], offset] for chunk, offset in held]
             for row in group.rows:
-                own = [self.tree.rows[slot] for slot in requests[row].slots[: group.prefix_len].tolist()]
+                own = [self.tree.rows[slot] for slot in requests[row].slots[: group.tokens].tolist()]
                 assert contents == own, "the chunks hold another prefix"
 
 
@@ -151,7 +152,7 @@ def test_never_for_equal_text_of_different_tenants(tree: Any) -> None:
 
 
 def test_never_without_a_tree(tree: Any) -> None:
-    prefixes = SharedPrefixes(HybridMLAOptions(), COST, ExpandedPool(4, CHUNK_TOKENS), FakeExpander({}), Counters())
+    prefixes = SharedPrefixes(HybridMLAOptions(), COST, ExpandedPool(4, CHUNK_TOKENS), FakeExpander(tree), Counters())
     requests = [tree.run("systemprompt"), tree.run("systemprompt")]
     prefixes.before_prefill(requests, [])
     prefixes.release_unheld()
@@ -280,6 +281,25 @@ def test_a_plan_is_kept_until_something_changes(tree: Any, monkeypatch: pytest.M
     assert plans_made(*requests), "an expansion went away"
 
 
+@pytest.mark.parametrize("end", ["forget", "idle"])
+def test_the_nodes_of_a_plan_live_as_long_as_the_plan(tree: Any, end: str) -> None:
+    """A plan is recognised by its requests' nodes, and a node's identity is reused once it is gone: a request that is
+    retracted and prefilled again could come back with another node of the same identity. A plan that has ended keeps
+    no tree alive."""
+    server = Server(tree, mode="absorb")
+    requests = [tree.run("one"), tree.run("two")]
+    server.decode(*requests)
+    nodes = [weakref.ref(request.last_node) for request in requests]
+    tree.finish(*requests)
+    tree.evict(10**6)
+    requests.clear()
+    gc.collect()
+    assert all(node() is not None for node in nodes)
+    getattr(server.prefixes, end)()
+    gc.collect()
+    assert all(node() is None for node in nodes)
+
+
 # -- when an expansion goes away ---------------------------------------------------------------------------------------
 
 
@@ -384,6 +404,18 @@ def test_wanted_expansions_stay(tree: Any) -> None:
     theirs = [tree.run("SIXTEEN-LETTERS-a"), tree.run("SIXTEEN-LETTERS-b")]
     assert server.decode(*ours, *theirs) == [((0, 1), 16)]
     assert server.counters.evictions == 0 and server.counters.fallbacks[FULL] == 1
+
+
+def test_an_expansion_stays_whose_first_part_is_wanted(tree: Any) -> None:
+    """It lies on the path of a node below the one that is shared now."""
+    server = Server(tree, chunks=5)
+    first, second = tree.run("sixteen-letters-a"), tree.run("sixteen-letters-b")
+    server.decode(first, second)
+    third = tree.run("sixteen-le......")
+    tree.finish(second)
+    theirs = [tree.run("EIGHTLET1"), tree.run("EIGHTLET2")]
+    assert server.decode(first, third, *theirs) == [((0, 1), 10), ((2, 3), 4)]
+    assert server.counters.evictions == 0
 
 
 def test_no_fall_back_is_counted_where_what_fits_is_used(tree: Any) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from dataclasses import replace
 from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_mla_ext.adapter.versions.tree_view import TreeView, UnsupportedTree
+from sglang_mla_ext.adapter.versions import TreeView, UnsupportedTree
 from sglang_mla_ext.prefix.planner import Path
 
 PAGE_SIZES = (1, 64)
@@ -35,7 +38,7 @@ def test_requests_that_share_a_prompt_share_its_node(tree: Any) -> None:
     assert one[0] == two[0] and one[0].node is two[0].node
     assert one[1].node is not two[1].node
     assert tree.view.paths([second, first]) == [two, one]
-    assert tree.view.path(first.last_node) == one
+    assert tree.view.path(one[-1].node) == one
 
 
 def test_nothing_cached_is_an_empty_path(tree: Any) -> None:
@@ -48,26 +51,65 @@ def test_nothing_cached_is_an_empty_path(tree: Any) -> None:
 def test_a_node_keeps_its_end_through_splits(tree: Any) -> None:
     """The claim that expansions are identified by: the old object keeps the back part, and its end."""
     first = tree.run("abcdef")
-    (old,) = tree.view.path(first.last_node)
-    slots = tree.view.slots(first.last_node, 0, old.end)
+    (old,) = tree.view.path(tree.handle(first))
+    slots = tree.view.slots(old.node, 0, old.end)
 
     tree.run("abcxyz")
-    after = tree.view.path(first.last_node)
+    after = tree.view.path(old.node)
     assert pages(tree, after) == [3, 6] and after[-1] == old
     tree.run("ax")
-    again = tree.view.path(first.last_node)
+    again = tree.view.path(old.node)
     assert pages(tree, again) == [1, 3, 6] and again[1:] == after
-    assert torch.equal(tree.view.slots(first.last_node, 0, old.end), slots)
+    assert tree.view.paths([first]) == [again], "the same handle for the same node"
+    assert torch.equal(tree.view.slots(old.node, 0, old.end), slots)
 
 
 def test_a_split_front_is_held_like_the_node_it_was_cut_from(tree: Any) -> None:
     first, second = tree.run("abcdef"), tree.run("abcxyz")
-    front, back = tree.view.path(first.last_node)
+    front, back = tree.view.path(tree.handle(first))
+    end_of_second = tree.handle(second)
     tree.finish(second)
     assert tree.view.is_held(front.node) and tree.view.is_held(back.node)
-    assert not tree.view.is_held(second.last_node)
+    assert not tree.view.is_held(end_of_second)
     tree.finish(first)
     assert not tree.view.is_held(front.node) and not tree.view.is_held(back.node)
+
+
+def test_a_node_has_one_handle_as_long_as_the_handle_is_kept(tree: Any) -> None:
+    """Handles are compared and hashed by identity, so that an expansion's node is recognised on other requests' paths."""
+    first = tree.run("system-a")
+    kept = tree.handle(first)
+    assert tree.handle(first) is kept and tree.view.paths([tree.run("system-a")])[0][-1].node is kept
+    gone = weakref.ref(tree.handle(tree.run("other")))
+    gc.collect()
+    assert gone() is None, "the view itself keeps no handle"
+
+
+def test_the_state_follows_requests_and_their_nodes(tree: Any) -> None:
+    one, two = tree.run("system-a"), tree.run("system-b")
+    state = tree.view.state([one, two])
+    assert tree.view.state([one, two]) == state and hash(state) is not None
+    assert tree.view.state([two, one]) != state
+    assert tree.view.state([one]) != state
+    assert tree.view.state([replace(one, rid="another"), two]) != state
+    assert tree.view.state([replace(one, last_node=two.last_node), two]) != state
+    tree.run("sys")
+    assert tree.view.state([one, two]) == state, "a split does not change where they end"
+
+
+def test_nodes_that_are_held_do_not_cease_to_exist(tree: Any) -> None:
+    """Their ids stay theirs, even when no request and no tree has them any more."""
+    request = tree.run("system-a")
+    node = weakref.ref(request.last_node)
+    held = tree.view.hold([request])
+    tree.finish(request)
+    tree.evict(10**6)
+    del request
+    gc.collect()
+    assert node() is not None
+    del held
+    gc.collect()
+    assert node() is None
 
 
 def test_slots_are_those_of_the_first_request_that_computed_them(tree: Any) -> None:
@@ -77,7 +119,7 @@ def test_slots_are_those_of_the_first_request_that_computed_them(tree: Any) -> N
     for request in (first, second):
         length = len(request.slots)
         for start, end in ((0, length), (0, shared), (shared, length), (shared - 1, shared + 1), (1, 2), (3, length)):
-            slots = tree.view.slots(request.last_node, start, end)
+            slots = tree.view.slots(tree.handle(request), start, end)
             assert torch.equal(slots, request.slots[start:end]) and slots.dtype == torch.int64
 
 
@@ -86,7 +128,7 @@ def test_equal_text_under_different_extra_keys_shares_no_node(tree: Any) -> None
     nodes = [{id(step.node) for step in path} for path in tree.view.paths(requests)]
     assert nodes[1] == nodes[2]
     assert not nodes[0] & nodes[1] and not nodes[0] & nodes[3] and not nodes[1] & nodes[3]
-    slots = [set(tree.view.slots(request.last_node, 0, 6 * tree.page_size).tolist()) for request in requests]
+    slots = [set(tree.view.slots(tree.handle(request), 0, 6 * tree.page_size).tolist()) for request in requests]
     assert slots[1] == slots[2] and not slots[0] & slots[1] and not slots[0] & slots[3] and not slots[1] & slots[3]
 
 
@@ -100,15 +142,15 @@ def test_any_order_of_prompts(new_tree: Any, page_size: int, prompts: list[tuple
     requests, first_paths = [], []
     for prompt in prompts:
         requests.append(tree.run(*prompt))
-        first_paths.append(tree.view.path(requests[-1].last_node))
+        first_paths.append(tree.view.path(tree.handle(requests[-1])))
     paths = tree.view.paths(requests)
     for request, before, path in zip(requests, first_paths, paths, strict=True):
         assert set(before) <= set(path), "a held node changed its end"
-        assert path == tree.view.path(request.last_node)
+        assert path == tree.view.path(tree.handle(request))
         assert path[-1].end == len(request.slots)
         middle = path[-1].end // 2
         for start, end in ((0, path[-1].end), (middle, path[-1].end), (0, middle + 1), (middle, middle + 1)):
-            assert torch.equal(tree.view.slots(request.last_node, start, end), request.slots[start:end])
+            assert torch.equal(tree.view.slots(tree.handle(request), start, end), request.slots[start:end])
     for one, (text, key) in zip(paths, prompts, strict=True):
         for other, (other_text, other_key) in zip(paths, prompts, strict=True):
             pairs = zip(text, other_text, strict=False) if key == other_key else ()
