@@ -84,9 +84,6 @@ class FlashMLALatent:
         self._metadata = torch.zeros_like(get_mla_metadata(self._tails.lens[:1], self._heads, 1)[0])
         self._num_splits = torch.zeros(max_rows + 1, dtype=torch.int32, device=self._req_to_token.device)
 
-    def try_out(self) -> None:
-        """Nothing: FlashMLA is compiled, and grouped absorb was tried when it was chosen."""
-
     def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int, queries: int = 1) -> None:
         if self._grouped is not None:
             self._grouped.plan(segments, rows)

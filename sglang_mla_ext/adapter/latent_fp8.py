@@ -88,9 +88,6 @@ class FP8Latent:
             if self._grouped is not None:
                 self.stacking = Stacking(PAGE_TOKENS, stacked)
 
-    def try_out(self) -> None:
-        """Nothing: kernels were tried when they were chosen."""
-
     def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int, queries: int = 1) -> None:
         if self._grouped is not None:
             self._grouped.plan(segments, rows)

@@ -1,5 +1,5 @@
-"""The composed backend, driven as SGLang drives it: steps without graphs, and steps captured once and replayed with other
-batches, against attention over all keys in float64.
+"""The composed backend, driven as SGLang drives it: steps without graphs, and steps captured once and replayed with
+other batches, against attention over all keys in float64.
 
 Bounds: float32 in another order of summation 1e-5; FP8 latent rows 5e-2, because tails are rounded in blocks of their
 own, and queries too. A prefix that is left out, taken twice or merged wrongly moves results by more than 0.1.
@@ -7,6 +7,7 @@ own, and queries too. A prefix that is left out, taken twice or merged wrongly m
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ import torch
 from decode_world import DECODE, DR, EXTEND, HEADS, IDLE, LAYER_IDS, MAX_REQUESTS, PAGE, RANK, Graph, World
 
 from sglang_mla_ext.adapter.relay import relay
-from sglang_mla_ext.adapter.steps import FIRST_PAUSE
+from sglang_mla_ext.adapter.steps import FIRST_PAUSE, NOTHING_SHARED
+from sglang_mla_ext.prefix.cost_model import Mode
+from sglang_mla_ext.prefix.planner import Plan
 
 BOUND = {False: 1e-5, True: 5e-2}
 SYSTEM, OTHER = "abcdef", "wxyz"  # six pages: a chunk and a half; four: a chunk
@@ -86,10 +89,8 @@ def test_graphs_follow_the_plans(make_world: Any, grouped: bool, mode: str, fp8:
     world.steps.forget()
     assert eight.step(requests[::-1]) < BOUND[fp8]
     assert not world.steps.counters.fallbacks
-    stock = {"graph state", "decode"} if not fp8 else set()
-    assert set(world.stock.begun) == stock, (
-        "it decodes a single row where it can read the pool, and pays for nothing else"
-    )
+    of_stock = {"graph state", "decode"} if not fp8 else set()
+    assert set(world.stock.begun) == of_stock, "it decodes a single row where it can read the pool, and nothing else"
 
 
 def test_a_graph_takes_other_rows_between(make_world: Any) -> None:
@@ -167,6 +168,33 @@ def test_a_layer_that_skips_its_output_projection_is_noticed(make_world: Any) ->
     world.steps.before_forward(DECODE, requests, requests)
     assert relay.tail_lse is None and relay.q_nope is None and not relay.takes_query, "a new pass begins afresh"
     assert backend._layer_index == {layer_id: index for index, layer_id in enumerate(LAYER_IDS)}
+
+
+def test_naive_and_grouped_segments_in_one_step(make_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world()
+    world.make("gpu", grouped=True)
+    eight, requests = Graph(world, 8), sharing(world)
+    for _ in range(2):
+        eight.step(requests)
+    plan, expanded = world.steps._prefixes.before_decode(requests)
+    first, second = plan.groups
+    both = Plan(plan.num_rows, (first, replace(second, mode=Mode.GROUPED_ABSORB)))
+    monkeypatch.setattr(world.steps._prefixes, "before_decode", lambda reqs: (both, expanded[:1]))
+    assert eight.step(requests) < BOUND[False] and world.eager_step(requests) < BOUND[False]
+    assert [len(world.steps.next.expanded), len(world.steps.next.latent)] == [1, 1]
+
+
+def test_a_capture_ignores_the_plan(make_world: Any) -> None:
+    """A graph may be captured while requests are running; what it was captured with must not stay in it."""
+    world = make_world()
+    backend = world.make("gpu")
+    requests = sharing(world)
+    for _ in range(2):
+        world.eager_step(requests)
+    assert world.steps.next
+    backend.init_forward_metadata_out_graph(world.batch(requests), in_capture=True)
+    assert backend._sharing and backend._written is NOTHING_SHARED
+    assert not world.latent._starts.on_device.any()
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------

@@ -41,9 +41,6 @@ class TorchLatent:
     def allocate(self, max_rows: int, max_requests: int, max_tokens: int) -> None:
         """Nothing."""
 
-    def try_out(self) -> None:
-        """Nothing."""
-
     def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int, queries: int = 1) -> None:
         self._segments, self._planned_starts = segments, tail_starts
 
