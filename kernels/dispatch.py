@@ -16,6 +16,7 @@ from .absorb.stacking import TILE_ROWS
 from .constants import PAGE_TOKENS
 from .naive.attention import PrefixAttention, ReferencePrefixAttention, TritonPrefixAttention
 from .naive.triton_naive import Tile
+from .storage import page_table
 from .storage.append_latent import append_latent
 from .storage.expanded import ExpandedBuffers
 from .storage.fetch_latent import fetch_latent
@@ -85,6 +86,19 @@ def fetch_rows(pool: Tensor, slots: Tensor, latent: Tensor, rope: Tensor) -> Non
     layout = LatentRowLayout(latent.shape[-1], rope.shape[-1])
     latent_read, rope_read = dequantize(pool[slots[kept].long()], layout)
     latent[kept], rope[kept] = latent_read.to(latent.dtype), rope_read.to(rope.dtype)
+
+
+def fill_page_table(
+    table: Tensor,
+    req_to_token: Tensor,
+    pool_indices: Tensor,
+    lens: Tensor,
+    starts: Tensor | None = None,
+    page_size: int = PAGE_TOKENS,
+) -> None:
+    """Pages of each row's tokens; arguments and errors are those of `page_table.fill_page_table`."""
+    fill = page_table.fill_page_table if table.is_cuda else page_table.fill_page_table_torch
+    fill(table, req_to_token, pool_indices, lens, starts, page_size)
 
 
 # ---- absorb

@@ -28,6 +28,7 @@ def _bind_to_interpreter() -> None:
         from sglang_mla_ext.kernels.storage import (
             append_latent,  # noqa: F401
             fetch_latent,  # noqa: F401
+            page_table,  # noqa: F401
         )
     finally:
         if before is None:
