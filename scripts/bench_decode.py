@@ -34,8 +34,8 @@ from rich.console import Console
 from rich.table import Table
 from rival_attention import DR, LATENT, PAGE_TOKENS, RIVALS, SCALE, Case, page_table
 
-from sglang_mla_ext.kernels.absorb.fp8 import AbsorbFP8, TritonAbsorbFP8, make_absorb_fp8
-from sglang_mla_ext.kernels.dispatch import append_rows
+from sglang_mla_ext.kernels.absorb.paged_fp8 import AbsorbFP8, TritonAbsorbFP8
+from sglang_mla_ext.kernels.dispatch import append_rows, make_absorb_fp8
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
 from sglang_mla_ext.results import write_record
 
@@ -122,7 +122,7 @@ def ours(case: Case, cache: FP8Cache, make: Callable[..., AbsorbFP8]) -> tuple[C
     out, lse = absorb.output(rows, torch.bfloat16), torch.empty(rows, case.heads, device="cuda")
 
     def prepare() -> None:
-        absorb.prepare(cache.lens, cache.table)
+        absorb.begin_step(cache.lens, cache.table)
 
     prepare()
     return lambda: absorb.run(q_absorbed, q_rope, cache.pool, cache.table, cache.lens, SCALE, out, lse), prepare

@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 from rival_attention import DN, DR, DV, LATENT, RIVALS, Case
 
-from sglang_mla_ext.kernels.absorb.fp8 import HopperAbsorbFP8
+from sglang_mla_ext.kernels.dispatch import make_hopper_absorb_fp8
 from sglang_mla_ext.kernels.naive.triton_naive import Tile
 from sglang_mla_ext.results import write_record
 
@@ -111,7 +111,7 @@ def products() -> Iterator[Kernel]:
 
 def our_decode(case: Case) -> Callable[[], None]:
     """Decode over an FP8 cache of random rows."""
-    return ours(case, FP8Cache(case), HopperAbsorbFP8)[0]
+    return ours(case, FP8Cache(case), make_hopper_absorb_fp8)[0]
 
 
 def decode_kernels(spec: str) -> Iterator[Kernel]:

@@ -52,11 +52,11 @@ def plan(
     batch: Annotated[list[int] | None, typer.Option(help="Requests that share it; repeatable.")] = None,
 ) -> None:
     """Show which mode the cost model chooses, what it saves, and the memory of the expanded prefix in all layers."""
-    from sglang_mla_ext.kernels.absorb.grouped import stacking_for  # loads the kernels
+    from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
 
     dims = ModelDims.from_json(model)
     cost = CostModel(dims, dims.num_heads // tp, GpuRates.from_json(gpu))
-    grouped = cost.rates.modes[Mode.GROUPED_ABSORB].measured and stacking_for(cost.local_heads) is not None
+    grouped = cost.rates.modes[Mode.GROUPED_ABSORB].measured and rows_per_tile(cost.local_heads) is not None
     allowed = [mode for mode in Mode if grouped or mode is not Mode.GROUPED_ABSORB]  # as a server's `auto`
     names = {mode: mode.value.replace("_", " ") for mode in allowed}  # in words, so that they wrap
     table = Table(title=f"{model}, {cost.local_heads} heads a GPU, {gpu}, BF16: attention to the prefix, ms a layer")

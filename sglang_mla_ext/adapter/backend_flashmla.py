@@ -16,9 +16,12 @@ from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend, FlashM
 
 from sglang_mla_ext.adapter.backend import HybridMLABackend
 from sglang_mla_ext.adapter.limits import PAGE_SIZE
-from sglang_mla_ext.kernels.absorb.grouped import GroupedAbsorb, fill_page_table, make_grouped_absorb, stacking_for
-from sglang_mla_ext.kernels.dispatch import whole_query
-from sglang_mla_ext.kernels.merge import LN2
+from sglang_mla_ext.kernels.absorb.grouped import GroupedAbsorb
+from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
+from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
+from sglang_mla_ext.kernels.constants import LN2
+from sglang_mla_ext.kernels.dispatch import make_grouped_absorb, whole_query
+from sglang_mla_ext.kernels.storage.page_table import fill_page_table
 from sglang_mla_ext.prefix.cost_model import Mode
 from sglang_mla_ext.prefix.planner import Plan, Stacking
 
@@ -128,7 +131,7 @@ class FlashMLAHybridBackend(HybridMLABackend, FlashMLABackend):
         q_rope = q[:, 0, :, self.kv_lora_rank :]
         latent_pages = self.token_to_kv_pool.get_key_buffer(layer.layer_id).view(-1, PAGE_SIZE, 1, self.kv_cache_dim)
         if self._stacked:
-            out, lse = self._grouped.run(q.squeeze(1), latent_pages, layer.scaling)
+            out, lse = self._grouped.run(q[:, 0, :, : self.kv_lora_rank], q_rope, latent_pages, layer.scaling)
             self.attend_shared(q_rope, lse, layer)
             return out.view(rows, -1)
         out, lse = flash_mla_with_kvcache(
@@ -154,29 +157,31 @@ class FlashMLAHybridBackend(HybridMLABackend, FlashMLABackend):
         return self.enable_chunk_kv
 
     def _make_grouped(self, runner: ModelRunner) -> Stacking | None:
-        stacking = stacking_for(self._heads)
-        if stacking is None:
+        if rows_per_tile(self._heads) is None:
             return None
         latent = runner.token_to_kv_pool.get_key_buffer(self._layers[0].attn_mqa.layer_id)
         grouped = make_grouped_absorb(
             self.req_to_token,
             latent.view(-1, PAGE_SIZE, 1, self.kv_cache_dim),
-            stacking,
+            heads=self._heads,
             max_rows=self.max_rows,
             max_tokens=self.max_context_len,
             kv_lora_rank=self.kv_lora_rank,
             on_failure=self.counters.fall_back,
         )
+        if grouped is None:
+            return None
         self._grouped, self._grouped_bytes = grouped, grouped.workspace_bytes
-        return stacking
+        return Stacking(PAGE_SIZE, rows_per_tile(self._heads))
 
     def _write_grouped(self, plan: Plan, rows: int) -> None:
         if self._grouped is not None:
-            self._grouped.plan(plan.of_mode(Mode.GROUPED_ABSORB), rows)
+            groups = plan.of_mode(Mode.GROUPED_ABSORB)
+            self._grouped.plan([LatentSegment(group.rows, 0, group.end) for group in groups], rows)
 
     def _prepare_grouped(self, forward_batch: ForwardBatch) -> None:
         batch = forward_batch.req_pool_indices, forward_batch.seq_lens
-        self._grouped.prepare(self.req_to_token, *batch, self._prefix_lens)
+        self._grouped.begin_step(self.req_to_token, *batch, self._prefix_lens)
 
     def _plan_tails(self, forward_batch: ForwardBatch, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Fill the page table `[rows, pages]` and `_tail_lens` from the plan; FlashMLA's schedule for them."""

@@ -15,9 +15,9 @@ import torch
 from sglang_mla_ext.adapter.backend import MAX_ROWS
 from sglang_mla_ext.adapter.backend_flashmla import FlashMLAHybridBackend
 from sglang_mla_ext.adapter.limits import PAGE_SIZE
-from sglang_mla_ext.kernels.absorb.fp8 import make_absorb_fp8
-from sglang_mla_ext.kernels.absorb.grouped import stacking_for
-from sglang_mla_ext.kernels.absorb.grouped_fp8 import make_grouped_absorb_fp8
+from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
+from sglang_mla_ext.kernels.dispatch import make_absorb_fp8, make_grouped_absorb_fp8
+from sglang_mla_ext.prefix.planner import Stacking
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_mla_ext.options import HybridMLAOptions
-    from sglang_mla_ext.prefix.planner import Stacking
 
 
 class FP8HybridBackend(FlashMLAHybridBackend):
@@ -67,7 +66,7 @@ class FP8HybridBackend(FlashMLAHybridBackend):
         lens = self._tail_lens[:rows]
         if not self._hybrid:
             lens.copy_(forward_batch.seq_lens[:rows])
-        self._absorb.prepare(lens, self.forward_metadata.block_kv_indices[:rows])
+        self._absorb.begin_step(lens, self.forward_metadata.block_kv_indices[:rows])
 
     def forward_decode(
         self,
@@ -88,7 +87,7 @@ class FP8HybridBackend(FlashMLAHybridBackend):
             q = q.view(rows, layer.tp_q_head_num, layer.head_dim)
             q, q_rope = q.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         if self._stacked:
-            out, lse = self._grouped.run(q, self.token_to_kv_pool.rows(layer.layer_id), layer.scaling, q_rope)
+            out, lse = self._grouped.run(q, q_rope, self.token_to_kv_pool.rows(layer.layer_id), layer.scaling)
             self.attend_shared(q_rope, lse, layer)
             return out.view(rows, -1)
         table = self.forward_metadata.block_kv_indices[:rows]
@@ -117,7 +116,7 @@ class FP8HybridBackend(FlashMLAHybridBackend):
         for start in range(0, count, self._max_requests):
             part = slice(start, start + self._max_requests)
             if not fits:  # too many for one schedule: a new one for each part
-                self._absorb.prepare(lens[part], table[part])
+                self._absorb.begin_step(lens[part], table[part])
             self._absorb.run(
                 q_absorbed[part], q_rope[part], rows, table[part], lens[part], layer.scaling, out[part], lse[part]
             )
@@ -128,17 +127,18 @@ class FP8HybridBackend(FlashMLAHybridBackend):
         Raises:
             NotImplementedError: it is asked for, and its kernels do not take this number of heads or run on this GPU.
         """
-        stacking, grouped = stacking_for(self._heads), None
-        if stacking is not None:
+        grouped = None
+        if rows_per_tile(self._heads) is not None:
             pool = runner.token_to_kv_pool
             grouped = make_grouped_absorb_fp8(
                 self.req_to_token,
                 pool.rows(self._layers[0].attn_mqa.layer_id),
-                stacking,
+                heads=self._heads,
                 layout=pool.layout,
                 dtype=runner.dtype,
                 max_rows=self.max_rows,
                 max_tokens=self.max_context_len,
+                on_failure=self.counters.fall_back,
             )
         if grouped is None:
             if self.options.mode == "grouped_absorb":
@@ -148,4 +148,4 @@ class FP8HybridBackend(FlashMLAHybridBackend):
                 )
             return None
         self._grouped, self._grouped_bytes = grouped, grouped.workspace_bytes
-        return stacking
+        return Stacking(PAGE_SIZE, rows_per_tile(self._heads))
