@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,9 @@ from bench.cases import DN, DR, DV, SCALE, Case
 from bench.ceilings import Ceilings
 from bench.rivals import flashmla_tail
 from bench.timing import attempt
-from sglang_mla_ext.kernels.dispatch import make_prefix_attention
-from sglang_mla_ext.kernels.naive.attention import PrefixAttention, TritonPrefixAttention
-from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.dispatch import make_shared_attention
+from sglang_mla_ext.kernels.naive.attention import SharedAttention
+from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.naive.triton_naive import Tile
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
 from sglang_mla_ext.prefix.cost_model import rates_for
@@ -38,7 +39,7 @@ def floor_ms(case: Case, dtype: str, ceilings: Ceilings) -> float:
     return max(memory, case.shared_flops * rates / 1e9)
 
 
-def shared_attention(case: Case, dtype: str, tile: Tile | None = None) -> tuple[PrefixAttention, Callable[[], None]]:
+def shared_attention(case: Case, dtype: str, tile: Tile | None = None) -> tuple[SharedAttention, Callable[[], None]]:
     """Our attention, planned for a case over random prefixes, and a call that runs it.
 
     Args:
@@ -53,15 +54,14 @@ def shared_attention(case: Case, dtype: str, tile: Tile | None = None) -> tuple[
     query = torch.randn(rows, heads, DN + DR, device="cuda", dtype=torch.bfloat16)
     q_nope, q_rope = query[..., :DN], query[..., DN:]  # [B, H, dn], [B, H, dr]
 
-    attention: PrefixAttention
     if tile is None:
         tiles = rates_for(torch.cuda.get_device_name()).naive_tiles.get(STORAGE[dtype], ())
-        attention = make_prefix_attention(buffers, max_rows=rows, heads=heads, device="cuda", tiles=tiles)
     else:
-        attention = TritonPrefixAttention(buffers, max_rows=rows, heads=heads, tile=tile)
+        tiles = (dataclasses.asdict(tile),)
+    attention = make_shared_attention(buffers, max_rows=rows, heads=heads, device="cuda", tiles=tiles)
     starts = [0, *itertools.accumulate(case.sizes)]
     groups = [
-        PrefixGroup(tuple(range(start, end)), case.prefix, tuple(range(index * chunks, (index + 1) * chunks)))
+        ExpandedSegment(tuple(range(start, end)), case.prefix, tuple(range(index * chunks, (index + 1) * chunks)))
         for index, (start, end) in enumerate(itertools.pairwise(starts))
     ]
     attention.plan(groups, rows)

@@ -86,7 +86,7 @@ def compile_naive(tile, dtype):
             scale_log2e="fp32",
         )
         | dict.fromkeys("heads items_offset q_nope_row q_nope_head q_rope_row q_rope_head".split(), "i32"),
-        dict(DN=dn, DR=dr, DV=dv, CHUNK=CHUNK_TOKENS, ITEM=ITEM_FIELDS, BLOCK_ROWS=tile.block_rows,
+        dict(DN=dn, DR=dr, DV=dv, CHUNK=CHUNK_TOKENS, BLOCK_ROWS=tile.block_rows,
              BLOCK_KEYS=tile.block_keys, PRECISION="tf32", NUM_STAGES=tile.num_stages),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -182,7 +182,7 @@ def compile_merge(dim, partials, more=False, in_place=True, in_partials=False, w
         | dict(partial_out_ptr=f"*{partials}", more_work_ptr="*i32")
         | dict(tail_out_ptr="*bf16", tail_lse_ptr="*fp32", out_ptr="*bf16", lse_ptr="*fp32")
         | dict.fromkeys(strides.split(), "i32"),
-        dict(DV=dim, ITEM=ITEM_FIELDS, BLOCK_HEADS=shape.heads, SPLITS=shape.splits,
+        dict(DV=dim, BLOCK_HEADS=shape.heads, SPLITS=shape.splits,
              UNROLL=shape.unroll, MORE=more, IN_PLACE=in_place, OUT_IN_PARTIALS=in_partials,
              WRITE_LSE=write_lse, LN2=merge.LN2, LOG2E=merge.LOG2E),
         num_warps=merge.NUM_WARPS,
