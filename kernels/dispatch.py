@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .naive.attention import PrefixAttention, ReferencePrefixAttention, TritonPrefixAttention
+from .absorb import sm90_bf16_absorb, sm90_fp8_absorb, sm90_fp8_few_heads
+from .absorb.grouped import GroupedAbsorb, HopperGroupedAbsorb
+from .absorb.grouped_fp8 import HopperGroupedAbsorbFP8
+from .absorb.paged_fp8 import AbsorbFP8, HopperAbsorbFP8, HopperKernel, TritonAbsorbFP8, stacked_queries
+from .absorb.stacking import TILE_ROWS
+from .constants import PAGE_TOKENS
+from .naive import sm90_naive, triton_naive
+from .naive.attention import SharedAttention, TorchSharedAttention, TritonSharedAttention
 from .naive.triton_naive import Tile
+from .storage import page_table
 from .storage.append_latent import append_latent
 from .storage.expanded import ExpandedBuffers
 from .storage.fetch_latent import fetch_latent
@@ -16,38 +25,43 @@ from .storage.join_parts import join_parts
 from .storage.latent_rows import LatentRowLayout, dequantize, quantize
 
 
-def make_prefix_attention(
+def make_shared_attention(
     buffers: ExpandedBuffers,
     *,
     max_rows: int,
     heads: int,
     device: torch.device | str,
     tiles: Sequence[Mapping[str, int]] = (),
-) -> PrefixAttention:
-    """Attention over the shared prefixes in `buffers`: Triton on a CUDA device, torch elsewhere.
+    portable: bool = False,
+) -> SharedAttention:
+    """Attention over the expanded segments in `buffers`: the kernel for this GPU, or torch where there is none.
 
     Args:
-        tiles: fields of `naive_prefix.Tile`, smallest first, as calibrated for this GPU and the dtype of `buffers`.
+        tiles: fields of `triton_naive.Tile`, smallest first, for the Hopper kernel: as calibrated for this GPU and the
+            dtype of `buffers`. By default those that are best on an H200.
+        portable: use the kernel for any GPU also where there is one for this GPU.
     Raises:
         ValueError: the buffers are on another device, or hold another number of heads.
     """
     device = torch.device(device)
     if buffers.device.type != device.type:
         raise ValueError(f"the expanded prefixes are on {buffers.device}, not on {device}")
-    if device.type == "cuda":
-        hopper_tiles = tuple(Tile(**fields) for fields in tiles)
-        return TritonPrefixAttention(buffers, max_rows=max_rows, heads=heads, hopper_tiles=hopper_tiles)
-    return ReferencePrefixAttention(buffers, max_rows=max_rows, heads=heads)
+    if device.type != "cuda":
+        return TorchSharedAttention(buffers, max_rows=max_rows, heads=heads)
+    if portable or not sm90_naive.supports(buffers):
+        return TritonSharedAttention(buffers, max_rows=max_rows, heads=heads, kernel=triton_naive)
+    hopper_tiles = [Tile(**fields) for fields in tiles]
+    return TritonSharedAttention(buffers, max_rows=max_rows, heads=heads, kernel=sm90_naive, tiles=hopper_tiles)
 
 
 def workspace_bytes(*, max_rows: int, heads: int, v_head_dim: int, chunks: int, device: torch.device | str) -> int:
-    """What `make_prefix_attention` allocates beside the buffers, known before they exist."""
+    """What `make_shared_attention` allocates beside the buffers, known before they exist."""
     sizes = {"max_rows": max_rows, "heads": heads, "v_head_dim": v_head_dim}
     device = torch.device(device)
     if device.type == "cuda":
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-        return TritonPrefixAttention.workspace_bytes_for(**sizes, chunks=chunks, sm_count=sm_count)
-    return ReferencePrefixAttention.workspace_bytes_for(**sizes)
+        return TritonSharedAttention.workspace_bytes_for(**sizes, chunks=chunks, sm_count=sm_count)
+    return TorchSharedAttention.workspace_bytes_for(**sizes)
 
 
 def whole_query(q_absorbed: Tensor, q_rope: Tensor) -> Tensor:
@@ -78,3 +92,137 @@ def fetch_rows(pool: Tensor, slots: Tensor, latent: Tensor, rope: Tensor) -> Non
     layout = LatentRowLayout(latent.shape[-1], rope.shape[-1])
     latent_read, rope_read = dequantize(pool[slots[kept].long()], layout)
     latent[kept], rope[kept] = latent_read.to(latent.dtype), rope_read.to(rope.dtype)
+
+
+def fill_page_table(
+    table: Tensor,
+    req_to_token: Tensor,
+    pool_indices: Tensor,
+    lens: Tensor,
+    starts: Tensor | None = None,
+    page_size: int = PAGE_TOKENS,
+) -> None:
+    """Pages of each row's tokens; arguments and errors are those of `page_table.fill_page_table`."""
+    fill = page_table.fill_page_table if table.is_cuda else page_table.fill_page_table_torch
+    fill(table, req_to_token, pool_indices, lens, starts, page_size)
+
+
+# ---- absorb
+
+OnFailure = Callable[[str, BaseException], None]
+"""Is told why an implementation that should run here does not: what takes its place, and the error."""
+
+
+def kernel_for(heads: int, queries: int = 1) -> HopperKernel:
+    """Hopper's kernel over FP8 rows for tails of so many heads and query tokens."""
+    rows = heads * stacked_queries(heads, queries)
+    if rows in sm90_fp8_few_heads.ROWS:
+        return HopperKernel(sm90_fp8_few_heads, rows)
+    return HopperKernel(sm90_fp8_absorb, TILE_ROWS)
+
+
+def make_hopper_absorb_fp8(*, heads: int, queries: int = 1, **sizes: Any) -> HopperAbsorbFP8:
+    """The Hopper implementation with its kernel for these sizes, whatever the device; arguments as of `AbsorbFP8`."""
+    return HopperAbsorbFP8(kernel=kernel_for(heads, queries), heads=heads, queries=queries, **sizes)
+
+
+def make_hopper_grouped_absorb_fp8(*, heads: int, **sizes: Any) -> HopperGroupedAbsorbFP8:
+    """The Hopper implementation with its kernels for this number of heads, whatever the device; arguments as of
+    `GroupedAbsorb`."""
+    return HopperGroupedAbsorbFP8(tail_kernel=kernel_for(heads), heads=heads, **sizes)
+
+
+def make_absorb_fp8(
+    pool: Tensor,
+    *,
+    heads: int,
+    dtype: torch.dtype,
+    on_failure: OnFailure,
+    layout: LatentRowLayout | None = None,
+    queries: int = 1,
+    page_size: int = PAGE_TOKENS,
+    **sizes: Any,
+) -> AbsorbFP8:
+    """Attention over FP8 rows by the Hopper kernels, or by Triton's where those do not run. It has been tried out.
+
+    Args:
+        pool: as for `AbsorbFP8.run`, of any layer; dtype: of queries and results.
+        sizes: others of `AbsorbFP8`.
+    """
+    layout, device = layout or LatentRowLayout(), pool.device
+    sizes |= dict(heads=heads, device=device, layout=layout, queries=queries, page_size=page_size)
+
+    def tried(make: Callable[..., AbsorbFP8]) -> AbsorbFP8:
+        absorb = make(**sizes)
+        absorb.try_out(pool, dtype)
+        return absorb
+
+    if sm90_fp8_absorb.supports(device, layout, heads, page_size):
+        try:
+            return tried(make_hopper_absorb_fp8)
+        except Exception as error:
+            reason = "the FP8 cache's own kernels for Hopper do not run here, Triton's take their place"
+            on_failure(f"{reason}: {type(error).__name__}", error)
+    return tried(TritonAbsorbFP8)
+
+
+def make_grouped_absorb(
+    req_to_token: Tensor,
+    latent_pages: Tensor,
+    *,
+    heads: int,
+    kv_lora_rank: int,
+    on_failure: OnFailure,
+    **sizes: Any,
+) -> GroupedAbsorb | None:
+    """Grouped absorb over BF16 latent pages, tried out; None where its kernel is not for this device, dtype or size, or
+    does not run: then plain absorb is all there is.
+
+    Args:
+        req_to_token: as for `GroupedAbsorb.begin_step`; latent_pages: as for `HopperGroupedAbsorb.run`, of any layer.
+        sizes: `max_rows`, `max_tokens` and others of `GroupedAbsorb`.
+    """
+    device, dtype = latent_pages.device, latent_pages.dtype
+    dims = dict(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=latent_pages.shape[-1] - kv_lora_rank)
+    if not sm90_bf16_absorb.supports(device, dtype, **dims, heads=heads):
+        return None
+    sizes |= dict(heads=heads, dtype=dtype, device=device, **dims)
+    return _grouped_or_none(lambda: HopperGroupedAbsorb(**sizes), req_to_token, latent_pages, on_failure)
+
+
+def make_grouped_absorb_fp8(
+    req_to_token: Tensor,
+    pool: Tensor,
+    *,
+    heads: int,
+    layout: LatentRowLayout,
+    dtype: torch.dtype,
+    on_failure: OnFailure,
+    **sizes: Any,
+) -> GroupedAbsorb | None:
+    """Grouped absorb over FP8 rows, tried out; None as for `make_grouped_absorb`.
+
+    Args:
+        req_to_token: as for `GroupedAbsorb.begin_step`; pool: as for `HopperGroupedAbsorbFP8.run`, of any layer, its
+            rows as `layout` has them.
+        dtype: of queries and results.
+        sizes: `max_rows`, `max_tokens` and others of `GroupedAbsorb`.
+    """
+    if not sm90_fp8_absorb.supports(pool.device, layout, heads, PAGE_TOKENS):
+        return None
+    dims = dict(kv_lora_rank=layout.kv_lora_rank, qk_rope_head_dim=layout.qk_rope_head_dim)
+    sizes |= dict(heads=heads, dtype=dtype, device=pool.device, **dims)
+    return _grouped_or_none(lambda: make_hopper_grouped_absorb_fp8(**sizes), req_to_token, pool, on_failure)
+
+
+def _grouped_or_none(
+    make: Callable[[], GroupedAbsorb], req_to_token: Tensor, cache: Tensor, on_failure: OnFailure
+) -> GroupedAbsorb | None:
+    try:
+        grouped = make()
+        grouped.try_out(req_to_token, cache)
+        return grouped
+    except Exception as error:
+        reason = "grouped absorb's own kernels do not run here, every step is plain absorb"
+        on_failure(f"{reason}: {type(error).__name__}", error)
+        return None

@@ -8,9 +8,9 @@ with one more of the steps than the line before:
 - `triton`: BF16, the portable kernel; every (group, head, row tile) is one item, in the order of the groups
 - `gluon`: the kernel for Hopper
 - `fp8`: keys and values in FP8, values transposed (Hopper's FP8 products take them no other way)
-- `schedule`: keys are split and items ordered as kernels/schedule.py does; this is what a server runs
+- `schedule`: keys are split and items ordered as kernels/naive/schedule.py does; this is what a server runs
 
-`quantize` is a launch that only rounds the query to FP8: what it would cost beside a kernel that does not do it itself.
+`quantize` is a launch that only rounds the query to FP8: its cost if the kernel did not do so itself.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import typer
-from bench_attention import DTYPES, captured, free_memory, time_ms
+from bench.cases import DN, DR, DV, SCALE
+from bench.records import write_record
+from bench.shared import DTYPES
+from bench.timing import captured, free_memory, time_ms
 from rich.console import Console
 from rich.table import Table
-from rival_attention import DN, DR, DV, SCALE
 
 from sglang_mla_ext.kernels.absorb.quantize_query import quantize_query
-from sglang_mla_ext.kernels.dispatch import make_prefix_attention
+from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.naive import schedule
-from sglang_mla_ext.kernels.naive.attention import PrefixAttention, TritonPrefixAttention
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, ExpandedBuffers
-from sglang_mla_ext.results import write_record
 
 
 class Batch(NamedTuple):
@@ -86,12 +86,14 @@ def unscheduled() -> Iterator[None]:
         yield
 
 
-def make_buffers(batch: Batch, dtype: str) -> tuple[ExpandedBuffers, list[schedule.PrefixGroup]]:
+def make_buffers(batch: Batch, dtype: str) -> tuple[ExpandedBuffers, list[schedule.ExpandedSegment]]:
     """Random expanded prefixes of all groups."""
     groups, row, chunk = [], 0, 0
     for rows, prefix in batch.groups:
         chunks = -(-prefix // CHUNK_TOKENS)
-        groups.append(schedule.PrefixGroup(tuple(range(row, row + rows)), prefix, tuple(range(chunk, chunk + chunks))))
+        groups.append(
+            schedule.ExpandedSegment(tuple(range(row, row + rows)), prefix, tuple(range(chunk, chunk + chunks)))
+        )
         row, chunk = row + rows, chunk + chunks
     buffers = ExpandedBuffers.allocate(
         layers=1,
@@ -111,11 +113,7 @@ def shared_part(batch: Batch, dtype: str, portable: bool, scheduled: bool) -> Ca
     """The shared part and its merge."""
     buffers, groups = make_buffers(batch, dtype)
     rows, heads = batch.rows, batch.heads
-    attention: PrefixAttention
-    if portable:
-        attention = TritonPrefixAttention(buffers, max_rows=rows, heads=heads, portable=True)
-    else:
-        attention = make_prefix_attention(buffers, max_rows=rows, heads=heads, device="cuda")
+    attention = make_shared_attention(buffers, max_rows=rows, heads=heads, device="cuda", portable=portable)
     if scheduled:
         attention.plan(groups, rows)
     else:

@@ -11,34 +11,22 @@ and tails by grouped absorb; the products with `w_kc` and `w_vc` are left out ev
 
 from __future__ import annotations
 
-import gc
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
-from grouped_attention import GROUPED_HEADS, grouped_absorb
+from bench.cases import DR, LATENT, PAGE_TOKENS, Case, page_table, parse_groups
+from bench.ceilings import Ceilings, measure_ceilings
+from bench.grouped import GROUPED_HEADS, grouped_absorb
+from bench.records import write_record
+from bench.rivals import RIVALS, Rival
+from bench.shared import DTYPES, floor_ms, our_parts, shared_bytes
+from bench.timing import CELLS, attempt, cells, free_memory, measure
 from rich.console import Console
 from rich.table import Table
-from rival_attention import DN, DR, DV, LATENT, PAGE_TOKENS, RIVALS, SCALE, Case, Rival, flashmla_tail, page_table
-from triton.testing import do_bench
 
-from sglang_mla_ext.kernels.dispatch import make_prefix_attention
-from sglang_mla_ext.kernels.naive.attention import PrefixAttention, TritonPrefixAttention
-from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
-from sglang_mla_ext.kernels.naive.triton_naive import Tile
-from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
-from sglang_mla_ext.prefix.cost_model import rates_for
-from sglang_mla_ext.results import write_record
-
-DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-STORAGE = {"bf16": "bf16", "fp8": "fp8_e4m3"}  # a dtype's name in configs/gpus
-PRODUCT_SIDE = 8192  # of the matrices that are multiplied for the ceilings
-BATCH_MS = 10  # of calls back to back: the host's wait behind each batch is short beside it
 DEFAULT_GRID = [  # prefix, heads, batches
     (26472, 128, [64, 128, 256, 512]),
     (7069, 128, [128, 512]),
@@ -46,213 +34,6 @@ DEFAULT_GRID = [  # prefix, heads, batches
     (26472, 64, [128, 512]),
     (26472, 16, [128, 512]),
 ]
-
-
-class Ceilings(NamedTuple):
-    """What the GPU does at best, measured."""
-
-    copy_gbps: float  # bytes read and bytes written
-    bf16_tflops: float
-    fp8_tflops: float
-
-    def __str__(self) -> str:
-        return "copy {:.0f} GB/s, BF16 {:.0f} and FP8 {:.0f} TFLOPS".format(*self)
-
-
-def parse_groups(spec: str) -> tuple[tuple[int, ...], int]:
-    """Read a description of a batch: `8x16` is 8 groups of 16 rows, `200+56x1` a group of 200 and 56 rows alone.
-
-    Returns:
-        rows of each group, at least 2 in each, and the number of rows alone.
-    Raises:
-        ValueError: it is something else, or has no group.
-    """
-    sizes: list[int] = []
-    for term in spec.split("+"):
-        count, times, size = term.rpartition("x")
-        if not size.isdecimal() or (times and not count.isdecimal()) or int(size) == 0 or (times and int(count) == 0):
-            raise ValueError(f"groups must be like 8x16 or 200+56x1, not {spec!r}")
-        sizes += [int(size)] * (int(count) if times else 1)
-    groups = tuple(size for size in sizes if size > 1)
-    if not groups:
-        raise ValueError(f"{spec!r} has no group of two rows or more")
-    return groups, sizes.count(1)
-
-
-def shared_bytes(case: Case, dtype: str) -> int:
-    """Bytes of the expanded keys and values of all prefixes of a case; rotary keys are never FP8."""
-    per_head = (DN + DV) * DTYPES[dtype].itemsize
-    return len(case.sizes) * case.prefix * (case.heads * per_head + DR * 2)
-
-
-def floor_ms(case: Case, dtype: str, ceilings: Ceilings) -> float:
-    """The shortest possible time of the shared part, ms: its bytes at the speed of a copy or its products at that of a
-    large matrix product, whichever is longer. In FP8 the product with the rotary keys is still BF16."""
-    memory = shared_bytes(case, dtype) / ceilings.copy_gbps / 1e6
-    bf16_share = 1.0 if dtype == "bf16" else DR / (DN + DR + DV)
-    rates = bf16_share / ceilings.bf16_tflops + (1 - bf16_share) / ceilings.fp8_tflops
-    return max(memory, case.shared_flops * rates / 1e9)
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A CUDA graph, and what was captured: its tensors must live as long."""
-
-    graph: torch.cuda.CUDAGraph
-    function: Callable[[], Any]
-
-    def __call__(self) -> None:
-        self.graph.replay()
-
-
-def captured(function: Callable[[], Any]) -> Callable[[], Any]:
-    """A CUDA graph of one call, to replay; the function itself if it cannot be captured."""
-    for _ in range(3):  # compiles, fills in schedules
-        function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            function()
-    except RuntimeError as error:
-        print(f"no CUDA graph, timed without: {str(error)[:300]}", flush=True)
-        return function
-    return Captured(graph, function)
-
-
-def time_ms(function: Callable[[], Any], rep_ms: int = 100) -> float:
-    """Median time of a call in ms, L2 flushed before each, over `rep_ms` ms of calls after 50 ms of warm-up."""
-    return do_bench(function, warmup=50, rep=rep_ms, return_mode="median")
-
-
-def back_to_back(function: Callable[[], Any]) -> Iterator[float]:
-    """Call without an end, L2 not flushed: ms of a call, in one batch of calls after another. So the GPU gets to its
-    power limit, where `time_ms` is too short for that."""
-    calls = 1
-    while True:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(calls):
-            function()
-        end.record()
-        end.synchronize()
-        ms = start.elapsed_time(end) / calls
-        calls = max(1, round(BATCH_MS / ms))
-        yield ms
-
-
-def settled(times: Sequence[float]) -> float:
-    """The median of the later two thirds: clock and power change at first."""
-    return median(times[len(times) // 3 :])
-
-
-def matrix_product(dtype: str) -> Callable[[], torch.Tensor]:
-    """A product of two matrices of `PRODUCT_SIDE` x `PRODUCT_SIDE`."""
-    a, b = (torch.randn(PRODUCT_SIDE, PRODUCT_SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    if dtype == "bf16":
-        return lambda: a @ b
-    a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t().contiguous().t()
-    one = torch.ones((), device="cuda")
-    return lambda: torch._scaled_mm(a8, b8, one, one, out_dtype=torch.bfloat16)
-
-
-def measure_ceilings(rep_ms: int = 100) -> Ceilings:
-    """Copy 1 GiB, and multiply matrices."""
-    source = torch.randint(0, 127, (1 << 30,), dtype=torch.int8, device="cuda")
-    target = torch.empty_like(source)
-    copy_gbps = 2 * source.numel() / time_ms(lambda: target.copy_(source), rep_ms) / 1e6
-    bf16_ms, fp8_ms = (time_ms(matrix_product(dtype), rep_ms) for dtype in ("bf16", "fp8"))
-    flops = 2 * PRODUCT_SIDE**3
-    return Ceilings(copy_gbps, flops / bf16_ms / 1e9, flops / fp8_ms / 1e9)
-
-
-def shared_attention(case: Case, dtype: str, tile: Tile | None = None) -> tuple[PrefixAttention, Callable[[], None]]:
-    """Our attention, planned for a case over random prefixes, and a call that runs it.
-
-    Args:
-        tile: of the kernel; by default the one that a server takes.
-    """
-    rows, heads = case.batch, case.heads
-    chunks = -(-case.prefix // CHUNK_TOKENS)  # of one group
-    sizes = dict(qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR, dtype=DTYPES[dtype])
-    buffers = ExpandedBuffers.allocate(layers=1, chunks=chunks * len(case.sizes), heads=heads, **sizes)
-    for tensor in (buffers.k_nope, buffers.v_t, buffers.k_rope):
-        tensor.copy_(torch.randn(tensor.shape, device="cuda", dtype=torch.bfloat16))
-    query = torch.randn(rows, heads, DN + DR, device="cuda", dtype=torch.bfloat16)
-    q_nope, q_rope = query[..., :DN], query[..., DN:]  # [B, H, dn], [B, H, dr]
-
-    attention: PrefixAttention
-    if tile is None:
-        tiles = rates_for(torch.cuda.get_device_name()).naive_tiles.get(STORAGE[dtype], ())
-        attention = make_prefix_attention(buffers, max_rows=rows, heads=heads, device="cuda", tiles=tiles)
-    else:
-        attention = TritonPrefixAttention(buffers, max_rows=rows, heads=heads, tile=tile)
-    starts = [0, *itertools.accumulate(case.sizes)]
-    groups = [
-        PrefixGroup(tuple(range(start, end)), case.prefix, tuple(range(index * chunks, (index + 1) * chunks)))
-        for index, (start, end) in enumerate(itertools.pairwise(starts))
-    ]
-    attention.plan(groups, rows)
-
-    def run() -> None:
-        attention.run(0, q_nope, q_rope, SCALE)
-
-    return attention, run
-
-
-def our_parts(case: Case, dtype: str, tile: Tile | None = None) -> dict[str, Callable[[], Any]]:
-    """What to time of our kernels: `naive`, `merge` and, where FlashMLA is there, `all` in two ways."""
-    attention, run = shared_attention(case, dtype, tile)
-    rows, heads = case.batch, case.heads
-    tail_out = torch.randn(rows, heads, DV, device="cuda", dtype=torch.bfloat16)  # [B, H, dv], merged in place
-    tail_lse = torch.randn(rows, heads, device="cuda")  # [B, H]
-
-    def merge() -> None:
-        attention.merge(tail_out, tail_lse, tail_out)
-
-    run()  # so that the merge, timed alone, reads numbers
-    parts: dict[str, Callable[[], Any]] = {"naive": run, "merge": merge}
-    if tail := attempt("FlashMLA over the tails", flashmla_tail, case):
-
-        def run_all() -> None:
-            _, lse = tail()  # [B, H, 1]
-            run()
-            attention.merge(tail_out, lse.squeeze(-1), tail_out)
-
-        second = torch.cuda.Stream()
-
-        def run_side_by_side() -> None:
-            first = torch.cuda.current_stream()
-            second.wait_stream(first)
-            run()
-            with torch.cuda.stream(second):
-                _, lse = tail()
-            first.wait_stream(second)
-            attention.merge(tail_out, lse.squeeze(-1), tail_out)
-
-        parts |= {"all": run_all, "all_two_streams": run_side_by_side}
-    return parts
-
-
-def attempt(what: str, function: Callable[..., Any], *args: Any) -> Any:
-    """The function's result; None, and a line that says why, if it raises."""
-    try:
-        return function(*args)
-    except Exception as error:
-        print(f"{what} failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}", flush=True)
-        return None
-
-
-def measure(function: Callable[[], Any], rep_ms: int, work: tuple[int, int] | None) -> dict[str, Any]:
-    """Metrics of a callable; work: operations, and bytes of keys and values, where they mean something."""
-    replay = captured(function)
-    metrics: dict[str, Any] = {"ms": time_ms(replay, rep_ms)}
-    if replay is function:
-        metrics["cuda_graph"] = False
-    if work:
-        flops, read_bytes = work
-        metrics |= dict(tflops=flops / metrics["ms"] / 1e9, gbps=read_bytes / metrics["ms"] / 1e6)
-    return metrics
 
 
 def measure_ours(case: Case, dtype: str, ceilings: Ceilings, rep_ms: int) -> list[tuple[str, dict[str, Any] | None]]:
@@ -284,24 +65,6 @@ def measure_ours(case: Case, dtype: str, ceilings: Ceilings, rep_ms: int) -> lis
 def measure_rival(rival: Rival, case: Case, rep_ms: int) -> dict[str, Any]:
     """Metrics of a rival."""
     return measure(rival.make(case), rep_ms, rival.work(case))
-
-
-CELLS = ("us", "TFLOPS", "GB/s", "of floor")
-
-
-def cells(metrics: dict[str, Any] | None) -> list[str]:
-    """What a table says of a measurement, in the columns `CELLS`; metrics: None if it failed."""
-    if not metrics:
-        return ["failed", "", "", ""]
-    rates = [f"{metrics[key]:.0f}" if key in metrics else "" for key in ("tflops", "gbps")]
-    share = f"{metrics['floor_share']:.0%}" if "floor_share" in metrics else ""
-    return [f"{metrics['ms'] * 1e3:.1f}", *rates, share]
-
-
-def free_memory() -> None:
-    """Give what nothing refers to any more back to the GPU."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def cases_of(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,18 @@ class EveryPiece:
         return piece
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Run SGLang's benchmark on the file; what is not ours to read is passed on to it."""
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("prompts", type=Path, help="JSON lines with input_ids and sampling_params")
+    arguments, flags = parser.parse_known_args()
     serving.orjson = EveryPiece
     # The client's list of data sets is fixed; `custom` is the one that reads a user's file.
     datasets.DATASET_MAPPING["custom"] = TokenIdDataset
-    path, *flags = sys.argv[1:]
-    sys.argv[1:] = ["--backend", "sglang", "--dataset-name", "custom", "--dataset-path", path, *flags]
+    data = ["--dataset-name", "custom", "--dataset-path", str(arguments.prompts)]
+    sys.argv[1:] = ["--backend", "sglang", *data, *flags]
     serving.cli_main()
+
+
+if __name__ == "__main__":
+    main()

@@ -2,9 +2,9 @@
 
     python scripts/bench_context.py --backend hybrid_mla:fp8_e4m3 --backend flashmla:fp8_e4m3 --backend flashmla
 
-A backend is a name and, behind a colon, a --kv-cache-dtype. All get the same share of the GPU's memory; what their
-caches hold in it decides how many requests run. Prompts are cached by a first run, so that the time of many tokens less
-that of one is decoding alone. Every backend runs in a process of its own, on the same model with dummy weights.
+A backend is a name and, behind a colon, a --kv-cache-dtype. All get the same share of the GPU's memory, and as many
+requests run as their caches hold. A first run caches the prompts, so that the time of many tokens less that of one is
+decoding alone. Every backend runs in a process of its own, on the same model with dummy weights.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench_engine import PAGE_SIZE, Results, impl_of, write_model
+from bench.engine import PAGE_SIZE, Results, impl_of, write_model
+from bench.records import write_record
 from rich.console import Console
 from rich.table import Table
-
-from sglang_mla_ext.results import write_record
 
 SPARE = 0.02  # of the cache, left free: SGLang holds requests back before the last page is taken
 
@@ -95,7 +94,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="JSON lines file to append records to.")] = None,
 ) -> None:
     """Time decoding with each backend; print a table; append records."""
-    os.environ["SGLANG_HYBRID_MLA_MODE"] = "absorb"  # nothing is shared here, so no memory is taken for it
+    os.environ["SGLANG_HYBRID_MLA_MODE"] = "absorb"  # nothing is shared here, so no memory is set aside for it
     options = {"mem_fraction": mem_fraction, "most": most, "steps": steps}
     table = Table(title="decode at full batch, nothing shared")
     for column in ("backend", "context", "tokens in cache", "requests", "step ms", "tokens/s"):

@@ -9,67 +9,20 @@ batch). Every backend runs in a process of its own, one after the other, on the 
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
-import queue
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from bench.engine import PAGE_SIZE, Results, impl_of, write_model
+from bench.records import write_record
 from rich.console import Console
 from rich.table import Table
 
-from sglang_mla_ext.prefix.cost_model import read_config
-from sglang_mla_ext.results import write_record
-
 QUESTION_TOKENS = 128
-PAGE_SIZE = {"flashmla": 64}
-
-
-def write_model(folder: Path, layers: int, heads: int, intermediate: int, max_positions: int = 65536) -> None:
-    """A `config.json` of DeepSeek-V3's dimensions with dense layers, for `--load-format dummy`."""
-    dims = read_config("models", "deepseek-v3")
-    config = {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "num_hidden_layers": layers,
-        "first_k_dense_replace": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads,
-        "intermediate_size": intermediate,
-        "q_lora_rank": 1536,
-        "vocab_size": 32000,
-        "max_position_embeddings": max_positions,
-        "rope_theta": 10000,
-        "rope_scaling": None,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "tie_word_embeddings": False,
-        "moe_layer_freq": 1,
-        "moe_intermediate_size": 2048,
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "num_nextn_predict_layers": 0,
-        "ep_size": 1,
-    }
-    names = ("hidden_size", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    config |= {name: dims[name] for name in names}
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def measure(
@@ -172,41 +125,6 @@ def main(
             if running.exit_code:
                 console.print(f"[red]{name} stopped with exit code {running.exit_code}[/red]")
     _print(console, results, backend)
-
-
-def impl_of(backend: str) -> str:
-    """The `impl` of a backend's records."""
-    return backend if backend == "hybrid_mla" else f"sglang_{backend}"
-
-
-class Results:
-    """What a function puts into the queue that it gets as its last argument, running in a process of its own; None in
-    the queue ends it.
-
-    Attributes:
-        exit_code: of the process, once all results are taken.
-    """
-
-    def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._queue = spawn.Queue()
-        self._process = spawn.Process(target=function, args=(*arguments, self._queue))
-        self._process.start()
-        self.exit_code: int | None = None
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        while (result := self._next()) is not None:
-            yield result
-        self._process.join()
-        self.exit_code = self._process.exitcode
-
-    def _next(self) -> dict[str, Any] | None:
-        while True:
-            try:
-                return self._queue.get(timeout=1)
-            except queue.Empty:
-                if not self._process.is_alive():
-                    return None
 
 
 def _print(console: Console, results: dict[tuple[str, int, int], dict[str, Any]], backends: list[str]) -> None:

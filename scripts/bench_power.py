@@ -1,12 +1,12 @@
-"""Run kernels back to back and see whether the GPU's power limits them.
+"""Run kernels back to back and report whether the GPU's power limits them.
 
     python scripts/bench_power.py --out benchmarks/results/power.jsonl
 
-Every line of the output is one kernel, whose CUDA graph ran for `--seconds` without a pause and without a flush of L2:
+Every line of the output is one kernel, whose CUDA graph ran for `--seconds` without a pause or a flush of L2:
 the median time of a call, its operations per second, and the share of the matrix units' cycles that its products take.
-Only products that are of use count: neither rows of padding nor scores that are computed twice (with few heads). Clock,
-power and what held the clock down are one sample of nvidia-smi, asked for when half of the time has passed; the calls
-go on until it has come. DeepSeek-V3's dimensions; decode over private tokens as in bench_decode.py, the
+Only useful products count: neither padding rows nor scores that are computed twice (with few heads). Clock,
+power and the reason for the clock's limit are one sample of nvidia-smi, taken after half of the time; the calls go on
+until it arrives. DeepSeek-V3's dimensions; decode over private tokens as in bench_decode.py, the
 shared part as in bench_attention.py.
 """
 
@@ -23,24 +23,18 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from bench_attention import (
-    PRODUCT_SIDE,
-    attempt,
-    back_to_back,
-    captured,
-    free_memory,
-    matrix_product,
-    settled,
-    shared_attention,
-)
-from bench_decode import FLASHMLA, FP8Cache, ours, parse_case
+from bench.cases import DN, DR, DV, LATENT, Case
+from bench.ceilings import PRODUCT_SIDE, matrix_product
+from bench.decode import FLASHMLA, FP8Cache, ours, parse_case
+from bench.records import write_record
+from bench.rivals import RIVALS
+from bench.shared import shared_attention
+from bench.timing import attempt, back_to_back, captured, free_memory, settled
 from rich.console import Console
 from rich.table import Table
-from rival_attention import DN, DR, DV, LATENT, RIVALS, Case
 
-from sglang_mla_ext.kernels.absorb.fp8 import HopperAbsorbFP8
+from sglang_mla_ext.kernels.dispatch import make_hopper_absorb_fp8
 from sglang_mla_ext.kernels.naive.triton_naive import Tile
-from sglang_mla_ext.results import write_record
 
 FP8_MACS_PER_CYCLE, BITS16_MACS_PER_CYCLE = 4096, 2048  # of one Hopper multiprocessor, dense
 DECODE_CASES = ("128x8192x128", "64x16384x128", "128x8192x16")
@@ -111,7 +105,7 @@ def products() -> Iterator[Kernel]:
 
 def our_decode(case: Case) -> Callable[[], None]:
     """Decode over an FP8 cache of random rows."""
-    return ours(case, FP8Cache(case), HopperAbsorbFP8)[0]
+    return ours(case, FP8Cache(case), make_hopper_absorb_fp8)[0]
 
 
 def decode_kernels(spec: str) -> Iterator[Kernel]:

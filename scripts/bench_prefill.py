@@ -18,20 +18,21 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from bench_attention import DTYPES, free_memory, time_ms
-from bench_expansion import allocate, fused
+from bench.cases import DN, DR, DV, LATENT, SCALE
+from bench.expansion import allocate, fused
+from bench.records import write_record
+from bench.shared import DTYPES
+from bench.timing import free_memory, time_ms
 from rich.console import Console
 from rich.table import Table
-from rival_attention import DN, DR, DV, LATENT, SCALE
 
 from sglang_mla_ext.adapter.prefill import PrefillPlan
+from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.merge import LN2
-from sglang_mla_ext.kernels.naive.attention import TritonPrefixAttention
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.shared_prefixes import ExpandedPart
-from sglang_mla_ext.results import write_record
 
 MAX_CHUNK_TOKENS = 128 * 1024  # SGLANG_MAX_KV_CHUNK_CAPACITY
 ROWS_PER_RUN = 1024
@@ -130,7 +131,7 @@ def sglang_way(step: Step) -> Callable[[float], torch.Tensor]:
 
 def our_way(step: Step, buffers: ExpandedBuffers) -> Callable[[], torch.Tensor]:
     """Attention to the expanded prefix and the merge, as the server runs it."""
-    attention = TritonPrefixAttention(buffers, max_rows=ROWS_PER_RUN, heads=step.heads)
+    attention = make_shared_attention(buffers, max_rows=ROWS_PER_RUN, heads=step.heads, device="cuda")
     part = ExpandedPart(step.prefix, tuple(range(buffers.chunks)))
     counts = [step.new_tokens] * step.requests
     lens, parts = [step.prefix] * step.requests, [part] * step.requests

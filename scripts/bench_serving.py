@@ -26,19 +26,20 @@ from typing import Annotated, Any
 import numpy as np
 import requests
 import typer
+from bench.records import write_record
+from bench.server import ON_GPU, ServerFailedError, free_port, running_server, server_info, work_folder
 from rich.console import Console
 from rich.table import Table
-from server_process import ON_GPU, ServerFailedError, free_port, running_server, server_info, work_folder
 from transformers import AutoTokenizer
 
-from sglang_mla_ext.prefix.cost_model import ModelDims, read_config
-from sglang_mla_ext.results import write_record
+from sglang_mla_ext.configs import read_config
+from sglang_mla_ext.prefix.cost_model import ModelDims
 
 SCRIPTS = Path(__file__).resolve().parent
 HYBRID = "hybrid_mla"
 # Tokens of an answer sent in one piece, so that HTTP and the client do not set the pace. The first is sent alone.
 STREAM_INTERVAL = 16
-# Of the longest request's decoding, how much the full batch must last for its throughput to mean something.
+# The full batch must last for this share of the longest request's decoding, or its throughput does not count.
 SMALLEST_FULL_SHARE = 0.25
 
 
@@ -70,7 +71,7 @@ class Result:
 
     @property
     def mode(self) -> str:
-        """For people: mode and size of the groups; `-` for a stock backend."""
+        """Mode and group size for the table; `-` for a stock backend."""
         if self.sharing is None:
             return "-"
         size = self.sharing["group_size"]
@@ -220,7 +221,7 @@ def full_batch_rate(first_s: np.ndarray, gaps_s: list[np.ndarray]) -> float | No
         first_s: `[requests]` time to the first token; all were sent at the same time.
         gaps_s: for each request the times between its tokens.
     Returns:
-        None if that time is too short a part of the decoding to mean something.
+        None if that time is too small a share of the decoding.
     """
     times = [first + np.cumsum(gaps) for first, gaps in zip(first_s, gaps_s, strict=True)]
     begin, end = first_s.max(), min(t[-1] if len(t) else 0.0 for t in times)

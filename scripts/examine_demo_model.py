@@ -1,4 +1,4 @@
-"""Examine a checkpoint of the demo model: what train_demo_model.py does at its end, for a model that is there.
+"""Examine an existing checkpoint of the demo model, as train_demo_model.py does at its end.
 
 python scripts/examine_demo_model.py configs/demo_model .demo/data --out benchmarks/results/demo_model.jsonl
 """
@@ -10,11 +10,10 @@ from typing import Annotated
 
 import torch
 import typer
-from demo_accuracy import examine, perplexity
-from demo_batches import Data
-from train_demo_model import load_network, logits_of
-
-from sglang_mla_ext.results import write_record
+from bench.records import write_record
+from demo_model.batches import Data
+from demo_model.examination import examine, perplexity
+from demo_model.trained import load_network, logits_of
 
 
 def main(

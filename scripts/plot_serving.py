@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from result_tables import REPOSITORY, RESULTS, latest
-from update_tables import BF16, FP8, FP8_PREFIX, storage
-
-from sglang_mla_ext.results import read_records
+from bench.records import read_records
+from bench.serving_tables import BF16, FP8, FP8_PREFIX, storage
+from bench.tables import REPOSITORY, RESULTS, latest
 
 PANEL = ("prompt", "prefix", "heads", "layers")
 STYLES = {BF16: "o-", FP8_PREFIX: "s--", FP8: "^:"}
 
 
 class Line(NamedTuple):
-    """What a line is of: SGLang's name of the backend, and how it stored the cache and expanded prefixes."""
+    """What a line stands for: SGLang's name of the backend, and how it stored the cache and expanded prefixes."""
 
     backend: str
     storage: str
@@ -56,7 +55,7 @@ def panels(records: Iterable[dict[str, Any]]) -> dict[tuple[Any, ...], Panel]:
 
 
 def title(panel: tuple[Any, ...]) -> str:
-    """What a panel shows, for people."""
+    """The title of a panel."""
     prompt, prefix, heads, layers = panel
     tokens = f" ({prefix:,} tokens)" if prefix else ""
     return f"prompt {prompt}{tokens}\n{heads} heads, {layers} layers"
@@ -70,7 +69,7 @@ def rows_and_columns(drawn: Iterable[tuple[Any, ...]]) -> tuple[list[tuple[Any, 
 
 
 def draw(drawn: dict[tuple[Any, ...], Panel], out: Path, caption: str) -> None:
-    """Write the picture.
+    """Write the plot.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -108,7 +107,7 @@ def draw(drawn: dict[tuple[Any, ...], Panel], out: Path, caption: str) -> None:
 def main(
     results: Annotated[Path, typer.Option(exists=True, help="Records of bench_serving.py.")] = RESULTS
     / "serving.jsonl",
-    out: Annotated[Path, typer.Option(help="The picture.")] = REPOSITORY / "docs" / "images" / "serving.png",
+    out: Annotated[Path, typer.Option(help="The plot.")] = REPOSITORY / "docs" / "images" / "serving.png",
 ) -> None:
     """Draw the newest measurement of every case."""
     records = read_records(results)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import platform
+import shutil
+from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from sglang_mla_ext import __version__
-from sglang_mla_ext.adapter import contract
-from sglang_mla_ext.adapter.cpu import standins
-from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims, config_names, rates_for
-from sglang_mla_ext.results import package_version
+from sglang_mla_ext.adapter.contract import installed_version, mismatches
+from sglang_mla_ext.configs import config_names
+from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims, rates_for
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 console = Console()
@@ -23,15 +23,13 @@ console = Console()
 @app.command()
 def doctor() -> None:
     """Check this machine: versions, GPU, and what is used of SGLang. Exit status 1 if it cannot run."""
-    if standins.needed():
-        standins.install()
-    problems = contract.mismatches()
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    if gpu and torch.cuda.get_device_capability()[0] != 9:
+    problems = mismatches()
+    gpu, capability = _gpu()
+    if capability is not None and capability[0] != 9:
         problems.append(f"{gpu} is not a Hopper GPU, which FlashMLA needs")
     table = Table(show_header=False)
     for name in ("sglang", "torch", "triton"):
-        table.add_row(name, package_version(name) or "not installed")
+        table.add_row(name, installed_version(name) or "not installed")
     table.add_row("sglang-mla-ext", __version__)
     table.add_row("python", platform.python_version())
     table.add_row("device", gpu or "no GPU: python -m sglang_mla_ext.launch_server runs on the CPU")
@@ -43,6 +41,20 @@ def doctor() -> None:
     raise typer.Exit(bool(problems))
 
 
+def _gpu() -> tuple[str | None, tuple[int, int] | None]:
+    """Name and compute capability of the GPU that torch uses; None where there is none.
+
+    torch takes seconds to import, so it is asked only where a driver is installed.
+    """
+    if shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
+        return None, None
+    import torch
+
+    if not torch.cuda.is_available():
+        return None, None
+    return torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+
+
 @app.command()
 def plan(
     model: Annotated[str, typer.Option(help="A shipped model, or a Hugging Face config.json.")] = "deepseek-v3",
@@ -52,11 +64,11 @@ def plan(
     batch: Annotated[list[int] | None, typer.Option(help="Requests that share it; repeatable.")] = None,
 ) -> None:
     """Show which mode the cost model chooses, what it saves, and the memory of the expanded prefix in all layers."""
-    from sglang_mla_ext.kernels.absorb.grouped import stacking_for  # loads the kernels
+    from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile  # plain Python
 
     dims = ModelDims.from_json(model)
     cost = CostModel(dims, dims.num_heads // tp, GpuRates.from_json(gpu))
-    grouped = cost.rates.modes[Mode.GROUPED_ABSORB].measured and stacking_for(cost.local_heads) is not None
+    grouped = cost.rates.modes[Mode.GROUPED_ABSORB].measured and rows_per_tile(cost.local_heads) is not None
     allowed = [mode for mode in Mode if grouped or mode is not Mode.GROUPED_ABSORB]  # as a server's `auto`
     names = {mode: mode.value.replace("_", " ") for mode in allowed}  # in words, so that they wrap
     table = Table(title=f"{model}, {cost.local_heads} heads a GPU, {gpu}, BF16: attention to the prefix, ms a layer")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,9 +52,9 @@ class GroupedAbsorb(ABC):
     """
 
     _tail_capacity: AbsorbCapacity
-    """Of the work list of the tails; set by the subclass, with `_tail_work`. Its partials of segments are `_capacity`'s,
-    so that the partials of both lists lie in the same tensors."""
     _tail_work: Tensor
+    """The work list of the tails and its sizes, set by the subclass. Its partials lie where `_capacity` has them, so
+    that those of segments and tails share tensors."""
 
     def __init__(
         self,
@@ -75,7 +76,6 @@ class GroupedAbsorb(ABC):
             max_rows: requests of a step.
             max_tokens: of a request.
             dtype: of queries and results.
-            device: "meta" for an object that only says its `workspace_bytes`; it needs `programs`.
             programs: of the kernels' grids, by default one for each multiprocessor.
             max_segments: of a plan, by default one for each tile that the rows fill, and `SPARE_SEGMENTS`.
             max_segment_rows: rows of all segments of a plan together, where a row counts once for each segment that it
@@ -112,6 +112,11 @@ class GroupedAbsorb(ABC):
     def workspace_bytes(self) -> int:
         """Device memory that this object allocated."""
         return tensor_bytes(self)
+
+    @classmethod
+    def workspace_bytes_for(cls, **sizes: Any) -> int:
+        """What an object would allocate; sizes as of the constructor, without `device` and with `programs`."""
+        return cls(**sizes, device="meta").workspace_bytes
 
     @property
     def max_rows(self) -> int:
@@ -235,7 +240,7 @@ class HopperGroupedAbsorb(GroupedAbsorb):
     The kernel reads whole queries; parts that do not already lie side by side in one tensor are copied to one.
     """
 
-    def __init__(self, **sizes) -> None:
+    def __init__(self, **sizes: Any) -> None:
         """Args: as of `GroupedAbsorb`."""
         super().__init__(**sizes)
         self._tail_capacity, self._tail_work = self._capacity, self._work

@@ -20,8 +20,8 @@ from .schedule import AbsorbCapacity
 
 
 class HopperGroupedAbsorbFP8(GroupedAbsorb):
-    """Over a pool uint8 `[slots, row_bytes]` in pages of 64 rows, with two work lists: segments in tiles of 64 rows, and
-    tails, each of the heads of one request. Their partials lie in the same tensors, so that one merge takes both.
+    """Over a pool uint8 `[slots, row_bytes]` in pages of 64 rows, with two work lists: segments in tiles of 64 query
+    rows, and tails, each of the heads of one request. Their partials lie in the same tensors: one merge takes both.
 
     Queries are rounded by the kernels, which read BF16: one of another dtype, or whose layout TMA cannot read, is
     copied first (sm90_parts/fp8_query.for_tma).
@@ -30,8 +30,8 @@ class HopperGroupedAbsorbFP8(GroupedAbsorb):
     def __init__(self, *, tail_kernel: HopperKernel, **sizes: Any) -> None:
         """
         Args:
-            tail_kernel: from `dispatch.kernel_for`, for the same heads; others as of `GroupedAbsorb`, of which dtype may
-                be BF16 or float32.
+            tail_kernel: from `dispatch.kernel_for`, for the same heads.
+            sizes: as of `GroupedAbsorb`; dtype BF16 or float32.
         """
         super().__init__(**sizes)
         self._tail_kernel = tail_kernel.module

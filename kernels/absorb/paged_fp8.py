@@ -59,7 +59,6 @@ class AbsorbFP8(ABC):
         """
         Args:
             max_requests: of a call.
-            device: "meta" for an object that only says its `workspace_bytes`; it needs `num_sms`.
             queries: query tokens of each request.
             layout: DeepSeek-V3's if None.
             page_size: tokens of a page.
@@ -89,6 +88,11 @@ class AbsorbFP8(ABC):
     def workspace_bytes(self) -> int:
         """Device memory that this object allocated."""
         return tensor_bytes(self)
+
+    @classmethod
+    def workspace_bytes_for(cls, **sizes: Any) -> int:
+        """What an object would allocate; sizes as of the constructor, without `device` and with `num_sms`."""
+        return cls(**sizes, device="meta").workspace_bytes
 
     @property
     def max_requests(self) -> int:

@@ -164,7 +164,9 @@ def schedule_tails_kernel(
     tl.store(table_ptr + MAX_ROWS + row, pieces, mask=row < rows)
 
 
-def schedule_tails(lens: Tensor, work: Tensor, table: PartialTable, capacity: AbsorbCapacity, page_table: Tensor) -> None:
+def schedule_tails(
+    lens: Tensor, work: Tensor, table: PartialTable, capacity: AbsorbCapacity, page_table: Tensor
+) -> None:
     """Replace the items of the tails, which stand behind those of the segments. A tail without tokens has none.
 
     Args:

@@ -50,7 +50,8 @@ def build(runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int) -> 
     grouped = options.mode == "grouped_absorb" or (options.may_group and cost.rates.modes[Mode.GROUPED_ABSORB].measured)
     stock, latent = stock_and_latent(runner, layers, grouped, counters)
     latent.allocate(max_rows, runner.req_to_token_pool.size, runner.model_config.context_len)
-    latent.try_out()
+    if options.mode == "grouped_absorb" and latent.stacking is None and not counters.fallbacks:
+        counters.fall_back(f"grouped absorb does not run here with {heads} heads: every step is plain absorb")
 
     expanding = None
     if options.may_expand:

@@ -52,7 +52,7 @@ class Expander:
         self._tree = tree
 
     def try_out(self) -> None:
-        """Expand one token of no prefix, where kernels have to be compiled for that, so that they show that they run."""
+        """Expand one token of no prefix, where kernels are compiled for that, so that they show that they run."""
         if self._buffers.device.type == "cuda":
             self.expand_slots(torch.zeros(1, dtype=torch.int64, device=self._buffers.device), [0], 0)
 

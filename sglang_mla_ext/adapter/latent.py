@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sglang_mla_ext.kernels.absorb.grouped import LatentSegment
+from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.kernels.dispatch import fill_page_table
 from sglang_mla_ext.prefix.planner import Stacking
@@ -18,8 +18,7 @@ from sglang_mla_ext.prefix.planner import Stacking
 class LatentAttention(Protocol):
     """Attention of a decode step's rows to what is not expanded.
 
-        latent.allocate(max_rows, max_requests, max_tokens)  # once; then workspace_bytes
-        latent.try_out()                                     # once: every kernel compiles, and shows that it runs
+        latent.allocate(max_rows, max_requests, max_tokens)  # once; then stacking and workspace_bytes
         latent.plan(segments, tail_starts, rows)             # when the plan or the number of rows changes
         latent.begin_step(batch, sharing=True)               # before every step
         for layer in layers:
@@ -29,9 +28,8 @@ class LatentAttention(Protocol):
     CUDA graph captures; the graph follows later calls of the other two. It owns its page tables and metadata.
 
     Attributes:
-        stacking: how rows of a segment are stacked, for the planner; None where there is no grouped absorb. Valid after
-            `try_out`.
-        workspace_bytes: device memory that `allocate` and `try_out` took.
+        stacking: how rows of a segment are stacked, for the planner; None where there is no grouped absorb.
+        workspace_bytes: device memory that `allocate` took.
     """
 
     stacking: Stacking | None
@@ -40,14 +38,13 @@ class LatentAttention(Protocol):
     def workspace_bytes(self) -> int: ...
 
     def allocate(self, max_rows: int, max_requests: int, max_tokens: int) -> None:
-        """
+        """Allocate all static memory, and run our kernels once: they compile, and show that they run here.
+
         Args:
             max_rows: query rows of a step that shares.
             max_requests: of any step; max_tokens: of a request.
         """
         ...
-
-    def try_out(self) -> None: ...
 
     def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int, queries: int = 1) -> None:
         """Set which rows share what, for steps of `rows` requests.

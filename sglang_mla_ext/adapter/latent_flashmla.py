@@ -15,7 +15,9 @@ from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from torch import Tensor
 
 from sglang_mla_ext.adapter.latent import Tails, TailStarts, bytes_of
-from sglang_mla_ext.kernels.absorb.grouped import GroupedAbsorb, LatentSegment, rows_per_tile
+from sglang_mla_ext.kernels.absorb.grouped import GroupedAbsorb
+from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
+from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
 from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.kernels.dispatch import make_grouped_absorb, whole_query
 from sglang_mla_ext.prefix.planner import Stacking
@@ -81,9 +83,6 @@ class FlashMLALatent:
         # Its size depends on the GPU alone.
         self._metadata = torch.zeros_like(get_mla_metadata(self._tails.lens[:1], self._heads, 1)[0])
         self._num_splits = torch.zeros(max_rows + 1, dtype=torch.int32, device=self._req_to_token.device)
-
-    def try_out(self) -> None:
-        """Nothing: FlashMLA is compiled, and grouped absorb was tried when it was chosen."""
 
     def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int, queries: int = 1) -> None:
         if self._grouped is not None:

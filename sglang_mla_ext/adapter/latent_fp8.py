@@ -1,8 +1,8 @@
 """Attention in the latent space over the FP8 pool (latent_pool.py), by our own kernels alone: FlashMLA does not know
 rows with a scale for each token.
 
-Private tails go through kernels/absorb/fp8.py, whose schedule is made once a step. Where heads are few, steps that share
-go through grouped absorb over FP8 rows (kernels/absorb/grouped_fp8.py), which takes tails along.
+Private tails go through kernels/absorb/paged_fp8.py, whose schedule is made once a step. Where heads are few, steps
+that share go through grouped absorb over FP8 rows (kernels/absorb/grouped_fp8.py), which takes tails along.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from sglang_mla_ext.adapter.latent import Tails, TailStarts, bytes_of
-from sglang_mla_ext.kernels.absorb.grouped import GroupedAbsorb, LatentSegment, rows_per_tile
+from sglang_mla_ext.kernels.absorb.grouped import GroupedAbsorb
+from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
+from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
 from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.kernels.dispatch import make_absorb_fp8, make_grouped_absorb_fp8
 from sglang_mla_ext.prefix.planner import Stacking
@@ -85,9 +87,6 @@ class FP8Latent:
             )
             if self._grouped is not None:
                 self.stacking = Stacking(PAGE_TOKENS, stacked)
-
-    def try_out(self) -> None:
-        """Nothing: kernels were tried when they were chosen."""
 
     def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int, queries: int = 1) -> None:
         if self._grouped is not None:

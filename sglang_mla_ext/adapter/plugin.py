@@ -58,7 +58,7 @@ def _around_post_init(original: Callable[..., None], server_args: ServerArgs, *a
     on_gpu = torch.cuda.is_available() and server_args.device in (None, "cuda")
     asked = limits.is_asked_for(server_args)
     if asked:
-        contract.check(launcher_only=True)
+        contract.check()
         HybridMLAOptions.from_env()
         limits.set_defaults(server_args, on_gpu)
     original(server_args, *args, **kwargs)

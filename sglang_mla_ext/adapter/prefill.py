@@ -4,8 +4,8 @@ SGLang computes the prefill of an MLA model with keys per head, in two parts tha
 among themselves, and the cached prefix, whose latent rows it gathers and expands again for every request. Here one
 launch attends to the expanded part of the prefix for all requests, and SGLang's loop is left with what follows it.
 
-SGLang copies a `ForwardBatch` field by field before it runs it, so a plan cannot travel on one. It waits in the relay for
-the step that comes next, and the step is known by its list of prefix lengths, which is not copied.
+SGLang copies a `ForwardBatch` field by field before it runs it, so a plan cannot travel on one. It waits in the relay
+for the step that comes next, and the step is known by its list of prefix lengths, which is not copied.
 """
 
 from __future__ import annotations

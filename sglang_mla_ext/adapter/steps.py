@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.adapter.prefill import PrefillPlan
 from sglang_mla_ext.adapter.relay import relay
-from sglang_mla_ext.kernels.absorb.grouped import LatentSegment
+from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.observe import Counters, report
 from sglang_mla_ext.prefix.cost_model import Mode

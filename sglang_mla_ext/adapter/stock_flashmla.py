@@ -23,8 +23,8 @@ class FlashMLAStock:
     def __init__(self, runner: ModelRunner, layers: Sequence[DeepseekV2AttentionMLA], *, reads_pool: bool) -> None:
         """
         Args:
-            reads_pool: whether the pool is SGLang's. If not, prefill asks for rows by their slots and computes with keys
-                per head whatever the length of a prefix: by absorb, SGLang would read the pool itself.
+            reads_pool: whether the pool is SGLang's. If not, prefill asks for rows by their slots and computes with
+                keys per head whatever the length of a prefix: by absorb, SGLang would read the pool itself.
         """
         self.backend = FlashMLABackend(runner)
         self.decodes = reads_pool

@@ -14,20 +14,18 @@ data: `configs/gpus/*.json`, measured where the file says so. This module import
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from sglang_mla_ext.configs import FALLBACK_GPU, gpu_config_of, read_config_or_file
+
 logger = logging.getLogger(__name__)
 
-FALLBACK_GPU = "h100"
 # Bytes of an FP8 latent row beside its content: a float32 scale, padded to 16 bytes.
 _FP8_LATENT_SCALE_BYTES = 16
 
@@ -42,25 +40,6 @@ class Mode(Enum):
 
 # From the least to the most preparation; ties go to the earlier one.
 _PREFERENCE = (Mode.ABSORB, Mode.GROUPED_ABSORB, Mode.NAIVE)
-
-
-def config_names(kind: str) -> list[str]:
-    """Names of the shipped configurations of a kind: `gpus`, `models` or `workloads`."""
-    folder = files("sglang_mla_ext") / "configs" / kind
-    return sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
-
-
-def read_config(kind: str, name: str) -> dict[str, Any]:
-    """One shipped configuration, `configs/{kind}/{name}.json`.
-
-    Raises:
-        ValueError: there is no such configuration; the message lists those that exist.
-    """
-    if name not in (known := config_names(kind)):
-        raise ValueError(f"no configuration {name!r} in {kind}; there are: {', '.join(known)}")
-    text = (files("sglang_mla_ext") / "configs" / kind / f"{name}.json").read_text(encoding="utf-8")
-    config: dict[str, Any] = json.loads(text)
-    return config
 
 
 @dataclass(frozen=True)
@@ -86,11 +65,7 @@ class ModelDims:
         path = Path(name_or_path)
         if path.is_dir():
             path = path / "config.json"
-        if path.suffix == ".json":
-            config: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        else:
-            config = read_config("models", str(name_or_path))
-        return cls.from_config(config)
+        return cls.from_config(read_config_or_file("models", path))
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelDims:
@@ -184,12 +159,7 @@ class GpuRates:
     @classmethod
     def from_json(cls, name_or_path: str | Path) -> GpuRates:
         """Read the rates of a shipped GPU by name (`h200`), or of a file of the same form."""
-        path = Path(name_or_path)
-        config: Mapping[str, Any]
-        if path.suffix == ".json":
-            config = json.loads(path.read_text(encoding="utf-8"))
-        else:
-            config = read_config("gpus", str(name_or_path))
+        config = read_config_or_file("gpus", name_or_path)
 
         def mode_rates(values: Mapping[str, Any]) -> ModeRates:
             fp8 = values.get("fp8_macs_per_s")
@@ -213,21 +183,6 @@ class GpuRates:
                 for storage, tiles in config["modes"][Mode.NAIVE.value].get("tiles", {}).items()
             },
         )
-
-
-def gpu_config_of(device_name: str) -> str | None:
-    """Name of the shipped rates of a device by the name that torch gives it ("NVIDIA H200", "cpu"), None without any.
-
-    Whole words are compared, so that an H200 is not taken for an H20.
-    """
-    words = set(device_words(device_name))
-    known = (name for name in config_names("gpus") if words.intersection(read_config("gpus", name)["device_words"]))
-    return next(known, None)
-
-
-def device_words(device_name: str) -> list[str]:
-    """The words of a device's name, in lower case."""
-    return [word.lower() for word in re.split(r"[^A-Za-z0-9]+", device_name) if word]
 
 
 def rates_for(device_name: str) -> GpuRates:

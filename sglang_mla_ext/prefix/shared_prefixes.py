@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool, Expansion
+from sglang_mla_ext.prefix.gains import Gains, every_group
 from sglang_mla_ext.prefix.planner import Gain, Group, Path, PathNode, Plan, Stacking, limit_entries, plan_groups
 
 if TYPE_CHECKING:
@@ -77,64 +78,6 @@ class Expander(Protocol):
             chunks: ids of the chunks that hold the path's tokens from the first one on.
         """
         ...
-
-
-def every_group(group_size: int, tokens: int) -> float:
-    """The gain of a mode that takes every group, larger and longer ones first."""
-    return float((group_size - 1) * tokens)
-
-
-def no_group(group_size: int, tokens: int) -> float:
-    """The gain of a way that is not to be taken."""
-    return 0.0
-
-
-def gain_of(options: HybridMLAOptions, cost: CostModel) -> Gain:
-    """What naive attention saves over plain absorb, as the mode option wants it judged.
-
-    `auto` asks the cost model. `naive` takes every group. The other modes take none.
-    """
-    if not options.may_expand:
-        return no_group
-    if options.mode == "naive":
-        return every_group
-    return lambda group_size, tokens: (
-        cost.seconds(Mode.ABSORB, group_size, tokens) - cost.seconds(Mode.NAIVE, group_size, tokens)
-    )
-
-
-class Gains(NamedTuple):
-    """What the ways to attend to a shared prefix save, as the mode option wants it judged.
-
-    Attributes:
-        naive: over plain absorb, of a prefix that is expanded.
-        grouped: grouped absorb over plain absorb; None where there is no grouped absorb.
-        expand: naive over the best way without an expansion: what expanding would bring.
-    """
-
-    naive: Gain
-    grouped: Gain | None
-    expand: Gain
-
-    @classmethod
-    def of(cls, options: HybridMLAOptions, cost: CostModel, *, naive: bool, grouped: bool) -> Gains:
-        """
-        Args:
-            naive, grouped: whether the ways can be taken here, if the mode lets them.
-        """
-        over_absorb = gain_of(options, cost) if naive else no_group
-        if not grouped or not options.may_group:
-            return cls(over_absorb, None, over_absorb)
-        if options.mode == "grouped_absorb":
-            return cls(no_group, every_group, no_group)
-
-        def grouped_gain(group_size: int, tokens: int) -> float:
-            return cost.seconds(Mode.ABSORB, group_size, tokens) - cost.seconds(Mode.GROUPED_ABSORB, group_size, tokens)
-
-        def expand_gain(group_size: int, tokens: int) -> float:
-            return over_absorb(group_size, tokens) - max(grouped_gain(group_size, tokens), 0.0)
-
-        return cls(over_absorb, grouped_gain, expand_gain if naive else no_group)
 
 
 class SharedPrefixes:

@@ -14,11 +14,11 @@ import pytest
 import torch
 from triton.testing import do_bench_cudagraph
 
-from sglang_mla_ext.kernels.dispatch import make_prefix_attention, whole_query
+from sglang_mla_ext.kernels.dispatch import make_shared_attention, whole_query
 from sglang_mla_ext.kernels.naive import sm90_naive as naive_prefix_hopper
 from sglang_mla_ext.kernels.naive import triton_naive as naive_prefix
-from sglang_mla_ext.kernels.naive.attention import TritonPrefixAttention
-from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.naive.attention import TritonSharedAttention
+from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
 
@@ -88,7 +88,7 @@ class Problem:
             for i, chunk in enumerate(chunks):
                 tokens = slice(i * CHUNK_TOKENS, (i + 1) * CHUNK_TOKENS)
                 self.buffers.write(LAYER, chunk, 0, k_nope[tokens], v[tokens], k_rope[tokens])
-            self.groups.append(PrefixGroup(rows, length, chunks))
+            self.groups.append(ExpandedSegment(rows, length, chunks))
             self.keys.append((k_nope, k_rope, v))
         query = self.randn(case.rows, case.heads, DN + DR) * case.sharpness
         self.q_nope, self.q_rope = query[..., :DN], query[..., DN:]  # [T, H, dn], [T, H, dr]
@@ -99,12 +99,9 @@ class Problem:
     def randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator, device="cuda", dtype=torch.float32).to(torch.bfloat16)
 
-    def attention(self, portable: bool = False) -> TritonPrefixAttention:
+    def attention(self, portable: bool = False) -> TritonSharedAttention:
         sizes = dict(max_rows=self.case.rows, heads=self.case.heads)
-        if portable:
-            attention = TritonPrefixAttention(self.buffers, portable=True, **sizes)
-        else:
-            attention = make_prefix_attention(self.buffers, device="cuda", **sizes)
+        attention = make_shared_attention(self.buffers, device="cuda", portable=portable, **sizes)
         assert attention._kernel is (naive_prefix if portable else naive_prefix_hopper)
         attention._partial_out.fill_(NAN)
         attention._partial_lse2.fill_(NAN)

@@ -10,6 +10,10 @@ from __future__ import annotations
 
 import os
 
+import torch
+
+torch.set_num_threads(1)  # tensors are small here, and pytest's workers already fill the cores
+
 
 def _bind_to_interpreter() -> None:
     before = os.environ.get("TRITON_INTERPRET")
@@ -24,6 +28,7 @@ def _bind_to_interpreter() -> None:
         from sglang_mla_ext.kernels.storage import (
             append_latent,  # noqa: F401
             fetch_latent,  # noqa: F401
+            page_table,  # noqa: F401
         )
     finally:
         if before is None:

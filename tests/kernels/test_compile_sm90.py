@@ -86,7 +86,7 @@ def compile_naive(tile, dtype):
             scale_log2e="fp32",
         )
         | dict.fromkeys("heads items_offset q_nope_row q_nope_head q_rope_row q_rope_head".split(), "i32"),
-        dict(DN=dn, DR=dr, DV=dv, CHUNK=CHUNK_TOKENS, ITEM=ITEM_FIELDS, BLOCK_ROWS=tile.block_rows,
+        dict(DN=dn, DR=dr, DV=dv, CHUNK=CHUNK_TOKENS, BLOCK_ROWS=tile.block_rows,
              BLOCK_KEYS=tile.block_keys, PRECISION="tf32", NUM_STAGES=tile.num_stages),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -120,12 +120,12 @@ def compile_hopper(tile, dtype):
     # Consumers and the producer's warp, which the compiler rounds up to four.
     return found | dict(num_warps=4 * (tile.block_rows // 64) + 4, ctas_per_sm=tile.ctas_per_sm)
 
-def compile_absorb(segment):
+def compile_absorb(strip_rows):
     found = compile_for_hopper(
         absorb_hopper.absorb_hopper_kernel,
         results
         | dict(partial_out_ptr="*bf16", page_table_ptr="*i32", scale_log2e="fp32")
-        | dict(q_desc=describe("bf16", segment, 64), q_rope_desc=describe("bf16", segment, 64))
+        | dict(q_desc=describe("bf16", strip_rows, 64), q_rope_desc=describe("bf16", strip_rows, 64))
         | dict(content_desc=describe("bf16", 64, 128), rope_desc=describe("bf16", 64, 64)),
         {},
         num_warps=4,
@@ -133,8 +133,8 @@ def compile_absorb(segment):
     # Three warp groups that compute, and the two warps that copy, which the compiler rounds up to four.
     return found | dict(num_warps=16, ctas_per_sm=1)
 
-def compile_absorb_fp8(kernel, segment, constants):
-    query = describe("bf16", 1, segment, 64)
+def compile_absorb_fp8(kernel, strip_rows, constants):
+    query = describe("bf16", 1, strip_rows, 64)
     found = compile_for_hopper(
         kernel,
         results
@@ -151,7 +151,7 @@ def compile_absorb_fp8(kernel, segment, constants):
 def compile_absorb_fp8_many(heads, queries=1):
     capacity = absorb_schedule.AbsorbCapacity(1024, heads * queries, 132, stacked=queries)
     constants = dict(SLOTS=absorb_fp8_hopper.SLOTS, HEADS=heads, QUERIES=queries)
-    return compile_absorb_fp8(absorb_fp8_hopper.absorb_fp8_hopper_kernel, capacity.segment, constants)
+    return compile_absorb_fp8(absorb_fp8_hopper.absorb_fp8_hopper_kernel, capacity.strip_rows, constants)
 
 def compile_absorb_fp8_few(heads, queries=1):
     constants = dict(N=heads * queries, HEADS=heads, QUERIES=queries)
@@ -182,7 +182,7 @@ def compile_merge(dim, partials, more=False, in_place=True, in_partials=False, w
         | dict(partial_out_ptr=f"*{partials}", more_work_ptr="*i32")
         | dict(tail_out_ptr="*bf16", tail_lse_ptr="*fp32", out_ptr="*bf16", lse_ptr="*fp32")
         | dict.fromkeys(strides.split(), "i32"),
-        dict(DV=dim, ITEM=ITEM_FIELDS, BLOCK_HEADS=shape.heads, SPLITS=shape.splits,
+        dict(DV=dim, BLOCK_HEADS=shape.heads, SPLITS=shape.splits,
              UNROLL=shape.unroll, MORE=more, IN_PLACE=in_place, OUT_IN_PARTIALS=in_partials,
              WRITE_LSE=write_lse, LN2=merge.LN2, LOG2E=merge.LOG2E),
         num_warps=merge.NUM_WARPS,
@@ -193,14 +193,14 @@ merges = dict(
     merge_large=compile_merge(dv, "fp32", write_lse=False, rows=512),
     merge_latent_large=compile_merge(rank, "bf16", in_partials=True, rows=512),
     merge_lse=compile_merge(dv, "fp32"),  # prefill
-    merge_latent=compile_merge(rank, "bf16", in_place=False),  # grouped absorb by FlashMLA
-    merge_latent_more=compile_merge(rank, "bf16", more=True, in_partials=True),  # grouped absorb by its own kernel
+    merge_latent=compile_merge(rank, "bf16", in_place=False),  # not in place
+    merge_latent_more=compile_merge(rank, "bf16", more=True, in_partials=True),  # grouped absorb
     merge_latent_in_place=compile_merge(rank, "bf16", in_partials=True),  # FP8 absorb by its own kernels
     merge_latent_fp32=compile_merge(rank, "fp32"),  # and by Triton's
 )
 
 capacity = absorb_schedule.AbsorbCapacity(max_rows=1024, heads=16, programs=132)
-absorb = {f"absorb{segment}": compile_absorb(segment) for segment in (64, 32, 16, 8)} | {
+absorb = {f"absorb{strip_rows}": compile_absorb(strip_rows) for strip_rows in (64, 32, 16, 8)} | {
     f"absorb_fp8_few_{heads}x{queries}": compile_absorb_fp8_few(heads, queries)
     for heads, queries in ((8, 1), (16, 1), (8, 2))
 } | {
@@ -210,11 +210,11 @@ absorb = {f"absorb{segment}": compile_absorb(segment) for segment in (64, 32, 16
     schedule_tails=compile_for_hopper(
         tail_schedule.schedule_tails_kernel,
         dict(lens_ptr="*i32", work_ptr="*i32", table_ptr="*i32", rows="i32", table_row="i32"),
-        dict(HEADS=16, SEGMENT=16, PROGRAMS=132, MAX_ROWS=1024, FIRST_PARTIAL=capacity.max_group_partials,
-             FIRST_SEGMENT=capacity.tail_segments, FIRST_ITEM=capacity.first_item,
+        dict(HEADS=16, STRIP=16, PROGRAMS=132, MAX_ROWS=1024, FIRST_PARTIAL=capacity.max_segment_partials,
+             FIRST_STRIP=capacity.tail_strips, FIRST_ITEM=capacity.first_item,
              MIN_BLOCKS=tail_schedule.MIN_BLOCKS, ITEM_BLOCKS=absorb_schedule.ITEM_BLOCKS,
              BLOCK_KEYS=absorb_schedule.BLOCK_KEYS, TILE_ROWS=absorb_schedule.TILE_ROWS, QUERIES=1,
-             HEADER=absorb_schedule.HEADER_FIELDS, ITEM=ITEM_FIELDS, LANES=1024, LOG2_PARTS=8),
+             LANES=1024, LOG2_PARTS=8),
         num_warps=4,
     ),
 )

@@ -1,29 +1,28 @@
 """SGLang's real server on the CPU, with hybrid_mla and with its own torch backend, on the demo model, in fp32.
 
-Servers are started once for all tests; `/server_info` counts from then on, so tests look at differences.
+Servers are started once for all tests, most of them as forks of one process that has imported SGLang (fork_server.py);
+`/server_info` counts from then on, so tests look at differences.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import requests
-from demo import MODEL
-from rich.console import Console
-from server_process import free_port, running_server, server_info
+from bench.server import server_info
+from server_pool import Launch, Running, ServerPool, last_words
 
-LOGPROB_TOLERANCE = (
-    2e-3  # fp32 in another order of summation; a wrong prefix or a wrong merge moves them by 0.1 and more
-)
+LOGPROB_TOLERANCE = 2e-3
+"""fp32 in another order of summation; a wrong prefix or a wrong merge moves them by 0.1 and more."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,8 @@ class Answer:
 class Server:
     """A running server and what tests do with it."""
 
-    def __init__(self, base_url: str, log: Path) -> None:
-        self.base_url, self.log = base_url, log
+    def __init__(self, running: Running) -> None:
+        self.process, self.base_url, self.log = running.process, running.base_url, running.log
 
     def ask(self, *chats: Chat) -> list[Answer]:
         """Send chats at the same time (after their delays) and wait for all answers."""
@@ -89,6 +88,38 @@ class Server:
             time.sleep(0.2)
 
 
+class Reference(Server):
+    """The stock server, which says what answers should be.
+
+    Each chat is asked once, as long as it has been wanted so far: answers are greedy, so a shorter one is the beginning
+    of a longer one.
+    """
+
+    def __init__(self, running: Running) -> None:
+        super().__init__(running)
+        self._answers: dict[tuple[str, str], Answer] = {}
+        self._thread = ThreadPoolExecutor(1)
+
+    def ask(self, *chats: Chat) -> list[Answer]:
+        return self.asking(*chats).result()
+
+    def asking(self, *chats: Chat) -> Future[list[Answer]]:
+        """Ask in a thread, while the test asks another server."""
+        return self._thread.submit(self._ask, chats)
+
+    def _ask(self, chats: Sequence[Chat]) -> list[Answer]:
+        missing = {(chat.system, chat.user): 0 for chat in chats}
+        for chat in chats:
+            known = self._answers.get((chat.system, chat.user))
+            if known is None or len(known.tokens) < chat.max_tokens:
+                missing[chat.system, chat.user] = max(missing[chat.system, chat.user], chat.max_tokens)
+        asked = [Chat(*key, max_tokens) for key, max_tokens in missing.items() if max_tokens]
+        for chat, answer in zip(asked, super().ask(*asked), strict=True):
+            self._answers[chat.system, chat.user] = answer
+        whole = [(self._answers[chat.system, chat.user], chat.max_tokens) for chat in chats]
+        return [Answer(answer.tokens[:length], answer.logprobs[:length]) for answer, length in whole]
+
+
 @dataclass
 class Counted:
     """Counters of a stretch of time: differences."""
@@ -121,58 +152,85 @@ def assert_same(actual: list[Answer], expected: list[Answer]) -> None:
         assert worst < LOGPROB_TOLERANCE, f"request {index}: log-probabilities differ by {worst}"
 
 
-@pytest.fixture(scope="session")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """`start(arguments...) -> Server`, running until the end of the session."""
-    with contextlib.ExitStack() as servers:
-
-        def start_one(*arguments: str) -> Server:
-            port = free_port()
-            log = tmp_path_factory.mktemp("log") / "server.log"
-            console = Console(file=open(os.devnull, "w"))  # noqa: SIM115
-            common = ("--model-path", str(MODEL), "--max-total-tokens", "16384")
-            url = servers.enter_context(running_server([*common, *arguments], port, log, console, timeout_s=300))
-            return Server(url, log)
-
-        yield start_one
+LAUNCHES: dict[str, Launch] = {}
+POOL = pytest.StashKey[ServerPool]()
 
 
-@pytest.fixture(scope="session")
-def stock(start: Any) -> Server:
-    return start("--attention-backend", "torch_native")
+def _server(name: str, *arguments: str, kind: type[Server] = Server, **launch: Any) -> Any:
+    """The fixture of a server that runs from before its first use until after its last."""
+    LAUNCHES[name] = Launch(arguments, **launch)
+
+    @pytest.fixture(scope="session", name=name)
+    def server(servers: ServerPool) -> Server:
+        return kind(servers.get(name))
+
+    return server
 
 
 @pytest.fixture(scope="session")
-def hybrid(start: Any) -> Server:
-    """Every shared prefix of 32 tokens and more is expanded."""
-    options = ("--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", "32")
-    return start("--attention-backend", "hybrid_mla", "--enable-metrics", *options)
+def servers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    used = [name for item in request.session.items for name in getattr(item, "fixturenames", ()) if name in LAUNCHES]
+    pool = ServerPool(LAUNCHES, list(dict.fromkeys(used)), tmp_path_factory.mktemp("servers"))
+    request.session.stash[POOL] = pool
+    # SIGTERM ends the session as Ctrl-C does: through this fixture's end.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        pool.start_real_ones()
+        yield pool
+    finally:
+        pool.close()
+        signal.signal(signal.SIGTERM, before)
 
 
-@pytest.fixture(scope="session")
-def grouped(start: Any) -> Server:
-    """Every shared prefix of 32 tokens and more is read once for all its requests; nothing is expanded."""
-    options = ("--hybrid-mla-mode", "grouped_absorb", "--hybrid-mla-min-prefix-len", "32")
-    return start("--attention-backend", "hybrid_mla", *options)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    """Servers that no later test uses give their memory back."""
+    yield
+    pool = item.session.stash.get(POOL, None)
+    if pool is not None and nextitem is not None:
+        later = item.session.items[item.session.items.index(nextitem) :]
+        pool.keep_only({name for test in later for name in getattr(test, "fixturenames", ())})
 
 
-@pytest.fixture(scope="session")
-def two_ranks(start: Any) -> Server:
-    """Tensor parallelism: half of the heads in each of two processes, which must plan alike."""
-    options = ("--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", "32")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")  # SGLang wants the cores of each rank
-        return start("--attention-backend", "hybrid_mla", "--tp", "2", *options)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that failed shows the end of the logs of its servers."""
+    report = yield
+    if report.failed:
+        for name, value in getattr(item, "funcargs", {}).items():
+            if isinstance(value, Server):
+                report.sections.append((f"server {name}", last_words(value.process, value.log)))
+    return report
 
 
-@pytest.fixture(scope="session")
-def cramped(start: Any) -> Server:
-    """Prefill in chunks, expansion in small steps, room for one prefix and a part of another, 2,048 tokens of cache."""
-    options = ("--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", "64")
-    limits = ("--hybrid-mla-expand-tokens-per-step", "100", "--hybrid-mla-prefix-memory-gb", "0.0195")
-    sizes = ("--chunked-prefill-size", "256", "--max-total-tokens", "2048")
-    with pytest.MonkeyPatch.context() as patch:
-        # SGLang's own way to test retraction: every so many steps it takes back a request as if its cache were full.
-        patch.setenv("SGLANG_TEST_RETRACT", "1")
-        patch.setenv("SGLANG_TEST_RETRACT_INTERVAL", "60")
-        return start("--attention-backend", "hybrid_mla", *options, *limits, *sizes)
+# What a server takes is said, not a share of what is free: others start and work meanwhile.
+SIZED = ("--mem-fraction-static", "0.5", "--max-total-tokens", "16384")
+HYBRID = ("--attention-backend", "hybrid_mla", "--hybrid-mla-min-prefix-len", "32")
+# Every shared prefix of 32 tokens and more is expanded.
+NAIVE = (*HYBRID, "--hybrid-mla-mode", "naive")
+PREFIXES = ("--hybrid-mla-prefix-memory-gb", "0.2")
+# But here the cache is as large as a tenth of the memory allows. Prefill in chunks.
+BY_MEMORY = ("--max-total-tokens", str(1 << 30), "--chunked-prefill-size", "256")
+
+stock = _server("stock", "--attention-backend", "torch_native", *SIZED, kind=Reference)
+hybrid = _server("hybrid", *NAIVE, *SIZED, *PREFIXES, "--enable-metrics")
+# Every shared prefix of 32 tokens and more is read once for all its requests; nothing is expanded.
+grouped = _server("grouped", *HYBRID, "--hybrid-mla-mode", "grouped_absorb", *SIZED)
+fp8_prefix = _server("fp8_prefix", *NAIVE, *SIZED, *PREFIXES, "--hybrid-mla-prefix-dtype", "fp8_e4m3")
+bf16_cache = _server("bf16_cache", *NAIVE, *BY_MEMORY, "--kv-cache-dtype", "bf16")
+fp8_cache = _server("fp8_cache", *NAIVE, *BY_MEMORY, "--kv-cache-dtype", "fp8_e4m3")
+# Tensor parallelism: half of the heads in each of two processes, which must plan alike. SGLang wants the cores of each.
+two_ranks = _server(
+    "two_ranks", *NAIVE, *SIZED, *PREFIXES, "--tp", "2", environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+)
+# Prefill in chunks, expansion in small steps, room for one prefix and a part of another, 2,048 tokens of cache, and
+# SGLang's own way to test retraction: every so many steps it takes back a request as if its cache were full.
+# This is the one server that the real command line starts.
+cramped = _server(
+    "cramped",
+    *(*NAIVE, "--hybrid-mla-min-prefix-len", "64"),
+    *("--hybrid-mla-expand-tokens-per-step", "100", "--hybrid-mla-prefix-memory-gb", "0.0195"),
+    *(*SIZED, "--max-total-tokens", "2048", "--chunked-prefill-size", "256"),
+    environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "60"},
+    real=True,
+)

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import requests
-from conftest import Chat, Server, assert_same, counting
+from conftest import Chat, Reference, Server, assert_same, counting
 
 NAMES = [
     "Quedrom",
@@ -69,19 +69,20 @@ def watching(server: Server) -> Any:
         watcher.join()
 
 
-def test_the_model_depends_on_the_system_prompt(stock: Server) -> None:
+def test_the_model_depends_on_the_system_prompt(stock: Reference) -> None:
     """Else equal answers would prove nothing."""
     answers = stock.ask(Chat(SYSTEM, question(1)), Chat(OTHER_SYSTEM, question(1)), Chat("", question(1)))
     assert len({tuple(answer.tokens) for answer in answers}) == 3
 
 
-def test_eight_chats_share_a_prefix_and_two_do_not(stock: Server, hybrid: Server) -> None:
+def test_eight_chats_share_a_prefix_and_two_do_not(stock: Reference, hybrid: Server) -> None:
     chats = [Chat(SYSTEM, question(i), max_tokens=40) for i in range(8)] + [Chat("", question(i), 40) for i in (8, 9)]
+    expected = stock.asking(*chats)
     hybrid.flush()
     hybrid.ask(Chat(SYSTEM, question(13), 1))
     with counting(hybrid) as counted, watching(hybrid) as seen:
         actual = hybrid.ask(*chats)
-    assert_same(actual, stock.ask(*chats))
+    assert_same(actual, expected.result())
     for index, answer in enumerate(actual[:8]):
         assert f"The code of {NAMES[index]} is {codes(3)[index]}." in "".join(answer.tokens)
     assert counted.steps_naive >= 30
@@ -90,62 +91,68 @@ def test_eight_chats_share_a_prefix_and_two_do_not(stock: Server, hybrid: Server
     assert largest["requests"] == 8 and largest["mode"] == "naive" and largest["prefix_len"] > 200
 
 
-def test_grouped_absorb_for_six_chats_on_one_prefix_and_not_for_two(stock: Server, grouped: Server) -> None:
+def test_grouped_absorb_for_six_chats_on_one_prefix_and_not_for_two(stock: Reference, grouped: Server) -> None:
     chats = [Chat(SYSTEM, question(i), max_tokens=40) for i in range(6)] + [Chat("", question(i), 40) for i in (8, 9)]
+    expected = stock.asking(*chats)
     grouped.ask(Chat(SYSTEM, question(13), 1))
     with counting(grouped) as counted, watching(grouped) as seen:
         actual = grouped.ask(*chats)
-    assert_same(actual, stock.ask(*chats))
+    assert_same(actual, expected.result())
     assert counted.steps_grouped >= 30 and counted.steps_naive == counted.expansions == 0
     largest = max((group for groups in seen for group in groups), key=lambda group: group["requests"])
     assert largest["requests"] == 6 and largest["mode"] == "grouped_absorb" and largest["prefix_len"] > 200
     assert grouped.info()["budget_bytes"] == 0
 
 
-def test_prefix_is_found_without_warming_up(stock: Server, hybrid: Server) -> None:
+def test_prefix_is_found_without_warming_up(stock: Reference, hybrid: Server) -> None:
     """All requests arrive before anything is cached: sharing is seen only once they decode."""
     chats = [Chat(SYSTEM, question(i), max_tokens=24) for i in range(6)]
+    expected = stock.asking(*chats)
     hybrid.flush()
     with counting(hybrid) as counted:
         actual = hybrid.ask(*chats)
-    assert_same(actual, stock.ask(*chats))
+    assert_same(actual, expected.result())
     assert counted.steps_naive > 0
 
 
-def test_two_system_prompts_at_once(stock: Server, hybrid: Server) -> None:
+def test_two_system_prompts_at_once(stock: Reference, hybrid: Server) -> None:
     chats = [Chat((SYSTEM, OTHER_SYSTEM)[i % 2], question(i), max_tokens=32) for i in range(8)]
+    expected = stock.asking(*chats)
     hybrid.flush()
     hybrid.ask(Chat(SYSTEM, question(13), 1), Chat(OTHER_SYSTEM, question(13), 1))
     with counting(hybrid) as counted, watching(hybrid) as seen:
         actual = hybrid.ask(*chats)
-    assert_same(actual, stock.ask(*chats))
+    assert_same(actual, expected.result())
     assert counted.expansions == 2
     assert any(sorted(group["requests"] for group in groups) == [4, 4] for groups in seen)
 
 
-def test_requests_join_and_leave(stock: Server, hybrid: Server) -> None:
+def test_requests_join_and_leave(stock: Reference, hybrid: Server) -> None:
     chats = [Chat(SYSTEM, question(i), max_tokens=6 + 9 * i, delay_s=0.15 * (7 - i)) for i in range(8)]
+    expected = stock.asking(*chats)
     with counting(hybrid) as counted:
         actual = hybrid.ask(*chats)
-    assert_same(actual, stock.ask(*chats))
+    assert_same(actual, expected.result())
     assert counted.steps_naive > 0
 
 
-def test_later_requests_use_the_expanded_prefix_in_their_prefill(stock: Server, hybrid: Server) -> None:
+def test_later_requests_use_the_expanded_prefix_in_their_prefill(stock: Reference, hybrid: Server) -> None:
     """Requests of several lengths join two that run; one of them shares only half of the prefix."""
     half = SYSTEM[: len(SYSTEM) // 2] + "What is a garden? " * 9
     early = [Chat(SYSTEM, question(i), max_tokens=60) for i in range(2)]
     late = [Chat(SYSTEM, question(i) * (i - 1), max_tokens=12, delay_s=0.5) for i in range(2, 6)]
+    expected = stock.asking(*early, *late, Chat(half, question(9), 12))
     hybrid.flush()
     hybrid.ask(Chat(SYSTEM, question(13), 1))
     with counting(hybrid) as counted:
         actual = hybrid.ask(*early, *late, Chat(half, question(9), 12, delay_s=0.5))
-    assert_same(actual, stock.ask(*early, *late, Chat(half, question(9), 12)))
+    assert_same(actual, expected.result())
     assert counted.prefills_naive > 0 and counted.prefill_tokens_saved > 4 * 200
 
 
-def test_an_aborted_request_harms_nobody(stock: Server, hybrid: Server) -> None:
+def test_an_aborted_request_harms_nobody(stock: Reference, hybrid: Server) -> None:
     chats = [Chat(SYSTEM, question(i), max_tokens=40) for i in range(4)]
+    expected = stock.asking(*chats)
 
     async def with_an_abort() -> list[Any]:
         async with hybrid.client() as client:
@@ -156,12 +163,12 @@ def test_an_aborted_request_harms_nobody(stock: Server, hybrid: Server) -> None:
             return [await other for other in others]
 
     actual = asyncio.run(with_an_abort())
-    assert_same(actual, stock.ask(*chats))
+    assert_same(actual, expected.result())
     hybrid.flush()  # succeeds only when the aborted request is gone
     assert hybrid.info()["expanded_bytes"] == 0
 
 
-def test_flush_drops_what_was_expanded(stock: Server, hybrid: Server) -> None:
+def test_flush_drops_what_was_expanded(stock: Reference, hybrid: Server) -> None:
     chats = [Chat(SYSTEM, question(i), max_tokens=16) for i in range(3)]
     first = hybrid.ask(*chats)
     hybrid.flush()
@@ -171,16 +178,17 @@ def test_flush_drops_what_was_expanded(stock: Server, hybrid: Server) -> None:
     assert_same(first, stock.ask(*chats))
 
 
-def test_prefix_splits_while_it_is_used(stock: Server, hybrid: Server) -> None:
+def test_prefix_splits_while_it_is_used(stock: Reference, hybrid: Server) -> None:
     """Later requests share only the first half of what earlier ones share and have expanded."""
     half = SYSTEM[: len(SYSTEM) // 2] + "Now forget physics and talk about gardens instead. " * 4
     early = [Chat(SYSTEM, question(i), max_tokens=60) for i in range(3)]
     late = [Chat(half, question(i), max_tokens=30, delay_s=0.4) for i in range(3)]
+    expected = stock.asking(*early, *late)
     hybrid.flush()
     hybrid.ask(Chat(SYSTEM, question(13), 1))
     with counting(hybrid) as counted, watching(hybrid) as seen:
         actual = hybrid.ask(*early, *late)
-    assert_same(actual, stock.ask(*early, *late))
+    assert_same(actual, expected.result())
     assert counted.steps_naive > 0
     assert any(len({group["prefix_len"] for group in groups}) == 2 for groups in seen)
 
@@ -214,6 +222,6 @@ def test_metrics_say_the_same_as_server_info(hybrid: Server) -> None:
     assert published["steps_naive"] > 0
 
 
-def test_server_without_the_flag_has_nothing_of_ours(stock: Server) -> None:
+def test_server_without_the_flag_has_nothing_of_ours(stock: Reference) -> None:
     state = requests.get(f"{stock.base_url}/server_info", timeout=30).json()["internal_states"][0]
     assert "hybrid_mla" not in state

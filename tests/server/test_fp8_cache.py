@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import requests
+from bench.server import server_info
 from conftest import Chat, Server, counting
 from demo import OTHER_QUESTIONS, SYSTEM_PROMPT, WORD_QUESTIONS, lookups
-from server_process import server_info
 
 TIE = 0.05
 """Log-probabilities closer than this are a tie, which rounding may decide."""
@@ -30,22 +30,6 @@ class Step:
     token: str
     logprob: float
     lead: float
-
-
-def start_with_cache(start: Any, dtype: str) -> Server:
-    options = ("--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", "32", "--chunked-prefill-size", "256")
-    by_memory = ("--max-total-tokens", str(1 << 30), "--kv-cache-dtype", dtype)
-    return start("--attention-backend", "hybrid_mla", *options, *by_memory)
-
-
-@pytest.fixture(scope="module")
-def bf16(start: Any) -> Server:
-    return start_with_cache(start, "bf16")
-
-
-@pytest.fixture(scope="module")
-def fp8(start: Any) -> Server:
-    return start_with_cache(start, "fp8_e4m3")
 
 
 def ask(server: Server, *chats: Chat) -> list[list[Step]]:
@@ -83,14 +67,14 @@ def compare(actual: list[list[Step]], expected: list[list[Step]]) -> list[float]
     return apart
 
 
-def test_answers_are_those_of_a_bf16_cache(bf16: Server, fp8: Server) -> None:
+def test_answers_are_those_of_a_bf16_cache(bf16_cache: Server, fp8_cache: Server) -> None:
     """The demo's chats at once, most of them with its system prompt, and one of them again, alone."""
     looked_up = lookups(SYSTEM)
     questions = [*(chat.question for chat in looked_up), *WORD_QUESTIONS]
     chats = [Chat(SYSTEM, question, 40) for question in questions]
     chats += [Chat("", question, 40) for question in OTHER_QUESTIONS]
     actual, expected = [], []
-    for server, answers in ((bf16, expected), (fp8, actual)):
+    for server, answers in ((bf16_cache, expected), (fp8_cache, actual)):
         server.flush()
         ask(server, Chat(SYSTEM, "Hello?", 1))
         with counting(server) as counted:
@@ -108,29 +92,29 @@ def test_answers_are_those_of_a_bf16_cache(bf16: Server, fp8: Server) -> None:
     assert 1e-5 < sum(apart) / len(apart) < 0.02, "close, and not equal: the cache is in FP8"
 
 
-def test_later_requests_use_the_expanded_prefix_in_their_prefill(bf16: Server, fp8: Server) -> None:
+def test_later_requests_use_the_expanded_prefix_in_their_prefill(bf16_cache: Server, fp8_cache: Server) -> None:
     chats = [Chat(SYSTEM, question, 40) for question in WORD_QUESTIONS[-4:]]
     late = [Chat(SYSTEM, question, 24) for question in WORD_QUESTIONS[:3]]
-    fp8.flush()
-    fp8.ask(Chat(SYSTEM, "Hello?", 1))
-    with counting(fp8) as counted:
-        actual = fp8.ask(*chats, *(replace(chat, delay_s=0.4) for chat in late))
-    expected = bf16.ask(*chats, *late)
+    fp8_cache.flush()
+    fp8_cache.ask(Chat(SYSTEM, "Hello?", 1))
+    with counting(fp8_cache) as counted:
+        actual = fp8_cache.ask(*chats, *(replace(chat, delay_s=0.4) for chat in late))
+    expected = bf16_cache.ask(*chats, *late)
     assert counted.prefills_naive > 0
     same = [ours.tokens == theirs.tokens for ours, theirs in zip(actual, expected, strict=True)]
     print(f"{sum(same)} of {len(same)} texts are equal")
     assert sum(same) >= len(same) / 2
 
 
-def test_the_prefix_follows_the_cache(bf16: Server, fp8: Server) -> None:
-    assert "tokens in float32)" in bf16.log.read_text()
-    assert "tokens in float8_e4m3fn)" in fp8.log.read_text()
+def test_the_prefix_follows_the_cache(bf16_cache: Server, fp8_cache: Server) -> None:
+    assert "tokens in float32)" in bf16_cache.log.read_text()
+    assert "tokens in float8_e4m3fn)" in fp8_cache.log.read_text()
 
 
-def test_the_same_memory_holds_more_tokens(bf16: Server, fp8: Server) -> None:
+def test_the_same_memory_holds_more_tokens(bf16_cache: Server, fp8_cache: Server) -> None:
     """The machine's free memory is another for each server; what they had is ten times what they took for prefixes."""
     per_byte = []
-    for server in (bf16, fp8):
+    for server in (bf16_cache, fp8_cache):
         tokens = requests.get(f"{server.base_url}/server_info", timeout=30).json()["max_total_num_tokens"]
         memory = 10 * server_info(server.base_url)["hybrid_mla"]["budget_bytes"]
         print(f"max_total_num_tokens {tokens} in {memory / (1 << 30):.3f} GiB (a tenth of it for prefixes)")

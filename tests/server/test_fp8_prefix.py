@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-from conftest import Chat, Server, counting
+from conftest import Chat, Reference, Server, counting
 from test_answers import SYSTEM, question
 
 
-@pytest.fixture(scope="module")
-def fp8(start: Any) -> Server:
-    options = ("--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", "32")
-    return start("--attention-backend", "hybrid_mla", "--hybrid-mla-prefix-dtype", "fp8_e4m3", *options)
-
-
-def test_answers_are_close(stock: Server, fp8: Server) -> None:
+def test_answers_are_close(stock: Reference, fp8_prefix: Server) -> None:
     chats = [Chat(SYSTEM, question(i), max_tokens=24) for i in range(6)]
-    fp8.flush()
-    fp8.ask(Chat(SYSTEM, question(13), 1))
-    with counting(fp8) as counted:
-        actual = fp8.ask(*chats)
+    fp8_prefix.flush()
+    fp8_prefix.ask(Chat(SYSTEM, question(13), 1))
+    with counting(fp8_prefix) as counted:
+        actual = fp8_prefix.ask(*chats)
     expected = stock.ask(*chats)
     assert counted.steps_naive >= 20 and counted.prefills_naive > 0
     apart = []

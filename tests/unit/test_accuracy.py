@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 
-import accuracy
 import pytest
 import torch
-from accuracy_tables import accuracy_cache, accuracy_fp16, accuracy_rescale
-
-from sglang_mla_ext.results import write_record
+from bench import accuracy_studies
+from bench.accuracy_tables import accuracy_cache, accuracy_fp16, accuracy_rescale
+from bench.records import write_record
 
 
 def generator() -> torch.Generator:
@@ -17,28 +16,32 @@ def generator() -> torch.Generator:
 
 
 def test_the_truth_is_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accuracy, "TRUTH_KEYS", 7)  # does not divide the keys
+    monkeypatch.setattr(accuracy_studies, "TRUTH_KEYS", 7)  # does not divide the keys
     q, k, v = (torch.randn(n, 8, generator=generator()).bfloat16() for n in (3, 50, 50))
     expected = torch.softmax(q.double() @ k.double().T * 0.3, dim=1) @ v.double()
-    torch.testing.assert_close(accuracy.attention(q, k, v, 0.3), expected)
+    torch.testing.assert_close(accuracy_studies.attention(q, k, v, 0.3), expected)
 
 
 def test_measures() -> None:
     truth = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
-    found = accuracy.measures(truth + torch.tensor([[4.0, -3.0], [0.0, 0.0]]), truth)  # at a right angle, as long
+    found = accuracy_studies.measures(
+        truth + torch.tensor([[4.0, -3.0], [0.0, 0.0]]), truth
+    )  # at a right angle, as long
     assert found["rmse"] == pytest.approx(5 / math.sqrt(4))
     assert found["rel_err"] == pytest.approx(1.0)
     assert found["cos_dist"] == pytest.approx(1 - math.sqrt(0.5))
-    assert accuracy.measures(truth, truth) == dict(rmse=0.0, cos_dist=pytest.approx(0.0, abs=1e-15), rel_err=0.0)
+    assert accuracy_studies.measures(truth, truth) == dict(
+        rmse=0.0, cos_dist=pytest.approx(0.0, abs=1e-15), rel_err=0.0
+    )
 
 
 def test_mean() -> None:
-    assert accuracy.mean([dict(a=1.0, b=2.0), dict(a=3.0, b=2.0)]) == dict(a=2.0, b=2.0)
+    assert accuracy_studies.mean([dict(a=1.0, b=2.0), dict(a=3.0, b=2.0)]) == dict(a=2.0, b=2.0)
 
 
 @pytest.mark.parametrize("sizes", ["equal", "spread"])
 def test_the_cache_is_within_the_ranges_of_the_figure(sizes: str) -> None:
-    content, rope = accuracy.cache_like_figure_3(4000, sizes, generator())
+    content, rope = accuracy_studies.cache_like_figure_3(4000, sizes, generator())
     assert content.dtype == rope.dtype == torch.bfloat16
     assert 5 < content.abs().max() <= 10 and 900 < rope.abs().max() <= 1000
     assert content.float().abs().median() < 0.6  # concentrated around zero
@@ -48,31 +51,31 @@ def test_the_cache_is_within_the_ranges_of_the_figure(sizes: str) -> None:
 
 def test_queries_make_scores_of_the_deviation_asked_for() -> None:
     keys = torch.logspace(0, 2, 64) * torch.randn(3000, 64, generator=generator())
-    scores = accuracy.queries_for(keys, 4.0, 5, generator()).float() @ keys.T
+    scores = accuracy_studies.queries_for(keys, 4.0, 5, generator()).float() @ keys.T
     torch.testing.assert_close(scores.std(dim=1), torch.full((5,), 4.0), rtol=0.02, atol=0)
 
 
 def test_distributions() -> None:
-    uniform = accuracy.drawn("uniform", 3.0, (10_000,), generator())
+    uniform = accuracy_studies.drawn("uniform", 3.0, (10_000,), generator())
     assert uniform.abs().max() <= 3 and uniform.std().item() == pytest.approx(3**0.5, rel=0.02)
-    assert accuracy.drawn("normal", 2.0, (10_000,), generator()).std().item() == pytest.approx(2, rel=0.03)
-    outliers = accuracy.with_outliers((1_000_000,), generator())
+    assert accuracy_studies.drawn("normal", 2.0, (10_000,), generator()).std().item() == pytest.approx(2, rel=0.03)
+    outliers = accuracy_studies.with_outliers((1_000_000,), generator())
     assert outliers.var().item() == pytest.approx(1.1, rel=0.02)
-    assert accuracy.student_t((10_000,), 5, generator()).var().item() == pytest.approx(5 / 3, rel=0.2)
+    assert accuracy_studies.student_t((10_000,), 5, generator()).var().item() == pytest.approx(5 / 3, rel=0.2)
 
 
 def test_every_study_gives_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accuracy, "ROTARY_LOGIT_STD", (4.0,))
-    monkeypatch.setattr(accuracy, "AMLA_NORMAL", (1.0,))
-    monkeypatch.setattr(accuracy, "AMLA_UNIFORM", (50.0,))
-    snapmla = list(accuracy.snapmla(tokens=200, heads=2, samples=1))
-    assert [name for name, _, _ in snapmla] == 2 * [*accuracy.SNAPMLA_NAMES.values(), "bf16"]
+    monkeypatch.setattr(accuracy_studies, "ROTARY_LOGIT_STD", (4.0,))
+    monkeypatch.setattr(accuracy_studies, "AMLA_NORMAL", (1.0,))
+    monkeypatch.setattr(accuracy_studies, "AMLA_UNIFORM", (50.0,))
+    snapmla = list(accuracy_studies.snapmla(tokens=200, heads=2, samples=1))
+    assert [name for name, _, _ in snapmla] == 2 * [*accuracy_studies.SNAPMLA_NAMES.values(), "bf16"]
     errors = {name: metrics["rel_err"] for name, _, metrics in snapmla[:7]}
     assert errors["bf16"] < errors["hybrid_mla"] < errors["snapmla_config_a"]
-    amla = list(accuracy.amla(tokens=600, heads=2, samples=2))
-    assert [name for name, _, _ in amla] == 2 * list(accuracy.AMLA_NAMES.values())
+    amla = list(accuracy_studies.amla(tokens=600, heads=2, samples=2))
+    assert [name for name, _, _ in amla] == 2 * list(accuracy_studies.AMLA_NAMES.values())
     assert all(metrics["rel_err"] < 4e-3 for _, _, metrics in amla)
-    assert [case["tokens"] for _, case, _ in accuracy.etap((100,))] == [100] * 3
+    assert [case["tokens"] for _, case, _ in accuracy_studies.etap((100,))] == [100] * 3
 
 
 def cells(line: str) -> list[str]:
@@ -80,16 +83,16 @@ def cells(line: str) -> list[str]:
 
 
 def test_tables(tmp_path) -> None:
-    path = tmp_path / "accuracy.jsonl"
+    path = tmp_path / "accuracy_studies.jsonl"
 
     def record(impl: str, case: dict, **metrics: float) -> None:
         write_record(path, bench="accuracy", impl=impl, case=case, gpu="cpu", command="run it", **metrics)
 
-    for number, impl in enumerate(("bf16", *accuracy.SNAPMLA_NAMES.values())):
+    for number, impl in enumerate(("bf16", *accuracy_studies.SNAPMLA_NAMES.values())):
         case = dict(study="snapmla", token_sizes="equal", rotary_logit_std=4.0)
         for factor in (9.0, 1.0):  # the last record counts
             record(impl, case, rmse=factor * number, cos_dist=0.25, rel_err=0.5)
-    for number, impl in enumerate(accuracy.AMLA_NAMES.values()):
+    for number, impl in enumerate(accuracy_studies.AMLA_NAMES.values()):
         record(impl, dict(study="amla", distribution="uniform", size=3.0), rel_err=number / 1000)
     record("fp16", dict(study="etap", distribution="normal", tokens=8192), rms=0.5, rmse=1e-5, rel_err=2e-5)
 

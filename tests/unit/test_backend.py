@@ -1,369 +1,290 @@
-"""HybridMLABackend without SGLang's server: what it does when something fails, and what it writes when."""
+"""The composed backend, driven as SGLang drives it: steps without graphs, and steps captured once and replayed with
+other batches, against attention over all keys in float64.
+
+Bounds: float32 in another order of summation 1e-5; FP8 latent rows 5e-2, because tails are rounded in blocks of their
+own, and queries too. A prefix that is left out, taken twice or merged wrongly moves results by more than 0.1.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from decode_world import DECODE, DR, EXTEND, HEADS, IDLE, LAYER_IDS, MAX_REQUESTS, PAGE, RANK, Graph, World
 
-from sglang_mla_ext.adapter import backend as backend_module
-from sglang_mla_ext.adapter.backend import FIRST_PAUSE, NO_GROUPS, HybridMLABackend
-from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
-from sglang_mla_ext.kernels.storage.expanded import FP8
-from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.cost_model import CostModel, Mode, rates_for
-from sglang_mla_ext.prefix.planner import Group, Plan, Stacking
+from sglang_mla_ext.adapter.relay import relay
+from sglang_mla_ext.adapter.steps import FIRST_PAUSE, NOTHING_SHARED
+from sglang_mla_ext.prefix.cost_model import Mode
+from sglang_mla_ext.prefix.planner import Plan
 
-HEADS, DN, DR, DV, RANK = 2, 16, 8, 16, 32
-MIB = 1 << 20
-
-
-class Stock:
-    def __init__(self, runner: Any) -> None:
-        pass
-
-
-class Backend(HybridMLABackend, Stock):
-    pass
-
-
-class Grouping(Backend):
-    """With grouped absorb, which writes down the plans that it gets."""
-
-    def _make_grouped(self, runner: Any) -> Stacking | None:
-        self.plans: list[tuple[int, int]] = []
-        self._grouped_bytes = MIB
-        return Stacking(64, 4)
-
-    def _write_grouped(self, plan: Plan, rows: int) -> None:
-        self.plans.append((len(plan.of_mode(Mode.GROUPED_ABSORB)), rows))
-
-
-class FakeMode:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def is_decode(self) -> bool:
-        return self.name == "decode"
-
-    def is_extend(self) -> bool:
-        return self.name == "extend"
-
-    def is_idle(self) -> bool:
-        return self.name == "idle"
-
-
-DECODE, EXTEND = FakeMode("decode"), FakeMode("extend")
+BOUND = {False: 1e-5, True: 5e-2}
+SYSTEM, OTHER = "abcdef", "wxyz"  # six pages: a chunk and a half; four: a chunk
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`make(**options)`: a backend for a model of two layers, on the CPU."""
-    layers = [
-        SimpleNamespace(
-            attn_mqa=SimpleNamespace(layer_id=layer),
-            num_local_heads=HEADS,
-            num_heads=HEADS,
-            kv_lora_rank=RANK,
-            qk_nope_head_dim=DN,
-            qk_rope_head_dim=DR,
-            v_head_dim=DV,
-            o_proj=torch.nn.Identity(),
-        )
-        for layer in range(2)
-    ]
-    monkeypatch.setattr(backend_module.mla_layer, "attention_layers", lambda runner: layers)
-    runner = SimpleNamespace(
-        req_to_token_pool=SimpleNamespace(size=12),
-        token_to_kv_pool=None,
-        model_config=SimpleNamespace(hidden_size=64, context_len=4096),
-        device="cpu",
-        dtype=torch.float32,
+def make_world(monkeypatch: pytest.MonkeyPatch, new_tree: Any) -> Any:
+    relay.clear()
+    yield lambda **options: World(monkeypatch, new_tree, **options)
+    relay.clear()
+
+
+def sharing(world: World) -> list[Any]:
+    """Two groups, and one request alone."""
+    texts = (SYSTEM + "1", 70), (OTHER, 1), (SYSTEM, 64), ("r", 30), (OTHER + "2", 5), (SYSTEM + "34", 3)
+    return [world.start(*text) for text in texts]
+
+
+def modes_of(world: World) -> list[tuple[int, int, str]]:
+    """Rows, tokens and mode of each group of the last step's plan."""
+    return [(group["requests"], group["prefix_len"], group["mode"]) for group in world.steps.report()["groups"]]
+
+
+KINDS = [
+    ("gpu", False, "naive"),
+    ("gpu", True, "grouped_absorb"),
+    ("gpu", True, "naive"),
+    ("cpu", False, "naive"),
+    ("cpu", True, "grouped_absorb"),
+]
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
+@pytest.mark.parametrize(("kind", "grouped", "mode"), KINDS, ids=str)
+def test_steps_without_graphs(make_world: Any, kind: str, grouped: bool, mode: str, fp8: bool) -> None:
+    world = make_world(fp8=fp8)
+    world.make(kind, grouped=grouped, mode=mode, prefix_dtype="bf16" if fp8 else "auto")
+    requests = sharing(world)
+    for whole in (False, True):
+        assert world.eager_step(requests, whole) < BOUND[fp8]
+        assert modes_of(world) == [(3, 6 * PAGE, mode), (2, 4 * PAGE, mode)]
+    world.finish(requests.pop(0))
+    requests.append(world.start(OTHER + "5", 2))
+    assert world.eager_step(requests[::-1]) < BOUND[fp8]
+    assert sorted(modes_of(world)) == [(2, 6 * PAGE, mode), (3, 4 * PAGE, mode)]
+    assert world.eager_step(requests[3:4]) < BOUND[fp8] and modes_of(world) == [], "a request alone"
+    assert not world.steps.counters.fallbacks
+
+
+GRAPH_KINDS = [(False, "naive"), (True, "grouped_absorb"), (True, "naive")]
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
+@pytest.mark.parametrize(("grouped", "mode"), GRAPH_KINDS, ids=str)
+def test_graphs_follow_the_plans(make_world: Any, grouped: bool, mode: str, fp8: bool) -> None:
+    """One graph of eight rows and one of a single row, captured before any request is there, as SGLang does."""
+    world = make_world(fp8=fp8)
+    world.make("gpu", grouped=grouped, mode=mode, prefix_dtype="bf16" if fp8 else "auto")
+    world.backend.init_cuda_graph_state(8, 8)
+    eight, one = Graph(world, 8), Graph(world, 1)
+    requests = sharing(world)
+    assert eight.step(requests) < BOUND[fp8]
+    assert len(modes_of(world)) == 2
+    assert one.step(requests[:1]) < BOUND[fp8], "a row for which no group can pay"
+    alone = [world.start(letter, 9) for letter in "pq"]
+    assert eight.step(alone) < BOUND[fp8] and modes_of(world) == [], "a graph with sharing, and an empty plan"
+    assert eight.step([*alone, *requests[:3]]) < BOUND[fp8]
+    assert eight.step(requests[:3]) < BOUND[fp8] and one.step(alone[:1]) < BOUND[fp8]
+    world.steps.forget()
+    assert eight.step(requests[::-1]) < BOUND[fp8]
+    assert not world.steps.counters.fallbacks
+    of_stock = {"graph state", "decode"} if not fp8 else set()
+    assert set(world.stock.begun) == of_stock, "it decodes a single row where it can read the pool, and nothing else"
+
+
+def test_a_graph_takes_other_rows_between(make_world: Any) -> None:
+    """A change of rows alone writes the plan again, and an eager step of more rows than share leaves nothing behind."""
+    world = make_world()
+    world.make("gpu")
+    requests = sharing(world)
+    four, eight = Graph(world, 4), Graph(world, 8)
+    for _ in range(2):
+        assert four.step(requests[:4]) < BOUND[False]
+        assert eight.step(requests) < BOUND[False]
+        assert world.eager_step(requests[:5]) < BOUND[False]
+        assert world.eager_step(requests[3:4]) < BOUND[False]
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
+def test_more_rows_than_it_has_room_for(make_world: Any, monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
+    """They decode by plain absorb; with an FP8 pool by our kernel, in parts of as many rows as it takes at once."""
+    from sglang_mla_ext.adapter import build
+
+    monkeypatch.setattr(build, "MAX_ROWS", 3)
+    world = make_world(fp8=fp8)
+    backend = world.make("gpu", prefix_dtype="bf16" if fp8 else "auto")
+    requests = sharing(world)
+    for _ in range(2):
+        assert world.eager_step(requests[:3]) < BOUND[fp8] and len(modes_of(world)) == 1
+        assert world.eager_step(requests) < BOUND[fp8] and not backend._sharing
+    assert dict(world.steps.counters.fallbacks) == {"more than 3 requests in a batch": 2}
+
+
+def test_other_steps_are_the_stock_backends(make_world: Any) -> None:
+    world = make_world()
+    backend = world.make("gpu")
+    requests = sharing(world)
+    world.eager_step(requests)
+    for mode in (EXTEND, IDLE):
+        batch = world.batch(requests, mode)
+        backend.init_forward_metadata(batch)
+        backend.init_forward_metadata_out_graph(batch)
+        assert not backend._sharing and not relay.takes_query
+    assert world.stock.begun == ["extend", "extend", "idle", "idle"]
+    q, k = torch.randn(2, HEADS, RANK), torch.randn(2, 1, RANK)
+    q_rope, k_rope = torch.randn(2, HEADS, DR), torch.randn(2, 1, DR)
+    whole = backend.forward_extend(q, k, k, "layer", "batch", True, q_rope=q_rope, k_rope=k_rope)
+    assert torch.equal(whole[0], torch.cat([q, q_rope], dim=-1)) and torch.equal(
+        whole[1], torch.cat([k, k_rope], dim=-1)
     )
-
-    def make_one(
-        budget_bytes: int = 4 * MIB,
-        kind: type[Backend] = Backend,
-        prefill: str = "hybrid_mla",
-        cache: torch.dtype = torch.float32,
-        **options: Any,
-    ) -> Backend:
-        runner.kv_cache_dtype = cache
-        runner.server_args = SimpleNamespace(get_attention_backends=lambda: (prefill, "hybrid_mla"))
-        return kind(runner, HybridMLAOptions(**{"mode": "naive", **options}), budget_bytes)
-
-    return make_one
+    assert whole[2] is k and whole[3:] == ("layer", "batch", True)
+    assert backend.forward_extend(q, k, k, "layer", "batch")[0] is q
 
 
-def requests(count: int) -> list[Any]:
-    return [SimpleNamespace(rid=str(i), last_node=None, finished=lambda: False) for i in range(count)]
+def test_sglang_reads_the_stock_backends_attributes(make_world: Any) -> None:
+    world = make_world()
+    backend = world.make("gpu")
+    assert backend.token_to_kv_pool is world.pool and backend.req_to_token_pool is world.stock.req_to_token_pool
+    assert backend.needs_cpu_seq_lens is False and backend.get_cuda_graph_seq_len_fill_value() == 1
+    assert not hasattr(backend, "init_mha_chunk_metadata"), "as this stock backend has none"
+    world.stock.init_mha_chunk_metadata = len
+    assert backend.init_mha_chunk_metadata is len
+    backend.forward_metadata = "metadata"
+    assert world.stock.forward_metadata == backend.forward_metadata == "metadata"
+    with pytest.raises(AttributeError, match="no attribute 'prepare_prefill_qkv'"):
+        backend.prepare_prefill_qkv  # noqa: B018
 
 
-def two_rows() -> tuple[Plan, tuple[PrefixGroup, ...]]:
-    group = Group(rows=(0, 2), node="n", start=0, end=300, mode=Mode.NAIVE)
-    return Plan(3, (group,)), (PrefixGroup((0, 2), 300, (0, 1)),)
+def test_a_layer_that_skips_its_output_projection_is_noticed(make_world: Any) -> None:
+    world = make_world()
+    backend = world.make("gpu")
+    requests = sharing(world)
+    world.eager_step(requests)
+    batch, inputs = world.batch(requests), world.inputs(len(requests))
+    world.layers[0].o_proj = torch.nn.Identity()  # without the hook
+    with pytest.raises(RuntimeError, match="its shared part is lost"):
+        world.forward(batch, inputs)
+    world.steps.before_forward(DECODE, requests, requests)
+    assert relay.tail_lse is None and relay.q_nope is None and not relay.takes_query, "a new pass begins afresh"
+    assert backend._layer_index == {layer_id: index for index, layer_id in enumerate(LAYER_IDS)}
 
 
-def test_planning_that_fails_falls_back_and_is_tried_again_later(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a pause, twice as long after every further failure; after a success the first pause is short again."""
-    backend = make()
-    fails, calls, passes = True, [], 0
-
-    def plan(reqs: Any) -> tuple[Plan, tuple[PrefixGroup, ...]]:
-        calls.append(passes)
-        if fails:
-            raise RuntimeError("no")
-        return two_rows()
-
-    monkeypatch.setattr(backend.prefixes, "before_decode", plan)
-    while passes < 4 * FIRST_PAUSE:
-        backend.before_forward(DECODE, requests(3), [])
-        assert backend._next is NO_GROUPS
-        passes += 1
-    assert calls == [0, FIRST_PAUSE + 1, 3 * FIRST_PAUSE + 2]
-    assert dict(backend.counters.fallbacks) == {"planning failed: RuntimeError": 3}
-
-    fails = False
-    while backend._next is NO_GROUPS:
-        backend.before_forward(DECODE, requests(3), [])
-    backend.write_plan(3)
-    calls.clear()
-    fails, passes = True, 0
-    while passes < FIRST_PAUSE + 2:
-        backend.before_forward(DECODE, requests(3), [])
-        passes += 1
-    assert calls == [0, FIRST_PAUSE + 1]
+def test_naive_and_grouped_segments_in_one_step(make_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world()
+    world.make("gpu", grouped=True)
+    eight, requests = Graph(world, 8), sharing(world)
+    for _ in range(2):
+        eight.step(requests)
+    plan, expanded = world.steps._prefixes.before_decode(requests)
+    first, second = plan.groups
+    both = Plan(plan.num_rows, (first, replace(second, mode=Mode.GROUPED_ABSORB)))
+    monkeypatch.setattr(world.steps._prefixes, "before_decode", lambda reqs: (both, expanded[:1]))
+    assert eight.step(requests) < BOUND[False] and world.eager_step(requests) < BOUND[False]
+    assert [len(world.steps.next.expanded), len(world.steps.next.latent)] == [1, 1]
 
 
-def test_a_plan_that_cannot_be_written_leaves_plain_absorb(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when memory runs out: the step goes on with an empty plan, and so do those after it."""
-    backend = make()
-    monkeypatch.setattr(backend.prefixes, "before_decode", lambda reqs: two_rows())
-    written, whole = [], backend._attention.plan
+def test_a_capture_ignores_the_plan(make_world: Any) -> None:
+    """A graph may be captured while requests are running; what it was captured with must not stay in it."""
+    world = make_world()
+    backend = world.make("gpu")
+    requests = sharing(world)
+    for _ in range(2):
+        world.eager_step(requests)
+    assert world.steps.next
+    backend.init_forward_metadata_out_graph(world.batch(requests), in_capture=True)
+    assert backend._sharing and backend._written is NOTHING_SHARED
+    assert not world.latent._starts.on_device.any()
 
-    def plan(groups: Any, rows: int) -> None:
-        if groups:
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_that_cannot_be_written_leaves_plain_absorb(make_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when memory runs out: the step goes on with an empty plan, in its graph too, and so do those after it."""
+    world = make_world()
+    world.make("gpu")
+    eight, requests = Graph(world, 8), sharing(world)
+    assert eight.step(requests) < BOUND[False]
+    shared, written = world.backend._shared, []
+    whole = shared.plan
+
+    def plan(segments: Any, rows: int) -> None:
+        if segments:
             raise MemoryError("no")
         written.append(rows)
-        whole(groups, rows)
+        whole(segments, rows)
 
-    monkeypatch.setattr(backend._attention, "plan", plan)
+    monkeypatch.setattr(shared, "plan", plan)
+    world.finish(requests.pop())  # another plan
     for _ in range(2):
-        backend.before_forward(DECODE, requests(3), [])
-        assert backend.write_plan(3)  # the step's graph is the same
-        assert not backend._written.groups
-        assert not backend._prefix_lens.any()
-    assert written == [3]
-    assert dict(backend.counters.fallbacks) == {"writing a plan failed: MemoryError": 1}
-    assert backend._next_pause == 2 * FIRST_PAUSE
+        assert eight.step(requests) < BOUND[False]
+        assert modes_of(world) == []
+    assert written == [8]
+    assert dict(world.steps.counters.fallbacks) == {"writing a plan failed: MemoryError": 1}
+    assert world.steps._next_pause == 2 * FIRST_PAUSE
 
 
-def test_no_memory_is_a_choice_and_too_little_a_fall_back(make: Any) -> None:
-    chosen = make(budget_bytes=0, prefix_memory_gb=0.0)
-    assert chosen.report()["counters"]["fallbacks"] == {}
-    assert chosen.describe().startswith("nothing is expanded")
-    (reason,) = make(budget_bytes=1, prefix_memory_gb=1e-9).report()["counters"]["fallbacks"]
-    assert reason.endswith("raise --hybrid-mla-prefix-memory-gb")
+def test_the_plan_is_written_once(make_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = make_world()
+    world.make("gpu")
+    requests = sharing(world)
+    written: list[tuple[int, int]] = []
+    whole = world.latent.plan
+
+    def plan(segments: Any, tail_starts: Any, rows: int) -> None:
+        written.append((sum(start > 0 for start in tail_starts), rows))
+        whole(segments, tail_starts, rows)
+
+    eight = Graph(world, 8)
+    for _ in range(2):  # prefixes are expanded, and then planned with
+        eight.step(requests)
+    monkeypatch.setattr(world.latent, "plan", plan)
+    for _ in range(3):
+        eight.step(requests)
+    assert written == []
+    world.eager_step(requests)
+    eight.step(requests[:2])
+    assert written == [(5, 6), (0, 8)]
 
 
-def test_kernels_that_do_not_run_leave_plain_absorb(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise RuntimeError("does not compile")
+def test_a_flushed_tree_is_not_kept(make_world: Any) -> None:
+    """Plans on their way to the device and on it hold nothing of the tree."""
+    import gc
+    import weakref
 
-    monkeypatch.setattr(backend_module, "make_prefix_attention", fail)
-    backend = make()
-    backend.before_forward(DECODE, requests(3), [])
-    assert not backend.write_plan(3)
-    assert backend.report()["counters"]["fallbacks"] == {"the kernels do not run here: RuntimeError": 1}
-
-
-@pytest.mark.parametrize(("options", "fallbacks"), [({"budget_bytes": 1000}, 1), ({"mode": "absorb"}, 0)], ids=str)
-def test_no_memory_or_mode_absorb_never_expands(make: Any, options: dict[str, Any], fallbacks: int) -> None:
-    backend = make(**options)
-    assert backend.min_rows is None and not backend.write_plan(3)
-    assert sum(backend.counters.fallbacks.values()) == fallbacks
-    assert "plain absorb" in backend.describe()
-
-
-@pytest.mark.parametrize(
-    ("cache", "option", "expected"),
-    [
-        (torch.float32, "auto", torch.float32),
-        (torch.bfloat16, "auto", torch.float32),  # the model's
-        (FP8, "auto", FP8),
-        (FP8, "bf16", torch.bfloat16),
-        (torch.float32, "fp8_e4m3", FP8),
-    ],
-    ids=str,
-)
-def test_prefixes_are_stored_as_the_cache_or_as_asked(
-    make: Any, cache: torch.dtype, option: str, expected: torch.dtype
-) -> None:
-    backend = make(cache=cache, prefix_dtype=option)
-    assert backend._buffers.dtype == expected
-    assert backend.cost.expanded_element_bytes == expected.itemsize
-    assert backend.cost.latent_element_bytes == (1 if cache == FP8 else 4)
+    world = make_world()
+    world.make("gpu")
+    requests = sharing(world)
+    world.eager_step(requests)
+    nodes = [weakref.ref(request.last_node) for request in requests]
+    world.finish(*requests)
+    world.steps.forget()
+    world.tree.cache.reset()
+    del requests
+    gc.collect()
+    assert not any(node() for node in nodes)
 
 
-def test_more_rows_than_it_has_room_for(make: Any) -> None:
-    backend = make()
-    backend.before_forward(DECODE, requests(backend.max_rows + 1), [])
-    assert not backend.write_plan(backend.max_rows + 1)
-    assert list(backend.counters.fallbacks) == [f"more than {backend.max_rows} requests in a batch"]
+def test_a_query_is_kept_for_decode_alone(make_world: Any) -> None:
+    """With another backend for prefill, ours is not told of a prefill step but by the scheduler."""
+    world = make_world()
+    world.make("gpu")
+    requests = sharing(world)
+    world.eager_step(requests)
+    world.steps.before_forward(EXTEND, requests, [], [0] * 6, [1] * 6)
+    from sglang_mla_ext.adapter.layer import after_split_q
+
+    after_split_q((torch.zeros(6, HEADS, 16), None, None), world.layers[0])
+    assert relay.q_nope is None
 
 
-def test_the_plan_is_written_once_and_again_for_other_rows(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = make()
-    written = []
-    monkeypatch.setattr(backend._attention, "plan", lambda groups, rows: written.append((len(groups), rows)))
-    backend._next = two_rows()
-    for rows in (4, 4, 8):
-        assert backend.write_plan(rows)
-    assert written == [(1, 4), (1, 8)]
-    assert backend._prefix_lens.tolist() == [300, 0, 300] + [0] * (backend.max_rows - 3)
-    backend._next = NO_GROUPS
-    assert backend.write_plan(8)
-    assert written[-1] == (0, 8) and not backend._prefix_lens.any()
-
-
-def test_capturing_a_graph_ignores_the_plan(make: Any) -> None:
-    backend = make()
-    backend._next = two_rows()
-    assert backend.write_plan(4, empty=True)
-    assert not backend._written.groups and not backend._prefix_lens.any()
-
-
-@pytest.mark.parametrize("rows", [1, 13])
-def test_rows_outside_of_what_graphs_have_shared_attention_for(make: Any, rows: int) -> None:
-    backend = make()
-    backend._next = two_rows()
-    assert not backend.write_plan(rows)
-    assert not backend._written.groups
-
-
-def test_finished_requests_do_not_take_part_in_prefill(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = make()
-    seen = []
-    monkeypatch.setattr(backend.prefixes, "before_prefill", lambda reqs, running, most: seen.append((reqs, running)))
-    running = requests(2)
-    running[0].finished = lambda: True
-    backend.before_forward(EXTEND, requests(1), running)
-    assert seen[0][1] == running[1:]
-
-
-def test_prefill_of_another_backend_is_left_alone(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets no plan, but what its requests share is expanded for decode."""
-    planned, expanded = [], []
-    monkeypatch.setattr(backend_module.PrefillPlan, "make", lambda *args: planned.append(args))
-    monkeypatch.setattr(Backend, "_can_prefill", lambda *args: True)
-    for prefill in ("hybrid_mla", "flashinfer"):
-        backend = make(prefill=prefill)
-        monkeypatch.setattr(backend.prefixes, "before_prefill", lambda *args: expanded.append(args))
-        backend.before_forward(EXTEND, requests(2), [], [300, 300], [5, 5])
-        assert not backend.counters.fallbacks
-    assert len(planned) == 1 and len(expanded) == 2
-
-
-# -- grouped absorb ----------------------------------------------------------------------------------------------------
-
-
-def both_kinds() -> tuple[Plan, tuple[PrefixGroup, ...]]:
-    naive = Group(rows=(0, 2), node="n", start=0, end=300, mode=Mode.NAIVE)
-    grouped = Group(rows=(1, 3, 4), node="g", start=0, end=128, mode=Mode.GROUPED_ABSORB)
-    return Plan(6, (naive, grouped)), (PrefixGroup((0, 2), 300, (0, 1)),)
-
-
-@pytest.mark.parametrize("options", [{"budget_bytes": 1000, "mode": "auto"}, {"mode": "grouped_absorb"}], ids=str)
-def test_grouped_absorb_needs_no_memory_for_prefixes(
-    make: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    backend = make(kind=Grouping, **options)
-    assert backend._attention is None and backend.prefixes.pool.num_chunks == 0
-    backend.min_rows = 2  # the toy model's groups pay nowhere
-    asked = []
-    plan, _ = both_kinds()
-    monkeypatch.setattr(backend.prefixes, "before_decode", lambda reqs: asked.append(reqs) or (plan, ()))
-    backend.before_forward(DECODE, requests(6), [])
-    backend.before_forward(EXTEND, requests(6), [], [0] * 6, [1] * 6)
-    backend.before_forward(DECODE, requests(6), [])
-    assert len(asked) == 2 and backend.counters.steps_grouped == 2
-    assert backend.write_plan(8) and backend.write_plan(8)
-    assert backend.plans == [(1, 8)] and backend._prefix_lens[:6].tolist() == [300, 128, 300, 128, 128, 0]
-    backend._hybrid = True
-    backend.see_query(torch.zeros(8, HEADS, DN))
-    backend.attend_shared(torch.zeros(8, HEADS, DR), torch.zeros(8, HEADS), None)
-    assert backend._q_nope is None and not backend.merge_pending, "nothing is left for o_proj"
-
-
-def test_both_kinds_of_groups_are_written(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = make(kind=Grouping, mode="auto")
-    backend.min_rows = 2
-    naive: list[Any] = []
-    monkeypatch.setattr(backend._attention, "plan", lambda groups, rows: naive.append((groups, rows)))
-    backend._next = both_kinds()
-    for rows, empty in ((6, True), (6, False), (6, False), (8, False)):
-        assert backend.write_plan(rows, empty=empty)
-    assert backend.plans == [(0, 6), (1, 6), (1, 8)]
-    assert naive == [((), 6), (both_kinds()[1], 6), (both_kinds()[1], 8)]
-
-
-@pytest.mark.parametrize("way", ["grouped absorb", "plain absorb"])
-def test_memory_of_other_ways_comes_out_of_the_budget(make: Any, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
-    without = make(mode="auto")
-    if way == "plain absorb":
-        monkeypatch.setattr(HybridMLABackend, "_prepare_decode", lambda self, runner: MIB)
-    beside = make(kind=Grouping, mode="auto") if way == "grouped absorb" else make(mode="auto")
-    per_chunk = without._bytes_per_chunk
-    taken = (without.prefixes.pool.num_chunks - beside.prefixes.pool.num_chunks) * per_chunk
-    assert abs(taken - MIB) <= per_chunk
-
-
-def test_grouped_absorb_takes_no_memory_where_it_is_not_used(make: Any) -> None:
-    without = make(mode="auto")
-    assert make(kind=Grouping, mode="naive").prefixes.pool.num_chunks == without.prefixes.pool.num_chunks
-
-
-def test_rows_from_which_a_group_can_pay_in_any_mode(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def smallest(self: CostModel, tokens: int, allowed: Any, limit: int) -> int:
-        asked.append(set(allowed))
-        return 5
-
-    monkeypatch.setattr(CostModel, "smallest_profitable_group", smallest)
-    every = {Mode.ABSORB, Mode.GROUPED_ABSORB, Mode.NAIVE}
-    for options, allowed in (
-        ({"kind": Grouping}, every),
-        ({"kind": Grouping, "budget_bytes": 1000}, every - {Mode.NAIVE}),
-        ({}, every - {Mode.GROUPED_ABSORB}),
-    ):
-        assert make(mode="auto", **options).min_rows == 5 and asked.pop() == allowed
-    for mode, rows in (("naive", 2), ("grouped_absorb", 2), ("absorb", None)):
-        assert make(kind=Grouping, mode=mode).min_rows == rows
-    assert make(mode="grouped_absorb").min_rows is None, "heads that fill a tile: plain absorb"
-
-
-def test_auto_takes_grouped_absorb_only_where_its_rates_are_measured(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assumed = rates_for("cpu")
-    mode = replace(assumed.modes[Mode.GROUPED_ABSORB], measured=False)
-    assumed = replace(assumed, modes={**assumed.modes, Mode.GROUPED_ABSORB: mode})
-    assert make(kind=Grouping, mode="auto")._stacking is not None
-    monkeypatch.setattr(backend_module, "rates_for", lambda name: assumed)
-    assert make(kind=Grouping, mode="auto")._stacking is None
-    assert make(kind=Grouping, mode="grouped_absorb")._stacking is not None
-
-
-def test_grouped_absorb_that_does_not_run_is_left_out(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Any, runner: Any) -> None:
-        raise RuntimeError("does not compile")
-
-    monkeypatch.setattr(Grouping, "_make_grouped", fail)
-    backend = make(kind=Grouping, mode="grouped_absorb")
-    assert backend.min_rows is None and not backend.write_plan(4)
-    assert list(backend.counters.fallbacks) == ["grouped absorb does not run here: RuntimeError"]
-    assert "plain absorb" in backend.describe()
+@pytest.mark.parametrize("rows", [1, MAX_REQUESTS + 1])
+def test_rows_outside_of_what_graphs_have_shared_attention_for(make_world: Any, rows: int) -> None:
+    world = make_world()
+    backend = world.make("gpu")
+    requests = sharing(world)
+    world.eager_step(requests)
+    batch = world.batch(requests[:1], padded=rows)
+    backend.init_forward_metadata_out_graph(batch)
+    assert not backend._sharing and world.stock.begun == ["decode"]

@@ -3,56 +3,67 @@
 from __future__ import annotations
 
 import pytest
-from rival_attention import RIVALS, Case, page_table
+from bench.cases import Case, page_table, parse_groups
+from bench.rivals import RIVALS
 
 
 @pytest.fixture(scope="module")
-def bench():
+def command():
     """Imported here: it imports Triton (see conftest)."""
     return pytest.importorskip("bench_attention")
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return pytest.importorskip("bench.shared")
+
+
+@pytest.fixture(scope="module")
+def timing():
+    return pytest.importorskip("bench.timing")
 
 
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [("128", ((128,), 0)), ("8x16", ((16,) * 8, 0)), ("200+56x1", ((200,), 56)), ("2x3+4+1", ((3, 3, 4), 1))],
 )
-def test_group_spec(bench, spec, expected):
-    assert bench.parse_groups(spec) == expected
+def test_group_spec(spec, expected):
+    assert parse_groups(spec) == expected
 
 
 @pytest.mark.parametrize("spec", ["", "x", "8x", "x16", "8x0", "0x8", "a", "8x16+", "-1", "2x3x4", "56x1"])
-def test_bad_group_spec(bench, spec):
+def test_bad_group_spec(spec):
     with pytest.raises(ValueError, match="group"):
-        bench.parse_groups(spec)
+        parse_groups(spec)
 
 
-def test_floor(bench):
+def test_floor(shared):
     """Few rows: bytes at the copy's speed. Many: products, of which FP8 does 256 of 320 at its own rate."""
-    ceilings = bench.Ceilings(copy_gbps=4000, bf16_tflops=600, fp8_tflops=1200)
+    ceilings = shared.Ceilings(copy_gbps=4000, bf16_tflops=600, fp8_tflops=1200)
     few, many = (Case(1000, 512, 16, (rows,)) for rows in (1, 512))
-    assert bench.floor_ms(few, "bf16", ceilings) == pytest.approx(1000 * (16 * 256 + 64) * 2 / 4000e9 * 1e3)
-    assert bench.floor_ms(few, "fp8", ceilings) == pytest.approx(1000 * (16 * 256 + 128) / 4000e9 * 1e3)
+    assert shared.floor_ms(few, "bf16", ceilings) == pytest.approx(1000 * (16 * 256 + 64) * 2 / 4000e9 * 1e3)
+    assert shared.floor_ms(few, "fp8", ceilings) == pytest.approx(1000 * (16 * 256 + 128) / 4000e9 * 1e3)
     macs = 512 * 16 * 1000
-    assert bench.floor_ms(many, "bf16", ceilings) == pytest.approx(2 * macs * 320 / 600e12 * 1e3)
-    assert bench.floor_ms(many, "fp8", ceilings) == pytest.approx(2 * macs * (64 / 600e12 + 256 / 1200e12) * 1e3)
+    assert shared.floor_ms(many, "bf16", ceilings) == pytest.approx(2 * macs * 320 / 600e12 * 1e3)
+    assert shared.floor_ms(many, "fp8", ceilings) == pytest.approx(2 * macs * (64 / 600e12 + 256 / 1200e12) * 1e3)
 
 
-def test_floor_counts_every_prefix_and_no_row_alone(bench):
+def test_floor_counts_every_prefix_and_no_row_alone(shared):
     case = Case(1000, 512, 16, (16,) * 8, alone=5, spec="8x16+5x1")
     one = Case(1000, 512, 16, (128,))
-    assert bench.shared_bytes(case, "fp8") == 8 * bench.shared_bytes(one, "fp8")
+    assert shared.shared_bytes(case, "fp8") == 8 * shared.shared_bytes(one, "fp8")
     assert case.shared_flops == one.shared_flops
 
 
-def test_cases(bench):
-    assert len(bench.cases_of(None, None, None, None, 512)) == 12
-    (case,) = bench.cases_of([7069], [16], None, ["200+56x1"], 100)
+def test_cases(command):
+    assert len(command.cases_of(None, None, None, None, 512)) == 12
+    (case,) = command.cases_of([7069], [16], None, ["200+56x1"], 100)
     assert case == Case(7069, 100, 16, (200,), 56, "200+56x1")
     assert case.batch == 256
     assert case.fields("fp8")["groups"] == 1
 
 
-def test_back_to_back_goes_in_batches(bench, monkeypatch):
+def test_back_to_back_goes_in_batches(timing, monkeypatch):
     """Of one call first, then of so many that a batch takes 10 ms."""
     now, waits = [0.0], []
 
@@ -72,15 +83,15 @@ def test_back_to_back_goes_in_batches(bench, monkeypatch):
     def call() -> None:
         now[0] += 2.0
 
-    monkeypatch.setattr(bench.torch.cuda, "Event", Event)
-    times = bench.back_to_back(call)
+    monkeypatch.setattr(timing.torch.cuda, "Event", Event)
+    times = timing.back_to_back(call)
     assert [next(times) for _ in range(3)] == [2.0] * 3
     assert waits == [2.0, 12.0, 22.0]
 
 
-def test_settled_leaves_out_the_first_third(bench):
-    assert bench.settled([9.0, 9.0, 1.0, 2.0, 3.0, 2.0]) == 2.0
-    assert bench.settled([5.0]) == 5.0
+def test_settled_leaves_out_the_first_third(timing):
+    assert timing.settled([9.0, 9.0, 1.0, 2.0, 3.0, 2.0]) == 2.0
+    assert timing.settled([5.0]) == 5.0
 
 
 def test_pages_are_shared_within_a_group_only():

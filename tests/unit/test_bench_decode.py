@@ -1,4 +1,4 @@
-"""What bench_decode.py computes; nothing is timed here."""
+"""The cases and the floor of decode attention over private tokens; nothing is timed here."""
 
 from __future__ import annotations
 
@@ -7,22 +7,27 @@ import typer
 
 
 @pytest.fixture(scope="module")
-def bench():
+def command():
     """Imported here: it imports Triton (see conftest)."""
     return pytest.importorskip("bench_decode")
 
 
-def test_a_case_is_requests_tokens_and_heads(bench):
-    case = bench.parse_case("128x8192x16")
+@pytest.fixture(scope="module")
+def decode():
+    return pytest.importorskip("bench.decode")
+
+
+def test_a_case_is_requests_tokens_and_heads(command, decode):
+    case = decode.parse_case("128x8192x16")
     assert (case.batch, case.tail, case.heads, case.prefix) == (128, 8192, 16, 0)
     assert case.fields("fp8")["groups"] == 0
-    assert len({bench.parse_case(spec) for spec in bench.DEFAULT_GRID}) == len(bench.DEFAULT_GRID)
+    assert len({decode.parse_case(spec) for spec in command.DEFAULT_GRID}) == len(command.DEFAULT_GRID)
 
 
-def test_query_tokens_and_lengths_that_differ(bench):
-    case = bench.parse_case("5x100-1600x16x2")
+def test_query_tokens_and_lengths_that_differ(decode):
+    case = decode.parse_case("5x100-1600x16x2")
     assert sorted(case.lengths) == [100, 200, 400, 800, 1600] != case.lengths
-    assert case.lengths == bench.parse_case("5x100-1600x64").lengths, "a case has the same lengths every time"
+    assert case.lengths == decode.parse_case("5x100-1600x64").lengths, "a case has the same lengths every time"
     fields = case.fields("fp8")
     assert (fields["tail"], fields["longest"], fields["s_q"]) == (100, 1600, 2)
     assert case.latent_flops(case.lengths) == 2 * 2 * 16 * 3100 * 1088
@@ -31,15 +36,15 @@ def test_query_tokens_and_lengths_that_differ(bench):
 @pytest.mark.parametrize(
     "spec", ["128x8192", "0x1x16", "ax1x16", "1x1x-8", "", "1x9-3x8", "1x1-2-3x8", "1x1x8x0", "1x1x8x1x1"]
 )
-def test_anything_else_is_refused(bench, spec):
+def test_anything_else_is_refused(decode, spec):
     with pytest.raises(typer.BadParameter):
-        bench.parse_case(spec)
+        decode.parse_case(spec)
 
 
-def test_the_floor_is_reading_the_rows_or_the_products(bench):
-    ceilings = bench.Ceilings(copy_gbps=4000.0, bf16_tflops=500.0, fp8_tflops=1000.0)
-    few, many = bench.parse_case("128x8192x16"), bench.parse_case("128x8192x128")
+def test_the_floor_is_reading_the_rows_or_the_products(decode):
+    ceilings = decode.Ceilings(copy_gbps=4000.0, bf16_tflops=500.0, fp8_tflops=1000.0)
+    few, many = decode.parse_case("128x8192x16"), decode.parse_case("128x8192x128")
     rows = 128 * 8192
-    assert bench.floor_ms(few, ceilings) == pytest.approx(rows * 656 / 4000e9 * 1e3)
+    assert decode.floor_ms(few, ceilings) == pytest.approx(rows * 656 / 4000e9 * 1e3)
     products = 2 * rows * 128 * (1024 / 1000e12 + 64 / 500e12) * 1e3
-    assert bench.floor_ms(many, ceilings) == pytest.approx(products)
+    assert decode.floor_ms(many, ceilings) == pytest.approx(products)

@@ -13,7 +13,7 @@ from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
     """Imported here: it imports Triton (see conftest)."""
-    return pytest.importorskip("bench_expansion")
+    return pytest.importorskip("bench.expansion")
 
 
 def test_rates(bench):

@@ -7,11 +7,12 @@ from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
-import rates_file
 import torch
-from rival_attention import DN, DR, DV, Case
+from bench import rates_file
+from bench.cases import DN, DR, DV, Case
 
-from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims, config_names, read_config
+from sglang_mla_ext.configs import config_names, read_config
+from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims
 
 V3 = ModelDims.from_json("deepseek-v3")
 SHARED_MEMORY_PER_SM = 228 * 1024
@@ -23,20 +24,25 @@ OVERHEAD_S = 26e-6
 
 
 @pytest.fixture(scope="module")
-def calibrate() -> ModuleType:
+def calibration() -> ModuleType:
     """Imported here: it imports Triton (see conftest)."""
-    return pytest.importorskip("calibrate")
+    return pytest.importorskip("bench.calibration")
 
 
 @pytest.fixture(scope="module")
-def check_planner() -> ModuleType:
-    return pytest.importorskip("check_planner")
+def tile_choice() -> ModuleType:
+    return pytest.importorskip("bench.tile_choice")
+
+
+@pytest.fixture(scope="module")
+def planner_grid() -> ModuleType:
+    return pytest.importorskip("bench.planner_grid")
 
 
 # -- rates -------------------------------------------------------------------------------------------------------------
 
 
-def samples_of(calibrate: ModuleType, mode: Mode, rates: GpuRates, noise: tuple[float, ...] = (1.0,)) -> list:
+def samples_of(calibration: ModuleType, mode: Mode, rates: GpuRates, noise: tuple[float, ...] = (1.0,)) -> list:
     """Times that a GPU with these rates takes, one for each factor in `noise`; launches take OVERHEAD_S."""
     launches = dict(overhead_s=OVERHEAD_S, overhead_per_root_row_s=0.0)
     rates = replace(rates, modes={**rates.modes, mode: replace(rates.modes[mode], **launches)})
@@ -49,15 +55,15 @@ def samples_of(calibrate: ModuleType, mode: Mode, rates: GpuRates, noise: tuple[
         seconds = cost.seconds(mode, rows, tokens)
         if bound != "launches":  # the kernel alone
             seconds -= OVERHEAD_S
-        samples += [calibrate.Sample(bound, heads, rows, tokens, dtype, seconds * factor) for factor in noise]
+        samples += [calibration.Sample(bound, heads, rows, tokens, dtype, seconds * factor) for factor in noise]
     return samples
 
 
 @pytest.mark.parametrize("noise", [(1.0,), (1.0, 1.0, 5.0)], ids=["exact", "one of three is far off"])
-def test_fit_finds_the_rates_of_a_gpu(calibrate, noise):
+def test_fit_finds_the_rates_of_a_gpu(calibration, noise):
     h200 = GpuRates.from_json("h200")
     expected = h200.modes[Mode.NAIVE]
-    found = calibrate.fit(Mode.NAIVE, samples_of(calibrate, Mode.NAIVE, h200, noise), WRONG | {"tiles": {}})
+    found = calibration.fit(Mode.NAIVE, samples_of(calibration, Mode.NAIVE, h200, noise), WRONG | {"tiles": {}})
     for name in ("bytes_per_s", "macs_per_s", "fp8_macs_per_s"):
         assert found[name] == pytest.approx(getattr(expected, name), rel=0.01), name
     assert found["overhead_s"] == pytest.approx(OVERHEAD_S, rel=0.1)
@@ -65,40 +71,40 @@ def test_fit_finds_the_rates_of_a_gpu(calibrate, noise):
     assert (found["row_tile"], found["tiles"]) == (64, {})
 
 
-def test_fit_keeps_what_was_not_measured(calibrate):
+def test_fit_keeps_what_was_not_measured(calibration):
     before = WRONG | {"fp8_macs_per_s": 7.0}
-    assert calibrate.fit(Mode.ABSORB, [], before) == before
-    memory = calibrate.Sample("memory", 16, 128, 8192, "bf16", 1e-3)
-    found = calibrate.fit(Mode.ABSORB, [memory], before)
+    assert calibration.fit(Mode.ABSORB, [], before) == before
+    memory = calibration.Sample("memory", 16, 128, 8192, "bf16", 1e-3)
+    found = calibration.fit(Mode.ABSORB, [memory], before)
     assert found == before | {"bytes_per_s": pytest.approx(128 * 8192 * 1152 / 1e-3, rel=0.01)}
 
 
-def test_overhead_is_never_negative(calibrate):
+def test_overhead_is_never_negative(calibration):
     rates = WRONG | dict(bytes_per_s=1e12, macs_per_s=1e12)
-    found = calibrate.fit(Mode.NAIVE, [calibrate.Sample("launches", 16, 16, 1024, "bf16", 1e-9)], rates)
+    found = calibration.fit(Mode.NAIVE, [calibration.Sample("launches", 16, 16, 1024, "bf16", 1e-9)], rates)
     assert found["overhead_s"] == 0
 
 
-def test_absorb_reads_private_pages_once_a_request(calibrate):
+def test_absorb_reads_private_pages_once_a_request(calibration):
     """Prefixes that would fit the L2 cache if requests shared them."""
-    sample = calibrate.Sample("memory", 16, 128, 8192, "bf16", 1e-3)
+    sample = calibration.Sample("memory", 16, 128, 8192, "bf16", 1e-3)
     values = WRONG | dict(bytes_per_s=1e12, macs_per_s=1e15, overhead_s=0.0, overhead_per_root_row_s=0.0)
-    assert calibrate.predicted(sample, Mode.ABSORB, values) == pytest.approx(128 * 8192 * 1152 / 1e12)
+    assert calibration.predicted(sample, Mode.ABSORB, values) == pytest.approx(128 * 8192 * 1152 / 1e12)
 
 
 # -- tiles -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_fastest_tile_wins_and_the_first_of_equals(calibrate):
-    first, second, third = (calibrate.Tile(block_keys=keys) for keys in (64, 128, 256))
-    assert calibrate.pick_tile({first: [1.0, 4.0], second: [0.9, 3.0], third: [2.0, 2.0]}) == second
-    assert calibrate.pick_tile({first: [1.005, 4.0], second: [1.0, 4.0]}) == first
+def test_the_fastest_tile_wins_and_the_first_of_equals(tile_choice):
+    first, second, third = (tile_choice.Tile(block_keys=keys) for keys in (64, 128, 256))
+    assert tile_choice.pick_tile({first: [1.0, 4.0], second: [0.9, 3.0], third: [2.0, 2.0]}) == second
+    assert tile_choice.pick_tile({first: [1.005, 4.0], second: [1.0, 4.0]}) == first
 
 
 class FakeGpu:
     """Stands for the timing of tiles. A tile's ms in a case are those of `ms`, or 1; a call is (tile, case)."""
 
-    def __init__(self, calibrate: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, tile_choice: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ms: dict = {}
         self.broken: set = set()
         self.turns: list = []  # calls, in order
@@ -113,51 +119,51 @@ class FakeGpu:
             ms = self.ms.get(call, 1.0)
             return ms.pop(0) if isinstance(ms, list) else ms
 
-        monkeypatch.setattr(calibrate, "checked", checked)
-        monkeypatch.setattr(calibrate, "sustained_ms", sustained_ms)
+        monkeypatch.setattr(tile_choice, "checked", checked)
+        monkeypatch.setattr(tile_choice, "sustained_ms", sustained_ms)
 
 
 @pytest.fixture
-def gpu(calibrate, monkeypatch) -> FakeGpu:
-    return FakeGpu(calibrate, monkeypatch)
+def gpu(tile_choice, monkeypatch) -> FakeGpu:
+    return FakeGpu(tile_choice, monkeypatch)
 
 
-def test_tiles_of_an_h200(calibrate, gpu):
+def test_tiles_of_an_h200(tile_choice, gpu):
     """In FP8 two programs of 64 rows are the fastest for up to 64 rows, as fast as another for 128, slower for 512."""
-    small, large = (bucket[0] for bucket in calibrate.CANDIDATES["fp8"])
-    assert (small.block_rows, large.block_rows) == (64, 128) and small in calibrate.CANDIDATES["fp8"][1]
-    for cases, candidates in zip(calibrate.TILE_CASES, calibrate.CANDIDATES["fp8"], strict=True):
+    small, large = (bucket[0] for bucket in tile_choice.CANDIDATES["fp8"])
+    assert (small.block_rows, large.block_rows) == (64, 128) and small in tile_choice.CANDIDATES["fp8"][1]
+    for cases, candidates in zip(tile_choice.TILE_CASES, tile_choice.CANDIDATES["fp8"], strict=True):
         gpu.ms |= {(tile, case): 2.0 for case in cases for tile in candidates if tile not in (small, large)}
-    for case in calibrate.TILE_CASES[1]:
+    for case in tile_choice.TILE_CASES[1]:
         if case.heads == 128:
             ms = {128: (0.388, 0.385), 512: (1.441, 1.344)}[case.batch]
             gpu.ms |= dict(zip(((small, case), (large, case)), ms, strict=True))
-    assert calibrate.choose_tiles("fp8") == [small, large]
-    for case in calibrate.TILE_CASES[1]:
+    assert tile_choice.choose_tiles("fp8") == [small, large]
+    for case in tile_choice.TILE_CASES[1]:
         gpu.ms[large, case] = 3.0
-    assert calibrate.choose_tiles("fp8") == [small]
+    assert tile_choice.choose_tiles("fp8") == [small]
 
 
-def test_tiles_take_turns_and_the_median_round_counts(calibrate, gpu):
-    case = calibrate.TILE_CASES[0][0]
-    first, second = calibrate.CANDIDATES["bf16"][0][:2]
+def test_tiles_take_turns_and_the_median_round_counts(tile_choice, gpu):
+    case = tile_choice.TILE_CASES[0][0]
+    first, second = tile_choice.CANDIDATES["bf16"][0][:2]
     gpu.ms = {(first, case): [1.0, 9.0, 2.0], (second, case): [3.0, 3.0, 3.0]}
-    assert calibrate.time_tiles([first, second], "bf16", case) == {first: 2.0, second: 3.0}
+    assert tile_choice.time_tiles([first, second], "bf16", case) == {first: 2.0, second: 3.0}
     assert gpu.turns == [(first, case), (second, case)] * 3
 
 
-def test_a_tile_that_fails_in_one_case_is_out(calibrate, gpu):
-    candidates, cases = calibrate.CANDIDATES["bf16"][0], calibrate.TILE_CASES[0]
+def test_a_tile_that_fails_in_one_case_is_out(tile_choice, gpu):
+    candidates, cases = tile_choice.CANDIDATES["bf16"][0], tile_choice.TILE_CASES[0]
     gpu.ms = {(candidates[0], case): 0.1 for case in cases} | {(candidates[2], case): 0.5 for case in cases}
     gpu.broken = {(candidates[0], cases[1])}
-    assert calibrate.choose_tiles("bf16")[0] == candidates[2]
+    assert tile_choice.choose_tiles("bf16")[0] == candidates[2]
     gpu.broken = {(tile, cases[0]) for tile in candidates}
-    assert calibrate.choose_tiles("bf16") == []
+    assert tile_choice.choose_tiles("bf16") == []
 
 
-def test_large_tiles_are_judged_at_few_and_many_requests_within_half_a_minute(calibrate):
+def test_large_tiles_are_judged_at_few_and_many_requests_within_half_a_minute(tile_choice):
     """The power limit shows at 512 requests only. Prefixes are read from memory, as in a server with many layers."""
-    small, large = calibrate.TILE_CASES
+    small, large = tile_choice.TILE_CASES
     assert {128, 512} <= {case.batch for case in large if case.heads == 128}
     assert all(case.batch > 64 for case in large) and all(case.batch <= 64 for case in small)
     l2 = GpuRates.from_json("h200").l2_bytes
@@ -168,14 +174,14 @@ def test_large_tiles_are_judged_at_few_and_many_requests_within_half_a_minute(ca
     assert all(fp8_bytes(case) > l2 for case in (*small, *large))
     turns = sum(
         len(candidates) * len(cases)
-        for buckets in calibrate.CANDIDATES.values()
-        for candidates, cases in zip(buckets, calibrate.TILE_CASES, strict=True)
+        for buckets in tile_choice.CANDIDATES.values()
+        for candidates, cases in zip(buckets, tile_choice.TILE_CASES, strict=True)
     )
-    assert turns * calibrate.ROUNDS * calibrate.TURN_S < 30
-    assert calibrate.ROUNDS >= 3 and calibrate.ROUNDS * calibrate.TURN_S >= 0.3
+    assert turns * tile_choice.ROUNDS * tile_choice.TURN_S < 30
+    assert tile_choice.ROUNDS >= 3 and tile_choice.ROUNDS * tile_choice.TURN_S >= 0.3
 
 
-def test_a_turn_counts_its_later_part(calibrate, monkeypatch):
+def test_a_turn_counts_its_later_part(tile_choice, monkeypatch):
     """Of ten batches of 0.1 s the first three are left out."""
     now = [0.0]
 
@@ -184,20 +190,20 @@ def test_a_turn_counts_its_later_part(calibrate, monkeypatch):
             now[0] += 0.1
             yield ms
 
-    monkeypatch.setattr(calibrate, "back_to_back", back_to_back)
-    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: now[0])
-    assert calibrate.sustained_ms(lambda: None, 0.95) == 3.0
+    monkeypatch.setattr(tile_choice, "back_to_back", back_to_back)
+    monkeypatch.setattr(tile_choice.time, "perf_counter", lambda: now[0])
+    assert tile_choice.sustained_ms(lambda: None, 0.95) == 3.0
 
 
-def test_tiles_must_agree_with_the_first(calibrate, monkeypatch):
+def test_tiles_must_agree_with_the_first(tile_choice, monkeypatch):
     """All start from the same seed, so only the factor differs."""
     expected: list[torch.Tensor] = []
 
     def check(factor: float, dtype: str = "bf16") -> None:
-        monkeypatch.setattr(calibrate, "shared_part_and_merge", lambda *of: lambda: factor * torch.randn(2, 3, 4))
-        calibrate.checked(calibrate.Tile(), dtype, calibrate.TILE_CASES[0][0], expected)
+        monkeypatch.setattr(tile_choice, "shared_part_and_merge", lambda *of: lambda: factor * torch.randn(2, 3, 4))
+        tile_choice.checked(tile_choice.Tile(), dtype, tile_choice.TILE_CASES[0][0], expected)
 
-    monkeypatch.setattr(calibrate, "captured", lambda function: function)
+    monkeypatch.setattr(tile_choice, "captured", lambda function: function)
     check(1.0)
     check(1.01)
     for factor in (1.05, float("nan")):
@@ -207,13 +213,13 @@ def test_tiles_must_agree_with_the_first(calibrate, monkeypatch):
     assert len(expected) == 1
 
 
-def test_candidates_fit_a_multiprocessor(calibrate):
+def test_candidates_fit_a_multiprocessor(tile_choice, planner_grid):
     from sglang_mla_ext.kernels.naive.sm90_naive import TILES
     from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS
 
-    for dtype, buckets in calibrate.CANDIDATES.items():
-        size = calibrate.DTYPES[dtype].itemsize
-        for candidates, default in zip(buckets, TILES[calibrate.DTYPES[dtype]], strict=True):
+    for dtype, buckets in tile_choice.CANDIDATES.items():
+        size = planner_grid.DTYPES[dtype].itemsize
+        for candidates, default in zip(buckets, TILES[planner_grid.DTYPES[dtype]], strict=True):
             assert candidates[0] == default
             assert len(set(candidates)) == len(candidates)
             for tile in candidates:
@@ -227,15 +233,15 @@ def test_candidates_fit_a_multiprocessor(calibrate):
         assert all(tile.block_rows == 64 for tile in buckets[0])
 
 
-def test_tiles_by_rows(calibrate, check_planner):
+def test_tiles_by_rows(tile_choice, planner_grid):
     rates = GpuRates.from_json("h200")
-    tiles = check_planner.tiles_of(rates)
+    tiles = planner_grid.tiles_of(rates)
     for dtype in ("bf16", "fp8"):
-        assert [check_planner.tile_of(tiles, dtype, rows).block_rows for rows in (64, 65, 512)] == [64, 128, 128]
-    assert check_planner.tile_of(check_planner.tiles_of(GpuRates.from_json("a100")), "bf16", 64) is None
-    small, large = calibrate.Tile(block_keys=64), calibrate.Tile(block_keys=128)
-    assert check_planner.tile_of({"bf16": [small, large]}, "bf16", 64) == small
-    assert check_planner.tile_of({"bf16": [small, large]}, "bf16", 512) == large
+        assert [planner_grid.tile_of(tiles, dtype, rows).block_rows for rows in (64, 65, 512)] == [64, 128, 128]
+    assert planner_grid.tile_of(planner_grid.tiles_of(GpuRates.from_json("a100")), "bf16", 64) is None
+    small, large = tile_choice.Tile(block_keys=64), tile_choice.Tile(block_keys=128)
+    assert planner_grid.tile_of({"bf16": [small, large]}, "bf16", 64) == small
+    assert planner_grid.tile_of({"bf16": [small, large]}, "bf16", 512) == large
 
 
 def test_a_configuration_without_tiles_has_none():
@@ -288,31 +294,31 @@ def test_a_new_file_of_an_unknown_gpu_starts_from_the_default(tmp_path, device, 
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_what_is_measured_is_what_is_read(calibrate, monkeypatch, tmp_path, capsys, exists):
+def test_what_is_measured_is_what_is_read(calibration, tile_choice, monkeypatch, tmp_path, capsys, exists):
     """Fitted rates, chosen tiles and their source go through the file; a mode that is not measured stays."""
     device = SimpleNamespace(name="NVIDIA H200", L2_cache_size=60 << 20)
-    monkeypatch.setattr(calibrate.torch.cuda, "get_device_properties", lambda index: device)
+    monkeypatch.setattr(calibration.torch.cuda, "get_device_properties", lambda index: device)
     monkeypatch.setenv("GIT_COMMIT", "abc")
-    chosen = [calibrate.Tile(block_keys=32, num_stages=4, ctas_per_sm=2), calibrate.Tile(block_rows=128)]
-    monkeypatch.setattr(calibrate, "choose_tiles", lambda dtype: chosen if dtype == "fp8" else [])
+    chosen = [tile_choice.Tile(block_keys=32, num_stages=4, ctas_per_sm=2), tile_choice.Tile(block_rows=128)]
+    monkeypatch.setattr(calibration, "choose_tiles", lambda dtype: chosen if dtype == "fp8" else [])
     a100, h200 = GpuRates.from_json("a100"), read_config("gpus", "h200")
-    naive = samples_of(calibrate, Mode.NAIVE, GpuRates.from_json("h200"))
+    naive = samples_of(calibration, Mode.NAIVE, GpuRates.from_json("h200"))
 
     def samples(tiles, rep_ms):
         assert (tiles, rep_ms) == ({"fp8": chosen}, 20)
         return naive
 
     measured = {
-        Mode.NAIVE: calibrate.Calibration(samples, "of naive"),
-        Mode.ABSORB: calibrate.Calibration(lambda tiles, rep_ms: [], "of absorb"),
+        Mode.NAIVE: calibration.Calibration(samples, "of naive"),
+        Mode.ABSORB: calibration.Calibration(lambda tiles, rep_ms: [], "of absorb"),
     }
-    monkeypatch.setattr(calibrate, "CALIBRATED", measured)
+    monkeypatch.setattr(calibration, "CALIBRATED", measured)
     out = tmp_path / "made" / "h200.json"
     if exists:
         out.parent.mkdir()
         out.write_text(json.dumps(h200))
     start = rates_file.starting_config(out, device.name)
-    assert not calibrate.calibrate(out, *start, 20)  # the BF16 tiles and absorb are missing
+    assert not calibration.calibrate(out, *start, 20)  # the BF16 tiles and absorb are missing
     assert str(out) in capsys.readouterr().out
 
     rates = GpuRates.from_json(out)
@@ -323,7 +329,7 @@ def test_what_is_measured_is_what_is_read(calibrate, monkeypatch, tmp_path, caps
         assert written["modes"][kept.value] == before[kept.value]
     assert rates.modes[Mode.NAIVE].macs_per_s == pytest.approx(h200["modes"]["naive"]["macs_per_s"], rel=0.01)
     assert rates.modes[Mode.NAIVE] != a100.modes[Mode.NAIVE]
-    assert [calibrate.Tile(**tile) for tile in rates.naive_tiles["fp8_e4m3"]] == chosen
+    assert [tile_choice.Tile(**tile) for tile in rates.naive_tiles["fp8_e4m3"]] == chosen
     assert list(rates.naive_tiles["bf16"]) == before["naive"]["tiles"]["bf16"]
     origin = "this file" if exists else "configs/gpus/h200.json"
     not_measured = f"absorb: not measured, what {origin} had before."

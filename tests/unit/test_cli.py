@@ -1,10 +1,14 @@
-"""`sglang-mla plan`: the modes that a server chooses from, and its choices."""
+"""`sglang-mla`: what `plan` shows, what `doctor` finds, and how little both load."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
 
+from sglang_mla_ext import cli
 from sglang_mla_ext.cli import app
 
 
@@ -30,3 +34,40 @@ def test_few_heads_have_three_modes():
 def test_where_servers_do_not_stack_requests_the_mode_is_not_shown(options):
     output = plan(*options)
     assert "grouped" not in output and "naive" in output
+
+
+@pytest.mark.parametrize(
+    ("command", "absent"),
+    [
+        ("plan", ("torch", "triton", "sglang", "numpy")),
+        # Where there is a GPU, torch is asked for its name.
+        ("doctor", ("sglang", "sglang_mla_ext.kernels")),
+    ],
+)
+def test_it_loads_little(command, absent):
+    code = (
+        "import sys\n"
+        "from sglang_mla_ext.cli import app\n"
+        f"app([{command!r}], standalone_mode=False)\n"
+        f"found = [name for name in sys.modules if (name + '.').startswith({tuple(name + '.' for name in absent)!r})]\n"
+        "assert not found, found\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert ("sharing pays from" if command == "plan" else "ready") in done.stdout
+
+
+def test_doctor_is_content_with_the_installed_sglang(monkeypatch):
+    monkeypatch.setattr(cli, "_gpu", lambda: (None, None))
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0 and "ready" in result.output and "not ready" not in result.output
+    assert "0.5.17" in result.output and "no GPU" in result.output
+
+
+def test_doctor_names_what_is_wrong(monkeypatch):
+    monkeypatch.setattr(cli, "mismatches", lambda: ["sglang.srt.gone (a reason): it is gone"])
+    monkeypatch.setattr(cli, "_gpu", lambda: ("NVIDIA A100-SXM4-80GB", (8, 0)))
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 1 and "not ready" in result.output
+    assert "sglang.srt.gone (a reason): it is gone" in result.output
+    assert "NVIDIA A100-SXM4-80GB is not a Hopper GPU" in result.output

@@ -1,24 +1,49 @@
-"""The contract: the installed SGLang keeps it, and what does not is reported by name."""
+"""The contract: the installed SGLang keeps it, what does not is reported by name, and the table is complete."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from typing import Any
+import ast
+import importlib.util
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from sglang_mla_ext.adapter import contract
-from sglang_mla_ext.adapter.contract import ContractError, Use
+from sglang_mla_ext.adapter.contract import ContractError
+from sglang_mla_ext.adapter.source import NotThere, SourceTree
+from sglang_mla_ext.adapter.uses import SGLANG_0_5_17, Release, Use
 
-BACKENDS = "sglang.srt.server_args.ServerArgs.get_attention_backends"
+ARGS = "sglang.srt.server_args.ServerArgs"
+BACKENDS = f"{ARGS}.get_attention_backends"
+ADAPTER = Path(contract.__file__).parent
+Change = Callable[[str, str], None]
 
 
 @pytest.fixture
-def server_args_class() -> Iterator[Any]:
-    from sglang.srt.server_args import ServerArgs
+def change(monkeypatch: pytest.MonkeyPatch) -> Change:
+    """Lets SGLang's source be read as if every match of a pattern in it were something else."""
 
-    yield ServerArgs
+    def change(pattern: str, replacement: str) -> None:
+        monkeypatch.setattr(
+            SourceTree, "_read", lambda tree, file: re.sub(pattern, replacement, file.read_text(encoding="utf-8"))
+        )
+
+    return change
+
+
+def uses_of(monkeypatch: pytest.MonkeyPatch, *uses: Use) -> None:
+    monkeypatch.setattr(contract, "SUPPORTED", {str(contract.installed_version()): Release(uses, ())})
+
+
+def of_path(*paths: str) -> tuple[Use, ...]:
+    return tuple(use for use in SGLANG_0_5_17.uses if use.path in paths)
+
+
+# -- the installed SGLang ----------------------------------------------------------------------------------------------
 
 
 def test_the_installed_sglang_is_as_expected() -> None:
@@ -26,10 +51,16 @@ def test_the_installed_sglang_is_as_expected() -> None:
     contract.check()
 
 
+def test_the_check_is_fast() -> None:
+    start = time.process_time()
+    contract.mismatches()
+    assert time.process_time() - start < 1.0
+
+
 def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "version", lambda package: "0.4.9")
     with pytest.raises(ContractError, match=r"sglang is 0\.4\.9; this release works with 0\.5\.17(.|\n)*pip install"):
-        contract.check(launcher_only=True)
+        contract.check()
 
 
 def test_no_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,70 +69,293 @@ def test_no_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(contract, "version", missing)
     with pytest.raises(ContractError, match="sglang is not installed"):
-        contract.check(launcher_only=True)
+        contract.check()
 
 
-def test_a_changed_signature_is_named(monkeypatch: pytest.MonkeyPatch, server_args_class: Any) -> None:
-    monkeypatch.setattr(server_args_class, "get_attention_backends", lambda args: None)
-    (line,) = contract.mismatches(launcher_only=True)
+def test_a_release_is_compared_with_its_own_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    older, newer = (Release((Use(f"json.gone_in_{age}", "function", "a reason"),), ()) for age in ("older", "newer"))
+    monkeypatch.setattr(contract, "SUPPORTED", {"0.5.17": older, "0.5.18": newer})
+    for version, gone in (("0.5.17", "older"), ("0.5.18", "newer"), ("0.6.0", "newer")):
+        monkeypatch.setattr(contract, "version", lambda package, version=version: version)
+        assert f"gone_in_{gone}" in contract.mismatches()[-1]
+        assert ("sglang is" in contract.mismatches()[0]) == (version == "0.6.0")
+
+
+# -- differences -------------------------------------------------------------------------------------------------------
+
+
+def test_a_changed_signature_is_named(change: Change) -> None:
+    change(r"def get_attention_backends\(self", "def get_attention_backends(args")
+    (line,) = contract.mismatches()
     assert line.startswith(f"{BACKENDS} (is the backend asked for): takes ('args',), expected ('self',)")
 
 
-def test_a_class_method_keeps_its_name_for_cls(monkeypatch: pytest.MonkeyPatch, server_args_class: Any) -> None:
-    monkeypatch.setattr(server_args_class, "from_cli_args", classmethod(lambda cls, namespace: None))
-    (line,) = contract.mismatches(launcher_only=True)
-    assert "ServerArgs.from_cli_args" in line and "takes ('namespace',), expected ('args',)" in line
+def test_a_class_method_keeps_its_name_for_cls(change: Change) -> None:
+    change(r"def from_cli_args\(\s*cls, args\b", "def from_cli_args(cls, namespace")
+    (line,) = contract.mismatches()
+    assert f"{ARGS}.from_cli_args" in line and "takes ('namespace',), expected ('args',)" in line
 
 
-def test_what_is_gone_is_named(monkeypatch: pytest.MonkeyPatch, server_args_class: Any) -> None:
-    monkeypatch.delattr(server_args_class, "get_attention_backends")
-    (line,) = contract.mismatches(launcher_only=True)
-    assert line.startswith(f"{BACKENDS} (is the backend asked for):")
+def test_what_is_gone_is_named(change: Change) -> None:
+    change(r"def get_attention_backends\(", "def attention_backends(")
+    (line,) = contract.mismatches()
+    assert line == f"{BACKENDS} (is the backend asked for): class {ARGS} has no 'get_attention_backends'"
+
+
+def test_a_parameter_that_is_passed_by_name_is_missed(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
+    pool = "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool.__init__"
+    uses_of(monkeypatch, *of_path(pool))
+    assert contract.mismatches() == []
+    change(r"\benable_memory_saver: bool", "saves_memory: bool")
+    (line,) = contract.mismatches()
+    assert line.startswith(f"{pool} (the FP8 pool): takes ('self', 'size',")
+    assert line.endswith("expected also enable_memory_saver")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"{ARGS}.enable_mixed_chunk",
+        "sglang.srt.model_executor.cuda_graph_config.CudaGraphConfig.prefill",
+        "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.w_scale",
+        "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.use_deep_gemm_bmm",
+        "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.chunked_prefix_cache_threshold",
+        "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.qk_rope_head_dim",
+        "sglang.srt.mem_cache.radix_cache.TreeNode.lock_ref",
+        "sglang.srt.managers.schedule_batch.Req.last_node",
+        "sglang.srt.managers.scheduler.Scheduler.tree_cache",
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.prefix_chunk_starts_cpu",
+        "sglang.srt.model_executor.model_runner.ModelRunner.kv_cache_dtype",
+        "sglang.srt.layers.attention.flashmla_backend.FlashMLABackend.enable_chunk_kv",
+        "sglang.srt.models.deepseek_common.attention_backend_handler.AttnForwardMethod.MHA_CHUNKED_KV",
+        "sglang.srt.configs.model_config.is_deepseek_dsa",
+    ],
+)
+def test_a_renamed_thing_is_named(monkeypatch: pytest.MonkeyPatch, change: Change, path: str) -> None:
+    (use,) = of_path(path)
+    uses_of(monkeypatch, use)
+    assert contract.mismatches() == []
+    name = path.rpartition(".")[2]
+    change(rf"\b{name}\b", f"{name}_of_old")
+    (line,) = contract.mismatches()
+    assert line.startswith(f"{path} ({use.why}): ") and f"has no '{name}'" in line
 
 
 def test_all_differences_are_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     uses = (
-        Use("sglang.gone.Thing.call", ("self",), "one reason", launcher=True),
-        Use("sglang.srt.server_args.absent", None, "another reason", launcher=True),
-        Use("json.dumps", ("text",), "a third", launcher=True),
-        Use("json.also_absent", None, "of the worker"),
-        Use("json.__all__", None, "one of another class", launcher=True, kind=tuple),
+        Use("sglang.gone.Thing.call", "function", "one reason", ("self",)),
+        Use("sglang.srt.server_args.absent", "attribute", "another reason"),
+        Use("json.dumps", "function", "a third", ("text",)),
+        Use("json.dumps.inside", "attribute", "below a function"),
+        Use("json.JSONEncoder.item_separator", "list", "one of another kind"),
+        Use("not_a_package.thing", "function", "a package that is not there"),
     )
-    monkeypatch.setattr(contract, "CONTRACT", uses)
+    uses_of(monkeypatch, *uses, Use("json.JSONEncoder", "class", "as it is", ("self",), ("sort_keys",)))
     with pytest.raises(ContractError) as error:
-        contract.check(launcher_only=True)
-    assert all(f"{use.path} ({use.why})" in str(error.value) for use in (*uses[:3], uses[4]))
-    assert "json.__all__ (one of another class): is a list, expected a tuple" in str(error.value)
-    assert "also_absent" not in str(error.value), "the launching process does not look at the worker's part"
-    assert len(contract.mismatches()) == 5
+        contract.check()
+    message = str(error.value)
+    assert all(f"{use.path} ({use.why})" in message for use in uses) and "as it is" not in message
+    assert "json.JSONEncoder.item_separator (one of another kind): is an attribute, expected a list" in message
+    assert "no package 'not_a_package' is installed" in message
+    assert len(contract.mismatches()) == len(uses)
 
 
-def test_a_hooked_function_and_further_parameters_are_no_difference(
-    monkeypatch: pytest.MonkeyPatch, server_args_class: Any
-) -> None:
-    original = server_args_class.get_attention_backends
+def test_further_parameters_are_no_difference(change: Change) -> None:
+    change(r"def get_attention_backends\(self", "def get_attention_backends(self, phase=None")
+    assert contract.mismatches() == []
 
-    @functools.wraps(original)
-    def hooked(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs)
 
-    monkeypatch.setattr(server_args_class, "get_attention_backends", hooked)
-    assert contract.mismatches(launcher_only=True) == []
+def test_the_compiled_package_is_checked_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    uses = tuple(use for use in SGLANG_0_5_17.uses if use.path.startswith("sgl_kernel."))
+    assert len(uses) == 2
+    folder = tmp_path / "sgl_kernel"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("import torch_that_is_not_there")
+    (folder / "flash_mla.py").write_text(
+        "def get_mla_metadata(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, is_fp8_kvcache=False): ...\n"
+        "def flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, head_dim, causal=False): ...\n"
+    )
+    tree = SourceTree(_folders={"sgl_kernel": [tmp_path]})
+    metadata, attention = (contract.difference(use, tree) for use in uses)
+    assert metadata is None
+    assert (
+        attention is not None and "expected ('q', 'k_cache', 'block_table', 'cache_seqlens', 'head_dim_v'" in attention
+    )
+    assert [contract.difference(use, SourceTree(_folders={"sgl_kernel": []})) for use in uses] == [None, None]
 
-    class_method = server_args_class.from_cli_args.__func__
 
-    @functools.wraps(class_method)
-    def hooked_class_method(*args: Any, **kwargs: Any) -> Any:
-        return class_method(*args, **kwargs)
-
-    monkeypatch.setattr(server_args_class, "from_cli_args", classmethod(hooked_class_method))
-    assert contract.mismatches(launcher_only=True) == []
-
-    monkeypatch.setattr(server_args_class, "get_attention_backends", lambda self, phase=None: None)
-    assert contract.mismatches(launcher_only=True) == []
+# -- the table ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_table_says_why_and_names_nothing_twice() -> None:
-    paths = [use.path for use in contract.CONTRACT]
-    assert len(set(paths)) == len(paths)
-    assert all(use.why for use in contract.CONTRACT)
+    for release in contract.SUPPORTED.values():
+        for things in ([use.path for use in release.uses], [read.name for read in release.read_of_backend]):
+            assert len(set(things)) == len(things)
+        assert all(thing.why for thing in (*release.uses, *release.read_of_backend))
+
+
+def adapter_modules() -> Iterator[tuple[str, ast.Module]]:
+    for file in sorted(ADAPTER.rglob("*.py")):
+        yield str(file.relative_to(ADAPTER)), ast.parse(file.read_text(encoding="utf-8"))
+
+
+NARROWED = {"sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache": "sglang.srt.mem_cache.radix_cache.RadixCache"}
+"""Classes of parameters that the code takes only if they are of another one."""
+
+
+def imported(tree: ast.AST) -> dict[str, str]:
+    """Local name -> path of what a file of the adapter imports from SGLang, wherever in it and for types too."""
+    return {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("sglang", "sgl_kernel")
+        for alias in node.names
+    }
+
+
+def definitions(tree: SourceTree) -> set[int]:
+    """Where the things in the table are defined, and the classes and modules that they are in."""
+    found = set()
+    for use in SGLANG_0_5_17.uses:
+        path = use.path
+        while "." in path and not (path.startswith("sgl_kernel") and not tree.is_installed("sgl_kernel")):
+            found.add(id(tree.find(path).node or tree.find(path).module))
+            path = path.rpartition(".")[0]
+    return found
+
+
+def test_everything_that_the_adapter_imports_is_in_the_table() -> None:
+    tree = SourceTree()
+    known, paths = definitions(tree), {use.path for use in SGLANG_0_5_17.uses}
+    types = {"sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache", "sglang.srt.mem_cache.memory_pool.KVCache"}
+    unknown = []
+    for file, module in adapter_modules():
+        for path in set(imported(module).values()) - paths - types:
+            if path.startswith("sgl_kernel."):
+                unknown.append(f"{file}: {path}")
+                continue
+            found = tree.find(path)
+            if id(found.node or found.module) not in known:
+                unknown.append(f"{file}: {path}")
+    assert unknown == []
+
+
+def test_every_attribute_that_the_adapter_reads_is_in_the_table() -> None:
+    """Of parameters that are annotated with a class of SGLang's."""
+    tree = SourceTree()
+    known, unknown, read = definitions(tree), set(), 0
+    for file, module in adapter_modules():
+        classes = imported(module)
+        for function in ast.walk(module):
+            if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            arguments = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+            typed = {a.arg: classes.get(ast.unparse(a.annotation)) for a in arguments if a.annotation is not None}
+            for node in ast.walk(function):
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and typed.get(node.value.id):
+                    owner = str(typed[node.value.id])
+                    path = f"{NARROWED.get(owner, owner)}.{node.attr}"
+                    read += 1
+                    try:
+                        if id(tree.find(path).node) not in known:
+                            unknown.add(f"{file}: {path}")
+                    except NotThere as error:
+                        unknown.add(f"{file}: {error}")
+    assert sorted(unknown) == []
+    assert read > 50
+
+
+# -- what SGLang reads of a backend ------------------------------------------------------------------------------------
+
+RECEIVERS = {"attn_backend", "target_attn_backend", "decode_attn_backend", "decode_backend", "prefill_backend"}
+GETTERS = {"get_attn_backend", "_select_backend"}
+
+READ_OF_OTHERS = {
+    "other models": """
+        conv_state_metadata forward_core_compressor forward_indexer_compressor full_attn_backend
+        fused_qk_rope_store_kv_fp8 get_swa_out_cache_loc get_unified_swa_loc init_forward_metadata_indexer
+        linear_attn_backend sconv_intermediate_window sconv_state sparse store_cache use_fp8
+    """,
+    "DeepSeek Sparse Attention": "get_indexer_metadata kv_cache_dtype use_mha",
+    "two-batch overlap's own backend": "children primary",
+    "Intel's backend, which alone has graphs on a CPU": """
+        get_cpu_graph_seq_len_fill_value init_cpu_graph_state init_forward_metadata_capture_cpu_graph
+    """,
+    "TensorRT-LLM's and CuTe's MLA backends, known by their names": "data_type q8kv8_born_fp8_q_eligible",
+    "ROCm": "num_kv_splits",
+    "hybrid models with Mamba layers": "update_mamba_state_after_mtp_verify",
+    "a draft model's backend": "draft_extend_metadata_captured_in_graph",
+    "DSpark with DeepSeek V4's backend": "make_forward_metadata_from_raw_verify",
+}
+"""What SGLang reads of attention backends, by which: ours does not stand for these, and need not forward it."""
+OF_OTHERS = {name for names in READ_OF_OTHERS.values() for name in names.split()}
+
+
+def is_backend(node: ast.AST, known: set[str]) -> bool:
+    if isinstance(node, ast.Call):
+        return ast.unparse(node.func).rpartition(".")[2] in GETTERS
+    return (isinstance(node, ast.Name) and node.id in RECEIVERS | known) or (
+        isinstance(node, ast.Attribute) and node.attr in RECEIVERS
+    )
+
+
+def reads_of_backend(function: ast.AST) -> Iterator[str]:
+    """Names that a function reads, asks for or sets on an attention backend."""
+    known: set[str] = set()
+    nodes = list(ast.walk(function))
+    for node in nodes:
+        if isinstance(node, ast.Assign) and is_backend(node.value, known):
+            known |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.comprehension) and ast.unparse(node.iter).endswith("attn_backends"):
+            known.add(ast.unparse(node.target))
+        elif isinstance(node, ast.arg) and node.annotation and ast.unparse(node.annotation) == "AttentionBackend":
+            known.add(node.arg)
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and is_backend(node.value, known):
+            yield node.attr
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func) in ("getattr", "hasattr", "setattr")
+            and is_backend(node.args[0], known)
+            and isinstance(node.args[1], ast.Constant)
+        ):
+            yield node.args[1].value
+
+
+@pytest.fixture(scope="module")
+def readers() -> dict[str, set[str]]:
+    """Name -> the files below sglang/srt that read it of an attention backend; other backends' own files left out."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None and spec.submodule_search_locations is not None
+    root = Path(spec.submodule_search_locations[0]) / "srt"
+    found = defaultdict(set)
+    for file in root.rglob("*.py"):
+        name = str(file.relative_to(root))
+        of_backends = name.startswith("layers/attention/") and not name.endswith("hybrid_attn_backend.py")
+        text = file.read_text(encoding="utf-8")
+        if of_backends or name.startswith("hardware_backend/") or "attn_backend" not in text:
+            continue
+        for function in ast.walk(ast.parse(text)):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                for read in reads_of_backend(function):
+                    found[read].add(name)
+    return found
+
+
+def test_what_sglang_reads_of_a_backend_is_in_the_table(readers: dict[str, set[str]]) -> None:
+    table = {read.name: read for read in SGLANG_0_5_17.read_of_backend}
+    assert {name: files for name, files in readers.items() if name not in OF_OTHERS.union(table)} == {}, "new readers"
+    assert set(readers) >= OF_OTHERS, "no longer read"
+    assert not OF_OTHERS & set(table)
+    assert {read.name for read in table.values() if read.reader not in readers.get(read.name, ())} == set()
+
+
+def test_sglangs_own_backends_have_what_is_read_of_them() -> None:
+    tree = SourceTree()
+    backend = "sglang.srt.layers.attention.flashmla_backend.FlashMLABackend"
+    for read in SGLANG_0_5_17.read_of_backend:
+        tree.find(f"{backend}.{read.name}")
+    others = ("data_type", "draft_extend_metadata_captured_in_graph", "get_indexer_metadata")
+    for name in OF_OTHERS - set(others):
+        with pytest.raises(NotThere):
+            tree.find(f"{backend}.{name}")

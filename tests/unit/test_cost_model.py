@@ -7,21 +7,20 @@ import logging
 from pathlib import Path
 
 import pytest
+from bench.planner_verdicts import LARGEST_LOSS, verdicts, without_overheads
+from bench.records import read_records
 from hypothesis import given
 from hypothesis import strategies as st
-from planner_verdicts import LARGEST_LOSS, verdicts, without_overheads
 
+from sglang_mla_ext.configs import config_names, read_config
 from sglang_mla_ext.prefix.cost_model import (
     CostModel,
     GpuRates,
     Mode,
     ModelDims,
     ModeRates,
-    config_names,
     rates_for,
-    read_config,
 )
-from sglang_mla_ext.results import read_records
 
 V3 = ModelDims.from_json("deepseek-v3")
 H200 = GpuRates.from_json("h200")

@@ -9,17 +9,18 @@ import re
 from pathlib import Path
 
 import accuracy
-import demo_study
 import numpy as np
 import pytest
 import torch
-from demo_batches import Data
-from demo_network import Network, pack
-from demo_served import BASELINE, IMPLS, PlainRows, Served, attend
-from demo_sources import Document, Word
-from demo_study import Plan, Question, Window, cut, demo, estimate, lookup_prompts, prose_windows
-from make_demo_model import Settings, model_config
-from prepare_demo_data import write
+from bench.records import read_records
+from demo_model import study
+from demo_model.batches import Data
+from demo_model.checkpoint import Settings, model_config
+from demo_model.network import Network, pack
+from demo_model.preparation import write
+from demo_model.served import BASELINE, IMPLS, PlainRows, Served, attend
+from demo_model.sources import Document, Word
+from demo_model.study import Plan, Question, Window, cut, demo, estimate, lookup_prompts, prose_windows
 from safetensors.torch import save_file
 from torch import Tensor
 from typer.testing import CliRunner
@@ -27,7 +28,6 @@ from typer.testing import CliRunner
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference.fp8 import flash
 from sglang_mla_ext.kernels.storage.expanded import FP8
-from sglang_mla_ext.results import read_records
 
 PREFIX, OWN, VOCAB = 300, 20, 600
 
@@ -140,7 +140,7 @@ def test_unscaled_weights_in_fp8_lose_what_is_small() -> None:
 def test_rows_in_pieces_are_the_same(
     exact: dict[str, Tensor], rounded: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("demo_served.ROWS", 7)
+    monkeypatch.setattr("demo_model.served.ROWS", 7)
     assert distance(logits(Served(network().double(), rounds=False), BASELINE), exact[BASELINE]) < 1e-9
     # How a CPU rounds products of BF16 matrices depends on their sizes.
     assert distance(logits(Served(network()), BASELINE), rounded[BASELINE]) < 2**-7
@@ -161,14 +161,14 @@ def test_windows_of_a_document() -> None:
 def test_estimates() -> None:
     """The mean of many, and an interval of 1.96 standard errors of it."""
     sums, counts = np.random.default_rng(0).normal(size=1000), np.ones(1000)
-    found = estimate("x", demo_study.mean_of, 1, sums, counts)
+    found = estimate("x", study.mean_of, 1, sums, counts)
     assert found["x"] == pytest.approx(sums.mean())
     half = 1.96 * sums.std() / math.sqrt(1000)
     assert found["x_low"] == pytest.approx(sums.mean() - half, abs=0.1 * half)
     assert found["x_high"] == pytest.approx(sums.mean() + half, abs=0.1 * half)
     base = sums + 0.01
-    assert demo_study.change_of(base, sums, counts) == pytest.approx(100 * (math.exp(0.01) - 1))
-    assert demo_study.points_of(base, sums, counts) == pytest.approx(1.0)
+    assert study.change_of(base, sums, counts) == pytest.approx(100 * (math.exp(0.01) - 1))
+    assert study.points_of(base, sums, counts) == pytest.approx(1.0)
 
 
 @pytest.fixture(scope="module")
@@ -225,8 +225,8 @@ def test_right_counts_accepted_answers() -> None:
         answer.append(int(served.decode(impl, kept, 30, asked + answer)[-1].argmax()))
     wrong = [*answer[:2], answer[2] + 1]
     questions = [Question(asked, [answer]), Question(asked, [wrong, answer]), Question(asked, [wrong])]
-    prompt = demo_study.Prompt(system, questions)
-    assert demo_study.right(served, impl, served.prefill(system), prompt) == 2
+    prompt = study.Prompt(system, questions)
+    assert study.right(served, impl, served.prefill(system), prompt) == 2
 
 
 def test_the_study(data: Data) -> None:

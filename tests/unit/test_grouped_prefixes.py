@@ -9,8 +9,8 @@ from test_shared_prefixes import COST, PAGE, Server
 
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode
+from sglang_mla_ext.prefix.gains import Gains
 from sglang_mla_ext.prefix.planner import SPARE_ENTRIES, Stacking
-from sglang_mla_ext.prefix.shared_prefixes import Gains
 
 STACKING = Stacking(PAGE, rows_per_entry=4)
 NO_MEMORY = {"chunks": 0, "ways": {"naive": False, "stacking": STACKING}}

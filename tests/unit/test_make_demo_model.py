@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from make_demo_model import BLOCK, Settings, in_fp8_blocks, model_config
+from demo_model.checkpoint import BLOCK, Settings, in_fp8_blocks, model_config
 
 
 def test_fp8_blocks_mean_the_weights_they_come_from() -> None:

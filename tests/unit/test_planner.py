@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims
+from sglang_mla_ext.prefix.gains import Gains, gain_of
 from sglang_mla_ext.prefix.planner import (
     SPARE_ENTRIES,
     Gain,
@@ -25,7 +26,6 @@ from sglang_mla_ext.prefix.planner import (
     limit_entries,
     plan_groups,
 )
-from sglang_mla_ext.prefix.shared_prefixes import Gains, gain_of
 
 V3 = ModelDims.from_json("deepseek-v3")
 PAGE = 64

@@ -8,19 +8,20 @@ from dataclasses import replace
 from types import ModuleType
 
 import pytest
-import rates_file
-from planner_verdicts import Verdict, failures, summary, verdicts, with_fitted_overheads
+from bench import rates_file
+from bench.planner_verdicts import Verdict, failures, summary, verdicts, with_fitted_overheads
+from bench.records import read_records, write_record
 
-from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims, read_config
-from sglang_mla_ext.results import read_records, write_record
+from sglang_mla_ext.configs import read_config
+from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims
 
 V3 = ModelDims.from_json("deepseek-v3")
 
 
 @pytest.fixture(scope="module")
-def check_planner() -> ModuleType:
+def planner_grid() -> ModuleType:
     """Imported here: it imports Triton (see conftest)."""
-    return pytest.importorskip("check_planner")
+    return pytest.importorskip("bench.planner_grid")
 
 
 def verdict(absorb: float, naive: float, chosen: Mode, rows: int = 64) -> Verdict:
@@ -154,7 +155,7 @@ def run_calibrate(*arguments: object) -> None:
     assert result.exit_code == 0, result.output
 
 
-def test_check_of_a_gpu_that_is_as_the_model_says(check_planner, monkeypatch, tmp_path):
+def test_check_of_a_gpu_that_is_as_the_model_says(planner_grid, monkeypatch, tmp_path):
     """Every mode's time is the model's, but for one case that naive cannot run: nothing loses, the check is partial."""
     rates = GpuRates.from_json("h200")
     made = []
@@ -164,16 +165,16 @@ def test_check_of_a_gpu_that_is_as_the_model_says(check_planner, monkeypatch, tm
             made.append((mode, dtype, tile.block_rows))
             if mode is Mode.NAIVE and (case.heads, case.prefix, case.batch, dtype) == (16, 1024, 2, "fp8"):
                 raise RuntimeError("no room")
-            size = check_planner.DTYPES[dtype].itemsize
+            size = planner_grid.DTYPES[dtype].itemsize
             cost = CostModel(V3, case.heads, rates, expanded_element_bytes=size)
             return cost.seconds(mode, case.batch, case.prefix) * 1e3
 
         return make
 
-    monkeypatch.setattr(check_planner, "CHECKED", {mode: modelled(mode) for mode in (Mode.ABSORB, Mode.NAIVE)})
-    monkeypatch.setattr(check_planner, "measure", lambda ms, rep_ms, work: {"ms": ms})
+    monkeypatch.setattr(planner_grid, "CHECKED", {mode: modelled(mode) for mode in (Mode.ABSORB, Mode.NAIVE)})
+    monkeypatch.setattr(planner_grid, "measure", lambda ms, rep_ms, work: {"ms": ms})
     path = tmp_path / "planner.jsonl"
-    found, complete = check_planner.check(rates, 20, path)
+    found, complete = planner_grid.check(rates, 20, path)
     assert not complete
     records = read_records(path)
     assert [{name: of_case[name] for name in ("case", "ms")} for of_case in records] == found

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from bench.records import read_records
+from bench.tables import RESULTS
 from plot_serving import Line, panels, rows_and_columns, title
-from result_tables import RESULTS
-
-from sglang_mla_ext.results import read_records
 
 
 def record(impl: str, day: int, rate: float | None, concurrency: int = 128, **case) -> dict:

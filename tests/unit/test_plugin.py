@@ -73,7 +73,7 @@ def scenario_not_asked_but_broken():
     os.environ[MODE] = "nonsense"
     from sglang_mla_ext.adapter import contract
 
-    contract.SUPPORTED_VERSIONS = ("0.0.0",)
+    contract.SUPPORTED = {"0.0.0": contract.release()}
     load_plugins()
     return {"args": launch(attention_backend="torch_native"), "asked for": launch(attention_backend="hybrid_mla")}
 
@@ -114,7 +114,12 @@ def scenario_worker():
     from sglang_mla_ext.adapter import hooks
 
     hooks.assert_installed()
-    return {"ours": sorted(hooks._hooked), "contract": [use.path for use in contract.CONTRACT], **seen()}
+    return {
+        "ours": sorted(hooks._hooked),
+        "contract": [use.path for use in contract.release().uses],
+        "differences while hooked": contract.mismatches(),
+        **seen(),
+    }
 
 
 for name, scenario in [item for item in globals().items() if item[0].startswith("scenario_")]:
@@ -208,9 +213,8 @@ def test_a_worker_has_the_backend_and_all_hooks(scenarios: dict[str, Any]) -> No
 
 def test_every_hook_is_in_the_contract(scenarios: dict[str, Any]) -> None:
     worker = scenarios["worker"]
-    outside = set(worker["hooked"]) - set(worker["contract"])
-    # Only a CPU server needs this one. If it goes, the server does not start; it cannot answer wrongly.
-    assert outside <= {"sglang.srt.utils.common.support_triton"}
+    assert set(worker["hooked"]) <= set(worker["contract"])
+    assert worker["differences while hooked"] == []
 
 
 def test_the_backend_is_not_built_without_its_hooks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from demo_accuracy import examine, windows
-from demo_batches import ANSWER_WEIGHT, ASSISTANT_ID, EOS_ID, Batches, Data, Prose
-from demo_chats import (
+from demo_model.batches import ANSWER_WEIGHT, ASSISTANT_ID, EOS_ID, Batches, Data, Prose
+from demo_model.chats import (
     QUESTIONS,
     Chat,
     dictionary_cases,
@@ -26,11 +25,14 @@ from demo_chats import (
     render,
     system_with_table,
 )
-from demo_network import Network, attend_each, pack
-from demo_sources import Document, Page, Word, clean_gloss, pod_paragraphs
-from make_demo_model import Settings, model_config
-from prepare_demo_data import is_held_out, write
-from train_demo_model import Plan, Trainer, load_network, logits_of, main, progress_of, rate_at, write_checkpoint
+from demo_model.checkpoint import Settings, model_config
+from demo_model.examination import examine, windows
+from demo_model.network import Network, attend_each, pack
+from demo_model.preparation import is_held_out, write
+from demo_model.sources import Document, Page, Word, clean_gloss, pod_paragraphs
+from demo_model.trained import load_network, logits_of, write_checkpoint
+from demo_model.training import Plan, Trainer, progress_of, rate_at
+from train_demo_model import main
 
 CPU = torch.device("cpu")
 SENTENCE = "The {} server keeps every {} in one table, and a reader asks it for number {} of them."

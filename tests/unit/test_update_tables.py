@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from accuracy_tables import accuracy_model, goal_verdict, interval
-from performance_tables import expansion, planner, prefill
-from result_tables import provenance
-from update_tables import compared, fill
+import json
 
-from sglang_mla_ext.results import write_record
+import pytest
+from bench.accuracy_tables import accuracy_model, goal_verdict, interval
+from bench.kernel_tables import expansion, planner, prefill
+from bench.records import write_record
+from bench.serving_tables import compared, headline, template
+from bench.tables import provenance
+from update_tables import fill, main
 
 
 def cells(line: str) -> list[str]:
@@ -64,6 +67,67 @@ def test_compared(tmp_path):
         ["A", "128", "FP8", "768", "30", "15", "2.00x"],
     ]
     assert lines[5] == ""
+
+
+def test_what_is_excluded_is_in_no_table_until_it_is_measured_again(tmp_path):
+    path = tmp_path / "serving.jsonl"
+
+    def record(impl: str, rate: float) -> dict:
+        case = dict(prompt="A", concurrency=128, output=768)
+        return write_record(path, bench="serving", impl=impl, case=case, decode_tok_s=rate, gpu="GPU", command="run it")
+
+    def rows() -> list[list[str]]:
+        lines = compared(path, ("prompt", "concurrency"), ("prompt", "requests")).splitlines()
+        return [cells(line) for line in lines[2:] if line.startswith("|")]
+
+    record("sglang_flashmla", 10.0)
+    ours = record("hybrid_mla", 20.0)
+    assert len(rows()) == 1
+    path.write_text(path.read_text().replace(json.dumps(ours), json.dumps(ours | {"excluded": "disturbed"})))
+    assert rows() == []
+    record("hybrid_mla", 30.0)
+    assert rows() == [["A", "128", "BF16", "768", "30", "10", "3.00x"]]
+
+
+def test_headline(tmp_path):
+    """Prompts A and B at 256 requests, a BF16 cache; one command for all."""
+    path = tmp_path / "serving.jsonl"
+    fp8_prefix, fp8_cache = dict(flags="--hybrid-mla-prefix-dtype fp8_e4m3"), dict(kv_cache_dtype="fp8_e4m3")
+    for impl, prompt, requests, rate, more in (
+        ("sglang_flashmla", "B", 256, 10.0, {}),
+        ("hybrid_mla", "B", 256, 25.0, fp8_prefix),
+        ("sglang_flashmla", "A", 256, 10.0, {}),
+        ("hybrid_mla", "A", 256, 20.0, {}),
+        ("sglang_flashmla", "A", 128, 10.0, {}),
+        ("hybrid_mla", "A", 128, 20.0, {}),
+        ("sglang_flashmla", "C", 256, 10.0, {}),
+        ("hybrid_mla", "C", 256, 20.0, {}),
+        ("sglang_flashmla", "A", 256, 10.0, fp8_cache),
+        ("hybrid_mla", "A", 256, 20.0, fp8_cache),
+    ):
+        case = dict(prompt=prompt, concurrency=requests, output=768, heads=128, layers=4, **more)
+        command = f"python scripts/bench.py --backend {impl} --prompt {prompt} --seed 0"
+        write_record(path, bench="serving", impl=impl, case=case, decode_tok_s=rate, gpu="GPU", command=command)
+    lines = headline(path).splitlines()
+    assert [cells(line) for line in lines if line.startswith("|")][2:] == [
+        ["128", "4", "A", "BF16", "20", "10", "2.00x"],
+        ["128", "4", "B", "FP8", "25", "10", "2.50x"],
+    ]
+    assert lines[5].startswith("GPU, torch ")
+    assert lines[7:] == ["```bash", "python scripts/bench.py --backend BACKEND --prompt PROMPT --seed 0", "```"]
+
+
+def test_a_template_has_capitals_where_commands_differ():
+    found = template(["python a.py --p A --p B --server-arg '--x y'", "python a.py --p B --server-arg '--x y' --n-x 3"])
+    assert found == "python a.py --p P --server-arg '--x y' --n-x N_X"
+    assert template(["python a.py --p A --p B"] * 2) == "python a.py --p A --p B"
+    for other in ("python b.py --p A", "python a.py A", "python a.py --flag --p A"):
+        with pytest.raises(ValueError, match="with options that take a value"):
+            template(["python a.py --p A", other])
+
+
+def test_the_pages_have_the_tables_of_the_records():
+    main(check=True)
 
 
 def test_prefill(tmp_path):

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..items import ITEM_END, ITEM_PARTIAL, ITEM_ROWS
-from .work_items import BLOCK, LATENT, NO_SCORE, ROPE, ROWS, blocks_of, count_items, item_at
+from .work_items import BLOCK, LATENT, NO_SCORE, ROWS, blocks_of, count_items, item_at
 
 PART = gl.constexpr(128)  # columns of a quarter
 ROPE_STAGES = gl.constexpr(2)
@@ -128,7 +128,9 @@ def score(
         taken += 1
         rows = gl.arange(0, ROWS, BY_ROW)
         lse2 = row_max2 + gl.log2(row_sum)
-        gl.store(partial_lse2_ptr + gl.load(item_ptr + ITEM_PARTIAL) + rows, lse2, mask=rows < gl.load(item_ptr + ITEM_ROWS))
+        gl.store(
+            partial_lse2_ptr + gl.load(item_ptr + ITEM_PARTIAL) + rows, lse2, mask=rows < gl.load(item_ptr + ITEM_ROWS)
+        )
         done += 1  # noqa: SIM113 - Gluon has no enumerate
 
 

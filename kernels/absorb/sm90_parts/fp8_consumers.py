@@ -206,7 +206,9 @@ def compute_scores(
         mbarrier.arrive(weights_full.index(taken & 1))
         taken += 1
         done += 1  # noqa: SIM113 - Gluon has no enumerate
-        gl.store(partial_lse2_ptr + gl.load(item_ptr + ITEM_PARTIAL) + rows, lse2, mask=rows < gl.load(item_ptr + ITEM_ROWS))
+        gl.store(
+            partial_lse2_ptr + gl.load(item_ptr + ITEM_PARTIAL) + rows, lse2, mask=rows < gl.load(item_ptr + ITEM_ROWS)
+        )
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sglang_mla_ext.adapter.latent_pool import LatentPool
-from sglang_mla_ext.kernels.absorb.grouped import LatentSegment
+from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
 from sglang_mla_ext.prefix.planner import Stacking
@@ -39,9 +39,6 @@ class TorchLatent:
         self._sharing = False
 
     def allocate(self, max_rows: int, max_requests: int, max_tokens: int) -> None:
-        """Nothing."""
-
-    def try_out(self) -> None:
         """Nothing."""
 
     def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int, queries: int = 1) -> None:

@@ -15,7 +15,7 @@ import types
 
 import torch
 
-from sglang_mla_ext.results import package_version
+from sglang_mla_ext.adapter.contract import installed_version
 
 INSTALLED_VARIABLE = "SGLANG_MLA_EXT_CPU"
 """Set to 1 where the stand-ins are in place, for the processes that are spawned from there."""
@@ -48,7 +48,7 @@ def let_torch_native_run_mla() -> None:
 def _declare_torchvision_operators() -> None:
     global _library
     # A build of torchvision for the CPU brings its own.
-    if _library is not None or "+cpu" in (package_version("torchvision") or ""):
+    if _library is not None or "+cpu" in (installed_version("torchvision") or ""):
         return
     _library = torch.library.Library("torchvision", "FRAGMENT")
     _library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

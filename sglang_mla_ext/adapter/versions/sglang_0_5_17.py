@@ -149,5 +149,5 @@ def prefill_graph_backend(args: ServerArgs) -> str:
 
 
 def disable_prefill_graph(args: ServerArgs) -> None:
-    """Run prefill without CUDA graphs, unless --cuda-graph-backend-prefill says otherwise. `args` are not resolved yet."""
+    """Run prefill without CUDA graphs, unless --cuda-graph-backend-prefill says otherwise; `args` are not resolved."""
     args.disable_prefill_cuda_graph = True

@@ -6,11 +6,10 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
-from planner_verdicts import LARGEST_LOSS, verdicts
-from result_tables import STORAGE_NAMES, latest, markdown
-
+from bench.planner_verdicts import LARGEST_LOSS, verdicts
+from bench.records import read_records
+from bench.tables import STORAGE_NAMES, latest, markdown
 from sglang_mla_ext.prefix.cost_model import rates_for
-from sglang_mla_ext.results import read_records
 
 ATTENTION_CASE = {"heads": "heads", "batch": "requests", "prefix": "prefix", "tail": "tail", "spec": "groups"}
 ATTENTION_TIMES = {  # column: impl, part, dtype

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-import demo_network
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from demo_model.network import Layer, Network, rotate
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference.fp8 import Configuration, Keys, absorb_fp8, keys_of_rows, round_keys
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, ExpandedBuffers, scale_bounds, to_fp8
@@ -111,7 +111,7 @@ class ServedLayer:
         rounds: False computes everything in the precision of the weights.
     """
 
-    def __init__(self, layer: demo_network.Layer, rounds: bool) -> None:
+    def __init__(self, layer: Layer, rounds: bool) -> None:
         self.layer, self.attention, self.rounds = layer, layer.self_attn, rounds
         self.heads, self.softmax_scale = self.attention.heads, self.attention.scale
         both = self.attention.kv_b_proj.weight.unflatten(0, (self.heads, -1))  # [H, dn + dv, r]
@@ -142,8 +142,8 @@ class ServedLayer:
             (attention.kv_rank, attention.rope), dim=-1
         )
         latent = self.project(latent, attention.kv_a_layernorm)
-        k_rope = self.round(demo_network.rotate(k_rope[:, None], cos, sin))[:, 0]
-        return Query(nope, self.round(demo_network.rotate(rope, cos, sin))), Rows(latent, k_rope)
+        k_rope = self.round(rotate(k_rope[:, None], cos, sin))[:, 0]
+        return Query(nope, self.round(rotate(rope, cos, sin))), Rows(latent, k_rope)
 
     def absorbed(self, query: Query) -> Tensor:
         """`[T, H, r]`."""
@@ -325,7 +325,7 @@ class Served:
         network: weights in float32 that BF16 has (in float64, with `rounds` False, for tests).
     """
 
-    def __init__(self, network: demo_network.Network, rounds: bool = True) -> None:
+    def __init__(self, network: Network, rounds: bool = True) -> None:
         self.network = network.requires_grad_(False)
         self.layers = [ServedLayer(layer, rounds) for layer in network.model.layers]
 

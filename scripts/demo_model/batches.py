@@ -14,13 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from demo_chats import Material, dictionary_chat, lookup_chat, render
-from demo_network import Packed
-from demo_sources import Word
-from make_demo_model import ASSISTANT, EOS, SPECIAL_TOKENS
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
+
+from demo_model.chats import Material, dictionary_chat, lookup_chat, render
+from demo_model.checkpoint import ASSISTANT, EOS, SPECIAL_TOKENS
+from demo_model.network import Packed
+from demo_model.sources import Word
 
 ASSISTANT_ID, EOS_ID = SPECIAL_TOKENS.index(ASSISTANT), SPECIAL_TOKENS.index(EOS)
 SHARES = {"prose": 0.4, "dictionary": 0.25, "lookup": 0.35}  # of the tokens

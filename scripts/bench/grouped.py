@@ -1,4 +1,4 @@
-"""Grouped absorb, as a server runs it, on a case of decode attention (rival_attention.Case)."""
+"""Grouped absorb, as a server runs it, on a case of decode attention (cases.Case)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from itertools import accumulate, pairwise
 from typing import NoReturn
 
 import torch
-from rival_attention import DR, LATENT, PAGE_TOKENS, SCALE, Case, page_table
+
+from bench.cases import DR, LATENT, PAGE_TOKENS, SCALE, Case, page_table
 
 GROUPED_HEADS = (8, 16, 32)
 """Heads of a rank with which a server stacks requests."""
@@ -16,14 +17,13 @@ GROUPED_HEADS = (8, 16, 32)
 def grouped_absorb(case: Case) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """Prefixes, tails and merge in the latent space, BF16: out `[B, H, 512]`, lse `[B, H]` float32, natural log.
 
-    Whole pages of a prefix are shared; what is behind the last one belongs to the tails.
+    Whole pages of a prefix are shared; tokens after the last whole page belong to the tails.
     """
-    from sglang_mla_ext.kernels.absorb.grouped import make_grouped_absorb, stacking_for
-    from sglang_mla_ext.prefix.cost_model import Mode
-    from sglang_mla_ext.prefix.planner import Group
+    from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
+    from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
+    from sglang_mla_ext.kernels.dispatch import make_grouped_absorb
 
-    stacking = stacking_for(case.heads)
-    if stacking is None:
+    if rows_per_tile(case.heads) is None:
         raise ValueError(f"a server does not stack requests of {case.heads} heads")
     shared = case.prefix // PAGE_TOKENS
     pages, n_pages = page_table(case.lengths, case.sizes, shared)
@@ -37,15 +37,18 @@ def grouped_absorb(case: Case) -> Callable[[], tuple[torch.Tensor, torch.Tensor]
         raise RuntimeError(reason) from error
 
     sizes = dict(max_rows=case.batch, max_tokens=req_to_token.shape[1])
-    grouped = make_grouped_absorb(req_to_token, latent, stacking, kv_lora_rank=LATENT, on_failure=refuse, **sizes)
+    dims = dict(heads=case.heads, kv_lora_rank=LATENT)
+    grouped = make_grouped_absorb(req_to_token, latent, **dims, on_failure=refuse, **sizes)
+    if grouped is None:
+        raise RuntimeError("the kernel of grouped absorb needs a Hopper GPU")
     end = shared * PAGE_TOKENS
     groups = [
-        Group(tuple(range(first, last)), None, 0, end, Mode.GROUPED_ABSORB)
-        for first, last in pairwise([0, *accumulate(case.sizes)])
+        LatentSegment(tuple(range(first, last)), 0, end) for first, last in pairwise([0, *accumulate(case.sizes)])
     ]
     prefix_lens = torch.zeros(case.batch, dtype=torch.int32, device="cuda")
     prefix_lens[: sum(case.sizes)] = end
     grouped.plan(groups if end else [], case.batch)
     rows, lengths = torch.arange(case.batch, device="cuda"), torch.tensor(case.lengths, device="cuda")
-    grouped.prepare(req_to_token, rows, lengths, prefix_lens)
-    return lambda: grouped.run(query, latent, SCALE)
+    grouped.begin_step(req_to_token, rows, lengths, prefix_lens)
+    parts = query.split([LATENT, DR], dim=-1)
+    return lambda: grouped.run(*parts, latent, SCALE)

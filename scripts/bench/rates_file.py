@@ -9,18 +9,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from planner_verdicts import report, verdicts, with_fitted_overheads
-
-from sglang_mla_ext.prefix.cost_model import (
-    FALLBACK_GPU,
-    GpuRates,
-    Mode,
-    ModeRates,
-    device_words,
-    gpu_config_of,
-    read_config,
-)
-from sglang_mla_ext.results import commit, package_version
+from bench.planner_verdicts import report, verdicts, with_fitted_overheads
+from bench.records import commit, package_version
+from sglang_mla_ext.configs import FALLBACK_GPU, device_words, gpu_config_of, read_config
+from sglang_mla_ext.prefix.cost_model import GpuRates, Mode, ModeRates
 
 FITTED = "overheads of all modes: those with which the choices on the grid of --check lose least."
 

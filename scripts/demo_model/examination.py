@@ -1,6 +1,6 @@
 """Examination of the demo model: perplexity of held-out prose, dictionary questions, look-ups in long prompts.
 
-The cases come from demo_chats.py. An answer of greedy decoding is right if each of its tokens, </s> too, is the
+The cases come from chats.py. An answer of greedy decoding is right if each of its tokens, </s> too, is the
 likeliest one after the tokens before it; that takes one forward pass and no generation.
 """
 
@@ -12,9 +12,10 @@ from statistics import fmean
 
 import torch
 import torch.nn.functional as F
-from demo_batches import EOS_ID, Data
-from demo_chats import Case, dictionary_cases, lookup_cases
 from torch import Tensor
+
+from demo_model.batches import EOS_ID, Data
+from demo_model.chats import Case, dictionary_cases, lookup_cases
 
 LOOKUP_TOKENS = {512: 500, 2048: 2000, 8192: 8000}
 """Tokens of a prompt by the name of the length: the answer fits in too."""

@@ -1,8 +1,8 @@
-"""The times of every mode on a grid of cases, to judge what the cost model chooses (`calibrate.py --check`).
+"""Times of every mode on a grid of cases, against which the cost model's choices are judged (`calibrate.py --check`).
 
 A mode's time is all of decode attention: absorb in one call of FlashMLA over prefix and tail; naive over the prefix,
 FlashMLA over the tail, and the merge; grouped absorb with its merge, where a server takes it. Latent rows are BF16,
-expanded prefixes BF16 or FP8. What the times say of given rates is planner_verdicts.py's.
+expanded prefixes BF16 or FP8. planner_verdicts.py judges the choices from these times.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_attention import DTYPES, STORAGE, attempt, free_memory, measure, our_parts
-from grouped_attention import GROUPED_HEADS, grouped_absorb
-from rival_attention import Case, flashmla_bf16
-
+from bench.cases import Case
+from bench.grouped import GROUPED_HEADS, grouped_absorb
+from bench.records import write_record
+from bench.rivals import flashmla_bf16
+from bench.shared import DTYPES, STORAGE, our_parts
+from bench.timing import attempt, free_memory, measure
 from sglang_mla_ext.kernels.naive.triton_naive import Tile, tile_for
 from sglang_mla_ext.prefix.cost_model import GpuRates, Mode
-from sglang_mla_ext.results import write_record
 
 TAIL = 512
 HEADS = (128, 64, 16)
@@ -26,7 +27,7 @@ PREFIXES = (1024, 4759, 7069, 26472)
 BATCHES = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 Tiles = Mapping[str, Sequence[Tile]]
-"""The naive kernel's tiles by dtype, that for the fewest rows first; without an entry the kernel takes its own."""
+"""The naive kernel's tiles by dtype, that for the fewest rows first; without an entry the kernel's default is used."""
 
 CHECKED: dict[Mode, Callable[[Case, str, Tile | None], Callable[[], Any]]] = {
     Mode.ABSORB: lambda case, dtype, tile: flashmla_bf16(case),
@@ -42,7 +43,7 @@ def tiles_of(rates: GpuRates) -> Tiles:
 
 
 def tile_of(tiles: Tiles, dtype: str, rows: int) -> Tile | None:
-    """The tile for a batch of this many rows; None for the kernel's own."""
+    """The tile for a batch of this many rows; None for the kernel's default."""
     return tile_for(rows, tuple(tiles[dtype])) if tiles.get(dtype) else None
 
 

@@ -1,7 +1,7 @@
 """What the cost model would choose in measured cases, and what each choice costs. From records; nothing is timed here.
 
-A record of `bench` `planner` (check_planner.py) has the measured ms of each mode in one case. What is chosen follows
-from the rates, so it is not stored: the same records judge any rates, and fit the overheads, which decide the choices.
+A record of `bench` `planner` (planner_grid.py) has the measured ms of each mode in one case. The choice
+follows from the rates and is not stored, so the same records can judge any rates, and fit the overheads.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDim
 
 DIMS = ModelDims.from_json("deepseek-v3")
 ELEMENT_BYTES = {"bf16": 2, "fp8": 1}  # of the expanded prefix; latent rows are BF16
-LARGEST_LOSS = 0.05  # what a choice of the cost model may cost
+LARGEST_LOSS = 0.05  # the largest loss that a choice may cost, relative
 CONSTANTS_MS, PER_ROOT_ROW_MS = (-0.02, 0.06), (0.0, 0.001)  # where `with_fitted_overheads` looks
-SAME = 0.02  # as a part of what the model says of the mode it takes: so near to that, another must not lose much either
+SAME = 0.02  # modes predicted within this fraction of the chosen one must not lose much either
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The measured ms of each mode in a case, and the mode that the cost model takes."""
+    """The measured ms of each mode in a case, and the mode that the cost model chooses."""
 
     heads: int
     prefix: int
@@ -41,7 +41,7 @@ class Verdict:
 
     @property
     def loss(self) -> float:
-        """How much longer the chosen mode takes, as a part of the fastest mode's time."""
+        """How much longer the chosen mode takes, relative to the fastest mode's time."""
         return self.ms[self.chosen] / self.ms[self.best] - 1
 
 
@@ -52,10 +52,10 @@ def newest(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def verdicts(records: Iterable[Mapping[str, Any]], rates: GpuRates) -> list[Verdict]:
-    """What the cost model takes with these rates of the modes that were measured, in the newest record of each case.
+    """Which of the measured modes the cost model chooses with these rates, for the newest record of each case.
 
     Args:
-        records: of one GPU, the one that the rates are of.
+        records: all of the GPU that the rates belong to.
     """
     return [_judge(record, rates) for record in newest(records)]
 
@@ -72,13 +72,13 @@ def _cost_model(case: Mapping[str, Any], rates: GpuRates) -> CostModel:
 
 
 def with_fitted_overheads(records: Iterable[Mapping[str, Any]], rates: GpuRates) -> GpuRates:
-    """The same rates, but for overheads with which the choices lose least: the fewest cases that lose more than
-    `LARGEST_LOSS`; of those the smallest sum of the worst loss, the mean loss, and the mean error of what the model
-    says that a mode takes longer than plain absorb, as a part of what plain absorb takes. The same records give the
-    same.
+    """The same rates with the overheads for which the choices lose least.
 
-    Only differences between modes decide, so that plain absorb has no overhead that grows with rows, and the least
-    constant one is 0. A mode that was not measured keeps its values.
+    Fewest cases that lose more than `LARGEST_LOSS` come first; then the smallest sum of the worst loss, the mean loss,
+    and the mean error of the predicted difference to plain absorb, relative to plain absorb's time. Deterministic.
+
+    Only differences between modes matter, so plain absorb gets no overhead that grows with rows, and the smallest
+    constant overhead is 0. A mode that was not measured keeps its values.
 
     Raises:
         ValueError: no record compares plain absorb with another mode.
@@ -127,7 +127,7 @@ def significant(value: float, digits: int = 3) -> float:
 
 
 def without_overheads(rates: GpuRates) -> GpuRates:
-    """Rates with which the cost model says what the work alone takes."""
+    """The same rates with zero overheads: the model then predicts the time of the work alone."""
     modes = {m: replace(r, overhead_s=0.0, overhead_per_root_row_s=0.0) for m, r in rates.modes.items()}
     return replace(rates, modes=modes)
 

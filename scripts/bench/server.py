@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import requests
@@ -33,7 +33,7 @@ class ServerFailedError(RuntimeError):
 
 def work_folder() -> Path:
     """Where scripts keep models and logs: `.demo` at the top of the repository, which git ignores."""
-    folder = Path(__file__).resolve().parents[1] / ".demo"
+    folder = Path(__file__).resolve().parents[2] / ".demo"
     folder.mkdir(exist_ok=True)
     (folder / ".gitignore").write_text("*\n")
     return folder
@@ -71,11 +71,7 @@ def running_server(
         ServerFailedError: it ended, or did not answer in time.
     """
     base_url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", LAUNCHER, *arguments, "--host", "127.0.0.1", "--port", str(port)]
-    environment = dict(os.environ)
-    if not ON_GPU:
-        command += CPU_ARGUMENTS
-        environment |= CPU_ENVIRONMENT
+    command, environment = server_command(arguments, port)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output, _sigterm_raises():
         # A session of its own, so that Ctrl-C reaches this process alone, which then stops all of the server's.
@@ -88,35 +84,54 @@ def running_server(
             start_new_session=True,
         )
         try:
-            _wait_until_ready(server, base_url, log, console, timeout_s)
+            wait_until_ready(server, base_url, log, console, timeout_s)
             yield base_url
         finally:
             console.print("Stopping the server")
-            _stop(server)
+            stop_server(server)
 
 
-def _wait_until_ready(
-    server: subprocess.Popen[bytes], base_url: str, log: Path, console: Console, timeout_s: float
-) -> None:
+def server_command(arguments: Sequence[str], port: int) -> tuple[list[str], dict[str, str]]:
+    """The command that starts a server on this machine, with a GPU or without, and its environment."""
+    defaults = () if ON_GPU else CPU_ARGUMENTS
+    command = [sys.executable, "-m", LAUNCHER, *defaults, *arguments, "--host", "127.0.0.1", "--port", str(port)]
+    return command, os.environ | ({} if ON_GPU else CPU_ENVIRONMENT)
+
+
+class Process(Protocol):
+    """What this module needs of `subprocess.Popen`."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def terminate(self) -> None: ...
+
+
+def wait_until_ready(server: Process, base_url: str, log: Path, console: Console, timeout_s: float) -> None:
+    """Wait until a server answers; raises ServerFailedError as `running_server` does."""
     start = time.monotonic()
     with console.status("starting the server") as status:
         while (waited := time.monotonic() - start) < timeout_s:
             if server.poll() is not None:
-                raise ServerFailedError(f"the server ended with status {server.returncode}:\n{_tail(log)}")
+                raise ServerFailedError(f"the server ended with status {server.returncode}:\n{log_tail(log)}")
             with contextlib.suppress(requests.RequestException):
                 if requests.get(f"{base_url}/health", timeout=10).ok:
                     console.print(f"Server ready after {waited:.0f} s at {base_url} (log: {log})")
                     return
             status.update(f"starting the server, {waited:.0f} s (log: {log})")
             time.sleep(0.5)
-    raise ServerFailedError(f"the server did not answer within {timeout_s:.0f} s:\n{_tail(log)}")
+    raise ServerFailedError(f"the server did not answer within {timeout_s:.0f} s:\n{log_tail(log)}")
 
 
-def _tail(log: Path, lines: int = 30) -> str:
+def log_tail(log: Path, lines: int = 30) -> str:
+    """The last lines of a log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def _stop(server: subprocess.Popen[bytes], grace_s: float = 10) -> None:
+def stop_server(server: Process, grace_s: float = 10) -> None:
     """End the server and every process that it started; another Ctrl-C meanwhile is ignored."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(psutil.NoSuchProcess):

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from result_tables import latest, markdown
-
-from sglang_mla_ext.results import read_records
+from bench.records import read_records
+from bench.tables import latest, markdown
 
 CACHE_COLUMNS = {  # impl: column
     "bf16": "BF16",

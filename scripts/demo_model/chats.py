@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from zlib import crc32
 
-from demo_sources import Word
-from make_demo_model import ASSISTANT, BOS, EOS, SYSTEM, USER
+from demo_model.checkpoint import ASSISTANT, BOS, EOS, SYSTEM, USER
+from demo_model.sources import Word
 
 CHAT_TEMPLATE = (
     "<s>{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"

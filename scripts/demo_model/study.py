@@ -2,7 +2,7 @@
 
 In all three a prefix is prefilled in BF16 and kept as the implementation does; what is scored runs as decode rows:
 
-- prose: windows of held-out documents (demo_accuracy.windows). The prefix is the part before the predicted tokens. The
+- prose: windows of held-out documents (examination.windows). The prefix is the part before the predicted tokens. The
   first window of a document has nothing before them, so its first half is the prefix, and is not scored.
 - dictionary questions and look-ups: the prefix is the system prompt; question and answer follow as decode rows. (A
   server would prefill the question, in BF16: this is the harder test.)
@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from demo_accuracy import LOOKUP_TOKENS, windows
-from demo_batches import EOS_ID, Data
-from demo_chats import ROW_TOKENS, dictionary_cases, lookup_cases, make_table
-from demo_served import BASELINE, IMPLS, Impl, Query, Rows, Served, ServedLayer, attend
-from make_demo_model import ASSISTANT, USER
 from rich.progress import track
 from scipy.stats import bootstrap
 
+from demo_model.batches import EOS_ID, Data
+from demo_model.chats import ROW_TOKENS, dictionary_cases, lookup_cases, make_table
+from demo_model.checkpoint import ASSISTANT, USER
+from demo_model.examination import LOOKUP_TOKENS, windows
+from demo_model.served import BASELINE, IMPLS, Impl, Query, Rows, Served, ServedLayer, attend
 from sglang_mla_ext.kernels.reference.attention import errors
 
 WINDOW, STRIDE = 4096, 2048
@@ -116,10 +116,10 @@ def cut(index: int, document: list[int]) -> Iterator[Window]:
 
 
 def lookup_prompts(data: Data, length: int, plan: Plan) -> list[Prompt]:
-    """The examination's prompts (demo_accuracy), each with several questions about its table.
+    """The examination's prompts (see examination.py), each with several questions about its table.
 
     Raises:
-        RuntimeError: the tables are not those of demo_chats.lookup_cases: it has changed.
+        RuntimeError: the tables are not those of chats.lookup_cases, which has changed.
     """
     tokens, material, found = LOOKUP_TOKENS[length], data.material(held_out=True), []
     cases = lookup_cases(material, plan.lengths[length], tokens, lambda text: len(data.encode(text)), plan.seed)
@@ -128,7 +128,7 @@ def lookup_prompts(data: Data, length: int, plan: Plan) -> list[Prompt]:
         # As there: a case draws its table first.
         table = make_table(random.Random(f"{plan.seed}/{tokens}/{index}"), material, max(4, tokens // 4 // ROW_TOKENS))
         if any(line not in system for line in table.lines()):
-            raise RuntimeError("demo_chats.lookup_cases draws other tables than this study expects")
+            raise RuntimeError("chats.lookup_cases draws other tables than this study expects")
         rng = random.Random(f"{plan.seed}/{tokens}/{index}/questions")
         questions = [
             Question(

@@ -8,24 +8,33 @@ from typing import Any
 
 from tabulate import tabulate
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "benchmarks" / "results"
 STORAGE_NAMES = {"bf16": "BF16", "fp8": "FP8"}
 
 
 def latest(records: Iterable[dict[str, Any]], *names: str) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The newest record for each `(impl, case[name], ...)`."""
+    """The newest record for each `(impl, case[name], ...)`.
+
+    A record with a field `excluded`, which says why, does not count: it stays in its file, and appears again in tables
+    once the case has been measured anew.
+    """
     return {
         (record["impl"], *(record["case"].get(name) for name in names)): record
         for record in sorted(records, key=lambda record: record["date"])
+        if not record.get("excluded")
     }
 
 
 def markdown(rows: list[tuple[Any, ...]], columns: tuple[str, ...], records: dict[tuple[Any, ...], Any]) -> str:
     """A table, and below it where its figures come from."""
+    return f"{table(rows, columns)}\n\n{provenance(records)}"
+
+
+def table(rows: list[tuple[Any, ...]], columns: tuple[str, ...]) -> str:
+    """A table in GitHub's Markdown."""
     align = ("right",) * len(columns)
-    table = tabulate(rows, columns, tablefmt="github", colalign=align, disable_numparse=True)
-    return f"{table}\n\n{provenance(records)}"
+    return tabulate(rows, columns, tablefmt="github", colalign=align, disable_numparse=True)
 
 
 def provenance(records: dict[tuple[Any, ...], dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""Measurements as lines of JSON, each with what is needed to repeat it.
+"""Measurements as lines of JSON, each with everything needed to repeat it.
 
 One file for each subject, `benchmarks/results/NAME.jsonl`. Plots and tables are made from these files.
 """
@@ -29,14 +29,14 @@ def write_record(
     command: str | None = None,
     **metrics: Any,
 ) -> dict[str, Any]:
-    """Append one measurement to a file, whose folder is made if need be.
+    """Append one measurement to a file; its folder is created if needed.
 
     Args:
         bench: what kind of measurement: attention, serving, ...
         impl: what was measured: hybrid_mla or a rival.
-        case: under which conditions: prefix, tail, heads, batch, concurrency, ... as they apply.
+        case: the conditions: prefix, tail, heads, batch, concurrency, ... as they apply.
         gpu: name of the device; None asks the driver ("cpu" without one).
-        command: what to run to measure it again; None takes this process's own command line.
+        command: what to run to repeat the measurement; None takes this process's command line.
         metrics: the values, units in their names: `ms`, `ttft_ms`, `decode_tok_s`, ...
     Returns:
         the record as written.
@@ -88,7 +88,7 @@ def package_version(name: str) -> str | None:
 def commit() -> str | None:
     """Commit of this checkout, with `-dirty` if files differ from it.
 
-    Outside of a repository it is what the variable GIT_COMMIT says, or None.
+    Outside a repository the environment variable GIT_COMMIT, or None.
     """
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:

@@ -1,0 +1,1 @@
+"""What the benchmarks and the tables of their results share."""

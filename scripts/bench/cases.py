@@ -1,0 +1,101 @@
+"""A decode step of one layer over shared prefixes, in DeepSeek-V3's dimensions, and how its rows share pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+DN, DR, DV = 128, 64, 128  # per head: key without and with rotation, value
+LATENT = 512
+SCALE = (DN + DR) ** -0.5
+PAGE_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """One decode step of one layer.
+
+    The rows of a group share a prefix, each group its own; every row has a private tail. Rows alone come last in the
+    batch, share nothing and have as many tokens as the others.
+    """
+
+    prefix: int  # tokens
+    tail: int  # tokens
+    heads: int  # of this rank
+    sizes: tuple[int, ...]  # rows of each group
+    alone: int = 0  # rows
+    spec: str | None = None  # how the groups were asked for; None for one group of all rows
+    s_q: int = 1  # query tokens of each row
+
+    @property
+    def batch(self) -> int:
+        """Rows of the step."""
+        return sum(self.sizes) + self.alone
+
+    @property
+    def lengths(self) -> list[int]:
+        """`[batch]`: tokens of each row."""
+        return [self.prefix + self.tail] * self.batch
+
+    @property
+    def tail_lengths(self) -> list[int]:
+        """`[batch]`: tokens of each row outside of a shared prefix, all tokens of a row alone."""
+        return [self.tail] * sum(self.sizes) + [self.prefix + self.tail] * self.alone
+
+    @property
+    def shared_flops(self) -> int:
+        """Operations of the naive form over the shared prefixes."""
+        return 2 * self.heads * sum(self.sizes) * self.prefix * (DN + DR + DV)
+
+    def latent_flops(self, lengths: list[int]) -> int:
+        """Operations of the absorbed form, for rows of these lengths."""
+        return 2 * self.heads * self.s_q * sum(lengths) * (2 * LATENT + DR)
+
+    def fields(self, dtype: str) -> dict[str, Any]:
+        """The `case` of a record; dtype: bf16 or fp8."""
+        fields = dict(prefix=self.prefix, tail=self.tail, heads=self.heads, batch=self.batch, groups=len(self.sizes))
+        return fields | dict(s_q=self.s_q, dtype=dtype) | ({"spec": self.spec} if self.spec else {})
+
+
+def page_table(lengths: list[int], sizes: tuple[int, ...], shared_pages: int) -> tuple[list[list[int]], int]:
+    """Pages of each row: the first `shared_pages` are one set for the rows of a group, all others are private.
+
+    Args:
+        lengths: `[rows]`, tokens of each row; sizes: rows of each group, the remaining rows share nothing.
+    Returns:
+        the table, `[rows, pages of the longest row]`, 0 behind a row's last page, and the number of distinct pages.
+    """
+    counts = [-(-length // PAGE_TOKENS) for length in lengths]
+    table, used, row = [], 0, 0
+    for size, shared in [
+        *((size, shared_pages) for size in sizes),
+        *((1, 0) for _ in range(len(lengths) - sum(sizes))),
+    ]:
+        common = list(range(used, used + shared))
+        used += shared
+        for count in counts[row : row + size]:
+            private = list(range(used, used + count - shared))
+            used += len(private)
+            table.append(common + private + [0] * (max(counts) - count))
+        row += size
+    return table, used
+
+
+def parse_groups(spec: str) -> tuple[tuple[int, ...], int]:
+    """Read a description of a batch: `8x16` is 8 groups of 16 rows, `200+56x1` a group of 200 and 56 rows alone.
+
+    Returns:
+        rows of each group, at least 2 in each, and the number of rows alone.
+    Raises:
+        ValueError: it is something else, or has no group.
+    """
+    sizes: list[int] = []
+    for term in spec.split("+"):
+        count, times, size = term.rpartition("x")
+        if not size.isdecimal() or (times and not count.isdecimal()) or int(size) == 0 or (times and int(count) == 0):
+            raise ValueError(f"groups must be like 8x16 or 200+56x1, not {spec!r}")
+        sizes += [int(size)] * (int(count) if times else 1)
+    groups = tuple(size for size in sizes if size > 1)
+    if not groups:
+        raise ValueError(f"{spec!r} has no group of two rows or more")
+    return groups, sizes.count(1)

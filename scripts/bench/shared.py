@@ -1,0 +1,106 @@
+"""Our attention over shared, expanded prefixes on a case of random data: what to time, and its floor."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from bench.cases import DN, DR, DV, SCALE, Case
+from bench.ceilings import Ceilings
+from bench.rivals import flashmla_tail
+from bench.timing import attempt
+from sglang_mla_ext.kernels.dispatch import make_shared_attention
+from sglang_mla_ext.kernels.naive.attention import SharedAttention
+from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
+from sglang_mla_ext.kernels.naive.triton_naive import Tile
+from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
+from sglang_mla_ext.prefix.cost_model import rates_for
+
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+STORAGE = {"bf16": "bf16", "fp8": "fp8_e4m3"}  # a dtype's name in configs/gpus
+
+
+def shared_bytes(case: Case, dtype: str) -> int:
+    """Bytes of the expanded keys and values of all prefixes of a case; rotary keys are never FP8."""
+    per_head = (DN + DV) * DTYPES[dtype].itemsize
+    return len(case.sizes) * case.prefix * (case.heads * per_head + DR * 2)
+
+
+def floor_ms(case: Case, dtype: str, ceilings: Ceilings) -> float:
+    """Lower bound of the shared part's time, ms: its bytes at the bandwidth of a copy or its products at the rate of a
+    large matrix product, whichever takes longer. With FP8 storage the product with the rotary keys is still BF16."""
+    memory = shared_bytes(case, dtype) / ceilings.copy_gbps / 1e6
+    bf16_share = 1.0 if dtype == "bf16" else DR / (DN + DR + DV)
+    rates = bf16_share / ceilings.bf16_tflops + (1 - bf16_share) / ceilings.fp8_tflops
+    return max(memory, case.shared_flops * rates / 1e9)
+
+
+def shared_attention(case: Case, dtype: str, tile: Tile | None = None) -> tuple[SharedAttention, Callable[[], None]]:
+    """Our attention, planned for a case over random prefixes, and a call that runs it.
+
+    Args:
+        tile: of the kernel; by default the one that a server uses.
+    """
+    rows, heads = case.batch, case.heads
+    chunks = -(-case.prefix // CHUNK_TOKENS)  # of one group
+    sizes = dict(qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR, dtype=DTYPES[dtype])
+    buffers = ExpandedBuffers.allocate(layers=1, chunks=chunks * len(case.sizes), heads=heads, **sizes)
+    for tensor in (buffers.k_nope, buffers.v_t, buffers.k_rope):
+        tensor.copy_(torch.randn(tensor.shape, device="cuda", dtype=torch.bfloat16))
+    query = torch.randn(rows, heads, DN + DR, device="cuda", dtype=torch.bfloat16)
+    q_nope, q_rope = query[..., :DN], query[..., DN:]  # [B, H, dn], [B, H, dr]
+
+    if tile is None:
+        tiles = rates_for(torch.cuda.get_device_name()).naive_tiles.get(STORAGE[dtype], ())
+    else:
+        tiles = (dataclasses.asdict(tile),)
+    attention = make_shared_attention(buffers, max_rows=rows, heads=heads, device="cuda", tiles=tiles)
+    starts = [0, *itertools.accumulate(case.sizes)]
+    groups = [
+        ExpandedSegment(tuple(range(start, end)), case.prefix, tuple(range(index * chunks, (index + 1) * chunks)))
+        for index, (start, end) in enumerate(itertools.pairwise(starts))
+    ]
+    attention.plan(groups, rows)
+
+    def run() -> None:
+        attention.run(0, q_nope, q_rope, SCALE)
+
+    return attention, run
+
+
+def our_parts(case: Case, dtype: str, tile: Tile | None = None) -> dict[str, Callable[[], Any]]:
+    """What is timed of our kernels: `naive`, `merge` and, with FlashMLA installed, `all` on one stream and on two."""
+    attention, run = shared_attention(case, dtype, tile)
+    rows, heads = case.batch, case.heads
+    tail_out = torch.randn(rows, heads, DV, device="cuda", dtype=torch.bfloat16)  # [B, H, dv], merged in place
+    tail_lse = torch.randn(rows, heads, device="cuda")  # [B, H]
+
+    def merge() -> None:
+        attention.merge(tail_out, tail_lse, tail_out)
+
+    run()  # so that the merge, timed alone, reads numbers
+    parts: dict[str, Callable[[], Any]] = {"naive": run, "merge": merge}
+    if tail := attempt("FlashMLA over the tails", flashmla_tail, case):
+
+        def run_all() -> None:
+            _, lse = tail()  # [B, H, 1]
+            run()
+            attention.merge(tail_out, lse.squeeze(-1), tail_out)
+
+        second = torch.cuda.Stream()
+
+        def run_side_by_side() -> None:
+            first = torch.cuda.current_stream()
+            second.wait_stream(first)
+            run()
+            with torch.cuda.stream(second):
+                _, lse = tail()
+            first.wait_stream(second)
+            attention.merge(tail_out, lse.squeeze(-1), tail_out)
+
+        parts |= {"all": run_all, "all_two_streams": run_side_by_side}
+    return parts

@@ -1,0 +1,106 @@
+"""Time a call on the GPU: CUDA graphs, the median with L2 flushed, and calls back to back at the power limit."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from triton.testing import do_bench
+
+BATCH_MS = 10  # of calls back to back: the host's wait behind each batch is short beside it
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A CUDA graph, and the captured function, whose tensors must live as long."""
+
+    graph: torch.cuda.CUDAGraph
+    function: Callable[[], Any]
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
+def captured(function: Callable[[], Any]) -> Callable[[], Any]:
+    """A CUDA graph of one call, to replay; the function itself if it cannot be captured."""
+    for _ in range(3):  # compiles, fills in schedules
+        function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            function()
+    except RuntimeError as error:
+        print(f"no CUDA graph, timed without: {str(error)[:300]}", flush=True)
+        return function
+    return Captured(graph, function)
+
+
+def time_ms(function: Callable[[], Any], rep_ms: int = 100) -> float:
+    """Median time of a call in ms, L2 flushed before each, over `rep_ms` ms of calls after 50 ms of warm-up."""
+    return do_bench(function, warmup=50, rep=rep_ms, return_mode="median")
+
+
+def back_to_back(function: Callable[[], Any]) -> Iterator[float]:
+    """Call for ever without flushing L2, and yield the ms per call of each batch of calls.
+
+    Unlike `time_ms` this can run long enough for the GPU to reach its power limit."""
+    calls = 1
+    while True:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            function()
+        end.record()
+        end.synchronize()
+        ms = start.elapsed_time(end) / calls
+        calls = max(1, round(BATCH_MS / ms))
+        yield ms
+
+
+def settled(times: Sequence[float]) -> float:
+    """The median of the last two thirds; clock and power are still settling in the first."""
+    return median(times[len(times) // 3 :])
+
+
+def attempt(what: str, function: Callable[..., Any], *args: Any) -> Any:
+    """The function's result; if it raises, print why and return None."""
+    try:
+        return function(*args)
+    except Exception as error:
+        print(f"{what} failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}", flush=True)
+        return None
+
+
+def measure(function: Callable[[], Any], rep_ms: int, work: tuple[int, int] | None) -> dict[str, Any]:
+    """Metrics of a callable; work: its operations and its bytes of keys and values, for rates."""
+    replay = captured(function)
+    metrics: dict[str, Any] = {"ms": time_ms(replay, rep_ms)}
+    if replay is function:
+        metrics["cuda_graph"] = False
+    if work:
+        flops, read_bytes = work
+        metrics |= dict(tflops=flops / metrics["ms"] / 1e9, gbps=read_bytes / metrics["ms"] / 1e6)
+    return metrics
+
+
+CELLS = ("us", "TFLOPS", "GB/s", "of floor")
+
+
+def cells(metrics: dict[str, Any] | None) -> list[str]:
+    """The cells of a measurement in the columns `CELLS`; metrics: None if it failed."""
+    if not metrics:
+        return ["failed", "", "", ""]
+    rates = [f"{metrics[key]:.0f}" if key in metrics else "" for key in ("tflops", "gbps")]
+    share = f"{metrics['floor_share']:.0%}" if "floor_share" in metrics else ""
+    return [f"{metrics['ms'] * 1e3:.1f}", *rates, share]
+
+
+def free_memory() -> None:
+    """Release memory that is no longer referenced."""
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -1,0 +1,226 @@
+"""Checkpoints of DeepSeek-V3's architecture with its real head dimensions: configuration, weights, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+import typer
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+BOS, EOS, SYSTEM, USER, ASSISTANT = SPECIAL_TOKENS = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
+CHAT_TEMPLATE = (
+    "<s>{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+STAMP = "demo_model.json"
+KV_LORA_RANK, ROPE_DIM, NOPE_DIM, V_DIM = 512, 64, 128, 128
+YARN_ORIGINAL_POSITIONS = 4096
+BLOCK = 128  # rows and columns of a matrix that have one scale, in FP8
+NEAR_SIGNAL, NEAR_WEIGHT = 4.0, 0.5  # of the heads that look near; see `weights`
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a demo checkpoint depends on."""
+
+    layers: int
+    heads: int
+    hidden: int
+    intermediate: int
+    q_lora_rank: int
+    vocab: int
+    max_positions: int
+    seed: int
+    config_only: bool
+    fp8_blocks: bool = False
+    version: int = 2  # of this script's output; raise it when the weights or the tokenizer change
+
+
+def model_config(settings: Settings) -> dict[str, Any]:
+    """`config.json`: dense layers only, YaRN as in DeepSeek's own models."""
+    blocks = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+    return {
+        **({"quantization_config": blocks} if settings.fp8_blocks else {}),
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "hidden_size": settings.hidden,
+        "intermediate_size": settings.intermediate,
+        "num_hidden_layers": settings.layers,
+        "num_attention_heads": settings.heads,
+        "num_key_value_heads": settings.heads,
+        "vocab_size": settings.vocab,
+        "kv_lora_rank": KV_LORA_RANK,
+        "q_lora_rank": settings.q_lora_rank,
+        "qk_nope_head_dim": NOPE_DIM,
+        "qk_rope_head_dim": ROPE_DIM,
+        "v_head_dim": V_DIM,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": SPECIAL_TOKENS.index(BOS),
+        "eos_token_id": SPECIAL_TOKENS.index(EOS),
+        "max_position_embeddings": settings.max_positions,
+        "rope_theta": 10000,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": settings.max_positions / YARN_ORIGINAL_POSITIONS,
+            "original_max_position_embeddings": YARN_ORIGINAL_POSITIONS,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        # No expert layers; the numbers must be there all the same.
+        "first_k_dense_replace": settings.layers,
+        "moe_layer_freq": 1,
+        "moe_intermediate_size": settings.hidden,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "num_nextn_predict_layers": 0,
+        "ep_size": 1,
+    }
+
+
+def weights(settings: Settings) -> dict[str, torch.Tensor]:
+    """Random BF16 weights under their Hugging Face names, `[out, in]`.
+
+    Every matrix keeps its input's scale (standard deviation 1/sqrt(in)), but for the queries', which is larger, so that
+    attention picks few keys out of thousands, and the last one's, so that the likeliest token stands out. The first
+    element of the hidden state is the same for all tokens; every other head turns it into a rotary key and query, whose
+    product is largest at distance 0. So half of the heads look near and an answer depends on its question, half look
+    anywhere and it depends on the system prompt.
+    """
+    generator = torch.Generator().manual_seed(settings.seed)
+
+    def matrix(rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+        values = torch.randn(rows, columns, generator=generator) * (gain / math.sqrt(columns))
+        return values.to(torch.bfloat16)
+
+    def ones(size: int) -> torch.Tensor:
+        return torch.ones(size, dtype=torch.bfloat16)
+
+    hidden, heads, q_rank = settings.hidden, settings.heads, settings.q_lora_rank
+    embedding = matrix(settings.vocab, hidden, gain=math.sqrt(hidden))
+    embedding[:, 0] = NEAR_SIGNAL
+    tensors = {"model.embed_tokens.weight": embedding}
+    for layer in range(settings.layers):
+        q_a = matrix(q_rank, hidden)
+        q_a[0] = 0
+        q_a[0, 0] = 1
+        q_b = matrix(heads * (NOPE_DIM + ROPE_DIM), q_rank, gain=2.0)
+        q_b.view(heads, NOPE_DIM + ROPE_DIM, q_rank)[::2, NOPE_DIM:, 0] = NEAR_WEIGHT
+        kv_a = matrix(KV_LORA_RANK + ROPE_DIM, hidden)
+        kv_a[KV_LORA_RANK:, 0] = NEAR_WEIGHT
+        out = matrix(hidden, heads * V_DIM, gain=2.0)
+        down = matrix(hidden, settings.intermediate, gain=2.0)
+        out[0] = down[0] = 0
+        prefix = f"model.layers.{layer}"
+        tensors |= {
+            f"{prefix}.input_layernorm.weight": ones(hidden),
+            f"{prefix}.self_attn.q_a_proj.weight": q_a,
+            f"{prefix}.self_attn.q_a_layernorm.weight": ones(q_rank),
+            f"{prefix}.self_attn.q_b_proj.weight": q_b,
+            f"{prefix}.self_attn.kv_a_proj_with_mqa.weight": kv_a,
+            f"{prefix}.self_attn.kv_a_layernorm.weight": ones(KV_LORA_RANK),
+            f"{prefix}.self_attn.kv_b_proj.weight": matrix(heads * (NOPE_DIM + V_DIM), KV_LORA_RANK),
+            f"{prefix}.self_attn.o_proj.weight": out,
+            f"{prefix}.post_attention_layernorm.weight": ones(hidden),
+            f"{prefix}.mlp.gate_proj.weight": matrix(settings.intermediate, hidden),
+            f"{prefix}.mlp.up_proj.weight": matrix(settings.intermediate, hidden),
+            f"{prefix}.mlp.down_proj.weight": down,
+        }
+    tensors["model.norm.weight"] = ones(hidden)
+    head = matrix(settings.vocab, hidden, gain=3.0)
+    head[: len(SPECIAL_TOKENS)] = 0  # greedy text never ends early
+    head[:, 0] = 0
+    tensors["lm_head.weight"] = head
+    return tensors
+
+
+def in_fp8_blocks(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The layers' projections as in DeepSeek-V3's own checkpoint: e4m3, and beside each `[out, in]` its inverse scales
+    `[out / 128, in / 128]`, rounded up, float32."""
+    limit = torch.finfo(torch.float8_e4m3fn).max
+    found = {}
+    for name, tensor in tensors.items():
+        if "_proj" not in name:
+            found[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        padded = torch.nn.functional.pad(tensor.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+        blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))  # [out / 128, 128, in / 128, 128]
+        scale = blocks.abs().amax(dim=(1, 3)).clamp(min=1e-12) / limit
+        rounded = (blocks / scale[:, None, :, None]).clamp(-limit, limit).to(torch.float8_e4m3fn)
+        found[name] = rounded.view(padded.shape)[:rows, :columns].contiguous()
+        found[f"{name}_scale_inv"] = scale
+    return found
+
+
+def train_tokenizer(texts: Iterable[str], vocab: int, chat_template: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of these texts."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, bos_token=BOS, eos_token=EOS, additional_special_tokens=[SYSTEM, USER, ASSISTANT]
+    )
+    fast.chat_template = chat_template
+    return fast
+
+
+def make(out: Path, settings: Settings) -> bool:
+    """Write the checkpoint unless it is there already.
+
+    Returns:
+        Whether anything was written.
+    """
+    stamp = out / STAMP
+    if stamp.is_file() and json.loads(stamp.read_text()) == asdict(settings):
+        return False
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=out.name) as temporary:
+        folder = Path(temporary) / "model"
+        texts = (topics[name] for name in sorted(topics))
+        train_tokenizer(texts, settings.vocab, CHAT_TEMPLATE).save_pretrained(folder)
+        if not settings.config_only:
+            tensors = weights(settings)
+            tensors = in_fp8_blocks(tensors) if settings.fp8_blocks else tensors
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(model_config(settings), indent=2) + "\n")
+        (folder / STAMP).write_text(json.dumps(asdict(settings)) + "\n")
+        if out.exists():
+            if not stamp.is_file() and any(out.iterdir()):
+                raise typer.BadParameter(f"{out} exists and is not a demo checkpoint")
+            shutil.rmtree(out)
+        folder.rename(out)
+    return True

@@ -1,0 +1,77 @@
+"""A trained demo model: its checkpoint on disk, the network read back, and the curve of its losses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from demo_model.checkpoint import Settings, model_config
+from demo_model.examination import Logits
+from demo_model.network import Attend, Network, load_weights, pack
+
+
+def write_checkpoint(network: Network, settings: Settings, tokenizer: Path | None, out: Path) -> int:
+    """Write BF16 weights, configuration and tokenizer.
+
+    Returns:
+        Bytes of the weights' file.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = {name: weight.to(torch.bfloat16).cpu().contiguous() for name, weight in network.state_dict().items()}
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(model_config(settings), indent=2) + "\n")
+    if tokenizer:
+        shutil.copytree(tokenizer, out, dirs_exist_ok=True)
+    return (out / "model.safetensors").stat().st_size
+
+
+def logits_of(network: Network, device: torch.device) -> Logits:
+    """The network as the examination calls it."""
+
+    @torch.inference_mode()
+    def logits(documents: list[list[int]]) -> list[Tensor]:
+        found = network.lm_head(network(pack(documents, device)))
+        return list(found.split([len(document) for document in documents]))
+
+    return logits
+
+
+def load_network(folder: Path, device: torch.device, attend: Attend | None = None) -> Network:
+    """A checkpoint in BF16, as it is shipped."""
+    config = json.loads((folder / "config.json").read_text())
+    network = Network(config, *([attend] if attend else []))
+    load_weights(network, folder)
+    frequencies = network.frequencies
+    network.to(device=device, dtype=torch.bfloat16)
+    network.frequencies = frequencies.to(device)  # in float32 still
+    return network
+
+
+def thinned(curve: list[dict[str, float]], rows: int = 400) -> list[dict[str, float]]:
+    """About so many rows of a curve, and the last one, in few digits."""
+    kept = curve[:: max(1, len(curve) // rows)] + curve[-1:]
+    return [{name: float(f"{value:.5g}") for name, value in row.items()} for row in kept]
+
+
+def draw_curve(curve: list[dict[str, float]], path: Path) -> None:
+    """The losses over time, if matplotlib is there."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("matplotlib is not installed: no plot of the losses")
+        return
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for name in ("prose", "answers"):
+        axes.plot([row["seconds"] / 60 for row in curve], [row[name] for row in curve], label=name, linewidth=0.8)
+    axes.set(xlabel="minutes", ylabel="loss per token", ylim=(0, None), title="Training of the demo model")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,288 @@
+"""Looks up modules, classes, functions and attributes in the source of an installed package, without importing it.
+
+Importing SGLang takes tens of seconds and needs its compiled packages; parsing the few files that matter takes less
+than a second. Found is what a module defines or imports at its top level (also below `if` and `try`), what a class
+defines in its body, what its methods assign to `self`, and the same of its base classes, wherever they come from. Names
+that exist only at run time (`setattr`, `import *`) are not found.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import importlib.util
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class NotThere(LookupError):
+    """The source has no such thing; the message says where the search ended."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """A parsed module.
+
+    Attributes:
+        name: dotted.
+        names: what it defines or imports at its top level, the last definition of each name.
+    """
+
+    name: str
+    is_package: bool
+    names: dict[str, ast.AST]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a dotted path leads to.
+
+    Attributes:
+        module: where it is defined.
+        node: its definition: a class, a function, the statement that assigns or declares it; None for a module.
+    """
+
+    module: Module
+    node: ast.AST | None
+
+    @property
+    def kind(self) -> str:
+        """`module`, `class`, `function`, `list` (a name that is assigned one) or `attribute`, properties included."""
+        node = self.node
+        if node is None:
+            return "module"
+        if isinstance(node, ast.ClassDef):
+            return "class"
+        if isinstance(node, Function):
+            is_property = any(name.endswith(("property", ".setter")) for name in map(ast.unparse, node.decorator_list))
+            return "attribute" if is_property else "function"
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.List):
+            return "list"
+        return "attribute"
+
+
+@dataclass
+class SourceTree:
+    """Parsed modules by their names; each file is read once."""
+
+    _modules: dict[str, Module | None] = field(default_factory=dict)
+    _members: dict[int, dict[str, ast.AST]] = field(default_factory=dict)
+    _folders: dict[str, list[Path]] = field(default_factory=dict)
+
+    def find(self, path: str) -> Found:
+        """What a dotted path leads to: a module, one of its names, or a member of a class, inherited ones included.
+
+        Raises:
+            NotThere: the path leads nowhere.
+        """
+        module, rest = self._longest_module(path)
+        found = Found(module, None)
+        where = module.name
+        for name in rest:
+            if found.node is None:
+                found = self._in_module(found.module, name)
+            elif isinstance(found.node, ast.ClassDef):
+                inherited = next(self._from_class(found, name), None)
+                if inherited is None:
+                    raise NotThere(f"class {where} has no {name!r}")
+                found = inherited
+            else:
+                raise NotThere(f"{where} is neither a module nor a class")
+            where = f"{where}.{name}"
+        return found
+
+    def parameters(self, found: Found) -> tuple[str, ...]:
+        """Names of a function's parameters, or of a class's constructor's; a class method's without `cls`.
+
+        Raises:
+            NotThere: it is neither, or a class without a constructor of its own.
+        """
+        if isinstance(found.node, ast.ClassDef):
+            constructor = next(self._from_class(found, "__init__"), None)
+            if constructor is None:
+                raise NotThere(f"class {found.module.name}.{found.node.name} has no constructor")
+            found = constructor
+        if not isinstance(found.node, Function) or found.kind != "function":
+            raise NotThere("it is not a function")
+        arguments = found.node.args
+        names = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
+        by_class = any(ast.unparse(decorator) == "classmethod" for decorator in found.node.decorator_list)
+        return tuple(names[1:] if by_class else names)
+
+    def is_installed(self, package: str) -> bool:
+        """Whether there is source of a top-level package; a stand-in made at run time is none."""
+        return self._module(package) is not None
+
+    def _longest_module(self, path: str) -> tuple[Module, list[str]]:
+        parts = path.split(".")
+        for count in range(len(parts), 0, -1):
+            if (module := self._module(".".join(parts[:count]))) is not None:
+                return module, parts[count:]
+        raise NotThere(f"no package {parts[0]!r} is installed")
+
+    def _in_module(self, module: Module, name: str, seen: frozenset[tuple[str, str]] = frozenset()) -> Found:
+        """A name of a module, where it is defined; imports are followed."""
+        node = module.names.get(name)
+        key = (module.name, name)
+        if node is None or key in seen:
+            if (submodule := self._module(f"{module.name}.{name}")) is not None:
+                return Found(submodule, None)
+            raise NotThere(f"module {module.name} has no {name!r}")
+        if isinstance(node, ast.ImportFrom):
+            origin = _imported_module(module, node)
+            original = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
+            source = self._module(origin)
+            if source is None:
+                return Found(module, node)  # of another package, perhaps compiled: it is imported, and that is enough
+            return self._in_module(source, original, seen | {key})
+        if isinstance(node, ast.Import):
+            alias = next(alias for alias in node.names if (alias.asname or alias.name.split(".")[0]) == name)
+            source = self._module(alias.name if alias.asname else name)
+            return Found(module, node) if source is None else Found(source, None)
+        return Found(module, node)
+
+    def _from_class(self, found: Found, name: str) -> Iterator[Found]:
+        """A member of a class or of its bases, nearest first. Not Python's order where bases share a base."""
+        assert isinstance(found.node, ast.ClassDef)
+        if (node := self._members_of(found.node).get(name)) is not None:
+            yield Found(found.module, node)
+        for base in found.node.bases:
+            dotted = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
+            try:
+                of_base = self._by_local_name(found.module, dotted)
+            except NotThere:
+                continue  # built in, or computed
+            if isinstance(of_base.node, ast.ClassDef):
+                yield from self._from_class(of_base, name)
+
+    def _by_local_name(self, module: Module, dotted: str) -> Found:
+        first, *rest = dotted.split(".")
+        found = self._in_module(module, first)
+        for name in rest:
+            if found.node is not None:
+                raise NotThere(f"{dotted} is not a module's")
+            found = self._in_module(found.module, name)
+        return found
+
+    def _members_of(self, node: ast.ClassDef) -> dict[str, ast.AST]:
+        if (members := self._members.get(id(node))) is None:
+            members = dict(_assigned_to_self(node))
+            members.update(_bindings(node.body))
+            self._members[id(node)] = members
+        return members
+
+    def _module(self, name: str) -> Module | None:
+        if name not in self._modules:
+            self._modules[name] = None
+            if (file := self._file(name)) is not None:
+                names = dict(_bindings(self._parse(file).body))
+                self._modules[name] = Module(name, file.name == "__init__.py", names)
+        return self._modules[name]
+
+    def _file(self, name: str) -> Path | None:
+        package, *rest = name.split(".")
+        if package not in self._folders:
+            self._folders[package] = _search_paths(package)
+        for folder in self._folders[package]:
+            path = folder.joinpath(package, *rest)
+            for file in (path / "__init__.py", path.with_name(path.name + ".py")):
+                if file.is_file():
+                    return file
+            if path.is_dir():
+                return path  # a package without __init__.py
+        return None
+
+    def _parse(self, file: Path) -> ast.Module:
+        if file.is_dir():
+            return ast.Module(body=[], type_ignores=[])
+        return ast.parse(self._read(file))
+
+    def _read(self, file: Path) -> str:
+        return file.read_text(encoding="utf-8")
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """No garbage collection meanwhile: syntax trees are many objects without cycles, and looking at all of them again
+    and again takes longer than parsing."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _search_paths(package: str) -> list[Path]:
+    """The folders that a top-level package lies in. Finding its spec imports nothing."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # ValueError: a module in sys.modules without a spec
+        return []
+    if spec is None:
+        return []
+    if spec.submodule_search_locations is not None:
+        return [Path(location).parent for location in spec.submodule_search_locations]
+    return [Path(spec.origin).parent] if spec.has_location and spec.origin is not None else []
+
+
+def _imported_module(module: Module, node: ast.ImportFrom) -> str:
+    """The absolute name of the module that an import is from."""
+    if not node.level:
+        return node.module or ""
+    parts = module.name.split(".")
+    parts = parts[: len(parts) - node.level + module.is_package]
+    return ".".join([*parts, node.module] if node.module else parts)
+
+
+def _bindings(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
+    """Names that statements bind, with the statement; those below `if`, `try`, `with` and loops included."""
+    for node in _statements(body):
+        if isinstance(node, Function | ast.ClassDef):
+            yield node.name, node
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+            yield from ((name.id, node) for name in _targets(node) if isinstance(name, ast.Name))
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((alias.asname or alias.name, node) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.asname or alias.name.split(".")[0], node) for alias in node.names)
+
+
+def _assigned_to_self(node: ast.ClassDef) -> Iterator[tuple[str, ast.AST]]:
+    """Attributes that the methods of a class assign to their first parameter."""
+    for method in node.body:
+        if not isinstance(method, Function) or not method.args.args:
+            continue
+        own = method.args.args[0].arg
+        for inner in _statements(method.body):
+            if isinstance(inner, ast.Assign | ast.AnnAssign | ast.AugAssign):
+                for target in _targets(inner):
+                    if isinstance(target, ast.Attribute) and ast.unparse(target.value) == own:
+                        yield target.attr, inner
+
+
+def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements and those inside of them; the bodies of functions and classes are left out."""
+    for node in body:
+        yield node
+        if isinstance(node, Function | ast.ClassDef):
+            continue
+        for part in ("body", "orelse", "finalbody"):
+            yield from _statements(getattr(node, part, ()))
+        for inner in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+            yield from _statements(inner.body)
+
+
+def _targets(node: ast.Assign | ast.AnnAssign | ast.AugAssign) -> Iterator[ast.expr]:
+    targets = list(node.targets if isinstance(node, ast.Assign) else [node.target])
+    while targets:
+        target = targets.pop()
+        if isinstance(target, ast.Tuple | ast.List):
+            targets += target.elts
+        else:
+            yield target

@@ -1,0 +1,316 @@
+"""What this package uses of SGLang, by release; checked by contract.py, which says how.
+
+Two directions: what our code uses of SGLang's (`Use`), and what SGLang reads of an attention backend (`Read`), which a
+backend that owns another one has to forward by name. Imports nothing of SGLang.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Use:
+    """One thing used of SGLang.
+
+    Attributes:
+        path: dotted path to it.
+        kind: what it has to be: `class`, `function`, `attribute`, or `list` (an attribute that holds a list).
+        why: what for.
+        params: the leading parameter names that we rely on, in order; a class's are its constructor's.
+        keywords: further parameters that we pass by name.
+    """
+
+    path: str
+    kind: str
+    why: str
+    params: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Read:
+    """An attribute or method that SGLang reads (or sets) on an attention backend for an MLA model.
+
+    Attributes:
+        name: of the attribute.
+        reader: path of one of the files that read it, below `sglang/srt`.
+        why: when.
+        optional: SGLang asks whether the backend has it.
+    """
+
+    name: str
+    reader: str
+    why: str
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Release:
+    """One column of the contract: what is used of one line of releases, and what that reads of a backend."""
+
+    uses: tuple[Use, ...]
+    read_of_backend: tuple[Read, ...]
+
+
+def _function(path: str, params: str, why: str, keywords: str = "") -> tuple[Use]:
+    return (Use(f"sglang.srt.{path}", "function", why, tuple(params.split()), tuple(keywords.split())),)
+
+
+def _attributes(owner: str, names: str, why: str, kind: str = "attribute") -> tuple[Use, ...]:
+    return tuple(Use(f"sglang.srt.{owner}.{name}", kind, why) for name in names.split())
+
+
+def _methods(owner: str, names: str, why: str) -> tuple[Use, ...]:
+    """Methods that take no argument."""
+    return tuple(Use(f"sglang.srt.{owner}.{name}", "function", why, ("self",)) for name in names.split())
+
+
+_MHA_BATCH = "model_executor.forward_batch_deepseek_mha_mixin.ForwardBatchDeepSeekMHAMixin"
+_HANDLER = "models.deepseek_common.attention_backend_handler"
+_FORWARD = "models.deepseek_common.attention_forward_methods"
+_BACKEND = "layers.attention.base_attn_backend.AttentionBackend"
+_FLASHMLA = "layers.attention.flashmla_backend.FlashMLABackend"
+_TORCH = "layers.attention.torch_native_backend.TorchNativeAttnBackend"
+_MLA = "models.deepseek_v2.DeepseekV2AttentionMLA"
+_POOL = "mem_cache.memory_pool.MLATokenToKVPool"
+_CONFIGURATOR = "mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_SCHEDULER = "managers.scheduler.Scheduler"
+_ARGS = "server_args.ServerArgs"
+
+_PLUGIN = (
+    *_function("plugins.hook_registry.HookRegistry.register", "target hook hook_type", "hooks"),
+    *_attributes("plugins.hook_registry.HookRegistry", "_patched", "which hooks are in place"),
+    *_attributes("plugins.hook_registry.HookType", "BEFORE AFTER AROUND", "hooks"),
+    *_function("layers.attention.attention_registry.register_attention_backend", "name", "the backend's factory"),
+    *_function("utils.common.support_triton", "backend", "torch code beside our backend on a CPU"),
+)
+_ARGUMENTS = (
+    *_function(f"{_ARGS}.add_cli_args", "parser", "our flags"),
+    *_function(f"{_ARGS}.from_cli_args", "args", "our flags"),
+    *_function(f"{_ARGS}.__post_init__", "self", "page size; unsupported features"),
+    *_methods(_ARGS, "get_attention_backends", "is the backend asked for"),
+    *_methods(_ARGS, "use_mla_backend get_model_config", "unsupported models"),
+    *_attributes(_ARGS, "device page_size kv_cache_dtype disable_prefill_cuda_graph", "defaults"),
+    *_attributes(
+        _ARGS,
+        """
+        attn_cp_size dcp_size disable_chunked_prefix_cache disable_radix_cache disaggregation_mode dllm_algorithm dtype
+        enable_flexkv enable_hierarchical_cache enable_lmcache enable_lora enable_mixed_chunk
+        enable_page_major_kv_layout enable_pdmux enable_streaming_session enable_two_batch_overlap
+        enable_unified_memory flashinfer_mla_disable_ragged pp_size quantization_param_path radix_cache_backend
+        speculative_algorithm
+        """,
+        "unsupported features",
+    ),
+    *_attributes(_ARGS, "cuda_graph_config", "no graphs in prefill beside an FP8 cache"),
+    *_attributes("model_executor.cuda_graph_config.CudaGraphConfig", "prefill", "the same"),
+    *_attributes("model_executor.cuda_graph_config.PhaseConfig", "backend", "the same"),
+    *_function("server_args.add_attention_backend_choices", "choices", "the backend's name"),
+    *_function("server_args.add_chunked_prefix_cache_attention_backend", "backend_name", "prefill over a prefix"),
+    *_function("configs.model_config.is_deepseek_dsa", "config", "sparse attention is unsupported"),
+    *_attributes(
+        "configs.model_config.ModelConfig",
+        "context_len hf_config hidden_size kv_lora_rank qk_rope_head_dim",
+        "the model's dimensions",
+    ),
+)
+_SCHEDULING = (
+    *_function(f"{_SCHEDULER}.__init__", "self server_args", "the radix tree"),
+    *_attributes(_SCHEDULER, "tree_cache running_batch metrics_collector", "the radix tree; who runs; metrics"),
+    *_methods(_SCHEDULER, "is_fully_idle", "when expansions may be dropped"),
+    *_methods(_SCHEDULER, "flush_cache on_idle", "dropping expansions"),
+    *_function(f"{_SCHEDULER}.get_internal_state", "self recv_req", "/server_info"),
+    *_attributes("managers.io_struct.GetInternalStateReqOutput", "internal_state", "/server_info"),
+    *_attributes("observability.metrics_collector.SchedulerMetricsCollector", "labels", "metrics"),
+    *_function(
+        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager._observe_weight_load",
+        "self source",
+        "dropping expansions",
+    ),
+    *_attributes("managers.schedule_batch.ScheduleBatch", "reqs", "the requests of a step"),
+    *_attributes("managers.schedule_batch.Req", "rid last_node", "a request's path in the radix tree"),
+    *_methods("managers.schedule_batch.Req", "finished", "who runs"),
+    *_attributes("mem_cache.radix_cache.RadixCache", "disable", "is there a radix tree"),
+    *_attributes("mem_cache.radix_cache.TreeNode", "parent key value lock_ref", "paths, slots, and who holds them"),
+    *_function(
+        "mem_cache.radix_cache.RadixCache._split_node",
+        "self key child split_len",
+        "a split leaves the old node object its end, which expansions are known by",
+    ),
+)
+_STEP = (
+    *_function("model_executor.forward_batch_info.ForwardBatch.init_new", "batch model_runner", "a step's requests"),
+    *_attributes(
+        "model_executor.forward_batch_info.ForwardBatch",
+        """
+        batch_size extend_prefix_lens extend_prefix_lens_cpu extend_seq_lens_cpu forward_mode num_prefix_chunks
+        out_cache_loc prefix_chunk_len prefix_chunk_starts prefix_chunk_starts_cpu req_pool_indices seq_lens
+        """,
+        "what a step computes",
+    ),
+    *_methods("model_executor.forward_batch_info.ForwardMode", "is_decode is_extend is_idle", "what a step computes"),
+    *_attributes(
+        "model_executor.model_runner.ModelRunner",
+        """
+        device dtype is_draft_worker kv_cache_dtype model model_config req_to_token_pool server_args token_to_kv_pool
+        """,
+        "building the backend",
+    ),
+    *_function(
+        f"{_MHA_BATCH}.prepare_chunked_prefix_cache_info",
+        "self device",
+        "SGLang's chunks start where expanded prefixes end",
+    ),
+    *_function(f"{_MHA_BATCH}.prepare_chunked_kv_indices", "self device", "the same"),
+)
+_POOLS = (
+    *_attributes("mem_cache.memory_pool.ReqToTokenPool", "req_to_token size", "slots of a request's tokens"),
+    *_function(f"{_CONFIGURATOR}._profile_available_bytes", "self", "taking our memory out of the KV budget"),
+    *_function(f"{_CONFIGURATOR}._build_mla_kv_pool", "self max_total_num_tokens", "the FP8 pool"),
+    *_attributes(
+        _CONFIGURATOR,
+        "device kv_cache_dtype layer_info model_config pool_page_size server_args use_mla_backend",
+        "the FP8 pool",
+    ),
+    *_attributes(
+        "model_executor.model_runner_components.layer_setup.ModelLayerInfo",
+        "num_effective_layers start_layer end_layer",
+        "the FP8 pool",
+    ),
+    *_function(
+        "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
+        "self kvc num_layers",
+        "the size of a row of the FP8 pool",
+    ),
+    *_function(
+        f"{_POOL}.__init__",
+        "self size page_size dtype kv_lora_rank qk_rope_head_dim layer_num device",
+        "the FP8 pool",
+        "enable_memory_saver start_layer end_layer",
+    ),
+    *_attributes(
+        _POOL, "dtype kv_buffer kv_cache_dim kv_lora_rank qk_rope_head_dim start_layer", "the FP8 pool, and ours"
+    ),
+    *_function(f"{_POOL}._create_buffers", "self", "the FP8 pool"),
+    *_function(f"{_POOL}.set_kv_buffer", "self layer loc_info cache_k cache_v", "storing keys"),
+    *_function(f"{_POOL}.set_mla_kv_buffer", "self layer loc cache_k_nope cache_k_rope", "storing keys in two parts"),
+    *_function(f"{_POOL}.get_mla_kv_buffer", "self layer loc dst_dtype", "the FP8 pool"),
+    *_function(f"{_POOL}.get_key_buffer", "self layer_id", "latent rows"),
+    *_function(f"{_POOL}.get_value_buffer", "self layer_id", "the FP8 pool"),
+    *_function("mem_cache.memory_pool.unwrap_write_loc", "loc_info", "storing keys"),
+    *_function("runtime_context.get_exec", "", "the FP8 pool: features.enable_memory_saver"),
+)
+_LAYER = (
+    *_function(f"{_HANDLER}.AttentionBackendRegistry.register", "backend_name handler_func", "forward methods"),
+    *_function(f"{_HANDLER}.AttentionBackendRegistry.get_handler", "backend_name", "FlashMLA's choice of one"),
+    *_attributes(f"{_HANDLER}.AttnForwardMethod", "MHA_CHUNKED_KV MLA", "prefill over expanded prefixes; on a CPU"),
+    *_function(f"{_HANDLER}.is_in_tc_piecewise_cuda_graph", "", "no such prefill inside a graph"),
+    *_function(f"{_HANDLER}.is_in_breakable_cuda_graph", "", "no such prefill inside a graph"),
+    *_function(
+        f"{_FORWARD}.forward_mla.DeepseekMLAForwardMixin._split_q_nope_pe",
+        "self q latent_cache",
+        "the query before it is absorbed",
+    ),
+    *_attributes(
+        f"{_FORWARD}.forward_mla",
+        "FORWARD_ABSORB_CORE_ATTENTION_BACKENDS",
+        "query and key in two parts: forward_absorb_core gives q_rope and k_rope to backends in this list",
+        "list",
+    ),
+    *_function(
+        f"{_FORWARD}.forward_mha.DeepseekMHAForwardMixin._chunked_prefix_attn_mha",
+        "self q accum_output accum_lse forward_batch",
+        "prefill over expanded prefixes",
+    ),
+    *_attributes(
+        _MLA,
+        """
+        kv_lora_rank num_heads num_local_heads qk_nope_head_dim qk_rope_head_dim v_head_dim
+        """,
+        "the layer's dimensions",
+    ),
+    *_attributes(_MLA, "attn_mha attn_mqa", "the layer's id and scale"),
+    *_attributes(_MLA, "kv_a_layernorm kv_b_proj use_deep_gemm_bmm w_kc w_scale w_vc", "expanding a prefix"),
+    *_attributes(_MLA, "o_proj", "merging the shared part"),
+    *_attributes(_MLA, "chunked_prefix_cache_threshold", "prefill with keys per head"),
+    *_attributes(
+        "layers.radix_attention.RadixAttention",
+        "head_dim layer_id qk_head_dim scaling tp_q_head_num v_head_dim",
+        "the layer's dimensions, id and scale",
+    ),
+)
+_FORWARD_PARAMS = "self q k v layer forward_batch save_kv_cache"
+_BACKENDS = (
+    *_function(f"{_BACKEND}.init_forward_metadata", "self forward_batch", "our backend's interface"),
+    *_function(f"{_BACKEND}.init_forward_metadata_out_graph", "self forward_batch in_capture", "the same"),
+    *_function(f"{_BACKEND}.init_forward_metadata_in_graph", "self forward_batch", "the same"),
+    *_function(f"{_BACKEND}.init_cuda_graph_state", "self max_bs max_num_tokens", "the same"),
+    *_methods(_BACKEND, "get_cuda_graph_seq_len_fill_value", "the same"),
+    *_function(f"{_BACKEND}.forward", _FORWARD_PARAMS, "the same"),
+    *_function(f"{_BACKEND}.forward_decode", _FORWARD_PARAMS, "the same"),
+    *_function(f"{_BACKEND}.forward_extend", _FORWARD_PARAMS, "the same"),
+    *_function(f"{_FLASHMLA}.__init__", "self model_runner", "the stock backend on a GPU"),
+    *_function(f"{_FLASHMLA}.init_forward_metadata", "self forward_batch", "the same"),
+    *_function(f"{_FLASHMLA}.init_forward_metadata_out_graph", "self forward_batch in_capture", "the same"),
+    *_function(f"{_FLASHMLA}.forward_decode", _FORWARD_PARAMS, "the same"),
+    *_function(f"{_FLASHMLA}.forward_extend", _FORWARD_PARAMS, "the same"),
+    *_attributes(_FLASHMLA, "enable_chunk_kv", "whether prefill with keys per head has an lse"),
+    *_attributes(_FLASHMLA, "max_context_len req_to_token_pool token_to_kv_pool", "the stock backend on a GPU"),
+    *_function(f"{_TORCH}.__init__", "self model_runner", "the stock backend on a CPU"),
+    *_function(f"{_TORCH}.init_forward_metadata", "self forward_batch", "the same"),
+    *_function(f"{_TORCH}.forward_decode", _FORWARD_PARAMS, "the same"),
+    *_function(f"{_TORCH}.forward_extend", _FORWARD_PARAMS, "the same"),
+    *_attributes(_TORCH, "req_to_token_pool token_to_kv_pool", "the same"),
+    Use(
+        "sgl_kernel.flash_mla.get_mla_metadata",
+        "function",
+        "FlashMLA's schedule for private tails",
+        ("cache_seqlens", "num_q_tokens_per_head_k", "num_heads_k"),
+    ),
+    Use(
+        "sgl_kernel.flash_mla.flash_mla_with_kvcache",
+        "function",
+        "FlashMLA over private tails",
+        ("q", "k_cache", "block_table", "cache_seqlens", "head_dim_v", "tile_scheduler_metadata", "num_splits"),
+        ("softmax_scale", "causal"),
+    ),
+)
+
+_EAGER = "model_executor/runner/eager_runner.py"
+_DECODE_GRAPH = "model_executor/runner/decode_cuda_graph_runner.py"
+_PREFILL_GRAPH = "model_executor/runner/prefill_cuda_graph_runner.py"
+_SPECULATIVE = "speculative/eagle_worker_common.py"
+_OTHER_BACKEND = "layers/attention/hybrid_attn_backend.py"
+_READ_OF_BACKEND = (
+    Read("forward", "layers/radix_attention.py", "every layer"),
+    Read("forward_decode", _OTHER_BACKEND, "decode, where another backend does prefill"),
+    Read("forward_extend", _OTHER_BACKEND, "a verify step, where another backend does prefill"),
+    Read("forward_metadata", _EAGER, "set to None after an idle step"),
+    Read("init_forward_metadata", _EAGER, "every step without a graph"),
+    Read("init_forward_metadata_out_graph", _DECODE_GRAPH, "before a graph is captured or replayed"),
+    Read("init_forward_metadata_in_graph", _DECODE_GRAPH, "while a graph is captured"),
+    Read("init_cuda_graph_state", _DECODE_GRAPH, "before graphs are captured"),
+    Read("get_cuda_graph_seq_len_fill_value", _DECODE_GRAPH, "lengths of padded rows"),
+    Read("on_after_cuda_graph_warmup", _PREFILL_GRAPH, "between a graph's warm-up and its capture", optional=True),
+    Read("init_mha_chunk_metadata", f"{_FORWARD.replace('.', '/')}/forward_mha.py", "prefill with keys per head", True),
+    Read("needs_cpu_seq_lens", "managers/overlap_utils.py", "whether lengths are copied to the host in every step"),
+    Read("token_to_kv_pool", "model_executor/forward_context.py", "the pool of the step"),
+    Read("req_to_token_pool", "model_executor/forward_context.py", "the slots of the step"),
+    Read("prefill_attention_backend_str", "models/deepseek_v2.py", "which forward method; set when it is built"),
+    Read("decode_attention_backend_str", "models/deepseek_v2.py", "which forward method; set when it is built"),
+    Read("use_captured_forward_metadata_for_breakable_cuda_graph", _PREFILL_GRAPH, "graphs in prefill"),
+    Read("init_forward_metadata_for_breakable_cuda_graph_capture", _PREFILL_GRAPH, "the same, where the flag is set"),
+    Read("prepare_forward_metadata_for_breakable_cuda_graph_replay", _PREFILL_GRAPH, "the same, where the flag is set"),
+    Read("supports_full_cuda_graph_chunked_prefix", _PREFILL_GRAPH, "graphs of prefill over a prefix"),
+    Read("prepare_full_cuda_graph_chunked_prefix", _PREFILL_GRAPH, "the same, where the flag is set"),
+    Read("supports_ragged_verify_graph", _DECODE_GRAPH, "speculative decoding: verify steps of several lengths"),
+    Read("verify_mask", _SPECULATIVE, "speculative decoding: the mask of a tree of tokens"),
+    Read("max_context_len", _SPECULATIVE, "speculative decoding: the size of that mask"),
+    Read("update_verify_buffers_to_fill_after_draft", _SPECULATIVE, "speculative decoding"),
+)
+
+SGLANG_0_5_17 = Release(
+    uses=(*_PLUGIN, *_ARGUMENTS, *_SCHEDULING, *_STEP, *_POOLS, *_LAYER, *_BACKENDS),
+    read_of_backend=_READ_OF_BACKEND,
+)

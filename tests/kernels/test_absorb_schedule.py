@@ -1,0 +1,281 @@
+"""The work list of the absorb kernels: what the host writes for segments, and the device for tails (in Triton's
+interpreter).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from triton.runtime import interpreter
+
+from sglang_mla_ext.kernels.partials import PartialTable
+
+# Like conftest.py: the kernel is bound to the interpreter when it is imported.
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("TRITON_INTERPRET", "1")
+    from sglang_mla_ext.kernels.absorb.tail_schedule import MIN_BLOCKS, schedule_tails, schedule_tails_kernel
+assert isinstance(schedule_tails_kernel, interpreter.InterpretedFunction), "run tests/kernels alone"
+from sglang_mla_ext.kernels.absorb.items import ITEM_BEGIN, ITEM_END, ITEM_FIELDS, PROGRAM_RANGES  # noqa: E402
+from sglang_mla_ext.kernels.absorb.schedule import (  # noqa: E402
+    BLOCK_KEYS,
+    ITEM_BLOCKS,
+    AbsorbCapacity,
+    LatentSegment,
+    build_segment_work,
+)
+from sglang_mla_ext.kernels.absorb.stacking import TILE_ROWS  # noqa: E402
+
+KEY_RANGE = slice(int(ITEM_BEGIN), int(ITEM_END) + 1)
+ODD_LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 192, 193, 320, 599)
+
+
+@dataclass(frozen=True)
+class Case:
+    heads: int
+    segments: tuple[tuple[int, int], ...]  # rows and keys of each
+    tails: tuple[int, ...]  # tokens, by row
+    programs: int = 132
+    spare_rows: int = 3  # that there is room for, beyond those of the step
+    tile_rows: int = TILE_ROWS
+    nested: bool = False  # each segment has rows of the one before
+
+    @property
+    def rows(self) -> int:
+        return len(self.tails)
+
+    def __str__(self) -> str:
+        return (
+            f"h{self.heads}-segments{len(self.segments)}-rows{self.rows}-programs{self.programs}-tile{self.tile_rows}"
+        )
+
+
+def cases() -> Any:
+    for heads in (8, 16, 32, 64, 96, 128):
+        yield Case(heads, ((7, 1000), (3, 65), (1, 1)), ODD_LENGTHS * 2)
+    for heads, tile_rows in ((8, 8), (16, 16), (32, 32), (8, 32), (24, 8), (128, 16)):
+        yield Case(heads, ((7, 1000), (3, 65), (1, 1)), ODD_LENGTHS * 2, tile_rows=tile_rows)
+        yield Case(heads, (), ODD_LENGTHS * 2, tile_rows=tile_rows)
+    yield Case(16, (), (5001,))
+    yield Case(16, (), (0, 0, 0))
+    yield Case(16, ((200, 26472), *(((1, 300),) * 56)), tuple(range(256)))
+    yield Case(16, ((16, 7069),) * 8, (512,) * 128)
+    yield Case(16, ((512, 26472),), (77,) * 512)
+    yield Case(16, ((128, 4759),), (100_000, *([1] * 127)))  # one long tail among short ones
+    yield Case(32, ((2, 64),), (0, 3), programs=1)
+    yield Case(16, ((20, 1000), (7, 65), (2, 300)), ODD_LENGTHS * 2, nested=True)
+
+
+def items_of(work: Tensor, capacity: AbsorbCapacity) -> np.ndarray:
+    n_items, fields = int(work[0]), int(ITEM_FIELDS)
+    return work[capacity.first_item :][: n_items * fields].view(n_items, fields).numpy()
+
+
+class Work:
+    """The work list of a case, complete, and where the keys of its items are."""
+
+    def __init__(self, case: Case) -> None:
+        self.capacity = AbsorbCapacity(
+            case.rows + case.spare_rows,
+            case.heads,
+            case.programs,
+            case.tile_rows,
+            segment_rows=sum(size for size, _ in case.segments) + 2 if case.nested else None,
+            segment_partials=None if case.segments else 0,
+        )
+        rows = list(range(case.rows))
+        random.Random(case.rows).shuffle(rows)
+        self.width = max(1, -(-max(case.tails) // BLOCK_KEYS))  # pages of a row of the page table
+        self.segments, self.first_pages, first_page = [], [], self.capacity.max_rows * self.width
+        for size, length in case.segments:
+            start = 0 if not self.segments or not case.nested else self.segments[-1].end // BLOCK_KEYS * BLOCK_KEYS
+            self.segments.append(LatentSegment(tuple(rows[:size]), start, start + length))
+            self.first_pages.append(first_page)
+            rows, first_page = rows[3 if case.nested else size :], first_page + -(-length // BLOCK_KEYS)
+        self.pages = first_page
+        self.segment_work = build_segment_work(self.segments, self.first_pages, self.capacity)
+        self.array = torch.from_numpy(self.capacity.empty_work())
+        # What an earlier step left must not matter.
+        self.array[self.capacity.first_item : self.capacity.tail_strips] = -1
+        self.array[: len(self.segment_work.head)] = torch.from_numpy(self.segment_work.head)
+        tiles = self.capacity.row_tiles
+        with_tails = case.programs // tiles * tiles
+        for ranges in (int(PROGRAM_RANGES), int(PROGRAM_RANGES) + case.programs):
+            self.array[ranges : ranges + with_tails] = 1 << 30
+        strips = torch.from_numpy(self.segment_work.strips)
+        self.array[self.capacity.segment_strips :][: len(strips)] = strips
+        table = self.capacity.empty_tail_table().to("cpu")
+        table.begins.fill_(-1)
+        table.counts.fill_(-1)
+        page_table = torch.empty(self.capacity.max_rows, self.width, dtype=torch.int32)
+        lens = torch.tensor(case.tails, dtype=torch.int32)
+        schedule_tails(lens, self.array, table, self.capacity, page_table)
+        self.tail_table = table
+
+    @property
+    def items(self) -> np.ndarray:
+        return items_of(self.array, self.capacity)
+
+    @property
+    def tails_of_programs(self) -> list[np.ndarray]:
+        """The items of each program's range."""
+        begin, end = self.array[int(PROGRAM_RANGES) :][: 2 * self.capacity.programs].view(2, -1).tolist()
+        return [self.items[first:last] for first, last in zip(begin, end, strict=True)]
+
+    def blocks(self, items: np.ndarray) -> np.ndarray:
+        return -(-(items[:, ITEM_END] - items[:, ITEM_BEGIN]) // BLOCK_KEYS)
+
+
+@cache
+def work_of(case: Case) -> Work:
+    """For tests that only read it: the interpreter takes seconds for a list."""
+    return Work(case)
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+def test_every_key_of_every_query_row_is_in_one_item(case: Case) -> None:
+    work = work_of(case)
+    capacity, array = work.capacity, work.array.numpy()
+    assert len(work.items) <= capacity.max_items
+    found: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)  # (query row, first page): ranges
+    for first, n_rows, begin, end, first_page, partial, *_ in work.items.tolist():
+        assert capacity.tail_strips <= first < capacity.size and 0 < n_rows <= case.tile_rows
+        assert begin % BLOCK_KEYS == 0 and begin < end
+        for at in range(n_rows):
+            strip, inside = divmod(at, capacity.strip_rows)
+            found[array[first + strip] + inside, first_page].append((begin, end, partial + at))
+    expected: dict[int, list[tuple[int, int]]] = defaultdict(list)  # of a row: first pages and keys of its segments
+    for segment, first_page in zip(work.segments, work.first_pages, strict=True):
+        for row in segment.rows:
+            expected[row].append((first_page, segment.end - segment.start))
+    tails = {row: [(row * work.width, length)] for row, length in enumerate(case.tails) if length}
+    for row, own in enumerate(map(work.tail_table.of_row, range(case.rows))):
+        if row not in tails:
+            assert not own
+        if len(own) == 1:
+            assert own == [capacity.max_segment_partials + row], "not in its place"
+    partials = []
+    for keys, table in ((expected, work.segment_work.table), (tails, work.tail_table)):
+        for row, parts in keys.items():
+            for head in range(case.heads):
+                places = []
+                for first_page, length in parts:
+                    ranges = sorted(found.pop((row * case.heads + head, first_page)))
+                    assert [begin for begin, _, _ in ranges] + [length] == [0] + [end for _, end, _ in ranges]
+                    places += [at for _, _, at in ranges]
+                assert places == [partial * case.heads + head for partial in table.of_row(row)]
+                partials += places
+    assert not found, "items for rows that have no such keys"
+    assert len(set(partials)) == len(partials) and all(at < capacity.max_partial_rows * case.heads for at in partials)
+    alone = sorted(set(range(capacity.max_rows)) - set(expected))
+    assert not work.segment_work.table.counts[alone].any()
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+def test_programs_have_even_shares(case: Case) -> None:
+    """Of the segments' items: to within one item. With tails: to within what it costs to cut them, and 1/16."""
+    work = work_of(case)
+    n_segments = len(work.segment_work.items)
+    cost = work.blocks(work.items) + ITEM_BLOCKS
+    of_segments = [cost[program : n_segments : case.programs].sum() for program in range(case.programs)]
+    assert work.array[int(PROGRAM_RANGES) + 2 * case.programs :][: case.programs].tolist() == of_segments
+    if n_segments:
+        assert max(of_segments) - min(of_segments) <= cost[:n_segments].max() + -(-n_segments // case.programs)
+    tails = work.tails_of_programs
+    assert sorted(item for own in tails for item in own.tolist()) == sorted(work.items[n_segments:].tolist())
+    load = np.add(of_segments, [(work.blocks(own) + ITEM_BLOCKS).sum() for own in tails])
+    share = load.sum() / (case.programs // work.capacity.row_tiles * work.capacity.row_tiles)
+    most = max(share, max(of_segments)) + 2 * ITEM_BLOCKS + MIN_BLOCKS
+    assert load.max() <= max(most * 17 / 16, MIN_BLOCKS + ITEM_BLOCKS)
+
+
+@pytest.mark.parametrize(
+    ("tails", "heads", "tile_rows", "most"),
+    [
+        ((8192,) * 128, 16, 16, 1.04),  # one piece each: two would only be merged again
+        ((65536,) * 16, 16, 16, 1.04),
+        ((8192,) * 32, 128, 64, 1.04),
+        ((8192,) * 32, 64, 64, 1.04),
+        ((8192,) * 133, 16, 16, 1.05),  # one more than programs: cut
+        ((262144, *((512,) * 100)), 16, 16, 1.15),
+        (tuple(range(512, 65536, 1032)), 16, 16, 1.03),
+        (tuple(range(512, 65536, 1032)), 128, 64, 1.03),
+    ],
+    ids=lambda value: f"rows{len(value)}" if isinstance(value, tuple) else str(value),
+)
+def test_tails_end_together(tails: tuple[int, ...], heads: int, tile_rows: int, most: float) -> None:
+    """The program that has the most, beside an even share."""
+    work = Work(Case(heads, (), tails, tile_rows=tile_rows))
+    load = [work.blocks(own).sum() for own in work.tails_of_programs]
+    assert max(load) <= most * sum(load) / 132
+
+
+@pytest.mark.parametrize(("heads", "tile_rows"), [(16, 16), (128, 64), (24, 64)])
+def test_query_tokens_of_a_request_see_one_key_after_the_other(heads: int, tile_rows: int) -> None:
+    """Three of them: they read the same pages, and the last one sees all keys."""
+    lens, width = (0, 1, 2, 64, 65, 66, 900), 15
+    capacity = AbsorbCapacity(3 * len(lens) + 6, heads, 9, tile_rows, queries=3, segment_partials=0)
+    work, table = torch.from_numpy(capacity.empty_work()), capacity.empty_tail_table().to("cpu")
+    page_table = torch.empty(len(lens), width, dtype=torch.int32)
+    schedule_tails(torch.tensor(lens, dtype=torch.int32), work, table, capacity, page_table)
+    found: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # of a query row
+    for first, n_rows, begin, end, first_page, *_ in items_of(work, capacity).tolist():
+        for at in range(n_rows):
+            strip, inside = divmod(at, capacity.strip_rows)
+            found[int(work[first + strip]) + inside].append((begin, end, first_page))
+    for row in range(3 * len(lens)):
+        length = max(0, lens[row // 3] - (2 - row % 3))
+        for head in range(heads):
+            ranges = sorted(found.pop(row * heads + head, []))
+            assert [begin for begin, _, _ in ranges] + [length] == [0] + [end for _, end, _ in ranges]
+            assert {page for *_, page in ranges} <= {row // 3 * width}
+    assert not found
+    with pytest.raises(ValueError, match="10 requests, 30 rows"):
+        schedule_tails(torch.zeros(10, dtype=torch.int32), work, table, capacity, torch.empty(10, width).int())
+
+
+def test_segments_are_cut_where_there_are_too_few_tiles() -> None:
+    """128 rows of 16 heads are 32 tiles: four splits fill 132 programs, and 512 rows need none."""
+    for rows, splits in ((128, 4), (512, 1)):
+        segment = LatentSegment(tuple(range(rows)), 0, 26472)
+        work = build_segment_work([segment], [0], AbsorbCapacity(rows, 16, 132))
+        assert set(work.table.counts.tolist()) == {splits}
+        tiles = rows * 16 // TILE_ROWS
+        same_keys = work.items[:tiles, KEY_RANGE] == work.items[0, KEY_RANGE]
+        assert same_keys.all(), "tiles of the same keys stand side by side"
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    capacity = AbsorbCapacity(8, 16, 4)
+    many = tuple(range(8))
+    for segments, message in (
+        ([((), 64)], "needs rows and keys"),
+        ([((1,), 0)], "needs rows and keys"),
+        ([((1, 8), 64)], "must be in"),
+        ([((1, 2, 1), 64)], "once in a segment"),
+        ([(many, 64), ((2,), 64)], "9 rows, but there is room for 8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build_segment_work([LatentSegment(rows, 64, 64 + length) for rows, length in segments], (0, 0), capacity)
+    with pytest.raises(ValueError, match="8 rows need as many partial rows; there is room for 7"):
+        tight = AbsorbCapacity(8, 16, 4, segment_partials=7)
+        build_segment_work([LatentSegment(many, 0, 64)], [0], tight)
+    with pytest.raises(ValueError, match="2 programs"):
+        AbsorbCapacity(8, 128, 1)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        AbsorbCapacity(8, 20, 4).size  # noqa: B018
+    work, table = torch.zeros(capacity.size, dtype=torch.int32), capacity.empty_tail_table().to("cpu")
+    pages = torch.zeros(20, 4, dtype=torch.int32)
+    with pytest.raises(ValueError, match="9 rows"):
+        schedule_tails(torch.zeros(9, dtype=torch.int32), work, table, capacity, pages)
+    with pytest.raises(ValueError, match="lens must be int32"):
+        schedule_tails(torch.zeros(8), work, table, capacity, pages)
+    with pytest.raises(ValueError, match="another capacity"):
+        schedule_tails(torch.zeros(8, dtype=torch.int32), work, PartialTable.empty(8, 3, "cpu"), capacity, pages)

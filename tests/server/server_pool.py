@@ -1,0 +1,132 @@
+"""The servers of a test session: each is started once, in a fork, while tests use the one before it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.server import (
+    CPU_ENVIRONMENT,
+    ON_GPU,
+    Process,
+    free_port,
+    log_tail,
+    server_command,
+    stop_server,
+    wait_until_ready,
+)
+from demo import MODEL
+from fork_server import ForkServer
+from rich.console import Console
+
+READY_WITHIN_S = 300
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start a server: its arguments beside the model, and its environment beside this process's.
+
+    `real` is the command line itself, in which SGLang spawns its processes; the others are forks.
+    """
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    real: bool = False
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that was started, and may not be ready yet."""
+
+    process: Process
+    base_url: str
+    log: Path
+
+
+class ServerPool:
+    """Starts servers ahead of their use, and stops all of them at the end.
+
+    Args:
+        launches: by name.
+        order: names in the order of their first use. The next one is started when one is ready: never two at a time, so
+            that no other server takes memory while one measures what is free.
+        folder: for their logs.
+    """
+
+    def __init__(self, launches: Mapping[str, Launch], order: Sequence[str], folder: Path) -> None:
+        self._launches, self._order, self._folder = launches, order, folder
+        self._running: dict[str, Running] = {}
+        self._ready: set[str] = set()
+        self._closing = contextlib.ExitStack()
+        self._forks: ForkServer | None = None
+        if not ON_GPU:  # CUDA does not survive a fork
+            self._forks = ForkServer(folder / "fork_server.log", CPU_ENVIRONMENT)
+            self._closing.callback(self._forks.close)
+
+    def start_real_ones(self) -> None:
+        """Start the servers that take longest before any other."""
+        for name in self._order:
+            if self._launches[name].real:
+                self._start(name)
+
+    def get(self, name: str) -> Running:
+        """A server that answers. Raises ServerFailedError, with the end of its log."""
+        running = self._start(name)
+        if name not in self._ready:
+            with open(os.devnull, "w") as nowhere:
+                console = Console(file=nowhere)
+                wait_until_ready(running.process, running.base_url, running.log, console, READY_WITHIN_S)
+            self._ready.add(name)
+            for following in self._order[self._order.index(name) + 1 :]:
+                if following not in self._running:
+                    self._start(following)
+                    break
+        return running
+
+    def popen(self, command: Sequence[str], **options: Any) -> Process:
+        """`subprocess.Popen(command, env=, stdout=, stderr=)`, as a fork where that is possible; stopped at the end."""
+        popen = subprocess.Popen if self._forks is None else self._forks.start
+        process = popen(command, **options)
+        self._closing.callback(stop_server, process)
+        return process
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Tell the other servers to end; they are not waited for, and cannot be used again."""
+        for name, running in self._running.items():
+            if name not in names:
+                running.process.terminate()
+
+    def close(self) -> None:
+        """Stop what runs; every server is told to before the first one is waited for."""
+        self.keep_only(())
+        self._closing.close()
+
+    def _start(self, name: str) -> Running:
+        if name in self._running:
+            return self._running[name]
+        launch, port = self._launches[name], free_port()
+        log = self._folder / f"{name}.log"
+        command, environment = server_command(("--model-path", str(MODEL), *launch.arguments), port)
+        environment |= launch.environment
+        with log.open("wb") as output:
+            if launch.real:
+                # A session of its own: Ctrl-C reaches the tests alone, which then stop the servers.
+                options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
+                process: Process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, **options)
+                self._closing.callback(stop_server, process)
+            else:
+                process = self.popen(command, env=environment, stdout=output, stderr=output)
+        self._running[name] = Running(process, f"http://127.0.0.1:{port}", log)
+        return self._running[name]
+
+
+def last_words(process: Process, log: Path) -> str:
+    """For the report of a test that failed: whether its server still runs, and the end of its log."""
+    status = process.poll()
+    state = "is running" if status is None else f"ended with status {status}"
+    return f"The server {state}. The end of {log}:\n{log_tail(log)}"

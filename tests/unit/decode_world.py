@@ -1,0 +1,464 @@
+"""A model of two MLA layers with a pool, a radix tree and running requests, and the composed backend over them.
+
+What has no CPU version is stood in for by a function of the same signature and meaning in torch: FlashMLA's two
+functions, our kernels over latent rows, SGLang's FlashMLA backend. Everything else is the real thing: the tree, the
+pools, planning, the adapter, the hooks inside the layer, attention over expanded prefixes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from graph_in_torch import TorchGraph, opaque
+from torch import Tensor
+
+from sglang_mla_ext.adapter.layer import after_split_q
+from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
+from sglang_mla_ext.kernels.constants import FP8
+from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
+from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
+from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
+from sglang_mla_ext.options import HybridMLAOptions
+
+HEADS, RANK, DN, DR, DV, PAGE, SCALE = 8, 32, 16, 16, 16, 64, 0.2
+LAYER_IDS = (3, 5)
+MAX_REQUESTS, MAX_TOKENS, TREE_PAGES, PAGES = 12, 14 * PAGE, 60, 100
+MIB = 1 << 20
+
+
+class Mode:
+    """SGLang's ForwardMode, as far as it is read."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def is_decode(self) -> bool:
+        return self.name == "decode"
+
+    def is_extend(self) -> bool:
+        return self.name == "extend"
+
+    def is_idle(self) -> bool:
+        return self.name == "idle"
+
+
+DECODE, EXTEND, IDLE = Mode("decode"), Mode("extend"), Mode("idle")
+
+
+# -- doubles -----------------------------------------------------------------------------------------------------------
+
+
+def get_mla_metadata(cache_seqlens: Tensor, num_heads: int, num_kv_heads: int, **_: Any) -> tuple[Tensor, Tensor]:
+    """FlashMLA's schedule; here it says which lengths it is for."""
+    assert cache_seqlens.dtype == torch.int32 and num_kv_heads == 1
+    metadata = torch.zeros(4, 8, dtype=torch.int32)
+    metadata[0, 0], metadata[0, 1] = cache_seqlens.sum(), num_heads
+    return metadata, torch.arange(len(cache_seqlens) + 1, dtype=torch.int32)
+
+
+@opaque
+def flash_mla_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    head_dim_v: int,
+    tile_scheduler_metadata: Tensor,
+    num_splits: Tensor,
+    softmax_scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """FlashMLA: `out [rows, 1, heads, RANK]`, `lse [rows, heads, 1]` natural log."""
+    rows = len(q)
+    assert q.shape == (rows, 1, HEADS, RANK + DR) and q.is_contiguous() and k_cache.shape[1:] == (PAGE, 1, RANK + DR)
+    assert block_table.dtype == cache_seqlens.dtype == torch.int32 and len(block_table) == len(cache_seqlens) == rows
+    assert tile_scheduler_metadata[0, :2].tolist() == [cache_seqlens.sum(), HEADS], "the schedule is another step's"
+    assert num_splits.tolist() == list(range(rows + 1)) and head_dim_v == RANK and causal
+    out, lse = q.new_empty(rows, 1, HEADS, RANK), q.new_empty(rows, HEADS, 1)
+    for row, length in enumerate(cache_seqlens.tolist()):
+        assert length >= 0
+        keys = k_cache[block_table[row, : -(-length // PAGE)].long()].flatten(0, 2)[:length]
+        query = q[row, :, :, :RANK], q[row, :, :, RANK:]
+        part, part_lse = reference.absorb(*query, keys[None], torch.tensor([length]), softmax_scale)
+        out[row], lse[row, :, 0] = part, part_lse[0]
+    return out, lse
+
+
+class TorchAbsorbFP8:
+    """kernels.absorb.paged_fp8.AbsorbFP8."""
+
+    workspace_bytes = MIB
+
+    def __init__(self, pool: Tensor, *, heads: int, layout: LatentRowLayout, max_requests: int, **_: Any) -> None:
+        assert heads == HEADS and pool.shape[1] == layout.row_bytes
+        self.layout, self.max_requests, self._begun = layout, max_requests, None
+
+    def begin_step(self, lens: Tensor, page_table: Tensor) -> None:
+        assert len(lens) <= self.max_requests and lens.dtype == page_table.dtype == torch.int32
+        self._begun = len(lens), lens.sum()
+
+    def output(self, tokens: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(tokens, HEADS, RANK, dtype=dtype)
+
+    @opaque
+    def run(
+        self,
+        q_absorbed: Tensor,
+        q_rope: Tensor,
+        pool: Tensor,
+        page_table: Tensor,
+        lens: Tensor,
+        softmax_scale: float,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        assert (len(lens), lens.sum()) == self._begun, "the schedule is another step's"
+        for row, length in enumerate(lens.tolist()):
+            token = torch.arange(length)
+            slots = page_table[row, token // PAGE].long() * PAGE + token % PAGE
+            keys = reference_fp8.keys_of_rows(pool[slots], self.layout)
+            query = q_absorbed[row, None], q_rope[row, None]
+            out[row], lse[row] = (part[0] for part in reference_fp8.absorb_fp8(*query, keys, softmax_scale))
+
+
+class TorchGrouped:
+    """kernels.absorb.grouped.GroupedAbsorb, over either pool: what its device memory says is kept on the host."""
+
+    workspace_bytes = 2 * MIB
+
+    def __init__(self, layout: LatentRowLayout | None) -> None:
+        self._layout = layout
+
+    def plan(self, segments: Sequence[LatentSegment], rows: int) -> None:
+        assert all(row < rows for segment in segments for row in segment.rows)
+        self._segments, self._rows = list(segments), rows
+
+    def begin_step(self, req_to_token: Tensor, pool_indices: Tensor, seq_lens: Tensor, tail_starts: Tensor) -> None:
+        rows = self._rows
+        assert (tail_starts[:rows] % PAGE == 0).all()
+        self._slots = [
+            req_to_token[request, :length].long()
+            for request, length in zip(pool_indices[:rows].tolist(), seq_lens[:rows].tolist(), strict=True)
+        ]
+        self._starts = tail_starts[:rows].tolist()
+
+    @opaque
+    def run(self, q_absorbed: Tensor, q_rope: Tensor, cache: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        assert len(q_absorbed) == self._rows
+        parts = [
+            self._attend(q_absorbed[row, None], q_rope[row, None], cache, self._slots[row][start:], softmax_scale)
+            for row, start in enumerate(self._starts)
+        ]
+        out, lse = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        for segment in self._segments:
+            for row in segment.rows:
+                slots = self._slots[segment.rows[0]][segment.start : segment.end]
+                part = self._attend(q_absorbed[row, None], q_rope[row, None], cache, slots, softmax_scale)
+                out[row, None], lse[row, None] = reference.merge(out[row, None], lse[row, None], *part)
+        return out, lse
+
+    def _attend(
+        self, q_absorbed: Tensor, q_rope: Tensor, cache: Tensor, slots: Tensor, scale: float
+    ) -> tuple[Tensor, ...]:
+        if self._layout is not None:
+            keys = reference_fp8.keys_of_rows(cache[slots], self._layout)
+            return reference_fp8.absorb_fp8(q_absorbed, q_rope, keys, scale)
+        keys = cache.flatten(0, 2)[slots][None]
+        return reference.absorb(q_absorbed, q_rope, keys, torch.tensor([len(slots)]), scale)
+
+
+class StockBackend:
+    """SGLang's FlashMLA backend: decode over all keys, by its own static metadata; everything else is noted down."""
+
+    needs_cpu_seq_lens = supports_ragged_verify_graph = False
+    use_captured_forward_metadata_for_breakable_cuda_graph = supports_full_cuda_graph_chunked_prefix = False
+    verify_mask = None
+
+    def __init__(self, pool: Any, req_to_token: Tensor) -> None:
+        self.token_to_kv_pool, self.req_to_token_pool = pool, SimpleNamespace(req_to_token=req_to_token)
+        self.forward_metadata: Any = None
+        self.begun: list[str] = []
+        self._lens = torch.zeros(64, dtype=torch.int64)
+        self._requests = torch.zeros(64, dtype=torch.int64)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self.begun.append(forward_batch.forward_mode.name)
+        rows = forward_batch.batch_size
+        self._lens[:rows], self._requests[:rows] = forward_batch.seq_lens, forward_batch.req_pool_indices
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        self.init_forward_metadata(forward_batch)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        pass
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.begun.append("graph state")
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    @opaque
+    def forward_decode(self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
+        assert k is None and not save_kv_cache and q.shape[1:] == (HEADS, RANK + DR)
+        rows = self.token_to_kv_pool.get_key_buffer(layer.layer_id).squeeze(1)
+        outs = []
+        for row, query in enumerate(q):
+            slots = self.req_to_token_pool.req_to_token[self._requests[row], : self._lens[row]].long()
+            parts = query[None, :, :RANK], query[None, :, RANK:]
+            outs.append(reference.absorb(*parts, rows[slots][None], self._lens[row, None], layer.scaling)[0])
+        return torch.cat(outs).to(q.dtype).flatten(1)
+
+
+# -- the world ---------------------------------------------------------------------------------------------------------
+
+
+class World:
+    """See the module. A request's prompt is in the tree, a page for each letter; behind it are tokens of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, new_tree: Any, *, fp8: bool = False) -> None:
+        from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+        from sglang_mla_ext.adapter import build
+        from sglang_mla_ext.adapter.latent_pool import LatentPool
+
+        self.generator = torch.Generator().manual_seed(0)
+        self.fp8 = fp8
+        sizes = dict(kv_lora_rank=RANK, qk_rope_head_dim=DR, layer_num=LAYER_IDS[-1] + 1, page_size=PAGE)
+        kind, dtype = (LatentPool, FP8) if fp8 else (MLATokenToKVPool, torch.float32)
+        self.pool = kind((PAGES - 1) * PAGE, dtype=dtype, device="cpu", enable_memory_saver=False, **sizes)
+        for layer_id in LAYER_IDS:
+            rows = self.random(PAGES * PAGE, 1, RANK + DR)
+            self.pool.set_kv_buffer(SimpleNamespace(layer_id=layer_id), torch.arange(PAGES * PAGE), rows, None)
+        self.layers = [self._layer(layer_id) for layer_id in LAYER_IDS]
+        self.tree = new_tree(PAGE)
+        self.tree.free_slots = list(range(PAGE, TREE_PAGES * PAGE))[::-1]  # whole pages of consecutive slots
+        self.tree.rows = dict.fromkeys(self.tree.free_slots, 0)
+        self.req_to_token = torch.zeros(MAX_REQUESTS, MAX_TOKENS, dtype=torch.int32)
+        self.lens = torch.ones(MAX_REQUESTS, dtype=torch.int64)
+        self._own_pages = list(range(TREE_PAGES, PAGES))
+        self._taken = {0}  # requests; padded rows are request 0
+        self.runner = SimpleNamespace(
+            req_to_token_pool=SimpleNamespace(size=MAX_REQUESTS, req_to_token=self.req_to_token),
+            token_to_kv_pool=self.pool,
+            model_config=SimpleNamespace(hidden_size=64, context_len=MAX_TOKENS),
+            kv_cache_dtype=dtype,
+            device="cpu",
+            dtype=torch.float32,
+            server_args=SimpleNamespace(get_attention_backends=lambda: ("hybrid_mla", "hybrid_mla")),
+        )
+        monkeypatch.setattr(build, "attention_layers", lambda runner: self.layers)
+        for name in ("run", "merge"):
+            monkeypatch.setattr(TorchSharedAttention, name, opaque(getattr(TorchSharedAttention, name)))
+        self._monkeypatch, self._build = monkeypatch, build
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def _layer(self, layer_id: int) -> Any:
+        """A layer with real weights; what goes through its output projection is what the tests look at."""
+        w_kc, w_vc = self.random(HEADS, DN, RANK) / 4, self.random(HEADS, RANK, DV) / 4
+        weight = torch.cat([w_kc, w_vc.transpose(1, 2)], dim=1).flatten(0, 1)  # [HEADS * (DN + DV), RANK]
+
+        class Projection(torch.nn.Linear):
+            def forward(self, x: Tensor) -> tuple[Tensor, None]:
+                return super().forward(x), None
+
+        kv_b_proj = Projection(RANK, len(weight), bias=False)
+        kv_b_proj.weight = torch.nn.Parameter(weight, requires_grad=False)
+        attention = SimpleNamespace(
+            layer_id=layer_id,
+            scaling=SCALE,
+            tp_q_head_num=HEADS,
+            tp_k_head_num=1,
+            head_dim=RANK + DR,
+            qk_head_dim=RANK + DR,
+            v_head_dim=RANK,
+            is_cross_attention=False,
+            sliding_window_size=-1,
+            attn_type=None,
+        )
+        return SimpleNamespace(
+            attn_mqa=attention,
+            attn_mha=attention,
+            num_local_heads=HEADS,
+            num_heads=HEADS,
+            kv_lora_rank=RANK,
+            qk_nope_head_dim=DN,
+            qk_rope_head_dim=DR,
+            v_head_dim=DV,
+            chunked_prefix_cache_threshold=8192,
+            kv_a_layernorm=SimpleNamespace(weight=torch.ones(RANK)),
+            kv_b_proj=kv_b_proj,
+            w_kc=w_kc,
+            w_vc=w_vc,
+            o_proj=torch.nn.Identity(),
+        )
+
+    # ---- the backend
+
+    def make(self, kind: str, *, grouped: bool = False, budget_bytes: int = 16 * MIB, **options: Any) -> Any:
+        """Build backend and steps; kind: "gpu", with doubles, or "cpu"."""
+        if kind == "gpu":
+            self._as_on_a_gpu(grouped)
+        options = HybridMLAOptions(**{"mode": "naive", "min_prefix_len": PAGE, **options})
+        self.backend, self.steps = self._build.build(self.runner, options, budget_bytes)
+        self.steps.attach(self.tree.view)
+        return self.backend
+
+    def _as_on_a_gpu(self, grouped: bool) -> None:
+        flash_mla: Any = ModuleType("sgl_kernel.flash_mla")
+        flash_mla.flash_mla_with_kvcache, flash_mla.get_mla_metadata = flash_mla_with_kvcache, get_mla_metadata
+        self._monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", flash_mla)
+        name = "sglang_mla_ext.adapter." + ("latent_fp8" if self.fp8 else "latent_flashmla")
+        self._monkeypatch.delitem(sys.modules, name, raising=False)
+        module: Any = importlib.import_module(name)
+        layout = self.pool.layout if self.fp8 else None
+        for made in ("make_grouped_absorb", "make_grouped_absorb_fp8"):
+            if hasattr(module, made):
+                self._monkeypatch.setattr(module, made, lambda *_, **__: TorchGrouped(layout))
+        if self.fp8:
+            self._monkeypatch.setattr(module, "make_absorb_fp8", TorchAbsorbFP8)
+        self.stock = StockBackend(self.pool, self.req_to_token)
+        stock = SimpleNamespace(
+            backend=self.stock,
+            decodes=not self.fp8,
+            extend=lambda *args: args,
+            affordable=lambda prefix_lens: 0,
+            can_finish=lambda prefix_lens, covered: True,
+        )
+        kinds: dict[bool, Callable[..., Any]] = {
+            False: lambda **common: module.FlashMLALatent(self.pool, self.req_to_token, **common),
+            True: lambda **common: module.FP8Latent(self.pool, self.req_to_token, dtype=torch.float32, **common),
+        }
+
+        def stock_and_latent(runner: Any, layers: Any, may_group: bool, counters: Any) -> tuple[Any, Any]:
+            common = dict(heads=HEADS, layer_id=LAYER_IDS[0], on_failure=counters.fall_back)
+            self.latent = kinds[self.fp8](grouped=grouped, **common)
+            return stock, self.latent
+
+        self._monkeypatch.setattr(self._build, "stock_and_latent", stock_and_latent)
+
+    # ---- requests
+
+    def start(self, text: str, own: int, extra_key: str | None = None) -> Any:
+        """A request whose prompt is in the tree, with `own` tokens behind it."""
+        request = self.tree.run(text, extra_key)
+        request.index = next(index for index in range(MAX_REQUESTS) if index not in self._taken)
+        request.finished = lambda: False
+        self._taken.add(request.index)
+        slots = torch.cat([request.slots, self._own_slots(own)])
+        self.req_to_token[request.index, : len(slots)] = slots.int()
+        self.lens[request.index] = len(slots)
+        return request
+
+    def finish(self, *requests: Any) -> None:
+        self.tree.finish(*requests)
+        self._taken -= {request.index for request in requests}
+
+    def _own_slots(self, count: int) -> Tensor:
+        pages = [self._own_pages.pop(0) for _ in range(-(-(count + PAGE) // PAGE))]  # and room to grow
+        return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])[:count]
+
+    # ---- steps
+
+    def batch(self, requests: Sequence[Any], mode: Mode = DECODE, padded: int = 0) -> Any:
+        """SGLang's ForwardBatch of a decode step whose new tokens are the last ones of their requests."""
+        indices = torch.tensor([request.index for request in requests] + [0] * (padded - len(requests)))
+        lens = self.lens[indices]
+        lens[len(requests) :] = 1
+        return SimpleNamespace(
+            batch_size=len(indices),
+            forward_mode=mode,
+            req_pool_indices=indices,
+            seq_lens=lens,
+            out_cache_loc=self.req_to_token[indices, lens - 1].long(),
+            encoder_lens=None,
+            extend_prefix_lens_cpu=None,
+        )
+
+    def inputs(self, rows: int) -> list[tuple[Tensor, ...]]:
+        """By layer: q_nope, q_rope and the latent row of the new token, in two parts."""
+        sizes = ((HEADS, DN), (HEADS, DR), (1, RANK), (1, DR))
+        return [tuple(self.random(rows, *size) for size in sizes) for _ in self.layers]
+
+    def forward(self, batch: Any, inputs: Sequence[tuple[Tensor, ...]], whole: bool = False) -> list[Tensor]:
+        """The attention of all layers, as SGLang runs it: what each output projection gets, `[rows, heads * DV]`."""
+        outs = []
+        for layer, (q_nope, q_rope, k_nope, k_rope) in zip(self.layers, inputs, strict=True):
+            after_split_q((q_nope, q_rope, None), layer)
+            q_absorbed = torch.einsum("bhd,hdr->bhr", q_nope, layer.w_kc)
+            if whole:
+                query, key = torch.cat([q_absorbed, q_rope], dim=-1).flatten(1), torch.cat([k_nope, k_rope], dim=-1)
+                out = self.backend.forward_decode(query, key, k_nope, layer.attn_mqa, batch)
+            else:
+                parts = dict(q_rope=q_rope, k_rope=k_rope)
+                out = self.backend.forward_decode(q_absorbed, k_nope, k_nope, layer.attn_mqa, batch, **parts)
+            out = out.view(-1, HEADS, RANK)
+            outs.append(layer.o_proj(torch.einsum("bhr,hrv->bhv", out, layer.w_vc).flatten(1)))
+        return outs
+
+    def eager_step(self, requests: Sequence[Any], whole: bool = False) -> float:
+        """A step without a graph; the largest relative error of its layers' outputs."""
+        batch, inputs = self.batch(requests), self.inputs(len(requests))
+        self.steps.before_forward(DECODE, requests, requests)
+        self.backend.init_forward_metadata(batch)
+        return self.error(self.forward(batch, inputs, whole), batch, inputs)
+
+    def error(self, outs: Sequence[Tensor], batch: Any, inputs: Sequence[tuple[Tensor, ...]], rows: int = 0) -> float:
+        """Against attention over all of each request's keys, in float64."""
+        worst = 0.0
+        for layer, out, (q_nope, q_rope, *_) in zip(self.layers, outs, inputs, strict=True):
+            for row in range(rows or len(out)):
+                slots = self.req_to_token[batch.req_pool_indices[row], : batch.seq_lens[row]].long()
+                latent, rope = self.latent_rows(layer.attn_mqa.layer_id, slots).double().split([RANK, DR], dim=-1)
+                k_nope, v = reference.expand(latent, layer.w_kc.double(), layer.w_vc.double())
+                query = q_nope[row, None].double(), q_rope[row, None].double()
+                expected, _ = reference.naive(*query, k_nope, rope, v, SCALE)
+                difference = (out[row].view(HEADS, DV).double() - expected[0]).norm() / expected.norm()
+                worst = max(worst, float(difference)) if not difference.isnan() else float("inf")
+        return worst
+
+    def latent_rows(self, layer_id: int, slots: Tensor) -> Tensor:
+        """`[n, RANK + DR]` of the pool."""
+        if not self.fp8:
+            return self.pool.get_key_buffer(layer_id)[slots, 0]
+        rows = torch.empty(len(slots), RANK + DR)
+        self.pool.fetch(layer_id, slots, rows)
+        return rows
+
+
+class Graph:
+    """A decode step for one number of rows, captured once and replayed with other batches."""
+
+    def __init__(self, world: World, rows: int) -> None:
+        self.world, self.rows = world, rows
+        self.batch = world.batch([], padded=rows)
+        self.batch.out_cache_loc = torch.zeros(rows, dtype=torch.int64)
+        self.inputs = world.inputs(rows)
+        world.steps.before_forward(DECODE, [], [])
+        world.backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
+        self._graph = TorchGraph()
+        with self._graph.capture():
+            world.backend.init_forward_metadata_in_graph(self.batch)
+            self.outs = world.forward(self.batch, self.inputs)
+
+    def step(self, requests: Sequence[Any]) -> float:
+        """Replay with these requests; the largest relative error of their rows."""
+        world, now = self.world, self.world.batch(requests, padded=self.rows)
+        for name in ("req_pool_indices", "seq_lens", "out_cache_loc"):
+            getattr(self.batch, name).copy_(getattr(now, name))
+        for static, fresh in zip(self.inputs, world.inputs(self.rows), strict=True):
+            for old, new in zip(static, fresh, strict=True):
+                old.copy_(new)
+        world.steps.before_forward(DECODE, requests, requests)
+        world.backend.init_forward_metadata_out_graph(self.batch)
+        self._graph.replay()
+        return world.error(self.outs, self.batch, self.inputs, len(requests))

@@ -1,0 +1,192 @@
+"""The rooms of the house and the arrows between them, read from the syntax trees of all modules.
+
+Every import counts: at the top of a module, inside a function, and for types only. What is loaded at start is another
+question (tests/unit/test_cli.py).
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import tomllib
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = "sglang_mla_ext"
+USER_FACING = ("cli", "options", "configs", "observe")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's module, or a name in it that may be one.
+
+    Attributes:
+        target: absolute dotted path.
+        at_top: whether it runs when the importing module does.
+    """
+
+    target: str
+    line: int
+    at_top: bool
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Dotted name -> file, of all modules of the package; `kernels` lies at the top of the repository."""
+    found = {}
+    for root, name in ((REPOSITORY / PACKAGE, PACKAGE), (REPOSITORY / "kernels", f"{PACKAGE}.kernels")):
+        for file in sorted(root.rglob("*.py")):
+            parts = file.relative_to(root).with_suffix("").parts
+            if root.name == PACKAGE and parts[0] == "kernels":
+                continue
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            found[".".join((name, *parts))] = file
+    return found
+
+
+@cache
+def imports_of(module: str) -> tuple[Import, ...]:
+    file = modules()[module]
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    lazy = {id(inner) for node in ast.walk(tree) if runs_later(node) for inner in ast.walk(node) if inner is not node}
+    found = []
+    for node in ast.walk(tree):
+        at_top = id(node) not in lazy
+        if isinstance(node, ast.Import):
+            found += [Import(alias.name, node.lineno, at_top) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = module.split(".")
+            package = package[: len(package) - node.level + (file.name == "__init__.py")] if node.level else []
+            origin = ".".join([*package, *(node.module or "").split(".")]).strip(".")
+            found += [Import(f"{origin}.{alias.name}", node.lineno, at_top) for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("importlib.import_module", "__import__"):
+            assert isinstance(node.args[0], ast.Constant), f"{file}:{node.lineno}: which module?"
+            found.append(Import(str(node.args[0].value), node.lineno, at_top))
+    return tuple(found)
+
+
+def runs_later(node: ast.AST) -> bool:
+    """Whether what is inside runs when the module has been imported, if at all."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        return True
+    return isinstance(node, ast.If) and ast.unparse(node.test).removeprefix("typing.") == "TYPE_CHECKING"
+
+
+def is_in(path: str, rooms: tuple[str, ...]) -> bool:
+    return any(f"{path}.".startswith(f"{room}.") for room in rooms)
+
+
+def trespasses(room: str, forbidden: tuple[str, ...], *, at_top_only: bool = False) -> list[str]:
+    """Imports of `forbidden` in the modules of a room, as `file:line imports what`."""
+    return [
+        f"{modules()[module].relative_to(REPOSITORY)}:{found.line} imports {found.target}"
+        for module in modules()
+        if is_in(module, (room,))
+        for found in imports_of(module)
+        if is_in(found.target, forbidden) and (found.at_top or not at_top_only)
+    ]
+
+
+def ours(*names: str) -> tuple[str, ...]:
+    return tuple(f"{PACKAGE}.{name}" for name in names)
+
+
+SGLANG = ("sglang", "sgl_kernel")
+
+
+def test_every_module_is_seen() -> None:
+    names = set(modules())
+    assert {PACKAGE, *ours("cli", "configs", "adapter.backend", "prefix.planner", "kernels.merge")} <= names
+    # A checkout on sys.path must not shadow the top-level package `kernels` that SGLang imports.
+    assert not list((REPOSITORY / "kernels").rglob("__init__.py"))
+
+
+def test_only_the_adapter_knows_sglang() -> None:
+    assert [found for found in trespasses(PACKAGE, SGLANG) if not found.startswith(f"{PACKAGE}/adapter/")] == []
+
+
+def test_kernels_know_nothing_above_them() -> None:
+    above = ours("adapter", "prefix", "launch_server", *USER_FACING)
+    assert trespasses(f"{PACKAGE}.kernels", above) == []
+
+
+def test_the_planner_is_pure_python() -> None:
+    above = ours("adapter", "kernels", "cli", "launch_server")
+    assert trespasses(f"{PACKAGE}.prefix", (*SGLANG, "torch", "triton", *above)) == []
+
+
+@pytest.mark.parametrize("module", USER_FACING)
+def test_what_the_user_sees_first_loads_little(module: str) -> None:
+    heavy = (*SGLANG, "torch", "triton", *ours("kernels"))
+    assert trespasses(f"{PACKAGE}.{module}", heavy, at_top_only=True) == []
+
+
+@pytest.mark.parametrize("module", USER_FACING[1:])
+def test_what_the_user_sees_does_not_know_the_adapter(module: str) -> None:
+    assert trespasses(f"{PACKAGE}.{module}", ours("adapter", "kernels")) == []
+
+
+def graph() -> dict[str, set[str]]:
+    """Module -> modules of the package that it imports. `from package import name` is an import of `package.name` where
+    that is a module, and otherwise of `package`."""
+    edges: dict[str, set[str]] = {}
+    for module in modules():
+        edges[module] = set()
+        for found in imports_of(module):
+            target = found.target
+            while target and target not in modules():
+                target = target.rpartition(".")[0]
+            if target and target != module:
+                edges[module].add(target)
+    return edges
+
+
+def circles(edges: dict[str, set[str]]) -> Iterator[list[str]]:
+    """Sets of modules that all import one another, directly or not (Tarjan's algorithm)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+
+    def visit(node: str) -> Iterator[list[str]]:
+        order[node] = low[node] = len(order)
+        stack.append(node)
+        for target in sorted(edges[node]):
+            if target not in order:
+                yield from visit(target)
+                low[node] = min(low[node], low[target])
+            elif target in stack:
+                low[node] = min(low[node], order[target])
+        if low[node] == order[node]:
+            circle = []
+            while not circle or circle[-1] != node:
+                circle.append(stack.pop())
+            if len(circle) > 1:
+                yield sorted(circle)
+
+    for node in sorted(edges):
+        if node not in order:
+            yield from visit(node)
+
+
+def test_no_import_circle() -> None:
+    assert list(circles(graph())) == []
+
+
+def test_circles_are_found() -> None:
+    edges = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": {"d"}, "f": {"a", "g"}, "g": set()}
+    assert sorted(circles(edges)) == [["a", "b", "c"], ["d", "e"]]
+
+
+def test_every_folder_is_installed() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    listed = project["tool"]["setuptools"]["packages"]
+    folders = {PACKAGE}
+    for module, file in modules().items():
+        folders.add(module if file.name == "__init__.py" else module.rpartition(".")[0])
+    # Folders on the way to a module count too; the configurations are data.
+    folders |= {".".join(folder.split(".")[:depth]) for folder in folders for depth in range(1, folder.count(".") + 2)}
+    assert sorted(listed) == sorted(folders | {f"{PACKAGE}.configs"})

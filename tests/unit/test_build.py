@@ -1,0 +1,176 @@
+"""How the backend is put together: what is expanded and grouped, from how many rows on, and within which memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from decode_world import HEADS, MAX_REQUESTS, MIB, World
+
+from sglang_mla_ext.adapter import build as module
+from sglang_mla_ext.adapter.relay import relay
+from sglang_mla_ext.kernels.constants import FP8
+from sglang_mla_ext.prefix.cost_model import CostModel, Mode, rates_for
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch, new_tree: Any) -> Any:
+    yield World(monkeypatch, new_tree)
+    relay.clear()
+
+
+def pool_of(world: World) -> Any:
+    return world.steps._prefixes.pool
+
+
+def fallbacks(world: World) -> list[str]:
+    return list(world.steps.counters.fallbacks)
+
+
+def test_no_memory_is_a_choice_and_too_little_a_fall_back(world: World) -> None:
+    world.make("gpu", budget_bytes=0, prefix_memory_gb=0.0)
+    assert not fallbacks(world) and world.steps.description.startswith("nothing is expanded")
+    world.make("gpu", budget_bytes=1, prefix_memory_gb=1e-9)
+    (reason,) = fallbacks(world)
+    assert reason.endswith("raise --hybrid-mla-prefix-memory-gb")
+
+
+@pytest.mark.parametrize("part", ["attention", "expander"])
+def test_kernels_that_do_not_run_leave_plain_absorb(world: World, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """And the memory for expanded prefixes is free again."""
+    import gc
+    import weakref
+
+    buffers: list[Any] = []
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("does not compile")
+
+    allocate = module.ExpandedBuffers.allocate
+
+    def noted(**sizes: Any) -> Any:
+        made = allocate(**sizes)
+        buffers.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(module.ExpandedBuffers, "allocate", noted)
+    monkeypatch.setattr(module, {"attention": "make_shared_attention", "expander": "Expander"}[part], fail)
+    backend = world.make("gpu")
+    assert fallbacks(world) == ["the kernels do not run here: RuntimeError"]
+    assert not backend._rows and pool_of(world).num_chunks == 0
+    requests = [world.start("abcd1", 1), world.start("abcd2", 2)]
+    assert world.eager_step(requests) < 1e-5
+    gc.collect()
+    assert buffers[0]() is None
+
+
+@pytest.mark.parametrize(("options", "count"), [({"budget_bytes": 1000}, 1), ({"mode": "absorb"}, 0)], ids=str)
+def test_no_memory_or_mode_absorb_never_expands(world: World, options: dict[str, Any], count: int) -> None:
+    backend = world.make("gpu", **options)
+    assert not backend._rows and len(fallbacks(world)) == count
+    assert "plain absorb" in world.steps.description
+
+
+@pytest.mark.parametrize(
+    ("cache", "option", "expected"),
+    [
+        (torch.float32, "auto", torch.float32),
+        (torch.bfloat16, "auto", torch.float32),  # the model's
+        (FP8, "auto", FP8),
+        (FP8, "bf16", torch.bfloat16),
+        (torch.float32, "fp8_e4m3", FP8),
+    ],
+    ids=str,
+)
+def test_prefixes_are_stored_as_the_cache_or_as_asked(
+    world: World, monkeypatch: pytest.MonkeyPatch, cache: torch.dtype, option: str, expected: torch.dtype
+) -> None:
+    costs: list[CostModel] = []
+    make = module.make_expanding
+    monkeypatch.setattr(module, "make_expanding", lambda *args: costs.append(args[2]) or make(*args))
+    world.runner.kv_cache_dtype = cache
+    backend = world.make("gpu", prefix_dtype=option)
+    assert backend._shared._buffers.dtype == expected
+    assert costs[0].expanded_element_bytes == expected.itemsize
+    assert costs[0].latent_element_bytes == (1 if cache == FP8 else 4)
+
+
+@pytest.mark.parametrize("options", [{"budget_bytes": 1000, "mode": "auto"}, {"mode": "grouped_absorb"}], ids=str)
+def test_grouped_absorb_needs_no_memory_for_prefixes(
+    world: World, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    smallest = lambda *args, **kwargs: 2  # noqa: E731 - the toy model's groups pay nowhere
+    monkeypatch.setattr(CostModel, "smallest_profitable_group", smallest)
+    seconds = {Mode.ABSORB: 3.0, Mode.GROUPED_ABSORB: 2.0, Mode.NAIVE: 1.0}
+    monkeypatch.setattr(CostModel, "seconds", lambda self, mode, rows, tokens: seconds[mode] * rows * tokens)
+    backend = world.make("gpu", grouped=True, **options)
+    assert backend._shared is None and pool_of(world).num_chunks == 0
+    requests = [world.start("abcd1", 1), world.start("abcd2", 2), world.start("x", 3)]
+    assert world.eager_step(requests) < 1e-5
+    assert world.steps.counters.steps_grouped == 1
+    assert relay.q_nope is None and relay.tail_lse is None, "nothing is left for o_proj"
+    world.steps.before_forward(SimpleNamespace(is_decode=bool, is_idle=bool, is_extend=lambda: True), requests, [])
+    assert relay.prefill is None and not fallbacks(world)[1:]
+
+
+def test_memory_of_the_latent_part_comes_out_of_the_budget(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = {}
+    for grouped in (False, True):
+        world.make("gpu", grouped=grouped, mode="naive")
+        chunks[grouped] = pool_of(world).num_chunks, world.latent.workspace_bytes
+    chunk_bytes = world.steps._chunk_bytes
+    apart = (chunks[False][0] - chunks[True][0]) * chunk_bytes
+    assert abs(apart - (chunks[True][1] - chunks[False][1])) <= chunk_bytes
+    assert chunks[True][1] > 2 * MIB
+
+
+def test_rows_from_which_a_group_can_pay_in_any_mode(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def smallest(self: CostModel, tokens: int, allowed: Any, limit: int) -> int:
+        asked.append(set(allowed))
+        return 5
+
+    monkeypatch.setattr(CostModel, "smallest_profitable_group", smallest)
+    every = {Mode.ABSORB, Mode.GROUPED_ABSORB, Mode.NAIVE}
+    for options, allowed in (
+        ({"grouped": True}, every),
+        ({"grouped": True, "budget_bytes": 1000}, every - {Mode.NAIVE}),
+        ({}, every - {Mode.GROUPED_ABSORB}),
+    ):
+        assert world.make("gpu", mode="auto", **options)._rows == range(5, MAX_REQUESTS + 1)
+        assert asked.pop() == allowed
+    for mode, rows in (("naive", range(2, 13)), ("grouped_absorb", range(2, 13)), ("absorb", range(0))):
+        assert world.make("gpu", grouped=mode == "grouped_absorb", mode=mode)._rows == rows
+    assert world.make("gpu", mode="grouped_absorb")._rows == range(0)
+    assert fallbacks(world) == [f"grouped absorb does not run here with {HEADS} heads: every step is plain absorb"]
+
+
+def test_auto_takes_grouped_absorb_only_where_its_rates_are_measured(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assumed = rates_for("cpu")
+    mode = replace(assumed.modes[Mode.GROUPED_ABSORB], measured=False)
+    assumed = replace(assumed, modes={**assumed.modes, Mode.GROUPED_ABSORB: mode})
+    assert world.make("cpu", mode="auto")._latent.stacking is not None
+    assert world.make("cpu", mode="naive")._latent.stacking is None
+    monkeypatch.setattr(module, "rates_for", lambda name: assumed)
+    assert world.make("cpu", mode="auto")._latent.stacking is None
+    assert world.make("cpu", mode="grouped_absorb")._latent.stacking is not None
+
+
+@pytest.mark.parametrize("prefill", ["hybrid_mla", "flashinfer"])
+def test_prefill_of_another_backend_is_left_alone(world: World, monkeypatch: pytest.MonkeyPatch, prefill: str) -> None:
+    """It gets no plan, but what its requests share is expanded for decode."""
+    planned: list[Any] = []
+    monkeypatch.setattr(module.PrefillPlan, "make", lambda *args, **kwargs: planned.append(args))
+    world.runner.server_args = SimpleNamespace(get_attention_backends=lambda: (prefill, "hybrid_mla"))
+    world.make("gpu")
+    requests = [world.start("abcd1", 1), world.start("abcd2", 2)]
+    extend = SimpleNamespace(is_decode=lambda: False, is_idle=lambda: False, is_extend=lambda: True)
+    world.steps.before_forward(extend, requests, [], [256, 256], [65, 66])
+    assert len(planned) == (prefill == "hybrid_mla")
+    assert world.steps.counters.expansions == 1 and not fallbacks(world)
