@@ -32,6 +32,9 @@ class Request:
     extra_key: str | None
     slots: torch.Tensor
 
+    def finished(self) -> bool:
+        return False
+
 
 class Tree:
     """SGLang's radix cache over slots that nothing is stored in. `rows` says what would be: a fresh number for each."""

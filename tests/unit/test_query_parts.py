@@ -1,8 +1,9 @@
 """Absorbed query and key in two parts, as SGLang hands them over: the same rows in the cache and the same result as
-with whole ones, by every backend."""
+with whole ones, whichever part of the backend computes."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
@@ -13,10 +14,12 @@ import torch
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter import layer as mla_layer
+from sglang_mla_ext.adapter.relay import relay
+from sglang_mla_ext.adapter.steps import StepPlan
+from sglang_mla_ext.kernels.absorb.grouped import LatentSegment
+from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import FP8
-from sglang_mla_ext.prefix.cost_model import Mode
-from sglang_mla_ext.prefix.planner import Group, Plan
 
 ROWS, HEADS, RANK, ROPE, PAGE, PAGES = 3, 4, 32, 16, 64, 8
 LENS = (70, 1, 64)
@@ -44,6 +47,12 @@ def flash_mla(q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, softma
         query = q[row, :, :, :RANK], q[row, :, :, RANK:]
         parts.append(reference.absorb(*query, keys, torch.tensor([length]), softmax_scale))
     return torch.stack([out for out, _ in parts]), torch.cat([lse for _, lse in parts])[..., None]
+
+
+def mla_metadata(lens: torch.Tensor, heads: int, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """FlashMLA's schedule, of which only the sizes matter here."""
+    assert lens.dtype == torch.int32 and (heads, kv_heads) == (HEADS, 1)
+    return torch.zeros(2, 8, dtype=torch.int32), torch.zeros(len(lens) + 1, dtype=torch.int32)
 
 
 def store(buffer: torch.Tensor, slots: torch.Tensor, *parts: torch.Tensor) -> None:
@@ -104,79 +113,192 @@ def inputs(parts: bool) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tenso
     return (torch.cat([content, q_rope], dim=-1), torch.cat([k_nope, k_rope], dim=-1), k_nope), {}
 
 
+class Shared:
+    """Stands where the attention over expanded prefixes is, and keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def plan(self, segments: Any, rows: int) -> None:
+        pass
+
+    def run(self, layer: int, q_nope: Any, q_rope: torch.Tensor, scale: float) -> None:
+        assert (layer, q_nope, scale) == (5, "q_nope", LAYER.scaling)
+        self.seen.append(q_rope)
+
+
+def compose(stock: Any, latent: Any, planned: StepPlan | None) -> Any:
+    """The backend, with its parts in their places, for steps that share what is planned."""
+    from sglang_mla_ext.adapter.backend import HybridMLABackend
+
+    steps = SimpleNamespace(next=planned, succeed=lambda: None)
+    shared = Shared() if planned else None
+    rows = range(2, ROWS + 1) if planned else range(0)
+    latent.allocate(ROWS, ROWS, 2 * PAGE)
+    return HybridMLABackend(stock, latent, shared, steps, layer_index={0: 5}, heads=HEADS, rows=rows)
+
+
 def run_both(make: Callable[[], Any], phase: str) -> None:
     """Compare cache, result, and what goes to the attention over expanded prefixes."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
     results = []
     for parts in (False, True):
-        backend, shared = make(), []
-        backend.attend_shared = lambda q_rope, lse, layer, shared=shared: shared.extend((q_rope, lse))
+        backend, batch = make(), SimpleNamespace(**requests(), forward_mode=ForwardMode[phase.upper()])
+        backend.init_forward_metadata(batch)
+        shares = relay.takes_query
+        assert shares is (backend._shared is not None)
+        relay.q_nope = "q_nope"
         whole, rope = inputs(parts)
         before = backend.token_to_kv_pool.kv_buffer[0].clone()
-        out = getattr(backend, f"forward_{phase}")(*whole, LAYER, SimpleNamespace(**requests()), **rope)
+        out = getattr(backend, f"forward_{phase}")(*whole, LAYER, batch, **rope)
         cache = backend.token_to_kv_pool.kv_buffer[0]
         changed = (cache != before).flatten(1).any(dim=1).nonzero().flatten().tolist()
         assert changed == requests()["out_cache_loc"].tolist()
         assert out.numel() == ROWS * HEADS * RANK and not out.isnan().any()
-        results.append((out.view(ROWS, HEADS, RANK), cache, *shared))
-    assert len(results[0]) == len(results[1]) == (4 if backend._hybrid else 2)
+        of_shared = (*backend._shared.seen, relay.tail_lse) if shares else ()
+        results.append((out.view(ROWS, HEADS, RANK), cache, *of_shared))
+        relay.clear()
+    assert len(results[0]) == len(results[1]) == (4 if shares else 2)
     for whole, of_parts in zip(*results, strict=True):
         assert torch.equal(whole, of_parts)
 
 
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_decode_by_flashmla(make_pool: Any, monkeypatch: pytest.MonkeyPatch, hybrid: bool) -> None:
+@pytest.fixture
+def flashmla(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module with our attention by FlashMLA, whose two functions are replaced by torch, there and in SGLang."""
     module: Any = ModuleType("sgl_kernel.flash_mla")
     module.flash_mla_with_kvcache = module.get_mla_metadata = None
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", module)
     from sglang.srt.layers.attention import flashmla_backend
 
-    from sglang_mla_ext.adapter import backend_flashmla
+    from sglang_mla_ext.adapter import latent_flashmla
 
-    for user in (flashmla_backend, backend_flashmla):
+    for user in (flashmla_backend, latent_flashmla):
         monkeypatch.setattr(user, "flash_mla_with_kvcache", flash_mla)
+        monkeypatch.setattr(user, "get_mla_metadata", mla_metadata)
+    return latent_flashmla
+
+
+def flashmla_stock(pool: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's FlashMLA backend over this pool; it cannot be constructed without a GPU."""
+    from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
+
+    from sglang_mla_ext.adapter.stock_flashmla import FlashMLAStock
+
+    def metadata(self: Any, forward_batch: Any) -> None:
+        table = torch.tensor([[page, page + 1] for page in FIRST_PAGES], dtype=torch.int32)
+        self.forward_metadata = SimpleNamespace(block_kv_indices=table, flashmla_metadata=None, num_splits=None)
+
+    monkeypatch.setattr(FlashMLABackend, "init_forward_metadata", metadata)
+    stock = object.__new__(FlashMLAStock)
+    stock.backend, stock.decodes = object.__new__(FlashMLABackend), True
+    stock.backend.token_to_kv_pool = pool
+    stock.backend.kv_lora_rank, stock.backend.kv_cache_dim, stock.backend.is_fp8_kvcache = RANK, RANK + ROPE, False
+    return stock
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_decode_by_flashmla(make_pool: Any, flashmla: Any, monkeypatch: pytest.MonkeyPatch, shares: bool) -> None:
+    """By SGLang's own backend, or by ours where a step shares something."""
 
     def make() -> Any:
-        backend = object.__new__(backend_flashmla.FlashMLAHybridBackend)
-        table = torch.tensor([[page, page + 1] for page in FIRST_PAGES], dtype=torch.int32)
-        metadata = SimpleNamespace(block_kv_indices=table, flashmla_metadata=None, num_splits=None)
-        backend.token_to_kv_pool, backend.forward_metadata, backend._hybrid = make_pool(torch.float32), metadata, hybrid
-        backend.kv_lora_rank, backend.kv_cache_dim, backend.is_fp8_kvcache = RANK, RANK + ROPE, False
-        backend._tail_lens = torch.tensor(LENS, dtype=torch.int32)
-        return backend
+        pool = make_pool(torch.float32)
+        table = requests()["req_to_token"]
+        ways = dict(heads=HEADS, layer_id=0, grouped=False, on_failure=None)
+        latent = flashmla.FlashMLALatent(pool, table, **ways)
+        planned = StepPlan((ExpandedSegment((0,), PAGE, (0,)),), (), (PAGE, 0, 0))
+        return compose(flashmla_stock(pool, monkeypatch), latent, planned if shares else None)
 
     run_both(make, "decode")
-    if not hybrid:
+    if not shares:
+        from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
+
         seen: list[Any] = []
-        monkeypatch.setattr(flashmla_backend.FlashMLABackend, "forward_extend", lambda self, *args: seen.append(args))
+        monkeypatch.setattr(FlashMLABackend, "forward_extend", lambda self, *args: seen.append(args))
         for parts in (False, True):
             whole, rope = inputs(parts)
             make().forward_extend(*whole, LAYER, None, **rope)
         assert all(torch.equal(seen[0][i], seen[1][i]) for i in range(3)), "SGLang's own code gets whole ones"
 
 
-@pytest.mark.parametrize("cache", [torch.float32, FP8], ids=str)
-@pytest.mark.parametrize(
-    ("phase", "groups"), [("decode", None), ("decode", Mode.GROUPED_ABSORB), ("extend", None)], ids=str
-)
-def test_on_the_cpu(
-    make_pool: Any, monkeypatch: pytest.MonkeyPatch, phase: str, groups: Mode | None, cache: torch.dtype
-) -> None:
-    from sglang_mla_ext.adapter.cpu import backend as module
+def test_prefill_by_flashmla_has_a_natural_lse(make_pool: Any, flashmla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own is base 2; what merges it takes it for a natural one. A result without an lse passes."""
+    from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
 
-    monkeypatch.setattr(module.prefill, "plan_of", lambda forward_batch: None)
+    out, lse = torch.randn(ROWS, HEADS, RANK), torch.randn(ROWS, HEADS)
+    results = [(out, lse / math.log(2)), out]
+    monkeypatch.setattr(FlashMLABackend, "forward_extend", lambda self, *args: results.pop(0))
+    pool = make_pool(torch.float32)
+    ways = dict(heads=HEADS, layer_id=0, grouped=False, on_failure=None)
+    latent = flashmla.FlashMLALatent(pool, requests()["req_to_token"], **ways)
+    backend = compose(flashmla_stock(pool, monkeypatch), latent, None)
+    whole, _ = inputs(parts=False)
+    found, found_lse = backend.forward_extend(*whole, LAYER, None)
+    assert found is out
+    torch.testing.assert_close(found_lse, lse)
+    assert backend.forward_extend(*whole, LAYER, None) is out
+
+
+@pytest.mark.parametrize("cache", [torch.float32, FP8], ids=str)
+@pytest.mark.parametrize(("phase", "grouped"), [("decode", False), ("decode", True), ("extend", False)])
+def test_on_the_cpu(make_pool: Any, phase: str, grouped: bool, cache: torch.dtype) -> None:
+    from sglang_mla_ext.adapter.cpu.latent_torch import TorchLatent
+    from sglang_mla_ext.adapter.cpu.stock import TorchStock
 
     def make() -> Any:
-        backend = object.__new__(module.TorchHybridBackend)
-        backend.token_to_kv_pool = make_pool(cache)
-        backend.req_to_token_pool = SimpleNamespace(req_to_token=requests()["req_to_token"])
-        backend.swa_out_cache_loc = None
-        backend._hybrid, backend._prefix_lens = groups is not None, torch.zeros(ROWS, dtype=torch.int32)
-        backend._written = Plan(ROWS, (Group((0,), "n", 0, PAGE, groups),) if groups else ())
-        if groups:
-            backend._prefix_lens[0] = PAGE
-        return backend
+        pool, table = make_pool(cache), requests()["req_to_token"]
+        runner = SimpleNamespace(
+            device="cpu", token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=table)
+        )
+        planned = StepPlan((), (LatentSegment((0,), 0, PAGE),), (PAGE, 0, 0))
+        return compose(TorchStock(runner), TorchLatent(pool, table, grouped=grouped), planned if grouped else None)
 
     run_both(make, phase)
+
+
+@pytest.mark.parametrize("phase", ["IDLE", "EXTEND", "MIXED", "TARGET_VERIFY"])
+def test_a_step_that_is_no_decode_is_the_stock_backends(phase: str) -> None:
+    """Eager or in a graph, also after a decode step that shared something, and with as many rows."""
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    class Latent:
+        def allocate(self, *sizes: int) -> None:
+            pass
+
+        def plan(self, *planned: Any) -> None:
+            pass
+
+        def begin_step(self, batch: Any, *, sharing: bool) -> None:
+            calls.append("ours")
+
+    class Recorded(AttentionBackend):
+        def init_forward_metadata(self, forward_batch: Any) -> None:
+            calls.append((forward_batch, "eager"))
+
+        def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+            calls.append((forward_batch, "out of the graph", in_capture))
+
+        def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+            calls.append((forward_batch, "in the graph"))
+
+    calls: list[Any] = []
+    planned = StepPlan((), (LatentSegment((0, 1), 0, PAGE),), (PAGE, PAGE, 0))
+    for decodes in (True, False):
+        backend = compose(SimpleNamespace(backend=Recorded(), decodes=decodes), Latent(), planned)
+        decode = SimpleNamespace(forward_mode=ForwardMode.DECODE, batch_size=ROWS)
+        other = SimpleNamespace(forward_mode=ForwardMode[phase], batch_size=0 if phase == "IDLE" else ROWS)
+        for _ in range(2):
+            backend.init_forward_metadata(decode)
+            assert relay.takes_query and calls.pop() == "ours"
+            backend.init_forward_metadata(other)
+            assert not relay.takes_query and calls.pop() == (other, "eager")
+            for in_capture in (True, False):
+                backend.init_forward_metadata_out_graph(other, in_capture=in_capture)
+                backend.init_forward_metadata_in_graph(other)
+                assert calls == [(other, "out of the graph", in_capture), (other, "in the graph")]
+                calls.clear()
 
 
 # -- what asks for them ------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def test_a_split_front_is_held_like_the_node_it_was_cut_from(tree: Any) -> None:
 
 
 def test_a_node_has_one_handle_as_long_as_the_handle_is_kept(tree: Any) -> None:
-    """Handles are compared and hashed by identity, so that an expansion's node is recognised on other requests' paths."""
+    """Handles are compared and hashed by identity, so that a node is recognised on other requests' paths."""
     first = tree.run("system-a")
     kept = tree.handle(first)
     assert tree.handle(first) is kept and tree.view.paths([tree.run("system-a")])[0][-1].node is kept
