@@ -14,7 +14,8 @@ from .absorb.grouped_fp8 import HopperGroupedAbsorbFP8
 from .absorb.paged_fp8 import AbsorbFP8, HopperAbsorbFP8, HopperKernel, TritonAbsorbFP8, stacked_queries
 from .absorb.stacking import TILE_ROWS
 from .constants import PAGE_TOKENS
-from .naive.attention import PrefixAttention, ReferencePrefixAttention, TritonPrefixAttention
+from .naive import sm90_naive, triton_naive
+from .naive.attention import SharedAttention, TorchSharedAttention, TritonSharedAttention
 from .naive.triton_naive import Tile
 from .storage import page_table
 from .storage.append_latent import append_latent
@@ -24,38 +25,45 @@ from .storage.join_parts import join_parts
 from .storage.latent_rows import LatentRowLayout, dequantize, quantize
 
 
-def make_prefix_attention(
+def make_shared_attention(
     buffers: ExpandedBuffers,
     *,
     max_rows: int,
     heads: int,
     device: torch.device | str,
     tiles: Sequence[Mapping[str, int]] = (),
-) -> PrefixAttention:
-    """Attention over the shared prefixes in `buffers`: Triton on a CUDA device, torch elsewhere.
+    portable: bool = False,
+    segments_per_row: int = 1,
+) -> SharedAttention:
+    """Attention over the expanded segments in `buffers`: the kernel for this GPU, or torch where there is none.
 
     Args:
-        tiles: fields of `naive_prefix.Tile`, smallest first, as calibrated for this GPU and the dtype of `buffers`.
+        tiles: fields of `triton_naive.Tile`, smallest first, for the Hopper kernel: as calibrated for this GPU and the
+            dtype of `buffers`. By default those that are best on an H200.
+        portable: use the kernel for any GPU also where there is one for this GPU.
+        segments_per_row: segments that a row is in on average, at most: each one more costs `max_rows` partials.
     Raises:
         ValueError: the buffers are on another device, or hold another number of heads.
     """
     device = torch.device(device)
     if buffers.device.type != device.type:
         raise ValueError(f"the expanded prefixes are on {buffers.device}, not on {device}")
-    if device.type == "cuda":
-        hopper_tiles = tuple(Tile(**fields) for fields in tiles)
-        return TritonPrefixAttention(buffers, max_rows=max_rows, heads=heads, hopper_tiles=hopper_tiles)
-    return ReferencePrefixAttention(buffers, max_rows=max_rows, heads=heads)
+    sizes = dict(max_rows=max_rows, heads=heads, segments_per_row=segments_per_row)
+    if device.type != "cuda":
+        return TorchSharedAttention(buffers, **sizes)
+    if portable or not sm90_naive.supports(buffers):
+        return TritonSharedAttention(buffers, kernel=triton_naive, **sizes)
+    return TritonSharedAttention(buffers, kernel=sm90_naive, tiles=[Tile(**fields) for fields in tiles], **sizes)
 
 
 def workspace_bytes(*, max_rows: int, heads: int, v_head_dim: int, chunks: int, device: torch.device | str) -> int:
-    """What `make_prefix_attention` allocates beside the buffers, known before they exist."""
+    """What `make_shared_attention` allocates beside the buffers, known before they exist."""
     sizes = {"max_rows": max_rows, "heads": heads, "v_head_dim": v_head_dim}
     device = torch.device(device)
     if device.type == "cuda":
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-        return TritonPrefixAttention.workspace_bytes_for(**sizes, chunks=chunks, sm_count=sm_count)
-    return ReferencePrefixAttention.workspace_bytes_for(**sizes)
+        return TritonSharedAttention.workspace_bytes_for(**sizes, chunks=chunks, sm_count=sm_count)
+    return TorchSharedAttention.workspace_bytes_for(**sizes)
 
 
 def whole_query(q_absorbed: Tensor, q_rope: Tensor) -> Tensor:

@@ -30,9 +30,8 @@ from rich.table import Table
 from rival_attention import DN, DR, DV, SCALE
 
 from sglang_mla_ext.kernels.absorb.quantize_query import quantize_query
-from sglang_mla_ext.kernels.dispatch import make_prefix_attention
+from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.naive import schedule
-from sglang_mla_ext.kernels.naive.attention import PrefixAttention, TritonPrefixAttention
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, ExpandedBuffers
 from sglang_mla_ext.results import write_record
 
@@ -86,12 +85,14 @@ def unscheduled() -> Iterator[None]:
         yield
 
 
-def make_buffers(batch: Batch, dtype: str) -> tuple[ExpandedBuffers, list[schedule.PrefixGroup]]:
+def make_buffers(batch: Batch, dtype: str) -> tuple[ExpandedBuffers, list[schedule.ExpandedSegment]]:
     """Random expanded prefixes of all groups."""
     groups, row, chunk = [], 0, 0
     for rows, prefix in batch.groups:
         chunks = -(-prefix // CHUNK_TOKENS)
-        groups.append(schedule.PrefixGroup(tuple(range(row, row + rows)), prefix, tuple(range(chunk, chunk + chunks))))
+        groups.append(
+            schedule.ExpandedSegment(tuple(range(row, row + rows)), prefix, tuple(range(chunk, chunk + chunks)))
+        )
         row, chunk = row + rows, chunk + chunks
     buffers = ExpandedBuffers.allocate(
         layers=1,
@@ -111,11 +112,7 @@ def shared_part(batch: Batch, dtype: str, portable: bool, scheduled: bool) -> Ca
     """The shared part and its merge."""
     buffers, groups = make_buffers(batch, dtype)
     rows, heads = batch.rows, batch.heads
-    attention: PrefixAttention
-    if portable:
-        attention = TritonPrefixAttention(buffers, max_rows=rows, heads=heads, portable=True)
-    else:
-        attention = make_prefix_attention(buffers, max_rows=rows, heads=heads, device="cuda")
+    attention = make_shared_attention(buffers, max_rows=rows, heads=heads, device="cuda", portable=portable)
     if scheduled:
         attention.plan(groups, rows)
     else:

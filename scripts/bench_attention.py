@@ -11,6 +11,7 @@ and tails by grouped absorb; the products with `w_kc` and `w_vc` are left out ev
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +28,9 @@ from rich.table import Table
 from rival_attention import DN, DR, DV, LATENT, PAGE_TOKENS, RIVALS, SCALE, Case, Rival, flashmla_tail, page_table
 from triton.testing import do_bench
 
-from sglang_mla_ext.kernels.dispatch import make_prefix_attention
-from sglang_mla_ext.kernels.naive.attention import PrefixAttention, TritonPrefixAttention
-from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.dispatch import make_shared_attention
+from sglang_mla_ext.kernels.naive.attention import SharedAttention
+from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.naive.triton_naive import Tile
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
 from sglang_mla_ext.prefix.cost_model import rates_for
@@ -166,7 +167,7 @@ def measure_ceilings(rep_ms: int = 100) -> Ceilings:
     return Ceilings(copy_gbps, flops / bf16_ms / 1e9, flops / fp8_ms / 1e9)
 
 
-def shared_attention(case: Case, dtype: str, tile: Tile | None = None) -> tuple[PrefixAttention, Callable[[], None]]:
+def shared_attention(case: Case, dtype: str, tile: Tile | None = None) -> tuple[SharedAttention, Callable[[], None]]:
     """Our attention, planned for a case over random prefixes, and a call that runs it.
 
     Args:
@@ -181,15 +182,14 @@ def shared_attention(case: Case, dtype: str, tile: Tile | None = None) -> tuple[
     query = torch.randn(rows, heads, DN + DR, device="cuda", dtype=torch.bfloat16)
     q_nope, q_rope = query[..., :DN], query[..., DN:]  # [B, H, dn], [B, H, dr]
 
-    attention: PrefixAttention
     if tile is None:
         tiles = rates_for(torch.cuda.get_device_name()).naive_tiles.get(STORAGE[dtype], ())
-        attention = make_prefix_attention(buffers, max_rows=rows, heads=heads, device="cuda", tiles=tiles)
     else:
-        attention = TritonPrefixAttention(buffers, max_rows=rows, heads=heads, tile=tile)
+        tiles = (dataclasses.asdict(tile),)
+    attention = make_shared_attention(buffers, max_rows=rows, heads=heads, device="cuda", tiles=tiles)
     starts = [0, *itertools.accumulate(case.sizes)]
     groups = [
-        PrefixGroup(tuple(range(start, end)), case.prefix, tuple(range(index * chunks, (index + 1) * chunks)))
+        ExpandedSegment(tuple(range(start, end)), case.prefix, tuple(range(index * chunks, (index + 1) * chunks)))
         for index, (start, end) in enumerate(itertools.pairwise(starts))
     ]
     attention.plan(groups, rows)

@@ -25,8 +25,8 @@ from rich.table import Table
 from rival_attention import DN, DR, DV, LATENT, SCALE
 
 from sglang_mla_ext.adapter.prefill import PrefillPlan
+from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.merge import LN2
-from sglang_mla_ext.kernels.naive.attention import TritonPrefixAttention
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.observe import Counters
@@ -130,7 +130,7 @@ def sglang_way(step: Step) -> Callable[[float], torch.Tensor]:
 
 def our_way(step: Step, buffers: ExpandedBuffers) -> Callable[[], torch.Tensor]:
     """Attention to the expanded prefix and the merge, as the server runs it."""
-    attention = TritonPrefixAttention(buffers, max_rows=ROWS_PER_RUN, heads=step.heads)
+    attention = make_shared_attention(buffers, max_rows=ROWS_PER_RUN, heads=step.heads, device="cuda")
     part = ExpandedPart(step.prefix, tuple(range(buffers.chunks)))
     counts = [step.new_tokens] * step.requests
     lens, parts = [step.prefix] * step.requests, [part] * step.requests

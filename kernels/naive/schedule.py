@@ -1,8 +1,8 @@
-"""The work list of the naive kernel: which row tile of which head attends to which keys, in which order.
+"""The work list of the naive kernels: which row tile of which head attends to which keys, in which order.
 
-A work item is (head, up to `block_rows` rows of one group, a range of keys). The kernel runs a fixed number of
-programs; program p takes items p, p + programs, p + 2·programs and so on. The list is built on the host once per plan,
-and all of it is one int32 array, so that one copy brings it to the GPU.
+A work item is (head, up to `block_rows` rows of one segment, a range of its keys). The kernel runs a fixed number of
+programs; program p takes items p, p + programs, p + 2·programs and so on. The list is built on the host when the plan
+changes, and all of it is one int32 array, so that one copy brings it to the GPU.
 """
 
 from __future__ import annotations
@@ -15,26 +15,37 @@ import numpy as np
 from ..constants import CHUNK_TOKENS
 from ..partials import Array, PartialTable
 from ..splits import balanced_order, choose_splits, pairs_of_splits
-
-ITEM_FIELDS = 8
-"""head, first entry in group_rows, rows, kv_begin, kv_end, first entry in chunk_table, first partial row, unused."""
+from . import items as fields
+from .items import GROUP_ROWS, ITEM_FIELDS
 
 
 @dataclass(frozen=True)
-class PrefixGroup:
-    """Rows of the batch that share a prefix.
+class ExpandedSegment:
+    """Rows of the batch that attend to the same expanded tokens.
 
-    `chunks` are the ids of the chunks that hold tokens [0, prefix_len) in order; longer than needed is allowed.
+    Attributes:
+        rows: of the batch, each once; a row may be in several segments, over different tokens.
+        tokens: how many.
+        chunks: ids of the chunks that hold them in order, the first token at the start of the first chunk; longer than
+            needed is allowed.
     """
 
     rows: tuple[int, ...]
-    prefix_len: int
+    tokens: int
     chunks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class WorkListCapacity:
-    """Fixed sizes of a work list, and so of the static buffers that hold it."""
+    """Fixed sizes of a work list, and so of the static buffers that hold it.
+
+    Attributes:
+        max_rows: rows of the batch.
+        max_partial_rows: rows of the partials' tensor, one for each split of each row of each segment; also the most
+            entries that group_rows can have.
+        max_items: work items.
+        max_chunks: chunks of all segments together.
+    """
 
     max_rows: int
     max_partial_rows: int
@@ -42,19 +53,22 @@ class WorkListCapacity:
     max_chunks: int
 
     @classmethod
-    def compute(cls, *, max_rows: int, heads: int, chunks: int, block_rows: int, target_items: int) -> WorkListCapacity:
-        """Sizes that no valid list of groups can exceed, for a pool of `chunks` chunks.
+    def compute(
+        cls, *, max_rows: int, heads: int, chunks: int, block_rows: int, target_items: int, segments_per_row: int = 1
+    ) -> WorkListCapacity:
+        """Sizes that no plan can exceed whose rows are in `segments_per_row` segments on average, over distinct chunks
+        of a pool of `chunks`.
 
-        Partial rows are what costs memory (`heads · v_head_dim` floats each): every row has one, and splitting needs
-        no more than those that give each of the `target_items` programs a row tile of its own.
+        Partial rows are what costs memory (`heads · v_head_dim` floats each): a row has one for each of its segments,
+        and splitting needs no more than those that give each of the `target_items` programs a row tile of its own.
         """
-        max_partial_rows = max_rows + -(-target_items * block_rows // heads)
+        max_partial_rows = segments_per_row * max_rows + -(-target_items * block_rows // heads)
         return cls(max_rows, max_partial_rows, heads * max_partial_rows, chunks * max_rows)
 
     @property
     def table_offset(self) -> int:
         """Position of the table of partials, behind group_rows."""
-        return ITEM_FIELDS + self.max_partial_rows
+        return GROUP_ROWS.value + self.max_partial_rows
 
     @property
     def items_offset(self) -> int:
@@ -64,7 +78,7 @@ class WorkListCapacity:
     @property
     def size(self) -> int:
         """int32 values in the whole array."""
-        return self.items_offset + ITEM_FIELDS * self.max_items + self.max_chunks
+        return self.items_offset + ITEM_FIELDS.value * self.max_items + self.max_chunks
 
     def table_of(self, work: Array) -> PartialTable:
         """The table of partials in a work list, numpy or tensor."""
@@ -78,10 +92,10 @@ class WorkList:
     | position | what |
     |---|---|
     | 0 | n_items |
-    | 8 | group_rows `[max_partial_rows]`: rows of the batch, group by group |
+    | 8 | group_rows `[max_partial_rows]`: rows of the batch, segment by segment |
     | table_offset | a PartialTable of `max_rows` rows and `max_partial_rows` partials |
-    | items_offset | items `[n_items, 8]` |
-    | right behind the items | chunk_table; an item holds the absolute position of its group's first entry |
+    | items_offset | items `[n_items, 8]`, see items.py |
+    | right behind the items | chunk_table; an item holds the absolute position of its segment's first entry |
 
     Only the first `used` values mean anything and need copying.
     """
@@ -93,7 +107,7 @@ class WorkList:
 
     @property
     def group_rows(self) -> np.ndarray:
-        return self.buffer[ITEM_FIELDS : self.capacity.table_offset]
+        return self.buffer[GROUP_ROWS.value : self.capacity.table_offset]
 
     @property
     def table(self) -> PartialTable:
@@ -102,12 +116,12 @@ class WorkList:
 
     @property
     def items(self) -> np.ndarray:
-        start = self.capacity.items_offset
-        return self.buffer[start : start + self.n_items * ITEM_FIELDS].reshape(self.n_items, ITEM_FIELDS)
+        start, width = self.capacity.items_offset, ITEM_FIELDS.value
+        return self.buffer[start : start + self.n_items * width].reshape(self.n_items, width)
 
 
 def build_work_list(
-    groups: Sequence[PrefixGroup],
+    segments: Sequence[ExpandedSegment],
     *,
     heads: int,
     block_rows: int,
@@ -116,17 +130,17 @@ def build_work_list(
     target_items: int,
     out: np.ndarray | None = None,
 ) -> WorkList:
-    """Cut the attention of all groups into work items of about equal size, one or more for each program.
+    """Cut the attention of all segments into work items of about equal size, one or more for each program.
 
-    Keys of a group are split evenly, at multiples of `block_keys`; how often is chosen for all groups together (see
-    `choose_splits`), so that a long prefix is cut more often than a short one. The row tiles of one head and key range
+    Keys of a segment are split evenly, at multiples of `block_keys`; how often is chosen for all segments together (see
+    `choose_splits`), so that a long segment is cut more often than a short one. The row tiles of one head and key range
     stand side by side: they run at the same time, and all but the first read their keys from L2.
 
     Args:
         target_items: programs of the kernel's grid.
         out: `[capacity.size]` int32 to build into (a pinned staging buffer); allocated if not given.
     Raises:
-        ValueError: a group is invalid (empty, a row twice or out of range, prefix_len < 1, too few chunks), or the
+        ValueError: a segment is invalid (without rows, a row twice or out of range, tokens < 1, too few chunks), or the
             result does not fit the capacity.
     """
     if block_keys <= 0 or CHUNK_TOKENS % block_keys:
@@ -135,15 +149,15 @@ def build_work_list(
         out = np.zeros(capacity.size, np.int32)
     elif out.shape != (capacity.size,) or out.dtype != np.int32:
         raise ValueError(f"out must be int32 [{capacity.size}], not {out.dtype} {list(out.shape)}")
-    group_rows = _validated_rows(groups, capacity.max_rows)
+    group_rows = _validated_rows(segments, capacity.max_rows)
     out[: capacity.items_offset] = 0
-    if not groups:
+    if not segments:
         return WorkList(out, capacity, 0, capacity.items_offset)
 
-    sizes = np.array([len(g.rows) for g in groups])
-    lengths = np.array([g.prefix_len for g in groups])
-    tiles = -(-sizes // block_rows)  # row tiles of a group
-    blocks = -(-lengths // block_keys)  # key blocks of a group
+    sizes = np.array([len(segment.rows) for segment in segments])
+    lengths = np.array([segment.tokens for segment in segments])
+    tiles = -(-sizes // block_rows)  # row tiles of a segment
+    blocks = -(-lengths // block_keys)  # key blocks of a segment
     splits = choose_splits(sizes, tiles * heads, blocks, heads, block_keys, capacity.max_partial_rows, target_items)
 
     row_start = np.cumsum(sizes) - sizes  # first entry in group_rows
@@ -151,52 +165,53 @@ def build_work_list(
     items_of = heads * tiles * splits
     n_items = int(items_of.sum())
     table_size = -(-lengths // CHUNK_TOKENS)
-    table_start = capacity.items_offset + n_items * ITEM_FIELDS + np.cumsum(table_size) - table_size
+    table_start = capacity.items_offset + n_items * ITEM_FIELDS.value + np.cumsum(table_size) - table_size
     used = int(table_start[-1] + table_size[-1])
     if n_items > capacity.max_items:
         raise ValueError(f"{n_items} work items, but there is room for {capacity.max_items}")
     if table_size.sum() > capacity.max_chunks:
-        raise ValueError(f"{table_size.sum()} chunks in all groups, but there is room for {capacity.max_chunks}")
+        raise ValueError(f"{table_size.sum()} chunks in all segments, but there is room for {capacity.max_chunks}")
 
     work = WorkList(out, capacity, n_items, used)
-    out[0] = n_items
+    out[fields.N_ITEMS.value] = n_items
     work.group_rows[: len(group_rows)] = group_rows
     work.table.write_pairs(*pairs_of_splits(group_rows, sizes, splits))
-    for start, size, group in zip(table_start.tolist(), table_size.tolist(), groups, strict=True):
-        out[start : start + size] = group.chunks[:size]
+    for start, size, segment in zip(table_start.tolist(), table_size.tolist(), segments, strict=True):
+        out[start : start + size] = segment.chunks[:size]
 
-    # Position of an item in its group: ((split * heads) + head) * tiles + tile.
-    group = np.repeat(np.arange(len(groups)), items_of)
+    # Position of an item in its segment: ((split * heads) + head) * tiles + tile.
+    segment = np.repeat(np.arange(len(segments)), items_of)
     position = np.arange(n_items) - np.repeat(np.cumsum(items_of) - items_of, items_of)
-    position, tile = np.divmod(position, tiles[group])
+    position, tile = np.divmod(position, tiles[segment])
     split, head = np.divmod(position, heads)
     first_row = tile * block_rows
-    kv_begin = split * blocks[group] // splits[group] * block_keys
-    kv_end = np.minimum((split + 1) * blocks[group] // splits[group] * block_keys, lengths[group])
-    items = np.zeros((n_items, ITEM_FIELDS), np.int32)
-    items[:, 0] = head
-    items[:, 1] = row_start[group] + first_row
-    items[:, 2] = np.minimum(sizes[group] - first_row, block_rows)
-    items[:, 3] = kv_begin
-    items[:, 4] = kv_end
-    items[:, 5] = table_start[group]
-    items[:, 6] = partial_start[group] + split * sizes[group] + first_row
-    work.items[:] = items[balanced_order(kv_end - kv_begin, target_items)]
+    begin = split * blocks[segment] // splits[segment] * block_keys
+    end = np.minimum((split + 1) * blocks[segment] // splits[segment] * block_keys, lengths[segment])
+    items = np.zeros((n_items, ITEM_FIELDS.value), np.int32)
+    items[:, fields.ITEM_HEAD.value] = head
+    items[:, fields.ITEM_FIRST_ROW.value] = row_start[segment] + first_row
+    items[:, fields.ITEM_ROWS.value] = np.minimum(sizes[segment] - first_row, block_rows)
+    items[:, fields.ITEM_BEGIN.value] = begin
+    items[:, fields.ITEM_END.value] = end
+    items[:, fields.ITEM_CHUNKS.value] = table_start[segment]
+    items[:, fields.ITEM_PARTIAL.value] = partial_start[segment] + split * sizes[segment] + first_row
+    work.items[:] = items[balanced_order(end - begin, target_items)]
     return work
 
 
-def _validated_rows(groups: Sequence[PrefixGroup], max_rows: int) -> np.ndarray:
-    """All rows, group by group, as int64 `[sum of group sizes]`."""
-    for index, group in enumerate(groups):
-        if not group.rows:
-            raise ValueError(f"group {index} has no rows")
-        if group.prefix_len < 1:
-            raise ValueError(f"group {index}: prefix_len is {group.prefix_len}; leave out groups without a prefix")
-        if len(group.chunks) * CHUNK_TOKENS < group.prefix_len:
-            raise ValueError(f"group {index}: {len(group.chunks)} chunks cannot hold {group.prefix_len} tokens")
-    rows = np.array([row for group in groups for row in group.rows], np.int64)
+def _validated_rows(segments: Sequence[ExpandedSegment], max_rows: int) -> np.ndarray:
+    """All rows, segment by segment, as int64 `[sum of the segments' rows]`."""
+    for index, segment in enumerate(segments):
+        if not segment.rows:
+            raise ValueError(f"segment {index} has no rows")
+        if segment.tokens < 1:
+            raise ValueError(f"segment {index} has {segment.tokens} tokens; leave out segments without any")
+        if len(segment.chunks) * CHUNK_TOKENS < segment.tokens:
+            raise ValueError(f"segment {index}: {len(segment.chunks)} chunks cannot hold {segment.tokens} tokens")
+    rows = np.array([row for segment in segments for row in segment.rows], np.int64)
     if rows.size and (rows.min() < 0 or rows.max() >= max_rows):
         raise ValueError(f"rows must be in [0, {max_rows}); found {rows.min()} to {rows.max()}")
-    if np.unique(rows).size != rows.size:
-        raise ValueError("a row is in two groups, or twice in one")
+    segment_of = np.repeat(np.arange(len(segments)), [len(segment.rows) for segment in segments])
+    if np.unique(segment_of * max_rows + rows).size != rows.size:
+        raise ValueError("a row is twice in one segment")
     return rows

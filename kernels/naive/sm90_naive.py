@@ -21,10 +21,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..storage.expanded import CHUNK_TOKENS, FP8, ExpandedBuffers
+from ..constants import CHUNK_TOKENS, FP8, LOG2E
+from ..storage.expanded import ExpandedBuffers
+from .items import ITEM_BEGIN, ITEM_CHUNKS, ITEM_END, ITEM_FIELDS, ITEM_HEAD, N_ITEMS
 from .schedule import WorkListCapacity
-from .sm90_parts.consumers import ITEM, ROWS, consume
-from .triton_naive import LOG2E, Tile, check_arguments
+from .sm90_parts.consumers import ROWS, consume
+from .triton_naive import Tile, check_arguments
 
 CHUNK = gl.constexpr(CHUNK_TOKENS)
 CONSUMER_REGISTERS = 240
@@ -95,12 +97,12 @@ def _produce(
     DV: gl.constexpr = v_t_s.shape[1]
     K_BYTES: gl.constexpr = k_nope_desc.block_type.nbytes + k_rope_desc.block_type.nbytes
     position = 0
-    for item_index in range(gl.program_id(0), gl.load(work_ptr), gl.num_programs(0)):
-        item_ptr = work_ptr + items_offset + item_index * ITEM
-        head = gl.load(item_ptr)
-        first_tile = gl.load(item_ptr + 3) // BLOCK_KEYS
-        last_tile = (gl.load(item_ptr + 4) - 1) // BLOCK_KEYS
-        chunk_ptr = work_ptr + gl.load(item_ptr + 5)
+    for item_index in range(gl.program_id(0), gl.load(work_ptr + N_ITEMS), gl.num_programs(0)):
+        item_ptr = work_ptr + items_offset + item_index * ITEM_FIELDS
+        head = gl.load(item_ptr + ITEM_HEAD)
+        first_tile = gl.load(item_ptr + ITEM_BEGIN) // BLOCK_KEYS
+        last_tile = (gl.load(item_ptr + ITEM_END) - 1) // BLOCK_KEYS
+        chunk_ptr = work_ptr + gl.load(item_ptr + ITEM_CHUNKS)
         chunk = gl.load(chunk_ptr + last_tile // TILES_PER_CHUNK)
         for back in range(0, last_tile - first_tile + 1):
             tile = last_tile - back

@@ -24,10 +24,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..storage.expanded import CHUNK_TOKENS, FP8, ExpandedBuffers
-from .schedule import ITEM_FIELDS, WorkListCapacity
-
-LOG2E = 1.4426950408889634
+from ..constants import CHUNK_TOKENS, FP8, LOG2E
+from ..storage.expanded import ExpandedBuffers
+from .items import (
+    GROUP_ROWS,
+    ITEM_BEGIN,
+    ITEM_CHUNKS,
+    ITEM_END,
+    ITEM_FIELDS,
+    ITEM_FIRST_ROW,
+    ITEM_HEAD,
+    ITEM_PARTIAL,
+    ITEM_ROWS,
+    N_ITEMS,
+)
+from .schedule import WorkListCapacity
 
 
 @dataclass(frozen=True)
@@ -161,7 +172,6 @@ def naive_prefix_kernel(
     DR: tl.constexpr,
     DV: tl.constexpr,
     CHUNK: tl.constexpr,
-    ITEM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -172,18 +182,20 @@ def naive_prefix_kernel(
     row_in_tile = tl.arange(0, BLOCK_ROWS)
     dim_nope, dim_rope, dim_v = tl.arange(0, DN), tl.arange(0, DR), tl.arange(0, DV)
 
-    for item_index in tl.range(tl.program_id(0), tl.load(work_ptr), tl.num_programs(0), num_stages=1):
-        item_ptr = work_ptr + items_offset + item_index * ITEM
-        head = tl.load(item_ptr)
-        group_row = tl.load(item_ptr + 1)
-        n_rows = tl.load(item_ptr + 2)
-        kv_begin = tl.load(item_ptr + 3)
-        kv_end = tl.load(item_ptr + 4)
-        chunk_ptr = work_ptr + tl.load(item_ptr + 5)
-        partial_row = tl.load(item_ptr + 6)
+    n_items = tl.load(work_ptr + N_ITEMS)
+    for item_index in tl.range(tl.program_id(0), n_items, tl.num_programs(0), num_stages=1):
+        item_ptr = work_ptr + items_offset + item_index * ITEM_FIELDS
+        head = tl.load(item_ptr + ITEM_HEAD)
+        first_row = tl.load(item_ptr + ITEM_FIRST_ROW)
+        n_rows = tl.load(item_ptr + ITEM_ROWS)
+        kv_begin = tl.load(item_ptr + ITEM_BEGIN)
+        kv_end = tl.load(item_ptr + ITEM_END)
+        chunk_ptr = work_ptr + tl.load(item_ptr + ITEM_CHUNKS)
+        partial_row = tl.load(item_ptr + ITEM_PARTIAL)
 
         in_tile = row_in_tile < n_rows
-        row = tl.load(work_ptr + ITEM + group_row + row_in_tile, mask=in_tile, other=0).to(tl.int64)  # [BLOCK_ROWS]
+        row = tl.load(work_ptr + GROUP_ROWS + first_row + row_in_tile, mask=in_tile, other=0)
+        row = row.to(tl.int64)  # [BLOCK_ROWS]
         q_nope = tl.load(
             q_nope_ptr + (row * q_nope_row + head * q_nope_head)[:, None] + dim_nope[None, :],
             mask=in_tile[:, None],
@@ -332,7 +344,6 @@ def run(
         DR=dr,
         DV=dv,
         CHUNK=CHUNK_TOKENS,
-        ITEM=ITEM_FIELDS,
         BLOCK_ROWS=tile.block_rows,
         BLOCK_KEYS=tile.block_keys,
         PRECISION="ieee" if q_nope.dtype == torch.float32 else "tf32",

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..storage.expanded import FP8_MAX, to_fp8
+from ..constants import FP8_MAX
+from ..storage.expanded import to_fp8
 
 
 def expand(latent: Tensor, w_kc: Tensor, w_vc: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..storage.expanded import FP8_MAX, to_fp8
+from ..constants import FP8_MAX
+from ..storage.expanded import to_fp8
 from ..storage.latent_rows import SCALE_FLOOR, LatentRowLayout, divide, row_scale
 
 BLOCK_KEYS = 64

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .expanded import FP8_MAX
+from ..constants import FP8_MAX
 from .latent_rows import SCALE_FLOOR, SCALE_LIMIT, LatentRowLayout
 
 NUM_WARPS = 1

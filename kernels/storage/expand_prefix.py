@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .expanded import CHUNK_TOKENS, FP8, FP8_MAX, ExpandedBuffers
+from ..constants import CHUNK_TOKENS, FP8, FP8_MAX
+from .expanded import ExpandedBuffers
 
 BLOCK_TOKENS = 128
 GROUP_BLOCKS = 32

@@ -18,11 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-CHUNK_TOKENS = 256
-"""Tokens in a chunk: a multiple of every key tile, so that a tile never crosses a chunk."""
-
-FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
+from ..constants import CHUNK_TOKENS, FP8, FP8_MAX
 
 FP8_TOKEN_ORDER = tuple(8 * (i >> 1 & 1) + 4 * (i >> 3 & 1) + 2 * (i >> 2 & 1) + (i & 1) for i in range(16))
 """Position i of every 16 in an FP8 `v_t` holds token `FP8_TOKEN_ORDER[i]` of these 16.

@@ -35,7 +35,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .expanded import FP8, FP8_MAX, to_fp8
+from ..constants import FP8, FP8_MAX
+from .expanded import to_fp8
 
 SCALE_FLOOR = 2.0**-60
 """The smallest scale, and the largest rotary element times it is the smallest of its row."""

@@ -16,9 +16,9 @@ from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter import layer as mla_layer
 from sglang_mla_ext.adapter.expander import Expander
 from sglang_mla_ext.adapter.prefill import PrefillPlan
-from sglang_mla_ext.kernels.dispatch import make_prefix_attention, workspace_bytes
-from sglang_mla_ext.kernels.naive.attention import PrefixAttention
-from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
+from sglang_mla_ext.kernels.naive.attention import SharedAttention
+from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, ExpandedBuffers
 from sglang_mla_ext.observe import Counters, report
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode, ModelDims, rates_for
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 STORAGE_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": FP8}
 
-NO_GROUPS: tuple[Plan, tuple[PrefixGroup, ...]] = (Plan(0), ())
+NO_GROUPS: tuple[Plan, tuple[ExpandedSegment, ...]] = (Plan(0), ())
 
 MAX_ROWS = 1024
 """Rows of one run of the attention: fills the GPU, and bounds the partial results' memory. Batches with more decode by
@@ -157,7 +157,7 @@ class HybridMLABackend:
         self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
         logger.warning("hybrid_mla: %s failed, plain absorb for the next %d forward passes", what, self._pause)
 
-    def _plan_decode(self, reqs: Sequence[Req]) -> tuple[Plan, tuple[PrefixGroup, ...]]:
+    def _plan_decode(self, reqs: Sequence[Req]) -> tuple[Plan, tuple[ExpandedSegment, ...]]:
         if len(reqs) > self.max_rows:
             self.counters.fall_back(f"more than {self.max_rows} requests in a batch")
             return NO_GROUPS
@@ -261,7 +261,7 @@ class HybridMLABackend:
         self._written, self._written_rows = planned[0], rows
         return True
 
-    def _bring(self, plan: Plan, groups: Sequence[PrefixGroup], rows: int) -> None:
+    def _bring(self, plan: Plan, groups: Sequence[ExpandedSegment], rows: int) -> None:
         if self._attention is not None:
             self._attention.plan(groups, rows)
         self._write_grouped(plan, rows)
@@ -344,25 +344,18 @@ class HybridMLABackend:
             self.counters.fall_back(f"grouped absorb does not run here: {type(error).__name__}", error)
             return None
 
-    def _make_attention(self, query_dtype: torch.dtype) -> PrefixAttention | None:
+    def _make_attention(self, query_dtype: torch.dtype) -> SharedAttention | None:
         """Attention over the buffers. Every kernel runs once here: it compiles, and shows that it can."""
         buffers, tiles = self._buffers, self.cost.rates.naive_tiles
         try:
-            attention = make_prefix_attention(
+            attention = make_shared_attention(
                 buffers,
                 max_rows=MAX_ROWS,
                 heads=self._heads,
                 device=buffers.device,
                 tiles=next((tiles[name] for name in tiles if STORAGE_DTYPES[name] == buffers.dtype), ()),
             )
-            for rows in {1, MAX_ROWS}:
-                q_nope, q_rope, out = (
-                    torch.zeros(rows, self._heads, dim, dtype=query_dtype, device=buffers.device)
-                    for dim in (buffers.qk_nope_head_dim, buffers.qk_rope_head_dim, buffers.v_head_dim)
-                )
-                attention.plan([], rows)
-                attention.run(0, q_nope, q_rope, 1.0)
-                attention.merge(out, torch.zeros(rows, self._heads, device=buffers.device), out)
+            attention.try_out(query_dtype)
             if buffers.device.type == "cuda":
                 self._expander.expand(torch.zeros(1, dtype=torch.int64, device=buffers.device), [0], 0)
         except Exception as error:

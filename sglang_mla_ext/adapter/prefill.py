@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_mla_ext.kernels.naive.attention import PrefixAttention
-from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.naive.attention import SharedAttention
+from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.shared_prefixes import ExpandedPart
 
@@ -49,7 +49,7 @@ class PrefillPlan:
     prefix_lens: Sequence[int]
     covered: tuple[int, ...]
     passes: tuple[Pass, ...]
-    attention: PrefixAttention
+    attention: SharedAttention
     layer_index: dict[int, int]
     counters: Counters
 
@@ -59,7 +59,7 @@ class PrefillPlan:
         prefix_lens: Sequence[int],
         parts: Sequence[ExpandedPart],
         new_tokens: Sequence[int],
-        attention: PrefixAttention,
+        attention: SharedAttention,
         layer_index: dict[int, int],
         max_rows: int,
         counters: Counters,
@@ -83,9 +83,9 @@ class PrefillPlan:
                 rows = range(max(end - count, start) - start, min(end, stop) - start)
                 if part.tokens and rows:
                     rows_of.setdefault(part, []).extend(rows)
-            groups = [PrefixGroup(tuple(rows), part.tokens, part.chunks) for part, rows in rows_of.items()]
+            groups = [ExpandedSegment(tuple(rows), part.tokens, part.chunks) for part, rows in rows_of.items()]
             if groups:
-                passes.append(Pass(start, stop, attention.prepare(groups, stop - start)))
+                passes.append(Pass(start, stop, attention.make_plan(groups, stop - start)))
         if not passes:
             return None
         covered = tuple(part.tokens for part in parts)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool, Expansion
@@ -122,7 +122,7 @@ class SharedPrefixes:
         self._counters = counters
         self._tree: TreeView | None = None
         self._plan = Plan(0)
-        self._groups: tuple[PrefixGroup, ...] = ()
+        self._groups: tuple[ExpandedSegment, ...] = ()
         self._plan_key: tuple[object, ...] = ()
         self._plan_nodes: list[object] = []
         self._expanding = False
@@ -190,7 +190,7 @@ class SharedPrefixes:
             return parts
         return [part if self._gains.naive(rows[part], part.tokens) > 0 else NOTHING_EXPANDED for part in parts]
 
-    def before_decode(self, reqs: Sequence[Req]) -> tuple[Plan, tuple[PrefixGroup, ...]]:
+    def before_decode(self, reqs: Sequence[Req]) -> tuple[Plan, tuple[ExpandedSegment, ...]]:
         """Plan a decode step.
 
         Args:
@@ -247,7 +247,7 @@ class SharedPrefixes:
             plan = limit_entries(plan, self._gains.grouped, self._stacking)
         self._plan = plan
         self._groups = tuple(
-            PrefixGroup(rows=group.rows, prefix_len=group.end, chunks=tuple(covered[group.node][1].chunks))
+            ExpandedSegment(rows=group.rows, tokens=group.end, chunks=tuple(covered[group.node][1].chunks))
             for group in plan.of_mode(Mode.NAIVE)
         )
 

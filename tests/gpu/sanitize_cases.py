@@ -21,8 +21,9 @@ from sanitize_absorb import absorb_error, absorb_fp8_error, rows_error
 
 from sglang_mla_ext.kernels.absorb.paged_fp8 import TritonAbsorbFP8
 from sglang_mla_ext.kernels.dispatch import make_hopper_absorb_fp8
-from sglang_mla_ext.kernels.naive.attention import TritonPrefixAttention
-from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.naive import sm90_naive, triton_naive
+from sglang_mla_ext.kernels.naive.attention import TritonSharedAttention
+from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expand_prefix import expand_prefix
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, FP8_MAX, ExpandedBuffers, scale_bounds
@@ -86,7 +87,7 @@ def attention_error(dtype: torch.dtype, portable: bool, sizes: tuple[int, ...]) 
         for chunk, n in zip(chunks, (CHUNK_TOKENS, PREFIX - CHUNK_TOKENS), strict=True):
             keys = torch.randn(n, HEADS, DN), torch.randn(n, HEADS, DV), torch.randn(n, DR)
             buffers.write(0, chunk, 0, *(tensor.bfloat16() for tensor in keys))
-        groups.append(PrefixGroup(tuple(range(first, first + size)), PREFIX, chunks))
+        groups.append(ExpandedSegment(tuple(range(first, first + size)), PREFIX, chunks))
         first += size
     query = torch.randn(first, HEADS, DN + DR).bfloat16()
     q_nope, q_rope = query[..., :DN], query[..., DN:]  # [T, H, dn], [T, H, dr]
@@ -102,8 +103,12 @@ def attention_error(dtype: torch.dtype, portable: bool, sizes: tuple[int, ...]) 
     expected, expected_lse = reference.merge(shared_out, shared_lse, tail_out, tail_lse)
 
     on_device = query.to(DEVICE)
-    attention = TritonPrefixAttention(
-        moved(buffers, DEVICE), max_rows=first, heads=HEADS, num_ctas=NUM_CTAS, portable=portable
+    attention = TritonSharedAttention(
+        moved(buffers, DEVICE),
+        max_rows=first,
+        heads=HEADS,
+        num_ctas=NUM_CTAS,
+        kernel=triton_naive if portable else sm90_naive,
     )
     attention.plan(groups)
     attention.run(0, on_device[..., :DN], on_device[..., DN:], SCALE)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_mla_ext.kernels.naive.attention import TritonPrefixAttention
-from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.dispatch import make_shared_attention
+from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expand_prefix import expand_prefix
 from sglang_mla_ext.kernels.storage.expanded import (
@@ -79,13 +79,13 @@ def test_error_is_that_of_the_rounding(
 
     groups = []
     for size, length, chunks, (k_nope, v, k_rope, _) in zip(sizes, lengths, n_chunks, kept, strict=True):
-        groups.append(PrefixGroup(tuple(order[:size]), length, tuple(ids[:chunks])))
+        groups.append(ExpandedSegment(tuple(order[:size]), length, tuple(ids[:chunks])))
         order, ids = order[size:], ids[chunks:]
         for i, chunk in enumerate(groups[-1].chunks):
             tokens = slice(i * CHUNK_TOKENS, (i + 1) * CHUNK_TOKENS)
             buffers.write(0, chunk, 0, k_nope[tokens], v[tokens], k_rope[tokens])
 
-    attention = TritonPrefixAttention(buffers, max_rows=sum(sizes), heads=heads, portable=portable)
+    attention = make_shared_attention(buffers, max_rows=sum(sizes), heads=heads, device="cuda", portable=portable)
     attention.plan(groups)
     results = []
     for _ in range(2):
@@ -99,7 +99,7 @@ def test_error_is_that_of_the_rounding(
     for group, (k_nope, v, k_rope, _) in zip(groups, kept, strict=True):
         rows = list(group.rows)
         exact, exact_lse = reference.naive(q_nope[rows].double(), q_rope[rows], k_nope, k_rope, v, SCALE)
-        stored_k, stored_v, stored_rope = buffers.read(0, group.chunks, group.prefix_len)
+        stored_k, stored_v, stored_rope = buffers.read(0, group.chunks, group.tokens)
         inputs = q_nope[rows], q_rope[rows], stored_k, stored_rope, stored_v
         if portable:
             emulated, emulated_lse = reference.naive(*inputs, SCALE)
@@ -109,7 +109,7 @@ def test_error_is_that_of_the_rounding(
         expected = reference.errors(emulated, exact).rel_l2
         lse_error = (lse[rows] - emulated_lse).abs().max().item()
         print(
-            f"\n{distribution} {len(rows)}x{group.prefix_len}{' portable' * portable}: "
+            f"\n{distribution} {len(rows)}x{group.tokens}{' portable' * portable}: "
             f"{ours:.4f}, emulated {expected:.4f}, lse {lse_error:.1e}"
         )
         assert ours <= 1.1 * expected + 1e-4
@@ -129,8 +129,8 @@ def test_sums_over_a_long_prefix_are_not_biased() -> None:
         tokens = slice(chunk * CHUNK_TOKENS, (chunk + 1) * CHUNK_TOKENS)
         buffers.write(0, chunk, 0, k_nope[tokens], v[tokens], k_rope[tokens])
     query = torch.randn(rows, heads, DN + DR, device="cuda").bfloat16()
-    attention = TritonPrefixAttention(buffers, max_rows=rows, heads=heads)
-    attention.plan([PrefixGroup(tuple(range(rows)), n, tuple(range(buffers.chunks)))])
+    attention = make_shared_attention(buffers, max_rows=rows, heads=heads, device="cuda")
+    attention.plan([ExpandedSegment(tuple(range(rows)), n, tuple(range(buffers.chunks)))])
     attention.run(0, query[..., :DN], query[..., DN:], SCALE)
     out = torch.full((rows, heads, DV), torch.nan, device="cuda")
     no_lse = torch.full((rows, heads), -torch.inf, device="cuda")

@@ -12,11 +12,14 @@ move bytes inside of registers are for the tests to replace (see `Program`).
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import random
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -56,8 +59,10 @@ class Pointer:
 class Descriptor:
     """A TMA descriptor: what is out of bounds reads as zero."""
 
-    def __init__(self, tensor: Tensor, block: list[int], itemsize: int = 2) -> None:
-        self.tensor, self.block, self.layout = tensor, block, None
+    def __init__(
+        self, tensor: Tensor, block: list[int], itemsize: int = 2, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        self.tensor, self.block, self.layout, self.dtype = tensor, block, None, dtype
         self.block_type = SimpleNamespace(shape=block, nbytes=itemsize * math.prod(block))
 
     def read(self, *at: int) -> Tensor:
@@ -67,12 +72,24 @@ class Descriptor:
         return torch.nn.functional.pad(found, sum(reversed(missing), ())).view(self.block[-2:])
 
 
+class Layout:
+    """Any layout: none of them means anything here."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    @staticmethod
+    def get_default_for(shape: list[int], dtype: torch.dtype) -> Layout:
+        return Layout()
+
+
 class Place:
     """A tile of shared memory: `[rows, column blocks, columns of one]`, or `[rows]`. `spare`, of the same shape, is
     what else lies under numbers that are wider than those it was allocated for: writing destroys it."""
 
     def __init__(self, memory: Tensor, transposed: bool = False, spare: Tensor | None = None) -> None:
         self.memory, self.transposed, self.spare = memory, transposed, spare
+        rows, *columns = memory.shape
+        self.shape = [rows, math.prod(columns)] if columns else [rows]  # as the kernel sees it
 
     def load(self, layout: Any = None) -> Tensor:
         return self.memory.flatten(1).clone() if self.memory.dim() > 1 else self.memory.clone()
@@ -103,6 +120,7 @@ class Shared(Place):
         self.shape, self.dtype = shape, dtype
         self.flat, self.flat_spare = torch.full(shape, NAN).flatten() if flat is None else flat, spare
         super().__init__(self._tiles(self.flat)[0] if len(shape) > 1 else self.flat)
+        self.shape = shape
 
     def _tiles(self, flat: Tensor) -> Tensor:
         rows, columns = self.shape[-2:]
@@ -280,9 +298,11 @@ class Program:
         def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Any:
             if isinstance(pointer.offset, Tensor):
                 found = torch.full(pointer.offset.shape, other, dtype=pointer.tensor.dtype)
+                mask = torch.as_tensor(mask).expand(found.shape)
                 found[mask] = pointer.tensor[pointer.offset[mask]]
                 return found
-            return Int(pointer.tensor[pointer.offset]) if mask else Int(other)
+            number = float if pointer.tensor.is_floating_point() else Int
+            return number(pointer.tensor[pointer.offset]) if mask else number(other)
 
         def store(pointer: Pointer, values: Tensor, mask: Tensor) -> None:
             offsets, mask, values = torch.broadcast_tensors(pointer.offset, mask, values)
@@ -296,12 +316,12 @@ class Program:
 
         layouts = (name for name in vars(gl) if name.endswith("Layout"))
         return SimpleNamespace(
-            **dict.fromkeys(layouts, lambda *_: None),
+            **dict.fromkeys(layouts, Layout),
             float8e4nv=torch.float8_e4m3fn, bfloat16=torch.bfloat16, float32=torch.float32,
             int16=torch.int16, int32=torch.int32, int64=torch.int64,
             program_id=lambda axis: index, num_programs=lambda axis: programs, static_range=range,
             load=load, store=store, maximum=maximum, minimum=lambda a, limit: a.clamp(max=limit), where=where,
-            zeros_like=torch.zeros_like,
+            zeros_like=torch.zeros_like, abs=torch.abs,
             convert_layout=lambda values, layout, assert_trivial=False: values,
             exp2=torch.exp2, log2=torch.log2, thread_barrier=self.pause, allocate_shared_memory=self._allocate,
             arange=lambda start, end, layout: torch.arange(start, end),
@@ -310,3 +330,24 @@ class Program:
             max=lambda values, axis: values.amax(axis), sum=lambda values, axis: values.sum(axis),
             warp_specialize=self._specialize,
         )  # fmt: skip
+
+
+def edited(module: ModuleType, folder: Path, old: str, new: str) -> ModuleType:
+    """A copy of a kernel's module with every `old` in its source replaced: a kernel that is wrong on purpose.
+
+    Raises:
+        AssertionError: the source has no `old`, so the fault has to be written anew.
+    """
+    source = Path(module.__file__).read_text()
+    assert old in source, f"{module.__name__} has no {old!r}"
+    path = folder / f"{module.__name__.rpartition('.')[2]}.py"
+    path.write_text(source.replace(old, new))
+    name = f"{module.__package__}.edited_{path.stem}"  # in the same package, for its relative imports
+    spec = importlib.util.spec_from_file_location(name, path)
+    copy = importlib.util.module_from_spec(spec)
+    sys.modules[name] = copy  # where dataclasses look for it
+    try:
+        spec.loader.exec_module(copy)
+    finally:
+        del sys.modules[name]
+    return copy

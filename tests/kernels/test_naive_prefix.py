@@ -6,14 +6,15 @@ of up to 700 keys; 2e-5 for the largest error of an element; 1e-11 in cosine dis
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from sglang_mla_ext.kernels.dispatch import make_prefix_attention
-from sglang_mla_ext.kernels.naive.attention import ReferencePrefixAttention, TritonPrefixAttention
-from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.dispatch import make_shared_attention
+from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention, TritonSharedAttention
+from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.naive.triton_naive import Tile
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
@@ -48,16 +49,18 @@ class Case:
     heads: int
     alone: int = 0  # rows in no group, spread among the others
     unused: int = 0  # rows that the plan could have but the call has not
+    nested: bool = False  # the rows of a group are also in all groups before it
     dims: Dims = SMALL
     tile: Tile = DEFAULT_TILE
     num_ctas: int = 8
 
     @property
     def rows(self) -> int:
-        return sum(self.groups) + self.alone
+        return (max if self.nested else sum)(self.groups) + self.alone
 
     def __str__(self) -> str:
         groups = "+".join(f"{n}x{length}" for n, length in zip(self.groups, self.prefix, strict=True))
+        groups += "-nested" * self.nested
         return (
             f"{groups}-alone{self.alone}-h{self.heads}-d{self.dims.nope}-{self.tile.block_rows}x{self.tile.block_keys}"
         )
@@ -78,6 +81,9 @@ def cases():
     yield Case((4, 3), (70, 130), heads=64, num_ctas=32)
     yield Case((2, 5), (40, 65), heads=128, num_ctas=264, alone=1)
     yield Case((3,), (600,), heads=1, num_ctas=264)
+    # Rows in three segments, in two, in one and in none, of which some are split.
+    yield Case((7, 4, 2), (512, 256, 333), heads=4, nested=True, alone=2, unused=1)
+    yield Case((40, 20, 17), (256, 512, 70), heads=3, nested=True, tile=SMALL_TILE, num_ctas=40)
 
 
 class Problem:
@@ -102,9 +108,9 @@ class Problem:
             tensor.fill_(NAN)
         self.groups = []
         for size, latent, n_chunks in zip(case.groups, self.prefix_latent, chunks_of, strict=True):
-            rows, order = tuple(order[:size]), order[size:]
+            rows, order = tuple(order[:size]), order if case.nested else order[size:]
             chunks, chunk_ids = tuple(chunk_ids[:n_chunks]), chunk_ids[n_chunks:]
-            self.groups.append(PrefixGroup(rows, len(latent), chunks))
+            self.groups.append(ExpandedSegment(rows, len(latent), chunks))
             k_nope, v = reference.expand(latent[:, : d.rank], self.w_kc, self.w_vc)
             k_rope = latent[:, d.rank :]
             self.expanded.append((k_nope, v, k_rope))
@@ -121,14 +127,15 @@ class Problem:
     def randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator)
 
-    def attention(self, implementation: str) -> ReferencePrefixAttention | TritonPrefixAttention:
+    def attention(self, implementation: str) -> TorchSharedAttention | TritonSharedAttention:
         case, max_rows = self.case, self.case.rows + self.case.unused
+        nesting = dict(segments_per_row=len(case.groups) if case.nested else 1)
         if implementation == "reference":
-            attention = ReferencePrefixAttention(self.buffers, max_rows=max_rows, heads=case.heads)
+            attention = TorchSharedAttention(self.buffers, max_rows=max_rows, heads=case.heads, **nesting)
             attention._shared_out.fill_(NAN)
             return attention
-        attention = TritonPrefixAttention(
-            self.buffers, max_rows=max_rows, heads=case.heads, num_ctas=case.num_ctas, tile=case.tile
+        attention = TritonSharedAttention(
+            self.buffers, max_rows=max_rows, heads=case.heads, num_ctas=case.num_ctas, tiles=[case.tile], **nesting
         )
         attention._partial_out.fill_(NAN)
         attention._partial_lse2.fill_(NAN)
@@ -141,7 +148,8 @@ class Problem:
         for group, (k_nope, v, k_rope) in zip(self.groups, self.expanded, strict=True):
             rows = list(group.rows)
             q = self.q_nope[rows].double(), self.q_rope[rows].double()
-            out[rows], lse[rows] = reference.naive(*q, k_nope, k_rope, v, self.case.dims.scale)
+            part = reference.naive(*q, k_nope, k_rope, v, self.case.dims.scale)
+            out[rows], lse[rows] = reference.merge(out[rows], lse[rows], *part)
         return out, lse
 
     def no_tail(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -187,6 +195,7 @@ def tail_cases():
     yield TailCase((3, 1), (65, 513), heads=4, alone=2, tails=(0, 700, 5, 64, 333, 0))
     yield TailCase((6,), (31,), heads=16, tails=(1, 2, 3, 0, 100, 17), tile=SMALL_TILE)
     yield TailCase((2, 2), (100, 40), heads=128, tails=(7, 0, 1, 30), num_ctas=264)
+    yield TailCase((4, 3, 1), (256, 256, 45), heads=4, nested=True, alone=1, tails=(0, 77, 5, 0, 64))
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
@@ -206,11 +215,11 @@ def test_prefix_and_tail_equal_absorb_over_the_whole_sequence(case: TailCase, im
     attention.plan(problem.groups)
     out, lse = run_and_merge(attention, problem, tail_out, tail_lse)
 
-    prefix_of_row = {
-        row: latent for g, latent in zip(problem.groups, problem.prefix_latent, strict=True) for row in g.rows
-    }
+    prefix_of_row = {row: tail_latent[row, :0] for row in range(case.rows)}
+    for group, latent in zip(problem.groups, problem.prefix_latent, strict=True):
+        prefix_of_row |= {row: torch.cat([prefix_of_row[row], latent]) for row in group.rows}
     for row in range(case.rows):
-        whole = torch.cat([prefix_of_row.get(row, tail_latent[row, :0]), tail_latent[row, : tail_of_row[row]]]).double()
+        whole = torch.cat([prefix_of_row[row], tail_latent[row, : tail_of_row[row]]]).double()
         q_nope, q_rope = problem.q_nope[row : row + 1].double(), problem.q_rope[row : row + 1].double()
         q_latent = torch.einsum("bhd,hdr->bhr", q_nope, problem.w_kc.double())
         latent, row_lse = reference.absorb(q_latent, q_rope, whole[None], torch.tensor([len(whole)]), d.scale)
@@ -256,12 +265,12 @@ def test_invalid_plan_raises_and_keeps_the_one_before(implementation: str) -> No
     attention = problem.attention(implementation)
     attention.plan(problem.groups)
     for bad, message in (
-        (PrefixGroup((0, 2), 70, (0,)), "rows must be in"),
-        (PrefixGroup((0, 0), 70, (0,)), "twice"),
-        (PrefixGroup((), 70, (0,)), "no rows"),
-        (PrefixGroup((0,), 0, (0,)), "prefix_len"),
-        (PrefixGroup((0,), 257, (0,)), "cannot hold"),
-        (PrefixGroup((0,), 70, (99,)), "chunk ids"),
+        (ExpandedSegment((0, 2), 70, (0,)), "rows must be in"),
+        (ExpandedSegment((0, 0), 70, (0,)), "twice"),
+        (ExpandedSegment((), 70, (0,)), "no rows"),
+        (ExpandedSegment((0,), 0, (0,)), "0 tokens"),
+        (ExpandedSegment((0,), 257, (0,)), "cannot hold"),
+        (ExpandedSegment((0,), 70, (99,)), "chunk ids"),
     ):
         with pytest.raises(ValueError, match=message):
             attention.plan([bad])
@@ -288,17 +297,17 @@ def test_wrong_queries_are_refused_with_a_reason() -> None:
 def test_workspace_is_known_beforehand() -> None:
     problem = Problem(Case((2,), (70,), heads=4))
     sizes = dict(max_rows=2, heads=4, v_head_dim=SMALL.v)
-    whole = TritonPrefixAttention(problem.buffers, max_rows=2, heads=4, num_ctas=8)
-    assert whole.workspace_bytes == TritonPrefixAttention.workspace_bytes_for(
+    whole = TritonSharedAttention(problem.buffers, max_rows=2, heads=4, num_ctas=8)
+    assert whole.workspace_bytes == TritonSharedAttention.workspace_bytes_for(
         **sizes, chunks=problem.buffers.chunks, sm_count=8
     )
-    assert problem.attention("reference").workspace_bytes == ReferencePrefixAttention.workspace_bytes_for(**sizes)
+    assert problem.attention("reference").workspace_bytes == TorchSharedAttention.workspace_bytes_for(**sizes)
 
 
 def test_tile_follows_the_rows_and_a_wrong_number_is_refused() -> None:
     case = Case((65,), (100,), heads=2, alone=1)
     problem = Problem(case)
-    attention = TritonPrefixAttention(problem.buffers, max_rows=66, heads=2, num_ctas=4)
+    attention = TritonSharedAttention(problem.buffers, max_rows=66, heads=2, num_ctas=4)
     attention.plan(problem.groups, rows=66)
     out, _ = run_and_merge(attention, problem, *problem.no_tail())
     assert_equal(out, problem.shared()[0], "out")
@@ -307,10 +316,71 @@ def test_tile_follows_the_rows_and_a_wrong_number_is_refused() -> None:
         attention.run(LAYER, problem.q_nope, problem.q_rope, 1.0)
 
 
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_more_segments_than_there_is_room_for_are_an_error(implementation: str) -> None:
+    """And the plan before stays. Room is by partial rows: here two for each row, and those for splits."""
+    problem = Problem(Case((4, 4, 4), (300, 70, 20), heads=4))
+    sizes = dict(max_rows=12, heads=4)
+    if implementation == "triton":
+        attention = TritonSharedAttention(problem.buffers, num_ctas=1, tiles=[SMALL_TILE], segments_per_row=2, **sizes)
+    else:
+        attention = TorchSharedAttention(problem.buffers, segments_per_row=2, **sizes)
+    attention.plan(problem.groups)
+    everybody = [dataclasses.replace(group, rows=tuple(range(12))) for group in problem.groups]
+    with pytest.raises(ValueError, match="36 rows need as many partial rows; there is room for"):
+        attention.plan(everybody)
+    out, _ = run_and_merge(attention, problem, *problem.no_tail())
+    assert_equal(out, problem.shared()[0], "out")
+    attention.plan(everybody[:2])
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_a_plan_beside_the_one_that_is_set(implementation: str) -> None:
+    problem = Problem(Case((2, 3), (300, 70), heads=4))
+    attention = problem.attention(implementation)
+    attention.plan(problem.groups[:1])
+    other = attention.make_plan(problem.groups[1:], 5)
+    expected_out, expected_lse = problem.shared()
+    for plan, segment in ((None, problem.groups[0]), (other, problem.groups[1]), (None, problem.groups[0])):
+        tail_out, tail_lse = problem.no_tail()
+        attention.run(LAYER, problem.q_nope, problem.q_rope, problem.case.dims.scale, plan)
+        attention.merge(tail_out, tail_lse, tail_out, tail_lse, plan)
+        rows, others = list(segment.rows), [row for row in range(5) if row not in segment.rows]
+        assert_equal(tail_out[rows], expected_out[rows], "out")
+        assert_equal(tail_lse[rows], expected_lse[rows], "lse")
+        assert not tail_out[others].any() and (tail_lse[others] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_trying_out_runs_every_kernel_of_every_tile(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`run`, and `merge` without and with lse, for each tile and for the smallest and largest batch; then no plan."""
+    problem = Problem(Case((2, 3), (70, 10), heads=4, unused=15))
+    if implementation == "triton":
+        tiles = [SMALL_TILE, dataclasses.replace(SMALL_TILE, block_rows=32)]
+        attention = TritonSharedAttention(problem.buffers, max_rows=20, heads=4, num_ctas=2, tiles=tiles)
+    else:
+        attention = problem.attention(implementation)
+    attention.plan(problem.groups)
+    calls = []
+    run, merge = attention.run, attention.merge
+    monkeypatch.setattr(attention, "run", lambda layer, q, *rest: (calls.append(("run", len(q))), run(layer, q, *rest)))
+    monkeypatch.setattr(
+        attention, "merge", lambda *given: (calls.append((f"merge{len(given) - 3}", len(given[0]))), merge(*given))
+    )
+    attention.try_out(torch.float32)
+    monkeypatch.undo()
+    sizes = {1, 16, 20} if implementation == "triton" else {1}
+    assert set(calls) == {(name, rows) for name in ("run", "merge0", "merge1") for rows in sizes}
+    tail_out, tail_lse = problem.randn(5, 4, SMALL.v), problem.randn(5, 4)
+    if implementation == "reference":
+        out, lse = run_and_merge(attention, problem, tail_out, tail_lse)
+        assert torch.equal(out, tail_out) and torch.equal(lse, tail_lse)
+
+
 def test_dispatch_takes_the_reference_without_a_gpu() -> None:
     buffers = Problem(Case((2,), (70,), heads=4)).buffers
-    assert isinstance(make_prefix_attention(buffers, max_rows=2, heads=4, device="cpu"), ReferencePrefixAttention)
+    assert isinstance(make_shared_attention(buffers, max_rows=2, heads=4, device="cpu"), TorchSharedAttention)
     with pytest.raises(ValueError, match="heads"):
-        make_prefix_attention(buffers, max_rows=2, heads=5, device="cpu")
+        make_shared_attention(buffers, max_rows=2, heads=5, device="cpu")
     with pytest.raises(ValueError, match="not on cuda"):
-        make_prefix_attention(buffers, max_rows=2, heads=4, device="cuda")
+        make_shared_attention(buffers, max_rows=2, heads=4, device="cuda")

@@ -14,8 +14,8 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from sglang_mla_ext.kernels.naive.attention import TritonPrefixAttention
-from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.naive.attention import TritonSharedAttention
+from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.naive.triton_naive import Tile
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, ExpandedBuffers
@@ -91,7 +91,7 @@ class Problem:
         for size, length, n_chunks in zip(case.groups, case.prefix, chunks_of, strict=True):
             rows, order = tuple(order[:size]), order[size:]
             chunks, chunk_ids = tuple(chunk_ids[:n_chunks]), chunk_ids[n_chunks:]
-            self.groups.append(PrefixGroup(rows, length, chunks))
+            self.groups.append(ExpandedSegment(rows, length, chunks))
             for i, chunk in enumerate(chunks):
                 n = min(CHUNK_TOKENS, length - i * CHUNK_TOKENS)
                 keys = self.randn(n, case.heads, dn), self.randn(n, case.heads, dv), self.randn(n, dr)
@@ -103,10 +103,14 @@ class Problem:
     def randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator)
 
-    def attention(self) -> TritonPrefixAttention:
+    def attention(self) -> TritonSharedAttention:
         case = self.case
-        attention = TritonPrefixAttention(
-            self.buffers, max_rows=case.rows, heads=case.heads, num_ctas=case.num_ctas, tile=case.tile
+        attention = TritonSharedAttention(
+            self.buffers,
+            max_rows=case.rows,
+            heads=case.heads,
+            num_ctas=case.num_ctas,
+            tiles=[case.tile] if case.tile else (),
         )
         attention._partial_out.fill_(NAN)
         attention._partial_lse2.fill_(NAN)
@@ -118,7 +122,7 @@ class Problem:
         lse = torch.full(out.shape[:2], -torch.inf, dtype=torch.float64)
         for group in self.groups:
             rows = list(group.rows)
-            k_nope, v, k_rope = self.buffers.read(LAYER, group.chunks, group.prefix_len)
+            k_nope, v, k_rope = self.buffers.read(LAYER, group.chunks, group.tokens)
             q = self.q_nope[rows].double(), self.q_rope[rows].double()
             out[rows], lse[rows] = reference.naive(*q, k_nope, k_rope, v, self.scale)
         return out, lse

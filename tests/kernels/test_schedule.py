@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import pairwise
 
 import numpy as np
@@ -11,26 +11,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_mla_ext.kernels.naive.schedule import PrefixGroup, WorkList, WorkListCapacity, build_work_list
+from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment, WorkList, WorkListCapacity, build_work_list
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS
 
 CHUNKS = 64
 
 
-def groups_of(*sizes_and_lengths: tuple[int, int]) -> list[PrefixGroup]:
+def groups_of(*sizes_and_lengths: tuple[int, int]) -> list[ExpandedSegment]:
     """Groups of (rows, prefix_len), rows numbered in order."""
     groups, row = [], 0
     for size, length in sizes_and_lengths:
         chunks = tuple(range(-(-length // CHUNK_TOKENS)))
-        groups.append(PrefixGroup(tuple(range(row, row + size)), length, chunks))
+        groups.append(ExpandedSegment(tuple(range(row, row + size)), length, chunks))
         row += size
     return groups
 
 
-def build(groups, heads=4, block_rows=64, block_keys=64, max_rows=256, target_items=264, chunks=CHUNKS) -> WorkList:
-    capacity = WorkListCapacity.compute(
-        max_rows=max_rows, heads=heads, chunks=chunks, block_rows=block_rows, target_items=target_items
-    )
+def build(
+    groups, heads=4, block_rows=64, block_keys=64, max_rows=256, target_items=264, chunks=CHUNKS, segments_per_row=1
+) -> WorkList:
+    sizes = dict(heads=heads, block_rows=block_rows, target_items=target_items, segments_per_row=segments_per_row)
+    capacity = WorkListCapacity.compute(max_rows=max_rows, chunks=chunks, **sizes)
     return build_work_list(
         groups, heads=heads, block_rows=block_rows, block_keys=block_keys, capacity=capacity, target_items=target_items
     )
@@ -48,18 +49,20 @@ def problems(draw):
     lengths = [draw(st.integers(1, 3000)) for _ in sizes]
     max_rows = sum(sizes) + draw(st.integers(0, 5))
     rows = draw(st.permutations(range(max_rows)))
+    nested = draw(st.booleans())  # a row may be in all groups, or in one
     groups, at = [], 0
     for size, length in zip(sizes, lengths, strict=True):
         needed = -(-length // CHUNK_TOKENS)
         chunks = draw(st.lists(st.integers(0, CHUNKS - 1), min_size=needed, max_size=needed + 2))
-        groups.append(PrefixGroup(tuple(rows[at : at + size]), length, tuple(chunks)))
-        at += size
+        groups.append(ExpandedSegment(tuple(rows[at : at + size]), length, tuple(chunks)))
+        at += 0 if nested else size
     shape = dict(
         heads=draw(st.sampled_from([1, 3, 16])),
         block_rows=draw(st.sampled_from([16, 64])),
         block_keys=draw(st.sampled_from([32, 64, 256])),
         target_items=draw(st.sampled_from([1, 7, 40, 264])),
         max_rows=max_rows,
+        segments_per_row=len(groups) if nested else 1,
     )
     return groups, shape
 
@@ -73,29 +76,32 @@ def test_every_row_head_and_key_is_covered_once(problem) -> None:
     assert work.buffer[0] == work.n_items <= work.capacity.max_items
     assert work.used <= work.capacity.size and work.buffer.dtype == np.int32
 
-    group_of_row = {row: group for group in groups for row in group.rows}
-    keys_of = {(row, head): [] for row in group_of_row for head in range(heads)}
+    keys_of = {(i, row, head): [] for i, group in enumerate(groups) for row in group.rows for head in range(heads)}
+    first_rows = np.cumsum([0] + [len(group.rows) for group in groups])
     partial_rows = Counter()
     for head, first, n_rows, begin, end, table, partial, _ in work.items.tolist():
         rows = work.group_rows[first : first + n_rows].tolist()
-        group = group_of_row[rows[0]]
+        index = int(np.searchsorted(first_rows, first, side="right")) - 1
+        group = groups[index]
         assert 0 < n_rows <= block_rows and begin % block_keys == 0 and begin < end
-        assert end % block_keys == 0 or end == group.prefix_len
-        n_chunks = -(-group.prefix_len // CHUNK_TOKENS)
+        assert end % block_keys == 0 or end == group.tokens
+        n_chunks = -(-group.tokens // CHUNK_TOKENS)
         assert tuple(work.buffer[table : table + n_chunks]) == group.chunks[:n_chunks]
         for i, row in enumerate(rows):
-            assert group_of_row[row] is group
-            keys_of[row, head].append((begin, end, partial + i))
+            assert row == group.rows[first - first_rows[index] + i]
+            keys_of[index, row, head].append((begin, end, partial + i))
             partial_rows[partial + i, head] += 1
-    for (row, head), ranges in keys_of.items():
+    partials_of = defaultdict(list)  # of row and head
+    for (index, row, head), ranges in keys_of.items():
         ranges.sort()
-        assert ranges[0][0] == 0 and ranges[-1][1] == group_of_row[row].prefix_len, (row, head)
+        assert ranges[0][0] == 0 and ranges[-1][1] == groups[index].tokens, (row, head)
         assert all(a[1] == b[0] for a, b in pairwise(ranges))
-        assert [partial_row for _, _, partial_row in ranges] == work.table.of_row(row)
+        partials_of[row, head] += [partial_row for _, _, partial_row in ranges]
+    assert all(partials == work.table.of_row(row) for (row, _), partials in partials_of.items())
     assert set(partial_rows.values()) == {1}, "two items write the same partial row"
     assert max(row for row, _ in partial_rows) < work.capacity.max_partial_rows
-    assert sum(g.prefix_len > 0 for g in groups) == len(groups)
-    assert all(work.table.counts[row] == 0 for row in range(shape["max_rows"]) if row not in group_of_row)
+    assert sum(g.tokens > 0 for g in groups) == len(groups)
+    assert all(work.table.counts[row] == 0 for row in range(shape["max_rows"]) if (row, 0) not in partials_of)
 
 
 @settings(max_examples=30, deadline=None)
@@ -104,7 +110,7 @@ def test_the_list_depends_on_nothing_but_its_arguments(problem) -> None:
     groups, shape = problem
     first = build(groups, **shape)
     dirty = np.full(first.capacity.size, -1, np.int32)
-    shape = {k: v for k, v in shape.items() if k != "max_rows"}
+    shape = {k: v for k, v in shape.items() if k not in ("max_rows", "segments_per_row")}
     second = build_work_list(groups, capacity=first.capacity, out=dirty, **shape)
     assert second.used == first.used
     assert np.array_equal(first.buffer[: first.used], second.buffer[: first.used])
@@ -168,6 +174,24 @@ def test_capacity_is_respected_and_overflow_is_an_error() -> None:
             build_work_list(groups, capacity=WorkListCapacity(**(tight | change)), **shape)
     with pytest.raises(ValueError, match="block_keys"):
         build(groups, block_keys=48)
+
+
+def test_a_row_may_be_in_several_segments_but_once_in_each() -> None:
+    nested = [
+        ExpandedSegment((4, 1, 7), 600, (0, 1, 2)),
+        ExpandedSegment((7, 4), 70, (3,)),
+        ExpandedSegment((7,), 1, (5,)),
+    ]
+    work = build(nested, max_rows=8, segments_per_row=3, target_items=4)
+    assert [int(count) for count in work.table.counts[[1, 4, 7, 0]]] == [1, 2, 3, 0]
+    assert len({partial for row in (1, 4, 7) for partial in work.table.of_row(row)}) == 6
+    assert work.group_rows[:6].tolist() == [4, 1, 7, 7, 4, 7]
+    for bad, message in (
+        ([nested[0], ExpandedSegment((3, 2, 3), 70, (3,))], "twice in one segment"),
+        (nested * 2, "12 rows need as many partial rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(bad, max_rows=8, target_items=1, heads=64)
 
 
 def test_thousands_of_items_are_built_in_milliseconds() -> None:

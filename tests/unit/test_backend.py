@@ -11,7 +11,7 @@ import torch
 
 from sglang_mla_ext.adapter import backend as backend_module
 from sglang_mla_ext.adapter.backend import FIRST_PAUSE, NO_GROUPS, HybridMLABackend
-from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.storage.expanded import FP8
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode, rates_for
@@ -102,9 +102,9 @@ def requests(count: int) -> list[Any]:
     return [SimpleNamespace(rid=str(i), last_node=None, finished=lambda: False) for i in range(count)]
 
 
-def two_rows() -> tuple[Plan, tuple[PrefixGroup, ...]]:
+def two_rows() -> tuple[Plan, tuple[ExpandedSegment, ...]]:
     group = Group(rows=(0, 2), node="n", start=0, end=300, mode=Mode.NAIVE)
-    return Plan(3, (group,)), (PrefixGroup((0, 2), 300, (0, 1)),)
+    return Plan(3, (group,)), (ExpandedSegment((0, 2), 300, (0, 1)),)
 
 
 def test_planning_that_fails_falls_back_and_is_tried_again_later(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_planning_that_fails_falls_back_and_is_tried_again_later(make: Any, monk
     backend = make()
     fails, calls, passes = True, [], 0
 
-    def plan(reqs: Any) -> tuple[Plan, tuple[PrefixGroup, ...]]:
+    def plan(reqs: Any) -> tuple[Plan, tuple[ExpandedSegment, ...]]:
         calls.append(passes)
         if fails:
             raise RuntimeError("no")
@@ -173,7 +173,7 @@ def test_kernels_that_do_not_run_leave_plain_absorb(make: Any, monkeypatch: pyte
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("does not compile")
 
-    monkeypatch.setattr(backend_module, "make_prefix_attention", fail)
+    monkeypatch.setattr(backend_module, "make_shared_attention", fail)
     backend = make()
     backend.before_forward(DECODE, requests(3), [])
     assert not backend.write_plan(3)
@@ -270,10 +270,10 @@ def test_prefill_of_another_backend_is_left_alone(make: Any, monkeypatch: pytest
 # -- grouped absorb ----------------------------------------------------------------------------------------------------
 
 
-def both_kinds() -> tuple[Plan, tuple[PrefixGroup, ...]]:
+def both_kinds() -> tuple[Plan, tuple[ExpandedSegment, ...]]:
     naive = Group(rows=(0, 2), node="n", start=0, end=300, mode=Mode.NAIVE)
     grouped = Group(rows=(1, 3, 4), node="g", start=0, end=128, mode=Mode.GROUPED_ABSORB)
-    return Plan(6, (naive, grouped)), (PrefixGroup((0, 2), 300, (0, 1)),)
+    return Plan(6, (naive, grouped)), (ExpandedSegment((0, 2), 300, (0, 1)),)
 
 
 @pytest.mark.parametrize("options", [{"budget_bytes": 1000, "mode": "auto"}, {"mode": "grouped_absorb"}], ids=str)

@@ -10,8 +10,8 @@ import torch
 
 from sglang_mla_ext.adapter import expander as expander_module
 from sglang_mla_ext.adapter.expander import Expander, weights_of
-from sglang_mla_ext.kernels.naive.attention import ReferencePrefixAttention
-from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
+from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import FP8, FP8_MAX, ExpandedBuffers, scale_bounds
 
@@ -76,8 +76,8 @@ def test_attention_over_what_was_expanded(
     monkeypatch.setattr(expander_module, "PRODUCT_TOKENS", 100)
     buffers = allocate(dtype)
     _, slots = expand(model, buffers)
-    attention = ReferencePrefixAttention(buffers, max_rows=3, heads=HEADS)
-    attention.plan([PrefixGroup((0, 2), N, CHUNKS)])
+    attention = TorchSharedAttention(buffers, max_rows=3, heads=HEADS)
+    attention.plan([ExpandedSegment((0, 2), N, CHUNKS)])
     q_nope, q_rope = torch.randn(3, HEADS, DN) * 0.1, torch.randn(3, HEADS, DR)
     for layer, attention_layer in enumerate(model[0]):
         rows = model[1].get_key_buffer(layer)[slots].squeeze(1)

@@ -11,7 +11,7 @@ import torch
 
 from sglang_mla_ext.adapter import hooks
 from sglang_mla_ext.adapter.prefill import PrefillPlan, around_chunk_info, around_prefix_attention
-from sglang_mla_ext.kernels.naive.attention import ReferencePrefixAttention
+from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
 from sglang_mla_ext.observe import Counters
@@ -37,7 +37,7 @@ class Setting:
         torch.manual_seed(0)
         sizes = {"heads": HEADS, "qk_nope_head_dim": DN, "v_head_dim": DV, "qk_rope_head_dim": DR}
         self.buffers = ExpandedBuffers.allocate(layers=2, chunks=4, dtype=torch.float32, device="cpu", **sizes)
-        self.attention = ReferencePrefixAttention(self.buffers, max_rows=max_rows, heads=HEADS)
+        self.attention = TorchSharedAttention(self.buffers, max_rows=max_rows, heads=HEADS)
         self.max_rows = max_rows
         self.counters = Counters()
         self.layer = SimpleNamespace(

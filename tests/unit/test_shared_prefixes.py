@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_mla_ext.kernels.naive.schedule import PrefixGroup
+from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
@@ -73,21 +73,21 @@ class Server:
         """Plan a decode step and check what must always hold; returns rows and length of each naive group, in pages."""
         plan, groups = self.prefixes.before_decode(requests)
         self.check(plan, groups, requests)
-        return [(group.rows, group.prefix_len / PAGE) for group in groups]
+        return [(group.rows, group.tokens / PAGE) for group in groups]
 
-    def check(self, plan: Plan, groups: tuple[PrefixGroup, ...], requests: Sequence[Any]) -> None:
+    def check(self, plan: Plan, groups: tuple[ExpandedSegment, ...], requests: Sequence[Any]) -> None:
         assert plan is self.prefixes.plan and plan.num_rows == len(requests)
         shared = zip(plan.prefix_lens, requests, strict=True)
         assert all(length <= len(request.slots) for length, request in shared)
         naive = plan.of_mode(Mode.NAIVE)
-        assert [(group.rows, group.end) for group in naive] == [(g.rows, g.prefix_len) for g in groups]
+        assert [(group.rows, group.end) for group in naive] == [(g.rows, g.tokens) for g in groups]
         for group in groups:
             assert len(group.rows) >= 2
             assert len({requests[row].extra_key for row in group.rows}) == 1
-            held = [divmod(token, CHUNK_TOKENS) for token in range(group.prefix_len)]
+            held = [divmod(token, CHUNK_TOKENS) for token in range(group.tokens)]
             contents = [self.expander.memory[group.chunks[chunk], offset] for chunk, offset in held]
             for row in group.rows:
-                own = [self.tree.rows[slot] for slot in requests[row].slots[: group.prefix_len].tolist()]
+                own = [self.tree.rows[slot] for slot in requests[row].slots[: group.tokens].tolist()]
                 assert contents == own, "the chunks hold another prefix"
 
 

@@ -20,12 +20,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..schedule import ITEM_FIELDS
+from ... import constants
+from ..items import (
+    GROUP_ROWS,
+    ITEM_BEGIN,
+    ITEM_END,
+    ITEM_FIELDS,
+    ITEM_FIRST_ROW,
+    ITEM_HEAD,
+    ITEM_PARTIAL,
+    ITEM_ROWS,
+    N_ITEMS,
+)
 
 ROWS = gl.constexpr(64)
-ITEM = gl.constexpr(ITEM_FIELDS)
-FP8_MAX = gl.constexpr(448.0)
-LOG2_FP8_MAX = gl.constexpr(8.807354922057604)
+FP8_MAX = gl.constexpr(constants.FP8_MAX)
+LOG2_FP8_MAX = gl.constexpr(constants.LOG2_FP8_MAX)
 NO_SCORE = gl.constexpr(-1e30)
 
 
@@ -47,6 +57,17 @@ def _softmax_step(scores, row_max2, row_sum, row_scale, headroom: gl.constexpr):
 
 
 @gluon.jit
+def _bits_of(values):
+    """FP8 numbers as bytes, which can be selected; FP8 numbers cannot."""
+    return values.to(gl.uint8, bitcast=True)
+
+
+@gluon.jit
+def _fp8_of(bits):
+    return bits.to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
 def _clear_values_behind(v_t, valid, BLOCK_KEYS: gl.constexpr, DV: gl.constexpr, FP8: gl.constexpr):
     """Zero the values of the keys from `valid` on: a weight of 0 times a NaN would be NaN.
 
@@ -59,8 +80,8 @@ def _clear_values_behind(v_t, valid, BLOCK_KEYS: gl.constexpr, DV: gl.constexpr,
         inside = position % 16
         order = 8 * (inside >> 1 & 1) + 4 * (inside >> 3 & 1) + 2 * (inside >> 2 & 1) + (inside & 1)
         keep = position - inside + order < valid
-        bits = values.to(gl.uint8, bitcast=True)
-        values = gl.where(keep[None, :], bits, gl.zeros_like(bits)).to(gl.float8e4nv, bitcast=True)
+        bits = _bits_of(values)
+        values = _fp8_of(gl.where(keep[None, :], bits, gl.zeros_like(bits)))
     else:
         values = gl.where((position < valid)[None, :], values, gl.zeros_like(values))
     gl.thread_barrier()
@@ -85,14 +106,14 @@ def _store_partial(
 
 @gluon.jit
 def _read_item(work_ptr, items_offset, item_index):
-    item_ptr = work_ptr + items_offset + item_index * ITEM
+    item_ptr = work_ptr + items_offset + item_index * ITEM_FIELDS
     return (
-        gl.load(item_ptr),  # head
-        gl.load(item_ptr + 1),  # first entry in group_rows
-        gl.load(item_ptr + 2),  # rows
-        gl.load(item_ptr + 3),  # kv_begin
-        gl.load(item_ptr + 4),  # kv_end
-        gl.load(item_ptr + 6),  # first partial row
+        gl.load(item_ptr + ITEM_HEAD),
+        gl.load(item_ptr + ITEM_FIRST_ROW),
+        gl.load(item_ptr + ITEM_ROWS),
+        gl.load(item_ptr + ITEM_BEGIN),
+        gl.load(item_ptr + ITEM_END),
+        gl.load(item_ptr + ITEM_PARTIAL),
     )
 
 
@@ -115,11 +136,11 @@ def consume_bf16(
     QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
 
     position = 0
-    for item_index in range(gl.program_id(0), gl.load(work_ptr), gl.num_programs(0)):
-        head, group_row, n_rows, kv_begin, kv_end, partial_row = _read_item(work_ptr, items_offset, item_index)
+    for item_index in range(gl.program_id(0), gl.load(work_ptr + N_ITEMS), gl.num_programs(0)):
+        head, first_row, n_rows, kv_begin, kv_end, partial_row = _read_item(work_ptr, items_offset, item_index)
         rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, QUERY))
         in_tile = rows < n_rows
-        row = gl.load(work_ptr + ITEM + group_row + rows, mask=in_tile, other=0).to(gl.int64)
+        row = gl.load(work_ptr + GROUP_ROWS + first_row + rows, mask=in_tile, other=0).to(gl.int64)
         gl.thread_barrier()  # all warps are done with the last item's query
         q_nope_s.store(_load_rows(q_nope_ptr, row, head, q_nope_row, q_nope_head, in_tile, DN, QUERY))
         q_rope_s.store(_load_rows(q_rope_ptr, row, head, q_rope_row, q_rope_head, in_tile, DR, QUERY))
@@ -214,11 +235,11 @@ def consume_fp8(
     QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
 
     position = 0
-    for item_index in range(gl.program_id(0), gl.load(work_ptr), gl.num_programs(0)):
-        head, group_row, n_rows, kv_begin, kv_end, partial_row = _read_item(work_ptr, items_offset, item_index)
+    for item_index in range(gl.program_id(0), gl.load(work_ptr + N_ITEMS), gl.num_programs(0)):
+        head, first_row, n_rows, kv_begin, kv_end, partial_row = _read_item(work_ptr, items_offset, item_index)
         rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, QUERY))
         in_tile = rows < n_rows
-        row = gl.load(work_ptr + ITEM + group_row + rows, mask=in_tile, other=0).to(gl.int64)
+        row = gl.load(work_ptr + GROUP_ROWS + first_row + rows, mask=in_tile, other=0).to(gl.int64)
         q_nope = _load_rows(q_nope_ptr, row, head, q_nope_row, q_nope_head, in_tile, DN, QUERY).to(gl.float32)
         q_rope = _load_rows(q_rope_ptr, row, head, q_rope_row, q_rope_head, in_tile, DR, QUERY).to(gl.float32)
         q_scale = gl.maximum(gl.max(gl.abs(q_nope), 1), 1e-8) / FP8_MAX
