@@ -238,7 +238,8 @@ def test_a_query_that_was_not_planned_is_refused() -> None:
 
 def make_by_dispatch(problem: Problem, failures: list[str]) -> Any:
     table = problem.req_to_token.clone()
-    table[0] = table[problem.pool_indices[problem.segments[0].rows[0]]]  # whose keys are those of the try-out
+    row = problem.seq_lens.tolist().index(PAGE + 1)  # as many tokens as the try-out has
+    table[0] = table[problem.pool_indices[row]]
     return dispatch.make_grouped_absorb_fp8(
         table,
         problem.pool,
@@ -253,7 +254,7 @@ def make_by_dispatch(problem: Problem, failures: list[str]) -> Any:
 
 def test_where_the_kernels_do_not_run_there_is_no_grouped_absorb(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU is another one, or a kernel fails; where they run, both have been tried out."""
-    problem, failures, tried = Problem(16, ((5, 128), (2, 64)), (130, 1, 64, 0, 65, 63, 2, 3)), [], []
+    problem, failures, tried = Problem(16, ((5, 128), (2, 64)), (65, 1, 1, 0, 1, 63, 2, 1)), [], []
     assert make_by_dispatch(problem, failures) is None and not failures
     properties = SimpleNamespace(multi_processor_count=4)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
