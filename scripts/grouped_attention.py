@@ -42,8 +42,7 @@ def grouped_absorb(case: Case) -> Callable[[], tuple[torch.Tensor, torch.Tensor]
         raise RuntimeError("the kernel of grouped absorb needs a Hopper GPU")
     end = shared * PAGE_TOKENS
     groups = [
-        LatentSegment(tuple(range(first, last)), 0, end)
-        for first, last in pairwise([0, *accumulate(case.sizes)])
+        LatentSegment(tuple(range(first, last)), 0, end) for first, last in pairwise([0, *accumulate(case.sizes)])
     ]
     prefix_lens = torch.zeros(case.batch, dtype=torch.int32, device="cuda")
     prefix_lens[: sum(case.sizes)] = end
