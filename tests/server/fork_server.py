@@ -32,15 +32,12 @@ from typing import IO, Any
 
 MESSAGE_BYTES = 1 << 20
 
-IMPORTED_FIRST = "sglang_mla_ext.adapter.launch_server"
-"""Puts the stand-ins in place that SGLang's import needs on a CPU."""
 IMPORTED = (
+    "sglang_mla_ext.launch_server",  # first: puts the stand-ins in place that SGLang's import needs on a CPU
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.models.registry",
-    "sglang_mla_ext.adapter.hooks",
-    "sglang_mla_ext.adapter.cpu.backend",
 )
 
 
@@ -193,7 +190,7 @@ def _as_if_spawned(target: Callable[..., None], *args: Any, **kwargs: Any) -> No
 def main(control: socket.socket) -> None:
     """Import, then serve; returns at the end of the process and of each of its forks."""
     sys.path[0] = os.getcwd()  # as `python -m` has it
-    for module in (IMPORTED_FIRST, *IMPORTED):
+    for module in IMPORTED:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # so that collections in the forks leave shared pages alone
