@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench.engine import PAGE_SIZE, Results, impl_of, write_model
-from bench.records import write_record
 from rich.console import Console
 from rich.table import Table
+
+from bench.engine import PAGE_SIZE, Results, impl_of, write_model
+from bench.records import write_record
 
 SPARE = 0.02  # of the cache, left free: SGLang holds requests back before the last page is taken
 

@@ -23,6 +23,9 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
+from rich.console import Console
+from rich.table import Table
+
 from bench.cases import DN, DR, DV, LATENT, Case
 from bench.ceilings import PRODUCT_SIDE, matrix_product
 from bench.decode import FLASHMLA, FP8Cache, ours, parse_case
@@ -30,9 +33,6 @@ from bench.records import write_record
 from bench.rivals import RIVALS
 from bench.shared import shared_attention
 from bench.timing import attempt, back_to_back, captured, free_memory, settled
-from rich.console import Console
-from rich.table import Table
-
 from sglang_mla_ext.kernels.absorb.fp8 import HopperAbsorbFP8
 from sglang_mla_ext.kernels.naive.triton_naive import Tile
 
@@ -151,8 +151,8 @@ def gpu_id(device: int, visible: str | None) -> str:
 
 
 def ask(gpu: str) -> subprocess.Popen[str] | None:
-    """Start one query of clock and power; None if there is no nvidia-smi. Never a loop of them: that can be too much
-    for a machine."""
+    """Start one query of clock and power; None if there is no nvidia-smi. Never poll in a loop: that can overload a
+    machine."""
     # Not power.draw: that is the mean of the last second, which begins before the kernel's time does.
     fields = "--query-gpu=clocks.sm,power.draw.instant,clocks_event_reasons.active"
     command = ["nvidia-smi", fields, "--format=csv,noheader,nounits", "-i", gpu]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from demo_model.checkpoint import YARN_ORIGINAL_POSITIONS, Settings, make
 
 

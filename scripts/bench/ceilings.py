@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+
 from bench.timing import time_ms
 
 PRODUCT_SIDE = 8192  # of the matrices that are multiplied for the ceilings

@@ -9,7 +9,6 @@ from typing import Any
 from bench.planner_verdicts import LARGEST_LOSS, verdicts
 from bench.records import read_records
 from bench.tables import STORAGE_NAMES, latest, markdown
-
 from sglang_mla_ext.prefix.cost_model import rates_for
 
 ATTENTION_CASE = {"heads": "heads", "batch": "requests", "prefix": "prefix", "tail": "tail", "spec": "groups"}
@@ -142,7 +141,7 @@ def power(path: Path) -> str:
 
 
 def context(path: Path) -> str:
-    """A table of whole decode steps over long contexts that nobody shares, at equal memory."""
+    """A table of whole decode steps over long contexts that no two requests share, at equal memory."""
     records = latest(read_records(path), "kv_cache", "context", "heads", "layers")
     rows = []
     for (impl, storage, tokens, heads, layers), record in records.items():

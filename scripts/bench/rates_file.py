@@ -11,7 +11,6 @@ from typing import Any
 
 from bench.planner_verdicts import report, verdicts, with_fitted_overheads
 from bench.records import commit, package_version
-
 from sglang_mla_ext.prefix.cost_model import (
     FALLBACK_GPU,
     GpuRates,

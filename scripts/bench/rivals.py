@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+
 from bench.cases import DN, DR, DV, LATENT, PAGE_TOKENS, SCALE, Case, page_table
 
 

@@ -1,4 +1,4 @@
-"""The training of the demo model: schedule, losses, steps, and states from which a stopped run goes on."""
+"""The training of the demo model: schedule, losses, steps, and states from which a stopped run resumes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import typer
-from demo_model.batches import Batch, Batches, Data, stream
-from demo_model.checkpoint import Settings, model_config
-from demo_model.network import Network, pick_attention
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
+
+from demo_model.batches import Batch, Batches, Data, stream
+from demo_model.checkpoint import Settings, model_config
+from demo_model.network import Network, pick_attention
 
 STATE = "training.pt"
 SHORT_CONTEXT, LONG_SHARE = 2048, 0.35  # documents are short at first, and long in this last part of the training
@@ -30,7 +31,7 @@ console = Console()
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run does; a stopped run goes on only with the same one."""
+    """Settings of a run; a stopped run resumes only with the same ones."""
 
     model: Settings
     tokens: int  # of a batch
@@ -43,7 +44,7 @@ class Plan:
 
 @dataclass
 class Run:
-    """How far a run is."""
+    """Progress of a run."""
 
     step: int = 0
     seconds: float = 0.0
@@ -80,7 +81,7 @@ class Trainer:
     """Network, optimizer and data of a run.
 
     Args:
-        compiled: whether torch.compile makes the step; if it fails, the run goes on without.
+        compiled: whether to compile the step with torch.compile; if that fails, the run continues without.
     """
 
     def __init__(self, plan: Plan, data: Data, device: torch.device, workers: int, compiled: bool) -> None:
@@ -177,7 +178,7 @@ class Trainer:
         return progress_of(self.plan, self.run.step, self.run.seconds) >= 1
 
     def save(self, out: Path) -> None:
-        """Write the state, whole or not at all."""
+        """Write the state atomically."""
         out.mkdir(parents=True, exist_ok=True)
         state = {"plan": asdict(self.plan), "run": asdict(self.run)}
         state |= {"network": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -185,7 +186,7 @@ class Trainer:
         (out / f"{STATE}.part").rename(out / STATE)
 
     def resume(self, out: Path) -> None:
-        """Go on from a saved state, if there is one."""
+        """Resume from a saved state, if there is one."""
         if not (out / STATE).is_file():
             return
         state = torch.load(out / STATE, map_location=self.device, weights_only=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import bench_context as bench
 import pytest
+
+import bench_context as bench
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from datetime import datetime, timedelta, timezone
 from importlib.metadata import version
 
 import pytest
+
 from bench import records
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from demo_model.checkpoint import BLOCK, Settings, in_fp8_blocks, model_config
 
 
