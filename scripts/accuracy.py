@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-
 from bench.accuracy_plots import draw_layers, draw_ranges
 from bench.accuracy_studies import amla, etap, snapmla
 from bench.records import commit, read_records, write_record
@@ -26,6 +24,7 @@ from demo_model.batches import Data
 from demo_model.network import Network, load_weights
 from demo_model.served import IMPLS, Served
 from demo_model.study import Plan, demo
+from rich.console import Console
 
 console = Console()
 

@@ -24,13 +24,13 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
-
 from bench.cases import DN, DR, DV, SCALE
 from bench.records import write_record
 from bench.shared import DTYPES
 from bench.timing import captured, free_memory, time_ms
+from rich.console import Console
+from rich.table import Table
+
 from sglang_mla_ext.kernels.absorb.quantize_query import quantize_query
 from sglang_mla_ext.kernels.dispatch import make_prefix_attention
 from sglang_mla_ext.kernels.naive import schedule

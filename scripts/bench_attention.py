@@ -17,9 +17,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
-
 from bench.cases import DR, LATENT, PAGE_TOKENS, Case, page_table, parse_groups
 from bench.ceilings import Ceilings, measure_ceilings
 from bench.grouped import GROUPED_HEADS, grouped_absorb
@@ -27,6 +24,8 @@ from bench.records import write_record
 from bench.rivals import RIVALS, Rival
 from bench.shared import DTYPES, floor_ms, our_parts, shared_bytes
 from bench.timing import CELLS, attempt, cells, free_memory, measure
+from rich.console import Console
+from rich.table import Table
 
 DEFAULT_GRID = [  # prefix, heads, batches
     (26472, 128, [64, 128, 256, 512]),

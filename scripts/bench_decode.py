@@ -18,15 +18,15 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
-
 from bench.cases import Case
 from bench.ceilings import measure_ceilings
 from bench.decode import FLASHMLA, LAYOUT, DecodeCase, FP8Cache, default, floor_ms, ours, parse_case
 from bench.records import write_record
 from bench.rivals import RIVALS
 from bench.timing import CELLS, attempt, captured, cells, free_memory, measure, time_ms
+from rich.console import Console
+from rich.table import Table
+
 from sglang_mla_ext.kernels.absorb.fp8 import AbsorbFP8, TritonAbsorbFP8
 
 DEFAULT_GRID = (

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
-
 from bench.engine import PAGE_SIZE, Results, impl_of, write_model
 from bench.records import write_record
+from rich.console import Console
+from rich.table import Table
 
 QUESTION_TOKENS = 128
 

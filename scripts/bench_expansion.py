@@ -16,13 +16,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from tabulate import tabulate
-
 from bench.cases import DN, DR, DV, LATENT
 from bench.expansion import IMPLEMENTATIONS, allocate, flops, rates, scattered_slots
 from bench.records import write_record
 from bench.shared import DTYPES
 from bench.timing import attempt, free_memory, measure
+from tabulate import tabulate
 
 
 def main(

@@ -23,9 +23,6 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
-
 from bench.cases import DN, DR, DV, LATENT, Case
 from bench.ceilings import PRODUCT_SIDE, matrix_product
 from bench.decode import FLASHMLA, FP8Cache, ours, parse_case
@@ -33,6 +30,9 @@ from bench.records import write_record
 from bench.rivals import RIVALS
 from bench.shared import shared_attention
 from bench.timing import attempt, back_to_back, captured, free_memory, settled
+from rich.console import Console
+from rich.table import Table
+
 from sglang_mla_ext.kernels.absorb.fp8 import HopperAbsorbFP8
 from sglang_mla_ext.kernels.naive.triton_naive import Tile
 

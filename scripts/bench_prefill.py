@@ -18,14 +18,14 @@ from typing import Annotated, Any
 import torch
 import torch.nn.functional as F
 import typer
-from rich.console import Console
-from rich.table import Table
-
 from bench.cases import DN, DR, DV, LATENT, SCALE
 from bench.expansion import allocate, fused
 from bench.records import write_record
 from bench.shared import DTYPES
 from bench.timing import free_memory, time_ms
+from rich.console import Console
+from rich.table import Table
+
 from sglang_mla_ext.adapter.prefill import PrefillPlan
 from sglang_mla_ext.kernels.merge import LN2
 from sglang_mla_ext.kernels.naive.attention import TritonPrefixAttention

@@ -26,12 +26,12 @@ from typing import Annotated, Any
 import numpy as np
 import requests
 import typer
+from bench.records import write_record
+from bench.server import ON_GPU, ServerFailedError, free_port, running_server, server_info, work_folder
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from bench.records import write_record
-from bench.server import ON_GPU, ServerFailedError, free_port, running_server, server_info, work_folder
 from sglang_mla_ext.prefix.cost_model import ModelDims, read_config
 
 SCRIPTS = Path(__file__).resolve().parent

@@ -19,12 +19,12 @@ from typing import Annotated
 
 import torch
 import typer
-
 from bench.calibration import calibrate
 from bench.planner_grid import check
 from bench.planner_verdicts import report, verdicts
 from bench.rates_file import is_of, refit, starting_config
 from bench.records import read_records
+
 from sglang_mla_ext.prefix.cost_model import GpuRates, Mode, rates_for
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-
 from bench.server import ServerFailedError, free_port, running_server, server_info, work_folder
 from demo_model.conversation import OTHER_QUESTIONS, STATIONS, WORD_QUESTIONS, Chat, lookups, talk
 from demo_model.demo_tables import answers_table, sharing_table
+from rich.console import Console
+
 from sglang_mla_ext.prefix.cost_model import ModelDims
 
 MODEL = Path(__file__).resolve().parents[1] / "configs" / "demo_model"

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import torch
 import typer
-
 from bench.records import write_record
 from demo_model.batches import Data
 from demo_model.examination import examine, perplexity

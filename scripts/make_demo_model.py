@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-
 from demo_model.checkpoint import YARN_ORIGINAL_POSITIONS, Settings, make
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-
 from bench.records import read_records
 from bench.serving_tables import BF16, FP8, FP8_PREFIX, storage
 from bench.tables import REPOSITORY, RESULTS, latest

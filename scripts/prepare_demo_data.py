@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-
 from demo_model import sources
 from demo_model.preparation import documents, write
 

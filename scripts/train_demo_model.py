@@ -17,7 +17,6 @@ from typing import Annotated
 
 import torch
 import typer
-
 from demo_model.batches import Data
 from demo_model.checkpoint import Settings
 from demo_model.examination import examine

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-
 from bench.accuracy_tables import accuracy_cache, accuracy_fp16, accuracy_model, accuracy_rescale
 from bench.kernel_tables import ablation, attention, context, decode, expansion, planner, power, prefill, steps
 from bench.serving_tables import compared, headline

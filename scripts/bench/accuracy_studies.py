@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from demo_model.served import SNAPMLA
 from torch import Tensor
 
-from demo_model.served import SNAPMLA
 from sglang_mla_ext.kernels.reference.fp8 import Configuration, Rescale, absorb_fp8, flash, round_keys
 
 LATENT, ROPE = 512, 64

@@ -9,12 +9,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.server import server_info
 from openai import AsyncOpenAI
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-from bench.server import server_info
 
 STATIONS = ("Quedrom", "Fimer", "Zokam", "Kapai")
 WORD_QUESTIONS = [

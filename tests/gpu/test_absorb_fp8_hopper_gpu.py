@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_fp8_cache_gpu import DEVICE, LAYOUT, LSE_BOUND, PAGE, RANK, SCALE, Cache, queries
-
 from bench.cases import Case as RivalCase
 from bench.rivals import flashmla_bf16, flashmla_fp8
 from bench.timing import captured, time_ms
+from test_fp8_cache_gpu import DEVICE, LAYOUT, LSE_BOUND, PAGE, RANK, SCALE, Cache, queries
+
 from sglang_mla_ext.kernels.absorb.fp8 import AbsorbFP8, HopperAbsorbFP8, TritonAbsorbFP8, make_absorb_fp8
 from sglang_mla_ext.kernels.absorb.quantize_query import quantize_query
 from sglang_mla_ext.kernels.absorb.sm90_parts.fp8_query import for_tma

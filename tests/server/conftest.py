@@ -17,10 +17,9 @@ from typing import Any
 import openai
 import pytest
 import requests
-from rich.console import Console
-
 from bench.server import free_port, running_server, server_info
 from demo import MODEL
+from rich.console import Console
 
 LOGPROB_TOLERANCE = (
     2e-3  # fp32 in another order of summation; a wrong prefix or a wrong merge moves them by 0.1 and more

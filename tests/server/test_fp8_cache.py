@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import requests
-from conftest import Chat, Server, counting
-
 from bench.server import server_info
+from conftest import Chat, Server, counting
 from demo import OTHER_QUESTIONS, SYSTEM_PROMPT, WORD_QUESTIONS, lookups
 
 TIE = 0.05

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-
 from demo import MODEL
 
 LAUNCH = [sys.executable, "-m", "sglang_mla_ext.launch_server", "--device", "cpu", "--attention-backend", "hybrid_mla"]

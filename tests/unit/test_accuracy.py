@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-
 from bench import accuracy_studies
 from bench.accuracy_tables import accuracy_cache, accuracy_fp16, accuracy_rescale
 from bench.records import write_record

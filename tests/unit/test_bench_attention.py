@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from bench.cases import Case, page_table, parse_groups
 from bench.rivals import RIVALS
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 import bench_context as bench
+import pytest
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from datetime import datetime, timedelta, timezone
 from importlib.metadata import version
 
 import pytest
-
 from bench import records
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import bench_client
+import bench_serving as bench
 import numpy as np
 import orjson
 import pytest
-
-import bench_client
-import bench_serving as bench
 
 
 @pytest.mark.parametrize(("text", "tokens", "expected"), [("", 3, " "), ("", 0, ""), ("a", 3, "a")])

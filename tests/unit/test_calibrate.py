@@ -8,9 +8,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-
 from bench import rates_file
 from bench.cases import DN, DR, DV, Case
+
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims, config_names, read_config
 
 V3 = ModelDims.from_json("deepseek-v3")

@@ -7,11 +7,11 @@ import logging
 from pathlib import Path
 
 import pytest
+from bench.planner_verdicts import LARGEST_LOSS, verdicts, without_overheads
+from bench.records import read_records
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.planner_verdicts import LARGEST_LOSS, verdicts, without_overheads
-from bench.records import read_records
 from sglang_mla_ext.prefix.cost_model import (
     CostModel,
     GpuRates,

@@ -8,14 +8,10 @@ import random
 import re
 from pathlib import Path
 
+import accuracy
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
-from typer.testing import CliRunner
-
-import accuracy
 from bench.records import read_records
 from demo_model import study
 from demo_model.batches import Data
@@ -25,6 +21,10 @@ from demo_model.preparation import write
 from demo_model.served import BASELINE, IMPLS, PlainRows, Served, attend
 from demo_model.sources import Document, Word
 from demo_model.study import Plan, Question, Window, cut, demo, estimate, lookup_prompts, prose_windows
+from safetensors.torch import save_file
+from torch import Tensor
+from typer.testing import CliRunner
+
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference.fp8 import flash
 from sglang_mla_ext.kernels.storage.expanded import FP8

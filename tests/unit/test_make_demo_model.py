@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-
 from demo_model.checkpoint import BLOCK, Settings, in_fp8_blocks, model_config
 
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from types import ModuleType
 
 import pytest
-
 from bench import rates_file
 from bench.planner_verdicts import Verdict, failures, summary, verdicts, with_fitted_overheads
 from bench.records import read_records, write_record
+
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims, read_config
 
 V3 = ModelDims.from_json("deepseek-v3")

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from demo_model.batches import ANSWER_WEIGHT, ASSISTANT_ID, EOS_ID, Batches, Data, Prose
 from demo_model.chats import (
     QUESTIONS,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-
 from bench.accuracy_tables import accuracy_model, goal_verdict, interval
 from bench.kernel_tables import expansion, planner, prefill
 from bench.records import write_record
