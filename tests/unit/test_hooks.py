@@ -10,6 +10,7 @@ file is that process.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import subprocess
@@ -69,7 +70,7 @@ def make_layers() -> list[Any]:
 
 
 def install() -> None:
-    """As a worker process does when SGLang loads its plug-ins."""
+    """As a worker process does when SGLang loads its plug-ins. Parts that take long to import are imported as well."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from sglang_mla_ext.adapter import hooks
@@ -77,6 +78,7 @@ def install() -> None:
     hooks.install()
     HookRegistry.apply_hooks()
     hooks.assert_installed()
+    importlib.import_module("sglang_mla_ext.adapter.build")
 
 
 def profile_bytes(available: int) -> int:
@@ -135,7 +137,6 @@ class Server:
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-        install()
         from sglang_mla_ext.adapter import build, hooks
 
         self.tree, self.layers = Tree(PAGE), make_layers()
@@ -218,6 +219,7 @@ def replace_bodies() -> None:
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.model_executor import forward_batch_info
 
     def init(self: Any, server_args: Any) -> None:
         self.tree_cache, self.metrics_collector = server_args.tree_cache, server_args.metrics_collector
@@ -229,6 +231,7 @@ def replace_bodies() -> None:
             self.tree_cache.reset()
         return self.idle
 
+    forward_batch_info.enable_num_token_non_padded = lambda: False  # it asks for groups of ranks
     Scheduler.__init__ = init
     Scheduler.flush_cache = flush_cache
     Scheduler.is_fully_idle = lambda self: self.idle
@@ -250,7 +253,6 @@ def refused(call: Callable[[], Any]) -> tuple[str, str]:
 
 
 def scenario_the_budget_is_taken_out_of_sglangs_memory() -> None:
-    install()
     from sglang_mla_ext.adapter.hooks import worker
 
     for given, budget in (
@@ -267,7 +269,6 @@ def scenario_the_budget_is_taken_out_of_sglangs_memory() -> None:
 
 
 def scenario_a_budget_that_leaves_nothing_is_refused() -> None:
-    install()
     for gb in (1, 2.5):
         with options(prefix_memory_gb=gb):
             kind, message = refused(lambda: profile_bytes(AVAILABLE))
@@ -288,7 +289,6 @@ def scenario_all_that_is_allocated_is_inside_the_budget() -> None:
 
 
 def scenario_the_factory_refuses_what_cannot_work() -> None:
-    install()
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     create = ATTENTION_BACKENDS["hybrid_mla"]
@@ -304,7 +304,6 @@ def scenario_the_factory_refuses_what_cannot_work() -> None:
 
 
 def scenario_the_factory_hands_the_budget_to_the_build() -> None:
-    install()
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     from sglang_mla_ext.adapter import build, hooks
@@ -328,7 +327,6 @@ def scenario_the_factory_hands_the_budget_to_the_build() -> None:
 
 
 def scenario_the_scheduler_gets_no_further_without_the_backend() -> None:
-    install()
     from conftest import Tree
 
     kind, message = refused(lambda: make_scheduler(Tree(PAGE).cache))
@@ -353,7 +351,6 @@ def scenario_the_scheduler_says_when_all_is_ready() -> None:
 
 
 def scenario_server_info_has_our_report() -> None:
-    install()
     from sglang.srt.managers.scheduler import Scheduler
 
     without = object.__new__(Scheduler)
@@ -655,7 +652,6 @@ def scenario_a_decode_step_from_query_to_output_projection() -> None:
 
 
 def scenario_the_query_is_kept_only_where_it_is_needed() -> None:
-    install()
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import DeepseekMLAForwardMixin
 
     from sglang_mla_ext.adapter.relay import relay
@@ -753,7 +749,6 @@ def scenario_prefill_over_a_plan_has_keys_per_head_but_in_a_captured_graph() -> 
 
 
 def scenario_an_fp8_pool_is_ours_and_sized_as_such() -> None:
-    install()
     from sglang.srt import runtime_context
     from sglang.srt.mem_cache import kv_cache_configurator
     from sglang.srt.model_executor import pool_configurator
@@ -796,7 +791,6 @@ def scenario_an_fp8_pool_is_ours_and_sized_as_such() -> None:
 
 def scenario_sglangs_torch_code_runs_beside_our_backend_on_a_cpu() -> None:
     """Also where a module has imported the function by name."""
-    install()
     from sglang.srt.model_executor import forward_batch_info
     from sglang.srt.utils import common
 
@@ -817,6 +811,7 @@ def main(out: Path, names: list[str]) -> None:
     import sglang.srt.models.deepseek_v2  # noqa: F401
 
     replace_bodies()
+    install()
     for name in names:
         if not (child := os.fork()):
             error = "it did not end"
