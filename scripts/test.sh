@@ -40,7 +40,7 @@ server_output=$(mktemp)
 "$PYTHON" -m pytest -m "not gpu" tests/server >"$server_output" 2>&1 &
 server_tests=$!
 # SIGTERM, because a background job ignores Ctrl-C; pytest then stops its servers.
-trap 'kill $server_tests 2>/dev/null && wait $server_tests; rm -f "$server_output"' EXIT
+trap '{ kill $server_tests 2>/dev/null && wait $server_tests; } || true; rm -f "$server_output"' EXIT
 finish_server_tests() {
     local status=0
     wait $server_tests || status=$?

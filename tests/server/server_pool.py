@@ -89,10 +89,16 @@ class ServerPool:
                     break
         return running
 
-    def popen(self, command: Sequence[str], **options: Any) -> Process:
-        """`subprocess.Popen(command, env=, stdout=, stderr=)`, as a fork where that is possible; stopped at the end."""
-        popen = subprocess.Popen if self._forks is None else self._forks.start
-        process = popen(command, **options)
+    def popen(self, command: Sequence[str], real: bool = False, **options: Any) -> Process:
+        """`subprocess.Popen(command, env=, stdout=, stderr=)`, as a fork unless `real`; stopped at the end.
+
+        In a session of its own: Ctrl-C reaches the tests alone, which then stop the servers.
+        """
+        if real or self._forks is None:
+            own: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
+            process: Process = subprocess.Popen(command, **options, **own)
+        else:
+            process = self._forks.start(command, **options)
         self._closing.callback(stop_server, process)
         return process
 
@@ -115,13 +121,7 @@ class ServerPool:
         command, environment = server_command(("--model-path", str(MODEL), *launch.arguments), port)
         environment |= launch.environment
         with log.open("wb") as output:
-            if launch.real:
-                # A session of its own: Ctrl-C reaches the tests alone, which then stop the servers.
-                options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
-                process: Process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, **options)
-                self._closing.callback(stop_server, process)
-            else:
-                process = self.popen(command, env=environment, stdout=output, stderr=output)
+            process = self.popen(command, real=launch.real, env=environment, stdout=output, stderr=output)
         self._running[name] = Running(process, f"http://127.0.0.1:{port}", log)
         return self._running[name]
 
