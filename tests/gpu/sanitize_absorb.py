@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang_mla_ext.kernels.absorb.fp8 import AbsorbFP8
 from torch import Tensor
 
 from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb as absorb_hopper
-from sglang_mla_ext.kernels.absorb.fp8 import AbsorbFP8
 from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity, SharedKeys, build_group_work
 from sglang_mla_ext.kernels.absorb.tail_schedule import schedule_tails
 from sglang_mla_ext.kernels.merge import merge

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from sglang_mla_ext.kernels.absorb.fp8 import HopperAbsorbFP8
 from test_absorb_fp8_hopper_gpu import captured_us
 from test_fp8_cache_gpu import LAYOUT, LSE_BOUND
 from test_grouped_gpu import DEVICE, DTYPE, NAN, RANK, ROPE, SCALE, SPARE_ROWS, Case, Problem, cases
 
 from sglang_mla_ext.adapter.limits import PAGE_SIZE
-from sglang_mla_ext.kernels.absorb.fp8 import HopperAbsorbFP8
 from sglang_mla_ext.kernels.dispatch import append_rows
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference import fp8 as reference_fp8

@@ -27,6 +27,7 @@ from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout, dequanti
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")
     from sglang_mla_ext.kernels.absorb.fp8 import TritonAbsorbFP8
+
     from sglang_mla_ext.kernels.absorb.triton_fp8_absorb import absorb_fp8_kernel
 assert isinstance(absorb_fp8_kernel, interpreter.InterpretedFunction), "run `pytest tests/kernels` on its own"
 

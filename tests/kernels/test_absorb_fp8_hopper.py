@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 from gluon_in_torch import Descriptor, Place, Pointer, Program
+from sglang_mla_ext.kernels.absorb.fp8 import HopperAbsorbFP8, TritonAbsorbFP8, make_absorb_fp8
 from test_absorb_fp8 import LAYOUT, NAN, SOFTMAX_SCALE, Case, Problem, assert_close, converts_like_a_gpu  # noqa: F401
 from torch import Tensor
 
 from sglang_mla_ext.kernels.absorb import sm90_fp8_absorb as absorb_fp8_hopper
 from sglang_mla_ext.kernels.absorb import sm90_fp8_few_heads as absorb_fp8_few_heads
-from sglang_mla_ext.kernels.absorb.fp8 import HopperAbsorbFP8, TritonAbsorbFP8, make_absorb_fp8
 from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity
 from sglang_mla_ext.kernels.absorb.sm90_parts import bf16_consumers as absorb_consumers_hopper
 from sglang_mla_ext.kernels.absorb.sm90_parts import fp8_consumers as absorb_fp8_consumers_hopper

@@ -149,9 +149,7 @@ def test_an_fp8_cache_that_the_checkpoint_asks_for_is_checked_too() -> None:
 
 def test_a_checkpoint_in_float16_is_refused_when_its_dtype_is_known() -> None:
     """`--dtype auto` passes at launch, and SGLang finds the dtype in the checkpoint."""
-    with pytest.raises(
-        OptionError, match=r"cannot run like this:\n  the model runs in float16.*: use --dtype bf"
-    ):
+    with pytest.raises(OptionError, match=r"cannot run like this:\n  the model runs in float16.*: use --dtype bf"):
         limits.check_dtype(torch.float16)
     for dtype in (torch.bfloat16, torch.float32):
         limits.check_dtype(dtype)
