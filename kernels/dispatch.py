@@ -33,6 +33,7 @@ def make_shared_attention(
     device: torch.device | str,
     tiles: Sequence[Mapping[str, int]] = (),
     portable: bool = False,
+    segments_per_row: int = 1,
 ) -> SharedAttention:
     """Attention over the expanded segments in `buffers`: the kernel for this GPU, or torch where there is none.
 
@@ -40,18 +41,19 @@ def make_shared_attention(
         tiles: fields of `triton_naive.Tile`, smallest first, for the Hopper kernel: as calibrated for this GPU and the
             dtype of `buffers`. By default those that are best on an H200.
         portable: use the kernel for any GPU also where there is one for this GPU.
+        segments_per_row: segments that a row is in on average, at most: each one more costs `max_rows` partials.
     Raises:
         ValueError: the buffers are on another device, or hold another number of heads.
     """
     device = torch.device(device)
     if buffers.device.type != device.type:
         raise ValueError(f"the expanded prefixes are on {buffers.device}, not on {device}")
+    sizes = dict(max_rows=max_rows, heads=heads, segments_per_row=segments_per_row)
     if device.type != "cuda":
-        return TorchSharedAttention(buffers, max_rows=max_rows, heads=heads)
+        return TorchSharedAttention(buffers, **sizes)
     if portable or not sm90_naive.supports(buffers):
-        return TritonSharedAttention(buffers, max_rows=max_rows, heads=heads, kernel=triton_naive)
-    hopper_tiles = [Tile(**fields) for fields in tiles]
-    return TritonSharedAttention(buffers, max_rows=max_rows, heads=heads, kernel=sm90_naive, tiles=hopper_tiles)
+        return TritonSharedAttention(buffers, kernel=triton_naive, **sizes)
+    return TritonSharedAttention(buffers, kernel=sm90_naive, tiles=[Tile(**fields) for fields in tiles], **sizes)
 
 
 def workspace_bytes(*, max_rows: int, heads: int, v_head_dim: int, chunks: int, device: torch.device | str) -> int:

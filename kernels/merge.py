@@ -41,13 +41,25 @@ def shape_for(rows: int, heads: int, dv: int) -> Shape:
 
 
 @triton.jit
+def _load_ids(list_ptr, more_list_ptr, first, count, first_count, SPLITS: tl.constexpr, MORE: tl.constexpr):
+    """`[SPLITS]`: partials `first` and up of a row, from its list in one table and then from that in the other."""
+    split = first + tl.arange(0, SPLITS)
+    ids = tl.load(list_ptr + split, mask=split < first_count, other=0)
+    if MORE:
+        in_more = (split >= first_count) & (split < count)
+        ids += tl.load(more_list_ptr + split - first_count, mask=in_more, other=0)
+    return ids
+
+
+@triton.jit
 def _sum_partials(
     partial_out_ptr,
     partial_lse2_ptr,
+    ids,  # [SPLITS], the row's first partials
     list_ptr,  # the row's partials
+    more_list_ptr,
     count,  # of list_ptr and, if MORE, of more_list_ptr
     first_count,  # of list_ptr
-    more_list_ptr,
     head,  # [BLOCK_HEADS, 1]
     heads,
     DV: tl.constexpr,
@@ -67,13 +79,10 @@ def _sum_partials(
     run_sum = tl.zeros([BLOCK_HEADS, 1], tl.float32)
     run_max2 = tl.full([BLOCK_HEADS, 1], -1e30, tl.float32)  # below every lse where there is no key yet
     for first in tl.range(0, count, SPLITS, loop_unroll_factor=UNROLL):
-        split = first + tl.arange(0, SPLITS)
-        partial = tl.load(list_ptr + split, mask=split < first_count, other=0)  # [SPLITS]
-        if MORE:
-            in_more = (split >= first_count) & (split < count)
-            partial += tl.load(more_list_ptr + split - first_count, mask=in_more, other=0)
-        place = partial.to(tl.int64)[None, :] * heads + head  # [BLOCK_HEADS, SPLITS]
-        there = (split < count)[None, :] & (head < heads)
+        place = ids.to(tl.int64)[None, :] * heads + head  # [BLOCK_HEADS, SPLITS]
+        there = (first + tl.arange(0, SPLITS) < count)[None, :] & (head < heads)
+        # Those of the next tile, so that its loads need not wait for their addresses.
+        ids = _load_ids(list_ptr, more_list_ptr, first + SPLITS, count, first_count, SPLITS, MORE)
         part_lse2 = tl.load(partial_lse2_ptr + place, mask=there, other=float("-inf"))
         part_out = tl.load(
             partial_out_ptr + place[:, :, None] * DV + dim[None, None, :], mask=there[:, :, None], other=0.0
@@ -136,6 +145,7 @@ def merge_kernel(
         more_begin = tl.load(more_table_ptr + row)
         count += tl.load(more_table_ptr + more_max_rows + row)
         more_list_ptr = more_table_ptr + 2 * more_max_rows + more_begin
+    ids = _load_ids(list_ptr, more_list_ptr, 0, count, first_count, SPLITS, MORE)  # while the tail's lse is on its way
 
     row64 = row.to(tl.int64)
     lse_ptrs = lse_ptr + row64 * lse_row + head * lse_head
@@ -152,7 +162,7 @@ def merge_kernel(
         has_tail = in_heads & ~empty
         tail_out = tl.load(tail_ptr, mask=has_tail[:, :, None], other=0.0).to(tl.float32)  # [BLOCK_HEADS, 1, DV]
         acc, part_sum, part_max2 = _sum_partials(
-            partial_out_ptr, partial_lse2_ptr, list_ptr, count, first_count, more_list_ptr, head, heads,
+            partial_out_ptr, partial_lse2_ptr, ids, list_ptr, more_list_ptr, count, first_count, head, heads,
             DV, BLOCK_HEADS, SPLITS, UNROLL, MORE,
         )  # fmt: skip
         # In base 2, so that a difference of equal numbers stays 0: a product in it may be fused with the subtraction.

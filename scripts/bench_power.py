@@ -151,8 +151,8 @@ def gpu_id(device: int, visible: str | None) -> str:
 
 
 def ask(gpu: str) -> subprocess.Popen[str] | None:
-    """Start one query of clock and power; None if there is no nvidia-smi. Never a loop of them: that can be too much
-    for a machine."""
+    """Start one query of clock and power; None if there is no nvidia-smi. Never poll in a loop: that can overload a
+    machine."""
     # Not power.draw: that is the mean of the last second, which begins before the kernel's time does.
     fields = "--query-gpu=clocks.sm,power.draw.instant,clocks_event_reasons.active"
     command = ["nvidia-smi", fields, "--format=csv,noheader,nounits", "-i", gpu]

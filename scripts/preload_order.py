@@ -1,4 +1,4 @@
-"""In which order a kernel's matrix and vector stages repeat, so that the busier unit never waits.
+"""An order in which a kernel's matrix and vector stages repeat so that the busier unit never waits.
 
 One pass of a pipeline is the chain C1 -> V1 -> C2 -> V2 -> ... -> Cn -> Vn of matrix stages (C) and vector stages (V)
 of any durations; each kind has a unit of its own, which runs one stage after another. In a steady loop every cycle runs

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs every kernel on small cases on a Hopper GPU under two tools of NVIDIA's compute-sanitizer: memcheck (accesses
-# outside of an allocation) and racecheck (shared memory that two threads touch without a barrier between them); the
-# second by default without the kernels for Hopper, see below.
+# outside an allocation) and racecheck (shared memory that two threads access without a barrier between them). By default
+# racecheck leaves out the kernels for Hopper, see below.
 #
 #   scripts/sanitize.sh                 all cases of tests/gpu/sanitize_cases.py
 #   scripts/sanitize.sh portable expand cases whose name contains one of these words
@@ -52,17 +52,17 @@ check() {
     fi
     echo "$name: ${summary:-passed} ($((SECONDS - start)) s)"
 }
-# First without a tool: the kernels are compiled into Triton's cache and their results are right.
+# First without a tool: this compiles the kernels into Triton's cache and checks their results.
 check "no tool" "${CASES[@]}"
 [ -z "$failed" ] || exit 1
-# Every tensor in an allocation of its own, or memcheck does not see where it ends. Calls of the driver that fail are not
-# looked at: where one matters, torch or Triton raises, and others are torch's way to ask what the driver can do.
+# Every tensor gets an allocation of its own, or memcheck cannot see where it ends. Failing driver calls are ignored: torch
+# or Triton raises where one matters, and the others are torch asking what the driver can do.
 check memcheck env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$SANITIZER" --tool memcheck --report-api-errors no \
     --error-exitcode 1 --target-processes application-only "${CASES[@]}"
-# Not the kernels for Hopper, unless asked for by a word. Of the naive one racecheck reports two things: what Triton passes
-# to its specialised warps, whose named barriers the tool does not follow, and consumers that clear the same values behind
-# a prefix's end, each before its own product: every one of them writes what is there already, or zero. The absorb kernels
-# have specialised warps, too.
+# Without the kernels for Hopper, unless a word asks for them. Racecheck reports two false positives in the naive one: what
+# Triton passes to its specialised warps, whose named barriers the tool does not follow; and consumers that clear the same
+# values behind a prefix's end, each before its own product, where every one writes zero or what is there already. The
+# absorb kernels have specialised warps, too.
 if [ $# -eq 0 ]; then CASES+=(portable expand); fi
 check racecheck "$SANITIZER" --tool racecheck --error-exitcode 1 --target-processes application-only "${CASES[@]}"
 [ -z "$failed" ]

@@ -3,7 +3,7 @@
     content[t, h] = q_absorbed[t, h] / scale[t, h] in e4m3        rope[t, h] = q_rope[t, h] / scale[t, h] in BF16
 
 The scale is that of latent_rows.row_scale, so that a score is (content · content + rope · rope) times the scales of
-query and row. For absorb_fp8_kernel.py; the kernels for Hopper do the same themselves (absorb_fp8_query_hopper.py).
+query and row. For triton_fp8_absorb.py; the Hopper kernels do the same themselves (sm90_parts/fp8_query.py).
 
 Memory per token and head: reads 2·(r + dr) bytes of BF16, writes r + 4 + 2·dr (1,152 and 644 for DeepSeek-V3).
 

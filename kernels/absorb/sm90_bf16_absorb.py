@@ -1,23 +1,23 @@
-"""Absorb attention on Hopper in BF16, over private tails and over prefixes for which many queries are stacked.
+"""Absorb attention on Hopper in BF16, over private tails and over segments for which many queries are stacked.
 
     out[r] = softmax_n(softmax_scale · q[r] · k[n]) · k[n, :512]        q, k: 576 = 512 content + 64 rotary
 
-One persistent launch over a work list (absorb_schedule.py). An item is up to 64 query rows that share a range of keys
-of a paged latent cache; its result is a partial. One program runs on each multiprocessor, with five roles:
+One persistent launch over a work list (schedule.py). An item is up to 64 query rows that share a range of keys of a
+paged latent cache; its result is a partial. One program runs on each multiprocessor, with five roles:
 
 | role | warps | does |
 |---|---|---|
-| score | 4 | query x keys, softmax; hands over weights and the factors of a running softmax |
+| score | 4 | query x keys, softmax; passes on the weights and the factors of the running softmax |
 | sum_values, twice | 4, 4 | out[:, :256] and out[:, 256:]: rescale, add weights x values |
 | keys | 1 | copies blocks of 64 keys (TMA) to a ring of quarters of 128 columns, rotary columns to a ring of two |
-| queries | 1 | copies what of the query stays in shared memory |
+| queries | 1 | copies the part of the query that stays in shared memory |
 
-Three quarters of the content query stay in registers of the scores' warps: this leaves shared memory for more than two
-blocks of keys, and takes less of its bandwidth, which is what scores of 64 x 64 run into. On their way they go through
-the ring, in front of the item's first block.
+Three quarters of the content query stay in registers of the score role. That leaves shared memory for more than two
+blocks of keys, and saves its bandwidth, which is what limits scores of 64 x 64. They reach the registers through the
+ring, in front of the item's first block.
 
-Registers: 168 + 2 · 160 + 24 of 512 for each of 128 threads; the compiler overlaps products with 128 accumulators only
-from 160 on. Shared memory, KiB: ring 11 · 16, rotary ring 2 · 8, query 16 + 8, weights 8; together 224 of 227.
+Registers: 168 + 2 · 160 + 24 of 512 for each of 128 threads; with 128 accumulators the compiler overlaps products only
+if it has at least 160. Shared memory, KiB: ring 11 · 16, rotary ring 2 · 8, query 16 + 8, weights 8; 224 of 227.
 
 Memory per item of n keys: reads n · 1,152 bytes, from L2 when another item with these keys runs beside it, and rows ·
 1,152 of queries; writes rows · (1,024 + 4).
@@ -66,10 +66,10 @@ def _copy_query_tile(desc, column, strips_ptr, n_rows, tiles, tile, barrier):
 def copy_keys(
     q_desc, content_desc, rope_desc, ring, rope_s, full, empty, rope_full, rope_empty, work_ptr, page_table_ptr
 ):  # fmt: skip
-    """Fill the ring: with the quarters of an item's query that go to registers, and then with its blocks.
+    """Fill the ring: for every item with the quarters of its query that go to registers, and then with its blocks.
 
-    One role does both: a barrier tells only odd uses of a slot from even ones, so that nobody who waits for a slot may
-    miss another's use of it.
+    One role does both, because a barrier only tells odd uses of a slot from even ones: whoever waits for a slot must
+    see every use of it.
     """
     STRIP: gl.constexpr = q_desc.block_type.shape[0]
     STRIPS: gl.constexpr = ROWS // STRIP
@@ -110,7 +110,7 @@ def copy_keys(
 
 @gluon.jit
 def copy_queries(q_desc, q_rope_desc, q_s, q_rope_s, q_full, q_empty, work_ptr):
-    """Copy of every item's query what stays in shared memory: the last quarter and the rotary columns."""
+    """Copy the part of every item's query that stays in shared memory: the last quarter and the rotary columns."""
     STRIP: gl.constexpr = q_desc.block_type.shape[0]
     STRIPS: gl.constexpr = ROWS // STRIP
     LAYOUT: gl.constexpr = q_desc.layout
@@ -137,7 +137,7 @@ def absorb_hopper_kernel(
     q_rope_desc,  # BF16 [T * H, 64], block [strip, 64]
     content_desc,  # BF16 [pages * 64, 576], block [64, 128]
     rope_desc,  # the same, block [64, 64]
-    work_ptr,  # int32, see absorb_schedule.py
+    work_ptr,  # int32, see schedule.py
     page_table_ptr,  # int32
     partial_out_ptr,  # BF16 [P * H, 512]
     partial_lse2_ptr,  # float32 [P * H]
@@ -172,7 +172,7 @@ def absorb_hopper_kernel(
     mbarrier.init(weights_empty, count=2)
     fence_async_shared()
 
-    # The arguments are written out in the call: in a tuple with a name, constants would become run-time values.
+    # The argument tuples stand in the call itself: constants in a tuple with a name would become run-time values.
     gl.warp_specialize(
         [
             (score, (
@@ -217,11 +217,11 @@ def run(
 
     Args:
         q: BF16 `[T, H, 576]`, content and then rotary.
-        latent_pages: BF16 `[pages, 64, 1, 576]`; what lies behind an item's last key may be NaN.
-        work: int32 `[capacity.size]`, see absorb_schedule.py; read on the device only.
-        page_table: int32, whose entries the items name as if it were flat.
-        partial_out: BF16 `[P, H, 512]`, each normalised over its own keys; partial_lse2: float32 `[P, H]`, base 2. What
-            no item names is not written. All tensors are contiguous.
+        latent_pages: BF16 `[pages, 64, 1, 576]`; values behind an item's last key may be NaN.
+        work: int32 `[capacity.size]`, see schedule.py; read on the device only.
+        page_table: int32, indexed by the items as a flat array.
+        partial_out: BF16 `[P, H, 512]`, each normalised over its own keys; partial_lse2: float32 `[P, H]`, base 2. Rows
+            that no item names are not written. All tensors are contiguous.
         softmax_scale: positive, because the running maximum is taken before it is applied.
     Raises:
         ValueError: a shape, dtype or stride is not as above.

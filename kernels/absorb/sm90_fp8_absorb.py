@@ -2,15 +2,15 @@
 
     out[r] = softmax_n(softmax_scale · q[r] · k[n]) · k[n, :512]        q, k: 512 content (e4m3) + 64 rotary (BF16)
 
-rounded as reference_fp8.absorb_fp8 does, but for the order of blocks. One persistent launch over a work list
-(absorb_schedule.py); an item's result is a partial. Values are keys, and Hopper's FP8 product wants every operand in
-shared memory to be contiguous along the axis that it sums over, which for values is the wrong one. So the output is
+rounded as reference.fp8.absorb_fp8 does, except for the order of blocks. One persistent launch over a work list
+(schedule.py); an item's result is a partial. Values are keys, and Hopper's FP8 product needs every operand in
+shared memory to be contiguous along the axis that it sums over; keys are contiguous along the other. So the output is
 computed transposed,
 
     out^T[512, 64 rows] = values^T[512, 64 keys] · weights^T[64 keys, 64 rows]
 
-with the values as the first operand, which may come from registers, where there is no such rule. Nothing of them is
-written to shared memory again. One program runs on each multiprocessor, with four roles:
+with the values as the first operand, which may come from registers, where there is no such rule. They are never written
+back to shared memory. One program runs on each multiprocessor, with four roles:
 
 | role | warps | does |
 |---|---|---|
@@ -21,11 +21,11 @@ written to shared memory again. One program runs on each multiprocessor, with fo
 Softmax: with t = score · log2(e) + log2(key's scale) and c = max of t over a block, the weights of the block are
 2^(t - c) · 448, rounded: the running maximum of the scores cancels out of what SnapMLA computes. Output and sum are
 counted in units of 2^c / 448; c is kept from falling more than 24 below the largest one before. Scales are powers of
-two, so their logarithms and inverses are arithmetic of exponents; all other scales would be wrong here.
+two, so their logarithms and inverses are arithmetic on exponents; other scales would give wrong results.
 
-The matrix unit's FP8 sum keeps some 13 bits behind its largest term: added in place, sums over 26,472 values with a
-mean came out 9 % too small. So a block's products are summed apart and then added in float32. The registers for that
-are there because the query stays in shared memory.
+The matrix unit's FP8 sum keeps about 13 bits below its largest term: accumulated in place, sums over 26,472 values with
+a non-zero mean came out 9 % too small. So a block's products are summed apart and then added in float32. There are
+registers for that because the query stays in shared memory.
 
 Registers, for each of 128 threads of 512: 104 + 2 · 192 + 24. Shared memory, KiB: ring 4 · (32 + 8 + 1), query 32 + 8,
 weights 2 · 4, together 212 of 227.
@@ -60,7 +60,7 @@ SLOTS = 4
 
 
 def supports(device: torch.device, layout: LatentRowLayout, heads: int, page_size: int) -> bool:
-    """Whether this kernel or that of absorb_fp8_few_heads.py takes such a cache: on a Hopper GPU, with DeepSeek's
+    """Whether this kernel or that of sm90_fp8_few_heads.py takes such a cache: on a Hopper GPU, with DeepSeek's
     dimensions."""
     on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     dims = (layout.kv_lora_rank, layout.qk_rope_head_dim)
@@ -72,7 +72,7 @@ def copy(
     q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, full, empty, work_ptr,
     page_table_ptr, HEADS: gl.constexpr,
 ):  # fmt: skip
-    """Fill the ring: of every item its query rows in BF16, in two slots, and then its blocks."""
+    """Fill the ring: for every item with its query rows in BF16, in two slots, and then with its blocks."""
     SLOTS: gl.constexpr = content_s.shape[0]
     STRIP: gl.constexpr = q_desc.block_type.shape[1]
     STRIPS: gl.constexpr = ROWS // STRIP
@@ -114,7 +114,7 @@ def absorb_fp8_hopper_kernel(
     content_desc,  # e4m3 [slots, 512], rows of 656 bytes, block [64, 512]
     rope_desc,  # BF16 [slots, 64], the same rows, block [64, 64]
     scale_desc,  # float32 [slots, 4], the same rows, block [64, 4]
-    work_ptr,  # int32, see absorb_schedule.py
+    work_ptr,  # int32, see schedule.py
     page_table_ptr,  # int32
     partial_out_ptr,  # BF16 or float32 [P * H, 512]
     partial_lse2_ptr,  # float32 [P * H]
@@ -146,7 +146,7 @@ def absorb_fp8_hopper_kernel(
         mbarrier.init(weights_empty.index(i), count=2)
     fence_async_shared()
 
-    # The arguments are written out in the call: in a tuple with a name, constants would become run-time values.
+    # The argument tuples stand in the call itself: constants in a tuple with a name would become run-time values.
     gl.warp_specialize(
         [
             (compute_scores, (
@@ -186,13 +186,13 @@ def run(
     """Launch the kernel.
 
     Args:
-        q_absorbed: `[T, H, 512]`; q_rope: `[T, H, 64]`; of requests that the work list names. BF16, with contiguous
+        q_absorbed: `[T, H, 512]`; q_rope: `[T, H, 64]`; of the requests in the work list. BF16, with contiguous
             columns, strides and address at multiples of 16 bytes; anything else is copied to such a tensor first.
-        pool: uint8 `[slots, 656]`, pages of 64 rows, see latent_rows.py; what is behind an item's last key may be NaN.
-        work: int32 `[capacity.size]`, see absorb_schedule.py, of tiles of 64 rows; read on the device only.
-        page_table: int32, whose entries the items name as if it were flat.
+        pool: uint8 `[slots, 656]`, pages of 64 rows, see latent_rows.py; rows behind an item's last key may be NaN.
+        work: int32 `[capacity.size]`, see schedule.py, of tiles of 64 rows; read on the device only.
+        page_table: int32, indexed by the items as a flat array.
         partial_out: BF16 or float32 `[P, capacity.heads, 512]`, contiguous, each normalised over its own keys;
-            partial_lse2: float32 `[P, capacity.heads]`, base 2. What no item names is not written.
+            partial_lse2: float32 `[P, capacity.heads]`, base 2. Rows that no item names are not written.
     Raises:
         ValueError: a shape, dtype or stride is not as above.
     """
@@ -223,7 +223,7 @@ def check(
     partial_lse2: Tensor,
     softmax_scale: float,
 ) -> None:
-    """Raise the ValueErrors of `run`, here and in absorb_fp8_few_heads.py."""
+    """Raise the ValueErrors of `run`, here and in sm90_fp8_few_heads.py."""
     LatentRowLayout(LATENT.value, ROPE.value).check(pool)
     if pool.ndim != 2:
         raise ValueError(f"the pool must be [slots, row_bytes], not {list(pool.shape)}")

@@ -3,20 +3,21 @@ query tokens.
 
     scores^T[64 keys, N rows] = keys [64, 576] · query^T        out^T[512, N rows] = values^T[512, 64 keys] · weights^T
 
-Both products are transposed, so that keys and dims stand on the matrix unit's side of 64, and rows on the one that may
-be 8 or 16: nothing is padded (FlashMLA-ETAP). Keys are the first operand from shared memory, where they lie as the
-product wants them; values are it from registers. What is computed, the softmax and how values get there: as in
-absorb_fp8_hopper.py. One program runs on each multiprocessor, with three roles:
+Both products are transposed, so that keys and dims are on the side of the matrix unit that takes 64, and query rows on
+the one that may be 8 or 16: nothing is padded (FlashMLA-ETAP). The first operand of the scores is keys, in shared
+memory, whose layout suits the product; that of the output is values, in registers. The softmax, the rounding and the
+way of the values into registers are those of sm90_fp8_absorb.py. One program runs on each multiprocessor, with three
+roles:
 
 | role | warps | does |
 |---|---|---|
-| attend, twice | 4, 4 | rounding, scores and softmax of all blocks, each for itself; out[:, :256] and out[:, 256:] |
+| attend, twice | 4, 4 | rounds the query; scores and softmax of all blocks; out[:, :256] and out[:, 256:] |
 | copy | 1 | TMA of the blocks into a ring, and of the query in BF16: the next item's while this one is computed |
 
-That both compute the scores costs bandwidth of shared memory (40 KiB of 160 a block), which is not short: a block of
-41 KiB takes longer to arrive. In exchange the roles never meet: no query, weights, maxima or factors pass between them,
-and a slot is free as soon as both have read it into registers. A block's output is summed apart and then added in
-float32: the matrix unit's own FP8 sum keeps fewer bits.
+Both `attend` roles compute the same scores. That costs bandwidth of shared memory (40 KiB of 160 for a block), which is
+not what limits them: a block of 41 KiB takes longer to arrive. In exchange they never wait for each other: no query,
+weights, maxima or factors pass between them, and a slot is free as soon as both have read it into registers. A block's
+output is summed apart and then added in float32: the matrix unit's own FP8 sum keeps fewer bits.
 
 Registers: 2 · 240 + 24 of 512 for each of 128 threads. Shared memory for 16 rows, KiB: ring 4 · (32 + 8 + 1), query in
 BF16 16 + 2, rounded 2 · (8 + 2), weights 2 · 1; together 205 of 227.
@@ -66,9 +67,9 @@ ROWS = (8, 16)
 SLOTS = gl.constexpr(4)  # blocks in the ring
 CONSUMER_REGISTERS = gl.constexpr(240)
 
-# Of keys 2c, 2c + 1, 2c + 8 and 2c + 9 of a thread, two dims each, as absorb_fp8_consumers_hopper.KEYS_OF_DIMS, but in
-# another order: position i of every 16 gets key (i >> 1) + 8·(i & 1), so that those which lie side by side in a thread
-# that has scores^T do so in the weights.
+# As fp8_consumers.KEYS_OF_DIMS, of keys 2c, 2c + 1, 2c + 8 and 2c + 9 of a thread with two dims each, but in another
+# order: position i of every 16 gets key (i >> 1) + 8·(i & 1). Keys that are neighbours in a thread's part of scores^T
+# are neighbours in the weights.
 KEYS_OF_DIMS = gl.constexpr("prmt.b32 $0, $2, $3, 0x6240; prmt.b32 $1, $2, $3, 0x7351;")
 
 
@@ -108,7 +109,7 @@ def copy(
 
 @gluon.jit
 def _key_scales(scale_s, slot, LAYOUT: gl.constexpr):
-    """As a thread has the rows of a product `[64, N]`."""
+    """Scales of the keys in the layout of the rows of a product `[64, N]`."""
     KEYS: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 8]],
         [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]],
@@ -229,7 +230,7 @@ def absorb_fp8_few_heads_kernel(
     content_desc,  # e4m3 [slots, 512], rows of 656 bytes, block [64, 512]
     rope_desc,  # BF16 [slots, 64], the same rows, block [64, 64]
     scale_desc,  # float32 [slots, 4], the same rows, block [64, 4]
-    work_ptr,  # int32, see absorb_schedule.py
+    work_ptr,  # int32, see schedule.py
     page_table_ptr,  # int32
     partial_out_ptr,  # BF16 or float32 [P * H, 512]
     partial_lse2_ptr,  # float32 [P * H]
@@ -259,7 +260,7 @@ def absorb_fp8_few_heads_kernel(
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
 
-    # The arguments are written out in the call: in a tuple with a name, constants would become run-time values.
+    # The argument tuples stand in the call itself: constants in a tuple with a name would become run-time values.
     gl.warp_specialize(
         [
             (attend, (
@@ -294,7 +295,7 @@ def run(
     *,
     softmax_scale: float,
 ) -> None:
-    """Launch the kernel; arguments as for absorb_fp8_hopper.run, but with a work list of tiles of 8 or 16 rows."""
+    """Launch the kernel; arguments as for sm90_fp8_absorb.run, but with a work list of tiles of 8 or 16 rows."""
     check(q_absorbed, q_rope, pool, work, capacity, partial_out, partial_lse2, softmax_scale)
     if capacity.tile_rows not in ROWS:
         raise ValueError(f"the work list must be of tiles of {ROWS} rows, not {capacity.tile_rows}")

@@ -3,10 +3,10 @@
     score[h, n] = (q_content[h] · content[n] + q_rope[h] · rope[n]) · q_scale[h] · scale[n] · softmax_scale
     out[h] = Σ_n softmax_n(score)[h, n] · scale[n] · content[n]
 
-for every query row h of a request (its heads, of one or more query tokens) over the request's own rows n; row layout
-and scales: latent_rows.py. The rotary parts are stored divided by the scales, so both products add up before one
-multiplication by them. The softmax runs in base 2 over blocks of 64 keys. A block's weights times the keys' scales are
-rounded to e4m3 with one scale a block and query row, in the order of reference_fp8.absorb_fp8; or, as an option, to
+for every query row h of a request (its heads, of one or more query tokens) over the request's own rows n; for the row
+layout and scales see latent_rows.py. The rotary parts are stored divided by the scales, so both products add up before
+one multiplication by them. The softmax runs in base 2 over blocks of 64 keys. A block's weights times the keys' scales
+are rounded to e4m3 with one scale a block and query row, in the order of reference.fp8.absorb_fp8; or, as an option, to
 BF16, and then the content is converted to BF16 (exactly) and nothing else is rounded.
 
 The grid depends on the number of rows alone, so a CUDA graph can hold it; lengths and pages are read on the device.
@@ -16,11 +16,11 @@ the GPU, keys are not cut, and the result is written at once.
 Three ways to rescale the accumulator when a row's maximum grows can be compiled: `multiply`, as everywhere; `lattice`,
 with maxima and scales of weights rounded up to powers of two, so that the factor is exact and mostly 1, and nothing is
 done where it is 1 for all rows; and `add`, the same with AMLA's integer addition to the exponents in place of the
-multiplication. In the latter two the largest weight is no longer a number that e4m3 has. So the sum is of the rounded
+multiplication. In the latter two the largest weight is no longer exact in e4m3. So the sum is of the rounded
 weights: what rounding does to a weight that dominates its row cancels, though not in the lse; where a few weights
 dominate, the error is larger than that of `multiply`.
 
-It needs a GPU that knows e4m3, with 128 KiB of shared memory for a program (Hopper and later).
+It needs a GPU with e4m3 and 128 KiB of shared memory for a program (Hopper and later).
 
 Memory per request, query tile of up to 64 rows, and key: reads r + 4 + 2·dr bytes (644 with DeepSeek-V3). A split
 writes r·4 + 4 bytes per query row, which the merge reads.
@@ -62,7 +62,7 @@ def _product(a, b, acc, EXACT: tl.constexpr):
 @triton.jit
 def _multiply_by_add(x, factor):
     """x · factor for powers of two or zero, `factor [rows]`, by adding to exponents. What becomes subnormal becomes
-    zero, as reference_fp8.multiply_by_add has it."""
+    zero, as in reference.fp8.multiply_by_add."""
     steps = (factor.to(tl.int32, bitcast=True) >> 23) - 127  # -127 for zero
     steps = tl.where(factor == 0.0, -255, steps)[:, None]
     bits = x.to(tl.int32, bitcast=True)
@@ -204,7 +204,7 @@ def run_kernel(
     Args:
         content: `[T, H, r]` e4m3; scale: `[T, H]` float32; rope: `[T, H, dr]` BF16; contiguous, from quantize_query.
         out, lse: the results where splits is 1; else float32 partials `[T * splits, H, r]` and, base 2,
-            `[T * splits, H]`, those of a token one behind the other.
+            `[T * splits, H]`, a token's partials one behind the other.
         exact: products in float32, for the interpreter; on a CPU if None.
         Others as for `AbsorbFP8.run`, and not checked here.
     """

@@ -19,7 +19,7 @@ from sglang_mla_ext.kernels.reference.fp8 import Configuration, Rescale, absorb_
 
 LATENT, ROPE = 512, 64
 TRUTH_KEYS = 4096
-"""Keys that the truth takes at a time, so that its float64 copies stay small."""
+"""Keys that the reference takes at a time, to keep its float64 copies small."""
 SNAPMLA_NAMES: dict[Configuration, str] = {
     "per_token": "hybrid_mla",
     "snapmla": "snapmla",
@@ -149,7 +149,7 @@ def amla(tokens: int = AMLA_TOKENS, heads: int = AMLA_HEADS, samples: int = AMLA
 
 
 def with_outliers(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Normal, and one element of 1,000 has a normal one of deviation 10 added."""
+    """Normal; to one element in 1,000 a normal value of deviation 10 is added."""
     outliers = 10 * torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < 0.001)
     return torch.randn(shape, generator=generator) + outliers
 

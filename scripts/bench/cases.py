@@ -15,8 +15,8 @@ PAGE_TOKENS = 64
 class Case:
     """One decode step of one layer.
 
-    The rows of a group share a prefix, each group its own; every row has a private tail. Rows alone come last in the
-    batch, share nothing and have as many tokens as the others.
+    The rows of a group share a prefix, each group its own; every row has a private tail. Rows outside any
+    group come last in the batch and have as many tokens as the others.
     """
 
     prefix: int  # tokens

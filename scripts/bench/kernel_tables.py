@@ -141,7 +141,7 @@ def power(path: Path) -> str:
 
 
 def context(path: Path) -> str:
-    """A table of whole decode steps over long contexts that nobody shares, at equal memory."""
+    """A table of whole decode steps over long contexts that no two requests share, at equal memory."""
     records = latest(read_records(path), "kv_cache", "context", "heads", "layers")
     rows = []
     for (impl, storage, tokens, heads, layers), record in records.items():

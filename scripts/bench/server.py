@@ -1,4 +1,4 @@
-"""Start SGLang's server in a process of its own, wait until it answers, stop it whatever happens."""
+"""Start SGLang's server in a process of its own, wait until it answers, and stop it whatever happens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ON_GPU = torch.cuda.is_available()
 LAUNCHER = "sglang.launch_server" if ON_GPU else "sglang_mla_ext.launch_server"
 # fp32 because CPUs are slow in bf16; a small share of memory because SGLang would take nearly all of it.
 CPU_ARGUMENTS = ("--device", "cpu", "--dtype", "float32", "--mem-fraction-static", "0.1", "--sleep-on-idle")
-# The models that run on a CPU are tiny, and threads that wait for each other on few cores cost more than they bring.
+# The models that run on a CPU are tiny; on few cores, threads that wait for each other cost more than they gain.
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 
 
@@ -48,7 +48,7 @@ def free_port() -> int:
 
 
 def server_info(base_url: str) -> dict[str, Any]:
-    """What `/server_info` says of the first scheduler."""
+    """The state of the first scheduler in `/server_info`."""
     answer = requests.get(f"{base_url}/server_info", timeout=120)
     answer.raise_for_status()
     state: dict[str, Any] = answer.json()["internal_states"][0]

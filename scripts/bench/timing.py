@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from triton.testing import do_bench
 
-BATCH_MS = 10  # of calls back to back: the host's wait behind each batch is short beside it
+BATCH_MS = 10  # of calls back to back per batch; long compared with the host's wait after it
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Prose:
         return self.tokens[self.starts[index] : self.starts[index + 1]]
 
     def draw(self, rng: random.Random, longest: int) -> np.ndarray:
-        """A document, or a part of a long one; each token of the text is as likely to be in it."""
+        """A document, or a part of a long one, in which every token of the text is equally likely to be."""
         at = rng.randrange(len(self.tokens))
         document = self.document(int(np.searchsorted(self.starts, at, side="right")) - 1)
         begin = rng.randrange(len(document) - longest + 1) if len(document) > longest else 0
@@ -66,11 +66,11 @@ class Data:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def material(self, held_out: bool = False) -> Material:
-        """What chats are made of, for training or for an examination."""
+        """The material for chats, for training or for an examination."""
         prose = self.held_out if held_out else self.train
 
         def passage(rng: random.Random, tokens: int) -> str:
-            """Pieces of documents, as many as are needed."""
+            """As many pieces of documents as are needed."""
             found: list[int] = []
             while len(found) < tokens:
                 found.extend(prose.draw(rng, tokens - len(found)).tolist())
@@ -112,7 +112,7 @@ class Batch:
 
 
 def draw_document(rng: random.Random, data: Data, material: Material, kind: str, context: int) -> list[np.ndarray]:
-    """Tokens and weights of one document of at most `context` tokens; lengths of chats are even on a log scale."""
+    """Tokens and weights of one document of at most `context` tokens; chat lengths are uniform on a log scale."""
     if kind == "prose":
         tokens = np.asarray(data.train.draw(rng, context), dtype=np.int64)
         return [tokens, np.ones(len(tokens), dtype=np.float32)]
@@ -137,7 +137,7 @@ class Batches(Dataset):
         most = max(8, int(self.tokens * MOST_DOCUMENTS))
         left = self.tokens
         while left > 0:
-            # The kind that lacks most of its share; the last place goes to what fills it.
+            # The kind furthest below its share; the last place goes to whatever fills it.
             kind = max(SHARES, key=lambda kind: SHARES[kind] * (self.tokens - left + 1) - drawn[kind])
             kind = rng.choice(list(SHARES)) if rng.random() < 0.2 else kind
             document = [part[:left] for part in draw_document(rng, self.data, self.material, kind, context)]

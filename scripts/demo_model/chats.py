@@ -1,7 +1,7 @@
 """The chats that the demo model learns from and is examined with: a dictionary, and look-ups in the system prompt.
 
 A look-up's table holds made-up names and values, so the answer is nowhere but in the prompt. Chats are drawn from a
-seeded generator and never stored: a table that is seen twice would be learnt by heart.
+seeded generator and never stored: a table that is seen twice would be memorised.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Material:
-    """What chats are made of."""
+    """The material for chats."""
 
     words: Sequence[Word]
     names: Sequence[str]
@@ -133,14 +133,14 @@ def render_prompt(system: str, question: str) -> str:
 
 
 def phrasings(word: str, kind: str, held_out: bool) -> list[str]:
-    """Ways to ask for a word: all but one are for training; the last is held out, another one for each word."""
+    """Ways to ask about a word: all but the last are for training; the last, which varies by word, is held out."""
     asked = list(QUESTIONS[kind])
     kept = asked.pop(crc32(f"{word}/{kind}".encode()) % len(asked))
     return [kept] if held_out else asked
 
 
 def one_word_answers(word: Word, kind: str) -> list[str]:
-    """Right answers of one word, the one to learn first."""
+    """Correct one-word answers, first the one to be learnt."""
     return {
         "define": word.synonyms + word.kinds,
         "synonym": word.synonyms,
@@ -174,7 +174,7 @@ def dictionary_turn(rng: random.Random, material: Material, short: bool, told: b
 
     Args:
         short: the answer is one word.
-        told: the system prompt asks for one word already; otherwise a short question says so itself.
+        told: the system prompt already asks for one word; otherwise a short question says so itself.
     """
     suffix = f" {ONE_WORD}" if short and not told else ""
     if not short and rng.random() < TALK_SHARE:
@@ -233,9 +233,9 @@ def system_with_table(rng: random.Random, material: Material, table: Table, pros
 
 
 def lookup_chat(rng: random.Random, material: Material, tokens: int) -> Chat:
-    """Look-ups, many for one table, some asked again; a few questions about words between them.
+    """Many look-ups in one table, some of them repeated, with a few questions about words in between.
 
-    Of `tokens`, prose takes a part in half of the chats; table and questions share the rest.
+    In half of the chats prose takes a part of `tokens`; table and questions share the rest.
     """
     prose = int(tokens * rng.uniform(0.3, 0.85)) if rng.random() < 0.5 else 0
     left = max(tokens - prose - 30, 60)
@@ -271,7 +271,7 @@ def dictionary_chat(rng: random.Random, material: Material, tokens: int) -> Chat
 
 
 def lookup_cases(material: Material, count: int, tokens: int, length: Callable[[str], int], seed: int) -> list[Case]:
-    """Look-ups under prompts that are as long as fits into `tokens`: a quarter of it table, the rest prose.
+    """Look-ups under prompts as long as `tokens` allows: one quarter table, the rest prose.
 
     Args:
         length: tokens of a text.
@@ -294,7 +294,7 @@ def lookup_cases(material: Material, count: int, tokens: int, length: Callable[[
 
 
 def dictionary_cases(words: Sequence[Word], count: int, seed: int) -> dict[str, list[Case]]:
-    """Questions of one word about words of the training, in words that were not used there, by what is asked."""
+    """One-word questions about words of the training, phrased in ways that it did not use, by kind."""
     cases: dict[str, list[Case]] = {}
     for kind in QUESTIONS:
         rng = random.Random(f"{seed}/{kind}")

@@ -26,8 +26,8 @@ CHAT_TEMPLATE = (
 STAMP = "demo_model.json"
 KV_LORA_RANK, ROPE_DIM, NOPE_DIM, V_DIM = 512, 64, 128, 128
 YARN_ORIGINAL_POSITIONS = 4096
-BLOCK = 128  # rows and columns of a matrix that have one scale, in FP8
-NEAR_SIGNAL, NEAR_WEIGHT = 4.0, 0.5  # of the heads that look near; see `weights`
+BLOCK = 128  # side of the blocks of a matrix that share one scale in FP8
+NEAR_SIGNAL, NEAR_WEIGHT = 4.0, 0.5  # of the heads that attend to near tokens; see `weights`
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Settings:
     seed: int
     config_only: bool
     fp8_blocks: bool = False
-    version: int = 2  # of this script's output; raise it when the weights or the tokenizer change
+    version: int = 2  # of the output; raise it when the weights or the tokenizer change
 
 
 def model_config(settings: Settings) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def model_config(settings: Settings) -> dict[str, Any]:
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
         },
-        # No expert layers; the numbers must be there all the same.
+        # No expert layers, but the fields are required.
         "first_k_dense_replace": settings.layers,
         "moe_layer_freq": 1,
         "moe_intermediate_size": settings.hidden,
@@ -107,11 +107,11 @@ def model_config(settings: Settings) -> dict[str, Any]:
 def weights(settings: Settings) -> dict[str, torch.Tensor]:
     """Random BF16 weights under their Hugging Face names, `[out, in]`.
 
-    Every matrix keeps its input's scale (standard deviation 1/sqrt(in)), but for the queries', which is larger, so that
-    attention picks few keys out of thousands, and the last one's, so that the likeliest token stands out. The first
+    Every matrix preserves the scale of its input (standard deviation 1/sqrt(in)). Two are larger: the queries', so that
+    attention picks few keys out of thousands, and the last one, so that the likeliest token stands out. The first
     element of the hidden state is the same for all tokens; every other head turns it into a rotary key and query, whose
-    product is largest at distance 0. So half of the heads look near and an answer depends on its question, half look
-    anywhere and it depends on the system prompt.
+    product is largest at distance 0. So half of the heads attend to near tokens, and an answer depends on its question;
+    half attend anywhere, and it depends on the system prompt.
     """
     generator = torch.Generator().manual_seed(settings.seed)
 
@@ -199,7 +199,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int, chat_template: str) -> Pre
 
 
 def make(out: Path, settings: Settings) -> bool:
-    """Write the checkpoint unless it is there already.
+    """Write the checkpoint unless it exists already.
 
     Returns:
         Whether anything was written.

@@ -1,7 +1,7 @@
 """Examination of the demo model: perplexity of held-out prose, dictionary questions, look-ups in long prompts.
 
-The cases come from chats.py. An answer of greedy decoding is right if each of its tokens, </s> too, is the
-likeliest one after the tokens before it; that takes one forward pass and no generation.
+The cases come from chats.py. An answer of greedy decoding is right if each of its tokens, including </s>, is the
+likeliest one after those before it; this takes one forward pass and no generation.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from demo_model.batches import EOS_ID, Data
 from demo_model.chats import Case, dictionary_cases, lookup_cases
 
 LOOKUP_TOKENS = {512: 500, 2048: 2000, 8192: 8000}
-"""Tokens of a prompt by the name of the length: the answer fits in too."""
+"""Prompt tokens for each nominal length; they leave room for the answer."""
 
 Logits = Callable[[list[list[int]]], list[Tensor]]
 """Documents of tokens -> logits `[tokens, vocab]` of each."""
@@ -81,7 +81,7 @@ def examine(
 
     Args:
         count: cases of each kind.
-        prose_tokens: stop the perplexity after so many.
+        prose_tokens: stop after about this many scored tokens of prose.
     """
     figures = perplexity(logits, data, most=prose_tokens)
     by_kind = {kind: accuracy(logits, data, cases) for kind, cases in dictionary_cases(data.words, count, seed).items()}

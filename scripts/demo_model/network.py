@@ -97,7 +97,7 @@ def yarn_frequencies(config: dict[str, Any]) -> Tensor:
     dim, base, scaling = config["qk_rope_head_dim"], config["rope_theta"], config["rope_scaling"]
 
     def dimension(rotations: float) -> float:
-        """The dimension that makes so many turns within the original context."""
+        """The dimension that makes this many turns within the original context."""
         original = scaling["original_max_position_embeddings"]
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
@@ -116,7 +116,7 @@ def softmax_scale(config: dict[str, Any]) -> float:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair of neighbours of `[tokens, heads, rope]` by `[tokens, 1, rope / 2]`."""
+    """Rotate each pair of neighbours of `[tokens, heads, rope]` by `[tokens, 1, rope / 2]`."""
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x.dtype)
 

@@ -1,6 +1,6 @@
 """The demo model as it is served: prefill in BF16, then decode over latent rows or expanded prefixes of an `Impl`.
 
-    rows = prefill(prefix)                 of every layer: normed content and turned rotary keys, not quantised
+    rows = prefill(prefix)                 of every layer: normed content and rotated rotary keys, not quantised
     kept = keep(impl, rows)                what the implementation stores of them
     logits = decode(impl, kept, tokens)    the tokens as decode rows, over what is kept and the rows before their own
 
@@ -31,19 +31,19 @@ ROWS = 256
 """Query rows computed at a time; it bounds memory and changes no result."""
 
 BLOCK_KEYS = 64
-"""Keys between two looks at a row's maximum, in FlashMLA and here."""
+"""Keys per block of the running softmax, in FlashMLA and here."""
 
 
 class Rows(NamedTuple):
     """Latent rows of one layer."""
 
     latent: Tensor  # [n, r], after its norm
-    rope: Tensor  # [n, dr], turned
+    rope: Tensor  # [n, dr], rotated
 
 
 class Query(NamedTuple):
     nope: Tensor  # [T, H, dn], before absorption
-    rope: Tensor  # [T, H, dr], turned
+    rope: Tensor  # [T, H, dr], rotated
 
 
 class Expanded(NamedTuple):
@@ -74,8 +74,8 @@ def attend(
     """Attention with float32 sums whose weights are rounded before they meet the values; their sum is of the unrounded.
 
     As in the kernels, a weight is rounded relative to the largest score among its block of 64 keys and those behind
-    it: FlashMLA for FP8 and the naive kernels begin with the last block. BF16 does not mind; e4m3 without a scale does,
-    for what is 2^10 below the largest weight becomes zero.
+    it: FlashMLA for FP8 and the naive kernels begin with the last block. In BF16 this does not matter; in e4m3 without
+    a scale it does, because weights more than 2^10 times smaller than the largest become zero.
 
     Args:
         q: `[T, H, d]`; k: `[n, K, d]`, v: `[n, K, dv]`, K being H or 1 (the same keys for all heads).
@@ -155,7 +155,7 @@ class ServedLayer:
         return Expanded(k_nope, rows.rope, v, torch.ones(self.heads, device=v.device))
 
     def expand_fp8(self, rows: Rows) -> Expanded:
-        """Through the memory of a server: e4m3 with the scales that the weights give, in chunks."""
+        """As read back from a server's memory: e4m3 with scales from the weights, in chunks."""
         n, attention = len(rows.latent), self.attention
         buffers = ExpandedBuffers.allocate(
             layers=1,
@@ -278,7 +278,7 @@ class Hybrid:
     """The prefix expanded, own rows in the latent space in BF16, merged by lse.
 
     Args:
-        wrong_base: the prefix's lse is handed over in base 2 and taken as a natural one: what a test must notice.
+        wrong_base: the prefix's lse is passed on in base 2 and taken for a natural one; a study must notice it.
     """
 
     fp8: bool = False

@@ -147,7 +147,7 @@ def page_files(folder: Path, package: str) -> list[Path]:
 
 
 def novel_lines(path: Path) -> Iterator[list[str]]:
-    """Each vector of strings in an R data file (`.rdb`): a length, then a compressed object, again and again."""
+    """Each vector of strings in an R data file (`.rdb`): a length, then a compressed object, repeated."""
     rest = path.read_bytes()
     while rest:
         inflater = zlib.decompressobj()
@@ -189,7 +189,7 @@ def glosses(folder: Path) -> Iterator[Document]:
 
 @dataclass
 class Word:
-    """A word of the dictionary, in its commonest sense."""
+    """A word of the dictionary, in its most common sense."""
 
     word: str
     part: str
@@ -206,7 +206,7 @@ def clean_gloss(gloss: str) -> str:
 
 
 def words(folder: Path, count: int) -> list[Word]:
-    """The `count` words that WordNet's tagged texts use most, commonest first."""
+    """The `count` words that WordNet's tagged texts use most, most frequent first."""
     base = folder / WORDNET[0] / "usr/share/wordnet"
     uses: dict[str, int] = defaultdict(int)
     best: dict[str, tuple[int, str, int]] = {}  # uses of the commonest sense, its part of speech, its number

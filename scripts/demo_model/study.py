@@ -1,11 +1,11 @@
 """What quantisation costs the demo model: perplexity, dictionary questions and look-ups for each way to serve it.
 
-In all three a prefix is prefilled in BF16 and kept as the implementation does; what is scored runs as decode rows:
+In all three, a prefix is prefilled in BF16 and stored as the implementation stores it; scored tokens are decode rows:
 
 - prose: windows of held-out documents (examination.windows). The prefix is the part before the predicted tokens. The
   first window of a document has nothing before them, so its first half is the prefix, and is not scored.
 - dictionary questions and look-ups: the prefix is the system prompt; question and answer follow as decode rows. (A
-  server would prefill the question, in BF16: this is the harder test.)
+  server would prefill the question in BF16, so this is the harder test.)
 
 Intervals hold 95 % and are bootstrapped over documents or prompts; what is compared with sglang_bf16 is resampled
 together with it.
@@ -63,7 +63,7 @@ class Plan:
 
     @property
     def chosen(self) -> dict[str, Impl]:
-        """With what the others are compared with."""
+        """The chosen implementations, and the baseline."""
         return {name: impl for name, impl in IMPLS.items() if name == BASELINE or name in self.impls}
 
 
@@ -88,7 +88,7 @@ class Prompt(NamedTuple):
 def prose_windows(data: Data, most: int, seed: int) -> list[Window]:
     """Windows of about `most` scored tokens: all documents' first ones, in random order, then their second ones, ..
 
-    So few tokens come from many documents, and no long document outweighs the others.
+    So a small sample covers many documents, and no long document outweighs the others.
     """
     rng, prose = random.Random(f"{seed}/prose"), data.held_out
     order = list(range(len(prose)))
@@ -292,7 +292,7 @@ def layer_study(served: Served, data: Data, plan: Plan) -> Iterator[Record]:
 
 
 def demo(served: Served, data: Data, plan: Plan) -> Iterator[Record]:
-    """The whole study; parts of which nothing is asked for are left out."""
+    """The whole study, without the parts of which nothing is asked."""
     if plan.prose_tokens:
         yield from prose_study(served, data, plan)
     if plan.cases:

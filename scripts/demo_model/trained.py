@@ -31,7 +31,7 @@ def write_checkpoint(network: Network, settings: Settings, tokenizer: Path | Non
 
 
 def logits_of(network: Network, device: torch.device) -> Logits:
-    """The network as the examination calls it."""
+    """The network in the form that the examination calls."""
 
     @torch.inference_mode()
     def logits(documents: list[list[int]]) -> list[Tensor]:
@@ -48,18 +48,18 @@ def load_network(folder: Path, device: torch.device, attend: Attend | None = Non
     load_weights(network, folder)
     frequencies = network.frequencies
     network.to(device=device, dtype=torch.bfloat16)
-    network.frequencies = frequencies.to(device)  # in float32 still
+    network.frequencies = frequencies.to(device)  # kept in float32
     return network
 
 
 def thinned(curve: list[dict[str, float]], rows: int = 400) -> list[dict[str, float]]:
-    """About so many rows of a curve, and the last one, in few digits."""
+    """About `rows` evenly spaced rows of a curve and its last one, rounded."""
     kept = curve[:: max(1, len(curve) // rows)] + curve[-1:]
     return [{name: float(f"{value:.5g}") for name, value in row.items()} for row in kept]
 
 
 def draw_curve(curve: list[dict[str, float]], path: Path) -> None:
-    """The losses over time, if matplotlib is there."""
+    """Plot the losses over time, if matplotlib is installed."""
     try:
         import matplotlib
     except ImportError:

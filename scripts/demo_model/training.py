@@ -1,4 +1,4 @@
-"""The training of the demo model: schedule, losses, steps, and states from which a stopped run goes on."""
+"""The training of the demo model: schedule, losses, steps, and states from which a stopped run resumes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ console = Console()
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run does; a stopped run goes on only with the same one."""
+    """Settings of a run; a stopped run resumes only with the same ones."""
 
     model: Settings
     tokens: int  # of a batch
@@ -44,7 +44,7 @@ class Plan:
 
 @dataclass
 class Run:
-    """How far a run is."""
+    """Progress of a run."""
 
     step: int = 0
     seconds: float = 0.0
@@ -81,7 +81,7 @@ class Trainer:
     """Network, optimizer and data of a run.
 
     Args:
-        compiled: whether torch.compile makes the step; if it fails, the run goes on without.
+        compiled: whether to compile the step with torch.compile; if that fails, the run continues without.
     """
 
     def __init__(self, plan: Plan, data: Data, device: torch.device, workers: int, compiled: bool) -> None:
@@ -178,7 +178,7 @@ class Trainer:
         return progress_of(self.plan, self.run.step, self.run.seconds) >= 1
 
     def save(self, out: Path) -> None:
-        """Write the state, whole or not at all."""
+        """Write the state atomically."""
         out.mkdir(parents=True, exist_ok=True)
         state = {"plan": asdict(self.plan), "run": asdict(self.run)}
         state |= {"network": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -186,7 +186,7 @@ class Trainer:
         (out / f"{STATE}.part").rename(out / STATE)
 
     def resume(self, out: Path) -> None:
-        """Go on from a saved state, if there is one."""
+        """Resume from a saved state, if there is one."""
         if not (out / STATE).is_file():
             return
         state = torch.load(out / STATE, map_location=self.device, weights_only=True)

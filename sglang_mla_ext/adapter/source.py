@@ -186,10 +186,10 @@ class SourceTree:
     def _file(self, name: str) -> Path | None:
         package, *rest = name.split(".")
         if package not in self._folders:
-            self._folders[package] = _search_paths(package)
+            self._folders[package] = _folders_of(package)
         for folder in self._folders[package]:
-            path = folder.joinpath(package, *rest)
-            for file in (path / "__init__.py", path.with_name(path.name + ".py")):
+            path = folder.joinpath(*rest)
+            for file in (path / "__init__.py", path.with_name(f"{path.name}.py")):
                 if file.is_file():
                     return file
             if path.is_dir():
@@ -218,8 +218,8 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _search_paths(package: str) -> list[Path]:
-    """The folders that a top-level package lies in. Finding its spec imports nothing."""
+def _folders_of(package: str) -> list[Path]:
+    """The folders of a top-level package; of a module, its file without the ending. Finding a spec imports nothing."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):  # ValueError: a module in sys.modules without a spec
@@ -227,8 +227,8 @@ def _search_paths(package: str) -> list[Path]:
     if spec is None:
         return []
     if spec.submodule_search_locations is not None:
-        return [Path(location).parent for location in spec.submodule_search_locations]
-    return [Path(spec.origin).parent] if spec.has_location and spec.origin is not None else []
+        return [Path(location) for location in spec.submodule_search_locations]
+    return [Path(spec.origin).with_suffix("")] if spec.has_location and spec.origin is not None else []
 
 
 def _imported_module(module: Module, node: ast.ImportFrom) -> str:

@@ -92,6 +92,7 @@ _ARGUMENTS = (
     *_methods(_ARGS, "get_attention_backends", "is the backend asked for"),
     *_methods(_ARGS, "use_mla_backend get_model_config", "unsupported models"),
     *_attributes(_ARGS, "device page_size kv_cache_dtype disable_prefill_cuda_graph", "defaults"),
+    *_attributes(_ARGS, "enable_memory_saver", "read from runtime_context.get_exec() for the FP8 pool"),
     *_attributes(
         _ARGS,
         """

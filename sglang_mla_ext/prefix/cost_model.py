@@ -8,8 +8,8 @@ For a group of `B` requests, `H` local heads and `L` prefix tokens (DeepSeek-V3'
 | grouped_absorb | B·H·L·1088 | L·576              |
 | naive          | B·H·L·320  | L·H·256 + L·64     |
 
-The time of a mode is the larger of its memory time and its matrix time, plus what its launches cost more. Rates are
-data: `configs/gpus/*.json`, measured where the file says so. This module imports neither torch nor SGLang.
+The time of a mode is the larger of its memory time and its matrix time, plus the overhead of its launches. Rates are
+data: `configs/gpus/*.json`, each with a note on what was measured. This module imports neither torch nor SGLang.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sglang_mla_ext.configs import FALLBACK_GPU, gpu_config_of, read_config_or_f
 
 logger = logging.getLogger(__name__)
 
-# Bytes of an FP8 latent row beside its content: a float32 scale, padded to 16 bytes.
+# Bytes of an FP8 latent row for its scale: a float32, padded to 16 bytes.
 _FP8_LATENT_SCALE_BYTES = 16
 
 
@@ -38,7 +38,7 @@ class Mode(Enum):
     NAIVE = "naive"
 
 
-# From the least to the most preparation; ties go to the earlier one.
+# In the order of preparation that they need; ties go to the earlier one.
 _PREFERENCE = (Mode.ABSORB, Mode.GROUPED_ABSORB, Mode.NAIVE)
 
 
@@ -115,12 +115,13 @@ class ModeRates:
         bytes_per_s: memory bandwidth when memory bounds the kernel.
         macs_per_s: MAC rate on BF16 data when the matrix units bound it (twice this is the usual FLOPS).
         fp8_macs_per_s: the same on FP8 data; None where it was not measured.
-        overhead_s, overhead_per_root_row_s: time beyond the mode's work: the first, and the second times the square
-            root of the tails' rows (requests times heads, padded as plain absorb pads them). It is that of the launches
-            which the mode adds to the tails', its merge included; or what stands for it in choices, where the file's
-            source says that it was fitted to them: then it counts only beside that of the other modes.
+        overhead_s, overhead_per_root_row_s: time beyond the mode's work: the first, plus the second times the square
+            root of the tails' rows (requests times heads, padded as plain absorb pads them). It is the time of the
+            launches that the mode adds to those for the tails, the merge included. Where the file's source says that
+            overheads were fitted to choices, only their differences between modes mean anything.
         row_tile: rows of the matrix units' smallest tile; fewer rows cost as much as this many.
-        measured: whether the rates are of this mode's kernel; mode `auto` does not take a mode whose rates are assumed.
+        measured: whether the rates were measured with this mode's kernel. Mode `auto` never chooses a mode whose rates
+            are assumed.
     """
 
     bytes_per_s: float
@@ -143,11 +144,12 @@ class GpuRates:
     """Rates of one GPU, by mode.
 
     Attributes:
-        name: as people call it.
-        l2_bytes: second-level cache; shared latent rows that fit are read from memory once, whoever asks.
+        name: for people to read.
+        l2_bytes: size of the L2 cache; shared latent rows that fit in it are read from memory once, however many
+            requests read them.
         source: what was measured, when and how, or what the numbers are derived from.
-        naive_tiles: by storage of the expanded prefix (`bf16`, `fp8_e4m3`), the naive kernel's fastest tiles, that for
-            the fewest rows first; each has the fields of the kernel's `Tile`. Empty where none were measured.
+        naive_tiles: the naive kernel's fastest tiles by storage of the expanded prefix (`bf16`, `fp8_e4m3`), in
+            ascending order of rows; each has the fields of the kernel's `Tile`. Empty where none were measured.
     """
 
     name: str
@@ -186,10 +188,10 @@ class GpuRates:
 
 
 def rates_for(device_name: str) -> GpuRates:
-    """Rates of a device by the name that torch gives it.
+    """Rates of a device, by the name that torch gives it.
 
-    An unknown device gets the H100's rates and a warning: modes are then chosen from wrong numbers, but the answers are
-    the same.
+    An unknown device gets the H100's rates and a warning: the choice of modes may then be poor, but answers stay the
+    same.
     """
     if (name := gpu_config_of(device_name)) is not None:
         return GpuRates.from_json(name)
@@ -205,8 +207,8 @@ class CostModel:
 
     Attributes:
         local_heads: query heads on this GPU.
-        expanded_element_bytes: bytes of an element of the expanded prefix: 4, 2 or 1.
-        latent_element_bytes: bytes of an element of a latent row: 4, 2 or 1. Rotary elements never have fewer than 2.
+        expanded_element_bytes: bytes per element of the expanded prefix: 4, 2 or 1.
+        latent_element_bytes: bytes per element of a latent row: 4, 2 or 1. Rotary elements take at least 2 in both.
     """
 
     dims: ModelDims
@@ -235,7 +237,7 @@ class CostModel:
         return group_size * self.local_heads * tokens * per_key
 
     def bytes_read(self, mode: Mode, group_size: int, tokens: int) -> int:
-        """Bytes of keys and values that the kernel asks for; plain absorb asks for the same rows once per request."""
+        """Bytes of keys and values that the kernel loads; plain absorb loads the same rows once per request."""
         if mode is Mode.NAIVE:
             return tokens * self.expanded_token_bytes
         readers = group_size if mode is Mode.ABSORB else 1
@@ -244,11 +246,11 @@ class CostModel:
     def seconds(self, mode: Mode, group_size: int, tokens: int) -> float:
         """Predicted time of one layer's attention to the prefix.
 
-        Two corrections to the counts above, both seen in FlashMLA's times over shared pages:
-        - Matrix units work on tiles of `row_tile` rows, and plain absorb's rows are one request's heads. With 16 heads
-          it takes as long as with 64. Grouped absorb stacks the heads of all requests, naive the requests of a head.
-        - Requests that share rows run at the same time, so the rows come from memory once if all of them fit the L2
-          cache; otherwise once per request. Reading from L2 was never the bound.
+        The counts above are corrected in two ways, both observed in FlashMLA's times over shared pages:
+        - Matrix units work on tiles of `row_tile` rows, and plain absorb's rows are one request's heads: 16 heads take
+          as long as 64. Grouped absorb stacks the heads of several requests, naive the requests of one head.
+        - Requests that share rows run at the same time, so the rows are read from memory once if all of them fit in
+          the L2 cache, and otherwise once per request. Reading from L2 was never the limit.
         """
         if tokens == 0 or group_size == 0:
             return 0.0
@@ -265,7 +267,7 @@ class CostModel:
         return max(memory_bytes / rates.bytes_per_s, matrix_s) + overhead_s
 
     def tail_rows(self, group_size: int) -> int:
-        """Rows of the matrix units' tiles in plain absorb over what the requests of a group have alone."""
+        """Rows that plain absorb computes over the private tails of a group, padded to whole tiles."""
         return group_size * _round_up(self.local_heads, self.rates.modes[Mode.ABSORB].row_tile)
 
     def best_mode(
@@ -282,7 +284,7 @@ class CostModel:
     def smallest_profitable_group(
         self, tokens: int, allowed: Collection[Mode] = (Mode.ABSORB, Mode.NAIVE), limit: int = 4096
     ) -> int | None:
-        """The smallest group for which another mode than plain absorb is cheapest; None if none up to `limit` is."""
+        """The smallest group, of at most `limit`, that plain absorb is not cheapest for; None if there is none."""
         for group_size in range(2, limit + 1):
             if self.best_mode(group_size, tokens, allowed) is not Mode.ABSORB:
                 return group_size
@@ -291,8 +293,9 @@ class CostModel:
     def threshold_batch(self, s_q: int = 1) -> float:
         """TyphoonMLA's equation 1: the batch from which reading the expanded prefix beats absorb's MACs.
 
-        Its unit of memory is a word; here bytes, so the size of an element appears. It counts the rotary part of K once
-        per head and no overhead; `smallest_profitable_group` knows both and is what decisions are made from.
+        The paper counts memory in words; here it is bytes, so the size of an element appears. The equation counts the
+        rotary part of K once per head and no overhead; decisions are made with `smallest_profitable_group`, which
+        counts both correctly.
 
         Args:
             s_q: query tokens of a request per step; 1 without speculative decoding.
@@ -303,7 +306,7 @@ class CostModel:
         return bytes_per_key / (s_q * self.dims.absorb_macs) * rate / bandwidth
 
     def _padded_macs(self, mode: Mode, group_size: int, tokens: int) -> int:
-        """MACs that the matrix units do, rows padded to their tile."""
+        """MACs that the matrix units execute, with rows padded to whole tiles."""
         tile = self.rates.modes[mode].row_tile
         if mode is Mode.NAIVE:
             return self.local_heads * _round_up(group_size, tile) * tokens * self.dims.naive_macs

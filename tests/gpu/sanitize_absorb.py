@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang_mla_ext.kernels.absorb.fp8 import AbsorbFP8
 from torch import Tensor
 
-from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb as absorb_hopper
-from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity, SharedKeys, build_group_work
+from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb
+from sglang_mla_ext.kernels.absorb.paged_fp8 import AbsorbFP8
+from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity, LatentSegment, build_segment_work
 from sglang_mla_ext.kernels.absorb.tail_schedule import schedule_tails
 from sglang_mla_ext.kernels.merge import merge
 from sglang_mla_ext.kernels.reference import attention as reference
@@ -25,7 +26,7 @@ PROGRAMS = 3
 
 
 def pages_of(lengths: tuple[int, ...], spare: int = 2) -> tuple[Tensor, int]:
-    """A page table `[requests, pages]` in random order, and the number of pages; `spare` ones are nobody's."""
+    """A page table `[requests, pages]` in random order, and the number of pages; `spare` ones belong to no request."""
     counts = [-(-length // PAGE) for length in lengths]
     order = torch.randperm(sum(counts) + spare).int()
     table, used = torch.zeros(len(lengths), max(counts), dtype=torch.int32), 0
@@ -63,25 +64,26 @@ def absorb_error(device: str, heads: int) -> float:
     expected = torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
     capacity = AbsorbCapacity(rows, heads, PROGRAMS)
-    groups = build_group_work([SharedKeys(SHARED_ROWS, SHARED_PAGES * PAGE, rows * table.shape[1])], capacity)
+    segments = [LatentSegment(SHARED_ROWS, 0, SHARED_PAGES * PAGE)]
+    plan = build_segment_work(segments, [rows * table.shape[1]], capacity)
     work = torch.from_numpy(capacity.empty_work())
-    work[: len(groups.head)] = torch.from_numpy(groups.head)
-    work[capacity.group_segments :][: len(groups.segments)] = torch.from_numpy(groups.segments)
-    work, table, of_groups = work.to(device), table.to(device), torch.from_numpy(groups.table.buffer).to(device)
-    of_tails = torch.zeros_like(of_groups)
+    work[: len(plan.head)] = torch.from_numpy(plan.head)
+    work[capacity.segment_strips :][: len(plan.strips)] = torch.from_numpy(plan.strips)
+    work, table, of_segments = work.to(device), table.to(device), plan.table.to(device)
+    of_tails = capacity.empty_tail_table().to(device)
     schedule_tails(torch.tensor(LENGTHS, dtype=torch.int32, device=device), work, of_tails, capacity, table)
     shape = capacity.max_partial_rows, heads
     partials = torch.full((*shape, RANK), torch.nan, dtype=torch.bfloat16, device=device)
     partial_lse2 = torch.full(shape, torch.nan, device=device)
     paged = cache.view(-1, PAGE, 1, RANK + DR).to(device)
-    absorb_hopper.run(query.to(device), paged, work, table, capacity, partials, partial_lse2, softmax_scale=SCALE)
+    sm90_bf16_absorb.run(query.to(device), paged, work, table, capacity, partials, partial_lse2, softmax_scale=SCALE)
     out, lse = capacity.uncut_rows(partials, rows), torch.empty(rows, heads, device=device)
     no_lse = torch.full_like(lse, -torch.inf)
-    merge(out, no_lse, partials, partial_lse2, of_tails, capacity.table, out, lse, of_groups, out_in_partials=True)
+    merge(out, no_lse, partials, partial_lse2, of_tails, out, lse, of_segments, out_in_partials=True)
     return error(out, lse, expected, 1e-3)
 
 
-def absorb_fp8_error(device: str, kind: type[AbsorbFP8], heads: int, queries: int) -> float:
+def absorb_fp8_error(device: str, make: Callable[..., AbsorbFP8], heads: int, queries: int) -> float:
     """FP8 rows, with several query tokens of each request; the query is rounded in the kernel's call."""
     table, n_pages = pages_of(LENGTHS)
     pool = torch.full((n_pages * PAGE, LAYOUT.row_bytes), 0x7F, dtype=torch.uint8)
@@ -100,10 +102,10 @@ def absorb_fp8_error(device: str, kind: type[AbsorbFP8], heads: int, queries: in
     expected = torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
     sizes: dict[str, Any] = dict(max_requests=len(LENGTHS), heads=heads, queries=queries, num_sms=PROGRAMS)
-    absorb = kind(**sizes, device=device)
+    absorb = make(**sizes, device=device)
     lens, lse = torch.tensor(LENGTHS, dtype=torch.int32, device=device), torch.empty(query.shape[:2], device=device)
     out, pool, table = absorb.output(len(query), torch.bfloat16), pool.to(device), table.to(device)
-    absorb.prepare(lens, table)
+    absorb.begin_step(lens, table)
     absorb.run(*query.to(device).split([RANK, DR], dim=-1), pool, table, lens, SCALE, out, lse)
     return error(out, lse, expected, 0.25)
 

@@ -18,8 +18,9 @@ from functools import partial
 
 import torch
 from sanitize_absorb import absorb_error, absorb_fp8_error, rows_error
-from sglang_mla_ext.kernels.absorb.fp8 import HopperAbsorbFP8, TritonAbsorbFP8
 
+from sglang_mla_ext.kernels.absorb.paged_fp8 import TritonAbsorbFP8
+from sglang_mla_ext.kernels.dispatch import make_hopper_absorb_fp8
 from sglang_mla_ext.kernels.naive import sm90_naive, triton_naive
 from sglang_mla_ext.kernels.naive.attention import TritonSharedAttention
 from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
@@ -52,11 +53,13 @@ def cases() -> Iterator[Case]:
         yield Case(f"expand {dtype_name}", partial(expansion_error, dtype), 2e-3)
     for heads in (16, 128):
         yield Case(f"absorb bf16 {heads} heads, merge", partial(absorb_error, DEVICE, heads), 4e-3)
-        for kind, name in ((HopperAbsorbFP8, "hopper"), (TritonAbsorbFP8, "portable")):
+        for kind, name in ((make_hopper_absorb_fp8, "hopper"), (TritonAbsorbFP8, "portable")):
             for queries in (1, 2):  # two tokens of 16 heads share a tile of 64 rows, one has a tile of its own kernel
                 check = partial(absorb_fp8_error, DEVICE, kind, heads, queries=queries)
                 yield Case(f"absorb fp8 {name} {heads} heads x {queries}, merge", check, 6e-2)
-    yield Case("absorb fp8 hopper 8 heads x 2, merge", partial(absorb_fp8_error, DEVICE, HopperAbsorbFP8, 8, 2), 6e-2)
+    yield Case(
+        "absorb fp8 hopper 8 heads x 2, merge", partial(absorb_fp8_error, DEVICE, make_hopper_absorb_fp8, 8, 2), 6e-2
+    )
     yield Case("portable fp8 rows", partial(rows_error, DEVICE), 1e-9)
 
 

@@ -17,11 +17,12 @@ import torch
 from bench.cases import Case as RivalCase
 from bench.rivals import flashmla_bf16, flashmla_fp8
 from bench.timing import captured, time_ms
-from sglang_mla_ext.kernels.absorb.fp8 import AbsorbFP8, HopperAbsorbFP8, TritonAbsorbFP8, make_absorb_fp8
 from test_fp8_cache_gpu import DEVICE, LAYOUT, LSE_BOUND, PAGE, RANK, SCALE, Cache, queries
 
+from sglang_mla_ext.kernels.absorb.paged_fp8 import AbsorbFP8, HopperAbsorbFP8, TritonAbsorbFP8
 from sglang_mla_ext.kernels.absorb.quantize_query import quantize_query
 from sglang_mla_ext.kernels.absorb.sm90_parts.fp8_query import for_tma
+from sglang_mla_ext.kernels.dispatch import make_absorb_fp8, make_hopper_absorb_fp8
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import FP8
 
@@ -36,7 +37,7 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out = torch.full(q[0].shape, torch.nan, dtype=dtype, device=DEVICE)
     lse = torch.full(q[0].shape[:2], torch.nan, device=DEVICE)
-    absorb.prepare(cache.lens, cache.table)
+    absorb.begin_step(cache.lens, cache.table)
     absorb.run(*q, cache.pool, cache.table, cache.lens, SCALE, out, lse)
     return out, lse
 
@@ -56,7 +57,7 @@ def assert_as_good_as_the_steps(
 def test_odd_lengths(heads: int) -> None:
     torch.manual_seed(heads)
     cache, q = Cache(ODD_LENGTHS * 3), queries(3 * len(ODD_LENGTHS), heads)
-    absorb = HopperAbsorbFP8(max_requests=len(cache.lens) + SPARE_ROWS, heads=heads, device=DEVICE)
+    absorb = make_hopper_absorb_fp8(max_requests=len(cache.lens) + SPARE_ROWS, heads=heads, device=DEVICE)
     first, again = run(absorb, cache, q), run(absorb, cache, q)
     print(f"\n{heads} heads:")
     assert_as_good_as_the_steps(first, cache, q)
@@ -82,7 +83,7 @@ def test_odd_lengths(heads: int) -> None:
 def test_long_ones_and_many(lens: tuple[int, ...], heads: int) -> None:
     torch.manual_seed(0)
     cache, q = Cache(lens), queries(len(lens), heads)
-    absorb = HopperAbsorbFP8(max_requests=len(lens), heads=heads, device=DEVICE)
+    absorb = make_hopper_absorb_fp8(max_requests=len(lens), heads=heads, device=DEVICE)
     print(f"\n{len(lens)} requests, {heads} heads:")
     assert_as_good_as_the_steps(run(absorb, cache, q), cache, q)
 
@@ -93,7 +94,7 @@ def test_sums_over_many_keys_are_not_biased(heads: int) -> None:
     rounding alone does not. See test_fp8_gpu.py."""
     torch.manual_seed(0)
     cache, q = Cache((26472,), mean=0.5), queries(1, heads)
-    absorb = HopperAbsorbFP8(max_requests=1, heads=heads, device=DEVICE, num_sms=1)  # no key range is cut
+    absorb = make_hopper_absorb_fp8(max_requests=1, heads=heads, device=DEVICE, num_sms=1)  # no key range is cut
     out, exact = run(absorb, cache, q)[0].double(), cache.exact(*q)
     share = ((out * exact).sum() / exact.square().sum()).item()
     print(f"\n{heads} heads: {share:.5f} of the exact result, {reference.errors(out, exact).rel_l2:.5f}")
@@ -105,7 +106,7 @@ def test_a_nan_row_is_seen_by_those_who_attend_to_it_only(heads: int) -> None:
     torch.manual_seed(0)
     cache, q = Cache((300, 300, 300)), queries(3, heads)
     LAYOUT.scale(cache.pool)[cache.table[1, 2].long() * PAGE + 5] = torch.nan
-    out, _ = run(HopperAbsorbFP8(max_requests=3, heads=heads, device=DEVICE), cache, q)
+    out, _ = run(make_hopper_absorb_fp8(max_requests=3, heads=heads, device=DEVICE), cache, q)
     assert out[[0, 2]].isfinite().all() and not out[1].isfinite().any()
 
 
@@ -117,7 +118,7 @@ def test_a_nan_row_that_only_the_last_query_token_sees(heads: int) -> None:
         page, row = divmod(length - 1, PAGE)
         LAYOUT.scale(cache.pool)[cache.table[request, page].long() * PAGE + row] = torch.nan
         LAYOUT.content(cache.pool)[cache.table[request, page].long() * PAGE + row] = 0.0  # as rows are written
-    out, lse = run(HopperAbsorbFP8(max_requests=2, heads=heads, queries=2, device=DEVICE), cache, q)
+    out, lse = run(make_hopper_absorb_fp8(max_requests=2, heads=heads, queries=2, device=DEVICE), cache, q)
     assert out[::2].isfinite().all() and lse[::2].isfinite().all()
     assert not out[1::2].isfinite().any() and not lse[1::2].isfinite().any()
 
@@ -146,7 +147,7 @@ def test_queries_as_callers_have_them(heads: int, query_tokens: int) -> None:
     q[0][-1, 1, 300], q[1][-1, 2, 9], q[0][-1, 3, 511] = torch.nan, torch.inf, -torch.inf
     odd = torch.empty(tokens, heads, RANK + 4, dtype=torch.bfloat16, device=DEVICE)[..., :RANK].copy_(q[0])
     assert for_tma(q[0]) is q[0] and for_tma(q[1]) is q[1] and for_tma(odd) is not odd
-    absorb = HopperAbsorbFP8(max_requests=len(ODD_LENGTHS), heads=heads, queries=query_tokens, device=DEVICE)
+    absorb = make_hopper_absorb_fp8(max_requests=len(ODD_LENGTHS), heads=heads, queries=query_tokens, device=DEVICE)
     out, lse = run(absorb, cache, q)
     wrong = torch.zeros_like(lse, dtype=torch.bool)
     wrong[-1, 1:4] = True
@@ -166,27 +167,27 @@ def test_a_graph_follows_other_lengths_and_pages(heads: int) -> None:
     q, rows = queries(len(longest), heads), len(longest)
     pool = torch.cat([cache.pool for cache in caches])
     width = max(cache.table.shape[1] for cache in caches)
-    absorb = HopperAbsorbFP8(max_requests=rows + SPARE_ROWS, heads=heads, device=DEVICE)
+    absorb = make_hopper_absorb_fp8(max_requests=rows + SPARE_ROWS, heads=heads, device=DEVICE)
     table = torch.zeros(rows, width, dtype=torch.int32, device=DEVICE)
     lens = torch.ones(rows, dtype=torch.int32, device=DEVICE)
     out, lse = torch.empty(rows, heads, RANK, device=DEVICE), torch.empty(rows, heads, device=DEVICE)
 
-    absorb.prepare(lens, table)
+    absorb.begin_step(lens, table)
     absorb.run(*q, pool, table, lens, SCALE, out, lse)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         absorb.run(*q, pool, table, lens, SCALE, out, lse)
-    other = HopperAbsorbFP8(max_requests=rows, heads=heads, device=DEVICE)
+    other = make_hopper_absorb_fp8(max_requests=rows, heads=heads, device=DEVICE)
     for missing in (400, 130, 64, 1, 0):
         for cache, first_page in ((caches[0], 0), (caches[1], len(caches[0].pool) // PAGE)):
             cache_table = cache.table.where(cache.table == 1 << 30, cache.table + first_page)
             table[:, : cache.table.shape[1]] = cache_table
             lens.copy_((cache.lens - missing).clamp(min=0))
             out.fill_(torch.nan)
-            absorb.prepare(lens, table)
+            absorb.begin_step(lens, table)
             graph.replay()
             expected, expected_lse = torch.empty_like(out), torch.empty_like(lse)
-            other.prepare(lens, table)
+            other.begin_step(lens, table)
             other.run(*q, pool, table, lens, SCALE, expected, expected_lse)
             assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
             if not missing:
@@ -214,14 +215,14 @@ def test_query_tokens_are_requests_that_read_the_same_pages(heads: int) -> None:
     a tile, of another kernel; each for itself, keys may be cut elsewhere."""
     torch.manual_seed(0)
     cache, q = Cache(ODD_LENGTHS), queries(2 * len(ODD_LENGTHS), heads)
-    absorb = HopperAbsorbFP8(max_requests=len(ODD_LENGTHS), heads=heads, queries=2, device=DEVICE)
+    absorb = make_hopper_absorb_fp8(max_requests=len(ODD_LENGTHS), heads=heads, queries=2, device=DEVICE)
     out, lse = absorb.output(len(q[0]), torch.bfloat16), torch.full(q[0].shape[:2], torch.nan, device=DEVICE)
-    absorb.prepare(cache.lens, cache.table)
+    absorb.begin_step(cache.lens, cache.table)
     absorb.run(*q, cache.pool, cache.table, cache.lens, SCALE, out, lse)
     out = out.clone()  # the next run of this object writes there
     elsewhere, same_lse = run(absorb, cache, q, torch.bfloat16)
     assert torch.equal(out, elsewhere) and torch.equal(lse, same_lse)
-    single = HopperAbsorbFP8(max_requests=len(out), heads=heads, device=DEVICE)
+    single = make_hopper_absorb_fp8(max_requests=len(out), heads=heads, device=DEVICE)
     cache.lens = torch.stack([cache.lens - 1, cache.lens], dim=1).flatten().clamp(min=0)
     cache.table = cache.table.repeat_interleave(2, 0)
     expected, expected_lse = run(single, cache, q, torch.bfloat16)
@@ -255,15 +256,15 @@ def test_times(requests: int, heads: int, length: int) -> None:
     torch.manual_seed(0)
     cache, q = Cache((length,) * requests), queries(requests, heads)
     sizes: dict[str, Any] = dict(max_requests=requests, heads=heads, device=DEVICE)
-    kinds: dict[str, AbsorbFP8] = {"own": HopperAbsorbFP8(**sizes), "Triton": TritonAbsorbFP8(**sizes)}
+    kinds: dict[str, AbsorbFP8] = {"own": make_hopper_absorb_fp8(**sizes), "Triton": TritonAbsorbFP8(**sizes)}
     out, lse = torch.empty_like(q[0]), torch.empty(q[0].shape[:2], device=DEVICE)
     us = {}
     for name, absorb in kinds.items():
-        absorb.prepare(cache.lens, cache.table)
+        absorb.begin_step(cache.lens, cache.table)
         us[name] = captured_us(
             lambda: absorb.run(*q, cache.pool, cache.table, cache.lens, SCALE, out, lse)  # noqa: B023
         )
-    us["prepare"] = captured_us(lambda: kinds["own"].prepare(cache.lens, cache.table))
+    us["begin_step"] = captured_us(lambda: kinds["own"].begin_step(cache.lens, cache.table))
     try:
         rival = RivalCase(prefix=0, tail=length, heads=heads, sizes=(), alone=requests)
         us["FlashMLA"], us["FlashMLA FP8"] = captured_us(flashmla_bf16(rival)), captured_us(flashmla_fp8(rival))

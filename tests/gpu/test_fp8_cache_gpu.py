@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_mla_ext.kernels.absorb.fp8 import TritonAbsorbFP8
 
+from sglang_mla_ext.kernels.absorb.paged_fp8 import TritonAbsorbFP8
 from sglang_mla_ext.kernels.dispatch import append_rows, fetch_rows
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference import fp8 as reference_fp8

@@ -11,18 +11,21 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_mla_ext.kernels.absorb.fp8 import HopperAbsorbFP8
 from test_absorb_fp8_hopper_gpu import captured_us
 from test_fp8_cache_gpu import LAYOUT, LSE_BOUND
-from test_grouped_gpu import DEVICE, DTYPE, NAN, RANK, ROPE, SCALE, SPARE_ROWS, Case, Problem, cases
+from test_grouped_gpu import DEVICE, DTYPE, NAN, RANK, ROPE, SCALE, SPARE_ROWS, Case, Problem, cases, parts_of
 
-from sglang_mla_ext.adapter.limits import PAGE_SIZE
-from sglang_mla_ext.kernels.dispatch import append_rows
+from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
+from sglang_mla_ext.kernels.constants import PAGE_TOKENS
+from sglang_mla_ext.kernels.dispatch import (
+    append_rows,
+    make_grouped_absorb_fp8,
+    make_hopper_absorb_fp8,
+    make_hopper_grouped_absorb_fp8,
+)
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
 from sglang_mla_ext.kernels.storage.latent_rows import dequantize
-from sglang_mla_ext.prefix.cost_model import Mode
-from sglang_mla_ext.prefix.planner import Group
 
 pytestmark = pytest.mark.gpu
 
@@ -38,13 +41,8 @@ def poisoned_pool(slots: int) -> torch.Tensor:
 
 
 def make(heads: int, max_rows: int, max_tokens: int) -> Any:
-    from sglang_mla_ext.kernels.absorb.grouped import stacking_for
-    from sglang_mla_ext.kernels.absorb.grouped_fp8 import HopperGroupedAbsorbFP8
-
-    dims = dict(kv_lora_rank=RANK, qk_rope_head_dim=ROPE)
-    grouped = HopperGroupedAbsorbFP8(
-        stacking_for(heads), max_rows=max_rows, max_tokens=max_tokens, dtype=DTYPE, device=DEVICE, **dims
-    )
+    dims = dict(heads=heads, kv_lora_rank=RANK, qk_rope_head_dim=ROPE, dtype=DTYPE, device=DEVICE)
+    grouped = make_hopper_grouped_absorb_fp8(max_rows=max_rows, max_tokens=max_tokens, **dims)
     grouped._partial_out.fill_(NAN)  # what is there before the first step must not matter
     grouped._partial_lse2.fill_(NAN)
     return grouped
@@ -60,12 +58,12 @@ class FP8Problem(Problem):
         self.pool = poisoned_pool(len(rows))
         append_rows(rows[slots, :RANK], rows[slots, RANK:], slots, self.pool)
 
-    def make(self, kind: str = "") -> Any:
+    def make(self) -> Any:
         return make(self.case.heads, self.case.rows + SPARE_ROWS, self.req_to_token.shape[1])
 
     def run(self, grouped: Any) -> Result:
         """What later runs do not overwrite."""
-        out, lse = grouped.run(self.q, self.pool, SCALE)
+        out, lse = grouped.run(*parts_of(self.q), self.pool, SCALE)
         return out.clone(), lse
 
     def check(self, actual: Result) -> None:
@@ -115,7 +113,7 @@ def test_a_graph_follows_later_plans_and_lengths(heads: int) -> None:
     problem.run(grouped)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = grouped.run(problem.q, problem.pool, SCALE)
+        out, lse = grouped.run(*parts_of(problem.q), problem.pool, SCALE)
     shared = torch.zeros(case.rows, dtype=torch.long)
     for group in problem.groups:
         shared[list(group.rows)] = group.end
@@ -141,8 +139,8 @@ def test_steps_of_other_sizes_do_not_disturb_each_other() -> None:
         problem.plan(grouped, list(range(len(problem.groups))))
         kept.append((problem, problem.run(grouped)))
     grouped.plan([], 0)
-    grouped.prepare(large.req_to_token, *(torch.zeros(0, dtype=torch.int32, device=DEVICE),) * 3)
-    assert grouped.run(large.q[:0], large.pool, SCALE)[0].shape == (0, 16, RANK)
+    grouped.begin_step(large.req_to_token, *(torch.zeros(0, dtype=torch.int32, device=DEVICE),) * 3)
+    assert grouped.run(*parts_of(large.q[:0]), large.pool, SCALE)[0].shape == (0, 16, RANK)
     print()
     for problem, actual in kept:
         problem.check(actual)
@@ -150,20 +148,18 @@ def test_steps_of_other_sizes_do_not_disturb_each_other() -> None:
 
 @pytest.mark.parametrize("heads", [8, 16, 32])
 def test_it_runs_on_a_hopper_gpu(heads: int) -> None:
-    from sglang_mla_ext.kernels.absorb.grouped import stacking_for
-    from sglang_mla_ext.kernels.absorb.grouped_fp8 import make_grouped_absorb_fp8
-
-    problem = FP8Problem(Case((3,), (128,), heads))
+    problem, failures = FP8Problem(Case((3,), (128,), heads)), []
     grouped = make_grouped_absorb_fp8(
         problem.req_to_token,
         problem.pool,
-        stacking_for(heads),
+        heads=heads,
         layout=LAYOUT,
         dtype=DTYPE,
+        on_failure=lambda reason, error: failures.append(f"{reason}: {error}"),
         max_rows=problem.case.rows + SPARE_ROWS,
         max_tokens=problem.req_to_token.shape[1],
     )
-    assert grouped is not None
+    assert grouped is not None, failures
     problem.plan(grouped, [0])
     print()
     problem.check(problem.run(grouped))
@@ -174,12 +170,14 @@ def test_times(heads: int, requests: int = 128, prefix: int = 26472, tail: int =
     """Beside every request reading all of its keys. Whole pages are shared; what is left of the prefix is in the tails.
     Rounding of the query and merge included."""
     torch.manual_seed(0)
-    shared, length = prefix // PAGE_SIZE, prefix + tail
-    end, own = shared * PAGE_SIZE, -(-length // PAGE_SIZE) - shared
+    shared, length = prefix // PAGE_TOKENS, prefix + tail
+    end, own = shared * PAGE_TOKENS, -(-length // PAGE_TOKENS) - shared
     pages = torch.randperm(shared + requests * own, device=DEVICE, dtype=torch.int32)
     table = torch.cat([pages[:shared].expand(requests, -1), pages[shared:].view(requests, own)], dim=1)  # [B, pages]
-    req_to_token = (table[..., None] * PAGE_SIZE + torch.arange(PAGE_SIZE, dtype=torch.int32, device=DEVICE)).flatten(1)
-    pool = poisoned_pool(len(pages) * PAGE_SIZE)
+    req_to_token = (
+        table[..., None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, dtype=torch.int32, device=DEVICE)
+    ).flatten(1)
+    pool = poisoned_pool(len(pages) * PAGE_TOKENS)
     for slots in req_to_token[:, :length].unique().long().split(1 << 14):
         parts = (torch.randn(len(slots), dim, device=DEVICE, dtype=DTYPE) for dim in (RANK, ROPE))
         append_rows(*parts, slots, pool)
@@ -188,25 +186,25 @@ def test_times(heads: int, requests: int = 128, prefix: int = 26472, tail: int =
     lens = torch.full((requests,), length, dtype=torch.int32, device=DEVICE)
     indices = torch.arange(requests, device=DEVICE)
 
-    absorb = HopperAbsorbFP8(max_requests=requests, heads=heads, device=DEVICE)
+    absorb = make_hopper_absorb_fp8(max_requests=requests, heads=heads, device=DEVICE)
     out = torch.empty(requests, heads, RANK, device=DEVICE, dtype=DTYPE)
     lse = torch.empty(requests, heads, device=DEVICE)
     us = {}
     ways = ("tails alone", lens - end, table[:, shared:].contiguous()), ("each for itself", lens, table)
     for name, some_lens, some_table in ways:
-        absorb.prepare(some_lens, some_table)
+        absorb.begin_step(some_lens, some_table)
         us[name] = captured_us(
             lambda: absorb.run(*parts_of_q, pool, some_table, some_lens, SCALE, out, lse)  # noqa: B023
         )
     grouped = make(heads, requests, req_to_token.shape[1])
-    grouped.plan([Group(tuple(range(requests)), None, 0, end, Mode.GROUPED_ABSORB)], requests)
+    grouped.plan([LatentSegment(tuple(range(requests)), 0, end)], requests)
     ends = torch.full_like(lens, end)
     for name, some_lens in (("prefix alone", ends), ("grouped", lens)):
-        grouped.prepare(req_to_token, indices, some_lens, ends)
-        us[name] = captured_us(lambda: grouped.run(q, pool, SCALE))
-    us["prepare"] = captured_us(lambda: grouped.prepare(req_to_token, indices, lens, ends))
+        grouped.begin_step(req_to_token, indices, some_lens, ends)
+        us[name] = captured_us(lambda: grouped.run(*parts_of_q, pool, SCALE))
+    us["begin_step"] = captured_us(lambda: grouped.begin_step(req_to_token, indices, lens, ends))
     print(f"\n{requests} x ({prefix} + {tail}), {heads} heads; us:", {name: round(one, 1) for name, one in us.items()})
-    ours = grouped.run(q, pool, SCALE)
+    ours = grouped.run(*parts_of_q, pool, SCALE)
     assert reference.errors(ours[0], out).rel_l2 < 0.05
     torch.testing.assert_close(ours[1], lse, rtol=0, atol=LSE_BOUND)
     assert us["grouped"] < us["each for itself"]

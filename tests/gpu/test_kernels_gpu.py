@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import triton
 from triton.testing import do_bench_cudagraph
 
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, whole_query
@@ -37,14 +38,16 @@ class Case:
     heads: int
     alone: int = 0  # rows in no group
     sharpness: float = 1.0  # standard deviation of the scores
+    nested: bool = False  # the rows of a group are also in all groups before it
 
     @property
     def rows(self) -> int:
-        return sum(self.groups) + self.alone
+        return (max if self.nested else sum)(self.groups) + self.alone
 
     def __str__(self) -> str:
         pairs = list(zip(self.groups, self.prefix, strict=True))
         groups = "+".join(f"{n}x{length}" for n, length in pairs[:4]) + f"+{len(pairs) - 4}more" * (len(pairs) > 4)
+        groups += "-nested" * self.nested
         return f"{groups}-alone{self.alone}-h{self.heads}-sharp{self.sharpness:g}"
 
 
@@ -60,6 +63,8 @@ def cases():
     yield Case((5, 64, 17, 2), (257, 4759, 1000, 7069), heads=128, alone=7)
     yield Case((5, 64, 17, 2), (257, 4759, 1000, 7069), heads=16, alone=7, sharpness=4.0)
     yield Case((100, *[1] * 40), (7069, *range(1, 1600, 40)), heads=32)
+    yield Case((130, 60, 9), (2048, 512, 333), heads=16, alone=3, nested=True)
+    yield Case((96, 40, 40, 7), (2048, 256, 768, 1001), heads=128, nested=True)
 
 
 class Problem:
@@ -78,7 +83,7 @@ class Problem:
             tensor.fill_(NAN)
         self.groups, self.keys = [], []
         for size, length, n_chunks in zip(case.groups, case.prefix, chunks_of, strict=True):
-            rows, order = tuple(order[:size]), order[size:]
+            rows, order = tuple(order[:size]), order if case.nested else order[size:]
             chunks, chunk_ids = tuple(chunk_ids[:n_chunks]), chunk_ids[n_chunks:]
             k_nope, v, k_rope = (
                 self.randn(length, case.heads, DN),
@@ -100,7 +105,8 @@ class Problem:
         return torch.randn(*shape, generator=self.generator, device="cuda", dtype=torch.float32).to(torch.bfloat16)
 
     def attention(self, portable: bool = False) -> TritonSharedAttention:
-        sizes = dict(max_rows=self.case.rows, heads=self.case.heads)
+        segments = len(self.case.groups) if self.case.nested else 1
+        sizes = dict(max_rows=self.case.rows, heads=self.case.heads, segments_per_row=segments)
         attention = make_shared_attention(self.buffers, device="cuda", portable=portable, **sizes)
         assert attention._kernel is (naive_prefix if portable else naive_prefix_hopper)
         attention._partial_out.fill_(NAN)
@@ -116,9 +122,8 @@ class Problem:
             for h in range(self.case.heads):
                 one = slice(h, h + 1)
                 q_nope, q_rope = self.q_nope[rows, one].double(), self.q_rope[rows, one].double()
-                out[rows, one], lse[rows, one] = reference.naive(
-                    q_nope, q_rope, k_nope[:, one], k_rope, v[:, one], SCALE
-                )
+                part = reference.naive(q_nope, q_rope, k_nope[:, one], k_rope, v[:, one], SCALE)
+                out[rows, one], lse[rows, one] = reference.merge(out[rows, one], lse[rows, one], *part)
         tail_lse = self.tail_lse.masked_fill(self.tail_lse == torch.inf, -torch.inf)
         return reference.merge(out, lse, self.tail_out, tail_lse)
 
@@ -221,6 +226,29 @@ def test_plans_in_quick_succession_do_not_overwrite_each_other() -> None:
     expected = {tuple(chosen): problem.expected(chosen) for chosen in plans}
     for chosen, (out, lse) in zip(plans, kept, strict=True):
         assert_equal(out, lse, expected[tuple(chosen)])
+
+
+def test_trying_out_compiles_all_that_serving_needs(portable: bool) -> None:
+    """Nothing is compiled in a step of either kind that follows, or while a graph is captured."""
+    problem = Problem(Case((40, 30), (300, 700), heads=32))
+    attention = problem.attention(portable)
+    attention.try_out(torch.bfloat16)
+    compiled = []
+    before = triton.knobs.runtime.jit_post_compile_hook
+    triton.knobs.runtime.jit_post_compile_hook = lambda **details: compiled.append(details["fn"].name)
+    try:
+        for rows in (70, 1, 64):
+            attention.plan([], rows)
+            q_nope, q_rope = problem.q_nope[:rows], problem.q_rope[:rows]
+            out, lse = problem.tail_out[:rows].clone(), problem.tail_lse[:rows].clone()
+            attention.run(LAYER, q_nope, q_rope, SCALE)
+            attention.merge(out, lse, out)
+            plan = attention.make_plan([], rows)
+            attention.run(LAYER, q_nope, q_rope, SCALE, plan)
+            attention.merge(out, lse, out, lse, plan)
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = before
+    assert not compiled
 
 
 @pytest.mark.parametrize("heads", [16, 128])

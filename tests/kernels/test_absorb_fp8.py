@@ -1,7 +1,7 @@
-"""The absorb kernel over FP8 rows in Triton's interpreter, against reference_fp8.absorb_fp8 and the exact result.
+"""The Triton absorb kernel over FP8 rows in the interpreter, against reference.fp8.absorb_fp8 and the exact result.
 
 Products are in float32 there, of operands rounded as on a GPU. Everything outside the rows of a request is NaN: the
-padding of the rows, the rest of its last page, and the pages of nobody; entries of the page table behind a request's
+padding of the rows, the rest of its last page, and pages of no request; entries of the page table behind a request's
 last page point far outside of the pool. The kernel compiles for Hopper, in a process of its own.
 """
 
@@ -26,8 +26,7 @@ from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout, dequanti
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")
-    from sglang_mla_ext.kernels.absorb.fp8 import TritonAbsorbFP8
-
+    from sglang_mla_ext.kernels.absorb.paged_fp8 import TritonAbsorbFP8
     from sglang_mla_ext.kernels.absorb.triton_fp8_absorb import absorb_fp8_kernel
 assert isinstance(absorb_fp8_kernel, interpreter.InterpretedFunction), "run `pytest tests/kernels` on its own"
 
@@ -55,7 +54,8 @@ class Case:
 
     def __str__(self) -> str:
         lens = "_".join(map(str, self.lens))
-        return f"n{lens}-h{self.heads}-q{self.queries}-p{self.page_size}-sms{self.num_sms}-{self.outlier:d}"
+        sizes = f"h{self.heads}-q{self.queries}-p{self.page_size}-r{self.rank}-sms{self.num_sms}"
+        return f"n{lens}-{sizes}-{self.outlier:d}"
 
 
 def cases():
@@ -63,12 +63,12 @@ def cases():
     yield Case((64, 0, 65))
     yield Case((0,))
     yield Case((130, 3), heads=8, num_sms=8)
-    yield Case((257, 0, 1, 64), num_sms=6)  # three runs of keys, some of them empty
-    yield Case((200,), heads=128, num_sms=5)
+    yield Case((257, 0, 1, 64), num_sms=6, rank=256)  # three runs of keys, some of them empty
+    yield Case((200,), heads=128, num_sms=5, rank=128, rope=32)
     yield Case((70, 5), page_size=1)
     yield Case((300,), page_size=1, num_sms=4)
     yield Case((129, 1, 2, 0), heads=16, queries=2)  # one key for two query tokens: the first sees none
-    yield Case((65, 128), heads=128, queries=2, num_sms=4)
+    yield Case((65, 128), heads=128, queries=2, num_sms=4, rank=128, rope=32)
     yield Case((100, 33), heads=4, rank=64, rope=16, num_sms=4)
     yield Case((300, 90), outlier=True, num_sms=4)
 
@@ -178,7 +178,7 @@ def test_rescaling_by_powers_of_two(case: Case, fp8_weights: bool) -> None:
 
 def test_errors_of_both_ways() -> None:
     """What the rounding of weights costs beside that of keys and queries."""
-    problem = Problem(Case((600, 333), num_sms=4))
+    problem = Problem(Case((400, 203), num_sms=4))
     exact = problem.expected(exact=True)
     found = [reference.errors(problem.run(fp8_weights)[0], exact[0]).rel_l2 for fp8_weights in (True, False)]
     print(f"relative L2 errors: weights in e4m3 {found[0]:.4f}, in BF16 {found[1]:.5f}")
@@ -245,8 +245,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from sglang_mla_ext.kernels.absorb import triton_fp8_absorb as absorb_fp8
-from sglang_mla_ext.kernels.storage.expanded import FP8_MAX
-from sglang_mla_ext.kernels.merge import LN2
+from sglang_mla_ext.kernels.constants import FP8_MAX, LN2
 
 def compile_for_hopper(heads, page_size, fp8_weights, rescale="multiply"):
     kernel = absorb_fp8.absorb_fp8_kernel

@@ -13,25 +13,22 @@ from typing import Any
 import pytest
 import torch
 from gluon_in_torch import Descriptor, Place, Pointer, Program
-from sglang_mla_ext.kernels.absorb.fp8 import HopperAbsorbFP8, TritonAbsorbFP8, make_absorb_fp8
 from test_absorb_fp8 import LAYOUT, NAN, SOFTMAX_SCALE, Case, Problem, assert_close, converts_like_a_gpu  # noqa: F401
 from torch import Tensor
 
-from sglang_mla_ext.kernels.absorb import sm90_fp8_absorb as absorb_fp8_hopper
-from sglang_mla_ext.kernels.absorb import sm90_fp8_few_heads as absorb_fp8_few_heads
+from sglang_mla_ext.kernels.absorb import sm90_fp8_absorb, sm90_fp8_few_heads
+from sglang_mla_ext.kernels.absorb.paged_fp8 import HopperAbsorbFP8, TritonAbsorbFP8
 from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity
-from sglang_mla_ext.kernels.absorb.sm90_parts import bf16_consumers as absorb_consumers_hopper
-from sglang_mla_ext.kernels.absorb.sm90_parts import fp8_consumers as absorb_fp8_consumers_hopper
-from sglang_mla_ext.kernels.absorb.sm90_parts import fp8_query as absorb_fp8_query_hopper
-from sglang_mla_ext.kernels.absorb.sm90_parts import fp8_tiles as absorb_fp8_tiles_hopper
-from sglang_mla_ext.kernels.merge import LOG2E
+from sglang_mla_ext.kernels.absorb.sm90_parts import fp8_consumers, fp8_query, fp8_tiles, work_items
+from sglang_mla_ext.kernels.constants import LOG2E
+from sglang_mla_ext.kernels.dispatch import make_absorb_fp8, make_hopper_absorb_fp8
 from sglang_mla_ext.kernels.storage.expanded import to_fp8
 
 # Weights that fall on the other side of a rounding step, because blocks come in another order.
 BOUND = 2e-3
 
 ODD_LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 192, 193, 320, 599)
-COMMON = [absorb_consumers_hopper, absorb_fp8_tiles_hopper, absorb_fp8_query_hopper]
+COMMON = [work_items, fp8_tiles, fp8_query]
 
 
 def _clear_behind(pairs: Place, first: int, valid: int) -> None:
@@ -63,15 +60,15 @@ class InTorch:
         self.changes = {name: lambda *_, function=function: function for name, function in BYTES.items()} | faults
 
     def hopper(self, *arguments: Any, **options: Any) -> None:
-        modules = [*COMMON, absorb_fp8_consumers_hopper, absorb_fp8_hopper]
+        modules = [*COMMON, fp8_consumers, sm90_fp8_absorb]
         capacity = arguments[5]
-        constants = dict(SLOTS=absorb_fp8_hopper.SLOTS, HEADS=capacity.query_heads, QUERIES=capacity.stacked)
+        constants = dict(SLOTS=sm90_fp8_absorb.SLOTS, HEADS=capacity.query_heads, QUERIES=capacity.stacked)
         self._run(modules, "absorb_fp8_hopper_kernel", constants, *arguments, **options)
 
     def few(self, *arguments: Any, **options: Any) -> None:
         capacity = arguments[5]
         constants = dict(N=capacity.tile_rows, HEADS=capacity.query_heads, QUERIES=capacity.stacked)
-        self._run([*COMMON, absorb_fp8_few_heads], "absorb_fp8_few_heads_kernel", constants, *arguments, **options)
+        self._run([*COMMON, sm90_fp8_few_heads], "absorb_fp8_few_heads_kernel", constants, *arguments, **options)
 
     def _run(
         self,
@@ -88,7 +85,7 @@ class InTorch:
         partial_lse2: Tensor,
         softmax_scale: float,
     ) -> None:
-        absorb_fp8_hopper.check(q_absorbed, q_rope, pool, work, capacity, partial_out, partial_lse2, softmax_scale)
+        sm90_fp8_absorb.check(q_absorbed, q_rope, pool, work, capacity, partial_out, partial_lse2, softmax_scale)
         query = q_absorbed, q_rope
         scales = LAYOUT.scale(pool)[:, None].expand(-1, 4)
         table = page_table.as_strided([page_table.shape[0] * page_table.stride(0)], [1])
@@ -96,7 +93,7 @@ class InTorch:
             program = Program(modules, index, capacity.programs, self.seed, self.changes)
             program.run(
                 kernel,
-                *(Descriptor(absorb_fp8_query_hopper.for_tma(q), [1, capacity.segment, 64], 2) for q in query),
+                *(Descriptor(fp8_query.for_tma(q), [1, capacity.strip_rows, 64], 2) for q in query),
                 Descriptor(LAYOUT.content(pool).float(), [64, 512], 1),
                 Descriptor(LAYOUT.rope(pool).float(), [64, 64], 2),
                 Descriptor(scales, [64, 4], 4),
@@ -122,10 +119,10 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> Any:
         own_output: bool = True,
     ) -> tuple[Tensor, Tensor]:
         stand_in, case = InTorch(seed, faults or {}), problem.case
-        monkeypatch.setattr(absorb_fp8_hopper, "run", stand_in.hopper)
-        monkeypatch.setattr(absorb_fp8_few_heads, "run", stand_in.few)
+        monkeypatch.setattr(sm90_fp8_absorb, "run", stand_in.hopper)
+        monkeypatch.setattr(sm90_fp8_few_heads, "run", stand_in.few)
         sizes: dict[str, Any] = dict(max_requests=len(case.lens) + 2, heads=case.heads, queries=case.queries)
-        absorb = HopperAbsorbFP8(**sizes, device="cpu", num_sms=case.num_sms)
+        absorb = make_hopper_absorb_fp8(**sizes, device="cpu", num_sms=case.num_sms)
         absorb._partial_out = absorb._partial_out.float().fill_(NAN)  # so that rounding them hides nothing
         absorb._partial_lse2.fill_(NAN)
         out, lse = torch.full(problem.q_absorbed.shape, NAN), torch.full(problem.q_absorbed.shape[:2], NAN)
@@ -139,7 +136,7 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> Any:
                 behind = table[n : case.lens[row]] * case.page_size + torch.arange(n, case.lens[row]) % case.page_size
                 pool[behind] = 0x7F
                 LAYOUT.scale(pool)[behind], LAYOUT.rope(pool)[behind] = NAN, NAN
-            absorb.prepare(step, problem.table)
+            absorb.begin_step(step, problem.table)
             query = problem.q_absorbed, problem.q_rope
             absorb.run(*query, pool, problem.table, step, SOFTMAX_SCALE, out, lse)
         return out, lse
@@ -216,12 +213,12 @@ def test_what_does_not_fit_is_refused() -> None:
     sizes: dict[str, Any] = dict(max_requests=2, device="cpu")
     for wrong in (dict(heads=20), dict(heads=16, page_size=32)):
         with pytest.raises(ValueError, match="the kernels for Hopper take"):
-            HopperAbsorbFP8(**sizes, **wrong)
-    absorb = HopperAbsorbFP8(**sizes, heads=16)
+            make_hopper_absorb_fp8(**sizes, **wrong)
+    absorb = make_hopper_absorb_fp8(**sizes, heads=16)
     q, table = torch.zeros(2, 16, 576), torch.zeros(2, 3, dtype=torch.int32)
     pool, lens = torch.zeros(128, LAYOUT.row_bytes, dtype=torch.uint8), torch.ones(2, dtype=torch.int32)
     arguments = q[..., :512], q[..., 512:], pool, table, lens, 1.0, torch.zeros(2, 16, 512), torch.zeros(2, 16)
-    with pytest.raises(ValueError, match="prepared for"):
+    with pytest.raises(ValueError, match="must be those of begin_step"):
         absorb.run(*arguments)
 
 
@@ -230,12 +227,12 @@ def test_where_a_way_does_not_run_the_other_is_taken(monkeypatch: pytest.MonkeyP
     sizes: dict[str, Any] = dict(max_requests=2, heads=16, dtype=torch.float32)
     assert isinstance(make_absorb_fp8(pool, **sizes, on_failure=lambda *_: told.append(1)), TritonAbsorbFP8)
     assert not told, "on a CPU there is no other way"
-    monkeypatch.setattr(absorb_fp8_hopper, "supports", lambda *_: True)
+    monkeypatch.setattr(sm90_fp8_absorb, "supports", lambda *_: True)
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("out of shared memory")
 
-    monkeypatch.setattr(absorb_fp8_few_heads, "run", fail)
+    monkeypatch.setattr(sm90_fp8_few_heads, "run", fail)
     failed = make_absorb_fp8(pool, **sizes, on_failure=lambda reason, error: told.append((reason, str(error))))
     assert isinstance(failed, TritonAbsorbFP8)
     assert told == [
@@ -244,17 +241,17 @@ def test_where_a_way_does_not_run_the_other_is_taken(monkeypatch: pytest.MonkeyP
             "out of shared memory",
         )
     ]
-    monkeypatch.setattr(absorb_fp8_few_heads, "run", lambda *_, **__: None)
+    monkeypatch.setattr(sm90_fp8_few_heads, "run", lambda *_, **__: None)
     assert isinstance(make_absorb_fp8(pool, **sizes, on_failure=fail), HopperAbsorbFP8)
-    monkeypatch.setattr(absorb_fp8_hopper, "run", lambda *_, **__: None)
+    monkeypatch.setattr(sm90_fp8_absorb, "run", lambda *_, **__: None)
     assert isinstance(make_absorb_fp8(pool, **sizes, on_failure=fail, queries=2), HopperAbsorbFP8)  # 32 rows
 
 
 def test_an_empty_batch() -> None:
-    absorb = HopperAbsorbFP8(max_requests=2, heads=16, device="cpu")
+    absorb = make_hopper_absorb_fp8(max_requests=2, heads=16, device="cpu")
     for dtype in (torch.bfloat16, torch.float32):
         assert absorb.output(0, dtype).shape == (0, 16, 512)
-    absorb.prepare(torch.zeros(0, dtype=torch.int32), torch.zeros(0, 1, dtype=torch.int32))
+    absorb.begin_step(torch.zeros(0, dtype=torch.int32), torch.zeros(0, 1, dtype=torch.int32))
     q, pool = torch.zeros(0, 16, 576), torch.zeros(64, LAYOUT.row_bytes, dtype=torch.uint8)
     lens, table = torch.zeros(0, dtype=torch.int32), torch.zeros(0, 1, dtype=torch.int32)
     out, lse = absorb.output(0, torch.bfloat16), torch.zeros(0, 16)
@@ -262,5 +259,5 @@ def test_an_empty_batch() -> None:
 
 
 def test_the_workspace_is_bounded() -> None:
-    absorb = HopperAbsorbFP8(max_requests=1024, heads=128, device="cpu", num_sms=132)
+    absorb = make_hopper_absorb_fp8(max_requests=1024, heads=128, device="cpu", num_sms=132)
     assert absorb.workspace_bytes < 150 << 20

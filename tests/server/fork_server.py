@@ -4,10 +4,10 @@ A server is three processes, and SGLang spawns two of them, so that each imports
 two cores half a minute and more for a server whose model loads in two seconds. A fork starts with everything imported.
 
 From the fork on it is `python -m LAUNCHER ARGUMENTS`: the same module run as `__main__`, with its own environment, log
-and session, and an interpreter that ends as usual. Two things differ from the command line, both in `_run`: a module
-constant that SGLang takes from the environment at import was taken from this process's, and SGLang's scheduler and
-detokenizer are forked from the launcher instead of being spawned by it. What a spawned process would have anew
-(plug-ins not loaded, default signal handlers) they have too.
+and session, and an interpreter that ends as usual. Two things differ from the command line. Environment variables that
+SGLang reads at import have the values of this process. And SGLang's scheduler and detokenizer are forked from the
+launcher instead of being spawned by it; what a spawned process has anew, they have too: plug-ins not loaded yet, and
+default signal handlers.
 
 Only for the CPU: CUDA does not survive a fork.
 """
@@ -32,15 +32,12 @@ from typing import IO, Any
 
 MESSAGE_BYTES = 1 << 20
 
-IMPORTED_FIRST = "sglang_mla_ext.adapter.launch_server"
-"""Puts the stand-ins in place that SGLang's import needs on a CPU."""
 IMPORTED = (
+    "sglang_mla_ext.launch_server",  # first: puts the stand-ins in place that SGLang's import needs on a CPU
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.models.registry",
-    "sglang_mla_ext.adapter.hooks",
-    "sglang_mla_ext.adapter.cpu.backend",
 )
 
 
@@ -161,13 +158,10 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
     """Become the launcher."""
     from multiprocessing.context import SpawnProcess
 
-    from sglang.srt.managers import scheduler
     from sglang.srt.utils.common import kill_itself_when_parent_died
 
     kill_itself_when_parent_died()
     os.environ.update(environment)
-    for name in ("TEST_RETRACT", "TEST_RETRACT_INTERVAL"):
-        setattr(scheduler, name, getattr(scheduler.envs, f"SGLANG_{name}").get())
     SpawnProcess._Popen = staticmethod(_fork_as_if_spawned)
     _, option, module, *arguments = command
     assert option == "-m", command
@@ -196,7 +190,7 @@ def _as_if_spawned(target: Callable[..., None], *args: Any, **kwargs: Any) -> No
 def main(control: socket.socket) -> None:
     """Import, then serve; returns at the end of the process and of each of its forks."""
     sys.path[0] = os.getcwd()  # as `python -m` has it
-    for module in (IMPORTED_FIRST, *IMPORTED):
+    for module in IMPORTED:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # so that collections in the forks leave shared pages alone

@@ -31,7 +31,8 @@ READY_WITHIN_S = 300
 class Launch:
     """How to start a server: its arguments beside the model, and its environment beside this process's.
 
-    `real` is the command line itself, in which SGLang spawns its processes; the others are forks.
+    `real` is the command line itself, where SGLang spawns its processes; the others are forks. A variable that SGLang
+    reads at import needs it.
     """
 
     arguments: tuple[str, ...]

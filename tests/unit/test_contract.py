@@ -175,7 +175,7 @@ def test_the_compiled_package_is_checked_where_it_is(monkeypatch: pytest.MonkeyP
         "def get_mla_metadata(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, is_fp8_kvcache=False): ...\n"
         "def flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, head_dim, causal=False): ...\n"
     )
-    tree = SourceTree(_folders={"sgl_kernel": [tmp_path]})
+    tree = SourceTree(_folders={"sgl_kernel": [folder]})
     metadata, attention = (contract.difference(use, tree) for use in uses)
     assert metadata is None
     assert (
@@ -213,8 +213,14 @@ def imported(tree: ast.AST) -> dict[str, str]:
     }
 
 
-def definitions(tree: SourceTree) -> set[int]:
-    """Where the things in the table are defined, and the classes and modules that they are in."""
+@pytest.fixture(scope="module")
+def tree() -> SourceTree:
+    return SourceTree()
+
+
+@pytest.fixture(scope="module")
+def known(tree: SourceTree) -> set[int]:
+    """Where the things in the table are defined, and the classes and modules that they are in, by the ids of nodes."""
     found = set()
     for use in SGLANG_0_5_17.uses:
         path = use.path
@@ -224,9 +230,8 @@ def definitions(tree: SourceTree) -> set[int]:
     return found
 
 
-def test_everything_that_the_adapter_imports_is_in_the_table() -> None:
-    tree = SourceTree()
-    known, paths = definitions(tree), {use.path for use in SGLANG_0_5_17.uses}
+def test_everything_that_the_adapter_imports_is_in_the_table(tree: SourceTree, known: set[int]) -> None:
+    paths = {use.path for use in SGLANG_0_5_17.uses}
     types = {"sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache", "sglang.srt.mem_cache.memory_pool.KVCache"}
     unknown = []
     for file, module in adapter_modules():
@@ -240,10 +245,9 @@ def test_everything_that_the_adapter_imports_is_in_the_table() -> None:
     assert unknown == []
 
 
-def test_every_attribute_that_the_adapter_reads_is_in_the_table() -> None:
+def test_every_attribute_that_the_adapter_reads_is_in_the_table(tree: SourceTree, known: set[int]) -> None:
     """Of parameters that are annotated with a class of SGLang's."""
-    tree = SourceTree()
-    known, unknown, read = definitions(tree), set(), 0
+    unknown, read = set(), 0
     for file, module in adapter_modules():
         classes = imported(module)
         for function in ast.walk(module):
@@ -350,8 +354,7 @@ def test_what_sglang_reads_of_a_backend_is_in_the_table(readers: dict[str, set[s
     assert {read.name for read in table.values() if read.reader not in readers.get(read.name, ())} == set()
 
 
-def test_sglangs_own_backends_have_what_is_read_of_them() -> None:
-    tree = SourceTree()
+def test_sglangs_own_backend_has_what_is_read_of_it(tree: SourceTree) -> None:
     backend = "sglang.srt.layers.attention.flashmla_backend.FlashMLABackend"
     for read in SGLANG_0_5_17.read_of_backend:
         tree.find(f"{backend}.{read.name}")

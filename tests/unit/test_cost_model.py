@@ -12,7 +12,7 @@ from bench.records import read_records
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_mla_ext.configs import config_names, read_config
+from sglang_mla_ext.configs import config_names
 from sglang_mla_ext.prefix.cost_model import (
     CostModel,
     GpuRates,
@@ -52,21 +52,6 @@ def test_every_gpu_has_rates_and_their_source(name):
         assert 0 <= mode_rates.overhead_s < 1e-3
         assert 0 <= mode_rates.overhead_per_root_row_s < 1e-5
         assert mode_rates.row_tile >= 1
-
-
-def test_workloads():
-    assert read_config("workloads", "system_prompts")["tokens"] == {"A": 26472, "B": 7069, "C": 4759}
-    for name in ("mmlu", "gsm8k", "simpleqa"):
-        for lengths in read_config("workloads", name)["models"].values():
-            for kind in ("prompt_tokens", "generated_tokens"):
-                quantiles = list(lengths[kind]["quantiles"].values())
-                assert quantiles == sorted(quantiles)
-                assert quantiles[0] <= lengths[kind]["mean"] <= quantiles[-1]
-
-
-def test_unknown_configuration_lists_the_known_ones():
-    with pytest.raises(ValueError, match="deepseek-v3"):
-        read_config("models", "deepseek-v9")
 
 
 def test_dimensions_from_a_hugging_face_folder(tmp_path):

@@ -82,7 +82,7 @@ def tree(tmp_path: Path) -> SourceTree:
         file = tmp_path / "package_of_test" / name
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
-    return SourceTree(_folders={"package_of_test": [tmp_path]})
+    return SourceTree(_folders={"package_of_test": [tmp_path / "package_of_test"]})
 
 
 DERIVED = "sub.derived.Derived"
@@ -150,5 +150,6 @@ def test_a_class_without_a_constructor_has_no_parameters(tree: SourceTree) -> No
 
 
 def test_what_is_installed(tree: SourceTree) -> None:
-    assert tree.is_installed("package_of_test") and tree.is_installed("json")
+    assert tree.is_installed("package_of_test") and tree.is_installed("json") and tree.is_installed("textwrap")
+    assert tree.parameters(tree.find("textwrap.dedent")) == ("text",)
     assert not tree.is_installed("package_of_test_that_is_not_there")

@@ -1,8 +1,8 @@
-"""What the computing warps of absorb_hopper.py do: `score` the keys of an item, and sum up its values, half of the
-columns each.
+"""The computing roles of sm90_bf16_absorb.py: `score` scores the keys of an item, and two `sum_values` each sum up half
+of the columns of its values.
 
-Blocks of an item go from the last to the first, so that only the first one taken can end inside the range. The scores
-of block i + 1 are under way while the weights of block i are handed over, and the right half of the output waits until
+Blocks of an item are taken from the last to the first, so that only the first one taken can be incomplete. The scores
+of block i + 1 are under way while the weights of block i are passed on, and the right half of the output waits until
 they are done, so that the matrix unit has work while the softmax runs.
 
 `used` counts quarters of the ring since the program's start: quarter number `used` is in slot `used % SLOTS`, for the
@@ -39,7 +39,7 @@ def _softmax_step(scores, row_max2, row_sum, scale_log2e):
 
 @gluon.jit
 def _add_scores(query, ring, full, used, scores):
-    """Add what one quarter of the columns gives to the scores, not waited for."""
+    """Start adding the contribution of one quarter of the columns to the scores."""
     SLOTS: gl.constexpr = ring.shape[0]
     slot = used % SLOTS
     mbarrier.wait(full.index(slot), (used // SLOTS) & 1)
@@ -75,7 +75,7 @@ def score(
     ring, rope_s, q_s, q_rope_s, weights_s, rescale_s, norm_s, full, empty, rope_full, rope_empty, q_full, q_empty,
     weights_full, weights_empty, partial_lse2_ptr, work_ptr, scale_log2e,
 ):  # fmt: skip
-    """Scores and softmax of all items: hands weights and factors to the two that sum values, and writes the lse2."""
+    """Scores and softmax of all items: passes weights and factors on to `sum_values`, and writes the lse2."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
@@ -148,7 +148,7 @@ def _clear_behind(values_s, valid):
 
 @gluon.jit
 def _add_values(weights_s, ring, full, used, acc, use_acc: gl.constexpr):
-    """Add weights times one quarter of the values to the output, not waited for."""
+    """Start adding weights times one quarter of the values to the output."""
     SLOTS: gl.constexpr = ring.shape[0]
     slot = used % SLOTS
     mbarrier.wait(full.index(slot), (used // SLOTS) & 1)
@@ -157,7 +157,8 @@ def _add_values(weights_s, ring, full, used, acc, use_acc: gl.constexpr):
 
 @gluon.jit
 def _write_out(partial_out_ptr, acc, norm, place, n_rows, first_element):
-    """Write `[ROWS, PART]` of the output through the values' `place`, free now and as large, so that rows go whole."""
+    """Write `[ROWS, PART]` of the output by way of `place`, as large and not needed any more for values, so that whole
+    rows are stored at once."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     acc = acc * norm[:, None]
     place.store(acc.to(gl.bfloat16))

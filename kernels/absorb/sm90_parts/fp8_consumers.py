@@ -1,9 +1,9 @@
-"""What the computing warps of absorb_fp8_hopper.py do: `compute_scores` of an item's keys, and `sum_values`, half of
-the columns each.
+"""The computing roles of sm90_fp8_absorb.py: `compute_scores` scores the keys of an item, and two `sum_values` each sum
+up half of the columns of its values.
 
-Blocks of an item go from the last to the first, so that only the first one taken can end inside the range. While the
-softmax of block i is computed, the matrix unit has the scores of block i + 1 to do (AMLA's preload pipeline;
-FlashAttention-3, section 3.2): the rotary ones beside the maximum, those of the content beside the weights.
+Blocks of an item are taken from the last to the first, so that only the first one taken can be incomplete. While the
+softmax of block i is computed, the matrix unit works on the scores of block i + 1 (AMLA's preload pipeline;
+FlashAttention-3, section 3.2): the rotary ones during the maximum, those of the content during the weights.
 
 `slot` and `phase` say where the ring is, `taken` counts blocks since the program's start, and `done` items.
 """
@@ -40,14 +40,14 @@ from .work_items import BLOCK, LATENT, NO_SCORE, ROWS, blocks_of, count_items, i
 STAGES = gl.constexpr(2)  # of weights
 NORM_STAGES = gl.constexpr(4)  # items; no barrier: weights are never written more than two blocks ahead
 
-# Of keys 2c, 2c + 1, 2c + 8 and 2c + 9 of a thread, two dims each: the even dim into one register, the odd into one.
-# Position i of every 16 gets key 8·(i >> 1 & 1) + 2·(i >> 2) + (i & 1), which is how a thread has scores.
+# A thread has keys 2c, 2c + 1, 2c + 8 and 2c + 9 with two dims each: the even dims go to one register, the odd ones to
+# another. Position i of every 16 gets key 8·(i >> 1 & 1) + 2·(i >> 2) + (i & 1): a thread has its scores in this order.
 KEYS_OF_DIMS = gl.constexpr("prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;")
 
 
 @gluon.jit
 def _key_scales(scale_s, slot, LAYOUT: gl.constexpr):
-    """As a thread has the columns of a product `[64, 64]`."""
+    """Scales of the keys in the layout of the columns of a product `[64, 64]`."""
     KEYS: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 1], [0, 8], [0, 16], [0, 32]],
         [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]],
@@ -61,7 +61,7 @@ def _key_scales(scale_s, slot, LAYOUT: gl.constexpr):
 @gluon.jit
 def _raise_level(scores, row_scale, key_scale, keys, limit, ceiling, level, QUERIES: gl.constexpr):
     """Scores as logarithms of weights, the running maximum `ceiling`, the `level` that weights are counted in, and the
-    factor for what was summed before; see absorb_fp8_hopper.py. With several query tokens a row sees the block's first
+    factor for what was summed before; see sm90_fp8_absorb.py. With several query tokens a row sees the block's first
     `limit [ROWS]` keys."""
     t = scores * key_scale[None, :] * row_scale[:, None] + log2_of_power(key_scale)[None, :]
     if QUERIES > 1:
@@ -74,7 +74,7 @@ def _raise_level(scores, row_scale, key_scale, keys, limit, ceiling, level, QUER
 
 @gluon.jit
 def _weigh(t, key_scale, level, rescale, row_sum):
-    """Weights in words, and their running sum."""
+    """Weights, packed into words, and their running sum."""
     weights = gl.exp2(t - (level - LOG2_FP8_MAX)[:, None])
     total = gl.sum(weights * inverse_of_power(key_scale)[None, :], 1)
     return _pack(weights), row_sum * rescale + total
@@ -83,7 +83,7 @@ def _weigh(t, key_scale, level, rescale, row_sum):
 @gluon.jit
 def _pack(weights):
     """`[64, 64]` float32 to e4m3, four keys a word: `[64, 16]` int32, in the order of KEYS_OF_DIMS. In words, because a
-    loop carries every single byte in a register."""
+    value of one byte that a loop carries takes a whole register."""
     weights = weights.reshape([ROWS, BLOCK // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4])  # row, of 16, c, of 8, of 2
     even, odd = gl.split(weights)
     even_low, even_high = gl.split(even)
@@ -106,7 +106,7 @@ def _pack(weights):
 
 @gluon.jit
 def _write_weights(weights, rescale, weights_s, rescale_s, weights_empty, taken):
-    """Write the weights of block number `taken` of the program; the caller announces them."""
+    """Write the weights of block number `taken` of the program; the caller signals that they are there."""
     words_s = weights_s._reinterpret(gl.int32, [STAGES, ROWS, BLOCK // 4], gl.NVMMASharedLayout(64, 32))
     stage = taken & 1
     mbarrier.wait(weights_empty.index(stage), ((taken >> 1) & 1) ^ 1)
@@ -130,11 +130,11 @@ def compute_scores(
     content_s, rope_s, scale_s, weights_s, rescale_s, norm_s, q_content_s, q_rope_s, full, empty, weights_full,
     weights_empty, partial_lse2_ptr, work_ptr, scale_log2e, QUERIES: gl.constexpr,
 ):  # fmt: skip
-    """Scores and softmax of all items: hands weights and factors to the two that sum values, and writes the lse2.
+    """Scores and softmax of all items: passes weights and factors on to `sum_values`, and writes the lse2.
 
-    An item's query comes in two slots of the ring, which this role alone reads and gives back. Keys' slots are given
-    back by those two alone: they come to a block only after its scores are done. The rotary scores are waited for
-    before those of the content start, because the two products differ in their layout.
+    An item's query comes in two slots of the ring, which this role alone reads and releases. Slots of keys are released
+    by `sum_values` alone, which reaches a block only after its scores are done. The rotary scores are waited for before
+    those of the content start, because the two products differ in their layout.
     """
     SLOTS: gl.constexpr = content_s.shape[0]
     PANELS: gl.constexpr = q_content_s.shape[0]
@@ -247,7 +247,7 @@ def sum_values(
             pairs = pairs_s.index(slot)
             weights = weights_s.index(stage).permute((1, 0))
             mbarrier.wait(full.index(slot), phase)
-            # One tile of values at a time: the next one beside a product takes more registers than there are.
+            # One tile of values at a time: loading the next one during a product takes more registers than there are.
             v = values_tile(pairs, FIRST, KEYS_OF_DIMS, OPERAND)
             mbarrier.wait(weights_full.index(stage), (taken >> 1) & 1)
             rescale = rescale_s.index(stage).load(BY_ROW)[None, :]  # 0 in an item's first block

@@ -1,11 +1,11 @@
-"""The query of absorb_fp8_hopper.py and absorb_fp8_few_heads.py: it comes into shared memory in BF16, and whoever needs
-it rounds it, to the bits of latent_rows.divide.
+"""The query of sm90_fp8_absorb.py and sm90_fp8_few_heads.py: it is copied to shared memory in BF16, and the roles that
+need it round it, bit by bit as latent_rows.divide does.
 
     content[r] = q_absorbed[r] / scale[r] in e4m3        rope[r] = q_rope[r] / scale[r] in BF16
 
 A launch of its own for that (quantize_query.py) would take a tenth of the time of attention to a few hundred keys.
-Scales are powers of two, so they come about as integers, from the bits of the largest magnitudes: nothing is divided,
-and nothing is rounded but the results.
+Scales are powers of two, so they are computed as integers, from the bits of the largest magnitudes: nothing is divided,
+and only the results are rounded.
 
 TMA takes the query as `[T, H, columns]`, with any strides of tokens and heads that are multiples of 16 bytes: in SGLang
 a head's stride is larger than a token's. It copies a strip of rows, which lies within a token, 64 columns at a time:
@@ -30,7 +30,8 @@ from .work_items import ROWS
 QUERY_COLUMNS = gl.constexpr(64)  # of a tile
 QUERY_TILES = gl.constexpr(8)  # of the content
 
-# Bits of float32. What is added carries into the exponent from above 1.75 · 2^n on (448 is 1.75 · 2^8), or above 2^n.
+# Bits of float32. Adding UP_FROM_448 carries into the exponent for numbers above 1.75 · 2^n (448 is 1.75 · 2^8), adding
+# UP_FROM_1 for those above 2^n.
 ONE = gl.constexpr(127 << 23)
 EXPONENT = gl.constexpr(0x7F800000)
 UP_FROM_448 = gl.constexpr(0x1FFFFF)
@@ -40,7 +41,7 @@ LIMIT = gl.constexpr((127 + int(math.log2(SCALE_LIMIT))) << 23)
 
 
 def for_tma(query: Tensor) -> Tensor:
-    """`[T, H, columns]` as it is where TMA can read it, or else a contiguous copy in BF16."""
+    """The query `[T, H, columns]` itself if TMA can read it, or else a contiguous copy in BF16."""
     aligned = all(stride > 0 and 2 * stride % 16 == 0 for stride in query.stride()[:2]) and query.data_ptr() % 16 == 0
     if query.dtype == torch.bfloat16 and query.stride(2) == 1 and aligned:
         return query
@@ -67,7 +68,7 @@ def copy_query(
 
 @gluon.jit
 def magnitudes(values):
-    """Of BF16, as integers: in the same order, with what is not finite behind all that is."""
+    """Magnitudes of BF16 numbers, as integers in the same order; all that are not finite come behind those that are."""
     return values.to(gl.int16, bitcast=True) & 0x7FFF
 
 
@@ -78,7 +79,7 @@ def number(bits):
 
 @gluon.jit
 def to_e4m3(values):
-    """This conversion saturates."""
+    """To e4m3, saturating."""
     return values.to(gl.float8e4nv)
 
 
@@ -89,8 +90,8 @@ def largest_of_rows(bits):
 
 @gluon.jit
 def scales_of_rows(largest, largest_rope):
-    """latent_rows.row_scale, of the largest magnitudes of content and rotary part as BF16's bits in int32: the scale as
-    a power of two, and whether the row is finite. If it is not, the power means nothing."""
+    """latent_rows.row_scale from the largest magnitudes of content and rotary part, bits of BF16 in int32: the scale, a
+    power of two, and whether the row is finite. If it is not, the scale means nothing."""
     finite = gl.maximum(largest, largest_rope) < (EXPONENT >> 16)
     # 448 is 1.75 · 2^8: a quotient's power is 2^-8 or 2^-7 times that of the magnitude. No other quotient of a BF16
     # number by 448 is so near to a power of two that float32 would round it there.
@@ -108,7 +109,7 @@ def divided(values, factor, finite):
 @gluon.jit
 def round_tiles(content_s, rope_s, slot, q_content_s, q_rope_s, LAYOUT: gl.constexpr):
     """Round the query of 64 rows that is in `slot` and the next slot of the ring, its rotary part in the first of them.
-    Tiles are read twice, because not all of them fit into registers. The scales come back in LAYOUT."""
+    Tiles are read twice, because not all of them fit into registers. The scales are returned in LAYOUT."""
     SLOTS: gl.constexpr = content_s.shape[0]
     PANELS: gl.constexpr = q_content_s.shape[0]
     ALL: gl.constexpr = SLOTS * QUERY_TILES // 2  # a power of two
@@ -132,8 +133,8 @@ def round_tiles(content_s, rope_s, slot, q_content_s, q_rope_s, LAYOUT: gl.const
 
 @gluon.jit
 def round_rows(q_s, q_rope_s, q_empty, q_content_s, rounded_rope_s, LAYOUT: gl.constexpr):
-    """Round the query of 8 or 16 rows. All of it is in registers at once, so `q_empty` hears early that it has been
-    read. The scales come back in LAYOUT."""
+    """Round the query of 8 or 16 rows. All of it is in registers at once, so that `q_empty` is signalled before the
+    rounding starts. The scales are returned in LAYOUT."""
     N: gl.constexpr = q_s.shape[0]
     ROW: gl.constexpr = gl.BlockedLayout([1, 8], [N // 4, 128 // N], [4, 1], [1, 0])
     content, rope = q_s.load(ROW), q_rope_s.load(ROW)

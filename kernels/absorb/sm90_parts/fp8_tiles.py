@@ -1,12 +1,12 @@
-"""What absorb_fp8_hopper.py and absorb_fp8_few_heads.py have in common: the ring, scales of keys, values as the first
-operand of a product, and the way of its result to memory.
+"""What sm90_fp8_absorb.py and sm90_fp8_few_heads.py have in common: the ring, scales of keys, values as the first
+operand of a product, and the store of its result.
 
 The output is summed transposed, `[64 dims, N rows]` at a time, with the values as the first operand, in registers. A
-transposing load of 16-bit elements takes two neighbouring dims of a key as one; two byte permutes make of two such
-registers the four keys of the even dim and those of the odd one, which are what the product takes (`values_tile`). So
-rows of its result are not in the order of dims (`_by_dim` is the way back). Which key is where in the sum is free, as
-long as values and weights agree: every kernel takes the order in which a thread holds its scores, so that no weight
-changes its thread.
+transposing load of 16-bit elements takes two neighbouring dims of a key as one element; two byte permutes turn two such
+registers into four keys of the even dim and four of the odd one, as the product needs them (`values_tile`). So the rows
+of its result are not in the order of dims; `_by_dim` restores it. The order of keys in the sum is free as long as
+values and weights agree: every kernel takes the order in which a thread holds its scores, so that no weight moves to
+another thread.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SCALE_RANGE = gl.constexpr(24.0)  # reference.fp8.WEIGHT_SCALE_RANGE, in powers 
 
 @gluon.jit
 def next_slot(slot, phase, SLOTS: gl.constexpr):
-    """The next slot of the ring, and whether it is used for an even or an odd time."""
+    """The next slot of the ring and the parity of its use."""
     slot += 1
     phase = gl.where(slot == SLOTS, phase ^ 1, phase)
     return gl.where(slot == SLOTS, 0, slot), phase
@@ -45,7 +45,7 @@ def copy_block(content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, 
 
 @gluon.jit
 def scales_of_keys(scale_s, slot, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Scales of a block's keys, `[64]` in LAYOUT, of which KEYS says `[1, 64]`."""
+    """Scales of a block's keys, `[64]` in LAYOUT; KEYS is the same layout for `[1, 64]`."""
     SLOTS: gl.constexpr = scale_s.shape[0]
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     rows = scale_s._reinterpret(gl.float32, [SLOTS, BLOCK, SCALE_WIDTH], PLAIN).index(slot)
@@ -70,15 +70,16 @@ def inverse_of_power(value):
 @gluon.jit
 def unseen_keys(item_ptr, rows, QUERIES: gl.constexpr):
     """How many of an item's last keys each of its rows does not see: of QUERIES query tokens the last one sees all keys
-    of the request, the one before it one less. Only a request's last keys are concerned, which no cut divides."""
+    of the request, the one before it one less. This concerns the last keys of a request only, and those are always in
+    one item."""
     query = rows // (gl.load(item_ptr + ITEM_ROWS) // QUERIES)
     return gl.load(item_ptr + ITEM_LAST) * (QUERIES - 1 - query)
 
 
 @gluon.jit
 def finish(total, level, QUERIES: gl.constexpr):
-    """What sums are multiplied with, and the lse2, of rows whose weights sum up to `total` in units of `level`. With
-    several query tokens a row may have seen no key: 0 and -inf. (Maxima pass NaN by, so its level is as low.)"""
+    """The factor for the sums, and the lse2, of rows whose weights sum up to `total` in units of `level`. With several
+    query tokens a row may have seen no key: 0 and -inf. (Maxima ignore NaN, so the level of a NaN row is as low.)"""
     norm = 1.0 / total
     lse2 = level - LOG2_FP8_MAX + gl.log2(total)
     if QUERIES > 1:
@@ -90,8 +91,8 @@ def finish(total, level, QUERIES: gl.constexpr):
 
 @gluon.jit
 def clear_behind(pairs_s, first: gl.constexpr, valid):
-    """Zero dims [first, first + 256) of the keys from `valid` on: a weight of 0 times a NaN would be NaN. Others may
-    still read these keys for their scores, which nobody uses."""
+    """Zero dims [first, first + 256) of the keys from `valid` on: a weight of 0 times a NaN would be NaN. Other
+    roles may still read these keys for scores, which are masked."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     columns = pairs_s.slice(first // 2, 128, 1)
     pairs = columns.load(LAYOUT)
@@ -122,13 +123,13 @@ def values_tile(pairs_s, first: gl.constexpr, PERMUTE: gl.constexpr, OPERAND: gl
 
 @gluon.jit
 def _by_dim(acc, N: gl.constexpr):
-    """`[N rows, 64 dims]` of a result `[64, N]` whose rows are as `values_tile` has them."""
+    """`[N rows, 64 dims]` of a result `[64, N]` whose rows are in the order of `values_tile`."""
     return acc.reshape([4, 2, 8, N]).permute([3, 0, 2, 1]).reshape([N, 64])
 
 
 @gluon.constexpr_function
 def _out_layout(n):
-    """Of `_by_dim`, with a thread's two neighbouring dims first, so that they are stored together."""
+    """Layout for `_by_dim`: a thread has two neighbouring dims side by side, so that they are stored together."""
     more_rows = [[8 << i, 0] for i in range((n // 8).bit_length() - 1)]
     return gl.DistributedLinearLayout(
         [[0, 1], [1, 0], *more_rows],
@@ -141,7 +142,7 @@ def _out_layout(n):
 
 @gluon.jit
 def write_out(partial_out_ptr, acc, n_rows, N: gl.constexpr):
-    """Write `[n_rows, 64]` of the output: eight threads put two dims each side by side, a whole sector."""
+    """Write `[n_rows, 64]` of the output: eight threads store two dims each, side by side: a whole sector."""
     LAYOUT: gl.constexpr = _out_layout(N)
     out = gl.convert_layout(_by_dim(acc, N).to(partial_out_ptr.dtype.element_ty), LAYOUT)
     rows = gl.arange(0, N, gl.SliceLayout(1, LAYOUT))

@@ -1,0 +1,61 @@
+"""What SGLang reads of a backend (the contract's table) is answered by ours, or passed on from the stock backend."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_mla_ext.adapter import contract
+
+READ = {read.name: read for read in contract.release().read_of_backend}
+ANSWERED = {
+    "forward",
+    "forward_decode",
+    "forward_extend",
+    "init_cuda_graph_state",
+    "init_forward_metadata",
+    "init_forward_metadata_in_graph",
+    "init_forward_metadata_out_graph",
+}
+"""Our backend's own business, tested by its behaviour."""
+STAMPED = {"prefill_attention_backend_str", "decode_attention_backend_str"}
+"""Set by SGLang on the backend that it has asked for: ours, which alone it reads them of."""
+SPECULATIVE = {"update_verify_buffers_to_fill_after_draft"}
+"""Not asked of a server without speculative decoding, which is refused."""
+
+
+class Stock:
+    """Every attribute is a function that returns its own name, so that a value and a method are told apart."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in READ:
+            raise AttributeError(name)
+        return lambda *args, **kwargs: (name, args, kwargs)
+
+
+def backend_over(stock: Any) -> Any:
+    from sglang_mla_ext.adapter.backend import HybridMLABackend
+
+    owner = SimpleNamespace(backend=stock, decodes=True)
+    return HybridMLABackend(owner, None, None, None, layer_index={}, heads=1, rows=range(0))
+
+
+@pytest.mark.parametrize("name", sorted(set(READ) - ANSWERED - STAMPED - SPECULATIVE))
+def test_it_is_the_stock_backends(name: str) -> None:
+    assert getattr(backend_over(Stock()), name)(1, of=2) == (name, (1,), {"of": 2})
+
+
+@pytest.mark.parametrize("name", sorted(ANSWERED | STAMPED | SPECULATIVE))
+def test_the_rest_is_there(name: str) -> None:
+    assert name in READ and hasattr(backend_over(Stock()), name)
+
+
+def test_what_the_stock_backend_may_lack_is_missing_here_too() -> None:
+    """SGLang asks for these, as of its torch backend, and leaves out what is not there."""
+    optional = {name for name, read in READ.items() if read.optional}
+    lacks = SimpleNamespace(**{name: None for name in set(READ) - optional})
+    for name in optional:
+        if not hasattr(type(backend_over(lacks)), name):
+            assert not hasattr(backend_over(lacks), name)
