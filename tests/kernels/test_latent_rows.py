@@ -205,6 +205,19 @@ def test_append_writes_the_bytes_of_the_reference_and_no_other(case: Case) -> No
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_append_keeps_the_rotary_part_of_rows_without_content(dtype: torch.dtype) -> None:
+    """Without the floor their scale would be zero, and their rotary part divided by it NaN or infinite."""
+    rope = torch.randn(4, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.0], [1.0], [1e-6], [3e4]])
+    rope, latent = rope.to(dtype), torch.zeros(4, 512, dtype=dtype)
+    pool, slots = poisoned_pool(6, LAYOUT), torch.tensor([3, 0, 5, 1])
+    append_latent(latent, rope, slots, pool)
+    scales = LAYOUT.scale(pool)[slots]
+    assert torch.equal(scales, row_scale(latent, rope)) and scales[:3].tolist()[0::2] == [SCALE_FLOOR] * 2
+    latent_read, rope_read = dequantize(pool[slots])
+    assert (latent_read == 0).all() and torch.equal(rope_read, rope.bfloat16().float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_fetch_reads_its_rows_and_no_other(case: Case, dtype: torch.dtype) -> None:
     problem, layout = Problem(case), LatentRowLayout(case.rank, case.rope)

@@ -1,0 +1,222 @@
+"""What our hooks do while a worker process starts, and what they tell of it: memory, factories, scheduler, pool.
+
+Each scenario runs in a process of its own, see test_hooks.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hooked_worker import (
+    AVAILABLE,
+    BUDGET,
+    CONTEXT,
+    FP8,
+    LAYERS,
+    PAGE,
+    PROMPT,
+    Server,
+    make_runner,
+    make_scheduler,
+    options,
+    profile_bytes,
+    refused,
+)
+
+# ---- memory
+
+
+def scenario_the_budget_is_taken_out_of_sglangs_memory() -> None:
+    from sglang_mla_ext.adapter.hooks import worker
+
+    for given, budget in (
+        ({"prefix_memory_gb": 0.25}, 1 << 28),
+        ({"prefix_memory_gb": 0}, 0),
+        ({}, AVAILABLE // 10),
+        ({"mode": "absorb", "prefix_memory_gb": 0.25}, 0),
+        ({"mode": "grouped_absorb"}, 0),
+    ):
+        with options(**given):
+            for _ in range(2):  # asked again, it takes it out of what is available then
+                assert profile_bytes(AVAILABLE) == AVAILABLE - budget, given
+                assert worker.budget_bytes == budget, given
+
+
+def scenario_a_budget_that_leaves_nothing_is_refused() -> None:
+    for gb in (1, 2.5):
+        with options(prefix_memory_gb=gb):
+            kind, message = refused(lambda: profile_bytes(AVAILABLE))
+        assert kind == "OptionError"
+        assert f"--hybrid-mla-prefix-memory-gb {gb} leaves nothing of the 1.00 GiB" in message
+        assert "lower it, or raise --mem-fraction-static" in message
+
+
+def scenario_all_that_is_allocated_is_inside_the_budget() -> None:
+    server = Server()
+    (buffers,) = server.buffers
+    assert 0 < buffers.bytes <= BUDGET
+    assert buffers.chunks == server.pool.num_chunks
+    assert server.steps.report()["budget_bytes"] == server.worker.budget_bytes == BUDGET
+
+
+# ---- the backend's factory
+
+
+def scenario_the_factory_refuses_what_cannot_work() -> None:
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    create = ATTENTION_BACKENDS["hybrid_mla"]
+    kind, message = refused(lambda: create(make_runner()))
+    assert kind == "ContractError" and "before it sized its KV cache" in message
+    profile_bytes(AVAILABLE)
+    kind, message = refused(lambda: create(make_runner(dtype=torch.float16)))
+    assert kind == "OptionError" and "the model runs in float16" in message and "use --dtype bfloat16" in message
+    beside_another_prefill = make_runner(kv_cache_dtype=FP8)
+    beside_another_prefill.server_args.get_attention_backends = lambda: ("flashmla", "hybrid_mla")
+    kind, message = refused(lambda: create(beside_another_prefill))
+    assert kind == "OptionError" and "prefill runs flashmla, which cannot read --kv-cache-dtype fp8_e4m3" in message
+
+
+def scenario_the_factory_hands_the_budget_to_the_build() -> None:
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+    from sglang_mla_ext.adapter import build, hooks
+
+    built = []
+
+    def record(runner: Any, options: Any, budget_bytes: int) -> tuple[str, str]:
+        built.append((runner, options.mode, budget_bytes))
+        return "backend", "steps"
+
+    build.build = record
+    for cache in (torch.bfloat16, FP8):
+        runner = make_runner(dtype=torch.bfloat16, kv_cache_dtype=cache)
+        with options(mode="naive", prefix_memory_gb=0.25):
+            profile_bytes(AVAILABLE)
+            assert ATTENTION_BACKENDS["hybrid_mla"](runner) == "backend"
+        assert built.pop() == (runner, "naive", 1 << 28) and hooks.worker.steps == "steps"
+
+
+# ---- the pool
+
+
+def scenario_an_fp8_pool_is_ours_and_sized_as_such() -> None:
+    from sglang.srt import runtime_context
+    from sglang.srt.mem_cache import kv_cache_configurator
+    from sglang.srt.model_executor import pool_configurator
+
+    from sglang_mla_ext.adapter.latent_pool import LatentPool
+
+    execution = SimpleNamespace(features=SimpleNamespace(enable_memory_saver=False))
+    for module in (kv_cache_configurator, runtime_context):
+        module.get_exec = lambda: execution
+    pool_configurator.get_parallel = lambda: SimpleNamespace(attn_tp_size=1)
+    hf_config = SimpleNamespace(architectures=["DeepseekV3ForCausalLM"], index_topk=None)
+    configurator = SimpleNamespace(
+        use_mla_backend=True,
+        kv_cache_dtype_str="auto",
+        model_config=SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64, context_len=CONTEXT, hf_config=hf_config),
+        pool_page_size=PAGE,
+        layer_info=SimpleNamespace(num_effective_layers=LAYERS, start_layer=0, end_layer=LAYERS),
+        device="cpu",
+        is_draft_worker=True,  # ends a question about sparse models
+    )
+    for dtype, decode, ours, row_bytes in (
+        (FP8, "hybrid_mla", True, 656),
+        (FP8, "flashmla", False, 576),
+        (torch.bfloat16, "hybrid_mla", False, 1152),
+    ):
+        configurator.kv_cache_dtype = dtype
+        configurator.server_args = SimpleNamespace(
+            get_attention_backends=lambda decode=decode: (decode, decode), max_total_tokens=None
+        )
+        build = kv_cache_configurator.KVCacheConfigurator._build_mla_kv_pool
+        pool = build(configurator, max_total_num_tokens=2 * PAGE)
+        assert isinstance(pool, LatentPool) is ours
+        sizing = object.__new__(pool_configurator.DefaultPoolConfigurator)
+        assert sizing._compute_cell_size(configurator, LAYERS) == row_bytes * LAYERS
+        assert pool.get_kv_size_bytes() == 3 * PAGE * row_bytes * LAYERS, "what is sized is what is allocated"
+
+
+# ---- the scheduler
+
+
+def scenario_the_scheduler_gets_no_further_without_the_backend() -> None:
+    from conftest import Tree
+
+    kind, message = refused(lambda: make_scheduler(Tree(PAGE).cache))
+    assert kind == "ContractError" and "SGLang did not build the backend" in message
+
+
+def scenario_the_scheduler_gets_no_further_with_a_tree_that_cannot_be_read() -> None:
+    Server()
+    kind, message = refused(lambda: make_scheduler(SimpleNamespace()))
+    assert kind == "UnsupportedTree" and "--disable-radix-cache" in message
+
+
+def scenario_the_scheduler_says_when_all_is_ready() -> None:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("sglang_mla_ext").addHandler(handler)
+    logging.getLogger("sglang_mla_ext").setLevel(logging.INFO)
+    server = Server()
+    assert records[-1] == f"hybrid_mla: ready; {server.steps.description}"
+    assert "for expanded prefixes" in server.steps.description and "mode naive" in server.steps.description
+
+
+def scenario_server_info_has_our_report() -> None:
+    from sglang.srt.managers.scheduler import Scheduler
+
+    without = object.__new__(Scheduler)
+    assert without.get_internal_state(None).internal_state == {"of": "sglang"}
+    server = Server()
+    server.forward("DECODE", server.run(PROMPT + "-a", PROMPT + "-b"))
+    state = server.scheduler.get_internal_state(None).internal_state
+    assert state == {"of": "sglang", "hybrid_mla": server.steps.report()}
+    assert state["hybrid_mla"]["groups"] == [{"prefix_len": 13 * PAGE, "requests": 2, "mode": "naive"}]
+
+
+def scenario_metrics_are_published_once_a_second_and_when_idle() -> None:
+    server = Server()
+    from sglang_mla_ext.adapter import hooks
+
+    published: list[Any] = []
+
+    class Metrics:
+        def __init__(self, labels: dict[str, str]) -> None:
+            assert labels == {"model_name": "m"}
+
+        publish = staticmethod(published.append)
+
+    now = 1000.0
+    hooks.Metrics, hooks.time = Metrics, SimpleNamespace(monotonic=lambda: now)
+    requests = server.run(PROMPT + "-a", PROMPT + "-b")
+    server.forward("DECODE", requests)
+    assert published == [], "a server without metrics"
+    server.scheduler = make_scheduler(server.tree.cache, SimpleNamespace(labels={"model_name": "m"}))
+    for _ in range(3):
+        server.forward("DECODE", requests)
+    assert [report["counters"]["steps_naive"] for report in published] == [2]
+    now += 1.5
+    server.forward("DECODE", requests)
+    assert [report["counters"]["steps_naive"] for report in published] == [2, 5]
+    now += 1.5
+    server.scheduler.on_idle()
+    assert len(published) == 3 and published[-1]["groups"] == []
+
+
+# ---- what a server on a CPU needs
+
+
+def scenario_sglangs_torch_code_runs_beside_our_backend_on_a_cpu() -> None:
+    """Also where a module has imported the function by name."""
+    from sglang.srt.model_executor import forward_batch_info
+    from sglang.srt.utils import common
+
+    for module in (common, forward_batch_info):
+        assert module.support_triton("hybrid_mla") is torch.cuda.is_available()
+        assert module.support_triton("triton") is True and module.support_triton("torch_native") is False

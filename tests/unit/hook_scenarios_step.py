@@ -1,0 +1,345 @@
+"""What our hooks do for forward passes: before them, inside the model, and when what is expanded must be forgotten.
+
+Each scenario runs in a process of its own, see test_hooks.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hooked_worker import DN, DR, DV, HEADS, PAGE, PROMPT, RANK, Server, batch_of, make_layers
+
+# ---- before a forward pass
+
+
+def scenario_a_decode_step_is_planned() -> None:
+    server = Server()
+    other, *sharing = server.run("other", PROMPT + "-a", PROMPT + "-b")
+    server.forward("DECODE", [sharing[0], other, sharing[1]])
+    (segment,) = server.steps.next.expanded
+    assert (segment.rows, segment.tokens) == ((0, 2), 13 * PAGE)
+    assert server.steps.next.tail_starts == (13 * PAGE, 0, 13 * PAGE)
+    assert server.counters.steps_naive == 1
+    server.forward("DECODE", [other])
+    assert not server.shares() and server.counters.steps_absorb == 1
+
+
+def scenario_a_draft_worker_is_ignored() -> None:
+    """Its passes have the requests of the target's, and another pool."""
+    server = Server()
+    requests = server.run(PROMPT + "-a", PROMPT + "-b")
+    server.forward("DECODE", requests)
+    planned, steps = server.steps.next, server.counters.steps_naive
+    server.forward("DECODE", requests[:1], draft=True)
+    server.forward("EXTEND", requests[:1], draft=True, prefix_lens=[0], new_tokens=[5])
+    assert server.steps.next is planned and planned
+    assert (server.counters.steps_naive, server.counters.steps_absorb) == (steps, 0)
+
+
+def scenario_passes_before_there_is_a_scheduler_are_ignored() -> None:
+    server = Server()
+    requests = server.run(PROMPT + "-a", PROMPT + "-b")
+    scheduler, server.worker.scheduler = server.worker.scheduler, None
+    server.forward("DECODE", requests)
+    assert not server.shares() and server.counters.steps_absorb == 0
+    server.worker.scheduler, steps = scheduler, server.worker.steps
+    server.worker.steps = None
+    server.forward("DECODE", requests)
+    server.worker.steps = steps
+    assert not server.shares()
+
+
+def scenario_a_new_pass_forgets_what_the_one_before_left() -> None:
+    """As when a pass ended in an error between two hooks."""
+    server = Server()
+    from sglang_mla_ext.adapter.relay import relay
+
+    requests = server.run(PROMPT + "-a", PROMPT + "-b")
+    for mode, lens in (
+        ("DECODE", {}),
+        ("IDLE", {}),
+        ("EXTEND", {"prefix_lens": [0, 0], "new_tokens": [1, 1]}),
+    ):
+        relay.takes_query, relay.prefill, relay.prefill_lens = True, "plan", [1]
+        relay.q_nope = relay.tail_lse = torch.zeros(1)
+        server.steps.next = "of the step before"
+        server.forward(mode, requests, **lens)
+        assert not relay.takes_query and relay.q_nope is None and relay.tail_lse is None, mode
+        assert relay.prefill is None, mode
+        assert server.shares() == (mode == "DECODE"), mode
+
+
+def scenario_prefill_is_planned_with_the_requests_own_lengths() -> None:
+    server = Server()
+    from sglang_mla_ext.adapter.prefill import plan_of
+    from sglang_mla_ext.adapter.relay import relay
+
+    requests = server.run(PROMPT + "-a", PROMPT + "-b")
+    lens = {"prefix_lens": [13 * PAGE, 8 * PAGE], "new_tokens": [5, 3]}
+    batch = server.forward("EXTEND", requests, **lens)
+    plan = plan_of(batch)
+    assert plan is not None and plan is relay.prefill
+    assert plan.covered == (13 * PAGE, 8 * PAGE)
+    assert [(part.start, part.stop) for part in plan.passes] == [(0, 8)]
+    assert plan_of(SimpleNamespace(extend_prefix_lens_cpu=list(lens["prefix_lens"]))) is None, "another step"
+    server.forward("EXTEND", requests, prefix_lens=[5, 3], new_tokens=[13 * PAGE, 8 * PAGE])
+    assert relay.prefill is None, "hardly anything is cached"
+
+
+def scenario_prefill_expands_what_running_requests_share() -> None:
+    """Those that have finished hold nothing any more."""
+    for running_ends, expanded in ((False, 13 * PAGE), (True, 0)):
+        if not (child := os.fork()):
+            server = Server()
+            first, second = server.run(PROMPT + "-a", PROMPT + "-b")
+            first.finished = lambda ends=running_ends: ends
+            server.scheduler.running_batch.reqs = [first]
+            server.forward("EXTEND", [second], prefix_lens=[13 * PAGE], new_tokens=[7])
+            os._exit(server.pool.used_chunks != -(-expanded // 256))
+        assert os.waitpid(child, 0)[1] == 0, running_ends
+
+
+def scenario_beside_another_prefill_backend_nothing_is_planned_for_prefill() -> None:
+    """But what its requests share is expanded, for decode."""
+    server = Server(prefill="torch_native")
+    from sglang_mla_ext.adapter.prefill import plan_of
+
+    requests = server.run(PROMPT + "-a", PROMPT + "-b")
+    batch = server.forward("EXTEND", requests, prefix_lens=[13 * PAGE] * 2, new_tokens=[7, 7])
+    assert plan_of(batch) is None and server.pool.used_chunks == 4
+
+
+# ---- when what is expanded is forgotten
+
+
+def scenario_a_flush_forgets_everything() -> None:
+    server = Server()
+    from sglang_mla_ext.adapter.relay import relay
+
+    requests = server.run(PROMPT + "-a", PROMPT + "-b")
+    server.forward("DECODE", requests)
+    server.backend.init_forward_metadata(batch_of(server, requests))
+    server.scheduler.idle = False
+    assert server.scheduler.flush_cache() is False
+    assert server.pool.used_chunks and server.shares(), "SGLang did not flush"
+
+    relay.prefill = "plan"
+    nodes = [weakref.ref(request.last_node) for request in requests]
+    requests.clear()
+    server.scheduler.idle = True
+    assert server.scheduler.flush_cache(empty_cache=False) is True
+    assert server.pool.used_chunks == 0 and server.counters.evictions == 1
+    assert not server.shares() and server.prefixes.plan.groups == ()
+    assert relay.prefill is None
+    assert server.steps.report()["expanded_bytes"] == 0
+    gc.collect()
+    assert all(node() is None for node in nodes), "something keeps the flushed tree alive"
+
+
+def scenario_idle_forgets_only_when_fully_idle() -> None:
+    server = Server()
+    requests = server.run(PROMPT + "-a", PROMPT + "-b")
+    server.forward("DECODE", requests)
+    server.tree.finish(*requests)
+    server.scheduler.idle = False
+    server.scheduler.on_idle()
+    assert server.pool.used_chunks == 4 and server.shares()
+    server.scheduler.idle = True
+    server.scheduler.on_idle()
+    assert server.pool.used_chunks == 0 and not server.shares() and server.prefixes.plan.groups == ()
+
+
+def scenario_weights_that_change_take_expansions_and_scales_along() -> None:
+    """All four ways to change them. SGLang flushes its cache afterwards only if it is asked to."""
+    server = Server(prefix_dtype="fp8_e4m3")
+    from sglang.srt.managers import io_struct
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+
+    torch.distributed.barrier = lambda group=None: None
+    io_struct_outputs = ("UpdateWeightFromDiskReqOutput", "UpdateWeightsFromIPCReqOutput")
+    assert all(hasattr(io_struct, name) for name in io_struct_outputs)
+    requests = server.run(PROMPT + "-a", PROMPT + "-b")
+    (buffers,) = server.buffers
+    seen = []
+
+    class TpWorker:
+        def update(self, recv_req: Any) -> tuple[bool, str]:
+            seen.append((server.pool.used_chunks, server.shares(), server.prefixes.plan.groups))
+            server.layers[1].kv_b_proj.weight *= 4
+            return True, "done"
+
+        update_weights_from_disk = update_weights_from_distributed = update
+        update_weights_from_tensor = update_weights_from_ipc = update
+
+    manager = SchedulerWeightUpdaterManager(
+        tp_worker=TpWorker(),
+        draft_worker=None,
+        tp_cpu_group=None,
+        memory_saver_adapter=None,
+        flush_cache=None,
+        is_fully_idle=None,
+    )
+    recv_req = SimpleNamespace(flush_cache=False, disable_draft_model=True)
+    for source in ("disk", "distributed", "tensor", "ipc"):
+        server.forward("DECODE", requests)
+        assert server.shares() and server.pool.used_chunks == 4
+        check_expanded(server, requests[0])
+        before = buffers.k_scale.clone(), buffers.v_scale.clone()
+        method = f"update_weights_from_{source}"
+        assert getattr(manager, method)(recv_req).success
+        assert seen.pop() == (0, False, ()), f"{source}: forgotten before they change"
+        server.forward("DECODE", requests)
+        check_expanded(server, requests[0])
+        for scale, old in zip((buffers.k_scale, buffers.v_scale), before, strict=True):
+            assert torch.allclose(scale, old * torch.tensor([[1.0], [4.0]])), source
+
+
+def check_expanded(server: Server, request: Any) -> None:
+    """The expanded keys and values are those of the request's latent rows and of the weights of now."""
+    (segment,) = server.steps.next.expanded
+    slots = request.slots[: segment.tokens]
+    for index, layer in enumerate(server.layers):
+        k_nope, v, k_rope = server.buffers[0].read(index, segment.chunks, segment.tokens)
+        rows = server.kv.get_key_buffer(index)[slots, 0]
+        expected = layer.kv_b_proj(rows[:, :RANK])[0].view(-1, HEADS, DN + DV).split([DN, DV], dim=-1)
+        for found, exact in zip((k_nope, v, k_rope), (*expected, rows[:, RANK:]), strict=True):
+            assert (found.float() - exact).norm() < 0.08 * exact.norm()
+
+
+# ---- inside the model
+
+
+def scenario_a_decode_step_from_query_to_output_projection() -> None:
+    """The layer's own steps, with its weights as absorb takes them: each row ends as attention over all of its keys."""
+    server = Server()
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import DeepseekMLAForwardMixin
+
+    from sglang_mla_ext.adapter.relay import relay
+    from sglang_mla_ext.kernels.reference import attention as reference
+
+    requests = server.run(PROMPT + "-a", "else", PROMPT + "-bcd")
+    for step in range(2):
+        server.forward("DECODE", requests)
+        batch = batch_of(server, requests, new_tokens=1)
+        server.backend.init_forward_metadata(batch)
+        for index, layer in enumerate(server.layers):
+            weights = layer.kv_b_proj.weight.view(HEADS, DN + DV, RANK)
+            w_k, w_v = weights.split([DN, DV], dim=1)
+            q = torch.randn(3, HEADS, DN + DR)
+            latent = torch.randn(3, RANK + DR)
+            q_nope, q_rope, k_rope = DeepseekMLAForwardMixin._split_q_nope_pe(layer, q, latent)
+            q_absorbed = torch.einsum("bhd,hdr->bhr", q_nope, w_k)
+            k_nope = latent[:, None, :RANK]
+            attention = SimpleNamespace(layer_id=index, scaling=0.2, v_head_dim=RANK)
+            parts = {"q_rope": q_rope, "k_rope": k_rope}
+            out = server.backend.forward_decode(q_absorbed, k_nope, k_nope, attention, batch, **parts)
+            per_head = torch.einsum("bhr,hdr->bhd", out.view(3, HEADS, RANK), w_v)
+            found = layer.o_proj(per_head.reshape(3, HEADS * DV)).view(3, HEADS, DV)
+            assert relay.q_nope is None and relay.tail_lse is None
+            for row, request in enumerate(requests):
+                slots = torch.cat([request.slots, batch.out_cache_loc[row, None]])
+                rows = server.kv.get_key_buffer(index)[slots, 0]
+                expanded = layer.kv_b_proj(rows[:, :RANK])[0].view(len(rows), HEADS, DN + DV)
+                keys = expanded[..., :DN], rows[:, RANK:], expanded[..., DN:]
+                exact, _ = reference.naive(q_nope[row, None], q_rope[row, None], *keys, 0.2)
+                torch.testing.assert_close(found[row], exact[0], rtol=1e-4, atol=1e-5, msg=f"step {step}, row {row}")
+    assert server.counters.steps_naive == 2
+
+
+def scenario_the_query_is_kept_only_where_it_is_needed() -> None:
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import DeepseekMLAForwardMixin
+
+    from sglang_mla_ext.adapter.relay import relay
+
+    (layer, _), q, latent = make_layers(), torch.randn(3, HEADS, DN + DR), torch.randn(3, RANK + DR)
+    for needed in (False, True):
+        relay.takes_query = needed
+        result = DeepseekMLAForwardMixin._split_q_nope_pe(layer, q, latent)
+        assert [part.shape[-1] for part in result] == [DN, DR, DR]
+        assert relay.q_nope is (result[0] if needed else None)
+
+
+def scenario_prefill_attends_to_what_is_expanded() -> None:
+    """SGLang's bookkeeping of chunks and its loop over them are left with nothing."""
+    server = Server()
+    from sglang.srt.model_executor import forward_batch_deepseek_mha_mixin as bookkeeping
+    from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mha
+
+    from sglang_mla_ext.kernels.reference import attention as reference
+
+    bookkeeping.get_token_to_kv_pool = lambda: server.kv
+    forward_mha._resolve_attn_backend = lambda forward_batch: server.backend
+    requests = server.run(PROMPT + "-a", PROMPT + "-b")
+    new_tokens = [3, 2]
+    batch = server.forward("EXTEND", requests, prefix_lens=[13 * PAGE] * 2, new_tokens=new_tokens)
+    batch.prepare_chunked_prefix_cache_info(torch.device("cpu"))
+    assert batch.num_prefix_chunks == 0
+    assert batch.extend_prefix_lens_cpu == batch.extend_prefix_lens.tolist() == [13 * PAGE] * 2
+    for index, layer in enumerate(server.layers):
+        q, out, lse = torch.randn(5, HEADS, DN + DR), torch.randn(5, HEADS, DV), torch.randn(5, HEADS)
+        rows = server.kv.get_key_buffer(index)[requests[0].slots[: 13 * PAGE], 0]
+        expanded = layer.kv_b_proj(rows[:, :RANK])[0].view(len(rows), HEADS, DN + DV)
+        keys = expanded[..., :DN], rows[:, RANK:], expanded[..., DN:]
+        expected, expected_lse = reference.merge(*reference.naive(q[..., :DN], q[..., DN:], *keys, 0.2), out, lse)
+        found = forward_mha.DeepseekMHAForwardMixin._chunked_prefix_attn_mha(
+            layer, q=q, accum_output=out, accum_lse=lse, forward_batch=batch
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-5)
+    assert (server.counters.prefills_naive, server.counters.prefill_tokens_saved) == (1, 2 * 13 * PAGE)
+
+
+def scenario_prefill_without_a_plan_is_sglangs() -> None:
+    server = Server()
+    from sglang.srt.model_executor import forward_batch_deepseek_mha_mixin as bookkeeping
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    bookkeeping.get_token_to_kv_pool = lambda: server.kv
+    ForwardBatch.prepare_chunked_kv_indices = lambda self, device: None  # a kernel for GPUs
+    batch = server.forward("EXTEND", server.run("alone"), prefix_lens=[5 * PAGE], new_tokens=[7])
+    batch.prepare_chunked_prefix_cache_info(torch.device("cpu"))
+    assert batch.num_prefix_chunks == 1 and batch.prefix_chunk_num_tokens == [5 * PAGE]
+    assert batch.prefix_chunk_starts.tolist() == [[0]]
+
+
+def scenario_prefill_over_a_plan_has_keys_per_head_but_in_a_captured_graph() -> None:
+    """A captured graph has absorb in it; on a GPU, FlashMLA's own rule says so."""
+    server = Server()
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+
+    method = handlers.AttnForwardMethod
+    of_ours = handlers.AttentionBackendRegistry.get_handler("hybrid_mla")
+    handlers.mla_use_prefill_cp = lambda forward_batch: False
+    layer = SimpleNamespace(
+        flashinfer_mla_disable_ragged=False, chunked_prefix_cache_threshold=0, disable_chunked_prefix_cache=False
+    )
+    requests = server.run(PROMPT + "-a", PROMPT + "-b")
+    planned = server.forward("EXTEND", requests, prefix_lens=[13 * PAGE] * 2, new_tokens=[3, 2])
+    of_flashmla = handlers.AttentionBackendRegistry.get_handler("flashmla")
+    asked = []
+    handlers.AttentionBackendRegistry.register("flashmla", lambda *args: asked.append(args) or of_flashmla(*args))
+
+    for on_gpu in (False, True):
+        torch.cuda.is_available = lambda on_gpu=on_gpu: on_gpu
+        assert of_ours(layer, planned) is method.MHA_CHUNKED_KV
+        assert asked == []
+        for captured in ("is_in_tc_piecewise_cuda_graph", "is_in_breakable_cuda_graph"):
+            eager = getattr(handlers, captured)
+            setattr(handlers, captured, lambda: True)
+            assert of_ours(layer, planned) is method.MLA, captured
+            setattr(handlers, captured, eager)
+            assert bool(asked) is on_gpu
+            asked.clear()
+
+    plain = server.forward("EXTEND", server.run("alone"), prefix_lens=[5 * PAGE], new_tokens=[7])
+    plain.seq_lens_cpu = [10**9]  # too long for one shot
+    torch.cuda.is_available = lambda: True
+    assert of_ours(layer, plain) is of_flashmla(layer, plain) is method.MHA_CHUNKED_KV
+    assert asked.pop() == (layer, plain)
+    torch.cuda.is_available = lambda: False
+    assert of_ours(layer, plain) is method.MLA

@@ -1,0 +1,277 @@
+"""A worker process of SGLang without a server: hooks installed by SGLang's registry, and the parts behind them.
+
+The parts are the real ones: planner, expanded pool, expander, backend, and SGLang's radix tree. SGLang's functions are
+its own too, but for those that need a whole server or a GPU: their bodies are replaced before the hooks are applied, so
+that the registry wraps the replacements. Used by the scenarios of test_hooks.py, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+PAGE, CONTEXT = 64, 4096
+HEADS, DN, DR, DV, RANK, LAYERS = 2, 16, 8, 16, 32, 2
+PROMPT = "systemprompt"  # a page for each letter: 768 tokens, three chunks
+AVAILABLE = 1 << 30  # bytes that SGLang has for its KV cache
+BUDGET = 4 << 20
+FP8 = torch.float8_e4m3fn
+
+CALLED: set[str] = set()
+"""Targets whose hooks this process has called."""
+
+
+class Projection(torch.nn.Module):
+    """SGLang's linear layers return the product and a bias."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return x @ self.weight.t(), None
+
+
+def make_layers() -> list[Any]:
+    torch.manual_seed(0)
+    return [
+        SimpleNamespace(
+            attn_mqa=SimpleNamespace(layer_id=index, scaling=0.2),
+            attn_mha=SimpleNamespace(layer_id=index, scaling=0.2),
+            kv_b_proj=Projection(torch.randn(HEADS * (DN + DV), RANK)),
+            kv_a_layernorm=SimpleNamespace(weight=torch.rand(RANK) + 0.1),
+            o_proj=torch.nn.Identity(),
+            num_local_heads=HEADS,
+            num_heads=HEADS,
+            kv_lora_rank=RANK,
+            qk_nope_head_dim=DN,
+            qk_rope_head_dim=DR,
+            v_head_dim=DV,
+            w_kc=None,
+            w_vc=None,
+        )
+        for index in range(LAYERS)
+    ]
+
+
+def install() -> list[str]:
+    """As a worker process does when SGLang loads its plug-ins. Parts that take long to import are imported as well.
+
+    Returns:
+        what is hooked; `CALLED` says later which hooks of them were called.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sglang_mla_ext.adapter import hooks
+
+    register = HookRegistry.register
+
+    def recorded(target: str, hook: Callable[..., Any], kind: Any) -> None:
+        @functools.wraps(hook)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            CALLED.add(target)
+            return hook(*args, **kwargs)
+
+        register(target, called, kind)
+
+    HookRegistry.register = staticmethod(recorded)
+    hooks.install()
+    HookRegistry.apply_hooks()
+    hooks.assert_installed()
+    importlib.import_module("sglang_mla_ext.adapter.build")
+    return sorted(hooks._hooked)
+
+
+def profile_bytes(available: int) -> int:
+    """What SGLang sizes its KV cache by, where so many bytes are available."""
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+
+    return object.__new__(KVCacheConfigurator)._profile_available_bytes(pre_model_load_memory=available)
+
+
+@contextmanager
+def options(**values: Any) -> Iterator[None]:
+    names = {f"SGLANG_HYBRID_MLA_{name.upper()}": str(value) for name, value in values.items()}
+    os.environ.update(names)
+    yield
+    for name in names:
+        del os.environ[name]
+
+
+def make_runner(**changes: Any) -> Any:
+    """What our factory and SGLang's torch backend look at of a ModelRunner."""
+    values = dict(
+        dtype=torch.float32,
+        kv_cache_dtype=torch.float32,
+        device="cpu",
+        is_draft_worker=False,
+        model_config=SimpleNamespace(hidden_size=64, context_len=CONTEXT, model_is_mrope=False),
+        req_to_token_pool=SimpleNamespace(size=12, req_to_token=torch.zeros(12, CONTEXT, dtype=torch.int32)),
+        token_to_kv_pool=None,
+        server_args=SimpleNamespace(
+            get_attention_backends=lambda: ("hybrid_mla", "hybrid_mla"),
+            attention_backend="hybrid_mla",
+            enable_lora=False,
+            quantization_param_path=None,
+        ),
+        ngram_embedding_manager=SimpleNamespace(enabled=False),
+    )
+    return SimpleNamespace(**{**values, **changes})
+
+
+def make_scheduler(tree_cache: Any, metrics_collector: Any = None) -> Any:
+    from sglang.srt.managers.scheduler import Scheduler
+
+    return Scheduler(SimpleNamespace(tree_cache=tree_cache, metrics_collector=metrics_collector))
+
+
+class Server:
+    """A worker process after its start: hooks installed, pools sized, backend and scheduler built by SGLang's names.
+
+    Attributes:
+        worker: what the hooks know; steps: `worker.steps`.
+        kv: SGLang's pool of latent rows; buffers: the one allocation of expanded prefixes.
+    """
+
+    def __init__(self, prefill: str = "hybrid_mla", **given: Any) -> None:
+        from conftest import Tree
+        from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+        from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+        from sglang_mla_ext.adapter import build, hooks
+
+        self.tree, self.layers = Tree(PAGE), make_layers()
+        sizes = dict(kv_lora_rank=RANK, qk_rope_head_dim=DR, layer_num=LAYERS, device="cpu", enable_memory_saver=False)
+        self.kv = MLATokenToKVPool(8192, page_size=PAGE, dtype=torch.float32, **sizes)
+        for buffer in self.kv.kv_buffer:
+            buffer.normal_()
+        self.runner = make_runner(token_to_kv_pool=self.kv)
+        self.runner.server_args.get_attention_backends = lambda: (prefill, "hybrid_mla")
+        build.attention_layers = lambda runner: self.layers
+        self.buffers = self._buffers_to_come()
+        with options(**{"mode": "naive", "min_prefix_len": PAGE, "prefix_memory_gb": BUDGET / (1 << 30), **given}):
+            assert profile_bytes(AVAILABLE) < AVAILABLE
+            self.backend = ATTENTION_BACKENDS["hybrid_mla"](self.runner)
+        self.scheduler = make_scheduler(self.tree.cache)
+        self.worker, self.steps = hooks.worker, hooks.worker.steps
+        self.counters, self.prefixes = self.steps.counters, self.steps._prefixes
+        self.pool = self.prefixes.pool
+
+    @staticmethod
+    def _buffers_to_come() -> list[Any]:
+        from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
+
+        found: list[Any] = []
+        allocate = ExpandedBuffers.allocate
+
+        def recorded(**sizes: Any) -> Any:
+            found.append(allocate(**sizes))
+            return found[-1]
+
+        ExpandedBuffers.allocate = staticmethod(recorded)
+        return found
+
+    def run(self, *texts: str) -> list[Any]:
+        """Start requests, whose prompts are cached from now on."""
+        requests = [self.tree.run(text) for text in texts]
+        for request in requests:
+            request.lora_id = request.token_type_ids = None  # SGLang reads them when it makes a batch
+        return requests
+
+    def forward(
+        self,
+        mode: str,
+        requests: list[Any],
+        *,
+        draft: bool = False,
+        prefix_lens: list[int] | None = None,
+        new_tokens: list[int] | None = None,
+    ) -> Any:
+        """`ForwardBatch.init_new`, as SGLang's worker calls it before a forward pass; returns the batch."""
+        from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+
+        class ScheduleBatch:
+            """Has None for whatever a pass here does not need."""
+
+            def __getattr__(self, name: str) -> None:
+                return None
+
+        batch = ScheduleBatch()
+        batch.forward_mode, batch.reqs = ForwardMode[mode], requests
+        rows = len(requests)
+        batch.seq_lens = torch.tensor([len(request.slots) for request in requests], dtype=torch.int64)
+        batch.seq_lens_cpu = batch.seq_lens
+        batch.input_ids = torch.zeros(sum(new_tokens or [1] * rows), dtype=torch.int64)
+        batch.req_pool_indices = torch.arange(rows)
+        batch.prefix_lens, batch.extend_lens = prefix_lens, new_tokens
+        batch.extend_num_tokens = len(batch.input_ids)
+        runner = SimpleNamespace(**{**vars(self.runner), "is_draft_worker": draft})
+        return ForwardBatch.init_new(
+            batch, runner, capture_hidden_mode=CaptureHiddenMode.NULL, return_hidden_states_before_norm=False
+        )
+
+    def shares(self) -> bool:
+        """Whether the coming decode step shares anything."""
+        return bool(self.steps.next)
+
+
+def replace_bodies() -> None:
+    """SGLang's functions that need a whole server or a GPU, before hooks are applied to them."""
+    from sglang.srt.managers.io_struct import GetInternalStateReqOutput
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.model_executor import forward_batch_info
+
+    def init(self: Any, server_args: Any) -> None:
+        self.tree_cache, self.metrics_collector = server_args.tree_cache, server_args.metrics_collector
+        self.running_batch = SimpleNamespace(reqs=[])
+        self.idle = True
+
+    def flush_cache(self: Any, empty_cache: bool = True) -> bool:
+        if self.idle:
+            self.tree_cache.reset()
+        return self.idle
+
+    forward_batch_info.enable_num_token_non_padded = lambda: False  # it asks for groups of ranks
+    Scheduler.__init__ = init
+    Scheduler.flush_cache = flush_cache
+    Scheduler.is_fully_idle = lambda self: self.idle
+    Scheduler.on_idle = lambda self: None
+    Scheduler.get_internal_state = lambda self, recv_req: GetInternalStateReqOutput(internal_state={"of": "sglang"})
+    KVCacheConfigurator._profile_available_bytes = lambda self, pre_model_load_memory: pre_model_load_memory
+
+
+def refused(call: Callable[[], Any]) -> tuple[str, str]:
+    """The class and the message of the error that a call ends in."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("it was let through")
+
+
+def batch_of(server: Server, requests: list[Any], new_tokens: int = 0) -> Any:
+    """What a decode step's batch is to the backend; each request has so many tokens behind its prompt."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    table = server.runner.req_to_token_pool.req_to_token
+    slots = []
+    for row, request in enumerate(requests):
+        length = len(request.slots)
+        table[row, :length] = request.slots
+        slots.append(7000 + row)
+        table[row, length] = slots[-1]
+    return SimpleNamespace(
+        forward_mode=ForwardMode.DECODE,
+        batch_size=len(requests),
+        seq_lens=torch.tensor([len(request.slots) + new_tokens for request in requests]),
+        req_pool_indices=torch.arange(len(requests)),
+        out_cache_loc=torch.tensor(slots),
+    )
