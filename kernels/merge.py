@@ -41,13 +41,25 @@ def shape_for(rows: int, heads: int, dv: int) -> Shape:
 
 
 @triton.jit
+def _load_id(list_ptr, more_list_ptr, split, count, first_count, MORE: tl.constexpr):
+    """A partial of a row, from its list in one table or behind it from that in the other. Always a scalar: a vector of
+    them would have to change its layout, through shared memory."""
+    partial = tl.load(list_ptr + split, mask=split < first_count, other=0)
+    if MORE:
+        in_more = (split >= first_count) & (split < count)
+        partial += tl.load(more_list_ptr + split - first_count, mask=in_more, other=0)
+    return partial.to(tl.int64)
+
+
+@triton.jit
 def _sum_partials(
     partial_out_ptr,
     partial_lse2_ptr,
+    next_partial,  # the row's first one
     list_ptr,  # the row's partials
+    more_list_ptr,
     count,  # of list_ptr and, if MORE, of more_list_ptr
     first_count,  # of list_ptr
-    more_list_ptr,
     head,  # [BLOCK_HEADS, 1]
     heads,
     DV: tl.constexpr,
@@ -67,13 +79,15 @@ def _sum_partials(
     run_sum = tl.zeros([BLOCK_HEADS, 1], tl.float32)
     run_max2 = tl.full([BLOCK_HEADS, 1], -1e30, tl.float32)  # below every lse where there is no key yet
     for first in tl.range(0, count, SPLITS, loop_unroll_factor=UNROLL):
-        split = first + tl.arange(0, SPLITS)
-        partial = tl.load(list_ptr + split, mask=split < first_count, other=0)  # [SPLITS]
-        if MORE:
-            in_more = (split >= first_count) & (split < count)
-            partial += tl.load(more_list_ptr + split - first_count, mask=in_more, other=0)
-        place = partial.to(tl.int64)[None, :] * heads + head  # [BLOCK_HEADS, SPLITS]
-        there = (split < count)[None, :] & (head < heads)
+        index = tl.arange(0, SPLITS)
+        partial = next_partial + tl.zeros([SPLITS], tl.int64)
+        for k in tl.static_range(1, SPLITS):
+            one = _load_id(list_ptr, more_list_ptr, first + k, count, first_count, MORE)
+            partial = tl.where(index == k, one, partial)
+        place = partial[None, :] * heads + head  # [BLOCK_HEADS, SPLITS]
+        there = (first + index < count)[None, :] & (head < heads)
+        # Ahead of its use, so that loads of the next tile need not wait for their addresses.
+        next_partial = _load_id(list_ptr, more_list_ptr, first + SPLITS, count, first_count, MORE)
         part_lse2 = tl.load(partial_lse2_ptr + place, mask=there, other=float("-inf"))
         part_out = tl.load(
             partial_out_ptr + place[:, :, None] * DV + dim[None, None, :], mask=there[:, :, None], other=0.0
@@ -136,6 +150,8 @@ def merge_kernel(
         more_begin = tl.load(more_table_ptr + row)
         count += tl.load(more_table_ptr + more_max_rows + row)
         more_list_ptr = more_table_ptr + 2 * more_max_rows + more_begin
+    if not OUT_IN_PARTIALS:  # while the tail's lse is on its way; with outputs in partials most rows need none
+        next_partial = _load_id(list_ptr, more_list_ptr, 0, count, first_count, MORE)
 
     row64 = row.to(tl.int64)
     lse_ptrs = lse_ptr + row64 * lse_row + head * lse_head
@@ -151,8 +167,10 @@ def merge_kernel(
         tail_ptr = tail_out_ptr + row64 * tail_row + (head * tail_head)[:, :, None] + dim
         has_tail = in_heads & ~empty
         tail_out = tl.load(tail_ptr, mask=has_tail[:, :, None], other=0.0).to(tl.float32)  # [BLOCK_HEADS, 1, DV]
+        if OUT_IN_PARTIALS:
+            next_partial = _load_id(list_ptr, more_list_ptr, 0, count, first_count, MORE)
         acc, part_sum, part_max2 = _sum_partials(
-            partial_out_ptr, partial_lse2_ptr, list_ptr, count, first_count, more_list_ptr, head, heads,
+            partial_out_ptr, partial_lse2_ptr, next_partial, list_ptr, more_list_ptr, count, first_count, head, heads,
             DV, BLOCK_HEADS, SPLITS, UNROLL, MORE,
         )  # fmt: skip
         # In base 2, so that a difference of equal numbers stays 0: a product in it may be fused with the subtraction.

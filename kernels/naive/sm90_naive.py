@@ -1,13 +1,14 @@
-"""Naive attention over shared, expanded prefixes on Hopper, in BF16 or FP8: what naive_prefix.py computes, faster.
+"""Naive attention over expanded segments on Hopper, in BF16 or FP8: the operation of triton_naive.py, faster.
 
     out[b, h] = softmax_n(softmax_scale · (q_nope[b, h] · k_nope[n, h] + q_rope[b, h] · k_rope[n])) · v[n, h]
 
 One persistent launch over a work list (schedule.py). In every program one warp copies key tiles to shared memory (TMA,
-a ring of stages), and one or two warp groups of 64 rows each consume them (naive_consumers_hopper.py). It is in Gluon
-because Triton waits for every wgmma before it issues the next.
+a ring of stages), and one or two warp groups of 64 rows each consume them (sm90_parts/consumers.py). It is written in
+Gluon because Triton waits for every wgmma before it issues the next one.
 
-Memory per work item of n keys: n·(dn + dv + dr)·2 bytes in BF16, n·(dn + dv + 2·dr) in FP8, from L2 when another row
-tile of the same head and keys runs beside it; reads rows·(dn + dr)·2 and writes rows·(dv + 1)·4 bytes.
+Memory per work item of n keys: reads n·(dn + dv + dr)·2 bytes of keys and values in BF16, n·(dn + dv + 2·dr) in FP8,
+from L2 where another row tile of the same head and keys runs at the same time; reads rows·(dn + dr)·2 bytes of queries
+and writes rows·(dv + 1)·4 bytes.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ TILES = {
         Tile(block_rows=128, block_keys=128, num_stages=4),
     ),
 }
-"""By dtype, for up to 64 rows and for more: the fastest on an H200 of those that scripts/calibrate.py tries. Up to 64
-rows a program has one consumer, and in FP8 two programs share a multiprocessor; above, one program has two consumers.
+"""By dtype, for up to 64 rows and for more: the fastest on an H200 among the candidates of scripts/calibrate.py. Up to
+64 rows a program has one consumer, and in FP8 two programs share a multiprocessor; above, a program has two consumers.
 """
 
 
 @dataclass(frozen=True)
 class LayerKeys:
-    """The expanded prefixes of one layer as descriptors of 2-D views, and their scales."""
+    """The expanded keys and values of one layer as descriptors of 2-D views, and their scales."""
 
     k_nope: TensorDescriptor  # [chunks * heads * CHUNK_TOKENS, dn], block [block_keys, dn]
     k_rope: TensorDescriptor  # [chunks * CHUNK_TOKENS, dr], block [block_keys, dr]
@@ -74,7 +75,7 @@ class LayerKeys:
 
 
 def supports(buffers: ExpandedBuffers) -> bool:
-    """Whether the kernel takes these buffers: on a Hopper GPU, BF16 or FP8, with head dimensions of 64 or 128."""
+    """Whether the kernel can read these buffers: on a Hopper GPU, BF16 or FP8, head dimensions of 64 or 128."""
     dims = (buffers.qk_nope_head_dim, buffers.v_head_dim, buffers.qk_rope_head_dim)
     on_hopper = buffers.device.type == "cuda" and torch.cuda.get_device_capability(buffers.device) == (9, 0)
     return on_hopper and buffers.dtype in TILES and all(dim in (64, 128) for dim in dims)
@@ -109,7 +110,7 @@ def _produce(
             token = tile % TILES_PER_CHUNK * BLOCK_KEYS
             block = chunk * heads + head
             rope_row = chunk * CHUNK + token
-            # The next tile's chunk, so that its copy does not wait for the load.
+            # The chunk of the next tile, loaded early so that the copy need not wait for it.
             chunk = gl.load(chunk_ptr + gl.maximum(tile - 1, first_tile) // TILES_PER_CHUNK)
             stage = position % STAGES
             free_phase = ((position // STAGES) & 1) ^ 1
@@ -201,7 +202,7 @@ def launch_options(tile: Tile) -> dict[str, int]:
     options = dict(CONSUMERS=tile.block_rows // ROWS.value, STAGES=tile.num_stages, num_warps=4)
     options |= dict(CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS)
     if tile.ctas_per_sm == 2:
-        options["maxnreg"] = 128  # of 8 warps; the consumer takes what the producer's warps give up
+        options["maxnreg"] = 128  # for 8 warps; the consumer gets the registers that the producer's warps give up
     return options
 
 
@@ -218,7 +219,7 @@ def run(
     num_ctas: int,
     tile: Tile,
 ) -> None:
-    """Launch the kernel; arguments and errors are those of naive_prefix.run, queries are BF16 for either dtype."""
+    """Launch the kernel. Arguments and errors are those of `triton_naive.run`, but queries are always BF16."""
     check_arguments(
         q_nope, q_rope, keys.k_nope.shape[1], keys.k_rope.shape[1], torch.bfloat16, work, capacity, partial_out,
         partial_lse2, softmax_scale,

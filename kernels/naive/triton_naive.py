@@ -1,14 +1,13 @@
-"""Naive attention of groups of rows over their shared, expanded prefixes.
+"""Naive attention of rows over the expanded segments that they share, on any GPU.
 
     out[b, h] = softmax_n(softmax_scale · (q_nope[b, h] · k_nope[n, h] + q_rope[b, h] · k_rope[n])) · v[n, h]
 
-for every row b of a group, every head h, over the group's keys n in [0, prefix_len): no mask. The keys may be split
-over several work items (see schedule.py), so what is written are partial results, each normalised over its own keys,
-with their base-2 lse.
+for every row b of a segment, every head h, over all keys n of the segment: no mask. Keys may be split over several work
+items (see schedule.py), so the kernel writes partial results, each normalised over its own keys, with their base-2 lse.
 
 Memory per work item (row tile of one head, n keys): reads n·(dn + dv + dr)·2 bytes of keys and values in BF16 and
-n·(dn + dv + 2·dr) in FP8, from L2 when another row tile of the same head and keys runs beside it; reads
-rows·(dn + dr)·2 and writes rows·(dv + 1)·4 bytes.
+n·(dn + dv + 2·dr) in FP8, from L2 where another row tile of the same head and keys runs at the same time; reads
+rows·(dn + dr)·2 bytes of queries and writes rows·(dv + 1)·4 bytes.
 
 FP8 saves memory here, not arithmetic: keys and values are converted as they are read, and neither queries nor softmax
 weights are rounded to FP8. The key scale multiplies the content scores, the value scale the result.
@@ -53,8 +52,8 @@ class Tile:
 
 
 TILES = (Tile(), Tile(block_rows=128, num_warps=8))
-"""By block_rows. The fastest of eleven on an H200 in BF16, 26,472 tokens, 16 and 128 heads: the first up to 64 rows,
-the second above, because it brings each key to shared memory once for 128 rows."""
+"""By block_rows. The fastest of eleven candidates on an H200 in BF16, 26,472 tokens, 16 and 128 heads: the first one up
+to 64 rows, the second one above, because it loads each key into shared memory once for 128 rows."""
 
 FP8_TILES = (Tile(ctas_per_sm=2), Tile(block_rows=128, num_warps=8))
 """The same for FP8, where smaller stages let two programs of the first share a multiprocessor. Not timed."""
@@ -72,8 +71,8 @@ def tile_for(rows: int, tiles: tuple[Tile, ...] = TILES) -> Tile:
 
 @dataclass(frozen=True)
 class LayerKeys:
-    """The expanded prefixes of one layer as descriptors of 2-D views, one tile of `block_keys` tokens at a time, and
-    their scales."""
+    """The expanded keys and values of one layer as descriptors of 2-D views in tiles of `block_keys` tokens, and their
+    scales."""
 
     k_nope: TensorDescriptor  # [chunks * heads * CHUNK_TOKENS, dn], block [block_keys, dn]
     k_rope: TensorDescriptor  # [chunks * CHUNK_TOKENS, dr], block [block_keys, dr]
@@ -83,7 +82,7 @@ class LayerKeys:
 
     @classmethod
     def of(cls, buffers: ExpandedBuffers, layer: int, tile: Tile) -> LayerKeys:
-        """Raises ValueError if a head dimension is not a power of two of at least 16, or the GPU does not know e4m3."""
+        """Raises ValueError if a head dimension is not a power of two of at least 16, or the GPU has no e4m3."""
         for name in ("qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim"):
             dim = getattr(buffers, name)
             if dim < 16 or dim & (dim - 1):
@@ -106,7 +105,7 @@ class LayerKeys:
 
 @triton.jit
 def _convert(tile, dtype: tl.constexpr):
-    """Keys or values in the dtype of the query, exactly."""
+    """Keys or values in the dtype of the query, without rounding."""
     if tile.dtype == tl.float8e4nv:  # by way of float32: Hopper converts to BF16 in pairs only from there
         tile = tile.to(tl.float32)
     return tile.to(dtype)
@@ -129,8 +128,9 @@ def _scores(q_nope, q_rope, k_nope_desc, k_rope_desc, key_row, rope_row, k_scale
 def _values(v_t_desc, value_row, token, dtype: tl.constexpr, DV: tl.constexpr, BLOCK_KEYS: tl.constexpr):
     """Transposed values `[DV, BLOCK_KEYS]` of one key tile, in the order of its tokens.
 
-    FP8 values are put back from layout.FP8_TOKEN_ORDER here: they pass through registers anyway, to be converted, where
-    the positions of 16 tokens belong to one thread. So keys, weights and the end of the prefix need no permutation.
+    FP8 values are stored in the order of expanded.FP8_TOKEN_ORDER, which is undone here: they pass through registers
+    anyway, to be converted, and all positions of 16 tokens are in one thread. So keys, weights and the mask at the end
+    of the segment need no permutation.
     """
     v_t = _convert(v_t_desc.load([value_row, token]), dtype)
     if v_t_desc.dtype == tl.float8e4nv:  # position 4a + 2b + c of 16 holds token 8b + 2a + c
@@ -227,7 +227,7 @@ def naive_prefix_kernel(
             v_t = _values(v_t_desc, block * DV, token, q_nope.dtype, DV, BLOCK_KEYS)
             acc = tl.dot(weights.to(v_t.dtype), v_t.T, acc, input_precision=PRECISION)
 
-        if full <= last:  # the prefix ends inside this tile; what is behind its end may be NaN
+        if full <= last:  # the segment ends inside this tile; what follows it in memory may be NaN
             token = last % TILES_PER_CHUNK * BLOCK_KEYS
             block = chunk * heads + head
             valid = last * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS) < kv_end  # [BLOCK_KEYS]

@@ -1,4 +1,4 @@
-"""Each operation in plain torch: the oracle of the tests and the path of a server without a GPU.
+"""Every operation in plain torch: the reference of the tests, and what a server without a GPU runs.
 
 Computed in float32, or in float64 where an input is float64. Shapes: B rows (requests), H heads, n tokens,
 r = kv_lora_rank, dn = qk_nope_head_dim, dr = qk_rope_head_dim, dv = v_head_dim. Every `lse` is the natural logarithm.
@@ -74,13 +74,14 @@ def naive_fp8(
     k_scale: Tensor,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """`naive` with the rounding steps of the FP8 kernel: what its error should be, and no more.
+    """`naive` with the rounding steps of the FP8 kernel: the kernel should be no less exact than this.
 
-    The content query is rounded to e4m3 with one scale for each row and head, the rotary query, divided by both scales,
-    to BF16, and the weights, 448 for the largest, to e4m3; their sum is of the weights before.
+    The content query is rounded to e4m3 with one scale for each row and head; the rotary query is divided by both
+    scales and rounded to BF16; the weights, scaled so that the largest is 448, are rounded to e4m3, but their sum is
+    taken before that.
 
     Args:
-        k_nope, v: true values that were rounded before, `layout.ExpandedBuffers.read`; others as for `naive`.
+        k_nope, v: values read back from FP8 storage (`ExpandedBuffers.read`); others as for `naive`.
         k_scale: `[H]` float32.
     """
     q_nope, q_rope = q_nope.float(), q_rope.float()
@@ -138,7 +139,7 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
         weight = torch.exp(part_lse - highest).masked_fill(empty, 0.0)  # [rows, heads]
         out += weight[..., None] * part.masked_fill(empty[..., None], 0.0)
         total += weight
-    # A rounded lse would not do as the divisor: the weights would no longer add up to one.
+    # Divide by the sum, not by exp(lse): with a rounded lse the weights would no longer add up to one.
     return out / total.masked_fill(total == 0, 1.0)[..., None], highest + torch.log(total.masked_fill(total == 0, 1.0))
 
 

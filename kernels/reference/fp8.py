@@ -1,8 +1,9 @@
 """Attention over latent rows with the rounding steps of low-precision kernels, in plain torch, float32.
 
 `absorb_fp8` is SnapMLA's decode step by step; `flash` is attention with weights in BF16 or FP16 and four ways to
-rescale its accumulator, AMLA's among them. Both say what the error of a kernel should be, and no more; the truth is
-reference.absorb in float64. A matrix product of rounded operands is a float32 product of the same values.
+rescale its accumulator, AMLA's among them. Both show how much error those rounding steps alone cause, which is all that
+a kernel may have; the exact reference is attention.absorb in float64. A matrix product of rounded operands is computed
+as a float32 product of the same values.
 
 Shapes: T query tokens, H heads, n keys, r = kv_lora_rank, dr = qk_rope_head_dim.
 """
@@ -26,8 +27,8 @@ BLOCK_KEYS = 64
 WEIGHT_SCALE_RANGE = 2.0**-24
 """The scale of a block's weights is at least this part of the largest one of the blocks before it.
 
-A block below that adds less than float32 keeps. With its own, much smaller scale, the accumulator, which is counted in
-units of the latest scale, would overflow: the paper does not say what holds its scales apart."""
+A block with a smaller scale contributes less than float32 resolves. If it used its own scale, the accumulator, which is
+kept in units of the latest scale, would overflow; the paper does not say how it limits the ratio of its scales."""
 
 Configuration = Literal["per_token", "snapmla", "rope_too", "fixed", "per_tensor", "per_block"]
 """How the cache is rounded: the way of latent_rows, and those of SnapMLA, table 2, its own and A to D.

@@ -1,4 +1,4 @@
-"""New latent rows into the FP8 pool: scale, round, divide the rotary part, write to the slots, in one launch.
+"""Append latent rows to the FP8 pool: scale, round, divide the rotary part and write to the slots, in one launch.
 
     row[slots[t]] = latent[t] / scale in e4m3 | scale | rope[t] / scale in BF16      scale: latent_rows.row_scale
 
@@ -19,12 +19,13 @@ from ..constants import FP8_MAX
 from .latent_rows import SCALE_FLOOR, SCALE_LIMIT, LatentRowLayout
 
 NUM_WARPS = 1
-"""A row is 16 elements for each thread of one warp, and its maximum needs no shared memory."""
+"""One warp for a row: 16 elements for each thread, and their maximum needs no shared memory."""
 
 
 @triton.jit
 def _largest(values):
-    """The largest magnitude, NaN if there is one: as integers, the bits of magnitudes are in their order, NaN last."""
+    """The largest magnitude, or NaN if there is one: the bits of magnitudes, as integers, are in the same order, with
+    NaN last."""
     return tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=0).to(tl.float32, bitcast=True)
 
 
@@ -39,7 +40,7 @@ def divide_row(content, rope, FP8_LIMIT: tl.constexpr, FLOOR: tl.constexpr, LIMI
     """latent_rows.divide of one row, float32: content that e4m3 can hold, scale, divided rotary part."""
     largest, largest_rope = _largest(content), _largest(rope)
     finite = (largest < float("inf")) & (largest_rope < float("inf"))
-    # Correctly rounded, as in the reference: a plain division is not, and could end on another power of two.
+    # A correctly rounded division, as in the reference: a plain one is not, and could end on another power of two.
     scale = tl.maximum(tl.div_rn(largest, FP8_LIMIT), tl.maximum(largest_rope, 1.0) * FLOOR)
     scale = tl.minimum(power_of_two_above(tl.where(finite, scale, 1.0)), LIMIT)
     factor = tl.div_rn(1.0, scale)  # exact, and so are the products with it

@@ -3,8 +3,8 @@
     k_nope[h, t] = w_k[h] · latent[slots[t]] / k_scale[h]        v_t[h, :, t] = w_v[h] · latent[slots[t]] / v_scale[h]
 
 for n consecutive tokens t of a prefix and every head h, rounded to the dtype of the buffers (saturated in FP8); the
-rotary keys are copied. Gathering, product, scaling, rounding and transposition are one kernel: nothing is written but
-the result.
+rotary keys are copied. One kernel gathers, multiplies, scales, rounds and transposes, so that only the result is
+written to memory.
 
 Memory per layer, BF16 inputs: reads 2·H·(dn + dv)·r bytes of weights per group of tokens (33 MB per 4,096 tokens for
 DeepSeek-V3) and n·(r + dr)·2 bytes of latent rows from DRAM; every program reads its latent tile and its weights from
@@ -24,12 +24,12 @@ from .expanded import ExpandedBuffers
 
 BLOCK_TOKENS = 128
 GROUP_BLOCKS = 32
-"""Token blocks that take the heads' weights in turn: their 4 MB of latent rows stay in L2 meanwhile."""
+"""Token blocks that are multiplied with one head's weights after the other: their 4 MB of latent rows stay in L2."""
 NUM_WARPS = 8
 MAX_BLOCK_K = 64
 MAX_STAGES = 4
 PIPELINE_BYTES = 192 * 1024
-"""Shared memory for the stages. The accumulators leave room for one program per multiprocessor, which may take all."""
+"""Shared memory for the stages. The accumulators allow only one program per multiprocessor, which may use all of it."""
 
 
 def pipeline(rank: int, dn: int, dv: int, itemsize: int) -> tuple[int, int]:
@@ -41,7 +41,7 @@ def pipeline(rank: int, dn: int, dv: int, itemsize: int) -> tuple[int, int]:
 
 @triton.jit
 def _token_at(position):
-    """The token at a position of an FP8 `v_t`: layout.FP8_TOKEN_ORDER in bit arithmetic, bits 4 and up unchanged."""
+    """The token at a position of an FP8 `v_t`: expanded.FP8_TOKEN_ORDER in bit arithmetic, bits 4 and up unchanged."""
     return (position & -15) | ((position & 2) << 2) | ((position & 8) >> 1) | ((position & 4) >> 1)
 
 
@@ -81,7 +81,7 @@ def expand_prefix_kernel(
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """One program: all keys and values of one head for one block of tokens, which is aligned within the prefix."""
+    """One program: keys and values of one head for one block of tokens, aligned to the start of the prefix."""
     # The token blocks of a group run side by side with the weights of one head, then of the next one.
     blocks = (start + n + BLOCK - 1) // BLOCK - start // BLOCK
     group_start = tl.program_id(0) // (GROUP * heads) * GROUP
@@ -98,7 +98,7 @@ def expand_prefix_kernel(
     token = _token_at(position) if FP8 else position  # [BLOCK], in the block
     index = first - start + token  # [BLOCK], in slots
     valid = (index >= 0) & (index < n)
-    # A row outside the n tokens takes another one's slot: its results are not written, and the copies need no mask.
+    # A row outside the n tokens reads a valid slot instead, so that the loads need no mask; its results are not stored.
     slot = tl.load(slots_ptr + tl.minimum(tl.maximum(index, 0), n - 1)).to(tl.int64)
     latent_ptrs = latent_ptr + slot * latent_row  # [BLOCK]
 

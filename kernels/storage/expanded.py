@@ -23,9 +23,9 @@ from ..constants import CHUNK_TOKENS, FP8, FP8_MAX
 FP8_TOKEN_ORDER = tuple(8 * (i >> 1 & 1) + 4 * (i >> 3 & 1) + 2 * (i >> 2 & 1) + (i & 1) for i in range(16))
 """Position i of every 16 in an FP8 `v_t` holds token `FP8_TOKEN_ORDER[i]` of these 16.
 
-The thread that gets four neighbouring weights of a row as the result of Hopper's first product must hold, for the
-second product, four weights whose positions differ: with the values in this order its own weights are the right ones,
-and none moves between threads."""
+After the first matrix product a thread of a Hopper warp group holds weights of certain columns; as an operand of the
+second product it must hold those of other columns. With the values stored in this order the weights that a thread has
+are the ones it needs, and none has to move between threads."""
 
 
 def scale_bounds(weight_rows: Tensor) -> Tensor:
@@ -33,8 +33,8 @@ def scale_bounds(weight_rows: Tensor) -> Tensor:
 
     A latent row is the norm's weight times x with |x|_2 <= sqrt(r) (RMS norm), so an element of a key or value is at
     most |its row of the product's weight times the norm's weight|_2 * sqrt(r) (Cauchy-Schwarz). A typical element is
-    some sqrt(r) = 23 times smaller, which costs nothing: e4m3 keeps its precision over 2^15. So a scale never has to
-    follow the data.
+    some sqrt(r) = 23 times smaller, which costs no precision, because e4m3 keeps it over a range of 2^15. So a scale
+    never has to follow the data.
 
     Args:
         weight_rows: `[H, d, r]`, the rows of the product's weight times the norm's weight.
@@ -179,7 +179,7 @@ class ExpandedBuffers:
             position = _token_to_position(self.device)[position]
         tokens = slice(offset, offset + n)
         self.k_nope[layer, chunk, :, tokens].copy_(k_nope.transpose(0, 1))  # [heads, n, dn]
-        # As bytes where they are FP8: torch cannot index FP8 on every device.
+        # FP8 is viewed as bytes: torch cannot index FP8 tensors on every device.
         v_t = self.v_t[layer, chunk]  # [heads, dv, CHUNK_TOKENS]
         v_t, v = (v_t.view(torch.uint8), v.view(torch.uint8)) if self.dtype == FP8 else (v_t, v.to(self.dtype))
         v_t[:, :, position] = v.permute(1, 2, 0)  # [heads, dv, n]
@@ -213,7 +213,8 @@ def _rope_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def _token_to_position(device: torch.device) -> Tensor:
-    """`[CHUNK_TOKENS]`: where each token of a chunk stands in an FP8 `v_t`. Made once: the host waits for the copy."""
+    """`[CHUNK_TOKENS]`: where each token of a chunk stands in an FP8 `v_t`. Cached, because the host
+    waits for the copy."""
     position = torch.tensor(FP8_TOKEN_ORDER, device=device).argsort()  # the inverse permutation, of 16
     start = torch.arange(0, CHUNK_TOKENS, len(FP8_TOKEN_ORDER), device=device)
     return (start[:, None] + position).flatten()

@@ -1,4 +1,4 @@
-"""Rows of the FP8 latent pool back into latents and rotary keys, in one launch; no other row is read.
+"""Read rows of the FP8 latent pool back as latents and rotary keys, in one launch; no other row is read.
 
     latent[t] = e4m3 content of row slots[t] · its scale        rope[t] = its stored rotary part · its scale
 

@@ -1,12 +1,12 @@
-"""Absorbed queries in one piece, as FlashMLA takes them: content and rotary part side by side, in one launch.
+"""Join the two parts of absorbed queries, content and rotary, in one launch, as FlashMLA expects them.
 
     out[t, h] = content[t, h] | rope[t, h]
 
 Memory per token and head: reads and writes 2·(r + dr) bytes of BF16 (1,152 each for DeepSeek-V3).
 
-This launch must not let the next one begin before it ends. FlashMLA is launched such that it may (programmatic
-dependent launch), and some of its versions then read the query without waiting. SGLang's concat_mla_absorb_q does let
-it: it would be a race.
+This kernel must not allow the next one to start before it ends. FlashMLA is launched with programmatic dependent
+launch, and some of its versions then read the query without waiting for the kernel before. SGLang's concat_mla_absorb_q
+allows that early start, so it would be a race.
 """
 
 from __future__ import annotations

@@ -10,13 +10,13 @@ The scale brings the largest content element between 224 and 448, e4m3's largest
 
     scale = the power of two at or above max(|content|max / 448, max(1, |rotary|max) · 2^-60), at most 2^119
 
-A power of two, because dividing by it and multiplying with it are exact: the rotary part, divided, is rounded no second
+A power of two, because dividing and multiplying by it are exact: the division does not round the rotary part a second
 time, and a row that is read and written again keeps its values. SnapMLA's own scale, |content|max / 448, rounds the
 rotary part once more, and gives the largest element without error (docs/accuracy.md compares them).
 
 The second term is a floor that no model reaches. It bounds the stored rotary part by 2^60, so that neither BF16 nor
-the float32 sum over 64 products of two such numbers can overflow, and keeps every scale at 2^-60 or more, so that the
-sums that attention counts in units of it stay finite, too. What follows from it:
+the float32 sum over 64 products of two such numbers can overflow, and it keeps every scale at 2^-60 or more, so that
+the sums that attention keeps in units of the scale stay finite as well. Consequences:
 
 - A row of zeros has the scale 2^-60 and is read back as zeros.
 - Content below 2^-70 in a row of nothing larger (and beside a rotary part of up to 1) is read back as zero.

@@ -5,10 +5,12 @@ Compiled in a process of its own: in this one the kernels are bound to the inter
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +19,7 @@ REGISTERS_PER_SM = 64 * 1024
 RESERVED_PER_CTA = 1024  # shared memory that the driver keeps of each CTA
 
 COMPILE = r"""
-import json, re, subprocess, sys, tempfile
+import itertools, json, re, subprocess, sys, tempfile
 from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
@@ -45,7 +47,12 @@ from sglang_mla_ext.kernels.naive.schedule import ITEM_FIELDS
 
 CUDABackend.make_cubin = lambda self, src, metadata, options, capability: b""  # ptxas runs once, below, and tells more
 
+SHARE, SHARES = map(int, sys.argv[1:])  # of several processes, each of which compiles every SHARES-th kernel
+turn = itertools.count()
+
 def compile_for_hopper(kernel, types, constants, **options):
+    if next(turn) % SHARES != SHARE:
+        return dict(elsewhere=True)
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
     anywhere = {*kernel.do_not_specialize, *kernel.do_not_specialize_on_alignment}
@@ -278,24 +285,51 @@ hopper = {
     for name, dtype in dtypes.items()
     for tile in naive_prefix_hopper.tiles_of(dtype)
 }
-json.dump(naive | hopper | expand | latent_rows | absorb | merges, sys.stdout)
+found = naive | hopper | expand | latent_rows | absorb | merges
+json.dump({name: one for name, one in found.items() if not one.get("elsewhere")}, sys.stdout)
 """
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> dict:
-    """What the compiler says of the kernels, compiled anew and not taken from Triton's cache."""
-    directory = tmp_path_factory.mktemp("compile")
+    """What the compiler says of the kernels, compiled anew and not taken from Triton's cache; once in a test run, also
+    where several workers ask."""
+    directory = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        directory = directory.parent  # all workers'
+    result = directory / "compiled.json"
+    with open(directory / "compiled.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.exists():
+            result.write_text(json.dumps(_compile(tmp_path_factory.mktemp("compile"))))
+    return json.loads(result.read_text())
+
+
+def _compile(directory: Path) -> dict:
+    """Compile in two processes: other workers wait meanwhile."""
     script = directory / "compile_kernels.py"  # a file: Triton reads the source of what it compiles
     script.write_text(COMPILE)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(directory / "cache")
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    process = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=900)
-    assert process.returncode == 0, process.stderr
-    result = json.loads(process.stdout)
-    print(result)
-    return result
+    shares = 2
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, str(share), str(shares)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for share in range(shares)
+    ]
+    found = {}
+    for process in processes:
+        output, errors = process.communicate(timeout=900)
+        assert process.returncode == 0, errors
+        found |= json.loads(output)
+    print(found)
+    return found
 
 
 NAIVE = [f"{name}{rows}_{dtype}" for name in ("naive", "hopper") for rows in (64, 128) for dtype in ("bf16", "fp8e4nv")]

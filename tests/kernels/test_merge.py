@@ -54,7 +54,7 @@ def cases():
     yield Case((2, 0, 1), heads=64, v_dim=16, in_place=True, write_lse=False)
     yield Case((6, 0, 2), heads=4, spread=200.0)
     yield Case((7, 2), heads=4, spread=1e4, empty_tails=(0,))
-    yield Case(tuple(i % 6 for i in range(30)), heads=9, empty_tails=tuple(range(0, 30, 5)))
+    yield Case(tuple(i % 6 for i in range(30)), heads=5, empty_tails=tuple(range(0, 30, 5)))
     yield Case((1, 7, 8, 9, 36), heads=5, v_dim=128, empty_tails=(0, 3))
     yield Case((1, 7, 8, 9, 36, 0), heads=3, v_dim=512, empty_tails=(0, 2, 4, 5), in_place=True)
     yield Case((36, 17, 3, 2), heads=7, v_dim=128, spread=200.0, in_place=True, write_lse=False)
@@ -148,11 +148,11 @@ def test_merge_equals_reference(case: Case) -> None:
 
 def test_bits_do_not_depend_on_the_run_or_on_what_is_written_in_place() -> None:
     """With two tables; the lse in place, too, and BF16 partials as well."""
-    case = Case((36, 9, 0, 0, 3), heads=6, v_dim=128, more=(5, 0, 2, 0, 8), empty_tails=(1, 3))
+    case = Case((20, 9, 0, 0, 3), heads=6, v_dim=64, more=(5, 0, 2, 0, 8), empty_tails=(1, 3))
     for dtype in (torch.float32, torch.bfloat16):
         partials = Partials(case, torch.Generator().manual_seed(0))
         partials.out = partials.out.to(dtype)
-        tail_out, tail_lse = torch.randn(5, 6, 128, generator=partials.generator), torch.zeros(5, 6)
+        tail_out, tail_lse = torch.randn(5, 6, 64, generator=partials.generator), torch.zeros(5, 6)
         tail_out[[1, 3]], tail_lse[[1, 3]] = NAN, -INF
         lses = torch.empty(2, 5, 6)
         first, second = (partials.merge(tail_out, tail_lse, torch.empty_like(tail_out), lse) for lse in lses)
@@ -203,7 +203,7 @@ def test_tails_and_partials_in_one_padded_tensor() -> None:
     out = torch.randn(rows + tiles, 1, 64, dim, generator=generator).to(torch.bfloat16)
     lse = torch.randn(rows + tiles, 64, 1, generator=generator) * 3
     out[:rows, :, heads:], lse[:rows, heads:] = NAN, NAN  # padding
-    out[1, :, :heads], lse[1, :heads] = NAN, EMPTY_LSE[:heads]
+    out[1, :, :heads], lse[1, :heads, 0] = NAN, EMPTY_LSE[:heads]
     places = {0: 2, 1: 5, 4: 4}  # of the 12 places in tiles; the others are not read
     partial_out, partial_lse2 = out[rows:].view(-1, heads, dim), lse[rows:].view(-1, heads) * LOG2E
     unused = [place for place in range(12) if place not in places.values()]

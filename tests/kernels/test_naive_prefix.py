@@ -77,9 +77,9 @@ def cases():
     yield Case((1, 2, 3), (700, 1, 255), heads=4, alone=3, dims=Dims())
     yield Case((2, 64, 1), (33, 511, 600), heads=4, alone=2, num_ctas=24, unused=2)
     yield Case((17, 16, 15, 1), (95, 300, 32, 129), heads=4, alone=5, tile=SMALL_TILE, num_ctas=40)
-    yield Case((33,), (513,), heads=16, tile=SMALL_TILE, num_ctas=16)
-    yield Case((4, 3), (70, 130), heads=64, num_ctas=32)
-    yield Case((2, 5), (40, 65), heads=128, num_ctas=264, alone=1)
+    yield Case((33,), (513,), heads=3, tile=SMALL_TILE, num_ctas=16)
+    yield Case((4, 3), (70, 130), heads=20, num_ctas=32)
+    yield Case((2, 5), (40, 65), heads=40, num_ctas=264, alone=1)
     yield Case((3,), (600,), heads=1, num_ctas=264)
     # Rows in three segments, in two, in one and in none, of which some are split.
     yield Case((7, 4, 2), (512, 256, 333), heads=4, nested=True, alone=2, unused=1)
@@ -194,7 +194,7 @@ def tail_cases():
     yield TailCase((2,), (300,), heads=4, dims=Dims(), tails=(0, 1))
     yield TailCase((3, 1), (65, 513), heads=4, alone=2, tails=(0, 700, 5, 64, 333, 0))
     yield TailCase((6,), (31,), heads=16, tails=(1, 2, 3, 0, 100, 17), tile=SMALL_TILE)
-    yield TailCase((2, 2), (100, 40), heads=128, tails=(7, 0, 1, 30), num_ctas=264)
+    yield TailCase((2, 2), (70, 40), heads=128, tails=(7, 0, 1, 30), num_ctas=264)
     yield TailCase((4, 3, 1), (256, 256, 45), heads=4, nested=True, alone=1, tails=(0, 77, 5, 0, 64))
 
 

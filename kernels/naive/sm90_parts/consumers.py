@@ -1,9 +1,9 @@
-"""What a consumer warp group of naive_prefix_hopper.py does: 64 rows of a work item, all of its keys.
+"""The consumer warp groups of sm90_naive.py: each computes 64 rows of a work item over all of its keys.
 
-Both consumers go through the keys of an item from the last tile to the first, so that the only tile that can end inside
-the prefix comes before the loop. They issue the score product of the next tile before they wait for the output product
-of this one (AMLA's preload pipeline; FlashAttention-3, section 3.2), and while one warp group computes its softmax the
-matrix unit works for the other.
+A consumer goes through the keys of an item from the last tile to the first, so that the only tile that needs a mask,
+where the segment ends, comes before the loop. It issues the score product of the next tile before it waits for the
+output product of the current one (AMLA's preload pipeline; FlashAttention-3, section 3.2), and while one consumer
+computes its softmax the matrix unit works for the other.
 
 `position` counts the key tiles that the program has taken since its start: tile number `position` is in stage
 `position % STAGES` of shared memory, for the `position // STAGES`-th time.
@@ -71,7 +71,8 @@ def _fp8_of(bits):
 def _clear_values_behind(v_t, valid, BLOCK_KEYS: gl.constexpr, DV: gl.constexpr, FP8: gl.constexpr):
     """Zero the values of the keys from `valid` on: a weight of 0 times a NaN would be NaN.
 
-    Every consumer does it for itself, before its own product: those that come later write what is there already.
+    Each consumer does so before its own product, without waiting for the other: the second one rewrites the same
+    numbers.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     position = gl.arange(0, BLOCK_KEYS, gl.SliceLayout(0, LAYOUT))
@@ -141,7 +142,7 @@ def consume_bf16(
         rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, QUERY))
         in_tile = rows < n_rows
         row = gl.load(work_ptr + GROUP_ROWS + first_row + rows, mask=in_tile, other=0).to(gl.int64)
-        gl.thread_barrier()  # all warps are done with the last item's query
+        gl.thread_barrier()  # all warps have finished with the query of the item before
         q_nope_s.store(_load_rows(q_nope_ptr, row, head, q_nope_row, q_nope_head, in_tile, DN, QUERY))
         q_rope_s.store(_load_rows(q_rope_ptr, row, head, q_rope_row, q_rope_head, in_tile, DR, QUERY))
         fence_async_shared()
@@ -202,7 +203,8 @@ def consume_bf16(
 
 @gluon.jit
 def _weights_to_fp8(weights, BLOCK_KEYS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Round the weights and name their columns as layout.FP8_TOKEN_ORDER has the values: no thread gives any away."""
+    """Round the weights and put their columns in the order of the values, expanded.FP8_TOKEN_ORDER. Each thread keeps
+    its own: only the meaning of its registers changes."""
     rounded = weights.to(gl.float8e4nv)
     rounded = rounded.reshape([ROWS, BLOCK_KEYS // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4])
     return gl.convert_layout(rounded.reshape([ROWS, BLOCK_KEYS]), LAYOUT)
@@ -217,10 +219,10 @@ def consume_fp8(
     """Rows `[first, first + 64)` of every item: content scores and values in FP8, rotary scores in BF16.
 
     The content query is quantised here, one scale for each row and head (SnapMLA, section 3.1). The rotary query is
-    divided by that scale and by the key scale, so both products add up in one accumulator (SnapMLA, equation 6). The
-    weights are multiplied by 448 before they are rounded, which their sum is too. The output of a key tile is summed
-    apart and then added in float32: the matrix unit's FP8 sum keeps some 13 bits behind its largest term, and a sum
-    over 26,000 keys in place came out 17 % too small where values have a mean.
+    divided by that scale and by the key scale, so that both products share one accumulator (SnapMLA, equation 6). The
+    weights are multiplied by 448 before they are rounded, and so is their sum. The product of each key tile starts from
+    zero and is added to the output in float32: the matrix unit's FP8 accumulation keeps about 13 bits below its largest
+    term, and accumulating 26,000 keys in place lost 17 % where the values have a non-zero mean.
     """
     STAGES: gl.constexpr = k_nope_s.shape[0]
     BLOCK_KEYS: gl.constexpr = k_nope_s.shape[1]
@@ -244,7 +246,7 @@ def consume_fp8(
         q_rope = _load_rows(q_rope_ptr, row, head, q_rope_row, q_rope_head, in_tile, DR, QUERY).to(gl.float32)
         q_scale = gl.maximum(gl.max(gl.abs(q_nope), 1), 1e-8) / FP8_MAX
         k_scale = gl.load(k_scale_ptr + head)
-        gl.thread_barrier()  # all warps are done with the last item's query
+        gl.thread_barrier()  # all warps have finished with the query of the item before
         q_nope_s.store((q_nope / q_scale[:, None]).to(gl.float8e4nv))
         q_rope_s.store((q_rope / (q_scale * k_scale)[:, None]).to(gl.bfloat16))
         fence_async_shared()
