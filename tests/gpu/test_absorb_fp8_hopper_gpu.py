@@ -1,10 +1,10 @@
 """Decode over the FP8 cache by its own kernels on a Hopper GPU, against float64 and the rounding steps in torch.
 
 Bounds: the error against float64 is at most 1.1 times that of the steps in torch, plus what content scores lose in
-Hopper's FP8 product, which keeps some 13 bits behind the largest term of a sum: 2e-3. The lse has that loss alone. What
-no kernel may read is NaN: pages of nobody, the end of every last page; entries of the page table behind the last page
-point nowhere. Run with `pytest tests/gpu -m gpu -s`: each case prints its errors, and the last one times, beside those
-of Triton's kernel and of FlashMLA where it is installed.
+Hopper's FP8 product, which keeps some 13 bits below the largest term of a sum: 2e-3. The lse has that loss alone. What
+no kernel may read is NaN: pages of no request, the end of every last page; entries of the page table behind the last
+page point nowhere. Run with `pytest tests/gpu -m gpu -s`: each case prints its errors, and the last one times, beside
+those of Triton's kernel and of FlashMLA where it is installed.
 """
 
 from __future__ import annotations

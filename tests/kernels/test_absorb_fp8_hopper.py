@@ -173,7 +173,7 @@ def cases_and_seeds() -> Any:
     yield from ((case, index % 2) for index, case in enumerate(many_head_cases()))
 
 
-@pytest.mark.parametrize(("case", "seed"), cases_and_seeds(), ids=str)
+@pytest.mark.parametrize(("case", "seed"), list(cases_and_seeds()), ids=str)
 def test_the_kernels_source_in_torch_equals_the_reference(in_torch: Any, case: Case, seed: int) -> None:
     problem = Problem(case)
     # The first seed lets results come about where they are wanted, the second one elsewhere.
