@@ -35,7 +35,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..constants import LOG2E
 from .items import ITEM_PAGE, ITEM_ROWS, ITEM_STRIP, NO_ROW
 from .schedule import AbsorbCapacity
-from .sm90_parts.bf16_consumers import PART, REGISTER_PARTS, ROPE_STAGES, score, sum_values
+from .sm90_parts.bf16_consumers import PART, REGISTER_PARTS, ROPE_STAGES, Shared, score, sum_values
 from .sm90_parts.work_items import BLOCK, LATENT, ROPE, ROWS, blocks_of, count_items, item_at
 
 SLOTS = gl.constexpr(11)  # quarters in the ring
@@ -63,9 +63,7 @@ def _copy_query_tile(desc, column, strips_ptr, n_rows, tiles, tile, barrier):
 
 
 @gluon.jit
-def copy_keys(
-    q_desc, content_desc, rope_desc, ring, rope_s, full, empty, rope_full, rope_empty, work_ptr, page_table_ptr
-):  # fmt: skip
+def copy_keys(q_desc, content_desc, rope_desc, shared, work_ptr, page_table_ptr):
     """Fill the ring: for every item with the quarters of its query that go to registers, and then with its blocks.
 
     One role does both, because a barrier only tells odd uses of a slot from even ones: whoever waits for a slot must
@@ -74,7 +72,7 @@ def copy_keys(
     STRIP: gl.constexpr = q_desc.block_type.shape[0]
     STRIPS: gl.constexpr = ROWS // STRIP
     LAYOUT: gl.constexpr = q_desc.layout
-    tiles = ring._reinterpret(gl.bfloat16, [2 * SLOTS * STRIPS, STRIP, TILE_COLUMNS], LAYOUT)
+    tiles = shared.ring._reinterpret(gl.bfloat16, [2 * SLOTS * STRIPS, STRIP, TILE_COLUMNS], LAYOUT)
     used = 0
     taken = 0
     for index in range(count_items(work_ptr)):
@@ -86,48 +84,50 @@ def copy_keys(
         n_rows = gl.load(item_ptr + ITEM_ROWS)
         for part in gl.static_range(REGISTER_PARTS):
             slot = used % SLOTS
-            mbarrier.wait(empty.index(slot), ((used // SLOTS) & 1) ^ 1)
-            mbarrier.expect(full.index(slot), content_desc.block_type.nbytes)
+            mbarrier.wait(shared.empty.index(slot), ((used // SLOTS) & 1) ^ 1)
+            mbarrier.expect(shared.full.index(slot), content_desc.block_type.nbytes)
             for c in gl.static_range(2):
                 column = part * PART + c * TILE_COLUMNS
-                _copy_query_tile(q_desc, column, strips_ptr, n_rows, tiles, 2 * slot + c, full.index(slot))
+                _copy_query_tile(q_desc, column, strips_ptr, n_rows, tiles, 2 * slot + c, shared.full.index(slot))
             used += 1
         for back in range(n_blocks):
             row = page * BLOCK
             page = gl.load(pages + gl.maximum(last - back - 1, first))  # the next one, before the waits
             stage = taken % ROPE_STAGES
-            mbarrier.wait(rope_empty.index(stage), ((taken // ROPE_STAGES) & 1) ^ 1)
-            mbarrier.expect(rope_full.index(stage), rope_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(rope_desc, [row, LATENT], rope_full.index(stage), rope_s.index(stage))
+            mbarrier.wait(shared.rope_empty.index(stage), ((taken // ROPE_STAGES) & 1) ^ 1)
+            mbarrier.expect(shared.rope_full.index(stage), rope_desc.block_type.nbytes)
+            place = shared.rope_s.index(stage)
+            tma.async_copy_global_to_shared(rope_desc, [row, LATENT], shared.rope_full.index(stage), place)
             for part in gl.static_range(4):
                 slot = used % SLOTS
-                mbarrier.wait(empty.index(slot), ((used // SLOTS) & 1) ^ 1)
-                mbarrier.expect(full.index(slot), content_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(content_desc, [row, part * PART], full.index(slot), ring.index(slot))
+                full = shared.full.index(slot)
+                mbarrier.wait(shared.empty.index(slot), ((used // SLOTS) & 1) ^ 1)
+                mbarrier.expect(full, content_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(content_desc, [row, part * PART], full, shared.ring.index(slot))
                 used += 1
             taken += 1
 
 
 @gluon.jit
-def copy_queries(q_desc, q_rope_desc, q_s, q_rope_s, q_full, q_empty, work_ptr):
+def copy_queries(q_desc, q_rope_desc, shared, work_ptr):
     """Copy the part of every item's query that stays in shared memory: the last quarter and the rotary columns."""
     STRIP: gl.constexpr = q_desc.block_type.shape[0]
     STRIPS: gl.constexpr = ROWS // STRIP
     LAYOUT: gl.constexpr = q_desc.layout
     TILE_BYTES: gl.constexpr = q_desc.block_type.nbytes * STRIPS
-    q_tiles = q_s._reinterpret(gl.bfloat16, [2 * SHARED_PARTS * STRIPS, STRIP, TILE_COLUMNS], LAYOUT)
-    rope_tiles = q_rope_s._reinterpret(gl.bfloat16, [STRIPS, STRIP, TILE_COLUMNS], LAYOUT)
+    q_tiles = shared.q_s._reinterpret(gl.bfloat16, [2 * SHARED_PARTS * STRIPS, STRIP, TILE_COLUMNS], LAYOUT)
+    rope_tiles = shared.q_rope_s._reinterpret(gl.bfloat16, [STRIPS, STRIP, TILE_COLUMNS], LAYOUT)
     done = 0
     for index in range(count_items(work_ptr)):
         item_ptr = item_at(work_ptr, index)
         strips_ptr = work_ptr + gl.load(item_ptr + ITEM_STRIP)
         n_rows = gl.load(item_ptr + ITEM_ROWS)
-        mbarrier.wait(q_empty, (done & 1) ^ 1)
-        mbarrier.expect(q_full, (2 * SHARED_PARTS + 1) * TILE_BYTES)
-        _copy_query_tile(q_rope_desc, 0, strips_ptr, n_rows, rope_tiles, 0, q_full)
+        mbarrier.wait(shared.q_empty, (done & 1) ^ 1)
+        mbarrier.expect(shared.q_full, (2 * SHARED_PARTS + 1) * TILE_BYTES)
+        _copy_query_tile(q_rope_desc, 0, strips_ptr, n_rows, rope_tiles, 0, shared.q_full)
         for c in gl.static_range(2 * SHARED_PARTS):
             column = REGISTER_PARTS * PART + c * TILE_COLUMNS
-            _copy_query_tile(q_desc, column, strips_ptr, n_rows, q_tiles, c, q_full)
+            _copy_query_tile(q_desc, column, strips_ptr, n_rows, q_tiles, c, shared.q_full)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
 
 
@@ -172,26 +172,18 @@ def absorb_hopper_kernel(
     mbarrier.init(weights_empty, count=2)
     fence_async_shared()
 
+    shared = Shared(
+        ring, rope_s, q_s, q_rope_s, weights_s, rescale_s, norm_s, full, empty, rope_full, rope_empty, q_full,
+        q_empty, weights_full, weights_empty,
+    )  # fmt: skip
     # The argument tuples stand in the call itself: constants in a tuple with a name would become run-time values.
     gl.warp_specialize(
         [
-            (score, (
-                ring, rope_s, q_s.index(0), q_rope_s, weights_s, rescale_s, norm_s, full, empty, rope_full, rope_empty,
-                q_full, q_empty, weights_full, weights_empty, partial_lse2_ptr, work_ptr, scale_log2e,
-            )),
-            (sum_values, (
-                ring, weights_s, rescale_s, norm_s, full, empty, weights_full, weights_empty, partial_out_ptr, work_ptr,
-                0,
-            )),
-            (sum_values, (
-                ring, weights_s, rescale_s, norm_s, full, empty, weights_full, weights_empty, partial_out_ptr, work_ptr,
-                1,
-            )),
-            (copy_keys, (
-                q_desc, content_desc, rope_desc, ring, rope_s, full, empty, rope_full, rope_empty, work_ptr,
-                page_table_ptr,
-            )),
-            (copy_queries, (q_desc, q_rope_desc, q_s, q_rope_s, q_full, q_empty, work_ptr)),
+            (score, (shared, partial_lse2_ptr, work_ptr, scale_log2e)),
+            (sum_values, (shared, partial_out_ptr, work_ptr, 0)),
+            (sum_values, (shared, partial_out_ptr, work_ptr, 1)),
+            (copy_keys, (q_desc, content_desc, rope_desc, shared, work_ptr, page_table_ptr)),
+            (copy_queries, (q_desc, q_rope_desc, shared, work_ptr)),
         ],
         [4, 4, 1, 1],
         [VALUE_REGISTERS, VALUE_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

@@ -47,9 +47,9 @@ from ..constants import LOG2E
 from ..storage.latent_rows import LatentRowLayout
 from .items import ITEM_PAGE, ITEM_ROWS, ITEM_STRIP
 from .schedule import AbsorbCapacity
-from .sm90_parts.fp8_consumers import NORM_STAGES, STAGES, compute_scores, sum_values
+from .sm90_parts.fp8_consumers import NORM_STAGES, STAGES, Shared, compute_scores, sum_values
 from .sm90_parts.fp8_query import QUERY_COLUMNS, QUERY_TILES, copy_query, for_tma
-from .sm90_parts.fp8_tiles import PANEL, SCALE_WIDTH, copy_block, next_slot
+from .sm90_parts.fp8_tiles import PANEL, SCALE_WIDTH, Ring, copy_block, next_slot
 from .sm90_parts.work_items import BLOCK, LATENT, ROPE, ROWS, blocks_of, count_items, item_at
 
 VALUE_REGISTERS = gl.constexpr(192)
@@ -68,18 +68,15 @@ def supports(device: torch.device, layout: LatentRowLayout, heads: int, page_siz
 
 
 @gluon.jit
-def copy(
-    q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, full, empty, work_ptr,
-    page_table_ptr, HEADS: gl.constexpr,
-):  # fmt: skip
+def copy(q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, ring, work_ptr, page_table_ptr, HEADS: gl.constexpr):
     """Fill the ring: for every item with its query rows in BF16, in two slots, and then with its blocks."""
-    SLOTS: gl.constexpr = content_s.shape[0]
+    SLOTS: gl.constexpr = ring.content.shape[0]
     STRIP: gl.constexpr = q_desc.block_type.shape[1]
     STRIPS: gl.constexpr = ROWS // STRIP
     TILES: gl.constexpr = QUERY_TILES // 2  # of a slot
     TILE_BYTES: gl.constexpr = ROWS * QUERY_COLUMNS * 2
-    q_tiles = content_s._reinterpret(gl.bfloat16, [SLOTS * TILES * STRIPS, 1, STRIP, QUERY_COLUMNS], q_desc.layout)
-    q_rope_tiles = rope_s._reinterpret(gl.bfloat16, [SLOTS * STRIPS, 1, STRIP, ROPE], q_rope_desc.layout)
+    q_tiles = ring.content._reinterpret(gl.bfloat16, [SLOTS * TILES * STRIPS, 1, STRIP, QUERY_COLUMNS], q_desc.layout)
+    q_rope_tiles = ring.rope._reinterpret(gl.bfloat16, [SLOTS * STRIPS, 1, STRIP, ROPE], q_rope_desc.layout)
     slot = 0
     phase = 0
     for index in range(count_items(work_ptr)):
@@ -90,20 +87,19 @@ def copy(
         strips_ptr = work_ptr + gl.load(item_ptr + ITEM_STRIP)
         n_rows = gl.load(item_ptr + ITEM_ROWS)
         for half in gl.static_range(2):
-            mbarrier.wait(empty.index(slot), phase ^ 1)
-            mbarrier.expect(full.index(slot), (TILES + 1 - half) * TILE_BYTES)
+            full = ring.full.index(slot)
+            mbarrier.wait(ring.empty.index(slot), phase ^ 1)
+            mbarrier.expect(full, (TILES + 1 - half) * TILE_BYTES)
             if half == 0:
-                copy_query(q_rope_desc, 0, q_rope_tiles, slot, 1, full.index(slot), strips_ptr, n_rows, ROWS, HEADS)
-            copy_query(
-                q_desc, half * (LATENT // 2), q_tiles, slot * TILES, TILES, full.index(slot), strips_ptr, n_rows,
-                ROWS, HEADS,
-            )  # fmt: skip
+                copy_query(q_rope_desc, 0, q_rope_tiles, slot, 1, full, strips_ptr, n_rows, ROWS, HEADS)
+            column = half * (LATENT // 2)
+            copy_query(q_desc, column, q_tiles, slot * TILES, TILES, full, strips_ptr, n_rows, ROWS, HEADS)
             slot, phase = next_slot(slot, phase, SLOTS)
         for back in range(n_blocks):
             row = page * BLOCK
             page = gl.load(pages + gl.maximum(last - back - 1, first))  # the next one, before the wait
-            mbarrier.wait(empty.index(slot), phase ^ 1)
-            copy_block(content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, slot, full.index(slot), row)
+            mbarrier.wait(ring.empty.index(slot), phase ^ 1)
+            copy_block(content_desc, rope_desc, scale_desc, ring, slot, row)
             slot, phase = next_slot(slot, phase, SLOTS)
 
 
@@ -146,24 +142,16 @@ def absorb_fp8_hopper_kernel(
         mbarrier.init(weights_empty.index(i), count=2)
     fence_async_shared()
 
+    ring = Ring(content_s, rope_s, scale_s, full, empty)
+    shared = Shared(q_content_s, q_rope_s, weights_s, rescale_s, norm_s, weights_full, weights_empty)
     # The argument tuples stand in the call itself: constants in a tuple with a name would become run-time values.
     gl.warp_specialize(
         [
-            (compute_scores, (
-                content_s, rope_s, scale_s, weights_s, rescale_s, norm_s, q_content_s, q_rope_s, full, empty,
-                weights_full, weights_empty, partial_lse2_ptr, work_ptr, scale_log2e, QUERIES,
-            )),
-            (sum_values, (
-                content_s, weights_s, rescale_s, norm_s, full, empty, weights_full, weights_empty, partial_out_ptr,
-                work_ptr, 0,
-            )),
-            (sum_values, (
-                content_s, weights_s, rescale_s, norm_s, full, empty, weights_full, weights_empty, partial_out_ptr,
-                work_ptr, 1,
-            )),
+            (compute_scores, (ring, shared, partial_lse2_ptr, work_ptr, scale_log2e, QUERIES)),
+            (sum_values, (ring, shared, partial_out_ptr, work_ptr, 0)),
+            (sum_values, (ring, shared, partial_out_ptr, work_ptr, 1)),
             (copy, (
-                q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, full, empty,
-                work_ptr, page_table_ptr, HEADS,
+                q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, ring, work_ptr, page_table_ptr, HEADS,
             )),
         ],
         [4, 4, 1],

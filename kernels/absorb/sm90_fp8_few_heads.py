@@ -27,8 +27,6 @@ Memory per item of n keys: reads n · 656 bytes and N · 1,152 of queries; write
 Source: FlashMLA-ETAP, for the transposed products.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -38,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.core import _aggregate as aggregate
 
 from ..constants import LOG2E
 from .items import ITEM_END, ITEM_PAGE, ITEM_PARTIAL, ITEM_ROWS, ITEM_STRIP
@@ -48,6 +47,7 @@ from .sm90_parts.fp8_tiles import (
     LOG2_FP8_MAX,
     SCALE_RANGE,
     SCALE_WIDTH,
+    Ring,
     clear_behind,
     copy_block,
     finish,
@@ -73,17 +73,45 @@ CONSUMER_REGISTERS = gl.constexpr(240)
 KEYS_OF_DIMS = gl.constexpr("prmt.b32 $0, $2, $3, 0x6240; prmt.b32 $1, $2, $3, 0x7351;")
 
 
+# No `from __future__ import annotations` here: an aggregate needs its annotations as types.
+@aggregate
+class Query:
+    """An item's query in shared memory as it comes, BF16, and its barriers."""
+
+    content: gl.shared_memory_descriptor  # [N, LATENT]
+    rope: gl.shared_memory_descriptor  # [N, ROPE]
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, content, rope, full, empty):
+        self.content, self.rope, self.full, self.empty = content, rope, full, empty
+
+
+@aggregate
+class Side:
+    """What each of the two `attend` roles has in shared memory for itself."""
+
+    q_content: gl.shared_memory_descriptor  # e4m3 [N, LATENT], the rounded query
+    q_rope: gl.shared_memory_descriptor  # BF16 [N, ROPE]
+    weights: gl.shared_memory_descriptor  # e4m3 [N, BLOCK]
+
+    @gluon.constexpr_function
+    def __init__(self, q_content, q_rope, weights):
+        self.q_content, self.q_rope, self.weights = q_content, q_rope, weights
+
+
 @gluon.jit
 def copy(
-    q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, q_s, q_rope_s, content_s, rope_s, scale_s, q_full,
-    q_empty, full, empty, work_ptr, page_table_ptr, HEADS: gl.constexpr,
+    q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, query, ring, work_ptr, page_table_ptr,
+    HEADS: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring with the blocks of all items, and in front of them copy the item's query. `done` counts items."""
     STRIP: gl.constexpr = q_desc.block_type.shape[1]
-    N: gl.constexpr = q_s.shape[0]
+    N: gl.constexpr = query.content.shape[0]
     STRIPS: gl.constexpr = N // STRIP
-    q_tiles = q_s._reinterpret(gl.bfloat16, [QUERY_TILES * STRIPS, 1, STRIP, QUERY_COLUMNS], q_desc.layout)
-    q_rope_tiles = q_rope_s._reinterpret(gl.bfloat16, [STRIPS, 1, STRIP, ROPE], q_rope_desc.layout)
+    q_tiles = query.content._reinterpret(gl.bfloat16, [QUERY_TILES * STRIPS, 1, STRIP, QUERY_COLUMNS], q_desc.layout)
+    q_rope_tiles = query.rope._reinterpret(gl.bfloat16, [STRIPS, 1, STRIP, ROPE], q_rope_desc.layout)
     slot = 0
     phase = 0
     done = 0
@@ -94,16 +122,16 @@ def copy(
         page = gl.load(pages + last)
         strips_ptr = work_ptr + gl.load(item_ptr + ITEM_STRIP)
         n_rows = gl.load(item_ptr + ITEM_ROWS)
-        mbarrier.wait(q_empty, (done & 1) ^ 1)
-        mbarrier.expect(q_full, N * 2 * (LATENT + ROPE))
-        copy_query(q_rope_desc, 0, q_rope_tiles, 0, 1, q_full, strips_ptr, n_rows, N, HEADS)
-        copy_query(q_desc, 0, q_tiles, 0, QUERY_TILES, q_full, strips_ptr, n_rows, N, HEADS)
+        mbarrier.wait(query.empty, (done & 1) ^ 1)
+        mbarrier.expect(query.full, N * 2 * (LATENT + ROPE))
+        copy_query(q_rope_desc, 0, q_rope_tiles, 0, 1, query.full, strips_ptr, n_rows, N, HEADS)
+        copy_query(q_desc, 0, q_tiles, 0, QUERY_TILES, query.full, strips_ptr, n_rows, N, HEADS)
         done += 1  # noqa: SIM113 - Gluon has no enumerate
         for back in range(n_blocks):
             row = page * BLOCK
             page = gl.load(pages + gl.maximum(last - back - 1, first))  # the next one, before the wait
-            mbarrier.wait(empty.index(slot), phase ^ 1)
-            copy_block(content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, slot, full.index(slot), row)
+            mbarrier.wait(ring.empty.index(slot), phase ^ 1)
+            copy_block(content_desc, rope_desc, scale_desc, ring, slot, row)
             slot, phase = next_slot(slot, phase, SLOTS)
 
 
@@ -128,20 +156,20 @@ def _by_position(weights_t, N: gl.constexpr):
 
 @gluon.jit
 def attend(
-    q_s, q_rope_s, q_content_s, rounded_rope_s, content_s, rope_s, scale_s, weights_s, q_full, q_empty, full, empty,
-    partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, SIDE: gl.constexpr, QUERIES: gl.constexpr,
+    ring, query, side, partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, SIDE: gl.constexpr,
+    QUERIES: gl.constexpr,
 ):  # fmt: skip
     """All items: columns [256 * SIDE, 256 * SIDE + 256) of the output, in four tiles of 64; the lse2 if SIDE is 0."""
-    N: gl.constexpr = q_s.shape[0]
+    N: gl.constexpr = query.content.shape[0]
     RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 32])  # scores^T and out^T
     ROPE_RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, RESULT, 4)
     BY_KEY: gl.constexpr = gl.SliceLayout(1, RESULT)
     BY_ROW: gl.constexpr = gl.SliceLayout(0, RESULT)
     FIRST: gl.constexpr = 256 * SIDE
-    pairs_s = content_s._reinterpret(gl.int16, [SLOTS, BLOCK, LATENT // 2], gl.NVMMASharedLayout(128, 16))
-    query = q_content_s.permute((1, 0))
-    q_rope = rounded_rope_s.permute((1, 0))
+    pairs_s = ring.content._reinterpret(gl.int16, [SLOTS, BLOCK, LATENT // 2], gl.NVMMASharedLayout(128, 16))
+    q_content = side.q_content.permute((1, 0))
+    q_rope = side.q_rope.permute((1, 0))
 
     slot = 0
     phase = 0
@@ -153,10 +181,12 @@ def attend(
         rows = gl.arange(0, N, BY_ROW)
         valid = gl.load(item_ptr + ITEM_END) - last * BLOCK
         limit = valid - unseen_keys(item_ptr, rows, QUERIES)  # of a row's keys in the block, [N]
-        mbarrier.wait(q_full, done & 1)
-        row_scale = round_rows(q_s, q_rope_s, q_empty, q_content_s, rounded_rope_s, BY_ROW) * scale_log2e
+        mbarrier.wait(query.full, done & 1)
+        row_scale = (
+            round_rows(query.content, query.rope, query.empty, side.q_content, side.q_rope, BY_ROW) * scale_log2e
+        )
         if valid < BLOCK:
-            mbarrier.wait(full.index(slot), phase)
+            mbarrier.wait(ring.full.index(slot), phase)
             clear_behind(pairs_s.index(slot), FIRST, valid)
         fence_async_shared()
         gl.thread_barrier()
@@ -167,18 +197,18 @@ def attend(
         ceiling = gl.full([N], NO_SCORE, gl.float32, BY_ROW)
         level = ceiling
         for _ in range(n_blocks):
-            mbarrier.wait(full.index(slot), phase)
-            content = content_s.index(slot)
+            mbarrier.wait(ring.full.index(slot), phase)
+            content = ring.content.index(slot)
             pairs = pairs_s.index(slot)
-            started_rope = warpgroup_mma(rope_s.index(slot), q_rope, rope_zeros, use_acc=False, is_async=True)
-            started = warpgroup_mma(content, query, zeros, use_acc=False, is_async=True)
-            key_scale = _key_scales(scale_s, slot, BY_KEY)
+            started_rope = warpgroup_mma(ring.rope.index(slot), q_rope, rope_zeros, use_acc=False, is_async=True)
+            started = warpgroup_mma(content, q_content, zeros, use_acc=False, is_async=True)
+            key_scale = _key_scales(ring.scale, slot, BY_KEY)
             v0 = values_tile(pairs, FIRST, KEYS_OF_DIMS, OPERAND)
             v1 = values_tile(pairs, FIRST + 64, KEYS_OF_DIMS, OPERAND)
             v2 = values_tile(pairs, FIRST + 128, KEYS_OF_DIMS, OPERAND)
             v3 = values_tile(pairs, FIRST + 192, KEYS_OF_DIMS, OPERAND)
             scores, rope_scores = warpgroup_mma_wait(0, deps=[started, started_rope])
-            mbarrier.arrive(empty.index(slot))
+            mbarrier.arrive(ring.empty.index(slot))
             slot, phase = next_slot(slot, phase, SLOTS)
 
             keys = gl.arange(0, BLOCK, BY_KEY)
@@ -195,10 +225,10 @@ def attend(
             rescale = gl.exp2(level - new_level)[None, :]
             level = new_level
             weights = gl.exp2(t - (level - LOG2_FP8_MAX)[None, :])
-            weights_s.store(_by_position(weights.to(gl.float8e4nv), N))
+            side.weights.store(_by_position(weights.to(gl.float8e4nv), N))
             fence_async_shared()
             gl.thread_barrier()
-            weights_t = weights_s.permute((1, 0))
+            weights_t = side.weights.permute((1, 0))
             next0 = warpgroup_mma(v0, weights_t, zeros, use_acc=False, is_async=True)
             next1 = warpgroup_mma(v1, weights_t, zeros, use_acc=False, is_async=True)
             next2 = warpgroup_mma(v2, weights_t, zeros, use_acc=False, is_async=True)
@@ -260,22 +290,17 @@ def absorb_fp8_few_heads_kernel(
         mbarrier.init(empty.index(i), count=2)
     fence_async_shared()
 
+    query = Query(q_s, q_rope_s, q_full, q_empty)
+    ring = Ring(content_s, rope_s, scale_s, full, empty)
+    first = Side(q_content_s.index(0), rounded_rope_s.index(0), weights_s.index(0))
+    second = Side(q_content_s.index(1), rounded_rope_s.index(1), weights_s.index(1))
     # The argument tuples stand in the call itself: constants in a tuple with a name would become run-time values.
     gl.warp_specialize(
         [
-            (attend, (
-                q_s, q_rope_s, q_content_s.index(0), rounded_rope_s.index(0), content_s, rope_s, scale_s,
-                weights_s.index(0), q_full, q_empty, full, empty, partial_out_ptr, partial_lse2_ptr, work_ptr,
-                scale_log2e, 0, QUERIES,
-            )),
-            (attend, (
-                q_s, q_rope_s, q_content_s.index(1), rounded_rope_s.index(1), content_s, rope_s, scale_s,
-                weights_s.index(1), q_full, q_empty, full, empty, partial_out_ptr, partial_lse2_ptr, work_ptr,
-                scale_log2e, 1, QUERIES,
-            )),
+            (attend, (ring, query, first, partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, 0, QUERIES)),
+            (attend, (ring, query, second, partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, 1, QUERIES)),
             (copy, (
-                q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, q_s, q_rope_s, content_s, rope_s, scale_s,
-                q_full, q_empty, full, empty, work_ptr, page_table_ptr, HEADS,
+                q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, query, ring, work_ptr, page_table_ptr, HEADS,
             )),
         ],
         [4, 1],

@@ -181,6 +181,19 @@ class Product:
         return total
 
 
+def aggregate_of(kind: type) -> Callable[..., SimpleNamespace]:
+    """A stand-in for a Gluon aggregate, whose members may be anything."""
+    constructor = kind.hash_attrs[0]
+    initialise = getattr(constructor, "fn", constructor)
+
+    def make(*members: Any) -> SimpleNamespace:
+        made = SimpleNamespace()
+        initialise(made, *members)
+        return made
+
+    return make
+
+
 class Stopped(BaseException):
     """Ends the threads of a program that failed."""
 
@@ -216,6 +229,8 @@ class Program:
             for name, value in vars(module).items():
                 if isinstance(value, JITCallable):
                     value = FunctionType(value.fn.__code__, self.names, name, value.fn.__defaults__)
+                elif getattr(value, "__triton_aggregate__", False):
+                    value = aggregate_of(value)
                 self.names[name] = value.value if isinstance(value, gl.constexpr) else value
         self.names |= stand_ins | {name: change(self, stand_ins.get(name)) for name, change in changes.items()}
 

@@ -9,8 +9,6 @@ they are done, so that the matrix unit has work while the softmax runs.
 `used // SLOTS`-th time. `taken` counts blocks in the same way, and `done` items.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -19,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.core import _aggregate as aggregate
 
 from ..items import ITEM_END, ITEM_PARTIAL, ITEM_ROWS
 from .work_items import BLOCK, LATENT, NO_SCORE, ROWS, blocks_of, count_items, item_at
@@ -26,6 +25,39 @@ from .work_items import BLOCK, LATENT, NO_SCORE, ROWS, blocks_of, count_items, i
 PART = gl.constexpr(128)  # columns of a quarter
 ROPE_STAGES = gl.constexpr(2)
 REGISTER_PARTS = gl.constexpr(3)  # quarters of the query in registers
+
+
+# No `from __future__ import annotations` here: an aggregate needs its annotations as types.
+@aggregate
+class Shared:
+    """What the roles of a program have in shared memory: data and barriers."""
+
+    ring: gl.shared_memory_descriptor  # BF16 [SLOTS, BLOCK, PART]: quarters of blocks and of queries
+    rope_s: gl.shared_memory_descriptor  # BF16 [ROPE_STAGES, BLOCK, ROPE]
+    q_s: gl.shared_memory_descriptor  # BF16 [1, ROWS, PART]: the last quarter of the query
+    q_rope_s: gl.shared_memory_descriptor  # BF16 [ROWS, ROPE]
+    weights_s: gl.shared_memory_descriptor  # BF16 [ROWS, BLOCK]
+    rescale_s: gl.shared_memory_descriptor  # float32 [ROWS]
+    norm_s: gl.shared_memory_descriptor  # float32 [ROWS]
+    full: gl.shared_memory_descriptor  # [SLOTS], of the ring
+    empty: gl.shared_memory_descriptor
+    rope_full: gl.shared_memory_descriptor  # [ROPE_STAGES]
+    rope_empty: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    weights_full: gl.shared_memory_descriptor  # [2], for either half of the output
+    weights_empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, ring, rope_s, q_s, q_rope_s, weights_s, rescale_s, norm_s, full, empty, rope_full, rope_empty, q_full,
+        q_empty, weights_full, weights_empty,
+    ):  # fmt: skip
+        self.ring, self.rope_s, self.q_s, self.q_rope_s = ring, rope_s, q_s, q_rope_s
+        self.weights_s, self.rescale_s, self.norm_s = weights_s, rescale_s, norm_s
+        self.full, self.empty, self.rope_full, self.rope_empty = full, empty, rope_full, rope_empty
+        self.q_full, self.q_empty = q_full, q_empty
+        self.weights_full, self.weights_empty = weights_full, weights_empty
 
 
 @gluon.jit
@@ -38,43 +70,41 @@ def _softmax_step(scores, row_max2, row_sum, scale_log2e):
 
 
 @gluon.jit
-def _add_scores(query, ring, full, used, scores):
+def _add_scores(query, shared, used, scores):
     """Start adding the contribution of one quarter of the columns to the scores."""
-    SLOTS: gl.constexpr = ring.shape[0]
+    SLOTS: gl.constexpr = shared.ring.shape[0]
     slot = used % SLOTS
-    mbarrier.wait(full.index(slot), (used // SLOTS) & 1)
-    return warpgroup_mma(query, ring.index(slot).permute((1, 0)), scores, is_async=True)
+    mbarrier.wait(shared.full.index(slot), (used // SLOTS) & 1)
+    return warpgroup_mma(query, shared.ring.index(slot).permute((1, 0)), scores, is_async=True)
 
 
 @gluon.jit
-def _start_scores(q0, q1, q2, q3, q_rope_s, ring, rope_s, full, rope_full, used, taken, zeros):
+def _start_scores(q0, q1, q2, shared, used, taken, zeros):
     """Start the scores `[ROWS, BLOCK]` of a block, its parts in the order in which they arrive."""
     stage = taken % ROPE_STAGES
-    mbarrier.wait(rope_full.index(stage), (taken // ROPE_STAGES) & 1)
-    scores = warpgroup_mma(q_rope_s, rope_s.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    scores = _add_scores(q0, ring, full, used, scores)
-    scores = _add_scores(q1, ring, full, used + 1, scores)
-    scores = _add_scores(q2, ring, full, used + 2, scores)
-    return _add_scores(q3, ring, full, used + 3, scores)
+    mbarrier.wait(shared.rope_full.index(stage), (taken // ROPE_STAGES) & 1)
+    rope = shared.rope_s.index(stage).permute((1, 0))
+    scores = warpgroup_mma(shared.q_rope_s, rope, zeros, use_acc=False, is_async=True)
+    scores = _add_scores(q0, shared, used, scores)
+    scores = _add_scores(q1, shared, used + 1, scores)
+    scores = _add_scores(q2, shared, used + 2, scores)
+    return _add_scores(shared.q_s.index(0), shared, used + 3, scores)
 
 
 @gluon.jit
-def _take_query(ring, full, empty, used, LAYOUT: gl.constexpr):
+def _take_query(shared, used, LAYOUT: gl.constexpr):
     """One quarter of the query from the ring into registers."""
-    SLOTS: gl.constexpr = ring.shape[0]
+    SLOTS: gl.constexpr = shared.ring.shape[0]
     slot = used % SLOTS
-    mbarrier.wait(full.index(slot), (used // SLOTS) & 1)
-    query = ring.index(slot).load(LAYOUT)
+    mbarrier.wait(shared.full.index(slot), (used // SLOTS) & 1)
+    query = shared.ring.index(slot).load(LAYOUT)
     gl.thread_barrier()
-    mbarrier.arrive(empty.index(slot))
+    mbarrier.arrive(shared.empty.index(slot))
     return query
 
 
 @gluon.jit
-def score(
-    ring, rope_s, q_s, q_rope_s, weights_s, rescale_s, norm_s, full, empty, rope_full, rope_empty, q_full, q_empty,
-    weights_full, weights_empty, partial_lse2_ptr, work_ptr, scale_log2e,
-):  # fmt: skip
+def score(shared, partial_lse2_ptr, work_ptr, scale_log2e):
     """Scores and softmax of all items: passes weights and factors on to `sum_values`, and writes the lse2."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
@@ -86,16 +116,16 @@ def score(
     for index in range(count_items(work_ptr)):
         item_ptr = item_at(work_ptr, index)
         _, last, n_blocks = blocks_of(item_ptr)
-        q0 = _take_query(ring, full, empty, used, QUERY)
-        q1 = _take_query(ring, full, empty, used + 1, QUERY)
-        q2 = _take_query(ring, full, empty, used + 2, QUERY)
+        q0 = _take_query(shared, used, QUERY)
+        q1 = _take_query(shared, used + 1, QUERY)
+        q2 = _take_query(shared, used + 2, QUERY)
         used += REGISTER_PARTS
-        mbarrier.wait(q_full, done & 1)
+        mbarrier.wait(shared.q_full, done & 1)
 
         zeros = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
-        scores = _start_scores(q0, q1, q2, q_s, q_rope_s, ring, rope_s, full, rope_full, used, taken, zeros)
+        scores = _start_scores(q0, q1, q2, shared, used, taken, zeros)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(rope_empty.index(taken % ROPE_STAGES))
+        mbarrier.arrive(shared.rope_empty.index(taken % ROPE_STAGES))
         used += 4
         key = last * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
         scores = gl.where((key < gl.load(item_ptr + ITEM_END))[None, :], scores, NO_SCORE)
@@ -103,28 +133,28 @@ def score(
         row_sum = gl.zeros([ROWS], gl.float32, BY_ROW)
         for _ in range(1, n_blocks):
             weights, row_max2, row_sum, rescale = _softmax_step(scores, row_max2, row_sum, scale_log2e)
-            started = _start_scores(q0, q1, q2, q_s, q_rope_s, ring, rope_s, full, rope_full, used, taken + 1, zeros)
-            mbarrier.wait(weights_empty, (taken & 1) ^ 1)
-            weights_s.store(weights)
-            rescale_s.store(rescale)
+            started = _start_scores(q0, q1, q2, shared, used, taken + 1, zeros)
+            mbarrier.wait(shared.weights_empty, (taken & 1) ^ 1)
+            shared.weights_s.store(weights)
+            shared.rescale_s.store(rescale)
             fence_async_shared()
             gl.thread_barrier()
-            mbarrier.arrive(weights_full.index(0))
+            mbarrier.arrive(shared.weights_full.index(0))
             scores = warpgroup_mma_wait(0, deps=[started])
-            mbarrier.arrive(weights_full.index(1))
+            mbarrier.arrive(shared.weights_full.index(1))
             taken += 1
-            mbarrier.arrive(rope_empty.index(taken % ROPE_STAGES))
+            mbarrier.arrive(shared.rope_empty.index(taken % ROPE_STAGES))
             used += 4
-        mbarrier.arrive(q_empty)
+        mbarrier.arrive(shared.q_empty)
         weights, row_max2, row_sum, rescale = _softmax_step(scores, row_max2, row_sum, scale_log2e)
-        mbarrier.wait(weights_empty, (taken & 1) ^ 1)
-        weights_s.store(weights)
-        rescale_s.store(rescale)
-        norm_s.store(1.0 / row_sum)
+        mbarrier.wait(shared.weights_empty, (taken & 1) ^ 1)
+        shared.weights_s.store(weights)
+        shared.rescale_s.store(rescale)
+        shared.norm_s.store(1.0 / row_sum)
         fence_async_shared()
         gl.thread_barrier()
-        mbarrier.arrive(weights_full.index(0))
-        mbarrier.arrive(weights_full.index(1))
+        mbarrier.arrive(shared.weights_full.index(0))
+        mbarrier.arrive(shared.weights_full.index(1))
         taken += 1
         rows = gl.arange(0, ROWS, BY_ROW)
         lse2 = row_max2 + gl.log2(row_sum)
@@ -147,12 +177,12 @@ def _clear_behind(values_s, valid):
 
 
 @gluon.jit
-def _add_values(weights_s, ring, full, used, acc, use_acc: gl.constexpr):
+def _add_values(shared, used, acc, use_acc: gl.constexpr):
     """Start adding weights times one quarter of the values to the output."""
-    SLOTS: gl.constexpr = ring.shape[0]
+    SLOTS: gl.constexpr = shared.ring.shape[0]
     slot = used % SLOTS
-    mbarrier.wait(full.index(slot), (used // SLOTS) & 1)
-    return warpgroup_mma(weights_s, ring.index(slot), acc, use_acc=use_acc, is_async=True)
+    mbarrier.wait(shared.full.index(slot), (used // SLOTS) & 1)
+    return warpgroup_mma(shared.weights_s, shared.ring.index(slot), acc, use_acc=use_acc, is_async=True)
 
 
 @gluon.jit
@@ -172,12 +202,9 @@ def _write_out(partial_out_ptr, acc, norm, place, n_rows, first_element):
 
 
 @gluon.jit
-def sum_values(
-    ring, weights_s, rescale_s, norm_s, full, empty, weights_full, weights_empty, partial_out_ptr, work_ptr,
-    SIDE: gl.constexpr,
-):  # fmt: skip
+def sum_values(shared, partial_out_ptr, work_ptr, SIDE: gl.constexpr):
     """Columns [256 * SIDE, 256 * SIDE + 256) of the output, in two quarters; `used` is that of the first of them."""
-    SLOTS: gl.constexpr = ring.shape[0]
+    SLOTS: gl.constexpr = shared.ring.shape[0]
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PART, 16])
     BY_ROW: gl.constexpr = gl.SliceLayout(1, OUT)
 
@@ -187,39 +214,39 @@ def sum_values(
         item_ptr = item_at(work_ptr, index)
         _, _, n_blocks = blocks_of(item_ptr)
         used += REGISTER_PARTS
-        mbarrier.wait(weights_full.index(SIDE), taken & 1)
+        mbarrier.wait(shared.weights_full.index(SIDE), taken & 1)
         valid = gl.load(item_ptr + ITEM_END) % BLOCK
         if valid != 0:
-            mbarrier.wait(full.index(used % SLOTS), (used // SLOTS) & 1)
-            mbarrier.wait(full.index((used + 1) % SLOTS), ((used + 1) // SLOTS) & 1)
-            _clear_behind(ring.index(used % SLOTS), valid)
-            _clear_behind(ring.index((used + 1) % SLOTS), valid)
+            mbarrier.wait(shared.full.index(used % SLOTS), (used // SLOTS) & 1)
+            mbarrier.wait(shared.full.index((used + 1) % SLOTS), ((used + 1) // SLOTS) & 1)
+            _clear_behind(shared.ring.index(used % SLOTS), valid)
+            _clear_behind(shared.ring.index((used + 1) % SLOTS), valid)
             fence_async_shared()
             gl.thread_barrier()
         zeros = gl.zeros([ROWS, PART], gl.float32, OUT)
-        acc0 = _add_values(weights_s, ring, full, used, zeros, False)
-        acc1 = _add_values(weights_s, ring, full, used + 1, zeros, False)
+        acc0 = _add_values(shared, used, zeros, False)
+        acc1 = _add_values(shared, used + 1, zeros, False)
         acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
         for _ in range(1, n_blocks):
-            mbarrier.arrive(weights_empty)
-            mbarrier.arrive(empty.index(used % SLOTS))
-            mbarrier.arrive(empty.index((used + 1) % SLOTS))
+            mbarrier.arrive(shared.weights_empty)
+            mbarrier.arrive(shared.empty.index(used % SLOTS))
+            mbarrier.arrive(shared.empty.index((used + 1) % SLOTS))
             used += 4
             taken += 1
-            mbarrier.wait(weights_full.index(SIDE), taken & 1)
-            rescale = rescale_s.load(BY_ROW)
-            acc0 = _add_values(weights_s, ring, full, used, acc0 * rescale[:, None], True)
-            acc1 = _add_values(weights_s, ring, full, used + 1, acc1 * rescale[:, None], True)
+            mbarrier.wait(shared.weights_full.index(SIDE), taken & 1)
+            rescale = shared.rescale_s.load(BY_ROW)
+            acc0 = _add_values(shared, used, acc0 * rescale[:, None], True)
+            acc1 = _add_values(shared, used + 1, acc1 * rescale[:, None], True)
             acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-        norm = norm_s.load(BY_ROW)
+        norm = shared.norm_s.load(BY_ROW)
         gl.thread_barrier()
-        mbarrier.arrive(weights_empty)
+        mbarrier.arrive(shared.weights_empty)
         taken += 1
         n_rows = gl.load(item_ptr + ITEM_ROWS)
         first_element = gl.load(item_ptr + ITEM_PARTIAL).to(gl.int64) * LATENT + 2 * SIDE * PART
-        _write_out(partial_out_ptr, acc0, norm, ring.index(used % SLOTS), n_rows, first_element)
-        _write_out(partial_out_ptr, acc1, norm, ring.index((used + 1) % SLOTS), n_rows, first_element + PART)
+        _write_out(partial_out_ptr, acc0, norm, shared.ring.index(used % SLOTS), n_rows, first_element)
+        _write_out(partial_out_ptr, acc1, norm, shared.ring.index((used + 1) % SLOTS), n_rows, first_element + PART)
         gl.thread_barrier()
-        mbarrier.arrive(empty.index(used % SLOTS))
-        mbarrier.arrive(empty.index((used + 1) % SLOTS))
+        mbarrier.arrive(shared.empty.index(used % SLOTS))
+        mbarrier.arrive(shared.empty.index((used + 1) % SLOTS))
         used += 4

@@ -8,8 +8,6 @@ FlashAttention-3, section 3.2): the rotary ones during the maximum, those of the
 `slot` and `phase` say where the ring is, `taken` counts blocks since the program's start, and `done` items.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.core import _aggregate as aggregate
 
 from ..items import ITEM_END, ITEM_PARTIAL, ITEM_ROWS
 from .fp8_query import round_tiles
@@ -43,6 +42,26 @@ NORM_STAGES = gl.constexpr(4)  # items; no barrier: weights are never written mo
 # A thread has keys 2c, 2c + 1, 2c + 8 and 2c + 9 with two dims each: the even dims go to one register, the odd ones to
 # another. Position i of every 16 gets key 8·(i >> 1 & 1) + 2·(i >> 2) + (i & 1): a thread has its scores in this order.
 KEYS_OF_DIMS = gl.constexpr("prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;")
+
+
+# No `from __future__ import annotations` here: an aggregate needs its annotations as types.
+@aggregate
+class Shared:
+    """What the computing roles have in shared memory beside the ring: data and barriers."""
+
+    q_content_s: gl.shared_memory_descriptor  # e4m3 [PANELS, ROWS, PANEL], the rounded query
+    q_rope_s: gl.shared_memory_descriptor  # BF16 [ROWS, ROPE]
+    weights_s: gl.shared_memory_descriptor  # e4m3 [STAGES, ROWS, BLOCK]
+    rescale_s: gl.shared_memory_descriptor  # float32 [STAGES, ROWS]
+    norm_s: gl.shared_memory_descriptor  # float32 [NORM_STAGES, ROWS]
+    weights_full: gl.shared_memory_descriptor  # [STAGES]
+    weights_empty: gl.shared_memory_descriptor  # [STAGES]
+
+    @gluon.constexpr_function
+    def __init__(self, q_content_s, q_rope_s, weights_s, rescale_s, norm_s, weights_full, weights_empty):
+        self.q_content_s, self.q_rope_s = q_content_s, q_rope_s
+        self.weights_s, self.rescale_s, self.norm_s = weights_s, rescale_s, norm_s
+        self.weights_full, self.weights_empty = weights_full, weights_empty
 
 
 @gluon.jit
@@ -105,13 +124,13 @@ def _pack(weights):
 
 
 @gluon.jit
-def _write_weights(weights, rescale, weights_s, rescale_s, weights_empty, taken):
+def _write_weights(weights, rescale, shared, taken):
     """Write the weights of block number `taken` of the program; the caller signals that they are there."""
-    words_s = weights_s._reinterpret(gl.int32, [STAGES, ROWS, BLOCK // 4], gl.NVMMASharedLayout(64, 32))
+    words_s = shared.weights_s._reinterpret(gl.int32, [STAGES, ROWS, BLOCK // 4], gl.NVMMASharedLayout(64, 32))
     stage = taken & 1
-    mbarrier.wait(weights_empty.index(stage), ((taken >> 1) & 1) ^ 1)
+    mbarrier.wait(shared.weights_empty.index(stage), ((taken >> 1) & 1) ^ 1)
     words_s.index(stage).store(weights)
-    rescale_s.index(stage).store(rescale)
+    shared.rescale_s.index(stage).store(rescale)
 
 
 @gluon.jit
@@ -126,23 +145,20 @@ def _start_content_scores(q_content_s, panels_s, slot, rope_scores):
 
 
 @gluon.jit
-def compute_scores(
-    content_s, rope_s, scale_s, weights_s, rescale_s, norm_s, q_content_s, q_rope_s, full, empty, weights_full,
-    weights_empty, partial_lse2_ptr, work_ptr, scale_log2e, QUERIES: gl.constexpr,
-):  # fmt: skip
+def compute_scores(ring, shared, partial_lse2_ptr, work_ptr, scale_log2e, QUERIES: gl.constexpr):
     """Scores and softmax of all items: passes weights and factors on to `sum_values`, and writes the lse2.
 
     An item's query comes in two slots of the ring, which this role alone reads and releases. Slots of keys are released
     by `sum_values` alone, which reaches a block only after its scores are done. The rotary scores are waited for before
     those of the content start, because the two products differ in their layout.
     """
-    SLOTS: gl.constexpr = content_s.shape[0]
-    PANELS: gl.constexpr = q_content_s.shape[0]
+    SLOTS: gl.constexpr = ring.content.shape[0]
+    PANELS: gl.constexpr = shared.q_content_s.shape[0]
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 32])
     ROPE_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     BY_ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     BY_KEY: gl.constexpr = gl.SliceLayout(0, SCORES)
-    panels_s = content_s._reinterpret(gl.float8e4nv, [SLOTS * PANELS, BLOCK, PANEL], gl.NVMMASharedLayout(128, 8))
+    panels_s = ring.content._reinterpret(gl.float8e4nv, [SLOTS * PANELS, BLOCK, PANEL], gl.NVMMASharedLayout(128, 8))
 
     slot = 0
     phase = 0
@@ -153,57 +169,63 @@ def compute_scores(
         _, last, n_blocks = blocks_of(item_ptr)
         rows = gl.arange(0, ROWS, BY_ROW)
         second, second_phase = next_slot(slot, phase, SLOTS)
-        mbarrier.wait(full.index(slot), phase)
-        mbarrier.wait(full.index(second), second_phase)
-        row_scale = round_tiles(content_s, rope_s, slot, q_content_s, q_rope_s, BY_ROW) * scale_log2e
+        mbarrier.wait(ring.full.index(slot), phase)
+        mbarrier.wait(ring.full.index(second), second_phase)
+        row_scale = (
+            round_tiles(ring.content, ring.rope, slot, shared.q_content_s, shared.q_rope_s, BY_ROW) * scale_log2e
+        )
         fence_async_shared()
         gl.thread_barrier()
-        mbarrier.arrive(empty.index(slot), count=2)
-        mbarrier.arrive(empty.index(second), count=2)
+        mbarrier.arrive(ring.empty.index(slot), count=2)
+        mbarrier.arrive(ring.empty.index(second), count=2)
         slot, phase = next_slot(second, second_phase, SLOTS)
 
         zeros = gl.zeros([ROWS, BLOCK], gl.float32, ROPE_SCORES)
-        mbarrier.wait(full.index(slot), phase)
-        rope = warpgroup_mma(q_rope_s, rope_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(ring.full.index(slot), phase)
+        rope = warpgroup_mma(
+            shared.q_rope_s, ring.rope.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
         keys = gl.arange(0, BLOCK, BY_KEY)
         valid = gl.load(item_ptr + ITEM_END) - last * BLOCK
         limit = valid - unseen_keys(item_ptr, rows, QUERIES)  # of a row's keys in the block, [ROWS]
-        key_scale = gl.where(keys < valid, _key_scales(scale_s, slot, BY_KEY), 1.0)
+        key_scale = gl.where(keys < valid, _key_scales(ring.scale, slot, BY_KEY), 1.0)
         rope_scores = gl.convert_layout(warpgroup_mma_wait(0, deps=[rope]), SCORES, assert_trivial=True)
-        started = _start_content_scores(q_content_s, panels_s, slot, rope_scores)
+        started = _start_content_scores(shared.q_content_s, panels_s, slot, rope_scores)
         scores = gl.where((keys < valid)[None, :], warpgroup_mma_wait(0, deps=[started]), NO_SCORE)
         slot, phase = next_slot(slot, phase, SLOTS)
         ceiling = gl.full([ROWS], NO_SCORE, gl.float32, BY_ROW)
         level = ceiling
         row_sum = gl.zeros([ROWS], gl.float32, BY_ROW)
         for _ in range(1, n_blocks):
-            mbarrier.wait(full.index(slot), phase)
-            rope = warpgroup_mma(q_rope_s, rope_s.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            mbarrier.wait(ring.full.index(slot), phase)
+            rope = warpgroup_mma(
+                shared.q_rope_s, ring.rope.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
+            )
             logs, ceiling, level, rescale = _raise_level(
                 scores, row_scale, key_scale, keys, limit, ceiling, level, QUERIES
             )  # fmt: skip
             limit += BLOCK
             rope_scores = gl.convert_layout(warpgroup_mma_wait(0, deps=[rope]), SCORES, assert_trivial=True)
-            started = _start_content_scores(q_content_s, panels_s, slot, rope_scores)
+            started = _start_content_scores(shared.q_content_s, panels_s, slot, rope_scores)
             weights, row_sum = _weigh(logs, key_scale, level, rescale, row_sum)
-            _write_weights(weights, rescale, weights_s, rescale_s, weights_empty, taken)
+            _write_weights(weights, rescale, shared, taken)
             fence_async_shared()
             gl.thread_barrier()
-            mbarrier.arrive(weights_full.index(taken & 1))
+            mbarrier.arrive(shared.weights_full.index(taken & 1))
             taken += 1
-            key_scale = _key_scales(scale_s, slot, BY_KEY)
+            key_scale = _key_scales(ring.scale, slot, BY_KEY)
             scores = warpgroup_mma_wait(0, deps=[started])
             slot, phase = next_slot(slot, phase, SLOTS)
         logs, ceiling, level, rescale = _raise_level(
             scores, row_scale, key_scale, keys, limit, ceiling, level, QUERIES
         )  # fmt: skip
         weights, row_sum = _weigh(logs, key_scale, level, rescale, row_sum)
-        _write_weights(weights, rescale, weights_s, rescale_s, weights_empty, taken)
+        _write_weights(weights, rescale, shared, taken)
         norm, lse2 = finish(row_sum, level, QUERIES)
-        norm_s.index(done & 3).store(norm)
+        shared.norm_s.index(done & 3).store(norm)
         fence_async_shared()
         gl.thread_barrier()
-        mbarrier.arrive(weights_full.index(taken & 1))
+        mbarrier.arrive(shared.weights_full.index(taken & 1))
         taken += 1
         done += 1  # noqa: SIM113 - Gluon has no enumerate
         gl.store(
@@ -212,17 +234,14 @@ def compute_scores(
 
 
 @gluon.jit
-def sum_values(
-    content_s, weights_s, rescale_s, norm_s, full, empty, weights_full, weights_empty, partial_out_ptr, work_ptr,
-    SIDE: gl.constexpr,
-):  # fmt: skip
+def sum_values(ring, shared, partial_out_ptr, work_ptr, SIDE: gl.constexpr):
     """Columns [256 * SIDE, 256 * SIDE + 256) of the output, in four tiles of 64."""
-    SLOTS: gl.constexpr = content_s.shape[0]
+    SLOTS: gl.constexpr = ring.content.shape[0]
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 32])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, OUT, 4)
     BY_ROW: gl.constexpr = gl.SliceLayout(0, OUT)
     FIRST: gl.constexpr = 256 * SIDE
-    pairs_s = content_s._reinterpret(gl.int16, [SLOTS, BLOCK, LATENT // 2], gl.NVMMASharedLayout(128, 16))
+    pairs_s = ring.content._reinterpret(gl.int16, [SLOTS, BLOCK, LATENT // 2], gl.NVMMASharedLayout(128, 16))
 
     slot = 0
     phase = 0
@@ -235,7 +254,7 @@ def sum_values(
         slot, phase = next_slot(slot, phase, SLOTS)
         valid = gl.load(item_ptr + ITEM_END) - last * BLOCK
         if valid < BLOCK:
-            mbarrier.wait(full.index(slot), phase)
+            mbarrier.wait(ring.full.index(slot), phase)
             clear_behind(pairs_s.index(slot), FIRST, valid)
             fence_async_shared()
             gl.thread_barrier()
@@ -245,12 +264,12 @@ def sum_values(
         for _ in range(n_blocks):
             stage = taken & 1
             pairs = pairs_s.index(slot)
-            weights = weights_s.index(stage).permute((1, 0))
-            mbarrier.wait(full.index(slot), phase)
+            weights = shared.weights_s.index(stage).permute((1, 0))
+            mbarrier.wait(ring.full.index(slot), phase)
             # One tile of values at a time: loading the next one during a product takes more registers than there are.
             v = values_tile(pairs, FIRST, KEYS_OF_DIMS, OPERAND)
-            mbarrier.wait(weights_full.index(stage), (taken >> 1) & 1)
-            rescale = rescale_s.index(stage).load(BY_ROW)[None, :]  # 0 in an item's first block
+            mbarrier.wait(shared.weights_full.index(stage), (taken >> 1) & 1)
+            rescale = shared.rescale_s.index(stage).load(BY_ROW)[None, :]  # 0 in an item's first block
             added = warpgroup_mma(v, weights, zeros, use_acc=False, is_async=True)
             acc0 = acc0 * rescale + warpgroup_mma_wait(0, deps=[added])
             v = values_tile(pairs, FIRST + 64, KEYS_OF_DIMS, OPERAND)
@@ -262,12 +281,12 @@ def sum_values(
             v = values_tile(pairs, FIRST + 192, KEYS_OF_DIMS, OPERAND)
             added = warpgroup_mma(v, weights, zeros, use_acc=False, is_async=True)
             gl.thread_barrier()
-            mbarrier.arrive(empty.index(slot))  # all values are in registers
+            mbarrier.arrive(ring.empty.index(slot))  # all values are in registers
             acc3 = acc3 * rescale + warpgroup_mma_wait(0, deps=[added])
-            mbarrier.arrive(weights_empty.index(stage))
+            mbarrier.arrive(shared.weights_empty.index(stage))
             slot, phase = next_slot(slot, phase, SLOTS)
             taken += 1
-        norm = norm_s.index(done & 3).load(BY_ROW)[None, :]
+        norm = shared.norm_s.index(done & 3).load(BY_ROW)[None, :]
         done += 1  # noqa: SIM113 - Gluon has no enumerate
         n_rows = gl.load(item_ptr + ITEM_ROWS)
         first_element = gl.load(item_ptr + ITEM_PARTIAL).to(gl.int64) * LATENT + FIRST

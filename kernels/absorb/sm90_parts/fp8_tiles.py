@@ -9,11 +9,10 @@ values and weights agree: every kernel takes the order in which a thread holds i
 another thread.
 """
 
-from __future__ import annotations
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.core import _aggregate as aggregate
 
 from ... import constants
 from ..items import ITEM_LAST, ITEM_ROWS
@@ -25,6 +24,22 @@ LOG2_FP8_MAX = gl.constexpr(constants.LOG2_FP8_MAX)
 SCALE_RANGE = gl.constexpr(24.0)  # reference.fp8.WEIGHT_SCALE_RANGE, in powers of two
 
 
+# No `from __future__ import annotations` here: an aggregate needs its annotations as types.
+@aggregate
+class Ring:
+    """The ring of blocks in shared memory, and the barriers of its slots."""
+
+    content: gl.shared_memory_descriptor  # e4m3 [SLOTS, BLOCK, LATENT]
+    rope: gl.shared_memory_descriptor  # BF16 [SLOTS, BLOCK, ROPE]
+    scale: gl.shared_memory_descriptor  # float32 [SLOTS, BLOCK, SCALE_WIDTH], of which the first column counts
+    full: gl.shared_memory_descriptor  # [SLOTS]
+    empty: gl.shared_memory_descriptor  # [SLOTS]
+
+    @gluon.constexpr_function
+    def __init__(self, content, rope, scale, full, empty):
+        self.content, self.rope, self.scale, self.full, self.empty = content, rope, scale, full, empty
+
+
 @gluon.jit
 def next_slot(slot, phase, SLOTS: gl.constexpr):
     """The next slot of the ring and the parity of its use."""
@@ -34,13 +49,14 @@ def next_slot(slot, phase, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def copy_block(content_desc, rope_desc, scale_desc, content_s, rope_s, scale_s, slot, barrier, row):
-    """Start copying 64 keys from pool row `row` on."""
+def copy_block(content_desc, rope_desc, scale_desc, ring, slot, row):
+    """Start copying 64 keys from pool row `row` on to a slot."""
     BYTES: gl.constexpr = content_desc.block_type.nbytes + rope_desc.block_type.nbytes + scale_desc.block_type.nbytes
+    barrier = ring.full.index(slot)
     mbarrier.expect(barrier, BYTES)
-    tma.async_copy_global_to_shared(rope_desc, [row, 0], barrier, rope_s.index(slot))
-    tma.async_copy_global_to_shared(content_desc, [row, 0], barrier, content_s.index(slot))
-    tma.async_copy_global_to_shared(scale_desc, [row, 0], barrier, scale_s.index(slot))
+    tma.async_copy_global_to_shared(rope_desc, [row, 0], barrier, ring.rope.index(slot))
+    tma.async_copy_global_to_shared(content_desc, [row, 0], barrier, ring.content.index(slot))
+    tma.async_copy_global_to_shared(scale_desc, [row, 0], barrier, ring.scale.index(slot))
 
 
 @gluon.jit
