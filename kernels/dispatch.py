@@ -56,13 +56,16 @@ def make_shared_attention(
     return TritonSharedAttention(buffers, kernel=sm90_naive, tiles=[Tile(**fields) for fields in tiles], **sizes)
 
 
-def workspace_bytes(*, max_rows: int, heads: int, v_head_dim: int, chunks: int, device: torch.device | str) -> int:
+def workspace_bytes(
+    *, max_rows: int, heads: int, v_head_dim: int, chunks: int, device: torch.device | str, segments_per_row: int = 1
+) -> int:
     """What `make_shared_attention` allocates beside the buffers, known before they exist."""
     sizes = {"max_rows": max_rows, "heads": heads, "v_head_dim": v_head_dim}
     device = torch.device(device)
     if device.type == "cuda":
         sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-        return TritonSharedAttention.workspace_bytes_for(**sizes, chunks=chunks, sm_count=sm_count)
+        sizes |= {"chunks": chunks, "sm_count": sm_count, "segments_per_row": segments_per_row}
+        return TritonSharedAttention.workspace_bytes_for(**sizes)
     return TorchSharedAttention.workspace_bytes_for(**sizes)
 
 

@@ -27,7 +27,9 @@ def _bind_to_interpreter() -> None:
         from sglang_mla_ext.kernels.naive import triton_naive as naive_prefix
         from sglang_mla_ext.kernels.storage import (
             append_latent,  # noqa: F401
+            expand_prefix,  # noqa: F401
             fetch_latent,  # noqa: F401
+            join_parts,  # noqa: F401
             page_table,  # noqa: F401
         )
     finally:

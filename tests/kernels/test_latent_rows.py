@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from sglang_mla_ext.kernels.storage.expanded import FP8, FP8_MAX
+from sglang_mla_ext.kernels.constants import FP8, FP8_MAX
 from sglang_mla_ext.kernels.storage.latent_rows import (
     SCALE_FLOOR,
     LatentRowLayout,

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from sglang_mla_ext.kernels.constants import CHUNK_TOKENS
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention, TritonSharedAttention
 from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.naive.triton_naive import Tile
 from sglang_mla_ext.kernels.reference import attention as reference
-from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
+from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 
 NAN = float("nan")
 LAYERS, LAYER = 2, 1

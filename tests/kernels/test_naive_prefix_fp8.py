@@ -14,11 +14,12 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8
 from sglang_mla_ext.kernels.naive.attention import TritonSharedAttention
 from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.naive.triton_naive import Tile
 from sglang_mla_ext.kernels.reference import attention as reference
-from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, ExpandedBuffers
+from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 
 NAN = float("nan")
 E4M3_NAN = 0x7F

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sglang_mla_ext.kernels.constants import CHUNK_TOKENS
 from sglang_mla_ext.kernels.reference import attention as reference
-from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
+from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 
 NAN, INF = float("nan"), float("inf")
 B, H, N, DN, DR, DV, R = 3, 4, 11, 8, 4, 6, 10

@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_mla_ext.kernels.constants import CHUNK_TOKENS
+from sglang_mla_ext.kernels.naive.items import ITEM_BEGIN, ITEM_END, ITEM_HEAD
 from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment, WorkList, WorkListCapacity, build_work_list
-from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS
 
 CHUNKS = 64
 
 
 def groups_of(*sizes_and_lengths: tuple[int, int]) -> list[ExpandedSegment]:
-    """Groups of (rows, prefix_len), rows numbered in order."""
+    """Segments of (rows, tokens), rows numbered in order."""
     groups, row = [], 0
     for size, length in sizes_and_lengths:
         chunks = tuple(range(-(-length // CHUNK_TOKENS)))
@@ -39,7 +40,7 @@ def build(
 
 def loads(work: WorkList, programs: int) -> np.ndarray:
     """Keys that each program of the grid goes through."""
-    keys = work.items[:, 4] - work.items[:, 3]
+    keys = work.items[:, ITEM_END.value] - work.items[:, ITEM_BEGIN.value]
     return np.bincount(np.arange(work.n_items) % programs, keys, minlength=programs)
 
 
@@ -149,7 +150,7 @@ def test_a_long_prefix_gets_more_splits() -> None:
 
 def test_row_tiles_of_the_same_keys_are_neighbours() -> None:
     work = build(groups_of((200, 5000)), heads=16)
-    keys = work.items[:, [0, 3]].reshape(-1, 4, 2)  # head and kv_begin of every four items
+    keys = work.items[:, [ITEM_HEAD.value, ITEM_BEGIN.value]].reshape(-1, 4, 2)  # head and kv_begin of every four items
     assert (keys == keys[:, :1]).all()
 
 
