@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -118,6 +118,11 @@ class Reference(Server):
             self._answers[chat.system, chat.user] = answer
         whole = [(self._answers[chat.system, chat.user], chat.max_tokens) for chat in chats]
         return [Answer(answer.tokens[:length], answer.logprobs[:length]) for answer, length in whole]
+
+
+def in_thread(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Call it while the test goes on; a test that is interrupted does not wait for it."""
+    return ThreadPoolExecutor(1).submit(function, *arguments)
 
 
 @dataclass

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import requests
 from bench.server import server_info
-from conftest import Chat, Server, counting
+from conftest import Chat, Server, counting, in_thread
 from demo import OTHER_QUESTIONS, SYSTEM_PROMPT, WORD_QUESTIONS, lookups
 
 TIE = 0.05
@@ -85,8 +84,8 @@ def test_answers_are_those_of_a_bf16_cache(bf16_cache: Server, fp8_cache: Server
         assert counted.steps_naive >= 5 and counted.expansions == 1
         return together + alone
 
-    with ThreadPoolExecutor(2) as threads:
-        expected, actual = threads.map(answers, (bf16_cache, fp8_cache))
+    expecting = in_thread(answers, bf16_cache)
+    actual, expected = answers(fp8_cache), expecting.result()
     for chat, steps in zip(looked_up, actual, strict=False):
         assert chat.expected in "".join(step.token for step in steps)
     apart = compare(actual, expected)
@@ -101,13 +100,12 @@ def test_answers_are_those_of_a_bf16_cache(bf16_cache: Server, fp8_cache: Server
 def test_later_requests_use_the_expanded_prefix_in_their_prefill(bf16_cache: Server, fp8_cache: Server) -> None:
     chats = [Chat(SYSTEM, question, 40) for question in WORD_QUESTIONS[-4:]]
     late = [Chat(SYSTEM, question, 24) for question in WORD_QUESTIONS[:3]]
-    with ThreadPoolExecutor(1) as thread:
-        expecting = thread.submit(bf16_cache.ask, *chats, *late)
-        fp8_cache.flush()
-        fp8_cache.ask(Chat(SYSTEM, "Hello?", 1))
-        with counting(fp8_cache) as counted:
-            actual = fp8_cache.ask(*chats, *(replace(chat, delay_s=0.4) for chat in late))
-        expected = expecting.result()
+    expecting = in_thread(bf16_cache.ask, *chats, *late)
+    fp8_cache.flush()
+    fp8_cache.ask(Chat(SYSTEM, "Hello?", 1))
+    with counting(fp8_cache) as counted:
+        actual = fp8_cache.ask(*chats, *(replace(chat, delay_s=0.4) for chat in late))
+    expected = expecting.result()
     assert counted.prefills_naive > 0
     same = [ours.tokens == theirs.tokens for ours, theirs in zip(actual, expected, strict=True)]
     print(f"{sum(same)} of {len(same)} texts are equal")
