@@ -100,6 +100,25 @@ def scenario_the_factory_hands_the_budget_to_the_build() -> None:
         assert built.pop() == (runner, "naive", 1 << 28) and hooks.worker.steps == "steps"
 
 
+def scenario_the_models_layers_are_found_in_their_order_or_the_launch_is_refused() -> None:
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+    from sglang_mla_ext.adapter.layer import attention_layers
+
+    def layer(layer_id: int) -> torch.nn.Module:
+        made = DeepseekV2AttentionMLA.__new__(DeepseekV2AttentionMLA)
+        torch.nn.Module.__init__(made)
+        made.attn_mqa = SimpleNamespace(layer_id=layer_id)
+        return made
+
+    model = torch.nn.ModuleList([torch.nn.Identity(), layer(2), torch.nn.ModuleList([layer(0)]), layer(1)])
+    found = attention_layers(make_runner(model=model))
+    assert [attention.attn_mqa.layer_id for attention in found] == [0, 1, 2]
+    kind, message = refused(lambda: attention_layers(make_runner(model=torch.nn.Identity())))
+    assert kind == "ValueError"
+    assert "which Identity does not have: choose another --attention-backend" in message
+
+
 # ---- the pool
 
 

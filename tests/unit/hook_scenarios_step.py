@@ -8,11 +8,12 @@ from __future__ import annotations
 import gc
 import os
 import weakref
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from hooked_worker import DN, DR, DV, HEADS, PAGE, PROMPT, RANK, Server, batch_of, make_layers
+from hooked_worker import DN, DR, DV, HEADS, PAGE, PROMPT, RANK, Server, batch_of, make_layers, refused
 
 # ---- before a forward pass
 
@@ -249,6 +250,28 @@ def scenario_a_decode_step_from_query_to_output_projection() -> None:
                 exact, _ = reference.naive(q_nope[row, None], q_rope[row, None], *keys, 0.2)
                 torch.testing.assert_close(found[row], exact[0], rtol=1e-4, atol=1e-5, msg=f"step {step}, row {row}")
     assert server.counters.steps_naive == 2
+
+
+def scenario_a_layer_whose_shared_part_is_not_merged_is_noticed() -> None:
+    """By the layer after it, and by no later pass."""
+    server = Server()
+    from sglang_mla_ext.adapter.relay import relay
+
+    requests = server.run(PROMPT + "-a", PROMPT + "-b")
+    query = torch.randn(2, HEADS, RANK), None, None
+    for _ in range(2):
+        server.forward("DECODE", requests)
+        batch = batch_of(server, requests)
+        server.backend.init_forward_metadata(batch)
+        for index in range(2):
+            relay.q_nope = torch.randn(2, HEADS, DN)
+            layer = SimpleNamespace(layer_id=index, scaling=0.2, v_head_dim=RANK)
+            attend = partial(server.backend.forward_decode, *query, layer, batch, q_rope=torch.randn(2, HEADS, DR))
+            if index == 0:
+                attend()
+            else:
+                kind, message = refused(attend)
+        assert kind == "RuntimeError" and "the layer before did not call its output projection" in message
 
 
 def scenario_the_query_is_kept_only_where_it_is_needed() -> None:
