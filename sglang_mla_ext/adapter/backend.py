@@ -32,11 +32,10 @@ READ_FROM_STOCK = (
     "token_to_kv_pool",
     "req_to_token_pool",
     "max_context_len",
-    "data_type",
-    "page_size",
     "init_mha_chunk_metadata",
 )
-"""What SGLang reads of an MLA backend beside the interface's own names; contract.READ_OF_BACKEND says where."""
+"""What SGLang reads of an MLA backend beside the interface's own names; uses.py says who reads it, and a test compares
+that with SGLang's source."""
 
 FLAGS_OF_STOCK = (
     "needs_cpu_seq_lens",
@@ -45,14 +44,11 @@ FLAGS_OF_STOCK = (
     "supports_full_cuda_graph_chunked_prefix",
 )
 METHODS_OF_STOCK = (
-    "support_triton",
     "get_cuda_graph_seq_len_fill_value",
     "on_after_cuda_graph_warmup",
     "prepare_full_cuda_graph_chunked_prefix",
     "init_forward_metadata_for_breakable_cuda_graph_capture",
     "prepare_forward_metadata_for_breakable_cuda_graph_replay",
-    "draft_extend_metadata_captured_in_graph",
-    "get_indexer_metadata",
 )
 """Attributes and methods of the interface that have a default, and that the stock backend may answer otherwise."""
 

@@ -49,7 +49,8 @@ def build(runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int) -> 
     cost = cost_model(runner, layers, prefix_dtype)
     grouped = options.mode == "grouped_absorb" or (options.may_group and cost.rates.modes[Mode.GROUPED_ABSORB].measured)
     stock, latent = stock_and_latent(runner, layers, grouped, counters)
-    latent.allocate(max_rows, runner.req_to_token_pool.size, runner.model_config.context_len)
+    if options.may_expand or grouped or not stock.decodes:  # otherwise every step is the stock backend's
+        latent.allocate(max_rows, runner.req_to_token_pool.size, runner.model_config.context_len)
     if options.mode == "grouped_absorb" and latent.stacking is None and not counters.fallbacks:
         counters.fall_back(f"grouped absorb does not run here with {heads} heads: every step is plain absorb")
 
