@@ -304,16 +304,23 @@ class World:
 
     # ---- the backend
 
-    def make(self, kind: str, *, grouped: bool = False, budget_bytes: int = 16 * MIB, **options: Any) -> Any:
-        """Build backend and steps; kind: "gpu", with doubles, or "cpu"."""
+    def make(
+        self, kind: str, *, grouped: bool = False, runs: bool = True, budget_bytes: int = 16 * MIB, **options: Any
+    ) -> Any:
+        """Build backend and steps.
+
+        Args:
+            kind: "gpu", with doubles, or "cpu".
+            grouped: try grouped absorb on a GPU; runs: whether its kernels run there.
+        """
         if kind == "gpu":
-            self._as_on_a_gpu(grouped)
+            self._as_on_a_gpu(grouped, runs)
         options = HybridMLAOptions(**{"mode": "naive", "min_prefix_len": PAGE, **options})
         self.backend, self.steps = self._build.build(self.runner, options, budget_bytes)
         self.steps.attach(self.tree.view)
         return self.backend
 
-    def _as_on_a_gpu(self, grouped: bool) -> None:
+    def _as_on_a_gpu(self, grouped: bool, runs: bool) -> None:
         flash_mla: Any = ModuleType("sgl_kernel.flash_mla")
         flash_mla.flash_mla_with_kvcache, flash_mla.get_mla_metadata = flash_mla_with_kvcache, get_mla_metadata
         self._monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", flash_mla)
@@ -323,7 +330,7 @@ class World:
         layout = self.pool.layout if self.fp8 else None
         for made in ("make_grouped_absorb", "make_grouped_absorb_fp8"):
             if hasattr(module, made):
-                self._monkeypatch.setattr(module, made, lambda *_, **__: TorchGrouped(layout))
+                self._monkeypatch.setattr(module, made, lambda *_, **__: TorchGrouped(layout) if runs else None)
         if self.fp8:
             self._monkeypatch.setattr(module, "make_absorb_fp8", TorchAbsorbFP8)
         self.stock = StockBackend(self.pool, self.req_to_token)

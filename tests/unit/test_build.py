@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from decode_world import HEADS, MAX_REQUESTS, MIB, World
+from decode_world import HEADS, MAX_REQUESTS, MIB, PAGE, World
 
 from sglang_mla_ext import observe
 from sglang_mla_ext.adapter import build as module
 from sglang_mla_ext.adapter.relay import relay
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode, rates_for
+from sglang_mla_ext.prefix.planner import Stacking
 
 
 @pytest.fixture
@@ -116,6 +117,24 @@ def test_grouped_absorb_needs_no_memory_for_prefixes(
     assert relay.q_nope is None and relay.tail_lse is None, "nothing is left for o_proj"
     world.steps.before_forward(SimpleNamespace(is_decode=bool, is_idle=bool, is_extend=lambda: True), requests, [])
     assert relay.prefill is None and not fallbacks(world)[1:]
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
+@pytest.mark.parametrize("mode", ["auto", "grouped_absorb"])
+def test_grouped_absorb_is_stacked_as_its_kernels_are(
+    monkeypatch: pytest.MonkeyPatch, new_tree: Any, mode: str, fp8: bool
+) -> None:
+    """Where they do not run, every step is plain absorb, and who asked for them is told."""
+    world = World(monkeypatch, new_tree, fp8=fp8)
+    world.make("gpu", grouped=True, mode=mode)
+    assert world.latent.stacking == Stacking(PAGE, 64 // HEADS) and not fallbacks(world)
+    taken = world.latent.workspace_bytes
+    world.make("gpu", grouped=True, runs=False, mode=mode, budget_bytes=0, prefix_memory_gb=0.0)
+    assert world.latent.stacking is None and not world.backend._rows
+    assert len(fallbacks(world)) == (mode == "grouped_absorb")
+    assert taken - world.latent.workspace_bytes >= MIB
+    requests = [world.start("abcd1", 1), world.start("abcd2", 2)]
+    assert world.eager_step(requests) < (5e-2 if fp8 else 1e-5)
 
 
 def test_memory_of_the_latent_part_comes_out_of_the_budget(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
