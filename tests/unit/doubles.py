@@ -1,0 +1,183 @@
+"""Torch doubles, of the same signature and meaning, of what needs a GPU in a decode step: FlashMLA's two functions, our
+kernels over latent rows, and SGLang's FlashMLA backend. Inside a recorded graph each call is one operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from graph_in_torch import opaque
+from torch import Tensor
+
+from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
+from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
+from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
+
+HEADS, RANK, DR, PAGE = 8, 32, 16, 64
+MIB = 1 << 20
+
+
+def get_mla_metadata(cache_seqlens: Tensor, num_heads: int, num_kv_heads: int, **_: Any) -> tuple[Tensor, Tensor]:
+    """FlashMLA's schedule; here it says which lengths it is for."""
+    assert cache_seqlens.dtype == torch.int32 and num_kv_heads == 1
+    metadata = torch.zeros(4, 8, dtype=torch.int32)
+    metadata[0, 0], metadata[0, 1] = cache_seqlens.sum(), num_heads
+    return metadata, torch.arange(len(cache_seqlens) + 1, dtype=torch.int32)
+
+
+@opaque
+def flash_mla_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor,
+    cache_seqlens: Tensor,
+    head_dim_v: int,
+    tile_scheduler_metadata: Tensor,
+    num_splits: Tensor,
+    softmax_scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """FlashMLA: `out [rows, 1, heads, RANK]`, `lse [rows, heads, 1]` natural log."""
+    rows = len(q)
+    assert q.shape == (rows, 1, HEADS, RANK + DR) and q.is_contiguous() and k_cache.shape[1:] == (PAGE, 1, RANK + DR)
+    assert block_table.dtype == cache_seqlens.dtype == torch.int32 and len(block_table) == len(cache_seqlens) == rows
+    assert tile_scheduler_metadata[0, :2].tolist() == [cache_seqlens.sum(), HEADS], "the schedule is another step's"
+    assert num_splits.tolist() == list(range(rows + 1)) and head_dim_v == RANK and causal
+    out, lse = q.new_empty(rows, 1, HEADS, RANK), q.new_empty(rows, HEADS, 1)
+    for row, length in enumerate(cache_seqlens.tolist()):
+        assert length >= 0
+        keys = k_cache[block_table[row, : -(-length // PAGE)].long()].flatten(0, 2)[:length]
+        query = q[row, :, :, :RANK], q[row, :, :, RANK:]
+        part, part_lse = reference.absorb(*query, keys[None], torch.tensor([length]), softmax_scale)
+        out[row], lse[row, :, 0] = part, part_lse[0]
+    return out, lse
+
+
+class TorchAbsorbFP8:
+    """kernels.absorb.paged_fp8.AbsorbFP8."""
+
+    workspace_bytes = MIB
+
+    def __init__(self, pool: Tensor, *, heads: int, layout: LatentRowLayout, max_requests: int, **_: Any) -> None:
+        assert heads == HEADS and pool.shape[1] == layout.row_bytes
+        self.layout, self.max_requests, self._begun = layout, max_requests, None
+
+    def begin_step(self, lens: Tensor, page_table: Tensor) -> None:
+        assert len(lens) <= self.max_requests and lens.dtype == page_table.dtype == torch.int32
+        self._begun = len(lens), lens.sum()
+
+    def output(self, tokens: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(tokens, HEADS, RANK, dtype=dtype)
+
+    @opaque
+    def run(
+        self,
+        q_absorbed: Tensor,
+        q_rope: Tensor,
+        pool: Tensor,
+        page_table: Tensor,
+        lens: Tensor,
+        softmax_scale: float,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        assert (len(lens), lens.sum()) == self._begun, "the schedule is another step's"
+        for row, length in enumerate(lens.tolist()):
+            token = torch.arange(length)
+            slots = page_table[row, token // PAGE].long() * PAGE + token % PAGE
+            keys = reference_fp8.keys_of_rows(pool[slots], self.layout)
+            query = q_absorbed[row, None], q_rope[row, None]
+            out[row], lse[row] = (part[0] for part in reference_fp8.absorb_fp8(*query, keys, softmax_scale))
+
+
+class TorchGrouped:
+    """kernels.absorb.grouped.GroupedAbsorb, over either pool: what its device memory says is kept on the host."""
+
+    workspace_bytes = 2 * MIB
+
+    def __init__(self, layout: LatentRowLayout | None) -> None:
+        self._layout = layout
+
+    def plan(self, segments: Sequence[LatentSegment], rows: int) -> None:
+        assert all(row < rows for segment in segments for row in segment.rows)
+        self._segments, self._rows = list(segments), rows
+
+    def begin_step(self, req_to_token: Tensor, pool_indices: Tensor, seq_lens: Tensor, tail_starts: Tensor) -> None:
+        rows = self._rows
+        assert (tail_starts[:rows] % PAGE == 0).all()
+        self._slots = [
+            req_to_token[request, :length].long()
+            for request, length in zip(pool_indices[:rows].tolist(), seq_lens[:rows].tolist(), strict=True)
+        ]
+        self._starts = tail_starts[:rows].tolist()
+
+    @opaque
+    def run(self, q_absorbed: Tensor, q_rope: Tensor, cache: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        assert len(q_absorbed) == self._rows
+        parts = [
+            self._attend(q_absorbed[row, None], q_rope[row, None], cache, self._slots[row][start:], softmax_scale)
+            for row, start in enumerate(self._starts)
+        ]
+        out, lse = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        for segment in self._segments:
+            for row in segment.rows:
+                slots = self._slots[segment.rows[0]][segment.start : segment.end]
+                part = self._attend(q_absorbed[row, None], q_rope[row, None], cache, slots, softmax_scale)
+                out[row, None], lse[row, None] = reference.merge(out[row, None], lse[row, None], *part)
+        return out, lse
+
+    def _attend(
+        self, q_absorbed: Tensor, q_rope: Tensor, cache: Tensor, slots: Tensor, scale: float
+    ) -> tuple[Tensor, ...]:
+        if self._layout is not None:
+            keys = reference_fp8.keys_of_rows(cache[slots], self._layout)
+            return reference_fp8.absorb_fp8(q_absorbed, q_rope, keys, scale)
+        keys = cache.flatten(0, 2)[slots][None]
+        return reference.absorb(q_absorbed, q_rope, keys, torch.tensor([len(slots)]), scale)
+
+
+class StockBackend:
+    """SGLang's FlashMLA backend: decode over all keys, by its own static metadata; everything else is noted down."""
+
+    needs_cpu_seq_lens = supports_ragged_verify_graph = False
+    use_captured_forward_metadata_for_breakable_cuda_graph = supports_full_cuda_graph_chunked_prefix = False
+    verify_mask = None
+
+    def __init__(self, pool: Any, req_to_token: Tensor) -> None:
+        self.token_to_kv_pool, self.req_to_token_pool = pool, SimpleNamespace(req_to_token=req_to_token)
+        self.forward_metadata: Any = None
+        self.begun: list[str] = []
+        self._lens = torch.zeros(64, dtype=torch.int64)
+        self._requests = torch.zeros(64, dtype=torch.int64)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self.begun.append(forward_batch.forward_mode.name)
+        rows = forward_batch.batch_size
+        self._lens[:rows], self._requests[:rows] = forward_batch.seq_lens, forward_batch.req_pool_indices
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        self.init_forward_metadata(forward_batch)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        pass
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.begun.append("graph state")
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    @opaque
+    def forward_decode(self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
+        assert k is None and not save_kv_cache and q.shape[1:] == (HEADS, RANK + DR)
+        rows = self.token_to_kv_pool.get_key_buffer(layer.layer_id).squeeze(1)
+        outs = []
+        for row, query in enumerate(q):
+            slots = self.req_to_token_pool.req_to_token[self._requests[row], : self._lens[row]].long()
+            parts = query[None, :, :RANK], query[None, :, RANK:]
+            outs.append(reference.absorb(*parts, rows[slots][None], self._lens[row, None], layer.scaling)[0])
+        return torch.cat(outs).to(q.dtype).flatten(1)
