@@ -64,6 +64,11 @@ def test_steps_without_graphs(make_world: Any, kind: str, grouped: bool, mode: s
     assert world.eager_step(requests[::-1]) < BOUND[fp8]
     assert sorted(modes_of(world)) == [(2, 6 * PAGE, mode), (3, 4 * PAGE, mode)]
     assert world.eager_step(requests[3:4]) < BOUND[fp8] and modes_of(world) == [], "a request alone"
+    before = list(world.stock.begun) if kind == "gpu" else []
+    alone = [world.start(letter, 9) for letter in "pq"]
+    assert world.eager_step(alone) < BOUND[fp8] and modes_of(world) == []
+    if kind == "gpu":  # nothing of what is shared is launched, if the stock backend can read the pool
+        assert world.stock.begun == [*before, *([] if fp8 else ["decode"])]
     assert not world.steps.counters.fallbacks
 
 

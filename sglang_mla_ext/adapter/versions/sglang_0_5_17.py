@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -66,7 +66,8 @@ class TreeView:
 
     def hold(self, requests: Sequence[Req]) -> object:
         """See prefix.shared_prefixes.Tree."""
-        return [req.last_node for req in requests]
+        # As handles, so that the next plan finds those of requests that are still there.
+        return [self._handle(req.last_node) for req in requests if req.last_node is not None]
 
     def paths(self, requests: Sequence[Req]) -> list[Path]:
         """See prefix.shared_prefixes.Tree."""
@@ -95,11 +96,12 @@ class TreeView:
         # `known` saves the walk for nodes that many requests share; it lives for one call, so ids are unambiguous.
         below: list[TreeNode] = []
         path: Path = ()
-        for ancestor in _towards_root(node):
-            if (found := known.get(id(ancestor))) is not None:
+        while node is not None and node.parent is not None:  # up to the root, which is left out
+            if (found := known.get(id(node))) is not None:
                 path = found
                 break
-            below.append(ancestor)
+            below.append(node)
+            node = node.parent
         end = path[-1].end if path else 0
         for ancestor in reversed(below):
             end += len(ancestor.key)
@@ -112,13 +114,6 @@ class TreeView:
         if handle is None:
             handle = self._handles[id(node)] = NodeHandle(node)
         return handle
-
-
-def _towards_root(node: TreeNode | None) -> Iterator[TreeNode]:
-    """The node and its ancestors, without the root."""
-    while node is not None and node.parent is not None:
-        yield node
-        node = node.parent
 
 
 def latent_pool_arguments(configurator: KVCacheConfigurator) -> dict[str, Any]:
