@@ -26,7 +26,7 @@ from ..constants import CHUNK_TOKENS, FP8, LOG2E
 from ..storage.expanded import ExpandedBuffers
 from .items import ITEM_BEGIN, ITEM_CHUNKS, ITEM_END, ITEM_FIELDS, ITEM_HEAD, N_ITEMS
 from .schedule import WorkListCapacity
-from .sm90_parts.consumers import ROWS, consume
+from .sm90_parts.consumers import ROWS, Partials, Query, Ring, Scales, Work, consume
 from .triton_naive import Tile, check_arguments
 
 CHUNK = gl.constexpr(CHUNK_TOKENS)
@@ -87,42 +87,38 @@ def tiles_of(dtype: torch.dtype) -> tuple[Tile, ...]:
 
 
 @gluon.jit
-def _produce(
-    k_nope_desc, k_rope_desc, v_t_desc, k_nope_s, k_rope_s, v_t_s, k_full, k_empty, v_full, v_empty,
-    work_ptr, heads, items_offset,
-):  # fmt: skip
+def _produce(k_nope_desc, k_rope_desc, v_t_desc, ring, work):
     """Copy the key tiles of all items of this program to shared memory, each item's last tile first."""
-    STAGES: gl.constexpr = k_nope_s.shape[0]
-    BLOCK_KEYS: gl.constexpr = k_nope_s.shape[1]
+    STAGES: gl.constexpr = ring.k_nope.shape[0]
+    BLOCK_KEYS: gl.constexpr = ring.k_nope.shape[1]
     TILES_PER_CHUNK: gl.constexpr = CHUNK // BLOCK_KEYS
-    DV: gl.constexpr = v_t_s.shape[1]
+    DV: gl.constexpr = ring.v_t.shape[1]
     K_BYTES: gl.constexpr = k_nope_desc.block_type.nbytes + k_rope_desc.block_type.nbytes
     position = 0
-    for item_index in range(gl.program_id(0), gl.load(work_ptr + N_ITEMS), gl.num_programs(0)):
-        item_ptr = work_ptr + items_offset + item_index * ITEM_FIELDS
+    for item_index in range(gl.program_id(0), gl.load(work.ptr + N_ITEMS), gl.num_programs(0)):
+        item_ptr = work.ptr + work.items_offset + item_index * ITEM_FIELDS
         head = gl.load(item_ptr + ITEM_HEAD)
         first_tile = gl.load(item_ptr + ITEM_BEGIN) // BLOCK_KEYS
         last_tile = (gl.load(item_ptr + ITEM_END) - 1) // BLOCK_KEYS
-        chunk_ptr = work_ptr + gl.load(item_ptr + ITEM_CHUNKS)
+        chunk_ptr = work.ptr + gl.load(item_ptr + ITEM_CHUNKS)
         chunk = gl.load(chunk_ptr + last_tile // TILES_PER_CHUNK)
         for back in range(0, last_tile - first_tile + 1):
             tile = last_tile - back
             token = tile % TILES_PER_CHUNK * BLOCK_KEYS
-            block = chunk * heads + head
+            block = chunk * work.heads + head
             rope_row = chunk * CHUNK + token
             # The chunk of the next tile, loaded early so that the copy need not wait for it.
             chunk = gl.load(chunk_ptr + gl.maximum(tile - 1, first_tile) // TILES_PER_CHUNK)
             stage = position % STAGES
             free_phase = ((position // STAGES) & 1) ^ 1
-            mbarrier.wait(k_empty.index(stage), free_phase)
-            mbarrier.expect(k_full.index(stage), K_BYTES)
-            tma.async_copy_global_to_shared(k_rope_desc, [rope_row, 0], k_full.index(stage), k_rope_s.index(stage))
-            tma.async_copy_global_to_shared(
-                k_nope_desc, [block * CHUNK + token, 0], k_full.index(stage), k_nope_s.index(stage)
-            )
-            mbarrier.wait(v_empty.index(stage), free_phase)
-            mbarrier.expect(v_full.index(stage), v_t_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(v_t_desc, [block * DV, token], v_full.index(stage), v_t_s.index(stage))
+            k_full, v_full = ring.k_full.index(stage), ring.v_full.index(stage)
+            mbarrier.wait(ring.k_empty.index(stage), free_phase)
+            mbarrier.expect(k_full, K_BYTES)
+            tma.async_copy_global_to_shared(k_rope_desc, [rope_row, 0], k_full, ring.k_rope.index(stage))
+            tma.async_copy_global_to_shared(k_nope_desc, [block * CHUNK + token, 0], k_full, ring.k_nope.index(stage))
+            mbarrier.wait(ring.v_empty.index(stage), free_phase)
+            mbarrier.expect(v_full, v_t_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(v_t_desc, [block * DV, token], v_full, ring.v_t.index(stage))
             position += 1
 
 
@@ -173,23 +169,21 @@ def naive_prefix_hopper_kernel(
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
     fence_async_shared()
 
-    produced = (
-        k_nope_desc, k_rope_desc, v_t_desc, k_nope_s, k_rope_s, v_t_s, k_full, k_empty, v_full, v_empty,
-        work_ptr, heads, items_offset,
+    ring = Ring(k_nope_s, k_rope_s, v_t_s, k_full, k_empty, v_full, v_empty)
+    # Triton compiles a stride of 1 as a constant; `to_tensor` because the members of Query are run-time values.
+    query = Query(
+        q_nope_ptr, q_rope_ptr, gl.to_tensor(q_nope_row), gl.to_tensor(q_nope_head), gl.to_tensor(q_rope_row),
+        gl.to_tensor(q_rope_head),
     )  # fmt: skip
-    first_half = (
-        0, q_nope_s.index(0), q_rope_s.index(0), k_nope_s, k_rope_s, v_t_s, k_full, k_empty, v_full, v_empty,
-        q_nope_ptr, q_rope_ptr, k_scale_ptr, v_scale_ptr, work_ptr, partial_out_ptr, partial_lse2_ptr, scale_log2e,
-        heads, items_offset, q_nope_row, q_nope_head, q_rope_row, q_rope_head,
-    )  # fmt: skip
+    scales = Scales(k_scale_ptr, v_scale_ptr, scale_log2e)
+    work = Work(work_ptr, items_offset, heads)
+    partials = Partials(partial_out_ptr, partial_lse2_ptr)
+    produced = (k_nope_desc, k_rope_desc, v_t_desc, ring, work)
+    first_half = (0, q_nope_s.index(0), q_rope_s.index(0), ring, query, scales, work, partials)
     if CONSUMERS == 1:
         gl.warp_specialize([(consume, first_half), (_produce, produced)], [1], [PRODUCER_REGISTERS])
     else:
-        second_half = (
-            ROWS, q_nope_s.index(1), q_rope_s.index(1), k_nope_s, k_rope_s, v_t_s, k_full, k_empty, v_full, v_empty,
-            q_nope_ptr, q_rope_ptr, k_scale_ptr, v_scale_ptr, work_ptr, partial_out_ptr, partial_lse2_ptr,
-            scale_log2e, heads, items_offset, q_nope_row, q_nope_head, q_rope_row, q_rope_head,
-        )  # fmt: skip
+        second_half = (ROWS, q_nope_s.index(1), q_rope_s.index(1), ring, query, scales, work, partials)
         gl.warp_specialize(
             [(consume, first_half), (consume, second_half), (_produce, produced)],
             [4, 1],

@@ -336,7 +336,7 @@ class Program:
             int16=torch.int16, int32=torch.int32, int64=torch.int64,
             program_id=lambda axis: index, num_programs=lambda axis: programs, static_range=range,
             load=load, store=store, maximum=maximum, minimum=lambda a, limit: a.clamp(max=limit), where=where,
-            zeros_like=torch.zeros_like, abs=torch.abs,
+            zeros_like=torch.zeros_like, abs=torch.abs, to_tensor=lambda value: value,
             convert_layout=lambda values, layout, assert_trivial=False: values,
             exp2=torch.exp2, log2=torch.log2, thread_barrier=self.pause, allocate_shared_memory=self._allocate,
             arange=lambda start, end, layout: torch.arange(start, end),

@@ -224,11 +224,11 @@ FAULTS = {
     "keys are those of another head": (sm90_naive, "block * CHUNK + token", "(block ^ 1) * CHUNK + token", BOTH),
     "the producer knows no phases": (sm90_naive, "((position // STAGES) & 1) ^ 1", "1", BOTH),
     "consumers know no phases": (consumers, "(position // STAGES) & 1", "0", BOTH),
-    "keys are not given back": (consumers, "mbarrier.arrive(k_empty.index(stage))", "pass", BOTH),
+    "keys are not given back": (consumers, "mbarrier.arrive(ring.k_empty.index(stage))", "pass", BOTH),
     "values are given back before the product is done": (
         consumers,
-        "mbarrier.wait(v_full.index(v_stage), v_phase)",
-        "mbarrier.wait(v_full.index(v_stage), v_phase); mbarrier.arrive(v_empty.index(v_stage))",
+        "mbarrier.wait(ring.v_full.index(v_stage), v_phase)",
+        "mbarrier.wait(ring.v_full.index(v_stage), v_phase); mbarrier.arrive(ring.v_empty.index(v_stage))",
         BOTH,
     ),
     "one consumer gives keys back for both": (
@@ -241,8 +241,8 @@ FAULTS = {
     "the output is not rescaled": (consumers, "acc * gl.convert_layout(rescale, OUT_ROWS)[:, None]", "acc", BOTH),
     "the scale of keys is left out": (
         consumers,
-        "q_scale * (k_scale * scale_log2e)",
-        "q_scale * scale_log2e",
+        "q_scale * (k_scale * scales.softmax_log2e)",
+        "q_scale * scales.softmax_log2e",
         BOTH[1:],
     ),
     "the scale of values is left out": (consumers, "v_scale, partial_row", "1.0, partial_row", BOTH[1:]),
