@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 STORAGE_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": FP8}
 
+MAX_RANKS = 64
+"""A multiple of every number of attention ranks that SGLang pads batches for."""
+
 
 def build(runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int) -> tuple[HybridMLABackend, Steps]:
     """
@@ -50,7 +53,9 @@ def build(runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int) -> 
     grouped = options.mode == "grouped_absorb" or (options.may_group and cost.rates.modes[Mode.GROUPED_ABSORB].measured)
     stock, latent = stock_and_latent(runner, layers, grouped, counters)
     if options.may_expand or grouped or not stock.decodes:  # otherwise every step is the stock backend's
-        latent.allocate(max_rows, runner.req_to_token_pool.size, runner.model_config.context_len)
+        # SGLang pads batches, also beyond its pool of requests, to a multiple of the ranks of attention.
+        max_requests = -(-runner.req_to_token_pool.size // MAX_RANKS) * MAX_RANKS
+        latent.allocate(max_rows, max_requests, runner.model_config.context_len)
     if options.mode == "grouped_absorb" and latent.stacking is None and not counters.fallbacks:
         counters.fall_back(f"grouped absorb does not run here with {heads} heads: every step is plain absorb")
 

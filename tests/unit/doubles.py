@@ -66,6 +66,7 @@ class TorchAbsorbFP8:
         assert heads == HEADS and pool.shape[1] == layout.row_bytes
         self.layout, self.max_requests, self._begun = layout, max_requests, None
 
+    @opaque
     def begin_step(self, lens: Tensor, page_table: Tensor) -> None:
         assert len(lens) <= self.max_requests and lens.dtype == page_table.dtype == torch.int32
         self._begun = len(lens), lens.sum()

@@ -126,6 +126,16 @@ def test_more_rows_than_it_has_room_for(make_world: Any, monkeypatch: pytest.Mon
     assert dict(world.steps.counters.fallbacks) == {"more than 3 requests in a batch": 2}
 
 
+def test_batches_padded_beyond_the_pool_of_requests(make_world: Any) -> None:
+    """As SGLang pads them for several ranks of attention; with an FP8 pool they are ours."""
+    world = make_world(fp8=True)
+    backend = world.make("gpu", prefix_dtype="bf16")
+    requests, larger = sharing(world), Graph(world, MAX_REQUESTS + 1)
+    for _ in range(2):
+        assert larger.step(requests) < BOUND[True] and not backend._sharing
+    assert world.stock.begun == []
+
+
 def test_other_steps_are_the_stock_backends(make_world: Any) -> None:
     world = make_world()
     backend = world.make("gpu")
