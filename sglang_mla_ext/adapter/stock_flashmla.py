@@ -30,6 +30,7 @@ class FlashMLAStock:
         self.decodes = reads_pool
         self._threshold = layers[0].chunked_prefix_cache_threshold if reads_pool else 0
         if not reads_pool:
+            self.backend.is_fp8_kvcache = False  # for the schedule that SGLang makes for idle ranks, and nobody reads
             for layer in layers:
                 layer.chunked_prefix_cache_threshold = 0  # shorter cached prefixes than this take absorb
 

@@ -257,6 +257,7 @@ _BACKENDS = (
     *_function(f"{_FLASHMLA}.forward_decode", _FORWARD_PARAMS, "the same"),
     *_function(f"{_FLASHMLA}.forward_extend", _FORWARD_PARAMS, "the same"),
     *_attributes(_FLASHMLA, "enable_chunk_kv", "whether prefill with keys per head has an lse"),
+    *_attributes(_FLASHMLA, "is_fp8_kvcache", "what an idle rank makes a schedule for"),
     *_attributes(_FLASHMLA, "max_context_len req_to_token_pool token_to_kv_pool", "the stock backend on a GPU"),
     *_function(f"{_TORCH}.__init__", "self model_runner", "the stock backend on a CPU"),
     *_function(f"{_TORCH}.init_forward_metadata", "self forward_batch", "the same"),
