@@ -69,6 +69,10 @@ def watching(server: Server) -> Any:
         watcher.join()
 
 
+LONG = 96
+"""Tokens of answers that must overlap: on a busy machine the first chat may run alone for a second."""
+
+
 def test_the_model_depends_on_the_system_prompt(stock: Reference) -> None:
     """Else equal answers would prove nothing."""
     answers = stock.ask(Chat(SYSTEM, question(1)), Chat(OTHER_SYSTEM, question(1)), Chat("", question(1)))
@@ -76,7 +80,7 @@ def test_the_model_depends_on_the_system_prompt(stock: Reference) -> None:
 
 
 def test_eight_chats_share_a_prefix_and_two_do_not(stock: Reference, hybrid: Server) -> None:
-    chats = [Chat(SYSTEM, question(i), max_tokens=40) for i in range(8)] + [Chat("", question(i), 40) for i in (8, 9)]
+    chats = [Chat(SYSTEM, question(i), LONG) for i in range(8)] + [Chat("", question(i), LONG) for i in (8, 9)]
     expected = stock.asking(*chats)
     hybrid.flush()
     hybrid.ask(Chat(SYSTEM, question(13), 1))
@@ -92,7 +96,7 @@ def test_eight_chats_share_a_prefix_and_two_do_not(stock: Reference, hybrid: Ser
 
 
 def test_grouped_absorb_for_six_chats_on_one_prefix_and_not_for_two(stock: Reference, grouped: Server) -> None:
-    chats = [Chat(SYSTEM, question(i), max_tokens=40) for i in range(6)] + [Chat("", question(i), 40) for i in (8, 9)]
+    chats = [Chat(SYSTEM, question(i), LONG) for i in range(6)] + [Chat("", question(i), LONG) for i in (8, 9)]
     expected = stock.asking(*chats)
     grouped.ask(Chat(SYSTEM, question(13), 1))
     with counting(grouped) as counted, watching(grouped) as seen:
@@ -116,7 +120,7 @@ def test_prefix_is_found_without_warming_up(stock: Reference, hybrid: Server) ->
 
 
 def test_two_system_prompts_at_once(stock: Reference, hybrid: Server) -> None:
-    chats = [Chat((SYSTEM, OTHER_SYSTEM)[i % 2], question(i), max_tokens=32) for i in range(8)]
+    chats = [Chat((SYSTEM, OTHER_SYSTEM)[i % 2], question(i), LONG) for i in range(8)]
     expected = stock.asking(*chats)
     hybrid.flush()
     hybrid.ask(Chat(SYSTEM, question(13), 1), Chat(OTHER_SYSTEM, question(13), 1))
