@@ -103,7 +103,7 @@ def _sum_partials(
 
 # Tables may be parts of work lists, which start anywhere.
 @triton.jit(
-    do_not_specialize=["max_rows", "more_max_rows", "first_in_place"],
+    do_not_specialize=["max_rows", "more_max_rows"],
     do_not_specialize_on_alignment=["table_ptr", "more_table_ptr"],
 )
 def merge_kernel(
@@ -118,7 +118,6 @@ def merge_kernel(
     heads,
     max_rows,  # of table_ptr
     more_max_rows,  # of more_table_ptr
-    first_in_place,  # if OUT_IN_PARTIALS: the partial row at which the output begins
     tail_row,
     tail_head,
     tail_lse_row,
@@ -144,14 +143,14 @@ def merge_kernel(
     in_heads = head < heads
     begin = tl.load(table_ptr + row)
     first_count = tl.load(table_ptr + max_rows + row)
-    list_ptr = table_ptr + 2 * max_rows + begin
+    next_partial = tl.load(table_ptr + 2 * max_rows + row)
+    list_ptr = table_ptr + 3 * max_rows + begin
     count, more_list_ptr = first_count, list_ptr
     if MORE:
         more_begin = tl.load(more_table_ptr + row)
         count += tl.load(more_table_ptr + more_max_rows + row)
-        more_list_ptr = more_table_ptr + 2 * more_max_rows + more_begin
-    if not OUT_IN_PARTIALS:  # while the tail's lse is on its way; with outputs in partials most rows need none
-        next_partial = _load_id(list_ptr, more_list_ptr, 0, count, first_count, MORE)
+        more_list_ptr = more_table_ptr + 3 * more_max_rows + more_begin
+        next_partial = tl.where(first_count > 0, next_partial, tl.load(more_table_ptr + 2 * more_max_rows + row))
 
     row64 = row.to(tl.int64)
     lse_ptrs = lse_ptr + row64 * lse_row + head * lse_head
@@ -159,19 +158,17 @@ def merge_kernel(
     empty = tl.abs(tail_lse) == float("inf")  # [BLOCK_HEADS, 1]
     some_empty = tl.max(empty.to(tl.int32))
 
-    if OUT_IN_PARTIALS and (first_count == 1) & (count == 1):  # its list need not be read: it can only be this one
+    if OUT_IN_PARTIALS and (first_count == 1) & (count == 1):  # it can only be this one
         if WRITE_LSE:
-            part_lse2 = tl.load(partial_lse2_ptr + (first_in_place + row64) * heads + head, mask=in_heads)
+            part_lse2 = tl.load(partial_lse2_ptr + next_partial.to(tl.int64) * heads + head, mask=in_heads)
             tl.store(lse_ptrs, part_lse2 * LN2, mask=in_heads)
     elif not IN_PLACE or count + some_empty > 0:
         tail_ptr = tail_out_ptr + row64 * tail_row + (head * tail_head)[:, :, None] + dim
         has_tail = in_heads & ~empty
         tail_out = tl.load(tail_ptr, mask=has_tail[:, :, None], other=0.0).to(tl.float32)  # [BLOCK_HEADS, 1, DV]
-        if OUT_IN_PARTIALS:
-            next_partial = _load_id(list_ptr, more_list_ptr, 0, count, first_count, MORE)
         acc, part_sum, part_max2 = _sum_partials(
-            partial_out_ptr, partial_lse2_ptr, next_partial, list_ptr, more_list_ptr, count, first_count, head, heads,
-            DV, BLOCK_HEADS, SPLITS, UNROLL, MORE,
+            partial_out_ptr, partial_lse2_ptr, next_partial.to(tl.int64), list_ptr, more_list_ptr, count, first_count,
+            head, heads, DV, BLOCK_HEADS, SPLITS, UNROLL, MORE,
         )  # fmt: skip
         # In base 2, so that a difference of equal numbers stays 0: a product in it may be fused with the subtraction.
         tail_max2 = tl.where(empty, -1e30, tail_lse * LOG2E)
@@ -244,6 +241,8 @@ def merge(
     for name, tensor in (("tail_lse", tail_lse), ("lse", tail_lse if lse is None else lse)):
         if tensor.shape != (rows, heads) or tensor.dtype != torch.float32:
             raise ValueError(f"{name} must be float32 {[rows, heads]}, not {tensor.dtype} {list(tensor.shape)}")
+    if out_in_partials:
+        _check_rows_of(partial_out, out)
     written_lse = tail_lse if lse is None else lse
     same_memory = out.data_ptr() == tail_out.data_ptr() and out.stride() == tail_out.stride()
     shape = shape_for(rows, heads, dv)
@@ -260,7 +259,6 @@ def merge(
         heads,
         table.max_rows,
         second.max_rows,
-        _first_in_place(out, partial_out) if out_in_partials else 0,
         tail_out.stride(0),
         tail_out.stride(1),
         tail_lse.stride(0),
@@ -284,13 +282,12 @@ def merge(
     return out
 
 
-def _first_in_place(out: Tensor, partial_out: Tensor) -> int:
-    """The row of `partial_out` that is the first of `out`."""
+def _check_rows_of(partial_out: Tensor, out: Tensor) -> None:
+    """Raises a ValueError unless `out` is rows of `partial_out`."""
     if not out.numel():
-        return 0
+        return
     row_bytes = partial_out.stride(0) * partial_out.element_size()
     first, rest = divmod(out.data_ptr() - partial_out.data_ptr(), row_bytes)
     inside = rest == 0 and 0 <= first <= partial_out.shape[0] - out.shape[0]
     if not inside or out.dtype != partial_out.dtype or not out.is_contiguous():
         raise ValueError("out must be rows of partial_out, where out_in_partials says so")
-    return first

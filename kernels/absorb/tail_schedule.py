@@ -162,6 +162,7 @@ def schedule_tails_kernel(
         kv_begin = kv_end
     tl.store(table_ptr + row, partial - FIRST_PARTIAL, mask=row < rows)
     tl.store(table_ptr + MAX_ROWS + row, pieces, mask=row < rows)
+    tl.store(table_ptr + 2 * MAX_ROWS + row, partial, mask=row < rows)
 
 
 def schedule_tails(

@@ -170,6 +170,7 @@ def test_every_key_of_every_query_row_is_in_one_item(case: Case) -> None:
                     ranges = sorted(found.pop((row * case.heads + head, first_page)))
                     assert [begin for begin, _, _ in ranges] + [length] == [0] + [end for _, end, _ in ranges]
                     places += [at for _, _, at in ranges]
+                assert not places or table.firsts[row] == table.of_row(row)[0]
                 assert places == [partial * case.heads + head for partial in table.of_row(row)]
                 partials += places
     assert not found, "items for rows that have no such keys"
