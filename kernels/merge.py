@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .constants import LN2, LOG2E
-from .partials import PartialTable
+from .partials import FIRSTS, PartialTable
 
 NUM_WARPS = 4
 LARGE = 1 << 20
@@ -37,25 +37,36 @@ def shape_for(rows: int, heads: int, dv: int) -> Shape:
     """The shape for an output of this size."""
     if rows * heads * dv >= LARGE:
         return Shape(heads=4, splits=1, unroll=4)
-    return Shape(heads=max(1, 512 // dv), splits=8, unroll=1)
+    return Shape(heads=max(1, 512 // dv), splits=FIRSTS, unroll=1)
 
 
 @triton.jit
-def _load_id(list_ptr, more_list_ptr, split, count, first_count, MORE: tl.constexpr):
-    """A partial of a row, from its list in one table or behind it from that in the other. Always a scalar: a vector of
-    them would have to change its layout, through shared memory."""
-    partial = tl.load(list_ptr + split, mask=split < first_count, other=0)
-    if MORE:
-        in_more = (split >= first_count) & (split < count)
-        partial += tl.load(more_list_ptr + split - first_count, mask=in_more, other=0)
-    return partial.to(tl.int64)
+def _load_ids(
+    list_ptr, more_list_ptr, first, count, first_count, SPLITS: tl.constexpr, MORE: tl.constexpr, CHECK: tl.constexpr
+):
+    """Partials of a row from the `first` on, `[SPLITS]`: of a list in one table, and behind it of that in the other.
+
+    Each is loaded as a scalar: a vector of them would have to change its layout, through shared memory. Without CHECK,
+    loads from list_ptr need not wait until the list's length is known; what is behind its end is of no use.
+    """
+    index = tl.arange(0, SPLITS)
+    partials = tl.zeros([SPLITS], tl.int64)
+    for k in tl.static_range(SPLITS):
+        at = first + k
+        partial = tl.load(list_ptr + at, mask=at < first_count, other=0) if CHECK else tl.load(list_ptr + at)
+        if MORE:
+            in_more = (at >= first_count) & (at < count)
+            more = tl.load(more_list_ptr + at - first_count, mask=in_more, other=0)
+            partial = tl.where(at < first_count, partial, more)
+        partials = tl.where(index == k, partial.to(tl.int64), partials)
+    return partials
 
 
 @triton.jit
 def _sum_partials(
     partial_out_ptr,
     partial_lse2_ptr,
-    next_partial,  # the row's first one
+    partial,  # int64 [SPLITS], the row's first ones
     list_ptr,  # the row's partials
     more_list_ptr,
     count,  # of list_ptr and, if MORE, of more_list_ptr
@@ -79,15 +90,10 @@ def _sum_partials(
     run_sum = tl.zeros([BLOCK_HEADS, 1], tl.float32)
     run_max2 = tl.full([BLOCK_HEADS, 1], -1e30, tl.float32)  # below every lse where there is no key yet
     for first in tl.range(0, count, SPLITS, loop_unroll_factor=UNROLL):
-        index = tl.arange(0, SPLITS)
-        partial = next_partial + tl.zeros([SPLITS], tl.int64)
-        for k in tl.static_range(1, SPLITS):
-            one = _load_id(list_ptr, more_list_ptr, first + k, count, first_count, MORE)
-            partial = tl.where(index == k, one, partial)
         place = partial[None, :] * heads + head  # [BLOCK_HEADS, SPLITS]
-        there = (first + index < count)[None, :] & (head < heads)
+        there = (first + tl.arange(0, SPLITS) < count)[None, :] & (head < heads)
         # Ahead of its use, so that loads of the next tile need not wait for their addresses.
-        next_partial = _load_id(list_ptr, more_list_ptr, first + SPLITS, count, first_count, MORE)
+        partial = _load_ids(list_ptr, more_list_ptr, first + SPLITS, count, first_count, SPLITS, MORE, True)
         part_lse2 = tl.load(partial_lse2_ptr + place, mask=there, other=float("-inf"))
         part_out = tl.load(
             partial_out_ptr + place[:, :, None] * DV + dim[None, None, :], mask=there[:, :, None], other=0.0
@@ -134,6 +140,7 @@ def merge_kernel(
     IN_PLACE: tl.constexpr,
     OUT_IN_PARTIALS: tl.constexpr,
     WRITE_LSE: tl.constexpr,
+    FIRSTS: tl.constexpr,
     LN2: tl.constexpr,
     LOG2E: tl.constexpr,
 ):
@@ -143,14 +150,14 @@ def merge_kernel(
     in_heads = head < heads
     begin = tl.load(table_ptr + row)
     first_count = tl.load(table_ptr + max_rows + row)
-    next_partial = tl.load(table_ptr + 2 * max_rows + row)
-    list_ptr = table_ptr + 3 * max_rows + begin
+    firsts_ptr = table_ptr + 2 * max_rows + row * FIRSTS
+    list_ptr = table_ptr + (2 + FIRSTS) * max_rows + begin
     count, more_list_ptr = first_count, list_ptr
     if MORE:
         more_begin = tl.load(more_table_ptr + row)
         count += tl.load(more_table_ptr + more_max_rows + row)
-        more_list_ptr = more_table_ptr + 3 * more_max_rows + more_begin
-        next_partial = tl.where(first_count > 0, next_partial, tl.load(more_table_ptr + 2 * more_max_rows + row))
+        more_list_ptr = more_table_ptr + (2 + FIRSTS) * more_max_rows + more_begin
+    partial = _load_ids(firsts_ptr, more_list_ptr, 0, count, first_count, SPLITS, MORE, False)
 
     row64 = row.to(tl.int64)
     lse_ptrs = lse_ptr + row64 * lse_row + head * lse_head
@@ -158,17 +165,18 @@ def merge_kernel(
     empty = tl.abs(tail_lse) == float("inf")  # [BLOCK_HEADS, 1]
     some_empty = tl.max(empty.to(tl.int32))
 
-    if OUT_IN_PARTIALS and (first_count == 1) & (count == 1):  # it can only be this one
+    if OUT_IN_PARTIALS and (first_count == 1) & (count == 1):  # it stands in its place
         if WRITE_LSE:
-            part_lse2 = tl.load(partial_lse2_ptr + next_partial.to(tl.int64) * heads + head, mask=in_heads)
+            only = tl.load(firsts_ptr).to(tl.int64)
+            part_lse2 = tl.load(partial_lse2_ptr + only * heads + head, mask=in_heads)
             tl.store(lse_ptrs, part_lse2 * LN2, mask=in_heads)
     elif not IN_PLACE or count + some_empty > 0:
         tail_ptr = tail_out_ptr + row64 * tail_row + (head * tail_head)[:, :, None] + dim
         has_tail = in_heads & ~empty
         tail_out = tl.load(tail_ptr, mask=has_tail[:, :, None], other=0.0).to(tl.float32)  # [BLOCK_HEADS, 1, DV]
         acc, part_sum, part_max2 = _sum_partials(
-            partial_out_ptr, partial_lse2_ptr, next_partial.to(tl.int64), list_ptr, more_list_ptr, count, first_count,
-            head, heads, DV, BLOCK_HEADS, SPLITS, UNROLL, MORE,
+            partial_out_ptr, partial_lse2_ptr, partial, list_ptr, more_list_ptr, count, first_count, head, heads,
+            DV, BLOCK_HEADS, SPLITS, UNROLL, MORE,
         )  # fmt: skip
         # In base 2, so that a difference of equal numbers stays 0: a product in it may be fused with the subtraction.
         tail_max2 = tl.where(empty, -1e30, tail_lse * LOG2E)
@@ -275,6 +283,7 @@ def merge(
         OUT_IN_PARTIALS=out_in_partials,
         IN_PLACE=same_memory and out.dtype == tail_out.dtype,
         WRITE_LSE=lse is not None,
+        FIRSTS=FIRSTS,
         LN2=LN2,
         LOG2E=LOG2E,
         num_warps=NUM_WARPS,

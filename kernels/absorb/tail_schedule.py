@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..partials import PartialTable
+from ..partials import FIRSTS, PartialTable
 from .items import (
     ITEM_BEGIN,
     ITEM_END,
@@ -88,6 +88,7 @@ def schedule_tails_kernel(
     BLOCK_KEYS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     QUERIES: tl.constexpr,
+    FIRSTS: tl.constexpr,
     LANES: tl.constexpr,  # a power of two, at least MAX_ROWS
     LOG2_PARTS: tl.constexpr,  # of a power of two that is more than PROGRAMS
 ):
@@ -160,9 +161,9 @@ def schedule_tails_kernel(
             tl.store(item_ptr + ITEM_PARTIAL, (partial + piece) * HEADS + tile * TILE_ROWS, mask=has)
             tl.store(item_ptr + ITEM_LAST, (piece == pieces - 1).to(tl.int32), mask=has)
         kv_begin = kv_end
+        tl.store(table_ptr + 2 * MAX_ROWS + row * FIRSTS + piece, partial + piece, mask=has & (piece < FIRSTS))
     tl.store(table_ptr + row, partial - FIRST_PARTIAL, mask=row < rows)
     tl.store(table_ptr + MAX_ROWS + row, pieces, mask=row < rows)
-    tl.store(table_ptr + 2 * MAX_ROWS + row, partial, mask=row < rows)
 
 
 def schedule_tails(
@@ -209,6 +210,7 @@ def schedule_tails(
         BLOCK_KEYS=BLOCK_KEYS,
         TILE_ROWS=capacity.tile_rows,
         QUERIES=capacity.queries,
+        FIRSTS=FIRSTS,
         LANES=triton.next_power_of_2(max(2, capacity.max_rows)),
         LOG2_PARTS=capacity.programs.bit_length(),
         num_warps=4,

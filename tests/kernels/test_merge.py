@@ -14,7 +14,7 @@ import torch
 from sglang_mla_ext.kernels import merge as merge_kernel
 from sglang_mla_ext.kernels.constants import LOG2E
 from sglang_mla_ext.kernels.merge import merge
-from sglang_mla_ext.kernels.partials import PartialTable
+from sglang_mla_ext.kernels.partials import FIRSTS, PartialTable
 from sglang_mla_ext.kernels.reference import attention as reference
 
 NAN, INF = float("nan"), float("inf")
@@ -89,7 +89,7 @@ class Partials:
                 mine = [next(places) for _ in range(splits[row])]
                 table.begins[row], table.counts[row] = at, len(mine)
                 table.partials[at : at + len(mine)] = torch.tensor(mine, dtype=torch.int32)
-                table.firsts[row : row + bool(mine)] = mine[0] if mine else 0
+                table.firsts[row, : len(mine)] = torch.tensor(mine[:FIRSTS], dtype=torch.int32)
                 self.of_row[row] += mine
                 at += len(mine) + row % 2
             self.tables.append(table)
@@ -176,7 +176,7 @@ def test_what_stands_in_its_place_already_is_left_there(more: tuple[int, ...], w
     for row in (row for row, splits in enumerate(case.splits) if splits == 1):
         (at,) = table.of_row(row)
         partials.out[first + row], partials.lse2[first + row] = partials.out[at], partials.lse2[at]
-        table.partials[table.begins[row]] = table.firsts[row] = first + row
+        table.partials[table.begins[row]] = table.firsts[row, 0] = first + row
     no_lse, expected = torch.full((rows, 6), -INF), torch.full((rows, 6, 128), NAN)
     expected_lse, lse = torch.full((2, rows, 6), NAN)
     partials.merge(expected, no_lse, expected, expected_lse)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_mla_ext.kernels.partials import PartialTable
+from sglang_mla_ext.kernels.partials import FIRSTS, PartialTable
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 99)), max_size=40))
@@ -18,10 +18,12 @@ def test_a_row_has_the_partials_of_its_pairs_in_their_order(pairs) -> None:
     on_device = table.to("cpu")
     for row in range(9):
         expected = [partial for of, partial in pairs if of == row]
-        assert not expected or table.firsts[row] == expected[0]
+        assert table.firsts[row].tolist()[: len(expected)] == expected[:FIRSTS]
         assert table.of_row(row) == on_device.of_row(row) == expected and table.counts[row] == len(expected)
     assert table.counts.sum() == len(pairs)
-    assert not isinstance(on_device.buffer, np.ndarray) and on_device.nbytes == table.nbytes == 4 * (3 * 9 + 40)
+    assert not isinstance(on_device.buffer, np.ndarray) and on_device.nbytes == table.nbytes == 4 * (
+        (2 + FIRSTS) * 9 + 40
+    )
 
 
 def test_an_empty_table_has_no_partials() -> None:
@@ -35,8 +37,8 @@ def test_views_write_to_the_buffer() -> None:
     table = PartialTable.empty(3, 5, "cpu")
     table.begins[:], table.counts[:] = torch.tensor([4, 0, 1]), torch.tensor([1, 0, 3])
     table.partials[:] = torch.arange(10, 15)
-    table.firsts[:] = torch.tensor([14, 0, 11])
-    assert table.buffer.tolist() == [4, 0, 1, 1, 0, 3, 14, 0, 11, 10, 11, 12, 13, 14]
+    table.firsts[:] = torch.tensor([14, 0, 11])[:, None]
+    assert table.buffer.tolist() == [4, 0, 1, 1, 0, 3, *[14] * FIRSTS, *[0] * FIRSTS, *[11] * FIRSTS, *range(10, 15)]
     assert [table.of_row(row) for row in range(3)] == [[14], [], [11, 12, 13]]
 
 
@@ -55,12 +57,13 @@ def test_what_is_out_of_range_is_refused() -> None:
 
 
 def test_a_buffer_of_another_size_or_dtype_is_refused() -> None:
+    size = PartialTable.size_for(6, 8)
     for buffer in (
-        np.zeros(27, np.int32),
-        np.zeros(26, np.int64),
-        np.zeros((26, 2), np.int32)[:, 0],
-        torch.zeros(26),
-        torch.zeros(52, dtype=torch.int32)[::2],
+        np.zeros(size + 1, np.int32),
+        np.zeros(size, np.int64),
+        np.zeros((size, 2), np.int32)[:, 0],
+        torch.zeros(size),
+        torch.zeros(2 * size, dtype=torch.int32)[::2],
     ):
         with pytest.raises(ValueError, match="contiguous int32"):
             PartialTable(buffer, 6, 8)
