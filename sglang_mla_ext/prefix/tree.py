@@ -1,0 +1,74 @@
+"""What the planner knows of a server's radix tree: the part of it that a batch shares, and single nodes by handle.
+
+A *handle* stands for one node. There is one for each node as long as anybody keeps it, it is equal by identity, and it
+survives a split: the node it stands for then begins later, and ends where it ended. Requests are the server's own
+objects, which are only passed through here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class SharedTree:
+    """The nodes that two or more requests of a batch hold. There may be others among them that only one does.
+
+    Two requests share tokens as far as they hold the same nodes, so requests of different namespaces (LoRA adapter,
+    cache salt) never do: their trees meet only in the root, which is left out.
+
+    Attributes:
+        nodes: handles, parents before children.
+        parents: `[nodes]` index of each node's parent, -1 below the root.
+        ends: `[nodes]` tokens from the root to the end of each node; whole pages. A node begins where its parent ends.
+        deepest: `[requests]` index of the last of these nodes on each request's path, -1 where there is none. The
+            request holds it and all above it.
+        complete: False where looking for them took too long and was broken off: some requests share more.
+    """
+
+    nodes: Sequence[Hashable]
+    parents: Sequence[int]
+    ends: Sequence[int]
+    deepest: Sequence[int]
+    complete: bool = True
+
+
+class Tree(Protocol):
+    """The radix tree of a server."""
+
+    def state(self, requests: Sequence[Any]) -> Hashable:
+        """Differs where a request, or the node that its cached prefix ends in, is another one. It speaks for the nodes
+        only while they exist, so it goes with what `hold` returned."""
+        ...
+
+    def hold(self, requests: Sequence[Any]) -> object:
+        """Keeps the nodes that requests end in from ceasing to exist, and so their identities from being reused."""
+        ...
+
+    def shared(self, requests: Sequence[Any], also: Collection[Hashable] = ()) -> SharedTree:
+        """What requests share among themselves. The cost is the number of distinct nodes that two or more requests
+        hold; of nodes that only one holds it is paid once, as long as the request ends in the same node.
+
+        Args:
+            also: handles of nodes that count as shared even if only one request holds them.
+        """
+        ...
+
+    def length(self, node: Any) -> int:
+        """Tokens of the node itself. Fewer than before: it was split, and its parents hold those in front."""
+        ...
+
+    def parent(self, node: Any) -> Hashable | None:
+        """The handle of the node above; None below the root."""
+        ...
+
+    def holders(self, node: Any) -> int:
+        """How many requests hold the node, perhaps a few too many. While there are any, its tokens' slots stay what
+        they are."""
+        ...
+
+    def is_attached(self, node: Any) -> bool:
+        """Whether the node is still in the tree, so that requests can come to hold it."""
+        ...
