@@ -21,6 +21,7 @@ from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode, ModelDims, rates_for
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
+from sglang_mla_ext.prefix.planner import Capacity
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 
 if TYPE_CHECKING:
@@ -32,6 +33,12 @@ if TYPE_CHECKING:
     from sglang_mla_ext.options import HybridMLAOptions
 
 STORAGE_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": FP8}
+
+SEGMENTS_PER_ROW = 2
+"""That a row of a decode step is in on average, at most: each one more costs a partial for every row."""
+
+MAX_SEGMENTS = 256
+"""Of a decode step."""
 
 MAX_RANKS = 64
 """A multiple of every number of attention ranks that SGLang pads batches for."""
@@ -56,7 +63,7 @@ def build(runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int) -> 
         # SGLang pads batches, also beyond its pool of requests, to a multiple of the ranks of attention.
         max_requests = -(-runner.req_to_token_pool.size // MAX_RANKS) * MAX_RANKS
         latent.allocate(max_rows, max_requests, runner.model_config.context_len)
-    if options.mode == "grouped_absorb" and latent.stacking is None and not counters.fallbacks:
+    if options.mode == "grouped_absorb" and latent.grouped_page is None and not counters.fallbacks:
         counters.fall_back(f"grouped absorb does not run here with {heads} heads: every step is plain absorb")
 
     expanding = None
@@ -66,7 +73,14 @@ def build(runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int) -> 
     buffers, shared, expander = expanding or (None, None, None)
     pool = ExpandedPool(buffers.chunks if buffers else 0, CHUNK_TOKENS)
     prefixes = SharedPrefixes(
-        options, cost, pool, expander, counters, naive=shared is not None, stacking=latent.stacking
+        options,
+        cost,
+        pool,
+        expander,
+        counters,
+        capacity=Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * max_rows),
+        naive=shared is not None,
+        grouped_page=latent.grouped_page,
     )
     layer_index = {layer.attn_mqa.layer_id: index for index, layer in enumerate(layers)}
     # With --prefill-attention-backend another one does prefill, whose lse may be in another base.
@@ -80,7 +94,7 @@ def build(runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int) -> 
         prefixes,
         expander,
         counters,
-        shares=shared is not None or latent.stacking is not None,
+        shares=shared is not None or latent.grouped_page is not None,
         prefill=prefill,
         max_rows=max_rows,
         budget_bytes=budget_bytes,
@@ -180,6 +194,7 @@ def make_expanding(
         v_head_dim=dims.v_head_dim,
         chunks=max(budget_bytes, 0) // chunk_bytes,
         device=device,
+        segments_per_row=SEGMENTS_PER_ROW,
     )
     chunks = (budget_bytes - workspace) // chunk_bytes
     if chunks <= 0:
@@ -193,6 +208,7 @@ def make_expanding(
             max_rows=MAX_ROWS,
             heads=heads,
             device=buffers.device,
+            segments_per_row=SEGMENTS_PER_ROW,
             tiles=next((tiles[name] for name in tiles if STORAGE_DTYPES[name] == buffers.dtype), ()),
         )
         shared.try_out(runner.dtype)
@@ -213,7 +229,7 @@ def smallest_group(
     max_rows: int,
 ) -> int | None:
     """Rows from which a step can have a group that pays; None where none ever does."""
-    ways = {Mode.NAIVE: shared, Mode.GROUPED_ABSORB: latent.stacking}
+    ways = {Mode.NAIVE: shared, Mode.GROUPED_ABSORB: latent.grouped_page}
     allowed = [mode for mode, way in ways.items() if way is not None]
     if not allowed:
         return None
@@ -230,7 +246,7 @@ def describe(
     smallest: int | None,
 ) -> str:
     """One line for the log."""
-    if buffers is None and latent.stacking is None:
+    if buffers is None and latent.grouped_page is None:
         return f"nothing is expanded, no grouped absorb, mode {options.mode}: every step is plain absorb"
     groups = f"groups of {smallest} requests and more" if smallest else "no group that pays"
     if buffers is None:

@@ -19,7 +19,6 @@ from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
 from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.kernels.dispatch import make_absorb_fp8, make_grouped_absorb_fp8
-from sglang_mla_ext.prefix.planner import Stacking
 
 if TYPE_CHECKING:
     from sglang_mla_ext.adapter.latent_pool import LatentPool
@@ -50,7 +49,7 @@ class FP8Latent:
         """
         self._pool, self._req_to_token, self._heads, self._layer_id = pool, req_to_token, heads, layer_id
         self._dtype, self._wants_grouped, self._on_failure = dtype, grouped, on_failure
-        self.stacking: Stacking | None = None
+        self.grouped_page: int | None = None
         self._grouped: GroupedAbsorb | None = None
         self._stacked = False  # whether this step goes through it
 
@@ -73,8 +72,7 @@ class FP8Latent:
             max_requests=max_rows,
             on_failure=self._on_failure,
         )
-        stacked = rows_per_tile(self._heads)
-        if self._wants_grouped and stacked is not None:
+        if self._wants_grouped and rows_per_tile(self._heads) is not None:
             self._grouped = make_grouped_absorb_fp8(
                 self._req_to_token,
                 rows,
@@ -86,7 +84,7 @@ class FP8Latent:
                 on_failure=self._on_failure,
             )
             if self._grouped is not None:
-                self.stacking = Stacking(PAGE_TOKENS, stacked)
+                self.grouped_page = PAGE_TOKENS
 
     def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int, queries: int = 1) -> None:
         if self._grouped is not None:

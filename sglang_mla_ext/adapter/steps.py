@@ -199,7 +199,8 @@ class Steps:
     def report(self) -> dict[str, Any]:
         """The `hybrid_mla` entry of `/server_info`."""
         expanded_bytes = self._prefixes.pool.used_chunks * self._chunk_bytes
-        return report(self.counters, self._prefixes.plan, expanded_bytes, self._budget_bytes)
+        without = self._prefixes.tokens_without_memory
+        return report(self.counters, self._prefixes.plan, expanded_bytes, self._budget_bytes, without)
 
     def _forget_plans(self) -> None:
         """A plan's nodes keep their tree alive."""
