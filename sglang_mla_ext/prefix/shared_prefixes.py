@@ -140,6 +140,7 @@ class SharedPrefixes:
         """
         if self._tree is None or not self._pool.used_chunks:
             return [NOTHING_EXPANDED] * len(reqs)
+        self._counters.evictions += self._pool.follow(self._tree)
         tree = self._tree.shared(reqs, also=self._pool.nodes)
         covered = _covered_paths(tree, self._pool)
         parts = []
@@ -188,6 +189,8 @@ class SharedPrefixes:
 
     def _clear_plan(self) -> None:
         self._plan, self._groups, self._planned_for, self._held = Plan(0), (), None, None
+        if self._tree is not None:
+            self._tree.forget()
         self.tokens_without_memory = 0
 
     # ---- what is worth sharing

@@ -8,7 +8,7 @@ import pytest
 from test_shared_prefixes import COST, PAGE, Server
 
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.cost_model import CostModel, Mode
+from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode
 from sglang_mla_ext.prefix.gains import Gains
 
 NO_MEMORY = {"chunks": 0, "ways": {"naive": False, "grouped_page": PAGE}}

@@ -10,7 +10,6 @@ from weakref import WeakValueDictionary
 import torch
 
 from sglang_mla_ext.adapter.versions.shared_nodes import Forks, all_above, find_with
-from sglang_mla_ext.prefix.planner import Path, PathNode
 from sglang_mla_ext.prefix.tree import SharedTree
 
 if TYPE_CHECKING:
@@ -135,45 +134,17 @@ class TreeView:
             return False
         return parent.children.get(tree_node.key.child_key(self._cache.page_size)) is tree_node
 
-    def paths(self, requests: Sequence[Req]) -> list[Path]:
-        """See prefix.shared_prefixes.Tree."""
-        known: dict[int, Path] = {}
-        return [self._path(req.last_node, known) for req in requests]
-
-    def path(self, node: NodeHandle) -> Path:
-        """See prefix.shared_prefixes.Tree."""
-        return self._path(node.node, {})
-
-    def is_held(self, node: NodeHandle) -> bool:
-        """See prefix.shared_prefixes.Tree."""
-        return node.node.lock_ref > 0
-
-    def slots(self, node: NodeHandle, start: int, end: int) -> torch.Tensor:
-        """The pool slots `[end - start]` (int64) of tokens `[start, end)` of the path that ends in this node."""
+    def slots(self, node: NodeHandle, node_end: int, start: int, end: int) -> torch.Tensor:
+        """The pool slots `[end - start]` (int64) of tokens `[start, end)` of the path that ends in this node, which
+        ends `node_end` tokens behind the root. A request holds the node."""
         pieces = []
-        for step in self.path(node):
-            tree_node = step.node.node
-            first = step.end - len(tree_node.key)
-            if first < end and step.end > start:
+        tree_node, last = node.node, node_end
+        while last > start:
+            first = last - len(tree_node.key)
+            if first < end:
                 pieces.append(tree_node.value[max(start - first, 0) : end - first])
-        return torch.cat(pieces)
-
-    def _path(self, node: TreeNode | None, known: dict[int, Path]) -> Path:
-        # `known` saves the walk for nodes that many requests share; it lives for one call, so ids are unambiguous.
-        below: list[TreeNode] = []
-        path: Path = ()
-        while node is not None and node.parent is not None:  # up to the root, which is left out
-            if (found := known.get(id(node))) is not None:
-                path = found
-                break
-            below.append(node)
-            node = node.parent
-        end = path[-1].end if path else 0
-        for ancestor in reversed(below):
-            end += len(ancestor.key)
-            path = (*path, PathNode(self._handle(ancestor), end))
-            known[id(ancestor)] = path
-        return path
+            tree_node, last = tree_node.parent, first
+        return torch.cat(pieces[::-1])
 
     def _handle(self, node: TreeNode) -> NodeHandle:
         handle = self._handles.get(id(node))
