@@ -32,6 +32,7 @@ class Counters:
         evictions: chunks of expanded tokens dropped, for whatever reason.
         fallbacks: by reason, how often something was done by plain absorb that was meant to be naive.
         max_group_size: the largest group so far.
+        max_depth: the most groups that a request was in so far, one below the other.
         shared_tokens_read: prefix tokens that groups read, once for each group and step.
         shared_tokens_saved: prefix tokens that the groups' other requests did not have to read again.
     """
@@ -46,6 +47,7 @@ class Counters:
     evictions: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
     max_group_size: int = 0
+    max_depth: int = 0
     shared_tokens_read: int = 0
     shared_tokens_saved: int = 0
 
@@ -54,6 +56,7 @@ class Counters:
         self.steps_naive += bool(plan.of_mode(Mode.NAIVE))
         self.steps_grouped += bool(plan.of_mode(Mode.GROUPED_ABSORB))
         self.steps_absorb += not plan.groups
+        self.max_depth = max(self.max_depth, plan.depth)
         for group in plan.groups:
             tokens = group.end - group.start
             self.max_group_size = max(self.max_group_size, len(group.rows))

@@ -60,14 +60,18 @@ class Plan:
     groups: tuple[Group, ...] = ()
     prefix_lens: tuple[int, ...] = field(init=False)
     """`[num_rows]` tokens of each row that groups cover."""
+    depth: int = field(init=False)
+    """The most groups that a row is in."""
 
     def __post_init__(self) -> None:
-        lens = [0] * self.num_rows
+        lens, depths = [0] * self.num_rows, [0] * self.num_rows
         for group in self.groups:
             for row in group.rows:
                 assert lens[row] == group.start, "a row's groups must adjoin, from the first token on"
                 lens[row] = group.end
+                depths[row] += 1
         object.__setattr__(self, "prefix_lens", tuple(lens))
+        object.__setattr__(self, "depth", max(depths, default=0))
 
     def of_mode(self, mode: Mode) -> tuple[Group, ...]:
         """The groups that attend in this way."""

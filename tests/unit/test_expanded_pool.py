@@ -270,7 +270,9 @@ class History:
                     self.names[front, at] = self.names.pop((node, at))
                 self.nodes.append(front)
         elif action == 2:
-            leaves = [n for n in self.nodes if n.attached and all(o.above is not n or not o.attached for o in self.nodes)]
+            leaves = [
+                n for n in self.nodes if n.attached and all(o.above is not n or not o.attached for o in self.nodes)
+            ]
             if leaves:
                 rng.choice(leaves).attached = False
         elif action == 3:

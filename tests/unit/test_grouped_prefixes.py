@@ -114,7 +114,11 @@ def test_gains() -> None:
     assert (auto.naive(2, 10, 20), auto.grouped(2, 10, 20)) == (39, 20)
     assert Gains.of(HybridMLAOptions(), cost, naive=True, grouped=False).grouped is None
     assert Gains.of(HybridMLAOptions(), cost, naive=False, grouped=True).naive is None
-    for mode, has_naive, has_grouped in (("naive", True, False), ("grouped_absorb", False, True), ("absorb", False, False)):
+    for mode, has_naive, has_grouped in (
+        ("naive", True, False),
+        ("grouped_absorb", False, True),
+        ("absorb", False, False),
+    ):
         gains = Gains.of(HybridMLAOptions(mode=mode), cost, naive=True, grouped=True)
         assert (gains.naive is not None, gains.grouped is not None) == (has_naive, has_grouped)
         assert all(gain(9, 10, 20) > 0 for gain in gains if gain)

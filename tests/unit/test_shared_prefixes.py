@@ -261,7 +261,9 @@ def test_three_levels_hold_every_chunk_once(tree: Any) -> None:
     texts = [system + document + "talk" + "1", system + document + "talk" + "2", system + document + "3"]
     requests = [tree.run(text) for text in [*texts, system + other + "4", system + other + "5", system + "6"]]
     everybody, documents = ((0, 1, 2, 3, 4, 5), 4), ((0, 1, 2, 3, 4), 12)
-    assert sorted(server.decode(*requests)) == sorted([everybody, documents, ((0, 1, 2), 16), ((0, 1), 22), ((3, 4), 18)])
+    assert sorted(server.decode(*requests)) == sorted(
+        [everybody, documents, ((0, 1, 2), 16), ((0, 1), 22), ((3, 4), 18)]
+    )
     assert server.prefixes.plan.prefix_lens == tuple(PAGE * pages for pages in (22, 22, 16, 18, 18, 4))
     # Pages 0 to 16 once, 12 to 18 for the second document, 16 to 22 for the conversation.
     assert server.pool.used_chunks == 4 + 2 + 2
