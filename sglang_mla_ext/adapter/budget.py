@@ -93,7 +93,6 @@ def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -
         max_rows=max_rows(requests),
         max_requests=max_requests(requests),
         max_tokens=configurator.model_config.context_len,
-        device=device,
         programs=multiprocessors(device),
     )
     return latent_kind(fp8).workspace_bytes_for(sizes)

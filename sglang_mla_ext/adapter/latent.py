@@ -28,7 +28,7 @@ class LatentSizes:
         dtype: of queries and results.
         grouped: whether grouped absorb is tried.
         max_rows: query rows of a step that shares; max_requests: of any step; max_tokens: of a request.
-        device: whose kernels run; programs: its multiprocessors.
+        programs: multiprocessors of the GPU.
     """
 
     heads: int
@@ -39,7 +39,6 @@ class LatentSizes:
     max_rows: int
     max_requests: int
     max_tokens: int
-    device: torch.device
     programs: int
 
 

@@ -26,6 +26,9 @@ from sglang_mla_ext.prefix.planner import Stacking
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
+SCHEDULE_FIELDS = 8
+"""Numbers in FlashMLA's schedule for each of its programs, of which there is at most one for each multiprocessor."""
+
 
 class FlashMLALatent:
     """See the module; the interface is adapter.latent.LatentAttention."""
@@ -69,9 +72,8 @@ class FlashMLALatent:
 
     @staticmethod
     def workspace_bytes_for(sizes: LatentSizes) -> int:
-        metadata, _ = get_mla_metadata(torch.zeros(1, dtype=torch.int32, device=sizes.device), sizes.heads, 1)
-        splits = torch.empty(sizes.max_rows + 1, dtype=torch.int32, device="meta")
-        taken = Tails.workspace_bytes_for(sizes.max_rows, sizes.max_tokens) + tensor_bytes(metadata, splits)
+        schedule = SCHEDULE_FIELDS * sizes.programs + sizes.max_rows + 1  # numbers, and the splits of each row
+        taken = Tails.workspace_bytes_for(sizes.max_rows, sizes.max_tokens) + 4 * schedule
         if sizes.grouped and rows_per_tile(sizes.heads) is not None:
             of_grouped = grouped_absorb_bytes(
                 heads=sizes.heads,

@@ -137,7 +137,7 @@ def latent_pool_arguments(configurator: KVCacheConfigurator) -> dict[str, Any]:
 
 
 def most_requests(configurator: KVCacheConfigurator) -> int:
-    """The most requests that SGLang's pool of requests can have, whatever the number of tokens that there is room for."""
+    """The most requests that SGLang's pool of requests can have, however many tokens there is room for."""
     any_number = 1 << 40
     return int(configurator.resolve_max_num_reqs(any_number))
 
