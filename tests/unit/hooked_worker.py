@@ -162,7 +162,7 @@ class Server:
         kv: SGLang's pool of latent rows; buffers: the one allocation of expanded prefixes.
     """
 
-    def __init__(self, prefill: str = "hybrid_mla", **given: Any) -> None:
+    def __init__(self, prefill: str = "hybrid_mla", saver: Any = None, **given: Any) -> None:
         from conftest import Tree
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
@@ -174,7 +174,7 @@ class Server:
         self.kv = MLATokenToKVPool(8192, page_size=PAGE, dtype=torch.float32, **sizes)
         for buffer in self.kv.kv_buffer:
             buffer.normal_()
-        self.runner = make_runner(token_to_kv_pool=self.kv)
+        self.runner = make_runner(token_to_kv_pool=self.kv, **({"memory_saver_adapter": saver} if saver else {}))
         self.runner.server_args.get_attention_backends = lambda: (prefill, "hybrid_mla")
         build.attention_layers = lambda runner: self.layers
         self.buffers = self._buffers_to_come()
