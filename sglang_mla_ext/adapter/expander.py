@@ -185,7 +185,7 @@ def temporary_bytes(attention: DeepseekV2AttentionMLA, dtype: torch.dtype, *, fe
     weights = 0 if whole else 2 * per_token * rank * item + 2 * 4 * widest * rank
     fetched = FETCHED_TOKENS * ((rank + rope) * item + 8) if fetches else 0  # and where the rows are in it
     taken = weights + fetched
-    if not (whole and attention.kv_b_proj.weight.is_cuda):  # the product, of rows that are gathered and converted
+    if not (whole and weight.is_cuda):  # the product, of rows that are gathered and converted
         product = PRODUCT_TOKENS * ((3 * rank + rope) * item + per_token * item)
         written = CHUNK_TOKENS * widest * 3 * 4  # divided, clamped and rounded, or in another order
         taken = max(taken, fetched + product + written)
