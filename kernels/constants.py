@@ -26,3 +26,9 @@ PAGE_TOKENS = 64
 
 CHUNK_TOKENS = 256
 """Tokens of a chunk of an expanded prefix: a multiple of every key tile, so that no tile crosses a chunk."""
+
+SEGMENTS_PER_ROW = 2
+"""Segments that a row of a decode step is in on average, at most: what the partials' memory is sized for."""
+
+MAX_SEGMENTS = 256
+"""Segments of grouped absorb in a decode step, at most."""

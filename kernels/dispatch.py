@@ -14,6 +14,7 @@ from .absorb.grouped_fp8 import HopperGroupedAbsorbFP8
 from .absorb.paged_fp8 import AbsorbFP8, HopperAbsorbFP8, HopperKernel, TritonAbsorbFP8, stacked_queries
 from .absorb.stacking import TILE_ROWS
 from .constants import PAGE_TOKENS
+from .memory import Memory
 from .naive import sm90_naive, triton_naive
 from .naive.attention import SharedAttention, TorchSharedAttention, TritonSharedAttention
 from .naive.triton_naive import Tile
@@ -34,6 +35,7 @@ def make_shared_attention(
     tiles: Sequence[Mapping[str, int]] = (),
     portable: bool = False,
     segments_per_row: int = 1,
+    memory: Memory | None = None,
 ) -> SharedAttention:
     """Attention over the expanded segments in `buffers`: the kernel for this GPU, or torch where there is none.
 
@@ -42,13 +44,14 @@ def make_shared_attention(
             dtype of `buffers`. By default those that are best on an H200.
         portable: use the kernel for any GPU also where there is one for this GPU.
         segments_per_row: segments that a row is in on average, at most: each one more costs `max_rows` partials.
+        memory: where the large buffers are allocated.
     Raises:
         ValueError: the buffers are on another device, or hold another number of heads.
     """
     device = torch.device(device)
     if buffers.device.type != device.type:
         raise ValueError(f"the expanded prefixes are on {buffers.device}, not on {device}")
-    sizes = dict(max_rows=max_rows, heads=heads, segments_per_row=segments_per_row)
+    sizes = dict(max_rows=max_rows, heads=heads, segments_per_row=segments_per_row, memory=memory)
     if device.type != "cuda":
         return TorchSharedAttention(buffers, **sizes)
     if portable or not sm90_naive.supports(buffers):
@@ -57,16 +60,33 @@ def make_shared_attention(
 
 
 def workspace_bytes(
-    *, max_rows: int, heads: int, v_head_dim: int, chunks: int, device: torch.device | str, segments_per_row: int = 1
+    *,
+    max_rows: int,
+    heads: int,
+    v_head_dim: int,
+    chunks: int,
+    device: torch.device | str,
+    tiles: Sequence[Mapping[str, int]] = (),
+    segments_per_row: int = 1,
 ) -> int:
-    """What `make_shared_attention` allocates beside the buffers, known before they exist."""
-    sizes = {"max_rows": max_rows, "heads": heads, "v_head_dim": v_head_dim}
+    """The most that `make_shared_attention` allocates beside the buffers, known before they exist."""
+    sizes = dict(max_rows=max_rows, heads=heads, v_head_dim=v_head_dim)
     device = torch.device(device)
     if device.type == "cuda":
-        sm_count = torch.cuda.get_device_properties(device).multi_processor_count
-        sizes |= {"chunks": chunks, "sm_count": sm_count, "segments_per_row": segments_per_row}
-        return TritonSharedAttention.workspace_bytes_for(**sizes)
+        return TritonSharedAttention.workspace_bytes_for(
+            **sizes,
+            chunks=chunks,
+            sm_count=multiprocessors(device),
+            segments_per_row=segments_per_row,
+            tiles=[Tile(**fields) for fields in tiles],
+        )
     return TorchSharedAttention.workspace_bytes_for(**sizes)
+
+
+def multiprocessors(device: torch.device | str) -> int:
+    """Of a GPU."""
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
 
 
 def whole_query(q_absorbed: Tensor, q_rope: Tensor) -> Tensor:
@@ -169,6 +189,22 @@ def make_absorb_fp8(
             reason = "the FP8 cache's own kernels for Hopper do not run here, Triton's take their place"
             on_failure(f"{reason}: {type(error).__name__}", error)
     return tried(TritonAbsorbFP8)
+
+
+def absorb_fp8_bytes(*, heads: int, num_sms: int, layout: LatentRowLayout, **sizes: Any) -> int:
+    """The most that `make_absorb_fp8` allocates, whichever implementation runs; sizes as of `AbsorbFP8`."""
+    sizes |= dict(heads=heads, num_sms=num_sms, layout=layout, device="meta")
+    made: list[AbsorbFP8] = [TritonAbsorbFP8(**sizes)]
+    if (layout.kv_lora_rank, layout.qk_rope_head_dim) == (512, 64) and heads % 8 == 0:
+        made.append(make_hopper_absorb_fp8(**sizes))
+    return max(absorb.workspace_bytes for absorb in made)
+
+
+def grouped_absorb_bytes(*, heads: int, fp8: bool, **sizes: Any) -> int:
+    """The most that `make_grouped_absorb` allocates, or `make_grouped_absorb_fp8`; sizes as of `GroupedAbsorb`, with
+    `programs`."""
+    make = make_hopper_grouped_absorb_fp8 if fp8 else HopperGroupedAbsorb
+    return make(heads=heads, device="meta", **sizes).workspace_bytes
 
 
 def make_grouped_absorb(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,11 @@ import torch
 from torch import Tensor
 
 from ..constants import PAGE_TOKENS
+from ..memory import Memory, tensor_bytes
 from ..merge import merge
 from ..storage.join_parts import join_parts
 from ..storage.page_table import fill_page_table
 from . import sm90_bf16_absorb
-from .paged_fp8 import tensor_bytes
 from .schedule import AbsorbCapacity, LatentSegment, build_segment_work
 from .stacking import TILE_ROWS
 from .tail_schedule import schedule_tails
@@ -69,6 +70,7 @@ class GroupedAbsorb(ABC):
         programs: int | None = None,
         max_segments: int | None = None,
         max_segment_rows: int | None = None,
+        memory: Memory | None = None,
     ) -> None:
         """
         Args:
@@ -80,6 +82,7 @@ class GroupedAbsorb(ABC):
             max_segments: of a plan, by default one for each tile that the rows fill, and `SPARE_SEGMENTS`.
             max_segment_rows: rows of all segments of a plan together, where a row counts once for each segment that it
                 is in; `max_rows` by default, enough where segments are disjoint.
+            memory: where page tables and partials are allocated.
         Raises:
             ValueError: heads are not a multiple of 8, or need more programs.
         """
@@ -92,7 +95,8 @@ class GroupedAbsorb(ABC):
         # Pages of the tails, and behind them those of the segments. Rows of a multiple of 16 bytes: Triton compiles
         # different code for other alignments.
         pages = -(-(max_tokens // PAGE_TOKENS + 1) // 4) * 4
-        self._table = torch.zeros(max_rows + max_segments, pages, dtype=torch.int32, device=device)  # [B + N, pages]
+        zeros = partial((memory or Memory()).zeros, device=device)
+        self._table = zeros(max_rows + max_segments, pages, dtype=torch.int32)  # [B + N, pages]
         self._tail_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)  # [B]
         self._leaders = torch.zeros(max_segments, dtype=torch.int64, device=device)  # [N], rows of the batch
         self._starts = torch.zeros(max_segments, dtype=torch.int32, device=device)  # [N], first tokens of the segments
@@ -100,8 +104,8 @@ class GroupedAbsorb(ABC):
 
         self._capacity = AbsorbCapacity(max_rows, heads, programs, segment_rows=max_segment_rows)
         partials = (self._capacity.max_partial_rows, heads)
-        self._partial_out = torch.empty(*partials, self._rank, dtype=dtype, device=device)  # [P, H, rank]
-        self._partial_lse2 = torch.empty(partials, device=device)  # [P, H]
+        self._partial_out = zeros(*partials, self._rank, dtype=dtype)  # [P, H, rank]
+        self._partial_lse2 = zeros(*partials, dtype=torch.float32)  # [P, H]
         self._no_lse = torch.full((max_rows, heads), -torch.inf, device=device)  # [B, H]
         self._work = torch.from_numpy(self._capacity.empty_work()).to(device)
         self._tail_partials = self._capacity.empty_tail_table().to(device)

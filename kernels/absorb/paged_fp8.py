@@ -9,6 +9,7 @@ knows e4m3. dispatch.py picks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import triton
 from torch import Tensor
 
 from ..constants import FP8, PAGE_TOKENS
+from ..memory import Memory, tensor_bytes
 from ..merge import merge
 from ..partials import PartialTable
 from ..storage.latent_rows import LatentRowLayout
@@ -55,6 +57,7 @@ class AbsorbFP8(ABC):
         queries: int = 1,
         page_size: int = PAGE_TOKENS,
         num_sms: int | None = None,
+        memory: Memory | None = None,
     ) -> None:
         """
         Args:
@@ -63,6 +66,7 @@ class AbsorbFP8(ABC):
             layout: DeepSeek-V3's if None.
             page_size: tokens of a page.
             num_sms: multiprocessors to fill; those of the device if None.
+            memory: where partials and quantised queries are allocated.
         Raises:
             ValueError: a size is not positive, a dimension of the layout is not a power of two, or the GPU does not
                 know e4m3.
@@ -81,6 +85,7 @@ class AbsorbFP8(ABC):
             num_sms = num_sms or torch.cuda.get_device_properties(device).multi_processor_count
         self._max_requests, self._heads, self._queries = max_requests, heads, queries
         self._page_size, self._num_sms = page_size, num_sms or 1
+        self._memory = memory or Memory()
         # There is no tail beside the partials: its lse is -inf, and its output is not read.
         self._no_lse = torch.full((max_requests * queries, heads), -torch.inf, device=device)
 
@@ -256,8 +261,9 @@ class HopperAbsorbFP8(AbsorbFP8):
             segment_partials=0,
         )
         partials = (self._capacity.max_partial_rows, heads)
-        self._partial_out = torch.zeros(*partials, dims[0], dtype=torch.bfloat16, device=device)  # [P, H, 512]
-        self._partial_lse2 = torch.zeros(partials, device=device)  # [P, H]
+        zeros = partial(self._memory.zeros, *partials, device=device)
+        self._partial_out = zeros(dims[0], dtype=torch.bfloat16)  # [P, H, 512]
+        self._partial_lse2 = zeros(dtype=torch.float32)  # [P, H]
         self._work = torch.from_numpy(self._capacity.empty_work()).to(device)
         self._table = self._capacity.empty_tail_table().to(device)
         self._scheduled = 0, 0  # requests, and entries between rows of the page table
@@ -314,15 +320,16 @@ class TritonAbsorbFP8(AbsorbFP8):
         self._tiles = triton.cdiv(self._heads * self._queries, BLOCK_ROWS)
         tokens, heads, rank = self._max_requests * self._queries, self._heads, self._layout.kv_lora_rank
         device = self._no_lse.device
-        self._content = torch.zeros(tokens, heads, rank, dtype=FP8, device=device)
-        self._scale = torch.zeros(tokens, heads, dtype=torch.float32, device=device)
-        self._rope = torch.zeros(tokens, heads, self._layout.qk_rope_head_dim, dtype=torch.bfloat16, device=device)
+        zeros = partial(self._memory.zeros, device=device)
+        self._content = zeros(tokens, heads, rank, dtype=FP8)
+        self._scale = zeros(tokens, heads, dtype=torch.float32)
+        self._rope = zeros(tokens, heads, self._layout.qk_rope_head_dim, dtype=torch.bfloat16)
         most_tokens = {}  # by number of splits
         for requests in range(1, self._max_requests + 1):
             most_tokens[self.splits(requests)] = requests * self._queries
         partials = max([n * splits for splits, n in most_tokens.items() if splits > 1], default=0)
-        self._partial_out = torch.zeros(partials, heads, rank, dtype=torch.float32, device=device)
-        self._partial_lse2 = torch.zeros(partials, heads, dtype=torch.float32, device=device)
+        self._partial_out = zeros(partials, heads, rank, dtype=torch.float32)
+        self._partial_lse2 = zeros(partials, heads, dtype=torch.float32)
         # By number of splits, because every row has as many partials, one behind the other.
         self._tables = {
             splits: PartialTable.from_pairs(
@@ -380,15 +387,3 @@ class TritonAbsorbFP8(AbsorbFP8):
 def stacked_queries(heads: int, queries: int) -> int:
     """Query tokens of a request whose rows share a tile: all of them where the tile has the rows for them, else one."""
     return queries if heads * queries <= TILE_ROWS else 1
-
-
-def tensor_bytes(owner: object) -> int:
-    """Memory of the tensors and tables that are attributes of an object, or values of one that is a dictionary; one
-    that has two names counts once."""
-    found: dict[int, Tensor] = {}
-    for attribute in vars(owner).values():
-        for value in attribute.values() if isinstance(attribute, dict) else (attribute,):
-            tensor = value.buffer if isinstance(value, PartialTable) else value
-            if isinstance(tensor, Tensor):
-                found[id(tensor)] = tensor
-    return sum(tensor.numel() * tensor.element_size() for tensor in found.values())

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..constants import CHUNK_TOKENS
+from ..memory import Memory, tensor_bytes
 from ..merge import merge
 from ..reference import attention as reference
 from ..storage.expanded import ExpandedBuffers
@@ -88,20 +90,30 @@ class SharedAttention(Protocol):
 class TorchSharedAttention:
     """Plain torch, float32 accumulation, on any device. Not for CUDA graphs: the segments are read on the host."""
 
-    def __init__(self, buffers: ExpandedBuffers, *, max_rows: int, heads: int, segments_per_row: int = 1) -> None:
+    def __init__(
+        self,
+        buffers: ExpandedBuffers,
+        *,
+        max_rows: int,
+        heads: int,
+        segments_per_row: int = 1,
+        memory: Memory | None = None,
+    ) -> None:
         """Args:
         segments_per_row: segments that a row is in on average, at most.
+        memory: where the results of shared parts are allocated.
         """
         _check_heads(buffers, heads)
         self._buffers, self._max_rows, self._segments_per_row = buffers, max_rows, segments_per_row
         self._segments: list[ExpandedSegment] = []
         shape = (max_rows, heads, buffers.v_head_dim)
-        self._shared_out = torch.zeros(shape, dtype=torch.float32, device=buffers.device)  # [max_rows, H, dv]
+        memory = memory or Memory()
+        self._shared_out = memory.zeros(*shape, dtype=torch.float32, device=buffers.device)  # [max_rows, H, dv]
         self._shared_lse = torch.full(shape[:2], -torch.inf, dtype=torch.float32, device=buffers.device)
 
     @property
     def workspace_bytes(self) -> int:
-        return _bytes(self._shared_out, self._shared_lse)
+        return tensor_bytes(self._shared_out, self._shared_lse)
 
     @staticmethod
     def workspace_bytes_for(*, max_rows: int, heads: int, v_head_dim: int) -> int:
@@ -191,12 +203,14 @@ class TritonSharedAttention:
         tiles: Sequence[Tile] = (),
         num_ctas: int | None = None,
         segments_per_row: int = 1,
+        memory: Memory | None = None,
     ) -> None:
         """Args:
         kernel: the one to launch; it must take these buffers. dispatch.py knows which.
         tiles: block sizes, smallest first; by default those that are best for this kernel on an H200.
         num_ctas: programs of the persistent grid; by default as many as the GPU runs at once.
         segments_per_row: segments that a row is in on average, at most: each one more costs `max_rows` partials.
+        memory: where partials and the work list are allocated; a work list of zeros is an empty one.
         """
         _check_heads(buffers, heads)
         device = buffers.device
@@ -209,9 +223,10 @@ class TritonSharedAttention:
         }
 
         partials = (self._capacity.max_partial_rows, heads, buffers.v_head_dim)
-        self._partial_out = torch.empty(partials, dtype=torch.float32, device=device)  # [P, H, dv]
-        self._partial_lse2 = torch.empty(partials[:2], dtype=torch.float32, device=device)  # [P, H]
-        self._work = torch.zeros(self._capacity.size, dtype=torch.int32, device=device)
+        zeros = partial((memory or Memory()).zeros, device=device)
+        self._partial_out = zeros(*partials, dtype=torch.float32)  # [P, H, dv]
+        self._partial_lse2 = zeros(*partials[:2], dtype=torch.float32)  # [P, H]
+        self._work = zeros(self._capacity.size, dtype=torch.int32)
         self._planned = DevicePlan(tile_for(max_rows, self._tiles), self._work)
         self._has_work = False
 
@@ -222,14 +237,23 @@ class TritonSharedAttention:
 
     @property
     def workspace_bytes(self) -> int:
-        return _bytes(self._partial_out, self._partial_lse2, self._work)
+        return tensor_bytes(self._partial_out, self._partial_lse2, self._work)
 
     @classmethod
     def workspace_bytes_for(
-        cls, *, max_rows: int, heads: int, v_head_dim: int, chunks: int, sm_count: int, segments_per_row: int = 1
+        cls,
+        *,
+        max_rows: int,
+        heads: int,
+        v_head_dim: int,
+        chunks: int,
+        sm_count: int,
+        segments_per_row: int = 1,
+        tiles: Sequence[Tile] = (),
     ) -> int:
-        """The most that `workspace_bytes` of an object with these sizes and the default tiles is, before it exists."""
-        num_ctas = {tile: tile.ctas_per_sm * sm_count for tile in triton_naive.TILES}
+        """The most that `workspace_bytes` of an object with these sizes is, before it exists, whether it gets these
+        tiles or the default ones."""
+        num_ctas = {tile: tile.ctas_per_sm * sm_count for tile in (*triton_naive.TILES, *tiles)}
         capacity = cls._compute_capacity(max_rows, heads, chunks, num_ctas, segments_per_row)
         return 4 * (capacity.max_partial_rows * heads * (v_head_dim + 1) + capacity.size)
 
@@ -340,7 +364,3 @@ def _check_chunks(segments: Sequence[ExpandedSegment], chunks: int) -> None:
     for index, segment in enumerate(segments):
         if segment.chunks and (min(segment.chunks) < 0 or max(segment.chunks) >= chunks):
             raise ValueError(f"segment {index}: chunk ids must be in [0, {chunks})")
-
-
-def _bytes(*tensors: Tensor) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)

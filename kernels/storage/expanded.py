@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from ..constants import CHUNK_TOKENS, FP8, FP8_MAX
+from ..memory import Memory, tensor_bytes
 
 FP8_TOKEN_ORDER = tuple(8 * (i >> 1 & 1) + 4 * (i >> 3 & 1) + 2 * (i >> 2 & 1) + (i & 1) for i in range(16))
 """Position i of every 16 in an FP8 `v_t` holds token `FP8_TOKEN_ORDER[i]` of these 16.
@@ -79,9 +80,13 @@ class ExpandedBuffers:
         qk_rope_head_dim: int,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cuda",
+        memory: Memory | None = None,
     ) -> ExpandedBuffers:
-        """Allocate zero-filled buffers; `heads` are the heads of this rank.
+        """Allocate zero-filled buffers.
 
+        Args:
+            heads: of this rank.
+            memory: where keys and values are allocated; scales are not.
         Raises:
             ValueError: dtype is none of float8_e4m3fn, bfloat16 and float32, or a size is not positive.
         """
@@ -92,11 +97,11 @@ class ExpandedBuffers:
         for name, size in sizes.items():
             if size <= 0:
                 raise ValueError(f"{name} must be positive, not {size}")
-        rope_dtype = _rope_dtype(dtype)
+        rope_dtype, zeros = _rope_dtype(dtype), partial((memory or Memory()).zeros, device=device)
         return cls(
-            k_nope=torch.zeros(layers, chunks, heads, CHUNK_TOKENS, qk_nope_head_dim, dtype=dtype, device=device),
-            v_t=torch.zeros(layers, chunks, heads, v_head_dim, CHUNK_TOKENS, dtype=dtype, device=device),
-            k_rope=torch.zeros(layers, chunks, CHUNK_TOKENS, qk_rope_head_dim, dtype=rope_dtype, device=device),
+            k_nope=zeros(layers, chunks, heads, CHUNK_TOKENS, qk_nope_head_dim, dtype=dtype),
+            v_t=zeros(layers, chunks, heads, v_head_dim, CHUNK_TOKENS, dtype=dtype),
+            k_rope=zeros(layers, chunks, CHUNK_TOKENS, qk_rope_head_dim, dtype=rope_dtype),
             k_scale=torch.ones(layers, heads, dtype=torch.float32, device=device),
             v_scale=torch.ones(layers, heads, dtype=torch.float32, device=device),
         )
@@ -147,9 +152,15 @@ class ExpandedBuffers:
     def device(self) -> torch.device:
         return self.k_nope.device
 
+    @staticmethod
+    def scale_bytes(*, layers: int, heads: int) -> int:
+        """Bytes that the scales take, beside the chunks."""
+        return 2 * 4 * layers * heads
+
     @property
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.k_nope, self.v_t, self.k_rope))
+        """Bytes of all chunks."""
+        return tensor_bytes(self.k_nope, self.v_t, self.k_rope)
 
     def write(self, layer: int, chunk: int, offset: int, k_nope: Tensor, v: Tensor, k_rope: Tensor) -> None:
         """Write n tokens at token `offset` of one chunk of one layer; they are divided by the scales and rounded.

@@ -9,13 +9,15 @@ import torch
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.backend import HybridMLABackend, Stock
-from sglang_mla_ext.adapter.expander import Expander
+from sglang_mla_ext.adapter.budget import max_requests, max_rows, needs_latent, tries_grouped
+from sglang_mla_ext.adapter.expander import Expander, temporary_bytes
 from sglang_mla_ext.adapter.latent import LatentAttention
 from sglang_mla_ext.adapter.layer import attention_layers, merge_before_o_proj
 from sglang_mla_ext.adapter.prefill import PrefillPlan
 from sglang_mla_ext.adapter.steps import MAX_ROWS, PrefillSharing, Steps
-from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8
+from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8, MAX_SEGMENTS, SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
+from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.observe import Counters
@@ -34,42 +36,36 @@ if TYPE_CHECKING:
 
 STORAGE_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": FP8}
 
-SEGMENTS_PER_ROW = 2
-"""That a row of a decode step is in on average, at most: each one more costs a partial for every row."""
 
-MAX_SEGMENTS = 256
-"""Of a decode step."""
-
-MAX_RANKS = 64
-"""A multiple of every number of attention ranks that SGLang pads batches for."""
-
-
-def build(runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int) -> tuple[HybridMLABackend, Steps]:
+def build(
+    runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int, memory: Memory | None = None
+) -> tuple[HybridMLABackend, Steps]:
     """
     Args:
         runner: with its model loaded and its pools allocated.
-        budget_bytes: device memory for expanded prefixes and for our own buffers.
+        budget_bytes: device memory for expanded prefixes and for our own buffers, see budget.take.
+        memory: where what is large is allocated.
     Returns:
         the backend for SGLang, and what the scheduler's hooks talk to.
     """
     counters = Counters()
     layers = attention_layers(runner)
-    heads, max_rows = layers[0].num_local_heads, min(runner.req_to_token_pool.size, MAX_ROWS)
+    memory = memory or Memory()
+    requests = runner.req_to_token_pool.size
+    heads, step_rows = layers[0].num_local_heads, max_rows(requests)
     prefix_dtype = STORAGE_DTYPES.get(options.prefix_dtype, latent_dtype(runner))
     cost = cost_model(runner, layers, prefix_dtype)
-    grouped = options.mode == "grouped_absorb" or (options.may_group and cost.rates.modes[Mode.GROUPED_ABSORB].measured)
+    grouped = tries_grouped(options, cost.rates)
     stock, latent = stock_and_latent(runner, layers, grouped, counters)
-    if options.may_expand or grouped or not stock.decodes:  # otherwise every step is the stock backend's
-        # SGLang pads batches, also beyond its pool of requests, to a multiple of the ranks of attention.
-        max_requests = -(-runner.req_to_token_pool.size // MAX_RANKS) * MAX_RANKS
-        latent.allocate(max_rows, max_requests, runner.model_config.context_len)
+    if needs_latent(options, grouped=grouped, stock_decodes=stock.decodes):
+        latent.allocate(step_rows, max_requests(requests), runner.model_config.context_len, memory)
     if options.mode == "grouped_absorb" and latent.grouped_page is None and not counters.fallbacks:
         counters.fall_back(f"grouped absorb does not run here with {heads} heads: every step is plain absorb")
 
     expanding = None
     if options.may_expand:
-        left_bytes = budget_bytes - latent.workspace_bytes
-        expanding = make_expanding(runner, layers, cost, prefix_dtype, left_bytes, counters)
+        taken_bytes = latent.workspace_bytes
+        expanding = make_expanding(runner, layers, cost, prefix_dtype, budget_bytes, taken_bytes, counters, memory)
     buffers, shared, expander = expanding or (None, None, None)
     pool = ExpandedPool(buffers.chunks if buffers else 0, CHUNK_TOKENS)
     prefixes = SharedPrefixes(
@@ -78,7 +74,7 @@ def build(runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int) -> 
         pool,
         expander,
         counters,
-        capacity=Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * max_rows),
+        capacity=Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * step_rows),
         naive=shared is not None,
         grouped_page=latent.grouped_page,
     )
@@ -96,12 +92,12 @@ def build(runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int) -> 
         counters,
         shares=shared is not None or latent.grouped_page is not None,
         prefill=prefill,
-        max_rows=max_rows,
+        max_rows=step_rows,
         budget_bytes=budget_bytes,
         chunk_bytes=buffers.bytes // buffers.chunks if buffers else 0,
     )
-    smallest = smallest_group(cost, options, shared, latent, runner.model_config.context_len, max_rows)
-    rows = range(smallest, max_rows + 1) if smallest is not None else range(0)
+    smallest = smallest_group(cost, options, shared, latent, runner.model_config.context_len, step_rows)
+    rows = range(smallest, step_rows + 1) if smallest is not None else range(0)
     steps.description = describe(options, budget_bytes, buffers, latent, smallest)
     backend = HybridMLABackend(stock, latent, shared, steps, layer_index=layer_index, heads=heads, rows=rows)
     if shared is not None:
@@ -171,10 +167,15 @@ def make_expanding(
     cost: CostModel,
     prefix_dtype: torch.dtype,
     budget_bytes: int,
+    taken_bytes: int,
     counters: Counters,
+    memory: Memory,
 ) -> tuple[ExpandedBuffers, SharedAttention, Expander] | None:
     """Memory for expanded prefixes, the attention over them, and what fills them. Every kernel runs once.
 
+    Args:
+        budget_bytes: of which `taken_bytes` are taken already.
+        memory: where what is large is allocated.
     Returns:
         None where the budget holds no chunk, or a kernel does not run here; that is counted.
     """
@@ -188,28 +189,37 @@ def make_expanding(
         "dtype": prefix_dtype,
     }
     chunk_bytes = ExpandedBuffers.bytes_per_chunk(**sizes)
-    workspace = workspace_bytes(
+    tiles = next((found for name, found in cost.rates.naive_tiles.items() if STORAGE_DTYPES[name] == prefix_dtype), ())
+    taken_bytes += ExpandedBuffers.scale_bytes(layers=dims.num_layers, heads=heads)
+    taken_bytes += workspace_bytes(
         max_rows=MAX_ROWS,
         heads=heads,
         v_head_dim=dims.v_head_dim,
-        chunks=max(budget_bytes, 0) // chunk_bytes,
+        chunks=budget_bytes // chunk_bytes,
         device=device,
+        tiles=tiles,
         segments_per_row=SEGMENTS_PER_ROW,
     )
-    chunks = (budget_bytes - workspace) // chunk_bytes
+    fetches = latent_dtype(runner) == FP8
+    row_dtype = runner.dtype if fetches else latent_dtype(runner)
+    taken_bytes += temporary_bytes(layers[0], row_dtype, fetches=fetches, to_fp8=prefix_dtype == FP8)
+    chunks = (budget_bytes - taken_bytes) // chunk_bytes
     if chunks <= 0:
-        counters.fall_back("the memory for expanded prefixes holds none: raise --hybrid-mla-prefix-memory-gb")
+        counters.fall_back(
+            f"the memory for expanded prefixes holds none, at least {(taken_bytes + chunk_bytes) / (1 << 30):.3g} GiB "
+            "are needed: raise --hybrid-mla-prefix-memory-gb"
+        )
         return None
-    buffers = ExpandedBuffers.allocate(chunks=chunks, device=device, **sizes)
-    tiles = cost.rates.naive_tiles
+    buffers = ExpandedBuffers.allocate(chunks=chunks, device=device, memory=memory, **sizes)
     try:
         shared = make_shared_attention(
             buffers,
             max_rows=MAX_ROWS,
             heads=heads,
             device=buffers.device,
+            tiles=tiles,
             segments_per_row=SEGMENTS_PER_ROW,
-            tiles=next((tiles[name] for name in tiles if STORAGE_DTYPES[name] == buffers.dtype), ()),
+            memory=memory,
         )
         shared.try_out(runner.dtype)
         expander = Expander(layers, runner.token_to_kv_pool, buffers)

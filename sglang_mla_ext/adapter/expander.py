@@ -164,6 +164,31 @@ def weights_of(attention: DeepseekV2AttentionMLA, dtype: torch.dtype) -> Sequenc
     return w_kc.contiguous(), w_vc.transpose(1, 2).contiguous()
 
 
+def temporary_bytes(attention: DeepseekV2AttentionMLA, dtype: torch.dtype, *, fetches: bool, to_fp8: bool) -> int:
+    """The most device memory that an expansion takes beside the buffers while it runs, with a layer like this one.
+
+    Args:
+        dtype: of latent rows as they are multiplied.
+        fetches: rows of the pool are FP8, and are fetched first; to_fp8: the buffers are FP8.
+    """
+    rank, rope, item = attention.kv_lora_rank, attention.qk_rope_head_dim, dtype.itemsize
+    widest = max(attention.qk_nope_head_dim, attention.v_head_dim) * attention.num_local_heads
+    per_token = attention.num_local_heads * (attention.qk_nope_head_dim + attention.v_head_dim)
+    weight = getattr(attention.kv_b_proj, "weight", None)
+    whole = weight is not None and weight.dtype == dtype
+    # Of quantised weights both halves, as numbers and contiguous, and one of them in float32, twice, before that.
+    weights = 0 if whole else 2 * per_token * rank * item + 2 * 4 * widest * rank
+    fetched = FETCHED_TOKENS * ((rank + rope) * item + 8) if fetches else 0  # and where the rows are in it
+    taken = weights + fetched
+    if not (whole and weight.is_cuda):  # the product, of rows that are gathered and converted
+        product = PRODUCT_TOKENS * ((3 * rank + rope) * item + per_token * item)
+        written = CHUNK_TOKENS * widest * 3 * 4  # divided, clamped and rounded, or in another order
+        taken = max(taken, fetched + product + written)
+    if to_fp8:  # all columns, one half in float32, and their norms; or the product of the unit vectors
+        taken = max(taken, weights + rank * rank * item + per_token * (rank * item + 4) + 2 * 4 * widest * rank)
+    return taken
+
+
 def _chunk_pieces(start: int, count: int) -> list[tuple[int, int]]:
     """Cut tokens `[start, start + count)` where chunks meet; ranges are relative to `start`."""
     cuts = list(range(-(start % CHUNK_TOKENS), count, CHUNK_TOKENS))

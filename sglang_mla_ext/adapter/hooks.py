@@ -11,12 +11,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter import contract, limits, prefill, versions
+from sglang_mla_ext.adapter import budget, contract, limits, prefill, versions
+from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.observe import Metrics
-from sglang_mla_ext.options import HybridMLAOptions, OptionError
+from sglang_mla_ext.options import HybridMLAOptions
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_mla_ext.adapter.backend import HybridMLABackend
@@ -24,10 +26,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_BUDGET_SHARE = 0.1
 METRICS_INTERVAL_S = 1.0
 
 _SRT = "sglang.srt"
+_WEIGHTS = f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _hooked: dict[str, Any] = {}
 
 
@@ -35,6 +37,7 @@ class _Worker:
     """What one scheduler process knows; filled in as SGLang builds its parts."""
 
     budget_bytes: int | None = None
+    memory: Memory | None = None
     steps: Steps | None = None
     scheduler: Scheduler | None = None
     metrics: Metrics | None = None
@@ -67,9 +70,9 @@ def install() -> None:
         f"{_SRT}.managers.scheduler.Scheduler.flush_cache": after_flush_cache,
         f"{_SRT}.managers.scheduler.Scheduler.on_idle": after_on_idle,
         f"{_SRT}.managers.scheduler.Scheduler.get_internal_state": after_get_internal_state,
-        f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager._observe_weight_load": (
-            after_weight_load_begins
-        ),
+        f"{_WEIGHTS}._observe_weight_load": after_weight_load_begins,
+        f"{_WEIGHTS}.release_memory_occupation": after_release_memory,
+        f"{_WEIGHTS}.resume_memory_occupation": after_resume_memory,
         f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes": after_profile_bytes,
         f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new": after_forward_batch,
         f"{_SRT}.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
@@ -128,27 +131,15 @@ def create_backend(runner: ModelRunner) -> HybridMLABackend:
         raise contract.ContractError("SGLang built its attention backend before it sized its KV cache")
     from sglang_mla_ext.adapter.build import build
 
-    backend, worker.steps = build(runner, HybridMLAOptions.from_env(), worker.budget_bytes)
+    worker.memory = Memory(versions.memory_region(runner))
+    backend, worker.steps = build(runner, HybridMLAOptions.from_env(), worker.budget_bytes, worker.memory)
     return backend
 
 
-def after_profile_bytes(available: int, *args: Any, **kwargs: Any) -> int:
-    """Take the budget for expanded prefixes out of what SGLang has for its KV cache."""
-    options = HybridMLAOptions.from_env()
-    if not options.may_expand:
-        budget = 0
-    elif options.prefix_memory_gb is None:
-        budget = int(available * DEFAULT_BUDGET_SHARE)
-    else:
-        budget = int(options.prefix_memory_gb * (1 << 30))
-    if budget >= available:
-        raise OptionError(
-            f"--hybrid-mla-prefix-memory-gb {options.prefix_memory_gb:g} leaves nothing of the "
-            f"{available / (1 << 30):.2f} GiB that SGLang has for its KV cache: lower it, or raise "
-            f"--mem-fraction-static."
-        )
-    worker.budget_bytes = budget
-    return available - budget
+def after_profile_bytes(available: int, configurator: KVCacheConfigurator, *args: Any, **kwargs: Any) -> int:
+    """Take what we allocate out of what SGLang has for its KV cache."""
+    worker.budget_bytes = budget.take(available, configurator, HybridMLAOptions.from_env())
+    return available - worker.budget_bytes
 
 
 def after_scheduler_init(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
@@ -184,6 +175,19 @@ def after_flush_cache(success: bool, scheduler: Scheduler, *args: Any, **kwargs:
 def after_weight_load_begins(result: Any, *args: Any, **kwargs: Any) -> None:
     if worker.steps is not None:
         worker.steps.weights_change()
+
+
+def after_release_memory(result: Any, manager: Any, recv_req: Any) -> None:
+    """What is expanded is gone, whether or not SGLang could flush its cache. It does so after the memory is given back,
+    so forgetting touches nothing on the device."""
+    if worker.steps is not None and versions.gives_kv_memory(recv_req.tags):
+        worker.steps.forget()
+
+
+def after_resume_memory(result: Any, manager: Any, recv_req: Any) -> None:
+    """The memory is there again, with any contents."""
+    if worker.memory is not None and versions.gives_kv_memory(recv_req.tags):
+        worker.memory.clear()
 
 
 def after_on_idle(result: None, scheduler: Scheduler) -> None:

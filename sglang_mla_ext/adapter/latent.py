@@ -4,14 +4,41 @@ requests at once (grouped absorb). What is expanded is another protocol, kernels
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
-from sglang_mla_ext.kernels.constants import PAGE_TOKENS
+from sglang_mla_ext.kernels.constants import MAX_SEGMENTS, PAGE_TOKENS, SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.dispatch import fill_page_table
+from sglang_mla_ext.kernels.memory import Memory, tensor_bytes
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """What the memory of attention in the latent space depends on.
+
+    Attributes:
+        heads: of this rank.
+        dtype: of queries and results.
+        grouped: whether grouped absorb is tried.
+        max_rows: query rows of a step that shares; max_requests: of any step; max_tokens: of a request.
+        programs: multiprocessors of the GPU.
+    """
+
+    heads: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    dtype: torch.dtype
+    grouped: bool
+    max_rows: int
+    max_requests: int
+    max_tokens: int
+    programs: int
 
 
 class LatentAttention(Protocol):
@@ -36,12 +63,18 @@ class LatentAttention(Protocol):
     @property
     def workspace_bytes(self) -> int: ...
 
-    def allocate(self, max_rows: int, max_requests: int, max_tokens: int) -> None:
+    @staticmethod
+    def workspace_bytes_for(sizes: LatentSizes) -> int:
+        """The most that `allocate` takes, whichever kernels run, before there is a pool."""
+        ...
+
+    def allocate(self, max_rows: int, max_requests: int, max_tokens: int, memory: Memory | None = None) -> None:
         """Allocate all static memory, and run our kernels once: they compile, and show that they run here.
 
         Args:
             max_rows: query rows of a step that shares.
             max_requests: of any step; max_tokens: of a request.
+            memory: where what is large is allocated.
         """
         ...
 
@@ -77,6 +110,16 @@ class LatentAttention(Protocol):
         ...
 
 
+def grouped_sizes(max_rows: int, max_tokens: int) -> dict[str, int]:
+    """The arguments of grouped absorb that say how much a plan can hold."""
+    return dict(
+        max_rows=max_rows,
+        max_tokens=max_tokens,
+        max_segments=MAX_SEGMENTS,
+        max_segment_rows=SEGMENTS_PER_ROW * max_rows,
+    )
+
+
 class TailStarts:
     """Where the private tails of a step's requests begin.
 
@@ -86,6 +129,16 @@ class TailStarts:
 
     def __init__(self, max_requests: int, device: torch.device) -> None:
         self.on_device = torch.zeros(max_requests, dtype=torch.int32, device=device)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory of all starts."""
+        return tensor_bytes(self)
+
+    @classmethod
+    def workspace_bytes_for(cls, max_requests: int) -> int:
+        """What an object would allocate, before it exists."""
+        return cls(max_requests, META).workspace_bytes
 
     def plan(self, starts: Sequence[int]) -> None:
         """Copy them without waiting; requests behind the last one start at 0."""
@@ -102,12 +155,20 @@ class Tails:
         table: `[max_requests, pages]` int32, the pages of each tail, from the left.
     """
 
-    def __init__(self, req_to_token: Tensor, starts: TailStarts, max_requests: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        req_to_token: Tensor,
+        starts: TailStarts,
+        max_requests: int,
+        max_tokens: int,
+        memory: Memory | None = None,
+    ) -> None:
         """
         Args:
             req_to_token: `[requests, tokens]` int32, slots; whole pages of consecutive slots.
             starts: of as many requests as share something.
             max_requests: of any step; max_tokens: of a request.
+            memory: where the table is allocated.
         """
         device = req_to_token.device
         self._req_to_token, self._starts = req_to_token, starts
@@ -115,7 +176,18 @@ class Tails:
         # Zeros, because FlashMLA loads the first page even where there are no keys. Rows of a multiple of 16 bytes:
         # Triton compiles other code for other alignments.
         pages = -(-(max_tokens // PAGE_TOKENS + 1) // 4) * 4
-        self.table = torch.zeros(max_requests, pages, dtype=torch.int32, device=device)
+        self.table = (memory or Memory()).zeros(max_requests, pages, dtype=torch.int32, device=device)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory of lengths and table."""
+        return tensor_bytes(self.lens, self.table)
+
+    @classmethod
+    def workspace_bytes_for(cls, max_requests: int, max_tokens: int) -> int:
+        """What an object would allocate, before it exists."""
+        nobody = torch.empty(0, 0, dtype=torch.int32, device=META)
+        return cls(nobody, TailStarts(0, META), max_requests, max_tokens).workspace_bytes
 
     def begin_step(self, batch: Any, *, sharing: bool) -> None:
         """See LatentAttention."""
@@ -126,8 +198,3 @@ class Tails:
         else:
             torch.sub(batch.seq_lens[:rows], starts, out=lens)
         fill_page_table(self.table[:rows], self._req_to_token, batch.req_pool_indices[:rows], lens, starts)
-
-
-def bytes_of(*tensors: Tensor) -> int:
-    """Device memory of tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

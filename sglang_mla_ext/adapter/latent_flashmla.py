@@ -14,15 +14,19 @@ import torch
 from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from torch import Tensor
 
-from sglang_mla_ext.adapter.latent import Tails, TailStarts, bytes_of
+from sglang_mla_ext.adapter.latent import LatentSizes, Tails, TailStarts, grouped_sizes
 from sglang_mla_ext.kernels.absorb.grouped import GroupedAbsorb
 from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
 from sglang_mla_ext.kernels.constants import PAGE_TOKENS
-from sglang_mla_ext.kernels.dispatch import make_grouped_absorb, whole_query
+from sglang_mla_ext.kernels.dispatch import grouped_absorb_bytes, make_grouped_absorb, whole_query
+from sglang_mla_ext.kernels.memory import Memory, tensor_bytes
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+SCHEDULE_FIELDS = 8
+"""Numbers in FlashMLA's schedule for each of its programs, of which there is at most one for each multiprocessor."""
 
 
 class FlashMLALatent:
@@ -52,17 +56,37 @@ class FlashMLALatent:
         self.grouped_page: int | None = None
         self._grouped: GroupedAbsorb | None = None
         self._tails: Tails | None = None
+        self._starts: TailStarts | None = None
 
     @property
     def workspace_bytes(self) -> int:
-        taken = bytes_of(self._starts.on_device)
+        if self._starts is None:
+            return 0
+        taken = self._starts.workspace_bytes
         if self._grouped is not None:
             taken += self._grouped.workspace_bytes
         if self._tails is not None:
-            taken += bytes_of(self._tails.lens, self._tails.table, self._metadata, self._num_splits)
+            taken += self._tails.workspace_bytes + tensor_bytes(self._metadata, self._num_splits)
         return taken
 
-    def allocate(self, max_rows: int, max_requests: int, max_tokens: int) -> None:
+    @staticmethod
+    def workspace_bytes_for(sizes: LatentSizes) -> int:
+        schedule = SCHEDULE_FIELDS * sizes.programs + sizes.max_rows + 1  # numbers, and the splits of each row
+        taken = Tails.workspace_bytes_for(sizes.max_rows, sizes.max_tokens) + 4 * schedule
+        if sizes.grouped and rows_per_tile(sizes.heads) is not None:
+            of_grouped = grouped_absorb_bytes(
+                heads=sizes.heads,
+                fp8=False,
+                kv_lora_rank=sizes.kv_lora_rank,
+                qk_rope_head_dim=sizes.qk_rope_head_dim,
+                dtype=sizes.dtype,
+                programs=sizes.programs,
+                **grouped_sizes(sizes.max_rows, sizes.max_tokens),
+            )
+            taken = max(taken, of_grouped)  # one of the two
+        return TailStarts.workspace_bytes_for(sizes.max_rows) + taken
+
+    def allocate(self, max_rows: int, max_requests: int, max_tokens: int, memory: Memory | None = None) -> None:
         self._starts = TailStarts(max_rows, self._req_to_token.device)
         if self._wants_grouped and rows_per_tile(self._heads) is not None:
             self._grouped = make_grouped_absorb(
@@ -70,14 +94,14 @@ class FlashMLALatent:
                 self._pages(self._layer_id),
                 heads=self._heads,
                 kv_lora_rank=self._rank,
-                max_rows=max_rows,
-                max_tokens=max_tokens,
                 on_failure=self._on_failure,
+                memory=memory,
+                **grouped_sizes(max_rows, max_tokens),
             )
         if self._grouped is not None:
             self.grouped_page = PAGE_TOKENS
             return
-        self._tails = Tails(self._req_to_token, self._starts, max_rows, max_tokens)
+        self._tails = Tails(self._req_to_token, self._starts, max_rows, max_tokens, memory)
         # Its size depends on the GPU alone.
         self._metadata = torch.zeros_like(get_mla_metadata(self._tails.lens[:1], self._heads, 1)[0])
         self._num_splits = torch.zeros(max_rows + 1, dtype=torch.int32, device=self._req_to_token.device)

@@ -13,12 +13,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sglang_mla_ext.adapter.latent import Tails, TailStarts, bytes_of
+from sglang_mla_ext.adapter.latent import LatentSizes, Tails, TailStarts, grouped_sizes
 from sglang_mla_ext.kernels.absorb.grouped import GroupedAbsorb
+from sglang_mla_ext.kernels.absorb.paged_fp8 import AbsorbFP8
 from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
 from sglang_mla_ext.kernels.constants import PAGE_TOKENS
-from sglang_mla_ext.kernels.dispatch import make_absorb_fp8, make_grouped_absorb_fp8
+from sglang_mla_ext.kernels.dispatch import (
+    absorb_fp8_bytes,
+    grouped_absorb_bytes,
+    make_absorb_fp8,
+    make_grouped_absorb_fp8,
+)
+from sglang_mla_ext.kernels.memory import Memory
+from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
 
 if TYPE_CHECKING:
     from sglang_mla_ext.adapter.latent_pool import LatentPool
@@ -50,17 +58,43 @@ class FP8Latent:
         self._pool, self._req_to_token, self._heads, self._layer_id = pool, req_to_token, heads, layer_id
         self._dtype, self._wants_grouped, self._on_failure = dtype, grouped, on_failure
         self.grouped_page: int | None = None
+        self._absorb: AbsorbFP8 | None = None
         self._grouped: GroupedAbsorb | None = None
         self._stacked = False  # whether this step goes through it
 
     @property
     def workspace_bytes(self) -> int:
-        taken = bytes_of(self._starts.on_device, self._tails.lens, self._tails.table) + self._absorb.workspace_bytes
+        if self._absorb is None:
+            return 0
+        taken = self._starts.workspace_bytes + self._tails.workspace_bytes + self._absorb.workspace_bytes
         return taken + (self._grouped.workspace_bytes if self._grouped is not None else 0)
 
-    def allocate(self, max_rows: int, max_requests: int, max_tokens: int) -> None:
+    @staticmethod
+    def workspace_bytes_for(sizes: LatentSizes) -> int:
+        dims = dict(kv_lora_rank=sizes.kv_lora_rank, qk_rope_head_dim=sizes.qk_rope_head_dim)
+        taken = TailStarts.workspace_bytes_for(sizes.max_rows)
+        taken += Tails.workspace_bytes_for(sizes.max_requests, sizes.max_tokens)
+        taken += absorb_fp8_bytes(
+            heads=sizes.heads,
+            num_sms=sizes.programs,
+            layout=LatentRowLayout(**dims),
+            page_size=PAGE_TOKENS,
+            max_requests=sizes.max_rows,
+        )
+        if sizes.grouped and rows_per_tile(sizes.heads) is not None:
+            taken += grouped_absorb_bytes(
+                heads=sizes.heads,
+                fp8=True,
+                dtype=sizes.dtype,
+                programs=sizes.programs,
+                **dims,
+                **grouped_sizes(sizes.max_rows, sizes.max_tokens),
+            )
+        return taken
+
+    def allocate(self, max_rows: int, max_requests: int, max_tokens: int, memory: Memory | None = None) -> None:
         self._starts = TailStarts(max_rows, self._req_to_token.device)
-        self._tails = Tails(self._req_to_token, self._starts, max_requests, max_tokens)
+        self._tails = Tails(self._req_to_token, self._starts, max_requests, max_tokens, memory)
         rows, layout = self._pool.rows(self._layer_id), self._pool.layout
         self._max_at_once = max_rows  # requests of one schedule
         self._absorb = make_absorb_fp8(
@@ -71,6 +105,7 @@ class FP8Latent:
             page_size=PAGE_TOKENS,
             max_requests=max_rows,
             on_failure=self._on_failure,
+            memory=memory,
         )
         if self._wants_grouped and rows_per_tile(self._heads) is not None:
             self._grouped = make_grouped_absorb_fp8(
@@ -79,9 +114,9 @@ class FP8Latent:
                 heads=self._heads,
                 layout=layout,
                 dtype=self._dtype,
-                max_rows=max_rows,
-                max_tokens=max_tokens,
                 on_failure=self._on_failure,
+                memory=memory,
+                **grouped_sizes(max_rows, max_tokens),
             )
             if self._grouped is not None:
                 self.grouped_page = PAGE_TOKENS

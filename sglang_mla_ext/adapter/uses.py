@@ -77,6 +77,7 @@ _POOL = "mem_cache.memory_pool.MLATokenToKVPool"
 _CONFIGURATOR = "mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _SCHEDULER = "managers.scheduler.Scheduler"
 _ARGS = "server_args.ServerArgs"
+_WEIGHTS = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 _PLUGIN = (
     *_function("plugins.hook_registry.HookRegistry.register", "target hook hook_type", "hooks"),
@@ -120,15 +121,15 @@ _SCHEDULING = (
     *_function(f"{_SCHEDULER}.__init__", "self server_args", "the radix tree"),
     *_attributes(_SCHEDULER, "tree_cache running_batch metrics_collector", "the radix tree; who runs; metrics"),
     *_methods(_SCHEDULER, "is_fully_idle", "when expansions may be dropped"),
+    *_function(f"{_WEIGHTS}.release_memory_occupation", "self recv_req", "dropping expansions"),
+    *_function(f"{_WEIGHTS}.resume_memory_occupation", "self recv_req", "what is in our buffers is lost"),
+    *_attributes("managers.io_struct.ReleaseMemoryOccupationReqInput", "tags", "which memory sleeps"),
+    *_attributes("managers.io_struct.ResumeMemoryOccupationReqInput", "tags", "which memory wakes up"),
     *_methods(_SCHEDULER, "flush_cache on_idle", "dropping expansions"),
     *_function(f"{_SCHEDULER}.get_internal_state", "self recv_req", "/server_info"),
     *_attributes("managers.io_struct.GetInternalStateReqOutput", "internal_state", "/server_info"),
     *_attributes("observability.metrics_collector.SchedulerMetricsCollector", "labels", "metrics"),
-    *_function(
-        "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager._observe_weight_load",
-        "self source",
-        "dropping expansions",
-    ),
+    *_function(f"{_WEIGHTS}._observe_weight_load", "self source", "dropping expansions"),
     *_attributes("managers.schedule_batch.ScheduleBatch", "reqs", "the requests of a step"),
     *_attributes("managers.schedule_batch.Req", "rid last_node", "a request's path in the radix tree"),
     *_methods("managers.schedule_batch.Req", "finished", "who runs"),
@@ -164,7 +165,8 @@ _STEP = (
     *_attributes(
         "model_executor.model_runner.ModelRunner",
         """
-        device dtype is_draft_worker kv_cache_dtype model model_config req_to_token_pool server_args token_to_kv_pool
+        device dtype is_draft_worker kv_cache_dtype memory_saver_adapter model model_config req_to_token_pool
+        server_args token_to_kv_pool
         """,
         "building the backend",
     ),
@@ -178,6 +180,14 @@ _STEP = (
 _POOLS = (
     *_attributes("mem_cache.memory_pool.ReqToTokenPool", "req_to_token size", "slots of a request's tokens"),
     *_function(f"{_CONFIGURATOR}._profile_available_bytes", "self", "taking our memory out of the KV budget"),
+    *_function(f"{_CONFIGURATOR}.resolve_max_num_reqs", "self token_capacity", "the size of our page tables"),
+    *_attributes(_CONFIGURATOR, "model model_dtype", "the size of our buffers"),
+    *_function(
+        "utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.region",
+        "self tag",
+        "our buffers give way when SGLang sleeps",
+    ),
+    *_attributes("constants", "GPU_MEMORY_TYPE_KV_CACHE", "the same"),
     *_function(f"{_CONFIGURATOR}._build_mla_kv_pool", "self max_total_num_tokens", "the FP8 pool"),
     *_attributes(
         _CONFIGURATOR,

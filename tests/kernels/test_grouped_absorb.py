@@ -15,6 +15,7 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.merge import LN2
 from sglang_mla_ext.kernels.reference import attention as reference
 
@@ -221,6 +222,22 @@ def test_memory_is_static_and_known_beforehand() -> None:
     dims = dict(kv_lora_rank=RANK, qk_rope_head_dim=ROPE, dtype=torch.float32, programs=PROGRAMS)
     limits = dict(heads=16, max_rows=MAX_ROWS, max_tokens=MAX_TOKENS)
     assert HopperGroupedAbsorb.workspace_bytes_for(**limits, **dims) == grouped.workspace_bytes
+
+
+def test_partials_and_page_tables_may_be_lost_between_two_steps() -> None:
+    """As when a server sleeps: the plan, whose lists hold constants, lies elsewhere."""
+    memory = Memory()
+    grouped = make(16, memory=memory)
+    problem = Problem(16, odd_segments(), rows=30)
+    grouped.plan(problem.segments, 30)
+    problem.run(grouped)
+    lost = grouped._table, grouped._partial_out, grouped._partial_lse2
+    assert memory.bytes == sum(tensor.nbytes for tensor in lost) > 0.9 * grouped.workspace_bytes
+    for tensor in lost:
+        tensor.view(torch.uint8).fill_(0xFF)
+    memory.clear()
+    assert not any(tensor.any() for tensor in lost)
+    assert_equal(problem.run(grouped), problem.expected())
 
 
 def test_which_numbers_of_heads_are_stacked() -> None:

@@ -15,6 +15,7 @@ from hooked_worker import (
     BUDGET,
     CONTEXT,
     FP8,
+    HEADS,
     LAYERS,
     PAGE,
     PROMPT,
@@ -54,6 +55,40 @@ def scenario_a_budget_that_leaves_nothing_is_refused() -> None:
         assert "lower it, or raise --mem-fraction-static" in message
 
 
+def scenario_our_buffers_are_sized_by_what_sglangs_configurator_knows() -> None:
+    """Over an FP8 cache there are some in every mode, and their page tables follow the limit on running requests."""
+    from sglang.srt.mem_cache import kv_cache_configurator
+
+    from sglang_mla_ext.adapter import budget
+    from sglang_mla_ext.adapter.latent import LatentSizes
+
+    schedule = SimpleNamespace(max_running_requests=None)
+    kv_cache_configurator.get_schedule = lambda: schedule
+    torch.cuda.get_device_name = lambda *args: "NVIDIA H200"
+    budget.multiprocessors = lambda device: 132
+    found: list[LatentSizes] = []
+
+    class Kind:
+        @staticmethod
+        def workspace_bytes_for(sizes: LatentSizes) -> int:
+            found.append(sizes)
+            return 12345
+
+    budget.latent_kind = lambda fp8: Kind
+    server = dict(device="cuda", kv_cache_dtype=FP8, model_dtype=torch.bfloat16)
+    for limit, ranks, requests in ((None, 1, 4096), (1000, 1, 1000), (1000, 8, 125)):
+        schedule.max_running_requests = limit
+        with options(mode="absorb"):
+            assert profile_bytes(AVAILABLE, **server, ps=SimpleNamespace(attn_dp_size=ranks)) == AVAILABLE - 12345
+        sizes = found.pop()
+        assert (sizes.max_rows, sizes.max_requests) == (min(requests, 1024), -(-requests // 64) * 64)
+        assert (sizes.heads, sizes.max_tokens, sizes.dtype) == (HEADS, CONTEXT, torch.bfloat16)
+        assert budget.max_requests(requests) >= requests
+    with options(mode="absorb"):
+        assert profile_bytes(AVAILABLE, device="cuda", kv_cache_dtype=torch.bfloat16) == AVAILABLE
+    assert not found, "SGLang's own backend does all steps"
+
+
 def scenario_all_that_is_allocated_is_inside_the_budget() -> None:
     server = Server()
     (buffers,) = server.buffers
@@ -87,7 +122,8 @@ def scenario_the_factory_hands_the_budget_to_the_build() -> None:
 
     built = []
 
-    def record(runner: Any, options: Any, budget_bytes: int) -> tuple[str, str]:
+    def record(runner: Any, options: Any, budget_bytes: int, memory: Any) -> tuple[str, str]:
+        assert memory is hooks.worker.memory
         built.append((runner, options.mode, budget_bytes))
         return "backend", "steps"
 

@@ -217,40 +217,45 @@ def check_expanded(server: Server, request: Any) -> None:
 
 
 def scenario_a_decode_step_from_query_to_output_projection() -> None:
-    """The layer's own steps, with its weights as absorb takes them: each row ends as attention over all of its keys."""
     server = Server()
+    requests = server.run(PROMPT + "-a", "else", PROMPT + "-bcd")
+    for _ in range(2):
+        check_decode_step(server, requests)
+    assert server.counters.steps_naive == 2
+
+
+def check_decode_step(server: Server, requests: list[Any]) -> None:
+    """The layers' own steps, with their weights as absorb takes them: each row ends as attention over all its keys."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import DeepseekMLAForwardMixin
 
     from sglang_mla_ext.adapter.relay import relay
     from sglang_mla_ext.kernels.reference import attention as reference
 
-    requests = server.run(PROMPT + "-a", "else", PROMPT + "-bcd")
-    for step in range(2):
-        server.forward("DECODE", requests)
-        batch = batch_of(server, requests, new_tokens=1)
-        server.backend.init_forward_metadata(batch)
-        for index, layer in enumerate(server.layers):
-            weights = layer.kv_b_proj.weight.view(HEADS, DN + DV, RANK)
-            w_k, w_v = weights.split([DN, DV], dim=1)
-            q = torch.randn(3, HEADS, DN + DR)
-            latent = torch.randn(3, RANK + DR)
-            q_nope, q_rope, k_rope = DeepseekMLAForwardMixin._split_q_nope_pe(layer, q, latent)
-            q_absorbed = torch.einsum("bhd,hdr->bhr", q_nope, w_k)
-            k_nope = latent[:, None, :RANK]
-            attention = SimpleNamespace(layer_id=index, scaling=0.2, v_head_dim=RANK)
-            parts = {"q_rope": q_rope, "k_rope": k_rope}
-            out = server.backend.forward_decode(q_absorbed, k_nope, k_nope, attention, batch, **parts)
-            per_head = torch.einsum("bhr,hdr->bhd", out.view(3, HEADS, RANK), w_v)
-            found = layer.o_proj(per_head.reshape(3, HEADS * DV)).view(3, HEADS, DV)
-            assert relay.q_nope is None and relay.tail_lse is None
-            for row, request in enumerate(requests):
-                slots = torch.cat([request.slots, batch.out_cache_loc[row, None]])
-                rows = server.kv.get_key_buffer(index)[slots, 0]
-                expanded = layer.kv_b_proj(rows[:, :RANK])[0].view(len(rows), HEADS, DN + DV)
-                keys = expanded[..., :DN], rows[:, RANK:], expanded[..., DN:]
-                exact, _ = reference.naive(q_nope[row, None], q_rope[row, None], *keys, 0.2)
-                torch.testing.assert_close(found[row], exact[0], rtol=1e-4, atol=1e-5, msg=f"step {step}, row {row}")
-    assert server.counters.steps_naive == 2
+    rows = len(requests)
+    server.forward("DECODE", requests)
+    batch = batch_of(server, requests, new_tokens=1)
+    server.backend.init_forward_metadata(batch)
+    for index, layer in enumerate(server.layers):
+        weights = layer.kv_b_proj.weight.view(HEADS, DN + DV, RANK)
+        w_k, w_v = weights.split([DN, DV], dim=1)
+        q = torch.randn(rows, HEADS, DN + DR)
+        latent = torch.randn(rows, RANK + DR)
+        q_nope, q_rope, k_rope = DeepseekMLAForwardMixin._split_q_nope_pe(layer, q, latent)
+        q_absorbed = torch.einsum("bhd,hdr->bhr", q_nope, w_k)
+        k_nope = latent[:, None, :RANK]
+        attention = SimpleNamespace(layer_id=index, scaling=0.2, v_head_dim=RANK)
+        parts = {"q_rope": q_rope, "k_rope": k_rope}
+        out = server.backend.forward_decode(q_absorbed, k_nope, k_nope, attention, batch, **parts)
+        per_head = torch.einsum("bhr,hdr->bhd", out.view(rows, HEADS, RANK), w_v)
+        found = layer.o_proj(per_head.reshape(rows, HEADS * DV)).view(rows, HEADS, DV)
+        assert relay.q_nope is None and relay.tail_lse is None
+        for row, request in enumerate(requests):
+            slots = torch.cat([request.slots, batch.out_cache_loc[row, None]])
+            keys_of = server.kv.get_key_buffer(index)[slots, 0]
+            expanded = layer.kv_b_proj(keys_of[:, :RANK])[0].view(len(keys_of), HEADS, DN + DV)
+            keys = expanded[..., :DN], keys_of[:, RANK:], expanded[..., DN:]
+            exact, _ = reference.naive(q_nope[row, None], q_rope[row, None], *keys, 0.2)
+            torch.testing.assert_close(found[row], exact[0], rtol=1e-4, atol=1e-5, msg=f"row {row}")
 
 
 def scenario_a_layer_whose_shared_part_is_not_merged_is_noticed() -> None:

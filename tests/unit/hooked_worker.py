@@ -89,11 +89,30 @@ def install() -> list[str]:
     return sorted(hooks._hooked)
 
 
-def profile_bytes(available: int) -> int:
-    """What SGLang sizes its KV cache by, where so many bytes are available."""
+def profile_bytes(available: int, **changes: Any) -> int:
+    """What SGLang sizes its KV cache by, where so many bytes are available.
+
+    Args:
+        changes: fields of SGLang's configurator.
+    """
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
-    return object.__new__(KVCacheConfigurator)._profile_available_bytes(pre_model_load_memory=available)
+    from sglang_mla_ext.adapter import budget
+
+    configurator = object.__new__(KVCacheConfigurator)
+    values = dict(
+        device="cpu",
+        model=None,
+        model_config=SimpleNamespace(context_len=CONTEXT),
+        model_dtype=torch.float32,
+        kv_cache_dtype=torch.float32,
+        ps=SimpleNamespace(attn_dp_size=1),
+        mambaish_config=None,
+    )
+    for name, value in {**values, **changes}.items():
+        setattr(configurator, name, value)
+    budget.attention_layers = lambda configurator: make_layers()
+    return configurator._profile_available_bytes(pre_model_load_memory=available)
 
 
 @contextmanager
@@ -107,6 +126,8 @@ def options(**values: Any) -> Iterator[None]:
 
 def make_runner(**changes: Any) -> Any:
     """What our factory and SGLang's torch backend look at of a ModelRunner."""
+    from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+
     values = dict(
         dtype=torch.float32,
         kv_cache_dtype=torch.float32,
@@ -115,6 +136,7 @@ def make_runner(**changes: Any) -> Any:
         model_config=SimpleNamespace(hidden_size=64, context_len=CONTEXT, model_is_mrope=False),
         req_to_token_pool=SimpleNamespace(size=12, req_to_token=torch.zeros(12, CONTEXT, dtype=torch.int32)),
         token_to_kv_pool=None,
+        memory_saver_adapter=TorchMemorySaverAdapter.create(enable=False),
         server_args=SimpleNamespace(
             get_attention_backends=lambda: ("hybrid_mla", "hybrid_mla"),
             attention_backend="hybrid_mla",
@@ -140,7 +162,7 @@ class Server:
         kv: SGLang's pool of latent rows; buffers: the one allocation of expanded prefixes.
     """
 
-    def __init__(self, prefill: str = "hybrid_mla", **given: Any) -> None:
+    def __init__(self, prefill: str = "hybrid_mla", saver: Any = None, **given: Any) -> None:
         from conftest import Tree
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
@@ -152,7 +174,7 @@ class Server:
         self.kv = MLATokenToKVPool(8192, page_size=PAGE, dtype=torch.float32, **sizes)
         for buffer in self.kv.kv_buffer:
             buffer.normal_()
-        self.runner = make_runner(token_to_kv_pool=self.kv)
+        self.runner = make_runner(token_to_kv_pool=self.kv, **({"memory_saver_adapter": saver} if saver else {}))
         self.runner.server_args.get_attention_backends = lambda: (prefill, "hybrid_mla")
         build.attention_layers = lambda runner: self.layers
         self.buffers = self._buffers_to_come()

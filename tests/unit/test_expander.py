@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from sglang_mla_ext.adapter import expander as expander_module
-from sglang_mla_ext.adapter.expander import Expander, weights_of
+from sglang_mla_ext.adapter.expander import Expander, temporary_bytes, weights_of
 from sglang_mla_ext.kernels.constants import CHUNK_TOKENS
 from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
 from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
@@ -46,6 +49,7 @@ def model() -> tuple[list[Any], Any]:
                 num_local_heads=HEADS,
                 kv_lora_rank=RANK,
                 qk_nope_head_dim=DN,
+                qk_rope_head_dim=DR,
                 v_head_dim=DV,
             )
         )
@@ -175,6 +179,74 @@ def quantised(layer: Any) -> Any:
     absorbed = dict(w_kc=w_k.transpose(1, 2).contiguous().transpose(1, 2), w_vc=w_v.contiguous().transpose(1, 2))
     stored = SimpleNamespace(weight=layer.kv_b_proj.weight.to(FP8))
     return SimpleNamespace(**{**vars(layer), **absorbed, "kv_b_proj": stored, "use_deep_gemm_bmm": False})
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that new tensors take together while it is entered.
+
+    Attributes:
+        bytes: so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self._now = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                self._known.add(tensor.untyped_storage()._cdata)
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and (storage := tensor.untyped_storage())._cdata not in self._known:
+                self._known.add(storage._cdata)
+                self._now += storage.nbytes()
+                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+        self.bytes = max(self.bytes, self._now)
+        return made
+
+    def _free(self, name: int, size: int) -> None:
+        self._known.discard(name)
+        self._now -= size
+
+
+@pytest.mark.parametrize("of_fp8", [False, True], ids=["pool", "fp8-pool"])
+@pytest.mark.parametrize("dtype", [torch.float32, FP8], ids=str)
+def test_what_expansion_takes_while_it_runs_is_known(
+    model: Any, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, of_fp8: bool
+) -> None:
+    monkeypatch.setattr(expander_module, "FETCHED_TOKENS", 256)
+    monkeypatch.setattr(expander_module, "PRODUCT_TOKENS", 128)
+    layers, pool = model
+    if of_fp8:
+        latent = torch.cat([pool.get_key_buffer(0)[:, 0]])
+        pool = SimpleNamespace(fetch=lambda layer_id, slots, rows: rows.copy_(latent[slots]))
+    buffers, slots = allocate(dtype), torch.arange(N)
+    buffers.read(0, CHUNKS, 1)  # what is kept from the first use on
+    with Peak() as peak:
+        Expander(layers, pool, buffers).expand_slots(slots, CHUNKS, 0)
+    known = temporary_bytes(layers[0], torch.float32, fetches=of_fp8, to_fp8=dtype == FP8)
+    assert 0 < peak.bytes <= known
+    # On so small a model the bound on what a chunk's write takes is most of it.
+    assert known < 3 * peak.bytes
+
+
+@pytest.mark.parametrize("one_scale", [False, True], ids=["blocks", "one-scale"])
+def test_weights_that_are_made_for_an_expansion_are_counted(
+    model: Any, monkeypatch: pytest.MonkeyPatch, one_scale: bool
+) -> None:
+    for name in ("PRODUCT_TOKENS", "CHUNK_TOKENS"):  # leaves the weights
+        monkeypatch.setattr(expander_module, name, 0)
+    layer = quantised(model[0][0])
+    if one_scale:
+        layer.w_scale = torch.tensor([1.0])
+        layer.w_kc, layer.w_vc = (weight.to(FP8) for weight in (layer.w_kc, layer.w_vc))
+    with Peak() as peak:
+        assert weights_of(layer, torch.float32) is not None
+    sizes = dict(fetches=False, to_fp8=False)
+    assert temporary_bytes(model[0][0], torch.float32, **sizes) == 0
+    assert 0 < peak.bytes <= temporary_bytes(layer, torch.float32, **sizes) < 3 * peak.bytes
 
 
 def test_weights_in_fp8_with_one_scale(model: Any) -> None:

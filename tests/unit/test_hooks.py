@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import hook_scenarios_sleep
 import hook_scenarios_start
 import hook_scenarios_step
 import hooked_worker
@@ -20,7 +21,7 @@ import pytest
 
 SCENARIOS: dict[str, Callable[[], None]] = {
     name.removeprefix("scenario_"): run
-    for module in (hook_scenarios_start, hook_scenarios_step)
+    for module in (hook_scenarios_start, hook_scenarios_step, hook_scenarios_sleep)
     for name, run in vars(module).items()
     if name.startswith("scenario_")
 }

@@ -141,7 +141,7 @@ def test_every_token_is_covered_once_and_groups_are_sound(batch: Batch, name: st
 
 
 def all_plans(batch: Batch, gains: Gains) -> Iterator[float]:
-    """What every allowed plan saves. Tries all: each run is left out, or the last of its path, or followed by others."""
+    """What every allowed plan saves. Each run is left out, or the last of its path, or followed by others."""
     runs, ways = batch.runs, batch.ways(gains)
     step = CHUNK if gains.naive else PAGE
 

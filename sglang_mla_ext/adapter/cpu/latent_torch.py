@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sglang_mla_ext.adapter.latent import LatentSizes
 from sglang_mla_ext.adapter.latent_pool import LatentPool
 from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
+from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
 
@@ -37,7 +39,11 @@ class TorchLatent:
         self._batch: Any = None
         self._sharing = False
 
-    def allocate(self, max_rows: int, max_requests: int, max_tokens: int) -> None:
+    @staticmethod
+    def workspace_bytes_for(sizes: LatentSizes) -> int:
+        return 0
+
+    def allocate(self, max_rows: int, max_requests: int, max_tokens: int, memory: Memory | None = None) -> None:
         """Nothing."""
 
     def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int, queries: int = 1) -> None:

@@ -8,8 +8,11 @@ from sglang_mla_ext.adapter.versions.sglang_0_5_17 import (
     TreeView,
     UnsupportedTree,
     disable_prefill_graph,
+    gives_kv_memory,
     latent_pool_arguments,
+    memory_region,
     model_config,
+    most_requests,
     prefill_graph_backend,
 )
 
@@ -17,7 +20,10 @@ __all__ = [
     "TreeView",
     "UnsupportedTree",
     "disable_prefill_graph",
+    "gives_kv_memory",
     "latent_pool_arguments",
+    "memory_region",
     "model_config",
+    "most_requests",
     "prefill_graph_backend",
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+import functools
+from collections.abc import Callable, Collection, Hashable, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.mem_cache.radix_cache import TreeNode
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
 
@@ -168,6 +171,27 @@ def latent_pool_arguments(configurator: KVCacheConfigurator) -> dict[str, Any]:
         start_layer=configurator.layer_info.start_layer,
         end_layer=configurator.layer_info.end_layer,
     )
+
+
+def most_requests(configurator: KVCacheConfigurator) -> int:
+    """The most requests that SGLang's pool of requests can have, however many tokens there is room for."""
+    any_number = 1 << 40
+    return int(configurator.resolve_max_num_reqs(any_number))
+
+
+def memory_region(runner: ModelRunner) -> Callable[[], AbstractContextManager[object]]:
+    """Makes contexts; what is allocated inside is given back while SGLang sleeps, as its KV cache is, and comes again
+    at the same addresses with other contents. Without --enable-memory-saver they do nothing."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+
+    return functools.partial(runner.memory_saver_adapter.region, GPU_MEMORY_TYPE_KV_CACHE)
+
+
+def gives_kv_memory(tags: Sequence[str] | None) -> bool:
+    """Whether a request to release or resume memory, by its tags, is about that of the KV cache."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+
+    return not tags or GPU_MEMORY_TYPE_KV_CACHE in tags
 
 
 def model_config(args: ServerArgs) -> Any:
