@@ -83,19 +83,19 @@ def run_script(arguments: Sequence[str], log: Path) -> int:
     """Run `bench_client.py` in a process of its own, and return its exit status."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
-    process = context.Process(target=_client, args=(list(arguments), log), daemon=True)
+    process = context.Process(target=_client, args=(SCRIPT, list(arguments), log), daemon=True)
     process.start()
     process.join()
     assert process.exitcode is not None
     return process.exitcode
 
 
-def _client(arguments: list[str], log: Path) -> None:
+def _client(script: Path, arguments: list[str], log: Path) -> None:
     with log.open("ab") as file:
         for standard in (1, 2):
             os.dup2(file.fileno(), standard)
-    sys.argv = [str(SCRIPT), *arguments]
-    runpy.run_path(str(SCRIPT), run_name="__main__")
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def full_batch_rate(first_s: np.ndarray, gaps_s: list[np.ndarray]) -> float | None:
