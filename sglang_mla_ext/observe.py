@@ -35,6 +35,8 @@ class Counters:
         max_depth: the most groups that a request was in so far, one below the other.
         shared_tokens_read: prefix tokens that groups read, once for each group and step.
         shared_tokens_saved: prefix tokens that the groups' other requests did not have to read again.
+        forward_passes: of any kind, whether or not there was anything to plan.
+        plan_seconds: the host's time for planning them.
     """
 
     steps_naive: int = 0
@@ -50,6 +52,8 @@ class Counters:
     max_depth: int = 0
     shared_tokens_read: int = 0
     shared_tokens_saved: int = 0
+    forward_passes: int = 0
+    plan_seconds: float = 0.0
 
     def count_step(self, plan: Plan) -> None:
         """Count one decode step; one with groups of both kinds counts for both."""
@@ -62,6 +66,11 @@ class Counters:
             self.max_group_size = max(self.max_group_size, len(group.rows))
             self.shared_tokens_read += tokens
             self.shared_tokens_saved += tokens * (len(group.rows) - 1)
+
+    def count_pass(self, plan_seconds: float) -> None:
+        """Count one forward pass, and how long the host took to plan it."""
+        self.forward_passes += 1
+        self.plan_seconds += plan_seconds
 
     def count_prefill(self, covered: Sequence[int]) -> None:
         """Count one prefill step with expanded parts, `covered` tokens of each request."""

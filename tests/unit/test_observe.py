@@ -26,6 +26,8 @@ def counters_after_some_steps() -> Counters:
     counters.fall_back("prefix memory full")
     counters.fall_back("prefix memory full")
     counters.fall_back("other")
+    for seconds in (0.25, 0.5):
+        counters.count_pass(seconds)
     return counters
 
 
@@ -39,6 +41,8 @@ def test_counters() -> None:
         max_group_size=3,
         shared_tokens_read=1000 + 300 + 1000,
         shared_tokens_saved=2 * 1000 + 300 + 1000,
+        forward_passes=2,
+        plan_seconds=0.75,
     )
 
 
