@@ -22,14 +22,15 @@ from bench.records import write_record
 from bench.trees import CASES, PAGE, Request, Tree
 from tabulate import tabulate
 
+from sglang_mla_ext.adapter.steps import MAX_ROWS
 from sglang_mla_ext.adapter.versions import TreeView
 from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
-from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS
+from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, MAX_SEGMENTS, SEGMENTS_PER_ROW
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, ModelDims
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
-from sglang_mla_ext.prefix.planner import Stacking
+from sglang_mla_ext.prefix.planner import Capacity
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 
 HEADS = (128, 16)
@@ -48,14 +49,14 @@ class NoExpander:
 
 def shared_prefixes(heads: int, chunks: int) -> SharedPrefixes:
     """As a server has them, with room for so many chunks; grouped absorb where it stacks this many heads."""
-    stacked = rows_per_tile(heads)
     return SharedPrefixes(
         HybridMLAOptions(expand_tokens_per_step=1 << 30),
         CostModel(ModelDims.from_json("deepseek-v3"), heads, GpuRates.from_json("h200")),
         ExpandedPool(chunks, CHUNK_TOKENS),
         NoExpander(),
         Counters(),
-        stacking=None if stacked is None else Stacking(PAGE, stacked),
+        capacity=Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * MAX_ROWS),
+        grouped_page=None if rows_per_tile(heads) is None else PAGE,
     )
 
 

@@ -14,6 +14,7 @@ data: `configs/gpus/*.json`, each with a note on what was measured. This module 
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Collection, Mapping
@@ -221,14 +222,14 @@ class CostModel:
     expanded_element_bytes: int = 2
     latent_element_bytes: int = 2
 
-    @property
+    @functools.cached_property
     def latent_row_bytes(self) -> int:
         """Bytes of a token's latent row: 1152 in BF16 with DeepSeek-V3's dimensions, 656 in FP8."""
         size = self.latent_element_bytes
         scale = _FP8_LATENT_SCALE_BYTES if size == 1 else 0
         return self.dims.kv_lora_rank * size + scale + self.dims.qk_rope_head_dim * max(size, 2)
 
-    @property
+    @functools.cached_property
     def expanded_token_bytes(self) -> int:
         """Bytes of a token of the expanded prefix: K and V for each local head, K's rotary part once."""
         size = self.expanded_element_bytes
@@ -258,12 +259,15 @@ class CostModel:
         """
         if tokens == 0 or group_size == 0:
             return 0.0
+        return self.work_seconds(mode, group_size, tokens) + self.overhead_seconds(mode, group_size)
+
+    def overhead_seconds(self, mode: Mode, group_size: int) -> float:
+        """The part of `seconds` that does not depend on the tokens."""
         rates = self.rates.modes[mode]
-        overhead_s = rates.overhead_s + rates.overhead_per_root_row_s * math.sqrt(self.tail_rows(group_size))
-        return self.work_seconds(mode, group_size, tokens) + overhead_s
+        return rates.overhead_s + rates.overhead_per_root_row_s * math.sqrt(self.tail_rows(group_size))
 
     def work_seconds(self, mode: Mode, group_size: int, tokens: int, step_tokens: int = 0) -> float:
-        """The part of `seconds` that is not overhead.
+        """The part of `seconds` that grows with the tokens.
 
         Args:
             step_tokens: distinct tokens that all groups of a step share, which have to fit in the L2 cache together;

@@ -41,11 +41,11 @@ class Gains(NamedTuple):
             def gain(rows: int, start: int, end: int) -> float:
                 tokens = end - start
                 saved = cost.work_seconds(Mode.ABSORB, rows, tokens, step_tokens)
+                saved -= cost.work_seconds(mode, rows, tokens)
                 if start:
-                    return saved - cost.work_seconds(mode, rows, tokens) - cost.segment_seconds(mode, rows)
+                    return saved - cost.segment_seconds(mode, rows)
                 # A row's first group: with the overheads of the launches, of which there are fewer without it.
-                overhead = cost.seconds(Mode.ABSORB, rows, tokens) - cost.work_seconds(Mode.ABSORB, rows, tokens)
-                return saved + overhead - cost.seconds(mode, rows, tokens)
+                return saved + cost.overhead_seconds(Mode.ABSORB, rows) - cost.overhead_seconds(mode, rows)
 
             return gain
 
