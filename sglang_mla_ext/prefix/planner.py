@@ -182,7 +182,7 @@ class Ways:
     Attributes:
         naive: None where there is no naive attention; grouped: None where there is no grouped absorb.
         chunk: tokens of a chunk of expanded tokens; page: tokens of a page, for grouped absorb.
-        min_prefix_len: no row shares fewer tokens than this.
+        min_prefix_len: no path of groups is shorter than this. Rows that leave it early may share less.
     """
 
     naive: Gain | None

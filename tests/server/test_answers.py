@@ -197,12 +197,17 @@ def test_prefix_splits_while_it_is_used(stock: Reference, hybrid: Server) -> Non
     assert any(len({group["prefix_len"] for group in groups}) == 2 for groups in seen)
 
 
-def test_nothing_is_held_when_all_have_left(hybrid: Server) -> None:
-    hybrid.ask(*(Chat(SYSTEM, question(i), max_tokens=4) for i in range(3)))
+def test_what_is_expanded_stays_for_those_who_come_next(hybrid: Server) -> None:
+    """Nobody else wants its memory, and the prompt is still in the tree."""
+    chats = [Chat(SYSTEM, question(i), LONG) for i in range(3)]
+    first = hybrid.ask(*chats)
     deadline = time.monotonic() + 10
-    while hybrid.info()["expanded_bytes"] and time.monotonic() < deadline:
+    while hybrid.info()["groups"] and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert hybrid.info()["expanded_bytes"] == 0
+    assert hybrid.info()["groups"] == [] and hybrid.info()["expanded_bytes"] > 0
+    with counting(hybrid) as counted:
+        assert_same(hybrid.ask(*chats), first)
+    assert counted.steps_naive > 0 and counted.expansions == 0
 
 
 def test_metrics_say_the_same_as_server_info(hybrid: Server) -> None:

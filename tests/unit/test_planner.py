@@ -137,7 +137,9 @@ def test_every_token_is_covered_once_and_groups_are_sound(batch: Batch, name: st
         ranges[row].append((plan.prefix_lens[row], total))
         assert ranges[row][0][0] == 0 and plan.prefix_lens[row] <= total
         assert all(before[1] == after[0] for before, after in pairwise(ranges[row]))
-        assert plan.prefix_lens[row] == 0 or plan.prefix_lens[row] >= min(batch.min_prefix_len, CHUNK)
+    for group in plan.groups:
+        followed = any(other.start == group.end and set(other.rows) <= set(group.rows) for other in plan.groups)
+        assert followed or group.end >= batch.min_prefix_len
 
 
 def all_plans(batch: Batch, gains: Gains) -> Iterator[float]:
