@@ -181,7 +181,8 @@ class Ways:
 
     Attributes:
         naive: None where there is no naive attention; grouped: None where there is no grouped absorb.
-        chunk: tokens of a chunk of expanded tokens; page: tokens of a page, for grouped absorb.
+        chunk: tokens of a chunk of expanded tokens; runs that others follow end with a multiple of it in any mode, or
+            there would be segments of a few tokens. page: tokens of a page, for grouped absorb; it divides a chunk.
         min_prefix_len: no path of groups is shorter than this. Rows that leave it early may share less.
     """
 
@@ -190,11 +191,6 @@ class Ways:
     chunk: int
     page: int
     min_prefix_len: int = 1
-
-    @property
-    def step(self) -> int:
-        """Runs that others follow end with a multiple of so many tokens."""
-        return self.chunk if self.naive is not None else self.page
 
 
 class _Part(NamedTuple):
@@ -223,7 +219,7 @@ def plan_groups(runs: Runs, ways: Ways, expanded: Expanded) -> list[Group]:
             if gain > total and parts[-1].end >= ways.min_prefix_len:
                 best, total = (parts, False), gain
         if kids[index] > 0:
-            begin, end = run.start // ways.step * ways.step, run.end // ways.step * ways.step
+            begin, end = run.start // ways.chunk * ways.chunk, run.end // ways.chunk * ways.chunk
             through: list[list[_Part]] = [[]]  # within one chunk, which the runs below take
             if begin < end:
                 covers = _covers(run, end, ways, expanded(index))
@@ -252,7 +248,7 @@ def plan_groups(runs: Runs, ways: Ways, expanded: Expanded) -> list[Group]:
 def _covers(run: Run, end: int, ways: Ways, expanded: int) -> list[list[_Part]]:
     """The ways to attend to a run's tokens up to `end`, or to fewer: naive as far as it is expanded, grouped absorb
     alone, or first the one and then the other."""
-    begin = run.start // ways.step * ways.step
+    begin = run.start // ways.chunk * ways.chunk
     paged = end // ways.page * ways.page
     covers = []
     if ways.naive is not None and (reach := min(expanded, end)) > begin:

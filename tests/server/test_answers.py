@@ -143,13 +143,13 @@ def test_requests_join_and_leave(stock: Reference, hybrid: Server) -> None:
 def test_later_requests_use_the_expanded_prefix_in_their_prefill(stock: Reference, hybrid: Server) -> None:
     """Requests of several lengths join two that run; one of them shares only half of the prefix."""
     half = SYSTEM[: len(SYSTEM) // 2] + "What is a garden? " * 9
-    early = [Chat(SYSTEM, question(i), max_tokens=60) for i in range(2)]
+    early = [Chat(SYSTEM, question(i), LONG) for i in range(2)]
     late = [Chat(SYSTEM, question(i) * (i - 1), max_tokens=12, delay_s=0.5) for i in range(2, 6)]
     expected = stock.asking(*early, *late, Chat(half, question(9), 12))
     hybrid.flush()
     hybrid.ask(Chat(SYSTEM, question(13), 1))
     with counting(hybrid) as counted:
-        actual = hybrid.ask(*early, *late, Chat(half, question(9), 12, delay_s=0.5))
+        actual = hybrid.ask(*early, *late, Chat(half, question(9), 12, delay_s=1.5))  # not in one prefill with others
     assert_same(actual, expected.result())
     assert counted.prefills_naive > 0 and counted.prefill_tokens_saved > 4 * 200
 

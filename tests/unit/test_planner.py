@@ -145,12 +145,11 @@ def test_every_token_is_covered_once_and_groups_are_sound(batch: Batch, name: st
 def all_plans(batch: Batch, gains: Gains) -> Iterator[float]:
     """What every allowed plan saves. Each run is left out, or the last of its path, or followed by others."""
     runs, ways = batch.runs, batch.ways(gains)
-    step = CHUNK if gains.naive else PAGE
 
     def covers(run: int, end: int) -> list[tuple[int, float]]:
         """Where the ways to attend to the run's tokens end, and what they save."""
         found = []
-        begin, reach, paged = runs[run].start // step * step, min(batch.expanded_of(run), end), end // PAGE * PAGE
+        begin, reach, paged = runs[run].start // CHUNK * CHUNK, min(batch.expanded_of(run), end), end // PAGE * PAGE
         count = runs[run].rows
         if gains.naive and reach > begin:
             found.append((reach, gains.naive(count, begin, reach)))
@@ -163,9 +162,9 @@ def all_plans(batch: Batch, gains: Gains) -> Iterator[float]:
     choices = []
     for index in range(len(runs)):
         run = runs[index]
-        inner = run.end // step * step
+        inner = run.end // CHUNK * CHUNK
         through = [(True, gain) for end, gain in covers(index, inner) if end == inner]
-        if inner <= run.start // step * step:
+        if inner <= run.start // CHUNK * CHUNK:
             through = [(True, 0.0)]
         last = [(False, gain) for end, gain in covers(index, run.end) if end >= ways.min_prefix_len]
         choices.append([None, *through, *last])
