@@ -6,6 +6,8 @@ program p takes p, p + programs, p + 2·programs and so on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 ITEM_OVERHEAD_KEYS = 128
@@ -26,6 +28,7 @@ def choose_splits(
     block_keys: int,
     max_partial_rows: int,
     programs: int,
+    key_cost: Sequence[float] = (1,),
 ) -> np.ndarray:
     """Splits of each group: all groups are cut into ranges of at most T key blocks, T the same for all.
 
@@ -34,50 +37,58 @@ def choose_splits(
     or when a split gains less than what it writes costs. Of equally good ones, the largest T.
 
     Args:
-        sizes, items, blocks: `[groups]`: rows, items of one split (heads x row tiles) and key blocks of each group.
+        sizes, blocks: `[groups]`: rows and key blocks of each group.
+        items: `[groups]` or `[kinds, groups]`: items of one split (heads x row tiles).
+        key_cost: of each kind of items, in keys of a full tile.
     Returns:
         `[groups]`, each between 1 and the group's key blocks; the partial rows are at most `max_partial_rows`.
     """
-    most = min(int(blocks.max()), -(-2 * programs // int(items.min())), max_partial_rows)
+    items, of_kind = np.atleast_2d(items), np.asarray(key_cost)
+    most = min(int(blocks.max()), -(-2 * programs // int(items.sum(0).min())), max_partial_rows)
     longest = np.unique(blocks)[-MAX_LENGTHS_TRIED:]
     limits = np.unique(-(-longest[:, None] // np.arange(1, most + 1)))[::-1]  # [T] descending, the first splits nothing
-    limits = limits[(limits * 4 * programs >= items @ blocks) | (limits == limits[0])]  # four rounds balance any list
+    work = of_kind @ items @ blocks
+    limits = limits[(limits * 4 * programs >= work) | (limits == limits[0])]  # four rounds balance any list
     splits = -(-blocks // limits[:, None])  # [T, groups]
     partial_rows = splits @ sizes  # [T]
     fits = partial_rows <= max_partial_rows
     if not fits[0]:
         raise ValueError(f"{partial_rows[0]} rows need as many partial rows; there is room for {max_partial_rows}")
     splits, partial_rows = splits[fits], partial_rows[fits]
-    cost = -(-blocks // splits) * block_keys + ITEM_OVERHEAD_KEYS  # [T, groups], of one item
+    keys = -(-blocks // splits) * block_keys  # [T, groups], of one item
+    cost = (of_kind[:, None] * keys[:, None] + ITEM_OVERHEAD_KEYS).reshape(len(splits), -1)  # [T, kinds · groups]
     order = np.argsort(-cost, axis=1, kind="stable")
     cost = np.take_along_axis(cost, order, 1)
-    ended = np.cumsum(np.take_along_axis(items * splits, order, 1), axis=1)  # [T, groups], items up to a group's last
-    rounds = -(-ended // programs)  # [T, groups], rounds begun
+    items = (items * splits[:, None]).reshape(len(splits), -1)  # [T, kinds · groups], of all splits
+    ended = np.cumsum(np.take_along_axis(items, order, 1), axis=1)  # items up to a group's last
+    rounds = -(-ended // programs)  # rounds begun
     time = (cost * np.diff(rounds, axis=1, prepend=0)).sum(axis=1) + partial_rows * heads / PARTIALS_PER_KEY
     return splits[np.argmin(time)]
 
 
-def balanced_order(keys: np.ndarray, programs: int) -> np.ndarray:
+def balanced_order(keys: np.ndarray, programs: int, cost: np.ndarray | None = None) -> np.ndarray:
     """Order of the items so that programs that take every `programs`-th item finish at about the same time.
 
-    Largest first, round by round; within a round the largest item goes to the program with the least work so far, and a
-    last round that does not reach all programs goes to those with the least. Equal items keep their order.
+    Largest first, round by round; within a round the costliest item goes to the program with the least work so far, and
+    a last round that does not reach all programs goes to those with the least. Equal items keep their order.
 
     Args:
-        keys: `[n_items]`, keys of each item.
+        keys: `[n_items]`, size of each item: items of one size come in one round or in consecutive ones.
+        cost: `[n_items]`, in keys of a full tile; by default the size.
     Returns:
         `[n_items]`, a permutation.
     """
     n = len(keys)
-    cost = keys + ITEM_OVERHEAD_KEYS
-    by_size = np.argsort(-cost, kind="stable")
-    if n <= programs or cost[by_size[0]] == cost[by_size[-1]]:
+    cost = (keys if cost is None else cost) + ITEM_OVERHEAD_KEYS
+    by_size = np.argsort(-keys, kind="stable")
+    if n <= programs or (cost.min() == cost.max() and keys[by_size[0]] == keys[by_size[-1]]):
         return by_size
     rounds = -(-n // programs)
-    load = np.zeros(programs, np.int64)
+    load = np.zeros(programs, cost.dtype)
     plan = np.full((rounds, programs), -1)  # item of each round and program
     for r in range(rounds):
         taken = by_size[r * programs : (r + 1) * programs]
+        taken = taken[np.argsort(-cost[taken], kind="stable")]
         least = np.argsort(load, kind="stable")[: len(taken)]
         plan[r, least] = taken
         load[least] += cost[taken]

@@ -7,6 +7,11 @@ many steps.
 
     python scripts/bench_serving.py --model MODEL --backend hybrid_mla --backend flashmla --concurrency 128
 
+With `--workload` the servers are given one that `configs/workloads` describes instead: trees of prompts, users that
+come and go, sessions of many turns, bursts. `bench/workloads.py` says how; a path to a file of your own does as well.
+
+    python scripts/bench_serving.py --model MODEL --workload mixed --workload agents --runs 3
+
 `--model` may be a folder without weights (`make_demo_model.py --config-only`) if there is `--server-arg "--load-format
 dummy"`. A backend may carry flags: `--backend "hybrid_mla --hybrid-mla-mode absorb"`.
 """
@@ -14,20 +19,28 @@ dummy"`. A backend may carry flags: `--backend "hybrid_mla --hybrid-mla-mode abs
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
-import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import requests
 import typer
+from bench.client import (
+    HYBRID,
+    ClientFailedError,
+    full_batch_rate,
+    run_client,
+    sampling,
+    sharing_between,
+)
 from bench.records import write_record
 from bench.server import ON_GPU, ServerFailedError, free_port, running_server, server_info, work_folder
+from bench.workload_runs import Run, describe_run, record_run, run_workload, runs_table
+from bench.workloads import published_lengths, read_workloads
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
@@ -35,12 +48,8 @@ from transformers import AutoTokenizer
 from sglang_mla_ext.configs import read_config
 from sglang_mla_ext.prefix.cost_model import ModelDims
 
-SCRIPTS = Path(__file__).resolve().parent
-HYBRID = "hybrid_mla"
 # Tokens of an answer sent in one piece, so that HTTP and the client do not set the pace. The first is sent alone.
 STREAM_INTERVAL = 16
-# The full batch must last for this share of the longest request's decoding, or its throughput does not count.
-SMALLEST_FULL_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,10 @@ def main(
     concurrency: Annotated[list[int] | None, typer.Option(help="Requests at once; repeatable.")] = None,
     questions: Annotated[str, typer.Option(help="Question lengths: mmlu, gsm8k or simpleqa.")] = "mmlu",
     output_tokens: Annotated[int, typer.Option(min=16, help="Tokens of each answer.")] = 1024,
+    workload: Annotated[
+        list[str] | None, typer.Option(help="mixed, churn, agents, burst or a JSON file; repeatable.")
+    ] = None,
+    runs: Annotated[int, typer.Option(min=1, help="How often each case is measured on each server.")] = 1,
     server_arg: Annotated[list[str] | None, typer.Option(help="Flags for every server; repeatable.")] = None,
     base_url: Annotated[str | None, typer.Option(help="Measure this running server; name its one --backend.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSONL file to append records to.")] = None,
@@ -97,32 +110,63 @@ def main(
     backends = backend or [HYBRID, "flashmla"]
     if base_url and len(backends) != 1:
         raise typer.BadParameter("--base-url measures one server: give one --backend, its name in the table")
-    concurrencies = concurrency or [128]
-    rng = np.random.default_rng(seed)
+    if workload and (prompt or system_prompt_file or concurrency):
+        raise typer.BadParameter("--workload has its own prompts and concurrency: give no others")
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=True)
     vocabulary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
-
-    def random_ids(count: int) -> list[int]:
-        ids: list[int] = rng.choice(vocabulary, count).tolist()
-        return ids
-
-    known = read_config("workloads", "system_prompts")["tokens"]
-    prompts = [Prompt(path.name, tokenizer.encode(path.read_text())) for path in system_prompt_file or []]
-    names = prompt or ([] if prompts else list(known))
-    prompts += [Prompt(name, random_ids(known[name] if name in known else int(name))) for name in names]
-    lengths = question_lengths(questions, max(concurrencies), rng)
-    question_ids = [random_ids(length) for length in lengths]
-
     dims = ModelDims.from_json(model) if Path(model).exists() else None
-    common = shlex.split(" ".join(server_arg or []))
-    # Twice the requests: at exactly their number SGLang sometimes holds one back, and the batch is never full.
-    common += ["--model-path", model, "--max-running-requests", str(2 * max(concurrencies))]
-    if ON_GPU:
-        common += ["--cuda-graph-max-bs-decode", str(max(concurrencies))]
     logs = log_folder or work_folder() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
+    client_log = logs / "client.log"
 
-    results: list[Result] = []
+    if workload:
+        try:
+            asked = [one for name in workload for one in read_workloads(name, vocabulary, seed)]
+        except (ValueError, OSError) as error:
+            raise typer.BadParameter(str(error)) from None
+        most_requests = max(one.concurrency for one in asked)
+        found: list[Run] = []
+
+        def measure_all(url: str, name: str) -> None:
+            for one in asked:
+                for number in range(1, runs + 1):
+                    run = Run(name, one, number, run_workload(url, one, seed, client_log))
+                    found.append(run)
+                    console.print(describe_run(run))
+                    if out:
+                        record_run(out, run, server_case(url, dims))
+
+    else:
+        concurrencies = concurrency or [128]
+        most_requests = max(concurrencies)
+        rng = np.random.default_rng(seed)
+
+        def random_ids(count: int) -> list[int]:
+            ids: list[int] = rng.choice(vocabulary, count).tolist()
+            return ids
+
+        known = read_config("workloads", "system_prompts")["tokens"]
+        prompts = [Prompt(path.name, tokenizer.encode(path.read_text())) for path in system_prompt_file or []]
+        names = prompt or ([] if prompts else list(known))
+        prompts += [Prompt(name, random_ids(known[name] if name in known else int(name))) for name in names]
+        lengths = published_lengths(questions, "prompt_tokens", most_requests, rng)
+        question_ids = [random_ids(length) for length in lengths]
+        results: list[Result] = []
+
+        def measure_all(url: str, name: str) -> None:
+            for shared, size, number in product(prompts, concurrencies, range(1, runs + 1)):
+                requested = [shared.ids + ids for ids in question_ids[:size]]
+                result = measure(url, name, shared, requested, output_tokens, seed, client_log)
+                results.append(result)
+                console.print(describe(result))
+                if out:
+                    record(out, result, number, server_case(url, dims), questions, output_tokens)
+
+    # Twice the requests: at exactly their number SGLang sometimes holds one back, and the batch is never full.
+    common = [*shlex.split(" ".join(server_arg or [])), "--model-path", model]
+    common += ["--max-running-requests", str(2 * most_requests)]
+    if ON_GPU:
+        common += ["--cuda-graph-max-bs-decode", str(most_requests)]
     failed = False
     for number, name in enumerate(backends):
         attention, *flags = shlex.split(name)
@@ -135,33 +179,25 @@ def main(
         console.rule(name)
         try:
             with server as url:
-                for shared in prompts:
-                    for size in concurrencies:
-                        asked = [shared.ids + ids for ids in question_ids[:size]]
-                        result = measure(url, name, shared, asked, output_tokens, seed, logs / "client.log")
-                        results.append(result)
-                        console.print(describe(result))
-                        if out:
-                            record(out, result, server_info(url), dims, questions, output_tokens)
-        except (ServerFailedError, ClientFailedError) as error:
-            console.print(str(error), style="red", markup=False, highlight=False)
+                measure_all(url, name)
+        except (ServerFailedError, ClientFailedError, requests.RequestException) as error:
+            console.print(f"{name}: {error}", style="red", markup=False, highlight=False)
             failed = True
-    console.print(results_table(results, backends))
+    console.print(runs_table(found, backends) if workload else results_table(results, backends))
     if failed:
         raise typer.Exit(1)
 
 
-def question_lengths(workload: str, count: int, rng: np.random.Generator) -> list[int]:
-    """Lengths in tokens, drawn from a workload's quantiles."""
-    quantiles = read_config("workloads", workload)["models"]["deepseek-v3"]["prompt_tokens"]["quantiles"]
-    percents = [float(percent) for percent in quantiles]
-    drawn = np.interp(rng.uniform(0, 100, count), percents, list(quantiles.values()))
-    lengths: list[int] = np.maximum(drawn.round().astype(int), 1).tolist()
-    return lengths
-
-
-class ClientFailedError(RuntimeError):
-    """The benchmark client failed, or not all of its requests were answered."""
+def server_case(url: str, dims: ModelDims | None) -> dict[str, Any]:
+    """What a record's case says of a server, and of its model if that is known."""
+    info = server_info(url)
+    case = {
+        "dtype": info.get("dtype"),
+        "kv_cache_dtype": info.get("kv_cache_dtype"),
+        "tp": info.get("tp_size"),
+        "client": "http",
+    }
+    return case | ({"layers": dims.num_layers, "heads": dims.num_heads} if dims else {})
 
 
 def measure(
@@ -173,35 +209,18 @@ def measure(
         asked: `[requests]` token ids, all beginning with the prompt's.
         log: file that takes the client's output.
     """
-    sampling = {
-        "temperature": 0,
-        "max_new_tokens": output_tokens,
-        "ignore_eos": True,
-        "stream_interval": STREAM_INTERVAL,
-    }
     requests.post(f"{url}/flush_cache", timeout=60).raise_for_status()
-    with tempfile.TemporaryDirectory() as folder:
-        data, output = Path(folder) / "requests.jsonl", Path(folder) / "result.jsonl"
-        lines = (json.dumps({"input_ids": ids, "sampling_params": sampling}) + "\n" for ids in asked)
-        data.write_text("".join(lines))
-        flags = {
-            "base-url": url,
-            "num-prompts": len(asked),
-            "max-concurrency": len(asked),
-            "warmup-requests": 1,  # caches the shared prefix
-            "output-file": output,
-            "seed": seed,
-        }
-        command = [sys.executable, SCRIPTS / "bench_client.py", data, "--output-details", "--disable-tqdm"]
-        command += [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
-        before = server_info(url)
-        with log.open("a") as file:
-            status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
-        if status or not output.exists():
-            raise ClientFailedError(f"{backend}: the client ended with status {status}; see {log}")
-        details = json.loads(output.read_text())
-    if details["completed"] != len(asked):
-        raise ClientFailedError(f"{backend}: {details['completed']} of {len(asked)} requests answered; see {log}")
+    before = server_info(url)
+    details = run_client(
+        url,
+        [{"input_ids": ids, "sampling_params": sampling(output_tokens, STREAM_INTERVAL)} for ids in asked],
+        requests=len(asked),
+        output_tokens=len(asked) * output_tokens,
+        log=log,
+        at_a_time=None,
+        warm_up=1,  # caches the shared prefix
+        seed=seed,
+    )
     first_s = np.array(details["ttfts"])
     return Result(
         backend=backend,
@@ -214,47 +233,8 @@ def measure(
     )
 
 
-def full_batch_rate(first_s: np.ndarray, gaps_s: list[np.ndarray]) -> float | None:
-    """Tokens per second over the time in which every request is between its first and its last token.
-
-    Args:
-        first_s: `[requests]` time to the first token; all were sent at the same time.
-        gaps_s: for each request the times between its tokens.
-    Returns:
-        None if that time is too small a share of the decoding.
-    """
-    times = [first + np.cumsum(gaps) for first, gaps in zip(first_s, gaps_s, strict=True)]
-    begin, end = first_s.max(), min(t[-1] if len(t) else 0.0 for t in times)
-    longest = max((t[-1] - first for t, first in zip(times, first_s, strict=True) if len(t)), default=0.0)
-    if end - begin < SMALLEST_FULL_SHARE * longest or end <= begin:
-        return None
-    tokens = sum(int(np.count_nonzero((t > begin) & (t <= end))) for t in times)
-    return tokens / float(end - begin)
-
-
-def sharing_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:
-    """What hybrid_mla did between two readings of `/server_info`; None for a stock backend.
-
-    Returns:
-        `mode` of most decode steps, `steps` by mode, `group_size` as the mean over groups and steps (0 without any).
-    """
-    if HYBRID not in after:
-        return None
-    earlier, later = before[HYBRID]["counters"], after[HYBRID]["counters"]
-    gained = {name: value - earlier[name] for name, value in later.items() if isinstance(value, int)}
-    steps = {name.removeprefix("steps_"): count for name, count in gained.items() if name.startswith("steps_")}
-    read, saved = gained["shared_tokens_read"], gained["shared_tokens_saved"]
-    return {
-        "mode": max(steps, key=lambda mode: steps[mode]),
-        "steps": steps,
-        "group_size": round((read + saved) / read, 1) if read else 0,
-    }
-
-
-def record(
-    out: Path, result: Result, info: dict[str, Any], dims: ModelDims | None, questions: str, output_tokens: int
-) -> None:
-    """Append one result to a file of records."""
+def record(out: Path, result: Result, run: int, server: dict[str, Any], questions: str, output_tokens: int) -> None:
+    """Append one result to a file of records; `server` as of `server_case`."""
     attention, *flags = shlex.split(result.backend)
     case: dict[str, Any] = {
         "prompt": result.prompt.name,
@@ -262,13 +242,8 @@ def record(
         "concurrency": result.concurrency,
         "questions": questions,
         "output": output_tokens,
-        "dtype": info.get("dtype"),
-        "kv_cache_dtype": info.get("kv_cache_dtype"),
-        "tp": info.get("tp_size"),
-        "client": "http",
+        **server,
     }
-    if dims:
-        case |= {"layers": dims.num_layers, "heads": dims.num_heads}
     if flags:
         case["flags"] = shlex.join(flags)
     write_record(
@@ -276,6 +251,7 @@ def record(
         bench="serving",
         impl=attention if attention == HYBRID else f"sglang_{attention}",
         case=case,
+        run=run,
         decode_tok_s=None if result.decode_tok_s is None else round(result.decode_tok_s, 1),
         ttft_ms=round(result.ttft_ms, 1),
         ttft_last_ms=round(result.ttft_last_ms, 1),

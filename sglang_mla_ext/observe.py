@@ -27,13 +27,16 @@ class Counters:
         steps_absorb: decode steps of plain absorb only.
         prefills_naive: prefill steps in which at least one request attended to an expanded prefix.
         prefill_tokens_saved: cached tokens that such steps did not expand again, summed over requests.
-        expansions: prefixes expanded.
-        extensions: how often such a prefix grew.
-        evictions: expansions dropped, for whatever reason.
+        expansions: shared ranges of tokens whose expansion was completed.
+        expanded_tokens: tokens expanded.
+        evictions: chunks of expanded tokens dropped, for whatever reason.
         fallbacks: by reason, how often something was done by plain absorb that was meant to be naive.
         max_group_size: the largest group so far.
+        max_depth: the most groups that a request was in so far, one below the other.
         shared_tokens_read: prefix tokens that groups read, once for each group and step.
         shared_tokens_saved: prefix tokens that the groups' other requests did not have to read again.
+        forward_passes: of any kind, whether or not there was anything to plan.
+        plan_seconds: the host's time for planning them.
     """
 
     steps_naive: int = 0
@@ -42,23 +45,32 @@ class Counters:
     prefills_naive: int = 0
     prefill_tokens_saved: int = 0
     expansions: int = 0
-    extensions: int = 0
+    expanded_tokens: int = 0
     evictions: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
     max_group_size: int = 0
+    max_depth: int = 0
     shared_tokens_read: int = 0
     shared_tokens_saved: int = 0
+    forward_passes: int = 0
+    plan_seconds: float = 0.0
 
     def count_step(self, plan: Plan) -> None:
         """Count one decode step; one with groups of both kinds counts for both."""
         self.steps_naive += bool(plan.of_mode(Mode.NAIVE))
         self.steps_grouped += bool(plan.of_mode(Mode.GROUPED_ABSORB))
         self.steps_absorb += not plan.groups
+        self.max_depth = max(self.max_depth, plan.depth)
         for group in plan.groups:
             tokens = group.end - group.start
             self.max_group_size = max(self.max_group_size, len(group.rows))
             self.shared_tokens_read += tokens
             self.shared_tokens_saved += tokens * (len(group.rows) - 1)
+
+    def count_pass(self, plan_seconds: float) -> None:
+        """Count one forward pass, and how long the host took to plan it."""
+        self.forward_passes += 1
+        self.plan_seconds += plan_seconds
 
     def count_prefill(self, covered: Sequence[int]) -> None:
         """Count one prefill step with expanded parts, `covered` tokens of each request."""
@@ -72,20 +84,25 @@ class Counters:
         self.fallbacks[reason] += 1
 
 
-def report(counters: Counters, plan: Plan, expanded_bytes: int, budget_bytes: int) -> dict[str, Any]:
+def report(
+    counters: Counters, plan: Plan, expanded_bytes: int, budget_bytes: int, tokens_without_memory: int
+) -> dict[str, Any]:
     """The `hybrid_mla` entry of `/server_info`.
 
     Args:
         plan: of the last decode step.
         expanded_bytes: GPU memory that expanded prefixes take now.
         budget_bytes: what they may take.
+        tokens_without_memory: tokens worth expanding for which there is no memory.
     """
     return {
         "groups": [
-            {"prefix_len": group.end, "requests": len(group.rows), "mode": group.mode.value} for group in plan.groups
+            {"start": group.start, "prefix_len": group.end, "requests": len(group.rows), "mode": group.mode.value}
+            for group in plan.groups
         ],
         "expanded_bytes": expanded_bytes,
         "budget_bytes": budget_bytes,
+        "tokens_without_memory": tokens_without_memory,
         "counters": {**asdict(counters), "fallbacks": dict(counters.fallbacks)},
     }
 
@@ -106,6 +123,7 @@ class Metrics:
             "shared_requests": gauge("shared_requests", "Running requests in such a group."),
             "expanded_bytes": gauge("expanded_bytes", "Memory that expanded prefixes take."),
             "budget_bytes": gauge("budget_bytes", "Memory that expanded prefixes may take."),
+            "tokens_without_memory": gauge("tokens_without_memory", "Tokens worth expanding that found no memory."),
         }
         # Totals are kept by Counters; a gauge shows them as they are, also after a restart of the exporter.
         self._totals = {
@@ -118,9 +136,9 @@ class Metrics:
     def publish(self, info: Mapping[str, Any]) -> None:
         """Set the metrics from a report."""
         self._values["groups"].labels(**self._labels).set(len(info["groups"]))
-        requests = sum(group["requests"] for group in info["groups"])
+        requests = sum(group["requests"] for group in info["groups"] if group["start"] == 0)
         self._values["shared_requests"].labels(**self._labels).set(requests)
-        for name in ("expanded_bytes", "budget_bytes"):
+        for name in ("expanded_bytes", "budget_bytes", "tokens_without_memory"):
             self._values[name].labels(**self._labels).set(info[name])
         for name, total in self._totals.items():
             total.labels(**self._labels).set(info["counters"][name])

@@ -174,6 +174,8 @@ class NaiveKernel(Protocol):
 
     def tiles_of(self, dtype: torch.dtype) -> tuple[Tile, ...]: ...
 
+    def narrow_rows(self, tile: Tile) -> int: ...
+
     def run(self, q_nope: Tensor, q_rope: Tensor, keys: Any, work: Tensor, *args: Any, **options: Any) -> None: ...
 
 
@@ -322,6 +324,7 @@ class TritonSharedAttention:
             block_keys=tile.block_keys,
             capacity=self._capacity,
             target_items=self._num_ctas[tile],
+            narrow_rows=self._kernel.narrow_rows(tile),
             out=out,
         )
 

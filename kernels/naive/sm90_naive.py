@@ -26,7 +26,8 @@ from ..constants import CHUNK_TOKENS, FP8, LOG2E
 from ..storage.expanded import ExpandedBuffers
 from .items import ITEM_BEGIN, ITEM_CHUNKS, ITEM_END, ITEM_FIELDS, ITEM_HEAD, N_ITEMS
 from .schedule import WorkListCapacity
-from .sm90_parts.consumers import ROWS, Partials, Query, Ring, Scales, Work, consume
+from .sm90_parts.consumers import consume
+from .sm90_parts.pieces import ROWS, Handover, Partials, Query, Ring, Scales, Work
 from .triton_naive import Tile, check_arguments
 
 CHUNK = gl.constexpr(CHUNK_TOKENS)
@@ -84,6 +85,11 @@ def supports(buffers: ExpandedBuffers) -> bool:
 def tiles_of(dtype: torch.dtype) -> tuple[Tile, ...]:
     """Tiles for buffers of a dtype, smallest first."""
     return TILES[dtype]
+
+
+def narrow_rows(tile: Tile) -> int:
+    """Up to how many rows an item of this tile is computed as half of it."""
+    return ROWS.value if tile.block_rows > ROWS.value else 0
 
 
 @gluon.jit
@@ -162,6 +168,10 @@ def naive_prefix_hopper_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    handover_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    handover_empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(handover_full.index(0), count=1)
+    mbarrier.init(handover_empty.index(0), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -170,6 +180,7 @@ def naive_prefix_hopper_kernel(
     fence_async_shared()
 
     ring = Ring(k_nope_s, k_rope_s, v_t_s, k_full, k_empty, v_full, v_empty)
+    handover = Handover(handover_full, handover_empty)
     # Triton compiles a stride of 1 as a constant; `to_tensor` because the members of Query are run-time values.
     query = Query(
         q_nope_ptr, q_rope_ptr, gl.to_tensor(q_nope_row), gl.to_tensor(q_nope_head), gl.to_tensor(q_rope_row),
@@ -179,13 +190,14 @@ def naive_prefix_hopper_kernel(
     work = Work(work_ptr, items_offset, heads)
     partials = Partials(partial_out_ptr, partial_lse2_ptr)
     produced = (k_nope_desc, k_rope_desc, v_t_desc, ring, work)
-    first_half = (0, q_nope_s.index(0), q_rope_s.index(0), ring, query, scales, work, partials)
+    # The argument tuples stand in the call itself: constants in a tuple with a name would become run-time values.
+    q0, q1 = (q_nope_s.index(0), q_rope_s.index(0)), (q_nope_s.index(CONSUMERS - 1), q_rope_s.index(CONSUMERS - 1))
+    given = (ring, handover, query, scales, work, partials)
     if CONSUMERS == 1:
-        gl.warp_specialize([(consume, first_half), (_produce, produced)], [1], [PRODUCER_REGISTERS])
+        gl.warp_specialize([(consume, (0, CONSUMERS, q0, given)), (_produce, produced)], [1], [PRODUCER_REGISTERS])
     else:
-        second_half = (ROWS, q_nope_s.index(1), q_rope_s.index(1), ring, query, scales, work, partials)
         gl.warp_specialize(
-            [(consume, first_half), (consume, second_half), (_produce, produced)],
+            [(consume, (0, CONSUMERS, q0, given)), (consume, (1, CONSUMERS, q1, given)), (_produce, produced)],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )

@@ -64,6 +64,11 @@ def tiles_of(dtype: torch.dtype) -> tuple[Tile, ...]:
     return FP8_TILES if dtype == FP8 else TILES
 
 
+def narrow_rows(tile: Tile) -> int:
+    """Up to how many rows an item of this tile is computed as half of it: no item is."""
+    return 0
+
+
 def tile_for(rows: int, tiles: tuple[Tile, ...] = TILES) -> Tile:
     """The tile for batches of this many rows: the smallest that holds them all, else the largest."""
     return next((tile for tile in tiles if tile.block_rows >= rows), tiles[-1])

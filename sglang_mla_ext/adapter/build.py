@@ -15,7 +15,7 @@ from sglang_mla_ext.adapter.latent import LatentAttention
 from sglang_mla_ext.adapter.layer import attention_layers, merge_before_o_proj
 from sglang_mla_ext.adapter.prefill import PrefillPlan
 from sglang_mla_ext.adapter.steps import MAX_ROWS, PrefillSharing, Steps
-from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8, SEGMENTS_PER_ROW
+from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8, MAX_SEGMENTS, SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
@@ -23,6 +23,7 @@ from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode, ModelDims, rates_for
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
+from sglang_mla_ext.prefix.planner import Capacity
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def build(
     stock, latent = stock_and_latent(runner, layers, grouped, counters)
     if needs_latent(options, grouped=grouped, stock_decodes=stock.decodes):
         latent.allocate(step_rows, max_requests(requests), runner.model_config.context_len, memory)
-    if options.mode == "grouped_absorb" and latent.stacking is None and not counters.fallbacks:
+    if options.mode == "grouped_absorb" and latent.grouped_page is None and not counters.fallbacks:
         counters.fall_back(f"grouped absorb does not run here with {heads} heads: every step is plain absorb")
 
     expanding = None
@@ -68,7 +69,14 @@ def build(
     buffers, shared, expander = expanding or (None, None, None)
     pool = ExpandedPool(buffers.chunks if buffers else 0, CHUNK_TOKENS)
     prefixes = SharedPrefixes(
-        options, cost, pool, expander, counters, naive=shared is not None, stacking=latent.stacking
+        options,
+        cost,
+        pool,
+        expander,
+        counters,
+        capacity=Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * step_rows),
+        naive=shared is not None,
+        grouped_page=latent.grouped_page,
     )
     layer_index = {layer.attn_mqa.layer_id: index for index, layer in enumerate(layers)}
     # With --prefill-attention-backend another one does prefill, whose lse may be in another base.
@@ -82,7 +90,7 @@ def build(
         prefixes,
         expander,
         counters,
-        shares=shared is not None or latent.stacking is not None,
+        shares=shared is not None or latent.grouped_page is not None,
         prefill=prefill,
         max_rows=step_rows,
         budget_bytes=budget_bytes,
@@ -231,7 +239,7 @@ def smallest_group(
     max_rows: int,
 ) -> int | None:
     """Rows from which a step can have a group that pays; None where none ever does."""
-    ways = {Mode.NAIVE: shared, Mode.GROUPED_ABSORB: latent.stacking}
+    ways = {Mode.NAIVE: shared, Mode.GROUPED_ABSORB: latent.grouped_page}
     allowed = [mode for mode, way in ways.items() if way is not None]
     if not allowed:
         return None
@@ -248,7 +256,7 @@ def describe(
     smallest: int | None,
 ) -> str:
     """One line for the log."""
-    if buffers is None and latent.stacking is None:
+    if buffers is None and latent.grouped_page is None:
         return f"nothing is expanded, no grouped absorb, mode {options.mode}: every step is plain absorb"
     groups = f"groups of {smallest} requests and more" if smallest else "no group that pays"
     if buffers is None:

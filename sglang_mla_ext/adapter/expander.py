@@ -60,14 +60,9 @@ class Expander:
         """The scales of an FP8 buffer follow the weights: they are computed anew before the next expansion."""
         self._scales_valid = False
 
-    def expand(self, node: Hashable, start: int, end: int, chunks: Sequence[int]) -> None:
-        """Expand tokens `[start, end)` of the path that ends in this tree node, in all layers.
-
-        Args:
-            node: a handle of the tree.
-            chunks: ids of the chunks that hold the path's tokens from the first one on.
-        """
-        self.expand_slots(self._tree.slots(node, start, end), chunks, start)
+    def expand(self, node: Hashable, node_end: int, start: int, end: int, chunks: Sequence[int]) -> None:
+        """See prefix.shared_prefixes.Expander."""
+        self.expand_slots(self._tree.slots(node, node_end, start, end), chunks, 0)
 
     @torch.no_grad()
     def expand_slots(self, slots: torch.Tensor, chunks: Sequence[int], start: int) -> None:

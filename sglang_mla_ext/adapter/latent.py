@@ -14,7 +14,6 @@ from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.constants import MAX_SEGMENTS, PAGE_TOKENS, SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.dispatch import fill_page_table
 from sglang_mla_ext.kernels.memory import Memory, tensor_bytes
-from sglang_mla_ext.prefix.planner import Stacking
 
 META = torch.device("meta")
 
@@ -45,7 +44,7 @@ class LatentSizes:
 class LatentAttention(Protocol):
     """Attention of a decode step's rows to what is not expanded.
 
-        latent.allocate(max_rows, max_requests, max_tokens)  # once; then stacking and workspace_bytes
+        latent.allocate(max_rows, max_requests, max_tokens)  # once; then grouped_page, workspace_bytes
         latent.plan(segments, tail_starts, rows)             # when the plan or the number of rows changes
         latent.begin_step(batch, sharing=True)               # before every step
         for layer in layers:
@@ -55,11 +54,11 @@ class LatentAttention(Protocol):
     CUDA graph captures; the graph follows later calls of the other two. It owns its page tables and metadata.
 
     Attributes:
-        stacking: how rows of a segment are stacked, for the planner; None where there is no grouped absorb.
+        grouped_page: grouped absorb takes whole pages of so many tokens; None where there is no grouped absorb.
         workspace_bytes: device memory that `allocate` took.
     """
 
-    stacking: Stacking | None
+    grouped_page: int | None
 
     @property
     def workspace_bytes(self) -> int: ...

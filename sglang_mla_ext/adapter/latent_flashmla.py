@@ -21,7 +21,6 @@ from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
 from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.kernels.dispatch import grouped_absorb_bytes, make_grouped_absorb, whole_query
 from sglang_mla_ext.kernels.memory import Memory, tensor_bytes
-from sglang_mla_ext.prefix.planner import Stacking
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
@@ -54,7 +53,7 @@ class FlashMLALatent:
         self._pool, self._req_to_token, self._heads, self._layer_id = pool, req_to_token, heads, layer_id
         self._rank = pool.kv_lora_rank
         self._wants_grouped, self._on_failure = grouped, on_failure
-        self.stacking: Stacking | None = None
+        self.grouped_page: int | None = None
         self._grouped: GroupedAbsorb | None = None
         self._tails: Tails | None = None
         self._starts: TailStarts | None = None
@@ -89,8 +88,7 @@ class FlashMLALatent:
 
     def allocate(self, max_rows: int, max_requests: int, max_tokens: int, memory: Memory | None = None) -> None:
         self._starts = TailStarts(max_rows, self._req_to_token.device)
-        stacked = rows_per_tile(self._heads)
-        if self._wants_grouped and stacked is not None:
+        if self._wants_grouped and rows_per_tile(self._heads) is not None:
             self._grouped = make_grouped_absorb(
                 self._req_to_token,
                 self._pages(self._layer_id),
@@ -101,7 +99,7 @@ class FlashMLALatent:
                 **grouped_sizes(max_rows, max_tokens),
             )
         if self._grouped is not None:
-            self.stacking = Stacking(PAGE_TOKENS, stacked)
+            self.grouped_page = PAGE_TOKENS
             return
         self._tails = Tails(self._req_to_token, self._starts, max_rows, max_tokens, memory)
         # Its size depends on the GPU alone.

@@ -27,7 +27,6 @@ from sglang_mla_ext.kernels.dispatch import (
 )
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
-from sglang_mla_ext.prefix.planner import Stacking
 
 if TYPE_CHECKING:
     from sglang_mla_ext.adapter.latent_pool import LatentPool
@@ -58,7 +57,7 @@ class FP8Latent:
         """
         self._pool, self._req_to_token, self._heads, self._layer_id = pool, req_to_token, heads, layer_id
         self._dtype, self._wants_grouped, self._on_failure = dtype, grouped, on_failure
-        self.stacking: Stacking | None = None
+        self.grouped_page: int | None = None
         self._absorb: AbsorbFP8 | None = None
         self._grouped: GroupedAbsorb | None = None
         self._stacked = False  # whether this step goes through it
@@ -108,8 +107,7 @@ class FP8Latent:
             on_failure=self._on_failure,
             memory=memory,
         )
-        stacked = rows_per_tile(self._heads)
-        if self._wants_grouped and stacked is not None:
+        if self._wants_grouped and rows_per_tile(self._heads) is not None:
             self._grouped = make_grouped_absorb_fp8(
                 self._req_to_token,
                 rows,
@@ -121,7 +119,7 @@ class FP8Latent:
                 **grouped_sizes(max_rows, max_tokens),
             )
             if self._grouped is not None:
-                self.stacking = Stacking(PAGE_TOKENS, stacked)
+                self.grouped_page = PAGE_TOKENS
 
     def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int, queries: int = 1) -> None:
         if self._grouped is not None:

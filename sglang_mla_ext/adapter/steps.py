@@ -7,6 +7,7 @@ what is expanded is forgotten, and sharing pauses for a while.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -150,6 +151,7 @@ class Steps:
             running: requests that are decoding, whether or not they take part in this pass.
             prefix_lens: `[requests]` tokens that are cached; new_tokens: `[requests]` tokens to compute; in prefill.
         """
+        begin = time.perf_counter()  # for a metric; ranks must decide alike, so nothing may depend on it
         self.next = NOTHING_SHARED
         relay.clear()
         plan = Plan(0)
@@ -168,6 +170,7 @@ class Steps:
                 self.fail("planning", error)
         if mode.is_decode():
             self.counters.count_step(plan)
+        self.counters.count_pass(time.perf_counter() - begin)
 
     def fail(self, what: str, error: Exception) -> None:
         """Forget what is expanded, and plan nothing for a while."""
@@ -199,7 +202,8 @@ class Steps:
     def report(self) -> dict[str, Any]:
         """The `hybrid_mla` entry of `/server_info`."""
         expanded_bytes = self._prefixes.pool.used_chunks * self._chunk_bytes
-        return report(self.counters, self._prefixes.plan, expanded_bytes, self._budget_bytes)
+        without = self._prefixes.tokens_without_memory
+        return report(self.counters, self._prefixes.plan, expanded_bytes, self._budget_bytes, without)
 
     def _forget_plans(self) -> None:
         """A plan's nodes keep their tree alive."""

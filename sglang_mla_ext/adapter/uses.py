@@ -134,12 +134,22 @@ _SCHEDULING = (
     *_attributes("managers.schedule_batch.Req", "rid last_node", "a request's path in the radix tree"),
     *_methods("managers.schedule_batch.Req", "finished", "who runs"),
     *_attributes("mem_cache.radix_cache.RadixCache", "disable", "is there a radix tree"),
+    *_attributes("mem_cache.radix_cache.RadixCache", "root_node page_size", "whether a node is still in the tree"),
     *_attributes("mem_cache.radix_cache.TreeNode", "parent key value lock_ref", "paths, slots, and who holds them"),
+    *_attributes("mem_cache.radix_cache.TreeNode", "children host_value", "whether a node is still in the tree"),
+    *_function("mem_cache.radix_cache.RadixKey.child_key", "self page_size", "what a node is called by its parent"),
     *_function(
         "mem_cache.radix_cache.RadixCache._split_node",
         "self key child split_len",
-        "a split leaves the old node object its end, which expansions are known by",
+        "a split leaves the old node object its end, which expansions are known by, and gives both nodes its locks",
     ),
+    *_function(
+        "mem_cache.radix_cache.RadixCache.inc_lock_ref",
+        "self node",
+        "locks a node and all above it: from a node that one request holds down, nobody else does",
+    ),
+    *_function("mem_cache.radix_cache.RadixCache.dec_lock_ref", "self node", "unlocks a node and all above it"),
+    *_function("mem_cache.radix_cache.RadixCache._delete_leaf", "self node", "an evicted node's parent forgets it"),
 )
 _STEP = (
     *_function("model_executor.forward_batch_info.ForwardBatch.init_new", "batch model_runner", "a step's requests"),

@@ -14,6 +14,7 @@ data: `configs/gpus/*.json`, each with a note on what was measured. This module 
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Collection, Mapping
@@ -120,6 +121,8 @@ class ModeRates:
             launches that the mode adds to those for the tails, the merge included. Where the file's source says that
             overheads were fitted to choices, only their differences between modes mean anything.
         row_tile: rows of the matrix units' smallest tile; fewer rows cost as much as this many.
+        segment_s: time of one more segment for rows that have one already, beyond its work and its partials: of the
+            items that it is cut into.
         measured: whether the rates were measured with this mode's kernel. Mode `auto` never chooses a mode whose rates
             are assumed.
     """
@@ -130,6 +133,7 @@ class ModeRates:
     overhead_s: float
     row_tile: int
     overhead_per_root_row_s: float = 0.0
+    segment_s: float = 0.0
     measured: bool = True
 
     def matrix_rate(self, element_bytes: int) -> float:
@@ -172,6 +176,7 @@ class GpuRates:
                 overhead_s=float(values["overhead_s"]),
                 row_tile=int(values["row_tile"]),
                 overhead_per_root_row_s=float(values.get("overhead_per_root_row_s", 0.0)),
+                segment_s=float(values.get("segment_s", 0.0)),
                 measured=bool(values.get("measured", True)),
             )
 
@@ -217,14 +222,14 @@ class CostModel:
     expanded_element_bytes: int = 2
     latent_element_bytes: int = 2
 
-    @property
+    @functools.cached_property
     def latent_row_bytes(self) -> int:
         """Bytes of a token's latent row: 1152 in BF16 with DeepSeek-V3's dimensions, 656 in FP8."""
         size = self.latent_element_bytes
         scale = _FP8_LATENT_SCALE_BYTES if size == 1 else 0
         return self.dims.kv_lora_rank * size + scale + self.dims.qk_rope_head_dim * max(size, 2)
 
-    @property
+    @functools.cached_property
     def expanded_token_bytes(self) -> int:
         """Bytes of a token of the expanded prefix: K and V for each local head, K's rotary part once."""
         size = self.expanded_element_bytes
@@ -254,17 +259,35 @@ class CostModel:
         """
         if tokens == 0 or group_size == 0:
             return 0.0
+        return self.work_seconds(mode, group_size, tokens) + self.overhead_seconds(mode, group_size)
+
+    def overhead_seconds(self, mode: Mode, group_size: int) -> float:
+        """The part of `seconds` that does not depend on the tokens."""
+        rates = self.rates.modes[mode]
+        return rates.overhead_s + rates.overhead_per_root_row_s * math.sqrt(self.tail_rows(group_size))
+
+    def work_seconds(self, mode: Mode, group_size: int, tokens: int, step_tokens: int = 0) -> float:
+        """The part of `seconds` that grows with the tokens.
+
+        Args:
+            step_tokens: distinct tokens that all groups of a step share, which have to fit in the L2 cache together;
+                by default those of this group alone.
+        """
         rates = self.rates.modes[mode]
         latent = mode is not Mode.NAIVE
         element_bytes = self.latent_element_bytes if latent else self.expanded_element_bytes
         matrix_s = self._padded_macs(mode, group_size, tokens) / rates.matrix_rate(element_bytes)
-
         memory_bytes = self.bytes_read(mode, group_size, tokens)
-        prefix_bytes = tokens * self.latent_row_bytes
-        if mode is Mode.ABSORB and prefix_bytes <= self.rates.l2_bytes:
-            memory_bytes = prefix_bytes
-        overhead_s = rates.overhead_s + rates.overhead_per_root_row_s * math.sqrt(self.tail_rows(group_size))
-        return max(memory_bytes / rates.bytes_per_s, matrix_s) + overhead_s
+        if mode is Mode.ABSORB and max(tokens, step_tokens) * self.latent_row_bytes <= self.rates.l2_bytes:
+            memory_bytes = tokens * self.latent_row_bytes
+        return max(memory_bytes / rates.bytes_per_s, matrix_s)
+
+    def segment_seconds(self, mode: Mode, group_size: int) -> float:
+        """What one more segment costs rows that have one already, beyond its work: the launches are there. Each row has
+        one partial more in each head, written once and read once by the merge."""
+        rates, dims = self.rates.modes[mode], self.dims
+        partial_bytes = dims.v_head_dim * 4 if mode is Mode.NAIVE else dims.kv_lora_rank * 2
+        return rates.segment_s + 2 * group_size * self.local_heads * partial_bytes / rates.bytes_per_s
 
     def tail_rows(self, group_size: int) -> int:
         """Rows that plain absorb computes over the private tails of a group, padded to whole tiles."""

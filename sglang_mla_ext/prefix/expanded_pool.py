@@ -1,171 +1,292 @@
-"""Who owns which chunk of the memory for expanded prefixes: budget, growth, lookup, eviction.
+"""Who owns which chunk of the memory for expanded prefixes: budget, lookup, splits, eviction.
 
-Pure bookkeeping on the host; the memory itself is `kernels.layout.ExpandedBuffers`. Every decision depends only on
-the tree and on the plan, never on time or on free memory of a device, so that all tensor-parallel ranks decide alike.
+A chunk holds the expanded tokens `[k · C, (k + 1) · C)` of a path, for its index k and C tokens a chunk. It belongs to
+the tree node in which the last of them lies, so requests below that node share it, whatever else they hold; a node that
+ends inside a chunk may own a chunk of its own for what is before its end. Nothing is stored twice but such remainders:
+at most one chunk less a token for each branch.
+
+Memory goes to what saves most per token. A chunk that is wanted takes the place of the one that is worth least, if that
+is worth clearly less, so that two of nearly equal worth do not evict each other in turn. Chunks that nobody wants may
+stay as long as their node is in the tree.
+
+Pure bookkeeping on the host; the memory itself is `kernels.storage.expanded.ExpandedBuffers`. Every decision depends
+only on the tree and on what was wanted before, never on time or on free memory of a device, so that all
+tensor-parallel ranks decide alike.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from sglang_mla_ext.prefix.planner import Path, PathNode
+from sglang_mla_ext.prefix.tree import Tree
 
-PathOf = Callable[[Hashable], Path]
-"""The present path of a tree node; it changes when a node on it is cut in two."""
+HYSTERESIS = 1.25
+"""So many times the worth of a chunk must another one have to take its place."""
+
+GRACE = 8
+"""A chunk that two requests no longer hold keeps its worth for so many rounds: they may be between two steps."""
 
 
 @dataclass(eq=False)
-class Expansion:
-    """A prefix whose keys and values are kept, or are being, expanded.
-
-    Attributes:
-        anchor: the tree node on whose path it lies.
-        target: tokens it is meant to cover, from the first one.
-        done: tokens expanded so far.
-        usable: tokens that a plan may use: what was complete when `target` was last reached.
-        chunks: ids of the chunks that hold them, in order.
-        counted: whether it is among the counters' expansions.
+class Chunk:
+    """Attributes:
+    id: in the expanded buffers.
+    index: of its tokens, see the module.
+    node: that owns it.
+    filled: tokens from the root up to which it is expanded; `index · C` when nothing is.
+    worth: seconds a layer that a token of it saves; wanted: the round in which it was last asked for.
     """
 
-    anchor: Hashable
-    target: int = 0
-    done: int = 0
-    usable: int = 0
-    chunks: list[int] = field(default_factory=list)
-    counted: bool = False
+    id: int
+    index: int
+    node: Hashable
+    filled: int
+    worth: float = 0.0
+    wanted: int = 0
 
-    @property
-    def complete(self) -> bool:
-        return self.done >= self.target
+
+class Want(NamedTuple):
+    """A range of tokens that is worth expanding.
+
+    Attributes:
+        nodes, ends: of the run that it ends in, as in `planner.Run`.
+        start, end: tokens from the root; `start` is a multiple of a chunk.
+        worth: seconds a layer that a token of it saves.
+        above: position in the list of the range that this one continues, -1 where it continues none.
+    """
+
+    nodes: Sequence[Hashable]
+    ends: Sequence[int]
+    start: int
+    end: int
+    worth: float
+    above: int = -1
+
+
+@dataclass(eq=False)
+class _Owned:
+    """The chunks of a node, by index. `length`: tokens of the node when it was last looked at."""
+
+    end: int
+    length: int
+    chunks: dict[int, Chunk] = field(default_factory=dict)
 
 
 class ExpandedPool:
-    """Chunks and the expansions that own them.
+    """Chunks and the nodes that own them.
 
-    Invariant: every chunk is either free or owned by exactly one expansion.
+    Invariant: every chunk is either free or owned by exactly one node.
+
+    Attributes:
+        version: grows whenever a plan made earlier may no longer be the best, or may no longer be valid.
+        waiting: whether something was not given memory that it will be given soon, if nothing else changes.
     """
 
     def __init__(self, num_chunks: int, chunk_tokens: int) -> None:
         self.num_chunks = num_chunks
         self.chunk_tokens = chunk_tokens
-        self.expansions: list[Expansion] = []
         self.version = 0
-        """Grows whenever a plan made earlier may no longer be the best or may no longer be valid."""
+        self.waiting = False
         self._free = list(range(num_chunks))
+        self._owned: dict[Hashable, _Owned] = {}
+        self._round = 0
+        self._by_id: dict[int, Chunk] = {}
+        self._some_in_grace = False
 
     @property
     def used_chunks(self) -> int:
         return self.num_chunks - len(self._free)
 
     @property
-    def free_tokens(self) -> int:
-        return len(self._free) * self.chunk_tokens
+    def nodes(self) -> set[Hashable]:
+        """Those that own chunks."""
+        return set(self._owned)
 
-    def reserve(self, path: Path, tokens: int, path_of: PathOf, *, minimum: int) -> Expansion | None:
-        """Find or make the expansion for the first `tokens` tokens of a path, as far as memory reaches.
+    # ---- the tree changes
 
-        One that covers them, or is about to, is taken as it is; one that ends on the path grows; else a new one starts.
-        Memory that does not suffice shortens the target.
-        Args:
-            path: root first; `tokens` is at most its end.
-            path_of: the present path of a tree node.
-            minimum: fewer tokens than this are not worth having.
-        Returns:
-            the expansion, or None where memory does not reach `minimum`.
-        """
-        covered, covering = self.coverage(path, tokens, path_of)
-        on_path = {step.node for step in path}
-        growing = max((e for e in self.expansions if e.anchor in on_path), key=lambda e: e.target, default=None)
-        owned = growing.chunks if growing else []
-        target = min(tokens, len(owned) * self.chunk_tokens + self.free_tokens)
-        if max(covered, target) < minimum:
-            return None
-        if covering is not None and covered >= target:
-            return covering
-        if growing is None:
-            growing = Expansion(anchor=path[-1].node)
-            self.expansions.append(growing)
-        growing.anchor, growing.target = path[-1].node, target
-        while len(growing.chunks) * self.chunk_tokens < target:
-            growing.chunks.append(heapq.heappop(self._free))
-        return growing
-
-    def coverage(self, path: Path, tokens: int, path_of: PathOf) -> tuple[int, Expansion | None]:
-        """How many of the first `tokens` tokens of a path some expansion covers or is about to, and which one."""
-        on_path = {step.node for step in path}
-        best: tuple[int, Expansion | None] = (0, None)
-        for expansion in self.expansions:
-            common = max((step.end for step in path_of(expansion.anchor) if step.node in on_path), default=0)
-            length = min(common, expansion.target, tokens)
-            if length > best[0]:
-                best = (length, expansion)
-        return best
-
-    def advance(self, expansion: Expansion, tokens: int) -> None:
-        """Record that `tokens` more tokens are expanded."""
-        expansion.done += tokens
-        assert expansion.done <= expansion.target
-        if expansion.complete:
-            expansion.usable = expansion.done
-            self.version += 1
-
-    def lookup(self, path_of: PathOf) -> dict[Hashable, tuple[int, Expansion]]:
-        """For every tree node that an expansion covers: how many tokens, and which expansion.
-
-        A node's tokens are covered from the first one on, up to the node's end or the end of the expansion.
-        """
-        covered: dict[Hashable, tuple[int, Expansion]] = {}
-        for expansion in self.expansions:
-            for step in path_of(expansion.anchor):
-                tokens = min(step.end, expansion.usable)
-                if tokens > (covered[step.node][0] if step.node in covered else 0):
-                    covered[step.node] = (tokens, expansion)
-        return covered
-
-    def release_unheld(self, path_of: PathOf, is_held: Callable[[Hashable], bool]) -> int:
-        """Cut every expansion back to the part that some request still holds; drop those that nobody does.
+    def follow(self, tree: Tree) -> int:
+        """Bring it up to date with the tree: what stood for a node that was split goes to the nodes that now end where
+        the chunks do, and what belongs to nodes that have left the tree is dropped.
 
         Returns:
-            how many were dropped.
+            how many chunks were dropped.
         """
         dropped = 0
-        for expansion in list(self.expansions):
-            if is_held(expansion.anchor):
+        for node in list(self._owned):
+            owned = self._owned.get(node)
+            if owned is None:
                 continue
-            held = [step for step in path_of(expansion.anchor) if is_held(step.node)]
-            if held:
-                self._shorten(expansion, held[-1])
-            else:
-                self.drop(expansion)
-                dropped += 1
+            if not tree.is_attached(node):
+                dropped += self._drop_node(node)
+            elif tree.length(node) != owned.length:
+                self._hand_up(tree, node, owned)
         return dropped
 
-    def drop(self, expansion: Expansion) -> None:
-        self.expansions.remove(expansion)
-        self._give_back(expansion.chunks)
+    def _hand_up(self, tree: Tree, node: Hashable, owned: _Owned) -> None:
+        """Give chunks that end before the node begins to the node above, and so on."""
+        while True:
+            owned.length = tree.length(node)
+            start = owned.end - owned.length
+            early = [chunk for chunk in owned.chunks.values() if (chunk.index + 1) * self.chunk_tokens <= start]
+            if not early:
+                return
+            above = tree.parent(node)
+            heir = self._owned.setdefault(above, _Owned(start, 0))
+            for chunk in early:
+                del owned.chunks[chunk.index]
+                chunk.node = above
+                heir.chunks[chunk.index] = chunk
+            if not owned.chunks:
+                del self._owned[node]
+            self.version += 1
+            node, owned = above, heir
+
+    # ---- who gets memory
+
+    def allot(self, wants: Sequence[Want], tree: Tree, *, evict: bool = True) -> tuple[list[int], int]:
+        """One round: give chunks to the ranges that are wanted, as far as memory reaches.
+
+        Args:
+            wants: the most worthwhile first; one that continues another behind that one.
+            evict: whether chunks that are worth less may be taken for them. Without, this is no round of its own.
+        Returns:
+            `[wants]` tokens from the root up to which each range has chunks, and how many chunks were evicted.
+        """
+        self._round += evict
+        if evict:
+            for want in wants:
+                for index, node in self._places(want):
+                    if (chunk := self.chunk(node, index)) is not None:
+                        chunk.worth, chunk.wanted = want.worth, self._round
+            self.waiting = False
+        victims: list[tuple[float, int, int, int]] | None = None
+        evicted, reached = 0, []
+        for want in wants:
+            reach = want.start
+            if want.above >= 0 and reached[want.above] < want.start:
+                reached.append(reach)  # there is a gap above
+                continue
+            for index, node in self._places(want):
+                if self.chunk(node, index) is None:
+                    if not self._free and evict:
+                        if victims is None:
+                            victims = self._by_worth(tree)
+                        evicted += self._evict_for(want.worth, victims)
+                    if not self._free:
+                        break
+                    self._take(tree, node, want, index)
+                reach = min((index + 1) * self.chunk_tokens, want.end)
+            reached.append(reach)
+        return reached, evicted
+
+    def _places(self, want: Want) -> Iterator[tuple[int, Hashable]]:
+        """Index and owner of each chunk of a range."""
+        size, at = self.chunk_tokens, 0
+        for index in range(want.start // size, -(-want.end // size)):
+            last = min((index + 1) * size, want.end)
+            while want.ends[at] < last:
+                at += 1
+            yield index, want.nodes[at]
+
+    def chunk(self, node: Hashable, index: int) -> Chunk | None:
+        """The chunk with this index that a node owns."""
+        owned = self._owned.get(node)
+        return owned.chunks.get(index) if owned is not None else None
+
+    def _take(self, tree: Tree, node: Hashable, want: Want, index: int) -> None:
+        owned = self._owned.get(node)
+        if owned is None:
+            end = want.ends[want.nodes.index(node)]
+            owned = self._owned[node] = _Owned(end, tree.length(node))
+        chunk = Chunk(heapq.heappop(self._free), index, node, index * self.chunk_tokens, want.worth, self._round)
+        owned.chunks[index] = chunk
+
+    def _by_worth(self, tree: Tree) -> list[tuple[float, int, int, int]]:
+        """Worth, round, index and id of every chunk, as a heap: the deepest of the least worth first."""
+        heap, self._some_in_grace = [], False
+        for node, owned in self._owned.items():
+            kept = tree.holders(node) >= 2
+            for chunk in owned.chunks.values():
+                in_grace = not kept and self._round - chunk.wanted <= GRACE
+                self._some_in_grace |= in_grace
+                heap.append((chunk.worth if kept or in_grace else 0.0, chunk.wanted, -chunk.index, chunk.id))
+        heapq.heapify(heap)
+        self._by_id = {chunk.id: chunk for owned in self._owned.values() for chunk in owned.chunks.values()}
+        return heap
+
+    def _evict_for(self, worth: float, victims: list[tuple[float, int, int, int]]) -> int:
+        """Free the chunk that is worth least, if `worth` is clearly more; whether it was."""
+        if not victims or victims[0][0] * HYSTERESIS >= worth:
+            self.waiting = self._some_in_grace
+            return 0
+        self._drop_chunk(self._by_id[heapq.heappop(victims)[3]])
+        return 1
+
+    # ---- what is expanded
+
+    def missing(self, want: Want) -> Iterator[Chunk]:
+        """The chunks of a range that are not expanded as far as it wants them, in order, up to the first that it does
+        not have."""
+        for index, node in self._places(want):
+            chunk = self.chunk(node, index)
+            if chunk is None:
+                return
+            if chunk.filled < min((index + 1) * self.chunk_tokens, want.end):
+                yield chunk
+
+    def fill(self, chunk: Chunk, end: int) -> None:
+        """Record that a chunk is expanded up to token `end`."""
+        chunk.filled = end
         self.version += 1
+
+    def covered(self, nodes: Sequence[Hashable], ends: Sequence[int], start: int) -> tuple[int, list[int]]:
+        """How far consecutive nodes are expanded, from the chunk on that holds token `start`, where the first of them
+        begins.
+
+        Returns:
+            tokens from the root, 0 where not even the first chunk is expanded; and the ids of the chunks.
+        """
+        size, at = self.chunk_tokens, 0
+        index, ids, reach = start // size, [], 0
+        while at < len(nodes):
+            chunk = self.chunk(nodes[at], index)
+            last = (index + 1) * size
+            if ends[at] < last:  # the node ends inside this chunk: it may have a chunk for what is before its end
+                if at + 1 == len(nodes):
+                    if chunk is not None and chunk.filled > index * size:
+                        ids.append(chunk.id)
+                        reach = chunk.filled
+                    break
+                at += 1
+                continue
+            if chunk is None or chunk.filled <= index * size:
+                break
+            ids.append(chunk.id)
+            reach = chunk.filled
+            if chunk.filled < last:
+                break
+            index += 1
+        return reach, ids
+
+    # ---- dropping
 
     def drop_all(self) -> int:
-        """Forget everything; returns how many expansions there were."""
-        count = len(self.expansions)
-        for expansion in list(self.expansions):
-            self.drop(expansion)
-        return count
+        """Forget everything; returns how many chunks that were."""
+        return sum(self._drop_node(node) for node in list(self._owned))
 
-    def _shorten(self, expansion: Expansion, last: PathNode) -> None:
-        expansion.anchor = last.node
-        expansion.target = min(expansion.target, last.end)
-        expansion.done = min(expansion.done, last.end)
-        expansion.usable = min(expansion.usable, last.end)
-        if expansion.complete:
-            expansion.usable = expansion.done
-        keep = -(-expansion.target // self.chunk_tokens)
-        self._give_back(expansion.chunks[keep:])
-        del expansion.chunks[keep:]
-        self.version += 1
-
-    def _give_back(self, chunks: Iterable[int]) -> None:
+    def _drop_node(self, node: Hashable) -> int:
+        chunks = list(self._owned[node].chunks.values())
         for chunk in chunks:
-            heapq.heappush(self._free, chunk)
+            self._drop_chunk(chunk)
+        return len(chunks)
+
+    def _drop_chunk(self, chunk: Chunk) -> None:
+        owned = self._owned[chunk.node]
+        del owned.chunks[chunk.index]
+        if not owned.chunks:
+            del self._owned[chunk.node]
+        heapq.heappush(self._free, chunk.id)
+        self.version += 1

@@ -1,7 +1,7 @@
-"""What sharing a prefix saves, as the mode option wants it judged: the planner's `Gain` functions.
+"""What sharing saves, as the mode option wants it judged: the planner's `Gain` functions.
 
 In mode `auto` a gain is the cost model's difference in seconds per layer. The forcing modes replace it by a function
-that takes every group, or none.
+that takes every range, or none.
 """
 
 from __future__ import annotations
@@ -15,60 +15,45 @@ if TYPE_CHECKING:
     from sglang_mla_ext.options import HybridMLAOptions
 
 
-def every_group(group_size: int, tokens: int) -> float:
-    """The gain of a mode that is forced: every group is taken, larger and longer ones first."""
-    return float((group_size - 1) * tokens)
-
-
-def no_group(group_size: int, tokens: int) -> float:
-    """The gain of a mode that is not available: no group is taken."""
-    return 0.0
-
-
-def gain_of(options: HybridMLAOptions, cost: CostModel) -> Gain:
-    """What naive attention saves over plain absorb.
-
-    With `auto` the cost model says, with `naive` every group pays, and with the other modes none does.
-    """
-    if not options.may_expand:
-        return no_group
-    if options.mode == "naive":
-        return every_group
-    return lambda group_size, tokens: (
-        cost.seconds(Mode.ABSORB, group_size, tokens) - cost.seconds(Mode.NAIVE, group_size, tokens)
-    )
+def every_range(rows: int, start: int, end: int) -> float:
+    """The gain of a mode that is forced: every range is taken, larger and longer ones first."""
+    return float((rows - 1) * (end - start))
 
 
 class Gains(NamedTuple):
-    """What each way to attend to a shared prefix saves.
+    """What each way to attend to a range of shared tokens saves over plain absorb; None where there is no such way."""
 
-    Attributes:
-        naive: naive over plain absorb, for a prefix that is expanded already.
-        grouped: grouped absorb over plain absorb; None where grouped absorb is not available.
-        expand: naive over the best way that needs no expansion: what expanding would bring.
-    """
-
-    naive: Gain
+    naive: Gain | None
     grouped: Gain | None
-    expand: Gain
 
     @classmethod
-    def of(cls, options: HybridMLAOptions, cost: CostModel, *, naive: bool, grouped: bool) -> Gains:
+    def of(
+        cls, options: HybridMLAOptions, cost: CostModel, *, naive: bool, grouped: bool, step_tokens: int = 0
+    ) -> Gains:
         """
         Args:
             naive, grouped: whether this server has naive attention and grouped absorb; the mode option may rule them
                 out all the same.
+            step_tokens: distinct tokens that all groups of the step share.
         """
-        over_absorb = gain_of(options, cost) if naive else no_group
-        if not grouped or not options.may_group:
-            return cls(over_absorb, None, over_absorb)
-        if options.mode == "grouped_absorb":
-            return cls(no_group, every_group, no_group)
 
-        def grouped_gain(group_size: int, tokens: int) -> float:
-            return cost.seconds(Mode.ABSORB, group_size, tokens) - cost.seconds(Mode.GROUPED_ABSORB, group_size, tokens)
+        def over_absorb(mode: Mode) -> Gain:
+            def gain(rows: int, start: int, end: int) -> float:
+                tokens = end - start
+                saved = cost.work_seconds(Mode.ABSORB, rows, tokens, step_tokens)
+                saved -= cost.work_seconds(mode, rows, tokens)
+                if start:
+                    return saved - cost.segment_seconds(mode, rows)
+                # A row's first group: with the overheads of the launches, of which there are fewer without it.
+                return saved + cost.overhead_seconds(Mode.ABSORB, rows) - cost.overhead_seconds(mode, rows)
 
-        def expand_gain(group_size: int, tokens: int) -> float:
-            return over_absorb(group_size, tokens) - max(grouped_gain(group_size, tokens), 0.0)
+            return gain
 
-        return cls(over_absorb, grouped_gain, expand_gain if naive else no_group)
+        forced = {"naive": Mode.NAIVE, "grouped_absorb": Mode.GROUPED_ABSORB}.get(options.mode)
+        may = {Mode.NAIVE: naive and options.may_expand, Mode.GROUPED_ABSORB: grouped and options.may_group}
+        return cls(
+            *(
+                None if not may[mode] else every_range if mode is forced else over_absorb(mode)
+                for mode in (Mode.NAIVE, Mode.GROUPED_ABSORB)
+            )
+        )

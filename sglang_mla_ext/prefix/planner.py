@@ -1,32 +1,28 @@
-"""From the tree paths of a batch's requests to a plan: which rows attend together to which shared prefix.
+"""From the tree that a batch shares to a plan: which rows attend together to which range of tokens, and in which way.
 
-Pure Python; knows neither SGLang nor torch. A path is the chain of tree nodes that hold a request's cached
-tokens, from the root down. Two requests share a prefix as far as their paths run through the same nodes, so
-requests of different namespaces (LoRA adapter, cache salt) never do: their trees meet only in the root.
+A *run* is consecutive nodes of the tree that the same rows hold. What attending together at a run saves is independent
+of the runs below it but for one thing: what is shared is the upper part of every path, so that a row's tail is
+contiguous, and a run is of use only with all above it. So with `gain(r)` for a run alone
+
+    T(r) = max(0, gain(r) + Σ T(children of r))
+
+one pass from the leaves finds the best plan: a run is in it where T is positive for it and all above.
+
+Expanded tokens stand in chunks at absolute multiples of a chunk's size. Where the runs below are used too, a run ends
+with its last whole chunk, and those below begin there; only the last one of a path ends where its tokens end.
+
+Pure Python; knows neither SGLang nor torch. The same tree and rows give the same plan.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sglang_mla_ext.prefix.cost_model import Mode
-
-
-class PathNode(NamedTuple):
-    """A tree node on a request's path.
-
-    Attributes:
-        node: what identifies the node (equal and hashable by identity).
-        end: tokens from the root to the end of this node.
-    """
-
-    node: Hashable
-    end: int
-
-
-Path = tuple[PathNode, ...]
+from sglang_mla_ext.prefix.tree import SharedTree
 
 
 @dataclass(frozen=True)
@@ -34,11 +30,12 @@ class Group:
     """Rows that attend together to keys `[start, end)` of their common prefix.
 
     Attributes:
-        rows: batch rows, ascending.
-        node: the tree node that the prefix ends in (or within).
-        start, end: the key range. `start` is 0 while one level of sharing is planned; nested sharing will give a
-            row several groups with adjoining ranges.
+        rows: batch rows, ascending; two or more.
+        node: the tree node that the range ends in.
+        start, end: the key range.
         mode: how the range is attended to.
+        gain: what that saves, in seconds a layer, where costs are modelled.
+        run: index of its run, see `Runs`.
     """
 
     rows: tuple[int, ...]
@@ -46,6 +43,8 @@ class Group:
     start: int
     end: int
     mode: Mode
+    gain: float = field(default=0.0, compare=False)
+    run: int = field(default=-1, compare=False)
 
 
 @dataclass(frozen=True)
@@ -54,194 +53,259 @@ class Plan:
 
     Attributes:
         num_rows: rows of the batch.
-        groups: disjoint sets of rows.
+        groups: from the root down; the groups of one row adjoin, from its first token on.
     """
 
     num_rows: int
     groups: tuple[Group, ...] = ()
     prefix_lens: tuple[int, ...] = field(init=False)
-    """`[num_rows]` tokens of each row that a group covers."""
+    """`[num_rows]` tokens of each row that groups cover."""
+    depth: int = field(init=False)
+    """The most groups that a row is in."""
 
     def __post_init__(self) -> None:
-        lens = [0] * self.num_rows
+        lens, depths = [0] * self.num_rows, [0] * self.num_rows
         for group in self.groups:
             for row in group.rows:
                 assert lens[row] == group.start, "a row's groups must adjoin, from the first token on"
                 lens[row] = group.end
+                depths[row] += 1
         object.__setattr__(self, "prefix_lens", tuple(lens))
+        object.__setattr__(self, "depth", max(depths, default=0))
 
     def of_mode(self, mode: Mode) -> tuple[Group, ...]:
         """The groups that attend in this way."""
         return tuple(group for group in self.groups if group.mode is mode)
 
 
-Gain = Callable[[int, int], float]
-"""`gain(group_size, tokens)`: what grouping saves over plain absorb, in seconds a layer; <= 0 where it does not pay."""
+class Run(NamedTuple):
+    """Consecutive nodes that the same rows hold.
 
-UsableLength = Callable[[PathNode], int]
-"""How many tokens, at most `node.end`, a group at this node could share now."""
+    Attributes:
+        nodes: their handles, from the root down; ends: `[nodes]` tokens from the root to the end of each.
+        start, end: tokens before and behind them.
+        parent: index of the run above, -1 for none; before this one.
+        rows: how many.
+    """
+
+    nodes: list[Hashable]
+    ends: list[int]
+    start: int
+    end: int
+    parent: int
+    rows: int
 
 
-def whole_node(node: PathNode) -> int:
-    """The usable length where nothing limits it."""
-    return node.end
+class Runs:
+    """The runs of a tree, parents before children, each of two rows or more.
+
+    Attributes:
+        num_rows: of the batch.
+        tokens: of all runs together.
+    """
+
+    def __init__(self, tree: SharedTree) -> None:
+        parents, ends, nodes = tree.parents, tree.ends, tree.nodes
+        counts = [0] * len(nodes)
+        for node in tree.deepest:
+            if node >= 0:
+                counts[node] += 1
+        for node in range(len(nodes) - 1, -1, -1):
+            if (parent := parents[node]) >= 0:
+                counts[parent] += counts[node]
+        self._runs: list[Run] = []
+        run_of = [-1] * len(nodes)  # that a node is in, or that its nearest ancestor in one is in
+        for node, (parent, end, count) in enumerate(zip(parents, ends, counts, strict=True)):
+            above = run_of[parent] if parent >= 0 else -1
+            if count < 2:
+                run_of[node] = above
+                continue
+            if above >= 0 and self._runs[above].rows == count:  # the same rows: a child has no others
+                run = self._runs[above]
+                run.nodes.append(nodes[node])
+                run.ends.append(end)
+                self._runs[above] = run._replace(end=end)
+                run_of[node] = above
+                continue
+            run_of[node] = len(self._runs)
+            start = ends[parent] if parent >= 0 else 0
+            self._runs.append(Run([nodes[node]], [end], start, end, above, count))
+        self.num_rows = len(tree.deepest)
+        self.tokens = sum(run.end - run.start for run in self._runs)
+        self._last = [run_of[node] if node >= 0 else -1 for node in tree.deepest]  # of each row
+        self._rows: tuple[list[int], list[int]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __getitem__(self, index: int) -> Run:
+        return self._runs[index]
+
+    def rows_of(self, index: int) -> tuple[int, ...]:
+        """The rows that hold a run, ascending."""
+        # Numbered depth first, the rows below a run stand side by side.
+        if self._rows is None:
+            own: list[list[int]] = [[] for _ in self._runs]
+            for row, run in enumerate(self._last):
+                if run >= 0:
+                    own[run].append(row)
+            children: list[list[int]] = [[] for _ in self._runs]
+            for run in range(len(self._runs) - 1, -1, -1):
+                if (parent := self._runs[run].parent) >= 0:
+                    children[parent].append(run)
+            order: list[int] = []
+            begins = [0] * len(self._runs)
+            pending = [run for run in range(len(self._runs)) if self._runs[run].parent < 0]
+            while pending:
+                run = pending.pop()
+                begins[run] = len(order)
+                order += own[run]
+                pending += children[run]
+            self._rows = order, begins
+        order, begins = self._rows
+        return tuple(sorted(order[begins[index] : begins[index] + self._runs[index].rows]))
 
 
-SPARE_ENTRIES = 8
-"""Entries of grouped absorb beyond what one group of all rows fills: for groups whose last entry is not whole."""
+Gain = Callable[[int, int, int], float]
+"""`gain(rows, start, end)`: what attending together to tokens `[start, end)` saves over plain absorb, in seconds a
+layer; <= 0 where it does not pay. A range that begins at 0 pays for what a row's first group costs."""
+
+Expanded = Callable[[int], int]
+"""`expanded(run)`: tokens from the root up to which a run is expanded without a gap, from the chunk on in which it
+begins; 0 where it is not at all."""
 
 
 @dataclass(frozen=True)
-class Stacking:
-    """How grouped absorb takes the rows of a group.
+class Ways:
+    """In which ways rows can attend together, and what that saves.
 
     Attributes:
-        page_size: it attends to whole pages of this many tokens.
-        rows_per_entry: so many rows of one group are stacked and read their keys together, as one *entry* of a step;
-            None for any number.
+        naive: None where there is no naive attention; grouped: None where there is no grouped absorb.
+        chunk: tokens of a chunk of expanded tokens; runs that others follow end with a multiple of it in any mode, or
+            there would be segments of a few tokens. page: tokens of a page, for grouped absorb; it divides a chunk.
+        min_prefix_len: no path of groups is shorter than this. Rows that leave it early may share less.
     """
 
-    page_size: int = 1
-    rows_per_entry: int | None = None
-
-    def entries(self, group_size: int) -> int:
-        """Entries that a group fills, the last one perhaps not whole."""
-        return -(-group_size // self.rows_per_entry) if self.rows_per_entry else 1
-
-    def max_entries(self, rows: int) -> int:
-        """Entries that a step of this many rows has, whatever its groups: what a captured graph holds."""
-        return self.entries(rows) + SPARE_ENTRIES if self.rows_per_entry else rows
+    naive: Gain | None
+    grouped: Gain | None
+    chunk: int
+    page: int
+    min_prefix_len: int = 1
 
 
-def plan_groups(
-    paths: Sequence[Path],
-    gain: Gain,
-    *,
-    min_prefix_len: int,
-    mode: Mode = Mode.NAIVE,
-    usable: UsableLength = whole_node,
-    grouped_gain: Gain | None = None,
-    page_size: int = 1,
-) -> Plan:
-    """Choose groups that save the most, each row in at most one.
+class _Part(NamedTuple):
+    """A range of a run, and how it is attended to."""
 
-    Walks the tree of the paths from its leaves up. At a node the rows of its subtree can form one group there,
-    or a child's subtree can keep the groups found in it; a child keeps them where that saves more than its rows
-    would add to the group at the node. So a row ends in its deepest ancestor that pays.
-
-    Args:
-        paths: one for each row of the batch, root first; empty for a request with nothing cached.
-        gain: see `Gain`. Must not fall as `tokens` grows.
-        min_prefix_len: no group shares fewer tokens than this.
-        mode: what `gain` is of; recorded in each group.
-        usable: see `UsableLength`; for `gain`.
-        grouped_gain: the same of grouped absorb, which needs no expansion and so takes all whole pages of a node. At a
-            node the way that saves more counts, and the group says which it was.
-        page_size: tokens of a page, for `grouped_gain`.
-    Returns:
-        the plan; the same paths give the same plan.
-    """
-    children: dict[Hashable | None, dict[Hashable, None]] = {None: {}}
-    rows_at: dict[Hashable, list[int]] = {}
-    nodes: dict[Hashable, PathNode] = {}
-    for row, path in enumerate(paths):
-        parent: Hashable | None = None
-        for step in path:
-            children[parent].setdefault(step.node)
-            children.setdefault(step.node, {})
-            nodes[step.node] = step
-            rows_at.setdefault(step.node, []).append(row)
-            parent = step.node
-
-    def ways_at(here: PathNode) -> list[_Way]:
-        ways = [_Way(gain, min(usable(here), here.end), mode)]
-        if grouped_gain is not None:
-            ways.append(_Way(grouped_gain, here.end // page_size * page_size, Mode.GROUPED_ABSORB))
-        return [way for way in ways if way.tokens >= min_prefix_len]
-
-    found: dict[Hashable, tuple[float, tuple[Group, ...]]] = {}
-    for node in _leaves_first(children):
-        if len(rows_at[node]) < 2:  # most nodes
-            found[node] = (0.0, ())
-        else:
-            found[node] = _best_at(nodes[node], rows_at, found, children[node], ways_at(nodes[node]))
-
-    groups = [group for node in children[None] for group in found[node][1]]
-    return Plan(num_rows=len(paths), groups=tuple(sorted(groups, key=lambda group: group.rows)))
-
-
-def limit_entries(plan: Plan, grouped_gain: Gain, stacking: Stacking) -> Plan:
-    """Leave groups of grouped absorb to plain absorb, those that save least, where they need more entries than a step
-    of this many rows has."""
-    left = stacking.max_entries(plan.num_rows)
-    dropped = set()
-    grouped = plan.of_mode(Mode.GROUPED_ABSORB)
-    for group in sorted(grouped, key=lambda group: (-grouped_gain(len(group.rows), group.end), group.rows)):
-        needed = stacking.entries(len(group.rows))
-        if needed > left:
-            dropped.add(group)
-        else:
-            left -= needed
-    if not dropped:
-        return plan
-    return Plan(plan.num_rows, tuple(group for group in plan.groups if group not in dropped))
-
-
-class _Way(NamedTuple):
-    """A way for rows to attend together at one node: what it saves, over how many tokens."""
-
-    gain: Gain
-    tokens: int
+    start: int
+    end: int
     mode: Mode
-
-    def saves(self, count: int) -> float:
-        return self.gain(count, self.tokens)
+    gain: float
 
 
-def _leaves_first(children: dict[Hashable | None, dict[Hashable, None]]) -> list[Hashable]:
-    order: list[Hashable] = []
-    pending = list(children[None])
-    while pending:
-        node = pending.pop()
-        order.append(node)
-        pending.extend(children[node])
-    return order[::-1]
+def whole(runs: Runs) -> Expanded:
+    """As if everything were expanded."""
+    return lambda run: runs[run].end
 
 
-def _best_at(
-    here: PathNode,
-    rows_at: dict[Hashable, list[int]],
-    found: dict[Hashable, tuple[float, tuple[Group, ...]]],
-    children: dict[Hashable, None],
-    ways: Sequence[_Way],
-) -> tuple[float, tuple[Group, ...]]:
-    """The best groups for the rows below one node, two or more, and what they save."""
-    with_groups = [child for child in children if found[child][1]]
-    apart = sum(found[child][0] for child in with_groups)
-    all_apart = tuple(group for child in with_groups for group in found[child][1])
-    if not ways:
-        return apart, all_apart
+def plan_groups(runs: Runs, ways: Ways, expanded: Expanded) -> list[Group]:
+    """The groups that save the most, parents before children; see the module."""
+    kids = [0.0] * len(runs)  # Σ T of the children
+    chosen: list[tuple[list[_Part], bool] | None] = [None] * len(runs)  # and whether the runs below are used
+    for index in range(len(runs) - 1, -1, -1):
+        run = runs[index]
+        best, total = None, 0.0
+        for parts in _covers(run, run.end, ways, expanded(index)):
+            gain = sum(part.gain for part in parts)
+            if gain > total and parts[-1].end >= ways.min_prefix_len:
+                best, total = (parts, False), gain
+        if kids[index] > 0:
+            begin, end = run.start // ways.chunk * ways.chunk, run.end // ways.chunk * ways.chunk
+            through: list[list[_Part]] = [[]]  # within one chunk, which the runs below take
+            if begin < end:
+                covers = _covers(run, end, ways, expanded(index))
+                through = [parts for parts in covers if parts[-1].end == end]
+            for parts in through:
+                gain = sum(part.gain for part in parts) + kids[index]
+                if gain > total:
+                    best, total = (parts, True), gain
+        chosen[index] = best
+        if run.parent >= 0:
+            kids[run.parent] += total
 
-    def together(count: int) -> float:
-        return max(way.saves(count) for way in ways) if count >= 2 else 0.0
+    groups = []
+    used = [False] * len(runs)
+    for index, choice in enumerate(chosen):
+        run = runs[index]
+        if choice is None or (run.parent >= 0 and not used[run.parent]):
+            continue
+        parts, used[index] = choice
+        if parts:
+            rows = runs.rows_of(index)
+            groups += [Group(rows, run.nodes[-1], p.start, p.end, p.mode, p.gain, index) for p in parts]
+    return groups
 
-    # Children with the most to lose leave first; each one that leaves makes the group here smaller.
-    joined = set(rows_at[here.node])
-    kept: tuple[Group, ...] = ()
-    kept_gain = 0.0
-    here_gain = together(len(joined))
-    for child in sorted(with_groups, key=lambda child: (-found[child][0], rows_at[child])):
-        child_gain, child_groups = found[child]
-        grouped = {row for group in child_groups for row in group.rows}
-        without = together(len(joined - grouped))
-        if child_gain >= here_gain - without:
-            joined -= grouped
-            kept += child_groups
-            kept_gain += child_gain
-            here_gain = without
-    total = kept_gain + here_gain
-    if here_gain <= 0 or total < apart:
-        return apart, all_apart
-    best = max(ways, key=lambda way: way.saves(len(joined)))
-    group = Group(rows=tuple(sorted(joined)), node=here.node, start=0, end=best.tokens, mode=best.mode)
-    return total, (*kept, group)
+
+def _covers(run: Run, end: int, ways: Ways, expanded: int) -> list[list[_Part]]:
+    """The ways to attend to a run's tokens up to `end`, or to fewer: naive as far as it is expanded, grouped absorb
+    alone, or first the one and then the other."""
+    begin = run.start // ways.chunk * ways.chunk
+    paged = end // ways.page * ways.page
+    covers = []
+    if ways.naive is not None and (reach := min(expanded, end)) > begin:
+        naive = _Part(begin, reach, Mode.NAIVE, ways.naive(run.rows, begin, reach))
+        covers.append([naive])
+        behind = reach // ways.page * ways.page
+        if ways.grouped is not None and behind == reach < paged:
+            rest = ways.grouped(run.rows, reach, paged)
+            covers.append([naive, _Part(reach, paged, Mode.GROUPED_ABSORB, rest)])
+    if ways.grouped is not None and begin < paged:
+        covers.append([_Part(begin, paged, Mode.GROUPED_ABSORB, ways.grouped(run.rows, begin, paged))])
+    return covers
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What the static buffers of a step hold.
+
+    Attributes:
+        groups: how many.
+        rows: of all groups together, where a row counts once for each group that it is in.
+    """
+
+    groups: int
+    rows: int
+
+
+def limit_groups(groups: Sequence[Group], runs: Runs, capacity: Capacity) -> tuple[list[Group], int]:
+    """Drop groups until the others fit, each time the one that saves least of those that no other follows.
+
+    Returns:
+        the groups that are left, in their order, and how many were dropped.
+    """
+    count, rows = len(groups), sum(len(group.rows) for group in groups)
+    if count <= capacity.groups and rows <= capacity.rows:
+        return list(groups), 0
+    last: dict[int, int] = {}  # of each run: its last group
+    above: list[int] = []
+    for index, group in enumerate(groups):
+        run = group.run
+        while run >= 0 and run not in last:
+            run = runs[run].parent
+        above.append(last.get(run, -1))
+        last[group.run] = index
+    followers = [0] * len(groups)
+    for index in above:
+        if index >= 0:
+            followers[index] += 1
+    leaves = [(group.gain, -index) for index, group in enumerate(groups) if not followers[index]]
+    heapq.heapify(leaves)
+    dropped = set()
+    while count > capacity.groups or rows > capacity.rows:
+        index = -heapq.heappop(leaves)[1]
+        dropped.add(index)
+        count, rows = count - 1, rows - len(groups[index].rows)
+        if (parent := above[index]) >= 0:
+            followers[parent] -= 1
+            if not followers[parent]:
+                heapq.heappush(leaves, (groups[parent].gain, -parent))
+    return [group for index, group in enumerate(groups) if index not in dropped], len(dropped)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode
-from sglang_mla_ext.prefix.expanded_pool import ExpandedPool, Expansion
-from sglang_mla_ext.prefix.gains import Gains, every_group
-from sglang_mla_ext.prefix.planner import Gain, Group, Path, PathNode, Plan, Stacking, limit_entries, plan_groups
+from sglang_mla_ext.prefix.expanded_pool import Chunk, ExpandedPool, Want
+from sglang_mla_ext.prefix.gains import Gains, every_range
+from sglang_mla_ext.prefix.planner import Capacity, Group, Plan, Runs, Ways, limit_groups, plan_groups, whole
+from sglang_mla_ext.prefix.tree import SharedTree, Tree
 
 if TYPE_CHECKING:
     from sglang_mla_ext.options import HybridMLAOptions
@@ -35,47 +37,23 @@ NOTHING_EXPANDED = ExpandedPart(0, ())
 
 
 class ExpandedGroup(NamedTuple):
-    """Rows of a batch that attend to the first `tokens` tokens of their prefix, expanded in these chunks."""
+    """Rows of a batch that attend together to `tokens` tokens, expanded in these chunks."""
 
     rows: tuple[int, ...]
     tokens: int
     chunks: tuple[int, ...]
 
 
-class Tree(Protocol):
-    """The radix tree of a server, as handles: one for each node, the same one as long as anybody keeps it. Requests are
-    the server's own objects, which are only passed through here."""
-
-    def state(self, requests: Sequence[Any]) -> Hashable:
-        """Differs where a request, or the node that its cached prefix ends in, is another one. It speaks for the nodes
-        only while they exist, so it goes with what `hold` returned."""
-        ...
-
-    def hold(self, requests: Sequence[Any]) -> object:
-        """Keeps the nodes that requests end in from ceasing to exist, and so their identities from being reused."""
-        ...
-
-    def paths(self, requests: Sequence[Any]) -> list[Path]:
-        """One path for each request, root first, the root itself left out; empty where nothing is cached yet."""
-        ...
-
-    def path(self, node: Hashable) -> Path:
-        """The present path that ends in this node."""
-        ...
-
-    def is_held(self, node: Any) -> bool:
-        """Whether a request holds the node, so that its tokens' slots stay what they are."""
-        ...
-
-
 class Expander(Protocol):
     """Computes keys and values of a prefix."""
 
-    def expand(self, node: Hashable, start: int, end: int, chunks: Sequence[int]) -> None:
-        """Expand tokens `[start, end)` of the path that ends in this node, in all layers.
+    def expand(self, node: Hashable, node_end: int, start: int, end: int, chunks: Sequence[int]) -> None:
+        """Expand tokens `[start, end)` of a path, in all layers.
 
         Args:
-            chunks: ids of the chunks that hold the path's tokens from the first one on.
+            node: a node on the path in which or behind which the tokens end; node_end: tokens from the root to its end.
+            start: a multiple of a chunk's size.
+            chunks: ids of the chunks that hold the tokens, in order.
         """
         ...
 
@@ -91,21 +69,20 @@ class SharedPrefixes:
         expander: Expander | None,
         counters: Counters,
         *,
+        capacity: Capacity,
         naive: bool = True,
-        stacking: Stacking | None = None,
+        grouped_page: int | None = None,
     ) -> None:
         """
         Args:
             expander: None where the pool has no chunks.
+            capacity: of a decode step.
             naive: whether there is naive attention; without it nothing is expanded.
-            stacking: how grouped absorb takes rows; None where there is none.
+            grouped_page: grouped absorb takes whole pages of so many tokens; None where there is no grouped absorb.
         """
-        self._options = options
-        self._gains = Gains.of(options, cost, naive=naive, grouped=stacking is not None)
-        self._stacking = stacking or Stacking()
-        self._pool = pool
-        self._expander = expander
-        self._counters = counters
+        self._options, self._cost = options, cost
+        self._pool, self._expander, self._counters = pool, expander, counters
+        self._capacity, self._naive, self._grouped_page = capacity, naive, grouped_page
         self._tree: Tree | None = None
         self._plan = Plan(0)
         self._groups: tuple[ExpandedGroup, ...] = ()
@@ -113,6 +90,8 @@ class SharedPrefixes:
         self._held: object = None
         self._expanding = False
         self._announced = False
+        self.tokens_without_memory = 0
+        """That were worth expanding when last looked at, and for which there was no memory."""
 
     @property
     def plan(self) -> Plan:
@@ -138,12 +117,16 @@ class SharedPrefixes:
         """
         if self._tree is None:
             return
-        self.release_unheld()
-        paths = self._tree.paths([*running, *reqs])
-        self._expand_for(paths)
+        tree = self._look([*running, *reqs])
+        runs = Runs(tree)
+        ways = self._ways(runs)
+        self._expand_for(self._ideal(runs, ways)[0], runs, ways)
         if affordable:
-            shared = self._wanted(paths[len(running) :], every_group)
-            self._expanding |= self._expand(shared, affordable, optional=True)
+            runs = Runs(replace(tree, deepest=[-1] * len(running) + list(tree.deepest[len(running) :])))
+            ways = replace(self._ways(runs), naive=every_range, grouped=None)
+            wants = self._wants(self._ideal(runs, ways)[0], runs, ways)
+            reached, _ = self._pool.allot([want._replace(worth=0.0) for want in wants], self._tree, evict=False)
+            self._expanding |= self._expand(wants, reached, affordable)
 
     def expanded_parts(
         self, reqs: Sequence[Any], prefix_lens: Sequence[int], new_tokens: Sequence[int], *, always: bool
@@ -155,26 +138,25 @@ class SharedPrefixes:
             new_tokens: `[requests]` tokens of each request that the step computes.
             always: use whatever is expanded; otherwise only where it saves time over plain absorb.
         """
-        if self._tree is None:
+        if self._tree is None or not self._pool.used_chunks:
             return [NOTHING_EXPANDED] * len(reqs)
-        covered = self._pool.lookup(self._tree.path)
+        self._counters.evictions += self._pool.follow(self._tree)
+        tree = self._tree.shared(reqs, also=self._pool.nodes)
+        covered = _covered_paths(tree, self._pool)
         parts = []
         rows: Counter[ExpandedPart] = Counter()
-        for path, prefix_len, count in zip(self._tree.paths(reqs), prefix_lens, new_tokens, strict=True):
-            tokens, expansion = max(
-                (covered[step.node] for step in path if step.node in covered),
-                key=lambda found: found[0],
-                default=(0, None),
-            )
-            tokens = min(tokens, prefix_len)
-            if expansion is None or tokens < self._options.min_prefix_len:
-                parts.append(NOTHING_EXPANDED)
-                continue
-            parts.append(ExpandedPart(tokens, tuple(expansion.chunks)))
-            rows[parts[-1]] += count
+        for node, prefix_len, count in zip(tree.deepest, prefix_lens, new_tokens, strict=True):
+            found = covered[node] if node >= 0 else NOTHING_EXPANDED
+            tokens = min(found.tokens, prefix_len)
+            part = NOTHING_EXPANDED
+            if tokens >= self._options.min_prefix_len:
+                part = found if tokens == found.tokens else ExpandedPart(tokens, found.chunks)
+                rows[part] += count
+            parts.append(part)
         if always:
             return parts
-        return [part if self._gains.naive(rows[part], part.tokens) > 0 else NOTHING_EXPANDED for part in parts]
+        gain = self._gains(0).naive
+        return [part if gain and gain(rows[part], 0, part.tokens) > 0 else NOTHING_EXPANDED for part in parts]
 
     def before_decode(self, reqs: Sequence[Any]) -> tuple[Plan, tuple[ExpandedGroup, ...]]:
         """Plan a decode step.
@@ -182,28 +164,22 @@ class SharedPrefixes:
         Args:
             reqs: requests of the step, in the order of the batch's rows.
         Returns:
-            the plan, and of its groups the naive ones with the chunks that hold their prefix.
+            the plan, and of its groups the naive ones with the chunks that hold their tokens.
         """
         if self._tree is None:
             return Plan(len(reqs)), ()
         state = self._tree.state(reqs)
-        if (self._pool.version, state) != self._planned_for or self._expanding:
-            self.release_unheld()
-            paths = self._tree.paths(reqs)
-            self._expand_for(paths)
-            self._make_plan(paths)
+        if (self._pool.version, state) != self._planned_for or self._expanding or self._pool.waiting:
+            runs = Runs(self._look(reqs))
+            self._make_plan(runs)
             self._held = self._tree.hold(reqs)
             self._planned_for = (self._pool.version, state)
         return self._plan, self._groups
 
-    def release_unheld(self) -> None:
-        """Drop what no running request holds any more."""
-        if self._tree is not None and self._pool.expansions:
-            self._counters.evictions += self._pool.release_unheld(self._tree.path, self._tree.is_held)
-
     def idle(self) -> None:
-        """No request is running."""
-        self.release_unheld()
+        """No request is running. What is expanded stays while its nodes are in the tree."""
+        if self._tree is not None:
+            self._counters.evictions += self._pool.follow(self._tree)
         self._clear_plan()
 
     def forget(self) -> None:
@@ -213,79 +189,163 @@ class SharedPrefixes:
 
     def _clear_plan(self) -> None:
         self._plan, self._groups, self._planned_for, self._held = Plan(0), (), None, None
+        if self._tree is not None:
+            self._tree.forget()
+        self.tokens_without_memory = 0
 
-    def _make_plan(self, paths: Sequence[Path]) -> None:
-        covered = self._pool.lookup(self._tree.path)
+    # ---- what is worth sharing
 
-        def usable(step: PathNode) -> int:
-            return covered[step.node][0] if step.node in covered else 0
+    def _look(self, reqs: Sequence[Any]) -> SharedTree:
+        """What requests share; the pool follows the tree's changes first."""
+        self._counters.evictions += self._pool.follow(self._tree)
+        tree = self._tree.shared(reqs)
+        if not tree.complete:
+            self._counters.fall_back("the tree is too deep to be searched in one step")
+        return tree
 
-        plan = plan_groups(
-            paths,
-            self._gains.naive,
-            min_prefix_len=self._options.min_prefix_len,
-            usable=usable,
-            grouped_gain=self._gains.grouped,
-            page_size=self._stacking.page_size,
-        )
-        if self._gains.grouped is not None:
-            plan = limit_entries(plan, self._gains.grouped, self._stacking)
-        self._plan = plan
+    def _gains(self, step_tokens: int) -> Gains:
+        ways = {"naive": self._naive, "grouped": self._grouped_page is not None}
+        return Gains.of(self._options, self._cost, step_tokens=step_tokens, **ways)
+
+    def _ways(self, runs: Runs) -> Ways:
+        gains = self._gains(runs.tokens)
+        page = self._grouped_page or 1
+        return Ways(gains.naive, gains.grouped, self._pool.chunk_tokens, page, self._options.min_prefix_len)
+
+    def _ideal(self, runs: Runs, ways: Ways) -> tuple[list[Group], int]:
+        """The groups that save most if whatever they need is expanded, and how many more a step has no room for."""
+        return limit_groups(plan_groups(runs, ways, whole(runs)), runs, self._capacity)
+
+    def _make_plan(self, runs: Runs) -> None:
+        ways = self._ways(runs)
+        groups, dropped = self._ideal(runs, ways)
+        self._expand_for(groups, runs, ways)
+        covered: dict[int, tuple[int, list[int]]] = {}
+
+        def expanded(index: int) -> int:
+            if index not in covered:
+                run = runs[index]
+                covered[index] = self._pool.covered(run.nodes, run.ends, run.start)
+            return covered[index][0]
+
+        if any(group.mode is Mode.NAIVE and group.end > expanded(group.run) for group in groups):
+            groups, dropped = limit_groups(plan_groups(runs, ways, expanded), runs, self._capacity)
+        if dropped:
+            self._counters.fall_back("more groups than a step has room for")
+        self._plan = Plan(runs.num_rows, tuple(groups))
+        size = self._pool.chunk_tokens
         self._groups = tuple(
-            ExpandedGroup(group.rows, group.end, tuple(covered[group.node][1].chunks))
-            for group in plan.of_mode(Mode.NAIVE)
+            ExpandedGroup(
+                group.rows,
+                group.end - group.start,
+                tuple(covered[group.run][1][: -(-(group.end - group.start) // size)]),
+            )
+            for group in groups
+            if group.mode is Mode.NAIVE
         )
 
-    def _expand_for(self, paths: Sequence[Path]) -> None:
-        """Make room for what requests with these paths share, and advance its expansion."""
-        wanted = self._wanted(paths, self._gains.expand)
-        self._make_room(wanted)
-        self._expanding = self._expand(wanted, self._options.expand_tokens_per_step)
+    def _expand_for(self, ideal: Sequence[Group], runs: Runs, ways: Ways) -> None:
+        """Give memory to what is worth expanding, and advance its expansion."""
+        wants = self._wants(ideal, runs, ways)
+        reached, evicted = self._pool.allot(wants, self._tree)
+        self._counters.evictions += evicted
+        self.tokens_without_memory = sum(want.end - reach for want, reach in zip(wants, reached, strict=True))
+        if self.tokens_without_memory:
+            self._counters.fall_back("prefix memory full")
+        self._expanding = self._expand(wants, reached, self._options.expand_tokens_per_step)
 
-    def _wanted(self, paths: Sequence[Path], gain: Gain) -> list[Group]:
-        """What requests with these paths share and is worth expanding, most worthwhile first."""
-        groups = plan_groups(paths, gain, min_prefix_len=self._options.min_prefix_len).groups
-        return sorted(groups, key=lambda group: (-gain(len(group.rows), group.end) / group.end, group.rows))
+    def _wants(self, ideal: Sequence[Group], runs: Runs, ways: Ways) -> list[Want]:
+        """What is worth expanding, the most worthwhile first, and whatever another one continues before that."""
+        wants, at_run = [], {}
+        for group in ideal:
+            if group.mode is not Mode.NAIVE:
+                continue
+            run = runs[group.run]
+            saved = group.gain
+            if ways.grouped is not None:
+                saved -= max(ways.grouped(len(group.rows), group.start, group.end), 0.0)
+            worth = saved / (group.end - group.start)
+            above = run.parent
+            while above >= 0 and above not in at_run:
+                above = runs[above].parent
+            if above >= 0 and wants[at_run[above]].end == group.start:
+                worth = min(worth, wants[at_run[above]].worth)
+                place = at_run[above]
+            else:
+                place = -1
+            at_run[group.run] = len(wants)
+            wants.append(Want(run.nodes, run.ends, group.start, group.end, worth, place))
+        order = sorted(range(len(wants)), key=lambda index: -wants[index].worth)
+        position = {index: place for place, index in enumerate(order)} | {-1: -1}
+        return [wants[index]._replace(above=position[wants[index].above]) for index in order]
 
-    def _expand(self, wanted: Sequence[Group], most: int, *, optional: bool = False) -> bool:
-        """Advance expansions by at most `most` tokens in all; whether any was. One that is not optional and finds no
-        memory is counted."""
-        left = most
-        for group in wanted:
-            path = self._tree.path(group.node)
-            minimum = min(self._options.min_prefix_len, group.end)
-            expansion = self._pool.reserve(path, group.end, self._tree.path, minimum=minimum)
-            if expansion is None:
-                if not optional:
-                    self._counters.fall_back("prefix memory full")
-            elif not expansion.complete and left > 0:
-                left -= self._advance(expansion, left)
-        return left < most
+    # ---- expanding
 
-    def _make_room(self, wanted: Sequence[Group]) -> None:
-        """Where memory is short, drop expansions that serve none of the wanted groups."""
-        paths = [self._tree.path(group.node) for group in wanted]
-        needed = sum(
-            group.end - self._pool.coverage(path, group.end, self._tree.path)[0]
-            for group, path in zip(wanted, paths, strict=True)
-        )
-        if self._pool.free_tokens >= needed:
-            return
-        nodes = {step.node for path in paths for step in path}
-        for expansion in list(self._pool.expansions):
-            if not any(step.node in nodes for step in self._tree.path(expansion.anchor)):
-                self._pool.drop(expansion)
-                self._counters.evictions += 1
+    def _expand(self, wants: Sequence[Want], reached: Sequence[int], most: int) -> bool:
+        """Expand at most `most` tokens, but one chunk at least; whether there was something to do."""
+        left = max(most // self._pool.chunk_tokens, 1)
+        worked = False
+        for want, reach in zip(wants, reached, strict=True):
+            if reach == want.start or reach < self._options.min_prefix_len:
+                continue
+            missing = list(self._pool.missing(want._replace(end=reach)))
+            if not missing:
+                continue
+            worked = True
+            for piece in _consecutive(missing[:left]):
+                self._expand_piece(want, reach, piece)
+            if len(missing) <= left:
+                self._count_expansion(reach)
+            left -= min(left, len(missing))
+            if not left:
+                break
+        return worked
 
-    def _advance(self, expansion: Expansion, most: int) -> int:
-        count = min(most, expansion.target - expansion.done)
-        self._expander.expand(expansion.anchor, expansion.done, expansion.done + count, expansion.chunks)
-        self._pool.advance(expansion, count)
-        if expansion.complete:
-            self._counters.expansions += not expansion.counted
-            self._counters.extensions += expansion.counted  # it was complete, and then a longer part became worth it
-            expansion.counted = True
-            log = logger.debug if self._announced else logger.info
-            log("hybrid_mla: expanded a shared prefix of %d tokens (%d chunks)", expansion.done, len(expansion.chunks))
-            self._announced = True
-        return count
+    def _expand_piece(self, want: Want, reach: int, piece: Sequence[Chunk]) -> None:
+        size, node = self._pool.chunk_tokens, piece[-1].node
+        start, end = piece[0].index * size, min((piece[-1].index + 1) * size, reach)
+        node_end = want.ends[want.nodes.index(node)]
+        self._expander.expand(node, node_end, start, end, [chunk.id for chunk in piece])
+        for chunk in piece:
+            self._pool.fill(chunk, min((chunk.index + 1) * size, reach))
+        self._counters.expanded_tokens += end - start
+
+    def _count_expansion(self, tokens: int) -> None:
+        self._counters.expansions += 1
+        log = logger.debug if self._announced else logger.info
+        log("hybrid_mla: expanded a shared prefix of %d tokens", tokens)
+        self._announced = True
+
+
+def _consecutive(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    """Cut where an index is left out."""
+    pieces: list[list[Chunk]] = []
+    for chunk in chunks:
+        if pieces and pieces[-1][-1].index + 1 == chunk.index:
+            pieces[-1].append(chunk)
+        else:
+            pieces.append([chunk])
+    return pieces
+
+
+def _covered_paths(tree: SharedTree, pool: ExpandedPool) -> list[ExpandedPart]:
+    """For each node, how far the path that ends in it is expanded without a gap."""
+    size = pool.chunk_tokens
+    whole_chunks: list[tuple[int, ...] | None] = []  # of each node's path, without the chunk that its end lies in
+    covered: list[ExpandedPart] = []
+    for node, parent, end in zip(tree.nodes, tree.parents, tree.ends, strict=True):
+        above = whole_chunks[parent] if parent >= 0 else ()
+        best = covered[parent] if parent >= 0 else NOTHING_EXPANDED
+        ids = list(above or ())
+        complete = above is not None
+        while complete and (len(ids) + 1) * size <= end:
+            chunk = pool.chunk(node, len(ids))
+            complete = chunk is not None and chunk.filled == (len(ids) + 1) * size
+            if complete:
+                ids.append(chunk.id)
+        whole_chunks.append(tuple(ids) if complete else None)
+        tokens = len(ids) * size
+        if complete and (chunk := pool.chunk(node, len(ids))) is not None and chunk.filled > tokens:
+            ids, tokens = [*ids, chunk.id], chunk.filled
+        covered.append(ExpandedPart(tokens, tuple(ids)) if tokens > best.tokens else best)
+    return covered

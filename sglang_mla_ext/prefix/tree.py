@@ -56,6 +56,10 @@ class Tree(Protocol):
         """
         ...
 
+    def forget(self) -> None:
+        """Lets go of the nodes of earlier calls of `shared`: no request is left, or the tree was flushed."""
+        ...
+
     def length(self, node: Any) -> int:
         """Tokens of the node itself. Fewer than before: it was split, and its parents hold those in front."""
         ...

@@ -2,7 +2,8 @@
 
 python engine_logprobs.py MODEL BACKEND OUT PREFIX_TOKENS BATCH NEW_TOKENS SERVER_ARGUMENTS
 
-The last one is a JSON object.
+The last one is a JSON object; with `"nested": true` in it, two thirds of the requests go on with one of two documents
+below the prefix, and half of those with a conversation below their document.
 """
 
 import json
@@ -16,10 +17,11 @@ def main() -> None:
     model, backend, out = sys.argv[1:4]
     prefix_tokens, batch, new_tokens = map(int, sys.argv[4:7])
     # Room for every request's whole prompt, and no more, so that several engines can run beside each other.
-    defaults: dict[str, int] = {"max_total_tokens": batch * (prefix_tokens + 512)}
+    defaults: dict[str, int] = {"max_total_tokens": batch * (prefix_tokens + 2700)}
     if backend == "flashmla":
         defaults["page_size"] = 64
     arguments = defaults | json.loads(sys.argv[7])
+    nested = arguments.pop("nested", False)
     engine = sglang.Engine(
         model_path=model,
         attention_backend=backend,
@@ -30,8 +32,18 @@ def main() -> None:
         **arguments,
     )
     rng = random.Random(0)
-    prefix = [rng.randrange(10, 2000) for _ in range(prefix_tokens)]
-    requests = [prefix + [rng.randrange(10, 2000) for _ in range(rng.randrange(1, 200))] for _ in range(batch)]
+
+    def text(tokens: int) -> list[int]:
+        return [rng.randrange(10, 2000) for _ in range(tokens)]
+
+    prefix = text(prefix_tokens)
+    below: list[list[int]] = [[] for _ in range(batch)]
+    if nested:
+        documents, conversations = [[text(tokens) for _ in range(2)] for tokens in (1500, 700)]
+        for index in range(batch):
+            if index % 3 < 2:
+                below[index] = documents[index % 3] + (conversations[index % 3] if index % 2 else [])
+    requests = [prefix + path + text(rng.randrange(1, 200)) for path in below]
     sampling = {"temperature": 0, "ignore_eos": True}
     engine.generate(input_ids=[prefix], sampling_params={**sampling, "max_new_tokens": 1})
     answers = engine.generate(

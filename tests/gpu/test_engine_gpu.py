@@ -104,6 +104,39 @@ def test_a_checkpoint_in_fp8_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert mean(apart["hybrid_mla"]) < 2 * mean(apart["flashmla"]) + 1e-3
 
 
+def test_three_levels(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt, documents below it, conversations below those: in every mode there is, and with an FP8 prefix."""
+    few_heads = json.loads((model / "config.json").read_text())["num_attention_heads"] == 16
+    truth = answers(model, tmp_path / "truth", "flashmla", disable_radix_cache=True, nested=True)
+    found = {
+        "flashinfer, uncached": answers(
+            model, tmp_path / "flashinfer", "flashinfer", disable_radix_cache=True, nested=True
+        ),
+        "flashmla, FP8 cache": answers(
+            model, tmp_path / "fp8", "flashmla", disable_radix_cache=True, nested=True, kv_cache_dtype="fp8_e4m3"
+        ),
+    }
+    monkeypatch.setenv("SGLANG_HYBRID_MLA_MODE", "naive")
+    found["naive"] = answers(model, tmp_path / "naive", "hybrid_mla", nested=True)
+    with monkeypatch.context() as patched:
+        patched.setenv("SGLANG_HYBRID_MLA_PREFIX_DTYPE", "fp8_e4m3")
+        found["FP8 prefix"] = answers(model, tmp_path / "prefix", "hybrid_mla", nested=True)
+    if few_heads:
+        monkeypatch.setenv("SGLANG_HYBRID_MLA_MODE", "grouped_absorb")
+        found["grouped_absorb"] = answers(model, tmp_path / "grouped", "hybrid_mla", nested=True)
+
+    apart = differences_of(truth, found)
+    # The random model is not smooth: twice the rounding of two stock backends is allowed.
+    yardstick, fp8 = apart.pop("flashinfer, uncached"), apart.pop("flashmla, FP8 cache")
+    for name, ours in apart.items():
+        counters = found[name]["info"]["counters"]
+        assert counters["steps_grouped" if name == "grouped_absorb" else "steps_naive"] > NEW_TOKENS // 2
+        assert counters["max_depth"] == 3 and counters["fallbacks"] == {}
+        stock = fp8 if name == "FP8 prefix" else yardstick
+        assert len(ours) > 0.5 * len(stock)
+        assert mean(ours) < (1.1 if name == "FP8 prefix" else 2) * mean(stock) + 1e-3
+
+
 @pytest.mark.parametrize("mode", ["naive", "grouped_absorb"])
 def test_two_ranks(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 16 heads each, and the truth from one GPU."""

@@ -106,9 +106,13 @@ class Place:
         return Place(self.memory, not self.transposed)
 
     def slice(self, start: int, length: int, dim: int) -> Place:
-        rows = dim == self.transposed
-        assert rows or self.memory.shape[1] == 1, "columns of one block only"
-        return Place(self.memory.narrow(0 if rows else 2, start, length), self.transposed)
+        if dim == self.transposed:
+            return Place(self.memory.narrow(0, start, length), self.transposed)
+        _, blocks, columns = self.memory.shape
+        if blocks == 1:
+            return Place(self.memory.narrow(2, start, length), self.transposed)
+        assert start % columns == 0 == length % columns, "columns of one block, or whole blocks"
+        return Place(self.memory.narrow(1, start // columns, length // columns), self.transposed)
 
 
 class Shared(Place):

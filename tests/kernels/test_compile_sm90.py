@@ -184,7 +184,7 @@ def compile_expand(out):
     )
     return found | dict(num_warps=expand_prefix.NUM_WARPS, ctas_per_sm=1)
 
-strides = "heads max_rows more_max_rows first_in_place"
+strides = "heads max_rows more_max_rows"
 strides += " tail_row tail_head tail_lse_row tail_lse_head out_row out_head lse_row lse_head"
 def compile_merge(dim, partials, more=False, in_place=True, in_partials=False, write_lse=True, rows=8):
     shape = merge.shape_for(rows, 128, dim)
@@ -195,7 +195,7 @@ def compile_merge(dim, partials, more=False, in_place=True, in_partials=False, w
         | dict.fromkeys(strides.split(), "i32"),
         dict(DV=dim, BLOCK_HEADS=shape.heads, SPLITS=shape.splits,
              UNROLL=shape.unroll, MORE=more, IN_PLACE=in_place, OUT_IN_PARTIALS=in_partials,
-             WRITE_LSE=write_lse, LN2=merge.LN2, LOG2E=merge.LOG2E),
+             WRITE_LSE=write_lse, FIRSTS=merge.FIRSTS, LN2=merge.LN2, LOG2E=merge.LOG2E),
         num_warps=merge.NUM_WARPS,
     )
 
@@ -225,7 +225,7 @@ absorb = {f"absorb{strip_rows}": compile_absorb(strip_rows) for strip_rows in (6
              FIRST_STRIP=capacity.tail_strips, FIRST_ITEM=capacity.first_item,
              MIN_BLOCKS=tail_schedule.MIN_BLOCKS, ITEM_BLOCKS=absorb_schedule.ITEM_BLOCKS,
              BLOCK_KEYS=absorb_schedule.BLOCK_KEYS, TILE_ROWS=absorb_schedule.TILE_ROWS, QUERIES=1,
-             LANES=1024, LOG2_PARTS=8),
+             LANES=1024, LOG2_PARTS=8, FIRSTS=merge.FIRSTS),
         num_warps=4,
     ),
 )
@@ -353,7 +353,9 @@ def test_no_register_is_spilled(compiled: dict, kernel: str) -> None:
     # With 128 keys in BF16 a consumer needs all its registers: a dozen numbers of a work item wait in local memory.
     # So do the absorb kernels, where queries (BF16) or the output (FP8) take most of the registers.
     few = kernel in ("hopper64_bf16", "hopper128_bf16", *ABSORB, *ABSORB_FP8)
+    # Two consumers in FP8 keep a constant there, because they have two loops each.
     bound = 320 if kernel in ("absorb8", "absorb_fp8_32x2") else 256 if few else 0
+    bound = 64 if kernel == "hopper128_fp8e4nv" else bound
     assert compiled[kernel]["spill_bytes"] <= bound, compiled
 
 

@@ -21,7 +21,7 @@ from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8, FP8_MAX, LN2, LO
 from sglang_mla_ext.kernels.naive import sm90_naive
 from sglang_mla_ext.kernels.naive.attention import TritonSharedAttention
 from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
-from sglang_mla_ext.kernels.naive.sm90_parts import consumers
+from sglang_mla_ext.kernels.naive.sm90_parts import consumers, pieces
 from sglang_mla_ext.kernels.naive.triton_naive import Tile, check_arguments
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
@@ -30,6 +30,7 @@ NAN = float("nan")
 DN, DR, DV = 128, 64, 64  # not all alike, so that none passes for another
 SCALE = (DN + DR) ** -0.5
 LAYERS, LAYER = 2, 1
+MODULES = (pieces, consumers, sm90_naive)
 ONE, TWO = (Tile(block_rows=rows, block_keys=128, num_stages=2) for rows in (64, 128))
 
 
@@ -56,6 +57,7 @@ class InTorch:
     """Takes the place of the kernel's module."""
 
     LayerKeys, tiles_of = sm90_naive.LayerKeys, staticmethod(sm90_naive.tiles_of)
+    narrow_rows = staticmethod(sm90_naive.narrow_rows)
 
     def __init__(self, seed: int, modules: list[Any]) -> None:
         self.seed, self.modules = seed, modules
@@ -151,7 +153,7 @@ class Problem:
             out[rows], lse[rows] = reference.merge(out[rows], lse[rows], *part)
         return out, lse
 
-    def run(self, seed: int = 0, modules: tuple[Any, ...] = (consumers, sm90_naive)) -> tuple[Tensor, Tensor]:
+    def run(self, seed: int = 0, modules: tuple[Any, ...] = MODULES) -> tuple[Tensor, Tensor]:
         case = self.case
         attention = TritonSharedAttention(
             self.buffers,
@@ -190,6 +192,8 @@ def cases() -> Any:
         yield Case(((64, 641),), dtype, programs=2)  # keys are split between programs
         yield Case(((65, 300), (2, 513)), dtype, TWO)  # the second consumer has one row, then none
         yield Case(((128, 257), (100, 70)), dtype, TWO, programs=2)
+        yield Case(((64, 641), (1, 1), (3, 64), (2, 65), (5, 192)), dtype, TWO)  # narrow; half a last tile, or none
+        yield Case(((130, 200), (70, 129), (7, 1)), dtype, TWO, programs=1)  # wide and narrow in turn
         yield Case(((7, 512), (5, 256), (2, 77)), dtype, nested=True)  # rows in one, two and three segments
     yield Case(((66, 1000),), FP8, Tile(block_rows=128, block_keys=128, num_stages=4), programs=1)
     yield Case(((20, 300),), FP8, Tile(block_rows=64, block_keys=64, num_stages=2, ctas_per_sm=2), programs=1)
@@ -201,8 +205,9 @@ def test_the_kernels_source_in_torch_equals_the_reference(case: Case) -> None:
     problem.check(*problem.run(seed=len(str(case)) % 2))
 
 
-def test_every_order_of_the_roles_gives_the_same() -> None:
-    problem = Problem(Case(((65, 1000),), torch.bfloat16, TWO, programs=1, heads=1))
+@pytest.mark.parametrize("segments", [((65, 1000),), ((9, 300), (64, 1), (2, 64), (66, 200), (1, 500))], ids=str)
+def test_every_order_of_the_roles_gives_the_same(segments: tuple[tuple[int, int], ...]) -> None:
+    problem = Problem(Case(segments, torch.bfloat16, TWO, programs=1, heads=1))
     first = problem.run(seed=0)
     for seed in (1, 2, 3):
         assert all(map(torch.equal, first, problem.run(seed)))
@@ -212,10 +217,10 @@ BOTH = (torch.bfloat16, FP8)
 FAULTS = {
     "the mask is one key too long": (consumers, "key < kv_end", "key <= kv_end", BOTH),
     "the mask is one key too short": (consumers, "key < kv_end", "key + 1 < kv_end", BOTH),
-    "values are cleared one key too late, BF16": (consumers, "position < valid", "position <= valid", BOTH[:1]),
-    "values are cleared one key too late, FP8": (consumers, "order < valid", "order <= valid", BOTH[1:]),
+    "values are cleared one key too late, BF16": (pieces, "position < valid", "position <= valid", BOTH[:1]),
+    "values are cleared one key too late, FP8": (pieces, "order < valid", "order <= valid", BOTH[1:]),
     "values are cleared in the order of tokens": (
-        consumers,
+        pieces,
         "inside + order < valid",
         "inside < valid - inside",
         BOTH[1:],
@@ -237,7 +242,7 @@ FAULTS = {
         "k_empty.index(i), count=1",
         BOTH,
     ),
-    "the sum is not rescaled": (consumers, "row_sum * rescale", "row_sum", BOTH),
+    "the sum is not rescaled": (pieces, "row_sum * rescale", "row_sum", BOTH),
     "the output is not rescaled": (consumers, "acc * gl.convert_layout(rescale, OUT_ROWS)[:, None]", "acc", BOTH),
     "the scale of keys is left out": (
         consumers,
@@ -245,7 +250,7 @@ FAULTS = {
         "q_scale * scales.softmax_log2e",
         BOTH[1:],
     ),
-    "the scale of values is left out": (consumers, "v_scale, partial_row", "1.0, partial_row", BOTH[1:]),
+    "the scale of values is left out": (consumers, "row_sum, v_scale", "row_sum, 1.0", BOTH[1:]),
     "weights stay in the order of keys": (consumers, ".permute([0, 1, 3, 2, 4])", "", BOTH[1:]),
     "lse2 keeps the headroom of the weights": (
         consumers,
@@ -253,7 +258,30 @@ FAULTS = {
         "row_max2, OUT_ROWS",
         BOTH[1:],
     ),
-    "rows of the second half are those of the first": (consumers, "rows = first + gl.arange", "rows = gl.arange", BOTH),
+    "rows of the second half are those of the first": (consumers, "half * ROWS if WIDE else 0", "0", BOTH),
+}
+
+
+NARROW_FAULTS = {
+    "both consumers have the first keys of a tile": (consumers, "half * KEYS", "0", BOTH),
+    "both consumers have the first values of a tile": (
+        pieces,
+        "v_t.slice(FIRST, KEYS, 1)",
+        "v_t.slice(0, KEYS, 1)",
+        BOTH,
+    ),
+    "the mask knows nothing of halves": (consumers, "BLOCK_KEYS + FIRST_KEY", "BLOCK_KEYS", BOTH),
+    "the second half's rows are those behind the item's": (pieces, "half * ROWS if WIDE else 0", "half * ROWS", BOTH),
+    "the first half does not wait for the second": (
+        pieces,
+        "mbarrier.wait(handover.full.index(0), handed_over & 1)",
+        "pass",
+        BOTH,
+    ),
+    "the second half's result is not added": (pieces, " + other_out * (other_weight / total)[:, None]", "", BOTH),
+    "the halves weigh the same": (pieces, "gl.exp2(other_lse2 - most2)", "gl.exp2(lse2 - most2)", BOTH),
+    "halves are handed over in one phase only": (consumers, "handed_over += 1", "pass", BOTH),
+    "the half that has no key is divided by 0": (pieces, "gl.where(row_sum == 0.0, 1.0, row_sum)", "row_sum", BOTH),
 }
 
 
@@ -266,12 +294,33 @@ def right() -> dict[torch.dtype, Problem]:
     return problems
 
 
+@pytest.fixture(scope="module")
+def right_narrow() -> dict[torch.dtype, Problem]:
+    """Six items of few rows on one program, one of whose halves has no key, that the right kernel solves."""
+    problems = {dtype: Problem(Case(((5, 700), (3, 40), (6, 200)), dtype, TWO, programs=1)) for dtype in BOTH}
+    for problem in problems.values():
+        problem.check(*problem.run())
+    return problems
+
+
+@pytest.mark.parametrize("fault", NARROW_FAULTS)
+def test_a_wrong_kernel_would_be_found_out_by_items_of_few_rows(
+    right_narrow: dict[torch.dtype, Problem], tmp_path: Path, fault: str
+) -> None:
+    module, old, new, dtypes = NARROW_FAULTS[fault]
+    wrong = edited(module, tmp_path, old, new)
+    modules = (*(each for each in MODULES if each is not module), wrong)
+    for dtype in dtypes:
+        with pytest.raises(AssertionError):  # in one of a few orders of the roles
+            for seed in range(4):
+                right_narrow[dtype].check(*right_narrow[dtype].run(seed, modules))
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_kernel_would_be_found_out(right: dict[torch.dtype, Problem], tmp_path: Path, fault: str) -> None:
     module, old, new, dtypes = FAULTS[fault]
     wrong = edited(module, tmp_path, old, new)
-    # A changed consumer must also be the one that the kernel's own module names.
-    modules = (sm90_naive, wrong) if module is consumers else (consumers, wrong)
+    modules = (*(each for each in MODULES if each is not module), wrong)  # the last one's functions are taken
     for dtype in dtypes:
         with pytest.raises(AssertionError):
             right[dtype].check(*right[dtype].run(modules=modules))

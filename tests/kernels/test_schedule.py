@@ -12,8 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_mla_ext.kernels.constants import CHUNK_TOKENS
-from sglang_mla_ext.kernels.naive.items import ITEM_BEGIN, ITEM_END, ITEM_HEAD
-from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment, WorkList, WorkListCapacity, build_work_list
+from sglang_mla_ext.kernels.naive.items import ITEM_BEGIN, ITEM_END, ITEM_HEAD, ITEM_ROWS
+from sglang_mla_ext.kernels.naive.schedule import (
+    NARROW_COST,
+    ExpandedSegment,
+    WorkList,
+    WorkListCapacity,
+    build_work_list,
+)
 
 CHUNKS = 64
 
@@ -29,12 +35,26 @@ def groups_of(*sizes_and_lengths: tuple[int, int]) -> list[ExpandedSegment]:
 
 
 def build(
-    groups, heads=4, block_rows=64, block_keys=64, max_rows=256, target_items=264, chunks=CHUNKS, segments_per_row=1
+    groups,
+    heads=4,
+    block_rows=64,
+    block_keys=64,
+    max_rows=256,
+    target_items=264,
+    narrow_rows=0,
+    chunks=CHUNKS,
+    segments_per_row=1,
 ) -> WorkList:
     sizes = dict(heads=heads, block_rows=block_rows, target_items=target_items, segments_per_row=segments_per_row)
     capacity = WorkListCapacity.compute(max_rows=max_rows, chunks=chunks, **sizes)
     return build_work_list(
-        groups, heads=heads, block_rows=block_rows, block_keys=block_keys, capacity=capacity, target_items=target_items
+        groups,
+        heads=heads,
+        block_rows=block_rows,
+        block_keys=block_keys,
+        capacity=capacity,
+        target_items=target_items,
+        narrow_rows=narrow_rows,
     )
 
 
@@ -62,6 +82,7 @@ def problems(draw):
         block_rows=draw(st.sampled_from([16, 64])),
         block_keys=draw(st.sampled_from([32, 64, 256])),
         target_items=draw(st.sampled_from([1, 7, 40, 264])),
+        narrow_rows=draw(st.sampled_from([0, 8, 32])),
         max_rows=max_rows,
         segments_per_row=len(groups) if nested else 1,
     )
@@ -152,6 +173,45 @@ def test_row_tiles_of_the_same_keys_are_neighbours() -> None:
     work = build(groups_of((200, 5000)), heads=16)
     keys = work.items[:, [ITEM_HEAD.value, ITEM_BEGIN.value]].reshape(-1, 4, 2)  # head and kv_begin of every four items
     assert (keys == keys[:, :1]).all()
+
+
+HALVING = dict(heads=128, block_rows=128, block_keys=128, narrow_rows=64, target_items=132, chunks=104, max_rows=320)
+"""The Hopper kernel with two consumers on an H200: items of up to 64 rows are half as much work."""
+
+
+def costs(work: WorkList) -> np.ndarray:
+    """What the items cost, in keys of a full tile."""
+    keys = work.items[:, ITEM_END.value] - work.items[:, ITEM_BEGIN.value]
+    return keys * np.where(work.items[:, ITEM_ROWS.value] <= 64, NARROW_COST, 1)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [(90, 19500), (40, 11000), (30, 3300)],
+        [(180, 19500)],
+        [(130, 7069), (20, 7069)],
+        [(24, 11000)],
+        [(64, 3300)] * 3,
+    ],
+    ids=str,
+)
+def test_programs_end_together_where_items_of_few_rows_cost_less(groups) -> None:
+    work = build(groups_of(*groups), **HALVING)
+    load = np.bincount(np.arange(work.n_items) % 132, costs(work), minlength=132)
+    assert load.mean() / load.max() > 0.9
+    blind = build(groups_of(*groups), **(HALVING | dict(narrow_rows=0)))
+    assert load.max() <= np.bincount(np.arange(blind.n_items) % 132, costs(blind), minlength=132).max() * 1.02
+
+
+def test_row_tiles_of_the_same_keys_run_in_one_round_though_one_costs_less() -> None:
+    work = build(groups_of((130, 7069), (100, 19500), (64, 7069)), **HALVING)
+    rounds = defaultdict(set)  # of a head and a key range of the first segment
+    for index, (head, first, _, begin, *_) in enumerate(work.items.tolist()):
+        if first < 130:
+            rounds[head, begin].add(index // 132)
+    assert all(max(found) - min(found) <= 1 for found in rounds.values())
+    assert sum(len(found) == 1 for found in rounds.values()) > 0.9 * len(rounds)
 
 
 def test_empty_list() -> None:

@@ -38,6 +38,7 @@ IMPORTED = (
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.models.registry",
+    "sglang.benchmark.serving",  # no server's, but the client's of test_bench_workloads.py
 )
 
 

@@ -143,13 +143,13 @@ def test_requests_join_and_leave(stock: Reference, hybrid: Server) -> None:
 def test_later_requests_use_the_expanded_prefix_in_their_prefill(stock: Reference, hybrid: Server) -> None:
     """Requests of several lengths join two that run; one of them shares only half of the prefix."""
     half = SYSTEM[: len(SYSTEM) // 2] + "What is a garden? " * 9
-    early = [Chat(SYSTEM, question(i), max_tokens=60) for i in range(2)]
+    early = [Chat(SYSTEM, question(i), LONG) for i in range(2)]
     late = [Chat(SYSTEM, question(i) * (i - 1), max_tokens=12, delay_s=0.5) for i in range(2, 6)]
     expected = stock.asking(*early, *late, Chat(half, question(9), 12))
     hybrid.flush()
     hybrid.ask(Chat(SYSTEM, question(13), 1))
     with counting(hybrid) as counted:
-        actual = hybrid.ask(*early, *late, Chat(half, question(9), 12, delay_s=0.5))
+        actual = hybrid.ask(*early, *late, Chat(half, question(9), 12, delay_s=1.5))  # not in one prefill with others
     assert_same(actual, expected.result())
     assert counted.prefills_naive > 0 and counted.prefill_tokens_saved > 4 * 200
 
@@ -197,12 +197,17 @@ def test_prefix_splits_while_it_is_used(stock: Reference, hybrid: Server) -> Non
     assert any(len({group["prefix_len"] for group in groups}) == 2 for groups in seen)
 
 
-def test_nothing_is_held_when_all_have_left(hybrid: Server) -> None:
-    hybrid.ask(*(Chat(SYSTEM, question(i), max_tokens=4) for i in range(3)))
+def test_what_is_expanded_stays_for_those_who_come_next(hybrid: Server) -> None:
+    """Nobody else wants its memory, and the prompt is still in the tree."""
+    chats = [Chat(SYSTEM, question(i), LONG) for i in range(3)]
+    first = hybrid.ask(*chats)
     deadline = time.monotonic() + 10
-    while hybrid.info()["expanded_bytes"] and time.monotonic() < deadline:
+    while hybrid.info()["groups"] and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert hybrid.info()["expanded_bytes"] == 0
+    assert hybrid.info()["groups"] == [] and hybrid.info()["expanded_bytes"] > 0
+    with counting(hybrid) as counted:
+        assert_same(hybrid.ask(*chats), first)
+    assert counted.steps_naive > 0 and counted.expansions == 0
 
 
 def test_metrics_say_the_same_as_server_info(hybrid: Server) -> None:

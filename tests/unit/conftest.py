@@ -72,7 +72,7 @@ class Tree:
 
     def handle(self, request: Request) -> Any:
         """The view's handle of the node in which the cached prefix of this request ends."""
-        return self.view.paths([request])[0][-1].node
+        return self.view._handle(request.last_node)
 
     def finish(self, *requests: Request) -> None:
         for request in requests:

@@ -232,7 +232,7 @@ def scenario_server_info_has_our_report() -> None:
     server.forward("DECODE", server.run(PROMPT + "-a", PROMPT + "-b"))
     state = server.scheduler.get_internal_state(None).internal_state
     assert state == {"of": "sglang", "hybrid_mla": server.steps.report()}
-    assert state["hybrid_mla"]["groups"] == [{"prefix_len": 13 * PAGE, "requests": 2, "mode": "naive"}]
+    assert state["hybrid_mla"]["groups"] == [{"start": 0, "prefix_len": 13 * PAGE, "requests": 2, "mode": "naive"}]
 
 
 def scenario_metrics_are_published_once_a_second_and_when_idle() -> None:

@@ -200,6 +200,36 @@ def test_naive_and_grouped_segments_in_one_step(make_world: Any, monkeypatch: py
     assert [len(world.steps.next.expanded), len(world.steps.next.latent)] == [1, 1]
 
 
+@pytest.mark.parametrize("kind", ["gpu", "cpu"])
+@pytest.mark.parametrize("mode", ["naive", "grouped_absorb"])
+def test_three_levels(make_world: Any, kind: str, mode: str) -> None:
+    """A prompt for all, a document for three of them, a conversation for two of these; in graphs and without, while
+    requests leave each level, and with a new one that parts from the others inside a segment."""
+    world = make_world()
+    world.make(kind, grouped=mode == "grouped_absorb", mode=mode)
+    levels = [("abcd" + "efgh" + "ijkl" + "1", 3), ("abcd" + "efgh" + "ijkl" + "2", 40), ("abcd" + "efgh" + "3", 1)]
+    requests = [world.start(*each) for each in [*levels, ("abcd" + "4", 65), ("abcd" + "5", 2), ("else", 9)]]
+    graph = Graph(world, 8) if kind == "gpu" else None
+
+    def groups_of(*rows: int) -> list[tuple[int, int]]:
+        """Rows and end, in pages, of each group of a step with these requests."""
+        batch = [requests[row] for row in rows]
+        for _ in range(2):
+            assert world.eager_step(batch) < BOUND[False]
+            assert graph is None or graph.step(batch) < BOUND[False]
+        plan = world.steps._prefixes.plan
+        assert {group.mode.value for group in plan.groups} <= {mode}
+        return [(len(group.rows), group.end // PAGE) for group in plan.groups]
+
+    assert groups_of(0, 1, 2, 3, 4, 5) == [(5, 4), (3, 8), (2, 12)]
+    assert groups_of(5, 4, 2, 1, 0) == [(4, 4), (3, 8), (2, 12)]
+    assert groups_of(1, 3, 4, 5) == [(3, 4)]
+    requests.append(world.start("abcd" + "ef" + "6", 5))
+    assert groups_of(0, 1, 2, 6) == ([(4, 4), (3, 8), (2, 12)] if mode == "naive" else [(4, 6), (3, 8), (2, 12)])
+    world.finish(*requests)
+    assert world.steps.counters.fallbacks == {}
+
+
 def test_a_capture_ignores_the_plan(make_world: Any) -> None:
     """A graph may be captured while requests are running; what it was captured with must not stay in it."""
     world = make_world()

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import bench_client
-import bench_serving as bench
 import numpy as np
-import orjson
 import pytest
+from bench import client
+from bench.workloads import published_lengths
 
-
-@pytest.mark.parametrize(("text", "tokens", "expected"), [("", 3, " "), ("", 0, ""), ("a", 3, "a")])
-def test_client_takes_tokens_without_text_for_tokens(text, tokens, expected):
-    """Half a character is no text yet, but it is a token; the piece that only ends an answer is none."""
-    piece = bench_client.EveryPiece.loads(orjson.dumps({"text": text, "meta_info": {"completion_tokens": tokens}}))
-    assert piece["text"] == expected
-
-
-def test_client_leaves_pieces_of_errors_alone():
-    assert bench_client.EveryPiece.loads(b'{"error": {"message": "no"}}') == {"error": {"message": "no"}}
+from sglang_mla_ext.configs import read_config
 
 
 def test_rate_counts_only_the_full_batch():
     """Four requests, a token every 10 ms each, first tokens 0 to 300 ms apart: 400 tokens/s while all four decode."""
     first = np.array([0.1, 0.2, 0.3, 0.4])
     gaps = [np.full(100, 0.01)] * 4
-    assert bench.full_batch_rate(first, gaps) == pytest.approx(400, rel=0.02)
+    assert client.full_batch_rate(first, gaps) == pytest.approx(400, rel=0.02)
 
 
 def test_rate_leaves_out_the_last_requests_of_a_drained_batch():
     """One request is slower at the end, alone: it does not count."""
     gaps = [np.full(100, 0.01), np.concatenate([np.full(100, 0.01), np.full(50, 0.05)])]
-    assert bench.full_batch_rate(np.array([0.1, 0.1]), gaps) == pytest.approx(200, rel=0.02)
+    assert client.full_batch_rate(np.array([0.1, 0.1]), gaps) == pytest.approx(200, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +33,7 @@ def test_rate_leaves_out_the_last_requests_of_a_drained_batch():
     ids=["apart", "single token", "moment"],
 )
 def test_no_rate_where_the_batch_was_never_full_for_long(first, gaps):
-    assert bench.full_batch_rate(np.array(first), gaps) is None
+    assert client.full_batch_rate(np.array(first), gaps) is None
 
 
 def info(naive: int, absorb: int, read: int, saved: int) -> dict:
@@ -57,23 +47,32 @@ def info(naive: int, absorb: int, read: int, saved: int) -> dict:
     return {"hybrid_mla": {"groups": [], "counters": counters}}
 
 
+@pytest.mark.parametrize(("passes", "seconds", "expected"), [(200, 0.05, 0.25), (0, 0.0, None)])
+def test_planning_time_is_a_mean_over_passes(passes, seconds, expected):
+    before, after = info(0, 0, 0, 0), info(0, 0, 0, 0)
+    before["hybrid_mla"]["counters"] |= {"forward_passes": 7, "plan_seconds": 1.0}
+    after["hybrid_mla"]["counters"] |= {"forward_passes": 7 + passes, "plan_seconds": 1.0 + seconds}
+    assert client.plan_ms_between(before, after) == pytest.approx(expected)
+    assert client.plan_ms_between({}, {}) is None
+
+
 def test_sharing_is_what_the_counters_gained():
-    sharing = bench.sharing_between(info(5, 7, 100, 300), info(105, 17, 1100, 7300))
+    sharing = client.sharing_between(info(5, 7, 100, 300), info(105, 17, 1100, 7300))
     assert sharing == {"mode": "naive", "steps": {"naive": 100, "absorb": 10}, "group_size": 8}
 
 
 def test_sharing_without_groups_is_absorb():
-    sharing = bench.sharing_between(info(0, 0, 0, 0), info(0, 10, 0, 0))
+    sharing = client.sharing_between(info(0, 0, 0, 0), info(0, 10, 0, 0))
     assert (sharing["mode"], sharing["group_size"]) == ("absorb", 0)
 
 
 def test_a_stock_backend_shares_nothing():
-    assert bench.sharing_between({}, {}) is None
+    assert client.sharing_between({}, {}) is None
 
 
 @pytest.mark.parametrize("workload", ["mmlu", "gsm8k", "simpleqa"])
 def test_question_lengths_follow_the_workload(workload):
-    lengths = bench.question_lengths(workload, 20_000, np.random.default_rng(0))
-    quantiles = bench.read_config("workloads", workload)["models"]["deepseek-v3"]["prompt_tokens"]["quantiles"]
+    lengths = published_lengths(workload, "prompt_tokens", 20_000, np.random.default_rng(0))
+    quantiles = read_config("workloads", workload)["models"]["deepseek-v3"]["prompt_tokens"]["quantiles"]
     assert np.median(lengths) == pytest.approx(quantiles["50"], rel=0.05)
     assert quantiles["0"] <= min(lengths) <= max(lengths) <= quantiles["100"]

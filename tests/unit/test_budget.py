@@ -228,7 +228,7 @@ def test_the_latent_part_allocates_no_more_than_it_says_beforehand(
     fresh = world._build.stock_and_latent(None, None, None, SimpleNamespace(fall_back=None))[1]
     assert fresh.workspace_bytes == kept() == 0
     fresh.allocate(12, 64, 1000)
-    assert (fresh.stacking is not None) == grouped
+    assert (fresh.grouped_page is not None) == grouped
     assert 0 < kept() == fresh.workspace_bytes <= type(fresh).workspace_bytes_for(sizes)
     assert type(fresh).workspace_bytes_for(sizes) < 1.1 * fresh.workspace_bytes + 4096
 

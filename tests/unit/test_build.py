@@ -15,7 +15,6 @@ from sglang_mla_ext.adapter import build as module
 from sglang_mla_ext.adapter.relay import relay
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode, rates_for
-from sglang_mla_ext.prefix.planner import Stacking
 
 
 @pytest.fixture
@@ -121,16 +120,16 @@ def test_grouped_absorb_needs_no_memory_for_prefixes(
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
 @pytest.mark.parametrize("mode", ["auto", "grouped_absorb"])
-def test_grouped_absorb_is_stacked_as_its_kernels_are(
+def test_grouped_absorb_where_its_kernels_run(
     monkeypatch: pytest.MonkeyPatch, new_tree: Any, mode: str, fp8: bool
 ) -> None:
     """Where they do not run, every step is plain absorb, and who asked for them is told."""
     world = World(monkeypatch, new_tree, fp8=fp8)
     world.make("gpu", grouped=True, mode=mode)
-    assert world.latent.stacking == Stacking(PAGE, 64 // HEADS) and not fallbacks(world)
+    assert world.latent.grouped_page == PAGE and not fallbacks(world)
     taken = world.latent.workspace_bytes
     world.make("gpu", grouped=True, runs=False, mode=mode, budget_bytes=0, prefix_memory_gb=0.0)
-    assert world.latent.stacking is None and not world.backend._rows
+    assert world.latent.grouped_page is None and not world.backend._rows
     assert len(fallbacks(world)) == (mode == "grouped_absorb")
     assert taken - world.latent.workspace_bytes >= MIB
     requests = [world.start("abcd1", 1), world.start("abcd2", 2)]
@@ -176,11 +175,11 @@ def test_auto_takes_grouped_absorb_only_where_its_rates_are_measured(
     assumed = rates_for("cpu")
     mode = replace(assumed.modes[Mode.GROUPED_ABSORB], measured=False)
     assumed = replace(assumed, modes={**assumed.modes, Mode.GROUPED_ABSORB: mode})
-    assert world.make("cpu", mode="auto")._latent.stacking is not None
-    assert world.make("cpu", mode="naive")._latent.stacking is None
+    assert world.make("cpu", mode="auto")._latent.grouped_page is not None
+    assert world.make("cpu", mode="naive")._latent.grouped_page is None
     monkeypatch.setattr(module, "rates_for", lambda name: assumed)
-    assert world.make("cpu", mode="auto")._latent.stacking is None
-    assert world.make("cpu", mode="grouped_absorb")._latent.stacking is not None
+    assert world.make("cpu", mode="auto")._latent.grouped_page is None
+    assert world.make("cpu", mode="grouped_absorb")._latent.grouped_page is not None
 
 
 @pytest.mark.parametrize("prefill", ["hybrid_mla", "flashinfer"])

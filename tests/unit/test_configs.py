@@ -20,7 +20,9 @@ def test_the_module_and_the_data_folder_share_a_name():
 def test_names():
     assert {"h100", "h200", "cpu"} <= set(config_names("gpus"))
     assert "deepseek-v3" in config_names("models")
-    assert config_names("workloads") == ["gsm8k", "mmlu", "simpleqa", "system_prompts"]
+    assert config_names("workloads") == [
+        *("agents", "burst", "churn", "gsm8k", "mixed", "mmlu", "simpleqa", "system_prompts")
+    ]
 
 
 def test_workloads():

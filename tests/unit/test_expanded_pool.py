@@ -1,318 +1,316 @@
-"""The pool of expanded prefixes, against a simulated prefix tree and simulated memory.
-
-The tree is SGLang's in what matters here: splits keep the old node object at the end, requests hold a node and its
-ancestors, leaves that nobody holds are evicted at any time and their slots are written again. The memory remembers
-what was expanded into it, so that a wrong chunk, a stale slot or a wrong length shows as wrong contents.
-"""
+"""The pool of chunks: every chunk has one owner, memory goes to what is worth most, and splits lose nothing."""
 
 from __future__ import annotations
 
-from itertools import count
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_mla_ext.prefix.expanded_pool import ExpandedPool, Expansion
-from sglang_mla_ext.prefix.planner import Path, PathNode
+from sglang_mla_ext.prefix.expanded_pool import GRACE, ExpandedPool, Want
 
-CHUNK_TOKENS = 4
+CHUNK = 256
 
 
+@dataclass(eq=False)
 class Node:
-    """A tree node: the slots of its tokens, and how many requests hold it."""
+    """A tree node: its tokens, and how many requests hold it."""
 
-    def __init__(self, parent: Node | None, slots: list[int]) -> None:
-        self.parent = parent
-        self.slots = slots
-        self.holds = 0
-        self.children: set[Node] = set()
+    above: Node | None
+    length: int
+    holders: int = 2
+    attached: bool = True
+    end: int = field(init=False)
 
+    def __post_init__(self) -> None:
+        self.end = self.start + self.length
 
-def lineage(node: Node) -> list[Node]:
-    """From the root's child to the node."""
-    return [] if node.parent is None else [*lineage(node.parent), node]
+    @property
+    def start(self) -> int:
+        return self.above.end if self.above else 0
 
+    def path(self) -> list[Node]:
+        return [*(self.above.path() if self.above else []), self]
 
-def path_of(node: Node) -> Path:
-    steps, end = [], 0
-    for step in lineage(node):
-        end += len(step.slots)
-        steps.append(PathNode(step, end))
-    return tuple(steps)
-
-
-def slots_of(node: Node) -> list[int]:
-    return [slot for step in lineage(node) for slot in step.slots]
-
-
-def is_held(node: Node) -> bool:
-    return node.holds > 0
+    def split(self, at: int) -> Node:
+        """Cut in two at this token of the path, as SGLang does: the front part is a new node."""
+        assert self.start < at < self.end
+        front = Node(self.above, at - self.start, self.holders)
+        self.above, self.length = front, self.end - at
+        return front
 
 
-ANY = st.integers(0, 1 << 16)  # picks one of however many there are
+class Tree:
+    """What the pool asks of a tree."""
+
+    def is_attached(self, node: Node) -> bool:
+        return node.attached
+
+    def length(self, node: Node) -> int:
+        return node.length
+
+    def parent(self, node: Node) -> Node | None:
+        return node.above
+
+    def holders(self, node: Node) -> int:
+        return node.holders
 
 
-class PoolMachine(RuleBasedStateMachine):
-    @initialize(chunks=st.integers(0, 30))
-    def start(self, chunks: int) -> None:
-        self.pool = ExpandedPool(chunks, CHUNK_TOKENS)
-        self.root = Node(None, [])
-        self.nodes: list[Node] = []  # all that are in the tree, the root left out
-        self.requests: list[Node] = []  # the node that each running request holds
-        self.rows = count()  # what a latent row contains: no two the same
-        self.slots = count()
-        self.latent: dict[int, int] = {}  # slot -> row
-        self.free_slots: list[int] = []
-        self.memory: dict[int, list[int | None]] = {chunk: [None] * CHUNK_TOKENS for chunk in range(chunks)}
-
-    def claims(self) -> dict[Node, tuple[int, Expansion]]:
-        """What plans made now could rely on."""
-        return self.pool.lookup(path_of)
-
-    # ---- the tree
-
-    @rule(which=ANY, length=st.integers(1, 12))
-    def arrive(self, which: int, length: int) -> None:
-        """A request with a prompt of its own below a node of the tree."""
-        parent = [self.root, *self.nodes][which % (len(self.nodes) + 1)]
-        while len(self.free_slots) < length:
-            self.free_slots.append(next(self.slots))
-        node = Node(parent, [self.free_slots.pop() for _ in range(length)])
-        self.latent.update((slot, next(self.rows)) for slot in node.slots)
-        parent.children.add(node)
-        self.nodes.append(node)
-        self.hold(node)
-
-    def hold(self, node: Node) -> None:
-        self.requests.append(node)
-        for step in lineage(node):
-            step.holds += 1
-
-    @precondition(lambda self: self.nodes)
-    @rule(which=ANY)
-    def arrive_again(self, which: int) -> None:
-        """A request whose whole prompt is in the tree."""
-        self.hold(self.nodes[which % len(self.nodes)])
-
-    @precondition(lambda self: self.requests)
-    @rule(which=ANY, release=st.booleans())
-    def finish(self, which: int, release: bool) -> None:
-        for step in lineage(self.requests.pop(which % len(self.requests))):
-            step.holds -= 1
-        if release:
-            self.release_unheld()
-
-    @precondition(lambda self: any(len(node.slots) > 1 for node in self.nodes))
-    @rule(which=ANY, where=ANY)
-    def split(self, which: int, where: int) -> None:
-        long = [node for node in self.nodes if len(node.slots) > 1]
-        node = long[which % len(long)]
-        at = 1 + where % (len(node.slots) - 1)
-        before = self.claims()
-        front = Node(node.parent, node.slots[:at])
-        front.holds, front.children = node.holds, {node}
-        front.parent.children ^= {node, front}
-        node.parent, node.slots = front, node.slots[at:]
-        self.nodes.append(front)
-        after = self.claims()
-        assert {key: after[key] for key in before} == before, "a split changed what was covered"
-
-    @precondition(lambda self: any(not node.holds for node in self.nodes))
-    @rule(which=ANY)
-    def evict(self, which: int) -> None:
-        leaves = [node for node in self.nodes if not node.holds and not node.children]
-        node = leaves[which % len(leaves)]
-        node.parent.children.remove(node)
-        self.nodes.remove(node)
-        self.free_slots += node.slots
-
-    # ---- the pool
-
-    @precondition(lambda self: self.requests)
-    @rule(
-        which=ANY, level=ANY, short_of=st.sampled_from([0, 0, 0, 1, 5]), minimum=st.integers(1, 12), now=st.booleans()
-    )
-    def reserve(self, which: int, level: int, short_of: int, minimum: int, now: bool) -> None:
-        path = path_of(self.requests[which % len(self.requests)])
-        path = path[: 1 + level % len(path)]
-        tokens = max(1, path[-1].end - short_of)
-        before = self.claims()
-        free = self.pool.free_tokens
-        expansion = self.pool.reserve(path, tokens, path_of, minimum=min(minimum, tokens))
-        if before:  # growth reaches further nodes, but nothing is usable before it is expanded
-            after = self.claims()
-            assert all(after[node][0] >= before[node][0] for node in before)
-            assert max(tokens for tokens, _ in after.values()) == max(tokens for tokens, _ in before.values())
-        if expansion is None:
-            assert free < minimum, "there was room"
-            return
-        assert expansion in self.pool.expansions
-        common = max((step.end for step in path_of(expansion.anchor) if step in path), default=0)
-        covers = min(common, expansion.target)
-        assert covers >= min(minimum, tokens)
-        if covers < tokens:  # neither growing it nor another one could cover more
-            assert min(tokens, self.pool.free_tokens) <= covers, "shortened although there was room"
-            assert self.pool.free_tokens == 0 or expansion.anchor not in {step.node for step in path}
-        if now:
-            self.expand(expansion, expansion.target)
-
-    @precondition(lambda self: any(not expansion.complete for expansion in self.pool.expansions))
-    @rule(which=ANY, most=st.integers(1, 40))
-    def advance(self, which: int, most: int) -> None:
-        unfinished = [expansion for expansion in self.pool.expansions if not expansion.complete]
-        self.expand(unfinished[which % len(unfinished)], most)
-
-    def expand(self, expansion: Expansion, most: int) -> None:
-        first, last = expansion.done, min(expansion.done + most, expansion.target)
-        version, usable = self.pool.version, expansion.usable
-        for token, slot in enumerate(slots_of(expansion.anchor)[first:last], first):
-            chunk, offset = divmod(token, CHUNK_TOKENS)
-            self.memory[expansion.chunks[chunk]][offset] = self.latent[slot]
-        self.pool.advance(expansion, last - first)
-        if expansion.complete:
-            assert expansion.usable == expansion.target and self.pool.version > version
-        else:
-            assert expansion.usable == usable
-
-    @precondition(lambda self: self.pool.expansions)
-    @rule()
-    def release_unheld(self) -> None:
-        before = {}
-        for expansion in self.pool.expansions:
-            held = [step.end for step in path_of(expansion.anchor) if is_held(step.node)]
-            before[expansion] = min(expansion.usable, max(held, default=0))
-        free = self.pool.free_tokens
-        version = self.pool.version
-        dropped = self.pool.release_unheld(path_of, is_held)
-        assert dropped == len(before) - len(self.pool.expansions)
-        assert all(is_held(expansion.anchor) for expansion in self.pool.expansions)
-        for expansion in self.pool.expansions:
-            assert expansion.usable >= before[expansion], "lost what is held"
-        if self.pool.free_tokens != free:
-            assert self.pool.version > version
-
-    @precondition(lambda self: len(self.pool.expansions) > 1)
-    @rule(which=ANY)
-    def drop(self, which: int) -> None:
-        self.pool.drop(self.pool.expansions[which % len(self.pool.expansions)])
-
-    @precondition(lambda self: len(self.pool.expansions) > 2)
-    @rule()
-    def drop_all(self) -> None:
-        assert self.pool.drop_all() > 2
-        assert self.pool.expansions == [] and self.pool.used_chunks == 0 and self.pool.lookup(path_of) == {}
-
-    # ---- what always holds
-
-    @invariant()
-    def every_chunk_is_free_or_owned_once(self) -> None:
-        owned = [chunk for expansion in self.pool.expansions for chunk in expansion.chunks]
-        assert sorted([*owned, *self.pool._free]) == list(range(self.pool.num_chunks))
-        assert self.pool.used_chunks == len(owned)
-        assert self.pool.free_tokens == len(self.pool._free) * CHUNK_TOKENS
-
-    @invariant()
-    def lengths_are_in_order(self) -> None:
-        for expansion in self.pool.expansions:
-            assert 0 <= expansion.usable <= expansion.done <= expansion.target
-            assert expansion.target <= path_of(expansion.anchor)[-1].end
-            assert len(expansion.chunks) == -(-expansion.target // CHUNK_TOKENS), "a chunk too many or too few"
-
-    @invariant()
-    def what_a_plan_would_use_is_right(self) -> None:
-        covered = self.pool.lookup(path_of)
-        for node, (tokens, expansion) in covered.items():
-            assert 0 < tokens <= min(path_of(node)[-1].end, expansion.usable)
-            if is_held(node):
-                contents = [row for chunk in expansion.chunks for row in self.memory[chunk]]
-                assert contents[:tokens] == [self.latent[slot] for slot in slots_of(node)[:tokens]]
+TREE: Any = Tree()
 
 
-PoolMachine.TestCase.settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
-TestPool = PoolMachine.TestCase
+def want(node: Node, worth: float = 1.0, start: int = 0, end: int | None = None, above: int = -1) -> Want:
+    """The range from `start` to the node's end, along its path."""
+    path = [step for step in node.path() if step.end > start]
+    return Want(path, [step.end for step in path], start, node.end if end is None else end, worth, above)
 
 
-# -- one case of each kind ---------------------------------------------------------------------------------------------
+def fill(pool: ExpandedPool, *wants: Want) -> None:
+    for each in wants:
+        for chunk in pool.missing(each):
+            pool.fill(chunk, min((chunk.index + 1) * CHUNK, each.end))
 
 
-def chain(*lengths: int) -> list[Node]:
-    """Held nodes, each the child of the one before."""
-    nodes = [Node(None, [])]
-    for length in lengths:
-        nodes.append(Node(nodes[-1], list(range(length))))
-        nodes[-1].holds = 1
-    return nodes[1:]
+def give(pool: ExpandedPool, *wants: Want) -> list[int]:
+    """One round in which all that is given is also filled; how far each range reaches."""
+    reached, _ = pool.allot(wants, TREE)
+    fill(pool, *(each._replace(end=reach) for each, reach in zip(wants, reached, strict=True) if reach > each.start))
+    return reached
 
 
-def expand(pool: ExpandedPool, node: Node, tokens: int, minimum: int = 1) -> Expansion | None:
-    expansion = pool.reserve(path_of(node), tokens, path_of, minimum=minimum)
-    if expansion:
-        pool.advance(expansion, expansion.target - expansion.done)
-    return expansion
+def covered(pool: ExpandedPool, node: Node) -> tuple[int, list[int]]:
+    path = node.path()
+    return pool.covered(path, [step.end for step in path], 0)
 
 
-def test_takes_what_covers_the_prefix_already() -> None:
-    pool = ExpandedPool(10, CHUNK_TOKENS)
-    short, long = chain(8, 8)
-    expansion = expand(pool, long, 16)
-    assert expand(pool, short, 8) is expansion
-    assert pool.used_chunks == 4
-    assert pool.lookup(path_of) == {short: (8, expansion), long: (16, expansion)}
+def ids_of(pool: ExpandedPool) -> list[int]:
+    return [chunk.id for owned in pool._owned.values() for chunk in owned.chunks.values()]
 
 
-def test_grows_along_the_path_and_keeps_the_finished_part_usable() -> None:
-    pool = ExpandedPool(10, CHUNK_TOKENS)
-    short, long = chain(8, 8)
-    expansion = expand(pool, short, 8)
-    assert pool.reserve(path_of(long), 16, path_of, minimum=1) is expansion
-    pool.advance(expansion, 3)
-    assert (expansion.done, expansion.usable, expansion.target) == (11, 8, 16)
-    assert pool.lookup(path_of) == {short: (8, expansion), long: (8, expansion)}
-    pool.advance(expansion, 5)
-    assert pool.lookup(path_of)[long] == (16, expansion)
+def test_a_range_gets_chunks_and_is_covered_once_they_are_filled() -> None:
+    pool, node = ExpandedPool(8, CHUNK), Node(None, 3 * CHUNK + 64)
+    reached, evicted = pool.allot([want(node)], TREE)
+    assert reached == [node.end] and evicted == 0 and pool.used_chunks == 4
+    assert covered(pool, node) == (0, [])
+    missing = list(pool.missing(want(node)))
+    assert [chunk.index for chunk in missing] == [0, 1, 2, 3]
+    before = pool.version
+    pool.fill(missing[0], CHUNK)
+    assert covered(pool, node) == (CHUNK, [missing[0].id]) and pool.version > before
+    fill(pool, want(node))
+    assert covered(pool, node) == (node.end, [chunk.id for chunk in missing])
+    assert list(pool.missing(want(node))) == []
+    assert give(pool, want(node)) == [node.end] and pool.used_chunks == 4, "it is there already"
 
 
-def test_the_longest_on_the_path_grows() -> None:
-    pool = ExpandedPool(20, CHUNK_TOKENS)
-    first, second, third, deep = chain(4, 8, 8, 8)
-    beside_second, beside_third = Node(first, list(range(8))), Node(second, list(range(8)))
-    short, long = expand(pool, beside_second, 12), expand(pool, beside_third, 20)
-    pool.release_unheld(path_of, is_held)
-    assert (short.anchor, long.anchor) == (first, second)
-    assert expand(pool, deep, 28) is long
-    assert pool.lookup(path_of)[third] == (20, long)
+def test_groups_below_one_prompt_hold_one_copy_of_it() -> None:
+    """Case (C): three groups nested below a prompt of 20 chunks, of which one goes into each of their first chunks."""
+    pool, prompt = ExpandedPool(120, CHUNK), Node(None, 20 * CHUNK + 64)
+    groups = [Node(prompt, 2 * CHUNK) for _ in range(3)]
+    shared = want(prompt, 3.0, end=20 * CHUNK)
+    wants = [shared, *(want(group, 1.0, 20 * CHUNK, above=0) for group in groups)]
+    give(pool, *wants)
+    assert pool.used_chunks == 20 + 3 * 3
+    assert [covered(pool, group)[0] for group in groups] == [group.end for group in groups]
+    for group in groups:
+        group.attached = False  # its requests left, and SGLang took its slots back
+    assert pool.follow(TREE) == 9 and pool.used_chunks == 20
 
 
-def test_is_shortened_where_memory_ends() -> None:
-    pool = ExpandedPool(3, CHUNK_TOKENS)
-    (node,) = chain(20)
-    expansion = expand(pool, node, 20, minimum=12)
-    assert expansion.usable == 12 and pool.free_tokens == 0
+def test_a_split_hands_over_whole_chunks() -> None:
+    pool, node = ExpandedPool(8, CHUNK), Node(None, 5 * CHUNK)
+    give(pool, want(node))
+    ids = covered(pool, node)[1]
+    middle = node.split(3 * CHUNK + 64)
+    front = middle.split(CHUNK)
+    assert pool.follow(TREE) == 0 and pool.used_chunks == 5
+    assert covered(pool, node) == (5 * CHUNK, ids)
+    assert covered(pool, middle) == (3 * CHUNK, ids[:3])
+    assert covered(pool, front) == (CHUNK, ids[:1])
+    other = Node(middle, CHUNK)
+    assert covered(pool, other) == (3 * CHUNK, ids[:3])
+    node.attached = False
+    assert pool.follow(TREE) == 2 and covered(pool, middle) == (3 * CHUNK, ids[:3])
 
 
-def test_none_where_memory_is_less_than_the_minimum() -> None:
-    pool = ExpandedPool(3, CHUNK_TOKENS)
-    (node,) = chain(20)
-    assert pool.reserve(path_of(node), 20, path_of, minimum=13) is None
-    assert pool.expansions == [] and pool.free_tokens == 12
+def test_many_splits_between_two_looks() -> None:
+    pool, node = ExpandedPool(3000, CHUNK), Node(None, 3000 * CHUNK)
+    give(pool, want(node))
+    ids = covered(pool, node)[1]
+    at, fronts = node, []
+    for index in range(2999, 0, -1):
+        at = at.split(index * CHUNK)
+        fronts.append(at)
+    pool.follow(TREE)
+    assert len(pool.nodes) == 3000
+    path = [*fronts[::-1], node]
+    assert pool.covered(path, [step.end for step in path], 0) == (node.end, ids)
 
 
-def test_is_cut_back_to_what_is_held_then_dropped() -> None:
-    pool = ExpandedPool(10, CHUNK_TOKENS)
-    front, back = chain(6, 10)
-    expansion = expand(pool, back, 16)
-    back.holds = 0
-    assert pool.release_unheld(path_of, is_held) == 0
-    assert (expansion.anchor, expansion.usable, len(expansion.chunks)) == (front, 6, 2)
-    front.holds = 0
-    assert pool.release_unheld(path_of, is_held) == 1
-    assert pool.expansions == [] and pool.used_chunks == 0
+def test_a_remainder_before_a_branch_is_kept_beside_the_chunks_of_the_branches() -> None:
+    pool, front = ExpandedPool(8, CHUNK), Node(None, CHUNK + 64)
+    give(pool, want(front))
+    assert covered(pool, front)[0] == CHUNK + 64 and pool.used_chunks == 2
+    branch = Node(front, CHUNK)
+    assert covered(pool, branch)[0] == CHUNK, "its second chunk holds more than the remainder"
+    give(pool, want(front, end=CHUNK), want(branch, start=CHUNK, above=0))
+    assert covered(pool, branch)[0] == branch.end and covered(pool, front)[0] == front.end and pool.used_chunks == 4
 
 
-def test_cannot_be_filled_beyond_its_target() -> None:
-    pool = ExpandedPool(10, CHUNK_TOKENS)
-    expansion = pool.reserve(path_of(chain(8)[0]), 8, path_of, minimum=1)
-    with pytest.raises(AssertionError):
-        pool.advance(expansion, 9)
+# -- little memory -----------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_cut_short_and_nothing_follows_a_gap() -> None:
+    pool, node = ExpandedPool(3, CHUNK), Node(None, 4 * CHUNK)
+    below = Node(node, CHUNK)
+    assert give(pool, want(node), want(below, start=4 * CHUNK, above=0)) == [3 * CHUNK, 4 * CHUNK]
+    assert covered(pool, below)[0] == 3 * CHUNK
+
+
+def test_what_pays_more_takes_the_place_of_what_pays_less() -> None:
+    """Case (A): two requests share 118 of 120 chunks below a page that everybody begins with; then 200 come."""
+    pool, page = ExpandedPool(120, CHUNK), Node(None, 64)
+    document, product = Node(page, 118 * CHUNK - 64), Node(page, 50 * CHUNK - 64, holders=200)
+    assert give(pool, want(document, 1.0)) == [118 * CHUNK]
+    assert give(pool, want(product, 90.0), want(document, 1.0)) == [50 * CHUNK, 70 * CHUNK]
+    assert covered(pool, product)[0] == 50 * CHUNK and covered(pool, document)[0] == 70 * CHUNK
+    assert len(set(ids_of(pool))) == pool.used_chunks == 120
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_what_one_request_holds_alone_keeps_nothing(left: int) -> None:
+    """Case (B): 40 requests on a prompt, 39 end, 200 come on another one. Even if those save less than the 40 did."""
+    pool = ExpandedPool(120, CHUNK)
+    first, second = Node(None, 118 * CHUNK, holders=40), Node(None, 100 * CHUNK, holders=200)
+    give(pool, want(first, 10.0))
+    first.holders = left
+    for _ in range(GRACE):
+        assert give(pool, want(second, 5.0)) == [2 * CHUNK] and pool.waiting, "it may come back"
+    assert give(pool, want(second, 5.0)) == [100 * CHUNK] and not pool.waiting
+
+
+@pytest.mark.parametrize("holders", [0, 1, 40])
+def test_two_of_equal_worth_in_turn_do_not_evict_each_other(holders: int) -> None:
+    pool = ExpandedPool(10, CHUNK)
+    groups = [Node(None, 8 * CHUNK, holders=40) for _ in range(2)]
+    evicted = 0
+    for step in range(1000):
+        now, other = groups[step % 2], groups[1 - step % 2]
+        now.holders, other.holders = 40, holders
+        evicted += pool.allot([want(now, 1.0 + 0.1 * (step % 2))], TREE)[1]
+    assert evicted <= 2
+
+
+def test_both_wanted_the_one_that_is_there_stays_unless_the_other_is_clearly_better() -> None:
+    pool = ExpandedPool(8, CHUNK)
+    one, other = Node(None, 8 * CHUNK), Node(None, 8 * CHUNK)
+    give(pool, want(one, 1.0))
+    assert give(pool, want(other, 1.2), want(one, 1.0)) == [0, 8 * CHUNK]
+    assert give(pool, want(other, 1.3), want(one, 1.0)) == [8 * CHUNK, 0]
+
+
+def test_chunks_leave_from_the_end() -> None:
+    pool = ExpandedPool(8, CHUNK)
+    one, other = Node(None, 8 * CHUNK), Node(None, 3 * CHUNK)
+    give(pool, want(one, 1.0))
+    ids = covered(pool, one)[1]
+    give(pool, want(other, 9.0))
+    assert covered(pool, one) == (5 * CHUNK, ids[:5]) and sorted(covered(pool, other)[1]) == sorted(ids[5:])
+
+
+def test_what_is_optional_takes_free_memory_only() -> None:
+    pool = ExpandedPool(4, CHUNK)
+    one, other = Node(None, 3 * CHUNK), Node(None, 3 * CHUNK)
+    give(pool, want(one, 0.1))
+    assert pool.allot([want(other, 99.0)], TREE, evict=False) == ([CHUNK], 0)
+    assert covered(pool, one)[0] == 3 * CHUNK
+
+
+def test_drop_all_forgets_everything() -> None:
+    pool, node = ExpandedPool(4, CHUNK), Node(None, 3 * CHUNK)
+    give(pool, want(node))
+    before = pool.version
+    assert pool.drop_all() == 3 and pool.used_chunks == 0 and not pool.nodes and pool.version > before
+    assert covered(pool, node) == (0, [])
+
+
+# -- anything ----------------------------------------------------------------------------------------------------------
+
+
+class History:
+    """Random trees and wishes, with what each chunk holds written beside: the tokens of one path."""
+
+    def __init__(self, chunks: int, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.pool = ExpandedPool(chunks, CHUNK)
+        self.nodes: list[Node] = []
+        self.memory: dict[int, tuple[object, ...]] = {}  # what each chunk holds, page by page
+        self.names: dict[tuple[Node, int], object] = {}  # of a node's page at a token: splits do not change it
+
+    def page(self, node: Node, at: int) -> object:
+        owner = next(step for step in node.path() if at < step.end)
+        return self.names[owner, at]
+
+    def step(self, action: int) -> None:
+        rng = self.random
+        if action == 0 or not self.nodes:
+            above = rng.choice([None, *(node for node in self.nodes if node.attached)])
+            node = Node(above, 64 * rng.choice([1, 2, 4, 10, 40]), rng.randrange(4))
+            self.nodes.append(node)
+            self.names.update({(node, at): object() for at in range(node.start, node.end, 64)})
+        elif action == 1:
+            node = rng.choice(self.nodes)
+            if node.attached and node.length > 64:
+                front = node.split(node.start + 64 * rng.randrange(1, node.length // 64))
+                for at in range(front.start, front.end, 64):
+                    self.names[front, at] = self.names.pop((node, at))
+                self.nodes.append(front)
+        elif action == 2:
+            leaves = [
+                n for n in self.nodes if n.attached and all(o.above is not n or not o.attached for o in self.nodes)
+            ]
+            if leaves:
+                rng.choice(leaves).attached = False
+        elif action == 3:
+            rng.choice(self.nodes).holders = rng.randrange(4)
+        self.pool.follow(TREE)
+        attached = [node for node in self.nodes if node.attached]
+        wants = [want(node, rng.random()) for node in rng.sample(attached, min(len(attached), rng.randrange(4)))]
+        wants.sort(key=lambda each: -each.worth)
+        reached, _ = self.pool.allot(wants, TREE)
+        for each, reach in zip(wants, reached, strict=True):
+            if reach:
+                each = each._replace(end=reach)
+                for chunk in list(self.pool.missing(each))[: rng.randrange(9)]:
+                    end = min((chunk.index + 1) * CHUNK, reach)
+                    pages = range(chunk.index * CHUNK, end, 64)
+                    self.memory[chunk.id] = tuple(self.page(each.nodes[-1], at) for at in pages)
+                    self.pool.fill(chunk, end)
+
+    def check(self) -> None:
+        ids = ids_of(self.pool)
+        assert len(ids) == len(set(ids)) == self.pool.used_chunks <= self.pool.num_chunks
+        assert not set(ids) & set(self.pool._free)
+        for node in self.nodes:
+            if not node.attached:
+                continue
+            tokens, chunks = covered(self.pool, node)
+            held = [page for chunk in chunks for page in self.memory[chunk]][: tokens // 64]
+            assert held == [self.page(node, at) for at in range(0, tokens, 64)], "chunks hold another prefix"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from([0, 1, 3, 8, 40]), st.integers(0, 1 << 30), st.lists(st.integers(0, 4), max_size=40))
+def test_any_history(chunks: int, seed: int, actions: Sequence[int]) -> None:
+    history = History(chunks, seed)
+    for action in actions:
+        history.step(action)
+        history.check()
+    for node in history.nodes:
+        node.attached = False
+    history.pool.follow(TREE)
+    assert history.pool.used_chunks == 0

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from sglang_mla_ext.adapter import expander as expander_module
 from sglang_mla_ext.adapter.expander import Expander, temporary_bytes, weights_of
+from sglang_mla_ext.kernels.constants import CHUNK_TOKENS
 from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
 from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.reference import attention as reference
@@ -124,21 +125,21 @@ def test_rows_of_an_fp8_pool_are_expanded_as_what_they_mean(
 
 
 def test_a_tree_node_is_expanded_from_its_slots(model: Any) -> None:
-    """`expand` asks the tree that it was given for the slots of the range, and says where in the prefix it starts."""
+    """`expand` asks the tree that it was given for the slots of the range, whose chunks begin with it."""
     slots = torch.randperm(SLOTS)[:N]
     asked = []
 
-    def slots_of(node: str, start: int, end: int) -> torch.Tensor:
-        asked.append((node, start, end))
+    def slots_of(node: str, node_end: int, start: int, end: int) -> torch.Tensor:
+        asked.append((node, node_end, start, end))
         return slots[start:end]
 
     by_node, by_slots = allocate(torch.float32), allocate(torch.float32)
     expander = Expander(*model, by_node)
     expander.attach(SimpleNamespace(slots=slots_of))
-    for first, last in ((0, 300), (300, N)):
-        expander.expand("node", first, last, CHUNKS)
+    for first, last in ((0, CHUNK_TOKENS), (CHUNK_TOKENS, N)):
+        expander.expand("node", N, first, last, CHUNKS[first // CHUNK_TOKENS :])
     Expander(*model, by_slots).expand_slots(slots, CHUNKS, 0)
-    assert asked == [("node", 0, 300), ("node", 300, N)]
+    assert asked == [("node", N, 0, CHUNK_TOKENS), ("node", N, CHUNK_TOKENS, N)]
     for layer in range(LAYERS):
         for found, expected in zip(by_node.read(layer, CHUNKS, N), by_slots.read(layer, CHUNKS, N), strict=True):
             assert torch.equal(found, expected)

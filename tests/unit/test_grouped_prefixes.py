@@ -8,21 +8,25 @@ import pytest
 from test_shared_prefixes import COST, PAGE, Server
 
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.cost_model import CostModel, Mode
+from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode
 from sglang_mla_ext.prefix.gains import Gains
-from sglang_mla_ext.prefix.planner import SPARE_ENTRIES, Stacking
 
-STACKING = Stacking(PAGE, rows_per_entry=4)
-NO_MEMORY = {"chunks": 0, "ways": {"naive": False, "stacking": STACKING}}
-BOTH = {"mode": "auto", "ways": {"stacking": STACKING}}
+NO_MEMORY = {"chunks": 0, "ways": {"naive": False, "grouped_page": PAGE}}
+BOTH = {"mode": "auto", "ways": {"grouped_page": PAGE}}
 
 
 def cost_with(**seconds_per_row: float) -> CostModel:
-    """A cost model in which a mode takes so long for each row and token, and naive one second more."""
+    """A cost model in which a mode takes so long for each row and token, and a segment's naive attention a second
+    more."""
 
     class Fixed(CostModel):
-        def seconds(self, mode: Mode, group_size: int, tokens: int) -> float:
-            return seconds_per_row[mode.value] * group_size * tokens + (mode is Mode.NAIVE)
+        def work_seconds(self, mode: Mode, group_size: int, tokens: int, step_tokens: int = 0) -> float:
+            return seconds_per_row[mode.value] * group_size * tokens
+
+        def segment_seconds(self, mode: Mode, group_size: int) -> float:
+            return float(mode is Mode.NAIVE)
+
+        overhead_seconds = segment_seconds
 
     return Fixed(COST.dims, COST.local_heads, COST.rates)
 
@@ -49,7 +53,7 @@ def test_without_memory_shared_prefixes_are_grouped(tree: Any, mode: str) -> Non
 
 
 def test_mode_grouped_absorb_never_expands_and_takes_every_prefix_that_is_long_enough(tree: Any) -> None:
-    server = Server(tree, mode="grouped_absorb", min_prefix_len=4 * PAGE, ways={"stacking": STACKING})
+    server = Server(tree, mode="grouped_absorb", min_prefix_len=4 * PAGE, ways={"grouped_page": PAGE})
     requests = [tree.run(text) for text in ("fouraaa", "fourbbb", "twoaa", "twobb")]
     assert modes_of(server, *requests) == [((0, 1), 4, "grouped_absorb")]
     assert server.expander.calls == []
@@ -57,7 +61,7 @@ def test_mode_grouped_absorb_never_expands_and_takes_every_prefix_that_is_long_e
 
 @pytest.mark.parametrize("mode", ["absorb", "naive"])
 def test_other_modes_do_not_group(tree: Any, mode: str) -> None:
-    server = Server(tree, mode=mode, ways={"stacking": STACKING})
+    server = Server(tree, mode=mode, ways={"grouped_page": PAGE})
     requests = [tree.run("systemprompt-" + letter) for letter in "ab"]
     assert {mode for _, _, mode in modes_of(server, *requests)} <= {"naive"}
 
@@ -73,13 +77,14 @@ def test_expands_only_what_then_beats_grouped_absorb(tree: Any) -> None:
     assert faster.expander.calls == [(0, 13 * PAGE)]
 
 
-def test_grouped_until_the_expansion_is_complete_and_again_when_it_is_gone(tree: Any) -> None:
+def test_grouped_behind_what_is_expanded_and_again_when_that_is_gone(tree: Any) -> None:
     cost = cost_with(absorb=3, grouped_absorb=2, naive=1)
-    server = Server(tree, cost=cost, expand_tokens_per_step=300, **BOTH)
+    server = Server(tree, cost=cost, expand_tokens_per_step=512, **BOTH)
     requests = [tree.run("systemprompt-" + letter) for letter in "ab"]
-    assert [modes_of(server, *requests)[0][2] for _ in range(3)] == ["grouped_absorb", "grouped_absorb", "naive"]
+    assert modes_of(server, *requests) == [((0, 1), 8, "naive"), ((0, 1), 13, "grouped_absorb")]
+    assert modes_of(server, *requests) == [((0, 1), 13, "naive")]
     server.prefixes.forget()
-    assert modes_of(server, *requests)[0][2] == "grouped_absorb"
+    assert modes_of(server, *requests)[0][1:] == (8, "naive")
 
 
 def test_what_finds_no_memory_is_grouped(tree: Any) -> None:
@@ -90,24 +95,40 @@ def test_what_finds_no_memory_is_grouped(tree: Any) -> None:
     assert modes_of(server, *ours, *theirs) == [((0, 1, 2), 16, "naive"), ((3, 4), 16, "grouped_absorb")]
 
 
-def test_no_more_groups_than_entries(tree: Any) -> None:
-    """Groups of five rows fill two entries of four rows."""
-    server = Server(tree, mode="grouped_absorb", min_prefix_len=1, **NO_MEMORY)
-    prompts = [chr(ord("A") + index) * (index + 1) for index in range(20)]
-    requests = [tree.run(prompt) for prompt in prompts for _ in range(5)]
-    groups = modes_of(server, *requests)
-    assert len(groups) == (25 + SPARE_ENTRIES) // 2
-    assert min(pages for _, pages, _ in groups) == 20 - len(groups) + 1, "the shortest were left out"
+def test_a_branch_of_few_is_grouped_below_what_is_expanded_for_many(tree: Any) -> None:
+    """Naive's second a segment is worth it for ten rows, not for two."""
+    server = Server(tree, cost=cost_with(absorb=3e-3, grouped_absorb=2e-3, naive=1e-3), **BOTH)
+    requests = [tree.run("eightlet" + str(index)) for index in range(8)]
+    requests += [tree.run("eightlet" + "four" + letter) for letter in "ab"]
+    everybody = tuple(range(10))
+    assert modes_of(server, *requests) == [(everybody, 8, "naive"), ((8, 9), 12, "grouped_absorb")]
+    assert server.prefixes.plan.prefix_lens == (8 * PAGE,) * 8 + (12 * PAGE,) * 2
+    assert server.pool.used_chunks == 2
 
 
 def test_gains() -> None:
     cost = cost_with(absorb=3, grouped_absorb=2, naive=1)
     auto = Gains.of(HybridMLAOptions(), cost, naive=True, grouped=True)
-    assert (auto.naive(2, 10), auto.grouped(2, 10), auto.expand(2, 10)) == (39, 20, 19)
-    assert auto.expand(2, 10) == min(cost.seconds(mode, 2, 10) for mode in (Mode.ABSORB, Mode.GROUPED_ABSORB)) - 21
-    alone = Gains.of(HybridMLAOptions(), cost, naive=True, grouped=False)
-    assert alone.grouped is None and alone.expand(2, 10) == alone.naive(2, 10) == 39
-    for options, ways in ((HybridMLAOptions(), {"naive": False}), (HybridMLAOptions(mode="grouped_absorb"), {})):
-        gains = Gains.of(options, cost, **{"naive": True, "grouped": True, **ways})
-        assert gains.naive(9, 999) == gains.expand(9, 999) == 0 and gains.grouped(9, 999) > 0
-    assert Gains.of(HybridMLAOptions(mode="naive"), cost, naive=True, grouped=True).grouped is None
+    assert (auto.naive(2, 0, 10), auto.grouped(2, 0, 10)) == (39, 20)
+    assert (auto.naive(2, 10, 20), auto.grouped(2, 10, 20)) == (39, 20)
+    assert Gains.of(HybridMLAOptions(), cost, naive=True, grouped=False).grouped is None
+    assert Gains.of(HybridMLAOptions(), cost, naive=False, grouped=True).naive is None
+    for mode, has_naive, has_grouped in (
+        ("naive", True, False),
+        ("grouped_absorb", False, True),
+        ("absorb", False, False),
+    ):
+        gains = Gains.of(HybridMLAOptions(mode=mode), cost, naive=True, grouped=True)
+        assert (gains.naive is not None, gains.grouped is not None) == (has_naive, has_grouped)
+        assert all(gain(9, 10, 20) > 0 for gain in gains if gain)
+
+
+def test_plain_absorb_reads_what_all_share_from_the_cache_only_if_all_of_it_fits() -> None:
+    cost = CostModel(COST.dims, 16, GpuRates.from_json("h200"))
+    fits = cost.rates.l2_bytes // cost.latent_row_bytes
+    alone, beside = (
+        Gains.of(HybridMLAOptions(), cost, naive=True, grouped=True, step_tokens=tokens) for tokens in (0, fits + 1)
+    )
+    assert beside.naive(4, 0, 1024) > alone.naive(4, 0, 1024)
+    assert beside.grouped(4, 1024, 2048) > alone.grouped(4, 1024, 2048)
+    assert beside.naive(4, 0, fits + 64) == alone.naive(4, 0, fits + 64)

@@ -26,6 +26,8 @@ def counters_after_some_steps() -> Counters:
     counters.fall_back("prefix memory full")
     counters.fall_back("prefix memory full")
     counters.fall_back("other")
+    for seconds in (0.25, 0.5):
+        counters.count_pass(seconds)
     return counters
 
 
@@ -39,6 +41,8 @@ def test_counters() -> None:
         max_group_size=3,
         shared_tokens_read=1000 + 300 + 1000,
         shared_tokens_saved=2 * 1000 + 300 + 1000,
+        forward_passes=2,
+        plan_seconds=0.75,
     )
 
 
@@ -50,7 +54,7 @@ def test_a_step_with_groups_of_both_kinds_counts_for_both() -> None:
         counters.count_step(Plan(6, groups))
     assert (counters.steps_naive, counters.steps_grouped, counters.steps_absorb) == (2, 2, 1)
     assert counters.max_group_size == 3 and counters.shared_tokens_saved == 2 * 1000 + 2 * 2 * 300
-    assert [group["mode"] for group in report(counters, Plan(6, (naive, grouped)), 0, 0)["groups"]] == [
+    assert [group["mode"] for group in report(counters, Plan(6, (naive, grouped)), 0, 0, 0)["groups"]] == [
         "naive",
         "grouped_absorb",
     ]
@@ -66,21 +70,21 @@ def test_the_first_fall_back_of_each_reason_is_logged(caplog: pytest.LogCaptureF
 
 
 def test_report() -> None:
-    info = report(counters_after_some_steps(), PLAN, expanded_bytes=10, budget_bytes=20)
+    info = report(counters_after_some_steps(), PLAN, expanded_bytes=10, budget_bytes=20, tokens_without_memory=30)
     assert json.loads(json.dumps(info)) == info
-    assert list(info) == ["groups", "expanded_bytes", "budget_bytes", "counters"]
+    assert list(info) == ["groups", "expanded_bytes", "budget_bytes", "tokens_without_memory", "counters"]
     assert info["groups"] == [
-        {"prefix_len": 1000, "requests": 3, "mode": "naive"},
-        {"prefix_len": 300, "requests": 2, "mode": "naive"},
+        {"start": 0, "prefix_len": 1000, "requests": 3, "mode": "naive"},
+        {"start": 0, "prefix_len": 300, "requests": 2, "mode": "naive"},
     ]
-    assert (info["expanded_bytes"], info["budget_bytes"]) == (10, 20)
+    assert (info["expanded_bytes"], info["budget_bytes"], info["tokens_without_memory"]) == (10, 20, 30)
     assert list(info["counters"]) == [field.name for field in fields(Counters)]
     assert info["counters"]["fallbacks"] == {"prefix memory full": 2, "other": 1}
 
 
 def test_a_report_does_not_change_later() -> None:
     counters = counters_after_some_steps()
-    info = report(counters, PLAN, 10, 20)
+    info = report(counters, PLAN, 10, 20, 0)
     before = json.dumps(info)
     counters.fall_back("new")
     counters.count_step(PLAN)
@@ -95,14 +99,16 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegi
 
 
 def test_metrics_are_the_report_under_the_same_names(registry: prometheus_client.CollectorRegistry) -> None:
-    info = report(counters_after_some_steps(), PLAN, expanded_bytes=10, budget_bytes=20)
+    nested = Plan(6, (*PLAN.groups, Group((0, 2), "c", 1000, 1256, Mode.GROUPED_ABSORB)))
+    info = report(counters_after_some_steps(), nested, expanded_bytes=10, budget_bytes=20, tokens_without_memory=30)
     Metrics(LABELS).publish(info)
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"sglang:hybrid_mla_{name}", {**LABELS, **labels})
 
     plain = {name: total for name, total in info["counters"].items() if name != "fallbacks"}
-    plain |= {"expanded_bytes": 10, "budget_bytes": 20, "groups": 2, "shared_requests": 5}
+    plain |= {"expanded_bytes": 10, "budget_bytes": 20, "tokens_without_memory": 30}
+    plain |= {"groups": 3, "shared_requests": 5}  # a request counts once, however many groups it is in
     assert {name: value(name) for name in plain} == plain
     assert value("fallbacks", reason="prefix memory full") == 2 and value("fallbacks", reason="other") == 1
     names = {metric.name for metric in registry.collect()}
@@ -111,8 +117,8 @@ def test_metrics_are_the_report_under_the_same_names(registry: prometheus_client
 
 def test_metrics_follow_the_next_report(registry: prometheus_client.CollectorRegistry) -> None:
     metrics = Metrics(LABELS)
-    metrics.publish(report(Counters(), PLAN, 10, 20))
-    metrics.publish(report(Counters(), Plan(0), 0, 20))
+    metrics.publish(report(Counters(), PLAN, 10, 20, 0))
+    metrics.publish(report(Counters(), Plan(0), 0, 20, 0))
     assert registry.get_sample_value("sglang:hybrid_mla_groups", LABELS) == 0
     assert registry.get_sample_value("sglang:hybrid_mla_shared_requests", LABELS) == 0
     assert registry.get_sample_value("sglang:hybrid_mla_expanded_bytes", LABELS) == 0

@@ -150,6 +150,19 @@ def test_prefill_is_planned_with_its_own_lengths() -> None:
     assert steps.counters.steps_absorb == 0, "not a decode step"
 
 
+def test_the_time_of_planning_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every pass: planned, paused after a failure, idle, prefill without a planner."""
+    clock = SimpleNamespace(perf_counter=iter(map(float, range(100))).__next__)
+    monkeypatch.setattr("sglang_mla_ext.adapter.steps.time", clock)
+    steps = make()
+    for passes, mode in enumerate((DECODE, EXTEND, IDLE, DECODE, DECODE), start=1):
+        steps._prefixes.fails = passes >= 4
+        steps.before_forward(mode, requests(3), [], [1] * 3, [1] * 3)
+        assert (steps.counters.forward_passes, steps.counters.plan_seconds) == (passes, passes * 1.0)
+    assert steps._pause, "planning failed, and the pass counts all the same"
+    assert steps.report()["counters"]["plan_seconds"] == 5.0
+
+
 @pytest.mark.parametrize("event", ["forget", "idle", "weights_change"])
 def test_events_drop_plans_and_expansions(event: str) -> None:
     steps = make()

@@ -132,6 +132,54 @@ def test_equal_text_under_different_extra_keys_shares_no_node(tree: Any) -> None
     assert slots[1] == slots[2] and not slots[0] & slots[1] and not slots[0] & slots[3] and not slots[1] & slots[3]
 
 
+def test_lengths_parents_and_holders(tree: Any) -> None:
+    first = tree.run("abcdef")
+    node = tree.handle(first)
+    assert tree.view.length(node) == 6 * tree.page_size and tree.view.parent(node) is None
+    assert tree.view.holders(node) == 1
+    second = tree.run("abcxyz")
+    front = tree.view.parent(node)
+    assert tree.view.length(node) == tree.view.length(front) == 3 * tree.page_size
+    assert tree.view.parent(front) is None and tree.view.parent(tree.handle(second)) is front
+    assert [tree.view.holders(handle) for handle in (node, front)] == [1, 2]
+    tree.finish(first, second)
+    assert [tree.view.holders(handle) for handle in (node, front)] == [0, 0]
+
+
+def test_evicted_nodes_are_detached(tree: Any) -> None:
+    first, second = tree.run("abcdef"), tree.run("abcxyz")
+    front, back = (step.node for step in tree.view.path(tree.handle(first)))
+    other = tree.handle(second)
+    assert all(map(tree.view.is_attached, (front, back, other)))
+    tree.finish(first)
+    assert tree.view.is_attached(back), "not held, but still cached"
+    tree.evict(1)
+    assert [tree.view.is_attached(node) for node in (front, back, other)] == [True, False, True]
+    again = tree.handle(tree.run("abcdef"))
+    assert again is not back and tree.view.is_attached(again)
+    assert not tree.view.is_attached(back), "another node is in its place"
+
+
+def test_nodes_of_a_flushed_tree_are_detached(tree: Any) -> None:
+    request = tree.run("abc-d"), tree.run("abc-e")
+    nodes = [step.node for step in tree.view.path(tree.handle(request[0]))]
+    assert len(nodes) == 2 and all(map(tree.view.is_attached, nodes))
+    tree.cache.reset()
+    assert not any(map(tree.view.is_attached, nodes))
+    assert tree.view.is_attached(tree.handle(tree.run("abc-d")))
+
+
+def test_nodes_on_the_host_are_attached_until_they_are_dropped(tree: Any) -> None:
+    """As HiCache leaves them."""
+    request = tree.run("abcdef")
+    node = tree.handle(request)
+    slots, request.last_node.value = request.last_node.value, None
+    request.last_node.host_value = slots
+    assert tree.view.is_attached(node)
+    request.last_node.host_value = None
+    assert not tree.view.is_attached(node)
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     st.sampled_from(PAGE_SIZES),

@@ -17,7 +17,6 @@ from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
-from sglang_mla_ext.prefix.planner import Stacking
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
@@ -34,7 +33,7 @@ class TorchLatent:
             grouped: whether shared prefixes may be read once for all their requests.
         """
         self._pool, self._req_to_token = pool, req_to_token
-        self.stacking = Stacking() if grouped else None
+        self.grouped_page = 1 if grouped else None
         self._segments: Sequence[LatentSegment] = ()
         self._planned_starts: Sequence[int] = ()
         self._batch: Any = None

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
 
-from sglang_mla_ext.prefix.planner import Path, PathNode
+from sglang_mla_ext.adapter.versions.shared_nodes import Forks, all_above, find_with
+from sglang_mla_ext.prefix.tree import SharedTree
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -21,17 +23,25 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 
+_RID, _LAST_NODE = attrgetter("rid"), attrgetter("last_node")
+
+
 class UnsupportedTree(RuntimeError):
     """SGLang runs with a prefix cache that this package cannot read."""
 
 
 class NodeHandle:
-    """Stands for one node of SGLang's tree. There is one for each node, as long as anybody keeps it."""
+    """Stands for one node of SGLang's tree. There is one for each node, as long as anybody keeps it.
 
-    __slots__ = ("__weakref__", "node")
+    Attributes:
+        root: of the tree that the node was in; a flush begins another.
+    """
 
-    def __init__(self, node: TreeNode) -> None:
+    __slots__ = ("__weakref__", "node", "root")
+
+    def __init__(self, node: TreeNode, root: TreeNode) -> None:
         self.node = node
+        self.root = root
 
     def __repr__(self) -> str:
         return f"NodeHandle({self.node.id})"
@@ -60,62 +70,89 @@ class TreeView:
                 f"{type(tree_cache).__name__}. Remove --disable-radix-cache and --radix-cache-backend, and unset "
                 f"SGLANG_ENABLE_UNIFIED_RADIX_TREE and SGLANG_EXPERIMENTAL_CPP_RADIX_TREE."
             )
+        self._cache = tree_cache
         # By the id of the node, which its handle keeps from being given to another object.
         self._handles: WeakValueDictionary[int, NodeHandle] = WeakValueDictionary()
+        self._forks = Forks()
+        self._listed: dict[TreeNode, tuple[NodeHandle, int]] = {}  # the shared nodes of the last call, and their ends
 
     def state(self, requests: Sequence[Req]) -> Hashable:
-        """See prefix.shared_prefixes.Tree."""
-        return tuple((req.rid, id(req.last_node)) for req in requests)
+        """See prefix.tree.Tree."""
+        return tuple(map(_RID, requests)), tuple(map(id, map(_LAST_NODE, requests)))
 
     def hold(self, requests: Sequence[Req]) -> object:
-        """See prefix.shared_prefixes.Tree."""
-        # As handles, so that the next plan finds those of requests that are still there.
-        return [self._handle(req.last_node) for req in requests if req.last_node is not None]
+        """See prefix.tree.Tree."""
+        return list(map(_LAST_NODE, requests))
 
-    def paths(self, requests: Sequence[Req]) -> list[Path]:
-        """See prefix.shared_prefixes.Tree."""
-        known: dict[int, Path] = {}
-        return [self._path(req.last_node, known) for req in requests]
+    def shared(self, requests: Sequence[Req], also: Collection[NodeHandle] = ()) -> SharedTree:
+        """See prefix.tree.Tree. A node that somebody else holds, or that is being copied to the host, is listed too.
 
-    def path(self, node: NodeHandle) -> Path:
-        """See prefix.shared_prefixes.Tree."""
-        return self._path(node.node, {})
+        A call with `also` walks up all that the requests hold alone; others do so once for each request. What they find
+        is kept until two calls later, and with it the nodes: `forget` when no request is left.
+        """
+        ends = list(map(_LAST_NODE, requests))
+        forks, all_found = find_with(ends, {handle.node for handle in also}) if also else self._forks.find(ends)
+        nodes, parents, deepest, complete = all_above(forks)
+        listed = self._listed
+        known, handles, node_ends = {}, [], []
+        for node, parent in zip(nodes, parents, strict=True):
+            found = listed.get(node)
+            if found is None:
+                start = node_ends[parent] if parent >= 0 else 0
+                found = self._handle(node), start + len(node.key)
+            known[node] = found
+            handles.append(found[0])
+            node_ends.append(found[1])  # no split changes it
+        if not also:
+            self._listed = known
+        return SharedTree(handles, parents, node_ends, deepest, complete and all_found)
 
-    def is_held(self, node: NodeHandle) -> bool:
-        """See prefix.shared_prefixes.Tree."""
-        return node.node.lock_ref > 0
+    def forget(self) -> None:
+        """Lets go of the nodes of earlier calls: no request is left, or the tree was flushed."""
+        self._forks.forget()
+        self._listed = {}
 
-    def slots(self, node: NodeHandle, start: int, end: int) -> torch.Tensor:
-        """The pool slots `[end - start]` (int64) of tokens `[start, end)` of the path that ends in this node."""
+    def length(self, node: NodeHandle) -> int:
+        """See prefix.tree.Tree."""
+        return len(node.node.key)
+
+    def parent(self, node: NodeHandle) -> NodeHandle | None:
+        """See prefix.tree.Tree."""
+        return None if (parent := node.node.parent) is None or parent.parent is None else self._handle(parent)
+
+    def holders(self, node: NodeHandle) -> int:
+        """See prefix.tree.Tree."""
+        return node.node.lock_ref
+
+    def is_attached(self, node: NodeHandle) -> bool:
+        """See prefix.tree.Tree.
+
+        SGLang evicts leaves, so a node is in the tree as long as its parent has it as a child. With a cache on the host
+        (HiCache) an evicted node stays there without slots, and gets others when a request needs its tokens again: it
+        counts as attached, because what was expanded from it is right for them. Where that cache has to drop nodes with
+        all below, they lose their slots on both sides.
+        """
+        tree_node, parent = node.node, node.node.parent
+        if node.root is not self._cache.root_node or (tree_node.value is None and tree_node.host_value is None):
+            return False
+        return parent.children.get(tree_node.key.child_key(self._cache.page_size)) is tree_node
+
+    def slots(self, node: NodeHandle, node_end: int, start: int, end: int) -> torch.Tensor:
+        """The pool slots `[end - start]` (int64) of tokens `[start, end)` of the path that ends in this node, which
+        ends `node_end` tokens behind the root. A request holds the node."""
         pieces = []
-        for step in self.path(node):
-            tree_node = step.node.node
-            first = step.end - len(tree_node.key)
-            if first < end and step.end > start:
+        tree_node, last = node.node, node_end
+        while last > start:
+            first = last - len(tree_node.key)
+            if first < end:
                 pieces.append(tree_node.value[max(start - first, 0) : end - first])
-        return torch.cat(pieces)
-
-    def _path(self, node: TreeNode | None, known: dict[int, Path]) -> Path:
-        # `known` saves the walk for nodes that many requests share; it lives for one call, so ids are unambiguous.
-        below: list[TreeNode] = []
-        path: Path = ()
-        while node is not None and node.parent is not None:  # up to the root, which is left out
-            if (found := known.get(id(node))) is not None:
-                path = found
-                break
-            below.append(node)
-            node = node.parent
-        end = path[-1].end if path else 0
-        for ancestor in reversed(below):
-            end += len(ancestor.key)
-            path = (*path, PathNode(self._handle(ancestor), end))
-            known[id(ancestor)] = path
-        return path
+            tree_node, last = tree_node.parent, first
+        return torch.cat(pieces[::-1])
 
     def _handle(self, node: TreeNode) -> NodeHandle:
         handle = self._handles.get(id(node))
         if handle is None:
-            handle = self._handles[id(node)] = NodeHandle(node)
+            handle = self._handles[id(node)] = NodeHandle(node, self._cache.root_node)
         return handle
 
 

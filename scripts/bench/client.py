@@ -1,0 +1,148 @@
+"""Run SGLang's benchmark client (`scripts/bench_client.py`) against a server, and what follows from its timings."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SCRIPT = Path(__file__).resolve().parents[1] / "bench_client.py"
+HYBRID = "hybrid_mla"
+# The full batch must last for this share of the longest request's decoding, or its throughput does not count.
+SMALLEST_FULL_SHARE = 0.25
+# The client takes longer to import than many a measurement: it is imported once, in a process that is forked for each.
+IMPORTED = ("sglang_mla_ext.launch_server", "sglang.benchmark.serving")  # the first puts stand-ins in place on a CPU
+
+
+class ClientFailedError(RuntimeError):
+    """The benchmark client failed, or not all of its requests were answered."""
+
+
+def sampling(output_tokens: int, stream_interval: int) -> dict[str, Any]:
+    """Parameters of a request whose answer has so many tokens, `stream_interval` in one piece."""
+    return {
+        "temperature": 0,
+        "max_new_tokens": output_tokens,
+        "ignore_eos": True,
+        "stream_interval": stream_interval,
+    }
+
+
+def run_client(
+    url: str,
+    lines: Iterable[Mapping[str, Any]],
+    *,
+    requests: int,
+    output_tokens: int,
+    log: Path,
+    at_a_time: int | None,
+    warm_up: int,
+    seed: int,
+) -> dict[str, Any]:
+    """Send requests or sessions, and time their tokens.
+
+    Args:
+        lines: as `bench_client.py` reads them; requests: in all of them; output_tokens: of all answers.
+        log: file that takes the client's output.
+        at_a_time: lines in flight at a time; None sends all at once.
+        warm_up: how often the first line is sent before.
+    Returns:
+        SGLang's result with its details: `ttfts` and `itls` in s, by request, and more.
+    Raises:
+        ClientFailedError
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        data, output = Path(folder) / "requests.jsonl", Path(folder) / "result.jsonl"
+        data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        flags = {"base-url": url, "warmup-requests": warm_up, "output-file": output, "seed": seed}
+        if at_a_time is not None:
+            flags["max-concurrency"] = at_a_time
+        arguments = [str(data), "--output-details", "--disable-tqdm"]
+        arguments += [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+        status = run_script(arguments, log)
+        if status or not output.exists():
+            raise ClientFailedError(f"the client ended with status {status}; see {log}")
+        details: dict[str, Any] = json.loads(output.read_text())
+    if details["completed"] != requests:
+        error = next(filter(None, details["errors"]), "")[-300:]
+        raise ClientFailedError(f"{details['completed']} of {requests} requests answered; see {log} {error}".rstrip())
+    if sum(details["output_lens"]) != output_tokens:
+        raise ClientFailedError(f"{sum(details['output_lens'])} of {output_tokens} tokens answered; see {log}")
+    return details
+
+
+def run_script(arguments: Sequence[str], log: Path) -> int:
+    """Run `bench_client.py` in a process of its own, and return its exit status."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    process = context.Process(target=_client, args=(SCRIPT, list(arguments), log), daemon=True)
+    process.start()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def _client(script: Path, arguments: list[str], log: Path) -> None:
+    with log.open("ab") as file:
+        for standard in (1, 2):
+            os.dup2(file.fileno(), standard)
+    sys.argv = [str(script), *arguments]
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def full_batch_rate(first_s: np.ndarray, gaps_s: list[np.ndarray]) -> float | None:
+    """Tokens per second over the time in which every request is between its first and its last token.
+
+    Args:
+        first_s: `[requests]` time to the first token; all were sent at the same time.
+        gaps_s: for each request the times between its tokens.
+    Returns:
+        None if that time is too small a share of the decoding.
+    """
+    times = [first + np.cumsum(gaps) for first, gaps in zip(first_s, gaps_s, strict=True)]
+    begin, end = first_s.max(), min(t[-1] if len(t) else 0.0 for t in times)
+    longest = max((t[-1] - first for t, first in zip(times, first_s, strict=True) if len(t)), default=0.0)
+    if end - begin < SMALLEST_FULL_SHARE * longest or end <= begin:
+        return None
+    tokens = sum(int(np.count_nonzero((t > begin) & (t <= end))) for t in times)
+    return tokens / float(end - begin)
+
+
+def sharing_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:
+    """What hybrid_mla did between two readings of `/server_info`; None for a stock backend.
+
+    Returns:
+        `mode` of most decode steps, `steps` by mode, `group_size` as the mean over groups and steps (0 without any).
+    """
+    if HYBRID not in after:
+        return None
+    earlier, later = before[HYBRID]["counters"], after[HYBRID]["counters"]
+    gained = {name: value - earlier[name] for name, value in later.items() if isinstance(value, int)}
+    steps = {name.removeprefix("steps_"): count for name, count in gained.items() if name.startswith("steps_")}
+    read, saved = gained["shared_tokens_read"], gained["shared_tokens_saved"]
+    return {
+        "mode": max(steps, key=lambda mode: steps[mode]),
+        "steps": steps,
+        "group_size": round((read + saved) / read, 1) if read else 0,
+    }
+
+
+def plan_ms_between(before: dict[str, Any], after: dict[str, Any]) -> float | None:
+    """The host's time in ms for planning a forward pass, the mean between two readings of `/server_info`.
+
+    Returns:
+        None for a stock backend, and where no pass lies between them.
+    """
+    if HYBRID not in after:
+        return None
+    earlier, later = before[HYBRID]["counters"], after[HYBRID]["counters"]
+    passes = later["forward_passes"] - earlier["forward_passes"]
+    return (later["plan_seconds"] - earlier["plan_seconds"]) / passes * 1e3 if passes else None

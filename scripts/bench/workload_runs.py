@@ -1,0 +1,231 @@
+"""Run a workload on a server: what is measured, its record, and the table of several."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import requests
+from rich.table import Table
+
+from bench.client import HYBRID, full_batch_rate, plan_ms_between, run_client, sampling, sharing_between
+from bench.records import write_record
+from bench.server import server_info
+from bench.workloads import Workload
+
+
+@dataclass(frozen=True)
+class Timings:
+    """One run of a workload.
+
+    Attributes:
+        duration_s: from the first request to the last answer.
+        output_tok_s: tokens of all answers by that time.
+        decode_tok_s: tokens per second while every request decodes; None if that never lasted, or was never meant to.
+        ttft_ms, ttft_p99_ms, ttft_last_ms: time to the first token: the median, the 99th percentile, the last
+            request's.
+        itl_ms, itl_p99_ms: time between two tokens of an answer, the mean within a piece; the median over all tokens,
+            and the 99th percentile. None where no answer has two.
+        plan_ms_per_step: the host's mean time to plan a forward pass; None for a stock backend.
+        sharing: of `sharing_between`.
+    """
+
+    duration_s: float
+    output_tok_s: float
+    decode_tok_s: float | None
+    ttft_ms: float
+    ttft_p99_ms: float
+    ttft_last_ms: float
+    itl_ms: float | None
+    itl_p99_ms: float | None
+    plan_ms_per_step: float | None
+    sharing: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """Timings, and whose. `number` counts runs of the same workload on the same server, from 1."""
+
+    backend: str
+    workload: Workload
+    number: int
+    timings: Timings
+
+
+def run_workload(url: str, workload: Workload, seed: int, log: Path) -> Timings:
+    """Empty the server's cache, put the shared prompts into it, and run a workload.
+
+    Args:
+        log: file that takes the client's output.
+    Raises:
+        ClientFailedError: not all was answered.
+        requests.RequestException: the server is not idle, or refuses a prompt.
+    """
+    requests.post(f"{url}/flush_cache", params={"timeout": 60}, timeout=120).raise_for_status()
+    for prompt in workload.cached:
+        cache: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling(1, 1)}
+        requests.post(f"{url}/generate", json=cache, timeout=600).raise_for_status()
+    before = server_info(url)
+    details = run_client(
+        url,
+        client_lines(workload),
+        requests=workload.requests,
+        output_tokens=workload.output_tokens,
+        log=log,
+        at_a_time=workload.at_a_time,
+        warm_up=0,
+        seed=seed,
+    )
+    after = server_info(url)
+    return timings(details, workload, sharing_between(before, after), plan_ms_between(before, after))
+
+
+def client_lines(workload: Workload) -> list[dict[str, Any]]:
+    """The sessions as `bench_client.py` reads them; requests of their own where each session has one turn."""
+    sessions = [
+        [
+            {"input_ids": turn.ids, "sampling_params": sampling(turn.output_tokens, workload.stream_interval)}
+            for turn in session
+        ]
+        for session in workload.sessions
+    ]
+    if workload.requests == len(sessions):
+        return [turn for (turn,) in sessions]
+    return [{"turns": turns} for turns in sessions]
+
+
+def timings(
+    details: dict[str, Any], workload: Workload, sharing: dict[str, Any] | None, plan_ms: float | None
+) -> Timings:
+    """Timings from the result of SGLang's client."""
+    first = np.array(details["ttfts"])
+    gaps = [np.array(of_request) for of_request in details["itls"]]
+    between = np.concatenate(gaps)
+    return Timings(
+        duration_s=details["duration"],
+        output_tok_s=workload.output_tokens / details["duration"],
+        decode_tok_s=full_batch_rate(first, gaps) if workload.all_at_once else None,
+        ttft_ms=float(np.median(first)) * 1e3,
+        ttft_p99_ms=float(np.percentile(first, 99)) * 1e3,
+        ttft_last_ms=float(first.max()) * 1e3,
+        itl_ms=float(np.median(between)) * 1e3 if len(between) else None,
+        itl_p99_ms=float(np.percentile(between, 99)) * 1e3 if len(between) else None,
+        plan_ms_per_step=plan_ms,
+        sharing=sharing,
+    )
+
+
+def record_run(out: Path, run: Run, server: dict[str, Any]) -> None:
+    """Append a run to a file of records.
+
+    Args:
+        server: what the case says of the server and its model.
+    """
+    attention, *flags = shlex.split(run.backend)
+    workload, measured = run.workload, run.timings
+    case: dict[str, Any] = {
+        "prefix": workload.longest_prefix,
+        "requests": workload.requests,
+        "concurrency": workload.concurrency,
+        "output": workload.output_tokens,
+        "stream_interval": workload.stream_interval,
+        "digest": workload.digest,
+        **server,
+    }
+    if workload.case:
+        case = {"prompt": workload.case} | case
+    if flags:
+        case["flags"] = shlex.join(flags)
+    write_record(
+        out,
+        bench=workload.name,
+        impl=attention if attention == HYBRID else f"sglang_{attention}",
+        case=case,
+        run=run.number,
+        duration_s=round(measured.duration_s, 3),
+        output_tok_s=round(measured.output_tok_s, 1),
+        decode_tok_s=rounded(measured.decode_tok_s, 1),
+        step_ms=rounded(step_ms(run), 4),
+        ttft_ms=round(measured.ttft_ms, 1),
+        ttft_p99_ms=round(measured.ttft_p99_ms, 1),
+        ttft_last_ms=round(measured.ttft_last_ms, 1),
+        itl_ms=rounded(measured.itl_ms, 3),
+        itl_p99_ms=rounded(measured.itl_p99_ms, 3),
+        plan_ms_per_step=rounded(measured.plan_ms_per_step, 4),
+        hybrid_mla=measured.sharing,
+    )
+
+
+def rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def step_ms(run: Run) -> float | None:
+    """ms of a decode step of all requests; None where its rate is."""
+    rate = run.timings.decode_tok_s
+    return run.workload.requests / rate * 1e3 if rate else None
+
+
+def describe_run(run: Run) -> str:
+    """One line for the console."""
+    measured = run.timings
+    parts = [
+        f"{run.workload.title}, run {run.number}: {measured.output_tok_s:,.0f} tok/s",
+        f"first token {measured.ttft_ms:,.0f} ms, last request's {measured.ttft_last_ms:,.0f} ms",
+    ]
+    if measured.sharing:
+        parts.append(f"mode {measured.sharing['mode']}, groups of {measured.sharing['group_size']:g}")
+    return ", ".join(parts)
+
+
+COLUMNS = (
+    ("output\ntok/s", "output_tok_s", ",.0f"),
+    ("decode\ntok/s", "decode_tok_s", ",.0f"),
+    ("TTFT ms\np50", "ttft_ms", ",.0f"),
+    ("\np99", "ttft_p99_ms", ",.0f"),
+    ("\nlast", "ttft_last_ms", ",.0f"),
+    ("ITL ms\np50", "itl_ms", ",.2f"),
+    ("\np99", "itl_p99_ms", ",.2f"),
+    ("plan ms\nper step", "plan_ms_per_step", ",.3f"),
+)
+
+
+def runs_table(runs: Iterable[Run], backends: Sequence[str]) -> Table:
+    """A row for each workload and backend: the medians over its runs, and the throughput's ratio to the first stock
+    backend's."""
+    found: dict[tuple[str, str], list[Timings]] = {}
+    for run in runs:
+        found.setdefault((run.workload.title, run.backend), []).append(run.timings)
+    stock = next((name for name in backends if shlex.split(name)[0] != HYBRID), None)
+    table = Table(title="Workloads, medians over runs", title_justify="left")
+    for name in ("workload", "backend"):
+        table.add_column(name)
+    for name in ("runs", *(name for name, _, _ in COLUMNS), f"tok/s vs\n{stock}" if stock else "ratio"):
+        table.add_column(name, justify="right")
+    for title, backend in sorted(found, key=lambda key: (key[0], backends.index(key[1]))):
+        of_case = found[title, backend]
+        reference = found.get((title, stock)) if stock else None
+        ratio = middle(of_case, "output_tok_s"), middle(reference or (), "output_tok_s")
+        table.add_row(
+            title,
+            backend,
+            str(len(of_case)),
+            *(cell(middle(of_case, field), form) for _, field, form in COLUMNS),
+            f"{ratio[0] / ratio[1]:.2f}x" if ratio[0] and ratio[1] else "-",
+        )
+    return table
+
+
+def middle(measured: Iterable[Timings], field: str) -> float | None:
+    """The median of a field over the runs that have it; None if none has."""
+    values = [value for timing in measured if (value := getattr(timing, field)) is not None]
+    return median(values) if values else None
+
+
+def cell(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)

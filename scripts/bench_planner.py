@@ -1,0 +1,161 @@
+"""Time what planning costs the host, in a scheduler's thread between two forward passes.
+
+    python scripts/bench_planner.py --out benchmarks/results/plan.jsonl
+
+SGLang's own radix tree and DeepSeek-V3's dimensions, with the rates of an H200; expanding itself is left out, and all
+that is wanted is expanded at once. Needs no GPU. Timed are the first plan of a batch and, as medians, the next ones
+after three of its requests were replaced, steps whose batch is unchanged, and prefill steps of three newcomers. Beside
+them stands the tree's own share: what the requests have in common, first and again, and the state of the batch.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from bench.records import write_record
+from bench.trees import CASES, PAGE, Request, Tree
+from tabulate import tabulate
+
+from sglang_mla_ext.adapter.steps import MAX_ROWS
+from sglang_mla_ext.adapter.versions import TreeView
+from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
+from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, MAX_SEGMENTS, SEGMENTS_PER_ROW
+from sglang_mla_ext.observe import Counters
+from sglang_mla_ext.options import HybridMLAOptions
+from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, ModelDims
+from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
+from sglang_mla_ext.prefix.planner import Capacity
+from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+
+HEADS = (128, 16)
+REPLACED = 3  # requests that leave and come between two plans
+AFFORDABLE = 8192  # tokens that a prefill step may expand at once
+COLUMNS = ("first_ms", "replan_ms", "unchanged_ms", "prefill_ms", "tree_first_ms", "tree_ms", "state_ms")
+PLANNED = ("groups", "shared_rows")
+
+
+class NoExpander:
+    """Computes nothing."""
+
+    def expand(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def shared_prefixes(heads: int, chunks: int) -> SharedPrefixes:
+    """As a server has them, with room for so many chunks; grouped absorb where it stacks this many heads."""
+    return SharedPrefixes(
+        HybridMLAOptions(expand_tokens_per_step=1 << 30),
+        CostModel(ModelDims.from_json("deepseek-v3"), heads, GpuRates.from_json("h200")),
+        ExpandedPool(chunks, CHUNK_TOKENS),
+        NoExpander(),
+        Counters(),
+        capacity=Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * MAX_ROWS),
+        grouped_page=None if rows_per_tile(heads) is None else PAGE,
+    )
+
+
+def planned(prefixes: SharedPrefixes) -> dict[str, int]:
+    """What the last decode step shares: groups, and rows that are in one."""
+    plan = prefixes.plan
+    return dict(groups=len(plan.groups), shared_rows=sum(length > 0 for length in plan.prefix_lens))
+
+
+class Batch:
+    """The running requests of a case, and the time of what is done with them."""
+
+    def __init__(self, name: str) -> None:
+        case = CASES[name]
+        self.tree = Tree()
+        self.start = case.make(self.tree)
+        self.requests = [self.start(kind) for kind in range(case.requests)]
+
+    def replace(self) -> list[Request]:
+        """The first requests leave, and others like them come; the newcomers, which are the last."""
+        for request in self.requests[:REPLACED]:
+            self.tree.finish(request)
+        came = [self.start(request.kind) for request in self.requests[:REPLACED]]
+        self.requests = self.requests[REPLACED:] + came
+        return came
+
+
+def milliseconds(function: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    function()
+    return (time.perf_counter() - start) * 1e3
+
+
+def median(function: Callable[[], Any], repeats: int, before: Callable[[], Any] = lambda: None) -> float:
+    """Of the milliseconds of a call, `before` not counted."""
+    times = []
+    for _ in range(repeats):
+        before()
+        times.append(milliseconds(function))
+    return statistics.median(times)
+
+
+def measure_tree(name: str, repeats: int) -> dict[str, float]:
+    """What the tree's view costs."""
+    batch = Batch(name)
+    view = TreeView(batch.tree.cache)
+    return dict(
+        tree_first_ms=milliseconds(lambda: view.shared(batch.requests)),
+        tree_ms=median(lambda: view.shared(batch.requests), repeats),
+        state_ms=median(lambda: view.state(batch.requests), repeats),
+    )
+
+
+def measure_plans(name: str, heads: int, chunks: int, repeats: int) -> dict[str, Any]:
+    """What planning costs, and what was planned in the end."""
+    batch = Batch(name)
+    prefixes = shared_prefixes(heads, chunks)
+    prefixes.attach(TreeView(batch.tree.cache))
+
+    def decode() -> None:
+        prefixes.before_decode(batch.requests)
+
+    def prefill() -> None:
+        prefixes.before_prefill(batch.requests[-REPLACED:], batch.requests[:-REPLACED], AFFORDABLE)
+
+    found: dict[str, Any] = dict(first_ms=milliseconds(decode))
+    decode()  # the step after an expansion looks whether more is to do
+    found["replan_ms"] = median(decode, repeats, batch.replace)
+    decode()
+    found["unchanged_ms"] = median(decode, repeats)
+    found["prefill_ms"] = median(prefill, repeats, batch.replace)
+    decode()
+    return found | planned(prefixes)
+
+
+def main(
+    case: Annotated[list[str] | None, typer.Option(help=f"{', '.join(CASES)} (repeatable; all)")] = None,
+    heads: Annotated[list[int] | None, typer.Option(min=1, help="local heads (repeatable; 128 and 16)")] = None,
+    chunks: Annotated[int, typer.Option(min=0, help=f"room for expanded prefixes, in {CHUNK_TOKENS} tokens")] = 256,
+    repeats: Annotated[int, typer.Option(min=1, help="calls of which a time is the median")] = 21,
+    out: Annotated[Path | None, typer.Option(help="append JSON lines to this file")] = None,
+) -> None:
+    """Time the planning of decode and prefill steps on the host."""
+    if unknown := set(case or []) - set(CASES):
+        raise typer.BadParameter(f"--case must be one of {', '.join(CASES)}, not {', '.join(unknown)}")
+    rows: list[tuple[Any, ...]] = []
+    for name in case or CASES:
+        gc.collect()
+        tree = measure_tree(name, repeats)
+        for count in heads or HEADS:
+            gc.collect()
+            metrics = measure_plans(name, count, chunks, repeats) | tree
+            if out:
+                conditions = dict(tree=name, requests=CASES[name].requests, heads=count, chunks=chunks)
+                write_record(out, bench="plan", impl="hybrid_mla", case=conditions, **metrics)
+            figures = (f"{metrics[column]:.3f}" for column in COLUMNS)
+            rows.append((name, count, *figures, *(metrics[column] for column in PLANNED)))
+    print(tabulate(rows, ("case", "heads", *(column.replace("_", " ") for column in COLUMNS + PLANNED))))
+
+
+if __name__ == "__main__":
+    typer.run(main)

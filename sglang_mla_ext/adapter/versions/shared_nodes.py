@@ -1,0 +1,169 @@
+"""Which nodes of a radix tree of Python objects several requests hold, from the locks that SGLang keeps on them.
+
+A running request locks the node that its cached prefix ends in, and all above it. So `lock_ref` never grows from a node
+to its child, and the nodes that one request alone holds are the lower part of its path. Where they begin is remembered,
+because a conversation of a thousand turns has a thousand of them. Imports nothing of SGLang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.radix_cache import TreeNode
+
+WALK_LIMIT = 1 << 16
+"""The most nodes that one call visits on the way to shared ones. The next call goes on from there."""
+SHARED_LIMIT = 8192
+"""The most shared nodes that are listed; twice as many are looked at."""
+
+
+Fork = tuple["TreeNode", "TreeNode | None"]
+"""Where the part of a path that a request has alone begins: the deepest node that others hold too, or the root, and the
+child of it that the request has alone, None where there is none. Of a search that was broken off, the node that is next
+to be looked at. A plain tuple, because a batch has a thousand."""
+
+
+class SharedNodes(NamedTuple):
+    """As `prefix.tree.SharedTree`, with nodes in place of handles and without their ends."""
+
+    nodes: list[TreeNode]
+    parents: list[int]
+    deepest: list[int]
+    complete: bool
+
+
+class Forks:
+    """Remembers the forks of the requests in the last two calls, and so keeps their nodes from being freed."""
+
+    def __init__(self) -> None:
+        self._last: dict[TreeNode, Fork] = {}  # by the node that a path ends in
+        self._before: dict[TreeNode, Fork] = {}
+
+    def forget(self) -> None:
+        self._last, self._before = {}, {}
+
+    def find(self, ends: Sequence[TreeNode | None]) -> tuple[list[TreeNode | None], bool]:
+        """The forks of paths.
+
+        Args:
+            ends: the node that each path ends in; None for a path of none.
+        Returns:
+            the node of each fork, perhaps the root; None for a path of none or one that the limit broke off. And
+            whether all were found.
+        """
+        # Two calls, because between those for a whole batch there may be one for a few requests of it.
+        last, before, known = self._last, self._before, {}
+        nodes: list[TreeNode | None] = []
+        left, complete = WALK_LIMIT, True
+        for end in ends:
+            if end is None:
+                nodes.append(None)
+                continue
+            fork = last.get(end) or before.get(end)
+            if fork is None:
+                node, top = fork = end, None
+            else:
+                node, top = fork
+                if top is not None:
+                    if top.lock_ref > 1:  # a newcomer below the fork
+                        node, top = fork = end, None
+                    elif top.parent is not node:  # a split, and perhaps the newcomer that it was made for
+                        node, top = fork = top.parent, top
+            if node.lock_ref < 2 and node.parent is not None:
+                node, top, left = _climb(node, top, left)
+                fork = node, top
+                if node.lock_ref < 2 and node.parent is not None:
+                    complete, node = False, None
+            known[end] = fork
+            nodes.append(node)
+        self._last, self._before = known, last
+        return nodes, complete
+
+
+def find_with(ends: Sequence[TreeNode | None], also: Collection[TreeNode]) -> tuple[list[TreeNode | None], bool]:
+    """As `Forks.find`, where nodes in `also` count as held by others; nothing is remembered."""
+    nodes: list[TreeNode | None] = []
+    left, complete = WALK_LIMIT, True
+    for end in ends:
+        node = end
+        while node is not None and node.lock_ref < 2 and node not in also and node.parent is not None:
+            if not left:
+                complete, node = False, None
+                break
+            node = node.parent
+            left -= 1
+        nodes.append(node)
+    return nodes, complete
+
+
+def _climb(node: TreeNode, top: TreeNode | None, left: int) -> tuple[TreeNode, TreeNode | None, int]:
+    """From a fork that others hold no more to one that they do, or the root, over at most `left` nodes; and what is
+    left of these."""
+    while left and node.lock_ref < 2:
+        above = node.parent
+        if above is None:
+            break
+        top = node
+        node = above
+        left -= 1
+    return node, top, left
+
+
+def all_above(forks: Sequence[TreeNode | None]) -> SharedNodes:
+    """All nodes from these forks to the root, each once, in the order of the forks."""
+    nodes: list[TreeNode] = []
+    parents: list[int] = []
+    deepest: list[int] = []
+    index: dict[TreeNode, int] = {}
+    left, complete = 2 * SHARED_LIMIT, True
+    for fork in forks:
+        if fork is None:
+            deepest.append(-1)
+            continue
+        at = index.get(fork)
+        if at is None:
+            below: list[TreeNode] = []
+            node = fork
+            while at is None:
+                if node.parent is None:
+                    at = index[node] = -1
+                elif len(below) == left:
+                    break
+                else:
+                    below.append(node)
+                    node = node.parent
+                    at = index.get(node)
+            if at is None:
+                complete, left = False, 0
+                deepest.append(-1)
+                continue
+            left -= len(below)
+            for node in reversed(below):
+                parents.append(at)
+                at = index[node] = len(nodes)
+                nodes.append(node)
+        deepest.append(at)
+    if len(nodes) > SHARED_LIMIT:
+        return _upper(nodes, parents, deepest)
+    return SharedNodes(nodes, parents, deepest, complete)
+
+
+def _upper(nodes: list[TreeNode], parents: list[int], deepest: list[int]) -> SharedNodes:
+    """Leaves out the nodes that are farthest from the root."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    kept = set(sorted(range(len(nodes)), key=depths.__getitem__)[:SHARED_LIMIT])
+    places: list[int] = []  # of a node, or of the last one above it that is kept
+    upper = SharedNodes([], [], [], False)
+    for at, (node, parent) in enumerate(zip(nodes, parents, strict=True)):
+        place = places[parent] if parent >= 0 else -1
+        if at in kept:
+            upper.parents.append(place)
+            place = len(upper.nodes)
+            upper.nodes.append(node)
+        places.append(place)
+    upper.deepest.extend(places[at] if at >= 0 else -1 for at in deepest)
+    return upper

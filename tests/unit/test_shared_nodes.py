@@ -1,0 +1,372 @@
+"""What requests of a batch share, read from SGLang's own radix tree and compared with whole paths."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Collection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from sglang_mla_ext.adapter.versions import TreeView, shared_nodes
+from sglang_mla_ext.prefix.tree import SharedTree
+
+PAGE_SIZES = (1, 64)
+
+
+@pytest.fixture(params=PAGE_SIZES, ids=lambda size: f"page {size}")
+def tree(request: pytest.FixtureRequest, new_tree: Any) -> Any:
+    return new_tree(request.param)
+
+
+# -- what requests share -----------------------------------------------------------------------------------------------
+
+
+def outline(tree: Any, shared: SharedTree) -> list[tuple[int, int]]:
+    """Of each node where it ends and which one is its parent, after checking what always holds; ends in pages."""
+    assert len(shared.nodes) == len(shared.parents) == len(shared.ends) == len(set(shared.nodes))
+    for at, (node, parent, end) in enumerate(zip(shared.nodes, shared.parents, shared.ends, strict=True)):
+        assert -1 <= parent < at
+        start = shared.ends[parent] if parent >= 0 else 0
+        assert end - start == tree.view.length(node) > 0 and end % tree.page_size == 0
+        assert tree.view.parent(node) is (shared.nodes[parent] if parent >= 0 else None)
+        assert tree.view.is_attached(node) and tree.view.holders(node) >= 1
+    assert all(-1 <= at < len(shared.nodes) for at in shared.deepest)
+    return [(end // tree.page_size, parent) for end, parent in zip(shared.ends, shared.parents, strict=True)]
+
+
+def naive(requests: list[Any]) -> tuple[set[Any], list[list[Any]]]:
+    """SGLang's nodes that at least two of the requests hold, and each request's path; both from whole paths."""
+    paths = []
+    for request in requests:
+        paths.append([])
+        node = request.last_node
+        while node is not None and node.parent is not None:
+            paths[-1].insert(0, node)
+            node = node.parent
+    held = Counter(node for path in paths for node in path)
+    return {node for node, count in held.items() if count > 1}, paths
+
+
+def check_shared(tree: Any, requests: list[Any], also: Collection[Any] = (), others: bool = False) -> SharedTree:
+    """Compares with whole paths. `others`: there are holders that are not among the requests."""
+    shared = tree.view.shared(requests, also)
+    outline(tree, shared)
+    expected, paths = naive(requests)
+    marked = {handle.node for handle in also}
+    listed = set()
+    nodes = [handle.node for handle in shared.nodes]
+    assert shared.complete and len(shared.deepest) == len(requests)
+    for path, at in zip(paths, shared.deepest, strict=True):
+        on_path = set()
+        while at >= 0:
+            on_path.add(nodes[at])
+            at = shared.parents[at]
+        assert on_path <= set(path), "a node that the request does not hold"
+        wanted = {node for at, node in enumerate(path) if (expected | marked) & set(path[at:])}
+        assert on_path >= wanted if others else on_path == wanted
+        listed |= on_path
+    assert listed == set(nodes), "a node that no request holds"
+    return shared
+
+
+def chain(tree: Any, text: str, count: int) -> tuple[Any, list[Any]]:
+    """A request that alone holds a chain of so many nodes, each of one page; and the nodes, top first."""
+    request = None
+    for length in range(1, count + 1):
+        longer = tree.run((text * count)[:length])
+        if request is not None:
+            tree.finish(request)
+        request = longer
+    (path,) = naive([request])[1]
+    assert len(path) == count
+    return request, path
+
+
+class Visits:
+    """Counts the nodes that are visited on the way to shared ones."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        climb = shared_nodes._climb
+
+        def counted(node: Any, top: Any, left: int) -> Any:
+            found = climb(node, top, left)
+            self.count += left - found[2]
+            return found
+
+        monkeypatch.setattr(shared_nodes, "_climb", counted)
+
+    def taken(self) -> int:
+        count, self.count = self.count, 0
+        return count
+
+
+@pytest.fixture
+def visits(monkeypatch: pytest.MonkeyPatch) -> Visits:
+    return Visits(monkeypatch)
+
+
+def test_shared_nodes_come_with_parents_and_ends(tree: Any) -> None:
+    requests = [tree.run(text) for text in ("system-ab", "system-ac", "syd", "other", "system-a")]
+    shared = check_shared(tree, requests)
+    assert outline(tree, shared) == [(2, -1), (8, 0)] and shared.deepest == [1, 1, 0, -1, 1]
+    assert shared.nodes == check_shared(tree, requests).nodes, "the same handles"
+    assert check_shared(tree, requests[::-1]).deepest == [1, -1, 0, 1, 1]
+    assert outline(tree, check_shared(tree, requests[1:3], others=True))[0] == (2, -1)
+
+
+def test_nothing_is_shared_by_nobody_and_by_one(tree: Any) -> None:
+    assert tree.view.shared([]) == SharedTree([], [], [], [])
+    alone = tree.run("abc")
+    assert tree.view.shared([alone]) == SharedTree([], [], [], [-1])
+    at_root, not_yet = SimpleNamespace(last_node=tree.cache.root_node), SimpleNamespace(last_node=None)
+    assert tree.view.shared([at_root, alone, not_yet]) == SharedTree([], [], [], [-1] * 3)
+
+
+def test_one_request_holds_what_is_marked_too(tree: Any) -> None:
+    first, second = tree.run("abcdef"), tree.run("abcxyz")
+    front, back = tree.view.path(tree.handle(first))
+    tree.finish(second)
+    assert check_shared(tree, [first], also=[front.node]).nodes == [front.node]
+    assert check_shared(tree, [first], also=[back.node, front.node]).nodes == [front.node, back.node]
+    assert check_shared(tree, [first], also={back.node: 1}.keys()).ends == [front.end, back.end], "with all above it"
+    assert check_shared(tree, [first, tree.run("other")], also=[tree.handle(second)]).nodes == []
+    assert check_shared(tree, [first]).nodes == [], "nothing of it is remembered"
+
+
+def test_what_others_hold_may_be_listed(tree: Any) -> None:
+    """A request that is not in the batch, or a copy to the host: the tree's own count does not say who."""
+    first, second, _ = tree.run("abc-x"), tree.run("def-x"), tree.run("abc-y")
+    shared = check_shared(tree, [first, second], others=True)
+    assert outline(tree, shared) in ([(4, -1)], []) and shared.deepest[1] == -1
+
+
+def test_equal_text_under_different_extra_keys_is_not_shared(tree: Any) -> None:
+    keys = (None, "tenant", "tenant", "other")
+    requests = [tree.run("system" + end, key) for key, end in zip(keys, "abcd", strict=True)]
+    assert check_shared(tree, requests).deepest == [-1, 0, 0, -1]
+    assert check_shared(tree, [*requests, tree.run("syste", "other")]).deepest == [-1, 0, 0, 1, 1]
+
+
+# -- what is remembered ------------------------------------------------------------------------------------------------
+
+
+def test_a_private_chain_is_walked_once(tree: Any, visits: Visits) -> None:
+    request, path = chain(tree, "abc", 30)
+    for expected in (30, 0, 0):
+        assert check_shared(tree, [request]).nodes == [] and visits.taken() == expected
+
+    newcomer = tree.run("abcabcabcabX")  # joins inside the chain
+    assert check_shared(tree, [request, newcomer]).deepest == [10, 10]
+    assert visits.taken() == len(path) - 11 + 1, "what is now private, and the newcomer's end"
+    assert check_shared(tree, [request, newcomer]).deepest == [10, 10] and visits.taken() == 0
+
+    tree.finish(newcomer)  # its fork is private again: the search goes on from there
+    assert check_shared(tree, [request]).nodes == [] and visits.taken() == 11
+    assert check_shared(tree, [request]).nodes == [] and visits.taken() == 0
+
+
+def test_a_split_in_a_private_part_is_seen(tree: Any, visits: Visits) -> None:
+    prompts = [tree.run("systemX"), tree.run("systemYabcdef")]
+    for _ in range(2):
+        assert outline(tree, check_shared(tree, prompts)) == [(6, -1)]
+    visits.taken()
+    newcomer = tree.run("systemYabcZ")
+    shared = check_shared(tree, [*prompts, newcomer])
+    assert outline(tree, shared) == [(6, -1), (10, 0)] and shared.deepest == [0, 1, 1]
+    assert visits.taken() == 1, "the newcomer's end alone"
+    tree.finish(newcomer)
+    assert outline(tree, check_shared(tree, prompts)) == [(6, -1)] and visits.taken() == 1
+    tree.finish(tree.run("systemYaZ"))  # a split without a newcomer
+    assert outline(tree, check_shared(tree, prompts)) == [(6, -1)] and visits.taken() == 1
+
+
+def test_joining_at_the_very_end_and_at_the_root(tree: Any) -> None:
+    request, _ = chain(tree, "ab", 6)
+    assert check_shared(tree, [request]).deepest == [-1]
+    twin = tree.run("ababab")
+    assert twin.last_node is request.last_node
+    assert check_shared(tree, [request, twin]).deepest == [5, 5]
+    tree.finish(twin)
+    assert check_shared(tree, [request]).deepest == [-1]
+    assert check_shared(tree, [request, tree.run("aX")]).deepest == [0, 0]
+
+
+def test_a_request_that_goes_on_in_another_node(tree: Any) -> None:
+    """Retracted and prefilled again, or one chunk further."""
+    one, two = tree.run("system-a"), tree.run("system-b")
+    check_shared(tree, [one, two])
+    longer = tree.run("system-ab")
+    tree.finish(one)
+    one.last_node = longer.last_node
+    assert check_shared(tree, [one, two]).deepest == [0, 0]
+
+
+def test_a_call_for_a_part_of_the_batch_does_not_forget_the_rest(tree: Any, visits: Visits) -> None:
+    request, _ = chain(tree, "abc", 20)
+    other, _ = chain(tree, "xyz", 20)
+    check_shared(tree, [request, other])
+    assert visits.taken() == 40
+    check_shared(tree, [other])
+    check_shared(tree, [request], also=[tree.handle(request)])
+    check_shared(tree, [request, other])
+    assert visits.taken() == 0
+
+
+def test_the_view_keeps_the_nodes_of_two_calls(tree: Any) -> None:
+    def evicted() -> weakref.ref:
+        requests = [tree.run("system-a"), tree.run("system-b")]
+        shared = check_shared(tree, requests)
+        node = weakref.ref(shared.nodes[0].node)
+        tree.finish(*requests)
+        tree.evict(10**6)
+        return node
+
+    other = tree.run("other")
+    for let_go in (lambda: [tree.view.shared([other]), tree.view.shared([other])], tree.view.forget):
+        node = evicted()
+        gc.collect()
+        assert node() is not None
+        let_go()
+        gc.collect()
+        assert node() is None
+    assert check_shared(tree, [other, tree.run("other")]).deepest == [0, 0]
+
+
+# -- limits ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_search_goes_on_in_the_next_call(tree: Any, monkeypatch: pytest.MonkeyPatch, visits: Visits) -> None:
+    monkeypatch.setattr(shared_nodes, "WALK_LIMIT", 16)
+    one, _ = chain(tree, "ab", 20)
+    two, _ = chain(tree, "ac", 20)
+    pair = [tree.run("prompt-x"), tree.run("prompt-y")]
+    requests = [*pair, one, two]  # both chains share their first node
+    found = [tree.view.shared(requests) for _ in range(4)]
+    assert [shared.complete for shared in found] == [False, False, True, True]
+    assert [shared.deepest for shared in found] == [[0, 0, -1, -1], [0, 0, 1, -1], [0, 0, 1, 1], [0, 0, 1, 1]]
+    assert visits.taken() == 2 + 19 + 19
+    assert outline(tree, found[-1]) == [(7, -1), (1, -1)]
+    again = TreeView(tree.cache)
+    assert [again.shared(requests).deepest for _ in range(3)] == [shared.deepest for shared in found[:3]]
+
+
+def test_a_search_that_ends_at_the_limit_is_complete(tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_nodes, "WALK_LIMIT", 20)
+    request, _ = chain(tree, "ab", 20)
+    assert tree.view.shared([request]).complete
+    longer, _ = chain(tree, "xy", 21)
+    assert not tree.view.shared([longer]).complete and tree.view.shared([longer]).complete
+
+
+def test_a_newcomer_below_a_search_that_was_broken_off(tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_nodes, "WALK_LIMIT", 12)
+    request, _ = chain(tree, "ab", 20)
+    assert not tree.view.shared([request]).complete
+    assert check_shared(tree, [request, tree.run("ab" * 8 + "X")]).deepest == [15, 15]
+
+
+def test_marked_nodes_within_the_limit(tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    request, path = chain(tree, "ab", 20)
+    steps = tree.view.path(tree.handle(request))
+    assert [step.node.node for step in steps] == path
+    top, end = steps[0].node, steps[-1].node
+    monkeypatch.setattr(shared_nodes, "WALK_LIMIT", 10)
+    shared = tree.view.shared([request, request], also=[top])
+    assert not shared.complete and shared.deepest == [-1, -1]
+    assert tree.view.shared([request], also=[top, end]).deepest == [19]
+
+
+def test_of_too_many_shared_nodes_the_upper_ones_are_listed(tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_nodes, "SHARED_LIMIT", 8)
+    long, _ = chain(tree, "ab", 10)
+    requests = [long, tree.run("ab" * 5), tree.run("xy"), tree.run("xy"), tree.run("abaX")]
+    shared = tree.view.shared(requests)
+    assert not shared.complete and outline(tree, shared) == [*((at + 1, at - 1) for at in range(7)), (2, -1)]
+    assert shared.deepest == [6, 6, 7, 7, 2]
+    monkeypatch.setattr(shared_nodes, "SHARED_LIMIT", 4)  # and so more than is looked at
+    shared = tree.view.shared(requests)
+    assert not shared.complete and shared.nodes == [] and shared.deepest == [-1] * 5
+    shared = tree.view.shared(requests[:1:-1])
+    assert shared.complete and outline(tree, shared) == [(1, -1), (2, 0), (3, 1), (2, -1)]
+    monkeypatch.setattr(shared_nodes, "SHARED_LIMIT", 11)
+    assert check_shared(tree, requests).complete
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------
+
+
+class Traffic(RuleBasedStateMachine):
+    """Requests come, go on, leave and are evicted in any order, and views are asked now and then."""
+
+    make: Any
+    page_size = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tree = self.make(self.page_size)
+        self.running: list[Any] = []
+        self.kept: dict[Any, int] = {}  # handles that are kept, and their ends
+
+    @rule(text=st.text("ab", min_size=1, max_size=9), key=st.sampled_from([None, None, "tenant"]))
+    def start(self, text: str, key: str | None) -> None:
+        self.running.append(self.tree.run(text, key))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data: Any) -> None:
+        self.tree.finish(self.running.pop(data.draw(st.integers(0, len(self.running) - 1))))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), text=st.text("ab", min_size=1, max_size=4))
+    def go_on(self, data: Any, text: str) -> None:
+        request = data.draw(st.sampled_from(self.running))
+        longer = self.tree.run(request.rid + text, request.extra_key)
+        self.tree.finish(request)
+        self.running[self.running.index(request)] = longer
+
+    @rule(pages=st.integers(1, 9))
+    def evict(self, pages: int) -> None:
+        self.tree.evict(pages * self.page_size)
+
+    @rule(data=st.data())
+    def ask(self, data: Any) -> None:
+        batch = data.draw(st.permutations(self.running))
+        shared = check_shared(self.tree, batch)
+        fresh = TreeView(self.tree.cache).shared(batch)
+        assert (fresh.parents, fresh.ends, fresh.deepest) == (shared.parents, shared.ends, shared.deepest)
+        assert [handle.node for handle in fresh.nodes] == [handle.node for handle in shared.nodes]
+        self.kept.update(zip(shared.nodes, shared.ends, strict=True))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def ask_for_some(self, data: Any) -> None:
+        batch = data.draw(st.lists(st.sampled_from(self.running), unique_by=id))
+        marked = data.draw(st.lists(st.sampled_from(list(self.kept)), unique=True)) if self.kept else []
+        check_shared(self.tree, batch, also=marked, others=True)
+
+    @invariant()
+    def kept_nodes(self) -> None:
+        everything = set()
+        below = [(self.tree.cache.root_node, 0)]
+        while below:
+            node, end = below.pop()
+            everything.add((node, end))
+            below += [(child, end + len(child.key)) for child in node.children.values()]
+        for handle, end in self.kept.items():
+            assert self.tree.view.is_attached(handle) == ((handle.node, end) in everything)
+            held = [path for path in naive(self.running)[1] if handle.node in path]
+            assert self.tree.view.holders(handle) == len(held)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_any_traffic(new_tree: Any, page_size: int) -> None:
+    machine = type("TrafficOfPages", (Traffic,), {"make": staticmethod(new_tree), "page_size": page_size})
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
