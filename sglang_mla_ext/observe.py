@@ -92,7 +92,7 @@ def report(
     Args:
         plan: of the last decode step.
         expanded_bytes: GPU memory that expanded prefixes take now.
-        budget_bytes: what they may take.
+        budget_bytes: what they and our own buffers may take, all of it taken out of SGLang's memory.
         tokens_without_memory: tokens worth expanding for which there is no memory.
     """
     return {
@@ -122,7 +122,7 @@ class Metrics:
             "groups": gauge("groups", "Groups of running requests that share a prefix."),
             "shared_requests": gauge("shared_requests", "Running requests in such a group."),
             "expanded_bytes": gauge("expanded_bytes", "Memory that expanded prefixes take."),
-            "budget_bytes": gauge("budget_bytes", "Memory that expanded prefixes may take."),
+            "budget_bytes": gauge("budget_bytes", "Memory that expanded prefixes and buffers may take."),
             "tokens_without_memory": gauge("tokens_without_memory", "Tokens worth expanding that found no memory."),
         }
         # Totals are kept by Counters; a gauge shows them as they are, also after a restart of the exporter.

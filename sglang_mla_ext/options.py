@@ -31,8 +31,9 @@ class HybridMLAOptions:
     """What a user can set.
 
     Attributes:
-        prefix_memory_gb: GiB of GPU memory for expanded prefixes, taken out of SGLang's KV budget; None takes
-            a tenth of that budget, and with 0 nothing is expanded.
+        prefix_memory_gb: GiB of GPU memory for expanded prefixes and our own buffers, taken out of SGLang's KV budget;
+            None takes a tenth of that budget, and with 0 nothing is expanded. Buffers that are needed are taken out of
+            it in any case.
         prefix_dtype: storage of expanded prefixes; `auto` follows the KV cache: the model's own dtype, so that turning
             the backend on changes no answer, or FP8 beside an FP8 cache. `fp8_e4m3` halves memory and time at FP8's
             precision.
@@ -46,7 +47,10 @@ class HybridMLAOptions:
 
     prefix_memory_gb: float | None = field(
         default=None,
-        metadata=_flag("GiB for expanded shared prefixes, taken out of the KV cache's budget (default: a tenth of it)"),
+        metadata=_flag(
+            "GiB for expanded shared prefixes and our own buffers, taken out of the KV cache's budget (default: a "
+            "tenth of it; 0 never expands)"
+        ),
     )
     prefix_dtype: str = field(
         default="auto", metadata=_flag("storage of expanded prefixes (auto: as the KV cache)", PREFIX_DTYPES)

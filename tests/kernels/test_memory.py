@@ -9,9 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_naive_prefix import SMALL, Case, Problem, assert_equal, run_and_merge
 
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.memory import Memory, tensor_bytes
+from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention, TritonSharedAttention
 from sglang_mla_ext.kernels.partials import PartialTable
 
 
@@ -78,3 +80,24 @@ def test_sizes_on_no_device_are_not_kept() -> None:
     memory.zeros(5, dtype=torch.float32, device="meta")
     assert memory.bytes == 0
     memory.clear()
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_results_and_work_list_may_be_lost_before_a_plan(implementation: str) -> None:
+    """As when a server sleeps. A work list that was cleared is empty, so that an empty plan need not be written."""
+    memory, problem = Memory(), Problem(Case((2, 3), (300, 70), heads=4))
+    sizes = dict(max_rows=5, heads=4, memory=memory)
+    if implementation == "triton":
+        attention = TritonSharedAttention(problem.buffers, num_ctas=4, **sizes)
+        assert memory.bytes == attention.workspace_bytes
+    else:
+        attention = TorchSharedAttention(problem.buffers, **sizes)
+        assert memory.bytes == attention._shared_out.nbytes
+    tail = torch.ones(5, 4, SMALL.v), torch.zeros(5, 4)
+    for groups in (problem.groups, [], [], problem.groups):
+        attention.plan(groups)
+        out, _ = run_and_merge(attention, problem, *(problem.no_tail() if groups else tail))
+        assert_equal(out, problem.shared()[0] if groups else tail[0], "out")
+        for tensor in memory._in_use():
+            tensor.view(torch.uint8).fill_(0xFF)
+        memory.clear()

@@ -14,7 +14,6 @@ import torch
 
 from sglang_mla_ext.kernels.constants import CHUNK_TOKENS
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
-from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention, TritonSharedAttention
 from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.naive.triton_naive import Tile
@@ -304,27 +303,6 @@ def test_workspace_is_known_beforehand() -> None:
         **sizes, chunks=problem.buffers.chunks, sm_count=8
     )
     assert problem.attention("reference").workspace_bytes == TorchSharedAttention.workspace_bytes_for(**sizes)
-
-
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-def test_results_and_work_list_may_be_lost_before_a_plan(implementation: str) -> None:
-    """As when a server sleeps. A work list that was cleared is empty, so that an empty plan need not be written."""
-    memory, problem = Memory(), Problem(Case((2, 3), (300, 70), heads=4))
-    sizes = dict(max_rows=5, heads=4, memory=memory)
-    if implementation == "triton":
-        attention = TritonSharedAttention(problem.buffers, num_ctas=4, **sizes)
-        assert memory.bytes == attention.workspace_bytes
-    else:
-        attention = TorchSharedAttention(problem.buffers, **sizes)
-        assert memory.bytes == attention._shared_out.nbytes
-    tail = torch.ones(5, 4, SMALL.v), torch.zeros(5, 4)
-    for groups in (problem.groups, [], [], problem.groups):
-        attention.plan(groups)
-        out, _ = run_and_merge(attention, problem, *(problem.no_tail() if groups else tail))
-        assert_equal(out, problem.shared()[0] if groups else tail[0], "out")
-        for tensor in memory._in_use():
-            tensor.view(torch.uint8).fill_(0xFF)
-        memory.clear()
 
 
 def test_tile_follows_the_rows_and_a_wrong_number_is_refused() -> None:

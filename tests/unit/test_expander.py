@@ -246,7 +246,7 @@ def test_weights_that_are_made_for_an_expansion_are_counted(
         assert weights_of(layer, torch.float32) is not None
     sizes = dict(fetches=False, to_fp8=False)
     assert temporary_bytes(model[0][0], torch.float32, **sizes) == 0
-    assert 0 < peak.bytes <= temporary_bytes(layer, torch.float32, **sizes) < 3 * peak.bytes
+    assert 0 < peak.bytes <= temporary_bytes(layer, torch.float32, **sizes)
 
 
 def test_weights_in_fp8_with_one_scale(model: Any) -> None:
