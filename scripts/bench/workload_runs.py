@@ -203,8 +203,8 @@ def runs_table(runs: Iterable[Run], backends: Sequence[str]) -> Table:
         found.setdefault((run.workload.title, run.backend), []).append(run.timings)
     stock = next((name for name in backends if shlex.split(name)[0] != HYBRID), None)
     table = Table(title="Workloads, medians over runs", title_justify="left")
-    for name in ("workload", "backend"):
-        table.add_column(name)
+    table.add_column("workload", no_wrap=True)
+    table.add_column("backend", overflow="fold")
     for name in ("runs", *(name for name, _, _ in COLUMNS), f"tok/s vs\n{stock}" if stock else "ratio"):
         table.add_column(name, justify="right")
     for title, backend in sorted(found, key=lambda key: (key[0], backends.index(key[1]))):
