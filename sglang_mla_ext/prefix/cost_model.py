@@ -121,8 +121,8 @@ class ModeRates:
             launches that the mode adds to those for the tails, the merge included. Where the file's source says that
             overheads were fitted to choices, only their differences between modes mean anything.
         row_tile: rows of the matrix units' smallest tile; fewer rows cost as much as this many.
-        segment_s: time of one more segment for rows that have one already, beyond its work and its partials: of the
-            items that it is cut into.
+        segment_s: time of one more segment of a step beyond its work and its partials: of the items that it is cut
+            into.
         measured: whether the rates were measured with this mode's kernel. Mode `auto` never chooses a mode whose rates
             are assumed.
     """
@@ -282,9 +282,15 @@ class CostModel:
             memory_bytes = tokens * self.latent_row_bytes
         return max(memory_bytes / rates.bytes_per_s, matrix_s)
 
+    def launch_seconds(self, mode: Mode, rows: int) -> float:
+        """What a mode costs a step beyond work and segments, if `rows` of its rows attend in it at all: a launch more
+        than plain absorb has. `seconds` of one group is its work, one segment, and this."""
+        more = self.overhead_seconds(mode, rows) - self.overhead_seconds(Mode.ABSORB, rows)
+        return more - self.segment_seconds(mode, rows)
+
     def segment_seconds(self, mode: Mode, group_size: int) -> float:
-        """What one more segment costs rows that have one already, beyond its work: the launches are there. Each row has
-        one partial more in each head, written once and read once by the merge."""
+        """What a segment costs its rows beyond its work, where the launches are there: its items, and one partial for
+        each row and head, written once and read once by the merge."""
         rates, dims = self.rates.modes[mode], self.dims
         partial_bytes = dims.v_head_dim * 4 if mode is Mode.NAIVE else dims.kv_lora_rank * 2
         return rates.segment_s + 2 * group_size * self.local_heads * partial_bytes / rates.bytes_per_s

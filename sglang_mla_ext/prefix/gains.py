@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode
-from sglang_mla_ext.prefix.planner import Gain
+from sglang_mla_ext.prefix.planner import Gain, Launch
 
 if TYPE_CHECKING:
     from sglang_mla_ext.options import HybridMLAOptions
@@ -20,11 +20,18 @@ def every_range(rows: int, start: int, end: int) -> float:
     return float((rows - 1) * (end - start))
 
 
+def no_launch(mode: Mode, rows: int) -> float:
+    """The cost of a launch for modes that are forced."""
+    return 0.0
+
+
 class Gains(NamedTuple):
-    """What each way to attend to a range of shared tokens saves over plain absorb; None where there is no such way."""
+    """What each way to attend to a range of shared tokens saves over plain absorb, None where there is no such way; and
+    what a step pays for each way that it takes, see `planner.Launch`."""
 
     naive: Gain | None
     grouped: Gain | None
+    launch: Launch = no_launch
 
     @classmethod
     def of(
@@ -41,19 +48,14 @@ class Gains(NamedTuple):
             def gain(rows: int, start: int, end: int) -> float:
                 tokens = end - start
                 saved = cost.work_seconds(Mode.ABSORB, rows, tokens, step_tokens)
-                saved -= cost.work_seconds(mode, rows, tokens)
-                if start:
-                    return saved - cost.segment_seconds(mode, rows)
-                # A row's first group: with the overheads of the launches, of which there are fewer without it.
-                return saved + cost.overhead_seconds(Mode.ABSORB, rows) - cost.overhead_seconds(mode, rows)
+                return saved - cost.work_seconds(mode, rows, tokens) - cost.segment_seconds(mode, rows)
 
             return gain
 
         forced = {"naive": Mode.NAIVE, "grouped_absorb": Mode.GROUPED_ABSORB}.get(options.mode)
         may = {Mode.NAIVE: naive and options.may_expand, Mode.GROUPED_ABSORB: grouped and options.may_group}
-        return cls(
-            *(
-                None if not may[mode] else every_range if mode is forced else over_absorb(mode)
-                for mode in (Mode.NAIVE, Mode.GROUPED_ABSORB)
-            )
+        naive_gain, grouped_gain = (
+            None if not may[mode] else every_range if mode is forced else over_absorb(mode)
+            for mode in (Mode.NAIVE, Mode.GROUPED_ABSORB)
         )
+        return cls(naive_gain, grouped_gain, no_launch if forced else cost.launch_seconds)

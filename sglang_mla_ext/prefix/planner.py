@@ -6,7 +6,8 @@ contiguous, and a run is of use only with all above it. So with `gain(r)` for a 
 
     T(r) = max(0, gain(r) + Σ T(children of r))
 
-one pass from the leaves finds the best plan: a run is in it where T is positive for it and all above.
+one pass from the leaves finds the best plan: a run is in it where T is positive for it and all above. What a step pays
+for launching naive attention or grouped absorb at all is weighed against the whole plan.
 
 Expanded tokens stand in chunks at absolute multiples of a chunk's size. Where the runs below are used too, a run ends
 with its last whole chunk, and those below begin there; only the last one of a path ends where its tokens end.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from sglang_mla_ext.prefix.cost_model import Mode
@@ -168,7 +169,10 @@ class Runs:
 
 Gain = Callable[[int, int, int], float]
 """`gain(rows, start, end)`: what attending together to tokens `[start, end)` saves over plain absorb, in seconds a
-layer; <= 0 where it does not pay. A range that begins at 0 pays for what a row's first group costs."""
+layer, if the step launches that way anyway; <= 0 where it does not pay."""
+
+Launch = Callable[[Mode, int], float]
+"""`launch(mode, rows)`: what a step pays, in seconds a layer, for attending in this way at all, with so many rows."""
 
 Expanded = Callable[[int], int]
 """`expanded(run)`: tokens from the root up to which a run is expanded without a gap, from the chunk on in which it
@@ -207,8 +211,33 @@ def whole(runs: Runs) -> Expanded:
     return lambda run: runs[run].end
 
 
+def plan_step(runs: Runs, ways: Ways, expanded: Expanded, launch: Launch) -> list[Group]:
+    """The groups of a step that save the most, what it launches for them counted, parents before children."""
+    best: list[Group] = []
+    most = 0.0
+    tried = [ways]
+    while tried:
+        groups = plan_groups(runs, tried[0], expanded)
+        saved, launches = sum(group.gain for group in groups), _launches(groups, launch)
+        if saved - sum(launches.values()) > most:
+            best, most = groups, saved - sum(launches.values())
+        # With one way of two less, no more is saved and one launch less is paid.
+        if len(launches) == 2 and saved - min(launches.values()) > most:
+            tried += [replace(ways, naive=None), replace(ways, grouped=None)]
+        tried = tried[1:]
+    return best
+
+
+def _launches(groups: Sequence[Group], launch: Launch) -> dict[Mode, float]:
+    """What a step pays for each way that its groups take."""
+    rows: dict[Mode, set[int]] = {}
+    for group in groups:
+        rows.setdefault(group.mode, set()).update(group.rows)
+    return {mode: launch(mode, len(of_mode)) for mode, of_mode in rows.items()}
+
+
 def plan_groups(runs: Runs, ways: Ways, expanded: Expanded) -> list[Group]:
-    """The groups that save the most, parents before children; see the module."""
+    """The groups that save the most if launches cost nothing, parents before children; see the module."""
     kids = [0.0] * len(runs)  # Σ T of the children
     chosen: list[tuple[list[_Part], bool] | None] = [None] * len(runs)  # and whether the runs below are used
     for index in range(len(runs) - 1, -1, -1):

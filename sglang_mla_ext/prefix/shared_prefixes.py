@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode
 from sglang_mla_ext.prefix.expanded_pool import Chunk, ExpandedPool, Want
-from sglang_mla_ext.prefix.gains import Gains, every_range
-from sglang_mla_ext.prefix.planner import Capacity, Group, Plan, Runs, Ways, limit_groups, plan_groups, whole
+from sglang_mla_ext.prefix.gains import Gains, every_range, no_launch
+from sglang_mla_ext.prefix.planner import Capacity, Group, Launch, Plan, Runs, Ways, limit_groups, plan_step, whole
 from sglang_mla_ext.prefix.tree import SharedTree, Tree
 
 if TYPE_CHECKING:
@@ -119,12 +119,12 @@ class SharedPrefixes:
             return
         tree = self._look([*running, *reqs])
         runs = Runs(tree)
-        ways = self._ways(runs)
-        self._expand_for(self._ideal(runs, ways)[0], runs, ways)
+        ways, launch = self._ways(runs)
+        self._expand_for(self._ideal(runs, ways, launch)[0], runs, ways)
         if affordable:
             runs = Runs(replace(tree, deepest=[-1] * len(running) + list(tree.deepest[len(running) :])))
-            ways = replace(self._ways(runs), naive=every_range, grouped=None)
-            wants = self._wants(self._ideal(runs, ways)[0], runs, ways)
+            ways = replace(ways, naive=every_range, grouped=None)
+            wants = self._wants(self._ideal(runs, ways, no_launch)[0], runs, ways)
             reached, _ = self._pool.allot([want._replace(worth=0.0) for want in wants], self._tree, evict=False)
             self._expanding |= self._expand(wants, reached, affordable)
 
@@ -155,8 +155,13 @@ class SharedPrefixes:
             parts.append(part)
         if always:
             return parts
-        gain = self._gains(0).naive
-        return [part if gain and gain(rows[part], 0, part.tokens) > 0 else NOTHING_EXPANDED for part in parts]
+        gains = self._gains(0)
+        if gains.naive is None:
+            return [NOTHING_EXPANDED] * len(reqs)
+        pays = {
+            part for part, count in rows.items() if gains.naive(count, 0, part.tokens) > gains.launch(Mode.NAIVE, count)
+        }
+        return [part if part in pays else NOTHING_EXPANDED for part in parts]
 
     def before_decode(self, reqs: Sequence[Any]) -> tuple[Plan, tuple[ExpandedGroup, ...]]:
         """Plan a decode step.
@@ -207,18 +212,18 @@ class SharedPrefixes:
         ways = {"naive": self._naive, "grouped": self._grouped_page is not None}
         return Gains.of(self._options, self._cost, step_tokens=step_tokens, **ways)
 
-    def _ways(self, runs: Runs) -> Ways:
+    def _ways(self, runs: Runs) -> tuple[Ways, Launch]:
         gains = self._gains(runs.tokens)
-        page = self._grouped_page or 1
-        return Ways(gains.naive, gains.grouped, self._pool.chunk_tokens, page, self._options.min_prefix_len)
+        page, shortest = self._grouped_page or 1, self._options.min_prefix_len
+        return Ways(gains.naive, gains.grouped, self._pool.chunk_tokens, page, shortest), gains.launch
 
-    def _ideal(self, runs: Runs, ways: Ways) -> tuple[list[Group], int]:
+    def _ideal(self, runs: Runs, ways: Ways, launch: Launch) -> tuple[list[Group], int]:
         """The groups that save most if whatever they need is expanded, and how many more a step has no room for."""
-        return limit_groups(plan_groups(runs, ways, whole(runs)), runs, self._capacity)
+        return limit_groups(plan_step(runs, ways, whole(runs), launch), runs, self._capacity)
 
     def _make_plan(self, runs: Runs) -> None:
-        ways = self._ways(runs)
-        groups, dropped = self._ideal(runs, ways)
+        ways, launch = self._ways(runs)
+        groups, dropped = self._ideal(runs, ways, launch)
         self._expand_for(groups, runs, ways)
         covered: dict[int, tuple[int, list[int]]] = {}
 
@@ -229,7 +234,7 @@ class SharedPrefixes:
             return covered[index][0]
 
         if any(group.mode is Mode.NAIVE and group.end > expanded(group.run) for group in groups):
-            groups, dropped = limit_groups(plan_groups(runs, ways, expanded), runs, self._capacity)
+            groups, dropped = limit_groups(plan_step(runs, ways, expanded, launch), runs, self._capacity)
         if dropped:
             self._counters.fall_back("more groups than a step has room for")
         self._plan = Plan(runs.num_rows, tuple(groups))

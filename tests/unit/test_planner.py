@@ -17,7 +17,18 @@ from hypothesis import strategies as st
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims
 from sglang_mla_ext.prefix.gains import Gains, every_range
-from sglang_mla_ext.prefix.planner import Capacity, Gain, Group, Plan, Runs, Ways, limit_groups, plan_groups, whole
+from sglang_mla_ext.prefix.planner import (
+    Capacity,
+    Gain,
+    Group,
+    Plan,
+    Runs,
+    Ways,
+    limit_groups,
+    plan_groups,
+    plan_step,
+    whole,
+)
 from sglang_mla_ext.prefix.tree import SharedTree
 
 V3 = ModelDims.from_json("deepseek-v3")
@@ -191,6 +202,46 @@ def test_no_other_plan_saves_more(batch: Batch, name: str) -> None:
     gains = GAINS[name]
     best = max(all_plans(batch, gains))
     assert saved(batch.plan(gains).groups, gains) == pytest.approx(best, rel=1e-9, abs=1e-12)
+
+
+def net(groups: Sequence[Group], gains: Gains) -> float:
+    """What groups save, with what the step launches for them paid."""
+    rows = {group.mode: {row for each in groups if each.mode is group.mode for row in each.rows} for group in groups}
+    return saved(groups, gains) - sum(gains.launch(mode, len(of_mode)) for mode, of_mode in rows.items())
+
+
+@settings(max_examples=300, deadline=None)
+@given(batches(), NAMES)
+def test_launches_are_paid_once_a_step_and_only_where_they_pay(batch: Batch, name: str) -> None:
+    gains = GAINS[name]
+    groups = plan_step(batch.runs, batch.ways(gains), batch.expanded_of, gains.launch)
+    ways = (gains, gains._replace(naive=None), gains._replace(grouped=None))
+    others = [plan_groups(batch.runs, batch.ways(way), batch.expanded_of) for way in ways]
+    assert net(groups, gains) == pytest.approx(max(0.0, *(net(other, gains) for other in others)), rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(GAINS) if "heads" in name or "cpu" in name])
+def test_a_group_alone_is_attended_to_as_the_cost_model_says(name: str) -> None:
+    """Whose overheads were fitted to groups alone."""
+    gains, heads = GAINS[name], 128 if "128" in name else 16
+    cost = CostModel(V3, heads, GpuRates.from_json(name.split(",")[0]))
+    allowed = [Mode.ABSORB, Mode.NAIVE, *([Mode.GROUPED_ABSORB] if gains.grouped else [])]
+    for rows, tokens in itertools.product((2, 4, 8, 16, 24, 32, 40, 64, 128, 300), (1024, 4736, 7040, 26432)):
+        batch = Batch((-1,), (tokens,), (0,) * rows)
+        groups = plan_step(batch.runs, batch.ways(gains), batch.expanded_of, gains.launch)
+        chosen = groups[0].mode if groups else Mode.ABSORB
+        best = cost.best_mode(rows, tokens, allowed)
+        assert cost.seconds(chosen, rows, tokens) == pytest.approx(cost.seconds(best, rows, tokens)), (rows, tokens)
+
+
+def test_a_second_group_does_not_pay_for_the_launch_again() -> None:
+    """Beside one that pays, groups are shared that would not pay alone."""
+    gains = real("h200", 128, grouped=False)
+    small = Batch((-1, -1), (26432, 7040), (1,) * 36)
+    assert plan_step(small.runs, small.ways(gains), small.expanded_of, gains.launch) == []
+    both = replace(small, rows=(1,) * 36 + (0,) * 128)
+    groups = plan_step(both.runs, both.ways(gains), both.expanded_of, gains.launch)
+    assert [(len(group.rows), group.end) for group in groups] == [(128, 26432), (36, 7040)]
 
 
 @settings(max_examples=300, deadline=None)
