@@ -20,6 +20,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import NamedTuple
 
 from sglang_mla_ext.prefix.cost_model import Mode
@@ -213,27 +214,26 @@ def whole(runs: Runs) -> Expanded:
 
 def plan_step(runs: Runs, ways: Ways, expanded: Expanded, launch: Launch) -> list[Group]:
     """The groups of a step that save the most, what it launches for them counted, parents before children."""
-    best: list[Group] = []
-    most = 0.0
-    tried = [ways]
-    while tried:
-        groups = plan_groups(runs, tried[0], expanded)
-        saved, launches = sum(group.gain for group in groups), _launches(groups, launch)
-        if saved - sum(launches.values()) > most:
-            best, most = groups, saved - sum(launches.values())
-        # With one way of two less, no more is saved and one launch less is paid.
-        if len(launches) == 2 and saved - min(launches.values()) > most:
-            tried += [replace(ways, naive=None), replace(ways, grouped=None)]
-        tried = tried[1:]
-    return best
+    # The same ranges are judged once more for each choice of ways.
+    ways = replace(ways, naive=ways.naive and cache(ways.naive), grouped=ways.grouped and cache(ways.grouped))
+    best = plan_groups(runs, ways, expanded)
+    at_most = sum(group.gain for group in best)  # with one way of two, no more is saved
+    most = at_most - _launches(best, launch)
+    if at_most > max(most, 0.0) and ways.naive is not None and ways.grouped is not None:
+        for fewer in (replace(ways, naive=None), replace(ways, grouped=None)):
+            groups = plan_groups(runs, fewer, expanded)
+            saved = sum(group.gain for group in groups) - _launches(groups, launch)
+            if saved > most:
+                best, most = groups, saved
+    return best if most > 0 else []
 
 
-def _launches(groups: Sequence[Group], launch: Launch) -> dict[Mode, float]:
-    """What a step pays for each way that its groups take."""
+def _launches(groups: Sequence[Group], launch: Launch) -> float:
+    """What a step pays for the ways that its groups take."""
     rows: dict[Mode, set[int]] = {}
     for group in groups:
         rows.setdefault(group.mode, set()).update(group.rows)
-    return {mode: launch(mode, len(of_mode)) for mode, of_mode in rows.items()}
+    return sum(launch(mode, len(of_mode)) for mode, of_mode in rows.items())
 
 
 def plan_groups(runs: Runs, ways: Ways, expanded: Expanded) -> list[Group]:

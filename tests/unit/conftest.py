@@ -7,11 +7,11 @@ tests/kernels, when they run in the same process, must do that first.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import accumulate, count
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -34,6 +34,13 @@ class Request:
 
     def finished(self) -> bool:
         return False
+
+
+class Step(NamedTuple):
+    """A node on a path, and the tokens from the root to its end."""
+
+    node: Any
+    end: int
 
 
 class Tree:
@@ -73,6 +80,22 @@ class Tree:
     def handle(self, request: Request) -> Any:
         """The view's handle of the node in which the cached prefix of this request ends."""
         return self.view._handle(request.last_node)
+
+    def path(self, node: Any) -> tuple[Step, ...]:
+        """The nodes from the root to the one that a handle stands for."""
+        nodes = [node]
+        while (above := self.view.parent(nodes[-1])) is not None:
+            nodes.append(above)
+        return tuple(map(Step, nodes[::-1], accumulate(self.view.length(each) for each in nodes[::-1])))
+
+    def paths(self, requests: Sequence[Request]) -> list[tuple[Step, ...]]:
+        """Of the nodes in which cached prefixes end; empty where nothing is cached."""
+        nothing = (None, self.cache.root_node)
+        return [() if each.last_node in nothing else self.path(self.handle(each)) for each in requests]
+
+    def slots(self, node: Any, start: int, end: int) -> torch.Tensor:
+        """What the view says of tokens `[start, end)` of the path that ends in a node."""
+        return self.view.slots(node, self.path(node)[-1].end, start, end)
 
     def finish(self, *requests: Request) -> None:
         for request in requests:

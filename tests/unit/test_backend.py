@@ -225,7 +225,7 @@ def test_three_levels(make_world: Any, kind: str, mode: str) -> None:
     assert groups_of(5, 4, 2, 1, 0) == [(4, 4), (3, 8), (2, 12)]
     assert groups_of(1, 3, 4, 5) == [(3, 4)]
     requests.append(world.start("abcd" + "ef" + "6", 5))
-    assert groups_of(0, 1, 2, 6) == ([(4, 4), (3, 8), (2, 12)] if mode == "naive" else [(4, 6), (3, 8), (2, 12)])
+    assert groups_of(0, 1, 2, 6) == [(4, 4), (3, 8), (2, 12)]
     world.finish(*requests)
     assert world.steps.counters.fallbacks == {}
 

@@ -107,7 +107,8 @@ def test_grouped_absorb_needs_no_memory_for_prefixes(
     smallest = lambda *args, **kwargs: 2  # noqa: E731 - the toy model's groups pay nowhere
     monkeypatch.setattr(CostModel, "smallest_profitable_group", smallest)
     seconds = {Mode.ABSORB: 3.0, Mode.GROUPED_ABSORB: 2.0, Mode.NAIVE: 1.0}
-    monkeypatch.setattr(CostModel, "seconds", lambda self, mode, rows, tokens: seconds[mode] * rows * tokens)
+    work = lambda self, mode, rows, tokens, step_tokens=0: seconds[mode] * rows * tokens  # noqa: E731
+    monkeypatch.setattr(CostModel, "work_seconds", work)
     backend = world.make("gpu", grouped=True, **options)
     assert backend._shared is None and pool_of(world).num_chunks == 0
     requests = [world.start("abcd1", 1), world.start("abcd2", 2), world.start("x", 3)]

@@ -120,7 +120,7 @@ def test_gains() -> None:
     ):
         gains = Gains.of(HybridMLAOptions(mode=mode), cost, naive=True, grouped=True)
         assert (gains.naive is not None, gains.grouped is not None) == (has_naive, has_grouped)
-        assert all(gain(9, 10, 20) > 0 for gain in gains if gain)
+        assert all(gain(9, 10, 20) > 0 for gain in gains[:2] if gain)
 
 
 def test_plain_absorb_reads_what_all_share_from_the_cache_only_if_all_of_it_fits() -> None:

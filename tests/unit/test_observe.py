@@ -39,6 +39,7 @@ def test_counters() -> None:
         evictions=1,
         fallbacks={"prefix memory full": 2, "other": 1},
         max_group_size=3,
+        max_depth=1,
         shared_tokens_read=1000 + 300 + 1000,
         shared_tokens_saved=2 * 1000 + 300 + 1000,
         forward_passes=2,

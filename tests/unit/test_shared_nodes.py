@@ -132,7 +132,7 @@ def test_nothing_is_shared_by_nobody_and_by_one(tree: Any) -> None:
 
 def test_one_request_holds_what_is_marked_too(tree: Any) -> None:
     first, second = tree.run("abcdef"), tree.run("abcxyz")
-    front, back = tree.view.path(tree.handle(first))
+    front, back = tree.path(tree.handle(first))
     tree.finish(second)
     assert check_shared(tree, [first], also=[front.node]).nodes == [front.node]
     assert check_shared(tree, [first], also=[back.node, front.node]).nodes == [front.node, back.node]
@@ -275,7 +275,7 @@ def test_a_newcomer_below_a_search_that_was_broken_off(tree: Any, monkeypatch: p
 
 def test_marked_nodes_within_the_limit(tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     request, path = chain(tree, "ab", 20)
-    steps = tree.view.path(tree.handle(request))
+    steps = tree.path(tree.handle(request))
     assert [step.node.node for step in steps] == path
     top, end = steps[0].node, steps[-1].node
     monkeypatch.setattr(shared_nodes, "WALK_LIMIT", 10)

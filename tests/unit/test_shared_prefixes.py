@@ -307,10 +307,10 @@ def test_a_plan_is_kept_until_something_changes(tree: Any, monkeypatch: pytest.M
 
     def counted(*args: Any, **kwargs: Any) -> Plan:
         calls.append(args)
-        return plan_groups(*args, **kwargs)
+        return plan_step(*args, **kwargs)
 
-    plan_groups = shared_prefixes.plan_groups
-    monkeypatch.setattr(shared_prefixes, "plan_groups", counted)
+    plan_step = shared_prefixes.plan_step
+    monkeypatch.setattr(shared_prefixes, "plan_step", counted)
 
     def plans_made(*requests: Any) -> bool:
         calls.clear()

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import Step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_mla_ext.adapter.versions import TreeView, UnsupportedTree
-from sglang_mla_ext.prefix.planner import Path
 
 PAGE_SIZES = (1, 64)
 
@@ -25,7 +25,7 @@ def tree(request: pytest.FixtureRequest, new_tree: Any) -> Any:
     return new_tree(request.param)
 
 
-def pages(tree: Any, path: Path) -> list[int]:
+def pages(tree: Any, path: tuple[Step, ...]) -> list[int]:
     """Where each node of a path ends, in pages; one page is one letter of a request's text."""
     assert all(step.end % tree.page_size == 0 for step in path)
     return [step.end // tree.page_size for step in path]
@@ -33,53 +33,53 @@ def pages(tree: Any, path: Path) -> list[int]:
 
 def test_requests_that_share_a_prompt_share_its_node(tree: Any) -> None:
     first, second = tree.run("system-a"), tree.run("system-b")
-    one, two = tree.view.paths([first, second])
+    one, two = tree.paths([first, second])
     assert pages(tree, one) == pages(tree, two) == [7, 8]
     assert one[0] == two[0] and one[0].node is two[0].node
     assert one[1].node is not two[1].node
-    assert tree.view.paths([second, first]) == [two, one]
-    assert tree.view.path(one[-1].node) == one
+    assert tree.paths([second, first]) == [two, one]
+    assert tree.path(one[-1].node) == one
 
 
 def test_nothing_cached_is_an_empty_path(tree: Any) -> None:
     tree.run("abc")
     at_root, not_yet = SimpleNamespace(last_node=tree.cache.root_node), SimpleNamespace(last_node=None)
-    assert tree.view.paths([at_root, not_yet]) == [(), ()]
-    assert tree.view.paths([]) == []
+    assert tree.paths([at_root, not_yet]) == [(), ()]
+    assert tree.paths([]) == []
 
 
 def test_a_node_keeps_its_end_through_splits(tree: Any) -> None:
     """The claim that expansions are identified by: the old object keeps the back part, and its end."""
     first = tree.run("abcdef")
-    (old,) = tree.view.path(tree.handle(first))
-    slots = tree.view.slots(old.node, 0, old.end)
+    (old,) = tree.path(tree.handle(first))
+    slots = tree.slots(old.node, 0, old.end)
 
     tree.run("abcxyz")
-    after = tree.view.path(old.node)
+    after = tree.path(old.node)
     assert pages(tree, after) == [3, 6] and after[-1] == old
     tree.run("ax")
-    again = tree.view.path(old.node)
+    again = tree.path(old.node)
     assert pages(tree, again) == [1, 3, 6] and again[1:] == after
-    assert tree.view.paths([first]) == [again], "the same handle for the same node"
-    assert torch.equal(tree.view.slots(old.node, 0, old.end), slots)
+    assert tree.paths([first]) == [again], "the same handle for the same node"
+    assert torch.equal(tree.slots(old.node, 0, old.end), slots)
 
 
 def test_a_split_front_is_held_like_the_node_it_was_cut_from(tree: Any) -> None:
     first, second = tree.run("abcdef"), tree.run("abcxyz")
-    front, back = tree.view.path(tree.handle(first))
+    front, back = tree.path(tree.handle(first))
     end_of_second = tree.handle(second)
     tree.finish(second)
-    assert tree.view.is_held(front.node) and tree.view.is_held(back.node)
-    assert not tree.view.is_held(end_of_second)
+    assert tree.view.holders(front.node) and tree.view.holders(back.node)
+    assert not tree.view.holders(end_of_second)
     tree.finish(first)
-    assert not tree.view.is_held(front.node) and not tree.view.is_held(back.node)
+    assert not tree.view.holders(front.node) and not tree.view.holders(back.node)
 
 
 def test_a_node_has_one_handle_as_long_as_the_handle_is_kept(tree: Any) -> None:
     """Handles are compared and hashed by identity, so that a node is recognised on other requests' paths."""
     first = tree.run("system-a")
     kept = tree.handle(first)
-    assert tree.handle(first) is kept and tree.view.paths([tree.run("system-a")])[0][-1].node is kept
+    assert tree.handle(first) is kept and tree.paths([tree.run("system-a")])[0][-1].node is kept
     gone = weakref.ref(tree.handle(tree.run("other")))
     gc.collect()
     assert gone() is None, "the view itself keeps no handle"
@@ -119,16 +119,16 @@ def test_slots_are_those_of_the_first_request_that_computed_them(tree: Any) -> N
     for request in (first, second):
         length = len(request.slots)
         for start, end in ((0, length), (0, shared), (shared, length), (shared - 1, shared + 1), (1, 2), (3, length)):
-            slots = tree.view.slots(tree.handle(request), start, end)
+            slots = tree.slots(tree.handle(request), start, end)
             assert torch.equal(slots, request.slots[start:end]) and slots.dtype == torch.int64
 
 
 def test_equal_text_under_different_extra_keys_shares_no_node(tree: Any) -> None:
     requests = [tree.run("system", extra_key) for extra_key in (None, "tenant", "tenant", "other")]
-    nodes = [{id(step.node) for step in path} for path in tree.view.paths(requests)]
+    nodes = [{id(step.node) for step in path} for path in tree.paths(requests)]
     assert nodes[1] == nodes[2]
     assert not nodes[0] & nodes[1] and not nodes[0] & nodes[3] and not nodes[1] & nodes[3]
-    slots = [set(tree.view.slots(tree.handle(request), 0, 6 * tree.page_size).tolist()) for request in requests]
+    slots = [set(tree.slots(tree.handle(request), 0, 6 * tree.page_size).tolist()) for request in requests]
     assert slots[1] == slots[2] and not slots[0] & slots[1] and not slots[0] & slots[3] and not slots[1] & slots[3]
 
 
@@ -148,7 +148,7 @@ def test_lengths_parents_and_holders(tree: Any) -> None:
 
 def test_evicted_nodes_are_detached(tree: Any) -> None:
     first, second = tree.run("abcdef"), tree.run("abcxyz")
-    front, back = (step.node for step in tree.view.path(tree.handle(first)))
+    front, back = (step.node for step in tree.path(tree.handle(first)))
     other = tree.handle(second)
     assert all(map(tree.view.is_attached, (front, back, other)))
     tree.finish(first)
@@ -162,7 +162,7 @@ def test_evicted_nodes_are_detached(tree: Any) -> None:
 
 def test_nodes_of_a_flushed_tree_are_detached(tree: Any) -> None:
     request = tree.run("abc-d"), tree.run("abc-e")
-    nodes = [step.node for step in tree.view.path(tree.handle(request[0]))]
+    nodes = [step.node for step in tree.path(tree.handle(request[0]))]
     assert len(nodes) == 2 and all(map(tree.view.is_attached, nodes))
     tree.cache.reset()
     assert not any(map(tree.view.is_attached, nodes))
@@ -190,15 +190,15 @@ def test_any_order_of_prompts(new_tree: Any, page_size: int, prompts: list[tuple
     requests, first_paths = [], []
     for prompt in prompts:
         requests.append(tree.run(*prompt))
-        first_paths.append(tree.view.path(tree.handle(requests[-1])))
-    paths = tree.view.paths(requests)
+        first_paths.append(tree.path(tree.handle(requests[-1])))
+    paths = tree.paths(requests)
     for request, before, path in zip(requests, first_paths, paths, strict=True):
         assert set(before) <= set(path), "a held node changed its end"
-        assert path == tree.view.path(tree.handle(request))
+        assert path == tree.path(tree.handle(request))
         assert path[-1].end == len(request.slots)
         middle = path[-1].end // 2
         for start, end in ((0, path[-1].end), (middle, path[-1].end), (0, middle + 1), (middle, middle + 1)):
-            assert torch.equal(tree.view.slots(tree.handle(request), start, end), request.slots[start:end])
+            assert torch.equal(tree.slots(tree.handle(request), start, end), request.slots[start:end])
     for one, (text, key) in zip(paths, prompts, strict=True):
         for other, (other_text, other_key) in zip(paths, prompts, strict=True):
             pairs = zip(text, other_text, strict=False) if key == other_key else ()
