@@ -135,7 +135,7 @@ _SCHEDULING = (
     *_methods("managers.schedule_batch.Req", "finished", "who runs"),
     *_attributes("mem_cache.radix_cache.RadixCache", "disable", "is there a radix tree"),
     *_attributes("mem_cache.radix_cache.RadixCache", "root_node page_size", "whether a node is still in the tree"),
-    *_attributes("mem_cache.radix_cache.TreeNode", "parent key value lock_ref", "paths, slots, and who holds them"),
+    *_attributes("mem_cache.radix_cache.TreeNode", "parent key value lock_ref id", "paths, slots, and who holds them"),
     *_attributes("mem_cache.radix_cache.TreeNode", "children host_value", "whether a node is still in the tree"),
     *_function("mem_cache.radix_cache.RadixKey.child_key", "self page_size", "what a node is called by its parent"),
     *_function(

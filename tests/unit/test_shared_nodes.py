@@ -251,9 +251,9 @@ def test_a_long_search_goes_on_in_the_next_call(tree: Any, monkeypatch: pytest.M
     requests = [*pair, one, two]  # both chains share their first node
     found = [tree.view.shared(requests) for _ in range(4)]
     assert [shared.complete for shared in found] == [False, False, True, True]
-    assert [shared.deepest for shared in found] == [[0, 0, -1, -1], [0, 0, 1, -1], [0, 0, 1, 1], [0, 0, 1, 1]]
+    assert [shared.deepest for shared in found] == [[0, 0, -1, -1], [1, 1, 0, -1], [1, 1, 0, 0], [1, 1, 0, 0]]
     assert visits.taken() == 2 + 19 + 19
-    assert outline(tree, found[-1]) == [(7, -1), (1, -1)]
+    assert outline(tree, found[-1]) == [(1, -1), (7, -1)]
     again = TreeView(tree.cache)
     assert [again.shared(requests).deepest for _ in range(3)] == [shared.deepest for shared in found[:3]]
 

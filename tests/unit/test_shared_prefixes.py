@@ -299,6 +299,34 @@ def test_depth_of_a_long_conversation(tree: Any) -> None:
     assert server.expander.calls == [(0, 4096), (4096, 4096), (8192, 150 * PAGE - 8192)]
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    history=st.lists(st.lists(st.integers(0, 30), max_size=12, unique=True), min_size=1, max_size=8),
+    chunks=st.sampled_from([2, 4, 7, 40]),
+    shuffler=st.randoms(use_true_random=False),
+)
+def test_rows_in_another_order_share_the_same(new_tree: Any, history: Any, chunks: int, shuffler: Any) -> None:
+    """As on ranks that order their requests differently: the same segments, in the same chunks."""
+    tree = new_tree(PAGE)
+    one, other = Server(tree, chunks=chunks), Server(tree, chunks=chunks)
+    texts = ["", "aaaaaa", "aaaaaabbbb", "aaaaaacccc", "aaaabbbb", "dddddddd"]
+    requests = [tree.run(texts[index % 6] + f"-{index}") for index in range(31)]
+    for batch in history:
+        mixed = shuffler.sample(batch, len(batch))
+        one.decode(*(requests[index] for index in batch))
+        other.decode(*(requests[index] for index in mixed))
+        plans = [
+            {(frozenset(rows[row] for row in each.rows), each.start, each.end, each.mode) for each in plan.groups}
+            for plan, rows in ((one.prefixes.plan, batch), (other.prefixes.plan, mixed))
+        ]
+        assert plans[0] == plans[1]
+        assert {(c.index, c.node, c.id) for c in chunks_of(one)} == {(c.index, c.node, c.id) for c in chunks_of(other)}
+
+
+def chunks_of(server: Server) -> list[Any]:
+    return [chunk for node in server.pool._owned.values() for chunk in node.chunks.values()]
+
+
 # -- when a plan is made again -----------------------------------------------------------------------------------------
 
 
@@ -541,5 +569,5 @@ def test_any_history(
             assert server.pool.used_chunks == 0 or not what
         server.decode(*running)
         assert server.expander.taken() <= max(per_step, CHUNK_TOKENS)
-        owned = [chunk.id for node in server.pool._owned.values() for chunk in node.chunks.values()]
+        owned = [chunk.id for chunk in chunks_of(server)]
         assert len(set(owned)) == len(owned) == server.pool.used_chunks <= chunks

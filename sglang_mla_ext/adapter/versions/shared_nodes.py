@@ -112,7 +112,7 @@ def _climb(node: TreeNode, top: TreeNode | None, left: int) -> tuple[TreeNode, T
 
 
 def all_above(forks: Sequence[TreeNode | None]) -> SharedNodes:
-    """All nodes from these forks to the root, each once, in the order of the forks."""
+    """All nodes from these forks to the root, each once; in an order that does not depend on that of the forks."""
     nodes: list[TreeNode] = []
     parents: list[int] = []
     deepest: list[int] = []
@@ -145,9 +145,30 @@ def all_above(forks: Sequence[TreeNode | None]) -> SharedNodes:
                 at = index[node] = len(nodes)
                 nodes.append(node)
         deepest.append(at)
+    if len(nodes) > 1:
+        nodes, parents, deepest = _by_age(nodes, parents, deepest)
     if len(nodes) > SHARED_LIMIT:
         return _upper(nodes, parents, deepest)
     return SharedNodes(nodes, parents, deepest, complete)
+
+
+def _by_age(
+    nodes: list[TreeNode], parents: list[int], deepest: list[int]
+) -> tuple[list[TreeNode], list[int], list[int]]:
+    """The same with parents first, and below each the older nodes, by SGLang's own count, first."""
+    order = sorted(range(len(nodes)), key=lambda at: nodes[at].id)
+    below: list[list[int]] = [[] for _ in nodes]
+    pending: list[int] = []
+    for at in reversed(order):
+        (below[parents[at]] if parents[at] >= 0 else pending).append(at)
+    places = [-1] * (len(nodes) + 1)  # and of -1
+    order = []
+    while pending:
+        at = pending.pop()
+        places[at] = len(order)
+        order.append(at)
+        pending += below[at]
+    return [nodes[at] for at in order], [places[parents[at]] for at in order], [places[at] for at in deepest]
 
 
 def _upper(nodes: list[TreeNode], parents: list[int], deepest: list[int]) -> SharedNodes:
