@@ -14,6 +14,7 @@ from bench.accuracy_tables import accuracy_cache, accuracy_fp16, accuracy_model,
 from bench.kernel_tables import ablation, attention, context, decode, expansion, planner, power, prefill, steps
 from bench.serving_tables import compared, headline
 from bench.tables import REPOSITORY, RESULTS
+from bench.workload_tables import plan, workloads
 
 
 def main(
@@ -27,6 +28,8 @@ def main(
         "docs/performance.md": {
             "serving": compared(RESULTS / "serving.jsonl", *serving),
             "engine": compared(RESULTS / "engine.jsonl", *engine),
+            "workloads": workloads([RESULTS / f"{name}.jsonl" for name in ("mixed", "churn", "burst")]),
+            "plan": plan(RESULTS / "plan.jsonl"),
             "attention": attention(RESULTS / "attention.jsonl"),
             "steps": steps(RESULTS / "attention.jsonl"),
             "decode": decode(RESULTS / "decode.jsonl"),

@@ -1,0 +1,67 @@
+"""Tables of whole workloads and of what planning costs the host; update_tables.py writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.records import read_records
+from bench.tables import latest, markdown
+
+
+def workloads(paths: Sequence[Path]) -> str:
+    """What clients saw of each workload: the last run on each server, beside flashmla's."""
+    rows, shown = [], {}
+    for path in paths:
+        records = latest(read_records(path), "prefix", "flags")
+        for prefix in sorted({key[1] for key in records}, reverse=True):
+            of_case = {_backend(record): record for key, record in records.items() if key[1] == prefix}
+            for name in sorted(of_case):
+                rows.append(_row(f"{path.stem}, {prefix:,} tokens", name, of_case[name], of_case.get("flashmla")))
+                shown[path, prefix, name] = of_case[name]
+    columns = (
+        *("workload, longest prompt", "backend", "output tok/s", "step ms", "first token ms, p50 / p99"),
+        *("between tokens ms, p50 / p99", "planning ms a pass"),
+    )
+    return markdown(rows, columns, shown)
+
+
+def _backend(record: dict[str, Any]) -> str:
+    if record["impl"] != "hybrid_mla":
+        return str(record["impl"]).removeprefix("sglang_")
+    return "hybrid_mla, FP8 prefix" if "fp8_e4m3" in record["case"]["flags"] else "hybrid_mla"
+
+
+def _row(workload: str, backend: str, record: dict[str, Any], stock: dict[str, Any] | None) -> tuple[str, ...]:
+    def figure(name: str, digits: int, *, less_is_more: bool = False) -> str:
+        if (value := record.get(name)) is None:
+            return "-"
+        text = f"{value:,.{digits}f}"
+        if stock is None or stock is record or not stock.get(name):
+            return text
+        gain = stock[name] / value if less_is_more else value / stock[name]
+        return f"{text} ({gain:.2f}x)"
+
+    plan = record.get("plan_ms_per_step")
+    return (
+        workload,
+        backend,
+        figure("output_tok_s", 0),
+        figure("step_ms", 2, less_is_more=True),
+        f"{record['ttft_ms']:,.0f} / {record['ttft_p99_ms']:,.0f}",
+        f"{record['itl_ms']:.1f} / {record['itl_p99_ms']:,.0f}",
+        "-" if plan is None else f"{plan:.2f}",
+    )
+
+
+def plan(path: Path) -> str:
+    """Milliseconds of planning on the host, by case."""
+    records = latest(read_records(path), "tree", "requests", "heads")
+    names = ("first_ms", "replan_ms", "unchanged_ms", "prefill_ms")
+    rows = [
+        (f"{requests:,} requests, {tree}", heads, *(f"{record[name]:.2f}" for name in names))
+        for (_, tree, requests, heads), record in records.items()
+    ]
+    columns = ("case", "heads", "first plan ms", "three requests replaced ms", "batch unchanged ms", "prefill step ms")
+    return markdown(rows, columns, records)
