@@ -10,6 +10,7 @@ from bench.kernel_tables import expansion, planner, prefill
 from bench.records import write_record
 from bench.serving_tables import compared, headline, template
 from bench.tables import provenance
+from bench.workload_tables import plan, workloads
 from update_tables import fill, main
 
 
@@ -150,6 +151,38 @@ def test_prefill(tmp_path):
         [""],
     ]
     assert len(cells(lines[0])) == 11
+
+
+def test_workloads(tmp_path):
+    """The last run on each server, beside flashmla's of the same case; what was not measured is left out."""
+    path = tmp_path / "mixed.jsonl"
+    fp8 = "--hybrid-mla-prefix-dtype fp8_e4m3"
+    for impl, flags, run, rate, step in (
+        ("sglang_flashmla", "", 1, 999.0, 9.9),
+        ("sglang_flashmla", "", 2, 1000.0, 8.0),
+        ("hybrid_mla", "--hybrid-mla-prefix-memory-gb 9", 1, 1500.0, 4.0),
+        ("hybrid_mla", fp8, 1, 2000.0, None),
+    ):
+        metrics = dict(run=run, output_tok_s=rate, step_ms=step, ttft_ms=10.4, ttft_p99_ms=1234.0, itl_ms=1.0)
+        plan_ms = None if impl == "sglang_flashmla" else 0.5
+        where = dict(case=dict(prefix=7069, flags=flags), gpu="GPU", command="run it")
+        write_record(path, bench="mixed", impl=impl, **where, **metrics, itl_p99_ms=2.0, plan_ms_per_step=plan_ms)
+    lines = workloads([path]).splitlines()
+    rest = ("10 / 1,234", "1.0 / 2")
+    assert [cells(line) for line in lines[2:6]] == [
+        ["mixed, 7,069 tokens", "flashmla", "1,000", "8.00", *rest, "-"],
+        ["mixed, 7,069 tokens", "hybrid_mla", "1,500 (1.50x)", "4.00 (2.00x)", *rest, "0.50"],
+        ["mixed, 7,069 tokens", "hybrid_mla, FP8 prefix", "2,000 (2.00x)", "-", *rest, "0.50"],
+        [""],
+    ]
+
+
+def test_plan(tmp_path):
+    path = tmp_path / "plan.jsonl"
+    case = dict(tree="pairs", requests=1024, heads=16, chunks=9)
+    times = dict(first_ms=3.0, replan_ms=2.0, unchanged_ms=0.08, prefill_ms=1.0)
+    write_record(path, bench="plan", impl="hybrid_mla", case=case, gpu="cpu", command="run it", **times)
+    assert cells(plan(path).splitlines()[2]) == ["1,024 requests, pairs", "16", "3.00", "2.00", "0.08", "1.00"]
 
 
 def test_planner(tmp_path):
