@@ -38,7 +38,8 @@ def sharing(world: World) -> list[Any]:
 
 def modes_of(world: World) -> list[tuple[int, int, str]]:
     """Rows, tokens and mode of each group of the last step's plan."""
-    return [(group["requests"], group["prefix_len"], group["mode"]) for group in world.steps.report()["groups"]]
+    groups = [(group["requests"], group["prefix_len"], group["mode"]) for group in world.steps.report()["groups"]]
+    return sorted(groups, reverse=True)
 
 
 KINDS = [
