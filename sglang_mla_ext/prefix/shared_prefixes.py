@@ -255,7 +255,7 @@ class SharedPrefixes:
         reached, evicted = self._pool.allot(wants, self._tree)
         self._counters.evictions += evicted
         self.tokens_without_memory = sum(want.end - reach for want, reach in zip(wants, reached, strict=True))
-        if self.tokens_without_memory:
+        if any(not self._is_of_use(want, reach) for want, reach in zip(wants, reached, strict=True)):
             self._counters.fall_back("prefix memory full")
         self._expanding = self._expand(wants, reached, self._options.expand_tokens_per_step)
 
@@ -291,7 +291,7 @@ class SharedPrefixes:
         left = max(most // self._pool.chunk_tokens, 1)
         worked = False
         for want, reach in zip(wants, reached, strict=True):
-            if reach == want.start or reach < self._options.min_prefix_len:
+            if not self._is_of_use(want, reach):
                 continue
             missing = list(self._pool.missing(want._replace(end=reach)))
             if not missing:
@@ -305,6 +305,10 @@ class SharedPrefixes:
             if not left:
                 break
         return worked
+
+    def _is_of_use(self, want: Want, reach: int) -> bool:
+        """Whether memory reaches far enough into a range."""
+        return reach > want.start and reach >= self._options.min_prefix_len
 
     def _expand_piece(self, want: Want, reach: int, piece: Sequence[Chunk]) -> None:
         size, node = self._pool.chunk_tokens, piece[-1].node
