@@ -17,8 +17,9 @@ tensor-parallel ranks decide alike.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from sglang_mla_ext.prefix.tree import Tree
@@ -146,11 +147,15 @@ class ExpandedPool:
 
     # ---- who gets memory
 
-    def allot(self, wants: Sequence[Want], tree: Tree, *, evict: bool = True) -> tuple[list[int], int]:
+    def allot(
+        self, wants: Sequence[Want], tree: Tree, shared: Iterable[Sequence[Hashable]] = (), *, evict: bool = True
+    ) -> tuple[list[int], int]:
         """One round: give chunks to the ranges that are wanted, as far as memory reaches.
 
         Args:
             wants: the most worthwhile first; one that continues another behind that one.
+            shared: the nodes, run by run, that the requests of this round share: what is not wanted of these is worth
+                nothing any more, whatever it was worth before.
             evict: whether chunks that are worth less may be taken for them. Without, this is no round of its own.
         Returns:
             `[wants]` tokens from the root up to which each range has chunks, and how many chunks were evicted.
@@ -173,7 +178,7 @@ class ExpandedPool:
                 if self.chunk(node, index) is None:
                     if not self._free and evict:
                         if victims is None:
-                            victims = self._by_worth(tree)
+                            victims = self._by_worth(tree, set(chain.from_iterable(shared)))
                         evicted += self._evict_for(want.worth, victims)
                     if not self._free:
                         break
@@ -204,12 +209,14 @@ class ExpandedPool:
         chunk = Chunk(heapq.heappop(self._free), index, node, index * self.chunk_tokens, want.worth, self._round)
         owned.chunks[index] = chunk
 
-    def _by_worth(self, tree: Tree) -> list[tuple[float, int, int, int]]:
+    def _by_worth(self, tree: Tree, shared: set[Hashable]) -> list[tuple[float, int, int, int]]:
         """Worth, round, index and id of every chunk, as a heap: the deepest of the least worth first."""
         heap, self._some_in_grace = [], False
         for node, owned in self._owned.items():
             kept = tree.holders(node) >= 2
             for chunk in owned.chunks.values():
+                if node in shared and chunk.wanted != self._round:
+                    chunk.worth = 0.0
                 in_grace = not kept and self._round - chunk.wanted <= GRACE
                 self._some_in_grace |= in_grace
                 heap.append((chunk.worth if kept or in_grace else 0.0, chunk.wanted, -chunk.index, chunk.id))

@@ -18,7 +18,7 @@ Pure Python; knows neither SGLang nor torch. The same tree and rows give the sam
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
@@ -142,6 +142,9 @@ class Runs:
 
     def __getitem__(self, index: int) -> Run:
         return self._runs[index]
+
+    def __iter__(self) -> Iterator[Run]:
+        return iter(self._runs)
 
     def rows_of(self, index: int) -> tuple[int, ...]:
         """The rows that hold a run, ascending."""

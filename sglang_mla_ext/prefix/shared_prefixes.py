@@ -252,7 +252,7 @@ class SharedPrefixes:
     def _expand_for(self, ideal: Sequence[Group], runs: Runs, ways: Ways) -> None:
         """Give memory to what is worth expanding, and advance its expansion."""
         wants = self._wants(ideal, runs, ways)
-        reached, evicted = self._pool.allot(wants, self._tree)
+        reached, evicted = self._pool.allot(wants, self._tree, (run.nodes for run in runs))
         self._counters.evictions += evicted
         self.tokens_without_memory = sum(want.end - reach for want, reach in zip(wants, reached, strict=True))
         if any(not self._is_of_use(want, reach) for want, reach in zip(wants, reached, strict=True)):

@@ -213,6 +213,17 @@ def test_both_wanted_the_one_that_is_there_stays_unless_the_other_is_clearly_bet
     assert give(pool, want(other, 1.3), want(one, 1.0)) == [8 * CHUNK, 0]
 
 
+def test_what_those_who_share_it_do_not_want_any_more_makes_room_at_once() -> None:
+    """While prompts are prefilled in pieces, their common part ends in one node after another: a remainder of each."""
+    pool = ExpandedPool(2, CHUNK)
+    first = Node(None, CHUNK + 64)
+    assert give(pool, want(first, 2.0)) == [first.end]
+    longer = Node(first, 64)
+    whole = want(longer, 2.0)
+    assert pool.allot([whole], TREE)[0] == [CHUNK], "it may be wanted by others"
+    assert pool.allot([whole], TREE, [[first, longer]]) == ([longer.end], 1)
+
+
 def test_chunks_leave_from_the_end() -> None:
     pool = ExpandedPool(8, CHUNK)
     one, other = Node(None, 8 * CHUNK), Node(None, 3 * CHUNK)

@@ -506,6 +506,19 @@ def test_a_leftover_request_does_not_keep_the_pool(tree: Any) -> None:
         assert server.decode(*document[:leftover], *product)[0][1] >= 40
 
 
+def test_remainders_of_prompts_that_were_prefilled_in_pieces_make_room(tree: Any) -> None:
+    server = Server(tree, chunks=3)
+    prompts = ["sixteen-letters", "SIXTEEN-LETTERS"]
+    for pages in (6, 9, 15):
+        requests = [tree.run(prompt[:pages] + letter * (pages == 15)) for letter in "ab" for prompt in prompts]
+        server.decode(*requests)
+        server.decode(*requests)
+        tree.finish(*requests)
+    requests = [tree.run(text + letter) for text in ("sixteen-let", "SIXTEEN-") for letter in "ab"]
+    groups = [server.decode(*requests) for _ in range(2)][-1]
+    assert sum(-(-end // 4) for _, end in groups) == 3, "every chunk is of use"
+
+
 def test_nothing_is_dropped_where_no_room_is_needed(tree: Any) -> None:
     server = Server(tree, chunks=6)
     ours = [tree.run("sixteen-letters-a"), tree.run("sixteen-letters-b")]
