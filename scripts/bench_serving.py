@@ -37,9 +37,18 @@ from bench.client import (
     sampling,
     sharing_between,
 )
+from bench.profile import NoTraceError
 from bench.records import write_record
 from bench.server import ON_GPU, ServerFailedError, free_port, running_server, server_info, work_folder
-from bench.workload_runs import Run, describe_run, record_run, run_workload, runs_table
+from bench.workload_runs import (
+    Run,
+    describe_run,
+    profile_workload,
+    record_profile,
+    record_run,
+    run_workload,
+    runs_table,
+)
 from bench.workloads import published_lengths, read_workloads
 from rich.console import Console
 from rich.table import Table
@@ -99,6 +108,9 @@ def main(
         list[str] | None, typer.Option(help="mixed, churn, agents, burst or a JSON file; repeatable.")
     ] = None,
     runs: Annotated[int, typer.Option(min=1, help="How often each case is measured on each server.")] = 1,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="After each workload, run it once more under torch's profiler.")
+    ] = False,
     server_arg: Annotated[list[str] | None, typer.Option(help="Flags for every server; repeatable.")] = None,
     base_url: Annotated[str | None, typer.Option(help="Measure this running server; name its one --backend.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSONL file to append records to.")] = None,
@@ -108,6 +120,8 @@ def main(
     """Compare attention backends of SGLang's server on prompts that share a prefix."""
     console = Console() if sys.stdout.isatty() else Console(width=120)
     backends = backend or [HYBRID, "flashmla"]
+    if profile and not workload:
+        raise typer.BadParameter("--profile is for --workload")
     if base_url and len(backends) != 1:
         raise typer.BadParameter("--base-url measures one server: give one --backend, its name in the table")
     if workload and (prompt or system_prompt_file or concurrency):
@@ -135,6 +149,12 @@ def main(
                     console.print(describe_run(run))
                     if out:
                         record_run(out, run, server_case(url, dims))
+                if profile and one.profile:
+                    of_steps = profile_workload(url, one, seed, client_log, logs / "traces")
+                    busy = f"{of_steps.busy_ms:.1f} of {of_steps.span_ms:.1f} ms"
+                    console.print(f"{one.title}: the GPU was busy for {busy}")
+                    if out:
+                        record_profile(out, name, one, of_steps, server_case(url, dims))
 
     else:
         concurrencies = concurrency or [128]
@@ -180,7 +200,7 @@ def main(
         try:
             with server as url:
                 measure_all(url, name)
-        except (ServerFailedError, ClientFailedError, requests.RequestException) as error:
+        except (ServerFailedError, ClientFailedError, NoTraceError, requests.RequestException) as error:
             console.print(f"{name}: {error}", style="red", markup=False, highlight=False)
             failed = True
     console.print(runs_table(found, backends) if workload else results_table(results, backends))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -14,6 +15,7 @@ import requests
 from rich.table import Table
 
 from bench.client import HYBRID, full_batch_rate, plan_ms_between, run_client, sampling, sharing_between
+from bench.profile import Profile, Profiler
 from bench.records import write_record
 from bench.server import server_info
 from bench.workloads import Workload
@@ -57,11 +59,14 @@ class Run:
     timings: Timings
 
 
-def run_workload(url: str, workload: Workload, seed: int, log: Path) -> Timings:
+def run_workload(
+    url: str, workload: Workload, seed: int, log: Path, watch: AbstractContextManager[Any] | None = None
+) -> Timings:
     """Empty the server's cache, put the shared prompts into it, and run a workload.
 
     Args:
         log: file that takes the client's output.
+        watch: is entered while the workload runs.
     Raises:
         ClientFailedError: not all was answered.
         requests.RequestException: the server is not idle, or refuses a prompt.
@@ -71,16 +76,17 @@ def run_workload(url: str, workload: Workload, seed: int, log: Path) -> Timings:
         cache: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling(1, 1)}
         requests.post(f"{url}/generate", json=cache, timeout=600).raise_for_status()
     before = server_info(url)
-    details = run_client(
-        url,
-        client_lines(workload),
-        requests=workload.requests,
-        output_tokens=workload.output_tokens,
-        log=log,
-        at_a_time=workload.at_a_time,
-        warm_up=0,
-        seed=seed,
-    )
+    with watch or nullcontext():
+        details = run_client(
+            url,
+            client_lines(workload),
+            requests=workload.requests,
+            output_tokens=workload.output_tokens,
+            log=log,
+            at_a_time=workload.at_a_time,
+            warm_up=0,
+            seed=seed,
+        )
     after = server_info(url)
     return timings(details, workload, sharing_between(before, after), plan_ms_between(before, after))
 
@@ -126,8 +132,29 @@ def record_run(out: Path, run: Run, server: dict[str, Any]) -> None:
     Args:
         server: what the case says of the server and its model.
     """
-    attention, *flags = shlex.split(run.backend)
-    workload, measured = run.workload, run.timings
+    measured = run.timings
+    write_record(
+        out,
+        bench=run.workload.name,
+        **impl_and_case(run.backend, run.workload, server),
+        run=run.number,
+        duration_s=round(measured.duration_s, 3),
+        output_tok_s=round(measured.output_tok_s, 1),
+        decode_tok_s=rounded(measured.decode_tok_s, 1),
+        step_ms=rounded(step_ms(run), 4),
+        ttft_ms=round(measured.ttft_ms, 1),
+        ttft_p99_ms=round(measured.ttft_p99_ms, 1),
+        ttft_last_ms=round(measured.ttft_last_ms, 1),
+        itl_ms=rounded(measured.itl_ms, 3),
+        itl_p99_ms=rounded(measured.itl_p99_ms, 3),
+        plan_ms_per_step=rounded(measured.plan_ms_per_step, 4),
+        hybrid_mla=measured.sharing,
+    )
+
+
+def impl_and_case(backend: str, workload: Workload, server: dict[str, Any]) -> dict[str, Any]:
+    """Whose a record is, and of what; `server` as of `record_run`."""
+    attention, *flags = shlex.split(backend)
     case: dict[str, Any] = {
         "prefix": workload.longest_prefix,
         "requests": workload.requests,
@@ -141,23 +168,36 @@ def record_run(out: Path, run: Run, server: dict[str, Any]) -> None:
         case = {"prompt": workload.case} | case
     if flags:
         case["flags"] = shlex.join(flags)
+    return {"impl": attention if attention == HYBRID else f"sglang_{attention}", "case": case}
+
+
+def profile_workload(url: str, workload: Workload, seed: int, log: Path, folder: Path) -> Profile:
+    """Run a workload once more, under torch's profiler.
+
+    Args:
+        folder: for traces.
+    Raises:
+        NoTraceError: the server has written none.
+        ClientFailedError, requests.RequestException: as `run_workload`.
+    """
+    assert workload.profile
+    profiler = Profiler(url, folder, **workload.profile)
+    run_workload(url, workload, seed, log, watch=profiler)
+    return profiler.read()
+
+
+def record_profile(out: Path, backend: str, workload: Workload, profile: Profile, server: dict[str, Any]) -> None:
+    """Append a profile to a file of records; `server` as of `record_run`."""
+    assert workload.profile
     write_record(
         out,
-        bench=workload.name,
-        impl=attention if attention == HYBRID else f"sglang_{attention}",
-        case=case,
-        run=run.number,
-        duration_s=round(measured.duration_s, 3),
-        output_tok_s=round(measured.output_tok_s, 1),
-        decode_tok_s=rounded(measured.decode_tok_s, 1),
-        step_ms=rounded(step_ms(run), 4),
-        ttft_ms=round(measured.ttft_ms, 1),
-        ttft_p99_ms=round(measured.ttft_p99_ms, 1),
-        ttft_last_ms=round(measured.ttft_last_ms, 1),
-        itl_ms=rounded(measured.itl_ms, 3),
-        itl_p99_ms=rounded(measured.itl_p99_ms, 3),
-        plan_ms_per_step=rounded(measured.plan_ms_per_step, 4),
-        hybrid_mla=measured.sharing,
+        bench="profile",
+        workload=workload.name,
+        **impl_and_case(backend, workload, server),
+        **workload.profile,
+        span_ms=round(profile.span_ms, 3),
+        busy_ms=round(profile.busy_ms, 3),
+        kernels={name: [round(ms, 4), launches] for name, (ms, launches) in profile.kernels.items()},
     )
 
 

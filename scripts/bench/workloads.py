@@ -9,6 +9,7 @@ from a seed: lengths, token ids, and the order of the sessions. A file says
 - `turns` of a session [1], and `tool_tokens`, what each turn but the first appends;
 - `at_a_time`: so many sessions run, and the next begins where one ends; without it all are sent at once;
 - `stream_interval`: tokens of an answer that are sent in one piece; the first is always sent alone;
+- `profile`: which steps `--profile` looks at: so many `steps`, from `after_s` seconds after the start;
 - `cases`: the same with these values instead, each with a `name`.
 
 A length is a number, `[smallest, largest]`, or `{"workload": "mmlu", "of": "prompt_tokens"}`, drawn from the quantiles
@@ -32,7 +33,7 @@ Lengths = int | Sequence[int] | Mapping[str, str]
 
 FIELDS = {
     *("source", "description", "cases", "name", "tree", "own_tokens", "output_tokens"),
-    *("turns", "tool_tokens", "at_a_time", "stream_interval"),
+    *("turns", "tool_tokens", "at_a_time", "stream_interval", "profile"),
 }
 NODE_FIELDS = {"tokens", "requests", "below"}
 
@@ -55,6 +56,7 @@ class Workload:
         sessions: in the order in which they begin.
         at_a_time: sessions that run at a time; None sends all at once.
         stream_interval: tokens of an answer in one piece.
+        profile: `after_s` and `steps` of a profile; None where there is to be none.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Workload:
     sessions: list[list[Turn]]
     at_a_time: int | None
     stream_interval: int
+    profile: Mapping[str, Any] | None = None
 
     @property
     def title(self) -> str:
@@ -164,6 +167,7 @@ def make_workload(name: str, config: Mapping[str, Any], vocabulary: np.ndarray, 
         ],
         at_a_time=at_a_time,
         stream_interval=interval,
+        profile=config.get("profile"),
     )
 
 
