@@ -5,10 +5,11 @@
 
 A rate is the median over the few cases that it bounds; each case is the median time of a CUDA graph of one call, with
 L2 flushed before each. The naive kernel's tiles are chosen by timing candidates back to back, because at the GPU's
-power limit another tile may be the fastest than in a short run. `--check` times every mode on a grid of cases and
-compares the mode that the cost model chooses with the fastest (bench/planner_grid.py). With `--out`, the modes'
-overheads are then replaced by those with which these choices lose least (bench/planner_verdicts.py); `--refit` does
-only that, from records. DeepSeek-V3's dimensions.
+power limit another tile may be the fastest than in a short run. `--check` times every mode on a grid of cases
+(bench/planner_grid.py) and every plan on trees of nested and mixed prompts (bench/step_plans.py; their records go to
+`plans.jsonl` beside those of the grid), and compares what is chosen with the fastest. With `--out`, the modes'
+overheads are then replaced by those with which the choices on the grid lose least (bench/planner_verdicts.py);
+`--refit` does only that, from records. DeepSeek-V3's dimensions.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from bench.planner_grid import check
 from bench.planner_verdicts import report, verdicts
 from bench.rates_file import is_of, refit, starting_config
 from bench.records import read_records
+from bench.step_plans import check_plans, plans_table
 
 from sglang_mla_ext.prefix.cost_model import GpuRates, Mode, rates_for
 
@@ -67,11 +69,13 @@ def main(
     if check_choices:
         rates = GpuRates.from_json(out) if out else rates_for(device)
         records, all_measured = check(rates, rep_ms, out_records)
-        complete &= all_measured
+        plans, all_plans = check_plans(rates, rep_ms, out_records and out_records.with_name("plans.jsonl"))
+        complete &= all_measured and all_plans
         if out and any(Mode.ABSORB.value in record["ms"] and len(record["ms"]) > 1 for record in records):
             refit(out, records)
         else:
             print(report(verdicts(records, rates)))
+        print(plans_table(plans, GpuRates.from_json(out) if out else rates))
     if not complete:
         raise typer.Exit(1)
 

@@ -33,6 +33,10 @@ from .schedule import ExpandedSegment, WorkList, WorkListCapacity, build_work_li
 from .triton_naive import Tile, tile_for
 
 
+NARROWER_COSTS = 1.03
+"""What whole narrow tiles take longer than wide ones, at most: 0 to 2 % on an H200 (FP8, 128 heads)."""
+
+
 class SharedAttention(Protocol):
     """The interface. Rows are rows of the batch, at most `max_rows`; T rows of a call may be fewer, but must include
     every row of the plan. Errors of shape or plan are ValueErrors."""
@@ -179,9 +183,10 @@ class NaiveKernel(Protocol):
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """A work list on the device, and the tile that it was made for."""
+    """A work list on the device, and the tiles to launch: that which it was made for, and others that may be captured
+    beside it."""
 
-    tile: Tile
+    tiles: tuple[Tile, ...]
     work: Tensor  # int32, see schedule.WorkList
 
 
@@ -227,7 +232,7 @@ class TritonSharedAttention:
         self._partial_out = zeros(*partials, dtype=torch.float32)  # [P, H, dv]
         self._partial_lse2 = zeros(*partials[:2], dtype=torch.float32)  # [P, H]
         self._work = zeros(self._capacity.size, dtype=torch.int32)
-        self._planned = DevicePlan(tile_for(max_rows, self._tiles), self._work)
+        self._planned = DevicePlan(self._launched(max_rows), self._work)
         self._has_work = False
 
         self._cuda = device.type == "cuda"
@@ -262,45 +267,47 @@ class TritonSharedAttention:
         _try_out(self, self._buffers, sizes, query_dtype)
 
     def plan(self, segments: Sequence[ExpandedSegment], rows: int | None = None) -> None:
-        tile = tile_for(rows or self._max_rows, self._tiles)
+        tiles = self._launched(rows or self._max_rows)
         if segments or self._has_work:  # else the device's list is empty already
             staging = self._staging[self._next_staging]
             if (copied := self._copied[self._next_staging]) is not None:
                 copied.synchronize()  # the copy of the plan before the last one: done long ago
-            used = self._build(segments, tile, staging.numpy()).used
+            used = self._build(segments, best_tile(segments, tiles), staging.numpy()).used
             self._work[:used].copy_(staging[:used], non_blocking=True)
             if self._cuda:
                 self._copied[self._next_staging] = torch.cuda.current_stream(self._work.device).record_event(copied)
             self._next_staging ^= 1
-        self._planned, self._has_work = DevicePlan(tile, self._work), bool(segments)
+        self._planned, self._has_work = DevicePlan(tiles, self._work), bool(segments)
 
     def make_plan(self, segments: Sequence[ExpandedSegment], rows: int) -> DevicePlan:
-        tile = tile_for(rows, self._tiles)
+        tile = best_tile(segments, self._launched(rows))
         work = self._build(segments, tile)
         host = torch.from_numpy(work.buffer[: work.used])
         if self._cuda:
             host = host.pin_memory()
-        return DevicePlan(tile, host.to(self._work.device, non_blocking=True))
+        return DevicePlan((tile,), host.to(self._work.device, non_blocking=True))
 
     def run(
         self, layer: int, q_nope: Tensor, q_rope: Tensor, softmax_scale: float, plan: DevicePlan | None = None
     ) -> None:
         plan = plan or self._planned
-        tile = plan.tile
-        if tile is not tile_for(q_nope.shape[0], self._tiles):
-            raise ValueError(f"planned for tiles of {tile.block_rows} rows, run with {q_nope.shape[0]} rows")
-        self._kernel.run(
-            q_nope,
-            q_rope,
-            self._layers[tile][layer],
-            plan.work,
-            self._capacity,
-            self._partial_out,
-            self._partial_lse2,
-            softmax_scale=softmax_scale,
-            num_ctas=self._num_ctas[tile],
-            tile=tile,
-        )
+        if not set(plan.tiles) <= set(self._launched(q_nope.shape[0])):
+            planned = " and ".join(str(tile.block_rows) for tile in plan.tiles)
+            raise ValueError(f"planned for tiles of {planned} rows, run with {q_nope.shape[0]} rows")
+        for tile in plan.tiles:
+            self._kernel.run(
+                q_nope,
+                q_rope,
+                self._layers[tile][layer],
+                plan.work,
+                self._capacity,
+                self._partial_out,
+                self._partial_lse2,
+                softmax_scale=softmax_scale,
+                num_ctas=self._num_ctas[tile],
+                tile=tile,
+                slot=self._tiles.index(tile),
+            )
 
     def merge(
         self,
@@ -322,8 +329,15 @@ class TritonSharedAttention:
             block_keys=tile.block_keys,
             capacity=self._capacity,
             target_items=self._num_ctas[tile],
+            slot=self._tiles.index(tile),
             out=out,
         )
+
+    def _launched(self, rows: int) -> tuple[Tile, ...]:
+        """Tiles of which a plan for so many rows may need one, and so all that a graph launches: one that the plan does
+        not use costs about 2 us."""
+        widest = tile_for(rows, self._tiles)
+        return tuple(tile for tile in self._tiles if tile is widest or _keeps_up(tile, widest))
 
     @staticmethod
     def _compute_capacity(
@@ -338,6 +352,25 @@ class TritonSharedAttention:
             target_items=num_ctas[largest],
             segments_per_row=segments_per_row,
         )
+
+
+def best_tile(segments: Sequence[ExpandedSegment], tiles: Sequence[Tile]) -> Tile:
+    """The tile that pads the rows of the segments least; a narrower one has to save more than it costs.
+
+    Args:
+        tiles: as fast as each other on whole tiles, smallest first.
+    """
+
+    def work(tile: Tile) -> float:
+        padded = sum(-(-len(segment.rows) // tile.block_rows) * segment.tokens for segment in segments)
+        return padded * tile.block_rows * (1.0 if tile is tiles[-1] else NARROWER_COSTS)
+
+    return min(reversed(tiles), key=work)
+
+
+def _keeps_up(tile: Tile, wider: Tile) -> bool:
+    """Whether narrow tiles keep a multiprocessor as busy as a wider one does, by running side by side."""
+    return tile.block_rows < wider.block_rows <= tile.block_rows * tile.ctas_per_sm // wider.ctas_per_sm
 
 
 def _try_out(attention: SharedAttention, buffers: ExpandedBuffers, sizes: set[int], dtype: torch.dtype) -> None:

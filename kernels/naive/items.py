@@ -8,7 +8,8 @@ from __future__ import annotations
 from triton.language import constexpr
 
 N_ITEMS = constexpr(0)
-"""Position of the number of items, from the start of the list."""
+"""Position of the number of items for the first of the kernel's tiles, from the start of the list. Those for its other
+tiles follow; a list has items for one of them."""
 
 GROUP_ROWS = constexpr(8)
 """Position of the first entry of group_rows, from the start of the list."""

@@ -91,7 +91,7 @@ class WorkList:
 
     | position | what |
     |---|---|
-    | 0 | n_items |
+    | 0 to 7 | n_items of the kernel's tile that the list is for, at the tile's slot; 0 elsewhere |
     | 8 | group_rows `[max_partial_rows]`: rows of the batch, segment by segment |
     | table_offset | a PartialTable of `max_rows` rows and `max_partial_rows` partials |
     | items_offset | items `[n_items, 8]`, see items.py |
@@ -128,6 +128,7 @@ def build_work_list(
     block_keys: int,
     capacity: WorkListCapacity,
     target_items: int,
+    slot: int = 0,
     out: np.ndarray | None = None,
 ) -> WorkList:
     """Cut the attention of all segments into work items of about equal size, one or more for each program.
@@ -138,6 +139,7 @@ def build_work_list(
 
     Args:
         target_items: programs of the kernel's grid.
+        slot: of the tile among those that a graph may launch one after the other; the others find no items.
         out: `[capacity.size]` int32 to build into (a pinned staging buffer); allocated if not given.
     Raises:
         ValueError: a segment is invalid (without rows, a row twice or out of range, tokens < 1, too few chunks), or the
@@ -173,7 +175,7 @@ def build_work_list(
         raise ValueError(f"{table_size.sum()} chunks in all segments, but there is room for {capacity.max_chunks}")
 
     work = WorkList(out, capacity, n_items, used)
-    out[fields.N_ITEMS.value] = n_items
+    out[fields.N_ITEMS.value + slot] = n_items
     work.group_rows[: len(group_rows)] = group_rows
     work.table.write_pairs(*pairs_of_splits(group_rows, sizes, splits))
     for start, size, segment in zip(table_start.tolist(), table_size.tolist(), segments, strict=True):

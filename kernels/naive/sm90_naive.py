@@ -95,7 +95,7 @@ def _produce(k_nope_desc, k_rope_desc, v_t_desc, ring, work):
     DV: gl.constexpr = ring.v_t.shape[1]
     K_BYTES: gl.constexpr = k_nope_desc.block_type.nbytes + k_rope_desc.block_type.nbytes
     position = 0
-    for item_index in range(gl.program_id(0), gl.load(work.ptr + N_ITEMS), gl.num_programs(0)):
+    for item_index in range(gl.program_id(0), gl.load(work.n_items_ptr), gl.num_programs(0)):
         item_ptr = work.ptr + work.items_offset + item_index * ITEM_FIELDS
         head = gl.load(item_ptr + ITEM_HEAD)
         first_tile = gl.load(item_ptr + ITEM_BEGIN) // BLOCK_KEYS
@@ -145,6 +145,7 @@ def naive_prefix_hopper_kernel(
     STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
+    SLOT: gl.constexpr,
 ):
     BLOCK_KEYS: gl.constexpr = k_nope_desc.block_type.shape[0]
     DN: gl.constexpr = k_nope_desc.block_type.shape[1]
@@ -176,7 +177,7 @@ def naive_prefix_hopper_kernel(
         gl.to_tensor(q_rope_head),
     )  # fmt: skip
     scales = Scales(k_scale_ptr, v_scale_ptr, scale_log2e)
-    work = Work(work_ptr, items_offset, heads)
+    work = Work(work_ptr, items_offset, work_ptr + N_ITEMS + SLOT, heads)
     partials = Partials(partial_out_ptr, partial_lse2_ptr)
     produced = (k_nope_desc, k_rope_desc, v_t_desc, ring, work)
     first_half = (0, q_nope_s.index(0), q_rope_s.index(0), ring, query, scales, work, partials)
@@ -212,6 +213,7 @@ def run(
     softmax_scale: float,
     num_ctas: int,
     tile: Tile,
+    slot: int,
 ) -> None:
     """Launch the kernel. Arguments and errors are those of `triton_naive.run`, but queries are always BF16."""
     check_arguments(
@@ -237,4 +239,5 @@ def run(
         q_rope.stride(0),
         q_rope.stride(1),
         **launch_options(tile),
+        SLOT=slot,
     )

@@ -176,13 +176,14 @@ def naive_prefix_kernel(
     BLOCK_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    SLOT: tl.constexpr,
 ):
     TILES_PER_CHUNK: tl.constexpr = CHUNK // BLOCK_KEYS
     SCALED: tl.constexpr = k_nope_desc.dtype == tl.float8e4nv
     row_in_tile = tl.arange(0, BLOCK_ROWS)
     dim_nope, dim_rope, dim_v = tl.arange(0, DN), tl.arange(0, DR), tl.arange(0, DV)
 
-    n_items = tl.load(work_ptr + N_ITEMS)
+    n_items = tl.load(work_ptr + N_ITEMS + SLOT)
     for item_index in tl.range(tl.program_id(0), n_items, tl.num_programs(0), num_stages=1):
         item_ptr = work_ptr + items_offset + item_index * ITEM_FIELDS
         head = tl.load(item_ptr + ITEM_HEAD)
@@ -305,8 +306,10 @@ def run(
     softmax_scale: float,
     num_ctas: int,
     tile: Tile,
+    slot: int,
 ) -> None:
-    """Launch the kernel on a work list that was built for the same `tile`.
+    """Launch the kernel on a work list. It takes no items unless the list was built for the same `slot`, and then for
+    the same `tile`.
 
     Args:
         q_nope: `[T, H, dn]`; q_rope: `[T, H, dr]`, dtype of the keys, or BF16 for keys in FP8; any row and head
@@ -348,6 +351,7 @@ def run(
         BLOCK_KEYS=tile.block_keys,
         PRECISION="ieee" if q_nope.dtype == torch.float32 else "tf32",
         NUM_STAGES=tile.num_stages,
+        SLOT=slot,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -22,7 +22,11 @@ from bench.rivals import flashmla_bf16, flashmla_fp8, flashmla_tail
 from bench.shared import DTYPES, STORAGE
 from bench.tile_choice import LONG, SHORT, SHORTER, choose_tiles, shared_part, shared_part_and_merge
 from bench.timing import attempt, free_memory, measure
+from sglang_mla_ext.kernels.naive.triton_naive import Tile
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModeRates
+
+CUTS = 8
+"""Segments that `one_more_segment` cuts a prefix into."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,8 @@ class Sample:
     """A measured time: attention in one mode of `rows` requests to `tokens` tokens each.
 
     Attributes:
-        bound: what limits it: `memory`, `matrix`, or `launches` where the work itself is short.
+        bound: what limits it: `memory`, `matrix`, or `launches` where the work itself is short. `segments` is no
+            attention but what one more segment of the same rows and tokens costs.
     """
 
     bound: str
@@ -43,6 +48,8 @@ class Sample:
 
 def predicted(sample: Sample, mode: Mode, values: Mapping[str, Any]) -> float:
     """Seconds that the cost model predicts with these rates."""
+    if sample.bound == "segments":
+        return _model(sample, mode, values).segment_seconds(mode, sample.rows)
     return _model(sample, mode, values).seconds(mode, sample.rows, sample.tokens)
 
 
@@ -55,7 +62,7 @@ def _model(sample: Sample, mode: Mode, values: Mapping[str, Any]) -> CostModel:
 
 def fit(mode: Mode, samples: Sequence[Sample], before: Mapping[str, Any]) -> dict[str, Any]:
     """Rates of a mode: the median rate of the cases bound by memory or by the matrix units; as overhead the median of
-    the time that short cases take beyond their work.
+    the time that short cases take beyond their work; for a segment, the median beyond its partials.
 
     Args:
         before: the mode's values so far; a value without samples stays.
@@ -72,6 +79,10 @@ def fit(mode: Mode, samples: Sequence[Sample], before: Mapping[str, Any]) -> dic
             name = "fp8_macs_per_s" if sample.dtype == "fp8" else "macs_per_s"
             amounts.setdefault(name, []).append(amount / sample.seconds)
     values |= {name: significant(median(found)) for name, found in amounts.items()}
+    partials = values | {"segment_s": 0.0}
+    more = [sample.seconds - predicted(sample, mode, partials) for sample in samples if sample.bound == "segments"]
+    if more:
+        values["segment_s"] = significant(max(0.0, median(more)))
     work = values | {"overhead_s": 0.0, "overhead_per_root_row_s": 0.0}
     left = [sample.seconds - predicted(sample, mode, work) for sample in samples if sample.bound == "launches"]
     if left:
@@ -85,6 +96,21 @@ def take(bound: str, case: Case, tokens: int, dtype: str, make: Callable[[], Any
     """Time the call that `make` returns: one sample, none if it fails."""
     metrics = attempt(f"{bound} {dtype} {case}", lambda: measure(make(), rep_ms, work=None))
     return [Sample(bound, case.heads, case.batch, tokens, dtype, metrics["ms"] / 1e3)] if metrics else []
+
+
+def one_more_segment(
+    heads: int, rows: int, dtype: str, make: Callable[[Case, int], Callable[[], Any]], rep_ms: int
+) -> list[Sample]:
+    """What each segment more costs where the same rows attend to the same tokens in `CUTS` segments instead of one.
+
+    Args:
+        make: `(case, segments) -> call`.
+    """
+    case = Case(LONG, TAIL, heads, (rows,))
+    one, many = (take("segments", case, LONG, dtype, partial(make, case, cuts), rep_ms) for cuts in (1, CUTS))
+    if not (one and many):
+        return []
+    return [replace(one[0], seconds=(many[0].seconds - one[0].seconds) / (CUTS - 1))]
 
 
 def absorb_samples(tiles: Tiles, rep_ms: int) -> list[Sample]:
@@ -108,6 +134,13 @@ def naive_samples(tiles: Tiles, rep_ms: int) -> list[Sample]:
     for dtype, (bound, case, make) in itertools.product(DTYPES, cases):
         tile = tile_of(tiles, dtype, case.batch)
         samples += take(bound, case, case.prefix, dtype, partial(make, case, dtype, tile), rep_ms)
+    for dtype, heads, rows in itertools.product(DTYPES, (128, 16), (32, 128)):
+        tile = tile_of(tiles, dtype, rows)
+
+        def segments(case: Case, cuts: int, dtype: str = dtype, tile: Tile | None = tile) -> Callable[[], Any]:
+            return shared_part_and_merge(case, dtype, tile, cuts)
+
+        samples += one_more_segment(heads, rows, dtype, segments, rep_ms)
     return samples
 
 
@@ -125,6 +158,8 @@ def grouped_samples(tiles: Tiles, rep_ms: int) -> list[Sample]:
         if both and tails:
             seconds = (both[0].seconds - tails[0].seconds) / len(case.sizes)
             samples.append(replace(both[0], rows=case.sizes[0], seconds=seconds))  # of one group
+    for heads, rows in itertools.product((16, 8), (16, 64)):
+        samples += one_more_segment(heads, rows, "bf16", grouped_absorb, rep_ms)
     return samples
 
 
@@ -145,13 +180,15 @@ CALIBRATED = {
         grouped_samples,
         "kernels/absorb/sm90_bf16_absorb.py over prefixes and tails, merges included, less FlashMLA over the tails; "
         f"memory: groups of 4 with 16 heads; matrix units: 512 requests, 16 heads, {SHORTER:,} and {LONG:,} tokens; "
-        f"overhead: what 16 to 128 rows over {SHORT:,} tokens take beyond the work",
+        f"overhead: what 16 to 128 rows over {SHORT:,} tokens take beyond the work; segments: 16 and 64 rows in {CUTS} "
+        "instead of one",
     ),
     Mode.NAIVE: Calibration(
         naive_samples,
         "kernels/naive/sm90_naive.py with the tiles that are the fastest back to back, 128 heads; memory: "
         f"32 and 64 rows, {LONG:,} tokens; matrix units: 512 rows, {SHORTER:,} and {LONG:,} tokens; overhead: what 16 "
-        f"to 128 rows over {SHORT:,} tokens, 16 and 128 heads, take beyond the work, merge included",
+        f"to 128 rows over {SHORT:,} tokens, 16 and 128 heads, take beyond the work, merge included; segments: 32 and "
+        f"128 rows in {CUTS} instead of one",
     ),
 }
 """The modes that are measured; the others keep what the file has."""

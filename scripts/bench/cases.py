@@ -81,6 +81,12 @@ def page_table(lengths: list[int], sizes: tuple[int, ...], shared_pages: int) ->
     return table, used
 
 
+def padded(pages: list[list[int]]) -> list[list[int]]:
+    """Lists of pages as rows of a table: 0 behind a row's last page."""
+    longest = max(map(len, pages))
+    return [of_row + [0] * (longest - len(of_row)) for of_row in pages]
+
+
 def parse_groups(spec: str) -> tuple[tuple[int, ...], int]:
     """Read a description of a batch: `8x16` is 8 groups of 16 rows, `200+56x1` a group of 200 and 56 rows alone.
 

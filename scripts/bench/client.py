@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import multiprocessing
 import os
@@ -114,6 +115,37 @@ def full_batch_rate(first_s: np.ndarray, gaps_s: list[np.ndarray]) -> float | No
         return None
     tokens = sum(int(np.count_nonzero((t > begin) & (t <= end))) for t in times)
     return tokens / float(end - begin)
+
+
+def steady_rate(first_s: np.ndarray, gaps_s: list[np.ndarray], at_a_time: int) -> float | None:
+    """Tokens per second while there are requests that wait for a place: from the first tokens of those that begin at
+    once to the moment in which the last request begins.
+
+    The client says how long each request took and not when it began; it lets them in in their order, each when one
+    ends.
+
+    Args:
+        first_s: `[requests]` time to the first token; gaps_s: for each request the times between its tokens.
+        at_a_time: requests in flight.
+    Returns:
+        None where no request waits, or the last one begins before all of the first have a token.
+    """
+    if len(first_s) <= at_a_time:
+        return None
+    begun = np.zeros(len(first_s))
+    ends = [float(first + gaps.sum()) for first, gaps in zip(first_s[:at_a_time], gaps_s, strict=False)]
+    heapq.heapify(ends)
+    for request in range(at_a_time, len(first_s)):
+        begun[request] = ends[0]
+        heapq.heapreplace(ends, float(begun[request] + first_s[request] + gaps_s[request].sum()))
+    begin, end = float(first_s[:at_a_time].max()), float(begun.max())
+    if end <= begin:
+        return None
+    tokens = 0
+    for start, first, gaps in zip(begun, first_s, gaps_s, strict=True):
+        times = start + first + np.concatenate([[0.0], np.cumsum(gaps)])
+        tokens += int(np.count_nonzero((times > begin) & (times <= end)))
+    return tokens / (end - begin)
 
 
 def sharing_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:

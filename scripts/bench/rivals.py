@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.cases import DN, DR, DV, LATENT, PAGE_TOKENS, SCALE, Case, page_table
+from bench.cases import DN, DR, DV, LATENT, PAGE_TOKENS, SCALE, Case, padded, page_table
 
 
 def flashmla_bf16(case: Case) -> Callable[[], Any]:
@@ -32,11 +32,22 @@ def flashmla_tail(case: Case) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]
 def _flashmla(
     heads: int, lengths: list[int], sizes: tuple[int, ...], shared_pages: int, *, fp8: bool, s_q: int = 1
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    pages, n_pages = page_table(lengths, sizes, shared_pages)
+    return flashmla_over(heads, lengths, pages, n_pages, fp8=fp8, s_q=s_q)
+
+
+def flashmla_over(
+    heads: int, lengths: list[int], pages: list[list[int]], n_pages: int, *, fp8: bool = False, s_q: int = 1
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """FlashMLA over any pages: out `[B, S, H, 512]` latent, lse `[B, H, S]` float32, natural log.
+
+    Args:
+        lengths: `[B]` tokens of each row; pages: of each row, from its first token on; n_pages: distinct ones.
+    """
     from flash_mla import flash_mla_with_kvcache, get_mla_decoding_metadata
     from flash_mla.flash_mla_interface import FlashMLASchedMeta
 
-    pages, n_pages = page_table(lengths, sizes, shared_pages)
-    table = torch.tensor(pages, dtype=torch.int32, device="cuda")  # [B, pages]
+    table = torch.tensor(padded(pages), dtype=torch.int32, device="cuda")  # [B, pages]
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")  # [B]
     cache = torch.randn(n_pages, PAGE_TOKENS, 1, LATENT + DR, device="cuda", dtype=torch.bfloat16)
     query = torch.randn(len(lengths), s_q, heads, LATENT + DR, device="cuda", dtype=torch.bfloat16)

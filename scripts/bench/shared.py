@@ -39,11 +39,14 @@ def floor_ms(case: Case, dtype: str, ceilings: Ceilings) -> float:
     return max(memory, case.shared_flops * rates / 1e9)
 
 
-def shared_attention(case: Case, dtype: str, tile: Tile | None = None) -> tuple[SharedAttention, Callable[[], None]]:
+def shared_attention(
+    case: Case, dtype: str, tile: Tile | None = None, cuts: int = 1
+) -> tuple[SharedAttention, Callable[[], None]]:
     """Our attention, planned for a case over random prefixes, and a call that runs it.
 
     Args:
-        tile: of the kernel; by default the one that a server uses.
+        tile: of the kernel; by default those that a server picks from.
+        cuts: segments that each prefix stands in.
     """
     rows, heads = case.batch, case.heads
     chunks = -(-case.prefix // CHUNK_TOKENS)  # of one group
@@ -58,11 +61,18 @@ def shared_attention(case: Case, dtype: str, tile: Tile | None = None) -> tuple[
         tiles = rates_for(torch.cuda.get_device_name()).naive_tiles.get(STORAGE[dtype], ())
     else:
         tiles = (dataclasses.asdict(tile),)
-    attention = make_shared_attention(buffers, max_rows=rows, heads=heads, device="cuda", tiles=tiles)
+    sizes = dict(max_rows=rows, heads=heads, segments_per_row=cuts)
+    attention = make_shared_attention(buffers, **sizes, device="cuda", tiles=tiles)
     starts = [0, *itertools.accumulate(case.sizes)]
+    bounds = [chunks * cut // cuts for cut in range(cuts)] + [chunks]
     groups = [
-        ExpandedSegment(tuple(range(start, end)), case.prefix, tuple(range(index * chunks, (index + 1) * chunks)))
+        ExpandedSegment(
+            tuple(range(start, end)),
+            min(last * CHUNK_TOKENS, case.prefix) - first * CHUNK_TOKENS,
+            tuple(range(index * chunks + first, index * chunks + last)),
+        )
         for index, (start, end) in enumerate(itertools.pairwise(starts))
+        for first, last in itertools.pairwise(bounds)
     ]
     attention.plan(groups, rows)
 

@@ -71,9 +71,9 @@ def shared_part(case: Case, dtype: str, tile: Tile | None) -> Callable[[], None]
     return shared_attention(case, dtype, tile)[1]
 
 
-def shared_part_and_merge(case: Case, dtype: str, tile: Tile | None) -> Callable[[], torch.Tensor]:
-    """A call of the shared part and of its merge with tails of zeros; it returns the output."""
-    attention, run = shared_attention(case, dtype, tile)
+def shared_part_and_merge(case: Case, dtype: str, tile: Tile | None, cuts: int = 1) -> Callable[[], torch.Tensor]:
+    """A call of the shared part, in so many segments, and of its merge with tails of zeros; it returns the output."""
+    attention, run = shared_attention(case, dtype, tile, cuts)
     out = torch.zeros(case.batch, case.heads, DV, device="cuda", dtype=torch.bfloat16)  # [B, H, dv], merged in place
     lse = torch.zeros(case.batch, case.heads, device="cuda")  # [B, H]
 

@@ -14,7 +14,7 @@ import numpy as np
 import requests
 from rich.table import Table
 
-from bench.client import HYBRID, full_batch_rate, plan_ms_between, run_client, sampling, sharing_between
+from bench.client import HYBRID, full_batch_rate, plan_ms_between, run_client, sampling, sharing_between, steady_rate
 from bench.profile import Profile, Profiler
 from bench.records import write_record
 from bench.server import server_info
@@ -29,6 +29,7 @@ class Timings:
         duration_s: from the first request to the last answer.
         output_tok_s: tokens of all answers by that time.
         decode_tok_s: tokens per second while every request decodes; None if that never lasted, or was never meant to.
+        steady_tok_s: tokens per second while requests wait for a place; None where none does, or has several turns.
         ttft_ms, ttft_p99_ms, ttft_last_ms: time to the first token: the median, the 99th percentile, the last
             request's.
         itl_ms, itl_p99_ms: time between two tokens of an answer, the mean within a piece; the median over all tokens,
@@ -40,6 +41,7 @@ class Timings:
     duration_s: float
     output_tok_s: float
     decode_tok_s: float | None
+    steady_tok_s: float | None
     ttft_ms: float
     ttft_p99_ms: float
     ttft_last_ms: float
@@ -112,10 +114,12 @@ def timings(
     first = np.array(details["ttfts"])
     gaps = [np.array(of_request) for of_request in details["itls"]]
     between = np.concatenate(gaps)
+    single = workload.requests == len(workload.sessions)
     return Timings(
         duration_s=details["duration"],
         output_tok_s=workload.output_tokens / details["duration"],
         decode_tok_s=full_batch_rate(first, gaps) if workload.all_at_once else None,
+        steady_tok_s=steady_rate(first, gaps, workload.concurrency) if single else None,
         ttft_ms=float(np.median(first)) * 1e3,
         ttft_p99_ms=float(np.percentile(first, 99)) * 1e3,
         ttft_last_ms=float(first.max()) * 1e3,
@@ -142,6 +146,7 @@ def record_run(out: Path, run: Run, server: dict[str, Any]) -> None:
         output_tok_s=round(measured.output_tok_s, 1),
         decode_tok_s=rounded(measured.decode_tok_s, 1),
         step_ms=rounded(step_ms(run), 4),
+        steady_tok_s=rounded(measured.steady_tok_s, 1),
         ttft_ms=round(measured.ttft_ms, 1),
         ttft_p99_ms=round(measured.ttft_p99_ms, 1),
         ttft_last_ms=round(measured.ttft_last_ms, 1),
@@ -214,8 +219,9 @@ def step_ms(run: Run) -> float | None:
 def describe_run(run: Run) -> str:
     """One line for the console."""
     measured = run.timings
+    steady = f" ({measured.steady_tok_s:,.0f} while others wait)" if measured.steady_tok_s else ""
     parts = [
-        f"{run.workload.title}, run {run.number}: {measured.output_tok_s:,.0f} tok/s",
+        f"{run.workload.title}, run {run.number}: {measured.output_tok_s:,.0f} tok/s{steady}",
         f"first token {measured.ttft_ms:,.0f} ms, last request's {measured.ttft_last_ms:,.0f} ms",
     ]
     if measured.sharing:
@@ -226,6 +232,7 @@ def describe_run(run: Run) -> str:
 COLUMNS = (
     ("output\ntok/s", "output_tok_s", ",.0f"),
     ("decode\ntok/s", "decode_tok_s", ",.0f"),
+    ("steady\ntok/s", "steady_tok_s", ",.0f"),
     ("TTFT ms\np50", "ttft_ms", ",.0f"),
     ("\np99", "ttft_p99_ms", ",.0f"),
     ("\nlast", "ttft_last_ms", ",.0f"),

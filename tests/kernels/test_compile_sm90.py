@@ -98,7 +98,7 @@ def compile_naive(tile, dtype):
         )
         | dict.fromkeys("heads items_offset q_nope_row q_nope_head q_rope_row q_rope_head".split(), "i32"),
         dict(DN=dn, DR=dr, DV=dv, CHUNK=CHUNK_TOKENS, BLOCK_ROWS=tile.block_rows,
-             BLOCK_KEYS=tile.block_keys, PRECISION="tf32", NUM_STAGES=tile.num_stages),
+             BLOCK_KEYS=tile.block_keys, PRECISION="tf32", NUM_STAGES=tile.num_stages, SLOT=0),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -110,7 +110,7 @@ def describe(name, *block):
     return f"tensordesc<{name}{list(block)},{layout!r}>"
 
 def compile_hopper(tile, dtype):
-    options = naive_prefix_hopper.launch_options(tile)
+    options = naive_prefix_hopper.launch_options(tile) | dict(SLOT=0)
     kernel = naive_prefix_hopper.naive_prefix_hopper_kernel
     found = compile_for_hopper(
         kernel,

@@ -73,6 +73,7 @@ class InTorch:
         softmax_scale: float,
         num_ctas: int,
         tile: Tile,
+        slot: int,
     ) -> None:
         results = partial_out, partial_lse2
         check_arguments(q_nope, q_rope, DN, DR, torch.bfloat16, work, capacity, *results, softmax_scale)
@@ -94,6 +95,7 @@ class InTorch:
                 *q_nope.stride()[:2],
                 *q_rope.stride()[:2],
                 *constants,
+                slot,
             )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from sglang_mla_ext.kernels.constants import CHUNK_TOKENS
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
+from sglang_mla_ext.kernels.naive import triton_naive
 from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention, TritonSharedAttention
 from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.naive.triton_naive import Tile
@@ -315,6 +316,42 @@ def test_tile_follows_the_rows_and_a_wrong_number_is_refused() -> None:
     attention.plan([], rows=64)
     with pytest.raises(ValueError, match="planned for tiles of 64 rows"):
         attention.run(LAYER, problem.q_nope, problem.q_rope, 1.0)
+
+
+def test_the_plan_picks_among_tiles_that_keep_up() -> None:
+    """Batches of one size launch both kernels; the list is for the one that pads less, and the other finds nothing."""
+    narrow, wide = Tile(block_rows=16, ctas_per_sm=2), Tile(block_rows=32)
+    problem = Problem(Case((16, 20), (300, 70), heads=2))
+    sizes = dict(max_rows=36, heads=2, num_ctas=3)
+    attention = TritonSharedAttention(problem.buffers, tiles=[narrow, wide], **sizes)
+    launched: list[tuple[int, int]] = []
+
+    class Watched:
+        LayerKeys, tiles_of = triton_naive.LayerKeys, staticmethod(triton_naive.tiles_of)
+
+        @staticmethod
+        def run(*args, tile, slot, **options):
+            launched.append((tile.block_rows, int(args[3][slot])))
+            triton_naive.run(*args, tile=tile, slot=slot, **options)
+
+    attention._kernel = Watched
+    expected, expected_lse = problem.shared()
+    for groups, used in ((problem.groups[:1], 16), (problem.groups[1:], 32), (problem.groups, 16), ([], None)):
+        attention.plan(groups, rows=36)
+        launched.clear()
+        out, lse = run_and_merge(attention, problem, *problem.no_tail())
+        assert [rows for rows, _ in launched] == [16, 32]
+        assert [rows for rows, items in launched if items] == ([used] if used else [])
+        rows = [row for group in groups for row in group.rows]
+        assert_equal(out[rows], expected[rows], f"out with tiles of {used}")
+        assert_equal(lse[rows], expected_lse[rows], f"lse with tiles of {used}")
+        made = attention.make_plan(groups, rows=36)
+        launched.clear()
+        attention.run(LAYER, problem.q_nope, problem.q_rope, 1.0, made)
+        assert [rows for rows, _ in launched] == [used or 32]  # what a plan of its own does not need is not launched
+    alone = TritonSharedAttention(problem.buffers, tiles=[Tile(block_rows=16), wide], **sizes)
+    alone.plan(problem.groups[:1], rows=36)
+    assert [tile.block_rows for tile in alone._planned.tiles] == [32]  # one program of 16 rows does not keep up
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])

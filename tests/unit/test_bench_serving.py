@@ -36,6 +36,19 @@ def test_no_rate_where_the_batch_was_never_full_for_long(first, gaps):
     assert client.full_batch_rate(np.array(first), gaps) is None
 
 
+def test_the_steady_rate_ends_where_the_last_request_begins():
+    """Two places, a token every 10 ms in each. The last answer is alone, and not counted."""
+    first = np.full(5, 0.01)
+    gaps = [np.full(length, 0.01) for length in (49, 29, 69, 49, 500)]
+    # places: 0.5 s then 0.5 s (request 3); 0.3 s then 0.7 s (request 2); the last one begins after 1.0 s
+    assert client.steady_rate(first, gaps, 2) == pytest.approx(200, rel=0.03)
+
+
+def test_no_steady_rate_where_nobody_waits_or_all_is_over_at_once():
+    assert client.steady_rate(np.full(2, 0.1), [np.full(9, 0.1)] * 2, 2) is None
+    assert client.steady_rate(np.array([0.1, 5.0, 0.1]), [np.full(9, 0.1)] * 3, 2) is None
+
+
 def info(naive: int, absorb: int, read: int, saved: int) -> dict:
     counters = {
         "steps_naive": naive,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -69,6 +69,24 @@ def test_fit_finds_the_rates_of_a_gpu(calibration, noise):
     assert found["overhead_s"] == pytest.approx(OVERHEAD_S, rel=0.1)
     assert found["overhead_per_root_row_s"] == 0  # it is fitted to choices alone
     assert (found["row_tile"], found["tiles"]) == (64, {})
+
+
+def test_fit_finds_what_a_segment_costs_beyond_its_partials(calibration):
+    rates = replace(GpuRates.from_json("h200").modes[Mode.NAIVE], segment_s=4e-6)
+    model = CostModel(V3, 128, GpuRates("", 0, {Mode.ABSORB: rates, Mode.NAIVE: rates}, ""))
+    samples = [
+        calibration.Sample("segments", 128, rows, 26472, "bf16", model.segment_seconds(Mode.NAIVE, rows) * noise)
+        for rows in (32, 128)
+        for noise in (0.99, 1, 1.01)
+    ]
+    values = asdict(rates) | {"segment_s": 9.0}
+    found = calibration.fit(Mode.NAIVE, samples, values)
+    assert found["segment_s"] == pytest.approx(4e-6, rel=0.05)
+    assert calibration.predicted(samples[1], Mode.NAIVE, found) == pytest.approx(samples[1].seconds, rel=0.05)
+    assert calibration.fit(Mode.NAIVE, [], values)["segment_s"] == 9.0
+    assert {name: found[name] for name in ("bytes_per_s", "overhead_s")} == {
+        name: values[name] for name in ("bytes_per_s", "overhead_s")
+    }
 
 
 def test_fit_keeps_what_was_not_measured(calibration):

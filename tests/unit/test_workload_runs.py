@@ -165,7 +165,7 @@ def test_the_client_is_a_process_of_its_own(status: int, monkeypatch: pytest.Mon
     assert log.read_text() == f"ran {status} --flag\n"
 
 
-STEADY = Timings(2.0, 100.0, None, 10.0, 20.0, 30.0, 1.0, 2.0, None, None)
+STEADY = Timings(2.0, 100.0, None, None, 10.0, 20.0, 30.0, 1.0, 2.0, None, None)
 
 
 def test_records(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_the_table_has_medians_and_ratios() -> None:
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(runs_table(runs, ["hybrid_mla", "flashmla"]))
     rows = [line.split() for line in console.export_text().replace("│", " ").splitlines() if "tiny" in line]
-    assert [(row[-1], row[-9]) for row in rows] == [("3.00x", "300"), ("1.00x", "100"), ("-", "100")]
+    assert [(row[-1], row[-10]) for row in rows] == [("3.00x", "300"), ("1.00x", "100"), ("-", "100")]
 
 
 def invoke(*arguments: str) -> Any:

@@ -29,7 +29,6 @@ from ..items import (
     ITEM_HEAD,
     ITEM_PARTIAL,
     ITEM_ROWS,
-    N_ITEMS,
 )
 
 ROWS = gl.constexpr(64)
@@ -93,11 +92,12 @@ class Work:
 
     ptr: gl.tensor  # int32, see schedule.WorkList
     items_offset: gl.tensor  # position of the first item
+    n_items_ptr: gl.tensor  # the number of items
     heads: gl.tensor  # H
 
     @gluon.constexpr_function
-    def __init__(self, ptr, items_offset, heads):
-        self.ptr, self.items_offset, self.heads = ptr, items_offset, heads
+    def __init__(self, ptr, items_offset, n_items_ptr, heads):
+        self.ptr, self.items_offset, self.n_items_ptr, self.heads = ptr, items_offset, n_items_ptr, heads
 
 
 @aggregate
@@ -206,7 +206,7 @@ def consume_bf16(first, q_nope_s, q_rope_s, ring, query, scales, work, partials)
     QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
 
     position = 0
-    for item_index in range(gl.program_id(0), gl.load(work.ptr + N_ITEMS), gl.num_programs(0)):
+    for item_index in range(gl.program_id(0), gl.load(work.n_items_ptr), gl.num_programs(0)):
         head, first_row, n_rows, kv_begin, kv_end, partial_row = _read_item(work, item_index)
         rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, QUERY))
         in_tile = rows < n_rows
@@ -304,7 +304,7 @@ def consume_fp8(first, q_nope_s, q_rope_s, ring, query, scales, work, partials):
     QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
 
     position = 0
-    for item_index in range(gl.program_id(0), gl.load(work.ptr + N_ITEMS), gl.num_programs(0)):
+    for item_index in range(gl.program_id(0), gl.load(work.n_items_ptr), gl.num_programs(0)):
         head, first_row, n_rows, kv_begin, kv_end, partial_row = _read_item(work, item_index)
         rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, QUERY))
         in_tile = rows < n_rows
