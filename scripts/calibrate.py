@@ -8,7 +8,7 @@ L2 flushed before each. The naive kernel's tiles are chosen by timing candidates
 power limit another tile may be the fastest than in a short run. `--check` times every mode on a grid of cases
 (bench/planner_grid.py) and every plan on trees of nested and mixed prompts (bench/step_plans.py; their records go to
 `plans.jsonl` beside those of the grid), and compares what is chosen with the fastest. With `--out`, the modes'
-overheads are then replaced by those with which the choices on the grid lose least (bench/planner_verdicts.py);
+overheads and what a segment costs are then replaced by those with which the choices lose least;
 `--refit` does only that, from records. DeepSeek-V3's dimensions.
 """
 
@@ -16,18 +16,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from bench.calibration import calibrate
+from bench.plan_trees import plans_table
 from bench.planner_grid import check
-from bench.planner_verdicts import report, verdicts
+from bench.planner_verdicts import newest, report, verdicts
 from bench.rates_file import is_of, refit, starting_config
 from bench.records import read_records
-from bench.step_plans import check_plans, plans_table
+from bench.step_plans import check_plans
 
 from sglang_mla_ext.prefix.cost_model import GpuRates, Mode, rates_for
+
+PLANS = "plans.jsonl"
+"""Where the records of trees are, beside those of the grid."""
+
+
+def of_this_gpu(path: Path, config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Records of the GPU that these rates are of."""
+    return [record for record in read_records(path) if is_of(record["gpu"], config)]
 
 
 def main(
@@ -49,7 +58,9 @@ def main(
             raise typer.BadParameter("--refit is for --out with a file that exists, without --check")
         config = json.loads(out.read_text(encoding="utf-8"))
         try:
-            refit(out, [record for record in read_records(refit_from) if is_of(record["gpu"], config)])
+            of_trees = refit_from.with_name(PLANS)
+            plans = of_this_gpu(of_trees, config) if of_trees.exists() else []
+            refit(out, of_this_gpu(refit_from, config), newest(plans))
         except ValueError as error:
             raise typer.BadParameter(f"{refit_from}: {error} on {config['name']}") from error
         return
@@ -69,13 +80,13 @@ def main(
     if check_choices:
         rates = GpuRates.from_json(out) if out else rates_for(device)
         records, all_measured = check(rates, rep_ms, out_records)
-        plans, all_plans = check_plans(rates, rep_ms, out_records and out_records.with_name("plans.jsonl"))
+        plans, all_plans = check_plans(rates, rep_ms, out_records and out_records.with_name(PLANS))
         complete &= all_measured and all_plans
         if out and any(Mode.ABSORB.value in record["ms"] and len(record["ms"]) > 1 for record in records):
-            refit(out, records)
+            refit(out, records, plans)
         else:
             print(report(verdicts(records, rates)))
-        print(plans_table(plans, GpuRates.from_json(out) if out else rates))
+            print(plans_table(plans, rates))
     if not complete:
         raise typer.Exit(1)
 

@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 from bench.accuracy_tables import accuracy_cache, accuracy_fp16, accuracy_model, accuracy_rescale
-from bench.kernel_tables import ablation, attention, context, decode, expansion, planner, power, prefill, steps
+from bench.kernel_tables import ablation, attention, context, decode, expansion, planner, plans, power, prefill, steps
+from bench.profile_tables import profiles
 from bench.serving_tables import compared, headline
 from bench.tables import REPOSITORY, RESULTS
 from bench.workload_tables import plan, workloads
@@ -28,7 +29,8 @@ def main(
         "docs/performance.md": {
             "serving": compared(RESULTS / "serving.jsonl", *serving),
             "engine": compared(RESULTS / "engine.jsonl", *engine),
-            "workloads": workloads([RESULTS / f"{name}.jsonl" for name in ("mixed", "churn", "burst")]),
+            "workloads": workloads([RESULTS / f"{name}.jsonl" for name in ("mixed", "nested", "churn", "burst")]),
+            "profiles": profiles(RESULTS / "profile.jsonl"),
             "plan": plan(RESULTS / "plan.jsonl"),
             "attention": attention(RESULTS / "attention.jsonl"),
             "steps": steps(RESULTS / "attention.jsonl"),
@@ -39,6 +41,7 @@ def main(
             "expansion": expansion(RESULTS / "expansion.jsonl"),
             "prefill": prefill(RESULTS / "prefill.jsonl"),
             "planner": planner(RESULTS / "planner.jsonl"),
+            "plans": plans(RESULTS / "plans.jsonl"),
         },
         "docs/accuracy.md": {
             "model": accuracy_model(RESULTS / "accuracy.jsonl"),

@@ -32,7 +32,6 @@ from . import triton_naive
 from .schedule import ExpandedSegment, WorkList, WorkListCapacity, build_work_list
 from .triton_naive import Tile, tile_for
 
-
 NARROWER_COSTS = 1.03
 """What whole narrow tiles take longer than wide ones, at most: 0 to 2 % on an H200 (FP8, 128 heads)."""
 

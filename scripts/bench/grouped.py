@@ -11,9 +11,6 @@ import torch
 from bench.cases import DR, LATENT, PAGE_TOKENS, SCALE, Case, padded, page_table
 from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 
-GROUPED_HEADS = (8, 16, 32)
-"""Heads of a rank with which a server stacks requests."""
-
 
 def grouped_absorb(case: Case, cuts: int = 1) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """Prefixes, tails and merge in the latent space, BF16: out `[B, H, 512]`, lse `[B, H]` float32, natural log.

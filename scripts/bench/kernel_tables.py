@@ -6,6 +6,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+from bench.plan_trees import COLUMNS, plans_rows
 from bench.planner_verdicts import LARGEST_LOSS, verdicts
 from bench.records import read_records
 from bench.tables import STORAGE_NAMES, latest, markdown
@@ -224,3 +225,11 @@ def planner(path: Path) -> str:
         rows.append((heads, STORAGE_NAMES[dtype], len(of_row), within, f"{worst.loss:.1%}", where))
     columns = ("heads", "prefix in", "cases", f"within {LARGEST_LOSS:.0%}", "worst loss", "where")
     return markdown(rows, columns, records)
+
+
+def plans(path: Path) -> str:
+    """A table of what the planner chooses on trees of prompts, with the rates of the GPU of the newest record."""
+    records = latest(read_records(path), "tree", "heads", "dtype")
+    newest = max(records.values(), key=lambda record: record["date"])
+    of_gpu = {key: record for key, record in records.items() if record["gpu"] == newest["gpu"]}
+    return markdown(plans_rows(of_gpu.values(), rates_for(newest["gpu"])), COLUMNS, of_gpu)

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.cases import Case
-from bench.grouped import GROUPED_HEADS, grouped_absorb
+from bench.grouped import grouped_absorb
 from bench.records import write_record
 from bench.rivals import flashmla_bf16
 from bench.shared import DTYPES, STORAGE, our_parts
 from bench.timing import attempt, free_memory, measure
+from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 from sglang_mla_ext.kernels.naive.triton_naive import Tile, tile_for
 from sglang_mla_ext.prefix.cost_model import GpuRates, Mode
 
@@ -67,7 +68,7 @@ def check(rates: GpuRates, rep_ms: int, path: Path | None) -> tuple[list[dict[st
         for batch in BATCHES:
             case = Case(prefix, TAIL, heads, (batch,))
             latent: dict[str, float] = {}  # modes that do not read expanded prefixes: timed once for both dtypes
-            modes = [mode for mode in CHECKED if mode is not Mode.GROUPED_ABSORB or heads in GROUPED_HEADS]
+            modes = [mode for mode in CHECKED if mode is not Mode.GROUPED_ABSORB or heads in STACKED_HEADS]
             for mode in modes:
                 latent |= timed(mode, case, "bf16") if mode is not Mode.NAIVE else {}
             for dtype in DTYPES:

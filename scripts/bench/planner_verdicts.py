@@ -6,6 +6,7 @@ follows from the rates and is not stored, so the same records can judge any rate
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -48,7 +49,7 @@ class Verdict:
 def newest(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The last record of each case."""
     in_order = sorted(records, key=lambda record: record.get("date", ""))
-    return list({tuple(sorted(record["case"].items())): record for record in in_order}.values())
+    return list({json.dumps(record["case"], sort_keys=True): record for record in in_order}.values())
 
 
 def verdicts(records: Iterable[Mapping[str, Any]], rates: GpuRates) -> list[Verdict]:

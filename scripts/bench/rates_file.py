@@ -9,12 +9,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from bench.plan_trees import plans_table, with_fitted_segments
 from bench.planner_verdicts import report, verdicts, with_fitted_overheads
 from bench.records import commit, package_version
 from sglang_mla_ext.configs import FALLBACK_GPU, device_words, gpu_config_of, read_config
 from sglang_mla_ext.prefix.cost_model import GpuRates, Mode, ModeRates
 
-FITTED = "overheads of all modes: those with which the choices on the grid of --check lose least."
+FITTED = (
+    "overheads of all modes, and what a segment costs: those with which the choices of --check lose least, on its grid "
+    "and on its trees."
+)
 
 
 def starting_config(path: Path, device: str) -> tuple[dict[str, Any], str]:
@@ -62,23 +66,32 @@ def source_text(device: str, measured: Mapping[Mode, str], origin: str) -> str:
     )
 
 
-def refit(out: Path, records: Sequence[Mapping[str, Any]]) -> None:
+def refit(out: Path, records: Sequence[Mapping[str, Any]], plans: Sequence[dict[str, Any]] = ()) -> None:
     """Give the modes in a file of rates the overheads with which the choices in these records lose least, and say where
     they still lose.
 
+    Args:
+        plans: records of whole plans, from which the cost of a segment follows; without any it stays.
     Raises:
         ValueError: no record compares plain absorb with another mode.
     """
     config = json.loads(out.read_text(encoding="utf-8"))
     before = GpuRates.from_json(out)
     fitted = with_fitted_overheads(records, before)
+    if plans:
+        fitted = with_fitted_segments(plans, fitted)
     changed = (mode for mode in Mode if fitted.modes[mode] != before.modes[mode])
     modes = {mode: config["modes"][mode.value] | overheads(fitted.modes[mode]) for mode in changed}
+    for mode, values in modes.items():
+        if fitted.modes[mode].segment_s != before.modes[mode].segment_s:
+            values["segment_s"] = fitted.modes[mode].segment_s
     source = config["source"]
     if not source.endswith(FITTED):
         source = re.sub(r"; overhead: [^.;]+", "", source) + " " + FITTED
     write_config(out, updated(config, modes, config["l2_bytes"], source))
     print(report(verdicts(records, fitted)))
+    if plans:
+        print(plans_table(plans, fitted))
 
 
 def overheads(rates: ModeRates) -> dict[str, float]:

@@ -14,26 +14,37 @@ def workloads(paths: Sequence[Path]) -> str:
     """What clients saw of each workload: the last run on each server, beside flashmla's."""
     rows, shown = [], {}
     for path in paths:
-        records = latest(read_records(path), "prefix", "flags")
-        for prefix in sorted({key[1] for key in records}, reverse=True):
-            of_case = {_backend(record): record for key, record in records.items() if key[1] == prefix}
+        records = latest(read_records(path), "heads", "prefix", "flags", "version")
+        for heads, prefix in sorted({key[1:3] for key in records}, reverse=True):
+            of_case = {backend_name(record): record for key, record in records.items() if key[1:3] == (heads, prefix)}
             for name in sorted(of_case):
-                rows.append(_row(f"{path.stem}, {prefix:,} tokens", name, of_case[name], of_case.get("flashmla")))
-                shown[path, prefix, name] = of_case[name]
+                record = of_case[name]
+                case = f"{path.stem}, {prefix:,} tokens", model_name(record)
+                rows.append((*case, *_row(name, record, of_case.get("flashmla"))))
+                shown[path, heads, prefix, name] = record
     columns = (
-        *("workload, longest prompt", "backend", "output tok/s", "step ms", "first token ms, p50 / p99"),
+        *("workload, longest prompt", "heads x layers", "backend", "output tok/s", "while others wait", "step ms"),
+        "first token ms, p50 / p99",
         *("between tokens ms, p50 / p99", "planning ms a pass"),
     )
     return markdown(rows, columns, shown)
 
 
-def _backend(record: dict[str, Any]) -> str:
+def backend_name(record: dict[str, Any]) -> str:
+    """Of a record's backend in tables; `version` in a case is of code that was replaced since."""
     if record["impl"] != "hybrid_mla":
         return str(record["impl"]).removeprefix("sglang_")
-    return "hybrid_mla, FP8 prefix" if "fp8_e4m3" in record["case"]["flags"] else "hybrid_mla"
+    case = record["case"]
+    parts = ["hybrid_mla", *(["FP8 prefix"] if "fp8_e4m3" in case["flags"] else []), case.get("version")]
+    return ", ".join(filter(None, parts))
 
 
-def _row(workload: str, backend: str, record: dict[str, Any], stock: dict[str, Any] | None) -> tuple[str, ...]:
+def model_name(record: dict[str, Any]) -> str:
+    """Of a record's model in tables."""
+    return f"{record['case']['heads']} x {record['case']['layers']}"
+
+
+def _row(backend: str, record: dict[str, Any], stock: dict[str, Any] | None) -> tuple[str, ...]:
     def figure(name: str, digits: int, *, less_is_more: bool = False) -> str:
         if (value := record.get(name)) is None:
             return "-"
@@ -45,9 +56,9 @@ def _row(workload: str, backend: str, record: dict[str, Any], stock: dict[str, A
 
     plan = record.get("plan_ms_per_step")
     return (
-        workload,
         backend,
         figure("output_tok_s", 0),
+        figure("steady_tok_s", 0),
         figure("step_ms", 2, less_is_more=True),
         f"{record['ttft_ms']:,.0f} / {record['ttft_p99_ms']:,.0f}",
         f"{record['itl_ms']:.1f} / {record['itl_p99_ms']:,.0f}",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from bench import plan_trees
 from bench.accuracy_tables import accuracy_model, goal_verdict, interval
-from bench.kernel_tables import expansion, planner, prefill
+from bench.kernel_tables import expansion, planner, plans, prefill
+from bench.profile_tables import profiles
 from bench.records import write_record
 from bench.serving_tables import compared, headline, template
 from bench.tables import provenance
@@ -165,14 +167,14 @@ def test_workloads(tmp_path):
     ):
         metrics = dict(run=run, output_tok_s=rate, step_ms=step, ttft_ms=10.4, ttft_p99_ms=1234.0, itl_ms=1.0)
         plan_ms = None if impl == "sglang_flashmla" else 0.5
-        where = dict(case=dict(prefix=7069, flags=flags), gpu="GPU", command="run it")
+        where = dict(case=dict(prefix=7069, flags=flags, heads=16, layers=4), gpu="GPU", command="run it")
         write_record(path, bench="mixed", impl=impl, **where, **metrics, itl_p99_ms=2.0, plan_ms_per_step=plan_ms)
     lines = workloads([path]).splitlines()
-    rest = ("10 / 1,234", "1.0 / 2")
+    of_case, rest = ("mixed, 7,069 tokens", "16 x 4"), ("10 / 1,234", "1.0 / 2")
     assert [cells(line) for line in lines[2:6]] == [
-        ["mixed, 7,069 tokens", "flashmla", "1,000", "8.00", *rest, "-"],
-        ["mixed, 7,069 tokens", "hybrid_mla", "1,500 (1.50x)", "4.00 (2.00x)", *rest, "0.50"],
-        ["mixed, 7,069 tokens", "hybrid_mla, FP8 prefix", "2,000 (2.00x)", "-", *rest, "0.50"],
+        [*of_case, "flashmla", "1,000", "-", "8.00", *rest, "-"],
+        [*of_case, "hybrid_mla", "1,500 (1.50x)", "-", "4.00 (2.00x)", *rest, "0.50"],
+        [*of_case, "hybrid_mla, FP8 prefix", "2,000 (2.00x)", "-", "-", *rest, "0.50"],
         [""],
     ]
 
@@ -270,3 +272,27 @@ def test_a_table_goes_between_its_marks(tmp_path):
     assert not fill(path, {"planner": "table"}, write=True)
     assert path.read_text() == "before\n<!-- planner -->\ntable\n<!-- end planner -->\nafter\n"
     assert fill(path, {"planner": "table"}, write=False)
+
+
+def test_profiles_count_kernels_by_what_they_are_for(tmp_path):
+    path = tmp_path / "profile.jsonl"
+    kernels = {"naive_prefix_hopper_kernel": [2.0, 4], "nvjet_sm90_x": [3.0, 9], "flash_fwd_splitkv_mla": [1.0, 4]}
+    kernels |= {"merge_kernel": [0.25, 4], "something": [0.5, 1], "copy": [0.01, 1]}
+    case = dict(heads=128, layers=4, prefix=7, prompt="A", flags="--hybrid-mla-prefix-dtype fp8_e4m3")
+    metrics = dict(workload="burst", steps=3, span_ms=9.0, busy_ms=6.5, kernels=kernels)
+    write_record(path, bench="profile", impl="hybrid_mla", case=case, gpu="GPU", command="run it", **metrics)
+    lines = profiles(path).splitlines()
+    assert cells(lines[2]) == [
+        *("burst A", "128 x 4", "hybrid_mla, FP8 prefix", "3", "9.0", "2.5"),
+        *("2.0", "1.0", "0.2", "-", "-", "3.0", "0.5"),
+    ]
+
+
+def test_plans_on_trees(tmp_path):
+    path, tree = tmp_path / "plans.jsonl", plan_trees.NESTED
+    ms = dict.fromkeys(map(plan_trees.name_of, plan_trees.assignments(tree, 128)), 0.5)
+    ms |= {"absorb absorb absorb": 1.0, "naive naive naive": 0.4}
+    case = dict(tree=tree.name, heads=128, dtype="fp8", parents=tree.parents, tokens=tree.tokens, rows=tree.rows)
+    write_record(path, bench="plans", impl="hybrid_mla", case=case, gpu="NVIDIA H200", command="run it", ms=ms)
+    row = cells(plans(path).splitlines()[2])
+    assert row[:4] == ["nested", "128", "FP8", "1000"] and row[5] == "400" and row[-1] == "naive naive naive"
