@@ -19,13 +19,15 @@ import torch
 import typer
 from bench.cases import DR, LATENT, PAGE_TOKENS, Case, page_table, parse_groups
 from bench.ceilings import Ceilings, measure_ceilings
-from bench.grouped import GROUPED_HEADS, grouped_absorb
+from bench.grouped import grouped_absorb
 from bench.records import write_record
 from bench.rivals import RIVALS, Rival
 from bench.shared import DTYPES, floor_ms, our_parts, shared_bytes
 from bench.timing import CELLS, attempt, cells, free_memory, measure
 from rich.console import Console
 from rich.table import Table
+
+from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 
 DEFAULT_GRID = [  # prefix, heads, batches
     (26472, 128, [64, 128, 256, 512]),
@@ -44,7 +46,7 @@ def measure_ours(case: Case, dtype: str, ceilings: Ceilings, rep_ms: int) -> lis
     both = naive[0] + tail[0], naive[1] + tail[1]
     work = {"naive": naive, "merge": None, "all": both, "all_two_streams": both}
     parts = attempt(name, our_parts, case, dtype) or {}
-    if dtype == "bf16" and case.heads in GROUPED_HEADS:
+    if dtype == "bf16" and case.heads in STACKED_HEADS:
         if function := attempt(f"{name} grouped_absorb", grouped_absorb, case):
             parts["grouped_absorb"] = function
         lengths = [case.prefix + case.tail] * case.batch
