@@ -59,15 +59,16 @@ class InTorch:
         self.seed = seed
         self.changes = {name: lambda *_, function=function: function for name, function in BYTES.items()} | faults
 
-    def hopper(self, *arguments: Any, **options: Any) -> None:
+    def hopper(self, *arguments: Any, causal: bool = True, **options: Any) -> None:
         modules = [*COMMON, fp8_consumers, sm90_fp8_absorb]
         capacity = arguments[5]
-        constants = dict(SLOTS=sm90_fp8_absorb.SLOTS, HEADS=capacity.query_heads, QUERIES=capacity.stacked)
+        queries = capacity.queries if causal else 1
+        constants = dict(SLOTS=sm90_fp8_absorb.SLOTS, HEADS=capacity.query_heads, QUERIES=queries)
         self._run(modules, "absorb_fp8_hopper_kernel", constants, *arguments, **options)
 
     def few(self, *arguments: Any, **options: Any) -> None:
         capacity = arguments[5]
-        constants = dict(N=capacity.tile_rows, HEADS=capacity.query_heads, QUERIES=capacity.stacked)
+        constants = dict(N=capacity.tile_rows, HEADS=capacity.query_heads, QUERIES=capacity.queries)
         self._run([*COMMON, sm90_fp8_few_heads], "absorb_fp8_few_heads_kernel", constants, *arguments, **options)
 
     def _run(

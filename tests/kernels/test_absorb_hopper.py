@@ -65,6 +65,8 @@ class Problem:
                 Pointer(out.view(-1)),
                 Pointer(lse2),
                 SCALE * LOG2E,
+                capacity.query_heads,
+                capacity.queries,
             )
         return out, lse2
 

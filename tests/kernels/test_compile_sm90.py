@@ -131,14 +131,14 @@ def compile_hopper(tile, dtype):
     # Consumers and the producer's warp, which the compiler rounds up to four.
     return found | dict(num_warps=4 * (tile.block_rows // 64) + 4, ctas_per_sm=tile.ctas_per_sm)
 
-def compile_absorb(strip_rows):
+def compile_absorb(strip_rows, heads, queries=1):
     found = compile_for_hopper(
         absorb_hopper.absorb_hopper_kernel,
         results
         | dict(partial_out_ptr="*bf16", page_table_ptr="*i32", scale_log2e="fp32")
         | dict(q_desc=describe("bf16", strip_rows, 64), q_rope_desc=describe("bf16", strip_rows, 64))
         | dict(content_desc=describe("bf16", 64, 128), rope_desc=describe("bf16", 64, 64)),
-        {},
+        dict(HEADS=heads, QUERIES=queries),
         num_warps=4,
     )
     # Three warp groups that compute, and the two warps that copy, which the compiler rounds up to four.
@@ -160,7 +160,7 @@ def compile_absorb_fp8(kernel, strip_rows, constants):
     return found | dict(num_warps=roles, ctas_per_sm=1)
 
 def compile_absorb_fp8_many(heads, queries=1):
-    capacity = absorb_schedule.AbsorbCapacity(1024, heads * queries, 132, stacked=queries)
+    capacity = absorb_schedule.AbsorbCapacity(1024 // queries, heads * queries, 132, queries=queries)
     constants = dict(SLOTS=absorb_fp8_hopper.SLOTS, HEADS=heads, QUERIES=queries)
     return compile_absorb_fp8(absorb_fp8_hopper.absorb_fp8_hopper_kernel, capacity.strip_rows, constants)
 
