@@ -166,6 +166,11 @@ def schedule_tails_kernel(
     tl.store(table_ptr + MAX_ROWS + row, pieces, mask=row < rows)
 
 
+def lanes(max_rows: int) -> int:
+    """Places in which the kernel sorts the rows of a batch: its work grows with them, not with the rows of a step."""
+    return triton.next_power_of_2(max(2, max_rows))
+
+
 def schedule_tails(
     lens: Tensor, work: Tensor, table: PartialTable, capacity: AbsorbCapacity, page_table: Tensor
 ) -> None:
@@ -209,7 +214,7 @@ def schedule_tails(
         BLOCK_KEYS=BLOCK_KEYS,
         TILE_ROWS=capacity.tile_rows,
         FIRSTS=FIRSTS,
-        LANES=triton.next_power_of_2(max(2, capacity.max_rows)),
+        LANES=lanes(capacity.max_rows),
         LOG2_PARTS=capacity.programs.bit_length(),
         num_warps=4,
     )

@@ -160,6 +160,10 @@ def many_head_cases() -> Any:
     yield Case((65, 128, 1), heads=128, queries=2, num_sms=4)
     yield Case((129, 1, 2, 0, 64, 400), heads=32, queries=2, num_sms=3)  # two query tokens in a tile
     yield Case((700, 65), heads=8, queries=3, num_sms=9)  # three, and keys are cut
+    for heads, queries in ((16, 4), (8, 7), (16, 5), (32, 3), (64, 2), (24, 3)):  # some in several tiles
+        yield Case((129, 1, 2, 66), heads=heads, queries=queries, num_sms=4)
+    yield Case((3, 7, 70, 130), heads=16, queries=8, num_sms=3)  # the last keys are in two blocks
+    yield Case((386,), heads=128, queries=3, num_sms=13)  # and in one item, where keys are cut
     yield Case(ODD_LENGTHS, heads=32, num_sms=3)
     for heads in (64, 128, 96, 24):
         yield Case(ODD_LENGTHS[::2] if heads < 100 else ODD_LENGTHS[1::3], heads=heads, num_sms=3)
