@@ -2,9 +2,9 @@
 
 Hopper's matrix unit takes 64 query rows at once, and what one request's heads leave of such a tile is padding. MLA has
 one head of keys, so it does not matter whose query a row is: with 16 heads, four requests that have the same keys fill
-a tile, and so do four query tokens of one request (speculative decoding). Private tails and shared segments are computed by work lists (schedule.py), whose items are cut so that all
-programs end together; one merge (merge.py) then puts together what a request has in all of them, still in the latent
-space.
+a tile, and so do four query tokens of one request (speculative decoding). Private tails and shared segments are
+computed by work lists (schedule.py), whose items are cut so that all programs end together; one merge (merge.py) then
+puts together what a request has in all of them, still in the latent space.
 
 `HopperGroupedAbsorb`, here, reads BF16 latent pages; `HopperGroupedAbsorbFP8` (grouped_fp8.py) reads FP8 rows.
 dispatch.py picks; where neither runs there is no grouped absorb.

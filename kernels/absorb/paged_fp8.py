@@ -1,9 +1,9 @@
 """Decode attention of a batch over FP8 latent rows in pages.
 
 There are two implementations. `HopperAbsorbFP8` launches the Hopper kernels (sm90_fp8_absorb.py, and
-sm90_fp8_few_heads.py where a request has 8 or 16 query rows), which round the query themselves; a small kernel cuts the keys of a step so
-that all programs end together. `TritonAbsorbFP8` (quantize_query.py and triton_fp8_absorb.py) runs wherever Triton
-knows e4m3. dispatch.py picks.
+sm90_fp8_few_heads.py where a request has 8 or 16 query rows), which round the query themselves; a small kernel cuts the
+keys of a step so that all programs end together. `TritonAbsorbFP8` (quantize_query.py and triton_fp8_absorb.py) runs
+wherever Triton knows e4m3. dispatch.py picks.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from sglang_mla_ext.kernels.absorb.paged_fp8 import HopperAbsorbFP8, TritonAbsor
 from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity
 from sglang_mla_ext.kernels.absorb.sm90_parts import fp8_consumers, fp8_query, fp8_tiles, work_items
 from sglang_mla_ext.kernels.constants import LOG2E
-from sglang_mla_ext.kernels.dispatch import make_absorb_fp8, make_hopper_absorb_fp8
+from sglang_mla_ext.kernels.dispatch import absorb_fp8_bytes, make_absorb_fp8, make_hopper_absorb_fp8
 from sglang_mla_ext.kernels.storage.expanded import to_fp8
 
 # Weights that fall on the other side of a rounding step, because blocks come in another order.
@@ -263,6 +263,11 @@ def test_an_empty_batch() -> None:
     absorb.run(q[..., :512], q[..., 512:], pool, table, lens, 1.0, out, lse)
 
 
-def test_the_workspace_is_bounded() -> None:
-    absorb = make_hopper_absorb_fp8(max_requests=1024, heads=128, device="cpu", num_sms=132)
+@pytest.mark.parametrize("queries", [1, 3, 8])
+def test_the_workspace_is_bounded_and_known_beforehand(queries: int) -> None:
+    sizes: dict[str, Any] = dict(max_requests=1024 // queries, heads=128, queries=queries, num_sms=132)
+    absorb = make_hopper_absorb_fp8(**sizes, device="cpu")
     assert absorb.workspace_bytes < 150 << 20
+    portable = TritonAbsorbFP8(**sizes, device="cpu")
+    most = absorb_fp8_bytes(**sizes, layout=LAYOUT)
+    assert most == max(absorb.workspace_bytes, portable.workspace_bytes)

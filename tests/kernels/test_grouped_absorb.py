@@ -85,10 +85,8 @@ class Problem:
     def __init__(self, heads: int, segments: Segments, rows: int, queries: int = 1) -> None:
         """
         Args:
-            segments: requests, first and last token of each, parents before their children: a child's requests hold its
-                parent.
-            rows: requests of the step.
-            queries: query tokens of each.
+            segments: requests, first and last token of each, parents before their children, whose requests hold them.
+            rows: requests of the step; queries: query tokens of each.
         """
         self.generator, self.queries = torch.Generator().manual_seed(rows + heads), queries
         self.segments = [LatentSegment(*segment) for segment in segments]

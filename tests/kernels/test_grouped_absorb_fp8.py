@@ -92,8 +92,8 @@ class Problem:
             self.req_to_token[self.pool_indices[row], : len(slots)] = slots.int()
         self.seq_lens = torch.tensor(tails, dtype=torch.long) + self.tail_starts[:rows]
         self.segments = [replace(segment, rows=self.rows_of(segment.rows)) for segment in self.segments]
-        tokens = rows * queries
-        self.q = torch.randn(tokens, heads, RANK + ROPE, generator=generator).bfloat16().float()  # what the kernels read
+        q = torch.randn(rows * queries, heads, RANK + ROPE, generator=generator)
+        self.q = q.bfloat16().float()  # what the kernels read
 
     def rows_of(self, requests: Sequence[int]) -> tuple[int, ...]:
         """Of so many requests, all rows."""

@@ -162,7 +162,7 @@ def score(shared, partial_lse2_ptr, work_ptr, scale_log2e, HEADS: gl.constexpr, 
             scores = gl.where((key < gl.load(item_ptr + ITEM_END))[None, :], scores, NO_SCORE)
         row_max2 = gl.full([ROWS], NO_SCORE, gl.float32, BY_ROW)
         row_sum = gl.zeros([ROWS], gl.float32, BY_ROW)
-        if QUERIES > 1:
+        if QUERIES > 1:  # noqa: SIM102 - known when it is compiled
             # What only some rows see may begin a block earlier. Not in the loop, which has no registers for it.
             if (n_blocks > 1) & (seen_by_all(item_ptr, QUERIES) < last * BLOCK):
                 scores, row_max2, row_sum = _next_scores(
