@@ -3,7 +3,8 @@
     out[r] = softmax_n(softmax_scale · q[r] · k[n]) · k[n, :512]        q, k: 576 = 512 content + 64 rotary
 
 One persistent launch over a work list (schedule.py). An item is up to 64 query rows that share a range of keys of a
-paged latent cache; its result is a partial. Over a tail, query tokens of a request see one key after the other. One program runs on each multiprocessor, with five roles:
+paged latent cache; its result is a partial. Over a tail, the query tokens of a request see one key after the other. One
+program runs on each multiprocessor, with five roles:
 
 | role | warps | does |
 |---|---|---|

@@ -17,6 +17,7 @@ from test_absorb_fp8 import LAYOUT, NAN, SOFTMAX_SCALE, Case, Problem, assert_cl
 from torch import Tensor
 
 from sglang_mla_ext.kernels.absorb import sm90_fp8_absorb, sm90_fp8_few_heads
+from sglang_mla_ext.kernels.absorb.items import ITEM_BEGIN
 from sglang_mla_ext.kernels.absorb.paged_fp8 import HopperAbsorbFP8, TritonAbsorbFP8
 from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity
 from sglang_mla_ext.kernels.absorb.sm90_parts import fp8_consumers, fp8_query, fp8_tiles, work_items
@@ -212,6 +213,19 @@ def test_a_wrong_kernel_would_be_found_out(in_torch: Any, fault: str, heads: int
     assert_close(in_torch(problem), problem.expected(exact=False), BOUND)
     with pytest.raises(AssertionError):
         assert_close(in_torch(problem, faults=FAULTS[fault]), problem.expected(exact=False), BOUND)
+
+
+@pytest.mark.parametrize(("heads", "queries"), [(8, 2), (16, 5)])
+def test_a_wrong_mask_would_be_found_out(in_torch: Any, heads: int, queries: int) -> None:
+    """The fields that it depends on read another one, which is 0, or the blocks that it concerns are not known."""
+    problem = Problem(Case((130, 65), heads=heads, queries=queries, num_sms=2))
+    assert_close(in_torch(problem), problem.expected(exact=False), BOUND)
+    faults: dict[str, Any] = {"ITEM_LAST": lambda *_: ITEM_BEGIN.value}
+    if heads * queries > 64:
+        faults |= {"ITEM_FIRST_ROW": lambda *_: ITEM_BEGIN.value, "seen_by_all": lambda *_: lambda *_: 1 << 30}
+    for name, fault in faults.items():
+        with pytest.raises(AssertionError):
+            assert_close(in_torch(problem, faults={name: fault}), problem.expected(exact=False), BOUND)
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -16,6 +16,7 @@ from test_absorb_schedule import ODD_LENGTHS, Case, Work
 from torch import Tensor
 
 from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb
+from sglang_mla_ext.kernels.absorb.items import ITEM_BEGIN
 from sglang_mla_ext.kernels.absorb.schedule import BLOCK_KEYS
 from sglang_mla_ext.kernels.absorb.sm90_parts import bf16_consumers, work_items
 from sglang_mla_ext.kernels.constants import LN2, LOG2E
@@ -117,7 +118,7 @@ FAULTS = {
     "nobody waits": {"mbarrier": lambda program, b: _changed(wait=lambda barrier, parity: program.pause())(program, b)},
     "one reader of the weights is not counted": {"mbarrier": _changed(init=lambda barrier, count: barrier.init(1))},
     "the block before the last has no mask": {"seen_by_all": lambda *_: lambda item_ptr, queries: 1 << 30},
-    "all tiles of a request have the same mask": {"ITEM_FIRST_ROW": lambda *_: 2},  # a field that is 0 here
+    "all tiles of a request have the same mask": {"ITEM_FIRST_ROW": lambda *_: ITEM_BEGIN.value},  # which is 0 here
     "values behind the last key stay": {"_clear_behind": lambda program, stand_in: lambda values, valid: None},
 }
 

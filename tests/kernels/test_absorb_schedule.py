@@ -193,9 +193,8 @@ def test_every_key_of_every_query_row_is_in_one_item(case: Case) -> None:
                 assert table.firsts[row].tolist()[: len(own)] == own[:FIRSTS]
                 partials += places
     assert not found, "items for rows that have no such keys"
-    assert (
-        len(set(partials)) == len(partials) and max(partials, default=-1) < capacity.max_partial_rows * capacity.heads
-    )
+    assert len(set(partials)) == len(partials)
+    assert max(partials, default=-1) < capacity.max_partial_rows * capacity.heads
     alone = sorted(set(range(capacity.max_rows)) - set(expected))
     assert not work.segment_work.table.counts[alone].any()
 
