@@ -152,9 +152,7 @@ def _next_scores(
     its scores and scales of keys, and the running maximum, level and sum."""
     mbarrier.wait(ring.full.index(slot), phase)
     rope = warpgroup_mma(shared.q_rope_s, ring.rope.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    logs, ceiling, level, rescale = _raise_level(
-        scores, row_scale, key_scale, keys, limit, ceiling, level, MASKED
-    )  # fmt: skip
+    logs, ceiling, level, rescale = _raise_level(scores, row_scale, key_scale, keys, limit, ceiling, level, MASKED)
     rope_scores = gl.convert_layout(warpgroup_mma_wait(0, deps=[rope]), LAYOUT, assert_trivial=True)
     started = _start_content_scores(shared.q_content_s, panels_s, slot, rope_scores)
     weights, row_sum = _weigh(logs, key_scale, level, rescale, row_sum)
