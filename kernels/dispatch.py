@@ -11,7 +11,7 @@ from torch import Tensor
 from .absorb import sm90_bf16_absorb, sm90_fp8_absorb, sm90_fp8_few_heads
 from .absorb.grouped import GroupedAbsorb, HopperGroupedAbsorb
 from .absorb.grouped_fp8 import HopperGroupedAbsorbFP8
-from .absorb.paged_fp8 import AbsorbFP8, HopperAbsorbFP8, HopperKernel, TritonAbsorbFP8, stacked_queries
+from .absorb.paged_fp8 import AbsorbFP8, HopperAbsorbFP8, HopperKernel, TritonAbsorbFP8
 from .absorb.stacking import TILE_ROWS
 from .constants import PAGE_TOKENS
 from .memory import Memory
@@ -140,9 +140,8 @@ OnFailure = Callable[[str, BaseException], None]
 
 def kernel_for(heads: int, queries: int = 1) -> HopperKernel:
     """Hopper's kernel over FP8 rows for tails of so many heads and query tokens."""
-    rows = heads * stacked_queries(heads, queries)
-    if rows in sm90_fp8_few_heads.ROWS:
-        return HopperKernel(sm90_fp8_few_heads, rows)
+    if heads * queries in sm90_fp8_few_heads.ROWS:
+        return HopperKernel(sm90_fp8_few_heads, heads * queries)
     return HopperKernel(sm90_fp8_absorb, TILE_ROWS)
 
 
@@ -151,10 +150,10 @@ def make_hopper_absorb_fp8(*, heads: int, queries: int = 1, **sizes: Any) -> Hop
     return HopperAbsorbFP8(kernel=kernel_for(heads, queries), heads=heads, queries=queries, **sizes)
 
 
-def make_hopper_grouped_absorb_fp8(*, heads: int, **sizes: Any) -> HopperGroupedAbsorbFP8:
-    """The Hopper implementation with its kernels for this number of heads, whatever the device; arguments as of
+def make_hopper_grouped_absorb_fp8(*, heads: int, queries: int = 1, **sizes: Any) -> HopperGroupedAbsorbFP8:
+    """The Hopper implementation with its kernels for these sizes, whatever the device; arguments as of
     `GroupedAbsorb`."""
-    return HopperGroupedAbsorbFP8(tail_kernel=kernel_for(heads), heads=heads, **sizes)
+    return HopperGroupedAbsorbFP8(tail_kernel=kernel_for(heads, queries), heads=heads, queries=queries, **sizes)
 
 
 def make_absorb_fp8(

@@ -1,13 +1,15 @@
-"""Time decode attention over private tokens: our kernels over the FP8 cache beside FlashMLA.
+"""Time decode attention over private tokens: our kernels over the FP8 cache, and over BF16 pages, beside FlashMLA.
 
     python scripts/bench_decode.py --out benchmarks/results/decode.jsonl
     python scripts/bench_decode.py --case 128x8192x16 --case 64x512-65536x16 --case 128x8192x16x2 --variants
+    python scripts/bench_decode.py --queries
 
 Every line of the output is one measurement: the median time of a CUDA graph of one call for one layer, L2 flushed
 before each. DeepSeek-V3's dimensions, pages in random order. Ours covers everything from the absorbed
 BF16 query on: rounding it, attention, and the merge of split tails; a step's schedule, made once for all layers, is
-`prepare_ms`. FlashMLA FP8 gets a query that is already e4m3. `--variants` also times the portable kernel with its three
-ways to rescale.
+`prepare_ms`. FlashMLA FP8 gets a query that is already e4m3. Where a server stacks requests, `hybrid_mla_bf16` is
+grouped absorb over BF16 pages with nothing grouped. `--queries` takes cases of speculative decoding's verify step
+instead; `--variants` also times the portable kernel with its three ways to rescale.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import typer
 from bench.cases import Case
 from bench.ceilings import measure_ceilings
 from bench.decode import FLASHMLA, LAYOUT, DecodeCase, FP8Cache, default, floor_ms, ours, parse_case
+from bench.grouped import GROUPED_HEADS, grouped_absorb
 from bench.records import write_record
 from bench.rivals import RIVALS
 from bench.timing import CELLS, attempt, captured, cells, free_memory, measure, time_ms
@@ -35,6 +38,11 @@ DEFAULT_GRID = (
     *("128x512x64", "128x512x16", "512x512x16", "128x8192x16x2", "32x8192x128x2"),
     *("64x512-65536x16", "64x512-65536x64", "64x512-65536x128"),
 )
+VERIFY_GRID = (
+    *("128x8192x16x4", "128x1024x16x4", "32x8192x16x4", "1x8192x16x4", "128x8192x16x2", "128x8192x16x8"),
+    *("128x8192x8x4", "128x8192x32x4", "128x8192x64x4", "128x1024x64x4", "64x8192x128x4", "128x1024x128x4"),
+    *("1x8192x128x4", "64x8192x128x2"),
+)
 VARIANTS: dict[str, Callable[..., AbsorbFP8]] = {
     "triton": TritonAbsorbFP8,
     "triton_lattice": lambda **sizes: TritonAbsorbFP8(rescale="lattice", **sizes),
@@ -44,12 +52,13 @@ VARIANTS: dict[str, Callable[..., AbsorbFP8]] = {
 
 def main(
     case: Annotated[list[str] | None, typer.Option(help="REQUESTSxTOKENS[-MOST]xHEADS[xQUERIES] (repeatable)")] = None,
+    queries: Annotated[bool, typer.Option(help="cases with several query tokens of a request")] = False,
     variants: Annotated[bool, typer.Option(help="time our other variants, too")] = False,
     rep_ms: Annotated[int, typer.Option(min=1, help="ms spent on each measurement")] = 100,
     out: Annotated[Path | None, typer.Option(help="append JSON lines to this file")] = None,
 ) -> None:
     """Time decode attention over private tokens."""
-    cases = [parse_case(spec) for spec in case or DEFAULT_GRID]
+    cases = [parse_case(spec) for spec in case or (VERIFY_GRID if queries else DEFAULT_GRID)]
     if not torch.cuda.is_available():
         raise typer.BadParameter("needs a GPU")
     ceilings = measure_ceilings(rep_ms)
@@ -73,6 +82,12 @@ def main(
             rival = RIVALS[name]
             metrics = attempt(name, lambda rival=rival, of=of: measure(rival.make(of), rep_ms, rival.work(of)))
             add(of, name, rival.dtype, metrics)
+            free_memory()
+        if of.heads in GROUPED_HEADS:
+            in_pages = RIVALS["flashmla_bf16"].work(of)
+            metrics = attempt("hybrid_mla_bf16", lambda of=of, work=in_pages: measure(grouped_absorb(of), rep_ms, work))
+            failed |= metrics is None
+            add(of, "hybrid_mla_bf16", "bf16", metrics)
             free_memory()
         cache = FP8Cache(of)
         work = of.latent_flops(of.lengths), sum(of.lengths) * LAYOUT.row_bytes

@@ -2,9 +2,9 @@
 
 Hopper's matrix unit takes 64 query rows at once, and what one request's heads leave of such a tile is padding. MLA has
 one head of keys, so it does not matter whose query a row is: with 16 heads, four requests that have the same keys fill
-a tile. Private tails and shared segments are computed by work lists (schedule.py), whose items are cut so that all
-programs end together; one merge (merge.py) then puts together what a request has in all of them, still in the latent
-space.
+a tile, and so do four query tokens of one request (speculative decoding). Private tails and shared segments are
+computed by work lists (schedule.py), whose items are cut so that all programs end together; one merge (merge.py) then
+puts together what a request has in all of them, still in the latent space.
 
 `HopperGroupedAbsorb`, here, reads BF16 latent pages; `HopperGroupedAbsorbFP8` (grouped_fp8.py) reads FP8 rows.
 dispatch.py picks; where neither runs there is no grouped absorb.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -49,7 +50,9 @@ class GroupedAbsorb(ABC):
     `plan` and `begin_step` write to static memory on the current stream and do not synchronise. `run` is what a CUDA
     graph captures, after one call outside of it, which compiles; the graph follows later calls of the other two.
 
-    A row is one request with one query token. A row may be in several segments, whose partials are all merged.
+    A row is one query token of a request; its request has `queries` of them, row by row, which are all in the same
+    segments. A row may be in several segments, whose partials are all merged. Of a tail, which has the step's tokens,
+    the last row of a request sees all keys, the one before it one less, and so on.
     """
 
     _tail_capacity: AbsorbCapacity
@@ -63,6 +66,7 @@ class GroupedAbsorb(ABC):
         heads: int,
         max_rows: int,
         max_tokens: int,
+        queries: int = 1,
         kv_lora_rank: int,
         qk_rope_head_dim: int,
         dtype: torch.dtype,
@@ -75,8 +79,9 @@ class GroupedAbsorb(ABC):
         """
         Args:
             heads: local query heads, a multiple of 8; stacking pays for those of `stacking.rows_per_tile`.
-            max_rows: requests of a step.
+            max_rows: of a step: `queries` for each request. What does not make up a request is not used.
             max_tokens: of a request.
+            queries: query tokens of each request.
             dtype: of queries and results.
             programs: of the kernels' grids, by default one for each multiprocessor.
             max_segments: of a plan, by default one for each tile that the rows fill, and `SPARE_SEGMENTS`.
@@ -86,27 +91,35 @@ class GroupedAbsorb(ABC):
         Raises:
             ValueError: heads are not a multiple of 8, or need more programs.
         """
-        self._heads, self._max_rows, self._device = heads, max_rows, torch.device(device)
+        self._heads, self._queries, self._device = heads, queries, torch.device(device)
+        self._max_requests = max_rows // queries
         self._rank, self._columns, self._dtype = kv_lora_rank, kv_lora_rank + qk_rope_head_dim, dtype
         if programs is None:
             programs = torch.cuda.get_device_properties(device).multi_processor_count
         if max_segments is None:
-            max_segments = -(-max_rows * heads // TILE_ROWS) + SPARE_SEGMENTS
+            max_segments = -(-self._max_requests * queries * heads // TILE_ROWS) + SPARE_SEGMENTS
         # Pages of the tails, and behind them those of the segments. Rows of a multiple of 16 bytes: Triton compiles
         # different code for other alignments.
         pages = -(-(max_tokens // PAGE_TOKENS + 1) // 4) * 4
         zeros = partial((memory or Memory()).zeros, device=device)
-        self._table = zeros(max_rows + max_segments, pages, dtype=torch.int32)  # [B + N, pages]
-        self._tail_lens = torch.zeros(max_rows, dtype=torch.int32, device=device)  # [B]
-        self._leaders = torch.zeros(max_segments, dtype=torch.int64, device=device)  # [N], rows of the batch
+        self._table = zeros(self._max_requests + max_segments, pages, dtype=torch.int32)  # [B + N, pages]
+        self._tail_lens = torch.zeros(self._max_requests, dtype=torch.int32, device=device)  # [B]
+        self._leaders = torch.zeros(max_segments, dtype=torch.int64, device=device)  # [N], requests of the batch
         self._starts = torch.zeros(max_segments, dtype=torch.int32, device=device)  # [N], first tokens of the segments
         self._lens = torch.zeros(max_segments, dtype=torch.int32, device=device)  # [N], tokens of the segments
 
-        self._capacity = AbsorbCapacity(max_rows, heads, programs, segment_rows=max_segment_rows)
-        partials = (self._capacity.max_partial_rows, heads)
-        self._partial_out = zeros(*partials, self._rank, dtype=dtype)  # [P, H, rank]
-        self._partial_lse2 = zeros(*partials, dtype=torch.float32)  # [P, H]
-        self._no_lse = torch.full((max_rows, heads), -torch.inf, device=device)  # [B, H]
+        # In a work list and in its partials, a row is a request with all of its query tokens.
+        self._capacity = AbsorbCapacity(
+            self._max_requests,
+            heads * queries,
+            programs,
+            queries=queries,
+            segment_rows=max_segment_rows and -(-max_segment_rows // queries),
+        )
+        partials = (self._capacity.max_partial_rows, self._capacity.heads)
+        self._partial_out = zeros(*partials, self._rank, dtype=dtype)  # [P, W * H, rank]
+        self._partial_lse2 = zeros(*partials, dtype=torch.float32)  # [P, W * H]
+        self._no_lse = torch.full((self._max_requests, self._capacity.heads), -torch.inf, device=device)  # [B, W * H]
         self._work = torch.from_numpy(self._capacity.empty_work()).to(device)
         self._tail_partials = self._capacity.empty_tail_table().to(device)
         self._segment_partials = build_segment_work((), (), self._capacity).table.to(device)
@@ -125,18 +138,21 @@ class GroupedAbsorb(ABC):
     @property
     def max_rows(self) -> int:
         """Most rows of a step."""
-        return self._max_rows
+        return self._max_requests * self._queries
 
     def plan(self, segments: Sequence[LatentSegment], rows: int) -> None:
         """Set which rows share which segments, for steps of `rows` rows.
 
         Raises:
-            ValueError: a segment does not begin and end with a page, is empty, or has a row that is out of range or in
-                it twice; or there are more rows or segments, or longer ones, than there is room for.
+            ValueError: a segment does not begin and end with a page, is empty, has a row that is out of range or in it
+                twice, or not all rows of a request one after the other; `rows` are not those of whole requests; or
+                there are more rows or segments, or longer ones, than there is room for.
         """
         tokens = self._table.shape[1] * PAGE_TOKENS
-        if rows > self._max_rows:
-            raise ValueError(f"{rows} rows; there is room for {self._max_rows}")
+        if rows > self.max_rows:
+            raise ValueError(f"{rows} rows; there is room for {self.max_rows}")
+        if rows % self._queries:
+            raise ValueError(f"{rows} rows are not those of whole requests, of {self._queries} query tokens each")
         if len(segments) > len(self._leaders):
             raise ValueError(f"{len(segments)} segments; there is room for {len(self._leaders)}")
         for segment in segments:
@@ -149,7 +165,8 @@ class GroupedAbsorb(ABC):
                 raise ValueError(f"a segment has {segment.end - segment.start} tokens; there is room for {tokens}")
             if any(row >= rows for row in segment.rows):
                 raise ValueError(f"a segment has rows beyond the {rows} rows of the step")
-        first_pages = [(self._max_rows + index) * self._table.stride(0) for index in range(len(segments))]
+        segments = [self._of_requests(segment) for segment in segments]
+        first_pages = [(self._max_requests + index) * self._table.stride(0) for index in range(len(segments))]
         work = build_segment_work(segments, first_pages, self._capacity)
         self._stage(self._work, work.head)
         self._stage(self._work[self._capacity.segment_strips :], work.strips)
@@ -159,23 +176,37 @@ class GroupedAbsorb(ABC):
         self._stage(self._lens, np.array([segment.end - segment.start for segment in segments], np.int32))
         self._rows, self._segments = rows, len(segments)
 
+    def _of_requests(self, segment: LatentSegment) -> LatentSegment:
+        """The same segment, with the requests of the batch as its rows."""
+        if self._queries == 1:
+            return segment
+        rows = np.array(segment.rows, np.int64)
+        requests = rows[:: self._queries] // self._queries
+        if not np.array_equal(rows, (requests[:, None] * self._queries + np.arange(self._queries)).flatten()):
+            raise ValueError(
+                f"a segment must have all {self._queries} rows of each of its requests, one after the other, not "
+                f"{segment.rows}"
+            )
+        return replace(segment, rows=tuple(requests.tolist()))
+
     def begin_step(self, req_to_token: Tensor, pool_indices: Tensor, seq_lens: Tensor, tail_starts: Tensor) -> None:
         """Bring page tables, lengths and the schedule of the tails up to date for the next step.
 
         Args:
             req_to_token: `[requests, tokens]` int32, slots; whole pages of consecutive slots.
-            pool_indices: `[rows]` integers, each row's request in `req_to_token`.
-            seq_lens: `[rows]` integers, tokens of each row's request.
-            tail_starts: `[rows]` int32, the tokens before each row's private tail, a multiple of the page size. What is
-                behind the plan's rows is ignored, here and in the other two.
+            pool_indices: `[requests]` integers, where each request is in `req_to_token`.
+            seq_lens: `[requests]` integers, tokens of each request, with those of this step.
+            tail_starts: `[requests]` int32, the tokens before each request's private tail, a multiple of the page size.
+                What is behind the plan's requests is ignored, here and in the other two.
         """
-        rows, segments = self._rows, self._segments
-        pool_indices, tail_starts, tail_lens = pool_indices[:rows], tail_starts[:rows], self._tail_lens[:rows]
-        torch.sub(seq_lens[:rows], tail_starts, out=tail_lens)
-        fill_page_table(self._table[:rows], req_to_token, pool_indices, tail_lens, tail_starts)
+        requests, segments = self._rows // self._queries, self._segments
+        pool_indices, tail_starts = pool_indices[:requests], tail_starts[:requests]
+        tail_lens = self._tail_lens[:requests]
+        torch.sub(seq_lens[:requests], tail_starts, out=tail_lens)
+        fill_page_table(self._table[:requests], req_to_token, pool_indices, tail_lens, tail_starts)
         if segments:
             leaders = pool_indices.index_select(0, self._leaders[:segments])
-            table = self._table[self._max_rows :][:segments]
+            table = self._table[self._max_requests :][:segments]
             fill_page_table(table, req_to_token, leaders, self._lens[:segments], self._starts[:segments])
         schedule_tails(tail_lens, self._tail_work, self._tail_partials, self._tail_capacity, self._table)
 
@@ -195,12 +226,13 @@ class GroupedAbsorb(ABC):
         rows, heads = q_absorbed.shape[:2]
         if rows != self._rows or heads != self._heads:
             raise ValueError(f"planned for {self._rows} rows of {self._heads} heads, run with {rows} of {heads}")
-        out, lse = self._capacity.uncut_rows(self._partial_out, rows), self._no_lse.new_empty(rows, heads)
+        requests = rows // self._queries
+        out, lse = self._capacity.uncut_rows(self._partial_out, requests), torch.empty_like(self._no_lse[:requests])
         if rows:  # TMA has no descriptor of a tensor without rows
             self._attend(q_absorbed, q_rope, cache, softmax_scale)
             merge(
                 out,
-                self._no_lse[:rows],
+                self._no_lse[:requests],
                 self._partial_out,
                 self._partial_lse2,
                 self._tail_partials,
@@ -209,7 +241,7 @@ class GroupedAbsorb(ABC):
                 more=self._segment_partials,
                 out_in_partials=True,
             )
-        return out, lse
+        return out.view(rows, heads, self._rank), lse.view(rows, heads)
 
     def try_out(self, req_to_token: Tensor, cache: Tensor) -> None:
         """Run every kernel once, for one request with a page of its own and a segment of one page, so that all are
@@ -219,9 +251,10 @@ class GroupedAbsorb(ABC):
             req_to_token: as for `begin_step`; cache: as for `run`, of any layer.
         """
         page = torch.full((1,), PAGE_TOKENS, dtype=torch.int32, device=self._device)
-        self.plan([LatentSegment((0,), 0, PAGE_TOKENS)], 1)
+        rows = self._queries
+        self.plan([LatentSegment(tuple(range(rows)), 0, PAGE_TOKENS)], rows)
         self.begin_step(req_to_token, page.long() - PAGE_TOKENS, page + 1, page)
-        query = torch.zeros(1, self._heads, self._columns, dtype=self._dtype, device=self._device)
+        query = torch.zeros(rows, self._heads, self._columns, dtype=self._dtype, device=self._device)
         self.run(query[..., : self._rank], query[..., self._rank :], cache, 1.0)
 
     @abstractmethod

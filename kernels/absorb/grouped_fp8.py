@@ -2,8 +2,8 @@
 
 As in grouped.py, but a step is two launches, because two kernels are each better than the other at their half. A
 segment is read by many requests, which sm90_fp8_absorb.py stacks to tiles of 64 query rows. A tail is read by one
-request and costs what it does without groups: up to 16 heads sm90_fp8_few_heads.py takes without padding; with 32 it is
-the first kernel again, with half a tile.
+request and costs what it does without groups: up to 16 heads, those of all its query tokens, sm90_fp8_few_heads.py
+takes without padding; for more it is the first kernel again, with tiles that one request may not fill.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ class HopperGroupedAbsorbFP8(GroupedAbsorb):
     def __init__(self, *, tail_kernel: HopperKernel, **sizes: Any) -> None:
         """
         Args:
-            tail_kernel: from `dispatch.kernel_for`, for the same heads.
+            tail_kernel: from `dispatch.kernel_for`, for the same heads and queries.
             sizes: as of `GroupedAbsorb`; dtype BF16 or float32.
         """
         super().__init__(**sizes)
         self._tail_kernel = tail_kernel.module
         self._tail_capacity = AbsorbCapacity(
-            self._max_rows,
-            self._heads,
+            self._max_requests,
+            self._capacity.heads,
             self._capacity.programs,
             tail_kernel.tile_rows,
+            queries=self._queries,
             segment_rows=0,
             segment_partials=self._capacity.max_segment_partials,
         )
@@ -49,5 +50,5 @@ class HopperGroupedAbsorbFP8(GroupedAbsorb):
         query, partials = (q_absorbed, q_rope), (self._partial_out, self._partial_lse2)
         segments = self._work, self._table, self._capacity, *partials
         tails = self._tail_work, self._table, self._tail_capacity, *partials
-        sm90_fp8_absorb.run(*query, cache, *segments, softmax_scale=softmax_scale)
+        sm90_fp8_absorb.run(*query, cache, *segments, softmax_scale=softmax_scale, causal=False)
         self._tail_kernel.run(*query, cache, *tails, softmax_scale=softmax_scale)

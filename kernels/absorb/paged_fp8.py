@@ -1,9 +1,9 @@
 """Decode attention of a batch over FP8 latent rows in pages.
 
 There are two implementations. `HopperAbsorbFP8` launches the Hopper kernels (sm90_fp8_absorb.py, and
-sm90_fp8_few_heads.py for 8 or 16 heads), which round the query themselves; a small kernel cuts the keys of a step so
-that all programs end together. `TritonAbsorbFP8` (quantize_query.py and triton_fp8_absorb.py) runs wherever Triton
-knows e4m3. dispatch.py picks.
+sm90_fp8_few_heads.py where a request has 8 or 16 query rows), which round the query themselves; a small kernel cuts the
+keys of a step so that all programs end together. `TritonAbsorbFP8` (quantize_query.py and triton_fp8_absorb.py) runs
+wherever Triton knows e4m3. dispatch.py picks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from ..partials import PartialTable
 from ..storage.latent_rows import LatentRowLayout
 from .quantize_query import quantize_query
 from .schedule import AbsorbCapacity
-from .stacking import TILE_ROWS
 from .tail_schedule import schedule_tails
 from .triton_fp8_absorb import BLOCK_ROWS, Rescale, run_kernel
 
@@ -247,23 +246,21 @@ class HopperAbsorbFP8(AbsorbFP8):
                 "the kernels for Hopper take pages of 64, rows of 512 + 64 and a multiple of 8 heads; "
                 f"not {self._page_size}, {dims[0]} + {dims[1]} and {self._heads}"
             )
-        stacked = stacked_queries(self._heads, self._queries)
-        heads, queries = self._heads * stacked, self._queries // stacked
         self._kernel = kernel.module
+        # In the work list and in its partials, a row is a request with all of its query tokens.
         self._capacity = AbsorbCapacity(
-            self._max_requests * queries,
-            heads,
+            self._max_requests,
+            self._heads * self._queries,
             self._num_sms,
             kernel.tile_rows,
-            queries=queries,
-            stacked=stacked,
+            queries=self._queries,
             segment_rows=0,
             segment_partials=0,
         )
-        partials = (self._capacity.max_partial_rows, heads)
+        partials = (self._capacity.max_partial_rows, self._capacity.heads)
         zeros = partial(self._memory.zeros, *partials, device=device)
-        self._partial_out = zeros(dims[0], dtype=torch.bfloat16)  # [P, H, 512]
-        self._partial_lse2 = zeros(dtype=torch.float32)  # [P, H]
+        self._partial_out = zeros(dims[0], dtype=torch.bfloat16)  # [P, W * H, 512]
+        self._partial_lse2 = zeros(dtype=torch.float32)  # [P, W * H]
         self._work = torch.from_numpy(self._capacity.empty_work()).to(device)
         self._table = self._capacity.empty_tail_table().to(device)
         self._scheduled = 0, 0  # requests, and entries between rows of the page table
@@ -271,8 +268,8 @@ class HopperAbsorbFP8(AbsorbFP8):
     def output(self, tokens: int, dtype: torch.dtype) -> Tensor:
         if dtype != self._partial_out.dtype:
             return super().output(tokens, dtype)
-        rows = self._capacity.uncut_rows(self._partial_out, tokens // self._capacity.stacked)
-        return rows.view(tokens, self._heads, self._layout.kv_lora_rank)
+        requests = self._capacity.uncut_rows(self._partial_out, tokens // self._queries)
+        return requests.view(tokens, self._heads, self._layout.kv_lora_rank)
 
     def begin_step(self, lens: Tensor, page_table: Tensor) -> None:
         schedule_tails(lens, self._work, self._table, self._capacity, page_table)
@@ -295,9 +292,9 @@ class HopperAbsorbFP8(AbsorbFP8):
                 f"{self._scheduled}"
             )
         partials, no_lse = (self._partial_out, self._partial_lse2), self._no_lse[: len(out)]
-        stacked = len(out) // self._capacity.stacked, self._capacity.heads  # rows of the batch, and of a row
-        in_partials = out.data_ptr() == self._capacity.uncut_rows(self._partial_out, stacked[0]).data_ptr()
-        out, lse, no_lse = out.view(*stacked, -1), lse.view(stacked), no_lse.view(stacked)
+        by_request = len(lens), self._capacity.heads
+        in_partials = out.data_ptr() == self._capacity.uncut_rows(self._partial_out, len(lens)).data_ptr()
+        out, lse, no_lse = out.view(*by_request, -1), lse.view(by_request), no_lse.view(by_request)
         work = self._work, page_table, self._capacity
         self._kernel.run(q_absorbed, q_rope, pool, *work, *partials, softmax_scale=softmax_scale)
         merge(out, no_lse, *partials, self._table, out, lse, out_in_partials=in_partials)
@@ -382,8 +379,3 @@ class TritonAbsorbFP8(AbsorbFP8):
         if splits > 1:
             no_lse = self._no_lse[:tokens]
             merge(out, no_lse, self._partial_out, self._partial_lse2, self._tables[splits], out, lse)
-
-
-def stacked_queries(heads: int, queries: int) -> int:
-    """Query tokens of a request whose rows share a tile: all of them where the tile has the rows for them, else one."""
-    return queries if heads * queries <= TILE_ROWS else 1

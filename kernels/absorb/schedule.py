@@ -5,9 +5,15 @@ not pad them. A kernel runs a fixed number of programs. There are two kinds of i
 
 - *Segments*: rows of the batch that share a token range, stacked. Segments keep their length between plans, so the host
   builds their items when the plan changes. Program p takes items p, p + programs, p + 2 · programs and so on.
-- *Tails*: the rows of one request and its private keys. Tails grow by one token every step, and the host may not know
-  by how much without waiting for the GPU; so the device builds their items anew before every step (tail_schedule.py).
-  A program takes a contiguous range of them, after its items of segments.
+- *Tails*: the rows of one request and its private keys. Tails grow every step, and the host may not know by how much
+  without waiting for the GPU; so the device builds their items anew before every step (tail_schedule.py). A program
+  takes a contiguous range of them, after its items of segments.
+
+In a list, a row of the batch is a request: the heads of all its query tokens, one after the other, in as many tiles as
+they fill. So query tokens share tiles, and their tiles, which run at the same time, the keys. Over a segment all of
+them see all keys. Over a tail they see one key after the other, the last one all of them: for that the kernels have a
+mask, which concerns an item with the last keys of its request (`ITEM_LAST`) and depends on which of the request's rows
+it has (`ITEM_FIRST_ROW`).
 
 Both stand in one int32 array in static device memory, whose fields items.py names:
 
@@ -80,13 +86,11 @@ class AbsorbCapacity:
     """Fixed sizes of a work list and of the partials, which no valid plan and no lengths of tails can exceed.
 
     Attributes:
-        max_rows: rows of a batch, which are query tokens.
-        heads: of each row, a multiple of 8.
+        max_rows: rows of a batch, which are requests.
+        heads: of each row: those of all its query tokens, a multiple of 8 for each.
         programs: of the kernel's grid.
         tile_rows: query rows of an item: 64, 32, 16 or 8.
-        queries: query tokens of each request, each a row of the batch of its own. They follow each other, and the last
-            of them sees all keys.
-        stacked: query tokens of each row of the batch, which `heads` counts: their query rows share a tile.
+        queries: query tokens of each row.
         segment_rows: rows of all segments together, where a row counts once for each segment that it is in; by default
             `max_rows`, enough where segments are disjoint.
         segment_partials: partial rows in front of those of tails; by default as many as segments can need.
@@ -97,22 +101,23 @@ class AbsorbCapacity:
     programs: int
     tile_rows: int = TILE_ROWS
     queries: int = 1
-    stacked: int = 1
     segment_rows: int | None = None
     segment_partials: int | None = None
 
     def __post_init__(self) -> None:
         """
         Raises:
-            ValueError: a request has more tiles than there are programs.
+            ValueError: a request has more tiles than there are programs, or more query tokens than a block has keys.
         """
+        if self.queries > BLOCK_KEYS:  # those that not all of them see would be in more than two blocks
+            raise ValueError(f"a request has at most {BLOCK_KEYS} query tokens, not {self.queries}")
         if self.programs < self.row_tiles:
             raise ValueError(f"{self.heads} heads need {self.row_tiles} programs, but there are {self.programs}")
 
     @property
     def query_heads(self) -> int:
         """Heads of one query token."""
-        return self.heads // self.stacked
+        return self.heads // self.queries
 
     @property
     def strip_rows(self) -> int:
@@ -120,7 +125,7 @@ class AbsorbCapacity:
         for strip in (self.tile_rows, 32, 16, 8):
             if self.tile_rows % strip == 0 and self.query_heads % strip == 0:
                 return strip
-        raise ValueError(f"heads must be a multiple of 8, not {self.heads}")
+        raise ValueError(f"heads must be a multiple of 8, not {self.query_heads}")
 
     @property
     def row_strips(self) -> int:
@@ -129,7 +134,7 @@ class AbsorbCapacity:
 
     @property
     def row_tiles(self) -> int:
-        """Tiles of one row of the batch that is not stacked with others."""
+        """Tiles of one row of the batch that is not stacked with other rows."""
         return -(-self.heads // self.tile_rows)
 
     @property

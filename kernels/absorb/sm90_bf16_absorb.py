@@ -3,7 +3,8 @@
     out[r] = softmax_n(softmax_scale · q[r] · k[n]) · k[n, :512]        q, k: 576 = 512 content + 64 rotary
 
 One persistent launch over a work list (schedule.py). An item is up to 64 query rows that share a range of keys of a
-paged latent cache; its result is a partial. One program runs on each multiprocessor, with five roles:
+paged latent cache; its result is a partial. Over a tail, the query tokens of a request see one key after the other. One
+program runs on each multiprocessor, with five roles:
 
 | role | warps | does |
 |---|---|---|
@@ -142,6 +143,8 @@ def absorb_hopper_kernel(
     partial_out_ptr,  # BF16 [P * H, 512]
     partial_lse2_ptr,  # float32 [P * H]
     scale_log2e,
+    HEADS: gl.constexpr,  # of a query token
+    QUERIES: gl.constexpr,  # query tokens of a request
 ):
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -179,7 +182,7 @@ def absorb_hopper_kernel(
     # The argument tuples stand in the call itself: constants in a tuple with a name would become run-time values.
     gl.warp_specialize(
         [
-            (score, (shared, partial_lse2_ptr, work_ptr, scale_log2e)),
+            (score, (shared, partial_lse2_ptr, work_ptr, scale_log2e, HEADS, QUERIES)),
             (sum_values, (shared, partial_out_ptr, work_ptr, 0)),
             (sum_values, (shared, partial_out_ptr, work_ptr, 1)),
             (copy_keys, (q_desc, content_desc, rope_desc, shared, work_ptr, page_table_ptr)),
@@ -212,16 +215,15 @@ def run(
         latent_pages: BF16 `[pages, 64, 1, 576]`; values behind an item's last key may be NaN.
         work: int32 `[capacity.size]`, see schedule.py; read on the device only.
         page_table: int32, indexed by the items as a flat array.
-        partial_out: BF16 `[P, H, 512]`, each normalised over its own keys; partial_lse2: float32 `[P, H]`, base 2. Rows
-            that no item names are not written. All tensors are contiguous.
+        partial_out: BF16 `[P, capacity.heads, 512]`, each normalised over its own keys; partial_lse2: float32
+            `[P, capacity.heads]`, base 2. Rows that no item names are not written. All tensors are contiguous.
         softmax_scale: positive, because the running maximum is taken before it is applied.
     Raises:
         ValueError: a shape, dtype or stride is not as above.
     """
-    heads, columns = capacity.heads, LATENT.value + ROPE.value
-    partials = (capacity.max_partial_rows, heads)
+    columns, partials = LATENT.value + ROPE.value, (capacity.max_partial_rows, capacity.heads)
     for name, tensor, shape, dtype in (
-        ("q", q, (len(q), heads, columns), torch.bfloat16),
+        ("q", q, (len(q), capacity.query_heads, columns), torch.bfloat16),
         ("latent_pages", latent_pages, (len(latent_pages), BLOCK.value, 1, columns), torch.bfloat16),
         ("work", work, (capacity.size,), torch.int32),
         ("page_table", page_table, page_table.shape, torch.int32),
@@ -246,5 +248,7 @@ def run(
         partial_out,
         partial_lse2,
         softmax_scale * LOG2E,
+        HEADS=capacity.query_heads,
+        QUERIES=capacity.queries,
         num_warps=4,
     )

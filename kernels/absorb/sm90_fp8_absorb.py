@@ -117,7 +117,7 @@ def absorb_fp8_hopper_kernel(
     scale_log2e,
     SLOTS: gl.constexpr,
     HEADS: gl.constexpr,  # H
-    QUERIES: gl.constexpr,  # query tokens of an item
+    QUERIES: gl.constexpr,  # query tokens of a request; 1 where all of them see all keys
 ):
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -147,7 +147,7 @@ def absorb_fp8_hopper_kernel(
     # The argument tuples stand in the call itself: constants in a tuple with a name would become run-time values.
     gl.warp_specialize(
         [
-            (compute_scores, (ring, shared, partial_lse2_ptr, work_ptr, scale_log2e, QUERIES)),
+            (compute_scores, (ring, shared, partial_lse2_ptr, work_ptr, scale_log2e, HEADS, QUERIES)),
             (sum_values, (ring, shared, partial_out_ptr, work_ptr, 0)),
             (sum_values, (ring, shared, partial_out_ptr, work_ptr, 1)),
             (copy, (
@@ -170,6 +170,7 @@ def run(
     partial_lse2: Tensor,
     *,
     softmax_scale: float,
+    causal: bool = True,
 ) -> None:
     """Launch the kernel.
 
@@ -181,6 +182,7 @@ def run(
         page_table: int32, indexed by the items as a flat array.
         partial_out: BF16 or float32 `[P, capacity.heads, 512]`, contiguous, each normalised over its own keys;
             partial_lse2: float32 `[P, capacity.heads]`, base 2. Rows that no item names are not written.
+        causal: the list has tails, which query tokens of a request see one key after the other.
     Raises:
         ValueError: a shape, dtype or stride is not as above.
     """
@@ -196,7 +198,7 @@ def run(
         softmax_scale * LOG2E,
         SLOTS=SLOTS,
         HEADS=capacity.query_heads,
-        QUERIES=capacity.stacked,
+        QUERIES=capacity.queries if causal else 1,
         num_warps=4,
     )
 

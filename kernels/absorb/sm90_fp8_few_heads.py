@@ -55,11 +55,10 @@ from .sm90_parts.fp8_tiles import (
     log2_of_power,
     next_slot,
     scales_of_keys,
-    unseen_keys,
     values_tile,
     write_out,
 )
-from .sm90_parts.work_items import BLOCK, LATENT, NO_SCORE, ROPE, blocks_of, count_items, item_at
+from .sm90_parts.work_items import BLOCK, LATENT, NO_SCORE, ROPE, blocks_of, count_items, item_at, unseen_keys
 
 ROWS = (8, 16)
 """Of an item, that the kernel is compiled for. With 32, that for 64 rows is faster, with half of a tile empty."""
@@ -157,7 +156,7 @@ def _by_position(weights_t, N: gl.constexpr):
 @gluon.jit
 def attend(
     ring, query, side, partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, SIDE: gl.constexpr,
-    QUERIES: gl.constexpr,
+    HEADS: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
     """All items: columns [256 * SIDE, 256 * SIDE + 256) of the output, in four tiles of 64; the lse2 if SIDE is 0."""
     N: gl.constexpr = query.content.shape[0]
@@ -180,7 +179,7 @@ def attend(
         n_rows = gl.load(item_ptr + ITEM_ROWS)
         rows = gl.arange(0, N, BY_ROW)
         valid = gl.load(item_ptr + ITEM_END) - last * BLOCK
-        limit = valid - unseen_keys(item_ptr, rows, QUERIES)  # of a row's keys in the block, [N]
+        limit = valid - unseen_keys(item_ptr, rows, HEADS, QUERIES)  # of a row's keys in the block, [N]
         mbarrier.wait(query.full, done & 1)
         row_scale = (
             round_rows(query.content, query.rope, query.empty, side.q_content, side.q_rope, BY_ROW) * scale_log2e
@@ -267,7 +266,7 @@ def absorb_fp8_few_heads_kernel(
     scale_log2e,
     N: gl.constexpr,  # rows of an item
     HEADS: gl.constexpr,  # H
-    QUERIES: gl.constexpr,  # query tokens of an item
+    QUERIES: gl.constexpr,  # query tokens of a request, all of an item
 ):
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     QUERY: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -297,8 +296,12 @@ def absorb_fp8_few_heads_kernel(
     # The argument tuples stand in the call itself: constants in a tuple with a name would become run-time values.
     gl.warp_specialize(
         [
-            (attend, (ring, query, first, partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, 0, QUERIES)),
-            (attend, (ring, query, second, partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, 1, QUERIES)),
+            (attend, (
+                ring, query, first, partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, 0, HEADS, QUERIES,
+            )),
+            (attend, (
+                ring, query, second, partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, 1, HEADS, QUERIES,
+            )),
             (copy, (
                 q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, query, ring, work_ptr, page_table_ptr, HEADS,
             )),
@@ -333,6 +336,6 @@ def run(
         softmax_scale * LOG2E,
         N=capacity.tile_rows,
         HEADS=capacity.query_heads,
-        QUERIES=capacity.stacked,
+        QUERIES=capacity.queries,
         num_warps=4,
     )

@@ -17,6 +17,7 @@ from .items import (
     ITEM_BEGIN,
     ITEM_END,
     ITEM_FIELDS,
+    ITEM_FIRST_ROW,
     ITEM_LAST,
     ITEM_PAGE,
     ITEM_PARTIAL,
@@ -63,15 +64,14 @@ def _part_at(ends, position, LOG2_PARTS: tl.constexpr):
 
 
 @triton.jit
-def _load_lengths(lens_ptr, row, rows, QUERIES: tl.constexpr):
-    """Keys that a row of the batch sees, 0 behind the last row. Query tokens before a request's last see fewer."""
-    length = tl.load(lens_ptr + row // QUERIES, mask=row < rows, other=0)
-    return tl.maximum(length - (QUERIES - 1 - row % QUERIES), 0)
+def _load_lengths(lens_ptr, row, rows):
+    """Keys of a row of the batch, 0 behind the last row."""
+    return tl.maximum(tl.load(lens_ptr + row, mask=row < rows, other=0), 0)
 
 
 @triton.jit(do_not_specialize=["rows", "table_row"])
 def schedule_tails_kernel(
-    lens_ptr,  # int32 [rows / QUERIES]
+    lens_ptr,  # int32 [rows]
     work_ptr,  # int32, the work list
     table_ptr,  # int32, a PartialTable whose list is constant; only the entries of these rows are written
     rows,
@@ -87,7 +87,6 @@ def schedule_tails_kernel(
     ITEM_BLOCKS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-    QUERIES: tl.constexpr,
     FIRSTS: tl.constexpr,
     LANES: tl.constexpr,  # a power of two, at least MAX_ROWS
     LOG2_PARTS: tl.constexpr,  # of a power of two that is more than PROGRAMS
@@ -98,10 +97,10 @@ def schedule_tails_kernel(
     PART_LANES: tl.constexpr = 1 << LOG2_PARTS
     NEVER: tl.constexpr = 1 << 30
     lane = tl.arange(0, LANES)
-    blocks = tl.cdiv(_load_lengths(lens_ptr, lane, rows, QUERIES), BLOCK_KEYS)
+    blocks = tl.cdiv(_load_lengths(lens_ptr, lane, rows), BLOCK_KEYS)
     # Rows by their length, equal ones in their order: the row is in the low digits of what is sorted.
     row = LANES - 1 - tl.sort(blocks * LANES + (LANES - 1 - lane), descending=True) % LANES
-    length = _load_lengths(lens_ptr, row, rows, QUERIES)
+    length = _load_lengths(lens_ptr, row, rows)
     blocks = tl.cdiv(length, BLOCK_KEYS)
     some = blocks > 0
     cost = tl.where(some, blocks + ITEM_BLOCKS, 0)
@@ -157,13 +156,19 @@ def schedule_tails_kernel(
             tl.store(item_ptr + ITEM_ROWS, tl.minimum(HEADS - tile * TILE_ROWS, TILE_ROWS), mask=has)
             tl.store(item_ptr + ITEM_BEGIN, kv_begin, mask=has)
             tl.store(item_ptr + ITEM_END, kv_end, mask=has)
-            tl.store(item_ptr + ITEM_PAGE, row // QUERIES * table_row, mask=has)
+            tl.store(item_ptr + ITEM_PAGE, row * table_row, mask=has)
             tl.store(item_ptr + ITEM_PARTIAL, (partial + piece) * HEADS + tile * TILE_ROWS, mask=has)
             tl.store(item_ptr + ITEM_LAST, (piece == pieces - 1).to(tl.int32), mask=has)
+            tl.store(item_ptr + ITEM_FIRST_ROW, tile * TILE_ROWS, mask=has)
         kv_begin = kv_end
         tl.store(table_ptr + 2 * MAX_ROWS + row * FIRSTS + piece, partial + piece, mask=has & (piece < FIRSTS))
     tl.store(table_ptr + row, partial - FIRST_PARTIAL, mask=row < rows)
     tl.store(table_ptr + MAX_ROWS + row, pieces, mask=row < rows)
+
+
+def lanes(max_rows: int) -> int:
+    """Places in which the kernel sorts the rows of a batch: its work grows with them, not with the rows of a step."""
+    return triton.next_power_of_2(max(2, max_rows))
 
 
 def schedule_tails(
@@ -172,26 +177,25 @@ def schedule_tails(
     """Replace the items of the tails, which stand behind those of the segments. A tail without tokens has none.
 
     Args:
-        lens: `[requests]` int32, tokens of each request's private tail. A batch has `capacity.queries` rows for each.
+        lens: `[requests]` int32, tokens of each request's private tail, with those of its query tokens.
         work: `[capacity.size]` int32, begun with `capacity.empty_work()` and holding the plan's segments; written.
         table: begun with `capacity.empty_tail_table()`, on the device; written: which partial rows each tail has.
         page_table: `[at least requests, pages]` int32, the pages of each tail. Only its stride is used.
     Raises:
         ValueError: a shape, dtype or size is not as above, or there are too many requests.
     """
-    requests = lens.shape[0]
-    rows = requests * capacity.queries
+    rows = lens.shape[0]
     for name, tensor, shape in (
-        ("lens", lens, (requests,)),
+        ("lens", lens, (rows,)),
         ("work", work, (capacity.size,)),
     ):
         if tensor.dtype != torch.int32 or tensor.shape != shape or not tensor.is_contiguous():
             raise ValueError(f"{name} must be int32 {list(shape)}, not {tensor.dtype} {list(tensor.shape)}")
     if (table.max_rows, table.max_partials) != (capacity.max_rows, capacity.max_tail_partials):
         raise ValueError(f"a table of {table.max_rows} rows and {table.max_partials} partials is of another capacity")
-    if rows > capacity.max_rows or requests > page_table.shape[0]:
-        have = f"there is room for {capacity.max_rows} rows, and {page_table.shape[0]} requests have pages"
-        raise ValueError(f"{requests} requests, {rows} rows; {have}")
+    if rows > min(capacity.max_rows, page_table.shape[0]):
+        have = f"there is room for {capacity.max_rows}, and {page_table.shape[0]} have pages"
+        raise ValueError(f"{rows} rows; {have}")
     schedule_tails_kernel[(1,)](
         lens,
         work,
@@ -209,9 +213,8 @@ def schedule_tails(
         ITEM_BLOCKS=ITEM_BLOCKS,
         BLOCK_KEYS=BLOCK_KEYS,
         TILE_ROWS=capacity.tile_rows,
-        QUERIES=capacity.queries,
         FIRSTS=FIRSTS,
-        LANES=triton.next_power_of_2(max(2, capacity.max_rows)),
+        LANES=lanes(capacity.max_rows),
         LOG2_PARTS=capacity.programs.bit_length(),
         num_warps=4,
     )

@@ -13,7 +13,8 @@ from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 
 
 def grouped_absorb(case: Case, cuts: int = 1) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """Prefixes, tails and merge in the latent space, BF16: out `[B, H, 512]`, lse `[B, H]` float32, natural log.
+    """Prefixes, tails and merge in the latent space, BF16: out `[B * s_q, H, 512]`, lse `[B * s_q, H]` float32, natural
+    log.
 
     Whole pages of a prefix are shared; tokens after the last whole page belong to the tails.
 
@@ -25,12 +26,12 @@ def grouped_absorb(case: Case, cuts: int = 1) -> Callable[[], tuple[torch.Tensor
     end = shared * PAGE_TOKENS
     bounds = [shared * cut // cuts * PAGE_TOKENS for cut in range(cuts + 1)]
     groups = [
-        LatentSegment(tuple(range(first, last)), *ends)
+        LatentSegment(tuple(range(first * case.s_q, last * case.s_q)), *ends)
         for first, last in pairwise([0, *accumulate(case.sizes)])
         for ends in pairwise(bounds)
     ]
     starts = [end] * sum(case.sizes) + [0] * case.alone
-    return grouped_over(pages, n_pages, case.lengths, starts, groups if end else [], case.heads)
+    return grouped_over(pages, n_pages, case.lengths, starts, groups if end else [], case.heads, case.s_q)
 
 
 def grouped_over(
@@ -40,12 +41,14 @@ def grouped_over(
     starts: list[int],
     segments: Sequence[LatentSegment],
     heads: int,
+    queries: int = 1,
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """The same over any pages and segments.
 
     Args:
-        pages: `[B]` lists, of each row from its first token on; n_pages: distinct ones.
-        lengths: `[B]` tokens of each row; starts: `[B]` tokens before its tail, whole pages.
+        pages: `[B]` lists, of each request from its first token on; n_pages: distinct ones.
+        lengths: `[B]` tokens of each request; starts: `[B]` tokens before its tail, whole pages.
+        segments: of query rows, `queries` for each request.
     """
     from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
     from sglang_mla_ext.kernels.dispatch import make_grouped_absorb
@@ -56,21 +59,21 @@ def grouped_over(
     table = torch.tensor(padded(pages), dtype=torch.int32, device="cuda")  # [B, pages]
     slots = table[..., None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, dtype=torch.int32, device="cuda")
     latent = torch.randn(n_pages, PAGE_TOKENS, 1, LATENT + DR, device="cuda", dtype=torch.bfloat16)
-    query = torch.randn(batch, heads, LATENT + DR, device="cuda", dtype=torch.bfloat16)
+    query = torch.randn(batch * queries, heads, LATENT + DR, device="cuda", dtype=torch.bfloat16)
     req_to_token = slots.flatten(1)  # [B, tokens]
 
     def refuse(reason: str, error: BaseException) -> NoReturn:
         raise RuntimeError(reason) from error
 
-    sizes = dict(max_rows=batch, max_tokens=req_to_token.shape[1])
+    sizes = dict(max_rows=len(query), max_tokens=req_to_token.shape[1], queries=queries)
     in_segments = sum(len(segment.rows) for segment in segments)
-    sizes |= dict(max_segments=max(1, len(segments)), max_segment_rows=max(batch, in_segments))
+    sizes |= dict(max_segments=max(1, len(segments)), max_segment_rows=max(len(query), in_segments))
     dims = dict(heads=heads, kv_lora_rank=LATENT)
     grouped = make_grouped_absorb(req_to_token, latent, **dims, on_failure=refuse, **sizes)
     if grouped is None:
         raise RuntimeError("the kernel of grouped absorb needs a Hopper GPU")
-    grouped.plan(segments, batch)
-    rows, tail_starts = torch.arange(batch, device="cuda"), torch.tensor(starts, dtype=torch.int32, device="cuda")
-    grouped.begin_step(req_to_token, rows, torch.tensor(lengths, device="cuda"), tail_starts)
+    grouped.plan(segments, len(query))
+    requests, tail_starts = torch.arange(batch, device="cuda"), torch.tensor(starts, dtype=torch.int32, device="cuda")
+    grouped.begin_step(req_to_token, requests, torch.tensor(lengths, device="cuda"), tail_starts)
     parts = query.split([LATENT, DR], dim=-1)
     return lambda: grouped.run(*parts, latent, SCALE)

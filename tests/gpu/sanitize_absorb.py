@@ -22,7 +22,7 @@ LAYOUT, RANK, DR, PAGE = LatentRowLayout(), 512, 64, 64
 SCALE = 192**-0.5
 LENGTHS = (1, 0, 64, 130, 257)
 SHARED_ROWS, SHARED_PAGES = (0, 2, 3), 3  # what three of the requests share, where there are groups
-PROGRAMS = 3
+PROGRAMS = 4
 
 
 def pages_of(lengths: tuple[int, ...], spare: int = 2) -> tuple[Tensor, int]:
@@ -47,23 +47,25 @@ def error(out: Tensor, lse: Tensor, expected: tuple[Tensor, Tensor], lse_bound: 
     return reference.errors(out.cpu(), expected[0]).rel_l2
 
 
-def absorb_error(device: str, heads: int) -> float:
-    """Tails, a prefix of three requests, and the merge of both; BF16."""
+def absorb_error(device: str, heads: int, queries: int = 1) -> float:
+    """Tails, a prefix of three requests, and the merge of both, with several query tokens of each request; BF16."""
     rows, lengths = len(LENGTHS), (*LENGTHS, SHARED_PAGES * PAGE)
     table, n_pages = pages_of(lengths)
     keys = [torch.randn(length, RANK + DR).bfloat16() for length in lengths]
     cache = torch.full((n_pages * PAGE, RANK + DR), torch.nan, dtype=torch.bfloat16)
     for pages, of_request in zip(table, keys, strict=True):
         cache[slots_of(pages, len(of_request))] = of_request
-    query = torch.randn(rows, heads, RANK + DR).bfloat16()
+    query = torch.randn(rows * queries, heads, RANK + DR).bfloat16()
     parts = []
-    for row in range(rows):
-        own = torch.cat([keys[row], *(keys[-1:] if row in SHARED_ROWS else [])])[None].double()
+    for row in range(rows * queries):
+        request, token = divmod(row, queries)
+        seen = max(0, lengths[request] - (queries - 1 - token))
+        own = torch.cat([keys[request][:seen], *(keys[-1:] if request in SHARED_ROWS else [])])[None].double()
         one = query[row : row + 1].double()
         parts.append(reference.absorb(one[..., :RANK], one[..., RANK:], own, torch.tensor([own.shape[1]]), SCALE))
     expected = torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
-    capacity = AbsorbCapacity(rows, heads, PROGRAMS)
+    capacity = AbsorbCapacity(rows, heads * queries, PROGRAMS, queries=queries)
     segments = [LatentSegment(SHARED_ROWS, 0, SHARED_PAGES * PAGE)]
     plan = build_segment_work(segments, [rows * table.shape[1]], capacity)
     work = torch.from_numpy(capacity.empty_work())
@@ -72,15 +74,15 @@ def absorb_error(device: str, heads: int) -> float:
     work, table, of_segments = work.to(device), table.to(device), plan.table.to(device)
     of_tails = capacity.empty_tail_table().to(device)
     schedule_tails(torch.tensor(LENGTHS, dtype=torch.int32, device=device), work, of_tails, capacity, table)
-    shape = capacity.max_partial_rows, heads
+    shape = capacity.max_partial_rows, capacity.heads
     partials = torch.full((*shape, RANK), torch.nan, dtype=torch.bfloat16, device=device)
     partial_lse2 = torch.full(shape, torch.nan, device=device)
     paged = cache.view(-1, PAGE, 1, RANK + DR).to(device)
     sm90_bf16_absorb.run(query.to(device), paged, work, table, capacity, partials, partial_lse2, softmax_scale=SCALE)
-    out, lse = capacity.uncut_rows(partials, rows), torch.empty(rows, heads, device=device)
+    out, lse = capacity.uncut_rows(partials, rows), torch.empty(rows, capacity.heads, device=device)
     no_lse = torch.full_like(lse, -torch.inf)
     merge(out, no_lse, partials, partial_lse2, of_tails, out, lse, of_segments, out_in_partials=True)
-    return error(out, lse, expected, 1e-3)
+    return error(out.view(query.shape[0], heads, RANK), lse.view(query.shape[:2]), expected, 1e-3)
 
 
 def absorb_fp8_error(device: str, make: Callable[..., AbsorbFP8], heads: int, queries: int) -> float:

@@ -54,12 +54,16 @@ def cases() -> Iterator[Case]:
     for heads in (16, 128):
         yield Case(f"absorb bf16 {heads} heads, merge", partial(absorb_error, DEVICE, heads), 4e-3)
         for kind, name in ((make_hopper_absorb_fp8, "hopper"), (TritonAbsorbFP8, "portable")):
-            for queries in (1, 2):  # two tokens of 16 heads share a tile of 64 rows, one has a tile of its own kernel
+            for queries in (1, 2):  # two tokens of 16 heads are in a tile of 64 rows, one has a tile of its own kernel
                 check = partial(absorb_fp8_error, DEVICE, kind, heads, queries=queries)
                 yield Case(f"absorb fp8 {name} {heads} heads x {queries}, merge", check, 6e-2)
     yield Case(
         "absorb fp8 hopper 8 heads x 2, merge", partial(absorb_fp8_error, DEVICE, make_hopper_absorb_fp8, 8, 2), 6e-2
     )
+    for queries in (4, 5):  # of 16 heads: a tile, and one more for the fifth
+        yield Case(f"absorb bf16 16 heads x {queries}, merge", partial(absorb_error, DEVICE, 16, queries), 4e-3)
+        check = partial(absorb_fp8_error, DEVICE, make_hopper_absorb_fp8, 16, queries)
+        yield Case(f"absorb fp8 hopper 16 heads x {queries}, merge", check, 6e-2)
     yield Case("portable fp8 rows", partial(rows_error, DEVICE), 1e-9)
 
 

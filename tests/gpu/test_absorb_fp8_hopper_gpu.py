@@ -132,7 +132,7 @@ def rounded_and_back(q_absorbed: torch.Tensor, q_rope: torch.Tensor) -> tuple[to
     return tuple((part.float() * scale[..., None]).bfloat16() for part in (content, rope))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("query_tokens", [1, 2])
+@pytest.mark.parametrize("query_tokens", [1, 2, 5])
 @pytest.mark.parametrize("heads", [8, 16, 24, 32, 64, 128])
 def test_queries_as_callers_have_them(heads: int, query_tokens: int) -> None:
     """To the bit: as SGLang has them, with heads outside and a rotary part out of a wider tensor; contiguous; in a
@@ -209,30 +209,39 @@ def test_the_way_that_is_taken(heads: int) -> None:
     assert_as_good_as_the_steps(run(absorb, cache, q), cache, q)
 
 
-@pytest.mark.parametrize("heads", [16, 128])
-def test_query_tokens_are_requests_that_read_the_same_pages(heads: int) -> None:
-    """Where results come about in their place and where they do not, to the bit. With few heads, two query tokens share
-    a tile, of another kernel; each for itself, keys may be cut elsewhere."""
+@pytest.mark.parametrize(
+    ("heads", "query_tokens"),
+    [
+        *((8, 2), (8, 7), (8, 8), (16, 2), (16, 4), (16, 5), (16, 8), (24, 3), (32, 4)),
+        *((64, 2), (64, 3), (96, 2), (128, 2), (128, 3), (128, 8)),
+    ],
+)
+def test_query_tokens_are_requests_that_read_the_same_pages(heads: int, query_tokens: int) -> None:
+    """Where results come about in their place and where they do not, to the bit; and as each for itself, as requests
+    with other lengths, for which keys may be cut elsewhere."""
     torch.manual_seed(0)
-    cache, q = Cache(ODD_LENGTHS), queries(2 * len(ODD_LENGTHS), heads)
-    absorb = make_hopper_absorb_fp8(max_requests=len(ODD_LENGTHS), heads=heads, queries=2, device=DEVICE)
+    cache, q = Cache((*ODD_LENGTHS, 70, 5)), queries(query_tokens * (len(ODD_LENGTHS) + 2), heads)
+    absorb = make_hopper_absorb_fp8(max_requests=len(cache.lens), heads=heads, queries=query_tokens, device=DEVICE)
     out, lse = absorb.output(len(q[0]), torch.bfloat16), torch.full(q[0].shape[:2], torch.nan, device=DEVICE)
     absorb.begin_step(cache.lens, cache.table)
     absorb.run(*q, cache.pool, cache.table, cache.lens, SCALE, out, lse)
     out = out.clone()  # the next run of this object writes there
     elsewhere, same_lse = run(absorb, cache, q, torch.bfloat16)
     assert torch.equal(out, elsewhere) and torch.equal(lse, same_lse)
+
     single = make_hopper_absorb_fp8(max_requests=len(out), heads=heads, device=DEVICE)
-    cache.lens = torch.stack([cache.lens - 1, cache.lens], dim=1).flatten().clamp(min=0)
-    cache.table = cache.table.repeat_interleave(2, 0)
+    unseen = torch.arange(query_tokens, device=DEVICE, dtype=torch.int32).flip(0)
+    rows = [rows for rows in cache.rows for _ in range(query_tokens)]
+    cache.lens = (cache.lens[:, None] - unseen).clamp(min=0).flatten()
+    cache.table = cache.table.repeat_interleave(query_tokens, 0)
+    cache.rows = [rows[:seen] for rows, seen in zip(rows, cache.lens.tolist(), strict=True)]
     expected, expected_lse = run(single, cache, q, torch.bfloat16)
-    if heads > 32:
-        assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
-    else:
-        assert reference.errors(out, expected).rel_l2 < 1e-2  # some weights are rounded the other way
-        torch.testing.assert_close(lse, expected_lse, atol=LSE_BOUND, rtol=0)
-    first = out[torch.tensor(ODD_LENGTHS).repeat_interleave(2) < 2]  # query tokens of requests with at most one key
-    assert not first[::2].any() and lse.isneginf().sum() == 3 * heads
+    assert reference.errors(out, expected).rel_l2 < 1e-2  # some weights are rounded the other way
+    torch.testing.assert_close(lse, expected_lse, atol=LSE_BOUND, rtol=0)
+    print(f"\n{heads} heads, {query_tokens} query tokens:")
+    assert_as_good_as_the_steps((out, lse), cache, q)
+    nothing = cache.lens == 0
+    assert nothing.any() and not out[nothing].any() and torch.equal(lse.isneginf(), nothing[:, None].expand_as(lse))
 
 
 def captured_us(function: Callable[[], Any]) -> float:

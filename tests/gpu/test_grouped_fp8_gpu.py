@@ -40,9 +40,9 @@ def poisoned_pool(slots: int) -> torch.Tensor:
     return pool
 
 
-def make(heads: int, max_rows: int, max_tokens: int) -> Any:
+def make(heads: int, max_rows: int, max_tokens: int, queries: int = 1) -> Any:
     dims = dict(heads=heads, kv_lora_rank=RANK, qk_rope_head_dim=ROPE, dtype=DTYPE, device=DEVICE)
-    grouped = make_hopper_grouped_absorb_fp8(max_rows=max_rows, max_tokens=max_tokens, **dims)
+    grouped = make_hopper_grouped_absorb_fp8(max_rows=max_rows, max_tokens=max_tokens, queries=queries, **dims)
     grouped._partial_out.fill_(NAN)  # what is there before the first step must not matter
     grouped._partial_lse2.fill_(NAN)
     return grouped
@@ -59,7 +59,8 @@ class FP8Problem(Problem):
         append_rows(rows[slots, :RANK], rows[slots, RANK:], slots, self.pool)
 
     def make(self) -> Any:
-        return make(self.case.heads, self.case.rows + SPARE_ROWS, self.req_to_token.shape[1])
+        queries = self.case.queries
+        return make(self.case.heads, (self.case.rows + SPARE_ROWS) * queries, self.req_to_token.shape[1], queries)
 
     def run(self, grouped: Any) -> Result:
         """What later runs do not overwrite."""
@@ -80,12 +81,12 @@ class FP8Problem(Problem):
     def _by_row(self, exact: bool) -> Result:
         """Attention in float64 to what is stored, or the rounding steps of FP8."""
         parts = []
-        for row, length in enumerate(self.seq_lens.tolist()):
-            rows = self.pool[self.req_to_token[self.pool_indices[row], :length].long()]
+        for row, slots in enumerate(self.slots()):
+            rows = self.pool[slots]
             q = self.q[row : row + 1].split([RANK, ROPE], dim=-1)
             if exact:
                 keys = torch.cat(dequantize(rows), dim=-1)[None].double()
-                parts.append(reference.absorb(*q, keys, torch.tensor([length], device=DEVICE), SCALE))
+                parts.append(reference.absorb(*q, keys, torch.tensor([len(slots)], device=DEVICE), SCALE))
             else:
                 parts.append(reference_fp8.absorb_fp8(*q, reference_fp8.keys_of_rows(rows), SCALE))
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
@@ -103,10 +104,10 @@ def test_every_row_equals_absorb_over_its_own_keys(case: Case) -> None:
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 
 
-@pytest.mark.parametrize("heads", [8, 16, 32])
-def test_a_graph_follows_later_plans_and_lengths(heads: int) -> None:
+@pytest.mark.parametrize(("heads", "queries"), [(8, 1), (16, 1), (32, 1), (8, 2), (16, 3), (16, 4), (32, 4)])
+def test_a_graph_follows_later_plans_and_lengths(heads: int, queries: int) -> None:
     """Captured with nothing grouped; then other groups in turn, while the tails grow, some of them from no token."""
-    case = Case((5, 64, 3), (1024, 320, 320), heads=heads, alone=2)
+    case = Case((5, 64, 3), (1024, 320, 320), heads=heads, alone=2, queries=queries)
     problem = FP8Problem(case)
     grouped, other = problem.make(), problem.make()
     problem.plan(grouped, [])
@@ -120,7 +121,7 @@ def test_a_graph_follows_later_plans_and_lengths(heads: int) -> None:
     longest = problem.seq_lens
     print(f"\n{heads} heads:")
     for missing, chosen in zip((160, 93, 64, 37, 0), ([0, 1, 2], [1], [], [2, 0], [0, 1, 2]), strict=True):
-        problem.seq_lens = torch.maximum(longest - missing, shared.to(DEVICE))
+        problem.seq_lens = torch.maximum(longest - missing, shared.to(DEVICE) + queries - 1)
         problem.plan(grouped, chosen)
         out.fill_(NAN)
         graph.replay()

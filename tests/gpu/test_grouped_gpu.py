@@ -7,7 +7,8 @@ takes when nothing is grouped. Run with `pytest tests/gpu -m gpu -s`, in a proce
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -35,19 +36,21 @@ LSE_BOUND = 1e-5
 
 @dataclass(frozen=True)
 class Case:
-    groups: tuple[int, ...]  # rows of each shared prefix
+    groups: tuple[int, ...]  # requests of each shared prefix
     prefix: tuple[int, ...]  # tokens of each
     heads: int
-    alone: int = 0  # rows in no group
+    alone: int = 0  # requests in no group
     longest_tail: int = 200
+    queries: int = 1  # query tokens of a request
 
     @property
     def rows(self) -> int:
+        """Requests."""
         return sum(self.groups) + self.alone
 
     def __str__(self) -> str:
         groups = "+".join(f"{n}x{length}" for n, length in zip(self.groups, self.prefix, strict=True))
-        return f"{groups}-alone{self.alone}-h{self.heads}-tail{self.longest_tail}"
+        return f"{groups}-alone{self.alone}-h{self.heads}x{self.queries}-tail{self.longest_tail}"
 
 
 def cases():
@@ -58,6 +61,10 @@ def cases():
     yield Case((3,), (128,), heads=16, alone=2, longest_tail=5003)  # tails that are cut
     yield Case((128,), (7040,), heads=16, longest_tail=500)
     yield Case((200,) + (2,) * 20, (4736,) + (192,) * 20, heads=16, alone=16, longest_tail=1025)
+    for heads, queries in ((8, 2), (8, 7), (8, 8), (16, 2), (16, 4), (16, 7), (16, 8), (32, 2), (32, 3), (32, 4)):
+        yield Case((5, 64, 3), (1024, 320, 320), heads=heads, alone=9, queries=queries)
+    yield Case((3,), (128,), heads=16, alone=2, longest_tail=5003, queries=4)  # tails that are cut
+    yield Case((128,), (7040,), heads=16, longest_tail=500, queries=4)
 
 
 class Problem:
@@ -75,6 +82,12 @@ class Problem:
             members.update(dict.fromkeys(rows, self.groups[-1]))
         tails = torch.randint(0, case.longest_tail + 1, (case.rows,), generator=self.cpu).tolist()
         tails[:2] = [0, case.longest_tail]
+        queries, alone = case.queries, [row for row in range(case.rows) if row not in members]
+        tails = [max(tail, queries - 1) for tail in tails]  # so that all query tokens see what is shared
+        # Keys that not all query tokens see, some of them in the block before the last.
+        short = [0, 1, queries - 1, queries, *(PAGE_TOKENS + more for more in (0, 1, queries - 2, queries - 1))]
+        for row, tail in zip(alone, short if queries > 1 else [], strict=False):
+            tails[row] = tail
         lens = [tail + (members[row].end if row in members else 0) for row, tail in enumerate(tails)]
         needed = sum(-(-length // PAGE_TOKENS) for length in lens) + sum(case.prefix) // PAGE_TOKENS
         free = (torch.randperm(needed, generator=self.cpu) + 1).tolist()  # page 0 belongs to no request
@@ -89,7 +102,7 @@ class Problem:
             self.req_to_token[self.pool_indices[row], :length] = slots[:length].int().to(DEVICE)
             self.pages.view(-1, RANK + ROPE)[slots[:length].to(DEVICE)] = self.randn(length, RANK + ROPE)
         self.seq_lens = torch.tensor(lens, device=DEVICE)
-        self.q = self.randn(case.rows, case.heads, RANK + ROPE)
+        self.q = self.randn(case.rows * queries, case.heads, RANK + ROPE)
 
     def randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator, device=DEVICE, dtype=torch.float32).to(DTYPE)
@@ -97,8 +110,9 @@ class Problem:
     def make(self, **sizes: Any) -> Any:
         grouped = HopperGroupedAbsorb(
             heads=self.case.heads,
-            max_rows=self.case.rows + SPARE_ROWS,
+            max_rows=(self.case.rows + SPARE_ROWS) * self.case.queries,
             max_tokens=self.req_to_token.shape[1],
+            queries=self.case.queries,
             kv_lora_rank=RANK,
             qk_rope_head_dim=ROPE,
             dtype=DTYPE,
@@ -115,7 +129,12 @@ class Problem:
         tail_starts = torch.zeros(self.case.rows + SPARE_ROWS, dtype=torch.int32)
         for group in groups:
             tail_starts[list(group.rows)] = group.end
-        grouped.plan(groups, self.case.rows)
+        queries = self.case.queries
+        expanded = [
+            replace(group, rows=tuple(row * queries + token for row in group.rows for token in range(queries)))
+            for group in groups
+        ]
+        grouped.plan(expanded, self.case.rows * queries)
         grouped.begin_step(self.req_to_token, self.pool_indices, self.seq_lens, tail_starts.to(DEVICE))
 
     def run(self, grouped: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,14 +142,19 @@ class Problem:
         out, lse = grouped.run(*parts_of(self.q), self.pages, SCALE)
         return out.clone(), lse
 
+    def slots(self) -> Iterator[torch.Tensor]:
+        """Of every row, the slots of the keys that it sees."""
+        for request, length in enumerate(self.seq_lens.tolist()):
+            for unseen in reversed(range(self.case.queries)):
+                yield self.req_to_token[self.pool_indices[request], : max(0, length - unseen)].long()
+
     def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`out [rows, heads, RANK]` and `lse [rows, heads]` in float64, one row at a time."""
         parts = []
-        for row, length in enumerate(self.seq_lens.tolist()):
-            slots = self.req_to_token[self.pool_indices[row], :length].long()
+        for row, slots in enumerate(self.slots()):
             keys = self.pages.view(-1, RANK + ROPE)[slots][None].double()
             one = self.q[row : row + 1]
-            lengths = torch.tensor([length], device=DEVICE)
+            lengths = torch.tensor([len(slots)], device=DEVICE)
             parts.append(reference.absorb(one[..., :RANK], one[..., RANK:], keys, lengths, SCALE))
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
@@ -188,9 +212,10 @@ def test_a_row_in_several_segments() -> None:
     assert_equal(grouped.run(heads_outside, rope.clone(), problem.pages, SCALE), problem.expected())
 
 
-def test_captured_graph_follows_later_plans_and_lengths() -> None:
+@pytest.mark.parametrize("queries", [1, 3, 4])
+def test_captured_graph_follows_later_plans_and_lengths(queries: int) -> None:
     """Captured with nothing grouped; then other groups in turn, while the tails grow, some of them from no token."""
-    case = Case((5, 64, 3), (1024, 320, 320), heads=16, alone=2)
+    case = Case((5, 64, 3), (1024, 320, 320), heads=16, alone=2, queries=queries)
     problem = Problem(case)
     grouped = problem.make()
     problem.plan(grouped, [])
@@ -203,7 +228,7 @@ def test_captured_graph_follows_later_plans_and_lengths() -> None:
         shared[list(group.rows)] = group.end
     longest = problem.seq_lens
     for missing, chosen in zip((160, 93, 64, 37, 0), ([0, 1, 2], [1], [], [2, 0], [0, 1, 2]), strict=True):
-        problem.seq_lens = torch.maximum(longest - missing, shared.to(DEVICE))
+        problem.seq_lens = torch.maximum(longest - missing, shared.to(DEVICE) + queries - 1)
         problem.plan(grouped, chosen)
         out.fill_(NAN)
         graph.replay()

@@ -17,11 +17,12 @@ from test_absorb_fp8 import LAYOUT, NAN, SOFTMAX_SCALE, Case, Problem, assert_cl
 from torch import Tensor
 
 from sglang_mla_ext.kernels.absorb import sm90_fp8_absorb, sm90_fp8_few_heads
+from sglang_mla_ext.kernels.absorb.items import ITEM_BEGIN
 from sglang_mla_ext.kernels.absorb.paged_fp8 import HopperAbsorbFP8, TritonAbsorbFP8
 from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity
 from sglang_mla_ext.kernels.absorb.sm90_parts import fp8_consumers, fp8_query, fp8_tiles, work_items
 from sglang_mla_ext.kernels.constants import LOG2E
-from sglang_mla_ext.kernels.dispatch import make_absorb_fp8, make_hopper_absorb_fp8
+from sglang_mla_ext.kernels.dispatch import absorb_fp8_bytes, make_absorb_fp8, make_hopper_absorb_fp8
 from sglang_mla_ext.kernels.storage.expanded import to_fp8
 
 # Weights that fall on the other side of a rounding step, because blocks come in another order.
@@ -59,15 +60,16 @@ class InTorch:
         self.seed = seed
         self.changes = {name: lambda *_, function=function: function for name, function in BYTES.items()} | faults
 
-    def hopper(self, *arguments: Any, **options: Any) -> None:
+    def hopper(self, *arguments: Any, causal: bool = True, **options: Any) -> None:
         modules = [*COMMON, fp8_consumers, sm90_fp8_absorb]
         capacity = arguments[5]
-        constants = dict(SLOTS=sm90_fp8_absorb.SLOTS, HEADS=capacity.query_heads, QUERIES=capacity.stacked)
+        queries = capacity.queries if causal else 1
+        constants = dict(SLOTS=sm90_fp8_absorb.SLOTS, HEADS=capacity.query_heads, QUERIES=queries)
         self._run(modules, "absorb_fp8_hopper_kernel", constants, *arguments, **options)
 
     def few(self, *arguments: Any, **options: Any) -> None:
         capacity = arguments[5]
-        constants = dict(N=capacity.tile_rows, HEADS=capacity.query_heads, QUERIES=capacity.stacked)
+        constants = dict(N=capacity.tile_rows, HEADS=capacity.query_heads, QUERIES=capacity.queries)
         self._run([*COMMON, sm90_fp8_few_heads], "absorb_fp8_few_heads_kernel", constants, *arguments, **options)
 
     def _run(
@@ -159,6 +161,10 @@ def many_head_cases() -> Any:
     yield Case((65, 128, 1), heads=128, queries=2, num_sms=4)
     yield Case((129, 1, 2, 0, 64, 400), heads=32, queries=2, num_sms=3)  # two query tokens in a tile
     yield Case((700, 65), heads=8, queries=3, num_sms=9)  # three, and keys are cut
+    for heads, queries in ((16, 4), (8, 7), (16, 5), (32, 3), (64, 2), (24, 3)):  # some in several tiles
+        yield Case((129, 1, 2, 66), heads=heads, queries=queries, num_sms=4)
+    yield Case((3, 7, 70, 130), heads=16, queries=8, num_sms=3)  # the last keys are in two blocks
+    yield Case((386,), heads=128, queries=3, num_sms=13)  # and in one item, where keys are cut
     yield Case(ODD_LENGTHS, heads=32, num_sms=3)
     for heads in (64, 128, 96, 24):
         yield Case(ODD_LENGTHS[::2] if heads < 100 else ODD_LENGTHS[1::3], heads=heads, num_sms=3)
@@ -207,6 +213,19 @@ def test_a_wrong_kernel_would_be_found_out(in_torch: Any, fault: str, heads: int
     assert_close(in_torch(problem), problem.expected(exact=False), BOUND)
     with pytest.raises(AssertionError):
         assert_close(in_torch(problem, faults=FAULTS[fault]), problem.expected(exact=False), BOUND)
+
+
+@pytest.mark.parametrize(("heads", "queries"), [(8, 2), (16, 5)])
+def test_a_wrong_mask_would_be_found_out(in_torch: Any, heads: int, queries: int) -> None:
+    """The fields that it depends on read another one, which is 0, or the blocks that it concerns are not known."""
+    problem = Problem(Case((130, 65), heads=heads, queries=queries, num_sms=2))
+    assert_close(in_torch(problem), problem.expected(exact=False), BOUND)
+    faults: dict[str, Any] = {"ITEM_LAST": lambda *_: ITEM_BEGIN.value}
+    if heads * queries > 64:
+        faults |= {"ITEM_FIRST_ROW": lambda *_: ITEM_BEGIN.value, "seen_by_all": lambda *_: lambda *_: 1 << 30}
+    for name, fault in faults.items():
+        with pytest.raises(AssertionError):
+            assert_close(in_torch(problem, faults={name: fault}), problem.expected(exact=False), BOUND)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -258,6 +277,11 @@ def test_an_empty_batch() -> None:
     absorb.run(q[..., :512], q[..., 512:], pool, table, lens, 1.0, out, lse)
 
 
-def test_the_workspace_is_bounded() -> None:
-    absorb = make_hopper_absorb_fp8(max_requests=1024, heads=128, device="cpu", num_sms=132)
+@pytest.mark.parametrize("queries", [1, 3, 8])
+def test_the_workspace_is_bounded_and_known_beforehand(queries: int) -> None:
+    sizes: dict[str, Any] = dict(max_requests=1024 // queries, heads=128, queries=queries, num_sms=132)
+    absorb = make_hopper_absorb_fp8(**sizes, device="cpu")
     assert absorb.workspace_bytes < 150 << 20
+    portable = TritonAbsorbFP8(**sizes, device="cpu")
+    most = absorb_fp8_bytes(**sizes, layout=LAYOUT)
+    assert most == max(absorb.workspace_bytes, portable.workspace_bytes)

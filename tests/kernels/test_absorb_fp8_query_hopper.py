@@ -152,9 +152,9 @@ def test_what_tma_cannot_read_is_copied() -> None:
 
 
 def test_a_strip_lies_within_a_query_token() -> None:
-    for heads, stacked, tile_rows, strip_rows in (
+    for heads, queries, tile_rows, strip_rows in (
         *((128, 1, 64, 64), (96, 1, 64, 32), (48, 1, 64, 16), (24, 1, 64, 8), (16, 1, 16, 16), (8, 1, 8, 8)),
         *((32, 2, 64, 32), (16, 4, 64, 16), (8, 3, 64, 8), (8, 2, 16, 8)),
     ):
-        capacity = AbsorbCapacity(4, heads * stacked, 132, tile_rows, stacked=stacked)
+        capacity = AbsorbCapacity(4, heads * queries, 132, tile_rows, queries)
         assert (capacity.query_heads, capacity.strip_rows) == (heads, strip_rows)

@@ -16,6 +16,7 @@ from test_absorb_schedule import ODD_LENGTHS, Case, Work
 from torch import Tensor
 
 from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb
+from sglang_mla_ext.kernels.absorb.items import ITEM_BEGIN
 from sglang_mla_ext.kernels.absorb.schedule import BLOCK_KEYS
 from sglang_mla_ext.kernels.absorb.sm90_parts import bf16_consumers, work_items
 from sglang_mla_ext.kernels.constants import LN2, LOG2E
@@ -32,7 +33,8 @@ class Problem:
 
     def __init__(self, case: Case, seed: int) -> None:
         self.case, self.work, generator = case, Work(case), torch.Generator().manual_seed(seed)
-        self.q = torch.randn(case.rows, case.heads, LATENT + ROPE, generator=generator).bfloat16().float()
+        tokens = case.rows * case.queries
+        self.q = torch.randn(tokens, case.heads, LATENT + ROPE, generator=generator).bfloat16().float()
         self.page_table = torch.randperm(self.work.pages, generator=generator)
         self.pages = torch.full((self.work.pages, BLOCK_KEYS, LATENT + ROPE), NAN)
         tails = [(row * self.work.width, length) for row, length in enumerate(case.tails)]
@@ -65,24 +67,26 @@ class Problem:
                 Pointer(out.view(-1)),
                 Pointer(lse2),
                 SCALE * LOG2E,
+                capacity.query_heads,
+                capacity.queries,
             )
         return out, lse2
 
     def check(self, out: Tensor, lse2: Tensor) -> None:
         """Every partial that an item names equals the reference, and nothing else was written."""
         array, written = self.work.array, torch.zeros(len(out), dtype=torch.bool)
-        for first, n_rows, begin, end, first_page, partial, *_ in self.work.items.tolist():
+        for first, n_rows, begin, end, first_page, partial, last, first_row in self.work.items.tolist():
             strip_rows = self.work.capacity.strip_rows
             strips = array[first : first + -(-n_rows // strip_rows)]
             query_rows = (strips[:, None] + torch.arange(strip_rows)).flatten()[:n_rows].long()
-            keys = self.keys[first_page][begin:end]
-            q = self.q.view(1, -1, LATENT + ROPE)[:, query_rows].double()
-            want, want_lse = reference.absorb(
-                q[..., :LATENT], q[..., LATENT:], keys[None].double(), torch.tensor([len(keys)]), SCALE
-            )
+            keys = self.keys[first_page][begin:end].double().expand(n_rows, -1, -1)
+            q = self.q.view(-1, 1, LATENT + ROPE)[query_rows].double()
+            token = (first_row + torch.arange(n_rows)) // self.case.heads
+            seen = (end - begin - last * (self.case.queries - 1 - token)).clamp(min=0)
+            want, want_lse = reference.absorb(q[..., :LATENT], q[..., LATENT:], keys, seen, SCALE)
             place = slice(partial, partial + n_rows)
-            assert reference.errors(out[place], want[0]).rel_l2 < 4e-3
-            assert reference.errors(lse2[place] * LN2, want_lse[0]).max_rel < 1e-5
+            assert reference.errors(out[place], want[:, 0]).rel_l2 < 4e-3
+            assert reference.errors(lse2[place] * LN2, want_lse[:, 0]).max_rel < 1e-5
             written[place] = True
         assert lse2[~written].isnan().all() and out[~written].isnan().all()
 
@@ -92,6 +96,10 @@ def kernel_cases() -> Any:
         yield Case(heads, ((9, 200), (2, 64)), ODD_LENGTHS if heads < 128 else ODD_LENGTHS[:11:2] * 2, programs=3)
     yield Case(96, ((2, 500),), (1, 130), programs=2)
     yield Case(16, (), (0, 0), programs=1)
+    for heads, queries in ((16, 4), (8, 7), (16, 5), (32, 3), (8, 2), (24, 3)):
+        yield Case(heads, ((3, 200), (2, 64)), ODD_LENGTHS, programs=4, queries=queries)
+    yield Case(16, (), (3, 66, 7, 70), programs=2, queries=8)  # the last keys of a tail are in two blocks
+    yield Case(32, (), (770, 1), programs=9, queries=4)  # and in one item, where keys are cut
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -109,13 +117,15 @@ def _changed(**changes: Any) -> Any:
 FAULTS = {
     "nobody waits": {"mbarrier": lambda program, b: _changed(wait=lambda barrier, parity: program.pause())(program, b)},
     "one reader of the weights is not counted": {"mbarrier": _changed(init=lambda barrier, count: barrier.init(1))},
+    "the block before the last has no mask": {"seen_by_all": lambda *_: lambda item_ptr, queries: 1 << 30},
+    "all tiles of a request have the same mask": {"ITEM_FIRST_ROW": lambda *_: ITEM_BEGIN.value},  # which is 0 here
     "values behind the last key stay": {"_clear_behind": lambda program, stand_in: lambda values, valid: None},
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_kernel_would_be_found_out(fault: str) -> None:
-    problem = Problem(Case(16, ((2, 500),), (130, 0), programs=1), seed=0)
+    problem = Problem(Case(16, ((2, 500),), (130, 0), programs=2, queries=5), seed=0)
     problem.check(*problem.run(0))
     with pytest.raises(AssertionError):
         problem.check(*problem.run(0, FAULTS[fault]))

@@ -23,7 +23,16 @@ with pytest.MonkeyPatch.context() as patch:
     patch.setenv("TRITON_INTERPRET", "1")
     from sglang_mla_ext.kernels.absorb.tail_schedule import MIN_BLOCKS, schedule_tails, schedule_tails_kernel
 assert isinstance(schedule_tails_kernel, interpreter.InterpretedFunction), "run tests/kernels alone"
-from sglang_mla_ext.kernels.absorb.items import ITEM_BEGIN, ITEM_END, ITEM_FIELDS, PROGRAM_RANGES  # noqa: E402
+from sglang_mla_ext.kernels.absorb.items import (  # noqa: E402
+    ITEM_BEGIN,
+    ITEM_END,
+    ITEM_FIELDS,
+    ITEM_FIRST_ROW,
+    ITEM_LAST,
+    ITEM_PAGE,
+    ITEM_STRIP,
+    PROGRAM_RANGES,
+)
 from sglang_mla_ext.kernels.absorb.schedule import (  # noqa: E402
     BLOCK_KEYS,
     ITEM_BLOCKS,
@@ -34,18 +43,20 @@ from sglang_mla_ext.kernels.absorb.schedule import (  # noqa: E402
 from sglang_mla_ext.kernels.absorb.stacking import TILE_ROWS  # noqa: E402
 
 KEY_RANGE = slice(int(ITEM_BEGIN), int(ITEM_END) + 1)
+MASK = [int(ITEM_FIRST_ROW), int(ITEM_LAST)]
 ODD_LENGTHS = (0, 1, 63, 64, 65, 127, 128, 129, 192, 193, 320, 599)
 
 
 @dataclass(frozen=True)
 class Case:
-    heads: int
+    heads: int  # of a query token
     segments: tuple[tuple[int, int], ...]  # rows and keys of each
     tails: tuple[int, ...]  # tokens, by row
     programs: int = 132
     spare_rows: int = 3  # that there is room for, beyond those of the step
     tile_rows: int = TILE_ROWS
     nested: bool = False  # each segment has rows of the one before
+    queries: int = 1  # query tokens of a row
 
     @property
     def rows(self) -> int:
@@ -53,7 +64,8 @@ class Case:
 
     def __str__(self) -> str:
         return (
-            f"h{self.heads}-segments{len(self.segments)}-rows{self.rows}-programs{self.programs}-tile{self.tile_rows}"
+            f"h{self.heads}x{self.queries}-segments{len(self.segments)}-rows{self.rows}-programs{self.programs}"
+            f"-tile{self.tile_rows}"
         )
 
 
@@ -71,6 +83,11 @@ def cases() -> Any:
     yield Case(16, ((128, 4759),), (100_000, *([1] * 127)))  # one long tail among short ones
     yield Case(32, ((2, 64),), (0, 3), programs=1)
     yield Case(16, ((20, 1000), (7, 65), (2, 300)), ODD_LENGTHS * 2, nested=True)
+    for heads, queries in ((16, 2), (16, 4), (8, 3), (24, 3), (16, 5), (32, 7), (128, 8)):
+        yield Case(heads, ((7, 1000), (3, 65), (1, 1)), ODD_LENGTHS * 2, queries=queries)
+    yield Case(8, (), ODD_LENGTHS * 2, tile_rows=16, queries=2)
+    yield Case(16, (), (5001, 3), queries=8)
+    yield Case(16, ((128, 4759),), (77,) * 128, queries=8)
 
 
 def items_of(work: Tensor, capacity: AbsorbCapacity) -> np.ndarray:
@@ -84,9 +101,10 @@ class Work:
     def __init__(self, case: Case) -> None:
         self.capacity = AbsorbCapacity(
             case.rows + case.spare_rows,
-            case.heads,
+            case.heads * case.queries,
             case.programs,
             case.tile_rows,
+            case.queries,
             segment_rows=sum(size for size, _ in case.segments) + 2 if case.nested else None,
             segment_partials=None if case.segments else 0,
         )
@@ -164,18 +182,19 @@ def test_every_key_of_every_query_row_is_in_one_item(case: Case) -> None:
     partials = []
     for keys, table in ((expected, work.segment_work.table), (tails, work.tail_table)):
         for row, parts in keys.items():
-            for head in range(case.heads):
+            for head in range(capacity.heads):
                 places = []
                 for first_page, length in parts:
-                    ranges = sorted(found.pop((row * case.heads + head, first_page)))
+                    ranges = sorted(found.pop((row * capacity.heads + head, first_page)))
                     assert [begin for begin, _, _ in ranges] + [length] == [0] + [end for _, end, _ in ranges]
                     places += [at for _, _, at in ranges]
                 own = table.of_row(row)
-                assert places == [partial * case.heads + head for partial in own]
+                assert places == [partial * capacity.heads + head for partial in own]
                 assert table.firsts[row].tolist()[: len(own)] == own[:FIRSTS]
                 partials += places
     assert not found, "items for rows that have no such keys"
-    assert len(set(partials)) == len(partials) and all(at < capacity.max_partial_rows * case.heads for at in partials)
+    assert len(set(partials)) == len(partials)
+    assert max(partials, default=-1) < capacity.max_partial_rows * capacity.heads
     alone = sorted(set(range(capacity.max_rows)) - set(expected))
     assert not work.segment_work.table.counts[alone].any()
 
@@ -219,28 +238,25 @@ def test_tails_end_together(tails: tuple[int, ...], heads: int, tile_rows: int, 
     assert max(load) <= most * sum(load) / 132
 
 
-@pytest.mark.parametrize(("heads", "tile_rows"), [(16, 16), (128, 64), (24, 64)])
-def test_query_tokens_of_a_request_see_one_key_after_the_other(heads: int, tile_rows: int) -> None:
-    """Three of them: they read the same pages, and the last one sees all keys."""
-    lens, width = (0, 1, 2, 64, 65, 66, 900), 15
-    capacity = AbsorbCapacity(3 * len(lens) + 6, heads, 9, tile_rows, queries=3, segment_partials=0)
-    work, table = torch.from_numpy(capacity.empty_work()), capacity.empty_tail_table().to("cpu")
-    page_table = torch.empty(len(lens), width, dtype=torch.int32)
-    schedule_tails(torch.tensor(lens, dtype=torch.int32), work, table, capacity, page_table)
-    found: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # of a query row
-    for first, n_rows, begin, end, first_page, *_ in items_of(work, capacity).tolist():
-        for at in range(n_rows):
-            strip, inside = divmod(at, capacity.strip_rows)
-            found[int(work[first + strip]) + inside].append((begin, end, first_page))
-    for row in range(3 * len(lens)):
-        length = max(0, lens[row // 3] - (2 - row % 3))
-        for head in range(heads):
-            ranges = sorted(found.pop(row * heads + head, []))
-            assert [begin for begin, _, _ in ranges] + [length] == [0] + [end for _, end, _ in ranges]
-            assert {page for *_, page in ranges} <= {row // 3 * width}
-    assert not found
-    with pytest.raises(ValueError, match="10 requests, 30 rows"):
-        schedule_tails(torch.zeros(10, dtype=torch.int32), work, table, capacity, torch.empty(10, width).int())
+@pytest.mark.parametrize("case", [case for case in cases() if case.queries > 1], ids=str)
+def test_what_only_the_last_query_tokens_see_is_known(case: Case) -> None:
+    """Which of its request's query rows an item has; and that one item of a tile has all keys that any of them does not
+    see. Segments have none."""
+    work = work_of(case)
+    capacity, array = work.capacity, work.array.numpy()
+    n_segments, items = len(work.segment_work.items), work.items
+    assert not items[:n_segments, MASK].any()
+    of_tails = items[n_segments:]
+    row, first = np.divmod(array[of_tails[:, ITEM_STRIP]], capacity.heads)
+    assert (of_tails[:, ITEM_FIRST_ROW] == first).all() and (of_tails[:, ITEM_PAGE] == row * work.width).all()
+    lengths = np.array(case.tails)[row]
+    assert (of_tails[:, ITEM_LAST] == (of_tails[:, ITEM_END] == lengths)).all()
+    last = of_tails[:, ITEM_LAST] == 1
+    assert (of_tails[last, ITEM_BEGIN] <= np.maximum(lengths[last] - case.queries, 0)).all()
+    tiles = -(-case.heads * case.queries // case.tile_rows)
+    assert last.sum() == tiles * np.count_nonzero(case.tails)
+    same_keys = of_tails[first == 0][:, KEY_RANGE].tolist() * tiles
+    assert sorted(of_tails[:, KEY_RANGE].tolist()) == sorted(same_keys), "tiles of a request read the same keys"
 
 
 def test_segments_are_cut_where_there_are_too_few_tiles() -> None:
@@ -269,6 +285,8 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="8 rows need as many partial rows; there is room for 7"):
         tight = AbsorbCapacity(8, 16, 4, segment_partials=7)
         build_segment_work([LatentSegment(many, 0, 64)], [0], tight)
+    with pytest.raises(ValueError, match="at most 64 query tokens"):
+        AbsorbCapacity(8, 16 * 65, 20, queries=65)
     with pytest.raises(ValueError, match="2 programs"):
         AbsorbCapacity(8, 128, 1)
     with pytest.raises(ValueError, match="multiple of 8"):

@@ -131,14 +131,14 @@ def compile_hopper(tile, dtype):
     # Consumers and the producer's warp, which the compiler rounds up to four.
     return found | dict(num_warps=4 * (tile.block_rows // 64) + 4, ctas_per_sm=tile.ctas_per_sm)
 
-def compile_absorb(strip_rows):
+def compile_absorb(strip_rows, heads, queries=1):
     found = compile_for_hopper(
         absorb_hopper.absorb_hopper_kernel,
         results
         | dict(partial_out_ptr="*bf16", page_table_ptr="*i32", scale_log2e="fp32")
         | dict(q_desc=describe("bf16", strip_rows, 64), q_rope_desc=describe("bf16", strip_rows, 64))
         | dict(content_desc=describe("bf16", 64, 128), rope_desc=describe("bf16", 64, 64)),
-        {},
+        dict(HEADS=heads, QUERIES=queries),
         num_warps=4,
     )
     # Three warp groups that compute, and the two warps that copy, which the compiler rounds up to four.
@@ -160,7 +160,7 @@ def compile_absorb_fp8(kernel, strip_rows, constants):
     return found | dict(num_warps=roles, ctas_per_sm=1)
 
 def compile_absorb_fp8_many(heads, queries=1):
-    capacity = absorb_schedule.AbsorbCapacity(1024, heads * queries, 132, stacked=queries)
+    capacity = absorb_schedule.AbsorbCapacity(1024 // queries, heads * queries, 132, queries=queries)
     constants = dict(SLOTS=absorb_fp8_hopper.SLOTS, HEADS=heads, QUERIES=queries)
     return compile_absorb_fp8(absorb_fp8_hopper.absorb_fp8_hopper_kernel, capacity.strip_rows, constants)
 
@@ -210,25 +210,31 @@ merges = dict(
     merge_latent_fp32=compile_merge(rank, "fp32"),  # and by Triton's
 )
 
-capacity = absorb_schedule.AbsorbCapacity(max_rows=1024, heads=16, programs=132)
-absorb = {f"absorb{strip_rows}": compile_absorb(strip_rows) for strip_rows in (64, 32, 16, 8)} | {
+def compile_schedule(heads, queries, max_rows):
+    capacity = absorb_schedule.AbsorbCapacity(max_rows // queries, heads * queries, 132, queries=queries)
+    return compile_for_hopper(
+        tail_schedule.schedule_tails_kernel,
+        dict(lens_ptr="*i32", work_ptr="*i32", table_ptr="*i32", rows="i32", table_row="i32"),
+        dict(HEADS=capacity.heads, STRIP=capacity.strip_rows, PROGRAMS=132, MAX_ROWS=capacity.max_rows,
+             FIRST_PARTIAL=capacity.max_segment_partials,
+             FIRST_STRIP=capacity.tail_strips, FIRST_ITEM=capacity.first_item,
+             MIN_BLOCKS=tail_schedule.MIN_BLOCKS, ITEM_BLOCKS=absorb_schedule.ITEM_BLOCKS,
+             BLOCK_KEYS=absorb_schedule.BLOCK_KEYS, TILE_ROWS=absorb_schedule.TILE_ROWS,
+             LANES=tail_schedule.lanes(capacity.max_rows), LOG2_PARTS=8, FIRSTS=merge.FIRSTS),
+        num_warps=4,
+    )
+
+absorb = {f"absorb{heads}x{queries}": compile_absorb(min(heads, 64), heads, queries)
+          for heads, queries in ((64, 1), (32, 1), (16, 1), (8, 1), (16, 4), (8, 4), (32, 4))} | {
     f"absorb_fp8_few_{heads}x{queries}": compile_absorb_fp8_few(heads, queries)
     for heads, queries in ((8, 1), (16, 1), (8, 2))
 } | {
     f"absorb_fp8_{heads}x{queries}": compile_absorb_fp8_many(heads, queries)
-    for heads, queries in ((128, 1), (96, 1), (24, 1), (32, 2))
-} | dict(
-    schedule_tails=compile_for_hopper(
-        tail_schedule.schedule_tails_kernel,
-        dict(lens_ptr="*i32", work_ptr="*i32", table_ptr="*i32", rows="i32", table_row="i32"),
-        dict(HEADS=16, STRIP=16, PROGRAMS=132, MAX_ROWS=1024, FIRST_PARTIAL=capacity.max_segment_partials,
-             FIRST_STRIP=capacity.tail_strips, FIRST_ITEM=capacity.first_item,
-             MIN_BLOCKS=tail_schedule.MIN_BLOCKS, ITEM_BLOCKS=absorb_schedule.ITEM_BLOCKS,
-             BLOCK_KEYS=absorb_schedule.BLOCK_KEYS, TILE_ROWS=absorb_schedule.TILE_ROWS, QUERIES=1,
-             LANES=1024, LOG2_PARTS=8, FIRSTS=merge.FIRSTS),
-        num_warps=4,
-    ),
-)
+    for heads, queries in ((128, 1), (96, 1), (24, 1), (32, 2), (16, 4), (128, 4))
+} | {
+    f"schedule_tails{heads}x{queries}": compile_schedule(heads, queries, 1024)
+    for heads, queries in ((16, 1), (16, 4), (128, 8))
+}
 blocks = dict(R=rank, DR=dr, BLOCK_R=rank, BLOCK_DR=dr)
 pool = dict(content_ptr="*fp8e4nv", scale_ptr="*fp32")
 limits = dict(FP8_LIMIT=FP8_MAX, FLOOR=SCALE_FLOOR, LIMIT=SCALE_LIMIT)
@@ -333,8 +339,9 @@ def _compile(directory: Path) -> dict:
 
 NAIVE = [f"{name}{rows}_{dtype}" for name in ("naive", "hopper") for rows in (64, 128) for dtype in ("bf16", "fp8e4nv")]
 ABSORB_FP8_FEW = [f"absorb_fp8_few_{heads_and_queries}" for heads_and_queries in ("8x1", "16x1", "8x2")]
-ABSORB_FP8 = [f"absorb_fp8_{heads_and_queries}" for heads_and_queries in ("128x1", "96x1", "24x1", "32x2")]
-ABSORB = ["absorb64", "absorb32", "absorb16", "absorb8"]
+ABSORB_FP8 = [f"absorb_fp8_{size}" for size in ("128x1", "96x1", "24x1", "32x2", "16x4", "128x4")]
+ABSORB = [f"absorb{size}" for size in ("64x1", "32x1", "16x1", "8x1", "16x4", "8x4", "32x4")]
+SCHEDULES = [f"schedule_tails{size}" for size in ("16x1", "16x4", "128x8")]
 PRODUCTS = [*NAIVE, *ABSORB, *ABSORB_FP8, *ABSORB_FP8_FEW, "expand_bf16", "expand_fp8"]
 MERGES = ["merge", "merge_large", "merge_latent_large", "merge_lse"]
 MERGES += ["merge_latent", "merge_latent_more", "merge_latent_in_place", "merge_latent_fp32"]
@@ -348,12 +355,14 @@ def test_products_use_the_matrix_unit_and_the_copy_engine(compiled: dict, kernel
     assert not compiled[kernel]["serialized"]
 
 
-@pytest.mark.parametrize("kernel", [*PRODUCTS, *LATENT_ROWS, *MERGES, "schedule_tails"])
+@pytest.mark.parametrize("kernel", [*PRODUCTS, *LATENT_ROWS, *MERGES, *SCHEDULES])
 def test_no_register_is_spilled(compiled: dict, kernel: str) -> None:
     # With 128 keys in BF16 a consumer needs all its registers: a dozen numbers of a work item wait in local memory.
     # So do the absorb kernels, where queries (BF16) or the output (FP8) take most of the registers.
     few = kernel in ("hopper64_bf16", "hopper128_bf16", *ABSORB, *ABSORB_FP8)
-    bound = 320 if kernel in ("absorb8", "absorb_fp8_32x2") else 256 if few else 0
+    # With several query tokens FP8 has the blocks that not all of them see in a loop of their own, where it is more.
+    bound = 340 if kernel.endswith(("x2", "x4")) or kernel == "absorb8x1" else 256
+    bound = bound if few else 0
     assert compiled[kernel]["spill_bytes"] <= bound, compiled
 
 

@@ -8,6 +8,7 @@ the schedule of the tails and the merge run in Triton's interpreter. Float32; wh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,20 +56,22 @@ def run_absorb_kernel(
     """What sm90_bf16_absorb.run does: every item of the list, one after the other."""
     assert q.is_contiguous() and page_table.is_contiguous() and work.shape == (capacity.size,)
     assert latent_pages.shape[1:] == (PAGE, 1, RANK + ROPE)
-    assert partial_out.shape == (capacity.max_partial_rows, q.shape[1], RANK) and q.shape[1] == capacity.heads
+    assert partial_out.shape == (capacity.max_partial_rows, capacity.heads, RANK)
+    assert q.shape[1] * capacity.queries == capacity.heads
     out, lse2 = partial_out.view(-1, RANK), partial_lse2.view(-1)
     out.fill_(NAN)  # no layer may use what the one before left
     lse2.fill_(NAN)
     fields = ITEM_FIELDS.value
     items = work[capacity.first_item :][: fields * int(work[0])].view(-1, fields)
-    for strips, n_rows, begin, end, first_page, partial, *_ in items.tolist():
+    for strips, n_rows, begin, end, first_page, partial, last, first_row in items.tolist():
         runs = work[strips : strips + -(-n_rows // capacity.strip_rows)]
         rows = (runs[:, None] + torch.arange(capacity.strip_rows)).flatten()[:n_rows].long()
         pages = page_table.flatten()[first_page:][begin // PAGE : -(-end // PAGE)].long()
-        keys = latent_pages[pages].flatten(0, 2)[None]
-        queries = q.view(1, -1, RANK + ROPE)[:, rows].split([RANK, ROPE], dim=-1)
-        one, one_lse = reference.absorb(*queries, keys, torch.tensor([end - begin]), softmax_scale)
-        out[partial : partial + n_rows], lse2[partial : partial + n_rows] = one[0], one_lse[0] / LN2
+        keys = latent_pages[pages].flatten(0, 2).expand(n_rows, -1, -1)
+        queries = q.view(-1, 1, RANK + ROPE)[rows].split([RANK, ROPE], dim=-1)
+        unseen = last * (capacity.queries - 1 - (first_row + torch.arange(n_rows)) // q.shape[1])
+        one, one_lse = reference.absorb(*queries, keys, (end - begin - unseen).clamp(min=0), softmax_scale)
+        out[partial : partial + n_rows], lse2[partial : partial + n_rows] = one[:, 0], one_lse[:, 0] / LN2
 
 
 @pytest.fixture(autouse=True)
@@ -79,13 +82,13 @@ def kernel_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 class Problem:
     """A paged latent cache, and requests that begin with the same pages where they share segments."""
 
-    def __init__(self, heads: int, segments: Segments, rows: int) -> None:
+    def __init__(self, heads: int, segments: Segments, rows: int, queries: int = 1) -> None:
         """
         Args:
-            segments: rows, first and last token of each, parents before their children: a child's rows hold its parent.
-            rows: of the step.
+            segments: requests, first and last token of each, parents before their children, whose requests hold them.
+            rows: requests of the step; queries: query tokens of each.
         """
-        self.generator = torch.Generator().manual_seed(rows + heads)
+        self.generator, self.queries = torch.Generator().manual_seed(rows + heads), queries
         self.segments = [LatentSegment(*segment) for segment in segments]
         paths: dict[int, list[int]] = {row: [] for row in range(rows)}  # pages of each row's segments
         # Requests stand anywhere in the table of slots. Page 0 belongs to none of them.
@@ -98,6 +101,9 @@ class Problem:
         self.tail_starts = torch.zeros(MAX_ROWS, dtype=torch.int32)
         self.tail_starts[:rows] = torch.tensor([len(paths[row]) * PAGE for row in range(rows)])
         tails = torch.randint(0, 150, (rows,), generator=self.generator)
+        if queries > 1:  # tails that not all query tokens see, and such that end with a page somewhere among them
+            short = [0, 1, queries - 1, queries, *(PAGE + more for more in range(queries)), 2 * PAGE][:rows]
+            tails[: len(short)] = torch.tensor(short)
         self.seq_lens = tails + self.tail_starts[:rows]
         self.pool_indices = torch.randperm(MAX_ROWS + 5, generator=self.generator)[:rows]
         self.req_to_token = torch.full((MAX_ROWS + 5, MAX_TOKENS), -1, dtype=torch.int32)
@@ -107,7 +113,12 @@ class Problem:
             slots = (torch.tensor(pages, dtype=torch.long)[:, None] * PAGE + torch.arange(PAGE)).flatten()[:length]
             self.req_to_token[self.pool_indices[row], :length] = slots.int()
             self.cache.view(-1, RANK + ROPE)[slots] = self.randn(length, RANK + ROPE)
-        self.q = self.randn(rows, heads, RANK + ROPE)
+        self.q = self.randn(rows * queries, heads, RANK + ROPE)
+        self.segments = [replace(segment, rows=self.rows_of(segment.rows)) for segment in self.segments]
+
+    def rows_of(self, requests: Sequence[int]) -> tuple[int, ...]:
+        """Of so many requests, all rows."""
+        return tuple(request * self.queries + token for request in requests for token in range(self.queries))
 
     def randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator)
@@ -115,8 +126,10 @@ class Problem:
     def expected(self) -> Result:
         longest = int(self.seq_lens.max())
         slots = self.req_to_token[self.pool_indices, :longest].long()
-        keys = self.cache.view(-1, RANK + ROPE).double()[slots]
-        return reference.absorb(self.q[..., :RANK], self.q[..., RANK:], keys, self.seq_lens, SCALE)
+        keys = self.cache.view(-1, RANK + ROPE).double()[slots].repeat_interleave(self.queries, 0)
+        unseen = torch.arange(self.queries).flip(0)
+        seen = (self.seq_lens[:, None] - unseen).maximum(self.tail_starts[: len(slots), None])  # the last ones of tails
+        return reference.absorb(self.q[..., :RANK], self.q[..., RANK:], keys, seen.flatten(), SCALE)
 
     def run(self, grouped: Any) -> Result:
         grouped.begin_step(self.req_to_token, self.pool_indices, self.seq_lens, self.tail_starts)
@@ -169,6 +182,46 @@ def test_every_row_attends_to_its_prefix_and_its_tail(heads: int) -> None:
     assert_equal(problem.run(grouped), problem.expected())
 
 
+@pytest.mark.parametrize(
+    ("heads", "queries", "programs"),
+    [
+        *((8, 2, 9), (8, 7, 9), (8, 8, 40), (16, 2, 40), (16, 3, 9), (16, 4, 40), (16, 5, 40)),
+        *((32, 6, 9), (32, 7, 40), (64, 3, 9)),
+    ],
+)
+def test_query_tokens_of_a_request(heads: int, queries: int, programs: int) -> None:
+    """Over segments they are rows like others; over the tail they see one key after the other. Requests and query
+    tokens that do not fill their last tile, and rows that see no key at all."""
+    segments = [((7, 3, 2, 6), 0, 128), ((2, 3), 128, 192), ((5, 8), 0, 64)]
+    problem = Problem(heads, segments, 9, queries)
+    sizes = dict(max_rows=12 * queries + 1, max_segment_rows=11 * queries)
+    grouped = make(heads, queries=queries, programs=programs, **sizes)
+    assert grouped.max_rows == 12 * queries
+    grouped.plan(problem.segments, 9 * queries)
+    for _ in range(2):
+        actual, expected = problem.run(grouped), problem.expected()
+        assert_equal(actual, expected)
+        assert torch.equal(actual[1].isneginf(), expected[1].isneginf())
+        problem.seq_lens = (problem.seq_lens - 3).clamp(min=problem.tail_starts[:9])
+    assert expected[1].isneginf().any()
+    grouped.plan([], 9 * queries)
+    problem.tail_starts.zero_()
+    assert_equal(problem.run(grouped), problem.expected())
+
+
+def test_few_query_tokens_of_long_tails_are_cut() -> None:
+    """Two requests of three tiles each on twelve programs: their query tokens see different ends of a piece."""
+    problem = Problem(16, [], rows=2, queries=9)
+    problem.seq_lens = torch.tensor([550, 515])  # the last keys are in two blocks
+    slots = (torch.randperm(18)[:, None] * PAGE + torch.arange(PAGE)).view(2, -1).int()
+    problem.req_to_token[problem.pool_indices, : slots.shape[1]] = slots
+    problem.cache = problem.randn(18, PAGE, 1, RANK + ROPE)
+    grouped = make(16, queries=9, programs=12)
+    grouped.plan([], 18)
+    assert_equal(problem.run(grouped), problem.expected())
+    assert grouped._tail_partials.counts[:2].tolist() == [2, 2]
+
+
 @pytest.mark.parametrize("programs", [3, 30], ids=["whole", "cut"])
 def test_a_row_may_be_in_several_segments(programs: int) -> None:
     """Segments of a tree start behind their parents; the leader's pages are read from there on."""
@@ -208,20 +261,22 @@ def tensors_of(grouped: Any) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
-def test_memory_is_static_and_known_beforehand() -> None:
+@pytest.mark.parametrize("queries", [1, 4])
+def test_memory_is_static_and_known_beforehand(queries: int) -> None:
     """What a captured graph would read stays where it is."""
-    grouped = make(16)
+    limits: dict[str, Any] = dict(max_rows=MAX_ROWS * queries, max_tokens=MAX_TOKENS, queries=queries)
+    grouped = make(16, **limits)
     before = {name: value.data_ptr() for name, value in tensors_of(grouped).items()}
     for segments, rows in (([((0, 1), 0, 128)], 2), (odd_segments(), 30)):
-        problem = Problem(16, segments, rows)
-        grouped.plan(problem.segments, rows)
+        problem = Problem(16, segments, rows, queries)
+        grouped.plan(problem.segments, rows * queries)
         problem.run(grouped)
     assert before == {name: value.data_ptr() for name, value in tensors_of(grouped).items()}
     sizes = {value.data_ptr(): value.nbytes for value in tensors_of(grouped).values()}
     assert grouped.workspace_bytes == sum(sizes.values())
-    dims = dict(kv_lora_rank=RANK, qk_rope_head_dim=ROPE, dtype=torch.float32, programs=PROGRAMS)
-    limits = dict(heads=16, max_rows=MAX_ROWS, max_tokens=MAX_TOKENS)
-    assert HopperGroupedAbsorb.workspace_bytes_for(**limits, **dims) == grouped.workspace_bytes
+    limits |= dict(heads=16, kv_lora_rank=RANK, qk_rope_head_dim=ROPE, dtype=torch.float32, programs=PROGRAMS)
+    assert HopperGroupedAbsorb.workspace_bytes_for(**limits) == grouped.workspace_bytes
+    assert dispatch.grouped_absorb_bytes(fp8=False, **limits) == grouped.workspace_bytes
 
 
 def test_partials_and_page_tables_may_be_lost_between_two_steps() -> None:
@@ -329,6 +384,16 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             grouped.plan([LatentSegment(*segment) for segment in segments], rows)
+    three = make(16, queries=3)
+    for segments, rows, message in (
+        ([((0, 1, 2, 6, 7), 0, 64)], 12, "all 3 rows of each of its requests"),
+        ([((1, 2, 3), 0, 64)], 12, "all 3 rows of each of its requests"),
+        ([((0, 2, 1), 0, 64)], 12, "all 3 rows of each of its requests"),
+        ([], 11, "11 rows are not those of whole requests"),
+        ([], 42, "42 rows; there is room for 39"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            three.plan([LatentSegment(*segment) for segment in segments], rows)
     grouped.plan([], 8)
     with pytest.raises(ValueError, match="planned for 8 rows of 16 heads"):
         q = torch.zeros(4, 16, RANK + ROPE)

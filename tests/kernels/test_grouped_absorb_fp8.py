@@ -8,7 +8,9 @@ launches and entries of the page table that were not written are NaN or point no
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,14 +50,22 @@ class Problem:
     """An FP8 cache in pages, and requests of which some begin with the same pages; seeded."""
 
     def __init__(
-        self, heads: int, groups: Sequence[tuple[int, int]], tails: Sequence[int], seed: int = 0, deeper: int = 0
+        self,
+        heads: int,
+        groups: Sequence[tuple[int, int]],
+        tails: Sequence[int],
+        seed: int = 0,
+        deeper: int = 0,
+        queries: int = 1,
     ) -> None:
         """
         Args:
-            groups: rows and tokens of the prefix of each; whose rows those are is drawn.
-            tails: tokens of each row of the step.
-            deeper: so many rows of the first group also share a second segment of two pages behind its prefix.
+            groups: requests and tokens of the prefix of each; whose requests those are is drawn.
+            tails: tokens of each request of the step.
+            deeper: so many requests of the first group also share a second segment of two pages behind its prefix.
+            queries: query tokens of each request.
         """
+        self.queries = queries
         generator = torch.Generator().manual_seed(seed + len(tails))
         rows, order = len(tails), torch.randperm(len(tails), generator=generator).tolist()
         self.segments: list[LatentSegment] = []
@@ -81,7 +91,13 @@ class Problem:
             slots = torch.cat([shared.get(row, torch.zeros(0, dtype=torch.long)), self._write(tail, generator)])
             self.req_to_token[self.pool_indices[row], : len(slots)] = slots.int()
         self.seq_lens = torch.tensor(tails, dtype=torch.long) + self.tail_starts[:rows]
-        self.q = torch.randn(rows, heads, RANK + ROPE, generator=generator).bfloat16().float()  # what the kernels read
+        self.segments = [replace(segment, rows=self.rows_of(segment.rows)) for segment in self.segments]
+        q = torch.randn(rows * queries, heads, RANK + ROPE, generator=generator)
+        self.q = q.bfloat16().float()  # what the kernels read
+
+    def rows_of(self, requests: Sequence[int]) -> tuple[int, ...]:
+        """Of so many requests, all rows."""
+        return tuple(request * self.queries + token for request in requests for token in range(self.queries))
 
     def _write(self, tokens: int, generator: torch.Generator) -> torch.Tensor:
         """Give so many tokens pages and rows; their slots."""
@@ -111,8 +127,11 @@ class Problem:
     def expected(self, exact: bool) -> Result:
         """Attention to the rows as they are read back, in float64; or where not exact, in FP8's steps."""
         parts = []
-        for row, length in enumerate(self.seq_lens.tolist()):
-            rows = self.pool[self.req_to_token[self.pool_indices[row], :length].long()]
+        for row in range(len(self.q)):
+            request, token = divmod(row, self.queries)
+            start, end = int(self.tail_starts[request]), int(self.seq_lens[request])
+            length = max(start, end - (self.queries - 1 - token))
+            rows = self.pool[self.req_to_token[self.pool_indices[request], :length].long()]
             q = self.q[row : row + 1]
             if exact:
                 parts.append(self._attend(q, rows))
@@ -143,10 +162,11 @@ def parts_of(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return q[..., :RANK], q[..., RANK:]
 
 
-def make(heads: int, programs: int = 4) -> HopperGroupedAbsorbFP8:
+def make(heads: int, programs: int = 4, queries: int = 1) -> HopperGroupedAbsorbFP8:
     grouped = dispatch.make_hopper_grouped_absorb_fp8(
         heads=heads,
-        max_rows=MAX_ROWS,
+        queries=queries,
+        max_rows=MAX_ROWS * queries,
         max_tokens=MAX_TOKENS,
         kv_lora_rank=RANK,
         qk_rope_head_dim=ROPE,
@@ -173,6 +193,22 @@ def test_every_row_attends_to_its_prefix_and_its_tail(heads: int, groups: Any, p
     grouped.plan(problem.segments, rows)
     problem.check(problem.run(grouped))
     assert (int(grouped._segment_partials.counts.max()) > 2) == (programs > 1), "splits of the segments"
+
+
+@pytest.mark.parametrize(
+    ("heads", "queries", "programs"), [(8, 2, 1), (8, 3, 7), (16, 2, 7), (16, 4, 3), (16, 5, 3), (32, 3, 7)]
+)
+def test_query_tokens_of_a_request(heads: int, queries: int, programs: int) -> None:
+    """Rows like others over segments; over the tail they see one key after the other, some of them none."""
+    tails = (*ODD_TAILS, 1, 64 + queries - 1, queries)
+    problem = Problem(heads, ((3, 128), (2, 64)), tails, deeper=2, queries=queries)
+    grouped = make(heads, programs, queries)
+    grouped.plan(problem.segments, len(tails) * queries)
+    out, lse = problem.run(grouped)
+    problem.check((out, lse))
+    without = torch.arange(queries).flip(0) >= problem.seq_lens[:, None]  # [requests, query tokens]
+    assert without.any() and torch.equal(lse.isneginf().all(dim=1), without.flatten())
+    assert torch.equal((out == 0).all(dim=2).all(dim=1), without.flatten())
 
 
 @pytest.mark.parametrize(
@@ -221,12 +257,16 @@ def test_later_steps_follow_plans_rows_and_lengths() -> None:
 @pytest.mark.parametrize("heads", [8, 16, 32])
 def test_partials_of_both_lists_have_room_in_the_same_tensors(heads: int) -> None:
     """As many of either as there can ever be."""
-    for programs in (1, 132):
-        grouped = make(heads, programs)
+    for programs, queries in itertools.product((8, 132), (1, 3, 8)):
+        grouped = make(heads, programs, queries)
         segments, tails = grouped._capacity, grouped._tail_capacity
         assert tails.max_segment_partials == segments.max_segment_partials
         assert len(grouped._partial_out) == segments.max_partial_rows == tails.max_partial_rows
-        assert tails.max_tail_partials == segments.max_tail_partials == MAX_ROWS + 2 * programs
+        tiles = -(-heads * queries // 64)
+        assert tails.max_tail_partials == segments.max_tail_partials == MAX_ROWS + -(-2 * programs // tiles)
+        sizes = dict(max_rows=MAX_ROWS * queries, max_tokens=MAX_TOKENS, programs=programs, dtype=torch.float32)
+        dims = dict(heads=heads, queries=queries, kv_lora_rank=RANK, qk_rope_head_dim=ROPE)
+        assert dispatch.grouped_absorb_bytes(fp8=True, **sizes, **dims) == grouped.workspace_bytes
 
 
 def test_a_query_that_was_not_planned_is_refused() -> None:

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from ..items import ITEM_END, ITEM_PARTIAL, ITEM_ROWS
-from .work_items import BLOCK, LATENT, NO_SCORE, ROWS, blocks_of, count_items, item_at
+from .work_items import BLOCK, LATENT, NO_SCORE, ROWS, blocks_of, count_items, item_at, seen_by_all, unseen_keys
 
 PART = gl.constexpr(128)  # columns of a quarter
 ROPE_STAGES = gl.constexpr(2)
@@ -104,7 +104,35 @@ def _take_query(shared, used, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def score(shared, partial_lse2_ptr, work_ptr, scale_log2e):
+def _hide_unseen(scores, item_ptr, first_key, LAYOUT: gl.constexpr, HEADS: gl.constexpr, QUERIES: gl.constexpr):
+    """Scores of the keys from `first_key` on, -inf where a row does not see the key: then it has no weight either where
+    its row has seen none yet."""
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    keys = first_key + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
+    end = gl.load(item_ptr + ITEM_END) - unseen_keys(item_ptr, rows, HEADS, QUERIES)  # [ROWS]
+    return gl.where(keys[None, :] < end[:, None], scores, float("-inf"))
+
+
+@gluon.jit
+def _next_scores(q0, q1, q2, shared, used, taken, scores, row_max2, row_sum, scale_log2e, zeros):
+    """Pass on the weights of block number `taken`, of these scores, while those of the next one are under way: new
+    scores, maximum and sum."""
+    weights, row_max2, row_sum, rescale = _softmax_step(scores, row_max2, row_sum, scale_log2e)
+    started = _start_scores(q0, q1, q2, shared, used, taken + 1, zeros)
+    mbarrier.wait(shared.weights_empty, (taken & 1) ^ 1)
+    shared.weights_s.store(weights)
+    shared.rescale_s.store(rescale)
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(shared.weights_full.index(0))
+    scores = warpgroup_mma_wait(0, deps=[started])
+    mbarrier.arrive(shared.weights_full.index(1))
+    mbarrier.arrive(shared.rope_empty.index((taken + 1) % ROPE_STAGES))
+    return scores, row_max2, row_sum
+
+
+@gluon.jit
+def score(shared, partial_lse2_ptr, work_ptr, scale_log2e, HEADS: gl.constexpr, QUERIES: gl.constexpr):
     """Scores and softmax of all items: passes weights and factors on to `sum_values`, and writes the lse2."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
@@ -127,30 +155,38 @@ def score(shared, partial_lse2_ptr, work_ptr, scale_log2e):
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(shared.rope_empty.index(taken % ROPE_STAGES))
         used += 4
-        key = last * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
-        scores = gl.where((key < gl.load(item_ptr + ITEM_END))[None, :], scores, NO_SCORE)
+        if QUERIES > 1:
+            scores = _hide_unseen(scores, item_ptr, last * BLOCK, SCORES, HEADS, QUERIES)
+        else:
+            key = last * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
+            scores = gl.where((key < gl.load(item_ptr + ITEM_END))[None, :], scores, NO_SCORE)
         row_max2 = gl.full([ROWS], NO_SCORE, gl.float32, BY_ROW)
         row_sum = gl.zeros([ROWS], gl.float32, BY_ROW)
+        if QUERIES > 1:  # noqa: SIM102 - known when it is compiled
+            # What only some rows see may begin a block earlier. Not in the loop, which has no registers for it.
+            if (n_blocks > 1) & (seen_by_all(item_ptr, QUERIES) < last * BLOCK):
+                scores, row_max2, row_sum = _next_scores(
+                    q0, q1, q2, shared, used, taken, scores, row_max2, row_sum, scale_log2e, zeros
+                )  # fmt: skip
+                scores = _hide_unseen(scores, item_ptr, (last - 1) * BLOCK, SCORES, HEADS, QUERIES)
+                taken += 1
+                used += 4
+                n_blocks -= 1
         for _ in range(1, n_blocks):
-            weights, row_max2, row_sum, rescale = _softmax_step(scores, row_max2, row_sum, scale_log2e)
-            started = _start_scores(q0, q1, q2, shared, used, taken + 1, zeros)
-            mbarrier.wait(shared.weights_empty, (taken & 1) ^ 1)
-            shared.weights_s.store(weights)
-            shared.rescale_s.store(rescale)
-            fence_async_shared()
-            gl.thread_barrier()
-            mbarrier.arrive(shared.weights_full.index(0))
-            scores = warpgroup_mma_wait(0, deps=[started])
-            mbarrier.arrive(shared.weights_full.index(1))
+            scores, row_max2, row_sum = _next_scores(
+                q0, q1, q2, shared, used, taken, scores, row_max2, row_sum, scale_log2e, zeros
+            )  # fmt: skip
             taken += 1
-            mbarrier.arrive(shared.rope_empty.index(taken % ROPE_STAGES))
             used += 4
         mbarrier.arrive(shared.q_empty)
         weights, row_max2, row_sum, rescale = _softmax_step(scores, row_max2, row_sum, scale_log2e)
         mbarrier.wait(shared.weights_empty, (taken & 1) ^ 1)
         shared.weights_s.store(weights)
         shared.rescale_s.store(rescale)
-        shared.norm_s.store(1.0 / row_sum)
+        norm = 1.0 / row_sum
+        if QUERIES > 1:
+            norm = gl.where(row_sum == 0.0, 0.0, norm)  # it has seen no key, and its lse2 is -inf
+        shared.norm_s.store(norm)
         fence_async_shared()
         gl.thread_barrier()
         mbarrier.arrive(shared.weights_full.index(0))

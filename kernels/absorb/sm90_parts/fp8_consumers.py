@@ -30,11 +30,10 @@ from .fp8_tiles import (
     log2_of_power,
     next_slot,
     scales_of_keys,
-    unseen_keys,
     values_tile,
     write_out,
 )
-from .work_items import BLOCK, LATENT, NO_SCORE, ROWS, blocks_of, count_items, item_at
+from .work_items import BLOCK, LATENT, NO_SCORE, ROWS, blocks_of, count_items, item_at, seen_by_all, unseen_keys
 
 STAGES = gl.constexpr(2)  # of weights
 NORM_STAGES = gl.constexpr(4)  # items; no barrier: weights are never written more than two blocks ahead
@@ -78,12 +77,12 @@ def _key_scales(scale_s, slot, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _raise_level(scores, row_scale, key_scale, keys, limit, ceiling, level, QUERIES: gl.constexpr):
+def _raise_level(scores, row_scale, key_scale, keys, limit, ceiling, level, MASKED: gl.constexpr):
     """Scores as logarithms of weights, the running maximum `ceiling`, the `level` that weights are counted in, and the
-    factor for what was summed before; see sm90_fp8_absorb.py. With several query tokens a row sees the block's first
-    `limit [ROWS]` keys."""
+    factor for what was summed before; see sm90_fp8_absorb.py. If MASKED, a row sees the block's first `limit [ROWS]`
+    keys."""
     t = scores * key_scale[None, :] * row_scale[:, None] + log2_of_power(key_scale)[None, :]
-    if QUERIES > 1:
+    if MASKED:
         t = gl.where(keys[None, :] < limit[:, None], t, float("-inf"))
     own = gl.max(t, 1)
     new_ceiling = gl.maximum(ceiling, own)
@@ -145,7 +144,31 @@ def _start_content_scores(q_content_s, panels_s, slot, rope_scores):
 
 
 @gluon.jit
-def compute_scores(ring, shared, partial_lse2_ptr, work_ptr, scale_log2e, QUERIES: gl.constexpr):
+def _next_scores(
+    ring, shared, panels_s, slot, phase, taken, scores, row_scale, key_scale, keys, limit, ceiling, level, row_sum,
+    zeros, LAYOUT: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Pass on the weights of block number `taken`, of these scores, while those of the block in `slot` are under way:
+    its scores and scales of keys, and the running maximum, level and sum."""
+    mbarrier.wait(ring.full.index(slot), phase)
+    rope = warpgroup_mma(shared.q_rope_s, ring.rope.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    logs, ceiling, level, rescale = _raise_level(scores, row_scale, key_scale, keys, limit, ceiling, level, MASKED)
+    rope_scores = gl.convert_layout(warpgroup_mma_wait(0, deps=[rope]), LAYOUT, assert_trivial=True)
+    started = _start_content_scores(shared.q_content_s, panels_s, slot, rope_scores)
+    weights, row_sum = _weigh(logs, key_scale, level, rescale, row_sum)
+    _write_weights(weights, rescale, shared, taken)
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(shared.weights_full.index(taken & 1))
+    key_scale = _key_scales(ring.scale, slot, gl.SliceLayout(0, LAYOUT))
+    scores = warpgroup_mma_wait(0, deps=[started])
+    return scores, key_scale, ceiling, level, row_sum
+
+
+@gluon.jit
+def compute_scores(
+    ring, shared, partial_lse2_ptr, work_ptr, scale_log2e, HEADS: gl.constexpr, QUERIES: gl.constexpr
+):  # fmt: skip
     """Scores and softmax of all items: passes weights and factors on to `sum_values`, and writes the lse2.
 
     An item's query comes in two slots of the ring, which this role alone reads and releases. Slots of keys are released
@@ -166,7 +189,7 @@ def compute_scores(ring, shared, partial_lse2_ptr, work_ptr, scale_log2e, QUERIE
     done = 0
     for index in range(count_items(work_ptr)):
         item_ptr = item_at(work_ptr, index)
-        _, last, n_blocks = blocks_of(item_ptr)
+        first, last, n_blocks = blocks_of(item_ptr)
         rows = gl.arange(0, ROWS, BY_ROW)
         second, second_phase = next_slot(slot, phase, SLOTS)
         mbarrier.wait(ring.full.index(slot), phase)
@@ -187,7 +210,6 @@ def compute_scores(ring, shared, partial_lse2_ptr, work_ptr, scale_log2e, QUERIE
         )
         keys = gl.arange(0, BLOCK, BY_KEY)
         valid = gl.load(item_ptr + ITEM_END) - last * BLOCK
-        limit = valid - unseen_keys(item_ptr, rows, QUERIES)  # of a row's keys in the block, [ROWS]
         key_scale = gl.where(keys < valid, _key_scales(ring.scale, slot, BY_KEY), 1.0)
         rope_scores = gl.convert_layout(warpgroup_mma_wait(0, deps=[rope]), SCORES, assert_trivial=True)
         started = _start_content_scores(shared.q_content_s, panels_s, slot, rope_scores)
@@ -196,28 +218,32 @@ def compute_scores(ring, shared, partial_lse2_ptr, work_ptr, scale_log2e, QUERIE
         ceiling = gl.full([ROWS], NO_SCORE, gl.float32, BY_ROW)
         level = ceiling
         row_sum = gl.zeros([ROWS], gl.float32, BY_ROW)
+        limit = 0
+        if QUERIES > 1:
+            # Blocks that not all rows see to their end come first. In a loop of their own: that of the others has no
+            # registers for a mask.
+            limit = valid - unseen_keys(item_ptr, rows, HEADS, QUERIES)  # of a row's keys in the block, [ROWS]
+            masked = last + 1 - gl.maximum(seen_by_all(item_ptr, QUERIES), 0) // BLOCK
+            for _ in range(1, gl.where(masked < n_blocks, masked + 1, n_blocks)):
+                scores, key_scale, ceiling, level, row_sum = _next_scores(
+                    ring, shared, panels_s, slot, phase, taken, scores, row_scale, key_scale, keys, limit, ceiling,
+                    level, row_sum, zeros, SCORES, True,
+                )  # fmt: skip
+                limit += BLOCK
+                taken += 1
+                n_blocks -= 1
+                slot, phase = next_slot(slot, phase, SLOTS)
         for _ in range(1, n_blocks):
-            mbarrier.wait(ring.full.index(slot), phase)
-            rope = warpgroup_mma(
-                shared.q_rope_s, ring.rope.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
-            )
-            logs, ceiling, level, rescale = _raise_level(
-                scores, row_scale, key_scale, keys, limit, ceiling, level, QUERIES
+            scores, key_scale, ceiling, level, row_sum = _next_scores(
+                ring, shared, panels_s, slot, phase, taken, scores, row_scale, key_scale, keys, limit, ceiling, level,
+                row_sum, zeros, SCORES, False,
             )  # fmt: skip
-            limit += BLOCK
-            rope_scores = gl.convert_layout(warpgroup_mma_wait(0, deps=[rope]), SCORES, assert_trivial=True)
-            started = _start_content_scores(shared.q_content_s, panels_s, slot, rope_scores)
-            weights, row_sum = _weigh(logs, key_scale, level, rescale, row_sum)
-            _write_weights(weights, rescale, shared, taken)
-            fence_async_shared()
-            gl.thread_barrier()
-            mbarrier.arrive(shared.weights_full.index(taken & 1))
             taken += 1
-            key_scale = _key_scales(ring.scale, slot, BY_KEY)
-            scores = warpgroup_mma_wait(0, deps=[started])
             slot, phase = next_slot(slot, phase, SLOTS)
+        if QUERIES > 1:
+            limit = gl.load(item_ptr + ITEM_END) - first * BLOCK - unseen_keys(item_ptr, rows, HEADS, QUERIES)
         logs, ceiling, level, rescale = _raise_level(
-            scores, row_scale, key_scale, keys, limit, ceiling, level, QUERIES
+            scores, row_scale, key_scale, keys, limit, ceiling, level, QUERIES > 1
         )  # fmt: skip
         weights, row_sum = _weigh(logs, key_scale, level, rescale, row_sum)
         _write_weights(weights, rescale, shared, taken)

@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
 from ... import constants
-from ..items import ITEM_LAST, ITEM_ROWS
 from .work_items import BLOCK, LATENT, NO_SCORE
 
 PANEL = gl.constexpr(128)  # bytes of a row that lie side by side in swizzled shared memory
@@ -81,15 +80,6 @@ def log2_of_power(value):
 def inverse_of_power(value):
     """Exact for powers of two from 2^-126 to 2^126."""
     return (0x7F000000 - value.to(gl.uint32, bitcast=True)).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def unseen_keys(item_ptr, rows, QUERIES: gl.constexpr):
-    """How many of an item's last keys each of its rows does not see: of QUERIES query tokens the last one sees all keys
-    of the request, the one before it one less. This concerns the last keys of a request only, and those are always in
-    one item."""
-    query = rows // (gl.load(item_ptr + ITEM_ROWS) // QUERIES)
-    return gl.load(item_ptr + ITEM_LAST) * (QUERIES - 1 - query)
 
 
 @gluon.jit

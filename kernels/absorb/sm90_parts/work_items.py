@@ -5,7 +5,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..items import ITEM_BEGIN, ITEM_END, ITEM_FIELDS, PROGRAM_RANGES, SEGMENT_ITEMS
+from ..items import (
+    ITEM_BEGIN,
+    ITEM_END,
+    ITEM_FIELDS,
+    ITEM_FIRST_ROW,
+    ITEM_LAST,
+    PROGRAM_RANGES,
+    SEGMENT_ITEMS,
+)
 from ..schedule import BLOCK_KEYS
 from ..stacking import TILE_ROWS
 
@@ -50,3 +58,18 @@ def blocks_of(item_ptr):
     first = gl.load(item_ptr + ITEM_BEGIN) // BLOCK
     last = (gl.load(item_ptr + ITEM_END) - 1) // BLOCK
     return first, last, last - first + 1
+
+
+@gluon.jit
+def unseen_keys(item_ptr, rows, HEADS: gl.constexpr, QUERIES: gl.constexpr):
+    """How many of an item's last keys each of its rows does not see: of QUERIES query tokens the last one sees all keys
+    of the request, the one before it one less. This concerns the last keys of a request only, and those are always in
+    one item."""
+    query = (gl.load(item_ptr + ITEM_FIRST_ROW) + rows) // HEADS
+    return gl.load(item_ptr + ITEM_LAST) * gl.maximum(QUERIES - 1 - query, 0)  # rows behind the last have no query
+
+
+@gluon.jit
+def seen_by_all(item_ptr, QUERIES: gl.constexpr):
+    """The key behind the last one that every row of an item sees."""
+    return gl.load(item_ptr + ITEM_END) - gl.load(item_ptr + ITEM_LAST) * (QUERIES - 1)
