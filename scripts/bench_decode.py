@@ -23,7 +23,7 @@ import typer
 from bench.cases import Case
 from bench.ceilings import measure_ceilings
 from bench.decode import FLASHMLA, LAYOUT, DecodeCase, FP8Cache, default, floor_ms, ours, parse_case
-from bench.grouped import GROUPED_HEADS, grouped_absorb
+from bench.grouped import grouped_absorb
 from bench.records import write_record
 from bench.rivals import RIVALS
 from bench.timing import CELLS, attempt, captured, cells, free_memory, measure, time_ms
@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_mla_ext.kernels.absorb.paged_fp8 import AbsorbFP8, TritonAbsorbFP8
+from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 
 DEFAULT_GRID = (
     *("128x8192x128", "64x16384x128", "32x8192x64", "128x8192x16", "16x65536x16", "1x8192x128", "128x512x128"),
@@ -83,7 +84,7 @@ def main(
             metrics = attempt(name, lambda rival=rival, of=of: measure(rival.make(of), rep_ms, rival.work(of)))
             add(of, name, rival.dtype, metrics)
             free_memory()
-        if of.heads in GROUPED_HEADS:
+        if of.heads in STACKED_HEADS:
             in_pages = RIVALS["flashmla_bf16"].work(of)
             metrics = attempt("hybrid_mla_bf16", lambda of=of, work=in_pages: measure(grouped_absorb(of), rep_ms, work))
             failed |= metrics is None
