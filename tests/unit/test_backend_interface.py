@@ -39,7 +39,7 @@ def backend_over(stock: Any) -> Any:
     from sglang_mla_ext.adapter.backend import HybridMLABackend
 
     owner = SimpleNamespace(backend=stock, decodes=True)
-    return HybridMLABackend(owner, None, None, None, layer_index={}, heads=1, rows=range(0))
+    return HybridMLABackend(owner, None, None, None, layer_index={}, heads=1, requests=range(0))
 
 
 @pytest.mark.parametrize("name", sorted(set(READ) - ANSWERED - STAMPED - SPECULATIVE))

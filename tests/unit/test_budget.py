@@ -100,6 +100,7 @@ def configurator(monkeypatch: pytest.MonkeyPatch, heads: int, cache: torch.dtype
         model_dtype=torch.bfloat16,
         model_config=SimpleNamespace(context_len=context_len),
         resolve_max_num_reqs=lambda token_capacity: min(4096, token_capacity),
+        server_args=SimpleNamespace(speculative_algorithm=None),
     )
 
 

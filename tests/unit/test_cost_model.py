@@ -126,7 +126,7 @@ def test_equation_1_gives_the_papers_threshold():
     npu = ModeRates(bytes_per_s=1.8e12, macs_per_s=188e12, fp8_macs_per_s=None, overhead_s=0, row_tile=1)
     cost = CostModel(V3, 128, GpuRates("NPU", 0, dict.fromkeys(Mode, npu), "TyphoonMLA, section 3.2"))
     assert int(cost.threshold_batch()) == 61
-    assert cost.threshold_batch(s_q=2) == pytest.approx(cost.threshold_batch() / 2)
+    assert replace(cost, queries=2).threshold_batch() == pytest.approx(cost.threshold_batch() / 2)
 
 
 # -- times: an H200, one layer, DeepSeek-V3, measured ms ---------------------------------------------------------------

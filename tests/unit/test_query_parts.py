@@ -135,7 +135,7 @@ def compose(stock: Any, latent: Any, planned: StepPlan | None) -> Any:
     shared = Shared() if planned else None
     rows = range(2, ROWS + 1) if planned else range(0)
     latent.allocate(ROWS, ROWS, 2 * PAGE)
-    return HybridMLABackend(stock, latent, shared, steps, layer_index={0: 5}, heads=HEADS, rows=rows)
+    return HybridMLABackend(stock, latent, shared, steps, layer_index={0: 5}, heads=HEADS, requests=rows)
 
 
 def run_both(make: Callable[[], Any], phase: str) -> None:

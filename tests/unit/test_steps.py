@@ -55,7 +55,7 @@ def shared() -> tuple[Plan, tuple[ExpandedGroup, ...]]:
 
 def make(prefill: PrefillSharing | None = None, **options: Any) -> Steps:
     relay.clear()
-    options = {"shares": True, "max_rows": 12, "budget_bytes": 1000, "chunk_bytes": 10, **options}
+    options = {"shares": True, "max_requests": 12, "budget_bytes": 1000, "chunk_bytes": 10, **options}
     return Steps(Prefixes(), Expander(), Counters(), prefill=prefill, **options)
 
 
