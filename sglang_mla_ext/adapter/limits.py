@@ -14,8 +14,8 @@ from sglang_mla_ext.options import OptionError
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-ALGORITHMS = ("EAGLE", "EAGLE3")
-"""Of speculative decoding; NEXTN is SGLang's other name for the first."""
+ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN")
+"""Of speculative decoding; the last one is another name for the first, which SGLang's resolved arguments have."""
 
 DRAFT_TOKENS = range(2, 9)
 """Query tokens of a request in a verify step."""
@@ -33,8 +33,9 @@ def set_defaults(server_args: ServerArgs, on_gpu: bool) -> None:
     FP8 cache, and drafts verified by the decode backend. `server_args` are not resolved.
 
     Raises:
-        OptionError: the user chose another.
+        OptionError: the user chose another, or drafts that SGLang would refuse without naming those that work.
     """
+    _refuse(_draft_findings(server_args))
     if not on_gpu:
         return
     if server_args.page_size not in (None, PAGE_TOKENS):
@@ -52,8 +53,7 @@ def set_draft_backend(server_args: ServerArgs) -> None:
     """Set the draft model's attention backend, where the user did not: a draft has nothing to share, and SGLang has no
     backend of our name for drafts. `server_args` are resolved."""
     if server_args.speculative_algorithm in ALGORITHMS and not server_args.speculative_draft_attention_backend:
-        mla = versions.draft_has_mla(server_args)
-        server_args.speculative_draft_attention_backend = draft_backend(mla)
+        versions.set_draft_backend(server_args, draft_backend(versions.draft_has_mla(server_args)))
 
 
 def draft_backend(mla: bool) -> str:
@@ -149,18 +149,12 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
 
 
 def _speculative_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
-    """What would verify something else than one chain of drafts of a length that never changes."""
-    if args.speculative_algorithm not in ALGORITHMS:
-        return [
-            f"--speculative-algorithm {args.speculative_algorithm} is not supported: use {', '.join(ALGORITHMS)} or "
-            "NEXTN, with --speculative-eagle-topk 1."
-        ]
-    found = []
+    """What would verify something else than one chain of drafts of a length that never changes. `args` are resolved."""
+    if found := _draft_findings(args):
+        return found
     if not on_gpu:
         found.append("--speculative-algorithm needs a GPU, for SGLang's own part of it: remove it.")
-    if args.speculative_eagle_topk != 1:
-        found.append(f"--speculative-eagle-topk {args.speculative_eagle_topk} is not supported: use 1.")
-    elif args.speculative_num_draft_tokens not in DRAFT_TOKENS:
+    if args.speculative_num_draft_tokens not in DRAFT_TOKENS:
         few, many = DRAFT_TOKENS[0], DRAFT_TOKENS[-1]
         found.append(
             f"--speculative-num-draft-tokens {args.speculative_num_draft_tokens} is not supported: use {few} to "
@@ -178,6 +172,19 @@ def _speculative_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
         "--decoupled-spec-role": args.decoupled_spec_role != "null",
     }
     return found + [f"{flag} is not supported yet: remove it." for flag, given in unsupported.items() if given]
+
+
+def _draft_findings(args: ServerArgs) -> list[str]:
+    """Whether drafts come in one chain. `args` may be resolved or not."""
+    algorithm, branches = args.speculative_algorithm, args.speculative_eagle_topk
+    if algorithm is None:
+        return []
+    if algorithm.upper() not in ALGORITHMS:
+        return [
+            f"--speculative-algorithm {algorithm} is not supported: use {', '.join(ALGORITHMS[:-1])} or "
+            f"{ALGORITHMS[-1]}, with --speculative-eagle-topk 1."
+        ]
+    return [] if branches in (None, 1) else [f"--speculative-eagle-topk {branches} is not supported: use 1."]
 
 
 def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[str]:

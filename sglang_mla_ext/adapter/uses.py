@@ -127,6 +127,7 @@ _SPECULATION = (
         """,
         "speculative decoding: who verifies how many drafts, and the draft model's backend",
     ),
+    *_function(f"{_ARGS}.override", "self source", "the draft model's backend"),
     *_function(
         "configs.model_config.ModelConfig.from_server_args",
         "server_args model_path model_revision is_draft_model",

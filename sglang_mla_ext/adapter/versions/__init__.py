@@ -18,6 +18,7 @@ from sglang_mla_ext.adapter.versions.sglang_0_5_17 import (
     name_draft_backend,
     plans_on_a_stream,
     prefill_graph_backend,
+    set_draft_backend,
 )
 
 __all__ = [
@@ -34,4 +35,5 @@ __all__ = [
     "name_draft_backend",
     "plans_on_a_stream",
     "prefill_graph_backend",
+    "set_draft_backend",
 ]

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.versions.shared_nodes import Forks, all_above, find_with
 from sglang_mla_ext.prefix.tree import SharedTree
 
@@ -231,6 +232,12 @@ def draft_has_mla(args: ServerArgs) -> bool:
         is_draft_model=True,
     )
     return bool(draft.attention_arch == AttentionArch.MLA)
+
+
+def set_draft_backend(args: ServerArgs, name: str) -> None:
+    """Give the draft model another attention backend; `args` are resolved, and from then on SGLang changes them in this
+    way alone."""
+    args.override(BACKEND_NAME, speculative_draft_attention_backend=name)
 
 
 def plans_on_a_stream() -> bool:
