@@ -106,7 +106,7 @@ def scenario_bad_launches():
 
 
 def scenario_speculation():
-    """Resolved arguments as on a GPU; resolved on a CPU, beside SGLang's own backend."""
+    # Checked as on a GPU, and resolved on a CPU beside SGLang's own backend.
     load_plugins()
     from sglang_mla_ext.adapter import limits
     from sglang_mla_ext.options import OptionError
