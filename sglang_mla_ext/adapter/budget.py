@@ -136,5 +136,6 @@ def max_tokens(context_len: int, queries: int) -> int:
 
 
 def max_requests(requests: int) -> int:
-    """Requests of any step: SGLang pads batches, also beyond its pool of requests, to a multiple of the attention ranks."""
+    """Requests of any step: SGLang pads batches, also beyond its pool of requests, to a multiple of the attention
+    ranks."""
     return -(-requests // MAX_RANKS) * MAX_RANKS

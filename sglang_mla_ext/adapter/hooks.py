@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_mla_ext.adapter.backend import HybridMLABackend
     from sglang_mla_ext.adapter.steps import Steps
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """What each way of attending to a shared prefix costs, per layer, and which one is cheapest.
 
-For a group of `B` requests of `W` query tokens (1, or more in a step that verifies drafts), `H` local heads and `L` prefix
-tokens (DeepSeek-V3's dimensions; the code takes any):
+For a group of `B` requests of `W` query tokens (1, or more in a step that verifies drafts), `H` local heads and `L`
+prefix tokens (DeepSeek-V3's dimensions; the code takes any):
 
 | mode           | MACs         | elements read      |
 |----------------|--------------|--------------------|

@@ -65,9 +65,7 @@ DECODE, EXTEND, IDLE, VERIFY = Mode("decode"), Mode("extend"), Mode("idle"), Mod
 class World:
     """See the module. A request's prompt is in the tree, a page for each letter; behind it are tokens of its own."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, new_tree: Any, *, fp8: bool = False, queries: int = 1
-    ) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, new_tree: Any, *, fp8: bool = False, queries: int = 1) -> None:
         """
         Args:
             fp8: the pool is ours, in FP8.

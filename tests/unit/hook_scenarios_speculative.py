@@ -160,9 +160,7 @@ def check_verify_step(server: Server, requests: list[Any]) -> None:
         q_nope, q_rope, k_rope = DeepseekMLAForwardMixin._split_q_nope_pe(layer, q, latent)
         q_absorbed, k_nope = torch.einsum("bhd,hdr->bhr", q_nope, w_k), latent[:, None, :RANK]
         attention = SimpleNamespace(layer_id=index, scaling=0.2, v_head_dim=RANK)
-        out = server.backend.forward(
-            q_absorbed, k_nope, k_nope, attention, batch, q_rope=q_rope, k_rope=k_rope
-        )
+        out = server.backend.forward(q_absorbed, k_nope, k_nope, attention, batch, q_rope=q_rope, k_rope=k_rope)
         per_head = torch.einsum("bhr,hdr->bhd", out.view(rows, HEADS, RANK), w_v)
         found = layer.o_proj(per_head.reshape(rows, HEADS * DV)).view(rows, HEADS, DV)
         assert relay.q_nope is None and relay.tail_lse is None

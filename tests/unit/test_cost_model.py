@@ -131,10 +131,10 @@ def test_sharing_pays_that_many_times_earlier(gpu, storage, queries):
     rates = replace(cost.rates, modes=modes, l2_bytes=0)
 
     def pays(count):
-        by_absorb = max(count * tokens * 1152 / absorb.bytes_per_s, count * queries * heads * tokens * 1088 / absorb.macs_per_s)
+        rows = count * queries * heads * tokens
+        by_absorb = max(count * tokens * 1152 / absorb.bytes_per_s, rows * 1088 / absorb.macs_per_s)
         expanded = tokens * (heads * 256 * storage + 64 * 2)
-        by_naive = max(expanded / naive.bytes_per_s, count * queries * heads * tokens * 320 / naive.matrix_rate(storage))
-        return by_naive < by_absorb
+        return max(expanded / naive.bytes_per_s, rows * 320 / naive.matrix_rate(storage)) < by_absorb
 
     by_hand = next(count for count in range(2, 4096) if pays(count))
     assert replace(cost, rates=rates).smallest_profitable_group(tokens) == by_hand
