@@ -131,6 +131,35 @@ def test_buffers_are_counted_in_every_mode(
     assert taken == 0 or taken < budget.buffer_bytes(configurator(monkeypatch, heads, cache, 1 << 20), options(**given))
 
 
+@pytest.mark.parametrize("cache", [BF16, FP8], ids=str)
+def test_verify_steps_have_the_rows_of_their_requests_and_no_more_tables(
+    monkeypatch: pytest.MonkeyPatch, gpu: None, cache: torch.dtype
+) -> None:
+    """With 128 heads nothing is stacked. Four tokens of 48 requests need page tables for 48; 1,024 rows are those of
+    256 requests, where otherwise they are of as many as there are."""
+    found: list[LatentSizes] = []
+    kind = budget.latent_kind(cache == FP8)
+    monkeypatch.setattr(
+        budget,
+        "latent_kind",
+        lambda fp8: SimpleNamespace(
+            workspace_bytes_for=lambda sizes: found.append(sizes) or kind.workspace_bytes_for(sizes)
+        ),
+    )
+    taken = {}
+    for requests, queries in ((48, 1), (48, 4), (4096, 4)):
+        server = configurator(monkeypatch, 128, cache)
+        server.resolve_max_num_reqs = lambda token_capacity, requests=requests: requests
+        if queries > 1:
+            server.server_args = SimpleNamespace(speculative_algorithm="EAGLE", speculative_num_draft_tokens=queries)
+        taken[requests, queries] = budget.buffer_bytes(server, options(mode="naive"))
+    assert [(sizes.max_rows, sizes.sharing_requests) for sizes in found] == [(48, 48), (192, 48), (1024, 256)]
+    assert [sizes.max_tokens - (1 << 17) for sizes in found] == [0, 8, 8]
+    tables = 48 * (1 << 17) // 64 * 4
+    assert taken[48, 1] <= taken[48, 4] < taken[4096, 4]
+    assert cache == FP8 or taken[48, 4] < 1.1 * tables
+
+
 def test_auto_counts_grouped_absorb_where_it_was_timed(monkeypatch: pytest.MonkeyPatch, gpu: None) -> None:
     asked = options(prefix_memory_gb=0.0)
     assert budget.buffer_bytes(configurator(monkeypatch, 16, BF16), asked)
