@@ -216,9 +216,11 @@ def world(monkeypatch: pytest.MonkeyPatch, new_tree: Any, request: pytest.Fixtur
 
 
 @pytest.mark.parametrize("world", [False, True], indirect=True, ids=["float32", "fp8"])
-@pytest.mark.parametrize("grouped", [False, True], ids=["tails", "grouped"])
+@pytest.mark.parametrize(
+    ("grouped", "queries"), [(False, 1), (True, 1), (False, 4)], ids=["tails", "grouped", "tails of four tokens"]
+)
 def test_the_latent_part_allocates_no_more_than_it_says_beforehand(
-    world: World, monkeypatch: pytest.MonkeyPatch, kept: Callable[[], int], grouped: bool
+    world: World, monkeypatch: pytest.MonkeyPatch, kept: Callable[[], int], grouped: bool, queries: int
 ) -> None:
     """Its buffers are the real ones; kernels do not run."""
     world.make("gpu", grouped=grouped, budget_bytes=0, prefix_memory_gb=0.0)
@@ -254,8 +256,9 @@ def test_the_latent_part_allocates_no_more_than_it_says_beforehand(
         max_requests=64,
         max_tokens=1000,
         programs=9,
+        queries=queries,
     )
-    fresh = world._build.stock_and_latent(None, None, None, 1, SimpleNamespace(fall_back=None))[1]
+    fresh = world._build.stock_and_latent(None, None, None, queries, SimpleNamespace(fall_back=None))[1]
     assert fresh.workspace_bytes == kept() == 0
     fresh.allocate(12, 64, 1000)
     assert (fresh.grouped_page is not None) == grouped
