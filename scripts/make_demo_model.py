@@ -6,6 +6,8 @@ with the same settings writes nothing.
 
     python scripts/make_demo_model.py OUT [--layers 2] [--heads 4] [--seed 0]
 
+With `--nextn` it has one layer more, which drafts: for `--speculative-algorithm NEXTN`.
+
 For benchmarks: DeepSeek-V3's own dimensions with few layers and no weights (SGLang's `--load-format dummy` draws them):
 
     python scripts/make_demo_model.py OUT --config-only --layers 4 --heads 128 --hidden 7168 \\
@@ -33,6 +35,7 @@ def main(
     seed: int = 0,
     config_only: Annotated[bool, typer.Option("--config-only", help="No weights.")] = False,
     fp8_blocks: Annotated[bool, typer.Option("--fp8-blocks", help="Projections in FP8, as DeepSeek-V3's own.")] = False,
+    nextn: Annotated[bool, typer.Option("--nextn", help="One layer more, for speculative decoding.")] = False,
 ) -> None:
     """Write a small random checkpoint of DeepSeek-V3's architecture."""
     settings = Settings(
@@ -46,6 +49,7 @@ def main(
         seed=seed,
         config_only=config_only,
         fp8_blocks=fp8_blocks,
+        nextn=nextn,
     )
     print(f"{out}: {'written' if make(out, settings) else 'up to date'}")
 

@@ -62,16 +62,21 @@ def plan(
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks; 1 with DP attention.")] = 1,
     prefix: Annotated[list[int] | None, typer.Option(help="Tokens of the shared prefix; repeatable.")] = None,
     batch: Annotated[list[int] | None, typer.Option(help="Requests that share it; repeatable.")] = None,
+    draft_tokens: Annotated[
+        int, typer.Option(min=1, help="Query tokens of a request in a step, as --speculative-num-draft-tokens.")
+    ] = 1,
 ) -> None:
     """Show which mode the cost model chooses, what it saves, and the memory of the expanded prefix in all layers."""
     from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile  # plain Python
 
     dims = ModelDims.from_json(model)
-    cost = CostModel(dims, dims.num_heads // tp, GpuRates.from_json(gpu))
+    cost = CostModel(dims, dims.num_heads // tp, GpuRates.from_json(gpu), queries=draft_tokens)
     grouped = cost.rates.modes[Mode.GROUPED_ABSORB].measured and rows_per_tile(cost.local_heads) is not None
     allowed = [mode for mode in Mode if grouped or mode is not Mode.GROUPED_ABSORB]  # as a server's `auto`
     names = {mode: mode.value.replace("_", " ") for mode in allowed}  # in words, so that they wrap
-    table = Table(title=f"{model}, {cost.local_heads} heads a GPU, {gpu}, BF16: attention to the prefix, ms a layer")
+    each = f", {draft_tokens} tokens each" if draft_tokens > 1 else ""
+    title = f"{model}, {cost.local_heads} heads a GPU, {gpu}, BF16{each}: attention to the prefix, ms a layer"
+    table = Table(title=title)
     for column in ("prefix", "requests", *names.values(), "chosen", "saved", "expanded"):
         table.add_column(column, justify="right")
     for tokens in prefix or [4759, 7069, 26472]:

@@ -25,6 +25,7 @@ class Counters:
         steps_naive: decode steps in which at least one group attended to an expanded prefix.
         steps_grouped: decode steps in which at least one group attended by grouped absorb.
         steps_absorb: decode steps of plain absorb only.
+        steps_verify: of all these, steps that verify drafts (speculative decoding).
         prefills_naive: prefill steps in which at least one request attended to an expanded prefix.
         prefill_tokens_saved: cached tokens that such steps did not expand again, summed over requests.
         expansions: shared ranges of tokens whose expansion was completed.
@@ -42,6 +43,7 @@ class Counters:
     steps_naive: int = 0
     steps_grouped: int = 0
     steps_absorb: int = 0
+    steps_verify: int = 0
     prefills_naive: int = 0
     prefill_tokens_saved: int = 0
     expansions: int = 0
@@ -55,8 +57,13 @@ class Counters:
     forward_passes: int = 0
     plan_seconds: float = 0.0
 
-    def count_step(self, plan: Plan) -> None:
-        """Count one decode step; one with groups of both kinds counts for both."""
+    def count_step(self, plan: Plan, *, verifies: bool = False) -> None:
+        """Count one decode step; one with groups of both kinds counts for both.
+
+        Args:
+            verifies: it verifies drafts.
+        """
+        self.steps_verify += verifies
         self.steps_naive += bool(plan.of_mode(Mode.NAIVE))
         self.steps_grouped += bool(plan.of_mode(Mode.GROUPED_ABSORB))
         self.steps_absorb += not plan.groups

@@ -14,8 +14,14 @@ from sglang_mla_ext.configs import read_config
 PAGE_SIZE = {"flashmla": 64}
 
 
-def write_model(folder: Path, layers: int, heads: int, intermediate: int, max_positions: int = 65536) -> None:
-    """A `config.json` of DeepSeek-V3's dimensions with dense layers, for `--load-format dummy`."""
+def write_model(
+    folder: Path, layers: int, heads: int, intermediate: int, max_positions: int = 65536, nextn: bool = False
+) -> None:
+    """A `config.json` of DeepSeek-V3's dimensions with dense layers, for `--load-format dummy`.
+
+    Args:
+        nextn: with one layer more, which drafts.
+    """
     dims = read_config("models", "deepseek-v3")
     config = {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -47,7 +53,7 @@ def write_model(folder: Path, layers: int, heads: int, intermediate: int, max_po
         "scoring_func": "sigmoid",
         "norm_topk_prob": True,
         "routed_scaling_factor": 2.5,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": int(nextn),
         "ep_size": 1,
     }
     names = ("hidden_size", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

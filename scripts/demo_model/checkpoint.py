@@ -27,6 +27,7 @@ STAMP = "demo_model.json"
 KV_LORA_RANK, ROPE_DIM, NOPE_DIM, V_DIM = 512, 64, 128, 128
 YARN_ORIGINAL_POSITIONS = 4096
 BLOCK = 128  # side of the blocks of a matrix that share one scale in FP8
+EXPERTS = 8  # of a layer that drafts
 NEAR_SIGNAL, NEAR_WEIGHT = 4.0, 0.5  # of the heads that attend to near tokens; see `weights`
 
 
@@ -44,6 +45,7 @@ class Settings:
     seed: int
     config_only: bool
     fp8_blocks: bool = False
+    nextn: bool = False  # one more layer, which predicts the token after next
     version: int = 2  # of the output; raise it when the weights or the tokenizer change
 
 
@@ -86,11 +88,11 @@ def model_config(settings: Settings) -> dict[str, Any]:
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
         },
-        # No expert layers, but the fields are required.
+        # No expert layers but one that drafts, and the fields are required.
         "first_k_dense_replace": settings.layers,
         "moe_layer_freq": 1,
         "moe_intermediate_size": settings.hidden,
-        "n_routed_experts": 8,
+        "n_routed_experts": EXPERTS,
         "n_shared_experts": 1,
         "num_experts_per_tok": 2,
         "n_group": 1,
@@ -99,7 +101,7 @@ def model_config(settings: Settings) -> dict[str, Any]:
         "scoring_func": "sigmoid",
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": int(settings.nextn),
         "ep_size": 1,
     }
 
@@ -112,6 +114,9 @@ def weights(settings: Settings) -> dict[str, torch.Tensor]:
     element of the hidden state is the same for all tokens; every other head turns it into a rotary key and query, whose
     product is largest at distance 0. So half of the heads attend to near tokens, and an answer depends on its question;
     half attend anywhere, and it depends on the system prompt.
+
+    A layer that drafts is such a layer, with a mixture of experts, which SGLang makes it whatever the others are. What
+    it drafts is hardly ever right.
     """
     generator = torch.Generator().manual_seed(settings.seed)
 
@@ -126,7 +131,7 @@ def weights(settings: Settings) -> dict[str, torch.Tensor]:
     embedding = matrix(settings.vocab, hidden, gain=math.sqrt(hidden))
     embedding[:, 0] = NEAR_SIGNAL
     tensors = {"model.embed_tokens.weight": embedding}
-    for layer in range(settings.layers):
+    for layer in range(settings.layers + settings.nextn):
         q_a = matrix(q_rank, hidden)
         q_a[0] = 0
         q_a[0, 0] = 1
@@ -148,9 +153,24 @@ def weights(settings: Settings) -> dict[str, torch.Tensor]:
             f"{prefix}.self_attn.kv_b_proj.weight": matrix(heads * (NOPE_DIM + V_DIM), KV_LORA_RANK),
             f"{prefix}.self_attn.o_proj.weight": out,
             f"{prefix}.post_attention_layernorm.weight": ones(hidden),
-            f"{prefix}.mlp.gate_proj.weight": matrix(settings.intermediate, hidden),
-            f"{prefix}.mlp.up_proj.weight": matrix(settings.intermediate, hidden),
-            f"{prefix}.mlp.down_proj.weight": down,
+        }
+        if layer < settings.layers:
+            tensors |= {
+                f"{prefix}.mlp.gate_proj.weight": matrix(settings.intermediate, hidden),
+                f"{prefix}.mlp.up_proj.weight": matrix(settings.intermediate, hidden),
+                f"{prefix}.mlp.down_proj.weight": down,
+            }
+            continue
+        for expert in [*(f"experts.{index}" for index in range(EXPERTS)), "shared_experts"]:
+            for kind in ("gate_proj", "up_proj", "down_proj"):
+                tensors[f"{prefix}.mlp.{expert}.{kind}.weight"] = matrix(hidden, hidden)
+        tensors |= {
+            f"{prefix}.mlp.gate.weight": matrix(EXPERTS, hidden),
+            f"{prefix}.mlp.gate.e_score_correction_bias": torch.zeros(EXPERTS),
+            f"{prefix}.enorm.weight": ones(hidden),
+            f"{prefix}.hnorm.weight": ones(hidden),
+            f"{prefix}.eh_proj.weight": matrix(hidden, 2 * hidden),
+            f"{prefix}.shared_head.norm.weight": ones(hidden),
         }
     tensors["model.norm.weight"] = ones(hidden)
     head = matrix(settings.vocab, hidden, gain=3.0)
@@ -166,7 +186,7 @@ def in_fp8_blocks(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     limit = torch.finfo(torch.float8_e4m3fn).max
     found = {}
     for name, tensor in tensors.items():
-        if "_proj" not in name:
+        if "_proj" not in name or "eh_proj" in name:  # SGLang has that one in the model's own dtype
             found[name] = tensor
             continue
         rows, columns = tensor.shape

@@ -5,8 +5,11 @@
 - a SharedAttention, for expanded prefixes.
 
 What a step shares is decided on the host before it (steps.py). Which of the parts are in a step's CUDA graph depends on
-its number of rows alone, so that a captured graph and its replays agree; a graph with shared attention costs almost
+its number of requests alone, so that a captured graph and its replays agree; a graph with shared attention costs almost
 nothing more where its plan is empty.
+
+A server with speculative decoding has verify steps in place of decode steps: each request has `queries` tokens, each of
+which is a row of its own, and SGLang does not count them in the request's length yet.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ METHODS_OF_STOCK = (
     "prepare_full_cuda_graph_chunked_prefix",
     "init_forward_metadata_for_breakable_cuda_graph_capture",
     "prepare_forward_metadata_for_breakable_cuda_graph_replay",
+    "update_verify_buffers_to_fill_after_draft",
 )
 """Attributes and methods of the interface that have a default, and that the stock backend may answer otherwise."""
 
@@ -106,20 +110,24 @@ class HybridMLABackend(AttentionBackend):
         *,
         layer_index: dict[int, int],
         heads: int,
-        rows: range,
+        requests: range,
+        queries: int = 1,
     ) -> None:
         """
         Args:
+            latent: made for as many queries.
             shared: None where nothing is expanded.
             layer_index: of the expanded buffers' layers, by SGLang's layer id.
             heads: of this rank.
-            rows: numbers of rows of a decode step that can share; empty where no group ever pays.
+            requests: numbers of requests of a step that can share; empty where no group ever pays.
+            queries: query tokens of a request in a verify step; 1 without speculative decoding.
         """
         super().__init__()
         self._stock, self._latent, self._shared, self._steps = stock, latent, shared, steps
-        self._layer_index, self._heads, self._rows = layer_index, heads, rows
+        self._layer_index, self._heads = layer_index, heads
+        self._requests, self._queries = requests, queries
         self._written: StepPlan | None = None  # on the device; None where the parts may hold different plans
-        self._written_rows = 0
+        self._written_requests = 0
         self._sharing = False  # whether this step's graph has shared attention in it
         for name in FLAGS_OF_STOCK:
             setattr(self, name, getattr(stock.backend, name))
@@ -144,7 +152,7 @@ class HybridMLABackend(AttentionBackend):
         return self._stock.backend.verify_mask
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        if self._stock.decodes:
+        if self._stock.decodes or self._queries > 1:  # it has the mask that SGLang writes before a verify step
             self._stock.backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
     # ---- before a step
@@ -164,40 +172,46 @@ class HybridMLABackend(AttentionBackend):
             self._stock.backend.init_forward_metadata_in_graph(forward_batch)
 
     def _latent_decodes(self, forward_batch: ForwardBatch) -> bool:
-        return forward_batch.forward_mode.is_decode() and not self._stock.decodes
+        mode = forward_batch.forward_mode
+        return (mode.is_decode() or mode.is_target_verify()) and not self._stock.decodes
 
     def _begin_decode(self, forward_batch: ForwardBatch, *, in_graph: bool, in_capture: bool = False) -> bool:
-        """Make ready for a decode step; False where it, or the step of another kind, is the stock backend's."""
-        rows, decode = forward_batch.batch_size, forward_batch.forward_mode.is_decode()
-        self._sharing = decode and rows in self._rows
+        """Make ready for a decode or verify step; False where it, or the step of another kind, is the stock backend's.
+
+        A decode step has one query token of each request, which its length counts.
+        """
+        requests, verifies = forward_batch.batch_size, forward_batch.forward_mode.is_target_verify()
+        can_share = verifies if self._queries > 1 else forward_batch.forward_mode.is_decode()
+        self._sharing = can_share and requests in self._requests
         if self._sharing:
-            shares = self._write_plan(NOTHING_SHARED if in_capture else self._steps.next, rows)
+            shares = self._write_plan(NOTHING_SHARED if in_capture else self._steps.next, requests)
             self._sharing = in_graph or shares
         relay.takes_query = self._sharing and self._shared is not None
         if self._sharing or self._latent_decodes(forward_batch):
-            self._latent.begin_step(forward_batch, sharing=self._sharing)
+            self._latent.begin_step(forward_batch, sharing=self._sharing, uncounted=self._queries if verifies else 0)
             return True
         return False
 
-    def _write_plan(self, planned: StepPlan, rows: int) -> bool:
+    def _write_plan(self, planned: StepPlan, requests: int) -> bool:
         """Bring a plan to the device, if it is not there; whether it shares anything.
 
-        A change of rows alone can change the kernels' tiles.
+        A change of the number of requests alone can change the kernels' tiles.
         """
-        if planned is not self._written or rows != self._written_rows:
+        if planned is not self._written or requests != self._written_requests:
             self._written = None
             try:
-                self._write(planned, rows)
+                self._write(planned, requests)
                 if planned:
                     self._steps.succeed()
             except Exception as error:
                 self._steps.fail("writing a plan", error)
                 planned = NOTHING_SHARED
-                self._write(planned, rows)
-            self._written, self._written_rows = planned, rows
+                self._write(planned, requests)
+            self._written, self._written_requests = planned, requests
         return bool(planned)
 
-    def _write(self, planned: StepPlan, rows: int) -> None:
+    def _write(self, planned: StepPlan, requests: int) -> None:
+        rows = requests * self._queries
         if self._shared is not None:
             self._shared.plan(planned.expanded, rows)
         self._latent.plan(planned.latent, planned.tail_starts, rows)
@@ -224,20 +238,7 @@ class HybridMLABackend(AttentionBackend):
         Returns:
             `[rows, heads * kv_lora_rank]`.
         """
-        if save_kv_cache and k is not None:
-            self._store(k, v, k_rope, layer, forward_batch)
-        # The query is joined after the rows are written: SGLang's kernel for that lets the next launch begin before it
-        # ends (see kernels/storage/join_parts.py).
-        if not (self._sharing or self._latent_decodes(forward_batch)):
-            q = q if q_rope is None else whole_query(q, q_rope)
-            return self._stock.backend.forward_decode(q, None, None, layer, forward_batch, save_kv_cache=False)
-        if q_rope is None:
-            q = q.view(forward_batch.batch_size, self._heads, -1)
-            q, q_rope = q.split([layer.v_head_dim, q.shape[-1] - layer.v_head_dim], dim=-1)
-        out, lse = self._latent.run(layer.layer_id, q, q_rope, layer.scaling)
-        if relay.takes_query:
-            self._attend_shared(q_rope, lse, layer)
-        return out.reshape(len(q), -1)
+        return self._absorb(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
 
     def forward_extend(
         self,
@@ -250,10 +251,56 @@ class HybridMLABackend(AttentionBackend):
         q_rope: torch.Tensor | None = None,
         k_rope: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Absorb comes with query and key in two parts, which SGLang's backends do not take."""
+        """Prefill, and verify steps, whose arguments are those of a decode step. In prefill absorb comes with query and
+        key in two parts, which SGLang's backends do not take."""
+        if forward_batch.forward_mode.is_target_verify():
+            return self._absorb(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
         if q_rope is not None:
             q, k = whole_query(q, q_rope), torch.cat([k, k_rope], dim=-1)
         return self._stock.extend(q, k, v, layer, forward_batch, save_kv_cache)
+
+    def _absorb(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+        q_rope: torch.Tensor | None,
+        k_rope: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """A decode or verify step, see `forward_decode`."""
+        if save_kv_cache and k is not None:
+            self._store(k, v, k_rope, layer, forward_batch)
+        # The query is joined after the rows are written: SGLang's kernel for that lets the next launch begin before it
+        # ends (see kernels/storage/join_parts.py).
+        verifies = forward_batch.forward_mode.is_target_verify()
+        if not (self._sharing or self._latent_decodes(forward_batch)):
+            q = q if q_rope is None else whole_query(q, q_rope)
+            stock = self._stock.backend
+            forward = stock.forward_extend if verifies else stock.forward_decode
+            return forward(q, None, None, layer, forward_batch, save_kv_cache=False)
+        if q_rope is None:
+            rows = forward_batch.batch_size * (self._queries if verifies else 1)
+            q = q.view(rows, self._heads, -1)
+            q, q_rope = q.split([layer.v_head_dim, q.shape[-1] - layer.v_head_dim], dim=-1)
+        if not verifies and self._queries > 1:
+            return self._decode_one(q, q_rope, layer)
+        out, lse = self._latent.run(layer.layer_id, q, q_rope, layer.scaling)
+        if relay.takes_query:
+            self._attend_shared(q_rope, lse, layer)
+        return out.reshape(len(q), -1)
+
+    def _decode_one(self, q: torch.Tensor, q_rope: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
+        """One query token of each request where attention is made for several: it is the last one, which sees all keys.
+
+        SGLang 0.5.17 asks for no such step of a model that it drafts for.
+        """
+        before = (0, 0, 0, 0, self._queries - 1, 0)
+        padded = (torch.nn.functional.pad(part[:, None], before).flatten(0, 1) for part in (q, q_rope))
+        out, _ = self._latent.run(layer.layer_id, *padded, layer.scaling)
+        return out.unflatten(0, (len(q), self._queries))[:, -1].reshape(len(q), -1)
 
     def _store(
         self,

@@ -83,17 +83,18 @@ def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -
     grouped = tries_grouped(options, rates_for(torch.cuda.get_device_name() if on_gpu else "cpu"))
     if not on_gpu or not needs_latent(options, grouped=grouped, stock_decodes=not fp8):
         return 0
-    requests = versions.most_requests(configurator)
+    requests, queries = versions.most_requests(configurator), versions.draft_tokens(configurator.server_args)
     sizes = LatentSizes(
         heads=layer.num_local_heads,
         kv_lora_rank=layer.kv_lora_rank,
         qk_rope_head_dim=layer.qk_rope_head_dim,
         dtype=configurator.model_dtype if fp8 else configurator.kv_cache_dtype,
         grouped=grouped,
-        max_rows=max_rows(requests),
+        max_rows=max_rows(requests, queries),
         max_requests=max_requests(requests),
-        max_tokens=configurator.model_config.context_len,
+        max_tokens=max_tokens(configurator.model_config.context_len, queries),
         programs=multiprocessors(device),
+        queries=queries,
     )
     return latent_kind(fp8).workspace_bytes_for(sizes)
 
@@ -119,15 +120,22 @@ def needs_latent(options: HybridMLAOptions, *, grouped: bool, stock_decodes: boo
     return options.may_expand or grouped or not stock_decodes
 
 
-def max_rows(requests: int) -> int:
-    """Rows of a step that shares.
+def max_rows(requests: int, queries: int) -> int:
+    """Rows of a step that shares: those of whole requests.
 
     Args:
         requests: of SGLang's pool of requests.
+        queries: query tokens of each, which are its rows.
     """
-    return min(requests, MAX_ROWS)
+    return min(requests, MAX_ROWS // queries) * queries
+
+
+def max_tokens(context_len: int, queries: int) -> int:
+    """Tokens of a request: drafts may lead beyond the longest context, also in the step after the one that ends it."""
+    return context_len if queries == 1 else context_len + 2 * queries
 
 
 def max_requests(requests: int) -> int:
-    """Rows of any step: SGLang pads batches, also beyond its pool of requests, to a multiple of the attention ranks."""
+    """Requests of any step: SGLang pads batches, also beyond its pool of requests, to a multiple of the attention
+    ranks."""
     return -(-requests // MAX_RANKS) * MAX_RANKS

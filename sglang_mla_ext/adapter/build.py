@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter import versions
 from sglang_mla_ext.adapter.backend import HybridMLABackend, Stock
-from sglang_mla_ext.adapter.budget import max_requests, max_rows, needs_latent, tries_grouped
+from sglang_mla_ext.adapter.budget import max_requests, max_rows, max_tokens, needs_latent, tries_grouped
 from sglang_mla_ext.adapter.expander import Expander, temporary_bytes
 from sglang_mla_ext.adapter.latent import LatentAttention
 from sglang_mla_ext.adapter.layer import attention_layers, merge_before_o_proj
@@ -52,13 +53,15 @@ def build(
     layers = attention_layers(runner)
     memory = memory or Memory()
     requests = runner.req_to_token_pool.size
-    heads, step_rows = layers[0].num_local_heads, max_rows(requests)
+    queries = versions.draft_tokens(runner.server_args)
+    heads, step_rows = layers[0].num_local_heads, max_rows(requests, queries)
+    step_requests, context_len = step_rows // queries, runner.model_config.context_len
     prefix_dtype = STORAGE_DTYPES.get(options.prefix_dtype, latent_dtype(runner))
-    cost = cost_model(runner, layers, prefix_dtype)
+    cost = cost_model(runner, layers, prefix_dtype, queries)
     grouped = tries_grouped(options, cost.rates)
-    stock, latent = stock_and_latent(runner, layers, grouped, counters)
+    stock, latent = stock_and_latent(runner, layers, grouped, queries, counters)
     if needs_latent(options, grouped=grouped, stock_decodes=stock.decodes):
-        latent.allocate(step_rows, max_requests(requests), runner.model_config.context_len, memory)
+        latent.allocate(step_rows, max_requests(requests), max_tokens(context_len, queries), memory)
     if options.mode == "grouped_absorb" and latent.grouped_page is None and not counters.fallbacks:
         counters.fall_back(f"grouped absorb does not run here with {heads} heads: every step is plain absorb")
 
@@ -74,7 +77,7 @@ def build(
         pool,
         expander,
         counters,
-        capacity=Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * step_rows),
+        capacity=Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * step_requests),
         naive=shared is not None,
         grouped_page=latent.grouped_page,
     )
@@ -92,14 +95,16 @@ def build(
         counters,
         shares=shared is not None or latent.grouped_page is not None,
         prefill=prefill,
-        max_rows=step_rows,
+        max_requests=step_requests,
         budget_bytes=budget_bytes,
         chunk_bytes=buffers.bytes // buffers.chunks if buffers else 0,
+        queries=queries,
     )
-    smallest = smallest_group(cost, options, shared, latent, runner.model_config.context_len, step_rows)
-    rows = range(smallest, step_rows + 1) if smallest is not None else range(0)
+    smallest = smallest_group(cost, options, shared, latent, context_len, step_requests)
+    sharing = range(smallest, step_requests + 1) if smallest is not None else range(0)
     steps.description = describe(options, budget_bytes, buffers, latent, smallest)
-    backend = HybridMLABackend(stock, latent, shared, steps, layer_index=layer_index, heads=heads, rows=rows)
+    of_steps = dict(layer_index=layer_index, heads=heads, requests=sharing, queries=queries)
+    backend = HybridMLABackend(stock, latent, shared, steps, **of_steps)
     if shared is not None:
         merge_before_o_proj(layers, backend.merge)
     return backend, steps
@@ -110,11 +115,14 @@ def latent_dtype(runner: ModelRunner) -> torch.dtype:
     return FP8 if runner.kv_cache_dtype == FP8 else runner.dtype
 
 
-def cost_model(runner: ModelRunner, layers: Sequence[DeepseekV2AttentionMLA], prefix_dtype: torch.dtype) -> CostModel:
+def cost_model(
+    runner: ModelRunner, layers: Sequence[DeepseekV2AttentionMLA], prefix_dtype: torch.dtype, queries: int
+) -> CostModel:
     """What modes cost for this model on this device.
 
     Args:
         prefix_dtype: of expanded prefixes.
+        queries: query tokens of a request in a step.
     """
     first = layers[0]
     dims = ModelDims(
@@ -128,29 +136,32 @@ def cost_model(runner: ModelRunner, layers: Sequence[DeepseekV2AttentionMLA], pr
     )
     on_gpu = torch.device(runner.device).type == "cuda"
     rates = rates_for(torch.cuda.get_device_name() if on_gpu else "cpu")
-    return CostModel(dims, first.num_local_heads, rates, prefix_dtype.itemsize, latent_dtype(runner).itemsize)
+    return CostModel(dims, first.num_local_heads, rates, prefix_dtype.itemsize, latent_dtype(runner).itemsize, queries)
 
 
 def stock_and_latent(
     runner: ModelRunner,
     layers: Sequence[DeepseekV2AttentionMLA],
     grouped: bool,
+    queries: int,
     counters: Counters,
 ) -> tuple[Stock, LatentAttention]:
     """SGLang's own backend and the attention in the latent space for this device and this pool.
 
     Args:
         grouped: whether to use grouped absorb where it runs.
+        queries: query tokens of a request in a step.
     """
     pool, req_to_token = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
     if torch.device(runner.device).type != "cuda":
         from sglang_mla_ext.adapter.cpu.latent_torch import TorchLatent
         from sglang_mla_ext.adapter.cpu.stock import TorchStock
 
-        return TorchStock(runner), TorchLatent(pool, req_to_token, grouped=grouped)
+        return TorchStock(runner), TorchLatent(pool, req_to_token, grouped=grouped, queries=queries)
     from sglang_mla_ext.adapter.stock_flashmla import FlashMLAStock
 
-    common = dict(heads=layers[0].num_local_heads, layer_id=layers[0].attn_mqa.layer_id, grouped=grouped)
+    heads, layer_id = layers[0].num_local_heads, layers[0].attn_mqa.layer_id
+    common = dict(heads=heads, layer_id=layer_id, grouped=grouped, queries=queries)
     stock = FlashMLAStock(runner, layers, reads_pool=runner.kv_cache_dtype != FP8)
     if stock.decodes:
         from sglang_mla_ext.adapter.latent_flashmla import FlashMLALatent
@@ -236,16 +247,16 @@ def smallest_group(
     shared: SharedAttention | None,
     latent: LatentAttention,
     context_len: int,
-    max_rows: int,
+    max_requests: int,
 ) -> int | None:
-    """Rows from which a step can have a group that pays; None where none ever does."""
+    """Requests from which a step can have a group that pays; None where none ever does."""
     ways = {Mode.NAIVE: shared, Mode.GROUPED_ABSORB: latent.grouped_page}
     allowed = [mode for mode, way in ways.items() if way is not None]
     if not allowed:
         return None
     if options.mode != "auto":
         return 2
-    return cost.smallest_profitable_group(context_len, [Mode.ABSORB, *allowed], limit=max_rows)
+    return cost.smallest_profitable_group(context_len, [Mode.ABSORB, *allowed], limit=max_requests)
 
 
 def describe(

@@ -12,21 +12,25 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter import budget, contract, limits, prefill, versions
+from sglang_mla_ext.adapter.relay import relay
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.observe import Metrics
 from sglang_mla_ext.options import HybridMLAOptions
 
 if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_mla_ext.adapter.backend import HybridMLABackend
     from sglang_mla_ext.adapter.steps import Steps
 
 logger = logging.getLogger(__name__)
 
 METRICS_INTERVAL_S = 1.0
+
+ACCEPT_LENGTH = "avg_spec_accept_length"
+"""SGLang's name of the tokens that a verify step yields on average for each request."""
 
 _SRT = "sglang.srt"
 _WEIGHTS = f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -80,6 +84,8 @@ def install() -> None:
         ),
         f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mla"
         ".DeepseekMLAForwardMixin._split_q_nope_pe": mla_layer.after_split_q,
+        f"{_SRT}.speculative.draft_utils.DraftBackendFactory.create_decode_backend": after_draft_backend,
+        f"{_SRT}.speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend": after_draft_backend,
     }
     import torch
 
@@ -118,11 +124,16 @@ def assert_installed() -> None:
         )
 
 
-def create_backend(runner: ModelRunner) -> HybridMLABackend:
-    """The factory that SGLang calls for `--attention-backend hybrid_mla`."""
+def create_backend(runner: ModelRunner) -> AttentionBackend:
+    """The factory that SGLang calls for `--attention-backend hybrid_mla`: for the model, and for its draft where that
+    has no backend of its own."""
     import torch
 
     assert_installed()
+    if runner.is_draft_worker:
+        from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+        return ATTENTION_BACKENDS[limits.draft_backend(runner.use_mla_backend)](runner)
     on_gpu = torch.cuda.is_available()
     limits.check_dtype(runner.dtype)
     if runner.kv_cache_dtype == torch.float8_e4m3fn:
@@ -137,7 +148,7 @@ def create_backend(runner: ModelRunner) -> HybridMLABackend:
 
 
 def after_profile_bytes(available: int, configurator: KVCacheConfigurator, *args: Any, **kwargs: Any) -> int:
-    """Take what we allocate out of what SGLang has for its KV cache."""
+    """Take what we allocate out of what SGLang has for its KV cache. A draft model's is sized by the model's."""
     worker.budget_bytes = budget.take(available, configurator, HybridMLAOptions.from_env())
     return available - worker.budget_bytes
 
@@ -155,7 +166,10 @@ def after_scheduler_init(result: None, scheduler: Scheduler, *args: Any, **kwarg
 def after_forward_batch(
     forward_batch: Any, cls: type, batch: Any, model_runner: ModelRunner, *args: Any, **kwargs: Any
 ) -> None:
-    if worker.steps is None or worker.scheduler is None or model_runner.is_draft_worker:
+    if model_runner.is_draft_worker:  # it has the batch of the model's pass, by which a plan for prefill is known
+        relay.clear()
+        return
+    if worker.steps is None or worker.scheduler is None:
         return
     worker.steps.before_forward(
         forward_batch.forward_mode,
@@ -198,7 +212,14 @@ def after_on_idle(result: None, scheduler: Scheduler) -> None:
 
 def after_get_internal_state(result: Any, scheduler: Scheduler, recv_req: Any) -> None:
     if worker.steps is not None:
-        result.internal_state[BACKEND_NAME] = worker.steps.report()
+        state, report = result.internal_state, worker.steps.report()
+        if ACCEPT_LENGTH in state:
+            report[ACCEPT_LENGTH] = state[ACCEPT_LENGTH]
+        state[BACKEND_NAME] = report
+
+
+def after_draft_backend(result: Any, factory: Any) -> None:
+    versions.name_draft_backend(result, factory)
 
 
 def _publish_metrics() -> None:

@@ -28,6 +28,7 @@ class LatentSizes:
         grouped: whether grouped absorb is tried.
         max_rows: query rows of a step that shares; max_requests: of any step; max_tokens: of a request.
         programs: multiprocessors of the GPU.
+        queries: query tokens of each request.
     """
 
     heads: int
@@ -39,19 +40,28 @@ class LatentSizes:
     max_requests: int
     max_tokens: int
     programs: int
+    queries: int = 1
+
+    @property
+    def sharing_requests(self) -> int:
+        """Requests of a step that shares."""
+        return self.max_rows // self.queries
 
 
 class LatentAttention(Protocol):
-    """Attention of a decode step's rows to what is not expanded.
+    """Attention of a decode or verify step's rows to what is not expanded.
 
         latent.allocate(max_rows, max_requests, max_tokens)  # once; then grouped_page, workspace_bytes
         latent.plan(segments, tail_starts, rows)             # when the plan or the number of rows changes
-        latent.begin_step(batch, sharing=True)               # before every step
+        latent.begin_step(batch, sharing=True, uncounted=0)  # before every step
         for layer in layers:
             out, lse = latent.run(layer_id, q_absorbed, q_rope, softmax_scale)
 
     `plan` and `begin_step` write to static memory on the current stream and do not wait for the device. `run` is what a
     CUDA graph captures; the graph follows later calls of the other two. It owns its page tables and metadata.
+
+    It is made for a number of query tokens of each request, `queries`. They are rows that follow each other, and causal
+    among themselves: the last one sees all keys of its request.
 
     Attributes:
         grouped_page: grouped absorb takes whole pages of so many tokens; None where there is no grouped absorb.
@@ -78,23 +88,23 @@ class LatentAttention(Protocol):
         """
         ...
 
-    def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int, queries: int = 1) -> None:
-        """Set which rows share what, for steps of `rows` requests.
+    def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int) -> None:
+        """Set which rows share what, for steps of `rows` rows.
 
         Args:
             segments: of grouped absorb.
-            tail_starts: `[<= rows]` tokens before each request's private tail, whole pages; rows behind the last one
-                have none. They cover what is attended to elsewhere, too.
-            queries: query tokens of each request.
+            tail_starts: `[<= requests]` tokens before each request's private tail, whole pages; requests behind the
+                last one have none. They cover what is attended to elsewhere, too.
         """
         ...
 
-    def begin_step(self, batch: Any, *, sharing: bool) -> None:
+    def begin_step(self, batch: Any, *, sharing: bool, uncounted: int = 0) -> None:
         """Bring lengths, page tables and schedules up to date.
 
         Args:
             batch: SGLang's ForwardBatch, or its view of one for a graph: batch_size, req_pool_indices, seq_lens.
-            sharing: whether what was planned is part of the step; otherwise a row's tail is all of its keys.
+            sharing: whether what was planned is part of the step; otherwise a request's tail is all of its keys.
+            uncounted: new tokens of each request that `seq_lens` leaves out: all of them in a verify step.
         """
         ...
 
@@ -110,9 +120,10 @@ class LatentAttention(Protocol):
         ...
 
 
-def grouped_sizes(max_rows: int, max_tokens: int) -> dict[str, int]:
+def grouped_sizes(max_rows: int, max_tokens: int, queries: int) -> dict[str, int]:
     """The arguments of grouped absorb that say how much a plan can hold."""
     return dict(
+        queries=queries,
         max_rows=max_rows,
         max_tokens=max_tokens,
         max_segments=MAX_SEGMENTS,
@@ -189,12 +200,14 @@ class Tails:
         nobody = torch.empty(0, 0, dtype=torch.int32, device=META)
         return cls(nobody, TailStarts(0, META), max_requests, max_tokens).workspace_bytes
 
-    def begin_step(self, batch: Any, *, sharing: bool) -> None:
+    def begin_step(self, batch: Any, *, sharing: bool, uncounted: int = 0) -> None:
         """See LatentAttention."""
-        rows = batch.batch_size
-        lens, starts = self.lens[:rows], self._starts.on_device[:rows] if sharing else None
+        requests = batch.batch_size
+        lens, starts = self.lens[:requests], self._starts.on_device[:requests] if sharing else None
         if starts is None:
-            lens.copy_(batch.seq_lens[:rows])
+            lens.copy_(batch.seq_lens[:requests])
         else:
-            torch.sub(batch.seq_lens[:rows], starts, out=lens)
-        fill_page_table(self.table[:rows], self._req_to_token, batch.req_pool_indices[:rows], lens, starts)
+            torch.sub(batch.seq_lens[:requests], starts, out=lens)
+        if uncounted:
+            lens.add_(uncounted)
+        fill_page_table(self.table[:requests], self._req_to_token, batch.req_pool_indices[:requests], lens, starts)

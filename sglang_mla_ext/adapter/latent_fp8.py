@@ -45,6 +45,7 @@ class FP8Latent:
         dtype: torch.dtype,
         grouped: bool,
         on_failure: Callable[[str, BaseException], None],
+        queries: int = 1,
     ) -> None:
         """
         Args:
@@ -54,7 +55,9 @@ class FP8Latent:
             dtype: of queries and results.
             grouped: try grouped absorb.
             on_failure: is told why something does not run here.
+            queries: query tokens of each request.
         """
+        self._queries = queries
         self._pool, self._req_to_token, self._heads, self._layer_id = pool, req_to_token, heads, layer_id
         self._dtype, self._wants_grouped, self._on_failure = dtype, grouped, on_failure
         self.grouped_page: int | None = None
@@ -72,14 +75,15 @@ class FP8Latent:
     @staticmethod
     def workspace_bytes_for(sizes: LatentSizes) -> int:
         dims = dict(kv_lora_rank=sizes.kv_lora_rank, qk_rope_head_dim=sizes.qk_rope_head_dim)
-        taken = TailStarts.workspace_bytes_for(sizes.max_rows)
+        taken = TailStarts.workspace_bytes_for(sizes.sharing_requests)
         taken += Tails.workspace_bytes_for(sizes.max_requests, sizes.max_tokens)
         taken += absorb_fp8_bytes(
             heads=sizes.heads,
             num_sms=sizes.programs,
             layout=LatentRowLayout(**dims),
             page_size=PAGE_TOKENS,
-            max_requests=sizes.max_rows,
+            max_requests=sizes.sharing_requests,
+            queries=sizes.queries,
         )
         if sizes.grouped and rows_per_tile(sizes.heads) is not None:
             taken += grouped_absorb_bytes(
@@ -88,22 +92,23 @@ class FP8Latent:
                 dtype=sizes.dtype,
                 programs=sizes.programs,
                 **dims,
-                **grouped_sizes(sizes.max_rows, sizes.max_tokens),
+                **grouped_sizes(sizes.max_rows, sizes.max_tokens, sizes.queries),
             )
         return taken
 
     def allocate(self, max_rows: int, max_requests: int, max_tokens: int, memory: Memory | None = None) -> None:
-        self._starts = TailStarts(max_rows, self._req_to_token.device)
+        self._max_at_once = max_rows // self._queries  # requests of one schedule
+        self._starts = TailStarts(self._max_at_once, self._req_to_token.device)
         self._tails = Tails(self._req_to_token, self._starts, max_requests, max_tokens, memory)
         rows, layout = self._pool.rows(self._layer_id), self._pool.layout
-        self._max_at_once = max_rows  # requests of one schedule
         self._absorb = make_absorb_fp8(
             rows,
             heads=self._heads,
             dtype=self._dtype,
             layout=layout,
             page_size=PAGE_TOKENS,
-            max_requests=max_rows,
+            max_requests=self._max_at_once,
+            queries=self._queries,
             on_failure=self._on_failure,
             memory=memory,
         )
@@ -116,38 +121,40 @@ class FP8Latent:
                 dtype=self._dtype,
                 on_failure=self._on_failure,
                 memory=memory,
-                **grouped_sizes(max_rows, max_tokens),
+                **grouped_sizes(max_rows, max_tokens, self._queries),
             )
             if self._grouped is not None:
                 self.grouped_page = PAGE_TOKENS
 
-    def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int, queries: int = 1) -> None:
+    def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int) -> None:
         if self._grouped is not None:
             self._grouped.plan(segments, rows)
         self._starts.plan(tail_starts)
 
-    def begin_step(self, batch: Any, *, sharing: bool) -> None:
+    def begin_step(self, batch: Any, *, sharing: bool, uncounted: int = 0) -> None:
         self._stacked = sharing and self._grouped is not None
         if self._stacked:
-            where = self._req_to_token, batch.req_pool_indices, batch.seq_lens
-            self._grouped.begin_step(*where, self._starts.on_device)
+            seq_lens = batch.seq_lens + uncounted if uncounted else batch.seq_lens
+            self._grouped.begin_step(self._req_to_token, batch.req_pool_indices, seq_lens, self._starts.on_device)
             return
-        self._tails.begin_step(batch, sharing=sharing)
-        rows = batch.batch_size
-        if rows <= self._max_at_once:
-            self._absorb.begin_step(self._tails.lens[:rows], self._tails.table[:rows])
+        self._tails.begin_step(batch, sharing=sharing, uncounted=uncounted)
+        requests = batch.batch_size
+        if requests <= self._max_at_once:
+            self._absorb.begin_step(self._tails.lens[:requests], self._tails.table[:requests])
 
     def run(self, layer_id: int, q_absorbed: Tensor, q_rope: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
         pool = self._pool.rows(layer_id)
         if self._stacked:
             return self._grouped.run(q_absorbed, q_rope, pool, softmax_scale)
         rows, dtype, device = len(q_absorbed), q_absorbed.dtype, q_absorbed.device
-        at_once = rows <= self._max_at_once
+        requests = rows // self._queries
+        at_once = requests <= self._max_at_once
         out = self._absorb.output(rows, dtype) if at_once else torch.empty(q_absorbed.shape, dtype=dtype, device=device)
         lse = torch.empty(q_absorbed.shape[:2], dtype=torch.float32, device=device)
-        for start in range(0, rows, self._max_at_once):
-            part = slice(start, min(start + self._max_at_once, rows))
-            where = self._tails.table[part], self._tails.lens[part]
+        for start in range(0, requests, self._max_at_once):
+            stop = min(start + self._max_at_once, requests)
+            where = self._tails.table[start:stop], self._tails.lens[start:stop]
+            part = slice(start * self._queries, stop * self._queries)
             if not at_once:  # too many for one schedule: a new one for each part
                 self._absorb.begin_step(*where[::-1])
             self._absorb.run(q_absorbed[part], q_rope[part], pool, *where, softmax_scale, out[part], lse[part])

@@ -121,9 +121,11 @@ class LatentPool(MLATokenToKVPool):
 
 
 def is_built_for(configurator: KVCacheConfigurator) -> bool:
-    """Whether the pool of this configurator is ours: an FP8 pool of an MLA model that our backend decodes."""
+    """Whether the pool of this configurator is ours: an FP8 pool of an MLA model that our backend decodes. A draft
+    model's is SGLang's, as its attention is."""
     decode = configurator.server_args.get_attention_backends()[1]
-    return decode == BACKEND_NAME and configurator.use_mla_backend and configurator.kv_cache_dtype == FP8
+    is_ours = decode == BACKEND_NAME and not configurator.is_draft_worker
+    return is_ours and configurator.use_mla_backend and configurator.kv_cache_dtype == FP8
 
 
 def around_build_mla_pool(
@@ -137,7 +139,7 @@ def around_build_mla_pool(
 
 def after_cell_size(result: int, pool_configurator: Any, configurator: KVCacheConfigurator, num_layers: int) -> int:
     """`DefaultPoolConfigurator._compute_cell_size`: bytes of a token in all layers. From them SGLang computes how many
-    tokens its memory holds."""
+    tokens its memory holds. It takes as much for each layer of a draft model, whose rows are no longer than ours."""
     if not is_built_for(configurator):
         return result
     config = configurator.model_config

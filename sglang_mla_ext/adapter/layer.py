@@ -50,7 +50,7 @@ def take_parts() -> None:
 
 def after_split_q(result: tuple[torch.Tensor, ...], attention: DeepseekV2AttentionMLA, *args: Any) -> None:
     """Keep the query before absorption, `[tokens, heads, qk_nope_head_dim]`, for the attention call that follows."""
-    if relay.takes_query:
+    if relay.takes_query and id(attention) in relay.layers:
         relay.q_nope = result[0]
 
 
@@ -74,12 +74,14 @@ def attention_layers(runner: ModelRunner) -> list[DeepseekV2AttentionMLA]:
 def merge_before_o_proj(
     layers: Sequence[DeepseekV2AttentionMLA], merge: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Have `merge` add the shared part to what each layer hands to its output projection, where there is one."""
+    """Have `merge` add the shared part to what each layer hands to its output projection, where there is one, and their
+    queries be kept for it."""
 
     def before(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if relay.tail_lse is None:
             return None
         return merge(args[0]), *args[1:]
 
+    relay.layers = frozenset(map(id, layers))
     for layer in layers:
         layer.o_proj.register_forward_pre_hook(before)

@@ -14,6 +14,12 @@ from sglang_mla_ext.options import OptionError
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
+ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN")
+"""Of speculative decoding; the last one is another name for the first, which SGLang's resolved arguments have."""
+
+DRAFT_TOKENS = range(2, 9)
+"""Query tokens of a request in a verify step."""
+
 FLOAT16 = "the model runs in float16, which its kernels do not compute in: use --dtype bfloat16."
 
 
@@ -23,12 +29,13 @@ def is_asked_for(server_args: ServerArgs) -> bool:
 
 
 def set_defaults(server_args: ServerArgs, on_gpu: bool) -> None:
-    """Set what a GPU server needs, where the user did not: FlashMLA's page size, and prefill without CUDA graphs beside
-    an FP8 cache.
+    """Set what a GPU server needs, where the user did not: FlashMLA's page size, prefill without CUDA graphs beside an
+    FP8 cache, and drafts verified by the decode backend. `server_args` are not resolved.
 
     Raises:
-        OptionError: the user chose another.
+        OptionError: the user chose another, or drafts that SGLang would refuse without naming those that work.
     """
+    _refuse(_draft_findings(server_args))
     if not on_gpu:
         return
     if server_args.page_size not in (None, PAGE_TOKENS):
@@ -38,6 +45,20 @@ def set_defaults(server_args: ServerArgs, on_gpu: bool) -> None:
     server_args.page_size = PAGE_TOKENS
     if server_args.kv_cache_dtype == "fp8_e4m3":
         versions.disable_prefill_graph(server_args)
+    if server_args.speculative_algorithm is not None and server_args.get_attention_backends()[0] != BACKEND_NAME:
+        server_args.speculative_attention_mode = "decode"
+
+
+def set_draft_backend(server_args: ServerArgs) -> None:
+    """Set the draft model's attention backend, where the user did not: a draft has nothing to share, and SGLang has no
+    backend of our name for drafts. `server_args` are resolved."""
+    if server_args.speculative_algorithm in ALGORITHMS and not server_args.speculative_draft_attention_backend:
+        versions.set_draft_backend(server_args, draft_backend(versions.draft_has_mla(server_args)))
+
+
+def draft_backend(mla: bool) -> str:
+    """SGLang's attention backend for a draft model with or without Multi-head Latent Attention."""
+    return "flashmla" if mla else "flashinfer"
 
 
 def check(server_args: ServerArgs, compute_capability: tuple[int, int] | None) -> None:
@@ -101,8 +122,9 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         found += _fp8_cache_findings(args, on_gpu=compute_capability is not None)
     elif args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
         found.append(f"--kv-cache-dtype {args.kv_cache_dtype} is not supported: remove it, or use fp8_e4m3.")
+    if args.speculative_algorithm is not None:
+        found += _speculative_findings(args, on_gpu=compute_capability is not None)
     unsupported = {
-        "--speculative-algorithm": args.speculative_algorithm is not None,
         # A LoRA on kv_b_proj would need expansions of its own, and one on o_proj replaces the module that we merge at.
         "--enable-lora": args.enable_lora,
         "--enable-two-batch-overlap": args.enable_two_batch_overlap,
@@ -124,6 +146,45 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
     }
     found += [f"{flag} is not supported yet: remove it." for flag, given in unsupported.items() if given]
     return found
+
+
+def _speculative_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
+    """What would verify something else than one chain of drafts of a length that never changes. `args` are resolved."""
+    if found := _draft_findings(args):
+        return found
+    if not on_gpu:
+        found.append("--speculative-algorithm needs a GPU, for SGLang's own part of it: remove it.")
+    if args.speculative_num_draft_tokens not in DRAFT_TOKENS:
+        few, many = DRAFT_TOKENS[0], DRAFT_TOKENS[-1]
+        found.append(
+            f"--speculative-num-draft-tokens {args.speculative_num_draft_tokens} is not supported: use {few} to "
+            f"{many}, and --speculative-num-steps {few - 1} to {many - 1}, one less."
+        )
+    if args.speculative_draft_attention_backend == BACKEND_NAME:
+        found.append(
+            f"--speculative-draft-attention-backend {BACKEND_NAME} is not supported, drafts share nothing: remove it."
+        )
+    if versions.plans_on_a_stream():
+        found.append("SGLANG_ENABLE_OVERLAP_PLAN_STREAM is not supported, as it is not by flashmla: unset it.")
+    unsupported = {
+        "--speculative-adaptive": args.speculative_adaptive,
+        "--enable-multi-layer-eagle": args.enable_multi_layer_eagle,
+        "--decoupled-spec-role": args.decoupled_spec_role != "null",
+    }
+    return found + [f"{flag} is not supported yet: remove it." for flag, given in unsupported.items() if given]
+
+
+def _draft_findings(args: ServerArgs) -> list[str]:
+    """Whether drafts come in one chain. `args` may be resolved or not."""
+    algorithm, branches = args.speculative_algorithm, args.speculative_eagle_topk
+    if algorithm is None:
+        return []
+    if algorithm.upper() not in ALGORITHMS:
+        return [
+            f"--speculative-algorithm {algorithm} is not supported: use {', '.join(ALGORITHMS[:-1])} or "
+            f"{ALGORITHMS[-1]}, with --speculative-eagle-topk 1."
+        ]
+    return [] if branches in (None, 1) else [f"--speculative-eagle-topk {branches} is not supported: use 1."]
 
 
 def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[str]:

@@ -63,6 +63,8 @@ def _around_post_init(original: Callable[..., None], server_args: ServerArgs, *a
         limits.set_defaults(server_args, on_gpu)
     original(server_args, *args, **kwargs)
     if asked:
+        if on_gpu:
+            limits.set_draft_backend(server_args)
         limits.check(server_args, torch.cuda.get_device_capability() if on_gpu else None)
         os.environ[ASKED_VARIABLE] = "1"
     else:

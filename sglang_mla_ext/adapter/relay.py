@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from torch import Tensor
 
@@ -22,6 +22,7 @@ class Relay:
     """One for each scheduler process, which runs one forward pass at a time.
 
     Attributes:
+        layers: ids of those whose attention is our backend's. A draft model's is another's.
         takes_query: whether the step attends to expanded prefixes, so that the layers' queries are needed.
         q_nope: `[rows, heads, qk_nope_head_dim]`, the query of the layer that runs now, before absorption.
         tail_lse: `[rows, heads]` float32, natural log, of the layer whose shared part is still to be merged.
@@ -29,6 +30,7 @@ class Relay:
         prefill_lens: `[requests]` the cached tokens of that step: SGLang's own list, by which the step is known.
     """
 
+    layers: Collection[int] = frozenset()
     takes_query: bool = False
     q_nope: Tensor | None = None
     tail_lse: Tensor | None = None
@@ -36,7 +38,7 @@ class Relay:
     prefill_lens: Sequence[int] | None = None
 
     def clear(self) -> None:
-        """Forget everything: a new forward pass begins."""
+        """Forget what is of a forward pass: another one begins, of this model or of its draft."""
         self.takes_query = False
         self.q_nope = self.tail_lse = self.prefill = self.prefill_lens = None
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 1024
-"""Rows of one run of the attention: fills the GPU, and bounds the partial results' memory. Batches with more decode by
-plain absorb; prefill takes as many runs as it needs."""
+"""Rows, which are query tokens, of one run of the attention: fills the GPU, and bounds the partial results' memory.
+Batches with more decode by plain absorb; prefill takes as many runs as it needs."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 64, 1 << 16
 """Forward passes without sharing after a failure; twice as many after every further one that comes before a decode step
@@ -41,12 +41,12 @@ with groups."""
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What the rows of a decode step share, in the kernels' terms. It holds nothing of SGLang's tree.
+    """What the rows of a decode or verify step share, in the kernels' terms. It holds nothing of SGLang's tree.
 
     Attributes:
         expanded: attended to by naive attention.
         latent: attended to by grouped absorb.
-        tail_starts: `[rows]` where each row's private tail begins.
+        tail_starts: `[requests]` where each request's private tail begins.
     """
 
     expanded: tuple[ExpandedSegment, ...] = ()
@@ -58,16 +58,24 @@ class StepPlan:
         return bool(self.expanded or self.latent)
 
     @classmethod
-    def of(cls, plan: Plan, expanded: Sequence[ExpandedGroup]) -> StepPlan:
+    def of(cls, plan: Plan, expanded: Sequence[ExpandedGroup], queries: int = 1) -> StepPlan:
         """
         Args:
+            plan: its rows are requests.
             expanded: the plan's naive groups, with their chunks.
+            queries: query tokens of each request, which are rows that follow each other.
         """
         if not plan.groups:
             return NOTHING_SHARED
+
+        def rows(requests: Sequence[int]) -> tuple[int, ...]:
+            return tuple(request * queries + token for request in requests for token in range(queries))
+
         return cls(
-            tuple(ExpandedSegment(group.rows, group.tokens, group.chunks) for group in expanded),
-            tuple(LatentSegment(group.rows, group.start, group.end) for group in plan.of_mode(Mode.GROUPED_ABSORB)),
+            tuple(ExpandedSegment(rows(group.rows), group.tokens, group.chunks) for group in expanded),
+            tuple(
+                LatentSegment(rows(group.rows), group.start, group.end) for group in plan.of_mode(Mode.GROUPED_ABSORB)
+            ),
             plan.prefix_lens,
         )
 
@@ -95,7 +103,7 @@ class Steps:
     """Plans every forward pass of one scheduler process.
 
     Attributes:
-        next: of the decode step that comes next.
+        next: of the decode or verify step that comes next.
         description: what can be shared here, in one line for the log.
     """
 
@@ -109,23 +117,26 @@ class Steps:
         *,
         shares: bool,
         prefill: PrefillSharing | None,
-        max_rows: int,
+        max_requests: int,
         budget_bytes: int,
         chunk_bytes: int,
+        queries: int = 1,
     ) -> None:
         """
         Args:
             expander: None where nothing is expanded.
             shares: whether decode steps can share anything.
             prefill: None where prefill is another backend's, whose lse may be in another base.
-            max_rows: of a decode step that shares.
+            max_requests: of a step that shares.
             budget_bytes: device memory for expanded prefixes and our own buffers; chunk_bytes: of one chunk.
+            queries: query tokens of a request in a step that shares; more than one where drafts are verified.
         """
         self.counters = counters
         self.next = NOTHING_SHARED
         self._prefixes, self._expander = prefixes, expander
         self._shares, self._prefill = shares, prefill
-        self._max_rows, self._budget_bytes, self._chunk_bytes = max_rows, budget_bytes, chunk_bytes
+        self._max_requests, self._queries = max_requests, queries
+        self._budget_bytes, self._chunk_bytes = budget_bytes, chunk_bytes
         self._pause = 0  # forward passes to go until the next attempt
         self._next_pause = FIRST_PAUSE
         self._planned = Plan(0), NOTHING_SHARED  # the last plan, and what was made of it
@@ -147,7 +158,9 @@ class Steps:
         """Plan a forward pass: expand what is worth it, and say which rows share what.
 
         Args:
-            reqs: requests of the pass, by row in decode and in the order of the tokens in prefill.
+            mode: a decode step of a server that verifies drafts shares nothing: what is planned is for its verify
+                steps.
+            reqs: requests of the pass, in the order of its rows.
             running: requests that are decoding, whether or not they take part in this pass.
             prefix_lens: `[requests]` tokens that are cached; new_tokens: `[requests]` tokens to compute; in prefill.
         """
@@ -155,12 +168,15 @@ class Steps:
         self.next = NOTHING_SHARED
         relay.clear()
         plan = Plan(0)
+        verifies = mode.is_target_verify()
+        decodes = mode.is_decode() or verifies
         if self._pause:
             self._pause -= 1
         elif not mode.is_idle():
             try:
-                if mode.is_decode() and self._shares:
-                    plan = self._plan_decode(reqs)
+                if decodes:  # SGLang counts a verify step as prefill, too
+                    if self._shares and verifies == (self._queries > 1):
+                        plan = self._plan_decode(reqs)
                 elif mode.is_extend() and self._expander is not None:
                     running = [req for req in running if not req.finished()]
                     relay.prefill = self._plan_prefill(reqs, running, prefix_lens, new_tokens)
@@ -168,8 +184,8 @@ class Steps:
             except Exception as error:
                 plan = Plan(0)
                 self.fail("planning", error)
-        if mode.is_decode():
-            self.counters.count_step(plan)
+        if decodes:
+            self.counters.count_step(plan, verifies=verifies)
         self.counters.count_pass(time.perf_counter() - begin)
 
     def fail(self, what: str, error: Exception) -> None:
@@ -211,12 +227,12 @@ class Steps:
         relay.clear()
 
     def _plan_decode(self, reqs: Sequence[Req]) -> Plan:
-        if len(reqs) > self._max_rows:
-            self.counters.fall_back(f"more than {self._max_rows} requests in a batch")
+        if len(reqs) > self._max_requests:
+            self.counters.fall_back(f"more than {self._max_requests} requests in a batch")
             return Plan(0)
         plan, expanded = self._prefixes.before_decode(reqs)
         if plan is not self._planned[0]:
-            self._planned = plan, StepPlan.of(plan, expanded)
+            self._planned = plan, StepPlan.of(plan, expanded, self._queries)
         self.next = self._planned[1]
         return plan
 

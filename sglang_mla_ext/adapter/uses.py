@@ -97,11 +97,11 @@ _ARGUMENTS = (
     *_attributes(
         _ARGS,
         """
-        attn_cp_size dcp_size disable_chunked_prefix_cache disable_radix_cache disaggregation_mode dllm_algorithm dtype
-        enable_flexkv enable_hierarchical_cache enable_lmcache enable_lora enable_mixed_chunk
-        enable_page_major_kv_layout enable_pdmux enable_streaming_session enable_two_batch_overlap
-        enable_unified_memory flashinfer_mla_disable_ragged pp_size quantization_param_path radix_cache_backend
-        speculative_algorithm
+        attn_cp_size dcp_size decoupled_spec_role disable_chunked_prefix_cache disable_radix_cache disaggregation_mode
+        dllm_algorithm dtype enable_flexkv enable_hierarchical_cache enable_lmcache enable_lora enable_mixed_chunk
+        enable_multi_layer_eagle enable_page_major_kv_layout enable_pdmux enable_streaming_session
+        enable_two_batch_overlap enable_unified_memory flashinfer_mla_disable_ragged pp_size quantization_param_path
+        radix_cache_backend speculative_adaptive speculative_eagle_topk
         """,
         "unsupported features",
     ),
@@ -116,6 +116,33 @@ _ARGUMENTS = (
         "context_len hf_config hidden_size kv_lora_rank qk_rope_head_dim",
         "the model's dimensions",
     ),
+)
+_DRAFTS = "speculative.draft_utils.DraftBackendFactory"
+_SPECULATION = (
+    *_attributes(
+        _ARGS,
+        """
+        speculative_algorithm speculative_attention_mode speculative_draft_attention_backend
+        speculative_draft_model_path speculative_draft_model_revision speculative_num_draft_tokens
+        """,
+        "speculative decoding: who verifies how many drafts, and the draft model's backend",
+    ),
+    *_function(f"{_ARGS}.override", "self source", "the draft model's backend"),
+    *_function(
+        "configs.model_config.ModelConfig.from_server_args",
+        "server_args model_path model_revision is_draft_model",
+        "the draft model's backend",
+    ),
+    *_attributes("configs.model_config.ModelConfig", "attention_arch", "the draft model's backend"),
+    *_attributes("configs.model_config.AttentionArch", "MLA", "the draft model's backend"),
+    *_attributes("environ", "envs", "unsupported features"),
+    *_attributes("environ.Envs", "SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "unsupported features"),
+    *_methods(_DRAFTS, "create_decode_backend create_draft_extend_backend", "naming the draft model's backends"),
+    *_attributes(_DRAFTS, "draft_attn_backend", "their name"),
+    *_attributes(
+        "layers.attention.flashmla_backend.FlashMLAMultiStepDraftBackend", "attn_backends", "those of each step", "list"
+    ),
+    *_attributes("layers.attention.attention_registry", "ATTENTION_BACKENDS", "the draft model's backend"),
 )
 _SCHEDULING = (
     *_function(f"{_SCHEDULER}.__init__", "self server_args", "the radix tree"),
@@ -161,12 +188,16 @@ _STEP = (
         """,
         "what a step computes",
     ),
-    *_methods("model_executor.forward_batch_info.ForwardMode", "is_decode is_extend is_idle", "what a step computes"),
+    *_methods(
+        "model_executor.forward_batch_info.ForwardMode",
+        "is_decode is_extend is_idle is_target_verify",
+        "what a step computes",
+    ),
     *_attributes(
         "model_executor.model_runner.ModelRunner",
         """
         device dtype is_draft_worker kv_cache_dtype memory_saver_adapter model model_config req_to_token_pool
-        server_args token_to_kv_pool
+        server_args token_to_kv_pool use_mla_backend
         """,
         "building the backend",
     ),
@@ -191,7 +222,7 @@ _POOLS = (
     *_function(f"{_CONFIGURATOR}._build_mla_kv_pool", "self max_total_num_tokens", "the FP8 pool"),
     *_attributes(
         _CONFIGURATOR,
-        "device kv_cache_dtype layer_info model_config pool_page_size server_args use_mla_backend",
+        "device is_draft_worker kv_cache_dtype layer_info model_config pool_page_size server_args use_mla_backend",
         "the FP8 pool",
     ),
     *_attributes(
@@ -329,10 +360,10 @@ _READ_OF_BACKEND = (
     Read("supports_ragged_verify_graph", _DECODE_GRAPH, "speculative decoding: verify steps of several lengths"),
     Read("verify_mask", _SPECULATIVE, "speculative decoding: the mask of a tree of tokens"),
     Read("max_context_len", _SPECULATIVE, "speculative decoding: the size of that mask"),
-    Read("update_verify_buffers_to_fill_after_draft", _SPECULATIVE, "speculative decoding"),
+    Read("update_verify_buffers_to_fill_after_draft", _SPECULATIVE, "speculative decoding, planned on a stream"),
 )
 
 SGLANG_0_5_17 = Release(
-    uses=(*_PLUGIN, *_ARGUMENTS, *_SCHEDULING, *_STEP, *_POOLS, *_LAYER, *_BACKENDS),
+    uses=(*_PLUGIN, *_ARGUMENTS, *_SPECULATION, *_SCHEDULING, *_STEP, *_POOLS, *_LAYER, *_BACKENDS),
     read_of_backend=_READ_OF_BACKEND,
 )

@@ -1,12 +1,13 @@
 """What each way of attending to a shared prefix costs, per layer, and which one is cheapest.
 
-For a group of `B` requests, `H` local heads and `L` prefix tokens (DeepSeek-V3's dimensions; the code takes any):
+For a group of `B` requests of `W` query tokens (1, or more in a step that verifies drafts), `H` local heads and `L`
+prefix tokens (DeepSeek-V3's dimensions; the code takes any):
 
-| mode           | MACs       | elements read      |
-|----------------|------------|--------------------|
-| absorb         | B·H·L·1088 | B·L·576            |
-| grouped_absorb | B·H·L·1088 | L·576              |
-| naive          | B·H·L·320  | L·H·256 + L·64     |
+| mode           | MACs         | elements read      |
+|----------------|--------------|--------------------|
+| absorb         | B·W·H·L·1088 | B·L·576            |
+| grouped_absorb | B·W·H·L·1088 | L·576              |
+| naive          | B·W·H·L·320  | L·H·256 + L·64     |
 
 The time of a mode is the larger of its memory time and its matrix time, plus the overhead of its launches. Rates are
 data: `configs/gpus/*.json`, each with a note on what was measured. This module imports neither torch nor SGLang.
@@ -214,6 +215,7 @@ class CostModel:
         local_heads: query heads on this GPU.
         expanded_element_bytes: bytes per element of the expanded prefix: 4, 2 or 1.
         latent_element_bytes: bytes per element of a latent row: 4, 2 or 1. Rotary elements take at least 2 in both.
+        queries: query tokens of a request in a step. Groups are counted in requests; each has so many rows.
     """
 
     dims: ModelDims
@@ -221,6 +223,7 @@ class CostModel:
     rates: GpuRates
     expanded_element_bytes: int = 2
     latent_element_bytes: int = 2
+    queries: int = 1
 
     @functools.cached_property
     def latent_row_bytes(self) -> int:
@@ -239,10 +242,13 @@ class CostModel:
     def macs(self, mode: Mode, group_size: int, tokens: int) -> int:
         """Useful MACs of a group's attention to `tokens` prefix tokens."""
         per_key = self.dims.naive_macs if mode is Mode.NAIVE else self.dims.absorb_macs
-        return group_size * self.local_heads * tokens * per_key
+        return group_size * self.queries * self.local_heads * tokens * per_key
 
     def bytes_read(self, mode: Mode, group_size: int, tokens: int) -> int:
-        """Bytes of keys and values that the kernel loads; plain absorb loads the same rows once per request."""
+        """Bytes of keys and values that the kernel loads; plain absorb loads the same rows once per request.
+
+        A request's query rows may take several tiles, which run at the same time: the L2 cache serves all but one.
+        """
         if mode is Mode.NAIVE:
             return tokens * self.expanded_token_bytes
         readers = group_size if mode is Mode.ABSORB else 1
@@ -253,7 +259,8 @@ class CostModel:
 
         The counts above are corrected in two ways, both observed in FlashMLA's times over shared pages:
         - Matrix units work on tiles of `row_tile` rows, and plain absorb's rows are one request's heads: 16 heads take
-          as long as 64. Grouped absorb stacks the heads of several requests, naive the requests of one head.
+          as long as 64, and as four query tokens of 16. Grouped absorb stacks the heads of several requests, naive the
+          query tokens of all requests, of one head.
         - Requests that share rows run at the same time, so the rows are read from memory once if all of them fit in
           the L2 cache, and otherwise once per request. Reading from L2 was never the limit.
         """
@@ -283,21 +290,23 @@ class CostModel:
         return max(memory_bytes / rates.bytes_per_s, matrix_s)
 
     def launch_seconds(self, mode: Mode, rows: int) -> float:
-        """What a mode costs a step beyond work and segments, if `rows` of its rows attend in it at all: a launch more
-        than plain absorb has. `seconds` of one group is its work, one segment, and this."""
+        """What a mode costs a step beyond work and segments, if `rows` of its requests attend in it at all: a launch
+        more than plain absorb has. `seconds` of one group is its work, one segment, and this."""
         more = self.overhead_seconds(mode, rows) - self.overhead_seconds(Mode.ABSORB, rows)
         return more - self.segment_seconds(mode, rows)
 
     def segment_seconds(self, mode: Mode, group_size: int) -> float:
-        """What a segment costs its rows beyond its work, where the launches are there: its items, and one partial for
-        each row and head, written once and read once by the merge."""
+        """What a segment costs its requests beyond its work, where the launches are there: its items, and one partial
+        for each row and head, written once and read once by the merge."""
         rates, dims = self.rates.modes[mode], self.dims
         partial_bytes = dims.v_head_dim * 4 if mode is Mode.NAIVE else dims.kv_lora_rank * 2
-        return rates.segment_s + 2 * group_size * self.local_heads * partial_bytes / rates.bytes_per_s
+        rows = group_size * self.queries
+        return rates.segment_s + 2 * rows * self.local_heads * partial_bytes / rates.bytes_per_s
 
     def tail_rows(self, group_size: int) -> int:
-        """Rows that plain absorb computes over the private tails of a group, padded to whole tiles."""
-        return group_size * _round_up(self.local_heads, self.rates.modes[Mode.ABSORB].row_tile)
+        """Rows that plain absorb computes over the private tails of a group: heads of all query tokens of a request,
+        padded to whole tiles."""
+        return group_size * _round_up(self.local_heads * self.queries, self.rates.modes[Mode.ABSORB].row_tile)
 
     def best_mode(
         self, group_size: int, tokens: int, allowed: Collection[Mode] = (Mode.ABSORB, Mode.GROUPED_ABSORB, Mode.NAIVE)
@@ -319,28 +328,25 @@ class CostModel:
                 return group_size
         return None
 
-    def threshold_batch(self, s_q: int = 1) -> float:
+    def threshold_batch(self) -> float:
         """TyphoonMLA's equation 1: the batch from which reading the expanded prefix beats absorb's MACs.
 
         The paper counts memory in words; here it is bytes, so the size of an element appears. The equation counts the
         rotary part of K once per head and no overhead; decisions are made with `smallest_profitable_group`, which
-        counts both correctly.
-
-        Args:
-            s_q: query tokens of a request per step; 1 without speculative decoding.
+        counts both correctly. It divides by the query tokens of a request.
         """
         rate = self.rates.modes[Mode.ABSORB].matrix_rate(self.latent_element_bytes)
         bandwidth = self.rates.modes[Mode.NAIVE].bytes_per_s
         bytes_per_key = self.dims.naive_macs * self.expanded_element_bytes
-        return bytes_per_key / (s_q * self.dims.absorb_macs) * rate / bandwidth
+        return bytes_per_key / (self.queries * self.dims.absorb_macs) * rate / bandwidth
 
     def _padded_macs(self, mode: Mode, group_size: int, tokens: int) -> int:
         """MACs that the matrix units execute, with rows padded to whole tiles."""
         tile = self.rates.modes[mode].row_tile
         if mode is Mode.NAIVE:
-            return self.local_heads * _round_up(group_size, tile) * tokens * self.dims.naive_macs
+            return self.local_heads * _round_up(group_size * self.queries, tile) * tokens * self.dims.naive_macs
         if mode is Mode.GROUPED_ABSORB:
-            rows = _round_up(group_size * self.local_heads, tile)
+            rows = _round_up(group_size * self.queries * self.local_heads, tile)
         else:
             rows = self.tail_rows(group_size)
         return rows * tokens * self.dims.absorb_macs

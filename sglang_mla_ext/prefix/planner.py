@@ -12,6 +12,8 @@ for launching naive attention or grouped absorb at all is weighed against the wh
 Expanded tokens stand in chunks at absolute multiples of a chunk's size. Where the runs below are used too, a run ends
 with its last whole chunk, and those below begin there; only the last one of a path ends where its tokens end.
 
+A row is a request here, however many query tokens it has in a step: they all share what it shares.
+
 Pure Python; knows neither SGLang nor torch. The same tree and rows give the same plan.
 """
 

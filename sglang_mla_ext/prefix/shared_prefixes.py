@@ -81,6 +81,7 @@ class SharedPrefixes:
             grouped_page: grouped absorb takes whole pages of so many tokens; None where there is no grouped absorb.
         """
         self._options, self._cost = options, cost
+        self._cost_of_tokens = replace(cost, queries=1)  # in prefill each new token is counted
         self._pool, self._expander, self._counters = pool, expander, counters
         self._capacity, self._naive, self._grouped_page = capacity, naive, grouped_page
         self._tree: Tree | None = None
@@ -155,7 +156,7 @@ class SharedPrefixes:
             parts.append(part)
         if always:
             return parts
-        gains = self._gains(0)
+        gains = self._gains(self._cost_of_tokens)
         if gains.naive is None:
             return [NOTHING_EXPANDED] * len(reqs)
         pays = {
@@ -208,12 +209,12 @@ class SharedPrefixes:
             self._counters.fall_back("the tree is too deep to be searched in one step")
         return tree
 
-    def _gains(self, step_tokens: int) -> Gains:
+    def _gains(self, cost: CostModel, step_tokens: int = 0) -> Gains:
         ways = {"naive": self._naive, "grouped": self._grouped_page is not None}
-        return Gains.of(self._options, self._cost, step_tokens=step_tokens, **ways)
+        return Gains.of(self._options, cost, step_tokens=step_tokens, **ways)
 
     def _ways(self, runs: Runs) -> tuple[Ways, Launch]:
-        gains = self._gains(runs.tokens)
+        gains = self._gains(self._cost, runs.tokens)
         page, shortest = self._grouped_page or 1, self._options.min_prefix_len
         return Ways(gains.naive, gains.grouped, self._pool.chunk_tokens, page, shortest), gains.launch
 

@@ -46,7 +46,11 @@ class Step(NamedTuple):
 class Tree:
     """SGLang's radix cache over slots that nothing is stored in. `rows` says what would be: a fresh number for each."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, pairs: bool = False) -> None:
+        """
+        Args:
+            pairs: a slot is known by its token and the next one, as in a server with EAGLE.
+        """
         from sglang.srt.mem_cache.radix_cache import RadixCache
 
         self.page_size = page_size
@@ -56,11 +60,13 @@ class Tree:
             device="cpu", free_segment=lambda slots, start_pos: self.free_slots.extend(slots.tolist())
         )
         self.cache = RadixCache.create_simulated(page_size=page_size, mock_allocator=allocator)
+        self.cache.is_eagle = pairs
         self.view = TreeView(self.cache)
         self._numbers = count()
 
     def run(self, text: str, extra_key: str | None = None) -> Request:
-        """Start a request: its prompt, one page for each letter, is prefilled, in the tree, and held."""
+        """Start a request: its prompt, one page for each letter, is prefilled, in the tree as far as whole pages are
+        known, and held."""
         from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
@@ -73,7 +79,8 @@ class Tree:
         self.rows.update((slot, next(self._numbers)) for slot in slots[cached:])
         self.cache.insert(InsertParams(key=RadixKey(tokens, extra_key), value=torch.tensor(slots)))
         found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, extra_key)))
-        assert len(found.device_indices) == len(tokens)
+        known = len(tokens) - self.cache.is_eagle
+        assert len(found.device_indices) == known - known % self.page_size
         self.cache.inc_lock_ref(found.last_device_node)
         return Request(text, found.last_device_node, extra_key, found.device_indices)
 

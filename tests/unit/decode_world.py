@@ -37,7 +37,7 @@ from sglang_mla_ext.options import HybridMLAOptions
 
 DN, DV, SCALE = 16, 16, 0.2
 LAYER_IDS = (3, 5)
-MAX_REQUESTS, MAX_TOKENS, TREE_PAGES, PAGES = 12, 14 * PAGE, 60, 100
+MAX_REQUESTS, MAX_TOKENS, TREE_PAGES, PAGES = 12, 16 * PAGE, 60, 100
 
 
 class Mode:
@@ -50,26 +50,35 @@ class Mode:
         return self.name == "decode"
 
     def is_extend(self) -> bool:
-        return self.name == "extend"
+        return self.name in ("extend", "verify")
+
+    def is_target_verify(self) -> bool:
+        return self.name == "verify"
 
     def is_idle(self) -> bool:
         return self.name == "idle"
 
 
-DECODE, EXTEND, IDLE = Mode("decode"), Mode("extend"), Mode("idle")
+DECODE, EXTEND, IDLE, VERIFY = Mode("decode"), Mode("extend"), Mode("idle"), Mode("verify")
 
 
 class World:
     """See the module. A request's prompt is in the tree, a page for each letter; behind it are tokens of its own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, new_tree: Any, *, fp8: bool = False) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, new_tree: Any, *, fp8: bool = False, queries: int = 1) -> None:
+        """
+        Args:
+            fp8: the pool is ours, in FP8.
+            queries: query tokens of a request in a step: more than one where steps verify drafts.
+        """
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
         from sglang_mla_ext.adapter import build
         from sglang_mla_ext.adapter.latent_pool import LatentPool
 
         self.generator = torch.Generator().manual_seed(0)
-        self.fp8 = fp8
+        self.fp8, self.queries = fp8, queries
+        self.mode = VERIFY if queries > 1 else DECODE  # of the steps
         sizes = dict(kv_lora_rank=RANK, qk_rope_head_dim=DR, layer_num=LAYER_IDS[-1] + 1, page_size=PAGE)
         kind, dtype = (LatentPool, FP8) if fp8 else (MLATokenToKVPool, torch.float32)
         self.pool = kind((PAGES - 1) * PAGE, dtype=dtype, device="cpu", enable_memory_saver=False, **sizes)
@@ -91,7 +100,11 @@ class World:
             kv_cache_dtype=dtype,
             device="cpu",
             dtype=torch.float32,
-            server_args=SimpleNamespace(get_attention_backends=lambda: ("hybrid_mla", "hybrid_mla")),
+            server_args=SimpleNamespace(
+                get_attention_backends=lambda: ("hybrid_mla", "hybrid_mla"),
+                speculative_algorithm="EAGLE" if queries > 1 else None,
+                speculative_num_draft_tokens=queries if queries > 1 else None,
+            ),
         )
         monkeypatch.setattr(build, "attention_layers", lambda runner: self.layers)
         for name in ("run", "merge"):
@@ -169,10 +182,11 @@ class World:
         layout = self.pool.layout if self.fp8 else None
         for made in ("make_grouped_absorb", "make_grouped_absorb_fp8"):
             if hasattr(module, made):
-                self._monkeypatch.setattr(module, made, lambda *_, **__: TorchGrouped(layout) if runs else None)
+                make = lambda *_, queries=1, **__: TorchGrouped(layout, queries) if runs else None  # noqa: E731
+                self._monkeypatch.setattr(module, made, make)
         if self.fp8:
             self._monkeypatch.setattr(module, "make_absorb_fp8", TorchAbsorbFP8)
-        self.stock = StockBackend(self.pool, self.req_to_token)
+        self.stock = StockBackend(self.pool, self.req_to_token, self.queries)
         stock = SimpleNamespace(
             backend=self.stock,
             decodes=not self.fp8,
@@ -185,8 +199,8 @@ class World:
             True: lambda **common: module.FP8Latent(self.pool, self.req_to_token, dtype=torch.float32, **common),
         }
 
-        def stock_and_latent(runner: Any, layers: Any, may_group: bool, counters: Any) -> tuple[Any, Any]:
-            common = dict(heads=HEADS, layer_id=LAYER_IDS[0], on_failure=counters.fall_back)
+        def stock_and_latent(runner: Any, layers: Any, may_group: bool, queries: int, counters: Any) -> tuple[Any, Any]:
+            common = dict(heads=HEADS, layer_id=LAYER_IDS[0], on_failure=counters.fall_back, queries=queries)
             self.latent = kinds[self.fp8](grouped=grouped, **common)
             return stock, self.latent
 
@@ -195,15 +209,20 @@ class World:
     # ---- requests
 
     def start(self, text: str, own: int, extra_key: str | None = None) -> Any:
-        """A request whose prompt is in the tree, with `own` tokens behind it."""
+        """A request whose prompt is in the tree, with `own` tokens behind it, and slots for more."""
         request = self.tree.run(text, extra_key)
         request.index = next(index for index in range(MAX_REQUESTS) if index not in self._taken)
         request.finished = lambda: False
         self._taken.add(request.index)
-        slots = torch.cat([request.slots, self._own_slots(own)])
+        slots = torch.cat([request.slots, self._own_slots(own)])[:MAX_TOKENS]
         self.req_to_token[request.index, : len(slots)] = slots.int()
-        self.lens[request.index] = len(slots)
+        self.lens[request.index] = len(request.slots) + own
         return request
+
+    def accept(self, requests: Sequence[Any], counts: Sequence[int]) -> None:
+        """As many of the drafts of the last step become tokens of each request."""
+        for request, count in zip(requests, counts, strict=True):
+            self.lens[request.index] += count
 
     def finish(self, *requests: Any) -> None:
         self.tree.finish(*requests)
@@ -211,59 +230,71 @@ class World:
 
     def _own_slots(self, count: int) -> Tensor:
         pages = [self._own_pages.pop(0) for _ in range(-(-(count + PAGE) // PAGE))]  # and room to grow
-        return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])[:count]
+        return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
 
     # ---- steps
 
-    def batch(self, requests: Sequence[Any], mode: Mode = DECODE, padded: int = 0) -> Any:
-        """SGLang's ForwardBatch of a decode step whose new tokens are the last ones of their requests."""
+    def batch(self, requests: Sequence[Any], mode: Mode | None = None, padded: int = 0) -> Any:
+        """SGLang's ForwardBatch of a step. In a decode step the new tokens are the last ones of their requests; in one
+        that verifies drafts they follow those."""
+        mode = mode or self.mode
         indices = torch.tensor([request.index for request in requests] + [0] * (padded - len(requests)))
         lens = self.lens[indices]
         lens[len(requests) :] = 1
+        new = lens[:, None] + (torch.arange(self.queries) if mode is VERIFY else -1)
         return SimpleNamespace(
             batch_size=len(indices),
             forward_mode=mode,
             req_pool_indices=indices,
             seq_lens=lens,
-            out_cache_loc=self.req_to_token[indices, lens - 1].long(),
+            out_cache_loc=self.req_to_token[indices[:, None], new].flatten().long(),
             encoder_lens=None,
             extend_prefix_lens_cpu=None,
         )
 
-    def inputs(self, rows: int) -> list[tuple[Tensor, ...]]:
-        """By layer: q_nope, q_rope and the latent row of the new token, in two parts."""
+    def inputs(self, requests: int, queries: int = 0) -> list[tuple[Tensor, ...]]:
+        """By layer: q_nope, q_rope and the latent rows of the new tokens, in two parts."""
+        rows = requests * (queries or self.queries)
         sizes = ((HEADS, DN), (HEADS, DR), (1, RANK), (1, DR))
         return [tuple(self.random(rows, *size) for size in sizes) for _ in self.layers]
 
     def forward(self, batch: Any, inputs: Sequence[tuple[Tensor, ...]], whole: bool = False) -> list[Tensor]:
         """The attention of all layers, as SGLang runs it: what each output projection gets, `[rows, heads * DV]`."""
         outs = []
+        verifies = batch.forward_mode is VERIFY
+        attend = self.backend.forward_extend if verifies else self.backend.forward_decode
         for layer, (q_nope, q_rope, k_nope, k_rope) in zip(self.layers, inputs, strict=True):
             after_split_q((q_nope, q_rope, None), layer)
             q_absorbed = torch.einsum("bhd,hdr->bhr", q_nope, layer.w_kc)
             if whole:
                 query, key = torch.cat([q_absorbed, q_rope], dim=-1).flatten(1), torch.cat([k_nope, k_rope], dim=-1)
-                out = self.backend.forward_decode(query, key, k_nope, layer.attn_mqa, batch)
+                out = attend(query, key, k_nope, layer.attn_mqa, batch)
             else:
                 parts = dict(q_rope=q_rope, k_rope=k_rope)
-                out = self.backend.forward_decode(q_absorbed, k_nope, k_nope, layer.attn_mqa, batch, **parts)
+                out = attend(q_absorbed, k_nope, k_nope, layer.attn_mqa, batch, **parts)
             out = out.view(-1, HEADS, RANK)
             outs.append(layer.o_proj(torch.einsum("bhr,hrv->bhv", out, layer.w_vc).flatten(1)))
         return outs
 
-    def eager_step(self, requests: Sequence[Any], whole: bool = False) -> float:
+    def eager_step(self, requests: Sequence[Any], whole: bool = False, mode: Mode | None = None) -> float:
         """A step without a graph; the largest relative error of its layers' outputs."""
-        batch, inputs = self.batch(requests), self.inputs(len(requests))
-        self.steps.before_forward(DECODE, requests, requests)
+        mode = mode or self.mode
+        batch, inputs = self.batch(requests, mode), self.inputs(len(requests), 1 if mode is DECODE else 0)
+        self.steps.before_forward(mode, requests, requests)
         self.backend.init_forward_metadata(batch)
         return self.error(self.forward(batch, inputs, whole), batch, inputs)
 
-    def error(self, outs: Sequence[Tensor], batch: Any, inputs: Sequence[tuple[Tensor, ...]], rows: int = 0) -> float:
-        """Against attention over all of each request's keys, in float64."""
-        worst = 0.0
+    def error(
+        self, outs: Sequence[Tensor], batch: Any, inputs: Sequence[tuple[Tensor, ...]], requests: int | None = None
+    ) -> float:
+        """Against attention over all of each request's keys, in float64; a draft sees those before it and itself."""
+        worst, verifies = 0.0, batch.forward_mode is VERIFY
+        queries = self.queries if verifies else 1
         for layer, out, (q_nope, q_rope, *_) in zip(self.layers, outs, inputs, strict=True):
-            for row in range(rows or len(out)):
-                slots = self.req_to_token[batch.req_pool_indices[row], : batch.seq_lens[row]].long()
+            for row in range(len(out) if requests is None else requests * queries):
+                request, token = divmod(row, queries)
+                length = batch.seq_lens[request] + (token + 1 if verifies else 0)
+                slots = self.req_to_token[batch.req_pool_indices[request], :length].long()
                 latent, rope = self.latent_rows(layer.attn_mqa.layer_id, slots).double().split([RANK, DR], dim=-1)
                 k_nope, v = reference.expand(latent, layer.w_kc.double(), layer.w_vc.double())
                 query = q_nope[row, None].double(), q_rope[row, None].double()
@@ -282,14 +313,14 @@ class World:
 
 
 class Graph:
-    """A decode step for one number of rows, captured once and replayed with other batches."""
+    """A step for one number of requests, captured once and replayed with other batches."""
 
-    def __init__(self, world: World, rows: int) -> None:
-        self.world, self.rows = world, rows
-        self.batch = world.batch([], padded=rows)
-        self.batch.out_cache_loc = torch.zeros(rows, dtype=torch.int64)
-        self.inputs = world.inputs(rows)
-        world.steps.before_forward(DECODE, [], [])
+    def __init__(self, world: World, requests: int) -> None:
+        self.world, self.requests = world, requests
+        self.batch = world.batch([], padded=requests)
+        self.batch.out_cache_loc = torch.zeros(requests * world.queries, dtype=torch.int64)
+        self.inputs = world.inputs(requests)
+        world.steps.before_forward(world.mode, [], [])
         world.backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
         self._graph = TorchGraph()
         with self._graph.capture():
@@ -298,13 +329,13 @@ class Graph:
 
     def step(self, requests: Sequence[Any]) -> float:
         """Replay with these requests; the largest relative error of their rows."""
-        world, now = self.world, self.world.batch(requests, padded=self.rows)
+        world, now = self.world, self.world.batch(requests, padded=self.requests)
         for name in ("req_pool_indices", "seq_lens", "out_cache_loc"):
             getattr(self.batch, name).copy_(getattr(now, name))
-        for static, fresh in zip(self.inputs, world.inputs(self.rows), strict=True):
+        for static, fresh in zip(self.inputs, world.inputs(self.requests), strict=True):
             for old, new in zip(static, fresh, strict=True):
                 old.copy_(new)
-        world.steps.before_forward(DECODE, requests, requests)
+        world.steps.before_forward(world.mode, requests, requests)
         world.backend.init_forward_metadata_out_graph(self.batch)
         self._graph.replay()
         return world.error(self.outs, self.batch, self.inputs, len(requests))

@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 def get_mla_metadata(cache_seqlens: Tensor, num_heads: int, num_kv_heads: int, **_: Any) -> tuple[Tensor, Tensor]:
     """FlashMLA's schedule; here it says which lengths it is for."""
-    assert cache_seqlens.dtype == torch.int32 and num_kv_heads == 1
+    assert cache_seqlens.dtype == torch.int32 and num_kv_heads == 1 and num_heads % HEADS == 0
     metadata = torch.zeros(4, 8, dtype=torch.int32)
     metadata[0, 0], metadata[0, 1] = cache_seqlens.sum(), num_heads
     return metadata, torch.arange(len(cache_seqlens) + 1, dtype=torch.int32)
@@ -41,19 +41,23 @@ def flash_mla_with_kvcache(
     softmax_scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor]:
-    """FlashMLA: `out [rows, 1, heads, RANK]`, `lse [rows, heads, 1]` natural log."""
-    rows = len(q)
-    assert q.shape == (rows, 1, HEADS, RANK + DR) and q.is_contiguous() and k_cache.shape[1:] == (PAGE, 1, RANK + DR)
-    assert block_table.dtype == cache_seqlens.dtype == torch.int32 and len(block_table) == len(cache_seqlens) == rows
-    assert tile_scheduler_metadata[0, :2].tolist() == [cache_seqlens.sum(), HEADS], "the schedule is another step's"
-    assert num_splits.tolist() == list(range(rows + 1)) and head_dim_v == RANK and causal
-    out, lse = q.new_empty(rows, 1, HEADS, RANK), q.new_empty(rows, HEADS, 1)
-    for row, length in enumerate(cache_seqlens.tolist()):
+    """FlashMLA: `out [requests, queries, heads, RANK]`, `lse [requests, heads, queries]` natural log."""
+    requests, queries = q.shape[:2]
+    assert q.shape[2:] == (HEADS, RANK + DR) and q.is_contiguous() and k_cache.shape[1:] == (PAGE, 1, RANK + DR)
+    assert block_table.dtype == cache_seqlens.dtype == torch.int32
+    assert len(block_table) == len(cache_seqlens) == requests
+    scheduled = [cache_seqlens.sum(), queries * HEADS]
+    assert tile_scheduler_metadata[0, :2].tolist() == scheduled, "the schedule is another step's"
+    assert num_splits.tolist() == list(range(requests + 1)) and head_dim_v == RANK and causal
+    out, lse = q.new_empty(requests, queries, HEADS, RANK), q.new_empty(requests, HEADS, queries)
+    for request, length in enumerate(cache_seqlens.tolist()):
         assert length >= 0
-        keys = k_cache[block_table[row, : -(-length // PAGE)].long()].flatten(0, 2)[:length]
-        query = q[row, :, :, :RANK], q[row, :, :, RANK:]
-        part, part_lse = reference.absorb(*query, keys[None], torch.tensor([length]), softmax_scale)
-        out[row], lse[row, :, 0] = part, part_lse[0]
+        keys = k_cache[block_table[request, : -(-length // PAGE)].long()].flatten(0, 2)[:length]
+        for token in range(queries):
+            seen = max(length - (queries - 1 - token), 0)
+            query = q[request, token, None].split([RANK, DR], dim=-1)
+            part, part_lse = reference.absorb(*query, keys[None, :seen], torch.tensor([seen]), softmax_scale)
+            out[request, token], lse[request, :, token] = part[0], part_lse[0]
     return out, lse
 
 
@@ -62,9 +66,11 @@ class TorchAbsorbFP8:
 
     workspace_bytes = MIB
 
-    def __init__(self, pool: Tensor, *, heads: int, layout: LatentRowLayout, max_requests: int, **_: Any) -> None:
+    def __init__(
+        self, pool: Tensor, *, heads: int, layout: LatentRowLayout, max_requests: int, queries: int, **_: Any
+    ) -> None:
         assert heads == HEADS and pool.shape[1] == layout.row_bytes
-        self.layout, self.max_requests, self._begun = layout, max_requests, None
+        self.layout, self.max_requests, self.queries, self._begun = layout, max_requests, queries, None
 
     @opaque
     def begin_step(self, lens: Tensor, page_table: Tensor) -> None:
@@ -87,9 +93,11 @@ class TorchAbsorbFP8:
         lse: Tensor,
     ) -> None:
         assert (len(lens), lens.sum()) == self._begun, "the schedule is another step's"
-        for row, length in enumerate(lens.tolist()):
-            token = torch.arange(length)
-            slots = page_table[row, token // PAGE].long() * PAGE + token % PAGE
+        assert len(q_absorbed) == len(lens) * self.queries == len(out) == len(lse)
+        for row in range(len(out)):
+            request, earlier = divmod(row, self.queries)
+            token = torch.arange(max(int(lens[request]) - (self.queries - 1 - earlier), 0))
+            slots = page_table[request, token // PAGE].long() * PAGE + token % PAGE
             keys = reference_fp8.keys_of_rows(pool[slots], self.layout)
             query = q_absorbed[row, None], q_rope[row, None]
             out[row], lse[row] = (part[0] for part in reference_fp8.absorb_fp8(*query, keys, softmax_scale))
@@ -100,21 +108,22 @@ class TorchGrouped:
 
     workspace_bytes = 2 * MIB
 
-    def __init__(self, layout: LatentRowLayout | None) -> None:
-        self._layout = layout
+    def __init__(self, layout: LatentRowLayout | None, queries: int = 1) -> None:
+        self._layout, self._queries = layout, queries
 
     def plan(self, segments: Sequence[LatentSegment], rows: int) -> None:
-        assert all(row < rows for segment in segments for row in segment.rows)
+        assert all(row < rows for segment in segments for row in segment.rows) and rows % self._queries == 0
         self._segments, self._rows = list(segments), rows
 
     def begin_step(self, req_to_token: Tensor, pool_indices: Tensor, seq_lens: Tensor, tail_starts: Tensor) -> None:
-        rows = self._rows
-        assert (tail_starts[:rows] % PAGE == 0).all()
+        requests, queries = self._rows // self._queries, self._queries
+        assert (tail_starts[:requests] % PAGE == 0).all()
         self._slots = [
-            req_to_token[request, :length].long()
-            for request, length in zip(pool_indices[:rows].tolist(), seq_lens[:rows].tolist(), strict=True)
+            req_to_token[request, : max(length - later, 0)].long()
+            for request, length in zip(pool_indices[:requests].tolist(), seq_lens[:requests].tolist(), strict=True)
+            for later in reversed(range(queries))
         ]
-        self._starts = tail_starts[:rows].tolist()
+        self._starts = [start for start in tail_starts[:requests].tolist() for _ in range(queries)]
 
     @opaque
     def run(self, q_absorbed: Tensor, q_rope: Tensor, cache: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
@@ -148,7 +157,8 @@ class StockBackend:
     use_captured_forward_metadata_for_breakable_cuda_graph = supports_full_cuda_graph_chunked_prefix = False
     verify_mask = None
 
-    def __init__(self, pool: Any, req_to_token: Tensor) -> None:
+    def __init__(self, pool: Any, req_to_token: Tensor, queries: int = 1) -> None:
+        self._queries = queries
         self.token_to_kv_pool, self.req_to_token_pool = pool, SimpleNamespace(req_to_token=req_to_token)
         self.forward_metadata: Any = None
         self.begun: list[str] = []
@@ -157,8 +167,9 @@ class StockBackend:
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.begun.append(forward_batch.forward_mode.name)
-        rows = forward_batch.batch_size
-        self._lens[:rows], self._requests[:rows] = forward_batch.seq_lens, forward_batch.req_pool_indices
+        requests, uncounted = forward_batch.batch_size, self._queries * forward_batch.forward_mode.is_target_verify()
+        self._lens[:requests] = forward_batch.seq_lens + uncounted
+        self._requests[:requests] = forward_batch.req_pool_indices
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         self.init_forward_metadata(forward_batch)
@@ -174,11 +185,22 @@ class StockBackend:
 
     @opaque
     def forward_decode(self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
-        assert k is None and not save_kv_cache and q.shape[1:] == (HEADS, RANK + DR)
+        return self._attend(q, k, layer, save_kv_cache, 1)
+
+    @opaque
+    def forward_extend(self, q: Tensor, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool) -> Tensor:
+        """Of a verify step."""
+        return self._attend(q, k, layer, save_kv_cache, self._queries)
+
+    def _attend(self, q: Tensor, k: Any, layer: Any, save_kv_cache: bool, queries: int) -> Tensor:
+        assert k is None and not save_kv_cache
+        q = q.view(len(q), HEADS, RANK + DR)
         rows = self.token_to_kv_pool.get_key_buffer(layer.layer_id).squeeze(1)
         outs = []
         for row, query in enumerate(q):
-            slots = self.req_to_token_pool.req_to_token[self._requests[row], : self._lens[row]].long()
+            request, token = divmod(row, queries)
+            length = self._lens[request] - (queries - 1 - token)
+            slots = self.req_to_token_pool.req_to_token[self._requests[request], :length].long()
             parts = query[None, :, :RANK], query[None, :, RANK:]
-            outs.append(reference.absorb(*parts, rows[slots][None], self._lens[row, None], layer.scaling)[0])
+            outs.append(reference.absorb(*parts, rows[slots][None], length[None], layer.scaling)[0])
         return torch.cat(outs).to(q.dtype).flatten(1)

@@ -177,16 +177,18 @@ def scenario_an_fp8_pool_is_ours_and_sized_as_such() -> None:
         pool_page_size=PAGE,
         layer_info=SimpleNamespace(num_effective_layers=LAYERS, start_layer=0, end_layer=LAYERS),
         device="cpu",
-        is_draft_worker=True,  # ends a question about sparse models
     )
-    for dtype, decode, ours, row_bytes in (
-        (FP8, "hybrid_mla", True, 656),
-        (FP8, "flashmla", False, 576),
-        (torch.bfloat16, "hybrid_mla", False, 1152),
+    for dtype, decode, draft, ours, row_bytes in (
+        (FP8, "hybrid_mla", False, True, 656),
+        (FP8, "hybrid_mla", True, False, 576),
+        (FP8, "flashmla", False, False, 576),
+        (torch.bfloat16, "hybrid_mla", False, False, 1152),
     ):
-        configurator.kv_cache_dtype = dtype
+        configurator.kv_cache_dtype, configurator.is_draft_worker = dtype, draft
         configurator.server_args = SimpleNamespace(
-            get_attention_backends=lambda decode=decode: (decode, decode), max_total_tokens=None
+            get_attention_backends=lambda decode=decode: (decode, decode),
+            max_total_tokens=None,
+            enable_dsa_cache_layer_split=False,
         )
         build = kv_cache_configurator.KVCacheConfigurator._build_mla_kv_pool
         pool = build(configurator, max_total_num_tokens=2 * PAGE)
@@ -232,6 +234,9 @@ def scenario_server_info_has_our_report() -> None:
     server.forward("DECODE", server.run(PROMPT + "-a", PROMPT + "-b"))
     state = server.scheduler.get_internal_state(None).internal_state
     assert state == {"of": "sglang", "hybrid_mla": server.steps.report()}
+    server.scheduler.accept_length = 2.5
+    with_drafts = server.scheduler.get_internal_state(None).internal_state
+    assert with_drafts["hybrid_mla"] == {**state["hybrid_mla"], "avg_spec_accept_length": 2.5}
     assert state["hybrid_mla"]["groups"] == [{"start": 0, "prefix_len": 13 * PAGE, "requests": 2, "mode": "naive"}]
 
 

@@ -281,15 +281,19 @@ def scenario_a_layer_whose_shared_part_is_not_merged_is_noticed() -> None:
 
 
 def scenario_the_query_is_kept_only_where_it_is_needed() -> None:
+    """And of no draft model's layer."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import DeepseekMLAForwardMixin
 
+    from sglang_mla_ext.adapter.layer import merge_before_o_proj
     from sglang_mla_ext.adapter.relay import relay
 
-    (layer, _), q, latent = make_layers(), torch.randn(3, HEADS, DN + DR), torch.randn(3, RANK + DR)
+    (layer, of_a_draft), q, latent = make_layers(), torch.randn(3, HEADS, DN + DR), torch.randn(3, RANK + DR)
+    merge_before_o_proj([layer], lambda tail_out: tail_out)
     for needed in (False, True):
         relay.takes_query = needed
         result = DeepseekMLAForwardMixin._split_q_nope_pe(layer, q, latent)
         assert [part.shape[-1] for part in result] == [DN, DR, DR]
+        DeepseekMLAForwardMixin._split_q_nope_pe(of_a_draft, q, latent)
         assert relay.q_nope is (result[0] if needed else None)
 
 

@@ -108,6 +108,7 @@ def profile_bytes(available: int, **changes: Any) -> int:
         kv_cache_dtype=torch.float32,
         ps=SimpleNamespace(attn_dp_size=1),
         mambaish_config=None,
+        server_args=SimpleNamespace(speculative_algorithm=None),
     )
     for name, value in {**values, **changes}.items():
         setattr(configurator, name, value)
@@ -142,6 +143,8 @@ def make_runner(**changes: Any) -> Any:
             attention_backend="hybrid_mla",
             enable_lora=False,
             quantization_param_path=None,
+            speculative_algorithm=None,
+            speculative_num_draft_tokens=None,
         ),
         ngram_embedding_manager=SimpleNamespace(enabled=False),
     )
@@ -158,11 +161,12 @@ class Server:
     """A worker process after its start: hooks installed, pools sized, backend and scheduler built by SGLang's names.
 
     Attributes:
+        queries: query tokens of a request in a verify step; 1 without speculative decoding.
         worker: what the hooks know; steps: `worker.steps`.
         kv: SGLang's pool of latent rows; buffers: the one allocation of expanded prefixes.
     """
 
-    def __init__(self, prefill: str = "hybrid_mla", saver: Any = None, **given: Any) -> None:
+    def __init__(self, prefill: str = "hybrid_mla", saver: Any = None, queries: int = 1, **given: Any) -> None:
         from conftest import Tree
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
@@ -176,6 +180,10 @@ class Server:
             buffer.normal_()
         self.runner = make_runner(token_to_kv_pool=self.kv, **({"memory_saver_adapter": saver} if saver else {}))
         self.runner.server_args.get_attention_backends = lambda: (prefill, "hybrid_mla")
+        self.queries = queries
+        if queries > 1:
+            args = self.runner.server_args
+            args.speculative_algorithm, args.speculative_num_draft_tokens = "EAGLE", queries
         build.attention_layers = lambda runner: self.layers
         self.buffers = self._buffers_to_come()
         with options(**{"mode": "naive", "min_prefix_len": PAGE, "prefix_memory_gb": BUDGET / (1 << 30), **given}):
@@ -230,7 +238,8 @@ class Server:
         rows = len(requests)
         batch.seq_lens = torch.tensor([len(request.slots) for request in requests], dtype=torch.int64)
         batch.seq_lens_cpu = batch.seq_lens
-        batch.input_ids = torch.zeros(sum(new_tokens or [1] * rows), dtype=torch.int64)
+        each = self.queries if mode == "TARGET_VERIFY" else 1
+        batch.input_ids = torch.zeros(sum(new_tokens or [each] * rows), dtype=torch.int64)
         batch.req_pool_indices = torch.arange(rows)
         batch.prefix_lens, batch.extend_lens = prefix_lens, new_tokens
         batch.extend_num_tokens = len(batch.input_ids)
@@ -261,12 +270,16 @@ def replace_bodies() -> None:
             self.tree_cache.reset()
         return self.idle
 
+    def get_internal_state(self: Any, recv_req: Any) -> Any:
+        speculative = {"avg_spec_accept_length": self.accept_length} if hasattr(self, "accept_length") else {}
+        return GetInternalStateReqOutput(internal_state={"of": "sglang", **speculative})
+
     forward_batch_info.enable_num_token_non_padded = lambda: False  # it asks for groups of ranks
     Scheduler.__init__ = init
     Scheduler.flush_cache = flush_cache
     Scheduler.is_fully_idle = lambda self: self.idle
     Scheduler.on_idle = lambda self: None
-    Scheduler.get_internal_state = lambda self, recv_req: GetInternalStateReqOutput(internal_state={"of": "sglang"})
+    Scheduler.get_internal_state = get_internal_state
     KVCacheConfigurator._profile_available_bytes = lambda self, pre_model_load_memory: pre_model_load_memory
 
 
@@ -279,19 +292,20 @@ def refused(call: Callable[[], Any]) -> tuple[str, str]:
     raise AssertionError("it was let through")
 
 
-def batch_of(server: Server, requests: list[Any], new_tokens: int = 0) -> Any:
-    """What a decode step's batch is to the backend; each request has so many tokens behind its prompt."""
+def batch_of(server: Server, requests: list[Any], new_tokens: int = 0, drafts: int = 0) -> Any:
+    """What a step's batch is to the backend: of a decode step, where each request has so many tokens behind its prompt,
+    or of a verify step, with so many drafts behind them."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     table = server.runner.req_to_token_pool.req_to_token
     slots = []
     for row, request in enumerate(requests):
-        length = len(request.slots)
+        length, behind = len(request.slots), torch.arange(max(drafts, 1))
         table[row, :length] = request.slots
-        slots.append(7000 + row)
-        table[row, length] = slots[-1]
+        table[row, length + behind] = (7000 + 8 * row + behind).int()
+        slots += (7000 + 8 * row + behind).tolist()
     return SimpleNamespace(
-        forward_mode=ForwardMode.DECODE,
+        forward_mode=ForwardMode.TARGET_VERIFY if drafts else ForwardMode.DECODE,
         batch_size=len(requests),
         seq_lens=torch.tensor([len(request.slots) + new_tokens for request in requests]),
         req_pool_indices=torch.arange(len(requests)),

@@ -8,6 +8,7 @@ own, and queries too. A prefix that is left out, taken twice or merged wrongly m
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -151,12 +152,13 @@ def test_other_steps_are_the_stock_backends(make_world: Any) -> None:
     assert world.stock.begun == ["extend", "extend", "idle", "idle"]
     q, k = torch.randn(2, HEADS, RANK), torch.randn(2, 1, RANK)
     q_rope, k_rope = torch.randn(2, HEADS, DR), torch.randn(2, 1, DR)
-    whole = backend.forward_extend(q, k, k, "layer", "batch", True, q_rope=q_rope, k_rope=k_rope)
+    batch = SimpleNamespace(forward_mode=EXTEND)
+    whole = backend.forward_extend(q, k, k, "layer", batch, True, q_rope=q_rope, k_rope=k_rope)
     assert torch.equal(whole[0], torch.cat([q, q_rope], dim=-1)) and torch.equal(
         whole[1], torch.cat([k, k_rope], dim=-1)
     )
-    assert whole[2] is k and whole[3:] == ("layer", "batch", True)
-    assert backend.forward_extend(q, k, k, "layer", "batch")[0] is q
+    assert whole[2] is k and whole[3:] == ("layer", batch, True)
+    assert backend.forward_extend(q, k, k, "layer", batch)[0] is q
 
 
 def test_sglang_reads_the_stock_backends_attributes(make_world: Any) -> None:

@@ -22,8 +22,6 @@ ANSWERED = {
 """Our backend's own business, tested by its behaviour."""
 STAMPED = {"prefill_attention_backend_str", "decode_attention_backend_str"}
 """Set by SGLang on the backend that it has asked for: ours, which alone it reads them of."""
-SPECULATIVE = {"update_verify_buffers_to_fill_after_draft"}
-"""Not asked of a server without speculative decoding, which is refused."""
 
 
 class Stock:
@@ -39,15 +37,15 @@ def backend_over(stock: Any) -> Any:
     from sglang_mla_ext.adapter.backend import HybridMLABackend
 
     owner = SimpleNamespace(backend=stock, decodes=True)
-    return HybridMLABackend(owner, None, None, None, layer_index={}, heads=1, rows=range(0))
+    return HybridMLABackend(owner, None, None, None, layer_index={}, heads=1, requests=range(0))
 
 
-@pytest.mark.parametrize("name", sorted(set(READ) - ANSWERED - STAMPED - SPECULATIVE))
+@pytest.mark.parametrize("name", sorted(set(READ) - ANSWERED - STAMPED))
 def test_it_is_the_stock_backends(name: str) -> None:
     assert getattr(backend_over(Stock()), name)(1, of=2) == (name, (1,), {"of": 2})
 
 
-@pytest.mark.parametrize("name", sorted(ANSWERED | STAMPED | SPECULATIVE))
+@pytest.mark.parametrize("name", sorted(ANSWERED | STAMPED))
 def test_the_rest_is_there(name: str) -> None:
     assert name in READ and hasattr(backend_over(Stock()), name)
 

@@ -100,6 +100,7 @@ def configurator(monkeypatch: pytest.MonkeyPatch, heads: int, cache: torch.dtype
         model_dtype=torch.bfloat16,
         model_config=SimpleNamespace(context_len=context_len),
         resolve_max_num_reqs=lambda token_capacity: min(4096, token_capacity),
+        server_args=SimpleNamespace(speculative_algorithm=None),
     )
 
 
@@ -128,6 +129,35 @@ def test_buffers_are_counted_in_every_mode(
     taken = budget.buffer_bytes(configurator(monkeypatch, heads, cache), options(**given))
     assert taken // MIB in mib
     assert taken == 0 or taken < budget.buffer_bytes(configurator(monkeypatch, heads, cache, 1 << 20), options(**given))
+
+
+@pytest.mark.parametrize("cache", [BF16, FP8], ids=str)
+def test_verify_steps_have_the_rows_of_their_requests_and_no_more_tables(
+    monkeypatch: pytest.MonkeyPatch, gpu: None, cache: torch.dtype
+) -> None:
+    """With 128 heads nothing is stacked. Four tokens of 48 requests need page tables for 48; 1,024 rows are those of
+    256 requests, where otherwise they are of as many as there are."""
+    found: list[LatentSizes] = []
+    kind = budget.latent_kind(cache == FP8)
+    monkeypatch.setattr(
+        budget,
+        "latent_kind",
+        lambda fp8: SimpleNamespace(
+            workspace_bytes_for=lambda sizes: found.append(sizes) or kind.workspace_bytes_for(sizes)
+        ),
+    )
+    taken = {}
+    for requests, queries in ((48, 1), (48, 4), (4096, 4)):
+        server = configurator(monkeypatch, 128, cache)
+        server.resolve_max_num_reqs = lambda token_capacity, requests=requests: requests
+        if queries > 1:
+            server.server_args = SimpleNamespace(speculative_algorithm="EAGLE", speculative_num_draft_tokens=queries)
+        taken[requests, queries] = budget.buffer_bytes(server, options(mode="naive"))
+    assert [(sizes.max_rows, sizes.sharing_requests) for sizes in found] == [(48, 48), (192, 48), (1024, 256)]
+    assert [sizes.max_tokens - (1 << 17) for sizes in found] == [0, 8, 8]
+    tables = 48 * (1 << 17) // 64 * 4
+    assert taken[48, 1] <= taken[48, 4] < taken[4096, 4]
+    assert cache == FP8 or taken[48, 4] < 1.1 * tables
 
 
 def test_auto_counts_grouped_absorb_where_it_was_timed(monkeypatch: pytest.MonkeyPatch, gpu: None) -> None:
@@ -186,9 +216,13 @@ def world(monkeypatch: pytest.MonkeyPatch, new_tree: Any, request: pytest.Fixtur
 
 
 @pytest.mark.parametrize("world", [False, True], indirect=True, ids=["float32", "fp8"])
-@pytest.mark.parametrize("grouped", [False, True], ids=["tails", "grouped"])
+@pytest.mark.parametrize(
+    ("grouped", "queries"),
+    [(False, 1), (True, 1), (False, 4), (True, 4)],
+    ids=["tails", "grouped", "tails of four tokens", "grouped of four tokens"],
+)
 def test_the_latent_part_allocates_no_more_than_it_says_beforehand(
-    world: World, monkeypatch: pytest.MonkeyPatch, kept: Callable[[], int], grouped: bool
+    world: World, monkeypatch: pytest.MonkeyPatch, kept: Callable[[], int], grouped: bool, queries: int
 ) -> None:
     """Its buffers are the real ones; kernels do not run."""
     world.make("gpu", grouped=grouped, budget_bytes=0, prefix_memory_gb=0.0)
@@ -224,8 +258,9 @@ def test_the_latent_part_allocates_no_more_than_it_says_beforehand(
         max_requests=64,
         max_tokens=1000,
         programs=9,
+        queries=queries,
     )
-    fresh = world._build.stock_and_latent(None, None, None, SimpleNamespace(fall_back=None))[1]
+    fresh = world._build.stock_and_latent(None, None, None, queries, SimpleNamespace(fall_back=None))[1]
     assert fresh.workspace_bytes == kept() == 0
     fresh.allocate(12, 64, 1000)
     assert (fresh.grouped_page is not None) == grouped

@@ -30,6 +30,16 @@ def test_few_heads_have_three_modes():
     assert "26,472 tokens: sharing pays from 2 requests on" in plan("--tp", "8", "--prefix", "26472")
 
 
+def test_drafts_make_sharing_pay_earlier():
+    def pays_from(*options: str) -> int:
+        output = plan("--prefix", "26472", "--batch", "16", *options)
+        return int(output.split("sharing pays from ")[1].split()[0])
+
+    alone, four = pays_from(), pays_from("--draft-tokens", "4")
+    assert 3 < alone / four < 5
+    assert "4 tokens each" in plan("--draft-tokens", "4").replace("\n", " ") and "tokens each" not in plan()
+
+
 @pytest.mark.parametrize("options", [("--tp", "1"), ("--tp", "8", "--gpu", "h100")], ids=["128 heads", "not measured"])
 def test_where_servers_do_not_stack_requests_the_mode_is_not_shown(options):
     output = plan(*options)

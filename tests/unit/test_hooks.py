@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hook_scenarios_sleep
+import hook_scenarios_speculative
 import hook_scenarios_start
 import hook_scenarios_step
 import hooked_worker
@@ -21,7 +22,7 @@ import pytest
 
 SCENARIOS: dict[str, Callable[[], None]] = {
     name.removeprefix("scenario_"): run
-    for module in (hook_scenarios_start, hook_scenarios_step, hook_scenarios_sleep)
+    for module in (hook_scenarios_start, hook_scenarios_step, hook_scenarios_sleep, hook_scenarios_speculative)
     for name, run in vars(module).items()
     if name.startswith("scenario_")
 }

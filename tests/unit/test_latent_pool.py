@@ -193,12 +193,15 @@ def test_a_negative_slot_is_skipped_as_by_the_kernels() -> None:
 # ---- how SGLang builds it
 
 
-def configurator(dtype: torch.dtype, decode: str = "hybrid_mla", mla: bool = True, **model: Any) -> Any:
+def configurator(dtype: torch.dtype, decode: str = "hybrid_mla", mla: bool = True, draft: bool = False) -> Any:
     """What SGLang's code and ours look at of a KVCacheConfigurator."""
     hf_config = SimpleNamespace(architectures=["DeepseekV3ForCausalLM"], index_topk=None)
     sizes = dict(kv_lora_rank=RANK, qk_rope_head_dim=ROPE, context_len=4096, hf_config=hf_config)
+    server_args = SimpleNamespace(
+        get_attention_backends=lambda: (decode, decode), max_total_tokens=None, enable_dsa_cache_layer_split=False
+    )
     return SimpleNamespace(
-        server_args=SimpleNamespace(get_attention_backends=lambda: (decode, decode), max_total_tokens=None),
+        server_args=server_args,
         use_mla_backend=mla,
         kv_cache_dtype=dtype,
         kv_cache_dtype_str="auto",
@@ -206,7 +209,7 @@ def configurator(dtype: torch.dtype, decode: str = "hybrid_mla", mla: bool = Tru
         pool_page_size=PAGE,
         layer_info=SimpleNamespace(num_effective_layers=LAYERS, start_layer=START, end_layer=START + LAYERS),
         device="cpu",
-        is_draft_worker=True,  # ends a question about sparse models
+        is_draft_worker=draft,
     )
 
 
@@ -224,7 +227,12 @@ def sglang_globals(monkeypatch: pytest.MonkeyPatch) -> Any:
     return kv_cache_configurator.KVCacheConfigurator, pool_configurator.DefaultPoolConfigurator
 
 
-OTHERS = [(torch.bfloat16, "hybrid_mla"), (FP8, "flashmla"), (torch.float8_e5m2, "hybrid_mla")]
+OTHERS = [
+    (torch.bfloat16, "hybrid_mla", False),
+    (FP8, "flashmla", False),
+    (torch.float8_e5m2, "hybrid_mla", False),
+    (FP8, "hybrid_mla", True),
+]
 
 
 def test_sglang_builds_it_for_an_fp8_cache(sglang_globals: Any) -> None:
@@ -241,12 +249,13 @@ def test_sglang_builds_it_for_an_fp8_cache(sglang_globals: Any) -> None:
     assert [buffer.shape[:2] for buffer in built.kv_buffer] == [buffer.shape[:2] for buffer in stock.kv_buffer]
 
 
-@pytest.mark.parametrize(("dtype", "decode"), OTHERS, ids=str)
-def test_sglang_builds_its_own_otherwise(sglang_globals: Any, dtype: torch.dtype, decode: str) -> None:
+@pytest.mark.parametrize(("dtype", "decode", "draft"), OTHERS, ids=str)
+def test_sglang_builds_its_own_otherwise(sglang_globals: Any, dtype: torch.dtype, decode: str, draft: bool) -> None:
+    """For a draft model, too."""
     from sglang_mla_ext.adapter.latent_pool import LatentPool, around_build_mla_pool
 
     original = sglang_globals[0]._build_mla_kv_pool
-    built = around_build_mla_pool(original, configurator(dtype, decode), max_total_num_tokens=TOKENS)
+    built = around_build_mla_pool(original, configurator(dtype, decode, draft=draft), max_total_num_tokens=TOKENS)
     assert not isinstance(built, LatentPool) and built.kv_cache_dim == RANK + ROPE
 
 

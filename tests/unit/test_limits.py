@@ -19,6 +19,12 @@ def graphs(prefill: str) -> Any:
     return SimpleNamespace(prefill=SimpleNamespace(backend=prefill))
 
 
+EAGLE: dict[str, Any] = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+    "speculative_draft_attention_backend": "flashmla",
+}
 FP8_CACHE: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "cuda_graph_config": graphs("disabled")}
 
 
@@ -46,6 +52,13 @@ def server_args(
         "disable_prefill_cuda_graph": False,
         "enable_lora": False,
         "speculative_algorithm": None,
+        "speculative_eagle_topk": None,
+        "speculative_num_draft_tokens": None,
+        "speculative_draft_attention_backend": None,
+        "speculative_attention_mode": "prefill",
+        "speculative_adaptive": False,
+        "enable_multi_layer_eagle": False,
+        "decoupled_spec_role": "null",
         "enable_two_batch_overlap": False,
         "enable_pdmux": False,
         "enable_mixed_chunk": False,
@@ -92,11 +105,46 @@ def test_what_works_is_let_through(changes: dict[str, Any], compute_capability: 
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"speculative_algorithm": "EAGLE3", "speculative_draft_attention_backend": "flashinfer"},
+        {"speculative_num_draft_tokens": 2},
+        {"speculative_num_draft_tokens": 8},
+        {"backends": ("flashinfer", "hybrid_mla"), "speculative_attention_mode": "decode"},
+        FP8_CACHE,
+    ],
+    ids=str,
+)
+def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
+    limits.check(server_args(**{**EAGLE, **changes}), HOPPER)
+
+
+@pytest.mark.parametrize(
     ("changes", "expected"),
     [
         ({"dtype": "float16"}, "the model runs in float16, which its kernels do not compute in: use --dtype bfloat16."),
         ({"dtype": "half"}, "the model runs in float16, which its kernels do not compute in: use --dtype bfloat16."),
-        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm is not supported yet: remove it."),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 12},
+            "--speculative-algorithm NGRAM is not supported: use EAGLE, EAGLE3 or NEXTN, with --speculative-eagle-topk",
+        ),
+        ({"speculative_algorithm": "STANDALONE"}, "--speculative-algorithm STANDALONE is not supported: use EAGLE, EA"),
+        ({"speculative_algorithm": "DFLASH"}, "--speculative-algorithm DFLASH is not supported: use EAGLE, EAGLE3 or"),
+        ({"speculative_algorithm": "FROZEN_KV_MTP"}, "--speculative-algorithm FROZEN_KV_MTP is not supported: use EAG"),
+        ({**EAGLE, "speculative_eagle_topk": 4}, "--speculative-eagle-topk 4 is not supported: use 1."),
+        (
+            {**EAGLE, "speculative_num_draft_tokens": 9},
+            "--speculative-num-draft-tokens 9 is not supported: use 2 to 8, and --speculative-num-steps 1 to 7, one le",
+        ),
+        ({**EAGLE, "speculative_num_draft_tokens": 1}, "--speculative-num-draft-tokens 1 is not supported: use 2 to 8"),
+        ({**EAGLE, "speculative_adaptive": True}, "--speculative-adaptive is not supported yet: remove it."),
+        ({**EAGLE, "enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle is not supported yet: remove it."),
+        ({**EAGLE, "decoupled_spec_role": "verifier"}, "--decoupled-spec-role is not supported yet: remove it."),
+        (
+            {**EAGLE, "speculative_draft_attention_backend": "hybrid_mla"},
+            "--speculative-draft-attention-backend hybrid_mla is not supported, drafts share nothing: remove it.",
+        ),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap is not supported yet: remove it."),
         ({"enable_pdmux": True}, "--enable-pdmux is not supported yet: remove it."),
         ({"enable_mixed_chunk": True}, "--enable-mixed-chunk is not supported yet: remove it."),
@@ -136,6 +184,61 @@ def test_what_does_not_is_named(changes: dict[str, Any], expected: str) -> None:
     text = message(server_args(**changes))
     assert expected in text
     assert len(text.splitlines()) == 2, "one line to introduce, one for the one reason"
+
+
+def test_speculation_on_a_cpu_or_planned_on_a_stream_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--speculative-algorithm needs a GPU" in message(server_args(**EAGLE), None)
+    monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
+    assert "SGLANG_ENABLE_OVERLAP_PLAN_STREAM is not supported, as it is" in message(server_args(**EAGLE))
+    limits.check(server_args(), HOPPER)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "given", "mla", "becomes"),
+    [
+        ("EAGLE", None, True, "flashmla"),
+        ("EAGLE3", None, True, "flashmla"),
+        ("EAGLE3", None, False, "flashinfer"),
+        ("EAGLE3", "fa3", False, "fa3"),
+        ("NGRAM", None, True, None),
+        (None, None, True, None),
+    ],
+)
+def test_the_draft_models_backend(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str | None, given: str | None, mla: bool, becomes: str | None
+) -> None:
+    monkeypatch.setattr(limits.versions, "draft_has_mla", lambda args: mla)
+    args = server_args(speculative_algorithm=algorithm, speculative_draft_attention_backend=given)
+    args.override = lambda source, **fields: vars(args).update(fields)
+    limits.set_draft_backend(args)
+    assert args.speculative_draft_attention_backend == becomes
+
+
+@pytest.mark.parametrize(
+    ("prefill", "algorithm", "mode"),
+    [("flashinfer", "EAGLE", "decode"), ("hybrid_mla", "EAGLE", "prefill"), ("flashinfer", None, "prefill")],
+)
+def test_drafts_are_verified_by_the_decode_backend(prefill: str, algorithm: str | None, mode: str) -> None:
+    args = server_args((prefill, "hybrid_mla"), speculative_algorithm=algorithm)
+    limits.set_defaults(args, on_gpu=True)
+    assert args.speculative_attention_mode == mode
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"speculative_algorithm": "ngram"}, "--speculative-algorithm ngram is not supported: use EAGLE, EAGLE3 or NE"),
+        ({"speculative_algorithm": "nextn", "speculative_eagle_topk": 4}, "--speculative-eagle-topk 4 is not supporte"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_drafts_that_sglang_would_refuse_without_advice(changes: dict[str, Any], expected: str, on_gpu: bool) -> None:
+    """As it refuses trees of drafts over pages of 64."""
+    with pytest.raises(OptionError) as error:
+        limits.set_defaults(server_args(**changes), on_gpu)
+    assert expected in str(error.value)
+    limits.set_defaults(server_args(speculative_algorithm="nextn"), on_gpu)
 
 
 def test_an_fp8_cache_that_the_checkpoint_asks_for_is_checked_too() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from demo_model.checkpoint import BLOCK, Settings, in_fp8_blocks, model_config
+from demo_model.checkpoint import BLOCK, Settings, in_fp8_blocks, model_config, weights
 
 
 def test_fp8_blocks_mean_the_weights_they_come_from() -> None:
@@ -25,3 +25,24 @@ def test_config_says_what_is_in_blocks() -> None:
     assert "quantization_config" not in model_config(Settings(**sizes, config_only=True))
     config = model_config(Settings(**sizes, config_only=True, fp8_blocks=True))
     assert config["quantization_config"]["weight_block_size"] == [BLOCK, BLOCK]
+
+
+def test_a_layer_that_drafts_has_the_names_that_sglang_loads() -> None:
+    """Behind the others, which stay as they are. SGLang drops whatever it has no parameter for, and misses nothing."""
+    sizes = dict(layers=2, heads=2, hidden=64, intermediate=96, q_lora_rank=32, vocab=512, max_positions=4096, seed=0)
+    without, found = (weights(Settings(**sizes, config_only=False, nextn=nextn)) for nextn in (False, True))
+    prefix = "model.layers.2."
+    assert {name for name in set(found) - set(without)} == {name for name in found if name.startswith(prefix)}
+    assert all(torch.equal(found[name], without[name]) for name in without if name.startswith("model.layers.1."))
+    drafts = {name.removeprefix(prefix): tensor for name, tensor in found.items() if name.startswith(prefix)}
+    assert drafts["eh_proj.weight"].shape == (64, 128) and drafts["mlp.gate.weight"].shape == (8, 64)
+    assert drafts["mlp.gate.e_score_correction_bias"].dtype == torch.float32
+    attention = {name.removeprefix("model.layers.1.") for name in found if name.startswith("model.layers.1.self_attn")}
+    assert attention <= set(drafts)
+    assert {"enorm.weight", "hnorm.weight", "shared_head.norm.weight"} <= set(drafts)
+    assert sum(name.startswith("mlp.experts.") for name in drafts) == 24
+    assert sum(name.startswith("mlp.shared_experts.") for name in drafts) == 3
+    assert model_config(Settings(**sizes, config_only=True, nextn=True))["num_nextn_predict_layers"] == 1
+    in_blocks = in_fp8_blocks(found)
+    assert in_blocks[f"{prefix}eh_proj.weight"].dtype == torch.bfloat16
+    assert in_blocks[f"{prefix}mlp.experts.0.up_proj.weight"].dtype == torch.float8_e4m3fn

@@ -47,6 +47,15 @@ def test_counters() -> None:
     )
 
 
+def test_a_step_that_verifies_drafts_counts_for_its_modes_too() -> None:
+    counters = Counters()
+    group = Group((0, 1), "a", 0, 1000, Mode.NAIVE)
+    for plan, verifies in ((Plan(2, (group,)), True), (Plan(2), True), (Plan(2, (group,)), False)):
+        counters.count_step(plan, verifies=verifies)
+    assert (counters.steps_verify, counters.steps_naive, counters.steps_absorb) == (2, 2, 1)
+    assert counters.shared_tokens_saved == 2 * 1000, "by requests"
+
+
 def test_a_step_with_groups_of_both_kinds_counts_for_both() -> None:
     naive = Group((0, 1), "a", 0, 1000, Mode.NAIVE)
     grouped = Group((2, 3, 4), "b", 0, 300, Mode.GROUPED_ABSORB)

@@ -105,6 +105,49 @@ def scenario_bad_launches():
     return {**bad, **seen()}
 
 
+def scenario_speculation():
+    # Checked as on a GPU, and resolved on a CPU beside SGLang's own backend.
+    load_plugins()
+    from sglang_mla_ext.adapter import limits
+    from sglang_mla_ext.options import OptionError
+
+    draft = os.path.join(os.path.dirname(MODEL), "draft")
+    found = {}
+    for name, kwargs in {
+        "nextn": {"speculative_algorithm": "nextn"},
+        "two steps": {
+            "speculative_algorithm": "EAGLE",
+            "speculative_num_steps": 2,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": 3,
+        },
+        "many steps": {
+            "speculative_algorithm": "EAGLE",
+            "speculative_num_steps": 8,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": 4,
+        },
+        "another draft": {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft},
+        "adaptive": {"speculative_algorithm": "EAGLE", "speculative_adaptive": True},
+    }.items():
+        args = server_args.ServerArgs(**COMMON, attention_backend="torch_native", **kwargs)
+        limits.set_draft_backend(args)
+        args.override("a test", attention_backend="hybrid_mla")
+        try:
+            limits.check(args, (9, 0))
+        except OptionError as error:
+            found[name] = str(error)
+        else:
+            tokens = limits.versions.draft_tokens(args)
+            found[name] = [args.speculative_algorithm, tokens, args.speculative_draft_attention_backend]
+    ours = dict(attention_backend="hybrid_mla", speculative_algorithm="EAGLE")
+    found["on a CPU"] = launch(**ours)
+    tree = dict(speculative_num_steps=3, speculative_eagle_topk=4, speculative_num_draft_tokens=8)
+    found["tree"] = launch(**ours, **tree)
+    found["without"] = limits.versions.draft_tokens(server_args.ServerArgs(**COMMON, attention_backend="torch_native"))
+    return found
+
+
 def scenario_worker():
     os.environ[ASKED] = "1"
     if standins.needed():
@@ -137,12 +180,30 @@ for name, scenario in [item for item in globals().items() if item[0].startswith(
 """
 
 
+LLAMA_DRAFT = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 1,
+    "vocab_size": 2048,
+    "draft_vocab_size": 2048,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "bfloat16",
+}
+"""EAGLE3's drafts are such, without Multi-head Latent Attention."""
+
+
 @pytest.fixture(scope="module")
 def scenarios(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     import make_demo_model
 
     folder = tmp_path_factory.mktemp("plugin")
     make_demo_model.main(folder / "model", config_only=True)
+    (folder / "draft").mkdir()
+    (folder / "draft" / "config.json").write_text(json.dumps(LLAMA_DRAFT))
     (folder / "out").mkdir()
     env = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
     command = [sys.executable, "-W", "ignore", "-c", SCENARIOS, str(folder / "model"), str(folder / "out")]
@@ -198,6 +259,18 @@ def test_bad_launches_stop_and_leave_nothing_behind(scenarios: dict[str, Any]) -
     assert "set --decode-attention-backend hybrid_mla" in bad["prefill"][1]
     assert "--hybrid-mla-mode is 'nonsense'" in bad["mode"][1]
     assert bad["asked"] is None
+
+
+def test_speculation_is_resolved_as_sglang_does_it(scenarios: dict[str, Any]) -> None:
+    """What is looked at is what SGLang makes of the arguments: it may change the number of drafts."""
+    found = scenarios["speculation"]
+    assert found["nextn"] == ["EAGLE", 4, "flashmla"] and found["two steps"] == ["EAGLE", 3, "flashmla"]
+    assert found["another draft"] == ["EAGLE3", 4, "flashinfer"] and found["without"] == 1
+    assert "--speculative-num-draft-tokens 9 is not supported: use 2 to 8" in found["many steps"]
+    assert "--speculative-adaptive is not supported yet" in found["adaptive"]
+    kinds = [found[name][0] for name in ("on a CPU", "tree")]
+    assert kinds == ["OptionError"] * 2 and "needs a GPU" in found["on a CPU"][1]
+    assert "--speculative-eagle-topk 4 is not supported: use 1." in found["tree"][1]
 
 
 def test_a_worker_has_the_backend_and_all_hooks(scenarios: dict[str, Any]) -> None:

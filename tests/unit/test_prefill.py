@@ -193,3 +193,26 @@ def test_nothing_left_is_no_chunk(planned: Any, monkeypatch: pytest.MonkeyPatch)
     planned(plan, batch.extend_prefix_lens_cpu)
     ForwardBatch.prepare(batch, monkeypatch)
     assert batch.num_prefix_chunks == 0
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_drafts_are_verified_by_absorb(
+    monkeypatch: pytest.MonkeyPatch, planned: Callable[..., None], on_gpu: bool
+) -> None:
+    """Whatever plan was made for prefill before; SGLang counts a verify step as prefill, too."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+
+    from sglang_mla_ext.adapter.layer import forward_method
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(handlers, "mla_use_prefill_cp", lambda forward_batch: False)
+    layer = SimpleNamespace(
+        flashinfer_mla_disable_ragged=False, chunked_prefix_cache_threshold=0, disable_chunked_prefix_cache=False
+    )
+    lens = [300]
+    for plan in (None, SimpleNamespace(covered=(300,))):
+        planned(plan, lens)
+        batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, extend_prefix_lens_cpu=None, seq_lens_cpu=None)
+        assert batch.forward_mode.is_extend()
+        assert forward_method(layer, batch) is handlers.AttnForwardMethod.MLA

@@ -101,6 +101,12 @@ def requests() -> dict[str, Any]:
     )
 
 
+def prefill_batch() -> Any:
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    return SimpleNamespace(forward_mode=ForwardMode.EXTEND)
+
+
 def inputs(parts: bool) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
     """Arguments of a forward call: q, k, v, and the rotary parts if they come apart, strided as SGLang's are."""
     generator = torch.Generator().manual_seed(1)
@@ -135,7 +141,7 @@ def compose(stock: Any, latent: Any, planned: StepPlan | None) -> Any:
     shared = Shared() if planned else None
     rows = range(2, ROWS + 1) if planned else range(0)
     latent.allocate(ROWS, ROWS, 2 * PAGE)
-    return HybridMLABackend(stock, latent, shared, steps, layer_index={0: 5}, heads=HEADS, rows=rows)
+    return HybridMLABackend(stock, latent, shared, steps, layer_index={0: 5}, heads=HEADS, requests=rows)
 
 
 def run_both(make: Callable[[], Any], phase: str) -> None:
@@ -218,7 +224,7 @@ def test_decode_by_flashmla(make_pool: Any, flashmla: Any, monkeypatch: pytest.M
         monkeypatch.setattr(FlashMLABackend, "forward_extend", lambda self, *args: seen.append(args))
         for parts in (False, True):
             whole, rope = inputs(parts)
-            make().forward_extend(*whole, LAYER, None, **rope)
+            make().forward_extend(*whole, LAYER, prefill_batch(), **rope)
         assert all(torch.equal(seen[0][i], seen[1][i]) for i in range(3)), "SGLang's own code gets whole ones"
 
 
@@ -234,10 +240,10 @@ def test_prefill_by_flashmla_has_a_natural_lse(make_pool: Any, flashmla: Any, mo
     latent = flashmla.FlashMLALatent(pool, requests()["req_to_token"], **ways)
     backend = compose(flashmla_stock(pool, monkeypatch), latent, None)
     whole, _ = inputs(parts=False)
-    found, found_lse = backend.forward_extend(*whole, LAYER, None)
+    found, found_lse = backend.forward_extend(*whole, LAYER, prefill_batch())
     assert found is out
     torch.testing.assert_close(found_lse, lse)
-    assert backend.forward_extend(*whole, LAYER, None) is out
+    assert backend.forward_extend(*whole, LAYER, prefill_batch()) is out
 
 
 @pytest.mark.parametrize("cache", [torch.float32, FP8], ids=str)
@@ -257,7 +263,7 @@ def test_on_the_cpu(make_pool: Any, phase: str, grouped: bool, cache: torch.dtyp
     run_both(make, phase)
 
 
-@pytest.mark.parametrize("phase", ["IDLE", "EXTEND", "MIXED", "TARGET_VERIFY"])
+@pytest.mark.parametrize("phase", ["IDLE", "EXTEND", "MIXED", "DRAFT_EXTEND_V2"])
 def test_a_step_that_is_no_decode_is_the_stock_backends(phase: str) -> None:
     """Eager or in a graph, also after a decode step that shared something, and with as many rows."""
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -270,7 +276,8 @@ def test_a_step_that_is_no_decode_is_the_stock_backends(phase: str) -> None:
         def plan(self, *planned: Any) -> None:
             pass
 
-        def begin_step(self, batch: Any, *, sharing: bool) -> None:
+        def begin_step(self, batch: Any, *, sharing: bool, uncounted: int) -> None:
+            assert not uncounted
             calls.append("ours")
 
     class Recorded(AttentionBackend):

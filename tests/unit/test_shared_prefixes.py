@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -199,6 +200,15 @@ def test_prefill_uses_no_more_than_is_cached_for_the_request(tree: Any) -> None:
 
 def test_prefill_that_would_gain_nothing_is_plain(tree: Any) -> None:
     server = Server(tree, mode="auto")
+    requests = [tree.run("systemprompt-" + letter) for letter in "ab"]
+    server.prefixes.before_prefill(requests, [], affordable=10**6)
+    assert parts_of(server, *requests, new_tokens=1, always=False) == [0, 0]
+    assert parts_of(server, *requests, new_tokens=500, always=False) == [13 * PAGE] * 2
+
+
+def test_prefill_counts_its_tokens_where_decode_counts_several_for_each_request(tree: Any) -> None:
+    """As above: what a step of verified drafts costs has no part in it."""
+    server = Server(tree, mode="auto", cost=replace(COST, queries=8))
     requests = [tree.run("systemprompt-" + letter) for letter in "ab"]
     server.prefixes.before_prefill(requests, [], affordable=10**6)
     assert parts_of(server, *requests, new_tokens=1, always=False) == [0, 0]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from decode_world import DECODE, EXTEND, IDLE
+from decode_world import DECODE, EXTEND, IDLE, VERIFY
 
 from sglang_mla_ext.adapter.relay import relay
 from sglang_mla_ext.adapter.steps import FIRST_PAUSE, NOTHING_SHARED, PrefillSharing, StepPlan, Steps
@@ -55,7 +55,7 @@ def shared() -> tuple[Plan, tuple[ExpandedGroup, ...]]:
 
 def make(prefill: PrefillSharing | None = None, **options: Any) -> Steps:
     relay.clear()
-    options = {"shares": True, "max_rows": 12, "budget_bytes": 1000, "chunk_bytes": 10, **options}
+    options = {"shares": True, "max_requests": 12, "budget_bytes": 1000, "chunk_bytes": 10, **options}
     return Steps(Prefixes(), Expander(), Counters(), prefill=prefill, **options)
 
 
@@ -69,6 +69,28 @@ def test_a_step_in_the_kernels_terms() -> None:
     assert [(s.rows, s.start, s.end) for s in plan.latent] == [((1, 3), 0, 128)]
     assert plan.tail_starts == (300, 128, 300, 128, 0) and plan
     assert StepPlan.of(Plan(5), ()) is NOTHING_SHARED and not NOTHING_SHARED
+
+
+def test_a_step_of_several_tokens_each() -> None:
+    """The rows of a request follow each other; a tail begins where its request's does."""
+    plan = StepPlan.of(*shared(), queries=3)
+    assert [segment.rows for segment in plan.expanded] == [(0, 1, 2, 6, 7, 8)]
+    assert [(s.rows, s.start, s.end) for s in plan.latent] == [((3, 4, 5, 9, 10, 11), 0, 128)]
+    assert plan.tail_starts == (300, 128, 300, 128, 0)
+    assert StepPlan.of(Plan(5), (), queries=3) is NOTHING_SHARED
+
+
+def test_verify_steps_are_planned_where_drafts_are_verified() -> None:
+    """And decode steps where they are not."""
+    for queries, planned, other in ((4, VERIFY, DECODE), (1, DECODE, VERIFY)):
+        steps = make(queries=queries)
+        steps.before_forward(planned, requests(5), [])
+        assert [len(segment.rows) for segment in steps.next.expanded] == [2 * queries]
+        steps.before_forward(other, requests(5), [])
+        assert steps.next is NOTHING_SHARED and len(steps._prefixes.named("before_decode")) == 1
+        assert not steps._prefixes.named("before_prefill") and relay.prefill is None
+        counters = steps.counters
+        assert (counters.steps_naive, counters.steps_absorb, counters.steps_verify) == (1, 1, 1)
 
 
 def test_an_unchanged_plan_is_the_same_object() -> None:

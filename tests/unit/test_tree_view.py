@@ -206,6 +206,34 @@ def test_any_order_of_prompts(new_tree: Any, page_size: int, prompts: list[tuple
             assert max((step.end for step in one if step in other), default=0) == common * page_size
 
 
+@settings(max_examples=80, deadline=None)
+@given(st.sampled_from(PAGE_SIZES), st.lists(st.text("ab", min_size=2, max_size=7), min_size=1))
+def test_a_tree_of_pairs_of_tokens(new_tree: Any, page_size: int, prompts: list[str]) -> None:
+    """As SGLang keeps it for EAGLE's drafts: a slot is shared where the token behind it is the same, too. Nodes have as
+    many slots as they have pairs, in whole pages."""
+    tree = new_tree(page_size, pairs=True)
+    requests = [tree.run(prompt) for prompt in prompts]
+    ends = []
+    for request, path in zip(requests, tree.paths(requests), strict=True):
+        ends.append([step.end for step in path])
+        assert all(end % page_size == 0 for end in ends[-1]) and max(ends[-1], default=0) == len(request.slots)
+        for step in path:
+            assert tree.view.length(step.node) == len(step.node.node.value)
+        if path:
+            assert torch.equal(tree.slots(tree.handle(request), 0, len(request.slots)), request.slots)
+    shared = tree.view.shared(requests)
+    for one, (text, last) in enumerate(zip(prompts, shared.deepest, strict=True)):
+        expected = 0
+        for other, other_text in enumerate(prompts):
+            tokens, others = ([letter for letter in each for _ in range(page_size)] for each in (text, other_text))
+            same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=False))))
+            pages = max(same - 1, 0) // page_size * page_size
+            assert torch.equal(requests[one].slots[:pages], requests[other].slots[:pages])
+            if one != other:
+                expected = max(expected, pages)
+        assert (shared.ends[last] if last >= 0 else 0) == expected
+
+
 def test_refuses_what_is_no_radix_tree() -> None:
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
     from sglang.srt.mem_cache.chunk_cache import ChunkCache

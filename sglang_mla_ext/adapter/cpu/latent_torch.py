@@ -27,17 +27,18 @@ class TorchLatent:
 
     workspace_bytes = 0
 
-    def __init__(self, pool: MLATokenToKVPool, req_to_token: Tensor, *, grouped: bool) -> None:
+    def __init__(self, pool: MLATokenToKVPool, req_to_token: Tensor, *, grouped: bool, queries: int = 1) -> None:
         """
         Args:
             grouped: whether shared prefixes may be read once for all their requests.
+            queries: query tokens of each request.
         """
-        self._pool, self._req_to_token = pool, req_to_token
+        self._pool, self._req_to_token, self._queries = pool, req_to_token, queries
         self.grouped_page = 1 if grouped else None
         self._segments: Sequence[LatentSegment] = ()
         self._planned_starts: Sequence[int] = ()
         self._batch: Any = None
-        self._sharing = False
+        self._sharing, self._uncounted = False, 0
 
     @staticmethod
     def workspace_bytes_for(sizes: LatentSizes) -> int:
@@ -46,35 +47,37 @@ class TorchLatent:
     def allocate(self, max_rows: int, max_requests: int, max_tokens: int, memory: Memory | None = None) -> None:
         """Nothing."""
 
-    def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int, queries: int = 1) -> None:
+    def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int) -> None:
         self._segments, self._planned_starts = segments, tail_starts
 
-    def begin_step(self, batch: Any, *, sharing: bool) -> None:
-        self._batch, self._sharing = batch, sharing
+    def begin_step(self, batch: Any, *, sharing: bool, uncounted: int = 0) -> None:
+        self._batch, self._sharing, self._uncounted = batch, sharing, uncounted
 
     def run(self, layer_id: int, q_absorbed: Tensor, q_rope: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
-        starts = [0] * len(q_absorbed)
+        starts = [0] * (len(q_absorbed) // self._queries)
         if self._sharing:
             starts[: len(self._planned_starts)] = self._planned_starts
-        parts = [
-            self._absorb(layer_id, q_absorbed[row, None], q_rope[row, None], self._slots(row)[start:], softmax_scale)
-            for row, start in enumerate(starts)
-        ]
+        parts = []
+        for row, query in enumerate(zip(q_absorbed, q_rope, strict=True)):
+            slots, later = self._slots(row), self._queries - 1 - row % self._queries  # tokens that it does not see
+            tail = slots[starts[row // self._queries] : max(len(slots) - later, 0)]
+            parts.append(self._absorb(layer_id, *(part[None] for part in query), tail, softmax_scale))
         out, lse = torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
         for segment in self._segments if self._sharing else ():
             members = torch.tensor(segment.rows)
             # One query with the heads of all members: they have the same keys.
-            queries = [part[members].flatten(0, 1)[None] for part in (q_absorbed, q_rope)]
+            stacked = [part[members].flatten(0, 1)[None] for part in (q_absorbed, q_rope)]
             slots = self._slots(segment.rows[0])[segment.start : segment.end]
-            of_segment = self._absorb(layer_id, *queries, slots, softmax_scale)
+            of_segment = self._absorb(layer_id, *stacked, slots, softmax_scale)
             of_segment = of_segment[0].view_as(out[members]), of_segment[1].view_as(lse[members])
             out[members], lse[members] = reference.merge(out[members], lse[members], *of_segment)
         return out.to(q_absorbed.dtype), lse.float()
 
     def _slots(self, row: int) -> Tensor:
-        """The slots `[tokens]` of a request."""
-        tokens = int(self._batch.seq_lens[row])
-        return self._req_to_token[self._batch.req_pool_indices[row], :tokens].long()
+        """The slots `[tokens]` of a row's request."""
+        request = row // self._queries
+        tokens = int(self._batch.seq_lens[request]) + self._uncounted
+        return self._req_to_token[self._batch.req_pool_indices[request], :tokens].long()
 
     def _absorb(
         self, layer_id: int, q_absorbed: Tensor, q_rope: Tensor, slots: Tensor, softmax_scale: float

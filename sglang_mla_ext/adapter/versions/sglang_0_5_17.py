@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.versions.shared_nodes import Forks, all_above, find_with
 from sglang_mla_ext.prefix.tree import SharedTree
 
@@ -207,3 +208,53 @@ def prefill_graph_backend(args: ServerArgs) -> str:
 def disable_prefill_graph(args: ServerArgs) -> None:
     """Run prefill without CUDA graphs, unless --cuda-graph-backend-prefill says otherwise; `args` are not resolved."""
     args.disable_prefill_cuda_graph = True
+
+
+# ---- speculative decoding
+
+
+def draft_tokens(args: ServerArgs) -> int:
+    """Query tokens of a request in a verify step, the last accepted one among them; 1 without speculative decoding.
+    `args` are resolved."""
+    if args.speculative_algorithm is None:
+        return 1
+    return int(args.speculative_num_draft_tokens or 1)
+
+
+def draft_has_mla(args: ServerArgs) -> bool:
+    """Whether the draft model of a server has Multi-head Latent Attention; `args` are resolved."""
+    from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+
+    draft = ModelConfig.from_server_args(
+        args,
+        model_path=args.speculative_draft_model_path,
+        model_revision=args.speculative_draft_model_revision,
+        is_draft_model=True,
+    )
+    return bool(draft.attention_arch == AttentionArch.MLA)
+
+
+def set_draft_backend(args: ServerArgs, name: str) -> None:
+    """Give the draft model another attention backend; `args` are resolved, and from then on SGLang changes them in this
+    way alone."""
+    args.override(BACKEND_NAME, speculative_draft_attention_backend=name)
+
+
+def plans_on_a_stream() -> bool:
+    """Whether the environment has SGLang prepare verify steps on a stream beside the forward pass."""
+    from sglang.srt.environ import envs
+
+    return bool(envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get())
+
+
+def name_draft_backend(backend: Any, factory: Any) -> None:
+    """Tell a draft's attention backend its name, as SGLang does for those that a model runner builds. A layer takes its
+    forward method by it, and by the server's own backend, which is ours, where there is none.
+
+    Args:
+        backend: what a DraftBackendFactory made: a backend, one that owns some for each draft step, or None.
+    """
+    if backend is None or not factory.draft_attn_backend:
+        return
+    for each in (backend, *getattr(backend, "attn_backends", ())):
+        each.prefill_attention_backend_str = each.decode_attention_backend_str = factory.draft_attn_backend
