@@ -26,7 +26,7 @@ def main() -> None:
         model_path=model,
         attention_backend=backend,
         skip_tokenizer_init=True,
-        mem_fraction_static=0.5,
+        mem_fraction_static=0.85,
         cuda_graph_max_bs_decode=batch,
         log_level="warning",
         **arguments,

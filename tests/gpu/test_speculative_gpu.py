@@ -6,13 +6,12 @@ The draft is a random layer, which is hardly ever right, so what requests accept
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
-from test_engine_gpu import BATCH, NEW_TOKENS, answers, differences_of, make_model
+from test_engine_gpu import BATCH, NEW_TOKENS, all_answers, differences_of, make_model
 
 pytestmark = pytest.mark.gpu
 
@@ -25,43 +24,48 @@ DRAFTS: dict[str, Any] = dict(
     max_running_requests=BATCH,
 )
 FP8: dict[str, Any] = dict(kv_cache_dtype="fp8_e4m3")
+STOCK: dict[str, Any] = dict(backend="flashmla")
+FLASHINFER: dict[str, Any] = dict(backend="flashinfer")
 
 
-MODES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
-    "naive": ({"MODE": "naive"}, {}),
-    "auto": ({"MODE": "auto"}, {}),
-    "grouped_absorb": ({"MODE": "grouped_absorb"}, {}),
-    "FP8 prefix": ({"MODE": "naive", "PREFIX_DTYPE": "fp8_e4m3"}, {}),
-    "FP8 cache": ({"MODE": "naive"}, FP8),
+def hybrid(mode: str, **arguments: Any) -> dict[str, Any]:
+    """Arguments of a hybrid_mla engine; a mode with `FP8 prefix` expands to FP8."""
+    env = {"SGLANG_HYBRID_MLA_MODE": mode.removesuffix(", FP8 prefix")}
+    if mode.endswith(", FP8 prefix"):
+        env["SGLANG_HYBRID_MLA_PREFIX_DTYPE"] = "fp8_e4m3"
+    return dict(backend="hybrid_mla", env=env, **arguments)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "naive": hybrid("naive"),
+    "auto": hybrid("auto"),
+    "naive, FP8 prefix": hybrid("naive, FP8 prefix"),
+    "naive, FP8 cache": hybrid("naive", **FP8),
+    "grouped_absorb": hybrid("grouped_absorb"),
 }
-"""Options and arguments of the servers to look at."""
+"""The servers to look at."""
 
 
 class Engines:
-    """Answers of engines over one model; of each kind it runs one, when it is asked for."""
+    """Answers of engines over one model; of each kind it runs one, when it is first asked for."""
 
     def __init__(self, folder: Path, heads: int) -> None:
         self.heads, self._folder = heads, folder
         self._model = make_model(folder / "checkpoint", "--heads", str(heads), "--nextn")
         self._answers: dict[str, dict] = {}
 
-    def answers(self, backend: str, **arguments: Any) -> dict:
-        kind = f"{backend} {sorted(arguments.items())} {sorted(environment().items())}"
-        if kind not in self._answers:
-            out = self._folder / f"answers{len(self._answers)}"
-            self._answers[kind] = answers(self._model, out, backend, **arguments)
-        return self._answers[kind]
+    def answers(self, **engines: dict[str, Any]) -> dict[str, dict]:
+        """By name, of engines with these arguments; those that have not run yet run side by side."""
+        missing = {str(one): one for one in engines.values() if str(one) not in self._answers}
+        folder = self._folder / str(len(self._answers))
+        folder.mkdir(exist_ok=True)
+        self._answers |= all_answers(self._model, folder, missing)
+        return {name: self._answers[str(one)] for name, one in engines.items()}
 
     @property
-    def truth(self) -> dict:
-        """Without drafts and without a prefix cache."""
-        return self.answers("flashmla", disable_radix_cache=True)
-
-
-def environment() -> dict[str, str]:
-    """What an engine's answers depend on."""
-    names = ("SGLANG_HYBRID_MLA_", "SGLANG_SIMULATE_", "SGLANG_TEST_")
-    return {name: value for name, value in os.environ.items() if name.startswith(names)}
+    def modes(self) -> dict[str, dict[str, Any]]:
+        """Those that there are with so many heads."""
+        return {mode: one for mode, one in MODES.items() if mode != "grouped_absorb" or self.heads == 16}
 
 
 @pytest.fixture(scope="module", params=[128, 16], ids=lambda heads: f"{heads}heads")
@@ -69,19 +73,8 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Engines(tmp_path_factory.mktemp("speculative"), request.param)
 
 
-@pytest.fixture(params=MODES)
-def mode(request: pytest.FixtureRequest, engines: Engines) -> str:
-    if request.param == "grouped_absorb" and engines.heads != 16:
-        pytest.skip("so many heads are not stacked")
-    return request.param
-
-
-def hybrid(engines: Engines, mode: str, **drafts: Any) -> dict:
-    options, arguments = MODES[mode]
-    with pytest.MonkeyPatch.context() as patched:
-        for name, value in options.items():
-            patched.setenv(f"SGLANG_HYBRID_MLA_{name}", value)
-        return engines.answers("hybrid_mla", **arguments, **drafts)
+TRUTH = dict(STOCK, disable_radix_cache=True)
+"""Without drafts and without a prefix cache."""
 
 
 def equal_share(one: dict, other: dict) -> float:
@@ -110,63 +103,70 @@ def check(name: str, found: list[float], yardstick: list[float], fp8: bool) -> N
     assert mean(found) < (1.1 if fp8 else 2) * mean(yardstick) + 1e-3, name
 
 
-def test_greedy_tokens_with_drafts_are_those_without(engines: Engines, mode: str) -> None:
-    """And those of FlashMLA with the same drafts, but for ties in BF16, of which FlashMLA has some with itself. Their
-    log-probabilities are within the yardstick of test_engine_gpu.py."""
-    fp8 = mode.startswith("FP8")
-    stock = engines.answers("flashmla", **DRAFTS)
-    ours, alone = hybrid(engines, mode, **DRAFTS), hybrid(engines, mode)
-    if fp8:
-        yardstick = engines.answers("flashmla", **FP8, **DRAFTS)
-    else:
-        yardstick = engines.answers("flashinfer", disable_radix_cache=True)
-    apart = differences_of(engines.truth, {"yardstick": yardstick, "flashmla": stock, mode: ours})
-    ties = equal_share(stock, engines.answers("flashmla"))
-    same, as_stock = equal_share(ours, alone), equal_share(ours, stock)
-    print(f"equal tokens: {ties:.3f} flashmla with drafts and without, {same:.3f} {mode}, {as_stock:.3f} {mode} and it")
-    check_counters(ours, mode)
-    check(mode, apart[mode], apart["yardstick"], fp8)
-    assert same > 0.8 * ties and (fp8 or as_stock > 0.5 * ties)
+def test_greedy_tokens_with_drafts_are_those_without(engines: Engines) -> None:
+    """In every mode, and those of FlashMLA with the same drafts, but for ties in BF16, of which FlashMLA has some with
+    itself. Their log-probabilities are within the yardstick of test_engine_gpu.py."""
+    found = engines.answers(
+        truth=TRUTH,
+        flashinfer=FLASHINFER | dict(disable_radix_cache=True),
+        alone=STOCK,
+        stock=STOCK | DRAFTS,
+        stock_fp8=STOCK | FP8 | DRAFTS,
+        **{mode: one | DRAFTS for mode, one in engines.modes.items()},
+        **{f"{mode}, alone": one for mode, one in engines.modes.items()},
+    )
+    apart = differences_of(found["truth"], {name: answer for name, answer in found.items() if name != "truth"})
+    ties = equal_share(found["stock"], found["alone"])
+    print(f"equal tokens, FlashMLA with drafts and without: {ties:.3f}")
+    for mode in engines.modes:
+        fp8 = "FP8" in mode
+        same = equal_share(found[mode], found[f"{mode}, alone"])
+        as_stock = equal_share(found[mode], found["stock"])
+        print(f"equal tokens, {mode} with drafts and without: {same:.3f}, and FlashMLA with drafts: {as_stock:.3f}")
+        check_counters(found[mode], mode)
+        check(mode, apart[mode], apart["stock_fp8" if fp8 else "flashinfer"], fp8)
+        assert same > 0.8 * ties and (fp8 or as_stock > 0.5 * ties), mode
 
 
 @pytest.mark.parametrize("accepted", [2, STEPS + 1])
-def test_drafts_that_are_accepted(engines: Engines, mode: str, monkeypatch: pytest.MonkeyPatch, accepted: int) -> None:
+def test_drafts_that_are_accepted(engines: Engines, accepted: int) -> None:
     """By force, whatever they are: their keys are read in later steps. The truth is FlashMLA's with the same drafts."""
-    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", str(accepted))
-    monkeypatch.setenv("SGLANG_SIMULATE_ACC_TOKEN_MODE", "real-draft-token")
-    fp8 = mode.startswith("FP8")
-    if fp8:
-        yardstick = engines.answers("flashmla", **FP8, **DRAFTS)
-    else:
-        draft = dict(speculative_draft_attention_backend="flashmla", page_size=64)
-        yardstick = engines.answers("flashinfer", **DRAFTS, **draft)
-    ours = hybrid(engines, mode, **DRAFTS)
-    apart = differences_of(engines.answers("flashmla", **DRAFTS), {"yardstick": yardstick, mode: ours})
-    check_counters(ours, mode)
-    assert mean(ours["accepted"]) > accepted - 0.5
-    check(mode, apart[mode], apart["yardstick"], fp8)
+    forced = {"SGLANG_SIMULATE_ACC_LEN": str(accepted), "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token"}
+
+    def with_drafts(one: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+        return one | DRAFTS | arguments | dict(env=one.get("env", {}) | forced)
+
+    found = engines.answers(
+        truth=with_drafts(STOCK),
+        flashinfer=with_drafts(FLASHINFER, speculative_draft_attention_backend="flashmla", page_size=64),
+        stock_fp8=with_drafts(STOCK, **FP8),
+        **{mode: with_drafts(one) for mode, one in engines.modes.items()},
+    )
+    apart = differences_of(found["truth"], {name: answer for name, answer in found.items() if name != "truth"})
+    for mode in engines.modes:
+        check_counters(found[mode], mode)
+        assert mean(found[mode]["accepted"]) > accepted - 0.5
+        check(mode, apart[mode], apart["stock_fp8" if "FP8" in mode else "flashinfer"], "FP8" in mode)
 
 
-@pytest.mark.parametrize("arguments", [{}, FP8, {"disable_cuda_graph": True}, {"disable_overlap_schedule": True}])
-def test_requests_that_are_taken_back(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
-) -> None:
-    """Between verify steps; without CUDA graphs, and without overlap, too."""
-    truth = engines.truth
-    monkeypatch.setenv("SGLANG_HYBRID_MLA_MODE", "naive")
-    monkeypatch.setenv("SGLANG_TEST_RETRACT", "1")
-    stock, ours = (engines.answers(name, **arguments, **DRAFTS) for name in ("flashmla", "hybrid_mla"))
-    assert ours["retractions"] > 0 and ours["info"]["counters"]["fallbacks"] == {}
-    apart = differences_of(truth, {"flashmla": stock, "hybrid_mla": ours})
-    check("hybrid_mla", apart["hybrid_mla"], apart["flashmla"], arguments == FP8)
-
-
-def test_another_backend_for_prefill(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verify steps go to the decode backend all the same."""
-    stock, truth = engines.answers("flashmla", **DRAFTS), engines.truth
-    monkeypatch.setenv("SGLANG_HYBRID_MLA_MODE", "naive")
+def test_requests_that_are_taken_back(engines: Engines) -> None:
+    """Between verify steps; without CUDA graphs, without overlap, and over an FP8 cache, too. And where prefill has
+    another backend, verify steps go to the decode backend all the same."""
+    retracting = {"SGLANG_TEST_RETRACT": "1"}
+    kinds = [{}, FP8, {"disable_cuda_graph": True}, {"disable_overlap_schedule": True}]
+    ours = {str(kind): hybrid("naive") | DRAFTS | kind for kind in kinds}
     split = dict(prefill_attention_backend="flashinfer", decode_attention_backend="hybrid_mla", page_size=64)
-    ours = engines.answers("flashinfer", **split, **DRAFTS)
-    check_counters(ours, "naive")
-    apart = differences_of(truth, {"flashmla": stock, "hybrid_mla": ours})
-    check("hybrid_mla", apart["hybrid_mla"], apart["flashmla"], fp8=False)
+    found = engines.answers(
+        truth=TRUTH,
+        stock=STOCK | DRAFTS,
+        stock_fp8=STOCK | FP8 | DRAFTS,
+        split=hybrid("naive") | FLASHINFER | split | DRAFTS,
+        **{name: one | dict(env=one["env"] | retracting) for name, one in ours.items()},
+    )
+    apart = differences_of(found["truth"], {name: answer for name, answer in found.items() if name != "truth"})
+    check_counters(found["split"], "naive")
+    check("split", apart["split"], apart["stock"], fp8=False)
+    for name in ours:
+        assert found[name]["retractions"] > 0 and found[name]["info"]["counters"]["fallbacks"] == {}
+        fp8 = name == str(FP8)
+        check(name, apart[name], apart["stock_fp8" if fp8 else "stock"], fp8)
