@@ -2,8 +2,8 @@
 
     python scripts/train_demo_draft.py .demo/data configs/demo_model .demo/drafting --minutes 4
 
-The data come from prepare_demo_data.py, the model from train_demo_model.py; its weights stay as they are, bit for bit. At
-the end OUT holds the checkpoint with the layer, as SGLang loads it for `--speculative-algorithm NEXTN`, and
+The data come from prepare_demo_data.py, the model from train_demo_model.py; its weights stay as they are, bit for bit.
+At the end OUT holds the checkpoint with the layer, as SGLang loads it for `--speculative-algorithm NEXTN`, and
 `training_draft.json` with the losses and with the tokens per step that it measured on chats held out of the training.
 """
 
@@ -37,9 +37,7 @@ def main(
     seed: int = 0,
     workers: Annotated[int | None, typer.Option(help="Processes that make batches.")] = None,
     compiled: Annotated[bool | None, typer.Option("--compile/--no-compile", help="By default on a GPU.")] = None,
-    cases: Annotated[
-        int, typer.Option(min=1, help="Held-out questions on which the tokens per step are counted.")
-    ] = 400,
+    cases: Annotated[int, typer.Option(min=1, help="Held-out questions that the tokens per step are of.")] = 400,
 ) -> None:
     """Train the layer, write the checkpoint, count accepted drafts."""
     if (minutes is None) == (steps is None):

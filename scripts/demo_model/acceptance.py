@@ -1,7 +1,7 @@
 """How many tokens a step of greedy speculative decoding yields with the drafting layer, on held-out dictionary chats.
 
-Greedy speculation writes what greedy decoding writes. So the model's own text is found first; then one pass drafts after
-each of its positions, and the accepted drafts are counted from step to step, as a server would meet them.
+Greedy speculation writes what greedy decoding writes. So the model's own text is found first; then one pass drafts
+after each of its positions, and the accepted drafts are counted from step to step, as a server would meet them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,17 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-import torch
-
 from demo_model.batches import EOS_ID, Data
-from demo_model.chats import INSTRUCTIONS, ONE_WORD, SHARES, kinds_of_question, long_answer, one_word_answers, phrasings
-from demo_model.chats import render_prompt
+from demo_model.chats import (
+    INSTRUCTIONS,
+    ONE_WORD,
+    SHARES,
+    kinds_of_question,
+    long_answer,
+    one_word_answers,
+    phrasings,
+    render_prompt,
+)
 from demo_model.draft import Draft, drafted
 from demo_model.examination import Logits
 from demo_model.network import Network, pack

@@ -1,10 +1,11 @@
 """The layer that drafts: DeepSeek-V3's next-token prediction (NextN, MTP) as SGLang runs it for speculative decoding.
 
-    x_i = W_eh [enorm(embed(t_(i+1))); hnorm(h_i)];   h'_i = shared_head.norm(decoder layer(x_i));   logits = lm_head(h'_i)
+    x_i = W_eh [enorm(embed(t_(i+1))); hnorm(h_i)]
+    h'_i = shared_head.norm(layer(x_i));   logits_i = lm_head(h'_i)
 
 h_i is the model's hidden state after its final norm, at position i; logits_i are of token i+2. Step s of a draft runs
-the same layer at position i+s-1 on token i+s and on the h' of the step before. Embedding and lm_head are the model's own.
-SGLang makes this layer a mixture of experts whatever the model's others are.
+the same layer at position i+s-1 on token i+s and on the h' of the step before. Embedding and lm_head are the model's
+own. SGLang makes this layer a mixture of experts whatever the model's others are.
 
 Parameters have their Hugging Face names after `model.layers.N.`, N being the number of the model's layers.
 
@@ -109,14 +110,23 @@ class Draft(nn.Module):
         self.attend_own = attend_own
         self.register_buffer("frequencies", yarn_frequencies(config), persistent=False)
 
-    def init_weights(self, seed: int) -> None:
-        """Normal weights, smaller for those that write to the residual stream."""
+    def init_weights(self, seed: int, final_norm: Tensor) -> None:
+        """Normal weights, smaller for those that write to the residual stream.
+
+        The layer begins with the sum of its two inputs, in the scale that the head is used to.
+
+        Args:
+            final_norm: `[hidden]`, weight of the model's final norm.
+        """
         generator = torch.Generator().manual_seed(seed)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 writes = name.endswith(("o_proj.weight", "down_proj.weight"))
                 scale = 0.02 * (1 / math.sqrt(2) if writes else 1.0)
                 weight.data.copy_(torch.randn(weight.shape, generator=generator) * scale)
+        self.eh_proj.weight.data += 0.5 * torch.eye(len(final_norm)).repeat(1, 2)
+        # Half of it, so that a layer that knows nothing yet is less sure.
+        self.shared_head.norm.weight.data.copy_(0.5 * final_norm.float().cpu())
 
     def forward(self, embedded: Tensor, hidden: Tensor, packed: Packed, kept: list[tuple[Tensor, Tensor]]) -> Tensor:
         """One step of the draft for every position at once.

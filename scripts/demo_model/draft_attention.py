@@ -20,8 +20,8 @@ from torch import Tensor
 from demo_model.network import Packed
 
 AttendOwn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Packed, float], Tensor]
-"""q, k `[tokens, heads, dim]`, v `[tokens, heads, v_dim]`, own_k `[tokens, own, heads, dim]`, own_v, documents, scale ->
-`[tokens, heads, v_dim]`."""
+"""q, k `[tokens, heads, dim]`, v `[tokens, heads, v_dim]`, own_k `[tokens, own, heads, dim]`, own_v, documents, scale
+-> `[tokens, heads, v_dim]`."""
 
 
 def attend_own_each(

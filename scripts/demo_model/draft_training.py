@@ -91,7 +91,7 @@ class DraftTrainer:
         for layer in network.model.layers:
             layer.self_attn.attend = attend
         self.draft = Draft(config, attend, attend_own)
-        self.draft.init_weights(plan.seed)
+        self.draft.init_weights(plan.seed, network.model.norm.weight.detach())
         self.draft.to(device)
         self.batches = Batches(data, plan.tokens, plan.seed, SHARES)
         self.optimizer = make_optimizer(self.draft, plan.rate, device)
