@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import hook_scenarios_draft
 import hook_scenarios_sleep
 import hook_scenarios_start
 import hook_scenarios_step
@@ -21,7 +22,7 @@ import pytest
 
 SCENARIOS: dict[str, Callable[[], None]] = {
     name.removeprefix("scenario_"): run
-    for module in (hook_scenarios_start, hook_scenarios_step, hook_scenarios_sleep)
+    for module in (hook_scenarios_start, hook_scenarios_step, hook_scenarios_sleep, hook_scenarios_draft)
     for name, run in vars(module).items()
     if name.startswith("scenario_")
 }
