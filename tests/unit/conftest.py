@@ -6,20 +6,15 @@ tests/kernels, when they run in the same process, must do that first.
 
 from __future__ import annotations
 
-import random
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from demo_model.batches import Data
-from demo_model.preparation import write
-from demo_model.sources import Document, Word
 
 from sglang_mla_ext.adapter.cpu import standins
 from sglang_mla_ext.adapter.versions import TreeView
@@ -117,27 +112,3 @@ class Tree:
 def new_tree() -> Callable[[int], Tree]:
     """Makes a tree with a page size."""
     return Tree
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model's data as prepare_demo_data.py writes them, of a few made-up pages and words."""
-    rng = random.Random(0)
-    sentence = "The {} server keeps every {} in one table, and a reader asks it for number {} of them."
-    nouns = ["river", "stone", "house", "garden", "letter", "number", "window", "table", "winter", "summer"]
-    pages = []
-    for index in range(300):
-        lines = (sentence.format(rng.choice(nouns), rng.choice(nouns), rng.randrange(99)) for _ in range(8))
-        pages.append(Document("toy", str(index), "\n".join(lines)))
-    words = [
-        Word(noun, "noun", f"a thing that is called {noun}", ["thing"], [nouns[index - 1]], ["matter"])
-        for index, noun in enumerate(nouns)
-    ]
-    out = tmp_path_factory.mktemp("data")
-    write(out, pages, words, vocab=600, names=200, chats=50)
-    return out
-
-
-@pytest.fixture(scope="session")
-def data(folder: Path) -> Data:
-    return Data(folder)

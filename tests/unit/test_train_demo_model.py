@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from demo_data import write_toy_data
 from demo_model.batches import ANSWER_WEIGHT, ASSISTANT_ID, EOS_ID, Batches, Data, Prose
 from demo_model.chats import (
     QUESTIONS,
@@ -35,6 +36,18 @@ from demo_model.training import Plan, Trainer, progress_of, rate_at
 from train_demo_model import main
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("data")
+    write_toy_data(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def data(folder: Path) -> Data:
+    return Data(folder)
 
 
 def settings(vocab: int, layers: int = 2) -> Settings:
