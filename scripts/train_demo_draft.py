@@ -36,7 +36,7 @@ def main(
     rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-3,
     seed: int = 0,
     workers: Annotated[int | None, typer.Option(help="Processes that make batches.")] = None,
-    compiled: Annotated[bool | None, typer.Option("--compile/--no-compile", help="By default on a GPU.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the step; pays in long runs.")] = False,
     cases: Annotated[int, typer.Option(min=1, help="Held-out questions that the tokens per step are of.")] = 400,
 ) -> None:
     """Train the layer, write the checkpoint, count accepted drafts."""
@@ -54,7 +54,7 @@ def main(
     if workers is None:
         workers = min(14, max(0, (os.cpu_count() or 1) - 2))
     plan = DraftPlan(tokens, context, rate, seed, minutes, steps)
-    trainer = DraftTrainer(plan, network, config, material, device, workers, on_gpu if compiled is None else compiled)
+    trainer = DraftTrainer(plan, network, config, material, device, workers, compiled)
     weights = sum(weight.numel() for weight in trainer.draft.parameters())
     console.print(f"{weights:,} weights on {device}, {workers} processes for data")
     trainer.train()

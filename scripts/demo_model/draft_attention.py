@@ -93,7 +93,8 @@ def attend_own_packed(
     v_dim = v.shape[-1]
     padding = (0, q.shape[-1] - v_dim)
     tensors = (q, k, F.pad(v, padding), own_k, F.pad(own_v, padding))
-    out: Tensor = _Merged.apply(*(x.to(torch.bfloat16).contiguous() for x in tensors), packed, scale)
+    with torch.autocast(q.device.type, enabled=False):  # scores of own keys stay in float32
+        out: Tensor = _Merged.apply(*(x.to(torch.bfloat16).contiguous() for x in tensors), packed, scale)
     return out[..., :v_dim]
 
 

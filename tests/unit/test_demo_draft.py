@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from demo_model.batches import EOS_ID, Batches, Data
 from demo_model.chats import dictionary_chat
 from demo_model.checkpoint import Settings, model_config
 from demo_model.draft import BIAS, Draft, config_with_draft, drafted, load_draft, prefix_of
-from demo_model.draft_attention import attend_own_each
+from demo_model.draft_attention import attend_own_each, attend_own_packed
 from demo_model.draft_training import STEP_WEIGHTS, DraftPlan, DraftTrainer, losses
 from demo_model.network import Network, pack
 from demo_model.trained import load_network, logits_of, write_checkpoint, write_draft
@@ -23,7 +26,8 @@ from safetensors.torch import load_file
 from train_demo_draft import main
 
 CPU = torch.device("cpu")
-SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "demo_model"
+REPOSITORY = Path(__file__).resolve().parents[2]
+SHIPPED = REPOSITORY / "configs" / "demo_model"
 MIB = 2**20
 
 
@@ -115,6 +119,55 @@ def test_steps_equal_transformers_layer_on_the_row_s_own_sequence() -> None:
                 out = (out[0] if isinstance(out, tuple) else out)[0, -1]
                 expected = out * torch.rsqrt(out.square().mean() + 1e-6) * draft.shared_head.norm.weight
                 torch.testing.assert_close(hidden[row], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_layer_equals_sglang_s_own(model: Path, tmp_path: Path) -> None:
+    """In float32; and SGLang loads every tensor of the layer by its name. See sglang_nextn.py."""
+    config, draft = small_draft(json.loads((model / "config.json").read_text())["vocab_size"])
+    write_draft(draft, config, model, tmp_path)
+    program = Path(__file__).with_name("sglang_nextn.py")
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
+    path = os.pathsep.join(str(REPOSITORY / part) for part in ("", "scripts"))
+    command = [sys.executable, "-W", "ignore", str(program), str(tmp_path)]
+    ended = subprocess.run(command, env=env | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+
+
+def flash_forward(q, k, v, starts, _, longest, *others, scale):
+    """torch's operator, of one document: out and lse."""
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * scale
+    scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.float()).to(q.dtype)
+    return out, scores.logsumexp(-1), torch.empty(2), torch.empty(0), torch.empty(0)
+
+
+def flash_backward(grad, q, k, v, out, lse, *others, scale):
+    """torch's operator, which takes the softmax and its gradient from lse and out."""
+    q, k, v, grad = (x.float() for x in (q, k, v, grad))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool).triu(1), -torch.inf)
+    weights = (scores - lse.unsqueeze(-1)).exp()
+    delta = (grad * out.float()).sum(-1).T.unsqueeze(-1)  # [heads, tokens, 1]
+    of_scores = weights * (torch.einsum("qhd,khd->hqk", grad, v) - delta) * scale
+    grads = (("hqk,khd->qhd", of_scores, k), ("hqk,qhd->khd", of_scores, q), ("hqk,qhd->khd", weights, grad))
+    return tuple(torch.einsum(*of).to(torch.bfloat16) for of in grads)
+
+
+def test_merged_attention_equals_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packed attention around stand-ins for torch's operators, forward and backward, in BF16."""
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_forward)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_backward)
+    generator = torch.Generator().manual_seed(0)
+    packed = pack([[0] * 23])
+    shapes = [(23, 2, 24), (23, 2, 24), (23, 2, 16), (23, 2, 2, 24), (23, 2, 2, 16), (23, 2, 16)]
+    *drawn, grad = (torch.randn(s, generator=generator).to(torch.bfloat16) for s in shapes)
+    results = []
+    for attend in (attend_own_each, attend_own_packed):
+        inputs = [x.clone().requires_grad_() for x in drawn]
+        out = attend(*inputs, packed, 0.2)
+        results.append([out, *torch.autograd.grad(out, inputs, grad)])
+    for plain, merged in zip(*results, strict=True):
+        assert (plain.float() - merged.float()).norm() < 0.01 * plain.float().norm()  # BF16 rounds by 0.002
 
 
 def test_own_keys_get_their_gradients() -> None:
@@ -294,7 +347,7 @@ def test_held_out_chats_are_asked_in_words_that_training_does_not_use(data: Data
 
 
 def test_whole_command(folder: Path, model: Path, tmp_path: Path) -> None:
-    call = dict(tokens=256, context=128, rate=1e-3, seed=0, workers=0, compiled=None, cases=3)
+    call = dict(tokens=256, context=128, rate=1e-3, seed=0, workers=0, compiled=False, cases=3)
     main(data=folder, model=model, out=tmp_path, minutes=None, steps=3, **call)
     report = json.loads((tmp_path / "training_draft.json").read_text())
     assert report["steps"] == 3 and report["curve"][-1]["step"] == 3
