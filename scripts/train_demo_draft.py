@@ -3,8 +3,9 @@
     python scripts/train_demo_draft.py .demo/data configs/demo_model .demo/drafting --minutes 4
 
 The data come from prepare_demo_data.py, the model from train_demo_model.py; its weights stay as they are, bit for bit.
-At the end OUT holds the checkpoint with the layer, as SGLang loads it for `--speculative-algorithm NEXTN`, and
-`training_draft.json` with the losses and with the tokens per step that it measured on chats held out of the training.
+At the end OUT holds the checkpoint with the layer, as SGLang loads it for `--speculative-algorithm NEXTN`, the layer
+alone (`draft.pt`), and `training_draft.json` with the losses and with the tokens per step that it measured on chats
+held out of the training. A layer that was trained elsewhere is put into a checkpoint with `--layer draft.pt`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from demo_model.acceptance import acceptance
 from demo_model.batches import Data
 from demo_model.draft import config_with_draft, load_draft
 from demo_model.draft_training import DraftPlan, DraftTrainer
-from demo_model.trained import load_network, logits_of, thinned, write_draft
+from demo_model.trained import load_network, logits_of, stored, thinned, write_draft
 from demo_model.training import console
 
 
@@ -31,6 +32,7 @@ def main(
     out: Annotated[Path, typer.Argument(help="Folder of the checkpoint with the layer; may be the model's.")],
     minutes: Annotated[float | None, typer.Option(help="Training time; sets the learning rate's schedule.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps instead of minutes.")] = None,
+    layer: Annotated[Path | None, typer.Option(exists=True, help="A trained layer to put into the model.")] = None,
     tokens: Annotated[int, typer.Option(min=64, help="Tokens of a batch.")] = 32_768,
     context: Annotated[int, typer.Option(min=64, help="Longest document.")] = 8192,
     rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-3,
@@ -40,8 +42,13 @@ def main(
     cases: Annotated[int, typer.Option(min=1, help="Held-out questions that the tokens per step are of.")] = 400,
 ) -> None:
     """Train the layer, write the checkpoint, count accepted drafts."""
-    if (minutes is None) == (steps is None):
-        raise typer.BadParameter("give either --minutes or --steps")
+    if [minutes, steps, layer].count(None) != 2:
+        raise typer.BadParameter("give one of --minutes, --steps and --layer")
+    config = config_with_draft(json.loads((model / "config.json").read_text()))
+    if layer is not None:
+        size = write_draft(torch.load(layer, weights_only=True), config, model, out)
+        console.print(f"{out}: {size / 2**20:.2f} MiB")
+        return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -50,7 +57,6 @@ def main(
     network = load_network(model, device)
     if not on_gpu:
         network = network.float()
-    config = config_with_draft(json.loads((model / "config.json").read_text()))
     if workers is None:
         workers = min(14, max(0, (os.cpu_count() or 1) - 2))
     plan = DraftPlan(tokens, context, rate, seed, minutes, steps)
@@ -58,7 +64,9 @@ def main(
     weights = sum(weight.numel() for weight in trainer.draft.parameters())
     console.print(f"{weights:,} weights on {device}, {workers} processes for data")
     trainer.train()
-    size = write_draft(trainer.draft, config, model, out)
+    trained = stored(trainer.draft)
+    size = write_draft(trained, config, model, out)
+    torch.save(trained, out / "draft.pt")
     done = {"steps": trainer.step, "tokens": trainer.step * tokens, "seconds": round(trainer.seconds)}
     console.print(f"{out}: {size / 2**20:.2f} MiB after {done['tokens']:,} tokens; counting accepted drafts")
     report = {"plan": asdict(plan), **done, "weights": weights, "bytes": size, "curve": thinned(trainer.curve)}

@@ -32,10 +32,19 @@ def write_checkpoint(network: Network, settings: Settings, tokenizer: Path | Non
     return (out / "model.safetensors").stat().st_size
 
 
-def write_draft(draft: Draft, config: dict[str, Any], model: Path, out: Path) -> int:
+def stored(draft: Draft) -> dict[str, Tensor]:
+    """A layer's tensors as a checkpoint has them: BF16, but for the router's bias."""
+    return {
+        name: weight.to(torch.float32 if name == BIAS else torch.bfloat16).cpu().contiguous()
+        for name, weight in draft.state_dict().items()
+    }
+
+
+def write_draft(layer: dict[str, Tensor], config: dict[str, Any], model: Path, out: Path) -> int:
     """Write a model's checkpoint with a layer that drafts; the other weights stay as they are, bit for bit.
 
     Args:
+        layer: from `stored`.
         config: of the model with the layer; model: folder of the model, with an earlier such layer or without one.
     Returns:
         Bytes of the weights' file.
@@ -44,10 +53,7 @@ def write_draft(draft: Draft, config: dict[str, Any], model: Path, out: Path) ->
     """
     prefix = prefix_of(config)
     others = {name: x for name, x in load_file(model / "model.safetensors").items() if not name.startswith(prefix)}
-    own = {
-        prefix + name: weight.to(torch.float32 if name == BIAS else torch.bfloat16).cpu().contiguous()
-        for name, weight in draft.state_dict().items()
-    }
+    own = {prefix + name: weight for name, weight in layer.items()}
     out.mkdir(parents=True, exist_ok=True)
     part, whole = out / "model.safetensors.part", out / "model.safetensors"
     save_file(others | own, part, metadata={"format": "pt"})

@@ -21,7 +21,7 @@ from demo_model.draft import BIAS, Draft, config_with_draft, drafted, load_draft
 from demo_model.draft_attention import attend_own_each, attend_own_packed
 from demo_model.draft_training import STEP_WEIGHTS, DraftPlan, DraftTrainer, losses
 from demo_model.network import Network, pack
-from demo_model.trained import load_network, logits_of, write_checkpoint, write_draft
+from demo_model.trained import load_network, logits_of, stored, write_checkpoint, write_draft
 from safetensors.torch import load_file
 from train_demo_draft import main
 
@@ -124,7 +124,7 @@ def test_steps_equal_transformers_layer_on_the_row_s_own_sequence() -> None:
 def test_layer_equals_sglang_s_own(model: Path, tmp_path: Path) -> None:
     """In float32; and SGLang loads every tensor of the layer by its name. See sglang_nextn.py."""
     config, draft = small_draft(json.loads((model / "config.json").read_text())["vocab_size"])
-    write_draft(draft, config, model, tmp_path)
+    write_draft(stored(draft), config, model, tmp_path)
     program = Path(__file__).with_name("sglang_nextn.py")
     env = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
     path = os.pathsep.join(str(REPOSITORY / part) for part in ("", "scripts"))
@@ -235,7 +235,7 @@ def test_training_lowers_the_loss_and_leaves_the_model(data: Data) -> None:
 
 def test_checkpoint_keeps_the_model_and_has_sglang_s_names(model: Path, tmp_path: Path) -> None:
     config, draft = small_draft(json.loads((model / "config.json").read_text())["vocab_size"])
-    size = write_draft(draft, config, model, tmp_path)
+    size = write_draft(stored(draft), config, model, tmp_path)
     written, before = load_file(tmp_path / "model.safetensors"), load_file(model / "model.safetensors")
     assert size == (tmp_path / "model.safetensors").stat().st_size
     for name, weight in before.items():
@@ -255,14 +255,14 @@ def test_checkpoint_keeps_the_model_and_has_sglang_s_names(model: Path, tmp_path
     # Both networks and transformers read the model as before; a second layer takes the place of the first.
     same = load_network(tmp_path, CPU).state_dict()
     assert all(torch.equal(weight, same[name]) for name, weight in load_network(model, CPU).state_dict().items())
-    assert write_draft(draft, config, tmp_path, tmp_path) == size
+    assert write_draft(stored(draft), config, tmp_path, tmp_path) == size
 
 
 def test_transformers_reads_the_model_without_the_layer(model: Path, tmp_path: Path) -> None:
     from transformers import DeepseekV3ForCausalLM
 
     config, draft = small_draft(json.loads((model / "config.json").read_text())["vocab_size"])
-    write_draft(draft, config, model, tmp_path)
+    write_draft(stored(draft), config, model, tmp_path)
     read = DeepseekV3ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     tokens = torch.arange(40)
     network = load_network(model, CPU).float()
@@ -348,7 +348,7 @@ def test_held_out_chats_are_asked_in_words_that_training_does_not_use(data: Data
 
 def test_whole_command(folder: Path, model: Path, tmp_path: Path) -> None:
     call = dict(tokens=256, context=128, rate=1e-3, seed=0, workers=0, compiled=False, cases=3)
-    main(data=folder, model=model, out=tmp_path, minutes=None, steps=3, **call)
+    main(data=folder, model=model, out=tmp_path, minutes=None, steps=3, layer=None, **call)
     report = json.loads((tmp_path / "training_draft.json").read_text())
     assert report["steps"] == 3 and report["curve"][-1]["step"] == 3
     assert report["bytes"] == (tmp_path / "model.safetensors").stat().st_size
@@ -356,3 +356,7 @@ def test_whole_command(folder: Path, model: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 1
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (tmp_path / name).read_bytes() == (model / name).read_bytes()
+    again = tmp_path / "again"
+    main(data=folder, model=model, out=again, minutes=None, steps=None, layer=tmp_path / "draft.pt", **call)
+    for name in ("model.safetensors", "config.json"):
+        assert (again / name).read_bytes() == (tmp_path / name).read_bytes()
