@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from bench.server import ServerFailedError, free_port, running_server, server_info, work_folder
+from bench.server import ON_GPU, ServerFailedError, free_port, running_server, server_info, work_folder
 from demo_model.conversation import OTHER_QUESTIONS, STATIONS, WORD_QUESTIONS, Chat, lookups, talk
 from demo_model.demo_tables import answers_table, sharing_table
 from rich.console import Console
@@ -19,6 +19,16 @@ from sglang_mla_ext.prefix.cost_model import ModelDims
 MODEL = Path(__file__).resolve().parents[1] / "configs" / "demo_model"
 SYSTEM_PROMPT = MODEL / "system_prompt.txt"  # a table of stations and their codes, and a chapter of a novel
 
+SPECULATIVE_ARGUMENTS = (
+    *("--speculative-algorithm", "NEXTN"),  # the draft is the layer behind the model's last one, in its checkpoint
+    *("--speculative-num-steps", "3"),
+    *("--speculative-eagle-topk", "1"),
+    *("--speculative-num-draft-tokens", "4"),
+)
+NO_SPECULATION = (
+    "Speculative decoding needs a GPU: SGLang has no path for it on a CPU. Without --speculative the demo runs here."
+)
+
 
 def main(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the server running until Ctrl-C.")] = False,
@@ -26,11 +36,17 @@ def main(
     answer_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 64,
     system_prompt_file: Annotated[Path | None, typer.Option(exists=True, help="Your own system prompt.")] = None,
     model: Annotated[Path | None, typer.Option(exists=True, help="An MLA checkpoint of your own.")] = None,
+    speculative: Annotated[
+        bool, typer.Option("--speculative", help="Draft three tokens a step with the model's own layer; needs a GPU.")
+    ] = False,
 ) -> None:
     """Show SGLang serving chats that share a system prompt with --attention-backend hybrid_mla."""
     console = Console() if sys.stdout.isatty() else Console(width=110)
+    if speculative and not ON_GPU:
+        console.print(NO_SPECULATION, style="red", highlight=False)
+        raise typer.Exit(1)
     try:
-        run(console, keep, port or free_port(), answer_tokens, system_prompt_file, model)
+        run(console, keep, port or free_port(), answer_tokens, system_prompt_file, model, speculative)
     except ServerFailedError as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         raise typer.Exit(1) from None
@@ -40,7 +56,13 @@ def main(
 
 
 def run(
-    console: Console, keep: bool, port: int, answer_tokens: int, system_prompt_file: Path | None, model: Path | None
+    console: Console,
+    keep: bool,
+    port: int,
+    answer_tokens: int,
+    system_prompt_file: Path | None,
+    model: Path | None,
+    speculative: bool,
 ) -> None:
     """Run the whole demo."""
     folder = work_folder()
@@ -51,7 +73,7 @@ def run(
         shared[: len(STATIONS)] = lookups(system)
     chats = [*shared, *(Chat(question, None) for question in OTHER_QUESTIONS)]
 
-    arguments = server_arguments(model)
+    arguments = server_arguments(model, speculative)
     console.print("Starting the server with", " ".join(arguments), highlight=False)
     with running_server(arguments, port, folder / "server.log", console) as base_url:
         console.print("Sending one chat, so that the system prompt is in the server's prefix cache.")
@@ -59,13 +81,15 @@ def run(
         console.print(f"Sending {len(chats)} chats at once, {len(shared)} of them with the system prompt.")
         before = server_info(base_url)["hybrid_mla"]
         snapshots = asyncio.run(talk(base_url, chats, answer_tokens, console))
-        after = server_info(base_url)["hybrid_mla"]
+        state = server_info(base_url)
+        after = state["hybrid_mla"]
 
         console.print(answers_table(chats))
         if looked_up := [chat for chat in shared if chat.expected]:
             right = sum(chat.expected in chat.answer for chat in looked_up)
             console.print(f"{right} of {len(looked_up)} codes are those of the table in the system prompt.")
-        console.print(sharing_table(snapshots, before, after, ModelDims.from_json(model)))
+        accept_length = state.get("avg_spec_accept_length")
+        console.print(sharing_table(snapshots, before, after, ModelDims.from_json(model), accept_length))
         if keep:
             console.print(f"The server answers at [bold]{base_url}/v1[/bold] until Ctrl-C. Try:")
             console.print(f"  curl {base_url}/server_info", highlight=False)
@@ -73,7 +97,7 @@ def run(
                 time.sleep(3600)
 
 
-def server_arguments(model: Path) -> list[str]:
+def server_arguments(model: Path, speculative: bool) -> list[str]:
     """Flags of the server. Mode naive, so that sharing shows although so few requests would not pay for it."""
     return [
         *("--model-path", str(model)),
@@ -82,6 +106,7 @@ def server_arguments(model: Path) -> list[str]:
         *("--hybrid-mla-mode", "naive"),
         *("--hybrid-mla-min-prefix-len", "32"),
         *("--max-total-tokens", "65536"),
+        *(SPECULATIVE_ARGUMENTS if speculative else ()),
     ]
 
 

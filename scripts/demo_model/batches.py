@@ -123,23 +123,27 @@ def draw_document(rng: random.Random, data: Data, material: Material, kind: str,
 
 
 class Batches(Dataset):
-    """Batch number `step` of the training, for documents of at most `context` tokens."""
+    """Batch number `step` of a training, for documents of at most `context` tokens.
 
-    def __init__(self, data: Data, tokens: int, seed: int) -> None:
-        self.data, self.tokens, self.seed = data, tokens, seed
+    Args:
+        shares: of the tokens, by kind of document.
+    """
+
+    def __init__(self, data: Data, tokens: int, seed: int, shares: dict[str, float] = SHARES) -> None:
+        self.data, self.tokens, self.seed, self.shares = data, tokens, seed, shares
         self.material = data.material()
 
     def __getitem__(self, key: tuple[int, int]) -> Batch:
         step, context = key
         rng = random.Random(f"{self.seed}/{step}")
-        drawn = dict.fromkeys(SHARES, 0)
+        drawn = dict.fromkeys(self.shares, 0)
         documents: list[list[np.ndarray]] = []
         most = max(8, int(self.tokens * MOST_DOCUMENTS))
         left = self.tokens
         while left > 0:
             # The kind furthest below its share; the last place goes to whatever fills it.
-            kind = max(SHARES, key=lambda kind: SHARES[kind] * (self.tokens - left + 1) - drawn[kind])
-            kind = rng.choice(list(SHARES)) if rng.random() < 0.2 else kind
+            kind = max(drawn, key=lambda kind: self.shares[kind] * (self.tokens - left + 1) - drawn[kind])
+            kind = rng.choice(list(drawn)) if rng.random() < 0.2 else kind
             document = [part[:left] for part in draw_document(rng, self.data, self.material, kind, context)]
             documents.append(document)
             drawn[kind] += len(document[0])

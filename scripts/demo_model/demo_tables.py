@@ -32,8 +32,14 @@ def printable(text: str, length: int) -> str:
     return line if len(line) <= length else line[: length - 1] + "…"
 
 
-def sharing_table(snapshots: list[Any], before: Any, after: Any, dims: ModelDims) -> Table:
-    """What the server shared between two readings of its counters, and the largest groups seen in between."""
+def sharing_table(
+    snapshots: list[Any], before: Any, after: Any, dims: ModelDims, accept_length: float | None = None
+) -> Table:
+    """What the server shared between two readings of its counters, and the largest groups seen in between.
+
+    Args:
+        accept_length: tokens of a request and verification step since the server's start; None without speculation.
+    """
     table = Table(title="What was shared", title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
@@ -52,6 +58,8 @@ def sharing_table(snapshots: list[Any], before: Any, after: Any, dims: ModelDims
         return difference
 
     table.add_row("decode steps naive + absorb", f"{gained('steps_naive')} + {gained('steps_absorb')}")
+    if accept_length is not None:
+        table.add_row("accept length: tokens of a request in a step", f"{accept_length:.2f}")
     if tokens := gained("prefill_tokens_saved"):
         table.add_row("prefix tokens that prefill did not expand again", f"{tokens:,}")
     for reason, count in after["counters"]["fallbacks"].items():

@@ -115,6 +115,12 @@ def softmax_scale(config: dict[str, Any]) -> float:
     return (config["qk_nope_head_dim"] + config["qk_rope_head_dim"]) ** -0.5 * mscale * mscale
 
 
+def turns(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine `[tokens, 1, rope / 2]` of each position's angles."""
+    angles = positions[:, None, None].float() * frequencies
+    return angles.cos(), angles.sin()
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair of neighbours of `[tokens, heads, rope]` by `[tokens, 1, rope / 2]`."""
     even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
@@ -147,7 +153,8 @@ class Attention(nn.Module):
         self.kv_b_proj = nn.Linear(kv_rank, self.heads * (self.nope + self.v_dim), bias=False)
         self.o_proj = nn.Linear(self.heads * self.v_dim, hidden, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed) -> Tensor:
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values `[tokens, heads, dim]` of the tokens."""
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (self.heads, -1))
         q_nope, q_rope = q.split((self.nope, self.rope), dim=-1)  # [tokens, heads, dim]
         latent, k_rope = self.kv_a_proj_with_mqa(x).split((self.kv_rank, self.rope), dim=-1)
@@ -155,14 +162,15 @@ class Attention(nn.Module):
         k_nope, v = expanded.split((self.nope, self.v_dim), dim=-1)
         k_rope = rotate(k_rope.unsqueeze(1), cos, sin).expand(-1, self.heads, -1)
         q = torch.cat((q_nope, rotate(q_rope, cos, sin)), dim=-1)
-        k = torch.cat((k_nope, k_rope), dim=-1)
-        return self.o_proj(self.attend(q, k, v, packed, self.scale).flatten(-2))
+        return q, torch.cat((k_nope, k_rope), dim=-1), v
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed) -> Tensor:
+        return self.o_proj(self.attend(*self.project(x, cos, sin), packed, self.scale).flatten(-2))
 
 
 class MLP(nn.Module):
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, hidden: int, wide: int) -> None:
         super().__init__()
-        hidden, wide = config["hidden_size"], config["intermediate_size"]
         self.gate_proj = nn.Linear(hidden, wide, bias=False)
         self.up_proj = nn.Linear(hidden, wide, bias=False)
         self.down_proj = nn.Linear(wide, hidden, bias=False)
@@ -177,7 +185,7 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config["hidden_size"], config["rms_norm_eps"])
         self.self_attn = Attention(config, attend)
         self.post_attention_layernorm = RMSNorm(config["hidden_size"], config["rms_norm_eps"])
-        self.mlp = MLP(config)
+        self.mlp = MLP(config["hidden_size"], config["intermediate_size"])
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, packed)
@@ -211,8 +219,7 @@ class Network(nn.Module):
 
     def forward(self, packed: Packed) -> Tensor:
         """The last hidden states `[tokens, hidden]`; `lm_head` makes logits of them."""
-        angles = packed.positions[:, None, None].float() * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = turns(packed.positions, self.frequencies)
         x = self.model.embed_tokens(packed.tokens)
         for layer in self.model.layers:
             x = layer(x, cos, sin, packed)
@@ -231,5 +238,7 @@ def pack(documents: list[list[int]], device: torch.device | str = "cpu") -> Pack
 
 
 def load_weights(network: Network, folder: Path) -> None:
-    """Read a checkpoint into the network."""
-    network.load_state_dict(load_file(folder / "model.safetensors"))
+    """Read a checkpoint into the network, without the layer behind its last one that drafts (draft.py)."""
+    behind = f"model.layers.{len(network.model.layers)}."
+    tensors = load_file(folder / "model.safetensors")
+    network.load_state_dict({name: tensor for name, tensor in tensors.items() if not name.startswith(behind)})

@@ -77,6 +77,30 @@ def losses(network: Network, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     return mean, (each * prose).sum() / prose.sum().clamp(min=1), (each * answers).sum() / answers.sum().clamp(min=1)
 
 
+def make_optimizer(module: torch.nn.Module, rate: float, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW; only matrices decay."""
+    weights = [weight for weight in module.parameters() if weight.dim() == 2]
+    others = [weight for weight in module.parameters() if weight.dim() != 2]
+    return torch.optim.AdamW(
+        [{"params": weights, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}],
+        lr=rate,
+        betas=BETAS,
+        fused=device.type == "cuda",
+    )
+
+
+def autocast(device: torch.device) -> Any:
+    """BF16 on a GPU, the weights' own precision elsewhere."""
+    return torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else nullcontext()
+
+
+def batch_keys(plan: Any, step: int, seconds: Callable[[], float]) -> Iterator[tuple[int, int]]:
+    """Number and context of each batch, from a step on."""
+    while True:
+        yield step, context_at(plan, progress_of(plan, step, seconds()))
+        step += 1
+
+
 class Trainer:
     """Network, optimizer and data of a run.
 
@@ -94,24 +118,14 @@ class Trainer:
         self.network = Network(config, attend)
         self.network.init_weights(plan.seed)
         self.network.to(device)
-        weights = [weight for weight in self.network.parameters() if weight.dim() == 2]
-        others = [weight for weight in self.network.parameters() if weight.dim() != 2]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": weights, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}],
-            lr=plan.rate,
-            betas=BETAS,
-            fused=device.type == "cuda",
-        )
+        self.optimizer = make_optimizer(self.network, plan.rate, device)
         self.losses: Callable = torch.compile(losses, dynamic=False) if compiled else losses
-
-    def autocast(self) -> Any:
-        return torch.autocast("cuda", dtype=torch.bfloat16) if self.device.type == "cuda" else nullcontext()
 
     def gradients(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Leave the gradients of a batch in the network and return its losses."""
         self.optimizer.zero_grad(set_to_none=True)
         try:
-            with self.autocast():
+            with autocast(self.device):
                 found = self.losses(self.network, batch)
             found[0].backward()
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -130,10 +144,7 @@ class Trainer:
 
     def keys(self, seconds: Callable[[], float]) -> Iterator[tuple[int, int]]:
         """Number and context of each batch, from the run's step on."""
-        step = self.run.step
-        while True:
-            yield step, context_at(self.plan, progress_of(self.plan, step, seconds()))
-            step += 1
+        return batch_keys(self.plan, self.run.step, seconds)
 
     def train(self, out: Path, stop_after: float | None, save_every: float) -> bool:
         """Train until the plan's end.

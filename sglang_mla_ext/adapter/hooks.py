@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter import budget, contract, limits, prefill, versions
+from sglang_mla_ext.adapter import budget, contract, limits, nextn, prefill, versions
 from sglang_mla_ext.adapter.relay import relay
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.observe import Metrics
@@ -94,6 +94,7 @@ def install() -> None:
 
         after[f"{_SRT}.utils.common.support_triton"] = after_support_triton
     around = {
+        "sglang.kernels.ops.layernorm.fused_eh_norm.fused_eh_norm": nextn.around_eh_norm,
         f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mla_kv_pool": (
             latent_pool.around_build_mla_pool
         ),

@@ -363,7 +363,18 @@ _READ_OF_BACKEND = (
     Read("update_verify_buffers_to_fill_after_draft", _SPECULATIVE, "speculative decoding, planned on a stream"),
 )
 
+_EH_NORM = "sglang.kernels.ops.layernorm.fused_eh_norm"
+_DRAFT = (
+    Use(
+        f"{_EH_NORM}.fused_eh_norm",
+        "function",
+        "drafting layers of small models",
+        ("inputs_embeds", "previous_hidden", "enorm_weight", "hnorm_weight", "eps"),
+    ),
+    Use(f"{_EH_NORM}.is_supported_fused_eh_norm_hidden_size", "function", "the same", ("hidden_size",)),
+)
+
 SGLANG_0_5_17 = Release(
-    uses=(*_PLUGIN, *_ARGUMENTS, *_SPECULATION, *_SCHEDULING, *_STEP, *_POOLS, *_LAYER, *_BACKENDS),
+    uses=(*_PLUGIN, *_ARGUMENTS, *_SPECULATION, *_SCHEDULING, *_STEP, *_POOLS, *_LAYER, *_BACKENDS, *_DRAFT),
     read_of_backend=_READ_OF_BACKEND,
 )

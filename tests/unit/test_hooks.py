@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import hook_scenarios_draft
 import hook_scenarios_sleep
 import hook_scenarios_speculative
 import hook_scenarios_start
@@ -22,7 +23,10 @@ import pytest
 
 SCENARIOS: dict[str, Callable[[], None]] = {
     name.removeprefix("scenario_"): run
-    for module in (hook_scenarios_start, hook_scenarios_step, hook_scenarios_sleep, hook_scenarios_speculative)
+    for module in (
+        *(hook_scenarios_start, hook_scenarios_step, hook_scenarios_sleep),
+        *(hook_scenarios_speculative, hook_scenarios_draft),
+    )
     for name, run in vars(module).items()
     if name.startswith("scenario_")
 }

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from demo_data import write_toy_data
 from demo_model.batches import ANSWER_WEIGHT, ASSISTANT_ID, EOS_ID, Batches, Data, Prose
 from demo_model.chats import (
     QUESTIONS,
@@ -28,31 +29,19 @@ from demo_model.chats import (
 from demo_model.checkpoint import Settings, model_config
 from demo_model.examination import examine, windows
 from demo_model.network import Network, attend_each, pack
-from demo_model.preparation import is_held_out, write
-from demo_model.sources import Document, Page, Word, clean_gloss, pod_paragraphs
+from demo_model.preparation import is_held_out
+from demo_model.sources import Document, Page, clean_gloss, pod_paragraphs
 from demo_model.trained import load_network, logits_of, write_checkpoint
 from demo_model.training import Plan, Trainer, progress_of, rate_at
 from train_demo_model import main
 
 CPU = torch.device("cpu")
-SENTENCE = "The {} server keeps every {} in one table, and a reader asks it for number {} of them."
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data as prepare_demo_data.py writes them, of a few made-up pages and words."""
-    rng = random.Random(0)
-    nouns = ["river", "stone", "house", "garden", "letter", "number", "window", "table", "winter", "summer"]
-    pages = []
-    for index in range(300):
-        lines = (SENTENCE.format(rng.choice(nouns), rng.choice(nouns), rng.randrange(99)) for _ in range(8))
-        pages.append(Document("toy", str(index), "\n".join(lines)))
-    words = [
-        Word(noun, "noun", f"a thing that is called {noun}", ["thing"], [nouns[index - 1]], ["matter"])
-        for index, noun in enumerate(nouns)
-    ]
     out = tmp_path_factory.mktemp("data")
-    write(out, pages, words, vocab=600, names=200, chats=50)
+    write_toy_data(out)
     return out
 
 
