@@ -38,7 +38,6 @@ def hybrid(mode: str, **arguments: Any) -> dict[str, Any]:
 
 MODES: dict[str, dict[str, Any]] = {
     "naive": hybrid("naive"),
-    "auto": hybrid("auto"),
     "naive, FP8 prefix": hybrid("naive, FP8 prefix"),
     "naive, FP8 cache": hybrid("naive", **FP8),
     "grouped_absorb": hybrid("grouped_absorb"),
