@@ -238,6 +238,7 @@ class TritonSharedAttention:
         self._staging = [torch.zeros(self._capacity.size, dtype=torch.int32, pin_memory=self._cuda) for _ in range(2)]
         self._copied: list[torch.cuda.Event | None] = [None, None]  # when the copy out of a staging buffer was done
         self._next_staging = 0
+        self._scratch: np.ndarray | None = None
 
     @property
     def workspace_bytes(self) -> int:
@@ -280,10 +281,11 @@ class TritonSharedAttention:
 
     def make_plan(self, segments: Sequence[ExpandedSegment], rows: int) -> DevicePlan:
         tile = best_tile(segments, self._launched(rows))
-        work = self._build(segments, tile)
+        if self._scratch is None:  # made once: a list has room for the largest plan
+            self._scratch = np.empty(self._capacity.size, np.int32)
+        work = self._build(segments, tile, self._scratch)
         host = torch.from_numpy(work.buffer[: work.used])
-        if self._cuda:
-            host = host.pin_memory()
+        host = host.pin_memory() if self._cuda else host.clone()
         return DevicePlan((tile,), host.to(self._work.device, non_blocking=True))
 
     def run(
