@@ -29,7 +29,9 @@ def main(
         "docs/performance.md": {
             "serving": compared(RESULTS / "serving.jsonl", *serving),
             "engine": compared(RESULTS / "engine.jsonl", *engine),
-            "workloads": workloads([RESULTS / f"{name}.jsonl" for name in ("mixed", "nested", "churn", "burst")]),
+            "workloads": workloads(
+                [RESULTS / f"{name}.jsonl" for name in ("mixed", "nested", "churn", "agents", "burst")]
+            ),
             "profiles": profiles(RESULTS / "profile.jsonl"),
             "plan": plan(RESULTS / "plan.jsonl"),
             "attention": attention(RESULTS / "attention.jsonl"),

@@ -210,9 +210,7 @@ def _validated_rows(segments: Sequence[ExpandedSegment], max_rows: int) -> np.nd
             raise ValueError(f"segment {index} has {segment.tokens} tokens; leave out segments without any")
         if len(segment.chunks) * CHUNK_TOKENS < segment.tokens:
             raise ValueError(f"segment {index}: {len(segment.chunks)} chunks cannot hold {segment.tokens} tokens")
-    rows = (
-        np.concatenate([np.asarray(segment.rows, np.int64) for segment in segments]) if segments else np.empty(0, int)
-    )
+    rows = np.concatenate([np.empty(0, np.int64), *(np.asarray(segment.rows, np.int64) for segment in segments)])
     if rows.size and (rows.min() < 0 or rows.max() >= max_rows):
         raise ValueError(f"rows must be in [0, {max_rows}); found {rows.min()} to {rows.max()}")
     segment_of = np.repeat(np.arange(len(segments)), [len(segment.rows) for segment in segments])

@@ -35,7 +35,7 @@ def backend_name(record: dict[str, Any]) -> str:
     if record["impl"] != "hybrid_mla":
         return str(record["impl"]).removeprefix("sglang_")
     case = record["case"]
-    parts = ["hybrid_mla", *(["FP8 prefix"] if "fp8_e4m3" in case["flags"] else []), case.get("version")]
+    parts = ["hybrid_mla", *(["FP8 prefix"] if "fp8_e4m3" in case.get("flags", "") else []), case.get("version")]
     return ", ".join(filter(None, parts))
 
 
