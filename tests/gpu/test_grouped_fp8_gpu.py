@@ -121,7 +121,8 @@ def test_a_graph_follows_later_plans_and_lengths(heads: int, queries: int) -> No
     longest = problem.seq_lens
     print(f"\n{heads} heads:")
     for missing, chosen in zip((160, 93, 64, 37, 0), ([0, 1, 2], [1], [], [2, 0], [0, 1, 2]), strict=True):
-        problem.seq_lens = torch.maximum(longest - missing, shared.to(DEVICE) + queries - 1)
+        shorter = torch.maximum(longest - missing, shared.to(DEVICE) + queries - 1)
+        problem.seq_lens = torch.minimum(shorter, longest)  # what follows is in no page
         problem.plan(grouped, chosen)
         out.fill_(NAN)
         graph.replay()
