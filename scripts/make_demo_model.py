@@ -29,7 +29,7 @@ def main(
     heads: Annotated[int, typer.Option(min=1)] = 4,
     hidden: Annotated[int, typer.Option(min=16)] = 128,
     intermediate: Annotated[int, typer.Option(min=16, help="Width of the dense MLP.")] = 512,
-    q_lora_rank: Annotated[int, typer.Option(min=16)] = 64,
+    q_lora_rank: Annotated[int, typer.Option(min=0, help="0: one projection, as DeepSeek-V2-Lite.")] = 64,
     vocab: Annotated[int, typer.Option(min=512, help="Tokens in the vocabulary.")] = 2048,
     max_positions: Annotated[int, typer.Option(min=YARN_ORIGINAL_POSITIONS, help="Longest context.")] = 32768,
     seed: int = 0,

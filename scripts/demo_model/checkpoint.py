@@ -33,7 +33,8 @@ NEAR_SIGNAL, NEAR_WEIGHT = 4.0, 0.5  # of the heads that attend to near tokens; 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a demo checkpoint depends on."""
+    """What a demo checkpoint depends on. A `q_lora_rank` of 0 makes it DeepSeek-V2-Lite's architecture, with queries of
+    one projection."""
 
     layers: int
     heads: int
@@ -54,8 +55,8 @@ def model_config(settings: Settings) -> dict[str, Any]:
     blocks = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
     return {
         **({"quantization_config": blocks} if settings.fp8_blocks else {}),
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM" if settings.q_lora_rank else "DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v3" if settings.q_lora_rank else "deepseek_v2",
         "hidden_size": settings.hidden,
         "intermediate_size": settings.intermediate,
         "num_hidden_layers": settings.layers,
@@ -63,7 +64,7 @@ def model_config(settings: Settings) -> dict[str, Any]:
         "num_key_value_heads": settings.heads,
         "vocab_size": settings.vocab,
         "kv_lora_rank": KV_LORA_RANK,
-        "q_lora_rank": settings.q_lora_rank,
+        "q_lora_rank": settings.q_lora_rank or None,
         "qk_nope_head_dim": NOPE_DIM,
         "qk_rope_head_dim": ROPE_DIM,
         "v_head_dim": V_DIM,
@@ -97,8 +98,8 @@ def model_config(settings: Settings) -> dict[str, Any]:
         "num_experts_per_tok": 2,
         "n_group": 1,
         "topk_group": 1,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc" if settings.q_lora_rank else "greedy",
+        "scoring_func": "sigmoid" if settings.q_lora_rank else "softmax",
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
         "num_nextn_predict_layers": int(settings.nextn),
@@ -132,22 +133,23 @@ def weights(settings: Settings) -> dict[str, torch.Tensor]:
     embedding[:, 0] = NEAR_SIGNAL
     tensors = {"model.embed_tokens.weight": embedding}
     for layer in range(settings.layers + settings.nextn):
-        q_a = matrix(q_rank, hidden)
-        q_a[0] = 0
-        q_a[0, 0] = 1
-        q_b = matrix(heads * (NOPE_DIM + ROPE_DIM), q_rank, gain=2.0)
-        q_b.view(heads, NOPE_DIM + ROPE_DIM, q_rank)[::2, NOPE_DIM:, 0] = NEAR_WEIGHT
+        prefix = f"model.layers.{layer}"
+        if q_rank:
+            q_a = matrix(q_rank, hidden)
+            q_a[0] = 0
+            q_a[0, 0] = 1
+            tensors[f"{prefix}.self_attn.q_a_proj.weight"] = q_a
+            tensors[f"{prefix}.self_attn.q_a_layernorm.weight"] = ones(q_rank)
+        query = matrix(heads * (NOPE_DIM + ROPE_DIM), q_rank or hidden, gain=2.0)
+        query.view(heads, NOPE_DIM + ROPE_DIM, -1)[::2, NOPE_DIM:, 0] = NEAR_WEIGHT
+        tensors[f"{prefix}.self_attn.{'q_b_proj' if q_rank else 'q_proj'}.weight"] = query
         kv_a = matrix(KV_LORA_RANK + ROPE_DIM, hidden)
         kv_a[KV_LORA_RANK:, 0] = NEAR_WEIGHT
         out = matrix(hidden, heads * V_DIM, gain=2.0)
         down = matrix(hidden, settings.intermediate, gain=2.0)
         out[0] = down[0] = 0
-        prefix = f"model.layers.{layer}"
         tensors |= {
             f"{prefix}.input_layernorm.weight": ones(hidden),
-            f"{prefix}.self_attn.q_a_proj.weight": q_a,
-            f"{prefix}.self_attn.q_a_layernorm.weight": ones(q_rank),
-            f"{prefix}.self_attn.q_b_proj.weight": q_b,
             f"{prefix}.self_attn.kv_a_proj_with_mqa.weight": kv_a,
             f"{prefix}.self_attn.kv_a_layernorm.weight": ones(KV_LORA_RANK),
             f"{prefix}.self_attn.kv_b_proj.weight": matrix(heads * (NOPE_DIM + V_DIM), KV_LORA_RANK),

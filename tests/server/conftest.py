@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import requests
 from bench.server import server_info
+from demo_model.checkpoint import Settings, make
 from server_pool import Launch, Running, ServerPool, last_words
 
 LOGPROB_TOLERANCE = 2e-3
@@ -239,3 +241,14 @@ cramped = _server(
     environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "60"},
     real=True,
 )
+
+
+def v2_lite(folder: Path) -> Path:
+    """DeepSeek-V2-Lite's architecture: queries of one projection."""
+    out = folder / "v2_lite"
+    make(out, Settings(2, 4, 128, 512, 0, 2048, 16384, seed=0, config_only=False))
+    return out
+
+
+stock_v2_lite = _server("stock_v2_lite", "--attention-backend", "torch_native", *SIZED, kind=Reference, model=v2_lite)
+hybrid_v2_lite = _server("hybrid_v2_lite", *NAIVE, *SIZED, *PREFIXES, model=v2_lite)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,12 +32,14 @@ class Launch:
     """How to start a server: its arguments beside the model, and its environment beside this process's.
 
     `real` is the command line itself, where SGLang spawns its processes; the others are forks. A variable that SGLang
-    reads at import needs it.
+    reads at import needs it. `model` is given a folder to make the model in, and returns the model's; it is asked anew
+    for each server.
     """
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     real: bool = False
+    model: Callable[[Path], Path] = field(default=lambda folder: MODEL)
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,9 @@ class ServerPool:
             return self._running[name]
         launch, port = self._launches[name], free_port()
         log = self._folder / f"{name}.log"
-        command, environment = server_command(("--model-path", str(MODEL), *launch.arguments), port)
+        command, environment = server_command(
+            ("--model-path", str(launch.model(self._folder)), *launch.arguments), port
+        )
         environment |= launch.environment
         with log.open("wb") as output:
             process = self.popen(command, real=launch.real, env=environment, stdout=output, stderr=output)

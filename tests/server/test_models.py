@@ -1,0 +1,22 @@
+"""Other models than the demo model: random weights of their architecture, both servers on each."""
+
+from __future__ import annotations
+
+from conftest import Chat, Reference, Server, assert_same, counting
+from test_answers import SYSTEM, question
+
+
+def check(stock: Reference, hybrid: Server) -> None:
+    """Requests that share a system prompt get the stock server's answers from what is expanded."""
+    chats = [Chat(SYSTEM, question(i), max_tokens=24) for i in range(6)]
+    expected = stock.asking(*chats)
+    hybrid.ask(Chat(SYSTEM, question(13), 1))
+    with counting(hybrid) as counted:
+        actual = hybrid.ask(*chats)
+    assert_same(actual, expected.result())
+    assert counted.steps_naive >= 20 and counted.expansions == 1 and counted.prefills_naive > 0
+
+
+def test_queries_of_one_projection(stock_v2_lite: Reference, hybrid_v2_lite: Server) -> None:
+    """DeepSeek-V2-Lite's: no q_lora_rank."""
+    check(stock_v2_lite, hybrid_v2_lite)
