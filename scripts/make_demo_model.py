@@ -35,6 +35,7 @@ def main(
     seed: int = 0,
     config_only: Annotated[bool, typer.Option("--config-only", help="No weights.")] = False,
     fp8_blocks: Annotated[bool, typer.Option("--fp8-blocks", help="Projections in FP8, as DeepSeek-V3's own.")] = False,
+    experts: Annotated[bool, typer.Option("--experts", help="Mixtures of experts behind the first layer.")] = False,
     nextn: Annotated[bool, typer.Option("--nextn", help="One layer more, for speculative decoding.")] = False,
 ) -> None:
     """Write a small random checkpoint of DeepSeek-V3's architecture."""
@@ -50,6 +51,7 @@ def main(
         config_only=config_only,
         fp8_blocks=fp8_blocks,
         nextn=nextn,
+        experts=experts,
     )
     print(f"{out}: {'written' if make(out, settings) else 'up to date'}")
 

@@ -47,6 +47,7 @@ class Settings:
     config_only: bool
     fp8_blocks: bool = False
     nextn: bool = False  # one more layer, which predicts the token after next
+    experts: bool = False  # layers behind the first are mixtures of experts
     version: int = 2  # of the output; raise it when the weights or the tokenizer change
 
 
@@ -89,8 +90,8 @@ def model_config(settings: Settings) -> dict[str, Any]:
             "mscale": 1.0,
             "mscale_all_dim": 1.0,
         },
-        # No expert layers but one that drafts, and the fields are required.
-        "first_k_dense_replace": settings.layers,
+        # A layer that drafts has experts whatever the others have; so the fields are always there.
+        "first_k_dense_replace": 1 if settings.experts else settings.layers,
         "moe_layer_freq": 1,
         "moe_intermediate_size": settings.hidden,
         "n_routed_experts": EXPERTS,
@@ -156,7 +157,7 @@ def weights(settings: Settings) -> dict[str, torch.Tensor]:
             f"{prefix}.self_attn.o_proj.weight": out,
             f"{prefix}.post_attention_layernorm.weight": ones(hidden),
         }
-        if layer < settings.layers:
+        if layer < (1 if settings.experts else settings.layers):
             tensors |= {
                 f"{prefix}.mlp.gate_proj.weight": matrix(settings.intermediate, hidden),
                 f"{prefix}.mlp.up_proj.weight": matrix(settings.intermediate, hidden),
@@ -169,6 +170,10 @@ def weights(settings: Settings) -> dict[str, torch.Tensor]:
         tensors |= {
             f"{prefix}.mlp.gate.weight": matrix(EXPERTS, hidden),
             f"{prefix}.mlp.gate.e_score_correction_bias": torch.zeros(EXPERTS),
+        }
+        if layer < settings.layers:
+            continue
+        tensors |= {
             f"{prefix}.enorm.weight": ones(hidden),
             f"{prefix}.hnorm.weight": ones(hidden),
             f"{prefix}.eh_proj.weight": matrix(hidden, 2 * hidden),

@@ -250,5 +250,15 @@ def v2_lite(folder: Path) -> Path:
     return out
 
 
-stock_v2_lite = _server("stock_v2_lite", "--attention-backend", "torch_native", *SIZED, kind=Reference, model=v2_lite)
+def experts(folder: Path) -> Path:
+    """DeepSeek-V3's architecture with a layer of experts."""
+    out = folder / "experts"
+    make(out, Settings(2, 4, 128, 512, 64, 2048, 16384, seed=0, config_only=False, experts=True))
+    return out
+
+
+STOCK = ("--attention-backend", "torch_native", *SIZED)
+stock_v2_lite = _server("stock_v2_lite", *STOCK, kind=Reference, model=v2_lite)
 hybrid_v2_lite = _server("hybrid_v2_lite", *NAIVE, *SIZED, *PREFIXES, model=v2_lite)
+stock_experts = _server("stock_experts", *STOCK, kind=Reference, model=experts)
+hybrid_experts = _server("hybrid_experts", *NAIVE, *SIZED, *PREFIXES, model=experts)

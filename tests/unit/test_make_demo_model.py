@@ -27,6 +27,28 @@ def test_config_says_what_is_in_blocks() -> None:
     assert config["quantization_config"]["weight_block_size"] == [BLOCK, BLOCK]
 
 
+def test_architectures() -> None:
+    """DeepSeek-V2-Lite's queries, V3's experts; with neither, a seed's weights are what they were."""
+    sizes = dict(layers=2, heads=2, hidden=64, intermediate=96, vocab=512, max_positions=4096, seed=0, config_only=True)
+    plain, lite = Settings(**sizes, q_lora_rank=32), Settings(**sizes, q_lora_rank=0)
+    experts = Settings(**sizes, q_lora_rank=32, experts=True)
+    assert (
+        model_config(lite)["architectures"] == ["DeepseekV2ForCausalLM"] and model_config(lite)["q_lora_rank"] is None
+    )
+    assert model_config(experts)["first_k_dense_replace"] == 1 and model_config(plain)["first_k_dense_replace"] == 2
+    names = {name.removeprefix("model.layers.1.") for name in weights(lite) if name.startswith("model.layers.1.")}
+    assert "self_attn.q_proj.weight" in names and not any("q_a" in name or "q_b" in name for name in names)
+    found = weights(experts)
+    assert found["model.layers.0.mlp.up_proj.weight"].shape == (96, 64)
+    assert found["model.layers.1.mlp.experts.7.up_proj.weight"].shape == (64, 64)
+    assert not any("enorm" in name for name in found)
+    assert weights(plain)["model.layers.0.self_attn.q_b_proj.weight"][0, :3].tolist() == [
+        0.404296875,
+        0.177734375,
+        -0.404296875,
+    ]
+
+
 def test_a_layer_that_drafts_has_the_names_that_sglang_loads() -> None:
     """Behind the others, which stay as they are. SGLang drops whatever it has no parameter for, and misses nothing."""
     sizes = dict(layers=2, heads=2, hidden=64, intermediate=96, q_lora_rank=32, vocab=512, max_positions=4096, seed=0)
