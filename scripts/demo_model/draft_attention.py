@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from demo_model.network import Packed
+from demo_model.network import Packed, fast_or_plain
 
 AttendOwn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Packed, float], Tensor]
 """q, k `[tokens, heads, dim]`, v `[tokens, heads, v_dim]`, own_k `[tokens, own, heads, dim]`, own_v, documents, scale
@@ -99,30 +99,12 @@ def attend_own_packed(
 
 
 def pick_own_attention(device: torch.device, heads: int, dims: tuple[int, int]) -> tuple[AttendOwn, str]:
-    """The fast attention where it works and agrees with the plain one, forward and backward.
+    """The fast attention where it works and agrees with the plain one; see `network.fast_or_plain`.
 
     Args:
         dims: of a head's keys and values.
-    Returns:
-        The function and a line that says which it is and why.
     """
-    if device.type != "cuda":
-        return attend_own_each, "one call for each document"
-    generator = torch.Generator(device).manual_seed(0)
-    starts = torch.tensor([0, 100, 101, 384, 384], dtype=torch.int32, device=device)
-    packed = Packed(starts, starts, starts, 512)
     key, value = dims
     shapes = [(heads, key), (heads, key), (heads, value), (2, heads, key), (2, heads, value), (heads, value)]
-    drawn = [torch.randn((384, *shape), generator=generator, device=device).to(torch.bfloat16) for shape in shapes]
-    results = []
-    try:
-        for attend in (attend_own_each, attend_own_packed):
-            inputs = [x.clone().requires_grad_() for x in drawn[:-1]]
-            out = attend(*inputs, packed, key**-0.5)
-            results.append([out, *torch.autograd.grad(out, inputs, drawn[-1])])
-    except (RuntimeError, NotImplementedError, TypeError) as error:
-        return attend_own_each, f"one call for each document, since the packed kernel failed: {error}"
-    worst = max(float((a.float() - b.float()).norm() / a.float().norm()) for a, b in zip(*results, strict=True))
-    if not worst <= 0.02:  # two BF16 kernels differ by about 0.005
-        return attend_own_each, f"one call for each document, since the packed kernel differs by {worst:.3f}"
-    return attend_own_packed, f"FlashAttention merged with each row's own keys (checked, difference {worst:.4f})"
+    name = "FlashAttention merged with each row's own keys"
+    return fast_or_plain(device, attend_own_packed, attend_own_each, shapes, key**-0.5, name)

@@ -339,3 +339,19 @@ class Graph:
         world.backend.init_forward_metadata_out_graph(self.batch)
         self._graph.replay()
         return world.error(self.outs, self.batch, self.inputs, len(requests))
+
+
+KINDS = [
+    ("gpu", False, "naive"),
+    ("gpu", True, "grouped_absorb"),
+    ("gpu", True, "naive"),
+    ("cpu", False, "naive"),
+    ("cpu", True, "grouped_absorb"),
+]
+"""Parts of which device, whether grouped absorb is among them, and the mode that is asked for."""
+
+
+def groups_of(world: World) -> list[tuple[int, int, str]]:
+    """Requests, tokens and mode of each group of the last step's plan."""
+    groups = [(group["requests"], group["prefix_len"], group["mode"]) for group in world.steps.report()["groups"]]
+    return sorted(groups, reverse=True)

@@ -13,7 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from decode_world import DECODE, DR, EXTEND, HEADS, IDLE, LAYER_IDS, MAX_REQUESTS, PAGE, RANK, Graph, World
+from decode_world import (
+    DECODE,
+    DR,
+    EXTEND,
+    HEADS,
+    IDLE,
+    KINDS,
+    LAYER_IDS,
+    MAX_REQUESTS,
+    PAGE,
+    RANK,
+    Graph,
+    World,
+    groups_of,
+)
 
 from sglang_mla_ext.adapter.relay import relay
 from sglang_mla_ext.adapter.steps import FIRST_PAUSE, NOTHING_SHARED
@@ -37,21 +51,6 @@ def sharing(world: World) -> list[Any]:
     return [world.start(*text) for text in texts]
 
 
-def modes_of(world: World) -> list[tuple[int, int, str]]:
-    """Rows, tokens and mode of each group of the last step's plan."""
-    groups = [(group["requests"], group["prefix_len"], group["mode"]) for group in world.steps.report()["groups"]]
-    return sorted(groups, reverse=True)
-
-
-KINDS = [
-    ("gpu", False, "naive"),
-    ("gpu", True, "grouped_absorb"),
-    ("gpu", True, "naive"),
-    ("cpu", False, "naive"),
-    ("cpu", True, "grouped_absorb"),
-]
-
-
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
 @pytest.mark.parametrize(("kind", "grouped", "mode"), KINDS, ids=str)
 def test_steps_without_graphs(make_world: Any, kind: str, grouped: bool, mode: str, fp8: bool) -> None:
@@ -60,15 +59,15 @@ def test_steps_without_graphs(make_world: Any, kind: str, grouped: bool, mode: s
     requests = sharing(world)
     for whole in (False, True):
         assert world.eager_step(requests, whole) < BOUND[fp8]
-        assert modes_of(world) == [(3, 6 * PAGE, mode), (2, 4 * PAGE, mode)]
+        assert groups_of(world) == [(3, 6 * PAGE, mode), (2, 4 * PAGE, mode)]
     world.finish(requests.pop(0))
     requests.append(world.start(OTHER + "5", 2))
     assert world.eager_step(requests[::-1]) < BOUND[fp8]
-    assert sorted(modes_of(world)) == [(2, 6 * PAGE, mode), (3, 4 * PAGE, mode)]
-    assert world.eager_step(requests[3:4]) < BOUND[fp8] and modes_of(world) == [], "a request alone"
+    assert sorted(groups_of(world)) == [(2, 6 * PAGE, mode), (3, 4 * PAGE, mode)]
+    assert world.eager_step(requests[3:4]) < BOUND[fp8] and groups_of(world) == [], "a request alone"
     before = list(world.stock.begun) if kind == "gpu" else []
     alone = [world.start(letter, 9) for letter in "pq"]
-    assert world.eager_step(alone) < BOUND[fp8] and modes_of(world) == []
+    assert world.eager_step(alone) < BOUND[fp8] and groups_of(world) == []
     if kind == "gpu":  # nothing of what is shared is launched, if the stock backend can read the pool
         assert world.stock.begun == [*before, *([] if fp8 else ["decode"])]
     assert not world.steps.counters.fallbacks
@@ -87,10 +86,10 @@ def test_graphs_follow_the_plans(make_world: Any, grouped: bool, mode: str, fp8:
     eight, one = Graph(world, 8), Graph(world, 1)
     requests = sharing(world)
     assert eight.step(requests) < BOUND[fp8]
-    assert len(modes_of(world)) == 2
+    assert len(groups_of(world)) == 2
     assert one.step(requests[:1]) < BOUND[fp8], "a row for which no group can pay"
     alone = [world.start(letter, 9) for letter in "pq"]
-    assert eight.step(alone) < BOUND[fp8] and modes_of(world) == [], "a graph with sharing, and an empty plan"
+    assert eight.step(alone) < BOUND[fp8] and groups_of(world) == [], "a graph with sharing, and an empty plan"
     assert eight.step([*alone, *requests[:3]]) < BOUND[fp8]
     assert eight.step(requests[:3]) < BOUND[fp8] and one.step(alone[:1]) < BOUND[fp8]
     world.steps.forget()
@@ -124,7 +123,7 @@ def test_more_rows_than_it_has_room_for(make_world: Any, monkeypatch: pytest.Mon
     backend = world.make("gpu", prefix_dtype="bf16" if fp8 else "auto")
     requests = sharing(world)
     for _ in range(2):
-        assert world.eager_step(requests[:3]) < BOUND[fp8] and len(modes_of(world)) == 1
+        assert world.eager_step(requests[:3]) < BOUND[fp8] and len(groups_of(world)) == 1
         assert world.eager_step(requests) < BOUND[fp8] and not backend._sharing
     assert dict(world.steps.counters.fallbacks) == {"more than 3 requests in a batch": 2}
 
@@ -268,7 +267,7 @@ def test_a_plan_that_cannot_be_written_leaves_plain_absorb(make_world: Any, monk
     world.finish(requests.pop())  # another plan
     for _ in range(2):
         assert eight.step(requests) < BOUND[False]
-        assert modes_of(world) == []
+        assert groups_of(world) == []
     assert written == [8]
     assert dict(world.steps.counters.fallbacks) == {"writing a plan failed: MemoryError": 1}
     assert world.steps._next_pause == 2 * FIRST_PAUSE

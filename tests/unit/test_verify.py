@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from decode_world import DECODE, EXTEND, HEADS, IDLE, MAX_REQUESTS, PAGE, Graph, World
+from decode_world import DECODE, EXTEND, HEADS, IDLE, KINDS, MAX_REQUESTS, PAGE, Graph, World, groups_of
 
 from sglang_mla_ext.adapter import budget, build
 from sglang_mla_ext.adapter.relay import relay
@@ -31,21 +31,6 @@ def sharing(world: World) -> list[Any]:
     """Two groups and one request alone. Drafts of the first and the third end, or begin, a page."""
     texts = (SYSTEM + "1", 62), (OTHER, 1), (SYSTEM, 64), ("r", 30), (OTHER + "2", 5), (SYSTEM + "34", 3)
     return [world.start(*text) for text in texts]
-
-
-def groups_of(world: World) -> list[tuple[int, int, str]]:
-    """Requests, tokens and mode of each group of the last step's plan."""
-    groups = [(group["requests"], group["prefix_len"], group["mode"]) for group in world.steps.report()["groups"]]
-    return sorted(groups, reverse=True)
-
-
-KINDS = [
-    ("gpu", False, "naive"),
-    ("gpu", True, "grouped_absorb"),
-    ("gpu", True, "naive"),
-    ("cpu", False, "naive"),
-    ("cpu", True, "grouped_absorb"),
-]
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
