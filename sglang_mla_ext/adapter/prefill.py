@@ -73,6 +73,8 @@ class PrefillPlan:
         ends = list(itertools.accumulate(new_tokens))
         total = ends[-1] if ends else 0
         passes = []
+        # A long prompt, and many requests with one prefix, fill pass after pass with the same rows.
+        plans: dict[tuple[tuple[ExpandedSegment, ...], int], Any] = {}
         for start in range(0, total, max_rows):
             stop = min(start + max_rows, total)
             rows_of: dict[ExpandedPart, list[int]] = {}
@@ -80,9 +82,12 @@ class PrefillPlan:
                 rows = range(max(end - count, start) - start, min(end, stop) - start)
                 if part.tokens and rows:
                     rows_of.setdefault(part, []).extend(rows)
-            segments = [ExpandedSegment(tuple(rows), part.tokens, part.chunks) for part, rows in rows_of.items()]
+            segments = tuple(ExpandedSegment(tuple(rows), part.tokens, part.chunks) for part, rows in rows_of.items())
             if segments:
-                passes.append(Pass(start, stop, attention.make_plan(segments, stop - start)))
+                key = segments, stop - start
+                if key not in plans:
+                    plans[key] = attention.make_plan(*key)
+                passes.append(Pass(start, stop, plans[key]))
         if not passes:
             return None
         covered = tuple(part.tokens for part in parts)

@@ -216,3 +216,14 @@ def test_drafts_are_verified_by_absorb(
         batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, extend_prefix_lens_cpu=None, seq_lens_cpu=None)
         assert batch.forward_mode.is_extend()
         assert forward_method(layer, batch) is handlers.AttnForwardMethod.MLA
+
+
+def test_passes_of_the_same_rows_have_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt fills pass after pass; only the last one, and one that begins another request, are others."""
+    setting = Setting(max_rows=5)
+    (_, part_a), (_, part_b) = setting.expanded(300, (2, 0)), setting.expanded(17, (3,))
+    made, make_plan = [], setting.attention.make_plan
+    monkeypatch.setattr(setting.attention, "make_plan", lambda *args: made.append(args) or make_plan(*args))
+    plan = setting.plan([part_a, part_b], [17, 5])
+    assert [(one.start, one.stop) for one in plan.passes] == [(0, 5), (5, 10), (10, 15), (15, 20), (20, 22)]
+    assert len(made) == 3 and plan.passes[0].plan is plan.passes[2].plan is not plan.passes[3].plan
