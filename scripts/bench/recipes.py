@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import yaml
+
 from bench.tables import REPOSITORY
 
 FOLDER = REPOSITORY / "configs" / "recipes"

@@ -10,8 +10,9 @@ import logging
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest.mock import patch
@@ -63,13 +64,17 @@ class Examination(NamedTuple):
 @contextmanager
 def examiner() -> Iterator[Any]:
     """Makes a function that examines one LaunchLine; entering takes as long as importing SGLang."""
-    with feigned.hopper() if not torch.cuda.is_available() else nullcontext():
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # of what SGLang finds no GPU for
+        if not torch.cuda.is_available():
+            stack.enter_context(feigned.hopper())
         from sglang.srt.plugins import load_plugins
 
         with _silence():
             load_plugins()
-        with tempfile.TemporaryDirectory() as folder:
-            yield lambda line: _examine(line, Path(folder))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        yield lambda line: _examine(line, Path(folder))
 
 
 def _examine(line: LaunchLine, folder: Path) -> Examination:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from sglang_mla_ext import BACKEND_NAME
@@ -55,7 +56,7 @@ def read(words: Sequence[str]) -> LaunchLine:
 
 def _start(words: Sequence[str]) -> int:
     """Index of the first argument of the server."""
-    for index, (word, following) in enumerate(zip(words, words[1:], strict=False)):
+    for index, (word, following) in enumerate(pairwise(words)):
         if (word == "-m" and following in LAUNCHERS) or (word.rpartition("/")[2] == "sglang" and following == "serve"):
             return index + 2
     start = next((index for index, word in enumerate(words) if not _ASSIGNMENT.fullmatch(word)), len(words))

@@ -29,8 +29,8 @@ def is_asked_for(server_args: ServerArgs) -> bool:
 
 
 def set_defaults(server_args: ServerArgs, on_gpu: bool) -> None:
-    """Set what a GPU server needs, where the user did not: FlashMLA's page size, prefill without CUDA graphs, and drafts
-    verified by the decode backend. `server_args` are not resolved.
+    """Set what a GPU server needs, where the user did not: FlashMLA's page size, prefill without CUDA graphs, and
+    drafts verified by the decode backend. `server_args` are not resolved.
 
     Raises:
         OptionError: the user chose another, or what SGLang would refuse without saying what to change.
@@ -43,8 +43,8 @@ def set_defaults(server_args: ServerArgs, on_gpu: bool) -> None:
             f"{BACKEND_NAME} needs --page-size {PAGE_TOKENS}, not {server_args.page_size}; remove the flag."
         )
     server_args.page_size = PAGE_TOKENS
-    # SGLang captures no prefill of MLA by itself but Kimi-K2.5's and later ones', by torch.compile. What is captured does
-    # not share, and cannot read an FP8 cache.
+    # By itself SGLang captures no prefill of MLA but Kimi-K2.5's and later ones', by torch.compile. What is captured
+    # does not share, and cannot read an FP8 cache.
     versions.disable_prefill_graph(server_args)
     if server_args.speculative_algorithm is not None and server_args.get_attention_backends()[0] != BACKEND_NAME:
         server_args.speculative_attention_mode = "decode"
@@ -125,7 +125,9 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         found.append(f"--kv-cache-dtype {args.kv_cache_dtype} is not supported: remove it, or use fp8_e4m3.")
     if args.speculative_algorithm is not None:
         found += _speculative_findings(args, on_gpu=compute_capability is not None)
-    found += [f"{name} is not supported, prefixes are found in another tree: unset it." for name in versions.other_trees()]
+    found += [
+        f"{name} is not supported, prefixes are found in another tree: unset it." for name in versions.other_trees()
+    ]
     unsupported = {
         # A LoRA on kv_b_proj would need expansions of its own, and one on o_proj replaces the module that we merge at.
         "--enable-lora": args.enable_lora,
@@ -197,7 +199,8 @@ def _deterministic_findings(args: ServerArgs) -> list[str]:
         "--rl-on-policy-target": args.rl_on_policy_target is not None,
     }
     return [
-        f"{flag} is not supported, how a prefix is attended to depends on the batch: choose another --attention-backend."
+        f"{flag} is not supported, how a prefix is attended to depends on the batch: "
+        "choose another --attention-backend."
         for flag, given in flags.items()
         if given
     ]

@@ -35,7 +35,8 @@ with examine.examiner() as examined:
         "formats": "--dtype half --kv-cache-dtype fp8_e5m2 --disable-chunked-prefix-cache",
         "prefill": "--kv-cache-dtype fp8_e4m3 --decode-attention-backend hybrid_mla --prefill-attention-backend fa3 "
         "--cuda-graph-backend-prefill breakable",
-        "by phase": "--decode-attention-backend hybrid_mla --prefill-attention-backend fa3 --speculative-algorithm EAGLE",
+        "by phase": "--decode-attention-backend hybrid_mla --prefill-attention-backend fa3 "
+        "--speculative-algorithm EAGLE",
         "nonsense": "--no-such-flag",
         "sglang's": "--tp 6 --enable-dp-attention --dp 4",
         "option": "--hybrid-mla-min-prefix-len 0",
@@ -44,8 +45,8 @@ with examine.examiner() as examined:
         found[name] = examined(launch_line.read([f"{small} {line}"]))
     found["other model"] = examined(launch_line.read(["--model-path", sys.argv[1]]))
 after = torch.cuda.is_available()
-json.dump({"found": {name: {**one._asdict(), "refusals": one.refusals} for name, one in found.items()}, "gpu": [before, after]},
-          sys.stdout)
+found = {name: {**one._asdict(), "refusals": one.refusals} for name, one in found.items()}
+json.dump({"found": found, "gpu": [before, after]}, sys.stdout)
 """
 
 LLAMA = {

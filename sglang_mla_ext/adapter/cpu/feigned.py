@@ -25,11 +25,10 @@ def hopper() -> Iterator[None]:
     standins.install()
     for name in (standins.INSTALLED_VARIABLE, "SGLANG_USE_CPU_ENGINE"):
         os.environ.pop(name, None)
-    from sglang.srt.server_args import ServerArgs
-
     # These import what a GPU needs where they see one, and must not see it.
     import sglang.srt.layers.quantization.compressed_tensors.compressed_tensors
     import sglang.srt.layers.quantization.fp8_utils  # noqa: F401
+    from sglang.srt.server_args import ServerArgs
 
     device = SimpleNamespace(multi_processor_count=132, total_memory=MEMORY, major=9, minor=0, name="NVIDIA H200")
     cuda: dict[str, Callable[..., Any]] = {
@@ -44,7 +43,9 @@ def hopper() -> Iterator[None]:
         stack.callback(_forget)
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
         stack.enter_context(patch.object(torch.version, "cuda", torch.version.cuda or "12.9"))
-        stack.enter_context(patch.object(ServerArgs, "_validate_ib_devices", lambda args, devices: devices))
+        stack.enter_context(
+            patch.object(ServerArgs, "_validate_ib_devices", lambda args, devices: devices, create=True)
+        )
         _forget()
         yield
 
