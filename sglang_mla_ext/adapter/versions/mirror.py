@@ -48,7 +48,8 @@ class MirrorNode:
 
 
 class _Front(NamedTuple):
-    """The first of the new nodes at the end of a path, the known one above, and the new ones with their children."""
+    """The first of the new nodes at the end of a path, the lowest above that is not of this call, and the new ones with
+    their children."""
 
     node: MirrorNode
     above: MirrorNode
@@ -79,6 +80,7 @@ class Mirror:
         self._searches: list[_Search] = []
         self._fronts: list[_Front] = []  # for which there may be something to search, of this call
         self._fresh: set[MirrorNode] = set()  # those whose paths this call has seen
+        self._made: set[MirrorNode] = set()  # those of them that it has seen first
 
     def forget(self) -> None:
         """No request is left: nodes stay as long as somebody else keeps them."""
@@ -119,6 +121,7 @@ class Mirror:
         else:
             self._last = self._last | known
         self._fresh.clear()
+        self._made.clear()
         return found, complete
 
     @contextmanager
@@ -152,11 +155,13 @@ class Mirror:
             node = self._nodes.get(number)
             if node is None:
                 node = self._nodes[number] = MirrorNode(number, parent, end)
+                self._made.add(node)
                 new.append((node, children))
             else:
                 if node.parent is not parent:
                     _move(node, parent)
-                above = node
+                if node not in self._made:
+                    above = node
                 new.clear()  # this is what was below them
             self._fresh.add(node)
             parent = node
