@@ -91,7 +91,8 @@ class TreeOfNodes:
         cached = len(self._match(tokens, extra_key)[1])
         slots = [0] * cached + [self.free_slots.pop() for _ in range(len(tokens) - cached)]
         self.rows.update((slot, next(self._numbers)) for slot in slots[cached:])
-        self.cache.insert(InsertParams(key=RadixKey(tokens, extra_key), value=torch.tensor(slots)))
+        key = RadixKey(tokens, extra_key)
+        self.cache.insert(InsertParams(key=key, value=torch.tensor(slots), prev_prefix_len=cached))
         node, found = self._match(tokens, extra_key)
         known = len(tokens) - self._pairs
         assert len(found) == known - known % self.page_size
