@@ -14,6 +14,7 @@ _TREE = "mem_cache.radix_cache"
 _CORE = "mem_cache.unified_cache.unified_tree_core"
 _CORE_INTERFACE = "mem_cache.unified_cache.unified_tree_core_interface"
 _POOL = "mem_cache.memory_pool.MLATokenToKVPool"
+_MHA_BATCH = "model_executor.forward_batch_deepseek_mha_mixin.ForwardBatchDeepSeekMHAMixin"
 _ONE_TREE = "mem_cache.unified_radix_cache.UnifiedRadixCache"
 
 
@@ -26,7 +27,6 @@ def _after(
     *added: Use,
     gone: tuple[str, ...] = (),
     read: tuple[Read, ...] = (),
-    no_longer_read: str = "",
     fields_of: Mapping[str, str] | None = None,
 ) -> Release:
     """A release by what differs from the one before.
@@ -34,17 +34,15 @@ def _after(
     Args:
         added: what is used besides, or otherwise than before.
         gone: paths below `sglang.srt` of what is used no more; below them all.
-        read, no_longer_read: the same of what SGLang reads of a backend.
+        read: what SGLang reads of a backend besides.
     """
     again = {use.path for use in added}
     prefixes = tuple(f"sglang.srt.{path}" for path in gone)
     uses = [use for use in before.uses if use.path not in again and not _is_below(use.path, prefixes)]
-    names = {*no_longer_read.split(), *(each.name for each in read)}
-    reads = [each for each in before.read_of_backend if each.name not in names]
     return replace(
         before,
         uses=(*uses, *added),
-        read_of_backend=(*reads, *read),
+        read_of_backend=(*before.read_of_backend, *read),
         fields_of=before.fields_of if fields_of is None else fields_of,
     )
 
@@ -61,6 +59,13 @@ SGLANG_0_5_18 = _after(
         "speculative.draft_utils.DraftBackendFactory.draft_attn_backend",
         "layers.attention.flashmla_backend.FlashMLAMultiStepDraftBackend",
     ),
+    read=(
+        Read(
+            "extend_dummy_seqs_capped_by_req_pool",
+            "model_executor/runner/flashinfer_autotune.py",
+            "how many requests a step to try kernels out may have",
+        ),
+    ),
 )
 
 SGLANG_0_5_20 = _after(
@@ -76,6 +81,13 @@ SGLANG_0_5_20 = _after(
     _use(f"{_OVERRIDES}.declare_resolution", "function", "the draft model's backend", "server_args source"),
     _use(f"{_ARGS}.enable_unified_cache_external_linker", "attribute", "unsupported features"),
     _use(f"{_ARGS}.enable_layernorm_sp", "attribute", "unsupported features"),
+    _use(
+        f"{_MHA_BATCH}.prepare_chunked_prefix_cache_info",
+        "function",
+        "SGLang's chunks start where expanded prefixes end",
+        "self device",
+        "pack_all_prefix_chunks single_chunk dense_metadata",
+    ),
     _use("server_args.add_attention_backend_choices", "attribute", "the backend's name"),
     _use("server_args.add_chunked_prefix_cache_attention_backend", "attribute", "prefill over a prefix"),
     # The tree: numbers for nodes, and a core beside the cache.
@@ -110,6 +122,13 @@ SGLANG_0_5_20 = _after(
         f"{_TREE}.RadixCache",
         f"{_TREE}.TreeNode",
         f"{_TREE}.RadixKey",
+    ),
+    read=(
+        Read(
+            "kv_index_translator",
+            "model_executor/forward_batch_deepseek_mha_mixin.py",
+            "prefill over a prefix: what turns slots into rows of the pool",
+        ),
     ),
     fields_of={"sglang.srt.server_args.ServerArgs": "sglang.srt.server_args._INPUT_NAMESPACES"},
 )

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from conftest import NODES_ARE_NUMBERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
