@@ -80,9 +80,9 @@ class NumberedTree(ABC):
         found, complete = self._mirror.follow(ends, count=not also)
         if also:
             with self._mirror.counted(found):
-                forks, all_found = find_with(found, set(also))  # type: ignore[arg-type]
+                forks, all_found = find_with(found, set(also))
         else:
-            forks, all_found = self._forks.find(found)  # type: ignore[arg-type]
+            forks, all_found = self._forks.find(found)
         nodes, parents, deepest, all_listed = all_above(forks)
         node_ends = [node.end for node in nodes]  # type: ignore[attr-defined]
         return SharedTree(nodes, parents, node_ends, deepest, complete and all_found and all_listed)
