@@ -151,7 +151,8 @@ def _unknown(said: str) -> list[str]:
 def _settings(line: LaunchLine, args: ServerArgs) -> list[str]:
     """What `limits` sets, where the line does not say it."""
     flags = {name: f"--{name.replace('_', '-')}" for name in SET_BY_ITSELF}
-    values = {flag: getattr(args, name) for name, flag in flags.items()}
+    resolved = versions.resolved(args)
+    values = {flag: getattr(resolved, name) for name, flag in flags.items()}
     found = [
         f"{flag} {value}"
         for flag, value in values.items()

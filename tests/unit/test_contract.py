@@ -17,8 +17,10 @@ from sglang_mla_ext.adapter.contract import ContractError
 from sglang_mla_ext.adapter.source import NotThere, SourceTree
 from sglang_mla_ext.adapter.uses import SGLANG_0_5_17, Release, Use
 
+HERE = contract.release()
+"""What is used of the installed release."""
 ARGS = "sglang.srt.server_args.ServerArgs"
-BACKENDS = f"{ARGS}.get_attention_backends"
+REGISTER = "sglang.srt.layers.attention.attention_registry.register_attention_backend"
 ADAPTER = Path(contract.__file__).parent
 Change = Callable[[str, str], None]
 
@@ -36,11 +38,11 @@ def change(monkeypatch: pytest.MonkeyPatch) -> Change:
 
 
 def uses_of(monkeypatch: pytest.MonkeyPatch, *uses: Use) -> None:
-    monkeypatch.setattr(contract, "SUPPORTED", {str(contract.installed_version()): Release(uses, ())})
+    monkeypatch.setattr(contract, "SUPPORTED", {str(contract.installed_version()): Release(uses, (), HERE.fields_of)})
 
 
 def of_path(*paths: str) -> tuple[Use, ...]:
-    return tuple(use for use in SGLANG_0_5_17.uses if use.path in paths)
+    return tuple(use for use in HERE.uses if use.path in paths)
 
 
 # -- the installed SGLang ----------------------------------------------------------------------------------------------
@@ -57,10 +59,34 @@ def test_the_check_is_fast() -> None:
     assert time.process_time() - start < 1.0
 
 
-def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "version", lambda package: "0.4.9")
     with pytest.raises(ContractError, match=r"sglang is 0\.4\.9; this release works with 0\.5\.17(.|\n)*pip install"):
         contract.check()
+
+
+@pytest.mark.parametrize("version", ["0.5.19", "99.0", "99.0.post1"])
+def test_a_version_that_was_not_tested_starts_with_a_warning_where_the_contract_holds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    monkeypatch.setattr(contract, "SUPPORTED", dict.fromkeys(("0.5.17", "0.5.18", "0.5.20"), HERE))
+    monkeypatch.setattr(contract, "version", lambda package: version)
+    contract.check()
+    assert f"sglang {version} was not tested" in caplog.text
+
+
+@pytest.mark.parametrize("version", ["0.5.19", "99.0"])
+def test_it_stops_with_the_differences_where_it_does_not(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    other = Release((Use("json.gone", "function", "a reason"),), ())
+    monkeypatch.setattr(contract, "SUPPORTED", {"0.5.17": HERE, "0.5.20": other})
+    monkeypatch.setattr(contract, "version", lambda package: version)
+    with pytest.raises(ContractError, match=r"json\.gone \(a reason\): module json has no 'gone'"):
+        contract.check()
+
+
+def test_a_tested_version_starts_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    contract.check()
+    assert contract.installed_version() in contract.SUPPORTED and caplog.text == ""
 
 
 def test_no_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,21 +99,30 @@ def test_no_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_release_is_compared_with_its_own_column(monkeypatch: pytest.MonkeyPatch) -> None:
-    older, newer = (Release((Use(f"json.gone_in_{age}", "function", "a reason"),), ()) for age in ("older", "newer"))
-    monkeypatch.setattr(contract, "SUPPORTED", {"0.5.17": older, "0.5.18": newer})
-    for version, gone in (("0.5.17", "older"), ("0.5.18", "newer"), ("0.6.0", "newer")):
+    ages = ("oldest", "older", "newer")
+    releases = [Release((Use(f"json.gone_in_{age}", "function", "a reason"),), ()) for age in ages]
+    monkeypatch.setattr(contract, "SUPPORTED", dict(zip(("0.5.17", "0.5.18", "0.5.20"), releases, strict=True)))
+    for version, gone in (
+        ("0.5.17", "oldest"),
+        ("0.5.17.post1", "oldest"),
+        ("0.5.18", "older"),
+        ("0.5.19", "newer"),
+        ("0.5.20", "newer"),
+        ("0.6.0rc1", "newer"),
+    ):
         monkeypatch.setattr(contract, "version", lambda package, version=version: version)
-        assert f"gone_in_{gone}" in contract.mismatches()[-1]
-        assert ("sglang is" in contract.mismatches()[0]) == (version == "0.6.0")
+        (line,) = contract.mismatches()
+        assert f"gone_in_{gone}" in line
+        assert (contract.untested() is None) == (version in contract.SUPPORTED)
 
 
 # -- differences -------------------------------------------------------------------------------------------------------
 
 
 def test_a_changed_signature_is_named(change: Change) -> None:
-    change(r"def get_attention_backends\(self", "def get_attention_backends(args")
+    change(r"def register_attention_backend\(name", "def register_attention_backend(label")
     (line,) = contract.mismatches()
-    assert line.startswith(f"{BACKENDS} (is the backend asked for): takes ('args',), expected ('self',)")
+    assert line.startswith(f"{REGISTER} (the backend's factory): takes ('label',), expected ('name',)")
 
 
 def test_a_class_method_keeps_its_name_for_cls(change: Change) -> None:
@@ -97,9 +132,10 @@ def test_a_class_method_keeps_its_name_for_cls(change: Change) -> None:
 
 
 def test_what_is_gone_is_named(change: Change) -> None:
-    change(r"def get_attention_backends\(", "def attention_backends(")
+    change(r"def register_attention_backend\(", "def register_backend(")
     (line,) = contract.mismatches()
-    assert line == f"{BACKENDS} (is the backend asked for): class {ARGS} has no 'get_attention_backends'"
+    module, _, name = REGISTER.rpartition(".")
+    assert line == f"{REGISTER} (the backend's factory): module {module} has no '{name}'"
 
 
 def test_a_parameter_that_is_passed_by_name_is_missed(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
@@ -121,7 +157,6 @@ def test_a_parameter_that_is_passed_by_name_is_missed(monkeypatch: pytest.Monkey
         "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.use_deep_gemm_bmm",
         "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.chunked_prefix_cache_threshold",
         "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.qk_rope_head_dim",
-        "sglang.srt.mem_cache.radix_cache.TreeNode.lock_ref",
         "sglang.srt.managers.schedule_batch.Req.last_node",
         "sglang.srt.managers.scheduler.Scheduler.tree_cache",
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.prefix_chunk_starts_cpu",
@@ -161,7 +196,7 @@ def test_all_differences_are_in_one_message(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_further_parameters_are_no_difference(change: Change) -> None:
-    change(r"def get_attention_backends\(self", "def get_attention_backends(self, phase=None")
+    change(r"def register_attention_backend\(name", "def register_attention_backend(name, phase=None")
     assert contract.mismatches() == []
 
 
@@ -195,11 +230,23 @@ def test_the_table_says_why_and_names_nothing_twice() -> None:
 
 
 def adapter_modules() -> Iterator[tuple[str, ast.Module]]:
+    """Those that run beside the installed release: of versions/, none that is for another tree or other arguments."""
     for file in sorted(ADAPTER.rglob("*.py")):
+        if file.stem.startswith("sglang_") and file.stem not in USED_VERSIONS:
+            continue
         yield str(file.relative_to(ADAPTER)), ast.parse(file.read_text(encoding="utf-8"))
 
 
-NARROWED = {"sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache": "sglang.srt.mem_cache.radix_cache.RadixCache"}
+USED_VERSIONS = {
+    "0.5.17": ("sglang_0_5_17",),
+    "0.5.18": ("sglang_0_5_18",),
+    "0.5.20": ("sglang_0_5_20",),
+    "0.5.23": ("sglang_0_5_23",),
+}[contract.line()]
+_CACHE = (
+    "radix_cache.RadixCache" if contract.line() in ("0.5.17", "0.5.18") else "unified_radix_cache.UnifiedRadixCache"
+)
+NARROWED = {"sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache": f"sglang.srt.mem_cache.{_CACHE}"}
 """Classes of parameters that the code takes only if they are of another one."""
 
 
@@ -215,14 +262,14 @@ def imported(tree: ast.AST) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def tree() -> SourceTree:
-    return SourceTree()
+    return SourceTree(HERE.fields_of)
 
 
 @pytest.fixture(scope="module")
 def known(tree: SourceTree) -> set[int]:
     """Where the things in the table are defined, and the classes and modules that they are in, by the ids of nodes."""
     found = set()
-    for use in SGLANG_0_5_17.uses:
+    for use in HERE.uses:
         path = use.path
         while "." in path and not (path.startswith("sgl_kernel") and not tree.is_installed("sgl_kernel")):
             found.add(id(tree.find(path).node or tree.find(path).module))
@@ -231,7 +278,7 @@ def known(tree: SourceTree) -> set[int]:
 
 
 def test_everything_that_the_adapter_imports_is_in_the_table(tree: SourceTree, known: set[int]) -> None:
-    paths = {use.path for use in SGLANG_0_5_17.uses}
+    paths = {use.path for use in HERE.uses}
     types = {"sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache", "sglang.srt.mem_cache.memory_pool.KVCache"}
     unknown = []
     for file, module in adapter_modules():
@@ -346,19 +393,39 @@ def readers() -> dict[str, set[str]]:
     return found
 
 
+FLASHMLA = "sglang.srt.layers.attention.flashmla_backend.FlashMLABackend"
+
+
+@pytest.mark.skipif(contract.line() != "0.5.17", reason="of newer releases the next test asks less")
 def test_what_sglang_reads_of_a_backend_is_in_the_table(readers: dict[str, set[str]]) -> None:
-    table = {read.name: read for read in SGLANG_0_5_17.read_of_backend}
+    table = {read.name: read for read in HERE.read_of_backend}
     assert {name: files for name, files in readers.items() if name not in OF_OTHERS.union(table)} == {}, "new readers"
     assert set(readers) >= OF_OTHERS, "no longer read"
     assert not OF_OTHERS & set(table)
     assert {read.name for read in table.values() if read.reader not in readers.get(read.name, ())} == set()
 
 
+def test_what_sglang_reads_of_its_own_backend_is_in_the_table(tree: SourceTree, readers: dict[str, set[str]]) -> None:
+    """What the backend that ours stands before answers otherwise than the interface, whose defaults ours has too."""
+    table = {read.name: read for read in HERE.read_of_backend}
+    new = []
+    for name in readers.keys() - table.keys() - OF_OTHERS:
+        try:
+            found = tree.find(f"{FLASHMLA}.{name}")
+        except NotThere:
+            continue
+        if not found.module.name.endswith(".base_attn_backend"):
+            new.append(f"{name} in {found.module.name}")
+    assert new == []
+    assert {read.name for read in table.values() if read.reader not in readers.get(read.name, ())} == set()
+
+
 def test_sglangs_own_backend_has_what_is_read_of_it(tree: SourceTree) -> None:
-    backend = "sglang.srt.layers.attention.flashmla_backend.FlashMLABackend"
-    for read in SGLANG_0_5_17.read_of_backend:
-        tree.find(f"{backend}.{read.name}")
-    others = ("data_type", "draft_extend_metadata_captured_in_graph", "get_indexer_metadata")
-    for name in OF_OTHERS - set(others):
-        with pytest.raises(NotThere):
-            tree.find(f"{backend}.{name}")
+    for read in HERE.read_of_backend:
+        tree.find(f"{FLASHMLA}.{read.name}")
+    for name in OF_OTHERS - {"data_type", "draft_extend_metadata_captured_in_graph"}:
+        try:
+            found = tree.find(f"{FLASHMLA}.{name}")
+        except NotThere:
+            continue
+        assert found.module.name.endswith(".base_attn_backend"), f"{name} is more than the interface's default"
