@@ -112,9 +112,7 @@ def plan_of(forward_batch: Any) -> PrefillPlan | None:
     return relay.prefill
 
 
-def around_chunk_info(
-    original: Callable[..., None], forward_batch: Any, device: torch.device, **packing: bool
-) -> None:
+def around_chunk_info(original: Callable[..., None], forward_batch: Any, device: torch.device, **packing: bool) -> None:
     """`ForwardBatch.prepare_chunked_prefix_cache_info`: SGLang's chunks start where the expanded part ends.
 
     Args:

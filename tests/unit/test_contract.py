@@ -243,7 +243,9 @@ USED_VERSIONS = {
     "0.5.20": ("sglang_0_5_20",),
     "0.5.23": ("sglang_0_5_23",),
 }[contract.line()]
-_CACHE = "radix_cache.RadixCache" if contract.line() in ("0.5.17", "0.5.18") else "unified_radix_cache.UnifiedRadixCache"
+_CACHE = (
+    "radix_cache.RadixCache" if contract.line() in ("0.5.17", "0.5.18") else "unified_radix_cache.UnifiedRadixCache"
+)
 NARROWED = {"sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache": f"sglang.srt.mem_cache.{_CACHE}"}
 """Classes of parameters that the code takes only if they are of another one."""
 

@@ -243,7 +243,9 @@ def test_not_asked_for_it_changes_nothing_but_the_list_of_choices(scenarios: dic
     assert installed["asked"] is None and not installed["hooks imported"]
     assert without["hooked"] == []
     prefix = "sglang.srt.server_args.ServerArgs."
-    assert installed["hooked"] == [prefix + name for name in sorted((versions.RESOLVED_BY, "add_cli_args", "from_cli_args"))]
+    assert installed["hooked"] == [
+        prefix + name for name in sorted((versions.RESOLVED_BY, "add_cli_args", "from_cli_args"))
+    ]
     assert sorted([*without["choices"], "hybrid_mla"]) == installed["choices"]
 
 

@@ -1,4 +1,4 @@
-"""What requests share in SGLang's trees that give out numbers for nodes, on its own cores, compared with whole paths."""
+"""What requests share where SGLang's tree gives out numbers for nodes, on its own cores, compared with whole paths."""
 
 from __future__ import annotations
 
@@ -303,7 +303,9 @@ def test_newcomers_are_bounded_too(tree: OfCore, monkeypatch: pytest.MonkeyPatch
     st.lists(st.tuples(st.text("ab", min_size=1, max_size=7), st.sampled_from([None, "tenant"])), min_size=1),
     st.booleans(),
 )
-def test_slots_of_any_order_of_prompts(kind: tuple[int, str], prompts: list[tuple[str, str | None]], early: bool) -> None:
+def test_slots_of_any_order_of_prompts(
+    kind: tuple[int, str], prompts: list[tuple[str, str | None]], early: bool
+) -> None:
     tree = OfCore(*kind)
     requests = []
     for prompt in prompts:
