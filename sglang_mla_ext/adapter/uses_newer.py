@@ -1,4 +1,4 @@
-"""What this package uses of SGLang releases after 0.5.17: what each has in place of what the one before had. See uses.py."""
+"""What this package uses of SGLang after 0.5.17: what a release has in place of what the one before had (uses.py)."""
 
 from __future__ import annotations
 

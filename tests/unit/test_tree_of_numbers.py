@@ -1,4 +1,4 @@
-"""What requests share in SGLang's trees that give out numbers for nodes, on its own cores, compared with whole paths."""
+"""What requests share where SGLang's tree gives out numbers for nodes, on its own cores, compared with whole paths."""
 
 from __future__ import annotations
 

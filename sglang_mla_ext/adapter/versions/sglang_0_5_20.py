@@ -1,5 +1,5 @@
-"""SGLang 0.5.20: a tree whose nodes are known by numbers, with a core in Python; server arguments keep what the user gave
-and, beside it, what was decided."""
+"""SGLang 0.5.20: a tree whose nodes are known by numbers, with a core in Python; server arguments keep what the user
+gave and, beside it, what was decided."""
 
 from __future__ import annotations
 
