@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
+
+# A case that takes long on a machine that does other things as well is no failure.
+settings.register_profile("repository", deadline=None)
+settings.load_profile("repository")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
