@@ -1,4 +1,4 @@
-"""What this package uses of SGLang after 0.5.17: what each release has in place of what the one before had. See uses.py."""
+"""What this package uses of SGLang after 0.5.17: what a release has in place of what was there before. See uses.py."""
 
 from __future__ import annotations
 

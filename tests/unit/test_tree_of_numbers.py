@@ -38,7 +38,7 @@ class OfCore(TreeOfNumbers):
     def whole(self, request: Any) -> list[tuple[int, int]]:
         """Number and end of each node on a request's path, as the tree itself has it now."""
         (path,) = self.view._paths([request.last_node])
-        return [(node.id, node.end) for node in path]
+        return [(node.node_id, node.path_end) for node in path]
 
     def is_there(self, number: int) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""SGLang 0.5.18: as 0.5.17, but resolved arguments are changed in another way, and drafts' backends know their names."""
+"""SGLang 0.5.18: as 0.5.17, but resolved arguments change in another way, and drafts' backends know their names."""
 
 from __future__ import annotations
 
