@@ -15,7 +15,7 @@ set -euo pipefail
 trap 'exit 130' INT TERM
 cd "$REPOSITORY"
 NEWEST=0.5.23
-ABOUT_SGLANG=(tests/unit/test_{cli,contract,grouped_prefixes,plugin,shared_prefixes,source,tree_of_numbers}.py)
+ABOUT_SGLANG=(tests/unit/test_{cli,contract,contract_reads,grouped_prefixes,plugin,shared_prefixes,source,traffic_of_numbers,tree_of_numbers}.py)
 if [ $# -eq 0 ]; then
     prepare_environment dev $NEWEST
     NEWEST_PYTHON=$PYTHON
