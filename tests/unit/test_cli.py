@@ -78,6 +78,13 @@ def test_doctor_is_content_with_the_installed_sglang(monkeypatch):
     assert str(installed_version()) in result.output and "no GPU" in result.output
 
 
+def test_doctor_warns_of_a_version_that_was_not_tested(monkeypatch):
+    monkeypatch.setattr(cli, "untested", lambda: "sglang 99.0 was not tested")
+    monkeypatch.setattr(cli, "_gpu", lambda: (None, None))
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0 and "sglang 99.0 was not tested" in result.output
+
+
 def test_doctor_names_what_is_wrong(monkeypatch):
     monkeypatch.setattr(cli, "mismatches", lambda: ["sglang.srt.gone (a reason): it is gone"])
     monkeypatch.setattr(cli, "_gpu", lambda: ("NVIDIA A100-SXM4-80GB", (8, 0)))

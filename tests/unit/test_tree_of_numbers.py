@@ -3,90 +3,28 @@
 from __future__ import annotations
 
 import gc
-import random
 import time
 import weakref
-from collections import Counter
-from collections.abc import Collection, Sequence
-from itertools import takewhile
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from conftest import NODES_ARE_NUMBERS, TreeOfNumbers
+from conftest import NODES_ARE_NUMBERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from numbered_trees import CORES, PAGE_SIZES, OfCore, check_shared, outline
 
-from sglang_mla_ext.adapter import contract
 from sglang_mla_ext.adapter.versions import TreeView, UnsupportedTree, mirror
 from sglang_mla_ext.prefix.tree import SharedTree
 
 pytestmark = pytest.mark.skipif(not NODES_ARE_NUMBERS, reason="the installed SGLang's tree gives out its nodes")
-PAGE_SIZES = (1, 64)
-CORES = ("python",) if contract.line() == "0.5.20" else ("rust", "python")
-
-
-class OfCore(TreeOfNumbers):
-    """A tree with a core."""
-
-    def __init__(self, page_size: int, core: str, pairs: bool = False) -> None:
-        self.core = core
-        super().__init__(page_size, pairs)
-
-    def whole(self, request: Any) -> list[tuple[int, int]]:
-        """Number and end of each node on a request's path, as the tree itself has it now."""
-        (path,) = self.view._paths([request.last_node])
-        return [(node.id, node.end) for node in path]
-
-    def is_there(self, number: int) -> bool:
-        try:
-            self.view._paths([number])
-        except KeyError:
-            return False
-        return True
 
 
 @pytest.fixture(params=[(size, core) for core in CORES for size in PAGE_SIZES], ids=str)
 def tree(request: pytest.FixtureRequest) -> OfCore:
     return OfCore(*request.param)
-
-
-def check_shared(tree: OfCore, requests: Sequence[Any], also: Collection[Any] = ()) -> SharedTree:
-    """Compares with whole paths: every two requests share as many tokens as they have in common, up to nodes of the
-    tree; a request that shares with nobody, or holds nothing that is marked, shares nothing."""
-    shared = tree.view.shared(requests, also)
-    assert shared.complete and len(shared.deepest) == len(requests) and len(set(shared.nodes)) == len(shared.nodes)
-    paths = [tree.whole(request) for request in requests]
-    for at, (node, parent, end) in enumerate(zip(shared.nodes, shared.parents, shared.ends, strict=True)):
-        assert -1 <= parent < at and tree.view.is_attached(node)
-        assert tree.view.parent(node) is (shared.nodes[parent] if parent >= 0 else None)
-        assert tree.view.length(node) == end - (shared.ends[parent] if parent >= 0 else 0) > 0
-    found = []
-    for path, at in zip(paths, shared.deepest, strict=True):
-        steps = []
-        while at >= 0:
-            steps.append((shared.nodes[at].id, shared.ends[at]))
-            at = shared.parents[at]
-        assert set(steps) <= set(path), "a node that the request does not hold, or not up to there"
-        found.append(dict(steps))
-    holders = Counter(step for path in paths for step in path)
-    for path, steps in zip(paths, found, strict=True):
-        common = max((end for number, end in path if holders[number, end] > 1), default=0)
-        marked = max((node.end for node in also if (node.id, node.end) in path), default=0)
-        reached = max(steps.values(), default=0)
-        assert reached == max(common, marked) or (also and reached >= max(common, marked))
-    for one, one_path in zip(found, paths, strict=True):
-        for other, other_path in zip(found, paths, strict=True):
-            common = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one_path, other_path, strict=False))))
-            if one_path is not other_path and not also:
-                assert max((one[n] for n in one.keys() & other.keys()), default=0) == ([(0, 0), *one_path])[common][1]
-    return shared
-
-
-def outline(tree: OfCore, shared: SharedTree) -> list[tuple[int, int]]:
-    return [(end // tree.page_size, parent) for end, parent in zip(shared.ends, shared.parents, strict=True)]
 
 
 class Asked:
@@ -333,103 +271,6 @@ def test_a_tree_of_pairs_of_tokens(kind: tuple[int, str], prompts: list[str]) ->
             node = tree.handle(request)
             assert node.end == len(request.slots)
             assert torch.equal(tree.view.slots(node, node.end, 0, node.end), request.slots)
-
-
-# -- all of it ---------------------------------------------------------------------------------------------------------
-
-
-class Traffic(RuleBasedStateMachine):
-    """Requests come, go on, leave and are evicted in any order, and views are asked now and then."""
-
-    kind: tuple[int, str]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tree = OfCore(*self.kind)
-        self.running: list[Any] = []
-        self.counted: list[Any] = []  # those of the last call
-        self.kept: dict[Any, int] = {}  # handles that are kept, and their ends
-
-    @rule(text=st.text("ab", min_size=1, max_size=9), key=st.sampled_from([None, None, "tenant"]))
-    def start(self, text: str, key: str | None) -> None:
-        self.running.append(self.tree.run(text, key))
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def finish(self, data: Any) -> None:
-        self.tree.finish(self.running.pop(data.draw(st.integers(0, len(self.running) - 1))))
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data(), text=st.text("ab", min_size=1, max_size=4))
-    def go_on(self, data: Any, text: str) -> None:
-        request = data.draw(st.sampled_from(self.running))
-        longer = self.tree.run(request.rid + text, request.extra_key)
-        self.tree.finish(request)
-        self.running[self.running.index(request)] = longer
-
-    @rule(pages=st.integers(1, 9))
-    def evict(self, pages: int) -> None:
-        self.tree.evict(pages * self.tree.page_size)
-
-    @rule()
-    def flush(self) -> None:
-        if not self.running:
-            self.tree.cache.reset()
-            self.tree.view.forget()
-
-    @rule(data=st.data())
-    def ask(self, data: Any) -> None:
-        batch = data.draw(st.permutations(self.running))
-        shared = check_shared(self.tree, batch)
-        check_holders(shared, batch, self.tree)
-        self.kept.update(zip(shared.nodes, shared.ends, strict=True))
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def ask_for_some(self, data: Any) -> None:
-        batch = data.draw(st.lists(st.sampled_from(self.running), unique_by=id))
-        marked = data.draw(st.lists(st.sampled_from(list(self.kept)), unique=True)) if self.kept else []
-        check_shared(self.tree, batch, also=marked)
-
-    @invariant()
-    def kept_nodes(self) -> None:
-        for node, end in self.kept.items():
-            assert self.tree.view.is_attached(node) == self.tree.is_there(node.id)
-            assert node.end == end
-            above, ends = node, []
-            while above is not None:
-                ends.append(above.end)
-                above = self.tree.view.parent(above)
-            assert ends == sorted(ends, reverse=True)
-
-
-def check_holders(shared: SharedTree, batch: Sequence[Any], tree: OfCore) -> None:
-    numbers = Counter(number for request in batch for number, _ in tree.whole(request))
-    for node in shared.nodes:
-        assert tree.view.holders(node) == numbers[node.id] > 1
-
-
-@pytest.mark.parametrize("kind", [(size, core) for core in CORES for size in PAGE_SIZES], ids=str)
-def test_any_traffic(kind: tuple[int, str]) -> None:
-    machine = type("TrafficOfPages", (Traffic,), {"kind": kind})
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
-
-
-def test_long_histories() -> None:
-    """More requests and deeper paths than hypothesis makes."""
-    drawn = random.Random(0)
-    for core in CORES:
-        tree = OfCore(1, core)
-        running: list[Any] = []
-        for step in range(1500):
-            if running and drawn.random() < 0.45:
-                tree.finish(running.pop(drawn.randrange(len(running))))
-            else:
-                running.append(tree.run("".join(drawn.choice("ab") for _ in range(drawn.randrange(1, 24)))))
-            if drawn.random() < 0.1:
-                tree.evict(drawn.randrange(1, 60))
-            if step % 3 == 0:
-                check_shared(tree, drawn.sample(running, len(running)) if drawn.random() < 0.7 else running[::2])
 
 
 # -- time --------------------------------------------------------------------------------------------------------------

@@ -13,21 +13,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
-ASK_LIMIT = 1 << 14
+ASK_LIMIT = 1 << 13
 """The most nodes that one call has the tree list on paths, and those of the last paths besides. The next call goes on
 from there."""
-PATHS_AT_ONCE = 16
+PATHS_AT_ONCE = 8
 
 
-class PathNode(NamedTuple):
+class PathNode(Protocol):
     """A node on a path: its number, the tokens from the root to its end, and how many children it has."""
 
-    id: int
-    end: int
-    children: int
+    @property
+    def node_id(self) -> int: ...
+    @property
+    def path_end(self) -> int: ...
+    @property
+    def num_children(self) -> int: ...
 
 
 class MirrorNode:
@@ -66,7 +69,7 @@ class _Search(NamedTuple):
 class Mirror:
     """See the module."""
 
-    def __init__(self, paths: Callable[[Sequence[int]], list[list[PathNode]]]) -> None:
+    def __init__(self, paths: Callable[[Sequence[int]], list[Sequence[PathNode]]]) -> None:
         """
         Args:
             paths: from below the root to nodes with these numbers; KeyError where one is not in the tree.
@@ -80,7 +83,7 @@ class Mirror:
         self._searches: list[_Search] = []
         self._fronts: list[_Front] = []  # for which there may be something to search, of this call
         self._fresh: set[MirrorNode] = set()  # those whose paths this call has seen
-        self._made: set[MirrorNode] = set()  # those of them that it has seen first
+        self._made: dict[MirrorNode, MirrorNode] = {}  # those that it has seen first, and the lowest other one above
 
     def forget(self) -> None:
         """No request is left: nodes stay as long as somebody else keeps them."""
@@ -138,7 +141,7 @@ class Mirror:
 
     # ---- the structure
 
-    def _ask(self, numbers: Sequence[int]) -> list[list[PathNode] | None]:
+    def _ask(self, numbers: Sequence[int]) -> list[Sequence[PathNode] | None]:
         """Paths; None for nodes that are not in the tree."""
         try:
             return list(self._paths(numbers))
@@ -149,19 +152,25 @@ class Mirror:
 
     def _add(self, path: Sequence[PathNode]) -> MirrorNode:
         """Take in a path; its last node."""
-        parent = above = self._root
+        parent, at = self._root, len(path)
+        while at:  # all that is above a node that this call has seen is known
+            node = self._nodes.get(path[at - 1].node_id)
+            if node in self._fresh:
+                parent = node
+                break
+            at -= 1
+        above = self._made.get(parent, parent)
         new: list[tuple[MirrorNode, int]] = []
-        for number, end, children in path:
-            node = self._nodes.get(number)
+        for step in path[at:]:
+            node = self._nodes.get(step.node_id)
             if node is None:
-                node = self._nodes[number] = MirrorNode(number, parent, end)
-                self._made.add(node)
-                new.append((node, children))
+                node = self._nodes[step.node_id] = MirrorNode(step.node_id, parent, step.path_end)
+                self._made[node] = above
+                new.append((node, step.num_children))
             else:
                 if node.parent is not parent:
                     _move(node, parent)
-                if node not in self._made:
-                    above = node
+                above = node
                 new.clear()  # this is what was below them
             self._fresh.add(node)
             parent = node
@@ -190,7 +199,7 @@ class Mirror:
                 left -= len(path or ())
                 if path is not None:
                     self._add(path)
-                    found |= any(node.id == front.id for node in path)
+                    found |= any(step.node_id == front.id for step in path)
             if found or not candidates:
                 self._searches.pop()
         return not self._searches

@@ -53,7 +53,7 @@ class NumberedTree(ABC):
         self._forks = Forks()
 
     @abstractmethod
-    def _paths(self, ids: Sequence[int]) -> list[list[PathNode]]:
+    def _paths(self, ids: Sequence[int]) -> list[Sequence[PathNode]]:
         """Paths from below the root to these nodes.
 
         Raises:

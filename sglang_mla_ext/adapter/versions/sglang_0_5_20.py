@@ -4,11 +4,11 @@ gave and, beside it, what was decided."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.versions import sglang_0_5_17
-from sglang_mla_ext.adapter.versions.numbered_tree import NumberedTree, PathNode, UnsupportedTree
+from sglang_mla_ext.adapter.versions.numbered_tree import NumberedTree, UnsupportedTree
 from sglang_mla_ext.adapter.versions.sglang_0_5_18 import (
     disable_prefill_graph,
     draft_has_mla,
@@ -26,6 +26,14 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.unified_cache.unified_tree_core import UnifiedTreeCore
     from sglang.srt.server_args import ServerArgs
+
+
+class PathNode(NamedTuple):
+    """As TreePathNodeInfo, which newer releases have for it."""
+
+    node_id: int
+    path_end: int
+    num_children: int
 
 
 class TreeView(NumberedTree):
@@ -46,7 +54,7 @@ class TreeView(NumberedTree):
         super().__init__(tree_cache.tree_core)
         self._core: UnifiedTreeCore
 
-    def _paths(self, ids: Sequence[int]) -> list[list[PathNode]]:
+    def _paths(self, ids: Sequence[int]) -> list[Sequence[PathNode]]:
         return [self._path(number) for number in ids]
 
     def _path(self, number: int) -> list[PathNode]:

@@ -49,9 +49,8 @@ class TreeView(NumberedTree):
         super().__init__(tree_cache.tree_core)
         self._core: UnifiedTreeCoreInterface
 
-    def _paths(self, ids: Sequence[int]) -> list[list[PathNode]]:
-        paths = self._core.collect_path_info(ids)
-        return [[PathNode(node.node_id, node.path_end, node.num_children) for node in path] for path in paths]
+    def _paths(self, ids: Sequence[int]) -> list[Sequence[PathNode]]:
+        return list(self._core.collect_path_info(ids))
 
 
 def flash_mla() -> tuple[Callable[..., Any], Callable[..., Any]]:
