@@ -1,4 +1,5 @@
-"""Write the tables of measured figures into README.md and docs from benchmarks/results; none is ever typed.
+"""Write the tables of README.md and docs, measured figures from benchmarks/results and launch recipes from
+configs/recipes; none is ever typed.
 
 python scripts/update_tables.py            # --check: only say whether they are up to date
 """
@@ -13,6 +14,7 @@ import typer
 from bench.accuracy_tables import accuracy_cache, accuracy_fp16, accuracy_model, accuracy_rescale
 from bench.kernel_tables import ablation, attention, context, decode, expansion, planner, plans, power, prefill, steps
 from bench.profile_tables import profiles
+from bench.recipes import recipe_tables
 from bench.serving_tables import compared, headline
 from bench.tables import REPOSITORY, RESULTS
 from bench.workload_tables import plan, workloads
@@ -51,6 +53,7 @@ def main(
             "rescale": accuracy_rescale(RESULTS / "accuracy.jsonl"),
             "fp16": accuracy_fp16(RESULTS / "accuracy.jsonl"),
         },
+        "docs/recipes.md": recipe_tables(),
     }
     stale = [name for name, of_file in tables.items() if not fill(REPOSITORY / name, of_file, write=not check)]
     if check and stale:

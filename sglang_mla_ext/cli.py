@@ -21,10 +21,17 @@ console = Console()
 
 
 @app.command()
-def doctor() -> None:
-    """Check this machine: versions, GPU, and what is used of SGLang. Exit status 1 if it cannot run."""
+def doctor(
+    command: Annotated[
+        list[str] | None, typer.Argument(help="A launch command, after `--`: would it run with hybrid_mla?")
+    ] = None,
+) -> None:
+    """Check this machine: versions, GPU, and what is used of SGLang; or a launch command, as on a Hopper GPU where this
+    machine has none. Exit status 1 if it cannot run, as it is or with the changes that are named."""
     problems = mismatches()
     gpu, capability = _gpu()
+    if command is not None and not problems:
+        raise typer.Exit(_examine(command, gpu))
     if capability is not None and capability[0] != 9:
         problems.append(f"{gpu} is not a Hopper GPU, which FlashMLA needs")
     table = Table(show_header=False)
@@ -39,6 +46,36 @@ def doctor() -> None:
         console.print(f"[red]{problem}[/red]", highlight=False)
     console.print("ready" if not problems else "not ready")
     raise typer.Exit(bool(problems))
+
+
+def _examine(command: list[str], gpu: str | None) -> bool:
+    """Print what a launch command would come to; whether it is refused."""
+    from sglang_mla_ext.adapter import examine, launch_line
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    try:
+        line = launch_line.read(command)
+    except launch_line.LaunchLineError as error:
+        say(str(error))
+        return True
+    with examine.examiner() as examined:
+        found = examined(line)
+    say(f"{found.outcome}{'' if gpu else ' (examined as on a Hopper GPU)'}")
+    for finding in found.findings:
+        say(f"  {finding}")
+    if found.outcome == examine.REFUSED:
+        return True
+    for change in found.changes:
+        say(f"  change: {change}")
+    say(f"set by itself: {', '.join(found.settings) or 'nothing'}")
+    for path, name in found.models.items():
+        if path != name:
+            say(f"{path} is taken for {name}")
+    if found.line != line:
+        say(launch_line.text(found.line))
+    return False
 
 
 def _gpu() -> tuple[str | None, tuple[int, int] | None]:

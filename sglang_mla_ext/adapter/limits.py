@@ -29,13 +29,13 @@ def is_asked_for(server_args: ServerArgs) -> bool:
 
 
 def set_defaults(server_args: ServerArgs, on_gpu: bool) -> None:
-    """Set what a GPU server needs, where the user did not: FlashMLA's page size, prefill without CUDA graphs beside an
-    FP8 cache, and drafts verified by the decode backend. `server_args` are not resolved.
+    """Set what a GPU server needs, where the user did not: FlashMLA's page size, prefill without CUDA graphs, and
+    drafts verified by the decode backend. `server_args` are not resolved.
 
     Raises:
-        OptionError: the user chose another, or drafts that SGLang would refuse without naming those that work.
+        OptionError: the user chose another, or what SGLang would refuse without saying what to change.
     """
-    _refuse(_draft_findings(server_args))
+    _refuse(_draft_findings(server_args) + _deterministic_findings(server_args))
     if not on_gpu:
         return
     if server_args.page_size not in (None, PAGE_TOKENS):
@@ -43,8 +43,9 @@ def set_defaults(server_args: ServerArgs, on_gpu: bool) -> None:
             f"{BACKEND_NAME} needs --page-size {PAGE_TOKENS}, not {server_args.page_size}; remove the flag."
         )
     server_args.page_size = PAGE_TOKENS
-    if server_args.kv_cache_dtype == "fp8_e4m3":
-        versions.disable_prefill_graph(server_args)
+    # By itself SGLang captures no prefill of MLA but Kimi-K2.5's and later ones', by torch.compile. What is captured
+    # does not share, and cannot read an FP8 cache.
+    versions.disable_prefill_graph(server_args)
     if server_args.speculative_algorithm is not None and server_args.get_attention_backends()[0] != BACKEND_NAME:
         server_args.speculative_attention_mode = "decode"
 
@@ -124,6 +125,9 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         found.append(f"--kv-cache-dtype {args.kv_cache_dtype} is not supported: remove it, or use fp8_e4m3.")
     if args.speculative_algorithm is not None:
         found += _speculative_findings(args, on_gpu=compute_capability is not None)
+    found += [
+        f"{name} is not supported, prefixes are found in another tree: unset it." for name in versions.other_trees()
+    ]
     unsupported = {
         # A LoRA on kv_b_proj would need expansions of its own, and one on o_proj replaces the module that we merge at.
         "--enable-lora": args.enable_lora,
@@ -133,7 +137,8 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         "--dcp-size above 1": args.dcp_size > 1,
         "--pp-size above 1": args.pp_size > 1,
         "--attn-cp-size above 1": args.attn_cp_size > 1,
-        "--disable-radix-cache": args.disable_radix_cache,
+        # On a decode server SGLang does it by itself.
+        "--disable-radix-cache": args.disable_radix_cache and args.disaggregation_mode != "decode",
         "--radix-cache-backend": args.radix_cache_backend is not None,
         "--enable-hierarchical-cache": args.enable_hierarchical_cache,
         "--enable-lmcache": args.enable_lmcache,
@@ -141,7 +146,7 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         "--enable-streaming-session": args.enable_streaming_session,
         "--enable-unified-memory": args.enable_unified_memory,
         "--enable-page-major-kv-layout": args.enable_page_major_kv_layout,
-        "--disaggregation-mode": args.disaggregation_mode != "null",
+        f"--disaggregation-mode {args.disaggregation_mode}": args.disaggregation_mode != "null",
         "--dllm-algorithm": args.dllm_algorithm is not None,
     }
     found += [f"{flag} is not supported yet: remove it." for flag, given in unsupported.items() if given]
@@ -185,6 +190,20 @@ def _draft_findings(args: ServerArgs) -> list[str]:
             f"{ALGORITHMS[-1]}, with --speculative-eagle-topk 1."
         ]
     return [] if branches in (None, 1) else [f"--speculative-eagle-topk {branches} is not supported: use 1."]
+
+
+def _deterministic_findings(args: ServerArgs) -> list[str]:
+    """`args` are not resolved. SGLang would only name the backends that it has for this."""
+    flags = {
+        "--enable-deterministic-inference": args.enable_deterministic_inference,
+        "--rl-on-policy-target": args.rl_on_policy_target is not None,
+    }
+    return [
+        f"{flag} is not supported, how a prefix is attended to depends on the batch: "
+        "choose another --attention-backend."
+        for flag, given in flags.items()
+        if given
+    ]
 
 
 def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[str]:

@@ -98,16 +98,23 @@ _ARGUMENTS = (
         _ARGS,
         """
         attn_cp_size dcp_size decoupled_spec_role disable_chunked_prefix_cache disable_radix_cache disaggregation_mode
-        dllm_algorithm dtype enable_flexkv enable_hierarchical_cache enable_lmcache enable_lora enable_mixed_chunk
-        enable_multi_layer_eagle enable_page_major_kv_layout enable_pdmux enable_streaming_session
-        enable_two_batch_overlap enable_unified_memory flashinfer_mla_disable_ragged pp_size quantization_param_path
-        radix_cache_backend speculative_adaptive speculative_eagle_topk
+        dllm_algorithm dtype enable_deterministic_inference enable_flexkv enable_hierarchical_cache enable_lmcache
+        enable_lora enable_mixed_chunk enable_multi_layer_eagle enable_page_major_kv_layout enable_pdmux
+        enable_streaming_session enable_two_batch_overlap enable_unified_memory flashinfer_mla_disable_ragged pp_size
+        quantization_param_path radix_cache_backend rl_on_policy_target speculative_adaptive speculative_eagle_topk
         """,
         "unsupported features",
     ),
     *_attributes(_ARGS, "cuda_graph_config", "no graphs in prefill beside an FP8 cache"),
     *_attributes("model_executor.cuda_graph_config.CudaGraphConfig", "prefill", "the same"),
     *_attributes("model_executor.cuda_graph_config.PhaseConfig", "backend", "the same"),
+    *_function("server_args.prepare_server_args", "argv", "examining a launch command"),
+    *_function("plugins.load_plugins", "", "the same"),
+    *_attributes(
+        "environ.Envs",
+        "SGLANG_ENABLE_UNIFIED_RADIX_TREE SGLANG_EXPERIMENTAL_CPP_RADIX_TREE",
+        "unsupported features",
+    ),
     *_function("server_args.add_attention_backend_choices", "choices", "the backend's name"),
     *_function("server_args.add_chunked_prefix_cache_attention_backend", "backend_name", "prefill over a prefix"),
     *_function("configs.model_config.is_deepseek_dsa", "config", "sparse attention is unsupported"),

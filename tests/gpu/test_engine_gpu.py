@@ -123,6 +123,21 @@ def test_a_checkpoint_in_fp8_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert mean(apart["hybrid_mla"]) < 2 * mean(apart["flashmla"]) + 1e-3
 
 
+def test_beside_torch_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --enable-torch-compile, which compiles the model around the attention and the hooks in its layers."""
+    monkeypatch.setenv("SGLANG_HYBRID_MLA_MODE", "naive")
+    monkeypatch.setenv("SGLANG_TORCH_COMPILE_MODE", "default")  # nothing is tuned, which takes minutes
+    model = make_model(tmp_path / "checkpoint", "--heads", "16")
+    truth = answers(model, tmp_path / "truth", "flashmla", disable_radix_cache=True)
+    compiled = dict(enable_torch_compile=True, torch_compile_max_bs=BATCH, cuda_graph_bs_decode=[BATCH])
+    found = {name: answers(model, tmp_path / name, name, **compiled) for name in ("flashmla", "hybrid_mla")}
+    apart = differences_of(truth, found)
+    counters = found["hybrid_mla"]["info"]["counters"]
+    assert counters["steps_naive"] > NEW_TOKENS // 2 and counters["fallbacks"] == {}
+    assert len(apart["hybrid_mla"]) > 0.5 * len(apart["flashmla"])
+    assert mean(apart["hybrid_mla"]) < 2 * mean(apart["flashmla"]) + 1e-3
+
+
 def test_three_levels(model: Path, tmp_path: Path) -> None:
     """A prompt, documents below it, conversations below those: in every mode there is, and with an FP8 prefix."""
     few_heads = json.loads((model / "config.json").read_text())["num_attention_heads"] == 16

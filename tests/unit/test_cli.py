@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 from typer.testing import CliRunner
 
 from sglang_mla_ext import cli
+from sglang_mla_ext.adapter import examine
+from sglang_mla_ext.adapter.launch_line import LaunchLine
 from sglang_mla_ext.cli import app
 
 
@@ -81,3 +84,60 @@ def test_doctor_names_what_is_wrong(monkeypatch):
     assert result.exit_code == 1 and "not ready" in result.output
     assert "sglang.srt.gone (a reason): it is gone" in result.output
     assert "NVIDIA A100-SXM4-80GB is not a Hopper GPU" in result.output
+
+
+def examined(monkeypatch: pytest.MonkeyPatch, outcome: str, line: LaunchLine, *words: str, **found) -> tuple[int, str]:
+    """What `doctor -- words` says of an examination, and its exit status."""
+    found = {"findings": [], "changes": [], "settings": [], "models": {}, **found}
+    examination = examine.Examination(outcome=outcome, line=line, **found)
+    monkeypatch.setattr(examine, "examiner", lambda: nullcontext(lambda line: examination))
+    monkeypatch.setattr(cli, "_gpu", lambda: (None, None))
+    result = CliRunner().invoke(app, ["doctor", "--", *words])
+    return result.exit_code, result.output
+
+
+def test_doctor_says_what_to_change(monkeypatch):
+    code, output = examined(
+        monkeypatch,
+        examine.CHANGED,
+        LaunchLine({"A": "1"}, ["--model-path", "/m/V3", "--attention-backend", "hybrid_mla"]),
+        *("A=1", "sglang", "serve", "/m/V3", "--page-size", "1", "--attention-backend", "fa3"),
+        findings=["hybrid_mla needs --page-size 64, not 1; remove the flag."],
+        changes=["without --page-size"],
+        settings=["--page-size 64"],
+        models={"/m/V3": "deepseek-ai/DeepSeek-V3"},
+    )
+    assert code == 0
+    assert output.splitlines() == [
+        "works with a change (examined as on a Hopper GPU)",
+        "  hybrid_mla needs --page-size 64, not 1; remove the flag.",
+        "  change: without --page-size",
+        "set by itself: --page-size 64",
+        "/m/V3 is taken for deepseek-ai/DeepSeek-V3",
+        "A=1 python -m sglang.launch_server --model-path /m/V3 --attention-backend hybrid_mla",
+    ]
+
+
+def test_doctor_has_nothing_to_say_of_what_works(monkeypatch):
+    arguments = ["--model-path", "deepseek-ai/DeepSeek-V3", "--attention-backend", "hybrid_mla"]
+    code, output = examined(monkeypatch, examine.WORKS, LaunchLine({}, arguments), *arguments)
+    assert (code, output.splitlines()) == (0, ["works (examined as on a Hopper GPU)", "set by itself: nothing"])
+
+
+def test_doctor_refuses_with_every_reason(monkeypatch):
+    findings = ["--pp-size above 1 is not supported yet: remove it.", "--enable-lora is not supported yet: remove it."]
+    line = LaunchLine({}, ["--model-path", "m"])
+    code, output = examined(monkeypatch, examine.REFUSED, line, *line.arguments, findings=findings)
+    assert code == 1
+    assert output.splitlines() == ["refused (examined as on a Hopper GPU)", *(f"  {finding}" for finding in findings)]
+
+
+def test_doctor_wants_a_launch_of_sglang(monkeypatch):
+    code, output = examined(monkeypatch, examine.WORKS, LaunchLine({}, []), "vllm", "serve", "m")
+    assert code == 1 and output.startswith("there is no launch of SGLang in it: give `python -m sglang.launch_server")
+
+
+def test_doctor_looks_at_the_machine_first(monkeypatch):
+    monkeypatch.setattr(cli, "mismatches", lambda: ["sglang.srt.gone (a reason): it is gone"])
+    code, output = examined(monkeypatch, examine.WORKS, LaunchLine({}, []), "sglang", "serve", "m")
+    assert code == 1 and "sglang.srt.gone" in output and "not ready" in output

@@ -75,6 +75,8 @@ def server_args(
         "enable_page_major_kv_layout": False,
         "disaggregation_mode": "null",
         "dllm_algorithm": None,
+        "enable_deterministic_inference": False,
+        "rl_on_policy_target": None,
     }
     assert set(changes) <= set(values)
     return SimpleNamespace(**{**values, **changes})
@@ -159,7 +161,11 @@ def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
         ({"enable_streaming_session": True}, "--enable-streaming-session is not supported yet: remove it."),
         ({"enable_unified_memory": True}, "--enable-unified-memory is not supported yet: remove it."),
         ({"enable_page_major_kv_layout": True}, "--enable-page-major-kv-layout is not supported yet: remove it."),
-        ({"disaggregation_mode": "decode"}, "--disaggregation-mode is not supported yet: remove it."),
+        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill is not supported yet: remove it."),
+        (
+            {"disaggregation_mode": "decode", "disable_radix_cache": True},
+            "--disaggregation-mode decode is not supported yet: remove it.",
+        ),
         ({"dllm_algorithm": "x"}, "--dllm-algorithm is not supported yet: remove it."),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2 is not supported: remove it, or use fp8_e4m3."),
         ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 is not supported: remove it, or use fp8_e4m3."),
@@ -191,6 +197,12 @@ def test_speculation_on_a_cpu_or_planned_on_a_stream_is_named(monkeypatch: pytes
     monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
     assert "SGLANG_ENABLE_OVERLAP_PLAN_STREAM is not supported, as it is" in message(server_args(**EAGLE))
     limits.check(server_args(), HOPPER)
+
+
+@pytest.mark.parametrize("variable", ["SGLANG_ENABLE_UNIFIED_RADIX_TREE", "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"])
+def test_a_tree_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "1")
+    assert f"{variable} is not supported, prefixes are found in another tree: unset it." in message(server_args())
 
 
 @pytest.mark.parametrize(
@@ -297,13 +309,27 @@ def test_page_size(given: int | None, on_gpu: bool, becomes: int | None) -> None
     assert args.page_size == becomes
 
 
-@pytest.mark.parametrize(
-    ("dtype", "on_gpu", "disabled"), [("fp8_e4m3", True, True), ("fp8_e4m3", False, False), ("auto", True, False)]
-)
-def test_prefill_graphs_are_off_beside_an_fp8_cache(dtype: str, on_gpu: bool, disabled: bool) -> None:
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "auto"])
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_prefill_graphs_are_off(dtype: str, on_gpu: bool) -> None:
     args = server_args(kv_cache_dtype=dtype, page_size=None)
     limits.set_defaults(args, on_gpu)
-    assert args.disable_prefill_cuda_graph is disabled
+    assert args.disable_prefill_cuda_graph is on_gpu
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"enable_deterministic_inference": True}, "--enable-deterministic-inference"),
+        ({"rl_on_policy_target": "fsdp"}, "--rl-on-policy-target"),
+    ],
+    ids=str,
+)
+def test_what_sglang_would_refuse_without_our_name(changes: dict[str, Any], flag: str, on_gpu: bool) -> None:
+    with pytest.raises(OptionError) as error:
+        limits.set_defaults(server_args(**changes), on_gpu)
+    assert f"{flag} is not supported, how a prefix is attended to depends on the batch: choose an" in str(error.value)
 
 
 def test_another_page_size_is_refused_on_a_gpu() -> None:

@@ -210,6 +210,17 @@ def disable_prefill_graph(args: ServerArgs) -> None:
     args.disable_prefill_cuda_graph = True
 
 
+def other_trees() -> list[str]:
+    """Variables of the environment that have SGLang keep its prefixes in a tree that TreeView cannot read."""
+    from sglang.srt.environ import envs
+
+    trees = {
+        "SGLANG_ENABLE_UNIFIED_RADIX_TREE": envs.SGLANG_ENABLE_UNIFIED_RADIX_TREE,
+        "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE,
+    }
+    return [name for name, variable in trees.items() if variable.get()]
+
+
 # ---- speculative decoding
 
 

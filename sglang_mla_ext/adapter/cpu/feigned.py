@@ -1,0 +1,59 @@
+"""A Hopper GPU that is not there: for resolving a server's arguments on a machine without one, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from sglang_mla_ext.adapter.cpu import standins
+
+GPUS, MEMORY = 8, 141 << 30
+"""Of a node with H200s; SGLang takes sizes of batches and chunks from the memory, which no answer here depends on."""
+
+
+@contextmanager
+def hopper() -> Iterator[None]:
+    """SGLang sees GPUs of compute capability 9.0, and whatever InfiniBand devices it is told of."""
+    standins.install()
+    for name in (standins.INSTALLED_VARIABLE, "SGLANG_USE_CPU_ENGINE"):
+        os.environ.pop(name, None)
+    # These import what a GPU needs where they see one, and must not see it.
+    import sglang.srt.layers.quantization.compressed_tensors.compressed_tensors
+    import sglang.srt.layers.quantization.fp8_utils  # noqa: F401
+    from sglang.srt.server_args import ServerArgs
+
+    device = SimpleNamespace(multi_processor_count=132, total_memory=MEMORY, major=9, minor=0, name="NVIDIA H200")
+    cuda: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "device_count": lambda: GPUS,
+        "get_device_capability": lambda *args: (9, 0),
+        "get_device_name": lambda *args: device.name,
+        "get_device_properties": lambda *args: device,
+        "mem_get_info": lambda *args: (MEMORY, MEMORY),
+    }
+    with ExitStack() as stack:
+        stack.callback(_forget)
+        stack.enter_context(patch.multiple(torch.cuda, **cuda))
+        stack.enter_context(patch.object(torch.version, "cuda", torch.version.cuda or "12.9"))
+        stack.enter_context(
+            patch.object(ServerArgs, "_validate_ib_devices", lambda args, devices: devices, create=True)
+        )
+        _forget()
+        yield
+
+
+def _forget() -> None:
+    """Let SGLang ask again what it asked about the device."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("sglang.srt.utils"):
+            for function in list(vars(module).values()):
+                if isinstance(function, functools._lru_cache_wrapper):
+                    function.cache_clear()

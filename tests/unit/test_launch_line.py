@@ -1,0 +1,182 @@
+"""Launch commands as people write them, and what is changed in them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import test_limits
+
+from sglang_mla_ext.adapter import checkpoints, launch_line, limits
+from sglang_mla_ext.adapter.launch_line import LaunchLine, LaunchLineError, read, value_of, with_backend, without
+from sglang_mla_ext.adapter.remedies import remedy_for
+from sglang_mla_ext.options import OptionError
+
+ARGUMENTS = ["--model-path", "a/b", "--tp", "8"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python -m sglang.launch_server --model-path a/b --tp 8",
+        "python3 -m sglang_mla_ext.launch_server --model-path a/b --tp 8",
+        "sglang serve --model-path a/b --tp 8",
+        "/opt/bin/sglang serve a/b --tp 8",
+        "--model-path a/b --tp 8",
+        "nohup python -m sglang.launch_server --model-path a/b --tp 8 > server.log 2>&1 &",
+        "python -m sglang.launch_server --model-path a/b --tp 8 2>&1",
+        "python -m sglang.launch_server --model-path a/b --tp 8 | tee log",
+        "docker run --gpus all -p 30000:30000 image python3 -m sglang.launch_server --model-path a/b --tp 8",
+        "python -m sglang.launch_server \\\n  --model-path a/b \\\n  --tp 8",
+    ],
+)
+def test_what_is_launched(command: str) -> None:
+    """As one word; where the shell has made words of it, they are the same but for its own."""
+    assert read([command]) == LaunchLine({}, ARGUMENTS)
+    if "\n" not in command:
+        assert read(command.split()) == LaunchLine({}, ARGUMENTS)
+
+
+def test_the_environment_in_front() -> None:
+    environment = {"SGLANG_A": "1", "B": "x=y z", "C": ""}
+    line = LaunchLine(environment, [*ARGUMENTS, "--json", '{"a": 1}'])
+    assert read(["SGLANG_A=1", "B=x=y z", "C=", "python", "-m", "sglang.launch_server", *line.arguments]) == line
+    assert read(["SGLANG_A=1", "B=x=y z", "C=", *line.arguments]) == line
+    in_docker = read(["docker", "run", "-e", "B=x=y z", "image", "sglang", "serve", *ARGUMENTS])
+    assert in_docker.environment == {"B": "x=y z"}
+    assert read([launch_line.text(line)]) == line
+    # Values are not taken for variables.
+    assert read(["--a", "B=1"]).environment == {}
+
+
+@pytest.mark.parametrize("command", [[], ["echo", "hello"], ["vllm serve a/b"], ["A=1"], ["python", "-m", "pip"]])
+def test_what_launches_something_else(command: list[str]) -> None:
+    with pytest.raises(LaunchLineError, match="no launch of SGLang"):
+        read(command)
+
+
+def test_values() -> None:
+    arguments = ["--a", "1", "--b=2=3", "--c", "--d", "4", "5", "--a", "6"]
+    found = [value_of(arguments, *flags) for flags in (["--a"], ["--b"], ["--x"], ["--x", "--d"])]
+    assert found == ["6", "2=3", None, "4"]
+    assert value_of(["--a"], "--a") is None
+    assert without(arguments, ["--a", "--b", "--d"]) == ["--c"]
+    assert without(arguments, ["--c"]) == [word for word in arguments if word != "--c"]
+
+
+@pytest.mark.parametrize(
+    ("given", "becomes"),
+    [
+        ([], ["--attention-backend", "hybrid_mla"]),
+        (["--attention-backend", "fa3"], ["--attention-backend", "hybrid_mla"]),
+        (["--attention-backend=fa3", "--prefill-attention-backend", "fa3"], ["--attention-backend", "hybrid_mla"]),
+        *(
+            (own, own)
+            for own in (
+                ["--attention-backend", "hybrid_mla"],
+                ["--decode-attention-backend=hybrid_mla", "--prefill-attention-backend", "fa3"],
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_our_backend_in_place_of_others(given: list[str], becomes: list[str]) -> None:
+    assert with_backend([*ARGUMENTS, *given]) == [*ARGUMENTS, *becomes]
+
+
+def refused(**changes: object) -> str:
+    """The first finding."""
+    args = test_limits.server_args(**changes)
+    with pytest.raises(OptionError) as error:
+        limits.set_defaults(args, on_gpu=True)
+        limits.check(args, test_limits.HOPPER)
+    return str(error.value).splitlines()[-1].strip()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"page_size": 1},
+        {"dtype": "half"},
+        {"backends": ("hybrid_mla", "fa3")},
+        {"kv_cache_dtype": "nvfp4"},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {**test_limits.FP8_CACHE, "backends": ("fa3", "hybrid_mla")},
+        {**test_limits.FP8_CACHE, "flashinfer_mla_disable_ragged": True},
+        {**test_limits.EAGLE, "speculative_eagle_topk": 4},
+        {**test_limits.EAGLE, "speculative_num_draft_tokens": 16},
+        {**test_limits.EAGLE, "speculative_draft_attention_backend": "hybrid_mla"},
+        {"disable_radix_cache": True},
+        {"enable_two_batch_overlap": True},
+    ],
+    ids=str,
+)
+def test_what_a_server_can_do_without(changes: dict[str, object]) -> None:
+    assert remedy_for(refused(**changes)) is not None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mla": False},
+        {"index_topk": 2048},
+        {"enable_lora": True},
+        {"pp_size": 2},
+        {"dcp_size": 2},
+        {"attn_cp_size": 2},
+        {"disaggregation_mode": "decode"},
+        {"enable_hierarchical_cache": True},
+        {"enable_lmcache": True},
+        {"enable_deterministic_inference": True},
+        {"speculative_algorithm": "NGRAM"},
+    ],
+    ids=str,
+)
+def test_what_a_deployment_is_for_is_not_given_up(changes: dict[str, object]) -> None:
+    assert remedy_for(refused(**changes)) is None
+
+
+@pytest.mark.parametrize(
+    ("finding", "line", "changed", "text"),
+    [
+        (
+            "SGLang does not know --enable-ep-moe.",
+            ["--tp=16", "--enable-ep-moe", "--port", "1"],
+            ["--tp=16", "--port", "1", "--ep-size", "16"],
+            "--ep-size 16 in place of --enable-ep-moe",
+        ),
+        (
+            "SGLang does not know --speculative-draft, it may stand for several flags.",
+            ["--speculative-draft", "a/b"],
+            ["--speculative-draft-model-path", "a/b"],
+            "--speculative-draft-model-path a/b in place of --speculative-draft",
+        ),
+        ("the model runs in float16, ...", [], ["--dtype", "bfloat16"], "with --dtype bfloat16"),
+        ("--disable-radix-cache is not supported yet", ["--disable-radix-cache"], [], "without --disable-radix-cache"),
+    ],
+)
+def test_a_change(finding: str, line: list[str], changed: list[str], text: str) -> None:
+    remedy = remedy_for(finding)
+    assert remedy is not None
+    assert remedy.apply(LaunchLine({"A": "1"}, line)) == LaunchLine({"A": "1"}, changed)
+    assert remedy.text(LaunchLine({}, line)) == text
+
+
+def test_a_variable_is_unset() -> None:
+    name = "SGLANG_ENABLE_UNIFIED_RADIX_TREE"
+    remedy, line = remedy_for(f"{name} is not supported, ..."), LaunchLine({name: "1", "A": "1"}, ARGUMENTS)
+    assert remedy is not None and remedy.text(line) == f"without {name}"
+    assert remedy.apply(line) == LaunchLine({"A": "1"}, ARGUMENTS)
+
+
+def test_known_models(tmp_path: Path) -> None:
+    for path in ("deepseek-ai/DeepSeek-R1", "/models/DeepSeek-R1/", "deepseek-r1"):
+        assert checkpoints.known_as(path) in ("deepseek-ai/DeepSeek-R1",)
+    assert checkpoints.known_as("/models/DeepSeek-R1-Distill-Qwen-7B") is None
+    folder = checkpoints.write_config("moonshotai/Kimi-K2.6", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["KimiK25ForConditionalGeneration"]
+    assert checkpoints.write_config("moonshotai/Kimi-K2.5", tmp_path) == folder, "a second time"
+    with pytest.raises(KeyError):
+        checkpoints.write_config("a/b", tmp_path)

@@ -1,0 +1,183 @@
+"""Recipes of real deployments: SGLang's own arguments are made of each, and what is found is what its file says.
+
+A process of its own sees a Hopper GPU that is not there; neither the network nor the number of GPUs matters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from bench.recipes import OUTCOMES, REPOSITORY, counts, reasons, recipe_table, recipes
+
+EXAMINE = r"""
+import json, sys
+import torch
+from bench.recipes import recipes, words
+from sglang_mla_ext.adapter import examine, launch_line
+
+found = {}
+before = torch.cuda.is_available()
+with examine.examiner() as examined:
+    for recipe in recipes():
+        found[recipe["name"]] = examined(launch_line.read(words(recipe)))
+    small = "--tp 8 --model-path deepseek-ai/DeepSeek-V3"
+    lines = {
+        "older": "--page-size 1 --enable-deepep-moe --speculative-algorithm EAGLE --speculative-num-draft-tokens 16 "
+        "--speculative-num-steps 15 --speculative-eagle-topk 1",
+        "tree": "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 4 "
+        "--speculative-num-draft-tokens 8",
+        "formats": "--dtype half --kv-cache-dtype fp8_e5m2 --disable-chunked-prefix-cache",
+        "prefill": "--kv-cache-dtype fp8_e4m3 --decode-attention-backend hybrid_mla --prefill-attention-backend fa3 "
+        "--cuda-graph-backend-prefill breakable",
+        "by phase": "--decode-attention-backend hybrid_mla --prefill-attention-backend fa3 "
+        "--speculative-algorithm EAGLE",
+        "nonsense": "--no-such-flag",
+        "sglang's": "--tp 6 --enable-dp-attention --dp 4",
+        "option": "--hybrid-mla-min-prefix-len 0",
+    }
+    for name, line in lines.items():
+        found[name] = examined(launch_line.read([f"{small} {line}"]))
+    found["other model"] = examined(launch_line.read(["--model-path", sys.argv[1]]))
+after = torch.cuda.is_available()
+found = {name: {**one._asdict(), "refusals": one.refusals} for name, one in found.items()}
+json.dump({"found": found, "gpu": [before, after]}, sys.stdout)
+"""
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 1,
+    "vocab_size": 2048,
+    "max_position_embeddings": 2048,
+}
+
+
+@pytest.fixture(scope="module")
+def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
+    env |= {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'scripts'}", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", EXAMINE, str(folder)]
+    process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert process.returncode == 0, process.stderr
+    answer = json.loads(process.stdout)
+    assert answer["gpu"][0] == answer["gpu"][1], "the GPU is feigned no longer than asked for"
+    return answer["found"]
+
+
+@pytest.mark.parametrize("recipe", recipes(), ids=lambda recipe: recipe["name"])
+def test_a_recipe_comes_to_what_its_file_says(recipe: dict[str, Any], examined: dict[str, Any]) -> None:
+    found = examined[recipe["name"]]
+    assert found["outcome"] == recipe["expected"]
+    if found["outcome"] != "refused":
+        assert found["changes"] == recipe.get("change", [])
+        assert "--page-size 64" in found["settings"] or "--page-size 64" in recipe["command"]
+        assert "hybrid_mla" in found["line"][1]
+    else:
+        assert found["refusals"] == recipe["because"]
+
+
+def test_the_list() -> None:
+    of = recipes()
+    names = [recipe["name"] for recipe in of]
+    assert len(set(names)) == len(names)
+    assert sum(recipe["from"] == "public" for recipe in of) >= 25
+    assert sum(recipe["from"] == "adapted" for recipe in of) >= 10
+    for recipe in of:
+        name = recipe["name"]
+        fields = {"name", "command", "gpus", "from", "source", "date", "expected"}
+        assert fields <= set(recipe) <= fields | {"environment", "note", "change", "because"}, name
+        assert recipe["source"].startswith("https://") and recipe["expected"] in OUTCOMES, name
+        assert re.fullmatch(r"(read )?20\d\d-\d\d-\d\d", str(recipe["date"])), name
+        assert ("change" in recipe) == (recipe["expected"] == "works with a change"), name
+        assert ("because" in recipe) == (recipe["expected"] == "refused"), name
+        assert "--model" in recipe["command"] and "hybrid_mla" not in recipe["command"], name
+        assert recipe["from"] == "public" or "note" in recipe, f"{name}: what was changed"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        (
+            "older",
+            [
+                "--moe-a2a-backend deepep in place of --enable-deepep-moe",
+                "without --page-size",
+                "--speculative-num-steps 7 --speculative-num-draft-tokens 8 in place of --speculative-num-steps "
+                "--speculative-num-draft-tokens",
+            ],
+        ),
+        ("tree", ["--speculative-eagle-topk 1 in place of --speculative-eagle-topk"]),
+        (
+            "formats",
+            [
+                "--dtype bfloat16 in place of --dtype",
+                "--kv-cache-dtype fp8_e4m3 in place of --kv-cache-dtype",
+                "without --disable-chunked-prefix-cache",
+            ],
+        ),
+        (
+            "prefill",
+            [
+                "--attention-backend hybrid_mla in place of --prefill-attention-backend --decode-attention-backend",
+                "without --cuda-graph-backend-prefill",
+            ],
+        ),
+    ],
+)
+def test_one_change_after_the_other(name: str, changes: list[str], examined: dict[str, Any]) -> None:
+    assert (examined[name]["outcome"], examined[name]["changes"]) == ("works with a change", changes)
+
+
+def test_what_is_set_by_itself(examined: dict[str, Any]) -> None:
+    assert examined["by phase"]["outcome"] == "works"
+    assert examined["by phase"]["settings"] == [
+        *("--page-size 64", "--speculative-draft-attention-backend flashmla", "--speculative-attention-mode decode"),
+        "--disable-prefill-cuda-graph",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "finding"),
+    [
+        ("nonsense", "SGLang does not know --no-such-flag."),
+        ("sglang's", "SGLang itself: "),
+        ("option", "--hybrid-mla-min-prefix-len must be at least 1."),
+        ("other model", "the model does not use Multi-head Latent Attention: choose another --attention-backend."),
+    ],
+)
+def test_what_is_refused(name: str, finding: str, examined: dict[str, Any]) -> None:
+    assert examined[name]["outcome"] == "refused"
+    assert len(examined[name]["findings"]) == 1 and examined[name]["findings"][0].startswith(finding)
+
+
+def test_tables() -> None:
+    common = {"source": "https://a.b", "date": "2026-01-02", "gpus": "8 x H200"}
+    of = [
+        {**common, "name": "one", "from": "public", "expected": "works"},
+        {**common, "name": "two", "from": "adapted", "expected": "works with a change", "change": ["without --flag"]},
+        {**common, "name": "three", "from": "public", "expected": "refused", "because": ["--x is not supported: no."]},
+    ]
+    assert recipe_table(of).splitlines()[2:] == [
+        "| [one](https://a.b) | 8 x H200 | 2026-01-02 | works |  |",
+        "| [two](https://a.b) | 8 x H200 | 2026-01-02 | works with a change | without `--flag` |",
+        "| [three](https://a.b) | 8 x H200 | 2026-01-02 | refused | `--x` is not supported: no. |",
+    ]
+    assert counts(of).splitlines()[2:] == [
+        "| public | 1 | 0 | 1 | 1 of 2 |",
+        "| adapted | 0 | 1 | 0 | 1 of 1 |",
+        "| all | 1 | 1 | 1 | 2 of 3 |",
+    ]
+    assert reasons(of).splitlines()[2:] == ["| `--x` | 1 | 1 |"]
