@@ -43,7 +43,7 @@ def read(words: Sequence[str]) -> LaunchLine:
     if len(words) == 1 and re.search(r"\s", words[0].strip()):
         words = shlex.split(words[0].replace("\\\n", " "))
     start = _start(words)
-    environment = dict(match.groups() for word in words[:start] if (match := _ASSIGNMENT.fullmatch(word)))
+    environment = {match[1]: match[2] for word in words[:start] if (match := _ASSIGNMENT.fullmatch(word))}
     arguments = list(words[start:])
     for index, word in enumerate(arguments):
         if _SHELL.match(word):
