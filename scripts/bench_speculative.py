@@ -20,7 +20,7 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
-from bench.engine import PAGE_SIZE, Results, impl_of, write_model
+from bench.engine import Results, engine_arguments, impl_of, write_model
 from bench.records import write_record
 from rich.console import Console
 from rich.table import Table
@@ -57,13 +57,7 @@ def measure(
     import sglang
 
     engine = sglang.Engine(
-        model_path=model,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        attention_backend=backend,
-        page_size=PAGE_SIZE.get(backend),
-        mem_fraction_static=options["mem_fraction"],
-        cuda_graph_max_bs_decode=max(batches),
+        **engine_arguments(backend, model, batches, options["mem_fraction"]),
         max_running_requests=max(batches),
         speculative_algorithm="NEXTN",
         speculative_num_steps=options["draft_tokens"] - 1,
@@ -72,7 +66,6 @@ def measure(
         speculative_draft_attention_backend="flashmla",
         kv_cache_dtype=options["kv_cache_dtype"],
         enable_metrics=True,
-        log_level="warning",
     )
     rng = random.Random(0)
 

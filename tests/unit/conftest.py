@@ -119,3 +119,15 @@ class Tree:
 def new_tree() -> Callable[[int], Tree]:
     """Makes a tree with a page size."""
     return Tree
+
+
+@pytest.fixture
+def make_world(monkeypatch: pytest.MonkeyPatch, new_tree: Any) -> Any:
+    """`make_world(**options)`: a `decode_world.World`, with nothing left in the relay, before and after."""
+    from decode_world import World
+
+    from sglang_mla_ext.adapter.relay import relay
+
+    relay.clear()
+    yield lambda **options: World(monkeypatch, new_tree, **options)
+    relay.clear()
