@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench.engine import PAGE_SIZE, Results, impl_of, write_model
+from bench.engine import Results, engine_arguments, impl_of, write_model
 from bench.records import write_record
 from rich.console import Console
 from rich.table import Table
@@ -31,18 +31,8 @@ def measure(
     """Run one engine and put one result for each prompt and batch into the queue `out`."""
     import sglang
 
-    arguments = dict(
-        model_path=model,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        attention_backend=backend,
-        page_size=PAGE_SIZE.get(backend),
-        mem_fraction_static=options["mem_fraction"],
-        cuda_graph_max_bs_decode=max(batches),
-        tp_size=options["tp"],
-        log_level="warning",
-    )
-    engine = sglang.Engine(**arguments)
+    arguments = engine_arguments(backend, model, batches, options["mem_fraction"])
+    engine = sglang.Engine(**arguments, tp_size=options["tp"])
     rng = random.Random(0)
 
     def tokens(count: int) -> list[int]:

@@ -19,13 +19,15 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
+import numpy as np
 import typer
-from bench.engine import PAGE_SIZE, Results, impl_of, write_model
+from bench.engine import Results, engine_arguments, impl_of, write_model
 from bench.records import write_record
 from rich.console import Console
 from rich.table import Table
 
 QUESTION_TOKENS = 128
+PROFILED_STEPS = 20
 VERIFY = "target_verify"
 """SGLang's name of a verify step in `sglang:forward_execution_seconds_total`."""
 
@@ -57,14 +59,8 @@ def measure(
     import sglang
 
     engine = sglang.Engine(
-        model_path=model,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        attention_backend=backend,
-        page_size=PAGE_SIZE.get(backend),
-        mem_fraction_static=options["mem_fraction"],
-        cuda_graph_max_bs_decode=max(batches),
-        max_running_requests=max(batches),
+        **engine_arguments(backend, model, batches, options["mem_fraction"]),
+        max_running_requests=2 * max(batches),  # SGLang frees the slots of requests that have ended a step later
         speculative_algorithm="NEXTN",
         speculative_num_steps=options["draft_tokens"] - 1,
         speculative_eagle_topk=1,
@@ -72,14 +68,13 @@ def measure(
         speculative_draft_attention_backend="flashmla",
         kv_cache_dtype=options["kv_cache_dtype"],
         enable_metrics=True,
-        log_level="warning",
     )
     rng = random.Random(0)
 
     def tokens(count: int) -> list[int]:
         return [rng.randrange(10, 31000) for _ in range(count)]
 
-    def run(prefix: list[int], batch: int, new_tokens: int) -> tuple[float, float, float]:
+    def run(prefix: list[int], batch: int, new_tokens: int) -> tuple[float, int, int]:
         """Seconds, verify steps of a request, and tokens of all requests."""
         requests = [prefix + tokens(QUESTION_TOKENS) for _ in range(batch)]
         sampling = {"max_new_tokens": new_tokens, "ignore_eos": True, "temperature": 0}
@@ -89,28 +84,35 @@ def measure(
         of = [answer["meta_info"] for answer in answers]
         return seconds, max(each.get("spec_verify_ct", 0) for each in of), sum(each["completion_tokens"] for each in of)
 
-    length = options["accept_length"]
+    def spent(prefix: list[int], batch: int, steps: float) -> np.ndarray:
+        """Seconds, verify steps, tokens, and seconds of the GPU in verify steps, of about so many steps."""
+        before = verify_seconds()
+        found = run(prefix, batch, 1 + round(steps * options["accept_length"]))
+        time.sleep(0.1)  # the events of the last step are read with the next report
+        run(prefix, 1, 1)
+        return np.array([*found, verify_seconds() - before])
+
     for prompt in prompts:
         prefix = tokens(prompt)
         run(prefix, 1, 2)
         for batch in batches:
             run(prefix, batch, 8)
-            first, _, _ = run(prefix, batch, 1)
-            before = verify_seconds()
-            seconds, steps, count = run(prefix, batch, 1 + round(options["steps"] * length))
-            time.sleep(0.1)  # the events of the last step are read with the next report
-            run(prefix, 1, 1)
-            verify_ms = (verify_seconds() - before) / steps * 1e3
-            step_ms = (seconds - first) / steps * 1e3
+            # The same prefill, and the same steps while the last requests arrive, are in both and cancel.
+            few = spent(prefix, batch, options["steps"] / 4)
+            seconds, steps, count, verify = spent(prefix, batch, options["steps"] * 5 / 4) - few
             info = engine.get_server_info()["internal_states"][0]
+            if options["profile"]:
+                engine.start_profile(output_dir=options["profile"], activities=["GPU"])
+                run(prefix, batch, 1 + round(PROFILED_STEPS * options["accept_length"]))
+                engine.stop_profile()
             out.put(
                 {
                     "prompt": prompt,
                     "batch": batch,
-                    "verify_ms": verify_ms,
-                    "step_ms": step_ms,
-                    "accepted_tok_s": (count - batch) / (seconds - first),
-                    "accept_length": (count - batch) / batch / steps,
+                    "verify_ms": verify / steps * 1e3,
+                    "step_ms": seconds / steps * 1e3,
+                    "accepted_tok_s": count / seconds,
+                    "accept_length": count / batch / steps,
                     "info": info.get("hybrid_mla"),
                 }
             )
@@ -136,6 +138,7 @@ def main(
     kv_cache_dtype: Annotated[str, typer.Option(help="SGLang's --kv-cache-dtype, for all backends.")] = "auto",
     steps: Annotated[int, typer.Option(help="Steps that are timed.")] = 100,
     rounds: Annotated[int, typer.Option(min=1, help="Times that every engine runs, in turn.")] = 1,
+    profile: Annotated[Path | None, typer.Option(help="Folder for a trace of torch's profiler of each case.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON lines file to append records to.")] = None,
 ) -> None:
     """Time speculative decoding with each backend; print a table; append records."""
@@ -148,6 +151,7 @@ def main(
         "accept_length": accept_length,
         "kv_cache_dtype": kv_cache_dtype,
         "steps": steps,
+        "profile": str(profile.resolve()) if profile else None,
     }
     results: dict[Key, list[dict[str, Any]]] = defaultdict(list)
     console = Console()

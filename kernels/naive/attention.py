@@ -370,8 +370,9 @@ def best_tile(segments: Sequence[ExpandedSegment], tiles: Sequence[Tile]) -> Til
 
 
 def _keeps_up(tile: Tile, wider: Tile) -> bool:
-    """Whether narrow tiles keep a multiprocessor as busy as a wider one does, by running side by side."""
-    return tile.block_rows < wider.block_rows <= tile.block_rows * tile.ctas_per_sm // wider.ctas_per_sm
+    """Whether narrow tiles keep a multiprocessor as busy as a wider one does: by 128 rows in flight, or as many."""
+    in_flight = tile.block_rows * tile.ctas_per_sm
+    return tile.block_rows < wider.block_rows and in_flight >= min(128, wider.block_rows * wider.ctas_per_sm)
 
 
 def _try_out(attention: SharedAttention, buffers: ExpandedBuffers, sizes: set[int], dtype: torch.dtype) -> None:

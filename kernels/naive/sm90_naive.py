@@ -37,6 +37,7 @@ TILES = {
     torch.bfloat16: (
         Tile(block_rows=64, block_keys=128, num_stages=2),
         Tile(block_rows=128, block_keys=128, num_stages=2),
+        Tile(block_rows=192, block_keys=64, num_stages=3),
     ),
     FP8: (
         Tile(block_rows=64, block_keys=128, num_stages=2, ctas_per_sm=2),
@@ -180,22 +181,31 @@ def naive_prefix_hopper_kernel(
     work = Work(work_ptr, items_offset, work_ptr + N_ITEMS + SLOT, heads)
     partials = Partials(partial_out_ptr, partial_lse2_ptr)
     produced = (k_nope_desc, k_rope_desc, v_t_desc, ring, work)
-    first_half = (0, q_nope_s.index(0), q_rope_s.index(0), ring, query, scales, work, partials)
+    first = (0, q_nope_s.index(0), q_rope_s.index(0), ring, query, scales, work, partials)
     if CONSUMERS == 1:
-        gl.warp_specialize([(consume, first_half), (_produce, produced)], [1], [PRODUCER_REGISTERS])
-    else:
-        second_half = (ROWS, q_nope_s.index(1), q_rope_s.index(1), ring, query, scales, work, partials)
+        gl.warp_specialize([(consume, first), (_produce, produced)], [1], [PRODUCER_REGISTERS])
+    elif CONSUMERS == 2:
+        second = (ROWS, q_nope_s.index(1), q_rope_s.index(1), ring, query, scales, work, partials)
         gl.warp_specialize(
-            [(consume, first_half), (consume, second_half), (_produce, produced)],
+            [(consume, first), (consume, second), (_produce, produced)],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    else:
+        second = (ROWS, q_nope_s.index(1), q_rope_s.index(1), ring, query, scales, work, partials)
+        third = (2 * ROWS, q_nope_s.index(2), q_rope_s.index(2), ring, query, scales, work, partials)
+        gl.warp_specialize(
+            [(consume, first), (consume, second), (consume, third), (_produce, produced)],
+            [4, 4, 1],
+            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
 
 
 def launch_options(tile: Tile) -> dict[str, int]:
     """Constants and compiler options of a tile's kernel."""
     options = dict(CONSUMERS=tile.block_rows // ROWS.value, STAGES=tile.num_stages, num_warps=4)
-    options |= dict(CONSUMER_REGISTERS=CONSUMER_REGISTERS, PRODUCER_REGISTERS=PRODUCER_REGISTERS)
+    registers = CONSUMER_REGISTERS if tile.block_rows <= 128 else 160
+    options |= dict(CONSUMER_REGISTERS=registers, PRODUCER_REGISTERS=PRODUCER_REGISTERS)
     if tile.ctas_per_sm == 2:
         options["maxnreg"] = 128  # for 8 warps; the consumer gets the registers that the producer's warps give up
     return options

@@ -61,6 +61,20 @@ def write_model(
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def engine_arguments(backend: str, model: str, batches: list[int], mem_fraction: float) -> dict[str, Any]:
+    """What every engine of these benchmarks is started with: dummy weights, CUDA graphs for the largest batch."""
+    return dict(
+        model_path=model,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        attention_backend=backend,
+        page_size=PAGE_SIZE.get(backend),
+        mem_fraction_static=mem_fraction,
+        cuda_graph_max_bs_decode=max(batches),
+        log_level="warning",
+    )
+
+
 def impl_of(backend: str) -> str:
     """The `impl` of a backend's records."""
     return backend if backend == "hybrid_mla" else f"sglang_{backend}"

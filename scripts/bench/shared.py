@@ -39,6 +39,15 @@ def floor_ms(case: Case, dtype: str, ceilings: Ceilings) -> float:
     return max(memory, case.shared_flops * rates / 1e9)
 
 
+def random_prefixes(chunks: int, heads: int, dtype: str) -> ExpandedBuffers:
+    """Expanded prefixes of one layer, filled with random numbers."""
+    sizes = dict(qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR, dtype=DTYPES[dtype])
+    buffers = ExpandedBuffers.allocate(layers=1, chunks=chunks, heads=heads, **sizes)
+    for tensor in (buffers.k_nope, buffers.v_t, buffers.k_rope):
+        tensor.copy_(torch.randn(tensor.shape, device="cuda", dtype=torch.bfloat16))
+    return buffers
+
+
 def shared_attention(
     case: Case, dtype: str, tile: Tile | None = None, cuts: int = 1
 ) -> tuple[SharedAttention, Callable[[], None]]:
@@ -50,10 +59,7 @@ def shared_attention(
     """
     rows, heads = case.batch, case.heads
     chunks = -(-case.prefix // CHUNK_TOKENS)  # of one group
-    sizes = dict(qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR, dtype=DTYPES[dtype])
-    buffers = ExpandedBuffers.allocate(layers=1, chunks=chunks * len(case.sizes), heads=heads, **sizes)
-    for tensor in (buffers.k_nope, buffers.v_t, buffers.k_rope):
-        tensor.copy_(torch.randn(tensor.shape, device="cuda", dtype=torch.bfloat16))
+    buffers = random_prefixes(chunks * len(case.sizes), heads, dtype)
     query = torch.randn(rows, heads, DN + DR, device="cuda", dtype=torch.bfloat16)
     q_nope, q_rope = query[..., :DN], query[..., DN:]  # [B, H, dn], [B, H, dr]
 

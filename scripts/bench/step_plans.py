@@ -18,14 +18,13 @@ from bench.grouped import grouped_over
 from bench.plan_trees import HEADS, TREES, Modes, Tree, assignments, name_of
 from bench.records import write_record
 from bench.rivals import flashmla_over
-from bench.shared import DTYPES, STORAGE
+from bench.shared import DTYPES, STORAGE, random_prefixes
 from bench.timing import attempt, free_memory, measure
 from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 from sglang_mla_ext.kernels.constants import CHUNK_TOKENS
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
-from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.prefix.cost_model import GpuRates, Mode
 
 TAIL = 512  # tokens that each row has alone
@@ -38,10 +37,7 @@ class Step:
         self.tree, self.heads = tree, heads
         chunks = [tokens // CHUNK_TOKENS for tokens in tree.tokens]
         self._first_chunk = [0, *itertools.accumulate(chunks)]
-        sizes = dict(qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR, dtype=DTYPES[dtype])
-        self._buffers = ExpandedBuffers.allocate(layers=1, chunks=sum(chunks), heads=heads, **sizes)
-        for tensor in (self._buffers.k_nope, self._buffers.v_t, self._buffers.k_rope):
-            tensor.copy_(torch.randn(tensor.shape, device="cuda", dtype=torch.bfloat16))
+        self._buffers = random_prefixes(sum(chunks), heads, dtype)
         self._tiles = rates.naive_tiles.get(STORAGE[dtype], ())
         first = [0, *itertools.accumulate(tokens // PAGE_TOKENS for tokens in tree.tokens)]
         pages, used = [], first[-1]

@@ -55,11 +55,15 @@ def main() -> None:
     info = engine.get_server_info()["internal_states"][0].get("hybrid_mla")
     engine.shutdown()
     tokens = [[(value, token) for value, token, _ in a["meta_info"]["output_token_logprobs"]] for a in answers]
+    top = [
+        [[(value, token) for value, token, _ in best] for best in a["meta_info"]["output_top_logprobs"]]
+        for a in answers
+    ]
     retractions = sum(answer["meta_info"]["num_retractions"] for answer in answers)
     # Tokens that a verify step yields, for each request; none without speculative decoding.
     accepted = [answer["meta_info"].get("spec_accept_length") for answer in answers]
     with open(out, "w", encoding="utf-8") as file:
-        json.dump({"tokens": tokens, "info": info, "retractions": retractions, "accepted": accepted}, file)
+        json.dump({"tokens": tokens, "top": top, "info": info, "retractions": retractions, "accepted": accepted}, file)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ DN, DR, DV = 128, 64, 64  # not all alike, so that none passes for another
 SCALE = (DN + DR) ** -0.5
 LAYERS, LAYER = 2, 1
 ONE, TWO = (Tile(block_rows=rows, block_keys=128, num_stages=2) for rows in (64, 128))
+THREE = Tile(block_rows=192, block_keys=64, num_stages=3)
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,7 @@ def cases() -> Any:
         yield Case(((64, 641),), dtype, programs=2)  # keys are split between programs
         yield Case(((65, 300), (2, 513)), dtype, TWO)  # the second consumer has one row, then none
         yield Case(((128, 257), (100, 70)), dtype, TWO, programs=2)
+        yield Case(((192, 129), (130, 70), (40, 200)), dtype, THREE, programs=2)
         yield Case(((7, 512), (5, 256), (2, 77)), dtype, nested=True)  # rows in one, two and three segments
     yield Case(((66, 1000),), FP8, Tile(block_rows=128, block_keys=128, num_stages=4), programs=1)
     yield Case(((20, 300),), FP8, Tile(block_rows=64, block_keys=64, num_stages=2, ctas_per_sm=2), programs=1)

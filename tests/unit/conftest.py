@@ -199,3 +199,15 @@ Tree = TreeOfNumbers if NODES_ARE_NUMBERS else TreeOfNodes
 def new_tree() -> Callable[[int], TreeOfNodes]:
     """Makes a tree with a page size."""
     return Tree
+
+
+@pytest.fixture
+def make_world(monkeypatch: pytest.MonkeyPatch, new_tree: Any) -> Any:
+    """`make_world(**options)`: a `decode_world.World`, with nothing left in the relay, before and after."""
+    from decode_world import World
+
+    from sglang_mla_ext.adapter.relay import relay
+
+    relay.clear()
+    yield lambda **options: World(monkeypatch, new_tree, **options)
+    relay.clear()

@@ -38,13 +38,6 @@ BOUND = {False: 1e-5, True: 5e-2}
 SYSTEM, OTHER = "abcdef", "wxyz"  # six pages: a chunk and a half; four: a chunk
 
 
-@pytest.fixture
-def make_world(monkeypatch: pytest.MonkeyPatch, new_tree: Any) -> Any:
-    relay.clear()
-    yield lambda **options: World(monkeypatch, new_tree, **options)
-    relay.clear()
-
-
 def sharing(world: World) -> list[Any]:
     """Two groups, and one request alone."""
     texts = (SYSTEM + "1", 70), (OTHER, 1), (SYSTEM, 64), ("r", 30), (OTHER + "2", 5), (SYSTEM + "34", 3)

@@ -20,13 +20,6 @@ BOUND = {False: 1e-5, True: 8e-2}
 SYSTEM, OTHER = "abcdef", "wxyz"  # six pages: a chunk and a half; four: a chunk
 
 
-@pytest.fixture
-def make_world(monkeypatch: pytest.MonkeyPatch, new_tree: Any) -> Any:
-    relay.clear()
-    yield lambda **options: World(monkeypatch, new_tree, **options)
-    relay.clear()
-
-
 def sharing(world: World) -> list[Any]:
     """Two groups and one request alone. Drafts of the first and the third end, or begin, a page."""
     texts = (SYSTEM + "1", 62), (OTHER, 1), (SYSTEM, 64), ("r", 30), (OTHER + "2", 5), (SYSTEM + "34", 3)

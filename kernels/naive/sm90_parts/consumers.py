@@ -179,21 +179,8 @@ def _store_partial(
 
 
 @gluon.jit
-def _read_item(work, item_index):
-    item_ptr = work.ptr + work.items_offset + item_index * ITEM_FIELDS
-    return (
-        gl.load(item_ptr + ITEM_HEAD),
-        gl.load(item_ptr + ITEM_FIRST_ROW),
-        gl.load(item_ptr + ITEM_ROWS),
-        gl.load(item_ptr + ITEM_BEGIN),
-        gl.load(item_ptr + ITEM_END),
-        gl.load(item_ptr + ITEM_PARTIAL),
-    )
-
-
-@gluon.jit
-def consume_bf16(first, q_nope_s, q_rope_s, ring, query, scales, work, partials):
-    """Rows `[first, first + 64)` of every item, in BF16."""
+def _attend_bf16(item, position, first, q_nope_s, q_rope_s, ring, query, scales, work, partials):
+    """Rows `[first, first + 64)` of an item, in BF16. Returns `position` behind the item."""
     STAGES: gl.constexpr = ring.k_nope.shape[0]
     BLOCK_KEYS: gl.constexpr = ring.k_nope.shape[1]
     DN: gl.constexpr = q_nope_s.shape[1]
@@ -205,71 +192,68 @@ def consume_bf16(first, q_nope_s, q_rope_s, ring, query, scales, work, partials)
     OUT_ROWS: gl.constexpr = gl.SliceLayout(1, OUT)
     QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
 
-    position = 0
-    for item_index in range(gl.program_id(0), gl.load(work.n_items_ptr), gl.num_programs(0)):
-        head, first_row, n_rows, kv_begin, kv_end, partial_row = _read_item(work, item_index)
-        rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, QUERY))
-        in_tile = rows < n_rows
-        row = gl.load(work.ptr + GROUP_ROWS + first_row + rows, mask=in_tile, other=0).to(gl.int64)
-        gl.thread_barrier()  # all warps have finished with the query of the item before
-        q_nope_s.store(_load_rows(query.nope_ptr, row, head, query.nope_row, query.nope_head, in_tile, DN, QUERY))
-        q_rope_s.store(_load_rows(query.rope_ptr, row, head, query.rope_row, query.rope_head, in_tile, DR, QUERY))
-        fence_async_shared()
-        gl.thread_barrier()
+    head, first_row, n_rows, kv_begin, kv_end, partial_row = item
+    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, QUERY))
+    in_tile = rows < n_rows
+    row = gl.load(work.ptr + GROUP_ROWS + first_row + rows, mask=in_tile, other=0).to(gl.int64)
+    gl.thread_barrier()  # all warps have finished with the query of the item before
+    q_nope_s.store(_load_rows(query.nope_ptr, row, head, query.nope_row, query.nope_head, in_tile, DN, QUERY))
+    q_rope_s.store(_load_rows(query.rope_ptr, row, head, query.rope_row, query.rope_head, in_tile, DR, QUERY))
+    fence_async_shared()
+    gl.thread_barrier()
 
-        last_tile = (kv_end - 1) // BLOCK_KEYS
-        n_tiles = last_tile - kv_begin // BLOCK_KEYS + 1
+    last_tile = (kv_end - 1) // BLOCK_KEYS
+    n_tiles = last_tile - kv_begin // BLOCK_KEYS + 1
+    stage = position % STAGES
+    mbarrier.wait(ring.k_full.index(stage), (position // STAGES) & 1)
+    no_scores = gl.zeros([ROWS, BLOCK_KEYS], gl.float32, SCORES)
+    scores = warpgroup_mma(q_rope_s, ring.k_rope.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    scores = warpgroup_mma(q_nope_s, ring.k_nope.index(stage).permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(ring.k_empty.index(stage))
+    key = last_tile * BLOCK_KEYS + gl.arange(0, BLOCK_KEYS, gl.SliceLayout(0, SCORES))
+    scores = gl.where((key < kv_end)[None, :], scores, NO_SCORE)
+    row_max2 = gl.full([ROWS], NO_SCORE, gl.float32, gl.SliceLayout(1, SCORES))
+    row_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+    row_scale = row_sum + scales.softmax_log2e
+    weights, row_max2, row_sum, rescale = _softmax_step(scores, row_max2, row_sum, row_scale, 0.0)
+    acc = gl.zeros([ROWS, DV], gl.float32, OUT)
+    if kv_end % BLOCK_KEYS != 0:
+        mbarrier.wait(ring.v_full.index(stage), (position // STAGES) & 1)
+        _clear_values_behind(ring.v_t.index(stage), kv_end % BLOCK_KEYS, BLOCK_KEYS, DV, False)
+
+    for _ in range(1, n_tiles):
+        weights_b = gl.convert_layout(weights.to(gl.bfloat16), WEIGHTS)
+        v_stage, v_phase = position % STAGES, (position // STAGES) & 1
+        position += 1
         stage = position % STAGES
         mbarrier.wait(ring.k_full.index(stage), (position // STAGES) & 1)
-        no_scores = gl.zeros([ROWS, BLOCK_KEYS], gl.float32, SCORES)
         scores = warpgroup_mma(
             q_rope_s, ring.k_rope.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
         )
         scores = warpgroup_mma(q_nope_s, ring.k_nope.index(stage).permute((1, 0)), scores, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.wait(ring.v_full.index(v_stage), v_phase)
+        acc_next = warpgroup_mma(weights_b, ring.v_t.index(v_stage).permute((1, 0)), acc, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(ring.k_empty.index(stage))
-        key = last_tile * BLOCK_KEYS + gl.arange(0, BLOCK_KEYS, gl.SliceLayout(0, SCORES))
-        scores = gl.where((key < kv_end)[None, :], scores, NO_SCORE)
-        row_max2 = gl.full([ROWS], NO_SCORE, gl.float32, gl.SliceLayout(1, SCORES))
-        row_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
-        row_scale = row_sum + scales.softmax_log2e
         weights, row_max2, row_sum, rescale = _softmax_step(scores, row_max2, row_sum, row_scale, 0.0)
-        acc = gl.zeros([ROWS, DV], gl.float32, OUT)
-        if kv_end % BLOCK_KEYS != 0:
-            mbarrier.wait(ring.v_full.index(stage), (position // STAGES) & 1)
-            _clear_values_behind(ring.v_t.index(stage), kv_end % BLOCK_KEYS, BLOCK_KEYS, DV, False)
-
-        for _ in range(1, n_tiles):
-            weights_b = gl.convert_layout(weights.to(gl.bfloat16), WEIGHTS)
-            v_stage, v_phase = position % STAGES, (position // STAGES) & 1
-            position += 1
-            stage = position % STAGES
-            mbarrier.wait(ring.k_full.index(stage), (position // STAGES) & 1)
-            scores = warpgroup_mma(
-                q_rope_s, ring.k_rope.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
-            )
-            scores = warpgroup_mma(q_nope_s, ring.k_nope.index(stage).permute((1, 0)), scores, is_async=True)
-            mbarrier.wait(ring.v_full.index(v_stage), v_phase)
-            acc_next = warpgroup_mma(weights_b, ring.v_t.index(v_stage).permute((1, 0)), acc, is_async=True)
-            scores = warpgroup_mma_wait(1, deps=[scores])
-            mbarrier.arrive(ring.k_empty.index(stage))
-            weights, row_max2, row_sum, rescale = _softmax_step(scores, row_max2, row_sum, row_scale, 0.0)
-            acc = warpgroup_mma_wait(0, deps=[acc_next])
-            mbarrier.arrive(ring.v_empty.index(v_stage))
-            acc = acc * gl.convert_layout(rescale, OUT_ROWS)[:, None]
-
-        weights_b = gl.convert_layout(weights.to(gl.bfloat16), WEIGHTS)
-        stage = position % STAGES
-        mbarrier.wait(ring.v_full.index(stage), (position // STAGES) & 1)
-        acc_next = warpgroup_mma(weights_b, ring.v_t.index(stage).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc_next])
-        mbarrier.arrive(ring.v_empty.index(stage))
-        position += 1
-        row_max2 = gl.convert_layout(row_max2, OUT_ROWS)
-        row_sum = gl.convert_layout(row_sum, OUT_ROWS)
-        _store_partial(
-            partials, acc, row_max2, row_sum, 1.0, partial_row, work.heads, head, first, n_rows, DV, OUT
-        )  # fmt: skip
+        mbarrier.arrive(ring.v_empty.index(v_stage))
+        acc = acc * gl.convert_layout(rescale, OUT_ROWS)[:, None]
+
+    weights_b = gl.convert_layout(weights.to(gl.bfloat16), WEIGHTS)
+    stage = position % STAGES
+    mbarrier.wait(ring.v_full.index(stage), (position // STAGES) & 1)
+    acc_next = warpgroup_mma(weights_b, ring.v_t.index(stage).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc_next])
+    mbarrier.arrive(ring.v_empty.index(stage))
+    position += 1
+    row_max2 = gl.convert_layout(row_max2, OUT_ROWS)
+    row_sum = gl.convert_layout(row_sum, OUT_ROWS)
+    _store_partial(
+        partials, acc, row_max2, row_sum, 1.0, partial_row, work.heads, head, first, n_rows, DV, OUT
+    )  # fmt: skip
+    return position
 
 
 @gluon.jit
@@ -282,8 +266,9 @@ def _weights_to_fp8(weights, BLOCK_KEYS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def consume_fp8(first, q_nope_s, q_rope_s, ring, query, scales, work, partials):
-    """Rows `[first, first + 64)` of every item: content scores and values in FP8, rotary scores in BF16.
+def _attend_fp8(item, position, first, q_nope_s, q_rope_s, ring, query, scales, work, partials):
+    """Rows `[first, first + 64)` of an item: content scores and values in FP8, rotary scores in BF16. Returns
+    `position` behind the item.
 
     The content query is quantised here, one scale for each row and head (SnapMLA, section 3.1). The rotary query is
     divided by that scale and by the key scale, so that both products share one accumulator (SnapMLA, equation 6). The
@@ -303,89 +288,122 @@ def consume_fp8(first, q_nope_s, q_rope_s, ring, query, scales, work, partials):
     OUT_ROWS: gl.constexpr = gl.SliceLayout(1, OUT)
     QUERY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
 
-    position = 0
-    for item_index in range(gl.program_id(0), gl.load(work.n_items_ptr), gl.num_programs(0)):
-        head, first_row, n_rows, kv_begin, kv_end, partial_row = _read_item(work, item_index)
-        rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, QUERY))
-        in_tile = rows < n_rows
-        row = gl.load(work.ptr + GROUP_ROWS + first_row + rows, mask=in_tile, other=0).to(gl.int64)
-        q_nope = _load_rows(query.nope_ptr, row, head, query.nope_row, query.nope_head, in_tile, DN, QUERY)
-        q_nope = q_nope.to(gl.float32)
-        q_rope = _load_rows(query.rope_ptr, row, head, query.rope_row, query.rope_head, in_tile, DR, QUERY)
-        q_rope = q_rope.to(gl.float32)
-        q_scale = gl.maximum(gl.max(gl.abs(q_nope), 1), 1e-8) / FP8_MAX
-        k_scale = gl.load(scales.k_ptr + head)
-        gl.thread_barrier()  # all warps have finished with the query of the item before
-        q_nope_s.store((q_nope / q_scale[:, None]).to(gl.float8e4nv))
-        q_rope_s.store((q_rope / (q_scale * k_scale)[:, None]).to(gl.bfloat16))
-        fence_async_shared()
-        gl.thread_barrier()
-        row_scale = gl.convert_layout(q_scale * (k_scale * scales.softmax_log2e), gl.SliceLayout(1, SCORES))
+    head, first_row, n_rows, kv_begin, kv_end, partial_row = item
+    rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, QUERY))
+    in_tile = rows < n_rows
+    row = gl.load(work.ptr + GROUP_ROWS + first_row + rows, mask=in_tile, other=0).to(gl.int64)
+    q_nope = _load_rows(query.nope_ptr, row, head, query.nope_row, query.nope_head, in_tile, DN, QUERY)
+    q_nope = q_nope.to(gl.float32)
+    q_rope = _load_rows(query.rope_ptr, row, head, query.rope_row, query.rope_head, in_tile, DR, QUERY)
+    q_rope = q_rope.to(gl.float32)
+    q_scale = gl.maximum(gl.max(gl.abs(q_nope), 1), 1e-8) / FP8_MAX
+    k_scale = gl.load(scales.k_ptr + head)
+    gl.thread_barrier()  # all warps have finished with the query of the item before
+    q_nope_s.store((q_nope / q_scale[:, None]).to(gl.float8e4nv))
+    q_rope_s.store((q_rope / (q_scale * k_scale)[:, None]).to(gl.bfloat16))
+    fence_async_shared()
+    gl.thread_barrier()
+    row_scale = gl.convert_layout(q_scale * (k_scale * scales.softmax_log2e), gl.SliceLayout(1, SCORES))
 
-        last_tile = (kv_end - 1) // BLOCK_KEYS
-        n_tiles = last_tile - kv_begin // BLOCK_KEYS + 1
-        stage = position % STAGES
-        mbarrier.wait(ring.k_full.index(stage), (position // STAGES) & 1)
-        no_rope = gl.zeros([ROWS, BLOCK_KEYS], gl.float32, ROPE_SCORES)
-        rope = warpgroup_mma(q_rope_s, ring.k_rope.index(stage).permute((1, 0)), no_rope, use_acc=False, is_async=True)
-        rope = warpgroup_mma_wait(0, deps=[rope])
-        scores = gl.convert_layout(rope, SCORES)
-        scores = warpgroup_mma(q_nope_s, ring.k_nope.index(stage).permute((1, 0)), scores, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(ring.k_empty.index(stage))
-        key = last_tile * BLOCK_KEYS + gl.arange(0, BLOCK_KEYS, gl.SliceLayout(0, SCORES))
-        scores = gl.where((key < kv_end)[None, :], scores, NO_SCORE)
-        row_max2 = gl.full([ROWS], NO_SCORE, gl.float32, gl.SliceLayout(1, SCORES))
-        row_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
-        no_out = gl.zeros([ROWS, DV], gl.float32, OUT)
-        acc = no_out
-        if kv_end % BLOCK_KEYS != 0:
-            mbarrier.wait(ring.v_full.index(stage), (position // STAGES) & 1)
-            _clear_values_behind(ring.v_t.index(stage), kv_end % BLOCK_KEYS, BLOCK_KEYS, DV, True)
+    last_tile = (kv_end - 1) // BLOCK_KEYS
+    n_tiles = last_tile - kv_begin // BLOCK_KEYS + 1
+    stage = position % STAGES
+    mbarrier.wait(ring.k_full.index(stage), (position // STAGES) & 1)
+    no_rope = gl.zeros([ROWS, BLOCK_KEYS], gl.float32, ROPE_SCORES)
+    rope = warpgroup_mma(q_rope_s, ring.k_rope.index(stage).permute((1, 0)), no_rope, use_acc=False, is_async=True)
+    rope = warpgroup_mma_wait(0, deps=[rope])
+    scores = gl.convert_layout(rope, SCORES)
+    scores = warpgroup_mma(q_nope_s, ring.k_nope.index(stage).permute((1, 0)), scores, is_async=True)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(ring.k_empty.index(stage))
+    key = last_tile * BLOCK_KEYS + gl.arange(0, BLOCK_KEYS, gl.SliceLayout(0, SCORES))
+    scores = gl.where((key < kv_end)[None, :], scores, NO_SCORE)
+    row_max2 = gl.full([ROWS], NO_SCORE, gl.float32, gl.SliceLayout(1, SCORES))
+    row_sum = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+    no_out = gl.zeros([ROWS, DV], gl.float32, OUT)
+    acc = no_out
+    if kv_end % BLOCK_KEYS != 0:
+        mbarrier.wait(ring.v_full.index(stage), (position // STAGES) & 1)
+        _clear_values_behind(ring.v_t.index(stage), kv_end % BLOCK_KEYS, BLOCK_KEYS, DV, True)
 
-        for _ in range(1, n_tiles):
-            weights, row_max2, row_sum, rescale = _softmax_step(scores, row_max2, row_sum, row_scale, LOG2_FP8_MAX)
-            weights_q = _weights_to_fp8(weights, BLOCK_KEYS, WEIGHTS)
-            v_stage, v_phase = position % STAGES, (position // STAGES) & 1
-            position += 1
-            stage = position % STAGES
-            mbarrier.wait(ring.k_full.index(stage), (position // STAGES) & 1)
-            rope = warpgroup_mma(
-                q_rope_s, ring.k_rope.index(stage).permute((1, 0)), no_rope, use_acc=False, is_async=True
-            )
-            mbarrier.wait(ring.v_full.index(v_stage), v_phase)
-            added = warpgroup_mma(
-                weights_q, ring.v_t.index(v_stage).permute((1, 0)), no_out, use_acc=False, is_async=True
-            )
-            rope = warpgroup_mma_wait(1, deps=[rope])
-            scores_next = gl.convert_layout(rope, SCORES)
-            scores_next = warpgroup_mma(q_nope_s, ring.k_nope.index(stage).permute((1, 0)), scores_next, is_async=True)
-            scores, added = warpgroup_mma_wait(0, deps=[scores_next, added])
-            mbarrier.arrive(ring.k_empty.index(stage))
-            mbarrier.arrive(ring.v_empty.index(v_stage))
-            acc = acc * gl.convert_layout(rescale, OUT_ROWS)[:, None] + added
-
+    for _ in range(1, n_tiles):
         weights, row_max2, row_sum, rescale = _softmax_step(scores, row_max2, row_sum, row_scale, LOG2_FP8_MAX)
         weights_q = _weights_to_fp8(weights, BLOCK_KEYS, WEIGHTS)
+        v_stage, v_phase = position % STAGES, (position // STAGES) & 1
+        position += 1
         stage = position % STAGES
-        mbarrier.wait(ring.v_full.index(stage), (position // STAGES) & 1)
-        added = warpgroup_mma(weights_q, ring.v_t.index(stage).permute((1, 0)), no_out, use_acc=False, is_async=True)
-        added = warpgroup_mma_wait(0, deps=[added])
+        mbarrier.wait(ring.k_full.index(stage), (position // STAGES) & 1)
+        rope = warpgroup_mma(q_rope_s, ring.k_rope.index(stage).permute((1, 0)), no_rope, use_acc=False, is_async=True)
+        mbarrier.wait(ring.v_full.index(v_stage), v_phase)
+        added = warpgroup_mma(weights_q, ring.v_t.index(v_stage).permute((1, 0)), no_out, use_acc=False, is_async=True)
+        rope = warpgroup_mma_wait(1, deps=[rope])
+        scores_next = gl.convert_layout(rope, SCORES)
+        scores_next = warpgroup_mma(q_nope_s, ring.k_nope.index(stage).permute((1, 0)), scores_next, is_async=True)
+        scores, added = warpgroup_mma_wait(0, deps=[scores_next, added])
+        mbarrier.arrive(ring.k_empty.index(stage))
+        mbarrier.arrive(ring.v_empty.index(v_stage))
+        acc = acc * gl.convert_layout(rescale, OUT_ROWS)[:, None] + added
+
+    weights, row_max2, row_sum, rescale = _softmax_step(scores, row_max2, row_sum, row_scale, LOG2_FP8_MAX)
+    weights_q = _weights_to_fp8(weights, BLOCK_KEYS, WEIGHTS)
+    stage = position % STAGES
+    mbarrier.wait(ring.v_full.index(stage), (position // STAGES) & 1)
+    added = warpgroup_mma(weights_q, ring.v_t.index(stage).permute((1, 0)), no_out, use_acc=False, is_async=True)
+    added = warpgroup_mma_wait(0, deps=[added])
+    mbarrier.arrive(ring.v_empty.index(stage))
+    position += 1
+    acc = acc * gl.convert_layout(rescale, OUT_ROWS)[:, None] + added
+    row_max2 = gl.convert_layout(row_max2 - LOG2_FP8_MAX, OUT_ROWS)
+    row_sum = gl.convert_layout(row_sum, OUT_ROWS)
+    v_scale = gl.load(scales.v_ptr + head)
+    _store_partial(
+        partials, acc, row_max2, row_sum, v_scale, partial_row, work.heads, head, first, n_rows, DV, OUT
+    )  # fmt: skip
+    return position
+
+
+@gluon.jit
+def _read_item(work, item_index):
+    item_ptr = work.ptr + work.items_offset + item_index * ITEM_FIELDS
+    return (
+        gl.load(item_ptr + ITEM_HEAD),
+        gl.load(item_ptr + ITEM_FIRST_ROW),
+        gl.load(item_ptr + ITEM_ROWS),
+        gl.load(item_ptr + ITEM_BEGIN),
+        gl.load(item_ptr + ITEM_END),
+        gl.load(item_ptr + ITEM_PARTIAL),
+    )
+
+
+@gluon.jit
+def _pass_over(ring, position, n_tiles):
+    """Hand back the key tiles of an item in which this consumer has no row. Returns `position` behind the item."""
+    STAGES: gl.constexpr = ring.k_nope.shape[0]
+    for _ in range(n_tiles):
+        stage, phase = position % STAGES, (position // STAGES) & 1
+        mbarrier.wait(ring.k_full.index(stage), phase)
+        mbarrier.arrive(ring.k_empty.index(stage))
+        mbarrier.wait(ring.v_full.index(stage), phase)
         mbarrier.arrive(ring.v_empty.index(stage))
         position += 1
-        acc = acc * gl.convert_layout(rescale, OUT_ROWS)[:, None] + added
-        row_max2 = gl.convert_layout(row_max2 - LOG2_FP8_MAX, OUT_ROWS)
-        row_sum = gl.convert_layout(row_sum, OUT_ROWS)
-        v_scale = gl.load(scales.v_ptr + head)
-        _store_partial(
-            partials, acc, row_max2, row_sum, v_scale, partial_row, work.heads, head, first, n_rows, DV, OUT
-        )  # fmt: skip
+    return position
 
 
 @gluon.jit
 def consume(first, q_nope_s, q_rope_s, ring, query, scales, work, partials):
-    """The consumer for the dtype of the keys."""
-    if ring.k_nope.dtype == gl.float8e4nv:
-        consume_fp8(first, q_nope_s, q_rope_s, ring, query, scales, work, partials)
-    else:
-        consume_bf16(first, q_nope_s, q_rope_s, ring, query, scales, work, partials)
+    """Rows `[first, first + 64)` of every item."""
+    BLOCK_KEYS: gl.constexpr = ring.k_nope.shape[1]
+    position = 0
+    for item_index in range(gl.program_id(0), gl.load(work.n_items_ptr), gl.num_programs(0)):
+        item = _read_item(work, item_index)
+        _, _, n_rows, kv_begin, kv_end, _ = item
+        if first >= n_rows:
+            position = _pass_over(ring, position, (kv_end - 1) // BLOCK_KEYS - kv_begin // BLOCK_KEYS + 1)
+        elif ring.k_nope.dtype == gl.float8e4nv:
+            position = _attend_fp8(
+                item, position, first, q_nope_s, q_rope_s, ring, query, scales, work, partials
+            )  # fmt: skip
+        else:
+            position = _attend_bf16(
+                item, position, first, q_nope_s, q_rope_s, ring, query, scales, work, partials
+            )  # fmt: skip
