@@ -46,7 +46,6 @@ FLAGS_OF_STOCK = (
     "use_captured_forward_metadata_for_breakable_cuda_graph",
     "supports_full_cuda_graph_chunked_prefix",
     "extend_dummy_seqs_capped_by_req_pool",  # from 0.5.18 on
-    "kv_index_translator",  # from 0.5.20 on
 )
 METHODS_OF_STOCK = (
     "get_cuda_graph_seq_len_fill_value",
@@ -149,6 +148,15 @@ class HybridMLABackend(AttentionBackend):
     @forward_metadata.setter
     def forward_metadata(self, value: Any) -> None:
         self._stock.backend.forward_metadata = value
+
+    @property
+    def kv_index_translator(self) -> Any:
+        """From 0.5.20 on. SGLang gives its own to a backend that has none, which is the stock backend's then."""
+        return getattr(self._stock.backend, "kv_index_translator", None)
+
+    @kv_index_translator.setter
+    def kv_index_translator(self, value: Any) -> None:
+        self._stock.backend.kv_index_translator = value
 
     @property
     def verify_mask(self) -> Any:
