@@ -17,7 +17,7 @@ from .constants import PAGE_TOKENS
 from .memory import Memory
 from .naive import sm90_naive, triton_naive
 from .naive.attention import SharedAttention, TorchSharedAttention, TritonSharedAttention
-from .naive.triton_naive import Tile
+from .naive.tiles import Tile
 from .storage import page_table
 from .storage.append_latent import append_latent
 from .storage.expanded import ExpandedBuffers
@@ -40,7 +40,7 @@ def make_shared_attention(
     """Attention over the expanded segments in `buffers`: the kernel for this GPU, or torch where there is none.
 
     Args:
-        tiles: fields of `triton_naive.Tile`, smallest first, for the Hopper kernel: as calibrated for this GPU and the
+        tiles: fields of `naive.tiles.Tile`, smallest first, for the Hopper kernel: as calibrated for this GPU and the
             dtype of `buffers`. By default those that are best on an H200.
         portable: use the kernel for any GPU also where there is one for this GPU.
         segments_per_row: segments that a row is in on average, at most: each one more costs `max_rows` partials.

@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_mla_ext.kernels.dispatch import make_hopper_absorb_fp8
-from sglang_mla_ext.kernels.naive.triton_naive import Tile
+from sglang_mla_ext.kernels.naive.tiles import Tile
 
 FP8_MACS_PER_CYCLE, BITS16_MACS_PER_CYCLE = 4096, 2048  # of one Hopper multiprocessor, dense
 DECODE_CASES = ("128x8192x128", "64x16384x128", "128x8192x16")

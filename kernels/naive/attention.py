@@ -30,10 +30,7 @@ from ..reference import attention as reference
 from ..storage.expanded import ExpandedBuffers
 from . import triton_naive
 from .schedule import ExpandedSegment, WorkList, WorkListCapacity, build_work_list
-from .triton_naive import Tile, tile_for
-
-NARROWER_COSTS = 1.03
-"""What whole narrow tiles take longer than wide ones, at most: 0 to 2 % on an H200 (FP8, 128 heads)."""
+from .tiles import LARGEST_TILE, Tile, best_tile, launched_tiles
 
 
 class SharedAttention(Protocol):
@@ -231,7 +228,7 @@ class TritonSharedAttention:
         self._partial_out = zeros(*partials, dtype=torch.float32)  # [P, H, dv]
         self._partial_lse2 = zeros(*partials[:2], dtype=torch.float32)  # [P, H]
         self._work = zeros(self._capacity.size, dtype=torch.int32)
-        self._planned = DevicePlan(self._launched(max_rows), self._work)
+        self._planned = DevicePlan(launched_tiles(max_rows, self._tiles), self._work)
         self._has_work = False
 
         self._cuda = device.type == "cuda"
@@ -258,7 +255,7 @@ class TritonSharedAttention:
     ) -> int:
         """The most that `workspace_bytes` of an object with these sizes is, before it exists, whether it gets these
         tiles or the default ones."""
-        num_ctas = {tile: tile.ctas_per_sm * sm_count for tile in (*triton_naive.TILES, *tiles)}
+        num_ctas = {tile: tile.ctas_per_sm * sm_count for tile in (*triton_naive.TILES, LARGEST_TILE, *tiles)}
         capacity = cls._compute_capacity(max_rows, heads, chunks, num_ctas, segments_per_row)
         return 4 * (capacity.max_partial_rows * heads * (v_head_dim + 1) + capacity.size)
 
@@ -267,7 +264,7 @@ class TritonSharedAttention:
         _try_out(self, self._buffers, sizes, query_dtype)
 
     def plan(self, segments: Sequence[ExpandedSegment], rows: int | None = None) -> None:
-        tiles = self._launched(rows or self._max_rows)
+        tiles = launched_tiles(rows or self._max_rows, self._tiles)
         if segments or self._has_work:  # else the device's list is empty already
             staging = self._staging[self._next_staging]
             if (copied := self._copied[self._next_staging]) is not None:
@@ -280,7 +277,7 @@ class TritonSharedAttention:
         self._planned, self._has_work = DevicePlan(tiles, self._work), bool(segments)
 
     def make_plan(self, segments: Sequence[ExpandedSegment], rows: int) -> DevicePlan:
-        tile = best_tile(segments, self._launched(rows))
+        tile = best_tile(segments, launched_tiles(rows, self._tiles))
         if self._scratch is None:  # made once: a list has room for the largest plan
             self._scratch = np.empty(self._capacity.size, np.int32)
         work = self._build(segments, tile, self._scratch)
@@ -292,7 +289,7 @@ class TritonSharedAttention:
         self, layer: int, q_nope: Tensor, q_rope: Tensor, softmax_scale: float, plan: DevicePlan | None = None
     ) -> None:
         plan = plan or self._planned
-        if not set(plan.tiles) <= set(self._launched(q_nope.shape[0])):
+        if not set(plan.tiles) <= set(launched_tiles(q_nope.shape[0], self._tiles)):
             planned = " and ".join(str(tile.block_rows) for tile in plan.tiles)
             raise ValueError(f"planned for tiles of {planned} rows, run with {q_nope.shape[0]} rows")
         for tile in plan.tiles:
@@ -334,12 +331,6 @@ class TritonSharedAttention:
             out=out,
         )
 
-    def _launched(self, rows: int) -> tuple[Tile, ...]:
-        """Tiles of which a plan for so many rows may need one, and so all that a graph launches: one that the plan does
-        not use costs about 2 us."""
-        widest = tile_for(rows, self._tiles)
-        return tuple(tile for tile in self._tiles if tile is widest or _keeps_up(tile, widest))
-
     @staticmethod
     def _compute_capacity(
         max_rows: int, heads: int, chunks: int, num_ctas: dict[Tile, int], segments_per_row: int
@@ -353,26 +344,6 @@ class TritonSharedAttention:
             target_items=num_ctas[largest],
             segments_per_row=segments_per_row,
         )
-
-
-def best_tile(segments: Sequence[ExpandedSegment], tiles: Sequence[Tile]) -> Tile:
-    """The tile that pads the rows of the segments least; a narrower one has to save more than it costs.
-
-    Args:
-        tiles: as fast as each other on whole tiles, smallest first.
-    """
-
-    def work(tile: Tile) -> float:
-        padded = sum(-(-len(segment.rows) // tile.block_rows) * segment.tokens for segment in segments)
-        return padded * tile.block_rows * (1.0 if tile is tiles[-1] else NARROWER_COSTS)
-
-    return min(reversed(tiles), key=work)
-
-
-def _keeps_up(tile: Tile, wider: Tile) -> bool:
-    """Whether narrow tiles keep a multiprocessor as busy as a wider one does: by 128 rows in flight, or as many."""
-    in_flight = tile.block_rows * tile.ctas_per_sm
-    return tile.block_rows < wider.block_rows and in_flight >= min(128, wider.block_rows * wider.ctas_per_sm)
 
 
 def _try_out(attention: SharedAttention, buffers: ExpandedBuffers, sizes: set[int], dtype: torch.dtype) -> None:

@@ -3,7 +3,7 @@
     out[b, h] = softmax_n(softmax_scale · (q_nope[b, h] · k_nope[n, h] + q_rope[b, h] · k_rope[n])) · v[n, h]
 
 One persistent launch over a work list (schedule.py). In every program one warp copies key tiles to shared memory (TMA,
-a ring of stages), and one or two warp groups of 64 rows each consume them (sm90_parts/consumers.py). It is written in
+a ring of stages), and one to three warp groups of 64 rows each consume them (sm90_parts/consumers.py). It is written in
 Gluon because Triton waits for every wgmma before it issues the next one.
 
 Memory per work item of n keys: reads n·(dn + dv + dr)·2 bytes of keys and values in BF16, n·(dn + dv + 2·dr) in FP8,
@@ -27,10 +27,12 @@ from ..storage.expanded import ExpandedBuffers
 from .items import ITEM_BEGIN, ITEM_CHUNKS, ITEM_END, ITEM_FIELDS, ITEM_HEAD, N_ITEMS
 from .schedule import WorkListCapacity
 from .sm90_parts.consumers import ROWS, Partials, Query, Ring, Scales, Work, consume
-from .triton_naive import Tile, check_arguments
+from .tiles import Tile
+from .triton_naive import check_arguments
 
 CHUNK = gl.constexpr(CHUNK_TOKENS)
-CONSUMER_REGISTERS = 240
+CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}
+"""By the number of consumers, which share a multiprocessor's registers; one alone gets what the producer leaves."""
 PRODUCER_REGISTERS = 24
 
 TILES = {
@@ -44,9 +46,9 @@ TILES = {
         Tile(block_rows=128, block_keys=128, num_stages=4),
     ),
 }
-"""By dtype, for up to 64 rows and for more: the fastest on an H200 among the candidates of scripts/calibrate.py. Up to
-64 rows a program has one consumer, and in FP8 two programs share a multiprocessor; above, a program has two consumers.
-"""
+"""By dtype, smallest first: the fastest on an H200 among the candidates of scripts/calibrate.py. A program has a
+consumer for each 64 rows; in FP8 two programs of one consumer share a multiprocessor. A tile of 192 rows takes a fifth
+less time for them than two of 128, which also compute for 64 rows that are not there."""
 
 
 @dataclass(frozen=True)
@@ -184,28 +186,27 @@ def naive_prefix_hopper_kernel(
     first = (0, q_nope_s.index(0), q_rope_s.index(0), ring, query, scales, work, partials)
     if CONSUMERS == 1:
         gl.warp_specialize([(consume, first), (_produce, produced)], [1], [PRODUCER_REGISTERS])
-    elif CONSUMERS == 2:
-        second = (ROWS, q_nope_s.index(1), q_rope_s.index(1), ring, query, scales, work, partials)
-        gl.warp_specialize(
-            [(consume, first), (consume, second), (_produce, produced)],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
     else:
         second = (ROWS, q_nope_s.index(1), q_rope_s.index(1), ring, query, scales, work, partials)
-        third = (2 * ROWS, q_nope_s.index(2), q_rope_s.index(2), ring, query, scales, work, partials)
-        gl.warp_specialize(
-            [(consume, first), (consume, second), (consume, third), (_produce, produced)],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
+        if CONSUMERS == 2:
+            gl.warp_specialize(
+                [(consume, first), (consume, second), (_produce, produced)],
+                [4, 1],
+                [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+            )
+        else:
+            third = (2 * ROWS, q_nope_s.index(2), q_rope_s.index(2), ring, query, scales, work, partials)
+            gl.warp_specialize(
+                [(consume, first), (consume, second), (consume, third), (_produce, produced)],
+                [4, 4, 1],
+                [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+            )
 
 
 def launch_options(tile: Tile) -> dict[str, int]:
     """Constants and compiler options of a tile's kernel."""
     options = dict(CONSUMERS=tile.block_rows // ROWS.value, STAGES=tile.num_stages, num_warps=4)
-    registers = CONSUMER_REGISTERS if tile.block_rows <= 128 else 160
-    options |= dict(CONSUMER_REGISTERS=registers, PRODUCER_REGISTERS=PRODUCER_REGISTERS)
+    options |= dict(PRODUCER_REGISTERS=PRODUCER_REGISTERS, CONSUMER_REGISTERS=CONSUMER_REGISTERS[options["CONSUMERS"]])
     if tile.ctas_per_sm == 2:
         options["maxnreg"] = 128  # for 8 warps; the consumer gets the registers that the producer's warps give up
     return options

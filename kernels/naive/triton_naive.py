@@ -38,18 +38,7 @@ from .items import (
     N_ITEMS,
 )
 from .schedule import WorkListCapacity
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Block sizes and launch parameters of the kernel."""
-
-    block_rows: int = 64
-    block_keys: int = 64
-    num_warps: int = 4
-    num_stages: int = 3
-    ctas_per_sm: int = 1
-
+from .tiles import Tile
 
 TILES = (Tile(), Tile(block_rows=128, num_warps=8))
 """By block_rows. The fastest of eleven candidates on an H200 in BF16, 26,472 tokens, 16 and 128 heads: the first one up
@@ -62,11 +51,6 @@ FP8_TILES = (Tile(ctas_per_sm=2), Tile(block_rows=128, num_warps=8))
 def tiles_of(dtype: torch.dtype) -> tuple[Tile, ...]:
     """Tiles for buffers of a dtype, smallest first."""
     return FP8_TILES if dtype == FP8 else TILES
-
-
-def tile_for(rows: int, tiles: tuple[Tile, ...] = TILES) -> Tile:
-    """The tile for batches of this many rows: the smallest that holds them all, else the largest."""
-    return next((tile for tile in tiles if tile.block_rows >= rows), tiles[-1])
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from bench.rivals import flashmla_bf16, flashmla_fp8, flashmla_tail
 from bench.shared import DTYPES, STORAGE
 from bench.tile_choice import LONG, SHORT, SHORTER, choose_tiles, shared_part, shared_part_and_merge
 from bench.timing import attempt, free_memory, measure
-from sglang_mla_ext.kernels.naive.triton_naive import Tile
+from sglang_mla_ext.kernels.naive.tiles import Tile
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModeRates
 
 CUTS = 8

@@ -16,7 +16,7 @@ from bench.timing import attempt
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
-from sglang_mla_ext.kernels.naive.triton_naive import Tile
+from sglang_mla_ext.kernels.naive.tiles import Tile
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
 from sglang_mla_ext.prefix.cost_model import rates_for
 

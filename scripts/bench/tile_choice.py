@@ -14,11 +14,11 @@ from bench.cases import DV, Case
 from bench.planner_grid import TAIL
 from bench.shared import shared_attention
 from bench.timing import attempt, back_to_back, captured, free_memory, settled
-from sglang_mla_ext.kernels.naive.triton_naive import Tile
+from sglang_mla_ext.kernels.naive.tiles import Tile
 
 LONG, SHORTER, SHORT = 26472, 7069, 1024  # tokens
-# By dtype: for up to 64 rows, then for more; the first of each is the default, which the others must agree with. Only
-# tiles of which a multiprocessor runs 128 rows at once, as the servers' memory estimate expects, or fewer.
+# By dtype: for up to 64 rows, for more, and for 192 where a kernel can; the first of each is the default, which the
+# others must agree with. None has more rows in flight than tiles.LARGEST_TILE, as the servers' memory estimate expects.
 CANDIDATES = {
     "bf16": (
         (
@@ -31,6 +31,10 @@ CANDIDATES = {
             Tile(block_rows=128, block_keys=128, num_stages=2),
             Tile(block_rows=128, block_keys=64, num_stages=4),
             Tile(block_rows=64, block_keys=64, num_stages=2, ctas_per_sm=2),
+        ),
+        (
+            Tile(block_rows=192, block_keys=64, num_stages=3),
+            Tile(block_rows=128, block_keys=128, num_stages=2),
         ),
     ),
     "fp8": (
@@ -48,10 +52,11 @@ CANDIDATES = {
         ),
     ),
 }
-# Where the candidates for up to 64 rows are timed, and those for more. No prefix fits into the L2 cache.
+# Where the candidates for each are timed. No prefix fits into the L2 cache.
 TILE_CASES = (
     (Case(LONG, TAIL, 128, (64,)), Case(LONG, TAIL, 16, (64,))),
     (Case(LONG, TAIL, 128, (128,)), Case(LONG, TAIL, 128, (512,)), Case(LONG, TAIL, 16, (256,))),
+    (Case(LONG, TAIL, 128, (192,)),),
 )
 ROUNDS, TURN_S = 3, 0.25  # for every candidate in every case; less than half a minute in all
 TILE_MARGIN = 0.01  # times closer than this count as equal
@@ -124,9 +129,9 @@ def time_tiles(tiles: Iterable[Tile], dtype: str, case: Case) -> dict[Tile, floa
 
 
 def choose_tiles(dtype: str) -> list[Tile]:
-    """The fastest tile for up to 64 rows and for more (one entry if they agree); none if all candidates fail."""
+    """The fastest tiles, smallest first (fewer where they agree); none if all candidates fail."""
     chosen = []
-    for candidates, cases in zip(CANDIDATES[dtype], TILE_CASES, strict=True):
+    for candidates, cases in zip(CANDIDATES[dtype], TILE_CASES, strict=False):
         times: dict[Tile, list[float]] = {tile: [] for tile in candidates}
         for case in cases:
             measured = time_tiles(times, dtype, case)
@@ -137,4 +142,4 @@ def choose_tiles(dtype: str) -> list[Tile]:
         if not times:
             return []
         chosen.append(pick_tile(times))
-    return list(dict.fromkeys(chosen))
+    return sorted(dict.fromkeys(chosen), key=lambda tile: tile.block_rows)

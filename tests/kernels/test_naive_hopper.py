@@ -22,7 +22,8 @@ from sglang_mla_ext.kernels.naive import sm90_naive
 from sglang_mla_ext.kernels.naive.attention import TritonSharedAttention
 from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.naive.sm90_parts import consumers
-from sglang_mla_ext.kernels.naive.triton_naive import Tile, check_arguments
+from sglang_mla_ext.kernels.naive.tiles import Tile
+from sglang_mla_ext.kernels.naive.triton_naive import check_arguments
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 

@@ -17,7 +17,8 @@ from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.naive import triton_naive
 from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention, TritonSharedAttention
 from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
-from sglang_mla_ext.kernels.naive.triton_naive import Tile
+from sglang_mla_ext.kernels.naive.sm90_naive import TILES
+from sglang_mla_ext.kernels.naive.tiles import LARGEST_TILE, Tile, best_tile, launched_tiles
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 
@@ -299,7 +300,7 @@ def test_wrong_queries_are_refused_with_a_reason() -> None:
 def test_workspace_is_known_beforehand() -> None:
     problem = Problem(Case((2,), (70,), heads=4))
     sizes = dict(max_rows=2, heads=4, v_head_dim=SMALL.v)
-    whole = TritonSharedAttention(problem.buffers, max_rows=2, heads=4, num_ctas=8)
+    whole = TritonSharedAttention(problem.buffers, max_rows=2, heads=4, num_ctas=8, tiles=[LARGEST_TILE])
     assert whole.workspace_bytes == TritonSharedAttention.workspace_bytes_for(
         **sizes, chunks=problem.buffers.chunks, sm_count=8
     )
@@ -352,6 +353,17 @@ def test_the_plan_picks_among_tiles_that_keep_up() -> None:
     alone = TritonSharedAttention(problem.buffers, tiles=[Tile(block_rows=16), wide], **sizes)
     alone.plan(problem.groups[:1], rows=36)
     assert [tile.block_rows for tile in alone._planned.tiles] == [32]  # one program of 16 rows does not keep up
+
+
+def test_which_tiles_are_launched_and_planned_for() -> None:
+    """In BF16 on Hopper. A batch of up to 128 rows launches one kernel."""
+    one, two, three = TILES[torch.bfloat16]
+    for rows, launched in ((1, [one]), (65, [two]), (128, [two]), (129, [two, three]), (2048, [two, three])):
+        assert list(launched_tiles(rows, TILES[torch.bfloat16])) == launched
+    for sizes, best in (([192], three), ([130, 190], three), ([256], two), ([512], two), ([384], two), ([20], two)):
+        segments = [ExpandedSegment(tuple(range(rows)), 100, (0, 1)) for rows in sizes]
+        assert best_tile(segments, (two, three)) == best
+    assert all(tile.rows_in_flight <= LARGEST_TILE.rows_in_flight for tiles in TILES.values() for tile in tiles)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])

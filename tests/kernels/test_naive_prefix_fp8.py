@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8
 from sglang_mla_ext.kernels.naive.attention import TritonSharedAttention
 from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
-from sglang_mla_ext.kernels.naive.triton_naive import Tile
+from sglang_mla_ext.kernels.naive.tiles import Tile
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 
