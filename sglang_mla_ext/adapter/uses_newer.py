@@ -118,6 +118,7 @@ SGLANG_0_5_20 = _after(
         f"{_ARGS}.use_mla_backend",
         f"{_ARGS}.get_model_config",
         f"{_ARGS}._late_resolution",
+        "environ.Envs.SGLANG_ENABLE_UNIFIED_RADIX_TREE",
         f"{_TREE}.RadixCache",
         f"{_TREE}.TreeNode",
         f"{_TREE}.RadixKey",
@@ -164,5 +165,5 @@ SGLANG_0_5_23 = _after(
     _use(f"{_CORE_INTERFACE}.TreePathNodeInfo.node_id", "attribute", "paths"),
     _use(f"{_CORE_INTERFACE}.TreePathNodeInfo.path_end", "attribute", "paths"),
     _use(f"{_CORE_INTERFACE}.TreePathNodeInfo.num_children", "attribute", "paths"),
-    gone=(_CORE,),
+    gone=(_CORE, "environ.Envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"),
 )

@@ -6,6 +6,7 @@ environment, loads SGLang's plug-ins as SGLang does at start, and reports what i
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -318,3 +319,14 @@ def test_the_backend_is_not_built_without_its_hooks(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(hooks, "_hooked", {"sglang.some.target": None})
     with pytest.raises(contract.ContractError, match=r"hooks are not in place: sglang\.some\.target\."):
         hooks.create_backend(None)
+
+
+@pytest.mark.parametrize("variable", ["SGLANG_ENABLE_UNIFIED_RADIX_TREE", "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"])
+def test_a_variable_is_named_where_sglang_takes_another_tree_by_it(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    from sglang.srt.mem_cache import registry
+
+    monkeypatch.setenv(variable, "1")
+    read = f"if envs.{variable}.get()" in inspect.getsource(registry)
+    assert versions.other_trees() == [variable] * read

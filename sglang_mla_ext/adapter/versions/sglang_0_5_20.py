@@ -107,8 +107,11 @@ def model_config(args: ServerArgs) -> Any:
 
 
 def other_trees() -> list[str]:
-    """None: the one that TreeView reads is the default."""
-    return []
+    """See sglang_0_5_17. The tree that TreeView reads is the default here."""
+    from sglang.srt.environ import envs
+
+    name = "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"
+    return [name] if envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get() else []
 
 
 def further_findings(args: ServerArgs) -> dict[str, bool]:

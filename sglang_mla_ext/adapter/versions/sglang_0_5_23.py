@@ -20,7 +20,6 @@ from sglang_mla_ext.adapter.versions.sglang_0_5_20 import (
     model_config,
     most_requests,
     name_draft_backend,
-    other_trees,
     plans_on_a_stream,
     prefill_graph_backend,
     resolved,
@@ -58,6 +57,11 @@ def flash_mla() -> tuple[Callable[..., Any], Callable[..., Any]]:
     from sglang.kernels.ops.attention.flash_mla_interface import flash_mla_with_kvcache, get_mla_metadata
 
     return flash_mla_with_kvcache, get_mla_metadata
+
+
+def other_trees() -> list[str]:
+    """None. See sglang_0_5_17."""
+    return []
 
 
 def further_findings(args: ServerArgs) -> dict[str, bool]:
