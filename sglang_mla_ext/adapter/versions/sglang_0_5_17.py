@@ -211,6 +211,10 @@ def is_resolved(args: ServerArgs) -> bool:
     return False  # there is no calling it again
 
 
+def resolve(args: ServerArgs) -> None:
+    """Have that method run, where making the arguments has not."""
+
+
 def resolved(args: ServerArgs) -> Any:
     """The arguments as they were decided on, with the same names; where they are not resolved, as they were given."""
     return args

@@ -24,6 +24,7 @@ from sglang_mla_ext.adapter.versions.sglang_0_5_17 import (
     other_trees,
     plans_on_a_stream,
     prefill_graph_backend,
+    resolve,
     resolved,
     uses_mla,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "other_trees",
     "plans_on_a_stream",
     "prefill_graph_backend",
+    "resolve",
     "resolved",
     "set_draft_backend",
     "uses_mla",

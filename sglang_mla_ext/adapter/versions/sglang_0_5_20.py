@@ -77,6 +77,11 @@ def is_resolved(args: ServerArgs) -> bool:
     return bool(getattr(args, "_resolution_finished", False))
 
 
+def resolve(args: ServerArgs) -> None:
+    """See sglang_0_5_17."""
+    args.resolve_once()
+
+
 def resolved(args: ServerArgs) -> Any:
     """See sglang_0_5_17; `args` may be what this returns."""
     from sglang.srt.arg_groups.overrides import ResolvedView, resolved_view
@@ -154,6 +159,7 @@ __all__ = [
     "other_trees",
     "plans_on_a_stream",
     "prefill_graph_backend",
+    "resolve",
     "resolved",
     "set_draft_backend",
     "uses_mla",
