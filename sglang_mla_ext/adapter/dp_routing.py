@@ -9,8 +9,12 @@ which requests are not finished.
 from __future__ import annotations
 
 import time
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
+from sglang_mla_ext.adapter import limits
+from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.affinity import PromptAffinity
 
 if TYPE_CHECKING:
@@ -27,17 +31,22 @@ class Router:
         self._affinity = PromptAffinity(ranks, min_prefix_len=min_prefix_len)
         self._looked = 0.0
 
-    def before_dispatch(self, manager: TokenizerManager, message: Any) -> None:
-        """Put a rank into each request to generate, unless its sender has named one."""
+    def route(self, message: Any, unfinished: Container[str]) -> None:
+        """Put a rank into each request to generate, unless its sender has named one.
+
+        Args:
+            message: to SGLang's schedulers, a request or several, or something else.
+            unfinished: ids of requests.
+        """
         for request in getattr(message, "batch", (message,)):
             if getattr(request, "input_ids", None) is None or not hasattr(request, "sampling_params"):
                 continue  # a control message, or input embeddings
-            self._look_who_is_finished(manager.rid_to_state)
+            self._look_who_is_finished(unfinished)
             salt = f"{getattr(request, 'extra_key', None)} {getattr(request, 'lora_id', None)}"
             named = request.routed_dp_rank
             request.routed_dp_rank = self._affinity.assign(request.rid, request.input_ids, salt, named)
 
-    def _look_who_is_finished(self, unfinished: dict[str, Any]) -> None:
+    def _look_who_is_finished(self, unfinished: Container[str]) -> None:
         if (now := time.monotonic()) - self._looked < LOOK_INTERVAL_S:
             return
         self._looked = now
@@ -46,9 +55,23 @@ class Router:
                 self._affinity.finish(rid)
 
 
-def install(ranks: int, min_prefix_len: int) -> None:
+_routers: WeakKeyDictionary[TokenizerManager, Router | None] = WeakKeyDictionary()
+
+
+def before_dispatch(manager: TokenizerManager, message: Any) -> None:
+    """A hook: ranks for the requests of a manager whose server asks for it."""
+    if manager not in _routers:
+        args, options = manager.server_args, HybridMLAOptions.from_env()
+        wanted = limits.is_asked_for(args) and args.dp_size > 1 and options.dp_routing == "prefix"
+        _routers[manager] = Router(args.dp_size, options.min_prefix_len) if wanted else None
+    if router := _routers[manager]:
+        router.route(message, manager.rid_to_state)
+
+
+def install() -> None:
     """Choose ranks from now on, in this process; called before SGLang builds its tokenizer manager."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(DISPATCH, Router(ranks, min_prefix_len).before_dispatch, HookType.BEFORE)
-    HookRegistry.apply_hooks()
+    if DISPATCH not in HookRegistry._patched:
+        HookRegistry.register(DISPATCH, before_dispatch, HookType.BEFORE)
+        HookRegistry.apply_hooks()

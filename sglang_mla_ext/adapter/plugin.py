@@ -69,6 +69,6 @@ def _around_post_init(original: Callable[..., None], server_args: ServerArgs, *a
         os.environ[ASKED_VARIABLE] = "1"
         if options.dp_routing == "prefix" and server_args.dp_size > 1:
             limits.check_dp_routing(server_args)
-            dp_routing.install(server_args.dp_size, options.min_prefix_len)
+            dp_routing.install()
     else:
         os.environ.pop(ASKED_VARIABLE, None)

@@ -122,11 +122,11 @@ def request(rid: str, tokens: list[int] | None, **fields: Any) -> SimpleNamespac
 def test_requests_get_a_rank_and_count_until_they_are_finished(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(dp_routing, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    router, manager = Router(2, 2 * PAGE_TOKENS), SimpleNamespace(rid_to_state={})
+    router, unfinished = Router(2, 2 * PAGE_TOKENS), set()
 
     def send(*requests: SimpleNamespace) -> list[int | None]:
-        manager.rid_to_state |= {each.rid: None for each in requests}
-        router.before_dispatch(manager, requests[0] if len(requests) == 1 else SimpleNamespace(batch=list(requests)))
+        unfinished.update(each.rid for each in requests)
+        router.route(requests[0] if len(requests) == 1 else SimpleNamespace(batch=list(requests)), unfinished)
         return [each.routed_dp_rank for each in requests]
 
     alone = [send(request(f"a{index}", [index]))[0] for index in range(4)]
@@ -135,14 +135,49 @@ def test_requests_get_a_rank_and_count_until_they_are_finished(monkeypatch: pyte
     named = request("c", PROMPTS[1])
     named.routed_dp_rank = 1
     assert send(named) == [1] and sum(router._affinity.load) == 7  # its sender knows better, and it counts
-    manager.rid_to_state = {"c": None}
+    unfinished &= {"c"}
     now[0] += 1
     assert send(request("d", [5])) == [0] and router._affinity.load == [1, 1]
 
 
 def test_other_messages_are_left_alone() -> None:
-    router, manager = Router(2, 256), SimpleNamespace(rid_to_state={})
+    router = Router(2, 256)
     message, embeddings = SimpleNamespace(rid="x"), request("y", None)
-    router.before_dispatch(manager, message)
-    router.before_dispatch(manager, embeddings)
+    router.route(message, set())
+    router.route(embeddings, set())
     assert vars(message) == {"rid": "x"} and embeddings.routed_dp_rank is None
+
+
+class Manager:
+    """What is read of SGLang's."""
+
+    def __init__(self, backend: str = "hybrid_mla", dp_size: int = 2) -> None:
+        self.server_args = SimpleNamespace(get_attention_backends=lambda: (backend, backend), dp_size=dp_size)
+        self.rid_to_state: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize(
+    ("manager", "routing", "rank"),
+    [
+        (Manager(), "prefix", 0),
+        (Manager(), "sglang", None),
+        (Manager(dp_size=1), "prefix", None),
+        (Manager("flashmla"), "prefix", None),  # another engine of the same process
+    ],
+)
+def test_who_is_routed(monkeypatch: pytest.MonkeyPatch, manager: Any, routing: str, rank: int | None) -> None:
+    monkeypatch.setenv("SGLANG_HYBRID_MLA_DP_ROUTING", routing)
+    sent = request("x", PROMPTS[0])
+    dp_routing.before_dispatch(manager, sent)
+    assert sent.routed_dp_rank == rank
+
+
+def test_managers_do_not_share_what_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_HYBRID_MLA_DP_ROUTING", "prefix")
+    for _ in range(2):
+        manager: Any = Manager()
+        for index in range(2):
+            sent = request(f"{index}", [index])
+            manager.rid_to_state[sent.rid] = None
+            dp_routing.before_dispatch(manager, sent)
+            assert sent.routed_dp_rank == index
