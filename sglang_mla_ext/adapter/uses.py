@@ -188,7 +188,7 @@ _SCHEDULING = (
 )
 _ROUTING = (
     *_function("managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler", "self obj", "a request's rank"),
-    *_attributes("managers.tokenizer_manager.TokenizerManager", "rid_to_state", "requests that are not finished"),
+    *_attributes("managers.tokenizer_manager.TokenizerManager", "server_args rid_to_state", "a request's rank"),
     *_attributes(
         "managers.io_struct.TokenizedGenerateReqInput",
         "rid input_ids sampling_params routed_dp_rank extra_key lora_id",
