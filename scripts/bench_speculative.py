@@ -136,7 +136,7 @@ def main(
     prefix_memory_gb: Annotated[float | None, typer.Option(help="hybrid_mla's memory for expanded prefixes.")] = None,
     prefix_dtype: Annotated[str, typer.Option(help="hybrid_mla's storage of expanded prefixes.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="SGLang's --kv-cache-dtype, for all backends.")] = "auto",
-    steps: Annotated[int, typer.Option(help="Steps that are timed.")] = 100,
+    steps: Annotated[int, typer.Option(help="Steps that are timed.")] = 300,
     rounds: Annotated[int, typer.Option(min=1, help="Times that every engine runs, in turn.")] = 1,
     profile: Annotated[Path | None, typer.Option(help="Folder for a trace of torch's profiler of each case.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON lines file to append records to.")] = None,

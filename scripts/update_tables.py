@@ -16,8 +16,9 @@ from bench.kernel_tables import ablation, attention, context, decode, expansion,
 from bench.profile_tables import profiles
 from bench.recipes import recipe_tables
 from bench.serving_tables import compared, headline
+from bench.speculative_tables import speculative
 from bench.tables import REPOSITORY, RESULTS
-from bench.workload_tables import plan, workloads
+from bench.workload_tables import decode_steps, plan, workloads
 
 
 def main(
@@ -27,13 +28,17 @@ def main(
     engine = ("heads", "layers", "prompt", "concurrency"), ("heads", "layers", "prefix", "requests")
     serving = ("heads", "layers", "prompt", "concurrency"), ("heads", "layers", "prompt", "requests")
     tables = {
-        "README.md": {"headline": headline(RESULTS / "serving.jsonl")},
+        "README.md": {
+            "headline": headline(RESULTS / "serving.jsonl"),
+            "mixed": decode_steps(RESULTS / "mixed.jsonl"),
+        },
         "docs/performance.md": {
             "serving": compared(RESULTS / "serving.jsonl", *serving),
             "engine": compared(RESULTS / "engine.jsonl", *engine),
             "workloads": workloads(
                 [RESULTS / f"{name}.jsonl" for name in ("mixed", "nested", "churn", "agents", "burst")]
             ),
+            "speculative": speculative(RESULTS / "speculative.jsonl"),
             "profiles": profiles(RESULTS / "profile.jsonl"),
             "plan": plan(RESULTS / "plan.jsonl"),
             "attention": attention(RESULTS / "attention.jsonl"),

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 ENV_PREFIX = "SGLANG_HYBRID_MLA_"
 MODES = ("auto", "absorb", "naive", "grouped_absorb")
 PREFIX_DTYPES = ("auto", "bf16", "fp8_e4m3")
+DP_ROUTINGS = ("sglang", "prefix")
 
 
 class OptionError(ValueError):
@@ -43,6 +44,9 @@ class HybridMLAOptions:
             requests, where heads are few enough for that; `absorb` does neither.
         expand_tokens_per_step: the most tokens expanded before one forward pass, which bounds how long that
             pass waits.
+        dp_routing: with several data-parallel ranks, `prefix` keeps prompts that begin alike on one rank, until that
+            is busier than the others; `sglang` leaves it to SGLang's --load-balance-method, which does not look at
+            prompts.
     """
 
     prefix_memory_gb: float | None = field(
@@ -69,6 +73,14 @@ class HybridMLAOptions:
     expand_tokens_per_step: int = field(
         default=4096, metadata=_flag("the most prefix tokens expanded before one forward pass")
     )
+    dp_routing: str = field(
+        default="sglang",
+        metadata=_flag(
+            "which data-parallel rank a request goes to: sglang (--load-balance-method), prefix (prompts that begin "
+            "alike stay together until a rank is full)",
+            DP_ROUTINGS,
+        ),
+    )
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -83,6 +95,8 @@ class HybridMLAOptions:
             raise OptionError("--hybrid-mla-min-prefix-len must be at least 1.")
         if self.expand_tokens_per_step < 1:
             raise OptionError("--hybrid-mla-expand-tokens-per-step must be at least 1.")
+        if self.dp_routing not in DP_ROUTINGS:
+            raise OptionError(f"--hybrid-mla-dp-routing is {self.dp_routing!r}; use one of {', '.join(DP_ROUTINGS)}.")
 
     @property
     def may_expand(self) -> bool:
@@ -120,6 +134,7 @@ _PARSERS = {
     "min_prefix_len": int,
     "mode": str,
     "expand_tokens_per_step": int,
+    "dp_routing": str,
 }
 
 

@@ -84,6 +84,16 @@ def check_dtype(dtype: torch.dtype) -> None:
     _refuse([FLOAT16] if dtype == torch.float16 else [])
 
 
+def check_dp_routing(server_args: ServerArgs) -> None:
+    """Stop a launch whose requests do not all pass through the process that chooses their rank.
+
+    Raises:
+        OptionError: they do not.
+    """
+    workers = server_args.tokenizer_worker_num
+    _refuse(["--hybrid-mla-dp-routing prefix needs --tokenizer-worker-num 1: remove one."] if workers > 1 else [])
+
+
 def check_fp8_cache(server_args: ServerArgs, on_gpu: bool) -> None:
     """Stop a launch that could not work with an FP8 cache: for where `--kv-cache-dtype auto` has become one, which
     SGLang finds out only when it reads the checkpoint.

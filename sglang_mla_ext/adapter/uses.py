@@ -112,6 +112,7 @@ _ARGUMENTS = (
         "unsupported features",
     ),
     *_attributes(_ARGS, "cuda_graph_config", "no graphs in prefill beside an FP8 cache"),
+    *_attributes(_ARGS, "dp_size tokenizer_worker_num", "the rank of a request"),
     *_attributes("model_executor.cuda_graph_config.CudaGraphConfig", "prefill", "the same"),
     *_attributes("model_executor.cuda_graph_config.PhaseConfig", "backend", "the same"),
     *_function("server_args.prepare_server_args", "argv", "examining a launch command"),
@@ -190,6 +191,16 @@ _SCHEDULING = (
     ),
     *_function("mem_cache.radix_cache.RadixCache.dec_lock_ref", "self node", "unlocks a node and all above it"),
     *_function("mem_cache.radix_cache.RadixCache._delete_leaf", "self node", "an evicted node's parent forgets it"),
+)
+_ROUTING = (
+    *_function("managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler", "self obj", "a request's rank"),
+    *_attributes("managers.tokenizer_manager.TokenizerManager", "server_args rid_to_state", "a request's rank"),
+    *_attributes(
+        "managers.io_struct.TokenizedGenerateReqInput",
+        "rid input_ids sampling_params routed_dp_rank extra_key lora_id",
+        "a request's rank",
+    ),
+    *_attributes("managers.io_struct.BatchTokenizedGenerateReqInput", "batch", "a request's rank"),
 )
 _STEP = (
     *_function("model_executor.forward_batch_info.ForwardBatch.init_new", "batch model_runner", "a step's requests"),
@@ -388,6 +399,9 @@ _DRAFT = (
 )
 
 SGLANG_0_5_17 = Release(
-    uses=(*_PLUGIN, *_ARGUMENTS, *_SPECULATION, *_SCHEDULING, *_STEP, *_POOLS, *_LAYER, *_BACKENDS, *_DRAFT),
+    uses=(
+        *(*_PLUGIN, *_ARGUMENTS, *_SPECULATION, *_SCHEDULING, *_ROUTING),
+        *(*_STEP, *_POOLS, *_LAYER, *_BACKENDS, *_DRAFT),
+    ),
     read_of_backend=_READ_OF_BACKEND,
 )

@@ -24,6 +24,8 @@ GOOD = [
     ("mode", "naive", "naive"),
     ("mode", "grouped_absorb", "grouped_absorb"),
     ("expand_tokens_per_step", "100", 100),
+    ("dp_routing", "sglang", "sglang"),
+    ("dp_routing", "prefix", "prefix"),
 ]
 
 # option, value, what the message says beside the flag
@@ -33,6 +35,7 @@ BAD = [
     ("min_prefix_len", 0, "at least 1"),
     ("mode", "fast", "use one of auto, absorb, naive, grouped_absorb"),
     ("expand_tokens_per_step", 0, "at least 1"),
+    ("dp_routing", "random", "use one of sglang, prefix"),
 ]
 
 

@@ -124,6 +124,18 @@ def scenario_bad_launches():
     return {**bad, **seen()}
 
 
+def scenario_dp_routing():
+    load_plugins()
+    os.environ["SGLANG_HYBRID_MLA_DP_ROUTING"] = "prefix"
+    launch(attention_backend="torch_native", dp_size=2)
+    launch(attention_backend="hybrid_mla")
+    before = seen()["hooked"]
+    refused = launch(attention_backend="hybrid_mla", dp_size=2, tokenizer_worker_num=2)
+    launch(attention_backend="hybrid_mla", dp_size=2)
+    launch(attention_backend="hybrid_mla", dp_size=2)
+    return {"refused": refused, "more": sorted({*seen()["hooked"]} - {*before})}
+
+
 def scenario_speculation():
     # Checked as on a GPU, and resolved on a CPU beside SGLang's own backend.
     load_plugins()
@@ -281,6 +293,12 @@ def test_bad_launches_stop_and_leave_nothing_behind(scenarios: dict[str, Any]) -
     assert "set --decode-attention-backend hybrid_mla" in bad["prefill"][1]
     assert "--hybrid-mla-mode is 'nonsense'" in bad["mode"][1]
     assert bad["asked"] is None
+
+
+def test_ranks_are_chosen_where_it_is_asked_for(scenarios: dict[str, Any]) -> None:
+    found = scenarios["dp_routing"]
+    assert found["refused"][0] == "OptionError" and "needs --tokenizer-worker-num 1" in found["refused"][1]
+    assert found["more"] == ["sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler"]
 
 
 def test_speculation_is_resolved_as_sglang_does_it(scenarios: dict[str, Any]) -> None:

@@ -11,8 +11,9 @@ from bench.kernel_tables import expansion, planner, plans, prefill
 from bench.profile_tables import profiles
 from bench.records import write_record
 from bench.serving_tables import compared, headline, template
+from bench.speculative_tables import speculative
 from bench.tables import provenance
-from bench.workload_tables import plan, workloads
+from bench.workload_tables import decode_steps, plan, workloads
 from update_tables import fill, main
 
 
@@ -153,6 +154,38 @@ def test_prefill(tmp_path):
         [""],
     ]
     assert len(cells(lines[0])) == 11
+
+
+def test_speculative(tmp_path):
+    """Beside flashmla's of the same case and the same cache; nothing without it."""
+    path = tmp_path / "speculative.jsonl"
+    case = dict(heads=16, layers=4, prefix=7069, draft_tokens=4)
+    for impl, batch, dtype, ms in (
+        ("sglang_flashmla", 48, "bf16", 6.0),
+        ("hybrid_mla", 48, "bf16", 3.0),
+        ("hybrid_mla", 48, "fp8", 2.0),
+        ("hybrid_mla", 48, "fp8_cache", 2.0),  # flashmla's cache was BF16
+        ("hybrid_mla", 128, "bf16", 9.0),
+    ):
+        metrics = dict(verify_ms=ms, step_ms=ms + 4, accepted_tok_s=1000 / ms)
+        of_case = case | dict(batch=batch, dtype=dtype)
+        write_record(path, bench="speculative", impl=impl, case=of_case, gpu="GPU", command="run it", **metrics)
+    same = ["16 x 4", "7,069", "48", "4"]
+    assert [cells(line) for line in speculative(path).splitlines()[2:-2]] == [
+        [*same, "BF16", "3.00 / 6.00 (2.00x)", "7.00 / 10.00 (1.43x)", "333 / 167"],
+        [*same, "BF16, prefix FP8", "2.00 / 6.00 (3.00x)", "6.00 / 10.00 (1.67x)", "500 / 167"],
+    ]
+
+
+def test_decode_steps(tmp_path):
+    path = tmp_path / "mixed.jsonl"
+    for impl, flags, ms in (("sglang_flashmla", "", 6.0), ("hybrid_mla", "", 9.0), ("hybrid_mla", "", 4.0)):
+        case = dict(heads=16, layers=4, prefix=7069, flags=flags)
+        write_record(path, bench="serving", impl=impl, case=case, gpu="GPU", command="run it", step_ms=ms)
+    assert [cells(line) for line in decode_steps(path).splitlines()[2:-2]] == [
+        ["16 x 4", "flashmla", "6.00", "1.00x"],
+        ["16 x 4", "hybrid_mla", "4.00", "1.50x"],
+    ]
 
 
 def test_workloads(tmp_path):
