@@ -1,15 +1,28 @@
 # Sourced by demo.sh and test.sh. Makes the virtual environment `.venv` at the top of the repository, with SGLang and this
 # package in it, and leaves its Python's path in PYTHON. A second call with the same inputs installs nothing.
 #
-#   prepare_environment          SGLang and the package
-#   prepare_environment dev      the same and the test tools
+#   prepare_environment                 SGLang and the package
+#   prepare_environment dev             the same and the test tools
+#   prepare_environment dev 0.5.23      with another SGLang, in an environment of its own: .venv-0.5.23
 #
 # PYTHON_VERSION chooses the Python of a new environment (default: python3 if it is 3.10 to 3.13, else 3.12).
 
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-ENVIRONMENT=$REPOSITORY/.venv
+SGLANG_VERSION=0.5.17
 REQUIREMENTS=$REPOSITORY/scripts/requirements-cpu.txt
-PYTHON=$ENVIRONMENT/bin/python
+
+# Of the environment with this SGLang.
+choose_sglang() {
+    ENVIRONMENT=$REPOSITORY/.venv
+    OVERRIDES=
+    if [ "${1:-$SGLANG_VERSION}" != "$SGLANG_VERSION" ]; then
+        ENVIRONMENT=$REPOSITORY/.venv-$1
+        OVERRIDES=$REPOSITORY/scripts/requirements-cpu-$1.txt
+    fi
+    SGLANG=sglang==${1:-$SGLANG_VERSION}
+    PYTHON=$ENVIRONMENT/bin/python
+}
+choose_sglang
 
 say() {
     if [ -t 1 ]; then printf '\033[1m==> %s\033[0m\n' "$*"; else printf '==> %s\n' "$*"; fi
@@ -38,7 +51,7 @@ make_environment() {
     if [ -z "$version" ]; then
         if suitable_python; then version=$(python3 -c 'import sys; print(sys.executable)'); else version=3.12; fi
     fi
-    say "Making the virtual environment .venv (Python: $version)"
+    say "Making the virtual environment $(basename "$ENVIRONMENT") (Python: $version)"
     "$UV" venv --quiet --clear --python "$version" "$ENVIRONMENT"
 }
 
@@ -55,11 +68,9 @@ torch_wheelhouse() {
     done
 }
 
-sglang_requirement() { grep -o 'sglang==[0-9][^"]*' "$REPOSITORY/pyproject.toml" | head -1; }
-
 install_on_cpu() {
     local torch folder
-    say "Installing $(sglang_requirement) for a machine without a GPU (about 2 GB)"
+    say "Installing $SGLANG for a machine without a GPU (about 2 GB)"
     torch=$(sed -n 's/^torch==//p' "$REQUIREMENTS")
     folder=$(torch_wheelhouse "$torch")
     # uv does not read pip's configuration, so a folder named there is passed on.
@@ -68,24 +79,25 @@ install_on_cpu() {
     else
         uv_install --torch-backend=cpu "torch==$torch"
     fi
-    uv_install -r "$REQUIREMENTS"
-    uv_install --no-deps "$(sglang_requirement)"
+    uv_install -r "$REQUIREMENTS" ${OVERRIDES:+--override "$OVERRIDES"}
+    uv_install --no-deps "$SGLANG"
 }
 
 install_on_gpu() {
-    say "Installing $(sglang_requirement) (several GB)"
-    uv_install --prerelease=allow "$(sglang_requirement)"
+    say "Installing $SGLANG (several GB)"
+    uv_install --prerelease=allow "$SGLANG"
 }
 
 uv_install() { "$UV" pip install --python "$PYTHON" "$@"; }
 
 # What an installation depends on, as one word.
 inputs() {
-    { echo "$1"; "$PYTHON" -VV; cat "$REQUIREMENTS" "$REPOSITORY/pyproject.toml"; } | sha256sum | cut -d' ' -f1
+    { echo "$1"; "$PYTHON" -VV; cat "$REQUIREMENTS" "$REPOSITORY/pyproject.toml" $OVERRIDES; echo "$SGLANG"; } | sha256sum | cut -d' ' -f1
 }
 
 prepare_environment() {
     local kind=${1:-run} machine=cpu package=$REPOSITORY stamp
+    choose_sglang "${2:-}"
     if has_gpu; then machine=gpu; fi
     find_uv
     make_environment

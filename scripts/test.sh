@@ -2,17 +2,29 @@
 # Installs what the tests need into .venv, then runs the checks and the tests.
 #
 #   scripts/test.sh                        lint, types, and all tests that need no GPU
+#   scripts/test.sh --newest               the same; then those that are about SGLang with the newest one that is
+#                                          supported, in an environment of its own
 #   scripts/test.sh tests/unit -k planner  one pytest run with these arguments
 #   scripts/test.sh -m gpu tests/gpu       the tests on a Hopper GPU
+#   SGLANG_OF_TESTS=0.5.23 scripts/test.sh ...  one pytest run with this SGLang
 #
 # Every step prints its own summary, and all of them run; the exit status is that of the whole. The server tests run
 # from the start beside the other steps, since they wait for their servers most of the time; what they print is kept
-# and shown as the last step.
+# and shown as the last steps.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 trap 'exit 130' INT TERM
 cd "$REPOSITORY"
-prepare_environment dev
+NEWEST=0.5.23
+ABOUT_SGLANG=(tests/unit/test_{backend_interface,cli,contract,contract_reads,examine,grouped_prefixes,plugin}.py
+    tests/unit/test_{shared_prefixes,source,traffic_of_numbers,tree_of_numbers}.py)
+NEWEST_PYTHON=
+if [ "${1:-}" = --newest ]; then
+    shift
+    prepare_environment dev $NEWEST
+    NEWEST_PYTHON=$PYTHON
+fi
+prepare_environment dev "${SGLANG_OF_TESTS:-}"
 # A warning of sentencepiece's types that Python would print after pytest's summary.
 export PYTHONWARNINGS="ignore:builtin type:DeprecationWarning"
 
@@ -38,16 +50,27 @@ if [ $# -gt 0 ]; then
     exit
 fi
 niceness=10 # servers that wait for the processor take chats one by one that were sent together
-server_output=$(mktemp)
-"$PYTHON" -m pytest -m "not gpu" tests/server >"$server_output" 2>&1 &
+server_output=$(mktemp -d)
+# Prints to a file for each of two environments; one after the other, so that no server waits for another's.
+run_server_tests() {
+    local at=0 child
+    trap 'kill $child 2>/dev/null && wait $child; exit 143' TERM
+    for python in "$PYTHON" ${NEWEST_PYTHON:+"$NEWEST_PYTHON"}; do
+        "$python" -m pytest -m "not gpu" tests/server >"$server_output/$at" 2>&1 &
+        child=$!
+        wait $child || touch "$server_output/failed-$at"
+        at=$((at + 1))
+    done
+}
+run_server_tests &
 server_tests=$!
 # SIGTERM, because a background job ignores Ctrl-C; pytest then stops its servers.
-trap '{ kill $server_tests 2>/dev/null && wait $server_tests; } || true; rm -f "$server_output"' EXIT
+trap '{ kill $server_tests 2>/dev/null && wait $server_tests; } || true; rm -rf "$server_output"' EXIT
+# The server tests of the first or second environment.
 finish_server_tests() {
-    local status=0
-    wait $server_tests || status=$?
-    cat "$server_output"
-    return $status
+    wait $server_tests 2>/dev/null || true
+    cat "$server_output/$1"
+    [ ! -e "$server_output/failed-$1" ]
 }
 
 step "Lint" "$PYTHON" -m ruff check
@@ -56,5 +79,10 @@ step "Types" "$PYTHON" -m mypy
 for folder in tests/unit tests/kernels; do
     step "$folder" run_pytest -m "not gpu" -n auto --maxprocesses 4 --dist loadfile "$folder"
 done
-step tests/server finish_server_tests
+step tests/server finish_server_tests 0
+if [ -n "$NEWEST_PYTHON" ]; then
+    step "SGLang $NEWEST: tests/server" finish_server_tests 1
+    PYTHON=$NEWEST_PYTHON step "SGLang $NEWEST: tests/unit" run_pytest -n auto --maxprocesses 4 --dist loadfile \
+        "${ABOUT_SGLANG[@]}"
+fi
 [ -z "$failed" ]

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_mla_ext import __version__
-from sglang_mla_ext.adapter.contract import installed_version, mismatches
+from sglang_mla_ext.adapter.contract import installed_version, mismatches, untested
 from sglang_mla_ext.configs import config_names
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims, rates_for
 
@@ -42,6 +42,8 @@ def doctor(
     table.add_row("device", gpu or "no GPU: python -m sglang_mla_ext.launch_server runs on the CPU")
     table.add_row("rates", rates_for(gpu or "cpu").source)
     console.print(table)
+    if (warning := untested()) is not None:
+        console.print(f"[yellow]{warning}[/yellow]", highlight=False)
     for problem in problems:
         console.print(f"[red]{problem}[/red]", highlight=False)
     console.print("ready" if not problems else "not ready")

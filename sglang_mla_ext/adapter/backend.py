@@ -45,6 +45,7 @@ FLAGS_OF_STOCK = (
     "supports_ragged_verify_graph",
     "use_captured_forward_metadata_for_breakable_cuda_graph",
     "supports_full_cuda_graph_chunked_prefix",
+    "extend_dummy_seqs_capped_by_req_pool",  # from 0.5.18 on
 )
 METHODS_OF_STOCK = (
     "get_cuda_graph_seq_len_fill_value",
@@ -130,7 +131,8 @@ class HybridMLABackend(AttentionBackend):
         self._written_requests = 0
         self._sharing = False  # whether this step's graph has shared attention in it
         for name in FLAGS_OF_STOCK:
-            setattr(self, name, getattr(stock.backend, name))
+            if hasattr(stock.backend, name):
+                setattr(self, name, getattr(stock.backend, name))
 
     # ---- what SGLang reads
 
@@ -146,6 +148,15 @@ class HybridMLABackend(AttentionBackend):
     @forward_metadata.setter
     def forward_metadata(self, value: Any) -> None:
         self._stock.backend.forward_metadata = value
+
+    @property
+    def kv_index_translator(self) -> Any:
+        """From 0.5.20 on. SGLang gives its own to a backend that has none, which is the stock backend's then."""
+        return getattr(self._stock.backend, "kv_index_translator", None)
+
+    @kv_index_translator.setter
+    def kv_index_translator(self, value: Any) -> None:
+        self._stock.backend.kv_index_translator = value
 
     @property
     def verify_mask(self) -> Any:

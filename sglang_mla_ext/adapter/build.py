@@ -84,7 +84,7 @@ def build(
     layer_index = {layer.attn_mqa.layer_id: index for index, layer in enumerate(layers)}
     # With --prefill-attention-backend another one does prefill, whose lse may be in another base.
     prefill = None
-    if shared is not None and runner.server_args.get_attention_backends()[0] == BACKEND_NAME:
+    if shared is not None and versions.attention_backends(runner.server_args)[0] == BACKEND_NAME:
         make_plan = functools.partial(
             PrefillPlan.make, attention=shared, layer_index=layer_index, max_rows=MAX_ROWS, counters=counters
         )

@@ -10,14 +10,24 @@ is absent: on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+import re
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from sglang_mla_ext.adapter.source import NotThere, SourceTree, without_collector
 from sglang_mla_ext.adapter.uses import SGLANG_0_5_17, Release, Use
+from sglang_mla_ext.adapter.uses_newer import SGLANG_0_5_18, SGLANG_0_5_20, SGLANG_0_5_23
 
-SUPPORTED: Mapping[str, Release] = {"0.5.17": SGLANG_0_5_17}
-"""What is used of each supported release, the newest one last."""
+logger = logging.getLogger(__name__)
+
+SUPPORTED: Mapping[str, Release] = {
+    "0.5.17": SGLANG_0_5_17,
+    "0.5.18": SGLANG_0_5_18,
+    "0.5.20": SGLANG_0_5_20,
+    "0.5.23": SGLANG_0_5_23,
+}
+"""What is used of each supported release, the newest one last. There is a module in versions/ for each."""
 
 
 class ContractError(RuntimeError):
@@ -32,9 +42,24 @@ def installed_version(package: str = "sglang") -> str | None:
         return None
 
 
+def line() -> str:
+    """The supported release that the installed one is taken for: itself; of others the next newer one, or the newest;
+    the newest where none is installed."""
+    have = _numbers(installed_version())
+    return next((each for each in SUPPORTED if have and have <= _numbers(each)), list(SUPPORTED)[-1])
+
+
 def release() -> Release:
-    """What is used of the installed release; of the newest supported one where another is installed, or none."""
-    return SUPPORTED.get(installed_version() or "", list(SUPPORTED.values())[-1])
+    """What is used of the installed release."""
+    return SUPPORTED[line()]
+
+
+def untested() -> str | None:
+    """What to say of a release that this package was not tested with, where it is not too old; None where it was."""
+    have = installed_version()
+    if have is None or have in SUPPORTED or _is_too_old(have):
+        return None
+    return f"sglang {have} was not tested with this release, which works with {', '.join(SUPPORTED)}"
 
 
 def mismatches() -> list[str]:
@@ -43,19 +68,26 @@ def mismatches() -> list[str]:
     Returns:
         one line for each difference; empty where all is as expected.
     """
-    found = []
     have = installed_version()
-    if have not in SUPPORTED:
-        found.append(f"sglang is {have or 'not installed'}; this release works with {', '.join(SUPPORTED)}")
-    if have is None:
-        return found
+    if have is None or _is_too_old(have):
+        return [f"sglang is {have or 'not installed'}; this release works with {', '.join(SUPPORTED)}"]
     with without_collector():
-        return found + _differences(release().uses)
+        return _differences(release())
 
 
-def _differences(uses: Iterable[Use]) -> list[str]:
-    tree = SourceTree()
-    differences = ((use, difference(use, tree)) for use in uses)
+def _numbers(installed: str | None) -> tuple[int, ...]:
+    """0.5.23.post1 -> (0, 5, 23)"""
+    found = re.match(r"[\d.]*\d", installed or "")
+    return tuple(map(int, found.group().split("."))) if found else ()
+
+
+def _is_too_old(have: str) -> bool:
+    return _numbers(have) < _numbers(next(iter(SUPPORTED)))
+
+
+def _differences(release: Release) -> list[str]:
+    tree = SourceTree(release.fields_of)
+    differences = ((use, difference(use, tree)) for use in release.uses)
     return [f"{use.path} ({use.why}): {what}" for use, what in differences if what is not None]
 
 
@@ -84,10 +116,13 @@ def _with_article(kind: str) -> str:
 
 
 def check() -> None:
-    """
+    """Compare, and warn of a release that was not tested.
+
     Raises:
         ContractError: with every difference.
     """
+    if (warning := untested()) is not None:
+        logger.warning("hybrid_mla: %s; what it uses of SGLang is compared with the source.", warning)
     if found := mismatches():
         raise ContractError(
             "--attention-backend hybrid_mla cannot run on this SGLang:\n  "

@@ -119,7 +119,9 @@ def _resolve(line: LaunchLine, folders: dict[str, str]) -> tuple[ServerArgs | No
     words = [folders.get(word, word) for word in _with_spaces(line.arguments)]
     with patch.dict(os.environ, line.environment), _silence() as said:
         try:
-            return prepare_server_args(words), []
+            args = prepare_server_args(words)
+            versions.resolve(args)
+            return args, []
         except OptionError as error:
             return None, [reason.strip() for reason in str(error).splitlines()[_introduced(error) :]]
         except SystemExit:
@@ -151,13 +153,15 @@ def _unknown(said: str) -> list[str]:
 def _settings(line: LaunchLine, args: ServerArgs) -> list[str]:
     """What `limits` sets, where the line does not say it."""
     flags = {name: f"--{name.replace('_', '-')}" for name in SET_BY_ITSELF}
-    values = {flag: getattr(args, name) for name, flag in flags.items()}
+    resolved = versions.resolved(args)
+    values = {flag: getattr(resolved, name) for name, flag in flags.items()}
     found = [
         f"{flag} {value}"
         for flag, value in values.items()
         if launch_line.value_of(line.arguments, flag) is None and value not in (None, "prefill")
     ]
-    if "--disable-prefill-cuda-graph" not in line.arguments and versions.prefill_graph_backend(args) == "disabled":
+    graphs = versions.prefill_graph_backend(resolved)
+    if "--disable-prefill-cuda-graph" not in line.arguments and graphs == "disabled":
         found.append("--disable-prefill-cuda-graph")
     return found
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from torch import Tensor
 
+from sglang_mla_ext.adapter import versions
 from sglang_mla_ext.adapter.latent import LatentSizes, Tails, TailStarts, grouped_sizes
 from sglang_mla_ext.kernels.absorb.grouped import GroupedAbsorb
 from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
@@ -24,6 +24,8 @@ from sglang_mla_ext.kernels.memory import Memory, tensor_bytes
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+flash_mla_with_kvcache, get_mla_metadata = versions.flash_mla()
 
 SCHEDULE_FIELDS = 8
 """Numbers in FlashMLA's schedule for each of its programs, of which there is at most one for each multiprocessor."""

@@ -74,21 +74,21 @@ class LatentPool(MLATokenToKVPool):
             loc_info: their slots `[n]`, or SGLang's KVWriteLoc with them.
             cache_k: `[n, .., kv_lora_rank + qk_rope_head_dim]`, BF16 or float32; cache_v is a part of it.
         """
-        slots, _, _ = unwrap_write_loc(loc_info)
         parts = cache_k.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
-        self.set_mla_kv_buffer(layer, slots, *parts)
+        self.set_mla_kv_buffer(layer, loc_info, *parts)
 
     def set_mla_kv_buffer(
-        self, layer: RadixAttention, loc: torch.Tensor, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor
+        self, layer: RadixAttention, loc_info: Any, cache_k_nope: torch.Tensor, cache_k_rope: torch.Tensor
     ) -> None:
         """Write rows.
 
         Args:
-            loc: `[n]` slots.
+            loc_info: as above.
             cache_k_nope: `[n, .., kv_lora_rank]`; cache_k_rope: `[n, .., qk_rope_head_dim]`; BF16 or float32.
         """
         latent, rope = cache_k_nope.flatten(0, -2), cache_k_rope.flatten(0, -2)
-        append_rows(latent, rope, loc.contiguous(), self.rows(layer.layer_id))
+        slots, _, _ = unwrap_write_loc(loc_info)
+        append_rows(latent, rope, slots.contiguous(), self.rows(layer.layer_id))
 
     def get_mla_kv_buffer(
         self, layer: RadixAttention, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
@@ -123,17 +123,21 @@ class LatentPool(MLATokenToKVPool):
 def is_built_for(configurator: KVCacheConfigurator) -> bool:
     """Whether the pool of this configurator is ours: an FP8 pool of an MLA model that our backend decodes. A draft
     model's is SGLang's, as its attention is."""
-    decode = configurator.server_args.get_attention_backends()[1]
+    decode = versions.attention_backends(configurator.server_args)[1]
     is_ours = decode == BACKEND_NAME and not configurator.is_draft_worker
     return is_ours and configurator.use_mla_backend and configurator.kv_cache_dtype == FP8
 
 
 def around_build_mla_pool(
-    original: Callable[..., KVCache], configurator: KVCacheConfigurator, *, max_total_num_tokens: int
+    original: Callable[..., KVCache], configurator: KVCacheConfigurator, *, max_total_num_tokens: int, **others: Any
 ) -> KVCache:
-    """`KVCacheConfigurator._build_mla_kv_pool`, with our class in FP8."""
+    """`KVCacheConfigurator._build_mla_kv_pool`, with our class in FP8.
+
+    Args:
+        others: which class SGLang would take, in releases that say so.
+    """
     if not is_built_for(configurator):
-        return original(configurator, max_total_num_tokens=max_total_num_tokens)
+        return original(configurator, max_total_num_tokens=max_total_num_tokens, **others)
     return LatentPool(max_total_num_tokens, **versions.latent_pool_arguments(configurator))
 
 

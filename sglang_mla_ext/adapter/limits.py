@@ -25,7 +25,7 @@ FLOAT16 = "the model runs in float16, which its kernels do not compute in: use -
 
 def is_asked_for(server_args: ServerArgs) -> bool:
     """Whether the arguments name our backend, for whichever phase."""
-    return BACKEND_NAME in server_args.get_attention_backends()
+    return BACKEND_NAME in versions.attention_backends(server_args)
 
 
 def set_defaults(server_args: ServerArgs, on_gpu: bool) -> None:
@@ -46,14 +46,15 @@ def set_defaults(server_args: ServerArgs, on_gpu: bool) -> None:
     # By itself SGLang captures no prefill of MLA but Kimi-K2.5's and later ones', by torch.compile. What is captured
     # does not share, and cannot read an FP8 cache.
     versions.disable_prefill_graph(server_args)
-    if server_args.speculative_algorithm is not None and server_args.get_attention_backends()[0] != BACKEND_NAME:
+    if server_args.speculative_algorithm is not None and versions.attention_backends(server_args)[0] != BACKEND_NAME:
         server_args.speculative_attention_mode = "decode"
 
 
 def set_draft_backend(server_args: ServerArgs) -> None:
     """Set the draft model's attention backend, where the user did not: a draft has nothing to share, and SGLang has no
     backend of our name for drafts. `server_args` are resolved."""
-    if server_args.speculative_algorithm in ALGORITHMS and not server_args.speculative_draft_attention_backend:
+    args = versions.resolved(server_args)
+    if args.speculative_algorithm in ALGORITHMS and not args.speculative_draft_attention_backend:
         versions.set_draft_backend(server_args, draft_backend(versions.draft_has_mla(server_args)))
 
 
@@ -71,7 +72,7 @@ def check(server_args: ServerArgs, compute_capability: tuple[int, int] | None) -
     Raises:
         OptionError: with every reason.
     """
-    _refuse(_findings(server_args, compute_capability))
+    _refuse(_findings(versions.resolved(server_args), compute_capability))
 
 
 def check_dtype(dtype: torch.dtype) -> None:
@@ -100,7 +101,7 @@ def check_fp8_cache(server_args: ServerArgs, on_gpu: bool) -> None:
     Raises:
         OptionError: with every reason.
     """
-    _refuse(_fp8_cache_findings(server_args, on_gpu))
+    _refuse(_fp8_cache_findings(versions.resolved(server_args), on_gpu))
 
 
 def _refuse(found: list[str]) -> None:
@@ -110,7 +111,7 @@ def _refuse(found: list[str]) -> None:
 
 def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> list[str]:
     found = []
-    _, decode = args.get_attention_backends()
+    _, decode = versions.attention_backends(args)
     if decode != BACKEND_NAME:
         found.append(
             f"it is a decode backend, and decode runs {decode}: set --decode-attention-backend {BACKEND_NAME}."
@@ -119,7 +120,7 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         found.append(
             "its decode path uses FlashMLA, which needs a Hopper GPU: choose another --attention-backend here."
         )
-    if not args.use_mla_backend():
+    if not versions.uses_mla(args):
         found.append("the model does not use Multi-head Latent Attention: choose another --attention-backend.")
     elif _is_sparse(args):
         found.append("the model uses DeepSeek Sparse Attention: use --attention-backend dsa.")
@@ -158,7 +159,7 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         "--enable-page-major-kv-layout": args.enable_page_major_kv_layout,
         f"--disaggregation-mode {args.disaggregation_mode}": args.disaggregation_mode != "null",
         "--dllm-algorithm": args.dllm_algorithm is not None,
-    }
+    } | versions.further_findings(args)
     found += [f"{flag} is not supported yet: remove it." for flag, given in unsupported.items() if given]
     return found
 
@@ -218,7 +219,7 @@ def _deterministic_findings(args: ServerArgs) -> list[str]:
 
 def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
     """What would read the FP8 pool as if it were SGLang's, or has no part in it."""
-    prefill, _ = args.get_attention_backends()
+    prefill, _ = versions.attention_backends(args)
     found = []
     if prefill != BACKEND_NAME:
         found.append(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter import contract, dp_routing, limits
+from sglang_mla_ext.adapter import contract, dp_routing, limits, versions
 from sglang_mla_ext.adapter.cpu import standins
 from sglang_mla_ext.options import HybridMLAOptions, add_flags, flags_to_env
 
@@ -35,7 +35,7 @@ def register() -> None:
     add_chunked_prefix_cache_attention_backend(BACKEND_NAME)
     HookRegistry.register(f"{SERVER_ARGS}.add_cli_args", _after_add_cli_args, HookType.AFTER)
     HookRegistry.register(f"{SERVER_ARGS}.from_cli_args", _before_from_cli_args, HookType.BEFORE)
-    HookRegistry.register(f"{SERVER_ARGS}.__post_init__", _around_post_init, HookType.AROUND)
+    HookRegistry.register(f"{SERVER_ARGS}.{versions.RESOLVED_BY}", _around_resolution, HookType.AROUND)
     if os.environ.get(standins.INSTALLED_VARIABLE) == "1":
         standins.let_torch_native_run_mla()
     if os.environ.get(ASKED_VARIABLE) == "1":
@@ -52,7 +52,9 @@ def _before_from_cli_args(cls: type[ServerArgs], args: argparse.Namespace) -> No
     flags_to_env(args)
 
 
-def _around_post_init(original: Callable[..., None], server_args: ServerArgs, *args: Any, **kwargs: Any) -> None:
+def _around_resolution(original: Callable[..., None], server_args: ServerArgs, *args: Any, **kwargs: Any) -> None:
+    if versions.is_resolved(server_args):
+        return original(server_args, *args, **kwargs)
     import torch
 
     on_gpu = torch.cuda.is_available() and server_args.device in (None, "cuda")

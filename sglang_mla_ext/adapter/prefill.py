@@ -117,18 +117,22 @@ def plan_of(forward_batch: Any) -> PrefillPlan | None:
     return relay.prefill
 
 
-def around_chunk_info(original: Callable[..., None], forward_batch: Any, device: torch.device) -> None:
-    """`ForwardBatch.prepare_chunked_prefix_cache_info`: SGLang's chunks start where the expanded part ends."""
+def around_chunk_info(original: Callable[..., None], forward_batch: Any, device: torch.device, **packing: bool) -> None:
+    """`ForwardBatch.prepare_chunked_prefix_cache_info`: SGLang's chunks start where the expanded part ends.
+
+    Args:
+        packing: how other backends than FlashMLA want the chunks; from 0.5.20 on.
+    """
     plan = plan_of(forward_batch)
     if plan is None or forward_batch.prefix_chunk_len is not None:
-        original(forward_batch, device)
+        original(forward_batch, device, **packing)
         return
     all_lens, all_lens_cpu = forward_batch.extend_prefix_lens, forward_batch.extend_prefix_lens_cpu
     starts = torch.tensor(plan.covered, dtype=torch.int32, device=all_lens.device)
     rest_cpu = [total - covered for total, covered in zip(all_lens_cpu, plan.covered, strict=True)]
     forward_batch.extend_prefix_lens, forward_batch.extend_prefix_lens_cpu = all_lens - starts, rest_cpu
     try:
-        original(forward_batch, device)
+        original(forward_batch, device, **packing)
     finally:
         forward_batch.extend_prefix_lens, forward_batch.extend_prefix_lens_cpu = all_lens, all_lens_cpu
     if forward_batch.num_prefix_chunks:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import gc
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,8 +67,14 @@ class Found:
 
 @dataclass
 class SourceTree:
-    """Parsed modules by their names; each file is read once."""
+    """Parsed modules by their names; each file is read once.
 
+    Attributes:
+        fields_of: of classes whose fields are put together at run time, by their dotted paths: the list of the classes
+            that these come from.
+    """
+
+    fields_of: Mapping[str, str] = field(default_factory=dict)
     _modules: dict[str, Module | None] = field(default_factory=dict)
     _members: dict[int, dict[str, ast.AST]] = field(default_factory=dict)
     _folders: dict[str, list[Path]] = field(default_factory=dict)
@@ -86,7 +92,7 @@ class SourceTree:
             if found.node is None:
                 found = self._in_module(found.module, name)
             elif isinstance(found.node, ast.ClassDef):
-                inherited = next(self._from_class(found, name), None)
+                inherited = next(self._from_class(found, name), None) or self._field(where, name)
                 if inherited is None:
                     raise NotThere(f"class {where} has no {name!r}")
                 found = inherited
@@ -159,6 +165,19 @@ class SourceTree:
             if isinstance(of_base.node, ast.ClassDef):
                 yield from self._from_class(of_base, name)
 
+    def _field(self, path: str, name: str) -> Found | None:
+        """A field of a class that gets its fields at run time."""
+        if path not in self.fields_of:
+            return None
+        listed = self.find(self.fields_of[path])
+        if not isinstance(listed.node, ast.Assign) or not isinstance(listed.node.value, ast.List):
+            raise NotThere(f"{self.fields_of[path]} is not a list")
+        for element in listed.node.value.elts:
+            part = self._by_local_name(listed.module, ast.unparse(element))
+            if isinstance(part.node, ast.ClassDef) and (found := next(self._from_class(part, name), None)) is not None:
+                return found
+        return None
+
     def _by_local_name(self, module: Module, dotted: str) -> Found:
         first, *rest = dotted.split(".")
         found = self._in_module(module, first)
@@ -179,7 +198,7 @@ class SourceTree:
         if name not in self._modules:
             self._modules[name] = None
             if (file := self._file(name)) is not None:
-                names = dict(_bindings(self._parse(file).body))
+                names = _last_bindings(self._parse(file).body)
                 self._modules[name] = Module(name, file.name == "__init__.py", names)
         return self._modules[name]
 
@@ -238,6 +257,16 @@ def _imported_module(module: Module, node: ast.ImportFrom) -> str:
     parts = module.name.split(".")
     parts = parts[: len(parts) - node.level + module.is_package]
     return ".".join([*parts, node.module] if node.module else parts)
+
+
+def _last_bindings(body: Iterable[ast.stmt]) -> dict[str, ast.AST]:
+    """The last statement that binds each name. A class that is made into another under its own name (`Args =
+    defstruct("Args", ..)`) stays the class, whose members that has."""
+    names: dict[str, ast.AST] = {}
+    for name, node in _bindings(body):
+        if not (isinstance(names.get(name), ast.ClassDef) and isinstance(node, ast.Assign)):
+            names[name] = node
+    return names
 
 
 def _bindings(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:

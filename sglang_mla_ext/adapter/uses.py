@@ -6,7 +6,8 @@ backend that owns another one has to forward by name. Imports nothing of SGLang.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,15 @@ class Read:
 
 @dataclass(frozen=True)
 class Release:
-    """One column of the contract: what is used of one line of releases, and what that reads of a backend."""
+    """One column of the contract: what is used of one line of releases, and what that reads of a backend.
+
+    Attributes:
+        fields_of: see SourceTree.
+    """
 
     uses: tuple[Use, ...]
     read_of_backend: tuple[Read, ...]
+    fields_of: Mapping[str, str] = field(default_factory=dict)
 
 
 def _function(path: str, params: str, why: str, keywords: str = "") -> tuple[Use]:

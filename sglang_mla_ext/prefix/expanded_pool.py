@@ -127,7 +127,8 @@ class ExpandedPool:
         return dropped
 
     def _hand_up(self, tree: Tree, node: Hashable, owned: _Owned) -> None:
-        """Give chunks that end before the node begins to the node above, and so on."""
+        """Give chunks that end before the node begins to the node above, and so on. Where that has some of its own,
+        because the split was seen late, these are as good."""
         while True:
             owned.length = tree.length(node)
             start = owned.end - owned.length
@@ -138,6 +139,9 @@ class ExpandedPool:
             heir = self._owned.setdefault(above, _Owned(start, 0))
             for chunk in early:
                 del owned.chunks[chunk.index]
+                if chunk.index in heir.chunks:
+                    heapq.heappush(self._free, chunk.id)
+                    continue
                 chunk.node = above
                 heir.chunks[chunk.index] = chunk
             if not owned.chunks:

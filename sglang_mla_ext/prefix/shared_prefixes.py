@@ -141,8 +141,11 @@ class SharedPrefixes:
         """
         if self._tree is None or not self._pool.used_chunks:
             return [NOTHING_EXPANDED] * len(reqs)
-        self._counters.evictions += self._pool.follow(self._tree)
         tree = self._tree.shared(reqs, also=self._pool.nodes)
+        version = self._pool.version
+        self._counters.evictions += self._pool.follow(self._tree)
+        if self._pool.version != version:  # chunks have other owners, or none
+            tree = self._tree.shared(reqs, also=self._pool.nodes)
         covered = _covered_paths(tree, self._pool)
         parts = []
         rows: Counter[ExpandedPart] = Counter()
@@ -202,9 +205,9 @@ class SharedPrefixes:
     # ---- what is worth sharing
 
     def _look(self, reqs: Sequence[Any]) -> SharedTree:
-        """What requests share; the pool follows the tree's changes first."""
-        self._counters.evictions += self._pool.follow(self._tree)
+        """What requests share; then the pool follows the tree's changes, some of which are seen only now."""
         tree = self._tree.shared(reqs)
+        self._counters.evictions += self._pool.follow(self._tree)
         if not tree.complete:
             self._counters.fall_back("the tree is too deep to be searched in one step")
         return tree

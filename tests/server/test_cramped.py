@@ -31,12 +31,12 @@ def test_requests_are_retracted(stock: Reference, cramped: Server) -> None:
 
 
 def test_prefix_is_expanded_over_several_steps(cramped: Server) -> None:
-    """At most 100 tokens a step, and no step uses a part: the first steps of the group are plain absorb."""
+    """At most a chunk a step: the group's prefill expands the first one, and its first decode step the other, which it
+    uses already."""
     cramped.flush()
     before = cramped.info()["counters"]
     cramped.ask(Chat(SYSTEM, question(13), 1))
     cramped.ask(*(Chat(SYSTEM, question(i), max_tokens=20) for i in range(3)))
     after = cramped.info()["counters"]
     assert after["expansions"] == before["expansions"] + 1
-    assert after["steps_absorb"] >= before["steps_absorb"] + 1
     assert after["steps_naive"] > before["steps_naive"]

@@ -16,11 +16,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from sglang_mla_ext.adapter import contract
 from sglang_mla_ext.adapter.cpu import standins
 from sglang_mla_ext.adapter.versions import TreeView
 
 if standins.needed():
     standins.install()
+
+
+NODES_ARE_NUMBERS = contract.line() not in ("0.5.17", "0.5.18")
+"""Whether the installed SGLang's tree gives out numbers of its nodes, and not the nodes themselves."""
 
 
 @dataclass(eq=False)
@@ -31,6 +36,7 @@ class Request:
     last_node: Any
     extra_key: str | None
     slots: torch.Tensor
+    lock: Any = None
 
     def finished(self) -> bool:
         return False
@@ -43,7 +49,7 @@ class Step(NamedTuple):
     end: int
 
 
-class Tree:
+class TreeOfNodes:
     """SGLang's radix cache over slots that nothing is stored in. `rows` says what would be: a fresh number for each."""
 
     def __init__(self, page_size: int, pairs: bool = False) -> None:
@@ -51,38 +57,59 @@ class Tree:
         Args:
             pairs: a slot is known by its token and the next one, as in a server with EAGLE.
         """
-        from sglang.srt.mem_cache.radix_cache import RadixCache
-
         self.page_size = page_size
         self.free_slots: list[int] = []
         self.rows: dict[int, int] = {}
-        allocator = SimpleNamespace(
-            device="cpu", free_segment=lambda slots, start_pos: self.free_slots.extend(slots.tolist())
-        )
-        self.cache = RadixCache.create_simulated(page_size=page_size, mock_allocator=allocator)
-        self.cache.is_eagle = pairs
+        self.cache = self._new_cache(pairs)
         self.view = TreeView(self.cache)
+        self._pairs = pairs
         self._numbers = count()
+
+    def _new_cache(self, pairs: bool) -> Any:
+        from sglang.srt.mem_cache.radix_cache import RadixCache
+
+        cache = RadixCache.create_simulated(page_size=self.page_size, mock_allocator=self._allocator())
+        cache.is_eagle = pairs
+        return cache
+
+    def _allocator(self) -> Any:
+        def free(slots: torch.Tensor, start_pos: int = 0) -> None:
+            self.free_slots.extend(slots.tolist())
+
+        return SimpleNamespace(device="cpu", page_size=self.page_size, free=free, free_segment=free)
 
     def run(self, text: str, extra_key: str | None = None) -> Request:
         """Start a request: its prompt, one page for each letter, is prefilled, in the tree as far as whole pages are
         known, and held."""
-        from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+        from sglang.srt.mem_cache.base_prefix_cache import InsertParams
         from sglang.srt.mem_cache.radix_cache import RadixKey
 
         tokens = array("q", (ord(letter) for letter in text for _ in range(self.page_size)))
         while len(self.free_slots) < len(tokens):
             self.free_slots.append(len(self.rows))
             self.rows[len(self.rows)] = -1
-        cached = len(self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, extra_key))).device_indices)
+        cached = len(self._match(tokens, extra_key)[1])
         slots = [0] * cached + [self.free_slots.pop() for _ in range(len(tokens) - cached)]
         self.rows.update((slot, next(self._numbers)) for slot in slots[cached:])
-        self.cache.insert(InsertParams(key=RadixKey(tokens, extra_key), value=torch.tensor(slots)))
+        key = RadixKey(tokens, extra_key)
+        self.cache.insert(InsertParams(key=key, value=torch.tensor(slots), prev_prefix_len=cached))
+        node, found = self._match(tokens, extra_key)
+        known = len(tokens) - self._pairs
+        assert len(found) == known - known % self.page_size
+        return Request(text, node, extra_key, found, self.cache.inc_lock_ref(node))
+
+    def _match(self, tokens: array, extra_key: str | None) -> tuple[Any, torch.Tensor]:
+        """The node that a prompt is known up to, and its slots."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
         found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, extra_key)))
-        known = len(tokens) - self.cache.is_eagle
-        assert len(found.device_indices) == known - known % self.page_size
-        self.cache.inc_lock_ref(found.last_device_node)
-        return Request(text, found.last_device_node, extra_key, found.device_indices)
+        return found.last_device_node, found.device_indices
+
+    @property
+    def root(self) -> Any:
+        """What a request ends in that nothing is cached of."""
+        return self.cache.root_node
 
     def handle(self, request: Request) -> Any:
         """The view's handle of the node in which the cached prefix of this request ends."""
@@ -97,7 +124,7 @@ class Tree:
 
     def paths(self, requests: Sequence[Request]) -> list[tuple[Step, ...]]:
         """Of the nodes in which cached prefixes end; empty where nothing is cached."""
-        nothing = (None, self.cache.root_node)
+        nothing = (None, self.root)
         return [() if each.last_node in nothing else self.path(self.handle(each)) for each in requests]
 
     def slots(self, node: Any, start: int, end: int) -> torch.Tensor:
@@ -115,8 +142,61 @@ class Tree:
         self.cache.evict(EvictParams(num_tokens=tokens))
 
 
+class TreeOfNumbers(TreeOfNodes):
+    """The same from 0.5.20 on: the tree is a core beside the cache, and gives out numbers of its nodes.
+
+    Attributes:
+        core: which one; None for SGLang's choice.
+    """
+
+    core: str | None = None
+
+    def _new_cache(self, pairs: bool) -> Any:
+        from sglang.srt.environ import envs
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.unified_cache.components import ComponentType
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=SimpleNamespace(),
+            token_to_kv_pool_allocator=self._allocator(),
+            page_size=self.page_size,
+            is_eagle=pairs,
+            tree_components=(ComponentType.FULL,),
+        )
+        with envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.override(self.core or self._default()):
+            return UnifiedRadixCache(params)
+
+    def _default(self) -> str:
+        return "python" if contract.line() == "0.5.20" else "rust"
+
+    def _match(self, tokens: array, extra_key: str | None) -> tuple[Any, torch.Tensor]:
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+        from sglang.srt.mem_cache.radix_cache import RadixKey
+
+        found = self.cache.match_prefix(MatchPrefixParams(key=RadixKey(tokens, extra_key)))
+        node = found.last_device_node
+        return node, self.cache.tree_core.collect_full_device_indices(node, self.root)
+
+    @property
+    def root(self) -> int:
+        return self.cache.tree_core.root_node_handle()
+
+    def handle(self, request: Request) -> Any:
+        return self.view._mirror.follow([request.last_node], count=False)[0][0]
+
+    def finish(self, *requests: Request) -> None:
+        for request in requests:
+            self.cache.dec_lock_ref(request.last_node, request.lock.to_dec_params())
+
+
+Tree = TreeOfNumbers if NODES_ARE_NUMBERS else TreeOfNodes
+"""The installed SGLang's."""
+
+
 @pytest.fixture(scope="session")
-def new_tree() -> Callable[[int], Tree]:
+def new_tree() -> Callable[[int], TreeOfNodes]:
     """Makes a tree with a page size."""
     return Tree
 

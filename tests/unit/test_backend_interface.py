@@ -57,3 +57,26 @@ def test_what_the_stock_backend_may_lack_is_missing_here_too() -> None:
     for name in optional:
         if not hasattr(type(backend_over(lacks)), name):
             assert not hasattr(backend_over(lacks), name)
+
+
+@pytest.mark.parametrize("of_stock", [False, True], ids=["has none", "has the runner's"])
+def test_sglang_finds_its_translator_in_both(of_stock: bool) -> None:
+    """SGLang gives one to a backend without, stops where it finds another than the runner's, and the stock backend
+    reads its own."""
+    pytest.importorskip("sglang.srt.mem_cache.kv_index_translator", reason="from 0.5.20 on")
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+
+    stock, runners = type("Stock", (AttentionBackend,), {})(), KVIndexTranslator.__new__(KVIndexTranslator)
+    if of_stock:
+        stock.kv_index_translator = runners
+    backend = backend_over(stock)
+    runners.bind_and_verify_backends([backend, backend])
+    assert backend.kv_index_translator is stock.kv_index_translator is runners
+
+
+def test_requests_of_a_step_to_try_kernels_out_are_limited_as_the_stock_backends() -> None:
+    """From 0.5.18 on; the interface's default is that they are not."""
+    name = "extend_dummy_seqs_capped_by_req_pool"
+    for limited in (False, True):
+        assert getattr(backend_over(SimpleNamespace(**{name: limited})), name) is limited

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from sglang_mla_ext import cli
 from sglang_mla_ext.adapter import examine
+from sglang_mla_ext.adapter.contract import installed_version
 from sglang_mla_ext.adapter.launch_line import LaunchLine
 from sglang_mla_ext.cli import app
 
@@ -74,7 +75,14 @@ def test_doctor_is_content_with_the_installed_sglang(monkeypatch):
     monkeypatch.setattr(cli, "_gpu", lambda: (None, None))
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0 and "ready" in result.output and "not ready" not in result.output
-    assert "0.5.17" in result.output and "no GPU" in result.output
+    assert str(installed_version()) in result.output and "no GPU" in result.output
+
+
+def test_doctor_warns_of_a_version_that_was_not_tested(monkeypatch):
+    monkeypatch.setattr(cli, "untested", lambda: "sglang 99.0 was not tested")
+    monkeypatch.setattr(cli, "_gpu", lambda: (None, None))
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0 and "sglang 99.0 was not tested" in result.output
 
 
 def test_doctor_names_what_is_wrong(monkeypatch):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,8 +15,10 @@ from sglang_mla_ext.adapter.contract import ContractError
 from sglang_mla_ext.adapter.source import NotThere, SourceTree
 from sglang_mla_ext.adapter.uses import SGLANG_0_5_17, Release, Use
 
+HERE = contract.release()
+"""What is used of the installed release."""
 ARGS = "sglang.srt.server_args.ServerArgs"
-BACKENDS = f"{ARGS}.get_attention_backends"
+REGISTER = "sglang.srt.layers.attention.attention_registry.register_attention_backend"
 ADAPTER = Path(contract.__file__).parent
 Change = Callable[[str, str], None]
 
@@ -36,11 +36,11 @@ def change(monkeypatch: pytest.MonkeyPatch) -> Change:
 
 
 def uses_of(monkeypatch: pytest.MonkeyPatch, *uses: Use) -> None:
-    monkeypatch.setattr(contract, "SUPPORTED", {str(contract.installed_version()): Release(uses, ())})
+    monkeypatch.setattr(contract, "SUPPORTED", {str(contract.installed_version()): Release(uses, (), HERE.fields_of)})
 
 
 def of_path(*paths: str) -> tuple[Use, ...]:
-    return tuple(use for use in SGLANG_0_5_17.uses if use.path in paths)
+    return tuple(use for use in HERE.uses if use.path in paths)
 
 
 # -- the installed SGLang ----------------------------------------------------------------------------------------------
@@ -57,10 +57,34 @@ def test_the_check_is_fast() -> None:
     assert time.process_time() - start < 1.0
 
 
-def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "version", lambda package: "0.4.9")
     with pytest.raises(ContractError, match=r"sglang is 0\.4\.9; this release works with 0\.5\.17(.|\n)*pip install"):
         contract.check()
+
+
+@pytest.mark.parametrize("version", ["0.5.19", "99.0", "99.0.post1"])
+def test_a_version_that_was_not_tested_starts_with_a_warning_where_the_contract_holds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    monkeypatch.setattr(contract, "SUPPORTED", dict.fromkeys(("0.5.17", "0.5.18", "0.5.20"), HERE))
+    monkeypatch.setattr(contract, "version", lambda package: version)
+    contract.check()
+    assert f"sglang {version} was not tested" in caplog.text
+
+
+@pytest.mark.parametrize("version", ["0.5.19", "99.0"])
+def test_it_stops_with_the_differences_where_it_does_not(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    other = Release((Use("json.gone", "function", "a reason"),), ())
+    monkeypatch.setattr(contract, "SUPPORTED", {"0.5.17": HERE, "0.5.20": other})
+    monkeypatch.setattr(contract, "version", lambda package: version)
+    with pytest.raises(ContractError, match=r"json\.gone \(a reason\): module json has no 'gone'"):
+        contract.check()
+
+
+def test_a_tested_version_starts_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    contract.check()
+    assert contract.installed_version() in contract.SUPPORTED and caplog.text == ""
 
 
 def test_no_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,21 +97,30 @@ def test_no_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_release_is_compared_with_its_own_column(monkeypatch: pytest.MonkeyPatch) -> None:
-    older, newer = (Release((Use(f"json.gone_in_{age}", "function", "a reason"),), ()) for age in ("older", "newer"))
-    monkeypatch.setattr(contract, "SUPPORTED", {"0.5.17": older, "0.5.18": newer})
-    for version, gone in (("0.5.17", "older"), ("0.5.18", "newer"), ("0.6.0", "newer")):
+    ages = ("oldest", "older", "newer")
+    releases = [Release((Use(f"json.gone_in_{age}", "function", "a reason"),), ()) for age in ages]
+    monkeypatch.setattr(contract, "SUPPORTED", dict(zip(("0.5.17", "0.5.18", "0.5.20"), releases, strict=True)))
+    for version, gone in (
+        ("0.5.17", "oldest"),
+        ("0.5.17.post1", "oldest"),
+        ("0.5.18", "older"),
+        ("0.5.19", "newer"),
+        ("0.5.20", "newer"),
+        ("0.6.0rc1", "newer"),
+    ):
         monkeypatch.setattr(contract, "version", lambda package, version=version: version)
-        assert f"gone_in_{gone}" in contract.mismatches()[-1]
-        assert ("sglang is" in contract.mismatches()[0]) == (version == "0.6.0")
+        (line,) = contract.mismatches()
+        assert f"gone_in_{gone}" in line
+        assert (contract.untested() is None) == (version in contract.SUPPORTED)
 
 
 # -- differences -------------------------------------------------------------------------------------------------------
 
 
 def test_a_changed_signature_is_named(change: Change) -> None:
-    change(r"def get_attention_backends\(self", "def get_attention_backends(args")
+    change(r"def register_attention_backend\(name", "def register_attention_backend(label")
     (line,) = contract.mismatches()
-    assert line.startswith(f"{BACKENDS} (is the backend asked for): takes ('args',), expected ('self',)")
+    assert line.startswith(f"{REGISTER} (the backend's factory): takes ('label',), expected ('name',)")
 
 
 def test_a_class_method_keeps_its_name_for_cls(change: Change) -> None:
@@ -97,9 +130,10 @@ def test_a_class_method_keeps_its_name_for_cls(change: Change) -> None:
 
 
 def test_what_is_gone_is_named(change: Change) -> None:
-    change(r"def get_attention_backends\(", "def attention_backends(")
+    change(r"def register_attention_backend\(", "def register_backend(")
     (line,) = contract.mismatches()
-    assert line == f"{BACKENDS} (is the backend asked for): class {ARGS} has no 'get_attention_backends'"
+    module, _, name = REGISTER.rpartition(".")
+    assert line == f"{REGISTER} (the backend's factory): module {module} has no '{name}'"
 
 
 def test_a_parameter_that_is_passed_by_name_is_missed(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
@@ -121,7 +155,6 @@ def test_a_parameter_that_is_passed_by_name_is_missed(monkeypatch: pytest.Monkey
         "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.use_deep_gemm_bmm",
         "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.chunked_prefix_cache_threshold",
         "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.qk_rope_head_dim",
-        "sglang.srt.mem_cache.radix_cache.TreeNode.lock_ref",
         "sglang.srt.managers.schedule_batch.Req.last_node",
         "sglang.srt.managers.scheduler.Scheduler.tree_cache",
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.prefix_chunk_starts_cpu",
@@ -161,7 +194,7 @@ def test_all_differences_are_in_one_message(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_further_parameters_are_no_difference(change: Change) -> None:
-    change(r"def get_attention_backends\(self", "def get_attention_backends(self, phase=None")
+    change(r"def register_attention_backend\(name", "def register_attention_backend(name, phase=None")
     assert contract.mismatches() == []
 
 
@@ -195,11 +228,23 @@ def test_the_table_says_why_and_names_nothing_twice() -> None:
 
 
 def adapter_modules() -> Iterator[tuple[str, ast.Module]]:
+    """Those that run beside the installed release: of versions/, none that is for another tree or other arguments."""
     for file in sorted(ADAPTER.rglob("*.py")):
+        if file.stem.startswith("sglang_") and file.stem not in USED_VERSIONS:
+            continue
         yield str(file.relative_to(ADAPTER)), ast.parse(file.read_text(encoding="utf-8"))
 
 
-NARROWED = {"sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache": "sglang.srt.mem_cache.radix_cache.RadixCache"}
+USED_VERSIONS = {
+    "0.5.17": ("sglang_0_5_17",),
+    "0.5.18": ("sglang_0_5_18",),
+    "0.5.20": ("sglang_0_5_20",),
+    "0.5.23": ("sglang_0_5_23",),
+}[contract.line()]
+_CACHE = (
+    "radix_cache.RadixCache" if contract.line() in ("0.5.17", "0.5.18") else "unified_radix_cache.UnifiedRadixCache"
+)
+NARROWED = {"sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache": f"sglang.srt.mem_cache.{_CACHE}"}
 """Classes of parameters that the code takes only if they are of another one."""
 
 
@@ -215,14 +260,14 @@ def imported(tree: ast.AST) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def tree() -> SourceTree:
-    return SourceTree()
+    return SourceTree(HERE.fields_of)
 
 
 @pytest.fixture(scope="module")
 def known(tree: SourceTree) -> set[int]:
     """Where the things in the table are defined, and the classes and modules that they are in, by the ids of nodes."""
     found = set()
-    for use in SGLANG_0_5_17.uses:
+    for use in HERE.uses:
         path = use.path
         while "." in path and not (path.startswith("sgl_kernel") and not tree.is_installed("sgl_kernel")):
             found.add(id(tree.find(path).node or tree.find(path).module))
@@ -231,7 +276,7 @@ def known(tree: SourceTree) -> set[int]:
 
 
 def test_everything_that_the_adapter_imports_is_in_the_table(tree: SourceTree, known: set[int]) -> None:
-    paths = {use.path for use in SGLANG_0_5_17.uses}
+    paths = {use.path for use in HERE.uses}
     types = {"sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache", "sglang.srt.mem_cache.memory_pool.KVCache"}
     unknown = []
     for file, module in adapter_modules():
@@ -267,98 +312,3 @@ def test_every_attribute_that_the_adapter_reads_is_in_the_table(tree: SourceTree
                         unknown.add(f"{file}: {error}")
     assert sorted(unknown) == []
     assert read > 50
-
-
-# -- what SGLang reads of a backend ------------------------------------------------------------------------------------
-
-RECEIVERS = {"attn_backend", "target_attn_backend", "decode_attn_backend", "decode_backend", "prefill_backend"}
-GETTERS = {"get_attn_backend", "_select_backend"}
-
-READ_OF_OTHERS = {
-    "other models": """
-        conv_state_metadata forward_core_compressor forward_indexer_compressor full_attn_backend
-        fused_qk_rope_store_kv_fp8 get_swa_out_cache_loc get_unified_swa_loc init_forward_metadata_indexer
-        linear_attn_backend sconv_intermediate_window sconv_state sparse store_cache use_fp8
-    """,
-    "DeepSeek Sparse Attention": "get_indexer_metadata kv_cache_dtype use_mha",
-    "two-batch overlap's own backend": "children primary",
-    "Intel's backend, which alone has graphs on a CPU": """
-        get_cpu_graph_seq_len_fill_value init_cpu_graph_state init_forward_metadata_capture_cpu_graph
-    """,
-    "TensorRT-LLM's and CuTe's MLA backends, known by their names": "data_type q8kv8_born_fp8_q_eligible",
-    "ROCm": "num_kv_splits",
-    "hybrid models with Mamba layers": "update_mamba_state_after_mtp_verify",
-    "a draft model's backend": "draft_extend_metadata_captured_in_graph",
-    "DSpark with DeepSeek V4's backend": "make_forward_metadata_from_raw_verify",
-}
-"""What SGLang reads of attention backends, by which: ours does not stand for these, and need not forward it."""
-OF_OTHERS = {name for names in READ_OF_OTHERS.values() for name in names.split()}
-
-
-def is_backend(node: ast.AST, known: set[str]) -> bool:
-    if isinstance(node, ast.Call):
-        return ast.unparse(node.func).rpartition(".")[2] in GETTERS
-    return (isinstance(node, ast.Name) and node.id in RECEIVERS | known) or (
-        isinstance(node, ast.Attribute) and node.attr in RECEIVERS
-    )
-
-
-def reads_of_backend(function: ast.AST) -> Iterator[str]:
-    """Names that a function reads, asks for or sets on an attention backend."""
-    known: set[str] = set()
-    nodes = list(ast.walk(function))
-    for node in nodes:
-        if isinstance(node, ast.Assign) and is_backend(node.value, known):
-            known |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.comprehension) and ast.unparse(node.iter).endswith("attn_backends"):
-            known.add(ast.unparse(node.target))
-        elif isinstance(node, ast.arg) and node.annotation and ast.unparse(node.annotation) == "AttentionBackend":
-            known.add(node.arg)
-    for node in nodes:
-        if isinstance(node, ast.Attribute) and is_backend(node.value, known):
-            yield node.attr
-        elif (
-            isinstance(node, ast.Call)
-            and ast.unparse(node.func) in ("getattr", "hasattr", "setattr")
-            and is_backend(node.args[0], known)
-            and isinstance(node.args[1], ast.Constant)
-        ):
-            yield node.args[1].value
-
-
-@pytest.fixture(scope="module")
-def readers() -> dict[str, set[str]]:
-    """Name -> the files below sglang/srt that read it of an attention backend; other backends' own files left out."""
-    spec = importlib.util.find_spec("sglang")
-    assert spec is not None and spec.submodule_search_locations is not None
-    root = Path(spec.submodule_search_locations[0]) / "srt"
-    found = defaultdict(set)
-    for file in root.rglob("*.py"):
-        name = str(file.relative_to(root))
-        of_backends = name.startswith("layers/attention/") and not name.endswith("hybrid_attn_backend.py")
-        text = file.read_text(encoding="utf-8")
-        if of_backends or name.startswith("hardware_backend/") or "attn_backend" not in text:
-            continue
-        for function in ast.walk(ast.parse(text)):
-            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-                for read in reads_of_backend(function):
-                    found[read].add(name)
-    return found
-
-
-def test_what_sglang_reads_of_a_backend_is_in_the_table(readers: dict[str, set[str]]) -> None:
-    table = {read.name: read for read in SGLANG_0_5_17.read_of_backend}
-    assert {name: files for name, files in readers.items() if name not in OF_OTHERS.union(table)} == {}, "new readers"
-    assert set(readers) >= OF_OTHERS, "no longer read"
-    assert not OF_OTHERS & set(table)
-    assert {read.name for read in table.values() if read.reader not in readers.get(read.name, ())} == set()
-
-
-def test_sglangs_own_backend_has_what_is_read_of_it(tree: SourceTree) -> None:
-    backend = "sglang.srt.layers.attention.flashmla_backend.FlashMLABackend"
-    for read in SGLANG_0_5_17.read_of_backend:
-        tree.find(f"{backend}.{read.name}")
-    others = ("data_type", "draft_extend_metadata_captured_in_graph", "get_indexer_metadata")
-    for name in OF_OTHERS - set(others):
-        with pytest.raises(NotThere):
-            tree.find(f"{backend}.{name}")

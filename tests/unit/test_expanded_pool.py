@@ -137,6 +137,18 @@ def test_a_split_hands_over_whole_chunks() -> None:
     assert pool.follow(TREE) == 2 and covered(pool, middle) == (3 * CHUNK, ids[:3])
 
 
+def test_a_split_that_is_seen_late_frees_what_is_there_twice() -> None:
+    """Both nodes of a split got chunks for the same tokens before the one below was seen to be below."""
+    pool, node = ExpandedPool(8, CHUNK), Node(None, 3 * CHUNK)
+    give(pool, want(node))
+    front = Node(None, 2 * CHUNK)
+    give(pool, want(front))
+    assert pool.used_chunks == 5
+    node.above, node.length = front, CHUNK
+    assert pool.follow(TREE) == 0 and pool.used_chunks == 3
+    assert covered(pool, node)[0] == 3 * CHUNK and covered(pool, front)[0] == 2 * CHUNK
+
+
 def test_many_splits_between_two_looks() -> None:
     pool, node = ExpandedPool(3000, CHUNK), Node(None, 3000 * CHUNK)
     give(pool, want(node))

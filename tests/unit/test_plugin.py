@@ -6,6 +6,7 @@ environment, loads SGLang's plug-ins as SGLang does at start, and reports what i
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sglang_mla_ext.adapter import contract, hooks
+from sglang_mla_ext.adapter import contract, hooks, versions
 from sglang_mla_ext.options import HybridMLAOptions
 
 SCENARIOS = r"""
@@ -36,12 +37,29 @@ MODEL, ASKED, MODE = sys.argv[1], "SGLANG_HYBRID_MLA_ASKED", "SGLANG_HYBRID_MLA_
 COMMON = {"model_path": MODEL, "device": "cpu", "random_seed": 1}
 
 
+def resolved(args):
+    # From 0.5.20 on, who launches a server asks for it, and the result is beside what was given.
+    if hasattr(args, "resolve_once"):
+        args.resolve_once()
+    return args
+
+
+def change(args, **kwargs):
+    for name in ("override", "_late_resolution"):
+        if hasattr(args, name):
+            return getattr(args, name)("a test", **kwargs)
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    declare_resolution(args, "a test", **kwargs)
+
+
 def launch(**kwargs):
     try:
-        args = server_args.ServerArgs(**{**COMMON, **kwargs})
+        args = resolved(server_args.ServerArgs(**{**COMMON, **kwargs}))
     except Exception as error:
         return [type(error).__name__, str(error)]
-    return {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in sorted(vars(args).items())}
+    values = args.resolved_dict() if hasattr(args, "resolved_dict") else vars(args)
+    return {name: re.sub(" at 0x[0-9a-f]+", "", repr(value)) for name, value in sorted(values.items())}
 
 
 def seen():
@@ -71,9 +89,9 @@ def scenario_not_asked():
 
 def scenario_not_asked_but_broken():
     os.environ[MODE] = "nonsense"
-    from sglang_mla_ext.adapter import contract
+    from sglang_mla_ext.adapter import contract, versions
 
-    contract.SUPPORTED = {"0.0.0": contract.release()}
+    contract.SUPPORTED = {"99.0": contract.release()}
     load_plugins()
     return {"args": launch(attention_backend="torch_native"), "asked for": launch(attention_backend="hybrid_mla")}
 
@@ -88,7 +106,8 @@ def scenario_help():
 def scenario_asked():
     load_plugins()
     flags = ["--model-path", MODEL, "--device", "cpu", "--decode-attention-backend", "hybrid_mla"]
-    args = server_args.prepare_server_args([*flags, "--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", "7"])
+    flags += ["--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", "7"]
+    args = resolved(server_args.prepare_server_args(flags))
     before = {name: value for name, value in os.environ.items() if name.startswith("SGLANG_HYBRID_MLA")}
     launch(attention_backend="torch_native")
     return {"decode": args.decode_attention_backend, "env": before, **seen()}
@@ -142,21 +161,22 @@ def scenario_speculation():
         "another draft": {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": draft},
         "adaptive": {"speculative_algorithm": "EAGLE", "speculative_adaptive": True},
     }.items():
-        args = server_args.ServerArgs(**COMMON, attention_backend="torch_native", **kwargs)
+        args = resolved(server_args.ServerArgs(**COMMON, attention_backend="torch_native", **kwargs))
         limits.set_draft_backend(args)
-        args.override("a test", attention_backend="hybrid_mla")
+        change(args, attention_backend="hybrid_mla")
         try:
             limits.check(args, (9, 0))
         except OptionError as error:
             found[name] = str(error)
         else:
-            tokens = limits.versions.draft_tokens(args)
+            tokens, args = limits.versions.draft_tokens(args), limits.versions.resolved(args)
             found[name] = [args.speculative_algorithm, tokens, args.speculative_draft_attention_backend]
     ours = dict(attention_backend="hybrid_mla", speculative_algorithm="EAGLE")
     found["on a CPU"] = launch(**ours)
     tree = dict(speculative_num_steps=3, speculative_eagle_topk=4, speculative_num_draft_tokens=8)
     found["tree"] = launch(**ours, **tree)
-    found["without"] = limits.versions.draft_tokens(server_args.ServerArgs(**COMMON, attention_backend="torch_native"))
+    without = resolved(server_args.ServerArgs(**COMMON, attention_backend="torch_native"))
+    found["without"] = limits.versions.draft_tokens(without)
     return found
 
 
@@ -236,14 +256,16 @@ def test_not_asked_for_it_changes_nothing_but_the_list_of_choices(scenarios: dic
     assert installed["asked"] is None and not installed["hooks imported"]
     assert without["hooked"] == []
     prefix = "sglang.srt.server_args.ServerArgs."
-    assert installed["hooked"] == [prefix + name for name in ("__post_init__", "add_cli_args", "from_cli_args")]
+    assert installed["hooked"] == [
+        prefix + name for name in sorted((versions.RESOLVED_BY, "add_cli_args", "from_cli_args"))
+    ]
     assert sorted([*without["choices"], "hybrid_mla"]) == installed["choices"]
 
 
 def test_not_asked_for_it_does_not_look_at_its_own_troubles(scenarios: dict[str, Any]) -> None:
     broken = scenarios["not_asked_but_broken"]
     assert broken["args"] == scenarios["without"]["args"]
-    assert broken["asked for"][0] == "ContractError" and "works with 0.0.0" in broken["asked for"][1]
+    assert broken["asked for"][0] == "ContractError" and "works with 99.0" in broken["asked for"][1]
 
 
 def test_help_shows_the_flags(scenarios: dict[str, Any]) -> None:
@@ -315,3 +337,14 @@ def test_the_backend_is_not_built_without_its_hooks(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(hooks, "_hooked", {"sglang.some.target": None})
     with pytest.raises(contract.ContractError, match=r"hooks are not in place: sglang\.some\.target\."):
         hooks.create_backend(None)
+
+
+@pytest.mark.parametrize("variable", ["SGLANG_ENABLE_UNIFIED_RADIX_TREE", "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"])
+def test_a_variable_is_named_where_sglang_takes_another_tree_by_it(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    from sglang.srt.mem_cache import registry
+
+    monkeypatch.setenv(variable, "1")
+    read = f"if envs.{variable}.get()" in inspect.getsource(registry)
+    assert versions.other_trees() == [variable] * read

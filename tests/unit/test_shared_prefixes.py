@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from conftest import NODES_ARE_NUMBERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -372,6 +373,7 @@ def test_a_plan_is_kept_until_something_changes(tree: Any, monkeypatch: pytest.M
     assert plans_made(*requests), "an expansion went away"
 
 
+@pytest.mark.skipif(NODES_ARE_NUMBERS, reason="numbers are not given twice")
 @pytest.mark.parametrize("end", ["forget", "idle"])
 def test_the_nodes_of_a_plan_live_as_long_as_the_plan(tree: Any, end: str) -> None:
     """A plan is recognised by its requests' nodes, and a node's identity is reused once it is gone: a request that is

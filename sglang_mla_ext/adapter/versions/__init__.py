@@ -1,34 +1,53 @@
 """What differs between releases of SGLang: one module for each line of them, all with the same names.
 
 `adapter.contract` says which releases are known; this picks the module for the one that is installed. A new line of
-releases is a new module here and a column there.
+releases is a new module here and a column there. What is as it was is imported from the module before.
 """
 
-from sglang_mla_ext.adapter.versions.sglang_0_5_17 import (
-    TreeView,
-    UnsupportedTree,
-    disable_prefill_graph,
-    draft_has_mla,
-    draft_tokens,
-    gives_kv_memory,
-    latent_pool_arguments,
-    memory_region,
-    model_config,
-    most_requests,
-    name_draft_backend,
-    other_trees,
-    plans_on_a_stream,
-    prefill_graph_backend,
-    set_draft_backend,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from sglang_mla_ext.adapter.contract import line
+
+if TYPE_CHECKING:
+    from sglang_mla_ext.adapter.versions.sglang_0_5_17 import (
+        RESOLVED_BY,
+        TreeView,
+        UnsupportedTree,
+        attention_backends,
+        disable_prefill_graph,
+        draft_has_mla,
+        draft_tokens,
+        flash_mla,
+        further_findings,
+        gives_kv_memory,
+        is_resolved,
+        latent_pool_arguments,
+        memory_region,
+        model_config,
+        most_requests,
+        name_draft_backend,
+        other_trees,
+        plans_on_a_stream,
+        prefill_graph_backend,
+        resolve,
+        resolved,
+        set_draft_backend,
+        uses_mla,
+    )
 
 __all__ = [
+    "RESOLVED_BY",
     "TreeView",
     "UnsupportedTree",
+    "attention_backends",
     "disable_prefill_graph",
     "draft_has_mla",
     "draft_tokens",
+    "flash_mla",
+    "further_findings",
     "gives_kv_memory",
+    "is_resolved",
     "latent_pool_arguments",
     "memory_region",
     "model_config",
@@ -37,5 +56,11 @@ __all__ = [
     "other_trees",
     "plans_on_a_stream",
     "prefill_graph_backend",
+    "resolve",
+    "resolved",
     "set_draft_backend",
+    "uses_mla",
 ]
+
+_module = import_module(f"{__name__}.sglang_{line().replace('.', '_')}")
+globals().update({name: getattr(_module, name) for name in __all__})

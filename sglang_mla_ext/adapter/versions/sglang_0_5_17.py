@@ -157,6 +157,13 @@ class TreeView:
         return handle
 
 
+def flash_mla() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """FlashMLA: attention over pages, and what makes its schedule."""
+    from sgl_kernel.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+
+    return flash_mla_with_kvcache, get_mla_metadata
+
+
 def latent_pool_arguments(configurator: KVCacheConfigurator) -> dict[str, Any]:
     """Keyword arguments of SGLang's pool of latent rows, but for its size, as its own configurator gives them."""
     from sglang.srt.runtime_context import get_exec
@@ -195,6 +202,35 @@ def gives_kv_memory(tags: Sequence[str] | None) -> bool:
     return not tags or GPU_MEMORY_TYPE_KV_CACHE in tags
 
 
+RESOLVED_BY = "__post_init__"
+"""The method of SGLang's server arguments that turns what the user gave into what the server does."""
+
+
+def is_resolved(args: ServerArgs) -> bool:
+    """Whether that method has run before on these arguments, in the process that they come from."""
+    return False  # there is no calling it again
+
+
+def resolve(args: ServerArgs) -> None:
+    """Have that method run, where making the arguments has not."""
+
+
+def resolved(args: ServerArgs) -> Any:
+    """The arguments as they were decided on, with the same names; where they are not resolved, as they were given."""
+    return args
+
+
+def attention_backends(args: ServerArgs) -> tuple[str | None, str | None]:
+    """Names of the attention backends for prefill and decode."""
+    prefill, decode = args.get_attention_backends()
+    return prefill, decode
+
+
+def uses_mla(args: ServerArgs) -> bool:
+    """Whether the model has Multi-head Latent Attention."""
+    return bool(args.use_mla_backend())
+
+
 def model_config(args: ServerArgs) -> Any:
     """The Hugging Face configuration of the model that a server is launched with."""
     return args.get_model_config().hf_config
@@ -203,6 +239,11 @@ def model_config(args: ServerArgs) -> Any:
 def prefill_graph_backend(args: ServerArgs) -> str:
     """How prefill is captured in CUDA graphs; "disabled" where it is not. `args` are resolved."""
     return str(args.cuda_graph_config.prefill.backend)
+
+
+def further_findings(args: ServerArgs) -> dict[str, bool]:
+    """What this release has besides and `hybrid_mla` does not support: flag -> whether it is given."""
+    return {}
 
 
 def disable_prefill_graph(args: ServerArgs) -> None:

@@ -1,4 +1,5 @@
-"""Which nodes of a radix tree of Python objects several requests hold, from the locks that SGLang keeps on them.
+"""Which nodes of a radix tree several requests hold, from the locks that are counted on them: by SGLang where its nodes
+are Python objects, by mirror.py where they are numbers.
 
 A running request locks the node that its cached prefix ends in, and all above it. So `lock_ref` never grows from a node
 to its child, and the nodes that one request alone holds are the lower part of its path. Where they begin is remembered,
@@ -8,10 +9,7 @@ because a conversation of a thousand turns has a thousand of them. Imports nothi
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from sglang.srt.mem_cache.radix_cache import TreeNode
+from typing import NamedTuple, Protocol
 
 WALK_LIMIT = 1 << 16
 """The most nodes that one call visits on the way to shared ones. The next call goes on from there."""
@@ -19,7 +17,21 @@ SHARED_LIMIT = 8192
 """The most shared nodes that are listed; twice as many are looked at."""
 
 
-Fork = tuple["TreeNode", "TreeNode | None"]
+class TreeNode(Protocol):
+    """SGLang's, or a node of mirror.py.
+
+    Attributes:
+        id: its number, smaller than those of nodes that came later.
+        parent: the root's is None.
+        lock_ref: how many requests hold it.
+    """
+
+    id: int
+    parent: TreeNode | None
+    lock_ref: int
+
+
+Fork = tuple[TreeNode, "TreeNode | None"]
 """Where the part of a path that a request has alone begins: the deepest node that others hold too, or the root, and the
 child of it that the request has alone, None where there is none. Of a search that was broken off, the node that is next
 to be looked at. A plain tuple, because a batch has a thousand."""

@@ -1,0 +1,240 @@
+"""What is known of a radix tree whose nodes have numbers: those on the paths of requests, and how many of these hold
+each. Imports nothing of SGLang.
+
+The tree is asked for the path of a request when the request comes, and not again. Until then it may have been split in
+places that the mirror knows as one node; that does no harm, since whoever holds the end of a node holds its front. When
+a path shows a node that is new here and has another child in the tree, it may have been put between two nodes that are
+known. Which is the lower one is not on the path, so those are asked again that could be, until one is found: at most
+one is, because a node that several others were below was on their paths.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+from weakref import WeakValueDictionary
+
+ASK_LIMIT = 1 << 13
+"""The most nodes that one call has the tree list on paths, and those of the last paths besides. The next call goes on
+from there."""
+PATHS_AT_ONCE = 8
+
+
+class PathNode(Protocol):
+    """A node on a path: its number, the tokens from the root to its end, and how many children it has."""
+
+    @property
+    def node_id(self) -> int: ...
+    @property
+    def path_end(self) -> int: ...
+    @property
+    def num_children(self) -> int: ...
+
+
+class MirrorNode:
+    """A node of the tree. There is one for each number, as long as anybody keeps it.
+
+    Attributes:
+        parent: the lowest known node above; the root's is None.
+        lock_ref: how many counted requests hold it, by the name that shared_nodes.py knows.
+    """
+
+    __slots__ = ("__weakref__", "end", "id", "lock_ref", "parent")
+
+    def __init__(self, number: int, parent: MirrorNode | None, end: int) -> None:
+        self.id, self.parent, self.end, self.lock_ref = number, parent, end, 0
+
+    def __repr__(self) -> str:
+        return f"MirrorNode({self.id})"
+
+
+class _Front(NamedTuple):
+    """The first of the new nodes at the end of a path, the lowest above that is not of this call, and the new ones with
+    their children."""
+
+    node: MirrorNode
+    above: MirrorNode
+    children: list[tuple[MirrorNode, int]]
+
+
+class _Search(NamedTuple):
+    """Which node is below a new one? One of `left`, or none."""
+
+    front: MirrorNode
+    left: list[MirrorNode]
+
+
+class Mirror:
+    """See the module."""
+
+    def __init__(self, paths: Callable[[Sequence[int]], list[Sequence[PathNode]]]) -> None:
+        """
+        Args:
+            paths: from below the root to nodes with these numbers; KeyError where one is not in the tree.
+        """
+        self._paths = paths
+        self._root = MirrorNode(-1, None, 0)
+        self._nodes: WeakValueDictionary[int, MirrorNode] = WeakValueDictionary()
+        self._counts: Counter[MirrorNode] = Counter()  # requests that end in a node, of the last call that counted
+        self._last: dict[int, MirrorNode] = {}  # where requests of the last two calls end; None of them is freed
+        self._before: dict[int, MirrorNode] = {}
+        self._searches: list[_Search] = []
+        self._fronts: list[_Front] = []  # for which there may be something to search, of this call
+        self._fresh: set[MirrorNode] = set()  # those whose paths this call has seen
+        self._made: dict[MirrorNode, MirrorNode] = {}  # those that it has seen first, and the lowest other one above
+
+    def forget(self) -> None:
+        """No request is left: nodes stay as long as somebody else keeps them."""
+        self._count(Counter())
+        self._last, self._before, self._searches = {}, {}, []
+
+    def follow(self, ends: Sequence[int | None], *, count: bool) -> tuple[list[MirrorNode | None], bool]:
+        """The nodes in which requests end, brought up to date.
+
+        Args:
+            ends: their numbers; None for a request without a path.
+            count: these are the requests that `lock_ref` counts from now on.
+        Returns:
+            `[requests]` nodes, perhaps the root; None where there is none, or there was no time to ask. And whether
+            there was.
+        """
+        left, known = ASK_LIMIT, {}
+        missing = []
+        for number in dict.fromkeys(ends):
+            node = None if number is None else self._nodes.get(number)
+            if node is not None:
+                known[number] = node
+            elif number is not None:
+                missing.append(number)
+        asked = 0
+        while asked < len(missing) and left > 0:
+            some = missing[asked : asked + PATHS_AT_ONCE]
+            asked += len(some)
+            for number, path in zip(some, self._ask(some), strict=True):
+                left -= len(path or ())
+                if path is not None:
+                    known[number] = self._add(path)
+        complete = self._search(left) and asked == len(missing)
+        found = [None if number is None else known.get(number) for number in ends]
+        if count:
+            self._count(Counter(node for node in found if node is not None))
+            self._last, self._before = known, self._last
+        else:
+            self._last = self._last | known
+        self._fresh.clear()
+        self._made.clear()
+        return found, complete
+
+    @contextmanager
+    def counted(self, found: Sequence[MirrorNode | None]) -> Iterator[None]:
+        """Meanwhile, `lock_ref` counts requests that end in these nodes too."""
+        more = Counter(node for node in found if node is not None) - self._counts
+        for node, requests in more.items():
+            _hold(node, requests)
+        try:
+            yield
+        finally:
+            for node, requests in more.items():
+                _hold(node, -requests)
+
+    # ---- the structure
+
+    def _ask(self, numbers: Sequence[int]) -> list[Sequence[PathNode] | None]:
+        """Paths; None for nodes that are not in the tree."""
+        try:
+            return list(self._paths(numbers))
+        except KeyError:
+            if len(numbers) == 1:
+                return [None]
+            return [self._ask([number])[0] for number in numbers]
+
+    def _add(self, path: Sequence[PathNode]) -> MirrorNode:
+        """Take in a path; its last node."""
+        parent, at = self._root, len(path)
+        while at:  # all that is above a node that this call has seen is known
+            node = self._nodes.get(path[at - 1].node_id)
+            if node in self._fresh:
+                parent = node
+                break
+            at -= 1
+        above = self._made.get(parent, parent)
+        new: list[tuple[MirrorNode, int]] = []
+        for step in path[at:]:
+            node = self._nodes.get(step.node_id)
+            if node is None:
+                node = self._nodes[step.node_id] = MirrorNode(step.node_id, parent, step.path_end)
+                self._made[node] = above
+                new.append((node, step.num_children))
+            else:
+                if node.parent is not parent:
+                    _move(node, parent)
+                above = node
+                new.clear()  # this is what was below them
+            self._fresh.add(node)
+            parent = node
+        on_path = len(new) - 1
+        if any(children > (at < on_path) for at, (_, children) in enumerate(new)):
+            self._fronts.append(_Front(new[0][0], above, new))
+        return parent
+
+    def _search(self, left: int) -> bool:
+        """Ask for what could be below new nodes, for `left` more nodes of paths; whether that was all."""
+        below: dict[MirrorNode | None, list[MirrorNode]] | None = None
+        while self._fronts or (self._searches and left > 0):
+            if self._fronts:
+                if below is None:
+                    below = {}
+                    for node in self._nodes.values():
+                        below.setdefault(node.parent, []).append(node)
+                self._searches += _searches(self._fronts, below, self._fresh)
+                self._fronts.clear()
+                continue
+            front, candidates = self._searches[-1]
+            some = [candidates.pop() for _ in range(min(PATHS_AT_ONCE, len(candidates)))]
+            some = [node for node in some if node not in self._fresh]
+            found = False
+            for path in self._ask([node.id for node in some]) if some else ():
+                left -= len(path or ())
+                if path is not None:
+                    self._add(path)
+                    found |= any(step.node_id == front.id for step in path)
+            if found or not candidates:
+                self._searches.pop()
+        return not self._searches
+
+    # ---- who holds what
+
+    def _count(self, counts: Counter[MirrorNode]) -> None:
+        for node in counts.keys() | self._counts.keys():
+            if more := counts[node] - self._counts[node]:
+                _hold(node, more)
+        self._counts = counts
+
+
+def _searches(
+    fronts: Sequence[_Front], below: Mapping[MirrorNode | None, list[MirrorNode]], fresh: Collection[MirrorNode]
+) -> Iterator[_Search]:
+    """What has to be searched for below new nodes: nothing where all of their children are known."""
+    for front, above, new in fronts:
+        if any(children > len(below.get(node, ())) for node, children in new):
+            candidates = [node for node in below.get(above, ()) if node.end > front.end and node not in fresh]
+            if candidates:
+                yield _Search(front, candidates)
+
+
+def _move(node: MirrorNode, parent: MirrorNode) -> None:
+    """Put a node below another, which came between it and what was above."""
+    if node.parent is not None:
+        _hold(node.parent, -node.lock_ref)
+    _hold(parent, node.lock_ref)
+    node.parent = parent
+
+
+def _hold(node: MirrorNode, requests: int) -> None:
+    """So many more requests hold a node and all above it."""
+    above: MirrorNode | None = node
+    while above is not None:
+        above.lock_ref += requests
+        above = above.parent

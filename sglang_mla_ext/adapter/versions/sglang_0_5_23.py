@@ -1,0 +1,100 @@
+"""SGLang 0.5.23: the tree's core is in Rust and gives whole paths on demand; FlashMLA is a package of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sglang_mla_ext.adapter.versions import sglang_0_5_20
+from sglang_mla_ext.adapter.versions.numbered_tree import NumberedTree, PathNode, UnsupportedTree
+from sglang_mla_ext.adapter.versions.sglang_0_5_20 import (
+    RESOLVED_BY,
+    attention_backends,
+    disable_prefill_graph,
+    draft_has_mla,
+    draft_tokens,
+    gives_kv_memory,
+    is_resolved,
+    latent_pool_arguments,
+    memory_region,
+    model_config,
+    most_requests,
+    name_draft_backend,
+    plans_on_a_stream,
+    prefill_graph_backend,
+    resolve,
+    resolved,
+    set_draft_backend,
+    uses_mla,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import UnifiedTreeCoreInterface
+    from sglang.srt.server_args import ServerArgs
+
+
+class TreeView(NumberedTree):
+    """See NumberedTree. Any core will do: SGLang takes the one in Python where that in Rust lacks something."""
+
+    def __init__(self, tree_cache: BasePrefixCache) -> None:
+        """
+        Raises:
+            UnsupportedTree: another kind of prefix cache, or none.
+        """
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+        if not isinstance(tree_cache, UnifiedRadixCache) or tree_cache.disable:
+            raise UnsupportedTree(type(tree_cache).__name__)
+        super().__init__(tree_cache.tree_core)
+        self._core: UnifiedTreeCoreInterface
+
+    def _paths(self, ids: Sequence[int]) -> list[Sequence[PathNode]]:
+        return list(self._core.collect_path_info(ids))
+
+
+def flash_mla() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """See sglang_0_5_17."""
+    from sglang.kernels.ops.attention.flash_mla_interface import flash_mla_with_kvcache, get_mla_metadata
+
+    return flash_mla_with_kvcache, get_mla_metadata
+
+
+def other_trees() -> list[str]:
+    """None. See sglang_0_5_17."""
+    return []
+
+
+def further_findings(args: ServerArgs) -> dict[str, bool]:
+    """See sglang_0_5_17."""
+    return sglang_0_5_20.further_findings(args) | {
+        "--enable-kv-cache-sharding": args.enable_kv_cache_sharding,
+        "--enable-nvidia-megakernel": args.enable_nvidia_megakernel,
+    }
+
+
+__all__ = [
+    "RESOLVED_BY",
+    "TreeView",
+    "UnsupportedTree",
+    "attention_backends",
+    "disable_prefill_graph",
+    "draft_has_mla",
+    "draft_tokens",
+    "flash_mla",
+    "further_findings",
+    "gives_kv_memory",
+    "is_resolved",
+    "latent_pool_arguments",
+    "memory_region",
+    "model_config",
+    "most_requests",
+    "name_draft_backend",
+    "other_trees",
+    "plans_on_a_stream",
+    "prefill_graph_backend",
+    "resolve",
+    "resolved",
+    "set_draft_backend",
+    "uses_mla",
+]

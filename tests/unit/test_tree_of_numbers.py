@@ -1,0 +1,298 @@
+"""What requests share where SGLang's tree gives out numbers for nodes, on its own cores, compared with whole paths."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import NODES_ARE_NUMBERS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numbered_trees import CORES, PAGE_SIZES, OfCore, check_shared, outline
+
+from sglang_mla_ext.adapter.versions import TreeView, UnsupportedTree, mirror
+from sglang_mla_ext.prefix.tree import SharedTree
+
+pytestmark = pytest.mark.skipif(not NODES_ARE_NUMBERS, reason="the installed SGLang's tree gives out its nodes")
+
+
+@pytest.fixture(params=[(size, core) for core in CORES for size in PAGE_SIZES], ids=str)
+def tree(request: pytest.FixtureRequest) -> OfCore:
+    return OfCore(*request.param)
+
+
+class Asked:
+    """Counts the paths that the tree is asked for, and their nodes."""
+
+    def __init__(self, tree: OfCore) -> None:
+        self.paths = self.nodes = 0
+        original = tree.view._mirror._paths
+
+        def counted(ids: Sequence[int]) -> Any:
+            paths = original(ids)
+            self.paths += len(paths)
+            self.nodes += sum(map(len, paths))
+            return paths
+
+        tree.view._mirror._paths = counted
+
+    def taken(self) -> int:
+        taken, self.paths, self.nodes = self.paths, 0, 0
+        return taken
+
+
+# -- identities --------------------------------------------------------------------------------------------------------
+
+
+def test_a_split_leaves_the_number_with_its_end(tree: OfCore) -> None:
+    """The claim that expansions are identified by."""
+    first = tree.run("abcdef")
+    (before,) = tree.whole(first)
+    slots = first.slots
+    tree.run("abcxyz")
+    tree.run("ax")
+    path = tree.whole(first)
+    assert [end // tree.page_size for _, end in path] == [1, 3, 6] and path[-1] == before
+    core = tree.cache.tree_core
+    assert torch.equal(core.collect_full_device_indices(before[0], tree.root), slots)
+
+
+def test_numbers_are_not_given_twice(tree: OfCore) -> None:
+    numbers = set()
+    for text in ("abc", "abd", "xyz") * 4:
+        request = tree.run(text)
+        path = tree.whole(request)
+        tree.finish(request)
+        tree.evict(10**6)
+        assert not any(tree.is_there(number) for number, _ in path)
+        assert not numbers & {number for number, _ in path}
+        numbers |= {number for number, _ in path} | {tree.root}
+        if text == "xyz":
+            tree.cache.reset()
+            assert tree.root not in numbers
+
+
+def test_a_handle_survives_a_split_and_dies_with_its_node(tree: OfCore) -> None:
+    first = tree.run("abcdef")
+    node = tree.handle(first)
+    check_shared(tree, [first])
+    assert tree.view.length(node) == 6 * tree.page_size and tree.view.parent(node) is None
+    second = tree.run("abcxyz")
+    shared = check_shared(tree, [first, second])
+    assert outline(tree, shared) == [(3, -1)]
+    (front,) = shared.nodes
+    assert tree.handle(first) is node and tree.view.parent(node) is front
+    assert tree.view.length(node) == tree.view.length(front) == 3 * tree.page_size
+    assert [tree.view.holders(each) for each in (node, front)] == [1, 2]
+    other = tree.handle(second)
+    check_shared(tree, [second])
+    assert [tree.view.holders(each) for each in (node, front, other)] == [0, 1, 1]
+    tree.finish(first)
+    assert tree.view.is_attached(node), "not held, but still cached"
+    tree.evict(1)
+    assert [tree.view.is_attached(each) for each in (front, node, other)] == [True, False, True]
+    tree.cache.reset()
+    assert not any(tree.view.is_attached(each) for each in (front, node, other))
+
+
+def test_a_node_that_is_kept_is_found_below_a_new_front(tree: OfCore) -> None:
+    """Nobody holds it any more: what was expanded for it goes to the front, which the newcomer holds."""
+    first = tree.run("abcdef")
+    check_shared(tree, [first])
+    node = tree.handle(first)
+    tree.finish(first)
+    check_shared(tree, [])
+    newcomer = tree.run("abcxyz")
+    check_shared(tree, [newcomer])
+    assert tree.view.length(node) == 3 * tree.page_size
+    assert tree.view.parent(node) is tree.view.parent(tree.handle(newcomer)) is not None
+
+
+def test_nodes_of_earlier_calls_are_let_go(tree: OfCore) -> None:
+    requests = [tree.run("system-a"), tree.run("system-b")]
+    node = weakref.ref(tree.view.shared(requests).nodes[0])
+    for _ in range(2):
+        gc.collect()
+        assert node() is not None
+        tree.view.shared([])
+    gc.collect()
+    assert node() is None
+    node = weakref.ref(tree.view.shared(requests).nodes[0])
+    tree.view.forget()
+    gc.collect()
+    assert node() is None
+
+
+def test_the_state_follows_requests_and_their_nodes(tree: OfCore) -> None:
+    one, two = tree.run("system-a"), tree.run("system-b")
+    state = tree.view.state([one, two])
+    assert tree.view.state([one, two]) == state and hash(state) is not None
+    assert tree.view.state([two, one]) != state and tree.view.state([one]) != state
+    tree.run("sys")
+    assert tree.view.state([one, two]) == state, "a split does not change where they end"
+    two.last_node = one.last_node
+    assert tree.view.state([one, two]) != state
+
+
+# -- what is shared ----------------------------------------------------------------------------------------------------
+
+
+def test_shared_nodes_come_with_parents_and_ends(tree: OfCore) -> None:
+    requests = [tree.run(text) for text in ("system-ab", "system-ac", "syd", "other", "system-a")]
+    shared = check_shared(tree, requests)
+    assert outline(tree, shared) == [(2, -1), (8, 0)] and shared.deepest == [1, 1, 0, -1, 1]
+    assert shared.nodes == check_shared(tree, requests).nodes, "the same handles"
+    assert check_shared(tree, requests[::-1]).deepest == [1, -1, 0, 1, 1]
+    assert outline(tree, check_shared(tree, requests[1:3])) == [(2, -1)]
+
+
+def test_nothing_is_shared_by_nobody_and_by_one(tree: OfCore) -> None:
+    assert tree.view.shared([]) == SharedTree([], [], [], [])
+    alone = tree.run("abc")
+    assert tree.view.shared([alone]) == SharedTree([], [], [], [-1])
+    at_root, not_yet = (SimpleNamespace(rid="x", last_node=node) for node in (tree.root, None))
+    assert tree.view.shared([at_root, alone, not_yet]) == SharedTree([], [], [], [-1] * 3)
+
+
+def test_one_request_holds_what_is_marked_too(tree: OfCore) -> None:
+    first, second = tree.run("abcdef"), tree.run("abcxyz")
+    (front,) = check_shared(tree, [first, second]).nodes
+    back = tree.handle(first)
+    tree.finish(second)
+    assert check_shared(tree, [first]).nodes == []
+    assert check_shared(tree, [first], also=[front]).nodes == [front]
+    assert check_shared(tree, [first], also=[back, front]).nodes == [front, back]
+    assert check_shared(tree, [first], also={back: 1}.keys()).ends == [front.end, back.end], "with all above it"
+    assert check_shared(tree, [first]).nodes == [], "nothing of it is remembered"
+
+
+def test_equal_text_under_different_extra_keys_is_not_shared(tree: OfCore) -> None:
+    keys = (None, "tenant", "tenant", "other")
+    requests = [tree.run("system" + end, key) for key, end in zip(keys, "abcd", strict=True)]
+    assert check_shared(tree, requests).deepest == [-1, 0, 0, -1]
+    assert check_shared(tree, [*requests, tree.run("syste", "other")]).deepest == [-1, 0, 0, 1, 1]
+
+
+def test_a_request_whose_node_is_gone_shares_nothing(tree: OfCore) -> None:
+    """One more step of a request that has finished: its node may have been evicted."""
+    gone, one, two = tree.run("gone"), tree.run("system-a"), tree.run("system-b")
+    tree.finish(gone)
+    tree.evict(1)
+    assert tree.view.shared([gone, one, two]).deepest == [-1, 0, 0]
+
+
+# -- what is asked -----------------------------------------------------------------------------------------------------
+
+
+def test_the_tree_is_asked_for_newcomers_alone(tree: OfCore) -> None:
+    asked = Asked(tree)
+    requests = [tree.run(f"system-{letter}") for letter in "abcdefgh"]
+    shared = tree.view.shared(requests)
+    assert asked.taken() == 8
+    for batch in (requests, requests[::-1], requests[:3], requests):
+        tree.view.shared(batch)
+        assert asked.taken() == 0
+    newcomer = tree.run("system-x")  # splits nothing
+    assert tree.view.shared([*requests, newcomer]).nodes == shared.nodes and asked.taken() == 1
+    newcomer = tree.run("sysX")  # splits what all have in common
+    assert outline(tree, tree.view.shared([*requests, newcomer])) == [(3, -1), (7, 0)]
+    assert asked.taken() == 2, "and the node that it was cut from"
+    tree.view.shared([*requests[:4], tree.run("system-axy"), tree.run("system-axz")])
+    assert asked.taken() == 2, "a leaf that became an inner node"
+
+
+def test_a_search_is_bounded_and_goes_on(tree: OfCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [tree.run(f"system-{letter}abc") for letter in "abcdefghijklmnopqrstuvwxyz" * 2]
+    check_shared(tree, requests)
+    newcomer = tree.run("system-aX")
+    assert any(end == 8 * tree.page_size for _, end in tree.whole(newcomer))
+    monkeypatch.setattr(mirror, "PATHS_AT_ONCE", 2)
+    monkeypatch.setattr(mirror, "ASK_LIMIT", 10)
+    calls = 1
+    while not (shared := tree.view.shared([*requests, newcomer])).complete:
+        calls += 1
+        assert calls < 20
+    assert calls > 1 and (8, 0) in outline(tree, shared)
+    check_shared(tree, [*requests, newcomer])
+
+
+def test_newcomers_are_bounded_too(tree: OfCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = [tree.run(f"system-{letter}") for letter in "abcdefghijklmnop"]
+    monkeypatch.setattr(mirror, "PATHS_AT_ONCE", 2)
+    monkeypatch.setattr(mirror, "ASK_LIMIT", 9)
+    first = tree.view.shared(requests)
+    assert not first.complete and first.deepest == [0] * 6 + [-1] * 10
+    monkeypatch.setattr(mirror, "ASK_LIMIT", 100)
+    check_shared(tree, requests)
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([(size, core) for core in CORES for size in PAGE_SIZES]),
+    st.lists(st.tuples(st.text("ab", min_size=1, max_size=7), st.sampled_from([None, "tenant"])), min_size=1),
+    st.booleans(),
+)
+def test_slots_of_any_order_of_prompts(
+    kind: tuple[int, str], prompts: list[tuple[str, str | None]], early: bool
+) -> None:
+    tree = OfCore(*kind)
+    requests = []
+    for prompt in prompts:
+        requests.append(tree.run(*prompt))
+        if early:
+            check_shared(tree, requests)
+    check_shared(tree, requests)
+    for request in requests:
+        node, length = tree.handle(request), len(request.slots)
+        assert node.end == length
+        for start, end in ((0, length), (length // 2, length), (0, length // 2 + 1), (length - 1, length)):
+            slots = tree.view.slots(node, length, start, end)
+            assert torch.equal(slots, request.slots[start:end]) and slots.dtype == torch.int64
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from([(size, core) for core in CORES for size in PAGE_SIZES]), st.lists(st.text("ab", min_size=2)))
+def test_a_tree_of_pairs_of_tokens(kind: tuple[int, str], prompts: list[str]) -> None:
+    """As SGLang keeps it for EAGLE's drafts: nodes have as many slots as they have pairs, in whole pages."""
+    tree = OfCore(*kind, pairs=True)
+    requests = [tree.run(prompt) for prompt in prompts]
+    check_shared(tree, requests)
+    for request in requests:
+        if len(request.slots):
+            node = tree.handle(request)
+            assert node.end == len(request.slots)
+            assert torch.equal(tree.view.slots(node, node.end, 0, node.end), request.slots)
+
+
+# -- time --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_thousand_requests_on_one_prompt() -> None:
+    tree = OfCore(1, CORES[0])
+    requests = [tree.run(f"system-{at:04}") for at in range(1024)]
+    started = time.perf_counter()
+    tree.view.shared(requests)
+    first = time.perf_counter() - started
+    started = time.perf_counter()
+    for at in range(10):
+        tree.view.shared(requests if at % 2 else requests[:-1])
+    assert first < 0.5 and (time.perf_counter() - started) / 10 < 0.02, "far above what it takes"
+
+
+def test_refuses_other_caches() -> None:
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    cache = UnifiedRadixCache.__new__(UnifiedRadixCache)
+    cache.disable = True
+    for other in (cache, object()):
+        with pytest.raises(UnsupportedTree, match=r"Remove --disable-radix-cache"):
+            TreeView(other)
