@@ -21,6 +21,7 @@ import pytest
 import requests
 from bench.server import server_info
 from demo_model.checkpoint import Settings, make
+from demo_model.known import Known, make_known
 from server_pool import Launch, Running, ServerPool, last_words
 
 LOGPROB_TOLERANCE = 2e-3
@@ -257,8 +258,26 @@ def experts(folder: Path) -> Path:
     return out
 
 
+def kimi_k2(folder: Path) -> Path:
+    """Kimi-K2 in a small width: its own configuration, with 64 heads and 384 experts."""
+    out = folder / "kimi_k2"
+    make_known(out, Known("kimi-k2"))
+    return out
+
+
+def longcat_flash(folder: Path) -> Path:
+    """LongCat-Flash in a small width: two attentions a layer, and experts that compute nothing."""
+    out = folder / "longcat_flash"
+    make_known(out, Known("longcat-flash"))
+    return out
+
+
 STOCK = ("--attention-backend", "torch_native", *SIZED)
 stock_v2_lite = _server("stock_v2_lite", *STOCK, kind=Reference, model=v2_lite)
 hybrid_v2_lite = _server("hybrid_v2_lite", *NAIVE, *SIZED, *PREFIXES, model=v2_lite)
 stock_experts = _server("stock_experts", *STOCK, kind=Reference, model=experts)
 hybrid_experts = _server("hybrid_experts", *NAIVE, *SIZED, *PREFIXES, model=experts)
+stock_kimi_k2 = _server("stock_kimi_k2", *STOCK, kind=Reference, model=kimi_k2)
+hybrid_kimi_k2 = _server("hybrid_kimi_k2", *NAIVE, *SIZED, *PREFIXES, model=kimi_k2)
+stock_longcat_flash = _server("stock_longcat_flash", *STOCK, kind=Reference, model=longcat_flash)
+hybrid_longcat_flash = _server("hybrid_longcat_flash", *NAIVE, *SIZED, *PREFIXES, model=longcat_flash)

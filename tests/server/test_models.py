@@ -25,3 +25,13 @@ def test_queries_of_one_projection(stock_v2_lite: Reference, hybrid_v2_lite: Ser
 def test_layers_of_experts(stock_experts: Reference, hybrid_experts: Server) -> None:
     """DeepSeek-V3's and Kimi-K2's."""
     check(stock_experts, hybrid_experts)
+
+
+def test_kimi_k2(stock_kimi_k2: Reference, hybrid_kimi_k2: Server) -> None:
+    """Its own configuration: 64 heads, 384 experts in one group, another YaRN than DeepSeek's."""
+    check(stock_kimi_k2, hybrid_kimi_k2)
+
+
+def test_longcat_flash(stock_longcat_flash: Reference, hybrid_longcat_flash: Server) -> None:
+    """Two attentions a layer, whose expansions lie beside each other; no YaRN."""
+    check(stock_longcat_flash, hybrid_longcat_flash)
