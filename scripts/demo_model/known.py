@@ -22,7 +22,8 @@ class Known:
 
     Attributes:
         name: of the model, in configs/checkpoints.
-        layers: of its decoder. The heads are as many as the model has, and so are its experts.
+        layers: of its decoder. The experts are as many as the model has.
+        heads: None for as many as the model has.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Known:
     intermediate: int = 512
     q_lora_rank: int = 64
     vocab: int = 2048
+    heads: int | None = None
     seed: int = 0
     version: int = 1  # of the output; raise it when the weights change
 
@@ -59,6 +61,8 @@ def known_config(known: Known) -> dict[str, Any]:
     }
     config = {**read_config("checkpoints", known.name)["config"]}
     config.pop("quantization_config", None)
+    if known.heads is not None:
+        small |= {"num_attention_heads": known.heads, "num_key_value_heads": known.heads}
     config |= {field: size for field, size in small.items() if field in config}
     tokens = {"bos_token_id": SPECIAL_TOKENS.index(BOS), "eos_token_id": SPECIAL_TOKENS.index(EOS)}
     return {**config, **tokens, "num_nextn_predict_layers": 0}

@@ -268,7 +268,7 @@ def kimi_k2(folder: Path) -> Path:
 def longcat_flash(folder: Path) -> Path:
     """LongCat-Flash in a small width: two attentions a layer, and experts that compute nothing."""
     out = folder / "longcat_flash"
-    make_known(out, Known("longcat-flash"))
+    make_known(out, Known("longcat-flash", heads=8))
     return out
 
 
