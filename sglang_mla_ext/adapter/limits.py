@@ -117,6 +117,11 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         found.append(
             "the model scales its queries by their positions (llama_4_scaling): choose another --attention-backend."
         )
+    elif _has_no_rotation(args):
+        found.append(
+            "SGLang cannot build LongCat-Flash from a config.json without rope_parameters: add --json-model-override-args "
+            """'{"rope_parameters": {"factor": 1.0}}'."""
+        )
     if args.dtype in ("half", "float16"):
         found.append(FLOAT16)
     if args.kv_cache_dtype == "fp8_e4m3":
@@ -249,3 +254,10 @@ def _scales_queries(args: ServerArgs) -> bool:
     that we see is before it."""
     config = versions.model_config(args)
     return bool(getattr(getattr(config, "text_config", None) or config, "llama_4_scaling", None))
+
+
+def _has_no_rotation(args: ServerArgs) -> bool:
+    """As LongCat-Flash's own configuration, in which transformers 5 finds no scaling of rotary embeddings: SGLang looks
+    for a field in None. A factor of 1 means what the model does."""
+    config = versions.model_config(args)
+    return "LongcatFlashForCausalLM" in config.architectures and getattr(config, "rope_parameters", {}) is None

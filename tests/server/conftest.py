@@ -231,6 +231,10 @@ fp8_cache = _server("fp8_cache", *NAIVE, *BY_MEMORY, "--kv-cache-dtype", "fp8_e4
 two_ranks = _server(
     "two_ranks", *NAIVE, *SIZED, *PREFIXES, "--tp", "2", environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 )
+# Two servers in one, which share nothing.
+two_replicas = _server(
+    "two_replicas", *NAIVE, *SIZED, *PREFIXES, "--dp-size", "2", environment={"SGLANG_CPU_OMP_THREADS_BIND": "0"}
+)
 # Prefill in chunks, expansion in small steps, room for one prefix and a part of another, 2,048 tokens of cache, and
 # SGLang's own way to test retraction: every so many steps it takes back a request as if its cache were full.
 # This is the one server that the real command line starts.
@@ -280,6 +284,6 @@ hybrid_experts = _server("hybrid_experts", *NAIVE, *SIZED, *PREFIXES, model=expe
 stock_kimi_k2 = _server("stock_kimi_k2", *STOCK, kind=Reference, model=kimi_k2)
 hybrid_kimi_k2 = _server("hybrid_kimi_k2", *NAIVE, *SIZED, *PREFIXES, model=kimi_k2)
 # Its configuration has not what SGLang reads: rotation without scaling.
-ROTATION = ("--json-model-override-args", '{"rope_parameters": {"rope_theta": 1e7, "factor": 1.0}}')
+ROTATION = ("--json-model-override-args", '{"rope_parameters": {"factor": 1.0}}')
 stock_longcat_flash = _server("stock_longcat_flash", *STOCK, *ROTATION, kind=Reference, model=longcat_flash)
 hybrid_longcat_flash = _server("hybrid_longcat_flash", *NAIVE, *SIZED, *PREFIXES, *ROTATION, model=longcat_flash)

@@ -34,10 +34,16 @@ def server_args(
     architecture: str = "DeepseekV3ForCausalLM",
     index_topk: int | None = None,
     llama_4_scaling: dict[str, float] | None = None,
+    rotation: dict[str, Any] | None = {},
     **changes: Any,
 ) -> Any:
     """Resolved arguments of a launch that works, with changes."""
-    config = SimpleNamespace(architectures=[architecture], index_topk=index_topk, llama_4_scaling=llama_4_scaling)
+    config = SimpleNamespace(
+        architectures=[architecture],
+        index_topk=index_topk,
+        llama_4_scaling=llama_4_scaling,
+        rope_parameters=rotation,
+    )
     values = {
         "get_attention_backends": lambda: backends,
         "use_mla_backend": lambda: mla,
@@ -97,6 +103,8 @@ def message(args: Any, compute_capability: tuple[int, int] | None = HOPPER) -> s
         {"kv_cache_dtype": "bf16"},
         {"kv_cache_dtype": "bfloat16"},
         {"dtype": "bfloat16"},
+        {"architecture": "LongcatFlashForCausalLM"},
+        {"rotation": None},
         {"flashinfer_mla_disable_ragged": True, "disable_chunked_prefix_cache": True},
         FP8_CACHE,
     ],
@@ -182,6 +190,10 @@ def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
         ({"backends": ("hybrid_mla", "flashmla")}, "decode runs flashmla: set --decode-attention-backend hybrid_mla"),
         ({"mla": False}, "Multi-head Latent Attention: choose another --attention-backend"),
         ({"index_topk": 2048}, "Sparse Attention: use --attention-backend dsa"),
+        (
+            {"architecture": "LongcatFlashForCausalLM", "rotation": None},
+            """add --json-model-override-args '{"rope_parameters": {"factor": 1.0}}'.""",
+        ),
         ({"llama_4_scaling": {"beta": 0.1}}, "scales its queries by their positions (llama_4_scaling): choose another"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
