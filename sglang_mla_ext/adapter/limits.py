@@ -145,7 +145,7 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         # On a decode server SGLang does it by itself.
         "--disable-radix-cache": args.disable_radix_cache and args.disaggregation_mode != "decode",
         "--radix-cache-backend": args.radix_cache_backend is not None,
-        "--enable-hierarchical-cache": args.enable_hierarchical_cache,
+        "--hicache-storage-backend": args.hicache_storage_backend is not None,
         "--enable-lmcache": args.enable_lmcache,
         "--enable-flexkv": args.enable_flexkv,
         "--enable-streaming-session": args.enable_streaming_session,
@@ -176,6 +176,8 @@ def _speculative_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
         )
     if versions.plans_on_a_stream():
         found.append("SGLANG_ENABLE_OVERLAP_PLAN_STREAM is not supported, as it is not by flashmla: unset it.")
+    if args.enable_hierarchical_cache:
+        found.append("--enable-hierarchical-cache does not go with --speculative-algorithm yet: remove one of them.")
     unsupported = {
         "--speculative-adaptive": args.speculative_adaptive,
         "--enable-multi-layer-eagle": args.enable_multi_layer_eagle,
@@ -223,6 +225,8 @@ def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
     unsupported = {
         # Each token has a scale of its own.
         "--quantization-param-path": args.quantization_param_path is not None,
+        # Its rows on the host are as wide as BF16 ones.
+        "--enable-hierarchical-cache": args.enable_hierarchical_cache,
     }
     if on_gpu:
         # These make SGLang's prefill attend to the pool itself, by absorb, where otherwise it asks for rows by their

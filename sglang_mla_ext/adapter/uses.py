@@ -85,6 +85,15 @@ _PLUGIN = (
     *_attributes("plugins.hook_registry.HookType", "BEFORE AFTER AROUND", "hooks"),
     *_function("layers.attention.attention_registry.register_attention_backend", "name", "the backend's factory"),
     *_function("utils.common.support_triton", "backend", "torch code beside our backend on a CPU"),
+    *_function("runtime_context.get_stream", "name", "LongCat-Flash on a CPU"),
+    Use(
+        "sglang.kernels.ops.moe.ep_moe_kernels.zero_experts_compute_triton",
+        "function",
+        "the same",
+        ("expert_indices", "expert_scales", "num_experts", "zero_expert_type", "hidden_states"),
+    ),
+    *_function("mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__", "self device_pool", "a host cache on a CPU"),
+    *_attributes("mem_cache.pool_host.mla", "ALLOC_MEMORY_FUNCS", "the same"),
 )
 _ARGUMENTS = (
     *_function(f"{_ARGS}.add_cli_args", "parser", "our flags"),
@@ -101,7 +110,7 @@ _ARGUMENTS = (
         dllm_algorithm dtype enable_deterministic_inference enable_flexkv enable_hierarchical_cache enable_lmcache
         enable_lora enable_mixed_chunk enable_multi_layer_eagle enable_page_major_kv_layout enable_pdmux
         enable_streaming_session enable_two_batch_overlap enable_unified_memory flashinfer_mla_disable_ragged pp_size
-        quantization_param_path radix_cache_backend rl_on_policy_target speculative_adaptive speculative_eagle_topk
+        hicache_storage_backend quantization_param_path radix_cache_backend rl_on_policy_target speculative_adaptive speculative_eagle_topk
         """,
         "unsupported features",
     ),

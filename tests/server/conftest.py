@@ -235,6 +235,12 @@ two_ranks = _server(
 two_replicas = _server(
     "two_replicas", *NAIVE, *SIZED, *PREFIXES, "--dp-size", "2", environment={"SGLANG_CPU_OMP_THREADS_BIND": "0"}
 )
+# 2,048 tokens of cache, and on the host what goes out of it: SGLang's HiCache.
+on_host = _server(
+    "on_host",
+    *(*NAIVE, *SIZED, *PREFIXES, "--max-total-tokens", "2048", "--enable-hierarchical-cache"),
+    *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first", "--hicache-ratio", "4"),
+)
 # Prefill in chunks, expansion in small steps, room for one prefix and a part of another, 2,048 tokens of cache, and
 # SGLang's own way to test retraction: every so many steps it takes back a request as if its cache were full.
 # This is the one server that the real command line starts.

@@ -1,11 +1,12 @@
 """What SGLang's models call and has no version of for the CPU, in plain torch: hooks for a machine without a GPU.
 
-LongCat-Flash asks for a CUDA stream, and computes its zero experts in Triton.
+LongCat-Flash asks for a CUDA stream, and computes its zero experts in Triton. A cache on the host (HiCache) is pinned
+memory, and compiled functions copy to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ def install() -> None:
     }
     for target, hook in around.items():
         HookRegistry.register(target, hook, HookType.AROUND)
+    host_pool = "sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__"
+    HookRegistry.register(host_pool, before_host_pool, HookType.BEFORE)
 
 
 def around_get_stream(original: Callable[..., Any], name: str) -> None:
@@ -56,3 +59,26 @@ def around_zero_experts(
     expert_indices.copy_(others.where(zero, expert_indices))
     expert_scales[zero] = 0.0
     return (hidden_states * scales).to(hidden_states.dtype)
+
+
+def before_host_pool(*args: Any, **kwargs: Any) -> None:
+    """Plain memory for latent rows on the host, and copies of their indices for `--hicache-io-backend direct`."""
+    from sglang.srt.mem_cache.pool_host import mla
+
+    mla.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
+    mla.transfer_kv_direct = _transfer
+
+
+def _allocate(dims: Sequence[int], dtype: torch.dtype, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.empty(*dims, dtype=dtype)
+
+
+def _transfer(
+    src_layers: Sequence[torch.Tensor],
+    dst_layers: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices] = source[src_indices]
