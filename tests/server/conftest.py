@@ -240,6 +240,7 @@ on_host = _server(
     "on_host",
     *(*NAIVE, *SIZED, *PREFIXES, "--max-total-tokens", "2048", "--enable-hierarchical-cache"),
     *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first", "--hicache-ratio", "4"),
+    "--enable-metrics",
 )
 # Prefill in chunks, expansion in small steps, room for one prefix and a part of another, 2,048 tokens of cache, and
 # SGLang's own way to test retraction: every so many steps it takes back a request as if its cache were full.
