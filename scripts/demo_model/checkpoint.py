@@ -231,6 +231,7 @@ def make(out: Path, settings: Settings) -> bool:
     Returns:
         Whether anything was written.
     """
+
     def parts() -> tuple[dict[str, Any], dict[str, torch.Tensor] | None]:
         if settings.config_only:
             return model_config(settings), None

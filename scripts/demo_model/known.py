@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang_mla_ext.configs import read_config
 
 from demo_model.checkpoint import BOS, EOS, SPECIAL_TOKENS, Settings, weights, write
+from sglang_mla_ext.configs import read_config
 
 EXPERT_WIDTH = 32
 """Of one expert's MLP: they are as many as the model has."""

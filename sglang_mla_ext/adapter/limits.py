@@ -119,8 +119,8 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         )
     elif _has_no_rotation(args):
         found.append(
-            "SGLang cannot build LongCat-Flash from a config.json without rope_parameters: add --json-model-override-args "
-            """'{"rope_parameters": {"factor": 1.0}}'."""
+            "SGLang cannot build LongCat-Flash from a config.json without rope_parameters: add "
+            """--json-model-override-args '{"rope_parameters": {"factor": 1.0}}'."""
         )
     if args.dtype in ("half", "float16"):
         found.append(FLOAT16)

@@ -34,7 +34,7 @@ def server_args(
     architecture: str = "DeepseekV3ForCausalLM",
     index_topk: int | None = None,
     llama_4_scaling: dict[str, float] | None = None,
-    rotation: dict[str, Any] | None = {},
+    rotation: bool = True,
     **changes: Any,
 ) -> Any:
     """Resolved arguments of a launch that works, with changes."""
@@ -42,7 +42,7 @@ def server_args(
         architectures=[architecture],
         index_topk=index_topk,
         llama_4_scaling=llama_4_scaling,
-        rope_parameters=rotation,
+        rope_parameters={"rope_theta": 1e4} if rotation else None,
     )
     values = {
         "get_attention_backends": lambda: backends,
@@ -105,7 +105,7 @@ def message(args: Any, compute_capability: tuple[int, int] | None = HOPPER) -> s
         {"kv_cache_dtype": "bfloat16"},
         {"dtype": "bfloat16"},
         {"architecture": "LongcatFlashForCausalLM"},
-        {"rotation": None},
+        {"rotation": False},
         {"enable_hierarchical_cache": True},
         {"flashinfer_mla_disable_ragged": True, "disable_chunked_prefix_cache": True},
         FP8_CACHE,
@@ -203,7 +203,7 @@ def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
         ({"mla": False}, "Multi-head Latent Attention: choose another --attention-backend"),
         ({"index_topk": 2048}, "Sparse Attention: use --attention-backend dsa"),
         (
-            {"architecture": "LongcatFlashForCausalLM", "rotation": None},
+            {"architecture": "LongcatFlashForCausalLM", "rotation": False},
             """add --json-model-override-args '{"rope_parameters": {"factor": 1.0}}'.""",
         ),
         ({"llama_4_scaling": {"beta": 0.1}}, "scales its queries by their positions (llama_4_scaling): choose another"),
