@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -231,22 +231,45 @@ def make(out: Path, settings: Settings) -> bool:
     Returns:
         Whether anything was written.
     """
-    stamp = out / STAMP
-    if stamp.is_file() and json.loads(stamp.read_text()) == asdict(settings):
+
+    def parts() -> tuple[dict[str, Any], dict[str, torch.Tensor] | None]:
+        if settings.config_only:
+            return model_config(settings), None
+        tensors = weights(settings)
+        return model_config(settings), in_fp8_blocks(tensors) if settings.fp8_blocks else tensors
+
+    return write(out, asdict(settings), settings.vocab, parts)
+
+
+def write(
+    out: Path,
+    stamp: dict[str, Any],
+    vocab: int,
+    parts: Callable[[], tuple[dict[str, Any], dict[str, torch.Tensor] | None]],
+) -> bool:
+    """Write a checkpoint, and a tokenizer of `vocab` tokens, unless it exists already.
+
+    Args:
+        stamp: what it depends on.
+        parts: makes its configuration and its tensors by name; None for no weights.
+    Returns:
+        Whether anything was written.
+    """
+    known = out / STAMP
+    if known.is_file() and json.loads(known.read_text()) == stamp:
         return False
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=out.name) as temporary:
         folder = Path(temporary) / "model"
         texts = (topics[name] for name in sorted(topics))
-        train_tokenizer(texts, settings.vocab, CHAT_TEMPLATE).save_pretrained(folder)
-        if not settings.config_only:
-            tensors = weights(settings)
-            tensors = in_fp8_blocks(tensors) if settings.fp8_blocks else tensors
+        train_tokenizer(texts, vocab, CHAT_TEMPLATE).save_pretrained(folder)
+        config, tensors = parts()
+        if tensors is not None:
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(model_config(settings), indent=2) + "\n")
-        (folder / STAMP).write_text(json.dumps(asdict(settings)) + "\n")
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (folder / STAMP).write_text(json.dumps(stamp) + "\n")
         if out.exists():
-            if not stamp.is_file() and any(out.iterdir()):
+            if not known.is_file() and any(out.iterdir()):
                 raise typer.BadParameter(f"{out} exists and is not a demo checkpoint")
             shutil.rmtree(out)
         folder.rename(out)

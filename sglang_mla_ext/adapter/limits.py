@@ -128,6 +128,11 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         found.append(
             "the model scales its queries by their positions (llama_4_scaling): choose another --attention-backend."
         )
+    elif _has_no_rotation(args):
+        found.append(
+            "SGLang cannot build LongCat-Flash from a config.json without rope_parameters: add "
+            """--json-model-override-args '{"rope_parameters": {"factor": 1.0}}'."""
+        )
     if args.dtype in ("half", "float16"):
         found.append(FLOAT16)
     if args.kv_cache_dtype == "fp8_e4m3":
@@ -151,7 +156,7 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         # On a decode server SGLang does it by itself.
         "--disable-radix-cache": args.disable_radix_cache and args.disaggregation_mode != "decode",
         "--radix-cache-backend": args.radix_cache_backend is not None,
-        "--enable-hierarchical-cache": args.enable_hierarchical_cache,
+        "--hicache-storage-backend": args.hicache_storage_backend is not None,
         "--enable-lmcache": args.enable_lmcache,
         "--enable-flexkv": args.enable_flexkv,
         "--enable-streaming-session": args.enable_streaming_session,
@@ -182,6 +187,8 @@ def _speculative_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
         )
     if versions.plans_on_a_stream():
         found.append("SGLANG_ENABLE_OVERLAP_PLAN_STREAM is not supported, as it is not by flashmla: unset it.")
+    if args.enable_hierarchical_cache:
+        found.append("--enable-hierarchical-cache does not go with --speculative-algorithm yet: remove one of them.")
     unsupported = {
         "--speculative-adaptive": args.speculative_adaptive,
         "--enable-multi-layer-eagle": args.enable_multi_layer_eagle,
@@ -229,6 +236,8 @@ def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
     unsupported = {
         # Each token has a scale of its own.
         "--quantization-param-path": args.quantization_param_path is not None,
+        # Its rows on the host are as wide as BF16 ones.
+        "--enable-hierarchical-cache": args.enable_hierarchical_cache,
     }
     if on_gpu:
         # These make SGLang's prefill attend to the pool itself, by absorb, where otherwise it asks for rows by their
@@ -260,3 +269,10 @@ def _scales_queries(args: ServerArgs) -> bool:
     that we see is before it."""
     config = versions.model_config(args)
     return bool(getattr(getattr(config, "text_config", None) or config, "llama_4_scaling", None))
+
+
+def _has_no_rotation(args: ServerArgs) -> bool:
+    """As LongCat-Flash's own configuration, in which transformers 5 finds no scaling of rotary embeddings: SGLang looks
+    for a field in None. A factor of 1 means what the model does."""
+    config = versions.model_config(args)
+    return "LongcatFlashForCausalLM" in config.architectures and getattr(config, "rope_parameters", {}) is None

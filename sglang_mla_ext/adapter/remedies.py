@@ -76,6 +76,11 @@ REMEDIES = (
         ("--speculative-num-steps", "--speculative-num-draft-tokens"),
         ("--speculative-num-steps", "7", "--speculative-num-draft-tokens", "8"),
     ),
+    Remedy(
+        "SGLang cannot build LongCat-Flash",
+        ("--json-model-override-args",),
+        ("--json-model-override-args", '{{"rope_parameters": {{"factor": 1.0}}}}'),
+    ),
     *_leave_out(
         *("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "SGLANG_ENABLE_UNIFIED_RADIX_TREE"),
         "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE",

@@ -1,13 +1,15 @@
 """What this package uses of SGLang, by release; checked by contract.py, which says how.
 
-Two directions: what our code uses of SGLang's (`Use`), and what SGLang reads of an attention backend (`Read`), which a
-backend that owns another one has to forward by name. Imports nothing of SGLang.
+Two directions: what our code uses of SGLang's (`Use`, here), and what SGLang reads of an attention backend (`Read`, in
+reads.py). Imports nothing of SGLang.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from sglang_mla_ext.adapter.reads import READ_OF_BACKEND, Read
 
 
 @dataclass(frozen=True)
@@ -27,23 +29,6 @@ class Use:
     why: str
     params: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Read:
-    """An attribute or method that SGLang reads (or sets) on an attention backend for an MLA model.
-
-    Attributes:
-        name: of the attribute.
-        reader: path of one of the files that read it, below `sglang/srt`.
-        why: when.
-        optional: SGLang asks whether the backend has it.
-    """
-
-    name: str
-    reader: str
-    why: str
-    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +76,15 @@ _PLUGIN = (
     *_attributes("plugins.hook_registry.HookType", "BEFORE AFTER AROUND", "hooks"),
     *_function("layers.attention.attention_registry.register_attention_backend", "name", "the backend's factory"),
     *_function("utils.common.support_triton", "backend", "torch code beside our backend on a CPU"),
+    *_function("runtime_context.get_stream", "name", "LongCat-Flash on a CPU"),
+    Use(
+        "sglang.kernels.ops.moe.ep_moe_kernels.zero_experts_compute_triton",
+        "function",
+        "the same",
+        ("expert_indices", "expert_scales", "num_experts", "zero_expert_type", "hidden_states"),
+    ),
+    *_function("mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__", "self", "a host cache on a CPU"),
+    *_attributes("mem_cache.pool_host.mla", "ALLOC_MEMORY_FUNCS", "the same"),
 )
 _ARGUMENTS = (
     *_function(f"{_ARGS}.add_cli_args", "parser", "our flags"),
@@ -107,7 +101,8 @@ _ARGUMENTS = (
         dllm_algorithm dtype enable_deterministic_inference enable_flexkv enable_hierarchical_cache enable_lmcache
         enable_lora enable_mixed_chunk enable_multi_layer_eagle enable_page_major_kv_layout enable_pdmux
         enable_streaming_session enable_two_batch_overlap enable_unified_memory flashinfer_mla_disable_ragged pp_size
-        quantization_param_path radix_cache_backend rl_on_policy_target speculative_adaptive speculative_eagle_topk
+        hicache_storage_backend quantization_param_path radix_cache_backend rl_on_policy_target speculative_adaptive
+        speculative_eagle_topk
         """,
         "unsupported features",
     ),
@@ -354,39 +349,6 @@ _BACKENDS = (
     ),
 )
 
-_EAGER = "model_executor/runner/eager_runner.py"
-_DECODE_GRAPH = "model_executor/runner/decode_cuda_graph_runner.py"
-_PREFILL_GRAPH = "model_executor/runner/prefill_cuda_graph_runner.py"
-_SPECULATIVE = "speculative/eagle_worker_common.py"
-_OTHER_BACKEND = "layers/attention/hybrid_attn_backend.py"
-_READ_OF_BACKEND = (
-    Read("forward", "layers/radix_attention.py", "every layer"),
-    Read("forward_decode", _OTHER_BACKEND, "decode, where another backend does prefill"),
-    Read("forward_extend", _OTHER_BACKEND, "a verify step, where another backend does prefill"),
-    Read("forward_metadata", _EAGER, "set to None after an idle step"),
-    Read("init_forward_metadata", _EAGER, "every step without a graph"),
-    Read("init_forward_metadata_out_graph", _DECODE_GRAPH, "before a graph is captured or replayed"),
-    Read("init_forward_metadata_in_graph", _DECODE_GRAPH, "while a graph is captured"),
-    Read("init_cuda_graph_state", _DECODE_GRAPH, "before graphs are captured"),
-    Read("get_cuda_graph_seq_len_fill_value", _DECODE_GRAPH, "lengths of padded rows"),
-    Read("on_after_cuda_graph_warmup", _PREFILL_GRAPH, "between a graph's warm-up and its capture", optional=True),
-    Read("init_mha_chunk_metadata", f"{_FORWARD.replace('.', '/')}/forward_mha.py", "prefill with keys per head", True),
-    Read("needs_cpu_seq_lens", "managers/overlap_utils.py", "whether lengths are copied to the host in every step"),
-    Read("token_to_kv_pool", "model_executor/forward_context.py", "the pool of the step"),
-    Read("req_to_token_pool", "model_executor/forward_context.py", "the slots of the step"),
-    Read("prefill_attention_backend_str", "models/deepseek_v2.py", "which forward method; set when it is built"),
-    Read("decode_attention_backend_str", "models/deepseek_v2.py", "which forward method; set when it is built"),
-    Read("use_captured_forward_metadata_for_breakable_cuda_graph", _PREFILL_GRAPH, "graphs in prefill"),
-    Read("init_forward_metadata_for_breakable_cuda_graph_capture", _PREFILL_GRAPH, "the same, where the flag is set"),
-    Read("prepare_forward_metadata_for_breakable_cuda_graph_replay", _PREFILL_GRAPH, "the same, where the flag is set"),
-    Read("supports_full_cuda_graph_chunked_prefix", _PREFILL_GRAPH, "graphs of prefill over a prefix"),
-    Read("prepare_full_cuda_graph_chunked_prefix", _PREFILL_GRAPH, "the same, where the flag is set"),
-    Read("supports_ragged_verify_graph", _DECODE_GRAPH, "speculative decoding: verify steps of several lengths"),
-    Read("verify_mask", _SPECULATIVE, "speculative decoding: the mask of a tree of tokens"),
-    Read("max_context_len", _SPECULATIVE, "speculative decoding: the size of that mask"),
-    Read("update_verify_buffers_to_fill_after_draft", _SPECULATIVE, "speculative decoding, planned on a stream"),
-)
-
 _EH_NORM = "sglang.kernels.ops.layernorm.fused_eh_norm"
 _DRAFT = (
     Use(
@@ -403,5 +365,5 @@ SGLANG_0_5_17 = Release(
         *(*_PLUGIN, *_ARGUMENTS, *_SPECULATION, *_SCHEDULING, *_ROUTING),
         *(*_STEP, *_POOLS, *_LAYER, *_BACKENDS, *_DRAFT),
     ),
-    read_of_backend=_READ_OF_BACKEND,
+    read_of_backend=READ_OF_BACKEND,
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from sglang_mla_ext.adapter.uses import SGLANG_0_5_17, Read, Release, Use
+from sglang_mla_ext.adapter.reads import Read
+from sglang_mla_ext.adapter.uses import SGLANG_0_5_17, Release, Use
 
 _ARGS = "server_args.ServerArgs"
 _OVERRIDES = "arg_groups.overrides"

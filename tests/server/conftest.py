@@ -21,6 +21,7 @@ import pytest
 import requests
 from bench.server import server_info
 from demo_model.checkpoint import Settings, make
+from demo_model.known import Known, make_known
 from server_pool import Launch, Running, ServerPool, last_words
 
 LOGPROB_TOLERANCE = 2e-3
@@ -230,6 +231,19 @@ fp8_cache = _server("fp8_cache", *NAIVE, *BY_MEMORY, "--kv-cache-dtype", "fp8_e4
 two_ranks = _server(
     "two_ranks", *NAIVE, *SIZED, *PREFIXES, "--tp", "2", environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 )
+# Two servers in one, which share nothing, and keep prompts apart.
+two_replicas = _server(
+    "two_replicas",
+    *(*NAIVE, *SIZED, *PREFIXES, "--dp-size", "2", "--hybrid-mla-dp-routing", "prefix"),
+    environment={"SGLANG_CPU_OMP_THREADS_BIND": "0"},
+)
+# 2,048 tokens of cache, and on the host what goes out of it: SGLang's HiCache.
+on_host = _server(
+    "on_host",
+    *(*NAIVE, *SIZED, *PREFIXES, "--max-total-tokens", "2048", "--enable-hierarchical-cache"),
+    *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first", "--hicache-ratio", "4"),
+    "--enable-metrics",
+)
 # Prefill in chunks, expansion in small steps, room for one prefix and a part of another, 2,048 tokens of cache, and
 # SGLang's own way to test retraction: every so many steps it takes back a request as if its cache were full.
 # This is the one server that the real command line starts.
@@ -257,8 +271,28 @@ def experts(folder: Path) -> Path:
     return out
 
 
+def kimi_k2(folder: Path) -> Path:
+    """Kimi-K2 in a small width: its own configuration, with 64 heads and 384 experts."""
+    out = folder / "kimi_k2"
+    make_known(out, Known("kimi-k2"))
+    return out
+
+
+def longcat_flash(folder: Path) -> Path:
+    """LongCat-Flash in a small width: two attentions a layer, and experts that compute nothing."""
+    out = folder / "longcat_flash"
+    make_known(out, Known("longcat-flash", heads=8))
+    return out
+
+
 STOCK = ("--attention-backend", "torch_native", *SIZED)
 stock_v2_lite = _server("stock_v2_lite", *STOCK, kind=Reference, model=v2_lite)
 hybrid_v2_lite = _server("hybrid_v2_lite", *NAIVE, *SIZED, *PREFIXES, model=v2_lite)
 stock_experts = _server("stock_experts", *STOCK, kind=Reference, model=experts)
 hybrid_experts = _server("hybrid_experts", *NAIVE, *SIZED, *PREFIXES, model=experts)
+stock_kimi_k2 = _server("stock_kimi_k2", *STOCK, kind=Reference, model=kimi_k2)
+hybrid_kimi_k2 = _server("hybrid_kimi_k2", *NAIVE, *SIZED, *PREFIXES, model=kimi_k2)
+# Its configuration has not what SGLang reads: rotation without scaling.
+ROTATION = ("--json-model-override-args", '{"rope_parameters": {"factor": 1.0}}')
+stock_longcat_flash = _server("stock_longcat_flash", *STOCK, *ROTATION, kind=Reference, model=longcat_flash)
+hybrid_longcat_flash = _server("hybrid_longcat_flash", *NAIVE, *SIZED, *PREFIXES, *ROTATION, model=longcat_flash)

@@ -34,10 +34,16 @@ def server_args(
     architecture: str = "DeepseekV3ForCausalLM",
     index_topk: int | None = None,
     llama_4_scaling: dict[str, float] | None = None,
+    rotation: bool = True,
     **changes: Any,
 ) -> Any:
     """Resolved arguments of a launch that works, with changes."""
-    config = SimpleNamespace(architectures=[architecture], index_topk=index_topk, llama_4_scaling=llama_4_scaling)
+    config = SimpleNamespace(
+        architectures=[architecture],
+        index_topk=index_topk,
+        llama_4_scaling=llama_4_scaling,
+        rope_parameters={"rope_theta": 1e4} if rotation else None,
+    )
     values = {
         "get_attention_backends": lambda: backends,
         "use_mla_backend": lambda: mla,
@@ -68,6 +74,7 @@ def server_args(
         "disable_radix_cache": False,
         "radix_cache_backend": None,
         "enable_hierarchical_cache": False,
+        "hicache_storage_backend": None,
         "enable_lmcache": False,
         "enable_flexkv": False,
         "enable_streaming_session": False,
@@ -97,6 +104,9 @@ def message(args: Any, compute_capability: tuple[int, int] | None = HOPPER) -> s
         {"kv_cache_dtype": "bf16"},
         {"kv_cache_dtype": "bfloat16"},
         {"dtype": "bfloat16"},
+        {"architecture": "LongcatFlashForCausalLM"},
+        {"rotation": False},
+        {"enable_hierarchical_cache": True},
         {"flashinfer_mla_disable_ragged": True, "disable_chunked_prefix_cache": True},
         FP8_CACHE,
     ],
@@ -155,7 +165,14 @@ def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
         ({"attn_cp_size": 2}, "--attn-cp-size above 1 is not supported yet: remove it."),
         ({"disable_radix_cache": True}, "--disable-radix-cache is not supported yet: remove it."),
         ({"radix_cache_backend": "x"}, "--radix-cache-backend is not supported yet: remove it."),
-        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache is not supported yet: remove it."),
+        (
+            {"enable_hierarchical_cache": True, "hicache_storage_backend": "hf3fs"},
+            "--hicache-storage-backend is not supported yet: remove it.",
+        ),
+        (
+            {**EAGLE, "enable_hierarchical_cache": True},
+            "--enable-hierarchical-cache does not go with --speculative-algorithm yet: remove one of them.",
+        ),
         ({"enable_lmcache": True}, "--enable-lmcache is not supported yet: remove it."),
         ({"enable_flexkv": True}, "--enable-flexkv is not supported yet: remove it."),
         ({"enable_streaming_session": True}, "--enable-streaming-session is not supported yet: remove it."),
@@ -177,11 +194,18 @@ def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
         ({**FP8_CACHE, "quantization_param_path": "x"}, "--quantization-param-path does not go with --kv-cache-dtype"),
         ({**FP8_CACHE, "flashinfer_mla_disable_ragged": True}, "--flashinfer-mla-disable-ragged does not go with"),
         ({**FP8_CACHE, "disable_chunked_prefix_cache": True}, "--disable-chunked-prefix-cache does not go with"),
-        ({**FP8_CACHE, "enable_hierarchical_cache": True}, "--enable-hierarchical-cache is not supported yet"),
+        (
+            {**FP8_CACHE, "enable_hierarchical_cache": True},
+            "--enable-hierarchical-cache does not go with --kv-cache-dtype fp8_e4m3: remove one of them.",
+        ),
         ({"enable_lora": True}, "--enable-lora is not supported yet: remove it."),
         ({"backends": ("hybrid_mla", "flashmla")}, "decode runs flashmla: set --decode-attention-backend hybrid_mla"),
         ({"mla": False}, "Multi-head Latent Attention: choose another --attention-backend"),
         ({"index_topk": 2048}, "Sparse Attention: use --attention-backend dsa"),
+        (
+            {"architecture": "LongcatFlashForCausalLM", "rotation": False},
+            """add --json-model-override-args '{"rope_parameters": {"factor": 1.0}}'.""",
+        ),
         ({"llama_4_scaling": {"beta": 0.1}}, "scales its queries by their positions (llama_4_scaling): choose another"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

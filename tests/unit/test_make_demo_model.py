@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from demo_model.checkpoint import BLOCK, Settings, in_fp8_blocks, model_config, weights
+from demo_model.known import Known, known_config, known_weights
 
 
 def test_fp8_blocks_mean_the_weights_they_come_from() -> None:
@@ -68,3 +69,26 @@ def test_a_layer_that_drafts_has_the_names_that_sglang_loads() -> None:
     in_blocks = in_fp8_blocks(found)
     assert in_blocks[f"{prefix}eh_proj.weight"].dtype == torch.bfloat16
     assert in_blocks[f"{prefix}mlp.experts.0.up_proj.weight"].dtype == torch.float8_e4m3fn
+
+
+def test_known_models() -> None:
+    """Their own configurations but for sizes; LongCat-Flash has two attentions and two MLPs beside its experts."""
+    kimi = Known("kimi-k2", hidden=32, intermediate=48, q_lora_rank=16, vocab=512)
+    config = known_config(kimi)
+    assert (config["model_type"], config["num_attention_heads"], config["n_routed_experts"]) == ("kimi_k2", 64, 384)
+    assert config["hidden_size"] == 32 and "num_layers" not in config and "quantization_config" not in config
+    found = known_weights(kimi)
+    assert "model.layers.0.mlp.up_proj.weight" in found and "model.layers.1.mlp.up_proj.weight" not in found
+    assert found["model.layers.1.mlp.gate.weight"].shape == (384, 32)
+    assert "model.layers.1.mlp.experts.383.down_proj.weight" in found
+    assert "model.layers.1.mlp.shared_experts.up_proj.weight" in found
+    longcat = Known("longcat-flash", hidden=32, intermediate=48, q_lora_rank=16, vocab=512, heads=2)
+    assert known_config(longcat)["num_layers"] == 2 and known_config(longcat)["num_attention_heads"] == 2
+    found = known_weights(longcat)
+    for layer in range(2):
+        for half in range(2):
+            assert found[f"model.layers.{layer}.self_attn.{half}.kv_b_proj.weight"].shape == (2 * 256, 512)
+            assert found[f"model.layers.{layer}.mlps.{half}.up_proj.weight"].shape == (48, 32)
+        assert found[f"model.layers.{layer}.mlp.router.classifier.weight"].shape == (512 + 256, 32)
+        assert f"model.layers.{layer}.mlp.experts.511.up_proj.weight" in found
+    assert not any("shared_experts" in name for name in found)

@@ -14,7 +14,6 @@ from sglang_mla_ext.adapter.versions.sglang_0_5_17 import (
     draft_has_mla,
     draft_tokens,
     flash_mla,
-    further_findings,
     gives_kv_memory,
     is_resolved,
     latent_pool_arguments,
@@ -31,6 +30,11 @@ from sglang_mla_ext.adapter.versions.sglang_0_5_17 import (
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
+
+
+def further_findings(args: ServerArgs) -> dict[str, bool]:
+    """See sglang_0_5_17. The tree's part on the host was read of that release only."""
+    return {"--enable-hierarchical-cache": args.enable_hierarchical_cache}
 
 
 def set_draft_backend(args: ServerArgs, name: str) -> None:

@@ -1,0 +1,137 @@
+"""Small random checkpoints of models that people serve: their own `config.json`, with other sizes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from demo_model.checkpoint import BOS, EOS, SPECIAL_TOKENS, Settings, weights, write
+from sglang_mla_ext.configs import read_config
+
+EXPERT_WIDTH = 32
+"""Of one expert's MLP: they are as many as the model has."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a checkpoint depends on.
+
+    Attributes:
+        name: of the model, in configs/checkpoints.
+        layers: of its decoder. The experts are as many as the model has.
+        heads: None for as many as the model has.
+    """
+
+    name: str
+    layers: int = 2
+    hidden: int = 256
+    intermediate: int = 512
+    q_lora_rank: int = 64
+    vocab: int = 2048
+    heads: int | None = None
+    seed: int = 0
+    version: int = 1  # of the output; raise it when the weights change
+
+
+def make_known(out: Path, known: Known) -> bool:
+    """Write the checkpoint unless it exists already.
+
+    Returns:
+        Whether anything was written.
+    """
+    return write(out, asdict(known), known.vocab, lambda: (known_config(known), known_weights(known)))
+
+
+def known_config(known: Known) -> dict[str, Any]:
+    """`config.json`: the model's own but for sizes and tokens, in BF16, without a layer that drafts."""
+    small = {
+        "hidden_size": known.hidden,
+        "num_hidden_layers": known.layers,
+        "num_layers": known.layers,
+        "vocab_size": known.vocab,
+        "q_lora_rank": known.q_lora_rank,
+        "intermediate_size": known.intermediate,
+        "ffn_hidden_size": known.intermediate,
+        "moe_intermediate_size": EXPERT_WIDTH,
+        "expert_ffn_hidden_size": EXPERT_WIDTH,
+    }
+    config = {**read_config("checkpoints", known.name)["config"]}
+    config.pop("quantization_config", None)
+    if known.heads is not None:
+        small |= {"num_attention_heads": known.heads, "num_key_value_heads": known.heads}
+    config |= {field: size for field, size in small.items() if field in config}
+    tokens = {"bos_token_id": SPECIAL_TOKENS.index(BOS), "eos_token_id": SPECIAL_TOKENS.index(EOS)}
+    return {**config, **tokens, "num_nextn_predict_layers": 0}
+
+
+def known_weights(known: Known) -> dict[str, torch.Tensor]:
+    """Random BF16 weights under their Hugging Face names: attention and dense MLPs as `checkpoint.weights` makes them,
+    and mixtures of experts beside or in place of these."""
+    config = known_config(known)
+    two = config["model_type"] == "longcat_flash"  # attentions a layer, each with an MLP, and experts besides
+    dense = weights(
+        Settings(
+            layers=known.layers * (2 if two else 1),
+            heads=config["num_attention_heads"],
+            hidden=known.hidden,
+            intermediate=known.intermediate,
+            q_lora_rank=known.q_lora_rank,
+            vocab=known.vocab,
+            max_positions=config["max_position_embeddings"],
+            seed=known.seed,
+            config_only=False,
+        )
+    )
+    generator = torch.Generator().manual_seed(known.seed + 1)
+    if two:
+        tensors = {_in_pairs(name): tensor for name, tensor in dense.items()}
+        for layer in range(known.layers):
+            tensors |= _experts(f"model.layers.{layer}.mlp", "router.classifier", "router", config, generator)
+        return tensors
+    first = config["first_k_dense_replace"]
+    sparse = {f"model.layers.{layer}.mlp" for layer in range(first, known.layers)}
+    tensors = {name: tensor for name, tensor in dense.items() if not name.startswith(tuple(sparse))}
+    for prefix in sorted(sparse):
+        tensors |= _experts(prefix, "gate", "gate", config, generator)
+    return tensors
+
+
+def _in_pairs(name: str) -> str:
+    """The name of a tensor of every second of DeepSeek's layers as the second half of LongCat-Flash's."""
+    if not name.startswith("model.layers."):
+        return name
+    _, _, layer, part, *rest = name.split(".")
+    pair, half = divmod(int(layer), 2)
+    return ".".join(["model.layers", str(pair), "mlps" if part == "mlp" else part, str(half), *rest])
+
+
+def _experts(
+    prefix: str, gate: str, bias: str, config: dict[str, Any], generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """A mixture of experts: the router's product `gate` and its correction in `bias`, experts, those shared by all."""
+    hidden, width, routed = config["hidden_size"], EXPERT_WIDTH, config["n_routed_experts"]
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        values = torch.randn(rows, columns, generator=generator) / math.sqrt(columns)
+        return values.to(torch.bfloat16)
+
+    targets = routed + config.get("zero_expert_num", 0)
+    tensors = {
+        f"{prefix}.{gate}.weight": matrix(targets, hidden),
+        f"{prefix}.{bias}.e_score_correction_bias": torch.zeros(targets),
+    }
+    shared = config.get("n_shared_experts", 0)
+    for expert in [*(f"experts.{index}" for index in range(routed)), *["shared_experts"][:shared]]:
+        inner = width * shared if expert == "shared_experts" else width
+        down = matrix(hidden, inner)
+        down[0] = 0  # the first element is the same for all tokens, see checkpoint.weights
+        tensors |= {
+            f"{prefix}.{expert}.gate_proj.weight": matrix(inner, hidden),
+            f"{prefix}.{expert}.up_proj.weight": matrix(inner, hidden),
+            f"{prefix}.{expert}.down_proj.weight": down,
+        }
+    return tensors

@@ -1,0 +1,84 @@
+"""What SGLang's models call and has no version of for the CPU, in plain torch: hooks for a machine without a GPU.
+
+LongCat-Flash asks for a CUDA stream, and computes its zero experts in Triton. A cache on the host (HiCache) is pinned
+memory, and compiled functions copy to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def install() -> None:
+    """Register the hooks; SGLang applies them before it builds anything."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    around = {
+        "sglang.srt.runtime_context.get_stream": around_get_stream,
+        "sglang.kernels.ops.moe.ep_moe_kernels.zero_experts_compute_triton": around_zero_experts,
+    }
+    for target, hook in around.items():
+        HookRegistry.register(target, hook, HookType.AROUND)
+    host_pool = "sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__"
+    HookRegistry.register(host_pool, before_host_pool, HookType.BEFORE)
+
+
+def around_get_stream(original: Callable[..., Any], name: str) -> None:
+    """No second stream, as DeepSeek's models have it on the CPU."""
+
+
+def around_zero_experts(
+    original: Callable[..., Any],
+    expert_indices: torch.Tensor,
+    expert_scales: torch.Tensor,
+    num_experts: int,
+    zero_expert_type: str,
+    hidden_states: torch.Tensor,
+) -> torch.Tensor:
+    """The part of experts whose result is their input, and none of theirs in the others' lists.
+
+    Args:
+        expert_indices: `[tokens, k]`, those from `num_experts` on compute nothing. They are set to experts that a token
+            does not have yet: SGLang's experts on the CPU count each once.
+        expert_scales: `[tokens, k]`, theirs set to 0 here.
+        hidden_states: `[tokens, hidden]`.
+    Returns:
+        `[tokens, hidden]`.
+    """
+    if zero_expert_type != "identity":
+        raise ValueError(f"zero experts of type {zero_expert_type!r}")
+    zero = expert_indices >= num_experts
+    scales = expert_scales.where(zero, 0.0).sum(dim=1, keepdim=True)
+    used = torch.zeros(len(expert_indices), num_experts + 1, dtype=torch.bool)
+    used.scatter_(1, expert_indices.clamp(max=num_experts).long(), True)
+    unused = used[:, :num_experts].int().argsort(dim=1, stable=True)  # [tokens, num_experts], those first
+    others = unused.gather(1, (zero.cumsum(dim=1) - 1).clamp(min=0)).to(expert_indices.dtype)
+    expert_indices.copy_(others.where(zero, expert_indices))
+    expert_scales[zero] = 0.0
+    return (hidden_states * scales).to(hidden_states.dtype)
+
+
+def before_host_pool(*args: Any, **kwargs: Any) -> None:
+    """Plain memory for latent rows on the host, and copies of their indices for `--hicache-io-backend direct`."""
+    from sglang.srt.mem_cache.pool_host import mla
+
+    mla.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
+    mla.transfer_kv_direct = _transfer
+
+
+def _allocate(dims: Sequence[int], dtype: torch.dtype, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.empty(*dims, dtype=dtype)
+
+
+def _transfer(
+    src_layers: Sequence[torch.Tensor],
+    dst_layers: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices] = source[src_indices]

@@ -1,0 +1,29 @@
+"""What stands in for SGLang's functions that need a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_mla_ext.adapter.cpu.gaps import around_zero_experts
+
+
+def test_zero_experts_give_their_input() -> None:
+    """The others keep their place and weight, and no token has an expert twice, which SGLang would count once."""
+    torch.manual_seed(0)
+    tokens, experts, zeros, k = 9, 16, 8, 6
+    hidden = torch.randn(tokens, 5)
+    indices = torch.stack([torch.randperm(experts + zeros)[:k] for _ in range(tokens)]).int()
+    indices[0], indices[1] = torch.arange(k), torch.arange(experts, experts + k)  # none of them, nothing else
+    scales = torch.rand(tokens, k)
+    before, weights = indices.clone(), scales.clone()
+    out = around_zero_experts(lambda: None, indices, scales, experts, "identity", hidden)
+    is_zero = before >= experts
+    assert torch.allclose(out, hidden * (weights * is_zero).sum(1, keepdim=True))
+    assert torch.equal(scales, weights * ~is_zero) and torch.equal(indices[~is_zero], before[~is_zero])
+    assert indices.max() < experts
+    assert all(len(set(row)) == k for row in indices.tolist())
+
+
+def test_no_token() -> None:
+    nothing = torch.empty(0, 6, dtype=torch.int32), torch.empty(0, 6)
+    assert around_zero_experts(lambda: None, *nothing, 16, "identity", torch.empty(0, 5)).shape == (0, 5)
