@@ -26,7 +26,8 @@ from ..constants import CHUNK_TOKENS, FP8, LOG2E
 from ..storage.expanded import ExpandedBuffers
 from .items import ITEM_BEGIN, ITEM_CHUNKS, ITEM_END, ITEM_FIELDS, ITEM_HEAD, N_ITEMS
 from .schedule import WorkListCapacity
-from .sm90_parts.consumers import ROWS, Partials, Query, Ring, Scales, Work, consume
+from .sm90_parts.consumers import consume
+from .sm90_parts.operands import ROWS, Partials, Query, Ring, Scales, Work
 from .tiles import Tile
 from .triton_naive import check_arguments
 

@@ -17,8 +17,7 @@ from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.naive import triton_naive
 from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention, TritonSharedAttention
 from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
-from sglang_mla_ext.kernels.naive.sm90_naive import TILES
-from sglang_mla_ext.kernels.naive.tiles import LARGEST_TILE, Tile, best_tile, launched_tiles
+from sglang_mla_ext.kernels.naive.tiles import LARGEST_TILE, Tile
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 
@@ -353,17 +352,6 @@ def test_the_plan_picks_among_tiles_that_keep_up() -> None:
     alone = TritonSharedAttention(problem.buffers, tiles=[Tile(block_rows=16), wide], **sizes)
     alone.plan(problem.groups[:1], rows=36)
     assert [tile.block_rows for tile in alone._planned.tiles] == [32]  # one program of 16 rows does not keep up
-
-
-def test_which_tiles_are_launched_and_planned_for() -> None:
-    """In BF16 on Hopper. A batch of up to 128 rows launches one kernel."""
-    one, two, three = TILES[torch.bfloat16]
-    for rows, launched in ((1, [one]), (65, [two]), (128, [two]), (129, [two, three]), (2048, [two, three])):
-        assert list(launched_tiles(rows, TILES[torch.bfloat16])) == launched
-    for sizes, best in (([192], three), ([130, 190], three), ([256], two), ([512], two), ([384], two), ([20], two)):
-        segments = [ExpandedSegment(tuple(range(rows)), 100, (0, 1)) for rows in sizes]
-        assert best_tile(segments, (two, three)) == best
-    assert all(tile.rows_in_flight <= LARGEST_TILE.rows_in_flight for tiles in TILES.values() for tile in tiles)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])

@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.core import _aggregate as aggregate
 
 from ... import constants
 from ..items import (
@@ -30,86 +29,11 @@ from ..items import (
     ITEM_PARTIAL,
     ITEM_ROWS,
 )
+from .operands import ROWS
 
-ROWS = gl.constexpr(64)
 FP8_MAX = gl.constexpr(constants.FP8_MAX)
 LOG2_FP8_MAX = gl.constexpr(constants.LOG2_FP8_MAX)
 NO_SCORE = gl.constexpr(-1e30)
-
-
-# No `from __future__ import annotations` here: an aggregate needs its annotations as types.
-@aggregate
-class Ring:
-    """The ring of key tiles in shared memory, and the barriers of its stages."""
-
-    k_nope: gl.shared_memory_descriptor  # BF16 or e4m3 [STAGES, BLOCK_KEYS, DN]
-    k_rope: gl.shared_memory_descriptor  # BF16 [STAGES, BLOCK_KEYS, DR]
-    v_t: gl.shared_memory_descriptor  # as k_nope, [STAGES, DV, BLOCK_KEYS]
-    k_full: gl.shared_memory_descriptor  # [STAGES], of both parts of K
-    k_empty: gl.shared_memory_descriptor
-    v_full: gl.shared_memory_descriptor
-    v_empty: gl.shared_memory_descriptor
-
-    @gluon.constexpr_function
-    def __init__(self, k_nope, k_rope, v_t, k_full, k_empty, v_full, v_empty):
-        self.k_nope, self.k_rope, self.v_t = k_nope, k_rope, v_t
-        self.k_full, self.k_empty, self.v_full, self.v_empty = k_full, k_empty, v_full, v_empty
-
-
-@aggregate
-class Query:
-    """The query in global memory: pointers, and strides of rows and heads in elements."""
-
-    nope_ptr: gl.tensor  # BF16 [T, H, DN], strides nope_row, nope_head, 1
-    rope_ptr: gl.tensor  # BF16 [T, H, DR], strides rope_row, rope_head, 1
-    nope_row: gl.tensor
-    nope_head: gl.tensor
-    rope_row: gl.tensor
-    rope_head: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, nope_ptr, rope_ptr, nope_row, nope_head, rope_row, rope_head):
-        self.nope_ptr, self.nope_row, self.nope_head = nope_ptr, nope_row, nope_head
-        self.rope_ptr, self.rope_row, self.rope_head = rope_ptr, rope_row, rope_head
-
-
-@aggregate
-class Scales:
-    """Scales of keys and values, which only FP8 has, and the softmax scale."""
-
-    k_ptr: gl.tensor  # float32 [H]
-    v_ptr: gl.tensor  # float32 [H]
-    softmax_log2e: gl.tensor  # softmax_scale * log2(e)
-
-    @gluon.constexpr_function
-    def __init__(self, k_ptr, v_ptr, softmax_log2e):
-        self.k_ptr, self.v_ptr, self.softmax_log2e = k_ptr, v_ptr, softmax_log2e
-
-
-@aggregate
-class Work:
-    """The work list. All roles of a program go through its items in the same order."""
-
-    ptr: gl.tensor  # int32, see schedule.WorkList
-    items_offset: gl.tensor  # position of the first item
-    n_items_ptr: gl.tensor  # the number of items
-    heads: gl.tensor  # H
-
-    @gluon.constexpr_function
-    def __init__(self, ptr, items_offset, n_items_ptr, heads):
-        self.ptr, self.items_offset, self.n_items_ptr, self.heads = ptr, items_offset, n_items_ptr, heads
-
-
-@aggregate
-class Partials:
-    """The kernel's results: normalised outputs of the items, and their base-2 log-sum-exp."""
-
-    out_ptr: gl.tensor  # float32 [P, H, DV]
-    lse2_ptr: gl.tensor  # float32 [P, H]
-
-    @gluon.constexpr_function
-    def __init__(self, out_ptr, lse2_ptr):
-        self.out_ptr, self.lse2_ptr = out_ptr, lse2_ptr
 
 
 @gluon.jit
