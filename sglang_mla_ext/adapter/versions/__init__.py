@@ -1,13 +1,14 @@
-"""What differs between releases of SGLang: one module for each line of them, all with the same names.
+"""What differs between releases of SGLang: one module for each line of them, with what it does otherwise than the one
+before; the oldest has every name.
 
-`adapter.contract` says which releases are known; this picks the module for the one that is installed. A new line of
-releases is a new module here and a column there. What is as it was is imported from the module before.
+`adapter.contract` says which releases are known; here are the names as they are for the one that is installed. A new
+line of releases is a new module here and a column there.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from sglang_mla_ext.adapter.contract import line
+from sglang_mla_ext.adapter.contract import SUPPORTED, line
 
 if TYPE_CHECKING:
     from sglang_mla_ext.adapter.versions.sglang_0_5_17 import (
@@ -62,5 +63,8 @@ __all__ = [
     "uses_mla",
 ]
 
-_module = import_module(f"{__name__}.sglang_{line().replace('.', '_')}")
-globals().update({name: getattr(_module, name) for name in __all__})
+for _release in SUPPORTED:
+    _module = import_module(f"{__name__}.sglang_{_release.replace('.', '_')}")
+    globals().update({name: getattr(_module, name) for name in __all__ if hasattr(_module, name)})
+    if _release == line():
+        break

@@ -5,28 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter.versions.sglang_0_5_17 import (
-    RESOLVED_BY,
-    TreeView,
-    UnsupportedTree,
-    attention_backends,
-    disable_prefill_graph,
-    draft_has_mla,
-    draft_tokens,
-    flash_mla,
-    gives_kv_memory,
-    is_resolved,
-    latent_pool_arguments,
-    memory_region,
-    model_config,
-    most_requests,
-    other_trees,
-    plans_on_a_stream,
-    prefill_graph_backend,
-    resolve,
-    resolved,
-    uses_mla,
-)
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -44,30 +22,3 @@ def set_draft_backend(args: ServerArgs, name: str) -> None:
 
 def name_draft_backend(backend: Any, factory: Any) -> None:
     """A DraftBackendFactory names what it makes."""
-
-
-__all__ = [
-    "RESOLVED_BY",
-    "TreeView",
-    "UnsupportedTree",
-    "attention_backends",
-    "disable_prefill_graph",
-    "draft_has_mla",
-    "draft_tokens",
-    "flash_mla",
-    "further_findings",
-    "gives_kv_memory",
-    "is_resolved",
-    "latent_pool_arguments",
-    "memory_region",
-    "model_config",
-    "most_requests",
-    "name_draft_backend",
-    "other_trees",
-    "plans_on_a_stream",
-    "prefill_graph_backend",
-    "resolve",
-    "resolved",
-    "set_draft_backend",
-    "uses_mla",
-]

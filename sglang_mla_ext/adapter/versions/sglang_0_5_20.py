@@ -9,18 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.versions import sglang_0_5_17, sglang_0_5_18
 from sglang_mla_ext.adapter.versions.numbered_tree import NumberedTree, UnsupportedTree
-from sglang_mla_ext.adapter.versions.sglang_0_5_18 import (
-    disable_prefill_graph,
-    draft_has_mla,
-    flash_mla,
-    gives_kv_memory,
-    latent_pool_arguments,
-    memory_region,
-    most_requests,
-    name_draft_backend,
-    plans_on_a_stream,
-    prefill_graph_backend,
-)
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -137,30 +125,3 @@ def set_draft_backend(args: ServerArgs, name: str) -> None:
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     declare_resolution(args, BACKEND_NAME, speculative_draft_attention_backend=name)
-
-
-__all__ = [
-    "RESOLVED_BY",
-    "TreeView",
-    "UnsupportedTree",
-    "attention_backends",
-    "disable_prefill_graph",
-    "draft_has_mla",
-    "draft_tokens",
-    "flash_mla",
-    "further_findings",
-    "gives_kv_memory",
-    "is_resolved",
-    "latent_pool_arguments",
-    "memory_region",
-    "model_config",
-    "most_requests",
-    "name_draft_backend",
-    "other_trees",
-    "plans_on_a_stream",
-    "prefill_graph_backend",
-    "resolve",
-    "resolved",
-    "set_draft_backend",
-    "uses_mla",
-]

@@ -7,26 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.adapter.versions import sglang_0_5_20
 from sglang_mla_ext.adapter.versions.numbered_tree import NumberedTree, PathNode, UnsupportedTree
-from sglang_mla_ext.adapter.versions.sglang_0_5_20 import (
-    RESOLVED_BY,
-    attention_backends,
-    disable_prefill_graph,
-    draft_has_mla,
-    draft_tokens,
-    gives_kv_memory,
-    is_resolved,
-    latent_pool_arguments,
-    memory_region,
-    model_config,
-    most_requests,
-    name_draft_backend,
-    plans_on_a_stream,
-    prefill_graph_backend,
-    resolve,
-    resolved,
-    set_draft_backend,
-    uses_mla,
-)
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -71,30 +51,3 @@ def further_findings(args: ServerArgs) -> dict[str, bool]:
         "--enable-kv-cache-sharding": args.enable_kv_cache_sharding,
         "--enable-nvidia-megakernel": args.enable_nvidia_megakernel,
     }
-
-
-__all__ = [
-    "RESOLVED_BY",
-    "TreeView",
-    "UnsupportedTree",
-    "attention_backends",
-    "disable_prefill_graph",
-    "draft_has_mla",
-    "draft_tokens",
-    "flash_mla",
-    "further_findings",
-    "gives_kv_memory",
-    "is_resolved",
-    "latent_pool_arguments",
-    "memory_region",
-    "model_config",
-    "most_requests",
-    "name_draft_backend",
-    "other_trees",
-    "plans_on_a_stream",
-    "prefill_graph_backend",
-    "resolve",
-    "resolved",
-    "set_draft_backend",
-    "uses_mla",
-]
