@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
+from tree_traffic import TreeTraffic
 
 from sglang_mla_ext.adapter.versions import TreeView, shared_nodes
 from sglang_mla_ext.prefix.tree import SharedTree
@@ -303,38 +304,14 @@ def test_of_too_many_shared_nodes_the_upper_ones_are_listed(tree: Any, monkeypat
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
 
-class Traffic(RuleBasedStateMachine):
-    """Requests come, go on, leave and are evicted in any order, and views are asked now and then."""
+class Traffic(TreeTraffic):
+    """And views are asked now and then."""
 
     make: Any
     page_size = 1
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.tree = self.make(self.page_size)
-        self.running: list[Any] = []
-        self.kept: dict[Any, int] = {}  # handles that are kept, and their ends
-
-    @rule(text=st.text("ab", min_size=1, max_size=9), key=st.sampled_from([None, None, "tenant"]))
-    def start(self, text: str, key: str | None) -> None:
-        self.running.append(self.tree.run(text, key))
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def finish(self, data: Any) -> None:
-        self.tree.finish(self.running.pop(data.draw(st.integers(0, len(self.running) - 1))))
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data(), text=st.text("ab", min_size=1, max_size=4))
-    def go_on(self, data: Any, text: str) -> None:
-        request = data.draw(st.sampled_from(self.running))
-        longer = self.tree.run(request.rid + text, request.extra_key)
-        self.tree.finish(request)
-        self.running[self.running.index(request)] = longer
-
-    @rule(pages=st.integers(1, 9))
-    def evict(self, pages: int) -> None:
-        self.tree.evict(pages * self.page_size)
+    def new_tree(self) -> Any:
+        return self.make(self.page_size)
 
     @rule(data=st.data())
     def ask(self, data: Any) -> None:

@@ -11,46 +11,22 @@ import pytest
 from conftest import NODES_ARE_NUMBERS
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
 from numbered_trees import CORES, PAGE_SIZES, OfCore, check_shared
+from tree_traffic import TreeTraffic
 
 from sglang_mla_ext.prefix.tree import SharedTree
 
 pytestmark = pytest.mark.skipif(not NODES_ARE_NUMBERS, reason="the installed SGLang's tree gives out its nodes")
 
 
-class Traffic(RuleBasedStateMachine):
-    """Requests come, go on, leave and are evicted in any order, and views are asked now and then."""
+class Traffic(TreeTraffic):
+    """And views are asked now and then."""
 
     kind: tuple[int, str]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.tree = OfCore(*self.kind)
-        self.running: list[Any] = []
-        self.counted: list[Any] = []  # those of the last call
-        self.kept: dict[Any, int] = {}  # handles that are kept, and their ends
-
-    @rule(text=st.text("ab", min_size=1, max_size=9), key=st.sampled_from([None, None, "tenant"]))
-    def start(self, text: str, key: str | None) -> None:
-        self.running.append(self.tree.run(text, key))
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data())
-    def finish(self, data: Any) -> None:
-        self.tree.finish(self.running.pop(data.draw(st.integers(0, len(self.running) - 1))))
-
-    @precondition(lambda self: self.running)
-    @rule(data=st.data(), text=st.text("ab", min_size=1, max_size=4))
-    def go_on(self, data: Any, text: str) -> None:
-        request = data.draw(st.sampled_from(self.running))
-        longer = self.tree.run(request.rid + text, request.extra_key)
-        self.tree.finish(request)
-        self.running[self.running.index(request)] = longer
-
-    @rule(pages=st.integers(1, 9))
-    def evict(self, pages: int) -> None:
-        self.tree.evict(pages * self.tree.page_size)
+    def new_tree(self) -> OfCore:
+        return OfCore(*self.kind)
 
     @rule()
     def flush(self) -> None:
