@@ -143,6 +143,7 @@ def make_runner(**changes: Any) -> Any:
             attention_backend="hybrid_mla",
             enable_lora=False,
             quantization_param_path=None,
+            enable_hierarchical_cache=False,
             speculative_algorithm=None,
             speculative_num_draft_tokens=None,
         ),
