@@ -24,6 +24,8 @@ from demo_model.checkpoint import Settings, make
 from demo_model.known import Known, make_known
 from server_pool import Launch, Running, ServerPool, last_words
 
+from sglang_mla_ext.adapter import contract
+
 LOGPROB_TOLERANCE = 2e-3
 """fp32 in another order of summation; a wrong prefix or a wrong merge moves them by 0.1 and more."""
 
@@ -235,7 +237,8 @@ two_ranks = _server(
 two_replicas = _server(
     "two_replicas",
     *(*NAIVE, *SIZED, *PREFIXES, "--dp-size", "2", "--hybrid-mla-dp-routing", "prefix"),
-    environment={"SGLANG_CPU_OMP_THREADS_BIND": "0"},
+    # The cores of each rank; the older releases want those of one replica.
+    environment={"SGLANG_CPU_OMP_THREADS_BIND": "0" if contract.line() in ("0.5.17", "0.5.18") else "0|1"},
 )
 # 2,048 tokens of cache, and on the host what goes out of it: SGLang's HiCache.
 on_host = _server(
