@@ -85,9 +85,10 @@ _PLUGIN = (
     ),
     *_function("mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__", "self", "a host cache on a CPU"),
     *_attributes("mem_cache.pool_host.mla", "ALLOC_MEMORY_FUNCS", "the same"),
-    *_methods(_BACKEND, "get_cuda_graph_seq_len_fill_value", "DP attention on a CPU"),
     *_function(
-        "model_executor.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch", "self model_runner", "the same"
+        "model_executor.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch",
+        "self model_runner",
+        "DP attention on a CPU",
     ),
     *_function("layers.dp_attention.memcpy_triton", "dst src dim offset sz offset_src", "the same"),
     *(
