@@ -234,9 +234,10 @@ grouped = _server("grouped", *HYBRID, "--hybrid-mla-mode", "grouped_absorb", *SI
 fp8_prefix = _server("fp8_prefix", *NAIVE, *SIZED, *PREFIXES, "--hybrid-mla-prefix-dtype", "fp8_e4m3")
 bf16_cache = _server("bf16_cache", *NAIVE, *BY_MEMORY, "--kv-cache-dtype", "bf16")
 fp8_cache = _server("fp8_cache", *NAIVE, *BY_MEMORY, "--kv-cache-dtype", "fp8_e4m3")
-# Tensor parallelism: half of the heads in each of two processes, which must plan alike. SGLang wants the cores of each.
+# Tensor parallelism: half of the heads in each of two processes, which must plan alike. They are started as two
+# machines start theirs. SGLang wants the cores of each.
 two_ranks = _server(
-    "two_ranks", *NAIVE, *SIZED, *PREFIXES, "--tp", "2", environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    "two_ranks", *NAIVE, *SIZED, *PREFIXES, "--tp", "2", environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, nodes=2
 )
 # The same processes, each with all heads and requests of its own; what follows attention is computed for all of them.
 dp_attention = _server(

@@ -33,22 +33,29 @@ class Launch:
 
     `real` is the command line itself, where SGLang spawns its processes; the others are forks. A variable that SGLang
     reads at import needs it. `model` is given a folder to make the model in, and returns the model's; it is asked anew
-    for each server.
+    for each server. With several `nodes` it is a process for each, as on machines of their own.
     """
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     real: bool = False
     model: Callable[[Path], Path] = field(default=lambda folder: MODEL)
+    nodes: int = 1
 
 
 @dataclass(frozen=True)
 class Running:
-    """A server that was started, and may not be ready yet."""
+    """A server that was started, and may not be ready yet.
+
+    Attributes:
+        process: of its first node; log: its output.
+        others: of its other nodes.
+    """
 
     process: Process
     base_url: str
     log: Path
+    others: tuple[Process, ...] = ()
 
 
 class ServerPool:
@@ -108,7 +115,8 @@ class ServerPool:
         """Tell the other servers to end; they are not waited for, and cannot be used again."""
         for name, running in self._running.items():
             if name not in names:
-                running.process.terminate()
+                for process in (running.process, *running.others):
+                    process.terminate()
 
     def close(self) -> None:
         """Stop what runs; every server is told to before the first one is waited for."""
@@ -118,15 +126,20 @@ class ServerPool:
     def _start(self, name: str) -> Running:
         if name in self._running:
             return self._running[name]
-        launch, port = self._launches[name], free_port()
-        log = self._folder / f"{name}.log"
-        command, environment = server_command(
-            ("--model-path", str(launch.model(self._folder)), *launch.arguments), port
-        )
-        environment |= launch.environment
-        with log.open("wb") as output:
-            process = self.popen(command, real=launch.real, env=environment, stdout=output, stderr=output)
-        self._running[name] = Running(process, f"http://127.0.0.1:{port}", log)
+        launch, port, meeting_port = self._launches[name], free_port(), free_port()
+        arguments = ("--model-path", str(launch.model(self._folder)), *launch.arguments)
+        logs = [self._folder / (f"{name}-{node}.log" if node else f"{name}.log") for node in range(launch.nodes)]
+        processes = []
+        for node, log in enumerate(logs):
+            of_node: tuple[str, ...] = ()
+            if launch.nodes > 1:
+                of_node = ("--nnodes", str(launch.nodes), "--node-rank", str(node))
+                of_node += ("--dist-init-addr", f"127.0.0.1:{meeting_port}")
+            command, environment = server_command((*arguments, *of_node), free_port() if node else port)
+            environment |= launch.environment
+            with log.open("wb") as output:
+                processes.append(self.popen(command, real=launch.real, env=environment, stdout=output, stderr=output))
+        self._running[name] = Running(processes[0], f"http://127.0.0.1:{port}", logs[0], tuple(processes[1:]))
         return self._running[name]
 
 

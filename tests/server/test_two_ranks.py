@@ -1,5 +1,5 @@
-"""Two ranks with half of the heads each (tensor parallelism), or with half of the requests each (DP attention), and
-with expanded prefixes of their own."""
+"""Two ranks with half of the heads each (tensor parallelism, on two nodes), or with half of the requests each (DP
+attention), and with expanded prefixes of their own."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ def test_two_ranks_answer_as_one(stock: Reference, two_ranks: Server) -> None:
     assert_same(actual, expected.result())
     assert counted.expansions == 2 and counted.steps_naive > 10
     # /server_info is the first rank's; that the other one expands as well, its log says.
-    expanded = [line for line in two_ranks.log.read_text().splitlines() if "expanded a shared prefix" in line]
-    assert all(any(f"TP{rank}]" in line for line in expanded) for rank in range(2)), expanded
+    logs = two_ranks.log, two_ranks.log.with_name("two_ranks-1.log")
+    for rank, log in enumerate(logs):
+        lines = [line for line in log.read_text().splitlines() if "expanded a shared prefix" in line]
+        assert lines and all(f"TP{rank}]" in line for line in lines), lines
 
 
 def test_ranks_with_requests_of_their_own_answer_as_one(stock: Reference, dp_attention: Server) -> None:
