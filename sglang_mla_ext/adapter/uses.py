@@ -83,8 +83,7 @@ _PLUGIN = (
         "the same",
         ("expert_indices", "expert_scales", "num_experts", "zero_expert_type", "hidden_states"),
     ),
-    *_function("mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__", "self", "a host cache on a CPU"),
-    *_attributes("mem_cache.pool_host.mla", "ALLOC_MEMORY_FUNCS", "the same"),
+    *_attributes("mem_cache.pool_host.mla", "ALLOC_MEMORY_FUNCS", "a host cache on a CPU"),
 )
 _ARGUMENTS = (
     *_function(f"{_ARGS}.add_cli_args", "parser", "our flags"),
@@ -269,6 +268,16 @@ _POOLS = (
     *_function(f"{_POOL}.get_mla_kv_buffer", "self layer loc dst_dtype", "the FP8 pool"),
     *_function(f"{_POOL}.get_key_buffer", "self layer_id", "latent rows"),
     *_function(f"{_POOL}.get_value_buffer", "self layer_id", "the FP8 pool"),
+    *_attributes(_POOL, "layer_transfer_counter", "waiting for rows that come from the host"),
+    *_function("managers.cache_controller.LayerDoneCounter.wait_until", "self threshold", "the same"),
+    *_methods("managers.cache_controller.HiCacheController", "start_loading", "expansions before rows are overwritten"),
+    *_attributes("managers.cache_controller.HiCacheController", "load_stream", "the same"),
+    *_function(
+        "mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__",
+        "self",
+        "rows of the FP8 pool on the host; a host cache on a CPU",
+        "override_kv_cache_dim",
+    ),
     *_function("mem_cache.memory_pool.unwrap_write_loc", "loc_info", "storing keys"),
     *_function("runtime_context.get_exec", "", "the FP8 pool: features.enable_memory_saver"),
 )

@@ -3,7 +3,9 @@
 python engine_logprobs.py MODEL BACKEND OUT PREFIX_TOKENS BATCH NEW_TOKENS SERVER_ARGUMENTS
 
 The last one is a JSON object; with `"nested": true` in it, two thirds of the requests go on with one of two documents
-below the prefix, and half of those with a conversation below their document.
+below the prefix, and half of those with a conversation below their document. With `"fillers": n` so many other prompts,
+each longer than the prefix, come between it and the requests, and then the fillers and the requests once more: the
+answers are those of the second time, `before` has the tokens of the first.
 """
 
 import json
@@ -21,7 +23,7 @@ def main() -> None:
     if backend == "flashmla":
         defaults["page_size"] = 64
     arguments = defaults | json.loads(sys.argv[7])
-    nested = arguments.pop("nested", False)
+    nested, fillers = arguments.pop("nested", False), arguments.pop("fillers", 0)
     engine = sglang.Engine(
         model_path=model,
         attention_backend=backend,
@@ -46,15 +48,25 @@ def main() -> None:
     requests = [prefix + path + text(rng.randrange(1, 200)) for path in below]
     sampling = {"temperature": 0, "ignore_eos": True}
     engine.generate(input_ids=[prefix], sampling_params={**sampling, "max_new_tokens": 1})
-    answers = engine.generate(
-        input_ids=requests,
-        sampling_params={**sampling, "max_new_tokens": new_tokens},
-        return_logprob=True,
-        top_logprobs_num=4,
-    )
+    rounds = []
+    for _ in range(2 if fillers else 1):
+        for filler in [text(prefix_tokens + 1000) for _ in range(fillers)]:  # one by one: each needs its room
+            engine.generate(input_ids=[filler], sampling_params={**sampling, "max_new_tokens": 1})
+        rounds.append(
+            engine.generate(
+                input_ids=requests,
+                sampling_params={**sampling, "max_new_tokens": new_tokens},
+                return_logprob=True,
+                top_logprobs_num=4,
+            )
+        )
+    answers = rounds[-1]
     info = engine.get_server_info()["internal_states"][0].get("hybrid_mla")
     engine.shutdown()
-    tokens = [[(value, token) for value, token, _ in a["meta_info"]["output_token_logprobs"]] for a in answers]
+    before, tokens = (
+        [[(value, token) for value, token, _ in a["meta_info"]["output_token_logprobs"]] for a in of_round]
+        for of_round in (rounds[0], answers)
+    )
     top = [
         [[(value, token) for value, token, _ in best] for best in a["meta_info"]["output_top_logprobs"]]
         for a in answers
@@ -62,8 +74,11 @@ def main() -> None:
     retractions = sum(answer["meta_info"]["num_retractions"] for answer in answers)
     # Tokens that a verify step yields, for each request; none without speculative decoding.
     accepted = [answer["meta_info"].get("spec_accept_length") for answer in answers]
+    # Tokens of each round that SGLang counts as cached on the host.
+    from_host = [sum((a["meta_info"].get("cached_tokens_details") or {"host": 0})["host"] for a in r) for r in rounds]
+    found = {"tokens": tokens, "top": top, "info": info, "retractions": retractions, "accepted": accepted}
     with open(out, "w", encoding="utf-8") as file:
-        json.dump({"tokens": tokens, "top": top, "info": info, "retractions": retractions, "accepted": accepted}, file)
+        json.dump({**found, "before": before, "from_host": from_host}, file)
 
 
 if __name__ == "__main__":

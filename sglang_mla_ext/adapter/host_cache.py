@@ -1,0 +1,27 @@
+"""SGLang's cache on the host (HiCache): what has to wait for the copies from there, and what they have to wait for.
+
+A prefill step whose prefix is on the host gets new slots for it, and the rows are copied into them on a stream of their
+own while the step runs, layer by layer. SGLang's pool has whoever asks for a layer's rows wait for that layer. Three
+things are ours to do:
+
+- Our FP8 pool waits where its rows are read (latent_pool.py).
+- A step that attends to expanded prefixes alone reads no row, and yet has to wait: steps after it, and its drafts, take
+  the rows for granted (prefill.py).
+- A copy into slots waits for the last expansion that was told to read them (expander.py). SGLang's own readers need no
+  such order: a step that still reads slots of which others were given is one of a request that has ended, and its
+  result is dropped. What is expanded stays, for a node that leaves the device keeps its place in the tree.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.memory_pool import KVCache
+
+
+def wait_for_layer(pool: KVCache, layer_id: int) -> None:
+    """Have the current stream wait until a layer's rows that the step loads from the host are in the pool."""
+    counter: Any = pool.layer_transfer_counter
+    if counter is not None:
+        counter.wait_until(layer_id - pool.start_layer)
