@@ -14,14 +14,15 @@ things are ours to do:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.managers.cache_controller import LayerDoneCounter
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
 
-def wait_for_layer(pool: KVCache, layer_id: int) -> None:
+def wait_for_layer(pool: MLATokenToKVPool, layer_id: int) -> None:
     """Have the current stream wait until a layer's rows that the step loads from the host are in the pool."""
-    counter: Any = pool.layer_transfer_counter
+    counter: LayerDoneCounter | None = pool.layer_transfer_counter
     if counter is not None:
         counter.wait_until(layer_id - pool.start_layer)

@@ -6,8 +6,8 @@ SGLang's own FP8 pool rounds content and rotary part to e4m3 with a scale of 1, 
 (k_scale) have no part in this one.
 
 What moves whole rows (`move_kv_cache`, `get_cpu_copy`, `load_cpu_copy`, sizes, buffer addresses) is SGLang's: the rows
-are bytes to it, one tensor a layer, as its FP8 pools are. So is its pool on the host (HiCache), which has to be told how
-long they are.
+are bytes to it, one tensor a layer, as its FP8 pools are. So is its pool on the host (HiCache), which is told how long
+they are.
 """
 
 from __future__ import annotations
@@ -158,11 +158,13 @@ def after_cell_size(result: int, pool_configurator: Any, configurator: KVCacheCo
     return LatentRowLayout(config.kv_lora_rank, config.qk_rope_head_dim).row_bytes * num_layers
 
 
-def around_host_pool(
-    original: Callable[..., None], host_pool: Any, device_pool: KVCache, *args: Any, **kw: Any
-) -> None:
-    """`MLATokenToKVPoolHost.__init__`: rows on the host are as long as ours, of which SGLang does not know. It takes
-    those of another pool for `kv_lora_rank + qk_rope_head_dim` elements, a draft model's too."""
-    if isinstance(device_pool, LatentPool):
-        kw["override_kv_cache_dim"] = device_pool.kv_cache_dim
-    original(host_pool, device_pool, *args, **kw)
+def around_host_pool(original: Callable[..., None], host_pool: Any, pool: Any, *args: Any, **others: Any) -> None:
+    """`MLATokenToKVPoolHost.__init__`: rows on the host are as long as on the device, where SGLang by itself takes them
+    for `kv_lora_rank + qk_rope_head_dim` elements.
+
+    Args:
+        pool: on the device, ours or another, as a draft model's.
+    """
+    if isinstance(pool, LatentPool):
+        others["override_kv_cache_dim"] = pool.kv_cache_dim
+    original(host_pool, pool, *args, **others)

@@ -21,8 +21,8 @@ DRAFT_TOKENS = range(2, 9)
 """Query tokens of a request in a verify step."""
 
 HOST_COPIES = ("kernel", "direct")
-"""How SGLang copies rows to the host and back on a GPU. Its kernels take rows of whole 8 bytes, and those of an FP8 cache
-are of 16; only the one that is compiled when it is first used wants 128, and SGLang does without it then."""
+"""How SGLang copies rows to the host and back on a GPU. An FP8 cache's rows are whole 16 bytes; of its kernels the
+compiled ones want 8, the one that stages pages 16, and the one that wants 128 is not used then."""
 
 HOST_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 """Of latent rows on the host."""

@@ -101,7 +101,7 @@ _ARGUMENTS = (
         enable_lora enable_mixed_chunk enable_multi_layer_eagle enable_page_major_kv_layout enable_pdmux
         enable_streaming_session enable_two_batch_overlap enable_unified_memory flashinfer_mla_disable_ragged pp_size
         hicache_storage_backend quantization_param_path radix_cache_backend rl_on_policy_target speculative_adaptive
-        speculative_eagle_topk
+        speculative_eagle_topk hicache_io_backend hicache_mem_layout
         """,
         "unsupported features",
     ),
