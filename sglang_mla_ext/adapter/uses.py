@@ -83,7 +83,8 @@ _PLUGIN = (
         "the same",
         ("expert_indices", "expert_scales", "num_experts", "zero_expert_type", "hidden_states"),
     ),
-    *_attributes("mem_cache.pool_host.mla", "ALLOC_MEMORY_FUNCS", "a host cache on a CPU"),
+    *_function("mem_cache.pool_host.base.HostKVCache.__init__", "self", "a host cache on a CPU"),
+    *_attributes("mem_cache.pool_host.mla", "ALLOC_MEMORY_FUNCS", "the same"),
 )
 _ARGUMENTS = (
     *_function(f"{_ARGS}.add_cli_args", "parser", "our flags"),
@@ -275,7 +276,7 @@ _POOLS = (
     *_function(
         "mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__",
         "self",
-        "rows of the FP8 pool on the host; a host cache on a CPU",
+        "rows of the FP8 pool on the host",
         "override_kv_cache_dim",
     ),
     *_function("mem_cache.memory_pool.unwrap_write_loc", "loc_info", "storing keys"),

@@ -250,12 +250,11 @@ ON_HOST = (
 )
 on_host = _server("on_host", *ON_HOST)
 on_host_fp8 = _server("on_host_fp8", *ON_HOST, "--kv-cache-dtype", "fp8_e4m3")
-# And in files what is on the host, a page each.
+# And in files what is on the host, one for each token.
 STORED = Path(tempfile.gettempdir()) / f"stored-{os.getpid()}"
 in_files = _server(
     "in_files",
     *(*ON_HOST, "--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete"),
-    *("--page-size", "16"),
     environment={"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(STORED)},
 )
 # Prefill in chunks, expansion in small steps, room for one prefix and a part of another, 2,048 tokens of cache, and
