@@ -46,7 +46,6 @@ class Expander:
         self._buffers = buffers
         self._tree: TreeView | None = None
         self._scales_valid = False
-        self._has_read = torch.cuda.Event() if buffers.device.type == "cuda" else None
 
     def attach(self, tree: TreeView) -> None:
         """Give it the tree, which SGLang builds after the attention backend."""
@@ -64,14 +63,6 @@ class Expander:
     def expand(self, node: Hashable, node_end: int, start: int, end: int, chunks: Sequence[int]) -> None:
         """See prefix.shared_prefixes.Expander."""
         self.expand_slots(self._tree.slots(node, node_end, start, end), chunks, 0)
-        if self._has_read is not None:
-            self._has_read.record()
-
-    def before_loading(self, stream: torch.Stream) -> None:
-        """Rows are about to be copied into the pool on this stream: it waits for expansions that read what was there,
-        see host_cache.py."""
-        if self._has_read is not None:
-            stream.wait_event(self._has_read)
 
     @torch.no_grad()
     def expand_slots(self, slots: torch.Tensor, chunks: Sequence[int], start: int) -> None:

@@ -223,8 +223,8 @@ def after_get_internal_state(result: Any, scheduler: Scheduler, recv_req: Any) -
 
 
 def before_loading(controller: HiCacheController) -> None:
-    if worker.steps is not None:
-        worker.steps.before_loading(controller.load_stream)
+    if worker.scheduler is not None and controller.load_queue:
+        versions.wait_before_loading(controller, worker.scheduler.forward_stream)
 
 
 def after_draft_backend(result: Any, factory: Any) -> None:

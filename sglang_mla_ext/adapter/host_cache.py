@@ -7,9 +7,10 @@ things are ours to do:
 - Our FP8 pool waits where its rows are read (latent_pool.py).
 - A step that attends to expanded prefixes alone reads no row, and yet has to wait: steps after it, and its drafts, take
   the rows for granted (prefill.py).
-- A copy into slots waits for the last expansion that was told to read them (expander.py). SGLang's own readers need no
-  such order: a step that still reads slots of which others were given is one of a request that has ended, and its
-  result is dropped. What is expanded stays, for a node that leaves the device keeps its place in the tree.
+- A copy into slots waits for the step before: with overlap scheduling that one is told to run before it is known which
+  requests have ended, whose slots are given to others. It may still write there, and an expansion in it may still read
+  what was there, and stays: a node that leaves the device keeps its place in the tree. SGLang does this itself from
+  0.5.20 on; before, hooks.py does (`versions.wait_before_loading`).
 """
 
 from __future__ import annotations

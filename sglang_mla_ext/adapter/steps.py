@@ -22,7 +22,6 @@ from sglang_mla_ext.prefix.planner import Plan
 from sglang_mla_ext.prefix.shared_prefixes import ExpandedGroup, SharedPrefixes
 
 if TYPE_CHECKING:
-    import torch
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -215,11 +214,6 @@ class Steps:
         self.forget()
         if self._expander is not None:
             self._expander.weights_changed()
-
-    def before_loading(self, stream: torch.Stream) -> None:
-        """Rows are about to be copied from the host to the device on this stream."""
-        if self._expander is not None:
-            self._expander.before_loading(stream)
 
     def report(self) -> dict[str, Any]:
         """The `hybrid_mla` entry of `/server_info`."""

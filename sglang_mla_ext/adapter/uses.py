@@ -66,6 +66,7 @@ _TORCH = "layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _MLA = "models.deepseek_v2.DeepseekV2AttentionMLA"
 _POOL = "mem_cache.memory_pool.MLATokenToKVPool"
 _CONFIGURATOR = "mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_HOST_CACHE = "managers.cache_controller.HiCacheController"
 _SCHEDULER = "managers.scheduler.Scheduler"
 _ARGS = "server_args.ServerArgs"
 _WEIGHTS = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -271,8 +272,10 @@ _POOLS = (
     *_function(f"{_POOL}.get_value_buffer", "self layer_id", "the FP8 pool"),
     *_attributes(_POOL, "layer_transfer_counter", "waiting for rows that come from the host"),
     *_function("managers.cache_controller.LayerDoneCounter.wait_until", "self threshold", "the same"),
-    *_methods("managers.cache_controller.HiCacheController", "start_loading", "expansions before rows are overwritten"),
-    *_attributes("managers.cache_controller.HiCacheController", "load_stream", "the same"),
+    *_methods(_HOST_CACHE, "start_loading", "copies from the host after the step before"),
+    *_attributes(_HOST_CACHE, "load_queue", "the same", "list"),
+    *_attributes(_HOST_CACHE, "load_stream", "the same"),
+    *_attributes(_SCHEDULER, "forward_stream", "the same"),
     *_function(
         "mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__",
         "self",

@@ -82,25 +82,17 @@ def test_rows_go_to_the_host_and_come_back(fp8: bool, copies: str, layout: str) 
     host.destroy()
 
 
-def test_an_expansion_reads_rows_before_others_are_copied_into_their_slots() -> None:
-    """The copy's stream waits for the event behind the expansion."""
-    from sglang_mla_ext.adapter.expander import Expander
+def test_rows_are_copied_from_the_host_after_the_step_before() -> None:
+    """Which may still write to the slots, or read what was there."""
+    from sglang_mla_ext.adapter import versions
 
-    buffers: Any = SimpleNamespace(device=torch.device("cuda"))
-    expander = Expander([], None, buffers)  # type: ignore[arg-type]
-    expander.attach(SimpleNamespace(slots=lambda *where: None))  # type: ignore[arg-type]
     rows, read = torch.zeros(1 << 20, device="cuda"), torch.empty(1 << 20, device="cuda")
-
-    def expand_slots(*where: Any) -> None:
+    steps, loads = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(steps):
         torch.cuda._sleep(50_000_000)
         read.copy_(rows)
-
-    expander.expand_slots = expand_slots  # type: ignore[method-assign]
-    torch.cuda.synchronize()
-    loads = torch.cuda.Stream()
-    expander.before_loading(loads)  # nothing was expanded: nothing to wait for
-    expander.expand("node", 64, 0, 64, [0])
-    expander.before_loading(loads)
+    versions.wait_before_loading(SimpleNamespace(load_stream=loads), steps)  # type: ignore[arg-type]
     with torch.cuda.stream(loads):
         rows.fill_(1.0)
     torch.cuda.synchronize()

@@ -5,6 +5,7 @@ Each scenario runs in a process of its own, see test_hooks.py.
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,13 +28,25 @@ def scenario_rows_on_the_host_are_as_long_as_on_the_device() -> None:
         assert host.token_stride_size == row_bytes and host.kv_buffer.shape == (2, 132, 1, row_bytes)
 
 
-def scenario_a_copy_to_the_device_waits_for_the_last_expansion() -> None:
+def scenario_a_copy_to_the_device_waits_for_the_step_before() -> None:
     from sglang.srt.managers.cache_controller import HiCacheController
 
     waited: list[str] = []
-    controller = object.__new__(HiCacheController)
-    controller.load_queue, controller.load_stream = [], SimpleNamespace(wait_event=waited.append)
-    assert controller.start_loading() == -1 and waited == [], "no backend is built yet"
+
+    class Stop(Exception):
+        pass
+
+    def begin() -> None:
+        raise Stop
+
+    controller: Any = object.__new__(HiCacheController)
+    controller.load_queue, controller.load_stream = [], SimpleNamespace(wait_stream=waited.append)
+    controller.layer_done_counter = SimpleNamespace(update_producer=begin)
     server = Server()
-    server.steps._expander._has_read = "what was read"
-    assert controller.start_loading() == -1 and waited == ["what was read"]
+    server.scheduler.forward_stream = "steps"
+    assert controller.start_loading() == -1 and waited == [], "there is nothing to copy"
+    controller.load_queue = ["rows"]
+    with contextlib.suppress(Stop):
+        controller.start_loading()
+        raise AssertionError("SGLang's own part is called")
+    assert waited == ["steps"]

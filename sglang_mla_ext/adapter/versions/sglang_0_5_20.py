@@ -115,6 +115,10 @@ def further_findings(args: ServerArgs) -> dict[str, bool]:
     }
 
 
+def wait_before_loading(controller: Any, stream: Any) -> None:
+    """SGLang has it wait."""
+
+
 def draft_tokens(args: ServerArgs) -> int:
     """See sglang_0_5_17."""
     return sglang_0_5_17.draft_tokens(resolved(args))
