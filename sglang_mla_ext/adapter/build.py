@@ -12,6 +12,7 @@ from sglang_mla_ext.adapter import versions
 from sglang_mla_ext.adapter.backend import HybridMLABackend, Stock
 from sglang_mla_ext.adapter.budget import max_requests, max_rows, max_tokens, needs_latent, tries_grouped
 from sglang_mla_ext.adapter.expander import Expander, temporary_bytes
+from sglang_mla_ext.adapter.host_cache import wait_for_layer
 from sglang_mla_ext.adapter.latent import LatentAttention
 from sglang_mla_ext.adapter.layer import attention_layers, merge_before_o_proj
 from sglang_mla_ext.adapter.prefill import PrefillPlan
@@ -86,7 +87,12 @@ def build(
     prefill = None
     if shared is not None and versions.attention_backends(runner.server_args)[0] == BACKEND_NAME:
         make_plan = functools.partial(
-            PrefillPlan.make, attention=shared, layer_index=layer_index, max_rows=MAX_ROWS, counters=counters
+            PrefillPlan.make,
+            attention=shared,
+            layer_index=layer_index,
+            max_rows=MAX_ROWS,
+            counters=counters,
+            wait=functools.partial(wait_for_layer, runner.token_to_kv_pool),
         )
         prefill = PrefillSharing(make_plan, stock.affordable, stock.can_finish)
     steps = Steps(

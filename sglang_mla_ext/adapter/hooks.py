@@ -19,6 +19,7 @@ from sglang_mla_ext.options import HybridMLAOptions
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -100,10 +101,12 @@ def install() -> None:
         ),
         f"{_SRT}.model_executor.forward_batch_deepseek_mha_mixin"
         ".ForwardBatchDeepSeekMHAMixin.prepare_chunked_prefix_cache_info": prefill.around_chunk_info,
+        f"{_SRT}.mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__": latent_pool.around_host_pool,
         f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mha"
         ".DeepseekMHAForwardMixin._chunked_prefix_attn_mha": prefill.around_prefix_attention,
     }
-    for hooks, kind in ((after, HookType.AFTER), (around, HookType.AROUND)):
+    before = {f"{_SRT}.managers.cache_controller.HiCacheController.start_loading": before_loading}
+    for hooks, kind in ((before, HookType.BEFORE), (after, HookType.AFTER), (around, HookType.AROUND)):
         for target, hook in hooks.items():
             HookRegistry.register(target, hook, kind)
             _hooked[target] = hook
@@ -217,6 +220,11 @@ def after_get_internal_state(result: Any, scheduler: Scheduler, recv_req: Any) -
         if ACCEPT_LENGTH in state:
             report[ACCEPT_LENGTH] = state[ACCEPT_LENGTH]
         state[BACKEND_NAME] = report
+
+
+def before_loading(controller: HiCacheController) -> None:
+    if worker.scheduler is not None and controller.load_queue:
+        versions.wait_before_loading(controller, worker.scheduler.forward_stream)
 
 
 def after_draft_backend(result: Any, factory: Any) -> None:

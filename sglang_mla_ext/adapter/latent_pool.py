@@ -6,7 +6,8 @@ SGLang's own FP8 pool rounds content and rotary part to e4m3 with a scale of 1, 
 (k_scale) have no part in this one.
 
 What moves whole rows (`move_kv_cache`, `get_cpu_copy`, `load_cpu_copy`, sizes, buffer addresses) is SGLang's: the rows
-are bytes to it, one tensor a layer, as its FP8 pools are.
+are bytes to it, one tensor a layer, as its FP8 pools are. So is its pool on the host (HiCache), which is told how long
+they are.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, unwrap_write_loc
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter import versions
+from sglang_mla_ext.adapter.host_cache import wait_for_layer
 from sglang_mla_ext.kernels.dispatch import append_rows, fetch_rows
 from sglang_mla_ext.kernels.storage.expanded import FP8
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
@@ -51,7 +53,13 @@ class LatentPool(MLATokenToKVPool):
             self.layout.check(buffer)
 
     def rows(self, layer_id: int) -> torch.Tensor:
-        """The rows of a layer as they are stored, uint8 `[size + page_size, row_bytes]`."""
+        """The rows of a layer as they are stored, uint8 `[size + page_size, row_bytes]`, to be read on the current
+        stream: it waits for those that come back from the host."""
+        wait_for_layer(self, layer_id)
+        return self._stored(layer_id)
+
+    def _stored(self, layer_id: int) -> torch.Tensor:
+        """The same without waiting, to write to."""
         rows: torch.Tensor = self.kv_buffer[layer_id - self.start_layer][:, 0]
         return rows
 
@@ -88,7 +96,7 @@ class LatentPool(MLATokenToKVPool):
         """
         latent, rope = cache_k_nope.flatten(0, -2), cache_k_rope.flatten(0, -2)
         slots, _, _ = unwrap_write_loc(loc_info)
-        append_rows(latent, rope, slots.contiguous(), self.rows(layer.layer_id))
+        append_rows(latent, rope, slots.contiguous(), self._stored(layer.layer_id))
 
     def get_mla_kv_buffer(
         self, layer: RadixAttention, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
@@ -148,3 +156,15 @@ def after_cell_size(result: int, pool_configurator: Any, configurator: KVCacheCo
         return result
     config = configurator.model_config
     return LatentRowLayout(config.kv_lora_rank, config.qk_rope_head_dim).row_bytes * num_layers
+
+
+def around_host_pool(original: Callable[..., None], host_pool: Any, pool: Any, *args: Any, **others: Any) -> None:
+    """`MLATokenToKVPoolHost.__init__`: rows on the host are as long as on the device, where SGLang by itself takes them
+    for `kv_lora_rank + qk_rope_head_dim` elements.
+
+    Args:
+        pool: on the device, ours or another, as a draft model's.
+    """
+    if isinstance(pool, LatentPool):
+        others["override_kv_cache_dim"] = pool.kv_cache_dim
+    original(host_pool, pool, *args, **others)

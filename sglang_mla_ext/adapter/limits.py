@@ -20,6 +20,13 @@ ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN")
 DRAFT_TOKENS = range(2, 9)
 """Query tokens of a request in a verify step."""
 
+HOST_COPIES = ("kernel", "direct")
+"""How SGLang copies rows to the host and back on a GPU. An FP8 cache's rows are whole 16 bytes; of its kernels the
+compiled ones want 8, the one that stages pages 16, and the one that wants 128 is not used then."""
+
+HOST_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+"""Of latent rows on the host."""
+
 FLOAT16 = "the model runs in float16, which its kernels do not compute in: use --dtype bfloat16."
 
 
@@ -141,6 +148,8 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         found.append(f"--kv-cache-dtype {args.kv_cache_dtype} is not supported: remove it, or use fp8_e4m3.")
     if args.speculative_algorithm is not None:
         found += _speculative_findings(args, on_gpu=compute_capability is not None)
+    if args.enable_hierarchical_cache:
+        found += _host_cache_findings(args, on_gpu=compute_capability is not None)
     found += [
         f"{name} is not supported, prefixes are found in another tree: unset it." for name in versions.other_trees()
     ]
@@ -156,7 +165,6 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         # On a decode server SGLang does it by itself.
         "--disable-radix-cache": args.disable_radix_cache and args.disaggregation_mode != "decode",
         "--radix-cache-backend": args.radix_cache_backend is not None,
-        "--hicache-storage-backend": args.hicache_storage_backend is not None,
         "--enable-lmcache": args.enable_lmcache,
         "--enable-flexkv": args.enable_flexkv,
         "--enable-streaming-session": args.enable_streaming_session,
@@ -167,6 +175,20 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
     } | versions.further_findings(args)
     found += [f"{flag} is not supported yet: remove it." for flag, given in unsupported.items() if given]
     return found
+
+
+def _host_cache_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
+    """What SGLang would find out when the first rows go to the host. `args` are resolved."""
+    copies, layouts = (HOST_COPIES, HOST_LAYOUTS) if on_gpu else (("direct",), ("layer_first",))
+    given = {
+        "--hicache-io-backend": (args.hicache_io_backend, copies),
+        "--hicache-mem-layout": (args.hicache_mem_layout, layouts),
+    }
+    return [
+        f"{flag} {value} is not supported {'here' if on_gpu else 'on a CPU'}: use {' or '.join(allowed)}."
+        for flag, (value, allowed) in given.items()
+        if value not in allowed
+    ]
 
 
 def _speculative_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
@@ -187,8 +209,6 @@ def _speculative_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
         )
     if versions.plans_on_a_stream():
         found.append("SGLANG_ENABLE_OVERLAP_PLAN_STREAM is not supported, as it is not by flashmla: unset it.")
-    if args.enable_hierarchical_cache:
-        found.append("--enable-hierarchical-cache does not go with --speculative-algorithm yet: remove one of them.")
     unsupported = {
         "--speculative-adaptive": args.speculative_adaptive,
         "--enable-multi-layer-eagle": args.enable_multi_layer_eagle,
@@ -236,8 +256,8 @@ def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
     unsupported = {
         # Each token has a scale of its own.
         "--quantization-param-path": args.quantization_param_path is not None,
-        # Its rows on the host are as wide as BF16 ones.
-        "--enable-hierarchical-cache": args.enable_hierarchical_cache,
+        # What is stored has the names that SGLang's own rows have, which are of another length.
+        "--hicache-storage-backend": args.hicache_storage_backend is not None,
     }
     if on_gpu:
         # These make SGLang's prefill attend to the pool itself, by absorb, where otherwise it asks for rows by their

@@ -44,6 +44,7 @@ class PrefillPlan:
         covered: `[requests]` how many of its cached tokens are expanded, from the first one on.
         passes: in order; rows that are in none have no expanded prefix.
         layer_index: of the attention's buffers, by SGLang's layer id.
+        wait: is called with the id of each layer, see host_cache.py.
     """
 
     covered: tuple[int, ...]
@@ -51,6 +52,7 @@ class PrefillPlan:
     attention: SharedAttention
     layer_index: dict[int, int]
     counters: Counters
+    wait: Callable[[int], None] = lambda layer_id: None
 
     @classmethod
     def make(
@@ -61,6 +63,7 @@ class PrefillPlan:
         layer_index: dict[int, int],
         max_rows: int,
         counters: Counters,
+        wait: Callable[[int], None] = lambda layer_id: None,
     ) -> PrefillPlan | None:
         """
         Args:
@@ -91,7 +94,7 @@ class PrefillPlan:
         if not passes:
             return None
         covered = tuple(part.tokens for part in parts)
-        return cls(covered, tuple(passes), attention, layer_index, counters)
+        return cls(covered, tuple(passes), attention, layer_index, counters, wait)
 
     def attend(self, layer: DeepseekV2AttentionMLA, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Add the attention to the expanded prefixes to that over other keys, in place.
@@ -100,6 +103,7 @@ class PrefillPlan:
             q: `[rows, heads, qk_nope_head_dim + qk_rope_head_dim]`, after rotation.
             out: `[rows, heads, v_head_dim]`; lse: `[rows, heads]` float32, natural log.
         """
+        self.wait(layer.attn_mha.layer_id)
         index = self.layer_index[layer.attn_mha.layer_id]
         if index == 0:  # not when it is planned: what is counted has happened
             self.counters.count_prefill(self.covered)

@@ -66,6 +66,7 @@ _TORCH = "layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _MLA = "models.deepseek_v2.DeepseekV2AttentionMLA"
 _POOL = "mem_cache.memory_pool.MLATokenToKVPool"
 _CONFIGURATOR = "mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_HOST_CACHE = "managers.cache_controller.HiCacheController"
 _SCHEDULER = "managers.scheduler.Scheduler"
 _ARGS = "server_args.ServerArgs"
 _WEIGHTS = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
@@ -83,7 +84,7 @@ _PLUGIN = (
         "the same",
         ("expert_indices", "expert_scales", "num_experts", "zero_expert_type", "hidden_states"),
     ),
-    *_function("mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__", "self", "a host cache on a CPU"),
+    *_function("mem_cache.pool_host.base.HostKVCache.__init__", "self", "a host cache on a CPU"),
     *_attributes("mem_cache.pool_host.mla", "ALLOC_MEMORY_FUNCS", "the same"),
     *_function(
         "model_executor.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch",
@@ -114,7 +115,7 @@ _ARGUMENTS = (
         enable_lora enable_mixed_chunk enable_multi_layer_eagle enable_page_major_kv_layout enable_pdmux
         enable_streaming_session enable_two_batch_overlap enable_unified_memory flashinfer_mla_disable_ragged pp_size
         hicache_storage_backend quantization_param_path radix_cache_backend rl_on_policy_target speculative_adaptive
-        speculative_eagle_topk
+        speculative_eagle_topk hicache_io_backend hicache_mem_layout
         """,
         "unsupported features",
     ),
@@ -282,6 +283,18 @@ _POOLS = (
     *_function(f"{_POOL}.get_mla_kv_buffer", "self layer loc dst_dtype", "the FP8 pool"),
     *_function(f"{_POOL}.get_key_buffer", "self layer_id", "latent rows"),
     *_function(f"{_POOL}.get_value_buffer", "self layer_id", "the FP8 pool"),
+    *_attributes(_POOL, "layer_transfer_counter", "waiting for rows that come from the host"),
+    *_function("managers.cache_controller.LayerDoneCounter.wait_until", "self threshold", "the same"),
+    *_methods(_HOST_CACHE, "start_loading", "copies from the host after the step before"),
+    *_attributes(_HOST_CACHE, "load_queue", "the same", "list"),
+    *_attributes(_HOST_CACHE, "load_stream", "the same"),
+    *_attributes(_SCHEDULER, "forward_stream", "the same"),
+    *_function(
+        "mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__",
+        "self",
+        "rows of the FP8 pool on the host",
+        "override_kv_cache_dim",
+    ),
     *_function("mem_cache.memory_pool.unwrap_write_loc", "loc_info", "storing keys"),
     *_function("runtime_context.get_exec", "", "the FP8 pool: features.enable_memory_saver"),
 )

@@ -10,6 +10,7 @@ from sglang_mla_ext.adapter.uses import SGLANG_0_5_17, Release, Use
 
 _ARGS = "server_args.ServerArgs"
 _OVERRIDES = "arg_groups.overrides"
+_HOST_CACHE = "managers.cache_controller.HiCacheController"
 _TREE = "mem_cache.radix_cache"
 _CORE = "mem_cache.unified_cache.unified_tree_core"
 _CORE_INTERFACE = "mem_cache.unified_cache.unified_tree_core_interface"
@@ -54,7 +55,10 @@ def _is_below(path: str, prefixes: tuple[str, ...]) -> bool:
 SGLANG_0_5_18 = _after(
     SGLANG_0_5_17,
     _use(f"{_ARGS}._late_resolution", "function", "the draft model's backend", "self source"),
+    _use(f"{_HOST_CACHE}.l2_transfer_engine", "attribute", "copies from the host after the step before"),
+    _use("mem_cache.l2_transfer.L2TransferEngine.host_to_device_stream", "attribute", "the same"),
     gone=(
+        f"{_HOST_CACHE}.load_stream",
         f"{_ARGS}.override",
         "speculative.draft_utils.DraftBackendFactory.draft_attn_backend",
         "layers.attention.flashmla_backend.FlashMLAMultiStepDraftBackend",
@@ -119,6 +123,8 @@ SGLANG_0_5_20 = _after(
         f"{_ARGS}.use_mla_backend",
         f"{_ARGS}.get_model_config",
         f"{_ARGS}._late_resolution",
+        f"{_HOST_CACHE}.l2_transfer_engine",
+        "mem_cache.l2_transfer.L2TransferEngine",
         "environ.Envs.SGLANG_ENABLE_UNIFIED_RADIX_TREE",
         f"{_TREE}.RadixCache",
         f"{_TREE}.TreeNode",

@@ -5,6 +5,8 @@ python engine_logprobs.py MODEL BACKEND OUT PREFIX_TOKENS BATCH NEW_TOKENS SERVE
 The last one is a JSON object; with `"nested": true` in it, two thirds of the requests go on with one of two documents
 below the prefix, and half of those with a conversation below their document. With `"in_turn": true` the first half of
 the requests goes to the first data-parallel rank, and the second half to the second one while the first one decodes.
+With `"fillers": n` so many other prompts, each longer than the prefix, come between it and the requests, and then the
+fillers and the requests once more: the answers are those of the second time, `before` has the tokens of the first.
 """
 
 import asyncio
@@ -45,7 +47,7 @@ def main() -> None:
     if backend == "flashmla":
         defaults["page_size"] = 64
     arguments = defaults | json.loads(sys.argv[7])
-    nested, turns = arguments.pop("nested", False), arguments.pop("in_turn", False)
+    nested, turns, fillers = (arguments.pop(name, 0) for name in ("nested", "in_turn", "fillers"))
     engine = sglang.Engine(
         model_path=model,
         attention_backend=backend,
@@ -75,14 +77,21 @@ def main() -> None:
         "return_logprob": True,
         "top_logprobs_num": 4,
     }
-    overlapped = False
-    if turns:
-        answers, overlapped = engine.loop.run_until_complete(in_turn(engine, requests, asked))
-    else:
-        answers = engine.generate(input_ids=requests, **asked)
+    overlapped, rounds = False, []
+    for _ in range(2 if fillers else 1):
+        for filler in [text(prefix_tokens + 1000) for _ in range(fillers)]:  # one by one: each needs its room
+            engine.generate(input_ids=[filler], sampling_params={**sampling, "max_new_tokens": 1})
+        if turns:
+            answers, overlapped = engine.loop.run_until_complete(in_turn(engine, requests, asked))
+        else:
+            answers = engine.generate(input_ids=requests, **asked)
+        rounds.append(answers)
     ranks = [state.get("hybrid_mla") for state in engine.get_server_info()["internal_states"]]
     engine.shutdown()
-    tokens = [[(value, token) for value, token, _ in a["meta_info"]["output_token_logprobs"]] for a in answers]
+    before, tokens = (
+        [[(value, token) for value, token, _ in a["meta_info"]["output_token_logprobs"]] for a in of_round]
+        for of_round in (rounds[0], answers)
+    )
     top = [
         [[(value, token) for value, token, _ in best] for best in a["meta_info"]["output_top_logprobs"]]
         for a in answers
@@ -90,14 +99,18 @@ def main() -> None:
     retractions = sum(answer["meta_info"]["num_retractions"] for answer in answers)
     # Tokens that a verify step yields, for each request; none without speculative decoding.
     accepted = [answer["meta_info"].get("spec_accept_length") for answer in answers]
+    # Tokens of each round that SGLang counts as cached on the host.
+    from_host = [sum((a["meta_info"].get("cached_tokens_details") or {"host": 0})["host"] for a in r) for r in rounds]
     found = {
         "tokens": tokens,
+        "before": before,
         "top": top,
         "info": ranks[0],
         "ranks": ranks,
         "retractions": retractions,
         "accepted": accepted,
         "overlapped": overlapped,
+        "from_host": from_host,
     }
     with open(out, "w", encoding="utf-8") as file:
         json.dump(found, file)

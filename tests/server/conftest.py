@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -253,11 +255,19 @@ two_replicas = _server(
     environment={"SGLANG_CPU_OMP_THREADS_BIND": "0" if contract.line() in ("0.5.17", "0.5.18") else "0|1"},
 )
 # 2,048 tokens of cache, and on the host what goes out of it: SGLang's HiCache.
-on_host = _server(
-    "on_host",
+ON_HOST = (
     *(*NAIVE, *SIZED, *PREFIXES, "--max-total-tokens", "2048", "--enable-hierarchical-cache"),
     *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first", "--hicache-ratio", "4"),
     "--enable-metrics",
+)
+on_host = _server("on_host", *ON_HOST)
+on_host_fp8 = _server("on_host_fp8", *ON_HOST, "--kv-cache-dtype", "fp8_e4m3")
+# And in files what is on the host, one for each token.
+STORED = Path(tempfile.gettempdir()) / f"stored-{os.getpid()}"
+in_files = _server(
+    "in_files",
+    *(*ON_HOST, "--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete"),
+    environment={"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(STORED)},
 )
 # Prefill in chunks, expansion in small steps, room for one prefix and a part of another, 2,048 tokens of cache, and
 # SGLang's own way to test retraction: every so many steps it takes back a request as if its cache were full.

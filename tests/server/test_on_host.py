@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import shutil
+import time
+from collections.abc import Iterator
+
 import pytest
 import requests
-from conftest import Chat, Reference, Server, assert_same, counting
+from conftest import STORED, Chat, Reference, Server, assert_same, counting
 from test_answers import SYSTEM, question
+from test_fp8_cache import ask, compare
 
 from sglang_mla_ext.adapter import contract
 
-pytestmark = pytest.mark.skipif(contract.line() != "0.5.17", reason="refused with other releases of SGLang so far")
-LOADED = "sglang:load_back_tokens_total{"
+WITH = ("0.5.17", "0.5.18")
+pytestmark = pytest.mark.skipif(contract.line() not in WITH, reason="refused with newer releases of SGLang")
 FILLERS = tuple(f"Case {i}. " + " ".join(f"{word} {i}" for word in SYSTEM.split()) for i in range(4))
 """Other prompts, which with their answers are more than the cache holds."""
 
 
-def loaded_back(server: Server) -> float:
-    """Tokens that came back from the host."""
+def tokens(server: Server, what: str) -> float:
+    """Of a counter of SGLang's: `load_back` from the host, `backuped` to and `prefetched` from storage."""
     lines = requests.get(f"{server.base_url}/metrics", timeout=60).text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(LOADED))
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"sglang:{what}_tokens_total{{"))
+
+
+def fill(server: Server) -> None:
+    """Drive everything else out of the cache."""
+    for filler in FILLERS:  # one by one: each needs most of the cache
+        server.ask(Chat(filler, question(7), 2))
 
 
 def test_a_prefix_that_was_on_the_host(stock: Reference, on_host: Server) -> None:
@@ -26,10 +37,52 @@ def test_a_prefix_that_was_on_the_host(stock: Reference, on_host: Server) -> Non
     expected = stock.asking(*chats)
     on_host.ask(Chat(SYSTEM, question(13), 1))
     assert_same(on_host.ask(*chats), expected.result())
-    for filler in FILLERS:  # one by one: each needs most of the cache
-        on_host.ask(Chat(filler, question(7), 2))
-    before = loaded_back(on_host)
+    fill(on_host)
+    before = tokens(on_host, "load_back")
     with counting(on_host) as counted:
         assert_same(on_host.ask(*chats), expected.result())
-    assert loaded_back(on_host) - before > 256, "the prefix was on the host"
+    assert tokens(on_host, "load_back") - before > 256, "the prefix was on the host"
+    assert counted.steps_naive > 8
+
+
+def test_a_prefix_in_fp8_that_was_on_the_host(fp8_cache: Server, on_host_fp8: Server) -> None:
+    """The answers of an FP8 cache that never left the device, with which it shares its rounding but for ties."""
+    chats = [Chat(SYSTEM, question(i), max_tokens=16) for i in range(3)]
+    for server in (fp8_cache, on_host_fp8):
+        server.ask(Chat(SYSTEM, question(13), 1))
+    expected = ask(fp8_cache, *chats)
+    first = ask(on_host_fp8, *chats)
+    fill(on_host_fp8)
+    before = tokens(on_host_fp8, "load_back")
+    with counting(on_host_fp8) as counted:
+        second = ask(on_host_fp8, *chats)
+    assert tokens(on_host_fp8, "load_back") - before > 256, "the prefix was on the host"
+    assert counted.steps_naive > 8
+    for actual in (first, second):
+        apart = compare(actual, expected)
+        print(f"{len(apart)} tokens differ by {sum(apart) / len(apart):.5f} on average and {max(apart):.5f} at most")
+        assert len(apart) > 0.7 * sum(len(steps) for steps in expected) and sum(apart) / len(apart) < 0.01
+
+
+@pytest.fixture
+def no_files() -> Iterator[None]:
+    yield
+    shutil.rmtree(STORED, ignore_errors=True)
+
+
+@pytest.mark.usefixtures("no_files")
+def test_a_prefix_that_was_in_files(stock: Reference, in_files: Server) -> None:
+    """A flush leaves nothing on the device and on the host."""
+    chats = [Chat(SYSTEM, question(i), max_tokens=16) for i in range(3)]
+    expected = stock.asking(*chats)
+    in_files.ask(Chat(SYSTEM, question(13), 1))
+    assert_same(in_files.ask(*chats), expected.result())
+    deadline = time.monotonic() + 60
+    while tokens(in_files, "backuped") < 256:
+        assert time.monotonic() < deadline, "nothing was stored"
+        time.sleep(0.2)
+    in_files.flush()
+    with counting(in_files) as counted:
+        assert_same(in_files.ask(*chats), expected.result())
+    assert tokens(in_files, "prefetched") > 256 and tokens(in_files, "load_back") > 256
     assert counted.steps_naive > 8

@@ -143,7 +143,7 @@ def make_runner(**changes: Any) -> Any:
             attention_backend="hybrid_mla",
             enable_lora=False,
             quantization_param_path=None,
-            enable_hierarchical_cache=False,
+            hicache_storage_backend=None,
             speculative_algorithm=None,
             speculative_num_draft_tokens=None,
         ),

@@ -126,7 +126,7 @@ def test_what_a_server_can_do_without(changes: dict[str, object]) -> None:
         {"dcp_size": 2},
         {"attn_cp_size": 2},
         {"disaggregation_mode": "decode"},
-        {"enable_hierarchical_cache": True, "hicache_storage_backend": "hf3fs"},
+        {**test_limits.FP8_CACHE, "enable_hierarchical_cache": True, "hicache_storage_backend": "hf3fs"},
         {"enable_lmcache": True},
         {"enable_deterministic_inference": True},
         {"speculative_algorithm": "NGRAM"},

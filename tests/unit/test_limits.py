@@ -26,6 +26,12 @@ EAGLE: dict[str, Any] = {
     "speculative_draft_attention_backend": "flashmla",
 }
 FP8_CACHE: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "cuda_graph_config": graphs("disabled")}
+HOST_CACHE: dict[str, Any] = {
+    "enable_hierarchical_cache": True,
+    "hicache_io_backend": "direct",
+    "hicache_mem_layout": "layer_first",
+}
+"""On any device."""
 
 
 def server_args(
@@ -74,6 +80,8 @@ def server_args(
         "disable_radix_cache": False,
         "radix_cache_backend": None,
         "enable_hierarchical_cache": False,
+        "hicache_io_backend": "kernel",
+        "hicache_mem_layout": "page_first",
         "hicache_storage_backend": None,
         "enable_lmcache": False,
         "enable_flexkv": False,
@@ -106,7 +114,9 @@ def message(args: Any, compute_capability: tuple[int, int] | None = HOPPER) -> s
         {"dtype": "bfloat16"},
         {"architecture": "LongcatFlashForCausalLM"},
         {"rotation": False},
-        {"enable_hierarchical_cache": True},
+        HOST_CACHE,
+        HOST_CACHE | FP8_CACHE,
+        HOST_CACHE | {"hicache_storage_backend": "hf3fs"},
         {"flashinfer_mla_disable_ragged": True, "disable_chunked_prefix_cache": True},
         FP8_CACHE,
     ],
@@ -125,6 +135,8 @@ def test_what_works_is_let_through(changes: dict[str, Any], compute_capability: 
         {"speculative_num_draft_tokens": 8},
         {"backends": ("flashinfer", "hybrid_mla"), "speculative_attention_mode": "decode"},
         FP8_CACHE,
+        HOST_CACHE,
+        HOST_CACHE | FP8_CACHE,
     ],
     ids=str,
 )
@@ -166,12 +178,12 @@ def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
         ({"disable_radix_cache": True}, "--disable-radix-cache is not supported yet: remove it."),
         ({"radix_cache_backend": "x"}, "--radix-cache-backend is not supported yet: remove it."),
         (
-            {"enable_hierarchical_cache": True, "hicache_storage_backend": "hf3fs"},
-            "--hicache-storage-backend is not supported yet: remove it.",
+            {"enable_hierarchical_cache": True, "hicache_mem_layout": "page_head"},
+            "--hicache-mem-layout page_head is not supported here: use layer_first or page_first or page_first_direct.",
         ),
         (
-            {**EAGLE, "enable_hierarchical_cache": True},
-            "--enable-hierarchical-cache does not go with --speculative-algorithm yet: remove one of them.",
+            {"enable_hierarchical_cache": True, "hicache_io_backend": "kernel_ascend"},
+            "--hicache-io-backend kernel_ascend is not supported here: use kernel or direct.",
         ),
         ({"enable_lmcache": True}, "--enable-lmcache is not supported yet: remove it."),
         ({"enable_flexkv": True}, "--enable-flexkv is not supported yet: remove it."),
@@ -195,8 +207,8 @@ def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
         ({**FP8_CACHE, "flashinfer_mla_disable_ragged": True}, "--flashinfer-mla-disable-ragged does not go with"),
         ({**FP8_CACHE, "disable_chunked_prefix_cache": True}, "--disable-chunked-prefix-cache does not go with"),
         (
-            {**FP8_CACHE, "enable_hierarchical_cache": True},
-            "--enable-hierarchical-cache does not go with --kv-cache-dtype fp8_e4m3: remove one of them.",
+            {**FP8_CACHE, **HOST_CACHE, "hicache_storage_backend": "file"},
+            "--hicache-storage-backend does not go with --kv-cache-dtype fp8_e4m3: remove one of them.",
         ),
         ({"enable_lora": True}, "--enable-lora is not supported yet: remove it."),
         ({"backends": ("hybrid_mla", "flashmla")}, "decode runs flashmla: set --decode-attention-backend hybrid_mla"),
@@ -221,6 +233,18 @@ def test_speculation_on_a_cpu_or_planned_on_a_stream_is_named(monkeypatch: pytes
     monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
     assert "SGLANG_ENABLE_OVERLAP_PLAN_STREAM is not supported, as it is" in message(server_args(**EAGLE))
     limits.check(server_args(), HOPPER)
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
+@pytest.mark.parametrize("copies", ["kernel", "direct"])
+def test_ways_to_the_host(copies: str, layout: str) -> None:
+    """On a GPU all but those of other accelerators; on a CPU the one that there is a stand-in for."""
+    args = server_args(**HOST_CACHE | {"hicache_io_backend": copies, "hicache_mem_layout": layout})
+    limits.check(args, HOPPER)
+    if (copies, layout) == ("direct", "layer_first"):
+        limits.check(args, None)
+    else:
+        assert "is not supported on a CPU: use " in message(args, None)
 
 
 @pytest.mark.parametrize("variable", ["SGLANG_ENABLE_UNIFIED_RADIX_TREE", "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"])

@@ -1,7 +1,9 @@
-"""Paths, slots and what is attached, read from SGLang's own tree with a cache on the host."""
+"""Paths, slots, rows and what is attached, read from SGLang's own tree with a cache on the host, over its pool in BF16
+and ours in FP8."""
 
 from __future__ import annotations
 
+import functools
 from array import array
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +18,23 @@ TOKENS = 64
 
 
 class HostTree:
-    """SGLang's HiRadixCache over its own pool of latent rows, each of which is filled with its token's number."""
+    """SGLang's HiRadixCache over a pool of latent rows, which say by their first element, or byte, whose they are.
 
-    def __init__(self) -> None:
+    Args:
+        fp8: whether it is our pool.
+    """
+
+    def __init__(self, fp8: bool = False) -> None:
         from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
         from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-        self.pool = MLATokenToKVPool(TOKENS, 1, torch.bfloat16, 512, 64, 2, "cpu", enable_memory_saver=False)
-        allocator = TokenToKVPoolAllocator(TOKENS, torch.bfloat16, "cpu", self.pool, need_sort=False)
+        from sglang_mla_ext.adapter.latent_pool import LatentPool
+
+        kind, dtype = (LatentPool, torch.float8_e4m3fn) if fp8 else (MLATokenToKVPool, torch.bfloat16)
+        self.pool: Any = kind(TOKENS, 1, dtype, 512, 64, 2, "cpu", enable_memory_saver=False)
+        allocator = TokenToKVPoolAllocator(TOKENS, dtype, "cpu", self.pool, need_sort=False)
         storage = {"hicache_storage_backend": None, "hicache_storage_backend_extra_config": None}
         args = SimpleNamespace(
             hicache_ratio=4.0,
@@ -65,8 +74,7 @@ class HostTree:
             self.cache.evict(EvictParams(num_tokens=len(tokens)))
         fresh = self.allocator.alloc(len(tokens) - len(cached))
         for layer in range(2):
-            numbers = torch.tensor(tokens[len(cached) :], dtype=torch.bfloat16)
-            self.pool.kv_buffer[layer][fresh] = numbers[:, None, None].expand(-1, 1, 576)
+            self.pool.kv_buffer[layer][fresh] = self.rows(text[len(cached) :], layer)
         slots = torch.cat([cached, fresh])
         self.cache.insert(InsertParams(key=RadixKey(tokens, None), value=slots))
         self.cache.check_hicache_events()
@@ -78,20 +86,34 @@ class HostTree:
         for request in requests:
             self.cache.dec_lock_ref(request.last_node)
 
+    def rows(self, text: str, layer: int) -> torch.Tensor:
+        """Of these letters, as they are stored: `[letters, 1, elements or bytes]`, no two places of a row alike."""
+        first = torch.tensor([ord(letter) for letter in text])[:, None, None]
+        behind = torch.arange(self.pool.kv_cache_dim) * (layer + 1)
+        return ((first + behind) % 256).to(self.pool.store_dtype)
+
     def text(self, slots: torch.Tensor) -> str:
-        """The letters whose rows are in these slots."""
-        return "".join(chr(int(number)) for number in self.pool.kv_buffer[1][slots][:, 0, 0])
+        """The letters whose rows are in these slots, whole and in all layers."""
+        text = "".join(chr(int(number)) for number in self.pool.kv_buffer[1][slots][:, 0, 0])
+        assert all(torch.equal(self.pool.kv_buffer[layer][slots], self.rows(text, layer)) for layer in range(2))
+        return text
 
 
-@pytest.fixture
-def host_tree(monkeypatch: pytest.MonkeyPatch) -> HostTree:
+@pytest.fixture(params=[False, True], ids=["bf16", "fp8"])
+def host_tree(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> HostTree:
     if torch.cuda.is_available():
         pytest.skip("without a GPU's pinned memory")
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
     from sglang_mla_ext.adapter.cpu import gaps
+    from sglang_mla_ext.adapter.latent_pool import around_host_pool
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 1)
     gaps.before_host_pool()
-    return HostTree()
+    original = MLATokenToKVPoolHost.__init__
+    hooked = functools.partialmethod(lambda self, *args, **given: around_host_pool(original, self, *args, **given))
+    monkeypatch.setattr(MLATokenToKVPoolHost, "__init__", hooked)
+    return HostTree(fp8=request.param)
 
 
 def test_a_node_that_comes_back_is_the_one_that_went(host_tree: HostTree) -> None:

@@ -22,8 +22,10 @@ def install() -> None:
     }
     for target, hook in around.items():
         HookRegistry.register(target, hook, HookType.AROUND)
-    host_pool = "sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__"
+    # A function that hooks.py leaves alone: SGLang applies hooks to a function once, and these come first.
+    host_pool = "sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__"
     HookRegistry.register(host_pool, before_host_pool, HookType.BEFORE)
+    HookRegistry.register(host_pool, after_host_pool, HookType.AFTER)
 
 
 def around_get_stream(original: Callable[..., Any], name: str) -> None:
@@ -67,6 +69,11 @@ def before_host_pool(*args: Any, **kwargs: Any) -> None:
 
     mla.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
     mla.transfer_kv_direct = _transfer
+
+
+def after_host_pool(result: None, host_pool: Any, *args: Any, **kwargs: Any) -> None:
+    """Nor is memory pinned that pages from storage are read into."""
+    host_pool.pin_memory = False
 
 
 def _allocate(dims: Sequence[int], dtype: torch.dtype, *args: Any, **kwargs: Any) -> torch.Tensor:

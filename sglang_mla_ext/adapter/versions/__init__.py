@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         resolved,
         set_draft_backend,
         uses_mla,
+        wait_before_loading,
     )
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "resolved",
     "set_draft_backend",
     "uses_mla",
+    "wait_before_loading",
 ]
 
 for _release in SUPPORTED:

@@ -16,6 +16,7 @@ from sglang_mla_ext.adapter.versions.shared_nodes import Forks, all_above, find_
 from sglang_mla_ext.prefix.tree import SharedTree
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
@@ -260,6 +261,11 @@ def other_trees() -> list[str]:
         "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE": envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE,
     }
     return [name for name, variable in trees.items() if variable.get()]
+
+
+def wait_before_loading(controller: HiCacheController, stream: torch.Stream) -> None:
+    """Have the next copy from the host to the device wait for what was put on this stream; see host_cache.py."""
+    controller.load_stream.wait_stream(stream)
 
 
 # ---- speculative decoding

@@ -7,12 +7,21 @@ from typing import TYPE_CHECKING, Any
 from sglang_mla_ext import BACKEND_NAME
 
 if TYPE_CHECKING:
+    import torch
+    from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.server_args import ServerArgs
 
 
 def further_findings(args: ServerArgs) -> dict[str, bool]:
-    """See sglang_0_5_17. The tree's part on the host was read of that release only."""
-    return {"--enable-hierarchical-cache": args.enable_hierarchical_cache}
+    """See sglang_0_5_17. Rows of NEXTN's drafts are meant to be in one pool on the host with the model's, which may be
+    of another length, and the tree of 0.5.18 makes a pool without them."""
+    with_drafts = args.enable_hierarchical_cache and args.speculative_algorithm is not None
+    return {"--enable-hierarchical-cache beside --speculative-algorithm": with_drafts}
+
+
+def wait_before_loading(controller: HiCacheController, stream: torch.Stream) -> None:
+    """See sglang_0_5_17."""
+    controller.l2_transfer_engine.host_to_device_stream.wait_stream(stream)
 
 
 def set_draft_backend(args: ServerArgs, name: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter.versions import sglang_0_5_17, sglang_0_5_18
+from sglang_mla_ext.adapter.versions import sglang_0_5_17
 from sglang_mla_ext.adapter.versions.numbered_tree import NumberedTree, UnsupportedTree
 
 if TYPE_CHECKING:
@@ -108,11 +108,16 @@ def other_trees() -> list[str]:
 
 
 def further_findings(args: ServerArgs) -> dict[str, bool]:
-    """See sglang_0_5_17."""
-    return sglang_0_5_18.further_findings(args) | {
+    """See sglang_0_5_17. The tree's part on the host was not tried here."""
+    return {
+        "--enable-hierarchical-cache": args.enable_hierarchical_cache,
         "--enable-unified-cache-external-linker": args.enable_unified_cache_external_linker,
         "--enable-layernorm-sp": args.enable_layernorm_sp,
     }
+
+
+def wait_before_loading(controller: Any, stream: Any) -> None:
+    """SGLang has it wait."""
 
 
 def draft_tokens(args: ServerArgs) -> int:

@@ -1,0 +1,52 @@
+"""What our hooks do for SGLang's cache on the host (HiCache).
+
+Each scenario runs in a process of its own, see test_hooks.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hooked_worker import Server
+
+
+def scenario_rows_on_the_host_are_as_long_as_on_the_device() -> None:
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+    from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
+
+    from sglang_mla_ext.adapter.cpu import gaps
+    from sglang_mla_ext.adapter.latent_pool import LatentPool
+
+    gaps.before_host_pool()
+    fp8 = torch.float8_e4m3fn
+    for kind, dtype, row_bytes in ((LatentPool, fp8, 656), (MLATokenToKVPool, fp8, 576)):
+        pool = kind(64, 4, dtype, 512, 64, 2, "cpu", enable_memory_saver=False)
+        host: Any = MLATokenToKVPoolHost(pool, 2.0, 0, 4, "layer_first")
+        assert host.token_stride_size == row_bytes and host.kv_buffer.shape == (2, 132, 1, row_bytes)
+
+
+def scenario_a_copy_to_the_device_waits_for_the_step_before() -> None:
+    from sglang.srt.managers.cache_controller import HiCacheController
+
+    waited: list[str] = []
+
+    class Stop(Exception):
+        pass
+
+    def begin() -> None:
+        raise Stop
+
+    controller: Any = object.__new__(HiCacheController)
+    controller.load_queue, controller.load_stream = [], SimpleNamespace(wait_stream=waited.append)
+    controller.layer_done_counter = SimpleNamespace(update_producer=begin)
+    server = Server()
+    server.scheduler.forward_stream = "steps"
+    assert controller.start_loading() == -1 and waited == [], "there is nothing to copy"
+    controller.load_queue = ["rows"]
+    with contextlib.suppress(Stop):
+        controller.start_loading()
+        raise AssertionError("SGLang's own part is called")
+    assert waited == ["steps"]
