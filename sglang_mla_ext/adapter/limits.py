@@ -20,6 +20,9 @@ ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN")
 DRAFT_TOKENS = range(2, 9)
 """Query tokens of a request in a verify step."""
 
+TRANSFERS = ("mooncake", "nixl")
+"""SGLang's names of what moves a KV cache from a prefill to a decode server."""
+
 FLOAT16 = "the model runs in float16, which its kernels do not compute in: use --dtype bfloat16."
 
 
@@ -141,6 +144,8 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         found.append(f"--kv-cache-dtype {args.kv_cache_dtype} is not supported: remove it, or use fp8_e4m3.")
     if args.speculative_algorithm is not None:
         found += _speculative_findings(args, on_gpu=compute_capability is not None)
+    if args.disaggregation_mode != "null":
+        found += _disaggregation_findings(args)
     found += [
         f"{name} is not supported, prefixes are found in another tree: unset it." for name in versions.other_trees()
     ]
@@ -162,7 +167,6 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         "--enable-streaming-session": args.enable_streaming_session,
         "--enable-unified-memory": args.enable_unified_memory,
         "--enable-page-major-kv-layout": args.enable_page_major_kv_layout,
-        f"--disaggregation-mode {args.disaggregation_mode}": args.disaggregation_mode != "null",
         "--dllm-algorithm": args.dllm_algorithm is not None,
     } | versions.further_findings(args)
     found += [f"{flag} is not supported yet: remove it." for flag, given in unsupported.items() if given]
@@ -195,6 +199,31 @@ def _speculative_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
         "--decoupled-spec-role": args.decoupled_spec_role != "null",
     }
     return found + [f"{flag} is not supported yet: remove it." for flag, given in unsupported.items() if given]
+
+
+def _disaggregation_findings(args: ServerArgs) -> list[str]:
+    """What a prefill or a decode server lacks to share prefixes, or was not tried with. `args` are resolved."""
+    found, backend = [], args.disaggregation_transfer_backend
+    if backend not in TRANSFERS:
+        found.append(
+            f"--disaggregation-transfer-backend {backend} is not supported yet: use {' or '.join(TRANSFERS)}."
+        )
+    if args.disaggregation_mode == "prefill":
+        return found
+    if args.speculative_algorithm is not None:
+        found.append(
+            "--disaggregation-mode decode does not go with --speculative-algorithm: shared prefixes are found in the "
+            "radix tree, which SGLang's decode servers do not have beside drafts. Choose another --attention-backend "
+            "for them; their prefill servers may run this one."
+        )
+    elif not args.disaggregation_decode_enable_radix_cache:
+        found.append(
+            "--disaggregation-mode decode has no radix tree to find shared prefixes in: add "
+            "--disaggregation-decode-enable-radix-cache."
+        )
+    if args.enable_hierarchical_cache:
+        found.append("--enable-hierarchical-cache does not go with --disaggregation-mode decode yet: remove it.")
+    return found
 
 
 def _draft_findings(args: ServerArgs) -> list[str]:

@@ -1,0 +1,103 @@
+"""Prefill and decode on servers of their own, between which NIXL moves the cache: over shared memory here, as bytes.
+
+A test sends each chat to both servers, as a router does. Answers come from the decode server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import random
+
+import openai
+import pytest
+import requests
+from bench.server import free_port
+from conftest import (
+    BY_MEMORY,
+    NAIVE,
+    PREFIXES,
+    SIZED,
+    Answer,
+    Chat,
+    Reference,
+    Server,
+    assert_same,
+    counting,
+    server_fixture,
+)
+from test_answers import OTHER_SYSTEM, SYSTEM, question
+from test_fp8_cache import compare
+
+from sglang_mla_ext.adapter import contract
+
+if contract.line() != "0.5.17":
+    pytest.skip("tried with SGLang 0.5.17 only", allow_module_level=True)
+if importlib.util.find_spec("nixl") is None:
+    pytest.skip("NIXL is not installed", allow_module_level=True)
+
+PORTS = {"bf16": free_port(), "fp8": free_port()}
+"""Where decode servers find the prefill server that has such a cache."""
+
+
+def role(mode: str, cache: str) -> tuple[str, ...]:
+    tree = ("--disaggregation-decode-enable-radix-cache",) if mode == "decode" else ()
+    transfer = ("--disaggregation-transfer-backend", "nixl", "--disaggregation-bootstrap-port", str(PORTS[cache]))
+    return "--disaggregation-mode", mode, *transfer, *tree
+
+
+# By itself it takes 8 threads, which wait for work on the processor.
+ONE_THREAD = {"SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS": '{"num_threads": "1"}'}
+OURS = (*NAIVE, *SIZED, *PREFIXES)
+FP8 = ("--kv-cache-dtype", "fp8_e4m3")
+STOCK = ("--attention-backend", "torch_native", *SIZED)
+pd_prefill = server_fixture("pd_prefill", *OURS, *role("prefill", "bf16"), environment=ONE_THREAD)
+pd_decode = server_fixture("pd_decode", *OURS, *role("decode", "bf16"), environment=ONE_THREAD)
+pd_stock = server_fixture("pd_stock", *STOCK, *role("decode", "bf16"), environment=ONE_THREAD)
+pd_fp8_prefill = server_fixture("pd_fp8_prefill", *OURS, *FP8, *role("prefill", "fp8"), environment=ONE_THREAD)
+pd_fp8_decode = server_fixture("pd_fp8_decode", *OURS, *FP8, *role("decode", "fp8"), environment=ONE_THREAD)
+
+
+def ask(prefill: Server, decode: Server, port: int, *chats: Chat) -> list[Answer]:
+    """Send chats at the same time (after their delays), each to both servers, and wait for all answers."""
+
+    async def one(clients: list[openai.AsyncOpenAI], chat: Chat) -> Answer:
+        room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": random.getrandbits(62)}
+        return (await asyncio.gather(*(Server.ask_one(client, chat, **room) for client in clients)))[1]
+
+    async def all_of_them() -> list[Answer]:
+        async with prefill.client() as first, decode.client() as second:
+            return list(await asyncio.gather(*(one([first, second], chat) for chat in chats)))
+
+    return asyncio.run(all_of_them())
+
+
+CHATS = [Chat((SYSTEM, OTHER_SYSTEM)[i % 2], question(i), max_tokens=24) for i in range(6)]
+FIRST = [Chat(SYSTEM, question(13), 1), Chat(OTHER_SYSTEM, question(13), 1)]
+
+
+def test_both_servers_share_prefixes(stock: Reference, pd_prefill: Server, pd_decode: Server) -> None:
+    expected = stock.asking(*CHATS)
+    ask(pd_prefill, pd_decode, PORTS["bf16"], *FIRST)
+    with counting(pd_prefill) as prefilled, counting(pd_decode) as decoded:
+        late = [Chat(chat.system, chat.user, chat.max_tokens, delay_s=0.5) for chat in CHATS[3:]]
+        actual = ask(pd_prefill, pd_decode, PORTS["bf16"], *CHATS[:3], *late)
+    print(prefilled, decoded)
+    assert_same(actual, expected.result())
+    assert decoded.steps_naive > 10 and decoded.expansions == 2
+    assert prefilled.prefills_naive > 0 and prefilled.steps_naive == 0
+    assert prefilled.prefill_tokens_saved > 500
+
+
+def test_a_stock_decode_server_takes_a_bf16_cache(stock: Reference, pd_prefill: Server, pd_stock: Server) -> None:
+    expected = stock.asking(*CHATS)
+    assert_same(ask(pd_prefill, pd_stock, PORTS["bf16"], *CHATS), expected.result())
+
+
+def test_fp8(stock: Reference, pd_fp8_prefill: Server, pd_fp8_decode: Server) -> None:
+    expected = stock.asking(*CHATS)
+    ask(pd_fp8_prefill, pd_fp8_decode, PORTS["fp8"], *FIRST)
+    with counting(pd_fp8_prefill) as prefilled, counting(pd_fp8_decode) as decoded:
+        actual = ask(pd_fp8_prefill, pd_fp8_decode, PORTS["fp8"], *CHATS)
+    print(prefilled, decoded)
+    print(sum(a.tokens == e.tokens for a, e in zip(actual, expected.result())))
