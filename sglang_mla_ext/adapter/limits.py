@@ -144,7 +144,8 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         found.append(f"--kv-cache-dtype {args.kv_cache_dtype} is not supported: remove it, or use fp8_e4m3.")
     if args.speculative_algorithm is not None:
         found += _speculative_findings(args, on_gpu=compute_capability is not None)
-    if args.disaggregation_mode != "null":
+    further = versions.further_findings(args)
+    if not further.get(f"--disaggregation-mode {args.disaggregation_mode}"):
         found += _disaggregation_findings(args)
     found += [
         f"{name} is not supported, prefixes are found in another tree: unset it." for name in versions.other_trees()
@@ -168,7 +169,7 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         "--enable-unified-memory": args.enable_unified_memory,
         "--enable-page-major-kv-layout": args.enable_page_major_kv_layout,
         "--dllm-algorithm": args.dllm_algorithm is not None,
-    } | versions.further_findings(args)
+    } | further
     found += [f"{flag} is not supported yet: remove it." for flag, given in unsupported.items() if given]
     return found
 
@@ -203,6 +204,8 @@ def _speculative_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
 
 def _disaggregation_findings(args: ServerArgs) -> list[str]:
     """What a prefill or a decode server lacks to share prefixes, or was not tried with. `args` are resolved."""
+    if args.disaggregation_mode == "null":
+        return []
     found, backend = [], args.disaggregation_transfer_backend
     if backend not in TRANSFERS:
         found.append(

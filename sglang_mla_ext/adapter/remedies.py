@@ -70,6 +70,7 @@ REMEDIES = (
     ),
     Remedy(r"prefill runs \S+, which cannot read", BACKEND_FLAGS, ("--attention-backend", BACKEND_NAME)),
     Remedy("it is a decode backend, and decode runs", BACKEND_FLAGS, ("--attention-backend", BACKEND_NAME)),
+    Remedy("--disaggregation-mode decode has no radix tree", (), ("--disaggregation-decode-enable-radix-cache",)),
     Remedy(r"--speculative-eagle-topk \d+ is not", ("--speculative-eagle-topk",), ("--speculative-eagle-topk", "1")),
     Remedy(
         r"--speculative-num-draft-tokens \d+ is not",

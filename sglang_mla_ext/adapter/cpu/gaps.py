@@ -7,6 +7,7 @@ GPU's memory.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ def install() -> None:
     }
     for target, hook in around.items():
         HookRegistry.register(target, hook, HookType.AROUND)
+    HookRegistry.register("sglang.srt.disaggregation.nixl.conn.NixlKVManager.__init__", before_nixl, HookType.BEFORE)
     host_pool = "sglang.srt.mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__"
     HookRegistry.register(host_pool, before_host_pool, HookType.BEFORE)
 
@@ -68,6 +70,14 @@ def around_zero_experts(
 def around_memory_kinds(original: Callable[..., Any], kinds: Sequence[str] | None, expected_len: int) -> list[str]:
     """In which memory NIXL finds the buffers of a KV cache: in the host's."""
     return ["DRAM"] * expected_len
+
+
+def before_nixl(*args: Any, **kwargs: Any) -> None:
+    """No thread that looks for messages all the time: it takes a core, which computes here. SGLang looks, too."""
+    from nixl import _api
+
+    if not isinstance(_api.nixl_agent_config, functools.partial):
+        _api.nixl_agent_config = functools.partial(_api.nixl_agent_config, enable_prog_thread=False)
 
 
 def around_early_send(original: Callable[..., Any], scheduler: Any, req: Any) -> None:

@@ -11,8 +11,13 @@ if TYPE_CHECKING:
 
 
 def further_findings(args: ServerArgs) -> dict[str, bool]:
-    """See sglang_0_5_17. The tree's part on the host was read of that release only."""
-    return {"--enable-hierarchical-cache": args.enable_hierarchical_cache}
+    """See sglang_0_5_17. The tree's part on the host was read of that release only, and prefill and decode servers were
+    run with that one only."""
+    mode = args.disaggregation_mode
+    return {
+        "--enable-hierarchical-cache": args.enable_hierarchical_cache,
+        f"--disaggregation-mode {mode}": mode != "null",
+    }
 
 
 def set_draft_backend(args: ServerArgs, name: str) -> None:
