@@ -208,16 +208,14 @@ def _disaggregation_findings(args: ServerArgs) -> list[str]:
         return []
     found, backend = [], args.disaggregation_transfer_backend
     if backend not in TRANSFERS:
-        found.append(
-            f"--disaggregation-transfer-backend {backend} is not supported yet: use {' or '.join(TRANSFERS)}."
-        )
+        found.append(f"--disaggregation-transfer-backend {backend} is not supported yet: use {' or '.join(TRANSFERS)}.")
     if args.disaggregation_mode == "prefill":
         return found
     if args.speculative_algorithm is not None:
         found.append(
-            "--disaggregation-mode decode does not go with --speculative-algorithm: shared prefixes are found in the "
-            "radix tree, which SGLang's decode servers do not have beside drafts. Choose another --attention-backend "
-            "for them; their prefill servers may run this one."
+            "--disaggregation-mode decode does not go with --speculative-algorithm: SGLang's decode servers have no "
+            "radix tree beside drafts, and shared prefixes are found there. Choose another --attention-backend for "
+            "them."
         )
     elif not args.disaggregation_decode_enable_radix_cache:
         found.append(

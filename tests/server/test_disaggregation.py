@@ -1,4 +1,5 @@
-"""Prefill and decode on servers of their own, between which NIXL moves the cache: over shared memory here, as bytes.
+"""Prefill and decode on servers of their own. NIXL moves the cache from one to the other, or Mooncake where NIXL is not
+installed: the real libraries, over shared memory or TCP.
 
 A test sends each chat to both servers, as a router does. Answers come from the decode server.
 """
@@ -12,7 +13,6 @@ from dataclasses import replace
 
 import openai
 import pytest
-import requests
 from bench.server import free_port
 from conftest import (
     NAIVE,
@@ -33,8 +33,9 @@ from sglang_mla_ext.adapter import contract
 
 if contract.line() != "0.5.17":
     pytest.skip("tried with SGLang 0.5.17 only", allow_module_level=True)
-if importlib.util.find_spec("nixl") is None:
-    pytest.skip("NIXL is not installed", allow_module_level=True)
+TRANSFER = next((name for name in ("nixl", "mooncake") if importlib.util.find_spec(name)), None)
+if TRANSFER is None:
+    pytest.skip("neither NIXL nor Mooncake is installed", allow_module_level=True)
 
 PORTS = {"bf16": free_port(), "fp8": free_port()}
 """Where decode servers find the prefill server that has such a cache."""
@@ -42,19 +43,19 @@ PORTS = {"bf16": free_port(), "fp8": free_port()}
 
 def role(mode: str, cache: str) -> tuple[str, ...]:
     tree = ("--disaggregation-decode-enable-radix-cache",) if mode == "decode" else ()
-    transfer = ("--disaggregation-transfer-backend", "nixl", "--disaggregation-bootstrap-port", str(PORTS[cache]))
+    transfer = ("--disaggregation-transfer-backend", TRANSFER, "--disaggregation-bootstrap-port", str(PORTS[cache]))
     return "--disaggregation-mode", mode, *transfer, *tree
 
 
-# By itself it takes 8 threads, which wait for work by looking for it.
-NO_THREADS = {"SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS": '{"num_threads": "0"}'}
+# By itself NIXL takes 8 threads, which wait for work by looking for it; and Mooncake wants InfiniBand.
+ENVIRONMENT = {"SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS": '{"num_threads": "0"}', "MC_FORCE_TCP": "1"}
 OURS = (*NAIVE, *SIZED, *PREFIXES)
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
-pd_prefill = server_fixture("pd_prefill", *OURS, *role("prefill", "bf16"), environment=NO_THREADS)
-pd_decode = server_fixture("pd_decode", *OURS, *role("decode", "bf16"), environment=NO_THREADS)
-pd_stock = server_fixture("pd_stock", *STOCK, *role("decode", "bf16"), environment=NO_THREADS)
-pd_fp8_prefill = server_fixture("pd_fp8_prefill", *OURS, *FP8, *role("prefill", "fp8"), environment=NO_THREADS)
-pd_fp8_decode = server_fixture("pd_fp8_decode", *OURS, *FP8, *role("decode", "fp8"), environment=NO_THREADS)
+pd_prefill = server_fixture("pd_prefill", *OURS, *role("prefill", "bf16"), environment=ENVIRONMENT)
+pd_decode = server_fixture("pd_decode", *OURS, *role("decode", "bf16"), environment=ENVIRONMENT)
+pd_stock = server_fixture("pd_stock", *STOCK, *role("decode", "bf16"), environment=ENVIRONMENT)
+pd_fp8_prefill = server_fixture("pd_fp8_prefill", *OURS, *FP8, *role("prefill", "fp8"), environment=ENVIRONMENT)
+pd_fp8_decode = server_fixture("pd_fp8_decode", *OURS, *FP8, *role("decode", "fp8"), environment=ENVIRONMENT)
 
 
 def ask(prefill: Server, decode: Server, port: int, *chats: Chat) -> list[Answer]:
