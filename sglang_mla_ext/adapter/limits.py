@@ -209,7 +209,13 @@ def _disaggregation_findings(args: ServerArgs) -> list[str]:
     found, backend = [], args.disaggregation_transfer_backend
     if backend not in TRANSFERS:
         found.append(f"--disaggregation-transfer-backend {backend} is not supported yet: use {' or '.join(TRANSFERS)}.")
+    prefill, _ = versions.attention_backends(args)
     if args.disaggregation_mode == "prefill":
+        if prefill != BACKEND_NAME:
+            found.append(
+                f"prefill runs {prefill}, and this server does nothing else (--disaggregation-mode prefill): use "
+                f"{BACKEND_NAME} for prefill too."
+            )
         return found
     if args.speculative_algorithm is not None:
         found.append(
@@ -268,6 +274,9 @@ def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
         "--quantization-param-path": args.quantization_param_path is not None,
         # Its rows on the host are as wide as BF16 ones.
         "--enable-hierarchical-cache": args.enable_hierarchical_cache,
+        # Only decode servers with our rows take it, and these have no drafts.
+        "--speculative-algorithm of a prefill server": args.disaggregation_mode == "prefill"
+        and args.speculative_algorithm is not None,
     }
     if on_gpu:
         # These make SGLang's prefill attend to the pool itself, by absorb, where otherwise it asks for rows by their

@@ -234,6 +234,7 @@ _STEP = (
 )
 _POOLS = (
     *_attributes("mem_cache.memory_pool.ReqToTokenPool", "req_to_token size", "slots of a request's tokens"),
+    *_attributes("disaggregation.decode.DecodeReqToTokenPool", "req_to_token size", "the same on a decode server"),
     *_function(f"{_CONFIGURATOR}._profile_available_bytes", "self", "taking our memory out of the KV budget"),
     *_function(f"{_CONFIGURATOR}.resolve_max_num_reqs", "self token_capacity", "the size of our page tables"),
     *_attributes(_CONFIGURATOR, "model model_dtype", "the size of our buffers"),

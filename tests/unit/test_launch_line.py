@@ -109,6 +109,7 @@ def refused(**changes: object) -> str:
         {**test_limits.EAGLE, "speculative_draft_attention_backend": "hybrid_mla"},
         {"disable_radix_cache": True},
         {"disaggregation_mode": "decode"},
+        {"disaggregation_mode": "prefill", "backends": ("fa3", "hybrid_mla")},
         {"enable_two_batch_overlap": True},
     ],
     ids=str,

@@ -131,6 +131,7 @@ def test_what_works_is_let_through(changes: dict[str, Any], compute_capability: 
         {"speculative_algorithm": "EAGLE3", "speculative_draft_attention_backend": "flashinfer"},
         {"speculative_num_draft_tokens": 2},
         {"speculative_num_draft_tokens": 8},
+        {"disaggregation_mode": "prefill"},
         {"backends": ("flashinfer", "hybrid_mla"), "speculative_attention_mode": "decode"},
         FP8_CACHE,
     ],
@@ -201,6 +202,14 @@ def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
         (
             {**DECODE_ROLE, "disaggregation_transfer_backend": "mori"},
             "--disaggregation-transfer-backend mori is not supported yet: use mooncake or nixl.",
+        ),
+        (
+            {"disaggregation_mode": "prefill", "backends": ("fa3", "hybrid_mla")},
+            "prefill runs fa3, and this server does nothing else (--disaggregation-mode prefill): use hybrid_mla for p",
+        ),
+        (
+            {**FP8_CACHE, **EAGLE, "disaggregation_mode": "prefill"},
+            "--speculative-algorithm of a prefill server does not go with --kv-cache-dtype fp8_e4m3: remove one of the",
         ),
         (
             {"disaggregation_mode": "prefill", "disable_radix_cache": True},
