@@ -80,7 +80,7 @@ def before_nixl(*args: Any, **kwargs: Any) -> None:
         _api.nixl_agent_config = functools.partial(_api.nixl_agent_config, enable_prog_thread=False)
 
 
-def around_early_send(original: Callable[..., Any], scheduler: Any, req: Any) -> None:
+def around_early_send(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Cached tokens are sent with the others: to send them earlier, SGLang waits for a CUDA event."""
 
 
