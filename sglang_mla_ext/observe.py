@@ -26,6 +26,8 @@ class Counters:
         steps_grouped: decode steps in which at least one group attended by grouped absorb.
         steps_absorb: decode steps of plain absorb only.
         steps_verify: of all these, steps that verify drafts (speculative decoding).
+        rows_as_prefill: rows of decode or verify steps that SGLang computed as prefill, because another data-parallel
+            rank prefilled: they shared nothing, whatever was planned.
         prefills_naive: prefill steps in which at least one request attended to an expanded prefix.
         prefill_tokens_saved: cached tokens that such steps did not expand again, summed over requests.
         expansions: shared ranges of tokens whose expansion was completed.
@@ -44,6 +46,7 @@ class Counters:
     steps_grouped: int = 0
     steps_absorb: int = 0
     steps_verify: int = 0
+    rows_as_prefill: int = 0
     prefills_naive: int = 0
     prefill_tokens_saved: int = 0
     expansions: int = 0

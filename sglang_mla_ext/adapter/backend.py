@@ -171,6 +171,7 @@ class HybridMLABackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """A step without a CUDA graph: one without groups needs nothing of what is shared."""
         if not self._begin_decode(forward_batch, in_graph=False):
+            self._count_rows_as_prefill(forward_batch)
             self._stock.backend.init_forward_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
@@ -202,6 +203,11 @@ class HybridMLABackend(AttentionBackend):
             self._latent.begin_step(forward_batch, sharing=self._sharing, uncounted=self._queries if verifies else 0)
             return True
         return False
+
+    def _count_rows_as_prefill(self, forward_batch: ForwardBatch) -> None:
+        planned_as = forward_batch._original_forward_mode  # None where it is still that
+        if planned_as is not None and (planned_as.is_decode() or planned_as.is_target_verify()):
+            self._steps.counters.rows_as_prefill += forward_batch.batch_size * self._queries
 
     def _write_plan(self, planned: StepPlan, requests: int) -> bool:
         """Bring a plan to the device, if it is not there; whether it shares anything.

@@ -86,6 +86,18 @@ _PLUGIN = (
     ),
     *_function("mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__", "self", "a host cache on a CPU"),
     *_attributes("mem_cache.pool_host.mla", "ALLOC_MEMORY_FUNCS", "the same"),
+    *_function(
+        "model_executor.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch",
+        "self model_runner",
+        "DP attention on a CPU",
+    ),
+    *_function("layers.dp_attention.memcpy_triton", "dst src dim offset sz offset_src", "the same"),
+    *(
+        use
+        for name in ("all_gather_into_tensor", "reduce_scatter_tensor")
+        for of in (name, f"_{name}")
+        for use in _function(f"distributed.parallel_state.GroupCoordinator.{of}", "self output input", "the same")
+    ),
 )
 _ARGUMENTS = (
     *_function(f"{_ARGS}.add_cli_args", "parser", "our flags"),
@@ -207,8 +219,9 @@ _STEP = (
     *_attributes(
         "model_executor.forward_batch_info.ForwardBatch",
         """
-        batch_size extend_prefix_lens extend_prefix_lens_cpu extend_seq_lens_cpu forward_mode num_prefix_chunks
-        out_cache_loc prefix_chunk_len prefix_chunk_starts prefix_chunk_starts_cpu req_pool_indices seq_lens
+        _original_forward_mode batch_size extend_prefix_lens extend_prefix_lens_cpu extend_seq_lens_cpu forward_mode
+        num_prefix_chunks out_cache_loc prefix_chunk_len prefix_chunk_starts prefix_chunk_starts_cpu req_pool_indices
+        seq_lens
         """,
         "what a step computes",
     ),

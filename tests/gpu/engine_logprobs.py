@@ -3,12 +3,36 @@
 python engine_logprobs.py MODEL BACKEND OUT PREFIX_TOKENS BATCH NEW_TOKENS SERVER_ARGUMENTS
 
 The last one is a JSON object; with `"nested": true` in it, two thirds of the requests go on with one of two documents
-below the prefix, and half of those with a conversation below their document.
+below the prefix, and half of those with a conversation below their document. With `"in_turn": true` the first half of
+the requests goes to the first data-parallel rank, and the second half to the second one while the first one decodes.
 """
 
+import asyncio
 import json
 import random
 import sys
+
+
+async def in_turn(engine, requests: list[list[int]], arguments: dict) -> tuple[list[dict], bool]:
+    """Answers, and whether the second rank's first token came while the first rank's requests were decoding."""
+    half = len(requests) // 2
+    # Alone: the other rank has nothing to do. Its answer says nothing, and its prompt is cached already.
+    await engine.async_generate(input_ids=requests[0], routed_dp_rank=0, **arguments)
+    first = asyncio.create_task(engine.async_generate(input_ids=requests[:half], routed_dp_rank=0, **arguments))
+    watched = await engine.async_generate(input_ids=requests[1], routed_dp_rank=0, stream=True, **arguments)
+    async for _ in watched:
+        break
+    second = asyncio.create_task(engine.async_generate(input_ids=requests[half:], routed_dp_rank=1, **arguments))
+    watched_too = await engine.async_generate(input_ids=requests[half], routed_dp_rank=1, stream=True, **arguments)
+    async for _ in watched_too:
+        break
+    overlapped = not first.done()
+    answers = await first + await second
+    async for _ in watched:
+        pass
+    async for _ in watched_too:
+        pass
+    return answers, overlapped
 
 
 def main() -> None:
@@ -21,7 +45,7 @@ def main() -> None:
     if backend == "flashmla":
         defaults["page_size"] = 64
     arguments = defaults | json.loads(sys.argv[7])
-    nested = arguments.pop("nested", False)
+    nested, turns = arguments.pop("nested", False), arguments.pop("in_turn", False)
     engine = sglang.Engine(
         model_path=model,
         attention_backend=backend,
@@ -46,13 +70,17 @@ def main() -> None:
     requests = [prefix + path + text(rng.randrange(1, 200)) for path in below]
     sampling = {"temperature": 0, "ignore_eos": True}
     engine.generate(input_ids=[prefix], sampling_params={**sampling, "max_new_tokens": 1})
-    answers = engine.generate(
-        input_ids=requests,
-        sampling_params={**sampling, "max_new_tokens": new_tokens},
-        return_logprob=True,
-        top_logprobs_num=4,
-    )
-    info = engine.get_server_info()["internal_states"][0].get("hybrid_mla")
+    asked = {
+        "sampling_params": {**sampling, "max_new_tokens": new_tokens},
+        "return_logprob": True,
+        "top_logprobs_num": 4,
+    }
+    overlapped = False
+    if turns:
+        answers, overlapped = engine.loop.run_until_complete(in_turn(engine, requests, asked))
+    else:
+        answers = engine.generate(input_ids=requests, **asked)
+    ranks = [state.get("hybrid_mla") for state in engine.get_server_info()["internal_states"]]
     engine.shutdown()
     tokens = [[(value, token) for value, token, _ in a["meta_info"]["output_token_logprobs"]] for a in answers]
     top = [
@@ -62,8 +90,17 @@ def main() -> None:
     retractions = sum(answer["meta_info"]["num_retractions"] for answer in answers)
     # Tokens that a verify step yields, for each request; none without speculative decoding.
     accepted = [answer["meta_info"].get("spec_accept_length") for answer in answers]
+    found = {
+        "tokens": tokens,
+        "top": top,
+        "info": ranks[0],
+        "ranks": ranks,
+        "retractions": retractions,
+        "accepted": accepted,
+        "overlapped": overlapped,
+    }
     with open(out, "w", encoding="utf-8") as file:
-        json.dump({"tokens": tokens, "top": top, "info": info, "retractions": retractions, "accepted": accepted}, file)
+        json.dump(found, file)
 
 
 if __name__ == "__main__":

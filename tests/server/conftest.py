@@ -86,6 +86,11 @@ class Server:
         """The `hybrid_mla` entry of `/server_info`."""
         return server_info(self.base_url)["hybrid_mla"]
 
+    def counters(self) -> list[dict[str, Any]]:
+        """Of each data-parallel rank."""
+        states = requests.get(f"{self.base_url}/server_info", timeout=120).json()["internal_states"]
+        return [state["hybrid_mla"]["counters"] for state in states]
+
     def flush(self) -> None:
         """Wait until the server is idle and empty its cache."""
         deadline = time.monotonic() + 60
@@ -233,6 +238,12 @@ fp8_cache = server_fixture("fp8_cache", *NAIVE, *BY_MEMORY, "--kv-cache-dtype", 
 # Tensor parallelism: half of the heads in each of two processes, which must plan alike. SGLang wants the cores of each.
 two_ranks = server_fixture(
     "two_ranks", *NAIVE, *SIZED, *PREFIXES, "--tp", "2", environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+)
+# The same processes, each with all heads and requests of its own; what follows attention is computed for all of them.
+dp_attention = _server(
+    "dp_attention",
+    *(*NAIVE, *SIZED, *PREFIXES, "--tp", "2", "--dp-size", "2", "--enable-dp-attention"),
+    environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
 )
 # Two servers in one, which share nothing, and keep prompts apart.
 two_replicas = server_fixture(

@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import requests
 from conftest import Chat, Reference, Server, assert_same
 from test_answers import OTHER_SYSTEM, SYSTEM, question
-
-
-def counters(server: Server) -> list[dict[str, Any]]:
-    """Those of each scheduler."""
-    states = requests.get(f"{server.base_url}/server_info", timeout=120).json()["internal_states"]
-    return [state["hybrid_mla"]["counters"] for state in states]
 
 
 def test_two_replicas_answer_as_one_and_each_keeps_a_prompt(stock: Reference, two_replicas: Server) -> None:
@@ -21,6 +12,6 @@ def test_two_replicas_answer_as_one_and_each_keeps_a_prompt(stock: Reference, tw
     expected = stock.asking(*chats)
     two_replicas.ask(*chats[:2])  # at the same time, so that each replica gets one
     assert_same(two_replicas.ask(*chats), expected.result())
-    found = counters(two_replicas)
+    found = two_replicas.counters()
     assert len(found) == 2
     assert all(each["expansions"] == 1 and each["steps_naive"] > 10 and not each["fallbacks"] for each in found), found

@@ -251,6 +251,7 @@ class World:
             out_cache_loc=self.req_to_token[indices[:, None], new].flatten().long(),
             encoder_lens=None,
             extend_prefix_lens_cpu=None,
+            _original_forward_mode=None,
         )
 
     def inputs(self, requests: int, queries: int = 0) -> list[tuple[Tensor, ...]]:

@@ -321,4 +321,5 @@ def batch_of(server: Server, requests: list[Any], new_tokens: int = 0, drafts: i
         seq_lens=torch.tensor([len(request.slots) + new_tokens for request in requests]),
         req_pool_indices=torch.arange(len(requests)),
         out_cache_loc=torch.tensor(slots),
+        _original_forward_mode=None,
     )

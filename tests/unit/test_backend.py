@@ -153,6 +153,18 @@ def test_other_steps_are_the_stock_backends(make_world: Any) -> None:
     assert backend.forward_extend(q, k, k, "layer", batch)[0] is q
 
 
+@pytest.mark.parametrize(("planned_as", "rows"), [(None, 0), (DECODE, 3), (IDLE, 0)])
+def test_rows_that_sglang_pads_to_prefill_are_counted(make_world: Any, planned_as: Any, rows: int) -> None:
+    """As it does to a data-parallel rank that decodes while another one prefills."""
+    world = make_world()
+    backend = world.make("gpu")
+    batch = world.batch(sharing(world)[:3], EXTEND)
+    batch._original_forward_mode = planned_as
+    backend.init_forward_metadata(batch)
+    assert world.steps.counters.rows_as_prefill == rows
+    assert world.stock.begun == ["extend"]
+
+
 def test_sglang_reads_the_stock_backends_attributes(make_world: Any) -> None:
     world = make_world()
     backend = world.make("gpu")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from sglang_mla_ext.adapter.cpu.dp_attention import around_copy
 from sglang_mla_ext.adapter.cpu.gaps import around_memory_kinds, around_zero_experts
 
 
@@ -32,3 +34,15 @@ def test_no_token() -> None:
 def test_nixl_finds_the_cache_in_the_hosts_memory() -> None:
     for kinds in (None, ["VRAM"] * 3):
         assert around_memory_kinds(lambda: None, kinds, 3) == ["DRAM"] * 3
+
+
+@pytest.mark.parametrize(("begin", "tokens"), [(0, 3), (3, 2), (5, 0)])
+def test_tokens_of_a_rank_among_all(begin: int, tokens: int) -> None:
+    """Its batch may be padded, which goes nowhere and is written by nobody."""
+    everybody, own = torch.arange(10.0).view(5, 2), torch.full((4, 2), -1.0)
+    offset, count = torch.tensor(begin), torch.tensor(tokens)
+    around_copy(lambda: None, own, everybody, 0, offset, count, True)
+    assert torch.equal(own[:tokens], everybody[begin : begin + tokens]) and (own[tokens:] == -1).all()
+    there = torch.zeros(5, 2)
+    around_copy(lambda: None, there, own, 0, offset, count, False)
+    assert torch.equal(there[begin : begin + tokens], own[:tokens]) and int((there != 0).any(1).sum()) <= tokens

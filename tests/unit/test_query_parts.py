@@ -150,7 +150,8 @@ def run_both(make: Callable[[], Any], phase: str) -> None:
 
     results = []
     for parts in (False, True):
-        backend, batch = make(), SimpleNamespace(**requests(), forward_mode=ForwardMode[phase.upper()])
+        mode = ForwardMode[phase.upper()]
+        backend, batch = make(), SimpleNamespace(**requests(), forward_mode=mode, _original_forward_mode=None)
         backend.init_forward_metadata(batch)
         shares = relay.takes_query
         assert shares is (backend._shared is not None)
@@ -295,7 +296,8 @@ def test_a_step_that_is_no_decode_is_the_stock_backends(phase: str) -> None:
     for decodes in (True, False):
         backend = compose(SimpleNamespace(backend=Recorded(), decodes=decodes), Latent(), planned)
         decode = SimpleNamespace(forward_mode=ForwardMode.DECODE, batch_size=ROWS)
-        other = SimpleNamespace(forward_mode=ForwardMode[phase], batch_size=0 if phase == "IDLE" else ROWS)
+        requests = 0 if phase == "IDLE" else ROWS
+        other = SimpleNamespace(forward_mode=ForwardMode[phase], batch_size=requests, _original_forward_mode=None)
         for _ in range(2):
             backend.init_forward_metadata(decode)
             assert relay.takes_query and calls.pop() == "ours"
