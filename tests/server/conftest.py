@@ -172,7 +172,7 @@ LAUNCHES: dict[str, Launch] = {}
 POOL = pytest.StashKey[ServerPool]()
 
 
-def server_fixture(name: str, *arguments: str, kind: type[Server] = Server, **launch: Any) -> Any:
+def _server(name: str, *arguments: str, kind: type[Server] = Server, **launch: Any) -> Any:
     """The fixture of a server that runs from before its first use until after its last."""
     LAUNCHES[name] = Launch(arguments, **launch)
 
@@ -228,15 +228,15 @@ PREFIXES = ("--hybrid-mla-prefix-memory-gb", "0.2")
 # But here the cache is as large as a tenth of the memory allows. Prefill in chunks.
 BY_MEMORY = ("--max-total-tokens", str(1 << 30), "--chunked-prefill-size", "256")
 
-stock = server_fixture("stock", "--attention-backend", "torch_native", *SIZED, kind=Reference)
-hybrid = server_fixture("hybrid", *NAIVE, *SIZED, *PREFIXES, "--enable-metrics")
+stock = _server("stock", "--attention-backend", "torch_native", *SIZED, kind=Reference)
+hybrid = _server("hybrid", *NAIVE, *SIZED, *PREFIXES, "--enable-metrics")
 # Every shared prefix of 32 tokens and more is read once for all its requests; nothing is expanded.
-grouped = server_fixture("grouped", *HYBRID, "--hybrid-mla-mode", "grouped_absorb", *SIZED)
-fp8_prefix = server_fixture("fp8_prefix", *NAIVE, *SIZED, *PREFIXES, "--hybrid-mla-prefix-dtype", "fp8_e4m3")
-bf16_cache = server_fixture("bf16_cache", *NAIVE, *BY_MEMORY, "--kv-cache-dtype", "bf16")
-fp8_cache = server_fixture("fp8_cache", *NAIVE, *BY_MEMORY, "--kv-cache-dtype", "fp8_e4m3")
+grouped = _server("grouped", *HYBRID, "--hybrid-mla-mode", "grouped_absorb", *SIZED)
+fp8_prefix = _server("fp8_prefix", *NAIVE, *SIZED, *PREFIXES, "--hybrid-mla-prefix-dtype", "fp8_e4m3")
+bf16_cache = _server("bf16_cache", *NAIVE, *BY_MEMORY, "--kv-cache-dtype", "bf16")
+fp8_cache = _server("fp8_cache", *NAIVE, *BY_MEMORY, "--kv-cache-dtype", "fp8_e4m3")
 # Tensor parallelism: half of the heads in each of two processes, which must plan alike. SGLang wants the cores of each.
-two_ranks = server_fixture(
+two_ranks = _server(
     "two_ranks", *NAIVE, *SIZED, *PREFIXES, "--tp", "2", environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 )
 # The same processes, each with all heads and requests of its own; what follows attention is computed for all of them.
@@ -246,14 +246,14 @@ dp_attention = _server(
     environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
 )
 # Two servers in one, which share nothing, and keep prompts apart.
-two_replicas = server_fixture(
+two_replicas = _server(
     "two_replicas",
     *(*NAIVE, *SIZED, *PREFIXES, "--dp-size", "2", "--hybrid-mla-dp-routing", "prefix"),
     # The cores of each rank; the older releases want those of one replica.
     environment={"SGLANG_CPU_OMP_THREADS_BIND": "0" if contract.line() in ("0.5.17", "0.5.18") else "0|1"},
 )
 # 2,048 tokens of cache, and on the host what goes out of it: SGLang's HiCache.
-on_host = server_fixture(
+on_host = _server(
     "on_host",
     *(*NAIVE, *SIZED, *PREFIXES, "--max-total-tokens", "2048", "--enable-hierarchical-cache"),
     *("--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first", "--hicache-ratio", "4"),
@@ -262,7 +262,7 @@ on_host = server_fixture(
 # Prefill in chunks, expansion in small steps, room for one prefix and a part of another, 2,048 tokens of cache, and
 # SGLang's own way to test retraction: every so many steps it takes back a request as if its cache were full.
 # This is the one server that the real command line starts.
-cramped = server_fixture(
+cramped = _server(
     "cramped",
     *(*NAIVE, "--hybrid-mla-min-prefix-len", "64"),
     *("--hybrid-mla-expand-tokens-per-step", "100", "--hybrid-mla-prefix-memory-gb", "0.031"),
@@ -301,13 +301,13 @@ def longcat_flash(folder: Path) -> Path:
 
 
 STOCK = ("--attention-backend", "torch_native", *SIZED)
-stock_v2_lite = server_fixture("stock_v2_lite", *STOCK, kind=Reference, model=v2_lite)
-hybrid_v2_lite = server_fixture("hybrid_v2_lite", *NAIVE, *SIZED, *PREFIXES, model=v2_lite)
-stock_experts = server_fixture("stock_experts", *STOCK, kind=Reference, model=experts)
-hybrid_experts = server_fixture("hybrid_experts", *NAIVE, *SIZED, *PREFIXES, model=experts)
-stock_kimi_k2 = server_fixture("stock_kimi_k2", *STOCK, kind=Reference, model=kimi_k2)
-hybrid_kimi_k2 = server_fixture("hybrid_kimi_k2", *NAIVE, *SIZED, *PREFIXES, model=kimi_k2)
+stock_v2_lite = _server("stock_v2_lite", *STOCK, kind=Reference, model=v2_lite)
+hybrid_v2_lite = _server("hybrid_v2_lite", *NAIVE, *SIZED, *PREFIXES, model=v2_lite)
+stock_experts = _server("stock_experts", *STOCK, kind=Reference, model=experts)
+hybrid_experts = _server("hybrid_experts", *NAIVE, *SIZED, *PREFIXES, model=experts)
+stock_kimi_k2 = _server("stock_kimi_k2", *STOCK, kind=Reference, model=kimi_k2)
+hybrid_kimi_k2 = _server("hybrid_kimi_k2", *NAIVE, *SIZED, *PREFIXES, model=kimi_k2)
 # Its configuration has not what SGLang reads: rotation without scaling.
 ROTATION = ("--json-model-override-args", '{"rope_parameters": {"factor": 1.0}}')
-stock_longcat_flash = server_fixture("stock_longcat_flash", *STOCK, *ROTATION, kind=Reference, model=longcat_flash)
-hybrid_longcat_flash = server_fixture("hybrid_longcat_flash", *NAIVE, *SIZED, *PREFIXES, *ROTATION, model=longcat_flash)
+stock_longcat_flash = _server("stock_longcat_flash", *STOCK, *ROTATION, kind=Reference, model=longcat_flash)
+hybrid_longcat_flash = _server("hybrid_longcat_flash", *NAIVE, *SIZED, *PREFIXES, *ROTATION, model=longcat_flash)

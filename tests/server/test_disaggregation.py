@@ -23,9 +23,9 @@ from conftest import (
     Chat,
     Reference,
     Server,
+    _server,
     assert_same,
     counting,
-    server_fixture,
 )
 from test_answers import OTHER_SYSTEM, SYSTEM, question
 
@@ -51,11 +51,11 @@ def role(mode: str, cache: str) -> tuple[str, ...]:
 ENVIRONMENT = {"SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS": '{"num_threads": "0"}', "MC_FORCE_TCP": "1"}
 OURS = (*NAIVE, *SIZED, *PREFIXES)
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
-pd_prefill = server_fixture("pd_prefill", *OURS, *role("prefill", "bf16"), environment=ENVIRONMENT)
-pd_decode = server_fixture("pd_decode", *OURS, *role("decode", "bf16"), environment=ENVIRONMENT)
-pd_stock = server_fixture("pd_stock", *STOCK, *role("decode", "bf16"), environment=ENVIRONMENT)
-pd_fp8_prefill = server_fixture("pd_fp8_prefill", *OURS, *FP8, *role("prefill", "fp8"), environment=ENVIRONMENT)
-pd_fp8_decode = server_fixture("pd_fp8_decode", *OURS, *FP8, *role("decode", "fp8"), environment=ENVIRONMENT)
+pd_prefill = _server("pd_prefill", *OURS, *role("prefill", "bf16"), environment=ENVIRONMENT)
+pd_decode = _server("pd_decode", *OURS, *role("decode", "bf16"), environment=ENVIRONMENT)
+pd_stock = _server("pd_stock", *STOCK, *role("decode", "bf16"), environment=ENVIRONMENT)
+pd_fp8_prefill = _server("pd_fp8_prefill", *OURS, *FP8, *role("prefill", "fp8"), environment=ENVIRONMENT)
+pd_fp8_decode = _server("pd_fp8_decode", *OURS, *FP8, *role("decode", "fp8"), environment=ENVIRONMENT)
 
 
 def ask(prefill: Server, decode: Server, port: int, *chats: Chat) -> list[Answer]:
