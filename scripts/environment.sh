@@ -9,6 +9,8 @@
 
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 SGLANG_VERSION=0.5.17
+# Moves caches between prefill and decode servers; the build for CUDA 12 also works without.
+NIXL=1.5.1
 REQUIREMENTS=$REPOSITORY/scripts/requirements-cpu.txt
 
 # Of the environment with this SGLang.
@@ -88,6 +90,11 @@ install_on_gpu() {
     uv_install --prerelease=allow "$SGLANG"
 }
 
+# NIXL's own package asks for its builds for CUDA 12 and 13.
+install_nixl() {
+    uv_install --no-deps "nixl==$NIXL" "nixl-cu12==$NIXL" || say "There is no NIXL for this machine: its tests are skipped"
+}
+
 uv_install() { "$UV" pip install --python "$PYTHON" "$@"; }
 
 # What an installation depends on, as one word.
@@ -108,9 +115,10 @@ prepare_environment() {
         uv_install -e "$package"
         inputs "$machine" >"$stamp"
     fi
-    if [ "$kind" = dev ] && [ "$(cat "$stamp-dev" 2>/dev/null)" != "$(inputs "$machine dev")" ]; then
+    if [ "$kind" = dev ] && [ "$(cat "$stamp-dev" 2>/dev/null)" != "$(inputs "$machine dev $NIXL")" ]; then
         say "Installing the test tools"
         uv_install -e "$package[dev]"
-        inputs "$machine dev" >"$stamp-dev"
+        if [ "$machine" = cpu ] && [ -z "$OVERRIDES" ]; then install_nixl; fi
+        inputs "$machine dev $NIXL" >"$stamp-dev"
     fi
 }

@@ -81,6 +81,7 @@ def build(
         capacity=Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * step_requests),
         naive=shared is not None,
         grouped_page=latent.grouped_page,
+        decodes=runner.server_args.disaggregation_mode != "prefill",
     )
     layer_index = {layer.attn_mqa.layer_id: index for index, layer in enumerate(layers)}
     # With --prefill-attention-backend another one does prefill, whose lse may be in another base.

@@ -20,8 +20,10 @@ from sglang_mla_ext.options import HybridMLAOptions
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.managers.cache_controller import HiCacheController
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_mla_ext.adapter.steps import Steps
@@ -42,6 +44,7 @@ class _Worker:
     """What one scheduler process knows; filled in as SGLang builds its parts."""
 
     budget_bytes: int | None = None
+    pool: KVCache | None = None
     memory: Memory | None = None
     steps: Steps | None = None
     scheduler: Scheduler | None = None
@@ -94,6 +97,10 @@ def install() -> None:
         from sglang_mla_ext.adapter.cpu.stock import after_support_triton
 
         after[f"{_SRT}.utils.common.support_triton"] = after_support_triton
+    before = {
+        f"{_SRT}.disaggregation.common.conn.CommonKVManager.__init__": before_kv_manager,
+        f"{_SRT}.managers.cache_controller.HiCacheController.start_loading": before_loading,
+    }
     around = {
         "sglang.kernels.ops.layernorm.fused_eh_norm.fused_eh_norm": nextn.around_eh_norm,
         f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mla_kv_pool": (
@@ -105,7 +112,6 @@ def install() -> None:
         f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mha"
         ".DeepseekMHAForwardMixin._chunked_prefix_attn_mha": prefill.around_prefix_attention,
     }
-    before = {f"{_SRT}.managers.cache_controller.HiCacheController.start_loading": before_loading}
     for hooks, kind in ((before, HookType.BEFORE), (after, HookType.AFTER), (around, HookType.AROUND)):
         for target, hook in hooks.items():
             HookRegistry.register(target, hook, kind)
@@ -146,6 +152,7 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
         raise contract.ContractError("SGLang built its attention backend before it sized its KV cache")
     from sglang_mla_ext.adapter.build import build
 
+    worker.pool = runner.token_to_kv_pool
     worker.memory = Memory(versions.memory_region(runner))
     backend, worker.steps = build(runner, HybridMLAOptions.from_env(), worker.budget_bytes, worker.memory)
     return backend
@@ -167,6 +174,13 @@ def after_scheduler_init(result: None, scheduler: Scheduler, *args: Any, **kwarg
     logger.info("hybrid_mla: ready; %s", worker.steps.description)
 
 
+def before_kv_manager(manager: Any, args: Any, *others: Any, **more: Any) -> None:
+    """What a prefill or decode server tells its peers of its cache is made of these arguments."""
+    from sglang_mla_ext.adapter import latent_pool
+
+    args.kv_cache_dtype_str = latent_pool.dtype_for_peers(args.kv_cache_dtype_str, worker.pool)
+
+
 def after_forward_batch(
     forward_batch: Any, cls: type, batch: Any, model_runner: ModelRunner, *args: Any, **kwargs: Any
 ) -> None:
@@ -178,11 +192,17 @@ def after_forward_batch(
     worker.steps.before_forward(
         forward_batch.forward_mode,
         batch.reqs,
-        worker.scheduler.running_batch.reqs,
+        _other_requests(worker.scheduler),
         forward_batch.extend_prefix_lens_cpu or (),
         forward_batch.extend_seq_lens_cpu or (),
     )
     _publish_metrics()
+
+
+def _other_requests(scheduler: Scheduler) -> list[Req]:
+    """Those that hold prefixes beside the requests of a prefill step: they are decoding, or on a prefill server, whose
+    rows are on their way to a decode server. All ranks have the same."""
+    return [*scheduler.running_batch.reqs, *(scheduler.disagg_prefill_inflight_queue or ())]
 
 
 def after_flush_cache(success: bool, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:

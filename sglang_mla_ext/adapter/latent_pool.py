@@ -128,6 +128,16 @@ class LatentPool(MLATokenToKVPool):
     get_value_buffer = get_key_buffer
 
 
+def dtype_for_peers(dtype: str, pool: KVCache | None) -> str:
+    """What a prefill or decode server (--disaggregation-mode) calls the dtype of its cache when it is asked by a peer.
+    SGLang has no more than that and a page's tokens compared before rows are sent as bytes.
+
+    Args:
+        dtype: as SGLang calls it, which has rows of its own for the same.
+    """
+    return f"{dtype} ({BACKEND_NAME}: {pool.kv_cache_dim} bytes a row)" if isinstance(pool, LatentPool) else dtype
+
+
 def is_built_for(configurator: KVCacheConfigurator) -> bool:
     """Whether the pool of this configurator is ours: an FP8 pool of an MLA model that our backend decodes. A draft
     model's is SGLang's, as its attention is."""

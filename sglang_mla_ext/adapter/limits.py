@@ -27,6 +27,9 @@ compiled ones want 8, the one that stages pages 16, and the one that wants 128 i
 HOST_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 """Of latent rows on the host."""
 
+TRANSFERS = ("mooncake", "nixl")
+"""SGLang's names of what moves a KV cache from a prefill to a decode server."""
+
 FLOAT16 = "the model runs in float16, which its kernels do not compute in: use --dtype bfloat16."
 
 
@@ -150,6 +153,9 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         found += _speculative_findings(args, on_gpu=compute_capability is not None)
     if args.enable_hierarchical_cache:
         found += _host_cache_findings(args, on_gpu=compute_capability is not None)
+    further = versions.further_findings(args)
+    if not further.get(f"--disaggregation-mode {args.disaggregation_mode}"):
+        found += _disaggregation_findings(args)
     found += [
         f"{name} is not supported, prefixes are found in another tree: unset it." for name in versions.other_trees()
     ]
@@ -170,9 +176,8 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         "--enable-streaming-session": args.enable_streaming_session,
         "--enable-unified-memory": args.enable_unified_memory,
         "--enable-page-major-kv-layout": args.enable_page_major_kv_layout,
-        f"--disaggregation-mode {args.disaggregation_mode}": args.disaggregation_mode != "null",
         "--dllm-algorithm": args.dllm_algorithm is not None,
-    } | versions.further_findings(args)
+    } | further
     found += [f"{flag} is not supported yet: remove it." for flag, given in unsupported.items() if given]
     return found
 
@@ -217,6 +222,37 @@ def _speculative_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
     return found + [f"{flag} is not supported yet: remove it." for flag, given in unsupported.items() if given]
 
 
+def _disaggregation_findings(args: ServerArgs) -> list[str]:
+    """What a prefill or a decode server lacks to share prefixes, or was not tried with. `args` are resolved."""
+    if args.disaggregation_mode == "null":
+        return []
+    found, backend = [], args.disaggregation_transfer_backend
+    if backend not in TRANSFERS:
+        found.append(f"--disaggregation-transfer-backend {backend} is not supported yet: use {' or '.join(TRANSFERS)}.")
+    prefill, _ = versions.attention_backends(args)
+    if args.disaggregation_mode == "prefill":
+        if prefill != BACKEND_NAME:
+            found.append(
+                f"prefill runs {prefill}, and this server does nothing else (--disaggregation-mode prefill): use "
+                f"{BACKEND_NAME} for prefill too."
+            )
+        return found
+    if args.speculative_algorithm is not None:
+        found.append(
+            "--disaggregation-mode decode does not go with --speculative-algorithm: SGLang's decode servers have no "
+            "radix tree beside drafts, and shared prefixes are found there. Choose another --attention-backend for "
+            "them."
+        )
+    elif not args.disaggregation_decode_enable_radix_cache:
+        found.append(
+            "--disaggregation-mode decode has no radix tree to find shared prefixes in: add "
+            "--disaggregation-decode-enable-radix-cache."
+        )
+    if args.enable_hierarchical_cache:
+        found.append("--enable-hierarchical-cache does not go with --disaggregation-mode decode yet: remove it.")
+    return found
+
+
 def _draft_findings(args: ServerArgs) -> list[str]:
     """Whether drafts come in one chain. `args` may be resolved or not."""
     algorithm, branches = args.speculative_algorithm, args.speculative_eagle_topk
@@ -258,6 +294,9 @@ def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
         "--quantization-param-path": args.quantization_param_path is not None,
         # What is stored has the names that SGLang's own rows have, which are of another length.
         "--hicache-storage-backend": args.hicache_storage_backend is not None,
+        # Only decode servers with our rows take it, and these have no drafts.
+        "--speculative-algorithm of a prefill server": args.disaggregation_mode == "prefill"
+        and args.speculative_algorithm is not None,
     }
     if on_gpu:
         # These make SGLang's prefill attend to the pool itself, by absorb, where otherwise it asks for rows by their

@@ -68,8 +68,11 @@ REMEDIES = (
         "--kv-cache-dtype fp8_e4m3 needs prefill without CUDA graphs",
         ("--cuda-graph-backend-prefill", "--enforce-piecewise-cuda-graph", "--enable-breakable-cuda-graph"),
     ),
-    Remedy(r"prefill runs \S+, which cannot read", BACKEND_FLAGS, ("--attention-backend", BACKEND_NAME)),
+    Remedy(
+        r"prefill runs \S+, (which cannot read|and this server)", BACKEND_FLAGS, ("--attention-backend", BACKEND_NAME)
+    ),
     Remedy("it is a decode backend, and decode runs", BACKEND_FLAGS, ("--attention-backend", BACKEND_NAME)),
+    Remedy("--disaggregation-mode decode has no radix tree", (), ("--disaggregation-decode-enable-radix-cache",)),
     Remedy(r"--speculative-eagle-topk \d+ is not", ("--speculative-eagle-topk",), ("--speculative-eagle-topk", "1")),
     Remedy(
         r"--speculative-num-draft-tokens \d+ is not",

@@ -68,6 +68,7 @@ _POOL = "mem_cache.memory_pool.MLATokenToKVPool"
 _CONFIGURATOR = "mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _HOST_CACHE = "managers.cache_controller.HiCacheController"
 _SCHEDULER = "managers.scheduler.Scheduler"
+_KV_MANAGER = "disaggregation.common.conn.CommonKVManager"
 _ARGS = "server_args.ServerArgs"
 _WEIGHTS = "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
@@ -111,6 +112,7 @@ _ARGUMENTS = (
         _ARGS,
         """
         attn_cp_size dcp_size decoupled_spec_role disable_chunked_prefix_cache disable_radix_cache disaggregation_mode
+        disaggregation_decode_enable_radix_cache disaggregation_transfer_backend
         dllm_algorithm dtype enable_deterministic_inference enable_flexkv enable_hierarchical_cache enable_lmcache
         enable_lora enable_mixed_chunk enable_multi_layer_eagle enable_page_major_kv_layout enable_pdmux
         enable_streaming_session enable_two_batch_overlap enable_unified_memory flashinfer_mla_disable_ragged pp_size
@@ -169,6 +171,9 @@ _SPECULATION = (
 _SCHEDULING = (
     *_function(f"{_SCHEDULER}.__init__", "self server_args", "the radix tree"),
     *_attributes(_SCHEDULER, "tree_cache running_batch metrics_collector", "the radix tree; who runs; metrics"),
+    *_attributes(_SCHEDULER, "disagg_prefill_inflight_queue", "who has run on a prefill server", "list"),
+    *_function(f"{_KV_MANAGER}.__init__", "self args", "what a prefill or decode server says of its cache"),
+    *_attributes("disaggregation.base.conn.KVArgs", "kv_cache_dtype_str", "the same"),
     *_methods(_SCHEDULER, "is_fully_idle", "when expansions may be dropped"),
     *_function(f"{_WEIGHTS}.release_memory_occupation", "self recv_req", "dropping expansions"),
     *_function(f"{_WEIGHTS}.resume_memory_occupation", "self recv_req", "what is in our buffers is lost"),
@@ -243,6 +248,7 @@ _STEP = (
 )
 _POOLS = (
     *_attributes("mem_cache.memory_pool.ReqToTokenPool", "req_to_token size", "slots of a request's tokens"),
+    *_attributes("disaggregation.decode.DecodeReqToTokenPool", "req_to_token size", "the same on a decode server"),
     *_function(f"{_CONFIGURATOR}._profile_available_bytes", "self", "taking our memory out of the KV budget"),
     *_function(f"{_CONFIGURATOR}.resolve_max_num_reqs", "self token_capacity", "the size of our page tables"),
     *_attributes(_CONFIGURATOR, "model model_dtype", "the size of our buffers"),

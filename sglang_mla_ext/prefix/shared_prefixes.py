@@ -72,11 +72,13 @@ class SharedPrefixes:
         capacity: Capacity,
         naive: bool = True,
         grouped_page: int | None = None,
+        decodes: bool = True,
     ) -> None:
         """
         Args:
             expander: None where the pool has no chunks.
             capacity: of a decode step.
+            decodes: False for a server that prefills for others.
             naive: whether there is naive attention; without it nothing is expanded.
             grouped_page: grouped absorb takes whole pages of so many tokens; None where there is no grouped absorb.
         """
@@ -84,6 +86,7 @@ class SharedPrefixes:
         self._cost_of_tokens = replace(cost, queries=1)  # in prefill each new token is counted
         self._pool, self._expander, self._counters = pool, expander, counters
         self._capacity, self._naive, self._grouped_page = capacity, naive, grouped_page
+        self._decodes = decodes
         self._tree: Tree | None = None
         self._plan = Plan(0)
         self._groups: tuple[ExpandedGroup, ...] = ()
@@ -112,7 +115,7 @@ class SharedPrefixes:
 
         Args:
             reqs: requests of the step.
-            running: requests that are decoding.
+            running: requests that are decoding, or have been prefilled for a server that decodes.
             affordable: tokens that SGLang would expand for this step alone. So many may be expanded at once for those
                 of `reqs` that share them, where there is room: that takes no longer, and serves the step itself.
         """
@@ -120,8 +123,11 @@ class SharedPrefixes:
             return
         tree = self._look([*running, *reqs])
         runs = Runs(tree)
+        if not self._decodes:
+            self._expand_for_prefills(runs, len(running), affordable)
+            return
         ways, launch = self._ways(runs)
-        self._expand_for(self._ideal(runs, ways, launch)[0], runs, ways)
+        self._expand_for(self._ideal(runs, ways, launch)[0], runs, ways, self._options.expand_tokens_per_step)
         if affordable:
             runs = Runs(replace(tree, deepest=[-1] * len(running) + list(tree.deepest[len(running) :])))
             ways = replace(ways, naive=every_range, grouped=None)
@@ -228,7 +234,7 @@ class SharedPrefixes:
     def _make_plan(self, runs: Runs) -> None:
         ways, launch = self._ways(runs)
         groups, dropped = self._ideal(runs, ways, launch)
-        self._expand_for(groups, runs, ways)
+        self._expand_for(groups, runs, ways, self._options.expand_tokens_per_step)
         covered: dict[int, tuple[int, list[int]]] = {}
 
         def expanded(index: int) -> int:
@@ -253,15 +259,25 @@ class SharedPrefixes:
             if group.mode is Mode.NAIVE
         )
 
-    def _expand_for(self, ideal: Sequence[Group], runs: Runs, ways: Ways) -> None:
-        """Give memory to what is worth expanding, and advance its expansion."""
+    def _expand_for_prefills(self, runs: Runs, others: int, affordable: int) -> None:
+        """Expand for a step, and for those like it, what its requests share among themselves and with the first
+        `others` rows. All memory is for this, and goes to what most of them share."""
+        most = affordable or (self._options.expand_tokens_per_step if self._options.mode == "naive" else 0)
+        if not most:
+            return
+        ways = replace(self._ways(runs)[0], naive=every_range, grouped=None)
+        groups = [group for group in self._ideal(runs, ways, no_launch)[0] if group.rows[-1] >= others]
+        self._expand_for(groups, runs, ways, most)
+
+    def _expand_for(self, ideal: Sequence[Group], runs: Runs, ways: Ways, most: int) -> None:
+        """Give memory to what is worth expanding, and expand `most` tokens more of it."""
         wants = self._wants(ideal, runs, ways)
         reached, evicted = self._pool.allot(wants, self._tree, (run.nodes for run in runs))
         self._counters.evictions += evicted
         self.tokens_without_memory = sum(want.end - reach for want, reach in zip(wants, reached, strict=True))
         if any(not self._is_of_use(want, reach) for want, reach in zip(wants, reached, strict=True)):
             self._counters.fall_back("prefix memory full")
-        self._expanding = self._expand(wants, reached, self._options.expand_tokens_per_step)
+        self._expanding = self._expand(wants, reached, most)
 
     def _wants(self, ideal: Sequence[Group], runs: Runs, ways: Ways) -> list[Want]:
         """What is worth expanding, the most worthwhile first, and whatever another one continues before that."""

@@ -67,7 +67,8 @@ class Server:
         return openai.AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key="none", timeout=300, max_retries=0)
 
     @staticmethod
-    async def ask_one(client: openai.AsyncOpenAI, chat: Chat) -> Answer:
+    async def ask_one(client: openai.AsyncOpenAI, chat: Chat, **more: Any) -> Answer:
+        """`more` goes into the request's body."""
         await asyncio.sleep(chat.delay_s)
         messages: list[Any] = [{"role": "user", "content": chat.user}]
         if chat.system:
@@ -78,7 +79,7 @@ class Server:
             temperature=0,
             max_tokens=chat.max_tokens,
             logprobs=True,
-            extra_body={"ignore_eos": True},  # so that requests run together as long as a test needs
+            extra_body={"ignore_eos": True, **more},  # so that requests run together as long as a test needs
         )
         content = answer.choices[0].logprobs.content
         return Answer([token.token for token in content], [token.logprob for token in content])

@@ -104,6 +104,7 @@ class World:
                 get_attention_backends=lambda: ("hybrid_mla", "hybrid_mla"),
                 speculative_algorithm="EAGLE" if queries > 1 else None,
                 speculative_num_draft_tokens=queries if queries > 1 else None,
+                disaggregation_mode="null",
             ),
         )
         monkeypatch.setattr(build, "attention_layers", lambda runner: self.layers)

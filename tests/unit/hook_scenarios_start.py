@@ -280,3 +280,40 @@ def scenario_sglangs_torch_code_runs_beside_our_backend_on_a_cpu() -> None:
     for module in (common, forward_batch_info):
         assert module.support_triton("hybrid_mla") is torch.cuda.is_available()
         assert module.support_triton("triton") is True and module.support_triton("torch_native") is False
+
+
+# ---- prefill and decode on servers of their own
+
+
+def scenario_a_peer_with_other_rows_is_refused_by_sglang() -> None:
+    """By the name of the cache's dtype, which SGLang compares; with its own pool it stays what it was."""
+    from sglang.srt.disaggregation.common import conn
+
+    from sglang_mla_ext.adapter.hooks import worker
+    from sglang_mla_ext.adapter.latent_pool import LatentPool
+
+    def manager(dtype: str, ours: bool) -> Any:
+        worker.pool = object.__new__(LatentPool) if ours else SimpleNamespace()
+        if ours:
+            worker.pool.kv_cache_dim = 656
+        args = SimpleNamespace(kv_cache_dtype_str=dtype, page_size=64)
+        made = conn.CommonKVManager(args, None, None)
+        made.prefill_info_table, made.dcp_size = {}, 1
+        made._resolve_rank_mapping = lambda info: None
+        return made
+
+    def meets(decode: Any, prefill: Any) -> bool:
+        info = SimpleNamespace(page_size=64, kv_cache_dtype=prefill.kv_cache_dtype_str)
+        conn.PrefillServerInfo = lambda **fields: info
+        conn.requests = SimpleNamespace(get=lambda *_, **__: SimpleNamespace(status_code=200, json=dict))
+        return decode.try_ensure_parallel_info("a peer")
+
+    for dtype in ("auto", "bf16", "fp8_e4m3"):
+        assert meets(manager(dtype, False), manager(dtype, False))
+        assert manager(dtype, False).kv_cache_dtype_str == dtype
+    assert meets(manager("fp8_e4m3", True), manager("fp8_e4m3", True))
+    for decode in (False, True):
+        peers = manager("fp8_e4m3", decode), manager("fp8_e4m3", not decode)
+        kind, message = refused(lambda peers=peers: meets(*peers))
+        assert kind == "RuntimeError" and "KV cache dtype mismatch" in message
+        assert "kv_cache_dtype=fp8_e4m3 (hybrid_mla: 656 bytes a row)" in message

@@ -105,6 +105,17 @@ def scenario_prefill_expands_what_running_requests_share() -> None:
         assert os.waitpid(child, 0)[1] == 0, running_ends
 
 
+def scenario_prefill_expands_what_requests_share_that_are_being_sent() -> None:
+    """On a prefill server none is decoding; those that have run hold their prefix until a decode server has it."""
+    server = Server(role="prefill")
+    from sglang_mla_ext.adapter.prefill import plan_of
+
+    first, second = server.run(PROMPT + "-a", PROMPT + "-b")
+    server.scheduler.disagg_prefill_inflight_queue = [first]
+    batch = server.forward("EXTEND", [second], prefix_lens=[13 * PAGE], new_tokens=[7])
+    assert plan_of(batch).covered == (13 * PAGE,) and server.pool.used_chunks == 4
+
+
 def scenario_beside_another_prefill_backend_nothing_is_planned_for_prefill() -> None:
     """But what its requests share is expanded, for decode."""
     server = Server(prefill="torch_native")

@@ -146,6 +146,7 @@ def make_runner(**changes: Any) -> Any:
             hicache_storage_backend=None,
             speculative_algorithm=None,
             speculative_num_draft_tokens=None,
+            disaggregation_mode="null",
         ),
         ngram_embedding_manager=SimpleNamespace(enabled=False),
     )
@@ -163,11 +164,14 @@ class Server:
 
     Attributes:
         queries: query tokens of a request in a verify step; 1 without speculative decoding.
+        role: of SGLang's `--disaggregation-mode`.
         worker: what the hooks know; steps: `worker.steps`.
         kv: SGLang's pool of latent rows; buffers: the one allocation of expanded prefixes.
     """
 
-    def __init__(self, prefill: str = "hybrid_mla", saver: Any = None, queries: int = 1, **given: Any) -> None:
+    def __init__(
+        self, prefill: str = "hybrid_mla", saver: Any = None, queries: int = 1, role: str = "null", **given: Any
+    ) -> None:
         from conftest import Tree
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
@@ -181,6 +185,7 @@ class Server:
             buffer.normal_()
         self.runner = make_runner(token_to_kv_pool=self.kv, **({"memory_saver_adapter": saver} if saver else {}))
         self.runner.server_args.get_attention_backends = lambda: (prefill, "hybrid_mla")
+        self.runner.server_args.disaggregation_mode = role
         self.queries = queries
         if queries > 1:
             args = self.runner.server_args
@@ -256,6 +261,7 @@ class Server:
 
 def replace_bodies() -> None:
     """SGLang's functions that need a whole server or a GPU, before hooks are applied to them."""
+    from sglang.srt.disaggregation.common.conn import CommonKVManager
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
@@ -263,7 +269,7 @@ def replace_bodies() -> None:
 
     def init(self: Any, server_args: Any) -> None:
         self.tree_cache, self.metrics_collector = server_args.tree_cache, server_args.metrics_collector
-        self.running_batch = SimpleNamespace(reqs=[])
+        self.running_batch, self.disagg_prefill_inflight_queue = SimpleNamespace(reqs=[]), None
         self.idle = True
 
     def flush_cache(self: Any, empty_cache: bool = True) -> bool:
@@ -275,6 +281,10 @@ def replace_bodies() -> None:
         speculative = {"avg_spec_accept_length": self.accept_length} if hasattr(self, "accept_length") else {}
         return GetInternalStateReqOutput(internal_state={"of": "sglang", **speculative})
 
+    def init_kv_manager(self: Any, args: Any, disaggregation_mode: Any, server_args: Any) -> None:
+        self.kv_args, self.kv_cache_dtype_str = args, args.kv_cache_dtype_str
+
+    CommonKVManager.__init__ = init_kv_manager
     forward_batch_info.enable_num_token_non_padded = lambda: False  # it asks for groups of ranks
     Scheduler.__init__ = init
     Scheduler.flush_cache = flush_cache

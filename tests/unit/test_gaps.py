@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_mla_ext.adapter.cpu.dp_attention import around_copy
-from sglang_mla_ext.adapter.cpu.gaps import around_zero_experts
+from sglang_mla_ext.adapter.cpu.gaps import around_memory_kinds, around_zero_experts
 
 
 def test_zero_experts_give_their_input() -> None:
@@ -29,6 +29,11 @@ def test_zero_experts_give_their_input() -> None:
 def test_no_token() -> None:
     nothing = torch.empty(0, 6, dtype=torch.int32), torch.empty(0, 6)
     assert around_zero_experts(lambda: None, *nothing, 16, "identity", torch.empty(0, 5)).shape == (0, 5)
+
+
+def test_nixl_finds_the_cache_in_the_hosts_memory() -> None:
+    for kinds in (None, ["VRAM"] * 3):
+        assert around_memory_kinds(lambda: None, kinds, 3) == ["DRAM"] * 3
 
 
 @pytest.mark.parametrize(("begin", "tokens"), [(0, 3), (3, 2), (5, 0)])

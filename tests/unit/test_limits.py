@@ -25,6 +25,7 @@ EAGLE: dict[str, Any] = {
     "speculative_num_draft_tokens": 4,
     "speculative_draft_attention_backend": "flashmla",
 }
+DECODE_ROLE: dict[str, Any] = {"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_cache": True}
 FP8_CACHE: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "cuda_graph_config": graphs("disabled")}
 HOST_CACHE: dict[str, Any] = {
     "enable_hierarchical_cache": True,
@@ -89,6 +90,8 @@ def server_args(
         "enable_unified_memory": False,
         "enable_page_major_kv_layout": False,
         "disaggregation_mode": "null",
+        "disaggregation_transfer_backend": "mooncake",
+        "disaggregation_decode_enable_radix_cache": False,
         "dllm_algorithm": None,
         "enable_deterministic_inference": False,
         "rl_on_policy_target": None,
@@ -117,6 +120,11 @@ def message(args: Any, compute_capability: tuple[int, int] | None = HOPPER) -> s
         HOST_CACHE,
         HOST_CACHE | FP8_CACHE,
         HOST_CACHE | {"hicache_storage_backend": "hf3fs"},
+        {"disaggregation_mode": "prefill"},
+        HOST_CACHE | {"disaggregation_mode": "prefill"},
+        {**FP8_CACHE, "disaggregation_mode": "prefill", "disaggregation_transfer_backend": "nixl"},
+        DECODE_ROLE,
+        {**FP8_CACHE, **DECODE_ROLE},
         {"flashinfer_mla_disable_ragged": True, "disable_chunked_prefix_cache": True},
         FP8_CACHE,
     ],
@@ -133,6 +141,7 @@ def test_what_works_is_let_through(changes: dict[str, Any], compute_capability: 
         {"speculative_algorithm": "EAGLE3", "speculative_draft_attention_backend": "flashinfer"},
         {"speculative_num_draft_tokens": 2},
         {"speculative_num_draft_tokens": 8},
+        {"disaggregation_mode": "prefill"},
         {"backends": ("flashinfer", "hybrid_mla"), "speculative_attention_mode": "decode"},
         FP8_CACHE,
         HOST_CACHE,
@@ -190,10 +199,33 @@ def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
         ({"enable_streaming_session": True}, "--enable-streaming-session is not supported yet: remove it."),
         ({"enable_unified_memory": True}, "--enable-unified-memory is not supported yet: remove it."),
         ({"enable_page_major_kv_layout": True}, "--enable-page-major-kv-layout is not supported yet: remove it."),
-        ({"disaggregation_mode": "prefill"}, "--disaggregation-mode prefill is not supported yet: remove it."),
         (
             {"disaggregation_mode": "decode", "disable_radix_cache": True},
-            "--disaggregation-mode decode is not supported yet: remove it.",
+            "--disaggregation-mode decode has no radix tree to find shared prefixes in: add --disaggregation-decode-en",
+        ),
+        (
+            {**EAGLE, "disaggregation_mode": "decode", "disable_radix_cache": True},
+            "--disaggregation-mode decode does not go with --speculative-algorithm: SGLang's decode servers have n",
+        ),
+        (
+            {**DECODE_ROLE, "enable_hierarchical_cache": True},
+            "--enable-hierarchical-cache does not go with --disaggregation-mode decode yet: remove it.",
+        ),
+        (
+            {**DECODE_ROLE, "disaggregation_transfer_backend": "mori"},
+            "--disaggregation-transfer-backend mori is not supported yet: use mooncake or nixl.",
+        ),
+        (
+            {"disaggregation_mode": "prefill", "backends": ("fa3", "hybrid_mla")},
+            "prefill runs fa3, and this server does nothing else (--disaggregation-mode prefill): use hybrid_mla for p",
+        ),
+        (
+            {**FP8_CACHE, **EAGLE, "disaggregation_mode": "prefill"},
+            "--speculative-algorithm of a prefill server does not go with --kv-cache-dtype fp8_e4m3: remove one of the",
+        ),
+        (
+            {"disaggregation_mode": "prefill", "disable_radix_cache": True},
+            "--disable-radix-cache is not supported yet: remove it.",
         ),
         ({"dllm_algorithm": "x"}, "--dllm-algorithm is not supported yet: remove it."),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2 is not supported: remove it, or use fp8_e4m3."),

@@ -191,6 +191,33 @@ def test_prefill_may_expand_at_once_what_sglang_would_expand_for_each_request(tr
     assert parts_of(server, *requests, lone, tree.run("else")) == [13 * PAGE] * 2 + [12 * PAGE, 0]
 
 
+@pytest.mark.parametrize("mode", ["auto", "naive"])
+def test_a_server_that_only_prefills_expands_for_prefill(tree: Any, mode: str) -> None:
+    """What a step shares with requests that are being sent, as much as SGLang would expand for it; where that is
+    nothing, what is forced."""
+    server = Server(tree, mode=mode, ways={"decodes": False}, expand_tokens_per_step=CHUNK_TOKENS)
+    sent = [tree.run("systemprompt-" + letter) for letter in "ab"]
+    server.prefixes.before_prefill([tree.run("else")], sent, affordable=10**6)
+    assert server.expander.taken() == 0, "the step has no part in it"
+    newcomer = tree.run("systemprompt-c")
+    server.prefixes.before_prefill([newcomer], sent)
+    assert server.expander.taken() == (CHUNK_TOKENS if mode == "naive" else 0)
+    server.prefixes.before_prefill([newcomer], sent, affordable=10**6)
+    assert parts_of(server, newcomer) == [13 * PAGE]
+
+
+def test_a_server_that_only_prefills_has_memory_for_what_comes_later(tree: Any) -> None:
+    server = Server(tree, mode="auto", chunks=4, ways={"decodes": False})  # 16 pages
+    early = [tree.run("systemprompt-" + letter) for letter in "ab"]
+    server.prefixes.before_prefill(early, [], affordable=10**6)
+    assert parts_of(server, *early) == [13 * PAGE] * 2
+    tree.finish(*early)
+    late = [tree.run("otherprompt-" + letter) for letter in "ab"]
+    for _ in range(10):  # two requests may be between two steps for so long
+        server.prefixes.before_prefill(late, [], affordable=10**6)
+    assert parts_of(server, *late) == [12 * PAGE] * 2
+
+
 def test_prefill_uses_no_more_than_is_cached_for_the_request(tree: Any) -> None:
     server = Server(tree)
     requests = [tree.run("systemprompt-" + letter) for letter in "ab"]

@@ -1,11 +1,13 @@
 """What SGLang's models call and has no version of for the CPU, in plain torch: hooks for a machine without a GPU.
 
 LongCat-Flash asks for a CUDA stream, and computes its zero experts in Triton. A cache on the host (HiCache) is pinned
-memory, and compiled functions copy to it.
+memory, and compiled functions copy to it. NIXL, which moves a cache from prefill to decode servers, takes it for a
+GPU's memory.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,12 +18,16 @@ def install() -> None:
     """Register the hooks; SGLang applies them before it builds anything."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    prefill = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
     around = {
         "sglang.srt.runtime_context.get_stream": around_get_stream,
         "sglang.kernels.ops.moe.ep_moe_kernels.zero_experts_compute_triton": around_zero_experts,
+        "sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds": around_memory_kinds,
+        f"{prefill}.maybe_send_cached_prefix_chunk": around_early_send,
     }
     for target, hook in around.items():
         HookRegistry.register(target, hook, HookType.AROUND)
+    HookRegistry.register("sglang.srt.disaggregation.nixl.conn.NixlKVManager.__init__", before_nixl, HookType.BEFORE)
     # A function that hooks.py leaves alone: SGLang applies hooks to a function once, and these come first.
     host_pool = "sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__"
     HookRegistry.register(host_pool, before_host_pool, HookType.BEFORE)
@@ -61,6 +67,23 @@ def around_zero_experts(
     expert_indices.copy_(others.where(zero, expert_indices))
     expert_scales[zero] = 0.0
     return (hidden_states * scales).to(hidden_states.dtype)
+
+
+def around_memory_kinds(original: Callable[..., Any], kinds: Sequence[str] | None, expected_len: int) -> list[str]:
+    """In which memory NIXL finds the buffers of a KV cache: in the host's."""
+    return ["DRAM"] * expected_len
+
+
+def before_nixl(*args: Any, **kwargs: Any) -> None:
+    """No thread that looks for messages all the time: it takes a core, which computes here. SGLang looks, too."""
+    from nixl import _api
+
+    if not isinstance(_api.nixl_agent_config, functools.partial):
+        _api.nixl_agent_config = functools.partial(_api.nixl_agent_config, enable_prog_thread=False)
+
+
+def around_early_send(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Cached tokens are sent with the others: to send them earlier, SGLang waits for a CUDA event."""
 
 
 def before_host_pool(*args: Any, **kwargs: Any) -> None:

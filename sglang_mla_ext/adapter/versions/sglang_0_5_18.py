@@ -14,9 +14,14 @@ if TYPE_CHECKING:
 
 def further_findings(args: ServerArgs) -> dict[str, bool]:
     """See sglang_0_5_17. Rows of NEXTN's drafts are meant to be in one pool on the host with the model's, which may be
-    of another length, and the tree of 0.5.18 makes a pool without them."""
+    of another length, and the tree of 0.5.18 makes a pool without them. Prefill and decode servers were run with 0.5.17
+    only."""
     with_drafts = args.enable_hierarchical_cache and args.speculative_algorithm is not None
-    return {"--enable-hierarchical-cache beside --speculative-algorithm": with_drafts}
+    mode = args.disaggregation_mode
+    return {
+        "--enable-hierarchical-cache beside --speculative-algorithm": with_drafts,
+        f"--disaggregation-mode {mode}": mode != "null",
+    }
 
 
 def wait_before_loading(controller: HiCacheController, stream: torch.Stream) -> None:

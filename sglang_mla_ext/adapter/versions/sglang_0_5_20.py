@@ -108,8 +108,10 @@ def other_trees() -> list[str]:
 
 
 def further_findings(args: ServerArgs) -> dict[str, bool]:
-    """See sglang_0_5_17. The tree's part on the host was not tried here."""
+    """See sglang_0_5_17. The tree's part on the host was not tried here, nor prefill and decode servers."""
+    mode = args.disaggregation_mode
     return {
+        f"--disaggregation-mode {mode}": mode != "null",
         "--enable-hierarchical-cache": args.enable_hierarchical_cache,
         "--enable-unified-cache-external-linker": args.enable_unified_cache_external_linker,
         "--enable-layernorm-sp": args.enable_layernorm_sp,

@@ -1,0 +1,111 @@
+"""Prefill and decode on servers of their own. NIXL moves the cache from one to the other, or Mooncake where NIXL is not
+installed: the real libraries, over shared memory or TCP.
+
+A test sends each chat to both servers, as a router does. Answers come from the decode server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import random
+from dataclasses import replace
+
+import openai
+import pytest
+from bench.server import free_port
+from conftest import (
+    NAIVE,
+    PREFIXES,
+    SIZED,
+    STOCK,
+    Answer,
+    Chat,
+    Reference,
+    Server,
+    _server,
+    assert_same,
+    counting,
+)
+from test_answers import OTHER_SYSTEM, SYSTEM, question
+
+from sglang_mla_ext.adapter import contract
+
+if contract.line() != "0.5.17":
+    pytest.skip("tried with SGLang 0.5.17 only", allow_module_level=True)
+TRANSFER = next((name for name in ("nixl", "mooncake") if importlib.util.find_spec(name)), None)
+if TRANSFER is None:
+    pytest.skip("neither NIXL nor Mooncake is installed", allow_module_level=True)
+
+PORTS = {"bf16": free_port(), "fp8": free_port()}
+"""Where decode servers find the prefill server that has such a cache."""
+
+
+def role(mode: str, cache: str) -> tuple[str, ...]:
+    tree = ("--disaggregation-decode-enable-radix-cache",) if mode == "decode" else ()
+    transfer = ("--disaggregation-transfer-backend", TRANSFER, "--disaggregation-bootstrap-port", str(PORTS[cache]))
+    return "--disaggregation-mode", mode, *transfer, *tree
+
+
+# By itself NIXL takes 8 threads, which wait for work by looking for it; and Mooncake wants InfiniBand.
+ENVIRONMENT = {"SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS": '{"num_threads": "0"}', "MC_FORCE_TCP": "1"}
+OURS = (*NAIVE, *SIZED, *PREFIXES)
+FP8 = ("--kv-cache-dtype", "fp8_e4m3")
+pd_prefill = _server("pd_prefill", *OURS, *role("prefill", "bf16"), environment=ENVIRONMENT)
+pd_decode = _server("pd_decode", *OURS, *role("decode", "bf16"), environment=ENVIRONMENT)
+pd_stock = _server("pd_stock", *STOCK, *role("decode", "bf16"), environment=ENVIRONMENT)
+pd_fp8_prefill = _server("pd_fp8_prefill", *OURS, *FP8, *role("prefill", "fp8"), environment=ENVIRONMENT)
+pd_fp8_decode = _server("pd_fp8_decode", *OURS, *FP8, *role("decode", "fp8"), environment=ENVIRONMENT)
+
+
+def ask(prefill: Server, decode: Server, port: int, *chats: Chat) -> list[Answer]:
+    """Send chats at the same time (after their delays), each to both servers, and wait for all answers."""
+
+    async def one(clients: list[openai.AsyncOpenAI], chat: Chat) -> Answer:
+        room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": random.getrandbits(62)}
+        return (await asyncio.gather(*(Server.ask_one(client, chat, **room) for client in clients)))[1]
+
+    async def all_of_them() -> list[Answer]:
+        async with prefill.client() as first, decode.client() as second:
+            return list(await asyncio.gather(*(one([first, second], chat) for chat in chats)))
+
+    return asyncio.run(all_of_them())
+
+
+CHATS = [Chat((SYSTEM, OTHER_SYSTEM)[i % 2], question(i), max_tokens=16) for i in range(6)]
+FIRST = [Chat(SYSTEM, question(13), 1), Chat(OTHER_SYSTEM, question(13), 1)]
+
+
+def test_both_servers_share_prefixes(stock: Reference, pd_prefill: Server, pd_decode: Server) -> None:
+    expected = stock.asking(*CHATS)
+    ask(pd_prefill, pd_decode, PORTS["bf16"], *FIRST)
+    late = [replace(chat, delay_s=0.5) for chat in CHATS[3:]]
+    with counting(pd_prefill) as prefilled, counting(pd_decode) as decoded:
+        actual = ask(pd_prefill, pd_decode, PORTS["bf16"], *CHATS[:3], *late)
+    assert_same(actual, expected.result())
+    assert decoded.steps_naive > 10 and decoded.expansions == 2
+    assert prefilled.prefills_naive > 0 and prefilled.prefill_tokens_saved > 500 and prefilled.steps_naive == 0
+
+
+def test_a_stock_decode_server_takes_a_bf16_cache(stock: Reference, pd_prefill: Server, pd_stock: Server) -> None:
+    expected = stock.asking(*CHATS)
+    assert_same(ask(pd_prefill, pd_stock, PORTS["bf16"], *CHATS), expected.result())
+
+
+def test_an_fp8_cache(stock: Reference, pd_fp8_prefill: Server, pd_fp8_decode: Server) -> None:
+    """Its rows are ours on both servers. Log-probabilities of the tokens before a text is another one are near those of
+    fp32; rows that were taken for others would have them far off."""
+    expected = stock.asking(*CHATS)
+    ask(pd_fp8_prefill, pd_fp8_decode, PORTS["fp8"], *FIRST)
+    with counting(pd_fp8_prefill) as prefilled, counting(pd_fp8_decode) as decoded:
+        actual = ask(pd_fp8_prefill, pd_fp8_decode, PORTS["fp8"], *CHATS)
+    assert prefilled.prefills_naive > 0 and decoded.steps_naive > 10
+    apart = []
+    for ours, theirs in zip(actual, expected.result(), strict=True):
+        steps = zip(ours.tokens, theirs.tokens, ours.logprobs, theirs.logprobs, strict=True)
+        for token, other, logprob, expected_logprob in steps:
+            if token != other:
+                break
+            apart.append(abs(logprob - expected_logprob))
+    print(f"{len(apart)} of {16 * len(CHATS)} tokens, apart by {sum(apart) / len(apart):.4f}, at most {max(apart):.4f}")
+    assert len(apart) > 8 * len(CHATS) and sum(apart) / len(apart) < 0.03
