@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what the tests need into .venv, then runs the checks and the tests.
 #
-#   scripts/test.sh                        lint, types, and all tests that need no GPU
+#   scripts/test.sh                        lint, types, and all tests that need no GPU and are not marked slow
 #   scripts/test.sh --newest               the same; then those that are about SGLang with the newest one that is
 #                                          supported, in an environment of its own
 #   scripts/test.sh tests/unit -k planner  one pytest run with these arguments
@@ -56,7 +56,7 @@ run_server_tests() {
     local at=0 child
     trap 'kill $child 2>/dev/null && wait $child; exit 143' TERM
     for python in "$PYTHON" ${NEWEST_PYTHON:+"$NEWEST_PYTHON"}; do
-        "$python" -m pytest -m "not gpu" tests/server >"$server_output/$at" 2>&1 &
+        "$python" -m pytest -m "not gpu and not slow" tests/server >"$server_output/$at" 2>&1 &
         child=$!
         wait $child || touch "$server_output/failed-$at"
         at=$((at + 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from conftest import Chat, Reference, Server, assert_same, counting
 from test_answers import SYSTEM, question
 
@@ -27,11 +28,13 @@ def test_layers_of_experts(stock_experts: Reference, hybrid_experts: Server) -> 
     check(stock_experts, hybrid_experts)
 
 
+@pytest.mark.slow
 def test_kimi_k2(stock_kimi_k2: Reference, hybrid_kimi_k2: Server) -> None:
     """Its own configuration: 64 heads, 384 experts in one group, another YaRN than DeepSeek's."""
     check(stock_kimi_k2, hybrid_kimi_k2, requests=3, max_tokens=12)  # many heads are slow on the stock server
 
 
+@pytest.mark.slow
 def test_longcat_flash(stock_longcat_flash: Reference, hybrid_longcat_flash: Server) -> None:
     """Two attentions a layer, whose expansions lie beside each other; no YaRN."""
     check(stock_longcat_flash, hybrid_longcat_flash)
