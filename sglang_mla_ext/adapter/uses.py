@@ -92,6 +92,11 @@ _PLUGIN = (
         "self model_runner",
         "DP attention on a CPU",
     ),
+    *_function("disaggregation.nixl.conn.NixlKVManager.__init__", "self", "NIXL on a CPU"),
+    *_function("disaggregation.nixl.conn._normalize_kv_mem_kinds", "kinds expected_len", "the same"),
+    *_function(
+        "disaggregation.prefill.SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk", "self", "the same"
+    ),
     *_function("layers.dp_attention.memcpy_triton", "dst src dim offset sz offset_src", "the same"),
     *(
         use
