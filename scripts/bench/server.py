@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -25,6 +26,8 @@ LAUNCHER = "sglang.launch_server" if ON_GPU else "sglang_mla_ext.launch_server"
 CPU_ARGUMENTS = ("--device", "cpu", "--dtype", "float32", "--mem-fraction-static", "0.1", "--sleep-on-idle")
 # The models that run on a CPU are tiny; on few cores, threads that wait for each other cost more than they gain.
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+# From a server's port, or from that of `--dist-init-addr`, to those between its own processes (`PortArgs.init_new`).
+SGLANG_OFFSETS = (*range(20), *range(233, 253))
 
 
 class ServerFailedError(RuntimeError):
@@ -40,11 +43,23 @@ def work_folder() -> Path:
 
 
 def free_port() -> int:
-    """A TCP port that is free now."""
+    """A TCP port that is free now, as are those behind it that SGLang counts from it for itself.
+
+    Not one of those that the system gives to clients: such a port may be taken again before a server asks for it.
+    """
+    while True:
+        port = random.randrange(20_000, 32_000)
+        if all(_is_free(port + offset) for offset in SGLANG_OFFSETS):
+            return port
+
+
+def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 def server_info(base_url: str) -> dict[str, Any]:

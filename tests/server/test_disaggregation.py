@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import random
-from dataclasses import replace
 
 import openai
 import pytest
@@ -76,15 +75,26 @@ CHATS = [Chat((SYSTEM, OTHER_SYSTEM)[i % 2], question(i), max_tokens=16) for i i
 FIRST = [Chat(SYSTEM, question(13), 1), Chat(OTHER_SYSTEM, question(13), 1)]
 
 
+def ask_until_prefilled(prefill: Server, decode: Server, port: int) -> list[Answer]:
+    """Ask all chats, again and again until the prefill server has computed some over an expanded prefix: it expands one
+    when several requests hold it at once, and holds each for a moment only. Returns the first answers."""
+    answers = []
+    before = prefill.info()["counters"]["prefills_naive"]
+    for _ in range(10):
+        answers.append(ask(prefill, decode, port, *CHATS))
+        if prefill.info()["counters"]["prefills_naive"] > before:
+            return answers[0]
+    raise AssertionError("no prefill over an expanded prefix")
+
+
 def test_both_servers_share_prefixes(stock: Reference, pd_prefill: Server, pd_decode: Server) -> None:
     expected = stock.asking(*CHATS)
     ask(pd_prefill, pd_decode, PORTS["bf16"], *FIRST)
-    late = [replace(chat, delay_s=0.5) for chat in CHATS[3:]]
     with counting(pd_prefill) as prefilled, counting(pd_decode) as decoded:
-        actual = ask(pd_prefill, pd_decode, PORTS["bf16"], *CHATS[:3], *late)
+        actual = ask_until_prefilled(pd_prefill, pd_decode, PORTS["bf16"])
     assert_same(actual, expected.result())
     assert decoded.steps_naive > 10 and decoded.expansions == 2
-    assert prefilled.prefills_naive > 0 and prefilled.prefill_tokens_saved > 500 and prefilled.steps_naive == 0
+    assert prefilled.prefill_tokens_saved > 200 and prefilled.steps_naive == 0
 
 
 def test_a_stock_decode_server_takes_a_bf16_cache(stock: Reference, pd_prefill: Server, pd_stock: Server) -> None:
@@ -97,9 +107,9 @@ def test_an_fp8_cache(stock: Reference, pd_fp8_prefill: Server, pd_fp8_decode: S
     fp32; rows that were taken for others would have them far off."""
     expected = stock.asking(*CHATS)
     ask(pd_fp8_prefill, pd_fp8_decode, PORTS["fp8"], *FIRST)
-    with counting(pd_fp8_prefill) as prefilled, counting(pd_fp8_decode) as decoded:
-        actual = ask(pd_fp8_prefill, pd_fp8_decode, PORTS["fp8"], *CHATS)
-    assert prefilled.prefills_naive > 0 and decoded.steps_naive > 10
+    with counting(pd_fp8_decode) as decoded:
+        actual = ask_until_prefilled(pd_fp8_prefill, pd_fp8_decode, PORTS["fp8"])
+    assert decoded.steps_naive > 10
     apart = []
     for ours, theirs in zip(actual, expected.result(), strict=True):
         steps = zip(ours.tokens, theirs.tokens, ours.logprobs, theirs.logprobs, strict=True)
