@@ -1,14 +1,14 @@
-"""What `GET /hybrid_mla/status` answers: the published schema, docs/status.schema.json.
+"""What `GET /hybrid_mla/status` answers. `python -m sglang_mla_ext.status` prints its schema: docs/status.schema.json.
 
 Nothing here comes from a prompt: no text, no token, no salt, only how many tokens there are and who shares them.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import cache
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
@@ -113,7 +113,10 @@ def status(states: Sequence[Mapping[str, Any]], now: float) -> Status:
     return Status(version=__version__, time=now, ranks=ranks)
 
 
-@cache
-def schema() -> dict[str, Any]:
+def schema() -> str:
     """The JSON schema of an answer."""
-    return Status.model_json_schema(mode="serialization")
+    return json.dumps(Status.model_json_schema(mode="serialization"), indent=2)
+
+
+if __name__ == "__main__":
+    print(schema())

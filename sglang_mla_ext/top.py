@@ -1,5 +1,4 @@
-"""`sglang-mla top`: what the status page shows, in a terminal. It asks a server over HTTP, and imports nothing of SGLang.
-"""
+"""`sglang-mla top`: what the status page shows, in a terminal. It asks a server over HTTP; SGLang need not be here."""
 
 from __future__ import annotations
 
@@ -119,10 +118,11 @@ def _rank(rank: Mapping[str, Any], named: bool, rates: Mapping[str, float | None
         parts.append(Text(f"{rank['tokens_without_memory']:,} tokens worth expanding found no memory", style="yellow"))
     if rank["pause"]:
         parts.append(Text(f"paused after a failure, for {rank['pause']:,} forward passes", style="yellow"))
-    parts += [Text(f"fall-back: {count:,} × {why}", style="yellow") for why, count in counters["fallbacks"].items()]
-    parts.append(_tree(segments))
+    reasons = counters["fallbacks"].items()
+    parts += [Text(f"fall-back: {count:,} × {_printable(reason)}", style="yellow") for reason, count in reasons]
+    parts += [_tree(segments), Text(_printable(rank["description"]), style="dim")]
     title = f"hybrid_mla, rank {rank['rank']}" if named else "hybrid_mla"
-    return Panel(Group(*parts), title=title, subtitle=Text(rank["description"]), title_align="left")
+    return Panel(Group(*parts), title=title, title_align="left")
 
 
 def _tree(segments: Sequence[Mapping[str, Any]]) -> Tree:
@@ -135,12 +135,17 @@ def _tree(segments: Sequence[Mapping[str, Any]]) -> Tree:
 
 def _segment(each: Mapping[str, Any]) -> Iterator[str | tuple[str, str]]:
     yield f"{each['tokens']:,} tokens "
-    yield each["mode"].replace("_", " "), STYLES.get(each["mode"], "")
+    yield _printable(each["mode"]).replace("_", " "), STYLES.get(each["mode"], "")
     yield f", #{each['id']}, {each['holders']} holder{'s' if each['holders'] != 1 else ''}"
     if each["expanded_bytes"]:
         yield f", {size(each['expanded_bytes'])} expanded"
     if each["tokens_saved"]:
         yield f", saves {each['tokens_saved']:,} tokens a step ({size(each['bytes_saved'])})"
+
+
+def _printable(text: str) -> str:
+    """Without what a terminal would obey."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def size(count: float) -> str:

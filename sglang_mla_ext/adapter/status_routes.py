@@ -18,9 +18,11 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext import status
+from sglang_mla_ext.adapter import limits
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 logger = logging.getLogger(__name__)
@@ -71,9 +73,11 @@ def _try(function: Callable[[Any], Any], argument: Any) -> None:
 
 
 def add_routes(app: FastAPI) -> None:
-    """Once for each app."""
+    """Once for each app, if its server has our backend: a process may launch one after another."""
     from fastapi.responses import HTMLResponse
 
+    if not limits.is_asked_for(_tokenizer_manager().server_args):
+        return
     if any(getattr(route, "path", None) == STATUS_PATH for route in app.routes):
         return
     asking = Asking()
@@ -106,6 +110,13 @@ def page() -> bytes:
     return files("sglang_mla_ext").joinpath("status.html").read_bytes()
 
 
+def _tokenizer_manager() -> TokenizerManager:
+    """Of the server that this process runs."""
+    from sglang.srt.entrypoints.http_server import get_global_state
+
+    return get_global_state().tokenizer_manager
+
+
 class Asking:
     """Asks the schedulers, once for all who ask at the same time."""
 
@@ -117,9 +128,7 @@ class Asking:
     async def status(self) -> status.Status:
         async with self._lock:
             if self._last is None or time.monotonic() - self._asked > FRESH_S:
-                from sglang.srt.entrypoints.http_server import get_global_state
-
-                states = await get_global_state().tokenizer_manager.get_internal_state()
+                states = await _tokenizer_manager().get_internal_state()
                 self._last, self._asked = status.status(states, time.time()), time.monotonic()
             return self._last
 
