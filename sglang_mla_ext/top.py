@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
@@ -105,11 +106,12 @@ def _rank(rank: Mapping[str, Any], named: bool, rates: Mapping[str, float | None
     for name, what in (("shared_tokens_saved", "in decode"), ("prefill_tokens_saved", "in prefill")):
         rate = rates[name]
         facts.add_row("", "…" if rate is None else f"{rate:,.0f}/s", f"tokens {what}")
+    bar = ProgressBar(total=max(rank["budget_bytes"], 1), completed=rank["expanded_bytes"], width=40)
     facts.add_row("memory", size(rank["expanded_bytes"]), f"expanded of a budget of {size(rank['budget_bytes'])}")
     steps = ", ".join(f"{counters[f'steps_{way}']:,} {way}" for way in ("naive", "grouped", "absorb"))
     parts: list[RenderableType] = [
         facts,
-        ProgressBar(total=max(rank["budget_bytes"], 1), completed=rank["expanded_bytes"], width=40),
+        Columns([bar]),  # a line of its own
         Text(f"steps: {steps}; {counters['expansions']:,} expansions, {counters['evictions']:,} evictions"),
     ]
     if rank.get("avg_spec_accept_length") is not None:
