@@ -17,7 +17,7 @@ trap 'exit 130' INT TERM
 cd "$REPOSITORY"
 NEWEST=0.5.23
 ABOUT_SGLANG=(tests/unit/test_{backend_interface,cli,contract,contract_reads,examine,grouped_prefixes,plugin}.py
-    tests/unit/test_{shared_prefixes,source,traffic_of_numbers,tree_of_numbers}.py)
+    tests/unit/test_{segments,shared_prefixes,source,status,traffic_of_numbers,tree_of_numbers}.py)
 NEWEST_PYTHON=
 if [ "${1:-}" = --newest ]; then
     shift

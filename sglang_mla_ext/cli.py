@@ -1,9 +1,10 @@
-"""`sglang-mla`: can it run here, and what would it choose."""
+"""`sglang-mla`: can it run here, what would it choose, and what does a server do."""
 
 from __future__ import annotations
 
 import platform
 import shutil
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -130,6 +131,32 @@ def plan(
         table.add_section()
         console.print(f"{tokens:,} tokens: sharing pays from {smallest or 'no'} requests on")
     console.print(table)
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:30000",
+    api_key: Annotated[
+        str | None, typer.Option(help="The server's --api-key, if it has one.", envvar="SGLANG_MLA_API_KEY")
+    ] = None,
+    interval: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Look twice, print that with rates, and end.")] = False,
+) -> None:
+    """Show what a running server shares, live: its status page in a terminal. Ctrl-C ends it."""
+    from sglang_mla_ext.top import NoAnswerError, ask, render, show
+
+    try:
+        before = ask(url, api_key)  # an address or a key that is wrong ends it at once
+        if once:
+            time.sleep(interval)
+            console.print(render(ask(url, api_key), before))
+        else:
+            show(console, url, api_key, interval)
+    except NoAnswerError as error:
+        console.print(str(error), style="red", highlight=False, markup=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        pass
 
 
 if __name__ == "__main__":

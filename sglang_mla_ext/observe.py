@@ -9,10 +9,13 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.prefix.cost_model import Mode
 from sglang_mla_ext.prefix.planner import Plan
+
+if TYPE_CHECKING:
+    from sglang_mla_ext.prefix.segments import Segment
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +117,25 @@ def report(
         "budget_bytes": budget_bytes,
         "tokens_without_memory": tokens_without_memory,
         "counters": {**asdict(counters), "fallbacks": dict(counters.fallbacks)},
+    }
+
+
+def segment_entry(segment: Segment, chunk_bytes: int, latent_bytes: int) -> dict[str, Any]:
+    """A segment in `segments` of the entry; see status.Segment.
+
+    Args:
+        chunk_bytes: of a chunk of expanded tokens; latent_bytes: of a token in all layers, as plain absorb reads it.
+    """
+    return {
+        "id": segment.id,
+        "parent": segment.parent,
+        "start": segment.start,
+        "tokens": segment.tokens,
+        "holders": segment.holders,
+        "mode": segment.mode,
+        "expanded_bytes": segment.chunks * chunk_bytes,
+        "tokens_saved": segment.tokens_saved,
+        "bytes_saved": segment.tokens_saved * latent_bytes,
     }
 
 

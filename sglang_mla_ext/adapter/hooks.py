@@ -236,7 +236,7 @@ def after_on_idle(result: None, scheduler: Scheduler) -> None:
 
 def after_get_internal_state(result: Any, scheduler: Scheduler, recv_req: Any) -> None:
     if worker.steps is not None:
-        state, report = result.internal_state, worker.steps.report()
+        state, report = result.internal_state, worker.steps.status()
         if ACCEPT_LENGTH in state:
             report[ACCEPT_LENGTH] = state[ACCEPT_LENGTH]
         state[BACKEND_NAME] = report

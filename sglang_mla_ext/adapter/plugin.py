@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter import contract, dp_routing, limits, versions
+from sglang_mla_ext.adapter import contract, dp_routing, limits, status_routes, versions
 from sglang_mla_ext.adapter.cpu import standins
 from sglang_mla_ext.options import HybridMLAOptions, add_flags, flags_to_env
 
@@ -73,6 +73,7 @@ def _around_resolution(original: Callable[..., None], server_args: ServerArgs, *
             limits.set_draft_backend(server_args)
         limits.check(server_args, torch.cuda.get_device_capability() if on_gpu else None)
         os.environ[ASKED_VARIABLE] = "1"
+        status_routes.install()
         if options.dp_routing == "prefix" and server_args.dp_size > 1:
             limits.check_dp_routing(server_args)
             dp_routing.install()

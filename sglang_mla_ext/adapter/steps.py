@@ -16,7 +16,7 @@ from sglang_mla_ext.adapter.prefill import PrefillPlan
 from sglang_mla_ext.adapter.relay import relay
 from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
-from sglang_mla_ext.observe import Counters, report
+from sglang_mla_ext.observe import Counters, report, segment_entry
 from sglang_mla_ext.prefix.cost_model import Mode
 from sglang_mla_ext.prefix.planner import Plan
 from sglang_mla_ext.prefix.shared_prefixes import ExpandedGroup, SharedPrefixes
@@ -220,6 +220,20 @@ class Steps:
         expanded_bytes = self._prefixes.pool.used_chunks * self._chunk_bytes
         without = self._prefixes.tokens_without_memory
         return report(self.counters, self._prefixes.plan, expanded_bytes, self._budget_bytes, without)
+
+    def status(self) -> dict[str, Any]:
+        """The entry with the tree of shared segments, for who asks; see status.Rank. It changes nothing."""
+        found = self.report()
+        found |= {"requests": self._prefixes.plan.num_rows, "pause": self._pause, "description": self.description}
+        try:
+            found["segments"] = [
+                segment_entry(each, self._chunk_bytes, self._prefixes.latent_bytes)
+                for each in self._prefixes.segments()
+            ]
+        except Exception:  # whatever goes wrong in showing it, the server goes on
+            logger.exception("hybrid_mla: the tree of shared segments cannot be shown")
+            found["segments"] = []
+        return found
 
     def _forget_plans(self) -> None:
         """A plan's nodes keep their tree alive."""

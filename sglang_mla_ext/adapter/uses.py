@@ -220,6 +220,13 @@ _ROUTING = (
     ),
     *_attributes("managers.io_struct.BatchTokenizedGenerateReqInput", "batch", "a request's rank"),
 )
+_STATUS = (
+    *_function("utils.auth.add_api_key_middleware", "app", "the status page: the server's app, with a key"),
+    *_function("utils.auth.app_has_admin_force_endpoints", "app", "the status page: the server's app, without"),
+    *_function("entrypoints.http_server.get_global_state", "", "the status page: whom to ask"),
+    *_attributes("entrypoints.http_server._GlobalState", "tokenizer_manager", "the same"),
+    *_methods("managers.tokenizer_manager.TokenizerManager", "get_internal_state", "the same"),
+)
 _STEP = (
     *_function("model_executor.forward_batch_info.ForwardBatch.init_new", "batch model_runner", "a step's requests"),
     *_attributes(
@@ -399,7 +406,7 @@ _DRAFT = (
 
 SGLANG_0_5_17 = Release(
     uses=(
-        *(*_PLUGIN, *_ARGUMENTS, *_SPECULATION, *_SCHEDULING, *_ROUTING),
+        *(*_PLUGIN, *_ARGUMENTS, *_SPECULATION, *_SCHEDULING, *_ROUTING, *_STATUS),
         *(*_STEP, *_POOLS, *_LAYER, *_BACKENDS, *_DRAFT),
     ),
     read_of_backend=READ_OF_BACKEND,

@@ -106,6 +106,11 @@ class ExpandedPool:
         """Those that own chunks."""
         return set(self._owned)
 
+    def chunks(self) -> Iterator[Chunk]:
+        """Those that are owned, node by node in the order of their tokens."""
+        for owned in self._owned.values():
+            yield from (owned.chunks[index] for index in sorted(owned.chunks))
+
     # ---- the tree changes
 
     def follow(self, tree: Tree) -> int:

@@ -18,6 +18,7 @@ from sglang_mla_ext.prefix.cost_model import CostModel, Mode
 from sglang_mla_ext.prefix.expanded_pool import Chunk, ExpandedPool, Want
 from sglang_mla_ext.prefix.gains import Gains, every_range, no_launch
 from sglang_mla_ext.prefix.planner import Capacity, Group, Launch, Plan, Runs, Ways, limit_groups, plan_step, whole
+from sglang_mla_ext.prefix.segments import Segment, SegmentNumbers, segments
 from sglang_mla_ext.prefix.tree import SharedTree, Tree
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class SharedPrefixes:
         self._held: object = None
         self._expanding = False
         self._announced = False
+        self._numbers = SegmentNumbers()
         self.tokens_without_memory = 0
         """That were worth expanding when last looked at, and for which there was no memory."""
 
@@ -105,6 +107,16 @@ class SharedPrefixes:
     @property
     def pool(self) -> ExpandedPool:
         return self._pool
+
+    @property
+    def latent_bytes(self) -> int:
+        """Of a token in all layers, as plain absorb reads it for each request."""
+        return self._cost.latent_row_bytes * self._cost.dims.num_layers
+
+    def segments(self) -> list[Segment]:
+        """The tree that the last decode step shared, and what is expanded besides; changes nothing."""
+        chunks = [group.chunks for group in self._groups]
+        return segments(self._plan, chunks, self._pool, self._tree, self._numbers)
 
     def attach(self, tree: Tree) -> None:
         """Give it the tree, which SGLang builds after the attention backend."""

@@ -233,7 +233,7 @@ def scenario_server_info_has_our_report() -> None:
     server = Server()
     server.forward("DECODE", server.run(PROMPT + "-a", PROMPT + "-b"))
     state = server.scheduler.get_internal_state(None).internal_state
-    assert state == {"of": "sglang", "hybrid_mla": server.steps.report()}
+    assert state == {"of": "sglang", "hybrid_mla": server.steps.status()}
     server.scheduler.accept_length = 2.5
     with_drafts = server.scheduler.get_internal_state(None).internal_state
     assert with_drafts["hybrid_mla"] == {**state["hybrid_mla"], "avg_spec_accept_length": 2.5}

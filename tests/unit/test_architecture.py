@@ -17,7 +17,7 @@ import tomllib
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = "sglang_mla_ext"
-USER_FACING = ("cli", "options", "configs", "observe")
+USER_FACING = ("cli", "options", "configs", "observe", "status", "top")
 
 
 @dataclass(frozen=True)

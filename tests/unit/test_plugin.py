@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sglang_mla_ext.adapter import contract, hooks, versions
+from sglang_mla_ext.adapter import contract, hooks, status_routes, versions
 from sglang_mla_ext.options import HybridMLAOptions
 
 SCENARIOS = r"""
@@ -299,6 +299,13 @@ def test_ranks_are_chosen_where_it_is_asked_for(scenarios: dict[str, Any]) -> No
     found = scenarios["dp_routing"]
     assert found["refused"][0] == "OptionError" and "needs --tokenizer-worker-num 1" in found["refused"][1]
     assert found["more"] == ["sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler"]
+
+
+def test_the_launching_process_adds_the_status_page(scenarios: dict[str, Any]) -> None:
+    """By hooks on what is given the server's app."""
+    hooked = {*scenarios["asked"]["hooked"]} - {*scenarios["not_asked"]["hooked"]}
+    assert hooked == {status_routes.WITH_KEY, status_routes.WITHOUT_KEY}
+    assert hooked <= {*scenarios["worker"]["contract"]}
 
 
 def test_speculation_is_resolved_as_sglang_does_it(scenarios: dict[str, Any]) -> None:

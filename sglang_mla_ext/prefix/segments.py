@@ -1,0 +1,151 @@
+"""The tree of shared segments, for people: what the last decode step attended to together, and what else is expanded.
+
+Made when somebody asks, from what planning keeps anyway; it changes nothing, so that ranks go on deciding alike, and it
+says nothing of the tokens but how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from weakref import WeakKeyDictionary
+
+from sglang_mla_ext.prefix.cost_model import Mode
+from sglang_mla_ext.prefix.expanded_pool import Chunk, ExpandedPool
+from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.prefix.tree import Tree
+
+KEPT = "kept"
+"""The mode of a segment that is expanded, or being expanded, and that the last decode step did not attend to."""
+
+CLIMB_LIMIT = 4096
+"""Tree nodes that are looked at for the parents of kept segments; the scheduler waits meanwhile."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens `[start, end)` of a path that requests share or shared.
+
+    Attributes:
+        id: a number of its own, the same as long as the segment stands.
+        parent: id of the segment that it continues; None where it begins at the first token, or that is not known.
+        holders: running requests that hold it.
+        mode: how the last decode step attended to it, a `Mode` or KEPT.
+        chunks: of expanded tokens, how many.
+    """
+
+    id: int
+    parent: int | None
+    start: int
+    end: int
+    holders: int
+    mode: str
+    chunks: int
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def tokens_saved(self) -> int:
+        """Tokens that a decode step does not read, because its holders read them together."""
+        return 0 if self.mode == KEPT else self.tokens * (self.holders - 1)
+
+
+class SegmentNumbers:
+    """Gives numbers to segments: opaque, and the same again for the same place of the tree."""
+
+    def __init__(self) -> None:
+        # By the node that a segment ends in, where it begins, and whether it is expanded. Nothing here keeps a node.
+        self._of: WeakKeyDictionary[Hashable, dict[tuple[int, bool], int]] = WeakKeyDictionary()
+        self._next = count(1)
+
+    def __call__(self, node: Hashable, start: int, *, expanded: bool) -> int:
+        numbers = self._of.setdefault(node, {})
+        if (start, expanded) not in numbers:
+            numbers[start, expanded] = next(self._next)
+        return numbers[start, expanded]
+
+
+def segments(
+    plan: Plan, chunks_of_naive: Sequence[Sequence[int]], pool: ExpandedPool, tree: Tree | None, number: SegmentNumbers
+) -> list[Segment]:
+    """All segments, parents before children.
+
+    Args:
+        plan: of the last decode step.
+        chunks_of_naive: ids of the chunks of each naive group of it.
+    """
+    found: list[Segment] = []
+    last_of_row: dict[int, Segment] = {}
+    at_node: dict[Hashable, Segment] = {}
+    of_chunk: dict[int, Segment] = {}
+    of_naive = iter(chunks_of_naive)
+    for group in plan.groups:
+        chunks = next(of_naive) if group.mode is Mode.NAIVE else ()
+        above = last_of_row.get(group.rows[0])
+        segment = Segment(
+            number(group.node, group.start, expanded=group.mode is Mode.NAIVE),
+            above.id if above else None,
+            group.start,
+            group.end,
+            len(group.rows),
+            group.mode.value,
+            len(chunks),
+        )
+        found.append(segment)
+        last_of_row.update(dict.fromkeys(group.rows, segment))
+        at_node[group.node] = segment
+        of_chunk.update(dict.fromkeys(chunks, segment))
+    if tree is not None:
+        found += _kept(pool, tree, number, at_node, of_chunk)
+    return found
+
+
+def _kept(
+    pool: ExpandedPool,
+    tree: Tree,
+    number: SegmentNumbers,
+    at_node: dict[Hashable, Segment],
+    of_chunk: dict[int, Segment],
+) -> list[Segment]:
+    """What is in the pool and not in `of_chunk`, to which it is added; those that begin earlier first."""
+    size, left = pool.chunk_tokens, CLIMB_LIMIT
+    found = []
+    for run in sorted(_runs(pool, of_chunk), key=lambda run: run[0].index):
+        first, node = run[0], run[0].node
+        attached = tree.is_attached(node)
+        above, at = None, node if attached and first.index else None
+        while at is not None and above is None and left:
+            left -= 1
+            chunk = pool.chunk(at, first.index - 1)
+            above = of_chunk.get(chunk.id) if chunk is not None else None
+            if above is None and (grouped := at_node.get(at)) is not None and grouped.start < first.index * size:
+                above = grouped
+            at = tree.parent(at)
+        segment = Segment(
+            number(node, first.index * size, expanded=True),
+            above.id if above else None,
+            first.index * size,
+            run[-1].filled,
+            tree.holders(node) if attached else 0,
+            KEPT,
+            len(run),
+        )
+        found.append(segment)
+        of_chunk.update({chunk.id: segment for chunk in run})
+    return found
+
+
+def _runs(pool: ExpandedPool, used: dict[int, Segment]) -> list[list[Chunk]]:
+    """Chunks that are not used, those of one node that adjoin together. One that holds nothing yet stands alone."""
+    runs: list[list[Chunk]] = []
+    for chunk in pool.chunks():
+        if chunk.id in used:
+            continue
+        if runs and (before := runs[-1][-1]).node is chunk.node and before.filled == chunk.index * pool.chunk_tokens:
+            runs[-1].append(chunk)
+        else:
+            runs.append([chunk])
+    return runs

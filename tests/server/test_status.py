@@ -1,0 +1,71 @@
+"""The status page, `sglang-mla top` and the JSON behind both, while a server shares nested prompts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import requests
+from browser import Browser
+from conftest import Chat, Server
+from test_answers import NAMES, SYSTEM, question
+from test_nested import CHAPTERS, DOCUMENTS
+
+from sglang_mla_ext.status import Status
+
+PROMPTS = [SYSTEM] * 2 + [DOCUMENTS[1]] * 2 + [CHAPTERS[0]] * 2 + [CHAPTERS[1]] * 2
+TOKENS = 500
+LIVE = "document.getElementById('state')?.innerText.startsWith('live')"
+NESTED = "[...document.querySelectorAll('li')].some(each => each.style.getPropertyValue('--depth') == '2')"
+
+
+@contextlib.contextmanager
+def sharing(server: Server) -> Iterator[None]:
+    """Chats run that share prompts on three levels."""
+    server.flush()
+    chats = [Chat(prompt, question(index), TOKENS) for index, prompt in enumerate(PROMPTS)]
+    thread = threading.Thread(target=server.ask, args=chats)
+    thread.start()
+    try:
+        yield
+    finally:
+        requests.post(f"{server.base_url}/abort_request", json={"abort_all": True}, timeout=60)
+        thread.join()
+
+
+def status(server: Server) -> Any:
+    answer = requests.get(f"{server.base_url}/hybrid_mla/status", timeout=60)
+    answer.raise_for_status()
+    return answer.json()
+
+
+def test_page_and_top_of_a_server_at_work(hybrid: Server, tmp_path: Path) -> None:
+    address = f"{hybrid.base_url}/hybrid_mla"
+    with Browser(tmp_path) as browser, sharing(hybrid):
+        browser.open(address)
+        browser.wait_for(LIVE)
+        browser.wait_for(f"{NESTED} && document.body.innerText.includes('8 holders')", 120)
+        found = status(hybrid)
+        command = [sys.executable, "-m", "sglang_mla_ext.cli", "top", "--url", hybrid.base_url, "--once"]
+        top = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        browser.wait_for("/[1-9][0-9,]*.s\\s+tokens saved in decode/.test(document.body.innerText)", 60)
+        assert browser.evaluate("document.documentElement.scrollWidth") <= 390, "fits a phone"
+        shown = browser.evaluate("document.documentElement.outerHTML")
+        assert browser.errors == []
+    (rank,) = Status.model_validate(found).ranks
+    segments = {each.id: each for each in rank.segments}
+    assert rank.requests == 8 and rank.expanded_bytes == sum(each.expanded_bytes for each in rank.segments)
+    for each in rank.segments:
+        above = segments.get(each.parent)
+        assert (above.start + above.tokens if above else 0) == each.start
+        assert each.mode == "kept" or (each.tokens_saved == each.tokens * (each.holders - 1) > 0 < each.bytes_saved)
+    assert max(each.holders for each in rank.segments) == 8
+    assert "8 holders" in top and "/s  tokens in decode" in top
+    for text in (json.dumps(found), shown, top):
+        assert not any(word in text for word in (*NAMES, "station", "quiet")), "words of a prompt"
