@@ -198,11 +198,20 @@ class HybridMLABackend(AttentionBackend):
         if self._sharing:
             shares = self._write_plan(NOTHING_SHARED if in_capture else self._steps.next, requests)
             self._sharing = in_graph or shares
+        else:
+            shares = False
+        if can_share and not in_capture:
+            self._steps.watch_step(shares)
         relay.takes_query = self._sharing and self._shared is not None
         if self._sharing or self._latent_decodes(forward_batch):
             self._latent.begin_step(forward_batch, sharing=self._sharing, uncounted=self._queries if verifies else 0)
             return True
         return False
+
+    def end_step(self, forward_batch: ForwardBatch) -> None:
+        """The step has been launched."""
+        if self._steps.check_step(forward_batch):
+            self._written = None
 
     def _count_rows_as_prefill(self, forward_batch: ForwardBatch) -> None:
         planned_as = forward_batch._original_forward_mode  # None where it is still that
@@ -304,8 +313,11 @@ class HybridMLABackend(AttentionBackend):
             q, q_rope = q.split([layer.v_head_dim, q.shape[-1] - layer.v_head_dim], dim=-1)
         if not verifies and self._queries > 1:
             return self._decode_one(q, q_rope, layer)
-        out, lse = self._latent.run(layer.layer_id, q, q_rope, layer.scaling)
+        shadow = self._steps.shadow if self._sharing else None
+        watched = shadow.watched(layer.layer_id, q, q_rope) if shadow is not None else None
+        out, lse = self._latent.run(layer.layer_id, q, q_rope, layer.scaling, watched if self._shared is None else None)
         if relay.takes_query:
+            relay.watched = watched
             self._attend_shared(q_rope, lse, layer)
         return out.reshape(len(q), -1)
 
@@ -353,7 +365,8 @@ class HybridMLABackend(AttentionBackend):
         """
         per_head = tail_out.view(tail_out.shape[0], self._heads, -1)
         tail_lse, relay.tail_lse = relay.tail_lse, None
-        self._shared.merge(per_head, tail_lse, per_head)
+        watched, relay.watched = relay.watched, None
+        self._shared.merge(per_head, tail_lse, per_head, watched=watched)
         return tail_out
 
 
