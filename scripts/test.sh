@@ -27,6 +27,8 @@ fi
 prepare_environment dev "${SGLANG_OF_TESTS:-}"
 # A warning of sentencepiece's types that Python would print after pytest's summary.
 export PYTHONWARNINGS="ignore:builtin type:DeprecationWarning"
+# Tests fill the cores by themselves: threads of one that wait for each other take the time of the others.
+export OMP_NUM_THREADS=1
 
 failed=
 niceness=0
