@@ -79,6 +79,9 @@ def main(
     mem_fraction: Annotated[float, typer.Option(help="SGLang's --mem-fraction-static.")] = 0.5,
     prefix_memory_gb: Annotated[float | None, typer.Option(help="hybrid_mla's memory for expanded prefixes.")] = None,
     prefix_dtype: Annotated[str, typer.Option(help="hybrid_mla's storage of expanded prefixes.")] = "auto",
+    verify_interval: Annotated[
+        list[int], typer.Option(help="hybrid_mla's steps between shadow checks, 0 for none; give it several times.")
+    ] = [0],  # noqa: B006
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
     steps: Annotated[int, typer.Option(help="Decode steps that are timed.")] = 256,
     repeat: Annotated[int, typer.Option(help="Runs of each; the fastest counts.")] = 2,
@@ -93,15 +96,20 @@ def main(
     console = Console()
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), layers, heads, intermediate)
-        for name in backend:
+        runs = [(name, every) for name in backend for every in (verify_interval if name == "hybrid_mla" else [0])]
+        for name, every in runs:
+            os.environ["SGLANG_HYBRID_MLA_VERIFY_INTERVAL"] = str(every)
             running = Results(measure, name, folder, prompt, batch, options)
             for result in running:
-                results[name, result["prompt"], result["batch"]] = result
-                console.print(f"{name} prompt {result['prompt']} batch {result['batch']}: {result['step_ms']:.3f} ms")
+                shown = f"{name}, checked every {every} steps" if every else name
+                results[shown, result["prompt"], result["batch"]] = result
+                console.print(f"{shown} prompt {result['prompt']} batch {result['batch']}: {result['step_ms']:.3f} ms")
                 if out is not None:
                     case = {"prompt": result["prompt"], "concurrency": result["batch"], "heads": heads}
                     if name == "hybrid_mla":
                         case["dtype"] = "fp8" if prefix_dtype == "fp8_e4m3" else "bf16"
+                    if every:
+                        case["verify_interval"] = every
                     write_record(
                         out,
                         bench="serving",
