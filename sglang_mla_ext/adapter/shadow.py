@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
 ROWS = 64
-"""Query tokens that are checked at a time: 10 MiB at 128 heads in BF16."""
+"""Query tokens that are checked at a time: 11 MiB at 128 heads in BF16."""
 
 BOUND, BOUND_FP8 = 0.03, 0.15
 """Relative errors of a row above which it is wrong: several times what rounding does to rows of BF16 and of FP8 (docs/

@@ -27,6 +27,7 @@ from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expand_prefix import expand_prefix
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, FP8_MAX, ExpandedBuffers, scale_bounds
+from sglang_mla_ext.kernels.watch import Watch, Watched
 
 DEVICE = "cuda"
 HEADS, RANK, DN, DR, DV = 2, 512, 128, 64, 128
@@ -117,7 +118,11 @@ def attention_error(dtype: torch.dtype, portable: bool, sizes: tuple[int, ...]) 
     attention.plan(groups)
     attention.run(0, on_device[..., :DN], on_device[..., DN:], SCALE)
     out, lse = tail_out.to(DEVICE), tail_lse.to(DEVICE)
-    attention.merge(out, lse, out, lse)
+    watch = Watch(max_rows=first, heads=HEADS, columns=RANK + DR, dv=DV, dtype=torch.bfloat16, device=DEVICE)
+    watch.look_at(0, 0)
+    absorbed = torch.randn(first, HEADS, RANK).bfloat16().to(DEVICE)
+    attention.merge(out, lse, out, lse, watched=Watched(watch, 0, absorbed, on_device[..., DN:]))
+    assert torch.equal(watch.out, out) and torch.equal(watch.query[..., :RANK], absorbed)
     assert (lse.cpu() - expected_lse).abs().max() < (5e-2 if dtype == FP8 and not portable else 1e-3)
     return reference.errors(out.cpu(), expected).rel_l2
 
