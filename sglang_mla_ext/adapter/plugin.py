@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter import contract, dp_routing, limits, status_routes, versions
 from sglang_mla_ext.adapter.cpu import standins
-from sglang_mla_ext.options import HybridMLAOptions, add_flags, flags_to_env
+from sglang_mla_ext.options import HybridMLAOptions, OptionError, add_flags, flags_to_env
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -54,6 +56,21 @@ def _after_add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
 
 def _before_from_cli_args(cls: type[ServerArgs], args: argparse.Namespace) -> None:
     flags_to_env(args)
+    if not isinstance(sys.excepthook, _Refusals):
+        sys.excepthook = _Refusals(sys.excepthook)
+
+
+class _Refusals:
+    """Of a launch from the command line: if nobody catches a refusal, its message is printed alone."""
+
+    def __init__(self, otherwise: Callable[..., None]) -> None:
+        self._otherwise = otherwise
+
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if isinstance(error, OptionError | contract.ContractError):
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            self._otherwise(kind, error, traceback)
 
 
 def _around_resolution(original: Callable[..., None], server_args: ServerArgs, *args: Any, **kwargs: Any) -> None:
