@@ -53,7 +53,8 @@ def test_everything_is_in_them(built: tuple[Path, Path]) -> None:
     archive, wheel = built
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     assert packed == shipped()
-    names = {name.partition("/")[2] for name in tarfile.open(archive).getnames()}
+    with tarfile.open(archive) as packed_source:
+        names = {name.partition("/")[2] for name in packed_source.getnames()}
     assert shipped() <= names
 
 
