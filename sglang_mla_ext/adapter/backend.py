@@ -171,8 +171,11 @@ class HybridMLABackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """A step without a CUDA graph: one without groups needs nothing of what is shared."""
-        if not self._begin_decode(forward_batch, in_graph=False):
-            self._count_rows_as_prefill(forward_batch)
+        with our_part("preparing a step"):
+            begun = self._begin_decode(forward_batch, in_graph=False)
+            if not begun:
+                self._count_rows_as_prefill(forward_batch)
+        if not begun:
             self._stock.backend.init_forward_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:

@@ -269,8 +269,8 @@ class Steps:
                 segment_entry(each, self._chunk_bytes, self._prefixes.latent_bytes)
                 for each in self._prefixes.segments()
             ]
-        except Exception:  # whatever goes wrong in showing it, the server goes on
-            logger.exception("hybrid_mla: the tree of shared segments cannot be shown")
+        except Exception as error:  # what is shared stays so
+            self.counters.fall_back(f"showing the tree of shared segments failed: {type(error).__name__}", error)
             found["segments"] = []
         return found
 
