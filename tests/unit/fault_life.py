@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -84,22 +85,31 @@ class Life:
 
     # ---- what happens
 
-    def until_a_flush(self) -> None:
+    def until_a_flush(self, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Or until the first event after `is_over` says so."""
+        over = False
+        for happens in self._events():
+            happens()
+            if over:
+                return
+            over = is_over()
+
+    def _events(self) -> Iterator[Callable[[], object]]:
         requests = self.server.run(PROMPT + "-a", "else", PROMPT + "-bcd")
-        self.prefill(requests[::2])
-        self.decode(requests, 3)
-        self.server.scheduler.get_internal_state(None)
-        self.weights_change()
-        self.decode(requests, 3)
-        self.prefill(requests[::2])
-        self.load_from_the_host()
-        self.decode(requests, 2)
-        self.sleep()
-        self.decode(requests, 3)
+        yield lambda: self.prefill(requests[::2])
+        yield lambda: self.decode(requests, 2)
+        yield lambda: self.server.scheduler.get_internal_state(None)
+        yield self.weights_change
+        yield lambda: self.decode(requests, 2)
+        yield self.load_from_the_host
+        yield lambda: self.decode(requests, 1)
+        yield self.sleep
+        yield lambda: self.decode(requests, 2)
         self.server.tree.finish(*requests)
-        self.server.scheduler.on_idle()
-        self.flush()
-        self.decode(self.server.run(PROMPT + "-x", PROMPT + "-y", "more"), 3)
+        yield self.server.scheduler.on_idle
+        yield self.flush
+        later = self.server.run(PROMPT + "-x", PROMPT + "-y")
+        yield lambda: self.decode(later, 2)
 
     def until_it_shares(self) -> None:
         """With new requests: in decode steps, and in prefill."""

@@ -7,8 +7,9 @@ and line. `Watch` lists the places that run, `Fault` makes one of them fail.
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
@@ -73,8 +74,14 @@ class Watch:
 
     @property
     def functions(self) -> dict[str, CodeType]:
-        ours = (code for code in self._codes if is_ours(code) and "<" not in code.co_qualname)
+        functions = (code for code in self._codes if code.co_flags & inspect.CO_OPTIMIZED)  # and no class's body
+        ours = (code for code in functions if is_ours(code) and "<" not in code.co_qualname)
         return {name_of(code): code for code in ours}
+
+    @property
+    def places(self) -> dict[str, CodeType | None]:
+        """With the code of functions."""
+        return {**self.functions, **dict.fromkeys(self.operations)}
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -90,6 +97,19 @@ class Watch:
             sys.setprofile(None)
 
 
+Functions = Mapping[CodeType, list[FunctionType]]
+
+
+def functions_of(codes: Collection[CodeType]) -> Functions:
+    """All functions with these codes, whoever has imported them and however."""
+    found: dict[CodeType, list[FunctionType]] = {code: [] for code in codes}
+    for each in gc.get_objects():
+        if type(each) is FunctionType and each.__code__ in found:
+            found[each.__code__].append(each)
+    assert all(found.values()), [name_of(code) for code, functions in found.items() if not functions]
+    return found
+
+
 class Fault:
     """One place that fails, once or for good, until it is lifted.
 
@@ -97,27 +117,32 @@ class Fault:
         strikes: how often it has failed.
     """
 
-    def __init__(self, place: str, code: CodeType | None, *, once: bool) -> None:
+    def __init__(self, place: str, code: CodeType | None, functions: Functions, *, once: bool) -> None:
         """
         Args:
             code: of the function; None for an operation.
         """
         self._place, self._code, self._once = place, code, once
+        self._functions = functions[code] if code is not None else []
+        self._lifted = False
         self.strikes = 0
-        self._functions: list[FunctionType] = []
 
     @contextmanager
     def on(self) -> Iterator[None]:
-        """The fault is there until the end of the context, or until it is lifted."""
+        """The fault is there until it is lifted, at the latest at the end of the context."""
         global _struck
         if self._code is None:
-            self._lifted = False
             with _Operations(self._operation):
                 yield
             return
         _struck = self._strike
-        with replaced(self._code) as self._functions:
+        failing = _fails.__code__.replace(co_freevars=self._code.co_freevars, co_name=self._code.co_name)
+        for function in self._functions:
+            function.__code__ = failing
+        try:
             yield
+        finally:
+            self.lift()
 
     def lift(self) -> None:
         self._lifted = True
@@ -139,18 +164,3 @@ def _fails(*args: Any, **kwargs: Any) -> Any:
     import faults
 
     faults._struck()
-
-
-@contextmanager
-def replaced(code: CodeType) -> Iterator[list[FunctionType]]:
-    """All functions with this code fail: whoever has imported them, and however."""
-    functions = [each for each in gc.get_referrers(code) if isinstance(each, FunctionType) and each.__code__ is code]
-    assert functions, f"{name_of(code)} cannot be replaced"
-    failing = _fails.__code__.replace(co_freevars=code.co_freevars, co_name=code.co_name)
-    for function in functions:
-        function.__code__ = failing
-    try:
-        yield functions
-    finally:
-        for function in functions:
-            function.__code__ = code
