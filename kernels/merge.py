@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .constants import LN2, LOG2E
 from .partials import FIRSTS, PartialTable
+from .watch import WATCH_ARGUMENTS, Watched, copy_watched
 
 NUM_WARPS = 4
 LARGE = 1 << 20
@@ -109,7 +110,7 @@ def _sum_partials(
 
 # Tables may be parts of work lists, which start anywhere.
 @triton.jit(
-    do_not_specialize=["max_rows", "more_max_rows"],
+    do_not_specialize=["max_rows", "more_max_rows", "number"],
     do_not_specialize_on_alignment=["table_ptr", "more_table_ptr"],
 )
 def merge_kernel(
@@ -132,7 +133,21 @@ def merge_kernel(
     out_head,
     lse_row,
     lse_head,
+    number,  # this and what follows to rope_head: see copy_watched; not read unless WATCH
+    target_ptr,
+    watch_query_ptr,
+    watch_out_ptr,
+    watch_rows,
+    q_ptr,
+    rope_ptr,
+    query_heads,
+    q_row,
+    q_head,
+    rope_row,
+    rope_head,
     DV: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     SPLITS: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -140,6 +155,7 @@ def merge_kernel(
     IN_PLACE: tl.constexpr,
     OUT_IN_PARTIALS: tl.constexpr,
     WRITE_LSE: tl.constexpr,
+    WATCH: tl.constexpr,
     FIRSTS: tl.constexpr,
     LN2: tl.constexpr,
     LOG2E: tl.constexpr,
@@ -196,6 +212,12 @@ def merge_kernel(
             tl.store(lse_ptrs, lse, mask=in_heads)
     elif WRITE_LSE:
         tl.store(lse_ptrs, tail_lse, mask=in_heads)
+    if WATCH:
+        result_ptrs = out_ptr + row64 * out_row + (head * out_head)[:, :, None] + dim
+        copy_watched(
+            result_ptrs, in_heads, number, row * heads + head, target_ptr, watch_query_ptr, watch_out_ptr,
+            watch_rows, q_ptr, rope_ptr, query_heads, q_row, q_head, rope_row, rope_head, RANK, ROPE, DV,
+        )  # fmt: skip
 
 
 def merge(
@@ -208,6 +230,7 @@ def merge(
     lse: Tensor | None = None,
     more: PartialTable | None = None,
     out_in_partials: bool = False,
+    watched: Watched | None = None,
 ) -> Tensor:
     """Merge tails and partials into `out`, which may be `tail_out`, and `lse`, which may be `tail_lse`.
 
@@ -221,6 +244,8 @@ def merge(
         out_in_partials: there are no tails, and `out` is `partial_out[first : first + T]` for some `first`. A row with
             one partial in `table` and none in `more` has it at `first + row`: its output is where it belongs already,
             and only its lse is written.
+        watched: whose query and result to copy, if its layer is watched. Its queries are `[T', H', ..]` with
+            `T' · H' == T · H`: a row here may have the heads of several query tokens.
     Returns:
         `out`; rows with no key at all are 0 and -inf.
     Raises:
@@ -255,6 +280,7 @@ def merge(
     same_memory = out.data_ptr() == tail_out.data_ptr() and out.stride() == tail_out.stride()
     shape = shape_for(rows, heads, dv)
     second = more or table
+    watching = watched.kernel_arguments(rows * heads, dv) if watched else dict.fromkeys(WATCH_ARGUMENTS, 0)
     merge_kernel[(rows, triton.cdiv(heads, shape.heads))](
         tail_out,
         tail_lse,
@@ -275,6 +301,7 @@ def merge(
         out.stride(1),
         written_lse.stride(0),
         written_lse.stride(1),
+        **watching,
         DV=dv,
         BLOCK_HEADS=shape.heads,
         SPLITS=shape.splits,
@@ -283,6 +310,7 @@ def merge(
         OUT_IN_PARTIALS=out_in_partials,
         IN_PLACE=same_memory and out.dtype == tail_out.dtype,
         WRITE_LSE=lse is not None,
+        WATCH=watched is not None,
         FIRSTS=FIRSTS,
         LN2=LN2,
         LOG2E=LOG2E,

@@ -6,8 +6,9 @@ One name for one thing: a key of `/server_info`'s `hybrid_mla` entry is the metr
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from sglang_mla_ext.prefix.segments import Segment
 
 logger = logging.getLogger(__name__)
+
+SHADOW_ERRORS = (1e-5, 1e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 3e-2, 5e-2, 0.1, 0.15, 0.3, 1.0)
+"""Bounds of the histogram's buckets; those of the shadow check are among them."""
 
 
 @dataclass
@@ -41,6 +45,8 @@ class Counters:
         max_depth: the most groups that a request was in so far, one below the other.
         shared_tokens_read: prefix tokens that groups read, once for each group and step.
         shared_tokens_saved: prefix tokens that the groups' other requests did not have to read again.
+        shadow_checks: steps that the shadow check computed again (`--hybrid-mla-verify-interval`).
+        shadow_failures: of these, steps that were not what plain absorb gives.
         forward_passes: of any kind, whether or not there was anything to plan.
         plan_seconds: the host's time for planning them.
     """
@@ -60,6 +66,8 @@ class Counters:
     max_depth: int = 0
     shared_tokens_read: int = 0
     shared_tokens_saved: int = 0
+    shadow_checks: int = 0
+    shadow_failures: int = 0
     forward_passes: int = 0
     plan_seconds: float = 0.0
 
@@ -144,7 +152,7 @@ class Metrics:
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         # Imported here because SGLang sets prometheus_client's multi-process folder before this, not at import.
-        from prometheus_client import Gauge
+        from prometheus_client import Gauge, Histogram
 
         def gauge(name: str, help: str, *extra_labels: str) -> Gauge:
             return Gauge(f"sglang:hybrid_mla_{name}", help, [*labels, *extra_labels], multiprocess_mode="mostrecent")
@@ -163,10 +171,18 @@ class Metrics:
             for name in asdict(Counters())
             if name != "fallbacks"
         }
+        self._shadow_error = Histogram(
+            "sglang:hybrid_mla_shadow_error",
+            "Relative errors of checked rows, against plain absorb.",
+            list(labels),
+            buckets=SHADOW_ERRORS,
+        ).labels(**labels)
         self._fallbacks = gauge("fallbacks", "Total uses of plain absorb instead of naive, by reason.", "reason")
 
-    def publish(self, info: Mapping[str, Any]) -> None:
-        """Set the metrics from a report."""
+    def publish(self, info: Mapping[str, Any], shadow_errors: Iterable[float] = ()) -> None:
+        """Set the metrics from a report, and add errors of the shadow check."""
+        for error in shadow_errors:
+            self._shadow_error.observe(math.inf if math.isnan(error) else error)  # nan would be in no bucket
         self._values["groups"].labels(**self._labels).set(len(info["groups"]))
         requests = sum(group["requests"] for group in info["groups"] if group["start"] == 0)
         self._values["shared_requests"].labels(**self._labels).set(requests)

@@ -44,6 +44,8 @@ class HybridMLAOptions:
             requests, where heads are few enough for that; `absorb` does neither.
         expand_tokens_per_step: the most tokens expanded before one forward pass, which bounds how long that
             pass waits.
+        verify_interval: every so many decode or verify steps, one layer's shared attention is computed again by plain
+            absorb and compared; 0 never does.
         dp_routing: with several data-parallel ranks, `prefix` keeps prompts that begin alike on one rank, until that
             is busier than the others; `sglang` leaves it to SGLang's --load-balance-method, which does not look at
             prompts.
@@ -73,6 +75,13 @@ class HybridMLAOptions:
     expand_tokens_per_step: int = field(
         default=4096, metadata=_flag("the most prefix tokens expanded before one forward pass")
     )
+    verify_interval: int = field(
+        default=0,
+        metadata=_flag(
+            "every so many decode steps, one layer's shared attention is computed again by plain absorb and compared "
+            "(0: never)"
+        ),
+    )
     dp_routing: str = field(
         default="sglang",
         metadata=_flag(
@@ -95,6 +104,8 @@ class HybridMLAOptions:
             raise OptionError("--hybrid-mla-min-prefix-len must be at least 1.")
         if self.expand_tokens_per_step < 1:
             raise OptionError("--hybrid-mla-expand-tokens-per-step must be at least 1.")
+        if self.verify_interval < 0:
+            raise OptionError("--hybrid-mla-verify-interval must be 0 (never) or more.")
         if self.dp_routing not in DP_ROUTINGS:
             raise OptionError(f"--hybrid-mla-dp-routing is {self.dp_routing!r}; use one of {', '.join(DP_ROUTINGS)}.")
 
@@ -134,6 +145,7 @@ _PARSERS = {
     "min_prefix_len": int,
     "mode": str,
     "expand_tokens_per_step": int,
+    "verify_interval": int,
     "dp_routing": str,
 }
 

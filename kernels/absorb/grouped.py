@@ -30,6 +30,7 @@ from ..memory import Memory, tensor_bytes
 from ..merge import merge
 from ..storage.join_parts import join_parts
 from ..storage.page_table import fill_page_table
+from ..watch import Watched
 from . import sm90_bf16_absorb
 from .schedule import AbsorbCapacity, LatentSegment, build_segment_work
 from .stacking import TILE_ROWS
@@ -210,13 +211,16 @@ class GroupedAbsorb(ABC):
             fill_page_table(table, req_to_token, leaders, self._lens[:segments], self._starts[:segments])
         schedule_tails(tail_lens, self._tail_work, self._tail_partials, self._tail_capacity, self._table)
 
-    def run(self, q_absorbed: Tensor, q_rope: Tensor, cache: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    def run(
+        self, q_absorbed: Tensor, q_rope: Tensor, cache: Tensor, softmax_scale: float, watched: Watched | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Attend.
 
         Args:
             q_absorbed: `[rows, heads, kv_lora_rank]`, `q_nope` times `w_kc`; q_rope: `[rows, heads, qk_rope_head_dim]`;
                 rows as planned, last axis contiguous, any other strides.
             cache: of a layer; see the subclass.
+            watched: what to look at, see watch.py.
         Returns:
             `out [rows, heads, kv_lora_rank]`, valid until the next run, and `lse [rows, heads]` float32, natural log,
             over tail and segments; 0 and -inf for a row without keys.
@@ -240,6 +244,7 @@ class GroupedAbsorb(ABC):
                 lse,
                 more=self._segment_partials,
                 out_in_partials=True,
+                watched=watched,
             )
         return out.view(rows, heads, self._rank), lse.view(rows, heads)
 

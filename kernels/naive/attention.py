@@ -28,6 +28,7 @@ from ..memory import Memory, tensor_bytes
 from ..merge import merge
 from ..reference import attention as reference
 from ..storage.expanded import ExpandedBuffers
+from ..watch import Watched
 from . import triton_naive
 from .schedule import ExpandedSegment, WorkList, WorkListCapacity, build_work_list
 from .tiles import LARGEST_TILE, Tile, best_tile, launched_tiles
@@ -71,7 +72,13 @@ class SharedAttention(Protocol):
         ...
 
     def merge(
-        self, tail_out: Tensor, tail_lse: Tensor, out: Tensor, lse: Tensor | None = None, plan: Any = None
+        self,
+        tail_out: Tensor,
+        tail_lse: Tensor,
+        out: Tensor,
+        lse: Tensor | None = None,
+        plan: Any = None,
+        watched: Watched | None = None,
     ) -> Tensor:
         """Combine the result of the last run with the private tails.
 
@@ -81,6 +88,7 @@ class SharedAttention(Protocol):
             out: `[T, H, dv]`, written; may be tail_out itself.
             lse: `[T, H]` float32, natural log, written if given; may be tail_lse itself.
             plan: the one of the last run.
+            watched: what to look at, see watch.py.
         Returns:
             `out`. Rows in no segment are the tail's; rows with no key at all are 0 and -inf.
         """
@@ -156,7 +164,13 @@ class TorchSharedAttention:
             begun.update(segment.rows)
 
     def merge(
-        self, tail_out: Tensor, tail_lse: Tensor, out: Tensor, lse: Tensor | None = None, plan: Any = None
+        self,
+        tail_out: Tensor,
+        tail_lse: Tensor,
+        out: Tensor,
+        lse: Tensor | None = None,
+        plan: Any = None,
+        watched: Watched | None = None,
     ) -> Tensor:
         rows = tail_out.shape[0]
         tail_lse = tail_lse.masked_fill(tail_lse == torch.inf, -torch.inf)
@@ -164,6 +178,8 @@ class TorchSharedAttention:
         out.copy_(merged)
         if lse is not None:
             lse.copy_(merged_lse)
+        if watched is not None:
+            watched.copy(out)
         return out
 
 
@@ -314,9 +330,10 @@ class TritonSharedAttention:
         out: Tensor,
         lse: Tensor | None = None,
         plan: DevicePlan | None = None,
+        watched: Watched | None = None,
     ) -> Tensor:
         table = self._capacity.table_of((plan or self._planned).work)
-        return merge(tail_out, tail_lse, self._partial_out, self._partial_lse2, table, out, lse)
+        return merge(tail_out, tail_lse, self._partial_out, self._partial_lse2, table, out, lse, watched=watched)
 
     def _build(self, segments: Sequence[ExpandedSegment], tile: Tile, out: np.ndarray | None = None) -> WorkList:
         _check_chunks(segments, self._buffers.chunks)

@@ -14,8 +14,8 @@ which is a row of its own, and SGLang does not count them in the request's lengt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     from sglang_mla_ext.adapter.latent import LatentAttention
+    from sglang_mla_ext.adapter.stock import Stock
     from sglang_mla_ext.kernels.naive.attention import SharedAttention
 
 READ_FROM_STOCK = (
@@ -57,39 +58,6 @@ METHODS_OF_STOCK = (
     "update_verify_buffers_to_fill_after_draft",
 )
 """Attributes and methods of the interface that have a default, and that the stock backend may answer otherwise."""
-
-
-class Stock(Protocol):
-    """What is asked of SGLang's own backend beside its interface.
-
-    Attributes:
-        backend: SGLang's.
-        decodes: whether it can read the pool, and so decode.
-    """
-
-    backend: AttentionBackend
-    decodes: bool
-
-    def extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool,
-    ) -> Any:
-        """A prefill step's attention, of whole queries and keys: `out`, or `(out, lse)` with a natural logarithm where
-        SGLang asks for it."""
-        ...
-
-    def affordable(self, prefix_lens: Sequence[int]) -> int:
-        """Cached tokens that SGLang itself would expand in a prefill step."""
-        ...
-
-    def can_finish(self, prefix_lens: Sequence[int], covered: Sequence[int]) -> bool:
-        """Whether a prefill step can attend to what expanded parts of `covered` tokens leave, and give its lse."""
-        ...
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
@@ -202,12 +170,17 @@ class HybridMLABackend(AttentionBackend):
         if self._sharing:
             shares = self._write_plan(NOTHING_SHARED if in_capture else self._steps.next, requests, needed=in_graph)
             self._sharing = in_graph or shares
+        else:
+            shares = False
         if self._sharing or self._latent_decodes(forward_batch):
             uncounted = self._queries if verifies else 0
             try:
                 self._begin_latent(forward_batch, uncounted)
             except Exception as error:
                 self._begin_again(forward_batch, uncounted, error, in_graph=in_graph, in_capture=in_capture)
+                shares = False
+        if can_share and not in_capture:
+            self._steps.watch_step(shares)
         relay.takes_query = self._sharing and self._shared is not None
         return self._sharing or self._latent_decodes(forward_batch)
 
@@ -229,6 +202,11 @@ class HybridMLABackend(AttentionBackend):
             self._write_plan(NOTHING_SHARED, forward_batch.batch_size, needed=True)
         if self._sharing or self._latent_decodes(forward_batch):
             self._begin_latent(forward_batch, uncounted)
+
+    def end_step(self, forward_batch: ForwardBatch) -> None:
+        """The step has been launched."""
+        if self._steps.check_step(forward_batch):
+            self._written = None
 
     def _count_rows_as_prefill(self, forward_batch: ForwardBatch) -> None:
         planned_as = forward_batch._original_forward_mode  # None where it is still that
@@ -347,8 +325,11 @@ class HybridMLABackend(AttentionBackend):
             q, q_rope = q.split([layer.v_head_dim, q.shape[-1] - layer.v_head_dim], dim=-1)
         if not verifies and self._queries > 1:
             return self._decode_one(q, q_rope, layer)
-        out, lse = self._latent.run(layer.layer_id, q, q_rope, layer.scaling)
+        shadow = self._steps.shadow if self._sharing else None
+        watched = shadow.watched(layer.layer_id, q, q_rope) if shadow is not None else None
+        out, lse = self._latent.run(layer.layer_id, q, q_rope, layer.scaling, watched if self._shared is None else None)
         if relay.takes_query:
+            relay.watched = watched
             self._attend_shared(q_rope, lse, layer)
         return out.reshape(len(q), -1)
 
@@ -397,7 +378,8 @@ class HybridMLABackend(AttentionBackend):
         with our_part("merging"):
             per_head = tail_out.view(tail_out.shape[0], self._heads, -1)
             tail_lse, relay.tail_lse = relay.tail_lse, None
-            self._shared.merge(per_head, tail_lse, per_head)
+            watched, relay.watched = relay.watched, None
+            self._shared.merge(per_head, tail_lse, per_head, watched=watched)
             return tail_out
 
 

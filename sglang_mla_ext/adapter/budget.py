@@ -11,6 +11,7 @@ import torch
 from sglang_mla_ext.adapter import versions
 from sglang_mla_ext.adapter.latent import LatentAttention, LatentSizes
 from sglang_mla_ext.adapter.layer import attention_layers
+from sglang_mla_ext.adapter.shadow import ShadowCheck
 from sglang_mla_ext.adapter.steps import MAX_ROWS
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.dispatch import multiprocessors
@@ -96,7 +97,10 @@ def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -
         programs=multiprocessors(device),
         queries=queries,
     )
-    return latent_kind(fp8).workspace_bytes_for(sizes)
+    taken = latent_kind(fp8).workspace_bytes_for(sizes)
+    if options.verify_interval:
+        taken += ShadowCheck.workspace_bytes_for(layer, configurator.model_dtype, queries)
+    return taken
 
 
 def latent_kind(fp8: bool) -> type[LatentAttention]:

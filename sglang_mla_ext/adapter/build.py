@@ -9,14 +9,16 @@ import torch
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter import versions
-from sglang_mla_ext.adapter.backend import HybridMLABackend, Stock
+from sglang_mla_ext.adapter.backend import HybridMLABackend
 from sglang_mla_ext.adapter.budget import max_requests, max_rows, max_tokens, needs_latent, tries_grouped
 from sglang_mla_ext.adapter.expander import Expander, temporary_bytes
 from sglang_mla_ext.adapter.host_cache import wait_for_layer
 from sglang_mla_ext.adapter.latent import LatentAttention
 from sglang_mla_ext.adapter.layer import attention_layers, merge_before_o_proj
 from sglang_mla_ext.adapter.prefill import PrefillPlan
+from sglang_mla_ext.adapter.shadow import ShadowCheck
 from sglang_mla_ext.adapter.steps import MAX_ROWS, PrefillSharing, Steps
+from sglang_mla_ext.adapter.stock import Stock
 from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8, MAX_SEGMENTS, SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
 from sglang_mla_ext.kernels.memory import Memory
@@ -69,6 +71,8 @@ def build(
     expanding = None
     if options.may_expand:
         taken_bytes = latent.workspace_bytes
+        if options.verify_interval:
+            taken_bytes += ShadowCheck.workspace_bytes_for(layers[0], runner.dtype, queries)
         expanding = make_expanding(runner, layers, cost, prefix_dtype, budget_bytes, taken_bytes, counters, memory)
     buffers, shared, expander = expanding or (None, None, None)
     pool = ExpandedPool(buffers.chunks if buffers else 0, CHUNK_TOKENS)
@@ -107,6 +111,28 @@ def build(
         chunk_bytes=buffers.bytes // buffers.chunks if buffers else 0,
         queries=queries,
     )
+    if options.verify_interval and (shared is not None or latent.grouped_page is not None):
+        fp8 = FP8 in (prefix_dtype, latent_dtype(runner))
+        if ShadowCheck.can_check(layers[0], runner.dtype):
+            steps.shadow = ShadowCheck(
+                options.verify_interval,
+                layers,
+                latent,
+                prefixes.ranges,
+                in_latent_space=shared is None,
+                dtype=runner.dtype,
+                device=runner.device,
+                fp8=fp8,
+                queries=queries,
+                memory=memory,
+            )
+            try:
+                steps.shadow.try_out()
+            except Exception as error:
+                steps.shadow = None
+                counters.fall_back(f"no shadow check, it does not run here: {type(error).__name__}", error)
+        else:
+            counters.fall_back("no shadow check: this form of the model's weights is DeepGEMM's alone")
     smallest = smallest_group(cost, options, shared, latent, context_len, step_requests)
     sharing = range(smallest, step_requests + 1) if smallest is not None else range(0)
     steps.description = describe(options, budget_bytes, buffers, latent, smallest)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from sglang_mla_ext.adapter.backend import HybridMLABackend
     from sglang_mla_ext.adapter.steps import Steps
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class _Worker:
     budget_bytes: int | None = None
     pool: KVCache | None = None
     memory: Memory | None = None
+    backend: HybridMLABackend | None = None
     steps: Steps | None = None
     scheduler: Scheduler | None = None
     metrics: Metrics | None = None
@@ -118,6 +120,7 @@ def install() -> None:
         f"{_WEIGHTS}.resume_memory_occupation": after_resume_memory,
         f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes": after_profile_bytes,
         f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new": after_forward_batch,
+        f"{_SRT}.model_executor.model_runner.ModelRunner.forward": after_forward,
         f"{_SRT}.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
             latent_pool.after_cell_size
         ),
@@ -190,8 +193,9 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
 
     worker.pool = runner.token_to_kv_pool
     worker.memory = Memory(versions.memory_region(runner))
-    backend, worker.steps = build(runner, HybridMLAOptions.from_env(), worker.budget_bytes, worker.memory)
-    return backend
+    options = HybridMLAOptions.from_env()
+    worker.backend, worker.steps = build(runner, options, worker.budget_bytes, worker.memory)
+    return worker.backend
 
 
 def after_profile_bytes(available: int, configurator: KVCacheConfigurator, *args: Any, **kwargs: Any) -> int:
@@ -234,6 +238,12 @@ def after_forward_batch(
         forward_batch.extend_seq_lens_cpu or (),
     )
     _publish_metrics()
+
+
+@_guarded("checking a step")
+def after_forward(output: Any, runner: ModelRunner, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+    if worker.backend is not None and not runner.is_draft_worker:
+        worker.backend.end_step(forward_batch)
 
 
 def _other_requests(scheduler: Scheduler) -> list[Req]:
@@ -305,4 +315,4 @@ def _publish_metrics() -> None:
     now = time.monotonic()
     if worker.metrics is not None and worker.steps is not None and now - worker.metrics_time > METRICS_INTERVAL_S:
         worker.metrics_time = now
-        worker.metrics.publish(worker.steps.report())
+        worker.metrics.publish(worker.steps.report(), worker.steps.take_shadow_errors())

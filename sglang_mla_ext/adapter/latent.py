@@ -14,6 +14,7 @@ from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.constants import MAX_SEGMENTS, PAGE_TOKENS, SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.dispatch import fill_page_table
 from sglang_mla_ext.kernels.memory import Memory, tensor_bytes
+from sglang_mla_ext.kernels.watch import Watched
 
 META = torch.device("meta")
 
@@ -108,11 +109,19 @@ class LatentAttention(Protocol):
         """
         ...
 
-    def run(self, layer_id: int, q_absorbed: Tensor, q_rope: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    def run(
+        self,
+        layer_id: int,
+        q_absorbed: Tensor,
+        q_rope: Tensor,
+        softmax_scale: float,
+        watched: Watched | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """
         Args:
             q_absorbed: `[rows, heads, kv_lora_rank]`; q_rope: `[rows, heads, qk_rope_head_dim]`; any strides of rows
                 and heads.
+            watched: what to look at, see kernels/watch.py; where there is no grouped absorb, nothing is.
         Returns:
             `out [rows, heads, kv_lora_rank]`, valid until the next run, and `lse [rows, heads]` float32, natural log;
             0 and -inf for a row without keys.

@@ -21,6 +21,7 @@ from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
 from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.kernels.dispatch import grouped_absorb_bytes, make_grouped_absorb, whole_query
 from sglang_mla_ext.kernels.memory import Memory, tensor_bytes
+from sglang_mla_ext.kernels.watch import Watched
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
@@ -128,9 +129,16 @@ class FlashMLALatent:
         self._metadata.copy_(metadata)
         self._num_splits[: requests + 1].copy_(num_splits)
 
-    def run(self, layer_id: int, q_absorbed: Tensor, q_rope: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    def run(
+        self,
+        layer_id: int,
+        q_absorbed: Tensor,
+        q_rope: Tensor,
+        softmax_scale: float,
+        watched: Watched | None = None,
+    ) -> tuple[Tensor, Tensor]:
         if self._grouped is not None:
-            return self._grouped.run(q_absorbed, q_rope, self._pages(layer_id), softmax_scale)
+            return self._grouped.run(q_absorbed, q_rope, self._pages(layer_id), softmax_scale, watched)
         requests = len(q_absorbed) // self._queries
         out, lse = flash_mla_with_kvcache(
             q=whole_query(q_absorbed, q_rope).unflatten(0, (requests, self._queries)),

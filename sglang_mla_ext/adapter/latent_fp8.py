@@ -27,6 +27,7 @@ from sglang_mla_ext.kernels.dispatch import (
 )
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
+from sglang_mla_ext.kernels.watch import Watched
 
 if TYPE_CHECKING:
     from sglang_mla_ext.adapter.latent_pool import LatentPool
@@ -142,10 +143,17 @@ class FP8Latent:
         if requests <= self._max_at_once:
             self._absorb.begin_step(self._tails.lens[:requests], self._tails.table[:requests])
 
-    def run(self, layer_id: int, q_absorbed: Tensor, q_rope: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    def run(
+        self,
+        layer_id: int,
+        q_absorbed: Tensor,
+        q_rope: Tensor,
+        softmax_scale: float,
+        watched: Watched | None = None,
+    ) -> tuple[Tensor, Tensor]:
         pool = self._pool.rows(layer_id)
         if self._stacked:
-            return self._grouped.run(q_absorbed, q_rope, pool, softmax_scale)
+            return self._grouped.run(q_absorbed, q_rope, pool, softmax_scale, watched)
         rows, dtype, device = len(q_absorbed), q_absorbed.dtype, q_absorbed.device
         requests = rows // self._queries
         at_once = requests <= self._max_at_once

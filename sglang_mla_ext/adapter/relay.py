@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from sglang_mla_ext.kernels.watch import Watched
+
 
 @dataclass
 class Relay:
@@ -26,6 +28,7 @@ class Relay:
         takes_query: whether the step attends to expanded prefixes, so that the layers' queries are needed.
         q_nope: `[rows, heads, qk_nope_head_dim]`, the query of the layer that runs now, before absorption.
         tail_lse: `[rows, heads]` float32, natural log, of the layer whose shared part is still to be merged.
+        watched: what is to be looked at in that merge, if anything ever is.
         prefill: the plan of the prefill step that comes next (prefill.PrefillPlan), if it attends to expanded prefixes.
         prefill_lens: `[requests]` the cached tokens of that step: SGLang's own list, by which the step is known.
     """
@@ -34,13 +37,14 @@ class Relay:
     takes_query: bool = False
     q_nope: Tensor | None = None
     tail_lse: Tensor | None = None
+    watched: Watched | None = None
     prefill: object | None = None
     prefill_lens: Sequence[int] | None = None
 
     def clear(self) -> None:
         """Forget what is of a forward pass: another one begins, of this model or of its draft."""
         self.takes_query = False
-        self.q_nope = self.tail_lse = self.prefill = self.prefill_lens = None
+        self.q_nope = self.tail_lse = self.watched = self.prefill = self.prefill_lens = None
 
 
 relay = Relay()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     from sglang_mla_ext.adapter.expander import Expander
+    from sglang_mla_ext.adapter.shadow import ShadowCheck
     from sglang_mla_ext.adapter.versions import TreeView
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,9 @@ logger = logging.getLogger(__name__)
 MAX_ROWS = 1024
 """Rows, which are query tokens, of one run of the attention: fills the GPU, and bounds the partial results' memory.
 Batches with more decode by plain absorb; prefill takes as many runs as it needs."""
+
+KEPT_ERRORS = 4096
+"""Errors of the shadow check that wait for the metrics."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 64, 1 << 16
 """Forward passes without sharing after a failure; twice as many after every further one that comes before a decode step
@@ -105,6 +110,7 @@ class Steps:
 
     Attributes:
         next: of the decode or verify step that comes next.
+        shadow: None where nothing is checked.
         description: what can be shared here, in one line for the log.
     """
 
@@ -143,6 +149,8 @@ class Steps:
         self._reached = False  # whether a plan that shares something has reached the device since the last pass
         self._stale = False  # whether what is expanded is still to be forgotten
         self._clear_memory: Callable[[], None] | None = None  # still to be called
+        self.shadow: ShadowCheck | None = None
+        self._shadow_errors: deque[float] = deque(maxlen=KEPT_ERRORS)
         self._planned = Plan(0), NOTHING_SHARED  # the last plan, and what was made of it
 
     def attach(self, tree: TreeView) -> None:
@@ -183,6 +191,7 @@ class Steps:
             pass
         elif not mode.is_idle():
             try:
+                self._judge()
                 if decodes:  # SGLang counts a verify step as prefill, too
                     if self._shares and verifies == (self._queries > 1):
                         plan = self._plan_decode(reqs)
@@ -196,6 +205,60 @@ class Steps:
         if decodes:
             self.counters.count_step(plan, verifies=verifies)
         self.counters.count_pass(time.perf_counter() - begin)
+
+    def watch_step(self, shares: bool) -> None:
+        """A decode or verify step is about to be launched. Raises nothing.
+
+        Args:
+            shares: whether it shares anything.
+        """
+        if self.shadow is not None:
+            try:
+                self.shadow.begin_step(shares)
+            except Exception as error:
+                self.fail("the shadow check", error)
+
+    def check_step(self, batch: Any) -> bool:
+        """A step has been launched, SGLang's ForwardBatch of which this is; whether what was planned for attention to
+        latents was overwritten. Raises nothing."""
+        if self.shadow is None:
+            return False
+        try:
+            return self.shadow.end_step(batch)
+        except Exception as error:
+            self.fail("the shadow check", error)
+            return True
+
+    def take_shadow_errors(self) -> list[float]:
+        """Errors of rows that the shadow check found since this was last asked."""
+        errors = list(self._shadow_errors)
+        self._shadow_errors.clear()
+        return errors
+
+    def _judge(self) -> None:
+        """What the last shadow check has found, when that is known."""
+        finding = self.shadow.finding() if self.shadow is not None else None
+        if finding is None:
+            return
+        self.counters.shadow_checks += 1
+        self._shadow_errors.extend(finding.errors)
+        if not finding.wrong:
+            return
+        self.counters.shadow_failures += 1
+        logger.warning(
+            "hybrid_mla: the shadow check found layer %d wrong for %d requests: relative errors up to %.3g, %g is the "
+            "bound. No longer shared: %s",
+            finding.layer,
+            len(finding.wrong),
+            max(finding.errors, key=lambda error: (error != error, error)),  # nan is the worst
+            finding.bound,
+            "; ".join(
+                f"tokens [{each.start}, {each.end}) of {len(each.requests)} requests ({each.mode.value})"
+                for each in finding.suspects
+            )
+            or "nothing, the wrong ones shared nothing",
+        )
+        self._prefixes.distrust(finding.suspects)
 
     def fail(self, what: str, error: BaseException, clear_memory: Callable[[], None] | None = None) -> None:
         """Something of ours has failed: forget what is expanded, and plan nothing for a while.
@@ -247,6 +310,8 @@ class Steps:
         """Drop everything that is expanded, as when the cache was flushed."""
         self._forget_plans()
         self._prefixes.forget()
+        if self.shadow is not None:
+            self.shadow.forget()
 
     def weights_change(self) -> None:
         """The model's weights are about to change."""

@@ -253,6 +253,7 @@ _STEP = (
         """,
         "building the backend",
     ),
+    *_function("model_executor.model_runner.ModelRunner.forward", "self forward_batch", "the shadow check"),
     *_function(
         f"{_MHA_BATCH}.prepare_chunked_prefix_cache_info",
         "self device",

@@ -293,6 +293,10 @@ class ExpandedPool:
         """Forget everything; returns how many chunks that were."""
         return sum(self._drop_node(node) for node in list(self._owned))
 
+    def drop(self, nodes: Iterable[Hashable]) -> int:
+        """Forget what these nodes own; returns how many chunks that were."""
+        return sum(self._drop_node(node) for node in nodes if node in self._owned)
+
     def _drop_node(self, node: Hashable) -> int:
         chunks = list(self._owned[node].chunks.values())
         for chunk in chunks:

@@ -45,6 +45,22 @@ class ExpandedGroup(NamedTuple):
     chunks: tuple[int, ...]
 
 
+class SharedRange(NamedTuple):
+    """A group of the last decode step, as what it shares.
+
+    Attributes:
+        requests: rows of the step, ascending.
+        start, end: tokens of their common prefix.
+        nodes: of the tree, in which these tokens are.
+    """
+
+    requests: tuple[int, ...]
+    start: int
+    end: int
+    mode: Mode
+    nodes: tuple[Hashable, ...]
+
+
 class Expander(Protocol):
     """Computes keys and values of a prefix."""
 
@@ -91,6 +107,8 @@ class SharedPrefixes:
         self._tree: Tree | None = None
         self._plan = Plan(0)
         self._groups: tuple[ExpandedGroup, ...] = ()
+        self._runs: Runs | None = None  # that the plan is of
+        self._distrusted: set[Hashable] = set()
         self._planned_for: tuple[int, Hashable] | None = None
         self._held: object = None
         self._expanding = False
@@ -117,6 +135,25 @@ class SharedPrefixes:
         """The tree that the last decode step shared, and what is expanded besides; changes nothing."""
         chunks = [group.chunks for group in self._groups]
         return segments(self._plan, chunks, self._pool, self._tree, self._numbers)
+
+    def ranges(self) -> tuple[int, list[SharedRange]]:
+        """Of the last decode step, its requests and what they shared."""
+        found = []
+        for group in self._plan.groups:
+            run = self._runs[group.run]
+            begins = (run.start, *run.ends)
+            reached = zip(run.nodes, begins, run.ends, strict=False)
+            nodes = tuple(node for node, begin, end in reached if begin < group.end and end > group.start)
+            found.append(SharedRange(group.rows, group.start, group.end, group.mode, nodes))
+        return self._plan.num_rows, found
+
+    def distrust(self, ranges: Sequence[SharedRange]) -> None:
+        """Share these tokens and what follows them no more, until the cache is flushed or they have left it. Of a node
+        that is split later, the upper part is trusted again."""
+        nodes = {node for each in ranges for node in each.nodes}
+        self._distrusted |= nodes
+        self._counters.evictions += self._pool.drop(nodes)
+        self._planned_for = None
 
     def attach(self, tree: Tree) -> None:
         """Give it the tree, which SGLang builds after the attention backend."""
@@ -212,10 +249,11 @@ class SharedPrefixes:
     def forget(self) -> None:
         """Drop everything: the cache was flushed, or the weights changed."""
         self._counters.evictions += self._pool.drop_all()
+        self._distrusted.clear()
         self._clear_plan()
 
     def _clear_plan(self) -> None:
-        self._plan, self._groups, self._planned_for, self._held = Plan(0), (), None, None
+        self._plan, self._groups, self._runs, self._planned_for, self._held = Plan(0), (), None, None, None
         if self._tree is not None:
             self._tree.forget()
         self.tokens_without_memory = 0
@@ -228,6 +266,9 @@ class SharedPrefixes:
         self._counters.evictions += self._pool.follow(self._tree)
         if not tree.complete:
             self._counters.fall_back("the tree is too deep to be searched in one step")
+        if self._distrusted:
+            self._distrusted = {node for node in self._distrusted if self._tree.is_attached(node)}
+            tree = tree.without(self._distrusted)
         return tree
 
     def _gains(self, cost: CostModel, step_tokens: int = 0) -> Gains:
@@ -259,7 +300,7 @@ class SharedPrefixes:
             groups, dropped = limit_groups(plan_step(runs, ways, expanded, launch), runs, self._capacity)
         if dropped:
             self._counters.fall_back("more groups than a step has room for")
-        self._plan = Plan(runs.num_rows, tuple(groups))
+        self._plan, self._runs = Plan(runs.num_rows, tuple(groups)), runs
         size = self._pool.chunk_tokens
         self._groups = tuple(
             ExpandedGroup(

@@ -8,7 +8,7 @@ objects, which are only passed through here.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 
@@ -33,6 +33,14 @@ class SharedTree:
     ends: Sequence[int]
     deepest: Sequence[int]
     complete: bool = True
+
+    def without(self, nodes: Collection[Hashable]) -> SharedTree:
+        """As if requests held none of these nodes, nor any below them."""
+        above: list[int] = []  # of each node: itself or the last one above it that is left, -1 for none
+        for index, (node, parent) in enumerate(zip(self.nodes, self.parents, strict=True)):
+            left = parent < 0 or above[parent] == parent
+            above.append(index if left and node not in nodes else above[parent] if parent >= 0 else -1)
+        return replace(self, deepest=[above[node] if node >= 0 else -1 for node in self.deepest])
 
 
 class Tree(Protocol):

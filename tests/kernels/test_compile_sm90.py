@@ -186,14 +186,17 @@ def compile_expand(out):
 
 strides = "heads max_rows more_max_rows"
 strides += " tail_row tail_head tail_lse_row tail_lse_head out_row out_head lse_row lse_head"
-def compile_merge(dim, partials, more=False, in_place=True, in_partials=False, write_lse=True, rows=8):
+strides += " number watch_rows query_heads q_row q_head rope_row rope_head"
+watch_ptrs = dict(target_ptr="*i32") | dict.fromkeys("watch_query_ptr watch_out_ptr q_ptr rope_ptr".split(), "*bf16")
+def compile_merge(dim, partials, more=False, in_place=True, in_partials=False, write_lse=True, rows=8, watch=False):
     shape = merge.shape_for(rows, 128, dim)
     return compile_for_hopper(
         merge.merge_kernel,
         dict(partial_out_ptr=f"*{partials}", partial_lse2_ptr="*fp32", table_ptr="*i32", more_table_ptr="*i32")
         | dict(tail_out_ptr="*bf16", tail_lse_ptr="*fp32", out_ptr="*bf16", lse_ptr="*fp32")
-        | dict.fromkeys(strides.split(), "i32"),
-        dict(DV=dim, BLOCK_HEADS=shape.heads, SPLITS=shape.splits,
+        | dict.fromkeys(strides.split(), "i32")
+        | watch_ptrs,
+        dict(DV=dim, RANK=rank, ROPE=dr, WATCH=watch, BLOCK_HEADS=shape.heads, SPLITS=shape.splits,
              UNROLL=shape.unroll, MORE=more, IN_PLACE=in_place, OUT_IN_PARTIALS=in_partials,
              WRITE_LSE=write_lse, FIRSTS=merge.FIRSTS, LN2=merge.LN2, LOG2E=merge.LOG2E),
         num_warps=merge.NUM_WARPS,
@@ -203,6 +206,9 @@ merges = dict(
     merge=compile_merge(dv, "fp32", write_lse=False),
     merge_large=compile_merge(dv, "fp32", write_lse=False, rows=512),
     merge_latent_large=compile_merge(rank, "bf16", in_partials=True, rows=512),
+    merge_watched=compile_merge(dv, "fp32", write_lse=False, watch=True),
+    merge_large_watched=compile_merge(dv, "fp32", write_lse=False, rows=512, watch=True),
+    merge_latent_watched=compile_merge(rank, "bf16", more=True, in_partials=True, watch=True),
     merge_lse=compile_merge(dv, "fp32"),  # prefill
     merge_latent=compile_merge(rank, "bf16", in_place=False),  # not in place
     merge_latent_more=compile_merge(rank, "bf16", more=True, in_partials=True),  # grouped absorb
@@ -345,6 +351,7 @@ ABSORB = [f"absorb{size}" for size in ("64x1", "32x1", "16x1", "8x1", "16x4", "8
 SCHEDULES = [f"schedule_tails{size}" for size in ("16x1", "16x4", "128x8")]
 PRODUCTS = [*NAIVE, *ABSORB, *ABSORB_FP8, *ABSORB_FP8_FEW, "expand_bf16", "expand_fp8"]
 MERGES = ["merge", "merge_large", "merge_latent_large", "merge_lse"]
+MERGES += ["merge_watched", "merge_large_watched", "merge_latent_watched"]
 MERGES += ["merge_latent", "merge_latent_more", "merge_latent_in_place", "merge_latent_fp32"]
 LATENT_ROWS = ["append_latent", "fetch_latent", "fill_page_table", "quantize_query", "join_parts"]
 

@@ -90,6 +90,7 @@ def test_eight_chats_share_a_prefix_and_two_do_not(stock: Reference, hybrid: Ser
     for index, answer in enumerate(actual[:8]):
         assert f"The code of {NAMES[index]} is {codes(3)[index]}." in "".join(answer.tokens)
     assert counted.steps_naive >= 30
+    assert counted.shadow_checks >= 6
     assert counted.expansions == 1
     largest = max((group for groups in seen for group in groups), key=lambda group: group["requests"])
     assert largest["requests"] == 8 and largest["mode"] == "naive" and largest["prefix_len"] > 200

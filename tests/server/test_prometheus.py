@@ -102,6 +102,7 @@ def rules() -> list[dict[str, Any]]:
 REASON = "prefix memory full"
 FIRING: dict[str, dict[str, str]] = {
     "HybridMLAFallsBack": {f'sglang:hybrid_mla_fallbacks{{reason="{REASON}"}}': "0+1x60"},
+    "HybridMLAIsWrong": {"sglang:hybrid_mla_shadow_failures": "0x50 1x10"},
     "HybridMLASharesNothing": {
         "sglang:hybrid_mla_steps_absorb": "0+500x60",
         "sglang:hybrid_mla_steps_naive": "7x60",
@@ -123,6 +124,7 @@ FIRING: dict[str, dict[str, str]] = {
 
 QUIET: dict[str, str] = {
     f'sglang:hybrid_mla_fallbacks{{reason="{REASON}"}}': "3x60",
+    "sglang:hybrid_mla_shadow_failures": "0x60",
     "sglang:hybrid_mla_steps_absorb": "0+500x60",
     "sglang:hybrid_mla_steps_naive": "0+500x60",
     "sglang:hybrid_mla_steps_grouped": "0x60",

@@ -284,7 +284,9 @@ class World:
         batch, inputs = self.batch(requests, mode), self.inputs(len(requests), 1 if mode is DECODE else 0)
         self.steps.before_forward(mode, requests, requests)
         self.backend.init_forward_metadata(batch)
-        return self.error(self.forward(batch, inputs, whole), batch, inputs)
+        outs = self.forward(batch, inputs, whole)
+        self.backend.end_step(batch)
+        return self.error(outs, batch, inputs)
 
     def error(
         self, outs: Sequence[Tensor], batch: Any, inputs: Sequence[tuple[Tensor, ...]], requests: int | None = None
@@ -340,6 +342,7 @@ class Graph:
         world.steps.before_forward(world.mode, requests, requests)
         world.backend.init_forward_metadata_out_graph(self.batch)
         self._graph.replay()
+        world.backend.end_step(now)
         return world.error(self.outs, self.batch, self.inputs, len(requests))
 
 

@@ -16,6 +16,7 @@ from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
+from sglang_mla_ext.kernels.watch import Watched
 
 HEADS, RANK, DR, PAGE = 8, 32, 16, 64
 MIB = 1 << 20
@@ -126,7 +127,9 @@ class TorchGrouped:
         self._starts = [start for start in tail_starts[:requests].tolist() for _ in range(queries)]
 
     @opaque
-    def run(self, q_absorbed: Tensor, q_rope: Tensor, cache: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    def run(
+        self, q_absorbed: Tensor, q_rope: Tensor, cache: Tensor, softmax_scale: float, watched: Watched | None = None
+    ) -> tuple[Tensor, Tensor]:
         assert len(q_absorbed) == self._rows
         parts = [
             self._attend(q_absorbed[row, None], q_rope[row, None], cache, self._slots[row][start:], softmax_scale)
@@ -138,6 +141,8 @@ class TorchGrouped:
                 slots = self._slots[segment.rows[0]][segment.start : segment.end]
                 part = self._attend(q_absorbed[row, None], q_rope[row, None], cache, slots, softmax_scale)
                 out[row, None], lse[row, None] = reference.merge(out[row, None], lse[row, None], *part)
+        if watched is not None:
+            watched.copy(out)
         return out, lse
 
     def _attend(

@@ -52,7 +52,7 @@ class Life:
 
     def __init__(self, metrics: Any) -> None:
         self.saver = Saver()
-        self.server = Server(saver=self.saver)
+        self.server = Server(saver=self.saver, verify_interval=2)
         self.server.worker.metrics, self.server.worker.metrics_time = metrics, 0.0
         self.counters = self.server.counters
         torch.manual_seed(1)
@@ -70,10 +70,13 @@ class Life:
                 )
         from sglang.srt.managers.cache_controller import HiCacheController
         from sglang.srt.model_executor import forward_batch_deepseek_mha_mixin as bookkeeping
+        from sglang.srt.model_executor.model_runner import ModelRunner
         from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 
         bookkeeping.get_token_to_kv_pool = lambda: self.server.kv
         self.runner: Any = object.__new__(EagerRunner)
+        self.model: Any = object.__new__(ModelRunner)
+        self.model.is_draft_worker, self.model.run = False, self.runner.execute
         self.loading: Any = object.__new__(HiCacheController)
         self.loading.load_queue = ["rows"]
         self.loading.load_stream = SimpleNamespace(wait_stream=lambda stream: None)
@@ -159,9 +162,7 @@ class Life:
             batch.forward_metadata_ready = False
             inputs = self._inputs(len(requests))
             outs = self._run(batch, inputs, self._decode_layer)
-            slots = [
-                torch.cat([request.slots, batch.out_cache_loc[row, None]]) for row, request in enumerate(requests)
-            ]
+            slots = [torch.cat([request.slots, batch.out_cache_loc[row, None]]) for row, request in enumerate(requests)]
             self._compare(outs, inputs, slots)
 
     def prefill(self, requests: list[Any]) -> None:
@@ -201,7 +202,7 @@ class Life:
             ]
 
         self.runner.run = execute
-        return self.runner.execute(batch)
+        return self.model.forward(batch)
 
     def _decode_layer(self, index: int, layer: Any, batch: Any, q: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
         return self._absorb(index, layer, batch, q, latent, self.server.backend.forward_decode)

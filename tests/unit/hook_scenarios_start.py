@@ -250,7 +250,9 @@ def scenario_metrics_are_published_once_a_second_and_when_idle() -> None:
         def __init__(self, labels: dict[str, str]) -> None:
             assert labels == {"model_name": "m"}
 
-        publish = staticmethod(published.append)
+        def publish(self, report: Any, shadow_errors: list[float]) -> None:
+            assert shadow_errors == [0.5] * (not published), "each is given once"
+            published.append(report)
 
     now = 1000.0
     hooks.Metrics, hooks.time = Metrics, SimpleNamespace(monotonic=lambda: now)
@@ -258,6 +260,7 @@ def scenario_metrics_are_published_once_a_second_and_when_idle() -> None:
     server.forward("DECODE", requests)
     assert published == [], "a server without metrics"
     server.scheduler = make_scheduler(server.tree.cache, SimpleNamespace(labels={"model_name": "m"}))
+    server.steps._shadow_errors.append(0.5)
     for _ in range(3):
         server.forward("DECODE", requests)
     assert [report["counters"]["steps_naive"] for report in published] == [2]

@@ -266,6 +266,7 @@ def replace_bodies() -> None:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.model_executor import forward_batch_info
+    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 
     def init(self: Any, server_args: Any) -> None:
@@ -287,6 +288,7 @@ def replace_bodies() -> None:
 
     CommonKVManager.__init__ = init_kv_manager
     EagerRunner.execute = lambda self, forward_batch, pp_proxy_tensors=None: self.run(forward_batch)
+    ModelRunner.forward = lambda self, batch: self.run(batch) if hasattr(self, "run") else "SGLang's output"
     forward_batch_info.enable_num_token_non_padded = lambda: False  # it asks for groups of ranks
     Scheduler.__init__ = init
     Scheduler.flush_cache = flush_cache

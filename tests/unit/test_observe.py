@@ -104,14 +104,17 @@ def test_a_report_does_not_change_later() -> None:
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegistry:
     registry = prometheus_client.CollectorRegistry()
-    monkeypatch.setattr(prometheus_client, "Gauge", functools.partial(prometheus_client.Gauge, registry=registry))
+    for kind in ("Gauge", "Histogram"):
+        monkeypatch.setattr(
+            prometheus_client, kind, functools.partial(getattr(prometheus_client, kind), registry=registry)
+        )
     return registry
 
 
 def test_metrics_are_the_report_under_the_same_names(registry: prometheus_client.CollectorRegistry) -> None:
     nested = Plan(6, (*PLAN.groups, Group((0, 2), "c", 1000, 1256, Mode.GROUPED_ABSORB)))
     info = report(counters_after_some_steps(), nested, expanded_bytes=10, budget_bytes=20, tokens_without_memory=30)
-    Metrics(LABELS).publish(info)
+    Metrics(LABELS).publish(info, [0.0, 0.004, float("nan")])
 
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"sglang:hybrid_mla_{name}", {**LABELS, **labels})
@@ -122,7 +125,9 @@ def test_metrics_are_the_report_under_the_same_names(registry: prometheus_client
     assert {name: value(name) for name in plain} == plain
     assert value("fallbacks", reason="prefix memory full") == 2 and value("fallbacks", reason="other") == 1
     names = {metric.name for metric in registry.collect()}
-    assert names == {f"sglang:hybrid_mla_{name}" for name in (*plain, "fallbacks")}
+    assert names == {f"sglang:hybrid_mla_{name}" for name in (*plain, "fallbacks", "shadow_error")}
+    below = {bound: value("shadow_error_bucket", le=bound) for bound in ("1e-05", "0.002", "0.005", "+Inf")}
+    assert below == {"1e-05": 1, "0.002": 1, "0.005": 2, "+Inf": 3} and value("shadow_error_count") == 3
 
 
 def test_metrics_follow_the_next_report(registry: prometheus_client.CollectorRegistry) -> None:

@@ -24,6 +24,8 @@ GOOD = [
     ("mode", "naive", "naive"),
     ("mode", "grouped_absorb", "grouped_absorb"),
     ("expand_tokens_per_step", "100", 100),
+    ("verify_interval", "0", 0),
+    ("verify_interval", "1000", 1000),
     ("dp_routing", "sglang", "sglang"),
     ("dp_routing", "prefix", "prefix"),
 ]
@@ -35,6 +37,7 @@ BAD = [
     ("min_prefix_len", 0, "at least 1"),
     ("mode", "fast", "use one of auto, absorb, naive, grouped_absorb"),
     ("expand_tokens_per_step", 0, "at least 1"),
+    ("verify_interval", -1, "must be 0 (never) or more"),
     ("dp_routing", "random", "use one of sglang, prefix"),
 ]
 

@@ -17,6 +17,7 @@ from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
+from sglang_mla_ext.kernels.watch import Watched
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
@@ -53,7 +54,14 @@ class TorchLatent:
     def begin_step(self, batch: Any, *, sharing: bool, uncounted: int = 0) -> None:
         self._batch, self._sharing, self._uncounted = batch, sharing, uncounted
 
-    def run(self, layer_id: int, q_absorbed: Tensor, q_rope: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    def run(
+        self,
+        layer_id: int,
+        q_absorbed: Tensor,
+        q_rope: Tensor,
+        softmax_scale: float,
+        watched: Watched | None = None,
+    ) -> tuple[Tensor, Tensor]:
         starts = [0] * (len(q_absorbed) // self._queries)
         if self._sharing:
             starts[: len(self._planned_starts)] = self._planned_starts
@@ -71,6 +79,8 @@ class TorchLatent:
             of_segment = self._absorb(layer_id, *stacked, slots, softmax_scale)
             of_segment = of_segment[0].view_as(out[members]), of_segment[1].view_as(lse[members])
             out[members], lse[members] = reference.merge(out[members], lse[members], *of_segment)
+        if watched is not None:
+            watched.copy(out)
         return out.to(q_absorbed.dtype), lse.float()
 
     def _slots(self, row: int) -> Tensor:

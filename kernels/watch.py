@@ -1,0 +1,180 @@
+"""A look at what one layer's attention did, in a captured graph and at no cost where nobody looks.
+
+A merge (merge.py) is the last kernel that touches a layer's attention, and it has the queries at hand. Which layer is
+watched stands in device memory, so a captured graph need not change: where it is this merge's, the programs of the
+watched rows copy query and result once more. In all other steps a program reads one number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .memory import Memory, tensor_bytes
+
+NOBODY = 0
+"""In place of a layer's number, which count from 1 here: memory of zeros watches nothing."""
+
+
+class Watch:
+    """Static memory for the queries and results of some rows.
+
+    Attributes:
+        max_rows: query tokens that are watched at a time.
+        target: `[2]` int32: the number of the watched layer, from 1 on, and the first of its rows.
+        query: `[max_rows, heads, columns]`, absorbed; out: `[max_rows, heads, dv]`.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_rows: int,
+        heads: int,
+        columns: int,
+        dv: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        memory: Memory | None = None,
+    ) -> None:
+        """
+        Args:
+            columns: kv_lora_rank + qk_rope_head_dim.
+            dv: of what is merged: v_head_dim, or kv_lora_rank where that is in the latent space.
+            memory: where it is allocated.
+        """
+        memory = memory or Memory()
+        self.max_rows, self.heads = max_rows, heads
+        self.target = memory.zeros(2, dtype=torch.int32, device=device)
+        self.query = memory.zeros(max_rows, heads, columns, dtype=dtype, device=device)
+        self.out = memory.zeros(max_rows, heads, dv, dtype=dtype, device=device)
+
+    @property
+    def workspace_bytes(self) -> int:
+        return tensor_bytes(self)
+
+    @classmethod
+    def workspace_bytes_for(cls, **sizes: int | torch.dtype) -> int:
+        """What an object of these sizes would allocate; as of the constructor, without `device`."""
+        return cls(**sizes, device="meta").workspace_bytes  # type: ignore[arg-type]
+
+    def look_at(self, layer: int, first_row: int) -> None:
+        """Watch rows `[first_row, first_row + max_rows)` of this layer in what follows on the current stream."""
+        self._set(layer + 1, first_row)
+
+    def look_away(self) -> None:
+        """Watch nothing in what follows on the current stream."""
+        self._set(NOBODY, 0)
+
+    def _set(self, number: int, first_row: int) -> None:
+        host = torch.tensor([number, first_row], dtype=torch.int32, pin_memory=self.target.is_cuda)
+        self.target.copy_(host, non_blocking=True)
+
+
+@triton.jit
+def copy_watched(
+    out_ptrs,  # [BLOCK_HEADS, 1, DV], what the program has written, or what stands there already
+    in_heads,
+    number,  # of this merge's layer, see watch.Watch
+    place,  # int32 [BLOCK_HEADS, 1], of each head among all heads of all rows
+    target_ptr,
+    watch_query_ptr,  # [max_rows, query_heads, RANK + ROPE]
+    watch_out_ptr,  # [max_rows, query_heads, DV]
+    watch_rows,
+    q_ptr,  # [T, query_heads, RANK], strides q_row, q_head, 1
+    rope_ptr,  # [T, query_heads, ROPE], strides rope_row, rope_head, 1
+    query_heads,
+    q_row,
+    q_head,
+    rope_row,
+    rope_head,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    DV: tl.constexpr,
+):
+    """At the end of a merge's program: copy, if its layer is watched. A row of a merge may have the heads of several
+    query tokens."""
+    if tl.load(target_ptr) == number:
+        to = place - tl.load(target_ptr + 1) * query_heads
+        there = (in_heads & (to >= 0) & (to < watch_rows * query_heads))[:, :, None]
+        token, head = place // query_heads, place % query_heads
+        tl.debug_barrier()  # other threads of the program may have written what this one reads
+        dim = tl.arange(0, DV)[None, None, :]
+        tl.store(watch_out_ptr + to[:, :, None] * DV + dim, tl.load(out_ptrs, mask=there), mask=there)
+        query_ptrs = watch_query_ptr + to[:, :, None] * (RANK + ROPE)
+        q_ptrs = q_ptr + (token * q_row + head * q_head)[:, :, None]
+        for piece in tl.static_range(0, RANK, DV):
+            tl.store(query_ptrs + piece + dim, tl.load(q_ptrs + piece + dim, mask=there), mask=there)
+        rope_dim = tl.arange(0, ROPE)[None, None, :]
+        rope_ptrs = rope_ptr + (token * rope_row + head * rope_head)[:, :, None]
+        tl.store(query_ptrs + RANK + rope_dim, tl.load(rope_ptrs + rope_dim, mask=there), mask=there)
+
+
+WATCH_ARGUMENTS = (
+    "number",
+    "target_ptr",
+    "watch_query_ptr",
+    "watch_out_ptr",
+    "watch_rows",
+    "q_ptr",
+    "rope_ptr",
+    "query_heads",
+    "q_row",
+    "q_head",
+    "rope_row",
+    "rope_head",
+    "RANK",
+    "ROPE",
+)
+"""Arguments of merge_kernel that only a watched merge has."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What a merge needs for it.
+
+    Attributes:
+        layer: its layer.
+        q_absorbed: `[T, H, r]`, q_rope: `[T, H, dr]` of all its rows; last axis contiguous.
+    """
+
+    watch: Watch
+    layer: int
+    q_absorbed: Tensor
+    q_rope: Tensor
+
+    def copy(self, out: Tensor) -> None:
+        """In torch: copy queries and `out [T, H, dv]`, if this layer is watched. Reads the target on the host."""
+        number, first = self.watch.target.tolist()
+        if number != self.layer + 1:
+            return
+        rows = slice(first, first + self.watch.max_rows)
+        rank = self.q_absorbed.shape[-1]
+        count = len(out[rows])
+        self.watch.query[:count, :, :rank] = self.q_absorbed[rows]
+        self.watch.query[:count, :, rank:] = self.q_rope[rows]
+        self.watch.out[:count] = out[rows]
+
+    def kernel_arguments(self, rows_and_heads: int, dv: int) -> dict[str, Any]:
+        """The arguments of `copy_watched` in a merge of so many rows and heads together.
+
+        Raises:
+            ValueError: shapes do not fit, or a last axis is not contiguous.
+        """
+        watch, q, rope = self.watch, self.q_absorbed, self.q_rope
+        (tokens, query_heads, rank), rope_dim = q.shape, rope.shape[-1]
+        if tokens * query_heads != rows_and_heads or rope.shape[:2] != q.shape[:2]:
+            raise ValueError(f"watched queries {list(q.shape)} and {list(rope.shape)} do not fit")
+        if q.stride(2) != 1 or rope.stride(2) != 1:
+            raise ValueError("the last axis of watched queries does not fit: it must be contiguous")
+        if watch.query.shape[1:] != (query_heads, rank + rope_dim) or watch.out.shape[2] != dv or rank % dv:
+            raise ValueError(f"memory for {list(watch.query.shape)} and {list(watch.out.shape)} does not fit")
+        values = (
+            self.layer + 1, watch.target, watch.query, watch.out, watch.max_rows, q, rope, query_heads,
+            q.stride(0), q.stride(1), rope.stride(0), rope.stride(1), rank, rope_dim,
+        )  # fmt: skip
+        return dict(zip(WATCH_ARGUMENTS, values, strict=True))
