@@ -37,8 +37,8 @@ class OurPartFailedError(RuntimeError):
 
 
 class our_part:
-    """A context, entered often, in every layer: an error inside of it becomes an OurPartFailedError. Nothing of SGLang's
-    is called in it."""
+    """A context, entered often, in every layer: an error inside of it becomes an OurPartFailedError. Nothing that is
+    SGLang's is called in it."""
 
     def __init__(self, what: str) -> None:
         self._what = what

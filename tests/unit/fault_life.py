@@ -55,6 +55,7 @@ class Life:
         self.server = Server(saver=self.saver, verify_interval=2)
         self.server.worker.metrics, self.server.worker.metrics_time = metrics, 0.0
         self.counters = self.server.counters
+        self.of_ours = self.server.worker.memory.zeros(1, dtype=torch.uint8, device="cpu")
         torch.manual_seed(1)
         for layer in self.server.layers:
             for attention in (layer.attn_mqa, layer.attn_mha):
@@ -196,6 +197,8 @@ class Life:
 
         def execute(batch: Any) -> list[torch.Tensor]:
             self.server.backend.init_forward_metadata(batch)
+            if self.server.backend._sharing and self.of_ours.any():
+                raise WrongAnswer("memory is used that came back from sleep with any contents")
             return [
                 attend(index, layer, batch, *inputs[index]).view(-1, HEADS, DV)
                 for index, layer in enumerate(self.server.layers)
