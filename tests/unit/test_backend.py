@@ -281,6 +281,7 @@ def test_a_plan_that_cannot_be_written_leaves_plain_absorb(make_world: Any, monk
 @pytest.mark.parametrize("fp8", [False, True])
 def test_preparing_a_step_fails_once(make_world: Any, monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
     """Nothing is shared in it, in a graph and without; and neither are the steps after it, for a while."""
+    monkeypatch.setattr("sglang_mla_ext.adapter.steps.FIRST_PAUSE", 2)
     world = make_world(fp8=fp8)
     world.make("gpu", prefix_dtype="bf16" if fp8 else "auto")
     requests, eight = sharing(world), Graph(world, 8)

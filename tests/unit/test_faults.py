@@ -157,8 +157,10 @@ def main(out: Path) -> None:
     assert counters.steps_naive >= 10 and counters.prefills_naive == 2 and counters.shadow_checks >= 2
     found: dict[str, Any] = {"hooked": sorted(hooks._hooked), "called": sorted(hooked_worker.CALLED)}
     found |= {"start": list(start.places), "life": list(watch.places)}
-    faults = [(place, code, when) for place, code in watch.places.items() for when in ("once", "for good")]
-    faults += [(place, code, "at the start") for place, code in start.places.items()]
+    # An operation that fails for good is a function that does.
+    faults = [(place, code, "once") for place, code in watch.places.items()]
+    faults += [(place, code, "for good") for place, code in watch.functions.items()]
+    faults += [(place, code, "at the start") for place, code in start.functions.items()]
     functions = functions_of([code for _, code, _ in faults if code is not None])
     gc.collect()
     gc.freeze()
@@ -225,7 +227,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_what_fails_in_a_running_server_reaches_nobody(found: dict[str, Any]) -> None:
     expected = DOORS | THE_NET | PLAIN_ABSORB
     running = [(place, when, what) for place, when, what in found["outcomes"] if when != "at the start"]
-    assert len(running) > 400
+    assert len(running) > 350
     wrong = [
         f"{place}, {when}: {what}" for place, when, what in running if what and without_line(place) not in expected
     ]
@@ -236,7 +238,7 @@ def test_what_fails_in_a_running_server_reaches_nobody(found: dict[str, Any]) ->
 
 def test_what_fails_at_the_start_ends_it_or_is_counted(found: dict[str, Any]) -> None:
     starting = [(place, what) for place, when, what in found["outcomes"] if when == "at the start"]
-    assert len(starting) > 80
+    assert len(starting) > 60
     wrong = [f"{place}: {what}" for place, what in starting if what]
     assert not wrong, f"{len(wrong)} failures, of which:\n" + "\n".join(wrong[:10])
 
