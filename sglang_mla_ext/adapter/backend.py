@@ -14,13 +14,14 @@ which is a row of its own, and SGLang does not count them in the request's lengt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_mla_ext.adapter.relay import relay
+from sglang_mla_ext.adapter.rerun import our_part
 from sglang_mla_ext.adapter.steps import NOTHING_SHARED, StepPlan, Steps
 from sglang_mla_ext.kernels.dispatch import whole_query
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     from sglang_mla_ext.adapter.latent import LatentAttention
+    from sglang_mla_ext.adapter.stock import Stock
     from sglang_mla_ext.kernels.naive.attention import SharedAttention
 
 READ_FROM_STOCK = (
@@ -56,39 +58,6 @@ METHODS_OF_STOCK = (
     "update_verify_buffers_to_fill_after_draft",
 )
 """Attributes and methods of the interface that have a default, and that the stock backend may answer otherwise."""
-
-
-class Stock(Protocol):
-    """What is asked of SGLang's own backend beside its interface.
-
-    Attributes:
-        backend: SGLang's.
-        decodes: whether it can read the pool, and so decode.
-    """
-
-    backend: AttentionBackend
-    decodes: bool
-
-    def extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool,
-    ) -> Any:
-        """A prefill step's attention, of whole queries and keys: `out`, or `(out, lse)` with a natural logarithm where
-        SGLang asks for it."""
-        ...
-
-    def affordable(self, prefix_lens: Sequence[int]) -> int:
-        """Cached tokens that SGLang itself would expand in a prefill step."""
-        ...
-
-    def can_finish(self, prefix_lens: Sequence[int], covered: Sequence[int]) -> bool:
-        """Whether a prefill step can attend to what expanded parts of `covered` tokens leave, and give its lse."""
-        ...
 
 
 def _forwarded(name: str) -> Callable[..., Any]:
@@ -170,8 +139,11 @@ class HybridMLABackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """A step without a CUDA graph: one without groups needs nothing of what is shared."""
-        if not self._begin_decode(forward_batch, in_graph=False):
-            self._count_rows_as_prefill(forward_batch)
+        with our_part("preparing a step"):
+            begun = self._begin_decode(forward_batch, in_graph=False)
+            if not begun:
+                self._count_rows_as_prefill(forward_batch)
+        if not begun:
             self._stock.backend.init_forward_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
@@ -196,17 +168,40 @@ class HybridMLABackend(AttentionBackend):
         can_share = verifies if self._queries > 1 else forward_batch.forward_mode.is_decode()
         self._sharing = can_share and requests in self._requests
         if self._sharing:
-            shares = self._write_plan(NOTHING_SHARED if in_capture else self._steps.next, requests)
+            shares = self._write_plan(NOTHING_SHARED if in_capture else self._steps.next, requests, needed=in_graph)
             self._sharing = in_graph or shares
         else:
             shares = False
+        if self._sharing or self._latent_decodes(forward_batch):
+            uncounted = self._queries if verifies else 0
+            try:
+                self._begin_latent(forward_batch, uncounted)
+            except Exception as error:
+                self._begin_again(forward_batch, uncounted, error, in_graph=in_graph, in_capture=in_capture)
+                shares = False
         if can_share and not in_capture:
             self._steps.watch_step(shares)
         relay.takes_query = self._sharing and self._shared is not None
+        return self._sharing or self._latent_decodes(forward_batch)
+
+    def _begin_latent(self, forward_batch: ForwardBatch, uncounted: int) -> None:
+        if self._steps.has_lost_memory:
+            raise RuntimeError("hybrid_mla: its memory came back from sleep, and could not be cleared")
+        self._latent.begin_step(forward_batch, sharing=self._sharing, uncounted=uncounted)
+
+    def _begin_again(
+        self, forward_batch: ForwardBatch, uncounted: int, error: Exception, *, in_graph: bool, in_capture: bool
+    ) -> None:
+        """Make ready for a step for which that has failed, with nothing shared: where there is no graph, and the stock
+        backend can read the pool, for one of its own. What fails here is plain absorb."""
+        if in_capture:
+            raise error
+        self._steps.fail("preparing a step", error)
+        self._sharing = in_graph and self._sharing
+        if self._sharing:
+            self._write_plan(NOTHING_SHARED, forward_batch.batch_size, needed=True)
         if self._sharing or self._latent_decodes(forward_batch):
-            self._latent.begin_step(forward_batch, sharing=self._sharing, uncounted=self._queries if verifies else 0)
-            return True
-        return False
+            self._begin_latent(forward_batch, uncounted)
 
     def end_step(self, forward_batch: ForwardBatch) -> None:
         """The step has been launched."""
@@ -218,11 +213,16 @@ class HybridMLABackend(AttentionBackend):
         if planned_as is not None and (planned_as.is_decode() or planned_as.is_target_verify()):
             self._steps.counters.rows_as_prefill += forward_batch.batch_size * self._queries
 
-    def _write_plan(self, planned: StepPlan, requests: int) -> bool:
+    def _write_plan(self, planned: StepPlan, requests: int, *, needed: bool) -> bool:
         """Bring a plan to the device, if it is not there; whether it shares anything.
 
         A change of the number of requests alone can change the kernels' tiles.
+
+        Args:
+            needed: the step has shared attention in it, whether or not anything is shared.
         """
+        if not planned and not needed:
+            return False
         if planned is not self._written or requests != self._written_requests:
             self._written = None
             try:
@@ -232,6 +232,8 @@ class HybridMLABackend(AttentionBackend):
             except Exception as error:
                 self._steps.fail("writing a plan", error)
                 planned = NOTHING_SHARED
+                if not needed:
+                    return False
                 self._write(planned, requests)
             self._written, self._written_requests = planned, requests
         return bool(planned)
@@ -282,7 +284,8 @@ class HybridMLABackend(AttentionBackend):
         if forward_batch.forward_mode.is_target_verify():
             return self._absorb(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
         if q_rope is not None:
-            q, k = whole_query(q, q_rope), torch.cat([k, k_rope], dim=-1)
+            with our_part("joining a query"):
+                q, k = whole_query(q, q_rope), torch.cat([k, k_rope], dim=-1)
         return self._stock.extend(q, k, v, layer, forward_batch, save_kv_cache)
 
     def _absorb(
@@ -303,10 +306,19 @@ class HybridMLABackend(AttentionBackend):
         # ends (see kernels/storage/join_parts.py).
         verifies = forward_batch.forward_mode.is_target_verify()
         if not (self._sharing or self._latent_decodes(forward_batch)):
-            q = q if q_rope is None else whole_query(q, q_rope)
+            with our_part("joining a query"):
+                q = q if q_rope is None else whole_query(q, q_rope)
             stock = self._stock.backend
             forward = stock.forward_extend if verifies else stock.forward_decode
             return forward(q, None, None, layer, forward_batch, save_kv_cache=False)
+        with our_part("attention"):
+            return self._attend(q, q_rope, layer, forward_batch)
+
+    def _attend(
+        self, q: torch.Tensor, q_rope: torch.Tensor | None, layer: RadixAttention, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """A decode or verify step that is not the stock backend's, see `forward_decode`."""
+        verifies = forward_batch.forward_mode.is_target_verify()
         if q_rope is None:
             rows = forward_batch.batch_size * (self._queries if verifies else 1)
             q = q.view(rows, self._heads, -1)
@@ -363,11 +375,12 @@ class HybridMLABackend(AttentionBackend):
         Args:
             tail_out: `[rows, heads * v_head_dim]`, what the layer is about to hand to its output projection.
         """
-        per_head = tail_out.view(tail_out.shape[0], self._heads, -1)
-        tail_lse, relay.tail_lse = relay.tail_lse, None
-        watched, relay.watched = relay.watched, None
-        self._shared.merge(per_head, tail_lse, per_head, watched=watched)
-        return tail_out
+        with our_part("merging"):
+            per_head = tail_out.view(tail_out.shape[0], self._heads, -1)
+            tail_lse, relay.tail_lse = relay.tail_lse, None
+            watched, relay.watched = relay.watched, None
+            self._shared.merge(per_head, tail_lse, per_head, watched=watched)
+            return tail_out
 
 
 for _name in METHODS_OF_STOCK:

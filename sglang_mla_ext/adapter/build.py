@@ -9,7 +9,7 @@ import torch
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter import versions
-from sglang_mla_ext.adapter.backend import HybridMLABackend, Stock
+from sglang_mla_ext.adapter.backend import HybridMLABackend
 from sglang_mla_ext.adapter.budget import max_requests, max_rows, max_tokens, needs_latent, tries_grouped
 from sglang_mla_ext.adapter.expander import Expander, temporary_bytes
 from sglang_mla_ext.adapter.host_cache import wait_for_layer
@@ -18,6 +18,7 @@ from sglang_mla_ext.adapter.layer import attention_layers, merge_before_o_proj
 from sglang_mla_ext.adapter.prefill import PrefillPlan
 from sglang_mla_ext.adapter.shadow import ShadowCheck
 from sglang_mla_ext.adapter.steps import MAX_ROWS, PrefillSharing, Steps
+from sglang_mla_ext.adapter.stock import Stock
 from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8, MAX_SEGMENTS, SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
 from sglang_mla_ext.kernels.memory import Memory
@@ -125,7 +126,11 @@ def build(
                 queries=queries,
                 memory=memory,
             )
-            steps.shadow.try_out()
+            try:
+                steps.shadow.try_out()
+            except Exception as error:
+                steps.shadow = None
+                counters.fall_back(f"no shadow check, it does not run here: {type(error).__name__}", error)
         else:
             counters.fall_back("no shadow check: this form of the model's weights is DeepGEMM's alone")
     smallest = smallest_group(cost, options, shared, latent, context_len, step_requests)

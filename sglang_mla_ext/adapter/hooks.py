@@ -1,17 +1,23 @@
 """The hooks into SGLang's worker process: each a few lines that hand over to the part that does the work.
 
+Those of the start may end it, with their message: a server that does not do what it was told to would lie. Those of a
+running server are guarded: what they raise is counted, nothing is shared for a while, and SGLang never sees it. Those
+inside a layer raise what has the pass run again (rerun.py).
+
 `contract.py` lists what they rely on. SGLang only logs a hook that fails to install, so the backend's factory asks
 `assert_installed` before it builds anything.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter import budget, contract, limits, nextn, prefill, versions
+from sglang_mla_ext.adapter import budget, contract, limits, nextn, prefill, rerun, versions
 from sglang_mla_ext.adapter.relay import relay
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.observe import Metrics
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
     from sglang_mla_ext.adapter.steps import Steps
 
 logger = logging.getLogger(__name__)
+Hook = Callable[..., Any]
 
 METRICS_INTERVAL_S = 1.0
 
@@ -55,6 +62,34 @@ class _Worker:
 
 
 worker = _Worker()
+
+
+def _guarded(what: str, *, only_shows: bool = False, loses_memory: bool = False) -> Callable[[Hook], Hook]:
+    """A hook of a running server: what it raises does not reach SGLang.
+
+    Args:
+        what: it does.
+        only_shows: what is shared stays so; otherwise it is forgotten, and nothing is shared for a while.
+        loses_memory: what is in our memory is anything, unless it returns.
+    """
+
+    def guard(hook: Hook) -> Hook:
+        @functools.wraps(hook)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(*args, **kwargs)
+            except Exception as error:
+                if worker.steps is None:  # still the start
+                    raise
+                if only_shows:
+                    worker.steps.counters.fall_back(f"{what} failed: {type(error).__name__}", error)
+                else:
+                    clear = worker.memory.clear if loses_memory and worker.memory is not None else None
+                    worker.steps.fail(what, error, clear)
+
+        return guarded
+
+    return guard
 
 
 def install() -> None:
@@ -112,6 +147,7 @@ def install() -> None:
         f"{_SRT}.model_executor.forward_batch_deepseek_mha_mixin"
         ".ForwardBatchDeepSeekMHAMixin.prepare_chunked_prefix_cache_info": prefill.around_chunk_info,
         f"{_SRT}.mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__": latent_pool.around_host_pool,
+        f"{_SRT}.model_executor.runner.eager_runner.EagerRunner.execute": around_eager_pass,
         f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mha"
         ".DeepseekMHAForwardMixin._chunked_prefix_attn_mha": prefill.around_prefix_attention,
     }
@@ -185,6 +221,7 @@ def before_kv_manager(manager: Any, args: Any, *others: Any, **more: Any) -> Non
     args.kv_cache_dtype_str = latent_pool.dtype_for_peers(args.kv_cache_dtype_str, worker.pool)
 
 
+@_guarded("hearing of a forward pass")
 def after_forward_batch(
     forward_batch: Any, cls: type, batch: Any, model_runner: ModelRunner, *args: Any, **kwargs: Any
 ) -> None:
@@ -203,6 +240,7 @@ def after_forward_batch(
     _publish_metrics()
 
 
+@_guarded("checking a step")
 def after_forward(output: Any, runner: ModelRunner, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
     if worker.backend is not None and not runner.is_draft_worker:
         worker.backend.end_step(forward_batch)
@@ -214,16 +252,19 @@ def _other_requests(scheduler: Scheduler) -> list[Req]:
     return [*scheduler.running_batch.reqs, *(scheduler.disagg_prefill_inflight_queue or ())]
 
 
+@_guarded("forgetting what was flushed")
 def after_flush_cache(success: bool, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     if success and worker.steps is not None:
         worker.steps.forget()
 
 
+@_guarded("forgetting what old weights gave")
 def after_weight_load_begins(result: Any, *args: Any, **kwargs: Any) -> None:
     if worker.steps is not None:
         worker.steps.weights_change()
 
 
+@_guarded("forgetting what sleeps")
 def after_release_memory(result: Any, manager: Any, recv_req: Any) -> None:
     """What is expanded is gone, whether or not SGLang could flush its cache. It does so after the memory is given back,
     so forgetting touches nothing on the device."""
@@ -231,18 +272,21 @@ def after_release_memory(result: Any, manager: Any, recv_req: Any) -> None:
         worker.steps.forget()
 
 
+@_guarded("clearing memory after sleep", loses_memory=True)
 def after_resume_memory(result: Any, manager: Any, recv_req: Any) -> None:
     """The memory is there again, with any contents."""
     if worker.memory is not None and versions.gives_kv_memory(recv_req.tags):
         worker.memory.clear()
 
 
+@_guarded("becoming idle")
 def after_on_idle(result: None, scheduler: Scheduler) -> None:
     if worker.steps is not None and scheduler.is_fully_idle():
         worker.steps.idle()
         _publish_metrics()
 
 
+@_guarded("reporting", only_shows=True)
 def after_get_internal_state(result: Any, scheduler: Scheduler, recv_req: Any) -> None:
     if worker.steps is not None:
         state, report = result.internal_state, worker.steps.status()
@@ -251,15 +295,22 @@ def after_get_internal_state(result: Any, scheduler: Scheduler, recv_req: Any) -
         state[BACKEND_NAME] = report
 
 
+@_guarded("waiting before rows come from the host")
 def before_loading(controller: HiCacheController) -> None:
     if worker.scheduler is not None and controller.load_queue:
         versions.wait_before_loading(controller, worker.scheduler.forward_stream)
+
+
+def around_eager_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    fail = worker.steps.fail if worker.steps is not None else None
+    return rerun.around_eager_pass(fail, original, *args, **kwargs)
 
 
 def after_draft_backend(result: Any, factory: Any) -> None:
     versions.name_draft_backend(result, factory)
 
 
+@_guarded("publishing metrics", only_shows=True)
 def _publish_metrics() -> None:
     now = time.monotonic()
     if worker.metrics is not None and worker.steps is not None and now - worker.metrics_time > METRICS_INTERVAL_S:

@@ -16,6 +16,7 @@ import torch
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter import prefill
 from sglang_mla_ext.adapter.relay import relay
+from sglang_mla_ext.adapter.rerun import our_part
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -31,7 +32,9 @@ def forward_method(attention: DeepseekV2AttentionMLA, forward_batch: Any) -> Any
 
     # A captured prefill graph has absorb in it and asks for nothing else.
     captured = handlers.is_in_tc_piecewise_cuda_graph() or handlers.is_in_breakable_cuda_graph()
-    if prefill.plan_of(forward_batch) is not None and not captured:
+    with our_part("looking for a plan"):
+        planned = prefill.plan_of(forward_batch) is not None
+    if planned and not captured:
         return handlers.AttnForwardMethod.MHA_CHUNKED_KV
     if not torch.cuda.is_available():
         return handlers.AttnForwardMethod.MLA

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_mla_ext.adapter.relay import relay
+from sglang_mla_ext.adapter.rerun import our_part
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.observe import Counters
@@ -127,21 +128,25 @@ def around_chunk_info(original: Callable[..., None], forward_batch: Any, device:
     Args:
         packing: how other backends than FlashMLA want the chunks; from 0.5.20 on.
     """
-    plan = plan_of(forward_batch)
+    with our_part("looking for a plan"):
+        plan = plan_of(forward_batch)
     if plan is None or forward_batch.prefix_chunk_len is not None:
         original(forward_batch, device, **packing)
         return
     all_lens, all_lens_cpu = forward_batch.extend_prefix_lens, forward_batch.extend_prefix_lens_cpu
-    starts = torch.tensor(plan.covered, dtype=torch.int32, device=all_lens.device)
-    rest_cpu = [total - covered for total, covered in zip(all_lens_cpu, plan.covered, strict=True)]
-    forward_batch.extend_prefix_lens, forward_batch.extend_prefix_lens_cpu = all_lens - starts, rest_cpu
+    with our_part("leaving expanded prefixes out"):
+        starts = torch.tensor(plan.covered, dtype=torch.int32, device=all_lens.device)
+        rest_cpu = [total - covered for total, covered in zip(all_lens_cpu, plan.covered, strict=True)]
+        rest = all_lens - starts
+    forward_batch.extend_prefix_lens, forward_batch.extend_prefix_lens_cpu = rest, rest_cpu
     try:
         original(forward_batch, device, **packing)
     finally:
         forward_batch.extend_prefix_lens, forward_batch.extend_prefix_lens_cpu = all_lens, all_lens_cpu
     if forward_batch.num_prefix_chunks:
-        forward_batch.prefix_chunk_starts = forward_batch.prefix_chunk_starts + starts
-        forward_batch.prefix_chunk_starts_cpu = forward_batch.prefix_chunk_starts_cpu + torch.tensor(plan.covered)
+        with our_part("leaving expanded prefixes out"):
+            forward_batch.prefix_chunk_starts = forward_batch.prefix_chunk_starts + starts
+            forward_batch.prefix_chunk_starts_cpu = forward_batch.prefix_chunk_starts_cpu + torch.tensor(plan.covered)
         forward_batch.prepare_chunked_kv_indices(device)
 
 
@@ -159,6 +164,7 @@ def around_prefix_attention(
         q: `[rows, heads, qk_nope_head_dim + qk_rope_head_dim]`.
         accum_output: `[rows, heads, v_head_dim]`, accum_lse: `[rows, heads]` of the new tokens among themselves.
     """
-    if (plan := plan_of(forward_batch)) is not None:
-        plan.attend(layer, q, accum_output, accum_lse)
+    with our_part("prefill over expanded prefixes"):
+        if (plan := plan_of(forward_batch)) is not None:
+            plan.attend(layer, q, accum_output, accum_lse)
     return original(layer, q=q, accum_output=accum_output, accum_lse=accum_lse, forward_batch=forward_batch)

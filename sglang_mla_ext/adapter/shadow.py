@@ -173,8 +173,8 @@ class ShadowCheck:
         self._since = 0
         layer, first = self._looks % len(self._layers), firsts[self._looks // len(self._layers) % len(firsts)]
         self._looks += 1
-        self._look = Look(layer, first, min(at_once, requests - first), ranges)
         self._watch.look_at(self._layers[layer].attn_mqa.layer_id, first * self._queries)
+        self._look = Look(layer, first, min(at_once, requests - first), ranges)  # only if that has not failed
 
     def watched(self, layer_id: int, q_absorbed: Tensor, q_rope: Tensor) -> Watched:
         """What the merge of a layer is to be given, in every step: a graph may be captured now and checked later."""

@@ -1,7 +1,8 @@
 """What the next forward pass does, decided on the host: which rows share what, and what prefill attends to.
 
 SGLang's scheduler tells of a pass through hooks.py before it runs. A failure here never stops the pass: it is counted,
-what is expanded is forgotten, and sharing pauses for a while.
+what is expanded is forgotten, and sharing pauses for a while. Where even that fails, it is owed: it is tried again
+before each pass, and until then nothing is shared.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ KEPT_ERRORS = 4096
 
 FIRST_PAUSE, LONGEST_PAUSE = 64, 1 << 16
 """Forward passes without sharing after a failure; twice as many after every further one that comes before a decode step
-with groups."""
+with groups has gone through."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,9 @@ class Steps:
         self._budget_bytes, self._chunk_bytes = budget_bytes, chunk_bytes
         self._pause = 0  # forward passes to go until the next attempt
         self._next_pause = FIRST_PAUSE
+        self._reached = False  # whether a plan that shares something has reached the device since the last pass
+        self._stale = False  # whether what is expanded is still to be forgotten
+        self._clear_memory: Callable[[], None] | None = None  # still to be called
         self.shadow: ShadowCheck | None = None
         self._shadow_errors: deque[float] = deque(maxlen=KEPT_ERRORS)
         self._planned = Plan(0), NOTHING_SHARED  # the last plan, and what was made of it
@@ -174,12 +178,17 @@ class Steps:
         """
         begin = time.perf_counter()  # for a metric; ranks must decide alike, so nothing may depend on it
         self.next = NOTHING_SHARED
+        if self._reached:
+            self._reached, self._next_pause = False, FIRST_PAUSE
         relay.clear()
         plan = Plan(0)
         verifies = mode.is_target_verify()
         decodes = mode.is_decode() or verifies
+        repaired = self._repair()
         if self._pause:
             self._pause -= 1
+        elif not repaired:
+            pass
         elif not mode.is_idle():
             try:
                 self._judge()
@@ -251,16 +260,46 @@ class Steps:
         )
         self._prefixes.distrust(finding.suspects)
 
-    def fail(self, what: str, error: Exception) -> None:
-        """Forget what is expanded, and plan nothing for a while."""
-        self.counters.fall_back(f"{what} failed: {type(error).__name__}", error)
-        self.forget()
+    def fail(self, what: str, error: BaseException, clear_memory: Callable[[], None] | None = None) -> None:
+        """Something of ours has failed: forget what is expanded, and plan nothing for a while.
+
+        Args:
+            what: was being done.
+            clear_memory: has to be called before our buffers are used again.
+        """
+        reason = f"{what} failed: {type(error).__name__}"
+        first = reason not in self.counters.fallbacks
+        self.counters.fall_back(reason, error)
+        self._clear_memory = clear_memory or self._clear_memory
+        self.next, self._stale, self._reached = NOTHING_SHARED, True, False
+        self._repair()
         self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
-        logger.warning("hybrid_mla: %s failed, plain absorb for the next %d forward passes", what, self._pause)
+        if first:
+            logger.warning("hybrid_mla: %s failed, plain absorb for the next %d forward passes", what, self._pause)
+
+    def _repair(self) -> bool:
+        """Do what is owed since a failure; whether nothing is owed any more. Scales are among it, whether or not the
+        weights have changed."""
+        try:
+            if self._clear_memory is not None:
+                self._clear_memory()
+                self._clear_memory = None
+            if self._stale:
+                self.weights_change()
+                self._stale = False
+        except Exception as error:
+            self.counters.fall_back(f"repairing failed: {type(error).__name__}", error)
+        return not self._stale and not self.has_lost_memory
+
+    @property
+    def has_lost_memory(self) -> bool:
+        """Whether our buffers hold anything at all, and not what was left in them: they may not be used."""
+        return self._clear_memory is not None
 
     def succeed(self) -> None:
-        """A plan that shares something has reached the device."""
-        self._next_pause = FIRST_PAUSE
+        """A plan that shares something has reached the device. If the pass goes through, too, the next failure is the
+        first one again."""
+        self._reached = True
 
     def idle(self) -> None:
         """No request is running."""
@@ -295,8 +334,8 @@ class Steps:
                 segment_entry(each, self._chunk_bytes, self._prefixes.latent_bytes)
                 for each in self._prefixes.segments()
             ]
-        except Exception:  # whatever goes wrong in showing it, the server goes on
-            logger.exception("hybrid_mla: the tree of shared segments cannot be shown")
+        except Exception as error:  # what is shared stays so
+            self.counters.fall_back(f"showing the tree of shared segments failed: {type(error).__name__}", error)
             found["segments"] = []
         return found
 

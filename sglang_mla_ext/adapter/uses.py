@@ -238,6 +238,8 @@ _STEP = (
         """,
         "what a step computes",
     ),
+    *_attributes("model_executor.forward_batch_info.ForwardBatch", "forward_metadata_ready", "running a pass again"),
+    *_function("model_executor.runner.eager_runner.EagerRunner.execute", "self forward_batch", "the same"),
     *_methods(
         "model_executor.forward_batch_info.ForwardMode",
         "is_decode is_extend is_idle is_target_verify",

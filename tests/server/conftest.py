@@ -24,6 +24,8 @@ import requests
 from bench.server import server_info
 from demo_model.checkpoint import Settings, make
 from demo_model.known import Known, make_known
+from failing import FAILING
+from fork_server import RUN_FIRST
 from server_pool import Launch, Running, ServerPool, last_words
 
 from sglang_mla_ext.adapter import contract
@@ -282,6 +284,14 @@ cramped = _server(
     *(*SIZED, "--max-total-tokens", "2048", "--chunked-prefill-size", "256"),
     environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "60"},
     real=True,
+)
+
+# Parts of it fail when a test wants it (failing.py).
+FAILING_FOLDER = Path(tempfile.gettempdir()) / f"failing-{os.getpid()}"
+failing = _server(
+    "failing",
+    *(*NAIVE, *SIZED, *PREFIXES, "--enable-metrics"),
+    environment={RUN_FIRST: str(Path(__file__).with_name("failing.py")), FAILING: str(FAILING_FOLDER)},
 )
 
 

@@ -32,6 +32,9 @@ from typing import IO, Any
 
 MESSAGE_BYTES = 1 << 20
 
+RUN_FIRST = "RUN_FIRST_OF_TESTS"
+"""The environment variable that names a file to run in a server before its launcher."""
+
 IMPORTED = (
     "sglang_mla_ext.launch_server",  # first: puts the stand-ins in place that SGLang's import needs on a CPU
     "sglang.srt.entrypoints.http_server",
@@ -166,6 +169,8 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
     SpawnProcess._Popen = staticmethod(_fork_as_if_spawned)
     _, option, module, *arguments = command
     assert option == "-m", command
+    if RUN_FIRST in environment:
+        runpy.run_path(environment[RUN_FIRST], run_name="__main__")
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 

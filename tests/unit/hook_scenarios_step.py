@@ -288,7 +288,7 @@ def scenario_a_layer_whose_shared_part_is_not_merged_is_noticed() -> None:
                 attend()
             else:
                 kind, message = refused(attend)
-        assert kind == "RuntimeError" and "the layer before did not call its output projection" in message
+        assert kind == "OurPartFailedError" and "the layer before did not call its output projection" in message
 
 
 def scenario_the_query_is_kept_only_where_it_is_needed() -> None:

@@ -267,6 +267,7 @@ def replace_bodies() -> None:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.model_executor import forward_batch_info
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 
     def init(self: Any, server_args: Any) -> None:
         self.tree_cache, self.metrics_collector = server_args.tree_cache, server_args.metrics_collector
@@ -286,7 +287,8 @@ def replace_bodies() -> None:
         self.kv_args, self.kv_cache_dtype_str = args, args.kv_cache_dtype_str
 
     CommonKVManager.__init__ = init_kv_manager
-    ModelRunner.forward = lambda self, forward_batch: "SGLang's output"
+    EagerRunner.execute = lambda self, forward_batch, pp_proxy_tensors=None: self.run(forward_batch)
+    ModelRunner.forward = lambda self, batch: self.run(batch) if hasattr(self, "run") else "SGLang's output"
     forward_batch_info.enable_num_token_non_padded = lambda: False  # it asks for groups of ranks
     Scheduler.__init__ = init
     Scheduler.flush_cache = flush_cache
@@ -323,5 +325,6 @@ def batch_of(server: Server, requests: list[Any], new_tokens: int = 0, drafts: i
         seq_lens=torch.tensor([len(request.slots) + new_tokens for request in requests]),
         req_pool_indices=torch.arange(len(requests)),
         out_cache_loc=torch.tensor(slots),
+        encoder_lens=None,
         _original_forward_mode=None,
     )

@@ -278,6 +278,52 @@ def test_a_plan_that_cannot_be_written_leaves_plain_absorb(make_world: Any, monk
     assert world.steps._next_pause == 2 * FIRST_PAUSE
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_preparing_a_step_fails_once(make_world: Any, monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
+    """Nothing is shared in it, in a graph and without; and neither are the steps after it, for a while."""
+    monkeypatch.setattr("sglang_mla_ext.adapter.steps.FIRST_PAUSE", 2)
+    world = make_world(fp8=fp8)
+    world.make("gpu", prefix_dtype="bf16" if fp8 else "auto")
+    requests, eight = sharing(world), Graph(world, 8)
+    for _ in range(2):
+        eight.step(requests)
+    assert groups_of(world)
+    begin, failures = world.latent.begin_step, [MemoryError(), MemoryError()]
+
+    def begin_step(batch: Any, **how: Any) -> None:
+        if failures and how["sharing"]:
+            raise failures.pop()
+        begin(batch, **how)
+
+    monkeypatch.setattr(world.latent, "begin_step", begin_step)
+    failures.pop()
+    assert eight.step(requests) < BOUND[fp8]
+    assert dict(world.steps.counters.fallbacks) == {"preparing a step failed: MemoryError": 1}
+    while not world.steps.next:
+        assert eight.step(requests) < BOUND[fp8]
+    failures.append(MemoryError())
+    assert world.eager_step(requests) < BOUND[fp8]
+    assert dict(world.steps.counters.fallbacks) == {"preparing a step failed: MemoryError": 2}
+    while not world.steps.next:
+        assert world.eager_step(requests) < BOUND[fp8]
+
+
+def test_a_plan_that_cannot_be_written_for_good_is_not_needed_without_a_graph(
+    make_world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world()
+    world.make("gpu")
+    requests = sharing(world)
+
+    def plan(*args: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(world.latent, "plan", plan)
+    while len(world.steps.counters.fallbacks) < 1:
+        assert world.eager_step(requests) < BOUND[False]
+    assert dict(world.steps.counters.fallbacks) == {"writing a plan failed: MemoryError": 1}
+
+
 def test_the_plan_is_written_once(make_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     world = make_world()
     world.make("gpu")

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hook_scenarios_draft
+import hook_scenarios_failure
 import hook_scenarios_host
 import hook_scenarios_shadow
 import hook_scenarios_sleep
@@ -27,7 +28,13 @@ SCENARIOS: dict[str, Callable[[], None]] = {
     name.removeprefix("scenario_"): run
     for module in (
         *(hook_scenarios_start, hook_scenarios_step, hook_scenarios_sleep),
-        *(hook_scenarios_speculative, hook_scenarios_draft, hook_scenarios_host, hook_scenarios_shadow),
+        *(
+            hook_scenarios_speculative,
+            hook_scenarios_draft,
+            hook_scenarios_failure,
+            hook_scenarios_host,
+            hook_scenarios_shadow,
+        ),
     )
     for name, run in vars(module).items()
     if name.startswith("scenario_")

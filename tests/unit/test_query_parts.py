@@ -137,7 +137,9 @@ def compose(stock: Any, latent: Any, planned: StepPlan | None) -> Any:
     """The backend, with its parts in their places, for steps that share what is planned."""
     from sglang_mla_ext.adapter.backend import HybridMLABackend
 
-    steps = SimpleNamespace(next=planned, succeed=lambda: None)
+    steps = SimpleNamespace(
+        next=planned, succeed=lambda: None, has_lost_memory=False, shadow=None, watch_step=lambda shares: None
+    )
     shared = Shared() if planned else None
     rows = range(2, ROWS + 1) if planned else range(0)
     latent.allocate(ROWS, ROWS, 2 * PAGE)

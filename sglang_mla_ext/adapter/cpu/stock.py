@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter import prefill
 from sglang_mla_ext.adapter.latent_pool import LatentPool
+from sglang_mla_ext.adapter.rerun import our_part
 from sglang_mla_ext.kernels.reference import attention as reference
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TorchStock:
-    """See the module; the interface is adapter.backend.Stock."""
+    """See the module; the interface is adapter.stock.Stock."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.backend = TorchNativeAttnBackend(runner)
@@ -47,12 +48,13 @@ class TorchStock:
                 return self.backend.forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
             self.backend.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k)
             return self._extend_over_fp8(q, k, layer, forward_batch)
-        lens = forward_batch.extend_seq_lens_cpu
-        parts = [
-            reference.causal(*tensors, layer.scaling)
-            for tensors in zip(q.split(lens), k.split(lens), v.split(lens), strict=True)
-        ]
-        return torch.cat([out for out, _ in parts]).to(q.dtype), torch.cat([lse for _, lse in parts]).float()
+        with our_part("prefill over expanded prefixes"):
+            lens = forward_batch.extend_seq_lens_cpu
+            parts = [
+                reference.causal(*tensors, layer.scaling)
+                for tensors in zip(q.split(lens), k.split(lens), v.split(lens), strict=True)
+            ]
+            return torch.cat([out for out, _ in parts]).to(q.dtype), torch.cat([lse for _, lse in parts]).float()
 
     def affordable(self, prefix_lens: Sequence[int]) -> int:
         """None: there is no forward method with keys per head on the CPU but ours."""

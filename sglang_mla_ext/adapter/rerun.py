@@ -1,0 +1,82 @@
+"""A forward pass in which our part of a layer fails is run again, with nothing shared.
+
+An allocation or a compile error may come in the middle of a layer, when nothing but the whole pass can be done by plain
+absorb: how a prefill step attends was chosen before, and what is left of a decode step's attention is not all of it. So
+what is ours in a layer raises one class of errors (`our_part`), and SGLang's runner of passes without a CUDA graph is
+asked a second time. Latent rows are written where they were written before, with the same values.
+
+What is not ours passes as it is. In the same way a failure stays one
+
+- while a CUDA graph is captured: the launch ends with SGLang's message, which has ours in it;
+- where several ranks compute together: the others are in the middle of the pass, and wait for this one in a collective;
+- in the second run, which is plain absorb.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+
+class OurPartFailedError(RuntimeError):
+    """What is ours in a layer has failed; its cause says how.
+
+    Attributes:
+        what: was being done.
+    """
+
+    def __init__(self, what: str, cause: BaseException) -> None:
+        super().__init__(f"hybrid_mla: {what} failed: {type(cause).__name__}: {cause}")
+        self.what = what
+
+
+class our_part:
+    """A context, entered often, in every layer: an error inside of it becomes an OurPartFailedError. Nothing that is
+    SGLang's is called in it."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception) and not isinstance(error, OurPartFailedError):
+            raise OurPartFailedError(self._what, error) from error
+
+
+def around_eager_pass(
+    fail: Callable[[str, BaseException], None] | None,
+    original: Callable[..., Any],
+    runner: Any,
+    forward_batch: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`EagerRunner.execute`, and once more where our part fails.
+
+    Args:
+        fail: see Steps; None where there is no backend of ours yet.
+    """
+    try:
+        return original(runner, forward_batch, *args, **kwargs)
+    except OurPartFailedError as failure:
+        if fail is None or _several_ranks():
+            raise
+        fail(failure.what, failure.__cause__ or failure)
+    # Not inside of `except`: the error's frames hold tensors.
+    again = copy.copy(forward_batch)
+    again.forward_metadata_ready = False  # a verify step is prepared before it, with what was shared
+    return original(runner, again, *args, **kwargs)
+
+
+def _several_ranks() -> bool:
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
