@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from sglang_mla_ext.adapter.source import NotThere, SourceTree, without_collector
-from sglang_mla_ext.adapter.uses import SGLANG_0_5_17, Release, Use
+from sglang_mla_ext.adapter.use import Release, Use
+from sglang_mla_ext.adapter.uses import SGLANG_0_5_17
 from sglang_mla_ext.adapter.uses_newer import SGLANG_0_5_18, SGLANG_0_5_20, SGLANG_0_5_23
 
 logger = logging.getLogger(__name__)

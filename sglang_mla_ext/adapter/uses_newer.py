@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from sglang_mla_ext.adapter.reads import Read
-from sglang_mla_ext.adapter.uses import SGLANG_0_5_17, Release, Use
+from sglang_mla_ext.adapter.use import Release, Use
+from sglang_mla_ext.adapter.uses import SGLANG_0_5_17
 
 _ARGS = "server_args.ServerArgs"
 _OVERRIDES = "arg_groups.overrides"

@@ -13,7 +13,8 @@ import pytest
 from sglang_mla_ext.adapter import contract
 from sglang_mla_ext.adapter.contract import ContractError
 from sglang_mla_ext.adapter.source import NotThere, SourceTree
-from sglang_mla_ext.adapter.uses import SGLANG_0_5_17, Release, Use
+from sglang_mla_ext.adapter.use import Release, Use
+from sglang_mla_ext.adapter.uses import SGLANG_0_5_17
 
 HERE = contract.release()
 """What is used of the installed release."""
