@@ -13,7 +13,9 @@ from enum import Enum
 
 import numpy as np
 
-SALTS = (None, None, None, "tenant-a", "tenant-b")
+SALTS = (*[None] * 8, "tenant-a", "tenant-b")
+MOST_NODES = 8
+"""Of a tree."""
 AGAIN = 0.8
 """Share of requests whose text was sent before."""
 LEAVING = 0.08
@@ -34,20 +36,26 @@ class Action(Enum):
 
 @dataclass(frozen=True)
 class Limits:
-    """Smallest and largest numbers of tokens; `prompt` is the longest one that is sent, and `long_answer` that of one
-    request in ten, which has to give way when the cache is full."""
+    """Smallest and largest numbers of tokens; `prompt` is the longest one that is sent.
 
-    root: tuple[int, int] = (64, 400)
-    branch: tuple[int, int] = (8, 160)
-    own: tuple[int, int] = (1, 24)
+    One tree in five has a long root, and one request in fifteen a long answer: it gives way when the cache is full.
+    """
+
+    root: tuple[int, int] = (40, 160)
+    long_root: tuple[int, int] = (280, 400)
+    branch: tuple[int, int] = (4, 60)
+    own: tuple[int, int] = (1, 8)
     answer: tuple[int, int] = (1, 12)
-    long_answer: tuple[int, int] = (24, 72)
+    long_answer: tuple[int, int] = (16, 48)
     prompt: int = 600
 
     def times(self, factor: int) -> Limits:
         """Prompts so many times as long; answers as they are."""
-        root, branch, own = ((low * factor, high * factor) for low, high in (self.root, self.branch, self.own))
-        return replace(self, root=root, branch=branch, own=own, prompt=self.prompt * factor)
+        longer = {
+            name: (getattr(self, name)[0] * factor, getattr(self, name)[1] * factor)
+            for name in ("root", "long_root", "branch", "own")
+        }
+        return replace(self, **longer, prompt=self.prompt * factor)
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,7 @@ class Traffic:
         trees: that stand at a time.
     """
 
-    def __init__(self, vocabulary: np.ndarray, seed: int, limits: Limits | None = None, trees: int = 3) -> None:
+    def __init__(self, vocabulary: np.ndarray, seed: int, limits: Limits | None = None, trees: int = 2) -> None:
         self._vocabulary, self._limits = vocabulary, limits or Limits()
         self._rng = np.random.default_rng(seed)
         self._trees = [self._new_tree() for _ in range(trees)]
@@ -130,7 +138,7 @@ class Traffic:
             ids = paths[int(self._rng.integers(len(paths)))] + self._text(self._limits.own)
             self._sent.append(ids)
         salt = SALTS[int(self._rng.integers(len(SALTS)))]
-        long = self._rng.random() < 0.1
+        long = self._rng.random() < 1 / 15
         return Chat(ids, self._between(self._limits.long_answer if long else self._limits.answer), salt)
 
     def _grow(self) -> None:
@@ -141,11 +149,12 @@ class Traffic:
         elif chance < 0.15:
             paths = self._trees[which].paths
             path = paths[int(self._rng.integers(len(paths)))] + self._text(self._limits.branch)
-            if len(path) + self._limits.own[1] <= self._limits.prompt:
+            if len(paths) < MOST_NODES and len(path) + self._limits.own[1] <= self._limits.prompt:
                 paths.append(path)
 
     def _new_tree(self) -> Tree:
-        return Tree([self._text(self._limits.root)])
+        long = self._rng.random() < 0.2
+        return Tree([self._text(self._limits.long_root if long else self._limits.root)])
 
     def _text(self, length: tuple[int, int]) -> tuple[int, ...]:
         return tuple(self._rng.choice(self._vocabulary, self._between(length)).tolist())

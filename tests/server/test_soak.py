@@ -14,7 +14,7 @@ from conftest import Reference, Server
 from demo import MODEL
 
 PHASES, REQUESTS = 2, 60
-LIMITS = Limits(root=(64, 200), branch=(8, 60), own=(1, 12), long_answer=(24, 48), prompt=350)
+LIMITS = Limits()
 
 
 def test_every_answer_of_a_soak_is_the_stock_answer(stock: Reference, cramped: Server, tmp_path: Path) -> None:
