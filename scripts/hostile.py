@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
+import aiohttp
 import numpy as np
 import requests
 import typer
@@ -88,10 +89,14 @@ async def all_of_them(
         for attack in attacks:
             seconds: dict[str, list[float]] = {ours: [], stock: []}
             before = server_info(ours)
-            for turn in range(turns if attack.timed else 0):
-                for url in (ours, stock)[:: 1 if turn % 2 else -1]:
-                    seconds[url].append((await play(url, attack, looking=False)).seconds)
-            one = await verdicts(attack, ours, stock, answers)
+            try:
+                for turn in range(turns if attack.timed else 0):
+                    for url in (ours, stock)[:: 1 if turn % 2 else -1]:
+                        seconds[url].append((await play(url, attack, looking=False)).seconds)
+                one = await verdicts(attack, ours, stock, answers)
+            except (aiohttp.ClientError, requests.RequestException) as error:
+                console.print(f"{attack.name}: a server died: {error}", style="red", markup=False, highlight=False)
+                return [*found, Verdicts(attack.name, attack.requests, deaths=1)]
             if attack.timed:
                 one.seconds, one.stock_seconds = (statistics.median(seconds[url]) for url in (ours, stock))
             found.append(one)
@@ -108,14 +113,14 @@ def table(found: list[Verdicts]) -> Table:
     """All attacks."""
     made = Table(title="Hostile clients", title_justify="left")
     made.add_column("attack")
-    found_out = ("wrong", "refused\notherwise", "shared\nacross salts", "traces")
+    found_out = ("wrong", "refused\notherwise", "shared\nacross salts", "traces", "deaths")
     for name in ("requests", "s", "stock s", "slowdown", *found_out):
         made.add_column(name, justify="right")
     for one in found:
         times = ("-", "-", "-")
         if one.slowdown is not None:
             times = (f"{one.seconds:.1f}", f"{one.stock_seconds:.1f}", f"{one.slowdown:+.1%}")
-        rest = (one.wrong, one.refused_otherwise, one.shared_across_salts, len(one.traces))
+        rest = (one.wrong, one.refused_otherwise, one.shared_across_salts, len(one.traces), one.deaths)
         made.add_row(one.attack, f"{one.requests:,}", *times, *map(str, rest))
     return made
 

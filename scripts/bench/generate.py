@@ -49,7 +49,10 @@ async def post(client: aiohttp.ClientSession, url: str, content: Mapping[str, An
 
 
 async def last_chunk(client: aiohttp.ClientSession, url: str, content: Mapping[str, Any], seen: list[Any]) -> Any:
-    """The last piece of a streamed answer, which holds all of it; each piece replaces the one in `seen`."""
+    """The last piece of a streamed answer, which holds all of it; each piece replaces the one in `seen`.
+
+    But for the one that says that a request was aborted while it waited: SGLang puts a single token into it.
+    """
     async with client.post(url, json={**content, "stream": True}) as response:
         if response.status != 200:
             raise RefusedError(response.status, (await response.text())[:300])
@@ -59,8 +62,14 @@ async def last_chunk(client: aiohttp.ClientSession, url: str, content: Mapping[s
                 piece = json.loads(data)
                 if "error" in piece:
                     raise RefusedError(200, json.dumps(piece["error"])[:300])
-                seen[:] = [piece]
+                if ran(piece["meta_info"]):
+                    seen[:] = [piece]
     return seen[0] if seen else None
+
+
+def ran(meta: Mapping[str, Any]) -> bool:
+    """Whether an answer comes from a running request, and not from one that was aborted while it waited."""
+    return "num_retractions" in meta
 
 
 def answer_of(response: Mapping[str, Any]) -> Answer:

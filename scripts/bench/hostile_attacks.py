@@ -94,9 +94,12 @@ class Attacks:
         return Attack("full_pool", "twice what the cache holds", [wave])
 
     def invalid(self) -> Attack:
-        """What is no prompt. Not among them: a negative id, which ends SGLang's scheduler with any backend."""
-        far = int(self._vocabulary.max()) + 10**6
-        asked: list[Any] = [[far], [5, far], [2**40], ["five"], [[]], [None], 7, {"a": 1}, [5.5], [[5], []], [[5, far]]]
+        """What is no prompt.
+
+        Not among them: an integer that is no token's id. SGLang 0.5.17 does not look, and its scheduler ends in the
+        model's embedding, whatever the backend.
+        """
+        asked: list[Any] = [["five"], [[]], [None], 7, "7", {"a": 1}, [5.5], [True, "5"], [[5], []], [[[5]]]]
         wave = [{"input_ids": ids, "sampling_params": {"max_new_tokens": 2}} for ids in asked]
         more = [{"max_new_tokens": -1}, {"temperature": -1}, {"top_p": 7}, {"max_new_tokens": "many"}]
         wave += [{"input_ids": [5], "sampling_params": parameters} for parameters in more]

@@ -29,6 +29,7 @@ class Verdicts:
         traces: words, salts or token ids of prompts in what the server shows.
         fallbacks: of hybrid_mla, by reason, since the attack began.
         leaked_bytes: when the server was idle and flushed again.
+        deaths: 1 where a server answers no more.
     """
 
     attack: str
@@ -39,6 +40,7 @@ class Verdicts:
     traces: set[str] = field(default_factory=set)
     fallbacks: dict[str, int] = field(default_factory=dict)
     leaked_bytes: int = 0
+    deaths: int = 0
     seconds: float | None = None
     stock_seconds: float | None = None
 
@@ -52,9 +54,8 @@ class Verdicts:
     @property
     def good(self) -> bool:
         """But for the time, which other processes disturb."""
-        return not (
-            self.wrong + self.refused_otherwise + self.shared_across_salts + len(self.traces) + self.leaked_bytes
-        )
+        bad = self.wrong + self.refused_otherwise + self.shared_across_salts + len(self.traces)
+        return bad + self.leaked_bytes + self.deaths == 0
 
     def metrics(self) -> dict[str, Any]:
         """What is recorded."""
@@ -69,6 +70,7 @@ class Verdicts:
             "traces": sorted(self.traces),
             "fallbacks": self.fallbacks,
             "leaked_bytes": self.leaked_bytes,
+            "deaths": self.deaths,
         }
 
     def describe(self) -> str:

@@ -14,7 +14,7 @@ import psutil
 import requests
 
 from bench.client import HYBRID
-from bench.generate import TIMEOUT_S, RefusedError, StockAnswers, answer_of, body, last_chunk, post, session
+from bench.generate import TIMEOUT_S, RefusedError, StockAnswers, answer_of, body, last_chunk, post, ran, session
 from bench.server import server_info
 from bench.soak_judge import LOGPROB_TOLERANCE, Answer, Verdict, judge
 from bench.soak_traffic import Action, Chat, Request
@@ -192,7 +192,8 @@ class Soak:
             reason = (meta["finish_reason"] or {}).get("type")
             version = meta["weight_version"] if meta["weight_version"] == "second" else "first"
             answer, whole = answer_of(seen[0]), reason == "length"
-            self._got.append(Got(chat, answer, whole, version, meta["num_retractions"] > 0))
+            # Who waits and has tokens was taken back.
+            self._got.append(Got(chat, answer, whole, version, not ran(meta) or meta["num_retractions"] > 0))
         else:
             self.outcome.left += 1
 
