@@ -96,10 +96,10 @@ class Attacks:
     def invalid(self) -> Attack:
         """What is no prompt.
 
-        Not among them: an integer that is no token's id. SGLang 0.5.17 does not look, and its scheduler ends in the
-        model's embedding, whatever the backend.
+        Not among them: an integer that is no token's id, and an empty prompt in a list of prompts. SGLang 0.5.17 does
+        not look at either, and its scheduler ends, whatever the backend.
         """
-        asked: list[Any] = [["five"], [[]], [None], 7, "7", {"a": 1}, [5.5], [True, "5"], [[5], []], [[[5]]]]
+        asked: list[Any] = [["five"], [None], 7, "7", {"a": 1}, [5.5], [True, "5"], [[[5]]]]
         wave = [{"input_ids": ids, "sampling_params": {"max_new_tokens": 2}} for ids in asked]
         more = [{"max_new_tokens": -1}, {"temperature": -1}, {"top_p": 7}, {"max_new_tokens": "many"}]
         wave += [{"input_ids": [5], "sampling_params": parameters} for parameters in more]
