@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shlex
 import sys
 import time
@@ -32,7 +33,7 @@ from bench.server import LAUNCHER, ON_GPU, ServerFailedError, free_port, log_tai
 from bench.server import work_folder as repository_folder
 from bench.soak_judge import LOGPROB_TOLERANCE, Verdict
 from bench.soak_run import Outcome, ServerDiedError, Soak, Weights
-from bench.soak_servers import POISONED, STOCK, TAKING_BACK, at_ease, other_weights, pressed, small_model
+from bench.soak_servers import POISONED, SCRIPTS, STOCK, TAKING_BACK, at_ease, other_weights, pressed, small_model
 from bench.soak_traffic import Limits, Traffic
 from rich.console import Console
 from rich.table import Table
@@ -85,7 +86,9 @@ def main(
                 arguments = pressed(name) + (["--enable-memory-saver"] if memory_saver else [])
                 arguments += shlex.split(" ".join(server_arg or []))
                 launcher = POISONED if poison else ("-m", LAUNCHER)
-                tried = url or serve(name, arguments, environment=TAKING_BACK, launcher=launcher)
+                path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(SCRIPTS))))
+                environment = {**TAKING_BACK, "PYTHONPATH": path}
+                tried = url or serve(name, arguments, environment=environment, launcher=launcher)
                 sleeps = ("kv_cache", "weights") if memory_saver else ("kv_cache",)
                 soak_of = {"at_a_time": at_a_time, "sleeps": sleeps, "tolerance": tolerance}
                 traffic = Traffic(vocabulary(model), seed, limits)

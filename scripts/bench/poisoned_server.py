@@ -1,4 +1,4 @@
-"""SGLang's launcher on a server whose unwritten memory is NaN: `python poisoned_server.py ARGUMENTS`.
+"""SGLang's launcher on a server whose unwritten memory is NaN: `python -m bench.poisoned_server ARGUMENTS`.
 
 What `torch.empty` returns is NaN, and so are rows of the KV cache from the moment in which they are free. A kernel that
 reads what it should not gives NaN, and a wrong answer, on every run and not on some. Spawned processes import this file

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -20,6 +20,8 @@ from bench.soak_judge import LOGPROB_TOLERANCE, Answer, Verdict, judge
 from bench.soak_traffic import Action, Chat, Request
 
 IDLE_WITHIN_S = 60
+UPDATE_AFTER_S = 0.3
+"""From an idle server to an update, so that it meets requests."""
 
 
 class ServerDiedError(RuntimeError):
@@ -137,26 +139,32 @@ class Soak:
     async def _send(self, client: aiohttp.ClientSession, traffic: Sequence[Request | Action]) -> None:
         free = asyncio.Semaphore(self._at_a_time)
         tasks: list[asyncio.Task[None]] = []
+        updating: asyncio.Task[None] | None = None
         try:
-            for number, event in enumerate(traffic):
-                if event is Action.SLEEP:
-                    await asyncio.gather(*tasks)
-                    await self._sleep(client)
+            for event in traffic:
+                if event is Action.FLUSH:
+                    tasks.append(asyncio.create_task(self._flush_at_work(client)))
                 elif isinstance(event, Action):
-                    act = self._update if event is Action.UPDATE else self._flush_at_work
-                    tasks.append(asyncio.create_task(act(client)))
+                    await asyncio.gather(*tasks)
+                    await self._flush(client)
+                    if event is Action.SLEEP:
+                        await self._sleep(client)
+                    else:
+                        updating = asyncio.create_task(self._update(client, after_s=UPDATE_AFTER_S))
+                        tasks.append(updating)
                 else:
                     await asyncio.sleep(event.gap_s)
                     await free.acquire()
-                    rid = f"soak-{self.outcome.requests}-{number}"
-                    tasks.append(asyncio.create_task(self._client(client, event, rid)))
+                    if updating is not None and not updating.done():
+                        event = replace(event, leaves_after_s=None)
+                    self.outcome.requests += 1
+                    tasks.append(asyncio.create_task(self._client(client, event, f"soak-{self.outcome.requests}")))
                     tasks[-1].add_done_callback(lambda _: free.release())
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        self.outcome.requests += sum(isinstance(event, Request) for event in traffic)
 
     async def _client(self, client: aiohttp.ClientSession, request: Request, rid: str) -> None:
         """Send a request as its client does, and keep what comes back."""
@@ -197,8 +205,13 @@ class Soak:
         else:
             self.outcome.left += 1
 
-    async def _update(self, client: aiohttp.ClientSession) -> None:
-        """To the other weights; SGLang lets running requests end first."""
+    async def _update(self, client: aiohttp.ClientSession, after_s: float = 0) -> None:
+        """To the other weights; SGLang lets running requests end first, and holds back those that come meanwhile.
+
+        Nobody may leave then: SGLang 0.5.17 takes a request whose client is gone for ended, and its scheduler, which
+        still runs it, ends because it cannot flush the cache.
+        """
+        await asyncio.sleep(after_s)
         if self._weights is not None:
             self._now = Weights.other(self._now)
             content = {"model_path": self._weights.path(self._now), "weight_version": self._now}
@@ -214,8 +227,8 @@ class Soak:
                     await self._update(client)
 
     async def _sleep(self, client: aiohttp.ClientSession) -> None:
+        """Of an idle server."""
         if self._sleeps:
-            await self._flush(client)  # only an idle server may sleep
             await post(client, f"{self.url}/release_memory_occupation", {"tags": self._sleeps})
             await post(client, f"{self.url}/resume_memory_occupation", {"tags": self._sleeps})
             self.outcome.actions["sleeps"] += 1

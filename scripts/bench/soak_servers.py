@@ -19,7 +19,8 @@ WEIGHTS_FILE = "model.safetensors"
 TAKING_BACK = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"}
 # It also lets in more requests than its cache holds, so that it fills up and some have to give way.
 LETTING_IN = ("--schedule-conservativeness", "0.1")
-POISONED = (str(Path(__file__).with_name("poisoned_server.py")),)
+POISONED = ("-m", "bench.poisoned_server")
+SCRIPTS = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)

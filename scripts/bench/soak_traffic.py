@@ -25,8 +25,8 @@ LEAVING = 0.08
 class Action(Enum):
     """What happens between requests.
 
-    FLUSH and UPDATE meet running requests: SGLang refuses a flush while it works, and an update waits for those that
-    run. SLEEP waits for all answers before, since SGLang wants an idle server.
+    A FLUSH meets running requests, and SGLang refuses it while it works. SLEEP wants an idle server. An UPDATE meets
+    the requests that come after an idle moment, since nobody may leave meanwhile, and waits for those that run.
     """
 
     FLUSH = "flush"
