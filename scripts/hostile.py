@@ -5,6 +5,7 @@ median of the turns is compared. Then once more with eyes open: nothing may be s
 stock backend's, answers its answers, and the status page may show no word of a prompt.
 
     python scripts/hostile.py --out benchmarks/results/hostile.jsonl
+    python scripts/hostile.py --against "hybrid_mla --hybrid-mla-mode absorb"   # what sharing alone costs and saves
 """
 
 from __future__ import annotations
@@ -44,6 +45,9 @@ def main(
     cache_tokens: Annotated[int, typer.Option(min=1024, help="KV cache of each server.")] = CACHE_TOKENS,
     url: Annotated[str | None, typer.Option(help="A running server; give --stock-url and --model.")] = None,
     stock_url: Annotated[str | None, typer.Option(help="A running stock server of the same settings.")] = None,
+    against: Annotated[
+        str, typer.Option(help="The stock backend, or what else to compare with, and its flags.")
+    ] = STOCK,
     hybrid_arg: Annotated[list[str] | None, typer.Option(help="Flags for the server with hybrid_mla.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSONL file to append records to.")] = None,
     log_folder: Annotated[Path | None, typer.Option(help="For the output of servers [.demo/logs].")] = None,
@@ -59,17 +63,19 @@ def main(
     chosen = [one for one in attacks if not attack or one.name in attack]
     if unknown := set(attack or ()) - {one.name for one in attacks}:
         raise typer.BadParameter(f"no attack: {', '.join(unknown)}")
-    case = {"cache_tokens": cache_tokens, "scale": scale, "seed": seed, "turns": turns}
+    named = against if against.startswith(HYBRID) else f"sglang_{against}"
+    case = {"cache_tokens": cache_tokens, "scale": scale, "seed": seed, "turns": turns, "against": named}
     with contextlib.ExitStack() as stack:
 
         def serve(backend: str, *flags: str) -> str:
             arguments = ["--model-path", str(model), "--max-total-tokens", str(cache_tokens), *flags]
             arguments += ["--attention-backend", backend]
-            log = logs / f"hostile-{backend}.log"
+            log = logs / f"hostile-{len(flags)}-{backend}.log"
             return stack.enter_context(running_server(arguments, free_port(), log, console))
 
         try:
-            stock = stock_url or serve(STOCK)
+            rival, *flags = shlex.split(against)
+            stock = stock_url or serve(rival, *flags)
             ours = url or serve(HYBRID, *shlex.split(" ".join(hybrid_arg or [])))
             found = asyncio.run(all_of_them(ours, stock, chosen, turns, out, case, console))
         except (ServerFailedError, requests.RequestException) as error:
@@ -104,7 +110,7 @@ async def all_of_them(
             if out:
                 sharing = sharing_between(before, server_info(ours))
                 metrics = {**one.metrics(), "seconds_of_turns": [[round(s, 2) for s in seconds[u]] for u in seconds]}
-                case_of = {"attack": attack.name, "requests": attack.requests, **case, "against": f"sglang_{STOCK}"}
+                case_of = {"attack": attack.name, "requests": attack.requests, **case}
                 write_record(out, bench="hostile", impl=HYBRID, case=case_of, **metrics, hybrid_mla=sharing)
     return found
 

@@ -119,8 +119,8 @@ class Attacks:
 
     def words(self) -> Attack:
         """Text with words that nobody else uses, shared, so that it is expanded and shown."""
-        text = " ".join(MARKERS) * 20
-        sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+        text = " ".join(MARKERS) * 8
+        sampling = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
         wave = [{"text": f"{text} {MARKERS[0]}{number}", "sampling_params": sampling} for number in range(8)]
         waves = [[{**one, "extra_key": salt} if salt else one for one in wave] for salt in (None, SALT_MARKER)]
         return Attack("words", "text that must be seen nowhere", waves, timed=False)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from bench.records import write_record
 from bench.soak_judge import LOGPROB_TOLERANCE, Answer, Verdict, judge
+from bench.soak_tables import hostile, soak
 from bench.soak_traffic import Action, Limits, Request, Traffic
 
 VOCABULARY = np.arange(10, 500)
@@ -105,3 +108,25 @@ def test_the_first_token_may_be_lost_of_a_request_that_was_taken_back() -> None:
         wrong = replace(lost, ids=(*lost.ids[:-1], 499))
         assert verdict(wrong, taken_back=True) is Verdict.WRONG
     assert verdict(answer.after(2), taken_back=True) is Verdict.WRONG
+
+
+def test_tables(tmp_path: Path) -> None:
+    counts = dict(requests=20000, judged=19000, taken_back=9, wrong=0, ties=1, lost_first=2, leaked_bytes=0, deaths=0)
+    for impl, judged in (("hybrid_mla", 1), ("hybrid_mla", 19000), ("sglang_torch_native", 500)):
+        case = dict(poison=False)
+        metrics = {**counts, "judged": judged}
+        write_record(tmp_path / "s", bench="soak", impl=impl, case=case, gpu="cpu", command="run", **metrics)
+    lines = [line.replace(" ", "") for line in soak(tmp_path / "s").splitlines()]
+    assert lines[2:4] == [
+        "|cpu|hybrid_mla|20,000|19,000|9|0|1|2|0|0|",
+        "|cpu|sglang_torch_native|20,000|500|9|0|1|2|0|0|",
+    ]
+    found = dict(wrong=0, refused_otherwise=0, shared_across_salts=0, traces=[], deaths=0)
+    for attack, seconds, slowdown in (("flood", 5.0, 0.05), ("invalid", None, None)):
+        case = dict(attack=attack, requests=5000)
+        times = dict(seconds=seconds, stock_seconds=seconds, slowdown=slowdown)
+        write_record(
+            tmp_path / "h", bench="hostile", impl="hybrid_mla", case=case, gpu="cpu", command="run", **times, **found
+        )
+    lines = [line.replace(" ", "") for line in hostile(tmp_path / "h").splitlines()]
+    assert lines[2:4] == ["|flood|5,000|5.0|5.0|+5%|0|0|0|0|0|", "|invalid|5,000|–|–|–|0|0|0|0|0|"]
