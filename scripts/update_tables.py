@@ -16,6 +16,7 @@ from bench.kernel_tables import ablation, attention, context, decode, expansion,
 from bench.profile_tables import profiles
 from bench.recipes import recipe_tables
 from bench.serving_tables import compared, headline
+from bench.soak_tables import hostile, soak
 from bench.speculative_tables import speculative
 from bench.tables import REPOSITORY, RESULTS
 from bench.workload_tables import decode_steps, plan, workloads
@@ -57,6 +58,10 @@ def main(
             "cache": accuracy_cache(RESULTS / "accuracy.jsonl"),
             "rescale": accuracy_rescale(RESULTS / "accuracy.jsonl"),
             "fp16": accuracy_fp16(RESULTS / "accuracy.jsonl"),
+        },
+        "docs/operating.md": {
+            "soak": soak(RESULTS / "soak.jsonl"),
+            "hostile": hostile(RESULTS / "hostile.jsonl"),
         },
         "docs/recipes.md": recipe_tables(),
     }

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -72,7 +72,13 @@ def server_info(base_url: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def running_server(
-    arguments: Sequence[str], port: int, log: Path, console: Console, timeout_s: float = 1800
+    arguments: Sequence[str],
+    port: int,
+    log: Path,
+    console: Console,
+    timeout_s: float = 1800,
+    environment: Mapping[str, str] | None = None,
+    launcher: Sequence[str] = ("-m", LAUNCHER),
 ) -> Iterator[str]:
     """Run a server with these arguments as long as the context lasts.
 
@@ -80,19 +86,21 @@ def running_server(
         arguments: of `sglang.launch_server`, without host and port.
         log: file that takes the server's output.
         timeout_s: how long it may take until it answers; a first start compiles kernels.
+        environment: variables beside this process's.
+        launcher: what Python runs.
     Yields:
         its base URL, once it answers.
     Raises:
         ServerFailedError: it ended, or did not answer in time.
     """
     base_url = f"http://127.0.0.1:{port}"
-    command, environment = server_command(arguments, port)
+    command, variables = server_command(arguments, port, launcher)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output, _sigterm_raises():
         # A session of its own, so that Ctrl-C reaches this process alone, which then stops all of the server's.
         server = subprocess.Popen(
             command,
-            env=environment,
+            env=variables | dict(environment or {}),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -106,10 +114,12 @@ def running_server(
             stop_server(server)
 
 
-def server_command(arguments: Sequence[str], port: int) -> tuple[list[str], dict[str, str]]:
+def server_command(
+    arguments: Sequence[str], port: int, launcher: Sequence[str] = ("-m", LAUNCHER)
+) -> tuple[list[str], dict[str, str]]:
     """The command that starts a server on this machine, with a GPU or without, and its environment."""
     defaults = () if ON_GPU else CPU_ARGUMENTS
-    command = [sys.executable, "-m", LAUNCHER, *defaults, *arguments, "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, *launcher, *defaults, *arguments, "--host", "127.0.0.1", "--port", str(port)]
     return command, os.environ | ({} if ON_GPU else CPU_ENVIRONMENT)
 
 

@@ -1,0 +1,123 @@
+"""Send the attacks of `hostile_attacks.py` to a server; time them, and look at what it shows meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from bench.generate import RefusedError, answer_of, post, session
+from bench.hostile_attacks import MARKERS, SALT_MARKER, Attack, traces
+from bench.soak_judge import Answer
+
+STATUS_PATH = "/hybrid_mla/status"
+SHOWN_PATHS = (STATUS_PATH, "/hybrid_mla")
+LOOK_EACH_S = 0.1
+
+
+@dataclass
+class Played:
+    """What came of an attack on one server.
+
+    Attributes:
+        statuses: of HTTP, of each request in the order in which they were sent; 0 where the connection broke.
+        answers: the answer of each request; None where it was refused, or asked for no log-probabilities.
+        cached: for each request the tokens that were found in the cache.
+        most_holders: the most requests that were seen to hold one segment together.
+        traces: of prompts or salts, in what the server shows.
+        looks: at what it shows.
+    """
+
+    seconds: float = 0.0
+    statuses: list[int] = field(default_factory=list)
+    answers: list[Answer | None] = field(default_factory=list)
+    cached: list[int | None] = field(default_factory=list)
+    most_holders: int = 0
+    traces: set[str] = field(default_factory=set)
+    looks: int = 0
+
+
+async def play(url: str, attack: Attack, *, looking: bool) -> Played:
+    """
+    Args:
+        looking: whether the server has a status page; it is not looked at while an attack is timed.
+    """
+    played = Played()
+    async with session() as client:
+        await empty(client, url)
+        watcher = asyncio.create_task(_look_again(client, url, played)) if looking else None
+        begin = time.monotonic()
+        for wave in attack.waves:
+            for status, answer, cached in await asyncio.gather(*(_ask(client, url, content) for content in wave)):
+                played.statuses.append(status)
+                played.answers.append(answer)
+                played.cached.append(cached)
+        played.seconds = time.monotonic() - begin
+        if watcher is not None:
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+            await _look(client, url, played)
+    return played
+
+
+async def empty(client: aiohttp.ClientSession, url: str, within_s: float = 60) -> None:
+    """Empty the cache of a server as soon as it is idle."""
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            await post(client, f"{url}/flush_cache", {})
+            return
+        except RefusedError:
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(0.1)
+
+
+async def _ask(
+    client: aiohttp.ClientSession, url: str, content: Mapping[str, Any]
+) -> tuple[int, Answer | None, int | None]:
+    try:
+        response = await post(client, f"{url}/generate", content)
+    except RefusedError as error:
+        return error.status, None, None
+    except (aiohttp.ClientError, TimeoutError):
+        return 0, None, None
+    if not isinstance(response, dict):
+        return 200, None, None
+    answer = answer_of(response) if content.get("return_logprob") else None
+    return 200, answer, response["meta_info"].get("cached_tokens")
+
+
+async def _look_again(client: aiohttp.ClientSession, url: str, played: Played) -> None:
+    while True:
+        await _look(client, url, played)
+        await asyncio.sleep(LOOK_EACH_S)
+
+
+async def _look(client: aiohttp.ClientSession, url: str, played: Played) -> None:
+    """Search what the server shows for words and salts of the prompts, and see who holds what together."""
+    for path in SHOWN_PATHS:
+        async with client.get(f"{url}{path}") as response:
+            shown = await response.text()
+        played.traces |= set(traces(shown, [*MARKERS, SALT_MARKER]))
+        if path == STATUS_PATH:
+            status = json.loads(shown)
+            played.traces |= set(_lists_of_numbers(status))
+            held = (segment["holders"] for rank in status["ranks"] for segment in rank["segments"])
+            played.most_holders = max(played.most_holders, *held, 0)
+    played.looks += 1
+
+
+def _lists_of_numbers(shown: Any) -> list[str]:
+    """Where a status holds numbers in a row, as token ids would be."""
+    if isinstance(shown, dict):
+        return [found for value in shown.values() for found in _lists_of_numbers(value)]
+    if isinstance(shown, list):
+        numbers = any(isinstance(value, int | float) for value in shown)
+        return ["numbers in a row"] if numbers else [found for value in shown for found in _lists_of_numbers(value)]
+    return []

@@ -1,0 +1,97 @@
+"""Whether an answer is that of the stock server: the same tokens, with the same log-probabilities within rounding.
+
+An answer that leaves the stock answer where another token is as likely, within rounding, is a *tie*: what follows is
+compared with what the stock server says after that token. An answer that is the stock answer without its first token is
+what SGLang's own `SGLANG_TEST_RETRACT` makes of a request that it took back, whatever the backend: *lost first*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from enum import Enum
+
+# In fp32 another order of summation moves them by less; a wrong prefix, or a wrong merge, by 0.1 and more.
+LOGPROB_TOLERANCE = 2e-3
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Greedy tokens and their log-probabilities.
+
+    Attributes:
+        runners_up: of the stock server's: at each place the next best token and its log-probability.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    runners_up: tuple[tuple[int, float], ...] = ()
+
+    def after(self, tokens: int) -> Answer:
+        """Without its first tokens."""
+        return Answer(self.ids[tokens:], self.logprobs[tokens:], self.runners_up[tokens:])
+
+
+class Verdict(Enum):
+    RIGHT = "right"
+    TIE = "tie"
+    LOST_FIRST = "lost_first"
+    WRONG = "wrong"
+
+
+Stock = Callable[[tuple[int, ...], int], Awaitable[Answer]]
+"""The stock answer to a prompt, with at least so many tokens."""
+
+
+async def judge(
+    prompt: tuple[int, ...], answer: Answer, stock: Stock, *, taken_back: bool, tolerance: float = LOGPROB_TOLERANCE
+) -> Verdict:
+    """
+    Args:
+        answer: whole, or the beginning of one.
+        taken_back: whether SGLang took the request back and ran it again later.
+        tolerance: how far a log-probability may be off; a lead of twice that is none.
+    """
+    expected = await stock(prompt, len(answer.ids) + 1)
+    if not answer.ids or same(answer, expected, tolerance):
+        return Verdict.RIGHT
+    if taken_back and lost_first(answer, expected, tolerance):
+        return Verdict.LOST_FIRST
+    verdict = Verdict.RIGHT
+    while not same(answer, expected, tolerance):
+        at = first_difference(answer, expected)
+        if at is None or not same(Answer(answer.ids[:at], answer.logprobs[:at]), expected, tolerance):
+            return Verdict.WRONG
+        token, logprob = expected.runners_up[at]
+        if answer.ids[at] != token or expected.logprobs[at] - logprob > 2 * tolerance:
+            return Verdict.WRONG
+        if abs(answer.logprobs[at] - logprob) > tolerance:
+            return Verdict.WRONG
+        verdict = Verdict.TIE
+        prompt, answer = prompt + answer.ids[: at + 1], answer.after(at + 1)
+        expected = await stock(prompt, len(answer.ids) + 1)
+    return verdict
+
+
+def same(answer: Answer, expected: Answer, tolerance: float) -> bool:
+    """Whether an answer is the beginning of what is expected."""
+    count = len(answer.ids)
+    return (
+        len(answer.logprobs) == count <= len(expected.ids)
+        and answer.ids == expected.ids[:count]
+        and all(abs(a - b) <= tolerance for a, b in zip(answer.logprobs, expected.logprobs, strict=False))
+    )
+
+
+def lost_first(answer: Answer, expected: Answer, tolerance: float) -> bool:
+    """Whether an answer is the expected one, but for its first token, or that token's log-probability alone."""
+    ids = expected.ids[: len(answer.ids)]
+    whole = answer.ids == ids and len(answer.logprobs) == len(ids) - 1
+    without = expected.after(1)
+    return same(Answer(ids[1:], answer.logprobs), without, tolerance) if whole else same(answer, without, tolerance)
+
+
+def first_difference(answer: Answer, expected: Answer) -> int | None:
+    """The place of the first token that is another; None where one answer is the beginning of the other."""
+    pairs = zip(answer.ids, expected.ids, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), None)

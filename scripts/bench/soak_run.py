@@ -1,0 +1,313 @@
+"""Play traffic of `soak_traffic.py` to a server, one phase after the other, and judge what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import aiohttp
+import psutil
+import requests
+
+from bench.client import HYBRID
+from bench.generate import TIMEOUT_S, RefusedError, StockAnswers, answer_of, body, last_chunk, post, ran, session
+from bench.server import server_info
+from bench.soak_judge import LOGPROB_TOLERANCE, Answer, Verdict, judge
+from bench.soak_traffic import Action, Chat, Request
+
+IDLE_WITHIN_S = 60
+UPDATE_AFTER_S = 0.3
+"""From an idle server to an update, so that it meets requests."""
+
+
+class ServerDiedError(RuntimeError):
+    """The server ended, or answers no more."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Two checkpoints of one model, between which updates go to and fro; the same twice changes no answer."""
+
+    first: str
+    second: str
+
+    def path(self, version: str) -> str:
+        return self.second if version == "second" else self.first
+
+    @staticmethod
+    def other(version: str) -> str:
+        return "first" if version == "second" else "second"
+
+
+@dataclass(frozen=True)
+class Got:
+    """What a client has of an answer.
+
+    Attributes:
+        whole: false where the client left before its end.
+        weights: which of the two they were; taken_back: retracted at least once.
+    """
+
+    chat: Chat
+    answer: Answer
+    whole: bool
+    weights: str
+    taken_back: bool
+
+
+@dataclass
+class Outcome:
+    """Of all phases so far.
+
+    Attributes:
+        verdicts: answers by `Verdict`; left: clients that went before they had any token.
+        taken_back: answers of requests that SGLang retracted.
+        actions: flushes, updates and sleeps that the server did.
+        wrong: the first few, for a message.
+        leaked_bytes: the most that was left when the server was idle and flushed: expanded prefixes and KV cache.
+        rss_bytes: memory of the server's processes when idle, by phase.
+    """
+
+    requests: int = 0
+    verdicts: Counter[str] = field(default_factory=Counter)
+    left: int = 0
+    errors: int = 0
+    taken_back: int = 0
+    actions: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    leaked_bytes: int = 0
+    deaths: int = 0
+    rss_bytes: list[int] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        bad = self.verdicts[Verdict.WRONG.value] + self.errors + self.leaked_bytes + self.deaths
+        return bad == 0
+
+    @property
+    def rss_growth_bytes(self) -> int:
+        """From the end of the first phase, in which buffers and caches of every kind came to be."""
+        return self.rss_bytes[-1] - self.rss_bytes[0] if self.rss_bytes else 0
+
+
+class Soak:
+    """
+    Args:
+        url: of the server that is tried; it says by `weight_version` "first" or "second" which weights it has.
+        stock: gives the answers that it should give.
+        weights: to update from; None leaves updates out.
+        at_a_time: requests in flight.
+        sleeps: tags to sleep with, of SGLang's; empty leaves sleep out.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        stock: StockAnswers,
+        weights: Weights | None,
+        *,
+        at_a_time: int = 16,
+        sleeps: Sequence[str] = ("kv_cache",),
+        tolerance: float = LOGPROB_TOLERANCE,
+    ) -> None:
+        self.url, self.outcome = url, Outcome()
+        self._stock, self._weights, self._sleeps, self._tolerance = stock, weights, list(sleeps), tolerance
+        self._at_a_time, self._now = at_a_time, "first"
+        self._got: list[Got] = []
+
+    async def phase(self, traffic: Sequence[Request | Action]) -> None:
+        """Send all of it, wait until the server is idle, look at what is left in it, and judge the answers.
+
+        Raises:
+            ServerDiedError
+        """
+        try:
+            async with session() as client:
+                await self._send(client, traffic)
+                await self._flush(client)
+            self._look()
+        except (aiohttp.ClientError, requests.RequestException, TimeoutError) as error:
+            self.outcome.deaths += 1
+            raise ServerDiedError(f"{type(error).__name__}: {error}") from error
+        finally:
+            await self._judge()
+
+    async def _send(self, client: aiohttp.ClientSession, traffic: Sequence[Request | Action]) -> None:
+        free = asyncio.Semaphore(self._at_a_time)
+        tasks: list[asyncio.Task[None]] = []
+        updating: asyncio.Task[None] | None = None
+        try:
+            for event in traffic:
+                if event is Action.FLUSH:
+                    tasks.append(asyncio.create_task(self._flush_at_work(client)))
+                elif isinstance(event, Action):
+                    await asyncio.gather(*tasks)
+                    await self._flush(client)
+                    if event is Action.SLEEP:
+                        await self._sleep(client)
+                    else:
+                        updating = asyncio.create_task(self._update(client, after_s=UPDATE_AFTER_S))
+                        tasks.append(updating)
+                else:
+                    await asyncio.sleep(event.gap_s)
+                    await free.acquire()
+                    if updating is not None and not updating.done():
+                        event = replace(event, leaves_after_s=None)
+                    self.outcome.requests += 1
+                    tasks.append(asyncio.create_task(self._client(client, event, f"soak-{self.outcome.requests}")))
+                    tasks[-1].add_done_callback(lambda _: free.release())
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _client(self, client: aiohttp.ClientSession, request: Request, rid: str) -> None:
+        """Send a request as its client does, and keep what comes back."""
+        chat = request.chat
+        content = body(chat.ids, chat.output_tokens, rid=rid)
+        if chat.salt:
+            content["extra_key"] = chat.salt
+        seen: list[Any] = []
+        url = f"{self.url}/generate"
+        asking = asyncio.create_task(
+            last_chunk(client, url, content, seen) if request.stream else _into(seen, post(client, url, content))
+        )
+        try:
+            if request.leaves_after_s is not None:
+                done, _ = await asyncio.wait([asking], timeout=request.leaves_after_s)
+                if not done and request.aborts:
+                    await post(client, f"{self.url}/abort_request", {"rid": rid})
+                elif not done:
+                    asking.cancel()  # closes the connection
+            await asyncio.wait([asking])
+            if not asking.cancelled():
+                asking.result()
+        except RefusedError as error:
+            # An abort of a request that has no token yet is an error to SGLang.
+            if not (request.aborts and "abort" in str(error).lower()):
+                self.outcome.errors += 1
+                self._say(f"{error}, prompt of {len(chat.ids)} tokens")
+                return
+        finally:
+            asking.cancel()
+        if seen and seen[0].get("output_ids"):
+            meta = seen[0]["meta_info"]
+            reason = (meta["finish_reason"] or {}).get("type")
+            version = meta["weight_version"] if meta["weight_version"] == "second" else "first"
+            answer, whole = answer_of(seen[0]), reason == "length"
+            # Who waits and has tokens was taken back.
+            self._got.append(Got(chat, answer, whole, version, not ran(meta) or meta["num_retractions"] > 0))
+        else:
+            self.outcome.left += 1
+
+    async def _update(self, client: aiohttp.ClientSession, after_s: float = 0) -> None:
+        """To the other weights; SGLang lets running requests end first, and holds back those that come meanwhile.
+
+        Nobody may leave then: SGLang 0.5.17 takes a request whose client is gone for ended, and its scheduler, which
+        still runs it, ends because it cannot flush the cache.
+        """
+        await asyncio.sleep(after_s)
+        if self._weights is not None:
+            self._now = Weights.other(self._now)
+            content = {"model_path": self._weights.path(self._now), "weight_version": self._now}
+            await post(client, f"{self.url}/update_weights_from_disk", content)
+            self.outcome.actions["updates"] += 1
+
+    async def with_first_weights(self) -> None:
+        """Give both servers the weights that they had at first."""
+        if self._weights is not None:
+            await self._stock.update(self._weights.first, "first")
+            if self._now != "first":
+                async with session() as client:
+                    await self._update(client)
+
+    async def _sleep(self, client: aiohttp.ClientSession) -> None:
+        """Of an idle server."""
+        if self._sleeps:
+            await post(client, f"{self.url}/release_memory_occupation", {"tags": self._sleeps})
+            await post(client, f"{self.url}/resume_memory_occupation", {"tags": self._sleeps})
+            self.outcome.actions["sleeps"] += 1
+
+    async def _flush_at_work(self, client: aiohttp.ClientSession) -> None:
+        """SGLang refuses where it is not idle."""
+        try:
+            await post(client, f"{self.url}/flush_cache", {})
+            self.outcome.actions["flushes"] += 1
+        except RefusedError:
+            self.outcome.actions["flushes_refused"] += 1
+
+    async def _flush(self, client: aiohttp.ClientSession) -> None:
+        """When the last of those that left is gone as well."""
+        deadline = time.monotonic() + IDLE_WITHIN_S
+        while True:
+            try:
+                await post(client, f"{self.url}/flush_cache", {})
+                self.outcome.actions["flushes"] += 1
+                return
+            except RefusedError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError("the server does not become idle") from None
+                await asyncio.sleep(0.1)
+
+    def _look(self) -> None:
+        """What an idle server whose cache is empty still holds."""
+        self.outcome.leaked_bytes = max(self.outcome.leaked_bytes, left_bytes(self.url))
+        self.outcome.rss_bytes.append(rss_bytes(self.url))
+
+    async def _judge(self) -> None:
+        got, self._got = self._got, []
+        for version in ("first", "second"):
+            of_version = [one for one in got if one.weights == version]
+            if of_version and self._weights is not None:
+                await self._stock.update(self._weights.path(version), version)
+            await asyncio.gather(*(self._judge_one(one) for one in of_version))
+
+    async def _judge_one(self, got: Got) -> None:
+        verdict = await judge(
+            got.chat.ids, got.answer, self._stock, taken_back=got.taken_back, tolerance=self._tolerance
+        )
+        missing = got.chat.output_tokens - len(got.answer.ids)
+        if got.whole and missing not in ((0, 1) if verdict is Verdict.LOST_FIRST else (0,)):
+            verdict = Verdict.WRONG
+        self.outcome.verdicts[verdict.value] += 1
+        self.outcome.taken_back += got.taken_back
+        if verdict is Verdict.WRONG:
+            expected = await self._stock(got.chat.ids, len(got.answer.ids) + 1)
+            self._say(
+                f"prompt of {len(got.chat.ids)} tokens, salt {got.chat.salt}, weights {got.weights}, taken back "
+                f"{got.taken_back}, whole {got.whole}: {got.answer}; stock {expected.ids} {expected.logprobs}"
+            )
+
+    def _say(self, what: str) -> None:
+        if len(self.outcome.wrong) < 20:
+            self.outcome.wrong.append(what)
+
+
+async def _into(seen: list[Any], answer: Any) -> Any:
+    seen[:] = [await answer]
+    return seen[0]
+
+
+def left_bytes(url: str) -> int:
+    """Of an idle server: what its expanded prefixes take, and the KV cache that it says is in use."""
+    loads = requests.get(f"{url}/v1/loads", timeout=TIMEOUT_S).json()["loads"]
+    used = sum(
+        load["num_used_tokens"] / load["max_total_num_tokens"] * load["memory"]["kv_cache_gb"] * 2**30 for load in loads
+    )
+    entry = server_info(url).get(HYBRID, {})
+    return int(used) + int(entry.get("expanded_bytes", 0))
+
+
+def rss_bytes(url: str) -> int:
+    """Of all processes of the server behind a local port; 0 where it is not on this machine."""
+    port = int(url.rsplit(":", 1)[1])
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            server = psutil.Process(connection.pid)
+            return sum(process.memory_info().rss for process in (server, *server.children(recursive=True)))
+    return 0

@@ -1,0 +1,89 @@
+"""Servers for a soak: the one that is tried, where everything is short, and a stock server that knows the answers."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from demo_model.checkpoint import Settings, make
+from safetensors.torch import load_file, save_file
+
+from bench.client import HYBRID
+from bench.server import ON_GPU
+
+STOCK = "flashmla" if ON_GPU else "torch_native"
+WEIGHTS_FILE = "model.safetensors"
+# SGLang's own way to test retraction: every so many steps it takes requests back as if its cache were full.
+TAKING_BACK = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"}
+# It also lets in more requests than its cache holds, so that it fills up and some have to give way.
+LETTING_IN = ("--schedule-conservativeness", "0.1")
+POISONED = ("-m", "bench.poisoned_server")
+SCRIPTS = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the server that is tried has.
+
+    Attributes:
+        tokens: of its KV cache; chunk: of its prefill.
+        prefix_gb: for expanded prefixes: the room of one and a half.
+        min_prefix: the shortest prefix that is shared.
+    """
+
+    tokens: int
+    chunk: int
+    prefix_gb: float
+    min_prefix: int
+
+
+SIZES = Sizes(65_536, 2048, 2.0, 64) if ON_GPU else Sizes(2048, 256, 0.013, 32)
+
+
+def pressed(backend: str, sizes: Sizes = SIZES) -> list[str]:
+    """Arguments of the server that is tried: hardly any memory, prefill in chunks, slow expansion."""
+    arguments = ["--attention-backend", backend, "--max-total-tokens", str(sizes.tokens)]
+    arguments += ["--chunked-prefill-size", str(sizes.chunk), *LETTING_IN]
+    if backend == HYBRID:
+        arguments += ["--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", str(sizes.min_prefix)]
+        arguments += ["--hybrid-mla-prefix-memory-gb", str(sizes.prefix_gb)]
+        arguments += ["--hybrid-mla-expand-tokens-per-step", "1024" if ON_GPU else "100"]
+    return arguments
+
+
+def at_ease(sizes: Sizes = SIZES) -> list[str]:
+    """Arguments of the stock server that knows the answers: nothing is short."""
+    return ["--attention-backend", STOCK, "--max-total-tokens", str(8 * sizes.tokens)]
+
+
+def small_model(folder: Path) -> Path:
+    """A random checkpoint of DeepSeek-V3's attention, as large as the device likes."""
+    layers, heads, hidden, q_lora_rank = (4, 16, 1024, 1536) if ON_GPU else (2, 4, 128, 64)
+    settings = Settings(layers, heads, hidden, 512, q_lora_rank, 2048, 32768, seed=0, config_only=False)
+    out = folder / f"soak_{layers}x{heads}"
+    make(out, settings)
+    return out
+
+
+def other_weights(model: Path, out: Path) -> Path:
+    """The same checkpoint with weights that are a little different: enough for other answers.
+
+    Raises:
+        ValueError: its weights are in more than one file.
+    """
+    if not (model / WEIGHTS_FILE).exists():
+        raise ValueError(f"{model} has no {WEIGHTS_FILE}: name other weights of it")
+    if not (out / WEIGHTS_FILE).exists():
+        shutil.copytree(model, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns(WEIGHTS_FILE, "*.png"))
+        torch.manual_seed(0)
+        tensors = load_file(model / WEIGHTS_FILE)
+        changed = {name: _near(x) if x.dim() == 2 and x.is_floating_point() else x for name, x in tensors.items()}
+        save_file(changed, out / WEIGHTS_FILE, metadata={"format": "pt"})
+    return out
+
+
+def _near(tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor.float()
+    return (values + 0.1 * values.std() * torch.randn_like(values)).to(tensor.dtype).contiguous()

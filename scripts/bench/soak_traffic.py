@@ -1,0 +1,163 @@
+"""Traffic for a server that is left on: random trees of prompts, drawn from a seed, and what clients do besides.
+
+Prompts are paths through a few trees that grow and are replaced. Requests come in waves; some are streamed, some
+clients close their connection or abort; some texts come again, and some under another salt. Between them the cache is
+flushed, weights are updated, and the server sleeps and wakes. The same seed gives the same traffic, phase by phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+import numpy as np
+
+SALTS = (*[None] * 8, "tenant-a", "tenant-b")
+MOST_NODES = 8
+"""Of a tree."""
+AGAIN = 0.8
+"""Share of requests whose text was sent before."""
+LEAVING = 0.08
+"""Share of requests whose client goes before the answer is there: half close the connection, half abort."""
+
+
+class Action(Enum):
+    """What happens between requests.
+
+    A FLUSH meets running requests, and SGLang refuses it while it works. SLEEP wants an idle server. An UPDATE meets
+    the requests that come after an idle moment, since nobody may leave meanwhile, and waits for those that run.
+    """
+
+    FLUSH = "flush"
+    UPDATE = "update"
+    SLEEP = "sleep"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Smallest and largest numbers of tokens; `prompt` is the longest one that is sent.
+
+    One tree in five has a long root, and one request in fifteen a long answer: it gives way when the cache is full.
+    """
+
+    root: tuple[int, int] = (40, 160)
+    long_root: tuple[int, int] = (280, 400)
+    branch: tuple[int, int] = (4, 60)
+    own: tuple[int, int] = (1, 8)
+    answer: tuple[int, int] = (1, 12)
+    long_answer: tuple[int, int] = (16, 48)
+    prompt: int = 600
+
+    def times(self, factor: int) -> Limits:
+        """Prompts so many times as long; answers as they are."""
+        longer = {
+            name: (getattr(self, name)[0] * factor, getattr(self, name)[1] * factor)
+            for name in ("root", "long_root", "branch", "own")
+        }
+        return replace(self, **longer, prompt=self.prompt * factor)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A prompt; its answer is greedy, so that a shorter one is the beginning of a longer one."""
+
+    ids: tuple[int, ...]
+    output_tokens: int
+    salt: str | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """A chat as a client sends it.
+
+    Attributes:
+        gap_s: from the request before.
+        stream: whether the answer is sent token by token.
+        leaves_after_s: when the client goes; None stays. `aborts`: by `/abort_request`, not by closing the connection.
+    """
+
+    chat: Chat
+    gap_s: float
+    stream: bool = False
+    leaves_after_s: float | None = None
+    aborts: bool = False
+
+
+@dataclass
+class Tree:
+    """Prompts that begin alike: `paths` from its root to each node."""
+
+    paths: list[tuple[int, ...]] = field(default_factory=list)
+
+
+class Traffic:
+    """
+    Args:
+        vocabulary: `[tokens]` the ids that texts are drawn from.
+        seed: of everything.
+        trees: that stand at a time.
+    """
+
+    def __init__(self, vocabulary: np.ndarray, seed: int, limits: Limits | None = None, trees: int = 2) -> None:
+        self._vocabulary, self._limits = vocabulary, limits or Limits()
+        self._rng = np.random.default_rng(seed)
+        self._trees = [self._new_tree() for _ in range(trees)]
+        self._sent: list[tuple[int, ...]] = []
+
+    def phase(self, requests: int) -> Iterator[Request | Action]:
+        """So many requests, and one of each action among them."""
+        at = dict(zip(self._rng.permutation(np.arange(1, max(requests, 4)))[:3].tolist(), Action, strict=True))
+        wave = 0
+        for number in range(requests):
+            if number in at:
+                yield at[number]
+            if wave == 0:
+                wave, gap_s = int(self._rng.geometric(0.1)), float(self._rng.exponential(0.2))
+            else:
+                gap_s = float(self._rng.exponential(0.01))
+            wave -= 1
+            yield self._request(gap_s)
+
+    def _request(self, gap_s: float) -> Request:
+        leaves = self._rng.random() < LEAVING
+        return Request(
+            chat=self._chat(),
+            gap_s=gap_s,
+            stream=bool(self._rng.random() < 0.3),
+            leaves_after_s=float(self._rng.exponential(0.2)) if leaves else None,
+            aborts=bool(leaves and self._rng.random() < 0.5),
+        )
+
+    def _chat(self) -> Chat:
+        self._grow()
+        if self._sent and self._rng.random() < AGAIN:
+            ids = self._sent[-1 - int(self._rng.integers(min(len(self._sent), 60)))]
+        else:
+            paths = self._trees[int(self._rng.integers(len(self._trees)))].paths
+            ids = paths[int(self._rng.integers(len(paths)))] + self._text(self._limits.own)
+            self._sent.append(ids)
+        salt = SALTS[int(self._rng.integers(len(SALTS)))]
+        long = self._rng.random() < 1 / 15
+        return Chat(ids, self._between(self._limits.long_answer if long else self._limits.answer), salt)
+
+    def _grow(self) -> None:
+        """Now and then a tree gets a branch, or gives way to another one."""
+        chance, which = self._rng.random(), int(self._rng.integers(len(self._trees)))
+        if chance < 0.02:
+            self._trees[which] = self._new_tree()
+        elif chance < 0.15:
+            paths = self._trees[which].paths
+            path = paths[int(self._rng.integers(len(paths)))] + self._text(self._limits.branch)
+            if len(paths) < MOST_NODES and len(path) + self._limits.own[1] <= self._limits.prompt:
+                paths.append(path)
+
+    def _new_tree(self) -> Tree:
+        long = self._rng.random() < 0.2
+        return Tree([self._text(self._limits.long_root if long else self._limits.root)])
+
+    def _text(self, length: tuple[int, int]) -> tuple[int, ...]:
+        return tuple(self._rng.choice(self._vocabulary, self._between(length)).tolist())
+
+    def _between(self, bounds: tuple[int, int]) -> int:
+        return int(self._rng.integers(*bounds, endpoint=True))

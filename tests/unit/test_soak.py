@@ -1,0 +1,132 @@
+"""The soak's traffic and its judge; tests/server/test_soak.py plays it to servers."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bench.records import write_record
+from bench.soak_judge import LOGPROB_TOLERANCE, Answer, Verdict, judge
+from bench.soak_tables import hostile, soak
+from bench.soak_traffic import Action, Limits, Request, Traffic
+
+VOCABULARY = np.arange(10, 500)
+PROMPT = (1, 2, 3)
+LEAD = 0.5  # of the stock server's tokens over the next best
+
+
+def stock_answer(prompt: tuple[int, ...], tokens: int, lead: float) -> Answer:
+    """Greedy tokens that depend on the prompt."""
+    ids, logprobs, others, text = [], [], [], list(prompt)
+    for _ in range(tokens):
+        token = (sum(text) * 7 + len(text)) % 100
+        ids.append(token)
+        logprobs.append(-1 - token / 100)
+        others.append((token + 100, logprobs[-1] - lead))
+        text.append(token)
+    return Answer(tuple(ids), tuple(logprobs), tuple(others))
+
+
+def verdict(answer: Answer, lead: float = LEAD, taken_back: bool = False) -> Verdict:
+    async def stock(prompt: tuple[int, ...], tokens: int) -> Answer:
+        return stock_answer(prompt, tokens, lead)
+
+    return asyncio.run(judge(PROMPT, answer, stock, taken_back=taken_back))
+
+
+def test_the_same_seed_gives_the_same_traffic() -> None:
+    first, again, other = (
+        [event for _ in range(3) for event in traffic.phase(50)]
+        for traffic in (Traffic(VOCABULARY, 1), Traffic(VOCABULARY, 1), Traffic(VOCABULARY, 2))
+    )
+    assert first == again != other
+
+
+@pytest.mark.parametrize("factor", [1, 8])
+def test_traffic_has_everything_and_keeps_its_limits(factor: int) -> None:
+    limits = Limits().times(factor)
+    events = list(Traffic(VOCABULARY, 0, limits).phase(1000))
+    sent = [event for event in events if isinstance(event, Request)]
+    assert len(sent) == 1000 and {event for event in events if isinstance(event, Action)} == set(Action)
+    chats = [request.chat for request in sent]
+    assert max(len(chat.ids) for chat in chats) <= limits.prompt
+    assert all(set(chat.ids) <= set(VOCABULARY.tolist()) for chat in chats)
+    assert {chat.salt for chat in chats} == {None, "tenant-a", "tenant-b"}
+    assert len({chat.ids for chat in chats}) < 400  # texts come again, and under other salts
+    assert len({(chat.ids, chat.salt) for chat in chats}) > len({chat.ids for chat in chats})
+    leaving = [request for request in sent if request.leaves_after_s is not None]
+    assert 20 < sum(request.aborts for request in leaving) < len(leaving) < 150
+    assert any(request.stream for request in sent) and not all(request.stream for request in sent)
+    beginnings = {chat.ids[:40] for chat in chats}
+    assert 2 <= len(beginnings) < 100  # trees, some of them replaced
+
+
+def test_the_stock_answer_is_right_and_so_is_its_beginning() -> None:
+    answer = stock_answer(PROMPT, 8, LEAD)
+    assert verdict(answer) is Verdict.RIGHT
+    assert verdict(Answer(answer.ids[:3], answer.logprobs[:3])) is Verdict.RIGHT
+    assert verdict(Answer((), ())) is Verdict.RIGHT
+
+
+def test_another_token_is_wrong_and_so_is_another_logprob() -> None:
+    answer = stock_answer(PROMPT, 8, LEAD)
+    assert verdict(replace(answer, ids=(*answer.ids[:4], 499, *answer.ids[5:]))) is Verdict.WRONG
+    far = answer.logprobs[3] + 2 * LOGPROB_TOLERANCE
+    assert verdict(replace(answer, logprobs=(*answer.logprobs[:3], far, *answer.logprobs[4:]))) is Verdict.WRONG
+    assert verdict(replace(answer, logprobs=(float("nan"),) * 8)) is Verdict.WRONG
+    assert verdict(replace(answer, logprobs=answer.logprobs[:-1])) is Verdict.WRONG
+
+
+def after_another_token(place: int, lead: float, tokens: int = 8) -> Answer:
+    """The stock answer with its second best token at one place, and what the stock server says after it."""
+    answer = stock_answer(PROMPT, tokens, lead)
+    token, logprob = answer.runners_up[place]
+    ids, logprobs = (*answer.ids[:place], token), (*answer.logprobs[:place], logprob)
+    rest = stock_answer(PROMPT + ids, tokens - place - 1, lead)
+    return Answer(ids + rest.ids, logprobs + rest.logprobs)
+
+
+@pytest.mark.parametrize("place", [0, 3, 7])
+def test_a_token_that_is_as_likely_is_a_tie_if_the_rest_follows_from_it(place: int) -> None:
+    answer = after_another_token(place, LOGPROB_TOLERANCE)
+    assert verdict(answer, LOGPROB_TOLERANCE) is Verdict.TIE
+    assert verdict(after_another_token(place, 3 * LOGPROB_TOLERANCE), 3 * LOGPROB_TOLERANCE) is Verdict.WRONG
+    changed = replace(answer, ids=(*answer.ids[:-1], 499))
+    assert verdict(changed, LOGPROB_TOLERANCE) is Verdict.WRONG
+
+
+def test_the_first_token_may_be_lost_of_a_request_that_was_taken_back() -> None:
+    answer = stock_answer(PROMPT, 8, LEAD)
+    shorter = answer.after(1)
+    without_logprob = replace(answer, logprobs=answer.logprobs[1:])
+    for lost in (shorter, without_logprob):
+        assert verdict(lost, taken_back=True) is Verdict.LOST_FIRST
+        assert verdict(lost) is Verdict.WRONG
+        wrong = replace(lost, ids=(*lost.ids[:-1], 499))
+        assert verdict(wrong, taken_back=True) is Verdict.WRONG
+    assert verdict(answer.after(2), taken_back=True) is Verdict.WRONG
+
+
+def test_tables(tmp_path: Path) -> None:
+    counts = dict(requests=20000, judged=19000, taken_back=9, wrong=0, ties=1, lost_first=2, leaked_bytes=0, deaths=0)
+    for impl, judged in (("hybrid_mla", 1), ("hybrid_mla", 19000), ("sglang_torch_native", 500)):
+        case = dict(poison=False)
+        metrics = {**counts, "judged": judged}
+        write_record(tmp_path / "s", bench="soak", impl=impl, case=case, gpu="cpu", command="run", **metrics)
+    lines = [line.replace(" ", "") for line in soak(tmp_path / "s").splitlines()]
+    assert lines[2:4] == [
+        "|cpu|hybrid_mla|20,000|19,000|9|0|1|2|0|0|",
+        "|cpu|sglang_torch_native|20,000|500|9|0|1|2|0|0|",
+    ]
+    found = dict(wrong=0, refused_otherwise=0, shared_across_salts=0, traces=[], deaths=0)
+    for attack, seconds, slowdown in (("flood", 5.0, 0.05), ("invalid", None, None)):
+        case = dict(attack=attack, requests=5000)
+        times = dict(seconds=seconds, stock_seconds=seconds, slowdown=slowdown)
+        write_record(
+            tmp_path / "h", bench="hostile", impl="hybrid_mla", case=case, gpu="cpu", command="run", **times, **found
+        )
+    lines = [line.replace(" ", "") for line in hostile(tmp_path / "h").splitlines()]
+    assert lines[2:4] == ["|flood|5,000|5.0|5.0|+5%|0|0|0|0|0|", "|invalid|5,000|–|–|–|0|0|0|0|0|"]
