@@ -15,7 +15,7 @@ from bench.profile_tables import kind_of
 from bench.records import read_records
 from bench.tables import latest
 from sglang_mla_ext.predict.rates import Gpu, StepRates
-from sglang_mla_ext.predict.step import Deployment, activation_bytes, predict, tail_seconds
+from sglang_mla_ext.predict.step import Deployment, activation_bytes, latent_seconds, predict
 from sglang_mla_ext.predict.weights import read_model
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode, ModelDims
 
@@ -23,6 +23,8 @@ WIDTHS = {128: 18432, 16: 2304}
 """Width of the dense MLP by heads: of the models of the serving benchmarks."""
 MACS = np.arange(2.4e14, 4.6e14, 5e12)
 PRODUCT_S = np.arange(0, 1.01e-5, 2.5e-7)
+PADDING = np.arange(0.5, 1.01, 0.02)
+FEWEST_REQUESTS = 64  # of the cases that attention's launches are fitted to; fewer do not fill the GPU
 JOINED = re.compile("join_parts")
 
 
@@ -60,7 +62,7 @@ def fitted(gpu: Gpu, profiles: Path, grid: Path) -> dict[str, Any]:
     source = (
         f"Fitted by scripts/calibrate_step.py to records of {name} (commits {', '.join(commits)}): product and macs to "
         f"the time of dense kernels, layer and step to all other launches and the GPU's waits, in {profiles.name}, "
-        f"workload mixed, 180 requests; attention to all modes in {grid.name}; bytes_per_s: the naive kernel's."
+        f"workload mixed, 180 requests; attention to all modes in {grid.name}, {FEWEST_REQUESTS} requests and more; bytes_per_s: the naive kernel's."
     )
     return {**found, "source": source}
 
@@ -91,6 +93,7 @@ def of_products(gpu: Gpu, watched: Sequence[Mapping[str, Any]]) -> dict[str, flo
             step_s=0,
             attention_s=dict.fromkeys(Mode, 0.0),
             attention_row_s=dict.fromkeys(Mode, 0.0),
+            padding=1,
             source="",
         )
         times = np.array([dense_seconds(replace(gpu, step=rates), record["case"]) for record in watched])
@@ -139,29 +142,40 @@ def ms_of(record: Mapping[str, Any], kind: str) -> float:
     return sum(ms for name, (ms, _) in record["kernels"].items() if kind_of(name) == kind) / record["steps"]
 
 
-def of_attention(gpu: Gpu, checked: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """`launches_s` and `row_s` of each mode, neither below 0, with the least square of the relative errors."""
-    dims = ModelDims.from_json("deepseek-v3")
-    cases: dict[Mode, list[tuple[float, float, int]]] = {mode: [] for mode in Mode}
-    for record in checked:
-        case = record["case"]
-        cost = CostModel(dims, case["heads"], gpu.rates, 1 if case["dtype"] == "fp8" else 2)
-        for mode in Mode:
-            if mode is not Mode.NAIVE and case["dtype"] == "fp8":
-                continue  # the same launches again
-            if (ms := record["ms"].get(mode.value)) is not None:
-                work = cost.work_seconds(mode, case["batch"], case["prefix"])
-                work += tail_seconds(cost, case["batch"], TAIL)
-                cases[mode].append((ms * 1e-3, work, case["batch"] * case["heads"]))
-    found = {}
-    for mode, of_mode in cases.items():
-        measured, work, rows = np.array(of_mode).T
-        columns = np.stack([np.ones_like(rows), rows], axis=1) / measured[:, None]
-        launches_s, row_s = np.linalg.lstsq(columns, 1 - work / measured, rcond=None)[0]
-        if row_s < 0:
-            row_s, (launches_s, *_) = 0.0, np.linalg.lstsq(columns[:, :1], 1 - work / measured, rcond=None)[0]
-        found[mode.value] = {"launches_s": rounded(max(launches_s, 0.0)), "row_s": rounded(row_s)}
+def of_attention(gpu: Gpu, checked: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """`padding`, and `launches_s` and `row_s` of each mode, neither below 0, with the least square of the relative
+    errors: absorb's for the padding, then each mode's."""
+    full = [record for record in checked if record["case"]["batch"] >= FEWEST_REQUESTS]
+    _, padding = min((of_mode(gpu, full, Mode.ABSORB, float(share))[0], float(share)) for share in PADDING)
+    found: dict[str, Any] = {"padding": rounded(padding)}
+    for mode in Mode:
+        _, launches_s, row_s = of_mode(gpu, full, mode, padding)
+        found[mode.value] = {"launches_s": rounded(launches_s), "row_s": rounded(row_s)}
     return found
+
+
+def of_mode(gpu: Gpu, checked: Iterable[Mapping[str, Any]], mode: Mode, padding: float) -> tuple[float, float, float]:
+    """The mean square of the relative errors of one mode, `launches_s` and `row_s`."""
+    dims = ModelDims.from_json("deepseek-v3")
+    cases = []
+    for record in checked:
+        case, ms = record["case"], record["ms"].get(mode.value)
+        if ms is None or (mode is not Mode.NAIVE and case["dtype"] == "fp8"):  # the same launches again
+            continue
+        cost = CostModel(dims, case["heads"], gpu.rates, 1 if case["dtype"] == "fp8" else 2)
+        work = latent_seconds(cost, case["batch"], TAIL, padding)
+        if mode is Mode.ABSORB:
+            work += latent_seconds(cost, case["batch"], case["prefix"], padding, shared=True)
+        else:
+            work += cost.work_seconds(mode, case["batch"], case["prefix"])
+        cases.append((ms * 1e-3, work, case["batch"] * case["heads"]))
+    measured, work, rows = np.array(cases).T
+    columns, left = np.stack([np.ones_like(rows), rows], axis=1) / measured[:, None], 1 - work / measured
+    found = np.linalg.lstsq(columns, left, rcond=None)[0]
+    if found[1] < 0:
+        found = np.array([np.linalg.lstsq(columns[:, :1], left, rcond=None)[0][0], 0.0])
+    found = np.maximum(found, 0.0)
+    return float(np.square(columns @ found - left).mean()), float(found[0]), float(found[1])
 
 
 def derived(gpu: Gpu, origin: Gpu) -> dict[str, Any]:
@@ -178,7 +192,10 @@ def derived(gpu: Gpu, origin: Gpu) -> dict[str, Any]:
         "macs_per_s": rounded(step.macs_per_s * gpu.sheet.bf16_flops / origin.sheet.bf16_flops),
         **{name: getattr(step, name) for name in ("product_s", "layer_s", "step_s")},
         "attention": {
+            "padding": step.padding,
+            **{
             mode.value: {"launches_s": step.attention_s[mode], "row_s": step.attention_row_s[mode]} for mode in Mode
+            },
         },
         "source": f"DERIVED, not measured: the {origin.rates.name}'s, scaled by the data sheets' bandwidth and BF16 rate.",
     }

@@ -45,6 +45,7 @@ class StepRates:
         step_s: of a step: sampling, schedules, and the GPU's wait for the host's next launch.
         attention_s, attention_row_s: by mode, of attention in one layer beside its work: the launches, merges included;
             and that for each row and head.
+        padding: time of a row of zeros that fills FlashMLA's tiles, as a share of a request's row.
         source: from which records.
     """
 
@@ -55,6 +56,7 @@ class StepRates:
     step_s: float
     attention_s: Mapping[Mode, float]
     attention_row_s: Mapping[Mode, float]
+    padding: float
     source: str
 
     @classmethod
@@ -65,6 +67,7 @@ class StepRates:
             **{name: float(values[name]) for name in ("bytes_per_s", "macs_per_s", "product_s", "layer_s", "step_s")},
             attention_s={mode: float(of_modes[mode.value]["launches_s"]) for mode in Mode},
             attention_row_s={mode: float(of_modes[mode.value]["row_s"]) for mode in Mode},
+            padding=float(of_modes["padding"]),
             source=str(values["source"]),
         )
 

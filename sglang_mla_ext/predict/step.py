@@ -136,22 +136,30 @@ def attention_seconds(of: Deployment, mode: Mode, requests: int, prompt: int, ta
         raise ValueError(f"{of.gpu.key} has no constants of a step")
     if requests < 2 or prompt == 0:
         mode = Mode.ABSORB
-    shared = of.cost.work_seconds(mode, requests, prompt)
-    rows = requests * of.queries * of.cost.local_heads
-    return (
-        shared
-        + tail_seconds(of.cost, requests, tail)
-        + of.gpu.step.attention_s[mode]
-        + of.gpu.step.attention_row_s[mode] * rows
-    )
+    cost, step = of.cost, of.gpu.step
+    if mode is Mode.ABSORB:
+        shared = latent_seconds(cost, requests, prompt, step.padding, shared=True)
+    else:
+        shared = cost.work_seconds(mode, requests, prompt)
+    own = latent_seconds(cost, requests, tail, step.padding)
+    rows = requests * of.queries * cost.local_heads
+    return shared + own + step.attention_s[mode] + step.attention_row_s[mode] * rows
 
 
-def tail_seconds(cost: CostModel, requests: int, tail: int) -> float:
-    """The work of plain absorb over what each request has alone."""
+def latent_seconds(cost: CostModel, requests: int, tokens: int, padding: float, shared: bool = False) -> float:
+    """The work of plain absorb of each request over so many tokens, as the cost model's but for the rows of padding,
+    which are zeros: the GPU's clock is higher with them.
+
+    Args:
+        padding: time of a row of padding, as a share of another's.
+        shared: whether the tokens are the same for all, and read once where the L2 cache holds them.
+    """
     rates = cost.rates.modes[Mode.ABSORB]
-    read = requests * tail * cost.latent_row_bytes / rates.bytes_per_s
-    macs = cost.tail_rows(requests) * tail * cost.dims.absorb_macs
-    return max(read, macs / rates.matrix_rate(cost.latent_element_bytes))
+    read = tokens * cost.latent_row_bytes
+    readers = 1 if shared and read <= cost.rates.l2_bytes else requests
+    own_rows, tile_rows = requests * cost.local_heads * cost.queries, cost.tail_rows(requests)
+    macs = (own_rows + padding * (tile_rows - own_rows)) * tokens * cost.dims.absorb_macs
+    return max(readers * read / rates.bytes_per_s, macs / rates.matrix_rate(cost.latent_element_bytes))
 
 
 def predict(of: Deployment, mode: Mode, requests: int, prompt: int, tail: int) -> Step:
