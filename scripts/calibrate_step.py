@@ -3,8 +3,8 @@
     python scripts/calibrate_step.py --out configs/gpus/h200.json
     python scripts/calibrate_step.py --out configs/gpus/h20.json --derive-from h200
 
-It needs no GPU. The records are those of `bench_serving.py --workload mixed --profile`, on models of 128 and of 16 heads,
-and of `calibrate.py --check`.
+It needs no GPU. The records are those of `bench_serving.py --workload mixed --profile`, on models of 128 and of 16
+heads, and of `calibrate.py --check`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import typer
 from bench.rates_file import write_config
 from bench.step_rates import derived, fitted
 from bench.tables import RESULTS
+
 from sglang_mla_ext.predict.rates import Gpu
 
 

@@ -5,14 +5,14 @@ The constants (`step` in configs/gpus) were fitted to other records, see step_ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.records import read_records
 from bench.serving_tables import BF16, FP8, FP8_PREFIX, storage
 from bench.step_rates import WIDTHS, benchmark_model
-from bench.tables import latest, markdown
+from bench.tables import latest, provenance, table
 from sglang_mla_ext.configs import gpu_config_of, read_config
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.step import Deployment, Step, best_mode, predict
@@ -73,14 +73,21 @@ def tail(case: Mapping[str, Any]) -> int:
     return round(question + case["output"] / 2)
 
 
-def predictions(path: Path) -> str:
-    """The table of all cells."""
+def predictions(*paths: Path) -> str:
+    """How far off the predictions are, and, folded, all cells."""
+    found = {path: cells(path) for path in paths}
+    return f"{summary(found)}\n\n<details><summary>All cells</summary>\n\n{all_cells(found)}\n\n</details>"
+
+
+def all_cells(found: Mapping[Path, Sequence[Cell]]) -> str:
+    """The table of all cells, the engine's after the servers'."""
     rows, shown = [], {}
-    for cell in sorted(cells(path), key=order):
+    for cell in [cell for of_path in found.values() for cell in sorted(of_path, key=order)]:
         case, step = cell.record["case"], cell.step
-        shown[order(cell)] = cell.record
+        shown[(case["client"], *order(cell))] = cell.record
         rows.append(
             (
+                case["client"],
                 case["heads"],
                 case["layers"],
                 case["prompt"],
@@ -93,19 +100,23 @@ def predictions(path: Path) -> str:
             )
         )
     columns = (
-        *("heads", "layers", "prompt", "requests", "cache", "backend", "mode"),
+        *("client", "heads", "layers", "prompt", "requests", "cache", "backend", "mode"),
         *("attention ms", "rest ms", "predicted ms", "measured ms", "off by"),
     )
-    return markdown(rows, columns, shown)
+    return f"{table(rows, columns)}\n\n{lines(provenance(shown))}"
 
 
-def summary(*paths: Path) -> str:
+def lines(text: str) -> str:
+    """Where figures come from, not folded once more."""
+    return "\n".join(line for line in text.splitlines() if "details>" not in line).strip()
+
+
+def summary(found: Mapping[Path, Sequence[Cell]]) -> str:
     """How far off the predictions are, by backend."""
-    rows, shown = [], {}
-    for path in paths:
-        found = cells(path)
-        for impl in sorted({cell.record["impl"] for cell in found}):
-            of_impl = [cell for cell in found if cell.record["impl"] == impl]
+    rows = []
+    for path, of_path in found.items():
+        for impl in sorted({cell.record["impl"] for cell in of_path}):
+            of_impl = [cell for cell in of_path if cell.record["impl"] == impl]
             worst = max(of_impl, key=lambda cell: abs(cell.off))
             case = worst.record["case"]
             mean = sum(abs(cell.off) for cell in of_impl) / len(of_impl)
@@ -113,9 +124,8 @@ def summary(*paths: Path) -> str:
             within = sum(abs(cell.off) <= 0.15 for cell in of_impl)
             backend = impl.removeprefix("sglang_")
             rows.append((path.stem, backend, len(of_impl), within, f"{mean:.1%}", f"{worst.off:+.1%}", where))
-            shown |= {(path, *order(cell)): cell.record for cell in of_impl}
     columns = ("records", "backend", "cells", "within 15%", "mean", "worst", "where")
-    return markdown(rows, columns, shown)
+    return table(rows, columns)
 
 
 def order(cell: Cell) -> tuple[Any, ...]:

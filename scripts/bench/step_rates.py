@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from bench.planner_grid import TAIL
 from bench.profile_tables import kind_of
 from bench.records import read_records
@@ -62,7 +63,8 @@ def fitted(gpu: Gpu, profiles: Path, grid: Path) -> dict[str, Any]:
     source = (
         f"Fitted by scripts/calibrate_step.py to records of {name} (commits {', '.join(commits)}): product and macs to "
         f"the time of dense kernels, layer and step to all other launches and the GPU's waits, in {profiles.name}, "
-        f"workload mixed, 180 requests; attention to all modes in {grid.name}, {FEWEST_REQUESTS} requests and more; bytes_per_s: the naive kernel's."
+        f"workload mixed, 180 requests; attention to all modes in {grid.name}, {FEWEST_REQUESTS} requests and more; "
+        "bytes_per_s: the naive kernel's."
     )
     return {**found, "source": source}
 
@@ -100,7 +102,7 @@ def of_products(gpu: Gpu, watched: Sequence[Mapping[str, Any]]) -> dict[str, flo
         return float(np.square(times / measured - 1).sum())
 
     _, macs_per_s, product_s = min((off(macs, each), macs, each) for macs in MACS for each in PRODUCT_S)
-    return {"macs_per_s": float(macs_per_s), "product_s": float(product_s)}
+    return {"macs_per_s": rounded(macs_per_s), "product_s": rounded(product_s)}
 
 
 def dense_seconds(gpu: Gpu, case: Mapping[str, Any]) -> float:
@@ -194,10 +196,11 @@ def derived(gpu: Gpu, origin: Gpu) -> dict[str, Any]:
         "attention": {
             "padding": step.padding,
             **{
-            mode.value: {"launches_s": step.attention_s[mode], "row_s": step.attention_row_s[mode]} for mode in Mode
+                mode.value: {"launches_s": step.attention_s[mode], "row_s": step.attention_row_s[mode]} for mode in Mode
             },
         },
-        "source": f"DERIVED, not measured: the {origin.rates.name}'s, scaled by the data sheets' bandwidth and BF16 rate.",
+        "source": f"DERIVED, not measured: the {origin.rates.name}'s, scaled by the data sheets' bandwidth and BF16 "
+        "rate.",
     }
 
 

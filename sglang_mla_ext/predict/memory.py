@@ -17,6 +17,7 @@ class Memory:
         latent: of the prompt's latent rows, once, and of each request's tail.
         expanded: of the prompt's keys and values; out of the same budget.
         most_requests: that fit beside the expanded prompt, of all data-parallel ranks.
+        reach: first tokens of the prompt whose expansion fits beside the latent rows.
     """
 
     weights: float
@@ -24,6 +25,7 @@ class Memory:
     latent: float
     expanded: float
     most_requests: int
+    reach: int
 
     @property
     def fits(self) -> bool:
@@ -54,4 +56,6 @@ def memory(of: Deployment, requests: int, prompt: int, tail: int, fraction: floa
     latent = float((prompt + of.per_rank(requests) * tail) * token)
     left = budget - expanded - prompt * token
     most = int(left // (tail * token)) * of.dp if tail and left > 0 else 0
-    return Memory(weights, budget, latent, expanded, most)
+    room = max(budget - latent, 0.0)
+    reach = min(int(room // (of.cost.expanded_token_bytes * of.dims.num_layers)), prompt)
+    return Memory(weights, budget, latent, expanded, most, reach)

@@ -1,8 +1,8 @@
 """The papers' formulas, each with its equation or table, to be held against the values that they print.
 
-Symbols: B requests, S query tokens of each, Ls shared and Ln other tokens of context, H heads, D_qk and D_v the widths of
-a head's key and value, D_l the latent rank, D_r the rotary width, T operations per second, M bytes per second. What a paper
-prints and its own formula does not give is said beside the formula; `tests/unit/test_papers.py` holds both.
+Symbols: B requests, S query tokens of each, Ls shared and Ln other tokens of context, H heads, D_qk and D_v the widths
+of a head's key and value, D_l the latent rank, D_r the rotary width, T operations per second, M bytes per second. What
+a paper prints and its own formula does not give is said beside the formula; `tests/unit/test_papers.py` holds both.
 """
 
 from __future__ import annotations
@@ -154,9 +154,9 @@ def snapmla_peak(bf16_flops: float, content_tiles: int = 16, rotary_tiles: int =
 def amla_intensity(heads: int, kv_heads: int, queries: int, key_dim: int, value_dim: int, shared: bool) -> float:
     """AMLA, table 2: operations per byte of attention in BF16, keys and values alone.
 
-    The text of the paper that this was made from has lost the printed row; what the formula gives is 1 for 64 heads each
-    with keys of its own (MHA), 8 for 8 groups of 8 (GQA), and 121, 242 and 484 for MLA with 64 heads, 128, and 128
-    with two query tokens.
+    The text of the paper that this was made from has lost the printed row; what the formula gives is 1 for 64 heads
+    each with keys of its own (MHA), 8 for 8 groups of 8 (GQA), and 121, 242 and 484 for MLA with 64 heads, 128, and
+    128 with two query tokens.
 
     Args:
         shared: whether values are a part of the keys, as a latent row's are.

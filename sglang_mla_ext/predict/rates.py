@@ -1,4 +1,4 @@
-"""What a GPU's file of rates (`configs/gpus`) says beyond attention's kernels: its data sheet, and the rest of a step."""
+"""What a GPU's file of rates (`configs/gpus`) says beyond attention's kernels: its data sheet, the rest of a step."""
 
 from __future__ import annotations
 

@@ -126,21 +126,28 @@ def best_mode(of: Deployment, requests: int, prompt: int) -> Mode:
     return of.cost.best_mode(requests, prompt, allowed_modes(of))
 
 
-def attention_seconds(of: Deployment, mode: Mode, requests: int, prompt: int, tail: int) -> float:
+def attention_seconds(
+    of: Deployment, mode: Mode, requests: int, prompt: int, tail: int, expanded: int | None = None
+) -> float:
     """One layer's attention of requests of one rank to a prompt that they share and to tails of their own.
 
+    Args:
+        expanded: first tokens of the prompt that naive attends to, where not all of it fits; plain absorb takes the
+            others.
     Raises:
         ValueError: the GPU has no constants of a step.
     """
     if of.gpu.step is None:
         raise ValueError(f"{of.gpu.key} has no constants of a step")
-    if requests < 2 or prompt == 0:
+    reach = prompt if expanded is None or mode is not Mode.NAIVE else min(expanded, prompt)
+    if requests < 2 or reach == 0:
         mode = Mode.ABSORB
     cost, step = of.cost, of.gpu.step
     if mode is Mode.ABSORB:
         shared = latent_seconds(cost, requests, prompt, step.padding, shared=True)
     else:
-        shared = cost.work_seconds(mode, requests, prompt)
+        shared = cost.work_seconds(mode, requests, reach)
+        shared += latent_seconds(cost, requests, prompt - reach, step.padding, shared=True)
     own = latent_seconds(cost, requests, tail, step.padding)
     rows = requests * of.queries * cost.local_heads
     return shared + own + step.attention_s[mode] + step.attention_row_s[mode] * rows
@@ -162,11 +169,11 @@ def latent_seconds(cost: CostModel, requests: int, tokens: int, padding: float, 
     return max(readers * read / rates.bytes_per_s, macs / rates.matrix_rate(cost.latent_element_bytes))
 
 
-def predict(of: Deployment, mode: Mode, requests: int, prompt: int, tail: int) -> Step:
+def predict(of: Deployment, mode: Mode, requests: int, prompt: int, tail: int, expanded: int | None = None) -> Step:
     """A decode step of so many requests, of all data-parallel ranks, that share a prompt.
 
     Args:
-        mode: of the attention to the prompt.
+        mode: of the attention to the prompt; expanded: see `attention_seconds`.
         tail: tokens of each request after the prompt.
     Raises:
         ValueError: the GPU has no constants of a step.
@@ -182,7 +189,7 @@ def predict(of: Deployment, mode: Mode, requests: int, prompt: int, tail: int) -
     layers = of.dims.num_layers
     overhead = layers * (rates.layer_s + rows * activation_bytes(of) / rates.bytes_per_s) + rates.step_s
     exchanges = layers * (_exchange_seconds(of, rows, of.head_ranks) + _exchange_seconds(of, all_rows, of.tp))
-    attention = layers * attention_seconds(of, mode, mine, prompt, tail)
+    attention = layers * attention_seconds(of, mode, mine, prompt, tail, expanded)
     return Step(mode, attention, products, exchanges, overhead)
 
 

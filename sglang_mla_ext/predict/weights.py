@@ -72,8 +72,8 @@ def read_model(name_or_path: str) -> Mapping[str, Any]:
     """A model's Hugging Face configuration, of its language part.
 
     Args:
-        name_or_path: a shipped checkpoint's name (`deepseek-v3`), or its name on Hugging Face; or a `config.json`, or the
-            folder with one.
+        name_or_path: a shipped checkpoint's name (`deepseek-v3`), or its name on Hugging Face; or a `config.json`, or
+            the folder with one.
     Raises:
         UnknownModelError: there is no such model.
     """
@@ -172,7 +172,7 @@ def embedding_bytes(config: Mapping[str, Any]) -> float:
     """Bytes of the embedding, which a step reads a few rows of; none of its own where the head shares it."""
     if config.get("tie_word_embeddings"):
         return 0.0
-    return BF16_BYTES * config["hidden_size"] * config["vocab_size"]
+    return float(BF16_BYTES * config["hidden_size"] * config["vocab_size"])
 
 
 def mlp_width(config: Mapping[str, Any]) -> int:

@@ -32,7 +32,7 @@ def test_typhoon_threshold():
 
 
 def test_typhoon_figure_6():
-    """Absorb is bound by computing from a batch of 1 (DeepSeek-V3) or 2 (Kimi-K2) on; naive reaches 3.4 times as much."""
+    """Absorb is bound by computing from a batch of 1 (DeepSeek-V3) or 2 (Kimi-K2) on; naive reaches 3.4 times that."""
     assert papers.typhoon_ridge(V3, ASCEND_ROOFLINE, "absorb") < 1
     assert 1 < papers.typhoon_ridge(K2, ASCEND_ROOFLINE, "absorb") < 2
     rates = {
@@ -41,11 +41,13 @@ def test_typhoon_figure_6():
     }
     assert rates["absorb"] == pytest.approx([rates["absorb"][0]] * 11)
     assert rates["naive"][-1] / rates["absorb"][-1] == pytest.approx(3.4)
-    assert all((naive > absorb) == (2**power > 64) for power, (naive, absorb) in enumerate(zip(*rates.values())))
+    assert all(
+        (naive > absorb) == (2**power > 64) for power, (naive, absorb) in enumerate(zip(*rates.values(), strict=True))
+    )
 
 
 def test_typhoon_figure_7():
-    """Naive is constant up to 128; Typhoon is absorb up to 64, which takes figure 6's rates: with section 4's it is 61."""
+    """Naive is constant up to 128; Typhoon is absorb up to 64 with figure 6's rates, and up to 61 with section 4's."""
     seconds = {2**power: papers.typhoon_seconds(V3, ASCEND_ROOFLINE, 2**power, 4096, 0) for power in range(11)}
     assert len({of["naive"] for batch, of in seconds.items() if batch <= 128}) == 1
     assert seconds[256]["naive"] > seconds[128]["naive"]
@@ -74,7 +76,14 @@ def test_typhoon_figure_4():
 
 @pytest.mark.parametrize(
     ("attention_ms", "total_ms", "thousands"),
-    [(99.1, 127.2, 1.01), (58.1, 86.3, 1.48), (34.5, 62.6, 2.04), (25.9, 54.0, 2.37), (26.9, 55.0, 2.33), (22.0, 50.1, 2.56)],
+    [
+        (99.1, 127.2, 1.01),
+        (58.1, 86.3, 1.48),
+        (34.5, 62.6, 2.04),
+        (25.9, 54.0, 2.37),
+        (26.9, 55.0, 2.33),
+        (22.0, 50.1, 2.56),
+    ],
 )
 def test_typhoon_table_3(attention_ms, total_ms, thousands):
     rest_ms = total_ms - attention_ms
@@ -83,7 +92,7 @@ def test_typhoon_table_3(attention_ms, total_ms, thousands):
 
 
 def test_typhoon_speed_up_is_not_the_ratio_of_its_rates():
-    assert 127.2 / 86.3 == pytest.approx(1.474, abs=0.001)  # printed: up to 1.48
+    assert pytest.approx(1.474, abs=0.001) == 127.2 / 86.3  # printed: up to 1.48
 
 
 def test_typhoon_figure_5():
@@ -106,7 +115,13 @@ def test_snapmla_equation_7():
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "queries", "mla", "intensity"),
-    [(64, 64, 1, False, 1), (64, 8, 1, False, 8), (64, 1, 1, True, 121), (128, 1, 1, True, 242), (128, 1, 2, True, 484)],
+    [
+        (64, 64, 1, False, 1),
+        (64, 8, 1, False, 8),
+        (64, 1, 1, True, 121),
+        (128, 1, 1, True, 242),
+        (128, 1, 2, True, 484),
+    ],
 )
 def test_amla_table_2(heads, kv_heads, queries, mla, intensity):
     """The formula's values: the printed ones are not in the text."""

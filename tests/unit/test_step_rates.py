@@ -1,0 +1,62 @@
+"""The constants of a decode step come from the records, and with them the serving grid is predicted."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from bench.prediction_tables import cells, predictions, tail
+from bench.step_rates import derived, device_of, fitted
+from bench.tables import RESULTS
+
+from sglang_mla_ext.configs import read_config
+from sglang_mla_ext.predict.rates import Gpu
+from sglang_mla_ext.prefix.cost_model import Mode
+
+
+def test_the_shipped_constants_are_those_of_the_records():
+    found = fitted(Gpu.from_json("h200"), RESULTS / "profile.jsonl", RESULTS / "planner.jsonl")
+    assert found == read_config("gpus", "h200")["step"]
+
+
+@pytest.mark.parametrize("name", ["h100", "h20", "a100"])
+def test_constants_of_gpus_that_were_not_measured(name):
+    gpu = Gpu.from_json(name)
+    if not gpu.step.source.startswith("DERIVED"):
+        pytest.skip("was measured since")
+    assert derived(gpu, Gpu.from_json("h200")) == read_config("gpus", name)["step"]
+    with pytest.raises(ValueError, match="data sheets"):
+        derived(Gpu.from_json("cpu"), gpu)
+
+
+def test_records_of_one_gpu():
+    assert device_of([{"gpu": "NVIDIA H200"}] * 2) == "NVIDIA H200"
+    with pytest.raises(ValueError, match="NVIDIA H100, NVIDIA H200"):
+        device_of([{"gpu": "NVIDIA H200"}, {"gpu": "NVIDIA H100"}])
+
+
+@pytest.mark.parametrize("name", ["serving", "engine"])
+def test_every_measured_step_is_predicted_within_15_percent(name):
+    found = cells(RESULTS / f"{name}.jsonl")
+    assert len(found) >= {"serving": 73, "engine": 6}[name]
+    off = {json.dumps(cell.record["case"]): f"{cell.off:+.1%}" for cell in found if abs(cell.off) > 0.15}
+    assert off == {}
+
+
+def test_modes_are_those_that_the_servers_took():
+    for cell in cells(RESULTS / "serving.jsonl"):
+        sharing = cell.record["hybrid_mla"]
+        assert cell.step.mode is (Mode(sharing["mode"]) if sharing else Mode.ABSORB)
+
+
+def test_tails():
+    assert tail({"output": 768, "questions": "mmlu"}) == 122 + 384
+    assert tail({"prompt": 7069}) == 256
+
+
+def test_tables():
+    text = predictions(RESULTS / "serving.jsonl", RESULTS / "engine.jsonl")
+    short, whole = text.split("<details>")
+    assert "within 15%" in short and all(name in short for name in ("hybrid_mla", "flashinfer", "engine"))
+    rows = [line for line in whole.splitlines() if line.startswith("|")]
+    assert len(rows) >= 2 + 73 + 6 and "bench_engine.py" in whole and whole.count("details>") == 1
