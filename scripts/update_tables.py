@@ -50,7 +50,9 @@ def main(
             "ablation": ablation(RESULTS / "ablation.jsonl"),
             "expansion": expansion(RESULTS / "expansion.jsonl"),
             "prefill": prefill(RESULTS / "prefill.jsonl"),
-            "predictions": predictions(RESULTS / "serving.jsonl", RESULTS / "engine.jsonl"),
+            "predictions": predictions(
+                *(RESULTS / f"{name}.jsonl" for name in ("serving", "engine", "speculative", "context"))
+            ),
             "planner": planner(RESULTS / "planner.jsonl"),
             "plans": plans(RESULTS / "plans.jsonl"),
         },

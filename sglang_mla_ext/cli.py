@@ -123,6 +123,10 @@ def plan(
     mem_fraction: Annotated[
         float, typer.Option(min=0.01, max=1, help="Of a GPU's memory for weights and cache, --mem-fraction-static.")
     ] = 0.85,
+    prefix_memory_gb: Annotated[
+        float | None,
+        typer.Option(min=0, help="GiB of it for expanded prefixes, --hybrid-mla-prefix-memory-gb [what is left]."),
+    ] = None,
     step_ms: Annotated[
         float | None, typer.Option(help="A measured step without sharing, of one --prefix and one --batch.")
     ] = None,
@@ -152,6 +156,7 @@ def plan(
         requests=batch or [16, 64, 128, 256],
         tail=tail,
         fraction=mem_fraction,
+        for_prefixes=prefix_memory_gb,
         step_ms=step_ms,
         accepted=accept_length,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from sglang_mla_ext.predict.step import Deployment
@@ -38,12 +39,15 @@ def weight_bytes(of: Deployment) -> float:
     return stored + embedding_bytes(of.config) / of.tp
 
 
-def memory(of: Deployment, requests: int, prompt: int, tail: int, fraction: float) -> Memory:
+def memory(
+    of: Deployment, requests: int, prompt: int, tail: int, fraction: float, for_prefixes: float = math.inf
+) -> Memory:
     """What requests that share a prompt take.
 
     Args:
         tail: tokens of each request after the prompt, at the longest.
         fraction: of the GPU's memory that SGLang takes for weights and cache (`--mem-fraction-static`).
+        for_prefixes: bytes that expanded prefixes may take of the budget (`--hybrid-mla-prefix-memory-gb`).
     Raises:
         ValueError: the GPU's memory is not known.
     """
@@ -56,6 +60,6 @@ def memory(of: Deployment, requests: int, prompt: int, tail: int, fraction: floa
     latent = float((prompt + of.per_rank(requests) * tail) * token)
     left = budget - expanded - prompt * token
     most = int(left // (tail * token)) * of.dp if tail and left > 0 else 0
-    room = max(budget - latent, 0.0)
+    room = min(max(budget - latent, 0.0), for_prefixes)
     reach = min(int(room // (of.cost.expanded_token_bytes * of.dims.num_layers)), prompt)
     return Memory(weights, budget, latent, expanded, most, reach)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ class Asked:
         model, gpu: as the user named them; prompts, requests: every prompt with every number of requests.
         tail: tokens of a request after the prompt, question and what is generated so far.
         fraction: SGLang's `--mem-fraction-static`.
+        for_prefixes: GiB of it for expanded prefixes; None: as much as the rest leaves.
         step_ms: of the user's server without sharing, for one prompt and one number of requests.
         accepted: tokens of a request that a step ends with.
     """
@@ -38,6 +40,7 @@ class Asked:
     requests: Sequence[int]
     tail: int
     fraction: float
+    for_prefixes: float | None = None
     step_ms: float | None = None
     accepted: float = 1.0
 
@@ -101,7 +104,8 @@ def _case(of: Deployment, asked: Asked, prompt: int, requests: int) -> dict[str,
         "expanded_gib": prompt * of.cost.expanded_token_bytes * of.dims.num_layers / GIB,
     }
     if of.gpu.step is not None and of.gpu.sheet is not None:
-        taken = memory(of, requests, prompt, asked.tail, asked.fraction)
+        room = math.inf if asked.for_prefixes is None else asked.for_prefixes * GIB
+        taken = memory(of, requests, prompt, asked.tail, asked.fraction, room)
         # Where not even the weights fit, steps are shown as if they did.
         reach = taken.reach if taken.budget else prompt
         found |= _step(of, asked, prompt, requests, chosen, reach)

@@ -156,6 +156,8 @@ def test_memory():
     whole = memory(Deployment(V3, H200, 8, 8), 128, 26472, 1000, 0.85)
     assert not whole.fits and 0 < whole.reach < 26472
     assert whole.latent + whole.reach * 65664 * 61 <= whole.budget
+    given = memory(of, 128, 26472, 1000, 0.85, for_prefixes=4 << 30)
+    assert given.reach == (4 << 30) // (8320 * 61) and given.expanded == found.expanded
     nothing = memory(Deployment(V3, H200), 128, 26472, 1000, 0.85)
     assert (nothing.budget, nothing.reach, nothing.most_requests) == (0, 0, 0)
 
@@ -186,6 +188,14 @@ def test_storage_and_drafts():
     drafts = case("--draft-tokens", "4", "--accept-length", "2.5")
     assert drafts["tokens_per_s"]["chosen"] == pytest.approx(128 * 2.5 / drafts["step_ms"]["chosen"] * 1e3)
     assert "is not one of auto, bf16" in refused("--prefix-dtype", "int8")
+
+
+def test_less_memory_for_prefixes_takes_longer():
+    case = ("--tp", "8", "--prefix", "26472", "--batch", "128", "--prefix-memory-gb")
+    whole, half, none = (planned(*case, gib)["cases"][0] for gib in ("13", "6", "0"))
+    ms = [case["step_ms"]["chosen"] for case in (whole, half, none)]
+    assert ms[0] < ms[1] < ms[2] == none["step_ms"]["absorb"]
+    assert whole["memory"]["expanded_tokens"] == 26472 and none["memory"]["expanded_tokens"] == 0
 
 
 def test_a_measured_step_gives_the_rest():
