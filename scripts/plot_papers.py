@@ -34,7 +34,7 @@ def main(
     roofline(six)
     v3 = MODELS["DeepSeek-V3"]
     times(seven, v3, papers.ASCEND_ROOFLINE, 0, f"Figure 7: {PREFIX:,} shared tokens, 400 TFLOPS")
-    times(eight, v3, papers.ASCEND, 128, "Figure 8: and 128 of each request's own, 376 TFLOPS")
+    times(eight, v3, papers.ASCEND, 128, "Figure 8: with 128 unshared, 376 TFLOPS")
     figure.suptitle("TyphoonMLA's figures by its formulas, DeepSeek-V3 where none is named")
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=110)

@@ -86,9 +86,9 @@ def measured(record: Mapping[str, Any]) -> Measured | None:
 def cells(path: Path) -> list[Cell]:
     """The newest record of every case of a file, of a GPU and a model that are known."""
     found = [record | {"case": {**record["case"], "of": measured(record)}} for record in read_records(path)]
-    # All but the time tells cases apart.
+    # All but the time tells cases apart, and the GPU.
     known = [
-        {**record, "case": {**record["case"], "which": record["case"]["of"][1:]}}
+        {**record, "case": {**record["case"], "which": (record["gpu"], *record["case"]["of"][1:])}}
         for record in found
         if record["case"]["of"] is not None
         and record["case"]["heads"] in WIDTHS

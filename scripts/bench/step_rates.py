@@ -15,6 +15,7 @@ from bench.planner_grid import TAIL
 from bench.profile_tables import kind_of
 from bench.records import read_records
 from bench.tables import latest
+from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.predict.rates import Gpu, StepRates
 from sglang_mla_ext.predict.step import Deployment, activation_bytes, latent_seconds, predict
 from sglang_mla_ext.predict.weights import read_model
@@ -48,11 +49,14 @@ def fitted(gpu: Gpu, profiles: Path, grid: Path) -> dict[str, Any]:
 
     Args:
         profiles: records of `bench_serving.py --profile`; grid: those of `calibrate.py --check`.
+    Raises:
+        ValueError: there are none of this GPU, or too few to tell a product's constants apart.
     """
-    watched = [record for record in read_records(profiles) if record["workload"] == "mixed"]
+    watched = [record for record in records_of(gpu, profiles) if record["workload"] == "mixed"]
     watched = list(latest(watched, "heads", "layers", "flags").values())
-    checked = list(latest(read_records(grid), "heads", "dtype", "prefix", "batch").values())
-    name = device_of(watched + checked)
+    checked = list(latest(records_of(gpu, grid), "heads", "dtype", "prefix", "batch").values())
+    if len({record["case"]["heads"] for record in watched}) < 2 or not checked:
+        raise ValueError(f"{profiles} and {grid} have no records of {gpu.rates.name}, or of one number of heads alone")
     found = {
         "bytes_per_s": gpu.rates.modes[Mode.NAIVE].bytes_per_s,
         **of_products(gpu, watched),
@@ -61,24 +65,17 @@ def fitted(gpu: Gpu, profiles: Path, grid: Path) -> dict[str, Any]:
     }
     commits = sorted({record["commit"] for record in watched + checked})
     source = (
-        f"Fitted by scripts/calibrate_step.py to records of {name} (commits {', '.join(commits)}): product and macs to "
-        f"the time of dense kernels, layer and step to all other launches and the GPU's waits, in {profiles.name}, "
+        f"Fitted by scripts/calibrate_step.py to records of {gpu.rates.name} (commits {', '.join(commits)}): product "
+        f"and macs to the time of dense kernels, layer and step to all other launches and the GPU's waits, in {profiles.name}, "
         f"workload mixed, 180 requests; attention to all modes in {grid.name}, {FEWEST_REQUESTS} requests and more; "
         "bytes_per_s: the naive kernel's."
     )
     return {**found, "source": source}
 
 
-def device_of(records: Sequence[Mapping[str, Any]]) -> str:
-    """The one device of all these records.
-
-    Raises:
-        ValueError: there are several, or none.
-    """
-    names = {record["gpu"] for record in records}
-    if len(names) != 1:
-        raise ValueError(f"records of one GPU are needed, and these are of {', '.join(sorted(names)) or 'none'}")
-    return str(names.pop())
+def records_of(gpu: Gpu, path: Path) -> list[dict[str, Any]]:
+    """A file's records of this GPU."""
+    return [record for record in read_records(path) if gpu_config_of(record["gpu"]) == gpu.key]
 
 
 def of_products(gpu: Gpu, watched: Sequence[Mapping[str, Any]]) -> dict[str, float]:

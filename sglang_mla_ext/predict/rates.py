@@ -71,6 +71,11 @@ class StepRates:
             source=str(values["source"]),
         )
 
+    @property
+    def derived(self) -> bool:
+        """Whether they are another GPU's, in proportion."""
+        return self.source.startswith("DERIVED")
+
 
 @dataclass(frozen=True)
 class Gpu:

@@ -218,6 +218,8 @@ def sentences(of: Deployment, found: dict[str, Any]) -> list[str]:
         lines.append(f"{int(prompt):,} tokens: sharing pays from {smallest or 'no'} requests{each} on")
     if of.gpu.derived:
         lines.append(f"The rates of {of.gpu.rates.name} are derived from data sheets, not measured.")
+    elif of.gpu.step is not None and of.gpu.step.derived:
+        lines.append("Of a whole step only attention's rates were measured; the rest is derived from data sheets.")
     if of.gpu.step is None:
         lines.append(f"{of.gpu.rates.name}: no constants of a whole step, so attention alone is shown.")
     elif of.tp > 1:

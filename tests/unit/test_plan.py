@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from sglang_mla_ext.cli import app
 from sglang_mla_ext.configs import config_names, read_config
-from sglang_mla_ext.predict import weights
+from sglang_mla_ext.predict import report, weights
 from sglang_mla_ext.predict.memory import memory, weight_bytes
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.step import Deployment, attention_seconds, latent_seconds, predict
@@ -216,6 +216,10 @@ def test_gpus_that_were_not_measured_say_so():
         # Once a GPU is measured, its file says so and this line is gone.
         assert ("derived from data sheets" in said(name)) == Gpu.from_json(name).derived
     assert "derived" not in said("h200")
+    half = dataclasses.replace(H200, step=Gpu.from_json("h20").step)
+    of = Deployment(V3, half, 8)
+    asked = report.Asked("deepseek-v3", "h200", [7069], [64], 512, 0.85)
+    assert any("only attention's rates" in line for line in report.sentences(of, report.report(of, asked)))
     assert "attention alone is shown" in said("cpu") and "tokens/s" not in said("cpu")
     assert "do not fit in this memory" in CliRunner().invoke(app, ["plan"]).output
 

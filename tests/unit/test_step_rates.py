@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from bench.prediction_tables import WITHIN, cells, predictions
-from bench.step_rates import derived, device_of, fitted
+from bench.step_rates import derived, fitted
 from bench.tables import RESULTS
 
 from sglang_mla_ext.configs import read_config
@@ -27,10 +27,9 @@ def test_constants_of_gpus_that_were_not_measured(name):
         derived(Gpu.from_json("cpu"), gpu)
 
 
-def test_records_of_one_gpu():
-    assert device_of([{"gpu": "NVIDIA H200"}] * 2) == "NVIDIA H200"
-    with pytest.raises(ValueError, match="NVIDIA H100, NVIDIA H200"):
-        device_of([{"gpu": "NVIDIA H200"}, {"gpu": "NVIDIA H100"}])
+def test_records_of_other_gpus_do_not_count():
+    with pytest.raises(ValueError, match="no records of NVIDIA A100"):
+        fitted(Gpu.from_json("a100"), RESULTS / "profile.jsonl", RESULTS / "planner.jsonl")
 
 
 @pytest.mark.parametrize(
