@@ -67,8 +67,8 @@ def fitted(gpu: Gpu, profiles: Path, grid: Path) -> dict[str, Any]:
     source = (
         f"Fitted by scripts/calibrate_step.py to records of {gpu.rates.name} (commits {', '.join(commits)}): product "
         f"and macs to the time of dense kernels, layer and step to all other launches and the GPU's waits, in "
-        f"{profiles.name}, workload mixed, 180 requests; attention to all modes in {grid.name}, {FEWEST_REQUESTS} requests and more; "
-        "bytes_per_s: the naive kernel's."
+        f"{profiles.name}, workload mixed, 180 requests; attention to all modes in {grid.name}, "
+        f"{FEWEST_REQUESTS} requests and more; bytes_per_s: the naive kernel's."
     )
     return {**found, "source": source}
 
