@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from bench.accuracy_tables import accuracy_cache, accuracy_fp16, accuracy_model, accuracy_rescale
 from bench.kernel_tables import ablation, attention, context, decode, expansion, planner, plans, power, prefill, steps
+from bench.prediction_tables import predictions
 from bench.profile_tables import profiles
 from bench.recipes import recipe_tables
 from bench.serving_tables import compared, headline
@@ -50,6 +51,9 @@ def main(
             "ablation": ablation(RESULTS / "ablation.jsonl"),
             "expansion": expansion(RESULTS / "expansion.jsonl"),
             "prefill": prefill(RESULTS / "prefill.jsonl"),
+            "predictions": predictions(
+                *(RESULTS / f"{name}.jsonl" for name in ("serving", "engine", "speculative", "context"))
+            ),
             "planner": planner(RESULTS / "planner.jsonl"),
             "plans": plans(RESULTS / "plans.jsonl"),
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import shutil
 import time
@@ -15,7 +16,7 @@ from rich.table import Table
 from sglang_mla_ext import __version__
 from sglang_mla_ext.adapter.contract import installed_version, mismatches, untested
 from sglang_mla_ext.configs import config_names
-from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims, rates_for
+from sglang_mla_ext.prefix.cost_model import rates_for
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 console = Console()
@@ -98,39 +99,90 @@ def _gpu() -> tuple[str | None, tuple[int, int] | None]:
 @app.command()
 def plan(
     model: Annotated[str, typer.Option(help="A shipped model, or a Hugging Face config.json.")] = "deepseek-v3",
-    gpu: Annotated[str, typer.Option(help=f"One of {', '.join(config_names('gpus'))}.")] = "h200",
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks; 1 with DP attention.")] = 1,
-    prefix: Annotated[list[int] | None, typer.Option(help="Tokens of the shared prefix; repeatable.")] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Requests that share it; repeatable.")] = None,
+    gpu: Annotated[str, typer.Option(help=f"One of {', '.join(config_names('gpus'))}, or a file.")] = "h200",
+    tp: Annotated[int, typer.Option(min=1, help="GPUs that share the model, as SGLang's --tp.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Of them, ranks of DP attention, as SGLang's --dp.")] = 1,
+    prefix: Annotated[
+        list[int] | None, typer.Option("--prefix", "--prompt", min=1, help="Tokens of the shared prefix; repeatable.")
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option("--batch", "--requests", min=1, help="Requests that share it; repeatable.")
+    ] = None,
+    tail: Annotated[int, typer.Option(min=0, help="Tokens of each request after the prefix.")] = 512,
     draft_tokens: Annotated[
         int, typer.Option(min=1, help="Query tokens of a request in a step, as --speculative-num-draft-tokens.")
     ] = 1,
+    accept_length: Annotated[
+        float, typer.Option(min=1, help="Tokens that a step adds to a request on average, with drafts.")
+    ] = 1.0,
+    dtype: Annotated[str, typer.Option(help="Weights: auto (as the checkpoint), bf16, fp8_e4m3.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="As SGLang's: auto (BF16) or fp8_e4m3.")] = "auto",
+    prefix_dtype: Annotated[
+        str, typer.Option(help="As --hybrid-mla-prefix-dtype: auto (as the cache), bf16, fp8_e4m3.")
+    ] = "auto",
+    mem_fraction: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Of a GPU's memory for weights and cache, --mem-fraction-static.")
+    ] = 0.85,
+    prefix_memory_gb: Annotated[
+        float | None,
+        typer.Option(min=0, help="GiB of it for expanded prefixes, --hybrid-mla-prefix-memory-gb [what is left]."),
+    ] = None,
+    step_ms: Annotated[
+        float | None, typer.Option(help="A measured step without sharing, of one --prefix and one --batch.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw threshold, memory and roofline to this file; needs matplotlib.")
+    ] = None,
 ) -> None:
-    """Show which mode the cost model chooses, what it saves, and the memory of the expanded prefix in all layers."""
-    from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile  # plain Python
+    """Show which mode the cost model chooses, what it saves, the memory of the expanded prefix in all layers, and the
+    whole step with and without sharing."""
+    from sglang_mla_ext.predict import report, weights
+    from sglang_mla_ext.predict.rates import Gpu
+    from sglang_mla_ext.predict.step import Deployment
 
-    dims = ModelDims.from_json(model)
-    cost = CostModel(dims, dims.num_heads // tp, GpuRates.from_json(gpu), queries=draft_tokens)
-    grouped = cost.rates.modes[Mode.GROUPED_ABSORB].measured and rows_per_tile(cost.local_heads) is not None
-    allowed = [mode for mode in Mode if grouped or mode is not Mode.GROUPED_ABSORB]  # as a server's `auto`
-    names = {mode: mode.value.replace("_", " ") for mode in allowed}  # in words, so that they wrap
-    each = f", {draft_tokens} tokens each" if draft_tokens > 1 else ""
-    title = f"{model}, {cost.local_heads} heads a GPU, {gpu}, BF16{each}: attention to the prefix, ms a layer"
-    table = Table(title=title)
-    for column in ("prefix", "requests", *names.values(), "chosen", "saved", "expanded"):
-        table.add_column(column, justify="right")
-    for tokens in prefix or [4759, 7069, 26472]:
-        memory = tokens * cost.expanded_token_bytes * dims.num_layers / (1 << 30)
-        for requests in batch or [16, 64, 128, 256]:
-            ms = {mode: cost.seconds(mode, requests, tokens) * 1e3 for mode in allowed}
-            chosen = cost.best_mode(requests, tokens, allowed)
-            saved = f"{1 - ms[chosen] / ms[Mode.ABSORB]:.0%}"
-            times = (f"{of_mode:.3f}" for of_mode in ms.values())
-            table.add_row(f"{tokens:,}", str(requests), *times, names[chosen], saved, f"{memory:.1f} GiB")
-        smallest = cost.smallest_profitable_group(tokens, allowed)
-        table.add_section()
-        console.print(f"{tokens:,} tokens: sharing pays from {smallest or 'no'} requests on")
-    console.print(table)
+    def of_dtype(option: str, given: str, known: dict[str, int]) -> int:
+        if given not in known:
+            raise typer.BadParameter(f"{given!r} is not one of {', '.join(known)}", param_hint=option)
+        return known[given]
+
+    of_dtype("--dtype", dtype, dict.fromkeys(["auto", *weights.DTYPES], 0))
+    latent = of_dtype("--kv-cache-dtype", kv_cache_dtype, {"auto": 2, "bf16": 2, "bfloat16": 2, "fp8_e4m3": 1})
+    expanded = of_dtype("--prefix-dtype", prefix_dtype, {"auto": latent, "bf16": 2, "fp8_e4m3": 1})
+    asked = report.Asked(
+        model=model,
+        gpu=gpu,
+        prompts=prefix or [4759, 7069, 26472],
+        requests=batch or [16, 64, 128, 256],
+        tail=tail,
+        fraction=mem_fraction,
+        for_prefixes=prefix_memory_gb,
+        step_ms=step_ms,
+        accepted=accept_length,
+    )
+    if step_ms is not None and (len(asked.prompts) != 1 or len(asked.requests) != 1):
+        raise typer.BadParameter("is of one step: give one --prefix and one --batch", param_hint="--step-ms")
+    try:
+        config = weights.read_model(model)
+        of = Deployment(config, Gpu.from_json(gpu), tp, dp, draft_tokens, latent, expanded, dtype)
+        found = report.report(of, asked)
+        if plot is not None:
+            from sglang_mla_ext.predict.plots import draw
+
+            draw(of, asked, plot)
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(f"needs matplotlib: {error}", param_hint="--plot") from None
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from None
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for line in report.sentences(of, found):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(report.modes_table(of, asked, found))
+    if of.gpu.step is not None:
+        console.print(report.steps_table(of, asked, found))
+        console.print(report.memory_table(of, asked, found))
 
 
 @app.command()

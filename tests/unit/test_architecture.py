@@ -119,6 +119,13 @@ def test_the_planner_is_pure_python() -> None:
     assert trespasses(f"{PACKAGE}.prefix", (*SGLANG, "torch", "triton", *above)) == []
 
 
+def test_predictions_are_pure_python() -> None:
+    above = ours("adapter", "cli", "launch_server")
+    assert trespasses(f"{PACKAGE}.predict", (*SGLANG, "torch", "triton", "numpy", *above)) == []
+    assert trespasses(f"{PACKAGE}.predict", ("matplotlib",), at_top_only=True) == []
+    assert trespasses(f"{PACKAGE}.prefix", ours("predict")) == []
+
+
 @pytest.mark.parametrize("module", USER_FACING)
 def test_what_the_user_sees_first_loads_little(module: str) -> None:
     heavy = (*SGLANG, "torch", "triton", *ours("kernels"))

@@ -1,0 +1,158 @@
+"""Prediction against measurement: whole decode steps beside what `predict` says of them.
+
+The constants (`step` in configs/gpus) were fitted to other records, see step_rates.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.records import read_records
+from bench.serving_tables import BF16, FP8, FP8_PREFIX, storage
+from bench.step_rates import WIDTHS, benchmark_model
+from bench.tables import latest, provenance, table
+from sglang_mla_ext.configs import gpu_config_of, read_config
+from sglang_mla_ext.predict.rates import Gpu
+from sglang_mla_ext.predict.step import Deployment, Step, best_mode, predict
+from sglang_mla_ext.prefix.cost_model import Mode
+
+ELEMENT_BYTES = {BF16: (2, 2), FP8_PREFIX: (2, 1), FP8: (1, 1)}
+"""Bytes of an element of the cache and of an expanded prefix."""
+WITHIN = 0.15
+
+
+class Measured(NamedTuple):
+    """What a record measured.
+
+    Attributes:
+        prompt: its name, or its tokens as `tokens` has them.
+        tail: tokens of each request after it, of mean length and in the middle of its answer.
+        queries: query tokens of a request in a step.
+        stored: the cache and expanded prefixes, see `serving_tables.storage`.
+    """
+
+    seconds: float
+    requests: int
+    prompt: Any
+    tokens: int
+    tail: int
+    stored: str
+    queries: int = 1
+
+
+class Cell(NamedTuple):
+    """A measured step and the predicted one."""
+
+    record: dict[str, Any]
+    measured: Measured
+    step: Step
+
+    @property
+    def off(self) -> float:
+        """How much longer the prediction is than the step; below 0 if shorter."""
+        return self.step.seconds / self.measured.seconds - 1
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """What tells cells apart, in the order of the table."""
+        case, of = self.record["case"], self.measured
+        return (case["heads"], case["layers"], str(of.prompt), of.tail, of.requests, of.stored, self.record["impl"])
+
+
+def measured(record: Mapping[str, Any]) -> Measured | None:
+    """What a record of bench_serving.py, bench_engine.py, bench_context.py or bench_speculative.py measured; None where
+    it has no decode step."""
+    case = record["case"]
+    if record["bench"] == "context":
+        stored = FP8 if case["kv_cache"] == "fp8_e4m3" else BF16
+        tail = case["context"] + 64  # of 128 steps
+        return Measured(record["step_ms"] * 1e-3, case["concurrency"], 0, 0, tail, stored)
+    if record["bench"] == "speculative":
+        # A question and the middle of what the default of 64 steps yields.
+        of = case["batch"], case["prefix"], case["prefix"], 128 + 80, storage(dict(record))
+        return Measured(record["verify_ms"] * 1e-3, *of, queries=case["draft_tokens"])
+    if record["decode_tok_s"] is None:
+        return None
+    requests, tokens = case["concurrency"], case.get("prefix") or case["prompt"]
+    tail = 128 + 128  # of bench_engine.py: a question, and the middle of 256 steps
+    if "output" in case:
+        question = read_config("workloads", case["questions"])["models"]["deepseek-v3"]["prompt_tokens"]["mean"]
+        tail = round(question + case["output"] / 2)
+    return Measured(requests / record["decode_tok_s"], requests, case["prompt"], tokens, tail, storage(dict(record)))
+
+
+def cells(path: Path) -> list[Cell]:
+    """The newest record of every case of a file, of a GPU and a model that are known."""
+    found = [record | {"case": {**record["case"], "of": measured(record)}} for record in read_records(path)]
+    # All but the time tells cases apart, and the GPU.
+    known = [
+        {**record, "case": {**record["case"], "which": (record["gpu"], *record["case"]["of"][1:])}}
+        for record in found
+        if record["case"]["of"] is not None
+        and record["case"]["heads"] in WIDTHS
+        and record["case"].get("tp", 1) == 1
+        and gpu_config_of(record["gpu"]) is not None
+    ]
+    newest = latest(known, "heads", "layers", "which").values()
+    return [Cell(record, record["case"]["of"], predicted(record, record["case"]["of"])) for record in newest]
+
+
+def predicted(record: Mapping[str, Any], of: Measured) -> Step:
+    """The step of a record."""
+    case, name = record["case"], gpu_config_of(record["gpu"])
+    assert name is not None
+    latent, expanded = ELEMENT_BYTES[of.stored]
+    model = Deployment(
+        benchmark_model(case["layers"], case["heads"], WIDTHS[case["heads"]]),
+        Gpu.from_json(name),
+        queries=of.queries,
+        latent_element_bytes=latent,
+        expanded_element_bytes=expanded,
+    )
+    mode = best_mode(model, of.requests, of.tokens) if record["impl"] == "hybrid_mla" else Mode.ABSORB
+    return predict(model, mode, of.requests, of.tokens, of.tail)
+
+
+def predictions(*paths: Path) -> str:
+    """How far off the predictions are, and, folded, all cells."""
+    found = {path: sorted(cells(path), key=lambda cell: cell.order) for path in paths}
+    return f"{summary(found)}\n\n<details><summary>All cells</summary>\n\n{all_cells(found)}\n\n</details>"
+
+
+def summary(found: Mapping[Path, Sequence[Cell]]) -> str:
+    """How far off the predictions are, by backend."""
+    rows = []
+    for path, of_path in found.items():
+        for impl in sorted({cell.record["impl"] for cell in of_path}):
+            of_impl = [cell for cell in of_path if cell.record["impl"] == impl]
+            worst = max(of_impl, key=lambda cell: abs(cell.off))
+            of, heads = worst.measured, worst.record["case"]["heads"]
+            mean = sum(abs(cell.off) for cell in of_impl) / len(of_impl)
+            prompt = f"prompt {of.prompt}" if of.tokens else f"{of.tail:,} tokens each"
+            where = f"{heads} heads, {prompt}, {of.requests} requests, {of.stored}"
+            within = sum(abs(cell.off) <= WITHIN for cell in of_impl)
+            backend = impl.removeprefix("sglang_")
+            rows.append((path.stem, backend, len(of_impl), within, f"{mean:.1%}", f"{worst.off:+.1%}", where))
+    columns = ("records", "backend", "cells", f"within {WITHIN:.0%}", "mean", "worst", "where")
+    return table(rows, columns)
+
+
+def all_cells(found: Mapping[Path, Sequence[Cell]]) -> str:
+    """The table of all cells, and where they come from."""
+    rows, shown = [], {}
+    for path, of_path in found.items():
+        for cell in of_path:
+            case, of, step = cell.record["case"], cell.measured, cell.step
+            shown[(path, *cell.order)] = cell.record
+            what = (path.stem, case["heads"], case["layers"], of.prompt, of.tail, of.requests, of.stored)
+            mode = cell.record["impl"].removeprefix("sglang_"), step.mode.value.replace("_", " ")
+            times = (step.attention, step.rest, step.seconds, of.seconds)
+            rows.append((*what, *mode, *(f"{seconds * 1e3:.2f}" for seconds in times), f"{cell.off:+.1%}"))
+    columns = (
+        *("records", "heads", "layers", "prompt", "tail", "requests", "cache", "backend", "mode"),
+        *("attention ms", "rest ms", "predicted ms", "measured ms", "off by"),
+    )
+    sources = [line for line in provenance(shown).splitlines() if "details>" not in line]  # they are folded already
+    return f"{table(rows, columns)}\n\n{chr(10).join(sources).strip()}"

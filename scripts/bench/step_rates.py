@@ -1,0 +1,206 @@
+"""The constants of a decode step (`step` in configs/gpus), from records that are there: kernels of the workload `mixed`
+under the profiler, and times of attention in every mode on a grid. The serving grid is not among them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.planner_grid import TAIL
+from bench.profile_tables import kind_of
+from bench.records import read_records
+from bench.tables import latest
+from sglang_mla_ext.configs import gpu_config_of
+from sglang_mla_ext.predict.rates import Gpu, StepRates
+from sglang_mla_ext.predict.step import Deployment, activation_bytes, latent_seconds, predict
+from sglang_mla_ext.predict.weights import read_model
+from sglang_mla_ext.prefix.cost_model import CostModel, Mode, ModelDims
+
+WIDTHS = {128: 18432, 16: 2304}
+"""Width of the dense MLP by heads: of the models of the serving benchmarks."""
+MACS = np.arange(2.4e14, 4.6e14, 5e12)
+PRODUCT_S = np.arange(0, 1.01e-5, 2.5e-7)
+PADDING = np.arange(0.5, 1.01, 0.02)
+FEWEST_REQUESTS = 64  # of the cases that attention's launches are fitted to; fewer do not fill the GPU
+JOINED = re.compile("join_parts")
+
+
+def benchmark_model(layers: int, heads: int, width: int) -> dict[str, Any]:
+    """The configuration of a model of the benchmarks: DeepSeek-V3's dimensions, dense MLPs, BF16."""
+    known = read_model("deepseek-v3")
+    kept = ("hidden_size", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank")
+    return {
+        **{name: known[name] for name in kept},
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": width,
+        "vocab_size": 32000,
+        "tie_word_embeddings": False,
+    }
+
+
+def fitted(gpu: Gpu, profiles: Path, grid: Path) -> dict[str, Any]:
+    """The entry `step` of a GPU's file.
+
+    Args:
+        profiles: records of `bench_serving.py --profile`; grid: those of `calibrate.py --check`.
+    Raises:
+        ValueError: there are none of this GPU, or too few to tell a product's constants apart.
+    """
+    watched = [record for record in records_of(gpu, profiles) if record["workload"] == "mixed"]
+    watched = list(latest(watched, "heads", "layers", "flags").values())
+    checked = list(latest(records_of(gpu, grid), "heads", "dtype", "prefix", "batch").values())
+    if len({record["case"]["heads"] for record in watched}) < 2 or not checked:
+        raise ValueError(f"{profiles} and {grid} have no records of {gpu.rates.name}, or of one number of heads alone")
+    found = {
+        "bytes_per_s": gpu.rates.modes[Mode.NAIVE].bytes_per_s,
+        **of_products(gpu, watched),
+        **of_launches(gpu, watched),
+        "attention": of_attention(gpu, checked),
+    }
+    commits = sorted({record["commit"] for record in watched + checked})
+    source = (
+        f"Fitted by scripts/calibrate_step.py to records of {gpu.rates.name} (commits {', '.join(commits)}): product "
+        f"and macs to the time of dense kernels, layer and step to all other launches and the GPU's waits, in "
+        f"{profiles.name}, workload mixed, 180 requests; attention to all modes in {grid.name}, "
+        f"{FEWEST_REQUESTS} requests and more; bytes_per_s: the naive kernel's."
+    )
+    return {**found, "source": source}
+
+
+def records_of(gpu: Gpu, path: Path) -> list[dict[str, Any]]:
+    """A file's records of this GPU."""
+    return [record for record in read_records(path) if gpu_config_of(record["gpu"]) == gpu.key]
+
+
+def of_products(gpu: Gpu, watched: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """`macs_per_s` and `product_s` with which the products of a step take what they took, on models of two widths."""
+    measured = np.array([ms_of(record, "dense") * 1e-3 for record in watched])
+
+    def off(macs_per_s: float, product_s: float) -> float:
+        # Bandwidth is known: the naive kernel only reads. With 180 rows it decides for no product of these models.
+        rates = StepRates(
+            bytes_per_s=gpu.rates.modes[Mode.NAIVE].bytes_per_s,
+            macs_per_s=macs_per_s,
+            product_s=product_s,
+            layer_s=0,
+            step_s=0,
+            attention_s=dict.fromkeys(Mode, 0.0),
+            attention_row_s=dict.fromkeys(Mode, 0.0),
+            padding=1,
+            source="",
+        )
+        times = np.array([dense_seconds(replace(gpu, step=rates), record["case"]) for record in watched])
+        return float(np.square(times / measured - 1).sum())
+
+    _, macs_per_s, product_s = min((off(macs, each), macs, each) for macs in MACS for each in PRODUCT_S)
+    return {"macs_per_s": rounded(macs_per_s), "product_s": rounded(product_s)}
+
+
+def dense_seconds(gpu: Gpu, case: Mapping[str, Any]) -> float:
+    """Predicted time of all products in a step of a record's case."""
+    model = Deployment(benchmark_model(case["layers"], case["heads"], WIDTHS[case["heads"]]), gpu)
+    return sum(predict(model, Mode.ABSORB, case["requests"], 0, 0).products.values())
+
+
+def of_launches(gpu: Gpu, watched: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """`layer_s` and `step_s`: medians over the records of our backend; SGLang's copies the query twice a layer.
+
+    Kernels that run at least once a layer are the layers', others the step's.
+    """
+    of_layers, of_steps = [], []
+    bandwidth = gpu.rates.modes[Mode.NAIVE].bytes_per_s
+    for record in watched:
+        case, steps = record["case"], record["steps"]
+        if record["impl"] != "hybrid_mla":
+            continue
+        often = steps * case["layers"]
+        other = [(ms, count) for name, (ms, count) in record["kernels"].items() if is_other(name)]
+        layer_ms = sum(ms for ms, count in other if count >= often) / often
+        model = Deployment(benchmark_model(case["layers"], case["heads"], WIDTHS[case["heads"]]), gpu)
+        moved = case["requests"] * activation_bytes(model)
+        of_layers.append(max(layer_ms * 1e-3 - moved / bandwidth, 0.0))
+        once_ms = sum(ms for ms, count in other if count < often)
+        of_steps.append((once_ms + record["span_ms"] - record["busy_ms"]) / steps * 1e-3)
+    return {"layer_s": rounded(np.median(of_layers)), "step_s": rounded(np.median(of_steps))}
+
+
+def is_other(kernel: str) -> bool:
+    """Whether a kernel is neither a product nor attention; the schedules of a step's attention count."""
+    schedules = re.search(r"mla_metadata|schedule_tails", kernel) is not None
+    return kind_of(kernel) == "other" or JOINED.search(kernel) is not None or schedules
+
+
+def ms_of(record: Mapping[str, Any], kind: str) -> float:
+    """ms a step of kernels of a kind (`profile_tables.KINDS`)."""
+    return sum(ms for name, (ms, _) in record["kernels"].items() if kind_of(name) == kind) / record["steps"]
+
+
+def of_attention(gpu: Gpu, checked: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """`padding`, and `launches_s` and `row_s` of each mode, neither below 0, with the least square of the relative
+    errors: absorb's for the padding, then each mode's."""
+    full = [record for record in checked if record["case"]["batch"] >= FEWEST_REQUESTS]
+    _, padding = min((of_mode(gpu, full, Mode.ABSORB, float(share))[0], float(share)) for share in PADDING)
+    found: dict[str, Any] = {"padding": rounded(padding)}
+    for mode in Mode:
+        _, launches_s, row_s = of_mode(gpu, full, mode, padding)
+        found[mode.value] = {"launches_s": rounded(launches_s), "row_s": rounded(row_s)}
+    return found
+
+
+def of_mode(gpu: Gpu, checked: Iterable[Mapping[str, Any]], mode: Mode, padding: float) -> tuple[float, float, float]:
+    """The mean square of the relative errors of one mode, `launches_s` and `row_s`."""
+    dims = ModelDims.from_json("deepseek-v3")
+    cases = []
+    for record in checked:
+        case, ms = record["case"], record["ms"].get(mode.value)
+        if ms is None or (mode is not Mode.NAIVE and case["dtype"] == "fp8"):  # the same launches again
+            continue
+        cost = CostModel(dims, case["heads"], gpu.rates, 1 if case["dtype"] == "fp8" else 2)
+        work = latent_seconds(cost, case["batch"], TAIL, padding)
+        if mode is Mode.ABSORB:
+            work += latent_seconds(cost, case["batch"], case["prefix"], padding, shared=True)
+        else:
+            work += cost.work_seconds(mode, case["batch"], case["prefix"])
+        cases.append((ms * 1e-3, work, case["batch"] * case["heads"]))
+    measured, work, rows = np.array(cases).T
+    columns, left = np.stack([np.ones_like(rows), rows], axis=1) / measured[:, None], 1 - work / measured
+    found = np.linalg.lstsq(columns, left, rcond=None)[0]
+    if found[1] < 0:
+        found = np.array([np.linalg.lstsq(columns[:, :1], left, rcond=None)[0][0], 0.0])
+    found = np.maximum(found, 0.0)
+    return float(np.square(columns @ found - left).mean()), float(found[0]), float(found[1])
+
+
+def derived(gpu: Gpu, origin: Gpu) -> dict[str, Any]:
+    """The entry of a GPU that was not measured, from one that was, in proportion to their data sheets.
+
+    Raises:
+        ValueError: one of them has no data sheet, or `origin` no constants.
+    """
+    if gpu.sheet is None or origin.sheet is None or origin.step is None:
+        raise ValueError(f"{gpu.key} and {origin.key} need data sheets, and {origin.key} its constants")
+    step = origin.step
+    return {
+        "bytes_per_s": rounded(step.bytes_per_s * gpu.sheet.bytes_per_s / origin.sheet.bytes_per_s),
+        "macs_per_s": rounded(step.macs_per_s * gpu.sheet.bf16_flops / origin.sheet.bf16_flops),
+        **{name: getattr(step, name) for name in ("product_s", "layer_s", "step_s")},
+        "attention": {
+            "padding": step.padding,
+            **{
+                mode.value: {"launches_s": step.attention_s[mode], "row_s": step.attention_row_s[mode]} for mode in Mode
+            },
+        },
+        "source": f"DERIVED, not measured: the {origin.rates.name}'s, scaled by the data sheets' bandwidth and BF16 "
+        "rate.",
+    }
+
+
+def rounded(value: float) -> float:
+    """A value with the digits that it deserves."""
+    return float(f"{value:.3g}")

@@ -1,0 +1,44 @@
+"""Fit the constants of a decode step that are not attention's (`step` in configs/gpus) to records that are there.
+
+    python scripts/calibrate_step.py --out configs/gpus/h200.json
+    python scripts/calibrate_step.py --out configs/gpus/h20.json --derive-from h200
+
+It needs no GPU. The records are those of `bench_serving.py --workload mixed --profile`, on models of 128 and of 16
+heads, and of `calibrate.py --check`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from bench.rates_file import write_config
+from bench.step_rates import derived, fitted
+from bench.tables import RESULTS
+
+from sglang_mla_ext.predict.rates import Gpu
+
+
+def main(
+    out: Annotated[Path, typer.Option(exists=True, help="The GPU's file, configs/gpus/NAME.json.")],
+    profiles: Annotated[Path, typer.Option(exists=True, help="Records of profiles.")] = RESULTS / "profile.jsonl",
+    grid: Annotated[Path, typer.Option(exists=True, help="Records of calibrate.py --check.")] = RESULTS
+    / "planner.jsonl",
+    derive_from: Annotated[
+        str | None, typer.Option(help="Of a GPU that was not measured: one that was, for data sheets in proportion.")
+    ] = None,
+) -> None:
+    """Write the entry `step` of a GPU's file."""
+    gpu = Gpu.from_json(out)
+    try:
+        step = derived(gpu, Gpu.from_json(derive_from)) if derive_from else fitted(gpu, profiles, grid)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    config = json.loads(out.read_text(encoding="utf-8"))
+    write_config(out, {**config, "step": step})
+
+
+if __name__ == "__main__":
+    typer.run(main)

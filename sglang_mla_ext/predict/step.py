@@ -1,0 +1,220 @@
+"""The time of a whole decode step: attention in a mode, and the rest.
+
+    attention of a layer = work over the prefix + work over the tails + launches
+    product              = max(bytes of its weights / bandwidth, MACs / rate) + a constant
+    step                 = layers * (attention + other launches) + products + exchanges between GPUs + a constant
+
+The work is the cost model's (prefix/cost_model.py); the constants are named in rates.py. What is not in it: drafts of a
+speculative step, prefill beside decoding, and that requests end and begin.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile  # plain Python
+from sglang_mla_ext.predict import weights
+from sglang_mla_ext.predict.rates import Gpu
+from sglang_mla_ext.prefix.cost_model import CostModel, Mode, ModelDims
+
+# Products run on tiles that fit the batch to about so many rows.
+ROW_STEP = 8
+# Exchanges of a layer where several GPUs share it: after attention and after the MLP.
+EXCHANGE_S = 1e-5  # an assumption: of one, beside its bytes
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A model on GPUs.
+
+    Attributes:
+        config: the model's, as `weights.read_model` returns it.
+        tp, dp: as SGLang's flags with DP attention: of `tp` ranks `tp / dp` share the heads of a request.
+        queries: query tokens of a request in a step.
+        latent_element_bytes, expanded_element_bytes: of the KV cache and of expanded prefixes, 2 or 1.
+        dtype: of the weights, see `weights.products`.
+    """
+
+    config: Mapping[str, Any]
+    gpu: Gpu
+    tp: int = 1
+    dp: int = 1
+    queries: int = 1
+    latent_element_bytes: int = 2
+    expanded_element_bytes: int = 2
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.tp % self.dp:
+            raise ValueError(f"--dp {self.dp} does not divide --tp {self.tp}: SGLang's ranks are counted by --tp")
+        if self.dims.num_heads % self.head_ranks:
+            raise ValueError(f"{self.dims.num_heads} heads do not divide among {self.head_ranks} ranks")
+
+    @cached_property
+    def dims(self) -> ModelDims:
+        dims = ModelDims.from_config(self.config)
+        return dataclasses.replace(dims, num_layers=weights.attention_layers(self.config))
+
+    @property
+    def head_ranks(self) -> int:
+        """Ranks that share the heads of a request."""
+        return self.tp // self.dp
+
+    @cached_property
+    def products(self) -> tuple[weights.Product, ...]:
+        return weights.products(self.config, self.dtype)
+
+    @cached_property
+    def cost(self) -> CostModel:
+        return CostModel(
+            self.dims,
+            self.dims.num_heads // self.head_ranks,
+            self.gpu.rates,
+            self.expanded_element_bytes,
+            self.latent_element_bytes,
+            self.queries,
+        )
+
+    def per_rank(self, requests: int) -> int:
+        """Requests on the busiest of the data-parallel ranks."""
+        return -(-requests // self.dp)
+
+    def ranks_of(self, product: weights.Product) -> int:
+        """GPUs that share a product's weights."""
+        if not product.split:
+            return 1
+        return self.head_ranks if product.kind == "attention" else self.tp
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of a step.
+
+    Attributes:
+        attention: in all layers.
+        products: by kind; exchanges: between GPUs; overhead: other launches and the step's own constant.
+    """
+
+    mode: Mode
+    attention: float
+    products: Mapping[str, float]
+    exchanges: float
+    overhead: float
+
+    @property
+    def rest(self) -> float:
+        """All but attention."""
+        return sum(self.products.values()) + self.exchanges + self.overhead
+
+    @property
+    def seconds(self) -> float:
+        return self.attention + self.rest
+
+
+def allowed_modes(of: Deployment) -> list[Mode]:
+    """The modes that a server's `auto` chooses from."""
+    grouped = of.gpu.rates.modes[Mode.GROUPED_ABSORB].measured and rows_per_tile(of.cost.local_heads) is not None
+    return [mode for mode in Mode if grouped or mode is not Mode.GROUPED_ABSORB]
+
+
+def best_mode(of: Deployment, requests: int, prompt: int) -> Mode:
+    """The mode that a server's `auto` takes for so many requests of one rank that share a prompt."""
+    return of.cost.best_mode(requests, prompt, allowed_modes(of))
+
+
+def attention_seconds(
+    of: Deployment, mode: Mode, requests: int, prompt: int, tail: int, expanded: int | None = None
+) -> float:
+    """One layer's attention of requests of one rank to a prompt that they share and to tails of their own.
+
+    Args:
+        expanded: first tokens of the prompt that naive attends to, where not all of it fits; plain absorb takes the
+            others.
+    Raises:
+        ValueError: the GPU has no constants of a step.
+    """
+    if of.gpu.step is None:
+        raise ValueError(f"{of.gpu.key} has no constants of a step")
+    reach = prompt if expanded is None or mode is not Mode.NAIVE else min(expanded, prompt)
+    if requests < 2 or reach == 0:
+        mode = Mode.ABSORB
+    cost, step = of.cost, of.gpu.step
+    if mode is Mode.ABSORB:
+        shared = latent_seconds(cost, requests, prompt, step.padding, shared=True)
+    else:
+        shared = cost.work_seconds(mode, requests, reach)
+        shared += latent_seconds(cost, requests, prompt - reach, step.padding, shared=True)
+    own = latent_seconds(cost, requests, tail, step.padding)
+    rows = requests * of.queries * cost.local_heads
+    return shared + own + step.attention_s[mode] + step.attention_row_s[mode] * rows
+
+
+def latent_seconds(cost: CostModel, requests: int, tokens: int, padding: float, shared: bool = False) -> float:
+    """The work of plain absorb of each request over so many tokens, as the cost model's but for the rows of padding,
+    which are zeros: the GPU's clock is higher with them.
+
+    Args:
+        padding: time of a row of padding, as a share of another's.
+        shared: whether the tokens are the same for all, and read once where the L2 cache holds them.
+    """
+    rates = cost.rates.modes[Mode.ABSORB]
+    read = tokens * cost.latent_row_bytes
+    readers = 1 if shared and read <= cost.rates.l2_bytes else requests
+    own_rows, tile_rows = requests * cost.local_heads * cost.queries, cost.tail_rows(requests)
+    macs = (own_rows + padding * (tile_rows - own_rows)) * tokens * cost.dims.absorb_macs
+    return max(readers * read / rates.bytes_per_s, macs / rates.matrix_rate(cost.latent_element_bytes))
+
+
+def predict(of: Deployment, mode: Mode, requests: int, prompt: int, tail: int, expanded: int | None = None) -> Step:
+    """A decode step of so many requests, of all data-parallel ranks, that share a prompt.
+
+    Args:
+        mode: of the attention to the prompt; expanded: see `attention_seconds`.
+        tail: tokens of each request after the prompt.
+    Raises:
+        ValueError: the GPU has no constants of a step.
+    """
+    if (rates := of.gpu.step) is None or of.gpu.sheet is None:
+        raise ValueError(f"{of.gpu.key} has no constants of a step")
+    mine = of.per_rank(requests)
+    rows, all_rows = mine * of.queries, mine * of.queries * of.dp
+    products: dict[str, float] = {}
+    for product in of.products:
+        seconds = product.layers * _product_seconds(of, product, rows if product.kind == "attention" else all_rows)
+        products[product.kind] = products.get(product.kind, 0.0) + seconds
+    layers = of.dims.num_layers
+    overhead = layers * (rates.layer_s + rows * activation_bytes(of) / rates.bytes_per_s) + rates.step_s
+    exchanges = layers * (_exchange_seconds(of, rows, of.head_ranks) + _exchange_seconds(of, all_rows, of.tp))
+    attention = layers * attention_seconds(of, mode, mine, prompt, tail, expanded)
+    return Step(mode, attention, products, exchanges, overhead)
+
+
+def _product_seconds(of: Deployment, product: weights.Product, rows: int) -> float:
+    """Of a product in one layer, on one GPU."""
+    rates, sheet, ranks = of.gpu.step, of.gpu.sheet, of.ranks_of(product)
+    assert rates is not None and sheet is not None
+    padded = -(-rows // ROW_STEP) * ROW_STEP
+    read = product.touched(rows) * product.element_bytes / ranks / rates.bytes_per_s
+    rate = rates.macs_per_s * sheet.flops(product.element_bytes) / sheet.bf16_flops
+    return max(read, product.macs(padded) / ranks / rate) + rates.product_s
+
+
+def activation_bytes(of: Deployment) -> int:
+    """Bytes that the launches between the products of a layer read and write for a row: two sums with the residual and
+    their norms, the MLP's activation, and the query in its two parts and as one."""
+    hidden, width = of.dims.hidden_size, weights.mlp_width(of.config) // of.tp
+    query = 2 * of.cost.local_heads * of.dims.latent_dim
+    return 2 * (8 * hidden + 3 * width + query)
+
+
+def _exchange_seconds(of: Deployment, rows: int, ranks: int) -> float:
+    """The sum of a batch's rows over ranks, sent around a ring; from the data sheet, never measured."""
+    if ranks == 1:
+        return 0.0
+    assert of.gpu.sheet is not None
+    sent = 2 * (ranks - 1) / ranks * rows * of.dims.hidden_size * 2
+    return sent / of.gpu.sheet.link_bytes_per_s + EXCHANGE_S

@@ -1,0 +1,222 @@
+"""The matrix products of a model's forward pass, from its configuration: weights, how they are split, and what a batch
+touches of them.
+
+A product multiplies a batch's rows by weights `[outputs, inputs]`, in so many layers. Attention itself is elsewhere
+(step.py); that of the absorbed form, by `w_kc` and `w_vc` (the halves of `kv_b_proj`), is here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_mla_ext.configs import config_names, read_config
+
+FP8_BYTES = 1 + 4 / 128**2  # a float32 scale for a block of 128 x 128, where none is named
+BF16_BYTES = 2.0
+DTYPES = {"bf16": BF16_BYTES, "fp8_e4m3": FP8_BYTES}
+
+
+class UnknownModelError(ValueError):
+    """There is no such model, or its configuration says too little; the message says what is missing."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """One kind of matrix product.
+
+    Attributes:
+        kind: `attention` (split by heads, whole for what heads share), `dense`, `experts` or `head`.
+        weights: elements in one layer, of all GPUs; of one expert for `experts`.
+        layers: layers that have it.
+        split: whether tensor-parallel ranks share it; what comes before the heads is whole on each.
+        element_bytes: of the checkpoint, scales included.
+        experts: routed experts of a layer; 0 for what every row passes.
+        chosen: experts that a row passes; with experts that do nothing fewer than the router chooses.
+    """
+
+    name: str
+    kind: str
+    weights: int
+    layers: int
+    split: bool
+    element_bytes: float
+    experts: int = 0
+    chosen: float = 0.0
+
+    def touched(self, rows: int) -> float:
+        """Elements of a layer that a batch reads: of all GPUs, and of experts those that at least one row chose, if
+        each row chose any of them alike.
+
+        The expected number of distinct experts among `experts`, when `rows` rows choose `chosen` each without
+        repetition.
+        """
+        if not self.experts:
+            return float(self.weights)
+        return self.weights * self.experts * (1 - (1 - self.chosen / self.experts) ** rows)
+
+    def macs(self, rows: int) -> float:
+        """MACs of a layer, of all GPUs."""
+        return float(rows * self.weights * (self.chosen if self.experts else 1))
+
+    @property
+    def stored(self) -> int:
+        """Elements of all layers, of all GPUs."""
+        return self.weights * max(self.experts, 1) * self.layers
+
+
+def read_model(name_or_path: str) -> Mapping[str, Any]:
+    """A model's Hugging Face configuration, of its language part.
+
+    Args:
+        name_or_path: a shipped checkpoint's name (`deepseek-v3`), or its name on Hugging Face; or a `config.json`, or
+            the folder with one.
+    Raises:
+        UnknownModelError: there is no such model.
+    """
+    path = Path(name_or_path)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json":
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UnknownModelError(f"{path} cannot be read: {error}") from None
+    else:
+        config = _shipped(name_or_path)
+    if not isinstance(config, Mapping):
+        raise UnknownModelError(f"{path} is not a model's configuration")
+    return config | config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
+
+
+def model_names() -> list[str]:
+    """Names of the shipped models of a whole checkpoint: not those that only draft."""
+    return [name for name in config_names("checkpoints") if "eagle" not in name]
+
+
+def _shipped(name: str) -> Mapping[str, Any]:
+    for known in model_names():
+        checkpoint = read_config("checkpoints", known)
+        if name == known or name in checkpoint["names"]:
+            config: Mapping[str, Any] = checkpoint["config"]
+            return config
+    raise UnknownModelError(f"no model {name!r}: give one of {', '.join(model_names())}, or a path to a config.json")
+
+
+def products(config: Mapping[str, Any], dtype: str = "auto") -> tuple[Product, ...]:
+    """All products of a forward pass.
+
+    Args:
+        config: of a model with MLA, as `read_model` returns it.
+        dtype: of the linear layers' weights, one of `DTYPES`; `auto` is what the checkpoint says.
+    Raises:
+        UnknownModelError: a dimension is missing.
+    """
+    linear, of_experts = _element_bytes(config, dtype)
+    get = _getter(config)
+    hidden, heads, rank = get("hidden_size"), get("num_attention_heads"), get("kv_lora_rank")
+    nope, rope, v_dim = get("qk_nope_head_dim"), get("qk_rope_head_dim"), get("v_head_dim")
+    blocks = get("num_hidden_layers", "num_layers")
+    # LongCat's blocks have two attentions and two dense MLPs each, and experts beside them.
+    twice = "expert_ffn_hidden_size" in config
+    layers = attention_layers(config)
+    q_rank = config.get("q_lora_rank")
+
+    def attention(name: str, weights: int, split: bool = True, element_bytes: float = linear) -> Product:
+        return Product(name, "attention", weights, layers, split, element_bytes)
+
+    found = []
+    if q_rank:
+        found.append(attention("q_a, kv_a", hidden * (q_rank + rank + rope), split=False))
+        found.append(attention("q_b", q_rank * heads * (nope + rope)))
+    else:
+        found.append(attention("kv_a", hidden * (rank + rope), split=False))
+        found.append(attention("q", hidden * heads * (nope + rope)))
+    # SGLang keeps the halves of kv_b_proj in BF16 for the absorbed form, whatever the checkpoint has.
+    found.append(attention("w_kc", heads * nope * rank, element_bytes=BF16_BYTES))
+    found.append(attention("w_vc", heads * v_dim * rank, element_bytes=BF16_BYTES))
+    found.append(attention("o", heads * v_dim * hidden))
+
+    experts = config.get("n_routed_experts") or 0
+    dense_first = blocks if not experts else int(config.get("first_k_dense_replace") or 0)
+    moe_layers = blocks if twice else len(range(dense_first, blocks, int(config.get("moe_layer_freq") or 1)))
+    dense_layers = layers if twice else blocks - moe_layers
+    if dense_layers:
+        width = get("intermediate_size", "ffn_hidden_size")
+        found += _mlp("dense", hidden * width, dense_layers, linear)
+    if experts and moe_layers:
+        width = get("moe_intermediate_size", "expert_ffn_hidden_size")
+        idle = int(config.get("zero_expert_num") or 0)
+        chosen = get("num_experts_per_tok", "moe_topk") * experts / (experts + idle)
+        found.append(Product("router", "dense", hidden * (experts + idle), moe_layers, False, BF16_BYTES))
+        for name, parts in (("experts, gate and up", 2), ("experts, down", 1)):
+            each = parts * hidden * width
+            found.append(Product(name, "experts", each, moe_layers, True, of_experts, experts, chosen))
+        if shared := int(config.get("n_shared_experts") or 0):
+            found += _mlp("shared expert", hidden * width * shared, moe_layers, linear)
+    found.append(Product("lm_head", "head", hidden * get("vocab_size"), 1, True, BF16_BYTES))
+    return tuple(found)
+
+
+def attention_layers(config: Mapping[str, Any]) -> int:
+    """Layers that attend; LongCat's blocks have two each."""
+    if "expert_ffn_hidden_size" in config:
+        return 2 * int(config.get("num_layers") or config["num_hidden_layers"])
+    return int(config["num_hidden_layers"])
+
+
+def embedding_bytes(config: Mapping[str, Any]) -> float:
+    """Bytes of the embedding, which a step reads a few rows of; none of its own where the head shares it."""
+    if config.get("tie_word_embeddings"):
+        return 0.0
+    return float(BF16_BYTES * config["hidden_size"] * config["vocab_size"])
+
+
+def mlp_width(config: Mapping[str, Any]) -> int:
+    """Elements that a row has between an MLP's halves: of the dense one, or of all experts that it passes."""
+    if not config.get("n_routed_experts"):
+        return int(config.get("intermediate_size") or config["ffn_hidden_size"])
+    width = config.get("moe_intermediate_size") or config["expert_ffn_hidden_size"]
+    passed = (config.get("num_experts_per_tok") or config["moe_topk"]) + int(config.get("n_shared_experts") or 0)
+    return int(width * passed)
+
+
+def _mlp(name: str, each: int, layers: int, element_bytes: float) -> list[Product]:
+    return [
+        Product(f"{name}, gate and up", "dense", 2 * each, layers, True, element_bytes),
+        Product(f"{name}, down", "dense", each, layers, True, element_bytes),
+    ]
+
+
+def _getter(config: Mapping[str, Any]) -> Any:
+    def get(*keys: str) -> int:
+        for key in keys:
+            if config.get(key) is not None:
+                return int(config[key])
+        raise UnknownModelError(f"not the whole configuration of an MLA model: it has no {' or '.join(keys)}")
+
+    return get
+
+
+def _element_bytes(config: Mapping[str, Any], dtype: str) -> tuple[float, float]:
+    """Bytes of an element of a linear layer, and of an expert's, scales included.
+
+    Raises:
+        UnknownModelError: a quantisation that is not known here.
+    """
+    if dtype != "auto":
+        return DTYPES[dtype], DTYPES[dtype]
+    quantisation = config.get("quantization_config")
+    if not quantisation:
+        return BF16_BYTES, BF16_BYTES
+    method = quantisation.get("quant_method")
+    if method == "fp8":
+        rows, columns = quantisation.get("weight_block_size") or (128, 128)
+        return (1 + 4 / (rows * columns),) * 2
+    if method == "compressed-tensors":  # experts alone, with a BF16 scale a group
+        weights = next(iter(quantisation["config_groups"].values()))["weights"]
+        return BF16_BYTES, weights["num_bits"] / 8 + BF16_BYTES / weights["group_size"]
+    raise UnknownModelError(f"weights quantised by {method!r} are not known here: give --dtype")

@@ -1,0 +1,232 @@
+"""What `sglang-mla plan` predicts: weights, the step, memory, thresholds; as JSON and as a plot."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from sglang_mla_ext.cli import app
+from sglang_mla_ext.configs import config_names, read_config
+from sglang_mla_ext.predict import report, weights
+from sglang_mla_ext.predict.memory import memory, weight_bytes
+from sglang_mla_ext.predict.rates import Gpu
+from sglang_mla_ext.predict.step import Deployment, attention_seconds, latent_seconds, predict
+from sglang_mla_ext.predict.weights import Product, UnknownModelError, products, read_model
+from sglang_mla_ext.prefix.cost_model import Mode
+
+H200 = Gpu.from_json("h200")
+V3 = read_model("deepseek-v3")
+
+
+def planned(*options: str) -> dict:
+    result = CliRunner().invoke(app, ["plan", "--json", *options])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+def refused(*options: str) -> str:
+    result = CliRunner().invoke(app, ["plan", *options])
+    assert result.exit_code == 2
+    return " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [
+        # As the models' cards have them; the layer that drafts is not counted.
+        ("deepseek-v3", 671.0, 37),
+        ("deepseek-v2-lite", 15.7, 2.4),
+        ("kimi-k2", 1026, 32),
+        ("kimi-k2.5", 1026, 32),
+        ("longcat-flash", 560, 27),
+    ],
+)
+def test_parameters(name, billions, active):
+    config = read_model(name)
+    parts = products(config)
+    embedding = weights.embedding_bytes(config) / weights.BF16_BYTES
+    assert (sum(part.stored for part in parts) + embedding) / 1e9 == pytest.approx(billions, rel=0.002)
+    assert sum(part.macs(1) * part.layers for part in parts) / 1e9 == pytest.approx(active, rel=0.05)
+
+
+def test_bytes_follow_the_checkpoint():
+    def gigabytes(name: str, dtype: str = "auto") -> float:
+        return sum(part.stored * part.element_bytes for part in products(read_model(name), dtype)) / 1e9
+
+    assert gigabytes("deepseek-v3") == pytest.approx(672, abs=1)
+    assert gigabytes("deepseek-v3", "bf16") == pytest.approx(2 * 670, abs=2)
+    assert gigabytes("kimi-k2-thinking") == pytest.approx(592, abs=1)  # experts in 4 bits
+    assert gigabytes("longcat-flash") == pytest.approx(2 * gigabytes("longcat-flash-fp8"), rel=0.01)
+    with pytest.raises(UnknownModelError, match="gguf"):
+        products({**V3, "quantization_config": {"quant_method": "gguf"}})
+
+
+def test_experts_touched_by_a_batch():
+    experts = Product("experts", "experts", 10, 1, True, 1.0, experts=256, chosen=8)
+    assert experts.touched(1) == pytest.approx(8 * 10)
+    assert experts.touched(128) == pytest.approx(256 * 10 * (1 - (1 - 8 / 256) ** 128))
+    assert experts.touched(10_000) == pytest.approx(256 * 10)
+    assert experts.macs(3) == 3 * 8 * 10
+    # Of the experts that LongCat's router chooses from a third do nothing.
+    (chosen,) = {part.chosen for part in products(read_model("longcat-flash")) if part.experts}
+    assert chosen == 8
+
+
+def test_every_shipped_model_is_planned():
+    assert set(config_names("models")) <= set(weights.model_names())
+    for name in weights.model_names():
+        of = Deployment(read_model(name), H200, tp=8)
+        assert of.dims.num_layers == attention_layers_of(name)
+        assert predict(of, Mode.NAIVE, 128, 4096, 256).seconds > 0
+
+
+def attention_layers_of(name: str) -> int:
+    shipped = name.removesuffix("-fp8").removesuffix("-thinking").removesuffix(".5")
+    return read_config("models", shipped)["num_attention_layers"]
+
+
+def test_a_model_by_its_file_or_its_name_on_hugging_face(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(V3))
+    assert read_model(str(file)) == read_model(str(tmp_path)) == read_model("deepseek-ai/DeepSeek-R1") == V3
+    options = ("--prefix", "7069", "--batch", "64")
+    by_file, by_name = planned("--model", str(file), *options), planned(*options)
+    assert by_file["cases"] == by_name["cases"]
+    file.write_text('{"hidden_size": 64}')
+    assert "no" in refused("--model", str(file))
+    assert "give one of" in refused("--model", "gpt-2")
+
+
+def test_ranks_share_what_they_can():
+    def of(tp: int, dp: int = 1) -> Deployment:
+        return Deployment(V3, H200, tp, dp)
+
+    assert (of(8).cost.local_heads, of(8, 8).cost.local_heads, of(16, 4).cost.local_heads) == (16, 128, 32)
+    assert of(8, 8).per_rank(100) == 13
+    assert weight_bytes(of(1)) / 8 < weight_bytes(of(8)) < weight_bytes(of(8, 8)) < weight_bytes(of(1))
+    eight = [predict(of(8, dp), Mode.ABSORB, 256, 7069, 256) for dp in (1, 8)]
+    assert eight[0].products["experts"] == pytest.approx(eight[1].products["experts"])
+    assert eight[0].exchanges > eight[1].exchanges > 0 == predict(of(1), Mode.ABSORB, 256, 7069, 256).exchanges
+    with pytest.raises(ValueError, match="does not divide"):
+        of(8, 3)
+
+
+def test_a_step_is_its_parts():
+    of = Deployment(V3, H200, 8)
+    step = predict(of, Mode.NAIVE, 128, 26472, 512)
+    assert set(step.products) == {"attention", "dense", "experts", "head"}
+    assert step.attention == 61 * attention_seconds(of, Mode.NAIVE, 128, 26472, 512)
+    assert step.seconds == pytest.approx(step.attention + sum(step.products.values()) + step.exchanges + step.overhead)
+    drafts = predict(dataclasses.replace(of, queries=4), Mode.NAIVE, 128, 26472, 512)
+    assert step.seconds < drafts.seconds < 4 * step.seconds
+
+
+def test_what_is_not_expanded_is_attended_to_by_absorb():
+    of = Deployment(V3, H200, 8)
+
+    def seconds(mode: Mode, expanded: int | None) -> float:
+        return attention_seconds(of, mode, 128, 26472, 512, expanded)
+
+    assert seconds(Mode.NAIVE, 26472) == seconds(Mode.NAIVE, None)
+    assert seconds(Mode.NAIVE, 0) == seconds(Mode.ABSORB, None) == seconds(Mode.ABSORB, 0)
+    assert seconds(Mode.NAIVE, None) < seconds(Mode.NAIVE, 13236) < seconds(Mode.ABSORB, None)
+
+
+def test_padding_takes_less_than_rows():
+    few, all_heads = (Deployment(V3, H200, tp).cost for tp in (8, 1))
+    assert latent_seconds(all_heads, 8, 100_000, 0.5) == latent_seconds(all_heads, 8, 100_000, 1)
+    padded, plain = (latent_seconds(few, 512, 7069, padding, shared=True) for padding in (0.5, 1))
+    assert padded == pytest.approx(plain * (16 + 0.5 * 48) / 64)
+    assert latent_seconds(few, 512, 7069, 1) > plain  # without sharing, their reads bound them
+
+
+def test_memory():
+    of = Deployment(V3, H200, 8)
+    found = memory(of, 128, 26472, 1000, 0.85)
+    assert found.weights == pytest.approx(672.3e9 / 8, rel=0.03)
+    assert found.budget + found.weights == pytest.approx(H200.sheet.memory_bytes * 0.85)
+    assert found.latent == (26472 + 128 * 1000) * 1152 * 61
+    assert found.expanded == 26472 * (16 * 512 + 128) * 61
+    assert found.fits and found.reach == 26472
+    most = memory(of, found.most_requests, 26472, 1000, 0.85)
+    assert most.fits and not memory(of, found.most_requests + 1, 26472, 1000, 0.85).fits
+    whole = memory(Deployment(V3, H200, 8, 8), 128, 26472, 1000, 0.85)
+    assert not whole.fits and 0 < whole.reach < 26472
+    assert whole.latent + whole.reach * 65664 * 61 <= whole.budget
+    given = memory(of, 128, 26472, 1000, 0.85, for_prefixes=4 << 30)
+    assert given.reach == (4 << 30) // (8320 * 61) and given.expanded == found.expanded
+    nothing = memory(Deployment(V3, H200), 128, 26472, 1000, 0.85)
+    assert (nothing.budget, nothing.reach, nothing.most_requests) == (0, 0, 0)
+
+
+def test_json_has_all_of_it():
+    found = planned("--tp", "8", "--dp", "2", "--prefix", "26472", "--requests", "256", "--tail", "300")
+    assert (found["heads_per_gpu"], found["dp"], found["tail"]) == (32, 2, 300)
+    assert found["threshold"]["equation_1_data_sheet"] == pytest.approx(989 / 4.8 * 320 / 1088, rel=1e-3)
+    (case,) = found["cases"]
+    assert case["requests_per_rank"] == 128 and case["chosen"] == "naive"
+    ms, rate = case["step_ms"], case["tokens_per_s"]
+    assert ms["chosen"] == pytest.approx(case["attention_ms"]["chosen"] + case["rest_ms"])
+    assert case["rest_ms"] == pytest.approx(sum(case["rest_parts_ms"].values()))
+    assert rate["chosen"] == pytest.approx(256 / ms["chosen"] * 1e3)
+    assert case["memory"]["fits"] and case["memory"]["expanded_tokens"] == 26472
+
+
+def test_storage_and_drafts():
+    def case(*options: str) -> dict:
+        return planned("--tp", "8", "--prefix", "26472", "--batch", "128", *options)["cases"][0]
+
+    plain, fp8, prefix = case(), case("--kv-cache-dtype", "fp8_e4m3"), case("--prefix-dtype", "fp8_e4m3")
+    assert fp8["memory"]["latent_gib"] == pytest.approx(plain["memory"]["latent_gib"] * 656 / 1152)
+    assert prefix["expanded_gib"] == fp8["expanded_gib"] < 0.52 * plain["expanded_gib"]
+    assert prefix["memory"]["latent_gib"] == plain["memory"]["latent_gib"]
+    bf16 = case("--dtype", "bf16")
+    assert bf16["rest_ms"] > plain["rest_ms"]
+    drafts = case("--draft-tokens", "4", "--accept-length", "2.5")
+    assert drafts["tokens_per_s"]["chosen"] == pytest.approx(128 * 2.5 / drafts["step_ms"]["chosen"] * 1e3)
+    assert "is not one of auto, bf16" in refused("--prefix-dtype", "int8")
+
+
+def test_less_memory_for_prefixes_takes_longer():
+    case = ("--tp", "8", "--prefix", "26472", "--batch", "128", "--prefix-memory-gb")
+    whole, half, none = (planned(*case, gib)["cases"][0] for gib in ("13", "6", "0"))
+    ms = [case["step_ms"]["chosen"] for case in (whole, half, none)]
+    assert ms[0] < ms[1] < ms[2] == none["step_ms"]["absorb"]
+    assert whole["memory"]["expanded_tokens"] == 26472 and none["memory"]["expanded_tokens"] == 0
+
+
+def test_a_measured_step_gives_the_rest():
+    case = ("--tp", "8", "--prefix", "26472", "--batch", "128")
+    (found,) = planned(*case, "--step-ms", "60")["cases"]
+    assert found["step_ms"]["absorb"] == pytest.approx(60)
+    assert found["rest_ms"] == pytest.approx(60 - found["attention_ms"]["absorb"])
+    assert found["rest_parts_ms"] is None
+    assert "is less than what attention takes alone" in refused(*case, "--step-ms", "3")
+    assert "of one step" in refused("--step-ms", "60")
+
+
+def test_gpus_that_were_not_measured_say_so():
+    def said(gpu: str) -> str:
+        return CliRunner().invoke(app, ["plan", "--tp", "8", "--gpu", gpu]).output
+
+    for name in ("h100", "h20", "a100"):
+        # Once a GPU is measured, its file says so and this line is gone.
+        assert ("derived from data sheets" in said(name)) == Gpu.from_json(name).derived
+    assert "derived" not in said("h200")
+    half = dataclasses.replace(H200, step=Gpu.from_json("h20").step)
+    of = Deployment(V3, half, 8)
+    asked = report.Asked("deepseek-v3", "h200", [7069], [64], 512, 0.85)
+    assert any("only attention's rates" in line for line in report.sentences(of, report.report(of, asked)))
+    assert "attention alone is shown" in said("cpu") and "tokens/s" not in said("cpu")
+    assert "do not fit in this memory" in CliRunner().invoke(app, ["plan"]).output
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    for name, options in (("a.png", ("--tp", "8")), ("b.svg", ("--gpu", "cpu", "--model", "deepseek-v2-lite"))):
+        planned(*options, "--plot", str(tmp_path / name))
+        assert (tmp_path / name).stat().st_size > 10_000
+    assert "Format" in refused("--plot", str(tmp_path / "a.xyz"))
