@@ -198,6 +198,8 @@ def main(control: socket.socket) -> None:
     sys.path[0] = os.getcwd()  # as `python -m` has it
     for module in IMPORTED:
         importlib.import_module(module)
+    # SGLang wants 10 GiB to stay free beside a host cache, however small that is and whatever else runs.
+    importlib.import_module("sglang.srt.mem_cache.pool_host.base").HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
     gc.collect()
     gc.freeze()  # so that collections in the forks leave shared pages alone
     if forked := _serve(control):

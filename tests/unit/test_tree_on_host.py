@@ -103,12 +103,14 @@ class HostTree:
 def host_tree(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> HostTree:
     if torch.cuda.is_available():
         pytest.skip("without a GPU's pinned memory")
+    from sglang.srt.mem_cache.pool_host import base
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
     from sglang_mla_ext.adapter.cpu import gaps
     from sglang_mla_ext.adapter.latent_pool import around_host_pool
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 1)
+    monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)  # whoever else runs here
     gaps.before_host_pool()
     original = MLATokenToKVPoolHost.__init__
     hooked = functools.partialmethod(lambda self, *args, **given: around_host_pool(original, self, *args, **given))
