@@ -93,19 +93,23 @@ def main(
                 soak_of = {"at_a_time": at_a_time, "sleeps": sleeps, "tolerance": tolerance}
                 traffic = Traffic(vocabulary(model), seed, limits)
                 console.rule(name)
-                began, before = time.monotonic(), server_info(tried)
-                outcome = asyncio.run(
-                    play(tried, stock, weights, traffic, phase, request_count, minutes, soak_of, limits, console)
-                )
-                took_s = time.monotonic() - began
-                if outcome.deaths:
-                    console.print(log_tail(log) if log.exists() else "", markup=False, highlight=False)
-                console.print(outcome_table(name, outcome, took_s))
-                for wrong in outcome.wrong:
-                    console.print(wrong, style="red", markup=False, highlight=False)
-                sharing = None if outcome.deaths else sharing_between(before, server_info(tried))
-                if out:
-                    record(out, name, traffic_of, outcome, took_s, sharing)
+                began, before, outcome, stopped = time.monotonic(), server_info(tried), Outcome(), True
+                soak_of["outcome"] = outcome
+                try:
+                    asyncio.run(
+                        play(tried, stock, weights, traffic, phase, request_count, minutes, soak_of, limits, console)
+                    )
+                    stopped = False
+                finally:  # what a soak found counts, however it ended
+                    took_s = time.monotonic() - began
+                    if outcome.deaths:
+                        console.print(log_tail(log) if log.exists() else "", markup=False, highlight=False)
+                    console.print(outcome_table(name, outcome, took_s))
+                    for wrong in outcome.wrong:
+                        console.print(wrong, style="red", markup=False, highlight=False)
+                    sharing = None if outcome.deaths else sharing_between(before, server_info(tried))
+                    if out:
+                        record(out, name, traffic_of, outcome, took_s, sharing, stopped)
                 good = good and outcome.good
         except (ServerFailedError, requests.RequestException) as error:
             console.print(str(error), style="red", markup=False, highlight=False)
@@ -130,7 +134,7 @@ async def play(
     soak_of: dict[str, Any],
     limits: Limits,
     console: Console,
-) -> Outcome:
+) -> None:
     """Phase after phase, until there are enough requests, the time is over, or the server died."""
     async with StockAnswers(stock_url, at_least=limits.answer[1] + 1) as stock:
         soak = Soak(url, stock, weights, **soak_of)
@@ -144,7 +148,6 @@ async def play(
                 break
             verdicts = ", ".join(f"{count} {name}" for name, count in sorted(outcome.verdicts.items()))
             console.print(f"{outcome.requests:,} requests: {verdicts}, {outcome.leaked_bytes} bytes leaked")
-    return outcome
 
 
 def metrics(outcome: Outcome, took_s: float) -> dict[str, Any]:
@@ -168,12 +171,19 @@ def metrics(outcome: Outcome, took_s: float) -> dict[str, Any]:
 
 
 def record(
-    out: Path, backend: str, case: dict[str, Any], outcome: Outcome, took_s: float, sharing: dict[str, Any] | None
+    out: Path,
+    backend: str,
+    case: dict[str, Any],
+    outcome: Outcome,
+    took_s: float,
+    sharing: dict[str, Any] | None,
+    stopped: bool = False,
 ) -> None:
-    """Append a run to a file of records; the stock server's answers are `STOCK`'s."""
+    """Append a run to a file of records; the stock server's answers are `STOCK`'s. One that was stopped says so."""
     impl = backend if backend == HYBRID else f"sglang_{backend}"
     case = {**case, "against": f"sglang_{STOCK}"}
-    write_record(out, bench="soak", impl=impl, case=case, **metrics(outcome, took_s), hybrid_mla=sharing)
+    more = {"excluded": "stopped before its end"} if stopped else {}
+    write_record(out, bench="soak", impl=impl, case=case, **metrics(outcome, took_s), hybrid_mla=sharing, **more)
 
 
 def outcome_table(backend: str, outcome: Outcome, took_s: float) -> Table:

@@ -102,6 +102,7 @@ class Soak:
         weights: to update from; None leaves updates out.
         at_a_time: requests in flight.
         sleeps: tags to sleep with, of SGLang's; empty leaves sleep out.
+        outcome: is added to.
     """
 
     def __init__(
@@ -113,8 +114,9 @@ class Soak:
         at_a_time: int = 16,
         sleeps: Sequence[str] = ("kv_cache",),
         tolerance: float = LOGPROB_TOLERANCE,
+        outcome: Outcome | None = None,
     ) -> None:
-        self.url, self.outcome = url, Outcome()
+        self.url, self.outcome = url, Outcome() if outcome is None else outcome
         self._stock, self._weights, self._sleeps, self._tolerance = stock, weights, list(sleeps), tolerance
         self._at_a_time, self._now = at_a_time, "first"
         self._got: list[Got] = []

@@ -11,7 +11,9 @@ COUNTS = ("wrong", "ties", "lost_first", "leaked_bytes", "deaths")
 
 
 def soak(path: Path) -> str:
-    """What came of the last soak of each backend, on each device."""
+    """What came of the last soak of each backend, on each device; nothing before the first."""
+    if not path.exists():
+        return ""
     records = latest(
         ({**one, "case": {**one["case"], "gpu": one["gpu"]}} for one in read_records(path)), "gpu", "poison"
     )
@@ -27,7 +29,9 @@ def soak(path: Path) -> str:
 
 
 def hostile(path: Path) -> str:
-    """What came of the last time of each attack."""
+    """What came of the last time of each attack; nothing before the first."""
+    if not path.exists():
+        return ""
     records = latest(read_records(path), "attack", "against")
     rows = []
     for record in records.values():

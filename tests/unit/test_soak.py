@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from bench.records import write_record
 from bench.soak_judge import LOGPROB_TOLERANCE, Answer, Verdict, judge
+from bench.soak_run import Outcome
 from bench.soak_tables import hostile, soak
 from bench.soak_traffic import Action, Limits, Request, Traffic
+from soak import record
 
 VOCABULARY = np.arange(10, 500)
 PROMPT = (1, 2, 3)
@@ -130,3 +132,12 @@ def test_tables(tmp_path: Path) -> None:
         )
     lines = [line.replace(" ", "") for line in hostile(tmp_path / "h").splitlines()]
     assert lines[2:4] == ["|flood|5,000|5.0|5.0|+5%|0|0|0|0|0|", "|invalid|5,000|–|–|–|0|0|0|0|0|"]
+
+
+def test_a_soak_that_was_stopped_is_recorded_and_in_no_table(tmp_path: Path) -> None:
+    outcome = Outcome(requests=5)
+    outcome.verdicts["right"] = 5
+    for stopped in (True, False):
+        record(tmp_path / "s", "hybrid_mla", {}, outcome, 60, None, stopped)
+        assert ("|5|5|0|" in soak(tmp_path / "s").replace(" ", "")) is not stopped
+    assert soak(tmp_path / "none") == ""
