@@ -79,7 +79,7 @@ step "Lint" "$PYTHON" -m ruff check
 step "Format" "$PYTHON" -m ruff format --check
 step "Types" "$PYTHON" -m mypy
 for folder in tests/unit tests/kernels; do
-    step "$folder" run_pytest -m "not gpu" -n auto --maxprocesses 4 --dist loadfile "$folder"
+    step "$folder" run_pytest -m "not gpu and not slow" -n auto --maxprocesses 4 --dist loadfile "$folder"
 done
 step tests/server finish_server_tests 0
 if [ -n "$NEWEST_PYTHON" ]; then

@@ -121,6 +121,7 @@ def test_steps_equal_transformers_layer_on_the_row_s_own_sequence() -> None:
                 torch.testing.assert_close(hidden[row], expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_layer_equals_sglang_s_own(model: Path, tmp_path: Path) -> None:
     """In float32; and SGLang loads every tensor of the layer by its name. See sglang_nextn.py."""
     config, draft = small_draft(json.loads((model / "config.json").read_text())["vocab_size"])

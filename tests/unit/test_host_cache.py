@@ -80,7 +80,7 @@ def of_decode_in_fp8(late: Late, layer: int) -> torch.Tensor:
         pytest.skip("not over this pool")
     latent = object.__new__(FP8Latent)
     latent._pool, latent._stacked = late.pool, True
-    latent._grouped = SimpleNamespace(run=lambda q, q_rope, pool, scale: pool[late.slots].clone())
+    latent._grouped = SimpleNamespace(run=lambda q, q_rope, pool, *_: pool[late.slots].clone())
     return latent.run(layer, None, None, 1.0)
 
 
