@@ -48,7 +48,8 @@ class Segment(Described):
     id: int
     """A number of its own among those of its rank, the same as long as the segment stands."""
     parent: int | None
-    """The `id` of the segment that it continues; null where it begins at the first token, or that is not known."""
+    """The `id` of the segment that it continues; null where it begins at the first token, or that is not known.
+    One that is kept may begin inside of it, with a chunk."""
     start: int
     """Tokens before it."""
     tokens: int

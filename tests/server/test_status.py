@@ -63,7 +63,9 @@ def test_page_and_top_of_a_server_at_work(hybrid: Server, tmp_path: Path) -> Non
     assert rank.requests == 8 and rank.expanded_bytes == sum(each.expanded_bytes for each in rank.segments)
     for each in rank.segments:
         above = segments.get(each.parent)
-        assert (above.start + above.tokens if above else 0) == each.start
+        end = above.start + above.tokens if above else 0
+        # Chunks that are kept beside those in use begin with a chunk, which may be inside of the segment above.
+        assert each.start == end or (each.mode == "kept" and above and above.start < each.start < end)
         assert each.mode == "kept" or (each.tokens_saved == each.tokens * (each.holders - 1) > 0 < each.bytes_saved)
     assert max(each.holders for each in rank.segments) == 8
     assert "8 holders" in top and "/s  tokens in decode" in top
