@@ -48,7 +48,7 @@ class Watch:
             memory: where it is allocated.
         """
         memory = memory or Memory()
-        self.max_rows, self.heads = max_rows, heads
+        self.max_rows = max_rows
         self.target = memory.zeros(2, dtype=torch.int32, device=device)
         self.query = memory.zeros(max_rows, heads, columns, dtype=dtype, device=device)
         self.out = memory.zeros(max_rows, heads, dv, dtype=dtype, device=device)

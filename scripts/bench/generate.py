@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -46,6 +47,19 @@ async def post(client: aiohttp.ClientSession, url: str, content: Mapping[str, An
         with contextlib.suppress(json.JSONDecodeError):
             return json.loads(text)
         return text
+
+
+async def flush(client: aiohttp.ClientSession, url: str, within_s: float = 60) -> None:
+    """Empty the cache of a server as soon as it is idle. Raises TimeoutError where it does not become that."""
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            await post(client, f"{url}/flush_cache", {})
+            return
+        except RefusedError:
+            if time.monotonic() > deadline:
+                raise TimeoutError("the server does not become idle") from None
+            await asyncio.sleep(0.1)
 
 
 async def last_chunk(client: aiohttp.ClientSession, url: str, content: Mapping[str, Any], seen: list[Any]) -> Any:

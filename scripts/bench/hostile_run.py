@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from bench.generate import RefusedError, answer_of, post, session
+from bench.generate import RefusedError, answer_of, flush, post, session
 from bench.hostile_attacks import MARKERS, SALT_MARKER, Attack, traces
 from bench.soak_judge import Answer
 
@@ -49,7 +49,7 @@ async def play(url: str, attack: Attack, *, looking: bool) -> Played:
     """
     played = Played()
     async with session() as client:
-        await empty(client, url)
+        await flush(client, url)
         watcher = asyncio.create_task(_look_again(client, url, played)) if looking else None
         begin = time.monotonic()
         for wave in attack.waves:
@@ -63,19 +63,6 @@ async def play(url: str, attack: Attack, *, looking: bool) -> Played:
             await asyncio.gather(watcher, return_exceptions=True)
             await _look(client, url, played)
     return played
-
-
-async def empty(client: aiohttp.ClientSession, url: str, within_s: float = 60) -> None:
-    """Empty the cache of a server as soon as it is idle."""
-    deadline = time.monotonic() + within_s
-    while True:
-        try:
-            await post(client, f"{url}/flush_cache", {})
-            return
-        except RefusedError:
-            if time.monotonic() > deadline:
-                raise
-            await asyncio.sleep(0.1)
 
 
 async def _ask(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,12 +13,11 @@ import psutil
 import requests
 
 from bench.client import HYBRID
-from bench.generate import TIMEOUT_S, RefusedError, StockAnswers, answer_of, body, last_chunk, post, ran, session
+from bench.generate import TIMEOUT_S, RefusedError, StockAnswers, answer_of, body, flush, last_chunk, post, ran, session
 from bench.server import server_info
 from bench.soak_judge import LOGPROB_TOLERANCE, Answer, Verdict, judge
 from bench.soak_traffic import Action, Chat, Request
 
-IDLE_WITHIN_S = 60
 UPDATE_AFTER_S = 0.3
 """From an idle server to an update, so that it meets requests."""
 
@@ -245,16 +243,8 @@ class Soak:
 
     async def _flush(self, client: aiohttp.ClientSession) -> None:
         """When the last of those that left is gone as well."""
-        deadline = time.monotonic() + IDLE_WITHIN_S
-        while True:
-            try:
-                await post(client, f"{self.url}/flush_cache", {})
-                self.outcome.actions["flushes"] += 1
-                return
-            except RefusedError:
-                if time.monotonic() > deadline:
-                    raise TimeoutError("the server does not become idle") from None
-                await asyncio.sleep(0.1)
+        await flush(client, self.url)
+        self.outcome.actions["flushes"] += 1
 
     def _look(self) -> None:
         """What an idle server whose cache is empty still holds."""

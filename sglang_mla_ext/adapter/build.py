@@ -113,26 +113,9 @@ def build(
     )
     if options.verify_interval and (shared is not None or latent.grouped_page is not None):
         fp8 = FP8 in (prefix_dtype, latent_dtype(runner))
-        if ShadowCheck.can_check(layers[0], runner.dtype):
-            steps.shadow = ShadowCheck(
-                options.verify_interval,
-                layers,
-                latent,
-                prefixes.ranges,
-                in_latent_space=shared is None,
-                dtype=runner.dtype,
-                device=runner.device,
-                fp8=fp8,
-                queries=queries,
-                memory=memory,
-            )
-            try:
-                steps.shadow.try_out()
-            except Exception as error:
-                steps.shadow = None
-                counters.fall_back(f"no shadow check, it does not run here: {type(error).__name__}", error)
-        else:
-            counters.fall_back("no shadow check: this form of the model's weights is DeepGEMM's alone")
+        steps.shadow = make_shadow(
+            runner, layers, options, latent, prefixes, counters, memory, naive=shared is not None, fp8=fp8
+        )
     smallest = smallest_group(cost, options, shared, latent, context_len, step_requests)
     sharing = range(smallest, step_requests + 1) if smallest is not None else range(0)
     steps.description = describe(options, budget_bytes, buffers, latent, smallest)
@@ -272,6 +255,49 @@ def make_expanding(
         counters.fall_back(f"the kernels do not run here: {type(error).__name__}", error)
         return None
     return buffers, shared, expander
+
+
+def make_shadow(
+    runner: ModelRunner,
+    layers: Sequence[DeepseekV2AttentionMLA],
+    options: HybridMLAOptions,
+    latent: LatentAttention,
+    prefixes: SharedPrefixes,
+    counters: Counters,
+    memory: Memory,
+    *,
+    naive: bool,
+    fp8: bool,
+) -> ShadowCheck | None:
+    """What checks every `verify_interval`th step.
+
+    Args:
+        naive: whether anything is expanded, so that results are merged behind `w_vc`.
+        fp8: whether expanded prefixes or latent rows are.
+    Returns:
+        None where it does not run here; that is counted.
+    """
+    if not ShadowCheck.can_check(layers[0], runner.dtype):
+        counters.fall_back("no shadow check: this form of the model's weights is DeepGEMM's alone")
+        return None
+    shadow = ShadowCheck(
+        options.verify_interval,
+        layers,
+        latent,
+        prefixes.ranges,
+        in_latent_space=not naive,
+        dtype=runner.dtype,
+        device=runner.device,
+        fp8=fp8,
+        queries=versions.draft_tokens(runner.server_args),
+        memory=memory,
+    )
+    try:
+        shadow.try_out()
+    except Exception as error:
+        counters.fall_back(f"no shadow check, it does not run here: {type(error).__name__}", error)
+        return None
+    return shadow
 
 
 def smallest_group(

@@ -187,9 +187,7 @@ class Steps:
         repaired = self._repair()
         if self._pause:
             self._pause -= 1
-        elif not repaired:
-            pass
-        elif not mode.is_idle():
+        elif repaired and not mode.is_idle():
             try:
                 self._judge()
                 if decodes:  # SGLang counts a verify step as prefill, too
