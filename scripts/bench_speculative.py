@@ -3,18 +3,21 @@
 Each backend drafts with the same layer of the same model with dummy weights (NEXTN), by SGLang's own FlashMLA. What
 such a layer drafts is never right, so the tokens that a step yields are simulated (SGLANG_SIMULATE_ACC_LEN). The verify
 step is the GPU's time of the model's own pass, measured by SGLang with CUDA events; the whole step has the drafts and
-the host in it. Engines run one after the other, in rounds, each in a process of its own; the table has medians.
+the host in it. Every engine has a process of its own. They run one after the other; with several rounds they are there
+side by side, share the GPU's memory (--mem-fraction), and are timed in turn, and the table has medians.
 
     python scripts/bench_speculative.py --backend hybrid_mla --backend flashmla --prompt 7069 --batch 48 --batch 128
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -51,9 +54,13 @@ def verify_seconds() -> float:
 
 
 def measure(
-    backend: str, model: str, prompts: list[int], batches: list[int], options: dict[str, Any], out: Any
+    backend: str, model: str, prompts: list[int], batches: list[int], options: dict[str, Any], turn: Any, out: Any
 ) -> None:
-    """Run one engine and put one result for each prompt and batch into the queue `out`."""
+    """Run one engine and put one result for each prompt and batch into the queue `out`, as often as there are rounds.
+
+    Args:
+        turn: a semaphore that is taken before each round; before the first one `out` gets an empty round.
+    """
     os.environ["SGLANG_SIMULATE_ACC_LEN"] = str(options["accept_length"])
     os.environ["SGLANG_ENABLE_METRICS_DEVICE_TIMER"] = "1"
     import sglang
@@ -92,32 +99,53 @@ def measure(
         run(prefix, 1, 1)
         return np.array([*found, verify_seconds() - before])
 
-    for prompt in prompts:
-        prefix = tokens(prompt)
-        run(prefix, 1, 2)
-        for batch in batches:
-            run(prefix, batch, 8)
-            # The same prefill, and the same steps while the last requests arrive, are in both and cancel.
-            few = spent(prefix, batch, options["steps"] / 4)
-            seconds, steps, count, verify = spent(prefix, batch, options["steps"] * 5 / 4) - few
-            info = engine.get_server_info()["internal_states"][0]
-            if options["profile"]:
-                engine.start_profile(output_dir=options["profile"], activities=["GPU"])
-                run(prefix, batch, 1 + round(PROFILED_STEPS * options["accept_length"]))
-                engine.stop_profile()
-            out.put(
-                {
-                    "prompt": prompt,
-                    "batch": batch,
-                    "verify_ms": verify / steps * 1e3,
-                    "step_ms": seconds / steps * 1e3,
-                    "accepted_tok_s": count / seconds,
-                    "accept_length": count / batch / steps,
-                    "info": info.get("hybrid_mla"),
-                }
-            )
-    engine.shutdown()
     out.put(None)
+    for _ in range(options["rounds"]):
+        turn.acquire()
+        for prompt in prompts:
+            prefix = tokens(prompt)
+            run(prefix, 1, 2)
+            for batch in batches:
+                run(prefix, batch, 8)
+                # The same prefill, and the same steps while the last requests arrive, are in both and cancel.
+                few = spent(prefix, batch, options["steps"] / 4)
+                seconds, steps, count, verify = spent(prefix, batch, options["steps"] * 5 / 4) - few
+                info = engine.get_server_info()["internal_states"][0]
+                if options["profile"]:
+                    engine.start_profile(output_dir=options["profile"], activities=["GPU"])
+                    run(prefix, batch, 1 + round(PROFILED_STEPS * options["accept_length"]))
+                    engine.stop_profile()
+                out.put(
+                    {
+                        "prompt": prompt,
+                        "batch": batch,
+                        "verify_ms": verify / steps * 1e3,
+                        "step_ms": seconds / steps * 1e3,
+                        "accepted_tok_s": count / seconds,
+                        "accept_length": count / batch / steps,
+                        "info": info.get("hybrid_mla"),
+                    }
+                )
+        out.put(None)
+    engine.shutdown()
+
+
+class Engine:
+    """An engine in a process of its own, which starts at once and runs when it is asked to."""
+
+    def __init__(self, backend: str, *arguments: Any) -> None:
+        self.backend = backend
+        self._turn = multiprocessing.get_context("spawn").Semaphore(0)
+        self.results = Results(measure, backend, *arguments, self._turn)
+
+    def wait(self) -> None:
+        """Until it has started: its first round is empty."""
+        list(self.results)
+
+    def round(self) -> Iterator[dict[str, Any]]:
+        """Results of one round."""
+        self._turn.release()
+        return iter(self.results)
 
 
 def main(
@@ -137,7 +165,7 @@ def main(
     prefix_dtype: Annotated[str, typer.Option(help="hybrid_mla's storage of expanded prefixes.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="SGLang's --kv-cache-dtype, for all backends.")] = "auto",
     steps: Annotated[int, typer.Option(help="Steps that are timed.")] = 300,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that every engine runs, in turn.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that every engine is timed.")] = 1,
     profile: Annotated[Path | None, typer.Option(help="Folder for a trace of torch's profiler of each case.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSON lines file to append records to.")] = None,
 ) -> None:
@@ -151,34 +179,40 @@ def main(
         "accept_length": accept_length,
         "kv_cache_dtype": kv_cache_dtype,
         "steps": steps,
+        "rounds": rounds,
         "profile": str(profile.resolve()) if profile else None,
     }
     results: dict[Key, list[dict[str, Any]]] = defaultdict(list)
     console = Console()
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), layers, heads, intermediate, nextn=True)
-        for name in backend * rounds:
-            running = Results(measure, name, folder, prompt, batch, options)
-            for result in running:
-                results[name, result["prompt"], result["batch"]].append(result)
-                times = f"{result['verify_ms']:.3f} ms to verify, {result['step_ms']:.3f} ms a step"
-                console.print(f"{name} prompt {result['prompt']} batch {result['batch']}: {times}")
-                if out is not None:
-                    case = {"heads": heads, "layers": layers, "batch": result["batch"], "prefix": result["prompt"]}
-                    case |= {"draft_tokens": draft_tokens, "dtype": dtype_of(name, prefix_dtype, kv_cache_dtype)}
-                    write_record(
-                        out,
-                        bench="speculative",
-                        impl=impl_of(name),
-                        case=case,
-                        verify_ms=round(result["verify_ms"], 4),
-                        step_ms=round(result["step_ms"], 4),
-                        accepted_tok_s=round(result["accepted_tok_s"], 1),
-                        accept_length=round(result["accept_length"], 3),
-                        hybrid_mla=result["info"],
-                    )
-            if running.exit_code:
-                console.print(f"[red]{name} stopped with exit code {running.exit_code}[/red]")
+        together = [backend] if rounds > 1 else [[name] for name in backend]
+        for names in together:
+            engines = [Engine(name, folder, prompt, batch, options) for name in names]
+            for engine in engines:
+                engine.wait()
+            for engine in engines * rounds:
+                for result in engine.round():
+                    results[engine.backend, result["prompt"], result["batch"]].append(result)
+                    times = f"{result['verify_ms']:.3f} ms to verify, {result['step_ms']:.3f} ms a step"
+                    console.print(f"{engine.backend} prompt {result['prompt']} batch {result['batch']}: {times}")
+                    if out is not None:
+                        case = {"heads": heads, "layers": layers, "batch": result["batch"], "prefix": result["prompt"]}
+                        dtype = dtype_of(engine.backend, prefix_dtype, kv_cache_dtype)
+                        write_record(
+                            out,
+                            bench="speculative",
+                            impl=impl_of(engine.backend),
+                            case=case | {"draft_tokens": draft_tokens, "dtype": dtype},
+                            verify_ms=round(result["verify_ms"], 4),
+                            step_ms=round(result["step_ms"], 4),
+                            accepted_tok_s=round(result["accepted_tok_s"], 1),
+                            accept_length=round(result["accept_length"], 3),
+                            hybrid_mla=result["info"],
+                        )
+            for engine in engines:
+                if code := engine.results.exit_code:
+                    console.print(f"[red]{engine.backend} stopped with exit code {code}[/red]")
     console.print(table_of(results, backend))
 
 

@@ -39,8 +39,9 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-# bf16 with kernels of another order of summation; in fp32 the judge's own.
-TOLERANCE = 0.1 if ON_GPU else LOGPROB_TOLERANCE
+# In BF16, several times the largest difference between two stock backends on this model (tests/gpu/test_engine_gpu.py);
+# in fp32 the judge's own.
+TOLERANCE = 0.5 if ON_GPU else LOGPROB_TOLERANCE
 
 
 def main(

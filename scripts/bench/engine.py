@@ -81,24 +81,24 @@ def impl_of(backend: str) -> str:
 
 
 class Results:
-    """Results of a function that runs in its own process and puts them into a queue, its last argument; None ends them.
-
-    Attributes:
-        exit_code: of the process, once all results are taken.
-    """
+    """Results of a function that runs in its own process and puts them into a queue, its last argument; None ends those
+    of one round, and an iteration over them."""
 
     def __init__(self, function: Callable[..., None], *arguments: Any) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._queue = spawn.Queue()
         self._process = spawn.Process(target=function, args=(*arguments, self._queue))
         self._process.start()
-        self.exit_code: int | None = None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         while (result := self._next()) is not None:
             yield result
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the process, when it has ended: to be asked for once all results are taken."""
         self._process.join()
-        self.exit_code = self._process.exitcode
+        return self._process.exitcode
 
     def _next(self) -> dict[str, Any] | None:
         while True:
