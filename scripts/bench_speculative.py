@@ -131,16 +131,13 @@ def measure(
 
 
 class Engine:
-    """An engine in a process of its own, which starts at once and runs when it is asked to."""
+    """An engine in a process of its own, which has started and runs when it is asked to."""
 
     def __init__(self, backend: str, *arguments: Any) -> None:
         self.backend = backend
         self._turn = multiprocessing.get_context("spawn").Semaphore(0)
         self.results = Results(measure, backend, *arguments, self._turn)
-
-    def wait(self) -> None:
-        """Until it has started: its first round is empty."""
-        list(self.results)
+        list(self.results)  # until it has started: the next one looks at the memory that is left
 
     def round(self) -> Iterator[dict[str, Any]]:
         """Results of one round."""
@@ -189,8 +186,6 @@ def main(
         together = [backend] if rounds > 1 else [[name] for name in backend]
         for names in together:
             engines = [Engine(name, folder, prompt, batch, options) for name in names]
-            for engine in engines:
-                engine.wait()
             for engine in engines * rounds:
                 for result in engine.round():
                     results[engine.backend, result["prompt"], result["batch"]].append(result)

@@ -5,6 +5,7 @@
 #
 #   scripts/sanitize.sh                 all cases of tests/gpu/sanitize_cases.py
 #   scripts/sanitize.sh portable expand cases whose name contains one of these words
+#   RECORDS=benchmarks/results/sanitize.jsonl scripts/sanitize.sh    appends what each tool found to this file
 #
 # PYTHON chooses the Python, which needs torch and triton (default: that of .venv, else python3). compute-sanitizer
 # comes with the CUDA toolkit and with `pip install nvidia-cuda-sanitizer-api`.
@@ -39,6 +40,18 @@ LOG=$(mktemp)
 trap 'rm -f "$LOG"' EXIT
 
 failed=
+COMMAND="scripts/sanitize.sh${*:+ $*}"
+# Appends a record of a tool: what it found, and how long it took.
+record() {
+    PYTHONPATH=$REPOSITORY/scripts:$PYTHONPATH "$PYTHON" - "$RECORDS" "$COMMAND" "$@" <<'END'
+import re, sys
+from bench.records import write_record
+path, command, tool, summary, seconds, *words = sys.argv[1:]
+case = {"tool": tool, "cases": " ".join(words) or "all"}
+found = int(re.search(r"(\d+) (error|hazard)", summary)[1])
+write_record(path, bench="sanitize", impl="hybrid_mla", case=case, found=found, seconds=int(seconds), command=command)
+END
+}
 # Runs a command; prints its name, the last line that matters and the time, and after a failure all that it printed.
 check() {
     local name=$1 start=$SECONDS status=0 summary
@@ -51,6 +64,9 @@ check() {
         summary="FAILED with status $status. $summary"
     fi
     echo "$name: ${summary:-passed} ($((SECONDS - start)) s)"
+    if [ -n "${RECORDS:-}" ] && [[ "$summary" == *SUMMARY* ]]; then
+        record "$name" "$summary" $((SECONDS - start)) "${CASES[@]:2}"
+    fi
 }
 # First without a tool: this compiles the kernels into Triton's cache and checks their results.
 check "no tool" "${CASES[@]}"

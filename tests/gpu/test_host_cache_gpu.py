@@ -70,10 +70,12 @@ def test_rows_go_to_the_host_and_come_back(fp8: bool, copies: str, layout: str) 
     # Where SGLang's controller has them: kernels want them on the device, but for those on the host in a staged copy.
     at = "cpu" if copies == "direct" else "cuda"
     staged = copies == "kernel" and layout == "page_first" and host.can_use_write_back_jit
-    host.backup_from_device_all_layer(pool, on_host.to("cpu" if staged else at), source.to(at), copies)
     torch.cuda.synchronize()
-    for layer in range(LAYERS):
-        host.load_to_device_per_layer(pool, on_host.to(at), target.to(at), layer, copies)
+    with torch.cuda.stream(torch.cuda.Stream()):  # as there: CUDA copies no batch on the default one
+        host.backup_from_device_all_layer(pool, on_host.to("cpu" if staged else at), source.to(at), copies)
+        torch.cuda.synchronize()
+        for layer in range(LAYERS):
+            host.load_to_device_per_layer(pool, on_host.to(at), target.to(at), layer, copies)
     torch.cuda.synchronize()
     for buffer, was in zip(pool.kv_buffer, before, strict=True):
         was[target.cuda()] = was[source.cuda()]
