@@ -17,7 +17,7 @@ from bench.prediction_tables import predictions
 from bench.profile_tables import profiles
 from bench.recipes import recipe_tables
 from bench.serving_tables import compared, headline
-from bench.soak_tables import hostile, soak
+from bench.soak_tables import hostile, sanitize, shadow, soak
 from bench.speculative_tables import speculative
 from bench.tables import REPOSITORY, RESULTS
 from bench.workload_tables import decode_steps, plan, workloads
@@ -64,9 +64,11 @@ def main(
             "fp16": accuracy_fp16(RESULTS / "accuracy.jsonl"),
         },
         "docs/operating.md": {
+            "shadow": shadow(RESULTS / "shadow.jsonl"),
             "soak": soak(RESULTS / "soak.jsonl"),
             "hostile": hostile(RESULTS / "hostile.jsonl"),
         },
+        "docs/kernels.md": {"sanitize": sanitize(RESULTS / "sanitize.jsonl")},
         "docs/recipes.md": recipe_tables(),
     }
     stale = [name for name, of_file in tables.items() if not fill(REPOSITORY / name, of_file, write=not check)]

@@ -1,4 +1,4 @@
-"""Tables of soaks and of attacks; update_tables.py writes them."""
+"""Tables of soaks, of attacks, of the shadow check's cost and of the sanitizer; update_tables.py writes them."""
 
 from __future__ import annotations
 
@@ -42,3 +42,35 @@ def hostile(path: Path) -> str:
         rows.append((case["attack"], f"{case['requests']:,}", *times, slowdown, *found, record["deaths"]))
     columns = ("attack", "requests", "s", "stock s", "slowdown", "wrong", "refused otherwise", "shared across salts")
     return markdown(rows, (*columns, "traces", "deaths"), records)
+
+
+def shadow(path: Path) -> str:
+    """What the shadow check costs of a decode step."""
+    records = latest(read_records(path), "heads", "layers", "prompt", "concurrency", "verify_interval")
+    rows = []
+    for (*_, interval), checked in records.items():
+        if not interval:
+            continue
+        case = checked["case"]
+        unchecked = {name: value for name, value in case.items() if name != "verify_interval"}
+        plain = next(one for one in records.values() if one["case"] == unchecked)
+        rows.append(
+            (
+                f"{case['heads']} x {case['layers']}",
+                f"{case['prompt']:,}",
+                case["concurrency"],
+                f"{interval:,}",
+                f"{plain['step_ms']:.3f}",
+                f"{checked['step_ms']:.3f}",
+                f"{checked['step_ms'] / plain['step_ms'] - 1:+.2%}",
+            )
+        )
+    columns = ("heads x layers", "shared tokens", "requests", "every so many steps", "step ms without", "with", "cost")
+    return markdown(rows, columns, records)
+
+
+def sanitize(path: Path) -> str:
+    """What NVIDIA's compute-sanitizer found."""
+    records = latest(read_records(path), "tool", "cases")
+    rows = [(one["case"]["tool"], one["case"]["cases"], one["found"], one["seconds"]) for one in records.values()]
+    return markdown(rows, ("tool", "cases", "found", "s"), records)
