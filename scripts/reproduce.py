@@ -5,10 +5,10 @@
     python scripts/reproduce.py all
 
 Every line of the output is one measurement: the median time of a CUDA graph of one call for one layer, L2 flushed
-before each. A measurement that the file has already, from this kind of GPU, is not repeated: a run that was stopped goes
-on where it was. What fails is said, is not written, and stops nothing else. The products with `w_kc` and `w_vc` are left
-out everywhere but in TyphoonMLA's figure 4, where they are bars of their own. plot_reproduced.py draws the records,
-update_tables.py fills docs/results.md.
+before each. A measurement that the file has already, from this kind of GPU, is not repeated: a run that was stopped
+goes on where it was. What fails is said, is not written, and stops nothing else. The products with `w_kc` and `w_vc`
+are left out everywhere but in TyphoonMLA's figure 4, where they are bars of their own. plot_reproduced.py draws the
+records, update_tables.py fills docs/results.md.
 """
 
 from __future__ import annotations

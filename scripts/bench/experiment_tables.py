@@ -56,6 +56,11 @@ class Row(NamedTuple):
         """What names the case, or one of its numbers."""
         return self.names[name] if name in self.names else getattr(self.case, name)
 
+    def layers_ms(self, of: Implementation) -> str:
+        """The time of all layers of TyphoonMLA's table 3."""
+        ms = self.value(of, "ms")
+        return "–" if ms is None else f"{ms * TYPHOON_TABLE_3_LAYERS:.1f}"
+
     def speed_up(self, of: Implementation, over: Iterable[Implementation]) -> float | None:
         """How many times faster it is than the fastest of others; None without any."""
         times = [ms for other in over if (ms := self.value(other, "ms"))]
@@ -71,9 +76,7 @@ def rows_of(name: str, path: Path) -> list[Row]:
         if record["case"]["experiment"] == name and not record.get("excluded")
     ]
     records.sort(key=lambda record: record["date"])
-    newest = {
-        key(one["impl"], one["part"], one["case"]): one for one in records if one["gpu"] == records[-1]["gpu"]
-    }
+    newest = {key(one["impl"], one["part"], one["case"]): one for one in records if one["gpu"] == records[-1]["gpu"]}
     rows = []
     for cells in EXPERIMENTS[name].cells(name):
         of = {cell.of: newest[cell.key] for cell in cells if cell.key in newest}
@@ -87,14 +90,14 @@ def reproduced(name: str, path: Path) -> str:
     rows = rows_of(name, path)
     if not rows:
         return NOT_MEASURED
-    records = {(index, of): record for index, row in enumerate(rows) for of, record in row.of.items()}
+    by_commit: dict[Any, dict[tuple[Any, ...], dict[str, Any]]] = {}  # a run may go on with another one
+    for index, row in enumerate(rows):
+        for of, record in row.of.items():
+            by_commit.setdefault(record["commit"], {})[index, of] = record
     plot = f"![{EXPERIMENTS[name].title}, repeated](images/reproduced_{name}.png)"
-    parts = [SUMMARIES[name](rows), plot, folded("All measurements", measurements(name, rows)), provenance(records)]
+    everything = f"<details><summary>All measurements</summary>\n\n{measurements(name, rows)}\n\n</details>"
+    parts = [SUMMARIES[name](rows), plot, everything, *map(provenance, by_commit.values())]
     return "\n\n".join(part for part in parts if part)
-
-
-def folded(title: str, text: str) -> str:
-    return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"
 
 
 def measurements(name: str, rows: Sequence[Row]) -> str:
@@ -112,7 +115,9 @@ def measurements(name: str, rows: Sequence[Row]) -> str:
         for row in rows
     ]
     unit = UNITS[experiment.metric]
-    return f"In {unit}.\n\n{table(cells, (*(COLUMNS.get(field, field) for field in fields), *(of.label for of in shown)))}"
+    return (
+        f"In {unit}.\n\n{table(cells, (*(COLUMNS.get(field, field) for field in fields), *(of.label for of in shown)))}"
+    )
 
 
 def number(value: Any, metric: str = "") -> str:
@@ -155,57 +160,44 @@ def claims(rows: list[tuple[str, ...]]) -> str:
 
 def typhoon_figure_3(rows: Sequence[Row]) -> str:
     """Speed-ups over the faster of FlashMLA BF16 and FlashInfer, by model and prompt, and the paper's claims."""
-    gains = {of: [row.speed_up(of, BASELINES) for row in rows] for of in WITH_PREFIX}
 
-    def most(of: Implementation, field: str, value: str) -> str:
-        return greatest(gain for gain, row in zip(gains[of], rows, strict=True) if row.names[field] == value)
+    def gains(of: Implementation, **names: str) -> list[float | None]:
+        return [row.speed_up(of, BASELINES) for row in rows if names.items() <= row.names.items()]
 
-    by_prompt = []
-    for model in kinds.MODELS:
-        for prompt in kinds.PROMPTS:
-            chosen = [row for row in rows if (row.names["model"], row.names["prompt"]) == (model, prompt)]
-            ranges = [between(row.speed_up(of, BASELINES) for row in chosen) for of in WITH_PREFIX]
-            by_prompt.append((NAMES[model], prompt, *ranges))
-    where = "section 4, on GPUs"
-    said = [
-        (
-            "faster than FlashMLA and FlashInfer, at most",
-            *(where, f"{TYPHOON_SPEED_UP}x", each(WITH_PREFIX, lambda of: greatest(gains[of]))),
-        ),
-        ("faster than both everywhere", where, "all cells", each(WITH_PREFIX, lambda of: wins(gains[of]))),
+    def most(of: Implementation, field: str, values: Iterable[str]) -> str:
+        return " / ".join(greatest(gains(of, **{field: value})) for value in values)
+
+    by_prompt = [
+        (NAMES[model], prompt, *(between(gains(of, model=model, prompt=prompt)) for of in WITH_PREFIX))
+        for model in kinds.MODELS
+        for prompt in kinds.PROMPTS
     ]
-    for text, field, values in (
-        ("most with prompt A", "prompt", kinds.PROMPTS),
-        ("more with Kimi-K2 than with DeepSeek-V3", "model", kinds.MODELS),
-    ):
-
-        def by_value(of: Implementation, field: str = field, values: Sequence[str] = values) -> str:
-            return " / ".join(most(of, field, value) for value in values)
-
-        label = " / ".join(NAMES.get(value, value) for value in values)
-        said.append((text, where, label, each(WITH_PREFIX[:2], by_value)))
-    for prompt, (flashmla, typhoon) in TYPHOON_TABLE_3.items():
-        found = [
-            row
-            for row in rows
-            if row.names == {"model": "deepseek-v3", "questions": "mmlu", "prompt": prompt}
-            and row.case.batch == TYPHOON_TABLE_3_REQUESTS
-        ]
-
-        def layers(of: Implementation, found: list[Row] = found) -> str:
-            ms = found[0].value(of, "ms") if found else None
-            return "–" if ms is None else f"{ms * TYPHOON_TABLE_3_LAYERS:.1f}"
-
-        said.append(
-            (
-                f"ms of attention in {TYPHOON_TABLE_3_LAYERS} layers, MMLU, {TYPHOON_TABLE_3_REQUESTS} requests, {prompt}",
-                *("table 3", f"{flashmla.attention_ms} FlashMLA, {typhoon.attention_ms} TyphoonMLA"),
-                each((kinds.FLASHMLA_BF16, *WITH_PREFIX), layers),
-            )
-        )
     columns = ("model", "prompt", *(of.label for of in WITH_PREFIX))
+    where, bf16 = "section 4, on GPUs", WITH_PREFIX[:2]
+    at_most = each(WITH_PREFIX, lambda of: greatest(gains(of)))
+    models = " / ".join(NAMES[model] for model in kinds.MODELS)
+    said = [
+        ("faster than FlashMLA and FlashInfer, at most", where, f"{TYPHOON_SPEED_UP}x", at_most),
+        ("faster than both everywhere", where, "all cells", each(WITH_PREFIX, lambda of: wins(gains(of)))),
+        ("most with prompt A", where, "A / B / C", each(bf16, lambda of: most(of, "prompt", kinds.PROMPTS))),
+        ("more with Kimi-K2", where, models, each(bf16, lambda of: most(of, "model", kinds.MODELS))),
+        *typhoon_table_3(rows),
+    ]
     baselines = "How much faster than the faster of FlashMLA BF16 and FlashInfer BF16, over questions and requests:"
     return f"{baselines}\n\n{table(by_prompt, columns)}\n\n{claims(said)}"
+
+
+def typhoon_table_3(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Attention in all layers, from cells of figure 3."""
+    said = []
+    for prompt, (flashmla, typhoon) in TYPHOON_TABLE_3.items():
+        names = {"model": "deepseek-v3", "questions": "mmlu", "prompt": prompt}
+        for row in rows:
+            if row.names == names and row.case.batch == TYPHOON_TABLE_3_REQUESTS:
+                what = f"ms of attention, {TYPHOON_TABLE_3_LAYERS} layers, MMLU, {row.case.batch} requests, {prompt}"
+                printed = f"{flashmla.attention_ms} (FlashMLA), {typhoon.attention_ms} (TyphoonMLA)"
+                said.append((what, "table 3", printed, each((kinds.FLASHMLA_BF16, *WITH_PREFIX), row.layers_ms)))
+    return said
 
 
 def typhoon_figure_4(rows: Sequence[Row]) -> str:

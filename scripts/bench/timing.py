@@ -45,7 +45,7 @@ def captured(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def time_ms(function: Callable[[], Any], rep_ms: int = 100) -> float:
-    """Median time of a call in ms, L2 flushed before each, over `rep_ms` ms of calls after 50 ms of warm-up; of a longer
+    """Median time of a call in ms, L2 flushed before each, over `rep_ms` ms of calls after 50 ms of warm-up; of a long
     call over about `FEWEST_CALLS`."""
     ms = do_bench(function, warmup=50, rep=rep_ms, return_mode="median")
     if ms * FEWEST_CALLS > rep_ms:
