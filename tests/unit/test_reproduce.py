@@ -146,6 +146,40 @@ def test_a_run_goes_on_where_it_stopped(command, tmp_path, capsys):
     assert "amla-table-5 12/12" in capsys.readouterr().out
 
 
+def test_the_command_says_what_failed_and_goes_on(command, runs, monkeypatch, tmp_path):
+    """A second run measures what failed; `--again` measures all."""
+    import bench.timing
+
+    failing, asked = ["flashmla_fp8"], []
+
+    def measured(cell: Cell, rep_ms: int) -> dict[str, Any]:
+        asked.append((cell.of.impl, rep_ms))
+        if cell.of.impl in failing:
+            raise RuntimeError("no such kernel")
+        return {"ms": 1.0, "tflops": 1.0}
+
+    monkeypatch.setattr(runs, "measured", measured)
+    monkeypatch.setattr(bench.timing, "free_memory", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    app = command.typer.Typer()
+    app.command()(command.main)
+    out = tmp_path / "out.jsonl"
+
+    def run(*options: str) -> tuple[int, int, str]:
+        asked.clear()
+        found = CliRunner().invoke(app, [AMLA, "--out", str(out), *options])
+        return found.exit_code, len(asked), found.output
+
+    code, measurements, said = run("--rep-ms", "7")
+    assert (code, measurements) == (1, 48) and {ms for _, ms in asked} == {7}
+    assert "FlashMLA FP8" in said and "no such kernel" in said and "12 measurements failed" in said
+    assert {one["command"] for one in read_records(out)} == {f"python scripts/reproduce.py {AMLA} --rep-ms 7"}
+    failing.clear()
+    assert run()[:2] == (0, 12)
+    assert run("--again", "--skip", "flashinfer_mla")[:2] == (0, 36)
+
+
 def test_other_gpus_and_excluded_records_do_not_count(command, tmp_path):
     out = tmp_path / "out.jsonl"
     first, second = CELLS[AMLA][:2]
