@@ -21,9 +21,9 @@ from bench.cases import DR, LATENT, PAGE_TOKENS, Case, page_table, parse_groups
 from bench.ceilings import Ceilings, measure_ceilings
 from bench.grouped import grouped_absorb
 from bench.records import write_record
-from bench.rivals import RIVALS, Rival
-from bench.shared import DTYPES, floor_ms, our_parts, shared_bytes
-from bench.timing import CELLS, attempt, cells, free_memory, measure
+from bench.rivals import RIVALS
+from bench.shared import DTYPES, floor_ms, our_parts, our_work
+from bench.timing import CELLS, attempt, cells, free_memory, measure, measure_rival
 from rich.console import Console
 from rich.table import Table
 
@@ -41,10 +41,7 @@ DEFAULT_GRID = [  # prefix, heads, batches
 def measure_ours(case: Case, dtype: str, ceilings: Ceilings, rep_ms: int) -> list[tuple[str, dict[str, Any] | None]]:
     """Each part and its metrics, None where it failed. `floor_ms` is the shared part's, also for `all`."""
     name = f"hybrid_mla {dtype}"
-    naive = case.shared_flops, shared_bytes(case, dtype)
-    tail = case.latent_flops(case.tail_lengths), sum(case.tail_lengths) * (LATENT + DR) * 2
-    both = naive[0] + tail[0], naive[1] + tail[1]
-    work = {"naive": naive, "merge": None, "all": both, "all_two_streams": both}
+    work = our_work(case, dtype)
     parts = attempt(name, our_parts, case, dtype) or {}
     if dtype == "bf16" and case.heads in STACKED_HEADS:
         if function := attempt(f"{name} grouped_absorb", grouped_absorb, case):
@@ -62,11 +59,6 @@ def measure_ours(case: Case, dtype: str, ceilings: Ceilings, rep_ms: int) -> lis
             metrics |= dict(floor_ms=floor, floor_share=floor / metrics["ms"])
         measured.append((part, metrics))
     return measured
-
-
-def measure_rival(rival: Rival, case: Case, rep_ms: int) -> dict[str, Any]:
-    """Metrics of a rival."""
-    return measure(rival.make(case), rep_ms, rival.work(case))
 
 
 def cases_of(

@@ -20,13 +20,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from bench.cases import Case
 from bench.ceilings import measure_ceilings
-from bench.decode import FLASHMLA, LAYOUT, DecodeCase, FP8Cache, default, floor_ms, ours, parse_case
+from bench.decode import FLASHMLA, DecodeCase, FP8Cache, default, floor_ms, measure_ours, parse_case
 from bench.grouped import grouped_absorb
 from bench.records import write_record
 from bench.rivals import RIVALS
-from bench.timing import CELLS, attempt, captured, cells, free_memory, measure, time_ms
+from bench.timing import CELLS, attempt, cells, free_memory, measure, measure_rival
 from rich.console import Console
 from rich.table import Table
 
@@ -81,8 +80,7 @@ def main(
         print(of, flush=True)
         for name in FLASHMLA:
             rival = RIVALS[name]
-            metrics = attempt(name, lambda rival=rival, of=of: measure(rival.make(of), rep_ms, rival.work(of)))
-            add(of, name, rival.dtype, metrics)
+            add(of, name, rival.dtype, attempt(name, measure_rival, rival, of, rep_ms))
             free_memory()
         if of.heads in STACKED_HEADS:
             in_pages = RIVALS["flashmla_bf16"].work(of)
@@ -91,20 +89,15 @@ def main(
             add(of, "hybrid_mla_bf16", "bf16", metrics)
             free_memory()
         cache = FP8Cache(of)
-        work = of.latent_flops(of.lengths), sum(of.lengths) * LAYOUT.row_bytes
-
-        def measured(make: Callable[..., AbsorbFP8], of: Case = of, cache: FP8Cache = cache, work: Any = work) -> Any:
-            run, prepare = ours(of, cache, make)
-            metrics = measure(run, rep_ms, work) | dict(prepare_ms=time_ms(captured(prepare), rep_ms))
-            floor = floor_ms(of, ceilings)
-            return metrics | dict(floor_ms=floor, floor_share=floor / metrics["ms"])
-
         makers = {"hybrid_mla": default(cache)}
         if variants:
             makers |= {f"hybrid_mla_{name}": make for name, make in VARIANTS.items()}
         for impl, make in makers.items():
-            metrics = attempt(impl, measured, make)
+            metrics = attempt(impl, measure_ours, of, cache, make, rep_ms)
             failed |= metrics is None
+            if metrics:
+                floor = floor_ms(of, ceilings)
+                metrics |= dict(floor_ms=floor, floor_share=floor / metrics["ms"])
             add(of, impl, "fp8", metrics)
         del cache
         free_memory()

@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 from bench.accuracy_tables import accuracy_cache, accuracy_fp16, accuracy_model, accuracy_rescale
+from bench.experiment_tables import reproduced
+from bench.experiments import EXPERIMENTS
 from bench.kernel_tables import ablation, attention, context, decode, expansion, planner, plans, power, prefill, steps
 from bench.prediction_tables import predictions
 from bench.profile_tables import profiles
@@ -70,6 +72,7 @@ def main(
         },
         "docs/kernels.md": {"sanitize": sanitize(RESULTS / "sanitize.jsonl")},
         "docs/recipes.md": recipe_tables(),
+        "docs/results.md": {name: reproduced(name, RESULTS / "papers.jsonl") for name in EXPERIMENTS},
     }
     stale = [name for name, of_file in tables.items() if not fill(REPOSITORY / name, of_file, write=not check)]
     if check and stale:

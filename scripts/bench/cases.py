@@ -66,6 +66,7 @@ def page_table(lengths: list[int], sizes: tuple[int, ...], shared_pages: int) ->
         the table, `[rows, pages of the longest row]`, 0 behind a row's last page, and the number of distinct pages.
     """
     counts = [-(-length // PAGE_TOKENS) for length in lengths]
+    longest = max(counts)
     table, used, row = [], 0, 0
     for size, shared in [
         *((size, shared_pages) for size in sizes),
@@ -76,7 +77,7 @@ def page_table(lengths: list[int], sizes: tuple[int, ...], shared_pages: int) ->
         for count in counts[row : row + size]:
             private = list(range(used, used + count - shared))
             used += len(private)
-            table.append(common + private + [0] * (max(counts) - count))
+            table.append(common + private + [0] * (longest - count))
         row += size
     return table, used
 

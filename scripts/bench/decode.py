@@ -12,6 +12,7 @@ import typer
 
 from bench.cases import DR, LATENT, PAGE_TOKENS, SCALE, Case, page_table
 from bench.ceilings import Ceilings
+from bench.timing import captured, measure, time_ms
 from sglang_mla_ext.kernels.absorb.paged_fp8 import AbsorbFP8
 from sglang_mla_ext.kernels.dispatch import append_rows, make_absorb_fp8
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
@@ -101,3 +102,10 @@ def default(cache: FP8Cache) -> Callable[..., AbsorbFP8]:
         return make_absorb_fp8(cache.pool, dtype=torch.bfloat16, on_failure=lambda *told: print(*told), **sizes)
 
     return make
+
+
+def measure_ours(case: Case, cache: FP8Cache, make: Callable[..., AbsorbFP8], rep_ms: int) -> dict[str, Any]:
+    """Metrics of a layer's attention, and `prepare_ms` of a step's schedule, made once for all layers."""
+    run, prepare = ours(case, cache, make)
+    work = case.latent_flops(case.lengths), sum(case.lengths) * LAYOUT.row_bytes
+    return measure(run, rep_ms, work) | dict(prepare_ms=time_ms(captured(prepare), rep_ms))

@@ -7,6 +7,7 @@ keeps what it needs alive. The packages are imported only there.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -49,8 +50,7 @@ def flashmla_over(
 
     table = torch.tensor(padded(pages), dtype=torch.int32, device="cuda")  # [B, pages]
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")  # [B]
-    cache = torch.randn(n_pages, PAGE_TOKENS, 1, LATENT + DR, device="cuda", dtype=torch.bfloat16)
-    query = torch.randn(len(lengths), s_q, heads, LATENT + DR, device="cuda", dtype=torch.bfloat16)
+    cache, query = _cache_and_query(n_pages, len(lengths), s_q, heads, "cuda")
     schedule = FlashMLASchedMeta()  # the first call fills it in
     options: dict[str, Any] = dict(softmax_scale=SCALE, causal=s_q > 1, use_legacy=True)
     if fp8:
@@ -61,6 +61,45 @@ def flashmla_over(
             seq_lens, heads * s_q, 1, is_fp8_kvcache=True, use_legacy=True
         )
     return lambda: flash_mla_with_kvcache(query, cache, table, seq_lens, LATENT, schedule, **options)
+
+
+def _cache_and_query(
+    n_pages: int, requests: int, s_q: int, heads: int, device: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random pages `[pages, 64, 1, 576]` and a query `[B, S, H, 576]`, BF16; the same ones after the same seed."""
+    cache = torch.randn(n_pages, PAGE_TOKENS, 1, LATENT + DR, device=device, dtype=torch.bfloat16)
+    return cache, torch.randn(requests, s_q, heads, LATENT + DR, device=device, dtype=torch.bfloat16)
+
+
+def flashinfer_mla(case: Case, device: str = "cuda") -> Callable[[], torch.Tensor]:
+    """FlashInfer's MLA kernel for Hopper over prefix and tail, absorb form, BF16: out `[B * S, H, 512]` latent, rows of
+    a request after each other; pages as in `flashmla_bf16`."""
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+    def on_device(numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+    pages, n_pages = page_table(case.lengths, case.sizes, case.prefix // PAGE_TOKENS)
+    counts = [-(-length // PAGE_TOKENS) for length in case.lengths]
+    cache, query = _cache_and_query(n_pages, case.batch, case.s_q, case.heads, device)
+    wrapper = BatchMLAPagedAttentionWrapper(torch.empty(128 << 20, dtype=torch.uint8, device=device), backend="fa3")
+    wrapper.plan(
+        qo_indptr=on_device([row * case.s_q for row in range(case.batch + 1)]),
+        kv_indptr=on_device([0, *accumulate(counts)]),  # in pages
+        kv_indices=on_device([page for row, count in zip(pages, counts, strict=True) for page in row[:count]]),
+        kv_len_arr=on_device(case.lengths),
+        num_heads=case.heads,
+        head_dim_ckv=LATENT,
+        head_dim_kpe=DR,
+        page_size=PAGE_TOKENS,
+        causal=case.s_q > 1,
+        sm_scale=SCALE,
+        q_data_type=torch.bfloat16,
+        kv_data_type=torch.bfloat16,
+    )
+    q_latent, q_rope = query.flatten(0, 1).split([LATENT, DR], dim=-1)  # [B * S, H, 512], [B * S, H, 64]
+    latent, rope = cache.squeeze(2).split([LATENT, DR], dim=-1)  # [pages, 64, 512], [pages, 64, 64]
+    return lambda: wrapper.run(q_latent, q_rope, latent, rope)
 
 
 def flashinfer_fa3_naive(case: Case) -> Callable[[], Any]:
@@ -112,6 +151,7 @@ class Rival(NamedTuple):
 RIVALS = {
     "flashmla_bf16": Rival(flashmla_bf16, "all", "bf16"),
     "flashmla_fp8": Rival(flashmla_fp8, "all", "fp8"),
+    "flashinfer_mla": Rival(flashinfer_mla, "all", "bf16"),
     "flashinfer_fa3_naive": Rival(flashinfer_fa3_naive, "naive", "bf16", one_group=True),
     "typhoon_parts": Rival(typhoon_parts, "all", "bf16", one_group=True),
 }

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.cases import DN, DR, DV, SCALE, Case
+from bench.cases import DN, DR, DV, LATENT, SCALE, Case
 from bench.ceilings import Ceilings
 from bench.rivals import flashmla_tail
 from bench.timing import attempt
@@ -28,6 +28,18 @@ def shared_bytes(case: Case, dtype: str) -> int:
     """Bytes of the expanded keys and values of all prefixes of a case; rotary keys are never FP8."""
     per_head = (DN + DV) * DTYPES[dtype].itemsize
     return len(case.sizes) * case.prefix * (case.heads * per_head + DR * 2)
+
+
+def tail_work(case: Case) -> tuple[int, int]:
+    """Operations and bytes of `flashmla_tail`."""
+    return case.latent_flops(case.tail_lengths), sum(case.tail_lengths) * (LATENT + DR) * 2
+
+
+def our_work(case: Case, dtype: str) -> dict[str, tuple[int, int] | None]:
+    """Operations and bytes of keys and values of each of `our_parts`; the tails are BF16."""
+    naive, tail = (case.shared_flops, shared_bytes(case, dtype)), tail_work(case)
+    both = naive[0] + tail[0], naive[1] + tail[1]
+    return {"naive": naive, "merge": None, "all": both, "all_two_streams": both}
 
 
 def floor_ms(case: Case, dtype: str, ceilings: Ceilings) -> float:

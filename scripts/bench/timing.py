@@ -11,7 +11,11 @@ from typing import Any
 import torch
 from triton.testing import do_bench
 
+from bench.cases import Case
+from bench.rivals import Rival
+
 BATCH_MS = 10  # of calls back to back per batch; long compared with the host's wait after it
+FEWEST_CALLS = 5  # that a median is of, however long a call takes
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,12 @@ def captured(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def time_ms(function: Callable[[], Any], rep_ms: int = 100) -> float:
-    """Median time of a call in ms, L2 flushed before each, over `rep_ms` ms of calls after 50 ms of warm-up."""
-    return do_bench(function, warmup=50, rep=rep_ms, return_mode="median")
+    """Median time of a call in ms, L2 flushed before each, over `rep_ms` ms of calls after 50 ms of warm-up; of a long
+    call over about `FEWEST_CALLS`."""
+    ms = do_bench(function, warmup=50, rep=rep_ms, return_mode="median")
+    if ms * FEWEST_CALLS > rep_ms:
+        ms = do_bench(function, warmup=1, rep=FEWEST_CALLS * ms, return_mode="median")
+    return ms
 
 
 def back_to_back(function: Callable[[], Any]) -> Iterator[float]:
@@ -86,6 +94,11 @@ def measure(function: Callable[[], Any], rep_ms: int, work: tuple[int, int] | No
         flops, read_bytes = work
         metrics |= dict(tflops=flops / metrics["ms"] / 1e9, gbps=read_bytes / metrics["ms"] / 1e6)
     return metrics
+
+
+def measure_rival(rival: Rival, case: Case, rep_ms: int) -> dict[str, Any]:
+    """Metrics of a rival on a case."""
+    return measure(rival.make(case), rep_ms, rival.work(case))
 
 
 CELLS = ("us", "TFLOPS", "GB/s", "of floor")

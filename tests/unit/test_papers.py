@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from bench.paper_values import AMLA_TABLE_5, TYPHOON_STAGES_MS, TYPHOON_STAGES_RATIO, TYPHOON_TABLE_3
 
 from sglang_mla_ext.predict import papers
 from sglang_mla_ext.predict.papers import ASCEND, ASCEND_ROOFLINE, GPU_OF_AMLA, PAPER_UNIT
@@ -66,24 +67,16 @@ def test_typhoon_figure_8_is_not_what_the_formula_gives():
 
 def test_typhoon_figure_4():
     """The ratio of the shared parts; the times themselves are 3.6 and 3.2 times those of the formula."""
-    measured = (6.43 - 1.06) / 1.63
-    assert measured == pytest.approx(3.3, abs=0.05)
+    absorb_only, stage_1, stage_2 = (TYPHOON_STAGES_MS[name] for name in ("absorb only", "stage 1", "stage 2"))
+    assert (absorb_only - stage_2) / stage_1 == pytest.approx(TYPHOON_STAGES_RATIO, abs=0.05)
     shared = papers.typhoon_seconds(K2, ASCEND, 1024, 4096, 0)
     assert shared["absorb"] / shared["typhoon"] == pytest.approx(3.4)
-    assert 1.63e-3 / shared["typhoon"] == pytest.approx(3.6, abs=0.1)
-    assert 1.06e-3 / papers.typhoon_seconds(K2, ASCEND, 1024, 0, 512)["typhoon"] == pytest.approx(3.2, abs=0.1)
+    assert stage_1 * 1e-3 / shared["typhoon"] == pytest.approx(3.6, abs=0.1)
+    assert stage_2 * 1e-3 / papers.typhoon_seconds(K2, ASCEND, 1024, 0, 512)["typhoon"] == pytest.approx(3.2, abs=0.1)
 
 
 @pytest.mark.parametrize(
-    ("attention_ms", "total_ms", "thousands"),
-    [
-        (99.1, 127.2, 1.01),
-        (58.1, 86.3, 1.48),
-        (34.5, 62.6, 2.04),
-        (25.9, 54.0, 2.37),
-        (26.9, 55.0, 2.33),
-        (22.0, 50.1, 2.56),
-    ],
+    ("attention_ms", "total_ms", "thousands"), [row for of_prompt in TYPHOON_TABLE_3.values() for row in of_prompt]
 )
 def test_typhoon_table_3(attention_ms, total_ms, thousands):
     rest_ms = total_ms - attention_ms
@@ -131,11 +124,7 @@ def test_amla_table_2(heads, kv_heads, queries, mla, intensity):
 
 @pytest.mark.parametrize(
     ("queries", "context", "us", "printed"),
-    [
-        *((1, 1024, 85, 32.6), (1, 2048, 128, 43.3), (1, 3072, 173, 48.0), (1, 4096, 215, 51.5)),
-        *((1, 6144, 316, 52.6), (1, 16384, 766, 57.8), (2, 1024, 115, 48.1), (2, 2048, 196, 56.5)),
-        *((2, 3072, 278, 59.8), (2, 4096, 374, 59.2), (2, 6144, 527, 63.0), (2, 16384, 1314, 67.4)),
-    ],
+    [(*case, printed.gpu_us, printed.gpu) for case, printed in AMLA_TABLE_5.items()],
 )
 def test_amla_table_5(queries, context, us, printed):
     """The GPU's column. Times are printed in whole microseconds."""
