@@ -31,7 +31,7 @@ from bench.generate import StockAnswers
 from bench.records import write_record
 from bench.server import LAUNCHER, ON_GPU, ServerFailedError, free_port, log_tail, running_server, server_info
 from bench.server import work_folder as repository_folder
-from bench.soak_judge import LOGPROB_TOLERANCE, Verdict
+from bench.soak_judge import LOGPROB_TOLERANCE, LOGPROB_TOLERANCE_BF16, Verdict
 from bench.soak_run import Outcome, ServerDiedError, Soak, Weights
 from bench.soak_servers import POISONED, SCRIPTS, STOCK, TAKING_BACK, at_ease, other_weights, pressed, small_model
 from bench.soak_traffic import Limits, Traffic
@@ -39,9 +39,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig
 
-# In BF16, several times the largest difference between two stock backends on this model (tests/gpu/test_engine_gpu.py);
-# in fp32 the judge's own.
-TOLERANCE = 0.5 if ON_GPU else LOGPROB_TOLERANCE
+TOLERANCE = LOGPROB_TOLERANCE_BF16 if ON_GPU else LOGPROB_TOLERANCE
 
 
 def main(
@@ -58,7 +56,7 @@ def main(
     scale: Annotated[int, typer.Option(min=1, help="Prompts so many times as long.")] = 8 if ON_GPU else 1,
     at_a_time: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 64 if ON_GPU else 16,
     phase: Annotated[int, typer.Option(min=4, help="Requests between two looks at an idle server.")] = 400,
-    tolerance: Annotated[float, typer.Option(help="How far a log-probability may be off.")] = TOLERANCE,
+    tolerance: Annotated[float, typer.Option(help="How far log-probabilities may be off on average.")] = TOLERANCE,
     out: Annotated[Path | None, typer.Option(help="JSONL file to append records to.")] = None,
     log_folder: Annotated[Path | None, typer.Option(help="For the output of servers [.demo/logs].")] = None,
     seed: int = 0,

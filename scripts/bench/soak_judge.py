@@ -11,8 +11,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
 
-# In fp32 another order of summation moves them by less; a wrong prefix, or a wrong merge, by 0.1 and more.
-LOGPROB_TOLERANCE = 2e-3
+# Of log-probabilities, on average over an answer. In fp32 another order of summation moves them by less; a wrong
+# prefix, or a wrong merge, by 0.1 and more.
+LOGPROB_TOLERANCE = 1e-3
+# In BF16 rounding moves them by less than 0.1 on average on the random model, but by 1 where attention chooses between
+# two keys that are as good; a chunk of 64 tokens among 700 that is wrong moves them by more than 1 on average.
+LOGPROB_TOLERANCE_BF16 = 0.5
+OUTLIER = 4
+"""How many times the tolerance one of them may be off."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,8 @@ async def judge(
     Args:
         answer: whole, or the beginning of one.
         taken_back: whether SGLang took the request back and ran it again later.
-        tolerance: how far a log-probability may be off; a lead of twice that is none.
+        tolerance: how far log-probabilities may be off on average, and one of them `OUTLIER` times as far; a lead of
+            twice that is none.
     """
     expected = await stock(prompt, len(answer.ids) + 1)
     if not answer.ids or same(answer, expected, tolerance):
@@ -65,7 +72,7 @@ async def judge(
         token, logprob = expected.runners_up[at]
         if answer.ids[at] != token or expected.logprobs[at] - logprob > 2 * tolerance:
             return Verdict.WRONG
-        if abs(answer.logprobs[at] - logprob) > tolerance:
+        if abs(answer.logprobs[at] - logprob) > OUTLIER * tolerance:
             return Verdict.WRONG
         verdict = Verdict.TIE
         prompt, answer = prompt + answer.ids[: at + 1], answer.after(at + 1)
@@ -76,11 +83,10 @@ async def judge(
 def same(answer: Answer, expected: Answer, tolerance: float) -> bool:
     """Whether an answer is the beginning of what is expected."""
     count = len(answer.ids)
-    return (
-        len(answer.logprobs) == count <= len(expected.ids)
-        and answer.ids == expected.ids[:count]
-        and all(abs(a - b) <= tolerance for a, b in zip(answer.logprobs, expected.logprobs, strict=False))
-    )
+    if not len(answer.logprobs) == count <= len(expected.ids) or answer.ids != expected.ids[:count]:
+        return False
+    apart = [abs(a - b) for a, b in zip(answer.logprobs, expected.logprobs, strict=False)]
+    return all(each <= OUTLIER * tolerance for each in apart) and sum(apart) <= count * tolerance
 
 
 def lost_first(answer: Answer, expected: Answer, tolerance: float) -> bool:

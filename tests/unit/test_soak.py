@@ -76,8 +76,12 @@ def test_the_stock_answer_is_right_and_so_is_its_beginning() -> None:
 def test_another_token_is_wrong_and_so_is_another_logprob() -> None:
     answer = stock_answer(PROMPT, 8, LEAD)
     assert verdict(replace(answer, ids=(*answer.ids[:4], 499, *answer.ids[5:]))) is Verdict.WRONG
-    far = answer.logprobs[3] + 2 * LOGPROB_TOLERANCE
-    assert verdict(replace(answer, logprobs=(*answer.logprobs[:3], far, *answer.logprobs[4:]))) is Verdict.WRONG
+    for off, expected in ((3, Verdict.RIGHT), (5, Verdict.WRONG)):  # one of them
+        far = answer.logprobs[3] + off * LOGPROB_TOLERANCE
+        assert verdict(replace(answer, logprobs=(*answer.logprobs[:3], far, *answer.logprobs[4:]))) is expected
+    for off, expected in ((0.9, Verdict.RIGHT), (1.1, Verdict.WRONG)):  # all of them
+        far_each = tuple(each - off * LOGPROB_TOLERANCE for each in answer.logprobs)
+        assert verdict(replace(answer, logprobs=far_each)) is expected
     assert verdict(replace(answer, logprobs=(float("nan"),) * 8)) is Verdict.WRONG
     assert verdict(replace(answer, logprobs=answer.logprobs[:-1])) is Verdict.WRONG
 
