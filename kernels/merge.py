@@ -133,7 +133,7 @@ def merge_kernel(
     out_head,
     lse_row,
     lse_head,
-    number,  # this and what follows to rope_head: see copy_watched; not read unless WATCH
+    number,  # of this merge's layer, see watch.Watch; it and what follows to rope_head is not read unless WATCH
     target_ptr,
     watch_query_ptr,
     watch_out_ptr,
@@ -164,6 +164,8 @@ def merge_kernel(
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]  # [BLOCK_HEADS, 1]
     dim = tl.max_contiguous(tl.arange(0, DV), 4)[None, None, :]  # as in _sum_partials
     in_heads = head < heads
+    if WATCH:
+        watched = tl.load(target_ptr) == number  # long before its use, so that nothing waits for it
     begin = tl.load(table_ptr + row)
     first_count = tl.load(table_ptr + max_rows + row)
     firsts_ptr = table_ptr + 2 * max_rows + row * FIRSTS
@@ -215,7 +217,7 @@ def merge_kernel(
     if WATCH:
         result_ptrs = out_ptr + row64 * out_row + (head * out_head)[:, :, None] + dim
         copy_watched(
-            result_ptrs, in_heads, number, row * heads + head, target_ptr, watch_query_ptr, watch_out_ptr,
+            result_ptrs, in_heads, watched, row * heads + head, target_ptr, watch_query_ptr, watch_out_ptr,
             watch_rows, q_ptr, rope_ptr, query_heads, q_row, q_head, rope_row, rope_head, RANK, ROPE, DV,
         )  # fmt: skip
 

@@ -79,7 +79,7 @@ class Watch:
 def copy_watched(
     out_ptrs,  # [BLOCK_HEADS, 1, DV], what the program has written, or what stands there already
     in_heads,
-    number,  # of this merge's layer, see watch.Watch
+    watched,  # whether this merge's layer is
     place,  # int32 [BLOCK_HEADS, 1], of each head among all heads of all rows
     target_ptr,
     watch_query_ptr,  # [max_rows, query_heads, RANK + ROPE]
@@ -96,9 +96,8 @@ def copy_watched(
     ROPE: tl.constexpr,
     DV: tl.constexpr,
 ):
-    """At the end of a merge's program: copy, if its layer is watched. A row of a merge may have the heads of several
-    query tokens."""
-    if tl.load(target_ptr) == number:
+    """At the end of a merge's program. A row of a merge may have the heads of several query tokens."""
+    if watched:
         to = place - tl.load(target_ptr + 1) * query_heads
         there = (in_heads & (to >= 0) & (to < watch_rows * query_heads))[:, :, None]
         token, head = place // query_heads, place % query_heads

@@ -2,10 +2,12 @@
 
     python scripts/accuracy.py --out benchmarks/results/accuracy.jsonl
     python scripts/accuracy.py --model demo --out benchmarks/results/accuracy.jsonl --images docs/images
+    python scripts/accuracy.py --model demo --outliers --out benchmarks/results/accuracy.jsonl
 
 Without `--model` the studies on drawn data run (bench/accuracy_studies.py): a few minutes on two cores, 2 GiB. With
 `--model demo` the shipped model (configs/demo_model) is examined as each implementation would serve it
-(demo_model/study.py); this needs the data that prepare_demo_data.py writes.
+(demo_model/study.py); this needs the data that prepare_demo_data.py writes. With `--outliers` its latent rows are made
+as large as large models' first (demo_model/outliers.py).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from bench.records import commit, read_records, write_record
 from bench.tables import REPOSITORY
 from demo_model.batches import Data
 from demo_model.network import Network, load_weights
+from demo_model.outliers import put_outliers
 from demo_model.served import IMPLS, Served
 from demo_model.study import Plan, demo
 from rich.console import Console
@@ -29,10 +32,12 @@ from rich.console import Console
 console = Console()
 
 
-def served_model(weights: Path, device: str) -> Served:
+def served_model(weights: Path, device: str, outliers: bool) -> Served:
     """A checkpoint in the form of configs/demo_model."""
     network = Network(json.loads((weights / "config.json").read_text()))
     load_weights(network, weights)
+    if outliers:
+        put_outliers(network)
     return Served(network.float().to(device))
 
 
@@ -65,6 +70,7 @@ def main(
     ] = None,
     questions: Annotated[int, typer.Option(help="For each prompt of look-ups.")] = 4,
     impl: Annotated[list[str] | None, typer.Option(help="Only these, and sglang_bf16; repeatable.")] = None,
+    outliers: Annotated[bool, typer.Option("--outliers", help="With latent rows as large models have them.")] = False,
     seed: Annotated[int, typer.Option(help="Of cases and resampling.")] = 1,
     images: Annotated[
         Path | None, typer.Option(help="Draw the figures of --model from --out into this folder.")
@@ -86,9 +92,11 @@ def main(
             plan = Plan(tuple(impl or IMPLS), prose_tokens, cases, chosen, questions, seed=seed)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
-        found = demo(served_model(weights, device), Data(data), plan)
+        found = demo(served_model(weights, device, outliers), Data(data), plan)
         gpu = "cpu" if device == "cpu" else None
     for name, case, metrics in found:
+        if outliers:
+            case["study"] = case["study"].replace("demo", "outliers")
         figures = ", ".join(f"{metric} {value:.4g}" for metric, value in metrics.items())
         console.print(f"{name} {case}: {figures}", soft_wrap=True)
         if out:

@@ -81,13 +81,17 @@ def accuracy_fp16(path: Path) -> str:
     return markdown(rows, ("distribution", "tokens", "RMS of the output", "RMSE", "relative L2"), records)
 
 
-def accuracy_model(path: Path) -> str:
+def accuracy_model(path: Path, study: str = "demo") -> str:
     """A table of what a trained model loses: perplexity and right answers, with the difference to BF16. Of several
-    records the one of the most tokens or questions counts, and of those the newest."""
+    records the one of the most tokens or questions counts, and of those the newest.
+
+    Args:
+        study: "demo", or "outliers", with latent rows as large models have them.
+    """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for record in sorted(read_records(path), key=lambda record: (size_of(record), record["date"])):
         case = record["case"]
-        if case["study"] == "demo" and record["impl"] in MODEL_NAMES:
+        if case["study"] == study and record["impl"] in MODEL_NAMES:
             found[record["impl"], case["task"], case.get("length")] = record
     lengths = sorted({length for _, task, length in found if task == "lookup"})
     tasks = (("prose", None), ("dictionary", None), *(("lookup", length) for length in lengths))
@@ -114,6 +118,20 @@ def accuracy_model(path: Path) -> str:
         "goals",
     )
     return markdown(rows, columns, found)
+
+
+def accuracy_ranges(path: Path) -> str:
+    """A table of how large the trained model's latent rows are, with and without outliers."""
+    names = {"demo_ranges": "as trained", "outliers_ranges": "with outliers"}
+    found = {study: accuracy(path, study, "part", "layer") for study in names}
+    rows = []
+    for study, records in found.items():
+        for part in ("content", "rotary"):
+            of_part = [record for (_, of, _), record in records.items() if of == part]
+            medians, largest = ([record[name] for record in of_part] for name in ("abs_p50", "abs_max"))
+            rows.append((names[study], part, f"{min(medians):.2g} to {max(medians):.2g}", f"{max(largest):,.1f}"))
+    columns = ("", "part of a latent row", "median, by layer", "largest value")
+    return markdown(rows, columns, {key: one for records in found.values() for key, one in records.items()})
 
 
 def interval(record: dict[str, Any], name: str, digits: int) -> str:

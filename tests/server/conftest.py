@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -269,11 +270,18 @@ on_host = _server("on_host", *ON_HOST)
 on_host_fp8 = _server("on_host_fp8", *ON_HOST, "--kv-cache-dtype", "fp8_e4m3")
 # And in files what is on the host, one for each token.
 STORED = Path(tempfile.gettempdir()) / f"stored-{os.getpid()}"
-in_files = _server(
-    "in_files",
-    *(*ON_HOST, "--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete"),
-    environment={"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(STORED)},
-)
+IN_FILES = (*ON_HOST, "--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete")
+FILES = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(STORED)}
+in_files = _server("in_files", *IN_FILES, environment=FILES)
+
+
+@pytest.fixture
+def no_files() -> Iterator[None]:
+    """What `in_files` and its like have stored is deleted behind a test."""
+    yield
+    shutil.rmtree(STORED, ignore_errors=True)
+
+
 # Prefill in chunks, expansion in small steps, room for one prefix and a part of another, 2,048 tokens of cache, and
 # SGLang's own way to test retraction: every so many steps it takes back a request as if its cache were full.
 # This is the one server that the real command line starts.

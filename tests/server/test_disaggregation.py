@@ -14,6 +14,8 @@ import openai
 import pytest
 from bench.server import free_port
 from conftest import (
+    FILES,
+    IN_FILES,
     NAIVE,
     PREFIXES,
     SIZED,
@@ -27,6 +29,7 @@ from conftest import (
     counting,
 )
 from test_answers import OTHER_SYSTEM, SYSTEM, question
+from test_on_host import tokens, wait_until_stored
 
 from sglang_mla_ext.adapter import contract
 
@@ -36,7 +39,7 @@ TRANSFER = next((name for name in ("nixl", "mooncake") if importlib.util.find_sp
 if TRANSFER is None:
     pytest.skip("neither NIXL nor Mooncake is installed", allow_module_level=True)
 
-PORTS = {"bf16": free_port(), "fp8": free_port()}
+PORTS = {"bf16": free_port(), "fp8": free_port(), "files": free_port()}
 """Where decode servers find the prefill server that has such a cache."""
 
 
@@ -53,6 +56,7 @@ FP8 = ("--kv-cache-dtype", "fp8_e4m3")
 pd_prefill = _server("pd_prefill", *OURS, *role("prefill", "bf16"), environment=ENVIRONMENT)
 pd_decode = _server("pd_decode", *OURS, *role("decode", "bf16"), environment=ENVIRONMENT)
 pd_stock = _server("pd_stock", *STOCK, *role("decode", "bf16"), environment=ENVIRONMENT)
+pd_files_prefill = _server("pd_files_prefill", *IN_FILES, *role("prefill", "files"), environment=ENVIRONMENT | FILES)
 pd_fp8_prefill = _server("pd_fp8_prefill", *OURS, *FP8, *role("prefill", "fp8"), environment=ENVIRONMENT)
 pd_fp8_decode = _server("pd_fp8_decode", *OURS, *FP8, *role("decode", "fp8"), environment=ENVIRONMENT)
 
@@ -102,6 +106,23 @@ def test_a_stock_decode_server_takes_a_bf16_cache(stock: Reference, pd_prefill: 
     assert_same(ask(pd_prefill, pd_stock, PORTS["bf16"], *CHATS), expected.result())
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_files")
+def test_a_prefill_server_with_a_cache_on_the_host_and_in_files(
+    stock: Reference, pd_files_prefill: Server, pd_decode: Server
+) -> None:
+    """A flush of the prefill server leaves nothing but files."""
+    expected = stock.asking(*CHATS)
+    ask(pd_files_prefill, pd_decode, PORTS["files"], *FIRST)
+    for _ in range(2):
+        with counting(pd_decode) as decoded:
+            assert_same(ask(pd_files_prefill, pd_decode, PORTS["files"], *CHATS), expected.result())
+        assert decoded.steps_naive > 8
+        wait_until_stored(pd_files_prefill)
+        pd_files_prefill.flush()
+    assert tokens(pd_files_prefill, "prefetched") > 256
+
+
 def test_an_fp8_cache(stock: Reference, pd_fp8_prefill: Server, pd_fp8_decode: Server) -> None:
     """Its rows are ours on both servers. Log-probabilities of the tokens before a text is another one are near those of
     fp32; rows that were taken for others would have them far off."""
@@ -115,6 +136,7 @@ def test_an_fp8_cache(stock: Reference, pd_fp8_prefill: Server, pd_fp8_decode: S
         steps = zip(ours.tokens, theirs.tokens, ours.logprobs, theirs.logprobs, strict=True)
         for token, other, logprob, expected_logprob in steps:
             if token != other:
+                assert abs(logprob - expected_logprob) < 0.2, "another text where neither is as likely as the other"
                 break
             apart.append(abs(logprob - expected_logprob))
     print(f"{len(apart)} of {16 * len(CHATS)} tokens, apart by {sum(apart) / len(apart):.4f}, at most {max(apart):.4f}")

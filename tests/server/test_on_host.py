@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import time
-from collections.abc import Iterator
 
 import pytest
 import requests
-from conftest import STORED, Chat, Reference, Server, assert_same, counting
+from conftest import Chat, Reference, Server, assert_same, counting
 from test_answers import SYSTEM, question
 from test_fp8_cache import ask, compare
 
@@ -64,10 +62,12 @@ def test_a_prefix_in_fp8_that_was_on_the_host(fp8_cache: Server, on_host_fp8: Se
         assert len(apart) > 0.7 * sum(len(steps) for steps in expected) and sum(apart) / len(apart) < 0.01
 
 
-@pytest.fixture
-def no_files() -> Iterator[None]:
-    yield
-    shutil.rmtree(STORED, ignore_errors=True)
+def wait_until_stored(server: Server, count: int = 256) -> None:
+    """Until so many tokens are in files."""
+    deadline = time.monotonic() + 60
+    while tokens(server, "backuped") < count:
+        assert time.monotonic() < deadline, "nothing was stored"
+        time.sleep(0.2)
 
 
 @pytest.mark.usefixtures("no_files")
@@ -77,10 +77,7 @@ def test_a_prefix_that_was_in_files(stock: Reference, in_files: Server) -> None:
     expected = stock.asking(*chats)
     in_files.ask(Chat(SYSTEM, question(13), 1))
     assert_same(in_files.ask(*chats), expected.result())
-    deadline = time.monotonic() + 60
-    while tokens(in_files, "backuped") < 256:
-        assert time.monotonic() < deadline, "nothing was stored"
-        time.sleep(0.2)
+    wait_until_stored(in_files)
     in_files.flush()
     with counting(in_files) as counted:
         assert_same(in_files.ask(*chats), expected.result())

@@ -17,6 +17,7 @@ from demo_model import study
 from demo_model.batches import Data
 from demo_model.checkpoint import Settings, model_config
 from demo_model.network import Network, pack
+from demo_model.outliers import CONTENT_POWERS, ROTARY_POWERS, put_outliers
 from demo_model.preparation import write
 from demo_model.served import BASELINE, IMPLS, PlainRows, Served, attend
 from demo_model.sources import Document, Word
@@ -72,6 +73,21 @@ def rounded() -> dict[str, Tensor]:
 
 def distance(a: Tensor, b: Tensor) -> float:
     return reference.errors(a, b).rel_l2
+
+
+def test_outliers_change_what_is_stored_and_nothing_in_bf16(rounded: dict[str, Tensor]) -> None:
+    """Nor in an expanded prefix, in FP8 too, since what is expanded has no basis of its own."""
+    changed = network()
+    put_outliers(changed)
+    served, plain = Served(changed), Served(network())
+    for name in (BASELINE, "hybrid_mla", "hybrid_mla_fp8_prefix"):
+        assert torch.equal(logits(served, name), rounded[name]), name
+    for rows, before in zip(served.prefill(tokens()), plain.prefill(tokens()), strict=True):
+        ratios = [(after / own).abs().amax(0).log2() for after, own in zip(rows, before, strict=True)]
+        assert [(int(ratio.min()), int(ratio.max())) for ratio in ratios] == [CONTENT_POWERS, ROTARY_POWERS]
+    names = ("hybrid_mla_fp8_rows", "sglang_fp8")
+    more = {n: distance(logits(served, n), rounded[BASELINE]) / distance(rounded[n], rounded[BASELINE]) for n in names}
+    assert more["hybrid_mla_fp8_rows"] < 1.05 < more["sglang_fp8"]
 
 
 def test_without_rounding_it_is_the_network(exact: dict[str, Tensor]) -> None:

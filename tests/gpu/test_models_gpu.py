@@ -1,0 +1,60 @@
+"""The real engine on a Hopper GPU over other models than DeepSeek-V3: small random checkpoints of their architecture,
+answered from what is expanded as FlashMLA answers prompts that are computed whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+from demo_model.checkpoint import Settings, make
+from demo_model.known import Known, make_known
+from test_engine_gpu import BATCH, NEW_TOKENS, all_answers, differences_of
+
+pytestmark = pytest.mark.gpu
+
+WIDE: dict[str, int] = dict(hidden=1024, intermediate=2048)
+# LongCat-Flash's configuration has not what SGLang reads: rotation without scaling.
+ROTATION = dict(json_model_override_args='{"rope_parameters": {"factor": 1.0}}')
+
+
+def small(**more: Any) -> Settings:
+    sizes = dict(layers=3, heads=16, q_lora_rank=1536, vocab=2048, max_positions=16384, seed=0, config_only=False)
+    return Settings(**WIDE | sizes | more)
+
+
+MODELS: dict[str, tuple[Settings | Known, dict[str, Any]]] = {
+    "queries of one projection": (small(q_lora_rank=0), {}),
+    "experts": (small(experts=True), {}),
+    "kimi-k2": (Known("kimi-k2", q_lora_rank=1536, **WIDE), {}),
+    "longcat-flash": (Known("longcat-flash", q_lora_rank=1536, **WIDE), ROTATION),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_are_those_of_prompts_computed_whole(name: str, tmp_path: Path) -> None:
+    """FlashInfer without a prefix cache shows what BF16 rounding does to the truth, as in test_engine_gpu.py."""
+    settings, arguments = MODELS[name]
+    model = tmp_path / "checkpoint"
+    if isinstance(settings, Known):
+        make_known(model, settings)
+    else:
+        make(model, settings)
+    naive = {"SGLANG_HYBRID_MLA_MODE": "naive"}
+    engines: dict[str, dict[str, Any]] = {
+        "truth": dict(backend="flashmla", disable_radix_cache=True),
+        "flashinfer": dict(backend="flashinfer", disable_radix_cache=True),
+        "naive": dict(backend="hybrid_mla", env=naive),
+        "naive, FP8 cache": dict(backend="hybrid_mla", env=naive, kv_cache_dtype="fp8_e4m3"),
+        "FP8 cache": dict(backend="flashmla", disable_radix_cache=True, kv_cache_dtype="fp8_e4m3"),
+    }
+    found = all_answers(model, tmp_path, {which: one | arguments for which, one in engines.items()})
+    truth = found.pop("truth")
+    apart = differences_of(truth, found)
+    for ours, stock, allowed in (("naive", "flashinfer", 2), ("naive, FP8 cache", "FP8 cache", 1.1)):
+        counters = found[ours]["info"]["counters"]
+        assert counters["steps_naive"] > NEW_TOKENS // 2 and counters["max_group_size"] == BATCH
+        assert counters["fallbacks"] == {}
+        assert len(apart[ours]) > 0.5 * len(apart[stock])
+        assert mean(apart[ours]) < allowed * mean(apart[stock]) + 1e-3
