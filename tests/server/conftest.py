@@ -253,6 +253,12 @@ dp_attention = _server(
     *(*NAIVE, *SIZED, *PREFIXES, "--tp", "2", "--dp-size", "2", "--enable-dp-attention"),
     environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
 )
+# Half of the heads, and half of the requests: two ranks attend together.
+dp_attention_of_two = _server(
+    "dp_attention_of_two",
+    *(*NAIVE, *SIZED, *PREFIXES, "--tp", "4", "--dp-size", "2", "--enable-dp-attention"),
+    environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"},
+)
 # Two servers in one, which share nothing, and keep prompts apart.
 two_replicas = _server(
     "two_replicas",

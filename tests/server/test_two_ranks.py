@@ -3,6 +3,7 @@ attention), and with expanded prefixes of their own."""
 
 from __future__ import annotations
 
+import pytest
 from conftest import Chat, Reference, Server, assert_same, counting
 from test_answers import OTHER_SYSTEM, SYSTEM, question
 
@@ -22,15 +23,24 @@ def test_two_ranks_answer_as_one(stock: Reference, two_ranks: Server) -> None:
         assert lines and all(f"TP{rank}]" in line for line in lines), lines
 
 
-def test_ranks_with_requests_of_their_own_answer_as_one(stock: Reference, dp_attention: Server) -> None:
+def check_dp_attention(stock: Reference, server: Server) -> None:
     """SGLang deals requests out in turn. The first chat runs alone: its rank decodes while the other one has nothing.
     The last ones arrive while the others decode: one rank prefills, or both do, while one or both decode."""
     alone = Chat(SYSTEM, question(13), max_tokens=8)
     together = [Chat((SYSTEM, OTHER_SYSTEM)[i // 2 % 2], question(i), max_tokens=40) for i in range(8)]
     later = [Chat(SYSTEM, question(i), max_tokens=24, delay_s=0.5 * (i - 7)) for i in range(8, 13)]
     expected = stock.asking(alone, *together, *later)
-    actual = dp_attention.ask(alone) + dp_attention.ask(*together, *later)
+    actual = server.ask(alone) + server.ask(*together, *later)
     assert_same(actual, expected.result())
-    found = dp_attention.counters()
+    found = server.counters()
     assert len(found) == 2
     assert all(each["expansions"] >= 1 and each["steps_naive"] > 20 and not each["fallbacks"] for each in found), found
+
+
+def test_ranks_with_requests_of_their_own_answer_as_one(stock: Reference, dp_attention: Server) -> None:
+    check_dp_attention(stock, dp_attention)
+
+
+@pytest.mark.slow
+def test_ranks_in_pairs_with_requests_of_their_own(stock: Reference, dp_attention_of_two: Server) -> None:
+    check_dp_attention(stock, dp_attention_of_two)
