@@ -13,7 +13,7 @@ import torch
 from demo_model.network import Attention, Network
 
 CONTENT_POWERS = (-6, 1)
-ROTARY_POWERS = (0, 5)
+ROTARY_POWERS = (0, 6)
 
 
 def powers(channels: int, ends: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
