@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from bench.accuracy_tables import accuracy_cache, accuracy_fp16, accuracy_model, accuracy_rescale
+from bench.accuracy_tables import accuracy_cache, accuracy_fp16, accuracy_model, accuracy_ranges, accuracy_rescale
 from bench.experiment_tables import reproduced
 from bench.experiments import EXPERIMENTS
 from bench.kernel_tables import ablation, attention, context, decode, expansion, planner, plans, power, prefill, steps
@@ -61,6 +61,8 @@ def main(
         },
         "docs/accuracy.md": {
             "model": accuracy_model(RESULTS / "accuracy.jsonl"),
+            "ranges": accuracy_ranges(RESULTS / "accuracy.jsonl"),
+            "outliers": accuracy_model(RESULTS / "accuracy.jsonl", "outliers"),
             "cache": accuracy_cache(RESULTS / "accuracy.jsonl"),
             "rescale": accuracy_rescale(RESULTS / "accuracy.jsonl"),
             "fp16": accuracy_fp16(RESULTS / "accuracy.jsonl"),
