@@ -196,7 +196,11 @@ def test_every_row_attends_to_its_prefix_and_its_tail(heads: int, groups: Any, p
 
 
 @pytest.mark.parametrize(
-    ("heads", "queries", "programs"), [(8, 2, 1), (8, 3, 7), (16, 2, 7), (16, 4, 3), (16, 5, 3), (32, 3, 7)]
+    ("heads", "queries", "programs"),
+    [
+        *((8, 2, 1), (8, 3, 7), (16, 2, 7), (16, 4, 3)),
+        *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((16, 5, 3), (32, 3, 7))),
+    ],
 )
 def test_query_tokens_of_a_request(heads: int, queries: int, programs: int) -> None:
     """Rows like others over segments; over the tail they see one key after the other, some of them none."""
