@@ -9,6 +9,7 @@ import asyncio
 from typing import Any
 
 import openai
+import pytest
 from conftest import Chat, Reference, Server, assert_same, counting
 from test_answers import LONG, NAMES, SYSTEM, question, watching
 
@@ -57,6 +58,7 @@ def test_eight_samples_of_one_prompt(stock: Reference, hybrid: Server) -> None:
     assert counted.steps_naive >= 30 and hybrid.info()["counters"]["max_group_size"] >= 8
 
 
+@pytest.mark.slow
 def test_conversations_of_ten_turns(stock: Reference, hybrid: Server) -> None:
     """Three at once below one system prompt; each turn ends where the one before went on, and splits nothing."""
 
