@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-import sys
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -39,7 +38,7 @@ from bench.client import (
 )
 from bench.profile import NoTraceError
 from bench.records import write_record
-from bench.server import ON_GPU, ServerFailedError, free_port, running_server, server_info, work_folder
+from bench.server import ON_GPU, ServerFailedError, console_of, free_port, running_server, server_info, work_folder
 from bench.workload_runs import (
     Run,
     describe_run,
@@ -50,7 +49,6 @@ from bench.workload_runs import (
     runs_table,
 )
 from bench.workloads import published_lengths, read_workloads
-from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
@@ -118,7 +116,7 @@ def main(
     seed: int = 0,
 ) -> None:
     """Compare attention backends of SGLang's server on prompts that share a prefix."""
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = console_of(width=120)
     backends = backend or [HYBRID, "flashmla"]
     if profile and not workload:
         raise typer.BadParameter("--profile is for --workload")

@@ -145,6 +145,24 @@ class Engine:
         return iter(self.results)
 
 
+def results_of(
+    backends: list[str], rounds: int, console: Console, *arguments: Any
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each result with its backend. One engine after the other; with several rounds all are there and take turns.
+
+    Args:
+        arguments: of `measure`, between the backend and the turn.
+    """
+    for names in [backends] if rounds > 1 else [[name] for name in backends]:
+        engines = [Engine(name, *arguments) for name in names]
+        for engine in engines * rounds:
+            for result in engine.round():
+                yield engine.backend, result
+        for engine in engines:
+            if code := engine.results.exit_code:
+                console.print(f"[red]{engine.backend} stopped with exit code {code}[/red]")
+
+
 def main(
     backend: Annotated[list[str], typer.Option(help="Attention backend; give it several times.")] = [  # noqa: B006
         "hybrid_mla",
@@ -183,31 +201,24 @@ def main(
     console = Console()
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), layers, heads, intermediate, nextn=True)
-        together = [backend] if rounds > 1 else [[name] for name in backend]
-        for names in together:
-            engines = [Engine(name, folder, prompt, batch, options) for name in names]
-            for engine in engines * rounds:
-                for result in engine.round():
-                    results[engine.backend, result["prompt"], result["batch"]].append(result)
-                    times = f"{result['verify_ms']:.3f} ms to verify, {result['step_ms']:.3f} ms a step"
-                    console.print(f"{engine.backend} prompt {result['prompt']} batch {result['batch']}: {times}")
-                    if out is not None:
-                        case = {"heads": heads, "layers": layers, "batch": result["batch"], "prefix": result["prompt"]}
-                        dtype = dtype_of(engine.backend, prefix_dtype, kv_cache_dtype)
-                        write_record(
-                            out,
-                            bench="speculative",
-                            impl=impl_of(engine.backend),
-                            case=case | {"draft_tokens": draft_tokens, "dtype": dtype},
-                            verify_ms=round(result["verify_ms"], 4),
-                            step_ms=round(result["step_ms"], 4),
-                            accepted_tok_s=round(result["accepted_tok_s"], 1),
-                            accept_length=round(result["accept_length"], 3),
-                            hybrid_mla=result["info"],
-                        )
-            for engine in engines:
-                if code := engine.results.exit_code:
-                    console.print(f"[red]{engine.backend} stopped with exit code {code}[/red]")
+        for name, result in results_of(backend, rounds, console, folder, prompt, batch, options):
+            results[name, result["prompt"], result["batch"]].append(result)
+            times = f"{result['verify_ms']:.3f} ms to verify, {result['step_ms']:.3f} ms a step"
+            console.print(f"{name} prompt {result['prompt']} batch {result['batch']}: {times}")
+            if out is not None:
+                case = {"heads": heads, "layers": layers, "batch": result["batch"], "prefix": result["prompt"]}
+                case |= {"draft_tokens": draft_tokens, "dtype": dtype_of(name, prefix_dtype, kv_cache_dtype)}
+                write_record(
+                    out,
+                    bench="speculative",
+                    impl=impl_of(name),
+                    case=case,
+                    verify_ms=round(result["verify_ms"], 4),
+                    step_ms=round(result["step_ms"], 4),
+                    accepted_tok_s=round(result["accepted_tok_s"], 1),
+                    accept_length=round(result["accept_length"], 3),
+                    hybrid_mla=result["info"],
+                )
     console.print(table_of(results, backend))
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from bench.server import ON_GPU, ServerFailedError, free_port, running_server, server_info, work_folder
+from bench.server import ON_GPU, ServerFailedError, console_of, free_port, running_server, server_info, work_folder
 from demo_model.conversation import OTHER_QUESTIONS, STATIONS, WORD_QUESTIONS, Chat, lookups, talk
 from demo_model.demo_tables import answers_table, sharing_table
 from rich.console import Console
@@ -41,7 +40,7 @@ def main(
     ] = False,
 ) -> None:
     """Show SGLang serving chats that share a system prompt with --attention-backend hybrid_mla."""
-    console = Console() if sys.stdout.isatty() else Console(width=110)
+    console = console_of(width=110)
     if speculative and not ON_GPU:
         console.print(NO_SPECULATION, style="red", highlight=False)
         raise typer.Exit(1)

@@ -14,12 +14,10 @@ import asyncio
 import contextlib
 import shlex
 import statistics
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import aiohttp
-import numpy as np
 import requests
 import typer
 from bench.client import HYBRID, sharing_between
@@ -28,11 +26,10 @@ from bench.hostile_attacks import Attack, Attacks
 from bench.hostile_run import play
 from bench.hostile_verdicts import Verdicts, verdicts
 from bench.records import write_record
-from bench.server import ON_GPU, ServerFailedError, free_port, running_server, server_info, work_folder
-from bench.soak_servers import STOCK, small_model
+from bench.server import ON_GPU, ServerFailedError, console_of, free_port, running_server, server_info, work_folder
+from bench.soak_servers import STOCK, check_given, small_model, vocabulary
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig
 
 CACHE_TOKENS = 131_072 if ON_GPU else 8192
 
@@ -54,12 +51,10 @@ def main(
     seed: int = 0,
 ) -> None:
     """Attack a server with hybrid_mla and a stock server, and compare."""
-    console = Console() if sys.stdout.isatty() else Console(width=120)
-    if bool(url) != bool(stock_url) or (url and not model):
-        raise typer.BadParameter("--url, --stock-url and --model belong together")
+    console = console_of(width=120)
+    check_given(url, stock_url, model)
     logs, model = log_folder or work_folder() / "logs", model or small_model(work_folder())
-    vocabulary = np.arange(10, AutoConfig.from_pretrained(model).vocab_size)
-    attacks = Attacks(vocabulary, cache_tokens=cache_tokens, longest=cache_tokens, seed=seed, scale=scale).all()
+    attacks = Attacks(vocabulary(model), cache_tokens=cache_tokens, longest=cache_tokens, seed=seed, scale=scale).all()
     chosen = [one for one in attacks if not attack or one.name in attack]
     if unknown := set(attack or ()) - {one.name for one in attacks}:
         raise typer.BadParameter(f"no attack: {', '.join(unknown)}")
@@ -100,7 +95,7 @@ async def all_of_them(
                     for url in (ours, stock)[:: 1 if turn % 2 else -1]:
                         seconds[url].append((await play(url, attack, looking=False)).seconds)
                 one = await verdicts(attack, ours, stock, answers)
-            except (aiohttp.ClientError, requests.RequestException) as error:
+            except (aiohttp.ClientError, requests.RequestException, TimeoutError) as error:
                 console.print(f"{attack.name}: a server died: {error}", style="red", markup=False, highlight=False)
                 return [*found, Verdicts(attack.name, attack.requests, deaths=1)]
             if attack.timed:

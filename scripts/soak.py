@@ -18,28 +18,45 @@ import asyncio
 import contextlib
 import os
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import requests
 import typer
 from bench.client import HYBRID, sharing_between
 from bench.generate import StockAnswers
 from bench.records import write_record
-from bench.server import LAUNCHER, ON_GPU, ServerFailedError, free_port, log_tail, running_server, server_info
-from bench.server import work_folder as repository_folder
-from bench.soak_judge import LOGPROB_TOLERANCE, LOGPROB_TOLERANCE_BF16, Verdict
+from bench.server import (
+    LAUNCHER,
+    ON_GPU,
+    ServerFailedError,
+    console_of,
+    free_port,
+    log_tail,
+    running_server,
+    server_info,
+    work_folder,
+)
+from bench.soak_judge import BF16, FP32, Tolerance, Verdict
 from bench.soak_run import Outcome, ServerDiedError, Soak, Weights
-from bench.soak_servers import POISONED, SCRIPTS, STOCK, TAKING_BACK, at_ease, other_weights, pressed, small_model
+from bench.soak_servers import (
+    POISONED,
+    SCRIPTS,
+    STOCK,
+    TAKING_BACK,
+    at_ease,
+    check_given,
+    other_weights,
+    pressed,
+    small_model,
+    vocabulary,
+)
 from bench.soak_traffic import Limits, Traffic
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoConfig
 
-TOLERANCE = LOGPROB_TOLERANCE_BF16 if ON_GPU else LOGPROB_TOLERANCE
+TOLERANCE = BF16 if ON_GPU else FP32
 
 
 def main(
@@ -56,19 +73,19 @@ def main(
     scale: Annotated[int, typer.Option(min=1, help="Prompts so many times as long.")] = 8 if ON_GPU else 1,
     at_a_time: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 64 if ON_GPU else 16,
     phase: Annotated[int, typer.Option(min=4, help="Requests between two looks at an idle server.")] = 400,
-    tolerance: Annotated[float, typer.Option(help="How far log-probabilities may be off on average.")] = TOLERANCE,
+    tolerance: Annotated[float, typer.Option(help="How far log-probabilities may be off on average.")] = TOLERANCE.mean,
     out: Annotated[Path | None, typer.Option(help="JSONL file to append records to.")] = None,
     log_folder: Annotated[Path | None, typer.Option(help="For the output of servers [.demo/logs].")] = None,
     seed: int = 0,
 ) -> None:
     """Try a server with traffic of every kind, and compare every answer with the stock backend's."""
-    console = Console() if sys.stdout.isatty() else Console(width=120)
-    if bool(url) != bool(stock_url) or (url and not model):
-        raise typer.BadParameter("--url, --stock-url and --model belong together")
-    folder, logs = repository_folder(), log_folder or repository_folder() / "logs"
+    console = console_of(width=120)
+    check_given(url, stock_url, model)
+    folder, logs = work_folder(), log_folder or work_folder() / "logs"
     model = model or small_model(folder)
     weights = Weights(str(model), str(other_model or other_weights(model, folder / f"{model.name}_other")))
     limits = Limits().times(scale)
+    may_be_off = Tolerance(tolerance, tolerance * TOLERANCE.each / TOLERANCE.mean)
     traffic_of = {"seed": seed, "scale": scale, "at_a_time": at_a_time, "phase": phase, "poison": poison}
     good = True
     with contextlib.ExitStack() as stack:
@@ -89,7 +106,7 @@ def main(
                 environment = {**TAKING_BACK, "PYTHONPATH": path}
                 tried = url or serve(name, arguments, environment=environment, launcher=launcher)
                 sleeps = ("kv_cache", "weights") if memory_saver else ("kv_cache",)
-                soak_of = {"at_a_time": at_a_time, "sleeps": sleeps, "tolerance": tolerance}
+                soak_of = {"at_a_time": at_a_time, "sleeps": sleeps, "tolerance": may_be_off}
                 traffic = Traffic(vocabulary(model), seed, limits)
                 console.rule(name)
                 began, before, outcome, stopped = time.monotonic(), server_info(tried), Outcome(), True
@@ -115,11 +132,6 @@ def main(
             good = False
     if not good:
         raise typer.Exit(1)
-
-
-def vocabulary(model: Path) -> np.ndarray:
-    """The ids that prompts are drawn from; the first ones are special in all models of this kind."""
-    return np.arange(10, AutoConfig.from_pretrained(model).vocab_size)
 
 
 async def play(

@@ -5,17 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import requests
-
 from bench.client import HYBRID
-from bench.generate import TIMEOUT_S, StockAnswers
+from bench.generate import StockAnswers, flush, session
 from bench.hostile_attacks import Attack
 from bench.hostile_run import Played, play
 from bench.server import server_info
-from bench.soak_judge import Verdict, judge, same
+from bench.soak_judge import FP32, Verdict, judge, same
 from bench.soak_run import left_bytes
-
-TOLERANCE = 2e-3
 
 
 @dataclass
@@ -92,7 +88,8 @@ async def verdicts(attack: Attack, ours: str, stock: str, answers: StockAnswers)
         found.shared_across_salts += mine.most_holders if mine.most_holders > 1 else 0
     after = server_info(ours)[HYBRID]["counters"]["fallbacks"]
     found.fallbacks = {reason: count - before.get(reason, 0) for reason, count in after.items()}
-    requests.post(f"{ours}/flush_cache", params={"timeout": 60}, timeout=TIMEOUT_S).raise_for_status()
+    async with session() as client:
+        await flush(client, ours)
     found.leaked_bytes = left_bytes(ours)
     return found
 
@@ -102,7 +99,7 @@ async def _wrong(attack: Attack, mine: Played, theirs: Played, answers: StockAns
     count = 0
     contents = [content for wave in attack.waves for content in wave]
     for content, a, b in zip(contents, mine.answers, theirs.answers, strict=True):
-        if a is not None and b is not None and not same(a, b, TOLERANCE):
+        if a is not None and b is not None and not same(a, b, FP32):
             verdict = await judge(tuple(content["input_ids"]), a, answers, taken_back=False)
             count += verdict is Verdict.WRONG
     return count

@@ -20,21 +20,20 @@ def poison_new_memory() -> None:
     """Every floating-point tensor that is made without a value is NaN."""
     import torch
 
-    def poisoned(function: Any, *, of_another: bool) -> Any:
+    with torch.device("cpu"):
+        torch.empty(0)  # such a context learns torch's functions when first used, which must be before ours stand there
+
+    def poisoned(function: Any) -> Any:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            # `with torch.device(...)` knows torch's own functions, which it learns at its first use: now from us.
-            if not of_another and kwargs.get("device") is None:
-                kwargs["device"] = torch.get_default_device()
             made = function(*args, **kwargs)
             return made.fill_(float("nan")) if made.is_floating_point() and not made.is_meta else made
 
         return call
 
-    for name in ("empty", "empty_strided"):
-        setattr(torch, name, poisoned(getattr(torch, name), of_another=False))
-    torch.empty_like = poisoned(torch.empty_like, of_another=True)
-    torch.Tensor.new_empty = poisoned(torch.Tensor.new_empty, of_another=True)  # type: ignore[method-assign]
+    for name in ("empty", "empty_like", "empty_strided"):
+        setattr(torch, name, poisoned(getattr(torch, name)))
+    torch.Tensor.new_empty = poisoned(torch.Tensor.new_empty)  # type: ignore[method-assign]
 
 
 def poison_free_rows() -> None:

@@ -42,6 +42,11 @@ def work_folder() -> Path:
     return folder
 
 
+def console_of(width: int) -> Console:
+    """For what a script prints: as wide as the terminal, or `width` where there is none."""
+    return Console() if sys.stdout.isatty() else Console(width=width)
+
+
 def free_port() -> int:
     """A TCP port that is free now, as are those behind it that SGLang counts from it for itself.
 

@@ -10,15 +10,21 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
-# Of log-probabilities, on average over an answer. In fp32 another order of summation moves them by less; a wrong
-# prefix, or a wrong merge, by 0.1 and more.
-LOGPROB_TOLERANCE = 1e-3
-# In BF16 rounding moves them by less than 0.1 on average on the random model, but by 1 where attention chooses between
-# two keys that are as good; a chunk of 64 tokens among 700 that is wrong moves them by more than 1 on average.
-LOGPROB_TOLERANCE_BF16 = 0.5
-OUTLIER = 4
-"""How many times the tolerance one of them may be off."""
+
+class Tolerance(NamedTuple):
+    """How far log-probabilities may be off: on average over an answer, and each. A lead of twice `mean` is none."""
+
+    mean: float
+    each: float
+
+
+FP32 = Tolerance(mean=2e-3, each=2e-3)
+"""Another order of summation moves them by less; a wrong prefix, or a wrong merge, by 0.1 and more."""
+BF16 = Tolerance(mean=0.5, each=2.0)
+"""Rounding moves them by less than 0.1 on average on the random model, but by 1 where attention chooses between two
+keys that are as good; a chunk of 64 tokens among 700 that is wrong moves them by more than 1 on average."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +56,12 @@ Stock = Callable[[tuple[int, ...], int], Awaitable[Answer]]
 
 
 async def judge(
-    prompt: tuple[int, ...], answer: Answer, stock: Stock, *, taken_back: bool, tolerance: float = LOGPROB_TOLERANCE
+    prompt: tuple[int, ...], answer: Answer, stock: Stock, *, taken_back: bool, tolerance: Tolerance = FP32
 ) -> Verdict:
     """
     Args:
         answer: whole, or the beginning of one.
         taken_back: whether SGLang took the request back and ran it again later.
-        tolerance: how far log-probabilities may be off on average, and one of them `OUTLIER` times as far; a lead of
-            twice that is none.
     """
     expected = await stock(prompt, len(answer.ids) + 1)
     if not answer.ids or same(answer, expected, tolerance):
@@ -70,9 +74,9 @@ async def judge(
         if at is None or not same(Answer(answer.ids[:at], answer.logprobs[:at]), expected, tolerance):
             return Verdict.WRONG
         token, logprob = expected.runners_up[at]
-        if answer.ids[at] != token or expected.logprobs[at] - logprob > 2 * tolerance:
+        if answer.ids[at] != token or expected.logprobs[at] - logprob > 2 * tolerance.mean:
             return Verdict.WRONG
-        if abs(answer.logprobs[at] - logprob) > OUTLIER * tolerance:
+        if abs(answer.logprobs[at] - logprob) > tolerance.each:
             return Verdict.WRONG
         verdict = Verdict.TIE
         prompt, answer = prompt + answer.ids[: at + 1], answer.after(at + 1)
@@ -80,16 +84,16 @@ async def judge(
     return verdict
 
 
-def same(answer: Answer, expected: Answer, tolerance: float) -> bool:
+def same(answer: Answer, expected: Answer, tolerance: Tolerance) -> bool:
     """Whether an answer is the beginning of what is expected."""
     count = len(answer.ids)
     if not len(answer.logprobs) == count <= len(expected.ids) or answer.ids != expected.ids[:count]:
         return False
     apart = [abs(a - b) for a, b in zip(answer.logprobs, expected.logprobs, strict=False)]
-    return all(each <= OUTLIER * tolerance for each in apart) and sum(apart) <= count * tolerance
+    return all(each <= tolerance.each for each in apart) and sum(apart) <= count * tolerance.mean
 
 
-def lost_first(answer: Answer, expected: Answer, tolerance: float) -> bool:
+def lost_first(answer: Answer, expected: Answer, tolerance: Tolerance) -> bool:
     """Whether an answer is the expected one, but for its first token, or that token's log-probability alone."""
     ids = expected.ids[: len(answer.ids)]
     whole = answer.ids == ids and len(answer.logprobs) == len(ids) - 1

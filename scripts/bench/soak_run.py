@@ -15,7 +15,7 @@ import requests
 from bench.client import HYBRID
 from bench.generate import TIMEOUT_S, RefusedError, StockAnswers, answer_of, body, flush, last_chunk, post, ran, session
 from bench.server import ON_GPU, server_info
-from bench.soak_judge import LOGPROB_TOLERANCE, Answer, Verdict, judge
+from bench.soak_judge import FP32, Answer, Tolerance, Verdict, judge
 from bench.soak_traffic import Action, Chat, Request
 
 UPDATE_AFTER_S = 0 if ON_GPU else 0.3
@@ -112,7 +112,7 @@ class Soak:
         *,
         at_a_time: int = 16,
         sleeps: Sequence[str] = ("kv_cache",),
-        tolerance: float = LOGPROB_TOLERANCE,
+        tolerance: Tolerance = FP32,
         outcome: Outcome | None = None,
     ) -> None:
         self.url, self.outcome = url, Outcome() if outcome is None else outcome

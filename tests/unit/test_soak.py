@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bench.records import write_record
-from bench.soak_judge import LOGPROB_TOLERANCE, Answer, Verdict, judge
+from bench.soak_judge import BF16, FP32, Answer, Tolerance, Verdict, judge
 from bench.soak_run import Outcome
 from bench.soak_tables import hostile, soak
 from bench.soak_traffic import Action, Limits, Request, Traffic
@@ -32,11 +32,11 @@ def stock_answer(prompt: tuple[int, ...], tokens: int, lead: float) -> Answer:
     return Answer(tuple(ids), tuple(logprobs), tuple(others))
 
 
-def verdict(answer: Answer, lead: float = LEAD, taken_back: bool = False) -> Verdict:
+def verdict(answer: Answer, lead: float = LEAD, taken_back: bool = False, tolerance: Tolerance = FP32) -> Verdict:
     async def stock(prompt: tuple[int, ...], tokens: int) -> Answer:
         return stock_answer(prompt, tokens, lead)
 
-    return asyncio.run(judge(PROMPT, answer, stock, taken_back=taken_back))
+    return asyncio.run(judge(PROMPT, answer, stock, taken_back=taken_back, tolerance=tolerance))
 
 
 def test_the_same_seed_gives_the_same_traffic() -> None:
@@ -76,14 +76,21 @@ def test_the_stock_answer_is_right_and_so_is_its_beginning() -> None:
 def test_another_token_is_wrong_and_so_is_another_logprob() -> None:
     answer = stock_answer(PROMPT, 8, LEAD)
     assert verdict(replace(answer, ids=(*answer.ids[:4], 499, *answer.ids[5:]))) is Verdict.WRONG
-    for off, expected in ((3, Verdict.RIGHT), (5, Verdict.WRONG)):  # one of them
-        far = answer.logprobs[3] + off * LOGPROB_TOLERANCE
-        assert verdict(replace(answer, logprobs=(*answer.logprobs[:3], far, *answer.logprobs[4:]))) is expected
-    for off, expected in ((0.9, Verdict.RIGHT), (1.1, Verdict.WRONG)):  # all of them
-        far_each = tuple(each - off * LOGPROB_TOLERANCE for each in answer.logprobs)
-        assert verdict(replace(answer, logprobs=far_each)) is expected
+    far = answer.logprobs[3] + 2 * FP32.each
+    assert verdict(replace(answer, logprobs=(*answer.logprobs[:3], far, *answer.logprobs[4:]))) is Verdict.WRONG
     assert verdict(replace(answer, logprobs=(float("nan"),) * 8)) is Verdict.WRONG
     assert verdict(replace(answer, logprobs=answer.logprobs[:-1])) is Verdict.WRONG
+
+
+def test_in_bf16_one_logprob_may_be_further_off_than_all_of_them() -> None:
+    answer = stock_answer(PROMPT, 8, LEAD)
+    for off, expected in ((3, Verdict.RIGHT), (5, Verdict.WRONG)):
+        far = answer.logprobs[3] + off * BF16.mean
+        one = replace(answer, logprobs=(*answer.logprobs[:3], far, *answer.logprobs[4:]))
+        assert verdict(one, tolerance=BF16) is expected
+    for off, expected in ((0.9, Verdict.RIGHT), (1.1, Verdict.WRONG)):
+        each = replace(answer, logprobs=tuple(each - off * BF16.mean for each in answer.logprobs))
+        assert verdict(each, tolerance=BF16) is expected
 
 
 def after_another_token(place: int, lead: float, tokens: int = 8) -> Answer:
@@ -97,11 +104,11 @@ def after_another_token(place: int, lead: float, tokens: int = 8) -> Answer:
 
 @pytest.mark.parametrize("place", [0, 3, 7])
 def test_a_token_that_is_as_likely_is_a_tie_if_the_rest_follows_from_it(place: int) -> None:
-    answer = after_another_token(place, LOGPROB_TOLERANCE)
-    assert verdict(answer, LOGPROB_TOLERANCE) is Verdict.TIE
-    assert verdict(after_another_token(place, 3 * LOGPROB_TOLERANCE), 3 * LOGPROB_TOLERANCE) is Verdict.WRONG
+    answer = after_another_token(place, FP32.mean)
+    assert verdict(answer, FP32.mean) is Verdict.TIE
+    assert verdict(after_another_token(place, 3 * FP32.mean), 3 * FP32.mean) is Verdict.WRONG
     changed = replace(answer, ids=(*answer.ids[:-1], 499))
-    assert verdict(changed, LOGPROB_TOLERANCE) is Verdict.WRONG
+    assert verdict(changed, FP32.mean) is Verdict.WRONG
 
 
 def test_the_first_token_may_be_lost_of_a_request_that_was_taken_back() -> None:
