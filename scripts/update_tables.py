@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from bench.accuracy_tables import accuracy_cache, accuracy_fp16, accuracy_model, accuracy_ranges, accuracy_rescale
+from bench.accuracy_tables import (
+    accuracy_cache,
+    accuracy_fp16,
+    accuracy_model,
+    accuracy_ranges,
+    accuracy_rescale,
+    accuracy_served,
+)
 from bench.experiment_tables import reproduced
 from bench.experiments import EXPERIMENTS
 from bench.kernel_tables import ablation, attention, context, decode, expansion, planner, plans, power, prefill, steps
@@ -22,7 +29,7 @@ from bench.serving_tables import compared, headline
 from bench.soak_tables import hostile, sanitize, shadow, soak
 from bench.speculative_tables import speculative
 from bench.tables import REPOSITORY, RESULTS
-from bench.workload_tables import decode_steps, plan, workloads
+from bench.workload_tables import decode_steps, figure_cells, plan, workloads
 
 
 def main(
@@ -58,9 +65,12 @@ def main(
             ),
             "planner": planner(RESULTS / "planner.jsonl"),
             "plans": plans(RESULTS / "plans.jsonl"),
+            "attention-h100": attention(RESULTS / "h100" / "attention.jsonl"),
+            "planner-h100": planner(RESULTS / "h100" / "planner.jsonl"),
         },
         "docs/accuracy.md": {
             "model": accuracy_model(RESULTS / "accuracy.jsonl"),
+            "served": accuracy_served(RESULTS / "accuracy.jsonl"),
             "ranges": accuracy_ranges(RESULTS / "accuracy.jsonl"),
             "outliers": accuracy_model(RESULTS / "accuracy.jsonl", "outliers"),
             "cache": accuracy_cache(RESULTS / "accuracy.jsonl"),
@@ -74,7 +84,12 @@ def main(
         },
         "docs/kernels.md": {"sanitize": sanitize(RESULTS / "sanitize.jsonl")},
         "docs/recipes.md": recipe_tables(),
-        "docs/results.md": {name: reproduced(name, RESULTS / "papers.jsonl") for name in EXPERIMENTS},
+        "docs/results.md": {
+            **{name: reproduced(name, RESULTS / "papers.jsonl") for name in EXPERIMENTS},
+            "typhoonmla-figure-3-served": figure_cells(
+                [RESULTS / f"{name}.jsonl" for name in ("typhoonmla", "typhoonmla_kimi")]
+            ),
+        },
     }
     stale = [name for name, of_file in tables.items() if not fill(REPOSITORY / name, of_file, write=not check)]
     if check and stale:

@@ -12,6 +12,8 @@ import aiohttp
 
 from bench.soak_judge import Answer
 
+RUNNERS_UP = 8
+"""How many tokens beside the best one the stock server names: a random model in BF16 has three and more as likely."""
 # A client that waits longer than that was forgotten.
 TIMEOUT_S = 300
 
@@ -24,10 +26,10 @@ class RefusedError(RuntimeError):
         self.status = status
 
 
-def session() -> aiohttp.ClientSession:
-    """As many connections as there are requests."""
+def session(timeout_s: float = TIMEOUT_S) -> aiohttp.ClientSession:
+    """As many connections as there are requests, each of which may take so long."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)
+        connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(total=timeout_s)
     )
 
 
@@ -81,11 +83,11 @@ def ran(meta: Mapping[str, Any]) -> bool:
 
 
 def answer_of(response: Mapping[str, Any]) -> Answer:
-    """What SGLang says of an answer; with `top_logprobs_num` 2 it knows the runners-up."""
+    """What SGLang says of an answer; with `top_logprobs_num` above 1 it knows the runners-up."""
     meta = response["meta_info"]
     chosen, tops = meta["output_token_logprobs"], meta.get("output_top_logprobs") or []
     others = (
-        next(((token, logprob) for logprob, token, _ in top if token != own[1]), (-1, float("-inf")))
+        tuple((token, logprob) for logprob, token, _ in top if token != own[1])
         for own, top in zip(chosen, tops, strict=False)
     )
     return Answer(tuple(response["output_ids"]), tuple(logprob for logprob, *_ in chosen), tuple(others))
@@ -116,9 +118,14 @@ class StockAnswers:
         await self._client.close()
 
     async def update(self, model: str, weights: str) -> None:
-        """Load weights, and answer with them from now on."""
+        """Load weights, and answer with them from now on.
+
+        Not before the server is idle: SGLang 0.5.17 may still hold a request whose answer it has given, and its
+        scheduler then ends, as it cannot flush the cache.
+        """
         assert self._client is not None
         if weights != self.weights:
+            await flush(self._client, self._url)
             await post(self._client, f"{self._url}/update_weights_from_disk", {"model_path": model})
             self.weights = weights
 
@@ -128,6 +135,7 @@ class StockAnswers:
         if known is None or len(known.ids) < tokens:
             tokens = max(tokens, self._at_least)
             async with self._free:
-                response = await post(self._client, f"{self._url}/generate", body(ids, tokens, top_logprobs_num=2))
+                asked = body(ids, tokens, top_logprobs_num=1 + RUNNERS_UP)
+                response = await post(self._client, f"{self._url}/generate", asked)
             known = self._known[self.weights, ids] = answer_of(response)
         return known

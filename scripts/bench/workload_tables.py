@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.experiment_tables import NOT_MEASURED
 from bench.records import read_records
 from bench.tables import latest, markdown
+
+MODELS = {128: "DeepSeek-V3", 64: "Kimi-K2"}
+"""By heads."""
 
 
 def workloads(paths: Sequence[Path]) -> str:
@@ -42,6 +46,31 @@ def decode_steps(path: Path) -> str:
             rows.append((model_name(record), name, f"{step:.2f}", ratio))
             shown[heads, name] = record
     return markdown(rows, ("heads x layers", "backend", "decode step ms", "ratio"), shown)
+
+
+def figure_cells(paths: Sequence[Path]) -> str:
+    """Servers on cells of TyphoonMLA's figure 3: tokens a second while requests wait, the last run on each server."""
+    found = {
+        key: record
+        for path in paths
+        if path.exists()
+        for key, record in latest(read_records(path), "heads", "prompt", "flags").items()
+    }
+    if not found:
+        return NOT_MEASURED
+    by_cell: dict[tuple[int, str], dict[str, dict[str, Any]]] = {}
+    for (_, heads, cell, _), record in found.items():
+        by_cell.setdefault((heads, cell), {})[backend_name(record)] = record
+    rows = []
+    for (heads, cell), of_cell in sorted(by_cell.items(), key=lambda item: -item[0][0]):
+        base = of_cell.get("flashmla", {}).get("steady_tok_s")
+        for name, record in sorted(of_cell.items()):
+            rate = record["steady_tok_s"]
+            ratio = f"{rate / base:.2f}x" if rate and base else "–"
+            whole = f"{record['output_tok_s']:,.0f}"
+            rows.append((MODELS[heads], *cell.split(", "), name, f"{rate:,.0f}" if rate else "–", ratio, whole))
+    columns = ("model", "prompt", "dataset", "at a time", "backend", "tok/s while others wait", "ratio", "tok/s in all")
+    return markdown(rows, columns, found)
 
 
 def backend_name(record: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from a seed: lengths, token ids, and the order of the sessions. A file says
 - `cases`: the same with these values instead, each with a `name`.
 
 A length is a number, `[smallest, largest]`, or `{"workload": "mmlu", "of": "prompt_tokens"}`, drawn from the quantiles
-of a published workload.
+of a published workload: DeepSeek-V3's, or those of another `model`; with `most`, longer ones are cut.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 
 from sglang_mla_ext.configs import read_config, read_config_or_file
 
-Lengths = int | Sequence[int] | Mapping[str, str]
+Lengths = int | Sequence[int] | Mapping[str, Any]
 """How lengths are drawn, as above."""
 
 FIELDS = {
@@ -199,7 +199,7 @@ def nodes(tree: Sequence[Mapping[str, Any]]) -> list[Node]:
 def draw_lengths(lengths: Lengths, count: int, rng: np.random.Generator) -> list[int]:
     """`count` lengths in tokens. Raises ValueError for lengths below 1."""
     if isinstance(lengths, Mapping):
-        return published_lengths(lengths["workload"], lengths["of"], count, rng)
+        return published_lengths(**lengths, count=count, rng=rng)
     low, high = (lengths, lengths) if isinstance(lengths, int) else lengths
     if not 1 <= low <= high:
         raise ValueError(f"no lengths: {lengths}")
@@ -207,10 +207,24 @@ def draw_lengths(lengths: Lengths, count: int, rng: np.random.Generator) -> list
     return drawn
 
 
-def published_lengths(workload: str, of: str, count: int, rng: np.random.Generator) -> list[int]:
-    """Lengths in tokens, drawn from a published workload's quantiles; `of`: `prompt_tokens` or `generated_tokens`."""
-    quantiles = read_config("workloads", workload)["models"]["deepseek-v3"][of]["quantiles"]
+def published_lengths(
+    workload: str,
+    of: str,
+    count: int,
+    rng: np.random.Generator,
+    *,
+    model: str = "deepseek-v3",
+    most: int | None = None,
+) -> list[int]:
+    """Lengths in tokens, drawn from a published workload's quantiles.
+
+    Args:
+        of: `prompt_tokens` or `generated_tokens`.
+        model: whose tokens and answers.
+        most: longer ones are cut.
+    """
+    quantiles = read_config("workloads", workload)["models"][model][of]["quantiles"]
     percents = [float(percent) for percent in quantiles]
     drawn = np.interp(rng.uniform(0, 100, count), percents, list(quantiles.values()))
-    lengths: list[int] = np.maximum(drawn.round().astype(int), 1).tolist()
+    lengths: list[int] = np.clip(drawn.round().astype(int), 1, most).tolist()
     return lengths

@@ -267,7 +267,7 @@ def test_tiles_by_rows(tile_choice, planner_grid):
 def test_a_configuration_without_tiles_has_none():
     assert GpuRates.from_json("a100").naive_tiles == {}
     assert {name: len(tiles) for name, tiles in GpuRates.from_json("h100").naive_tiles.items()} == {
-        "bf16": 2,
+        "bf16": 3,
         "fp8_e4m3": 2,
     }
 

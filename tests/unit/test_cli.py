@@ -46,7 +46,7 @@ def test_drafts_make_sharing_pay_earlier():
     assert "4 tokens each" in plan("--draft-tokens", "4").replace("\n", " ") and "tokens each" not in plan()
 
 
-@pytest.mark.parametrize("options", [("--tp", "1"), ("--tp", "8", "--gpu", "h100")], ids=["128 heads", "not measured"])
+@pytest.mark.parametrize("options", [("--tp", "1"), ("--tp", "8", "--gpu", "h20")], ids=["128 heads", "not measured"])
 def test_where_servers_do_not_stack_requests_the_mode_is_not_shown(options):
     output = plan(*options)
     assert "grouped" not in output and "naive" in output

@@ -13,7 +13,7 @@ from bench.records import write_record
 from bench.serving_tables import compared, headline, template
 from bench.speculative_tables import speculative
 from bench.tables import provenance
-from bench.workload_tables import decode_steps, plan, workloads
+from bench.workload_tables import decode_steps, figure_cells, plan, workloads
 from update_tables import fill, main
 
 
@@ -209,6 +209,28 @@ def test_workloads(tmp_path):
         [*of_case, "hybrid_mla", "1,500 (1.50x)", "-", "4.00 (2.00x)", *rest, "0.50"],
         [*of_case, "hybrid_mla, FP8 prefix", "2,000 (2.00x)", "-", "-", *rest, "0.50"],
         [""],
+    ]
+
+
+def test_cells_of_a_figure_on_servers(tmp_path):
+    """Both models' files; a server whose batch was never full long enough has no rate."""
+    paths = [tmp_path / f"{name}.jsonl" for name in ("typhoonmla", "typhoonmla_kimi", "missing")]
+    assert figure_cells(paths) == "Not measured yet."
+    for path, heads, impl, rate in (
+        (paths[0], 128, "sglang_flashmla", 1000.0),
+        (paths[0], 128, "hybrid_mla", 1500.0),
+        (paths[1], 64, "sglang_flashmla", None),
+        (paths[1], 64, "hybrid_mla", 800.0),
+    ):
+        case = dict(prompt="A, mmlu, 64 requests", heads=heads, layers=4)
+        metrics = dict(steady_tok_s=rate, output_tok_s=500.0)
+        write_record(path, bench=path.stem, impl=impl, case=case, gpu="GPU", command="run it", **metrics)
+    of_cell = ["A", "mmlu", "64 requests"]
+    assert [cells(line) for line in figure_cells(paths).splitlines()[2:6]] == [
+        ["DeepSeek-V3", *of_cell, "flashmla", "1,000", "1.00x", "500"],
+        ["DeepSeek-V3", *of_cell, "hybrid_mla", "1,500", "1.50x", "500"],
+        ["Kimi-K2", *of_cell, "flashmla", "–", "–", "500"],
+        ["Kimi-K2", *of_cell, "hybrid_mla", "800", "–", "500"],
     ]
 
 
