@@ -3,11 +3,13 @@
     python scripts/accuracy.py --out benchmarks/results/accuracy.jsonl
     python scripts/accuracy.py --model demo --out benchmarks/results/accuracy.jsonl --images docs/images
     python scripts/accuracy.py --model demo --outliers --out benchmarks/results/accuracy.jsonl
+    python scripts/accuracy.py --model demo --server --out benchmarks/results/accuracy.jsonl        # on a GPU
 
 Without `--model` the studies on drawn data run (bench/accuracy_studies.py): a few minutes on two cores, 2 GiB. With
 `--model demo` the shipped model (configs/demo_model) is examined as each implementation would serve it
 (demo_model/study.py); this needs the data that prepare_demo_data.py writes. With `--outliers` its latent rows are made
-as large as large models' first (demo_model/outliers.py).
+as large as large models' first (demo_model/outliers.py). With `--server` real servers are asked, and not the references
+(demo_model/on_server.py), all at the same time: on a CPU name few of them by `--impl`, and few tokens.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ import typer
 from bench.accuracy_plots import draw_layers, draw_ranges
 from bench.accuracy_studies import amla, etap, snapmla
 from bench.records import commit, read_records, write_record
+from bench.server import ServerFailedError, work_folder
 from bench.tables import REPOSITORY
 from demo_model.batches import Data
 from demo_model.network import Network, load_weights
+from demo_model.on_server import SETUPS, served_study
 from demo_model.outliers import put_outliers
 from demo_model.served import IMPLS, Served
-from demo_model.study import Plan, demo
+from demo_model.study import Plan, Record, demo
 from rich.console import Console
 
 console = Console()
@@ -71,6 +75,7 @@ def main(
     questions: Annotated[int, typer.Option(help="For each prompt of look-ups.")] = 4,
     impl: Annotated[list[str] | None, typer.Option(help="Only these, and sglang_bf16; repeatable.")] = None,
     outliers: Annotated[bool, typer.Option("--outliers", help="With latent rows as large models have them.")] = False,
+    server: Annotated[bool, typer.Option("--server", help="Ask real servers, not the references.")] = False,
     seed: Annotated[int, typer.Option(help="Of cases and resampling.")] = 1,
     images: Annotated[
         Path | None, typer.Option(help="Draw the figures of --model from --out into this folder.")
@@ -80,6 +85,10 @@ def main(
     commit()  # cached now: the checkout may have moved on by the time the first record is written
     if model not in (None, "demo"):
         raise typer.BadParameter(f"there is no study of {model!r}, only of demo", param_hint="--model")
+    if server and (outliers or images or model is None):
+        raise typer.BadParameter("--server is for --model alone, without --outliers and --images")
+    if server and (unknown := set(impl or ()) - set(SETUPS)):
+        raise typer.BadParameter(f"unknown: {sorted(unknown)}; there are {', '.join(SETUPS)}", param_hint="--impl")
     if images and not out:
         raise typer.BadParameter("the figures are drawn from records: --out is missing", param_hint="--images")
     if model is None:
@@ -89,11 +98,30 @@ def main(
         chosen = lengths_of(lengths or ["512", "2048", "8192"])
         chosen.pop(0, None)
         try:
-            plan = Plan(tuple(impl or IMPLS), prose_tokens, cases, chosen, questions, seed=seed)
+            impls = () if server else tuple(impl or IMPLS)
+            plan = Plan(impls, prose_tokens, cases, chosen, questions, seed=seed)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
-        found = demo(served_model(weights, device, outliers), Data(data), plan)
-        gpu = "cpu" if device == "cpu" else None
+        if server:
+            logs = work_folder() / "logs" / "accuracy"
+            found = served_study(weights, Data(data), plan, impl or list(SETUPS), logs, console)
+            gpu = None
+        else:
+            found = demo(served_model(weights, device, outliers), Data(data), plan)
+            gpu = "cpu" if device == "cpu" else None
+    try:
+        write(found, outliers, out, gpu)
+    except ServerFailedError as error:
+        console.print(str(error), style="red", markup=False, highlight=False)
+        raise typer.Exit(1) from None
+    if images:
+        records = read_records(out)
+        draw_ranges(records, images / "demo_ranges.png")
+        draw_layers(records, images / "demo_layers.png")
+
+
+def write(found: Iterable[Record], outliers: bool, out: Path | None, gpu: str | None) -> None:
+    """Print records, and append them to a file; `gpu` where it is not this machine's."""
     for name, case, metrics in found:
         if outliers:
             case["study"] = case["study"].replace("demo", "outliers")
@@ -101,10 +129,6 @@ def main(
         console.print(f"{name} {case}: {figures}", soft_wrap=True)
         if out:
             write_record(out, bench="accuracy", impl=name, case=case, gpu=gpu, **metrics)
-    if images:
-        records = read_records(out)
-        draw_ranges(records, images / "demo_ranges.png")
-        draw_layers(records, images / "demo_layers.png")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import typer
 from bench.server import ON_GPU, ServerFailedError, console_of, free_port, running_server, server_info, work_folder
 from demo_model.conversation import OTHER_QUESTIONS, STATIONS, WORD_QUESTIONS, Chat, lookups, talk
 from demo_model.demo_tables import answers_table, sharing_table
+from demo_model.draft import DRAFTING
 from rich.console import Console
 
 from sglang_mla_ext.prefix.cost_model import ModelDims
@@ -18,12 +19,6 @@ from sglang_mla_ext.prefix.cost_model import ModelDims
 MODEL = Path(__file__).resolve().parents[1] / "configs" / "demo_model"
 SYSTEM_PROMPT = MODEL / "system_prompt.txt"  # a table of stations and their codes, and a chapter of a novel
 
-SPECULATIVE_ARGUMENTS = (
-    *("--speculative-algorithm", "NEXTN"),  # the draft is the layer behind the model's last one, in its checkpoint
-    *("--speculative-num-steps", "3"),
-    *("--speculative-eagle-topk", "1"),
-    *("--speculative-num-draft-tokens", "4"),
-)
 NO_SPECULATION = (
     "Speculative decoding needs a GPU: SGLang has no path for it on a CPU. Without --speculative the demo runs here."
 )
@@ -105,7 +100,7 @@ def server_arguments(model: Path, speculative: bool) -> list[str]:
         *("--hybrid-mla-mode", "naive"),
         *("--hybrid-mla-min-prefix-len", "32"),
         *("--max-total-tokens", "65536"),
-        *(SPECULATIVE_ARGUMENTS if speculative else ()),
+        *(DRAFTING if speculative else ()),
     ]
 
 

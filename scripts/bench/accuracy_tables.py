@@ -36,6 +36,17 @@ MODEL_NAMES = {
     "sglang_fp8": "SGLang's FP8",
     "wrong_lse_base": "control: wrong base",
 }
+SERVED_NAMES = {
+    **{
+        impl: MODEL_NAMES[impl]
+        for impl in ("sglang_bf16", "hybrid_mla", "hybrid_mla_fp8_prefix", "hybrid_mla_fp8_rows")
+    },
+    "hybrid_mla_fp8_cache": "rows in FP8, prefix expanded in FP8",
+    "hybrid_mla_speculative": "prefix expanded in BF16, drafts",
+    "sglang_fp8": MODEL_NAMES["sglang_fp8"],
+    "wrong_lse_base": MODEL_NAMES["wrong_lse_base"],
+    "biased_sums": "control: FP8 sums in place",
+}
 MODEL_GOALS = {"perplexity_change_pct": 0.1, "lookup_acc_diff_points": 0.3}
 """How far from BF16, to both sides: percent, and percentage points."""
 ERROR_NAMES = {"rmse": "RMSE", "cos_dist": "1 - cosine", "rel_err": "relative L2"}
@@ -101,10 +112,11 @@ def accuracy_model(path: Path, study: str = "demo") -> str:
         if len(of_impl) < len(tasks):
             continue
         prose, dictionary, *lookups = of_impl
-        cells = [f"{prose['perplexity']:.3f}", interval(prose, "perplexity_change_pct", 2)]
+        fewer = size_of(prose) < size_of(found["sglang_bf16", "prose", None])
+        cells = [f"{prose['perplexity']:.3f}" + (f"; {size_of(prose):,} tokens" if fewer else "")]
+        cells.append(interval(prose, "perplexity_change_pct", 2))
         for record, metric in ((dictionary, "dictionary_acc"), *((record, "lookup_acc") for record in lookups)):
-            difference = interval(record, f"{metric}_diff_points", 2)
-            cell = f"{100 * record[metric]:.1f}" + (f", {difference}" if difference != "–" else "")
+            cell = answers_cell(record, metric)
             of_all = found["sglang_bf16", record["case"]["task"], record["case"].get("length")]
             cells.append(cell if size_of(record) == size_of(of_all) else f"{cell}; {size_of(record):,} questions")
         rows.append((name, *cells, goal_verdict(of_impl, noise=impl == "hybrid_mla")))
@@ -120,6 +132,34 @@ def accuracy_model(path: Path, study: str = "demo") -> str:
     return markdown(rows, columns, found)
 
 
+def accuracy_served(path: Path) -> str:
+    """A table of what servers lose, beside what the references lose on as many tokens of prose (`accuracy_model`)."""
+    found = accuracy(path, "served", "task", "length")
+    references = accuracy(path, "demo", "task", "tokens")
+    lengths = sorted({length for _, task, length in found if task == "lookup"})
+    tokens = found["sglang_bf16", "prose", None]["case"]["tokens"]
+    shown, rows = dict(found), []
+    for impl, name in SERVED_NAMES.items():
+        prose, reference = found.get((impl, "prose", None)), references.get((impl, "prose", tokens))
+        if prose and reference:
+            shown["reference", impl] = reference
+        cells = [f"{prose['perplexity']:.3f}" if prose else "–"]
+        cells += [interval(of, "perplexity_change_pct", 2) if of else "–" for of in (prose, reference)]
+        for task, length in (("dictionary", None), *(("lookup", length) for length in lengths)):
+            cells.append(answers_cell(found[impl, task, length], f"{task}_acc"))
+        rows.append((name, *cells))
+    questions = {key[1:]: record["case"]["questions"] for key, record in found.items() if key[1] != "prose"}
+    columns = (
+        "",
+        f"perplexity, {tokens:,} tokens",
+        "change %",
+        "of the reference %",
+        f"dictionary %, {questions['dictionary', None]:,} questions",
+        *(f"look-ups in {length:,} tokens %, {questions['lookup', length]:,} questions" for length in lengths),
+    )
+    return markdown(rows, columns, shown)
+
+
 def accuracy_ranges(path: Path) -> str:
     """A table of how large the trained model's latent rows are, with and without outliers."""
     names = {"demo_ranges": "as trained", "outliers_ranges": "with outliers"}
@@ -132,6 +172,12 @@ def accuracy_ranges(path: Path) -> str:
             rows.append((names[study], part, f"{min(medians):.2g} to {max(medians):.2g}", f"{max(largest):,.1f}"))
     columns = ("", "part of a latent row", "median, by layer", "largest value")
     return markdown(rows, columns, {key: one for records in found.values() for key, one in records.items()})
+
+
+def answers_cell(record: dict[str, Any], metric: str) -> str:
+    """Right answers in percent, and the difference to BF16 where there is one."""
+    difference = interval(record, f"{metric}_diff_points", 2)
+    return f"{100 * record[metric]:.1f}" + (f", {difference}" if difference != "–" else "")
 
 
 def interval(record: dict[str, Any], name: str, digits: int) -> str:

@@ -22,6 +22,8 @@ from rich.console import Console
 ON_GPU = torch.cuda.is_available()
 # SGLang's own launcher where it can run as it is; on a CPU the one that puts stand-ins in place first.
 LAUNCHER = "sglang.launch_server" if ON_GPU else "sglang_mla_ext.launch_server"
+STOCK = "flashmla" if ON_GPU else "torch_native"
+SCRIPTS = Path(__file__).resolve().parents[1]
 # fp32 because CPUs are slow in bf16; a small share of memory because SGLang would take nearly all of it.
 CPU_ARGUMENTS = ("--device", "cpu", "--dtype", "float32", "--mem-fraction-static", "0.1", "--sleep-on-idle")
 # The models that run on a CPU are tiny; on few cores, threads that wait for each other cost more than they gain.
@@ -98,7 +100,21 @@ def running_server(
     Raises:
         ServerFailedError: it ended, or did not answer in time.
     """
-    base_url = f"http://127.0.0.1:{port}"
+    with started_server(arguments, port, log, console, environment, launcher) as server:
+        wait_until_ready(server, base_url_of(port), log, console, timeout_s)
+        yield base_url_of(port)
+
+
+@contextlib.contextmanager
+def started_server(
+    arguments: Sequence[str],
+    port: int,
+    log: Path,
+    console: Console,
+    environment: Mapping[str, str] | None = None,
+    launcher: Sequence[str] = ("-m", LAUNCHER),
+) -> Iterator[Process]:
+    """As `running_server`, but without waiting, so that several can start beside each other: see `wait_until_ready`."""
     command, variables = server_command(arguments, port, launcher)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output, _sigterm_raises():
@@ -112,11 +128,20 @@ def running_server(
             start_new_session=True,
         )
         try:
-            wait_until_ready(server, base_url, log, console, timeout_s)
-            yield base_url
+            yield server
         finally:
             console.print("Stopping the server")
             stop_server(server)
+
+
+def python_path(*first: str) -> str:
+    """PYTHONPATH for servers that import these scripts: some folders, this process's, and the scripts'."""
+    return os.pathsep.join(filter(None, (*first, os.environ.get("PYTHONPATH"), str(SCRIPTS))))
+
+
+def base_url_of(port: int) -> str:
+    """Where a server on this machine answers."""
+    return f"http://127.0.0.1:{port}"
 
 
 def server_command(

@@ -30,6 +30,12 @@ from demo_model.network import MLP, Attend, Attention, Network, Packed, RMSNorm,
 EXPERT_WIDTH = 256
 """`moe_intermediate_size`: with eight experts and a shared one the layer has 7.7 MiB."""
 
+DRAFTING = (
+    *("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3"),
+    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+)
+"""Arguments of a server that drafts three tokens a step with this layer, which it finds in the model's checkpoint."""
+
 BIAS = "mlp.gate.e_score_correction_bias"  # the one tensor of a checkpoint in float32
 
 

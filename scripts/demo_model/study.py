@@ -107,6 +107,15 @@ def prose_windows(data: Data, most: int, seed: int) -> list[Window]:
     return found
 
 
+def places_of(found: Sequence[Window]) -> tuple[dict[int, int], np.ndarray]:
+    """The documents of windows, each with its place in arrays; and `[documents]` tokens of each that are scored."""
+    places = {document: place for place, document in enumerate(dict.fromkeys(window.document for window in found))}
+    counts = np.zeros(len(places))
+    for window in found:
+        counts[places[window.document]] += len(window.tokens) - 1
+    return places, counts
+
+
 def cut(index: int, document: list[int]) -> Iterator[Window]:
     """The windows of a document, see the module."""
     for begin, first, end in windows(len(document), WINDOW, STRIDE):
@@ -224,12 +233,10 @@ def compared(
 def prose_study(served: Served, data: Data, plan: Plan) -> Iterator[Record]:
     """Perplexity."""
     found = prose_windows(data, plan.prose_tokens, plan.seed)
-    documents = {document: place for place, document in enumerate(dict.fromkeys(window.document for window in found))}
-    counts = np.zeros(len(documents))
+    documents, counts = places_of(found)
     sums = {name: np.zeros(len(documents)) for name in plan.chosen}
     for window in track(found, "windows of prose"):
         place, rows = documents[window.document], served.prefill(window.prefix)
-        counts[place] += len(window.tokens) - 1
         for name, impl in plan.chosen.items():
             sums[name][place] += losses(served, impl, rows, window)
     case = dict(task="prose", tokens=int(counts.sum()), documents=len(documents), window=WINDOW, stride=STRIDE)

@@ -22,7 +22,7 @@ from typing import Any
 import openai
 import pytest
 import requests
-from bench.server import server_info
+from bench.server import SCRIPTS, server_info
 from demo_model.checkpoint import Settings, make
 from demo_model.known import Known, make_known
 from failing import FAILING
@@ -235,8 +235,13 @@ PREFIXES = ("--hybrid-mla-prefix-memory-gb", "0.2")
 BY_MEMORY = ("--max-total-tokens", str(1 << 30), "--chunked-prefill-size", "256")
 
 stock = _server("stock", "--attention-backend", "torch_native", *SIZED, kind=Reference)
-# Every fifth step is computed again by plain absorb.
-hybrid = _server("hybrid", *NAIVE, *SIZED, *PREFIXES, "--enable-metrics", "--hybrid-mla-verify-interval", "5")
+# Every fifth step is computed again by plain absorb. Requests may bring a logit processor of the scripts.
+hybrid = _server(
+    "hybrid",
+    *(*NAIVE, *SIZED, *PREFIXES, "--enable-metrics", "--hybrid-mla-verify-interval", "5"),
+    "--enable-custom-logit-processor",
+    environment={"PYTHONPATH": str(SCRIPTS)},
+)
 # Every shared prefix of 32 tokens and more is read once for all its requests; nothing is expanded.
 grouped = _server("grouped", *HYBRID, "--hybrid-mla-mode", "grouped_absorb", *SIZED)
 fp8_prefix = _server("fp8_prefix", *NAIVE, *SIZED, *PREFIXES, "--hybrid-mla-prefix-dtype", "fp8_e4m3")

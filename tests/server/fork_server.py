@@ -166,6 +166,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
 
     kill_itself_when_parent_died()
     os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))  # as in a new interpreter
     SpawnProcess._Popen = staticmethod(_fork_as_if_spawned)
     _, option, module, *arguments = command
     assert option == "-m", command
