@@ -2,7 +2,9 @@
 
 For each backend, prompt length and batch size: the prefix is cached first; then a batch of requests that share it is
 run to one token (its time is the burst to the first token) and to many (the difference gives the decode step at full
-batch). Every backend runs in a process of its own, one after the other, on the same model with dummy weights.
+batch). Every backend runs in a process of its own, one after the other, on the same model with dummy weights. With
+`--rounds` above 1 all engines run side by side, share the GPU's memory (--mem-fraction), and are timed in turn, and the
+table has medians.
 
     python scripts/bench_engine.py --backend hybrid_mla --backend flashmla --prompt 7069 --prompt 26472 --batch 128
 """
@@ -13,22 +15,33 @@ import os
 import random
 import tempfile
 import time
+from collections import defaultdict
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
-from bench.engine import Results, engine_arguments, impl_of, write_model
+from bench.client import HYBRID
+from bench.engine import Engine, engine_arguments, impl_of, results_of, write_model
 from bench.records import write_record
 from rich.console import Console
 from rich.table import Table
 
 QUESTION_TOKENS = 128
 
+Key = tuple[str, int, int]
+"""Engine, prompt and batch."""
+
 
 def measure(
-    backend: str, model: str, prompts: list[int], batches: list[int], options: dict[str, Any], out: Any
+    backend: str, model: str, prompts: list[int], batches: list[int], options: dict[str, Any], turn: Any, out: Any
 ) -> None:
-    """Run one engine and put one result for each prompt and batch into the queue `out`."""
+    """Run one engine and put one result for each prompt and batch into the queue `out`, as often as there are rounds.
+
+    Args:
+        turn: as `bench.engine.Engine` has it.
+    """
     import sglang
 
     arguments = engine_arguments(backend, model, batches, options["mem_fraction"])
@@ -46,27 +59,30 @@ def measure(
         return time.perf_counter() - start
 
     steps = options["steps"]
-    for prompt in prompts:
-        prefix = tokens(prompt)
-        seconds(prefix, 1, 2)
-        for batch in batches:
-            seconds(prefix, batch, 8)
-            first = min(seconds(prefix, batch, 1) for _ in range(options["repeat"]))
-            whole = min(seconds(prefix, batch, 1 + steps) for _ in range(options["repeat"]))
-            step_ms = (whole - first) / steps * 1e3
-            info = engine.get_server_info()["internal_states"][0].get("hybrid_mla")
-            out.put(
-                {
-                    "prompt": prompt,
-                    "batch": batch,
-                    "step_ms": step_ms,
-                    "decode_tok_s": batch / step_ms * 1e3,
-                    "ttft_ms": first * 1e3,
-                    "info": info,
-                }
-            )
-    engine.shutdown()
     out.put(None)
+    for _ in range(options["rounds"]):
+        turn.acquire()
+        for prompt in prompts:
+            prefix = tokens(prompt)
+            seconds(prefix, 1, 2)
+            for batch in batches:
+                seconds(prefix, batch, 8)
+                first = min(seconds(prefix, batch, 1) for _ in range(options["repeat"]))
+                whole = min(seconds(prefix, batch, 1 + steps) for _ in range(options["repeat"]))
+                step_ms = (whole - first) / steps * 1e3
+                info = engine.get_server_info()["internal_states"][0].get("hybrid_mla")
+                out.put(
+                    {
+                        "prompt": prompt,
+                        "batch": batch,
+                        "step_ms": step_ms,
+                        "decode_tok_s": batch / step_ms * 1e3,
+                        "ttft_ms": first * 1e3,
+                        "info": info,
+                    }
+                )
+        out.put(None)
+    engine.shutdown()
 
 
 def main(
@@ -85,58 +101,66 @@ def main(
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 1,
     steps: Annotated[int, typer.Option(help="Decode steps that are timed.")] = 256,
     repeat: Annotated[int, typer.Option(help="Runs of each; the fastest counts.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that every engine is timed.")] = 1,
     out: Annotated[Path | None, typer.Option(help="JSON lines file to append records to.")] = None,
 ) -> None:
     """Time the engine with each backend; print a table; append records."""
     if prefix_memory_gb is not None:
         os.environ["SGLANG_HYBRID_MLA_PREFIX_MEMORY_GB"] = str(prefix_memory_gb)
     os.environ["SGLANG_HYBRID_MLA_PREFIX_DTYPE"] = prefix_dtype
-    options = {"mem_fraction": mem_fraction, "tp": tp, "steps": steps, "repeat": repeat}
-    results: dict[tuple[str, int, int], dict[str, Any]] = {}
+    options = {"mem_fraction": mem_fraction, "tp": tp, "steps": steps, "repeat": repeat, "rounds": rounds}
+    results: dict[Key, list[dict[str, Any]]] = defaultdict(list)
     console = Console()
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), layers, heads, intermediate)
-        runs = [(name, every) for name in backend for every in (verify_interval if name == "hybrid_mla" else [0])]
-        for name, every in runs:
+
+        def start(name: str, every: int) -> Engine:
             os.environ["SGLANG_HYBRID_MLA_VERIFY_INTERVAL"] = str(every)
-            running = Results(measure, name, folder, prompt, batch, options)
-            for result in running:
-                shown = f"{name}, checked every {every} steps" if every else name
-                results[shown, result["prompt"], result["batch"]] = result
-                console.print(f"{shown} prompt {result['prompt']} batch {result['batch']}: {result['step_ms']:.3f} ms")
-                if out is not None:
-                    case = {"prompt": result["prompt"], "concurrency": result["batch"], "heads": heads}
-                    if name == "hybrid_mla":
-                        case["dtype"] = "fp8" if prefix_dtype == "fp8_e4m3" else "bf16"
-                    if every:
-                        case["verify_interval"] = every
-                    write_record(
-                        out,
-                        bench="serving",
-                        impl=impl_of(name),
-                        case=case | {"layers": layers, "tp": tp, "client": "engine"},
-                        step_ms=round(result["step_ms"], 4),
-                        decode_tok_s=round(result["decode_tok_s"], 1),
-                        ttft_ms=round(result["ttft_ms"], 1),
-                        hybrid_mla=result["info"],
-                    )
-            if running.exit_code:
-                console.print(f"[red]{name} stopped with exit code {running.exit_code}[/red]")
+            return Engine(measure, name, folder, prompt, batch, options)
+
+        runs = [(name, every) for name in backend for every in (verify_interval if name == HYBRID else [0])]
+        shown = {f"{name}, checked every {every} steps" if every else name: (name, every) for name, every in runs}
+        starts = {text: partial(start, *run) for text, run in shown.items()}
+        for text, result in results_of(starts, rounds, console):
+            name, every = shown[text]
+            results[text, result["prompt"], result["batch"]].append(result)
+            console.print(f"{text} prompt {result['prompt']} batch {result['batch']}: {result['step_ms']:.4f} ms")
+            if out is not None:
+                case = {"prompt": result["prompt"], "concurrency": result["batch"], "heads": heads}
+                if name == "hybrid_mla":
+                    case["dtype"] = "fp8" if prefix_dtype == "fp8_e4m3" else "bf16"
+                if every:
+                    case["verify_interval"] = every
+                write_record(
+                    out,
+                    bench="serving",
+                    impl=impl_of(name),
+                    case=case | {"layers": layers, "tp": tp, "client": "engine"},
+                    step_ms=round(result["step_ms"], 4),
+                    decode_tok_s=round(result["decode_tok_s"], 1),
+                    ttft_ms=round(result["ttft_ms"], 1),
+                    hybrid_mla=result["info"],
+                )
     _print(console, results, backend)
 
 
-def _print(console: Console, results: dict[tuple[str, int, int], dict[str, Any]], backends: list[str]) -> None:
+def _print(console: Console, results: dict[Key, list[dict[str, Any]]], backends: list[str]) -> None:
+    """Medians, each beside the last backend's."""
     table = Table(title="decode at full batch, shared prefix cached")
     for column in ("prompt", "batch", "backend", "step ms", "tokens/s", "first token ms", "vs " + backends[-1]):
         table.add_column(column, justify="right")
-    for (name, prompt, batch), result in sorted(results.items(), key=lambda item: item[0][1:]):
-        base = results.get((backends[-1], prompt, batch))
-        ratio = f"{base['step_ms'] / result['step_ms']:.2f}x" if base else "-"
+    middle = {
+        key: {metric: median(run[metric] for run in runs) for metric in ("step_ms", "decode_tok_s", "ttft_ms")}
+        for key, runs in results.items()
+    }
+    for (name, prompt, batch), result in sorted(middle.items(), key=lambda item: item[0][1:]):
+        base = middle.get((backends[-1], prompt, batch))
+        ratio = f"{base['step_ms'] / result['step_ms']:.3f}x" if base else "-"
         table.add_row(
             str(prompt),
             str(batch),
             name,
-            f"{result['step_ms']:.3f}",
+            f"{result['step_ms']:.4f}",
             f"{result['decode_tok_s']:.0f}",
             f"{result['ttft_ms']:.0f}",
             ratio,

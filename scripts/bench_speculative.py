@@ -11,20 +11,19 @@ side by side, share the GPU's memory (--mem-fraction), and are timed in turn, an
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
 import typer
-from bench.engine import Results, engine_arguments, impl_of, write_model
+from bench.engine import Engine, engine_arguments, impl_of, results_of, write_model
 from bench.records import write_record
 from rich.console import Console
 from rich.table import Table
@@ -59,7 +58,7 @@ def measure(
     """Run one engine and put one result for each prompt and batch into the queue `out`, as often as there are rounds.
 
     Args:
-        turn: a semaphore that is taken before each round; before the first one `out` gets an empty round.
+        turn: as `bench.engine.Engine` has it.
     """
     os.environ["SGLANG_SIMULATE_ACC_LEN"] = str(options["accept_length"])
     os.environ["SGLANG_ENABLE_METRICS_DEVICE_TIMER"] = "1"
@@ -130,39 +129,6 @@ def measure(
     engine.shutdown()
 
 
-class Engine:
-    """An engine in a process of its own, which has started and runs when it is asked to."""
-
-    def __init__(self, backend: str, *arguments: Any) -> None:
-        self.backend = backend
-        self._turn = multiprocessing.get_context("spawn").Semaphore(0)
-        self.results = Results(measure, backend, *arguments, self._turn)
-        list(self.results)  # until it has started: the next one looks at the memory that is left
-
-    def round(self) -> Iterator[dict[str, Any]]:
-        """Results of one round."""
-        self._turn.release()
-        return iter(self.results)
-
-
-def results_of(
-    backends: list[str], rounds: int, console: Console, *arguments: Any
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each result with its backend. One engine after the other; with several rounds all are there and take turns.
-
-    Args:
-        arguments: of `measure`, between the backend and the turn.
-    """
-    for names in [backends] if rounds > 1 else [[name] for name in backends]:
-        engines = [Engine(name, *arguments) for name in names]
-        for engine in engines * rounds:
-            for result in engine.round():
-                yield engine.backend, result
-        for engine in engines:
-            if code := engine.results.exit_code:
-                console.print(f"[red]{engine.backend} stopped with exit code {code}[/red]")
-
-
 def main(
     backend: Annotated[list[str], typer.Option(help="Attention backend; give it several times.")] = [  # noqa: B006
         "hybrid_mla",
@@ -201,7 +167,8 @@ def main(
     console = Console()
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), layers, heads, intermediate, nextn=True)
-        for name, result in results_of(backend, rounds, console, folder, prompt, batch, options):
+        starts = {name: partial(Engine, measure, name, folder, prompt, batch, options) for name in backend}
+        for name, result in results_of(starts, rounds, console):
             results[name, result["prompt"], result["batch"]].append(result)
             times = f"{result['verify_ms']:.3f} ms to verify, {result['step_ms']:.3f} ms a step"
             console.print(f"{name} prompt {result['prompt']} batch {result['batch']}: {times}")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
 
 from sglang_mla_ext.configs import read_config
 
@@ -107,3 +109,38 @@ class Results:
             except queue.Empty:
                 if not self._process.is_alive():
                     return None
+
+
+class Engine:
+    """An engine in a process of its own, which has started and runs when it is asked to.
+
+    Args:
+        measure: starts an engine, puts an empty round into the queue, and then, each time after it has taken the
+            semaphore, the results of one round. Semaphore and queue are its last arguments.
+    """
+
+    def __init__(self, measure: Callable[..., None], *arguments: Any) -> None:
+        self._turn = multiprocessing.get_context("spawn").Semaphore(0)
+        self.results = Results(measure, *arguments, self._turn)
+        list(self.results)  # until it has started: the next one looks at the memory that is left
+
+    def round(self) -> Iterator[dict[str, Any]]:
+        """Results of one round."""
+        self._turn.release()
+        return iter(self.results)
+
+
+def results_of(
+    starts: Mapping[str, Callable[[], Engine]], rounds: int, console: Console
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each result with the name of its engine. One engine after the other; with several rounds all are there, having
+    started one after the other, and take turns."""
+    for names in [list(starts)] if rounds > 1 else [[name] for name in starts]:
+        engines = {name: starts[name]() for name in names}
+        for _ in range(rounds):
+            for name, engine in engines.items():
+                for result in engine.round():
+                    yield name, result
+        for name, engine in engines.items():
+            if code := engine.results.exit_code:
+                console.print(f"[red]{name} stopped with exit code {code}[/red]")

@@ -122,14 +122,15 @@ def test_a_checkpoint_in_fp8_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert mean(apart["hybrid_mla"]) < 2 * mean(apart["flashmla"]) + 1e-3
 
 
-def test_beside_torch_compile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beside_torch_compile(tmp_path: Path) -> None:
     """With --enable-torch-compile, which compiles the model around the attention and the hooks in its layers."""
-    monkeypatch.setenv("SGLANG_HYBRID_MLA_MODE", "naive")
-    monkeypatch.setenv("SGLANG_TORCH_COMPILE_MODE", "default")  # nothing is tuned, which takes minutes
     model = make_model(tmp_path / "checkpoint", "--heads", "16")
-    truth = answers(model, tmp_path / "truth", "flashmla", disable_radix_cache=True)
-    compiled = dict(enable_torch_compile=True, torch_compile_max_bs=BATCH, cuda_graph_bs_decode=[BATCH])
-    found = {name: answers(model, tmp_path / name, name, **compiled) for name in ("flashmla", "hybrid_mla")}
+    # By default torch tunes, which takes minutes.
+    env = {"SGLANG_TORCH_COMPILE_MODE": "default", "SGLANG_HYBRID_MLA_MODE": "naive"}
+    compiled = dict(enable_torch_compile=True, torch_compile_max_bs=BATCH, cuda_graph_bs_decode=[BATCH], env=env)
+    engines: dict[str, dict[str, Any]] = {name: dict(backend=name, **compiled) for name in ("flashmla", "hybrid_mla")}
+    found = all_answers(model, tmp_path, {"truth": dict(backend="flashmla", disable_radix_cache=True), **engines})
+    truth = found.pop("truth")
     apart = differences_of(truth, found)
     counters = found["hybrid_mla"]["info"]["counters"]
     assert counters["steps_naive"] > NEW_TOKENS // 2 and counters["fallbacks"] == {}
