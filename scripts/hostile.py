@@ -26,8 +26,17 @@ from bench.hostile_attacks import Attack, Attacks
 from bench.hostile_run import play
 from bench.hostile_verdicts import Verdicts, verdicts
 from bench.records import write_record
-from bench.server import ON_GPU, ServerFailedError, console_of, free_port, running_server, server_info, work_folder
-from bench.soak_servers import STOCK, check_given, small_model, vocabulary
+from bench.server import (
+    ON_GPU,
+    STOCK,
+    ServerFailedError,
+    console_of,
+    free_port,
+    running_server,
+    server_info,
+    work_folder,
+)
+from bench.soak_servers import check_given, small_model, vocabulary
 from rich.console import Console
 from rich.table import Table
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shlex
 import time
 from pathlib import Path
@@ -30,10 +29,12 @@ from bench.records import write_record
 from bench.server import (
     LAUNCHER,
     ON_GPU,
+    STOCK,
     ServerFailedError,
     console_of,
     free_port,
     log_tail,
+    python_path,
     running_server,
     server_info,
     work_folder,
@@ -42,8 +43,6 @@ from bench.soak_judge import BF16, FP32, Tolerance, Verdict
 from bench.soak_run import Outcome, ServerDiedError, Soak, Weights
 from bench.soak_servers import (
     POISONED,
-    SCRIPTS,
-    STOCK,
     TAKING_BACK,
     at_ease,
     check_given,
@@ -99,11 +98,12 @@ def main(
             stock = stock_url or serve("stock", at_ease())
             for name in backend or [HYBRID]:
                 log = logs / f"soak-{name}.log"
-                arguments = pressed(name) + (["--enable-memory-saver"] if memory_saver else [])
+                # Without a copy on the host SGLang's weights are gone after a sleep, until the next update.
+                saver = ["--enable-memory-saver", "--enable-weights-cpu-backup"] if memory_saver else []
+                arguments = pressed(name) + saver
                 arguments += shlex.split(" ".join(server_arg or []))
                 launcher = POISONED if poison else ("-m", LAUNCHER)
-                path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(SCRIPTS))))
-                environment = {**TAKING_BACK, "PYTHONPATH": path}
+                environment = {**TAKING_BACK, "PYTHONPATH": python_path()}
                 tried = url or serve(name, arguments, environment=environment, launcher=launcher)
                 sleeps = ("kv_cache", "weights") if memory_saver else ("kv_cache",)
                 soak_of = {"at_a_time": at_a_time, "sleeps": sleeps, "tolerance": may_be_off}

@@ -32,12 +32,12 @@ class Answer:
     """Greedy tokens and their log-probabilities.
 
     Attributes:
-        runners_up: of the stock server's: at each place the next best token and its log-probability.
+        runners_up: of the stock server's: at each place the next best tokens, each with its log-probability.
     """
 
     ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    runners_up: tuple[tuple[int, float], ...] = ()
+    runners_up: tuple[tuple[tuple[int, float], ...], ...] = ()
 
     def after(self, tokens: int) -> Answer:
         """Without its first tokens."""
@@ -73,8 +73,8 @@ async def judge(
         at = first_difference(answer, expected)
         if at is None or not same(Answer(answer.ids[:at], answer.logprobs[:at]), expected, tolerance):
             return Verdict.WRONG
-        token, logprob = expected.runners_up[at]
-        if answer.ids[at] != token or expected.logprobs[at] - logprob > 2 * tolerance.mean:
+        logprob = dict(expected.runners_up[at]).get(answer.ids[at])
+        if logprob is None or expected.logprobs[at] - logprob > 2 * tolerance.mean:
             return Verdict.WRONG
         if abs(answer.logprobs[at] - logprob) > tolerance.each:
             return Verdict.WRONG

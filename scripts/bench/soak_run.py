@@ -14,13 +14,9 @@ import requests
 
 from bench.client import HYBRID
 from bench.generate import TIMEOUT_S, RefusedError, StockAnswers, answer_of, body, flush, last_chunk, post, ran, session
-from bench.server import ON_GPU, server_info
+from bench.server import server_info
 from bench.soak_judge import FP32, Answer, Tolerance, Verdict, judge
 from bench.soak_traffic import Action, Chat, Request
-
-UPDATE_AFTER_S = 0 if ON_GPU else 0.3
-"""From an idle server to an update, so that it meets requests. Not on a GPU: there SGLang 0.5.17 has a step in flight
-when the last request ends, and its scheduler ends because it cannot flush the cache."""
 
 
 class ServerDiedError(RuntimeError):
@@ -151,7 +147,7 @@ class Soak:
                     if event is Action.SLEEP:
                         await self._sleep(client)
                     else:
-                        updating = asyncio.create_task(self._update(client, after_s=UPDATE_AFTER_S))
+                        updating = asyncio.create_task(self._update(client))
                         tasks.append(updating)
                 else:
                     await asyncio.sleep(event.gap_s)
@@ -206,13 +202,12 @@ class Soak:
         else:
             self.outcome.left += 1
 
-    async def _update(self, client: aiohttp.ClientSession, after_s: float = 0) -> None:
-        """To the other weights; SGLang lets running requests end first, and holds back those that come meanwhile.
+    async def _update(self, client: aiohttp.ClientSession) -> None:
+        """An idle server to the other weights; SGLang holds back the requests that come meanwhile.
 
-        Nobody may leave then: SGLang 0.5.17 takes a request whose client is gone for ended, and its scheduler, which
-        still runs it, ends because it cannot flush the cache.
+        Idle, because SGLang 0.5.17 may still hold a request whose answer it has given; its scheduler then ends, as it
+        cannot flush the cache. Nor may anybody leave meanwhile, which has the same end.
         """
-        await asyncio.sleep(after_s)
         if self._weights is not None:
             self._now = Weights.other(self._now)
             content = {"model_path": self._weights.path(self._now), "weight_version": self._now}

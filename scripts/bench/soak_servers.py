@@ -14,16 +14,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from bench.client import HYBRID
-from bench.server import ON_GPU
+from bench.server import ON_GPU, STOCK
 
-STOCK = "flashmla" if ON_GPU else "torch_native"
 WEIGHTS_FILE = "model.safetensors"
 # SGLang's own way to test retraction: every so many steps it takes requests back as if its cache were full.
 TAKING_BACK = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "40"}
 # It also lets in more requests than its cache holds, so that it fills up and some have to give way.
 LETTING_IN = ("--schedule-conservativeness", "0.1")
 POISONED = ("-m", "bench.poisoned_server")
-SCRIPTS = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from bench.records import read_records
 from bench.tables import latest, markdown
@@ -45,24 +47,29 @@ def hostile(path: Path) -> str:
 
 
 def shadow(path: Path) -> str:
-    """What the shadow check costs of a decode step."""
-    records = latest(read_records(path), "heads", "layers", "prompt", "concurrency", "verify_interval")
+    """What the shadow check costs of a decode step: medians over the rounds of the newest run."""
+    everything = read_records(path)
+    records = latest(everything, "heads", "layers", "prompt", "concurrency", "verify_interval")
+
+    def step_ms(case: dict[str, Any], of: dict[str, Any]) -> float:
+        return median(one["step_ms"] for one in everything if one["case"] == case and one["commit"] == of["commit"])
+
     rows = []
     for (*_, interval), checked in records.items():
         if not interval:
             continue
         case = checked["case"]
-        unchecked = {name: value for name, value in case.items() if name != "verify_interval"}
-        plain = next(one for one in records.values() if one["case"] == unchecked)
+        plain = step_ms({name: value for name, value in case.items() if name != "verify_interval"}, checked)
+        with_checks = step_ms(case, checked)
         rows.append(
             (
                 f"{case['heads']} x {case['layers']}",
                 f"{case['prompt']:,}",
                 case["concurrency"],
                 f"{interval:,}",
-                f"{plain['step_ms']:.3f}",
-                f"{checked['step_ms']:.3f}",
-                f"{checked['step_ms'] / plain['step_ms'] - 1:+.2%}",
+                f"{plain:.3f}",
+                f"{with_checks:.3f}",
+                f"{with_checks / plain - 1:+.2%}",
             )
         )
     columns = ("heads x layers", "shared tokens", "requests", "every so many steps", "step ms without", "with", "cost")

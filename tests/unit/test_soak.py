@@ -11,7 +11,7 @@ import pytest
 from bench.records import write_record
 from bench.soak_judge import BF16, FP32, Answer, Tolerance, Verdict, judge
 from bench.soak_run import Outcome
-from bench.soak_tables import hostile, soak
+from bench.soak_tables import hostile, shadow, soak
 from bench.soak_traffic import Action, Limits, Request, Traffic
 from soak import record
 
@@ -27,7 +27,7 @@ def stock_answer(prompt: tuple[int, ...], tokens: int, lead: float) -> Answer:
         token = (sum(text) * 7 + len(text)) % 100
         ids.append(token)
         logprobs.append(-1 - token / 100)
-        others.append((token + 100, logprobs[-1] - lead))
+        others.append(((token + 200, logprobs[-1] - lead), (token + 100, logprobs[-1] - lead)))
         text.append(token)
     return Answer(tuple(ids), tuple(logprobs), tuple(others))
 
@@ -96,7 +96,7 @@ def test_in_bf16_one_logprob_may_be_further_off_than_all_of_them() -> None:
 def after_another_token(place: int, lead: float, tokens: int = 8) -> Answer:
     """The stock answer with its second best token at one place, and what the stock server says after it."""
     answer = stock_answer(PROMPT, tokens, lead)
-    token, logprob = answer.runners_up[place]
+    token, logprob = answer.runners_up[place][-1]
     ids, logprobs = (*answer.ids[:place], token), (*answer.logprobs[:place], logprob)
     rest = stock_answer(PROMPT + ids, tokens - place - 1, lead)
     return Answer(ids + rest.ids, logprobs + rest.logprobs)
@@ -152,3 +152,15 @@ def test_a_soak_that_was_stopped_is_recorded_and_in_no_table(tmp_path: Path) -> 
         record(tmp_path / "s", "hybrid_mla", {}, outcome, 60, None, stopped)
         assert ("|5|5|0|" in soak(tmp_path / "s").replace(" ", "")) is not stopped
     assert soak(tmp_path / "none") == ""
+
+
+def test_the_cost_of_checks_is_between_medians(tmp_path: Path) -> None:
+    """Rounds in turn, of which one was disturbed."""
+    path, case = tmp_path / "shadow", dict(heads=128, layers=4, prompt=7069, concurrency=8)
+    for plain, checked in ((4.0, 4.01), (9.0, 4.02), (4.0, 4.02)):
+        for step_ms, more in ((plain, {}), (checked, dict(verify_interval=1000))):
+            write_record(
+                path, bench="serving", impl="hybrid_mla", case=case | more, gpu="G", command="run", step_ms=step_ms
+            )
+    (row,) = (line.replace(" ", "") for line in shadow(path).splitlines() if "7,069" in line)
+    assert row == "|128x4|7,069|8|1,000|4.000|4.020|+0.50%|"
