@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import random
+from dataclasses import replace
+from string import ascii_letters
 
 import openai
 import pytest
@@ -75,28 +77,42 @@ def ask(prefill: Server, decode: Server, port: int, *chats: Chat) -> list[Answer
     return asyncio.run(all_of_them())
 
 
-CHATS = [Chat((SYSTEM, OTHER_SYSTEM)[i % 2], question(i), max_tokens=16) for i in range(6)]
-FIRST = [Chat(SYSTEM, question(13), 1), Chat(OTHER_SYSTEM, question(13), 1)]
+def chats_of(attempt: int) -> list[Chat]:
+    """Six on two system prompts. Their questions begin with letters of their own, so that any two requests of one
+    system prompt share just that, and no attempt's are cached by an earlier one: that would leave nothing to prefill.
+    """
+    letters = ascii_letters[6 * attempt : 6 * attempt + 6]
+    systems = (SYSTEM, OTHER_SYSTEM) * 3
+    return [
+        Chat(system, f"{letter}: {question(i)}", 16)
+        for i, (letter, system) in enumerate(zip(letters, systems, strict=True))
+    ]
 
 
-def ask_until_prefilled(prefill: Server, decode: Server, port: int) -> list[Answer]:
-    """Ask all chats, again and again until the prefill server has computed some over an expanded prefix: it expands one
-    when several requests hold it at once, and holds each for a moment only. Returns the first answers."""
-    answers = []
+CHATS = chats_of(0)
+FIRST = [Chat(SYSTEM, f"1: {question(13)}", 1), Chat(OTHER_SYSTEM, f"1: {question(13)}", 1)]
+
+
+def ask_until_prefilled(prefill: Server, decode: Server, port: int) -> tuple[list[Chat], list[Answer]]:
+    """Ask until the prefill server has computed something over an expanded prefix: it expands one when several requests
+    hold it at once, and holds each for a moment only. So they come at once first, and then more and more apart: how
+    much that must be depends on how fast the machine is. Returns all chats and their answers."""
+    chats, answers = [], []
     before = prefill.info()["counters"]["prefills_naive"]
-    for _ in range(10):
-        answers.append(ask(prefill, decode, port, *CHATS))
+    for attempt in range(8):
+        asked = [replace(chat, delay_s=0.06 * attempt * i) for i, chat in enumerate(chats_of(attempt))]
+        answers += ask(prefill, decode, port, *asked)
+        chats += asked
         if prefill.info()["counters"]["prefills_naive"] > before:
-            return answers[0]
+            return chats, answers
     raise AssertionError("no prefill over an expanded prefix")
 
 
 def test_both_servers_share_prefixes(stock: Reference, pd_prefill: Server, pd_decode: Server) -> None:
-    expected = stock.asking(*CHATS)
     ask(pd_prefill, pd_decode, PORTS["bf16"], *FIRST)
     with counting(pd_prefill) as prefilled, counting(pd_decode) as decoded:
-        actual = ask_until_prefilled(pd_prefill, pd_decode, PORTS["bf16"])
-    assert_same(actual, expected.result())
+        chats, actual = ask_until_prefilled(pd_prefill, pd_decode, PORTS["bf16"])
+    assert_same(actual, stock.ask(*chats))
     assert decoded.steps_naive > 10 and decoded.expansions == 2
     assert prefilled.prefill_tokens_saved > 200 and prefilled.steps_naive == 0
 
@@ -126,18 +142,17 @@ def test_a_prefill_server_with_a_cache_on_the_host_and_in_files(
 def test_an_fp8_cache(stock: Reference, pd_fp8_prefill: Server, pd_fp8_decode: Server) -> None:
     """Its rows are ours on both servers. Log-probabilities of the tokens before a text is another one are near those of
     fp32; rows that were taken for others would have them far off."""
-    expected = stock.asking(*CHATS)
     ask(pd_fp8_prefill, pd_fp8_decode, PORTS["fp8"], *FIRST)
     with counting(pd_fp8_decode) as decoded:
-        actual = ask_until_prefilled(pd_fp8_prefill, pd_fp8_decode, PORTS["fp8"])
+        chats, actual = ask_until_prefilled(pd_fp8_prefill, pd_fp8_decode, PORTS["fp8"])
     assert decoded.steps_naive > 10
     apart = []
-    for ours, theirs in zip(actual, expected.result(), strict=True):
+    for ours, theirs in zip(actual, stock.ask(*chats), strict=True):
         steps = zip(ours.tokens, theirs.tokens, ours.logprobs, theirs.logprobs, strict=True)
         for token, other, logprob, expected_logprob in steps:
             if token != other:
                 assert abs(logprob - expected_logprob) < 0.2, "another text where neither is as likely as the other"
                 break
             apart.append(abs(logprob - expected_logprob))
-    print(f"{len(apart)} of {16 * len(CHATS)} tokens, apart by {sum(apart) / len(apart):.4f}, at most {max(apart):.4f}")
-    assert len(apart) > 8 * len(CHATS) and sum(apart) / len(apart) < 0.03
+    print(f"{len(apart)} of {16 * len(chats)} tokens, apart by {sum(apart) / len(apart):.4f}, at most {max(apart):.4f}")
+    assert len(apart) > 8 * len(chats) and sum(apart) / len(apart) < 0.03
