@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Installs what the tests need into .venv, then runs the checks and the tests.
 #
-#   scripts/test.sh                        lint, types, and all tests that need no GPU and are not marked slow
-#   scripts/test.sh --newest               the same; then those that are about SGLang with the newest one that is
-#                                          supported, in an environment of its own
+#   scripts/test.sh                        lint, types, and all tests that need no GPU and are not marked slow; then some
+#                                          that are about SGLang with the newest one that is supported, in an
+#                                          environment of its own
 #   scripts/test.sh tests/unit -k planner  one pytest run with these arguments
 #   scripts/test.sh -m gpu tests/gpu       the tests on a Hopper GPU
 #   SGLANG_OF_TESTS=0.5.23 scripts/test.sh ...  one pytest run with this SGLang
@@ -16,11 +16,10 @@ set -euo pipefail
 trap 'exit 130' INT TERM
 cd "$REPOSITORY"
 NEWEST=0.5.23
-ABOUT_SGLANG=(tests/unit/test_{backend_interface,cli,contract,contract_reads,examine,grouped_prefixes,plugin}.py
+UNIT_OF_NEWEST=(tests/unit/test_{backend_interface,cli,contract,contract_reads,examine,grouped_prefixes,plugin}.py
     tests/unit/test_{segments,shared_prefixes,source,status,traffic_of_numbers,tree_of_numbers}.py)
-NEWEST_PYTHON=
-if [ "${1:-}" = --newest ]; then
-    shift
+SERVERS_OF_NEWEST=(tests/server/test_{answers,launch,two_ranks}.py)
+if [ $# = 0 ]; then
     prepare_environment dev $NEWEST
     NEWEST_PYTHON=$PYTHON
 fi
@@ -53,22 +52,24 @@ if [ $# -gt 0 ]; then
 fi
 niceness=10 # servers that wait for the processor take chats one by one that were sent together
 server_output=$(mktemp -d)
-# Prints to a file for each of two environments; one after the other, so that no server waits for another's.
+# $1 is a name for what they print; then an environment's Python, and the tests.
 run_server_tests() {
-    local at=0 child
-    trap 'kill $child 2>/dev/null && wait $child; exit 143' TERM
-    for python in "$PYTHON" ${NEWEST_PYTHON:+"$NEWEST_PYTHON"}; do
-        "$python" -m pytest -m "not gpu and not slow" tests/server >"$server_output/$at" 2>&1 &
-        child=$!
-        wait $child || touch "$server_output/failed-$at"
-        at=$((at + 1))
-    done
+    "$2" -m pytest -m "not gpu and not slow" "${@:3}" >"$server_output/$1" 2>&1 &
+    child=$!
+    wait $child || touch "$server_output/failed-$1"
 }
-run_server_tests &
+# One environment after the other, so that no server waits for another's.
+run_all_server_tests() {
+    local child
+    trap 'kill $child 2>/dev/null && wait $child; exit 143' TERM
+    run_server_tests $SGLANG_VERSION "$PYTHON" tests/server
+    run_server_tests $NEWEST "$NEWEST_PYTHON" "${SERVERS_OF_NEWEST[@]}"
+}
+run_all_server_tests &
 server_tests=$!
 # SIGTERM, because a background job ignores Ctrl-C; pytest then stops its servers.
 trap '{ kill $server_tests 2>/dev/null && wait $server_tests; } || true; rm -rf "$server_output"' EXIT
-# The server tests of the first or second environment.
+# The server tests with one SGLang.
 finish_server_tests() {
     wait $server_tests 2>/dev/null || true
     cat "$server_output/$1"
@@ -81,10 +82,8 @@ step "Types" "$PYTHON" -m mypy
 for folder in tests/unit tests/kernels; do
     step "$folder" run_pytest -m "not gpu and not slow" -n auto --maxprocesses 4 --dist loadfile "$folder"
 done
-step tests/server finish_server_tests 0
-if [ -n "$NEWEST_PYTHON" ]; then
-    step "SGLang $NEWEST: tests/server" finish_server_tests 1
-    PYTHON=$NEWEST_PYTHON step "SGLang $NEWEST: tests/unit" run_pytest -n auto --maxprocesses 4 --dist loadfile \
-        "${ABOUT_SGLANG[@]}"
-fi
+PYTHON=$NEWEST_PYTHON step "SGLang $NEWEST: tests/unit" run_pytest -n auto --maxprocesses 4 --dist loadfile \
+    "${UNIT_OF_NEWEST[@]}"
+step tests/server finish_server_tests $SGLANG_VERSION
+step "SGLang $NEWEST: tests/server" finish_server_tests $NEWEST
 [ -z "$failed" ]

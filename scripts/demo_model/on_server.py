@@ -154,7 +154,8 @@ def served_study(
         impls: names in SETUPS; the baseline is asked in any case.
         folder: for logs and changed packages.
     Raises:
-        ServerFailedError: the baseline's server does not run, or none of the others does.
+        ServerFailedError: the baseline's server does not run, or none of the others does; or some do not, after the
+            records of those that do.
     """
     tasks = tasks_of(data, plan)
     names = [BASELINE, *(name for name in impls if name != BASELINE)]
@@ -167,6 +168,8 @@ def served_study(
         sums = {name: of_task for name, of_tasks in found.items() if (of_task := of_tasks[place]) is not None}
         for name, case, metrics in compared(sums, task.counts, plan, task.case, task.metric):
             yield name, case | {"study": STUDY}, metrics
+    if missing := [name for name in names if name not in urls]:
+        raise ServerFailedError(f"not studied, because their servers do not run: {', '.join(missing)}")
 
 
 def servers(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from sglang_mla_ext.adapter.source import NotThere, SourceTree, without_collector
@@ -117,11 +118,16 @@ def _with_article(kind: str) -> str:
 
 
 def check() -> None:
-    """Compare, and warn of a release that was not tested.
+    """Compare, and warn of a release that was not tested. What was as expected is not compared again by this process.
 
     Raises:
         ContractError: with every difference.
     """
+    _check(installed_version(), release())
+
+
+@cache
+def _check(have: str | None, release: Release) -> None:
     if (warning := untested()) is not None:
         logger.warning("hybrid_mla: %s; what it uses of SGLang is compared with the source.", warning)
     if found := mismatches():

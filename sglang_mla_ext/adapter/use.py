@@ -40,7 +40,7 @@ class Release:
 
     uses: tuple[Use, ...]
     read_of_backend: tuple[Read, ...]
-    fields_of: Mapping[str, str] = field(default_factory=dict)
+    fields_of: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
 def function(path: str, params: str, why: str, keywords: str = "") -> tuple[Use]:

@@ -6,11 +6,11 @@ A process of its own sees a Hopper GPU that is not there; neither the network no
 from __future__ import annotations
 
 import json
+import operator
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +25,7 @@ from sglang_mla_ext.adapter import examine, launch_line
 found = {}
 before = torch.cuda.is_available()
 with examine.examiner() as examined:
-    asked = json.loads(sys.argv[2])
-    for recipe in (each for each in recipes() if each["name"] in asked):
+    for recipe in recipes():
         found[recipe["name"]] = examined(launch_line.read(words(recipe)))
     small = "--tp 8 --model-path deepseek-ai/DeepSeek-V3"
     lines = {
@@ -65,28 +64,13 @@ LLAMA = {
 }
 
 
-EACH = 6
-"""SGLang resolves one in so many of the recipes that work as they are; the others are slow tests."""
-
-
-def cases() -> list[Any]:
-    works = [recipe["name"] for recipe in recipes() if recipe["expected"] == "works"]
-    slow = {name for place, name in enumerate(works) if place % EACH}
-    return [
-        pytest.param(recipe, id=recipe["name"], marks=[pytest.mark.slow] if recipe["name"] in slow else [])
-        for recipe in recipes()
-    ]
-
-
 @pytest.fixture(scope="module")
-def examined(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(LLAMA))
     env = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
     env |= {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'scripts'}", "HF_HUB_OFFLINE": "1"}
-    here = [item for item in request.session.items if item.path == Path(__file__) and hasattr(item, "callspec")]
-    asked = [item.callspec.params["recipe"]["name"] for item in here if "recipe" in item.callspec.params]
-    command = [sys.executable, "-W", "ignore", "-c", EXAMINE, str(folder), json.dumps(asked)]
+    command = [sys.executable, "-W", "ignore", "-c", EXAMINE, str(folder)]
     process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert process.returncode == 0, process.stderr
     answer = json.loads(process.stdout)
@@ -94,7 +78,7 @@ def examined(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return answer["found"]
 
 
-@pytest.mark.parametrize("recipe", cases())
+@pytest.mark.parametrize("recipe", recipes(), ids=operator.itemgetter("name"))
 def test_a_recipe_comes_to_what_its_file_says(recipe: dict[str, Any], examined: dict[str, Any]) -> None:
     found = examined[recipe["name"]]
     assert found["outcome"] == recipe["expected"]

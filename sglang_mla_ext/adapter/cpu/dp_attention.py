@@ -15,6 +15,7 @@ import torch
 
 def install() -> None:
     """Register the hooks; SGLang applies them before it builds anything."""
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     backend = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
@@ -28,11 +29,18 @@ def install() -> None:
     }
     for target, hook in around.items():
         HookRegistry.register(target, hook, HookType.AROUND)
+    # What newer releases ask for instead where there is no GPU; of SGLang's backends Intel's alone has it.
+    AttentionBackend.get_cpu_graph_seq_len_fill_value = padding
+
+
+def padding(backend: object) -> int:
+    """Tokens of a request that only fills a batch."""
+    return 1
 
 
 def around_padding(original: Callable[..., Any], backend: object) -> int:
-    """Tokens of a request that only fills a batch."""
-    return 1
+    """The same, as a hook."""
+    return padding(backend)
 
 
 def around_sync(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
