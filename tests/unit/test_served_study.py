@@ -106,7 +106,7 @@ def test_a_server_that_does_not_run_is_an_error_after_the_others(monkeypatch: py
     names = ["hybrid_mla", "sglang_fp8"]
     found = on_server.served_study(Path(), Mock(), plan, names, Path(), Console())
     assert {next(found)[0], next(found)[0]} == {"sglang_bf16", "hybrid_mla"}
-    with pytest.raises(ServerFailedError, match="do not run: sglang_fp8$"):
+    with pytest.raises(ServerFailedError, match=r"do not run: sglang_fp8$"):
         next(found)
 
 
