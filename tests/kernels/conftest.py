@@ -44,6 +44,7 @@ def _bind_to_interpreter() -> None:
                 "run `pytest tests/kernels` in a process of its own"
             )
     _accept_current_numpy(interpreter)
+    _prepare_once(interpreter)
 
 
 def _accept_current_numpy(interpreter) -> None:
@@ -55,6 +56,24 @@ def _accept_current_numpy(interpreter) -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch
+
+
+def _prepare_once(interpreter) -> None:
+    """Have a call inside of a kernel prepare Triton's language for its module once, and not each time: a launch has
+    prepared what kernels use, and what Triton's own functions use stays prepared."""
+    prepared: set[int] = set()
+    call = interpreter.InterpretedFunction.__call__
+
+    def call_prepared(self, *args, **kwargs):
+        if id(self.fn.__globals__) not in prepared:
+            prepared.add(id(self.fn.__globals__))
+            return call(self, *args, **kwargs)
+        try:
+            return self.rewrite()(*args, **kwargs)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter.InterpretedFunction.__call__ = call_prepared
 
 
 _bind_to_interpreter()
