@@ -18,7 +18,7 @@ cd "$REPOSITORY"
 NEWEST=0.5.23
 UNIT_OF_NEWEST=(tests/unit/test_{backend_interface,cli,contract,contract_reads,examine,grouped_prefixes,plugin}.py
     tests/unit/test_{segments,shared_prefixes,source,status,traffic_of_numbers,tree_of_numbers}.py)
-SERVERS_OF_NEWEST=(tests/server/test_{answers,launch,two_ranks}.py)
+SERVERS_OF_NEWEST=(tests/server/test_{answers,launch,on_host,two_ranks}.py)
 if [ $# = 0 ]; then
     prepare_environment dev $NEWEST
     NEWEST_PYTHON=$PYTHON
@@ -26,6 +26,8 @@ fi
 prepare_environment dev "${SGLANG_OF_TESTS:-}"
 # A warning of sentencepiece's types that Python would print after pytest's summary.
 export PYTHONWARNINGS="ignore:builtin type:DeprecationWarning"
+# Some three dozen processes import SGLang: the first of them compiles it for all.
+unset PYTHONDONTWRITEBYTECODE
 # Tests fill the cores by themselves: threads of one that wait for each other take the time of the others.
 export OMP_NUM_THREADS=1
 
