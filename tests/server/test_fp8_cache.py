@@ -19,6 +19,9 @@ import requests
 from bench.server import server_info
 from conftest import Chat, Server, counting, in_thread
 from demo import OTHER_QUESTIONS, SYSTEM_PROMPT, WORD_QUESTIONS, lookups
+from test_answers import SYSTEM as SYSTEM_OF_STATIONS
+from test_answers import question
+from test_on_host import fill, tokens
 
 from sglang_mla_ext.adapter import contract
 
@@ -136,3 +139,22 @@ def test_the_same_memory_holds_more_tokens(bf16_cache: Server, fp8_cache: Server
         print(f"max_total_num_tokens {tokens} in {memory / (1 << 30):.3f} GiB (a tenth of it for prefixes)")
         per_byte.append(tokens / memory)
     assert per_byte[1] / per_byte[0] == pytest.approx(1.75, rel=0.02)
+
+
+def test_a_prefix_in_fp8_that_was_on_the_host(fp8_cache: Server, on_host_fp8: Server) -> None:
+    """The answers of an FP8 cache that never left the device, with which it shares its rounding but for ties."""
+    chats = [Chat(SYSTEM_OF_STATIONS, question(i), max_tokens=16) for i in range(3)]
+    for server in (fp8_cache, on_host_fp8):
+        server.ask(Chat(SYSTEM_OF_STATIONS, question(13), 1))
+    expected = ask(fp8_cache, *chats)
+    first = ask(on_host_fp8, *chats)
+    fill(on_host_fp8)
+    before = tokens(on_host_fp8, "load_back")
+    with counting(on_host_fp8) as counted:
+        second = ask(on_host_fp8, *chats)
+    assert tokens(on_host_fp8, "load_back") - before > 256, "the prefix was on the host"
+    assert counted.steps_naive > 8
+    for actual in (first, second):
+        apart = compare(actual, expected)
+        print(f"{len(apart)} tokens differ by {sum(apart) / len(apart):.5f} on average and {max(apart):.5f} at most")
+        assert len(apart) > 0.7 * sum(len(steps) for steps in expected) and sum(apart) / len(apart) < 0.01

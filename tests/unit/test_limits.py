@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sglang_mla_ext.adapter import limits
+from sglang_mla_ext.adapter.versions import sglang_0_5_23
 from sglang_mla_ext.options import OptionError
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
@@ -363,6 +364,24 @@ def test_every_reason_is_given_at_once() -> None:
     text = message(server_args(mla=False, pp_size=2, disable_radix_cache=True), AMPERE)
     assert text.startswith("--attention-backend hybrid_mla cannot run like this:\n")
     assert len(text.splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        (HOST_CACHE, []),
+        (HOST_CACHE | {"hicache_storage_backend": "file"}, []),
+        (HOST_CACHE | FP8_CACHE, ["--enable-hierarchical-cache beside --kv-cache-dtype fp8_e4m3"]),
+        (HOST_CACHE | EAGLE, ["--enable-hierarchical-cache beside --speculative-algorithm"]),
+        (FP8_CACHE | EAGLE, []),
+        ({"disaggregation_mode": "prefill"}, ["--disaggregation-mode prefill"]),
+    ],
+)
+def test_what_the_newest_sglang_cannot_do_yet(changes: dict[str, Any], refused: list[str]) -> None:
+    args = server_args(**changes)
+    flags = ("unified_cache_external_linker", "layernorm_sp", "kv_cache_sharding", "nvidia_megakernel")
+    vars(args).update({f"enable_{flag}": False for flag in flags})
+    assert [name for name, found in sglang_0_5_23.further_findings(args).items() if found] == refused
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,13 @@ def other_trees() -> list[str]:
 
 
 def further_findings(args: ServerArgs) -> dict[str, bool]:
-    """See sglang_0_5_17."""
+    """See sglang_0_5_17. The tree's part on the host was tried here, but neither with drafts nor with our FP8 rows, of
+    whose length SGLang has to be told in another way than before."""
+    on_host, drafts = args.enable_hierarchical_cache, args.speculative_algorithm is not None
     return sglang_0_5_20.further_findings(args) | {
+        "--enable-hierarchical-cache": False,
+        "--enable-hierarchical-cache beside --kv-cache-dtype fp8_e4m3": on_host and args.kv_cache_dtype == "fp8_e4m3",
+        "--enable-hierarchical-cache beside --speculative-algorithm": on_host and drafts,
         "--enable-kv-cache-sharding": args.enable_kv_cache_sharding,
         "--enable-nvidia-megakernel": args.enable_nvidia_megakernel,
     }
