@@ -19,8 +19,8 @@ import requests
 from bench.server import server_info
 from conftest import Chat, Server, counting, in_thread
 from demo import OTHER_QUESTIONS, SYSTEM_PROMPT, WORD_QUESTIONS, lookups
+from test_answers import LONG, question
 from test_answers import SYSTEM as SYSTEM_OF_STATIONS
-from test_answers import question
 from test_on_host import fill, tokens
 
 from sglang_mla_ext.adapter import contract
@@ -46,15 +46,15 @@ class Step:
     lead: float
 
 
-def ask(server: Server, *chats: Chat) -> list[list[Step]]:
-    """The answers, token by token."""
+def ask(server: Server, *chats: Chat, **more: Any) -> list[list[Step]]:
+    """The answers, token by token; `more` is for SGLang."""
 
     async def one(client: Any, chat: Chat) -> list[Step]:
         messages = [{"role": "user", "content": chat.user}]
         if chat.system:
             messages.insert(0, {"role": "system", "content": chat.system})
         limits = {"temperature": 0, "max_tokens": chat.max_tokens, "logprobs": True, "top_logprobs": 5}
-        answer = await client.chat.completions.create(model="default", messages=messages, **limits)
+        answer = await client.chat.completions.create(model="default", messages=messages, **limits, extra_body=more)
         steps = []
         for token in answer.choices[0].logprobs.content:
             # Fewer than asked for where tokens are parts of characters, and so have the same text.
@@ -144,15 +144,20 @@ def test_the_same_memory_holds_more_tokens(bf16_cache: Server, fp8_cache: Server
 
 def test_a_prefix_in_fp8_that_was_on_the_host(fp8_cache: Server, on_host_fp8: Server) -> None:
     """The answers of an FP8 cache that never left the device, with which it shares its rounding but for ties."""
-    chats = [Chat(SYSTEM_OF_STATIONS, question(i), max_tokens=16) for i in range(3)]
+    chats = [Chat(SYSTEM_OF_STATIONS, question(i), LONG) for i in range(3)]
+
+    def answers(server: Server) -> list[list[Step]]:
+        """Of requests that run together for long; their beginnings are compared."""
+        return [steps[:16] for steps in ask(server, *chats, ignore_eos=True)]
+
     for server in (fp8_cache, on_host_fp8):
         server.ask(Chat(SYSTEM_OF_STATIONS, question(13), 1))
-    expected = ask(fp8_cache, *chats)
-    first = ask(on_host_fp8, *chats)
+    expected = answers(fp8_cache)
+    first = answers(on_host_fp8)
     fill(on_host_fp8)
     before = tokens(on_host_fp8, "load_back")
     with counting(on_host_fp8) as counted:
-        second = ask(on_host_fp8, *chats)
+        second = answers(on_host_fp8)
     assert tokens(on_host_fp8, "load_back") - before > 256, "the prefix was on the host"
     assert counted.steps_naive > 8
     for actual in (first, second):

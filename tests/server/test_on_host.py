@@ -7,7 +7,7 @@ import time
 import pytest
 import requests
 from conftest import Chat, Reference, Server, assert_same, counting
-from test_answers import SYSTEM, question
+from test_answers import LONG, SYSTEM, question
 
 from sglang_mla_ext.adapter import contract
 
@@ -30,7 +30,7 @@ def fill(server: Server) -> None:
 
 
 def test_a_prefix_that_was_on_the_host(stock: Reference, on_host: Server) -> None:
-    chats = [Chat(SYSTEM, question(i), max_tokens=16) for i in range(3)]
+    chats = [Chat(SYSTEM, question(i), LONG) for i in range(3)]
     expected = stock.asking(*chats)
     on_host.ask(Chat(SYSTEM, question(13), 1))
     assert_same(on_host.ask(*chats), expected.result())
@@ -53,7 +53,7 @@ def wait_until_stored(server: Server, count: int = 256) -> None:
 @pytest.mark.usefixtures("no_files")
 def test_a_prefix_that_was_in_files(stock: Reference, in_files: Server) -> None:
     """A flush leaves nothing on the device and on the host."""
-    chats = [Chat(SYSTEM, question(i), max_tokens=16) for i in range(3)]
+    chats = [Chat(SYSTEM, question(i), LONG) for i in range(3)]
     expected = stock.asking(*chats)
     in_files.ask(Chat(SYSTEM, question(13), 1))
     assert_same(in_files.ask(*chats), expected.result())
