@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import typer
 from bench.client import HYBRID
-from bench.engine import Engine, engine_arguments, impl_of, results_of, write_model
+from bench.engine import Engine, engine_arguments, impl_of, results_of, rounds_of, write_model
 from bench.records import write_record
 from rich.console import Console
 from rich.table import Table
@@ -40,7 +40,7 @@ def measure(
     """Run one engine and put one result for each prompt and batch into the queue `out`, as often as there are rounds.
 
     Args:
-        turn: as `bench.engine.Engine` has it.
+        turn: see `bench.engine.rounds_of`.
     """
     import sglang
 
@@ -59,9 +59,7 @@ def measure(
         return time.perf_counter() - start
 
     steps = options["steps"]
-    out.put(None)
-    for _ in range(options["rounds"]):
-        turn.acquire()
+    for _ in rounds_of(options["rounds"], turn, out):
         for prompt in prompts:
             prefix = tokens(prompt)
             seconds(prefix, 1, 2)
@@ -81,7 +79,6 @@ def measure(
                         "info": info,
                     }
                 )
-        out.put(None)
     engine.shutdown()
 
 

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from bench.engine import Engine, engine_arguments, impl_of, results_of, write_model
+from bench.engine import Engine, engine_arguments, impl_of, results_of, rounds_of, write_model
 from bench.records import write_record
 from rich.console import Console
 from rich.table import Table
@@ -58,7 +58,7 @@ def measure(
     """Run one engine and put one result for each prompt and batch into the queue `out`, as often as there are rounds.
 
     Args:
-        turn: as `bench.engine.Engine` has it.
+        turn: see `bench.engine.rounds_of`.
     """
     os.environ["SGLANG_SIMULATE_ACC_LEN"] = str(options["accept_length"])
     os.environ["SGLANG_ENABLE_METRICS_DEVICE_TIMER"] = "1"
@@ -98,9 +98,7 @@ def measure(
         run(prefix, 1, 1)
         return np.array([*found, verify_seconds() - before])
 
-    out.put(None)
-    for _ in range(options["rounds"]):
-        turn.acquire()
+    for _ in rounds_of(options["rounds"], turn, out):
         for prompt in prompts:
             prefix = tokens(prompt)
             run(prefix, 1, 2)
@@ -125,7 +123,6 @@ def measure(
                         "info": info.get("hybrid_mla"),
                     }
                 )
-        out.put(None)
     engine.shutdown()
 
 

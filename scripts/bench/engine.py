@@ -115,8 +115,7 @@ class Engine:
     """An engine in a process of its own, which has started and runs when it is asked to.
 
     Args:
-        measure: starts an engine, puts an empty round into the queue, and then, each time after it has taken the
-            semaphore, the results of one round. Semaphore and queue are its last arguments.
+        measure: starts an engine, and puts results into a queue in `rounds_of`, which takes its last two arguments.
     """
 
     def __init__(self, measure: Callable[..., None], *arguments: Any) -> None:
@@ -128,6 +127,20 @@ class Engine:
         """Results of one round."""
         self._turn.release()
         return iter(self.results)
+
+
+def rounds_of(rounds: int, turn: Any, out: Any) -> Iterator[None]:
+    """The rounds of an engine that has started, in its process.
+
+    Args:
+        turn: a semaphore that is taken before each round.
+        out: a queue, which gets an empty round before the first one.
+    """
+    out.put(None)
+    for _ in range(rounds):
+        turn.acquire()
+        yield
+        out.put(None)
 
 
 def results_of(

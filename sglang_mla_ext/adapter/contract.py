@@ -126,7 +126,7 @@ def check() -> None:
     _check(installed_version(), release())
 
 
-@cache
+@cache  # by what it depends on
 def _check(have: str | None, release: Release) -> None:
     if (warning := untested()) is not None:
         logger.warning("hybrid_mla: %s; what it uses of SGLang is compared with the source.", warning)

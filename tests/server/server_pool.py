@@ -14,6 +14,7 @@ from bench.server import (
     CPU_ENVIRONMENT,
     ON_GPU,
     Process,
+    base_url_of,
     free_port,
     log_tail,
     server_command,
@@ -139,7 +140,7 @@ class ServerPool:
             environment |= launch.environment
             with log.open("wb") as output:
                 processes.append(self.popen(command, real=launch.real, env=environment, stdout=output, stderr=output))
-        self._running[name] = Running(processes[0], f"http://127.0.0.1:{port}", logs[0], tuple(processes[1:]))
+        self._running[name] = Running(processes[0], base_url_of(port), logs[0], tuple(processes[1:]))
         return self._running[name]
 
 

@@ -82,11 +82,7 @@ def chats_of(attempt: int) -> list[Chat]:
     system prompt share just that, and no attempt's are cached by an earlier one: that would leave nothing to prefill.
     """
     letters = ascii_letters[6 * attempt : 6 * attempt + 6]
-    systems = (SYSTEM, OTHER_SYSTEM) * 3
-    return [
-        Chat(system, f"{letter}: {question(i)}", 16)
-        for i, (letter, system) in enumerate(zip(letters, systems, strict=True))
-    ]
+    return [Chat((SYSTEM, OTHER_SYSTEM)[i % 2], f"{letter}: {question(i)}", 16) for i, letter in enumerate(letters)]
 
 
 CHATS = chats_of(0)

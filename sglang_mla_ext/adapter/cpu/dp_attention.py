@@ -18,10 +18,8 @@ def install() -> None:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    backend = "sglang.srt.layers.attention.base_attn_backend.AttentionBackend"
     group = "sglang.srt.distributed.parallel_state.GroupCoordinator"
     around = {
-        f"{backend}.get_cuda_graph_seq_len_fill_value": around_padding,
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch": around_sync,
         "sglang.srt.layers.dp_attention.memcpy_triton": around_copy,
         f"{group}.all_gather_into_tensor": around_all_gather,
@@ -29,18 +27,14 @@ def install() -> None:
     }
     for target, hook in around.items():
         HookRegistry.register(target, hook, HookType.AROUND)
-    # What newer releases ask for instead where there is no GPU; of SGLang's backends Intel's alone has it.
+    # Newer releases ask by the second name where there is no GPU; of SGLang's backends Intel's alone has it.
+    AttentionBackend.get_cuda_graph_seq_len_fill_value = padding
     AttentionBackend.get_cpu_graph_seq_len_fill_value = padding
 
 
 def padding(backend: object) -> int:
     """Tokens of a request that only fills a batch."""
     return 1
-
-
-def around_padding(original: Callable[..., Any], backend: object) -> int:
-    """The same, as a hook."""
-    return padding(backend)
 
 
 def around_sync(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
