@@ -14,12 +14,17 @@ come and go, sessions of many turns, bursts. `bench/workloads.py` says how; a pa
 
 `--model` may be a folder without weights (`make_demo_model.py --config-only`) if there is `--server-arg "--load-format
 dummy"`. A backend may carry flags: `--backend "hybrid_mla --hybrid-mla-mode absorb"`.
+
+With `--together` all servers start at once and share the GPU's memory (`--server-arg "--max-total-tokens 600000"`);
+each is measured while the others are idle.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -38,7 +43,17 @@ from bench.client import (
 )
 from bench.profile import NoTraceError
 from bench.records import write_record
-from bench.server import ON_GPU, ServerFailedError, console_of, free_port, running_server, server_info, work_folder
+from bench.server import (
+    ON_GPU,
+    ServerFailedError,
+    base_url_of,
+    console_of,
+    free_port,
+    server_info,
+    started_server,
+    wait_until_ready,
+    work_folder,
+)
 from bench.workload_runs import (
     Run,
     describe_run,
@@ -110,6 +125,7 @@ def main(
         bool, typer.Option("--profile", help="After each workload, run it once more under torch's profiler.")
     ] = False,
     server_arg: Annotated[list[str] | None, typer.Option(help="Flags for every server; repeatable.")] = None,
+    together: Annotated[bool, typer.Option("--together", help="Start all servers at once.")] = False,
     base_url: Annotated[str | None, typer.Option(help="Measure this running server; name its one --backend.")] = None,
     out: Annotated[Path | None, typer.Option(help="JSONL file to append records to.")] = None,
     log_folder: Annotated[Path | None, typer.Option(help="For the output of servers and client [.demo/logs].")] = None,
@@ -185,22 +201,35 @@ def main(
     common += ["--max-running-requests", str(2 * most_requests)]
     if ON_GPU:
         common += ["--cuda-graph-max-bs-decode", str(most_requests)]
+
+    def start(number: int, servers: contextlib.ExitStack) -> Callable[[], str]:
+        """Start a backend's server, which ends with `servers`; what is returned waits for it and gives its URL."""
+        attention, *flags = shlex.split(backends[number])
+        log, port = logs / f"server-{number}-{attention}.log", free_port()
+        arguments = ["--attention-backend", attention, *flags, *common]
+        server = servers.enter_context(started_server(arguments, port, log, console))
+
+        @functools.cache
+        def ready() -> str:
+            wait_until_ready(server, base_url_of(port), log, console)
+            return base_url_of(port)
+
+        return ready
+
     failed = False
-    for number, name in enumerate(backends):
-        attention, *flags = shlex.split(name)
-        log = logs / f"server-{number}-{attention}.log"
-        server: contextlib.AbstractContextManager[str] = (
-            contextlib.nullcontext(base_url)
-            if base_url
-            else running_server(["--attention-backend", attention, *flags, *common], free_port(), log, console)
-        )
-        console.rule(name)
-        try:
-            with server as url:
-                measure_all(url, name)
-        except (ServerFailedError, ClientFailedError, NoTraceError, requests.RequestException) as error:
-            console.print(f"{name}: {error}", style="red", markup=False, highlight=False)
-            failed = True
+    with contextlib.ExitStack() as servers:
+        started = [start(number, servers) for number in range(len(backends))] if together and not base_url else []
+        for ready in started:
+            with contextlib.suppress(ServerFailedError):  # said below
+                ready()
+        for number, name in enumerate(backends):
+            console.rule(name)
+            try:
+                with contextlib.ExitStack() as alone:
+                    measure_all(base_url or (started[number] if started else start(number, alone))(), name)
+            except (ServerFailedError, ClientFailedError, NoTraceError, requests.RequestException) as error:
+                console.print(f"{name}: {error}", style="red", markup=False, highlight=False)
+                failed = True
     console.print(runs_table(found, backends) if workload else results_table(results, backends))
     if failed:
         raise typer.Exit(1)

@@ -28,6 +28,8 @@ SCRIPTS = Path(__file__).resolve().parents[1]
 CPU_ARGUMENTS = ("--device", "cpu", "--dtype", "float32", "--mem-fraction-static", "0.1", "--sleep-on-idle")
 # The models that run on a CPU are tiny; on few cores, threads that wait for each other cost more than they gain.
 CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+# How long a server may take until it answers; a first start compiles kernels.
+START_S = 1800.0
 # From a server's port, or from that of `--dist-init-addr`, to those between its own processes (`PortArgs.init_new`).
 SGLANG_OFFSETS = (*range(20), *range(233, 253))
 
@@ -83,7 +85,7 @@ def running_server(
     port: int,
     log: Path,
     console: Console,
-    timeout_s: float = 1800,
+    timeout_s: float = START_S,
     environment: Mapping[str, str] | None = None,
     launcher: Sequence[str] = ("-m", LAUNCHER),
 ) -> Iterator[str]:
@@ -92,7 +94,7 @@ def running_server(
     Args:
         arguments: of `sglang.launch_server`, without host and port.
         log: file that takes the server's output.
-        timeout_s: how long it may take until it answers; a first start compiles kernels.
+        timeout_s: how long it may take until it answers.
         environment: variables beside this process's.
         launcher: what Python runs.
     Yields:
@@ -165,7 +167,7 @@ class Process(Protocol):
     def terminate(self) -> None: ...
 
 
-def wait_until_ready(server: Process, base_url: str, log: Path, console: Console, timeout_s: float) -> None:
+def wait_until_ready(server: Process, base_url: str, log: Path, console: Console, timeout_s: float = START_S) -> None:
     """Wait until a server answers; raises ServerFailedError as `running_server` does."""
     start = time.monotonic()
     with console.status("starting the server") as status:
