@@ -1,8 +1,8 @@
 """Whether an answer is that of the stock server: the same tokens, with the same log-probabilities within rounding.
 
 An answer that leaves the stock answer where another token is as likely, within rounding, is a *tie*: what follows is
-compared with what the stock server says after that token. An answer that is the stock answer without its first token is
-what SGLang's own `SGLANG_TEST_RETRACT` makes of a request that it took back, whatever the backend: *lost first*.
+compared with what the stock server says after that token. An answer that is one without its first token is what
+SGLang's own `SGLANG_TEST_RETRACT` makes of a request that it took back, whatever the backend: *lost first*.
 """
 
 from __future__ import annotations
@@ -63,25 +63,46 @@ async def judge(
         answer: whole, or the beginning of one.
         taken_back: whether SGLang took the request back and ran it again later.
     """
+    verdict = await compare(prompt, answer, stock, tolerance)
+    if verdict is Verdict.WRONG and taken_back:
+        for first, rest in without_first(answer, await stock(prompt, len(answer.ids) + 1), tolerance):
+            if await compare((*prompt, first), rest, stock, tolerance) is not Verdict.WRONG:
+                return Verdict.LOST_FIRST
+    return verdict
+
+
+async def compare(prompt: tuple[int, ...], answer: Answer, stock: Stock, tolerance: Tolerance) -> Verdict:
+    """Right, a tie, or wrong."""
+    if len(answer.logprobs) != len(answer.ids):
+        return Verdict.WRONG
     expected = await stock(prompt, len(answer.ids) + 1)
-    if not answer.ids or same(answer, expected, tolerance):
-        return Verdict.RIGHT
-    if taken_back and lost_first(answer, expected, tolerance):
-        return Verdict.LOST_FIRST
     verdict = Verdict.RIGHT
     while not same(answer, expected, tolerance):
         at = first_difference(answer, expected)
         if at is None or not same(Answer(answer.ids[:at], answer.logprobs[:at]), expected, tolerance):
             return Verdict.WRONG
-        logprob = dict(expected.runners_up[at]).get(answer.ids[at])
-        if logprob is None or expected.logprobs[at] - logprob > 2 * tolerance.mean:
-            return Verdict.WRONG
-        if abs(answer.logprobs[at] - logprob) > tolerance.each:
+        logprob = as_likely(expected, at, tolerance).get(answer.ids[at])
+        if logprob is None or abs(answer.logprobs[at] - logprob) > tolerance.each:
             return Verdict.WRONG
         verdict = Verdict.TIE
         prompt, answer = prompt + answer.ids[: at + 1], answer.after(at + 1)
         expected = await stock(prompt, len(answer.ids) + 1)
     return verdict
+
+
+def as_likely(expected: Answer, at: int, tolerance: Tolerance) -> dict[int, float]:
+    """Log-probabilities of the tokens that may stand at a place: the stock answer's, and those that it hardly leads."""
+    best = expected.logprobs[at]
+    near = {token: value for token, value in expected.runners_up[at] if best - value <= 2 * tolerance.mean}
+    return {expected.ids[at]: best} | near
+
+
+def without_first(answer: Answer, expected: Answer, tolerance: Tolerance) -> list[tuple[int, Answer]]:
+    """How an answer may have lost its first token, or that token's log-probability alone: the token and the rest."""
+    firsts = as_likely(expected, 0, tolerance)
+    if len(answer.logprobs) == len(answer.ids):
+        return [(first, answer) for first in firsts]
+    return [(first, Answer(answer.ids[1:], answer.logprobs)) for first in answer.ids[:1] if first in firsts]
 
 
 def same(answer: Answer, expected: Answer, tolerance: Tolerance) -> bool:
@@ -91,14 +112,6 @@ def same(answer: Answer, expected: Answer, tolerance: Tolerance) -> bool:
         return False
     apart = [abs(a - b) for a, b in zip(answer.logprobs, expected.logprobs, strict=False)]
     return all(each <= tolerance.each for each in apart) and sum(apart) <= count * tolerance.mean
-
-
-def lost_first(answer: Answer, expected: Answer, tolerance: Tolerance) -> bool:
-    """Whether an answer is the expected one, but for its first token, or that token's log-probability alone."""
-    ids = expected.ids[: len(answer.ids)]
-    whole = answer.ids == ids and len(answer.logprobs) == len(ids) - 1
-    without = expected.after(1)
-    return same(Answer(ids[1:], answer.logprobs), without, tolerance) if whole else same(answer, without, tolerance)
 
 
 def first_difference(answer: Answer, expected: Answer) -> int | None:

@@ -123,6 +123,19 @@ def test_the_first_token_may_be_lost_of_a_request_that_was_taken_back() -> None:
     assert verdict(answer.after(2), taken_back=True) is Verdict.WRONG
 
 
+@pytest.mark.parametrize("place", [0, 1, 3, 7])
+def test_an_answer_with_a_tie_may_have_lost_its_first_token(place: int) -> None:
+    answer = after_another_token(place, FP32.mean)
+    for lost in (answer.after(1), replace(answer, logprobs=answer.logprobs[1:])):
+        assert verdict(lost, FP32.mean, taken_back=True) is Verdict.LOST_FIRST
+        assert verdict(lost, FP32.mean) is Verdict.WRONG
+        assert verdict(replace(lost, ids=(*lost.ids[:-1], 499)), FP32.mean, taken_back=True) is Verdict.WRONG
+    # Where the other token is not as likely; it is seen, since its log-probability alone is lost.
+    assert verdict(replace(answer, logprobs=answer.logprobs[1:]), taken_back=True) is Verdict.WRONG
+    for other in (answer.after(2), replace(answer, logprobs=answer.logprobs[2:])):
+        assert verdict(other, FP32.mean, taken_back=True) is Verdict.WRONG
+
+
 def test_tables(tmp_path: Path) -> None:
     counts = dict(requests=20000, judged=19000, taken_back=9, wrong=0, ties=1, lost_first=2, leaked_bytes=0, deaths=0)
     for impl, judged in (("hybrid_mla", 1), ("hybrid_mla", 19000), ("sglang_torch_native", 500)):
