@@ -65,6 +65,8 @@ def main(
             ),
             "planner": planner(RESULTS / "planner.jsonl"),
             "plans": plans(RESULTS / "plans.jsonl"),
+            "serving-h100": compared(RESULTS / "h100" / "serving.jsonl", *serving),
+            "predictions-h100": predictions(RESULTS / "h100" / "serving.jsonl"),
             "attention-h100": attention(RESULTS / "h100" / "attention.jsonl"),
             "planner-h100": planner(RESULTS / "h100" / "planner.jsonl"),
         },
