@@ -61,7 +61,7 @@ from bench.workload_runs import (
     record_profile,
     record_run,
     run_workload,
-    runs_table,
+    runs_tables,
 )
 from bench.workloads import published_lengths, read_workloads
 from rich.table import Table
@@ -230,7 +230,8 @@ def main(
             except (ServerFailedError, ClientFailedError, NoTraceError, requests.RequestException) as error:
                 console.print(f"{name}: {error}", style="red", markup=False, highlight=False)
                 failed = True
-    console.print(runs_table(found, backends) if workload else results_table(results, backends))
+    for table in runs_tables(found, backends) if workload else [results_table(results, backends)]:
+        console.print(table)
     if failed:
         raise typer.Exit(1)
 

@@ -9,6 +9,7 @@ import os
 import runpy
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,8 @@ def sharing_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, 
     """What hybrid_mla did between two readings of `/server_info`; None for a stock backend.
 
     Returns:
-        `mode` of most decode steps, `steps` by mode, `group_size` as the mean over groups and steps (0 without any).
+        `mode` of most decode steps, `steps` by mode, `group_size` as the mean over groups and steps (0 without any),
+        `prefills` over expanded prefixes, `expansions`, and `fallbacks` by reason where there are any.
     """
     if HYBRID not in after:
         return None
@@ -160,11 +162,24 @@ def sharing_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, 
     gained = {name: value - earlier[name] for name, value in later.items() if isinstance(value, int)}
     steps = {name.removeprefix("steps_"): count for name, count in gained.items() if name.startswith("steps_")}
     read, saved = gained["shared_tokens_read"], gained["shared_tokens_saved"]
-    return {
+    sharing = {
         "mode": max(steps, key=lambda mode: steps[mode]),
         "steps": steps,
         "group_size": round((read + saved) / read, 1) if read else 0,
+        "prefills": gained["prefills_naive"],
+        "expansions": gained["expansions"],
     }
+    if fallbacks := Counter(later["fallbacks"]) - Counter(earlier["fallbacks"]):
+        sharing["fallbacks"] = dict(fallbacks)
+    return sharing
+
+
+def describe_sharing(sharing: Mapping[str, Any] | None) -> list[str]:
+    """What the console says of `sharing_between`."""
+    if sharing is None:
+        return []
+    said = [f"mode {sharing['mode']}, groups of {sharing['group_size']:g}"]
+    return said + [f"{count} times {reason}" for reason, count in sharing.get("fallbacks", {}).items()]
 
 
 def plan_ms_between(before: dict[str, Any], after: dict[str, Any]) -> float | None:

@@ -14,7 +14,16 @@ import numpy as np
 import requests
 from rich.table import Table
 
-from bench.client import HYBRID, full_batch_rate, plan_ms_between, run_client, sampling, sharing_between, steady_rate
+from bench.client import (
+    HYBRID,
+    describe_sharing,
+    full_batch_rate,
+    plan_ms_between,
+    run_client,
+    sampling,
+    sharing_between,
+    steady_rate,
+)
 from bench.profile import Profile, Profiler
 from bench.records import write_record
 from bench.server import server_info
@@ -224,9 +233,7 @@ def describe_run(run: Run) -> str:
         f"{run.workload.title}, run {run.number}: {measured.output_tok_s:,.0f} tok/s{steady}",
         f"first token {measured.ttft_ms:,.0f} ms, last request's {measured.ttft_last_ms:,.0f} ms",
     ]
-    if measured.sharing:
-        parts.append(f"mode {measured.sharing['mode']}, groups of {measured.sharing['group_size']:g}")
-    return ", ".join(parts)
+    return ", ".join(parts + describe_sharing(measured.sharing))
 
 
 COLUMNS = (
@@ -242,30 +249,31 @@ COLUMNS = (
 )
 
 
-def runs_table(runs: Iterable[Run], backends: Sequence[str]) -> Table:
-    """A row for each workload and backend: the medians over its runs, and the throughput's ratio to the first stock
-    backend's."""
-    found: dict[tuple[str, str], list[Timings]] = {}
+def runs_tables(runs: Iterable[Run], backends: Sequence[str]) -> list[Table]:
+    """A table for each workload with a row for each backend: the medians over its runs, and the throughput's ratio to
+    the first stock backend's."""
+    found: dict[str, dict[str, list[Timings]]] = {}
     for run in runs:
-        found.setdefault((run.workload.title, run.backend), []).append(run.timings)
+        found.setdefault(run.workload.title, {}).setdefault(run.backend, []).append(run.timings)
     stock = next((name for name in backends if shlex.split(name)[0] != HYBRID), None)
-    table = Table(title="Workloads, medians over runs", title_justify="left")
-    table.add_column("workload", no_wrap=True)
-    table.add_column("backend", overflow="fold")
-    for name in ("runs", *(name for name, _, _ in COLUMNS), f"tok/s vs\n{stock}" if stock else "ratio"):
-        table.add_column(name, justify="right")
-    for title, backend in sorted(found, key=lambda key: (key[0], backends.index(key[1]))):
-        of_case = found[title, backend]
-        reference = found.get((title, stock)) if stock else None
-        ratio = middle(of_case, "output_tok_s"), middle(reference or (), "output_tok_s")
-        table.add_row(
-            title,
-            backend,
-            str(len(of_case)),
-            *(cell(middle(of_case, field), form) for _, field, form in COLUMNS),
-            f"{ratio[0] / ratio[1]:.2f}x" if ratio[0] and ratio[1] else "-",
-        )
-    return table
+    tables = []
+    for title, by_backend in sorted(found.items()):
+        table = Table(title=f"{title}: medians over runs", title_justify="left")
+        table.add_column("backend", overflow="fold")
+        for name in ("runs", *(name for name, _, _ in COLUMNS), f"tok/s vs\n{stock}" if stock else "ratio"):
+            table.add_column(name, justify="right")
+        reference = middle(by_backend.get(stock, ()) if stock else (), "output_tok_s")
+        for backend in sorted(by_backend, key=backends.index):
+            of_case = by_backend[backend]
+            rate = middle(of_case, "output_tok_s")
+            table.add_row(
+                backend,
+                str(len(of_case)),
+                *(cell(middle(of_case, field), form) for _, field, form in COLUMNS),
+                f"{rate / reference:.2f}x" if rate and reference else "-",
+            )
+        tables.append(table)
+    return tables
 
 
 def middle(measured: Iterable[Timings], field: str) -> float | None:

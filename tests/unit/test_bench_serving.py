@@ -54,6 +54,8 @@ def info(naive: int, absorb: int, read: int, saved: int) -> dict:
         "steps_naive": naive,
         "steps_absorb": absorb,
         "fallbacks": {},
+        "prefills_naive": 0,
+        "expansions": 0,
         "shared_tokens_read": read,
         "shared_tokens_saved": saved,
     }
@@ -71,7 +73,18 @@ def test_planning_time_is_a_mean_over_passes(passes, seconds, expected):
 
 def test_sharing_is_what_the_counters_gained():
     sharing = client.sharing_between(info(5, 7, 100, 300), info(105, 17, 1100, 7300))
-    assert sharing == {"mode": "naive", "steps": {"naive": 100, "absorb": 10}, "group_size": 8}
+    steps = {"naive": 100, "absorb": 10}
+    assert sharing == {"mode": "naive", "steps": steps, "group_size": 8, "prefills": 0, "expansions": 0}
+    assert client.describe_sharing(sharing) == ["mode naive, groups of 8"]
+
+
+def test_sharing_says_what_was_not_shared():
+    before, after = info(0, 0, 0, 0), info(1, 0, 0, 0)
+    before["hybrid_mla"]["counters"]["fallbacks"] = {"no memory": 2}
+    after["hybrid_mla"]["counters"] |= {"fallbacks": {"no memory": 5}, "prefills_naive": 3, "expansions": 1}
+    sharing = client.sharing_between(before, after)
+    assert (sharing["prefills"], sharing["expansions"], sharing["fallbacks"]) == (3, 1, {"no memory": 3})
+    assert client.describe_sharing(sharing)[1:] == ["3 times no memory"]
 
 
 def test_sharing_without_groups_is_absorb():

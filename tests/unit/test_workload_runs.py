@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ import typer
 from bench import client, workload_runs
 from bench.client import ClientFailedError
 from bench.records import read_records
-from bench.workload_runs import Run, Timings, client_lines, record_run, run_workload, runs_table, timings
+from bench.server import ServerFailedError
+from bench.workload_runs import Run, Timings, client_lines, record_run, run_workload, runs_tables, timings
 from bench.workloads import Workload, make_workload
 from demo import MODEL
 from rich.console import Console
@@ -195,10 +197,18 @@ def test_the_table_has_medians_and_ratios() -> None:
         Run("hybrid_mla", workload(), i, replace(STEADY, output_tok_s=rate)) for i, rate in enumerate((150, 900, 300))
     ]
     runs += [Run("flashmla", workload(), 1, STEADY), Run("hybrid_mla", workload(name="B"), 1, STEADY)]
-    console = Console(width=160, record=True, file=io.StringIO())
-    console.print(runs_table(runs, ["hybrid_mla", "flashmla"]))
-    rows = [line.split() for line in console.export_text().replace("│", " ").splitlines() if "tiny" in line]
-    assert [(row[-1], row[-10]) for row in rows] == [("3.00x", "300"), ("1.00x", "100"), ("-", "100")]
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(*runs_tables(runs, ["hybrid_mla", "flashmla"]))
+    lines = console.export_text().replace("│", " ").splitlines()
+    assert [line.strip() for line in lines if "tiny" in line] == [
+        f"{name}: medians over runs" for name in ("tiny", "tiny B")
+    ]
+    rows = [line.split() for line in lines if line.split() and line.split()[-1] in ("3.00x", "1.00x", "-")]
+    assert [(row[0], row[-1], row[-10]) for row in rows] == [
+        ("hybrid_mla", "3.00x", "300"),
+        ("flashmla", "1.00x", "100"),
+        ("hybrid_mla", "-", "100"),
+    ]
 
 
 def invoke(*arguments: str) -> Any:
@@ -221,28 +231,50 @@ def test_what_the_command_refuses(arguments: tuple[str, ...], message: str, tmp_
     assert found.exit_code == 2 and message in " ".join(found.output.split())
 
 
-def test_a_backend_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    ended: list[str] = []
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], "start bad, ready bad, run bad, end bad, start good, ready good, {runs}, end good, start ill, end ill"),
+        (
+            ["--together"],
+            "start bad, start good, start ill, ready bad, ready good, run bad, {runs}, end ill, end good, end bad",
+        ),
+    ],
+)
+def test_a_backend_that_fails_does_not_end_the_others(
+    flags: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One does not answer all, one does not start. Those that start together are measured when all are there."""
+    happened: list[str] = []
+    urls: dict[str, str] = {}
 
-    class Started:
-        def __init__(self, arguments: list[str], *others: Any) -> None:
-            self.name = arguments[1]
-            assert arguments[arguments.index("--max-running-requests") + 1] == "256"
+    @contextlib.contextmanager
+    def started(arguments: list[str], *others: Any) -> Iterator[str]:
+        name = arguments[1]
+        assert arguments[arguments.index("--max-running-requests") + 1] == "256"
+        happened.append(f"start {name}")
+        try:
+            yield name
+        finally:
+            happened.append(f"end {name}")
 
-        def __enter__(self) -> str:
-            return self.name
-
-        def __exit__(self, *error: Any) -> None:
-            ended.append(self.name)
+    def wait(server: str, url: str, *others: Any) -> None:
+        if server == "ill":
+            raise ServerFailedError("no memory")
+        happened.append(f"ready {server}")
+        urls[url] = server
 
     def run(url: str, *others: Any) -> Timings:
-        if url == "bad":
+        happened.append(f"run {urls[url]}")
+        if urls[url] == "bad":
             raise ClientFailedError("not all answered")
         return STEADY
 
-    monkeypatch.setattr(bench_serving, "running_server", Started)
+    monkeypatch.setattr(bench_serving, "started_server", started)
+    monkeypatch.setattr(bench_serving, "wait_until_ready", wait)
     monkeypatch.setattr(bench_serving, "run_workload", run)
-    backends = [word for name in ("bad", "good") for word in ("--backend", name)]
-    found = invoke("--workload", "burst", "--runs", "2", *backends, "--log-folder", str(tmp_path))
-    assert found.exit_code == 1 and "bad: not all answered" in found.output
-    assert ended == ["bad", "good"] and found.output.count("run 2") == 2
+    backends = [word for name in ("bad", "good", "ill") for word in ("--backend", name)]
+    found = invoke("--workload", "burst", "--runs", "2", *backends, *flags, "--log-folder", str(tmp_path))
+    assert found.exit_code == 1 and found.output.count("run 2") == 2
+    assert "bad: not all answered" in found.output and "ill: no memory" in found.output
+    assert ", ".join(happened) == expected.format(runs=", ".join(["run good"] * 4))
