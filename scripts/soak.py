@@ -9,7 +9,7 @@ server at ease, beside the one that is tried, knows the answers. After each phas
 
 SGLang's way to test retraction loses the first token's log-probability of some requests that it takes back, whatever
 the backend: `--backend torch_native` (on a GPU `flashmla`) shows how many, under the same traffic. They are counted as
-`lost_first`, and only if everything else of the answer is right.
+`lost_first`, and only if the rest of the answer is right behind that token.
 """
 
 from __future__ import annotations
