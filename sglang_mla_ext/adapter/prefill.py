@@ -135,8 +135,10 @@ def around_chunk_info(original: Callable[..., None], forward_batch: Any, device:
         return
     all_lens, all_lens_cpu = forward_batch.extend_prefix_lens, forward_batch.extend_prefix_lens_cpu
     with our_part("leaving expanded prefixes out"):
-        starts = torch.tensor(plan.covered, dtype=torch.int32, device=all_lens.device)
-        rest_cpu = [total - covered for total, covered in zip(all_lens_cpu, plan.covered, strict=True)]
+        # Pinned, and not waited for: the pass before this one may still run.
+        covered = torch.tensor(plan.covered, dtype=torch.int32, pin_memory=all_lens.is_cuda)
+        starts = covered.to(all_lens.device, non_blocking=True)
+        rest_cpu = [total - there for total, there in zip(all_lens_cpu, plan.covered, strict=True)]
         rest = all_lens - starts
     forward_batch.extend_prefix_lens, forward_batch.extend_prefix_lens_cpu = rest, rest_cpu
     try:
@@ -146,7 +148,7 @@ def around_chunk_info(original: Callable[..., None], forward_batch: Any, device:
     if forward_batch.num_prefix_chunks:
         with our_part("leaving expanded prefixes out"):
             forward_batch.prefix_chunk_starts = forward_batch.prefix_chunk_starts + starts
-            forward_batch.prefix_chunk_starts_cpu = forward_batch.prefix_chunk_starts_cpu + torch.tensor(plan.covered)
+            forward_batch.prefix_chunk_starts_cpu = forward_batch.prefix_chunk_starts_cpu + covered
         forward_batch.prepare_chunked_kv_indices(device)
 
 
