@@ -22,9 +22,7 @@ each is measured while the others are idle.
 from __future__ import annotations
 
 import contextlib
-import functools
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -46,12 +44,11 @@ from bench.records import write_record
 from bench.server import (
     ON_GPU,
     ServerFailedError,
-    base_url_of,
+    Started,
     console_of,
     free_port,
     server_info,
     started_server,
-    wait_until_ready,
     work_folder,
 )
 from bench.workload_runs import (
@@ -202,31 +199,24 @@ def main(
     if ON_GPU:
         common += ["--cuda-graph-max-bs-decode", str(most_requests)]
 
-    def start(number: int, servers: contextlib.ExitStack) -> Callable[[], str]:
-        """Start a backend's server, which ends with `servers`; what is returned waits for it and gives its URL."""
+    def start(number: int, servers: contextlib.ExitStack) -> Started:
+        """Start a backend's server, which ends with `servers`."""
         attention, *flags = shlex.split(backends[number])
-        log, port = logs / f"server-{number}-{attention}.log", free_port()
+        log = logs / f"server-{number}-{attention}.log"
         arguments = ["--attention-backend", attention, *flags, *common]
-        server = servers.enter_context(started_server(arguments, port, log, console))
-
-        @functools.cache
-        def ready() -> str:
-            wait_until_ready(server, base_url_of(port), log, console)
-            return base_url_of(port)
-
-        return ready
+        return servers.enter_context(started_server(arguments, free_port(), log, console))
 
     failed = False
     with contextlib.ExitStack() as servers:
         started = [start(number, servers) for number in range(len(backends))] if together and not base_url else []
-        for ready in started:
+        for server in started:
             with contextlib.suppress(ServerFailedError):  # said below
-                ready()
+                server.url()
         for number, name in enumerate(backends):
             console.rule(name)
             try:
                 with contextlib.ExitStack() as alone:
-                    measure_all(base_url or (started[number] if started else start(number, alone))(), name)
+                    measure_all(base_url or (started[number] if started else start(number, alone)).url(), name)
             except (ServerFailedError, ClientFailedError, NoTraceError, requests.RequestException) as error:
                 console.print(f"{name}: {error}", style="red", markup=False, highlight=False)
                 failed = True

@@ -103,8 +103,27 @@ def running_server(
         ServerFailedError: it ended, or did not answer in time.
     """
     with started_server(arguments, port, log, console, environment, launcher) as server:
-        wait_until_ready(server, base_url_of(port), log, console, timeout_s)
-        yield base_url_of(port)
+        yield server.url(timeout_s)
+
+
+class Started:
+    """A server that has been started."""
+
+    def __init__(self, process: Process, base_url: str, log: Path, console: Console) -> None:
+        self._process, self._base_url, self._log, self._console = process, base_url, log, console
+        self._outcome: str | ServerFailedError | None = None
+
+    def url(self, timeout_s: float = START_S) -> str:
+        """Its base URL, once it answers; waits when first asked. Raises ServerFailedError as `running_server` does."""
+        if self._outcome is None:
+            try:
+                wait_until_ready(self._process, self._base_url, self._log, self._console, timeout_s)
+                self._outcome = self._base_url
+            except ServerFailedError as error:
+                self._outcome = error
+        if isinstance(self._outcome, ServerFailedError):
+            raise self._outcome
+        return self._outcome
 
 
 @contextlib.contextmanager
@@ -115,8 +134,8 @@ def started_server(
     console: Console,
     environment: Mapping[str, str] | None = None,
     launcher: Sequence[str] = ("-m", LAUNCHER),
-) -> Iterator[Process]:
-    """As `running_server`, but without waiting, so that several can start beside each other: see `wait_until_ready`."""
+) -> Iterator[Started]:
+    """As `running_server`, but without waiting, so that several can start beside each other."""
     command, variables = server_command(arguments, port, launcher)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output, _sigterm_raises():
@@ -130,7 +149,7 @@ def started_server(
             start_new_session=True,
         )
         try:
-            yield server
+            yield Started(server, base_url_of(port), log, console)
         finally:
             console.print("Stopping the server")
             stop_server(server)
@@ -167,7 +186,7 @@ class Process(Protocol):
     def terminate(self) -> None: ...
 
 
-def wait_until_ready(server: Process, base_url: str, log: Path, console: Console, timeout_s: float = START_S) -> None:
+def wait_until_ready(server: Process, base_url: str, log: Path, console: Console, timeout_s: float) -> None:
     """Wait until a server answers; raises ServerFailedError as `running_server` does."""
     start = time.monotonic()
     with console.status("starting the server") as status:

@@ -25,12 +25,10 @@ from bench.server import (
     ON_GPU,
     STOCK,
     ServerFailedError,
-    base_url_of,
     free_port,
     python_path,
     server_info,
     started_server,
-    wait_until_ready,
 )
 from rich.console import Console
 
@@ -178,18 +176,17 @@ def servers(
     """Start them all, and wait: name -> URL of those that answer."""
     started = {}
     for name in names:
-        setup, port, log = SETUPS[name], free_port(), folder / f"{name}.log"
+        setup = SETUPS[name]
         changed = [str(changed_package(folder / name, setup.changes))] if setup.changes else []
         # Safe: the working directory, which holds the package as it is, does not come first.
         environment = {"PYTHONPATH": python_path(*changed), "PYTHONSAFEPATH": "1"}
         arguments = ["--model-path", str(model), *COMMON, *setup.arguments]
-        server = stack.enter_context(started_server(arguments, port, log, console, environment))
-        started[name] = server, port, log
+        starting = started_server(arguments, free_port(), folder / f"{name}.log", console, environment)
+        started[name] = stack.enter_context(starting)
     urls = {}
-    for name, (server, port, log) in started.items():
+    for name, server in started.items():
         try:
-            wait_until_ready(server, base_url_of(port), log, console, 600)
-            urls[name] = base_url_of(port)
+            urls[name] = server.url(600)
         except ServerFailedError as error:
             console.print(f"{name}: {error}", style="red", markup=False, highlight=False)
     return urls

@@ -14,10 +14,10 @@ import bench_serving
 import numpy as np
 import pytest
 import typer
-from bench import client, workload_runs
+from bench import client, server, workload_runs
 from bench.client import ClientFailedError
 from bench.records import read_records
-from bench.server import ServerFailedError
+from bench.server import ServerFailedError, Started
 from bench.workload_runs import Run, Timings, client_lines, record_run, run_workload, runs_tables, timings
 from bench.workloads import Workload, make_workload
 from demo import MODEL
@@ -246,35 +246,37 @@ def test_a_backend_that_fails_does_not_end_the_others(
 ) -> None:
     """One does not answer all, one does not start. Those that start together are measured when all are there."""
     happened: list[str] = []
-    urls: dict[str, str] = {}
+    waited: list[str] = []
 
     @contextlib.contextmanager
-    def started(arguments: list[str], *others: Any) -> Iterator[str]:
+    def started(arguments: list[str], *others: Any) -> Iterator[Started]:
         name = arguments[1]
         assert arguments[arguments.index("--max-running-requests") + 1] == "256"
         happened.append(f"start {name}")
         try:
-            yield name
+            yield Started(name, f"url of {name}", tmp_path, None)  # type: ignore[arg-type]
         finally:
             happened.append(f"end {name}")
 
-    def wait(server: str, url: str, *others: Any) -> None:
-        if server == "ill":
+    def wait(name: str, *others: Any) -> None:
+        waited.append(name)
+        if name == "ill":
             raise ServerFailedError("no memory")
-        happened.append(f"ready {server}")
-        urls[url] = server
+        happened.append(f"ready {name}")
 
     def run(url: str, *others: Any) -> Timings:
-        happened.append(f"run {urls[url]}")
-        if urls[url] == "bad":
+        name = url.removeprefix("url of ")
+        happened.append(f"run {name}")
+        if name == "bad":
             raise ClientFailedError("not all answered")
         return STEADY
 
     monkeypatch.setattr(bench_serving, "started_server", started)
-    monkeypatch.setattr(bench_serving, "wait_until_ready", wait)
+    monkeypatch.setattr(server, "wait_until_ready", wait)
     monkeypatch.setattr(bench_serving, "run_workload", run)
     backends = [word for name in ("bad", "good", "ill") for word in ("--backend", name)]
     found = invoke("--workload", "burst", "--runs", "2", *backends, *flags, "--log-folder", str(tmp_path))
     assert found.exit_code == 1 and found.output.count("run 2") == 2
     assert "bad: not all answered" in found.output and "ill: no memory" in found.output
+    assert waited == ["bad", "good", "ill"]  # once each
     assert ", ".join(happened) == expected.format(runs=", ".join(["run good"] * 4))
