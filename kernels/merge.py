@@ -164,8 +164,9 @@ def merge_kernel(
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS))[:, None]  # [BLOCK_HEADS, 1]
     dim = tl.max_contiguous(tl.arange(0, DV), 4)[None, None, :]  # as in _sum_partials
     in_heads = head < heads
+    watched = False
     if WATCH:
-        watched = tl.load(target_ptr) == number  # long before its use, so that nothing waits for it
+        watched = tl.load(target_ptr) == number  # here, where counts are waited for as well
     begin = tl.load(table_ptr + row)
     first_count = tl.load(table_ptr + max_rows + row)
     firsts_ptr = table_ptr + 2 * max_rows + row * FIRSTS
@@ -183,12 +184,14 @@ def merge_kernel(
     empty = tl.abs(tail_lse) == float("inf")  # [BLOCK_HEADS, 1]
     some_empty = tl.max(empty.to(tl.int32))
 
-    if OUT_IN_PARTIALS and (first_count == 1) & (count == 1):  # it stands in its place
+    # What is watched is computed where it stands in its place, too, to the same bits: code behind both branches would
+    # take registers of every merge, and a quarter of the time of a large one.
+    if OUT_IN_PARTIALS and (first_count == 1) & (count == 1) & (not watched):  # it stands in its place
         if WRITE_LSE:
             only = tl.load(firsts_ptr).to(tl.int64)
             part_lse2 = tl.load(partial_lse2_ptr + only * heads + head, mask=in_heads)
             tl.store(lse_ptrs, part_lse2 * LN2, mask=in_heads)
-    elif not IN_PLACE or count + some_empty > 0:
+    elif not IN_PLACE or (count + some_empty > 0) | watched:
         tail_ptr = tail_out_ptr + row64 * tail_row + (head * tail_head)[:, :, None] + dim
         has_tail = in_heads & ~empty
         tail_out = tl.load(tail_ptr, mask=has_tail[:, :, None], other=0.0).to(tl.float32)  # [BLOCK_HEADS, 1, DV]
@@ -212,14 +215,13 @@ def merge_kernel(
             lse = tl.where(no_key, float("-inf"), tl.where(part_sum == 0.0, tail_lse, lse))  # alone it stays as it is
             tl.debug_barrier()  # every warp has read tail_lse, which may be lse
             tl.store(lse_ptrs, lse, mask=in_heads)
+        if WATCH:
+            copy_watched(
+                out_ptrs, in_heads, watched, row * heads + head, target_ptr, watch_query_ptr, watch_out_ptr,
+                watch_rows, q_ptr, rope_ptr, query_heads, q_row, q_head, rope_row, rope_head, RANK, ROPE, DV,
+            )  # fmt: skip
     elif WRITE_LSE:
         tl.store(lse_ptrs, tail_lse, mask=in_heads)
-    if WATCH:
-        result_ptrs = out_ptr + row64 * out_row + (head * out_head)[:, :, None] + dim
-        copy_watched(
-            result_ptrs, in_heads, watched, row * heads + head, target_ptr, watch_query_ptr, watch_out_ptr,
-            watch_rows, q_ptr, rope_ptr, query_heads, q_row, q_head, rope_row, rope_head, RANK, ROPE, DV,
-        )  # fmt: skip
 
 
 def merge(

@@ -380,3 +380,16 @@ def test_as_many_ctas_fit_on_a_multiprocessor_as_the_grid_counts_on(compiled: di
     ctas, threads = found["ctas_per_sm"], 32 * found["num_warps"]
     assert ctas * (found["shared_bytes"] + RESERVED_PER_CTA) <= SHARED_MEMORY_PER_SM, found
     assert ctas * threads * found["registers"] <= REGISTERS_PER_SM, found
+
+
+@pytest.mark.parametrize(
+    ("watched", "plain"),
+    [
+        ("merge_watched", "merge"),
+        ("merge_large_watched", "merge_large"),
+        ("merge_latent_watched", "merge_latent_more"),
+    ],
+)
+def test_a_merge_that_can_be_watched_fits_as_often(compiled: dict, watched: str, plain: str) -> None:
+    """The GPU gives out registers by eight of a thread. Where fewer merges fit, all of them take longer."""
+    assert -(-compiled[watched]["registers"] // 8) <= -(-compiled[plain]["registers"] // 8), compiled

@@ -95,7 +95,7 @@ def test_nothing_is_copied_of_other_layers_or_when_nobody_looks() -> None:
 
 
 def test_a_result_that_stands_among_the_partials() -> None:
-    """Grouped absorb's merge: a row with one partial has its result in place, and is not written."""
+    """Grouped absorb's merge: a row with one partial has its result in place, and keeps it to the bit."""
     case = Case(3, 2, 32)
     case.watch.look_at(LAYER, 0)
     no_tail = torch.full_like(case.tail_lse, -torch.inf)
