@@ -82,7 +82,12 @@ def unscheduled() -> Iterator[None]:
     def same_order(keys: np.ndarray, _: int) -> np.ndarray:
         return np.arange(len(keys))
 
-    with patch.object(schedule, "choose_splits", no_splits), patch.object(schedule, "balanced_order", same_order):
+    not_cached = schedule._divide.__wrapped__
+    with (
+        patch.object(schedule, "_divide", not_cached),
+        patch.object(schedule, "choose_splits", no_splits),
+        patch.object(schedule, "balanced_order", same_order),
+    ):
         yield
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -156,49 +157,89 @@ def build_work_list(
     if not segments:
         return WorkList(out, capacity, 0, capacity.items_offset)
 
-    sizes = np.array([len(segment.rows) for segment in segments])
-    lengths = np.array([segment.tokens for segment in segments])
-    tiles = -(-sizes // block_rows)  # row tiles of a segment
-    blocks = -(-lengths // block_keys)  # key blocks of a segment
-    splits = choose_splits(sizes, tiles * heads, blocks, heads, block_keys, capacity.max_partial_rows, target_items)
+    sizes = tuple(len(segment.rows) for segment in segments)
+    lengths = tuple(segment.tokens for segment in segments)
+    division = _divide(sizes, lengths, heads, block_rows, block_keys, capacity, target_items)
+    work = WorkList(out, capacity, len(division.items), division.used)
+    out[fields.N_ITEMS.value + slot] = work.n_items
+    work.group_rows[: len(group_rows)] = group_rows
+    work.table.write_pairs(group_rows[division.entries], np.arange(len(division.entries)))
+    work.items[:] = division.items
+    for start, size, segment in zip(division.table_start, division.table_size, segments, strict=True):
+        out[start : start + size] = segment.chunks[:size]
+    return work
 
-    row_start = np.cumsum(sizes) - sizes  # first entry in group_rows
-    partial_start = np.cumsum(splits * sizes) - splits * sizes  # first partial row
+
+@dataclass(frozen=True)
+class _Division:
+    """What of a work list depends on the segments' sizes and lengths alone.
+
+    Attributes:
+        items: `[n_items, 8]` int32, in their order.
+        entries: `[partials]`, which entry of group_rows each partial is of.
+        table_start, table_size: `[segments]`, of each segment's part of the chunk table.
+        used: as of the WorkList.
+    """
+
+    items: np.ndarray
+    entries: np.ndarray
+    table_start: list[int]
+    table_size: list[int]
+    used: int
+
+
+# Under continuous batching rows come and go at every step, but a group soon has a size again that it had before.
+@lru_cache(maxsize=64)
+def _divide(
+    sizes: tuple[int, ...],
+    lengths: tuple[int, ...],
+    heads: int,
+    block_rows: int,
+    block_keys: int,
+    capacity: WorkListCapacity,
+    target_items: int,
+) -> _Division:
+    """Cut segments of so many rows and tokens; arguments and errors are those of `build_work_list`."""
+    rows_of, tokens_of = np.array(sizes), np.array(lengths)
+    tiles = -(-rows_of // block_rows)  # row tiles of a segment
+    blocks = -(-tokens_of // block_keys)  # key blocks of a segment
+    splits = choose_splits(rows_of, tiles * heads, blocks, heads, block_keys, capacity.max_partial_rows, target_items)
+
+    row_start = np.cumsum(rows_of) - rows_of  # first entry in group_rows
+    partial_start = np.cumsum(splits * rows_of) - splits * rows_of  # first partial row
     items_of = heads * tiles * splits
     n_items = int(items_of.sum())
-    table_size = -(-lengths // CHUNK_TOKENS)
+    table_size = -(-tokens_of // CHUNK_TOKENS)
     table_start = capacity.items_offset + n_items * ITEM_FIELDS.value + np.cumsum(table_size) - table_size
-    used = int(table_start[-1] + table_size[-1])
     if n_items > capacity.max_items:
         raise ValueError(f"{n_items} work items, but there is room for {capacity.max_items}")
     if table_size.sum() > capacity.max_chunks:
         raise ValueError(f"{table_size.sum()} chunks in all segments, but there is room for {capacity.max_chunks}")
 
-    work = WorkList(out, capacity, n_items, used)
-    out[fields.N_ITEMS.value + slot] = n_items
-    work.group_rows[: len(group_rows)] = group_rows
-    work.table.write_pairs(*pairs_of_splits(group_rows, sizes, splits))
-    for start, size, segment in zip(table_start.tolist(), table_size.tolist(), segments, strict=True):
-        out[start : start + size] = segment.chunks[:size]
-
     # Position of an item in its segment: ((split * heads) + head) * tiles + tile.
-    segment = np.repeat(np.arange(len(segments)), items_of)
+    segment = np.repeat(np.arange(len(sizes)), items_of)
     position = np.arange(n_items) - np.repeat(np.cumsum(items_of) - items_of, items_of)
     position, tile = np.divmod(position, tiles[segment])
     split, head = np.divmod(position, heads)
     first_row = tile * block_rows
     begin = split * blocks[segment] // splits[segment] * block_keys
-    end = np.minimum((split + 1) * blocks[segment] // splits[segment] * block_keys, lengths[segment])
+    end = np.minimum((split + 1) * blocks[segment] // splits[segment] * block_keys, tokens_of[segment])
     items = np.zeros((n_items, ITEM_FIELDS.value), np.int32)
     items[:, fields.ITEM_HEAD.value] = head
     items[:, fields.ITEM_FIRST_ROW.value] = row_start[segment] + first_row
-    items[:, fields.ITEM_ROWS.value] = np.minimum(sizes[segment] - first_row, block_rows)
+    items[:, fields.ITEM_ROWS.value] = np.minimum(rows_of[segment] - first_row, block_rows)
     items[:, fields.ITEM_BEGIN.value] = begin
     items[:, fields.ITEM_END.value] = end
     items[:, fields.ITEM_CHUNKS.value] = table_start[segment]
-    items[:, fields.ITEM_PARTIAL.value] = partial_start[segment] + split * sizes[segment] + first_row
-    work.items[:] = items[balanced_order(end - begin, target_items)]
-    return work
+    items[:, fields.ITEM_PARTIAL.value] = partial_start[segment] + split * rows_of[segment] + first_row
+    entries, _ = pairs_of_splits(np.arange(rows_of.sum()), rows_of, splits)
+    return _Division(
+        items[balanced_order(end - begin, target_items)],
+        entries,
+        table_start.tolist(),
+        table_size.tolist(),
+        used=int(table_start[-1] + table_size[-1]),
+    )
 
 
 def _validated_rows(segments: Sequence[ExpandedSegment], max_rows: int) -> np.ndarray:
