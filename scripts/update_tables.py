@@ -26,7 +26,7 @@ from bench.prediction_tables import predictions
 from bench.profile_tables import profiles
 from bench.recipes import recipe_tables
 from bench.serving_tables import compared, headline
-from bench.soak_tables import hostile, sanitize, shadow, soak
+from bench.soak_tables import hostile, sanitize, shadow, soak, watch
 from bench.speculative_tables import speculative
 from bench.tables import REPOSITORY, RESULTS
 from bench.workload_tables import decode_steps, figure_cells, plan, workloads
@@ -80,11 +80,14 @@ def main(
             "fp16": accuracy_fp16(RESULTS / "accuracy.jsonl"),
         },
         "docs/operating.md": {
-            "shadow": shadow(RESULTS / "shadow.jsonl"),
+            "shadow": shadow(RESULTS / "shadow.jsonl", RESULTS / "watch.jsonl"),
             "soak": soak(RESULTS / "soak.jsonl"),
             "hostile": hostile(RESULTS / "hostile.jsonl"),
         },
-        "docs/kernels.md": {"sanitize": sanitize(RESULTS / "sanitize.jsonl")},
+        "docs/kernels.md": {
+            "watch": watch(RESULTS / "watch.jsonl"),
+            "sanitize": sanitize(RESULTS / "sanitize.jsonl"),
+        },
         "docs/recipes.md": recipe_tables(),
         "docs/results.md": {
             **{name: reproduced(name, RESULTS / "papers.jsonl") for name in EXPERIMENTS},

@@ -46,10 +46,20 @@ def hostile(path: Path) -> str:
     return markdown(rows, (*columns, "traces", "deaths"), records)
 
 
-def shadow(path: Path) -> str:
-    """What the shadow check costs of a decode step: medians over the rounds of the newest run."""
+USUAL_INTERVAL = 1000
+
+
+def shadow(path: Path, of_merges: Path) -> str:
+    """What the shadow check costs of a decode step: medians over the rounds of the newest run, and what follows of them
+    for the usual interval.
+
+    Args:
+        path: steps with and without checks, by bench_engine.py.
+        of_merges: what the number that every merge reads costs, by bench_watch.py.
+    """
     everything = read_records(path)
     records = latest(everything, "heads", "layers", "prompt", "concurrency", "verify_interval")
+    merges = latest(read_records(of_merges), "heads", "requests")
 
     def step_ms(case: dict[str, Any], of: dict[str, Any]) -> float:
         return median(one["step_ms"] for one in everything if one["case"] == case and one["commit"] == of["commit"])
@@ -61,6 +71,10 @@ def shadow(path: Path) -> str:
         case = checked["case"]
         plain = step_ms({name: value for name, value in case.items() if name != "verify_interval"}, checked)
         with_checks = step_ms(case, checked)
+        cost, usual = with_checks / plain - 1, "–"
+        if merge := merges.get((checked["impl"], case["heads"], case["concurrency"])):
+            of_reading = merge["difference_us"] * case["layers"] / (plain * 1e3)
+            usual = f"{cost * interval / USUAL_INTERVAL + of_reading:+.2%}"
         rows.append(
             (
                 f"{case['heads']} x {case['layers']}",
@@ -69,11 +83,26 @@ def shadow(path: Path) -> str:
                 f"{interval:,}",
                 f"{plain:.3f}",
                 f"{with_checks:.3f}",
-                f"{with_checks / plain - 1:+.2%}",
+                f"{cost:+.2%}",
+                usual,
             )
         )
     columns = ("heads x layers", "shared tokens", "requests", "every so many steps", "step ms without", "with", "cost")
-    return markdown(rows, columns, records)
+    return markdown(rows, (*columns, f"at {USUAL_INTERVAL:,}"), records)
+
+
+def watch(path: Path) -> str:
+    """A merge that can be watched beside one that cannot."""
+    records = latest(read_records(path), "heads", "requests")
+    rows = [
+        (
+            *(record["case"][name] for name in ("heads", "requests")),
+            *(f"{record[name]:.2f}" for name in ("merge_us", "merge_watched_us")),
+            f"{record['difference_us']:+.2f}",
+        )
+        for record in records.values()
+    ]
+    return markdown(rows, ("heads", "requests", "merge us", "that can be watched", "difference"), records)
 
 
 def sanitize(path: Path) -> str:
