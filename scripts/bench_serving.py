@@ -34,6 +34,7 @@ import typer
 from bench.client import (
     HYBRID,
     ClientFailedError,
+    describe_sharing,
     full_batch_rate,
     run_client,
     sampling,
@@ -303,10 +304,11 @@ def describe(result: Result) -> str:
         if result.decode_tok_s is None
         else f"{result.decode_tok_s:,.0f} tok/s"
     )
-    return (
-        f"prompt {result.prompt.name}, {result.concurrency} requests: {rate}, "
-        f"first token {result.ttft_ms:,.0f} ms, mode {result.mode}"
-    )
+    said = [
+        f"prompt {result.prompt.name}, {result.concurrency} requests: {rate}",
+        f"first token {result.ttft_ms:,.0f} ms",
+    ]
+    return ", ".join(said + describe_sharing(result.sharing))
 
 
 def results_table(results: list[Result], backends: list[str]) -> Table:

@@ -22,11 +22,11 @@ from bench.accuracy_tables import (
 from bench.experiment_tables import reproduced
 from bench.experiments import EXPERIMENTS
 from bench.kernel_tables import ablation, attention, context, decode, expansion, planner, plans, power, prefill, steps
+from bench.operating_tables import hostile, sanitize, shadow, soak, watch
 from bench.prediction_tables import predictions
 from bench.profile_tables import profiles
 from bench.recipes import recipe_tables
 from bench.serving_tables import compared, headline
-from bench.soak_tables import hostile, sanitize, shadow, soak, watch
 from bench.speculative_tables import speculative
 from bench.tables import REPOSITORY, RESULTS
 from bench.workload_tables import decode_steps, figure_cells, plan, workloads

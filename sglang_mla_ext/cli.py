@@ -192,14 +192,16 @@ def top(
         str | None, typer.Option(help="The server's --api-key, if it has one.", envvar="SGLANG_MLA_API_KEY")
     ] = None,
     interval: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Look twice, print that with rates, and end.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Look twice, print that with rates, and end; so without a terminal.")
+    ] = False,
 ) -> None:
     """Show what a running server shares, live: its status page in a terminal. Ctrl-C ends it."""
     from sglang_mla_ext.top import NoAnswerError, ask, render, show
 
     try:
         before = ask(url, api_key)  # an address or a key that is wrong ends it at once
-        if once:
+        if once or not console.is_terminal:
             time.sleep(interval)
             console.print(render(ask(url, api_key), before))
         else:

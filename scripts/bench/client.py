@@ -178,7 +178,8 @@ def describe_sharing(sharing: Mapping[str, Any] | None) -> list[str]:
     """What the console says of `sharing_between`."""
     if sharing is None:
         return []
-    said = [f"mode {sharing['mode']}, groups of {sharing['group_size']:g}"]
+    steps = ", ".join(f"{count:,} {mode}" for mode, count in sharing["steps"].items() if count)
+    said = [f"steps: {steps or 'none'}; groups of {sharing['group_size']:g}"]
     return said + [f"{count} times {reason}" for reason, count in sharing.get("fallbacks", {}).items()]
 
 

@@ -75,7 +75,7 @@ def test_sharing_is_what_the_counters_gained():
     sharing = client.sharing_between(info(5, 7, 100, 300), info(105, 17, 1100, 7300))
     steps = {"naive": 100, "absorb": 10}
     assert sharing == {"mode": "naive", "steps": steps, "group_size": 8, "prefills": 0, "expansions": 0}
-    assert client.describe_sharing(sharing) == ["mode naive, groups of 8"]
+    assert client.describe_sharing(sharing) == ["steps: 100 naive, 10 absorb; groups of 8"]
 
 
 def test_sharing_says_what_was_not_shared():

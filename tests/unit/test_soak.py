@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench.operating_tables import hostile, shadow, soak
 from bench.records import write_record
 from bench.soak_judge import BF16, FP32, Answer, Tolerance, Verdict, judge
 from bench.soak_run import Outcome
-from bench.soak_tables import hostile, shadow, soak
 from bench.soak_traffic import Action, Limits, Request, Traffic
 from soak import record
 

@@ -192,13 +192,13 @@ def test_the_page_asks_for_the_key_and_shows_text_as_text(monkeypatch: pytest.Mo
 
 
 def run_top(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(cli.app, ["top", "--interval", "0.6", "--once", *arguments])
+    result = CliRunner().invoke(cli.app, ["top", "--interval", "0.6", *arguments])
     return result.exit_code, result.output
 
 
 def test_top(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(monkeypatch, "sesame") as served:
-        code, said = run_top("--url", served.url, "--api-key", "sesame")
+        code, said = run_top("--url", served.url, "--api-key", "sesame")  # no terminal: it ends, as with --once
         assert code == 0 and "rank 0" in said and "rank 1" in said and "\x1b" not in said
         for text in ("6.0 MiB", "budget of 20.0 MiB", "3 × <img", "512 tokens grouped absorb", "naive, #4, 8 holders"):
             assert text in said, text

@@ -1,4 +1,4 @@
-"""Tables of soaks, of attacks, of the shadow check's cost and of the sanitizer; update_tables.py writes them."""
+"""Tables of soaks, attacks, the shadow check's cost and the sanitizer; update_tables.py writes them."""
 
 from __future__ import annotations
 
