@@ -15,8 +15,8 @@ Two classes with this one interface: torch on any device, and the kernels. `disp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,6 +26,7 @@ from torch import Tensor
 from ..constants import CHUNK_TOKENS
 from ..memory import Memory, tensor_bytes
 from ..merge import merge
+from ..partials import PartialTable
 from ..reference import attention as reference
 from ..storage.expanded import ExpandedBuffers
 from ..watch import Watched
@@ -200,6 +201,7 @@ class DevicePlan:
 
     tiles: tuple[Tile, ...]
     work: Tensor  # int32, see schedule.WorkList
+    table: PartialTable  # in it
 
 
 class TritonSharedAttention:
@@ -244,7 +246,8 @@ class TritonSharedAttention:
         self._partial_out = zeros(*partials, dtype=torch.float32)  # [P, H, dv]
         self._partial_lse2 = zeros(*partials[:2], dtype=torch.float32)  # [P, H]
         self._work = zeros(self._capacity.size, dtype=torch.int32)
-        self._planned = DevicePlan(launched_tiles(max_rows, self._tiles), self._work)
+        self._launched = cache(partial(launched_tiles, tiles=self._tiles))  # asked for in every layer
+        self._planned = DevicePlan(self._launched(max_rows), self._work, self._capacity.table_of(self._work))
         self._has_work = False
 
         self._cuda = device.type == "cuda"
@@ -280,7 +283,7 @@ class TritonSharedAttention:
         _try_out(self, self._buffers, sizes, query_dtype)
 
     def plan(self, segments: Sequence[ExpandedSegment], rows: int | None = None) -> None:
-        tiles = launched_tiles(rows or self._max_rows, self._tiles)
+        tiles = self._launched(rows or self._max_rows)
         if segments or self._has_work:  # else the device's list is empty already
             staging = self._staging[self._next_staging]
             if (copied := self._copied[self._next_staging]) is not None:
@@ -290,22 +293,24 @@ class TritonSharedAttention:
             if self._cuda:
                 self._copied[self._next_staging] = torch.cuda.current_stream(self._work.device).record_event(copied)
             self._next_staging ^= 1
-        self._planned, self._has_work = DevicePlan(tiles, self._work), bool(segments)
+        self._planned, self._has_work = replace(self._planned, tiles=tiles), bool(segments)
 
     def make_plan(self, segments: Sequence[ExpandedSegment], rows: int) -> DevicePlan:
-        tile = best_tile(segments, launched_tiles(rows, self._tiles))
+        tile = best_tile(segments, self._launched(rows))
         if self._scratch is None:  # made once: a list has room for the largest plan
             self._scratch = np.empty(self._capacity.size, np.int32)
         work = self._build(segments, tile, self._scratch)
         host = torch.from_numpy(work.buffer[: work.used])
         host = host.pin_memory() if self._cuda else host.clone()
-        return DevicePlan((tile,), host.to(self._work.device, non_blocking=True))
+        on_device = host.to(self._work.device, non_blocking=True)
+        return DevicePlan((tile,), on_device, self._capacity.table_of(on_device))
 
     def run(
         self, layer: int, q_nope: Tensor, q_rope: Tensor, softmax_scale: float, plan: DevicePlan | None = None
     ) -> None:
         plan = plan or self._planned
-        if not set(plan.tiles) <= set(launched_tiles(q_nope.shape[0], self._tiles)):
+        launched = self._launched(q_nope.shape[0])
+        if not all(tile in launched for tile in plan.tiles):
             planned = " and ".join(str(tile.block_rows) for tile in plan.tiles)
             raise ValueError(f"planned for tiles of {planned} rows, run with {q_nope.shape[0]} rows")
         for tile in plan.tiles:
@@ -332,7 +337,7 @@ class TritonSharedAttention:
         plan: DevicePlan | None = None,
         watched: Watched | None = None,
     ) -> Tensor:
-        table = self._capacity.table_of((plan or self._planned).work)
+        table = (plan or self._planned).table
         return merge(tail_out, tail_lse, self._partial_out, self._partial_lse2, table, out, lse, watched=watched)
 
     def _build(self, segments: Sequence[ExpandedSegment], tile: Tile, out: np.ndarray | None = None) -> WorkList:

@@ -111,8 +111,9 @@ class PrefillPlan:
         q_nope, q_rope = q.split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], dim=-1)
         for part in self.passes:
             rows = slice(part.start, part.stop)
+            some_out, some_lse = out[rows], lse[rows]
             self.attention.run(index, q_nope[rows], q_rope[rows], layer.attn_mha.scaling, part.plan)
-            self.attention.merge(out[rows], lse[rows], out[rows], lse[rows], part.plan)
+            self.attention.merge(some_out, some_lse, some_out, some_lse, part.plan)
 
 
 def plan_of(forward_batch: Any) -> PrefillPlan | None:
