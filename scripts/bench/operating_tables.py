@@ -9,6 +9,9 @@ from typing import Any
 from bench.records import read_records
 from bench.tables import latest, markdown
 
+USUAL_INTERVAL = 1000
+"""Steps from one shadow check to the next."""
+
 COUNTS = ("wrong", "ties", "lost_first", "leaked_bytes", "deaths")
 
 
@@ -46,9 +49,6 @@ def hostile(path: Path) -> str:
     return markdown(rows, (*columns, "traces", "deaths"), records)
 
 
-USUAL_INTERVAL = 1000
-
-
 def shadow(path: Path, of_merges: Path) -> str:
     """What the shadow check costs of a decode step: medians over the rounds of the newest run, and what follows of them
     for the usual interval.
@@ -73,8 +73,8 @@ def shadow(path: Path, of_merges: Path) -> str:
         with_checks = step_ms(case, checked)
         cost, usual = with_checks / plain - 1, "–"
         if merge := merges.get((checked["impl"], case["heads"], case["concurrency"])):
-            of_reading = merge["difference_us"] * case["layers"] / (plain * 1e3)
-            usual = f"{cost * interval / USUAL_INTERVAL + of_reading:+.2%}"
+            of_reading = merge["difference_us"] * case["layers"] / (plain * 1e3)  # in every step, checked or not
+            usual = f"{(cost - of_reading) * interval / USUAL_INTERVAL + of_reading:+.2%}"
         rows.append(
             (
                 f"{case['heads']} x {case['layers']}",
