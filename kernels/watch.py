@@ -77,7 +77,7 @@ class Watch:
 
 @triton.jit
 def copy_watched(
-    out_ptrs,  # [BLOCK_HEADS, 1, DV], what the program has written, or what stands there already
+    out_ptrs,  # [BLOCK_HEADS, 1, DV], what the program has written
     in_heads,
     watched,  # whether this merge's layer is
     place,  # int32 [BLOCK_HEADS, 1], of each head among all heads of all rows

@@ -10,6 +10,7 @@ reads the number that says which layer is watched, and it is none. Both graphs a
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -29,8 +30,8 @@ from sglang_mla_ext.kernels.watch import Watch, Watched
 ROWS_WATCHED = 64
 
 
-def merges(rows: int, heads: int, layers: int) -> Callable[[bool], Callable[[], None]]:
-    """The merges of a step, in place as in a server: `merges(...)(watched)` makes the call."""
+def merges(rows: int, heads: int, layers: int) -> Callable[[bool], None]:
+    """The merges of a step, in place as in a server: a function of whether they can be watched."""
     of_bf16 = dict(dtype=torch.bfloat16, device="cuda")
     tails = torch.randn(layers, rows, heads, DV, **of_bf16)
     tail_lse = torch.randn(rows, heads, device="cuda")
@@ -39,15 +40,12 @@ def merges(rows: int, heads: int, layers: int) -> Callable[[bool], Callable[[], 
     watch = Watch(max_rows=ROWS_WATCHED, heads=heads, columns=LATENT + DR, dv=DV, **of_bf16)
     table = PartialTable.from_pairs(range(rows), range(rows), max_rows=rows, max_partials=rows).to("cuda")
 
-    def of(watched: bool) -> Callable[[], None]:
-        def step() -> None:
-            for layer, tail in enumerate(tails):
-                look = Watched(watch, layer, query, rope) if watched else None
-                merge(tail, tail_lse, partial_out, partial_lse2, table, tail, watched=look)
+    def step(watched: bool) -> None:
+        for layer, tail in enumerate(tails):
+            look = Watched(watch, layer, query, rope) if watched else None
+            merge(tail, tail_lse, partial_out, partial_lse2, table, tail, watched=look)
 
-        return step
-
-    return of
+    return step
 
 
 def main(
@@ -66,8 +64,8 @@ def main(
         table.add_column(column, justify="right")
     for head_count in heads:
         for row_count in rows:
-            made = merges(row_count, head_count, layers)
-            graphs = {watched: captured(made(watched)) for watched in (False, True)}
+            step = merges(row_count, head_count, layers)
+            graphs = {watched: captured(partial(step, watched)) for watched in (False, True)}
             times: dict[bool, list[float]] = {False: [], True: []}
             for _ in range(rounds):
                 for watched, graph in graphs.items():
@@ -85,7 +83,7 @@ def main(
                     merge_watched_us=round(watched_us, 4),
                     difference_us=round(apart, 4),
                 )
-            del made, graphs
+            del step, graphs
             free_memory()
     Console().print(table)
 

@@ -6,7 +6,6 @@ and line. `Watch` lists the places that run, `Fault` makes one of them fail.
 
 from __future__ import annotations
 
-import functools
 import gc
 import inspect
 import sys
@@ -18,6 +17,8 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from sglang_mla_ext.adapter.cpu.feigned import forget_cached
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = tuple(f"{REPOSITORY / folder}/" for folder in ("sglang_mla_ext", "kernels"))
@@ -132,7 +133,7 @@ class Fault:
     def on(self) -> Iterator[None]:
         """The fault is there until it is lifted, at the latest at the end of the context."""
         global _struck
-        _forget()
+        forget_cached("sglang_mla_ext.kernels")  # what is not called cannot fail
         if self._code is None:
             with _Operations(self._operation):
                 yield
@@ -160,15 +161,6 @@ class Fault:
         if self._once:
             self.lift()
         raise torch.OutOfMemoryError(MESSAGE)
-
-
-def _forget() -> None:
-    """Let the kernels' modules compute again what they keep: what is not called cannot fail."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith("sglang_mla_ext.kernels"):
-            for function in vars(module).values():
-                if isinstance(function, functools._lru_cache_wrapper):
-                    function.cache_clear()
 
 
 def _fails(*args: Any, **kwargs: Any) -> Any:

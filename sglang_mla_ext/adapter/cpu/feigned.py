@@ -52,8 +52,13 @@ def hopper() -> Iterator[None]:
 
 def _forget() -> None:
     """Let SGLang ask again what it asked about the device."""
+    forget_cached("sglang.srt.utils")
+
+
+def forget_cached(modules: str) -> None:
+    """Let functions compute again what they cache, in all modules whose names begin so."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("sglang.srt.utils"):
+        if name.startswith(modules):
             for function in list(vars(module).values()):
                 if isinstance(function, functools._lru_cache_wrapper):
                     function.cache_clear()
