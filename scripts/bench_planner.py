@@ -22,8 +22,8 @@ from bench.records import write_record
 from bench.trees import CASES, PAGE, Request, Tree
 from tabulate import tabulate
 
-from sglang_mla_ext.adapter.steps import MAX_ROWS
-from sglang_mla_ext.adapter.versions import TreeView
+from sglang_mla_ext.adapter.compat.installed import TreeView
+from sglang_mla_ext.adapter.step.steps import MAX_ROWS
 from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
 from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, MAX_SEGMENTS, SEGMENTS_PER_ROW
 from sglang_mla_ext.observe import Counters

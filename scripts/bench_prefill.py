@@ -26,7 +26,7 @@ from bench.timing import free_memory, time_ms
 from rich.console import Console
 from rich.table import Table
 
-from sglang_mla_ext.adapter.prefill import PrefillPlan
+from sglang_mla_ext.adapter.step.prefill import PrefillPlan
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.merge import LN2
 from sglang_mla_ext.kernels.reference import attention as reference

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_mla_ext import __version__
-from sglang_mla_ext.adapter.contract import installed_version, mismatches, untested
+from sglang_mla_ext.adapter.compat.contract import installed_version, mismatches, untested
 from sglang_mla_ext.configs import config_names
 from sglang_mla_ext.prefix.cost_model import rates_for
 
@@ -54,7 +54,7 @@ def doctor(
 
 def _examine(command: list[str], gpu: str | None) -> bool:
     """Print what a launch command would come to; whether it is refused."""
-    from sglang_mla_ext.adapter import examine, launch_line
+    from sglang_mla_ext.adapter.launch import examine, launch_line
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -15,8 +15,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter import contract, dp_routing, limits, status_routes, versions
+from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.cpu import standins
+from sglang_mla_ext.adapter.launch import dp_routing, limits, status_routes
 from sglang_mla_ext.options import HybridMLAOptions, OptionError, add_flags, flags_to_env
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def register() -> None:
     add_chunked_prefix_cache_attention_backend(BACKEND_NAME)
     HookRegistry.register(f"{SERVER_ARGS}.add_cli_args", _after_add_cli_args, HookType.AFTER)
     HookRegistry.register(f"{SERVER_ARGS}.from_cli_args", _before_from_cli_args, HookType.BEFORE)
-    HookRegistry.register(f"{SERVER_ARGS}.{versions.RESOLVED_BY}", _around_resolution, HookType.AROUND)
+    HookRegistry.register(f"{SERVER_ARGS}.{installed.RESOLVED_BY}", _around_resolution, HookType.AROUND)
     if os.environ.get(standins.INSTALLED_VARIABLE) == "1":
         from sglang_mla_ext.adapter.cpu import dp_attention, gaps
 
@@ -45,7 +46,7 @@ def register() -> None:
         gaps.install()
         dp_attention.install()
     if os.environ.get(ASKED_VARIABLE) == "1":
-        from sglang_mla_ext.adapter import hooks
+        from sglang_mla_ext.adapter.step import hooks
 
         hooks.install()
 
@@ -74,7 +75,7 @@ class _Refusals:
 
 
 def _around_resolution(original: Callable[..., None], server_args: ServerArgs, *args: Any, **kwargs: Any) -> None:
-    if versions.is_resolved(server_args):
+    if installed.is_resolved(server_args):
         return original(server_args, *args, **kwargs)
     import torch
 

@@ -133,7 +133,7 @@ def test_a_graph_follows_other_lengths_and_pages() -> None:
 
 @pytest.mark.parametrize("slots_dtype", [torch.int32, torch.int64], ids=str)
 def test_the_pool_writes_and_reads_as_on_a_cpu(slots_dtype: torch.dtype) -> None:
-    from sglang_mla_ext.adapter.latent_pool import LatentPool
+    from sglang_mla_ext.adapter.latent.pool import LatentPool
 
     torch.manual_seed(0)
     sizes: dict[str, Any] = dict(kv_lora_rank=RANK, qk_rope_head_dim=DR, layer_num=2)

@@ -40,7 +40,7 @@ def test_rows_go_to_the_host_and_come_back(fp8: bool, copies: str, layout: str) 
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-    from sglang_mla_ext.adapter.latent_pool import LatentPool, around_host_pool
+    from sglang_mla_ext.adapter.latent.pool import LatentPool, around_host_pool
 
     torch.manual_seed(0)
     dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
@@ -85,7 +85,7 @@ def test_rows_go_to_the_host_and_come_back(fp8: bool, copies: str, layout: str) 
 
 def test_rows_are_copied_from_the_host_after_the_step_before() -> None:
     """Which may still write to the slots, or read what was there."""
-    from sglang_mla_ext.adapter import versions
+    from sglang_mla_ext.adapter.compat import installed
 
     rows, read = torch.zeros(1 << 20, device="cuda"), torch.empty(1 << 20, device="cuda")
     steps, loads = torch.cuda.Stream(), torch.cuda.Stream()
@@ -93,7 +93,7 @@ def test_rows_are_copied_from_the_host_after_the_step_before() -> None:
     with torch.cuda.stream(steps):
         torch.cuda._sleep(50_000_000)
         read.copy_(rows)
-    versions.wait_before_loading(SimpleNamespace(load_stream=loads), steps)  # type: ignore[arg-type]
+    installed.wait_before_loading(SimpleNamespace(load_stream=loads), steps)  # type: ignore[arg-type]
     with torch.cuda.stream(loads):
         rows.fill_(1.0)
     torch.cuda.synchronize()

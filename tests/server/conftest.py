@@ -29,7 +29,7 @@ from failing import FAILING
 from fork_server import RUN_FIRST
 from server_pool import Launch, Running, ServerPool, last_words
 
-from sglang_mla_ext.adapter import contract
+from sglang_mla_ext.adapter.compat import contract
 
 LOGPROB_TOLERANCE = 2e-3
 """fp32 in another order of summation; a wrong prefix or a wrong merge moves them by 0.1 and more."""

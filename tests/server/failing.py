@@ -46,9 +46,9 @@ def fails(owner: type, method: str, name: str, folder: Path) -> None:
 
 def install(folder: Path) -> None:
     """The names, and what of the extension fails under them."""
-    from sglang_mla_ext.adapter import steps
     from sglang_mla_ext.adapter.cpu.latent_torch import TorchLatent
-    from sglang_mla_ext.adapter.expander import Expander
+    from sglang_mla_ext.adapter.step import steps
+    from sglang_mla_ext.adapter.step.expander import Expander
     from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
     from sglang_mla_ext.observe import Metrics
     from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes

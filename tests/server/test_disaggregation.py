@@ -33,7 +33,7 @@ from conftest import (
 from test_answers import OTHER_SYSTEM, SYSTEM, question
 from test_on_host import tokens, wait_until_stored
 
-from sglang_mla_ext.adapter import contract
+from sglang_mla_ext.adapter.compat import contract
 
 if contract.line() != "0.5.17":
     pytest.skip("tried with SGLang 0.5.17 only", allow_module_level=True)

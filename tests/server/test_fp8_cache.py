@@ -23,7 +23,7 @@ from test_answers import LONG, question
 from test_answers import SYSTEM as SYSTEM_OF_STATIONS
 from test_on_host import fill, tokens
 
-from sglang_mla_ext.adapter import contract
+from sglang_mla_ext.adapter.compat import contract
 
 # Of SGLang from 0.5.20 on, which says so of every backend.
 REFUSAL = "CPU FP8 KV cache is only supported for MHA."

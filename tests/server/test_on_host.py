@@ -9,7 +9,7 @@ import requests
 from conftest import Chat, Reference, Server, assert_same, counting
 from test_answers import LONG, SYSTEM, question
 
-from sglang_mla_ext.adapter import contract
+from sglang_mla_ext.adapter.compat import contract
 
 WITH = ("0.5.17", "0.5.18", "0.5.23")
 pytestmark = pytest.mark.skipif(contract.line() not in WITH, reason="refused with this SGLang")

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from sglang_mla_ext.adapter import contract
+from sglang_mla_ext.adapter.compat import contract
+from sglang_mla_ext.adapter.compat.installed import TreeView
 from sglang_mla_ext.adapter.cpu import standins
-from sglang_mla_ext.adapter.versions import TreeView
 
 if standins.needed():
     standins.install()
@@ -206,7 +206,7 @@ def make_world(monkeypatch: pytest.MonkeyPatch, new_tree: Any) -> Any:
     """`make_world(**options)`: a `decode_world.World`, with nothing left in the relay, before and after."""
     from decode_world import World
 
-    from sglang_mla_ext.adapter.relay import relay
+    from sglang_mla_ext.adapter.step.relay import relay
 
     relay.clear()
     yield lambda **options: World(monkeypatch, new_tree, **options)

@@ -29,7 +29,7 @@ from doubles import (
 from graph_in_torch import TorchGraph, opaque
 from torch import Tensor
 
-from sglang_mla_ext.adapter.layer import after_split_q
+from sglang_mla_ext.adapter.step.layer import after_split_q
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
 from sglang_mla_ext.kernels.reference import attention as reference
@@ -73,8 +73,8 @@ class World:
         """
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-        from sglang_mla_ext.adapter import build
-        from sglang_mla_ext.adapter.latent_pool import LatentPool
+        from sglang_mla_ext.adapter.latent.pool import LatentPool
+        from sglang_mla_ext.adapter.step import build
 
         self.generator = torch.Generator().manual_seed(0)
         self.fp8, self.queries = fp8, queries
@@ -177,7 +177,7 @@ class World:
         flash_mla: Any = ModuleType("sgl_kernel.flash_mla")
         flash_mla.flash_mla_with_kvcache, flash_mla.get_mla_metadata = flash_mla_with_kvcache, get_mla_metadata
         self._monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", flash_mla)
-        name = "sglang_mla_ext.adapter." + ("latent_fp8" if self.fp8 else "latent_flashmla")
+        name = "sglang_mla_ext.adapter." + ("latent.fp8" if self.fp8 else "latent.flashmla")
         self._monkeypatch.delitem(sys.modules, name, raising=False)
         module: Any = importlib.import_module(name)
         layout = self.pool.layout if self.fp8 else None

@@ -25,7 +25,7 @@ class WrongAnswer(Exception):
 
 
 def shorten_pauses() -> None:
-    from sglang_mla_ext.adapter import hooks, steps
+    from sglang_mla_ext.adapter.step import hooks, steps
 
     steps.FIRST_PAUSE, steps.LONGEST_PAUSE = 1, 4
     hooks.METRICS_INTERVAL_S = -1.0

@@ -35,7 +35,7 @@ def is_ours(code: CodeType) -> bool:
 
 
 def name_of(code: CodeType) -> str:
-    """`adapter/steps.py Steps.fail`"""
+    """`adapter/step/steps.py Steps.fail`"""
     file = Path(code.co_filename).relative_to(REPOSITORY)
     parts = file.parts[1:] if file.parts[0] == "sglang_mla_ext" else file.parts
     return f"{'/'.join(parts)} {code.co_qualname}"

@@ -17,7 +17,7 @@ def scenario_a_pass_in_which_our_part_fails_is_run_again() -> None:
     server = Server()
     from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 
-    from sglang_mla_ext.adapter.rerun import our_part
+    from sglang_mla_ext.adapter.step.rerun import our_part
 
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
     server.forward("DECODE", requests)

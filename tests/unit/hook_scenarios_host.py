@@ -19,7 +19,7 @@ def scenario_rows_on_the_host_are_as_long_as_on_the_device() -> None:
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
     from sglang_mla_ext.adapter.cpu import gaps
-    from sglang_mla_ext.adapter.latent_pool import LatentPool
+    from sglang_mla_ext.adapter.latent.pool import LatentPool
 
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # whoever else runs here
     gaps.before_host_pool()

@@ -157,7 +157,7 @@ def scenario_weights_and_graphs_sleep_without_the_expanded_prefixes() -> None:
 
 def scenario_memory_may_sleep_before_there_is_a_backend() -> None:
     """And without torch_memory_saver nothing is lost."""
-    from sglang_mla_ext.adapter import hooks
+    from sglang_mla_ext.adapter.step import hooks
 
     manager = updater(SimpleNamespace(scheduler=SimpleNamespace(is_fully_idle=lambda: True, flush_cache=bool)), Saver())
     assert hooks.worker.memory is None

@@ -21,7 +21,7 @@ def scenario_a_draft_model_gets_sglangs_own_backend() -> None:
     """Also where nobody has named one for it, and nothing is taken from the model's own."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from sglang_mla_ext.adapter import hooks
+    from sglang_mla_ext.adapter.step import hooks
 
     server = Server()
     steps = hooks.worker.steps
@@ -70,7 +70,7 @@ def scenario_a_drafts_backends_know_their_names() -> None:
 def scenario_a_drafts_prefill_does_not_take_the_models_plan() -> None:
     """SGLang runs both on the same batch, with the same list of lengths, by which the plan is known."""
     server = Server(queries=QUERIES)
-    from sglang_mla_ext.adapter.prefill import plan_of
+    from sglang_mla_ext.adapter.step.prefill import plan_of
 
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
     lens = {"prefix_lens": [13 * PAGE, 8 * PAGE], "new_tokens": [5, 3]}
@@ -86,7 +86,7 @@ def scenario_a_drafts_prefill_does_not_take_the_models_plan() -> None:
 def scenario_a_verify_step_is_planned_by_requests_and_shared_by_rows() -> None:
     """Whatever passes the draft model makes before it and behind it."""
     server = Server(queries=QUERIES)
-    from sglang_mla_ext.adapter.relay import relay
+    from sglang_mla_ext.adapter.step.relay import relay
 
     other, *sharing = server.run("other", PROMPT + "-a", PROMPT + "-b")
     requests = [sharing[0], other, sharing[1]]
@@ -147,7 +147,7 @@ def check_verify_step(server: Server, requests: list[Any]) -> None:
     """The layers' own steps: each draft ends as attention over its request's keys up to its own."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import DeepseekMLAForwardMixin
 
-    from sglang_mla_ext.adapter.relay import relay
+    from sglang_mla_ext.adapter.step.relay import relay
     from sglang_mla_ext.kernels.reference import attention as reference
 
     rows = len(requests) * QUERIES

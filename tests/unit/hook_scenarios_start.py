@@ -31,7 +31,7 @@ from hooked_worker import (
 
 
 def scenario_the_budget_is_taken_out_of_sglangs_memory() -> None:
-    from sglang_mla_ext.adapter.hooks import worker
+    from sglang_mla_ext.adapter.step.hooks import worker
 
     for given, budget in (
         ({"prefix_memory_gb": 0.25}, 1 << 28),
@@ -59,8 +59,8 @@ def scenario_our_buffers_are_sized_by_what_sglangs_configurator_knows() -> None:
     """Over an FP8 cache there are some in every mode, and their page tables follow the limit on running requests."""
     from sglang.srt.mem_cache import kv_cache_configurator
 
-    from sglang_mla_ext.adapter import budget
-    from sglang_mla_ext.adapter.latent import LatentSizes
+    from sglang_mla_ext.adapter.latent.protocol import LatentSizes
+    from sglang_mla_ext.adapter.step import budget
 
     schedule = SimpleNamespace(max_running_requests=None)
     kv_cache_configurator.get_schedule = lambda: schedule
@@ -118,7 +118,7 @@ def scenario_the_factory_refuses_what_cannot_work() -> None:
 def scenario_the_factory_hands_the_budget_to_the_build() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from sglang_mla_ext.adapter import build, hooks
+    from sglang_mla_ext.adapter.step import build, hooks
 
     built = []
 
@@ -139,7 +139,7 @@ def scenario_the_factory_hands_the_budget_to_the_build() -> None:
 def scenario_the_models_layers_are_found_in_their_order_or_the_launch_is_refused() -> None:
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
-    from sglang_mla_ext.adapter.layer import attention_layers
+    from sglang_mla_ext.adapter.step.layer import attention_layers
 
     def layer(layer_id: int) -> torch.nn.Module:
         made = DeepseekV2AttentionMLA.__new__(DeepseekV2AttentionMLA)
@@ -163,7 +163,7 @@ def scenario_an_fp8_pool_is_ours_and_sized_as_such() -> None:
     from sglang.srt.mem_cache import kv_cache_configurator
     from sglang.srt.model_executor import pool_configurator
 
-    from sglang_mla_ext.adapter.latent_pool import LatentPool
+    from sglang_mla_ext.adapter.latent.pool import LatentPool
 
     execution = SimpleNamespace(features=SimpleNamespace(enable_memory_saver=False))
     for module in (kv_cache_configurator, runtime_context):
@@ -242,7 +242,7 @@ def scenario_server_info_has_our_report() -> None:
 
 def scenario_metrics_are_published_once_a_second_and_when_idle() -> None:
     server = Server()
-    from sglang_mla_ext.adapter import hooks
+    from sglang_mla_ext.adapter.step import hooks
 
     published: list[Any] = []
 
@@ -292,8 +292,8 @@ def scenario_a_peer_with_other_rows_is_refused_by_sglang() -> None:
     """By the name of the cache's dtype, which SGLang compares; with its own pool it stays what it was."""
     from sglang.srt.disaggregation.common import conn
 
-    from sglang_mla_ext.adapter.hooks import worker
-    from sglang_mla_ext.adapter.latent_pool import LatentPool
+    from sglang_mla_ext.adapter.latent.pool import LatentPool
+    from sglang_mla_ext.adapter.step.hooks import worker
 
     def manager(dtype: str, ours: bool) -> Any:
         worker.pool = object.__new__(LatentPool) if ours else SimpleNamespace()

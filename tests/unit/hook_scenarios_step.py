@@ -58,7 +58,7 @@ def scenario_passes_before_there_is_a_scheduler_are_ignored() -> None:
 def scenario_a_new_pass_forgets_what_the_one_before_left() -> None:
     """As when a pass ended in an error between two hooks."""
     server = Server()
-    from sglang_mla_ext.adapter.relay import relay
+    from sglang_mla_ext.adapter.step.relay import relay
 
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
     for mode, lens in (
@@ -77,8 +77,8 @@ def scenario_a_new_pass_forgets_what_the_one_before_left() -> None:
 
 def scenario_prefill_is_planned_with_the_requests_own_lengths() -> None:
     server = Server()
-    from sglang_mla_ext.adapter.prefill import plan_of
-    from sglang_mla_ext.adapter.relay import relay
+    from sglang_mla_ext.adapter.step.prefill import plan_of
+    from sglang_mla_ext.adapter.step.relay import relay
 
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
     lens = {"prefix_lens": [13 * PAGE, 8 * PAGE], "new_tokens": [5, 3]}
@@ -108,7 +108,7 @@ def scenario_prefill_expands_what_running_requests_share() -> None:
 def scenario_prefill_expands_what_requests_share_that_are_being_sent() -> None:
     """On a prefill server none is decoding; those that have run hold their prefix until a decode server has it."""
     server = Server(role="prefill")
-    from sglang_mla_ext.adapter.prefill import plan_of
+    from sglang_mla_ext.adapter.step.prefill import plan_of
 
     first, second = server.run(PROMPT + "-a", PROMPT + "-b")
     server.scheduler.disagg_prefill_inflight_queue = [first]
@@ -119,7 +119,7 @@ def scenario_prefill_expands_what_requests_share_that_are_being_sent() -> None:
 def scenario_beside_another_prefill_backend_nothing_is_planned_for_prefill() -> None:
     """But what its requests share is expanded, for decode."""
     server = Server(prefill="torch_native")
-    from sglang_mla_ext.adapter.prefill import plan_of
+    from sglang_mla_ext.adapter.step.prefill import plan_of
 
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
     batch = server.forward("EXTEND", requests, prefix_lens=[13 * PAGE] * 2, new_tokens=[7, 7])
@@ -131,7 +131,7 @@ def scenario_beside_another_prefill_backend_nothing_is_planned_for_prefill() -> 
 
 def scenario_a_flush_forgets_everything() -> None:
     server = Server()
-    from sglang_mla_ext.adapter.relay import relay
+    from sglang_mla_ext.adapter.step.relay import relay
 
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
     server.forward("DECODE", requests)
@@ -239,7 +239,7 @@ def check_decode_step(server: Server, requests: list[Any]) -> None:
     """The layers' own steps, with their weights as absorb takes them: each row ends as attention over all its keys."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import DeepseekMLAForwardMixin
 
-    from sglang_mla_ext.adapter.relay import relay
+    from sglang_mla_ext.adapter.step.relay import relay
     from sglang_mla_ext.kernels.reference import attention as reference
 
     rows = len(requests)
@@ -272,7 +272,7 @@ def check_decode_step(server: Server, requests: list[Any]) -> None:
 def scenario_a_layer_whose_shared_part_is_not_merged_is_noticed() -> None:
     """By the layer after it, and by no later pass."""
     server = Server()
-    from sglang_mla_ext.adapter.relay import relay
+    from sglang_mla_ext.adapter.step.relay import relay
 
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
     query = torch.randn(2, HEADS, RANK), None, None
@@ -295,8 +295,8 @@ def scenario_the_query_is_kept_only_where_it_is_needed() -> None:
     """And of no draft model's layer."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import DeepseekMLAForwardMixin
 
-    from sglang_mla_ext.adapter.layer import merge_before_o_proj
-    from sglang_mla_ext.adapter.relay import relay
+    from sglang_mla_ext.adapter.step.layer import merge_before_o_proj
+    from sglang_mla_ext.adapter.step.relay import relay
 
     (layer, of_a_draft), q, latent = make_layers(), torch.randn(3, HEADS, DN + DR), torch.randn(3, RANK + DR)
     merge_before_o_proj([layer], lambda tail_out: tail_out)

@@ -69,7 +69,7 @@ def install() -> list[str]:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_mla_ext.adapter import hooks
+    from sglang_mla_ext.adapter.step import hooks
 
     register = HookRegistry.register
 
@@ -85,7 +85,7 @@ def install() -> list[str]:
     hooks.install()
     HookRegistry.apply_hooks()
     hooks.assert_installed()
-    importlib.import_module("sglang_mla_ext.adapter.build")
+    importlib.import_module("sglang_mla_ext.adapter.step.build")
     return sorted(hooks._hooked)
 
 
@@ -97,7 +97,7 @@ def profile_bytes(available: int, **changes: Any) -> int:
     """
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
-    from sglang_mla_ext.adapter import budget
+    from sglang_mla_ext.adapter.step import budget
 
     configurator = object.__new__(KVCacheConfigurator)
     values = dict(
@@ -176,7 +176,7 @@ class Server:
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-        from sglang_mla_ext.adapter import build, hooks
+        from sglang_mla_ext.adapter.step import build, hooks
 
         self.tree, self.layers = Tree(PAGE), make_layers()
         sizes = dict(kv_lora_rank=RANK, qk_rope_head_dim=DR, layer_num=LAYERS, device="cpu", enable_memory_saver=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 from conftest import TreeOfNumbers
 
-from sglang_mla_ext.adapter import contract
+from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.prefix.tree import SharedTree
 
 PAGE_SIZES = (1, 64)

@@ -29,8 +29,8 @@ from decode_world import (
     groups_of,
 )
 
-from sglang_mla_ext.adapter.relay import relay
-from sglang_mla_ext.adapter.steps import FIRST_PAUSE, NOTHING_SHARED
+from sglang_mla_ext.adapter.step.relay import relay
+from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE, NOTHING_SHARED
 from sglang_mla_ext.prefix.cost_model import Mode
 from sglang_mla_ext.prefix.planner import Plan
 
@@ -108,7 +108,7 @@ def test_a_graph_takes_other_rows_between(make_world: Any) -> None:
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
 def test_more_rows_than_it_has_room_for(make_world: Any, monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
     """They decode by plain absorb; with an FP8 pool by our kernel, in parts of as many rows as it takes at once."""
-    from sglang_mla_ext.adapter import budget, build
+    from sglang_mla_ext.adapter.step import budget, build
 
     for module in (budget, build):
         monkeypatch.setattr(module, "MAX_ROWS", 3)
@@ -281,7 +281,7 @@ def test_a_plan_that_cannot_be_written_leaves_plain_absorb(make_world: Any, monk
 @pytest.mark.parametrize("fp8", [False, True])
 def test_preparing_a_step_fails_once(make_world: Any, monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
     """Nothing is shared in it, in a graph and without; and neither are the steps after it, for a while."""
-    monkeypatch.setattr("sglang_mla_ext.adapter.steps.FIRST_PAUSE", 2)
+    monkeypatch.setattr("sglang_mla_ext.adapter.step.steps.FIRST_PAUSE", 2)
     world = make_world(fp8=fp8)
     world.make("gpu", prefix_dtype="bf16" if fp8 else "auto")
     requests, eight = sharing(world), Graph(world, 8)
@@ -372,7 +372,7 @@ def test_a_query_is_kept_for_decode_alone(make_world: Any) -> None:
     requests = sharing(world)
     world.eager_step(requests)
     world.steps.before_forward(EXTEND, requests, [], [0] * 6, [1] * 6)
-    from sglang_mla_ext.adapter.layer import after_split_q
+    from sglang_mla_ext.adapter.step.layer import after_split_q
 
     after_split_q((torch.zeros(6, HEADS, 16), None, None), world.layers[0])
     assert relay.q_nope is None

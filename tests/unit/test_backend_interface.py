@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_mla_ext.adapter import contract
+from sglang_mla_ext.adapter.compat import contract
 
 READ = {read.name: read for read in contract.release().read_of_backend}
 ANSWERED = {
@@ -34,7 +34,7 @@ class Stock:
 
 
 def backend_over(stock: Any) -> Any:
-    from sglang_mla_ext.adapter.backend import HybridMLABackend
+    from sglang_mla_ext.adapter.step.backend import HybridMLABackend
 
     owner = SimpleNamespace(backend=stock, decodes=True)
     return HybridMLABackend(owner, None, None, None, layer_index={}, heads=1, requests=range(0))

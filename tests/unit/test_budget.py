@@ -15,9 +15,9 @@ import torch
 from decode_world import World
 from doubles import MIB
 
-from sglang_mla_ext.adapter import budget
-from sglang_mla_ext.adapter.latent import LatentSizes
-from sglang_mla_ext.adapter.relay import relay
+from sglang_mla_ext.adapter.latent.protocol import LatentSizes
+from sglang_mla_ext.adapter.step import budget
+from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.kernels import dispatch
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
@@ -84,11 +84,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     flash_mla: Any = ModuleType("sgl_kernel.flash_mla")
     flash_mla.flash_mla_with_kvcache = flash_mla.get_mla_metadata = None
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", flash_mla)
-    loaded = sys.modules.pop("sglang_mla_ext.adapter.latent_flashmla", None)
+    loaded = sys.modules.pop("sglang_mla_ext.adapter.latent.flashmla", None)
     yield
-    sys.modules.pop("sglang_mla_ext.adapter.latent_flashmla", None)
+    sys.modules.pop("sglang_mla_ext.adapter.latent.flashmla", None)
     if loaded is not None:
-        sys.modules["sglang_mla_ext.adapter.latent_flashmla"] = loaded
+        sys.modules["sglang_mla_ext.adapter.latent.flashmla"] = loaded
 
 
 def configurator(monkeypatch: pytest.MonkeyPatch, heads: int, cache: torch.dtype, context_len: int = 1 << 17) -> Any:

@@ -10,8 +10,8 @@ import torch
 from decode_world import EXTEND, HEADS, MAX_REQUESTS, MIB, PAGE, World
 
 from sglang_mla_ext import observe
-from sglang_mla_ext.adapter import build as module
-from sglang_mla_ext.adapter.relay import relay
+from sglang_mla_ext.adapter.step import build as module
+from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode, rates_for
 

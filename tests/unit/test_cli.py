@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from sglang_mla_ext import cli
-from sglang_mla_ext.adapter import examine
-from sglang_mla_ext.adapter.contract import installed_version
-from sglang_mla_ext.adapter.launch_line import LaunchLine
+from sglang_mla_ext.adapter.compat.contract import installed_version
+from sglang_mla_ext.adapter.launch import examine
+from sglang_mla_ext.adapter.launch.launch_line import LaunchLine
 from sglang_mla_ext.cli import app
 
 

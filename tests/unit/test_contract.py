@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from sglang_mla_ext.adapter import contract
-from sglang_mla_ext.adapter.contract import ContractError
-from sglang_mla_ext.adapter.source import NotThere, SourceTree
-from sglang_mla_ext.adapter.use import Release, Use
-from sglang_mla_ext.adapter.uses import SGLANG_0_5_17
+from sglang_mla_ext.adapter.compat import contract
+from sglang_mla_ext.adapter.compat.contract import ContractError
+from sglang_mla_ext.adapter.compat.sglang_0_5_17.uses import SGLANG_0_5_17
+from sglang_mla_ext.adapter.compat.source import NotThere, SourceTree
+from sglang_mla_ext.adapter.compat.use import Release, Use
 
 HERE = contract.release()
 """What is used of the installed release."""
 ARGS = "sglang.srt.server_args.ServerArgs"
 REGISTER = "sglang.srt.layers.attention.attention_registry.register_attention_backend"
-ADAPTER = Path(contract.__file__).parent
+ADAPTER = Path(contract.__file__).parents[1]
 Change = Callable[[str, str], None]
 
 
@@ -229,19 +229,15 @@ def test_the_table_says_why_and_names_nothing_twice() -> None:
 
 
 def adapter_modules() -> Iterator[tuple[str, ast.Module]]:
-    """Those that run beside the installed release: of versions/, none that is for another tree or other arguments."""
+    """Those that run beside the installed release: not what is for another tree or other arguments."""
     for file in sorted(ADAPTER.rglob("*.py")):
-        if file.stem.startswith("sglang_") and file.stem not in USED_VERSIONS:
+        release = next((part for part in file.parts if part.startswith("sglang_0_")), None)
+        if release is not None and release != HERE_FOLDER:
             continue
         yield str(file.relative_to(ADAPTER)), ast.parse(file.read_text(encoding="utf-8"))
 
 
-USED_VERSIONS = {
-    "0.5.17": ("sglang_0_5_17",),
-    "0.5.18": ("sglang_0_5_18",),
-    "0.5.20": ("sglang_0_5_20",),
-    "0.5.23": ("sglang_0_5_23",),
-}[contract.line()]
+HERE_FOLDER = f"sglang_{contract.line().replace('.', '_')}"
 _CACHE = (
     "radix_cache.RadixCache" if contract.line() in ("0.5.17", "0.5.18") else "unified_radix_cache.UnifiedRadixCache"
 )

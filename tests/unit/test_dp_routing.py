@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from sglang_mla_ext.adapter import dp_routing
-from sglang_mla_ext.adapter.dp_routing import Router
+from sglang_mla_ext.adapter.launch import dp_routing
+from sglang_mla_ext.adapter.launch.dp_routing import Router
 from sglang_mla_ext.prefix.affinity import LEAST_SLACK, PAGE_TOKENS, SLACK, PromptAffinity
 
 PROMPTS = [[rank + token for token in range(10 * PAGE_TOKENS)] for rank in (0, 5000, 9000)]

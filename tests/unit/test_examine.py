@@ -14,7 +14,7 @@ import pytest
 
 EXAMINE = r"""
 import json, sys
-from sglang_mla_ext.adapter import examine, launch_line
+from sglang_mla_ext.adapter.launch import examine, launch_line
 
 with examine.examiner() as examined:
     found = [examined(launch_line.read(line.split())) for line in sys.argv[1:]]

@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sglang_mla_ext.adapter import expander as expander_module
-from sglang_mla_ext.adapter.expander import Expander, temporary_bytes, weights_of
+from sglang_mla_ext.adapter.step import expander as expander_module
+from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes, weights_of
 from sglang_mla_ext.kernels.constants import CHUNK_TOKENS
 from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
 from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
@@ -100,7 +100,7 @@ def test_rows_of_an_fp8_pool_are_expanded_as_what_they_mean(
 ) -> None:
     """Rows that are not among the slots are NaN."""
     monkeypatch.setattr(expander_module, "FETCHED_TOKENS", 130)
-    from sglang_mla_ext.adapter.latent_pool import LatentPool
+    from sglang_mla_ext.adapter.latent.pool import LatentPool
 
     layers, rows = model
     sizes = dict(kv_lora_rank=RANK, qk_rope_head_dim=DR, layer_num=LAYERS)

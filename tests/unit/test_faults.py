@@ -30,42 +30,42 @@ from faults import REPOSITORY, Fault, Functions, Watch, functions_of
 PROCESSES = 2
 
 DOORS = {
-    "adapter/backend.py HybridMLABackend.__getattr__",
-    "adapter/backend.py HybridMLABackend.forward_decode",
-    "adapter/backend.py HybridMLABackend.forward_extend",
-    "adapter/backend.py HybridMLABackend.init_forward_metadata",
-    "adapter/backend.py HybridMLABackend.merge",
-    "adapter/backend.py HybridMLABackend._absorb",
-    "adapter/hooks.py around_eager_pass",
-    "adapter/layer.py after_split_q",
-    "adapter/layer.py forward_method",
-    "adapter/prefill.py around_chunk_info",
-    "adapter/prefill.py around_prefix_attention",
+    "adapter/step/backend.py HybridMLABackend.__getattr__",
+    "adapter/step/backend.py HybridMLABackend.forward_decode",
+    "adapter/step/backend.py HybridMLABackend.forward_extend",
+    "adapter/step/backend.py HybridMLABackend.init_forward_metadata",
+    "adapter/step/backend.py HybridMLABackend.merge",
+    "adapter/step/backend.py HybridMLABackend._absorb",
+    "adapter/step/hooks.py around_eager_pass",
+    "adapter/step/layer.py after_split_q",
+    "adapter/step/layer.py forward_method",
+    "adapter/step/prefill.py around_chunk_info",
+    "adapter/step/prefill.py around_prefix_attention",
 }
 """Where SGLang's pass enters our code: what is ours in them is inside of `our_part`, and fails here too."""
 
 THE_NET = {
-    "adapter/rerun.py around_eager_pass",
-    "adapter/rerun.py our_part.__enter__",
-    "adapter/rerun.py our_part.__exit__",
-    "adapter/rerun.py our_part.__init__",
-    "adapter/steps.py Steps._repair",
-    "adapter/steps.py Steps.has_lost_memory",
-    "adapter/steps.py Steps.watch_step",
+    "adapter/step/rerun.py around_eager_pass",
+    "adapter/step/rerun.py our_part.__enter__",
+    "adapter/step/rerun.py our_part.__exit__",
+    "adapter/step/rerun.py our_part.__init__",
+    "adapter/step/steps.py Steps._repair",
+    "adapter/step/steps.py Steps.has_lost_memory",
+    "adapter/step/steps.py Steps.watch_step",
 }
 """What catches the others."""
 
 PLAIN_ABSORB = {
-    "adapter/backend.py HybridMLABackend._begin_decode",
-    "adapter/backend.py HybridMLABackend._count_rows_as_prefill",
-    "adapter/backend.py HybridMLABackend._latent_decodes",
-    "adapter/backend.py HybridMLABackend._store",
-    "adapter/backend.py HybridMLABackend._store:",  # its operation
-    "adapter/backend.py HybridMLABackend._write_plan",
+    "adapter/step/backend.py HybridMLABackend._begin_decode",
+    "adapter/step/backend.py HybridMLABackend._count_rows_as_prefill",
+    "adapter/step/backend.py HybridMLABackend._latent_decodes",
+    "adapter/step/backend.py HybridMLABackend._store",
+    "adapter/step/backend.py HybridMLABackend._store:",  # its operation
+    "adapter/step/backend.py HybridMLABackend._write_plan",
     "adapter/cpu/stock.py TorchStock.extend",
     "adapter/cpu/stock.py after_support_triton",
-    "adapter/prefill.py plan_of",
-    "adapter/steps.py StepPlan.__bool__",
+    "adapter/step/prefill.py plan_of",
+    "adapter/step/steps.py StepPlan.__bool__",
 }
 """What a step is taken through that shares nothing. SGLang's own backends have no other way either."""
 
@@ -85,14 +85,14 @@ INSTEAD_OF_SGLANGS = {"fused_eh_norm.fused_eh_norm"}
 """They compute what SGLang has nothing for: of a small model's draft."""
 
 ON_A_GPU = {
-    "adapter/latent.py TailStarts.__init__": "start",
-    "adapter/latent.py TailStarts.plan": "writing a plan",
-    "adapter/latent.py Tails.__init__": "start",
-    "adapter/latent.py Tails.workspace_bytes_for": "start",
-    "adapter/latent_flashmla.py FlashMLALatent.allocate": "start",
-    "adapter/latent_fp8.py FP8Latent.run": "in a layer",
-    "adapter/latent_pool.py LatentPool.get_mla_kv_buffer": "SGLang's, of its pool",
-    "adapter/nextn.py around_eh_norm": "instead of SGLang's",
+    "adapter/latent/protocol.py TailStarts.__init__": "start",
+    "adapter/latent/protocol.py TailStarts.plan": "writing a plan",
+    "adapter/latent/protocol.py Tails.__init__": "start",
+    "adapter/latent/protocol.py Tails.workspace_bytes_for": "start",
+    "adapter/latent/flashmla.py FlashMLALatent.allocate": "start",
+    "adapter/latent/fp8.py FP8Latent.run": "in a layer",
+    "adapter/latent/pool.py LatentPool.get_mla_kv_buffer": "SGLang's, of its pool",
+    "adapter/step/nextn.py around_eh_norm": "instead of SGLang's",
     "kernels/absorb/grouped.py GroupedAbsorb.__init__": "start",
     "kernels/absorb/grouped.py GroupedAbsorb._of_requests": "preparing a step",
     "kernels/absorb/grouped.py GroupedAbsorb._stage": "writing a plan",
@@ -137,7 +137,7 @@ def main(out: Path) -> None:
     import sglang.srt.managers.scheduler
     import sglang.srt.models.deepseek_v2  # noqa: F401
 
-    from sglang_mla_ext.adapter import hooks
+    from sglang_mla_ext.adapter.step import hooks
     from sglang_mla_ext.observe import Metrics
 
     hooked_worker.replace_bodies()

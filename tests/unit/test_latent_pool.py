@@ -26,7 +26,7 @@ def build(cls: Any, dtype: torch.dtype = FP8, **changes: Any) -> Any:
 @pytest.fixture
 def pool() -> Any:
     """Every row is NaN in all its parts."""
-    from sglang_mla_ext.adapter.latent_pool import LatentPool
+    from sglang_mla_ext.adapter.latent.pool import LatentPool
 
     pool = build(LatentPool)
     for buffer in pool.kv_buffer:
@@ -170,7 +170,7 @@ def test_it_is_freed_and_allocated_again(pool: Any) -> None:
 
 
 def test_what_the_layout_has_no_place_for_is_refused() -> None:
-    from sglang_mla_ext.adapter.latent_pool import LatentPool
+    from sglang_mla_ext.adapter.latent.pool import LatentPool
 
     with pytest.raises(ValueError, match="multiple of 16, not 500"):
         build(LatentPool, kv_lora_rank=500)
@@ -236,7 +236,7 @@ OTHERS = [
 
 
 def test_sglang_builds_it_for_an_fp8_cache(sglang_globals: Any) -> None:
-    from sglang_mla_ext.adapter.latent_pool import LatentPool, around_build_mla_pool
+    from sglang_mla_ext.adapter.latent.pool import LatentPool, around_build_mla_pool
 
     original = sglang_globals[0]._build_mla_kv_pool
     built = around_build_mla_pool(original, configurator(FP8), max_total_num_tokens=TOKENS)
@@ -252,7 +252,7 @@ def test_sglang_builds_it_for_an_fp8_cache(sglang_globals: Any) -> None:
 @pytest.mark.parametrize(("dtype", "decode", "draft"), OTHERS, ids=str)
 def test_sglang_builds_its_own_otherwise(sglang_globals: Any, dtype: torch.dtype, decode: str, draft: bool) -> None:
     """For a draft model, too."""
-    from sglang_mla_ext.adapter.latent_pool import LatentPool, around_build_mla_pool
+    from sglang_mla_ext.adapter.latent.pool import LatentPool, around_build_mla_pool
 
     original = sglang_globals[0]._build_mla_kv_pool
     built = around_build_mla_pool(original, configurator(dtype, decode, draft=draft), max_total_num_tokens=TOKENS)
@@ -261,7 +261,7 @@ def test_sglang_builds_its_own_otherwise(sglang_globals: Any, dtype: torch.dtype
 
 def test_the_same_memory_holds_more_tokens(sglang_globals: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's own computation, with our size of a row: 1,152 / 656 = 1.756 times BF16's tokens."""
-    from sglang_mla_ext.adapter.latent_pool import after_cell_size
+    from sglang_mla_ext.adapter.latent.pool import after_cell_size
 
     sizing = sglang_globals[1]
     original = sizing._compute_cell_size

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import test_limits
 
-from sglang_mla_ext.adapter import checkpoints, launch_line, limits
-from sglang_mla_ext.adapter.launch_line import LaunchLine, LaunchLineError, read, value_of, with_backend, without
-from sglang_mla_ext.adapter.remedies import remedy_for
+from sglang_mla_ext.adapter.launch import checkpoints, launch_line, limits
+from sglang_mla_ext.adapter.launch.launch_line import LaunchLine, LaunchLineError, read, value_of, with_backend, without
+from sglang_mla_ext.adapter.launch.remedies import remedy_for
 from sglang_mla_ext.options import OptionError
 
 ARGUMENTS = ["--model-path", "a/b", "--tp", "8"]

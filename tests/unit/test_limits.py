@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_mla_ext.adapter import limits
-from sglang_mla_ext.adapter.versions import sglang_0_5_23
+from sglang_mla_ext.adapter.compat import sglang_0_5_23
+from sglang_mla_ext.adapter.launch import limits
 from sglang_mla_ext.options import OptionError
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
@@ -300,7 +300,7 @@ def test_a_tree_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch, va
 def test_the_draft_models_backend(
     monkeypatch: pytest.MonkeyPatch, algorithm: str | None, given: str | None, mla: bool, becomes: str | None
 ) -> None:
-    monkeypatch.setattr(limits.versions, "draft_has_mla", lambda args: mla)
+    monkeypatch.setattr(limits.installed, "draft_has_mla", lambda args: mla)
     args = server_args(speculative_algorithm=algorithm, speculative_draft_attention_backend=given)
     args.override = lambda source, **fields: vars(args).update(fields)
     limits.set_draft_backend(args)

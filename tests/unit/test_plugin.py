@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
-from sglang_mla_ext.adapter import contract, hooks, status_routes, versions
+from sglang_mla_ext.adapter.compat import contract, installed
+from sglang_mla_ext.adapter.launch import status_routes
+from sglang_mla_ext.adapter.step import hooks
 from sglang_mla_ext.options import HybridMLAOptions
 
 SCENARIOS = r"""
@@ -75,7 +77,7 @@ def seen():
         "hooked": sorted(HookRegistry._patched),
         "choices": sorted(server_args.ATTENTION_BACKEND_CHOICES),
         "asked": os.environ.get(ASKED),
-        "hooks imported": "sglang_mla_ext.adapter.hooks" in sys.modules,
+        "hooks imported": "sglang_mla_ext.adapter.step.hooks" in sys.modules,
     }
 
 
@@ -92,8 +94,9 @@ def scenario_not_asked():
 
 def scenario_not_asked_but_broken():
     os.environ[MODE] = "nonsense"
-    from sglang_mla_ext.adapter import contract, versions
+    from sglang_mla_ext.adapter.compat import contract, installed
 
+    assert installed.RESOLVED_BY  # the release's folder has been looked up
     contract.SUPPORTED = {"99.0": contract.release()}
     load_plugins()
     return {"args": launch(attention_backend="torch_native"), "asked for": launch(attention_backend="hybrid_mla")}
@@ -142,7 +145,7 @@ def scenario_dp_routing():
 def scenario_speculation():
     # Checked as on a GPU, and resolved on a CPU beside SGLang's own backend.
     load_plugins()
-    from sglang_mla_ext.adapter import limits
+    from sglang_mla_ext.adapter.launch import limits
     from sglang_mla_ext.options import OptionError
 
     draft = os.path.join(os.path.dirname(MODEL), "draft")
@@ -172,14 +175,14 @@ def scenario_speculation():
         except OptionError as error:
             found[name] = str(error)
         else:
-            tokens, args = limits.versions.draft_tokens(args), limits.versions.resolved(args)
+            tokens, args = limits.installed.draft_tokens(args), limits.installed.resolved(args)
             found[name] = [args.speculative_algorithm, tokens, args.speculative_draft_attention_backend]
     ours = dict(attention_backend="hybrid_mla", speculative_algorithm="EAGLE")
     found["on a CPU"] = launch(**ours)
     tree = dict(speculative_num_steps=3, speculative_eagle_topk=4, speculative_num_draft_tokens=8)
     found["tree"] = launch(**ours, **tree)
     without = resolved(server_args.ServerArgs(**COMMON, attention_backend="torch_native"))
-    found["without"] = limits.versions.draft_tokens(without)
+    found["without"] = limits.installed.draft_tokens(without)
     return found
 
 
@@ -188,8 +191,8 @@ def scenario_worker():
     if standins.needed():
         os.environ[standins.INSTALLED_VARIABLE] = "1"
     load_plugins()
-    from sglang_mla_ext.adapter import contract
-    from sglang_mla_ext.adapter import hooks
+    from sglang_mla_ext.adapter.compat import contract
+    from sglang_mla_ext.adapter.step import hooks
 
     hooks.assert_installed()
     return {
@@ -249,20 +252,20 @@ def scenarios(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_not_asked_for_it_changes_nothing_but_the_list_of_choices(scenarios: dict[str, Any]) -> None:
-    without, installed = scenarios["without"], scenarios["not_asked"]
+    without, with_it = scenarios["without"], scenarios["not_asked"]
     assert "attention_backend" in without["args"] and without["args"]["attention_backend"] == "'torch_native'"
-    assert installed["args"] == without["args"], "resolved arguments"
-    assert installed["default"] == without["default"], "resolved arguments where SGLang chooses the backend"
-    assert installed["backends"] == without["backends"] and "hybrid_mla" not in installed["backends"]
-    assert installed["handlers"] == without["handlers"] and "hybrid_mla" not in installed["handlers"]
-    assert installed["query in parts"] == without["query in parts"] and "hybrid_mla" not in without["query in parts"]
-    assert installed["asked"] is None and not installed["hooks imported"]
+    assert with_it["args"] == without["args"], "resolved arguments"
+    assert with_it["default"] == without["default"], "resolved arguments where SGLang chooses the backend"
+    assert with_it["backends"] == without["backends"] and "hybrid_mla" not in with_it["backends"]
+    assert with_it["handlers"] == without["handlers"] and "hybrid_mla" not in with_it["handlers"]
+    assert with_it["query in parts"] == without["query in parts"] and "hybrid_mla" not in without["query in parts"]
+    assert with_it["asked"] is None and not with_it["hooks imported"]
     assert without["hooked"] == []
     prefix = "sglang.srt.server_args.ServerArgs."
-    assert installed["hooked"] == [
-        prefix + name for name in sorted((versions.RESOLVED_BY, "add_cli_args", "from_cli_args"))
+    assert with_it["hooked"] == [
+        prefix + name for name in sorted((installed.RESOLVED_BY, "add_cli_args", "from_cli_args"))
     ]
-    assert sorted([*without["choices"], "hybrid_mla"]) == installed["choices"]
+    assert sorted([*without["choices"], "hybrid_mla"]) == with_it["choices"]
 
 
 def test_not_asked_for_it_does_not_look_at_its_own_troubles(scenarios: dict[str, Any]) -> None:
@@ -325,8 +328,11 @@ def test_speculation_is_resolved_as_sglang_does_it(scenarios: dict[str, Any]) ->
 
 def test_a_worker_has_the_backend_and_all_hooks(scenarios: dict[str, Any]) -> None:
     worker, without = scenarios["worker"], scenarios["without"]
-    assert worker["backends"] == {**without["backends"], "hybrid_mla": "sglang_mla_ext.adapter.hooks.create_backend"}
-    assert worker["handlers"]["hybrid_mla"] == "sglang_mla_ext.adapter.layer.forward_method"
+    assert worker["backends"] == {
+        **without["backends"],
+        "hybrid_mla": "sglang_mla_ext.adapter.step.hooks.create_backend",
+    }
+    assert worker["handlers"]["hybrid_mla"] == "sglang_mla_ext.adapter.step.layer.forward_method"
     assert worker["query in parts"] == [*without["query in parts"], "hybrid_mla"]
     others = {name: handler for name, handler in worker["handlers"].items() if name in without["handlers"]}
     # The CPU launcher lets torch_native serve MLA models, whichever backend is asked for.
@@ -357,4 +363,4 @@ def test_a_variable_is_named_where_sglang_takes_another_tree_by_it(
 
     monkeypatch.setenv(variable, "1")
     read = f"if envs.{variable}.get()" in inspect.getsource(registry)
-    assert versions.other_trees() == [variable] * read
+    assert installed.other_trees() == [variable] * read

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_mla_ext.adapter.prefill import PrefillPlan, around_chunk_info, around_prefix_attention
-from sglang_mla_ext.adapter.relay import relay
+from sglang_mla_ext.adapter.step.prefill import PrefillPlan, around_chunk_info, around_prefix_attention
+from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
@@ -203,7 +203,7 @@ def test_drafts_are_verified_by_absorb(
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
-    from sglang_mla_ext.adapter.layer import forward_method
+    from sglang_mla_ext.adapter.step.layer import forward_method
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     monkeypatch.setattr(handlers, "mla_use_prefill_cp", lambda forward_batch: False)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter import layer as mla_layer
-from sglang_mla_ext.adapter.relay import relay
-from sglang_mla_ext.adapter.steps import StepPlan
+from sglang_mla_ext.adapter.step import layer as mla_layer
+from sglang_mla_ext.adapter.step.relay import relay
+from sglang_mla_ext.adapter.step.steps import StepPlan
 from sglang_mla_ext.kernels.absorb.grouped import LatentSegment
 from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.reference import attention as reference
@@ -65,7 +65,7 @@ def make_pool(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """A pool of random rows; always the same."""
     from sglang.srt.mem_cache import memory_pool
 
-    from sglang_mla_ext.adapter.latent_pool import LatentPool
+    from sglang_mla_ext.adapter.latent.pool import LatentPool
 
     monkeypatch.setattr(memory_pool, "set_mla_kv_buffer_triton", store)
     sizes = dict(kv_lora_rank=RANK, qk_rope_head_dim=ROPE, layer_num=1, page_size=PAGE)
@@ -135,7 +135,7 @@ class Shared:
 
 def compose(stock: Any, latent: Any, planned: StepPlan | None) -> Any:
     """The backend, with its parts in their places, for steps that share what is planned."""
-    from sglang_mla_ext.adapter.backend import HybridMLABackend
+    from sglang_mla_ext.adapter.step.backend import HybridMLABackend
 
     steps = SimpleNamespace(
         next=planned, succeed=lambda: None, has_lost_memory=False, shadow=None, watch_step=lambda shares: None
@@ -181,7 +181,7 @@ def flashmla(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", module)
     from sglang.srt.layers.attention import flashmla_backend
 
-    from sglang_mla_ext.adapter import latent_flashmla
+    from sglang_mla_ext.adapter.latent import flashmla as latent_flashmla
 
     for user in (flashmla_backend, latent_flashmla):
         monkeypatch.setattr(user, "flash_mla_with_kvcache", flash_mla)
@@ -193,7 +193,7 @@ def flashmla_stock(pool: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """SGLang's FlashMLA backend over this pool; it cannot be constructed without a GPU."""
     from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
 
-    from sglang_mla_ext.adapter.stock_flashmla import FlashMLAStock
+    from sglang_mla_ext.adapter.step.stock_flashmla import FlashMLAStock
 
     def metadata(self: Any, forward_batch: Any) -> None:
         table = torch.tensor([[page, page + 1] for page in FIRST_PAGES], dtype=torch.int32)

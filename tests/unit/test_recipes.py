@@ -20,7 +20,7 @@ EXAMINE = r"""
 import json, sys
 import torch
 from bench.recipes import recipes, words
-from sglang_mla_ext.adapter import examine, launch_line
+from sglang_mla_ext.adapter.launch import examine, launch_line
 
 found = {}
 before = torch.cuda.is_available()

@@ -12,9 +12,9 @@ import pytest
 import torch
 from decode_world import HEADS, KINDS, LAYER_IDS, PAGE, Graph, World, groups_of
 
-from sglang_mla_ext.adapter import shadow as shadow_module
-from sglang_mla_ext.adapter.shadow import BOUND, BOUND_FP8, Finding, Look, ShadowCheck, row_errors
-from sglang_mla_ext.adapter.steps import FIRST_PAUSE
+from sglang_mla_ext.adapter.step import shadow as shadow_module
+from sglang_mla_ext.adapter.step.shadow import BOUND, BOUND_FP8, Finding, Look, ShadowCheck, row_errors
+from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
 from sglang_mla_ext.prefix.cost_model import Mode
 from sglang_mla_ext.prefix.shared_prefixes import SharedRange

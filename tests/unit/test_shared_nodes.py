@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
 from tree_traffic import TreeTraffic
 
-from sglang_mla_ext.adapter.versions import TreeView, shared_nodes
+from sglang_mla_ext.adapter.compat import shared_nodes
+from sglang_mla_ext.adapter.compat.installed import TreeView
 from sglang_mla_ext.prefix.tree import SharedTree
 
 PAGE_SIZES = (1, 64)

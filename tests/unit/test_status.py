@@ -20,7 +20,7 @@ from browser import Browser
 from typer.testing import CliRunner
 
 from sglang_mla_ext import cli, status, top
-from sglang_mla_ext.adapter import limits, status_routes
+from sglang_mla_ext.adapter.launch import limits, status_routes
 from sglang_mla_ext.observe import Counters, report
 from sglang_mla_ext.prefix.planner import Plan
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from decode_world import DECODE, EXTEND, IDLE, VERIFY
 
-from sglang_mla_ext.adapter.relay import relay
-from sglang_mla_ext.adapter.steps import FIRST_PAUSE, NOTHING_SHARED, PrefillSharing, StepPlan, Steps
+from sglang_mla_ext.adapter.step.relay import relay
+from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE, NOTHING_SHARED, PrefillSharing, StepPlan, Steps
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.cost_model import Mode
 from sglang_mla_ext.prefix.planner import Group, Plan
@@ -175,7 +175,7 @@ def test_prefill_is_planned_with_its_own_lengths() -> None:
 def test_the_time_of_planning_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every pass: planned, paused after a failure, idle, prefill without a planner."""
     clock = SimpleNamespace(perf_counter=iter(map(float, range(100))).__next__)
-    monkeypatch.setattr("sglang_mla_ext.adapter.steps.time", clock)
+    monkeypatch.setattr("sglang_mla_ext.adapter.step.steps.time", clock)
     steps = make()
     for passes, mode in enumerate((DECODE, EXTEND, IDLE, DECODE, DECODE), start=1):
         steps._prefixes.fails = passes >= 4

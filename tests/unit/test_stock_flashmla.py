@@ -15,7 +15,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
     flash_mla: Any = ModuleType("sgl_kernel.flash_mla")
     flash_mla.flash_mla_with_kvcache = flash_mla.get_mla_metadata = None
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", flash_mla)
-    from sglang_mla_ext.adapter import stock_flashmla
+    from sglang_mla_ext.adapter.step import stock_flashmla
 
     def make_one(reads_pool: bool, chunks: bool = True) -> tuple[Any, list[Any]]:
         backend = SimpleNamespace(enable_chunk_kv=chunks, is_fp8_kvcache=not reads_pool)

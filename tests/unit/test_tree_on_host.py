@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_mla_ext.adapter.versions import TreeView
+from sglang_mla_ext.adapter.compat.installed import TreeView
 
 TOKENS = 64
 """What the device holds; the host holds four times as many."""
@@ -30,7 +30,7 @@ class HostTree:
         from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-        from sglang_mla_ext.adapter.latent_pool import LatentPool
+        from sglang_mla_ext.adapter.latent.pool import LatentPool
 
         kind, dtype = (LatentPool, torch.float8_e4m3fn) if fp8 else (MLATokenToKVPool, torch.bfloat16)
         self.pool: Any = kind(TOKENS, 1, dtype, 512, 64, 2, "cpu", enable_memory_saver=False)
@@ -107,7 +107,7 @@ def host_tree(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
     from sglang_mla_ext.adapter.cpu import gaps
-    from sglang_mla_ext.adapter.latent_pool import around_host_pool
+    from sglang_mla_ext.adapter.latent.pool import around_host_pool
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 1)
     monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)  # whoever else runs here

@@ -12,9 +12,9 @@ import pytest
 import torch
 from decode_world import DECODE, EXTEND, HEADS, IDLE, KINDS, MAX_REQUESTS, PAGE, Graph, World, groups_of
 
-from sglang_mla_ext.adapter import budget, build
-from sglang_mla_ext.adapter.relay import relay
-from sglang_mla_ext.adapter.steps import NOTHING_SHARED
+from sglang_mla_ext.adapter.step import budget, build
+from sglang_mla_ext.adapter.step.relay import relay
+from sglang_mla_ext.adapter.step.steps import NOTHING_SHARED
 
 BOUND = {False: 1e-5, True: 8e-2}
 SYSTEM, OTHER = "abcdef", "wxyz"  # six pages: a chunk and a half; four: a chunk

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sglang_mla_ext.adapter.latent import LatentSizes
-from sglang_mla_ext.adapter.latent_pool import LatentPool
+from sglang_mla_ext.adapter.latent.pool import LatentPool
+from sglang_mla_ext.adapter.latent.protocol import LatentSizes
 from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.reference import attention as reference

@@ -15,7 +15,7 @@ import types
 
 import torch
 
-from sglang_mla_ext.adapter.contract import installed_version
+from sglang_mla_ext.adapter.compat.contract import installed_version
 
 INSTALLED_VARIABLE = "SGLANG_MLA_EXT_CPU"
 """Set to 1 where the stand-ins are in place, for the processes that are spawned from there."""

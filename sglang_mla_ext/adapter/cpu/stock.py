@@ -11,9 +11,9 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter import prefill
-from sglang_mla_ext.adapter.latent_pool import LatentPool
-from sglang_mla_ext.adapter.rerun import our_part
+from sglang_mla_ext.adapter.latent.pool import LatentPool
+from sglang_mla_ext.adapter.step import prefill
+from sglang_mla_ext.adapter.step.rerun import our_part
 from sglang_mla_ext.kernels.reference import attention as reference
 
 if TYPE_CHECKING:

@@ -1,0 +1,127 @@
+"""A radix tree whose nodes are known by numbers, read through a mirror of the part that requests hold.
+
+SGLang's tree from 0.5.20 on answers two questions about a node: what the path to it is, which costs the length of the
+path, and whether the node is still there. It counts no holders that could be read. So what is known of it is kept in
+mirror.py; this ties that to the planner's protocol.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Hashable, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from sglang_mla_ext.adapter.compat.mirror import Mirror, MirrorNode, PathNode
+from sglang_mla_ext.adapter.compat.shared_nodes import Forks, all_above, find_with
+from sglang_mla_ext.prefix.tree import SharedTree
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.managers.schedule_batch import Req
+
+_RID, _LAST_NODE = attrgetter("rid"), attrgetter("last_node")
+
+
+class UnsupportedTree(RuntimeError):
+    """SGLang runs with a prefix cache that this package cannot read."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"hybrid_mla finds shared prefixes in SGLang's own radix tree, and this server has {name}. Remove "
+            "--disable-radix-cache and --radix-cache-backend, and unset SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND."
+        )
+
+
+class NumberedTree(ABC):
+    """Reads paths out of SGLang's tree; changes nothing in it. Handles are the mirror's nodes.
+
+    A running request holds `last_node`, the number of the node where its cached prefix ends, and locks it and all above
+    it, so their slots neither move nor get a new owner while it runs. When a later request diverges inside a node,
+    SGLang cuts the node in two: the front part gets a new number, and the old one keeps the rest with its end. Numbers
+    are not given twice, not even after a flush. So a number names the same slots, up to the same end, as long as
+    somebody holds the node.
+    """
+
+    def __init__(self, core: Any) -> None:
+        """
+        Args:
+            core: the tree itself, which SGLang's prefix cache owns.
+        """
+        self._core = core
+        self._mirror = Mirror(self._paths)
+        self._forks = Forks()
+
+    @abstractmethod
+    def _paths(self, ids: Sequence[int]) -> list[Sequence[PathNode]]:
+        """Paths from below the root to these nodes.
+
+        Raises:
+            KeyError: one of them is not in the tree.
+        """
+        ...
+
+    def state(self, requests: Sequence[Req]) -> Hashable:
+        """See prefix.tree.Tree."""
+        return tuple(map(_RID, requests)), tuple(map(_LAST_NODE, requests))
+
+    def hold(self, requests: Sequence[Req]) -> object:
+        """See prefix.tree.Tree. Numbers are not reused."""
+        return None
+
+    def shared(self, requests: Sequence[Req], also: Collection[MirrorNode] = ()) -> SharedTree:
+        """See prefix.tree.Tree. A split that was made for a request that never was in a call is not seen: its two nodes
+        count as one, which all who hold its end share.
+
+        A call with `also` walks up all that the requests hold alone; others do so once for each request. What they find
+        is kept until two calls later: `forget` when no request is left.
+        """
+        ends = list(map(_LAST_NODE, requests))
+        found, complete = self._mirror.follow(ends, count=not also)
+        if also:
+            with self._mirror.counted(found):
+                forks, all_found = find_with(found, set(also))
+        else:
+            forks, all_found = self._forks.find(found)
+        nodes, parents, deepest, all_listed = all_above(forks)
+        node_ends = [node.end for node in nodes]  # type: ignore[attr-defined]
+        return SharedTree(nodes, parents, node_ends, deepest, complete and all_found and all_listed)
+
+    def forget(self) -> None:
+        """Lets go of the nodes of earlier calls: no request is left, or the tree was flushed."""
+        self._forks.forget()
+        self._mirror.forget()
+
+    def length(self, node: MirrorNode) -> int:
+        """See prefix.tree.Tree. As of the last call of `shared`."""
+        return node.end - (node.parent.end if node.parent is not None else 0)
+
+    def parent(self, node: MirrorNode) -> MirrorNode | None:
+        """See prefix.tree.Tree. As of the last call of `shared`."""
+        return None if node.parent is None or node.parent.parent is None else node.parent
+
+    def holders(self, node: MirrorNode) -> int:
+        """See prefix.tree.Tree: of the requests in the last call of `shared`."""
+        return node.lock_ref
+
+    def is_attached(self, node: MirrorNode) -> bool:
+        """See prefix.tree.Tree. With a cache on the host (HiCache) an evicted node stays in the tree without slots, and
+        gets others when a request needs its tokens again: it counts as attached."""
+        try:
+            self._core.is_root(node.id)
+        except KeyError:
+            return False
+        return True
+
+    def slots(self, node: MirrorNode, node_end: int, start: int, end: int) -> torch.Tensor:
+        """The pool slots `[end - start]` (int64) of tokens `[start, end)` of the path that ends in this node, which
+        ends `node_end` tokens behind the root. A request holds the node."""
+        last, above = node, node.parent
+        assert above is not None, "the root has no tokens"
+        while above.end > start and above.parent is not None:
+            if above.end >= end:
+                last = above
+            above = above.parent
+        until = self._core.root_node_handle() if above.parent is None else above.id
+        slots: torch.Tensor = self._core.collect_full_device_indices(last.id, until)
+        return slots[start - above.end : end - above.end]

@@ -1,0 +1,58 @@
+"""SGLang 0.5.23: the tree's core is in Rust and gives whole paths on demand; FlashMLA is a package of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sglang_mla_ext.adapter.compat import sglang_0_5_20
+from sglang_mla_ext.adapter.compat.numbered_tree import NumberedTree, PathNode, UnsupportedTree
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import UnifiedTreeCoreInterface
+    from sglang.srt.server_args import ServerArgs
+
+
+class TreeView(NumberedTree):
+    """See NumberedTree. Any core will do: SGLang takes the one in Python where that in Rust lacks something."""
+
+    def __init__(self, tree_cache: BasePrefixCache) -> None:
+        """
+        Raises:
+            UnsupportedTree: another kind of prefix cache, or none.
+        """
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+        if not isinstance(tree_cache, UnifiedRadixCache) or tree_cache.disable:
+            raise UnsupportedTree(type(tree_cache).__name__)
+        super().__init__(tree_cache.tree_core)
+        self._core: UnifiedTreeCoreInterface
+
+    def _paths(self, ids: Sequence[int]) -> list[Sequence[PathNode]]:
+        return list(self._core.collect_path_info(ids))
+
+
+def flash_mla() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """See sglang_0_5_17."""
+    from sglang.kernels.ops.attention.flash_mla_interface import flash_mla_with_kvcache, get_mla_metadata
+
+    return flash_mla_with_kvcache, get_mla_metadata
+
+
+def other_trees() -> list[str]:
+    """None. See sglang_0_5_17."""
+    return []
+
+
+def further_findings(args: ServerArgs) -> dict[str, bool]:
+    """See sglang_0_5_17. The tree's part on the host was tried here, but neither with drafts nor with our FP8 rows, of
+    whose length SGLang has to be told in another way than before."""
+    on_host, drafts = args.enable_hierarchical_cache, args.speculative_algorithm is not None
+    return sglang_0_5_20.further_findings(args) | {
+        "--enable-hierarchical-cache": False,
+        "--enable-hierarchical-cache beside --kv-cache-dtype fp8_e4m3": on_host and args.kv_cache_dtype == "fp8_e4m3",
+        "--enable-hierarchical-cache beside --speculative-algorithm": on_host and drafts,
+        "--enable-kv-cache-sharding": args.enable_kv_cache_sharding,
+        "--enable-nvidia-megakernel": args.enable_nvidia_megakernel,
+    }

@@ -1,0 +1,169 @@
+"""Attention in the latent space over the FP8 pool (latent_pool.py), by our own kernels alone: FlashMLA does not know
+rows with a scale for each token.
+
+Private tails go through kernels/absorb/paged_fp8.py, whose schedule is made once a step. Where heads are few, steps
+that share go through grouped absorb over FP8 rows (kernels/absorb/grouped_fp8.py), which takes tails along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sglang_mla_ext.adapter.latent.protocol import LatentSizes, Tails, TailStarts, grouped_sizes
+from sglang_mla_ext.kernels.absorb.grouped import GroupedAbsorb
+from sglang_mla_ext.kernels.absorb.paged_fp8 import AbsorbFP8
+from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
+from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
+from sglang_mla_ext.kernels.constants import PAGE_TOKENS
+from sglang_mla_ext.kernels.dispatch import (
+    absorb_fp8_bytes,
+    grouped_absorb_bytes,
+    make_absorb_fp8,
+    make_grouped_absorb_fp8,
+)
+from sglang_mla_ext.kernels.memory import Memory
+from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
+from sglang_mla_ext.kernels.watch import Watched
+
+if TYPE_CHECKING:
+    from sglang_mla_ext.adapter.latent.pool import LatentPool
+
+
+class FP8Latent:
+    """See the module; the interface is adapter.latent.LatentAttention."""
+
+    def __init__(
+        self,
+        pool: LatentPool,
+        req_to_token: Tensor,
+        *,
+        heads: int,
+        layer_id: int,
+        dtype: torch.dtype,
+        grouped: bool,
+        on_failure: Callable[[str, BaseException], None],
+        queries: int = 1,
+    ) -> None:
+        """
+        Args:
+            pool: latent rows, pages of 64.
+            req_to_token: `[requests, tokens]` int32, slots.
+            heads: of this rank; layer_id: of any layer in the pool.
+            dtype: of queries and results.
+            grouped: try grouped absorb.
+            on_failure: is told why something does not run here.
+            queries: query tokens of each request.
+        """
+        self._queries = queries
+        self._pool, self._req_to_token, self._heads, self._layer_id = pool, req_to_token, heads, layer_id
+        self._dtype, self._wants_grouped, self._on_failure = dtype, grouped, on_failure
+        self.grouped_page: int | None = None
+        self._absorb: AbsorbFP8 | None = None
+        self._grouped: GroupedAbsorb | None = None
+        self._stacked = False  # whether this step goes through it
+
+    @property
+    def workspace_bytes(self) -> int:
+        if self._absorb is None:
+            return 0
+        taken = self._starts.workspace_bytes + self._tails.workspace_bytes + self._absorb.workspace_bytes
+        return taken + (self._grouped.workspace_bytes if self._grouped is not None else 0)
+
+    @staticmethod
+    def workspace_bytes_for(sizes: LatentSizes) -> int:
+        dims = dict(kv_lora_rank=sizes.kv_lora_rank, qk_rope_head_dim=sizes.qk_rope_head_dim)
+        taken = TailStarts.workspace_bytes_for(sizes.sharing_requests)
+        taken += Tails.workspace_bytes_for(sizes.max_requests, sizes.max_tokens)
+        taken += absorb_fp8_bytes(
+            heads=sizes.heads,
+            num_sms=sizes.programs,
+            layout=LatentRowLayout(**dims),
+            page_size=PAGE_TOKENS,
+            max_requests=sizes.sharing_requests,
+            queries=sizes.queries,
+        )
+        if sizes.grouped and rows_per_tile(sizes.heads) is not None:
+            taken += grouped_absorb_bytes(
+                heads=sizes.heads,
+                fp8=True,
+                dtype=sizes.dtype,
+                programs=sizes.programs,
+                **dims,
+                **grouped_sizes(sizes.max_rows, sizes.max_tokens, sizes.queries),
+            )
+        return taken
+
+    def allocate(self, max_rows: int, max_requests: int, max_tokens: int, memory: Memory | None = None) -> None:
+        self._max_at_once = max_rows // self._queries  # requests of one schedule
+        self._starts = TailStarts(self._max_at_once, self._req_to_token.device)
+        self._tails = Tails(self._req_to_token, self._starts, max_requests, max_tokens, memory)
+        rows, layout = self._pool.rows(self._layer_id), self._pool.layout
+        self._absorb = make_absorb_fp8(
+            rows,
+            heads=self._heads,
+            dtype=self._dtype,
+            layout=layout,
+            page_size=PAGE_TOKENS,
+            max_requests=self._max_at_once,
+            queries=self._queries,
+            on_failure=self._on_failure,
+            memory=memory,
+        )
+        if self._wants_grouped and rows_per_tile(self._heads) is not None:
+            self._grouped = make_grouped_absorb_fp8(
+                self._req_to_token,
+                rows,
+                heads=self._heads,
+                layout=layout,
+                dtype=self._dtype,
+                on_failure=self._on_failure,
+                memory=memory,
+                **grouped_sizes(max_rows, max_tokens, self._queries),
+            )
+            if self._grouped is not None:
+                self.grouped_page = PAGE_TOKENS
+
+    def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int) -> None:
+        if self._grouped is not None:
+            self._grouped.plan(segments, rows)
+        self._starts.plan(tail_starts)
+
+    def begin_step(self, batch: Any, *, sharing: bool, uncounted: int = 0) -> None:
+        self._stacked = sharing and self._grouped is not None
+        if self._stacked:
+            seq_lens = batch.seq_lens + uncounted if uncounted else batch.seq_lens
+            self._grouped.begin_step(self._req_to_token, batch.req_pool_indices, seq_lens, self._starts.on_device)
+            return
+        self._tails.begin_step(batch, sharing=sharing, uncounted=uncounted)
+        requests = batch.batch_size
+        if requests <= self._max_at_once:
+            self._absorb.begin_step(self._tails.lens[:requests], self._tails.table[:requests])
+
+    def run(
+        self,
+        layer_id: int,
+        q_absorbed: Tensor,
+        q_rope: Tensor,
+        softmax_scale: float,
+        watched: Watched | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        pool = self._pool.rows(layer_id)
+        if self._stacked:
+            return self._grouped.run(q_absorbed, q_rope, pool, softmax_scale, watched)
+        rows, dtype, device = len(q_absorbed), q_absorbed.dtype, q_absorbed.device
+        requests = rows // self._queries
+        at_once = requests <= self._max_at_once
+        out = self._absorb.output(rows, dtype) if at_once else torch.empty(q_absorbed.shape, dtype=dtype, device=device)
+        lse = torch.empty(q_absorbed.shape[:2], dtype=torch.float32, device=device)
+        for start in range(0, requests, self._max_at_once):
+            stop = min(start + self._max_at_once, requests)
+            where = self._tails.table[start:stop], self._tails.lens[start:stop]
+            part = slice(start * self._queries, stop * self._queries)
+            if not at_once:  # too many for one schedule: a new one for each part
+                self._absorb.begin_step(*where[::-1])
+            self._absorb.run(q_absorbed[part], q_rope[part], pool, *where, softmax_scale, out[part], lse[part])
+        return out, lse

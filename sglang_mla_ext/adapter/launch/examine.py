@@ -1,0 +1,180 @@
+"""Whether a launch line runs with `hybrid_mla`: SGLang resolves its arguments as it does at start, with our plug-in.
+
+Nothing is loaded but configurations; on a machine without a GPU the line is examined as on Hopper.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+
+from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.cpu import feigned
+from sglang_mla_ext.adapter.launch import checkpoints, launch_line
+from sglang_mla_ext.adapter.launch.launch_line import LaunchLine
+from sglang_mla_ext.adapter.launch.remedies import remedy_for
+from sglang_mla_ext.options import OptionError
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+WORKS, CHANGED, REFUSED = "works", "works with a change", "refused"
+
+MODEL_FLAGS = ("--model-path", "--model", "--speculative-draft-model-path", "--speculative-draft-model")
+
+SET_BY_ITSELF = ("page_size", "speculative_draft_attention_backend", "speculative_attention_mode")
+"""Fields of ServerArgs that `limits` sets where the user did not."""
+
+
+class Examination(NamedTuple):
+    """What was found.
+
+    Attributes:
+        outcome: WORKS, CHANGED or REFUSED.
+        findings: what is in the way, each with what to change.
+        changes: what a line that works has in place of it, in the order of the findings that have a remedy.
+        line: the line that was examined, with our backend and the changes.
+        settings: flags that are set without being asked for.
+        models: the models that the line names, by the names that they were taken for.
+    """
+
+    outcome: str
+    findings: list[str]
+    changes: list[str]
+    line: LaunchLine
+    settings: list[str]
+    models: dict[str, str]
+
+    @property
+    def refusals(self) -> list[str]:
+        """The findings that no change is known for."""
+        return [finding for finding in self.findings if remedy_for(finding) is None]
+
+
+@contextmanager
+def examiner() -> Iterator[Any]:
+    """Makes a function that examines one LaunchLine; entering takes as long as importing SGLang."""
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # of what SGLang finds no GPU for
+        if not torch.cuda.is_available():
+            stack.enter_context(feigned.hopper())
+        from sglang.srt.plugins import load_plugins
+
+        with _silence():
+            load_plugins()
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        yield lambda line: _examine(line, Path(folder))
+
+
+def _examine(line: LaunchLine, folder: Path) -> Examination:
+    line = LaunchLine(line.environment, launch_line.with_backend(line.arguments))
+    findings: list[str] = []
+    changes: list[str] = []
+    while True:
+        models = _known_models(line)
+        folders = {named: str(checkpoints.write_config(known, folder)) for named, known in models.items()}
+        args, found = _resolve(line, folders)
+        remedies = [(finding, remedy_for(finding)) for finding in found if finding not in findings]
+        findings += [finding for finding, _ in remedies]
+        for _, remedy in remedies:
+            if remedy is not None and (changed := remedy.apply(line)) != line:
+                changes.append(remedy.text(line))
+                line = changed
+        if args is not None:
+            outcome = CHANGED if changes else WORKS
+            return Examination(outcome, findings, changes, line, _settings(line, args), models)
+        if not any(remedy for _, remedy in remedies):
+            return Examination(REFUSED, findings, changes, line, [], models)
+
+
+def _known_models(line: LaunchLine) -> dict[str, str]:
+    """Models of a line that are not at hand but known, by the paths that it gives."""
+    found = {}
+    for flag in MODEL_FLAGS:
+        path = launch_line.value_of(line.arguments, flag)
+        if path and not Path(path).is_dir() and (known := checkpoints.known_as(path)):
+            found[path] = known
+    return found
+
+
+def _resolve(line: LaunchLine, folders: dict[str, str]) -> tuple[ServerArgs | None, list[str]]:
+    """The arguments that a server would run with, or what is in the way.
+
+    Args:
+        folders: in place of what is given as a model's path.
+    """
+    from sglang.srt.server_args import prepare_server_args
+
+    words = [folders.get(word, word) for word in _with_spaces(line.arguments)]
+    with patch.dict(os.environ, line.environment), _silence() as said:
+        try:
+            args = prepare_server_args(words)
+            installed.resolve(args)
+            return args, []
+        except OptionError as error:
+            return None, [reason.strip() for reason in str(error).splitlines()[_introduced(error) :]]
+        except SystemExit:
+            return None, _unknown(said.getvalue())
+        except Exception as error:
+            return None, [f"SGLang itself: {str(error).strip().partition(chr(10))[0] or type(error).__name__}"]
+
+
+def _with_spaces(arguments: list[str]) -> list[str]:
+    """`--flag=value` as two words."""
+    return [part for word in arguments for part in (word.split("=", 1) if re.match(r"--[\w-]+=", word) else [word])]
+
+
+def _introduced(error: OptionError) -> int:
+    """How many lines introduce the reasons."""
+    return 1 if "\n" in str(error) else 0
+
+
+def _unknown(said: str) -> list[str]:
+    """Findings from what SGLang's parser said before it left."""
+    reason = said.strip().rpartition("error: ")[2].splitlines()[0]
+    if reason.startswith("unrecognized arguments: "):
+        return [f"SGLang does not know {word}." for word in reason.split() if word.startswith("--")]
+    if ambiguous := re.match(r"ambiguous option: (--[\w-]+)", reason):
+        return [f"SGLang does not know {ambiguous[1]}, it may stand for several flags."]
+    return [f"SGLang itself: {reason}"]
+
+
+def _settings(line: LaunchLine, args: ServerArgs) -> list[str]:
+    """What `limits` sets, where the line does not say it."""
+    flags = {name: f"--{name.replace('_', '-')}" for name in SET_BY_ITSELF}
+    resolved = installed.resolved(args)
+    values = {flag: getattr(resolved, name) for name, flag in flags.items()}
+    found = [
+        f"{flag} {value}"
+        for flag, value in values.items()
+        if launch_line.value_of(line.arguments, flag) is None and value not in (None, "prefill")
+    ]
+    graphs = installed.prefill_graph_backend(resolved)
+    if "--disable-prefill-cuda-graph" not in line.arguments and graphs == "disabled":
+        found.append("--disable-prefill-cuda-graph")
+    return found
+
+
+@contextmanager
+def _silence() -> Iterator[io.StringIO]:
+    """Keep what SGLang prints and logs."""
+    kept = io.StringIO()
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(kept), redirect_stdout(kept):
+            yield kept
+    finally:
+        logging.disable(before)

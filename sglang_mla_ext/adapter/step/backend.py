@@ -1,0 +1,387 @@
+"""HybridMLABackend: what SGLang calls. It forwards, to three parts that it owns:
+
+- a *stock* backend of SGLang's, for prefill, and for decode where nothing can be shared;
+- a LatentAttention, for private tails and what is read for several requests at once;
+- a SharedAttention, for expanded prefixes.
+
+What a step shares is decided on the host before it (steps.py). Which of the parts are in a step's CUDA graph depends on
+its number of requests alone, so that a captured graph and its replays agree; a graph with shared attention costs almost
+nothing more where its plan is empty.
+
+A server with speculative decoding has verify steps in place of decode steps: each request has `queries` tokens, each of
+which is a row of its own, and SGLang does not count them in the request's length yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from sglang_mla_ext.adapter.step.relay import relay
+from sglang_mla_ext.adapter.step.rerun import our_part
+from sglang_mla_ext.adapter.step.steps import NOTHING_SHARED, StepPlan, Steps
+from sglang_mla_ext.kernels.dispatch import whole_query
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from sglang_mla_ext.adapter.latent.protocol import LatentAttention
+    from sglang_mla_ext.adapter.step.stock import Stock
+    from sglang_mla_ext.kernels.naive.attention import SharedAttention
+
+READ_FROM_STOCK = (
+    "token_to_kv_pool",
+    "req_to_token_pool",
+    "max_context_len",
+    "init_mha_chunk_metadata",
+)
+"""What SGLang reads of an MLA backend beside the interface's own names; uses.py says who reads it, and a test compares
+that with SGLang's source."""
+
+FLAGS_OF_STOCK = (
+    "needs_cpu_seq_lens",
+    "supports_ragged_verify_graph",
+    "use_captured_forward_metadata_for_breakable_cuda_graph",
+    "supports_full_cuda_graph_chunked_prefix",
+    "extend_dummy_seqs_capped_by_req_pool",  # from 0.5.18 on
+)
+METHODS_OF_STOCK = (
+    "get_cuda_graph_seq_len_fill_value",
+    "on_after_cuda_graph_warmup",
+    "prepare_full_cuda_graph_chunked_prefix",
+    "init_forward_metadata_for_breakable_cuda_graph_capture",
+    "prepare_forward_metadata_for_breakable_cuda_graph_replay",
+    "update_verify_buffers_to_fill_after_draft",
+)
+"""Attributes and methods of the interface that have a default, and that the stock backend may answer otherwise."""
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def method(self: HybridMLABackend, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._stock.backend, name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+class HybridMLABackend(AttentionBackend):
+    """See the module."""
+
+    def __init__(
+        self,
+        stock: Stock,
+        latent: LatentAttention,
+        shared: SharedAttention | None,
+        steps: Steps,
+        *,
+        layer_index: dict[int, int],
+        heads: int,
+        requests: range,
+        queries: int = 1,
+    ) -> None:
+        """
+        Args:
+            latent: made for as many queries.
+            shared: None where nothing is expanded.
+            layer_index: of the expanded buffers' layers, by SGLang's layer id.
+            heads: of this rank.
+            requests: numbers of requests of a step that can share; empty where no group ever pays.
+            queries: query tokens of a request in a verify step; 1 without speculative decoding.
+        """
+        super().__init__()
+        self._stock, self._latent, self._shared, self._steps = stock, latent, shared, steps
+        self._layer_index, self._heads = layer_index, heads
+        self._requests, self._queries = requests, queries
+        self._written: StepPlan | None = None  # on the device; None where the parts may hold different plans
+        self._written_requests = 0
+        self._sharing = False  # whether this step's graph has shared attention in it
+        for name in FLAGS_OF_STOCK:
+            if hasattr(stock.backend, name):
+                setattr(self, name, getattr(stock.backend, name))
+
+    # ---- what SGLang reads
+
+    def __getattr__(self, name: str) -> Any:
+        if name in READ_FROM_STOCK:
+            return getattr(self._stock.backend, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    @property
+    def forward_metadata(self) -> Any:
+        return self._stock.backend.forward_metadata
+
+    @forward_metadata.setter
+    def forward_metadata(self, value: Any) -> None:
+        self._stock.backend.forward_metadata = value
+
+    @property
+    def kv_index_translator(self) -> Any:
+        """From 0.5.20 on. SGLang gives its own to a backend that has none, which is the stock backend's then."""
+        return getattr(self._stock.backend, "kv_index_translator", None)
+
+    @kv_index_translator.setter
+    def kv_index_translator(self, value: Any) -> None:
+        self._stock.backend.kv_index_translator = value
+
+    @property
+    def verify_mask(self) -> Any:
+        return self._stock.backend.verify_mask
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        if self._stock.decodes or self._queries > 1:  # it has the mask that SGLang writes before a verify step
+            self._stock.backend.init_cuda_graph_state(max_bs, max_num_tokens)
+
+    # ---- before a step
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """A step without a CUDA graph: one without groups needs nothing of what is shared."""
+        with our_part("preparing a step"):
+            begun = self._begin_decode(forward_batch, in_graph=False)
+            if not begun:
+                self._count_rows_as_prefill(forward_batch)
+        if not begun:
+            self._stock.backend.init_forward_metadata(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Before a CUDA graph is captured or replayed."""
+        if not self._begin_decode(forward_batch, in_graph=True, in_capture=in_capture):
+            self._stock.backend.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        if not (self._sharing or self._latent_decodes(forward_batch)):
+            self._stock.backend.init_forward_metadata_in_graph(forward_batch)
+
+    def _latent_decodes(self, forward_batch: ForwardBatch) -> bool:
+        mode = forward_batch.forward_mode
+        return (mode.is_decode() or mode.is_target_verify()) and not self._stock.decodes
+
+    def _begin_decode(self, forward_batch: ForwardBatch, *, in_graph: bool, in_capture: bool = False) -> bool:
+        """Make ready for a decode or verify step; False where it, or the step of another kind, is the stock backend's.
+
+        A decode step has one query token of each request, which its length counts.
+        """
+        requests, verifies = forward_batch.batch_size, forward_batch.forward_mode.is_target_verify()
+        can_share = verifies if self._queries > 1 else forward_batch.forward_mode.is_decode()
+        self._sharing = can_share and requests in self._requests
+        if self._sharing:
+            shares = self._write_plan(NOTHING_SHARED if in_capture else self._steps.next, requests, needed=in_graph)
+            self._sharing = in_graph or shares
+        else:
+            shares = False
+        if self._sharing or self._latent_decodes(forward_batch):
+            uncounted = self._queries if verifies else 0
+            try:
+                self._begin_latent(forward_batch, uncounted)
+            except Exception as error:
+                self._begin_again(forward_batch, uncounted, error, in_graph=in_graph, in_capture=in_capture)
+                shares = False
+        if can_share and not in_capture:
+            self._steps.watch_step(shares)
+        relay.takes_query = self._sharing and self._shared is not None
+        return self._sharing or self._latent_decodes(forward_batch)
+
+    def _begin_latent(self, forward_batch: ForwardBatch, uncounted: int) -> None:
+        if self._steps.has_lost_memory:
+            raise RuntimeError("hybrid_mla: its memory came back from sleep, and could not be cleared")
+        self._latent.begin_step(forward_batch, sharing=self._sharing, uncounted=uncounted)
+
+    def _begin_again(
+        self, forward_batch: ForwardBatch, uncounted: int, error: Exception, *, in_graph: bool, in_capture: bool
+    ) -> None:
+        """Make ready for a step for which that has failed, with nothing shared: where there is no graph, and the stock
+        backend can read the pool, for one of its own. What fails here is plain absorb."""
+        if in_capture:
+            raise error
+        self._steps.fail("preparing a step", error)
+        self._sharing = in_graph and self._sharing
+        if self._sharing:
+            self._write_plan(NOTHING_SHARED, forward_batch.batch_size, needed=True)
+        if self._sharing or self._latent_decodes(forward_batch):
+            self._begin_latent(forward_batch, uncounted)
+
+    def end_step(self, forward_batch: ForwardBatch) -> None:
+        """The step has been launched."""
+        if self._steps.check_step(forward_batch):
+            self._written = None
+
+    def _count_rows_as_prefill(self, forward_batch: ForwardBatch) -> None:
+        planned_as = forward_batch._original_forward_mode  # None where it is still that
+        if planned_as is not None and (planned_as.is_decode() or planned_as.is_target_verify()):
+            self._steps.counters.rows_as_prefill += forward_batch.batch_size * self._queries
+
+    def _write_plan(self, planned: StepPlan, requests: int, *, needed: bool) -> bool:
+        """Bring a plan to the device, if it is not there; whether it shares anything.
+
+        A change of the number of requests alone can change the kernels' tiles.
+
+        Args:
+            needed: the step has shared attention in it, whether or not anything is shared.
+        """
+        if not planned and not needed:
+            return False
+        if planned is not self._written or requests != self._written_requests:
+            self._written = None
+            try:
+                self._write(planned, requests)
+                if planned:
+                    self._steps.succeed()
+            except Exception as error:
+                self._steps.fail("writing a plan", error)
+                planned = NOTHING_SHARED
+                if not needed:
+                    return False
+                self._write(planned, requests)
+            self._written, self._written_requests = planned, requests
+        return bool(planned)
+
+    def _write(self, planned: StepPlan, requests: int) -> None:
+        rows = requests * self._queries
+        if self._shared is not None:
+            self._shared.plan(planned.expanded, rows)
+        self._latent.plan(planned.latent, planned.tail_starts, rows)
+
+    # ---- in a layer
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """
+        Args:
+            q: `[rows, heads, kv_lora_rank]`, absorbed, beside `q_rope [rows, heads, qk_rope_head_dim]`, or whole
+                queries.
+            k: `[rows, 1, kv_lora_rank]` beside `k_rope [rows, 1, qk_rope_head_dim]`, or whole latent rows, of the
+                step's new tokens; None where they are stored already. v is a part of it.
+        Returns:
+            `[rows, heads * kv_lora_rank]`.
+        """
+        return self._absorb(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Prefill, and verify steps, whose arguments are those of a decode step. In prefill absorb comes with query and
+        key in two parts, which SGLang's backends do not take."""
+        if forward_batch.forward_mode.is_target_verify():
+            return self._absorb(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+        if q_rope is not None:
+            with our_part("joining a query"):
+                q, k = whole_query(q, q_rope), torch.cat([k, k_rope], dim=-1)
+        return self._stock.extend(q, k, v, layer, forward_batch, save_kv_cache)
+
+    def _absorb(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+        q_rope: torch.Tensor | None,
+        k_rope: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """A decode or verify step, see `forward_decode`."""
+        if save_kv_cache and k is not None:
+            self._store(k, v, k_rope, layer, forward_batch)
+        # The query is joined after the rows are written: SGLang's kernel for that lets the next launch begin before it
+        # ends (see kernels/storage/join_parts.py).
+        verifies = forward_batch.forward_mode.is_target_verify()
+        if not (self._sharing or self._latent_decodes(forward_batch)):
+            with our_part("joining a query"):
+                q = q if q_rope is None else whole_query(q, q_rope)
+            stock = self._stock.backend
+            forward = stock.forward_extend if verifies else stock.forward_decode
+            return forward(q, None, None, layer, forward_batch, save_kv_cache=False)
+        with our_part("attention"):
+            return self._attend(q, q_rope, layer, forward_batch)
+
+    def _attend(
+        self, q: torch.Tensor, q_rope: torch.Tensor | None, layer: RadixAttention, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """A decode or verify step that is not the stock backend's, see `forward_decode`."""
+        verifies = forward_batch.forward_mode.is_target_verify()
+        if q_rope is None:
+            rows = forward_batch.batch_size * (self._queries if verifies else 1)
+            q = q.view(rows, self._heads, -1)
+            q, q_rope = q.split([layer.v_head_dim, q.shape[-1] - layer.v_head_dim], dim=-1)
+        if not verifies and self._queries > 1:
+            return self._decode_one(q, q_rope, layer)
+        shadow = self._steps.shadow if self._sharing else None
+        watched = shadow.watched(layer.layer_id, q, q_rope) if shadow is not None else None
+        out, lse = self._latent.run(layer.layer_id, q, q_rope, layer.scaling, watched if self._shared is None else None)
+        if relay.takes_query:
+            relay.watched = watched
+            self._attend_shared(q_rope, lse, layer)
+        return out.reshape(len(q), -1)
+
+    def _decode_one(self, q: torch.Tensor, q_rope: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
+        """One query token of each request where attention is made for several: it is the last one, which sees all keys.
+
+        SGLang 0.5.17 asks for no such step of a model that it drafts for.
+        """
+        before = (0, 0, 0, 0, self._queries - 1, 0)
+        padded = (torch.nn.functional.pad(part[:, None], before).flatten(0, 1) for part in (q, q_rope))
+        out, _ = self._latent.run(layer.layer_id, *padded, layer.scaling)
+        return out.unflatten(0, (len(q), self._queries))[:, -1].reshape(len(q), -1)
+
+    def _store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        k_rope: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> None:
+        pool, slots = self.token_to_kv_pool, forward_batch.out_cache_loc
+        if k_rope is not None and k.is_cuda:
+            pool.set_mla_kv_buffer(layer, slots, k, k_rope)
+        else:  # SGLang's pool takes parts on a GPU only
+            pool.set_kv_buffer(layer, slots, k if k_rope is None else torch.cat([k, k_rope], dim=-1), v)
+
+    def _attend_shared(self, q_rope: torch.Tensor, tail_lse: torch.Tensor, layer: RadixAttention) -> None:
+        """Attend to the expanded prefixes; the merge follows when the layer calls its output projection.
+
+        Args:
+            q_rope: `[rows, heads, qk_rope_head_dim]`.
+            tail_lse: `[rows, heads]` float32, natural log, of all keys that are not expanded.
+        """
+        if relay.tail_lse is not None:
+            raise RuntimeError("the layer before did not call its output projection: its shared part is lost")
+        self._shared.run(self._layer_index[layer.layer_id], relay.q_nope, q_rope, layer.scaling)
+        relay.q_nope, relay.tail_lse = None, tail_lse
+
+    def merge(self, tail_out: torch.Tensor) -> torch.Tensor:
+        """Merge the shared part of the layer that runs now into the rest, in place.
+
+        Args:
+            tail_out: `[rows, heads * v_head_dim]`, what the layer is about to hand to its output projection.
+        """
+        with our_part("merging"):
+            per_head = tail_out.view(tail_out.shape[0], self._heads, -1)
+            tail_lse, relay.tail_lse = relay.tail_lse, None
+            watched, relay.watched = relay.watched, None
+            self._shared.merge(per_head, tail_lse, per_head, watched=watched)
+            return tail_out
+
+
+for _name in METHODS_OF_STOCK:
+    setattr(HybridMLABackend, _name, _forwarded(_name))

@@ -1,0 +1,145 @@
+"""How much device memory is taken out of what SGLang has for its KV cache: for expanded prefixes, and in every mode for
+all buffers of our own, whose sizes are known before SGLang sizes its pools."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.latent.protocol import LatentAttention, LatentSizes
+from sglang_mla_ext.adapter.step.layer import attention_layers
+from sglang_mla_ext.adapter.step.shadow import ShadowCheck
+from sglang_mla_ext.adapter.step.steps import MAX_ROWS
+from sglang_mla_ext.kernels.constants import FP8
+from sglang_mla_ext.kernels.dispatch import multiprocessors
+from sglang_mla_ext.options import HybridMLAOptions, OptionError
+from sglang_mla_ext.prefix.cost_model import GpuRates, Mode, rates_for
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_SHARE = 0.1
+"""Of the memory for the KV cache, where the user names no size."""
+
+MAX_RANKS = 64
+"""A multiple of every number of attention ranks that SGLang pads batches for."""
+
+GIB = 1 << 30
+
+
+def take(available: int, configurator: KVCacheConfigurator, options: HybridMLAOptions) -> int:
+    """
+    Args:
+        available: bytes that SGLang has for its KV cache.
+    Returns:
+        how many of them are ours, for expanded prefixes and buffers together: what was asked for, or what the buffers
+        alone take, if that is more.
+    Raises:
+        OptionError: nothing is left.
+    """
+    buffers, asked = buffer_bytes(configurator, options), prefix_bytes(available, options)
+    if 0 < asked < buffers and options.prefix_memory_gb is not None:
+        logger.warning(
+            "hybrid_mla: --hybrid-mla-prefix-memory-gb %g does not cover its own buffers: %.3f GiB are taken for them, "
+            "and nothing will be expanded",
+            options.prefix_memory_gb,
+            buffers / GIB,
+        )
+    budget = max(asked, buffers)
+    if budget >= available:
+        what = "hybrid_mla's own buffers" if buffers > asked else f"--hybrid-mla-prefix-memory-gb {asked / GIB:g}"
+        advice = "raise --mem-fraction-static" if buffers > asked else "lower it, or raise --mem-fraction-static"
+        size = f" ({buffers / GIB:.2f} GiB)" if buffers > asked else ""
+        raise OptionError(
+            f"{what}{size} leaves nothing of the {available / GIB:.2f} GiB that SGLang has for its KV cache: {advice}."
+        )
+    logger.info(
+        "hybrid_mla: %.3f of %.3f GiB for the KV cache are set apart, at most %.3f for buffers of attention to latents",
+        budget / GIB,
+        available / GIB,
+        buffers / GIB,
+    )
+    return budget
+
+
+def prefix_bytes(available: int, options: HybridMLAOptions) -> int:
+    """What the user asks for, by a size or by none; 0 where nothing is expanded."""
+    if not options.may_expand:
+        return 0
+    if options.prefix_memory_gb is None:
+        return int(available * DEFAULT_SHARE)
+    return int(options.prefix_memory_gb * GIB)
+
+
+def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -> int:
+    """The most that attention in the latent space allocates: nothing may be known of the pool of requests, and any of
+    the kernels may turn out not to run."""
+    layer, device = attention_layers(configurator)[0], torch.device(configurator.device)
+    on_gpu, fp8 = device.type == "cuda", configurator.kv_cache_dtype == FP8
+    grouped = tries_grouped(options, rates_for(torch.cuda.get_device_name() if on_gpu else "cpu"))
+    if not on_gpu or not needs_latent(options, grouped=grouped, stock_decodes=not fp8):
+        return 0
+    requests, queries = installed.most_requests(configurator), installed.draft_tokens(configurator.server_args)
+    sizes = LatentSizes(
+        heads=layer.num_local_heads,
+        kv_lora_rank=layer.kv_lora_rank,
+        qk_rope_head_dim=layer.qk_rope_head_dim,
+        dtype=configurator.model_dtype if fp8 else configurator.kv_cache_dtype,
+        grouped=grouped,
+        max_rows=max_rows(requests, queries),
+        max_requests=max_requests(requests),
+        max_tokens=max_tokens(configurator.model_config.context_len, queries),
+        programs=multiprocessors(device),
+        queries=queries,
+    )
+    taken = latent_kind(fp8).workspace_bytes_for(sizes)
+    if options.verify_interval:
+        taken += ShadowCheck.workspace_bytes_for(layer, configurator.model_dtype, queries)
+    return taken
+
+
+def latent_kind(fp8: bool) -> type[LatentAttention]:
+    """Attention in the latent space on a GPU, over a pool in FP8 or SGLang's own."""
+    if fp8:
+        from sglang_mla_ext.adapter.latent.fp8 import FP8Latent
+
+        return FP8Latent
+    from sglang_mla_ext.adapter.latent.flashmla import FlashMLALatent
+
+    return FlashMLALatent
+
+
+def tries_grouped(options: HybridMLAOptions, rates: GpuRates) -> bool:
+    """Whether grouped absorb is used where it runs: `auto` takes it only where it was timed."""
+    return options.mode == "grouped_absorb" or (options.may_group and rates.modes[Mode.GROUPED_ABSORB].measured)
+
+
+def needs_latent(options: HybridMLAOptions, *, grouped: bool, stock_decodes: bool) -> bool:
+    """Whether there are steps that are not the stock backend's."""
+    return options.may_expand or grouped or not stock_decodes
+
+
+def max_rows(requests: int, queries: int) -> int:
+    """Rows of a step that shares: those of whole requests.
+
+    Args:
+        requests: of SGLang's pool of requests.
+        queries: query tokens of each, which are its rows.
+    """
+    return min(requests, MAX_ROWS // queries) * queries
+
+
+def max_tokens(context_len: int, queries: int) -> int:
+    """Tokens of a request: drafts may lead beyond the longest context, also in the step after the one that ends it."""
+    return context_len if queries == 1 else context_len + 2 * queries
+
+
+def max_requests(requests: int) -> int:
+    """Requests of any step: SGLang pads batches, also beyond its pool of requests, to a multiple of the attention
+    ranks."""
+    return -(-requests // MAX_RANKS) * MAX_RANKS

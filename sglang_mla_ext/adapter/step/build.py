@@ -1,0 +1,336 @@
+"""Puts the backend together from its parts, within the memory that was taken out of SGLang's budget for it."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.latent.host_cache import wait_for_layer
+from sglang_mla_ext.adapter.latent.protocol import LatentAttention
+from sglang_mla_ext.adapter.step.backend import HybridMLABackend
+from sglang_mla_ext.adapter.step.budget import max_requests, max_rows, max_tokens, needs_latent, tries_grouped
+from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes
+from sglang_mla_ext.adapter.step.layer import attention_layers, merge_before_o_proj
+from sglang_mla_ext.adapter.step.prefill import PrefillPlan
+from sglang_mla_ext.adapter.step.shadow import ShadowCheck
+from sglang_mla_ext.adapter.step.steps import MAX_ROWS, PrefillSharing, Steps
+from sglang_mla_ext.adapter.step.stock import Stock
+from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8, MAX_SEGMENTS, SEGMENTS_PER_ROW
+from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
+from sglang_mla_ext.kernels.memory import Memory
+from sglang_mla_ext.kernels.naive.attention import SharedAttention
+from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
+from sglang_mla_ext.observe import Counters
+from sglang_mla_ext.prefix.cost_model import CostModel, Mode, ModelDims, rates_for
+from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
+from sglang_mla_ext.prefix.planner import Capacity
+from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+    from sglang_mla_ext.options import HybridMLAOptions
+
+STORAGE_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": FP8}
+
+
+def build(
+    runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int, memory: Memory | None = None
+) -> tuple[HybridMLABackend, Steps]:
+    """
+    Args:
+        runner: with its model loaded and its pools allocated.
+        budget_bytes: device memory for expanded prefixes and for our own buffers, see budget.take.
+        memory: where what is large is allocated.
+    Returns:
+        the backend for SGLang, and what the scheduler's hooks talk to.
+    """
+    counters = Counters()
+    layers = attention_layers(runner)
+    memory = memory or Memory()
+    requests = runner.req_to_token_pool.size
+    queries = installed.draft_tokens(runner.server_args)
+    heads, step_rows = layers[0].num_local_heads, max_rows(requests, queries)
+    step_requests, context_len = step_rows // queries, runner.model_config.context_len
+    prefix_dtype = STORAGE_DTYPES.get(options.prefix_dtype, latent_dtype(runner))
+    cost = cost_model(runner, layers, prefix_dtype, queries)
+    grouped = tries_grouped(options, cost.rates)
+    stock, latent = stock_and_latent(runner, layers, grouped, queries, counters)
+    if needs_latent(options, grouped=grouped, stock_decodes=stock.decodes):
+        latent.allocate(step_rows, max_requests(requests), max_tokens(context_len, queries), memory)
+    if options.mode == "grouped_absorb" and latent.grouped_page is None and not counters.fallbacks:
+        counters.fall_back(f"grouped absorb does not run here with {heads} heads: every step is plain absorb")
+
+    expanding = None
+    if options.may_expand:
+        taken_bytes = latent.workspace_bytes
+        if options.verify_interval:
+            taken_bytes += ShadowCheck.workspace_bytes_for(layers[0], runner.dtype, queries)
+        expanding = make_expanding(runner, layers, cost, prefix_dtype, budget_bytes, taken_bytes, counters, memory)
+    buffers, shared, expander = expanding or (None, None, None)
+    pool = ExpandedPool(buffers.chunks if buffers else 0, CHUNK_TOKENS)
+    prefixes = SharedPrefixes(
+        options,
+        cost,
+        pool,
+        expander,
+        counters,
+        capacity=Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * step_requests),
+        naive=shared is not None,
+        grouped_page=latent.grouped_page,
+        decodes=runner.server_args.disaggregation_mode != "prefill",
+    )
+    layer_index = {layer.attn_mqa.layer_id: index for index, layer in enumerate(layers)}
+    # With --prefill-attention-backend another one does prefill, whose lse may be in another base.
+    prefill = None
+    if shared is not None and installed.attention_backends(runner.server_args)[0] == BACKEND_NAME:
+        make_plan = functools.partial(
+            PrefillPlan.make,
+            attention=shared,
+            layer_index=layer_index,
+            max_rows=MAX_ROWS,
+            counters=counters,
+            wait=functools.partial(wait_for_layer, runner.token_to_kv_pool),
+        )
+        prefill = PrefillSharing(make_plan, stock.affordable, stock.can_finish)
+    steps = Steps(
+        prefixes,
+        expander,
+        counters,
+        shares=shared is not None or latent.grouped_page is not None,
+        prefill=prefill,
+        max_requests=step_requests,
+        budget_bytes=budget_bytes,
+        chunk_bytes=buffers.bytes // buffers.chunks if buffers else 0,
+        queries=queries,
+    )
+    if options.verify_interval and (shared is not None or latent.grouped_page is not None):
+        fp8 = FP8 in (prefix_dtype, latent_dtype(runner))
+        steps.shadow = make_shadow(
+            runner, layers, options, latent, prefixes, counters, memory, naive=shared is not None, fp8=fp8
+        )
+    smallest = smallest_group(cost, options, shared, latent, context_len, step_requests)
+    sharing = range(smallest, step_requests + 1) if smallest is not None else range(0)
+    steps.description = describe(options, budget_bytes, buffers, latent, smallest)
+    of_steps = dict(layer_index=layer_index, heads=heads, requests=sharing, queries=queries)
+    backend = HybridMLABackend(stock, latent, shared, steps, **of_steps)
+    if shared is not None:
+        merge_before_o_proj(layers, backend.merge)
+    return backend, steps
+
+
+def latent_dtype(runner: ModelRunner) -> torch.dtype:
+    """How latent rows are stored."""
+    return FP8 if runner.kv_cache_dtype == FP8 else runner.dtype
+
+
+def cost_model(
+    runner: ModelRunner, layers: Sequence[DeepseekV2AttentionMLA], prefix_dtype: torch.dtype, queries: int
+) -> CostModel:
+    """What modes cost for this model on this device.
+
+    Args:
+        prefix_dtype: of expanded prefixes.
+        queries: query tokens of a request in a step.
+    """
+    first = layers[0]
+    dims = ModelDims(
+        num_layers=len(layers),
+        num_heads=first.num_heads,
+        kv_lora_rank=first.kv_lora_rank,
+        qk_nope_head_dim=first.qk_nope_head_dim,
+        qk_rope_head_dim=first.qk_rope_head_dim,
+        v_head_dim=first.v_head_dim,
+        hidden_size=runner.model_config.hidden_size,
+    )
+    on_gpu = torch.device(runner.device).type == "cuda"
+    rates = rates_for(torch.cuda.get_device_name() if on_gpu else "cpu")
+    return CostModel(dims, first.num_local_heads, rates, prefix_dtype.itemsize, latent_dtype(runner).itemsize, queries)
+
+
+def stock_and_latent(
+    runner: ModelRunner,
+    layers: Sequence[DeepseekV2AttentionMLA],
+    grouped: bool,
+    queries: int,
+    counters: Counters,
+) -> tuple[Stock, LatentAttention]:
+    """SGLang's own backend and the attention in the latent space for this device and this pool.
+
+    Args:
+        grouped: whether to use grouped absorb where it runs.
+        queries: query tokens of a request in a step.
+    """
+    pool, req_to_token = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
+    if torch.device(runner.device).type != "cuda":
+        from sglang_mla_ext.adapter.cpu.latent_torch import TorchLatent
+        from sglang_mla_ext.adapter.cpu.stock import TorchStock
+
+        return TorchStock(runner), TorchLatent(pool, req_to_token, grouped=grouped, queries=queries)
+    from sglang_mla_ext.adapter.step.stock_flashmla import FlashMLAStock
+
+    heads, layer_id = layers[0].num_local_heads, layers[0].attn_mqa.layer_id
+    common = dict(heads=heads, layer_id=layer_id, grouped=grouped, queries=queries)
+    stock = FlashMLAStock(runner, layers, reads_pool=runner.kv_cache_dtype != FP8)
+    if stock.decodes:
+        from sglang_mla_ext.adapter.latent.flashmla import FlashMLALatent
+
+        return stock, FlashMLALatent(pool, req_to_token, on_failure=counters.fall_back, **common)
+    from sglang_mla_ext.adapter.latent.fp8 import FP8Latent
+
+    return stock, FP8Latent(pool, req_to_token, dtype=runner.dtype, on_failure=counters.fall_back, **common)
+
+
+def make_expanding(
+    runner: ModelRunner,
+    layers: Sequence[DeepseekV2AttentionMLA],
+    cost: CostModel,
+    prefix_dtype: torch.dtype,
+    budget_bytes: int,
+    taken_bytes: int,
+    counters: Counters,
+    memory: Memory,
+) -> tuple[ExpandedBuffers, SharedAttention, Expander] | None:
+    """Memory for expanded prefixes, the attention over them, and what fills them. Every kernel runs once.
+
+    Args:
+        budget_bytes: of which `taken_bytes` are taken already.
+        memory: where what is large is allocated.
+    Returns:
+        None where the budget holds no chunk, or a kernel does not run here; that is counted.
+    """
+    dims, heads, device = cost.dims, cost.local_heads, runner.device
+    sizes = {
+        "layers": dims.num_layers,
+        "heads": heads,
+        "qk_nope_head_dim": dims.qk_nope_head_dim,
+        "v_head_dim": dims.v_head_dim,
+        "qk_rope_head_dim": dims.qk_rope_head_dim,
+        "dtype": prefix_dtype,
+    }
+    chunk_bytes = ExpandedBuffers.bytes_per_chunk(**sizes)
+    tiles = next((found for name, found in cost.rates.naive_tiles.items() if STORAGE_DTYPES[name] == prefix_dtype), ())
+    taken_bytes += ExpandedBuffers.scale_bytes(layers=dims.num_layers, heads=heads)
+    taken_bytes += workspace_bytes(
+        max_rows=MAX_ROWS,
+        heads=heads,
+        v_head_dim=dims.v_head_dim,
+        chunks=budget_bytes // chunk_bytes,
+        device=device,
+        tiles=tiles,
+        segments_per_row=SEGMENTS_PER_ROW,
+    )
+    fetches = latent_dtype(runner) == FP8
+    row_dtype = runner.dtype if fetches else latent_dtype(runner)
+    taken_bytes += temporary_bytes(layers[0], row_dtype, fetches=fetches, to_fp8=prefix_dtype == FP8)
+    chunks = (budget_bytes - taken_bytes) // chunk_bytes
+    if chunks <= 0:
+        counters.fall_back(
+            f"the memory for expanded prefixes holds none, at least {(taken_bytes + chunk_bytes) / (1 << 30):.3g} GiB "
+            "are needed: raise --hybrid-mla-prefix-memory-gb"
+        )
+        return None
+    buffers = ExpandedBuffers.allocate(chunks=chunks, device=device, memory=memory, **sizes)
+    try:
+        shared = make_shared_attention(
+            buffers,
+            max_rows=MAX_ROWS,
+            heads=heads,
+            device=buffers.device,
+            tiles=tiles,
+            segments_per_row=SEGMENTS_PER_ROW,
+            memory=memory,
+        )
+        shared.try_out(runner.dtype)
+        expander = Expander(layers, runner.token_to_kv_pool, buffers)
+        expander.try_out()
+    except Exception as error:
+        counters.fall_back(f"the kernels do not run here: {type(error).__name__}", error)
+        return None
+    return buffers, shared, expander
+
+
+def make_shadow(
+    runner: ModelRunner,
+    layers: Sequence[DeepseekV2AttentionMLA],
+    options: HybridMLAOptions,
+    latent: LatentAttention,
+    prefixes: SharedPrefixes,
+    counters: Counters,
+    memory: Memory,
+    *,
+    naive: bool,
+    fp8: bool,
+) -> ShadowCheck | None:
+    """What checks every `verify_interval`th step.
+
+    Args:
+        naive: whether anything is expanded, so that results are merged behind `w_vc`.
+        fp8: whether expanded prefixes or latent rows are.
+    Returns:
+        None where it does not run here; that is counted.
+    """
+    if not ShadowCheck.can_check(layers[0], runner.dtype):
+        counters.fall_back("no shadow check: this form of the model's weights is DeepGEMM's alone")
+        return None
+    shadow = ShadowCheck(
+        options.verify_interval,
+        layers,
+        latent,
+        prefixes.ranges,
+        in_latent_space=not naive,
+        dtype=runner.dtype,
+        device=runner.device,
+        fp8=fp8,
+        queries=installed.draft_tokens(runner.server_args),
+        memory=memory,
+    )
+    try:
+        shadow.try_out()
+    except Exception as error:
+        counters.fall_back(f"no shadow check, it does not run here: {type(error).__name__}", error)
+        return None
+    return shadow
+
+
+def smallest_group(
+    cost: CostModel,
+    options: HybridMLAOptions,
+    shared: SharedAttention | None,
+    latent: LatentAttention,
+    context_len: int,
+    max_requests: int,
+) -> int | None:
+    """Requests from which a step can have a group that pays; None where none ever does."""
+    ways = {Mode.NAIVE: shared, Mode.GROUPED_ABSORB: latent.grouped_page}
+    allowed = [mode for mode, way in ways.items() if way is not None]
+    if not allowed:
+        return None
+    if options.mode != "auto":
+        return 2
+    return cost.smallest_profitable_group(context_len, [Mode.ABSORB, *allowed], limit=max_requests)
+
+
+def describe(
+    options: HybridMLAOptions,
+    budget_bytes: int,
+    buffers: ExpandedBuffers | None,
+    latent: LatentAttention,
+    smallest: int | None,
+) -> str:
+    """One line for the log."""
+    if buffers is None and latent.grouped_page is None:
+        return f"nothing is expanded, no grouped absorb, mode {options.mode}: every step is plain absorb"
+    groups = f"groups of {smallest} requests and more" if smallest else "no group that pays"
+    if buffers is None:
+        return f"nothing is expanded, mode {options.mode}, grouped absorb, {groups}"
+    tokens, dtype = buffers.chunks * CHUNK_TOKENS, str(buffers.dtype).removeprefix("torch.")
+    memory = f"{budget_bytes / (1 << 30):.2f} GiB for expanded prefixes ({tokens} tokens in {dtype})"
+    return f"{memory}, mode {options.mode}, {groups}"

@@ -1,0 +1,320 @@
+"""The hooks into SGLang's worker process: each a few lines that hand over to the part that does the work.
+
+Those of the start may end it, with their message: a server that does not do what it was told to would lie. Those of a
+running server are guarded: what they raise is counted, nothing is shared for a while, and SGLang never sees it. Those
+inside a layer raise what has the pass run again (rerun.py).
+
+`contract.py` lists what they rely on. SGLang only logs a hook that fails to install, so the backend's factory asks
+`assert_installed` before it builds anything.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter.compat import contract, installed
+from sglang_mla_ext.adapter.launch import limits
+from sglang_mla_ext.adapter.step import budget, nextn, prefill, rerun
+from sglang_mla_ext.adapter.step.relay import relay
+from sglang_mla_ext.kernels.memory import Memory
+from sglang_mla_ext.observe import Metrics
+from sglang_mla_ext.options import HybridMLAOptions
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.managers.cache_controller import HiCacheController
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_mla_ext.adapter.step.backend import HybridMLABackend
+    from sglang_mla_ext.adapter.step.steps import Steps
+
+logger = logging.getLogger(__name__)
+Hook = Callable[..., Any]
+
+METRICS_INTERVAL_S = 1.0
+
+ACCEPT_LENGTH = "avg_spec_accept_length"
+"""SGLang's name of the tokens that a verify step yields on average for each request."""
+
+_SRT = "sglang.srt"
+_WEIGHTS = f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_hooked: dict[str, Any] = {}
+
+
+class _Worker:
+    """What one scheduler process knows; filled in as SGLang builds its parts."""
+
+    budget_bytes: int | None = None
+    pool: KVCache | None = None
+    memory: Memory | None = None
+    backend: HybridMLABackend | None = None
+    steps: Steps | None = None
+    scheduler: Scheduler | None = None
+    metrics: Metrics | None = None
+    metrics_time = 0.0
+
+
+worker = _Worker()
+
+
+def _guarded(what: str, *, only_shows: bool = False, loses_memory: bool = False) -> Callable[[Hook], Hook]:
+    """A hook of a running server: what it raises does not reach SGLang.
+
+    Args:
+        what: it does.
+        only_shows: what is shared stays so; otherwise it is forgotten, and nothing is shared for a while.
+        loses_memory: what is in our memory is anything, unless it returns.
+    """
+
+    def guard(hook: Hook) -> Hook:
+        @functools.wraps(hook)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(*args, **kwargs)
+            except Exception as error:
+                if worker.steps is None:  # still the start
+                    raise
+                if only_shows:
+                    worker.steps.counters.fall_back(f"{what} failed: {type(error).__name__}", error)
+                else:
+                    clear = worker.memory.clear if loses_memory and worker.memory is not None else None
+                    worker.steps.fail(what, error, clear)
+
+        return guarded
+
+    return guard
+
+
+def install() -> None:
+    """Register the backend, its forward-method handler and all hooks, and have queries come in parts.
+
+    Called before SGLang builds anything.
+    """
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    register_attention_backend(BACKEND_NAME)(create_backend)
+    contract.check()
+
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+
+    from sglang_mla_ext.adapter.latent import pool as latent_pool
+    from sglang_mla_ext.adapter.step import layer as mla_layer
+
+    AttentionBackendRegistry.register(BACKEND_NAME, mla_layer.forward_method)
+    mla_layer.take_parts()
+    after = {
+        f"{_SRT}.managers.scheduler.Scheduler.__init__": after_scheduler_init,
+        f"{_SRT}.managers.scheduler.Scheduler.flush_cache": after_flush_cache,
+        f"{_SRT}.managers.scheduler.Scheduler.on_idle": after_on_idle,
+        f"{_SRT}.managers.scheduler.Scheduler.get_internal_state": after_get_internal_state,
+        f"{_WEIGHTS}._observe_weight_load": after_weight_load_begins,
+        f"{_WEIGHTS}.release_memory_occupation": after_release_memory,
+        f"{_WEIGHTS}.resume_memory_occupation": after_resume_memory,
+        f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes": after_profile_bytes,
+        f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new": after_forward_batch,
+        f"{_SRT}.model_executor.model_runner.ModelRunner.forward": after_forward,
+        f"{_SRT}.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
+            latent_pool.after_cell_size
+        ),
+        f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mla"
+        ".DeepseekMLAForwardMixin._split_q_nope_pe": mla_layer.after_split_q,
+        f"{_SRT}.speculative.draft_utils.DraftBackendFactory.create_decode_backend": after_draft_backend,
+        f"{_SRT}.speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend": after_draft_backend,
+    }
+    import torch
+
+    if not torch.cuda.is_available():
+        from sglang_mla_ext.adapter.cpu.stock import after_support_triton
+
+        after[f"{_SRT}.utils.common.support_triton"] = after_support_triton
+    before = {
+        f"{_SRT}.disaggregation.common.conn.CommonKVManager.__init__": before_kv_manager,
+        f"{_SRT}.managers.cache_controller.HiCacheController.start_loading": before_loading,
+    }
+    around = {
+        "sglang.kernels.ops.layernorm.fused_eh_norm.fused_eh_norm": nextn.around_eh_norm,
+        f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mla_kv_pool": (
+            latent_pool.around_build_mla_pool
+        ),
+        f"{_SRT}.model_executor.forward_batch_deepseek_mha_mixin"
+        ".ForwardBatchDeepSeekMHAMixin.prepare_chunked_prefix_cache_info": prefill.around_chunk_info,
+        f"{_SRT}.mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__": latent_pool.around_host_pool,
+        f"{_SRT}.model_executor.runner.eager_runner.EagerRunner.execute": around_eager_pass,
+        f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mha"
+        ".DeepseekMHAForwardMixin._chunked_prefix_attn_mha": prefill.around_prefix_attention,
+    }
+    for hooks, kind in ((before, HookType.BEFORE), (after, HookType.AFTER), (around, HookType.AROUND)):
+        for target, hook in hooks.items():
+            HookRegistry.register(target, hook, kind)
+            _hooked[target] = hook
+
+
+def assert_installed() -> None:
+    """
+    Raises:
+        ContractError: a hook is not in place; SGLang's log has the reason.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = [target for target in _hooked if target not in HookRegistry._patched]
+    if missing or not _hooked:
+        contract.check()
+        raise contract.ContractError(
+            f"--attention-backend {BACKEND_NAME}: hooks are not in place: {', '.join(missing) or 'all of them'}. "
+            "The log above says why. Is SGLANG_PLUGINS set to a list without hybrid_mla?"
+        )
+
+
+def create_backend(runner: ModelRunner) -> AttentionBackend:
+    """The factory that SGLang calls for `--attention-backend hybrid_mla`: for the model, and for its draft where that
+    has no backend of its own."""
+    import torch
+
+    assert_installed()
+    if runner.is_draft_worker:
+        from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+        return ATTENTION_BACKENDS[limits.draft_backend(runner.use_mla_backend)](runner)
+    on_gpu = torch.cuda.is_available()
+    limits.check_dtype(runner.dtype)
+    if runner.kv_cache_dtype == torch.float8_e4m3fn:
+        limits.check_fp8_cache(runner.server_args, on_gpu=on_gpu)
+    if worker.budget_bytes is None:
+        raise contract.ContractError("SGLang built its attention backend before it sized its KV cache")
+    from sglang_mla_ext.adapter.step.build import build
+
+    worker.pool = runner.token_to_kv_pool
+    worker.memory = Memory(installed.memory_region(runner))
+    options = HybridMLAOptions.from_env()
+    worker.backend, worker.steps = build(runner, options, worker.budget_bytes, worker.memory)
+    return worker.backend
+
+
+def after_profile_bytes(available: int, configurator: KVCacheConfigurator, *args: Any, **kwargs: Any) -> int:
+    """Take what we allocate out of what SGLang has for its KV cache. A draft model's is sized by the model's."""
+    worker.budget_bytes = budget.take(available, configurator, HybridMLAOptions.from_env())
+    return available - worker.budget_bytes
+
+
+def after_scheduler_init(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
+    worker.scheduler = scheduler
+    if worker.steps is None:
+        raise contract.ContractError(f"--attention-backend {BACKEND_NAME}: SGLang did not build the backend")
+    worker.steps.attach(installed.TreeView(scheduler.tree_cache))
+    if scheduler.metrics_collector is not None:
+        worker.metrics = Metrics(scheduler.metrics_collector.labels)
+    logger.info("hybrid_mla: ready; %s", worker.steps.description)
+
+
+def before_kv_manager(manager: Any, args: Any, *others: Any, **more: Any) -> None:
+    """What a prefill or decode server tells its peers of its cache is made of these arguments."""
+    from sglang_mla_ext.adapter.latent import pool as latent_pool
+
+    args.kv_cache_dtype_str = latent_pool.dtype_for_peers(args.kv_cache_dtype_str, worker.pool)
+
+
+@_guarded("hearing of a forward pass")
+def after_forward_batch(
+    forward_batch: Any, cls: type, batch: Any, model_runner: ModelRunner, *args: Any, **kwargs: Any
+) -> None:
+    if model_runner.is_draft_worker:  # it has the batch of the model's pass, by which a plan for prefill is known
+        relay.clear()
+        return
+    if worker.steps is None or worker.scheduler is None:
+        return
+    worker.steps.before_forward(
+        forward_batch.forward_mode,
+        batch.reqs,
+        _other_requests(worker.scheduler),
+        forward_batch.extend_prefix_lens_cpu or (),
+        forward_batch.extend_seq_lens_cpu or (),
+    )
+    _publish_metrics()
+
+
+@_guarded("checking a step")
+def after_forward(output: Any, runner: ModelRunner, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
+    if worker.backend is not None and not runner.is_draft_worker:
+        worker.backend.end_step(forward_batch)
+
+
+def _other_requests(scheduler: Scheduler) -> list[Req]:
+    """Those that hold prefixes beside the requests of a prefill step: they are decoding, or on a prefill server, whose
+    rows are on their way to a decode server. All ranks have the same."""
+    return [*scheduler.running_batch.reqs, *(scheduler.disagg_prefill_inflight_queue or ())]
+
+
+@_guarded("forgetting what was flushed")
+def after_flush_cache(success: bool, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
+    if success and worker.steps is not None:
+        worker.steps.forget()
+
+
+@_guarded("forgetting what old weights gave")
+def after_weight_load_begins(result: Any, *args: Any, **kwargs: Any) -> None:
+    if worker.steps is not None:
+        worker.steps.weights_change()
+
+
+@_guarded("forgetting what sleeps")
+def after_release_memory(result: Any, manager: Any, recv_req: Any) -> None:
+    """What is expanded is gone, whether or not SGLang could flush its cache. It does so after the memory is given back,
+    so forgetting touches nothing on the device."""
+    if worker.steps is not None and installed.gives_kv_memory(recv_req.tags):
+        worker.steps.forget()
+
+
+@_guarded("clearing memory after sleep", loses_memory=True)
+def after_resume_memory(result: Any, manager: Any, recv_req: Any) -> None:
+    """The memory is there again, with any contents."""
+    if worker.memory is not None and installed.gives_kv_memory(recv_req.tags):
+        worker.memory.clear()
+
+
+@_guarded("becoming idle")
+def after_on_idle(result: None, scheduler: Scheduler) -> None:
+    if worker.steps is not None and scheduler.is_fully_idle():
+        worker.steps.idle()
+        _publish_metrics()
+
+
+@_guarded("reporting", only_shows=True)
+def after_get_internal_state(result: Any, scheduler: Scheduler, recv_req: Any) -> None:
+    if worker.steps is not None:
+        state, report = result.internal_state, worker.steps.status()
+        if ACCEPT_LENGTH in state:
+            report[ACCEPT_LENGTH] = state[ACCEPT_LENGTH]
+        state[BACKEND_NAME] = report
+
+
+@_guarded("waiting before rows come from the host")
+def before_loading(controller: HiCacheController) -> None:
+    if worker.scheduler is not None and controller.load_queue:
+        installed.wait_before_loading(controller, worker.scheduler.forward_stream)
+
+
+def around_eager_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    fail = worker.steps.fail if worker.steps is not None else None
+    return rerun.around_eager_pass(fail, original, *args, **kwargs)
+
+
+def after_draft_backend(result: Any, factory: Any) -> None:
+    installed.name_draft_backend(result, factory)
+
+
+@_guarded("publishing metrics", only_shows=True)
+def _publish_metrics() -> None:
+    now = time.monotonic()
+    if worker.metrics is not None and worker.steps is not None and now - worker.metrics_time > METRICS_INTERVAL_S:
+        worker.metrics_time = now
+        worker.metrics.publish(worker.steps.report(), worker.steps.take_shadow_errors())

@@ -1,0 +1,242 @@
+"""The shadow check: now and then, what a layer's shared attention gave is computed again by plain absorb, and compared.
+
+A step that is checked is the step that is served. Its merge copies queries and result of one layer and some rows, told
+to by a number in device memory (kernels/watch.py). So a captured graph is checked as it is: the same launches with the
+same addresses, and the copy is what the layer handed on. Behind the step, on its stream and before anything else comes
+there, plain absorb attends to the same latent rows: nobody has written to the slots yet, not even of requests that end
+with this step. The result is looked at when it has arrived, a step or two later; nothing waits for it.
+
+Every rank checks its own heads, and turns sharing off for itself: ranks need not share the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sglang_mla_ext.adapter.latent.protocol import LatentAttention
+from sglang_mla_ext.adapter.step.expander import weights_of
+from sglang_mla_ext.kernels.memory import Memory
+from sglang_mla_ext.kernels.watch import Watch, Watched
+from sglang_mla_ext.prefix.shared_prefixes import SharedRange
+
+if TYPE_CHECKING:
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+ROWS = 64
+"""Query tokens that are checked at a time: 11 MiB at 128 heads in BF16."""
+
+BOUND, BOUND_FP8 = 0.03, 0.15
+"""Relative errors of a row above which it is wrong: several times what rounding does to rows of BF16 and of FP8 (docs/
+accuracy.md), and less than what a prefix does that is left out, taken twice or another one."""
+
+
+class Requests(NamedTuple):
+    """As much of SGLang's ForwardBatch as attention to latents reads: some requests of one."""
+
+    batch_size: int
+    req_pool_indices: Tensor
+    seq_lens: Tensor
+
+
+@dataclass(frozen=True)
+class Look:
+    """A step that is checked.
+
+    Attributes:
+        layer: index of the layer.
+        first: the first request of those that are looked at; count: how many.
+        ranges: what the step shared.
+    """
+
+    layer: int
+    first: int
+    count: int
+    ranges: Sequence[SharedRange]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came out of it.
+
+    Attributes:
+        layer: SGLang's id.
+        errors: `[rows]` relative to the L2 norm of each row, all heads together.
+        wrong: requests of the batch with a row above the bound; nan counts as that.
+        suspects: shared ranges that these hold, and nobody whose rows are right.
+    """
+
+    layer: int
+    errors: list[float]
+    bound: float
+    wrong: frozenset[int]
+    suspects: list[SharedRange]
+
+
+class ShadowCheck:
+    """See the module.
+
+    shadow.begin_step(shares)    # before every decode or verify step
+    shadow.watched(...)          # in its layers: what their merge is to be given
+    shadow.end_step(batch)       # behind it
+    shadow.finding()             # on any later occasion
+    """
+
+    def __init__(
+        self,
+        interval: int,
+        layers: Sequence[DeepseekV2AttentionMLA],
+        latent: LatentAttention,
+        ranges: Callable[[], tuple[int, Sequence[SharedRange]]],
+        *,
+        in_latent_space: bool,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        fp8: bool,
+        queries: int,
+        memory: Memory | None = None,
+    ) -> None:
+        """
+        Args:
+            interval: steps from one check to the next; a step that shares nothing is not checked, the next one is.
+            layers: of the model on this rank; they take turns.
+            latent: attention in the latent space, allocated.
+            ranges: `() -> (requests, ranges)` of the coming step.
+            in_latent_space: what is merged is, because nothing is expanded; otherwise it is behind `w_vc`.
+            dtype: of queries and results.
+            fp8: whether latent rows or expanded prefixes are.
+            queries: query tokens of a request in a step.
+            memory: where the copies are allocated.
+        """
+        self._interval, self._layers, self._latent, self._ranges = interval, layers, latent, ranges
+        self._in_latent_space, self._queries = in_latent_space, queries
+        self._bound = BOUND_FP8 if fp8 else BOUND
+        self._watch = Watch(**self._sizes(layers[0], dtype, queries, in_latent_space), device=device, memory=memory)
+        self._since = self._looks = 0
+        self._look: Look | None = None
+        self._arriving: tuple[Look, Tensor, torch.cuda.Event | None] | None = None
+
+    @staticmethod
+    def _sizes(
+        layer: DeepseekV2AttentionMLA, dtype: torch.dtype, queries: int, in_latent_space: bool
+    ) -> dict[str, Any]:
+        rank = layer.kv_lora_rank
+        return dict(
+            max_rows=ROWS // queries * queries,
+            heads=layer.num_local_heads,
+            columns=rank + layer.qk_rope_head_dim,
+            dv=rank if in_latent_space else layer.v_head_dim,
+            dtype=dtype,
+        )
+
+    @classmethod
+    def workspace_bytes_for(cls, layer: DeepseekV2AttentionMLA, dtype: torch.dtype, queries: int) -> int:
+        """The most device memory that an object keeps, before it exists."""
+        sizes = (cls._sizes(layer, dtype, queries, in_latent_space) for in_latent_space in (False, True))
+        return max(Watch.workspace_bytes_for(**each) for each in sizes)
+
+    @staticmethod
+    def can_check(layer: DeepseekV2AttentionMLA, dtype: torch.dtype) -> bool:
+        """Whether there are weights to compute with."""
+        return weights_of(layer, dtype) is not None
+
+    def try_out(self) -> None:
+        """Check a request with one token, whatever that is, so that everything is compiled."""
+        one = torch.ones(1, dtype=torch.int64, device=self._watch.target.device)
+        self._look = Look(0, 0, 1, ())
+        self.end_step(Requests(1, one - 1, one))
+        self._arriving = None
+
+    # ---- a step
+
+    def begin_step(self, shares: bool) -> None:
+        """
+        Args:
+            shares: whether the coming step shares anything.
+        """
+        self._since += 1
+        self._look = None
+        if not shares or self._since < self._interval or self._arriving is not None:
+            return
+        requests, ranges = self._ranges()
+        at_once = self._watch.max_rows // self._queries
+        firsts: list[int] = []  # of the windows that all who share are in
+        for request in sorted({request for each in ranges for request in each.requests}):
+            if not firsts or request >= firsts[-1] + at_once:
+                firsts.append(request)
+        if not firsts:
+            return
+        self._since = 0
+        layer, first = self._looks % len(self._layers), firsts[self._looks // len(self._layers) % len(firsts)]
+        self._looks += 1
+        self._watch.look_at(self._layers[layer].attn_mqa.layer_id, first * self._queries)
+        self._look = Look(layer, first, min(at_once, requests - first), ranges)  # only if that has not failed
+
+    def watched(self, layer_id: int, q_absorbed: Tensor, q_rope: Tensor) -> Watched:
+        """What the merge of a layer is to be given, in every step: a graph may be captured now and checked later."""
+        return Watched(self._watch, layer_id, q_absorbed, q_rope)
+
+    @torch.no_grad()
+    def end_step(self, batch: Any) -> bool:
+        """Compute again what was looked at, if anything was.
+
+        Args:
+            batch: SGLang's ForwardBatch of the step that has just been launched.
+        Returns:
+            whether it did; what was planned for attention to latents is lost then.
+        """
+        look, self._look = self._look, None
+        if look is None:
+            return False
+        self._watch.look_away()
+        some, queries = slice(look.first, look.first + look.count), self._queries
+        rows = look.count * queries
+        requests = Requests(look.count, batch.req_pool_indices[some], batch.seq_lens[some])
+        self._latent.plan((), (), rows)
+        self._latent.begin_step(requests, sharing=False, uncounted=queries if queries > 1 else 0)
+        layer = self._layers[look.layer]
+        attention = layer.attn_mqa
+        parts = self._watch.query[:rows].split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
+        expected, _ = self._latent.run(attention.layer_id, *parts, attention.scaling)
+        if not self._in_latent_space:
+            _, w_v = weights_of(layer, expected.dtype)
+            expected = torch.einsum("thr,hvr->thv", expected, w_v)
+        errors = row_errors(self._watch.out[:rows], expected)
+        on_gpu = errors.is_cuda
+        host = torch.empty(rows, dtype=torch.float32, pin_memory=on_gpu)
+        host.copy_(errors, non_blocking=True)
+        self._arriving = look, host, torch.cuda.current_stream().record_event() if on_gpu else None
+        return True
+
+    def finding(self) -> Finding | None:
+        """Of the last check, once, when it has arrived."""
+        if self._arriving is None:
+            return None
+        look, host, event = self._arriving
+        if event is not None and not event.query():
+            return None
+        self._arriving = None
+        errors: list[float] = host.tolist()
+        of_requests = [errors[at : at + self._queries] for at in range(0, len(errors), self._queries)]
+        right, wrong = set(), set()
+        for request, of_request in enumerate(of_requests, start=look.first):
+            (right if all(error <= self._bound for error in of_request) else wrong).add(request)
+        held = [each for each in look.ranges if wrong.intersection(each.requests)]
+        suspects = [each for each in held if right.isdisjoint(each.requests)]
+        layer_id = self._layers[look.layer].attn_mqa.layer_id
+        return Finding(layer_id, errors, self._bound, frozenset(wrong), suspects or held)
+
+    def forget(self) -> None:
+        """What is expanded or planned is gone, and with it what a check still under way could say of it."""
+        self._arriving = None
+
+
+def row_errors(actual: Tensor, expected: Tensor) -> Tensor:
+    """`[T]` float32, L2 norm of the difference over that of `expected`, both `[T, H, dv]`; 0 where both are 0."""
+    actual, expected = actual.flatten(1).float(), expected.flatten(1).float()
+    difference, size = (actual - expected).norm(dim=1), expected.norm(dim=1)
+    return torch.where(difference == 0, 0.0, difference / size)
