@@ -34,6 +34,7 @@ from rich.table import Table
 from sglang_mla_ext.kernels.absorb.quantize_query import quantize_query
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.naive import schedule
+from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, ExpandedBuffers
 
 
@@ -91,13 +92,13 @@ def unscheduled() -> Iterator[None]:
         yield
 
 
-def make_buffers(batch: Batch, dtype: str) -> tuple[ExpandedBuffers, list[schedule.ExpandedSegment]]:
+def make_buffers(batch: Batch, dtype: str) -> tuple[ExpandedBuffers, list[Segment]]:
     """Random expanded prefixes of all groups."""
     groups, row, chunk = [], 0, 0
     for rows, prefix in batch.groups:
         chunks = -(-prefix // CHUNK_TOKENS)
         groups.append(
-            schedule.ExpandedSegment(tuple(range(row, row + rows)), prefix, tuple(range(chunk, chunk + chunks)))
+            Segment(tuple(range(row, row + rows)), 0, prefix, Mode.NAIVE, tuple(range(chunk, chunk + chunks)))
         )
         row, chunk = row + rows, chunk + chunks
     buffers = ExpandedBuffers.allocate(

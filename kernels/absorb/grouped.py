@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,11 +27,12 @@ from torch import Tensor
 from ..constants import PAGE_TOKENS
 from ..memory import Memory, tensor_bytes
 from ..merge import merge
+from ..segment import Mode, Segment
 from ..storage.join_parts import join_parts
 from ..storage.page_table import fill_page_table
 from ..watch import Watched
 from . import sm90_bf16_absorb
-from .schedule import AbsorbCapacity, LatentSegment, build_segment_work
+from .schedule import AbsorbCapacity, build_segment_work
 from .stacking import TILE_ROWS
 from .tail_schedule import schedule_tails
 
@@ -43,7 +43,7 @@ SPARE_SEGMENTS = 8
 class GroupedAbsorb(ABC):
     """Attention of a batch to its private tails and to the segments that its rows share.
 
-        grouped.plan(segments, rows)                                                # when the plan or the rows change
+        grouped.plan(segments, requests)                                            # when either changes
         grouped.begin_step(req_to_token, req_pool_indices, seq_lens, tail_starts)   # every step
         for layer in range(layers):
             out, lse = grouped.run(q_absorbed, q_rope, cache, softmax_scale)
@@ -51,9 +51,9 @@ class GroupedAbsorb(ABC):
     `plan` and `begin_step` write to static memory on the current stream and do not synchronise. `run` is what a CUDA
     graph captures, after one call outside of it, which compiles; the graph follows later calls of the other two.
 
-    A row is one query token of a request; its request has `queries` of them, row by row, which are all in the same
-    segments. A row may be in several segments, whose partials are all merged. Of a tail, which has the step's tokens,
-    the last row of a request sees all keys, the one before it one less, and so on.
+    A request has `queries` query tokens, which are its rows, one after the other, and in all of its segments. It may be
+    in several, whose partials are all merged. Of a tail, which has the step's tokens, the last row of a request sees
+    all keys, the one before it one less, and so on.
     """
 
     _tail_capacity: AbsorbCapacity
@@ -124,7 +124,7 @@ class GroupedAbsorb(ABC):
         self._work = torch.from_numpy(self._capacity.empty_work()).to(device)
         self._tail_partials = self._capacity.empty_tail_table().to(device)
         self._segment_partials = build_segment_work((), (), self._capacity).table.to(device)
-        self._rows, self._segments = 0, 0  # of the plan
+        self._requests, self._segments = 0, 0  # of the plan
 
     @property
     def workspace_bytes(self) -> int:
@@ -136,24 +136,18 @@ class GroupedAbsorb(ABC):
         """What an object would allocate; sizes as of the constructor, without `device` and with `programs`."""
         return cls(**sizes, device="meta").workspace_bytes
 
-    @property
-    def max_rows(self) -> int:
-        """Most rows of a step."""
-        return self._max_requests * self._queries
+    def plan(self, segments: Sequence[Segment], requests: int) -> None:
+        """Set which requests share which segments, for steps of so many.
 
-    def plan(self, segments: Sequence[LatentSegment], rows: int) -> None:
-        """Set which rows share which segments, for steps of `rows` rows.
-
+        Args:
+            segments: their rows are requests, each with all of its query tokens.
         Raises:
-            ValueError: a segment does not begin and end with a page, is empty, has a row that is out of range or in it
-                twice, or not all rows of a request one after the other; `rows` are not those of whole requests; or
-                there are more rows or segments, or longer ones, than there is room for.
+            ValueError: a segment does not begin and end with a page, is empty, or has a request that is out of range or
+                in it twice; or there are more requests or segments, or longer ones, than there is room for.
         """
         tokens = self._table.shape[1] * PAGE_TOKENS
-        if rows > self.max_rows:
-            raise ValueError(f"{rows} rows; there is room for {self.max_rows}")
-        if rows % self._queries:
-            raise ValueError(f"{rows} rows are not those of whole requests, of {self._queries} query tokens each")
+        if requests > self._max_requests:
+            raise ValueError(f"{requests} requests; there is room for {self._max_requests}")
         if len(segments) > len(self._leaders):
             raise ValueError(f"{len(segments)} segments; there is room for {len(self._leaders)}")
         for segment in segments:
@@ -162,11 +156,10 @@ class GroupedAbsorb(ABC):
                     f"a segment of tokens [{segment.start}, {segment.end}) does not begin and end with a page of "
                     f"{PAGE_TOKENS}"
                 )
-            if segment.end - segment.start > tokens:
-                raise ValueError(f"a segment has {segment.end - segment.start} tokens; there is room for {tokens}")
-            if any(row >= rows for row in segment.rows):
-                raise ValueError(f"a segment has rows beyond the {rows} rows of the step")
-        segments = [self._of_requests(segment) for segment in segments]
+            if segment.tokens > tokens:
+                raise ValueError(f"a segment has {segment.tokens} tokens; there is room for {tokens}")
+            if any(request >= requests for request in segment.rows):
+                raise ValueError(f"a segment has requests beyond the {requests} of the step")
         first_pages = [(self._max_requests + index) * self._table.stride(0) for index in range(len(segments))]
         work = build_segment_work(segments, first_pages, self._capacity)
         self._stage(self._work, work.head)
@@ -174,21 +167,8 @@ class GroupedAbsorb(ABC):
         self._stage(self._segment_partials.buffer, work.table.buffer)
         self._stage(self._leaders, np.array([segment.rows[0] for segment in segments], np.int64))
         self._stage(self._starts, np.array([segment.start for segment in segments], np.int32))
-        self._stage(self._lens, np.array([segment.end - segment.start for segment in segments], np.int32))
-        self._rows, self._segments = rows, len(segments)
-
-    def _of_requests(self, segment: LatentSegment) -> LatentSegment:
-        """The same segment, with the requests of the batch as its rows."""
-        if self._queries == 1:
-            return segment
-        rows = np.array(segment.rows, np.int64)
-        requests = rows[:: self._queries] // self._queries
-        if not np.array_equal(rows, (requests[:, None] * self._queries + np.arange(self._queries)).flatten()):
-            raise ValueError(
-                f"a segment must have all {self._queries} rows of each of its requests, one after the other, not "
-                f"{segment.rows}"
-            )
-        return replace(segment, rows=tuple(requests.tolist()))
+        self._stage(self._lens, np.array([segment.tokens for segment in segments], np.int32))
+        self._requests, self._segments = requests, len(segments)
 
     def begin_step(self, req_to_token: Tensor, pool_indices: Tensor, seq_lens: Tensor, tail_starts: Tensor) -> None:
         """Bring page tables, lengths and the schedule of the tails up to date for the next step.
@@ -200,7 +180,7 @@ class GroupedAbsorb(ABC):
             tail_starts: `[requests]` int32, the tokens before each request's private tail, a multiple of the page size.
                 What is behind the plan's requests is ignored, here and in the other two.
         """
-        requests, segments = self._rows // self._queries, self._segments
+        requests, segments = self._requests, self._segments
         pool_indices, tail_starts = pool_indices[:requests], tail_starts[:requests]
         tail_lens = self._tail_lens[:requests]
         torch.sub(seq_lens[:requests], tail_starts, out=tail_lens)
@@ -228,9 +208,11 @@ class GroupedAbsorb(ABC):
             ValueError: not the rows or heads of the plan; or as the kernels say.
         """
         rows, heads = q_absorbed.shape[:2]
-        if rows != self._rows or heads != self._heads:
-            raise ValueError(f"planned for {self._rows} rows of {self._heads} heads, run with {rows} of {heads}")
-        requests = rows // self._queries
+        requests = self._requests
+        if rows != requests * self._queries or heads != self._heads:
+            raise ValueError(
+                f"planned for {requests * self._queries} rows of {self._heads} heads, run with {rows} of {heads}"
+            )
         out, lse = self._capacity.uncut_rows(self._partial_out, requests), torch.empty_like(self._no_lse[:requests])
         if rows:  # TMA has no descriptor of a tensor without rows
             self._attend(q_absorbed, q_rope, cache, softmax_scale)
@@ -257,7 +239,7 @@ class GroupedAbsorb(ABC):
         """
         page = torch.full((1,), PAGE_TOKENS, dtype=torch.int32, device=self._device)
         rows = self._queries
-        self.plan([LatentSegment(tuple(range(rows)), 0, PAGE_TOKENS)], rows)
+        self.plan([Segment((0,), 0, PAGE_TOKENS, Mode.GROUPED_ABSORB)], 1)
         self.begin_step(req_to_token, page.long() - PAGE_TOKENS, page + 1, page)
         query = torch.zeros(rows, self._heads, self._columns, dtype=self._dtype, device=self._device)
         self.run(query[..., : self._rank], query[..., self._rank :], cache, 1.0)

@@ -45,6 +45,7 @@ import numpy as np
 from torch import Tensor
 
 from ..partials import PartialTable
+from ..segment import Segment
 from ..splits import balanced_order, choose_splits
 from .items import (
     ITEM_BEGIN,
@@ -65,20 +66,6 @@ BLOCK_KEYS = 64
 
 ITEM_BLOCKS = 4
 """What starting and finishing an item costs, about, in blocks (5 to 9 us on an H200, against 1.5 us for a block)."""
-
-
-@dataclass(frozen=True)
-class LatentSegment:
-    """Rows of the batch that attend together to a token range of the latent pool.
-
-    Attributes:
-        rows: of the batch, each once; the first one is the leader, whose page table says where the tokens are.
-        start, end: tokens `[start, end)` of the leader's request; multiples of the page size.
-    """
-
-    rows: tuple[int, ...]
-    start: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -224,7 +211,7 @@ class SegmentWork:
 
 
 def build_segment_work(
-    segments: Sequence[LatentSegment], first_pages: Sequence[int], capacity: AbsorbCapacity
+    segments: Sequence[Segment], first_pages: Sequence[int], capacity: AbsorbCapacity
 ) -> SegmentWork:
     """Cut every segment into tiles of query rows and its keys into splits, so that all programs end at about the same
     time. Tiles of the same keys stand side by side: they run at the same time, and all but the first read from L2.
@@ -240,7 +227,7 @@ def build_segment_work(
     if not segments:
         return SegmentWork(header, capacity.first_item, np.zeros(0, np.int32), table)
     sizes = np.array([len(segment.rows) for segment in segments])
-    lengths = np.array([segment.end - segment.start for segment in segments])
+    lengths = np.array([segment.tokens for segment in segments])
     pages = np.array(first_pages)
     rows = np.array([row for segment in segments for row in segment.rows], np.int64)
     of_segment = np.repeat(np.arange(len(segments)), sizes)

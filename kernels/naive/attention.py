@@ -28,10 +28,11 @@ from ..memory import Memory, tensor_bytes
 from ..merge import merge
 from ..partials import PartialTable
 from ..reference import attention as reference
+from ..segment import Segment
 from ..storage.expanded import ExpandedBuffers
 from ..watch import Watched
 from . import triton_naive
-from .schedule import ExpandedSegment, WorkList, WorkListCapacity, build_work_list
+from .schedule import WorkList, WorkListCapacity, build_work_list
 from .tiles import LARGEST_TILE, Tile, best_tile, launched_tiles
 
 
@@ -49,7 +50,7 @@ class SharedAttention(Protocol):
         with an empty plan. Raises whatever a kernel raises."""
         ...
 
-    def plan(self, segments: Sequence[ExpandedSegment], rows: int | None = None) -> None:
+    def plan(self, segments: Sequence[Segment], rows: int | None = None) -> None:
         """Set which rows attend to which segments, for all following runs. An empty list means no shared work. A plan
         that raises ValueError leaves the one before it in place.
 
@@ -58,7 +59,7 @@ class SharedAttention(Protocol):
         """
         ...
 
-    def make_plan(self, segments: Sequence[ExpandedSegment], rows: int) -> Any:
+    def make_plan(self, segments: Sequence[Segment], rows: int) -> Any:
         """A plan beside the one that `plan` sets, for `run` and `merge` of batches with this many rows. Same errors.
         May allocate device memory, which the plan holds."""
         ...
@@ -114,7 +115,7 @@ class TorchSharedAttention:
         """
         _check_heads(buffers, heads)
         self._buffers, self._max_rows, self._segments_per_row = buffers, max_rows, segments_per_row
-        self._segments: list[ExpandedSegment] = []
+        self._segments: list[Segment] = []
         shape = (max_rows, heads, buffers.v_head_dim)
         memory = memory or Memory()
         self._shared_out = memory.zeros(*shape, dtype=torch.float32, device=buffers.device)  # [max_rows, H, dv]
@@ -132,10 +133,10 @@ class TorchSharedAttention:
     def try_out(self, query_dtype: torch.dtype) -> None:
         _try_out(self, self._buffers, {1}, query_dtype)
 
-    def plan(self, segments: Sequence[ExpandedSegment], rows: int | None = None) -> None:
+    def plan(self, segments: Sequence[Segment], rows: int | None = None) -> None:
         self._segments = self.make_plan(segments, rows or self._max_rows)
 
-    def make_plan(self, segments: Sequence[ExpandedSegment], rows: int) -> list[ExpandedSegment]:
+    def make_plan(self, segments: Sequence[Segment], rows: int) -> list[Segment]:
         sizes = dict(heads=1, block_rows=1, target_items=1)
         capacity = WorkListCapacity.compute(
             max_rows=self._max_rows, chunks=self._buffers.chunks, segments_per_row=self._segments_per_row, **sizes
@@ -150,7 +151,7 @@ class TorchSharedAttention:
         q_nope: Tensor,
         q_rope: Tensor,
         softmax_scale: float,
-        plan: list[ExpandedSegment] | None = None,
+        plan: list[Segment] | None = None,
     ) -> None:
         self._shared_lse.fill_(-torch.inf)
         begun: set[int] = set()  # rows that have a result of a segment before
@@ -282,7 +283,7 @@ class TritonSharedAttention:
         sizes = {1, self._max_rows, *(min(tile.block_rows, self._max_rows) for tile in self._tiles)}
         _try_out(self, self._buffers, sizes, query_dtype)
 
-    def plan(self, segments: Sequence[ExpandedSegment], rows: int | None = None) -> None:
+    def plan(self, segments: Sequence[Segment], rows: int | None = None) -> None:
         tiles = self._launched(rows or self._max_rows)
         if segments or self._has_work:  # else the device's list is empty already
             staging = self._staging[self._next_staging]
@@ -295,7 +296,7 @@ class TritonSharedAttention:
             self._next_staging ^= 1
         self._planned, self._has_work = replace(self._planned, tiles=tiles), bool(segments)
 
-    def make_plan(self, segments: Sequence[ExpandedSegment], rows: int) -> DevicePlan:
+    def make_plan(self, segments: Sequence[Segment], rows: int) -> DevicePlan:
         tile = best_tile(segments, self._launched(rows))
         if self._scratch is None:  # made once: a list has room for the largest plan
             self._scratch = np.empty(self._capacity.size, np.int32)
@@ -340,7 +341,7 @@ class TritonSharedAttention:
         table = (plan or self._planned).table
         return merge(tail_out, tail_lse, self._partial_out, self._partial_lse2, table, out, lse, watched=watched)
 
-    def _build(self, segments: Sequence[ExpandedSegment], tile: Tile, out: np.ndarray | None = None) -> WorkList:
+    def _build(self, segments: Sequence[Segment], tile: Tile, out: np.ndarray | None = None) -> WorkList:
         _check_chunks(segments, self._buffers.chunks)
         return build_work_list(
             segments,
@@ -388,7 +389,7 @@ def _check_heads(buffers: ExpandedBuffers, heads: int) -> None:
         raise ValueError(f"the expanded prefixes have {buffers.heads} heads, the queries {heads}")
 
 
-def _check_chunks(segments: Sequence[ExpandedSegment], chunks: int) -> None:
+def _check_chunks(segments: Sequence[Segment], chunks: int) -> None:
     for index, segment in enumerate(segments):
         if segment.chunks and (min(segment.chunks) < 0 or max(segment.chunks) >= chunks):
             raise ValueError(f"segment {index}: chunk ids must be in [0, {chunks})")

@@ -15,25 +15,10 @@ import numpy as np
 
 from ..constants import CHUNK_TOKENS
 from ..partials import Array, PartialTable
+from ..segment import Segment
 from ..splits import balanced_order, choose_splits, pairs_of_splits
 from . import items as fields
 from .items import GROUP_ROWS, ITEM_FIELDS
-
-
-@dataclass(frozen=True)
-class ExpandedSegment:
-    """Rows of the batch that attend to the same expanded tokens.
-
-    Attributes:
-        rows: of the batch, each once; a row may be in several segments, over different tokens.
-        tokens: how many.
-        chunks: ids of the chunks that hold them in order, the first token at the start of the first chunk; longer than
-            needed is allowed.
-    """
-
-    rows: tuple[int, ...]
-    tokens: int
-    chunks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -122,7 +107,7 @@ class WorkList:
 
 
 def build_work_list(
-    segments: Sequence[ExpandedSegment],
+    segments: Sequence[Segment],
     *,
     heads: int,
     block_rows: int,
@@ -242,7 +227,7 @@ def _divide(
     )
 
 
-def _validated_rows(segments: Sequence[ExpandedSegment], max_rows: int) -> np.ndarray:
+def _validated_rows(segments: Sequence[Segment], max_rows: int) -> np.ndarray:
     """All rows, segment by segment, as int64 `[sum of the segments' rows]`."""
     for index, segment in enumerate(segments):
         if not segment.rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .schedule import ExpandedSegment
+from ..segment import Segment
 
 BUSY_ROWS = 128
 """Rows that keep a multiprocessor busy: while half of them are in their softmax, the other half multiplies."""
@@ -54,7 +54,7 @@ def launched_tiles(rows: int, tiles: Sequence[Tile]) -> tuple[Tile, ...]:
     )
 
 
-def best_tile(segments: Sequence[ExpandedSegment], tiles: Sequence[Tile]) -> Tile:
+def best_tile(segments: Sequence[Segment], tiles: Sequence[Tile]) -> Tile:
     """The tile that pads the rows of the segments least, among `launched_tiles`."""
     plain = max(
         (tile for tile in tiles if tile.block_rows <= BUSY_ROWS), key=lambda tile: tile.block_rows, default=None

@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 
 from bench.cases import DR, LATENT, PAGE_TOKENS, SCALE, Case, padded, page_table
-from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
+from sglang_mla_ext.kernels.segment import Mode, Segment
 
 
 def grouped_absorb(case: Case, cuts: int = 1) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
@@ -26,7 +26,7 @@ def grouped_absorb(case: Case, cuts: int = 1) -> Callable[[], tuple[torch.Tensor
     end = shared * PAGE_TOKENS
     bounds = [shared * cut // cuts * PAGE_TOKENS for cut in range(cuts + 1)]
     groups = [
-        LatentSegment(tuple(range(first * case.s_q, last * case.s_q)), *ends)
+        Segment(tuple(range(first, last)), *ends, mode=Mode.GROUPED_ABSORB)
         for first, last in pairwise([0, *accumulate(case.sizes)])
         for ends in pairwise(bounds)
     ]
@@ -39,7 +39,7 @@ def grouped_over(
     n_pages: int,
     lengths: list[int],
     starts: list[int],
-    segments: Sequence[LatentSegment],
+    segments: Sequence[Segment],
     heads: int,
     queries: int = 1,
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
@@ -48,7 +48,7 @@ def grouped_over(
     Args:
         pages: `[B]` lists, of each request from its first token on; n_pages: distinct ones.
         lengths: `[B]` tokens of each request; starts: `[B]` tokens before its tail, whole pages.
-        segments: of query rows, `queries` for each request.
+        segments: of requests, each with `queries` query tokens.
     """
     from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
     from sglang_mla_ext.kernels.dispatch import make_grouped_absorb
@@ -66,13 +66,13 @@ def grouped_over(
         raise RuntimeError(reason) from error
 
     sizes = dict(max_rows=len(query), max_tokens=req_to_token.shape[1], queries=queries)
-    in_segments = sum(len(segment.rows) for segment in segments)
+    in_segments = queries * sum(len(segment.rows) for segment in segments)
     sizes |= dict(max_segments=max(1, len(segments)), max_segment_rows=max(len(query), in_segments))
     dims = dict(heads=heads, kv_lora_rank=LATENT)
     grouped = make_grouped_absorb(req_to_token, latent, **dims, on_failure=refuse, **sizes)
     if grouped is None:
         raise RuntimeError("the kernel of grouped absorb needs a Hopper GPU")
-    grouped.plan(segments, len(query))
+    grouped.plan(segments, batch)
     requests, tail_starts = torch.arange(batch, device="cuda"), torch.tensor(starts, dtype=torch.int32, device="cuda")
     grouped.begin_step(req_to_token, requests, torch.tensor(lengths, device="cuda"), tail_starts)
     parts = query.split([LATENT, DR], dim=-1)

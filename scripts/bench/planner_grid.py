@@ -19,8 +19,8 @@ from bench.rivals import flashmla_bf16
 from bench.shared import DTYPES, STORAGE, our_parts
 from bench.timing import attempt, free_memory, measure
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
-from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.naive.tiles import Tile, best_tile, launched_tiles
+from sglang_mla_ext.kernels.segment import Segment
 from sglang_mla_ext.prefix.cost_model import GpuRates, Mode
 
 TAIL = 512
@@ -48,7 +48,7 @@ def tile_of(tiles: Tiles, dtype: str, rows: int) -> Tile | None:
     """The tile for a batch of this many rows in one segment; None for the kernel's default."""
     if not tiles.get(dtype):
         return None
-    return best_tile([ExpandedSegment(tuple(range(rows)), 1, (0,))], launched_tiles(rows, tiles[dtype]))
+    return best_tile([Segment(tuple(range(rows)), 0, 1, Mode.NAIVE, (0,))], launched_tiles(rows, tiles[dtype]))
 
 
 def check(rates: GpuRates, rep_ms: int, path: Path | None) -> tuple[list[dict[str, Any]], bool]:

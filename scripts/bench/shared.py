@@ -15,8 +15,8 @@ from bench.rivals import flashmla_tail
 from bench.timing import attempt
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
-from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.naive.tiles import Tile
+from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
 from sglang_mla_ext.prefix.cost_model import rates_for
 
@@ -84,9 +84,11 @@ def shared_attention(
     starts = [0, *itertools.accumulate(case.sizes)]
     bounds = [chunks * cut // cuts for cut in range(cuts)] + [chunks]
     groups = [
-        ExpandedSegment(
+        Segment(
             tuple(range(start, end)),
+            0,
             min(last * CHUNK_TOKENS, case.prefix) - first * CHUNK_TOKENS,
+            Mode.NAIVE,
             tuple(range(index * chunks + first, index * chunks + last)),
         )
         for index, (start, end) in enumerate(itertools.pairwise(starts))

@@ -20,11 +20,10 @@ from bench.records import write_record
 from bench.rivals import flashmla_over
 from bench.shared import DTYPES, STORAGE, random_prefixes
 from bench.timing import attempt, free_memory, measure
-from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 from sglang_mla_ext.kernels.constants import CHUNK_TOKENS
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
-from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
+from sglang_mla_ext.kernels.segment import Segment
 from sglang_mla_ext.prefix.cost_model import GpuRates, Mode
 
 TAIL = 512  # tokens that each row has alone
@@ -61,7 +60,8 @@ class Step:
         grouped = [node for node in nodes if modes[node] is Mode.GROUPED_ABSORB]
         if (expanded or grouped) and self.heads in STACKED_HEADS:  # as a server: tails go with the groups
             segments = [
-                LatentSegment(tree.rows_of(node), ends[node] - tree.tokens[node], ends[node]) for node in grouped
+                Segment(tree.rows_of(node), ends[node] - tree.tokens[node], ends[node], Mode.GROUPED_ABSORB)
+                for node in grouped
             ]
             latent = grouped_over(self._pages, self._n_pages, lengths, starts, segments, self.heads)
         else:
@@ -79,7 +79,7 @@ class Step:
             segments_per_row=len(modes),
         )
         chunks = {node: tuple(range(*self._first_chunk[node : node + 2])) for node in expanded}
-        attention.plan([ExpandedSegment(tree.rows_of(n), tree.tokens[n], chunks[n]) for n in expanded], rows)
+        attention.plan([Segment(tree.rows_of(n), 0, tree.tokens[n], Mode.NAIVE, chunks[n]) for n in expanded], rows)
 
         def run() -> None:
             _, lse = latent()

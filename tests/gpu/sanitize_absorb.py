@@ -10,10 +10,11 @@ from torch import Tensor
 
 from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb
 from sglang_mla_ext.kernels.absorb.paged_fp8 import AbsorbFP8
-from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity, LatentSegment, build_segment_work
+from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity, build_segment_work
 from sglang_mla_ext.kernels.absorb.tail_schedule import schedule_tails
 from sglang_mla_ext.kernels.merge import merge
 from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.append_latent import append_latent
 from sglang_mla_ext.kernels.storage.fetch_latent import fetch_latent
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout, dequantize, quantize
@@ -66,7 +67,7 @@ def absorb_error(device: str, heads: int, queries: int = 1) -> float:
     expected = torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
     capacity = AbsorbCapacity(rows, heads * queries, PROGRAMS, queries=queries)
-    segments = [LatentSegment(SHARED_ROWS, 0, SHARED_PAGES * PAGE)]
+    segments = [Segment(SHARED_ROWS, 0, SHARED_PAGES * PAGE, Mode.GROUPED_ABSORB)]
     plan = build_segment_work(segments, [rows * table.shape[1]], capacity)
     work = torch.from_numpy(capacity.empty_work())
     work[: len(plan.head)] = torch.from_numpy(plan.head)

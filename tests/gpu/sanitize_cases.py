@@ -23,8 +23,8 @@ from sglang_mla_ext.kernels.absorb.paged_fp8 import TritonAbsorbFP8
 from sglang_mla_ext.kernels.dispatch import make_hopper_absorb_fp8
 from sglang_mla_ext.kernels.naive import sm90_naive, triton_naive
 from sglang_mla_ext.kernels.naive.attention import TritonSharedAttention
-from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.expand_prefix import expand_prefix
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, FP8_MAX, ExpandedBuffers, scale_bounds
 from sglang_mla_ext.kernels.watch import Watch, Watched
@@ -92,7 +92,7 @@ def attention_error(dtype: torch.dtype, portable: bool, sizes: tuple[int, ...]) 
         for chunk, n in zip(chunks, (CHUNK_TOKENS, PREFIX - CHUNK_TOKENS), strict=True):
             keys = torch.randn(n, HEADS, DN), torch.randn(n, HEADS, DV), torch.randn(n, DR)
             buffers.write(0, chunk, 0, *(tensor.bfloat16() for tensor in keys))
-        groups.append(ExpandedSegment(tuple(range(first, first + size)), PREFIX, chunks))
+        groups.append(Segment(tuple(range(first, first + size)), 0, PREFIX, Mode.NAIVE, chunks))
         first += size
     query = torch.randn(first, HEADS, DN + DR).bfloat16()
     q_nope, q_rope = query[..., :DN], query[..., DN:]  # [T, H, dn], [T, H, dr]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
-from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.expand_prefix import expand_prefix
 from sglang_mla_ext.kernels.storage.expanded import (
     CHUNK_TOKENS,
@@ -79,7 +79,7 @@ def test_error_is_that_of_the_rounding(
 
     groups = []
     for size, length, chunks, (k_nope, v, k_rope, _) in zip(sizes, lengths, n_chunks, kept, strict=True):
-        groups.append(ExpandedSegment(tuple(order[:size]), length, tuple(ids[:chunks])))
+        groups.append(Segment(tuple(order[:size]), 0, length, Mode.NAIVE, tuple(ids[:chunks])))
         order, ids = order[size:], ids[chunks:]
         for i, chunk in enumerate(groups[-1].chunks):
             tokens = slice(i * CHUNK_TOKENS, (i + 1) * CHUNK_TOKENS)
@@ -130,7 +130,7 @@ def test_sums_over_a_long_prefix_are_not_biased() -> None:
         buffers.write(0, chunk, 0, k_nope[tokens], v[tokens], k_rope[tokens])
     query = torch.randn(rows, heads, DN + DR, device="cuda").bfloat16()
     attention = make_shared_attention(buffers, max_rows=rows, heads=heads, device="cuda")
-    attention.plan([ExpandedSegment(tuple(range(rows)), n, tuple(range(buffers.chunks)))])
+    attention.plan([Segment(tuple(range(rows)), 0, n, Mode.NAIVE, tuple(range(buffers.chunks)))])
     attention.run(0, query[..., :DN], query[..., DN:], SCALE)
     out = torch.full((rows, heads, DV), torch.nan, device="cuda")
     no_lse = torch.full((rows, heads), -torch.inf, device="cuda")

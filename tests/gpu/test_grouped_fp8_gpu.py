@@ -15,7 +15,6 @@ from test_absorb_fp8_hopper_gpu import captured_us
 from test_fp8_cache_gpu import LAYOUT, LSE_BOUND
 from test_grouped_gpu import DEVICE, DTYPE, NAN, RANK, ROPE, SCALE, SPARE_ROWS, Case, Problem, cases, parts_of
 
-from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.kernels.dispatch import (
     append_rows,
@@ -25,6 +24,7 @@ from sglang_mla_ext.kernels.dispatch import (
 )
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
+from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.latent_rows import dequantize
 
 pytestmark = pytest.mark.gpu
@@ -199,7 +199,7 @@ def test_times(heads: int, requests: int = 128, prefix: int = 26472, tail: int =
             lambda: absorb.run(*parts_of_q, pool, some_table, some_lens, SCALE, out, lse)  # noqa: B023
         )
     grouped = make(heads, requests, req_to_token.shape[1])
-    grouped.plan([LatentSegment(tuple(range(requests)), 0, end)], requests)
+    grouped.plan([Segment(tuple(range(requests)), 0, end, Mode.GROUPED_ABSORB)], requests)
     ends = torch.full_like(lens, end)
     for name, some_lens in (("prefix alone", ends), ("grouped", lens)):
         grouped.begin_step(req_to_token, indices, some_lens, ends)

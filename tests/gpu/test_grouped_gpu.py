@@ -8,7 +8,7 @@ takes when nothing is grouped. Run with `pytest tests/gpu -m gpu -s`, in a proce
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,12 +17,13 @@ from triton.testing import do_bench_cudagraph
 
 from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb
 from sglang_mla_ext.kernels.absorb.grouped import HopperGroupedAbsorb
-from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity, LatentSegment, build_segment_work
+from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity, build_segment_work
 from sglang_mla_ext.kernels.absorb.tail_schedule import schedule_tails
 from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.kernels.dispatch import make_grouped_absorb
 from sglang_mla_ext.kernels.merge import merge
 from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.segment import Mode, Segment
 
 pytestmark = pytest.mark.gpu
 
@@ -78,7 +79,7 @@ class Problem:
         self.groups, members = [], {}
         for size, end in zip(case.groups, case.prefix, strict=True):
             rows, order = tuple(sorted(order[:size])), order[size:]
-            self.groups.append(LatentSegment(rows, 0, end))
+            self.groups.append(Segment(rows, 0, end, Mode.GROUPED_ABSORB))
             members.update(dict.fromkeys(rows, self.groups[-1]))
         tails = torch.randint(0, case.longest_tail + 1, (case.rows,), generator=self.cpu).tolist()
         tails[:2] = [0, case.longest_tail]
@@ -129,12 +130,7 @@ class Problem:
         tail_starts = torch.zeros(self.case.rows + SPARE_ROWS, dtype=torch.int32)
         for group in groups:
             tail_starts[list(group.rows)] = group.end
-        queries = self.case.queries
-        expanded = [
-            replace(group, rows=tuple(row * queries + token for row in group.rows for token in range(queries)))
-            for group in groups
-        ]
-        grouped.plan(expanded, self.case.rows * queries)
+        grouped.plan(groups, self.case.rows)
         grouped.begin_step(self.req_to_token, self.pool_indices, self.seq_lens, tail_starts.to(DEVICE))
 
     def run(self, grouped: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,9 +192,9 @@ def test_a_row_in_several_segments() -> None:
     problem = Problem(case)
     whole, other = problem.groups
     segments = [
-        LatentSegment(whole.rows, 0, 512),
-        LatentSegment(whole.rows[3:30], 512, 832),
-        LatentSegment(whole.rows[9:12], 832, 1024),
+        Segment(whole.rows, 0, 512, Mode.GROUPED_ABSORB),
+        Segment(whole.rows[3:30], 512, 832, Mode.GROUPED_ABSORB),
+        Segment(whole.rows[9:12], 832, 1024, Mode.GROUPED_ABSORB),
         other,
     ]
     tail_starts = torch.zeros(case.rows, dtype=torch.int32)
@@ -286,7 +282,7 @@ def test_the_kernel_takes_any_multiple_of_eight_heads(heads: int) -> None:
 
     sm_count = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     capacity = AbsorbCapacity(rows, heads, sm_count)
-    segments = build_segment_work([LatentSegment(group, 0, shared)], [rows * width], capacity)
+    segments = build_segment_work([Segment(group, 0, shared, Mode.GROUPED_ABSORB)], [rows * width], capacity)
     work = torch.from_numpy(capacity.empty_work())
     work[: len(segments.head)] = torch.from_numpy(segments.head)
     work[capacity.segment_strips :][: len(segments.strips)] = torch.from_numpy(segments.strips)

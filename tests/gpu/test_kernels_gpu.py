@@ -19,8 +19,8 @@ from sglang_mla_ext.kernels.dispatch import make_shared_attention, whole_query
 from sglang_mla_ext.kernels.naive import sm90_naive as naive_prefix_hopper
 from sglang_mla_ext.kernels.naive import triton_naive as naive_prefix
 from sglang_mla_ext.kernels.naive.attention import TritonSharedAttention
-from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
 
 pytestmark = pytest.mark.gpu
@@ -93,7 +93,7 @@ class Problem:
             for i, chunk in enumerate(chunks):
                 tokens = slice(i * CHUNK_TOKENS, (i + 1) * CHUNK_TOKENS)
                 self.buffers.write(LAYER, chunk, 0, k_nope[tokens], v[tokens], k_rope[tokens])
-            self.groups.append(ExpandedSegment(rows, length, chunks))
+            self.groups.append(Segment(rows, 0, length, Mode.NAIVE, chunks))
             self.keys.append((k_nope, k_rope, v))
         query = self.randn(case.rows, case.heads, DN + DR) * case.sharpness
         self.q_nope, self.q_rope = query[..., :DN], query[..., DN:]  # [T, H, dn], [T, H, dr]

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from sglang_mla_ext.kernels.partials import FIRSTS, PartialTable
+from sglang_mla_ext.kernels.segment import Mode, Segment
 
 # Like conftest.py: the kernel is bound to the interpreter when it is imported.
 with pytest.MonkeyPatch.context() as patch:
@@ -37,7 +38,6 @@ from sglang_mla_ext.kernels.absorb.schedule import (  # noqa: E402
     BLOCK_KEYS,
     ITEM_BLOCKS,
     AbsorbCapacity,
-    LatentSegment,
     build_segment_work,
 )
 from sglang_mla_ext.kernels.absorb.stacking import TILE_ROWS  # noqa: E402
@@ -114,7 +114,7 @@ class Work:
         self.segments, self.first_pages, first_page = [], [], self.capacity.max_rows * self.width
         for size, length in case.segments:
             start = 0 if not self.segments or not case.nested else self.segments[-1].end // BLOCK_KEYS * BLOCK_KEYS
-            self.segments.append(LatentSegment(tuple(rows[:size]), start, start + length))
+            self.segments.append(Segment(tuple(rows[:size]), start, start + length, Mode.GROUPED_ABSORB))
             self.first_pages.append(first_page)
             rows, first_page = rows[3 if case.nested else size :], first_page + -(-length // BLOCK_KEYS)
         self.pages = first_page
@@ -262,7 +262,7 @@ def test_what_only_the_last_query_tokens_see_is_known(case: Case) -> None:
 def test_segments_are_cut_where_there_are_too_few_tiles() -> None:
     """128 rows of 16 heads are 32 tiles: four splits fill 132 programs, and 512 rows need none."""
     for rows, splits in ((128, 4), (512, 1)):
-        segment = LatentSegment(tuple(range(rows)), 0, 26472)
+        segment = Segment(tuple(range(rows)), 0, 26472, Mode.GROUPED_ABSORB)
         work = build_segment_work([segment], [0], AbsorbCapacity(rows, 16, 132))
         assert set(work.table.counts.tolist()) == {splits}
         tiles = rows * 16 // TILE_ROWS
@@ -281,10 +281,12 @@ def test_what_does_not_fit_is_refused() -> None:
         ([(many, 64), ((2,), 64)], "9 rows, but there is room for 8"),
     ):
         with pytest.raises(ValueError, match=message):
-            build_segment_work([LatentSegment(rows, 64, 64 + length) for rows, length in segments], (0, 0), capacity)
+            build_segment_work(
+                [Segment(rows, 64, 64 + length, Mode.GROUPED_ABSORB) for rows, length in segments], (0, 0), capacity
+            )
     with pytest.raises(ValueError, match="8 rows need as many partial rows; there is room for 7"):
         tight = AbsorbCapacity(8, 16, 4, segment_partials=7)
-        build_segment_work([LatentSegment(many, 0, 64)], [0], tight)
+        build_segment_work([Segment(many, 0, 64, Mode.GROUPED_ABSORB)], [0], tight)
     with pytest.raises(ValueError, match="at most 64 query tokens"):
         AbsorbCapacity(8, 16 * 65, 20, queries=65)
     with pytest.raises(ValueError, match="2 programs"):

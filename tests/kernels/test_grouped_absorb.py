@@ -8,7 +8,6 @@ the schedule of the tails and the merge run in Triton's interpreter. Float32; wh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +18,7 @@ from triton.runtime import interpreter
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.merge import LN2
 from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.segment import Mode, Segment
 
 # Like conftest.py: the kernels are bound to the interpreter when they are imported.
 with pytest.MonkeyPatch.context() as patch:
@@ -27,7 +27,7 @@ with pytest.MonkeyPatch.context() as patch:
     from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb
     from sglang_mla_ext.kernels.absorb.grouped import HopperGroupedAbsorb, whole_query
     from sglang_mla_ext.kernels.absorb.items import ITEM_FIELDS
-    from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity, LatentSegment
+    from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity
     from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
     from sglang_mla_ext.kernels.absorb.tail_schedule import schedule_tails_kernel
 assert isinstance(schedule_tails_kernel, interpreter.InterpretedFunction), "run `pytest tests/kernels` on its own"
@@ -89,7 +89,7 @@ class Problem:
             rows: requests of the step; queries: query tokens of each.
         """
         self.generator, self.queries = torch.Generator().manual_seed(rows + heads), queries
-        self.segments = [LatentSegment(*segment) for segment in segments]
+        self.segments = [Segment(*segment, mode=Mode.GROUPED_ABSORB) for segment in segments]
         paths: dict[int, list[int]] = {row: [] for row in range(rows)}  # pages of each row's segments
         # Requests stand anywhere in the table of slots. Page 0 belongs to none of them.
         free = (torch.randperm(6 * rows + 40, generator=self.generator) + 1).tolist()
@@ -114,11 +114,6 @@ class Problem:
             self.req_to_token[self.pool_indices[row], :length] = slots.int()
             self.cache.view(-1, RANK + ROPE)[slots] = self.randn(length, RANK + ROPE)
         self.q = self.randn(rows * queries, heads, RANK + ROPE)
-        self.segments = [replace(segment, rows=self.rows_of(segment.rows)) for segment in self.segments]
-
-    def rows_of(self, requests: Sequence[int]) -> tuple[int, ...]:
-        """Of so many requests, all rows."""
-        return tuple(request * self.queries + token for request in requests for token in range(self.queries))
 
     def randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator)
@@ -196,15 +191,14 @@ def test_query_tokens_of_a_request(heads: int, queries: int, programs: int) -> N
     problem = Problem(heads, segments, 9, queries)
     sizes = dict(max_rows=12 * queries + 1, max_segment_rows=11 * queries)
     grouped = make(heads, queries=queries, programs=programs, **sizes)
-    assert grouped.max_rows == 12 * queries
-    grouped.plan(problem.segments, 9 * queries)
+    grouped.plan(problem.segments, 9)
     for _ in range(2):
         actual, expected = problem.run(grouped), problem.expected()
         assert_equal(actual, expected)
         assert torch.equal(actual[1].isneginf(), expected[1].isneginf())
         problem.seq_lens = (problem.seq_lens - 3).clamp(min=problem.tail_starts[:9])
     assert expected[1].isneginf().any()
-    grouped.plan([], 9 * queries)
+    grouped.plan([], 9)
     problem.tail_starts.zero_()
     assert_equal(problem.run(grouped), problem.expected())
 
@@ -217,7 +211,7 @@ def test_few_query_tokens_of_long_tails_are_cut() -> None:
     problem.req_to_token[problem.pool_indices, : slots.shape[1]] = slots
     problem.cache = problem.randn(18, PAGE, 1, RANK + ROPE)
     grouped = make(16, queries=9, programs=12)
-    grouped.plan([], 18)
+    grouped.plan([], 2)
     assert_equal(problem.run(grouped), problem.expected())
     assert grouped._tail_partials.counts[:2].tolist() == [2, 2]
 
@@ -269,7 +263,7 @@ def test_memory_is_static_and_known_beforehand(queries: int) -> None:
     before = {name: value.data_ptr() for name, value in tensors_of(grouped).items()}
     for segments, rows in (([((0, 1), 0, 128)], 2), (odd_segments(), 30)):
         problem = Problem(16, segments, rows, queries)
-        grouped.plan(problem.segments, rows * queries)
+        grouped.plan(problem.segments, rows)
         problem.run(grouped)
     assert before == {name: value.data_ptr() for name, value in tensors_of(grouped).items()}
     sizes = {value.data_ptr(): value.nbytes for value in tensors_of(grouped).values()}
@@ -373,27 +367,20 @@ def test_what_does_not_fit_is_refused() -> None:
         ([((0, 1), 100, 192)], 2, "does not begin and end with a page"),
         ([((0, 1), 128, 128)], 2, "needs rows and keys"),
         ([((), 0, 128)], 2, "needs rows and keys"),
-        ([((0, MAX_ROWS), 0, 64)], 8, "row"),
-        ([((0, 8), 0, 64)], 8, "rows beyond the 8 rows"),
+        ([((0, MAX_ROWS), 0, 64)], 8, "requests beyond the 8 of"),
+        ([((0, 8), 0, 64)], 8, "requests beyond the 8 of"),
         ([((0, -1), 0, 64)], 8, "every row must be in"),
         ([((0, 3, 0), 0, 64)], 8, "once in a segment"),
         ([((0, 1), 0, 64 * 13)], 8, "832 tokens; there is room for 768"),
         ([((row,), 0, 64) for row in range(19)], 40, "19 segments; there is room for 18"),
         ([(tuple(range(30)), 0, 64), (tuple(range(11)), 64, 128)], 30, "41 rows, but there is room for 40"),
-        ([], MAX_ROWS + 1, "41 rows; there is room for 40"),
+        ([], MAX_ROWS + 1, "41 requests; there is room for 40"),
     ):
         with pytest.raises(ValueError, match=message):
-            grouped.plan([LatentSegment(*segment) for segment in segments], rows)
+            grouped.plan([Segment(*segment, mode=Mode.GROUPED_ABSORB) for segment in segments], rows)
     three = make(16, queries=3)
-    for segments, rows, message in (
-        ([((0, 1, 2, 6, 7), 0, 64)], 12, "all 3 rows of each of its requests"),
-        ([((1, 2, 3), 0, 64)], 12, "all 3 rows of each of its requests"),
-        ([((0, 2, 1), 0, 64)], 12, "all 3 rows of each of its requests"),
-        ([], 11, "11 rows are not those of whole requests"),
-        ([], 42, "42 rows; there is room for 39"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            three.plan([LatentSegment(*segment) for segment in segments], rows)
+    with pytest.raises(ValueError, match="14 requests; there is room for 13"):
+        three.plan([], 14)
     grouped.plan([], 8)
     with pytest.raises(ValueError, match="planned for 8 rows of 16 heads"):
         q = torch.zeros(4, 16, RANK + ROPE)

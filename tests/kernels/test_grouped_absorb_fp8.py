@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,9 +23,9 @@ from test_latent_rows import poisoned_pool
 from sglang_mla_ext.kernels import dispatch
 from sglang_mla_ext.kernels.absorb import sm90_fp8_absorb, sm90_fp8_few_heads
 from sglang_mla_ext.kernels.absorb.grouped_fp8 import HopperGroupedAbsorbFP8
-from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
+from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.latent_rows import dequantize, quantize
 
 RANK, ROPE, PAGE = 512, 64, 64
@@ -68,7 +67,7 @@ class Problem:
         self.queries = queries
         generator = torch.Generator().manual_seed(seed + len(tails))
         rows, order = len(tails), torch.randperm(len(tails), generator=generator).tolist()
-        self.segments: list[LatentSegment] = []
+        self.segments: list[Segment] = []
         shared: dict[int, torch.Tensor] = {}  # slots of the prefix of each row that has one
         needed = sum(end for _, end in groups) // PAGE + sum(-(-tail // PAGE) for tail in tails) + 2
         self.free = torch.randperm(needed + 2, generator=generator).tolist()  # two pages belong to no request
@@ -78,11 +77,11 @@ class Problem:
         self.tail_starts = torch.zeros(MAX_ROWS, dtype=torch.int32)
         for size, end in groups:
             members, order = tuple(sorted(order[:size])), order[size:]
-            self.segments.append(LatentSegment(members, 0, end))
+            self.segments.append(Segment(members, 0, end, Mode.GROUPED_ABSORB))
             shared |= dict.fromkeys(members, self._write(end, generator))
         if deeper:
             members, start = self.segments[0].rows[-deeper:], self.segments[0].end
-            self.segments.append(LatentSegment(members, start, start + 2 * PAGE))
+            self.segments.append(Segment(members, start, start + 2 * PAGE, Mode.GROUPED_ABSORB))
             below = self._write(2 * PAGE, generator)
             shared |= {row: torch.cat([shared[row], below]) for row in members}
         for row, slots in shared.items():
@@ -91,13 +90,8 @@ class Problem:
             slots = torch.cat([shared.get(row, torch.zeros(0, dtype=torch.long)), self._write(tail, generator)])
             self.req_to_token[self.pool_indices[row], : len(slots)] = slots.int()
         self.seq_lens = torch.tensor(tails, dtype=torch.long) + self.tail_starts[:rows]
-        self.segments = [replace(segment, rows=self.rows_of(segment.rows)) for segment in self.segments]
         q = torch.randn(rows * queries, heads, RANK + ROPE, generator=generator)
         self.q = q.bfloat16().float()  # what the kernels read
-
-    def rows_of(self, requests: Sequence[int]) -> tuple[int, ...]:
-        """Of so many requests, all rows."""
-        return tuple(request * self.queries + token for request in requests for token in range(self.queries))
 
     def _write(self, tokens: int, generator: torch.Generator) -> torch.Tensor:
         """Give so many tokens pages and rows; their slots."""
@@ -207,7 +201,7 @@ def test_query_tokens_of_a_request(heads: int, queries: int, programs: int) -> N
     tails = (*ODD_TAILS, 1, 64 + queries - 1, queries)
     problem = Problem(heads, ((3, 128), (2, 64)), tails, deeper=2, queries=queries)
     grouped = make(heads, programs, queries)
-    grouped.plan(problem.segments, len(tails) * queries)
+    grouped.plan(problem.segments, len(tails))
     out, lse = problem.run(grouped)
     problem.check((out, lse))
     without = torch.arange(queries).flip(0) >= problem.seq_lens[:, None]  # [requests, query tokens]

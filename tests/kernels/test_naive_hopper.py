@@ -20,11 +20,11 @@ from torch import Tensor
 from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8, FP8_MAX, LN2, LOG2E
 from sglang_mla_ext.kernels.naive import sm90_naive
 from sglang_mla_ext.kernels.naive.attention import TritonSharedAttention
-from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.naive.sm90_parts import consumers
 from sglang_mla_ext.kernels.naive.tiles import Tile
 from sglang_mla_ext.kernels.naive.triton_naive import check_arguments
 from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 
 NAN = float("nan")
@@ -129,7 +129,7 @@ class Problem:
         for (size, tokens), n_chunks in zip(case.segments, chunks_of, strict=True):
             members, order = tuple(order[:size]), order if case.nested else order[size:]
             chunks, ids = tuple(ids[:n_chunks]), ids[n_chunks:]
-            self.segments.append(ExpandedSegment(members, tokens, chunks))
+            self.segments.append(Segment(members, 0, tokens, Mode.NAIVE, chunks))
             k_nope, v = (torch.randn(tokens, heads, dim, generator=generator) for dim in (DN, DV))
             k_rope = torch.randn(tokens, DR, generator=generator)
             for i, chunk in enumerate(chunks):

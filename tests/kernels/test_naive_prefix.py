@@ -16,9 +16,9 @@ from sglang_mla_ext.kernels.constants import CHUNK_TOKENS
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.naive import triton_naive
 from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention, TritonSharedAttention
-from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.naive.tiles import LARGEST_TILE, Tile
 from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 
 NAN = float("nan")
@@ -112,7 +112,7 @@ class Problem:
         for size, latent, n_chunks in zip(case.groups, self.prefix_latent, chunks_of, strict=True):
             rows, order = tuple(order[:size]), order if case.nested else order[size:]
             chunks, chunk_ids = tuple(chunk_ids[:n_chunks]), chunk_ids[n_chunks:]
-            self.groups.append(ExpandedSegment(rows, len(latent), chunks))
+            self.groups.append(Segment(rows, 0, len(latent), Mode.NAIVE, chunks))
             k_nope, v = reference.expand(latent[:, : d.rank], self.w_kc, self.w_vc)
             k_rope = latent[:, d.rank :]
             self.expanded.append((k_nope, v, k_rope))
@@ -267,12 +267,12 @@ def test_invalid_plan_raises_and_keeps_the_one_before(implementation: str) -> No
     attention = problem.attention(implementation)
     attention.plan(problem.groups)
     for bad, message in (
-        (ExpandedSegment((0, 2), 70, (0,)), "rows must be in"),
-        (ExpandedSegment((0, 0), 70, (0,)), "twice"),
-        (ExpandedSegment((), 70, (0,)), "no rows"),
-        (ExpandedSegment((0,), 0, (0,)), "0 tokens"),
-        (ExpandedSegment((0,), 257, (0,)), "cannot hold"),
-        (ExpandedSegment((0,), 70, (99,)), "chunk ids"),
+        (Segment((0, 2), 0, 70, Mode.NAIVE, (0,)), "rows must be in"),
+        (Segment((0, 0), 0, 70, Mode.NAIVE, (0,)), "twice"),
+        (Segment((), 0, 70, Mode.NAIVE, (0,)), "no rows"),
+        (Segment((0,), 0, 0, Mode.NAIVE, (0,)), "0 tokens"),
+        (Segment((0,), 0, 257, Mode.NAIVE, (0,)), "cannot hold"),
+        (Segment((0,), 0, 70, Mode.NAIVE, (99,)), "chunk ids"),
     ):
         with pytest.raises(ValueError, match=message):
             attention.plan([bad])

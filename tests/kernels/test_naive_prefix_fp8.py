@@ -16,9 +16,9 @@ from triton.runtime import interpreter
 
 from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8
 from sglang_mla_ext.kernels.naive.attention import TritonSharedAttention
-from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.naive.tiles import Tile
 from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 
 NAN = float("nan")
@@ -92,7 +92,7 @@ class Problem:
         for size, length, n_chunks in zip(case.groups, case.prefix, chunks_of, strict=True):
             rows, order = tuple(order[:size]), order[size:]
             chunks, chunk_ids = tuple(chunk_ids[:n_chunks]), chunk_ids[n_chunks:]
-            self.groups.append(ExpandedSegment(rows, length, chunks))
+            self.groups.append(Segment(rows, 0, length, Mode.NAIVE, chunks))
             for i, chunk in enumerate(chunks):
                 n = min(CHUNK_TOKENS, length - i * CHUNK_TOKENS)
                 keys = self.randn(n, case.heads, dn), self.randn(n, case.heads, dv), self.randn(n, dr)

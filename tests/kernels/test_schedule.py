@@ -13,17 +13,18 @@ from hypothesis import strategies as st
 
 from sglang_mla_ext.kernels.constants import CHUNK_TOKENS
 from sglang_mla_ext.kernels.naive.items import ITEM_BEGIN, ITEM_END, ITEM_HEAD
-from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment, WorkList, WorkListCapacity, build_work_list
+from sglang_mla_ext.kernels.naive.schedule import WorkList, WorkListCapacity, build_work_list
+from sglang_mla_ext.kernels.segment import Mode, Segment
 
 CHUNKS = 64
 
 
-def groups_of(*sizes_and_lengths: tuple[int, int]) -> list[ExpandedSegment]:
+def groups_of(*sizes_and_lengths: tuple[int, int]) -> list[Segment]:
     """Segments of (rows, tokens), rows numbered in order."""
     groups, row = [], 0
     for size, length in sizes_and_lengths:
         chunks = tuple(range(-(-length // CHUNK_TOKENS)))
-        groups.append(ExpandedSegment(tuple(range(row, row + size)), length, chunks))
+        groups.append(Segment(tuple(range(row, row + size)), 0, length, Mode.NAIVE, chunks))
         row += size
     return groups
 
@@ -55,7 +56,7 @@ def problems(draw):
     for size, length in zip(sizes, lengths, strict=True):
         needed = -(-length // CHUNK_TOKENS)
         chunks = draw(st.lists(st.integers(0, CHUNKS - 1), min_size=needed, max_size=needed + 2))
-        groups.append(ExpandedSegment(tuple(rows[at : at + size]), length, tuple(chunks)))
+        groups.append(Segment(tuple(rows[at : at + size]), 0, length, Mode.NAIVE, tuple(chunks)))
         at += 0 if nested else size
     shape = dict(
         heads=draw(st.sampled_from([1, 3, 16])),
@@ -179,16 +180,16 @@ def test_capacity_is_respected_and_overflow_is_an_error() -> None:
 
 def test_a_row_may_be_in_several_segments_but_once_in_each() -> None:
     nested = [
-        ExpandedSegment((4, 1, 7), 600, (0, 1, 2)),
-        ExpandedSegment((7, 4), 70, (3,)),
-        ExpandedSegment((7,), 1, (5,)),
+        Segment((4, 1, 7), 0, 600, Mode.NAIVE, (0, 1, 2)),
+        Segment((7, 4), 0, 70, Mode.NAIVE, (3,)),
+        Segment((7,), 0, 1, Mode.NAIVE, (5,)),
     ]
     work = build(nested, max_rows=8, segments_per_row=3, target_items=4)
     assert [int(count) for count in work.table.counts[[1, 4, 7, 0]]] == [1, 2, 3, 0]
     assert len({partial for row in (1, 4, 7) for partial in work.table.of_row(row)}) == 6
     assert work.group_rows[:6].tolist() == [4, 1, 7, 7, 4, 7]
     for bad, message in (
-        ([nested[0], ExpandedSegment((3, 2, 3), 70, (3,))], "twice in one segment"),
+        ([nested[0], Segment((3, 2, 3), 0, 70, Mode.NAIVE, (3,))], "twice in one segment"),
         (nested * 2, "12 rows need as many partial rows"),
     ):
         with pytest.raises(ValueError, match=message):

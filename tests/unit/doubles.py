@@ -12,9 +12,9 @@ import torch
 from graph_in_torch import opaque
 from torch import Tensor
 
-from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
+from sglang_mla_ext.kernels.segment import Segment
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
 from sglang_mla_ext.kernels.watch import Watched
 
@@ -112,7 +112,7 @@ class TorchGrouped:
     def __init__(self, layout: LatentRowLayout | None, queries: int = 1) -> None:
         self._layout, self._queries = layout, queries
 
-    def plan(self, segments: Sequence[LatentSegment], rows: int) -> None:
+    def plan(self, segments: Sequence[Segment], rows: int) -> None:
         assert all(row < rows for segment in segments for row in segment.rows) and rows % self._queries == 0
         self._segments, self._rows = list(segments), rows
 

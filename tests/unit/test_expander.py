@@ -15,8 +15,8 @@ from sglang_mla_ext.adapter.step import expander as expander_module
 from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes, weights_of
 from sglang_mla_ext.kernels.constants import CHUNK_TOKENS
 from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
-from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.expanded import FP8, FP8_MAX, ExpandedBuffers, scale_bounds
 
 HEADS, DN, DR, DV, RANK, LAYERS, SLOTS = 2, 32, 16, 32, 64, 2, 900
@@ -82,7 +82,7 @@ def test_attention_over_what_was_expanded(
     buffers = allocate(dtype)
     _, slots = expand(model, buffers)
     attention = TorchSharedAttention(buffers, max_rows=3, heads=HEADS)
-    attention.plan([ExpandedSegment((0, 2), N, CHUNKS)], 3)
+    attention.plan([Segment((0, 2), 0, N, Mode.NAIVE, CHUNKS)], 3)
     q_nope, q_rope = torch.randn(3, HEADS, DN) * 0.1, torch.randn(3, HEADS, DR)
     for layer, attention_layer in enumerate(model[0]):
         rows = model[1].get_key_buffer(layer)[slots].squeeze(1)

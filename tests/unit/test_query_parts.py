@@ -16,9 +16,8 @@ from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.step import layer as mla_layer
 from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.steps import StepPlan
-from sglang_mla_ext.kernels.absorb.grouped import LatentSegment
-from sglang_mla_ext.kernels.naive.schedule import ExpandedSegment
 from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.expanded import FP8
 
 ROWS, HEADS, RANK, ROPE, PAGE, PAGES = 3, 4, 32, 16, 64, 8
@@ -216,7 +215,7 @@ def test_decode_by_flashmla(make_pool: Any, flashmla: Any, monkeypatch: pytest.M
         table = requests()["req_to_token"]
         ways = dict(heads=HEADS, layer_id=0, grouped=False, on_failure=None)
         latent = flashmla.FlashMLALatent(pool, table, **ways)
-        planned = StepPlan((ExpandedSegment((0,), PAGE, (0,)),), (), (PAGE, 0, 0))
+        planned = StepPlan((Segment((0,), 0, PAGE, Mode.NAIVE, (0,)),), (), (PAGE, 0, 0))
         return compose(flashmla_stock(pool, monkeypatch), latent, planned if shares else None)
 
     run_both(make, "decode")
@@ -260,7 +259,7 @@ def test_on_the_cpu(make_pool: Any, phase: str, grouped: bool, cache: torch.dtyp
         runner = SimpleNamespace(
             device="cpu", token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=table)
         )
-        planned = StepPlan((), (LatentSegment((0,), 0, PAGE),), (PAGE, 0, 0))
+        planned = StepPlan((), (Segment((0,), 0, PAGE, Mode.GROUPED_ABSORB),), (PAGE, 0, 0))
         return compose(TorchStock(runner), TorchLatent(pool, table, grouped=grouped), planned if grouped else None)
 
     run_both(make, phase)
@@ -294,7 +293,7 @@ def test_a_step_that_is_no_decode_is_the_stock_backends(phase: str) -> None:
             calls.append((forward_batch, "in the graph"))
 
     calls: list[Any] = []
-    planned = StepPlan((), (LatentSegment((0, 1), 0, PAGE),), (PAGE, PAGE, 0))
+    planned = StepPlan((), (Segment((0, 1), 0, PAGE, Mode.GROUPED_ABSORB),), (PAGE, PAGE, 0))
     for decodes in (True, False):
         backend = compose(SimpleNamespace(backend=Recorded(), decodes=decodes), Latent(), planned)
         decode = SimpleNamespace(forward_mode=ForwardMode.DECODE, batch_size=ROWS)

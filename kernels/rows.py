@@ -1,0 +1,117 @@
+"""Which rows of a batch are whose: a plan is of requests, and a forward pass has rows.
+
+A request has one row in a decode step, as many as it has query tokens in a step that verifies drafts, and any number
+where new tokens are computed. The rows of a request follow each other, and so do the requests. Plain Python.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, chain
+from typing import TypeVar
+
+from .segment import Segment
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How many rows each request of a pass has.
+
+    Attributes:
+        requests: how many there are.
+        each: rows of every request; None where they have different numbers.
+        counts: `[requests]` rows of each request, 0 allowed; empty where `each` says it.
+    """
+
+    requests: int
+    each: int | None = 1
+    counts: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, counts: Sequence[int]) -> Rows:
+        """The rows of requests that have so many."""
+        if len(set(counts)) <= 1:
+            return cls(len(counts), counts[0] if counts else 1)
+        return cls(len(counts), None, tuple(counts))
+
+    @property
+    def total(self) -> int:
+        """Rows of all requests."""
+        return self.requests * self.each if self.each is not None else self._starts[-1]
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        """`[requests + 1]` the first row of each request, and their number; of different numbers."""
+        return [0, *accumulate(self.counts)]
+
+    def of_request(self, request: int) -> range:
+        """The rows of a request."""
+        if self.each is not None:
+            return range(request * self.each, (request + 1) * self.each)
+        return range(self._starts[request], self._starts[request + 1])
+
+    def request_of(self, row: int) -> int:
+        """The request that a row is of."""
+        return row // self.each if self.each is not None else bisect_right(self._starts, row) - 1
+
+    def spread(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        """Segments of requests as segments of their rows; those without any row are left out."""
+        if self.each == 1:
+            return segments
+        spread = (
+            replace(segment, rows=tuple(chain.from_iterable(map(self.of_request, segment.rows))))
+            for segment in segments
+        )
+        return [segment for segment in spread if segment.rows]
+
+    def repeat(self, values: Sequence[T]) -> Sequence[T]:
+        """`[rows]` of `[requests]` values, or of those of the first requests alone: each request's for all its rows."""
+        if self.each == 1:
+            return values
+        return [value for request, value in enumerate(values) for _ in self.of_request(request)]
+
+    def units(self, queries: int) -> Rows:
+        """The same where so many rows that follow each other count as one, as for kernels that take a request's query
+        tokens together.
+
+        Raises:
+            ValueError: a request has other rows than whole units.
+        """
+        if queries == 1:
+            return self
+        counts = self.counts if self.each is None else (self.each,)
+        if any(count % queries for count in counts):
+            raise ValueError(f"requests of {sorted(set(counts))} rows do not have {queries} or multiples of it each")
+        if self.each is not None:
+            return replace(self, each=self.each // queries)
+        return Rows.of([count // queries for count in counts])
+
+    def padded(self, total: int) -> Rows:
+        """With more requests behind these, until there are so many rows: as many rows each as all have, or one.
+
+        Raises:
+            ValueError: there are more already, or what is added is no whole request.
+        """
+        if total == self.total:
+            return self
+        each = self.each or 1
+        more, left = divmod(total - self.total, each)
+        if more < 0 or left:
+            raise ValueError(f"{self.total} rows of {each} each cannot become {total}")
+        if self.each:
+            return Rows(self.requests + more, each)
+        return Rows.of([*(self.counts or [0] * self.requests), *[1] * more])
+
+    def window(self, start: int, stop: int) -> Rows:
+        """The same requests with those of their rows that are in `[start, stop)`, counted from `start`."""
+        clipped = (
+            min(max(row, start), stop)
+            for request in range(self.requests)
+            for row in (self.of_request(request).start, self.of_request(request).stop)
+        )
+        return Rows.of([last - first for first, last in zip(clipped, clipped, strict=True)])
