@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sglang_mla_ext.prefix.cost_model import Mode
+from sglang_mla_ext.kernels.segment import Mode
 from sglang_mla_ext.prefix.planner import Plan
 
 if TYPE_CHECKING:
-    from sglang_mla_ext.prefix.segments import Segment
+    from sglang_mla_ext.prefix.segments import ShownSegment
 
 logger = logging.getLogger(__name__)
 
@@ -80,13 +80,12 @@ class Counters:
         self.steps_verify += verifies
         self.steps_naive += bool(plan.of_mode(Mode.NAIVE))
         self.steps_grouped += bool(plan.of_mode(Mode.GROUPED_ABSORB))
-        self.steps_absorb += not plan.groups
+        self.steps_absorb += not plan.segments
         self.max_depth = max(self.max_depth, plan.depth)
-        for group in plan.groups:
-            tokens = group.end - group.start
-            self.max_group_size = max(self.max_group_size, len(group.rows))
-            self.shared_tokens_read += tokens
-            self.shared_tokens_saved += tokens * (len(group.rows) - 1)
+        for segment in plan.segments:
+            self.max_group_size = max(self.max_group_size, len(segment.rows))
+            self.shared_tokens_read += segment.tokens
+            self.shared_tokens_saved += segment.tokens * (len(segment.rows) - 1)
 
     def count_pass(self, plan_seconds: float) -> None:
         """Count one forward pass, and how long the host took to plan it."""
@@ -118,8 +117,8 @@ def report(
     """
     return {
         "groups": [
-            {"start": group.start, "prefix_len": group.end, "requests": len(group.rows), "mode": group.mode.value}
-            for group in plan.groups
+            {"start": each.start, "prefix_len": each.end, "requests": len(each.rows), "mode": each.mode.value}
+            for each in plan.segments
         ],
         "expanded_bytes": expanded_bytes,
         "budget_bytes": budget_bytes,
@@ -128,7 +127,7 @@ def report(
     }
 
 
-def segment_entry(segment: Segment, chunk_bytes: int, latent_bytes: int) -> dict[str, Any]:
+def segment_entry(segment: ShownSegment, chunk_bytes: int, latent_bytes: int) -> dict[str, Any]:
     """A segment in `segments` of the entry; see status.Segment.
 
     Args:

@@ -20,24 +20,16 @@ import logging
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from sglang_mla_ext.configs import FALLBACK_GPU, gpu_config_of, read_config_or_file
+from sglang_mla_ext.kernels.segment import Mode
 
 logger = logging.getLogger(__name__)
 
 # Bytes of an FP8 latent row for its scale: a float32, padded to 16 bytes.
 _FP8_LATENT_SCALE_BYTES = 16
-
-
-class Mode(Enum):
-    """The ways to attend to a shared prefix."""
-
-    ABSORB = "absorb"
-    GROUPED_ABSORB = "grouped_absorb"
-    NAIVE = "naive"
 
 
 # In the order of preparation that they need; ties go to the earlier one.

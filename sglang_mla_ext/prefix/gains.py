@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_mla_ext.prefix.cost_model import CostModel, Mode
+from sglang_mla_ext.kernels.segment import Mode
+from sglang_mla_ext.prefix.cost_model import CostModel
 from sglang_mla_ext.prefix.planner import Gain, Launch
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from itertools import count
 from weakref import WeakKeyDictionary
 
-from sglang_mla_ext.prefix.cost_model import Mode
+from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.prefix.expanded_pool import Chunk, ExpandedPool
-from sglang_mla_ext.prefix.planner import Plan
 from sglang_mla_ext.prefix.tree import Tree
 
 KEPT = "kept"
@@ -24,7 +23,7 @@ CLIMB_LIMIT = 4096
 
 
 @dataclass(frozen=True)
-class Segment:
+class ShownSegment:
     """Tokens `[start, end)` of a path that requests share or shared.
 
     Attributes:
@@ -68,36 +67,34 @@ class SegmentNumbers:
         return numbers[start, expanded]
 
 
-def segments(
-    plan: Plan, chunks_of_naive: Sequence[Sequence[int]], pool: ExpandedPool, tree: Tree | None, number: SegmentNumbers
-) -> list[Segment]:
+def shown_segments(
+    planned: Sequence[Segment], ends: Sequence[Hashable], pool: ExpandedPool, tree: Tree | None, number: SegmentNumbers
+) -> list[ShownSegment]:
     """All segments, parents before children.
 
     Args:
-        plan: of the last decode step.
-        chunks_of_naive: ids of the chunks of each naive group of it.
+        planned: of the last decode step, parents before children.
+        ends: of each of these, the node that it ends in.
     """
-    found: list[Segment] = []
-    last_of_row: dict[int, Segment] = {}
-    at_node: dict[Hashable, Segment] = {}
-    of_chunk: dict[int, Segment] = {}
-    of_naive = iter(chunks_of_naive)
-    for group in plan.groups:
-        chunks = next(of_naive) if group.mode is Mode.NAIVE else ()
-        above = last_of_row.get(group.rows[0])
-        segment = Segment(
-            number(group.node, group.start, expanded=group.mode is Mode.NAIVE),
+    found: list[ShownSegment] = []
+    last_of_row: dict[int, ShownSegment] = {}
+    at_node: dict[Hashable, ShownSegment] = {}
+    of_chunk: dict[int, ShownSegment] = {}
+    for segment, node in zip(planned, ends, strict=True):
+        above = last_of_row.get(segment.rows[0])
+        shown = ShownSegment(
+            number(node, segment.start, expanded=segment.mode is Mode.NAIVE),
             above.id if above else None,
-            group.start,
-            group.end,
-            len(group.rows),
-            group.mode.value,
-            len(chunks),
+            segment.start,
+            segment.end,
+            len(segment.rows),
+            segment.mode.value,
+            len(segment.chunks),
         )
-        found.append(segment)
-        last_of_row.update(dict.fromkeys(group.rows, segment))
-        at_node[group.node] = segment
-        of_chunk.update(dict.fromkeys(chunks, segment))
+        found.append(shown)
+        last_of_row.update(dict.fromkeys(segment.rows, shown))
+        at_node[node] = shown
+        of_chunk.update(dict.fromkeys(segment.chunks, shown))
     if tree is not None:
         found += _kept(pool, tree, number, at_node, of_chunk)
     return found
@@ -107,9 +104,9 @@ def _kept(
     pool: ExpandedPool,
     tree: Tree,
     number: SegmentNumbers,
-    at_node: dict[Hashable, Segment],
-    of_chunk: dict[int, Segment],
-) -> list[Segment]:
+    at_node: dict[Hashable, ShownSegment],
+    of_chunk: dict[int, ShownSegment],
+) -> list[ShownSegment]:
     """What is in the pool and not in `of_chunk`, to which it is added; those that begin earlier first."""
     size, left = pool.chunk_tokens, CLIMB_LIMIT
     found = []
@@ -124,7 +121,7 @@ def _kept(
             if above is None and (grouped := at_node.get(at)) is not None and grouped.start < first.index * size:
                 above = grouped
             at = tree.parent(at)
-        segment = Segment(
+        shown = ShownSegment(
             number(node, first.index * size, expanded=True),
             above.id if above else None,
             first.index * size,
@@ -133,12 +130,12 @@ def _kept(
             KEPT,
             len(run),
         )
-        found.append(segment)
-        of_chunk.update({chunk.id: segment for chunk in run})
+        found.append(shown)
+        of_chunk.update({chunk.id: shown for chunk in run})
     return found
 
 
-def _runs(pool: ExpandedPool, used: dict[int, Segment]) -> list[list[Chunk]]:
+def _runs(pool: ExpandedPool, used: dict[int, ShownSegment]) -> list[list[Chunk]]:
     """Chunks that are not used, those of one node that adjoin together. One that holds nothing yet stands alone."""
     runs: list[list[Chunk]] = []
     for chunk in pool.chunks():

@@ -8,17 +8,17 @@ kernels, this folder neither.
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.cost_model import CostModel, Mode
+from sglang_mla_ext.prefix.cost_model import CostModel
 from sglang_mla_ext.prefix.expanded_pool import Chunk, ExpandedPool, Want
 from sglang_mla_ext.prefix.gains import Gains, every_range, no_launch
-from sglang_mla_ext.prefix.planner import Capacity, Group, Launch, Plan, Runs, Ways, limit_groups, plan_step, whole
-from sglang_mla_ext.prefix.segments import Segment, SegmentNumbers, segments
+from sglang_mla_ext.prefix.planner import Branches, Capacity, Launch, Part, Plan, Ways, limit_parts, plan_step, whole
+from sglang_mla_ext.prefix.segments import SegmentNumbers, ShownSegment, shown_segments
 from sglang_mla_ext.prefix.tree import SharedTree, Tree
 
 if TYPE_CHECKING:
@@ -27,38 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class ExpandedPart(NamedTuple):
-    """The first `tokens` tokens of a prefix, expanded in these chunks."""
-
-    tokens: int
-    chunks: tuple[int, ...]
-
-
-NOTHING_EXPANDED = ExpandedPart(0, ())
-
-
-class ExpandedGroup(NamedTuple):
-    """Rows of a batch that attend together to `tokens` tokens, expanded in these chunks."""
-
-    rows: tuple[int, ...]
-    tokens: int
-    chunks: tuple[int, ...]
-
-
-class SharedRange(NamedTuple):
-    """A group of the last decode step, as what it shares.
-
-    Attributes:
-        requests: rows of the step, ascending.
-        start, end: tokens of their common prefix.
-        nodes: of the tree, in which these tokens are.
-    """
-
-    requests: tuple[int, ...]
-    start: int
-    end: int
-    mode: Mode
-    nodes: tuple[Hashable, ...]
+Held = tuple[Segment, tuple[Hashable, ...]]
+"""A segment of the last decode step, and the nodes of the tree that its tokens are in."""
 
 
 class Expander(Protocol):
@@ -106,8 +76,8 @@ class SharedPrefixes:
         self._decodes = decodes
         self._tree: Tree | None = None
         self._plan = Plan(0)
-        self._groups: tuple[ExpandedGroup, ...] = ()
-        self._runs: Runs | None = None  # that the plan is of
+        self._parts: list[Part] = []  # that its segments were made of
+        self._branches: Branches | None = None  # that the parts are of
         self._distrusted: set[Hashable] = set()
         self._planned_for: tuple[int, Hashable] | None = None
         self._held: object = None
@@ -131,27 +101,26 @@ class SharedPrefixes:
         """Of a token in all layers, as plain absorb reads it for each request."""
         return self._cost.latent_row_bytes * self._cost.dims.num_layers
 
-    def segments(self) -> list[Segment]:
+    def shown_segments(self) -> list[ShownSegment]:
         """The tree that the last decode step shared, and what is expanded besides; changes nothing."""
-        chunks = [group.chunks for group in self._groups]
-        return segments(self._plan, chunks, self._pool, self._tree, self._numbers)
+        ends = [self._branches[part.branch].nodes[-1] for part in self._parts]
+        return shown_segments(self._plan.segments, ends, self._pool, self._tree, self._numbers)
 
-    def ranges(self) -> tuple[int, list[SharedRange]]:
-        """Of the last decode step, its requests and what they shared."""
+    def held(self) -> list[Held]:
+        """What the requests of the last decode step shared."""
         found = []
-        for group in self._plan.groups:
-            run = self._runs[group.run]
-            begins = (run.start, *run.ends)
-            reached = zip(run.nodes, begins, run.ends, strict=False)
-            nodes = tuple(node for node, begin, end in reached if begin < group.end and end > group.start)
-            found.append(SharedRange(group.rows, group.start, group.end, group.mode, nodes))
-        return self._plan.num_rows, found
+        for segment, part in zip(self._plan.segments, self._parts, strict=True):
+            branch = self._branches[part.branch]
+            begins = (branch.start, *branch.ends)
+            reached = zip(branch.nodes, begins, branch.ends, strict=False)
+            nodes = tuple(node for node, begin, end in reached if begin < part.end and end > part.start)
+            found.append((segment, nodes))
+        return found
 
-    def distrust(self, ranges: Sequence[SharedRange]) -> None:
-        """Share these tokens and what follows them no more, until the cache is flushed or they have left it. Of a node
-        that is split later, the upper part is trusted again."""
-        nodes = {node for each in ranges for node in each.nodes}
-        self._distrusted |= nodes
+    def distrust(self, nodes: Collection[Hashable]) -> None:
+        """Share the tokens of these nodes and what follows them no more, until the cache is flushed or they have left
+        it. Of a node that is split later, the upper part is trusted again."""
+        self._distrusted |= set(nodes)
         self._counters.evictions += self._pool.drop(nodes)
         self._planned_for = None
 
@@ -170,24 +139,25 @@ class SharedPrefixes:
         """
         if self._tree is None:
             return
-        tree = self._look([*running, *reqs])
-        runs = Runs(tree)
+        tree = self._shared([*running, *reqs])
+        branches = Branches(tree)
         if not self._decodes:
-            self._expand_for_prefills(runs, len(running), affordable)
+            self._expand_for_prefills(branches, len(running), affordable)
             return
-        ways, launch = self._ways(runs)
-        self._expand_for(self._ideal(runs, ways, launch)[0], runs, ways, self._options.expand_tokens_per_step)
+        ways, launch = self._ways(branches)
+        self._expand_for(self._ideal(branches, ways, launch)[0], branches, ways, self._options.expand_tokens_per_step)
         if affordable:
-            runs = Runs(replace(tree, deepest=[-1] * len(running) + list(tree.deepest[len(running) :])))
+            branches = Branches(replace(tree, deepest=[-1] * len(running) + list(tree.deepest[len(running) :])))
             ways = replace(ways, naive=every_range, grouped=None)
-            wants = self._wants(self._ideal(runs, ways, no_launch)[0], runs, ways)
+            wants = self._wants(self._ideal(branches, ways, no_launch)[0], branches, ways)
             reached, _ = self._pool.allot([want._replace(worth=0.0) for want in wants], self._tree, evict=False)
             self._expanding |= self._expand(wants, reached, affordable)
 
-    def expanded_parts(
+    def plan_prefill(
         self, reqs: Sequence[Any], prefix_lens: Sequence[int], new_tokens: Sequence[int], *, always: bool
-    ) -> list[ExpandedPart]:
-        """What a prefill step can attend to in expanded form, for each request.
+    ) -> Plan:
+        """What a prefill step can attend to in expanded form: of each request's cached prefix one segment at most, from
+        the first token on.
 
         Args:
             prefix_lens: `[requests]` tokens of each request that are cached.
@@ -195,50 +165,50 @@ class SharedPrefixes:
             always: use whatever is expanded; otherwise only where it saves time over plain absorb.
         """
         if self._tree is None or not self._pool.used_chunks:
-            return [NOTHING_EXPANDED] * len(reqs)
+            return Plan(len(reqs))
         tree = self._tree.shared(reqs, also=self._pool.nodes)
         version = self._pool.version
         self._counters.evictions += self._pool.follow(self._tree)
         if self._pool.version != version:  # chunks have other owners, or none
             tree = self._tree.shared(reqs, also=self._pool.nodes)
         covered = _covered_paths(tree, self._pool)
-        parts = []
-        rows: Counter[ExpandedPart] = Counter()
-        for node, prefix_len, count in zip(tree.deepest, prefix_lens, new_tokens, strict=True):
-            found = covered[node] if node >= 0 else NOTHING_EXPANDED
-            tokens = min(found.tokens, prefix_len)
-            part = NOTHING_EXPANDED
+        requests: dict[Covered, list[int]] = {}
+        for request, (node, prefix_len) in enumerate(zip(tree.deepest, prefix_lens, strict=True)):
+            tokens, chunks = covered[node] if node >= 0 else NOT_COVERED
+            tokens = min(tokens, prefix_len)
             if tokens >= self._options.min_prefix_len:
-                part = found if tokens == found.tokens else ExpandedPart(tokens, found.chunks)
-                rows[part] += count
-            parts.append(part)
-        if always:
-            return parts
+                requests.setdefault((tokens, chunks), []).append(request)
         gains = self._gains(self._cost_of_tokens)
-        if gains.naive is None:
-            return [NOTHING_EXPANDED] * len(reqs)
-        pays = {
-            part for part, count in rows.items() if gains.naive(count, 0, part.tokens) > gains.launch(Mode.NAIVE, count)
-        }
-        return [part if part in pays else NOTHING_EXPANDED for part in parts]
+        if gains.naive is None and not always:
+            return Plan(len(reqs))
 
-    def before_decode(self, reqs: Sequence[Any]) -> tuple[Plan, tuple[ExpandedGroup, ...]]:
-        """Plan a decode step.
+        def pays(tokens: int, members: Sequence[int]) -> bool:
+            rows = sum(new_tokens[request] for request in members)
+            return gains.naive(rows, 0, tokens) > gains.launch(Mode.NAIVE, rows)
+
+        return Plan(
+            len(reqs),
+            tuple(
+                Segment(tuple(members), 0, tokens, Mode.NAIVE, chunks)
+                for (tokens, chunks), members in requests.items()
+                if always or pays(tokens, members)
+            ),
+        )
+
+    def plan_decode(self, reqs: Sequence[Any]) -> Plan:
+        """Plan a decode step; an unchanged plan is the same object.
 
         Args:
-            reqs: requests of the step, in the order of the batch's rows.
-        Returns:
-            the plan, and of its groups the naive ones with the chunks that hold their tokens.
+            reqs: requests of the step, in the order of the batch.
         """
         if self._tree is None:
-            return Plan(len(reqs)), ()
+            return Plan(len(reqs))
         state = self._tree.state(reqs)
         if (self._pool.version, state) != self._planned_for or self._expanding or self._pool.waiting:
-            runs = Runs(self._look(reqs))
-            self._make_plan(runs)
+            self._make_plan(Branches(self._shared(reqs)))
             self._held = self._tree.hold(reqs)
             self._planned_for = (self._pool.version, state)
-        return self._plan, self._groups
+        return self._plan
 
     def idle(self) -> None:
         """No request is running. What is expanded stays while its nodes are in the tree."""
@@ -253,15 +223,17 @@ class SharedPrefixes:
         self._clear_plan()
 
     def _clear_plan(self) -> None:
-        self._plan, self._groups, self._runs, self._planned_for, self._held = Plan(0), (), None, None, None
+        self._plan, self._parts, self._branches = Plan(0), [], None
+        self._planned_for = self._held = None
         if self._tree is not None:
             self._tree.forget()
         self.tokens_without_memory = 0
 
     # ---- what is worth sharing
 
-    def _look(self, reqs: Sequence[Any]) -> SharedTree:
-        """What requests share; then the pool follows the tree's changes, some of which are seen only now."""
+    def _shared(self, reqs: Sequence[Any]) -> SharedTree:
+        """Bring the pool up to date with the tree, some of whose changes are seen only when it is asked what requests
+        share; and that, without what is not trusted."""
         tree = self._tree.shared(reqs)
         self._counters.evictions += self._pool.follow(self._tree)
         if not tree.complete:
@@ -275,84 +247,80 @@ class SharedPrefixes:
         ways = {"naive": self._naive, "grouped": self._grouped_page is not None}
         return Gains.of(self._options, cost, step_tokens=step_tokens, **ways)
 
-    def _ways(self, runs: Runs) -> tuple[Ways, Launch]:
-        gains = self._gains(self._cost, runs.tokens)
+    def _ways(self, branches: Branches) -> tuple[Ways, Launch]:
+        gains = self._gains(self._cost, branches.tokens)
         page, shortest = self._grouped_page or 1, self._options.min_prefix_len
         return Ways(gains.naive, gains.grouped, self._pool.chunk_tokens, page, shortest), gains.launch
 
-    def _ideal(self, runs: Runs, ways: Ways, launch: Launch) -> tuple[list[Group], int]:
-        """The groups that save most if whatever they need is expanded, and how many more a step has no room for."""
-        return limit_groups(plan_step(runs, ways, whole(runs), launch), runs, self._capacity)
+    def _ideal(self, branches: Branches, ways: Ways, launch: Launch) -> tuple[list[Part], int]:
+        """The parts that save most if whatever they need is expanded, and how many more a step has no room for."""
+        return limit_parts(plan_step(branches, ways, whole(branches), launch), branches, self._capacity)
 
-    def _make_plan(self, runs: Runs) -> None:
-        ways, launch = self._ways(runs)
-        groups, dropped = self._ideal(runs, ways, launch)
-        self._expand_for(groups, runs, ways, self._options.expand_tokens_per_step)
+    def _make_plan(self, branches: Branches) -> None:
+        ways, launch = self._ways(branches)
+        parts, dropped = self._ideal(branches, ways, launch)
+        self._expand_for(parts, branches, ways, self._options.expand_tokens_per_step)
         covered: dict[int, tuple[int, list[int]]] = {}
 
         def expanded(index: int) -> int:
             if index not in covered:
-                run = runs[index]
-                covered[index] = self._pool.covered(run.nodes, run.ends, run.start)
+                branch = branches[index]
+                covered[index] = self._pool.covered(branch.nodes, branch.ends, branch.start)
             return covered[index][0]
 
-        if any(group.mode is Mode.NAIVE and group.end > expanded(group.run) for group in groups):
-            groups, dropped = limit_groups(plan_step(runs, ways, expanded, launch), runs, self._capacity)
+        def chunks(part: Part) -> tuple[int, ...]:
+            if part.mode is not Mode.NAIVE:
+                return ()
+            return tuple(covered[part.branch][1][: -(-(part.end - part.start) // self._pool.chunk_tokens)])
+
+        if any(part.mode is Mode.NAIVE and part.end > expanded(part.branch) for part in parts):
+            parts, dropped = limit_parts(plan_step(branches, ways, expanded, launch), branches, self._capacity)
         if dropped:
             self._counters.fall_back("more groups than a step has room for")
-        self._plan, self._runs = Plan(runs.num_rows, tuple(groups)), runs
-        size = self._pool.chunk_tokens
-        self._groups = tuple(
-            ExpandedGroup(
-                group.rows,
-                group.end - group.start,
-                tuple(covered[group.run][1][: -(-(group.end - group.start) // size)]),
-            )
-            for group in groups
-            if group.mode is Mode.NAIVE
-        )
+        self._plan = Plan(branches.requests, tuple(branches.segment(part, chunks(part)) for part in parts))
+        self._parts, self._branches = parts, branches
 
-    def _expand_for_prefills(self, runs: Runs, others: int, affordable: int) -> None:
+    def _expand_for_prefills(self, branches: Branches, others: int, affordable: int) -> None:
         """Expand for a step, and for those like it, what its requests share among themselves and with the first
         `others` rows. All memory is for this, and goes to what most of them share."""
         most = affordable or (self._options.expand_tokens_per_step if self._options.mode == "naive" else 0)
         if not most:
             return
-        ways = replace(self._ways(runs)[0], naive=every_range, grouped=None)
-        groups = [group for group in self._ideal(runs, ways, no_launch)[0] if group.rows[-1] >= others]
-        self._expand_for(groups, runs, ways, most)
+        ways = replace(self._ways(branches)[0], naive=every_range, grouped=None)
+        parts = [part for part in self._ideal(branches, ways, no_launch)[0] if branches.last_row(part.branch) >= others]
+        self._expand_for(parts, branches, ways, most)
 
-    def _expand_for(self, ideal: Sequence[Group], runs: Runs, ways: Ways, most: int) -> None:
+    def _expand_for(self, ideal: Sequence[Part], branches: Branches, ways: Ways, most: int) -> None:
         """Give memory to what is worth expanding, and expand `most` tokens more of it."""
-        wants = self._wants(ideal, runs, ways)
-        reached, evicted = self._pool.allot(wants, self._tree, (run.nodes for run in runs))
+        wants = self._wants(ideal, branches, ways)
+        reached, evicted = self._pool.allot(wants, self._tree, (branch.nodes for branch in branches))
         self._counters.evictions += evicted
         self.tokens_without_memory = sum(want.end - reach for want, reach in zip(wants, reached, strict=True))
         if any(not self._is_of_use(want, reach) for want, reach in zip(wants, reached, strict=True)):
             self._counters.fall_back("prefix memory full")
         self._expanding = self._expand(wants, reached, most)
 
-    def _wants(self, ideal: Sequence[Group], runs: Runs, ways: Ways) -> list[Want]:
+    def _wants(self, ideal: Sequence[Part], branches: Branches, ways: Ways) -> list[Want]:
         """What is worth expanding, the most worthwhile first, and whatever another one continues before that."""
-        wants, at_run = [], {}
-        for group in ideal:
-            if group.mode is not Mode.NAIVE:
+        wants, at_branch = [], {}
+        for part in ideal:
+            if part.mode is not Mode.NAIVE:
                 continue
-            run = runs[group.run]
-            saved = group.gain
+            branch = branches[part.branch]
+            saved = part.gain
             if ways.grouped is not None:
-                saved -= max(ways.grouped(len(group.rows), group.start, group.end), 0.0)
-            worth = saved / (group.end - group.start)
-            above = run.parent
-            while above >= 0 and above not in at_run:
-                above = runs[above].parent
-            if above >= 0 and wants[at_run[above]].end == group.start:
-                worth = min(worth, wants[at_run[above]].worth)
-                place = at_run[above]
+                saved -= max(ways.grouped(branch.rows, part.start, part.end), 0.0)
+            worth = saved / (part.end - part.start)
+            above = branch.parent
+            while above >= 0 and above not in at_branch:
+                above = branches[above].parent
+            if above >= 0 and wants[at_branch[above]].end == part.start:
+                worth = min(worth, wants[at_branch[above]].worth)
+                place = at_branch[above]
             else:
                 place = -1
-            at_run[group.run] = len(wants)
-            wants.append(Want(run.nodes, run.ends, group.start, group.end, worth, place))
+            at_branch[part.branch] = len(wants)
+            wants.append(Want(branch.nodes, branch.ends, part.start, part.end, worth, place))
         order = sorted(range(len(wants)), key=lambda index: -wants[index].worth)
         position = {index: place for place, index in enumerate(order)} | {-1: -1}
         return [wants[index]._replace(above=position[wants[index].above]) for index in order]
@@ -410,14 +378,20 @@ def _consecutive(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
     return pieces
 
 
-def _covered_paths(tree: SharedTree, pool: ExpandedPool) -> list[ExpandedPart]:
+Covered = tuple[int, tuple[int, ...]]
+"""How many tokens of a path are expanded without a gap, from the first one on, and the chunks that hold them."""
+
+NOT_COVERED: Covered = 0, ()
+
+
+def _covered_paths(tree: SharedTree, pool: ExpandedPool) -> list[Covered]:
     """For each node, how far the path that ends in it is expanded without a gap."""
     size = pool.chunk_tokens
     whole_chunks: list[tuple[int, ...] | None] = []  # of each node's path, without the chunk that its end lies in
-    covered: list[ExpandedPart] = []
+    covered: list[Covered] = []
     for node, parent, end in zip(tree.nodes, tree.parents, tree.ends, strict=True):
         above = whole_chunks[parent] if parent >= 0 else ()
-        best = covered[parent] if parent >= 0 else NOTHING_EXPANDED
+        best = covered[parent] if parent >= 0 else NOT_COVERED
         ids = list(above or ())
         complete = above is not None
         while complete and (len(ids) + 1) * size <= end:
@@ -429,5 +403,5 @@ def _covered_paths(tree: SharedTree, pool: ExpandedPool) -> list[ExpandedPart]:
         tokens = len(ids) * size
         if complete and (chunk := pool.chunk(node, len(ids))) is not None and chunk.filled > tokens:
             ids, tokens = [*ids, chunk.id], chunk.filled
-        covered.append(ExpandedPart(tokens, tuple(ids)) if tokens > best.tokens else best)
+        covered.append((tokens, tuple(ids)) if tokens > best[0] else best)
     return covered

@@ -203,7 +203,7 @@ def new_tree() -> Callable[[int], TreeOfNodes]:
 
 @pytest.fixture
 def make_world(monkeypatch: pytest.MonkeyPatch, new_tree: Any) -> Any:
-    """`make_world(**options)`: a `decode_world.World`, with nothing left in the relay, before and after."""
+    """`make_world(**options)`: a `decode_world.World`, with no pass that runs, before and after."""
     from decode_world import World
 
     from sglang_mla_ext.adapter.step.relay import relay

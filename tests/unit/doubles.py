@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
+from sglang_mla_ext.kernels.rows import Rows
 from sglang_mla_ext.kernels.segment import Segment
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
 from sglang_mla_ext.kernels.watch import Watched
@@ -112,9 +113,10 @@ class TorchGrouped:
     def __init__(self, layout: LatentRowLayout | None, queries: int = 1) -> None:
         self._layout, self._queries = layout, queries
 
-    def plan(self, segments: Sequence[Segment], rows: int) -> None:
-        assert all(row < rows for segment in segments for row in segment.rows) and rows % self._queries == 0
-        self._segments, self._rows = list(segments), rows
+    def plan(self, segments: Sequence[Segment], requests: int) -> None:
+        assert all(request < requests for segment in segments for request in segment.rows)
+        self._segments = Rows(requests, self._queries).spread(segments)
+        self._rows = requests * self._queries
 
     def begin_step(self, req_to_token: Tensor, pool_indices: Tensor, seq_lens: Tensor, tail_starts: Tensor) -> None:
         requests, queries = self._rows // self._queries, self._queries

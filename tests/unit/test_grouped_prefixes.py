@@ -39,7 +39,7 @@ def tree(new_tree: Any) -> Any:
 def modes_of(server: Server, *requests: Any) -> list[tuple[tuple[int, ...], float, str]]:
     """Rows, length in pages and mode of each group of a decode step."""
     server.decode(*requests)
-    return [(group.rows, group.end / PAGE, group.mode.value) for group in server.prefixes.plan.groups]
+    return [(group.rows, group.end / PAGE, group.mode.value) for group in server.prefixes.plan.segments]
 
 
 @pytest.mark.parametrize("mode", ["auto", "grouped_absorb"])

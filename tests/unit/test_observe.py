@@ -10,19 +10,20 @@ from dataclasses import fields
 import prometheus_client
 import pytest
 
+from sglang_mla_ext.kernels.segment import Segment
 from sglang_mla_ext.observe import Counters, Metrics, report
 from sglang_mla_ext.prefix.cost_model import Mode
-from sglang_mla_ext.prefix.planner import Group, Plan
+from sglang_mla_ext.prefix.planner import Plan
 
 LABELS = {"model_name": "m", "tp_rank": "0"}
-PLAN = Plan(6, (Group((0, 2, 5), "a", 0, 1000, Mode.NAIVE), Group((1, 3), "b", 0, 300, Mode.NAIVE)))
+PLAN = Plan(6, (Segment((0, 2, 5), 0, 1000, Mode.NAIVE), Segment((1, 3), 0, 300, Mode.NAIVE)))
 
 
 def counters_after_some_steps() -> Counters:
     counters = Counters(expansions=2, evictions=1)
     counters.count_step(PLAN)
     counters.count_step(Plan(6))
-    counters.count_step(Plan(2, (Group((0, 1), "a", 0, 1000, Mode.NAIVE),)))
+    counters.count_step(Plan(2, (Segment((0, 1), 0, 1000, Mode.NAIVE),)))
     counters.fall_back("prefix memory full")
     counters.fall_back("prefix memory full")
     counters.fall_back("other")
@@ -49,7 +50,7 @@ def test_counters() -> None:
 
 def test_a_step_that_verifies_drafts_counts_for_its_modes_too() -> None:
     counters = Counters()
-    group = Group((0, 1), "a", 0, 1000, Mode.NAIVE)
+    group = Segment((0, 1), 0, 1000, Mode.NAIVE)
     for plan, verifies in ((Plan(2, (group,)), True), (Plan(2), True), (Plan(2, (group,)), False)):
         counters.count_step(plan, verifies=verifies)
     assert (counters.steps_verify, counters.steps_naive, counters.steps_absorb) == (2, 2, 1)
@@ -57,8 +58,8 @@ def test_a_step_that_verifies_drafts_counts_for_its_modes_too() -> None:
 
 
 def test_a_step_with_groups_of_both_kinds_counts_for_both() -> None:
-    naive = Group((0, 1), "a", 0, 1000, Mode.NAIVE)
-    grouped = Group((2, 3, 4), "b", 0, 300, Mode.GROUPED_ABSORB)
+    naive = Segment((0, 1), 0, 1000, Mode.NAIVE)
+    grouped = Segment((2, 3, 4), 0, 300, Mode.GROUPED_ABSORB)
     counters = Counters()
     for groups in ((naive, grouped), (grouped,), (naive,), ()):
         counters.count_step(Plan(6, groups))
@@ -112,7 +113,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegi
 
 
 def test_metrics_are_the_report_under_the_same_names(registry: prometheus_client.CollectorRegistry) -> None:
-    nested = Plan(6, (*PLAN.groups, Group((0, 2), "c", 1000, 1256, Mode.GROUPED_ABSORB)))
+    nested = Plan(6, (*PLAN.segments, Segment((0, 2), 1000, 1256, Mode.GROUPED_ABSORB)))
     info = report(counters_after_some_steps(), nested, expanded_bytes=10, budget_bytes=20, tokens_without_memory=30)
     Metrics(LABELS).publish(info, [0.0, 0.004, float("nan")])
 

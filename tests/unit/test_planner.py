@@ -1,4 +1,4 @@
-"""The planner: every token of every row covered once, by groups that hold it, and as much saved as can be."""
+"""The planner: every token of every row covered once, by segments of all that hold it, and as much saved as can be."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims
+from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, ModelDims
 from sglang_mla_ext.prefix.gains import Gains, every_range
 from sglang_mla_ext.prefix.planner import (
+    Branches,
     Capacity,
     Gain,
-    Group,
+    Part,
     Plan,
-    Runs,
     Ways,
-    limit_groups,
-    plan_groups,
+    limit_parts,
+    plan_parts,
     plan_step,
     whole,
 )
@@ -79,26 +80,35 @@ class Batch:
         return [] if node < 0 else [*self.path(self.parents[node]), node]
 
     @property
-    def runs(self) -> Runs:
-        return Runs(SharedTree(range(len(self.ends)), self.parents, self.ends, self.rows))
+    def branches(self) -> Branches:
+        return Branches(SharedTree(range(len(self.ends)), self.parents, self.ends, self.rows))
 
     def ways(self, gains: Gains) -> Ways:
         return Ways(gains.naive, gains.grouped, CHUNK, PAGE, self.min_prefix_len)
 
-    def expanded_of(self, run: int) -> int:
-        node = self.runs[run].nodes[-1]
+    def expanded_of(self, branch: int) -> int:
+        node = self.branches[branch].nodes[-1]
         return self.ends[node] if self.expanded is None else min(self.expanded[node], self.ends[node])
 
+    def parts(self, gains: Gains) -> list[Part]:
+        return plan_parts(self.branches, self.ways(gains), self.expanded_of)
+
+    def step(self, gains: Gains) -> list[Part]:
+        return plan_step(self.branches, self.ways(gains), self.expanded_of, gains.launch)
+
     def plan(self, gains: Gains) -> Plan:
-        return Plan(len(self.rows), tuple(plan_groups(self.runs, self.ways(gains), self.expanded_of)))
+        return self.plan_of(self.parts(gains))
+
+    def plan_of(self, parts: Sequence[Part]) -> Plan:
+        return Plan(len(self.rows), tuple(map(self.branches.segment, parts)))
 
     def rows_below(self, node: int) -> tuple[int, ...]:
         return tuple(row for row, end in enumerate(self.rows) if node in self.path(end))
 
 
-def saved(groups: Sequence[Group], gains: Gains) -> float:
+def saved(segments: Sequence[Segment], gains: Gains) -> float:
     by_mode = {Mode.NAIVE: gains.naive, Mode.GROUPED_ABSORB: gains.grouped}
-    return sum(by_mode[group.mode](len(group.rows), group.start, group.end) for group in groups)
+    return sum(by_mode[each.mode](len(each.rows), each.start, each.end) for each in segments)
 
 
 @st.composite
@@ -127,41 +137,40 @@ def batches(draw: st.DrawFn, most_nodes: int = 9) -> Batch:
 
 @settings(max_examples=1000, deadline=None)
 @given(batches(), NAMES)
-def test_every_token_is_covered_once_and_groups_are_sound(batch: Batch, name: str) -> None:
+def test_every_token_is_covered_once_and_segments_are_sound(batch: Batch, name: str) -> None:
     gains = GAINS[name]
     plan = batch.plan(gains)
     ranges: list[list[tuple[int, int]]] = [[] for _ in batch.rows]
-    below: set[tuple[int, ...]] = set()
-    for group in plan.groups:
-        assert len(group.rows) >= 2 and group.start < group.end <= batch.ends[group.node]
-        assert group.rows == batch.rows_below(group.node), "all rows that hold the tokens, and no others"
-        if group.mode is Mode.NAIVE:
-            assert gains.naive is not None and group.start % CHUNK == 0
-            assert group.end <= (batch.ends if batch.expanded is None else batch.expanded)[group.node]
+    for segment, part in zip(plan.segments, batch.parts(gains), strict=True):
+        node = batch.branches[part.branch].nodes[-1]
+        assert len(segment.rows) >= 2 and segment.start < segment.end <= batch.ends[node]
+        assert segment.rows == batch.rows_below(node), "all rows that hold the tokens, and no others"
+        if segment.mode is Mode.NAIVE:
+            assert gains.naive is not None and segment.start % CHUNK == 0
+            assert segment.end <= (batch.ends if batch.expanded is None else batch.expanded)[node]
         else:
-            assert gains.grouped is not None and group.start % PAGE == group.end % PAGE == 0
-        for row in group.rows:
-            ranges[row].append((group.start, group.end))
-        below.add(group.rows)
+            assert gains.grouped is not None and segment.start % PAGE == segment.end % PAGE == 0
+        for row in segment.rows:
+            ranges[row].append((segment.start, segment.end))
     for row, node in enumerate(batch.rows):
         total = row + (batch.ends[node] if node >= 0 else 0)
         ranges[row].append((plan.prefix_lens[row], total))
         assert ranges[row][0][0] == 0 and plan.prefix_lens[row] <= total
         assert all(before[1] == after[0] for before, after in pairwise(ranges[row]))
-    for group in plan.groups:
-        followed = any(other.start == group.end and set(other.rows) <= set(group.rows) for other in plan.groups)
-        assert followed or group.end >= batch.min_prefix_len
+    for each in plan.segments:
+        followed = any(other.start == each.end and set(other.rows) <= set(each.rows) for other in plan.segments)
+        assert followed or each.end >= batch.min_prefix_len
 
 
 def all_plans(batch: Batch, gains: Gains) -> Iterator[float]:
-    """What every allowed plan saves. Each run is left out, or the last of its path, or followed by others."""
-    runs, ways = batch.runs, batch.ways(gains)
+    """What every allowed plan saves. Each branch is left out, or the last of its path, or followed by others."""
+    branches, ways = batch.branches, batch.ways(gains)
 
-    def covers(run: int, end: int) -> list[tuple[int, float]]:
-        """Where the ways to attend to the run's tokens end, and what they save."""
+    def covers(branch: int, end: int) -> list[tuple[int, float]]:
+        """Where the ways to attend to the branch's tokens end, and what they save."""
         found = []
-        begin, reach, paged = runs[run].start // CHUNK * CHUNK, min(batch.expanded_of(run), end), end // PAGE * PAGE
-        count = runs[run].rows
+        begin, reach, paged = branches[branch].start // CHUNK * CHUNK, min(batch.expanded_of(branch), end), end // PAGE * PAGE
+        count = branches[branch].rows
         if gains.naive and reach > begin:
             found.append((reach, gains.naive(count, begin, reach)))
             if gains.grouped and reach % PAGE == 0 and reach < paged:
@@ -171,26 +180,26 @@ def all_plans(batch: Batch, gains: Gains) -> Iterator[float]:
         return found
 
     choices = []
-    for index in range(len(runs)):
-        run = runs[index]
-        inner = run.end // CHUNK * CHUNK
+    for index in range(len(branches)):
+        branch = branches[index]
+        inner = branch.end // CHUNK * CHUNK
         through = [(True, gain) for end, gain in covers(index, inner) if end == inner]
-        if inner <= run.start // CHUNK * CHUNK:
+        if inner <= branch.start // CHUNK * CHUNK:
             through = [(True, 0.0)]
-        last = [(False, gain) for end, gain in covers(index, run.end) if end >= ways.min_prefix_len]
+        last = [(False, gain) for end, gain in covers(index, branch.end) if end >= ways.min_prefix_len]
         choices.append([None, *through, *last])
     for chosen in itertools.product(*choices):
-        followed = [False] * len(runs)
+        followed = [False] * len(branches)
         total, allowed = 0.0, True
         for index, choice in enumerate(chosen):
             if choice is None:
                 continue
-            parent = runs[index].parent
+            parent = branches[index].parent
             if parent >= 0:
                 allowed &= chosen[parent] is not None and chosen[parent][0]
                 followed[parent] = True
             total += choice[1]
-        # A run that says others follow it must be followed: else it would end too early, or be too short.
+        # A branch that says others follow it must be followed: else it would end too early, or be too short.
         allowed &= all(choice is None or choice[0] == followed[index] for index, choice in enumerate(chosen))
         if allowed:
             yield total
@@ -201,23 +210,27 @@ def all_plans(batch: Batch, gains: Gains) -> Iterator[float]:
 def test_no_other_plan_saves_more(batch: Batch, name: str) -> None:
     gains = GAINS[name]
     best = max(all_plans(batch, gains))
-    assert saved(batch.plan(gains).groups, gains) == pytest.approx(best, rel=1e-9, abs=1e-12)
+    assert saved(batch.plan(gains).segments, gains) == pytest.approx(best, rel=1e-9, abs=1e-12)
 
 
-def net(groups: Sequence[Group], gains: Gains) -> float:
-    """What groups save, with what the step launches for them paid."""
-    rows = {group.mode: {row for each in groups if each.mode is group.mode for row in each.rows} for group in groups}
-    return saved(groups, gains) - sum(gains.launch(mode, len(of_mode)) for mode, of_mode in rows.items())
+def net(segments: Sequence[Segment], gains: Gains) -> float:
+    """What segments save, with what the step launches for them paid."""
+    rows: dict[Mode, set[int]] = {}
+    for segment in segments:
+        rows.setdefault(segment.mode, set()).update(segment.rows)
+    return saved(segments, gains) - sum(gains.launch(mode, len(of_mode)) for mode, of_mode in rows.items())
 
 
 @settings(max_examples=300, deadline=None)
 @given(batches(), NAMES)
 def test_launches_are_paid_once_a_step_and_only_where_they_pay(batch: Batch, name: str) -> None:
     gains = GAINS[name]
-    groups = plan_step(batch.runs, batch.ways(gains), batch.expanded_of, gains.launch)
+    segments = batch.plan_of(batch.step(gains)).segments
     ways = (gains, gains._replace(naive=None), gains._replace(grouped=None))
-    others = [plan_groups(batch.runs, batch.ways(way), batch.expanded_of) for way in ways]
-    assert net(groups, gains) == pytest.approx(max(0.0, *(net(other, gains) for other in others)), rel=1e-9, abs=1e-15)
+    others = [batch.plan(way).segments for way in ways]
+    assert net(segments, gains) == pytest.approx(
+        max(0.0, *(net(other, gains) for other in others)), rel=1e-9, abs=1e-15
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in sorted(GAINS) if "heads" in name or "cpu" in name])
@@ -228,8 +241,8 @@ def test_a_group_alone_is_attended_to_as_the_cost_model_says(name: str) -> None:
     allowed = [Mode.ABSORB, Mode.NAIVE, *([Mode.GROUPED_ABSORB] if gains.grouped else [])]
     for rows, tokens in itertools.product((2, 4, 8, 16, 24, 32, 40, 64, 128, 300), (1024, 4736, 7040, 26432)):
         batch = Batch((-1,), (tokens,), (0,) * rows)
-        groups = plan_step(batch.runs, batch.ways(gains), batch.expanded_of, gains.launch)
-        chosen = groups[0].mode if groups else Mode.ABSORB
+        parts = batch.step(gains)
+        chosen = parts[0].mode if parts else Mode.ABSORB
         best = cost.best_mode(rows, tokens, allowed)
         assert cost.seconds(chosen, rows, tokens) == pytest.approx(cost.seconds(best, rows, tokens)), (rows, tokens)
 
@@ -238,10 +251,10 @@ def test_a_second_group_does_not_pay_for_the_launch_again() -> None:
     """Beside one that pays, groups are shared that would not pay alone."""
     gains = real("h200", 128, grouped=False)
     small = Batch((-1, -1), (26432, 7040), (1,) * 36)
-    assert plan_step(small.runs, small.ways(gains), small.expanded_of, gains.launch) == []
+    assert small.step(gains) == []
     both = replace(small, rows=(1,) * 36 + (0,) * 128)
-    groups = plan_step(both.runs, both.ways(gains), both.expanded_of, gains.launch)
-    assert [(len(group.rows), group.end) for group in groups] == [(128, 26432), (36, 7040)]
+    segments = both.plan_of(both.step(gains)).segments
+    assert [(len(segment.rows), segment.end) for segment in segments] == [(128, 26432), (36, 7040)]
 
 
 @settings(max_examples=300, deadline=None)
@@ -254,16 +267,18 @@ def test_depends_on_nothing_but_the_tree(batch: Batch, name: str, shuffler: rand
     order = list(range(len(batch.rows)))
     shuffler.shuffle(order)
     permuted = replace(batch, rows=tuple(batch.rows[row] for row in order)).plan(gains)
-    assert [replace(group, rows=tuple(sorted(order[row] for row in group.rows))) for group in permuted.groups] == list(
-        plan.groups
-    )
+    back = [replace(each, rows=tuple(sorted(order[row] for row in each.rows))) for each in permuted.segments]
+    assert back == list(plan.segments)
 
 
 # -- cases with a known answer -----------------------------------------------------------------------------------------
 
 
-def groups_of(plan: Plan) -> list[tuple[tuple[int, ...], int, int, int]]:
-    return [(group.rows, group.node, group.start, group.end) for group in plan.groups]
+def segments_of(batch: Batch, gains: Gains) -> list[tuple[tuple[int, ...], int, int, int]]:
+    """Rows, the node that it ends in, start and end of each segment."""
+    plan, parts = batch.plan(gains), batch.parts(gains)
+    ends = [batch.branches[part.branch].nodes[-1] for part in parts]
+    return [(each.rows, node, each.start, each.end) for each, node in zip(plan.segments, ends, strict=True)]
 
 
 def constant(value: float) -> Gain:
@@ -273,8 +288,8 @@ def constant(value: float) -> Gain:
 @pytest.mark.parametrize("value", [0.0, -1.0])
 def test_no_groups_where_none_pays(value: float) -> None:
     batch = Batch((-1, 0), (512, 1024), (0, 0, 1, 1))
-    assert batch.plan(Gains(constant(value), constant(value))).groups == ()
-    assert batch.plan(Gains(None, None)).groups == ()
+    assert batch.plan(Gains(constant(value), constant(value))).segments == ()
+    assert batch.plan(Gains(None, None)).segments == ()
 
 
 @pytest.mark.parametrize("rows", [(), (0,), (-1, -1), (0, 1), (0, -1)], ids=str)
@@ -289,7 +304,7 @@ def test_nested_groups_continue_each_other() -> None:
     both agents begin with the whole of it, and the third request ends before it."""
     batch = Batch((-1, 0, 0, -1), (600, 8192, 9000, 512), (1, 2, 0, 1, 2, 3, 0, -1))
     plan = batch.plan(GAINS["naive"])
-    assert groups_of(plan) == [
+    assert segments_of(batch, GAINS["naive"]) == [
         ((0, 1, 2, 3, 4, 6), 0, 0, 512),
         ((0, 3), 1, 512, 8192),
         ((1, 4), 2, 512, 9000),
@@ -299,34 +314,33 @@ def test_nested_groups_continue_each_other() -> None:
 
 def test_nodes_that_the_same_rows_hold_are_one_group() -> None:
     batch = Batch((-1, 0, 1, 2), (64, 128, 640, 700), (2, 2, 3))
-    assert groups_of(batch.plan(GAINS["naive"])) == [((0, 1, 2), 2, 0, 640)]
+    assert segments_of(batch, GAINS["naive"]) == [((0, 1, 2), 2, 0, 640)]
 
 
 def test_branches_inside_the_first_chunk_have_nothing_above() -> None:
     """Everybody begins with the same page: no group is as short as that where others follow."""
     batch = Batch((-1, 0, 0), (64, 6400, 3200), (1, 1, 2, 2))
-    assert groups_of(batch.plan(GAINS["naive"])) == [((0, 1), 1, 0, 6400), ((2, 3), 2, 0, 3200)]
+    assert segments_of(batch, GAINS["naive"]) == [((0, 1), 1, 0, 6400), ((2, 3), 2, 0, 3200)]
 
 
 def test_a_branch_that_does_not_pay_is_left_to_the_tails() -> None:
     """The overheads of one more segment are more than two rows save on a page; the upper part ends where it ends."""
     batch = Batch((-1, 0), (8256, 8320), (0,) * 126 + (1, 1))
-    plan = batch.plan(GAINS["h200, 128 heads"])
-    assert groups_of(plan) == [(tuple(range(128)), 0, 0, 8256)]
+    assert segments_of(batch, GAINS["h200, 128 heads"]) == [(tuple(range(128)), 0, 0, 8256)]
 
 
 def test_minimum_length_is_that_of_a_path() -> None:
     batch = Batch((-1, 0), (256, 512), (1, 1), min_prefix_len=512)
-    assert groups_of(batch.plan(GAINS["naive"])) == [((0, 1), 1, 0, 512)]
-    assert replace(batch, min_prefix_len=513).plan(GAINS["naive"]).groups == ()
+    assert segments_of(batch, GAINS["naive"]) == [((0, 1), 1, 0, 512)]
+    assert replace(batch, min_prefix_len=513).plan(GAINS["naive"]).segments == ()
     nested = replace(batch, rows=(0, 0, 1, 1))
-    assert groups_of(nested.plan(GAINS["naive"])) == [((0, 1, 2, 3), 0, 0, 256), ((2, 3), 1, 256, 512)]
+    assert segments_of(nested, GAINS["naive"]) == [((0, 1, 2, 3), 0, 0, 256), ((2, 3), 1, 256, 512)]
 
 
 def test_a_plan_refuses_a_row_twice() -> None:
     plan = Batch((-1,), (256,), (0, 0)).plan(GAINS["naive"])
     with pytest.raises(AssertionError, match="adjoin"):
-        Plan(2, groups=(*plan.groups, *plan.groups))
+        Plan(2, (*plan.segments, *plan.segments))
 
 
 # -- two ways ----------------------------------------------------------------------------------------------------------
@@ -334,16 +348,18 @@ def test_a_plan_refuses_a_row_twice() -> None:
 FASTER_NAIVE = Gains(lambda rows, start, end: 3.0 * rows * (end - start), lambda rows, start, end: rows * (end - start))
 
 
-def modes_of(plan: Plan) -> list[tuple[int, int, int, Mode]]:
-    return [(group.node, group.start, group.end, group.mode) for group in plan.groups]
+def modes_of(batch: Batch) -> list[tuple[int, int, int, Mode]]:
+    """With FASTER_NAIVE: the node that it ends in, start, end and mode of each segment."""
+    parts = batch.parts(FASTER_NAIVE)
+    return [(batch.branches[part.branch].nodes[-1], part.start, part.end, part.mode) for part in parts]
 
 
 def test_naive_where_it_is_expanded_and_grouped_where_not() -> None:
     naive, grouped = Mode.NAIVE, Mode.GROUPED_ABSORB
     batch = Batch((-1, 0, 0), (512, 8192, 8192), (1,) * 40 + (2,) * 40, expanded=(0, 8192, 0))
-    assert modes_of(batch.plan(FASTER_NAIVE)) == [(0, 0, 512, grouped), (1, 512, 8192, naive), (2, 512, 8192, grouped)]
+    assert modes_of(batch) == [(0, 0, 512, grouped), (1, 512, 8192, naive), (2, 512, 8192, grouped)]
     part = replace(batch, expanded=(512, 2048, 0))
-    assert modes_of(part.plan(FASTER_NAIVE)) == [
+    assert modes_of(part) == [
         (0, 0, 512, naive),
         (1, 512, 2048, naive),
         (1, 2048, 8192, grouped),
@@ -353,14 +369,14 @@ def test_naive_where_it_is_expanded_and_grouped_where_not() -> None:
 
 def test_without_grouped_absorb_sharing_ends_where_the_expansion_does() -> None:
     batch = Batch((-1, 0), (1024, 2048), (1, 1, 1, 0), expanded=(768, 2048))
-    assert groups_of(batch.plan(GAINS["naive"])) == [((0, 1, 2, 3), 0, 0, 768)]
+    assert segments_of(batch, GAINS["naive"]) == [((0, 1, 2, 3), 0, 0, 768)]
 
 
 def test_grouped_absorb_takes_whole_pages() -> None:
     batch = Batch((-1,), (5 * PAGE + 10,), (0, 0), min_prefix_len=5 * PAGE)
     grouped = Gains(None, every_range)
-    assert groups_of(batch.plan(grouped)) == [((0, 1), 0, 0, 5 * PAGE)]
-    assert replace(batch, min_prefix_len=5 * PAGE + 1).plan(grouped).groups == ()
+    assert segments_of(batch, grouped) == [((0, 1), 0, 0, 5 * PAGE)]
+    assert replace(batch, min_prefix_len=5 * PAGE + 1).plan(grouped).segments == ()
 
 
 # -- room --------------------------------------------------------------------------------------------------------------
@@ -369,23 +385,23 @@ def test_grouped_absorb_takes_whole_pages() -> None:
 def test_groups_beyond_the_room_that_save_least_are_left_out() -> None:
     ends = tuple(PAGE * (10 + index) for index in range(20))
     batch = Batch((-1,) * 20, ends, tuple(index for index in range(20) for _ in range(5)))
-    groups = plan_groups(batch.runs, batch.ways(GAINS["naive"]), whole(batch.runs))
-    assert len(groups) == 20
-    assert limit_groups(groups, batch.runs, Capacity(20, 100)) == (groups, 0)
+    branches = batch.branches
+    parts = plan_parts(branches, batch.ways(GAINS["naive"]), whole(branches))
+    assert len(parts) == 20
+    assert limit_parts(parts, branches, Capacity(20, 100)) == (parts, 0)
     for capacity in (Capacity(16, 100), Capacity(20, 84)):
-        left, dropped = limit_groups(groups, batch.runs, capacity)
-        assert dropped == 4 and [group.node for group in left] == list(range(4, 20)), "the shortest ones were dropped"
+        left, dropped = limit_parts(parts, branches, capacity)
+        assert dropped == 4 and [part.branch for part in left] == list(range(4, 20)), "the shortest ones were dropped"
 
 
 @settings(max_examples=300, deadline=None)
 @given(batches(), NAMES, st.integers(0, 6), st.integers(0, 60))
-def test_what_is_left_out_is_no_ones_ground(batch: Batch, name: str, most_groups: int, most_rows: int) -> None:
-    runs = batch.runs
-    groups = plan_groups(runs, batch.ways(GAINS[name]), batch.expanded_of)
-    left, dropped = limit_groups(groups, runs, Capacity(most_groups, most_rows))
-    assert len(left) + dropped == len(groups) and all(group in groups for group in left)
-    assert len(left) <= most_groups and sum(len(group.rows) for group in left) <= most_rows
-    Plan(len(batch.rows), tuple(left))  # its groups adjoin
+def test_what_is_left_out_is_no_ones_ground(batch: Batch, name: str, most_segments: int, most_rows: int) -> None:
+    branches, parts = batch.branches, batch.parts(GAINS[name])
+    left, dropped = limit_parts(parts, branches, Capacity(most_segments, most_rows))
+    assert len(left) + dropped == len(parts) and all(part in parts for part in left)
+    segments = batch.plan_of(left).segments  # which adjoin
+    assert len(left) <= most_segments and sum(len(segment.rows) for segment in segments) <= most_rows
 
 
 def test_the_cost_is_that_of_the_tree() -> None:
@@ -393,10 +409,10 @@ def test_the_cost_is_that_of_the_tree() -> None:
     nodes = 500
     rows = tuple(range(0, nodes, 2)) + (nodes - 1,) * 6
     tree = SharedTree(range(nodes), range(-1, nodes - 1), range(PAGE, PAGE * (nodes + 1), PAGE), rows)
-    runs = Runs(tree)
-    assert len(runs) == 251 and runs.tokens == PAGE * nodes
-    assert [len(runs.rows_of(run)) for run in (0, 1, 250)] == [256, 255, 6]
-    groups = plan_groups(runs, Ways(every_range, None, CHUNK, PAGE), whole(runs))
-    left, dropped = limit_groups(groups, runs, Capacity(256, 512))
-    assert dropped and sum(len(group.rows) for group in left) <= 512
-    assert left[0].rows == tuple(range(2, 256)), "two leave inside the first chunk"
+    branches = Branches(tree)
+    assert len(branches) == 251 and branches.tokens == PAGE * nodes
+    assert [branches[branch].rows for branch in (0, 1, 250)] == [256, 255, 6]
+    parts = plan_parts(branches, Ways(every_range, None, CHUNK, PAGE), whole(branches))
+    left, dropped = limit_parts(parts, branches, Capacity(256, 512))
+    assert dropped and sum(branches[part.branch].rows for part in left) <= 512
+    assert branches.segment(left[0]).rows == tuple(range(2, 256)), "two leave inside the first chunk"

@@ -9,24 +9,25 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_mla_ext.adapter.step.passes import Kind, Pass, passes
 from sglang_mla_ext.adapter.step.prefill import PrefillPlan, around_chunk_info, around_prefix_attention
-from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
 from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.rows import Rows
+from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.shared_prefixes import NOTHING_EXPANDED, ExpandedPart
+from sglang_mla_ext.prefix.planner import Plan
 
 HEADS, DN, DR, DV, SCALE = 3, 16, 8, 16, 0.2
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[PrefillPlan | None, list[int]], None]:
-    """`planned(plan, lens)`: the next prefill step, with these prefix lengths, has this plan."""
+def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[PrefillPlan | None], None]:
+    """`planned(plan)`: the pass that runs is a prefill step with this plan."""
 
-    def set_plan(plan: PrefillPlan | None, lens: list[int]) -> None:
-        monkeypatch.setattr(relay, "prefill", plan)
-        monkeypatch.setattr(relay, "prefill_lens", lens)
+    def set_plan(plan: PrefillPlan | None) -> None:
+        monkeypatch.setattr(passes, "now", Pass(Kind.PREFILL, prefill=plan))
 
     return set_plan
 
@@ -48,18 +49,25 @@ class Setting:
     def keys(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return torch.randn(tokens, HEADS, DN), torch.randn(tokens, DR), torch.randn(tokens, HEADS, DV)
 
-    def expanded(self, tokens: int, chunks: tuple[int, ...]) -> tuple[Any, ExpandedPart]:
+    def expanded(self, tokens: int, chunks: tuple[int, ...]) -> tuple[Any, tuple[int, tuple[int, ...]]]:
         k_nope, k_rope, v = keys = self.keys(tokens)
         for index, chunk in enumerate(chunks):
             part = slice(index * CHUNK_TOKENS, (index + 1) * CHUNK_TOKENS)
             self.buffers.write(1, chunk, 0, k_nope[part], v[part], k_rope[part])
-        return keys, ExpandedPart(tokens, chunks)
+        return keys, (tokens, chunks)
 
-    def plan(
-        self, parts: Sequence[ExpandedPart], new_tokens: Sequence[int], layers: dict[int, int] | None = None
-    ) -> PrefillPlan | None:
-        layers = layers or {7: 1}
-        return PrefillPlan.make(parts, new_tokens, self.attention, layers, self.max_rows, self.counters)
+    def plan(self, parts: Sequence[Any], new_tokens: Sequence[int], layers: dict[int, int] | None = None) -> Any:
+        """Of requests of which these parts are expanded, None for nothing."""
+        members: dict[Any, list[int]] = {}
+        for request, part in enumerate(parts):
+            if part is not None:
+                members.setdefault(part, []).append(request)
+        plan = Plan(
+            len(parts),
+            tuple(Segment(tuple(rows), 0, part[0], Mode.NAIVE, part[1]) for part, rows in members.items()),
+        )
+        rows, layers = Rows.of(new_tokens), layers or {7: 1}
+        return PrefillPlan.make(plan, rows, self.attention, layers, self.max_rows, self.counters)
 
 
 @pytest.mark.parametrize("max_rows", [64, 5, 1])
@@ -67,7 +75,7 @@ def test_expanded_part_and_new_tokens_are_attention_over_both(max_rows: int, pla
     """Four requests: two on one prefix, one on another, one on none; the last has no new tokens beside it."""
     setting = Setting(max_rows)
     (keys_a, part_a), (keys_b, part_b) = setting.expanded(300, (2, 0)), setting.expanded(17, (3,))
-    own = [part_a, part_b, part_a, NOTHING_EXPANDED]
+    own = [part_a, part_b, part_a, None]
     cached = [keys_a, keys_b, keys_a, None]
     new_tokens = [4, 3, 2, 1]
     plan = setting.plan(own, new_tokens)
@@ -86,7 +94,7 @@ def test_expanded_part_and_new_tokens_are_attention_over_both(max_rows: int, pla
         expected.append(part_out), expected_lse.append(part_lse)
     out, lse = torch.cat(out), torch.cat(lse)
     forward_batch = SimpleNamespace(extend_prefix_lens_cpu=[300, 17, 300, 0])
-    planned(plan, forward_batch.extend_prefix_lens_cpu)
+    planned(plan)
     seen = []
     around_prefix_attention(
         lambda layer, **left: seen.append(left), setting.layer, torch.cat(query), out, lse, forward_batch
@@ -97,15 +105,14 @@ def test_expanded_part_and_new_tokens_are_attention_over_both(max_rows: int, pla
 
 
 def test_what_is_counted_has_happened(planned: Any) -> None:
-    """Once a step, in its first layer, and not for a step that has another list of lengths."""
+    """Once a step, in its first layer, and not for a pass that has no plan."""
     setting = Setting(8)
     _, part = setting.expanded(300, (0, 1))
-    plan = setting.plan([part, NOTHING_EXPANDED], [2, 1], {7: 0})
-    of_step = [300, 0]
-    planned(plan, of_step)
+    plan = setting.plan([part, None], [2, 1], {7: 0})
     out, lse = torch.zeros(3, HEADS, DV), torch.zeros(3, HEADS)
-    for lens, counted in (([300, 0], 0), (of_step, 300)):
-        batch = SimpleNamespace(extend_prefix_lens_cpu=lens)
+    batch = SimpleNamespace(extend_prefix_lens_cpu=[300, 0])
+    for of_pass, counted in ((None, 0), (plan, 300)):
+        planned(of_pass)
         query = torch.randn(3, HEADS, DN + DR)
         around_prefix_attention(lambda layer, **left: None, setting.layer, query, out, lse, batch)
         assert setting.counters.prefill_tokens_saved == counted
@@ -114,20 +121,20 @@ def test_what_is_counted_has_happened(planned: Any) -> None:
 
 def test_nothing_expanded_or_no_request_is_no_plan(planned: Any) -> None:
     setting = Setting(8)
-    assert setting.plan([NOTHING_EXPANDED] * 2, [5, 9]) is None
+    assert setting.plan([None] * 2, [5, 9]) is None
     assert setting.plan([], []) is None
     batch = SimpleNamespace(extend_prefix_lens_cpu=[5, 9])
-    planned(None, batch.extend_prefix_lens_cpu)
+    planned(None)
     out = torch.zeros(1)
     result = around_prefix_attention(lambda layer, accum_output, **left: accum_output, None, None, out, None, batch)
     assert result is out
 
 
-def test_rows_without_an_expanded_prefix_take_no_pass() -> None:
+def test_rows_without_an_expanded_prefix_are_in_no_window() -> None:
     setting = Setting(4)
     _, part = setting.expanded(17, (1,))
-    plan = setting.plan([NOTHING_EXPANDED, part, NOTHING_EXPANDED], [8, 2, 9])
-    assert [(step.start, step.stop) for step in plan.passes] == [(8, 12)]
+    plan = setting.plan([None, part, None], [8, 2, 9])
+    assert [(window.start, window.stop) for window in plan.windows] == [(8, 12)]
 
 
 class ForwardBatch:
@@ -177,7 +184,7 @@ def test_chunks_cover_the_rest_once(
     prefix_lens: list[int], covered: tuple[int, ...], planned: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batch, plan = ForwardBatch.make(prefix_lens, covered)
-    planned(plan, batch.extend_prefix_lens_cpu)
+    planned(plan)
     lens = batch.extend_prefix_lens
     ForwardBatch.prepare(batch, monkeypatch)
     found = sorted(pair for chunk in batch.prefix_chunk_kv_indices for pair in chunk)
@@ -190,16 +197,14 @@ def test_chunks_cover_the_rest_once(
 
 def test_nothing_left_is_no_chunk(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batch, plan = ForwardBatch.make([256, 0, 90], (256, 0, 90))
-    planned(plan, batch.extend_prefix_lens_cpu)
+    planned(plan)
     ForwardBatch.prepare(batch, monkeypatch)
     assert batch.num_prefix_chunks == 0
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_drafts_are_verified_by_absorb(
-    monkeypatch: pytest.MonkeyPatch, planned: Callable[..., None], on_gpu: bool
-) -> None:
-    """Whatever plan was made for prefill before; SGLang counts a verify step as prefill, too."""
+def test_drafts_are_verified_by_absorb(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
+    """SGLang counts a verify step as prefill, too."""
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
@@ -210,20 +215,18 @@ def test_drafts_are_verified_by_absorb(
     layer = SimpleNamespace(
         flashinfer_mla_disable_ragged=False, chunked_prefix_cache_threshold=0, disable_chunked_prefix_cache=False
     )
-    lens = [300]
-    for plan in (None, SimpleNamespace(covered=(300,))):
-        planned(plan, lens)
-        batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, extend_prefix_lens_cpu=None, seq_lens_cpu=None)
-        assert batch.forward_mode.is_extend()
-        assert forward_method(layer, batch) is handlers.AttnForwardMethod.MLA
+    monkeypatch.setattr(passes, "now", Pass(Kind.of(ForwardMode.TARGET_VERIFY)))
+    batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, extend_prefix_lens_cpu=None, seq_lens_cpu=None)
+    assert batch.forward_mode.is_extend()
+    assert forward_method(layer, batch) is handlers.AttnForwardMethod.MLA
 
 
-def test_passes_of_the_same_rows_have_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long prompt fills pass after pass; only the last one, and one that begins another request, are others."""
+def test_windows_of_the_same_rows_have_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt fills window after window; only the last one, and one that begins another request, are others."""
     setting = Setting(max_rows=5)
     (_, part_a), (_, part_b) = setting.expanded(300, (2, 0)), setting.expanded(17, (3,))
     made, make_plan = [], setting.attention.make_plan
     monkeypatch.setattr(setting.attention, "make_plan", lambda *args: made.append(args) or make_plan(*args))
     plan = setting.plan([part_a, part_b], [17, 5])
-    assert [(one.start, one.stop) for one in plan.passes] == [(0, 5), (5, 10), (10, 15), (15, 20), (20, 22)]
-    assert len(made) == 3 and plan.passes[0].plan is plan.passes[2].plan is not plan.passes[3].plan
+    assert [(window.start, window.stop) for window in plan.windows] == [(0, 5), (5, 10), (10, 15), (15, 20), (20, 22)]
+    assert len(made) == 3 and plan.windows[0].plan is plan.windows[2].plan is not plan.windows[3].plan

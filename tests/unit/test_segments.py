@@ -12,7 +12,7 @@ from test_shared_prefixes import PAGE, Server
 from sglang_mla_ext.observe import segment_entry
 from sglang_mla_ext.prefix import segments
 from sglang_mla_ext.prefix.planner import Plan
-from sglang_mla_ext.prefix.segments import KEPT, Segment
+from sglang_mla_ext.prefix.segments import KEPT, ShownSegment
 
 CHUNK = 256 // PAGE  # pages
 
@@ -24,7 +24,7 @@ def tree(new_tree: Any) -> Any:
 
 def shown(server: Server) -> list[tuple[int, int, int, str, int | None]]:
     """Start and tokens in pages, holders, mode, and the position of the parent."""
-    found = server.prefixes.segments()
+    found = server.prefixes.shown_segments()
     at = {each.id: place for place, each in enumerate(found)}
     assert len(at) == len(found), "two with one number"
     assert all(each.parent is None or at[each.parent] < place for place, each in enumerate(found)), "parents first"
@@ -47,9 +47,9 @@ def test_segments_of_a_plan_nest_and_what_nobody_uses_any_more_is_kept(tree: Any
         server.decode(*requests)
     nested = [(0, CHUNK, 4, "naive", None), (CHUNK, CHUNK, 2, "naive", 0), (CHUNK, CHUNK, 2, "naive", 0)]
     assert shown(server) == nested
-    numbers = {each.id for each in server.prefixes.segments()}
+    numbers = {each.id for each in server.prefixes.shown_segments()}
     server.decode(*requests[:2])  # the other two run no more, or wait
-    (joined, alone) = server.prefixes.segments()
+    (joined, alone) = server.prefixes.shown_segments()
     assert (joined.mode, joined.tokens, joined.holders, joined.tokens_saved) == ("naive", 2 * 256, 2, 512)
     assert (alone.mode, alone.start, alone.tokens, alone.tokens_saved) == (KEPT, 256, 256, 0)
     assert alone.parent == joined.id and alone.id in numbers
@@ -74,7 +74,7 @@ def test_looking_changes_nothing_and_keeps_nothing(tree: Any) -> None:
     requests = [tree.run("a" * CHUNK + end) for end in "xy"]
     server.decode(*requests)
     version, plan = server.pool.version, server.prefixes.plan
-    first, again = server.prefixes.segments(), server.prefixes.segments()
+    first, again = server.prefixes.shown_segments(), server.prefixes.shown_segments()
     assert first == again and (server.pool.version, server.prefixes.plan) == (version, plan)
     server.prefixes.forget()
     del plan
@@ -95,7 +95,7 @@ def test_parents_are_looked_for_within_a_bound(tree: Any, monkeypatch: pytest.Mo
 
 
 def test_an_entry_says_what_a_segment_takes_and_saves() -> None:
-    entry = segment_entry(Segment(7, 3, 256, 768, 5, "naive", 2), chunk_bytes=1000, latent_bytes=10)
+    entry = segment_entry(ShownSegment(7, 3, 256, 768, 5, "naive", 2), chunk_bytes=1000, latent_bytes=10)
     assert json.loads(json.dumps(entry)) == {
         "id": 7,
         "parent": 3,
@@ -110,4 +110,4 @@ def test_an_entry_says_what_a_segment_takes_and_saves() -> None:
 
 
 def test_without_a_tree_there_is_nothing() -> None:
-    assert segments.segments(Plan(3), [], segments.ExpandedPool(2, 256), None, segments.SegmentNumbers()) == []
+    assert segments.shown_segments((), [], segments.ExpandedPool(2, 256), None, segments.SegmentNumbers()) == []

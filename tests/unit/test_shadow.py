@@ -16,8 +16,8 @@ from sglang_mla_ext.adapter.step import shadow as shadow_module
 from sglang_mla_ext.adapter.step.shadow import BOUND, BOUND_FP8, Finding, Look, ShadowCheck, row_errors
 from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
-from sglang_mla_ext.prefix.cost_model import Mode
-from sglang_mla_ext.prefix.shared_prefixes import SharedRange
+from sglang_mla_ext.kernels.rows import Rows
+from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.prefix.tree import SharedTree
 
 EXACT = {False: 1e-5, True: 8e-2}
@@ -51,10 +51,10 @@ def test_nothing_is_found_where_all_is_well(
     for step in range(6):
         assert world.eager_step(requests) < EXACT[fp8]
         assert counters.shadow_checks == step, "what a step was is known before the next one"
-    errors = world.steps.take_shadow_errors()
+    errors = world.steps.shadow.take_errors()
     assert len(errors) == 5 * 6 * queries and 0 < max(errors) < EXACT[fp8]
     assert counters.shadow_failures == 0 and not counters.fallbacks and groups(world) == GROUPS
-    assert world.steps.take_shadow_errors() == []
+    assert world.steps.shadow.take_errors() == []
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
@@ -68,7 +68,7 @@ def test_a_graph_is_checked_as_it_is(make_world: Any, grouped: bool, mode: str, 
         batch = requests if step % 3 else requests[::-1][:5]
         assert eight.step(batch) < EXACT[fp8]
     assert world.steps.counters.shadow_checks == 3 and world.steps.counters.shadow_failures == 0
-    assert max(world.steps.take_shadow_errors()) < EXACT[fp8]
+    assert max(world.steps.shadow.take_errors()) < EXACT[fp8]
     assert not world.steps.counters.fallbacks
 
 
@@ -112,11 +112,11 @@ def test_what_is_wrong_is_found_and_no_longer_shared(
     requests = sharing(world)
     step(requests)
     buffers = world.backend._shared._buffers
-    chunk = world.steps._prefixes._groups[0].chunks[0]
+    chunk = world.steps._prefixes.plan.segments[0].chunks[0]
     part = {"values": buffers.v_t, "keys": buffers.k_nope, "nan": buffers.v_t}[damage]
     for layer in range(len(LAYER_IDS)):
         part[layer, chunk] = float("nan") if damage == "nan" else torch.randn_like(part[layer, chunk])
-    damaged = groups(world)[0] if world.steps._prefixes.plan.groups[0].rows == (0, 2, 5) else groups(world)[1]
+    damaged = groups(world)[0] if world.steps._prefixes.plan.segments[0].rows == (0, 2, 5) else groups(world)[1]
     assert not step(requests) < 0.1
     with caplog.at_level(logging.WARNING):
         assert step(requests) < EXACT[False], "as soon as it is known"
@@ -156,7 +156,7 @@ def test_a_wrong_plan_is_found(make_world: Any, monkeypatch: pytest.MonkeyPatch)
     assert world.steps.counters.shadow_failures == 1
 
 
-@pytest.mark.parametrize("where", ["begin_step", "end_step", "finding"])
+@pytest.mark.parametrize("where", ["begin_step", "end_step", "judge"])
 def test_a_check_that_fails_itself_changes_no_answer(
     make_world: Any, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -171,7 +171,7 @@ def test_a_check_that_fails_itself_changes_no_answer(
     with monkeypatch.context() as patch:
         patch.setattr(world.steps.shadow, where, broken)
         assert world.eager_step(requests) < EXACT[False]
-    reason = "planning failed: MemoryError" if where == "finding" else "the shadow check failed: MemoryError"
+    reason = "planning failed: MemoryError" if where == "judge" else "the shadow check failed: MemoryError"
     assert dict(world.steps.counters.fallbacks) == {reason: 1}
     for _ in range(FIRST_PAUSE + 2):
         assert world.eager_step(requests) < EXACT[False]
@@ -183,16 +183,17 @@ def test_a_check_that_fails_itself_changes_no_answer(
 @pytest.mark.parametrize("queries", [1, 2])
 def test_whom_it_suspects(queries: int) -> None:
     """What the wrong ones hold and nobody holds who is right; if there is nothing like that, all that they hold."""
-    system = SharedRange((0, 1, 2, 3), 0, 256, Mode.NAIVE, ("s",))
-    first = SharedRange((0, 1), 256, 512, Mode.NAIVE, ("a",))
-    second = SharedRange((2, 3), 256, 512, Mode.GROUPED_ABSORB, ("b",))
+    system = Segment((0, 1, 2, 3), 0, 256, Mode.NAIVE), ("s",)
+    first = Segment((0, 1), 256, 512, Mode.NAIVE), ("a",)
+    second = Segment((2, 3), 256, 512, Mode.GROUPED_ABSORB), ("b",)
 
     def found(*errors: float, first_request: int = 0) -> Finding:
         check = object.__new__(ShadowCheck)
         check._queries, check._bound = queries, 0.1
         check._layers = [SimpleNamespace(attn_mqa=SimpleNamespace(layer_id=7))]
         rows = torch.tensor([error for each in errors for error in ([0.0] * (queries - 1) + [each])])
-        check._arriving = Look(0, first_request, len(errors), [system, first, second]), rows, None
+        look = Look(0, first_request * queries, len(rows), Rows(4, queries), [system, first, second])
+        check._arriving = look, rows, None
         finding = check.finding()
         assert check.finding() is None and finding.layer == 7
         return finding

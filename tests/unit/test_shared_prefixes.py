@@ -23,7 +23,7 @@ from sglang_mla_ext.prefix import shared_prefixes
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims
 from sglang_mla_ext.prefix.expanded_pool import GRACE, ExpandedPool
 from sglang_mla_ext.prefix.planner import Capacity, Plan
-from sglang_mla_ext.prefix.shared_prefixes import ExpandedGroup, SharedPrefixes
+from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 
 PAGE = 64  # tokens; one letter of a prompt
 COST = CostModel(ModelDims.from_json("deepseek-v3"), 16, GpuRates.from_json("cpu"))
@@ -76,23 +76,21 @@ class Server:
 
     def decode(self, *requests: Any) -> list[tuple[tuple[int, ...], int]]:
         """Plan a decode step and check what must always hold; returns rows and end of each naive group, in pages."""
-        plan, groups = self.prefixes.before_decode(requests)
-        self.check(plan, groups, requests)
-        return [(group.rows, group.end / PAGE) for group in plan.of_mode(Mode.NAIVE)]
+        plan = self.prefixes.plan_decode(requests)
+        self.check(plan, requests)
+        return [(segment.rows, segment.end / PAGE) for segment in plan.of_mode(Mode.NAIVE)]
 
-    def check(self, plan: Plan, groups: tuple[ExpandedGroup, ...], requests: Sequence[Any]) -> None:
-        assert plan is self.prefixes.plan and plan.num_rows == len(requests)
+    def check(self, plan: Plan, requests: Sequence[Any]) -> None:
+        assert plan is self.prefixes.plan and plan.requests == len(requests)
         shared = zip(plan.prefix_lens, requests, strict=True)
         assert all(length <= len(request.slots) for length, request in shared)
-        naive = plan.of_mode(Mode.NAIVE)
-        assert [(group.rows, group.end - group.start) for group in naive] == [(g.rows, g.tokens) for g in groups]
-        for planned, group in zip(naive, groups, strict=True):
-            assert len(group.rows) >= 2
-            assert len({requests[row].extra_key for row in group.rows}) == 1
-            held = [divmod(token, CHUNK_TOKENS) for token in range(group.tokens)]
-            contents = [self.expander.memory[group.chunks[chunk], offset] for chunk, offset in held]
-            for row in group.rows:
-                own = requests[row].slots[planned.start : planned.end].tolist()
+        for segment in plan.of_mode(Mode.NAIVE):
+            assert len(segment.rows) >= 2
+            assert len({requests[row].extra_key for row in segment.rows}) == 1
+            held = [divmod(token, CHUNK_TOKENS) for token in range(segment.tokens)]
+            contents = [self.expander.memory[segment.chunks[chunk], offset] for chunk, offset in held]
+            for row in segment.rows:
+                own = requests[row].slots[segment.start : segment.end].tolist()
                 assert contents == [self.tree.rows[slot] for slot in own], "the chunks hold another prefix"
 
 
@@ -161,7 +159,7 @@ def test_never_without_a_tree(tree: Any) -> None:
     prefixes = SharedPrefixes(HybridMLAOptions(), COST, pool, FakeExpander(tree), Counters(), capacity=capacity)
     requests = [tree.run("systemprompt"), tree.run("systemprompt")]
     prefixes.before_prefill(requests, [])
-    assert prefixes.before_decode(requests) == (Plan(2), ())
+    assert prefixes.plan_decode(requests) == Plan(2)
 
 
 # -- for prefill itself ------------------------------------------------------------------------------------------------
@@ -170,12 +168,15 @@ def test_never_without_a_tree(tree: Any) -> None:
 def parts_of(server: Server, *requests: Any, new_tokens: int = 9, always: bool = True) -> list[int]:
     """Tokens of each request's prompt that a prefill step would find expanded, checked against the tree."""
     lens = [len(request.slots) for request in requests]
-    parts = server.prefixes.expanded_parts(requests, lens, [new_tokens] * len(requests), always=always)
-    for request, part in zip(requests, parts, strict=True):
-        held = [divmod(token, CHUNK_TOKENS) for token in range(part.tokens)]
-        contents = [server.expander.memory[part.chunks[chunk], offset] for chunk, offset in held]
-        assert contents == [server.tree.rows[slot] for slot in request.slots[: part.tokens].tolist()]
-    return [part.tokens for part in parts]
+    plan = server.prefixes.plan_prefill(requests, lens, [new_tokens] * len(requests), always=always)
+    assert plan.depth <= 1 and all(segment.start == 0 for segment in plan.segments)
+    for segment in plan.segments:
+        held = [divmod(token, CHUNK_TOKENS) for token in range(segment.tokens)]
+        contents = [server.expander.memory[segment.chunks[chunk], offset] for chunk, offset in held]
+        for request in segment.rows:
+            own = requests[request].slots[: segment.tokens].tolist()
+            assert contents == [server.tree.rows[slot] for slot in own]
+    return list(plan.prefix_lens)
 
 
 def test_prefill_may_expand_at_once_what_sglang_would_expand_for_each_request(tree: Any) -> None:
@@ -222,8 +223,8 @@ def test_prefill_uses_no_more_than_is_cached_for_the_request(tree: Any) -> None:
     server = Server(tree)
     requests = [tree.run("systemprompt-" + letter) for letter in "ab"]
     server.prefixes.before_prefill(requests, [])
-    parts = server.prefixes.expanded_parts(requests, [5 * PAGE + 3, 0], [1, 1], always=True)
-    assert [part.tokens for part in parts] == [5 * PAGE + 3, 0]
+    plan = server.prefixes.plan_prefill(requests, [5 * PAGE + 3, 0], [1, 1], always=True)
+    assert plan.prefix_lens == (5 * PAGE + 3, 0)
 
 
 def test_prefill_that_would_gain_nothing_is_plain(tree: Any) -> None:
@@ -354,7 +355,7 @@ def test_rows_in_another_order_share_the_same(new_tree: Any, history: Any, chunk
         one.decode(*(requests[index] for index in batch))
         other.decode(*(requests[index] for index in mixed))
         plans = [
-            {(frozenset(rows[row] for row in each.rows), each.start, each.end, each.mode) for each in plan.groups}
+            {(frozenset(rows[row] for row in each.rows), each.start, each.end, each.mode) for each in plan.segments}
             for plan, rows in ((one.prefixes.plan, batch), (other.prefixes.plan, mixed))
         ]
         assert plans[0] == plans[1]

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from sglang_mla_ext.adapter.latent.pool import LatentPool
 from sglang_mla_ext.adapter.latent.protocol import LatentSizes
-from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
+from sglang_mla_ext.kernels.rows import Rows
+from sglang_mla_ext.kernels.segment import Segment
 from sglang_mla_ext.kernels.watch import Watched
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class TorchLatent:
         """
         self._pool, self._req_to_token, self._queries = pool, req_to_token, queries
         self.grouped_page = 1 if grouped else None
-        self._segments: Sequence[LatentSegment] = ()
+        self._segments: Sequence[Segment] = ()  # by units, as the next
         self._planned_starts: Sequence[int] = ()
         self._batch: Any = None
         self._sharing, self._uncounted = False, 0
@@ -48,8 +49,9 @@ class TorchLatent:
     def allocate(self, max_rows: int, max_requests: int, max_tokens: int, memory: Memory | None = None) -> None:
         """Nothing."""
 
-    def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int) -> None:
-        self._segments, self._planned_starts = segments, tail_starts
+    def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], rows: Rows) -> None:
+        units = rows.units(self._queries)
+        self._segments, self._planned_starts = units.spread(segments), units.repeat(tail_starts)
 
     def begin_step(self, batch: Any, *, sharing: bool, uncounted: int = 0) -> None:
         self._batch, self._sharing, self._uncounted = batch, sharing, uncounted
@@ -72,10 +74,10 @@ class TorchLatent:
             parts.append(self._absorb(layer_id, *(part[None] for part in query), tail, softmax_scale))
         out, lse = torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
         for segment in self._segments if self._sharing else ():
-            members = torch.tensor(segment.rows)
+            members = torch.tensor(Rows(len(starts), self._queries).spread([segment])[0].rows)
             # One query with the heads of all members: they have the same keys.
             stacked = [part[members].flatten(0, 1)[None] for part in (q_absorbed, q_rope)]
-            slots = self._slots(segment.rows[0])[segment.start : segment.end]
+            slots = self._slots(segment.rows[0] * self._queries)[segment.start : segment.end]
             of_segment = self._absorb(layer_id, *stacked, slots, softmax_scale)
             of_segment = of_segment[0].view_as(out[members]), of_segment[1].view_as(lse[members])
             out[members], lse[members] = reference.merge(out[members], lse[members], *of_segment)

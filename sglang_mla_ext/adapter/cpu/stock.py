@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.latent.pool import LatentPool
-from sglang_mla_ext.adapter.step import prefill
-from sglang_mla_ext.adapter.step.rerun import our_part
+from sglang_mla_ext.adapter.step.failure import our_part
+from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.kernels.reference import attention as reference
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class TorchStock:
         Over a pool in FP8, prefill takes the new tokens as they are computed and the cached ones as they are stored, as
         SGLang's does on a GPU.
         """
-        if prefill.plan_of(forward_batch) is None:
+        if passes.now.prefill is None:
             if self.decodes:
                 return self.backend.forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
             self.backend.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k)

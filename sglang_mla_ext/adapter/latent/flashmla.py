@@ -16,11 +16,12 @@ from torch import Tensor
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.protocol import LatentSizes, Tails, TailStarts, grouped_sizes
 from sglang_mla_ext.kernels.absorb.grouped import GroupedAbsorb
-from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
 from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.kernels.dispatch import grouped_absorb_bytes, make_grouped_absorb, whole_query
 from sglang_mla_ext.kernels.memory import Memory, tensor_bytes
+from sglang_mla_ext.kernels.rows import Rows
+from sglang_mla_ext.kernels.segment import Segment
 from sglang_mla_ext.kernels.watch import Watched
 
 if TYPE_CHECKING:
@@ -113,10 +114,11 @@ class FlashMLALatent:
         self._metadata = torch.zeros_like(self._schedule(self._tails.lens[:1])[0])
         self._num_splits = torch.zeros(requests + 1, dtype=torch.int32, device=self._req_to_token.device)
 
-    def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int) -> None:
+    def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], rows: Rows) -> None:
+        units = rows.units(self._queries)
         if self._grouped is not None:
-            self._grouped.plan(segments, rows)
-        self._starts.plan(tail_starts)
+            self._grouped.plan(units.spread(segments), units.total)
+        self._starts.plan(units.repeat(tail_starts))
 
     def begin_step(self, batch: Any, *, sharing: bool, uncounted: int = 0) -> None:
         if self._grouped is not None:

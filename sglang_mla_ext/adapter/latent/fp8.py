@@ -16,7 +16,6 @@ from torch import Tensor
 from sglang_mla_ext.adapter.latent.protocol import LatentSizes, Tails, TailStarts, grouped_sizes
 from sglang_mla_ext.kernels.absorb.grouped import GroupedAbsorb
 from sglang_mla_ext.kernels.absorb.paged_fp8 import AbsorbFP8
-from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
 from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.kernels.dispatch import (
@@ -26,6 +25,8 @@ from sglang_mla_ext.kernels.dispatch import (
     make_grouped_absorb_fp8,
 )
 from sglang_mla_ext.kernels.memory import Memory
+from sglang_mla_ext.kernels.rows import Rows
+from sglang_mla_ext.kernels.segment import Segment
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
 from sglang_mla_ext.kernels.watch import Watched
 
@@ -127,10 +128,11 @@ class FP8Latent:
             if self._grouped is not None:
                 self.grouped_page = PAGE_TOKENS
 
-    def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int) -> None:
+    def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], rows: Rows) -> None:
+        units = rows.units(self._queries)
         if self._grouped is not None:
-            self._grouped.plan(segments, rows)
-        self._starts.plan(tail_starts)
+            self._grouped.plan(units.spread(segments), units.total)
+        self._starts.plan(units.repeat(tail_starts))
 
     def begin_step(self, batch: Any, *, sharing: bool, uncounted: int = 0) -> None:
         self._stacked = sharing and self._grouped is not None

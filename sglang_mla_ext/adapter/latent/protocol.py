@@ -10,10 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sglang_mla_ext.kernels.absorb.schedule import LatentSegment
 from sglang_mla_ext.kernels.constants import MAX_SEGMENTS, PAGE_TOKENS, SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.dispatch import fill_page_table
 from sglang_mla_ext.kernels.memory import Memory, tensor_bytes
+from sglang_mla_ext.kernels.rows import Rows
+from sglang_mla_ext.kernels.segment import Segment
 from sglang_mla_ext.kernels.watch import Watched
 
 META = torch.device("meta")
@@ -61,8 +62,9 @@ class LatentAttention(Protocol):
     `plan` and `begin_step` write to static memory on the current stream and do not wait for the device. `run` is what a
     CUDA graph captures; the graph follows later calls of the other two. It owns its page tables and metadata.
 
-    It is made for a number of query tokens of each request, `queries`. They are rows that follow each other, and causal
-    among themselves: the last one sees all keys of its request.
+    It is made for a number of query tokens, `queries`, that it takes together as one unit of a batch. They are rows
+    that follow each other, and causal among themselves: the last one sees all keys of its unit. A batch's lengths and
+    places in the table of slots are those of its units: of requests, or, where each token is one, of rows.
 
     Attributes:
         grouped_page: grouped absorb takes whole pages of so many tokens; None where there is no grouped absorb.
@@ -89,13 +91,14 @@ class LatentAttention(Protocol):
         """
         ...
 
-    def plan(self, segments: Sequence[LatentSegment], tail_starts: Sequence[int], rows: int) -> None:
-        """Set which rows share what, for steps of `rows` rows.
+    def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], rows: Rows) -> None:
+        """Set which requests share what, for steps of these rows.
 
         Args:
-            segments: of grouped absorb.
+            segments: of grouped absorb, by requests.
             tail_starts: `[<= requests]` tokens before each request's private tail, whole pages; requests behind the
                 last one have none. They cover what is attended to elsewhere, too.
+            rows: of each request, whole units.
         """
         ...
 

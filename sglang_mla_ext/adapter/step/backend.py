@@ -4,9 +4,9 @@
 - a LatentAttention, for private tails and what is read for several requests at once;
 - a SharedAttention, for expanded prefixes.
 
-What a step shares is decided on the host before it (steps.py). Which of the parts are in a step's CUDA graph depends on
-its number of requests alone, so that a captured graph and its replays agree; a graph with shared attention costs almost
-nothing more where its plan is empty.
+What a step shares is decided on the host before it (steps.py), and stands in `passes.now`. Which of the parts are in a
+step's CUDA graph depends on its number of requests alone, so that a captured graph and its replays agree; a graph with
+shared attention costs almost nothing more where its plan is empty.
 
 A server with speculative decoding has verify steps in place of decode steps: each request has `queries` tokens, each of
 which is a row of its own, and SGLang does not count them in the request's length yet.
@@ -20,10 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from sglang_mla_ext.adapter.step.failure import our_part
+from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, Pass, Way, passes
 from sglang_mla_ext.adapter.step.relay import relay
-from sglang_mla_ext.adapter.step.rerun import our_part
-from sglang_mla_ext.adapter.step.steps import NOTHING_SHARED, StepPlan, Steps
+from sglang_mla_ext.adapter.step.steps import Steps
 from sglang_mla_ext.kernels.dispatch import whole_query
+from sglang_mla_ext.kernels.rows import Rows
+from sglang_mla_ext.kernels.segment import Mode
+from sglang_mla_ext.prefix.planner import Plan
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -96,9 +100,8 @@ class HybridMLABackend(AttentionBackend):
         self._stock, self._latent, self._shared, self._steps = stock, latent, shared, steps
         self._layer_index, self._heads = layer_index, heads
         self._requests, self._queries = requests, queries
-        self._written: StepPlan | None = None  # on the device; None where the parts may hold different plans
-        self._written_requests = 0
-        self._sharing = False  # whether this step's graph has shared attention in it
+        # On the device: a plan and the rows that it is for; None where the parts may hold different plans.
+        self._written: tuple[Plan, Rows] | None = None
         for name in FLAGS_OF_STOCK:
             if hasattr(stock.backend, name):
                 setattr(self, name, getattr(stock.backend, name))
@@ -138,70 +141,71 @@ class HybridMLABackend(AttentionBackend):
     # ---- before a step
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """A step without a CUDA graph: one without groups needs nothing of what is shared."""
+        """A step without a CUDA graph: one without segments needs nothing of what is shared."""
         with our_part("preparing a step"):
-            begun = self._begin_decode(forward_batch, in_graph=False)
-            if not begun:
+            step = self._begin(forward_batch, in_graph=False)
+            if step.way is Way.STOCK:
                 self._count_rows_as_prefill(forward_batch)
-        if not begun:
+        if step.way is Way.STOCK:
             self._stock.backend.init_forward_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Before a CUDA graph is captured or replayed."""
-        if not self._begin_decode(forward_batch, in_graph=True, in_capture=in_capture):
+        if self._begin(forward_batch, in_graph=True, in_capture=in_capture).way is Way.STOCK:
             self._stock.backend.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        if not (self._sharing or self._latent_decodes(forward_batch)):
+        if passes.now.way is Way.STOCK:
             self._stock.backend.init_forward_metadata_in_graph(forward_batch)
 
-    def _latent_decodes(self, forward_batch: ForwardBatch) -> bool:
-        mode = forward_batch.forward_mode
-        return (mode.is_decode() or mode.is_target_verify()) and not self._stock.decodes
-
-    def _begin_decode(self, forward_batch: ForwardBatch, *, in_graph: bool, in_capture: bool = False) -> bool:
-        """Make ready for a decode or verify step; False where it, or the step of another kind, is the stock backend's.
+    def _begin(self, forward_batch: ForwardBatch, *, in_graph: bool, in_capture: bool = False) -> Pass:
+        """Make ready for the pass that a batch is of, and say in it whose its attention is: SGLang's backend's, where
+        it is no decode or verify step.
 
         A decode step has one query token of each request, which its length counts.
         """
-        requests, verifies = forward_batch.batch_size, forward_batch.forward_mode.is_target_verify()
-        can_share = verifies if self._queries > 1 else forward_batch.forward_mode.is_decode()
-        self._sharing = can_share and requests in self._requests
-        if self._sharing:
-            shares = self._write_plan(NOTHING_SHARED if in_capture else self._steps.next, requests, needed=in_graph)
-            self._sharing = in_graph or shares
-        else:
-            shares = False
-        if self._sharing or self._latent_decodes(forward_batch):
-            uncounted = self._queries if verifies else 0
+        step = passes.now
+        if in_capture or step.kind is not Kind.of(forward_batch.forward_mode):
+            step = passes.now = Pass(Kind.of(forward_batch.forward_mode))
+        step.way = self._way_without_sharing(step)
+        can_share = step.kind is (Kind.VERIFY if self._queries > 1 else Kind.DECODE)
+        shares = False
+        if can_share and forward_batch.batch_size in self._requests:
+            shares = self._write_plan(step, forward_batch, needed=in_graph)
+            if in_graph or shares:
+                step.way = Way.SHARED
+        if step.way is not Way.STOCK:
             try:
-                self._begin_latent(forward_batch, uncounted)
+                self._begin_latent(step, forward_batch)
             except Exception as error:
-                self._begin_again(forward_batch, uncounted, error, in_graph=in_graph, in_capture=in_capture)
+                if in_capture:
+                    raise
+                self._begin_again(step, forward_batch, error, in_graph=in_graph)
                 shares = False
         if can_share and not in_capture:
-            self._steps.watch_step(shares)
-        relay.takes_query = self._sharing and self._shared is not None
-        return self._sharing or self._latent_decodes(forward_batch)
+            self._steps.watch_step(step, shares)
+        step.takes_query = step.way is Way.SHARED and self._shared is not None
+        return step
 
-    def _begin_latent(self, forward_batch: ForwardBatch, uncounted: int) -> None:
+    def _way_without_sharing(self, step: Pass) -> Way:
+        return Way.LATENT if step.kind.is_step and not self._stock.decodes else Way.STOCK
+
+    def _begin_latent(self, step: Pass, forward_batch: ForwardBatch) -> None:
         if self._steps.has_lost_memory:
             raise RuntimeError("hybrid_mla: its memory came back from sleep, and could not be cleared")
-        self._latent.begin_step(forward_batch, sharing=self._sharing, uncounted=uncounted)
+        uncounted = self._queries if step.kind is Kind.VERIFY else 0
+        self._latent.begin_step(forward_batch, sharing=step.way is Way.SHARED, uncounted=uncounted)
 
-    def _begin_again(
-        self, forward_batch: ForwardBatch, uncounted: int, error: Exception, *, in_graph: bool, in_capture: bool
-    ) -> None:
+    def _begin_again(self, step: Pass, forward_batch: ForwardBatch, error: Exception, *, in_graph: bool) -> None:
         """Make ready for a step for which that has failed, with nothing shared: where there is no graph, and the stock
         backend can read the pool, for one of its own. What fails here is plain absorb."""
-        if in_capture:
-            raise error
         self._steps.fail("preparing a step", error)
-        self._sharing = in_graph and self._sharing
-        if self._sharing:
-            self._write_plan(NOTHING_SHARED, forward_batch.batch_size, needed=True)
-        if self._sharing or self._latent_decodes(forward_batch):
-            self._begin_latent(forward_batch, uncounted)
+        if in_graph and step.way is Way.SHARED:
+            self._write_plan(step, forward_batch, needed=True)
+        else:
+            step.way = self._way_without_sharing(step)
+        if step.way is not Way.STOCK:
+            self._begin_latent(step, forward_batch)
 
     def end_step(self, forward_batch: ForwardBatch) -> None:
         """The step has been launched."""
@@ -210,39 +214,40 @@ class HybridMLABackend(AttentionBackend):
 
     def _count_rows_as_prefill(self, forward_batch: ForwardBatch) -> None:
         planned_as = forward_batch._original_forward_mode  # None where it is still that
-        if planned_as is not None and (planned_as.is_decode() or planned_as.is_target_verify()):
+        if planned_as is not None and Kind.of(planned_as).is_step:
             self._steps.counters.rows_as_prefill += forward_batch.batch_size * self._queries
 
-    def _write_plan(self, planned: StepPlan, requests: int, *, needed: bool) -> bool:
-        """Bring a plan to the device, if it is not there; whether it shares anything.
+    def _write_plan(self, step: Pass, forward_batch: ForwardBatch, *, needed: bool) -> bool:
+        """Bring a step's plan to the device, if it is not there; whether it shares anything.
 
-        A change of the number of requests alone can change the kernels' tiles.
+        A change of the number of rows alone can change the kernels' tiles.
 
         Args:
             needed: the step has shared attention in it, whether or not anything is shared.
         """
-        if not planned and not needed:
+        if not step.plan.segments and not needed:
             return False
-        if planned is not self._written or requests != self._written_requests:
+        each = self._queries if step.kind is Kind.VERIFY else 1
+        rows = (step.rows if step.rows.requests else Rows(0, each)).padded(forward_batch.batch_size * each)
+        if self._written is None or step.plan is not self._written[0] or rows != self._written[1]:
             self._written = None
             try:
-                self._write(planned, requests)
-                if planned:
+                self._write(step.plan, rows)
+                if step.plan.segments:
                     self._steps.succeed()
             except Exception as error:
                 self._steps.fail("writing a plan", error)
-                planned = NOTHING_SHARED
+                step.share_nothing()
                 if not needed:
                     return False
-                self._write(planned, requests)
-            self._written, self._written_requests = planned, requests
-        return bool(planned)
+                self._write(NOTHING_SHARED, rows)
+            self._written = step.plan, rows
+        return bool(step.plan.segments)
 
-    def _write(self, planned: StepPlan, requests: int) -> None:
-        rows = requests * self._queries
+    def _write(self, plan: Plan, rows: Rows) -> None:
         if self._shared is not None:
-            self._shared.plan(planned.expanded, rows)
-        self._latent.plan(planned.latent, planned.tail_starts, rows)
+            self._shared.plan(rows.spread(plan.of_mode(Mode.NAIVE)), rows.total)
+        self._latent.plan(plan.of_mode(Mode.GROUPED_ABSORB), plan.prefix_lens, rows)
 
     # ---- in a layer
 
@@ -281,7 +286,7 @@ class HybridMLABackend(AttentionBackend):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Prefill, and verify steps, whose arguments are those of a decode step. In prefill absorb comes with query and
         key in two parts, which SGLang's backends do not take."""
-        if forward_batch.forward_mode.is_target_verify():
+        if passes.now.kind is Kind.VERIFY:
             return self._absorb(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
         if q_rope is not None:
             with our_part("joining a query"):
@@ -304,12 +309,11 @@ class HybridMLABackend(AttentionBackend):
             self._store(k, v, k_rope, layer, forward_batch)
         # The query is joined after the rows are written: SGLang's kernel for that lets the next launch begin before it
         # ends (see kernels/storage/join_parts.py).
-        verifies = forward_batch.forward_mode.is_target_verify()
-        if not (self._sharing or self._latent_decodes(forward_batch)):
+        if passes.now.way is Way.STOCK:
             with our_part("joining a query"):
                 q = q if q_rope is None else whole_query(q, q_rope)
             stock = self._stock.backend
-            forward = stock.forward_extend if verifies else stock.forward_decode
+            forward = stock.forward_extend if passes.now.kind is Kind.VERIFY else stock.forward_decode
             return forward(q, None, None, layer, forward_batch, save_kv_cache=False)
         with our_part("attention"):
             return self._attend(q, q_rope, layer, forward_batch)
@@ -318,30 +322,18 @@ class HybridMLABackend(AttentionBackend):
         self, q: torch.Tensor, q_rope: torch.Tensor | None, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         """A decode or verify step that is not the stock backend's, see `forward_decode`."""
-        verifies = forward_batch.forward_mode.is_target_verify()
+        step = passes.now
         if q_rope is None:
-            rows = forward_batch.batch_size * (self._queries if verifies else 1)
+            rows = forward_batch.batch_size * (self._queries if step.kind is Kind.VERIFY else 1)
             q = q.view(rows, self._heads, -1)
             q, q_rope = q.split([layer.v_head_dim, q.shape[-1] - layer.v_head_dim], dim=-1)
-        if not verifies and self._queries > 1:
-            return self._decode_one(q, q_rope, layer)
-        shadow = self._steps.shadow if self._sharing else None
+        shadow = self._steps.shadow if step.way is Way.SHARED else None
         watched = shadow.watched(layer.layer_id, q, q_rope) if shadow is not None else None
         out, lse = self._latent.run(layer.layer_id, q, q_rope, layer.scaling, watched if self._shared is None else None)
-        if relay.takes_query:
-            relay.watched = watched
+        if step.takes_query:
+            step.watched = watched
             self._attend_shared(q_rope, lse, layer)
         return out.reshape(len(q), -1)
-
-    def _decode_one(self, q: torch.Tensor, q_rope: torch.Tensor, layer: RadixAttention) -> torch.Tensor:
-        """One query token of each request where attention is made for several: it is the last one, which sees all keys.
-
-        SGLang 0.5.17 asks for no such step of a model that it drafts for.
-        """
-        before = (0, 0, 0, 0, self._queries - 1, 0)
-        padded = (torch.nn.functional.pad(part[:, None], before).flatten(0, 1) for part in (q, q_rope))
-        out, _ = self._latent.run(layer.layer_id, *padded, layer.scaling)
-        return out.unflatten(0, (len(q), self._queries))[:, -1].reshape(len(q), -1)
 
     def _store(
         self,
@@ -378,8 +370,7 @@ class HybridMLABackend(AttentionBackend):
         with our_part("merging"):
             per_head = tail_out.view(tail_out.shape[0], self._heads, -1)
             tail_lse, relay.tail_lse = relay.tail_lse, None
-            watched, relay.watched = relay.watched, None
-            self._shared.merge(per_head, tail_lse, per_head, watched=watched)
+            self._shared.merge(per_head, tail_lse, per_head, watched=passes.now.watched)
             return tail_out
 
 

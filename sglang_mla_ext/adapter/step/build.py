@@ -16,6 +16,7 @@ from sglang_mla_ext.adapter.step.budget import max_requests, max_rows, max_token
 from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes
 from sglang_mla_ext.adapter.step.layer import attention_layers, merge_before_o_proj
 from sglang_mla_ext.adapter.step.prefill import PrefillPlan
+from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.adapter.step.steps import MAX_ROWS, PrefillSharing, Steps
 from sglang_mla_ext.adapter.step.stock import Stock
@@ -23,9 +24,10 @@ from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8, MAX_SEGMENTS, SE
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
+from sglang_mla_ext.kernels.segment import Mode
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.cost_model import CostModel, Mode, ModelDims, rates_for
+from sglang_mla_ext.prefix.cost_model import CostModel, ModelDims, rates_for
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
 from sglang_mla_ext.prefix.planner import Capacity
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
@@ -100,6 +102,14 @@ def build(
             wait=functools.partial(wait_for_layer, runner.token_to_kv_pool),
         )
         prefill = PrefillSharing(make_plan, stock.affordable, stock.can_finish)
+    smallest = smallest_group(cost, options, shared, latent, context_len, step_requests)
+    reports = Reports(
+        prefixes,
+        counters,
+        budget_bytes=budget_bytes,
+        chunk_bytes=buffers.bytes // buffers.chunks if buffers else 0,
+        description=describe(options, budget_bytes, buffers, latent, smallest),
+    )
     steps = Steps(
         prefixes,
         expander,
@@ -107,8 +117,7 @@ def build(
         shares=shared is not None or latent.grouped_page is not None,
         prefill=prefill,
         max_requests=step_requests,
-        budget_bytes=budget_bytes,
-        chunk_bytes=buffers.bytes // buffers.chunks if buffers else 0,
+        reports=reports,
         queries=queries,
     )
     if options.verify_interval and (shared is not None or latent.grouped_page is not None):
@@ -116,9 +125,7 @@ def build(
         steps.shadow = make_shadow(
             runner, layers, options, latent, prefixes, counters, memory, naive=shared is not None, fp8=fp8
         )
-    smallest = smallest_group(cost, options, shared, latent, context_len, step_requests)
     sharing = range(smallest, step_requests + 1) if smallest is not None else range(0)
-    steps.description = describe(options, budget_bytes, buffers, latent, smallest)
     of_steps = dict(layer_index=layer_index, heads=heads, requests=sharing, queries=queries)
     backend = HybridMLABackend(stock, latent, shared, steps, **of_steps)
     if shared is not None:
@@ -284,7 +291,8 @@ def make_shadow(
         options.verify_interval,
         layers,
         latent,
-        prefixes.ranges,
+        prefixes,
+        counters,
         in_latent_space=not naive,
         dtype=runner.dtype,
         device=runner.device,

@@ -2,7 +2,7 @@
 
 Those of the start may end it, with their message: a server that does not do what it was told to would lie. Those of a
 running server are guarded: what they raise is counted, nothing is shared for a while, and SGLang never sees it. Those
-inside a layer raise what has the pass run again (rerun.py).
+inside a layer raise what has the pass run again (failure.py).
 
 `contract.py` lists what they rely on. SGLang only logs a hook that fails to install, so the backend's factory asks
 `assert_installed` before it builds anything.
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.launch import limits
-from sglang_mla_ext.adapter.step import budget, nextn, prefill, rerun
-from sglang_mla_ext.adapter.step.relay import relay
+from sglang_mla_ext.adapter.step import budget, failure, nextn, prefill
+from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.observe import Metrics
 from sglang_mla_ext.options import HybridMLAOptions
@@ -213,7 +213,7 @@ def after_scheduler_init(result: None, scheduler: Scheduler, *args: Any, **kwarg
     worker.steps.attach(installed.TreeView(scheduler.tree_cache))
     if scheduler.metrics_collector is not None:
         worker.metrics = Metrics(scheduler.metrics_collector.labels)
-    logger.info("hybrid_mla: ready; %s", worker.steps.description)
+    logger.info("hybrid_mla: ready; %s", worker.steps.reports.description)
 
 
 def before_kv_manager(manager: Any, args: Any, *others: Any, **more: Any) -> None:
@@ -227,10 +227,8 @@ def before_kv_manager(manager: Any, args: Any, *others: Any, **more: Any) -> Non
 def after_forward_batch(
     forward_batch: Any, cls: type, batch: Any, model_runner: ModelRunner, *args: Any, **kwargs: Any
 ) -> None:
-    if model_runner.is_draft_worker:  # it has the batch of the model's pass, by which a plan for prefill is known
-        relay.clear()
-        return
-    if worker.steps is None or worker.scheduler is None:
+    passes.end()  # whatever became of it
+    if model_runner.is_draft_worker or worker.steps is None or worker.scheduler is None:
         return
     worker.steps.before_forward(
         forward_batch.forward_mode,
@@ -245,6 +243,7 @@ def after_forward_batch(
 @_guarded("checking a step")
 def after_forward(output: Any, runner: ModelRunner, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
     if worker.backend is not None and not runner.is_draft_worker:
+        passes.end()
         worker.backend.end_step(forward_batch)
 
 
@@ -291,7 +290,7 @@ def after_on_idle(result: None, scheduler: Scheduler) -> None:
 @_guarded("reporting", only_shows=True)
 def after_get_internal_state(result: Any, scheduler: Scheduler, recv_req: Any) -> None:
     if worker.steps is not None:
-        state, report = result.internal_state, worker.steps.status()
+        state, report = result.internal_state, worker.steps.reports.status(worker.steps.pause)
         if ACCEPT_LENGTH in state:
             report[ACCEPT_LENGTH] = state[ACCEPT_LENGTH]
         state[BACKEND_NAME] = report
@@ -305,7 +304,7 @@ def before_loading(controller: HiCacheController) -> None:
 
 def around_eager_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     fail = worker.steps.fail if worker.steps is not None else None
-    return rerun.around_eager_pass(fail, original, *args, **kwargs)
+    return failure.around_eager_pass(fail, original, *args, **kwargs)
 
 
 def after_draft_backend(result: Any, factory: Any) -> None:
@@ -317,4 +316,5 @@ def _publish_metrics() -> None:
     now = time.monotonic()
     if worker.metrics is not None and worker.steps is not None and now - worker.metrics_time > METRICS_INTERVAL_S:
         worker.metrics_time = now
-        worker.metrics.publish(worker.steps.report(), worker.steps.take_shadow_errors())
+        shadow = worker.steps.shadow
+        worker.metrics.publish(worker.steps.reports.report(), shadow.take_errors() if shadow is not None else ())

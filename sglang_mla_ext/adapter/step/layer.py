@@ -8,19 +8,22 @@ code in between stays SGLang's, with every form of w_vc (BF16, FP8, DeepGEMM) th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter.step import prefill
+from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.adapter.step.relay import relay
-from sglang_mla_ext.adapter.step.rerun import our_part
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+
+_ours: Collection[int] = frozenset()
+"""Ids of the layers whose attention is our backend's. A draft model's is another's."""
 
 
 def forward_method(attention: DeepseekV2AttentionMLA, forward_batch: Any) -> Any:
@@ -32,9 +35,7 @@ def forward_method(attention: DeepseekV2AttentionMLA, forward_batch: Any) -> Any
 
     # A captured prefill graph has absorb in it and asks for nothing else.
     captured = handlers.is_in_tc_piecewise_cuda_graph() or handlers.is_in_breakable_cuda_graph()
-    with our_part("looking for a plan"):
-        planned = prefill.plan_of(forward_batch) is not None
-    if planned and not captured:
+    if passes.now.prefill is not None and not captured:
         return handlers.AttnForwardMethod.MHA_CHUNKED_KV
     if not torch.cuda.is_available():
         return handlers.AttnForwardMethod.MLA
@@ -53,7 +54,7 @@ def take_parts() -> None:
 
 def after_split_q(result: tuple[torch.Tensor, ...], attention: DeepseekV2AttentionMLA, *args: Any) -> None:
     """Keep the query before absorption, `[tokens, heads, qk_nope_head_dim]`, for the attention call that follows."""
-    if relay.takes_query and id(attention) in relay.layers:
+    if passes.now.takes_query and id(attention) in _ours:
         relay.q_nope = result[0]
 
 
@@ -85,6 +86,7 @@ def merge_before_o_proj(
             return None
         return merge(args[0]), *args[1:]
 
-    relay.layers = frozenset(map(id, layers))
+    global _ours
+    _ours = frozenset(map(id, layers))
     for layer in layers:
         layer.o_proj.register_forward_pre_hook(before)

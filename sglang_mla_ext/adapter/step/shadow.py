@@ -11,7 +11,9 @@ Every rank checks its own heads, and turns sharing off for itself: ranks need no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,12 +22,20 @@ from torch import Tensor
 
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
 from sglang_mla_ext.adapter.step.expander import weights_of
+from sglang_mla_ext.adapter.step.passes import Pass
 from sglang_mla_ext.kernels.memory import Memory
+from sglang_mla_ext.kernels.rows import Rows
 from sglang_mla_ext.kernels.watch import Watch, Watched
-from sglang_mla_ext.prefix.shared_prefixes import SharedRange
+from sglang_mla_ext.observe import Counters
+from sglang_mla_ext.prefix.shared_prefixes import Held, SharedPrefixes
 
 if TYPE_CHECKING:
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+logger = logging.getLogger(__name__)
+
+KEPT_ERRORS = 4096
+"""Errors that wait for the metrics."""
 
 ROWS = 64
 """Query tokens that are checked at a time: 11 MiB at 128 heads in BF16."""
@@ -49,14 +59,16 @@ class Look:
 
     Attributes:
         layer: index of the layer.
-        first: the first request of those that are looked at; count: how many.
-        ranges: what the step shared.
+        first: the first row of those that are looked at; count: how many.
+        rows: of the step's requests.
+        held: what the step shared.
     """
 
     layer: int
     first: int
     count: int
-    ranges: Sequence[SharedRange]
+    rows: Rows
+    held: Sequence[Held]
 
 
 @dataclass(frozen=True)
@@ -67,23 +79,23 @@ class Finding:
         layer: SGLang's id.
         errors: `[rows]` relative to the L2 norm of each row, all heads together.
         wrong: requests of the batch with a row above the bound; nan counts as that.
-        suspects: shared ranges that these hold, and nobody whose rows are right.
+        suspects: what these share, and nobody whose rows are right.
     """
 
     layer: int
     errors: list[float]
     bound: float
     wrong: frozenset[int]
-    suspects: list[SharedRange]
+    suspects: list[Held]
 
 
 class ShadowCheck:
     """See the module.
 
-    shadow.begin_step(shares)    # before every decode or verify step
-    shadow.watched(...)          # in its layers: what their merge is to be given
-    shadow.end_step(batch)       # behind it
-    shadow.finding()             # on any later occasion
+    shadow.begin_step(step, shares)   # before every decode or verify step
+    shadow.watched(...)               # in its layers: what their merge is to be given
+    shadow.end_step(batch)            # behind it
+    shadow.judge()                    # on any later occasion
     """
 
     def __init__(
@@ -91,7 +103,8 @@ class ShadowCheck:
         interval: int,
         layers: Sequence[DeepseekV2AttentionMLA],
         latent: LatentAttention,
-        ranges: Callable[[], tuple[int, Sequence[SharedRange]]],
+        prefixes: SharedPrefixes,
+        counters: Counters,
         *,
         in_latent_space: bool,
         dtype: torch.dtype,
@@ -105,20 +118,22 @@ class ShadowCheck:
             interval: steps from one check to the next; a step that shares nothing is not checked, the next one is.
             layers: of the model on this rank; they take turns.
             latent: attention in the latent space, allocated.
-            ranges: `() -> (requests, ranges)` of the coming step.
+            prefixes: says what the coming step shares, and is told what was wrong.
             in_latent_space: what is merged is, because nothing is expanded; otherwise it is behind `w_vc`.
             dtype: of queries and results.
             fp8: whether latent rows or expanded prefixes are.
             queries: query tokens of a request in a step.
             memory: where the copies are allocated.
         """
-        self._interval, self._layers, self._latent, self._ranges = interval, layers, latent, ranges
+        self._interval, self._layers, self._latent = interval, layers, latent
+        self._prefixes, self._counters = prefixes, counters
         self._in_latent_space, self._queries = in_latent_space, queries
         self._bound = BOUND_FP8 if fp8 else BOUND
         self._watch = Watch(**self._sizes(layers[0], dtype, queries, in_latent_space), device=device, memory=memory)
         self._since = self._looks = 0
         self._look: Look | None = None
         self._arriving: tuple[Look, Tensor, torch.cuda.Event | None] | None = None
+        self._errors: deque[float] = deque(maxlen=KEPT_ERRORS)
 
     @staticmethod
     def _sizes(
@@ -147,34 +162,36 @@ class ShadowCheck:
     def try_out(self) -> None:
         """Check a request with one token, whatever that is, so that everything is compiled."""
         one = torch.ones(1, dtype=torch.int64, device=self._watch.target.device)
-        self._look = Look(0, 0, 1, ())
+        self._look = Look(0, 0, self._queries, Rows(1, self._queries), ())
         self.end_step(Requests(1, one - 1, one))
         self._arriving = None
 
     # ---- a step
 
-    def begin_step(self, shares: bool) -> None:
+    def begin_step(self, step: Pass, shares: bool) -> None:
         """
         Args:
-            shares: whether the coming step shares anything.
+            step: the coming one.
+            shares: whether it shares anything.
         """
         self._since += 1
         self._look = None
         if not shares or self._since < self._interval or self._arriving is not None:
             return
-        requests, ranges = self._ranges()
-        at_once = self._watch.max_rows // self._queries
-        firsts: list[int] = []  # of the windows that all who share are in
-        for request in sorted({request for each in ranges for request in each.requests}):
-            if not firsts or request >= firsts[-1] + at_once:
-                firsts.append(request)
+        held, at_once = self._prefixes.held(), self._watch.max_rows
+        firsts: list[int] = []  # of the windows that all who share begin in
+        for request in sorted({request for segment, _ in held for request in segment.rows}):
+            rows = step.rows.of_request(request)
+            if rows and (not firsts or rows.start > firsts[-1] + at_once - self._queries):
+                firsts.append(rows.start)
         if not firsts:
             return
         self._since = 0
         layer, first = self._looks % len(self._layers), firsts[self._looks // len(self._layers) % len(firsts)]
         self._looks += 1
-        self._watch.look_at(self._layers[layer].attn_mqa.layer_id, first * self._queries)
-        self._look = Look(layer, first, min(at_once, requests - first), ranges)  # only if that has not failed
+        self._watch.look_at(self._layers[layer].attn_mqa.layer_id, first)
+        count = min(at_once, step.rows.total - first)
+        self._look = Look(layer, first, count, step.rows, held)  # only if that has not failed
 
     def watched(self, layer_id: int, q_absorbed: Tensor, q_rope: Tensor) -> Watched:
         """What the merge of a layer is to be given, in every step: a graph may be captured now and checked later."""
@@ -193,10 +210,11 @@ class ShadowCheck:
         if look is None:
             return False
         self._watch.look_away()
-        some, queries = slice(look.first, look.first + look.count), self._queries
-        rows = look.count * queries
-        requests = Requests(look.count, batch.req_pool_indices[some], batch.seq_lens[some])
-        self._latent.plan((), (), rows)
+        rows, queries = look.count, self._queries
+        units = rows // queries  # of a batch: its requests, or where these have any number of rows, its rows
+        some = slice(look.first // queries, look.first // queries + units)
+        requests = Requests(units, batch.req_pool_indices[some], batch.seq_lens[some])
+        self._latent.plan((), (), Rows(units, queries))
         self._latent.begin_step(requests, sharing=False, uncounted=queries if queries > 1 else 0)
         layer = self._layers[look.layer]
         attention = layer.attn_mqa
@@ -221,14 +239,47 @@ class ShadowCheck:
             return None
         self._arriving = None
         errors: list[float] = host.tolist()
-        of_requests = [errors[at : at + self._queries] for at in range(0, len(errors), self._queries)]
+        of_requests: dict[int, list[float]] = {}
+        for row, error in enumerate(errors, start=look.first):
+            of_requests.setdefault(look.rows.request_of(row), []).append(error)
         right, wrong = set(), set()
-        for request, of_request in enumerate(of_requests, start=look.first):
+        for request, of_request in of_requests.items():
             (right if all(error <= self._bound for error in of_request) else wrong).add(request)
-        held = [each for each in look.ranges if wrong.intersection(each.requests)]
-        suspects = [each for each in held if right.isdisjoint(each.requests)]
+        held = [each for each in look.held if wrong.intersection(each[0].rows)]
+        suspects = [each for each in held if right.isdisjoint(each[0].rows)]
         layer_id = self._layers[look.layer].attn_mqa.layer_id
         return Finding(layer_id, errors, self._bound, frozenset(wrong), suspects or held)
+
+    def judge(self) -> None:
+        """Count what the last check has found, when that is known; what is wrong is shared no more."""
+        finding = self.finding()
+        if finding is None:
+            return
+        self._counters.shadow_checks += 1
+        self._errors.extend(finding.errors)
+        if not finding.wrong:
+            return
+        self._counters.shadow_failures += 1
+        logger.warning(
+            "hybrid_mla: the shadow check found layer %d wrong for %d requests: relative errors up to %.3g, %g is the "
+            "bound. No longer shared: %s",
+            finding.layer,
+            len(finding.wrong),
+            max(finding.errors, key=lambda error: (error != error, error)),  # nan is the worst
+            finding.bound,
+            "; ".join(
+                f"tokens [{each.start}, {each.end}) of {len(each.rows)} requests ({each.mode.value})"
+                for each, _ in finding.suspects
+            )
+            or "nothing, the wrong ones shared nothing",
+        )
+        self._prefixes.distrust({node for _, nodes in finding.suspects for node in nodes})
+
+    def take_errors(self) -> list[float]:
+        """Errors of rows that were found since this was last asked."""
+        errors = list(self._errors)
+        self._errors.clear()
+        return errors
 
     def forget(self) -> None:
         """What is expanded or planned is gone, and with it what a check still under way could say of it."""

@@ -1,0 +1,98 @@
+"""One forward pass, as everything of ours in it sees it.
+
+SGLang copies a `ForwardBatch` field by field before it runs it, so nothing of ours can travel on one; and it runs one
+pass at a time in a process. So the pass that runs stands here. The hook that hears of a batch makes it (steps.py), and
+the backend where nobody has: for a CUDA graph that is captured, and for a step that SGLang computes as one of another
+kind. It ends with SGLang's forward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from sglang_mla_ext.kernels.rows import Rows
+from sglang_mla_ext.prefix.planner import Plan
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    from sglang_mla_ext.adapter.step.prefill import PrefillPlan
+    from sglang_mla_ext.kernels.watch import Watched
+
+NOTHING_SHARED = Plan(0)
+NO_ROWS = Rows(0)
+
+
+class Kind(Enum):
+    """What a pass computes. A server that drafts has verify steps in place of decode steps."""
+
+    DECODE = "decode"
+    VERIFY = "verify"
+    PREFILL = "prefill"
+    OTHER = "other"
+
+    @classmethod
+    def of(cls, mode: ForwardMode) -> Kind:
+        """By SGLang's own mode, which counts a verify step as prefill, too."""
+        if mode.is_decode():
+            return cls.DECODE
+        if mode.is_target_verify():
+            return cls.VERIFY
+        return cls.PREFILL if mode.is_extend() else cls.OTHER
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it is a decode or verify step."""
+        return self in (Kind.DECODE, Kind.VERIFY)
+
+
+class Way(Enum):
+    """Whose attention a step has: SGLang's, ours to all keys of a request, or ours to what is shared and to tails."""
+
+    STOCK = "stock"
+    LATENT = "latent"
+    SHARED = "shared"
+
+
+@dataclass
+class Pass:
+    """A forward pass of the model.
+
+    Attributes:
+        rows: of each of its requests.
+        plan: of a decode or verify step, what its requests share.
+        prefill: of prefill, what is attended to in expanded form; None where nothing is.
+        way: of a decode or verify step; set when it begins.
+        takes_query: whether it attends to expanded segments, so that its layers' queries are needed before absorption.
+        watched: what is to be looked at in the merge of the layer that runs now, if anything ever is.
+    """
+
+    kind: Kind
+    rows: Rows = NO_ROWS
+    plan: Plan = NOTHING_SHARED
+    prefill: PrefillPlan | None = None
+    way: Way = Way.STOCK
+    takes_query: bool = False
+    watched: Watched | None = None
+
+    def share_nothing(self) -> None:
+        """Something of ours has failed."""
+        self.plan, self.prefill = NOTHING_SHARED, None
+
+
+class Passes:
+    """Attributes:
+    now: the pass that runs, or is about to.
+    """
+
+    def __init__(self) -> None:
+        self.now = Pass(Kind.OTHER)
+
+    def end(self) -> None:
+        """It has been launched; or what comes is not the model's, but its draft's."""
+        self.now = Pass(Kind.OTHER)
+
+
+passes = Passes()

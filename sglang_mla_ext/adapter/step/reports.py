@@ -1,0 +1,48 @@
+"""What a scheduler process says of itself: the `hybrid_mla` entry of `/server_info`, and the same with the tree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_mla_ext.observe import Counters, report, segment_entry
+from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+
+
+class Reports:
+    """Of one process; asking changes nothing."""
+
+    def __init__(
+        self, prefixes: SharedPrefixes, counters: Counters, *, budget_bytes: int, chunk_bytes: int, description: str
+    ) -> None:
+        """
+        Args:
+            budget_bytes: device memory for expanded prefixes and our own buffers; chunk_bytes: of one chunk.
+            description: what can be shared here, in one line.
+        """
+        self._prefixes, self._counters = prefixes, counters
+        self._budget_bytes, self._chunk_bytes = budget_bytes, chunk_bytes
+        self.description = description
+
+    def report(self) -> dict[str, Any]:
+        """The entry; see observe.report."""
+        expanded_bytes = self._prefixes.pool.used_chunks * self._chunk_bytes
+        without = self._prefixes.tokens_without_memory
+        return report(self._counters, self._prefixes.plan, expanded_bytes, self._budget_bytes, without)
+
+    def status(self, pause: int) -> dict[str, Any]:
+        """The entry with the tree of shared segments, for who asks; see status.Rank.
+
+        Args:
+            pause: forward passes until something is shared again.
+        """
+        found = self.report()
+        found |= {"requests": self._prefixes.plan.requests, "pause": pause, "description": self.description}
+        try:
+            found["segments"] = [
+                segment_entry(each, self._chunk_bytes, self._prefixes.latent_bytes)
+                for each in self._prefixes.shown_segments()
+            ]
+        except Exception as error:  # what is shared stays so
+            self._counters.fall_back(f"showing the tree of shared segments failed: {type(error).__name__}", error)
+            found["segments"] = []
+        return found
