@@ -34,8 +34,8 @@ from rich.table import Table
 from sglang_mla_ext.kernels.absorb.quantize_query import quantize_query
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.naive import schedule
-from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, ExpandedBuffers
+from sglang_mla_ext.segment import Mode, Segment
 
 
 class Batch(NamedTuple):

@@ -63,7 +63,7 @@ def shared_prefixes(heads: int, chunks: int) -> SharedPrefixes:
 def planned(prefixes: SharedPrefixes) -> dict[str, int]:
     """What the last decode step shares: groups, and rows that are in one."""
     plan = prefixes.plan
-    return dict(groups=len(plan.groups), shared_rows=sum(length > 0 for length in plan.prefix_lens))
+    return dict(groups=len(plan.segments), shared_rows=sum(length > 0 for length in plan.prefix_lens))
 
 
 class Batch:
@@ -117,7 +117,7 @@ def measure_plans(name: str, heads: int, chunks: int, repeats: int) -> dict[str,
     prefixes.attach(TreeView(batch.tree.cache))
 
     def decode() -> None:
-        prefixes.before_decode(batch.requests)
+        prefixes.plan_decode(batch.requests)
 
     def prefill() -> None:
         prefixes.before_prefill(batch.requests[-REPLACED:], batch.requests[:-REPLACED], AFFORDABLE)

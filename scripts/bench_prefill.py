@@ -32,7 +32,9 @@ from sglang_mla_ext.kernels.merge import LN2
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.shared_prefixes import ExpandedPart
+from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.rows import Rows
+from sglang_mla_ext.segment import Mode, Segment
 
 MAX_CHUNK_TOKENS = 128 * 1024  # SGLANG_MAX_KV_CHUNK_CAPACITY
 ROWS_PER_RUN = 1024
@@ -132,10 +134,10 @@ def sglang_way(step: Step) -> Callable[[float], torch.Tensor]:
 def our_way(step: Step, buffers: ExpandedBuffers) -> Callable[[], torch.Tensor]:
     """Attention to the expanded prefix and the merge, as the server runs it."""
     attention = make_shared_attention(buffers, max_rows=ROWS_PER_RUN, heads=step.heads, device="cuda")
-    part = ExpandedPart(step.prefix, tuple(range(buffers.chunks)))
-    counts = [step.new_tokens] * step.requests
-    lens, parts = [step.prefix] * step.requests, [part] * step.requests
-    plan = PrefillPlan.make(lens, parts, counts, attention, {0: 0}, ROWS_PER_RUN, Counters())
+    everyone, chunks = tuple(range(step.requests)), tuple(range(buffers.chunks))
+    shared = Plan(step.requests, (Segment(everyone, 0, step.prefix, Mode.NAIVE, chunks),))
+    rows = Rows(step.requests, step.new_tokens)
+    plan = PrefillPlan.make(shared, rows, attention, {0: 0}, ROWS_PER_RUN, Counters())
     layer = SimpleNamespace(
         attn_mha=SimpleNamespace(layer_id=0, scaling=SCALE), qk_nope_head_dim=DN, qk_rope_head_dim=DR
     )

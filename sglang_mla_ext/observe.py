@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sglang_mla_ext.kernels.segment import Mode
 from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
     from sglang_mla_ext.prefix.segments import ShownSegment

@@ -24,10 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sglang_mla_ext.segment import Mode, Segment
+
 from ..constants import PAGE_TOKENS
 from ..memory import Memory, tensor_bytes
 from ..merge import merge
-from ..segment import Mode, Segment
 from ..storage.join_parts import join_parts
 from ..storage.page_table import fill_page_table
 from ..watch import Watched

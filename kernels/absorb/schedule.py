@@ -44,8 +44,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from sglang_mla_ext.segment import Segment
+
 from ..partials import PartialTable
-from ..segment import Segment
 from ..splits import balanced_order, choose_splits
 from .items import (
     ITEM_BEGIN,

@@ -23,12 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sglang_mla_ext.segment import Segment
+
 from ..constants import CHUNK_TOKENS
 from ..memory import Memory, tensor_bytes
 from ..merge import merge
 from ..partials import PartialTable
 from ..reference import attention as reference
-from ..segment import Segment
 from ..storage.expanded import ExpandedBuffers
 from ..watch import Watched
 from . import triton_naive

@@ -13,9 +13,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from sglang_mla_ext.segment import Segment
+
 from ..constants import CHUNK_TOKENS
 from ..partials import Array, PartialTable
-from ..segment import Segment
 from ..splits import balanced_order, choose_splits, pairs_of_splits
 from . import items as fields
 from .items import GROUP_ROWS, ITEM_FIELDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..segment import Segment
+from sglang_mla_ext.segment import Segment
 
 BUSY_ROWS = 128
 """Rows that keep a multiprocessor busy: while half of them are in their softmax, the other half multiplies."""

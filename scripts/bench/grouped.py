@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 
 from bench.cases import DR, LATENT, PAGE_TOKENS, SCALE, Case, padded, page_table
-from sglang_mla_ext.kernels.segment import Mode, Segment
+from sglang_mla_ext.segment import Mode, Segment
 
 
 def grouped_absorb(case: Case, cuts: int = 1) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:

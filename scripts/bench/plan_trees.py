@@ -21,7 +21,7 @@ from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode
 from sglang_mla_ext.prefix.gains import Gains
-from sglang_mla_ext.prefix.planner import Runs, Ways, plan_step, whole
+from sglang_mla_ext.prefix.planner import Branches, Ways, plan_step, whole
 from sglang_mla_ext.prefix.tree import SharedTree
 
 CHUNK = 256  # tokens of a chunk of expanded tokens
@@ -104,11 +104,11 @@ def chosen(tree: Tree, heads: int, dtype: str, rates: GpuRates) -> str:
     cost = CostModel(DIMS, heads, rates, expanded_element_bytes=ELEMENT_BYTES[dtype])
     grouped = heads in STACKED_HEADS
     gains = Gains.of(HybridMLAOptions(), cost, naive=True, grouped=grouped, step_tokens=sum(tree.tokens))
-    runs = Runs(SharedTree(range(len(tree.parents)), tree.parents, tree.ends, tree.node_of_row))
+    branches = Branches(SharedTree(range(len(tree.parents)), tree.parents, tree.ends, tree.node_of_row))
     ways = Ways(gains.naive, gains.grouped, CHUNK, PAGE_TOKENS)
     modes = [Mode.ABSORB] * len(tree.parents)
-    for group in plan_step(runs, ways, whole(runs), gains.launch):
-        modes[group.node] = group.mode
+    for part in plan_step(branches, ways, whole(branches), gains.launch):
+        modes[branches[part.branch].nodes[-1]] = part.mode
     return name_of(tuple(modes))
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sglang_mla_ext.kernels.segment import Mode
 from sglang_mla_ext.predict.memory import memory
 from sglang_mla_ext.predict.report import GIB, Asked, from_data_sheet
 from sglang_mla_ext.predict.step import Deployment, allowed_modes
+from sglang_mla_ext.segment import Mode
 
 PROMPTS = [round(2 ** (power / 2)) for power in range(16, 35)]  # 256 to 131,072 tokens
 REQUESTS = [2**power for power in range(11)]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_mla_ext.configs import read_config_or_file
-from sglang_mla_ext.kernels.segment import Mode
 from sglang_mla_ext.prefix.cost_model import GpuRates
+from sglang_mla_ext.segment import Mode
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from typing import Any
 
 from rich.table import Table
 
-from sglang_mla_ext.kernels.segment import Mode
 from sglang_mla_ext.predict.memory import Memory, memory
 from sglang_mla_ext.predict.step import Deployment, allowed_modes, best_mode, predict
 from sglang_mla_ext.prefix.cost_model import ModeRates
+from sglang_mla_ext.segment import Mode
 
 GIB = 1 << 30
 

@@ -17,10 +17,10 @@ from functools import cached_property
 from typing import Any
 
 from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile  # plain Python
-from sglang_mla_ext.kernels.segment import Mode
 from sglang_mla_ext.predict import weights
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.prefix.cost_model import CostModel, ModelDims
+from sglang_mla_ext.segment import Mode
 
 # Products run on tiles that fit the batch to about so many rows.
 ROW_STEP = 8

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_mla_ext.configs import FALLBACK_GPU, gpu_config_of, read_config_or_file
-from sglang_mla_ext.kernels.segment import Mode
+from sglang_mla_ext.segment import Mode
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_mla_ext.kernels.segment import Mode
 from sglang_mla_ext.prefix.cost_model import CostModel
 from sglang_mla_ext.prefix.planner import Gain, Launch
+from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
     from sglang_mla_ext.options import HybridMLAOptions

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import NamedTuple
 
-from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.prefix.tree import SharedTree
+from sglang_mla_ext.segment import Mode, Segment
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from itertools import count
 from weakref import WeakKeyDictionary
 
-from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.prefix.expanded_pool import Chunk, ExpandedPool
 from sglang_mla_ext.prefix.tree import Tree
+from sglang_mla_ext.segment import Mode, Segment
 
 KEPT = "kept"
 """The mode of a segment that is expanded, or being expanded, and that the last decode step did not attend to."""

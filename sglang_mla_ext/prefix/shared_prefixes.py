@@ -12,7 +12,6 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.cost_model import CostModel
 from sglang_mla_ext.prefix.expanded_pool import Chunk, ExpandedPool, Want
@@ -20,6 +19,7 @@ from sglang_mla_ext.prefix.gains import Gains, every_range, no_launch
 from sglang_mla_ext.prefix.planner import Branches, Capacity, Launch, Part, Plan, Ways, limit_parts, plan_step, whole
 from sglang_mla_ext.prefix.segments import SegmentNumbers, ShownSegment, shown_segments
 from sglang_mla_ext.prefix.tree import SharedTree, Tree
+from sglang_mla_ext.segment import Mode, Segment
 
 if TYPE_CHECKING:
     from sglang_mla_ext.options import HybridMLAOptions

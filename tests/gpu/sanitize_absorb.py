@@ -14,10 +14,10 @@ from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity, build_segment
 from sglang_mla_ext.kernels.absorb.tail_schedule import schedule_tails
 from sglang_mla_ext.kernels.merge import merge
 from sglang_mla_ext.kernels.reference import attention as reference
-from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.append_latent import append_latent
 from sglang_mla_ext.kernels.storage.fetch_latent import fetch_latent
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout, dequantize, quantize
+from sglang_mla_ext.segment import Mode, Segment
 
 LAYOUT, RANK, DR, PAGE = LatentRowLayout(), 512, 64, 64
 SCALE = 192**-0.5

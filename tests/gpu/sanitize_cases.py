@@ -24,10 +24,10 @@ from sglang_mla_ext.kernels.dispatch import make_hopper_absorb_fp8
 from sglang_mla_ext.kernels.naive import sm90_naive, triton_naive
 from sglang_mla_ext.kernels.naive.attention import TritonSharedAttention
 from sglang_mla_ext.kernels.reference import attention as reference
-from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.expand_prefix import expand_prefix
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, FP8_MAX, ExpandedBuffers, scale_bounds
 from sglang_mla_ext.kernels.watch import Watch, Watched
+from sglang_mla_ext.segment import Mode, Segment
 
 DEVICE = "cuda"
 HEADS, RANK, DN, DR, DV = 2, 512, 128, 64, 128

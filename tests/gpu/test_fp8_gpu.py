@@ -12,7 +12,6 @@ import torch
 
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.reference import attention as reference
-from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.expand_prefix import expand_prefix
 from sglang_mla_ext.kernels.storage.expanded import (
     CHUNK_TOKENS,
@@ -22,6 +21,7 @@ from sglang_mla_ext.kernels.storage.expanded import (
     ExpandedBuffers,
     scale_bounds,
 )
+from sglang_mla_ext.segment import Mode, Segment
 
 pytestmark = pytest.mark.gpu
 

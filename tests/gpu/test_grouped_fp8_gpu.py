@@ -24,8 +24,8 @@ from sglang_mla_ext.kernels.dispatch import (
 )
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
-from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.latent_rows import dequantize
+from sglang_mla_ext.segment import Mode, Segment
 
 pytestmark = pytest.mark.gpu
 

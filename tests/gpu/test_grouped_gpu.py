@@ -23,7 +23,7 @@ from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.kernels.dispatch import make_grouped_absorb
 from sglang_mla_ext.kernels.merge import merge
 from sglang_mla_ext.kernels.reference import attention as reference
-from sglang_mla_ext.kernels.segment import Mode, Segment
+from sglang_mla_ext.segment import Mode, Segment
 
 pytestmark = pytest.mark.gpu
 

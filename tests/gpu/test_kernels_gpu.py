@@ -20,8 +20,8 @@ from sglang_mla_ext.kernels.naive import sm90_naive as naive_prefix_hopper
 from sglang_mla_ext.kernels.naive import triton_naive as naive_prefix
 from sglang_mla_ext.kernels.naive.attention import TritonSharedAttention
 from sglang_mla_ext.kernels.reference import attention as reference
-from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
+from sglang_mla_ext.segment import Mode, Segment
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from sglang_mla_ext.kernels.partials import FIRSTS, PartialTable
-from sglang_mla_ext.kernels.segment import Mode, Segment
+from sglang_mla_ext.segment import Mode, Segment
 
 # Like conftest.py: the kernel is bound to the interpreter when it is imported.
 with pytest.MonkeyPatch.context() as patch:

@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.merge import LN2
 from sglang_mla_ext.kernels.reference import attention as reference
-from sglang_mla_ext.kernels.segment import Mode, Segment
+from sglang_mla_ext.segment import Mode, Segment
 
 # Like conftest.py: the kernels are bound to the interpreter when they are imported.
 with pytest.MonkeyPatch.context() as patch:

@@ -25,8 +25,8 @@ from sglang_mla_ext.kernels.absorb import sm90_fp8_absorb, sm90_fp8_few_heads
 from sglang_mla_ext.kernels.absorb.grouped_fp8 import HopperGroupedAbsorbFP8
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
-from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.latent_rows import dequantize, quantize
+from sglang_mla_ext.segment import Mode, Segment
 
 RANK, ROPE, PAGE = 512, 64, 64
 MAX_ROWS, MAX_TOKENS = 20, 800

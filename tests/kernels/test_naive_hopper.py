@@ -24,8 +24,8 @@ from sglang_mla_ext.kernels.naive.sm90_parts import consumers
 from sglang_mla_ext.kernels.naive.tiles import Tile
 from sglang_mla_ext.kernels.naive.triton_naive import check_arguments
 from sglang_mla_ext.kernels.reference import attention as reference
-from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
+from sglang_mla_ext.segment import Mode, Segment
 
 NAN = float("nan")
 DN, DR, DV = 128, 64, 64  # not all alike, so that none passes for another

@@ -18,8 +18,8 @@ from sglang_mla_ext.kernels.naive import triton_naive
 from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention, TritonSharedAttention
 from sglang_mla_ext.kernels.naive.tiles import LARGEST_TILE, Tile
 from sglang_mla_ext.kernels.reference import attention as reference
-from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
+from sglang_mla_ext.segment import Mode, Segment
 
 NAN = float("nan")
 LAYERS, LAYER = 2, 1

@@ -18,8 +18,8 @@ from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8
 from sglang_mla_ext.kernels.naive.attention import TritonSharedAttention
 from sglang_mla_ext.kernels.naive.tiles import Tile
 from sglang_mla_ext.kernels.reference import attention as reference
-from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
+from sglang_mla_ext.segment import Mode, Segment
 
 NAN = float("nan")
 E4M3_NAN = 0x7F

@@ -6,7 +6,7 @@ import torch
 
 from sglang_mla_ext.kernels.naive.sm90_naive import TILES
 from sglang_mla_ext.kernels.naive.tiles import LARGEST_TILE, best_tile, launched_tiles
-from sglang_mla_ext.kernels.segment import Mode, Segment
+from sglang_mla_ext.segment import Mode, Segment
 
 
 def test_which_tiles_are_launched_and_planned_for() -> None:

@@ -206,8 +206,9 @@ def make_world(monkeypatch: pytest.MonkeyPatch, new_tree: Any) -> Any:
     """`make_world(**options)`: a `decode_world.World`, with no pass that runs, before and after."""
     from decode_world import World
 
+    from sglang_mla_ext.adapter.step.passes import passes
     from sglang_mla_ext.adapter.step.relay import relay
 
-    relay.clear()
+    relay.clear(), passes.end()
     yield lambda **options: World(monkeypatch, new_tree, **options)
-    relay.clear()
+    relay.clear(), passes.end()

@@ -358,5 +358,7 @@ KINDS = [
 
 def groups_of(world: World) -> list[tuple[int, int, str]]:
     """Requests, tokens and mode of each group of the last step's plan."""
-    groups = [(group["requests"], group["prefix_len"], group["mode"]) for group in world.steps.report()["groups"]]
+    groups = [
+        (group["requests"], group["prefix_len"], group["mode"]) for group in world.steps.reports.report()["groups"]
+    ]
     return sorted(groups, reverse=True)

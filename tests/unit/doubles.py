@@ -14,10 +14,10 @@ from torch import Tensor
 
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
-from sglang_mla_ext.kernels.rows import Rows
-from sglang_mla_ext.kernels.segment import Segment
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
 from sglang_mla_ext.kernels.watch import Watched
+from sglang_mla_ext.rows import Rows
+from sglang_mla_ext.segment import Segment
 
 HEADS, RANK, DR, PAGE = 8, 32, 16, 64
 MIB = 1 << 20

@@ -197,7 +197,7 @@ class Life:
 
         def execute(batch: Any) -> list[torch.Tensor]:
             self.server.backend.init_forward_metadata(batch)
-            if self.server.backend._sharing and self.of_ours.any():
+            if self.server.coming.way.value == "shared" and self.of_ours.any():
                 raise WrongAnswer("memory is used that came back from sleep with any contents")
             return [
                 attend(index, layer, batch, *inputs[index]).view(-1, HEADS, DV)

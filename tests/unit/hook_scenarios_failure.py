@@ -1,4 +1,4 @@
-"""What our hooks do for a pass in which our part of a layer fails (rerun.py).
+"""What our hooks do for a pass in which our part of a layer fails (failure.py).
 
 Each scenario runs in a process of its own, see test_hooks.py; test_faults.py has all that can fail.
 """
@@ -17,7 +17,7 @@ def scenario_a_pass_in_which_our_part_fails_is_run_again() -> None:
     server = Server()
     from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 
-    from sglang_mla_ext.adapter.step.rerun import our_part
+    from sglang_mla_ext.adapter.step.failure import our_part
 
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
     server.forward("DECODE", requests)

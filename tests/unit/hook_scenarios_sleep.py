@@ -112,7 +112,7 @@ def scenario_what_is_expanded_is_forgotten_in_sleep_and_steps_are_right_after_it
             server.tree.finish(*requests)
             manager.release_memory_occupation(asked(*tags))
             assert "kv_cache" in saver.asleep
-            assert server.pool.used_chunks == 0 and not server.shares() and server.prefixes.plan.groups == ()
+            assert server.pool.used_chunks == 0 and not server.shares() and server.prefixes.plan.segments == ()
             manager.resume_memory_occupation(asked(*tags))
             assert not saver.asleep
             for _, tensor in saver.saved:
@@ -151,7 +151,7 @@ def scenario_weights_and_graphs_sleep_without_the_expanded_prefixes() -> None:
     manager.resume_memory_occupation(asked("weights", "cuda_graph"))
     assert server.shares() and server.pool.used_chunks == 4
     check_expanded(server, requests[0])
-    (segment,) = server.steps.next.expanded
+    (segment,) = server.coming.plan.segments
     assert segment.tokens == 13 * PAGE
 
 

@@ -68,16 +68,14 @@ def scenario_a_drafts_backends_know_their_names() -> None:
 
 
 def scenario_a_drafts_prefill_does_not_take_the_models_plan() -> None:
-    """SGLang runs both on the same batch, with the same list of lengths, by which the plan is known."""
+    """SGLang runs both on the same batch, with the same list of lengths."""
     server = Server(queries=QUERIES)
-    from sglang_mla_ext.adapter.step.prefill import plan_of
-
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
     lens = {"prefix_lens": [13 * PAGE, 8 * PAGE], "new_tokens": [5, 3]}
     batch = server.forward("EXTEND", requests, **lens)
-    assert plan_of(batch) is not None
+    assert server.coming.prefill is not None
     of_draft = server.forward("EXTEND", requests, draft=True, **lens)
-    assert of_draft.extend_prefix_lens_cpu is batch.extend_prefix_lens_cpu and plan_of(of_draft) is None
+    assert of_draft.extend_prefix_lens_cpu is batch.extend_prefix_lens_cpu and server.coming.prefill is None
 
 
 # ---- verify steps
@@ -86,22 +84,22 @@ def scenario_a_drafts_prefill_does_not_take_the_models_plan() -> None:
 def scenario_a_verify_step_is_planned_by_requests_and_shared_by_rows() -> None:
     """Whatever passes the draft model makes before it and behind it."""
     server = Server(queries=QUERIES)
-    from sglang_mla_ext.adapter.step.relay import relay
-
     other, *sharing = server.run("other", PROMPT + "-a", PROMPT + "-b")
     requests = [sharing[0], other, sharing[1]]
     server.forward("DECODE", requests, draft=True)
     batch = server.forward("TARGET_VERIFY", requests)
     assert batch.forward_mode.is_extend(), "SGLang counts it as prefill, too"
-    (segment,) = server.steps.next.expanded
-    assert segment.rows == (0, 1, 2, 6, 7, 8) and segment.tokens == 13 * PAGE
-    assert server.steps.next.tail_starts == (13 * PAGE, 0, 13 * PAGE)
-    assert relay.prefill is None
+    (segment,) = server.coming.plan.segments
+    assert segment.rows == (0, 2) and segment.tokens == 13 * PAGE
+    (of_rows,) = server.coming.rows.spread([segment])
+    assert of_rows.rows == (0, 1, 2, 6, 7, 8)
+    assert server.coming.plan.prefix_lens == (13 * PAGE, 0, 13 * PAGE)
+    assert server.coming.prefill is None
     server.backend.init_forward_metadata(batch_of(server, requests, drafts=QUERIES))
-    assert relay.takes_query
+    assert server.coming.takes_query
     lens = {"prefix_lens": [13 * PAGE] * 3, "new_tokens": [QUERIES] * 3}
     server.forward("DRAFT_EXTEND_V2", requests, draft=True, **lens)
-    assert not relay.takes_query
+    assert not server.coming.takes_query
     counters = server.counters
     assert (counters.steps_verify, counters.steps_naive, counters.steps_absorb) == (1, 1, 0)
     assert counters.max_group_size == 2 and counters.forward_passes == 1, "the draft model's passes are not counted"
@@ -113,7 +111,7 @@ def scenario_requests_come_and_go_between_verify_steps() -> None:
 
     def rows(*requests: Any) -> list[tuple[int, ...]]:
         server.forward("TARGET_VERIFY", list(requests))
-        return [segment.rows for segment in server.steps.next.expanded]
+        return [segment.rows for segment in server.coming.rows.spread(server.coming.plan.segments)]
 
     first, second, third = server.run(PROMPT + "-a", PROMPT + "-b", PROMPT + "-c")
     assert rows(first, second, third) == [tuple(range(9))]

@@ -94,7 +94,7 @@ def scenario_all_that_is_allocated_is_inside_the_budget() -> None:
     (buffers,) = server.buffers
     assert 0 < buffers.bytes <= BUDGET
     assert buffers.chunks == server.pool.num_chunks
-    assert server.steps.report()["budget_bytes"] == server.worker.budget_bytes == BUDGET
+    assert server.steps.reports.report()["budget_bytes"] == server.worker.budget_bytes == BUDGET
 
 
 # ---- the backend's factory
@@ -221,8 +221,10 @@ def scenario_the_scheduler_says_when_all_is_ready() -> None:
     logging.getLogger("sglang_mla_ext").addHandler(handler)
     logging.getLogger("sglang_mla_ext").setLevel(logging.INFO)
     server = Server()
-    assert records[-1] == f"hybrid_mla: ready; {server.steps.description}"
-    assert "for expanded prefixes" in server.steps.description and "mode naive" in server.steps.description
+    assert records[-1] == f"hybrid_mla: ready; {server.steps.reports.description}"
+    assert (
+        "for expanded prefixes" in server.steps.reports.description and "mode naive" in server.steps.reports.description
+    )
 
 
 def scenario_server_info_has_our_report() -> None:
@@ -233,7 +235,7 @@ def scenario_server_info_has_our_report() -> None:
     server = Server()
     server.forward("DECODE", server.run(PROMPT + "-a", PROMPT + "-b"))
     state = server.scheduler.get_internal_state(None).internal_state
-    assert state == {"of": "sglang", "hybrid_mla": server.steps.status()}
+    assert state == {"of": "sglang", "hybrid_mla": server.steps.reports.status(0)}
     server.scheduler.accept_length = 2.5
     with_drafts = server.scheduler.get_internal_state(None).internal_state
     assert with_drafts["hybrid_mla"] == {**state["hybrid_mla"], "avg_spec_accept_length": 2.5}
@@ -260,7 +262,7 @@ def scenario_metrics_are_published_once_a_second_and_when_idle() -> None:
     server.forward("DECODE", requests)
     assert published == [], "a server without metrics"
     server.scheduler = make_scheduler(server.tree.cache, SimpleNamespace(labels={"model_name": "m"}))
-    server.steps._shadow_errors.append(0.5)
+    server.steps.shadow = SimpleNamespace(take_errors=iter([[0.5], [], []]).__next__, judge=lambda: None)
     for _ in range(3):
         server.forward("DECODE", requests)
     assert [report["counters"]["steps_naive"] for report in published] == [2]

@@ -22,23 +22,24 @@ def scenario_a_decode_step_is_planned() -> None:
     server = Server()
     other, *sharing = server.run("other", PROMPT + "-a", PROMPT + "-b")
     server.forward("DECODE", [sharing[0], other, sharing[1]])
-    (segment,) = server.steps.next.expanded
+    (segment,) = server.coming.plan.segments
     assert (segment.rows, segment.tokens) == ((0, 2), 13 * PAGE)
-    assert server.steps.next.tail_starts == (13 * PAGE, 0, 13 * PAGE)
+    assert server.coming.plan.prefix_lens == (13 * PAGE, 0, 13 * PAGE)
     assert server.counters.steps_naive == 1
     server.forward("DECODE", [other])
     assert not server.shares() and server.counters.steps_absorb == 1
 
 
 def scenario_a_draft_worker_is_ignored() -> None:
-    """Its passes have the requests of the target's, and another pool."""
+    """Its passes have the requests of the target's, and another pool: nothing is planned for them, nor counted."""
     server = Server()
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
     server.forward("DECODE", requests)
-    planned, steps = server.steps.next, server.counters.steps_naive
+    steps = server.counters.steps_naive
     server.forward("DECODE", requests[:1], draft=True)
+    assert not server.shares()
     server.forward("EXTEND", requests[:1], draft=True, prefix_lens=[0], new_tokens=[5])
-    assert server.steps.next is planned and planned
+    assert not server.shares() and server.prefixes.plan.segments
     assert (server.counters.steps_naive, server.counters.steps_absorb) == (steps, 0)
 
 
@@ -66,30 +67,24 @@ def scenario_a_new_pass_forgets_what_the_one_before_left() -> None:
         ("IDLE", {}),
         ("EXTEND", {"prefix_lens": [0, 0], "new_tokens": [1, 1]}),
     ):
-        relay.takes_query, relay.prefill, relay.prefill_lens = True, "plan", [1]
+        server.coming.takes_query, server.coming.prefill = True, "plan"
         relay.q_nope = relay.tail_lse = torch.zeros(1)
-        server.steps.next = "of the step before"
         server.forward(mode, requests, **lens)
-        assert not relay.takes_query and relay.q_nope is None and relay.tail_lse is None, mode
-        assert relay.prefill is None, mode
+        assert not server.coming.takes_query and relay.q_nope is None and relay.tail_lse is None, mode
+        assert server.coming.prefill is None, mode
         assert server.shares() == (mode == "DECODE"), mode
 
 
 def scenario_prefill_is_planned_with_the_requests_own_lengths() -> None:
     server = Server()
-    from sglang_mla_ext.adapter.step.prefill import plan_of
-    from sglang_mla_ext.adapter.step.relay import relay
-
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
     lens = {"prefix_lens": [13 * PAGE, 8 * PAGE], "new_tokens": [5, 3]}
-    batch = server.forward("EXTEND", requests, **lens)
-    plan = plan_of(batch)
-    assert plan is not None and plan is relay.prefill
+    server.forward("EXTEND", requests, **lens)
+    plan = server.coming.prefill
     assert plan.covered == (13 * PAGE, 8 * PAGE)
-    assert [(part.start, part.stop) for part in plan.passes] == [(0, 8)]
-    assert plan_of(SimpleNamespace(extend_prefix_lens_cpu=list(lens["prefix_lens"]))) is None, "another step"
+    assert [(window.start, window.stop) for window in plan.windows] == [(0, 8)]
     server.forward("EXTEND", requests, prefix_lens=[5, 3], new_tokens=[13 * PAGE, 8 * PAGE])
-    assert relay.prefill is None, "hardly anything is cached"
+    assert server.coming.prefill is None, "hardly anything is cached"
 
 
 def scenario_prefill_expands_what_running_requests_share() -> None:
@@ -108,22 +103,18 @@ def scenario_prefill_expands_what_running_requests_share() -> None:
 def scenario_prefill_expands_what_requests_share_that_are_being_sent() -> None:
     """On a prefill server none is decoding; those that have run hold their prefix until a decode server has it."""
     server = Server(role="prefill")
-    from sglang_mla_ext.adapter.step.prefill import plan_of
-
     first, second = server.run(PROMPT + "-a", PROMPT + "-b")
     server.scheduler.disagg_prefill_inflight_queue = [first]
-    batch = server.forward("EXTEND", [second], prefix_lens=[13 * PAGE], new_tokens=[7])
-    assert plan_of(batch).covered == (13 * PAGE,) and server.pool.used_chunks == 4
+    server.forward("EXTEND", [second], prefix_lens=[13 * PAGE], new_tokens=[7])
+    assert server.coming.prefill.covered == (13 * PAGE,) and server.pool.used_chunks == 4
 
 
 def scenario_beside_another_prefill_backend_nothing_is_planned_for_prefill() -> None:
     """But what its requests share is expanded, for decode."""
     server = Server(prefill="torch_native")
-    from sglang_mla_ext.adapter.step.prefill import plan_of
-
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
-    batch = server.forward("EXTEND", requests, prefix_lens=[13 * PAGE] * 2, new_tokens=[7, 7])
-    assert plan_of(batch) is None and server.pool.used_chunks == 4
+    server.forward("EXTEND", requests, prefix_lens=[13 * PAGE] * 2, new_tokens=[7, 7])
+    assert server.coming.prefill is None and server.pool.used_chunks == 4
 
 
 # ---- when what is expanded is forgotten
@@ -131,8 +122,6 @@ def scenario_beside_another_prefill_backend_nothing_is_planned_for_prefill() -> 
 
 def scenario_a_flush_forgets_everything() -> None:
     server = Server()
-    from sglang_mla_ext.adapter.step.relay import relay
-
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
     server.forward("DECODE", requests)
     server.backend.init_forward_metadata(batch_of(server, requests))
@@ -140,15 +129,15 @@ def scenario_a_flush_forgets_everything() -> None:
     assert server.scheduler.flush_cache() is False
     assert server.pool.used_chunks and server.shares(), "SGLang did not flush"
 
-    relay.prefill = "plan"
+    server.coming.prefill = "plan"
     nodes = [weakref.ref(request.last_node) for request in requests]
     requests.clear()
     server.scheduler.idle = True
     assert server.scheduler.flush_cache(empty_cache=False) is True
     assert server.pool.used_chunks == 0 and server.counters.evictions == 4
-    assert not server.shares() and server.prefixes.plan.groups == ()
-    assert relay.prefill is None
-    assert server.steps.report()["expanded_bytes"] == 0
+    assert not server.shares() and server.prefixes.plan.segments == ()
+    assert server.coming.prefill is None
+    assert server.steps.reports.report()["expanded_bytes"] == 0
     gc.collect()
     assert all(node() is None for node in nodes), "something keeps the flushed tree alive"
 
@@ -163,7 +152,7 @@ def scenario_idle_forgets_only_when_fully_idle() -> None:
     assert server.pool.used_chunks == 4 and server.shares()
     server.scheduler.idle = True
     server.scheduler.on_idle()
-    assert not server.shares() and server.prefixes.plan.groups == ()
+    assert not server.shares() and server.prefixes.plan.segments == ()
     assert server.pool.used_chunks == 4, "its prompt is still in the tree"
 
 
@@ -182,7 +171,7 @@ def scenario_weights_that_change_take_expansions_and_scales_along() -> None:
 
     class TpWorker:
         def update(self, recv_req: Any) -> tuple[bool, str]:
-            seen.append((server.pool.used_chunks, server.shares(), server.prefixes.plan.groups))
+            seen.append((server.pool.used_chunks, server.shares(), server.prefixes.plan.segments))
             server.layers[1].kv_b_proj.weight *= 4
             return True, "done"
 
@@ -214,7 +203,7 @@ def scenario_weights_that_change_take_expansions_and_scales_along() -> None:
 
 def check_expanded(server: Server, request: Any) -> None:
     """The expanded keys and values are those of the request's latent rows and of the weights of now."""
-    (segment,) = server.steps.next.expanded
+    (segment,) = server.coming.plan.segments
     slots = request.slots[: segment.tokens]
     for index, layer in enumerate(server.layers):
         k_nope, v, k_rope = server.buffers[0].read(index, segment.chunks, segment.tokens)
@@ -296,12 +285,13 @@ def scenario_the_query_is_kept_only_where_it_is_needed() -> None:
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import DeepseekMLAForwardMixin
 
     from sglang_mla_ext.adapter.step.layer import merge_before_o_proj
+    from sglang_mla_ext.adapter.step.passes import passes
     from sglang_mla_ext.adapter.step.relay import relay
 
     (layer, of_a_draft), q, latent = make_layers(), torch.randn(3, HEADS, DN + DR), torch.randn(3, RANK + DR)
     merge_before_o_proj([layer], lambda tail_out: tail_out)
     for needed in (False, True):
-        relay.takes_query = needed
+        passes.now.takes_query = needed
         result = DeepseekMLAForwardMixin._split_q_nope_pe(layer, q, latent)
         assert [part.shape[-1] for part in result] == [DN, DR, DR]
         DeepseekMLAForwardMixin._split_q_nope_pe(of_a_draft, q, latent)

@@ -254,9 +254,16 @@ class Server:
             batch, runner, capture_hidden_mode=CaptureHiddenMode.NULL, return_hidden_states_before_norm=False
         )
 
+    @property
+    def coming(self) -> Any:
+        """The pass that runs, or is about to."""
+        from sglang_mla_ext.adapter.step.passes import passes
+
+        return passes.now
+
     def shares(self) -> bool:
         """Whether the coming decode step shares anything."""
-        return bool(self.steps.next)
+        return bool(self.coming.plan.segments)
 
 
 def replace_bodies() -> None:

@@ -29,8 +29,9 @@ from decode_world import (
     groups_of,
 )
 
+from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Way, passes
 from sglang_mla_ext.adapter.step.relay import relay
-from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE, NOTHING_SHARED
+from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE
 from sglang_mla_ext.prefix.cost_model import Mode
 from sglang_mla_ext.prefix.planner import Plan
 
@@ -113,21 +114,21 @@ def test_more_rows_than_it_has_room_for(make_world: Any, monkeypatch: pytest.Mon
     for module in (budget, build):
         monkeypatch.setattr(module, "MAX_ROWS", 3)
     world = make_world(fp8=fp8)
-    backend = world.make("gpu", prefix_dtype="bf16" if fp8 else "auto")
+    world.make("gpu", prefix_dtype="bf16" if fp8 else "auto")
     requests = sharing(world)
     for _ in range(2):
         assert world.eager_step(requests[:3]) < BOUND[fp8] and len(groups_of(world)) == 1
-        assert world.eager_step(requests) < BOUND[fp8] and not backend._sharing
+        assert world.eager_step(requests) < BOUND[fp8] and passes.now.way is not Way.SHARED
     assert dict(world.steps.counters.fallbacks) == {"more than 3 requests in a batch": 2}
 
 
 def test_batches_padded_beyond_the_pool_of_requests(make_world: Any) -> None:
     """As SGLang pads them for several ranks of attention; with an FP8 pool they are ours."""
     world = make_world(fp8=True)
-    backend = world.make("gpu", prefix_dtype="bf16")
+    world.make("gpu", prefix_dtype="bf16")
     requests, larger = sharing(world), Graph(world, MAX_REQUESTS + 1)
     for _ in range(2):
-        assert larger.step(requests) < BOUND[True] and not backend._sharing
+        assert larger.step(requests) < BOUND[True] and passes.now.way is not Way.SHARED
     assert world.stock.begun == []
 
 
@@ -140,7 +141,7 @@ def test_other_steps_are_the_stock_backends(make_world: Any) -> None:
         batch = world.batch(requests, mode)
         backend.init_forward_metadata(batch)
         backend.init_forward_metadata_out_graph(batch)
-        assert not backend._sharing and not relay.takes_query
+        assert passes.now.way is Way.STOCK and not passes.now.takes_query
     assert world.stock.begun == ["extend", "extend", "idle", "idle"]
     q, k = torch.randn(2, HEADS, RANK), torch.randn(2, 1, RANK)
     q_rope, k_rope = torch.randn(2, HEADS, DR), torch.randn(2, 1, DR)
@@ -189,7 +190,7 @@ def test_a_layer_that_skips_its_output_projection_is_noticed(make_world: Any) ->
     with pytest.raises(RuntimeError, match="its shared part is lost"):
         world.forward(batch, inputs)
     world.steps.before_forward(DECODE, requests, requests)
-    assert relay.tail_lse is None and relay.q_nope is None and not relay.takes_query, "a new pass begins afresh"
+    assert relay.tail_lse is None and relay.q_nope is None and not passes.now.takes_query, "a new pass begins afresh"
     assert backend._layer_index == {layer_id: index for index, layer_id in enumerate(LAYER_IDS)}
 
 
@@ -199,12 +200,12 @@ def test_naive_and_grouped_segments_in_one_step(make_world: Any, monkeypatch: py
     eight, requests = Graph(world, 8), sharing(world)
     for _ in range(2):
         eight.step(requests)
-    plan, expanded = world.steps._prefixes.before_decode(requests)
-    first, second = plan.groups
-    both = Plan(plan.num_rows, (first, replace(second, mode=Mode.GROUPED_ABSORB)))
-    monkeypatch.setattr(world.steps._prefixes, "before_decode", lambda reqs: (both, expanded[:1]))
+    plan = world.steps._prefixes.plan_decode(requests)
+    first, second = plan.segments
+    both = Plan(plan.requests, (first, replace(second, mode=Mode.GROUPED_ABSORB, chunks=())))
+    monkeypatch.setattr(world.steps._prefixes, "plan_decode", lambda reqs: both)
     assert eight.step(requests) < BOUND[False] and world.eager_step(requests) < BOUND[False]
-    assert [len(world.steps.next.expanded), len(world.steps.next.latent)] == [1, 1]
+    assert passes.now.plan is both and passes.now.way is Way.SHARED
 
 
 @pytest.mark.parametrize("kind", ["gpu", "cpu"])
@@ -225,8 +226,8 @@ def test_three_levels(make_world: Any, kind: str, mode: str) -> None:
             assert world.eager_step(batch) < BOUND[False]
             assert graph is None or graph.step(batch) < BOUND[False]
         plan = world.steps._prefixes.plan
-        assert {group.mode.value for group in plan.groups} <= {mode}
-        return [(len(group.rows), group.end // PAGE) for group in plan.groups]
+        assert {segment.mode.value for segment in plan.segments} <= {mode}
+        return [(len(segment.rows), segment.end // PAGE) for segment in plan.segments]
 
     assert groups_of(0, 1, 2, 3, 4, 5) == [(5, 4), (3, 8), (2, 12)]
     assert groups_of(5, 4, 2, 1, 0) == [(4, 4), (3, 8), (2, 12)]
@@ -244,9 +245,9 @@ def test_a_capture_ignores_the_plan(make_world: Any) -> None:
     requests = sharing(world)
     for _ in range(2):
         world.eager_step(requests)
-    assert world.steps.next
+    assert passes.now.plan.segments
     backend.init_forward_metadata_out_graph(world.batch(requests), in_capture=True)
-    assert backend._sharing and backend._written is NOTHING_SHARED
+    assert passes.now.way is Way.SHARED and backend._written[0] is NOTHING_SHARED
     assert not world.latent._starts.on_device.any()
 
 
@@ -299,12 +300,12 @@ def test_preparing_a_step_fails_once(make_world: Any, monkeypatch: pytest.Monkey
     failures.pop()
     assert eight.step(requests) < BOUND[fp8]
     assert dict(world.steps.counters.fallbacks) == {"preparing a step failed: MemoryError": 1}
-    while not world.steps.next:
+    while not passes.now.plan.segments:
         assert eight.step(requests) < BOUND[fp8]
     failures.append(MemoryError())
     assert world.eager_step(requests) < BOUND[fp8]
     assert dict(world.steps.counters.fallbacks) == {"preparing a step failed: MemoryError": 2}
-    while not world.steps.next:
+    while not passes.now.plan.segments:
         assert world.eager_step(requests) < BOUND[fp8]
 
 
@@ -331,8 +332,8 @@ def test_the_plan_is_written_once(make_world: Any, monkeypatch: pytest.MonkeyPat
     written: list[tuple[int, int]] = []
     whole = world.latent.plan
 
-    def plan(segments: Any, tail_starts: Any, rows: int) -> None:
-        written.append((sum(start > 0 for start in tail_starts), rows))
+    def plan(segments: Any, tail_starts: Any, rows: Any) -> None:
+        written.append((sum(start > 0 for start in tail_starts), rows.total))
         whole(segments, tail_starts, rows)
 
     eight = Graph(world, 8)
@@ -386,4 +387,4 @@ def test_rows_outside_of_what_graphs_have_shared_attention_for(make_world: Any, 
     world.eager_step(requests)
     batch = world.batch(requests[:1], padded=rows)
     backend.init_forward_metadata_out_graph(batch)
-    assert not backend._sharing and world.stock.begun == ["decode"]
+    assert passes.now.way is Way.STOCK and world.stock.begun == ["decode"]

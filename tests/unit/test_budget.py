@@ -277,7 +277,7 @@ def test_what_is_kept_is_inside_the_budget(world: World, kept: Callable[[], int]
     world.make(kind, mode=mode, budget_bytes=asked)
     used, expands = kept(), world.backend._shared is not None
     assert expands == (mode in ("auto", "naive"))
-    assert used <= world.steps.report()["budget_bytes"] == asked
+    assert used <= world.steps.reports.report()["budget_bytes"] == asked
     # The rest is for what expansion needs while it runs, and for what doubles of kernels say that they take.
     assert used > asked - 6 * MIB if expands else used < MIB
 

@@ -11,6 +11,7 @@ from decode_world import EXTEND, HEADS, MAX_REQUESTS, MIB, PAGE, World
 
 from sglang_mla_ext import observe
 from sglang_mla_ext.adapter.step import build as module
+from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.prefix.cost_model import CostModel, Mode, rates_for
@@ -32,7 +33,7 @@ def fallbacks(world: World) -> list[str]:
 
 def test_no_memory_is_a_choice_and_too_little_a_fall_back(world: World) -> None:
     world.make("gpu", budget_bytes=0, prefix_memory_gb=0.0)
-    assert not fallbacks(world) and world.steps.description.startswith("nothing is expanded")
+    assert not fallbacks(world) and world.steps.reports.description.startswith("nothing is expanded")
     world.make("gpu", budget_bytes=1, prefix_memory_gb=1e-9)
     (reason,) = fallbacks(world)
     assert reason.endswith("raise --hybrid-mla-prefix-memory-gb")
@@ -72,7 +73,7 @@ def test_kernels_that_do_not_run_leave_plain_absorb(world: World, monkeypatch: p
 def test_no_memory_or_mode_absorb_never_expands(world: World, options: dict[str, Any], count: int) -> None:
     backend = world.make("gpu", **options)
     assert not backend._requests and len(fallbacks(world)) == count
-    assert "plain absorb" in world.steps.description
+    assert "plain absorb" in world.steps.reports.description
 
 
 @pytest.mark.parametrize(
@@ -115,7 +116,7 @@ def test_grouped_absorb_needs_no_memory_for_prefixes(
     assert world.steps.counters.steps_grouped == 1
     assert relay.q_nope is None and relay.tail_lse is None, "nothing is left for o_proj"
     world.steps.before_forward(EXTEND, requests, [])
-    assert relay.prefill is None and not fallbacks(world)[1:]
+    assert passes.now.prefill is None and not fallbacks(world)[1:]
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
@@ -141,7 +142,7 @@ def test_memory_of_the_latent_part_comes_out_of_the_budget(world: World, monkeyp
     for grouped in (False, True):
         world.make("gpu", grouped=grouped, mode="naive")
         chunks[grouped] = pool_of(world).num_chunks, world.latent.workspace_bytes
-    chunk_bytes = world.steps._chunk_bytes
+    chunk_bytes = world.steps.reports._chunk_bytes
     apart = (chunks[False][0] - chunks[True][0]) * chunk_bytes
     assert abs(apart - (chunks[True][1] - chunks[False][1])) <= chunk_bytes
     assert chunks[True][1] > 2 * MIB

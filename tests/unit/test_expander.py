@@ -16,8 +16,8 @@ from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes, weig
 from sglang_mla_ext.kernels.constants import CHUNK_TOKENS
 from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
 from sglang_mla_ext.kernels.reference import attention as reference
-from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.expanded import FP8, FP8_MAX, ExpandedBuffers, scale_bounds
+from sglang_mla_ext.segment import Mode, Segment
 
 HEADS, DN, DR, DV, RANK, LAYERS, SLOTS = 2, 32, 16, 32, 64, 2, 900
 N, CHUNKS = 600, (3, 0, 2)

@@ -39,16 +39,17 @@ DOORS = {
     "adapter/step/hooks.py around_eager_pass",
     "adapter/step/layer.py after_split_q",
     "adapter/step/layer.py forward_method",
-    "adapter/step/prefill.py around_chunk_info",
-    "adapter/step/prefill.py around_prefix_attention",
+    "adapter/step/layer.py around_chunk_info",
+    "adapter/step/layer.py around_prefix_attention",
 }
 """Where SGLang's pass enters our code: what is ours in them is inside of `our_part`, and fails here too."""
 
 THE_NET = {
-    "adapter/step/rerun.py around_eager_pass",
-    "adapter/step/rerun.py our_part.__enter__",
-    "adapter/step/rerun.py our_part.__exit__",
-    "adapter/step/rerun.py our_part.__init__",
+    "adapter/step/failure.py around_eager_pass",
+    "adapter/step/failure.py our_part.__enter__",
+    "adapter/step/failure.py our_part.__exit__",
+    "adapter/step/failure.py our_part.__init__",
+    "adapter/step/passes.py Pass.share_nothing",
     "adapter/step/steps.py Steps._repair",
     "adapter/step/steps.py Steps.has_lost_memory",
     "adapter/step/steps.py Steps.watch_step",
@@ -56,16 +57,15 @@ THE_NET = {
 """What catches the others."""
 
 PLAIN_ABSORB = {
-    "adapter/step/backend.py HybridMLABackend._begin_decode",
+    "adapter/step/backend.py HybridMLABackend._begin",
     "adapter/step/backend.py HybridMLABackend._count_rows_as_prefill",
-    "adapter/step/backend.py HybridMLABackend._latent_decodes",
+    "adapter/step/backend.py HybridMLABackend._way_without_sharing",
     "adapter/step/backend.py HybridMLABackend._store",
     "adapter/step/backend.py HybridMLABackend._store:",  # its operation
     "adapter/step/backend.py HybridMLABackend._write_plan",
+    "adapter/step/passes.py Kind.of",
     "adapter/cpu/stock.py TorchStock.extend",
     "adapter/cpu/stock.py after_support_triton",
-    "adapter/step/prefill.py plan_of",
-    "adapter/step/steps.py StepPlan.__bool__",
 }
 """What a step is taken through that shares nothing. SGLang's own backends have no other way either."""
 
@@ -94,7 +94,6 @@ ON_A_GPU = {
     "adapter/latent/pool.py LatentPool.get_mla_kv_buffer": "SGLang's, of its pool",
     "adapter/step/nextn.py around_eh_norm": "instead of SGLang's",
     "kernels/absorb/grouped.py GroupedAbsorb.__init__": "start",
-    "kernels/absorb/grouped.py GroupedAbsorb._of_requests": "preparing a step",
     "kernels/absorb/grouped.py GroupedAbsorb._stage": "writing a plan",
     "kernels/absorb/grouped.py GroupedAbsorb.run": "in a layer",
     "kernels/absorb/grouped.py GroupedAbsorb.try_out": "start",

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, ModelDims
 from sglang_mla_ext.prefix.gains import Gains, every_range
@@ -31,6 +30,7 @@ from sglang_mla_ext.prefix.planner import (
     whole,
 )
 from sglang_mla_ext.prefix.tree import SharedTree
+from sglang_mla_ext.segment import Mode, Segment
 
 V3 = ModelDims.from_json("deepseek-v3")
 PAGE, CHUNK = 64, 256
@@ -169,7 +169,11 @@ def all_plans(batch: Batch, gains: Gains) -> Iterator[float]:
     def covers(branch: int, end: int) -> list[tuple[int, float]]:
         """Where the ways to attend to the branch's tokens end, and what they save."""
         found = []
-        begin, reach, paged = branches[branch].start // CHUNK * CHUNK, min(batch.expanded_of(branch), end), end // PAGE * PAGE
+        begin, reach, paged = (
+            branches[branch].start // CHUNK * CHUNK,
+            min(batch.expanded_of(branch), end),
+            end // PAGE * PAGE,
+        )
         count = branches[branch].rows
         if gains.naive and reach > begin:
             found.append((reach, gains.naive(count, begin, reach)))

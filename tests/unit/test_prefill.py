@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_mla_ext.adapter.step.layer import around_chunk_info, around_prefix_attention
 from sglang_mla_ext.adapter.step.passes import Kind, Pass, passes
-from sglang_mla_ext.adapter.step.prefill import PrefillPlan, around_chunk_info, around_prefix_attention
+from sglang_mla_ext.adapter.step.prefill import PrefillPlan
 from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
 from sglang_mla_ext.kernels.reference import attention as reference
-from sglang_mla_ext.kernels.rows import Rows
-from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.rows import Rows
+from sglang_mla_ext.segment import Mode, Segment
 
 HEADS, DN, DR, DV, SCALE = 3, 16, 8, 16, 0.2
 

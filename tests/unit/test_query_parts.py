@@ -14,11 +14,13 @@ import torch
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.step import layer as mla_layer
+from sglang_mla_ext.adapter.step.passes import Kind, Pass, passes
 from sglang_mla_ext.adapter.step.relay import relay
-from sglang_mla_ext.adapter.step.steps import StepPlan
 from sglang_mla_ext.kernels.reference import attention as reference
-from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.kernels.storage.expanded import FP8
+from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.rows import Rows
+from sglang_mla_ext.segment import Mode, Segment
 
 ROWS, HEADS, RANK, ROPE, PAGE, PAGES = 3, 4, 32, 16, 64, 8
 LENS = (70, 1, 64)
@@ -132,13 +134,14 @@ class Shared:
         self.seen.append(q_rope)
 
 
-def compose(stock: Any, latent: Any, planned: StepPlan | None) -> Any:
-    """The backend, with its parts in their places, for steps that share what is planned."""
+def compose(stock: Any, latent: Any, planned: Plan | None) -> Any:
+    """The backend, with its parts in their places, and a decode step to come that shares what is planned."""
     from sglang_mla_ext.adapter.step.backend import HybridMLABackend
 
     steps = SimpleNamespace(
-        next=planned, succeed=lambda: None, has_lost_memory=False, shadow=None, watch_step=lambda shares: None
+        succeed=lambda: None, has_lost_memory=False, shadow=None, watch_step=lambda step, shares: None
     )
+    passes.now = Pass(Kind.DECODE, Rows(ROWS), planned or Plan(0))
     shared = Shared() if planned else None
     rows = range(2, ROWS + 1) if planned else range(0)
     latent.allocate(ROWS, ROWS, 2 * PAGE)
@@ -154,7 +157,7 @@ def run_both(make: Callable[[], Any], phase: str) -> None:
         mode = ForwardMode[phase.upper()]
         backend, batch = make(), SimpleNamespace(**requests(), forward_mode=mode, _original_forward_mode=None)
         backend.init_forward_metadata(batch)
-        shares = relay.takes_query
+        shares = passes.now.takes_query
         assert shares is (backend._shared is not None)
         relay.q_nope = "q_nope"
         whole, rope = inputs(parts)
@@ -167,6 +170,7 @@ def run_both(make: Callable[[], Any], phase: str) -> None:
         of_shared = (*backend._shared.seen, relay.tail_lse) if shares else ()
         results.append((out.view(ROWS, HEADS, RANK), cache, *of_shared))
         relay.clear()
+        passes.end()
     assert len(results[0]) == len(results[1]) == (4 if shares else 2)
     for whole, of_parts in zip(*results, strict=True):
         assert torch.equal(whole, of_parts)
@@ -215,7 +219,7 @@ def test_decode_by_flashmla(make_pool: Any, flashmla: Any, monkeypatch: pytest.M
         table = requests()["req_to_token"]
         ways = dict(heads=HEADS, layer_id=0, grouped=False, on_failure=None)
         latent = flashmla.FlashMLALatent(pool, table, **ways)
-        planned = StepPlan((Segment((0,), 0, PAGE, Mode.NAIVE, (0,)),), (), (PAGE, 0, 0))
+        planned = Plan(ROWS, (Segment((0,), 0, PAGE, Mode.NAIVE, (0,)),))
         return compose(flashmla_stock(pool, monkeypatch), latent, planned if shares else None)
 
     run_both(make, "decode")
@@ -259,7 +263,7 @@ def test_on_the_cpu(make_pool: Any, phase: str, grouped: bool, cache: torch.dtyp
         runner = SimpleNamespace(
             device="cpu", token_to_kv_pool=pool, req_to_token_pool=SimpleNamespace(req_to_token=table)
         )
-        planned = StepPlan((), (Segment((0,), 0, PAGE, Mode.GROUPED_ABSORB),), (PAGE, 0, 0))
+        planned = Plan(ROWS, (Segment((0,), 0, PAGE, Mode.GROUPED_ABSORB),))
         return compose(TorchStock(runner), TorchLatent(pool, table, grouped=grouped), planned if grouped else None)
 
     run_both(make, phase)
@@ -293,17 +297,18 @@ def test_a_step_that_is_no_decode_is_the_stock_backends(phase: str) -> None:
             calls.append((forward_batch, "in the graph"))
 
     calls: list[Any] = []
-    planned = StepPlan((), (Segment((0, 1), 0, PAGE, Mode.GROUPED_ABSORB),), (PAGE, PAGE, 0))
+    planned = Plan(ROWS, (Segment((0, 1), 0, PAGE, Mode.GROUPED_ABSORB),))
     for decodes in (True, False):
         backend = compose(SimpleNamespace(backend=Recorded(), decodes=decodes), Latent(), planned)
         decode = SimpleNamespace(forward_mode=ForwardMode.DECODE, batch_size=ROWS)
         requests = 0 if phase == "IDLE" else ROWS
         other = SimpleNamespace(forward_mode=ForwardMode[phase], batch_size=requests, _original_forward_mode=None)
         for _ in range(2):
+            passes.now = Pass(Kind.DECODE, Rows(ROWS), planned)
             backend.init_forward_metadata(decode)
-            assert relay.takes_query and calls.pop() == "ours"
+            assert passes.now.takes_query and calls.pop() == "ours"
             backend.init_forward_metadata(other)
-            assert not relay.takes_query and calls.pop() == (other, "eager")
+            assert not passes.now.takes_query and calls.pop() == (other, "eager")
             for in_capture in (True, False):
                 backend.init_forward_metadata_out_graph(other, in_capture=in_capture)
                 backend.init_forward_metadata_in_graph(other)

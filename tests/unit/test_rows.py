@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_mla_ext.kernels.rows import Rows
-from sglang_mla_ext.kernels.segment import Mode, Segment
+from sglang_mla_ext.rows import Rows
+from sglang_mla_ext.segment import Mode, Segment
 
 COUNTS = st.lists(st.integers(0, 5), max_size=12)
 

@@ -11,7 +11,6 @@ from test_shared_prefixes import PAGE, Server
 
 from sglang_mla_ext.observe import segment_entry
 from sglang_mla_ext.prefix import segments
-from sglang_mla_ext.prefix.planner import Plan
 from sglang_mla_ext.prefix.segments import KEPT, ShownSegment
 
 CHUNK = 256 // PAGE  # pages

@@ -16,9 +16,9 @@ from sglang_mla_ext.adapter.step import shadow as shadow_module
 from sglang_mla_ext.adapter.step.shadow import BOUND, BOUND_FP8, Finding, Look, ShadowCheck, row_errors
 from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
-from sglang_mla_ext.kernels.rows import Rows
-from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.prefix.tree import SharedTree
+from sglang_mla_ext.rows import Rows
+from sglang_mla_ext.segment import Mode, Segment
 
 EXACT = {False: 1e-5, True: 8e-2}
 SYSTEM, OTHER = "abcdef", "wxyz"

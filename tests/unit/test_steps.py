@@ -12,10 +12,10 @@ from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, passes
 from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE, PrefillSharing, Steps
-from sglang_mla_ext.kernels.rows import Rows
-from sglang_mla_ext.kernels.segment import Mode, Segment
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.rows import Rows
+from sglang_mla_ext.segment import Mode, Segment
 
 
 class Prefixes:

@@ -13,8 +13,7 @@ import torch
 from decode_world import DECODE, EXTEND, HEADS, IDLE, KINDS, MAX_REQUESTS, PAGE, Graph, World, groups_of
 
 from sglang_mla_ext.adapter.step import budget, build
-from sglang_mla_ext.adapter.step.relay import relay
-from sglang_mla_ext.adapter.step.steps import NOTHING_SHARED
+from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Way, passes
 
 BOUND = {False: 1e-5, True: 8e-2}
 SYSTEM, OTHER = "abcdef", "wxyz"  # six pages: a chunk and a half; four: a chunk
@@ -99,11 +98,10 @@ def test_three_levels(make_world: Any, kind: str, mode: str) -> None:
     for accepted in (3, 0, 2):
         assert world.eager_step(requests) < BOUND[False]
         assert graph is None or graph.step(requests) < BOUND[False]
-        found = [(len(group.rows), group.end // PAGE) for group in world.steps._prefixes.plan.groups]
+        found = [(len(each.rows), each.end // PAGE) for each in world.steps._prefixes.plan.segments]
         assert found == [(5, 4), (3, 8), (2, 12)]
         world.accept(requests, [accepted] * 6)
-    segments = world.steps.next.expanded or world.steps.next.latent
-    assert [len(segment.rows) for segment in segments] == [15, 9, 6]
+    assert [len(segment.rows) for segment in passes.now.rows.spread(passes.now.plan.segments)] == [15, 9, 6]
     assert not world.steps.counters.fallbacks
 
 
@@ -113,37 +111,38 @@ def test_more_rows_than_there_is_room_for(make_world: Any, monkeypatch: pytest.M
     for module in (budget, build):
         monkeypatch.setattr(module, "MAX_ROWS", 10)
     world = make_world(fp8=fp8, queries=3)
-    backend = world.make("gpu", prefix_dtype="bf16" if fp8 else "auto")
+    world.make("gpu", prefix_dtype="bf16" if fp8 else "auto")
     requests = sharing(world)
     for _ in range(2):
         assert world.eager_step(requests[:3]) < BOUND[fp8] and len(groups_of(world)) == 1
-        assert world.eager_step(requests) < BOUND[fp8] and not backend._sharing
+        assert world.eager_step(requests) < BOUND[fp8] and passes.now.way is not Way.SHARED
     assert dict(world.steps.counters.fallbacks) == {"more than 3 requests in a batch": 2}
 
 
 def test_batches_padded_beyond_the_pool_of_requests(make_world: Any) -> None:
     """As SGLang pads them for several ranks of attention; with an FP8 pool they are ours."""
     world = make_world(fp8=True, queries=2)
-    backend = world.make("gpu", prefix_dtype="bf16")
+    world.make("gpu", prefix_dtype="bf16")
     requests, larger = sharing(world), Graph(world, MAX_REQUESTS + 1)
     for _ in range(2):
-        assert larger.step(requests) < BOUND[True] and not backend._sharing
+        assert larger.step(requests) < BOUND[True] and passes.now.way is not Way.SHARED
     assert world.stock.begun == []
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
-@pytest.mark.parametrize("kind", ["gpu", "cpu"])
-def test_a_decode_step_between(make_world: Any, kind: str, fp8: bool) -> None:
-    """SGLang asks for none; it would be right: the stock backend's, or over an FP8 pool a verify step's last token."""
-    world = make_world(fp8=fp8, queries=3)
-    world.make(kind, prefix_dtype="bf16" if fp8 else "auto")
+def test_a_decode_step_between(make_world: Any) -> None:
+    """SGLang asks for none; it is the stock backend's where that can read the pool, and otherwise refused."""
+    world = make_world(queries=3)
+    world.make("gpu")
     requests = sharing(world)
     for whole in (False, True):
-        assert world.eager_step(requests) < BOUND[fp8]
-        if kind == "gpu" or fp8:
-            assert world.eager_step(requests, whole, DECODE) < BOUND[fp8]
-            assert not world.backend._sharing and not relay.takes_query
-    assert world.eager_step(requests) < BOUND[fp8] and len(groups_of(world)) == 2
+        assert world.eager_step(requests) < BOUND[False]
+        assert world.eager_step(requests, whole, DECODE) < BOUND[False]
+        assert passes.now.way is Way.STOCK and not passes.now.takes_query
+    assert world.eager_step(requests) < BOUND[False] and len(groups_of(world)) == 2
+    over_fp8 = make_world(fp8=True, queries=3)
+    over_fp8.make("gpu", prefix_dtype="bf16")
+    with pytest.raises(RuntimeError, match="decode step of a server that verifies drafts"):
+        over_fp8.eager_step(sharing(over_fp8), False, DECODE)
 
 
 def test_other_steps_are_the_stock_backends(make_world: Any) -> None:
@@ -155,7 +154,7 @@ def test_other_steps_are_the_stock_backends(make_world: Any) -> None:
         batch = world.batch(requests, mode)
         backend.init_forward_metadata(batch)
         backend.init_forward_metadata_out_graph(batch)
-        assert not backend._sharing and not relay.takes_query
+        assert passes.now.way is Way.STOCK and not passes.now.takes_query
     assert world.stock.begun == ["extend", "extend", "idle", "idle"]
 
 
@@ -165,9 +164,9 @@ def test_a_capture_ignores_the_plan(make_world: Any) -> None:
     requests = sharing(world)
     for _ in range(2):
         world.eager_step(requests)
-    assert world.steps.next
+    assert passes.now.plan.segments
     backend.init_forward_metadata_out_graph(world.batch(requests), in_capture=True)
-    assert backend._sharing and backend._written is NOTHING_SHARED
+    assert passes.now.way is Way.SHARED and backend._written[0] is NOTHING_SHARED
 
 
 @pytest.mark.parametrize(
@@ -193,6 +192,6 @@ def test_tails_are_scheduled_for_all_query_tokens(make_world: Any, monkeypatch: 
     world.eager_step(requests)
     monkeypatch.setattr(world.latent, "_schedule", recorded)
     world.eager_step(requests)
-    starts = world.steps.next.tail_starts
+    starts = passes.now.plan.prefix_lens
     lens = [int(world.lens[request.index]) - start + 4 for request, start in zip(requests, starts, strict=True)]
     assert scheduled == [(lens, 4 * HEADS)]

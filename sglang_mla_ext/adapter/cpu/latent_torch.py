@@ -16,9 +16,9 @@ from sglang_mla_ext.adapter.latent.protocol import LatentSizes
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
-from sglang_mla_ext.kernels.rows import Rows
-from sglang_mla_ext.kernels.segment import Segment
 from sglang_mla_ext.kernels.watch import Watched
+from sglang_mla_ext.rows import Rows
+from sglang_mla_ext.segment import Segment
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool

@@ -20,9 +20,9 @@ from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
 from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.kernels.dispatch import grouped_absorb_bytes, make_grouped_absorb, whole_query
 from sglang_mla_ext.kernels.memory import Memory, tensor_bytes
-from sglang_mla_ext.kernels.rows import Rows
-from sglang_mla_ext.kernels.segment import Segment
 from sglang_mla_ext.kernels.watch import Watched
+from sglang_mla_ext.rows import Rows
+from sglang_mla_ext.segment import Segment
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool

@@ -25,10 +25,10 @@ from sglang_mla_ext.kernels.dispatch import (
     make_grouped_absorb_fp8,
 )
 from sglang_mla_ext.kernels.memory import Memory
-from sglang_mla_ext.kernels.rows import Rows
-from sglang_mla_ext.kernels.segment import Segment
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
 from sglang_mla_ext.kernels.watch import Watched
+from sglang_mla_ext.rows import Rows
+from sglang_mla_ext.segment import Segment
 
 if TYPE_CHECKING:
     from sglang_mla_ext.adapter.latent.pool import LatentPool

@@ -13,9 +13,9 @@ from torch import Tensor
 from sglang_mla_ext.kernels.constants import MAX_SEGMENTS, PAGE_TOKENS, SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.dispatch import fill_page_table
 from sglang_mla_ext.kernels.memory import Memory, tensor_bytes
-from sglang_mla_ext.kernels.rows import Rows
-from sglang_mla_ext.kernels.segment import Segment
 from sglang_mla_ext.kernels.watch import Watched
+from sglang_mla_ext.rows import Rows
+from sglang_mla_ext.segment import Segment
 
 META = torch.device("meta")
 

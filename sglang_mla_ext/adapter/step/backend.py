@@ -25,9 +25,9 @@ from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, Pass, Way, 
 from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.steps import Steps
 from sglang_mla_ext.kernels.dispatch import whole_query
-from sglang_mla_ext.kernels.rows import Rows
-from sglang_mla_ext.kernels.segment import Mode
 from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.rows import Rows
+from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -188,7 +188,13 @@ class HybridMLABackend(AttentionBackend):
         return step
 
     def _way_without_sharing(self, step: Pass) -> Way:
-        return Way.LATENT if step.kind.is_step and not self._stock.decodes else Way.STOCK
+        if not step.kind.is_step or self._stock.decodes:
+            return Way.STOCK
+        if step.kind is Kind.DECODE and self._queries > 1:
+            raise RuntimeError(
+                "hybrid_mla: a decode step of a server that verifies drafts, which SGLang never asks for"
+            )
+        return Way.LATENT
 
     def _begin_latent(self, step: Pass, forward_batch: ForwardBatch) -> None:
         if self._steps.has_lost_memory:

@@ -15,9 +15,9 @@ from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.adapter.step.steps import MAX_ROWS
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.dispatch import multiprocessors
-from sglang_mla_ext.kernels.segment import Mode
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
 from sglang_mla_ext.prefix.cost_model import GpuRates, rates_for
+from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator

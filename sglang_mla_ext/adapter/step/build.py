@@ -24,13 +24,13 @@ from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8, MAX_SEGMENTS, SE
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
-from sglang_mla_ext.kernels.segment import Mode
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.cost_model import CostModel, ModelDims, rates_for
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
 from sglang_mla_ext.prefix.planner import Capacity
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.launch import limits
-from sglang_mla_ext.adapter.step import budget, failure, nextn, prefill
+from sglang_mla_ext.adapter.step import budget, failure, nextn
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.observe import Metrics
@@ -147,11 +147,11 @@ def install() -> None:
             latent_pool.around_build_mla_pool
         ),
         f"{_SRT}.model_executor.forward_batch_deepseek_mha_mixin"
-        ".ForwardBatchDeepSeekMHAMixin.prepare_chunked_prefix_cache_info": prefill.around_chunk_info,
+        ".ForwardBatchDeepSeekMHAMixin.prepare_chunked_prefix_cache_info": mla_layer.around_chunk_info,
         f"{_SRT}.mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__": latent_pool.around_host_pool,
         f"{_SRT}.model_executor.runner.eager_runner.EagerRunner.execute": around_eager_pass,
         f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mha"
-        ".DeepseekMHAForwardMixin._chunked_prefix_attn_mha": prefill.around_prefix_attention,
+        ".DeepseekMHAForwardMixin._chunked_prefix_attn_mha": mla_layer.around_prefix_attention,
     }
     for hooks, kind in ((before, HookType.BEFORE), (after, HookType.AFTER), (around, HookType.AROUND)):
         for target, hook in hooks.items():

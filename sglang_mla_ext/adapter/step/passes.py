@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from sglang_mla_ext.kernels.rows import Rows
 from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.rows import Rows
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode

@@ -24,10 +24,10 @@ from sglang_mla_ext.adapter.latent.protocol import LatentAttention
 from sglang_mla_ext.adapter.step.expander import weights_of
 from sglang_mla_ext.adapter.step.passes import Pass
 from sglang_mla_ext.kernels.memory import Memory
-from sglang_mla_ext.kernels.rows import Rows
 from sglang_mla_ext.kernels.watch import Watch, Watched
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.shared_prefixes import Held, SharedPrefixes
+from sglang_mla_ext.rows import Rows
 
 if TYPE_CHECKING:
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA

@@ -17,10 +17,10 @@ from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, Pass, passe
 from sglang_mla_ext.adapter.step.prefill import PrefillPlan
 from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.reports import Reports
-from sglang_mla_ext.kernels.rows import Rows
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.planner import Plan
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+from sglang_mla_ext.rows import Rows
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import accumulate, chain
 from typing import TypeVar
 
-from .segment import Segment
+from sglang_mla_ext.segment import Segment
 
 T = TypeVar("T")
 
