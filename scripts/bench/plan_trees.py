@@ -19,9 +19,10 @@ from bench.planner_verdicts import DIMS, ELEMENT_BYTES
 from bench.tables import STORAGE_NAMES
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 from sglang_mla_ext.options import HybridMLAOptions
+from sglang_mla_ext.prefix.branches import Branches
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode
 from sglang_mla_ext.prefix.gains import Gains
-from sglang_mla_ext.prefix.planner import Branches, Ways, plan_step, whole
+from sglang_mla_ext.prefix.planner import Capacity, Ways, plan_step, whole
 from sglang_mla_ext.prefix.tree import SharedTree
 
 CHUNK = 256  # tokens of a chunk of expanded tokens
@@ -107,7 +108,8 @@ def chosen(tree: Tree, heads: int, dtype: str, rates: GpuRates) -> str:
     branches = Branches(SharedTree(range(len(tree.parents)), tree.parents, tree.ends, tree.node_of_row))
     ways = Ways(gains.naive, gains.grouped, CHUNK, PAGE_TOKENS)
     modes = [Mode.ABSORB] * len(tree.parents)
-    for part in plan_step(branches, ways, whole(branches), gains.launch):
+    room = Capacity(len(branches), tree.batch * len(branches))
+    for part in plan_step(branches, ways, whole(branches), gains.launch, room)[0]:
         modes[branches[part.branch].nodes[-1]] = part.mode
     return name_of(tuple(modes))
 

@@ -21,7 +21,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_mla_ext.configs import FALLBACK_GPU, gpu_config_of, read_config_or_file
 from sglang_mla_ext.segment import Mode
@@ -272,14 +272,11 @@ class CostModel:
             step_tokens: distinct tokens that all groups of a step share, which have to fit in the L2 cache together;
                 by default those of this group alone.
         """
-        rates = self.rates.modes[mode]
-        latent = mode is not Mode.NAIVE
-        element_bytes = self.latent_element_bytes if latent else self.expanded_element_bytes
-        matrix_s = self._padded_macs(mode, group_size, tokens) / rates.matrix_rate(element_bytes)
-        memory_bytes = self.bytes_read(mode, group_size, tokens)
-        if mode is Mode.ABSORB and max(tokens, step_tokens) * self.latent_row_bytes <= self.rates.l2_bytes:
-            memory_bytes = tokens * self.latent_row_bytes
-        return max(memory_bytes / rates.bytes_per_s, matrix_s)
+        work = self._work[mode]
+        readers = 1
+        if mode is Mode.ABSORB and max(tokens, step_tokens) * self.latent_row_bytes > self.rates.l2_bytes:
+            readers = group_size
+        return tokens * max(readers * work.read_s, -(-group_size * work.rows // work.tile) * work.tile_s)
 
     def launch_seconds(self, mode: Mode, rows: int) -> float:
         """What a mode costs a step beyond work and segments, if `rows` of its requests attend in it at all: a launch
@@ -290,10 +287,8 @@ class CostModel:
     def segment_seconds(self, mode: Mode, group_size: int) -> float:
         """What a segment costs its requests beyond its work, where the launches are there: its items, and one partial
         for each row and head, written once and read once by the merge."""
-        rates, dims = self.rates.modes[mode], self.dims
-        partial_bytes = dims.v_head_dim * 4 if mode is Mode.NAIVE else dims.kv_lora_rank * 2
-        rows = group_size * self.queries
-        return rates.segment_s + 2 * rows * self.local_heads * partial_bytes / rates.bytes_per_s
+        work = self._work[mode]
+        return work.segment_s + group_size * work.partials_s
 
     def tail_rows(self, group_size: int) -> int:
         """Rows that plain absorb computes over the private tails of a group: heads of all query tokens of a request,
@@ -332,16 +327,47 @@ class CostModel:
         bytes_per_key = self.dims.naive_macs * self.expanded_element_bytes
         return bytes_per_key / (self.queries * self.dims.absorb_macs) * rate / bandwidth
 
-    def _padded_macs(self, mode: Mode, group_size: int, tokens: int) -> int:
-        """MACs that the matrix units execute, with rows padded to whole tiles."""
-        tile = self.rates.modes[mode].row_tile
+    @functools.cached_property
+    def _work(self) -> dict[Mode, _Work]:
+        """Of each mode; a plan asks thousands of times."""
+        return {mode: self._work_of(mode) for mode in self.rates.modes}
+
+    def _work_of(self, mode: Mode) -> _Work:
+        rates, dims, heads = self.rates.modes[mode], self.dims, self.local_heads
+        rows, tile, tile_heads, per_key = heads * self.queries, rates.row_tile, 1, dims.absorb_macs
+        element_bytes, partial_bytes = self.latent_element_bytes, dims.kv_lora_rank * 2
         if mode is Mode.NAIVE:
-            return self.local_heads * _round_up(group_size * self.queries, tile) * tokens * self.dims.naive_macs
-        if mode is Mode.GROUPED_ABSORB:
-            rows = _round_up(group_size * self.queries * self.local_heads, tile)
-        else:
-            rows = self.tail_rows(group_size)
-        return rows * tokens * self.dims.absorb_macs
+            rows, tile_heads, per_key = self.queries, heads, dims.naive_macs
+            element_bytes, partial_bytes = self.expanded_element_bytes, dims.v_head_dim * 4
+        tile_s = tile * tile_heads * per_key / rates.matrix_rate(element_bytes)
+        if mode is Mode.ABSORB:  # no tile has rows of two requests
+            rows, tile = _round_up(rows, tile) // tile, 1
+        return _Work(
+            read_s=self.bytes_read(mode, 1, 1) / rates.bytes_per_s,
+            tile_s=tile_s,
+            rows=rows,
+            tile=tile,
+            segment_s=rates.segment_s,
+            partials_s=2 * self.queries * heads * partial_bytes / rates.bytes_per_s,
+        )
+
+
+class _Work(NamedTuple):
+    """What a mode's work consists of.
+
+    Attributes:
+        read_s: to read a token's keys and values once.
+        tile_s: of the matrix units, for a token and the rows of a tile.
+        rows: of a request; tile: so many of them are computed as one, those of several requests together.
+        segment_s: of a segment beyond that; partials_s: of the partials of a request in it.
+    """
+
+    read_s: float
+    tile_s: float
+    rows: int
+    tile: int
+    segment_s: float
+    partials_s: float
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.planner import Gain, Launch
+from sglang_mla_ext.prefix.launches import Launch
+from sglang_mla_ext.prefix.planner import Gain
 from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def no_launch(mode: Mode, rows: int) -> float:
 
 class Gains(NamedTuple):
     """What each way to attend to a range of shared tokens saves over plain absorb, None where there is no such way; and
-    what a step pays for each way that it takes, see `planner.Launch`."""
+    what a step pays for each way that it takes, see `launches.Launch`."""
 
     naive: Gain | None
     grouped: Gain | None

@@ -20,12 +20,12 @@ Pure Python; knows neither SGLang nor torch. The same tree and rows give the sam
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sglang_mla_ext.prefix.tree import SharedTree
+from sglang_mla_ext.prefix.branches import Branch, Branches, Part
+from sglang_mla_ext.prefix.launches import GROUPED, NAIVE, Launch, launch_cost, launched_by, unpaid
 from sglang_mla_ext.segment import Mode, Segment
 
 
@@ -60,130 +60,9 @@ class Plan:
         return tuple(segment for segment in self.segments if segment.mode is mode)
 
 
-class Branch(NamedTuple):
-    """Consecutive nodes that the same rows hold.
-
-    Attributes:
-        nodes: their handles, from the root down; ends: `[nodes]` tokens from the root to the end of each.
-        start, end: tokens before and behind them.
-        parent: index of the branch above, -1 for none; before this one.
-        rows: how many.
-    """
-
-    nodes: list[Hashable]
-    ends: list[int]
-    start: int
-    end: int
-    parent: int
-    rows: int
-
-
-class Part(NamedTuple):
-    """A range of a branch's tokens, and how it is attended to: what becomes a segment.
-
-    Attributes:
-        branch: index of the branch.
-        gain: what it saves, in seconds a layer, where costs are modelled.
-    """
-
-    branch: int
-    start: int
-    end: int
-    mode: Mode
-    gain: float
-
-
-class Branches:
-    """The branches of a tree, parents before children, each of two rows or more.
-
-    Attributes:
-        requests: of the batch.
-        tokens: of all branches together.
-    """
-
-    def __init__(self, tree: SharedTree) -> None:
-        parents, ends, nodes = tree.parents, tree.ends, tree.nodes
-        counts = [0] * len(nodes)
-        for node in tree.deepest:
-            if node >= 0:
-                counts[node] += 1
-        for node in range(len(nodes) - 1, -1, -1):
-            if (parent := parents[node]) >= 0:
-                counts[parent] += counts[node]
-        self._branches: list[Branch] = []
-        branch_of = [-1] * len(nodes)  # that a node is in, or that its nearest ancestor in one is in
-        for node, (parent, end, count) in enumerate(zip(parents, ends, counts, strict=True)):
-            above = branch_of[parent] if parent >= 0 else -1
-            if count < 2:
-                branch_of[node] = above
-                continue
-            if above >= 0 and self._branches[above].rows == count:  # the same rows: a child has no others
-                branch = self._branches[above]
-                branch.nodes.append(nodes[node])
-                branch.ends.append(end)
-                self._branches[above] = branch._replace(end=end)
-                branch_of[node] = above
-                continue
-            branch_of[node] = len(self._branches)
-            start = ends[parent] if parent >= 0 else 0
-            self._branches.append(Branch([nodes[node]], [end], start, end, above, count))
-        self.requests = len(tree.deepest)
-        self.tokens = sum(branch.end - branch.start for branch in self._branches)
-        self._last = [branch_of[node] if node >= 0 else -1 for node in tree.deepest]  # of each row
-        self._rows: tuple[list[int], list[int]] | None = None
-
-    def __len__(self) -> int:
-        return len(self._branches)
-
-    def __getitem__(self, index: int) -> Branch:
-        return self._branches[index]
-
-    def __iter__(self) -> Iterator[Branch]:
-        return iter(self._branches)
-
-    def _rows_of(self, index: int) -> list[int]:
-        """The rows that hold a branch, in any order."""
-        # Numbered depth first, the rows below a branch stand side by side.
-        if self._rows is None:
-            own: list[list[int]] = [[] for _ in self._branches]
-            for row, branch in enumerate(self._last):
-                if branch >= 0:
-                    own[branch].append(row)
-            children: list[list[int]] = [[] for _ in self._branches]
-            for branch in range(len(self._branches) - 1, -1, -1):
-                if (parent := self._branches[branch].parent) >= 0:
-                    children[parent].append(branch)
-            order: list[int] = []
-            begins = [0] * len(self._branches)
-            pending = [branch for branch in range(len(self._branches)) if self._branches[branch].parent < 0]
-            while pending:
-                branch = pending.pop()
-                begins[branch] = len(order)
-                order += own[branch]
-                pending += children[branch]
-            self._rows = order, begins
-        order, begins = self._rows
-        return order[begins[index] : begins[index] + self._branches[index].rows]
-
-    def last_row(self, index: int) -> int:
-        """The last of the rows that hold a branch."""
-        return max(self._rows_of(index))
-
-    def segment(self, part: Part, chunks: tuple[int, ...] = ()) -> Segment:
-        """A part as a segment of all rows that hold its branch.
-
-        Args:
-            chunks: of a naive one, see Segment.
-        """
-        return Segment(tuple(sorted(self._rows_of(part.branch))), part.start, part.end, part.mode, chunks)
-
-
 Gain = Callable[[int, int, int], float]
 """`gain(rows, start, end)`: what attending together to tokens `[start, end)` saves over plain absorb, in seconds a
 layer, if the step launches that way anyway; <= 0 where it does not pay."""
-
-Launch = Callable[[Mode, int], float]
-"""`launch(mode, rows)`: what a step pays, in seconds a layer, for attending in this way at all, with so many rows."""
 
 Expanded = Callable[[int], int]
 """`expanded(index)`: tokens from the root up to which a branch is expanded without a gap, from the chunk on in which it
@@ -208,91 +87,130 @@ class Ways:
     min_prefix_len: int = 1
 
 
+ROUNDS = 6
+"""How often a step's plan is made again without what launches cost more than it gains."""
+
+
+class _Cover(NamedTuple):
+    """A way to attend to a branch, from its first chunk on.
+
+    Attributes:
+        modes: of its parts, as bits.
+        goes_on: whether the branches below are used, too.
+    """
+
+    parts: tuple[Part, ...]
+    gain: float
+    modes: int
+    goes_on: bool = False
+
+
 def whole(branches: Branches) -> Expanded:
     """As if everything were expanded."""
     return lambda index: branches[index].end
 
 
-def plan_step(branches: Branches, ways: Ways, expanded: Expanded, launch: Launch) -> list[Part]:
-    """The parts of a step that save the most, what it launches for them counted, parents before children."""
-    # The same ranges are judged once more for each choice of ways.
-    ways = replace(ways, naive=ways.naive and cache(ways.naive), grouped=ways.grouped and cache(ways.grouped))
-    best = plan_parts(branches, ways, expanded)
-    at_most = sum(part.gain for part in best)  # with one way of two, no more is saved
-    most = at_most - _launches(best, branches, launch)
-    if at_most > max(most, 0.0) and ways.naive is not None and ways.grouped is not None:
-        for fewer in (replace(ways, naive=None), replace(ways, grouped=None)):
-            parts = plan_parts(branches, fewer, expanded)
-            saved = sum(part.gain for part in parts) - _launches(parts, branches, launch)
+def plan_step(
+    branches: Branches, ways: Ways, expanded: Expanded, launch: Launch, capacity: Capacity
+) -> tuple[list[Part], int]:
+    """The parts of a step that save the most, what it launches for them counted, as many as it has room for; see
+    `limit_parts`."""
+    covers = _all_covers(branches, ways, expanded)
+    allowed = [NAIVE | GROUPED]
+    if ways.naive is not None and ways.grouped is not None:
+        allowed += [NAIVE, GROUPED]  # with one way of two the ranges gain less, but nothing is paid for the other
+    best: list[Part] = []
+    most = 0.0
+    for modes in allowed:
+        barred = dict.fromkeys(range(len(branches)), (NAIVE | GROUPED) & ~modes)
+        for _ in range(ROUNDS):
+            parts = _choose(branches, covers, barred)
+            launched = launched_by(parts, branches)
+            saved = sum(part.gain for part in parts) - launch_cost(launched, launch)
             if saved > most:
                 best, most = parts, saved
-    return best if most > 0 else []
-
-
-def _launches(parts: Sequence[Part], branches: Branches, launch: Launch) -> float:
-    """What a step pays for the ways that its parts take."""
-    rows: dict[Mode, int] = {}
-    found: set[tuple[Mode, int]] = set()  # branches that have a part of this mode
-    for part in parts:  # parents come first, and have all rows of their children
-        at = part.branch
-        while at >= 0 and (part.mode, at) not in found:
-            at = branches[at].parent
-        if at < 0:
-            rows[part.mode] = rows.get(part.mode, 0) + branches[part.branch].rows
-        found.add((part.mode, part.branch))
-    return sum(launch(mode, of_mode) for mode, of_mode in rows.items())
+            if not (dropped := unpaid(launched, launch)):
+                break
+            for each in dropped:
+                barred[each.branch] |= each.mode
+    return limit_parts(best, branches, capacity)
 
 
 def plan_parts(branches: Branches, ways: Ways, expanded: Expanded) -> list[Part]:
     """The parts that save the most if launches cost nothing, parents before children; see the module."""
-    kids = [0.0] * len(branches)  # Σ T of the children
-    chosen: list[tuple[list[Part], bool] | None] = [None] * len(branches)  # and whether the branches below are used
-    for index in range(len(branches) - 1, -1, -1):
-        branch = branches[index]
-        best, total = None, 0.0
-        for parts in _covers(index, branch, branch.end, ways, expanded(index)):
-            gain = sum(part.gain for part in parts)
-            if gain > total and parts[-1].end >= ways.min_prefix_len:
-                best, total = (parts, False), gain
-        if kids[index] > 0:
-            begin, end = branch.start // ways.chunk * ways.chunk, branch.end // ways.chunk * ways.chunk
-            through: list[list[Part]] = [[]]  # within one chunk, which the branches below take
-            if begin < end:
-                covers = _covers(index, branch, end, ways, expanded(index))
-                through = [parts for parts in covers if parts[-1].end == end]
-            for parts in through:
-                gain = sum(part.gain for part in parts) + kids[index]
-                if gain > total:
-                    best, total = (parts, True), gain
-        chosen[index] = best
-        if branch.parent >= 0:
-            kids[branch.parent] += total
+    return _choose(branches, _all_covers(branches, ways, expanded), {})
 
-    found: list[Part] = []
+
+def _choose(branches: Branches, covers: Sequence[Sequence[_Cover]], barred: Mapping[int, int]) -> list[Part]:
+    """What saves the most if launches cost nothing.
+
+    Args:
+        barred: ways that are not taken, of a branch.
+    """
+    kids = [0.0] * len(branches)  # Σ T of the children
+    chosen: list[_Cover | None] = [None] * len(branches)
+    for index in range(len(branches) - 1, -1, -1):
+        best, total, below = None, 0.0, kids[index]
+        without = barred.get(index, 0)
+        for cover in covers[index]:
+            if cover.modes & without or (cover.goes_on and below <= 0):
+                continue
+            gain = cover.gain + below if cover.goes_on else cover.gain
+            if gain > total:
+                best, total = cover, gain
+        chosen[index] = best
+        if (parent := branches[index].parent) >= 0:
+            kids[parent] += total
+
+    plan: list[Part] = []
     used = [False] * len(branches)
     for index, choice in enumerate(chosen):
-        above = branches[index].parent
-        if choice is not None and (above < 0 or used[above]):
-            parts, used[index] = choice
-            found += parts
+        parent = branches[index].parent
+        if choice is None or (parent >= 0 and not used[parent]):
+            continue
+        plan += choice.parts
+        used[index] = choice.goes_on
+    return plan
+
+
+def _all_covers(branches: Branches, ways: Ways, expanded: Expanded) -> list[list[_Cover]]:
+    """`[branches]` how each could be attended to, as the last one of a path and with branches below."""
+    has_kids = [False] * len(branches)
+    for branch in branches:
+        if branch.parent >= 0:
+            has_kids[branch.parent] = True
+    found = []
+    for index, branch in enumerate(branches):
+        reach = expanded(index)
+        last = _covers(index, branch, branch.end, ways, reach)
+        covers = [cover for cover in last if cover.parts[-1].end >= ways.min_prefix_len]
+        if has_kids[index]:
+            begin, end = branch.start // ways.chunk * ways.chunk, branch.end // ways.chunk * ways.chunk
+            through = last if end == branch.end else _covers(index, branch, end, ways, reach)
+            covers += [_Cover(c.parts, c.gain, c.modes, True) for c in through if c.parts[-1].end == end]
+            if begin == end:  # within one chunk, which the branches below take
+                covers.append(_Cover((), 0.0, 0, True))
+        found.append(covers)
     return found
 
 
-def _covers(index: int, branch: Branch, end: int, ways: Ways, expanded: int) -> list[list[Part]]:
+def _covers(index: int, branch: Branch, end: int, ways: Ways, expanded: int) -> list[_Cover]:
     """The ways to attend to a branch's tokens up to `end`, or to fewer: naive as far as it is expanded, grouped absorb
     alone, or first the one and then the other."""
     begin = branch.start // ways.chunk * ways.chunk
     paged = end // ways.page * ways.page
     covers = []
     if ways.naive is not None and (reach := min(expanded, end)) > begin:
-        naive = Part(index, begin, reach, Mode.NAIVE, ways.naive(branch.rows, begin, reach))
-        covers.append([naive])
-        behind = reach // ways.page * ways.page
-        if ways.grouped is not None and behind == reach < paged:
+        gain = ways.naive(branch.rows, begin, reach)
+        naive = Part(index, begin, reach, Mode.NAIVE, gain)
+        covers.append(_Cover((naive,), gain, NAIVE))
+        if ways.grouped is not None and reach < paged and reach % ways.page == 0:
             rest = ways.grouped(branch.rows, reach, paged)
-            covers.append([naive, Part(index, reach, paged, Mode.GROUPED_ABSORB, rest)])
+            both = (naive, Part(index, reach, paged, Mode.GROUPED_ABSORB, rest))
+            covers.append(_Cover(both, gain + rest, NAIVE | GROUPED))
     if ways.grouped is not None and begin < paged:
-        covers.append([Part(index, begin, paged, Mode.GROUPED_ABSORB, ways.grouped(branch.rows, begin, paged))])
+        gain = ways.grouped(branch.rows, begin, paged)
+        covers.append(_Cover((Part(index, begin, paged, Mode.GROUPED_ABSORB, gain),), gain, GROUPED))
     return covers
 
 
@@ -321,9 +239,7 @@ def limit_parts(parts: Sequence[Part], branches: Branches, capacity: Capacity) -
     last: dict[int, int] = {}  # of each branch: its last part
     above: list[int] = []
     for index, part in enumerate(parts):
-        branch = part.branch
-        while branch >= 0 and branch not in last:
-            branch = branches[branch].parent
+        branch = part.branch if part.branch in last else branches.above(part.branch, last)
         above.append(last.get(branch, -1))
         last[part.branch] = index
     followers = [0] * len(parts)

@@ -13,10 +13,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_mla_ext.observe import Counters
+from sglang_mla_ext.prefix.branches import Branches, Part
 from sglang_mla_ext.prefix.cost_model import CostModel
 from sglang_mla_ext.prefix.expanded_pool import Chunk, ExpandedPool, Want
 from sglang_mla_ext.prefix.gains import Gains, every_range, no_launch
-from sglang_mla_ext.prefix.planner import Branches, Capacity, Launch, Part, Plan, Ways, limit_parts, plan_step, whole
+from sglang_mla_ext.prefix.launches import Launch
+from sglang_mla_ext.prefix.planner import Capacity, Plan, Ways, plan_step, whole
 from sglang_mla_ext.prefix.segments import SegmentNumbers, ShownSegment, shown_segments
 from sglang_mla_ext.prefix.tree import SharedTree, Tree
 from sglang_mla_ext.segment import Mode, Segment
@@ -254,7 +256,7 @@ class SharedPrefixes:
 
     def _ideal(self, branches: Branches, ways: Ways, launch: Launch) -> tuple[list[Part], int]:
         """The parts that save most if whatever they need is expanded, and how many more a step has no room for."""
-        return limit_parts(plan_step(branches, ways, whole(branches), launch), branches, self._capacity)
+        return plan_step(branches, ways, whole(branches), launch, self._capacity)
 
     def _make_plan(self, branches: Branches) -> None:
         ways, launch = self._ways(branches)
@@ -274,7 +276,7 @@ class SharedPrefixes:
             return tuple(covered[part.branch][1][: -(-(part.end - part.start) // self._pool.chunk_tokens)])
 
         if any(part.mode is Mode.NAIVE and part.end > expanded(part.branch) for part in parts):
-            parts, dropped = limit_parts(plan_step(branches, ways, expanded, launch), branches, self._capacity)
+            parts, dropped = plan_step(branches, ways, expanded, launch, self._capacity)
         if dropped:
             self._counters.fall_back("more groups than a step has room for")
         self._plan = Plan(branches.requests, tuple(branches.segment(part, chunks(part)) for part in parts))

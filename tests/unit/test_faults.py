@@ -63,6 +63,7 @@ PLAIN_ABSORB = {
     "adapter/step/backend.py HybridMLABackend._store",
     "adapter/step/backend.py HybridMLABackend._store:",  # its operation
     "adapter/step/backend.py HybridMLABackend._write_plan",
+    "adapter/step/passes.py Kind.is_step",
     "adapter/step/passes.py Kind.of",
     "adapter/cpu/stock.py TorchStock.extend",
     "adapter/cpu/stock.py after_support_triton",

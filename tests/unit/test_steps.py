@@ -163,6 +163,21 @@ def test_prefill_is_planned_with_its_own_lengths() -> None:
     assert steps.counters.steps_absorb == 0, "not a decode step"
 
 
+def test_a_prefill_step_looks_at_no_more_requests_than_a_decode_step_may_have() -> None:
+    """Those that run are left out where all together are too many, and nothing is planned for a step of too many."""
+    prefill = PrefillSharing(lambda *_: "plan", lambda _: 500, lambda *_: True)
+    many, few = requests(13), requests(3)
+    for steps, affordable in ((make(prefill), 500), (make(), 0)):
+        for reqs, running, seen in ((few, many[:9], many[:9]), (few, many[:10], []), (many[:12], few[:1], [])):
+            steps.before_forward(EXTEND, reqs, running, [1] * len(reqs), [1] * len(reqs))
+            assert steps._prefixes.named("before_prefill")[-1] == ("before_prefill", reqs, seen, affordable)
+        assert not steps.counters.fallbacks
+        steps.before_forward(EXTEND, many, few, [1] * 13, [1] * 13)
+        assert len(steps._prefixes.named("before_prefill")) == 3
+        assert dict(steps.counters.fallbacks) == {"more than 12 requests in a batch": 1}
+        assert passes.now.prefill == ("plan" if affordable else None), "what is expanded already is used"
+
+
 def test_the_time_of_planning_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every pass: planned, paused after a failure, idle, prefill without a planner."""
     clock = SimpleNamespace(perf_counter=iter(map(float, range(100))).__next__)

@@ -246,11 +246,15 @@ class Steps:
     def _plan_prefill(
         self, reqs: Sequence[Req], running: Sequence[Req], prefix_lens: Sequence[int], new_tokens: Sequence[int]
     ) -> PrefillPlan | None:
+        affordable = self._prefill.affordable(prefix_lens) if self._prefill is not None else 0
+        if len(reqs) + len(running) > self._max_requests:
+            running = []  # so many will share no decode step; those of this one may share it
+        if len(reqs) <= self._max_requests:
+            self._prefixes.before_prefill(reqs, running, affordable)
+        else:
+            self.counters.fall_back(f"more than {self._max_requests} requests in a batch")
         if self._prefill is None:
-            self._prefixes.before_prefill(reqs, running)
             return None
-        affordable = self._prefill.affordable(prefix_lens)
-        self._prefixes.before_prefill(reqs, running, affordable)
         plan = self._prefixes.plan_prefill(reqs, prefix_lens, new_tokens, always=affordable > 0)
         if not self._prefill.can_finish(prefix_lens, plan.prefix_lens):
             return None

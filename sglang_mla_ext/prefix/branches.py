@@ -1,0 +1,137 @@
+"""The tree that a batch shares as branches: consecutive nodes that the same rows hold.
+
+A row is a request here. Pure Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Iterator
+from typing import NamedTuple
+
+from sglang_mla_ext.prefix.tree import SharedTree
+from sglang_mla_ext.segment import Mode, Segment
+
+
+class Branch(NamedTuple):
+    """Consecutive nodes that the same rows hold.
+
+    Attributes:
+        nodes: their handles, from the root down; ends: `[nodes]` tokens from the root to the end of each.
+        start, end: tokens before and behind them.
+        parent: index of the branch above, -1 for none; before this one.
+        rows: how many.
+    """
+
+    nodes: list[Hashable]
+    ends: list[int]
+    start: int
+    end: int
+    parent: int
+    rows: int
+
+
+class Part(NamedTuple):
+    """A range of a branch's tokens, and how it is attended to: what becomes a segment.
+
+    Attributes:
+        branch: index of the branch.
+        gain: what it saves, in seconds a layer, where costs are modelled.
+    """
+
+    branch: int
+    start: int
+    end: int
+    mode: Mode
+    gain: float
+
+
+class Branches:
+    """The branches of a tree, parents before children, each of two rows or more.
+
+    Attributes:
+        requests: of the batch.
+        tokens: of all branches together.
+    """
+
+    def __init__(self, tree: SharedTree) -> None:
+        parents, ends, nodes = tree.parents, tree.ends, tree.nodes
+        counts = [0] * len(nodes)
+        for node in tree.deepest:
+            if node >= 0:
+                counts[node] += 1
+        for node in range(len(nodes) - 1, -1, -1):
+            if (parent := parents[node]) >= 0:
+                counts[parent] += counts[node]
+        self._branches: list[Branch] = []
+        branch_of = [-1] * len(nodes)  # that a node is in, or that its nearest ancestor in one is in
+        for node, (parent, end, count) in enumerate(zip(parents, ends, counts, strict=True)):
+            above = branch_of[parent] if parent >= 0 else -1
+            if count < 2:
+                branch_of[node] = above
+                continue
+            if above >= 0 and self._branches[above].rows == count:  # the same rows: a child has no others
+                branch = self._branches[above]
+                branch.nodes.append(nodes[node])
+                branch.ends.append(end)
+                self._branches[above] = branch._replace(end=end)
+                branch_of[node] = above
+                continue
+            branch_of[node] = len(self._branches)
+            start = ends[parent] if parent >= 0 else 0
+            self._branches.append(Branch([nodes[node]], [end], start, end, above, count))
+        self.requests = len(tree.deepest)
+        self.tokens = sum(branch.end - branch.start for branch in self._branches)
+        self._last = [branch_of[node] if node >= 0 else -1 for node in tree.deepest]  # of each row
+        self._rows: tuple[list[int], list[int]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._branches)
+
+    def __getitem__(self, index: int) -> Branch:
+        return self._branches[index]
+
+    def __iter__(self) -> Iterator[Branch]:
+        return iter(self._branches)
+
+    def _rows_of(self, index: int) -> list[int]:
+        """The rows that hold a branch, in any order."""
+        # Numbered depth first, the rows below a branch stand side by side.
+        if self._rows is None:
+            own: list[list[int]] = [[] for _ in self._branches]
+            for row, branch in enumerate(self._last):
+                if branch >= 0:
+                    own[branch].append(row)
+            children: list[list[int]] = [[] for _ in self._branches]
+            for branch in range(len(self._branches) - 1, -1, -1):
+                if (parent := self._branches[branch].parent) >= 0:
+                    children[parent].append(branch)
+            order: list[int] = []
+            begins = [0] * len(self._branches)
+            pending = [branch for branch in range(len(self._branches)) if self._branches[branch].parent < 0]
+            while pending:
+                branch = pending.pop()
+                begins[branch] = len(order)
+                order += own[branch]
+                pending += children[branch]
+            self._rows = order, begins
+        order, begins = self._rows
+        return order[begins[index] : begins[index] + self._branches[index].rows]
+
+    def above(self, index: int, used: Container[int]) -> int:
+        """The nearest branch above that is used, -1 for none. One that lies within a chunk may be skipped."""
+        index = self._branches[index].parent
+        while index >= 0 and index not in used:
+            index = self._branches[index].parent
+        return index
+
+    def last_row(self, index: int) -> int:
+        """The last of the rows that hold a branch."""
+        return max(self._rows_of(index))
+
+    def segment(self, part: Part, chunks: tuple[int, ...] = ()) -> Segment:
+        """A part as a segment of all rows that hold its branch.
+
+        Args:
+            chunks: of a naive one, see Segment.
+        """
+        return Segment(tuple(sorted(self._rows_of(part.branch))), part.start, part.end, part.mode, chunks)
