@@ -233,6 +233,83 @@ def test_newcomers_are_bounded_too(tree: OfCore, monkeypatch: pytest.MonkeyPatch
     check_shared(tree, requests)
 
 
+def siblings(tree: OfCore, count: int) -> tuple[list[str], list[Any]]:
+    """Texts below one page, whose nodes are four deep, and a request on each."""
+    texts = [f"s{chr(0x4E00 + at)}abcdefgh" for at in range(count)]
+    for text in texts:
+        for length in (4, 6, 8):
+            tree.finish(tree.run(text[:length]))
+    return texts, [tree.run(text) for text in texts]
+
+
+def test_searches_of_many_arrivals_share_what_they_ask() -> None:
+    """At each of four depths a hundred cut one of 1,024 siblings, any of which could be what was cut."""
+    tree = OfCore(1, CORES[0])
+    signs = [chr(0x4E00 + at) for at in range(1024)]
+    levels = ["", "s", "st", "stu"]
+    requests = [tree.run(level + sign + "abc") for level in levels for sign in signs]
+    while not tree.view.shared(requests).complete:
+        pass
+    asked, mirror_of = Asked(tree), tree.view._mirror
+    requests += [tree.run(level + sign + "X") for level in levels for sign in signs[:1000:10]]
+    calls = 1
+    while not (shared := tree.view.shared(requests)).complete:
+        calls += 1
+        assert sum(len(search.fronts) + len(search.left) for search in mirror_of._searches.values()) <= 4 * 1124
+        assert calls < 10
+    assert asked.paths <= 4 * 1124 and not mirror_of._searches
+    assert len(shared.nodes) == 3 + 400
+    cut = {*signs[:1000:10]}
+    ends = [shared.ends[at] if at >= 0 else 0 for at in shared.deepest]
+    texts = [level + sign for level in levels for sign in signs]
+    assert ends[: len(texts)] == [len(text) - (text[-1] not in cut) for text in texts]
+
+
+def test_arrivals_one_by_one_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a call has time for a few of the siblings only."""
+    tree = OfCore(1, CORES[0])
+    texts, requests = siblings(tree, 64)
+    tree.view.shared(requests)
+    monkeypatch.setattr(mirror, "ASK_LIMIT", 40)
+    mirror_of = tree.view._mirror
+    for text in texts[:20]:
+        requests.append(tree.run(text[:3] + "X"))
+        tree.view.shared(requests)
+        assert sum(len(search.left) for search in mirror_of._searches.values()) <= 64
+    calls = 0
+    while not tree.view.shared(requests).complete:
+        calls += 1
+        assert calls < 20
+    check_shared(tree, requests)
+
+
+def test_what_nobody_holds_is_searched_for_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = OfCore(1, CORES[0])
+    texts, requests = siblings(tree, 64)
+    tree.view.shared(requests)
+    monkeypatch.setattr(mirror, "ASK_LIMIT", 6)
+    newcomer = tree.run(texts[0][:3] + "X")
+    assert not tree.view.shared([*requests, newcomer]).complete
+    front = weakref.ref(tree.view.parent(tree.handle(newcomer)))
+    tree.finish(newcomer)
+    asked = Asked(tree)
+    for _ in range(3):
+        complete = tree.view.shared(requests).complete
+    gc.collect()
+    assert complete and front() is None and not tree.view._mirror._searches
+    assert asked.paths < 32, "not all of the siblings"
+
+
+def test_the_last_new_node_is_searched_for(tree: OfCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a path shows one above a node that is known, and one below it: what the first is above is on the path."""
+    monkeypatch.setattr(mirror, "PATHS_AT_ONCE", 2)
+    requests = [tree.run("abcdef"), *(tree.run("abcdef" + letter * 4) for letter in "ghijklmnop")]
+    check_shared(tree, requests)
+    front = tree.run("abcX")
+    requests += [tree.run("abcdefggX"), front]  # the child that is asked last is the one that was cut
+    assert outline(tree, check_shared(tree, requests)) == [(3, -1), (6, 0), (8, 1)]
+
+
 # -- slots -------------------------------------------------------------------------------------------------------------
 
 

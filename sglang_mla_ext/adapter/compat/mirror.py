@@ -5,7 +5,8 @@ The tree is asked for the path of a request when the request comes, and not agai
 places that the mirror knows as one node; that does no harm, since whoever holds the end of a node holds its front. When
 a path shows a node that is new here and has another child in the tree, it may have been put between two nodes that are
 known. Which is the lower one is not on the path, so those are asked again that could be, until one is found: at most
-one is, because a node that several others were below was on their paths.
+one is, because a node that several others were below was on their paths. One answer serves all new nodes that were put
+below the same one, so each candidate waits to be asked once, however many there are.
 """
 
 from __future__ import annotations
@@ -60,10 +61,11 @@ class _Front(NamedTuple):
 
 
 class _Search(NamedTuple):
-    """Which node is below a new one? One of `left`, or none."""
+    """Which nodes are below new ones, of those with one node above? For each of `fronts` it is one of `left`, or none.
+    Numbers, in order, so that it keeps no node that nobody else does."""
 
-    front: MirrorNode
-    left: list[MirrorNode]
+    fronts: dict[int, None]
+    left: dict[int, None]
 
 
 class Mirror:
@@ -80,7 +82,7 @@ class Mirror:
         self._counts: Counter[MirrorNode] = Counter()  # requests that end in a node, of the last call that counted
         self._last: dict[int, MirrorNode] = {}  # where requests of the last two calls end; None of them is freed
         self._before: dict[int, MirrorNode] = {}
-        self._searches: list[_Search] = []
+        self._searches: dict[int, _Search] = {}  # by the number of the node above
         self._fronts: list[_Front] = []  # for which there may be something to search, of this call
         self._fresh: set[MirrorNode] = set()  # those whose paths this call has seen
         self._made: dict[MirrorNode, MirrorNode] = {}  # those that it has seen first, and the lowest other one above
@@ -88,7 +90,7 @@ class Mirror:
     def forget(self) -> None:
         """No request is left: nodes stay as long as somebody else keeps them."""
         self._count(Counter())
-        self._last, self._before, self._searches = {}, {}, []
+        self._last, self._before, self._searches = {}, {}, {}
 
     def follow(self, ends: Sequence[int | None], *, count: bool) -> tuple[list[MirrorNode | None], bool]:
         """The nodes in which requests end, brought up to date.
@@ -181,6 +183,7 @@ class Mirror:
 
     def _search(self, left: int) -> bool:
         """Ask for what could be below new nodes, for `left` more nodes of paths; whether that was all."""
+        self._drop_searches()
         below: dict[MirrorNode | None, list[MirrorNode]] | None = None
         while self._fronts or (self._searches and left > 0):
             if self._fronts:
@@ -188,21 +191,37 @@ class Mirror:
                     below = {}
                     for node in self._nodes.values():
                         below.setdefault(node.parent, []).append(node)
-                self._searches += _searches(self._fronts, below, self._fresh)
+                for front, above, candidates in _candidates(self._fronts, below, self._fresh):
+                    search = self._searches.setdefault(above.id, _Search({}, {}))
+                    search.fronts[front.id] = None
+                    search.left.update(dict.fromkeys(candidate.id for candidate in candidates))
                 self._fronts.clear()
                 continue
-            front, candidates = self._searches[-1]
-            some = [candidates.pop() for _ in range(min(PATHS_AT_ONCE, len(candidates)))]
-            some = [node for node in some if node not in self._fresh]
-            found = False
-            for path in self._ask([node.id for node in some]) if some else ():
+            above_id, search = next(reversed(self._searches.items()))
+            some = [search.left.popitem()[0] for _ in range(min(PATHS_AT_ONCE, len(search.left)))]
+            some = [number for number in some if self._is_to_be_asked(number, above_id)]
+            for path in self._ask(some) if some else ():
                 left -= len(path or ())
                 if path is not None:
                     self._add(path)
-                    found |= any(step.node_id == front.id for step in path)
-            if found or not candidates:
-                self._searches.pop()
+                    for step in path:
+                        search.fronts.pop(step.node_id, None)
+            if not search.fronts or not search.left:
+                del self._searches[above_id]
         return not self._searches
+
+    def _drop_searches(self) -> None:
+        """Those for new nodes that nobody holds any more."""
+        for above_id, search in list(self._searches.items()):
+            for number in [number for number in search.fronts if number not in self._nodes]:
+                del search.fronts[number]
+            if not search.fronts:
+                del self._searches[above_id]
+
+    def _is_to_be_asked(self, number: int, above_id: int) -> bool:
+        """Whether a node is still somebody's, and where it was; the place of those that this call has seen is known."""
+        node = self._nodes.get(number)
+        return node is not None and node not in self._fresh and node.parent is not None and node.parent.id == above_id
 
     # ---- who holds what
 
@@ -213,15 +232,15 @@ class Mirror:
         self._counts = counts
 
 
-def _searches(
+def _candidates(
     fronts: Sequence[_Front], below: Mapping[MirrorNode | None, list[MirrorNode]], fresh: Collection[MirrorNode]
-) -> Iterator[_Search]:
-    """What has to be searched for below new nodes: nothing where all of their children are known."""
+) -> Iterator[tuple[MirrorNode, MirrorNode, list[MirrorNode]]]:
+    """New nodes, what is above them, and what could be below: nothing where all of their children are known."""
     for front, above, new in fronts:
         if any(children > len(below.get(node, ())) for node, children in new):
             candidates = [node for node in below.get(above, ()) if node.end > front.end and node not in fresh]
             if candidates:
-                yield _Search(front, candidates)
+                yield front, above, candidates
 
 
 def _move(node: MirrorNode, parent: MirrorNode) -> None:
