@@ -49,6 +49,10 @@ class Chunk:
     wanted: int = 0
 
 
+_Victim = tuple[float, int, int, int, Chunk]
+"""Worth, round, minus the index, id, and the chunk: in this order they are evicted, and no two ids are equal."""
+
+
 class Want(NamedTuple):
     """A range of tokens that is worth expanding.
 
@@ -94,7 +98,6 @@ class ExpandedPool:
         self._free = list(range(num_chunks))
         self._owned: dict[Hashable, _Owned] = {}
         self._round = 0
-        self._by_id: dict[int, Chunk] = {}
         self._some_in_grace = False
 
     @property
@@ -176,7 +179,7 @@ class ExpandedPool:
                     if (chunk := self.chunk(node, index)) is not None:
                         chunk.worth, chunk.wanted = want.worth, self._round
             self.waiting = False
-        victims: list[tuple[float, int, int, int]] | None = None
+        victims: list[_Victim] | None = None
         evicted, reached = 0, []
         for want in wants:
             reach = want.start
@@ -218,9 +221,10 @@ class ExpandedPool:
         chunk = Chunk(heapq.heappop(self._free), index, node, index * self.chunk_tokens, want.worth, self._round)
         owned.chunks[index] = chunk
 
-    def _by_worth(self, tree: Tree, shared: set[Hashable]) -> list[tuple[float, int, int, int]]:
-        """Worth, round, index and id of every chunk, as a heap: the deepest of the least worth first."""
-        heap, self._some_in_grace = [], False
+    def _by_worth(self, tree: Tree, shared: set[Hashable]) -> list[_Victim]:
+        """Every chunk, as a heap: the deepest of the least worth first."""
+        heap: list[_Victim] = []
+        self._some_in_grace = False
         for node, owned in self._owned.items():
             kept = tree.holders(node) >= 2
             for chunk in owned.chunks.values():
@@ -228,17 +232,16 @@ class ExpandedPool:
                     chunk.worth = 0.0
                 in_grace = not kept and self._round - chunk.wanted <= GRACE
                 self._some_in_grace |= in_grace
-                heap.append((chunk.worth if kept or in_grace else 0.0, chunk.wanted, -chunk.index, chunk.id))
+                heap.append((chunk.worth if kept or in_grace else 0.0, chunk.wanted, -chunk.index, chunk.id, chunk))
         heapq.heapify(heap)
-        self._by_id = {chunk.id: chunk for owned in self._owned.values() for chunk in owned.chunks.values()}
         return heap
 
-    def _evict_for(self, worth: float, victims: list[tuple[float, int, int, int]]) -> int:
+    def _evict_for(self, worth: float, victims: list[_Victim]) -> int:
         """Free the chunk that is worth least, if `worth` is clearly more; whether it was."""
         if not victims or victims[0][0] * HYSTERESIS >= worth:
             self.waiting = self._some_in_grace
             return 0
-        self._drop_chunk(self._by_id[heapq.heappop(victims)[3]])
+        self._drop_chunk(heapq.heappop(victims)[-1])
         return 1
 
     # ---- what is expanded

@@ -216,6 +216,7 @@ class SharedPrefixes:
         """No request is running. What is expanded stays while its nodes are in the tree."""
         if self._tree is not None:
             self._counters.evictions += self._pool.follow(self._tree)
+            self._forgive_what_left()
         self._clear_plan()
 
     def forget(self) -> None:
@@ -241,9 +242,13 @@ class SharedPrefixes:
         if not tree.complete:
             self._counters.fall_back("the tree is too deep to be searched in one step")
         if self._distrusted:
-            self._distrusted = {node for node in self._distrusted if self._tree.is_attached(node)}
+            self._forgive_what_left()
             tree = tree.without(self._distrusted)
         return tree
+
+    def _forgive_what_left(self) -> None:
+        """A handle keeps its node, and with it the whole tree that it was in."""
+        self._distrusted = {node for node in self._distrusted if self._tree.is_attached(node)}
 
     def _gains(self, cost: CostModel, step_tokens: int = 0) -> Gains:
         ways = {"naive": self._naive, "grouped": self._grouped_page is not None}

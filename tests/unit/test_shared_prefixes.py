@@ -421,6 +421,29 @@ def test_the_nodes_of_a_plan_live_as_long_as_the_plan(tree: Any, end: str) -> No
     assert all(node() is None for node in nodes)
 
 
+@pytest.mark.skipif(NODES_ARE_NUMBERS, reason="numbers keep no tree")
+@pytest.mark.parametrize("way", ["an eviction", "distrust"])
+def test_a_tree_that_was_flushed_is_let_go(tree: Any, way: str) -> None:
+    """Neither what was looked through for an eviction nor what is distrusted keeps its nodes."""
+    server = Server(tree, chunks=4)
+    requests = [tree.run("sixteen-letters-" + letter) for letter in "ab"]
+    server.decode(*requests)
+    if way == "an eviction":
+        requests += [tree.run("SIXTEEN-LETTERS-" + letter) for letter in "abc"]
+        server.decode(*requests)
+        assert server.counters.evictions
+    else:
+        server.prefixes.distrust(server.prefixes.ranges()[1])
+        assert server.decode(*requests) == []
+    nodes = [weakref.ref(request.last_node) for request in requests]
+    tree.finish(*requests)
+    tree.cache.reset()
+    requests.clear()
+    server.prefixes.idle()
+    gc.collect()
+    assert server.pool.used_chunks == 0 and all(node() is None for node in nodes)
+
+
 # -- when an expansion goes away ---------------------------------------------------------------------------------------
 
 
