@@ -281,12 +281,10 @@ class ExpandedPool:
                     break
                 at += 1
                 continue
-            if chunk is None or chunk.filled <= index * size:
+            if chunk is None or chunk.filled < last:  # only one that its node ends in is ever filled in part
                 break
             ids.append(chunk.id)
-            reach = chunk.filled
-            if chunk.filled < last:
-                break
+            reach = last
             index += 1
         return reach, ids
 

@@ -183,6 +183,18 @@ def test_what_does_not_fit_is_cut_short_and_nothing_follows_a_gap() -> None:
     assert covered(pool, below)[0] == 3 * CHUNK
 
 
+def test_what_is_there_already_does_not_follow_a_gap_either() -> None:
+    """Nothing would attend to it, so nothing more of it is expanded."""
+    pool, node = ExpandedPool(2, CHUNK), Node(None, 3 * CHUNK)
+    below = Node(node, CHUNK)
+    assert pool.allot([want(below, start=3 * CHUNK)], TREE)[0] == [4 * CHUNK]
+    assert pool.allot([want(node), want(below, start=3 * CHUNK, above=0)], TREE)[0] == [CHUNK, 3 * CHUNK]
+    assert ExpandedPool(4, CHUNK).allot([want(node), want(below, start=3 * CHUNK, above=0)], TREE)[0] == [
+        3 * CHUNK,
+        4 * CHUNK,
+    ]
+
+
 def test_what_pays_more_takes_the_place_of_what_pays_less() -> None:
     """Case (A): two requests share 118 of 120 chunks below a page that everybody begins with; then 200 come."""
     pool, page = ExpandedPool(120, CHUNK), Node(None, 64)

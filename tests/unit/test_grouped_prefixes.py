@@ -106,6 +106,22 @@ def test_a_branch_of_few_is_grouped_below_what_is_expanded_for_many(tree: Any) -
     assert server.pool.used_chunks == 2
 
 
+def test_memory_goes_where_grouped_absorb_does_not_save_as_much(tree: Any) -> None:
+    """Of two prefixes with room for one: naive saves 8 a token for four requests, grouped absorb 7 of these; for three
+    requests 6 and nothing."""
+
+    class Stepped(CostModel):
+        def work_seconds(self, mode: Mode, group_size: int, tokens: int, step_tokens: int = 0) -> float:
+            grouped = 7 if group_size > 3 else -1
+            saved = {Mode.ABSORB: 0, Mode.NAIVE: 2 * group_size, Mode.GROUPED_ABSORB: grouped}[mode]
+            return tokens * (9 * group_size - saved) * 1e-3
+
+    server = Server(tree, chunks=4, cost=Stepped(COST.dims, COST.local_heads, COST.rates), **BOTH)
+    four = [tree.run("sixteen-letters-" + letter) for letter in "abcd"]
+    three = [tree.run("SIXTEEN-LETTERS-" + letter) for letter in "abc"]
+    assert modes_of(server, *four, *three) == [((0, 1, 2, 3), 16, "grouped_absorb"), ((4, 5, 6), 16, "naive")]
+
+
 def test_gains() -> None:
     cost = cost_with(absorb=3, grouped_absorb=2, naive=1)
     auto = Gains.of(HybridMLAOptions(), cost, naive=True, grouped=True)

@@ -197,7 +197,10 @@ def test_events_drop_plans_and_expansions(event: str) -> None:
     steps.before_forward(DECODE, requests(5), [])
     assert passes.now.plan.segments
     passes.now.prefill = "plan"
+    forgotten: list[str] = []
+    steps.shadow = SimpleNamespace(forget=lambda: forgotten.append(event))
     getattr(steps, event)()
+    assert forgotten == [event] * (event != "idle"), "what it suspects is no more"
     assert passes.now.plan is NOTHING_SHARED and passes.now.prefill is None
     assert steps._prefixes.calls[-1] == ("idle" if event == "idle" else "forget",)
     assert steps._expander.changed == (event == "weights_change")
