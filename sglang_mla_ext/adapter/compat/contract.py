@@ -1,9 +1,9 @@
 """The contract with SGLang: which releases are supported, and whether the installed one is as expected.
 
-SGLang has no stable plug-in interface for attention inside a model, so each name in uses.py could change in any
-release. A difference is reported by name at start instead of failing somewhere in a forward pass.
+SGLang has no stable plug-in interface for attention inside a model, so each name in a release's tables could change in
+the next one. A difference is reported by name at start instead of failing somewhere in a forward pass.
 
-The source is read and not imported (source.py), so the check takes less than a second, and it is the same in
+The source is read and not imported (syntax.py), so the check takes less than a second, and it is the same in
 `sglang-mla doctor`, in the launching process and in the workers. What is used of `sgl_kernel` is not checked where that
 is absent: on a CPU.
 """
@@ -16,20 +16,14 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-from sglang_mla_ext.adapter.compat.sglang_0_5_17.uses import SGLANG_0_5_17
-from sglang_mla_ext.adapter.compat.source import NotThere, SourceTree, without_collector
-from sglang_mla_ext.adapter.compat.use import Release, Use
-from sglang_mla_ext.adapter.compat.uses_newer import SGLANG_0_5_18, SGLANG_0_5_20, SGLANG_0_5_23
+from sglang_mla_ext.adapter.compat import releases
+from sglang_mla_ext.adapter.compat.syntax import NotThere, SourceTree, without_collector
+from sglang_mla_ext.adapter.compat.table import Release, Use
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED: Mapping[str, Release] = {
-    "0.5.17": SGLANG_0_5_17,
-    "0.5.18": SGLANG_0_5_18,
-    "0.5.20": SGLANG_0_5_20,
-    "0.5.23": SGLANG_0_5_23,
-}
-"""What is used of each supported release, the newest one last. There is a folder beside this file for each."""
+SUPPORTED: Mapping[str, Release] = releases.supported()
+"""What is used of each supported release, the newest one last."""
 
 
 class ContractError(RuntimeError):

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter.compat.sglang_0_5_17.read_of_backend import READ_OF_BACKEND
+from sglang_mla_ext.adapter.compat.sglang_0_5_17.used_at_start import USED_AT_START
+from sglang_mla_ext.adapter.compat.sglang_0_5_17.used_by_features import USED_BY_FEATURES
+from sglang_mla_ext.adapter.compat.sglang_0_5_17.used_in_a_pass import USED_IN_A_PASS
 from sglang_mla_ext.adapter.compat.shared_nodes import Forks, all_above, find_with
+from sglang_mla_ext.adapter.compat.table import Changes
 from sglang_mla_ext.prefix.tree import SharedTree
 
 if TYPE_CHECKING:
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
+CHANGES = Changes(uses=(*USED_AT_START, *USED_IN_A_PASS, *USED_BY_FEATURES), reads=READ_OF_BACKEND)
 
 _RID, _LAST_NODE = attrgetter("rid"), attrgetter("last_node")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import sglang_0_5_17
 from sglang_mla_ext.adapter.compat.numbered_tree import NumberedTree, UnsupportedTree
+from sglang_mla_ext.adapter.compat.sglang_0_5_20.used import CHANGES as CHANGES
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
