@@ -294,7 +294,7 @@ def test_asked_for_it_tells_the_processes_to_come_until_it_is_not(scenarios: dic
 
 def test_bad_launches_stop_and_leave_nothing_behind(scenarios: dict[str, Any]) -> None:
     bad = scenarios["bad_launches"]
-    assert bad["radix"][0] == bad["prefill"][0] == bad["mode"][0] == "OptionError"
+    assert [bad[name][0] for name in ("radix", "prefill", "mode")] == ["Refusal", "Refusal", "OptionError"]
     assert "--disable-radix-cache is not supported yet: remove it." in bad["radix"][1]
     assert "set --decode-attention-backend hybrid_mla" in bad["prefill"][1]
     assert "--hybrid-mla-mode is 'nonsense'" in bad["mode"][1]
@@ -303,7 +303,7 @@ def test_bad_launches_stop_and_leave_nothing_behind(scenarios: dict[str, Any]) -
 
 def test_ranks_are_chosen_where_it_is_asked_for(scenarios: dict[str, Any]) -> None:
     found = scenarios["dp_routing"]
-    assert found["refused"][0] == "OptionError" and "needs --tokenizer-worker-num 1" in found["refused"][1]
+    assert found["refused"][0] == "Refusal" and "needs --tokenizer-worker-num 1" in found["refused"][1]
     assert found["more"] == ["sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler"]
 
 
@@ -322,7 +322,7 @@ def test_speculation_is_resolved_as_sglang_does_it(scenarios: dict[str, Any]) ->
     assert "--speculative-num-draft-tokens 9 is not supported: use 2 to 8" in found["many steps"]
     assert "--speculative-adaptive is not supported yet" in found["adaptive"]
     kinds = [found[name][0] for name in ("on a CPU", "tree")]
-    assert kinds == ["OptionError"] * 2 and "needs a GPU" in found["on a CPU"][1]
+    assert kinds == ["Refusal"] * 2 and "needs a GPU" in found["on a CPU"][1]
     assert "--speculative-eagle-topk 4 is not supported: use 1." in found["tree"][1]
 
 

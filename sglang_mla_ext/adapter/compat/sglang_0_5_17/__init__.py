@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter.compat.findings import Finding
 from sglang_mla_ext.adapter.compat.sglang_0_5_17.read_of_backend import READ_OF_BACKEND
 from sglang_mla_ext.adapter.compat.sglang_0_5_17.used_at_start import USED_AT_START
 from sglang_mla_ext.adapter.compat.sglang_0_5_17.used_by_features import USED_BY_FEATURES
@@ -249,9 +250,9 @@ def prefill_graph_backend(args: ServerArgs) -> str:
     return str(args.cuda_graph_config.prefill.backend)
 
 
-def further_findings(args: ServerArgs) -> dict[str, bool]:
-    """What this release has besides and `hybrid_mla` does not support: flag -> whether it is given."""
-    return {}
+def further_findings(args: ServerArgs) -> list[Finding]:
+    """What this release has besides, is asked for, and `hybrid_mla` does not support. `args` are resolved."""
+    return []
 
 
 def disable_prefill_graph(args: ServerArgs) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter.compat import sglang_0_5_17
+from sglang_mla_ext.adapter.compat import sglang_0_5_17, sglang_0_5_18
+from sglang_mla_ext.adapter.compat.findings import Finding, unsupported
 from sglang_mla_ext.adapter.compat.numbered_tree import NumberedTree, UnsupportedTree
 from sglang_mla_ext.adapter.compat.sglang_0_5_20.used import CHANGES as CHANGES
 
@@ -108,15 +109,14 @@ def other_trees() -> list[str]:
     return [name] if envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get() else []
 
 
-def further_findings(args: ServerArgs) -> dict[str, bool]:
+def further_findings(args: ServerArgs) -> list[Finding]:
     """See sglang_0_5_17. The tree's part on the host was not tried here, nor prefill and decode servers."""
-    mode = args.disaggregation_mode
-    return {
-        f"--disaggregation-mode {mode}": mode != "null",
-        "--enable-hierarchical-cache": args.enable_hierarchical_cache,
-        "--enable-unified-cache-external-linker": args.enable_unified_cache_external_linker,
-        "--enable-layernorm-sp": args.enable_layernorm_sp,
-    }
+    return [
+        *sglang_0_5_18.roles_of_disaggregation(args),
+        *unsupported("--enable-hierarchical-cache", args.enable_hierarchical_cache),
+        *unsupported("--enable-unified-cache-external-linker", args.enable_unified_cache_external_linker),
+        *unsupported("--enable-layernorm-sp", args.enable_layernorm_sp),
+    ]
 
 
 def wait_before_loading(controller: Any, stream: Any) -> None:
