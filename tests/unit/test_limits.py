@@ -94,6 +94,7 @@ def server_args(
         "disaggregation_transfer_backend": "mooncake",
         "disaggregation_decode_enable_radix_cache": False,
         "dllm_algorithm": None,
+        "enable_memory_saver": False,
         "enable_deterministic_inference": False,
         "rl_on_policy_target": None,
     }

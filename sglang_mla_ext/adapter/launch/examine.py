@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 
 from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.compat.contract import ContractError
 from sglang_mla_ext.adapter.compat.findings import Finding
 from sglang_mla_ext.adapter.cpu import feigned
 from sglang_mla_ext.adapter.launch import checkpoints, launch_line
@@ -128,6 +129,8 @@ def _resolve(line: LaunchLine, folders: dict[str, str]) -> tuple[ServerArgs | No
             return args, []
         except Refusal as error:
             return None, error.findings
+        except ContractError as error:
+            return None, [finding("contract", text) for text in error.differences or [str(error)]]
         except OptionError as error:
             return None, [finding("option", str(error))]
         except SystemExit:
@@ -146,7 +149,7 @@ def _settings(line: LaunchLine, args: ServerArgs) -> list[str]:
     """What `limits` sets, where the line does not say it."""
     flags = {name: f"--{name.replace('_', '-')}" for name in SET_BY_ITSELF}
     resolved = installed.resolved(args)
-    values = {flag: getattr(resolved, name) for name, flag in flags.items()}
+    values = {flag: getattr(resolved, name, None) for name, flag in flags.items()}
     found = [
         f"{flag} {value}"
         for flag, value in values.items()
