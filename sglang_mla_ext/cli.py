@@ -82,6 +82,8 @@ def _examine(command: list[str], gpu: str | None) -> bool:
         return True
     for change in found.changes:
         say(f"  change: {change}")
+    for warning in found.warnings:
+        say(f"  warning: {warning}")
     say(f"set by itself: {', '.join(found.settings) or 'nothing'}")
     for path, name in found.models.items():
         if path != name:

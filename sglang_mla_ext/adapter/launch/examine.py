@@ -23,7 +23,7 @@ from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.compat.contract import ContractError
 from sglang_mla_ext.adapter.compat.findings import Finding
 from sglang_mla_ext.adapter.cpu import feigned
-from sglang_mla_ext.adapter.launch import checkpoints, launch_line
+from sglang_mla_ext.adapter.launch import checkpoints, launch_line, models
 from sglang_mla_ext.adapter.launch.launch_line import LaunchLine
 from sglang_mla_ext.adapter.launch.limits import Refusal
 from sglang_mla_ext.adapter.launch.remedies import apply, finding, in_words, said_by_sglang
@@ -51,6 +51,7 @@ class Examination(NamedTuple):
         settings: flags that are set without being asked for.
         models: the models that the line names, by the names that they were taken for.
         refusals: the findings that no change is known for.
+        warnings: what the server does without, though it runs.
     """
 
     outcome: str
@@ -60,6 +61,7 @@ class Examination(NamedTuple):
     settings: list[str]
     models: dict[str, str]
     refusals: Sequence[str] = ()
+    warnings: Sequence[str] = ()
 
 
 @contextmanager
@@ -83,8 +85,8 @@ def _examine(line: LaunchLine, folder: Path) -> Examination:
     findings: list[Finding] = []
     changes: list[str] = []
     while True:
-        models = _known_models(line)
-        folders = {named: str(checkpoints.write_config(known, folder)) for named, known in models.items()}
+        known = _known_models(line)
+        folders = {named: str(checkpoints.write_config(model, folder)) for named, model in known.items()}
         args, found = _resolve(line, folders)
         new = [each for each in found if each not in findings]
         findings += new
@@ -99,8 +101,10 @@ def _examine(line: LaunchLine, folder: Path) -> Examination:
         else:
             continue
         settings = _settings(line, args) if args is not None else []
+        warned = models.warnings(installed.resolved(args), on_gpu=True) if args is not None else []
         refusals = [each.text for each in findings if each.remedy is None]
-        return Examination(outcome, [each.text for each in findings], changes, line, settings, models, refusals)
+        texts = [each.text for each in findings]
+        return Examination(outcome, texts, changes, line, settings, known, refusals, warned)
 
 
 def _known_models(line: LaunchLine) -> dict[str, str]:

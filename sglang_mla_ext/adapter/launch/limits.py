@@ -9,6 +9,7 @@ import torch
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.compat.findings import Finding, unsupported
+from sglang_mla_ext.adapter.launch import models
 from sglang_mla_ext.adapter.launch.remedies import finding, with_remedies
 from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.options import OptionError
@@ -140,7 +141,7 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
     if compute_capability is not None and compute_capability[0] != 9:
         text = "its decode path uses FlashMLA, which needs a Hopper GPU: choose another --attention-backend here."
         found.append(finding("GPU", text))
-    found += _model_findings(args)
+    found += models.findings(args)
     if args.dtype in ("half", "float16"):
         found.append(FLOAT16)
     if args.kv_cache_dtype == "fp8_e4m3":
@@ -181,25 +182,6 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
 
 def _unsupported(flags: dict[str, bool]) -> list[Finding]:
     return with_remedies([each for flag, given in flags.items() for each in unsupported(flag, given)])
-
-
-def _model_findings(args: ServerArgs) -> list[Finding]:
-    """What the model has that we do not compute."""
-    if not installed.uses_mla(args):
-        text = "the model does not use Multi-head Latent Attention: choose another --attention-backend."
-        return [finding("no MLA", text)]
-    if _is_sparse(args):
-        return [finding("sparse", "the model uses DeepSeek Sparse Attention: use --attention-backend dsa.")]
-    if _scales_queries(args):
-        text = "the model scales its queries by their positions (llama_4_scaling): choose another --attention-backend."
-        return [finding("llama_4_scaling", text)]
-    if _has_no_rotation(args):
-        text = (
-            "SGLang cannot build LongCat-Flash from a config.json without rope_parameters: add "
-            """--json-model-override-args '{"rope_parameters": {"factor": 1.0}}'."""
-        )
-        return [finding("no rotation", text)]
-    return []
 
 
 def _host_cache_findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
@@ -343,23 +325,3 @@ def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
         for flag, given in flags.items()
         if given
     ]
-
-
-def _is_sparse(args: ServerArgs) -> bool:
-    from sglang.srt.configs.model_config import is_deepseek_dsa
-
-    return bool(is_deepseek_dsa(installed.model_config(args)))
-
-
-def _scales_queries(args: ServerArgs) -> bool:
-    """As Mistral Large 3 does. SGLang leaves it to backends that take the query in two parts, and the un-absorbed query
-    that we see is before it."""
-    config = installed.model_config(args)
-    return bool(getattr(getattr(config, "text_config", None) or config, "llama_4_scaling", None))
-
-
-def _has_no_rotation(args: ServerArgs) -> bool:
-    """As LongCat-Flash's own configuration, in which transformers 5 finds no scaling of rotary embeddings: SGLang looks
-    for a field in None. A factor of 1 means what the model does."""
-    config = installed.model_config(args)
-    return "LongcatFlashForCausalLM" in config.architectures and getattr(config, "rope_parameters", {}) is None

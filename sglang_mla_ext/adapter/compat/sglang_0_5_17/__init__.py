@@ -245,6 +245,14 @@ def model_config(args: ServerArgs) -> Any:
     return args.get_model_config().hf_config
 
 
+def linear_layers(args: ServerArgs) -> Any:
+    """The configuration of a model's layers with linear attention, whose states SGLang keeps in a pool of their own;
+    None where it has none."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(args.get_model_config())
+
+
 def prefill_graph_backend(args: ServerArgs) -> str:
     """How prefill is captured in CUDA graphs; "disabled" where it is not. `args` are resolved."""
     return str(args.cuda_graph_config.prefill.backend)

@@ -25,11 +25,11 @@ ARGUMENTS = (
     *attributes(
         _ARGS,
         """
-        attn_cp_size dcp_size disable_radix_cache disaggregation_mode dllm_algorithm dtype
-        enable_deterministic_inference enable_flexkv enable_hierarchical_cache enable_lmcache enable_lora
-        enable_memory_saver enable_mixed_chunk enable_page_major_kv_layout enable_pdmux enable_streaming_session
-        enable_two_batch_overlap enable_unified_memory pp_size radix_cache_backend rl_on_policy_target
-        speculative_algorithm
+        attn_cp_size dcp_size disable_radix_cache disaggregation_mode dllm_algorithm dp_size dtype
+        enable_deterministic_inference enable_dp_attention enable_flexkv enable_hierarchical_cache enable_lmcache
+        enable_lora enable_memory_saver enable_mixed_chunk enable_page_major_kv_layout enable_pdmux
+        enable_streaming_session enable_two_batch_overlap enable_unified_memory pp_size radix_cache_backend
+        rl_on_policy_target speculative_algorithm tp_size
         """,
         "which features are asked for, and which of them are unsupported",
     ),
@@ -45,6 +45,7 @@ ARGUMENTS = (
     *function("server_args.add_attention_backend_choices", "choices", "the backend's name"),
     *function("server_args.add_chunked_prefix_cache_attention_backend", "backend_name", "prefill over a prefix"),
     *function("configs.model_config.is_deepseek_dsa", "config", "sparse attention is unsupported"),
+    *function("configs.hybrid_arch.mambaish_config", "model_config", "linear attention is unsupported"),
     *attributes(
         "configs.model_config.ModelConfig",
         "context_len hf_config hidden_size kv_lora_rank qk_rope_head_dim",

@@ -184,7 +184,7 @@ MEMORY_SAVER = needed_for(
 )
 ROUTING = needed_for(
     Feature.ROUTING,
-    *attributes(_ARGS, "dp_size tokenizer_worker_num", "the rank of a request"),
+    *attributes(_ARGS, "tokenizer_worker_num", "the rank of a request"),
     *function(f"{_TOKENIZER}._dispatch_to_scheduler", "self obj", "a request's rank"),
     *attributes(_TOKENIZER, "server_args rid_to_state", "a request's rank"),
     *attributes(

@@ -101,6 +101,14 @@ def model_config(args: ServerArgs) -> Any:
     return model_config_of(args).hf_config
 
 
+def linear_layers(args: ServerArgs) -> Any:
+    """See sglang_0_5_17."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(model_config_of(args))
+
+
 def other_trees() -> list[str]:
     """See sglang_0_5_17. The tree that TreeView reads is the default here."""
     from sglang.srt.environ import envs
