@@ -122,13 +122,15 @@ def test_what_shares_nothing_runs_with_a_warning(examined: dict[str, Any]) -> No
     ],
     ids=str,
 )
-def test_what_the_kernels_take(changes: dict[str, int], shares: bool) -> None:
+def test_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], shares: bool) -> None:
+    monkeypatch.setattr(models.installed, "model_config", lambda args: args.get_model_config().hf_config)
     args = test_limits.server_args(dims=test_limits.DEEPSEEK | changes)
     assert (models.warnings(args, on_gpu=True) == []) is shares
     assert models.warnings(args, on_gpu=False) == []
 
 
-def test_ranks_of_data_parallel_attention_have_more_heads() -> None:
+def test_ranks_of_data_parallel_attention_have_more_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models.installed, "model_config", lambda args: args.get_model_config().hf_config)
     dims = test_limits.DEEPSEEK | {"qk_nope_head_dim": 192, "num_attention_heads": 20}
     args = test_limits.server_args(dims=dims, enable_dp_attention=True, dp_size=8)
     assert "has 20" in models.warnings(args, on_gpu=True)[0]
