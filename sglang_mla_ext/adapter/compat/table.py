@@ -104,9 +104,9 @@ class Release:
 
     def after(self, changes: Changes) -> Release:
         """The release that follows on this one."""
-        renamed = tuple((full(old), full(new)) for old, new in changes.renamed.items())
+        renamed = tuple((dotted(old), dotted(new)) for old, new in changes.renamed.items())
         kept = [replace(use, path=_renamed(use.path, renamed)) for use in self.uses]
-        gone, again = [full(path) for path in changes.gone], {use.path for use in changes.uses}
+        gone, again = [dotted(path) for path in changes.gone], {use.path for use in changes.uses}
         kept = [use for use in kept if use.path not in again and not any(_is_in(use.path, path) for path in gone)]
         return Release(
             uses=(*kept, *changes.uses),
@@ -134,14 +134,14 @@ def _is_in(path: str, outer: str) -> bool:
 # ---- entries in few words
 
 
-def full(path: str) -> str:
+def dotted(path: str) -> str:
     """A path with the package's name."""
     return path if path.split(".")[0] in ("sglang", "sgl_kernel") else f"sglang.srt.{path}"
 
 
 def use(path: str, kind: str, why: str, params: str = "", keywords: str = "") -> Use:
     """One entry; parameters as words."""
-    return Use(full(path), kind, why, tuple(params.split()), tuple(keywords.split()))
+    return Use(dotted(path), kind, why, tuple(params.split()), tuple(keywords.split()))
 
 
 def function(path: str, params: str, why: str, keywords: str = "") -> tuple[Use]:
