@@ -16,8 +16,9 @@ set -euo pipefail
 trap 'exit 130' INT TERM
 cd "$REPOSITORY"
 NEWEST=0.5.23
-UNIT_OF_NEWEST=(tests/unit/test_{backend_interface,cli,contract,contract_reads,examine,grouped_prefixes,plugin}.py
-    tests/unit/test_{segments,shared_prefixes,source,status,traffic_of_numbers,tree_of_numbers}.py)
+UNIT_OF_NEWEST=(tests/unit/test_{backend_interface,cli,contract,contract_reads,examine,features,grouped_prefixes}.py
+    tests/unit/test_{models_at_launch,plugin,segments,shared_prefixes,status,syntax}.py
+    tests/unit/test_{traffic_of_numbers,tree_of_numbers}.py)
 SERVERS_OF_NEWEST=(tests/server/test_{answers,launch,on_host,two_ranks}.py)
 if [ $# = 0 ]; then
     prepare_environment dev $NEWEST

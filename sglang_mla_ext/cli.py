@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_mla_ext import __version__
-from sglang_mla_ext.adapter.compat.contract import installed_version, mismatches, untested
+from sglang_mla_ext.adapter.compat.contract import compare, installed_version, untested
+from sglang_mla_ext.adapter.compat.table import Feature
 from sglang_mla_ext.configs import config_names
 from sglang_mla_ext.prefix.cost_model import rates_for
 
@@ -30,8 +31,13 @@ def doctor(
 ) -> None:
     """Check this machine: versions, GPU, and what is used of SGLang; or a launch command, as on a Hopper GPU where this
     machine has none. Exit status 1 if it cannot run, as it is or with the changes that are named."""
-    problems = mismatches()
     gpu, capability = _gpu()
+    found = compare()
+    if command is not None:
+        needed = [Feature.BASE, Feature.GPU, Feature.EXAMINING]
+    else:
+        needed = [Feature.BASE, Feature.GPU if gpu else Feature.CPU]
+    problems = [line for feature in needed for line in found.pop(feature, [])]
     if command is not None and not problems:
         raise typer.Exit(_examine(command, gpu))
     if capability is not None and capability[0] != 9:
@@ -46,6 +52,9 @@ def doctor(
     console.print(table)
     if (warning := untested()) is not None:
         console.print(f"[yellow]{warning}[/yellow]", highlight=False)
+    for feature, lines in found.items():
+        for line in lines:
+            console.print(f"[yellow]not with {feature.value}: {line}[/yellow]", highlight=False)
     for problem in problems:
         console.print(f"[red]{problem}[/red]", highlight=False)
     console.print("ready" if not problems else "not ready")
@@ -73,6 +82,8 @@ def _examine(command: list[str], gpu: str | None) -> bool:
         return True
     for change in found.changes:
         say(f"  change: {change}")
+    for warning in found.warnings:
+        say(f"  warning: {warning}")
     say(f"set by itself: {', '.join(found.settings) or 'nothing'}")
     for path, name in found.models.items():
         if path != name:

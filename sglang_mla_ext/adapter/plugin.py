@@ -8,6 +8,7 @@ Where it is not asked for, nothing but the flags and the name is there.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -16,12 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import contract, installed
+from sglang_mla_ext.adapter.compat.table import Feature
 from sglang_mla_ext.adapter.cpu import standins
-from sglang_mla_ext.adapter.launch import dp_routing, limits, status_routes
+from sglang_mla_ext.adapter.launch import dp_routing, features, limits, models, status_routes
 from sglang_mla_ext.options import HybridMLAOptions, OptionError, add_flags, flags_to_env
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
 
 ASKED_VARIABLE = "SGLANG_HYBRID_MLA_ASKED"
 """Set to 1 by the launching process where the backend is asked for; an internal matter of this package."""
@@ -82,18 +86,23 @@ def _around_resolution(original: Callable[..., None], server_args: ServerArgs, *
     on_gpu = torch.cuda.is_available() and server_args.device in (None, "cuda")
     asked = limits.is_asked_for(server_args)
     if asked:
-        contract.check()
+        contract.check(features.asked_for(server_args, on_gpu))
         options = HybridMLAOptions.from_env()
         limits.set_defaults(server_args, on_gpu)
     original(server_args, *args, **kwargs)
     if asked:
+        contract.check(features.asked_for(installed.resolved(server_args), on_gpu))  # SGLang may have asked for more
         if on_gpu:
             limits.set_draft_backend(server_args)
         limits.check(server_args, torch.cuda.get_device_capability() if on_gpu else None)
+        for warning in models.warnings(installed.resolved(server_args), on_gpu):
+            logger.warning("hybrid_mla: %s", warning)
         os.environ[ASKED_VARIABLE] = "1"
         status_routes.install()
-        if options.dp_routing == "prefix" and server_args.dp_size > 1:
-            limits.check_dp_routing(server_args)
-            dp_routing.install()
+        if options.dp_routing == "prefix":
+            contract.check([Feature.ROUTING])
+            if server_args.dp_size > 1:
+                limits.check_dp_routing(server_args)
+                dp_routing.install()
     else:
         os.environ.pop(ASKED_VARIABLE, None)

@@ -108,11 +108,11 @@ def scenario_the_factory_refuses_what_cannot_work() -> None:
     assert kind == "ContractError" and "before it sized its KV cache" in message
     profile_bytes(AVAILABLE)
     kind, message = refused(lambda: create(make_runner(dtype=torch.float16)))
-    assert kind == "OptionError" and "the model runs in float16" in message and "use --dtype bfloat16" in message
+    assert kind == "Refusal" and "the model runs in float16" in message and "use --dtype bfloat16" in message
     beside_another_prefill = make_runner(kv_cache_dtype=FP8)
     beside_another_prefill.server_args.get_attention_backends = lambda: ("flashmla", "hybrid_mla")
     kind, message = refused(lambda: create(beside_another_prefill))
-    assert kind == "OptionError" and "prefill runs flashmla, which cannot read --kv-cache-dtype fp8_e4m3" in message
+    assert kind == "Refusal" and "prefill runs flashmla, which cannot read --kv-cache-dtype fp8_e4m3" in message
 
 
 def scenario_the_factory_hands_the_budget_to_the_build() -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from sglang_mla_ext import cli
 from sglang_mla_ext.adapter.compat.contract import installed_version
+from sglang_mla_ext.adapter.compat.table import Feature
 from sglang_mla_ext.adapter.launch import examine
 from sglang_mla_ext.adapter.launch.launch_line import LaunchLine
 from sglang_mla_ext.cli import app
@@ -100,12 +101,29 @@ def test_doctor_warns_of_a_version_that_was_not_tested(monkeypatch):
 
 
 def test_doctor_names_what_is_wrong(monkeypatch):
-    monkeypatch.setattr(cli, "mismatches", lambda: ["sglang.srt.gone (a reason): it is gone"])
+    monkeypatch.setattr(cli, "compare", lambda: {Feature.BASE: ["sglang.srt.gone (a reason): it is gone"]})
     monkeypatch.setattr(cli, "_gpu", lambda: ("NVIDIA A100-SXM4-80GB", (8, 0)))
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1 and "not ready" in result.output
     assert "sglang.srt.gone (a reason): it is gone" in result.output
     assert "NVIDIA A100-SXM4-80GB is not a Hopper GPU" in result.output
+
+
+def test_doctor_warns_of_what_this_machine_does_not_ask_for(monkeypatch):
+    """What a server would miss only with a feature, or on another device."""
+    gone = {feature: [f"sglang.srt.{feature.name} (a reason): it is gone"] for feature in Feature}
+    del gone[Feature.BASE]
+    monkeypatch.setattr(cli, "compare", lambda: dict(gone))
+    for gpu, here, elsewhere in (("NVIDIA H200", "GPU", "CPU"), (None, "CPU", "GPU")):
+        monkeypatch.setattr(cli, "_gpu", lambda gpu=gpu: (gpu, (9, 0) if gpu else None))
+        result = CliRunner().invoke(app, ["doctor"])
+        output = " ".join(result.output.split())
+        assert result.exit_code == 1 and f"it is gone sglang.srt.{here} (a reason): it is gone" in output
+        assert f"not with a {elsewhere}: sglang.srt.{elsewhere} (a reason): it is gone" in output
+        assert "not with --enable-hierarchical-cache: sglang.srt.HOST_CACHE (a reason): it is gone" in output
+    del gone[Feature.CPU]
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0 and "not with --speculative-algorithm" in result.output
 
 
 def examined(monkeypatch: pytest.MonkeyPatch, outcome: str, line: LaunchLine, *words: str, **found) -> tuple[int, str]:
@@ -160,6 +178,6 @@ def test_doctor_wants_a_launch_of_sglang(monkeypatch):
 
 
 def test_doctor_looks_at_the_machine_first(monkeypatch):
-    monkeypatch.setattr(cli, "mismatches", lambda: ["sglang.srt.gone (a reason): it is gone"])
+    monkeypatch.setattr(cli, "compare", lambda: {Feature.BASE: ["sglang.srt.gone (a reason): it is gone"]})
     code, output = examined(monkeypatch, examine.WORKS, LaunchLine({}, []), "sglang", "serve", "m")
     assert code == 1 and "sglang.srt.gone" in output and "not ready" in output

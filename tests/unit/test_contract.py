@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from sglang_mla_ext.adapter.compat import contract
+from sglang_mla_ext.adapter import compat
+from sglang_mla_ext.adapter.compat import contract, installed, releases
 from sglang_mla_ext.adapter.compat.contract import ContractError
-from sglang_mla_ext.adapter.compat.sglang_0_5_17.uses import SGLANG_0_5_17
-from sglang_mla_ext.adapter.compat.source import NotThere, SourceTree
-from sglang_mla_ext.adapter.compat.use import Release, Use
+from sglang_mla_ext.adapter.compat.syntax import NotThere, SourceTree
+from sglang_mla_ext.adapter.compat.table import Release, Use
 
 HERE = contract.release()
 """What is used of the installed release."""
@@ -200,7 +202,7 @@ def test_further_parameters_are_no_difference(change: Change) -> None:
 
 
 def test_the_compiled_package_is_checked_where_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    uses = tuple(use for use in SGLANG_0_5_17.uses if use.path.startswith("sgl_kernel."))
+    uses = tuple(use for use in contract.SUPPORTED["0.5.17"].uses if use.path.startswith("sgl_kernel."))
     assert len(uses) == 2
     folder = tmp_path / "sgl_kernel"
     folder.mkdir()
@@ -216,6 +218,53 @@ def test_the_compiled_package_is_checked_where_it_is(monkeypatch: pytest.MonkeyP
         attention is not None and "expected ('q', 'k_cache', 'block_table', 'cache_seqlens', 'head_dim_v'" in attention
     )
     assert [contract.difference(use, SourceTree(_folders={"sgl_kernel": []})) for use in uses] == [None, None]
+
+
+# -- a new release -----------------------------------------------------------------------------------------------------
+
+CONTRIBUTING = Path(__file__).parents[2] / "docs" / "contributing.md"
+
+
+@pytest.fixture
+def made_up_release(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """0.5.99, as the documentation has it: one folder with one file."""
+    code = re.search(r"`sglang_0_5_99/__init__\.py`:\n\n( *)```python\n(.*?)\1```", CONTRIBUTING.read_text(), re.DOTALL)
+    assert code is not None
+    (tmp_path / "sglang_0_5_99").mkdir()
+    (tmp_path / "sglang_0_5_99" / "__init__.py").write_text(textwrap.dedent(code[2]))
+    monkeypatch.setattr(compat, "__path__", [*compat.__path__, str(tmp_path)])
+    monkeypatch.setattr(compat, "sglang_0_5_99", None, raising=False)
+    monkeypatch.setattr(contract, "SUPPORTED", releases.supported())
+    monkeypatch.setattr(contract, "version", lambda package: "0.5.99")
+    installed._releases.cache_clear()
+    yield
+    installed._releases.cache_clear()
+    del sys.modules[f"{compat.__name__}.sglang_0_5_99"]
+
+
+def test_a_new_release_is_one_folder_with_one_file(made_up_release: None) -> None:
+    assert contract.line() == list(contract.SUPPORTED)[-1] == "0.5.99" and contract.untested() is None
+    before, now = list(contract.SUPPORTED.values())[-2:]
+    old = "sglang.kernels.ops.attention.flash_mla_interface.get_mla_metadata"
+    new = old.replace("get_mla_metadata", "make_mla_metadata")
+    assert {use.path for use in before.uses} ^ {use.path for use in now.uses} == {old, new}
+    assert now.path_of("sgl_kernel.flash_mla.get_mla_metadata") == new, "by its name in the oldest release"
+    assert installed.flash_mla.__module__.endswith("sglang_0_5_99")
+    assert installed.TreeView.__module__.endswith("sglang_0_5_23"), "what it does not say is as before"
+
+
+NEWEST = list(contract.SUPPORTED)[-1]
+
+
+@pytest.mark.skipif(contract.line() != NEWEST, reason="it follows on the newest release")
+def test_it_is_compared_with_its_own_names(
+    monkeypatch: pytest.MonkeyPatch, made_up_release: None, change: Change
+) -> None:
+    change(r"\bget_mla_metadata\b", "make_mla_metadata")
+    assert contract.mismatches() == []
+    monkeypatch.setattr(contract, "version", lambda package: NEWEST)
+    (line,) = contract.mismatches()
+    assert "flash_mla_interface has no 'get_mla_metadata'" in line
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

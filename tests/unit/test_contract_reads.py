@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sglang_mla_ext.adapter.compat import contract
-from sglang_mla_ext.adapter.compat.source import NotThere, SourceTree
+from sglang_mla_ext.adapter.compat.syntax import NotThere, SourceTree
 
 HERE = contract.release()
 """What is used of the installed release."""

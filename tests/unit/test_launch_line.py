@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import test_limits
 
+from sglang_mla_ext.adapter.compat.findings import Finding
 from sglang_mla_ext.adapter.launch import checkpoints, launch_line, limits
 from sglang_mla_ext.adapter.launch.launch_line import LaunchLine, LaunchLineError, read, value_of, with_backend, without
-from sglang_mla_ext.adapter.launch.remedies import remedy_for
-from sglang_mla_ext.options import OptionError
+from sglang_mla_ext.adapter.launch.remedies import REMEDIES, apply, in_words, said_by_sglang
 
 ARGUMENTS = ["--model-path", "a/b", "--tp", "8"]
 
@@ -85,13 +85,14 @@ def test_our_backend_in_place_of_others(given: list[str], becomes: list[str]) ->
     assert with_backend([*ARGUMENTS, *given]) == [*ARGUMENTS, *becomes]
 
 
-def refused(**changes: object) -> str:
-    """The first finding."""
+def refused(**changes: object) -> Finding:
+    """The last finding."""
     args = test_limits.server_args(**changes)
-    with pytest.raises(OptionError) as error:
+    with pytest.raises(limits.Refusal) as error:
         limits.set_defaults(args, on_gpu=True)
         limits.check(args, test_limits.HOPPER)
-    return str(error.value).splitlines()[-1].strip()
+    assert str(error.value).splitlines()[-1].strip() == error.value.findings[-1].text
+    return error.value.findings[-1]
 
 
 @pytest.mark.parametrize(
@@ -111,11 +112,12 @@ def refused(**changes: object) -> str:
         {"disaggregation_mode": "decode"},
         {"disaggregation_mode": "prefill", "backends": ("fa3", "hybrid_mla")},
         {"enable_two_batch_overlap": True},
+        {"architecture": "LongcatFlashForCausalLM", "rotation": False},
     ],
     ids=str,
 )
 def test_what_a_server_can_do_without(changes: dict[str, object]) -> None:
-    assert remedy_for(refused(**changes)) is not None
+    assert refused(**changes).remedy is not None
 
 
 @pytest.mark.parametrize(
@@ -137,40 +139,58 @@ def test_what_a_server_can_do_without(changes: dict[str, object]) -> None:
     ids=str,
 )
 def test_what_a_deployment_is_for_is_not_given_up(changes: dict[str, object]) -> None:
-    assert remedy_for(refused(**changes)) is None
+    assert refused(**changes).remedy is None
+
+
+def unknown(said: str) -> str:
+    """The code of what SGLang's parser says."""
+    (found,) = said_by_sglang(f"usage: ...\nlaunch_server.py: error: {said}\n")
+    return found.code
 
 
 @pytest.mark.parametrize(
-    ("finding", "line", "changed", "text"),
+    ("code", "line", "changed", "text"),
     [
         (
-            "SGLang does not know --enable-ep-moe.",
+            unknown("unrecognized arguments: --enable-ep-moe"),
             ["--tp=16", "--enable-ep-moe", "--port", "1"],
             ["--tp=16", "--port", "1", "--ep-size", "16"],
             "--ep-size 16 in place of --enable-ep-moe",
         ),
         (
-            "SGLang does not know --speculative-draft, it may stand for several flags.",
+            unknown("ambiguous option: --speculative-draft could match --speculative-draft-model-path, --specu"),
             ["--speculative-draft", "a/b"],
             ["--speculative-draft-model-path", "a/b"],
             "--speculative-draft-model-path a/b in place of --speculative-draft",
         ),
-        ("the model runs in float16, ...", [], ["--dtype", "bfloat16"], "with --dtype bfloat16"),
-        ("--disable-radix-cache is not supported yet", ["--disable-radix-cache"], [], "without --disable-radix-cache"),
+        ("float16", [], ["--dtype", "bfloat16"], "with --dtype bfloat16"),
+        ("--disable-radix-cache", ["--disable-radix-cache"], [], "without --disable-radix-cache"),
     ],
 )
-def test_a_change(finding: str, line: list[str], changed: list[str], text: str) -> None:
-    remedy = remedy_for(finding)
-    assert remedy is not None
-    assert remedy.apply(LaunchLine({"A": "1"}, line)) == LaunchLine({"A": "1"}, changed)
-    assert remedy.text(LaunchLine({}, line)) == text
+def test_a_change(code: str, line: list[str], changed: list[str], text: str) -> None:
+    remedy = REMEDIES[code]
+    assert apply(remedy, LaunchLine({"A": "1"}, line)) == LaunchLine({"A": "1"}, changed)
+    assert in_words(remedy, LaunchLine({}, line)) == text
+
+
+def test_a_draft_backend_is_left_out_with_its_value() -> None:
+    arguments = ["--speculative-draft-attention-backend", "hybrid_mla"]
+    found = refused(**test_limits.EAGLE | {"speculative_draft_attention_backend": "hybrid_mla"})
+    assert found.remedy is not None and apply(found.remedy, LaunchLine({}, arguments)) == LaunchLine({}, [])
 
 
 def test_a_variable_is_unset() -> None:
     name = "SGLANG_ENABLE_UNIFIED_RADIX_TREE"
-    remedy, line = remedy_for(f"{name} is not supported, ..."), LaunchLine({name: "1", "A": "1"}, ARGUMENTS)
-    assert remedy is not None and remedy.text(line) == f"without {name}"
-    assert remedy.apply(line) == LaunchLine({"A": "1"}, ARGUMENTS)
+    remedy, line = REMEDIES[name], LaunchLine({name: "1", "A": "1"}, ARGUMENTS)
+    assert in_words(remedy, line) == f"without {name}"
+    assert apply(remedy, line) == LaunchLine({"A": "1"}, ARGUMENTS)
+
+
+def test_what_sglang_says_has_no_remedy_but_for_flags_of_older_releases() -> None:
+    said = "unrecognized arguments: --no-such-flag 1 --enable-flashmla"
+    found = said_by_sglang(f"launch_server.py: error: {said}\n")
+    assert [each.text for each in found] == [f"SGLang does not know {flag}." for flag in said.split()[2::2]]
+    assert [each.remedy is None for each in found] == [True, False]
 
 
 def test_known_models(tmp_path: Path) -> None:

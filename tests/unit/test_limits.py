@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,13 @@ def graphs(prefill: str) -> Any:
     return SimpleNamespace(prefill=SimpleNamespace(backend=prefill))
 
 
+DEEPSEEK = {
+    "num_attention_heads": 128,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 EAGLE: dict[str, Any] = {
     "speculative_algorithm": "EAGLE",
     "speculative_eagle_topk": 1,
@@ -43,6 +51,8 @@ def server_args(
     index_topk: int | None = None,
     llama_4_scaling: dict[str, float] | None = None,
     rotation: bool = True,
+    dims: Mapping[str, int] = DEEPSEEK,
+    linear: Any = None,
     **changes: Any,
 ) -> Any:
     """Resolved arguments of a launch that works, with changes."""
@@ -51,11 +61,13 @@ def server_args(
         index_topk=index_topk,
         llama_4_scaling=llama_4_scaling,
         rope_parameters={"rope_theta": 1e4} if rotation else None,
+        **dims,
     )
+    config.get_text_config = lambda: config
     values = {
         "get_attention_backends": lambda: backends,
         "use_mla_backend": lambda: mla,
-        "get_model_config": lambda: SimpleNamespace(hf_config=config),
+        "get_model_config": lambda: SimpleNamespace(hf_config=config, linear_attn_registry_result=linear),
         "page_size": None,
         "dtype": "auto",
         "kv_cache_dtype": "auto",
@@ -64,6 +76,9 @@ def server_args(
         "disable_chunked_prefix_cache": False,
         "cuda_graph_config": graphs("breakable"),
         "disable_prefill_cuda_graph": False,
+        "tp_size": 8,
+        "dp_size": 1,
+        "enable_dp_attention": False,
         "enable_lora": False,
         "speculative_algorithm": None,
         "speculative_eagle_topk": None,
@@ -94,6 +109,7 @@ def server_args(
         "disaggregation_transfer_backend": "mooncake",
         "disaggregation_decode_enable_radix_cache": False,
         "dllm_algorithm": None,
+        "enable_memory_saver": False,
         "enable_deterministic_inference": False,
         "rl_on_policy_target": None,
     }
@@ -381,7 +397,8 @@ def test_what_the_newest_sglang_cannot_do_yet(changes: dict[str, Any], refused: 
     args = server_args(**changes)
     flags = ("unified_cache_external_linker", "layernorm_sp", "kv_cache_sharding", "nvidia_megakernel")
     vars(args).update({f"enable_{flag}": False for flag in flags})
-    assert [name for name, found in sglang_0_5_23.further_findings(args).items() if found] == refused
+    found = sglang_0_5_23.further_findings(args)
+    assert [each.text for each in found] == [f"{what} is not supported yet: remove it." for what in refused]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from sglang_mla_ext.adapter.compat import contract, installed
+from sglang_mla_ext.adapter.compat.table import Feature
 from sglang_mla_ext.adapter.launch import status_routes
 from sglang_mla_ext.adapter.step import hooks
 from sglang_mla_ext.options import HybridMLAOptions
@@ -203,6 +204,40 @@ def scenario_worker():
     }
 
 
+def scenario_other_features_gone():
+    # A worker beside an SGLang that lacks what only HiCache, PD servers and small drafts use.
+    import logging, types
+    from sglang.srt.managers.cache_controller import HiCacheController
+    from sglang_mla_ext.adapter.compat import contract
+    from sglang_mla_ext.adapter.compat.table import Changes, Feature
+
+    gone = (Feature.HOST_CACHE, Feature.DISAGGREGATION, Feature.SMALL_DRAFTS)
+    here = contract.release()
+    renamed = {use.path: use.path + "_of_old" for use in here.uses if use.feature in gone}
+    contract.SUPPORTED = {contract.installed_version(): here.after(Changes(renamed=renamed))}
+    del HiCacheController.start_loading
+    errors, handler = [], logging.Handler(logging.ERROR)
+    handler.emit = lambda record: errors.append(record.getMessage())
+    logging.getLogger().addHandler(handler)
+    os.environ[ASKED] = "1"
+    if standins.needed():
+        os.environ[standins.INSTALLED_VARIABLE] = "1"
+    load_plugins()
+    import torch
+    from sglang_mla_ext.adapter.step import hooks
+
+    hooks.assert_installed()
+    runner = types.SimpleNamespace(is_draft_worker=False, dtype=torch.float32, kv_cache_dtype=torch.float32)
+    refusals = {}
+    for name, args in {"plain": {}, "host cache": {"enable_hierarchical_cache": True}}.items():
+        runner.server_args = types.SimpleNamespace(**args)
+        try:
+            hooks.create_backend(runner)
+        except contract.ContractError as error:
+            refusals[name] = str(error)
+    return {"errors": errors, "refusals": refusals, "renamed": list(renamed), **seen()}
+
+
 for name, scenario in [item for item in globals().items() if item[0].startswith("scenario_")]:
     child = os.fork()
     if child == 0:
@@ -294,7 +329,7 @@ def test_asked_for_it_tells_the_processes_to_come_until_it_is_not(scenarios: dic
 
 def test_bad_launches_stop_and_leave_nothing_behind(scenarios: dict[str, Any]) -> None:
     bad = scenarios["bad_launches"]
-    assert bad["radix"][0] == bad["prefill"][0] == bad["mode"][0] == "OptionError"
+    assert [bad[name][0] for name in ("radix", "prefill", "mode")] == ["Refusal", "Refusal", "OptionError"]
     assert "--disable-radix-cache is not supported yet: remove it." in bad["radix"][1]
     assert "set --decode-attention-backend hybrid_mla" in bad["prefill"][1]
     assert "--hybrid-mla-mode is 'nonsense'" in bad["mode"][1]
@@ -303,7 +338,7 @@ def test_bad_launches_stop_and_leave_nothing_behind(scenarios: dict[str, Any]) -
 
 def test_ranks_are_chosen_where_it_is_asked_for(scenarios: dict[str, Any]) -> None:
     found = scenarios["dp_routing"]
-    assert found["refused"][0] == "OptionError" and "needs --tokenizer-worker-num 1" in found["refused"][1]
+    assert found["refused"][0] == "Refusal" and "needs --tokenizer-worker-num 1" in found["refused"][1]
     assert found["more"] == ["sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler"]
 
 
@@ -322,7 +357,7 @@ def test_speculation_is_resolved_as_sglang_does_it(scenarios: dict[str, Any]) ->
     assert "--speculative-num-draft-tokens 9 is not supported: use 2 to 8" in found["many steps"]
     assert "--speculative-adaptive is not supported yet" in found["adaptive"]
     kinds = [found[name][0] for name in ("on a CPU", "tree")]
-    assert kinds == ["OptionError"] * 2 and "needs a GPU" in found["on a CPU"][1]
+    assert kinds == ["Refusal"] * 2 and "needs a GPU" in found["on a CPU"][1]
     assert "--speculative-eagle-topk 4 is not supported: use 1." in found["tree"][1]
 
 
@@ -346,11 +381,20 @@ def test_every_hook_is_in_the_contract(scenarios: dict[str, Any]) -> None:
     assert worker["differences while hooked"] == []
 
 
+def test_a_worker_does_without_what_only_others_hook(scenarios: dict[str, Any]) -> None:
+    found = scenarios["other_features_gone"]
+    assert not {*found["hooked"]} & {*found["renamed"]}
+    assert {*scenarios["worker"]["hooked"]} - {*found["hooked"]} <= {*found["renamed"]}
+    assert not [error for error in found["errors"] if "Failed to apply hooks" in error]
+    assert "before it sized its KV cache" in found["refusals"]["plain"], "its hooks are in place"
+    assert "start_loading_of_old" in found["refusals"]["host cache"], "it is refused by name"
+
+
 def test_the_backend_is_not_built_without_its_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "_hooked", {})
     with pytest.raises(contract.ContractError, match=r"hooks are not in place: all of them\..*SGLANG_PLUGINS"):
         hooks.create_backend(None)
-    monkeypatch.setattr(hooks, "_hooked", {"sglang.some.target": None})
+    monkeypatch.setattr(hooks, "_hooked", {"sglang.some.target": Feature.BASE})
     with pytest.raises(contract.ContractError, match=r"hooks are not in place: sglang\.some\.target\."):
         hooks.create_backend(None)
 

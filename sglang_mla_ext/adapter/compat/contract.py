@@ -1,39 +1,41 @@
 """The contract with SGLang: which releases are supported, and whether the installed one is as expected.
 
-SGLang has no stable plug-in interface for attention inside a model, so each name in uses.py could change in any
-release. A difference is reported by name at start instead of failing somewhere in a forward pass.
+SGLang has no stable plug-in interface for attention inside a model, so each name in a release's tables could change in
+the next one. A difference is reported by name at start instead of failing somewhere in a forward pass.
 
-The source is read and not imported (source.py), so the check takes less than a second, and it is the same in
-`sglang-mla doctor`, in the launching process and in the workers. What is used of `sgl_kernel` is not checked where that
-is absent: on a CPU.
+The source is read and not imported (syntax.py), so the check takes less than a second, and it is the same in
+`sglang-mla doctor`, in the launching process and in the workers. A server is refused for what it would use itself; what
+features would miss that it is not asked for is a warning of `doctor`. What is used of `sgl_kernel` is not checked where
+that is absent: on a CPU.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from sglang_mla_ext.adapter.compat.sglang_0_5_17.uses import SGLANG_0_5_17
-from sglang_mla_ext.adapter.compat.source import NotThere, SourceTree, without_collector
-from sglang_mla_ext.adapter.compat.use import Release, Use
-from sglang_mla_ext.adapter.compat.uses_newer import SGLANG_0_5_18, SGLANG_0_5_20, SGLANG_0_5_23
+from sglang_mla_ext.adapter.compat import releases
+from sglang_mla_ext.adapter.compat.syntax import NotThere, SourceTree, without_collector
+from sglang_mla_ext.adapter.compat.table import Feature, Release, Use
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED: Mapping[str, Release] = {
-    "0.5.17": SGLANG_0_5_17,
-    "0.5.18": SGLANG_0_5_18,
-    "0.5.20": SGLANG_0_5_20,
-    "0.5.23": SGLANG_0_5_23,
-}
-"""What is used of each supported release, the newest one last. There is a folder beside this file for each."""
+SUPPORTED: Mapping[str, Release] = releases.supported()
+"""What is used of each supported release, the newest one last."""
 
 
 class ContractError(RuntimeError):
-    """SGLang is not what this package was written for."""
+    """SGLang is not what this package was written for.
+
+    Attributes:
+        differences: what of it, where that was compared.
+    """
+
+    def __init__(self, text: str, differences: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.differences = differences
 
 
 def installed_version(package: str = "sglang") -> str | None:
@@ -64,17 +66,49 @@ def untested() -> str | None:
     return f"sglang {have} was not tested with this release, which works with {', '.join(SUPPORTED)}"
 
 
-def mismatches() -> list[str]:
-    """Compare the installed SGLang with what is used of it.
+def mismatches(asked: Iterable[Feature] = Feature) -> list[str]:
+    """Compare the installed SGLang with what some features use of it, by default all.
 
     Returns:
         one line for each difference; empty where all is as expected.
     """
+    return [line for lines in compare(asked).values() for line in lines]
+
+
+def compare(asked: Iterable[Feature] = Feature) -> dict[Feature, list[str]]:
+    """The same by feature; without SGLang, or with one that is too old, nothing but that."""
     have = installed_version()
     if have is None or _is_too_old(have):
-        return [f"sglang is {have or 'not installed'}; this release works with {', '.join(SUPPORTED)}"]
+        return {Feature.BASE: [f"sglang is {have or 'not installed'}; this release works with {', '.join(SUPPORTED)}"]}
     with without_collector():
-        return _differences(release())
+        return _differences(release(), frozenset(asked))
+
+
+def targets(paths: Iterable[str]) -> dict[str, tuple[str, Feature]]:
+    """Where hooks go in the installed release, and which feature needs them there.
+
+    Args:
+        paths: as the oldest release has them.
+    Returns:
+        by these paths. What only some servers need is left out where this release does not have it: `check` refuses
+        those, and the others start without.
+    """
+    of = release()
+    needed_for, tree = {use.path: use.feature for use in of.uses}, SourceTree(of.fields_of)
+
+    def is_there(path: str) -> bool:
+        try:
+            return bool(tree.find(path))
+        except NotThere:
+            return False
+
+    found = {path: of.path_of(path) for path in paths}
+    with without_collector():
+        return {
+            path: (here, feature)
+            for path, here in found.items()
+            if (feature := needed_for.get(here, Feature.BASE)) is Feature.BASE or is_there(here)
+        }
 
 
 def _numbers(installed: str | None) -> tuple[int, ...]:
@@ -87,10 +121,13 @@ def _is_too_old(have: str) -> bool:
     return _numbers(have) < _numbers(next(iter(SUPPORTED)))
 
 
-def _differences(release: Release) -> list[str]:
+def _differences(release: Release, asked: Collection[Feature]) -> dict[Feature, list[str]]:
     tree = SourceTree(release.fields_of)
-    differences = ((use, difference(use, tree)) for use in release.uses)
-    return [f"{use.path} ({use.why}): {what}" for use, what in differences if what is not None]
+    found: dict[Feature, list[str]] = {}
+    for use in release.uses:
+        if use.feature in asked and (what := difference(use, tree)) is not None:
+            found.setdefault(use.feature, []).append(f"{use.path} ({use.why}): {what}")
+    return found
 
 
 def difference(use: Use, tree: SourceTree) -> str | None:
@@ -117,23 +154,26 @@ def _with_article(kind: str) -> str:
     return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
 
 
-def check() -> None:
-    """Compare, and warn of a release that was not tested. What was as expected is not compared again by this process.
+def check(asked: Iterable[Feature] = Feature) -> None:
+    """Compare what some features use, and warn of a release that was not tested. What was as expected is not compared
+    again by this process.
 
     Raises:
         ContractError: with every difference.
     """
-    _check(installed_version(), release())
-
-
-@cache  # by what it depends on
-def _check(have: str | None, release: Release) -> None:
-    if (warning := untested()) is not None:
+    have, of = installed_version(), release()
+    new = [feature for feature in asked if (have, of, feature) not in _as_expected]
+    if Feature.BASE in new and (warning := untested()) is not None:
         logger.warning("hybrid_mla: %s; what it uses of SGLang is compared with the source.", warning)
-    if found := mismatches():
+    if found := mismatches(new) if new else []:
         raise ContractError(
             "--attention-backend hybrid_mla cannot run on this SGLang:\n  "
             + "\n  ".join(found)
             + f"\nInstall a supported version (pip install sglang=={list(SUPPORTED)[-1]}) or choose another "
-            "--attention-backend."
+            "--attention-backend.",
+            found,
         )
+    _as_expected.update((have, of, feature) for feature in new)
+
+
+_as_expected: set[tuple[str | None, Release, Feature]] = set()

@@ -13,6 +13,7 @@ from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.launch import limits
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.affinity import PromptAffinity
@@ -72,6 +73,7 @@ def install() -> None:
     """Choose ranks from now on, in this process; called before SGLang builds its tokenizer manager."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if DISPATCH not in HookRegistry._patched:
-        HookRegistry.register(DISPATCH, before_dispatch, HookType.BEFORE)
+    target, _ = contract.targets([DISPATCH])[DISPATCH]
+    if target not in HookRegistry._patched:
+        HookRegistry.register(target, before_dispatch, HookType.BEFORE)
         HookRegistry.apply_hooks()

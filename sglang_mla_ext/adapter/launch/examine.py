@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,10 +20,13 @@ from unittest.mock import patch
 import torch
 
 from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.compat.contract import ContractError
+from sglang_mla_ext.adapter.compat.findings import Finding
 from sglang_mla_ext.adapter.cpu import feigned
-from sglang_mla_ext.adapter.launch import checkpoints, launch_line
+from sglang_mla_ext.adapter.launch import checkpoints, launch_line, models
 from sglang_mla_ext.adapter.launch.launch_line import LaunchLine
-from sglang_mla_ext.adapter.launch.remedies import remedy_for
+from sglang_mla_ext.adapter.launch.limits import Refusal
+from sglang_mla_ext.adapter.launch.remedies import apply, finding, in_words, said_by_sglang
 from sglang_mla_ext.options import OptionError
 
 if TYPE_CHECKING:
@@ -47,6 +50,8 @@ class Examination(NamedTuple):
         line: the line that was examined, with our backend and the changes.
         settings: flags that are set without being asked for.
         models: the models that the line names, by the names that they were taken for.
+        refusals: the findings that no change is known for.
+        warnings: what the server does without, though it runs.
     """
 
     outcome: str
@@ -55,11 +60,8 @@ class Examination(NamedTuple):
     line: LaunchLine
     settings: list[str]
     models: dict[str, str]
-
-    @property
-    def refusals(self) -> list[str]:
-        """The findings that no change is known for."""
-        return [finding for finding in self.findings if remedy_for(finding) is None]
+    refusals: Sequence[str] = ()
+    warnings: Sequence[str] = ()
 
 
 @contextmanager
@@ -80,23 +82,29 @@ def examiner() -> Iterator[Any]:
 
 def _examine(line: LaunchLine, folder: Path) -> Examination:
     line = LaunchLine(line.environment, launch_line.with_backend(line.arguments))
-    findings: list[str] = []
+    findings: list[Finding] = []
     changes: list[str] = []
     while True:
-        models = _known_models(line)
-        folders = {named: str(checkpoints.write_config(known, folder)) for named, known in models.items()}
+        known = _known_models(line)
+        folders = {named: str(checkpoints.write_config(model, folder)) for named, model in known.items()}
         args, found = _resolve(line, folders)
-        remedies = [(finding, remedy_for(finding)) for finding in found if finding not in findings]
-        findings += [finding for finding, _ in remedies]
-        for _, remedy in remedies:
-            if remedy is not None and (changed := remedy.apply(line)) != line:
-                changes.append(remedy.text(line))
+        new = [each for each in found if each not in findings]
+        findings += new
+        for each in new:
+            if each.remedy is not None and (changed := apply(each.remedy, line)) != line:
+                changes.append(in_words(each.remedy, line))
                 line = changed
         if args is not None:
             outcome = CHANGED if changes else WORKS
-            return Examination(outcome, findings, changes, line, _settings(line, args), models)
-        if not any(remedy for _, remedy in remedies):
-            return Examination(REFUSED, findings, changes, line, [], models)
+        elif not any(each.remedy for each in new):
+            outcome = REFUSED
+        else:
+            continue
+        settings = _settings(line, args) if args is not None else []
+        warned = models.warnings(installed.resolved(args), on_gpu=True) if args is not None else []
+        refusals = [each.text for each in findings if each.remedy is None]
+        texts = [each.text for each in findings]
+        return Examination(outcome, texts, changes, line, settings, known, refusals, warned)
 
 
 def _known_models(line: LaunchLine) -> dict[str, str]:
@@ -109,7 +117,7 @@ def _known_models(line: LaunchLine) -> dict[str, str]:
     return found
 
 
-def _resolve(line: LaunchLine, folders: dict[str, str]) -> tuple[ServerArgs | None, list[str]]:
+def _resolve(line: LaunchLine, folders: dict[str, str]) -> tuple[ServerArgs | None, list[Finding]]:
     """The arguments that a server would run with, or what is in the way.
 
     Args:
@@ -123,12 +131,17 @@ def _resolve(line: LaunchLine, folders: dict[str, str]) -> tuple[ServerArgs | No
             args = prepare_server_args(words)
             installed.resolve(args)
             return args, []
+        except Refusal as error:
+            return None, error.findings
+        except ContractError as error:
+            return None, [finding("contract", text) for text in error.differences or [str(error)]]
         except OptionError as error:
-            return None, [reason.strip() for reason in str(error).splitlines()[_introduced(error) :]]
+            return None, [finding("option", str(error))]
         except SystemExit:
-            return None, _unknown(said.getvalue())
+            return None, said_by_sglang(said.getvalue())
         except Exception as error:
-            return None, [f"SGLang itself: {str(error).strip().partition(chr(10))[0] or type(error).__name__}"]
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            return None, [finding("SGLang", f"SGLang itself: {reason}")]
 
 
 def _with_spaces(arguments: list[str]) -> list[str]:
@@ -136,26 +149,11 @@ def _with_spaces(arguments: list[str]) -> list[str]:
     return [part for word in arguments for part in (word.split("=", 1) if re.match(r"--[\w-]+=", word) else [word])]
 
 
-def _introduced(error: OptionError) -> int:
-    """How many lines introduce the reasons."""
-    return 1 if "\n" in str(error) else 0
-
-
-def _unknown(said: str) -> list[str]:
-    """Findings from what SGLang's parser said before it left."""
-    reason = said.strip().rpartition("error: ")[2].splitlines()[0]
-    if reason.startswith("unrecognized arguments: "):
-        return [f"SGLang does not know {word}." for word in reason.split() if word.startswith("--")]
-    if ambiguous := re.match(r"ambiguous option: (--[\w-]+)", reason):
-        return [f"SGLang does not know {ambiguous[1]}, it may stand for several flags."]
-    return [f"SGLang itself: {reason}"]
-
-
 def _settings(line: LaunchLine, args: ServerArgs) -> list[str]:
     """What `limits` sets, where the line does not say it."""
     flags = {name: f"--{name.replace('_', '-')}" for name in SET_BY_ITSELF}
     resolved = installed.resolved(args)
-    values = {flag: getattr(resolved, name) for name, flag in flags.items()}
+    values = {flag: getattr(resolved, name, None) for name, flag in flags.items()}
     found = [
         f"{flag} {value}"
         for flag, value in values.items()

@@ -8,6 +8,9 @@ import torch
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.compat.findings import Finding, unsupported
+from sglang_mla_ext.adapter.launch import models
+from sglang_mla_ext.adapter.launch.remedies import finding, with_remedies
 from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.options import OptionError
 
@@ -30,7 +33,15 @@ HOST_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 TRANSFERS = ("mooncake", "nixl")
 """SGLang's names of what moves a KV cache from a prefill to a decode server."""
 
-FLOAT16 = "the model runs in float16, which its kernels do not compute in: use --dtype bfloat16."
+FLOAT16 = finding("float16", "the model runs in float16, which its kernels do not compute in: use --dtype bfloat16.")
+
+
+class Refusal(OptionError):
+    """A launch that cannot work, with what was found."""
+
+    def __init__(self, text: str, findings: list[Finding]) -> None:
+        super().__init__(text)
+        self.findings = findings
 
 
 def is_asked_for(server_args: ServerArgs) -> bool:
@@ -43,15 +54,14 @@ def set_defaults(server_args: ServerArgs, on_gpu: bool) -> None:
     drafts verified by the decode backend. `server_args` are not resolved.
 
     Raises:
-        OptionError: the user chose another, or what SGLang would refuse without saying what to change.
+        Refusal: the user chose another, or what SGLang would refuse without saying what to change.
     """
     _refuse(_draft_findings(server_args) + _deterministic_findings(server_args))
     if not on_gpu:
         return
     if server_args.page_size not in (None, PAGE_TOKENS):
-        raise OptionError(
-            f"{BACKEND_NAME} needs --page-size {PAGE_TOKENS}, not {server_args.page_size}; remove the flag."
-        )
+        text = f"{BACKEND_NAME} needs --page-size {PAGE_TOKENS}, not {server_args.page_size}; remove the flag."
+        raise Refusal(text, [finding("--page-size", text)])
     server_args.page_size = PAGE_TOKENS
     # By itself SGLang captures no prefill of MLA but Kimi-K2.5's and later ones', by torch.compile. What is captured
     # does not share, and cannot read an FP8 cache.
@@ -80,7 +90,7 @@ def check(server_args: ServerArgs, compute_capability: tuple[int, int] | None) -
         server_args: resolved.
         compute_capability: of the GPU; None on a machine without one.
     Raises:
-        OptionError: with every reason.
+        Refusal: with every reason.
     """
     _refuse(_findings(installed.resolved(server_args), compute_capability))
 
@@ -89,7 +99,7 @@ def check_dtype(dtype: torch.dtype) -> None:
     """Stop a launch in float16: for where `--dtype auto` has become that, which SGLang finds out from the checkpoint.
 
     Raises:
-        OptionError: it is.
+        Refusal: it is.
     """
     _refuse([FLOAT16] if dtype == torch.float16 else [])
 
@@ -98,10 +108,11 @@ def check_dp_routing(server_args: ServerArgs) -> None:
     """Stop a launch whose requests do not all pass through the process that chooses their rank.
 
     Raises:
-        OptionError: they do not.
+        Refusal: they do not.
     """
     workers = server_args.tokenizer_worker_num
-    _refuse(["--hybrid-mla-dp-routing prefix needs --tokenizer-worker-num 1: remove one."] if workers > 1 else [])
+    text = "--hybrid-mla-dp-routing prefix needs --tokenizer-worker-num 1: remove one."
+    _refuse([finding("--hybrid-mla-dp-routing", text)] if workers > 1 else [])
 
 
 def check_fp8_cache(server_args: ServerArgs, on_gpu: bool) -> None:
@@ -109,57 +120,45 @@ def check_fp8_cache(server_args: ServerArgs, on_gpu: bool) -> None:
     SGLang finds out only when it reads the checkpoint.
 
     Raises:
-        OptionError: with every reason.
+        Refusal: with every reason.
     """
     _refuse(_fp8_cache_findings(installed.resolved(server_args), on_gpu))
 
 
-def _refuse(found: list[str]) -> None:
+def _refuse(found: list[Finding]) -> None:
     if found:
-        raise OptionError(f"--attention-backend {BACKEND_NAME} cannot run like this:\n  " + "\n  ".join(found))
+        reasons = "\n  ".join(each.text for each in found)
+        raise Refusal(f"--attention-backend {BACKEND_NAME} cannot run like this:\n  {reasons}", found)
 
 
-def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> list[str]:
+def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> list[Finding]:
     found = []
+    on_gpu = compute_capability is not None
     _, decode = installed.attention_backends(args)
     if decode != BACKEND_NAME:
-        found.append(
-            f"it is a decode backend, and decode runs {decode}: set --decode-attention-backend {BACKEND_NAME}."
-        )
+        text = f"it is a decode backend, and decode runs {decode}: set --decode-attention-backend {BACKEND_NAME}."
+        found.append(finding("decode backend", text))
     if compute_capability is not None and compute_capability[0] != 9:
-        found.append(
-            "its decode path uses FlashMLA, which needs a Hopper GPU: choose another --attention-backend here."
-        )
-    if not installed.uses_mla(args):
-        found.append("the model does not use Multi-head Latent Attention: choose another --attention-backend.")
-    elif _is_sparse(args):
-        found.append("the model uses DeepSeek Sparse Attention: use --attention-backend dsa.")
-    elif _scales_queries(args):
-        found.append(
-            "the model scales its queries by their positions (llama_4_scaling): choose another --attention-backend."
-        )
-    elif _has_no_rotation(args):
-        found.append(
-            "SGLang cannot build LongCat-Flash from a config.json without rope_parameters: add "
-            """--json-model-override-args '{"rope_parameters": {"factor": 1.0}}'."""
-        )
+        text = "its decode path uses FlashMLA, which needs a Hopper GPU: choose another --attention-backend here."
+        found.append(finding("GPU", text))
+    found += models.findings(args)
     if args.dtype in ("half", "float16"):
         found.append(FLOAT16)
     if args.kv_cache_dtype == "fp8_e4m3":
-        found += _fp8_cache_findings(args, on_gpu=compute_capability is not None)
+        found += _fp8_cache_findings(args, on_gpu)
     elif args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
-        found.append(f"--kv-cache-dtype {args.kv_cache_dtype} is not supported: remove it, or use fp8_e4m3.")
+        text = f"--kv-cache-dtype {args.kv_cache_dtype} is not supported: remove it, or use fp8_e4m3."
+        found.append(finding("--kv-cache-dtype", text))
     if args.speculative_algorithm is not None:
-        found += _speculative_findings(args, on_gpu=compute_capability is not None)
+        found += _speculative_findings(args, on_gpu)
     if args.enable_hierarchical_cache:
-        found += _host_cache_findings(args, on_gpu=compute_capability is not None)
-    further = installed.further_findings(args)
-    if not further.get(f"--disaggregation-mode {args.disaggregation_mode}"):
+        found += _host_cache_findings(args, on_gpu)
+    further: list[Finding] = installed.further_findings(args)
+    if "--disaggregation-mode" not in [each.code for each in further]:
         found += _disaggregation_findings(args)
-    found += [
-        f"{name} is not supported, prefixes are found in another tree: unset it." for name in installed.other_trees()
-    ]
-    unsupported = {
+    for name in installed.other_trees():
+        found.append(finding(name, f"{name} is not supported, prefixes are found in another tree: unset it."))
+    flags = {
         # A LoRA on kv_b_proj would need expansions of its own, and one on o_proj replaces the module that we merge at.
         "--enable-lora": args.enable_lora,
         "--enable-two-batch-overlap": args.enable_two_batch_overlap,
@@ -177,119 +176,129 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         "--enable-unified-memory": args.enable_unified_memory,
         "--enable-page-major-kv-layout": args.enable_page_major_kv_layout,
         "--dllm-algorithm": args.dllm_algorithm is not None,
-    } | further
-    found += [f"{flag} is not supported yet: remove it." for flag, given in unsupported.items() if given]
-    return found
+    }
+    return found + with_remedies([*_unsupported(flags), *further])
 
 
-def _host_cache_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
+def _unsupported(flags: dict[str, bool]) -> list[Finding]:
+    return with_remedies([each for flag, given in flags.items() for each in unsupported(flag, given)])
+
+
+def _host_cache_findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
     """What SGLang would find out when the first rows go to the host. `args` are resolved."""
     copies, layouts = (HOST_COPIES, HOST_LAYOUTS) if on_gpu else (("direct",), ("layer_first",))
     given = {
         "--hicache-io-backend": (args.hicache_io_backend, copies),
         "--hicache-mem-layout": (args.hicache_mem_layout, layouts),
     }
+    where = "here" if on_gpu else "on a CPU"
     return [
-        f"{flag} {value} is not supported {'here' if on_gpu else 'on a CPU'}: use {' or '.join(allowed)}."
+        finding(flag, f"{flag} {value} is not supported {where}: use {' or '.join(allowed)}.")
         for flag, (value, allowed) in given.items()
         if value not in allowed
     ]
 
 
-def _speculative_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
+def _speculative_findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
     """What would verify something else than one chain of drafts of a length that never changes. `args` are resolved."""
     if found := _draft_findings(args):
         return found
     if not on_gpu:
-        found.append("--speculative-algorithm needs a GPU, for SGLang's own part of it: remove it.")
+        text = "--speculative-algorithm needs a GPU, for SGLang's own part of it: remove it."
+        found.append(finding("drafts on a CPU", text))
     if args.speculative_num_draft_tokens not in DRAFT_TOKENS:
         few, many = DRAFT_TOKENS[0], DRAFT_TOKENS[-1]
-        found.append(
+        text = (
             f"--speculative-num-draft-tokens {args.speculative_num_draft_tokens} is not supported: use {few} to "
             f"{many}, and --speculative-num-steps {few - 1} to {many - 1}, one less."
         )
+        found.append(finding("--speculative-num-draft-tokens", text))
     if args.speculative_draft_attention_backend == BACKEND_NAME:
-        found.append(
-            f"--speculative-draft-attention-backend {BACKEND_NAME} is not supported, drafts share nothing: remove it."
-        )
+        flag = "--speculative-draft-attention-backend"
+        text = f"{flag} {BACKEND_NAME} is not supported, drafts share nothing: remove it."
+        found.append(finding(flag, text))
     if installed.plans_on_a_stream():
-        found.append("SGLANG_ENABLE_OVERLAP_PLAN_STREAM is not supported, as it is not by flashmla: unset it.")
-    unsupported = {
+        name = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
+        found.append(finding(name, f"{name} is not supported, as it is not by flashmla: unset it."))
+    flags = {
         "--speculative-adaptive": args.speculative_adaptive,
         "--enable-multi-layer-eagle": args.enable_multi_layer_eagle,
         "--decoupled-spec-role": args.decoupled_spec_role != "null",
     }
-    return found + [f"{flag} is not supported yet: remove it." for flag, given in unsupported.items() if given]
+    return found + _unsupported(flags)
 
 
-def _disaggregation_findings(args: ServerArgs) -> list[str]:
+def _disaggregation_findings(args: ServerArgs) -> list[Finding]:
     """What a prefill or a decode server lacks to share prefixes, or was not tried with. `args` are resolved."""
     if args.disaggregation_mode == "null":
         return []
-    found, backend = [], args.disaggregation_transfer_backend
+    found, flag, backend = [], "--disaggregation-transfer-backend", args.disaggregation_transfer_backend
     if backend not in TRANSFERS:
-        found.append(f"--disaggregation-transfer-backend {backend} is not supported yet: use {' or '.join(TRANSFERS)}.")
+        found.append(finding(flag, f"{flag} {backend} is not supported yet: use {' or '.join(TRANSFERS)}."))
     prefill, _ = installed.attention_backends(args)
     if args.disaggregation_mode == "prefill":
         if prefill != BACKEND_NAME:
-            found.append(
+            text = (
                 f"prefill runs {prefill}, and this server does nothing else (--disaggregation-mode prefill): use "
                 f"{BACKEND_NAME} for prefill too."
             )
+            found.append(finding("prefill backend", text))
         return found
     if args.speculative_algorithm is not None:
-        found.append(
+        text = (
             "--disaggregation-mode decode does not go with --speculative-algorithm: SGLang's decode servers have no "
             "radix tree beside drafts, and shared prefixes are found there. Choose another --attention-backend for "
             "them."
         )
+        found.append(finding("drafts on a decode server", text))
     elif not args.disaggregation_decode_enable_radix_cache:
-        found.append(
+        text = (
             "--disaggregation-mode decode has no radix tree to find shared prefixes in: add "
             "--disaggregation-decode-enable-radix-cache."
         )
+        found.append(finding("no radix tree", text))
     if args.enable_hierarchical_cache:
-        found.append("--enable-hierarchical-cache does not go with --disaggregation-mode decode yet: remove it.")
+        text = "--enable-hierarchical-cache does not go with --disaggregation-mode decode yet: remove it."
+        found.append(finding("host cache on a decode server", text))
     return found
 
 
-def _draft_findings(args: ServerArgs) -> list[str]:
+def _draft_findings(args: ServerArgs) -> list[Finding]:
     """Whether drafts come in one chain. `args` may be resolved or not."""
-    algorithm, branches = args.speculative_algorithm, args.speculative_eagle_topk
+    algorithm = args.speculative_algorithm
     if algorithm is None:
         return []
     if algorithm.upper() not in ALGORITHMS:
-        return [
+        text = (
             f"--speculative-algorithm {algorithm} is not supported: use {', '.join(ALGORITHMS[:-1])} or "
             f"{ALGORITHMS[-1]}, with --speculative-eagle-topk 1."
-        ]
-    return [] if branches in (None, 1) else [f"--speculative-eagle-topk {branches} is not supported: use 1."]
+        )
+        return [finding("--speculative-algorithm", text)]
+    flag, branches = "--speculative-eagle-topk", args.speculative_eagle_topk
+    return [] if branches in (None, 1) else [finding(flag, f"{flag} {branches} is not supported: use 1.")]
 
 
-def _deterministic_findings(args: ServerArgs) -> list[str]:
+def _deterministic_findings(args: ServerArgs) -> list[Finding]:
     """`args` are not resolved. SGLang would only name the backends that it has for this."""
     flags = {
         "--enable-deterministic-inference": args.enable_deterministic_inference,
         "--rl-on-policy-target": args.rl_on_policy_target is not None,
     }
-    return [
-        f"{flag} is not supported, how a prefix is attended to depends on the batch: "
-        "choose another --attention-backend."
-        for flag, given in flags.items()
-        if given
-    ]
+    why = "how a prefix is attended to depends on the batch: choose another --attention-backend."
+    return [finding(flag, f"{flag} is not supported, {why}") for flag, given in flags.items() if given]
 
 
-def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
+def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
     """What would read the FP8 pool as if it were SGLang's, or has no part in it."""
     prefill, _ = installed.attention_backends(args)
     found = []
     if prefill != BACKEND_NAME:
-        found.append(
+        text = (
             f"prefill runs {prefill}, which cannot read --kv-cache-dtype fp8_e4m3 as {BACKEND_NAME} stores it: use "
             f"{BACKEND_NAME} for prefill too, or remove --kv-cache-dtype."
         )
-    unsupported = {
+        found.append(finding("prefill backend", text))
+    flags = {
         # Each token has a scale of its own.
         "--quantization-param-path": args.quantization_param_path is not None,
         # What is stored has the names that SGLang's own rows have, which are of another length.
@@ -301,37 +310,18 @@ def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[str]:
     if on_gpu:
         # These make SGLang's prefill attend to the pool itself, by absorb, where otherwise it asks for rows by their
         # slots.
-        unsupported |= {
+        flags |= {
             "--flashinfer-mla-disable-ragged": args.flashinfer_mla_disable_ragged,
             "--disable-chunked-prefix-cache": args.disable_chunked_prefix_cache,
         }
         if installed.prefill_graph_backend(args) != "disabled":
-            found.append(
+            text = (
                 "--kv-cache-dtype fp8_e4m3 needs prefill without CUDA graphs: remove what sets "
                 "--cuda-graph-backend-prefill."
             )
+            found.append(finding("prefill graphs with FP8", text))
     return found + [
-        f"{flag} does not go with --kv-cache-dtype fp8_e4m3: remove one of them."
-        for flag, given in unsupported.items()
+        finding(f"{flag} with FP8", f"{flag} does not go with --kv-cache-dtype fp8_e4m3: remove one of them.")
+        for flag, given in flags.items()
         if given
     ]
-
-
-def _is_sparse(args: ServerArgs) -> bool:
-    from sglang.srt.configs.model_config import is_deepseek_dsa
-
-    return bool(is_deepseek_dsa(installed.model_config(args)))
-
-
-def _scales_queries(args: ServerArgs) -> bool:
-    """As Mistral Large 3 does. SGLang leaves it to backends that take the query in two parts, and the un-absorbed query
-    that we see is before it."""
-    config = installed.model_config(args)
-    return bool(getattr(getattr(config, "text_config", None) or config, "llama_4_scaling", None))
-
-
-def _has_no_rotation(args: ServerArgs) -> bool:
-    """As LongCat-Flash's own configuration, in which transformers 5 finds no scaling of rotary embeddings: SGLang looks
-    for a field in None. A factor of 1 means what the model does."""
-    config = installed.model_config(args)
-    return "LongcatFlashForCausalLM" in config.architectures and getattr(config, "rope_parameters", {}) is None

@@ -18,6 +18,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext import status
+from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.launch import limits
 
 if TYPE_CHECKING:
@@ -49,9 +50,13 @@ def install() -> None:
     """Add the routes when SGLang is about to serve, in this process; called before."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if WITH_KEY not in HookRegistry._patched:
-        HookRegistry.register(WITH_KEY, after_key_is_asked_for, HookType.AFTER)
-        HookRegistry.register(WITHOUT_KEY, after_app_is_looked_at, HookType.AFTER)
+    hooks = {WITH_KEY: after_key_is_asked_for, WITHOUT_KEY: after_app_is_looked_at}
+    targets = contract.targets(hooks)
+    if missing := hooks.keys() - targets.keys():
+        logger.warning("hybrid_mla: no status page: this SGLang has no %s", ", ".join(sorted(missing)))
+    elif targets[WITH_KEY][0] not in HookRegistry._patched:
+        for path, (target, _) in targets.items():
+            HookRegistry.register(target, hooks[path], HookType.AFTER)
         HookRegistry.apply_hooks()
 
 

@@ -4,8 +4,8 @@ Those of the start may end it, with their message: a server that does not do wha
 running server are guarded: what they raise is counted, nothing is shared for a while, and SGLang never sees it. Those
 inside a layer raise what has the pass run again (failure.py).
 
-`contract.py` lists what they rely on. SGLang only logs a hook that fails to install, so the backend's factory asks
-`assert_installed` before it builds anything.
+`contract.py` knows what they rely on, and which features need it. SGLang only logs a hook that fails to install, so the
+backend's factory asks `assert_installed` for what its server needs before it builds anything.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import contract, installed
-from sglang_mla_ext.adapter.launch import limits
+from sglang_mla_ext.adapter.compat.table import Feature
+from sglang_mla_ext.adapter.launch import features, limits
 from sglang_mla_ext.adapter.step import budget, failure, nextn
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.kernels.memory import Memory
@@ -47,7 +48,8 @@ ACCEPT_LENGTH = "avg_spec_accept_length"
 
 _SRT = "sglang.srt"
 _WEIGHTS = f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_hooked: dict[str, Any] = {}
+_hooked: dict[str, Feature] = {}
+"""What is hooked, and what needs it."""
 
 
 class _Worker:
@@ -99,11 +101,12 @@ def install() -> None:
 
     Called before SGLang builds anything.
     """
+    import torch
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     register_attention_backend(BACKEND_NAME)(create_backend)
-    contract.check()
+    contract.check([Feature.BASE, Feature.GPU if torch.cuda.is_available() else Feature.CPU])
 
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 
@@ -131,8 +134,6 @@ def install() -> None:
         f"{_SRT}.speculative.draft_utils.DraftBackendFactory.create_decode_backend": after_draft_backend,
         f"{_SRT}.speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend": after_draft_backend,
     }
-    import torch
-
     if not torch.cuda.is_available():
         from sglang_mla_ext.adapter.cpu.stock import after_support_triton
 
@@ -153,22 +154,28 @@ def install() -> None:
         f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mha"
         ".DeepseekMHAForwardMixin._chunked_prefix_attn_mha": mla_layer.around_prefix_attention,
     }
+    targets = contract.targets([*before, *after, *around])
     for hooks, kind in ((before, HookType.BEFORE), (after, HookType.AFTER), (around, HookType.AROUND)):
-        for target, hook in hooks.items():
-            HookRegistry.register(target, hook, kind)
-            _hooked[target] = hook
+        for path, hook in hooks.items():
+            if path in targets:
+                target, _hooked[target] = targets[path]
+                HookRegistry.register(target, hook, kind)
 
 
-def assert_installed() -> None:
+def assert_installed(asked: Collection[Feature] = (Feature.BASE,)) -> None:
     """
+    Args:
+        asked: the features whose hooks are needed.
     Raises:
-        ContractError: a hook is not in place; SGLang's log has the reason.
+        ContractError: one is not in place; SGLang's log has the reason.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    missing = [target for target in _hooked if target not in HookRegistry._patched]
+    contract.check(asked)  # of what SGLang does not have, no hook was registered
+    missing = [
+        target for target, feature in _hooked.items() if feature in asked and target not in HookRegistry._patched
+    ]
     if missing or not _hooked:
-        contract.check()
         raise contract.ContractError(
             f"--attention-backend {BACKEND_NAME}: hooks are not in place: {', '.join(missing) or 'all of them'}. "
             "The log above says why. Is SGLANG_PLUGINS set to a list without hybrid_mla?"
@@ -187,7 +194,9 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
         return ATTENTION_BACKENDS[limits.draft_backend(runner.use_mla_backend)](runner)
     on_gpu = torch.cuda.is_available()
     limits.check_dtype(runner.dtype)
-    if runner.kv_cache_dtype == torch.float8_e4m3fn:
+    fp8 = runner.kv_cache_dtype == torch.float8_e4m3fn  # the checkpoint may ask for it
+    assert_installed(features.asked_for(runner.server_args, on_gpu) | ({Feature.FP8} if fp8 else set()))
+    if fp8:
         limits.check_fp8_cache(runner.server_args, on_gpu=on_gpu)
     if worker.budget_bytes is None:
         raise contract.ContractError("SGLang built its attention backend before it sized its KV cache")
@@ -250,7 +259,7 @@ def after_forward(output: Any, runner: ModelRunner, forward_batch: Any, *args: A
 def _other_requests(scheduler: Scheduler) -> list[Req]:
     """Those that hold prefixes beside the requests of a prefill step: they are decoding, or on a prefill server, whose
     rows are on their way to a decode server. All ranks have the same."""
-    return [*scheduler.running_batch.reqs, *(scheduler.disagg_prefill_inflight_queue or ())]
+    return [*scheduler.running_batch.reqs, *(getattr(scheduler, "disagg_prefill_inflight_queue", None) or ())]
 
 
 @_guarded("forgetting what was flushed")

@@ -134,7 +134,7 @@ def merge_before_o_proj(
     layers: Sequence[DeepseekV2AttentionMLA], merge: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     """Have `merge` add the shared part to what each layer hands to its output projection, where there is one, and their
-    queries be kept for it."""
+    queries be kept for it. Before any hook that the layer has there itself: a gate is of the merged result."""
 
     def before(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if relay.tail_lse is None:
@@ -144,4 +144,4 @@ def merge_before_o_proj(
     global _ours
     _ours = frozenset(map(id, layers))
     for layer in layers:
-        layer.o_proj.register_forward_pre_hook(before)
+        layer.o_proj.register_forward_pre_hook(before, prepend=True)

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter.compat.findings import Finding
+from sglang_mla_ext.adapter.compat.sglang_0_5_17.read_of_backend import READ_OF_BACKEND
+from sglang_mla_ext.adapter.compat.sglang_0_5_17.used_at_start import USED_AT_START
+from sglang_mla_ext.adapter.compat.sglang_0_5_17.used_by_features import USED_BY_FEATURES
+from sglang_mla_ext.adapter.compat.sglang_0_5_17.used_in_a_pass import USED_IN_A_PASS
 from sglang_mla_ext.adapter.compat.shared_nodes import Forks, all_above, find_with
+from sglang_mla_ext.adapter.compat.table import Changes
 from sglang_mla_ext.prefix.tree import SharedTree
 
 if TYPE_CHECKING:
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
+CHANGES = Changes(uses=(*USED_AT_START, *USED_IN_A_PASS, *USED_BY_FEATURES), reads=READ_OF_BACKEND)
 
 _RID, _LAST_NODE = attrgetter("rid"), attrgetter("last_node")
 
@@ -238,14 +245,22 @@ def model_config(args: ServerArgs) -> Any:
     return args.get_model_config().hf_config
 
 
+def linear_layers(args: ServerArgs) -> Any:
+    """The configuration of a model's layers with linear attention, whose states SGLang keeps in a pool of their own;
+    None where it has none."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(args.get_model_config())
+
+
 def prefill_graph_backend(args: ServerArgs) -> str:
     """How prefill is captured in CUDA graphs; "disabled" where it is not. `args` are resolved."""
     return str(args.cuda_graph_config.prefill.backend)
 
 
-def further_findings(args: ServerArgs) -> dict[str, bool]:
-    """What this release has besides and `hybrid_mla` does not support: flag -> whether it is given."""
-    return {}
+def further_findings(args: ServerArgs) -> list[Finding]:
+    """What this release has besides, is asked for, and `hybrid_mla` does not support. `args` are resolved."""
+    return []
 
 
 def disable_prefill_graph(args: ServerArgs) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter.compat import sglang_0_5_17
+from sglang_mla_ext.adapter.compat import sglang_0_5_17, sglang_0_5_18
+from sglang_mla_ext.adapter.compat.findings import Finding, unsupported
 from sglang_mla_ext.adapter.compat.numbered_tree import NumberedTree, UnsupportedTree
+from sglang_mla_ext.adapter.compat.sglang_0_5_20.used import CHANGES as CHANGES
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -99,6 +101,14 @@ def model_config(args: ServerArgs) -> Any:
     return model_config_of(args).hf_config
 
 
+def linear_layers(args: ServerArgs) -> Any:
+    """See sglang_0_5_17."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    return mambaish_config(model_config_of(args))
+
+
 def other_trees() -> list[str]:
     """See sglang_0_5_17. The tree that TreeView reads is the default here."""
     from sglang.srt.environ import envs
@@ -107,15 +117,14 @@ def other_trees() -> list[str]:
     return [name] if envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE.get() else []
 
 
-def further_findings(args: ServerArgs) -> dict[str, bool]:
+def further_findings(args: ServerArgs) -> list[Finding]:
     """See sglang_0_5_17. The tree's part on the host was not tried here, nor prefill and decode servers."""
-    mode = args.disaggregation_mode
-    return {
-        f"--disaggregation-mode {mode}": mode != "null",
-        "--enable-hierarchical-cache": args.enable_hierarchical_cache,
-        "--enable-unified-cache-external-linker": args.enable_unified_cache_external_linker,
-        "--enable-layernorm-sp": args.enable_layernorm_sp,
-    }
+    return [
+        *sglang_0_5_18.roles_of_disaggregation(args),
+        *unsupported("--enable-hierarchical-cache", args.enable_hierarchical_cache),
+        *unsupported("--enable-unified-cache-external-linker", args.enable_unified_cache_external_linker),
+        *unsupported("--enable-layernorm-sp", args.enable_layernorm_sp),
+    ]
 
 
 def wait_before_loading(controller: Any, stream: Any) -> None:

@@ -5,13 +5,56 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang_mla_ext.adapter.compat import sglang_0_5_20
+from sglang_mla_ext.adapter.compat import sglang_0_5_18
+from sglang_mla_ext.adapter.compat.findings import Finding, unsupported
 from sglang_mla_ext.adapter.compat.numbered_tree import NumberedTree, PathNode, UnsupportedTree
+from sglang_mla_ext.adapter.compat.table import Changes, Feature, needed_for, use
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import UnifiedTreeCoreInterface
     from sglang.srt.server_args import ServerArgs
+
+_ARGS = "server_args.ServerArgs"
+_CORE = "mem_cache.unified_cache.unified_tree_core_interface"
+_INTERFACE = f"{_CORE}.UnifiedTreeCoreInterface"
+_NODE = f"{_CORE}.TreePathNodeInfo"
+
+CHANGES = Changes(
+    uses=(
+        *needed_for(
+            Feature.FP8,
+            use(
+                "mem_cache.memory_pool.MLATokenToKVPool.set_mla_kv_buffer",
+                "function",
+                "storing keys in two parts",
+                "self layer loc_info cache_k_nope cache_k_rope",
+            ),
+            use(
+                "mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mla_kv_pool",
+                "function",
+                "our pool in place of SGLang's",
+                "self max_total_num_tokens mla_pool_class",
+            ),
+        ),
+        use(f"{_ARGS}.enable_kv_cache_sharding", "attribute", "unsupported features"),
+        use(f"{_ARGS}.enable_nvidia_megakernel", "attribute", "unsupported features"),
+        use(f"{_INTERFACE}.collect_path_info", "function", "paths", "self end_node_ids"),
+        use(f"{_INTERFACE}.is_root", "function", "whether a node is there", "self node_id"),
+        use(f"{_INTERFACE}.root_node_handle", "function", "slots of a path", "self"),
+        use(
+            f"{_INTERFACE}.collect_full_device_indices",
+            "function",
+            "slots of a path",
+            "self from_node_id until_node_id",
+        ),
+        use(f"{_NODE}.node_id", "attribute", "paths"),
+        use(f"{_NODE}.path_end", "attribute", "paths"),
+        use(f"{_NODE}.num_children", "attribute", "paths"),
+    ),
+    renamed={"sgl_kernel.flash_mla": "sglang.kernels.ops.attention.flash_mla_interface"},
+    gone=("mem_cache.unified_cache.unified_tree_core", "environ.Envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"),
+)
 
 
 class TreeView(NumberedTree):
@@ -45,14 +88,17 @@ def other_trees() -> list[str]:
     return []
 
 
-def further_findings(args: ServerArgs) -> dict[str, bool]:
+def further_findings(args: ServerArgs) -> list[Finding]:
     """See sglang_0_5_17. The tree's part on the host was tried here, but neither with drafts nor with our FP8 rows, of
     whose length SGLang has to be told in another way than before."""
-    on_host, drafts = args.enable_hierarchical_cache, args.speculative_algorithm is not None
-    return sglang_0_5_20.further_findings(args) | {
-        "--enable-hierarchical-cache": False,
-        "--enable-hierarchical-cache beside --kv-cache-dtype fp8_e4m3": on_host and args.kv_cache_dtype == "fp8_e4m3",
-        "--enable-hierarchical-cache beside --speculative-algorithm": on_host and drafts,
-        "--enable-kv-cache-sharding": args.enable_kv_cache_sharding,
-        "--enable-nvidia-megakernel": args.enable_nvidia_megakernel,
-    }
+    on_host, fp8 = args.enable_hierarchical_cache, args.kv_cache_dtype == "fp8_e4m3"
+    with_drafts = on_host and args.speculative_algorithm is not None
+    return [
+        *sglang_0_5_18.roles_of_disaggregation(args),
+        *unsupported("--enable-hierarchical-cache beside --kv-cache-dtype fp8_e4m3", on_host and fp8),
+        *unsupported("--enable-hierarchical-cache beside --speculative-algorithm", with_drafts),
+        *unsupported("--enable-unified-cache-external-linker", args.enable_unified_cache_external_linker),
+        *unsupported("--enable-layernorm-sp", args.enable_layernorm_sp),
+        *unsupported("--enable-kv-cache-sharding", args.enable_kv_cache_sharding),
+        *unsupported("--enable-nvidia-megakernel", args.enable_nvidia_megakernel),
+    ]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_mla_ext.adapter.compat.source import NotThere, SourceTree
+from sglang_mla_ext.adapter.compat.syntax import NotThere, SourceTree
 
 FILES = {
     "__init__.py": "from .base import Base as Reexported\nraise RuntimeError('imported')\n",

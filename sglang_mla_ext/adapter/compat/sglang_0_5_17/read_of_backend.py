@@ -1,29 +1,8 @@
-"""What SGLang reads of an attention backend for an MLA model, and a backend that owns another one forwards by name.
-
-This is the table of 0.5.17; `uses_newer.py` has what later releases read besides. Imports nothing of SGLang.
-"""
+"""What SGLang 0.5.17 reads of an attention backend for an MLA model."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Read:
-    """An attribute or method that SGLang reads (or sets) on an attention backend for an MLA model.
-
-    Attributes:
-        name: of the attribute.
-        reader: path of one of the files that read it, below `sglang/srt`.
-        why: when.
-        optional: SGLang asks whether the backend has it.
-    """
-
-    name: str
-    reader: str
-    why: str
-    optional: bool = False
-
+from sglang_mla_ext.adapter.compat.table import Read
 
 _FORWARD = "models/deepseek_common/attention_forward_methods/forward_mha.py"
 _EAGER = "model_executor/runner/eager_runner.py"

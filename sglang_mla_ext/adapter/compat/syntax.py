@@ -123,6 +123,17 @@ class SourceTree:
         """Whether there is source of a top-level package; a stand-in made at run time is none."""
         return self._module(package) is not None
 
+    def folders(self, package: str) -> list[Path]:
+        """Where the modules of a package lie.
+
+        Args:
+            package: dotted.
+        """
+        top, *rest = package.split(".")
+        if top not in self._folders:
+            self._folders[top] = _folders_of(top)
+        return [folder.joinpath(*rest) for folder in self._folders[top]]
+
     def _longest_module(self, path: str) -> tuple[Module, list[str]]:
         parts = path.split(".")
         for count in range(len(parts), 0, -1):
@@ -159,7 +170,7 @@ class SourceTree:
         for base in found.node.bases:
             dotted = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
             try:
-                of_base = self._by_local_name(found.module, dotted)
+                of_base = self.by_local_name(found.module, dotted)
             except NotThere:
                 continue  # built in, or computed
             if isinstance(of_base.node, ast.ClassDef):
@@ -173,12 +184,17 @@ class SourceTree:
         if not isinstance(listed.node, ast.Assign) or not isinstance(listed.node.value, ast.List):
             raise NotThere(f"{self.fields_of[path]} is not a list")
         for element in listed.node.value.elts:
-            part = self._by_local_name(listed.module, ast.unparse(element))
+            part = self.by_local_name(listed.module, ast.unparse(element))
             if isinstance(part.node, ast.ClassDef) and (found := next(self._from_class(part, name), None)) is not None:
                 return found
         return None
 
-    def _by_local_name(self, module: Module, dotted: str) -> Found:
+    def by_local_name(self, module: Module, dotted: str) -> Found:
+        """What a name in the code of a module stands for.
+
+        Raises:
+            NotThere: no module has it: it is built in, or a member of something.
+        """
         first, *rest = dotted.split(".")
         found = self._in_module(module, first)
         for name in rest:
@@ -203,11 +219,7 @@ class SourceTree:
         return self._modules[name]
 
     def _file(self, name: str) -> Path | None:
-        package, *rest = name.split(".")
-        if package not in self._folders:
-            self._folders[package] = _folders_of(package)
-        for folder in self._folders[package]:
-            path = folder.joinpath(*rest)
+        for path in self.folders(name):
             for file in (path / "__init__.py", path.with_name(f"{path.name}.py")):
                 if file.is_file():
                     return file

@@ -1,0 +1,98 @@
+"""Which classes of attention layers SGLang builds a model from, read in the source of its models.
+
+SGLang has MLA for many models in one class, which is the one that we know. Others have a class of their own, or one
+derived from it that does more (a gate, no rotation): they would be found when the weights are loaded. The source is
+followed from the model's class, by the names in its code and those of its bases, as far as SGLang's models go.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+
+from sglang_mla_ext.adapter.compat.contract import release
+from sglang_mla_ext.adapter.compat.syntax import Found, NotThere, SourceTree, without_collector
+
+MODELS = "sglang.srt.models"
+KNOWN = f"{MODELS}.deepseek_v2.DeepseekV2AttentionMLA"
+"""In the oldest release."""
+
+ATTENTION = "RadixAttention"
+"""What calls the attention backend: a class with it is an attention layer's."""
+
+
+@cache
+def strange_layers(architecture: str) -> list[str]:
+    """Attention layers of a model that are of other classes than the one we know, by the names of these.
+
+    Args:
+        architecture: the class of the model, as its configuration names it.
+    Returns:
+        empty where all are known, or where SGLang itself has no such model.
+    """
+    with without_collector():
+        return _Reading(SourceTree()).strange_layers(architecture)
+
+
+class _Reading:
+    def __init__(self, tree: SourceTree) -> None:
+        self._tree = tree
+        self._known = tree.find(release().path_of(KNOWN)).node
+        self._seen: set[int] = set()
+        self._uses_known = False
+        self._derived: set[str] = set()
+        self._others: set[str] = set()
+
+    def strange_layers(self, architecture: str) -> list[str]:
+        for found in self._models(architecture):
+            self._read(found)
+        return sorted(self._derived or (set() if self._uses_known else self._others))
+
+    def _models(self, name: str) -> Iterator[Found]:
+        """The classes of this name in SGLang's models."""
+        for folder in self._tree.folders(MODELS):
+            for file in sorted(folder.rglob("*.py")):
+                if re.search(rf"^class {re.escape(name)}\b", file.read_text(encoding="utf-8"), re.MULTILINE):
+                    module = ".".join((MODELS, *file.relative_to(folder).with_suffix("").parts))
+                    yield self._tree.find(f"{module}.{name}")
+
+    def _read(self, found: Found) -> None:
+        node = found.node
+        if not isinstance(node, ast.ClassDef | ast.FunctionDef) or id(node) in self._seen:
+            return
+        self._seen.add(id(node))
+        names = set(_names(node))
+        parts = [part for name in sorted(names) if (part := self._model_part(found, name)) is not None]
+        if isinstance(node, ast.ClassDef):
+            bases = [self._model_part(found, ast.unparse(base)) for base in node.bases]
+            if any(base is not None and base.node is self._known for base in bases):
+                self._derived.add(node.name)
+                return
+            if node is self._known:
+                self._uses_known = True
+                return
+            if ATTENTION in names:
+                self._others.add(node.name)
+        for part in parts:
+            self._read(part)
+
+    def _model_part(self, found: Found, name: str) -> Found | None:
+        """What a name in the code of a class or function stands for, where that is a part of SGLang's models."""
+        try:
+            part = self._tree.by_local_name(found.module, name)
+        except NotThere:
+            return None
+        return part if part.module.name.startswith(f"{MODELS}.") else None
+
+
+def _names(node: ast.AST) -> Iterator[str]:
+    """Names in code, also dotted ones; those of types alone are left out."""
+    if isinstance(node, ast.Name | ast.Attribute):
+        yield ast.unparse(node)
+    for field, value in ast.iter_fields(node):
+        if field not in ("annotation", "returns"):
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, ast.AST):
+                    yield from _names(part)

@@ -1,0 +1,176 @@
+"""Models that are not known are refused by their configuration, before weights are loaded; one that nothing is shared
+for is told of. Examined with the installed SGLang's own arguments, for a Hopper GPU that is not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_limits
+
+from sglang_mla_ext.adapter.compat import contract
+from sglang_mla_ext.adapter.compat.attention_classes import strange_layers
+from sglang_mla_ext.adapter.launch import models
+
+EXAMINE = r"""
+import json, sys
+from sglang_mla_ext.adapter.launch import examine, launch_line
+
+with examine.examiner() as examined:
+    lines = {path: launch_line.read(["--model-path", path, "--tp", "4"]) for path in sys.argv[1:]}
+    found = {path.rpartition("/")[2]: examined(line) for path, line in lines.items()}
+print(json.dumps({name: (each.outcome, each.findings, each.warnings) for name, each in found.items()}))
+"""
+
+SMALL = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "num_hidden_layers": 4,
+    "vocab_size": 2048,
+    "max_position_embeddings": 2048,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "torch_dtype": "bfloat16",
+}
+LINEAR = {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": 4, "head_dim": 32, "short_conv_kernel_size": 4}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "known": {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
+    "kimi-linear": {
+        "architectures": ["KimiLinearForCausalLM"],
+        "model_type": "kimi_linear",
+        "linear_attn_config": LINEAR,
+        "num_experts": 8,
+    },
+    "ling": {"architectures": ["BailingMoeV2_5ForCausalLM"], "model_type": "bailing_hybrid", "layer_group_size": 4},
+    # What else these have in their configurations does not matter.
+    "minicpm": {"architectures": ["MiniCPM3ForCausalLM"], "model_type": "deepseek_v3"},
+    "sarvam": {"architectures": ["SarvamMLAForCausalLM"], "model_type": "deepseek_v3"},
+    "glm-flash": {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "model_type": "glm4_moe_lite",
+        "qk_nope_head_dim": 192,
+        "v_head_dim": 256,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("models")
+    for name, config in CONFIGS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps({**SMALL, **config}))
+    command = [sys.executable, "-W", "ignore", "-c", EXAMINE, *(str(folder / name) for name in CONFIGS)]
+    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_what_is_known_works(examined: dict[str, Any]) -> None:
+    assert examined["known"] == ["works", [], []]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("kimi-linear", "KimiLinearForCausalLM has layers with linear attention"),
+        ("ling", "BailingMoeV2_5ForCausalLM has layers with linear attention"),
+        ("minicpm", "MiniCPM3ForCausalLM has attention layers of its own (MiniCPM3AttentionMLA)"),
+        ("sarvam", "SarvamMLAForCausalLM has attention layers of its own (SarvamMoEMLAAttention)"),
+    ],
+)
+def test_what_is_not_is_refused_by_name(examined: dict[str, Any], name: str, said: str) -> None:
+    outcome, (finding,), _ = examined[name]
+    assert outcome == "refused" and finding.startswith(said)
+    assert finding.endswith(": choose another --attention-backend.")
+
+
+def test_what_shares_nothing_runs_with_a_warning(examined: dict[str, Any]) -> None:
+    outcome, findings, (warning,) = examined["glm-flash"]
+    assert (outcome, findings) == ("works", [])
+    assert warning.startswith("nothing will be shared: expanded prefixes need head dimensions that are powers of two")
+    assert "192, 64 and 256" in warning and "has 5" in warning
+
+
+@pytest.mark.parametrize(
+    ("changes", "shares"),
+    [
+        ({}, True),
+        ({"qk_nope_head_dim": 192}, True),  # grouped absorb, with 16 heads
+        ({"qk_nope_head_dim": 192, "num_attention_heads": 512}, False),
+        ({"qk_nope_head_dim": 192, "num_attention_heads": 160}, False),
+        ({"qk_nope_head_dim": 192, "kv_lora_rank": 256}, False),
+        ({"num_attention_heads": 160, "kv_lora_rank": 256}, True),
+        ({"v_head_dim": 8}, True),
+        ({"v_head_dim": 8, "num_attention_heads": 8}, False),
+    ],
+    ids=str,
+)
+def test_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], shares: bool) -> None:
+    monkeypatch.setattr(models.installed, "model_config", lambda args: args.get_model_config().hf_config)
+    args = test_limits.server_args(dims=test_limits.DEEPSEEK | changes)
+    assert (models.warnings(args, on_gpu=True) == []) is shares
+    assert models.warnings(args, on_gpu=False) == []
+
+
+def test_ranks_of_data_parallel_attention_have_more_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models.installed, "model_config", lambda args: args.get_model_config().hf_config)
+    dims = test_limits.DEEPSEEK | {"qk_nope_head_dim": 192, "num_attention_heads": 20}
+    args = test_limits.server_args(dims=dims, enable_dp_attention=True, dp_size=8)
+    assert "has 20" in models.warnings(args, on_gpu=True)[0]
+
+
+KNOWN = ["DeepseekV2", "DeepseekV3", "Glm4MoeLite", "LongcatFlash", "MistralLarge3"]
+STRANGE = {
+    "KimiK3ForConditionalGeneration": ["KimiK3MLAAttention"],
+    "BailingMoeV2_5ForCausalLM": ["DsV3MLA"],
+    "MiniCPM3ForCausalLM": ["MiniCPM3AttentionMLA"],
+    "SarvamMLAForCausalLM": ["SarvamMoEMLAAttention"],
+}
+if contract.line() == "0.5.23":
+    STRANGE |= {
+        "GigaChat35ForCausalLM": ["GigaChat35AttentionMLA"],
+        "BailingMoeV3ForCausalLM": ["DsV3MLA"],
+        "HYV4ForCausalLM": ["HYV4Attention"],
+    }
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        *(f"{name}ForCausalLM" for name in KNOWN),
+        *("KimiK25ForConditionalGeneration", "KimiVLForConditionalGeneration", "DotsVLMForCausalLM"),
+        *("DeepseekVL2ForCausalLM", "PixtralForConditionalGeneration", "NotOfSGLangForCausalLM"),
+    ],
+)
+def test_models_of_the_known_layer(architecture: str) -> None:
+    """Through the names in the code of their classes; one that SGLang does not have is left to the start."""
+    assert strange_layers(architecture) == []
+
+
+@pytest.mark.parametrize("architecture", STRANGE)
+def test_models_of_other_layers(architecture: str) -> None:
+    assert strange_layers(architecture) == STRANGE[architecture]
+
+
+def test_shipped_models_are_known() -> None:
+    folder = Path(__file__).parents[2] / "configs" / "checkpoints"
+    for file in folder.glob("*.json"):
+        (architecture,) = json.loads(file.read_text())["config"]["architectures"]
+        assert strange_layers(architecture) == [] or "Eagle3" in architecture, architecture
