@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_mla_ext.adapter.step import layer as layer_module
 from sglang_mla_ext.adapter.step.layer import merge_before_o_proj
 from sglang_mla_ext.adapter.step.relay import relay
 
@@ -22,7 +23,7 @@ def test_a_gate_is_of_the_merged_result(monkeypatch: pytest.MonkeyPatch, shares:
         return (args[0] * gate,)
 
     projection.register_forward_pre_hook(before)
-    monkeypatch.setattr(relay, "layers", frozenset())
+    monkeypatch.setattr(layer_module, "_ours", frozenset())
     monkeypatch.setattr(relay, "tail_lse", torch.zeros(1) if shares else None)
     layer: Any = SimpleNamespace(o_proj=projection)
     merge_before_o_proj([layer], lambda tail_out: tail_out + 1)
