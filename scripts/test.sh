@@ -16,7 +16,7 @@ set -euo pipefail
 trap 'exit 130' INT TERM
 cd "$REPOSITORY"
 NEWEST=0.5.23
-UNIT_OF_NEWEST=(tests/unit/test_{backend_interface,cli,contract,contract_reads,examine,grouped_prefixes,plugin}.py
+UNIT_OF_NEWEST=(tests/unit/test_{backend_interface,cli,contract,contract_reads,examine,grouped_prefixes,package,plugin}.py
     tests/unit/test_{segments,shared_prefixes,source,status,traffic_of_numbers,tree_of_numbers}.py)
 SERVERS_OF_NEWEST=(tests/server/test_{answers,launch,on_host,two_ranks}.py)
 if [ $# = 0 ]; then

@@ -30,7 +30,7 @@ from bench.recipes import recipe_tables
 from bench.serving_tables import compared, headline
 from bench.speculative_tables import speculative
 from bench.tables import REPOSITORY, RESULTS
-from bench.workload_tables import decode_steps, figure_cells, plan, workloads
+from bench.workload_tables import figure_cells, plan, workloads
 
 
 def main(
@@ -42,7 +42,6 @@ def main(
     tables = {
         "README.md": {
             "headline": headline(RESULTS / "serving.jsonl"),
-            "mixed": decode_steps(RESULTS / "mixed.jsonl"),
         },
         "docs/performance.md": {
             "serving": compared(RESULTS / "serving.jsonl", *serving),

@@ -14,7 +14,7 @@ from bench.records import write_record
 from bench.serving_tables import compared, headline, template
 from bench.speculative_tables import speculative
 from bench.tables import provenance
-from bench.workload_tables import decode_steps, figure_cells, plan, workloads
+from bench.workload_tables import figure_cells, plan, workloads
 from update_tables import fill, main
 
 
@@ -201,17 +201,6 @@ def test_speculative(tmp_path):
     assert [cells(line) for line in speculative(path).splitlines()[2:-2]] == [
         [*same, "BF16", "3.00 / 6.00 (2.00x)", "7.00 / 10.00 (1.43x)", "333 / 167"],
         [*same, "BF16, prefix FP8", "2.00 / 6.00 (3.00x)", "6.00 / 10.00 (1.67x)", "500 / 167"],
-    ]
-
-
-def test_decode_steps(tmp_path):
-    path = tmp_path / "mixed.jsonl"
-    for impl, flags, ms in (("sglang_flashmla", "", 6.0), ("hybrid_mla", "", 9.0), ("hybrid_mla", "", 4.0)):
-        case = dict(heads=16, layers=4, prefix=7069, flags=flags)
-        write_record(path, bench="serving", impl=impl, case=case, gpu="GPU", command="run it", step_ms=ms)
-    assert [cells(line) for line in decode_steps(path).splitlines()[2:-2]] == [
-        ["16 x 4", "flashmla", "6.00", "1.00x"],
-        ["16 x 4", "hybrid_mla", "4.00", "1.50x"],
     ]
 
 
