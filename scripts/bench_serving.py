@@ -236,6 +236,8 @@ def server_case(url: str, dims: ModelDims | None) -> dict[str, Any]:
         "tp": info.get("tp_size"),
         "client": "http",
     }
+    if info.get("dp_size", 1) > 1:
+        case["dp"] = info["dp_size"]
     return case | ({"layers": dims.num_layers, "heads": dims.num_heads} if dims else {})
 
 

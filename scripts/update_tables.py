@@ -25,11 +25,12 @@ from bench.kernel_tables import ablation, attention, context, decode, expansion,
 from bench.operating_tables import hostile, sanitize, shadow, soak, watch
 from bench.prediction_tables import predictions
 from bench.profile_tables import profiles
+from bench.rank_tables import ranks
 from bench.recipes import recipe_tables
 from bench.serving_tables import compared, headline
 from bench.speculative_tables import speculative
 from bench.tables import REPOSITORY, RESULTS
-from bench.workload_tables import decode_steps, figure_cells, plan, workloads
+from bench.workload_tables import figure_cells, plan, workloads
 
 
 def main(
@@ -41,7 +42,6 @@ def main(
     tables = {
         "README.md": {
             "headline": headline(RESULTS / "serving.jsonl"),
-            "mixed": decode_steps(RESULTS / "mixed.jsonl"),
         },
         "docs/performance.md": {
             "serving": compared(RESULTS / "serving.jsonl", *serving),
@@ -69,6 +69,7 @@ def main(
             "predictions-h100": predictions(RESULTS / "h100" / "serving.jsonl"),
             "attention-h100": attention(RESULTS / "h100" / "attention.jsonl"),
             "planner-h100": planner(RESULTS / "h100" / "planner.jsonl"),
+            "ranks": ranks(RESULTS / "ranks.jsonl"),
         },
         "docs/accuracy.md": {
             "model": accuracy_model(RESULTS / "accuracy.jsonl"),

@@ -39,6 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from ..constants import LOG2E
+from ..gluon_names import thread_barrier
 from .items import ITEM_END, ITEM_PAGE, ITEM_PARTIAL, ITEM_ROWS, ITEM_STRIP
 from .schedule import AbsorbCapacity
 from .sm90_fp8_absorb import PRODUCER_REGISTERS, check, describe
@@ -188,7 +189,7 @@ def attend(
             mbarrier.wait(ring.full.index(slot), phase)
             clear_behind(pairs_s.index(slot), FIRST, valid)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
 
         zeros = gl.zeros([64, N], gl.float32, RESULT)
         rope_zeros = gl.zeros([64, N], gl.float32, ROPE_RESULT)
@@ -226,7 +227,7 @@ def attend(
             weights = gl.exp2(t - (level - LOG2_FP8_MAX)[None, :])
             side.weights.store(_by_position(weights.to(gl.float8e4nv), N))
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
             weights_t = side.weights.permute((1, 0))
             next0 = warpgroup_mma(v0, weights_t, zeros, use_acc=False, is_async=True)
             next1 = warpgroup_mma(v1, weights_t, zeros, use_acc=False, is_async=True)

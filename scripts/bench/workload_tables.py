@@ -34,20 +34,6 @@ def workloads(paths: Sequence[Path]) -> str:
     return markdown(rows, columns, shown)
 
 
-def decode_steps(path: Path) -> str:
-    """The decode step of a workload whose requests are all sent at once: the last run on each server."""
-    records = latest(read_records(path), "heads", "prefix", "flags", "version")
-    rows, shown = [], {}
-    for heads in sorted({key[1] for key in records}, reverse=True):
-        of_case = {backend_name(record): record for key, record in records.items() if key[1] == heads}
-        for name, record in sorted(of_case.items()):
-            step = record["step_ms"]
-            ratio = f"{of_case['flashmla']['step_ms'] / step:.2f}x"
-            rows.append((model_name(record), name, f"{step:.2f}", ratio))
-            shown[heads, name] = record
-    return markdown(rows, ("heads x layers", "backend", "decode step ms", "ratio"), shown)
-
-
 def figure_cells(paths: Sequence[Path]) -> str:
     """Servers on cells of TyphoonMLA's figure 3: tokens a second while requests wait, the last run on each server."""
     found = {

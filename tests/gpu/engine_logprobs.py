@@ -43,7 +43,7 @@ def main() -> None:
     model, backend, out = sys.argv[1:4]
     prefix_tokens, batch, new_tokens = map(int, sys.argv[4:7])
     # Room for every request's whole prompt, and no more, so that several engines can run beside each other.
-    defaults: dict[str, int] = {"max_total_tokens": batch * (prefix_tokens + 2700)}
+    defaults: dict[str, int | str] = {"max_total_tokens": batch * (prefix_tokens + 2700), "log_level": "warning"}
     if backend == "flashmla":
         defaults["page_size"] = 64
     arguments = defaults | json.loads(sys.argv[7])
@@ -54,7 +54,6 @@ def main() -> None:
         skip_tokenizer_init=True,
         mem_fraction_static=0.85,
         cuda_graph_max_bs_decode=batch,
-        log_level="warning",
         **arguments,
     )
     rng = random.Random(0)

@@ -45,13 +45,15 @@ def answers(model: Path, out: Path, backend: str, env: Mapping[str, str] | None 
     return json.loads(out.read_text())
 
 
-def all_answers(model: Path, folder: Path, engines: dict[str, dict[str, Any]]) -> dict[str, dict]:
+def all_answers(
+    model: Path, folder: Path, engines: dict[str, dict[str, Any]], at_a_time: int = AT_A_TIME
+) -> dict[str, dict]:
     """Of several engines, some of them at a time: starting one takes longer than its answers.
 
     Args:
         engines: arguments of `answers` by name.
     """
-    with ThreadPoolExecutor(AT_A_TIME) as pool:
+    with ThreadPoolExecutor(at_a_time) as pool:
         running = {
             name: pool.submit(answers, model, folder / f"{index}", **arguments)
             for index, (name, arguments) in enumerate(engines.items())

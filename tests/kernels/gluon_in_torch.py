@@ -223,6 +223,7 @@ class Program:
             "warpgroup_mma": self._product,
             "warpgroup_mma_wait": self._wait_for_products,
             "fence_async_shared": lambda: None,
+            "thread_barrier": self.pause,
         }
         self.names: dict[str, Any] = {"range": range}
         for module in modules:
@@ -338,7 +339,7 @@ class Program:
             load=load, store=store, maximum=maximum, minimum=lambda a, limit: a.clamp(max=limit), where=where,
             zeros_like=torch.zeros_like, abs=torch.abs, to_tensor=lambda value: value,
             convert_layout=lambda values, layout, assert_trivial=False: values,
-            exp2=torch.exp2, log2=torch.log2, thread_barrier=self.pause, allocate_shared_memory=self._allocate,
+            exp2=torch.exp2, log2=torch.log2, allocate_shared_memory=self._allocate,
             arange=lambda start, end, layout: torch.arange(start, end),
             zeros=lambda shape, dtype, layout: torch.zeros(shape),
             full=lambda shape, value, dtype, layout: torch.full(shape, value),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -59,18 +60,21 @@ def test_everything_is_in_them(built: tuple[Path, Path]) -> None:
 
 
 def test_it_runs_where_it_is_installed(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """In an environment of its own, beside this one's SGLang and torch, from another folder."""
+    """In an environment of its own, beside this one's SGLang and torch, from another folder; it brings nothing else."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True, timeout=300)
     python = tmp_path / "venv" / "bin" / "python"
-    install = [python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", built[1]]
-    subprocess.run(install, check=True, capture_output=True, timeout=300)
     beside = Path(find_spec("sglang").origin).parents[1]  # as a path it brings no links to this checkout
     run = dict(env=os.environ | {"PYTHONPATH": str(beside)}, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    before = set((tmp_path / "venv").glob("lib/*/site-packages/*"))
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", built[1]], check=True, **run)
+    added = {path.name for path in set((tmp_path / "venv").glob("lib/*/site-packages/*")) - before}
+    assert added == {"sglang_mla_ext", f"sglang_mla_ext-{sglang_mla_ext.__version__}.dist-info"}
     where = "import sglang_mla_ext, sglang_mla_ext.kernels.merge as m; print(sglang_mla_ext.__file__, m.__file__)"
     found = subprocess.run([python, "-c", where], check=True, **run).stdout
     assert found.count(str(tmp_path / "venv")) == 2 and str(REPOSITORY) not in found
     doctor = subprocess.run([tmp_path / "venv" / "bin" / "sglang-mla", "doctor"], **run)
     assert "ready" in doctor.stdout.splitlines()[-1] and sglang_mla_ext.__version__ in doctor.stdout, doctor
+    assert version("sglang") in doctor.stdout
     plugins = (
         "from importlib.metadata import entry_points\n"
         "(each,) = entry_points(group='sglang.srt.plugins', name='hybrid_mla')\n"
@@ -80,6 +84,6 @@ def test_it_runs_where_it_is_installed(built: tuple[Path, Path], tmp_path: Path)
 
 
 def test_the_version_is_one(built: tuple[Path, Path]) -> None:
-    version = sglang_mla_ext.__version__
-    assert all(f"-{version}" in path.name for path in built)
-    assert f"## {version}" in (REPOSITORY / "CHANGELOG.md").read_text()
+    ours = sglang_mla_ext.__version__
+    assert all(f"-{ours}" in path.name for path in built)
+    assert f"## {ours}" in (REPOSITORY / "CHANGELOG.md").read_text()

@@ -9,11 +9,12 @@ from bench import plan_trees
 from bench.accuracy_tables import accuracy_model, goal_verdict, interval
 from bench.kernel_tables import expansion, planner, plans, prefill
 from bench.profile_tables import profiles
+from bench.rank_tables import ranks
 from bench.records import write_record
 from bench.serving_tables import compared, headline, template
 from bench.speculative_tables import speculative
 from bench.tables import provenance
-from bench.workload_tables import decode_steps, figure_cells, plan, workloads
+from bench.workload_tables import figure_cells, plan, workloads
 from update_tables import fill, main
 
 
@@ -35,6 +36,32 @@ def test_expansion(tmp_path):
         ["128", "BF16", "4,096", "1.000", "3.000", "3.00x", "600", "75%"],
     ]
     assert lines[-1].endswith("`run it`")
+
+
+def test_ranks(tmp_path):
+    """Heads before requests; each of our servers beside the one of flashmla, and those that have none left out."""
+    path = tmp_path / "ranks.jsonl"
+    routed = dict(dp=2, flags="--hybrid-mla-prefix-memory-gb 16 --hybrid-mla-dp-routing prefix")
+    for impl, bench, case, rates in (
+        ("hybrid_mla", "four_prompts", dict(dp=2, flags="--hybrid-mla-prefix-memory-gb 16"), dict(decode_tok_s=120.0)),
+        ("sglang_flashmla", "four_prompts", dict(dp=2), dict(decode_tok_s=100.0, steady_tok_s=None)),
+        ("hybrid_mla", "four_prompts", routed, dict(decode_tok_s=150.0)),
+        ("hybrid_mla", "serving", dict(prompt="A"), dict(decode_tok_s=3000.0)),
+        ("sglang_flashmla", "serving", dict(prompt="A"), dict(decode_tok_s=1500.0)),
+        ("sglang_flashmla", "short_answers", dict(prompt="B"), dict(decode_tok_s=None, steady_tok_s=80.0)),
+        ("hybrid_mla", "short_answers", dict(prompt="B"), dict(decode_tok_s=None, steady_tok_s=60.0)),
+        ("hybrid_mla", "mixed", {}, dict(decode_tok_s=1.0)),
+    ):
+        case = dict(tp=2, concurrency=256) | case
+        metrics = rates | dict(ttft_ms=1000.0, ttft_last_ms=2000.4)
+        write_record(path, bench=bench, impl=impl, case=case, gpu="GPU", command="run it", **metrics)
+    first = "1,000 / 2,000"
+    assert [cells(line) for line in ranks(path).splitlines()[2:6]] == [
+        ["heads, TP 2", "prompt A", "256", "-", "3,000", "1,500", "2.00x", first, first],
+        ["heads, TP 2", "short_answers B", "256", "-", "60", "80", "0.75x", first, first],
+        ["requests, DP 2", "four_prompts", "256", "by SGLang", "120", "100", "1.20x", first, first],
+        ["requests, DP 2", "four_prompts", "256", "by prefix", "150", "100", "1.50x", first, first],
+    ]
 
 
 def test_many_commands_are_folded():
@@ -174,17 +201,6 @@ def test_speculative(tmp_path):
     assert [cells(line) for line in speculative(path).splitlines()[2:-2]] == [
         [*same, "BF16", "3.00 / 6.00 (2.00x)", "7.00 / 10.00 (1.43x)", "333 / 167"],
         [*same, "BF16, prefix FP8", "2.00 / 6.00 (3.00x)", "6.00 / 10.00 (1.67x)", "500 / 167"],
-    ]
-
-
-def test_decode_steps(tmp_path):
-    path = tmp_path / "mixed.jsonl"
-    for impl, flags, ms in (("sglang_flashmla", "", 6.0), ("hybrid_mla", "", 9.0), ("hybrid_mla", "", 4.0)):
-        case = dict(heads=16, layers=4, prefix=7069, flags=flags)
-        write_record(path, bench="serving", impl=impl, case=case, gpu="GPU", command="run it", step_ms=ms)
-    assert [cells(line) for line in decode_steps(path).splitlines()[2:-2]] == [
-        ["16 x 4", "flashmla", "6.00", "1.00x"],
-        ["16 x 4", "hybrid_mla", "4.00", "1.50x"],
     ]
 
 

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from ...gluon_names import thread_barrier
 from ..items import ITEM_END, ITEM_PARTIAL, ITEM_ROWS
 from .work_items import BLOCK, LATENT, NO_SCORE, ROWS, blocks_of, count_items, item_at, seen_by_all, unseen_keys
 
@@ -98,7 +99,7 @@ def _take_query(shared, used, LAYOUT: gl.constexpr):
     slot = used % SLOTS
     mbarrier.wait(shared.full.index(slot), (used // SLOTS) & 1)
     query = shared.ring.index(slot).load(LAYOUT)
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(shared.empty.index(slot))
     return query
 
@@ -123,7 +124,7 @@ def _next_scores(q0, q1, q2, shared, used, taken, scores, row_max2, row_sum, sca
     shared.weights_s.store(weights)
     shared.rescale_s.store(rescale)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(shared.weights_full.index(0))
     scores = warpgroup_mma_wait(0, deps=[started])
     mbarrier.arrive(shared.weights_full.index(1))
@@ -188,7 +189,7 @@ def score(shared, partial_lse2_ptr, work_ptr, scale_log2e, HEADS: gl.constexpr, 
             norm = gl.where(row_sum == 0.0, 0.0, norm)  # it has seen no key, and its lse2 is -inf
         shared.norm_s.store(norm)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(shared.weights_full.index(0))
         mbarrier.arrive(shared.weights_full.index(1))
         taken += 1
@@ -228,7 +229,7 @@ def _write_out(partial_out_ptr, acc, norm, place, n_rows, first_element):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     acc = acc * norm[:, None]
     place.store(acc.to(gl.bfloat16))
-    gl.thread_barrier()
+    thread_barrier()
     out = place.load(LAYOUT)
     fence_async_shared()
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
@@ -258,7 +259,7 @@ def sum_values(shared, partial_out_ptr, work_ptr, SIDE: gl.constexpr):
             _clear_behind(shared.ring.index(used % SLOTS), valid)
             _clear_behind(shared.ring.index((used + 1) % SLOTS), valid)
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
         zeros = gl.zeros([ROWS, PART], gl.float32, OUT)
         acc0 = _add_values(shared, used, zeros, False)
         acc1 = _add_values(shared, used + 1, zeros, False)
@@ -275,14 +276,14 @@ def sum_values(shared, partial_out_ptr, work_ptr, SIDE: gl.constexpr):
             acc1 = _add_values(shared, used + 1, acc1 * rescale[:, None], True)
             acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
         norm = shared.norm_s.load(BY_ROW)
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(shared.weights_empty)
         taken += 1
         n_rows = gl.load(item_ptr + ITEM_ROWS)
         first_element = gl.load(item_ptr + ITEM_PARTIAL).to(gl.int64) * LATENT + 2 * SIDE * PART
         _write_out(partial_out_ptr, acc0, norm, shared.ring.index(used % SLOTS), n_rows, first_element)
         _write_out(partial_out_ptr, acc1, norm, shared.ring.index((used + 1) % SLOTS), n_rows, first_element + PART)
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(shared.empty.index(used % SLOTS))
         mbarrier.arrive(shared.empty.index((used + 1) % SLOTS))
         used += 4

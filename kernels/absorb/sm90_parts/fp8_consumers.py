@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from ...gluon_names import thread_barrier
 from ..items import ITEM_END, ITEM_PARTIAL, ITEM_ROWS
 from .fp8_query import round_tiles
 from .fp8_tiles import (
@@ -158,7 +159,7 @@ def _next_scores(
     weights, row_sum = _weigh(logs, key_scale, level, rescale, row_sum)
     _write_weights(weights, rescale, shared, taken)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(shared.weights_full.index(taken & 1))
     key_scale = _key_scales(ring.scale, slot, gl.SliceLayout(0, LAYOUT))
     scores = warpgroup_mma_wait(0, deps=[started])
@@ -198,7 +199,7 @@ def compute_scores(
             round_tiles(ring.content, ring.rope, slot, shared.q_content_s, shared.q_rope_s, BY_ROW) * scale_log2e
         )
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(ring.empty.index(slot), count=2)
         mbarrier.arrive(ring.empty.index(second), count=2)
         slot, phase = next_slot(second, second_phase, SLOTS)
@@ -250,7 +251,7 @@ def compute_scores(
         norm, lse2 = finish(row_sum, level, QUERIES)
         shared.norm_s.index(done & 3).store(norm)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(shared.weights_full.index(taken & 1))
         taken += 1
         done += 1  # noqa: SIM113 - Gluon has no enumerate
@@ -283,7 +284,7 @@ def sum_values(ring, shared, partial_out_ptr, work_ptr, SIDE: gl.constexpr):
             mbarrier.wait(ring.full.index(slot), phase)
             clear_behind(pairs_s.index(slot), FIRST, valid)
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
 
         zeros = gl.zeros([64, ROWS], gl.float32, OUT)
         acc0, acc1, acc2, acc3 = zeros, zeros, zeros, zeros
@@ -306,7 +307,7 @@ def sum_values(ring, shared, partial_out_ptr, work_ptr, SIDE: gl.constexpr):
             acc2 = acc2 * rescale + warpgroup_mma_wait(0, deps=[added])
             v = values_tile(pairs, FIRST + 192, KEYS_OF_DIMS, OPERAND)
             added = warpgroup_mma(v, weights, zeros, use_acc=False, is_async=True)
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(ring.empty.index(slot))  # all values are in registers
             acc3 = acc3 * rescale + warpgroup_mma_wait(0, deps=[added])
             mbarrier.arrive(shared.weights_empty.index(stage))

@@ -22,6 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from ...gluon_names import thread_barrier
 from ...storage.latent_rows import SCALE_FLOOR, SCALE_LIMIT
 from ..items import NO_ROW
 from .fp8_tiles import inverse_of_power
@@ -138,7 +139,7 @@ def round_rows(q_s, q_rope_s, q_empty, q_content_s, rounded_rope_s, LAYOUT: gl.c
     N: gl.constexpr = q_s.shape[0]
     ROW: gl.constexpr = gl.BlockedLayout([1, 8], [N // 4, 128 // N], [4, 1], [1, 0])
     content, rope = q_s.load(ROW), q_rope_s.load(ROW)
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(q_empty)
     scale, finite = scales_of_rows(largest_of_rows(magnitudes(content)), largest_of_rows(magnitudes(rope)))
     factor = inverse_of_power(scale)

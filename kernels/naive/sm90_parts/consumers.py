@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ... import constants
+from ...gluon_names import thread_barrier
 from ..items import (
     GROUP_ROWS,
     ITEM_BEGIN,
@@ -82,10 +83,10 @@ def _clear_values_behind(v_t, valid, BLOCK_KEYS: gl.constexpr, DV: gl.constexpr,
         values = _fp8_of(gl.where(keep[None, :], bits, gl.zeros_like(bits)))
     else:
         values = gl.where((position < valid)[None, :], values, gl.zeros_like(values))
-    gl.thread_barrier()
+    thread_barrier()
     v_t.store(values)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
 
 @gluon.jit
@@ -120,11 +121,11 @@ def _attend_bf16(item, position, first, q_nope_s, q_rope_s, ring, query, scales,
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, QUERY))
     in_tile = rows < n_rows
     row = gl.load(work.ptr + GROUP_ROWS + first_row + rows, mask=in_tile, other=0).to(gl.int64)
-    gl.thread_barrier()  # all warps have finished with the query of the item before
+    thread_barrier()  # all warps have finished with the query of the item before
     q_nope_s.store(_load_rows(query.nope_ptr, row, head, query.nope_row, query.nope_head, in_tile, DN, QUERY))
     q_rope_s.store(_load_rows(query.rope_ptr, row, head, query.rope_row, query.rope_head, in_tile, DR, QUERY))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
     last_tile = (kv_end - 1) // BLOCK_KEYS
     n_tiles = last_tile - kv_begin // BLOCK_KEYS + 1
@@ -222,11 +223,11 @@ def _attend_fp8(item, position, first, q_nope_s, q_rope_s, ring, query, scales, 
     q_rope = q_rope.to(gl.float32)
     q_scale = gl.maximum(gl.max(gl.abs(q_nope), 1), 1e-8) / FP8_MAX
     k_scale = gl.load(scales.k_ptr + head)
-    gl.thread_barrier()  # all warps have finished with the query of the item before
+    thread_barrier()  # all warps have finished with the query of the item before
     q_nope_s.store((q_nope / q_scale[:, None]).to(gl.float8e4nv))
     q_rope_s.store((q_rope / (q_scale * k_scale)[:, None]).to(gl.bfloat16))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     row_scale = gl.convert_layout(q_scale * (k_scale * scales.softmax_log2e), gl.SliceLayout(1, SCORES))
 
     last_tile = (kv_end - 1) // BLOCK_KEYS
