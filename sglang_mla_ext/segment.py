@@ -12,6 +12,8 @@ from enum import Enum
 class Mode(Enum):
     """The ways to attend to a shared prefix."""
 
+    __hash__ = object.__hash__  # a plan asks thousands of times, and an enum's own is Python's
+
     ABSORB = "absorb"
     GROUPED_ABSORB = "grouped_absorb"
     NAIVE = "naive"

@@ -147,6 +147,7 @@ def _choose(branches: Branches, covers: Sequence[Sequence[_Cover]], barred: Mapp
     Args:
         barred: ways that are not taken, of a branch.
     """
+    parents = [branch.parent for branch in branches]
     kids = [0.0] * len(branches)  # Σ T of the children
     chosen: list[_Cover | None] = [None] * len(branches)
     for index in range(len(branches) - 1, -1, -1):
@@ -159,13 +160,12 @@ def _choose(branches: Branches, covers: Sequence[Sequence[_Cover]], barred: Mapp
             if gain > total:
                 best, total = cover, gain
         chosen[index] = best
-        if (parent := branches[index].parent) >= 0:
+        if (parent := parents[index]) >= 0:
             kids[parent] += total
 
     plan: list[Part] = []
     used = [False] * len(branches)
-    for index, choice in enumerate(chosen):
-        parent = branches[index].parent
+    for index, (choice, parent) in enumerate(zip(chosen, parents, strict=True)):
         if choice is None or (parent >= 0 and not used[parent]):
             continue
         plan += choice.parts
