@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -277,26 +277,6 @@ class CostModel:
         if mode is Mode.ABSORB and max(tokens, step_tokens) * self.latent_row_bytes > self.rates.l2_bytes:
             readers = group_size
         return tokens * max(readers * work.read_s, -(-group_size * work.rows // work.tile) * work.tile_s)
-
-    def gain_over_absorb(self, mode: Mode, step_tokens: int) -> Callable[[int, int, int], float]:
-        """`gain(group_size, start, end)`: seconds that attending together to tokens `[start, end)` saves over plain
-        absorb where the launches are there: the difference of their work, less a segment. A plan asks thousands of
-        times, so it asks no method.
-
-        Args:
-            step_tokens: see `work_seconds`.
-        """
-        absorb, work = self._work[Mode.ABSORB], self._work[mode]
-        in_l2 = self.rates.l2_bytes // self.latent_row_bytes
-
-        def gain(group_size: int, start: int, end: int) -> float:
-            tokens = end - start
-            readers = group_size if tokens > in_l2 or step_tokens > in_l2 else 1
-            alone = max(readers * absorb.read_s, group_size * absorb.rows * absorb.tile_s)
-            together = max(work.read_s, -(-group_size * work.rows // work.tile) * work.tile_s)
-            return tokens * alone - tokens * together - (work.segment_s + group_size * work.partials_s)
-
-        return gain
 
     def launch_seconds(self, mode: Mode, rows: int) -> float:
         """What a mode costs a step beyond work and segments, if `rows` of its requests attend in it at all: a launch

@@ -46,10 +46,18 @@ class Gains(NamedTuple):
             step_tokens: distinct tokens that all groups of the step share.
         """
 
+        def over_absorb(mode: Mode) -> Gain:
+            def gain(rows: int, start: int, end: int) -> float:
+                tokens = end - start
+                saved = cost.work_seconds(Mode.ABSORB, rows, tokens, step_tokens)
+                return saved - cost.work_seconds(mode, rows, tokens) - cost.segment_seconds(mode, rows)
+
+            return gain
+
         forced = {"naive": Mode.NAIVE, "grouped_absorb": Mode.GROUPED_ABSORB}.get(options.mode)
         may = {Mode.NAIVE: naive and options.may_expand, Mode.GROUPED_ABSORB: grouped and options.may_group}
         naive_gain, grouped_gain = (
-            None if not may[mode] else every_range if mode is forced else cost.gain_over_absorb(mode, step_tokens)
+            None if not may[mode] else every_range if mode is forced else over_absorb(mode)
             for mode in (Mode.NAIVE, Mode.GROUPED_ABSORB)
         )
         return cls(naive_gain, grouped_gain, no_launch if forced else cost.launch_seconds)

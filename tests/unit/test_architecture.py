@@ -108,6 +108,37 @@ def test_only_the_adapter_knows_sglang() -> None:
     assert [found for found in trespasses(PACKAGE, SGLANG) if not found.startswith(f"{PACKAGE}/adapter/")] == []
 
 
+ROOMS = {
+    "latent": ("compat",),
+    "cpu": ("latent", "compat"),
+    "launch": ("cpu", "compat"),
+    "step": ("launch", "latent", "cpu", "compat"),
+    "compat": (),
+}
+"""Of the adapter, with the rooms that each knows. Its door, plugin.py, may know all."""
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_adapters_rooms_know_those_below_them(room: str) -> None:
+    forbidden = ours(*(f"adapter.{other}" for other in {*ROOMS, "plugin"} - {room, *ROOMS[room]}))
+    assert trespasses(f"{PACKAGE}.adapter.{room}", forbidden) == []
+
+
+def test_every_file_of_the_adapter_is_in_a_room() -> None:
+    loose = {path.stem for path in (REPOSITORY / PACKAGE / "adapter").glob("*.py")}
+    folders = {path.parent.name for path in (REPOSITORY / PACKAGE / "adapter").glob("*/__init__.py")}
+    assert loose == {"__init__", "plugin"} and folders == set(ROOMS)
+
+
+def test_segments_and_rows_are_plain_python() -> None:
+    """The words between the planner and the kernels, which neither need to load the other."""
+    assert trespasses(f"{PACKAGE}.segment", (*SGLANG, "torch", "triton", "numpy", PACKAGE)) == []
+    assert (
+        trespasses(f"{PACKAGE}.rows", (*SGLANG, "torch", "triton", "numpy", *ours("adapter", "prefix", "kernels")))
+        == []
+    )
+
+
 def test_kernels_know_nothing_above_them() -> None:
     above = ours("adapter", "prefix", "launch_server", *USER_FACING)
     assert trespasses(f"{PACKAGE}.kernels", above) == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 from dataclasses import replace
@@ -311,15 +310,3 @@ def test_the_best_mode_is_the_cheapest_and_costs_grow_with_work(group_size, toke
         assert best <= cost.seconds(mode, group_size, tokens)
         assert cost.seconds(mode, group_size, tokens) <= cost.seconds(mode, group_size + 1, tokens)
         assert cost.seconds(mode, group_size, tokens) <= cost.seconds(mode, group_size, tokens + 1)
-
-
-@pytest.mark.parametrize("gpu", ["h200", "h100", "cpu"])
-@pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("mode", [Mode.NAIVE, Mode.GROUPED_ABSORB])
-def test_what_the_planner_asks_for_is_the_difference_of_the_models_times(gpu, heads, mode):
-    for queries, size in itertools.product((1, 4), (1, 2)):
-        cost = CostModel(V3, heads, GpuRates.from_json(gpu), size, size, queries)
-        for rows, start, end, step_tokens in itertools.product((2, 7, 200), (0, 512), (1024, 90_000), (0, 200_000)):
-            work = cost.work_seconds(Mode.ABSORB, rows, end - start, step_tokens)
-            expected = work - cost.work_seconds(mode, rows, end - start) - cost.segment_seconds(mode, rows)
-            assert cost.gain_over_absorb(mode, step_tokens)(rows, start, end) == pytest.approx(expected, rel=1e-9)

@@ -65,8 +65,8 @@ PLAIN_ABSORB = {
     "adapter/step/backend.py HybridMLABackend._write_plan",
     "adapter/step/passes.py Kind.is_step",
     "adapter/step/passes.py Kind.of",
-    "adapter/cpu/stock.py TorchStock.extend",
-    "adapter/cpu/stock.py after_support_triton",
+    "adapter/step/stock_torch.py TorchStock.extend",
+    "adapter/step/stock_torch.py after_support_triton",
 }
 """What a step is taken through that shares nothing. SGLang's own backends have no other way either."""
 
@@ -94,6 +94,7 @@ ON_A_GPU = {
     "adapter/latent/fp8.py FP8Latent.run": "in a layer",
     "adapter/latent/pool.py LatentPool.get_mla_kv_buffer": "SGLang's, of its pool",
     "adapter/step/nextn.py around_eh_norm": "instead of SGLang's",
+    "adapter/step/stock_torch.py TorchStock._extend_over_fp8": "plain absorb, over a cache in FP8",
     "kernels/absorb/grouped.py GroupedAbsorb.__init__": "start",
     "kernels/absorb/grouped.py GroupedAbsorb._stage": "writing a plan",
     "kernels/absorb/grouped.py GroupedAbsorb.run": "in a layer",

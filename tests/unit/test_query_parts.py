@@ -256,7 +256,7 @@ def test_prefill_by_flashmla_has_a_natural_lse(make_pool: Any, flashmla: Any, mo
 @pytest.mark.parametrize(("phase", "grouped"), [("decode", False), ("decode", True), ("extend", False)])
 def test_on_the_cpu(make_pool: Any, phase: str, grouped: bool, cache: torch.dtype) -> None:
     from sglang_mla_ext.adapter.cpu.latent_torch import TorchLatent
-    from sglang_mla_ext.adapter.cpu.stock import TorchStock
+    from sglang_mla_ext.adapter.step.stock_torch import TorchStock
 
     def make() -> Any:
         pool, table = make_pool(cache), requests()["req_to_token"]

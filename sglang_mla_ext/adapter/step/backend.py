@@ -43,8 +43,8 @@ READ_FROM_STOCK = (
     "max_context_len",
     "init_mha_chunk_metadata",
 )
-"""What SGLang reads of an MLA backend beside the interface's own names; uses.py says who reads it, and a test compares
-that with SGLang's source."""
+"""What SGLang reads of an MLA backend beside the interface's own names; the contract says who reads it, and a test
+compares that with SGLang's source."""
 
 FLAGS_OF_STOCK = (
     "needs_cpu_seq_lens",

@@ -178,7 +178,7 @@ def stock_and_latent(
     pool, req_to_token = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
     if torch.device(runner.device).type != "cuda":
         from sglang_mla_ext.adapter.cpu.latent_torch import TorchLatent
-        from sglang_mla_ext.adapter.cpu.stock import TorchStock
+        from sglang_mla_ext.adapter.step.stock_torch import TorchStock
 
         return TorchStock(runner), TorchLatent(pool, req_to_token, grouped=grouped, queries=queries)
     from sglang_mla_ext.adapter.step.stock_flashmla import FlashMLAStock

@@ -135,7 +135,7 @@ def install() -> None:
         f"{_SRT}.speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend": after_draft_backend,
     }
     if not torch.cuda.is_available():
-        from sglang_mla_ext.adapter.cpu.stock import after_support_triton
+        from sglang_mla_ext.adapter.step.stock_torch import after_support_triton
 
         after[f"{_SRT}.utils.common.support_triton"] = after_support_triton
     before = {

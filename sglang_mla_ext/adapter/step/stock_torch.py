@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TorchStock:
-    """See the module; the interface is adapter.stock.Stock."""
+    """See the module; the interface is adapter.step.stock.Stock."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.backend = TorchNativeAttnBackend(runner)
