@@ -273,10 +273,10 @@ class CostModel:
                 by default those of this group alone.
         """
         work = self._work[mode]
-        readers = 1
-        if mode is Mode.ABSORB and max(tokens, step_tokens) * self.latent_row_bytes > self.rates.l2_bytes:
-            readers = group_size
-        return tokens * max(readers * work.read_s, -(-group_size * work.rows // work.tile) * work.tile_s)
+        read_s, matrix_s = work.read_s, -(-group_size * work.rows // work.tile) * work.tile_s
+        if mode is Mode.ABSORB and (tokens > self._l2_tokens or step_tokens > self._l2_tokens):
+            read_s *= group_size
+        return tokens * (read_s if read_s > matrix_s else matrix_s)
 
     def launch_seconds(self, mode: Mode, rows: int) -> float:
         """What a mode costs a step beyond work and segments, if `rows` of its requests attend in it at all: a launch
@@ -326,6 +326,11 @@ class CostModel:
         bandwidth = self.rates.modes[Mode.NAIVE].bytes_per_s
         bytes_per_key = self.dims.naive_macs * self.expanded_element_bytes
         return bytes_per_key / (self.queries * self.dims.absorb_macs) * rate / bandwidth
+
+    @functools.cached_property
+    def _l2_tokens(self) -> int:
+        """Latent rows that the L2 cache holds."""
+        return self.rates.l2_bytes // self.latent_row_bytes
 
     @functools.cached_property
     def _work(self) -> dict[Mode, _Work]:
