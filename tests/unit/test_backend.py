@@ -251,6 +251,21 @@ def test_a_capture_ignores_the_plan(make_world: Any) -> None:
     assert not world.latent._starts.on_device.any()
 
 
+def test_a_batch_that_was_not_planned_shares_nothing(make_world: Any) -> None:
+    """As one with fewer requests than the scheduler told of."""
+    world = make_world()
+    world.make("gpu")
+    requests = sharing(world)
+    for _ in range(2):
+        world.eager_step(requests)
+    world.steps.before_forward(DECODE, requests, requests)
+    assert passes.now.plan.segments
+    batch, inputs = world.batch(requests[:2]), world.inputs(2)
+    world.backend.init_forward_metadata(batch)
+    assert not passes.now.plan.segments and passes.now.way is Way.STOCK
+    assert world.error(world.forward(batch, inputs), batch, inputs) < BOUND[False]
+
+
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 

@@ -164,9 +164,9 @@ class HybridMLABackend(AttentionBackend):
 
         A decode step has one query token of each request, which its length counts.
         """
-        step = passes.now
-        if in_capture or step.kind is not Kind.of(forward_batch.forward_mode):
-            step = passes.now = Pass(Kind.of(forward_batch.forward_mode))
+        step, kind = passes.now, Kind.of(forward_batch.forward_mode)
+        if in_capture or step.kind is not kind or (kind.is_step and step.rows.requests > forward_batch.batch_size):
+            step = passes.now = Pass(kind)  # not the one that was planned
         step.way = self._way_without_sharing(step)
         can_share = step.kind is (Kind.VERIFY if self._queries > 1 else Kind.DECODE)
         shares = False
