@@ -34,6 +34,7 @@ from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE
 from sglang_mla_ext.prefix.cost_model import Mode
 from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.rows import Rows
 
 BOUND = {False: 1e-5, True: 5e-2}
 SYSTEM, OTHER = "abcdef", "wxyz"  # six pages: a chunk and a half; four: a chunk
@@ -249,6 +250,33 @@ def test_a_capture_ignores_the_plan(make_world: Any) -> None:
     backend.init_forward_metadata_out_graph(world.batch(requests), in_capture=True)
     assert passes.now.way is Way.SHARED and backend._written[0] is NOTHING_SHARED
     assert not world.latent._starts.on_device.any()
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
+@pytest.mark.parametrize(("kind", "grouped", "mode"), KINDS, ids=str)
+def test_requests_of_any_number_of_rows(make_world: Any, kind: str, grouped: bool, mode: str, fp8: bool) -> None:
+    """The last tokens of a request, each a row of its own that sees those before it; a row of padding behind them."""
+    world = make_world(fp8=fp8)
+    world.make(kind, grouped=grouped, mode=mode, prefix_dtype="bf16" if fp8 else "auto")
+    requests, padding, counts = sharing(world), world.start("q", 2), [3, 1, 2, 1, 0, 1]
+    for _ in range(2):
+        world.eager_step(requests)
+    written = []
+    for rows in (counts, [1, 0, 1, 2, 1, 3], counts):
+        of_rows = [request for request, count in zip(requests, rows, strict=True) for _ in range(count)]
+        batch = world.batch([*of_rows, padding])
+        later = [left for count in rows for left in reversed(range(count))] + [0]
+        batch.seq_lens = batch.seq_lens - torch.tensor(later)
+        batch.out_cache_loc = world.req_to_token[batch.req_pool_indices, batch.seq_lens - 1].long()
+        world.steps.before_forward(DECODE, requests, requests)
+        passes.now.rows = Rows.of(rows)
+        inputs = world.inputs(batch.batch_size)
+        world.backend.init_forward_metadata(batch)
+        assert passes.now.way is Way.SHARED
+        assert world.error(world.forward(batch, inputs), batch, inputs) < BOUND[fp8]
+        written.append(world.backend._written)
+    assert written[0] == written[2] != written[1] and written[0][1].total == 9
+    assert not world.steps.counters.fallbacks
 
 
 def test_a_batch_that_was_not_planned_shares_nothing(make_world: Any) -> None:
