@@ -32,3 +32,11 @@ SEGMENTS_PER_ROW = 2
 
 MAX_SEGMENTS = 256
 """Segments of grouped absorb in a decode step, at most."""
+
+LATENT_DIMS = (512, 64)
+"""Content and rotary part of a latent row, as the kernels for Hopper take them."""
+
+
+def is_block_dim(dim: int) -> bool:
+    """Whether a block of Triton's products can be as long: a power of two, of at least 16."""
+    return dim >= 16 and dim & (dim - 1) == 0

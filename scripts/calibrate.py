@@ -28,7 +28,8 @@ from bench.rates_file import is_of, refit, starting_config
 from bench.records import read_records
 from bench.step_plans import check_plans
 
-from sglang_mla_ext.prefix.cost_model import GpuRates, Mode, rates_for
+from sglang_mla_ext.prefix.cost_model import GpuRates, rates_for
+from sglang_mla_ext.segment import Mode
 
 PLANS = "plans.jsonl"
 """Where the records of trees are, beside those of the grid."""

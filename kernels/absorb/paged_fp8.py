@@ -18,7 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..constants import FP8, PAGE_TOKENS
+from ..constants import FP8, LATENT_DIMS, PAGE_TOKENS, is_block_dim
 from ..memory import Memory, tensor_bytes
 from ..merge import merge
 from ..partials import PartialTable
@@ -76,7 +76,7 @@ class AbsorbFP8(ABC):
         for name, size in dict(max_requests=max_requests, heads=heads, queries=queries, page_size=page_size).items():
             if size <= 0:
                 raise ValueError(f"{name} must be positive, not {size}")
-        if any(dim < 16 or dim & (dim - 1) for dim in (rank, dr)):
+        if not (is_block_dim(rank) and is_block_dim(dr)):
             raise ValueError(f"kv_lora_rank {rank} and qk_rope_head_dim {dr} must be powers of two of at least 16")
         if device.type == "cuda":
             if torch.cuda.get_device_capability(device) < (8, 9):
@@ -241,7 +241,7 @@ class HopperAbsorbFP8(AbsorbFP8):
         """
         super().__init__(**sizes)
         device, dims = self._no_lse.device, (self._layout.kv_lora_rank, self._layout.qk_rope_head_dim)
-        if self._page_size != PAGE_TOKENS or dims != (512, 64) or self._heads % 8:
+        if self._page_size != PAGE_TOKENS or dims != LATENT_DIMS or self._heads % 8:
             raise ValueError(
                 "the kernels for Hopper take pages of 64, rows of 512 + 64 and a multiple of 8 heads; "
                 f"not {self._page_size}, {dims[0]} + {dims[1]} and {self._heads}"

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..constants import CHUNK_TOKENS, FP8, LOG2E
+from ..constants import CHUNK_TOKENS, FP8, LOG2E, is_block_dim
 from ..storage.expanded import ExpandedBuffers
 from .items import (
     GROUP_ROWS,
@@ -69,7 +69,7 @@ class LayerKeys:
         """Raises ValueError if a head dimension is not a power of two of at least 16, or the GPU has no e4m3."""
         for name in ("qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim"):
             dim = getattr(buffers, name)
-            if dim < 16 or dim & (dim - 1):
+            if not is_block_dim(dim):
                 raise ValueError(f"{name} must be a power of two of at least 16, not {dim}")
         on_gpu = buffers.device.type == "cuda"
         if buffers.dtype == FP8 and on_gpu and torch.cuda.get_device_capability(buffers.device) < (8, 9):

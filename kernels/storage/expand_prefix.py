@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..constants import CHUNK_TOKENS, FP8, FP8_MAX
+from ..constants import CHUNK_TOKENS, FP8, FP8_MAX, is_block_dim
 from .expanded import ExpandedBuffers
 
 BLOCK_TOKENS = 128
@@ -208,7 +208,7 @@ def _check(
     """Raise the ValueErrors of `expand_prefix`."""
     dims = dict(dn=buffers.qk_nope_head_dim, dv=buffers.v_head_dim, dr=buffers.qk_rope_head_dim)
     for name, dim in dims.items():
-        if dim < 16 or dim & (dim - 1):
+        if not is_block_dim(dim):
             raise ValueError(f"{name} must be a power of two of at least 16, not {dim}")
     rank = w_k.shape[-1]
     if rank == 0 or rank % 16:

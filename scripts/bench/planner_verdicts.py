@@ -15,7 +15,8 @@ import numpy as np
 from scipy.optimize import differential_evolution
 from tabulate import tabulate
 
-from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims
+from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, ModelDims
+from sglang_mla_ext.segment import Mode
 
 DIMS = ModelDims.from_json("deepseek-v3")
 ELEMENT_BYTES = {"bf16": 2, "fp8": 1}  # of the expanded prefix; latent rows are BF16

@@ -16,7 +16,7 @@ from bench.tables import latest, provenance, table
 from sglang_mla_ext.configs import gpu_config_of, read_config
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.step import Deployment, Step, best_mode, predict
-from sglang_mla_ext.prefix.cost_model import Mode
+from sglang_mla_ext.segment import Mode
 
 ELEMENT_BYTES = {BF16: (2, 2), FP8_PREFIX: (2, 1), FP8: (1, 1)}
 """Bytes of an element of the cache and of an expanded prefix."""

@@ -13,7 +13,8 @@ from bench.plan_trees import plans_table, with_fitted_segments
 from bench.planner_verdicts import report, verdicts, with_fitted_overheads
 from bench.records import commit, package_version
 from sglang_mla_ext.configs import FALLBACK_GPU, device_words, gpu_config_of, read_config
-from sglang_mla_ext.prefix.cost_model import GpuRates, Mode, ModeRates
+from sglang_mla_ext.prefix.cost_model import GpuRates, ModeRates
+from sglang_mla_ext.segment import Mode
 
 FITTED = (
     "overheads of all modes, and what a segment costs: those with which the choices of --check lose least, on its grid "

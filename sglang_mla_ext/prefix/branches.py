@@ -117,9 +117,9 @@ class Branches:
         order, begins = self._rows
         return order[begins[index] : begins[index] + self._branches[index].rows]
 
-    def above(self, index: int, used: Container[int]) -> int:
-        """The nearest branch above that is used, -1 for none. One that lies within a chunk may be skipped."""
-        index = self._branches[index].parent
+    def nearest(self, index: int, used: Container[int]) -> int:
+        """The branch itself or the nearest one above it that is used, -1 for none. One that lies within a chunk may be
+        skipped."""
         while index >= 0 and index not in used:
             index = self._branches[index].parent
         return index

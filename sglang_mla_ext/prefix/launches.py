@@ -43,8 +43,7 @@ def launched_by(parts: Sequence[Part], branches: Branches) -> list[Launched]:
     at_branch: dict[int, tuple[int, int]] = {}  # the last of these on the way to its end, and all modes up to there
     for part in parts:
         mode = NAIVE if part.mode is Mode.NAIVE else GROUPED
-        above = part.branch if part.branch in at_branch else branches.above(part.branch, at_branch)
-        last, modes = at_branch.get(above, (-1, 0))
+        last, modes = at_branch.get(branches.nearest(part.branch, at_branch), (-1, 0))
         if modes & mode:
             found[last].gain += part.gain
         else:

@@ -136,11 +136,6 @@ def plan_step(
     return limit_parts(best, branches, capacity)
 
 
-def plan_parts(branches: Branches, ways: Ways, expanded: Expanded) -> list[Part]:
-    """The parts that save the most if launches cost nothing, parents before children; see the module."""
-    return _choose(branches, _all_covers(branches, ways, expanded), {})
-
-
 def _choose(branches: Branches, covers: Sequence[Sequence[_Cover]], barred: Mapping[int, int]) -> list[Part]:
     """What saves the most if launches cost nothing.
 
@@ -239,8 +234,7 @@ def limit_parts(parts: Sequence[Part], branches: Branches, capacity: Capacity) -
     last: dict[int, int] = {}  # of each branch: its last part
     above: list[int] = []
     for index, part in enumerate(parts):
-        branch = part.branch if part.branch in last else branches.above(part.branch, last)
-        above.append(last.get(branch, -1))
+        above.append(last.get(branches.nearest(part.branch, last), -1))
         last[part.branch] = index
     followers = [0] * len(parts)
     for index in above:

@@ -318,12 +318,9 @@ class SharedPrefixes:
             if ways.grouped is not None:
                 saved -= max(ways.grouped(branch.rows, part.start, part.end), 0.0)
             worth = saved / (part.end - part.start)
-            above = branch.parent
-            while above >= 0 and above not in at_branch:
-                above = branches[above].parent
-            if above >= 0 and wants[at_branch[above]].end == part.start:
-                worth = min(worth, wants[at_branch[above]].worth)
-                place = at_branch[above]
+            place = at_branch.get(branches.nearest(part.branch, at_branch), -1)
+            if place >= 0 and wants[place].end == part.start:
+                worth = min(worth, wants[place].worth)
             else:
                 place = -1
             at_branch[part.branch] = len(wants)

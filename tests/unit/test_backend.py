@@ -32,9 +32,9 @@ from decode_world import (
 from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Way, passes
 from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE
-from sglang_mla_ext.prefix.cost_model import Mode
 from sglang_mla_ext.prefix.planner import Plan
 from sglang_mla_ext.rows import Rows
+from sglang_mla_ext.segment import Mode
 
 BOUND = {False: 1e-5, True: 5e-2}
 SYSTEM, OTHER = "abcdef", "wxyz"  # six pages: a chunk and a half; four: a chunk
@@ -375,9 +375,9 @@ def test_the_plan_is_written_once(make_world: Any, monkeypatch: pytest.MonkeyPat
     written: list[tuple[int, int]] = []
     whole = world.latent.plan
 
-    def plan(segments: Any, tail_starts: Any, rows: Any) -> None:
-        written.append((sum(start > 0 for start in tail_starts), rows.total))
-        whole(segments, tail_starts, rows)
+    def plan(segments: Any, tail_starts: Any, units: int) -> None:
+        written.append((sum(start > 0 for start in tail_starts), units))
+        whole(segments, tail_starts, units)
 
     eight = Graph(world, 8)
     for _ in range(2):  # prefixes are expanded, and then planned with

@@ -14,7 +14,8 @@ from sglang_mla_ext.adapter.step import build as module
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.kernels.constants import FP8
-from sglang_mla_ext.prefix.cost_model import CostModel, Mode, rates_for
+from sglang_mla_ext.prefix.cost_model import CostModel, rates_for
+from sglang_mla_ext.segment import Mode
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from bench import rates_file
 from bench.cases import DN, DR, DV, Case
 
 from sglang_mla_ext.configs import config_names, read_config
-from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims
+from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, ModelDims
+from sglang_mla_ext.segment import Mode
 
 V3 = ModelDims.from_json("deepseek-v3")
 SHARED_MEMORY_PER_SM = 228 * 1024

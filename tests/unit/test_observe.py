@@ -11,9 +11,8 @@ import prometheus_client
 import pytest
 
 from sglang_mla_ext.observe import Counters, Metrics, report
-from sglang_mla_ext.prefix.cost_model import Mode
 from sglang_mla_ext.prefix.planner import Plan
-from sglang_mla_ext.segment import Segment
+from sglang_mla_ext.segment import Mode, Segment
 
 LABELS = {"model_name": "m", "tp_rank": "0"}
 PLAN = Plan(6, (Segment((0, 2, 5), 0, 1000, Mode.NAIVE), Segment((1, 3), 0, 300, Mode.NAIVE)))

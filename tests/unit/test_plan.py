@@ -15,7 +15,7 @@ from sglang_mla_ext.predict.memory import memory, weight_bytes
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.step import Deployment, attention_seconds, latent_seconds, predict
 from sglang_mla_ext.predict.weights import Product, UnknownModelError, products, read_model
-from sglang_mla_ext.prefix.cost_model import Mode
+from sglang_mla_ext.segment import Mode
 
 H200 = Gpu.from_json("h200")
 V3 = read_model("deepseek-v3")

@@ -20,10 +20,11 @@ from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix import shared_prefixes
-from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, Mode, ModelDims
+from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, ModelDims
 from sglang_mla_ext.prefix.expanded_pool import GRACE, ExpandedPool
 from sglang_mla_ext.prefix.planner import Capacity, Plan
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+from sglang_mla_ext.segment import Mode
 
 PAGE = 64  # tokens; one letter of a prompt
 COST = CostModel(ModelDims.from_json("deepseek-v3"), 16, GpuRates.from_json("cpu"))

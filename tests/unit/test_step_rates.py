@@ -9,7 +9,7 @@ from bench.tables import RESULTS
 
 from sglang_mla_ext.configs import read_config
 from sglang_mla_ext.predict.rates import Gpu
-from sglang_mla_ext.prefix.cost_model import Mode
+from sglang_mla_ext.segment import Mode
 
 
 def test_the_shipped_constants_are_those_of_the_records():

@@ -154,6 +154,10 @@ def _with_article(kind: str) -> str:
     return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
 
 
+_as_expected: set[tuple[str | None, Release, Feature]] = set()
+"""Of which installed version, by which tables, which features were."""
+
+
 def check(asked: Iterable[Feature] = Feature) -> None:
     """Compare what some features use, and warn of a release that was not tested. What was as expected is not compared
     again by this process.
@@ -174,6 +178,3 @@ def check(asked: Iterable[Feature] = Feature) -> None:
             found,
         )
     _as_expected.update((have, of, feature) for feature in new)
-
-
-_as_expected: set[tuple[str | None, Release, Feature]] = set()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class TorchLatent:
-    """See the module; the interface is adapter.latent.LatentAttention."""
+    """See the module; the interface is adapter.latent.protocol.LatentAttention."""
 
     workspace_bytes = 0
 
@@ -49,9 +49,8 @@ class TorchLatent:
     def allocate(self, max_rows: int, max_requests: int, max_tokens: int, memory: Memory | None = None) -> None:
         """Nothing."""
 
-    def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], rows: Rows) -> None:
-        units = rows.units(self._queries)
-        self._segments, self._planned_starts = units.spread(segments), units.repeat(tail_starts)
+    def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], units: int) -> None:
+        self._segments, self._planned_starts = segments, tail_starts
 
     def begin_step(self, batch: Any, *, sharing: bool, uncounted: int = 0) -> None:
         self._batch, self._sharing, self._uncounted = batch, sharing, uncounted

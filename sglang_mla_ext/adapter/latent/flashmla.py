@@ -21,7 +21,6 @@ from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.kernels.dispatch import grouped_absorb_bytes, make_grouped_absorb, whole_query
 from sglang_mla_ext.kernels.memory import Memory, tensor_bytes
 from sglang_mla_ext.kernels.watch import Watched
-from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Segment
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ SCHEDULE_FIELDS = 8
 
 
 class FlashMLALatent:
-    """See the module; the interface is adapter.latent.LatentAttention."""
+    """See the module; the interface is protocol.LatentAttention."""
 
     def __init__(
         self,
@@ -114,11 +113,10 @@ class FlashMLALatent:
         self._metadata = torch.zeros_like(self._schedule(self._tails.lens[:1])[0])
         self._num_splits = torch.zeros(requests + 1, dtype=torch.int32, device=self._req_to_token.device)
 
-    def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], rows: Rows) -> None:
-        units = rows.units(self._queries)
+    def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], units: int) -> None:
         if self._grouped is not None:
-            self._grouped.plan(units.spread(segments), units.total)
-        self._starts.plan(units.repeat(tail_starts))
+            self._grouped.plan(segments, units)
+        self._starts.plan(tail_starts)
 
     def begin_step(self, batch: Any, *, sharing: bool, uncounted: int = 0) -> None:
         if self._grouped is not None:

@@ -1,4 +1,4 @@
-"""Attention in the latent space over the FP8 pool (latent_pool.py), by our own kernels alone: FlashMLA does not know
+"""Attention in the latent space over the FP8 pool (pool.py), by our own kernels alone: FlashMLA does not know
 rows with a scale for each token.
 
 Private tails go through kernels/absorb/paged_fp8.py, whose schedule is made once a step. Where heads are few, steps
@@ -27,7 +27,6 @@ from sglang_mla_ext.kernels.dispatch import (
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
 from sglang_mla_ext.kernels.watch import Watched
-from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Segment
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class FP8Latent:
-    """See the module; the interface is adapter.latent.LatentAttention."""
+    """See the module; the interface is protocol.LatentAttention."""
 
     def __init__(
         self,
@@ -128,11 +127,10 @@ class FP8Latent:
             if self._grouped is not None:
                 self.grouped_page = PAGE_TOKENS
 
-    def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], rows: Rows) -> None:
-        units = rows.units(self._queries)
+    def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], units: int) -> None:
         if self._grouped is not None:
-            self._grouped.plan(units.spread(segments), units.total)
-        self._starts.plan(units.repeat(tail_starts))
+            self._grouped.plan(segments, units)
+        self._starts.plan(tail_starts)
 
     def begin_step(self, batch: Any, *, sharing: bool, uncounted: int = 0) -> None:
         self._stacked = sharing and self._grouped is not None

@@ -4,7 +4,7 @@ A prefill step whose prefix is on the host gets new slots for it, and the rows a
 own while the step runs, layer by layer. SGLang's pool has whoever asks for a layer's rows wait for that layer. Three
 things are ours to do:
 
-- Our FP8 pool waits where its rows are read (latent_pool.py).
+- Our FP8 pool waits where its rows are read (pool.py).
 - A step that attends to expanded prefixes alone reads no row, and yet has to wait: steps after it, and its drafts, take
   the rows for granted (prefill.py).
 - A copy into slots waits for the step before: with overlap scheduling that one is told to run before it is known which

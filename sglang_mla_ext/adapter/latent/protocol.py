@@ -14,7 +14,6 @@ from sglang_mla_ext.kernels.constants import MAX_SEGMENTS, PAGE_TOKENS, SEGMENTS
 from sglang_mla_ext.kernels.dispatch import fill_page_table
 from sglang_mla_ext.kernels.memory import Memory, tensor_bytes
 from sglang_mla_ext.kernels.watch import Watched
-from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Segment
 
 META = torch.device("meta")
@@ -54,7 +53,7 @@ class LatentAttention(Protocol):
     """Attention of a decode or verify step's rows to what is not expanded.
 
         latent.allocate(max_rows, max_requests, max_tokens)  # once; then grouped_page, workspace_bytes
-        latent.plan(segments, tail_starts, rows)             # when the plan or the number of rows changes
+        latent.plan(segments, tail_starts, units)            # when one of them changes
         latent.begin_step(batch, sharing=True, uncounted=0)  # before every step
         for layer in layers:
             out, lse = latent.run(layer_id, q_absorbed, q_rope, softmax_scale)
@@ -91,14 +90,13 @@ class LatentAttention(Protocol):
         """
         ...
 
-    def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], rows: Rows) -> None:
-        """Set which requests share what, for steps of these rows.
+    def plan(self, segments: Sequence[Segment], tail_starts: Sequence[int], units: int) -> None:
+        """Set which units share what, for steps of so many.
 
         Args:
-            segments: of grouped absorb, by requests.
-            tail_starts: `[<= requests]` tokens before each request's private tail, whole pages; requests behind the
-                last one have none. They cover what is attended to elsewhere, too.
-            rows: of each request, whole units.
+            segments: of grouped absorb; their rows are units.
+            tail_starts: `[<= units]` tokens before each unit's private tail, whole pages; units behind the last one
+                have none. They cover what is attended to elsewhere, too.
         """
         ...
 

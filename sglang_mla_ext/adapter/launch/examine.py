@@ -26,7 +26,7 @@ from sglang_mla_ext.adapter.cpu import feigned
 from sglang_mla_ext.adapter.launch import checkpoints, launch_line, models
 from sglang_mla_ext.adapter.launch.launch_line import LaunchLine
 from sglang_mla_ext.adapter.launch.limits import Refusal
-from sglang_mla_ext.adapter.launch.remedies import apply, finding, in_words, said_by_sglang
+from sglang_mla_ext.adapter.launch.remedies import apply, in_words, said_by_sglang
 from sglang_mla_ext.options import OptionError
 
 if TYPE_CHECKING:
@@ -134,14 +134,14 @@ def _resolve(line: LaunchLine, folders: dict[str, str]) -> tuple[ServerArgs | No
         except Refusal as error:
             return None, error.findings
         except ContractError as error:
-            return None, [finding("contract", text) for text in error.differences or [str(error)]]
+            return None, [Finding("contract", text) for text in error.differences or [str(error)]]
         except OptionError as error:
-            return None, [finding("option", str(error))]
+            return None, [Finding("option", str(error))]
         except SystemExit:
             return None, said_by_sglang(said.getvalue())
         except Exception as error:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            return None, [finding("SGLang", f"SGLang itself: {reason}")]
+            return None, [Finding("SGLang", f"SGLang itself: {reason}")]
 
 
 def _with_spaces(arguments: list[str]) -> list[str]:

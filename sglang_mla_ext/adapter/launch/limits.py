@@ -10,7 +10,7 @@ from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.compat.findings import Finding, unsupported
 from sglang_mla_ext.adapter.launch import models
-from sglang_mla_ext.adapter.launch.remedies import finding, with_remedies
+from sglang_mla_ext.adapter.launch.remedies import with_remedies
 from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.options import OptionError
 
@@ -33,7 +33,7 @@ HOST_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 TRANSFERS = ("mooncake", "nixl")
 """SGLang's names of what moves a KV cache from a prefill to a decode server."""
 
-FLOAT16 = finding("float16", "the model runs in float16, which its kernels do not compute in: use --dtype bfloat16.")
+FLOAT16 = Finding("float16", "the model runs in float16, which its kernels do not compute in: use --dtype bfloat16.")
 
 
 class Refusal(OptionError):
@@ -41,7 +41,7 @@ class Refusal(OptionError):
 
     def __init__(self, text: str, findings: list[Finding]) -> None:
         super().__init__(text)
-        self.findings = findings
+        self.findings = with_remedies(findings)
 
 
 def is_asked_for(server_args: ServerArgs) -> bool:
@@ -61,7 +61,7 @@ def set_defaults(server_args: ServerArgs, on_gpu: bool) -> None:
         return
     if server_args.page_size not in (None, PAGE_TOKENS):
         text = f"{BACKEND_NAME} needs --page-size {PAGE_TOKENS}, not {server_args.page_size}; remove the flag."
-        raise Refusal(text, [finding("--page-size", text)])
+        raise Refusal(text, [Finding("--page-size", text)])
     server_args.page_size = PAGE_TOKENS
     # By itself SGLang captures no prefill of MLA but Kimi-K2.5's and later ones', by torch.compile. What is captured
     # does not share, and cannot read an FP8 cache.
@@ -112,7 +112,7 @@ def check_dp_routing(server_args: ServerArgs) -> None:
     """
     workers = server_args.tokenizer_worker_num
     text = "--hybrid-mla-dp-routing prefix needs --tokenizer-worker-num 1: remove one."
-    _refuse([finding("--hybrid-mla-dp-routing", text)] if workers > 1 else [])
+    _refuse([Finding("--hybrid-mla-dp-routing", text)] if workers > 1 else [])
 
 
 def check_fp8_cache(server_args: ServerArgs, on_gpu: bool) -> None:
@@ -137,10 +137,10 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
     _, decode = installed.attention_backends(args)
     if decode != BACKEND_NAME:
         text = f"it is a decode backend, and decode runs {decode}: set --decode-attention-backend {BACKEND_NAME}."
-        found.append(finding("decode backend", text))
+        found.append(Finding("decode backend", text))
     if compute_capability is not None and compute_capability[0] != 9:
         text = "its decode path uses FlashMLA, which needs a Hopper GPU: choose another --attention-backend here."
-        found.append(finding("GPU", text))
+        found.append(Finding("GPU", text))
     found += models.findings(args)
     if args.dtype in ("half", "float16"):
         found.append(FLOAT16)
@@ -148,7 +148,7 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         found += _fp8_cache_findings(args, on_gpu)
     elif args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
         text = f"--kv-cache-dtype {args.kv_cache_dtype} is not supported: remove it, or use fp8_e4m3."
-        found.append(finding("--kv-cache-dtype", text))
+        found.append(Finding("--kv-cache-dtype", text))
     if args.speculative_algorithm is not None:
         found += _speculative_findings(args, on_gpu)
     if args.enable_hierarchical_cache:
@@ -157,7 +157,7 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
     if "--disaggregation-mode" not in [each.code for each in further]:
         found += _disaggregation_findings(args)
     for name in installed.other_trees():
-        found.append(finding(name, f"{name} is not supported, prefixes are found in another tree: unset it."))
+        found.append(Finding(name, f"{name} is not supported, prefixes are found in another tree: unset it."))
     flags = {
         # A LoRA on kv_b_proj would need expansions of its own, and one on o_proj replaces the module that we merge at.
         "--enable-lora": args.enable_lora,
@@ -177,11 +177,11 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         "--enable-page-major-kv-layout": args.enable_page_major_kv_layout,
         "--dllm-algorithm": args.dllm_algorithm is not None,
     }
-    return found + with_remedies([*_unsupported(flags), *further])
+    return [*found, *_unsupported(flags), *further]
 
 
 def _unsupported(flags: dict[str, bool]) -> list[Finding]:
-    return with_remedies([each for flag, given in flags.items() for each in unsupported(flag, given)])
+    return [each for flag, given in flags.items() for each in unsupported(flag, given)]
 
 
 def _host_cache_findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
@@ -193,7 +193,7 @@ def _host_cache_findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
     }
     where = "here" if on_gpu else "on a CPU"
     return [
-        finding(flag, f"{flag} {value} is not supported {where}: use {' or '.join(allowed)}.")
+        Finding(flag, f"{flag} {value} is not supported {where}: use {' or '.join(allowed)}.")
         for flag, (value, allowed) in given.items()
         if value not in allowed
     ]
@@ -205,21 +205,21 @@ def _speculative_findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
         return found
     if not on_gpu:
         text = "--speculative-algorithm needs a GPU, for SGLang's own part of it: remove it."
-        found.append(finding("drafts on a CPU", text))
+        found.append(Finding("drafts on a CPU", text))
     if args.speculative_num_draft_tokens not in DRAFT_TOKENS:
         few, many = DRAFT_TOKENS[0], DRAFT_TOKENS[-1]
         text = (
             f"--speculative-num-draft-tokens {args.speculative_num_draft_tokens} is not supported: use {few} to "
             f"{many}, and --speculative-num-steps {few - 1} to {many - 1}, one less."
         )
-        found.append(finding("--speculative-num-draft-tokens", text))
+        found.append(Finding("--speculative-num-draft-tokens", text))
     if args.speculative_draft_attention_backend == BACKEND_NAME:
         flag = "--speculative-draft-attention-backend"
         text = f"{flag} {BACKEND_NAME} is not supported, drafts share nothing: remove it."
-        found.append(finding(flag, text))
+        found.append(Finding(flag, text))
     if installed.plans_on_a_stream():
         name = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
-        found.append(finding(name, f"{name} is not supported, as it is not by flashmla: unset it."))
+        found.append(Finding(name, f"{name} is not supported, as it is not by flashmla: unset it."))
     flags = {
         "--speculative-adaptive": args.speculative_adaptive,
         "--enable-multi-layer-eagle": args.enable_multi_layer_eagle,
@@ -234,7 +234,7 @@ def _disaggregation_findings(args: ServerArgs) -> list[Finding]:
         return []
     found, flag, backend = [], "--disaggregation-transfer-backend", args.disaggregation_transfer_backend
     if backend not in TRANSFERS:
-        found.append(finding(flag, f"{flag} {backend} is not supported yet: use {' or '.join(TRANSFERS)}."))
+        found.append(Finding(flag, f"{flag} {backend} is not supported yet: use {' or '.join(TRANSFERS)}."))
     prefill, _ = installed.attention_backends(args)
     if args.disaggregation_mode == "prefill":
         if prefill != BACKEND_NAME:
@@ -242,7 +242,7 @@ def _disaggregation_findings(args: ServerArgs) -> list[Finding]:
                 f"prefill runs {prefill}, and this server does nothing else (--disaggregation-mode prefill): use "
                 f"{BACKEND_NAME} for prefill too."
             )
-            found.append(finding("prefill backend", text))
+            found.append(Finding("prefill backend", text))
         return found
     if args.speculative_algorithm is not None:
         text = (
@@ -250,16 +250,16 @@ def _disaggregation_findings(args: ServerArgs) -> list[Finding]:
             "radix tree beside drafts, and shared prefixes are found there. Choose another --attention-backend for "
             "them."
         )
-        found.append(finding("drafts on a decode server", text))
+        found.append(Finding("drafts on a decode server", text))
     elif not args.disaggregation_decode_enable_radix_cache:
         text = (
             "--disaggregation-mode decode has no radix tree to find shared prefixes in: add "
             "--disaggregation-decode-enable-radix-cache."
         )
-        found.append(finding("no radix tree", text))
+        found.append(Finding("no radix tree", text))
     if args.enable_hierarchical_cache:
         text = "--enable-hierarchical-cache does not go with --disaggregation-mode decode yet: remove it."
-        found.append(finding("host cache on a decode server", text))
+        found.append(Finding("host cache on a decode server", text))
     return found
 
 
@@ -273,9 +273,9 @@ def _draft_findings(args: ServerArgs) -> list[Finding]:
             f"--speculative-algorithm {algorithm} is not supported: use {', '.join(ALGORITHMS[:-1])} or "
             f"{ALGORITHMS[-1]}, with --speculative-eagle-topk 1."
         )
-        return [finding("--speculative-algorithm", text)]
+        return [Finding("--speculative-algorithm", text)]
     flag, branches = "--speculative-eagle-topk", args.speculative_eagle_topk
-    return [] if branches in (None, 1) else [finding(flag, f"{flag} {branches} is not supported: use 1.")]
+    return [] if branches in (None, 1) else [Finding(flag, f"{flag} {branches} is not supported: use 1.")]
 
 
 def _deterministic_findings(args: ServerArgs) -> list[Finding]:
@@ -285,7 +285,7 @@ def _deterministic_findings(args: ServerArgs) -> list[Finding]:
         "--rl-on-policy-target": args.rl_on_policy_target is not None,
     }
     why = "how a prefix is attended to depends on the batch: choose another --attention-backend."
-    return [finding(flag, f"{flag} is not supported, {why}") for flag, given in flags.items() if given]
+    return [Finding(flag, f"{flag} is not supported, {why}") for flag, given in flags.items() if given]
 
 
 def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
@@ -297,7 +297,7 @@ def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
             f"prefill runs {prefill}, which cannot read --kv-cache-dtype fp8_e4m3 as {BACKEND_NAME} stores it: use "
             f"{BACKEND_NAME} for prefill too, or remove --kv-cache-dtype."
         )
-        found.append(finding("prefill backend", text))
+        found.append(Finding("prefill backend", text))
     flags = {
         # Each token has a scale of its own.
         "--quantization-param-path": args.quantization_param_path is not None,
@@ -319,9 +319,9 @@ def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
                 "--kv-cache-dtype fp8_e4m3 needs prefill without CUDA graphs: remove what sets "
                 "--cuda-graph-backend-prefill."
             )
-            found.append(finding("prefill graphs with FP8", text))
+            found.append(Finding("prefill graphs with FP8", text))
     return found + [
-        finding(f"{flag} with FP8", f"{flag} does not go with --kv-cache-dtype fp8_e4m3: remove one of them.")
+        Finding(f"{flag} with FP8", f"{flag} does not go with --kv-cache-dtype fp8_e4m3: remove one of them.")
         for flag, given in flags.items()
         if given
     ]

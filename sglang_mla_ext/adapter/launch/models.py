@@ -7,46 +7,43 @@ from typing import TYPE_CHECKING, Any
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.compat.attention_classes import strange_layers
 from sglang_mla_ext.adapter.compat.findings import Finding
-from sglang_mla_ext.adapter.launch.remedies import finding
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
+from sglang_mla_ext.kernels.constants import LATENT_DIMS, is_block_dim
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
-
-GROUPED_DIMS = (512, 64)
-"""Content and rotary part of a latent row, as Hopper's kernels for grouped absorb take them."""
 
 
 def findings(args: ServerArgs) -> list[Finding]:
     """What the model has that is not computed here. `args` are resolved."""
     if not installed.uses_mla(args):
         text = "the model does not use Multi-head Latent Attention: choose another --attention-backend."
-        return [finding("no MLA", text)]
+        return [Finding("no MLA", text)]
     config = installed.model_config(args)
     if _is_sparse(config):
-        return [finding("sparse", "the model uses DeepSeek Sparse Attention: use --attention-backend dsa.")]
+        return [Finding("sparse", "the model uses DeepSeek Sparse Attention: use --attention-backend dsa.")]
     if _scales_queries(config):
         text = "the model scales its queries by their positions (llama_4_scaling): choose another --attention-backend."
-        return [finding("llama_4_scaling", text)]
+        return [Finding("llama_4_scaling", text)]
     if _has_no_rotation(config):
         text = (
             "SGLang cannot build LongCat-Flash from a config.json without rope_parameters: add "
             """--json-model-override-args '{"rope_parameters": {"factor": 1.0}}'."""
         )
-        return [finding("no rotation", text)]
+        return [Finding("no rotation", text)]
     architecture = config.architectures[0]
     if installed.linear_layers(args) is not None:
         text = (
             f"{architecture} has layers with linear attention beside Multi-head Latent Attention, in one backend and "
             "one pool with them (HybridLinearAttnBackend, HybridLinearKVPool): choose another --attention-backend."
         )
-        return [finding("linear layers", text)]
+        return [Finding("linear layers", text)]
     if names := strange_layers(architecture):
         text = (
             f"{architecture} has attention layers of its own ({', '.join(names)}), and DeepSeek's are known here "
             "(DeepseekV2AttentionMLA): choose another --attention-backend."
         )
-        return [finding("attention layers", text)]
+        return [Finding("attention layers", text)]
     return []
 
 
@@ -59,21 +56,16 @@ def warnings(args: ServerArgs, on_gpu: bool) -> list[str]:
     if not on_gpu or None in (nope, rope, v, rank, heads):
         return []
     local_heads = heads // (args.tp_size // args.dp_size if args.enable_dp_attention else args.tp_size)
-    expands = all(_is_power_of_two(dim) for dim in (nope, rope, v))
-    groups = (rank, rope) == GROUPED_DIMS and local_heads in STACKED_HEADS
+    expands = all(is_block_dim(dim) for dim in (nope, rope, v))
+    groups = (rank, rope) == LATENT_DIMS and local_heads in STACKED_HEADS
     if expands or groups:
         return []
     return [
         f"nothing will be shared: expanded prefixes need head dimensions that are powers of two, which {nope}, {rope} "
         f"and {v} are not all, and grouped absorb needs {', '.join(map(str, STACKED_HEADS[:-1]))} or "
         f"{STACKED_HEADS[-1]} heads on a GPU, which has {local_heads}, and latent rows of "
-        f"{' + '.join(map(str, GROUPED_DIMS))}, which are {rank} + {rope} here."
+        f"{' + '.join(map(str, LATENT_DIMS))}, which are {rank} + {rope} here."
     ]
-
-
-def _is_power_of_two(dim: int) -> bool:
-    """As kernels/storage/expand_prefix.py and kernels/naive/triton_naive.py want it, from 16 on."""
-    return dim >= 16 and dim & (dim - 1) == 0
 
 
 def _is_sparse(config: Any) -> bool:

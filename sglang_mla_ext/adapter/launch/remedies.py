@@ -61,14 +61,9 @@ REMEDIES = {
 """By code. What has none is refused."""
 
 
-def finding(code: str, text: str) -> Finding:
-    """A finding with the remedy that its code has."""
-    return Finding(code, text, REMEDIES.get(code))
-
-
 def with_remedies(found: list[Finding]) -> list[Finding]:
     """Findings that bring none get the remedies that their codes have."""
-    return [each if each.remedy is not None else finding(each.code, each.text) for each in found]
+    return [each._replace(remedy=each.remedy or REMEDIES.get(each.code)) for each in found]
 
 
 def said_by_sglang(said: str) -> list[Finding]:
@@ -76,11 +71,11 @@ def said_by_sglang(said: str) -> list[Finding]:
     reason = said.strip().rpartition("error: ")[2].splitlines()[0]
     if reason.startswith("unrecognized arguments: "):
         flags = [word for word in reason.split() if word.startswith("--")]
-        return [finding(UNKNOWN.format(flag), f"SGLang does not know {flag}.") for flag in flags]
+        return with_remedies([Finding(UNKNOWN.format(flag), f"SGLang does not know {flag}.") for flag in flags])
     if ambiguous := re.match(r"ambiguous option: (--[\w-]+)", reason):
         text = f"SGLang does not know {ambiguous[1]}, it may stand for several flags."
-        return [finding(UNKNOWN.format(ambiguous[1]), text)]
-    return [finding("SGLang", f"SGLang itself: {reason}")]
+        return with_remedies([Finding(UNKNOWN.format(ambiguous[1]), text)])
+    return [Finding("SGLang", f"SGLang itself: {reason}")]
 
 
 def apply(remedy: Remedy, line: LaunchLine) -> LaunchLine:

@@ -166,7 +166,7 @@ class HybridMLABackend(AttentionBackend):
         """
         step, kind = passes.now, Kind.of(forward_batch.forward_mode)
         if in_capture or step.kind is not kind or (kind.is_step and step.rows.requests > forward_batch.batch_size):
-            step = passes.now = Pass(kind)  # not the one that was planned
+            step = passes.now = Pass(kind, Rows(0, self._tokens_each(kind)))  # not the one that was planned
         step.way = self._way_without_sharing(step)
         can_share = step.kind is (Kind.VERIFY if self._queries > 1 else Kind.DECODE)
         shares = False
@@ -186,6 +186,10 @@ class HybridMLABackend(AttentionBackend):
             self._steps.watch_step(step, shares)
         step.takes_query = step.way is Way.SHARED and self._shared is not None
         return step
+
+    def _tokens_each(self, kind: Kind) -> int:
+        """Query tokens of each of SGLang's requests in a step."""
+        return self._queries if kind is Kind.VERIFY else 1
 
     def _way_without_sharing(self, step: Pass) -> Way:
         if not step.kind.is_step or self._stock.decodes:
@@ -233,8 +237,7 @@ class HybridMLABackend(AttentionBackend):
         """
         if not step.plan.segments and not needed:
             return False
-        each = self._queries if step.kind is Kind.VERIFY else 1
-        rows = (step.rows if step.rows.requests else Rows(0, each)).padded(forward_batch.batch_size * each)
+        rows = step.rows.padded(forward_batch.batch_size * self._tokens_each(step.kind))
         if self._written is None or step.plan is not self._written[0] or rows != self._written[1]:
             self._written = None
             try:
@@ -253,7 +256,9 @@ class HybridMLABackend(AttentionBackend):
     def _write(self, plan: Plan, rows: Rows) -> None:
         if self._shared is not None:
             self._shared.plan(rows.spread(plan.of_mode(Mode.NAIVE)), rows.total)
-        self._latent.plan(plan.of_mode(Mode.GROUPED_ABSORB), plan.prefix_lens, rows)
+        units = rows.units(self._queries)
+        grouped = units.spread(plan.of_mode(Mode.GROUPED_ABSORB))
+        self._latent.plan(grouped, units.repeat(plan.prefix_lens), units.total)
 
     # ---- in a layer
 
@@ -330,7 +335,7 @@ class HybridMLABackend(AttentionBackend):
         """A decode or verify step that is not the stock backend's, see `forward_decode`."""
         step = passes.now
         if q_rope is None:
-            rows = forward_batch.batch_size * (self._queries if step.kind is Kind.VERIFY else 1)
+            rows = forward_batch.batch_size * self._tokens_each(step.kind)
             q = q.view(rows, self._heads, -1)
             q, q_rope = q.split([layer.v_head_dim, q.shape[-1] - layer.v_head_dim], dim=-1)
         shadow = self._steps.shadow if step.way is Way.SHARED else None

@@ -158,8 +158,9 @@ def install() -> None:
     for hooks, kind in ((before, HookType.BEFORE), (after, HookType.AFTER), (around, HookType.AROUND)):
         for path, hook in hooks.items():
             if path in targets:
-                target, _hooked[target] = targets[path]
+                target, feature = targets[path]
                 HookRegistry.register(target, hook, kind)
+                _hooked[target] = feature
 
 
 def assert_installed(asked: Collection[Feature] = (Feature.BASE,)) -> None:

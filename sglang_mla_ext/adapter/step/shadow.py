@@ -214,7 +214,7 @@ class ShadowCheck:
         units = rows // queries  # of a batch: its requests, or where these have any number of rows, its rows
         some = slice(look.first // queries, look.first // queries + units)
         requests = Requests(units, batch.req_pool_indices[some], batch.seq_lens[some])
-        self._latent.plan((), (), Rows(units, queries))
+        self._latent.plan((), (), units)
         self._latent.begin_step(requests, sharing=False, uncounted=queries if queries > 1 else 0)
         layer = self._layers[look.layer]
         attention = layer.attn_mqa

@@ -138,7 +138,7 @@ class Steps:
                 if kind is Kind.PREFILL:
                     if self._expander is not None:
                         running = [req for req in running if not req.finished()]
-                        now.prefill = self._plan_prefill(reqs, running, prefix_lens, new_tokens)
+                        now.prefill = self._plan_prefill(reqs, running, prefix_lens, new_tokens, rows)
                 elif self._shares and verifies == (self._queries > 1):
                     now.plan = self._plan_step(reqs)
             except Exception as error:
@@ -244,7 +244,12 @@ class Steps:
         return plan if plan.segments else NOTHING_SHARED  # one object, which stays on the device
 
     def _plan_prefill(
-        self, reqs: Sequence[Req], running: Sequence[Req], prefix_lens: Sequence[int], new_tokens: Sequence[int]
+        self,
+        reqs: Sequence[Req],
+        running: Sequence[Req],
+        prefix_lens: Sequence[int],
+        new_tokens: Sequence[int],
+        rows: Rows,
     ) -> PrefillPlan | None:
         affordable = self._prefill.affordable(prefix_lens) if self._prefill is not None else 0
         if len(reqs) + len(running) > self._max_requests:
@@ -258,4 +263,4 @@ class Steps:
         plan = self._prefixes.plan_prefill(reqs, prefix_lens, new_tokens, always=affordable > 0)
         if not self._prefill.can_finish(prefix_lens, plan.prefix_lens):
             return None
-        return self._prefill.make_plan(plan, Rows.of(new_tokens))
+        return self._prefill.make_plan(plan, rows)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class FlashMLAStock:
-    """See the module; the interface is adapter.stock.Stock."""
+    """See the module; the interface is adapter.step.stock.Stock."""
 
     def __init__(self, runner: ModelRunner, layers: Sequence[DeepseekV2AttentionMLA], *, reads_pool: bool) -> None:
         """

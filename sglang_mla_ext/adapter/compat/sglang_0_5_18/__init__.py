@@ -47,11 +47,13 @@ def further_findings(args: ServerArgs) -> list[Finding]:
     """See sglang_0_5_17. Rows of NEXTN's drafts are meant to be in one pool on the host with the model's, which may be
     of another length, and the tree of 0.5.18 makes a pool without them. Prefill and decode servers were run with 0.5.17
     only."""
-    with_drafts = args.enable_hierarchical_cache and args.speculative_algorithm is not None
-    return [
-        *unsupported("--enable-hierarchical-cache beside --speculative-algorithm", with_drafts),
-        *roles_of_disaggregation(args),
-    ]
+    return [*host_cache_with_drafts(args), *roles_of_disaggregation(args)]
+
+
+def host_cache_with_drafts(args: ServerArgs) -> list[Finding]:
+    """That both are asked for."""
+    given = args.enable_hierarchical_cache and args.speculative_algorithm is not None
+    return unsupported("--enable-hierarchical-cache beside --speculative-algorithm", given)
 
 
 def roles_of_disaggregation(args: ServerArgs) -> list[Finding]:

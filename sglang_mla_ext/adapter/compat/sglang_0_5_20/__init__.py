@@ -122,6 +122,13 @@ def further_findings(args: ServerArgs) -> list[Finding]:
     return [
         *sglang_0_5_18.roles_of_disaggregation(args),
         *unsupported("--enable-hierarchical-cache", args.enable_hierarchical_cache),
+        *new_flags(args),
+    ]
+
+
+def new_flags(args: ServerArgs) -> list[Finding]:
+    """What is unsupported of the flags that are new in this release."""
+    return [
         *unsupported("--enable-unified-cache-external-linker", args.enable_unified_cache_external_linker),
         *unsupported("--enable-layernorm-sp", args.enable_layernorm_sp),
     ]
