@@ -33,6 +33,10 @@ class Counters:
         steps_grouped: decode steps in which at least one group attended by grouped absorb.
         steps_absorb: decode steps of plain absorb only.
         steps_verify: of all these, steps that verify drafts (speculative decoding).
+        steps_mixed: of steps_naive, steps_grouped and steps_absorb, those in which new tokens rode.
+        prefills_ridden: passes of new tokens alone that ran as rows of a decode step.
+        tokens_ridden: new tokens of both.
+        not_ridden: by reason, prefill passes that did not ride.
         rows_as_prefill: rows of decode or verify steps that SGLang computed as prefill, because another data-parallel
             rank prefilled: they shared nothing, whatever was planned.
         prefills_naive: prefill steps in which at least one request attended to an expanded prefix.
@@ -55,6 +59,10 @@ class Counters:
     steps_grouped: int = 0
     steps_absorb: int = 0
     steps_verify: int = 0
+    steps_mixed: int = 0
+    prefills_ridden: int = 0
+    tokens_ridden: int = 0
+    not_ridden: Counter[str] = field(default_factory=Counter)
     rows_as_prefill: int = 0
     prefills_naive: int = 0
     prefill_tokens_saved: int = 0
@@ -92,6 +100,12 @@ class Counters:
         self.forward_passes += 1
         self.plan_seconds += plan_seconds
 
+    def count_ride(self, new_tokens: int, *, mixed: bool) -> None:
+        """Count one pass whose new tokens ride, and in which running requests decode if it is mixed."""
+        self.steps_mixed += mixed
+        self.prefills_ridden += not mixed
+        self.tokens_ridden += new_tokens
+
     def count_prefill(self, covered: Sequence[int]) -> None:
         """Count one prefill step with expanded parts, `covered` tokens of each request."""
         self.prefills_naive += 1
@@ -123,7 +137,11 @@ def report(
         "expanded_bytes": expanded_bytes,
         "budget_bytes": budget_bytes,
         "tokens_without_memory": tokens_without_memory,
-        "counters": {**asdict(counters), "fallbacks": dict(counters.fallbacks)},
+        "counters": {
+            **asdict(counters),
+            "fallbacks": dict(counters.fallbacks),
+            "not_ridden": dict(counters.not_ridden),
+        },
     }
 
 

@@ -46,6 +46,8 @@ class HybridMLAOptions:
             pass waits.
         verify_interval: every so many decode or verify steps, one layer's shared attention is computed again by plain
             absorb and compared; 0 never does.
+        mixed_tokens: new tokens that ride in a step with running requests, at most; 0 computes all in passes of their
+            own, None takes the default of the server (adapter/launch/riding.py).
         dp_routing: with several data-parallel ranks, `prefix` keeps prompts that begin alike on one rank, until that
             is busier than the others; `sglang` leaves it to SGLang's --load-balance-method, which does not look at
             prompts.
@@ -82,6 +84,13 @@ class HybridMLAOptions:
             "(0: never)"
         ),
     )
+    mixed_tokens: int | None = field(
+        default=None,
+        metadata=_flag(
+            "new tokens that ride in a decode step's CUDA graph, at most, in whole pages of 64 (0: prefill always has "
+            "passes of its own; default: 256 where decode runs in CUDA graphs, else 0)"
+        ),
+    )
     dp_routing: str = field(
         default="sglang",
         metadata=_flag(
@@ -106,6 +115,8 @@ class HybridMLAOptions:
             raise OptionError("--hybrid-mla-expand-tokens-per-step must be at least 1.")
         if self.verify_interval < 0:
             raise OptionError("--hybrid-mla-verify-interval must be 0 (never) or more.")
+        if self.mixed_tokens is not None and self.mixed_tokens != 0 and self.mixed_tokens < 64:
+            raise OptionError("--hybrid-mla-mixed-tokens must be 0 (never mix) or at least 64, a page.")
         if self.dp_routing not in DP_ROUTINGS:
             raise OptionError(f"--hybrid-mla-dp-routing is {self.dp_routing!r}; use one of {', '.join(DP_ROUTINGS)}.")
 
@@ -146,6 +157,7 @@ _PARSERS = {
     "mode": str,
     "expand_tokens_per_step": int,
     "verify_interval": int,
+    "mixed_tokens": int,
     "dp_routing": str,
 }
 

@@ -1,6 +1,6 @@
-"""The tree that a batch shares as branches: consecutive nodes that the same rows hold.
+"""The tree that a batch shares as branches: consecutive nodes that the same requests hold.
 
-A row is a request here. Pure Python.
+Pure Python.
 """
 
 from __future__ import annotations
@@ -9,17 +9,19 @@ from collections.abc import Container, Hashable, Iterator
 from typing import NamedTuple
 
 from sglang_mla_ext.prefix.tree import SharedTree
+from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
 
 class Branch(NamedTuple):
-    """Consecutive nodes that the same rows hold.
+    """Consecutive nodes that the same requests hold.
 
     Attributes:
         nodes: their handles, from the root down; ends: `[nodes]` tokens from the root to the end of each.
         start, end: tokens before and behind them.
         parent: index of the branch above, -1 for none; before this one.
-        rows: how many.
+        rows: of all these requests, as a gain counts them: one of each, or where new tokens ride, one for each of them.
+        requests: how many.
     """
 
     nodes: list[Hashable]
@@ -28,6 +30,7 @@ class Branch(NamedTuple):
     end: int
     parent: int
     rows: int
+    requests: int
 
 
 class Part(NamedTuple):
@@ -53,23 +56,24 @@ class Branches:
         tokens: of all branches together.
     """
 
-    def __init__(self, tree: SharedTree) -> None:
+    def __init__(self, tree: SharedTree, rows: Rows | None = None) -> None:
+        """
+        Args:
+            rows: of the requests, where they have several; one each by default.
+        """
         parents, ends, nodes = tree.parents, tree.ends, tree.nodes
-        counts = [0] * len(nodes)
-        for node in tree.deepest:
-            if node >= 0:
-                counts[node] += 1
-        for node in range(len(nodes) - 1, -1, -1):
-            if (parent := parents[node]) >= 0:
-                counts[parent] += counts[node]
+        counts = _held_by(tree, [1] * len(tree.deepest))
+        row_counts = (
+            counts if rows is None else _held_by(tree, list(map(len, map(rows.of_request, range(rows.requests)))))
+        )
         self._branches: list[Branch] = []
         branch_of = [-1] * len(nodes)  # that a node is in, or that its nearest ancestor in one is in
-        for node, (parent, end, count) in enumerate(zip(parents, ends, counts, strict=True)):
+        for node, (parent, end, count, row_count) in enumerate(zip(parents, ends, counts, row_counts, strict=True)):
             above = branch_of[parent] if parent >= 0 else -1
-            if count < 2:
+            if row_count < 2:
                 branch_of[node] = above
                 continue
-            if above >= 0 and self._branches[above].rows == count:  # the same rows: a child has no others
+            if above >= 0 and self._branches[above].requests == count:  # the same ones: a child has no others
                 branch = self._branches[above]
                 branch.nodes.append(nodes[node])
                 branch.ends.append(end)
@@ -78,11 +82,11 @@ class Branches:
                 continue
             branch_of[node] = len(self._branches)
             start = ends[parent] if parent >= 0 else 0
-            self._branches.append(Branch([nodes[node]], [end], start, end, above, count))
+            self._branches.append(Branch([nodes[node]], [end], start, end, above, row_count, count))
         self.requests = len(tree.deepest)
         self.tokens = sum(branch.end - branch.start for branch in self._branches)
-        self._last = [branch_of[node] if node >= 0 else -1 for node in tree.deepest]  # of each row
-        self._rows: tuple[list[int], list[int]] | None = None
+        self._last = [branch_of[node] if node >= 0 else -1 for node in tree.deepest]  # of each request
+        self._ordered: tuple[list[int], list[int]] | None = None
 
     def __len__(self) -> int:
         return len(self._branches)
@@ -93,14 +97,14 @@ class Branches:
     def __iter__(self) -> Iterator[Branch]:
         return iter(self._branches)
 
-    def _rows_of(self, index: int) -> list[int]:
-        """The rows that hold a branch, in any order."""
-        # Numbered depth first, the rows below a branch stand side by side.
-        if self._rows is None:
+    def _requests_of(self, index: int) -> list[int]:
+        """The requests that hold a branch, in any order."""
+        # Numbered depth first, those below a branch stand side by side.
+        if self._ordered is None:
             own: list[list[int]] = [[] for _ in self._branches]
-            for row, branch in enumerate(self._last):
+            for request, branch in enumerate(self._last):
                 if branch >= 0:
-                    own[branch].append(row)
+                    own[branch].append(request)
             children: list[list[int]] = [[] for _ in self._branches]
             for branch in range(len(self._branches) - 1, -1, -1):
                 if (parent := self._branches[branch].parent) >= 0:
@@ -113,9 +117,9 @@ class Branches:
                 begins[branch] = len(order)
                 order += own[branch]
                 pending += children[branch]
-            self._rows = order, begins
-        order, begins = self._rows
-        return order[begins[index] : begins[index] + self._branches[index].rows]
+            self._ordered = order, begins
+        order, begins = self._ordered
+        return order[begins[index] : begins[index] + self._branches[index].requests]
 
     def nearest(self, index: int, used: Container[int]) -> int:
         """The branch itself or the nearest one above it that is used, -1 for none. One that lies within a chunk may be
@@ -124,14 +128,26 @@ class Branches:
             index = self._branches[index].parent
         return index
 
-    def last_row(self, index: int) -> int:
-        """The last of the rows that hold a branch."""
-        return max(self._rows_of(index))
+    def last_request(self, index: int) -> int:
+        """The last of the requests that hold a branch."""
+        return max(self._requests_of(index))
 
     def segment(self, part: Part, chunks: tuple[int, ...] = ()) -> Segment:
-        """A part as a segment of all rows that hold its branch.
+        """A part as a segment of all requests that hold its branch.
 
         Args:
             chunks: of a naive one, see Segment.
         """
-        return Segment(tuple(sorted(self._rows_of(part.branch))), part.start, part.end, part.mode, chunks)
+        return Segment(tuple(sorted(self._requests_of(part.branch))), part.start, part.end, part.mode, chunks)
+
+
+def _held_by(tree: SharedTree, weights: list[int]) -> list[int]:
+    """`[nodes]` the weights of the requests that hold each, added up."""
+    held = [0] * len(tree.nodes)
+    for node, weight in zip(tree.deepest, weights, strict=True):
+        if node >= 0:
+            held[node] += weight
+    for node in range(len(tree.nodes) - 1, -1, -1):
+        if (parent := tree.parents[node]) >= 0:
+            held[parent] += held[node]
+    return held

@@ -21,6 +21,7 @@ from sglang_mla_ext.prefix.launches import Launch
 from sglang_mla_ext.prefix.planner import Capacity, Plan, Ways, plan_step, whole
 from sglang_mla_ext.prefix.segments import SegmentNumbers, ShownSegment, shown_segments
 from sglang_mla_ext.prefix.tree import SharedTree, Tree
+from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
 if TYPE_CHECKING:
@@ -168,15 +169,8 @@ class SharedPrefixes:
         """
         if self._tree is None or not self._pool.used_chunks:
             return Plan(len(reqs))
-        tree = self._tree.shared(reqs, also=self._pool.nodes)
-        version = self._pool.version
-        self._counters.evictions += self._pool.follow(self._tree)
-        if self._pool.version != version:  # chunks have other owners, or none
-            tree = self._tree.shared(reqs, also=self._pool.nodes)
-        covered = _covered_paths(tree, self._pool)
         requests: dict[Covered, list[int]] = {}
-        for request, (node, prefix_len) in enumerate(zip(tree.deepest, prefix_lens, strict=True)):
-            tokens, chunks = covered[node] if node >= 0 else NOT_COVERED
+        for request, ((tokens, chunks), prefix_len) in enumerate(zip(self._covered(reqs), prefix_lens, strict=True)):
             tokens = min(tokens, prefix_len)
             if tokens >= self._options.min_prefix_len:
                 requests.setdefault((tokens, chunks), []).append(request)
@@ -212,6 +206,38 @@ class SharedPrefixes:
             self._planned_for = (self._pool.version, state)
         return self._plan
 
+    def plan_rows(self, reqs: Sequence[Any], rows: Rows, prefix_lens: Sequence[int]) -> Plan:
+        """Plan a step in which new tokens ride: requests have any number of rows, so even one alone shares its cached
+        tokens among them. Nothing is expanded for it.
+
+        Args:
+            reqs: requests of the step, in the order of the batch.
+            rows: of each, one for each of its new tokens.
+            prefix_lens: `[requests]` tokens of each request that are cached.
+        Raises:
+            RuntimeError: a plan has tokens that are not cached yet, which rows before theirs must not see.
+        """
+        if self._tree is None:
+            return Plan(len(reqs))
+        several = {request for request in range(len(reqs)) if len(rows.of_request(request)) > 1}
+        branches = Branches(self._shared(reqs, several), rows)
+        ways, launch = self._ways(branches)
+        self._set_plan(*self._ideal(branches, ways, launch), branches, ways, launch)
+        self._held, self._planned_for = self._tree.hold(reqs), None
+        if any(covered > cached for covered, cached in zip(self._plan.prefix_lens, prefix_lens, strict=True)):
+            raise RuntimeError("a planned prefix is longer than what is cached")
+        return self._plan
+
+    def expanded_lens(self, reqs: Sequence[Any], prefix_lens: Sequence[int]) -> list[int]:
+        """`[requests]` how many of each request's cached tokens are expanded, from the first one on.
+
+        Args:
+            prefix_lens: `[requests]` tokens of each request that are cached.
+        """
+        if self._tree is None or not self._pool.used_chunks:
+            return [0] * len(reqs)
+        return [min(tokens, cached) for (tokens, _), cached in zip(self._covered(reqs), prefix_lens, strict=True)]
+
     def idle(self) -> None:
         """No request is running. What is expanded stays while its nodes are in the tree."""
         if self._tree is not None:
@@ -234,10 +260,10 @@ class SharedPrefixes:
 
     # ---- what is worth sharing
 
-    def _shared(self, reqs: Sequence[Any]) -> SharedTree:
+    def _shared(self, reqs: Sequence[Any], whole: Collection[int] = ()) -> SharedTree:
         """Bring the pool up to date with the tree, some of whose changes are seen only when it is asked what requests
         share; and that, without what is not trusted."""
-        tree = self._tree.shared(reqs)
+        tree = self._tree.shared(reqs, whole=whole)
         self._counters.evictions += self._pool.follow(self._tree)
         if not tree.complete:
             self._counters.fall_back("the tree is too deep to be searched in one step")
@@ -245,6 +271,16 @@ class SharedPrefixes:
             self._forgive_what_left()
             tree = tree.without(self._distrusted)
         return tree
+
+    def _covered(self, reqs: Sequence[Any]) -> list[Covered]:
+        """`[requests]` how far the path of each is expanded."""
+        tree = self._tree.shared(reqs, also=self._pool.nodes)
+        version = self._pool.version
+        self._counters.evictions += self._pool.follow(self._tree)
+        if self._pool.version != version:  # chunks have other owners, or none
+            tree = self._tree.shared(reqs, also=self._pool.nodes)
+        covered = _covered_paths(tree, self._pool)
+        return [covered[node] if node >= 0 else NOT_COVERED for node in tree.deepest]
 
     def _forgive_what_left(self) -> None:
         """A handle keeps its node, and with it the whole tree that it was in."""
@@ -267,6 +303,10 @@ class SharedPrefixes:
         ways, launch = self._ways(branches)
         parts, dropped = self._ideal(branches, ways, launch)
         self._expand_for(parts, branches, ways, self._options.expand_tokens_per_step)
+        self._set_plan(parts, dropped, branches, ways, launch)
+
+    def _set_plan(self, parts: Sequence[Part], dropped: int, branches: Branches, ways: Ways, launch: Launch) -> None:
+        """Make the plan of these parts, or of others where they want more than is expanded."""
         covered: dict[int, tuple[int, list[int]]] = {}
 
         def expanded(index: int) -> int:
@@ -285,7 +325,7 @@ class SharedPrefixes:
         if dropped:
             self._counters.fall_back("more groups than a step has room for")
         self._plan = Plan(branches.requests, tuple(branches.segment(part, chunks(part)) for part in parts))
-        self._parts, self._branches = parts, branches
+        self._parts, self._branches = list(parts), branches
 
     def _expand_for_prefills(self, branches: Branches, others: int, affordable: int) -> None:
         """Expand for a step, and for those like it, what its requests share among themselves and with the first
@@ -294,7 +334,9 @@ class SharedPrefixes:
         if not most:
             return
         ways = replace(self._ways(branches)[0], naive=every_range, grouped=None)
-        parts = [part for part in self._ideal(branches, ways, no_launch)[0] if branches.last_row(part.branch) >= others]
+        parts = [
+            part for part in self._ideal(branches, ways, no_launch)[0] if branches.last_request(part.branch) >= others
+        ]
         self._expand_for(parts, branches, ways, most)
 
     def _expand_for(self, ideal: Sequence[Part], branches: Branches, ways: Ways, most: int) -> None:

@@ -55,12 +55,15 @@ class Tree(Protocol):
         """Keeps the nodes that requests end in from ceasing to exist, and so their identities from being reused."""
         ...
 
-    def shared(self, requests: Sequence[Any], also: Collection[Hashable] = ()) -> SharedTree:
+    def shared(
+        self, requests: Sequence[Any], also: Collection[Hashable] = (), whole: Collection[int] = ()
+    ) -> SharedTree:
         """What requests share among themselves. The cost is the number of distinct nodes that two or more requests
         hold; of nodes that only one holds it is paid once, as long as the request ends in the same node.
 
         Args:
             also: handles of nodes that count as shared even if only one request holds them.
+            whole: indices of requests of which all nodes count as shared, because they have several rows.
         """
         ...
 

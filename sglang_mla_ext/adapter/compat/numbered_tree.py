@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.adapter.compat.mirror import Mirror, MirrorNode, PathNode
-from sglang_mla_ext.adapter.compat.shared_nodes import Forks, all_above, find_with
+from sglang_mla_ext.adapter.compat.shared_nodes import Forks, all_above, find_with, with_whole_paths
 from sglang_mla_ext.prefix.tree import SharedTree
 
 if TYPE_CHECKING:
@@ -69,7 +69,9 @@ class NumberedTree(ABC):
         """See prefix.tree.Tree. Numbers are not reused."""
         return None
 
-    def shared(self, requests: Sequence[Req], also: Collection[MirrorNode] = ()) -> SharedTree:
+    def shared(
+        self, requests: Sequence[Req], also: Collection[MirrorNode] = (), whole: Collection[int] = ()
+    ) -> SharedTree:
         """See prefix.tree.Tree. A split that was made for a request that never was in a call is not seen: its two nodes
         count as one, which all who hold its end share.
 
@@ -83,7 +85,7 @@ class NumberedTree(ABC):
                 forks, all_found = find_with(found, set(also))
         else:
             forks, all_found = self._forks.find(found)
-        nodes, parents, deepest, all_listed = all_above(forks)
+        nodes, parents, deepest, all_listed = all_above(with_whole_paths(forks, found, whole))
         node_ends = [node.end for node in nodes]  # type: ignore[attr-defined]
         return SharedTree(nodes, parents, node_ends, deepest, complete and all_found and all_listed)
 

@@ -110,6 +110,13 @@ def find_with(ends: Sequence[TreeNode | None], also: Collection[TreeNode]) -> tu
     return nodes, complete
 
 
+def with_whole_paths(
+    forks: Sequence[TreeNode | None], ends: Sequence[TreeNode | None], whole: Collection[int]
+) -> Sequence[TreeNode | None]:
+    """These forks, but for paths in `whole` the nodes that they end in."""
+    return [ends[path] if path in whole else fork for path, fork in enumerate(forks)] if whole else forks
+
+
 def _climb(node: TreeNode, top: TreeNode | None, left: int) -> tuple[TreeNode, TreeNode | None, int]:
     """From a fork that others hold no more to one that they do, or the root, over at most `left` nodes; and what is
     left of these."""

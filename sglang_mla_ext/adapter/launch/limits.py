@@ -9,7 +9,7 @@ import torch
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.compat.findings import Finding, unsupported
-from sglang_mla_ext.adapter.launch import models
+from sglang_mla_ext.adapter.launch import models, riding
 from sglang_mla_ext.adapter.launch.remedies import with_remedies
 from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.options import OptionError
@@ -156,6 +156,9 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
     further: list[Finding] = installed.further_findings(args)
     if "--disaggregation-mode" not in [each.code for each in further]:
         found += _disaggregation_findings(args)
+    if args.enable_mixed_chunk and (reason := riding.in_the_way(args, on_gpu)) is not None:
+        text = f"--enable-mixed-chunk does not go with {reason}: remove it."
+        found.append(Finding("--enable-mixed-chunk", text))
     for name in installed.other_trees():
         found.append(Finding(name, f"{name} is not supported, prefixes are found in another tree: unset it."))
     flags = {
@@ -163,7 +166,6 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         "--enable-lora": args.enable_lora,
         "--enable-two-batch-overlap": args.enable_two_batch_overlap,
         "--enable-pdmux": args.enable_pdmux,
-        "--enable-mixed-chunk": args.enable_mixed_chunk,
         "--dcp-size above 1": args.dcp_size > 1,
         "--pp-size above 1": args.pp_size > 1,
         "--attn-cp-size above 1": args.attn_cp_size > 1,

@@ -10,6 +10,7 @@ import torch
 
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention, LatentSizes
+from sglang_mla_ext.adapter.launch import riding
 from sglang_mla_ext.adapter.step.layer import attention_layers
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.adapter.step.steps import MAX_ROWS
@@ -86,14 +87,15 @@ def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -
     if not on_gpu or not needs_latent(options, grouped=grouped, stock_decodes=not fp8):
         return 0
     requests, queries = installed.most_requests(configurator), installed.draft_tokens(configurator.server_args)
+    riding_tokens = riding.tokens(installed.resolved(configurator.server_args), options, on_gpu)
     sizes = LatentSizes(
         heads=layer.num_local_heads,
         kv_lora_rank=layer.kv_lora_rank,
         qk_rope_head_dim=layer.qk_rope_head_dim,
         dtype=configurator.model_dtype if fp8 else configurator.kv_cache_dtype,
         grouped=grouped,
-        max_rows=max_rows(requests, queries),
-        max_requests=max_requests(requests),
+        max_rows=max_rows(requests, queries, riding_tokens),
+        max_requests=max_requests(requests + riding_tokens),
         max_tokens=max_tokens(configurator.model_config.context_len, queries),
         programs=multiprocessors(device),
         queries=queries,
@@ -125,14 +127,15 @@ def needs_latent(options: HybridMLAOptions, *, grouped: bool, stock_decodes: boo
     return options.may_expand or grouped or not stock_decodes
 
 
-def max_rows(requests: int, queries: int) -> int:
-    """Rows of a step that shares: those of whole requests.
+def max_rows(requests: int, queries: int, riding_tokens: int = 0) -> int:
+    """Rows of a step that shares: those of whole requests, and those that ride.
 
     Args:
         requests: of SGLang's pool of requests.
         queries: query tokens of each, which are its rows.
+        riding_tokens: new tokens that ride beside those requests; none do where requests have several query tokens.
     """
-    return min(requests, MAX_ROWS // queries) * queries
+    return min(requests + riding_tokens, MAX_ROWS // queries) * queries
 
 
 def max_tokens(context_len: int, queries: int) -> int:

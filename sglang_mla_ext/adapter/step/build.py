@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,12 +12,14 @@ from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.host_cache import wait_for_layer
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
+from sglang_mla_ext.adapter.launch import riding as launch_riding
 from sglang_mla_ext.adapter.step.backend import HybridMLABackend
 from sglang_mla_ext.adapter.step.budget import max_requests, max_rows, max_tokens, needs_latent, tries_grouped
 from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes
 from sglang_mla_ext.adapter.step.layer import attention_layers, merge_before_o_proj
 from sglang_mla_ext.adapter.step.prefill import PrefillPlan
 from sglang_mla_ext.adapter.step.reports import Reports
+from sglang_mla_ext.adapter.step.riding import EAGER_LAYER_S, Riding
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.adapter.step.steps import MAX_ROWS, PrefillSharing, Steps
 from sglang_mla_ext.adapter.step.stock import Stock
@@ -33,7 +36,7 @@ from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
@@ -45,28 +48,32 @@ STORAGE_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": FP8}
 
 def build(
     runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int, memory: Memory | None = None
-) -> tuple[HybridMLABackend, Steps]:
+) -> tuple[HybridMLABackend, Steps, Riding | None]:
     """
     Args:
         runner: with its model loaded and its pools allocated.
         budget_bytes: device memory for expanded prefixes and for our own buffers, see budget.take.
         memory: where what is large is allocated.
     Returns:
-        the backend for SGLang, and what the scheduler's hooks talk to.
+        the backend for SGLang, what the scheduler's hooks talk to, and what says which prefill passes ride in decode
+        steps, None where none do.
     """
     counters = Counters()
     layers = attention_layers(runner)
     memory = memory or Memory()
     requests = runner.req_to_token_pool.size
     queries = installed.draft_tokens(runner.server_args)
-    heads, step_rows = layers[0].num_local_heads, max_rows(requests, queries)
-    step_requests, context_len = step_rows // queries, runner.model_config.context_len
+    on_gpu = torch.device(runner.device).type == "cuda"
+    riding_tokens = launch_riding.tokens(installed.resolved(runner.server_args), options, on_gpu)
+    heads, step_rows = layers[0].num_local_heads, max_rows(requests, queries, riding_tokens)
+    step_requests, context_len = max_rows(requests, queries) // queries, runner.model_config.context_len
     prefix_dtype = STORAGE_DTYPES.get(options.prefix_dtype, latent_dtype(runner))
     cost = cost_model(runner, layers, prefix_dtype, queries)
     grouped = tries_grouped(options, cost.rates)
     stock, latent = stock_and_latent(runner, layers, grouped, queries, counters)
     if needs_latent(options, grouped=grouped, stock_decodes=stock.decodes):
-        latent.allocate(step_rows, max_requests(requests), max_tokens(context_len, queries), memory)
+        most_requests = max_requests(requests + riding_tokens)
+        latent.allocate(step_rows, most_requests, max_tokens(context_len, queries), memory)
     if options.mode == "grouped_absorb" and latent.grouped_page is None and not counters.fallbacks:
         counters.fall_back(f"grouped absorb does not run here with {heads} heads: every step is plain absorb")
 
@@ -84,7 +91,7 @@ def build(
         pool,
         expander,
         counters,
-        capacity=Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * step_requests),
+        capacity=Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * (step_rows // queries)),
         naive=shared is not None,
         grouped_page=latent.grouped_page,
         decodes=runner.server_args.disaggregation_mode != "prefill",
@@ -125,12 +132,42 @@ def build(
         steps.shadow = make_shadow(
             runner, layers, options, latent, prefixes, counters, memory, naive=shared is not None, fp8=fp8
         )
-    sharing = range(smallest, step_requests + 1) if smallest is not None else range(0)
+    sharing = range(smallest, step_rows // queries + 1) if smallest is not None else range(0)
     of_steps = dict(layer_index=layer_index, heads=heads, requests=sharing, queries=queries)
     backend = HybridMLABackend(stock, latent, shared, steps, **of_steps)
     if shared is not None:
         merge_before_o_proj(layers, backend.merge)
-    return backend, steps
+    riding = None
+    if riding_tokens:
+        riding = Riding(
+            tokens=riding_tokens,
+            most_rows=step_rows,
+            prefixes=prefixes,
+            cost=cost,
+            counters=counters,
+            grouped=latent.grouped_page is not None,
+            # Without a GPU it was asked for, and there is nothing to gain.
+            eager_layer_s=EAGER_LAYER_S if on_gpu else math.inf,
+            agree=all_ranks_agree(),
+        )
+    return backend, steps, riding
+
+
+def all_ranks_agree() -> Callable[[bool], bool]:
+    """A function that each tensor-parallel rank calls with its own answer, and that says whether all said yes. What is
+    expanded may differ between ranks after a failure on one, and with it what each would rather do."""
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return bool
+
+    def agree(answer: bool) -> bool:
+        least = torch.tensor(int(answer))
+        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group.cpu_group)
+        return bool(least)
+
+    return agree
 
 
 def latent_dtype(runner: ModelRunner) -> torch.dtype:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature
-from sglang_mla_ext.adapter.launch import features, limits
+from sglang_mla_ext.adapter.launch import features, limits, riding
 from sglang_mla_ext.adapter.step import budget, failure, nextn
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.kernels.memory import Memory
@@ -29,13 +29,15 @@ from sglang_mla_ext.options import HybridMLAOptions
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.managers.cache_controller import HiCacheController
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_mla_ext.adapter.step.backend import HybridMLABackend
+    from sglang_mla_ext.adapter.step.mixing import Mixing
+    from sglang_mla_ext.adapter.step.riding import Riding
     from sglang_mla_ext.adapter.step.steps import Steps
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,8 @@ class _Worker:
     memory: Memory | None = None
     backend: HybridMLABackend | None = None
     steps: Steps | None = None
+    riding: Riding | None = None
+    mixing: Mixing | None = None
     scheduler: Scheduler | None = None
     metrics: Metrics | None = None
     metrics_time = 0.0
@@ -129,6 +133,10 @@ def install() -> None:
         f"{_SRT}.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
             latent_pool.after_cell_size
         ),
+        f"{_SRT}.managers.schedule_batch.ScheduleBatch.prepare_for_extend": after_prepare_for_extend,
+        f"{_SRT}.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+        ".process_batch_result_prefill": after_prefill_result,
+        f"{_SRT}.model_executor.runner.base_cuda_graph_runner.get_batch_sizes_to_capture": after_graph_sizes,
         f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mla"
         ".DeepseekMLAForwardMixin._split_q_nope_pe": mla_layer.after_split_q,
         f"{_SRT}.speculative.draft_utils.DraftBackendFactory.create_decode_backend": after_draft_backend,
@@ -150,6 +158,9 @@ def install() -> None:
         f"{_SRT}.model_executor.forward_batch_deepseek_mha_mixin"
         ".ForwardBatchDeepSeekMHAMixin.prepare_chunked_prefix_cache_info": mla_layer.around_chunk_info,
         f"{_SRT}.mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__": latent_pool.around_host_pool,
+        f"{_SRT}.managers.scheduler.Scheduler._get_new_batch_prefill_raw": around_new_batch,
+        f"{_SRT}.model_executor.cuda_graph_buffer_registry.build_eager_registry": around_eager_registry,
+        f"{_SRT}.model_executor.model_runner.ModelRunner._forward_raw": around_forward,
         f"{_SRT}.model_executor.runner.eager_runner.EagerRunner.execute": around_eager_pass,
         f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mha"
         ".DeepseekMHAForwardMixin._chunked_prefix_attn_mha": mla_layer.around_prefix_attention,
@@ -206,8 +217,25 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
     worker.pool = runner.token_to_kv_pool
     worker.memory = Memory(installed.memory_region(runner))
     options = HybridMLAOptions.from_env()
-    worker.backend, worker.steps = build(runner, options, worker.budget_bytes, worker.memory)
+    worker.backend, worker.steps, worker.riding = build(runner, options, worker.budget_bytes, worker.memory)
+    if worker.riding is not None:
+        _start_riding(options)
     return worker.backend
+
+
+def _start_riding(options: HybridMLAOptions) -> None:
+    """Let new tokens ride, if this SGLang has what that takes; a server runs without where nobody asked for it."""
+    from sglang_mla_ext.adapter.step.mixing import Mixing
+
+    try:
+        assert_installed([Feature.RIDING])
+    except contract.ContractError as error:
+        if options.mixed_tokens is not None:
+            raise
+        logger.warning("hybrid_mla: no new tokens ride in decode steps: %s", error)
+        worker.riding = None
+    else:
+        worker.mixing = Mixing(worker.riding)
 
 
 def after_profile_bytes(available: int, configurator: KVCacheConfigurator, *args: Any, **kwargs: Any) -> int:
@@ -221,6 +249,8 @@ def after_scheduler_init(result: None, scheduler: Scheduler, *args: Any, **kwarg
     if worker.steps is None:
         raise contract.ContractError(f"--attention-backend {BACKEND_NAME}: SGLang did not build the backend")
     worker.steps.attach(installed.TreeView(scheduler.tree_cache))
+    if worker.riding is not None:
+        worker.riding.begin(scheduler.tp_worker.model_runner)
     if scheduler.metrics_collector is not None:
         worker.metrics = Metrics(scheduler.metrics_collector.labels)
     logger.info("hybrid_mla: ready; %s", worker.steps.reports.description)
@@ -240,21 +270,70 @@ def after_forward_batch(
     passes.end()  # whatever became of it
     if model_runner.is_draft_worker or worker.steps is None or worker.scheduler is None:
         return
+    mode = forward_batch.forward_mode
+    rides = mode.is_mixed()  # what is mixed was found to ride before
+    if worker.riding is not None and mode is type(mode).EXTEND:
+        rides = worker.riding.takes(batch)
     worker.steps.before_forward(
-        forward_batch.forward_mode,
+        mode,
         batch.reqs,
         _other_requests(worker.scheduler),
         forward_batch.extend_prefix_lens_cpu or (),
         forward_batch.extend_seq_lens_cpu or (),
+        rides=rides,
+        decoding=len(batch.decoding_reqs or ()) if rides else 0,
     )
     _publish_metrics()
+
+
+def around_forward(original: Callable[..., Any], runner: ModelRunner, forward_batch: Any, *args: Any) -> Any:
+    if worker.riding is None or runner.is_draft_worker or not passes.now.rides:
+        return original(runner, forward_batch, *args)
+    return worker.riding.run(original, runner, forward_batch, passes.now, *args)
 
 
 @_guarded("checking a step")
 def after_forward(output: Any, runner: ModelRunner, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
     if worker.backend is not None and not runner.is_draft_worker:
+        computed = forward_batch if passes.now.ridden is None else passes.now.ridden
         passes.end()
-        worker.backend.end_step(forward_batch)
+        worker.backend.end_step(computed)
+
+
+def around_new_batch(original: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+    if worker.mixing is None:
+        return original(scheduler, *args, **kwargs)
+    return worker.mixing.new_batch(original, scheduler, *args, **kwargs)
+
+
+@_guarded("deciding what is mixed")
+def after_prepare_for_extend(result: None, batch: ScheduleBatch) -> None:
+    if worker.mixing is not None and worker.scheduler is not None:
+        worker.mixing.prepared(batch, worker.scheduler)
+
+
+@_guarded("counting decoded tokens", only_shows=True)
+def after_prefill_result(result: None, processor: Any, batch: ScheduleBatch, of_batch: Any) -> None:
+    if worker.mixing is not None:
+        worker.mixing.count_decoded(batch, processor.metrics_reporter, of_batch.can_run_cuda_graph)
+
+
+def after_graph_sizes(
+    sizes: tuple[list[int], list[int]], runner: ModelRunner, *args: Any, **kwargs: Any
+) -> tuple[list[int], list[int]] | None:
+    """SGLang captures no decode graph of more rows than it has places for requests."""
+    if runner.is_draft_worker:
+        return None
+    options = HybridMLAOptions.from_env()
+    tokens = riding.tokens(installed.resolved(runner.server_args), options, on_gpu=runner.device == "cuda")
+    most = budget.max_rows(sizes[0][-1], 1, tokens)
+    return riding.graph_sizes(sizes[0], most), sizes[1]
+
+
+def around_eager_registry(original: Callable[..., Any], **kwargs: Any) -> Any:
+    """Without a GPU rows ride in passes without a graph, whose buffers hold as many as there are requests."""
+    tokens = worker.riding.tokens if worker.riding is not None else 0
+    return original(**{**kwargs, "max_bs": kwargs["max_bs"] + tokens})
 
 
 def _other_requests(scheduler: Scheduler) -> list[Req]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.prefix.planner import Plan
 from sglang_mla_ext.rows import Rows
@@ -66,6 +66,8 @@ class Pass:
         prefill: of prefill, what is attended to in expanded form; None where nothing is.
         way: of a decode or verify step; set when it begins.
         takes_query: whether it attends to expanded segments, so that its layers' queries are needed before absorption.
+        rides: whether it computes new tokens, as rows of a decode step (riding.py).
+        ridden: SGLang's batch of these rows, once it runs.
         watched: what is to be looked at in the merge of the layer that runs now, if anything ever is.
     """
 
@@ -75,6 +77,8 @@ class Pass:
     prefill: PrefillPlan | None = None
     way: Way = Way.STOCK
     takes_query: bool = False
+    rides: bool = False
+    ridden: Any = None
     watched: Watched | None = None
 
     def share_nothing(self) -> None:

@@ -109,6 +109,9 @@ class Steps:
         running: Sequence[Req],
         prefix_lens: Sequence[int] = (),
         new_tokens: Sequence[int] = (),
+        *,
+        rides: bool = False,
+        decoding: int = 0,
     ) -> None:
         """Plan a forward pass, which is `passes.now` from here on: expand what is worth it, and say which requests
         share what.
@@ -119,15 +122,18 @@ class Steps:
             reqs: requests of the pass, in the order of its rows.
             running: requests that are decoding, whether or not they take part in this pass.
             prefix_lens: `[requests]` tokens that are cached; new_tokens: `[requests]` tokens to compute; in prefill.
+            rides: it is a prefill pass that runs as a decode step of its tokens (riding.py).
+            decoding: of `reqs`, the last so many are decoding, in a pass that rides.
         """
         begin = time.perf_counter()  # for a metric; ranks must decide alike, so nothing may depend on it
         if self._reached:
             self._reached, self._next_pause = False, FIRST_PAUSE
         relay.clear()
-        kind = Kind.of(mode)
+        kind = Kind.DECODE if rides else Kind.of(mode)
         verifies = kind is Kind.VERIFY
-        rows = Rows.of(new_tokens) if kind is Kind.PREFILL else Rows(len(reqs), self._queries if verifies else 1)
-        now = passes.now = Pass(kind, rows)
+        counted = rides or kind is Kind.PREFILL
+        rows = Rows.of(new_tokens) if counted else Rows(len(reqs), self._queries if verifies else 1)
+        now = passes.now = Pass(kind, rows, rides=rides)
         repaired = self._repair()
         if self._pause:
             self._pause -= 1
@@ -137,13 +143,16 @@ class Steps:
                     self.shadow.judge()
                 if kind is Kind.PREFILL:
                     if self._expander is not None:
-                        running = [req for req in running if not req.finished()]
                         now.prefill = self._plan_prefill(reqs, running, prefix_lens, new_tokens, rows)
+                elif rides:
+                    now.plan = self._plan_ride(reqs, running, prefix_lens, rows)
                 elif self._shares and verifies == (self._queries > 1):
                     now.plan = self._plan_step(reqs)
             except Exception as error:
                 self.fail("planning", error)
-        if kind.is_step:
+        if rides:
+            self.counters.count_ride(rows.total - decoding, mixed=decoding > 0)
+        if kind.is_step and (decoding or not rides):
             self.counters.count_step(now.plan, verifies=verifies)
         self.counters.count_pass(time.perf_counter() - begin)
 
@@ -243,6 +252,24 @@ class Steps:
         plan = self._prefixes.plan_decode(reqs)
         return plan if plan.segments else NOTHING_SHARED  # one object, which stays on the device
 
+    def _plan_ride(self, reqs: Sequence[Req], running: Sequence[Req], prefix_lens: Sequence[int], rows: Rows) -> Plan:
+        if not self._shares:
+            return NOTHING_SHARED
+        if self._expander is not None:
+            self._expand_before(reqs, running)
+        plan = self._prefixes.plan_rows(reqs, rows, prefix_lens)
+        return plan if plan.segments else NOTHING_SHARED
+
+    def _expand_before(self, reqs: Sequence[Req], running: Sequence[Req], affordable: int = 0) -> None:
+        """Expand what new requests share among themselves and with those that are decoding."""
+        running = [req for req in running if not req.finished()]
+        if len(reqs) + len(running) > self._max_requests:
+            running = []  # so many will share no decode step; those of this one may share it
+        if len(reqs) <= self._max_requests:
+            self._prefixes.before_prefill(reqs, running, affordable)
+        else:
+            self.counters.fall_back(f"more than {self._max_requests} requests in a batch")
+
     def _plan_prefill(
         self,
         reqs: Sequence[Req],
@@ -252,12 +279,7 @@ class Steps:
         rows: Rows,
     ) -> PrefillPlan | None:
         affordable = self._prefill.affordable(prefix_lens) if self._prefill is not None else 0
-        if len(reqs) + len(running) > self._max_requests:
-            running = []  # so many will share no decode step; those of this one may share it
-        if len(reqs) <= self._max_requests:
-            self._prefixes.before_prefill(reqs, running, affordable)
-        else:
-            self.counters.fall_back(f"more than {self._max_requests} requests in a batch")
+        self._expand_before(reqs, running, affordable)
         if self._prefill is None:
             return None
         plan = self._prefixes.plan_prefill(reqs, prefix_lens, new_tokens, always=affordable > 0)

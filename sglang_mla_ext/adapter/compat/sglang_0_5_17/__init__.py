@@ -15,7 +15,7 @@ from sglang_mla_ext.adapter.compat.sglang_0_5_17.read_of_backend import READ_OF_
 from sglang_mla_ext.adapter.compat.sglang_0_5_17.used_at_start import USED_AT_START
 from sglang_mla_ext.adapter.compat.sglang_0_5_17.used_by_features import USED_BY_FEATURES
 from sglang_mla_ext.adapter.compat.sglang_0_5_17.used_in_a_pass import USED_IN_A_PASS
-from sglang_mla_ext.adapter.compat.shared_nodes import Forks, all_above, find_with
+from sglang_mla_ext.adapter.compat.shared_nodes import Forks, all_above, find_with, with_whole_paths
 from sglang_mla_ext.adapter.compat.table import Changes
 from sglang_mla_ext.prefix.tree import SharedTree
 
@@ -92,7 +92,9 @@ class TreeView:
         """See prefix.tree.Tree."""
         return list(map(_LAST_NODE, requests))
 
-    def shared(self, requests: Sequence[Req], also: Collection[NodeHandle] = ()) -> SharedTree:
+    def shared(
+        self, requests: Sequence[Req], also: Collection[NodeHandle] = (), whole: Collection[int] = ()
+    ) -> SharedTree:
         """See prefix.tree.Tree. A node that somebody else holds, or that is being copied to the host, is listed too.
 
         A call with `also` walks up all that the requests hold alone; others do so once for each request. What they find
@@ -100,7 +102,7 @@ class TreeView:
         """
         ends = list(map(_LAST_NODE, requests))
         forks, all_found = find_with(ends, {handle.node for handle in also}) if also else self._forks.find(ends)
-        nodes, parents, deepest, complete = all_above(forks)
+        nodes, parents, deepest, complete = all_above(with_whole_paths(forks, ends, whole))
         listed = self._listed
         known, handles, node_ends = {}, [], []
         for node, parent in zip(nodes, parents, strict=True):
@@ -256,6 +258,11 @@ def linear_layers(args: ServerArgs) -> Any:
 def prefill_graph_backend(args: ServerArgs) -> str:
     """How prefill is captured in CUDA graphs; "disabled" where it is not. `args` are resolved."""
     return str(args.cuda_graph_config.prefill.backend)
+
+
+def decode_graph_backend(args: ServerArgs) -> str:
+    """How decode is captured in CUDA graphs; "disabled" where it is not. `args` are resolved."""
+    return str(args.cuda_graph_config.decode.backend)
 
 
 def further_findings(args: ServerArgs) -> list[Finding]:

@@ -45,8 +45,59 @@ GPU = needed_for(
         "softmax_scale causal",
     ),
 )
+_BATCH = "managers.schedule_batch.ScheduleBatch"
+_FORWARD_BATCH = "model_executor.forward_batch_info.ForwardBatch"
+_RESULTS = "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+_REPORTER = "managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
+
+RIDING = needed_for(
+    Feature.RIDING,
+    *function(
+        "model_executor.model_runner.ModelRunner._forward_raw", "self forward_batch", "rows in place of new tokens"
+    ),
+    *attributes("model_executor.model_runner.ModelRunner", "decode_cuda_graph_runner", "how many rows fit"),
+    *function(
+        "model_executor.runner.base_cuda_graph_runner.get_batch_sizes_to_capture",
+        "model_runner captured_req_width",
+        "graphs of more rows than requests",
+    ),
+    *function("distributed.parallel_state.get_tp_group", "", "whether all ranks agree"),
+    *attributes("model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner", "max_bs", "the same"),
+    *function(f"{_SCHEDULER}._get_new_batch_prefill_raw", "self", "mixing batch by batch", "running_batch"),
+    *function(f"{_SCHEDULER}.get_num_allocatable_reqs", "self running_bs", "how many can be let in"),
+    *attributes(
+        _SCHEDULER,
+        "chunked_prefill_size chunked_req is_mixed_chunk page_size tp_worker waiting_queue",
+        "mixing batch by batch",
+    ),
+    *methods(_BATCH, "prepare_for_extend is_empty", "the same"),
+    *function(f"{_BATCH}.check_decode_mem", "self", "whether running requests find a place in a mixed batch"),
+    *attributes(
+        _BATCH,
+        """
+        batch_is_full decoding_reqs encoder_lens extend_lens extend_logprob_start_lens extend_num_tokens
+        hicache_consumer_index input_embeds is_prefill_only multimodal_inputs prefix_lens replace_embeds reqs
+        return_hidden_states return_logprob seq_lens_cpu
+        """,
+        "what rides",
+    ),
+    *attributes(
+        _FORWARD_BATCH,
+        """
+        extend_seq_lens global_forward_mode is_extend_in_batch is_prefill_only lora_ids mm_inputs orig_seq_lens
+        positions return_logprob rids seq_lens_cpu seq_lens_sum token_ids_logprobs top_logprobs_nums
+        """,
+        "new tokens as rows",
+    ),
+    *methods("model_executor.forward_batch_info.ForwardMode", "is_mixed", "what is mixed"),
+    *function(f"{_RESULTS}.process_batch_result_prefill", "self batch result", "counting what mixed batches decode"),
+    *attributes(_RESULTS, "metrics_reporter", "the same"),
+    *attributes(_REPORTER, "forward_ct_decode num_generated_tokens", "the same"),
+    *function(f"{_REPORTER}.report_decode_stats", "self can_run_cuda_graph running_batch", "the same"),
+)
 CPU = needed_for(
     Feature.CPU,
+    *function("model_executor.cuda_graph_buffer_registry.build_eager_registry", "", "rows without a graph", "max_bs"),
     *function(f"{_TORCH}.__init__", "self model_runner", "the stock backend"),
     *function(f"{_TORCH}.init_forward_metadata", "self forward_batch", "the same"),
     *function(f"{_TORCH}.forward_decode", _FORWARD_PARAMS, "the same"),
@@ -212,5 +263,5 @@ EXAMINING = needed_for(
 
 USED_BY_FEATURES = (
     *(*GPU, *CPU, *DRAFTS, *SMALL_DRAFTS, *HOST_CACHE, *DISAGGREGATION),
-    *(*FP8, *MEMORY_SAVER, *ROUTING, *STATUS, *EXAMINING),
+    *(*FP8, *MEMORY_SAVER, *RIDING, *ROUTING, *STATUS, *EXAMINING),
 )

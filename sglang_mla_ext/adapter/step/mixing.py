@@ -1,0 +1,112 @@
+"""Running requests and new tokens in one step, through SGLang's own MIXED batches.
+
+SGLang mixes by a flag of the server, and then in every prefill pass. Here the flag is set for each batch: only what
+rides (riding.py) may be mixed, because an eager mixed pass would expand the whole prefix for every running request. The
+flag is read twice in `Scheduler._get_new_batch_prefill_raw`: when tokens are allotted, which is where they are bounded,
+and behind `ScheduleBatch.prepare_for_extend`, which is where the batch is known and it is decided.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang_mla_ext.adapter.step.riding import Riding
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+
+MOST_STEPS = 6
+"""Mixed steps that the tokens that wait may take. More would come sooner in an eager pass, which takes about as long as six
+mixed steps, and serves all who wait at its end."""
+
+FIRST_GUESS = 128.0
+"""New tokens of a request, before there was one."""
+
+
+class Mixing:
+    """Of one scheduler. All ranks have the same requests and decide alike."""
+
+    def __init__(self, riding: Riding) -> None:
+        self._riding = riding
+        self._running: ScheduleBatch | None = None  # of the batch that is being made, if it may be mixed
+        self._tokens_each = FIRST_GUESS  # new tokens of a request, on average of the last ones
+        self._left = 0  # new tokens of the prompt that is being computed in pieces
+
+    def new_batch(self, make: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+        """`Scheduler._get_new_batch_prefill_raw`: the next prefill batch, perhaps with running requests in it.
+
+        Args:
+            make: the original; kwargs: its `running_batch` among them.
+        """
+        running, size = kwargs["running_batch"], scheduler.chunked_prefill_size
+        scheduler.is_mixed_chunk = False
+        tokens = self._new_tokens(scheduler, running)
+        if not tokens:
+            return make(scheduler, *args, **kwargs)
+        count = len(running.reqs)
+        scheduler.is_mixed_chunk, self._running = True, running
+        scheduler.chunked_prefill_size = min(tokens, size) + count  # SGLang takes the running ones off
+        try:
+            batch, left = make(scheduler, *args, **kwargs)
+        finally:
+            scheduler.is_mixed_chunk, self._running = False, None
+            scheduler.chunked_prefill_size = size
+        if batch is not None and batch.forward_mode.is_mixed():
+            # SGLang 0.5.17 takes it that running requests were in the pass before, whose tokens are still to come.
+            lens = zip(batch.seq_lens_cpu.tolist(), batch.extend_lens, strict=True)
+            batch.prefix_lens = [total - new for total, new in lens]
+            if len(batch.decoding_reqs) < count:
+                left.batch_is_full = False  # those that ended in the step before have left their places
+        return batch, left
+
+    def _new_tokens(self, scheduler: Scheduler, running: ScheduleBatch) -> int:
+        """New tokens that a mixed step may have now; 0 where what waits had better have a pass of its own."""
+        size = scheduler.chunked_prefill_size
+        if size is None or running.is_empty() or running.return_logprob:
+            return 0
+        tokens = min(self._riding.tokens, self._riding.most_rows - len(running.reqs), size)
+        tokens = tokens // scheduler.page_size * scheduler.page_size  # a prompt is cut into whole pages
+        places = scheduler.get_num_allocatable_reqs(len(running.reqs))
+        waiting = max(min(len(scheduler.waiting_queue), places), 0) * self._tokens_each
+        if scheduler.chunked_req is not None:
+            waiting += self._left
+        return tokens if 0 < waiting <= MOST_STEPS * tokens else 0
+
+    def prepared(self, batch: ScheduleBatch, scheduler: Scheduler) -> None:
+        """`ScheduleBatch.prepare_for_extend` is through: decide whether the batch is mixed. It is not where that fails."""
+        if (chunked := scheduler.chunked_req) is not None and chunked in batch.reqs:
+            place = batch.reqs.index(chunked)
+            self._left = _length(chunked) - batch.prefix_lens[place] - batch.extend_lens[place]
+        if self._running is None:
+            return
+        scheduler.is_mixed_chunk = False
+        self._tokens_each = 0.9 * self._tokens_each + 0.1 * batch.extend_num_tokens / len(batch.reqs)
+        may_mix = not batch.return_logprob and self._riding.takes(batch, len(self._running.reqs))
+        # SGLang 0.5.17 does not look whether the running ones find a place behind those that were let in.
+        scheduler.is_mixed_chunk = may_mix and self._running.check_decode_mem()
+
+    @staticmethod
+    def count_decoded(batch: ScheduleBatch, reporter: Any, can_run_graph: bool) -> None:
+        """A mixed batch has been processed, which SGLang does as prefill: count its running requests as it counts those
+        of a decode batch.
+
+        Args:
+            reporter: SGLang's metrics of the scheduler.
+        """
+        if not batch.decoding_reqs:
+            return
+        decoded = copy.copy(batch)
+        decoded.reqs = batch.decoding_reqs
+        reporter.num_generated_tokens += len(decoded.reqs)
+        for req in decoded.reqs:
+            if not req.is_retracted:
+                req.time_stats.set_last_decode_finish_time()
+        reporter.forward_ct_decode = (reporter.forward_ct_decode + 1) % (1 << 30)
+        reporter.report_decode_stats(can_run_graph, running_batch=decoded)
+
+
+def _length(req: Req) -> int:
+    return len(req.origin_input_ids) + len(req.output_ids)

@@ -1,0 +1,185 @@
+"""New tokens that ride in a decode step: a short prefill as rows of the CUDA graph that is captured for decode anyway.
+
+SGLang launches a prefill pass of MLA kernel by kernel, so the host sets its time. A decode graph takes for each row a
+token, a position, a request's place in the table of slots, a length and a slot to write to, and each layer writes the
+keys of all rows before it attends. So T new tokens of a request are T rows with one place and lengths that grow by one:
+each sees what came before it, and over an expanded prefix it costs what a decode row costs.
+
+To SGLang's scheduler such a pass is the extend that it planned; with running requests in it (mixing.py), a MIXED one.
+Only while the model runs is it a decode step, and its logits are then those of each request's last row.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_mla_ext.adapter.step.passes import Pass
+from sglang_mla_ext.observe import Counters
+from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+from sglang_mla_ext.rows import Rows
+from sglang_mla_ext.segment import Mode
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+EAGER_LAYER_S = 1e-3
+"""What the host takes to launch a layer of a prefill pass: 76 ms for 24 layers where it was profiled, on a slow host;
+taken for a third of that, so that a pass rides only where it is sooner on fast ones too."""
+
+
+class Riding:
+    """Which passes ride, and how.
+
+    Attributes:
+        most_rows: that a pass may have.
+        tokens: new tokens that a step with running requests may have.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokens: int,
+        most_rows: int,
+        prefixes: SharedPrefixes,
+        cost: CostModel,
+        counters: Counters,
+        grouped: bool,
+        eager_layer_s: float = EAGER_LAYER_S,
+        agree: Callable[[bool], bool] = bool,
+    ) -> None:
+        """
+        Args:
+            grouped: whether rows of one request can read its own history together.
+            eager_layer_s: seconds a layer from which attention of the riding rows is dearer than a pass of its own.
+            agree: whether all ranks that compute together say yes; each of them asks.
+        """
+        self.tokens, self.most_rows = tokens, most_rows
+        self._prefixes, self._cost, self._counters = prefixes, cost, counters
+        self._modes = [Mode.ABSORB, *([Mode.GROUPED_ABSORB] if grouped else [])]
+        self._eager_layer_s, self._agree = eager_layer_s, agree
+
+    def begin(self, runner: ModelRunner) -> None:
+        """SGLang has captured its graphs: say how far they reach."""
+        if (graphs := runner.decode_cuda_graph_runner) is not None:
+            self.most_rows = min(self.most_rows, graphs.max_bs)
+            logits_gib = graphs.max_bs * runner.model_config.vocab_size * 4 / (1 << 30)
+            logger.info(
+                "hybrid_mla: up to %d new tokens ride in a decode step; for that there are graphs of up to %d rows, "
+                "whose logits take %.2f GiB",
+                self.tokens,
+                self.most_rows,
+                logits_gib,
+            )
+
+    def takes(self, batch: ScheduleBatch, running: int = 0) -> bool:
+        """Whether the pass of an extend batch rides; why not is counted.
+
+        Args:
+            batch: prepared, without those that are decoding.
+            running: requests that are to decode in the same pass.
+        """
+        reason = refusal(batch)
+        if reason is None and batch.extend_num_tokens + running > self.most_rows:
+            reason = f"more than {self.most_rows} rows"
+        if reason is None and not self._agree(self._is_sooner(batch)):
+            reason = "a pass of its own is sooner"
+        if reason is not None:
+            self._counters.not_ridden[reason] += 1
+        return reason is None
+
+    def _is_sooner(self, batch: ScheduleBatch) -> bool:
+        """Whether riding is predicted to be sooner than a pass of its own, for as much as is expanded now."""
+        try:
+            seconds = self.seconds(batch.reqs, batch.prefix_lens, batch.extend_lens)
+        except Exception as error:  # the other ranks wait for an answer
+            self._counters.fall_back(f"predicting a riding pass failed: {type(error).__name__}", error)
+            return False
+        return seconds <= self._eager_layer_s
+
+    def seconds(self, reqs: Sequence[Req], prefix_lens: Sequence[int], new_tokens: Sequence[int]) -> float:
+        """Attention of new rows, a layer.
+
+        Args:
+            prefix_lens: `[requests]` tokens that are cached; new_tokens: `[requests]` rows.
+        """
+        cost, total = self._cost, 0.0
+        expanded_lens = self._prefixes.expanded_lens(reqs, prefix_lens)
+        for rows, prefix, expanded in zip(new_tokens, prefix_lens, expanded_lens, strict=True):
+            total += cost.work_seconds(Mode.NAIVE, rows, expanded)
+            total += min(cost.work_seconds(mode, rows, prefix - expanded) for mode in self._modes)
+            total += cost.work_seconds(Mode.ABSORB, rows, (rows + 1) // 2)
+        return total
+
+    def run(self, forward: Callable[..., Any], runner: Any, batch: ForwardBatch, now: Pass, *args: Any) -> Any:
+        """`ModelRunner._forward_raw` of a pass that rides.
+
+        Args:
+            forward: the original; batch: the extend that SGLang asked for; now: the pass.
+        Returns:
+            its output, with the logits of each request's last row.
+        """
+        now.ridden = as_rows(batch, now.rows)
+        last = torch.cumsum(batch.extend_seq_lens, dim=0) - 1
+        output = forward(runner, now.ridden, *args)
+        logits = output.logits_output
+        logits.next_token_logits = logits.next_token_logits[last]
+        return output
+
+
+def refusal(batch: ScheduleBatch) -> str | None:
+    """Why a batch cannot ride, whatever it costs; None where it can."""
+    inputs = zip(batch.extend_lens, batch.extend_logprob_start_lens, strict=True)
+    reasons = {
+        "embeddings as input": batch.input_embeds is not None or batch.replace_embeds is not None,
+        "images or other media": any(each is not None for each in batch.multimodal_inputs or ()),
+        "an encoder": batch.encoder_lens is not None,
+        "hidden states": batch.return_hidden_states,
+        "input log-probabilities": batch.return_logprob and any(length > start for length, start in inputs),
+        "nothing is generated": batch.is_prefill_only,
+        "rows are on their way from the host": batch.hicache_consumer_index >= 0,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def as_rows(batch: ForwardBatch, rows: Rows) -> ForwardBatch:
+    """An extend batch as a decode batch of its tokens.
+
+    Args:
+        batch: stays as it is: SGLang samples with it.
+        rows: as many of each request as it has new tokens.
+    """
+    mode = type(batch.forward_mode)
+    found = copy.copy(batch)
+    for field in fields(batch):
+        if field.name.startswith("extend_"):
+            setattr(found, field.name, None)
+    found.forward_mode = mode.DECODE
+    if found.global_forward_mode is not None:
+        found.global_forward_mode = mode.DECODE
+    found.batch_size = rows.total
+    found.req_pool_indices = _repeat(batch.req_pool_indices, batch.extend_seq_lens, rows.total)
+    found.seq_lens = (batch.positions + 1).to(batch.seq_lens.dtype)
+    found.orig_seq_lens = found.seq_lens.to(batch.orig_seq_lens.dtype)
+    counts = torch.tensor(batch.extend_seq_lens_cpu)
+    first_lens = torch.tensor(batch.extend_prefix_lens_cpu) + 1 - (counts.cumsum(0) - counts)
+    found.seq_lens_cpu = (_repeat(first_lens, counts, rows.total) + torch.arange(rows.total)).to(torch.int64)
+    found.seq_lens_sum = int(found.seq_lens_cpu.sum())
+    found.lora_ids, found.rids = (rows.repeat(each) for each in (batch.lora_ids, batch.rids))
+    found.return_logprob = found.is_extend_in_batch = found.is_prefill_only = False
+    found.top_logprobs_nums = found.token_ids_logprobs = found.mm_inputs = None
+    return found
+
+
+def _repeat(values: torch.Tensor, counts: torch.Tensor, total: int) -> torch.Tensor:
+    return torch.repeat_interleave(values, counts, output_size=total)
