@@ -46,15 +46,15 @@ def main(
     model: Annotated[Path | None, typer.Option(exists=True, help="A model's folder in place of --rank.")] = None,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the rank.")] = LAYERS,
     backend: Annotated[list[str] | None, typer.Option(help="Attention backend, and its flags; repeatable.")] = None,
-    workload: Annotated[list[str] | None, typer.Option(help=f"{', '.join(KINDS)}; repeatable [short].")] = None,
-    prompt_tokens: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable [7069 and 26472].")] = None,
-    concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Requests at a time; repeatable [128].")] = None,
+    workload: Annotated[list[str] | None, typer.Option(help=f"{', '.join(KINDS)}; repeatable (short).")] = None,
+    prompt_tokens: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable (7069 and 26472).")] = None,
+    concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Requests at a time; repeatable (128).")] = None,
     answers: Annotated[int, typer.Option(min=2, help="Of all but decode: so many times --concurrency.")] = 6,
     output_tokens: Annotated[int, typer.Option(min=16, help="Of each answer of decode.")] = 256,
     stream_interval: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of an answer in one piece [decode 16, others 1].")
+        int | None, typer.Option(min=1, help="Tokens of an answer in one piece (16 of decode, 1 of others).")
     ] = None,
-    gpus: Annotated[str | None, typer.Option(help="Such as 0,1: so many servers at a time [one].")] = None,
+    gpus: Annotated[str | None, typer.Option(help="Such as 0,1: so many servers at a time (one).")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often each case is measured on each server.")] = 1,
     swap: Annotated[
         bool, typer.Option("--swap", help="Once more with servers in reverse order, or on the others' GPUs.")
