@@ -43,11 +43,11 @@ from bench.client import (
 from bench.profile import NoTraceError
 from bench.records import write_record
 from bench.server import (
-    ON_GPU,
     ServerFailedError,
     Started,
     console_of,
     free_port,
+    load_arguments,
     server_info,
     started_server,
     work_folder,
@@ -60,6 +60,7 @@ from bench.workload_runs import (
     record_run,
     run_workload,
     runs_tables,
+    server_case,
 )
 from bench.workloads import published_lengths, read_workloads
 from rich.table import Table
@@ -194,11 +195,7 @@ def main(
                 if out:
                     record(out, result, number, server_case(url, dims), questions, output_tokens)
 
-    # Twice the requests: at exactly their number SGLang sometimes holds one back, and the batch is never full.
-    common = [*shlex.split(" ".join(server_arg or [])), "--model-path", model]
-    common += ["--max-running-requests", str(2 * most_requests)]
-    if ON_GPU:
-        common += ["--cuda-graph-max-bs-decode", str(most_requests)]
+    common = [*shlex.split(" ".join(server_arg or [])), *load_arguments(model, most_requests)]
 
     def start(number: int, servers: contextlib.ExitStack) -> Started:
         """Start a backend's server, which ends with `servers`."""
@@ -225,20 +222,6 @@ def main(
         console.print(table)
     if failed:
         raise typer.Exit(1)
-
-
-def server_case(url: str, dims: ModelDims | None) -> dict[str, Any]:
-    """What a record's case says of a server, and of its model if that is known."""
-    info = server_info(url)
-    case = {
-        "dtype": info.get("dtype"),
-        "kv_cache_dtype": info.get("kv_cache_dtype"),
-        "tp": info.get("tp_size"),
-        "client": "http",
-    }
-    if info.get("dp_size", 1) > 1:
-        case["dp"] = info["dp_size"]
-    return case | ({"layers": dims.num_layers, "heads": dims.num_heads} if dims else {})
 
 
 def measure(

@@ -20,6 +20,8 @@ SCRIPT = Path(__file__).resolve().parents[1] / "bench_client.py"
 HYBRID = "hybrid_mla"
 # The full batch must last for this share of the longest request's decoding, or its throughput does not count.
 SMALLEST_FULL_SHARE = 0.25
+# Servers are ready when a client starts; one that was stopped since must not be waited for.
+READY_S = 5
 # The client takes longer to import than many a measurement: it is imported once, in a process that is forked for each.
 IMPORTED = ("sglang_mla_ext.launch_server", "sglang.benchmark.serving")  # the first puts stand-ins in place on a CPU
 
@@ -65,6 +67,7 @@ def run_client(
         data, output = Path(folder) / "requests.jsonl", Path(folder) / "result.jsonl"
         data.write_text("".join(json.dumps(line) + "\n" for line in lines))
         flags = {"base-url": url, "warmup-requests": warm_up, "output-file": output, "seed": seed}
+        flags["ready-check-timeout-sec"] = READY_S
         if at_a_time is not None:
             flags["max-concurrency"] = at_a_time
         arguments = [str(data), "--output-details", "--disable-tqdm"]
@@ -100,8 +103,9 @@ def _client(script: Path, arguments: list[str], log: Path) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
-def full_batch_rate(first_s: np.ndarray, gaps_s: list[np.ndarray]) -> float | None:
-    """Tokens per second over the time in which every request is between its first and its last token.
+def full_batch(first_s: np.ndarray, gaps_s: list[np.ndarray]) -> tuple[float, float] | None:
+    """Tokens per second, and the median time between two tokens of an answer, over the time in which every request is
+    between its first and its last token.
 
     Args:
         first_s: `[requests]` time to the first token; all were sent at the same time.
@@ -114,8 +118,14 @@ def full_batch_rate(first_s: np.ndarray, gaps_s: list[np.ndarray]) -> float | No
     longest = max((t[-1] - first for t, first in zip(times, first_s, strict=True) if len(t)), default=0.0)
     if end - begin < SMALLEST_FULL_SHARE * longest or end <= begin:
         return None
-    tokens = sum(int(np.count_nonzero((t > begin) & (t <= end))) for t in times)
-    return tokens / float(end - begin)
+    within = np.concatenate([gaps[(t > begin) & (t <= end)] for t, gaps in zip(times, gaps_s, strict=True)])
+    return len(within) / float(end - begin), float(np.median(within))
+
+
+def full_batch_rate(first_s: np.ndarray, gaps_s: list[np.ndarray]) -> float | None:
+    """The first of `full_batch`."""
+    found = full_batch(first_s, gaps_s)
+    return None if found is None else found[0]
 
 
 def steady_rate(first_s: np.ndarray, gaps_s: list[np.ndarray], at_a_time: int) -> float | None:
@@ -154,7 +164,8 @@ def sharing_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, 
 
     Returns:
         `mode` of most decode steps, `steps` by mode, `group_size` as the mean over groups and steps (0 without any),
-        `prefills` over expanded prefixes, `expansions`, and `fallbacks` by reason where there are any.
+        `prefills` over expanded prefixes, `expansions`, `fallbacks` by reason where there are any, and `counters`:
+        all that gained anything, under the server's names.
     """
     if HYBRID not in after:
         return None
@@ -168,6 +179,7 @@ def sharing_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, 
         "group_size": round((read + saved) / read, 1) if read else 0,
         "prefills": gained["prefills_naive"],
         "expansions": gained["expansions"],
+        "counters": {name: count for name, count in gained.items() if count},
     }
     if fallbacks := Counter(later["fallbacks"]) - Counter(earlier["fallbacks"]):
         sharing["fallbacks"] = dict(fallbacks)

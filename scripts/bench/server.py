@@ -174,6 +174,13 @@ def server_command(
     return command, os.environ | ({} if ON_GPU else CPU_ENVIRONMENT)
 
 
+def load_arguments(model: str, most_requests: int) -> list[str]:
+    """A server's flags for a model, and for as many requests at a time."""
+    # Twice the requests: at exactly their number SGLang sometimes holds one back, and the batch is never full.
+    arguments = ["--model-path", model, "--max-running-requests", str(2 * most_requests)]
+    return arguments + (["--cuda-graph-max-bs-decode", str(most_requests)] if ON_GPU else [])
+
+
 class Process(Protocol):
     """What this module needs of `subprocess.Popen`."""
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from bench.client import (
     HYBRID,
     describe_sharing,
-    full_batch_rate,
+    full_batch,
     plan_ms_between,
     run_client,
     sampling,
@@ -28,6 +28,7 @@ from bench.profile import Profile, Profiler
 from bench.records import write_record
 from bench.server import server_info
 from bench.workloads import Workload
+from sglang_mla_ext.prefix.cost_model import ModelDims
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Timings:
             and the 99th percentile. None where no answer has two.
         plan_ms_per_step: the host's mean time to plan a forward pass; None for a stock backend.
         sharing: of `sharing_between`.
+        decode_itl_ms: time between two tokens while every request decodes, the median; None as `decode_tok_s`.
     """
 
     duration_s: float
@@ -58,6 +60,7 @@ class Timings:
     itl_p99_ms: float | None
     plan_ms_per_step: float | None
     sharing: dict[str, Any] | None
+    decode_itl_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -71,13 +74,19 @@ class Run:
 
 
 def run_workload(
-    url: str, workload: Workload, seed: int, log: Path, watch: AbstractContextManager[Any] | None = None
+    url: str,
+    workload: Workload,
+    seed: int,
+    log: Path,
+    watch: AbstractContextManager[Any] | None = None,
+    warm_up: Workload | None = None,
 ) -> Timings:
     """Empty the server's cache, put the shared prompts into it, and run a workload.
 
     Args:
         log: file that takes the client's output.
         watch: is entered while the workload runs.
+        warm_up: runs before, on what is in the cache, and is not counted.
     Raises:
         ClientFailedError: not all was answered.
         requests.RequestException: the server is not idle, or refuses a prompt.
@@ -86,20 +95,27 @@ def run_workload(
     for prompt in workload.cached:
         cache: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling(1, 1)}
         requests.post(f"{url}/generate", json=cache, timeout=600).raise_for_status()
+    if warm_up:
+        send(url, warm_up, seed, log)
     before = server_info(url)
     with watch or nullcontext():
-        details = run_client(
-            url,
-            client_lines(workload),
-            requests=workload.requests,
-            output_tokens=workload.output_tokens,
-            log=log,
-            at_a_time=workload.at_a_time,
-            warm_up=0,
-            seed=seed,
-        )
+        details = send(url, workload, seed, log)
     after = server_info(url)
     return timings(details, workload, sharing_between(before, after), plan_ms_between(before, after))
+
+
+def send(url: str, workload: Workload, seed: int, log: Path) -> dict[str, Any]:
+    """Send a workload's requests; the result and what is raised are `run_client`'s."""
+    return run_client(
+        url,
+        client_lines(workload),
+        requests=workload.requests,
+        output_tokens=workload.output_tokens,
+        log=log,
+        at_a_time=workload.at_a_time,
+        warm_up=0,
+        seed=seed,
+    )
 
 
 def client_lines(workload: Workload) -> list[dict[str, Any]]:
@@ -124,10 +140,11 @@ def timings(
     gaps = [np.array(of_request) for of_request in details["itls"]]
     between = np.concatenate(gaps)
     single = workload.requests == len(workload.sessions)
+    full = full_batch(first, gaps) if workload.all_at_once else None
     return Timings(
         duration_s=details["duration"],
         output_tok_s=workload.output_tokens / details["duration"],
-        decode_tok_s=full_batch_rate(first, gaps) if workload.all_at_once else None,
+        decode_tok_s=full[0] if full else None,
         steady_tok_s=steady_rate(first, gaps, workload.concurrency) if single else None,
         ttft_ms=float(np.median(first)) * 1e3,
         ttft_p99_ms=float(np.percentile(first, 99)) * 1e3,
@@ -136,7 +153,22 @@ def timings(
         itl_p99_ms=float(np.percentile(between, 99)) * 1e3 if len(between) else None,
         plan_ms_per_step=plan_ms,
         sharing=sharing,
+        decode_itl_ms=full[1] * 1e3 if full else None,
     )
+
+
+def server_case(url: str, dims: ModelDims | None) -> dict[str, Any]:
+    """What a record's case says of a server, and of its model if that is known."""
+    info = server_info(url)
+    case = {
+        "dtype": info.get("dtype"),
+        "kv_cache_dtype": info.get("kv_cache_dtype"),
+        "tp": info.get("tp_size"),
+        "client": "http",
+    }
+    if info.get("dp_size", 1) > 1:
+        case["dp"] = info["dp_size"]
+    return case | ({"layers": dims.num_layers, "heads": dims.num_heads} if dims else {})
 
 
 def record_run(out: Path, run: Run, server: dict[str, Any]) -> None:
@@ -155,6 +187,7 @@ def record_run(out: Path, run: Run, server: dict[str, Any]) -> None:
         output_tok_s=round(measured.output_tok_s, 1),
         decode_tok_s=rounded(measured.decode_tok_s, 1),
         step_ms=rounded(step_ms(run), 4),
+        decode_itl_ms=rounded(measured.decode_itl_ms, 3),
         steady_tok_s=rounded(measured.steady_tok_s, 1),
         ttft_ms=round(measured.ttft_ms, 1),
         ttft_p99_ms=round(measured.ttft_p99_ms, 1),
@@ -229,6 +262,8 @@ def describe_run(run: Run) -> str:
     """One line for the console."""
     measured = run.timings
     steady = f" ({measured.steady_tok_s:,.0f} while others wait)" if measured.steady_tok_s else ""
+    if measured.decode_itl_ms:
+        steady += f", {measured.decode_itl_ms:,.2f} ms between tokens while all decode"
     parts = [
         f"{run.workload.title}, run {run.number}: {measured.output_tok_s:,.0f} tok/s{steady}",
         f"first token {measured.ttft_ms:,.0f} ms, last request's {measured.ttft_last_ms:,.0f} ms",
@@ -239,6 +274,7 @@ def describe_run(run: Run) -> str:
 COLUMNS = (
     ("output\ntok/s", "output_tok_s", ",.0f"),
     ("decode\ntok/s", "decode_tok_s", ",.0f"),
+    ("\nITL ms", "decode_itl_ms", ",.2f"),
     ("steady\ntok/s", "steady_tok_s", ",.0f"),
     ("TTFT ms\np50", "ttft_ms", ",.0f"),
     ("\np99", "ttft_p99_ms", ",.0f"),
@@ -249,9 +285,13 @@ COLUMNS = (
 )
 
 
+COMPARED = ("steady_tok_s", "decode_tok_s", "output_tok_s")
+"""A ratio is of the first of these that a workload has."""
+
+
 def runs_tables(runs: Iterable[Run], backends: Sequence[str]) -> list[Table]:
     """A table for each workload with a row for each backend: the medians over its runs, and the throughput's ratio to
-    the first stock backend's."""
+    the first stock backend's, while others wait or while all decode where that was measured."""
     found: dict[str, dict[str, list[Timings]]] = {}
     for run in runs:
         found.setdefault(run.workload.title, {}).setdefault(run.backend, []).append(run.timings)
@@ -262,10 +302,11 @@ def runs_tables(runs: Iterable[Run], backends: Sequence[str]) -> list[Table]:
         table.add_column("backend", overflow="fold")
         for name in ("runs", *(name for name, _, _ in COLUMNS), f"tok/s vs\n{stock}" if stock else "ratio"):
             table.add_column(name, justify="right")
-        reference = middle(by_backend.get(stock, ()) if stock else (), "output_tok_s")
+        stocks = {name: middle(by_backend.get(stock, ()) if stock else (), name) for name in COMPARED}
+        compared, reference = next(((name, rate) for name, rate in stocks.items() if rate), (COMPARED[-1], None))
         for backend in sorted(by_backend, key=backends.index):
             of_case = by_backend[backend]
-            rate = middle(of_case, "output_tok_s")
+            rate = middle(of_case, compared)
             table.add_row(
                 backend,
                 str(len(of_case)),

@@ -17,6 +17,15 @@ def test_rate_counts_only_the_full_batch():
     assert client.full_batch_rate(first, gaps) == pytest.approx(400, rel=0.02)
 
 
+def test_the_step_is_the_median_of_the_full_batch():
+    """What is slower before the last first token, and after the first end, does not count; nor does one long pause."""
+    first = np.array([0.1, 0.5])
+    pause = np.concatenate([np.full(20, 0.01), [0.3], np.full(79, 0.01)])
+    gaps = [np.concatenate([np.full(4, 0.1), pause]), np.concatenate([pause, np.full(40, 0.05)])]
+    rate, step = client.full_batch(first, gaps)
+    assert step == pytest.approx(0.01) and rate == pytest.approx(200 / 1.29, rel=0.02)
+
+
 def test_rate_leaves_out_the_last_requests_of_a_drained_batch():
     """One request is slower at the end, alone: it does not count."""
     gaps = [np.full(100, 0.01), np.concatenate([np.full(100, 0.01), np.full(50, 0.05)])]
@@ -33,7 +42,7 @@ def test_rate_leaves_out_the_last_requests_of_a_drained_batch():
     ids=["apart", "single token", "moment"],
 )
 def test_no_rate_where_the_batch_was_never_full_for_long(first, gaps):
-    assert client.full_batch_rate(np.array(first), gaps) is None
+    assert client.full_batch_rate(np.array(first), gaps) is client.full_batch(np.array(first), gaps) is None
 
 
 def test_the_steady_rate_ends_where_the_last_request_begins():
@@ -74,6 +83,8 @@ def test_planning_time_is_a_mean_over_passes(passes, seconds, expected):
 def test_sharing_is_what_the_counters_gained():
     sharing = client.sharing_between(info(5, 7, 100, 300), info(105, 17, 1100, 7300))
     steps = {"naive": 100, "absorb": 10}
+    counters = {"steps_naive": 100, "steps_absorb": 10, "shared_tokens_read": 1000, "shared_tokens_saved": 7000}
+    assert sharing.pop("counters") == counters
     assert sharing == {"mode": "naive", "steps": steps, "group_size": 8, "prefills": 0, "expansions": 0}
     assert client.describe_sharing(sharing) == ["steps: 100 naive, 10 absorb; groups of 8"]
 

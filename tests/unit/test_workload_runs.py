@@ -51,14 +51,15 @@ def test_percentiles() -> None:
 
 def test_the_full_batch_counts_where_all_are_sent_at_once() -> None:
     result = details([0.1] * 4, [[0.01] * 100] * 4)
-    assert timings(result, workload(), None, None).decode_tok_s == pytest.approx(400, rel=0.02)
+    full = timings(result, workload(), None, None)
+    assert full.decode_tok_s == pytest.approx(400, rel=0.02) and full.decode_itl_ms == pytest.approx(10)
     assert timings(result, workload(at_a_time=2), None, None).decode_tok_s is None
     assert timings(result, workload(turns=2, tool_tokens=1), None, None).decode_tok_s is None
 
 
 def test_answers_of_one_token_have_no_gaps() -> None:
     found = timings(details([0.1] * 4, [[]] * 4), workload(output_tokens=1), None, None)
-    assert found.itl_ms is found.itl_p99_ms is found.decode_tok_s is None
+    assert found.itl_ms is found.itl_p99_ms is found.decode_tok_s is found.decode_itl_ms is None
 
 
 def test_what_the_client_is_given() -> None:
@@ -109,6 +110,22 @@ def test_the_cache_holds_the_shared_prompts_and_nothing_else(monkeypatch: pytest
     (longest,) = asked.cached
     assert server.log == [("flush_cache", None), ("generate", longest), "info", 3, "info"]
     assert len(longest) == 8
+
+
+def test_a_warm_up_is_not_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It meets the shared prompt in the cache, which is not emptied behind it."""
+    server = Server(monkeypatch)
+
+    def run(url: str, lines: Any, **options: Any) -> dict[str, Any]:
+        server.log.append(options["requests"])
+        return details([0.1] * 4, [[0.01, 0.01]] * 4)
+
+    monkeypatch.setattr(workload_runs, "run_client", run)
+    asked = workload()
+    before = replace(asked, sessions=asked.sessions[:2])
+    found = run_workload("http://host", asked, 0, tmp_path / "log", warm_up=before)
+    assert server.log == [("flush_cache", None), ("generate", asked.cached[0]), 2, "info", 4, "info"]
+    assert found.output_tok_s == 4 * 3 / 2.0
 
 
 @pytest.fixture
@@ -204,11 +221,19 @@ def test_the_table_has_medians_and_ratios() -> None:
         f"{name}: medians over runs" for name in ("tiny", "tiny B")
     ]
     rows = [line.split() for line in lines if line.split() and line.split()[-1] in ("3.00x", "1.00x", "-")]
-    assert [(row[0], row[-1], row[-10]) for row in rows] == [
+    assert [(row[0], row[-1], row[-11]) for row in rows] == [
         ("hybrid_mla", "3.00x", "300"),
         ("flashmla", "1.00x", "100"),
         ("hybrid_mla", "-", "100"),
     ]
+
+
+def test_ratios_are_of_what_others_wait_for_where_they_do() -> None:
+    ours = replace(STEADY, output_tok_s=90.0, steady_tok_s=400.0)
+    runs = [Run("hybrid_mla", workload(), 1, ours), Run("flashmla", workload(), 1, replace(STEADY, steady_tok_s=200.0))]
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(*runs_tables(runs, ["hybrid_mla", "flashmla"]))
+    assert "2.00x" in console.export_text()
 
 
 def invoke(*arguments: str) -> Any:

@@ -1,0 +1,124 @@
+"""One rank of DeepSeek-V3 behind SGLang's real server: whole layers with their experts, one GPU, dummy weights.
+
+What one of eight GPUs computes, without what they say to each other: a slice of everything (`--rank tp8`), or all
+heads and whole experts (`--rank dp8`); `make_demo_model.py --rank` writes its configuration. 61 layers of tp8 want an
+H200, 36 fit an H100. Tokens are dealt out over experts at random, or dummy weights would send all to the same eight.
+
+    python scripts/bench_rank.py --rank tp8 --layers 36 --workload short --concurrency 128 \\
+        --backend 'hybrid_mla --hybrid-mla-prefix-memory-gb 10' --backend flashmla --out rank.jsonl
+
+`--workload` is what requests do that share a prompt:
+
+- `decode`: all are sent at once, with some 400 tokens of their own and long answers: the time of a decode step, as the
+  median time between two tokens of an answer while all requests decode;
+- `short`: so many at a time, `--answers` times as many in all; answers have 16 to 208 tokens, so that a request ends at
+  nearly every step and the next is prefilled: tokens per second while others wait;
+- `mmlu`, `gsm8k`, `simpleqa`: as `short`, as long as DeepSeek-V3's answers to these.
+
+Before each run the cache is emptied, the prompt cached, and a warm-up sent whose requests share it too. With several
+`--gpus` as many servers run beside each other. Records are written as they come; at `--limit-s` all servers stop.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import time
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from bench.beside import Placed, in_turns, measure_beside
+from bench.client import HYBRID
+from bench.rank_loads import KINDS, make_load
+from bench.server import STOCK, console_of, load_arguments, work_folder
+from bench.workload_runs import Run, describe_run, record_run, run_workload, runs_tables, server_case
+from demo_model.rank import DIVIDED, LAYERS, Rank, make_rank
+from transformers import AutoTokenizer
+
+from sglang_mla_ext.prefix.cost_model import ModelDims
+
+
+def main(
+    rank: Annotated[str | None, typer.Option(help=f"How ranks divide the model: {' or '.join(DIVIDED)}.")] = None,
+    model: Annotated[Path | None, typer.Option(exists=True, help="A model's folder in place of --rank.")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the rank.")] = LAYERS,
+    backend: Annotated[list[str] | None, typer.Option(help="Attention backend, and its flags; repeatable.")] = None,
+    workload: Annotated[list[str] | None, typer.Option(help=f"{', '.join(KINDS)}; repeatable (short).")] = None,
+    prompt_tokens: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable (7069 and 26472).")] = None,
+    concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Requests at a time; repeatable (128).")] = None,
+    answers: Annotated[int, typer.Option(min=2, help="Of all but decode: so many times --concurrency.")] = 6,
+    output_tokens: Annotated[int, typer.Option(min=16, help="Of each answer of decode.")] = 256,
+    stream_interval: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of an answer in one piece (16 of decode, 1 of others).")
+    ] = None,
+    gpus: Annotated[str | None, typer.Option(help="Such as 0,1: so many servers at a time (one).")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each case is measured on each server.")] = 1,
+    swap: Annotated[
+        bool, typer.Option("--swap", help="Once more with servers in reverse order, or on the others' GPUs.")
+    ] = False,
+    deep_gemm: Annotated[bool, typer.Option("--deep-gemm", help="Leave DeepGEMM on; it compiles for minutes.")] = False,
+    server_arg: Annotated[list[str] | None, typer.Option(help="Flags for every server; repeatable.")] = None,
+    limit_s: Annotated[float, typer.Option(min=1, help="Stop all after so many seconds.")] = math.inf,
+    out: Annotated[Path | None, typer.Option(help="JSONL file to append records to.")] = None,
+    log_folder: Annotated[Path | None, typer.Option(help="For the output of servers and clients [.demo/logs].")] = None,
+    seed: int = 0,
+) -> None:
+    """Compare attention backends on one rank of a whole model."""
+    end = time.monotonic() + limit_s
+    console = console_of(width=140)
+    kinds, backends = workload or ["short"], backend or [HYBRID, STOCK]
+    if (rank is None) == (model is None):
+        raise typer.BadParameter("give either --rank or --model")
+    if unknown := {*kinds} - {*KINDS}:
+        raise typer.BadParameter(f"no workload {', '.join(unknown)}: there are {', '.join(KINDS)}")
+    if rank is not None:
+        if rank not in DIVIDED:
+            raise typer.BadParameter(f"--rank is one of {', '.join(DIVIDED)}")
+        model = work_folder() / f"rank-{rank}-{layers}"
+        make_rank(model, Rank(rank, layers))
+    assert model is not None
+    logs = log_folder or work_folder() / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    vocabulary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
+    concurrencies = concurrency or [128]
+    loads = [
+        make_load(
+            *case, vocabulary, seed, answers=answers, output_tokens=output_tokens, stream_interval=stream_interval
+        )
+        for case in product(kinds, prompt_tokens or [7069, 26472], concurrencies)
+    ]
+    common = [*load_arguments(str(model), max(concurrencies)), "--load-format", "dummy"]
+    common += shlex.split(" ".join(server_arg or []))
+    environment = {"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1"} | ({} if deep_gemm else {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"})
+    described = {"rank": rank, "deep_gemm": deep_gemm}
+    dims = ModelDims.from_json(model)
+    found: list[Run] = []
+
+    def measure(url: str, placed: Placed) -> None:
+        where = f" on GPU {placed.gpu}" if placed.gpu else ""
+        for number, load in product(range(rounds), loads):
+            timings = run_workload(url, load.workload, seed, placed.client_log, warm_up=load.warm_up)
+            run = Run(placed.backend, load.workload, 1 + placed.turn * rounds + number, timings)
+            found.append(run)
+            console.print(f"{placed.backend}{where}: {describe_run(run)}", markup=False, highlight=False)
+            if out:
+                record_run(out, run, server_case(url, dims) | described | ({"on": placed.gpu} if placed.gpu else {}))
+
+    good = True
+    for group in in_turns(backends, gpus.split(",") if gpus else [None], swap, logs):
+        console.rule(" beside ".join(placed.backend for placed in group))
+        good = measure_beside(group, common, environment, measure, end, console) and good
+        if time.monotonic() >= end:
+            break
+    for table in runs_tables(found, backends):
+        console.print(table)
+    if not good:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,243 @@
+"""One rank of a whole model: its configuration as SGLang reads it, what is sent to it, and who is measured when."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import bench_rank
+import make_demo_model
+import numpy as np
+import pytest
+import typer
+from bench import beside, rank_loads, server
+from bench.beside import in_turns
+from bench.client import ClientFailedError
+from bench.rank_loads import KINDS, make_load
+from bench.records import read_records
+from bench.server import ServerFailedError, Started
+from bench.workload_runs import Timings
+from bench.workloads import Workload
+from demo import MODEL
+from demo_model.rank import DIVIDED, Rank, make_rank, rank_config
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+from typer.testing import CliRunner
+
+VOCABULARY = np.arange(10, 9_000)
+
+
+@pytest.mark.parametrize(
+    ("divided", "heads", "experts", "width", "dense"),
+    [("tp8", 16, 256, 256, 2304), ("dp8", 128, 32, 2048, 18432)],
+)
+def test_sglang_reads_a_rank(divided: str, heads: int, experts: int, width: int, dense: int, tmp_path: Path) -> None:
+    rank = Rank(divided, 36)
+    assert make_rank(tmp_path / "rank", rank) and not make_rank(tmp_path / "rank", rank)
+    config = ModelConfig(str(tmp_path / "rank"))
+    assert (config.num_hidden_layers, config.num_attention_heads, config.hidden_size) == (36, heads, 7168)
+    assert config.attention_arch == AttentionArch.MLA and config.context_len == 65536
+    assert (config.kv_lora_rank, config.qk_rope_head_dim, config.vocab_size) == (512, 64, 129280 // 8)
+    assert config.quantization == "fp8"
+    text = config.hf_text_config
+    assert (text.n_routed_experts, text.moe_intermediate_size, text.intermediate_size) == (experts, width, dense)
+    assert (text.first_k_dense_replace, text.num_experts_per_tok, text.q_lora_rank) == (3, 8, 1536)
+
+
+@pytest.mark.parametrize("divided", DIVIDED)
+def test_a_ranks_sizes_fit_the_blocks_and_the_router(divided: str) -> None:
+    """A block of FP8 is 128 wide; a token's experts are in the groups that it may go to, two of each at least."""
+    config = rank_config(Rank(divided))
+    assert config["num_hidden_layers"] == 61
+    block = config["quantization_config"]["weight_block_size"][0]
+    for width in ("intermediate_size", "moe_intermediate_size", "hidden_size", "q_lora_rank"):
+        assert config[width] % block == 0
+    per_group = config["n_routed_experts"] // config["n_group"]
+    assert per_group >= 2 and per_group * config["topk_group"] >= config["num_experts_per_tok"]
+
+
+def test_the_command_writes_a_rank(tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(make_demo_model.main)
+    done = CliRunner().invoke(app, [str(tmp_path / "rank"), "--rank", "dp8", "--layers", "4"])
+    assert done.exit_code == 0 and "written" in done.output
+    assert json.loads((tmp_path / "rank/config.json").read_text()) == rank_config(Rank("dp8", 4))
+    assert CliRunner().invoke(app, [str(tmp_path / "rank"), "--rank", "tp9"]).exit_code == 2
+
+
+def load(kind: str, concurrency: int = 8, **options: Any) -> rank_loads.Load:
+    sizes = {"answers": 6, "output_tokens": 32} | options
+    return make_load(kind, 100, concurrency, VOCABULARY, 0, **sizes)
+
+
+def own(workload: Workload) -> list[int]:
+    return [len(turn.ids) - 100 for (turn,) in workload.sessions]
+
+
+def answers(workload: Workload) -> list[int]:
+    return [turn.output_tokens for (turn,) in workload.sessions]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_warm_up_shares_the_prompt_and_nothing_else(kind: str) -> None:
+    one = load(kind)
+    (prompt,) = one.workload.cached
+    sent = [turn.ids for half in (one.warm_up, one.workload) for (turn,) in half.sessions]
+    assert len(prompt) == 100 and all(ids[:100] == prompt for ids in sent)
+    assert len({tuple(ids) for ids in sent}) == len(sent)
+    assert max(answers(one.warm_up)) <= 64
+    assert one.workload.digest == load(kind).workload.digest
+
+
+def test_decode_sends_all_at_once() -> None:
+    one = load("decode")
+    assert one.workload.all_at_once and one.warm_up.all_at_once and one.workload.stream_interval == 16
+    assert {*answers(one.workload)} == {32} and 350 <= min(own(one.workload)) <= max(own(one.workload)) <= 450
+
+
+def test_short_has_answers_that_others_wait_for() -> None:
+    one = load("short", 128)
+    assert (one.workload.requests, one.workload.concurrency, one.workload.stream_interval) == (768, 128, 1)
+    assert not one.warm_up.all_at_once and one.warm_up.requests == 160
+    assert 60 <= min(own(one.workload)) < 70 < 290 < max(own(one.workload)) <= 300
+    assert np.mean(answers(one.workload)) == pytest.approx(112, rel=0.05)
+    assert load("short", answers=3, stream_interval=4).workload.requests == 24
+    assert load("short", stream_interval=4).workload.stream_interval == 4
+
+
+@pytest.mark.parametrize(("kind", "mean"), [("mmlu", 248), ("gsm8k", 314), ("simpleqa", 111)])
+def test_datasets_answers(kind: str, mean: float) -> None:
+    assert np.mean(answers(load(kind, 256).workload)) == pytest.approx(mean, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "swap", "expected"),
+    [
+        ([None], False, [["a None"], ["b None"], ["c None"]]),
+        ([None], True, [["a None"], ["b None"], ["c None"], ["c None"], ["b None"], ["a None"]]),
+        (["0", "3"], False, [["a 0", "b 3"], ["c 0"]]),
+        (["0", "3"], True, [["a 0", "b 3"], ["c 0"], ["c 0", "b 3"], ["a 0"]]),
+    ],
+)
+def test_turns(gpus: list[str | None], swap: bool, expected: list[list[str]], tmp_path: Path) -> None:
+    groups = in_turns(["a", "b", "c"], gpus, swap, tmp_path)
+    assert [[f"{placed.backend} {placed.gpu}" for placed in group] for group in groups] == expected
+    logs = [placed.log for group in groups for placed in group]
+    assert len({*logs}) == len(logs)
+
+
+class Servers:
+    """Servers that start at once, or not at all; and what is measured on them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.started: list[tuple[str, str | None]] = []
+        self.ended: list[str] = []
+        self.arguments: list[str] = []
+        self.environment: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def start(self, arguments: list[str], port: int, log: Path, console: Any, environment: Any) -> Iterator[Started]:
+        name = arguments[1]
+        self.arguments, self.environment = arguments, environment
+        self.started.append((name, environment.get("CUDA_VISIBLE_DEVICES")))
+        try:
+            yield Started(name, f"http://{name}", log, console)  # type: ignore[arg-type]
+        finally:
+            self.ended.append(name)
+
+    @staticmethod
+    def wait(name: str, *others: Any) -> None:
+        if name == "ill":
+            raise ServerFailedError("no memory")
+
+    def run(self, url: str, workload: Workload, *others: Any, warm_up: Workload) -> Timings:
+        name = url.removeprefix("http://")
+        if name == "bad":
+            raise ClientFailedError("not all answered")
+        while name == "slow" and "slow" not in self.ended:
+            time.sleep(0.01)
+        return Timings(2.0, 100.0, None, 200.0, 10.0, 20.0, 30.0, 1.0, 2.0, None, None)
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Servers:
+    found = Servers(tmp_path)
+    monkeypatch.setattr(beside, "started_server", found.start)
+    monkeypatch.setattr(server, "wait_until_ready", found.wait)
+    monkeypatch.setattr(bench_rank, "run_workload", found.run)
+    monkeypatch.setattr(bench_rank, "server_case", lambda url, dims: {"heads": dims.num_heads})
+    return found
+
+
+@pytest.fixture
+def bench(servers: Servers, tmp_path: Path) -> Callable[..., Any]:
+    app = typer.Typer()
+    app.command()(bench_rank.main)
+
+    def run(*arguments: str, backends: tuple[str, ...] = ()) -> Any:
+        named = [word for name in backends for word in ("--backend", name)]
+        small = ["--prompt-tokens", "20", "--concurrency", "2", "--log-folder", str(tmp_path)]
+        return CliRunner().invoke(app, [*arguments, *named, *small])
+
+    return run
+
+
+def test_records_say_which_rank_where(
+    servers: Servers, bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_rank, "work_folder", lambda: tmp_path)
+    out = tmp_path / "records.jsonl"
+    flags = ["--rank", "tp8", "--layers", "4", "--gpus", "0,1", "--swap", "--rounds", "2", "--out", str(out)]
+    done = bench(*flags, backends=("hybrid_mla --hybrid-mla-mode naive", "flashmla"))
+    assert done.exit_code == 0, done.output
+    assert servers.started == [("hybrid_mla", "0"), ("flashmla", "1"), ("flashmla", "0"), ("hybrid_mla", "1")]
+    assert servers.environment["SGLANG_ENABLE_JIT_DEEPGEMM"] == "0"
+    assert servers.environment["SGLANG_SIMULATE_UNIFORM_EXPERTS"] == "1"
+    assert servers.arguments[servers.arguments.index("--load-format") + 1] == "dummy"
+    records = read_records(out)
+    assert sorted((r["impl"], r["run"], r["case"]["on"]) for r in records) == [
+        *(("hybrid_mla", run, gpu) for run, gpu in ((1, "0"), (2, "0"), (3, "1"), (4, "1"))),
+        *(("sglang_flashmla", run, gpu) for run, gpu in ((1, "1"), (2, "1"), (3, "0"), (4, "0"))),
+    ]
+    for record in records:
+        case = record["case"]
+        assert (record["bench"], case["rank"], case["heads"], case["deep_gemm"]) == ("short", "tp8", 16, False)
+        assert record["steady_tok_s"] == 200 and {"gpu", "commit", "date", "command"} <= {*record}
+
+
+def test_what_fails_does_not_end_the_others(servers: Servers, bench: Callable[..., Any], tmp_path: Path) -> None:
+    out = tmp_path / "records.jsonl"
+    flags = ["--model", str(MODEL), "--gpus", "0,1", "--deep-gemm", "--out", str(out)]
+    done = bench(*flags, backends=("bad", "ill", "good", "fine"))
+    assert done.exit_code == 1 and "bad: not all answered" in done.output and "ill: no memory" in done.output
+    assert "SGLANG_ENABLE_JIT_DEEPGEMM" not in servers.environment
+    assert sorted(record["impl"] for record in read_records(out)) == ["sglang_fine", "sglang_good"]
+
+
+def test_the_limit_stops_servers_and_keeps_what_is_there(
+    servers: Servers, bench: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Those that would start behind it do not."""
+    out = tmp_path / "records.jsonl"
+    flags = ["--model", str(MODEL), "--limit-s", "1.5", "--out", str(out)]
+    done = bench(*flags, backends=("good", "slow", "never"))
+    assert done.exit_code == 1 and "slow: no time left" in done.output
+    assert [name for name, _ in servers.started] == servers.ended == ["good", "slow"]
+    assert read_records(out)[0]["impl"] == "sglang_good"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "either --rank or --model"),
+        (("--rank", "tp9"), "tp8, dp8"),
+        (("--rank", "tp8", "--workload", "long"), "no workload long"),
+    ],
+)
+def test_what_the_command_refuses(arguments: tuple[str, ...], message: str, bench: Callable[..., Any]) -> None:
+    done = bench(*arguments)
+    assert done.exit_code == 2 and message in " ".join(done.output.split())
