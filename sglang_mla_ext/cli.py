@@ -141,13 +141,30 @@ def plan(
     step_ms: Annotated[
         float | None, typer.Option(help="A measured step without sharing, of one --prefix and one --batch.")
     ] = None,
+    arrivals: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Mean tokens of an answer, where requests end and are replaced at once: tokens/s, time to the first "
+            "token and between tokens, with prefill passes in turns and with mixed steps.",
+        ),
+    ] = None,
+    question: Annotated[int, typer.Option(min=1, help="New tokens of each prompt, with --arrivals.")] = 128,
+    prefill_pass_ms: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Host time of an eager prefill pass, with --arrivals [in proportion to 76 ms for 24 layers: "
+            "DeepSeek-V3 on an H100 of a slow virtual machine, where launches set it and kernels took a third].",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw threshold, memory and roofline to this file; needs matplotlib.")
     ] = None,
 ) -> None:
     """Show which mode the cost model chooses, what it saves, the memory of the expanded prefix in all layers, and the
-    whole step with and without sharing."""
+    whole step with and without sharing; with --arrivals, what short answers leave of it."""
     from sglang_mla_ext.predict import report, weights
     from sglang_mla_ext.predict.rates import Gpu
     from sglang_mla_ext.predict.step import Deployment
@@ -170,6 +187,9 @@ def plan(
         for_prefixes=prefix_memory_gb,
         step_ms=step_ms,
         accepted=accept_length,
+        answer=arrivals,
+        question=question,
+        pass_ms=prefill_pass_ms,
     )
     if step_ms is not None and (len(asked.prompts) != 1 or len(asked.requests) != 1):
         raise typer.BadParameter("is of one step: give one --prefix and one --batch", param_hint="--step-ms")
@@ -194,6 +214,8 @@ def plan(
     if of.gpu.step is not None:
         console.print(report.steps_table(of, asked, found))
         console.print(report.memory_table(of, asked, found))
+        if arrivals is not None:
+            console.print(report.arrivals_table(asked, found))
 
 
 @app.command()

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from sglang_mla_ext.predict.arrivals import Traffic, compared, host_seconds
 from sglang_mla_ext.predict.memory import Memory, memory
 from sglang_mla_ext.predict.step import Deployment, allowed_modes, best_mode, predict
 from sglang_mla_ext.prefix.cost_model import ModeRates
@@ -33,6 +34,9 @@ class Asked:
         for_prefixes: GiB of it for expanded prefixes; None: as much as the rest leaves.
         step_ms: of the user's server without sharing, for one prompt and one number of requests.
         accepted: tokens of a request that a step ends with.
+        answer, question: mean tokens of an answer, where requests are to end and be replaced, and new tokens of a
+            prompt.
+        pass_ms: host time of an eager prefill pass; None: as measured elsewhere, by layers.
     """
 
     model: str
@@ -44,14 +48,20 @@ class Asked:
     for_prefixes: float | None = None
     step_ms: float | None = None
     accepted: float = 1.0
+    answer: int | None = None
+    question: int = 128
+    pass_ms: float | None = None
 
 
 def report(of: Deployment, asked: Asked) -> dict[str, Any]:
     """Everything, as JSON has it: times in ms, memory in GiB.
 
     Raises:
-        CannotPlanError: the measured step is shorter than its attention, or is not that of one case.
+        CannotPlanError: the measured step is shorter than its attention, or is not that of one case; arrivals are asked
+            of drafts, of a measured step, or of a GPU without constants of a step.
     """
+    if asked.answer is not None:
+        _check_arrivals(of, asked)
     cases = [_case(of, asked, prompt, requests) for prompt in asked.prompts for requests in asked.requests]
     return {
         "model": asked.model,
@@ -66,6 +76,7 @@ def report(of: Deployment, asked: Asked) -> dict[str, Any]:
         "heads_per_gpu": of.cost.local_heads,
         "query_tokens": of.queries,
         "tail": asked.tail,
+        "arrivals": None if asked.answer is None else _arrivals(of, asked),
         "threshold": thresholds(of, asked.prompts),
         "cases": cases,
     }
@@ -111,6 +122,8 @@ def _case(of: Deployment, asked: Asked, prompt: int, requests: int) -> dict[str,
         reach = taken.reach if taken.budget else prompt
         found |= _step(of, asked, prompt, requests, chosen, reach)
         found["memory"] = _memory(taken)
+        if asked.answer is not None:
+            found["arrivals"] = _served(of, asked, prompt, requests, reach)
     return found
 
 
@@ -135,6 +148,36 @@ def _step(of: Deployment, asked: Asked, prompt: int, requests: int, chosen: Mode
         "step_ms": {name: seconds * 1e3 for name, seconds in steps.items()},
         "tokens_per_s": {name: requests * asked.accepted / seconds for name, seconds in steps.items()},
     }
+
+
+def _check_arrivals(of: Deployment, asked: Asked) -> None:
+    if of.queries > 1:
+        raise CannotPlanError("arrivals are predicted without drafts: give --arrivals without --draft-tokens")
+    if asked.step_ms is not None:
+        raise CannotPlanError("arrivals take steps of many sizes: give --arrivals without --step-ms")
+    if of.gpu.step is None:
+        raise CannotPlanError(f"arrivals take whole steps, and {of.gpu.key} has no constants of one")
+
+
+def _arrivals(of: Deployment, asked: Asked) -> dict[str, Any]:
+    pass_ms = host_seconds(of) * 1e3 if asked.pass_ms is None else asked.pass_ms
+    return {"answer": asked.answer, "question": asked.question, "prefill_pass_ms": pass_ms}
+
+
+def _served(of: Deployment, asked: Asked, prompt: int, requests: int, reach: int) -> dict[str, Any]:
+    """A case whose requests end and are replaced."""
+    given = _arrivals(of, asked)
+    traffic = Traffic(requests, prompt, given["question"], given["answer"], given["prefill_pass_ms"] * 1e-3)
+    may_ride, ways = compared(of, traffic, reach)
+    found: dict[str, Any] = {"mixed_tokens": may_ride, "new_tokens_a_step": traffic.new_tokens / of.dp}
+    for way, served in ways.items():
+        found[way] = {
+            "tokens_per_s": served.tokens_per_s,
+            "first_token_ms": served.first_token_s * 1e3,
+            "between_ms": served.between_s * 1e3,
+            "between_p99_ms": served.between_p99_s * 1e3,
+        }
+    return found
 
 
 def _memory(found: Memory) -> dict[str, Any]:
@@ -190,6 +233,23 @@ def steps_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
     return table
 
 
+def arrivals_table(asked: Asked, found: dict[str, Any]) -> Table:
+    """What requests that end and are replaced get: absorb and shared with prefill passes in turns, and mixed steps."""
+    what = f"answers of {asked.answer:,} tokens, questions of {asked.question:,}"
+    table = Table(title=f"Requests replaced as they end, {what}: to the first token and between tokens, ms")
+    for column in ("prefix", "requests", "steps", "tokens/s", "ratio", "first", "between", "p99"):
+        table.add_column(column, justify="right")
+    for case in found["cases"]:
+        for way, name in (("absorb", "absorb"), ("chosen", "shared"), ("mixed", "mixed")):
+            served = case["arrivals"][way]
+            ratio = served["tokens_per_s"] / case["arrivals"]["absorb"]["tokens_per_s"]
+            times = (served[time] for time in ("first_token_ms", "between_ms", "between_p99_ms"))
+            rate = f"{served['tokens_per_s']:,.0f}", f"{ratio:.2f}x"
+            table.add_row(f"{case['prompt']:,}", str(case["requests"]), name, *rate, *(f"{ms:,.0f}" for ms in times))
+        table.add_section()
+    return table
+
+
 def memory_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
     """Memory of one GPU against the KV budget."""
     first = found["cases"][0]["memory"]
@@ -229,6 +289,27 @@ def sentences(of: Deployment, found: dict[str, Any]) -> list[str]:
         lines.append("The weights do not fit in this memory: steps are shown as if they did.")
     elif any("memory" in case and short_of_memory(case) for case in found["cases"]):
         lines.append("Not every expansion fits: what does not is attended to by absorb, which the steps count.")
+    if found["arrivals"] is not None:
+        lines += _of_arrivals(of, found)
+    return lines
+
+
+def _of_arrivals(of: Deployment, found: dict[str, Any]) -> list[str]:
+    """What stands above the table of arrivals."""
+    lines = [
+        f"A prefill pass in turns takes the host {found['arrivals']['prefill_pass_ms']:,.0f} ms, or the GPU longer; "
+        "measure yours: --prefill-pass-ms."
+    ]
+    rank = " of a rank" if of.dp > 1 else ""
+    for case in found["cases"]:
+        arrivals = case["arrivals"]
+        new, may_ride = arrivals["new_tokens_a_step"], arrivals["mixed_tokens"]
+        said = f"{case['prompt']:,} tokens, {case['requests']} requests: {new:.0f} new tokens a step{rank}, "
+        if not may_ride:
+            said += "and none may ride: steps would take half as long again; mixed is in turns"
+        else:
+            said += f"and {may_ride} may ride" + (": requests wait" if new > may_ride else "")
+        lines.append(said)
     return lines
 
 

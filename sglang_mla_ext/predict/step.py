@@ -4,8 +4,9 @@
     product              = max(bytes of its weights / bandwidth, MACs / rate) + a constant
     step                 = layers * (attention + other launches) + products + exchanges between GPUs + a constant
 
-The work is the cost model's (prefix/cost_model.py); the constants are named in rates.py. What is not in it: drafts of a
-speculative step, prefill beside decoding, and that requests end and begin.
+The work is the cost model's (prefix/cost_model.py); the constants are named in rates.py. New tokens that ride in the
+step (mixed.py) are rows more of all of it. What is not in it: drafts of a speculative step, eager prefill beside
+decoding, and that requests end and begin (arrivals.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,28 @@ from sglang_mla_ext.segment import Mode
 ROW_STEP = 8
 # Exchanges of a layer where several GPUs share it: after attention and after the MLP.
 EXCHANGE_S = 1e-5  # an assumption: of one, beside its bytes
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """New tokens that ride in a decode step as rows of it.
+
+    Attributes:
+        tokens: of all data-parallel ranks, which have as many each; requests: whose they are, with as many each.
+        history: tokens of its own that each request has before them, beside the shared prompt.
+    """
+
+    tokens: int = 0
+    requests: int = 1
+    history: int = 0
+
+    @property
+    def own(self) -> float:
+        """Tokens of its request's own that a new row attends to in the mean, itself included."""
+        return self.history + (self.tokens / self.requests + 1) / 2
+
+
+NOBODY = Arriving()
 
 
 @dataclass(frozen=True)
@@ -84,6 +107,10 @@ class Deployment:
         """Requests on the busiest of the data-parallel ranks."""
         return -(-requests // self.dp)
 
+    def riders(self, arriving: Arriving) -> int:
+        """New tokens on the busiest of the data-parallel ranks, in requests: each has the rows of `queries` tokens."""
+        return -(-self.per_rank(arriving.tokens) // self.queries)
+
     def ranks_of(self, product: weights.Product) -> int:
         """GPUs that share a product's weights."""
         if not product.split:
@@ -128,9 +155,18 @@ def best_mode(of: Deployment, requests: int, prompt: int) -> Mode:
 
 
 def attention_seconds(
-    of: Deployment, mode: Mode, requests: int, prompt: int, tail: int, expanded: int | None = None
+    of: Deployment,
+    mode: Mode,
+    requests: int,
+    prompt: int,
+    tail: int,
+    expanded: int | None = None,
+    arriving: Arriving = NOBODY,
 ) -> float:
     """One layer's attention of requests of one rank to a prompt that they share and to tails of their own.
+
+    New tokens attend to the prompt as requests do, whatever its mode, and by absorb to what their own request has
+    before them, which the L2 cache holds for the rows of one request.
 
     Args:
         expanded: first tokens of the prompt that naive attends to, where not all of it fits; plain absorb takes the
@@ -141,20 +177,26 @@ def attention_seconds(
     if of.gpu.step is None:
         raise ValueError(f"{of.gpu.key} has no constants of a step")
     reach = prompt if expanded is None or mode is not Mode.NAIVE else min(expanded, prompt)
-    if requests < 2 or reach == 0:
+    riders = of.riders(arriving)
+    everyone = requests + riders
+    if everyone < 2 or reach == 0:
         mode = Mode.ABSORB
     cost, step = of.cost, of.gpu.step
     if mode is Mode.ABSORB:
-        shared = latent_seconds(cost, requests, prompt, step.padding, shared=True)
+        shared = latent_seconds(cost, everyone, prompt, step.padding, shared=True)
     else:
-        shared = cost.work_seconds(mode, requests, reach)
-        shared += latent_seconds(cost, requests, prompt - reach, step.padding, shared=True)
+        shared = cost.work_seconds(mode, everyone, reach)
+        shared += latent_seconds(cost, everyone, prompt - reach, step.padding, shared=True)
     own = latent_seconds(cost, requests, tail, step.padding)
-    rows = requests * of.queries * cost.local_heads
+    if riders:
+        newcomers = min(of.per_rank(arriving.requests), riders)
+        each = -(-riders // newcomers)
+        own += newcomers * latent_seconds(cost, each, arriving.own, step.padding, shared=True)
+    rows = everyone * of.queries * cost.local_heads
     return shared + own + step.attention_s[mode] + step.attention_row_s[mode] * rows
 
 
-def latent_seconds(cost: CostModel, requests: int, tokens: int, padding: float, shared: bool = False) -> float:
+def latent_seconds(cost: CostModel, requests: int, tokens: float, padding: float, shared: bool = False) -> float:
     """The work of plain absorb of each request over so many tokens, as the cost model's but for the rows of padding,
     which are zeros: the GPU's clock is higher with them.
 
@@ -170,31 +212,41 @@ def latent_seconds(cost: CostModel, requests: int, tokens: int, padding: float, 
     return max(readers * read / rates.bytes_per_s, macs / rates.matrix_rate(cost.latent_element_bytes))
 
 
-def predict(of: Deployment, mode: Mode, requests: int, prompt: int, tail: int, expanded: int | None = None) -> Step:
+def predict(
+    of: Deployment,
+    mode: Mode,
+    requests: int,
+    prompt: int,
+    tail: int,
+    expanded: int | None = None,
+    arriving: Arriving = NOBODY,
+) -> Step:
     """A decode step of so many requests, of all data-parallel ranks, that share a prompt.
 
     Args:
         mode: of the attention to the prompt; expanded: see `attention_seconds`.
         tail: tokens of each request after the prompt.
+        arriving: new tokens that ride, rows more of all products.
     Raises:
         ValueError: the GPU has no constants of a step.
     """
     if (rates := of.gpu.step) is None or of.gpu.sheet is None:
         raise ValueError(f"{of.gpu.key} has no constants of a step")
     mine = of.per_rank(requests)
-    rows, all_rows = mine * of.queries, mine * of.queries * of.dp
+    rows = (mine + of.riders(arriving)) * of.queries
+    all_rows = rows * of.dp
     products: dict[str, float] = {}
     for product in of.products:
-        seconds = product.layers * _product_seconds(of, product, rows if product.kind == "attention" else all_rows)
+        seconds = product.layers * product_seconds(of, product, rows if product.kind == "attention" else all_rows)
         products[product.kind] = products.get(product.kind, 0.0) + seconds
     layers = of.dims.num_layers
     overhead = layers * (rates.layer_s + rows * activation_bytes(of) / rates.bytes_per_s) + rates.step_s
     exchanges = layers * (_exchange_seconds(of, rows, of.head_ranks) + _exchange_seconds(of, all_rows, of.tp))
-    attention = layers * attention_seconds(of, mode, mine, prompt, tail, expanded)
+    attention = layers * attention_seconds(of, mode, mine, prompt, tail, expanded, arriving)
     return Step(mode, attention, products, exchanges, overhead)
 
 
-def _product_seconds(of: Deployment, product: weights.Product, rows: int) -> float:
+def product_seconds(of: Deployment, product: weights.Product, rows: int) -> float:
     """Of a product in one layer, on one GPU."""
     rates, sheet, ranks = of.gpu.step, of.gpu.sheet, of.ranks_of(product)
     assert rates is not None and sheet is not None

@@ -1,0 +1,211 @@
+"""Requests that end and are replaced: what a server makes of its steps when the answers are short.
+
+So many requests at a time share a prefix that is cached; one that ends is replaced at once by one with a question of
+its own. The question is prefilled in one of two ways:
+
+- in turns: an eager pass takes all that wait, before the next decode step, and everyone waits for it. Its time is the
+  larger of what the GPU needs and what the host needs for the launches;
+- mixed (mixed.py): new tokens ride in decode steps, in the order of their requests, so many in each as may.
+
+The steps are gone through one by one, with lengths of answers drawn from a fixed seed. What is not in it: the time in
+which a scheduler hears of an end (with overlap a step), chunks of long questions in turns, padding to captured sizes,
+and whatever hybrid_mla adds to the host's time of a pass.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from sglang_mla_ext.predict.mixed import bound, mixed_step
+from sglang_mla_ext.predict.step import Arriving, Deployment, best_mode, predict, product_seconds
+from sglang_mla_ext.segment import Mode
+
+PASS_LAYER_S = 76e-3 / 24
+"""Host time of a layer of an eager prefill pass: 76 ms with 24 layers and some 2,050 launches, whose kernels took 22 to
+25 ms. One rank of DeepSeek-V3, H100, SGLang 0.5.17, on the slow host of a virtual machine (2026-11-24)."""
+STEPS = 4000
+"""That are looked at, after two mean answers."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a server is asked.
+
+    Attributes:
+        requests: at a time, of all data-parallel ranks; prefix: tokens that all share.
+        question: new tokens of each prompt; answer: of each answer in the mean, all lengths up to nearly twice as many
+            alike.
+        host_s: host time of an eager prefill pass.
+    """
+
+    requests: int
+    prefix: int
+    question: int
+    answer: int
+    host_s: float
+
+    def __post_init__(self) -> None:
+        if self.answer < 2:
+            raise ValueError("an answer of one token has no decode step: ask for answers of two and more")
+
+    @property
+    def tail(self) -> int:
+        """Tokens of a running request's own: its question, and half of its answer."""
+        return self.question + self.answer // 2
+
+    @property
+    def new_tokens(self) -> float:
+        """That come in a step, in the mean, where none wait."""
+        return self.requests / self.answer * self.question
+
+
+@dataclass(frozen=True)
+class Served:
+    """What comes of it.
+
+    Attributes:
+        tokens_per_s: of all requests.
+        first_token_s: from a request's arrival to its first token, the median.
+        between_s, between_p99_s: from one token of a request to its next, the median and the 99th percentile.
+    """
+
+    tokens_per_s: float
+    first_token_s: float
+    between_s: float
+    between_p99_s: float
+
+
+def host_seconds(of: Deployment) -> float:
+    """Host time of an eager prefill pass, where nobody measured the user's."""
+    return PASS_LAYER_S * of.dims.num_layers
+
+
+def pass_seconds(of: Deployment, traffic: Traffic, requests: int, expanded: int = 0) -> float:
+    """An eager prefill pass of so many requests.
+
+    Its kernels attend with each head's keys and values, which are computed in the pass, for each request, where they
+    are not kept expanded.
+
+    Args:
+        expanded: first tokens of the prefix whose keys and values are kept.
+    """
+    arriving = Arriving(requests * traffic.question, requests)
+    kernels = predict(of, Mode.NAIVE, 0, traffic.prefix, 0, arriving=arriving).seconds
+    if again := of.per_rank(requests) * (traffic.prefix - expanded):
+        parts = (part for part in of.products if part.name in ("w_kc", "w_vc"))
+        kernels += sum(part.layers * product_seconds(of, part, again) for part in parts)
+    return max(kernels, traffic.host_s)
+
+
+def compared(of: Deployment, traffic: Traffic, expanded: int | None = None) -> tuple[int, dict[str, Served]]:
+    """Plain absorb in turns (`absorb`), the mode of a server's `auto` in turns (`chosen`), and with mixed steps
+    (`mixed`; in turns too, where nothing may ride).
+
+    Args:
+        expanded: first tokens of the prefix that naive attends to, where not all of it fits.
+    Returns:
+        New tokens that may ride in a step of a rank, and what comes of each way.
+    Raises:
+        ValueError: the GPU has no constants of a step.
+    """
+    prefix, tail = traffic.prefix, traffic.tail
+    mode = best_mode(of, of.per_rank(traffic.requests), prefix)
+    reach = (prefix if expanded is None else min(expanded, prefix)) if mode is Mode.NAIVE else 0
+    may_ride = bound(of, traffic.requests, prefix, tail, expanded)
+
+    def in_turns(mode: Mode, kept: int) -> Served:
+        def step(running: int, _: int) -> float:
+            return predict(of, mode, running, prefix, tail, expanded).seconds
+
+        return serve(traffic, cache(step), prefill=cache(lambda requests: pass_seconds(of, traffic, requests, kept)))
+
+    def mixed(running: int, tokens: int) -> float:
+        arriving = Arriving(tokens, max(tokens // traffic.question, 1))
+        return mixed_step(of, running, prefix, tail, arriving, expanded).seconds
+
+    found = {"absorb": in_turns(Mode.ABSORB, 0), "chosen": in_turns(mode, reach)}
+    found["mixed"] = serve(traffic, cache(mixed), may_ride * of.dp) if may_ride else found["chosen"]
+    return may_ride, found
+
+
+def serve(
+    traffic: Traffic,
+    step: Callable[[int, int], float],
+    may_ride: int = 0,
+    prefill: Callable[[int], float] | None = None,
+) -> Served:
+    """Go through the steps.
+
+    Args:
+        step: seconds of one, of running requests and new tokens.
+        may_ride: new tokens in a step at most; prefill: seconds of a pass of so many requests. One of the two.
+    """
+    draw = random.Random(0)
+    now, began, warm, running = 0.0, 0.0, 2 * traffic.answer, traffic.requests
+    ends = Counter(draw.randrange(warm - 2) for _ in range(running))  # in which step, how many
+    waiting: deque[tuple[float, int]] = deque()  # when each came, and what is left of its question
+    first: Counter[float] = Counter()
+    between: Counter[float] = Counter()
+    for number in range(warm + STEPS):
+        if number == warm:
+            began = now
+            first.clear()
+            between.clear()
+        begun, new = _take(waiting, may_ride if prefill is None else math.inf)
+        if prefill is None:
+            joined, paused, seconds = 0, 0.0, step(running, new)
+            told = now + seconds
+        else:  # begun before the step, and in it
+            joined, paused = len(begun), prefill(len(begun)) if begun else 0.0
+            seconds = step(running + joined, 0)
+            told = now + paused
+        first.update(told - came for came in begun)
+        between[paused + seconds] += running
+        between[seconds] += joined
+        # Of an answer's tokens the first is no decode step's.
+        next_step = number if joined else number + 1
+        ends.update(next_step + draw.randint(2, warm - 2) - 2 for _ in begun)
+        ended = ends.pop(number, 0)
+        running += len(begun) - ended
+        now += paused + seconds
+        waiting.extend([(now, traffic.question)] * ended)
+    return Served(
+        tokens_per_s=(first.total() + between.total()) / (now - began),
+        first_token_s=percentile(first, 0.5),
+        between_s=percentile(between, 0.5),
+        between_p99_s=percentile(between, 0.99),
+    )
+
+
+def _take(waiting: deque[tuple[float, int]], room: float) -> tuple[list[float], int]:
+    """Take new tokens off those that wait, the first come first.
+
+    Returns:
+        When each request came whose question is taken whole, and all tokens that are taken.
+    """
+    begun: list[float] = []
+    taken = 0
+    while waiting and taken < room:
+        came, left = waiting.popleft()
+        now = int(min(left, room - taken))
+        taken += now
+        if now < left:
+            waiting.appendleft((came, left - now))
+        else:
+            begun.append(came)
+    return begun, taken
+
+
+def percentile(counted: Counter[float], share: float) -> float:
+    """The smallest value that so large a share of all is not above; 0 of nothing."""
+    below, whole = 0, counted.total()
+    for value, count in sorted(counted.items()):
+        below += count
+        if below >= share * whole:
+            return value
+    return 0.0

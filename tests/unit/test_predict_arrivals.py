@@ -1,0 +1,170 @@
+"""Requests that end and are replaced: what comes of steps in turns with prefill passes, and of mixed steps."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from typer.testing import CliRunner
+
+from sglang_mla_ext.cli import app
+from sglang_mla_ext.predict.arrivals import Traffic, compared, host_seconds, pass_seconds, percentile, serve
+from sglang_mla_ext.predict.mixed import bound
+from sglang_mla_ext.predict.rates import Gpu
+from sglang_mla_ext.predict.step import Deployment
+from sglang_mla_ext.predict.weights import read_model
+
+V3 = read_model("deepseek-v3")
+EIGHT = Deployment(V3, Gpu.from_json("h200"), 8)
+SHORT = Traffic(requests=128, prefix=7069, question=128, answer=112, host_s=0.1)
+
+
+def one_rank(layers: int) -> Deployment:
+    """What one of eight tensor-parallel ranks of DeepSeek-V3 holds, as a model of one GPU."""
+    widths = {"num_attention_heads": 16, "moe_intermediate_size": 256, "intermediate_size": 2304}
+    return Deployment({**V3, **widths, "num_hidden_layers": layers}, Gpu.from_json("h100"))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Tokens per second while others waited: answers of 16 to 208 tokens, questions of 60 to 300, 128 at a time. One
+    rank on an H100 whose host is a slow virtual machine, SGLang 0.5.17, 2026-11-24."""
+
+    layers: int
+    prefix: int
+    flashmla: float
+    hybrid_mla: float
+    within: float
+
+
+MEASURED = [
+    Measured(36, 7069, 1203, 1150, within=0.12),
+    Measured(36, 26472, 957, 1122, within=0.12),
+    # By the same account its passes took 94 and 108 ms, not the 76 that the host time of a layer is taken from.
+    Measured(24, 7069, 1574, 1454, within=0.33),
+]
+
+
+@pytest.mark.parametrize("case", MEASURED, ids=str)
+def test_against_measured_servers(case):
+    """All are predicted too fast: by 1 to 12 % with 36 layers. Where the measured ratio of the two is below 1, the
+    predicted one is not: what hybrid_mla adds to the host's time of a pass is not in it."""
+    of = one_rank(case.layers)
+    _, found = compared(of, Traffic(128, case.prefix, 180, 112, host_seconds(of)))
+    for served, measured in ((found["absorb"], case.flashmla), (found["chosen"], case.hybrid_mla)):
+        assert 0 < served.tokens_per_s / measured - 1 < case.within
+    ratio = found["chosen"].tokens_per_s / found["absorb"].tokens_per_s
+    assert ratio == pytest.approx(case.hybrid_mla / case.flashmla, rel=0.14)
+
+
+def test_the_host_sets_a_pass():
+    """Kernels measured over 7,069 cached tokens, 24 layers: 24.7 and 22.2 ms of 1 x 192 tokens, 37.9 and 28.2 of 4 x
+    128. What is predicted is a third too short, of constants that are derived for this GPU."""
+    of = one_rank(24)
+    for requests, question, absorb, expanded in ((1, 192, 24.7, 22.2), (4, 128, 37.9, 28.2)):
+        traffic = Traffic(128, 7069, question, 112, host_s=0)
+        found = [pass_seconds(of, traffic, requests, kept) * 1e3 for kept in (0, 7069)]
+        assert found == pytest.approx([absorb, expanded], rel=0.4) and found[0] > found[1]
+    assert host_seconds(of) == pytest.approx(0.076)
+    assert pass_seconds(of, SHORT, 1) == SHORT.host_s
+
+
+def test_steps_in_turns():
+    """A step of 1 s and a pass of 10: as many passes as there are steps with an end, by Poisson's law."""
+    found = serve(SHORT, lambda running, new: 1.0, prefill=lambda requests: 10.0)
+    ends = 128 / 111  # a step
+    assert found.tokens_per_s == pytest.approx(128 * 112 / 111 / (1 + 10 * (1 - 2.718**-ends)), rel=0.02)
+    assert (found.first_token_s, found.between_s, found.between_p99_s) == pytest.approx((10, 11, 11))
+
+
+def test_mixed_steps():
+    """Nobody waits longer than a step where all that comes may ride."""
+    riding: list[int] = []
+
+    def step(running: int, new: int) -> float:
+        assert running + -(-new // 128) <= 128
+        riding.append(new)
+        return 1.0
+
+    found = serve(SHORT, step, may_ride=1024)
+    assert found.tokens_per_s == pytest.approx(128, rel=0.01)
+    assert (found.first_token_s, found.between_s, found.between_p99_s) == pytest.approx((1, 1, 1))
+    assert sum(riding) / len(riding) == pytest.approx(SHORT.new_tokens, rel=0.03)
+
+
+def test_what_may_not_ride_waits():
+    """64 tokens a step are half a request: 56 run, and 72 wait for 144 steps."""
+    found = serve(SHORT, lambda running, new: 1.0, may_ride=64)
+    assert found.tokens_per_s == pytest.approx(56, rel=0.03)
+    assert found.first_token_s == pytest.approx(144, rel=0.1)
+
+
+def test_the_same_each_time():
+    assert compared(EIGHT, SHORT) == compared(EIGHT, SHORT)
+
+
+def test_mixed_steps_save_the_passes():
+    may_ride, found = compared(EIGHT, SHORT)
+    assert may_ride == bound(EIGHT, 128, 7069, SHORT.tail) > SHORT.new_tokens
+    absorb, chosen, mixed = (found[way] for way in ("absorb", "chosen", "mixed"))
+    assert absorb.tokens_per_s < chosen.tokens_per_s < mixed.tokens_per_s / 2
+    assert mixed.first_token_s < chosen.first_token_s / 2 and mixed.between_p99_s < chosen.between_s / 2
+    may_ride, found = compared(EIGHT, Traffic(8, 7069, 128, 112, 0.1))
+    assert may_ride == 0 and found["mixed"] is found["chosen"]
+
+
+def test_passes_that_take_no_time_leave_the_steps():
+    long_answers = Traffic(128, 26472, 128, 4000, host_s=0)
+    _, found = compared(EIGHT, long_answers)
+    assert found["chosen"].tokens_per_s == pytest.approx(128 / found["chosen"].between_s, rel=0.05)
+
+
+def test_percentiles():
+    assert percentile(Counter({1.0: 98, 2.0: 1, 3.0: 1}), 0.5) == 1
+    assert percentile(Counter({1.0: 98, 2.0: 1, 3.0: 1}), 0.99) == 2
+    assert percentile(Counter(), 0.5) == 0
+    with pytest.raises(ValueError, match="two and more"):
+        Traffic(1, 1, 1, 1, 0)
+
+
+def planned(*options: str, exit_code: int = 0) -> str:
+    case = ("--tp", "8", "--prefix", "7069", "--batch", "128", "--arrivals", "112")
+    result = CliRunner().invoke(app, ["plan", *case, *options])
+    assert result.exit_code == exit_code, result.output
+    return " ".join(result.output.replace("│", " ").split())
+
+
+def test_plan_shows_arrivals():
+    output = planned("--prefill-pass-ms", "100")
+    assert "takes the host 100 ms" in output and "128 requests: 146 new tokens a step, and 512 may ride" in output
+    assert "answers of 112 tokens, questions of 128" in output and " mixed " in output
+    assert "takes the host 193 ms" in planned()
+    assert "requests wait" not in output and "512 may ride: requests wait" in planned("--question", "1000")
+    assert "none may ride" in planned("--batch", "8")
+    assert "new tokens a step of a rank" in planned("--dp", "8")
+
+
+def test_arrivals_as_json():
+    found = json.loads(planned("--json", "--question", "64", "--prefill-pass-ms", "100"))
+    assert found["arrivals"] == {"answer": 112, "question": 64, "prefill_pass_ms": 100}
+    (case,) = found["cases"]
+    arrivals = case["arrivals"]
+    assert arrivals["new_tokens_a_step"] == pytest.approx(128 / 112 * 64) and arrivals["mixed_tokens"] == 512
+    of_way = {"tokens_per_s", "first_token_ms", "between_ms", "between_p99_ms"}
+    assert all(set(arrivals[way]) == of_way for way in ("absorb", "chosen", "mixed"))
+    assert arrivals["chosen"]["first_token_ms"] == pytest.approx(100)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--draft-tokens", "4"), "without --draft-tokens"),
+        (("--step-ms", "60"), "without --step-ms"),
+        (("--gpu", "cpu"), "has no constants"),
+        (("--arrivals", "1"), "2"),
+    ],
+)
+def test_what_arrivals_are_not_predicted_for(options, said):
+    assert said in planned(*options, exit_code=2)
