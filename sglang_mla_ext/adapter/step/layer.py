@@ -38,13 +38,19 @@ def forward_method(attention: DeepseekV2AttentionMLA, forward_batch: Any) -> Any
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
-    # A captured prefill graph has absorb in it and asks for nothing else.
-    captured = handlers.is_in_tc_piecewise_cuda_graph() or handlers.is_in_breakable_cuda_graph()
-    if passes.now.prefill is not None and not captured:
+    if passes.now.prefill is not None and not prefill_is_captured():
         return handlers.AttnForwardMethod.MHA_CHUNKED_KV
     if not torch.cuda.is_available():
         return handlers.AttnForwardMethod.MLA
     return handlers.AttentionBackendRegistry.get_handler("flashmla")(attention, forward_batch)
+
+
+def prefill_is_captured() -> bool:
+    """Whether the pass is a prefill with CUDA graphs in it, or one that they are captured from. It is by absorb, and asks
+    for nothing else."""
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+
+    return bool(handlers.is_in_tc_piecewise_cuda_graph() or handlers.is_in_breakable_cuda_graph())
 
 
 def take_parts() -> None:
