@@ -80,13 +80,14 @@ def around_chunk_info(original: Callable[..., None], forward_batch: Any, device:
         original(forward_batch, device, **packing)
         return
     with our_part("leaving expanded prefixes out"):
-        # Pinned, and not waited for: the pass before this one may still run.
-        covered = torch.tensor(plan.covered, dtype=torch.int32, pin_memory=forward_batch.extend_prefix_lens.is_cuda)
-        starts = covered.to(forward_batch.extend_prefix_lens.device, non_blocking=True)
         rest = copy.copy(forward_batch)  # as if the cached prefixes were what is left of them
         lens = zip(forward_batch.extend_prefix_lens_cpu, plan.covered, strict=True)
         rest.extend_prefix_lens_cpu = [total - there for total, there in lens]
-        rest.extend_prefix_lens = forward_batch.extend_prefix_lens - starts
+        if any(rest.extend_prefix_lens_cpu):  # else SGLang asks for nothing on the device
+            # Pinned, and not waited for: the pass before this one may still run.
+            covered = torch.tensor(plan.covered, dtype=torch.int32, pin_memory=forward_batch.extend_prefix_lens.is_cuda)
+            starts = covered.to(forward_batch.extend_prefix_lens.device, non_blocking=True)
+            rest.extend_prefix_lens = forward_batch.extend_prefix_lens - starts
     original(rest, device, **packing)
     with our_part("leaving expanded prefixes out"):
         for name, value in vars(rest).items():
