@@ -33,7 +33,8 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`make(reads_pool, chunks) -> stock, layers`; SGLang's backend cannot be constructed without a GPU."""
     flash_mla: Any = ModuleType("sgl_kernel.flash_mla")
     flash_mla.flash_mla_with_kvcache = flash_mla.get_mla_metadata = None
-    for name in ("sgl_kernel.flash_mla", "sglang.kernels.ops.attention.flash_mla_interface"):  # before 0.5.23, and from it
+    # The second one from 0.5.23 on.
+    for name in ("sgl_kernel.flash_mla", "sglang.kernels.ops.attention.flash_mla_interface"):
         monkeypatch.setitem(sys.modules, name, flash_mla)
     from sglang_mla_ext.adapter.step import stock_flashmla
 

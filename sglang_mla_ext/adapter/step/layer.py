@@ -46,8 +46,8 @@ def forward_method(attention: DeepseekV2AttentionMLA, forward_batch: Any) -> Any
 
 
 def prefill_is_captured() -> bool:
-    """Whether the pass is a prefill with CUDA graphs in it, or one that they are captured from. It is by absorb, and asks
-    for nothing else."""
+    """Whether the pass is a prefill that CUDA graphs are captured from, or that has them in it. It is by absorb, and
+    asks for nothing else."""
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
     return bool(handlers.is_in_tc_piecewise_cuda_graph() or handlers.is_in_breakable_cuda_graph())
