@@ -174,8 +174,9 @@ class _Division:
     used: int
 
 
-# Under continuous batching rows come and go at every step, but a group soon has a size again that it had before.
-@lru_cache(maxsize=64)
+# Under continuous batching rows come and go at every step, but a group soon has a size again that it had before. In
+# prefill its rows are the new tokens, and some hundred sizes come back.
+@lru_cache(maxsize=512)
 def _divide(
     sizes: tuple[int, ...],
     lengths: tuple[int, ...],

@@ -198,6 +198,7 @@ def test_chunks_cover_the_rest_once(
 
 def test_nothing_left_is_no_chunk(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     batch, plan = ForwardBatch.make([256, 0, 90], (256, 0, 90))
+    batch.extend_prefix_lens = None  # nothing on the device is looked at
     planned(plan)
     ForwardBatch.prepare(batch, monkeypatch)
     assert batch.num_prefix_chunks == 0

@@ -38,13 +38,19 @@ def forward_method(attention: DeepseekV2AttentionMLA, forward_batch: Any) -> Any
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
-    # A captured prefill graph has absorb in it and asks for nothing else.
-    captured = handlers.is_in_tc_piecewise_cuda_graph() or handlers.is_in_breakable_cuda_graph()
-    if passes.now.prefill is not None and not captured:
+    if passes.now.prefill is not None and not prefill_is_captured():
         return handlers.AttnForwardMethod.MHA_CHUNKED_KV
     if not torch.cuda.is_available():
         return handlers.AttnForwardMethod.MLA
     return handlers.AttentionBackendRegistry.get_handler("flashmla")(attention, forward_batch)
+
+
+def prefill_is_captured() -> bool:
+    """Whether the pass is a prefill that CUDA graphs are captured from, or that has them in it. It is by absorb, and
+    asks for nothing else."""
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+
+    return bool(handlers.is_in_tc_piecewise_cuda_graph() or handlers.is_in_breakable_cuda_graph())
 
 
 def take_parts() -> None:
@@ -74,13 +80,14 @@ def around_chunk_info(original: Callable[..., None], forward_batch: Any, device:
         original(forward_batch, device, **packing)
         return
     with our_part("leaving expanded prefixes out"):
-        # Pinned, and not waited for: the pass before this one may still run.
-        covered = torch.tensor(plan.covered, dtype=torch.int32, pin_memory=forward_batch.extend_prefix_lens.is_cuda)
-        starts = covered.to(forward_batch.extend_prefix_lens.device, non_blocking=True)
         rest = copy.copy(forward_batch)  # as if the cached prefixes were what is left of them
         lens = zip(forward_batch.extend_prefix_lens_cpu, plan.covered, strict=True)
         rest.extend_prefix_lens_cpu = [total - there for total, there in lens]
-        rest.extend_prefix_lens = forward_batch.extend_prefix_lens - starts
+        if any(rest.extend_prefix_lens_cpu):  # else SGLang asks for nothing on the device
+            # Pinned, and not waited for: the pass before this one may still run.
+            covered = torch.tensor(plan.covered, dtype=torch.int32, pin_memory=forward_batch.extend_prefix_lens.is_cuda)
+            starts = covered.to(forward_batch.extend_prefix_lens.device, non_blocking=True)
+            rest.extend_prefix_lens = forward_batch.extend_prefix_lens - starts
     original(rest, device, **packing)
     with our_part("leaving expanded prefixes out"):
         for name, value in vars(rest).items():

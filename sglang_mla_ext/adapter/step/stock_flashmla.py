@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
 
+from sglang_mla_ext.adapter.step.layer import prefill_is_captured
 from sglang_mla_ext.kernels.constants import LN2
 
 if TYPE_CHECKING:
@@ -15,6 +17,35 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+
+class PlannedAtRun:
+    """FlashInfer's attention to latent rows in prefill, planned when it is first run and not before: planning waits
+    for the GPU, and prefill with keys per head never runs it.
+
+    The arguments of `plan` are kept as they are, SGLang's own buffers among them, as FlashInfer itself would keep them:
+    they are written again only for the next pass, whose plan replaces one that was not needed.
+    """
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+        self._plan: Callable[[], None] | None = None  # still to be called
+
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        """A pass that has graphs in it is planned at once, as SGLang means it: it is by absorb."""
+        self._plan = partial(self._wrapper.plan, *args, **kwargs)
+        if prefill_is_captured():
+            self._make_plan()
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """In every layer; the first one pays for the plan."""
+        self._make_plan()
+        return self._wrapper.run(*args, **kwargs)
+
+    def _make_plan(self) -> None:
+        if self._plan is not None:
+            self._plan()
+            self._plan = None
 
 
 class FlashMLAStock:
@@ -27,6 +58,7 @@ class FlashMLAStock:
                 keys per head whatever the length of a prefix: by absorb, SGLang would read the pool itself.
         """
         self.backend = FlashMLABackend(runner)
+        self.backend.prefill_wrapper_paged = PlannedAtRun(self.backend.prefill_wrapper_paged)
         self.decodes = reads_pool
         self._threshold = layers[0].chunked_prefix_cache_threshold if reads_pool else 0
         if not reads_pool:

@@ -28,6 +28,7 @@ GPU = needed_for(
     *attributes(_FLASHMLA, "max_context_len req_to_token_pool token_to_kv_pool", "the same"),
     *attributes(_FLASHMLA, "enable_chunk_kv", "whether prefill with keys per head has an lse"),
     *attributes(_FLASHMLA, "is_fp8_kvcache", "what an idle rank makes a schedule for"),
+    *attributes(_FLASHMLA, "prefill_wrapper_paged", "absorb in prefill is planned when it is run"),
     *function(
         "models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler",
         "backend_name",
