@@ -37,11 +37,10 @@ def tokens(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> int:
 
     Without a GPU there are no graphs to ride in, so nothing does unless it is asked for.
     """
-    if in_the_way(args, on_gpu) is not None:
-        return 0
-    if options.mixed_tokens is not None:
-        return options.mixed_tokens
-    return DEFAULT_TOKENS if on_gpu or args.enable_mixed_chunk else 0
+    wanted = options.mixed_tokens
+    if wanted is None:
+        wanted = DEFAULT_TOKENS if on_gpu or args.enable_mixed_chunk else 0
+    return wanted if wanted and in_the_way(args, on_gpu) is None else 0
 
 
 def graph_sizes(sizes: Sequence[int], most: int) -> list[int]:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
 MOST_STEPS = 6
-"""Mixed steps that the tokens that wait may take. More would come sooner in an eager pass, which takes about as long as six
-mixed steps, and serves all who wait at its end."""
+"""Mixed steps that the tokens that wait may take. More would come sooner in an eager pass, which takes as long as
+about so many, and serves all who wait at its end."""
 
 FIRST_GUESS = 128.0
 """New tokens of a request, before there was one."""
@@ -76,7 +76,7 @@ class Mixing:
         return tokens if 0 < waiting <= MOST_STEPS * tokens else 0
 
     def prepared(self, batch: ScheduleBatch, scheduler: Scheduler) -> None:
-        """`ScheduleBatch.prepare_for_extend` is through: decide whether the batch is mixed. It is not where that fails."""
+        """`ScheduleBatch.prepare_for_extend` is through: is the batch mixed? Not where that fails."""
         if (chunked := scheduler.chunked_req) is not None and chunked in batch.reqs:
             place = batch.reqs.index(chunked)
             self._left = _length(chunked) - batch.prefix_lens[place] - batch.extend_lens[place]
