@@ -88,7 +88,7 @@ class HybridMLAOptions:
         default=None,
         metadata=_flag(
             "new tokens that ride in a decode step's CUDA graph, at most, in whole pages of 64 (0: prefill always has "
-            "passes of its own; default: 256 where decode runs in CUDA graphs, else 0)"
+            "passes of its own; default: by the cost model, 256 to 512 where decode runs in CUDA graphs, else 0)"
         ),
     )
     dp_routing: str = field(

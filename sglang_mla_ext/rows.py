@@ -91,21 +91,23 @@ class Rows:
             return replace(self, each=self.each // queries)
         return Rows.of([count // queries for count in counts])
 
-    def padded(self, total: int) -> Rows:
-        """With more requests behind these, until there are so many rows: as many rows each as all have, or one.
+    def padded(self, total: int, each: int = 1) -> Rows:
+        """With more requests behind these, until there are so many rows.
 
+        Args:
+            each: rows of each that is added.
         Raises:
             ValueError: there are more already, or what is added is no whole request.
         """
         if total == self.total:
             return self
-        each = self.each or 1
         more, left = divmod(total - self.total, each)
         if more < 0 or left:
-            raise ValueError(f"{self.total} rows of {each} each cannot become {total}")
-        if self.each:
+            raise ValueError(f"{self.total} rows and requests of {each} each cannot become {total}")
+        if self.each == each or not self.requests:
             return Rows(self.requests + more, each)
-        return Rows.of([*(self.counts or [0] * self.requests), *[1] * more])
+        counts = self.counts if self.each is None else (self.each,) * self.requests
+        return Rows.of([*counts, *[each] * more])
 
     def window(self, start: int, stop: int) -> Rows:
         """The same requests with those of their rows that are in `[start, stop)`, counted from `start`."""

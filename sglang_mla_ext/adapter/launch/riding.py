@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.configs import gpu_config_of
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
     from sglang_mla_ext.options import HybridMLAOptions
 
-DEFAULT_TOKENS = 256
-"""New tokens of a step, where the user names no number."""
+logger = logging.getLogger(__name__)
+
+LEAST_TOKENS = 256
+"""New tokens of a step where the user names no number, at least. With few running requests that makes a step more than
+half as long again, but a pass of their own would be longer still: first tokens come sooner so."""
+
+REQUESTS, PROMPT, TAIL = 128, 7069, 512
+"""What is taken to be running where the bound is predicted."""
 
 STEP = 64
 """Rows from one size of graph to the next, beyond SGLang's own."""
@@ -37,10 +45,32 @@ def tokens(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> int:
 
     Without a GPU there are no graphs to ride in, so nothing does unless it is asked for.
     """
-    wanted = options.mixed_tokens
-    if wanted is None:
-        wanted = DEFAULT_TOKENS if on_gpu or args.enable_mixed_chunk else 0
-    return wanted if wanted and in_the_way(args, on_gpu) is None else 0
+    if options.mixed_tokens == 0 or in_the_way(args, on_gpu) is not None:
+        return 0
+    if options.mixed_tokens is not None:
+        return options.mixed_tokens
+    if on_gpu:
+        return max(LEAST_TOKENS, _predicted(args))
+    return LEAST_TOKENS if args.enable_mixed_chunk else 0
+
+
+def _predicted(args: ServerArgs) -> int:
+    """New tokens with which a step is predicted to take at most half as long again; 0 where that is not known."""
+    import torch
+
+    from sglang_mla_ext.predict.mixed import bound
+    from sglang_mla_ext.predict.rates import Gpu
+    from sglang_mla_ext.predict.step import Deployment
+
+    name = gpu_config_of(torch.cuda.get_device_name())
+    if name is None:
+        return 0
+    try:
+        config = args.get_model_config().hf_config.to_dict()
+        return bound(Deployment(config, Gpu.from_json(name), args.tp_size), REQUESTS, PROMPT, TAIL)
+    except (ValueError, KeyError, TypeError) as error:
+        logger.info("hybrid_mla: how many new tokens may ride in a step is not predicted for this model: %s", error)
+        return 0
 
 
 def graph_sizes(sizes: Sequence[int], most: int) -> list[int]:

@@ -237,7 +237,8 @@ class HybridMLABackend(AttentionBackend):
         """
         if not step.plan.segments and not needed:
             return False
-        rows = step.rows.padded(forward_batch.batch_size * self._tokens_each(step.kind))
+        each = self._tokens_each(step.kind)
+        rows = step.rows.padded(forward_batch.batch_size * each, each)
         if self._written is None or step.plan is not self._written[0] or rows != self._written[1]:
             self._written = None
             try:
