@@ -85,6 +85,8 @@ def ran(meta: Mapping[str, Any]) -> bool:
 def answer_of(response: Mapping[str, Any]) -> Answer:
     """What SGLang says of an answer; with `top_logprobs_num` above 1 it knows the runners-up."""
     meta = response["meta_info"]
+    if "output_token_logprobs" not in meta:
+        return Answer(tuple(response["output_ids"]), None)
     chosen, tops = meta["output_token_logprobs"], meta.get("output_top_logprobs") or []
     others = (
         tuple((token, logprob) for logprob, token, _ in top if token != own[1])

@@ -1,4 +1,5 @@
-"""Whether an answer is that of the stock server: the same tokens, with the same log-probabilities within rounding.
+"""Whether an answer is that of the stock server: the same tokens, with the same log-probabilities within rounding where
+they were asked for.
 
 An answer that leaves the stock answer where another token is as likely, within rounding, is a *tie*: what follows is
 compared with what the stock server says after that token. An answer that is one without its first token is what
@@ -32,16 +33,22 @@ class Answer:
     """Greedy tokens and their log-probabilities.
 
     Attributes:
+        logprobs: None of a request that did not ask for them.
         runners_up: of the stock server's: at each place the next best tokens, each with its log-probability.
     """
 
     ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
+    logprobs: tuple[float, ...] | None
     runners_up: tuple[tuple[tuple[int, float], ...], ...] = ()
 
     def after(self, tokens: int) -> Answer:
         """Without its first tokens."""
-        return Answer(self.ids[tokens:], self.logprobs[tokens:], self.runners_up[tokens:])
+        rest = None if self.logprobs is None else self.logprobs[tokens:]
+        return Answer(self.ids[tokens:], rest, self.runners_up[tokens:])
+
+    def first(self, tokens: int) -> Answer:
+        """Its first tokens alone."""
+        return Answer(self.ids[:tokens], None if self.logprobs is None else self.logprobs[:tokens])
 
 
 class Verdict(Enum):
@@ -73,16 +80,17 @@ async def judge(
 
 async def compare(prompt: tuple[int, ...], answer: Answer, stock: Stock, tolerance: Tolerance) -> Verdict:
     """Right, a tie, or wrong."""
-    if len(answer.logprobs) != len(answer.ids):
+    if answer.logprobs is not None and len(answer.logprobs) != len(answer.ids):
         return Verdict.WRONG
     expected = await stock(prompt, len(answer.ids) + 1)
     verdict = Verdict.RIGHT
     while not same(answer, expected, tolerance):
         at = first_difference(answer, expected)
-        if at is None or not same(Answer(answer.ids[:at], answer.logprobs[:at]), expected, tolerance):
+        if at is None or not same(answer.first(at), expected, tolerance):
             return Verdict.WRONG
         logprob = as_likely(expected, at, tolerance).get(answer.ids[at])
-        if logprob is None or abs(answer.logprobs[at] - logprob) > tolerance.each:
+        own = logprob if answer.logprobs is None else answer.logprobs[at]
+        if logprob is None or abs(own - logprob) > tolerance.each:
             return Verdict.WRONG
         verdict = Verdict.TIE
         prompt, answer = prompt + answer.ids[: at + 1], answer.after(at + 1)
@@ -92,6 +100,7 @@ async def compare(prompt: tuple[int, ...], answer: Answer, stock: Stock, toleran
 
 def as_likely(expected: Answer, at: int, tolerance: Tolerance) -> dict[int, float]:
     """Log-probabilities of the tokens that may stand at a place: the stock answer's, and those that it hardly leads."""
+    assert expected.logprobs is not None, "the stock answers have them"
     best = expected.logprobs[at]
     near = {token: value for token, value in expected.runners_up[at] if best - value <= 2 * tolerance.mean}
     return {expected.ids[at]: best} | near
@@ -100,7 +109,7 @@ def as_likely(expected: Answer, at: int, tolerance: Tolerance) -> dict[int, floa
 def without_first(answer: Answer, expected: Answer, tolerance: Tolerance) -> list[tuple[int, Answer]]:
     """How an answer may have lost its first token, or that token's log-probability alone: the token and the rest."""
     firsts = as_likely(expected, 0, tolerance)
-    if len(answer.logprobs) == len(answer.ids):
+    if answer.logprobs is None or len(answer.logprobs) == len(answer.ids):
         return [(first, answer) for first in firsts]
     return [(first, Answer(answer.ids[1:], answer.logprobs)) for first in answer.ids[:1] if first in firsts]
 
@@ -108,9 +117,13 @@ def without_first(answer: Answer, expected: Answer, tolerance: Tolerance) -> lis
 def same(answer: Answer, expected: Answer, tolerance: Tolerance) -> bool:
     """Whether an answer is the beginning of what is expected."""
     count = len(answer.ids)
-    if not len(answer.logprobs) == count <= len(expected.ids) or answer.ids != expected.ids[:count]:
+    if count > len(expected.ids) or answer.ids != expected.ids[:count]:
         return False
-    apart = [abs(a - b) for a, b in zip(answer.logprobs, expected.logprobs, strict=False)]
+    if answer.logprobs is None:
+        return True
+    if len(answer.logprobs) != count:
+        return False
+    apart = [abs(a - b) for a, b in zip(answer.logprobs, expected.logprobs or (), strict=False)]
     return all(each <= tolerance.each for each in apart) and sum(apart) <= count * tolerance.mean
 
 

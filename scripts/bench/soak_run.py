@@ -166,7 +166,7 @@ class Soak:
     async def _client(self, client: aiohttp.ClientSession, request: Request, rid: str) -> None:
         """Send a request as its client does, and keep what comes back."""
         chat = request.chat
-        content = body(chat.ids, chat.output_tokens, rid=rid)
+        content = body(chat.ids, chat.output_tokens, rid=rid, return_logprob=request.logprobs)
         if chat.salt:
             content["extra_key"] = chat.salt
         seen: list[Any] = []

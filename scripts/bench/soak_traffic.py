@@ -75,6 +75,7 @@ class Request:
         gap_s: from the request before.
         stream: whether the answer is sent token by token.
         leaves_after_s: when the client goes; None stays. `aborts`: by `/abort_request`, not by closing the connection.
+        logprobs: whether it asks for log-probabilities.
     """
 
     chat: Chat
@@ -82,6 +83,7 @@ class Request:
     stream: bool = False
     leaves_after_s: float | None = None
     aborts: bool = False
+    logprobs: bool = True
 
 
 @dataclass
@@ -104,9 +106,12 @@ class Traffic:
         self._rng = np.random.default_rng(seed)
         self._trees = [self._new_tree() for _ in range(trees)]
         self._sent: list[tuple[int, ...]] = []
+        self._phases = 0
 
     def phase(self, requests: int) -> Iterator[Request | Action]:
-        """So many requests, and one of each action among them."""
+        """So many requests, and one of each action among them. In every second phase nobody asks for log-probabilities,
+        since SGLang mixes new tokens with running requests only where none of them does."""
+        self._phases += 1
         at = dict(zip(self._rng.permutation(np.arange(1, max(requests, 4)))[:3].tolist(), Action, strict=True))
         wave = 0
         for number in range(requests):
@@ -127,6 +132,7 @@ class Traffic:
             stream=bool(self._rng.random() < 0.3),
             leaves_after_s=float(self._rng.exponential(0.2)) if leaves else None,
             aborts=bool(leaves and self._rng.random() < 0.5),
+            logprobs=self._phases % 2 == 1,
         )
 
     def _chat(self) -> Chat:
