@@ -77,12 +77,12 @@ class Mixing:
 
     def prepared(self, batch: ScheduleBatch, scheduler: Scheduler) -> None:
         """`ScheduleBatch.prepare_for_extend` is through: is the batch mixed? Not where that fails."""
+        scheduler.is_mixed_chunk = False
         if (chunked := scheduler.chunked_req) is not None and chunked in batch.reqs:
             place = batch.reqs.index(chunked)
             self._left = _length(chunked) - batch.prefix_lens[place] - batch.extend_lens[place]
         if self._running is None:
             return
-        scheduler.is_mixed_chunk = False
         self._tokens_each = 0.9 * self._tokens_each + 0.1 * batch.extend_num_tokens / len(batch.reqs)
         may_mix = not batch.return_logprob and self._riding.takes(batch, len(self._running.reqs))
         # SGLang 0.5.17 does not look whether the running ones find a place behind those that were let in.
