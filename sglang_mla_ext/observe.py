@@ -186,7 +186,7 @@ class Metrics:
         self._totals = {
             name: gauge(name, f"Total {name.replace('_', ' ')} since the server started.")
             for name in asdict(Counters())
-            if name != "fallbacks"
+            if name not in ("fallbacks", "not_ridden")
         }
         self._shadow_error = Histogram(
             "sglang:hybrid_mla_shadow_error",
@@ -195,6 +195,7 @@ class Metrics:
             buckets=SHADOW_ERRORS,
         ).labels(**labels)
         self._fallbacks = gauge("fallbacks", "Total uses of plain absorb instead of naive, by reason.", "reason")
+        self._not_ridden = gauge("not_ridden", "Total prefill passes that did not ride, by reason.", "reason")
 
     def publish(self, info: Mapping[str, Any], shadow_errors: Iterable[float] = ()) -> None:
         """Set the metrics from a report, and add errors of the shadow check."""
@@ -207,5 +208,6 @@ class Metrics:
             self._values[name].labels(**self._labels).set(info[name])
         for name, total in self._totals.items():
             total.labels(**self._labels).set(info["counters"][name])
-        for reason, count in info["counters"]["fallbacks"].items():
-            self._fallbacks.labels(**self._labels, reason=reason).set(count)
+        for name, by_reason in (("fallbacks", self._fallbacks), ("not_ridden", self._not_ridden)):
+            for reason, count in info["counters"][name].items():
+                by_reason.labels(**self._labels, reason=reason).set(count)

@@ -25,6 +25,7 @@ from doubles import (
     TorchGrouped,
     flash_mla_with_kvcache,
     get_mla_metadata,
+    server_args,
 )
 from graph_in_torch import TorchGraph, opaque
 from torch import Tensor
@@ -100,11 +101,9 @@ class World:
             kv_cache_dtype=dtype,
             device="cpu",
             dtype=torch.float32,
-            server_args=SimpleNamespace(
-                get_attention_backends=lambda: ("hybrid_mla", "hybrid_mla"),
+            server_args=server_args(
                 speculative_algorithm="EAGLE" if queries > 1 else None,
                 speculative_num_draft_tokens=queries if queries > 1 else None,
-                disaggregation_mode="null",
             ),
         )
         monkeypatch.setattr(build, "attention_layers", lambda runner: self.layers)
@@ -169,7 +168,7 @@ class World:
         if kind == "gpu":
             self._as_on_a_gpu(grouped, runs)
         options = HybridMLAOptions(**{"mode": "naive", "min_prefix_len": PAGE, **options})
-        self.backend, self.steps = self._build.build(self.runner, options, budget_bytes)
+        self.backend, self.steps, self.riding = self._build.build(self.runner, options, budget_bytes)
         self.steps.attach(self.tree.view)
         return self.backend
 
