@@ -107,6 +107,7 @@ class World:
             ),
         )
         monkeypatch.setattr(build, "attention_layers", lambda runner: self.layers)
+        monkeypatch.setattr(build, "all_ranks_agree", lambda: bool)
         for name in ("run", "merge"):
             monkeypatch.setattr(TorchSharedAttention, name, opaque(getattr(TorchSharedAttention, name)))
         self._monkeypatch, self._build = monkeypatch, build
@@ -284,6 +285,21 @@ class World:
         self.steps.before_forward(mode, requests, requests)
         self.backend.init_forward_metadata(batch)
         outs = self.forward(batch, inputs, whole)
+        self.backend.end_step(batch)
+        return self.error(outs, batch, inputs)
+
+    def ride(self, requests: Sequence[Any], counts: Sequence[int]) -> float:
+        """A step in which the last tokens of each request are rows of their own, as where new tokens ride; the largest
+        relative error of its layers' outputs."""
+        lens = [int(self.lens[request.index]) for request in requests]
+        cached = [length - count for length, count in zip(lens, counts, strict=True)]
+        self.steps.before_forward(EXTEND, requests, requests, cached, counts, rides=True)
+        batch = self.batch([request for request, count in zip(requests, counts, strict=True) for _ in range(count)])
+        batch.seq_lens = batch.seq_lens - torch.tensor([left for count in counts for left in reversed(range(count))])
+        batch.out_cache_loc = self.req_to_token[batch.req_pool_indices, batch.seq_lens - 1].long()
+        inputs = self.inputs(batch.batch_size)
+        self.backend.init_forward_metadata(batch)
+        outs = self.forward(batch, inputs)
         self.backend.end_step(batch)
         return self.error(outs, batch, inputs)
 

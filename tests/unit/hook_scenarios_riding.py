@@ -51,6 +51,7 @@ class Rides:
         self.seen: list[tuple[str, int, bool]] = []  # what ran: mode, batch size, whether something is shared
         self.ended: list[Any] = []
         self.server.backend.end_step = self.ended.append
+        self.logits: Callable[[Any], Any] = lambda given: given
 
     def forward(self, mode: str = "EXTEND", decoding: int = 0) -> Any:
         """Three and two new tokens, and one; the tokens whose logits come back."""
@@ -64,7 +65,7 @@ class Rides:
         self.seen.append((batch.forward_mode.name, batch.batch_size, self.server.shares()))
         rows = torch.arange(6.0)[:, None]
         logits = rows if batch.forward_mode.name == "DECODE" else rows[[2, 4, 5]]
-        return SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=logits))
+        return SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=self.logits(logits)))
 
 
 LAST = [2.0, 4.0, 5.0]
@@ -86,6 +87,35 @@ def scenario_new_tokens_are_rows_of_a_decode_step() -> None:
     assert rides.ended[-1] is rides.batch
 
 
+def scenario_a_ride_in_which_our_part_fails_is_the_pass_that_was_asked_for() -> None:
+    """But not where other ranks ride, and wait for this one in the pass."""
+    from sglang_mla_ext.adapter.step import riding
+
+    class Logits:
+        def __getitem__(self, index: Any) -> None:
+            raise MemoryError("no")
+
+    for mode, decoding in (("EXTEND", 0), ("MIXED", 1)):
+        rides = Rides()
+        as_rows = riding.as_rows
+
+        def fail(*args: Any) -> None:
+            raise MemoryError("no")
+
+        riding.as_rows = fail
+        assert rides.forward(mode, decoding) == ([(mode, 3, False)], LAST)
+        assert rides.ended == [rides.batch] and rides.server.steps.pause > 0
+        assert dict(rides.server.counters.fallbacks) == {"making rows of new tokens failed: MemoryError": 1}
+        riding.as_rows = as_rows
+        rides.logits = lambda given: Logits() if len(given) == 6 else given
+        assert rides.forward(mode, decoding) == ([("DECODE", 6, False), (mode, 3, False)], LAST)
+        assert rides.server.counters.fallbacks["taking the logits of last rows failed: MemoryError"] == 1
+        torch.distributed.is_initialized, torch.distributed.get_world_size = lambda: True, lambda: 2
+        kind, message = refused(lambda rides=rides, mode=mode, decoding=decoding: rides.forward(mode, decoding))
+        assert kind == "OurPartFailedError" and "taking the logits of last rows failed" in message
+        torch.distributed.is_initialized = bool
+
+
 def scenario_a_draft_or_a_server_without_riding_takes_what_sglang_gives() -> None:
     rides = Rides()
     rides.model.is_draft_worker = True
@@ -97,8 +127,8 @@ def scenario_a_draft_or_a_server_without_riding_takes_what_sglang_gives() -> Non
 class Mixes:
     """SGLang's scheduler, as far as it makes prefill batches: it mixes where its flag says so."""
 
-    def __init__(self) -> None:
-        self.server = Server(mixed_tokens=TOKENS)
+    def __init__(self, server: Server | None = None) -> None:
+        self.server = server or Server(mixed_tokens=TOKENS)
         from sglang.srt.managers.schedule_batch import ScheduleBatch
         from sglang.srt.managers.scheduler_components import batch_result_processor
 
@@ -111,7 +141,7 @@ class Mixes:
         for name in ("input_embeds", "replace_embeds", "multimodal_inputs", "encoder_lens", "decoding_reqs"):
             setattr(self.new, name, None)
         (self.new.return_hidden_states, self.new.return_logprob, self.new.is_prefill_only) = (False,) * 3
-        self.new.hicache_consumer_index, self.new.reqs, self.new.forward_mode = -1, [], SimpleNamespace(is_mixed=bool)
+        self.new.hicache_consumer_index, self.new.forward_mode = -1, SimpleNamespace(is_mixed=bool)
         self.new.reqs, self.new.prefix_lens, self.new.extend_lens = self.server.run("new"), [0], [5]
         self.new.extend_logprob_start_lens, self.new.extend_num_tokens = [5], 5
         self.results: Any = object.__new__(batch_result_processor.SchedulerBatchResultProcessor)
@@ -138,7 +168,13 @@ def scenario_running_requests_are_mixed_batch_by_batch() -> None:
     assert mixes.make() == [(True, TOKENS + 1), (False, TOKENS + 1)]
     mixes.scheduler.waiting_queue = []
     assert mixes.make() == [(False, 256)] * 2
-    mixes.server.worker.mixing, mixes.scheduler.waiting_queue = None, ["a request"]
+    mixes.scheduler.waiting_queue, mixes.running.is_empty = ["a request"], None
+    assert mixes.make() == [(False, 256)] * 2
+    assert dict(mixes.server.counters.fallbacks) == {"deciding how much is mixed failed: TypeError": 1}
+    mixes.running.is_empty, mixes.running.check_decode_mem = bool, None
+    assert mixes.make() == [(True, TOKENS + 1), (False, TOKENS + 1)]
+    assert mixes.server.counters.fallbacks["deciding what is mixed failed: TypeError"] == 1
+    mixes.server.worker.mixing = None
     assert mixes.make() == [(False, 256)] * 2
 
 
