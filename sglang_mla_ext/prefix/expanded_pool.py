@@ -270,22 +270,22 @@ class ExpandedPool:
         """
         size, at = self.chunk_tokens, 0
         index, ids, reach = start // size, [], 0
+        ending = None  # the last chunk with this index whose node ends inside of it: it holds what is before that end
         while at < len(nodes):
             chunk = self.chunk(nodes[at], index)
             last = (index + 1) * size
-            if ends[at] < last:  # the node ends inside this chunk: it may have a chunk for what is before its end
-                if at + 1 == len(nodes):
-                    if chunk is not None and chunk.filled > index * size:
-                        ids.append(chunk.id)
-                        reach = chunk.filled
-                    break
+            if ends[at] < last:
+                ending = chunk if chunk is not None and chunk.filled > index * size else ending
                 at += 1
                 continue
             if chunk is None or chunk.filled < last:  # only one that its node ends in is ever filled in part
                 break
             ids.append(chunk.id)
-            reach = last
+            reach, ending = last, None
             index += 1
+        if ending is not None:
+            ids.append(ending.id)
+            reach = ending.filled
         return reach, ids
 
     # ---- dropping

@@ -222,7 +222,7 @@ class SharedPrefixes:
         several = {request for request in range(len(reqs)) if len(rows.of_request(request)) > 1}
         branches = Branches(self._shared(reqs, several), rows)
         ways, launch = self._ways(branches)
-        self._set_plan(*self._ideal(branches, ways, launch), branches, ways, launch)
+        self._set_plan(None, branches, ways, launch)
         self._held, self._planned_for = self._tree.hold(reqs), None
         if any(covered > cached for covered, cached in zip(self._plan.prefix_lens, prefix_lens, strict=True)):
             raise RuntimeError("a planned prefix is longer than what is cached")
@@ -301,12 +301,18 @@ class SharedPrefixes:
 
     def _make_plan(self, branches: Branches) -> None:
         ways, launch = self._ways(branches)
-        parts, dropped = self._ideal(branches, ways, launch)
-        self._expand_for(parts, branches, ways, self._options.expand_tokens_per_step)
-        self._set_plan(parts, dropped, branches, ways, launch)
+        ideal = self._ideal(branches, ways, launch)
+        self._expand_for(ideal[0], branches, ways, self._options.expand_tokens_per_step)
+        self._set_plan(ideal, branches, ways, launch)
 
-    def _set_plan(self, parts: Sequence[Part], dropped: int, branches: Branches, ways: Ways, launch: Launch) -> None:
-        """Make the plan of these parts, or of others where they want more than is expanded."""
+    def _set_plan(
+        self, ideal: tuple[list[Part], int] | None, branches: Branches, ways: Ways, launch: Launch
+    ) -> None:
+        """Make the plan of the ideal parts, or of others where they want more than is expanded.
+
+        Args:
+            ideal: and how many were dropped; None where nothing was expanded for it.
+        """
         covered: dict[int, tuple[int, list[int]]] = {}
 
         def expanded(index: int) -> int:
@@ -320,12 +326,13 @@ class SharedPrefixes:
                 return ()
             return tuple(covered[part.branch][1][: -(-(part.end - part.start) // self._pool.chunk_tokens)])
 
-        if any(part.mode is Mode.NAIVE and part.end > expanded(part.branch) for part in parts):
-            parts, dropped = plan_step(branches, ways, expanded, launch, self._capacity)
+        if ideal is None or any(part.mode is Mode.NAIVE and part.end > expanded(part.branch) for part in ideal[0]):
+            ideal = plan_step(branches, ways, expanded, launch, self._capacity)
+        parts, dropped = ideal
         if dropped:
             self._counters.fall_back("more groups than a step has room for")
         self._plan = Plan(branches.requests, tuple(branches.segment(part, chunks(part)) for part in parts))
-        self._parts, self._branches = list(parts), branches
+        self._parts, self._branches = parts, branches
 
     def _expand_for_prefills(self, branches: Branches, others: int, affordable: int) -> None:
         """Expand for a step, and for those like it, what its requests share among themselves and with the first

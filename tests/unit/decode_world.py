@@ -25,6 +25,7 @@ from doubles import (
     TorchGrouped,
     flash_mla_with_kvcache,
     get_mla_metadata,
+    server_args,
 )
 from graph_in_torch import TorchGraph, opaque
 from torch import Tensor
@@ -100,14 +101,13 @@ class World:
             kv_cache_dtype=dtype,
             device="cpu",
             dtype=torch.float32,
-            server_args=SimpleNamespace(
-                get_attention_backends=lambda: ("hybrid_mla", "hybrid_mla"),
+            server_args=server_args(
                 speculative_algorithm="EAGLE" if queries > 1 else None,
                 speculative_num_draft_tokens=queries if queries > 1 else None,
-                disaggregation_mode="null",
             ),
         )
         monkeypatch.setattr(build, "attention_layers", lambda runner: self.layers)
+        monkeypatch.setattr(build, "all_ranks_agree", lambda: bool)
         for name in ("run", "merge"):
             monkeypatch.setattr(TorchSharedAttention, name, opaque(getattr(TorchSharedAttention, name)))
         self._monkeypatch, self._build = monkeypatch, build
@@ -169,7 +169,7 @@ class World:
         if kind == "gpu":
             self._as_on_a_gpu(grouped, runs)
         options = HybridMLAOptions(**{"mode": "naive", "min_prefix_len": PAGE, **options})
-        self.backend, self.steps = self._build.build(self.runner, options, budget_bytes)
+        self.backend, self.steps, self.riding = self._build.build(self.runner, options, budget_bytes)
         self.steps.attach(self.tree.view)
         return self.backend
 
@@ -285,6 +285,21 @@ class World:
         self.steps.before_forward(mode, requests, requests)
         self.backend.init_forward_metadata(batch)
         outs = self.forward(batch, inputs, whole)
+        self.backend.end_step(batch)
+        return self.error(outs, batch, inputs)
+
+    def ride(self, requests: Sequence[Any], counts: Sequence[int]) -> float:
+        """A step in which the last tokens of each request are rows of their own, as where new tokens ride; the largest
+        relative error of its layers' outputs."""
+        lens = [int(self.lens[request.index]) for request in requests]
+        cached = [length - count for length, count in zip(lens, counts, strict=True)]
+        self.steps.before_forward(EXTEND, requests, requests, cached, counts, rides=True)
+        batch = self.batch([request for request, count in zip(requests, counts, strict=True) for _ in range(count)])
+        batch.seq_lens = batch.seq_lens - torch.tensor([left for count in counts for left in reversed(range(count))])
+        batch.out_cache_loc = self.req_to_token[batch.req_pool_indices, batch.seq_lens - 1].long()
+        inputs = self.inputs(batch.batch_size)
+        self.backend.init_forward_metadata(batch)
+        outs = self.forward(batch, inputs)
         self.backend.end_step(batch)
         return self.error(outs, batch, inputs)
 

@@ -23,6 +23,23 @@ HEADS, RANK, DR, PAGE = 8, 32, 16, 64
 MIB = 1 << 20
 
 
+def server_args(**given: Any) -> SimpleNamespace:
+    """SGLang's arguments, as far as they are looked at when the parts are built."""
+    decode = SimpleNamespace(backend="full")
+    values = dict(
+        get_attention_backends=lambda: ("hybrid_mla", "hybrid_mla"),
+        speculative_algorithm=None,
+        speculative_num_draft_tokens=None,
+        disaggregation_mode="null",
+        enable_dp_attention=False,
+        moe_a2a_backend="none",
+        disable_cuda_graph_padding=False,
+        enable_mixed_chunk=False,
+        cuda_graph_config=SimpleNamespace(decode=decode),
+    )
+    return SimpleNamespace(**{**values, **given})
+
+
 def get_mla_metadata(cache_seqlens: Tensor, num_heads: int, num_kv_heads: int, **_: Any) -> tuple[Tensor, Tensor]:
     """FlashMLA's schedule; here it says which lengths it is for."""
     assert cache_seqlens.dtype == torch.int32 and num_kv_heads == 1 and num_heads % HEADS == 0

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from hook_scenarios_riding import TOKENS, Mixes
 from hook_scenarios_sleep import Saver, asked, updater
 from hooked_worker import DN, DR, DV, HEADS, PAGE, PROMPT, RANK, Server, batch_of
 
@@ -52,7 +53,7 @@ class Life:
 
     def __init__(self, metrics: Any) -> None:
         self.saver = Saver()
-        self.server = Server(saver=self.saver, verify_interval=2)
+        self.server = Server(saver=self.saver, verify_interval=2, mixed_tokens=TOKENS)
         self.server.worker.metrics, self.server.worker.metrics_time = metrics, 0.0
         self.counters = self.server.counters
         self.of_ours = self.server.worker.memory.zeros(1, dtype=torch.uint8, device="cpu")
@@ -85,6 +86,11 @@ class Life:
         self.server.scheduler.forward_stream = "steps"
         self.manager = updater(self.server, self.saver, flush=lambda: False)
         self.manager.tp_worker.update_weights_from_disk = self._update_weights
+        self.mixes = Mixes(self.server)
+        reporter = SimpleNamespace(
+            num_generated_tokens=0, forward_ct_decode=0, report_decode_stats=lambda can, running_batch: None
+        )
+        object.__setattr__(self.mixes.results, "metrics_reporter", reporter)
         self.recv_req = SimpleNamespace(flush_cache=False, disable_draft_model=True)
 
     # ---- what happens
@@ -103,6 +109,8 @@ class Life:
         yield lambda: self.prefill(requests[::2])
         yield lambda: self.decode(requests, 2)
         yield lambda: self.server.scheduler.get_internal_state(None)
+        yield lambda: self.prefill(requests[::2], rides=True)
+        yield lambda: self.mix(requests[::2])
         yield self.weights_change
         yield lambda: self.decode(requests, 2)
         yield self.load_from_the_host
@@ -166,10 +174,25 @@ class Life:
             slots = [torch.cat([request.slots, batch.out_cache_loc[row, None]]) for row, request in enumerate(requests)]
             self._compare(outs, inputs, slots)
 
-    def prefill(self, requests: list[Any]) -> None:
-        """Two and more new tokens of each behind what they share."""
-        counts = list(range(2, 2 + len(requests)))
-        batch = self.server.forward("EXTEND", requests, prefix_lens=[SHARED] * len(requests), new_tokens=counts)
+    def mix(self, requests: list[Any]) -> None:
+        """The last one is decoding, if SGLang's scheduler is told to mix."""
+        (_, (mixed, _)) = self.mixes.make()
+        self.prefill(requests, rides=True, decoding=int(mixed))
+        self.mixes.new.decoding_reqs = [SimpleNamespace(is_retracted=True)] * mixed
+        self.mixes.results.process_batch_result_prefill(self.mixes.new, SimpleNamespace(can_run_cuda_graph=False))
+
+    def prefill(self, requests: list[Any], rides: bool = False, decoding: int = 0) -> None:
+        """New tokens of each behind what they share: two and more, or one of the last so many, which are decoding."""
+        counts = [*range(2, 2 + len(requests) - decoding), *[1] * decoding]
+        lens, worker = dict(prefix_lens=[SHARED] * len(requests), new_tokens=counts), self.server.worker
+        riding, worker.riding = worker.riding, worker.riding if rides else None
+        try:
+            batch = self.server.forward("MIXED" if decoding else "EXTEND", requests, decoding=decoding, **lens)
+            self._prefill(requests, counts, batch, rides)
+        finally:
+            worker.riding = riding
+
+    def _prefill(self, requests: list[Any], counts: list[int], batch: Any, rides: bool) -> None:
         table, slots = self.server.runner.req_to_token_pool.req_to_token, []
         for row, (request, count) in enumerate(zip(requests, counts, strict=True)):
             new = 7000 + 8 * row + torch.arange(count)
@@ -178,16 +201,27 @@ class Life:
         batch.seq_lens = torch.tensor([SHARED + count for count in counts])
         batch.out_cache_loc = torch.cat([of_one[SHARED:] for of_one in slots])
         inputs = self._inputs(sum(counts))
-        outs = self._run(batch, inputs, self._prefill_layer)
-        self._compare(
-            outs,
-            inputs,
-            [
-                of_one[: SHARED + token + 1]
-                for of_one, count in zip(slots, counts, strict=True)
-                for token in range(count)
-            ],
-        )
+        seen = [
+            of_one[: SHARED + token + 1] for of_one, count in zip(slots, counts, strict=True) for token in range(count)
+        ]
+        if not rides:
+            self._compare(self._run(batch, inputs, self._prefill_layer), inputs, seen)
+            return
+        last = torch.tensor(counts).cumsum(0) - 1
+
+        def execute(batch: Any) -> Any:
+            """Outputs of all layers are the logits here, of each request's last row where SGLang chooses them."""
+            as_decode = batch.forward_mode.is_decode()
+            outs = self._layers(batch, inputs, self._decode_layer if as_decode else self._prefill_layer)
+            logits = torch.stack(outs, dim=1)
+            return SimpleNamespace(
+                logits_output=SimpleNamespace(next_token_logits=logits if as_decode else logits[last])
+            )
+
+        self.runner.run = execute
+        logits = self.model.forward(batch).logits_output.next_token_logits
+        of_last = [(q[last], latent[last]) for q, latent in inputs]
+        self._compare(list(logits.transpose(0, 1)), of_last, [seen[row] for row in last.tolist()])
 
     def _inputs(self, rows: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [(torch.randn(rows, HEADS, DN + DR), torch.randn(rows, RANK + DR)) for _ in self.server.layers]
@@ -195,17 +229,17 @@ class Life:
     def _run(self, batch: Any, inputs: Any, attend: Any) -> list[torch.Tensor]:
         """As SGLang's runner of passes without a graph, which is hooked."""
 
-        def execute(batch: Any) -> list[torch.Tensor]:
-            self.server.backend.init_forward_metadata(batch)
-            if self.server.coming.way.value == "shared" and self.of_ours.any():
-                raise WrongAnswer("memory is used that came back from sleep with any contents")
-            return [
-                attend(index, layer, batch, *inputs[index]).view(-1, HEADS, DV)
-                for index, layer in enumerate(self.server.layers)
-            ]
-
-        self.runner.run = execute
+        self.runner.run = lambda batch: self._layers(batch, inputs, attend)
         return self.model.forward(batch)
+
+    def _layers(self, batch: Any, inputs: Any, attend: Any) -> list[torch.Tensor]:
+        self.server.backend.init_forward_metadata(batch)
+        if self.server.coming.way.value == "shared" and self.of_ours.any():
+            raise WrongAnswer("memory is used that came back from sleep with any contents")
+        return [
+            attend(index, layer, batch, *inputs[index]).view(-1, HEADS, DV)
+            for index, layer in enumerate(self.server.layers)
+        ]
 
     def _decode_layer(self, index: int, layer: Any, batch: Any, q: torch.Tensor, latent: torch.Tensor) -> torch.Tensor:
         return self._absorb(index, layer, batch, q, latent, self.server.backend.forward_decode)

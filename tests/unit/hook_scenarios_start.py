@@ -76,12 +76,15 @@ def scenario_our_buffers_are_sized_by_what_sglangs_configurator_knows() -> None:
 
     budget.latent_kind = lambda fp8: Kind
     server = dict(device="cuda", kv_cache_dtype=FP8, model_dtype=torch.bfloat16)
-    for limit, ranks, requests in ((None, 1, 4096), (1000, 1, 1000), (1000, 8, 125)):
+    for limit, ranks, requests, riding in (
+        *((None, 1, 4096, 0), (1000, 1, 1000, 0), (1000, 8, 125, 0)),
+        *((None, 1, 4096, 256), (1000, 8, 125, 256)),
+    ):
         schedule.max_running_requests = limit
-        with options(mode="absorb"):
+        with options(mode="absorb", **({} if riding else {"mixed_tokens": 0})):
             assert profile_bytes(AVAILABLE, **server, ps=SimpleNamespace(attn_dp_size=ranks)) == AVAILABLE - 12345
-        sizes = found.pop()
-        assert (sizes.max_rows, sizes.max_requests) == (min(requests, 1024), -(-requests // 64) * 64)
+        sizes, rows = found.pop(), requests + riding
+        assert (sizes.max_rows, sizes.max_requests) == (min(rows, 1024), -(-rows // 64) * 64)
         assert (sizes.heads, sizes.max_tokens, sizes.dtype) == (HEADS, CONTEXT, torch.bfloat16)
         assert budget.max_requests(requests) >= requests
     with options(mode="absorb"):
@@ -122,10 +125,10 @@ def scenario_the_factory_hands_the_budget_to_the_build() -> None:
 
     built = []
 
-    def record(runner: Any, options: Any, budget_bytes: int, memory: Any) -> tuple[str, str]:
+    def record(runner: Any, options: Any, budget_bytes: int, memory: Any) -> tuple[str, str, None]:
         assert memory is hooks.worker.memory
         built.append((runner, options.mode, budget_bytes))
-        return "backend", "steps"
+        return "backend", "steps", None
 
     build.build = record
     for cache in (torch.bfloat16, FP8):

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from doubles import server_args
 
 PAGE, CONTEXT = 64, 4096
 HEADS, DN, DR, DV, RANK, LAYERS = 2, 16, 8, 16, 32, 2
@@ -108,7 +109,7 @@ def profile_bytes(available: int, **changes: Any) -> int:
         kv_cache_dtype=torch.float32,
         ps=SimpleNamespace(attn_dp_size=1),
         mambaish_config=None,
-        server_args=SimpleNamespace(speculative_algorithm=None),
+        server_args=server_args(),
     )
     for name, value in {**values, **changes}.items():
         setattr(configurator, name, value)
@@ -138,15 +139,11 @@ def make_runner(**changes: Any) -> Any:
         req_to_token_pool=SimpleNamespace(size=12, req_to_token=torch.zeros(12, CONTEXT, dtype=torch.int32)),
         token_to_kv_pool=None,
         memory_saver_adapter=TorchMemorySaverAdapter.create(enable=False),
-        server_args=SimpleNamespace(
-            get_attention_backends=lambda: ("hybrid_mla", "hybrid_mla"),
+        server_args=server_args(
             attention_backend="hybrid_mla",
             enable_lora=False,
             quantization_param_path=None,
             hicache_storage_backend=None,
-            speculative_algorithm=None,
-            speculative_num_draft_tokens=None,
-            disaggregation_mode="null",
         ),
         ngram_embedding_manager=SimpleNamespace(enabled=False),
     )
@@ -156,7 +153,9 @@ def make_runner(**changes: Any) -> Any:
 def make_scheduler(tree_cache: Any, metrics_collector: Any = None) -> Any:
     from sglang.srt.managers.scheduler import Scheduler
 
-    return Scheduler(SimpleNamespace(tree_cache=tree_cache, metrics_collector=metrics_collector))
+    runner = SimpleNamespace(decode_cuda_graph_runner=None)
+    given = dict(tree_cache=tree_cache, metrics_collector=metrics_collector)
+    return Scheduler(SimpleNamespace(**given, tp_worker=SimpleNamespace(model_runner=runner)))
 
 
 class Server:
@@ -229,8 +228,10 @@ class Server:
         draft: bool = False,
         prefix_lens: list[int] | None = None,
         new_tokens: list[int] | None = None,
+        decoding: int = 0,
     ) -> Any:
-        """`ForwardBatch.init_new`, as SGLang's worker calls it before a forward pass; returns the batch."""
+        """`ForwardBatch.init_new`, as SGLang's worker calls it before a forward pass, in which the last so many
+        requests of a mixed batch are decoding; returns the batch."""
         from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 
         class ScheduleBatch:
@@ -243,12 +244,14 @@ class Server:
         batch.forward_mode, batch.reqs = ForwardMode[mode], requests
         rows = len(requests)
         batch.seq_lens = torch.tensor([len(request.slots) for request in requests], dtype=torch.int64)
-        batch.seq_lens_cpu = batch.seq_lens
+        batch.seq_lens_cpu, batch.orig_seq_lens = batch.seq_lens, batch.seq_lens
         each = self.queries if mode == "TARGET_VERIFY" else 1
         batch.input_ids = torch.zeros(sum(new_tokens or [each] * rows), dtype=torch.int64)
         batch.req_pool_indices = torch.arange(rows)
         batch.prefix_lens, batch.extend_lens = prefix_lens, new_tokens
         batch.extend_num_tokens = len(batch.input_ids)
+        batch.extend_logprob_start_lens, batch.hicache_consumer_index = new_tokens, -1
+        batch.decoding_reqs = requests[rows - decoding :]
         runner = SimpleNamespace(**{**vars(self.runner), "is_draft_worker": draft})
         return ForwardBatch.init_new(
             batch, runner, capture_hidden_mode=CaptureHiddenMode.NULL, return_hidden_states_before_norm=False
@@ -269,15 +272,21 @@ class Server:
 def replace_bodies() -> None:
     """SGLang's functions that need a whole server or a GPU, before hooks are applied to them."""
     from sglang.srt.disaggregation.common.conn import CommonKVManager
+    from sglang.srt.distributed import parallel_state
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components import batch_result_processor
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
-    from sglang.srt.model_executor import forward_batch_info
+    from sglang.srt.model_executor import cuda_graph_buffer_registry, forward_batch_info
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.model_executor.runner import base_cuda_graph_runner
     from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 
     def init(self: Any, server_args: Any) -> None:
         self.tree_cache, self.metrics_collector = server_args.tree_cache, server_args.metrics_collector
+        self.tp_worker, self.waiting_queue, self.chunked_req = server_args.tp_worker, [], None
+        self.is_mixed_chunk, self.chunked_prefill_size, self.page_size = False, 256, PAGE
         self.running_batch, self.disagg_prefill_inflight_queue = SimpleNamespace(reqs=[]), None
         self.idle = True
 
@@ -294,14 +303,23 @@ def replace_bodies() -> None:
         self.kv_args, self.kv_cache_dtype_str = args, args.kv_cache_dtype_str
 
     CommonKVManager.__init__ = init_kv_manager
+    parallel_state.get_tp_group = lambda: SimpleNamespace(world_size=1)
     EagerRunner.execute = lambda self, forward_batch, pp_proxy_tensors=None: self.run(forward_batch)
-    ModelRunner.forward = lambda self, batch: self.run(batch) if hasattr(self, "run") else "SGLang's output"
+    ModelRunner.forward = lambda self, batch: self._forward_raw(batch) if hasattr(self, "run") else "SGLang's output"
+    ModelRunner._forward_raw = lambda self, batch: self.run(batch)
+    ScheduleBatch.prepare_for_extend = lambda self: None
+    results = batch_result_processor.SchedulerBatchResultProcessor
+    results.process_batch_result_prefill = lambda self, batch, result: None
+    base_cuda_graph_runner.get_batch_sizes_to_capture = lambda runner, captured_req_width=1: ([1, 2, 12], [1])
+    cuda_graph_buffer_registry.build_eager_registry = lambda *, max_bs: max_bs
     forward_batch_info.enable_num_token_non_padded = lambda: False  # it asks for groups of ranks
     Scheduler.__init__ = init
     Scheduler.flush_cache = flush_cache
     Scheduler.is_fully_idle = lambda self: self.idle
     Scheduler.on_idle = lambda self: None
     Scheduler.get_internal_state = get_internal_state
+    Scheduler._get_new_batch_prefill_raw = lambda self, running_batch: self.make(running_batch)
+    Scheduler.get_num_allocatable_reqs = lambda self, running_bs: 12 - running_bs
     KVCacheConfigurator._profile_available_bytes = lambda self, pre_model_load_memory: pre_model_load_memory
 
 

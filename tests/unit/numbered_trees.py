@@ -36,10 +36,11 @@ class OfCore(TreeOfNumbers):
         return True
 
 
-def check_shared(tree: OfCore, requests: Sequence[Any], also: Collection[Any] = ()) -> SharedTree:
+def check_shared(tree: OfCore, requests: Sequence[Any], also: Collection[Any] = (), whole: Collection[int] = ()) -> SharedTree:
     """Compares with whole paths: every two requests share as many tokens as they have in common, up to nodes of the
-    tree; a request that shares with nobody, or holds nothing that is marked, shares nothing."""
-    shared = tree.view.shared(requests, also)
+    tree; a request that shares with nobody, or holds nothing that is marked, shares nothing, if not all of it counts as
+    shared."""
+    shared = tree.view.shared(requests, also, whole)
     assert shared.complete and len(shared.deepest) == len(requests) and len(set(shared.nodes)) == len(shared.nodes)
     paths = [tree.whole(request) for request in requests]
     for at, (node, parent, end) in enumerate(zip(shared.nodes, shared.parents, shared.ends, strict=True)):
@@ -55,7 +56,10 @@ def check_shared(tree: OfCore, requests: Sequence[Any], also: Collection[Any] = 
         assert set(steps) <= set(path), "a node that the request does not hold, or not up to there"
         found.append(dict(steps))
     holders = Counter(step for path in paths for step in path)
-    for path, steps in zip(paths, found, strict=True):
+    for request, (path, steps) in enumerate(zip(paths, found, strict=True)):
+        if request in whole:
+            assert set(steps.items()) == set(path)
+            continue
         common = max((end for number, end in path if holders[number, end] > 1), default=0)
         marked = max((node.end for node in also if (node.id, node.end) in path), default=0)
         reached = max(steps.values(), default=0)
@@ -63,7 +67,7 @@ def check_shared(tree: OfCore, requests: Sequence[Any], also: Collection[Any] = 
     for one, one_path in zip(found, paths, strict=True):
         for other, other_path in zip(found, paths, strict=True):
             common = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one_path, other_path, strict=False))))
-            if one_path is not other_path and not also:
+            if one_path is not other_path and not also and not whole:
                 assert max((one[n] for n in one.keys() & other.keys()), default=0) == ([(0, 0), *one_path])[common][1]
     return shared
 

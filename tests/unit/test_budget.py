@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from decode_world import World
-from doubles import MIB
+from doubles import MIB, server_args
 
 from sglang_mla_ext.adapter.latent.protocol import LatentSizes
 from sglang_mla_ext.adapter.step import budget
@@ -101,7 +101,7 @@ def configurator(monkeypatch: pytest.MonkeyPatch, heads: int, cache: torch.dtype
         model_dtype=torch.bfloat16,
         model_config=SimpleNamespace(context_len=context_len),
         resolve_max_num_reqs=lambda token_capacity: min(4096, token_capacity),
-        server_args=SimpleNamespace(speculative_algorithm=None),
+        server_args=server_args(),
     )
 
 
@@ -152,8 +152,8 @@ def test_verify_steps_have_the_rows_of_their_requests_and_no_more_tables(
         server = configurator(monkeypatch, 128, cache)
         server.resolve_max_num_reqs = lambda token_capacity, requests=requests: requests
         if queries > 1:
-            server.server_args = SimpleNamespace(speculative_algorithm="EAGLE", speculative_num_draft_tokens=queries)
-        taken[requests, queries] = budget.buffer_bytes(server, options(mode="naive"))
+            server.server_args = server_args(speculative_algorithm="EAGLE", speculative_num_draft_tokens=queries)
+        taken[requests, queries] = budget.buffer_bytes(server, options(mode="naive", mixed_tokens=0))
     assert [(sizes.max_rows, sizes.sharing_requests) for sizes in found] == [(48, 48), (192, 48), (1024, 256)]
     assert [sizes.max_tokens - (1 << 17) for sizes in found] == [0, 8, 8]
     tables = 48 * (1 << 17) // 64 * 4

@@ -37,6 +37,10 @@ DOORS = {
     "adapter/step/backend.py HybridMLABackend.merge",
     "adapter/step/backend.py HybridMLABackend._absorb",
     "adapter/step/hooks.py around_eager_pass",
+    "adapter/step/hooks.py around_forward",
+    "adapter/step/hooks.py around_new_batch",
+    "adapter/step/mixing.py Mixing.new_batch",
+    "adapter/step/riding.py Riding.run",
     "adapter/step/layer.py after_split_q",
     "adapter/step/layer.py forward_method",
     "adapter/step/layer.py around_chunk_info",
@@ -79,6 +83,8 @@ START_HOOKS = {
     "KVCacheConfigurator._profile_available_bytes",
     "MLATokenToKVPoolHost.__init__",
     "Scheduler.__init__",
+    "base_cuda_graph_runner.get_batch_sizes_to_capture",
+    "cuda_graph_buffer_registry.build_eager_registry",
 }
 """They may end a launch: a server that does not do what it was told to would lie."""
 
@@ -93,6 +99,7 @@ ON_A_GPU = {
     "adapter/latent/flashmla.py FlashMLALatent.allocate": "start",
     "adapter/latent/fp8.py FP8Latent.run": "in a layer",
     "adapter/latent/pool.py LatentPool.get_mla_kv_buffer": "SGLang's, of its pool",
+    "adapter/step/build.py all_ranks_agree.agree": "choosing whether a pass rides, of several ranks",
     "adapter/step/nextn.py around_eh_norm": "instead of SGLang's",
     "adapter/step/stock_torch.py TorchStock._extend_over_fp8": "plain absorb, over a cache in FP8",
     "kernels/absorb/grouped.py GroupedAbsorb.__init__": "start",
@@ -138,11 +145,13 @@ def main(out: Path) -> None:
     import sglang.srt.managers.scheduler
     import sglang.srt.models.deepseek_v2  # noqa: F401
 
+    from sglang_mla_ext.adapter.compat.table import Feature
     from sglang_mla_ext.adapter.step import hooks
     from sglang_mla_ext.observe import Metrics
 
     hooked_worker.replace_bodies()
     hooked_worker.install()
+    hooks.assert_installed([Feature.RIDING])  # which is looked at once in a process
     fault_life.shorten_pauses()
     logging.getLogger("sglang_mla_ext").propagate = False  # thousands of tracebacks
     metrics = Metrics({"of": "tests"})
@@ -156,6 +165,7 @@ def main(out: Path) -> None:
     counters = life.counters
     assert not counters.fallbacks and not counters.shadow_failures
     assert counters.steps_naive >= 10 and counters.prefills_naive == 2 and counters.shadow_checks >= 2
+    assert (counters.prefills_ridden, counters.steps_mixed, counters.tokens_ridden) == (1, 1, 7)
     found: dict[str, Any] = {"hooked": sorted(hooks._hooked), "called": sorted(hooked_worker.CALLED)}
     found |= {"start": list(start.places), "life": list(watch.places)}
     # An operation that fails for good is a function that does.

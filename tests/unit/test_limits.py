@@ -16,9 +16,9 @@ from sglang_mla_ext.options import OptionError
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
 
 
-def graphs(prefill: str) -> Any:
+def graphs(prefill: str, decode: str = "full") -> Any:
     """SGLang's settings of CUDA graphs, as far as they are looked at."""
-    return SimpleNamespace(prefill=SimpleNamespace(backend=prefill))
+    return SimpleNamespace(prefill=SimpleNamespace(backend=prefill), decode=SimpleNamespace(backend=decode))
 
 
 DEEPSEEK = {
@@ -91,6 +91,8 @@ def server_args(
         "enable_two_batch_overlap": False,
         "enable_pdmux": False,
         "enable_mixed_chunk": False,
+        "disable_cuda_graph_padding": False,
+        "moe_a2a_backend": "none",
         "dcp_size": 1,
         "pp_size": 1,
         "attn_cp_size": 1,
@@ -144,6 +146,7 @@ def message(args: Any, compute_capability: tuple[int, int] | None = HOPPER) -> s
         {**FP8_CACHE, **DECODE_ROLE},
         {"flashinfer_mla_disable_ragged": True, "disable_chunked_prefix_cache": True},
         FP8_CACHE,
+        {"enable_mixed_chunk": True},
     ],
     ids=str,
 )
@@ -197,7 +200,17 @@ def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
         ),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap is not supported yet: remove it."),
         ({"enable_pdmux": True}, "--enable-pdmux is not supported yet: remove it."),
-        ({"enable_mixed_chunk": True}, "--enable-mixed-chunk is not supported yet: remove it."),
+        *(
+            ({"enable_mixed_chunk": True, **given}, f"--enable-mixed-chunk does not go with {what}: remove it.")
+            for given, what in (
+                (EAGLE, "drafts (--speculative-algorithm)"),
+                ({"enable_dp_attention": True, "dp_size": 8}, "DP attention (--enable-dp-attention)"),
+                ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+                ({"moe_a2a_backend": "deepep"}, "DeepEP (--moe-a2a-backend)"),
+                ({"cuda_graph_config": graphs("breakable", decode="disabled")}, "decode without CUDA graphs"),
+                ({"disable_cuda_graph_padding": True}, "--disable-cuda-graph-padding"),
+            )
+        ),
         ({"dcp_size": 2}, "--dcp-size above 1 is not supported yet: remove it."),
         ({"pp_size": 2}, "--pp-size above 1 is not supported yet: remove it."),
         ({"attn_cp_size": 2}, "--attn-cp-size above 1 is not supported yet: remove it."),

@@ -26,6 +26,9 @@ def counters_after_some_steps() -> Counters:
     counters.fall_back("prefix memory full")
     counters.fall_back("prefix memory full")
     counters.fall_back("other")
+    counters.count_ride(30, mixed=True)
+    counters.count_ride(5, mixed=False)
+    counters.not_ridden["too dear"] += 2
     for seconds in (0.25, 0.5):
         counters.count_pass(seconds)
     return counters
@@ -35,6 +38,10 @@ def test_counters() -> None:
     assert counters_after_some_steps() == Counters(
         steps_naive=2,
         steps_absorb=1,
+        steps_mixed=1,
+        prefills_ridden=1,
+        tokens_ridden=35,
+        not_ridden={"too dear": 2},
         expansions=2,
         evictions=1,
         fallbacks={"prefix memory full": 2, "other": 1},
@@ -90,6 +97,7 @@ def test_report() -> None:
     assert (info["expanded_bytes"], info["budget_bytes"], info["tokens_without_memory"]) == (10, 20, 30)
     assert list(info["counters"]) == [field.name for field in fields(Counters)]
     assert info["counters"]["fallbacks"] == {"prefix memory full": 2, "other": 1}
+    assert info["counters"]["not_ridden"] == {"too dear": 2}
 
 
 def test_a_report_does_not_change_later() -> None:
@@ -97,6 +105,7 @@ def test_a_report_does_not_change_later() -> None:
     info = report(counters, PLAN, 10, 20, 0)
     before = json.dumps(info)
     counters.fall_back("new")
+    counters.not_ridden["new"] += 1
     counters.count_step(PLAN)
     assert json.dumps(info) == before
 
@@ -119,13 +128,14 @@ def test_metrics_are_the_report_under_the_same_names(registry: prometheus_client
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"sglang:hybrid_mla_{name}", {**LABELS, **labels})
 
-    plain = {name: total for name, total in info["counters"].items() if name != "fallbacks"}
+    plain = {name: total for name, total in info["counters"].items() if not isinstance(total, dict)}
     plain |= {"expanded_bytes": 10, "budget_bytes": 20, "tokens_without_memory": 30}
     plain |= {"groups": 3, "shared_requests": 5}  # a request counts once, however many groups it is in
     assert {name: value(name) for name in plain} == plain
     assert value("fallbacks", reason="prefix memory full") == 2 and value("fallbacks", reason="other") == 1
+    assert value("not_ridden", reason="too dear") == 2
     names = {metric.name for metric in registry.collect()}
-    assert names == {f"sglang:hybrid_mla_{name}" for name in (*plain, "fallbacks", "shadow_error")}
+    assert names == {f"sglang:hybrid_mla_{name}" for name in (*plain, "fallbacks", "not_ridden", "shadow_error")}
     below = {bound: value("shadow_error_bucket", le=bound) for bound in ("1e-05", "0.002", "0.005", "+Inf")}
     assert below == {"1e-05": 1, "0.002": 1, "0.005": 2, "+Inf": 3} and value("shadow_error_count") == 3
 

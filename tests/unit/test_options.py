@@ -28,6 +28,8 @@ GOOD = [
     ("verify_interval", "1000", 1000),
     ("dp_routing", "sglang", "sglang"),
     ("dp_routing", "prefix", "prefix"),
+    ("mixed_tokens", "0", 0),
+    ("mixed_tokens", "64", 64),
 ]
 
 # option, value, what the message says beside the flag
@@ -39,6 +41,8 @@ BAD = [
     ("expand_tokens_per_step", 0, "at least 1"),
     ("verify_interval", -1, "must be 0 (never) or more"),
     ("dp_routing", "random", "use one of sglang, prefix"),
+    ("mixed_tokens", 63, "must be 0 (never mix) or at least 64, a page"),
+    ("mixed_tokens", -1, "must be 0 (never mix) or at least 64, a page"),
 ]
 
 

@@ -137,6 +137,42 @@ def test_what_is_wrong_is_found_and_no_longer_shared(
     assert len(groups(world)) == 2
 
 
+@pytest.mark.parametrize(("kind", "grouped", "mode"), KINDS, ids=str)
+def test_rows_of_a_ride_are_checked_at_their_own_lengths(
+    make_world: Any, kind: str, grouped: bool, mode: str
+) -> None:
+    """One request alone shares what is expanded of it among its rows."""
+    world = make_world()
+    options = {"prefix_memory_gb": 0} if mode == "grouped_absorb" else {}
+    world.make(kind, grouped=grouped, mode=mode, verify_interval=1, mixed_tokens=64, **options)
+    requests, counters = sharing(world), world.steps.counters
+    world.eager_step(requests)  # expands
+    for some, counts in ((slice(6), [3, 1, 2, 4, 1, 3]), (slice(1), [5]), (slice(0, 3, 2), [1, 7])) * 2:
+        assert world.ride(requests[some], counts) < EXACT[False]
+    world.eager_step(requests)
+    assert counters.shadow_checks == 7 and counters.shadow_failures == 0 and not counters.fallbacks
+    assert len(world.steps.shadow.take_errors()) == 6 + 2 * (14 + 5 + 8)
+    assert counters.prefills_ridden == 6 and groups(world) == GROUPS
+
+
+def test_what_is_wrong_in_a_ride_is_found(make_world: Any) -> None:
+    world = make_world()
+    world.make("gpu", verify_interval=1, mixed_tokens=64)
+    requests = sharing(world)
+    world.eager_step(requests)
+    buffers = world.backend._shared._buffers
+    chunk = world.steps._prefixes.plan.segments[0].chunks[0]
+    for layer in range(len(LAYER_IDS)):
+        buffers.v_t[layer, chunk] = torch.randn_like(buffers.v_t[layer, chunk])
+    wrong = world.steps._prefixes.plan.segments[0].rows
+    alone = requests[wrong[-1]]
+    assert not world.ride([alone], [3]) < 0.1
+    assert world.ride([alone], [3]) < EXACT[False] and groups(world) == []
+    assert world.steps.counters.shadow_failures == 1
+    assert world.ride(requests, [1, 1, 2, 2, 2, 2]) < EXACT[False]
+    assert [group for group in groups(world) if group[0] > 1] == [GROUPS[1] if wrong == (0, 2, 5) else GROUPS[0]]
+
+
 def test_a_wrong_plan_is_found(make_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last request of each group does not get its prefix."""
     world = make_world()

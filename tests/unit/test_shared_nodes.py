@@ -56,11 +56,14 @@ def naive(requests: list[Any]) -> tuple[set[Any], list[list[Any]]]:
     return {node for node, count in held.items() if count > 1}, paths
 
 
-def check_shared(tree: Any, requests: list[Any], also: Collection[Any] = (), others: bool = False) -> SharedTree:
+def check_shared(
+    tree: Any, requests: list[Any], also: Collection[Any] = (), others: bool = False, whole: Collection[int] = ()
+) -> SharedTree:
     """Compares with whole paths. `others`: there are holders that are not among the requests."""
-    shared = tree.view.shared(requests, also)
+    shared = tree.view.shared(requests, also, whole)
     outline(tree, shared)
     expected, paths = naive(requests)
+    expected |= {node for request in whole for node in paths[request]}
     marked = {handle.node for handle in also}
     listed = set()
     nodes = [handle.node for handle in shared.nodes]
@@ -141,6 +144,22 @@ def test_one_request_holds_what_is_marked_too(tree: Any) -> None:
     assert check_shared(tree, [first], also={back.node: 1}.keys()).ends == [front.end, back.end], "with all above it"
     assert check_shared(tree, [first, tree.run("other")], also=[tree.handle(second)]).nodes == []
     assert check_shared(tree, [first]).nodes == [], "nothing of it is remembered"
+
+
+def test_all_of_a_request_with_several_rows_counts_as_shared(tree: Any) -> None:
+    """For this call alone, whatever else the request shares, and if it holds nothing."""
+    requests = [tree.run(text) for text in ("system-ab", "system-ac", "other")]
+    one, two, alone = ([*(step.end for step in path)] for path in tree.paths(requests))
+    shared = check_shared(tree, requests, whole={2})
+    assert [shared.ends[at] for at in shared.deepest] == [one[-2], two[-2], alone[-1]]
+    shared = check_shared(tree, requests, whole={0, 2})
+    assert [shared.ends[at] for at in shared.deepest] == [one[-1], two[-2], alone[-1]]
+    assert check_shared(tree, requests, whole=range(3)).deepest == check_shared(tree, requests, whole={0, 1, 2}).deepest
+    assert check_shared(tree, requests).deepest[2] == -1, "nothing of it is remembered"
+    marked = [tree.path(tree.handle(requests[1]))[-1].node]
+    assert check_shared(tree, requests[1:], also=marked, whole={1}).deepest != [-1, -1]
+    at_root, not_yet = SimpleNamespace(last_node=tree.cache.root_node), SimpleNamespace(last_node=None)
+    assert check_shared(tree, [at_root, requests[2], not_yet], whole={0, 1, 2}).deepest == [-1, 0, -1]
 
 
 def test_what_others_hold_may_be_listed(tree: Any) -> None:

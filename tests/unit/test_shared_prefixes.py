@@ -9,6 +9,7 @@ import gc
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,13 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS
-from sglang_mla_ext.observe import Counters
+from sglang_mla_ext.observe import Counters, report
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix import shared_prefixes
+from sglang_mla_ext.prefix.branches import Branches, Part
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, ModelDims
 from sglang_mla_ext.prefix.expanded_pool import GRACE, ExpandedPool
 from sglang_mla_ext.prefix.planner import Capacity, Plan
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+from sglang_mla_ext.prefix.tree import SharedTree
+from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode
 
 PAGE = 64  # tokens; one letter of a prompt
@@ -598,6 +602,121 @@ def test_no_more_groups_than_there_is_room_for(tree: Any) -> None:
     requests = [tree.run(name * pages + letter) for name, pages in (("a", 4), ("b", 8), ("c", 12)) for letter in "12"]
     assert server.decode(*requests) == [((2, 3), 8), ((4, 5), 12)]
     assert sum(server.counters.fallbacks.values()) == 1 and server.pool.used_chunks == 5, "nothing for the third"
+
+
+# -- rows of any number ------------------------------------------------------------------------------------------------
+
+
+def ride(server: Server, requests: Sequence[Any], counts: Sequence[int]) -> list[tuple[tuple[int, ...], int, int]]:
+    """Plan a step in which requests have so many rows, without any expansion, and check what must always hold; rows,
+    which are requests, start and end of each segment, in pages."""
+    plan = server.prefixes.plan_rows(requests, Rows.of(counts), [len(request.slots) for request in requests])
+    assert plan is server.prefixes.plan and plan.requests == len(requests) and server.expander.calls == []
+    for segment in plan.segments:
+        assert sum(counts[request] for request in segment.rows) >= 2
+        for request in segment.rows:
+            slots = requests[request].slots[segment.start : segment.end].tolist()
+            assert len(slots) == segment.tokens
+            for position, slot in enumerate(slots if segment.mode is Mode.NAIVE else ()):
+                chunk, offset = divmod(position, CHUNK_TOKENS)
+                assert server.expander.memory[segment.chunks[chunk], offset] == server.tree.rows[slot]
+    return [(segment.rows, segment.start // PAGE, segment.end // PAGE) for segment in plan.segments]
+
+
+def test_rows_of_one_request_share_what_is_expanded_of_its_own_path(tree: Any) -> None:
+    server = Server(tree)
+    first, second, alone = tree.run("systemprompt-a"), tree.run("systemprompt-b"), tree.run("else")
+    assert ride(server, [first], [5]) == [], "nothing is expanded for it"
+    assert server.decode(first, second) == [((0, 1), 13)] and server.expander.taken() == 13 * PAGE
+    assert ride(server, [first], [5]) == [((0,), 0, 13)]
+    assert ride(server, [first], [1]) == []
+    assert ride(server, [alone, first], [9, 1]) == []
+    assert ride(server, [alone, first, second], [9, 1, 4]) == [((1, 2), 0, 13)]
+    assert [(entry["requests"], entry["mode"]) for entry in report_of(server)["groups"]] == [(2, "naive")]
+    assert server.decode(first, second) == [((0, 1), 13)], "a decode step behind it is planned anew"
+    assert not server.counters.fallbacks and server.expander.calls == []
+
+
+def report_of(server: Server) -> dict[str, Any]:
+    return report(server.counters, server.prefixes.plan, 0, 0, 0)
+
+
+def test_a_gain_counts_rows_and_not_requests(tree: Any) -> None:
+    """So many of one request pay as so many requests of one row each."""
+    server = Server(tree, mode="auto")
+    requests = [tree.run("systemprompt-" + letter) for letter in "abcdef"]
+    smallest = COST.smallest_profitable_group(13 * PAGE)
+    assert server.decode(*requests)
+    server.expander.taken()
+    assert ride(server, requests[:1], [smallest - 1]) == []
+    assert ride(server, requests[:1], [smallest]) == [((0,), 0, 13)]
+    assert ride(server, requests[:2], [1, smallest - 2]) == []
+    assert ride(server, requests[:2], [1, smallest - 1]) == [((0, 1), 0, 13)]
+
+
+def test_a_plan_of_rows_stays_below_what_is_cached(tree: Any) -> None:
+    server = Server(tree)
+    requests = [tree.run("systemprompt-a"), tree.run("systemprompt-b")]
+    server.decode(*requests)
+    lens = [13 * PAGE, 13 * PAGE]
+    assert server.prefixes.plan_rows(requests, Rows.of([1, 2]), lens).prefix_lens == (13 * PAGE,) * 2
+    with pytest.raises(RuntimeError, match="longer than what is cached"):
+        server.prefixes.plan_rows(requests, Rows.of([1, 2]), [13 * PAGE, 13 * PAGE - 1])
+
+
+def test_capacity_counts_rows(tree: Any) -> None:
+    server = Server(tree, ways={"capacity": Capacity(256, 10)})
+    requests = [tree.run("systemprompt-a"), tree.run("systemprompt-b")]
+    server.decode(*requests)
+    server.expander.taken()
+    assert ride(server, requests, [4, 6]) == [((0, 1), 0, 13)] and not server.counters.fallbacks
+    assert ride(server, requests, [4, 7]) == []
+    assert dict(server.counters.fallbacks) == {"more groups than a step has room for": 1}
+
+
+def test_how_much_of_each_request_is_expanded(tree: Any) -> None:
+    server = Server(tree)
+    first, second, alone = tree.run("systemprompt-a"), tree.run("systemprompt-b"), tree.run("else")
+    assert server.prefixes.expanded_lens([first, alone], [14 * PAGE, 4 * PAGE]) == [0, 0]
+    server.decode(first, second)
+    assert server.prefixes.expanded_lens([first, alone, second], [14 * PAGE, 4 * PAGE, 100]) == [13 * PAGE, 0, 100]
+    server.tree.finish(second)
+    assert server.prefixes.expanded_lens([first], [14 * PAGE]) == [13 * PAGE], "whoever else holds it"
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    parents=st.lists(st.integers(0, 1 << 30), max_size=8),
+    requests=st.lists(st.tuples(st.integers(0, 1 << 30), st.integers(1, 3)), min_size=1, max_size=6),
+)
+def test_branches_are_runs_of_nodes_that_the_same_requests_hold(
+    parents: list[int], requests: list[tuple[int, int]]
+) -> None:
+    """Against whole paths: every node with two rows and more is in one of them, and no other is."""
+    above = [number % (index + 1) - 1 for index, number in enumerate(parents)]
+    ends: list[int] = []
+    for index, parent in enumerate(above):
+        ends.append((ends[parent] if parent >= 0 else 0) + index + 1)
+    deepest, counts = [number % (len(above) + 1) - 1 for number, _ in requests], [count for _, count in requests]
+    branches = Branches(SharedTree(list(range(len(above))), above, ends, deepest), Rows.of(counts))
+    holders: list[set[int]] = [set() for _ in above]
+    for request, node in enumerate(deepest):
+        while node >= 0:
+            holders[node].add(request)
+            node = above[node]
+    found = [node for branch in branches for node in branch.nodes]
+    assert sorted(found) == [node for node, held in enumerate(holders) if sum(counts[each] for each in held) > 1]
+    for index, branch in enumerate(branches):
+        (held,) = {frozenset(holders[node]) for node in branch.nodes}
+        segment = branches.segment(Part(index, branch.start, branch.end, Mode.NAIVE, 0.0))
+        assert segment.rows == tuple(sorted(held)) and branch.requests == len(held)
+        assert branch.rows == sum(counts[request] for request in held)
+        assert branches.last_request(index) == max(held)
+        assert branch.ends == [ends[node] for node in branch.nodes] and branch.end == branch.ends[-1]
+        first = above[branch.nodes[0]]
+        assert branch.start == (ends[first] if first >= 0 else 0)
+        assert branch.parent == next((at for at, other in enumerate(branches) if first in other.nodes), -1)
+        assert all(above[node] == before for before, node in pairwise(branch.nodes))
 
 
 # -- anything ----------------------------------------------------------------------------------------------------------

@@ -173,6 +173,18 @@ def test_one_request_holds_what_is_marked_too(tree: OfCore) -> None:
     assert check_shared(tree, [first]).nodes == [], "nothing of it is remembered"
 
 
+def test_all_of_a_request_with_several_rows_counts_as_shared(tree: OfCore) -> None:
+    requests = [tree.run(text) for text in ("system-ab", "system-ac", "other")]
+    pages = {whole: check_shared(tree, requests, whole=whole) for whole in ((2,), (0, 2), (0, 1, 2), ())}
+    ends = {
+        whole: [shared.ends[at] // tree.page_size if at >= 0 else 0 for at in shared.deepest]
+        for whole, shared in pages.items()
+    }
+    assert ends == {(2,): [8, 8, 5], (0, 2): [9, 8, 5], (0, 1, 2): [9, 9, 5], (): [8, 8, 0]}
+    at_root, not_yet = (SimpleNamespace(rid="x", last_node=node) for node in (tree.root, None))
+    assert tree.view.shared([at_root, requests[2], not_yet], whole={0, 1, 2}).deepest == [-1, 0, -1]
+
+
 def test_equal_text_under_different_extra_keys_is_not_shared(tree: OfCore) -> None:
     keys = (None, "tenant", "tenant", "other")
     requests = [tree.run("system" + end, key) for key, end in zip(keys, "abcd", strict=True)]

@@ -69,7 +69,7 @@ def around_eager_pass(
     try:
         return original(runner, forward_batch, *args, **kwargs)
     except OurPartFailedError as failure:
-        if fail is None or _several_ranks():
+        if fail is None or several_ranks():
             raise
         fail(failure.what, failure.__cause__ or failure)
     # Not inside of `except`: the error's frames hold tensors.
@@ -78,5 +78,6 @@ def around_eager_pass(
     return original(runner, again, *args, **kwargs)
 
 
-def _several_ranks() -> bool:
+def several_ranks() -> bool:
+    """Whether others compute together with this process."""
     return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1

@@ -289,7 +289,7 @@ def after_forward_batch(
 def around_forward(original: Callable[..., Any], runner: ModelRunner, forward_batch: Any, *args: Any) -> Any:
     if worker.riding is None or runner.is_draft_worker or not passes.now.rides:
         return original(runner, forward_batch, *args)
-    return worker.riding.run(original, runner, forward_batch, passes.now, *args)
+    return worker.riding.run(original, runner, forward_batch, worker.steps.fail, *args)
 
 
 @_guarded("checking a step")
@@ -303,12 +303,19 @@ def after_forward(output: Any, runner: ModelRunner, forward_batch: Any, *args: A
 def around_new_batch(original: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
     if worker.mixing is None:
         return original(scheduler, *args, **kwargs)
-    return worker.mixing.new_batch(original, scheduler, *args, **kwargs)
+    tokens = _tokens_to_mix(scheduler, kwargs["running_batch"]) or 0
+    return worker.mixing.new_batch(original, tokens, scheduler, *args, **kwargs)
+
+
+@_guarded("deciding how much is mixed")
+def _tokens_to_mix(scheduler: Scheduler, running: ScheduleBatch) -> int:
+    return worker.mixing.new_tokens(scheduler, running)
 
 
 @_guarded("deciding what is mixed")
 def after_prepare_for_extend(result: None, batch: ScheduleBatch) -> None:
     if worker.mixing is not None and worker.scheduler is not None:
+        worker.scheduler.is_mixed_chunk = False  # unless it is decided
         worker.mixing.prepared(batch, worker.scheduler)
 
 

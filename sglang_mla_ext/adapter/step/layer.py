@@ -38,7 +38,9 @@ def forward_method(attention: DeepseekV2AttentionMLA, forward_batch: Any) -> Any
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
-    if passes.now.prefill is not None and not prefill_is_captured():
+    with our_part("choosing how to attend"):
+        expanded = passes.now.prefill is not None and not prefill_is_captured()
+    if expanded:
         return handlers.AttnForwardMethod.MHA_CHUNKED_KV
     if not torch.cuda.is_available():
         return handlers.AttnForwardMethod.MLA

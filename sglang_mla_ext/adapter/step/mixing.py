@@ -35,15 +35,15 @@ class Mixing:
         self._tokens_each = FIRST_GUESS  # new tokens of a request, on average of the last ones
         self._left = 0  # new tokens of the prompt that is being computed in pieces
 
-    def new_batch(self, make: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+    def new_batch(self, make: Callable[..., Any], tokens: int, scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
         """`Scheduler._get_new_batch_prefill_raw`: the next prefill batch, perhaps with running requests in it.
 
         Args:
             make: the original; kwargs: its `running_batch` among them.
+            tokens: see `new_tokens`.
         """
         running, size = kwargs["running_batch"], scheduler.chunked_prefill_size
         scheduler.is_mixed_chunk = False
-        tokens = self._new_tokens(scheduler, running)
         if not tokens:
             return make(scheduler, *args, **kwargs)
         count = len(running.reqs)
@@ -62,7 +62,7 @@ class Mixing:
                 left.batch_is_full = False  # those that ended in the step before have left their places
         return batch, left
 
-    def _new_tokens(self, scheduler: Scheduler, running: ScheduleBatch) -> int:
+    def new_tokens(self, scheduler: Scheduler, running: ScheduleBatch) -> int:
         """New tokens that a mixed step may have now; 0 where what waits had better have a pass of its own."""
         size = scheduler.chunked_prefill_size
         if size is None or running.is_empty() or running.return_logprob:
@@ -76,8 +76,7 @@ class Mixing:
         return tokens if 0 < waiting <= MOST_STEPS * tokens else 0
 
     def prepared(self, batch: ScheduleBatch, scheduler: Scheduler) -> None:
-        """`ScheduleBatch.prepare_for_extend` is through: is the batch mixed? Not where that fails."""
-        scheduler.is_mixed_chunk = False
+        """`ScheduleBatch.prepare_for_extend` is through: is the batch mixed? The flag says no so far."""
         if (chunked := scheduler.chunked_req) is not None and chunked in batch.reqs:
             place = batch.reqs.index(chunked)
             self._left = _length(chunked) - batch.prefix_lens[place] - batch.extend_lens[place]

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_mla_ext.adapter.step.passes import Pass
+from sglang_mla_ext.adapter.step.failure import OurPartFailedError, our_part, several_ranks
+from sglang_mla_ext.adapter.step.passes import Kind, Pass, passes
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.cost_model import CostModel
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
@@ -121,20 +122,40 @@ class Riding:
             total += cost.work_seconds(Mode.ABSORB, rows, (rows + 1) // 2)
         return total
 
-    def run(self, forward: Callable[..., Any], runner: Any, batch: ForwardBatch, now: Pass, *args: Any) -> Any:
-        """`ModelRunner._forward_raw` of a pass that rides.
+    def run(
+        self,
+        forward: Callable[..., Any],
+        runner: Any,
+        batch: ForwardBatch,
+        fail: Callable[[str, BaseException], None],
+        *args: Any,
+    ) -> Any:
+        """`ModelRunner._forward_raw` of the pass that runs now, which rides. Where our part of that fails, it is the
+        pass that SGLang asked for, which writes the same rows; but not where several ranks compute together, of which
+        the others ride.
 
         Args:
-            forward: the original; batch: the extend that SGLang asked for; now: the pass.
+            forward: the original; batch: the extend that SGLang asked for; fail: see Steps.
         Returns:
             its output, with the logits of each request's last row.
         """
-        now.ridden = as_rows(batch, now.rows)
-        last = torch.cumsum(batch.extend_seq_lens, dim=0) - 1
-        output = forward(runner, now.ridden, *args)
-        logits = output.logits_output
-        logits.next_token_logits = logits.next_token_logits[last]
-        return output
+        now = passes.now
+        try:
+            with our_part("making rows of new tokens"):
+                now.ridden = as_rows(batch, now.rows)
+                last = torch.cumsum(batch.extend_seq_lens, dim=0) - 1
+            output = forward(runner, now.ridden, *args)
+            with our_part("taking the logits of last rows"):
+                logits = output.logits_output
+                logits.next_token_logits = logits.next_token_logits[last]
+            return output
+        except OurPartFailedError as failure:
+            if several_ranks():
+                raise
+            fail(failure.what, failure.__cause__ or failure)
+        # Not inside of `except`: the error's frames hold tensors.
+        passes.now = Pass(Kind.PREFILL, now.rows)
+        return forward(runner, batch, *args)
 
 
 def refusal(batch: ScheduleBatch) -> str | None:

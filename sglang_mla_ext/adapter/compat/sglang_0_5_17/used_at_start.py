@@ -25,16 +25,17 @@ ARGUMENTS = (
     *attributes(
         _ARGS,
         """
-        attn_cp_size dcp_size disable_radix_cache disaggregation_mode dllm_algorithm dp_size dtype
-        enable_deterministic_inference enable_dp_attention enable_flexkv enable_hierarchical_cache enable_lmcache
+        attn_cp_size dcp_size disable_cuda_graph_padding disable_radix_cache disaggregation_mode dllm_algorithm dp_size
+        dtype enable_deterministic_inference enable_dp_attention enable_flexkv enable_hierarchical_cache enable_lmcache
         enable_lora enable_memory_saver enable_mixed_chunk enable_page_major_kv_layout enable_pdmux
-        enable_streaming_session enable_two_batch_overlap enable_unified_memory pp_size radix_cache_backend
+        enable_streaming_session enable_two_batch_overlap enable_unified_memory moe_a2a_backend pp_size
+        radix_cache_backend
         rl_on_policy_target speculative_algorithm tp_size
         """,
         "which features are asked for, and which of them are unsupported",
     ),
     *attributes(_ARGS, "cuda_graph_config", "no graphs in prefill beside an FP8 cache"),
-    *attributes("model_executor.cuda_graph_config.CudaGraphConfig", "prefill", "the same"),
+    *attributes("model_executor.cuda_graph_config.CudaGraphConfig", "prefill decode", "the same; whether rows ride"),
     *attributes("model_executor.cuda_graph_config.PhaseConfig", "backend", "the same"),
     *attributes("environ", "envs", "unsupported features"),
     *attributes(

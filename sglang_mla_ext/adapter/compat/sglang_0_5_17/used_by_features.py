@@ -77,7 +77,7 @@ RIDING = needed_for(
         _BATCH,
         """
         batch_is_full decoding_reqs encoder_lens extend_lens extend_logprob_start_lens extend_num_tokens
-        hicache_consumer_index input_embeds is_prefill_only multimodal_inputs prefix_lens replace_embeds reqs
+        hicache_consumer_index input_embeds is_prefill_only multimodal_inputs prefix_lens replace_embeds
         return_hidden_states return_logprob seq_lens_cpu
         """,
         "what rides",
@@ -91,6 +91,8 @@ RIDING = needed_for(
         "new tokens as rows",
     ),
     *methods("model_executor.forward_batch_info.ForwardMode", "is_mixed", "what is mixed"),
+    *attributes("managers.schedule_batch.Req", "origin_input_ids output_ids", "what is left of a prompt in pieces"),
+    *attributes("managers.schedule_batch.Req", "is_retracted time_stats", "counting what mixed batches decode"),
     *function(f"{_RESULTS}.process_batch_result_prefill", "self batch result", "counting what mixed batches decode"),
     *attributes(_RESULTS, "metrics_reporter", "the same"),
     *attributes(_REPORTER, "forward_ct_decode num_generated_tokens", "the same"),

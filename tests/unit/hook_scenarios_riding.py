@@ -1,0 +1,194 @@
+"""What our hooks do where new tokens ride in decode steps: graphs, the scheduler's batches, and the passes themselves.
+
+Each scenario runs in a process of its own, see test_hooks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hooked_worker import PAGE, PROMPT, Server, options, refused
+
+SHARED = 13 * PAGE  # tokens
+TOKENS = 64
+
+
+def scenario_graphs_and_buffers_have_room_for_what_rides() -> None:
+    server = Server(mixed_tokens=TOKENS)
+    from sglang.srt.model_executor import cuda_graph_buffer_registry
+    from sglang.srt.model_executor.runner import base_cuda_graph_runner
+
+    runner = SimpleNamespace(is_draft_worker=False, device="cuda", server_args=server.runner.server_args)
+    for given, sizes in (
+        ({}, [1, 2, 12, 76, 140, 204, 268]),
+        ({"mixed_tokens": 100}, [1, 2, 12, 76, 112]),
+        ({"mixed_tokens": 0}, [1, 2, 12]),
+    ):
+        with options(**given):
+            assert base_cuda_graph_runner.get_batch_sizes_to_capture(runner) == (sizes, [1])
+    runner.is_draft_worker = True
+    assert base_cuda_graph_runner.get_batch_sizes_to_capture(runner, 1) == ([1, 2, 12], [1])
+    assert cuda_graph_buffer_registry.build_eager_registry(max_bs=12) == 12 + TOKENS
+    server.worker.riding = None
+    assert cuda_graph_buffer_registry.build_eager_registry(max_bs=12) == 12
+
+
+class Rides:
+    """A server in which what is shared is expanded, and passes of new tokens, as SGLang's runner gives them to us."""
+
+    def __init__(self) -> None:
+        self.server = Server(mixed_tokens=TOKENS)
+        from sglang.srt.model_executor.model_runner import ModelRunner
+
+        self.requests = self.server.run(PROMPT + "-a", PROMPT + "-b", PROMPT + "-c")
+        self.server.forward("DECODE", self.requests)
+        assert self.server.shares()
+        self.model: Any = object.__new__(ModelRunner)
+        self.model.is_draft_worker, self.model.run = False, self._run
+        self.seen: list[tuple[str, int, bool]] = []  # what ran: mode, batch size, whether something is shared
+        self.ended: list[Any] = []
+        self.server.backend.end_step = self.ended.append
+        self.logits: Callable[[Any], Any] = lambda given: given
+
+    def forward(self, mode: str = "EXTEND", decoding: int = 0) -> Any:
+        """Three and two new tokens, and one; the tokens whose logits come back."""
+        lens = {"prefix_lens": [SHARED] * 3, "new_tokens": [3, 2, 1]}
+        self.batch = self.server.forward(mode, self.requests, decoding=decoding, **lens)
+        output = self.model.forward(self.batch)
+        self.seen, seen = [], self.seen
+        return seen, output.logits_output.next_token_logits.flatten().tolist()
+
+    def _run(self, batch: Any) -> Any:
+        self.seen.append((batch.forward_mode.name, batch.batch_size, self.server.shares()))
+        rows = torch.arange(6.0)[:, None]
+        logits = rows if batch.forward_mode.name == "DECODE" else rows[[2, 4, 5]]
+        return SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=self.logits(logits)))
+
+
+LAST = [2.0, 4.0, 5.0]
+
+
+def scenario_new_tokens_are_rows_of_a_decode_step() -> None:
+    rides = Rides()
+    counters = rides.server.counters
+    assert rides.forward() == ([("DECODE", 6, True)], LAST)
+    assert rides.batch.forward_mode.name == "EXTEND" and rides.batch.batch_size == 3, "SGLang samples with it"
+    (checked,) = rides.ended
+    assert checked.batch_size == 6, "the shadow check sees rows"
+    assert (counters.prefills_ridden, counters.steps_mixed, counters.tokens_ridden) == (1, 0, 6)
+    assert rides.forward("MIXED", decoding=1) == ([("DECODE", 6, True)], LAST)
+    assert (counters.prefills_ridden, counters.steps_mixed, counters.tokens_ridden) == (1, 1, 11)
+    rides.server.worker.riding.most_rows = 5
+    assert rides.forward() == ([("EXTEND", 3, False)], LAST)
+    assert dict(counters.not_ridden) == {"more than 5 rows": 1} and not counters.fallbacks
+    assert rides.ended[-1] is rides.batch
+
+
+def scenario_a_ride_in_which_our_part_fails_is_the_pass_that_was_asked_for() -> None:
+    """But not where other ranks ride, and wait for this one in the pass."""
+    from sglang_mla_ext.adapter.step import riding
+
+    class Logits:
+        def __getitem__(self, index: Any) -> None:
+            raise MemoryError("no")
+
+    for mode, decoding in (("EXTEND", 0), ("MIXED", 1)):
+        rides = Rides()
+        as_rows = riding.as_rows
+
+        def fail(*args: Any) -> None:
+            raise MemoryError("no")
+
+        riding.as_rows = fail
+        assert rides.forward(mode, decoding) == ([(mode, 3, False)], LAST)
+        assert rides.ended == [rides.batch] and rides.server.steps.pause > 0
+        assert dict(rides.server.counters.fallbacks) == {"making rows of new tokens failed: MemoryError": 1}
+        riding.as_rows = as_rows
+        rides.logits = lambda given: Logits() if len(given) == 6 else given
+        assert rides.forward(mode, decoding) == ([("DECODE", 6, False), (mode, 3, False)], LAST)
+        assert rides.server.counters.fallbacks["taking the logits of last rows failed: MemoryError"] == 1
+        torch.distributed.is_initialized, torch.distributed.get_world_size = lambda: True, lambda: 2
+        kind, message = refused(lambda rides=rides, mode=mode, decoding=decoding: rides.forward(mode, decoding))
+        assert kind == "OurPartFailedError" and "taking the logits of last rows failed" in message
+        torch.distributed.is_initialized = bool
+
+
+def scenario_a_draft_or_a_server_without_riding_takes_what_sglang_gives() -> None:
+    rides = Rides()
+    rides.model.is_draft_worker = True
+    assert rides.forward() == ([("EXTEND", 3, True)], LAST)
+    rides.model.is_draft_worker, rides.server.worker.riding = False, None
+    assert rides.forward()[0] == [("EXTEND", 3, False)]
+
+
+class Mixes:
+    """SGLang's scheduler, as far as it makes prefill batches: it mixes where its flag says so."""
+
+    def __init__(self, server: Server | None = None) -> None:
+        self.server = server or Server(mixed_tokens=TOKENS)
+        from sglang.srt.managers.schedule_batch import ScheduleBatch
+        from sglang.srt.managers.scheduler_components import batch_result_processor
+
+        self.scheduler = self.server.scheduler
+        self.scheduler.make, self.scheduler.waiting_queue = self._make, ["a request"]
+        self.running = SimpleNamespace(
+            reqs=["running"], is_empty=bool, return_logprob=False, check_decode_mem=lambda: True, batch_is_full=True
+        )
+        self.new: Any = object.__new__(ScheduleBatch)
+        for name in ("input_embeds", "replace_embeds", "multimodal_inputs", "encoder_lens", "decoding_reqs"):
+            setattr(self.new, name, None)
+        (self.new.return_hidden_states, self.new.return_logprob, self.new.is_prefill_only) = (False,) * 3
+        self.new.hicache_consumer_index, self.new.forward_mode = -1, SimpleNamespace(is_mixed=bool)
+        self.new.reqs, self.new.prefix_lens, self.new.extend_lens = self.server.run("new"), [0], [5]
+        self.new.extend_logprob_start_lens, self.new.extend_num_tokens = [5], 5
+        self.results: Any = object.__new__(batch_result_processor.SchedulerBatchResultProcessor)
+        self.seen: list[tuple[bool, int]] = []
+
+    def _make(self, running: Any) -> tuple[Any, Any]:
+        self.seen.append((self.scheduler.is_mixed_chunk, self.scheduler.chunked_prefill_size))
+        self.new.prepare_for_extend()
+        self.seen.append((self.scheduler.is_mixed_chunk, self.scheduler.chunked_prefill_size))
+        return self.new, running
+
+    def make(self) -> list[tuple[bool, int]]:
+        """Flag and size of chunks, when tokens are allotted and when SGLang mixes."""
+        self.seen = []
+        assert self.scheduler._get_new_batch_prefill_raw(running_batch=self.running) == (self.new, self.running)
+        assert (self.scheduler.is_mixed_chunk, self.scheduler.chunked_prefill_size) == (False, 256)
+        return self.seen
+
+
+def scenario_running_requests_are_mixed_batch_by_batch() -> None:
+    mixes = Mixes()
+    assert mixes.make() == [(True, TOKENS + 1)] * 2
+    mixes.running.check_decode_mem = bool
+    assert mixes.make() == [(True, TOKENS + 1), (False, TOKENS + 1)]
+    mixes.scheduler.waiting_queue = []
+    assert mixes.make() == [(False, 256)] * 2
+    mixes.scheduler.waiting_queue, mixes.running.is_empty = ["a request"], None
+    assert mixes.make() == [(False, 256)] * 2
+    assert dict(mixes.server.counters.fallbacks) == {"deciding how much is mixed failed: TypeError": 1}
+    mixes.running.is_empty, mixes.running.check_decode_mem = bool, None
+    assert mixes.make() == [(True, TOKENS + 1), (False, TOKENS + 1)]
+    assert mixes.server.counters.fallbacks["deciding what is mixed failed: TypeError"] == 1
+    mixes.server.worker.mixing = None
+    assert mixes.make() == [(False, 256)] * 2
+
+
+def scenario_what_mixed_batches_decode_is_counted() -> None:
+    mixes = Mixes()
+    shown: list[tuple[bool, int]] = []
+    reporter = SimpleNamespace(
+        num_generated_tokens=10,
+        forward_ct_decode=0,
+        report_decode_stats=lambda can, running_batch: shown.append((can, len(running_batch.reqs))),
+    )
+    object.__setattr__(mixes.results, "metrics_reporter", reporter)
+    result = SimpleNamespace(can_run_cuda_graph=True)
+    mixes.results.process_batch_result_prefill(mixes.new, result)
+    mixes.new.decoding_reqs = [SimpleNamespace(is_retracted=True)] * 2
+    mixes.results.process_batch_result_prefill(mixes.new, result)
+    assert (reporter.num_generated_tokens, reporter.forward_ct_decode, shown) == (12, 1, [(True, 2)])

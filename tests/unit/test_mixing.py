@@ -1,0 +1,217 @@
+"""Which prefill batches take running requests along. SGLang's scheduler is a double that reads its flag where the real
+one does: when tokens are allotted, and behind `prepare_for_extend`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_mla_ext.adapter.step.mixing import FIRST_GUESS, MOST_STEPS, Mixing
+
+PAGE, CHUNK = 64, 4096
+
+
+class Riding:
+    """What Mixing asks of it."""
+
+    def __init__(self, tokens: int = 256, most_rows: int = 300) -> None:
+        self.tokens, self.most_rows = tokens, most_rows
+        self.asked: list[tuple[Any, int]] = []
+        self.answer = True
+
+    def takes(self, batch: Any, running: int) -> bool:
+        self.asked.append((batch, running))
+        return self.answer
+
+
+class Scheduler:
+    """Of the waiting ones all become the next batch. `seen`: the flag and the size of chunks where SGLang reads them."""
+
+    def __init__(self, riding: Riding, waiting: int = 1, running: int = 5) -> None:
+        self.mixing, self.riding = Mixing(riding), riding
+        self.is_mixed_chunk, self.chunked_prefill_size, self.page_size = True, CHUNK, PAGE
+        self.waiting_queue, self.chunked_req = [request(10)] * waiting, None
+        self.places = 12
+        self.running = batch_of([request(100, decoded=3) for _ in range(running)])
+        self.new = batch_of([request(10)], prefix_lens=[4], extend_lens=[6])
+        self.seen: list[tuple[bool, int]] = []
+        self.error: Exception | None = None
+        self.ended = 0  # running requests that have ended in the step before
+
+    def get_num_allocatable_reqs(self, running: int) -> int:
+        return self.places - running
+
+    def step(self) -> tuple[Any, Any]:
+        tokens = self.mixing.new_tokens(self, self.running)
+        return self.mixing.new_batch(make, tokens, self, delayer=None, running_batch=self.running)
+
+    def flags(self) -> list[bool]:
+        return [flag for flag, _ in self.seen]
+
+
+def make(scheduler: Scheduler, *, delayer: Any, running_batch: Any) -> tuple[Any, Any]:
+    """As SGLang 0.5.17 does, which takes it that running requests were in the pass before."""
+    scheduler.seen = [(scheduler.is_mixed_chunk, scheduler.chunked_prefill_size)]
+    if scheduler.error is not None:
+        raise scheduler.error
+    new = scheduler.new
+    if new is None:
+        return None, running_batch
+    scheduler.is_mixed_chunk = False  # hooks.after_prepare_for_extend
+    scheduler.mixing.prepared(new, scheduler)
+    scheduler.seen.append((scheduler.is_mixed_chunk, scheduler.chunked_prefill_size))
+    if not scheduler.is_mixed_chunk:
+        return new, running_batch
+    reqs = running_batch.reqs[scheduler.ended :]
+    new.forward_mode, new.decoding_reqs = SimpleNamespace(is_mixed=lambda: True), reqs
+    lens = [len(req.origin_input_ids) + len(req.output_ids) for req in reqs]
+    new.prefix_lens, new.extend_lens = new.prefix_lens + lens, new.extend_lens + [1] * len(reqs)
+    new.seq_lens_cpu = torch.cat([new.seq_lens_cpu, torch.tensor(lens, dtype=torch.int64)])
+    return new, SimpleNamespace(reqs=[], batch_is_full=running_batch.batch_is_full)
+
+
+def request(length: int, decoded: int = 0) -> Any:
+    return SimpleNamespace(origin_input_ids=[0] * length, output_ids=[0] * decoded)
+
+
+def batch_of(reqs: list[Any], **values: Any) -> Any:
+    counts = values.get("extend_lens", [])
+    lens = [prefix + count for prefix, count in zip(values.get("prefix_lens", []), counts, strict=True)]
+    return SimpleNamespace(
+        reqs=reqs,
+        is_empty=lambda: not reqs,
+        return_logprob=False,
+        check_decode_mem=lambda: True,
+        batch_is_full=True,
+        forward_mode=SimpleNamespace(is_mixed=lambda: False),
+        seq_lens_cpu=torch.tensor(lens, dtype=torch.int64),
+        extend_num_tokens=sum(counts),
+        **values,
+    )
+
+
+def test_flag_and_chunks_are_of_one_batch() -> None:
+    scheduler = Scheduler(Riding())
+    scheduler.step()
+    assert scheduler.seen == [(True, 256 + 5)] * 2, "SGLang takes the running ones off"
+    assert (scheduler.is_mixed_chunk, scheduler.chunked_prefill_size) == (False, CHUNK)
+    assert scheduler.riding.asked == [(scheduler.new, 5)]
+    scheduler.error = RuntimeError("SGLang's")
+    with pytest.raises(RuntimeError, match="SGLang's"):
+        scheduler.step()
+    assert scheduler.flags() == [True]
+    assert (scheduler.is_mixed_chunk, scheduler.chunked_prefill_size) == (False, CHUNK)
+    scheduler.error, scheduler.waiting_queue = None, []
+    scheduler.new = batch_of([request(10)], prefix_lens=[4], extend_lens=[6])
+    scheduler.step()
+    assert scheduler.seen == [(False, CHUNK)] * 2 and len(scheduler.riding.asked) == 1, "it remembers no running ones"
+    scheduler.waiting_queue, scheduler.new = [request(10)], None
+    assert scheduler.step() == (None, scheduler.running)
+
+
+@pytest.mark.parametrize(
+    ("most_rows", "size", "expected"),
+    [(300, CHUNK, 256), (200, CHUNK, 192), (69, CHUNK, 64), (68, CHUNK, 0), (3, CHUNK, 0), (300, 100, 64)],
+    ids=str,
+)
+def test_new_tokens_are_whole_pages_beside_the_running_ones(most_rows: int, size: int, expected: int) -> None:
+    scheduler = Scheduler(Riding(most_rows=most_rows))
+    scheduler.chunked_prefill_size = size
+    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == expected
+
+
+def change(name: str, value: Any, of: Callable[[Scheduler], Any] = lambda scheduler: scheduler) -> Any:
+    return lambda scheduler: setattr(of(scheduler), name, value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "asked"),
+    [
+        (change("waiting_queue", []), [False, False], 0),
+        (change("chunked_prefill_size", None), [False, False], 0),
+        (change("return_logprob", True, lambda scheduler: scheduler.running), [False, False], 0),
+        (change("is_empty", lambda: True, lambda scheduler: scheduler.running), [False, False], 0),
+        (change("places", 5), [False, False], 0),  # nobody is let in
+        (change("return_logprob", True, lambda scheduler: scheduler.new), [True, False], 0),
+        (change("answer", False, lambda scheduler: scheduler.riding), [True, False], 1),
+        (change("check_decode_mem", lambda: False, lambda scheduler: scheduler.running), [True, False], 1),
+        (lambda scheduler: None, [True, True], 1),
+    ],
+)
+def test_what_is_not_mixed(changes: Callable[[Scheduler], None], flags: list[bool], asked: int) -> None:
+    scheduler = Scheduler(Riding())
+    changes(scheduler)
+    before = scheduler.running.reqs
+    new, left = scheduler.step()
+    assert scheduler.flags() == flags and len(scheduler.riding.asked) == asked
+    if flags != [True, True]:
+        assert (new, left) == (scheduler.new, scheduler.running) and left.reqs is before
+        assert new.prefix_lens == [4] and left.batch_is_full
+
+
+def test_where_too_much_waits_it_has_a_pass_of_its_own() -> None:
+    """By the new tokens that requests had before; and no more than find a place count."""
+    enough = MOST_STEPS * 256 // int(FIRST_GUESS)
+    scheduler = Scheduler(Riding(), waiting=enough)
+    scheduler.places = 100
+    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == 256
+    scheduler.waiting_queue *= 2
+    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == 0
+    scheduler.places = 5 + enough
+    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == 256
+    scheduler.places = 100
+    for _ in range(30):  # of six tokens each
+        scheduler.new = batch_of([request(10)], prefix_lens=[4], extend_lens=[6])
+        scheduler.waiting_queue = scheduler.waiting_queue[:1]
+        scheduler.step()
+    scheduler.waiting_queue *= 4 * enough
+    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == 256
+
+
+def test_what_is_left_of_a_prompt_in_pieces_waits_too() -> None:
+    long = request(2000)
+    scheduler = Scheduler(Riding(), waiting=0)
+    scheduler.chunked_req = long
+    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == 0, "nothing is known of it"
+    for done, expected in ((0, 0), (300, 256), (1744, 0)):
+        scheduler.new = batch_of([request(10), long], prefix_lens=[0, done], extend_lens=[10, 256])
+        scheduler.mixing.prepared(scheduler.new, scheduler)
+        assert scheduler.mixing._left == 2000 - done - 256
+        assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == expected
+
+
+def test_cached_lengths_are_those_of_the_batch() -> None:
+    """Of two running requests one had its last token computed in the pass before, of the other that is still to come:
+    SGLang 0.5.17 says the same of both. What a mixed batch left out has left its place."""
+    scheduler = Scheduler(Riding(), running=2)
+    new, left = scheduler.step()
+    assert new.prefix_lens == [4, 102, 102] and new.seq_lens_cpu.tolist() == [10, 103, 103]
+    assert left.batch_is_full, "as SGLang found it"
+    scheduler.new, scheduler.ended = batch_of([request(10)], prefix_lens=[4], extend_lens=[6]), 1
+    new, left = scheduler.step()
+    assert new.prefix_lens == [4, 102] and not left.batch_is_full
+
+
+def test_what_a_mixed_batch_decodes_is_counted_as_sglang_counts_it() -> None:
+    shown, finished = [], []
+
+    def report(can_run_graph: bool, running_batch: Any) -> None:
+        shown.append((can_run_graph, running_batch.reqs))
+
+    def running(name: str, retracted: bool) -> Any:
+        time_stats = SimpleNamespace(set_last_decode_finish_time=lambda: finished.append(name))
+        return SimpleNamespace(is_retracted=retracted, time_stats=time_stats)
+
+    reporter = SimpleNamespace(num_generated_tokens=7, forward_ct_decode=3, report_decode_stats=report)
+    reqs = [running("a", False), running("b", True), running("c", False)]
+    batch = SimpleNamespace(reqs=["new", *reqs], decoding_reqs=None)
+    Mixing.count_decoded(batch, reporter, True)
+    assert (reporter.num_generated_tokens, reporter.forward_ct_decode) == (7, 3) and not shown
+    batch.decoding_reqs = reqs
+    Mixing.count_decoded(batch, reporter, True)
+    assert (reporter.num_generated_tokens, reporter.forward_ct_decode) == (10, 4)
+    assert shown == [(True, reqs)] and finished == ["a", "c"] and batch.reqs == ["new", *reqs]

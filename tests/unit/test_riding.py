@@ -1,0 +1,238 @@
+"""New tokens as rows of a decode step: which batches, what becomes of them, and when that is sooner."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from sglang_mla_ext.adapter.step import riding as module
+from sglang_mla_ext.adapter.step.riding import Riding, as_rows, refusal
+from sglang_mla_ext.observe import Counters
+from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, ModelDims
+from sglang_mla_ext.rows import Rows
+
+H200 = CostModel(ModelDims.from_json("deepseek-v3"), 128, GpuRates.from_json("h200"))
+
+# ---- batches of SGLang's
+
+
+def forward_batch(mode: str, prefixes: list[int], counts: list[int]) -> Any:
+    """SGLang's ForwardBatch of an extend; of a mixed one, where requests decode that have one token each."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+    lens = torch.tensor([prefix + count for prefix, count in zip(prefixes, counts, strict=True)])
+    positions = [prefix + token for prefix, count in zip(prefixes, counts, strict=True) for token in range(count)]
+    requests = len(counts)
+    return ForwardBatch(
+        forward_mode=ForwardMode[mode],
+        batch_size=requests,
+        input_ids=torch.arange(sum(counts)) + 100,
+        req_pool_indices=torch.arange(requests) + 5,
+        seq_lens=lens,
+        out_cache_loc=torch.arange(sum(counts)) + 1000,
+        seq_lens_sum=int(lens.sum()),
+        orig_seq_lens=lens.int(),
+        seq_lens_cpu=lens.clone(),
+        positions=torch.tensor(positions),
+        extend_num_tokens=sum(counts),
+        extend_seq_lens=torch.tensor(counts, dtype=torch.int32),
+        extend_prefix_lens=torch.tensor(prefixes, dtype=torch.int32),
+        extend_start_loc=torch.tensor([0] * requests, dtype=torch.int32),
+        extend_prefix_lens_cpu=prefixes,
+        extend_seq_lens_cpu=counts,
+        extend_logprob_start_lens_cpu=counts,
+        global_forward_mode=ForwardMode[mode],
+        is_extend_in_batch=True,
+        return_logprob=True,
+        top_logprobs_nums=[0] * requests,
+        token_ids_logprobs=[None] * requests,
+        mm_inputs=[None] * requests,
+        rids=[f"r{request}" for request in range(requests)],
+        lora_ids=[f"l{request}" for request in range(requests)],
+        sampling_info="what SGLang samples with",
+    )
+
+
+def test_a_batch_becomes_a_decode_batch_of_its_tokens() -> None:
+    from dataclasses import fields
+
+    for mode, prefixes, counts in (
+        ("EXTEND", [7, 0, 64], [3, 2, 1]),
+        ("MIXED", [0, 40, 9], [4, 1, 1]),
+        ("EXTEND", [12], [5]),
+        ("EXTEND", [3, 4], [1, 1]),
+    ):
+        batch = forward_batch(mode, prefixes, counts)
+        before = copy.copy(batch)
+        found = as_rows(batch, Rows.of(counts))
+        assert all(getattr(batch, field.name) is getattr(before, field.name) for field in fields(batch))
+        of = [request for request, count in enumerate(counts) for _ in range(count)]
+        lens = [prefix + token + 1 for prefix, count in zip(prefixes, counts, strict=True) for token in range(count)]
+        assert found.forward_mode.name == found.global_forward_mode.name == "DECODE"
+        assert found.batch_size == len(of) and found.seq_lens_sum == sum(lens)
+        for name, expected, dtype in (
+            ("req_pool_indices", [5 + request for request in of], torch.int64),
+            ("seq_lens", lens, torch.int64),
+            ("seq_lens_cpu", lens, torch.int64),
+            ("orig_seq_lens", lens, torch.int32),
+        ):
+            assert getattr(found, name).tolist() == expected and getattr(found, name).dtype == dtype, name
+        assert (list(found.rids), list(found.lora_ids)) == ([f"r{each}" for each in of], [f"l{each}" for each in of])
+        for name in ("input_ids", "positions", "out_cache_loc", "sampling_info"):
+            assert getattr(found, name) is getattr(batch, name), name
+        assert not (found.return_logprob or found.is_extend_in_batch or found.is_prefill_only)
+        extend = [field.name for field in fields(batch) if field.name.startswith("extend_")]
+        assert len(extend) >= 8
+        for name in (*extend, "top_logprobs_nums", "token_ids_logprobs", "mm_inputs"):
+            assert getattr(found, name) is None, name
+
+
+def schedule_batch(prefixes: list[int], counts: list[int], **changes: Any) -> Any:
+    """What is looked at of SGLang's ScheduleBatch."""
+    values = dict(
+        reqs=[f"r{request}" for request in range(len(counts))],
+        prefix_lens=prefixes,
+        extend_lens=counts,
+        extend_num_tokens=sum(counts),
+        extend_logprob_start_lens=counts,
+        input_embeds=None,
+        replace_embeds=None,
+        multimodal_inputs=[None] * len(counts),
+        encoder_lens=None,
+        return_hidden_states=False,
+        return_logprob=False,
+        is_prefill_only=False,
+        hicache_consumer_index=-1,
+    )
+    return SimpleNamespace(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"return_logprob": True}, None),  # of what is generated
+        ({"multimodal_inputs": None}, None),
+        ({"extend_logprob_start_lens": [3, 1]}, None),  # nobody asks
+        ({"return_logprob": True, "extend_logprob_start_lens": [3, 1]}, "input log-probabilities"),
+        ({"input_embeds": "given"}, "embeddings as input"),
+        ({"replace_embeds": "given"}, "embeddings as input"),
+        ({"multimodal_inputs": [None, "an image"]}, "images or other media"),
+        ({"encoder_lens": [3]}, "an encoder"),
+        ({"return_hidden_states": True}, "hidden states"),
+        ({"is_prefill_only": True}, "nothing is generated"),
+        ({"hicache_consumer_index": 0}, "rows are on their way from the host"),
+    ],
+    ids=str,
+)
+def test_what_cannot_ride(changes: dict[str, Any], reason: str | None) -> None:
+    assert refusal(schedule_batch([7, 0], [3, 2], **changes)) == reason
+
+
+# ---- what rides
+
+
+class Prefixes:
+    """Of which so many tokens are expanded for each request."""
+
+    def __init__(self, expanded: int = 0) -> None:
+        self.expanded, self.fails = expanded, False
+
+    def expanded_lens(self, reqs: Any, prefix_lens: list[int]) -> list[int]:
+        if self.fails:
+            raise RuntimeError("no")
+        return [min(self.expanded, length) for length in prefix_lens]
+
+
+def make(expanded: int = 0, cost: CostModel = H200, **options: Any) -> Riding:
+    values = dict(tokens=256, most_rows=300, cost=cost, counters=Counters(), grouped=False)
+    return Riding(prefixes=Prefixes(expanded), **{**values, **options})
+
+
+def test_more_rows_than_there_is_a_graph_for_do_not_ride() -> None:
+    riding = make(eager_layer_s=1.0)
+    assert riding.takes(schedule_batch([0], [300])) and riding.takes(schedule_batch([0], [250]), running=50)
+    assert not riding.takes(schedule_batch([0], [301])) and not riding.takes(schedule_batch([0], [250]), running=51)
+    assert riding._counters.not_ridden == {"more than 300 rows": 2}
+    runner = SimpleNamespace(
+        decode_cuda_graph_runner=SimpleNamespace(max_bs=200), model_config=SimpleNamespace(vocab_size=1000)
+    )
+    riding.begin(runner)
+    assert riding.most_rows == 200
+    runner.decode_cuda_graph_runner = None
+    riding.begin(runner)
+    assert riding.most_rows == 200
+
+
+def test_a_pass_rides_where_that_is_sooner() -> None:
+    """Over what is expanded, and not where each row would read a long history for itself."""
+    long, short = schedule_batch([20000], [256]), schedule_batch([20000], [2])
+    riding = make()
+    assert not riding.takes(long) and riding.takes(short)
+    assert riding._counters.not_ridden == {"a pass of its own is sooner": 1}
+    assert make(expanded=19500).takes(long)
+    assert make(eager_layer_s=1.0).takes(long)
+    few_heads = CostModel(H200.dims, 8, H200.rates)
+    alone, together = (make(cost=few_heads, grouped=grouped) for grouped in (False, True))
+    arguments = ["r"], [20000], [100]
+    assert together.seconds(*arguments) < alone.seconds(*arguments), "its own history is read once"
+    assert make(expanded=20000).seconds(*arguments) < alone.seconds(*arguments)
+
+
+def test_every_rank_is_asked_also_by_one_that_cannot_say() -> None:
+    """Or the others would wait for its answer; whatever is not a question of time all know by themselves."""
+    asked: list[bool] = []
+
+    def one_says_no(answer: bool) -> bool:
+        asked.append(answer)
+        return False
+
+    riding, batch = make(agree=one_says_no), schedule_batch([100], [2])
+    assert not riding.takes(batch)
+    riding._prefixes.fails = True
+    assert not riding.takes(batch)
+    assert asked == [True, False]
+    assert riding._counters.not_ridden == {"a pass of its own is sooner": 2}
+    assert riding._counters.fallbacks == {"predicting a riding pass failed: RuntimeError": 1}
+    assert not riding.takes(schedule_batch([100], [2], is_prefill_only=True)) and len(asked) == 2
+
+
+def test_all_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.distributed import parallel_state
+
+    from sglang_mla_ext.adapter.step.build import all_ranks_agree
+
+    group = SimpleNamespace(world_size=1, cpu_group="ours")
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: group)
+    assert all_ranks_agree() is bool
+    group.world_size, others = 2, [1]
+
+    def all_reduce(tensor: torch.Tensor, operation: Any, of_group: Any) -> None:
+        assert operation == torch.distributed.ReduceOp.MIN and of_group == "ours"
+        tensor.clamp_(max=others[0])
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    agree = all_ranks_agree()
+    assert agree(True) is True and agree(False) is False
+    others[0] = 0
+    assert agree(True) is False
+
+
+def test_logits_are_those_of_last_rows() -> None:
+    """And the batch that ran stays with the pass. What fails is seen in hook_scenarios_riding.py."""
+    riding, batch, seen = make(), forward_batch("EXTEND", [7, 0, 64], [3, 2, 1]), []
+    module.passes.now = module.Pass(module.Kind.DECODE, Rows.of([3, 2, 1]), rides=True)
+
+    def forward(runner: Any, rows: Any, *more: Any) -> Any:
+        seen.append((runner, rows, more))
+        return SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=torch.arange(6.0)[:, None]))
+
+    now = module.passes.now
+    output = riding.run(forward, "runner", batch, pytest.fail, "proxies", False, 1)
+    assert output.logits_output.next_token_logits.flatten().tolist() == [2, 4, 5]
+    assert seen == [("runner", now.ridden, ("proxies", False, 1))] and now.ridden.batch_size == 6
+    module.passes.end()

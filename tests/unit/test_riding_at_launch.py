@@ -1,0 +1,55 @@
+"""Whether new tokens ride in a server's decode steps, how many, and what graphs there are for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import test_limits
+
+from sglang_mla_ext.adapter.launch import riding
+from sglang_mla_ext.options import HybridMLAOptions
+
+MIXED = {"enable_mixed_chunk": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "on_gpu", "on_cpu"),
+    [
+        ({}, None, 256, 0),  # without graphs there is nothing to gain
+        (MIXED, None, 256, 256),
+        ({}, 100, 100, 100),
+        (MIXED, 100, 100, 100),
+        ({}, 0, 0, 0),
+        (MIXED, 0, 0, 0),
+        (test_limits.EAGLE, 100, 0, 0),
+        ({"enable_dp_attention": True, "dp_size": 2}, 100, 0, 0),
+        ({"disaggregation_mode": "prefill"}, 100, 0, 0),
+        (test_limits.DECODE_ROLE, 100, 0, 0),
+        ({"moe_a2a_backend": "deepep"}, 100, 0, 0),
+        ({"moe_a2a_backend": None}, 100, 100, 100),
+        ({"cuda_graph_config": test_limits.graphs("disabled", decode="disabled")}, 100, 0, 100),
+        ({"disable_cuda_graph_padding": True}, 100, 0, 100),
+    ],
+    ids=str,
+)
+def test_how_many_tokens_ride(changes: dict[str, Any], given: int | None, on_gpu: int, on_cpu: int) -> None:
+    args, options = test_limits.server_args(**changes), HybridMLAOptions(mixed_tokens=given)
+    assert [riding.tokens(args, options, on_gpu=each) for each in (True, False)] == [on_gpu, on_cpu]
+    assert (riding.in_the_way(args, on_gpu=True) is None) == (on_gpu > 0 or given == 0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "most", "expected"),
+    [
+        ([1, 2, 4, 8], 8, [1, 2, 4, 8]),
+        ([1, 2, 4, 8], 4, [1, 2, 4, 8]),  # SGLang's own stay
+        ([1, 8], 9, [1, 8, 9]),
+        ([1, 8], 72, [1, 8, 72]),
+        ([1, 8], 73, [1, 8, 72, 73]),
+        ([1, 128], 384, [1, 128, 192, 256, 320, 384]),
+    ],
+    ids=str,
+)
+def test_graphs_reach_up_to_the_most_rows(sizes: list[int], most: int, expected: list[int]) -> None:
+    assert riding.graph_sizes(sizes, most) == expected
