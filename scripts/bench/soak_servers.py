@@ -40,7 +40,7 @@ class Sizes:
     min_prefix: int
 
 
-SIZES = Sizes(65_536, 2048, 2.0, 64) if ON_GPU else Sizes(2048, 256, 0.013, 32)
+SIZES = Sizes(65_536, 2048, 2.0, 64) if ON_GPU else Sizes(2048, 256, 0.031, 32)
 
 
 def pressed(backend: str, sizes: Sizes = SIZES) -> list[str]:

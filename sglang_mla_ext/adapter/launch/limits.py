@@ -156,7 +156,7 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
     further: list[Finding] = installed.further_findings(args)
     if "--disaggregation-mode" not in [each.code for each in further]:
         found += _disaggregation_findings(args)
-    if args.enable_mixed_chunk and (reason := riding.in_the_way(args, on_gpu)) is not None:
+    if args.enable_mixed_chunk and (reason := riding.mixing_in_the_way(args, on_gpu)) is not None:
         text = f"--enable-mixed-chunk does not go with {reason}: remove it."
         found.append(Finding("--enable-mixed-chunk", text))
     for name in installed.other_trees():

@@ -31,7 +31,6 @@ def in_the_way(args: ServerArgs, on_gpu: bool) -> str | None:
     """What of a server keeps new tokens from riding; None where they can. `args` are resolved."""
     reasons = {
         "drafts (--speculative-algorithm)": args.speculative_algorithm is not None,
-        "DP attention (--enable-dp-attention)": args.enable_dp_attention,
         "--disaggregation-mode": args.disaggregation_mode != "null",
         "DeepEP (--moe-a2a-backend)": args.moe_a2a_backend not in (None, "none"),
         "--enable-return-routed-experts": args.enable_return_routed_experts,
@@ -39,6 +38,13 @@ def in_the_way(args: ServerArgs, on_gpu: bool) -> str | None:
         "--disable-cuda-graph-padding": on_gpu and bool(args.disable_cuda_graph_padding),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def mixing_in_the_way(args: ServerArgs, on_gpu: bool) -> str | None:
+    """What keeps new tokens from riding in one step with running requests. `args` are resolved."""
+    if args.enable_dp_attention:
+        return "DP attention (--enable-dp-attention)"
+    return in_the_way(args, on_gpu)
 
 
 def tokens(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> int:

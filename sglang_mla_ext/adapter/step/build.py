@@ -154,11 +154,11 @@ def build(
 
 
 def all_ranks_agree() -> Callable[[bool], bool]:
-    """A function that each tensor-parallel rank calls with its own answer, and that says whether all said yes. What is
-    expanded may differ between ranks after a failure on one, and with it what each would rather do."""
-    from sglang.srt.distributed.parallel_state import get_tp_group
+    """A function that ranks with heads of the same requests call with their own answers, and that says whether all said
+    yes. What is expanded may differ after a failure on one, and with it what each would rather do."""
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group
 
-    group = get_tp_group()
+    group = get_attn_tp_group()
     if group.world_size == 1:
         return bool
 

@@ -22,6 +22,7 @@ from sglang_mla_ext.adapter.compat.table import Feature
 from sglang_mla_ext.adapter.launch import features, limits, riding
 from sglang_mla_ext.adapter.step import budget, failure, nextn
 from sglang_mla_ext.adapter.step.passes import passes
+from sglang_mla_ext.adapter.step.riding import is_extend, take_last_rows
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.observe import Metrics
 from sglang_mla_ext.options import HybridMLAOptions
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from sglang_mla_ext.adapter.step.mixing import Mixing
     from sglang_mla_ext.adapter.step.riding import Riding
     from sglang_mla_ext.adapter.step.steps import Steps
+    from sglang_mla_ext.adapter.step.voting import Voting
 
 logger = logging.getLogger(__name__)
 Hook = Callable[..., Any]
@@ -64,6 +66,7 @@ class _Worker:
     steps: Steps | None = None
     riding: Riding | None = None
     mixing: Mixing | None = None
+    voting: Voting | None = None
     scheduler: Scheduler | None = None
     metrics: Metrics | None = None
     metrics_time = 0.0
@@ -136,6 +139,7 @@ def install() -> None:
         f"{_SRT}.managers.schedule_batch.ScheduleBatch.prepare_for_extend": after_prepare_for_extend,
         f"{_SRT}.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
         ".process_batch_result_prefill": after_prefill_result,
+        f"{_SRT}.layers.logits_processor.LogitsMetadata.from_forward_batch": after_logits_metadata,
         f"{_SRT}.model_executor.runner.base_cuda_graph_runner.get_batch_sizes_to_capture": after_graph_sizes,
         f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mla"
         ".DeepseekMLAForwardMixin._split_q_nope_pe": mla_layer.after_split_q,
@@ -149,6 +153,7 @@ def install() -> None:
     before = {
         f"{_SRT}.disaggregation.common.conn.CommonKVManager.__init__": before_kv_manager,
         f"{_SRT}.managers.cache_controller.HiCacheController.start_loading": before_loading,
+        f"{_SRT}.managers.scheduler_components.dp_attn.MLPSyncBatchInfo._get_local_tensor": before_sync_info,
     }
     around = {
         "sglang.kernels.ops.layernorm.fused_eh_norm.fused_eh_norm": nextn.around_eh_norm,
@@ -159,6 +164,7 @@ def install() -> None:
         ".ForwardBatchDeepSeekMHAMixin.prepare_chunked_prefix_cache_info": mla_layer.around_chunk_info,
         f"{_SRT}.mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__": latent_pool.around_host_pool,
         f"{_SRT}.managers.scheduler.Scheduler._get_new_batch_prefill_raw": around_new_batch,
+        f"{_SRT}.managers.scheduler_components.dp_attn.prepare_mlp_sync_batch_raw": around_sync,
         f"{_SRT}.model_executor.cuda_graph_buffer_registry.build_eager_registry": around_eager_registry,
         f"{_SRT}.model_executor.model_runner.ModelRunner._forward_raw": around_forward,
         f"{_SRT}.model_executor.runner.eager_runner.EagerRunner.execute": around_eager_pass,
@@ -251,6 +257,10 @@ def after_scheduler_init(result: None, scheduler: Scheduler, *args: Any, **kwarg
     worker.steps.attach(installed.TreeView(scheduler.tree_cache))
     if worker.riding is not None:
         worker.riding.begin(scheduler.tp_worker.model_runner)
+        if scheduler.require_mlp_sync:
+            from sglang_mla_ext.adapter.step.voting import Voting
+
+            worker.voting, worker.mixing = Voting(worker.riding), None
     if scheduler.metrics_collector is not None:
         worker.metrics = Metrics(scheduler.metrics_collector.labels)
     logger.info("hybrid_mla: ready; %s", worker.steps.reports.description)
@@ -270,20 +280,41 @@ def after_forward_batch(
     passes.end()  # whatever became of it
     if model_runner.is_draft_worker or worker.steps is None or worker.scheduler is None:
         return
-    mode = forward_batch.forward_mode
-    rides = mode.is_mixed()  # what is mixed was found to ride before
-    if worker.riding is not None and mode is type(mode).EXTEND:
-        rides = worker.riding.takes(batch)
     worker.steps.before_forward(
-        mode,
+        forward_batch.forward_mode,
         batch.reqs,
         _other_requests(worker.scheduler),
         forward_batch.extend_prefix_lens_cpu or (),
         forward_batch.extend_seq_lens_cpu or (),
-        rides=rides,
+        rides=(rides := _rides(batch)),
         decoding=len(batch.decoding_reqs or ()) if rides else 0,
     )
     _publish_metrics()
+
+
+def _rides(batch: ScheduleBatch) -> bool:
+    if worker.riding is None or not batch.forward_mode.is_extend():
+        return False
+    if batch.forward_mode.is_mixed():
+        return True  # that it rides was found before it was mixed
+    if worker.voting is not None:
+        return worker.voting.takes(batch)
+    return is_extend(batch) and worker.riding.takes(batch)
+
+
+def around_sync(original: Callable[..., Any], batch: ScheduleBatch | None, *args: Any, **kwargs: Any) -> Any:
+    if worker.voting is None:
+        return original(batch, *args, **kwargs)
+    return worker.voting.agree(original, batch, *args, **kwargs)
+
+
+def before_sync_info(info: Any, *args: Any, **kwargs: Any) -> None:
+    if worker.voting is not None:
+        worker.voting.cast(info)
+
+
+def after_logits_metadata(metadata: Any, cls: type, forward_batch: Any) -> None:
+    take_last_rows(metadata)
 
 
 def around_forward(original: Callable[..., Any], runner: ModelRunner, forward_batch: Any, *args: Any) -> Any:

@@ -67,7 +67,8 @@ class Pass:
         way: of a decode or verify step; set when it begins.
         takes_query: whether it attends to expanded segments, so that its layers' queries are needed before absorption.
         rides: whether it computes new tokens, as rows of a decode step (riding.py).
-        ridden: SGLang's batch of these rows, once it runs.
+        ridden: SGLang's batch of these rows, once it runs. last_rows: `[requests]` the last row of each.
+        only_last_rows: whether its logits are of these alone.
         watched: what is to be looked at in the merge of the layer that runs now, if anything ever is.
     """
 
@@ -79,6 +80,8 @@ class Pass:
     takes_query: bool = False
     rides: bool = False
     ridden: Any = None
+    last_rows: Any = None
+    only_last_rows: bool = False
     watched: Watched | None = None
 
     def share_nothing(self) -> None:

@@ -96,8 +96,11 @@ class Riding:
         if reason is None and not self._agree(self._is_sooner(batch)):
             reason = "a pass of its own is sooner"
         if reason is not None:
-            self._counters.not_ridden[reason] += 1
+            self.count_not_ridden(reason)
         return reason is None
+
+    def count_not_ridden(self, reason: str) -> None:
+        self._counters.not_ridden[reason] += 1
 
     def _is_sooner(self, batch: ScheduleBatch) -> bool:
         """Whether riding is predicted to be sooner than a pass of its own, for as much as is expanded now."""
@@ -143,11 +146,12 @@ class Riding:
         try:
             with our_part("making rows of new tokens"):
                 now.ridden = as_rows(batch, now.rows)
-                last = torch.cumsum(batch.extend_seq_lens, dim=0) - 1
+                now.last_rows = torch.cumsum(batch.extend_seq_lens, dim=0) - 1
             output = forward(runner, now.ridden, *args)
             with our_part("taking the logits of last rows"):
                 logits = output.logits_output
-                logits.next_token_logits = logits.next_token_logits[last]
+                if not now.only_last_rows:
+                    logits.next_token_logits = logits.next_token_logits[now.last_rows]
             return output
         except OurPartFailedError as failure:
             if several_ranks():
@@ -156,6 +160,24 @@ class Riding:
         # Not inside of `except`: the error's frames hold tensors.
         passes.now = Pass(Kind.PREFILL, now.rows)
         return forward(runner, batch, *args)
+
+
+def take_last_rows(metadata: Any) -> None:
+    """Without a graph the head has those rows alone that logits are wanted of, as in the extend that was asked for: so
+    many SGLang expects where ranks gather them.
+
+    Args:
+        metadata: SGLang's LogitsMetadata of the pass that runs.
+    """
+    now = passes.now
+    if now.last_rows is not None:
+        metadata.draft_extend_select_index, now.only_last_rows = now.last_rows, True
+
+
+def is_extend(batch: Any) -> bool:
+    """Whether a batch computes new tokens alone, and no drafts."""
+    mode = batch.forward_mode
+    return mode is type(mode).EXTEND
 
 
 def refusal(batch: ScheduleBatch) -> str | None:
@@ -196,7 +218,7 @@ def as_rows(batch: ForwardBatch, rows: Rows) -> ForwardBatch:
     first_lens = torch.tensor(batch.extend_prefix_lens_cpu) + 1 - (counts.cumsum(0) - counts)
     found.seq_lens_cpu = (_repeat(first_lens, counts, rows.total) + torch.arange(rows.total)).to(torch.int64)
     found.seq_lens_sum = int(found.seq_lens_cpu.sum())
-    found.lora_ids, found.rids = (rows.repeat(each) for each in (batch.lora_ids, batch.rids))
+    found.lora_ids, found.rids = (list(rows.repeat(each)) for each in (batch.lora_ids, batch.rids))
     found.return_logprob = found.is_extend_in_batch = found.is_prefill_only = False
     found.top_logprobs_nums = found.token_ids_logprobs = found.mm_inputs = None
     return found
