@@ -305,9 +305,7 @@ class SharedPrefixes:
         self._expand_for(ideal[0], branches, ways, self._options.expand_tokens_per_step)
         self._set_plan(ideal, branches, ways, launch)
 
-    def _set_plan(
-        self, ideal: tuple[list[Part], int] | None, branches: Branches, ways: Ways, launch: Launch
-    ) -> None:
+    def _set_plan(self, ideal: tuple[list[Part], int] | None, branches: Branches, ways: Ways, launch: Launch) -> None:
         """Make the plan of the ideal parts, or of others where they want more than is expanded.
 
         Args:

@@ -36,7 +36,9 @@ class OfCore(TreeOfNumbers):
         return True
 
 
-def check_shared(tree: OfCore, requests: Sequence[Any], also: Collection[Any] = (), whole: Collection[int] = ()) -> SharedTree:
+def check_shared(
+    tree: OfCore, requests: Sequence[Any], also: Collection[Any] = (), whole: Collection[int] = ()
+) -> SharedTree:
     """Compares with whole paths: every two requests share as many tokens as they have in common, up to nodes of the
     tree; a request that shares with nobody, or holds nothing that is marked, shares nothing, if not all of it counts as
     shared."""

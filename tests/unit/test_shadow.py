@@ -138,9 +138,7 @@ def test_what_is_wrong_is_found_and_no_longer_shared(
 
 
 @pytest.mark.parametrize(("kind", "grouped", "mode"), KINDS, ids=str)
-def test_rows_of_a_ride_are_checked_at_their_own_lengths(
-    make_world: Any, kind: str, grouped: bool, mode: str
-) -> None:
+def test_rows_of_a_ride_are_checked_at_their_own_lengths(make_world: Any, kind: str, grouped: bool, mode: str) -> None:
     """One request alone shares what is expanded of it among its rows."""
     world = make_world()
     options = {"prefix_memory_gb": 0} if mode == "grouped_absorb" else {}
