@@ -305,6 +305,16 @@ cramped = _server(
     real=True,
 )
 
+# New tokens ride in its decode steps, which without a GPU have no graph; every fourth step is computed again.
+RIDING = (*NAIVE, *SIZED, *PREFIXES, "--max-running-requests", "12")
+riding = _server("riding", *RIDING, "--hybrid-mla-mixed-tokens", "128", "--hybrid-mla-verify-interval", "4")
+# So many at a time of every prompt, and SGLang takes back requests.
+riding_in_pieces = _server(
+    "riding_in_pieces",
+    *(*RIDING, "--hybrid-mla-mixed-tokens", "96", "--chunked-prefill-size", "96"),
+    environment={RUN_FIRST: str(Path(__file__).with_name("retracting.py"))},
+)
+
 # Parts of it fail when a test wants it (failing.py).
 FAILING_FOLDER = Path(tempfile.gettempdir()) / f"failing-{os.getpid()}"
 failing = _server(

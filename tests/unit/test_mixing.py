@@ -29,7 +29,7 @@ class Riding:
 
 
 class Scheduler:
-    """Of the waiting ones all become the next batch. `seen`: the flag and the size of chunks where SGLang reads them."""
+    """The next batch is `new`. `seen`: the flag and the size of chunks, where SGLang reads them."""
 
     def __init__(self, riding: Riding, waiting: int = 1, running: int = 5) -> None:
         self.mixing, self.riding = Mixing(riding), riding
