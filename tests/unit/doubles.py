@@ -33,6 +33,7 @@ def server_args(**given: Any) -> SimpleNamespace:
         disaggregation_mode="null",
         enable_dp_attention=False,
         moe_a2a_backend="none",
+        enable_return_routed_experts=False,
         disable_cuda_graph_padding=False,
         enable_mixed_chunk=False,
         cuda_graph_config=SimpleNamespace(decode=decode),

@@ -39,8 +39,8 @@ def scenario_graphs_and_buffers_have_room_for_what_rides() -> None:
 class Rides:
     """A server in which what is shared is expanded, and passes of new tokens, as SGLang's runner gives them to us."""
 
-    def __init__(self) -> None:
-        self.server = Server(mixed_tokens=TOKENS)
+    def __init__(self, syncs: bool = False) -> None:
+        self.server = Server(mixed_tokens=TOKENS, syncs=syncs)
         from sglang.srt.model_executor.model_runner import ModelRunner
 
         self.requests = self.server.run(PROMPT + "-a", PROMPT + "-b", PROMPT + "-c")
@@ -122,6 +122,61 @@ def scenario_a_draft_or_a_server_without_riding_takes_what_sglang_gives() -> Non
     assert rides.forward() == ([("EXTEND", 3, True)], LAST)
     rides.model.is_draft_worker, rides.server.worker.riding = False, None
     assert rides.forward()[0] == [("EXTEND", 3, False)]
+
+
+def scenario_a_rank_whose_new_tokens_ride_votes_as_one_that_decodes() -> None:
+    """Where nobody prefills it rides, and otherwise its pass is the extend that it was. It mixes nothing."""
+    from sglang.srt.managers.scheduler_components import dp_attn
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    rides = Rides(syncs=True)
+    worker = rides.server.worker
+    assert worker.mixing is None
+    decode = (False, True, ForwardMode.DECODE.value)
+    for others_prefill, graphs, modes in (
+        (False, True, ["DECODE"]),
+        (True, True, ["EXTEND"]),
+        (False, False, ["DECODE"]),
+    ):
+        agreed: list[Any] = []
+        takes = worker.voting.takes
+
+        def agree_first(batch: Any, takes: Any = takes, agreed: list[Any] = agreed, **given: Any) -> bool:
+            agreed.append(dp_attn.prepare_mlp_sync_batch_raw(batch, **given))
+            return takes(batch)
+
+        given = {"others_prefill": others_prefill, "disable_cuda_graph": not graphs}
+        worker.voting.takes = lambda batch, ask=agree_first, given=given: ask(batch, **given)
+        seen, logits = rides.forward()
+        worker.voting.takes = takes
+        assert [mode for mode, _, _ in seen] == modes and logits == LAST
+        assert agreed[0].said == (decode[0], graphs, decode[2])
+    assert dict(rides.server.counters.not_ridden) == {"another rank prefills": 1}
+    assert dp_attn.prepare_mlp_sync_batch_raw(None, others_prefill=True, disable_cuda_graph=False) is None
+    worker.voting = None
+    batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
+    found = dp_attn.prepare_mlp_sync_batch_raw(batch, others_prefill=False, disable_cuda_graph=False)
+    assert found is batch and batch.said == (True, False, None)
+
+
+def scenario_without_a_graph_the_head_has_last_rows_alone() -> None:
+    from sglang.srt.layers.logits_processor import LogitsMetadata
+
+    rides, found = Rides(), []
+    run = rides._run
+
+    def forward(batch: Any) -> Any:
+        found.append(LogitsMetadata.from_forward_batch(batch).draft_extend_select_index)
+        output = run(batch)
+        if batch.forward_mode.name == "DECODE":
+            output.logits_output.next_token_logits = output.logits_output.next_token_logits[found[-1]]
+        return output
+
+    rides.model.run = forward
+    assert rides.forward() == ([("DECODE", 6, True)], LAST)
+    rides.server.worker.riding.most_rows = 5
+    assert rides.forward() == ([("EXTEND", 3, False)], LAST)
+    assert [each if each is None else each.tolist() for each in found] == [[2, 4, 5], None]
 
 
 class Mixes:

@@ -150,11 +150,11 @@ def make_runner(**changes: Any) -> Any:
     return SimpleNamespace(**{**values, **changes})
 
 
-def make_scheduler(tree_cache: Any, metrics_collector: Any = None) -> Any:
+def make_scheduler(tree_cache: Any, metrics_collector: Any = None, syncs: bool = False) -> Any:
     from sglang.srt.managers.scheduler import Scheduler
 
     runner = SimpleNamespace(decode_cuda_graph_runner=None)
-    given = dict(tree_cache=tree_cache, metrics_collector=metrics_collector)
+    given = dict(tree_cache=tree_cache, metrics_collector=metrics_collector, require_mlp_sync=syncs)
     return Scheduler(SimpleNamespace(**given, tp_worker=SimpleNamespace(model_runner=runner)))
 
 
@@ -164,12 +164,19 @@ class Server:
     Attributes:
         queries: query tokens of a request in a verify step; 1 without speculative decoding.
         role: of SGLang's `--disaggregation-mode`.
+        syncs: whether ranks agree on each pass, as with DP attention.
         worker: what the hooks know; steps: `worker.steps`.
         kv: SGLang's pool of latent rows; buffers: the one allocation of expanded prefixes.
     """
 
     def __init__(
-        self, prefill: str = "hybrid_mla", saver: Any = None, queries: int = 1, role: str = "null", **given: Any
+        self,
+        prefill: str = "hybrid_mla",
+        saver: Any = None,
+        queries: int = 1,
+        role: str = "null",
+        syncs: bool = False,
+        **given: Any,
     ) -> None:
         from conftest import Tree
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
@@ -194,7 +201,7 @@ class Server:
         with options(**{"mode": "naive", "min_prefix_len": PAGE, "prefix_memory_gb": BUDGET / (1 << 30), **given}):
             assert profile_bytes(AVAILABLE) < AVAILABLE
             self.backend = ATTENTION_BACKENDS["hybrid_mla"](self.runner)
-        self.scheduler = make_scheduler(self.tree.cache)
+        self.scheduler = make_scheduler(self.tree.cache, syncs=syncs)
         self.worker, self.steps = hooks.worker, hooks.worker.steps
         self.counters, self.prefixes = self.steps.counters, self.steps._prefixes
         self.pool = self.prefixes.pool
@@ -276,7 +283,7 @@ def replace_bodies() -> None:
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.managers.scheduler_components import batch_result_processor
+    from sglang.srt.managers.scheduler_components import batch_result_processor, dp_attn
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.model_executor import cuda_graph_buffer_registry, forward_batch_info
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -288,7 +295,7 @@ def replace_bodies() -> None:
         self.tp_worker, self.waiting_queue, self.chunked_req = server_args.tp_worker, [], None
         self.is_mixed_chunk, self.chunked_prefill_size, self.page_size = False, 256, PAGE
         self.running_batch, self.disagg_prefill_inflight_queue = SimpleNamespace(reqs=[]), None
-        self.idle = True
+        self.idle, self.require_mlp_sync = True, server_args.require_mlp_sync
 
     def flush_cache(self: Any, empty_cache: bool = True) -> bool:
         if self.idle:
@@ -302,8 +309,24 @@ def replace_bodies() -> None:
     def init_kv_manager(self: Any, args: Any, disaggregation_mode: Any, server_args: Any) -> None:
         self.kv_args, self.kv_cache_dtype_str = args, args.kv_cache_dtype_str
 
+    def sync(batch: Any, *, disable_cuda_graph: bool, others_prefill: bool) -> Any:
+        """With one other rank. Of an extend SGLang says that there is one, and no decode graph."""
+        info = object.__new__(dp_attn.MLPSyncBatchInfo)
+        info.is_extend_in_batch = batch is not None and batch.forward_mode.is_extend()
+        info.can_run_decode_cuda_graph, info.local_forward_mode = not info.is_extend_in_batch, None
+        said = info._get_local_tensor(device="cpu")
+        if batch is not None:
+            batch.is_extend_in_batch, batch.said = said[0] or others_prefill, said
+        return batch
+
+    dp_attn.prepare_mlp_sync_batch_raw = sync
+    dp_attn.MLPSyncBatchInfo._get_local_tensor = lambda self, device: (
+        self.is_extend_in_batch,
+        self.can_run_decode_cuda_graph,
+        self.local_forward_mode,
+    )
     CommonKVManager.__init__ = init_kv_manager
-    parallel_state.get_tp_group = lambda: SimpleNamespace(world_size=1)
+    parallel_state.get_attn_tp_group = lambda: SimpleNamespace(world_size=1)
     EagerRunner.execute = lambda self, forward_batch, pp_proxy_tensors=None: self.run(forward_batch)
     ModelRunner.forward = lambda self, batch: self._forward_raw(batch) if hasattr(self, "run") else "SGLang's output"
     ModelRunner._forward_raw = lambda self, batch: self.run(batch)

@@ -93,6 +93,7 @@ def server_args(
         "enable_mixed_chunk": False,
         "disable_cuda_graph_padding": False,
         "moe_a2a_backend": "none",
+        "enable_return_routed_experts": False,
         "dcp_size": 1,
         "pp_size": 1,
         "attn_cp_size": 1,

@@ -207,7 +207,7 @@ def test_all_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_mla_ext.adapter.step.build import all_ranks_agree
 
     group = SimpleNamespace(world_size=1, cpu_group="ours")
-    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: group)
+    monkeypatch.setattr(parallel_state, "get_attn_tp_group", lambda: group)
     assert all_ranks_agree() is bool
     group.world_size, others = 2, [1]
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import test_limits
+import torch
 
 from sglang_mla_ext.adapter.launch import riding
 from sglang_mla_ext.options import HybridMLAOptions
+from sglang_mla_ext.predict.weights import read_model
 
 MIXED = {"enable_mixed_chunk": True}
 
@@ -23,7 +26,8 @@ MIXED = {"enable_mixed_chunk": True}
         ({}, 0, 0, 0),
         (MIXED, 0, 0, 0),
         (test_limits.EAGLE, 100, 0, 0),
-        ({"enable_dp_attention": True, "dp_size": 2}, 100, 0, 0),
+        ({"enable_dp_attention": True, "dp_size": 2}, 100, 100, 100),
+        ({"enable_return_routed_experts": True}, 100, 0, 0),
         ({"disaggregation_mode": "prefill"}, 100, 0, 0),
         (test_limits.DECODE_ROLE, 100, 0, 0),
         ({"moe_a2a_backend": "deepep"}, 100, 0, 0),
@@ -33,10 +37,29 @@ MIXED = {"enable_mixed_chunk": True}
     ],
     ids=str,
 )
-def test_how_many_tokens_ride(changes: dict[str, Any], given: int | None, on_gpu: int, on_cpu: int) -> None:
+def test_how_many_tokens_ride(
+    changes: dict[str, Any], given: int | None, on_gpu: int, on_cpu: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU without rates")
     args, options = test_limits.server_args(**changes), HybridMLAOptions(mixed_tokens=given)
     assert [riding.tokens(args, options, on_gpu=each) for each in (True, False)] == [on_gpu, on_cpu]
     assert (riding.in_the_way(args, on_gpu=True) is None) == (on_gpu > 0 or given == 0)
+
+
+@pytest.mark.parametrize(("tp", "least"), [(8, 384), (1, 256)])
+def test_how_many_is_predicted_for_a_known_gpu(tp: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the model's configuration allows; never less than what is taken where nothing is known."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    config = SimpleNamespace(to_dict=lambda: read_model("deepseek-v3"))
+    args = test_limits.server_args(tp_size=tp, get_model_config=lambda: SimpleNamespace(hf_config=config))
+    assert least <= riding.tokens(args, HybridMLAOptions(), on_gpu=True) <= 512
+
+
+def test_a_model_that_cannot_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    config = SimpleNamespace(to_dict=dict)
+    args = test_limits.server_args(get_model_config=lambda: SimpleNamespace(hf_config=config))
+    assert riding.tokens(args, HybridMLAOptions(), on_gpu=True) == riding.LEAST_TOKENS
 
 
 @pytest.mark.parametrize(

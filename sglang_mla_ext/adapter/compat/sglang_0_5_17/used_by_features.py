@@ -62,6 +62,8 @@ RIDING = needed_for(
         "model_runner captured_req_width",
         "graphs of more rows than requests",
     ),
+    *attributes(_ARGS, "enable_return_routed_experts", "what does not ride"),
+    *attributes("model_executor.forward_batch_info.ForwardMode", "DECODE EXTEND", "new tokens as rows"),
     *function("distributed.parallel_state.get_attn_tp_group", "", "whether all ranks agree"),
     *function(
         "managers.scheduler_components.dp_attn.prepare_mlp_sync_batch_raw",
