@@ -96,7 +96,7 @@ def one_rank_headline(path: Path) -> str:
 
 
 def runs(records: Iterable[dict[str, Any]]) -> dict[Case, list[dict[str, Any]]]:
-    """`(load, layers, prompt, requests, GPU, backend)` -> its records, but for those that are `excluded`. Their commands
+    """`(load, layers, prompt, requests, GPU, backend)` -> its records, without those that are `excluded`. Their commands
     name no folder of the machine that they ran on."""
     found: dict[Case, list[dict[str, Any]]] = {}
     for record in records:
