@@ -20,7 +20,7 @@ COLUMNS = (
     *("hybrid_mla first token ms, median / last", "flashmla's"),
 )
 ONE_RANK_COLUMNS = (
-    *("load", "layers", "prompt", "requests", "backend", "runs", "tok/s", "ratio"),
+    *("load", "rank", "layers", "prompt", "requests", "backend", "runs", "tok/s", "ratio"),
     *("first token ms, median / p99", "between tokens ms, p99"),
 )
 HEADLINE_COLUMNS = ("layers", "prompt", "requests", *RATES, "first token ms, median", "flashmla's")
@@ -71,23 +71,23 @@ def one_rank(path: Path) -> str:
     for (*case, backend), of_case in sorted(found.items()):
         stock = found.get((*case, stock_of(backend)))
         ratio = f"{middle(of_case) / middle(stock):.2f}x" if stock else "–"
-        load, layers, prompt, requests, _ = case
+        load, rank, layers, prompt, requests, _ = case
         first = f"{middle(of_case, 'ttft_ms'):,.0f} / {middle(of_case, 'ttft_p99_ms'):,.0f}"
         between = f"{middle(of_case, 'itl_p99_ms'):,.0f}"
         measured = (len(of_case), f"{middle(of_case):,.0f}", ratio, first, between)
-        rows.append((load, layers, f"{prompt:,}", requests, backend, *measured))
+        rows.append((load, rank, layers, f"{prompt:,}", requests, backend, *measured))
     return markdown(rows, ONE_RANK_COLUMNS, numbered(found))
 
 
 def one_rank_headline(path: Path) -> str:
-    """The rows of the README: short answers, our backend as it comes beside flashmla's."""
+    """The rows of the README: short answers on a tensor-parallel rank, our backend as it comes beside flashmla's."""
     found = runs(record for record in read_records(path) if record["bench"] == "short")
     rows, shown = [], {}
     for (*case, backend), ours in sorted(found.items()):
         stock = found.get((*case, stock_of(backend)))
-        if backend != "hybrid_mla" or stock is None:
+        _, rank, layers, prompt, requests, _ = case
+        if backend != "hybrid_mla" or rank != "tp8" or stock is None:
             continue
-        _, layers, prompt, requests, _ = case
         rates = f"{middle(ours):,.0f}", f"{middle(stock):,.0f}", f"{middle(ours) / middle(stock):.2f}x"
         first = (f"{middle(each, 'ttft_ms'):,.0f}" for each in (ours, stock))
         rows.append((layers, f"{prompt:,}", requests, *rates, *first))
@@ -96,15 +96,16 @@ def one_rank_headline(path: Path) -> str:
 
 
 def runs(records: Iterable[dict[str, Any]]) -> dict[Case, list[dict[str, Any]]]:
-    """`(load, layers, prompt, requests, GPU, backend)` -> its records, without those that are `excluded`. Their commands
-    name no folder of the machine that they ran on."""
+    """`(load, rank, layers, prompt, requests, GPU, backend)` -> its records, without those that are `excluded`. Their
+    commands name no folder of the machine that they ran on."""
     found: dict[Case, list[dict[str, Any]]] = {}
     for record in records:
         if record.get("excluded"):
             continue
         case = record["case"]
         load = record["bench"] + (", DeepGEMM" if case.get("deep_gemm") else "")
-        key = (load, case["layers"], case["prefix"], case["concurrency"], record["gpu"], served_by(record))
+        of_model = load, case.get("rank") or "-", case["layers"]
+        key = (*of_model, case["prefix"], case["concurrency"], record["gpu"], served_by(record))
         command = re.sub(r"--out \S*/", "--out benchmarks/results/", record["command"])
         command = re.sub(r" --log-folder \S+", "", command)
         found.setdefault(key, []).append(record | {"command": command})
