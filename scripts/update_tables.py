@@ -25,7 +25,7 @@ from bench.kernel_tables import ablation, attention, context, decode, expansion,
 from bench.operating_tables import hostile, sanitize, shadow, soak, watch
 from bench.prediction_tables import predictions
 from bench.profile_tables import profiles
-from bench.rank_tables import ranks
+from bench.rank_tables import one_rank, one_rank_headline, ranks
 from bench.recipes import recipe_tables
 from bench.serving_tables import compared, headline
 from bench.speculative_tables import speculative
@@ -42,6 +42,7 @@ def main(
     tables = {
         "README.md": {
             "headline": headline(RESULTS / "serving.jsonl"),
+            "one-rank-headline": one_rank_headline(RESULTS / "rank.jsonl"),
         },
         "docs/performance.md": {
             "serving": compared(RESULTS / "serving.jsonl", *serving),
@@ -70,6 +71,7 @@ def main(
             "attention-h100": attention(RESULTS / "h100" / "attention.jsonl"),
             "planner-h100": planner(RESULTS / "h100" / "planner.jsonl"),
             "ranks": ranks(RESULTS / "ranks.jsonl"),
+            "one-rank": one_rank(RESULTS / "rank.jsonl"),
         },
         "docs/accuracy.md": {
             "model": accuracy_model(RESULTS / "accuracy.jsonl"),

@@ -92,7 +92,7 @@ def _rates(
     was = next((each for each in before["ranks"] if each["rank"] == rank["rank"]), None) if before else None
     seconds = status["time"] - before["time"] if before else 0
     rates: dict[str, float | None] = {}
-    for name in ("shared_tokens_saved", "prefill_tokens_saved"):
+    for name in ("shared_tokens_saved", "prefill_tokens_saved", "tokens_ridden"):
         grown = rank["counters"][name] - was["counters"][name] if was else -1
         rates[name] = grown / seconds if grown >= 0 and seconds > 0 else None
     return rates
@@ -103,9 +103,13 @@ def _rank(rank: Mapping[str, Any], named: bool, rates: Mapping[str, float | None
     facts = Table.grid(padding=(0, 2))
     facts.add_row("requests", f"{rank['requests']:,}", "in the last decode step")
     facts.add_row("saved", f"{sum(each['tokens_saved'] for each in segments):,}", "tokens a step")
-    for name, what in (("shared_tokens_saved", "in decode"), ("prefill_tokens_saved", "in prefill")):
+    for label, name, what in (
+        ("", "shared_tokens_saved", "tokens in decode"),
+        ("", "prefill_tokens_saved", "tokens in prefill"),
+        ("ridden", "tokens_ridden", "new tokens in decode steps"),
+    ):
         rate = rates[name]
-        facts.add_row("", "…" if rate is None else f"{rate:,.0f}/s", f"tokens {what}")
+        facts.add_row(label, "…" if rate is None else f"{rate:,.0f}/s", what)
     bar = ProgressBar(total=max(rank["budget_bytes"], 1), completed=rank["expanded_bytes"], width=40)
     facts.add_row("memory", size(rank["expanded_bytes"]), f"expanded of a budget of {size(rank['budget_bytes'])}")
     steps = ", ".join(f"{counters[f'steps_{way}']:,} {way}" for way in ("naive", "grouped", "absorb"))
@@ -113,6 +117,7 @@ def _rank(rank: Mapping[str, Any], named: bool, rates: Mapping[str, float | None
         facts,
         Columns([bar]),  # a line of its own
         Text(f"steps: {steps}; {counters['expansions']:,} expansions, {counters['evictions']:,} evictions"),
+        Text(f"new tokens: {counters['steps_mixed']:,} mixed steps, {counters['prefills_ridden']:,} passes that rode"),
     ]
     if rank.get("avg_spec_accept_length") is not None:
         parts.append(Text(f"{rank['avg_spec_accept_length']:.2f} tokens a verify step"))
@@ -122,6 +127,8 @@ def _rank(rank: Mapping[str, Any], named: bool, rates: Mapping[str, float | None
         parts.append(Text(f"paused after a failure, for {rank['pause']:,} forward passes", style="yellow"))
     reasons = counters["fallbacks"].items()
     parts += [Text(f"fall-back: {count:,} × {_printable(reason)}", style="yellow") for reason, count in reasons]
+    reasons = counters["not_ridden"].items()
+    parts += [Text(f"not ridden: {count:,} × {_printable(reason)}", style="dim") for reason, count in reasons]
     parts += [_tree(segments), Text(_printable(rank["description"]), style="dim")]
     title = f"hybrid_mla, rank {rank['rank']}" if named else "hybrid_mla"
     return Panel(Group(*parts), title=title, title_align="left")

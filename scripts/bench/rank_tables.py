@@ -1,19 +1,31 @@
-"""The table of servers with several ranks, beside SGLang's own backend; update_tables.py writes it."""
+"""Tables of servers with several ranks, and of one rank of a whole model, beside SGLang's own backend; update_tables.py
+writes them."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from bench.records import read_records
-from bench.serving_tables import RIVAL
+from bench.serving_tables import RATES, RIVAL
 from bench.tables import latest, markdown
+from bench.workload_tables import backend_name
 
 ROUTED = "--hybrid-mla-dp-routing prefix"
 COLUMNS = (
     *("ranks divide", "load", "requests", "dealt out", "hybrid_mla tok/s", "flashmla tok/s", "ratio"),
     *("hybrid_mla first token ms, median / last", "flashmla's"),
 )
+ONE_RANK_COLUMNS = (
+    *("load", "rank", "layers", "prompt", "requests", "backend", "runs", "tok/s", "ratio"),
+    *("first token ms, median / p99", "between tokens ms, p99"),
+)
+HEADLINE_COLUMNS = ("layers", "prompt", "requests", *RATES, "first token ms, median", "flashmla's")
+
+Case = tuple[Any, ...]
 
 
 def ranks(path: Path) -> str:
@@ -50,3 +62,75 @@ def rate(record: dict[str, Any]) -> float:
 
 def first_token(record: dict[str, Any]) -> str:
     return f"{record['ttft_ms']:,.0f} / {record['ttft_last_ms']:,.0f}"
+
+
+def one_rank(path: Path) -> str:
+    """A rank of a whole model: each backend by load, the medians over its runs, beside flashmla's."""
+    found = runs(read_records(path))
+    rows = []
+    for (*case, backend), of_case in sorted(found.items()):
+        stock = found.get((*case, stock_of(backend)))
+        ratio = f"{middle(of_case) / middle(stock):.2f}x" if stock else "–"
+        load, rank, layers, prompt, requests, _ = case
+        first = f"{middle(of_case, 'ttft_ms'):,.0f} / {middle(of_case, 'ttft_p99_ms'):,.0f}"
+        between = f"{middle(of_case, 'itl_p99_ms'):,.0f}"
+        measured = (len(of_case), f"{middle(of_case):,.0f}", ratio, first, between)
+        rows.append((load, rank, layers, f"{prompt:,}", requests, backend, *measured))
+    return markdown(rows, ONE_RANK_COLUMNS, numbered(found))
+
+
+def one_rank_headline(path: Path) -> str:
+    """The rows of the README: short answers on a tensor-parallel rank, our backend as it comes beside flashmla's."""
+    found = runs(record for record in read_records(path) if record["bench"] == "short")
+    rows, shown = [], {}
+    for (*case, backend), ours in sorted(found.items()):
+        stock = found.get((*case, stock_of(backend)))
+        _, rank, layers, prompt, requests, _ = case
+        if backend != "hybrid_mla" or rank != "tp8" or stock is None:
+            continue
+        rates = f"{middle(ours):,.0f}", f"{middle(stock):,.0f}", f"{middle(ours) / middle(stock):.2f}x"
+        first = (f"{middle(each, 'ttft_ms'):,.0f}" for each in (ours, stock))
+        rows.append((layers, f"{prompt:,}", requests, *rates, *first))
+        shown |= {(*case, "ours"): ours, (*case, "stock"): stock}
+    return markdown(rows, HEADLINE_COLUMNS, numbered(shown))
+
+
+def runs(records: Iterable[dict[str, Any]]) -> dict[Case, list[dict[str, Any]]]:
+    """`(load, rank, layers, prompt, requests, GPU, backend)` -> its records, without those that are `excluded`. Their
+    commands name no folder of the machine that they ran on."""
+    found: dict[Case, list[dict[str, Any]]] = {}
+    for record in records:
+        if record.get("excluded"):
+            continue
+        case = record["case"]
+        load = record["bench"] + (", DeepGEMM" if case.get("deep_gemm") else "")
+        of_model = load, case.get("rank") or "-", case["layers"]
+        key = (*of_model, case["prefix"], case["concurrency"], record["gpu"], served_by(record))
+        command = re.sub(r"--out \S*/", "--out benchmarks/results/", record["command"])
+        command = re.sub(r" --log-folder \S+", "", command)
+        found.setdefault(key, []).append(record | {"command": command})
+    return found
+
+
+def served_by(record: dict[str, Any]) -> str:
+    """A backend's name in tables of one rank."""
+    case = record["case"]
+    in_turns = "--hybrid-mla-mixed-tokens 0" in case.get("flags", "")
+    of_cache = ", FP8 cache" if case.get("kv_cache_dtype") == "fp8_e4m3" else ""
+    return backend_name(record) + (", nothing rides" if in_turns else "") + of_cache
+
+
+def stock_of(backend: str) -> str:
+    """What a backend of these tables is compared with: flashmla over the same cache."""
+    return RIVAL.removeprefix("sglang_") + (", FP8 cache" if backend.endswith(", FP8 cache") else "")
+
+
+def middle(records: Iterable[dict[str, Any]], name: str | None = None) -> float:
+    """The median of a figure, by default of tokens per second."""
+    return median(record[name] if name else rate(record) for record in records)
+
+
+def numbered(found: dict[Case, list[dict[str, Any]]]) -> dict[Case, dict[str, Any]]:
+    """All records behind a table, the earliest of each command first."""
+    every = sorted((each for of_case in found.values() for each in of_case), key=lambda record: record["date"])
+    return {(number,): record for number, record in enumerate(every)}

@@ -25,6 +25,7 @@ from sglang_mla_ext.observe import Counters, report
 from sglang_mla_ext.prefix.planner import Plan
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+RODE = "not ridden: 2 × hidden states"
 NASTY = '<img src=x onerror="document.title=1"> & \x1b[31m'
 
 
@@ -32,6 +33,7 @@ def entry(saved: int = 0, **more: Any) -> dict[str, Any]:
     """As Steps.status makes it."""
     counters = Counters(shared_tokens_saved=saved, steps_naive=7)
     counters.fallbacks[NASTY] = 3
+    counters.not_ridden["hidden states"] = 2
     common = {"start": 0, "tokens": 512, "holders": 8, "mode": "naive", "expanded_bytes": 3 << 20}
     saves = {"tokens_saved": 3584, "bytes_saved": 5 << 20}
     segments = [
@@ -179,6 +181,7 @@ def test_the_page_asks_for_the_key_and_shows_text_as_text(monkeypatch: pytest.Mo
         said = browser.evaluate("document.body.innerText")
         assert "3 × <img src=x onerror" in said and browser.evaluate("document.title") == "hybrid_mla"
         assert "paused after a failure, for 64 forward passes" in said and "30 tokens worth expanding" in said
+        assert RODE in said
         depths = "[...document.querySelectorAll('li')].map(each => each.style.getPropertyValue('--depth'))"
         assert browser.evaluate(depths) == ["0", "1", "0"] * 2
         browser.wait_for("/[1-9][0-9,]*.s\\s+tokens saved in decode/.test(document.body.innerText)")
@@ -200,7 +203,14 @@ def test_top(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(monkeypatch, "sesame") as served:
         code, said = run_top("--url", served.url, "--api-key", "sesame")  # no terminal: it ends, as with --once
         assert code == 0 and "rank 0" in said and "rank 1" in said and "\x1b" not in said
-        for text in ("6.0 MiB", "budget of 20.0 MiB", "3 × <img", "512 tokens grouped absorb", "naive, #4, 8 holders"):
+        for text in (
+            "6.0 MiB",
+            "budget of 20.0 MiB",
+            "3 × <img",
+            "512 tokens grouped absorb",
+            "naive, #4, 8 holders",
+            RODE,
+        ):
             assert text in said, text
         rate = said.split("/s")[0].split()[-1]
         assert 500 < float(rate.replace(",", "")) < 2000

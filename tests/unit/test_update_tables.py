@@ -9,7 +9,7 @@ from bench import plan_trees
 from bench.accuracy_tables import accuracy_model, goal_verdict, interval
 from bench.kernel_tables import expansion, planner, plans, prefill
 from bench.profile_tables import profiles
-from bench.rank_tables import ranks
+from bench.rank_tables import one_rank, one_rank_headline, ranks
 from bench.records import write_record
 from bench.serving_tables import compared, headline, template
 from bench.speculative_tables import speculative
@@ -61,6 +61,49 @@ def test_ranks(tmp_path):
         ["heads, TP 2", "short_answers B", "256", "-", "60", "80", "0.75x", first, first],
         ["requests, DP 2", "four_prompts", "256", "by SGLang", "120", "100", "1.20x", first, first],
         ["requests, DP 2", "four_prompts", "256", "by prefix", "150", "100", "1.50x", first, first],
+    ]
+
+
+def test_one_rank(tmp_path):
+    """Medians over runs; beside flashmla's of the same prompt, layers, GPU and cache; commands without folders."""
+    path = tmp_path / "rank.jsonl"
+    in_turns = "--hybrid-mla-prefix-memory-gb 9 --hybrid-mla-mixed-tokens 0"
+    for impl, bench, more, gpu, rate, excluded in (
+        ("sglang_flashmla", "short", {}, "GPU", 100.0, False),
+        ("sglang_flashmla", "short", {}, "GPU", 300.0, False),
+        ("hybrid_mla", "short", {}, "GPU", 400.0, False),
+        ("hybrid_mla", "short", {}, "GPU", 500.0, False),
+        ("hybrid_mla", "short", {}, "GPU", 900.0, False),
+        ("hybrid_mla", "short", {}, "GPU", 9999.0, True),
+        ("hybrid_mla", "short", dict(flags=in_turns), "GPU", 150.0, False),
+        ("hybrid_mla", "short", dict(layers=61), "GPU", 150.0, False),
+        ("hybrid_mla", "short", {}, "other GPU", 150.0, False),
+        ("hybrid_mla", "short", dict(rank="dp8"), "GPU", 150.0, False),
+        ("hybrid_mla", "decode", dict(deep_gemm=True, kv_cache_dtype="fp8_e4m3"), "GPU", 80.0, False),
+        ("sglang_flashmla", "decode", dict(deep_gemm=True, kv_cache_dtype="fp8_e4m3"), "GPU", 40.0, False),
+    ):
+        case = dict(rank="tp8", layers=36, prefix=7069, concurrency=128) | more
+        rates = dict(steady_tok_s=None, decode_tok_s=rate) if bench == "decode" else dict(steady_tok_s=rate)
+        metrics = dict(ttft_ms=rate, ttft_p99_ms=1234.4, itl_p99_ms=40.2) | (dict(excluded="why") if excluded else {})
+        command = f"run --backend {impl} --out /somewhere/rank.jsonl --log-folder /elsewhere --seed 0"
+        write_record(path, bench=bench, impl=impl, case=case, gpu=gpu, command=command, **rates, **metrics)
+    lines = one_rank(path).splitlines()
+    rank = ("tp8", "36", "7,069", "128")
+    load, decode = (("short", *rank), ("decode, DeepGEMM", *rank))
+    assert [cells(line) for line in lines if line.startswith("|")][2:] == [
+        [*decode, "flashmla, FP8 cache", "1", "40", "1.00x", "40 / 1,234", "40"],
+        [*decode, "hybrid_mla, FP8 cache", "1", "80", "2.00x", "80 / 1,234", "40"],
+        ["short", "dp8", *rank[1:], "hybrid_mla", "1", "150", "–", "150 / 1,234", "40"],
+        [*load, "flashmla", "2", "200", "1.00x", "200 / 1,234", "40"],
+        [*load, "hybrid_mla", "3", "500", "2.50x", "500 / 1,234", "40"],
+        [*load, "hybrid_mla, nothing rides", "1", "150", "0.75x", "150 / 1,234", "40"],
+        [*load, "hybrid_mla", "1", "150", "–", "150 / 1,234", "40"],  # of the other GPU
+        ["short", "tp8", "61", "7,069", "128", "hybrid_mla", "1", "150", "–", "150 / 1,234", "40"],
+    ]
+    assert lines[-1].endswith("`run --backend hybrid_mla --out benchmarks/results/rank.jsonl --seed 0`")
+    headline = one_rank_headline(path).splitlines()
+    assert [cells(line) for line in headline if line.startswith("|")][2:] == [
+        ["36", "7,069", "128", "500", "200", "2.50x", "500", "200"]
     ]
 
 
