@@ -26,6 +26,7 @@ MIB = 1 << 20
 def server_args(**given: Any) -> SimpleNamespace:
     """SGLang's arguments, as far as they are looked at when the parts are built."""
     decode = SimpleNamespace(backend="full")
+    nothing_known = SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict))
     values = dict(
         get_attention_backends=lambda: ("hybrid_mla", "hybrid_mla"),
         speculative_algorithm=None,
@@ -37,6 +38,7 @@ def server_args(**given: Any) -> SimpleNamespace:
         disable_cuda_graph_padding=False,
         enable_mixed_chunk=False,
         cuda_graph_config=SimpleNamespace(decode=decode),
+        get_model_config=lambda: nothing_known,
     )
     return SimpleNamespace(**{**values, **given})
 

@@ -60,7 +60,7 @@ def scenario_our_buffers_are_sized_by_what_sglangs_configurator_knows() -> None:
     from sglang.srt.mem_cache import kv_cache_configurator
 
     from sglang_mla_ext.adapter.latent.protocol import LatentSizes
-    from sglang_mla_ext.adapter.launch import riding
+    from sglang_mla_ext.adapter.launch import riding as launch_riding
     from sglang_mla_ext.adapter.step import budget
 
     schedule = SimpleNamespace(max_running_requests=None)
@@ -76,7 +76,7 @@ def scenario_our_buffers_are_sized_by_what_sglangs_configurator_knows() -> None:
             return 12345
 
     budget.latent_kind = lambda fp8: Kind
-    riding._predicted = lambda args: 0
+    launch_riding._predicted = lambda args: 0
     server = dict(device="cuda", kv_cache_dtype=FP8, model_dtype=torch.bfloat16)
     for limit, ranks, requests, riding in (
         *((None, 1, 4096, 0), (1000, 1, 1000, 0), (1000, 8, 125, 0)),

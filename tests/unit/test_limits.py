@@ -155,6 +155,13 @@ def test_what_works_is_let_through(changes: dict[str, Any], compute_capability: 
     limits.check(server_args(**changes), compute_capability)
 
 
+def test_mixing_that_is_turned_off_and_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_HYBRID_MLA_MIXED_TOKENS", "0")
+    with pytest.raises(limits.Refusal, match="--enable-mixed-chunk does not go with --hybrid-mla-mixed-tokens 0"):
+        limits.check(server_args(enable_mixed_chunk=True), HOPPER)
+    limits.check(server_args(), HOPPER)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -21,19 +21,19 @@ MIXED = {"enable_mixed_chunk": True}
     [
         ({}, None, 256, 0),  # without graphs there is nothing to gain
         (MIXED, None, 256, 256),
-        ({}, 100, 100, 100),
-        (MIXED, 100, 100, 100),
+        ({}, 100, 64, 64),  # whole pages
+        (MIXED, 128, 128, 128),
         ({}, 0, 0, 0),
         (MIXED, 0, 0, 0),
         (test_limits.EAGLE, 100, 0, 0),
-        ({"enable_dp_attention": True, "dp_size": 2}, 100, 100, 100),
+        ({"enable_dp_attention": True, "dp_size": 2}, 64, 64, 64),
         ({"enable_return_routed_experts": True}, 100, 0, 0),
         ({"disaggregation_mode": "prefill"}, 100, 0, 0),
         (test_limits.DECODE_ROLE, 100, 0, 0),
         ({"moe_a2a_backend": "deepep"}, 100, 0, 0),
-        ({"moe_a2a_backend": None}, 100, 100, 100),
-        ({"cuda_graph_config": test_limits.graphs("disabled", decode="disabled")}, 100, 0, 100),
-        ({"disable_cuda_graph_padding": True}, 100, 0, 100),
+        ({"moe_a2a_backend": None}, 64, 64, 64),
+        ({"cuda_graph_config": test_limits.graphs("disabled", decode="disabled")}, 64, 0, 64),
+        ({"disable_cuda_graph_padding": True}, 64, 0, 64),
     ],
     ids=str,
 )

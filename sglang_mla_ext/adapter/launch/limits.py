@@ -12,7 +12,7 @@ from sglang_mla_ext.adapter.compat.findings import Finding, unsupported
 from sglang_mla_ext.adapter.launch import models, riding
 from sglang_mla_ext.adapter.launch.remedies import with_remedies
 from sglang_mla_ext.kernels.constants import PAGE_TOKENS
-from sglang_mla_ext.options import OptionError
+from sglang_mla_ext.options import HybridMLAOptions, OptionError
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -156,7 +156,10 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
     further: list[Finding] = installed.further_findings(args)
     if "--disaggregation-mode" not in [each.code for each in further]:
         found += _disaggregation_findings(args)
-    if args.enable_mixed_chunk and (reason := riding.mixing_in_the_way(args, on_gpu)) is not None:
+    reason = riding.mixing_in_the_way(args, on_gpu)
+    if HybridMLAOptions.from_env().mixed_tokens == 0:
+        reason = "--hybrid-mla-mixed-tokens 0"
+    if args.enable_mixed_chunk and reason is not None:
         text = f"--enable-mixed-chunk does not go with {reason}: remove it."
         found.append(Finding("--enable-mixed-chunk", text))
     for name in installed.other_trees():

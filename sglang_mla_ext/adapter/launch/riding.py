@@ -55,7 +55,7 @@ def tokens(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> int:
     if options.mixed_tokens == 0 or in_the_way(args, on_gpu) is not None:
         return 0
     if options.mixed_tokens is not None:
-        return options.mixed_tokens
+        return options.mixed_tokens // STEP * STEP
     if on_gpu:
         return max(LEAST_TOKENS, _predicted(args))
     return LEAST_TOKENS if args.enable_mixed_chunk else 0

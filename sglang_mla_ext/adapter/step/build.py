@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
     from sglang_mla_ext.options import HybridMLAOptions
 
+logger = logging.getLogger(__name__)
+
 STORAGE_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": FP8}
 
 
@@ -64,7 +67,11 @@ def build(
     requests = runner.req_to_token_pool.size
     queries = installed.draft_tokens(runner.server_args)
     on_gpu = torch.device(runner.device).type == "cuda"
-    riding_tokens = launch_riding.tokens(installed.resolved(runner.server_args), options, on_gpu)
+    args = installed.resolved(runner.server_args)
+    riding_tokens = launch_riding.tokens(args, options, on_gpu)
+    if options.mixed_tokens and not riding_tokens:
+        reason = launch_riding.in_the_way(args, on_gpu)
+        logger.warning("hybrid_mla: --hybrid-mla-mixed-tokens has no effect here, because of %s", reason)
     heads, step_rows = layers[0].num_local_heads, max_rows(requests, queries, riding_tokens)
     step_requests, context_len = max_rows(requests, queries) // queries, runner.model_config.context_len
     prefix_dtype = STORAGE_DTYPES.get(options.prefix_dtype, latent_dtype(runner))

@@ -225,18 +225,18 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
     options = HybridMLAOptions.from_env()
     worker.backend, worker.steps, worker.riding = build(runner, options, worker.budget_bytes, worker.memory)
     if worker.riding is not None:
-        _start_riding(options)
+        _start_riding(asked=options.mixed_tokens is not None or runner.server_args.enable_mixed_chunk)
     return worker.backend
 
 
-def _start_riding(options: HybridMLAOptions) -> None:
+def _start_riding(asked: bool) -> None:
     """Let new tokens ride, if this SGLang has what that takes; a server runs without where nobody asked for it."""
     from sglang_mla_ext.adapter.step.mixing import Mixing
 
     try:
         assert_installed([Feature.RIDING])
     except contract.ContractError as error:
-        if options.mixed_tokens is not None:
+        if asked:
             raise
         logger.warning("hybrid_mla: no new tokens ride in decode steps: %s", error)
         worker.riding = None

@@ -84,7 +84,8 @@ class Riding:
             )
 
     def takes(self, batch: ScheduleBatch, running: int = 0) -> bool:
-        """Whether the pass of an extend batch rides; why not is counted.
+        """Whether the pass of an extend batch rides. Why not is counted, but not of one with running requests: it is
+        asked again without them.
 
         Args:
             batch: prepared, without those that are decoding.
@@ -95,7 +96,7 @@ class Riding:
             reason = f"more than {self.most_rows} rows"
         if reason is None and not self._agree(self._is_sooner(batch)):
             reason = "a pass of its own is sooner"
-        if reason is not None:
+        if reason is not None and not running:
             self.count_not_ridden(reason)
         return reason is None
 

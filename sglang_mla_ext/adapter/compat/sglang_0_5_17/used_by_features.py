@@ -77,7 +77,7 @@ RIDING = needed_for(
         "can_run_decode_cuda_graph is_extend_in_batch local_forward_mode",
         "the same",
     ),
-    *attributes(f"{_BATCH}", "is_extend_in_batch", "the same"),
+    *attributes(_BATCH, "forward_mode is_extend_in_batch", "the same"),
     *attributes(_SCHEDULER, "require_mlp_sync", "the same"),
     *function("layers.logits_processor.LogitsMetadata.from_forward_batch", "forward_batch", "logits of last rows"),
     *attributes("layers.logits_processor.LogitsMetadata", "draft_extend_select_index", "the same"),
