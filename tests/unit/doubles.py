@@ -36,6 +36,8 @@ def server_args(**given: Any) -> SimpleNamespace:
         moe_a2a_backend="none",
         enable_return_routed_experts=False,
         disable_cuda_graph_padding=False,
+        tp_size=1,
+        dp_size=1,
         enable_mixed_chunk=False,
         cuda_graph_config=SimpleNamespace(decode=decode),
         get_model_config=lambda: nothing_known,

@@ -74,7 +74,8 @@ def _predicted(args: ServerArgs) -> int:
         return 0
     try:
         config = args.get_model_config().hf_config.to_dict()
-        return bound(Deployment(config, Gpu.from_json(name), args.tp_size), REQUESTS, PROMPT, TAIL)
+        dp = args.dp_size if args.enable_dp_attention else 1
+        return bound(Deployment(config, Gpu.from_json(name), args.tp_size, dp), REQUESTS * dp, PROMPT, TAIL)
     except (ValueError, KeyError, TypeError) as error:
         logger.info("hybrid_mla: how many new tokens may ride in a step is not predicted for this model: %s", error)
         return 0
