@@ -23,6 +23,7 @@ MIXED = {"enable_mixed_chunk": True}
         (MIXED, None, 256, 256),
         ({}, 100, 64, 64),  # whole pages
         (MIXED, 128, 128, 128),
+        ({"enable_dp_attention": True, "dp_size": 2}, None, 0, 0),
         ({}, 0, 0, 0),
         (MIXED, 0, 0, 0),
         (test_limits.EAGLE, 100, 0, 0),
@@ -43,7 +44,7 @@ def test_how_many_tokens_ride(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU without rates")
     args, options = test_limits.server_args(**changes), HybridMLAOptions(mixed_tokens=given)
     assert [riding.tokens(args, options, on_gpu=each) for each in (True, False)] == [on_gpu, on_cpu]
-    assert (riding.in_the_way(args, on_gpu=True) is None) == (on_gpu > 0 or given == 0)
+    assert (riding.in_the_way(args, on_gpu=True) is None) == (on_gpu > 0 or not given)
 
 
 @pytest.mark.parametrize(("tp", "least"), [(8, 384), (1, 256)])

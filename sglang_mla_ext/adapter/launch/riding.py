@@ -50,13 +50,13 @@ def mixing_in_the_way(args: ServerArgs, on_gpu: bool) -> str | None:
 def tokens(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> int:
     """New tokens that a step with running requests may have; 0 where nothing rides. `args` are resolved.
 
-    Without a GPU there are no graphs to ride in, so nothing does unless it is asked for.
+    Without a GPU there are no graphs to ride in, so nothing does unless it is asked for; nor with DP attention.
     """
     if options.mixed_tokens == 0 or in_the_way(args, on_gpu) is not None:
         return 0
     if options.mixed_tokens is not None:
         return options.mixed_tokens // STEP * STEP
-    if on_gpu:
+    if on_gpu and not args.enable_dp_attention:  # which has not been seen with it on GPUs
         return max(LEAST_TOKENS, _predicted(args))
     return LEAST_TOKENS if args.enable_mixed_chunk else 0
 
@@ -74,8 +74,7 @@ def _predicted(args: ServerArgs) -> int:
         return 0
     try:
         config = args.get_model_config().hf_config.to_dict()
-        dp = args.dp_size if args.enable_dp_attention else 1
-        return bound(Deployment(config, Gpu.from_json(name), args.tp_size, dp), REQUESTS * dp, PROMPT, TAIL)
+        return bound(Deployment(config, Gpu.from_json(name), args.tp_size), REQUESTS, PROMPT, TAIL)
     except (ValueError, KeyError, TypeError) as error:
         logger.info("hybrid_mla: how many new tokens may ride in a step is not predicted for this model: %s", error)
         return 0
