@@ -68,9 +68,10 @@ def test_units_are_rows_that_are_taken_together() -> None:
 
 
 def test_padding_adds_requests() -> None:
-    assert Rows(5, 3).padded(24) == Rows(8, 3)
+    assert Rows(5, 3).padded(24, 3) == Rows(8, 3) and Rows(0, 3).padded(6, 3) == Rows(2, 3)
+    assert Rows(1, 9).padded(11) == Rows.of([9, 1, 1]), "a request whose new tokens ride, and rows of nobody"
     assert Rows.of([2, 5]).padded(9) == Rows.of([2, 5, 1, 1])
     assert Rows.of([0, 0]).padded(2) == Rows.of([0, 0, 1, 1])
-    for rows, total in ((Rows(5, 3), 16), (Rows(5, 3), 12), (Rows.of([2, 5]), 6)):
+    for rows, total, each in ((Rows(5, 3), 16, 3), (Rows(5, 3), 12, 3), (Rows.of([2, 5]), 6, 1)):
         with pytest.raises(ValueError, match="cannot become"):
-            rows.padded(total)
+            rows.padded(total, each)
