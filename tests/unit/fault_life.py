@@ -87,6 +87,9 @@ class Life:
         self.manager = updater(self.server, self.saver, flush=lambda: False)
         self.manager.tp_worker.update_weights_from_disk = self._update_weights
         self.mixes = Mixes(self.server)
+        from sglang_mla_ext.adapter.step.voting import Voting
+
+        self.voting = Voting(self.server.worker.riding)
         reporter = SimpleNamespace(
             num_generated_tokens=0, forward_ct_decode=0, report_decode_stats=lambda can, running_batch: None
         )
@@ -111,6 +114,7 @@ class Life:
         yield lambda: self.server.scheduler.get_internal_state(None)
         yield lambda: self.prefill(requests[::2], rides=True)
         yield lambda: self.mix(requests[::2])
+        yield lambda: self.agree(requests[::2])
         yield self.weights_change
         yield lambda: self.decode(requests, 2)
         yield self.load_from_the_host
@@ -181,6 +185,15 @@ class Life:
         self.mixes.new.decoding_reqs = [SimpleNamespace(is_retracted=True)] * mixed
         self.mixes.results.process_batch_result_prefill(self.mixes.new, SimpleNamespace(can_run_cuda_graph=False))
 
+    def agree(self, requests: list[Any]) -> None:
+        """A pass that rides, if another rank is told of it."""
+        worker = self.server.worker
+        worker.voting = self.voting
+        try:
+            self.prefill(requests, rides=True)
+        finally:
+            worker.voting = None
+
     def prefill(self, requests: list[Any], rides: bool = False, decoding: int = 0) -> None:
         """New tokens of each behind what they share: two and more, or one of the last so many, which are decoding."""
         counts = [*range(2, 2 + len(requests) - decoding), *[1] * decoding]
@@ -207,6 +220,8 @@ class Life:
         if not rides:
             self._compare(self._run(batch, inputs, self._prefill_layer), inputs, seen)
             return
+        from sglang.srt.layers.logits_processor import LogitsMetadata
+
         last = torch.tensor(counts).cumsum(0) - 1
 
         def execute(batch: Any) -> Any:
@@ -214,8 +229,9 @@ class Life:
             as_decode = batch.forward_mode.is_decode()
             outs = self._layers(batch, inputs, self._decode_layer if as_decode else self._prefill_layer)
             logits = torch.stack(outs, dim=1)
+            chosen = LogitsMetadata.from_forward_batch(batch).draft_extend_select_index if as_decode else last
             return SimpleNamespace(
-                logits_output=SimpleNamespace(next_token_logits=logits if as_decode else logits[last])
+                logits_output=SimpleNamespace(next_token_logits=logits if chosen is None else logits[chosen])
             )
 
         self.runner.run = execute

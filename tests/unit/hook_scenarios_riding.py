@@ -133,30 +133,17 @@ def scenario_a_rank_whose_new_tokens_ride_votes_as_one_that_decodes() -> None:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     rides = Rides(syncs=True)
-    worker = rides.server.worker
-    assert worker.mixing is None
-    decode = (False, True, ForwardMode.DECODE.value)
-    for others_prefill, graphs, modes in (
-        (False, True, ["DECODE"]),
-        (True, True, ["EXTEND"]),
-        (False, False, ["DECODE"]),
-    ):
-        agreed: list[Any] = []
-        takes = worker.voting.takes
-
-        def agree_first(batch: Any, takes: Any = takes, agreed: list[Any] = agreed, **given: Any) -> bool:
-            agreed.append(dp_attn.prepare_mlp_sync_batch_raw(batch, **given))
-            return takes(batch)
-
-        given = {"others_prefill": others_prefill, "disable_cuda_graph": not graphs}
-        worker.voting.takes = lambda batch, ask=agree_first, given=given: ask(batch, **given)
-        seen, logits = rides.forward()
-        worker.voting.takes = takes
-        assert [mode for mode, _, _ in seen] == modes and logits == LAST
-        assert agreed[0].said == (decode[0], graphs, decode[2])
+    server = rides.server
+    assert server.worker.mixing is None
+    cases = (False, True, "DECODE"), (True, True, "EXTEND"), (False, False, "DECODE")
+    for others_prefill, graphs, mode in cases:
+        server.of_sync = {"others_prefill": others_prefill, "disable_cuda_graph": not graphs}
+        ((ran, _, _),), logits = rides.forward()
+        assert ran == mode and logits == LAST
+        assert server.said == (False, graphs, ForwardMode.DECODE.value)
     assert dict(rides.server.counters.not_ridden) == {"another rank prefills": 1}
     assert dp_attn.prepare_mlp_sync_batch_raw(None, others_prefill=True, disable_cuda_graph=False) is None
-    worker.voting = None
+    server.worker.voting = None
     batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
     found = dp_attn.prepare_mlp_sync_batch_raw(batch, others_prefill=False, disable_cuda_graph=False)
     assert found is batch and batch.said == (True, False, None)

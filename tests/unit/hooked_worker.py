@@ -202,6 +202,8 @@ class Server:
             assert profile_bytes(AVAILABLE) < AVAILABLE
             self.backend = ATTENTION_BACKENDS["hybrid_mla"](self.runner)
         self.scheduler = make_scheduler(self.tree.cache, syncs=syncs)
+        self.of_sync: dict[str, Any] = {"disable_cuda_graph": False, "others_prefill": False}
+        self.said: Any = None  # of the last batch to the other rank, where there is one
         self.worker, self.steps = hooks.worker, hooks.worker.steps
         self.counters, self.prefixes = self.steps.counters, self.steps._prefixes
         self.pool = self.prefixes.pool
@@ -259,6 +261,10 @@ class Server:
         batch.extend_num_tokens = len(batch.input_ids)
         batch.extend_logprob_start_lens, batch.hicache_consumer_index = new_tokens, -1
         batch.decoding_reqs = requests[rows - decoding :]
+        if self.worker.voting is not None:
+            from sglang.srt.managers.scheduler_components import dp_attn
+
+            self.said = dp_attn.prepare_mlp_sync_batch_raw(batch, **self.of_sync).said
         runner = SimpleNamespace(**{**vars(self.runner), "is_draft_worker": draft})
         return ForwardBatch.init_new(
             batch, runner, capture_hidden_mode=CaptureHiddenMode.NULL, return_hidden_states_before_norm=False

@@ -39,8 +39,10 @@ DOORS = {
     "adapter/step/hooks.py around_eager_pass",
     "adapter/step/hooks.py around_forward",
     "adapter/step/hooks.py around_new_batch",
+    "adapter/step/hooks.py around_sync",
     "adapter/step/mixing.py Mixing.new_batch",
     "adapter/step/riding.py Riding.run",
+    "adapter/step/voting.py Voting.agree",
     "adapter/step/layer.py after_split_q",
     "adapter/step/layer.py forward_method",
     "adapter/step/layer.py around_chunk_info",
@@ -165,7 +167,7 @@ def main(out: Path) -> None:
     counters = life.counters
     assert not counters.fallbacks and not counters.shadow_failures
     assert counters.steps_naive >= 10 and counters.prefills_naive == 2 and counters.shadow_checks >= 2
-    assert (counters.prefills_ridden, counters.steps_mixed, counters.tokens_ridden) == (1, 1, 7)
+    assert (counters.prefills_ridden, counters.steps_mixed, counters.tokens_ridden) == (2, 1, 12)
     found: dict[str, Any] = {"hooked": sorted(hooks._hooked), "called": sorted(hooked_worker.CALLED)}
     found |= {"start": list(start.places), "life": list(watch.places)}
     # An operation that fails for good is a function that does.

@@ -305,14 +305,21 @@ def _rides(batch: ScheduleBatch) -> bool:
 def around_sync(original: Callable[..., Any], batch: ScheduleBatch | None, *args: Any, **kwargs: Any) -> Any:
     if worker.voting is None:
         return original(batch, *args, **kwargs)
-    return worker.voting.agree(original, batch, *args, **kwargs)
+    return worker.voting.agree(original, _would_ride(batch) or False, batch, *args, **kwargs)
 
 
+@_guarded("deciding what rides")
+def _would_ride(batch: ScheduleBatch | None) -> bool:
+    return worker.voting.would_ride(batch)
+
+
+@_guarded("saying that new tokens ride")
 def before_sync_info(info: Any, *args: Any, **kwargs: Any) -> None:
     if worker.voting is not None:
         worker.voting.cast(info)
 
 
+@_guarded("taking last rows")
 def after_logits_metadata(metadata: Any, cls: type, forward_batch: Any) -> None:
     take_last_rows(metadata)
 

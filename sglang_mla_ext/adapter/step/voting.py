@@ -25,7 +25,13 @@ class Voting:
         self._rides: ScheduleBatch | None = None
         self._no_graphs = False
 
-    def agree(self, sync: Callable[..., Any], batch: ScheduleBatch | None, *args: Any, **kwargs: Any) -> Any:
+    def would_ride(self, batch: ScheduleBatch | None) -> bool:
+        """Whether the batch that this rank would run next can ride."""
+        return batch is not None and is_extend(batch) and self._riding.takes(batch)
+
+    def agree(
+        self, sync: Callable[..., Any], would_ride: bool, batch: ScheduleBatch | None, *args: Any, **kwargs: Any
+    ) -> Any:
         """`prepare_mlp_sync_batch_raw`, of the batch that this rank would run next.
 
         Args:
@@ -33,15 +39,13 @@ class Voting:
         Returns:
             the batch that it runs.
         """
-        self._would_ride = self._rides = None
+        self._would_ride, self._rides = batch if would_ride else None, None
         self._no_graphs = kwargs["disable_cuda_graph"]
-        if batch is not None and is_extend(batch) and self._riding.takes(batch):
-            self._would_ride = batch
         try:
             found = sync(batch, *args, **kwargs)
         finally:
-            would_ride, self._would_ride = self._would_ride, None
-        if found is would_ride and found is not None:
+            self._would_ride = None
+        if would_ride:
             if found.is_extend_in_batch:
                 self._riding.count_not_ridden("another rank prefills")
             else:
