@@ -250,12 +250,16 @@ fp8_cache = _server("fp8_cache", *NAIVE, *BY_MEMORY, "--kv-cache-dtype", "fp8_e4
 # Tensor parallelism: half of the heads in each of two processes, which must plan alike. They are started as two
 # machines start theirs. SGLang wants the cores of each.
 two_ranks = _server(
-    "two_ranks", *NAIVE, *SIZED, *PREFIXES, "--tp", "2", environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}, nodes=2
+    "two_ranks",
+    *(*NAIVE, *SIZED, *PREFIXES, "--tp", "2", "--hybrid-mla-mixed-tokens", "128"),
+    environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+    nodes=2,
 )
 # The same processes, each with all heads and requests of its own; what follows attention is computed for all of them.
 dp_attention = _server(
     "dp_attention",
     *(*NAIVE, *SIZED, *PREFIXES, "--tp", "2", "--dp-size", "2", "--enable-dp-attention"),
+    *("--hybrid-mla-mixed-tokens", "128"),
     environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
 )
 # Half of the heads, and half of the requests: two ranks attend together.
@@ -300,7 +304,7 @@ cramped = _server(
     "cramped",
     *(*NAIVE, "--hybrid-mla-min-prefix-len", "64"),
     *("--hybrid-mla-expand-tokens-per-step", "100", "--hybrid-mla-prefix-memory-gb", "0.031"),
-    *(*SIZED, "--max-total-tokens", "2048", "--chunked-prefill-size", "256"),
+    *(*SIZED, "--max-total-tokens", "2048", "--chunked-prefill-size", "256", "--hybrid-mla-mixed-tokens", "64"),
     environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "60"},
     real=True,
 )
