@@ -116,7 +116,8 @@ def compared(of: Deployment, traffic: Traffic, expanded: int | None = None) -> t
     prefix, tail = traffic.prefix, traffic.tail
     mode = best_mode(of, of.per_rank(traffic.requests), prefix)
     reach = (prefix if expanded is None else min(expanded, prefix)) if mode is Mode.NAIVE else 0
-    may_ride = bound(of, traffic.requests, prefix, tail, expanded)
+    # With DP attention new tokens ride without running requests, if at all.
+    may_ride = bound(of, traffic.requests, prefix, tail, expanded) if of.dp == 1 else 0
 
     def in_turns(mode: Mode, kept: int) -> Served:
         def step(running: int, _: int) -> float:
@@ -129,7 +130,7 @@ def compared(of: Deployment, traffic: Traffic, expanded: int | None = None) -> t
         return mixed_step(of, running, prefix, tail, arriving, expanded).seconds
 
     found = {"absorb": in_turns(Mode.ABSORB, 0), "chosen": in_turns(mode, reach)}
-    found["mixed"] = serve(traffic, cache(mixed), may_ride * of.dp) if may_ride else found["chosen"]
+    found["mixed"] = serve(traffic, cache(mixed), may_ride) if may_ride else found["chosen"]
     return may_ride, found
 
 

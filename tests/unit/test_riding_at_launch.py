@@ -52,15 +52,15 @@ def test_how_many_is_predicted_for_a_known_gpu(tp: int, least: int, monkeypatch:
     """What the model's configuration allows; never less than what is taken where nothing is known."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     config = SimpleNamespace(to_dict=lambda: read_model("deepseek-v3"))
-    args = test_limits.server_args(tp_size=tp, get_model_config=lambda: SimpleNamespace(hf_config=config))
+    monkeypatch.setattr(riding.installed, "model_config", lambda args: config)
+    args = test_limits.server_args(tp_size=tp)
     assert least <= riding.tokens(args, HybridMLAOptions(), on_gpu=True) <= 512
 
 
 def test_a_model_that_cannot_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    config = SimpleNamespace(to_dict=dict)
-    args = test_limits.server_args(get_model_config=lambda: SimpleNamespace(hf_config=config))
-    assert riding.tokens(args, HybridMLAOptions(), on_gpu=True) == riding.LEAST_TOKENS
+    monkeypatch.setattr(riding.installed, "model_config", lambda args: SimpleNamespace(to_dict=dict))
+    assert riding.tokens(test_limits.server_args(), HybridMLAOptions(), on_gpu=True) == riding.LEAST_TOKENS
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def _predicted(args: ServerArgs) -> int:
     if name is None:
         return 0
     try:
-        config = args.get_model_config().hf_config.to_dict()
+        config = installed.model_config(args).to_dict()
         return bound(Deployment(config, Gpu.from_json(name), args.tp_size), REQUESTS, PROMPT, TAIL)
     except (ValueError, KeyError, TypeError) as error:
         logger.info("hybrid_mla: how many new tokens may ride in a step is not predicted for this model: %s", error)
