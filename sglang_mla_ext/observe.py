@@ -183,10 +183,14 @@ class Metrics:
             "tokens_without_memory": gauge("tokens_without_memory", "Tokens worth expanding that found no memory."),
         }
         # Totals are kept by Counters; a gauge shows them as they are, also after a restart of the exporter.
+        self._reasons = {
+            "fallbacks": gauge("fallbacks", "Total uses of plain absorb instead of naive, by reason.", "reason"),
+            "not_ridden": gauge("not_ridden", "Total prefill passes that rode in no decode step, by reason.", "reason"),
+        }
         self._totals = {
             name: gauge(name, f"Total {name.replace('_', ' ')} since the server started.")
             for name in asdict(Counters())
-            if name not in ("fallbacks", "not_ridden")
+            if name not in self._reasons
         }
         self._shadow_error = Histogram(
             "sglang:hybrid_mla_shadow_error",
@@ -194,10 +198,6 @@ class Metrics:
             list(labels),
             buckets=SHADOW_ERRORS,
         ).labels(**labels)
-        self._reasons = {
-            "fallbacks": gauge("fallbacks", "Total uses of plain absorb instead of naive, by reason.", "reason"),
-            "not_ridden": gauge("not_ridden", "Total prefill passes that rode in no decode step, by reason.", "reason"),
-        }
 
     def publish(self, info: Mapping[str, Any], shadow_errors: Iterable[float] = ()) -> None:
         """Set the metrics from a report, and add errors of the shadow check."""

@@ -44,6 +44,11 @@ class Rows:
         """Rows of all requests."""
         return self.requests * self.each if self.each is not None else self._starts[-1]
 
+    @property
+    def lens(self) -> tuple[int, ...]:
+        """`[requests]` rows of each request."""
+        return self.counts if self.each is None else (self.each,) * self.requests
+
     @cached_property
     def _starts(self) -> list[int]:
         """`[requests + 1]` the first row of each request, and their number; of different numbers."""
@@ -106,8 +111,7 @@ class Rows:
             raise ValueError(f"{self.total} rows and requests of {each} each cannot become {total}")
         if self.each == each or not self.requests:
             return Rows(self.requests + more, each)
-        counts = self.counts if self.each is None else (self.each,) * self.requests
-        return Rows.of([*counts, *[each] * more])
+        return Rows.of([*self.lens, *[each] * more])
 
     def window(self, start: int, stop: int) -> Rows:
         """The same requests with those of their rows that are in `[start, stop)`, counted from `start`."""

@@ -5,7 +5,7 @@ Pure Python.
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterator
+from collections.abc import Container, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from sglang_mla_ext.prefix.tree import SharedTree
@@ -63,9 +63,7 @@ class Branches:
         """
         parents, ends, nodes = tree.parents, tree.ends, tree.nodes
         counts = _held_by(tree, [1] * len(tree.deepest))
-        row_counts = (
-            counts if rows is None else _held_by(tree, list(map(len, map(rows.of_request, range(rows.requests)))))
-        )
+        row_counts = counts if rows is None else _held_by(tree, rows.lens)
         self._branches: list[Branch] = []
         branch_of = [-1] * len(nodes)  # that a node is in, or that its nearest ancestor in one is in
         for node, (parent, end, count, row_count) in enumerate(zip(parents, ends, counts, row_counts, strict=True)):
@@ -141,7 +139,7 @@ class Branches:
         return Segment(tuple(sorted(self._requests_of(part.branch))), part.start, part.end, part.mode, chunks)
 
 
-def _held_by(tree: SharedTree, weights: list[int]) -> list[int]:
+def _held_by(tree: SharedTree, weights: Sequence[int]) -> list[int]:
     """`[nodes]` the weights of the requests that hold each, added up."""
     held = [0] * len(tree.nodes)
     for node, weight in zip(tree.deepest, weights, strict=True):

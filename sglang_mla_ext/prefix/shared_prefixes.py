@@ -219,7 +219,7 @@ class SharedPrefixes:
         """
         if self._tree is None:
             return Plan(len(reqs))
-        several = {request for request in range(len(reqs)) if len(rows.of_request(request)) > 1}
+        several = {request for request, count in enumerate(rows.lens) if count > 1}
         branches = Branches(self._shared(reqs, several), rows)
         ways, launch = self._ways(branches)
         self._set_plan(None, branches, ways, launch)

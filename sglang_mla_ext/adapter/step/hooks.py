@@ -280,13 +280,14 @@ def after_forward_batch(
     passes.end()  # whatever became of it
     if model_runner.is_draft_worker or worker.steps is None or worker.scheduler is None:
         return
+    rides = _rides(batch)
     worker.steps.before_forward(
         forward_batch.forward_mode,
         batch.reqs,
         _other_requests(worker.scheduler),
         forward_batch.extend_prefix_lens_cpu or (),
         forward_batch.extend_seq_lens_cpu or (),
-        rides=(rides := _rides(batch)),
+        rides=rides,
         decoding=len(batch.decoding_reqs or ()) if rides else 0,
     )
     _publish_metrics()
