@@ -1,8 +1,9 @@
-"""One rank of DeepSeek-V3 behind SGLang's real server: whole layers with their experts, one GPU, dummy weights.
+"""One rank of a whole model behind SGLang's real server: whole layers with their experts, one GPU, dummy weights.
 
 What one of eight GPUs computes, without what they say to each other: a slice of everything (`--rank tp8`), or all
-heads and whole experts (`--rank dp8`); `make_demo_model.py --rank` writes its configuration. 61 layers of tp8 want an
-H200, 36 fit an H100. Tokens are dealt out over experts at random, or dummy weights would send all to the same eight.
+heads and whole experts (`--rank dp8`); `make_demo_model.py --rank` writes its configuration. 61 layers of
+DeepSeek-V3's tp8 want an H200, 36 fit an H100; of Kimi-K2's (`--of kimi-k2`) 48 fit an H200. Tokens are dealt out over
+experts at random, or dummy weights would send all to the same eight.
 
     python scripts/bench_rank.py --rank tp8 --layers 36 --workload short --concurrency 128 \\
         --backend 'hybrid_mla --hybrid-mla-prefix-memory-gb 10' --backend flashmla --out rank.jsonl
@@ -35,7 +36,7 @@ from bench.client import HYBRID
 from bench.rank_loads import KINDS, make_load
 from bench.server import STOCK, console_of, load_arguments, work_folder
 from bench.workload_runs import Run, describe_run, record_run, run_workload, runs_tables, server_case
-from demo_model.rank import DIVIDED, LAYERS, Rank, make_rank
+from demo_model.rank import DIVIDED, LAYERS, MODELS, Rank, make_rank
 from transformers import AutoTokenizer
 
 from sglang_mla_ext.prefix.cost_model import ModelDims
@@ -43,12 +44,16 @@ from sglang_mla_ext.prefix.cost_model import ModelDims
 
 def main(
     rank: Annotated[str | None, typer.Option(help=f"How ranks divide the model: {' or '.join(DIVIDED)}.")] = None,
+    of: Annotated[str, typer.Option(help=f"The model: {' or '.join(MODELS)}.")] = MODELS[0],
     model: Annotated[Path | None, typer.Option(exists=True, help="A model's folder in place of --rank.")] = None,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the rank.")] = LAYERS,
     backend: Annotated[list[str] | None, typer.Option(help="Attention backend, and its flags; repeatable.")] = None,
     workload: Annotated[list[str] | None, typer.Option(help=f"{', '.join(KINDS)}; repeatable (short).")] = None,
     prompt_tokens: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable (7069 and 26472).")] = None,
     concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Requests at a time; repeatable (128).")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="workload:prompt tokens:requests, in place of these three; repeatable.")
+    ] = None,
     answers: Annotated[int, typer.Option(min=2, help="Of all but decode: so many times --concurrency.")] = 6,
     output_tokens: Annotated[int, typer.Option(min=16, help="Of each answer of decode.")] = 256,
     stream_interval: Annotated[
@@ -69,32 +74,37 @@ def main(
     """Compare attention backends on one rank of a whole model."""
     end = time.monotonic() + limit_s
     console = console_of(width=140)
-    kinds, backends = workload or ["short"], backend or [HYBRID, STOCK]
+    backends = backend or [HYBRID, STOCK]
+    cases = (
+        [parse_case(one) for one in case]
+        if case
+        else list(product(workload or ["short"], prompt_tokens or [7069, 26472], concurrency or [128]))
+    )
     if (rank is None) == (model is None):
         raise typer.BadParameter("give either --rank or --model")
-    if unknown := {*kinds} - {*KINDS}:
+    if unknown := {kind for kind, _, _ in cases} - {*KINDS}:
         raise typer.BadParameter(f"no workload {', '.join(unknown)}: there are {', '.join(KINDS)}")
     if rank is not None:
         if rank not in DIVIDED:
             raise typer.BadParameter(f"--rank is one of {', '.join(DIVIDED)}")
-        model = work_folder() / f"rank-{rank}-{layers}"
-        make_rank(model, Rank(rank, layers))
+        if of not in MODELS:
+            raise typer.BadParameter(f"--of is one of {', '.join(MODELS)}")
+        model = work_folder() / f"{of}-{rank}-{layers}"
+        make_rank(model, Rank(rank, layers, of))
     assert model is not None
     logs = log_folder or work_folder() / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(model)
     vocabulary = np.setdiff1d(np.arange(len(tokenizer)), tokenizer.all_special_ids)
-    concurrencies = concurrency or [128]
     loads = [
-        make_load(
-            *case, vocabulary, seed, answers=answers, output_tokens=output_tokens, stream_interval=stream_interval
-        )
-        for case in product(kinds, prompt_tokens or [7069, 26472], concurrencies)
+        make_load(*one, vocabulary, seed, answers=answers, output_tokens=output_tokens, stream_interval=stream_interval)
+        for one in cases
     ]
-    common = [*load_arguments(str(model), max(concurrencies)), "--load-format", "dummy"]
+    most_requests = max(requests for _, _, requests in cases)
+    common = [*load_arguments(str(model), most_requests), "--load-format", "dummy"]
     common += shlex.split(" ".join(server_arg or []))
     environment = {"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1"} | ({} if deep_gemm else {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"})
-    described = {"rank": rank, "deep_gemm": deep_gemm}
+    described = {"rank": rank, "deep_gemm": deep_gemm} | ({"of": of} if rank else {})
     dims = ModelDims.from_json(model)
     found: list[Run] = []
 
@@ -118,6 +128,15 @@ def main(
         console.print(table)
     if not good:
         raise typer.Exit(1)
+
+
+def parse_case(text: str) -> tuple[str, int, int]:
+    """`decode:7069:128` as workload, prompt tokens and requests; raises typer.BadParameter."""
+    try:
+        kind, prompt_tokens, requests = text.split(":")
+        return kind, int(prompt_tokens), int(requests)
+    except ValueError:
+        raise typer.BadParameter(f"--case is workload:prompt tokens:requests, not {text}") from None
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ For benchmarks: DeepSeek-V3's own dimensions with few layers and no weights (SGL
     python scripts/make_demo_model.py OUT --config-only --layers 4 --heads 128 --hidden 7168 \\
         --intermediate 18432 --q-lora-rank 1536 --vocab 8192 --max-positions 65536
 
-Or what one of eight ranks holds of the whole DeepSeek-V3, in FP8 and with its experts, for `bench_rank.py`: a slice of
-everything (`tp8`), or all heads and whole experts (`dp8`, DP attention). No other setting but `--layers` applies:
+Or what one of eight ranks holds of a whole model, in FP8 and with its experts, for `bench_rank.py`: a slice of
+everything (`tp8`), or all heads and whole experts (`dp8`, DP attention). No other setting but these applies:
 
-    python scripts/make_demo_model.py OUT --rank tp8 [--layers 61]
+    python scripts/make_demo_model.py OUT --rank tp8 [--of deepseek-v3] [--layers 61]
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Annotated
 
 import typer
 from demo_model.checkpoint import YARN_ORIGINAL_POSITIONS, Settings, make
-from demo_model.rank import DIVIDED, LAYERS, Rank, make_rank
+from demo_model.rank import DIVIDED, LAYERS, MODELS, Rank, make_rank
 
 
 def main(
@@ -43,13 +43,14 @@ def main(
     fp8_blocks: Annotated[bool, typer.Option("--fp8-blocks", help="Projections in FP8, as DeepSeek-V3's own.")] = False,
     experts: Annotated[bool, typer.Option("--experts", help="Mixtures of experts behind the first layer.")] = False,
     nextn: Annotated[bool, typer.Option("--nextn", help="One layer more, for speculative decoding.")] = False,
-    rank: Annotated[str | None, typer.Option(help="tp8 or dp8: one rank of DeepSeek-V3, without weights.")] = None,
+    rank: Annotated[str | None, typer.Option(help="tp8 or dp8: one rank of a whole model, without weights.")] = None,
+    of: Annotated[str, typer.Option(help=f"The model of --rank: {' or '.join(MODELS)}.")] = MODELS[0],
 ) -> None:
     """Write a small random checkpoint of DeepSeek-V3's architecture."""
     if rank is not None:
-        if rank not in DIVIDED:
-            raise typer.BadParameter(f"--rank is one of {', '.join(DIVIDED)}")
-        print(f"{out}: {'written' if make_rank(out, Rank(rank, layers or LAYERS)) else 'up to date'}")
+        if rank not in DIVIDED or of not in MODELS:
+            raise typer.BadParameter(f"--rank is one of {', '.join(DIVIDED)}, --of one of {', '.join(MODELS)}")
+        print(f"{out}: {'written' if make_rank(out, Rank(rank, layers or LAYERS, of)) else 'up to date'}")
         return
     settings = Settings(
         layers=layers or 2,

@@ -21,6 +21,8 @@ DECODE_INTERVAL = 16
 alone: what holds up one token must not be spread over several."""
 WARM_UP_TOKENS = 64
 """At which answers of a warm-up end."""
+MOST_WARM_UP = 64
+"""Requests of `decode`'s warm-up: as many as expand the prompt and fill a prefill pass several times."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ def make_load(
     at_once = kind == "decode"
     measured = concurrency if at_once else answers * concurrency
     # Those that take a free place are prefilled by themselves, which the first ones are not.
-    before = concurrency if at_once else concurrency + -(-concurrency // 4)
+    before = min(concurrency, MOST_WARM_UP) if at_once else concurrency + -(-concurrency // 4)
     config = lengths(kind, output_tokens) | {
         "name": f"{prompt_tokens:,} tokens, {concurrency} requests",
         "tree": [{"tokens": prompt_tokens, "requests": before + measured}],

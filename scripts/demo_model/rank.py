@@ -1,4 +1,4 @@
-"""DeepSeek-V3 as one of eight ranks holds it: the model's own configuration with a rank's share of its sizes.
+"""A whole model as one of eight ranks holds it: the model's own configuration with a rank's share of its sizes.
 
 What a rank computes on a GPU of its own, without the communication between ranks. SGLang draws the weights
 (`--load-format dummy`).
@@ -13,6 +13,7 @@ from typing import Any
 from demo_model.checkpoint import BOS, EOS, SPECIAL_TOKENS, YARN_ORIGINAL_POSITIONS, write
 from sglang_mla_ext.configs import read_config
 
+MODELS = ("deepseek-v3", "kimi-k2")
 RANKS = 8
 LAYERS = 61
 MAX_POSITIONS = 65536
@@ -26,11 +27,12 @@ whole dense MLPs of the first layers (`--moe-dense-tp-size 1`), and a slice of t
 
 @dataclass(frozen=True)
 class Rank:
-    """What a folder depends on: how ranks divide the model, and how many of its layers there are."""
+    """What a folder depends on: how ranks divide which model, and how many of its layers there are."""
 
     divided: str
     layers: int = LAYERS
-    version: int = 1  # of the output; raise it when the configuration or the tokenizer changes
+    model: str = MODELS[0]
+    version: int = 2  # of the output; raise it when the configuration or the tokenizer changes
 
 
 def make_rank(out: Path, rank: Rank) -> bool:
@@ -44,12 +46,12 @@ def make_rank(out: Path, rank: Rank) -> bool:
 
 
 def rank_config(rank: Rank) -> dict[str, Any]:
-    """`config.json`: DeepSeek-V3's own but for what ranks divide, the layers, and the layer that drafts.
+    """`config.json`: the model's own but for what ranks divide, the layers, and the layer that drafts.
 
     A token goes to eight of the experts that are there. With DP attention that is what comes to a rank's experts: an
     eighth of what eight times as many tokens send.
     """
-    config = {**read_config("checkpoints", "deepseek-v3")["config"]}
+    config = {**read_config("checkpoints", rank.model)["config"]}
     config |= {field: config[field] // RANKS for field in DIVIDED[rank.divided]}
     tokens = {"bos_token_id": SPECIAL_TOKENS.index(BOS), "eos_token_id": SPECIAL_TOKENS.index(EOS)}
     yarn = config["rope_scaling"] | {"factor": MAX_POSITIONS / YARN_ORIGINAL_POSITIONS}

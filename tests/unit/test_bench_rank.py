@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from bench.server import ServerFailedError, Started
 from bench.workload_runs import Timings
 from bench.workloads import Workload
 from demo import MODEL
-from demo_model.rank import DIVIDED, Rank, make_rank, rank_config
+from demo_model.rank import DIVIDED, MODELS, Rank, make_rank, rank_config
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from typer.testing import CliRunner
 
@@ -47,10 +48,10 @@ def test_sglang_reads_a_rank(divided: str, heads: int, experts: int, width: int,
     assert (text.first_k_dense_replace, text.num_experts_per_tok, text.q_lora_rank) == (3, 8, 1536)
 
 
-@pytest.mark.parametrize("divided", DIVIDED)
-def test_a_ranks_sizes_fit_the_blocks_and_the_router(divided: str) -> None:
+@pytest.mark.parametrize(("divided", "model"), itertools.product(DIVIDED, MODELS))
+def test_a_ranks_sizes_fit_the_blocks_and_the_router(divided: str, model: str) -> None:
     """A block of FP8 is 128 wide; a token's experts are in the groups that it may go to, two of each at least."""
-    config = rank_config(Rank(divided))
+    config = rank_config(Rank(divided, model=model))
     assert config["num_hidden_layers"] == 61
     block = config["quantization_config"]["weight_block_size"][0]
     for width in ("intermediate_size", "moe_intermediate_size", "hidden_size", "q_lora_rank"):
@@ -95,6 +96,7 @@ def test_a_warm_up_shares_the_prompt_and_nothing_else(kind: str) -> None:
 def test_decode_sends_all_at_once() -> None:
     one = load("decode")
     assert one.workload.all_at_once and one.warm_up.all_at_once and one.workload.stream_interval == 16
+    assert load("decode", 100).warm_up.requests == 64
     assert {*answers(one.workload)} == {32} and 350 <= min(own(one.workload)) <= max(own(one.workload)) <= 450
 
 
@@ -211,8 +213,11 @@ def test_records_say_which_rank_where(
 
 def test_what_fails_does_not_end_the_others(servers: Servers, bench: Callable[..., Any], tmp_path: Path) -> None:
     out = tmp_path / "records.jsonl"
-    flags = ["--model", str(MODEL), "--gpus", "0,1", "--deep-gemm", "--out", str(out)]
+    flags = ["--model", str(MODEL), "--gpus", "0,1", "--deep-gemm", "--case", "decode:30:3", "--out", str(out)]
     done = bench(*flags, backends=("bad", "ill", "good", "fine"))
+    assert {(record["bench"], record["case"]["prompt"]) for record in read_records(out)} == {
+        ("decode", "30 tokens, 3 requests")
+    }
     assert done.exit_code == 1 and "bad: not all answered" in done.output and "ill: no memory" in done.output
     assert "SGLANG_ENABLE_JIT_DEEPGEMM" not in servers.environment
     assert sorted(record["impl"] for record in read_records(out)) == ["sglang_fine", "sglang_good"]
@@ -235,7 +240,9 @@ def test_the_limit_stops_servers_and_keeps_what_is_there(
     [
         ((), "either --rank or --model"),
         (("--rank", "tp9"), "tp8, dp8"),
+        (("--rank", "tp8", "--of", "llama"), "deepseek-v3, kimi-k2"),
         (("--rank", "tp8", "--workload", "long"), "no workload long"),
+        (("--rank", "tp8", "--case", "short:7069"), "not short:7069"),
     ],
 )
 def test_what_the_command_refuses(arguments: tuple[str, ...], message: str, bench: Callable[..., Any]) -> None:
