@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import platform
 import shutil
@@ -15,15 +16,15 @@ from rich.table import Table
 
 from sglang_mla_ext import __version__
 from sglang_mla_ext.adapter.compat.contract import ContractError, check, compare, installed_version, untested
-from sglang_mla_ext.adapter.compat.syntax import without_collector
 from sglang_mla_ext.adapter.compat.table import Feature
 from sglang_mla_ext.prefix.cost_model import rates_for
 
 if TYPE_CHECKING:
     from sglang_mla_ext.adapter.launch.examine import Examination
     from sglang_mla_ext.adapter.launch.launch_line import LaunchLine
+    from sglang_mla_ext.options import HybridMLAOptions
 
-WORKS, DOES_NOT, CANNOT_TELL = 0, 1, 3
+STARTS, DOES_NOT, NOT_TOLD = 0, 1, 3
 """Exit statuses; 2 is the command line's own, for options of `doctor` that it does not know."""
 
 
@@ -38,7 +39,7 @@ def machine(console: Console, as_json: bool) -> int:
     warnings = [] if (warning := untested()) is None else [warning]
     warnings += [f"not with {feature.value}: {line}" for feature, lines in found.items() for line in lines]
     _say_machine(console, gpu, problems, warnings, as_json)
-    return DOES_NOT if problems else WORKS
+    return DOES_NOT if problems else STARTS
 
 
 def command(words: Sequence[str], console: Console, as_json: bool) -> int:
@@ -49,7 +50,9 @@ def command(words: Sequence[str], console: Console, as_json: bool) -> int:
     try:
         line = read(words)
     except LaunchLineError as error:
-        _say(console, {"outcome": "refused", "findings": [{"code": "launch", "text": str(error)}]}, [str(error)], as_json)
+        _say(
+            console, {"outcome": "refused", "findings": [{"code": "launch", "text": str(error)}]}, [str(error)], as_json
+        )
         return DOES_NOT
     try:
         check([Feature.BASE, Feature.GPU, Feature.EXAMINING])
@@ -57,14 +60,20 @@ def command(words: Sequence[str], console: Console, as_json: bool) -> int:
         _say_machine(console, gpu, list(error.differences), [], as_json)
         return DOES_NOT
     waiting = console.status("SGLang reads the command ...") if console.is_terminal and not as_json else nullcontext()
-    with waiting, without_collector():
+    with waiting:
         from sglang_mla_ext.adapter.launch import examine
-        from sglang_mla_ext.adapter.step.budget import prefix_bytes
 
-        with examine.examiner(prefix_bytes) as examined:
+        with examine.examiner(_prefix_bytes) as examined:
             found = examined(line)
+    gc.freeze()  # what SGLang has imported ends with the process, which would look at all of it for a second
     _say(console, _as_json(found, line, gpu), _as_text(found, line, gpu), as_json)
-    return {examine.REFUSED: DOES_NOT, examine.CANNOT_TELL: CANNOT_TELL}.get(found.outcome, WORKS)
+    return {examine.REFUSED: DOES_NOT, examine.CANNOT_TELL: NOT_TOLD}.get(found.outcome, STARTS)
+
+
+def _prefix_bytes(available: int, options: HybridMLAOptions) -> int:
+    from sglang_mla_ext.adapter.step.budget import prefix_bytes
+
+    return prefix_bytes(available, options)
 
 
 def gpu_here() -> tuple[str | None, tuple[int, int] | None]:
@@ -83,8 +92,10 @@ def gpu_here() -> tuple[str | None, tuple[int, int] | None]:
 
 def _as_text(found: Examination, line: LaunchLine, gpu: str | None) -> list[str]:
     from sglang_mla_ext.adapter.launch import launch_line
+    from sglang_mla_ext.adapter.launch.examine import CANNOT_TELL
 
-    said = [f"{found.outcome}{'' if gpu else ' (examined as on an H200)'}", *(f"  {text}" for text in found.findings)]
+    where = "" if gpu or found.outcome == CANNOT_TELL else " (examined as on an H200)"
+    said = [f"{found.outcome}{where}", *(f"  {text}" for text in found.findings)]
     said += [found.elsewhere] if found.elsewhere else []
     if found.run is None:
         return said

@@ -31,10 +31,11 @@ def out_of_reach(model: str) -> str | None:
     names = {_last_part(name): name for name in reversed(_names())}
     close = difflib.get_close_matches(_last_part(model), names, n=1, cutoff=0.75)
     meant = f" Did you mean {names[close[0]]}?" if close else ""
-    return f"{model} is not a folder here, not known, and {why}: give a folder with its config.json.{meant}"
+    return f"{model} is neither a folder here nor a known model{why}: give a folder with its config.json.{meant}"
 
 
 def _not_at_hub(model: str) -> str | None:
+    """Why a configuration does not come from Hugging Face, as the end of a sentence; None where it does."""
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     try:
@@ -44,11 +45,11 @@ def _not_at_hub(model: str) -> str | None:
     except errors.EntryNotFoundError:
         return None  # SGLang reads other files of some models
     except errors.HFValidationError:
-        return "that is no name on Hugging Face"
+        return ""
     except (errors.RepositoryNotFoundError, errors.GatedRepoError):
-        return "Hugging Face has it not, or not without a token"
+        return ", and Hugging Face has no such model, or wants a token for it"
     except Exception as error:  # of whichever HTTP library
-        return f"Hugging Face does not answer ({type(error).__name__})"
+        return f", and Hugging Face does not answer ({type(error).__name__})"
     return None
 
 

@@ -86,19 +86,20 @@ def examiner(prefix_bytes: PrefixBytes | None = None) -> Iterator[Callable[[Laun
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of what SGLang finds no GPU for
-        with without_collector(), patch.object(torch, "compile", _not_compiled):
-            if not torch.cuda.is_available():
-                stack.enter_context(feigned.hopper())
-            from sglang.srt.plugins import load_plugins
+        stack.enter_context(without_collector())
+        stack.enter_context(patch.object(torch, "compile", _not_compiled))
+        if not torch.cuda.is_available():
+            stack.enter_context(feigned.hopper())
+        from sglang.srt.plugins import load_plugins
 
-            with _silence():
-                load_plugins()
+        with _silence():
+            load_plugins()
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         yield lambda line: _examine(line, Path(folder), prefix_bytes)
 
 
 def _not_compiled(model: Any = None, **options: Any) -> Any:
-    """In place of `torch.compile` while SGLang is imported: as a decorator that imports the compiler, for a second."""
+    """In place of `torch.compile`, which as a decorator in SGLang's modules imports the compiler, for a second."""
     return model if model is not None else lambda function: function
 
 

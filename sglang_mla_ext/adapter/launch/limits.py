@@ -83,9 +83,7 @@ def draft_backend(mla: bool) -> str:
     return "flashmla" if mla else "flashinfer"
 
 
-def check(
-    server_args: ServerArgs, compute_capability: tuple[int, int] | None, memory_bytes: int | None = None
-) -> None:
+def check(server_args: ServerArgs, compute_capability: tuple[int, int] | None, memory_bytes: int | None = None) -> None:
     """Stop a launch that could not work.
 
     Args:

@@ -3,6 +3,7 @@ rank has all heads of its requests."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
     from sglang_mla_ext.options import HybridMLAOptions
+
+logger = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 26_472
 """Of the longest of TyphoonMLA's system prompts, which docs/performance.md measures with."""
@@ -54,11 +57,19 @@ class Reach(NamedTuple):
     def _advice(self) -> str:
         ways = ["tensor parallelism without --enable-dp-attention divides heads among ranks"]
         if not self.routes:
-            ways.insert(0, "--hybrid-mla-dp-routing prefix keeps prompts that begin alike on one rank, so that each rank "
-                        "expands fewer")
+            ways.insert(
+                0,
+                "--hybrid-mla-dp-routing prefix keeps prompts that begin alike on one rank, so that each rank "
+                "expands fewer",
+            )
         if self.element_bytes == 2:
             ways.insert(0, "--hybrid-mla-prefix-dtype fp8_e4m3 halves a token")
         return f"What helps: {'; '.join(ways)}."
+
+
+def say(found: Reach) -> None:
+    """Log it: a warning where the prompt does not fit."""
+    logger.log(logging.INFO if found.tokens == PROMPT_TOKENS else logging.WARNING, "hybrid_mla: %s", found)
 
 
 def predicted(

@@ -16,7 +16,8 @@ from sglang_mla_ext.options import HybridMLAOptions
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-GPU, CPU, RESOLVED = PLACES = ("run on a GPU", "run on the CPU", "resolved only")
+GPU, CPU, RESOLVED = PLACES = ("gpu", "cpu", "resolved")
+IN_WORDS = {GPU: "run on a GPU", CPU: "run on the CPU", RESOLVED: "resolved only"}
 
 SERVER, TENSOR, DP_ATTENTION, REPLICAS, NODES = (
     *("a server", "tensor parallelism", "DP attention", "--dp-size without DP attention"),
@@ -78,15 +79,16 @@ class HowFar(NamedTuple):
     parts: tuple[Part, ...]
 
     def __str__(self) -> str:
-        """`run on the CPU: several nodes with 2 of 16 ranks`. Named are the parts that were run nowhere better; of what
-        was run on GPUs those that had fewer ranks there."""
+        """`run on the CPU: several nodes with 2 of 16 ranks`. Named are the parts that others were run further than, and
+        those that had fewer ranks."""
+        further = any(part.place != self.place for part in self.parts)
         named = []
         for part in self.parts:
-            if part.place == self.place and part.ranks < part.of:
-                named.append(f"{part.name} with {part.ranks} of {part.of} ranks" if part.ranks else part.name)
-            elif part.place == self.place != GPU:
-                named.append(part.name)
-        return f"{self.place}: {', '.join(named)}" if named else self.place
+            fewer = 0 < part.ranks < part.of
+            if part.place == self.place and (further or fewer):
+                named.append(f"{part.name} with {part.ranks} of {part.of} ranks" if fewer else part.name)
+        place = IN_WORDS[self.place]
+        return f"{place}: {', '.join(named)}" if named else place
 
 
 def how_far(parts: Mapping[str, int], version: str) -> HowFar:
