@@ -1,4 +1,4 @@
-"""`sglang-mla doctor`: what this machine has, or what a launch command comes to; for people, and for programs as JSON."""
+"""`sglang-mla doctor`: what this machine has, or what a launch command comes to; for people, or as JSON for programs."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from sglang_mla_ext.configs import config_names, read_config
 
-
 HUB_TIMEOUT_S = 5.0
 
 

@@ -1,5 +1,5 @@
-"""How far a budget for expanded prefixes reaches: said at launch and by `sglang-mla doctor` with DP attention, where each
-rank has all heads of its requests."""
+"""How far a budget for expanded prefixes reaches: said at launch and by `sglang-mla doctor` with DP attention, where a
+rank has all heads of its requests, or more of them than with as many ranks of tensor parallelism."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Reach(NamedTuple):
     def __str__(self) -> str:
         dtype = "FP8" if self.element_bytes == 1 else "BF16"
         found = (
-            f"with DP attention a rank has all {self.heads} heads of its requests, so a token of an expanded prefix takes "
+            f"with DP attention a rank has {self.heads} heads of its requests, and a token of an expanded prefix takes "
             f"{self.token_bytes / (1 << 20):.2f} MiB ({self.layers} layers, {dtype}): of a prompt of {PROMPT_TOKENS:,} "
             f"tokens {self.tokens:,} are expanded in {self.budget_bytes / (1 << 30):.1f} GiB"
         )
@@ -55,16 +55,12 @@ class Reach(NamedTuple):
         return f"{found}, all of them in {PROMPT_TOKENS * self.token_bytes / (1 << 30):.1f}. {self._advice()}"
 
     def _advice(self) -> str:
-        ways = ["tensor parallelism without --enable-dp-attention divides heads among ranks"]
-        if not self.routes:
-            ways.insert(
-                0,
-                "--hybrid-mla-dp-routing prefix keeps prompts that begin alike on one rank, so that each rank "
-                "expands fewer",
-            )
-        if self.element_bytes == 2:
-            ways.insert(0, "--hybrid-mla-prefix-dtype fp8_e4m3 halves a token")
-        return f"What helps: {'; '.join(ways)}."
+        ways = {
+            "--hybrid-mla-prefix-dtype fp8_e4m3 halves a token": self.element_bytes == 2,
+            "--hybrid-mla-dp-routing prefix keeps prompts that begin alike on one rank": not self.routes,
+            "tensor parallelism without --enable-dp-attention divides heads among ranks": True,
+        }
+        return f"What helps: {'; '.join(way for way, helps in ways.items() if helps)}."
 
 
 def say(found: Reach) -> None:

@@ -25,7 +25,7 @@ SERVER, TENSOR, DP_ATTENTION, REPLICAS, NODES = (
 )
 DRAFTS, FP8_CACHE, HOST_CACHE, MIXED = "drafts", "an FP8 cache", "a host cache", "mixed steps"
 COMPILED = "--enable-torch-compile"
-STORAGE, PREFILL_BY, ROLE_BY, EXPERTS_BY = "storage {}", "prefill by {}", "prefill and decode servers by {}", "{}"
+STORAGE, PREFILL_BY, ROLE_BY, EXPERTS_BY = "storage {}", "prefill by {}", "prefill and decode servers by {}", "experts by {}"
 FILES, FLASHINFER, NIXL = STORAGE.format("file"), PREFILL_BY.format("flashinfer"), ROLE_BY.format("nixl")
 V2, V3, LONGCAT = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "LongcatFlashForCausalLM"
 
@@ -79,8 +79,8 @@ class HowFar(NamedTuple):
     parts: tuple[Part, ...]
 
     def __str__(self) -> str:
-        """`run on the CPU: several nodes with 2 of 16 ranks`. Named are the parts that others were run further than, and
-        those that had fewer ranks."""
+        """`run on the CPU: several nodes with 2 of 16 ranks`. Named are the parts that others were run further than,
+        and those that had fewer ranks."""
         further = any(part.place != self.place for part in self.parts)
         named = []
         for part in self.parts:
