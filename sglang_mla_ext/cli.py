@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import time
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +14,8 @@ from rich.console import Console
 from sglang_mla_ext import __version__
 from sglang_mla_ext.configs import config_names
 
-# Plain help: rich's columns cut the names of flags where a terminal is narrow.
+# Help keeps the names of flags whole where a terminal is narrow: rich's columns cut them, and lines break at hyphens.
+textwrap.TextWrapper.wordsep_re = textwrap.TextWrapper.wordsep_simple_re
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=__doc__)
 console = Console()
 

@@ -204,7 +204,8 @@ def test_what_all_commands_have():
     assert CliRunner().invoke(app, ["--version"]).output == f"sglang-mla-ext {__version__}\n"
     for command in ("doctor", "plan", "top"):
         shown = CliRunner().invoke(app, [command, "--help"], terminal_width=80, env={"COLUMNS": "80"}).output
-        assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
+        assert "…" not in shown and not any(line.endswith("-") for line in shown.splitlines())
+        assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_doctor_refuses_with_every_reason(monkeypatch):

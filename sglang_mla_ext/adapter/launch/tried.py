@@ -25,7 +25,12 @@ SERVER, TENSOR, DP_ATTENTION, REPLICAS, NODES = (
 )
 DRAFTS, FP8_CACHE, HOST_CACHE, MIXED = "drafts", "an FP8 cache", "a host cache", "mixed steps"
 COMPILED = "--enable-torch-compile"
-STORAGE, PREFILL_BY, ROLE_BY, EXPERTS_BY = "storage {}", "prefill by {}", "prefill and decode servers by {}", "experts by {}"
+STORAGE, PREFILL_BY, ROLE_BY, EXPERTS_BY = (
+    "storage {}",
+    "prefill by {}",
+    "prefill and decode servers by {}",
+    "experts by {}",
+)
 FILES, FLASHINFER, NIXL = STORAGE.format("file"), PREFILL_BY.format("flashinfer"), ROLE_BY.format("nixl")
 V2, V3, LONGCAT = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "LongcatFlashForCausalLM"
 
