@@ -1,4 +1,4 @@
-"""`sglang-mla doctor`: what this machine has, or what a launch command comes to; for people, or as JSON for programs."""
+"""`sglang-mla doctor`: what this machine has, or what a launch command comes to; in words, or as JSON."""
 
 from __future__ import annotations
 

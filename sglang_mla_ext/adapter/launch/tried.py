@@ -19,18 +19,12 @@ if TYPE_CHECKING:
 GPU, CPU, RESOLVED = PLACES = ("gpu", "cpu", "resolved")
 IN_WORDS = {GPU: "run on a GPU", CPU: "run on the CPU", RESOLVED: "resolved only"}
 
-SERVER, TENSOR, DP_ATTENTION, REPLICAS, NODES = (
-    *("a server", "tensor parallelism", "DP attention", "--dp-size without DP attention"),
-    "several nodes",
-)
+SERVER, TENSOR, DP_ATTENTION = "a server", "tensor parallelism", "DP attention"
+REPLICAS, NODES = "--dp-size without DP attention", "several nodes"
 DRAFTS, FP8_CACHE, HOST_CACHE, MIXED = "drafts", "an FP8 cache", "a host cache", "mixed steps"
 COMPILED = "--enable-torch-compile"
-STORAGE, PREFILL_BY, ROLE_BY, EXPERTS_BY = (
-    "storage {}",
-    "prefill by {}",
-    "prefill and decode servers by {}",
-    "experts by {}",
-)
+STORAGE, PREFILL_BY = "storage {}", "prefill by {}"
+ROLE_BY, EXPERTS_BY = "prefill and decode servers by {}", "experts by {}"
 FILES, FLASHINFER, NIXL = STORAGE.format("file"), PREFILL_BY.format("flashinfer"), ROLE_BY.format("nixl")
 V2, V3, LONGCAT = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "LongcatFlashForCausalLM"
 
