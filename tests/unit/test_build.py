@@ -45,7 +45,7 @@ def test_with_dp_attention_the_log_says_how_far_the_memory_reaches(
 ) -> None:
     world.make("gpu")
     assert "of a prompt of" not in caplog.text
-    world.runner.server_args.enable_dp_attention = True
+    vars(world.runner.server_args).update(enable_dp_attention=True, dp_size=2)
     world.make("gpu")
     chunks = pool_of(world).num_chunks
     assert f"tokens {chunks * CHUNK_TOKENS:,} are expanded" in caplog.text and f"has {HEADS} heads" in caplog.text

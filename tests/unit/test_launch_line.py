@@ -104,6 +104,7 @@ def refused(**changes: object) -> Finding:
         {"page_size": 1},
         {"dtype": "half"},
         {"backends": ("hybrid_mla", "fa3")},
+        {"backends": ("trtllm_mla", "hybrid_mla")},
         {"kv_cache_dtype": "nvfp4"},
         {"kv_cache_dtype": "fp8_e4m3"},
         {**test_limits.FP8_CACHE, "backends": ("fa3", "hybrid_mla")},
@@ -169,6 +170,12 @@ def unknown(said: str) -> str:
         ("float16", [], ["--dtype", "bfloat16"], "with --dtype bfloat16"),
         ("--page-size", ["--page-size=1"], ["--page-size", "64"], "--page-size 64 in place of --page-size 1"),
         ("--disable-radix-cache", ["--disable-radix-cache"], [], "without --disable-radix-cache"),
+        (
+            "prefill backend",
+            ["--prefill-attention-backend", "trtllm_mla", "--attention-backend", "hybrid_mla"],
+            ["--attention-backend", "hybrid_mla"],
+            "without --prefill-attention-backend trtllm_mla",
+        ),
     ],
 )
 def test_a_change(code: str, line: list[str], changed: list[str], text: str) -> None:

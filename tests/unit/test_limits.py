@@ -80,6 +80,7 @@ def server_args(
         "tp_size": 8,
         "dp_size": 1,
         "enable_dp_attention": False,
+        "attn_dp_size": 1,
         "enable_lora": False,
         "speculative_algorithm": None,
         "speculative_eagle_topk": None,

@@ -30,6 +30,9 @@ compiled ones want 8, the one that stages pages 16, and the one that wants 128 i
 HOST_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 """Of latent rows on the host."""
 
+PREFILL = ("fa3", "fa4", "flashinfer", "flashmla", "triton")
+"""SGLang's backends that prefill MLA on a Hopper GPU, in pages as long as FlashMLA's."""
+
 TRANSFERS = ("mooncake", "nixl")
 """SGLang's names of what moves a KV cache from a prefill to a decode server."""
 
@@ -136,13 +139,16 @@ def _refuse(found: list[Finding]) -> None:
 def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> list[Finding]:
     found = []
     on_gpu = compute_capability is not None
-    _, decode = installed.attention_backends(args)
+    prefill, decode = installed.attention_backends(args)
     if decode != BACKEND_NAME:
         text = f"it is a decode backend, and decode runs {decode}: set --decode-attention-backend {BACKEND_NAME}."
         found.append(Finding("decode backend", text))
     if compute_capability is not None and compute_capability[0] != 9:
         text = "its decode path uses FlashMLA, which needs a Hopper GPU: choose another --attention-backend here."
         found.append(Finding("GPU", text))
+    if on_gpu and prefill not in (BACKEND_NAME, *PREFILL):
+        text = f"prefill runs {prefill}, which is not for MLA on Hopper GPUs: use {BACKEND_NAME} for prefill too."
+        found.append(Finding("prefill backend", text))
     found += models.findings(args)
     if args.dtype in ("half", "float16"):
         found.append(FLOAT16)

@@ -83,7 +83,8 @@ def predicted(
     from sglang_mla_ext.predict.step import Deployment
 
     name = gpu_config_of(torch.cuda.get_device_name())
-    if not args.enable_dp_attention or not options.may_expand or name is None:
+    dp = installed.dp_attention_ranks(args)
+    if dp == 1 or not options.may_expand or name is None:
         return None
     config = installed.model_config(args).to_dict()
     fp8 = options.prefix_dtype == "fp8_e4m3" or (options.prefix_dtype, args.kv_cache_dtype) == ("auto", "fp8_e4m3")
@@ -93,7 +94,7 @@ def predicted(
             config | (config.get("text_config") or {}),
             Gpu.from_json(name),
             args.tp_size,
-            args.dp_size,
+            dp,
             expanded_element_bytes=element_bytes,
         )
         weights, token_bytes = weight_bytes(of), of.cost.expanded_token_bytes * of.dims.num_layers

@@ -101,8 +101,10 @@ def apply(remedy: Remedy, line: LaunchLine) -> LaunchLine:
 def in_words(remedy: Remedy, line: LaunchLine) -> str:
     """What it does to a line, in a few words."""
     given = {name: _given(name, line) for name in remedy.leave_out}
-    gone = " ".join(shown for shown in given.values() if shown)
     come = " ".join(_put_in(remedy, line))
+    gone = " ".join(shown for shown in given.values() if shown and shown != come)
+    if come in given.values():
+        come = ""  # it is there already
     return f"{come} in place of {gone}" if come and gone else f"with {come}" if come else f"without {gone}"
 
 

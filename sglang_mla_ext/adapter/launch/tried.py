@@ -109,15 +109,16 @@ def parts_of(args: ServerArgs, options: HybridMLAOptions) -> dict[str, int]:
     """The parts of a server on GPUs, with the ranks that each has. `args` are resolved."""
     args = installed.resolved(args)
     ranks, experts = args.tp_size, args.moe_a2a_backend
+    dp_attention = installed.dp_attention_ranks(args) > 1
     prefill, _ = installed.attention_backends(args)
     # By default nothing rides with DP attention.
-    mixed = bool(options.mixed_tokens) or (options.mixed_tokens is None and not args.enable_dp_attention)
+    mixed = bool(options.mixed_tokens) or (options.mixed_tokens is None and not dp_attention)
     asked: dict[str, Any] = {
         SERVER: 1,
         installed.model_config(args).architectures[0]: 1,
-        DP_ATTENTION: args.enable_dp_attention and ranks,
-        TENSOR: ranks > 1 and not args.enable_dp_attention and ranks,
-        REPLICAS: args.dp_size > 1 and not args.enable_dp_attention and args.dp_size,
+        DP_ATTENTION: dp_attention and ranks,
+        TENSOR: ranks > 1 and not dp_attention and ranks,
+        REPLICAS: args.dp_size > 1 and not dp_attention and args.dp_size,
         NODES: args.nnodes > 1 and ranks,
         MIXED: mixed and riding.in_the_way(args, on_gpu=True) is None and ranks,
         DRAFTS: args.speculative_algorithm and ranks,

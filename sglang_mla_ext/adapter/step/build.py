@@ -93,7 +93,7 @@ def build(
             taken_bytes += ShadowCheck.workspace_bytes_for(layers[0], runner.dtype, queries)
         expanding = make_expanding(runner, layers, cost, prefix_dtype, budget_bytes, taken_bytes, counters, memory)
     buffers, shared, expander = expanding or (None, None, None)
-    if buffers is not None and args.enable_dp_attention:
+    if buffers is not None and installed.dp_attention_ranks(args) > 1:
         token_bytes, routes = buffers.bytes // (buffers.chunks * CHUNK_TOKENS), options.dp_routing == "prefix"
         reach.say(Reach(buffers.bytes, token_bytes, heads, len(layers), buffers.dtype.itemsize, routes))
     pool = ExpandedPool(buffers.chunks if buffers else 0, CHUNK_TOKENS)
