@@ -50,9 +50,8 @@ def command(words: Sequence[str], console: Console, as_json: bool) -> int:
     try:
         line = read(words)
     except LaunchLineError as error:
-        _say(
-            console, {"outcome": "refused", "findings": [{"code": "launch", "text": str(error)}]}, [str(error)], as_json
-        )
+        found = {"outcome": "refused", "findings": [{"code": "launch", "text": str(error)}]}
+        _say(console, found, [str(error)], as_json)
         return DOES_NOT
     try:
         check([Feature.BASE, Feature.GPU, Feature.EXAMINING])
@@ -64,10 +63,10 @@ def command(words: Sequence[str], console: Console, as_json: bool) -> int:
         from sglang_mla_ext.adapter.launch import examine
 
         with examine.examiner(_prefix_bytes) as examined:
-            found = examined(line)
+            examination = examined(line)
     gc.freeze()  # what SGLang has imported ends with the process, which would look at all of it for a second
-    _say(console, _as_json(found, line, gpu), _as_text(found, line, gpu), as_json)
-    return {examine.REFUSED: DOES_NOT, examine.CANNOT_TELL: NOT_TOLD}.get(found.outcome, STARTS)
+    _say(console, _as_json(examination, gpu), _as_text(examination, line, gpu), as_json)
+    return {examine.REFUSED: DOES_NOT, examine.CANNOT_TELL: NOT_TOLD}.get(examination.outcome, STARTS)
 
 
 def _prefix_bytes(available: int, options: HybridMLAOptions) -> int:
@@ -110,7 +109,7 @@ def _as_text(found: Examination, line: LaunchLine, gpu: str | None) -> list[str]
     return said
 
 
-def _as_json(found: Examination, line: LaunchLine, gpu: str | None) -> dict[str, Any]:
+def _as_json(found: Examination, gpu: str | None) -> dict[str, Any]:
     from sglang_mla_ext.adapter.launch import launch_line
 
     run = found.run

@@ -94,11 +94,8 @@ def _around_resolution(original: Callable[..., None], server_args: ServerArgs, *
         contract.check(features.asked_for(installed.resolved(server_args), on_gpu))  # SGLang may have asked for more
         if on_gpu:
             limits.set_draft_backend(server_args)
-        if on_gpu:
-            memory = torch.cuda.get_device_properties(0).total_memory
-            limits.check(server_args, torch.cuda.get_device_capability(), memory)
-        else:
-            limits.check(server_args, None)
+        gpu = torch.cuda.get_device_properties(0) if on_gpu else None
+        limits.check(server_args, gpu and (gpu.major, gpu.minor), gpu and gpu.total_memory)
         for warning in limits.warnings(installed.resolved(server_args), on_gpu):
             logger.warning("hybrid_mla: %s", warning)
         os.environ[ASKED_VARIABLE] = "1"
