@@ -3,108 +3,58 @@
 from __future__ import annotations
 
 import json
-import platform
-import shutil
+import textwrap
 import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from sglang_mla_ext import __version__
-from sglang_mla_ext.adapter.compat.contract import compare, installed_version, untested
-from sglang_mla_ext.adapter.compat.table import Feature
 from sglang_mla_ext.configs import config_names
-from sglang_mla_ext.prefix.cost_model import rates_for
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+# Help keeps the names of flags whole where a terminal is narrow: rich's columns cut them, and lines break at hyphens.
+textwrap.TextWrapper.wordsep_re = textwrap.TextWrapper.wordsep_simple_re
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=__doc__)
 console = Console()
 
 
-@app.command()
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"sglang-mla-ext {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def doctor(
     command: Annotated[
-        list[str] | None, typer.Argument(help="A launch command, after `--`: would it run with hybrid_mla?")
+        list[str] | None, typer.Argument(help="A launch command: would it run with hybrid_mla, and what has to change?")
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what is found as JSON; before the launch command.")
+    ] = False,
 ) -> None:
-    """Check this machine: versions, GPU, and what is used of SGLang; or a launch command, as on a Hopper GPU where this
-    machine has none. Exit status 1 if it cannot run, as it is or with the changes that are named."""
-    gpu, capability = _gpu()
-    found = compare()
-    if command is not None:
-        needed = [Feature.BASE, Feature.GPU, Feature.EXAMINING]
-    else:
-        needed = [Feature.BASE, Feature.GPU if gpu else Feature.CPU]
-    problems = [line for feature in needed for line in found.pop(feature, [])]
-    if command is not None and not problems:
-        raise typer.Exit(_examine(command, gpu))
-    if capability is not None and capability[0] != 9:
-        problems.append(f"{gpu} is not a Hopper GPU, which FlashMLA needs")
-    table = Table(show_header=False)
-    for name in ("sglang", "torch", "triton"):
-        table.add_row(name, installed_version(name) or "not installed")
-    table.add_row("sglang-mla-ext", __version__)
-    table.add_row("python", platform.python_version())
-    table.add_row("device", gpu or "no GPU: python -m sglang_mla_ext.launch_server runs on the CPU")
-    table.add_row("rates", rates_for(gpu or "cpu").source)
-    console.print(table)
-    if (warning := untested()) is not None:
-        console.print(f"[yellow]{warning}[/yellow]", highlight=False)
-    for feature, lines in found.items():
-        for line in lines:
-            console.print(f"[yellow]not with {feature.value}: {line}[/yellow]", highlight=False)
-    for problem in problems:
-        console.print(f"[red]{problem}[/red]", highlight=False)
-    console.print("ready" if not problems else "not ready")
-    raise typer.Exit(bool(problems))
+    """Check this machine: versions, GPU, and what is used of SGLang; or a launch command, as on an H200 where this
+    machine has no GPU.
 
-
-def _examine(command: list[str], gpu: str | None) -> bool:
-    """Print what a launch command would come to; whether it is refused."""
-    from sglang_mla_ext.adapter.launch import examine, launch_line
-
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    try:
-        line = launch_line.read(command)
-    except launch_line.LaunchLineError as error:
-        say(str(error))
-        return True
-    with examine.examiner() as examined:
-        found = examined(line)
-    say(f"{found.outcome}{'' if gpu else ' (examined as on a Hopper GPU)'}")
-    for finding in found.findings:
-        say(f"  {finding}")
-    if found.outcome == examine.REFUSED:
-        return True
-    for change in found.changes:
-        say(f"  change: {change}")
-    for warning in found.warnings:
-        say(f"  warning: {warning}")
-    say(f"set by itself: {', '.join(found.settings) or 'nothing'}")
-    for path, name in found.models.items():
-        if path != name:
-            say(f"{path} is taken for {name}")
-    if found.line != line:
-        say(launch_line.text(found.line))
-    return False
-
-
-def _gpu() -> tuple[str | None, tuple[int, int] | None]:
-    """Name and compute capability of the GPU that torch uses; None where there is none.
-
-    torch takes seconds to import, so it is asked only where a driver is installed.
+    Exit status 1 if it cannot run, as it is or with the changes that are named, and 3 if that cannot be told: the
+    model's configuration is not at hand.
     """
-    if shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
-        return None, None
-    import torch
+    from sglang_mla_ext import doctor
 
-    if not torch.cuda.is_available():
-        return None, None
-    return torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    if command is None:
+        raise typer.Exit(doctor.machine(console, as_json))
+    raise typer.Exit(doctor.command(command, console, as_json))
 
 
 @app.command()

@@ -46,11 +46,12 @@ def recipe_table(of: Sequence[dict[str, Any]]) -> str:
             recipe["gpus"],
             str(recipe["date"]),
             recipe["expected"],
+            recipe.get("run", ""),
             "; ".join(_code(text) for text in recipe.get("change" if _starts(recipe) else "because", ())),
         )
         for recipe in of
     ]
-    return _table(("recipe", "GPUs", "date", "with hybrid_mla", "changed, or why not"), rows)
+    return _table(("recipe", "GPUs", "date", "with hybrid_mla", "how far it was run", "changed, or why not"), rows)
 
 
 def counts(of: Iterable[dict[str, Any]]) -> str:

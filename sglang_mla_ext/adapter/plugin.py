@@ -19,7 +19,7 @@ from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature
 from sglang_mla_ext.adapter.cpu import standins
-from sglang_mla_ext.adapter.launch import dp_routing, features, limits, models, status_routes
+from sglang_mla_ext.adapter.launch import dp_routing, features, limits, status_routes
 from sglang_mla_ext.options import HybridMLAOptions, OptionError, add_flags, flags_to_env
 
 if TYPE_CHECKING:
@@ -94,8 +94,9 @@ def _around_resolution(original: Callable[..., None], server_args: ServerArgs, *
         contract.check(features.asked_for(installed.resolved(server_args), on_gpu))  # SGLang may have asked for more
         if on_gpu:
             limits.set_draft_backend(server_args)
-        limits.check(server_args, torch.cuda.get_device_capability() if on_gpu else None)
-        for warning in models.warnings(installed.resolved(server_args), on_gpu):
+        gpu = torch.cuda.get_device_properties(0) if on_gpu else None
+        limits.check(server_args, gpu and (gpu.major, gpu.minor), gpu and gpu.total_memory)
+        for warning in limits.warnings(installed.resolved(server_args), on_gpu):
             logger.warning("hybrid_mla: %s", warning)
         os.environ[ASKED_VARIABLE] = "1"
         status_routes.install()

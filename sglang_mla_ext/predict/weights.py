@@ -93,8 +93,9 @@ def read_model(name_or_path: str) -> Mapping[str, Any]:
 
 
 def model_names() -> list[str]:
-    """Names of the shipped models of a whole checkpoint: not those that only draft."""
-    return [name for name in config_names("checkpoints") if "eagle" not in name]
+    """Names of the shipped models that are served: not those that only draft, nor those that are refused."""
+    names = [name for name in config_names("checkpoints") if "eagle" not in name]
+    return [name for name in names if "refused" not in read_config("checkpoints", name)]
 
 
 def _shipped(name: str) -> Mapping[str, Any]:

@@ -38,6 +38,7 @@ def server_args(**given: Any) -> SimpleNamespace:
         disable_cuda_graph_padding=False,
         tp_size=1,
         dp_size=1,
+        attn_dp_size=1,
         enable_mixed_chunk=False,
         cuda_graph_config=SimpleNamespace(decode=decode),
         get_model_config=lambda: nothing_known,

@@ -13,7 +13,7 @@ from sglang_mla_ext import observe
 from sglang_mla_ext.adapter.step import build as module
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.adapter.step.relay import relay
-from sglang_mla_ext.kernels.constants import FP8
+from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8
 from sglang_mla_ext.prefix.cost_model import CostModel, rates_for
 from sglang_mla_ext.segment import Mode
 
@@ -38,6 +38,17 @@ def test_no_memory_is_a_choice_and_too_little_a_fall_back(world: World) -> None:
     world.make("gpu", budget_bytes=1, prefix_memory_gb=1e-9)
     (reason,) = fallbacks(world)
     assert reason.endswith("raise --hybrid-mla-prefix-memory-gb")
+
+
+def test_with_dp_attention_the_log_says_how_far_the_memory_reaches(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.make("gpu")
+    assert "of a prompt of" not in caplog.text
+    vars(world.runner.server_args).update(enable_dp_attention=True, dp_size=2)
+    world.make("gpu")
+    chunks = pool_of(world).num_chunks
+    assert f"tokens {chunks * CHUNK_TOKENS:,} are expanded" in caplog.text and f"has {HEADS} heads" in caplog.text
 
 
 @pytest.mark.parametrize("part", ["attention", "expander"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,10 +12,10 @@ from contextlib import nullcontext
 import pytest
 from typer.testing import CliRunner
 
-from sglang_mla_ext import cli
-from sglang_mla_ext.adapter.compat.contract import installed_version
+from sglang_mla_ext import __version__, doctor
+from sglang_mla_ext.adapter.compat.contract import ContractError, installed_version
 from sglang_mla_ext.adapter.compat.table import Feature
-from sglang_mla_ext.adapter.launch import examine
+from sglang_mla_ext.adapter.launch import examine, tried
 from sglang_mla_ext.adapter.launch.launch_line import LaunchLine
 from sglang_mla_ext.cli import app
 
@@ -87,22 +88,22 @@ def patience() -> float:
 
 
 def test_doctor_is_content_with_the_installed_sglang(monkeypatch):
-    monkeypatch.setattr(cli, "_gpu", lambda: (None, None))
+    monkeypatch.setattr(doctor, "gpu_here", lambda: (None, None))
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0 and "ready" in result.output and "not ready" not in result.output
     assert str(installed_version()) in result.output and "no GPU" in result.output
 
 
 def test_doctor_warns_of_a_version_that_was_not_tested(monkeypatch):
-    monkeypatch.setattr(cli, "untested", lambda: "sglang 99.0 was not tested")
-    monkeypatch.setattr(cli, "_gpu", lambda: (None, None))
+    monkeypatch.setattr(doctor, "untested", lambda: "sglang 99.0 was not tested")
+    monkeypatch.setattr(doctor, "gpu_here", lambda: (None, None))
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0 and "sglang 99.0 was not tested" in result.output
 
 
 def test_doctor_names_what_is_wrong(monkeypatch):
-    monkeypatch.setattr(cli, "compare", lambda: {Feature.BASE: ["sglang.srt.gone (a reason): it is gone"]})
-    monkeypatch.setattr(cli, "_gpu", lambda: ("NVIDIA A100-SXM4-80GB", (8, 0)))
+    monkeypatch.setattr(doctor, "compare", lambda: {Feature.BASE: ["sglang.srt.gone (a reason): it is gone"]})
+    monkeypatch.setattr(doctor, "gpu_here", lambda: ("NVIDIA A100-SXM4-80GB", (8, 0)))
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1 and "not ready" in result.output
     assert "sglang.srt.gone (a reason): it is gone" in result.output
@@ -113,9 +114,9 @@ def test_doctor_warns_of_what_this_machine_does_not_ask_for(monkeypatch):
     """What a server would miss only with a feature, or on another device."""
     gone = {feature: [f"sglang.srt.{feature.name} (a reason): it is gone"] for feature in Feature}
     del gone[Feature.BASE]
-    monkeypatch.setattr(cli, "compare", lambda: dict(gone))
+    monkeypatch.setattr(doctor, "compare", lambda: dict(gone))
     for gpu, here, elsewhere in (("NVIDIA H200", "GPU", "CPU"), (None, "CPU", "GPU")):
-        monkeypatch.setattr(cli, "_gpu", lambda gpu=gpu: (gpu, (9, 0) if gpu else None))
+        monkeypatch.setattr(doctor, "gpu_here", lambda gpu=gpu: (gpu, (9, 0) if gpu else None))
         result = CliRunner().invoke(app, ["doctor"])
         output = " ".join(result.output.split())
         assert result.exit_code == 1 and f"it is gone sglang.srt.{here} (a reason): it is gone" in output
@@ -129,11 +130,15 @@ def test_doctor_warns_of_what_this_machine_does_not_ask_for(monkeypatch):
 def examined(monkeypatch: pytest.MonkeyPatch, outcome: str, line: LaunchLine, *words: str, **found) -> tuple[int, str]:
     """What `doctor -- words` says of an examination, and its exit status."""
     found = {"findings": [], "changes": [], "settings": [], "models": {}, **found}
+    found.setdefault("codes", ["a code"] * len(found["findings"]))
     examination = examine.Examination(outcome=outcome, line=line, **found)
-    monkeypatch.setattr(examine, "examiner", lambda: nullcontext(lambda line: examination))
-    monkeypatch.setattr(cli, "_gpu", lambda: (None, None))
-    result = CliRunner().invoke(app, ["doctor", "--", *words])
+    monkeypatch.setattr(examine, "examiner", lambda prefix_bytes: nullcontext(lambda line: examination))
+    monkeypatch.setattr(doctor, "gpu_here", lambda: (None, None))
+    result = CliRunner().invoke(app, ["doctor", *words])
     return result.exit_code, result.output
+
+
+RUN = tried.how_far({tried.TENSOR: 16, tried.NODES: 16}, "0.5.17")
 
 
 def test_doctor_says_what_to_change(monkeypatch):
@@ -143,16 +148,20 @@ def test_doctor_says_what_to_change(monkeypatch):
         LaunchLine({"A": "1"}, ["--model-path", "/m/V3", "--attention-backend", "hybrid_mla"]),
         *("A=1", "sglang", "serve", "/m/V3", "--page-size", "1", "--attention-backend", "fa3"),
         findings=["hybrid_mla needs --page-size 64, not 1; remove the flag."],
-        changes=["without --page-size"],
-        settings=["--page-size 64"],
+        changes=["--page-size 64 in place of --page-size 1"],
+        settings=["--disable-prefill-cuda-graph"],
+        run=RUN,
+        reach="about: 530 tokens",
         models={"/m/V3": "deepseek-ai/DeepSeek-V3"},
     )
     assert code == 0
     assert output.splitlines() == [
-        "works with a change (examined as on a Hopper GPU)",
+        "works with a change (examined as on an H200)",
         "  hybrid_mla needs --page-size 64, not 1; remove the flag.",
-        "  change: without --page-size",
-        "set by itself: --page-size 64",
+        "  change: --page-size 64 in place of --page-size 1",
+        "how far it was run with SGLang 0.5.17: run on the CPU: several nodes with 2 of 16 ranks",
+        "about: 530 tokens",
+        "set by itself: --disable-prefill-cuda-graph",
         "/m/V3 is taken for deepseek-ai/DeepSeek-V3",
         "A=1 python -m sglang.launch_server --model-path /m/V3 --attention-backend hybrid_mla",
     ]
@@ -160,8 +169,43 @@ def test_doctor_says_what_to_change(monkeypatch):
 
 def test_doctor_has_nothing_to_say_of_what_works(monkeypatch):
     arguments = ["--model-path", "deepseek-ai/DeepSeek-V3", "--attention-backend", "hybrid_mla"]
-    code, output = examined(monkeypatch, examine.WORKS, LaunchLine({}, arguments), *arguments)
-    assert (code, output.splitlines()) == (0, ["works (examined as on a Hopper GPU)", "set by itself: nothing"])
+    run = tried.how_far({tried.SERVER: 1}, "0.5.17")
+    code, output = examined(monkeypatch, examine.WORKS, LaunchLine({}, arguments), *arguments, run=run)
+    assert (code, output.splitlines()) == (
+        0,
+        [
+            *("works (examined as on an H200)", "how far it was run with SGLang 0.5.17: run on a GPU"),
+            "set by itself: nothing",
+        ],
+    )
+
+
+def test_doctor_speaks_to_programs(monkeypatch):
+    line, command = LaunchLine({}, ["--tp", "16"]), ["python", "-m", "sglang.launch_server", "--tp", "16"]
+    found = dict(run=RUN, findings=["no", "nor"], codes=["a", "b"])
+    code, output = examined(monkeypatch, examine.CHANGED, line, "--json", *command, **found)
+    said = json.loads(output)
+    assert code == 0 and said["outcome"] == "works with a change"
+    assert said["findings"] == [{"code": "a", "text": "no"}, {"code": "b", "text": "nor"}]
+    assert said["run"]["place"] == "cpu" and said["command"] == " ".join(command)
+    code, output = examined(monkeypatch, examine.REFUSED, line, "--json", "--", *command)
+    assert code == 1 and json.loads(output)["run"] is None
+    monkeypatch.setattr(doctor, "gpu_here", lambda: (None, None))
+    assert json.loads(CliRunner().invoke(app, ["doctor", "--json"]).output)["sglang-mla-ext"] == __version__
+
+
+def test_doctor_cannot_tell(monkeypatch):
+    why = dict(findings=["a/b is not known: give a folder."], codes=["model"], elsewhere="image:1 has another")
+    code, output = examined(monkeypatch, examine.CANNOT_TELL, LaunchLine({}, []), "--model-path", "a/b", **why)
+    assert (code, output.splitlines()) == (3, ["cannot tell", f"  {why['findings'][0]}", "image:1 has another"])
+
+
+def test_what_all_commands_have():
+    assert CliRunner().invoke(app, ["--version"]).output == f"sglang-mla-ext {__version__}\n"
+    for command in ("doctor", "plan", "top"):
+        shown = CliRunner().invoke(app, [command, "--help"], terminal_width=80, env={"COLUMNS": "80"}).output
+        assert "…" not in shown and not any(line.endswith("-") for line in shown.splitlines())
+        assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_doctor_refuses_with_every_reason(monkeypatch):
@@ -169,7 +213,7 @@ def test_doctor_refuses_with_every_reason(monkeypatch):
     line = LaunchLine({}, ["--model-path", "m"])
     code, output = examined(monkeypatch, examine.REFUSED, line, *line.arguments, findings=findings)
     assert code == 1
-    assert output.splitlines() == ["refused (examined as on a Hopper GPU)", *(f"  {finding}" for finding in findings)]
+    assert output.splitlines() == ["refused (examined as on an H200)", *(f"  {finding}" for finding in findings)]
 
 
 def test_doctor_wants_a_launch_of_sglang(monkeypatch):
@@ -178,6 +222,9 @@ def test_doctor_wants_a_launch_of_sglang(monkeypatch):
 
 
 def test_doctor_looks_at_the_machine_first(monkeypatch):
-    monkeypatch.setattr(cli, "compare", lambda: {Feature.BASE: ["sglang.srt.gone (a reason): it is gone"]})
+    def differs(asked):
+        raise ContractError("cannot run", ["sglang.srt.gone (a reason): it is gone"])
+
+    monkeypatch.setattr(doctor, "check", differs)
     code, output = examined(monkeypatch, examine.WORKS, LaunchLine({}, []), "sglang", "serve", "m")
     assert code == 1 and "sglang.srt.gone" in output and "not ready" in output

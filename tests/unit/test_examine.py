@@ -26,7 +26,9 @@ DRAFTS = "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-
 
 EXPECTED: dict[str, tuple[str, list[str], list[str]]] = {
     "": ("works", [], SET),
-    "--page-size 1": ("works with a change", ["hybrid_mla needs --page-size 64, not 1; remove the flag."], SET),
+    "--page-size 1": ("works with a change", ["hybrid_mla needs --page-size 64, not 1; remove the flag."], SET[1:]),
+    "--prefill-attention-backend fa3": ("works", [], SET),
+    "--enable-lroa": ("refused", ["SGLang does not know --enable-lroa: did you mean --enable-lora?"], []),
     DRAFTS + "--speculative-eagle-topk 1": (
         "works",
         [],

@@ -70,7 +70,10 @@ def test_values() -> None:
     [
         ([], ["--attention-backend", "hybrid_mla"]),
         (["--attention-backend", "fa3"], ["--attention-backend", "hybrid_mla"]),
-        (["--attention-backend=fa3", "--prefill-attention-backend", "fa3"], ["--attention-backend", "hybrid_mla"]),
+        (
+            ["--attention-backend=fa3", "--prefill-attention-backend", "fa3", "--decode-attention-backend=flashmla"],
+            ["--prefill-attention-backend", "fa3", "--attention-backend", "hybrid_mla"],
+        ),
         *(
             (own, own)
             for own in (
@@ -101,6 +104,7 @@ def refused(**changes: object) -> Finding:
         {"page_size": 1},
         {"dtype": "half"},
         {"backends": ("hybrid_mla", "fa3")},
+        {"backends": ("trtllm_mla", "hybrid_mla")},
         {"kv_cache_dtype": "nvfp4"},
         {"kv_cache_dtype": "fp8_e4m3"},
         {**test_limits.FP8_CACHE, "backends": ("fa3", "hybrid_mla")},
@@ -161,10 +165,17 @@ def unknown(said: str) -> str:
             unknown("ambiguous option: --speculative-draft could match --speculative-draft-model-path, --specu"),
             ["--speculative-draft", "a/b"],
             ["--speculative-draft-model-path", "a/b"],
-            "--speculative-draft-model-path a/b in place of --speculative-draft",
+            "--speculative-draft-model-path a/b in place of --speculative-draft a/b",
         ),
         ("float16", [], ["--dtype", "bfloat16"], "with --dtype bfloat16"),
+        ("--page-size", ["--page-size=1"], ["--page-size", "64"], "--page-size 64 in place of --page-size 1"),
         ("--disable-radix-cache", ["--disable-radix-cache"], [], "without --disable-radix-cache"),
+        (
+            "prefill backend",
+            ["--prefill-attention-backend", "trtllm_mla", "--attention-backend", "hybrid_mla"],
+            ["--attention-backend", "hybrid_mla"],
+            "without --prefill-attention-backend trtllm_mla",
+        ),
     ],
 )
 def test_a_change(code: str, line: list[str], changed: list[str], text: str) -> None:
@@ -191,12 +202,20 @@ def test_what_sglang_says_has_no_remedy_but_for_flags_of_older_releases() -> Non
     found = said_by_sglang(f"launch_server.py: error: {said}\n")
     assert [each.text for each in found] == [f"SGLang does not know {flag}." for flag in said.split()[2::2]]
     assert [each.remedy is None for each in found] == [True, False]
+    usage = "usage: launch_server.py [-h] [--model-path MODEL_PATH] [--attention-backend {fa3}]"
+    (found,) = said_by_sglang(f"{usage}\nlaunch_server.py: error: unrecognized arguments: --atention-backend=fa3\n")
+    assert found.text == "SGLang does not know --atention-backend: did you mean --attention-backend?"
+    assert [each.code for each in said_by_sglang("")] == ["SGLang"]
 
 
 def test_known_models(tmp_path: Path) -> None:
     for path in ("deepseek-ai/DeepSeek-R1", "/models/DeepSeek-R1/", "deepseek-r1"):
         assert checkpoints.known_as(path) in ("deepseek-ai/DeepSeek-R1",)
     assert checkpoints.known_as("/models/DeepSeek-R1-Distill-Qwen-7B") is None
+    assert checkpoints.out_of_reach(str(tmp_path)) is None
+    close = checkpoints.out_of_reach("/models/Kimi-K25")
+    assert close is not None and close.startswith("/models/Kimi-K25 is neither a folder here nor a known model: give")
+    assert close.endswith("Did you mean moonshotai/Kimi-K2.5?")
     folder = checkpoints.write_config("moonshotai/Kimi-K2.6", tmp_path)
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["KimiK25ForConditionalGeneration"]

@@ -36,6 +36,7 @@ EAGLE: dict[str, Any] = {
 }
 DECODE_ROLE: dict[str, Any] = {"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_cache": True}
 FP8_CACHE: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3", "cuda_graph_config": graphs("disabled")}
+ABSORB = {"SGLANG_HYBRID_MLA_MODE": "absorb"}
 HOST_CACHE: dict[str, Any] = {
     "enable_hierarchical_cache": True,
     "hicache_io_backend": "direct",
@@ -79,6 +80,7 @@ def server_args(
         "tp_size": 8,
         "dp_size": 1,
         "enable_dp_attention": False,
+        "attn_dp_size": 1,
         "enable_lora": False,
         "speculative_algorithm": None,
         "speculative_eagle_topk": None,
@@ -112,6 +114,7 @@ def server_args(
         "disaggregation_transfer_backend": "mooncake",
         "disaggregation_decode_enable_radix_cache": False,
         "dllm_algorithm": None,
+        "mem_fraction_static": None,
         "enable_memory_saver": False,
         "enable_deterministic_inference": False,
         "rl_on_policy_target": None,
@@ -472,3 +475,21 @@ def test_what_sglang_would_refuse_without_our_name(changes: dict[str, Any], flag
 def test_another_page_size_is_refused_on_a_gpu() -> None:
     with pytest.raises(OptionError, match="needs --page-size 64, not 16; remove the flag"):
         limits.set_defaults(server_args(page_size=16), on_gpu=True)
+
+
+@pytest.mark.parametrize(("asked", "found"), [("119", []), ("120", ["--hybrid-mla-prefix-memory-gb"])])
+def test_a_budget_larger_than_the_gpu(monkeypatch: pytest.MonkeyPatch, asked: str, found: list[str]) -> None:
+    monkeypatch.setenv("SGLANG_HYBRID_MLA_PREFIX_MEMORY_GB", asked)
+    args = server_args(mem_fraction_static=0.85)
+    assert [each.code for each in limits._budget_findings(args, 141 << 30)] == found
+    assert limits._budget_findings(args, None) == []
+
+
+@pytest.mark.parametrize(("prefill", "options", "count"), [("fa3", {}, 1), ("hybrid_mla", {}, 0), ("fa3", ABSORB, 0)])
+def test_what_another_prefill_backend_does_without(
+    monkeypatch: pytest.MonkeyPatch, prefill: str, options: dict[str, str], count: int
+) -> None:
+    for name, value in options.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(limits.models, "warnings", lambda args, on_gpu: [])
+    assert len(limits.warnings(server_args((prefill, "hybrid_mla")), on_gpu=True)) == count

@@ -134,6 +134,9 @@ def test_ranks_of_data_parallel_attention_have_more_heads(monkeypatch: pytest.Mo
     dims = test_limits.DEEPSEEK | {"qk_nope_head_dim": 192, "num_attention_heads": 20}
     args = test_limits.server_args(dims=dims, enable_dp_attention=True, dp_size=8)
     assert "has 20" in models.warnings(args, on_gpu=True)[0]
+    if contract.line() == "0.5.23":
+        vars(args).update(enable_dp_attention=False, dp_size=1, attn_dp_size=8)
+        assert "has 20" in models.warnings(args, on_gpu=True)[0]
 
 
 KNOWN = ["DeepseekV2", "DeepseekV3", "Glm4MoeLite", "LongcatFlash", "MistralLarge3"]

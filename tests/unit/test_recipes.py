@@ -24,7 +24,7 @@ from sglang_mla_ext.adapter.launch import examine, launch_line
 
 found = {}
 before = torch.cuda.is_available()
-with examine.examiner() as examined:
+with examine.examiner(lambda available, options: available // 10) as examined:
     for recipe in recipes():
         found[recipe["name"]] = examined(launch_line.read(words(recipe)))
     small = "--tp 8 --model-path deepseek-ai/DeepSeek-V3"
@@ -36,17 +36,20 @@ with examine.examiner() as examined:
         "formats": "--dtype half --kv-cache-dtype fp8_e5m2 --disable-chunked-prefix-cache",
         "prefill": "--kv-cache-dtype fp8_e4m3 --decode-attention-backend hybrid_mla --prefill-attention-backend fa3 "
         "--cuda-graph-backend-prefill breakable",
-        "by phase": "--decode-attention-backend hybrid_mla --prefill-attention-backend fa3 "
-        "--speculative-algorithm EAGLE",
+        "by phase": "--attention-backend flashmla --prefill-attention-backend fa3 --speculative-algorithm EAGLE",
+        "too much memory": "--hybrid-mla-prefix-memory-gb=200",
+        "an image": "--hybrid-mla-dp-routing prefix --enable-dp-attention --dp 8",
         "nonsense": "--no-such-flag",
         "sglang's": "--tp 6 --enable-dp-attention --dp 4",
         "option": "--hybrid-mla-min-prefix-len 0",
     }
     for name, line in lines.items():
-        found[name] = examined(launch_line.read([f"{small} {line}"]))
+        launcher = "docker run -e A=1 lmsysorg/sglang:v0.5.20-cu129 sglang serve" if name == "an image" else ""
+        found[name] = examined(launch_line.read([f"{launcher} {small} {line}"]))
+    found["not known"] = examined(launch_line.read(["--model-path", "no/such-model"]))
     found["other model"] = examined(launch_line.read(["--model-path", sys.argv[1]]))
 after = torch.cuda.is_available()
-found = {name: {**one._asdict(), "refusals": one.refusals} for name, one in found.items()}
+found = {name: {**one._asdict(), "run": str(one.run)} for name, one in found.items()}
 json.dump({"found": found, "gpu": [before, after]}, sys.stdout)
 """
 
@@ -86,6 +89,7 @@ def test_a_recipe_comes_to_what_its_file_says(recipe: dict[str, Any], examined: 
         assert found["changes"] == recipe.get("change", [])
         assert "--page-size 64" in found["settings"] or "--page-size 64" in recipe["command"]
         assert "hybrid_mla" in found["line"][1]
+        assert found["run"] == recipe["run"]
     else:
         assert found["refusals"] == recipe["because"]
 
@@ -99,10 +103,11 @@ def test_the_list() -> None:
     for recipe in of:
         name = recipe["name"]
         fields = {"name", "command", "gpus", "from", "source", "date", "expected"}
-        assert fields <= set(recipe) <= fields | {"environment", "note", "change", "because"}, name
+        assert fields <= set(recipe) <= fields | {"environment", "note", "change", "because", "run"}, name
         assert recipe["source"].startswith("https://") and recipe["expected"] in OUTCOMES, name
         assert re.fullmatch(r"(read )?20\d\d-\d\d-\d\d", str(recipe["date"])), name
         assert ("change" in recipe) == (recipe["expected"] == "works with a change"), name
+        assert ("run" in recipe) == (recipe["expected"] != "refused"), name
         assert ("because" in recipe) == (recipe["expected"] == "refused"), name
         assert "--model" in recipe["command"] and "hybrid_mla" not in recipe["command"], name
         assert recipe["from"] == "public" or "note" in recipe, f"{name}: what was changed"
@@ -115,25 +120,27 @@ def test_the_list() -> None:
             "older",
             [
                 "--moe-a2a-backend deepep in place of --enable-deepep-moe",
-                "without --page-size",
-                "--speculative-num-steps 7 --speculative-num-draft-tokens 8 in place of --speculative-num-steps "
-                "--speculative-num-draft-tokens",
+                "--page-size 64 in place of --page-size 1",
+                "--speculative-num-steps 7 --speculative-num-draft-tokens 8 in place of --speculative-num-steps 15 "
+                "--speculative-num-draft-tokens 16",
             ],
         ),
-        ("tree", ["--speculative-eagle-topk 1 in place of --speculative-eagle-topk"]),
+        ("tree", ["--speculative-eagle-topk 1 in place of --speculative-eagle-topk 4"]),
+        ("too much memory", ["without --hybrid-mla-prefix-memory-gb 200"]),
         (
             "formats",
             [
-                "--dtype bfloat16 in place of --dtype",
-                "--kv-cache-dtype fp8_e4m3 in place of --kv-cache-dtype",
+                "--dtype bfloat16 in place of --dtype half",
+                "--kv-cache-dtype fp8_e4m3 in place of --kv-cache-dtype fp8_e5m2",
                 "without --disable-chunked-prefix-cache",
             ],
         ),
         (
             "prefill",
             [
-                "--attention-backend hybrid_mla in place of --prefill-attention-backend --decode-attention-backend",
-                "without --cuda-graph-backend-prefill",
+                "--attention-backend hybrid_mla in place of --prefill-attention-backend fa3 "
+                "--decode-attention-backend hybrid_mla",
+                "without --cuda-graph-backend-prefill breakable",
             ],
         ),
     ],
@@ -148,6 +155,29 @@ def test_what_is_set_by_itself(examined: dict[str, Any]) -> None:
         *("--page-size 64", "--speculative-draft-attention-backend flashmla", "--speculative-attention-mode decode"),
         "--disable-prefill-cuda-graph",
     ]
+
+
+def test_a_backend_that_is_named_for_prefill_stays(examined: dict[str, Any]) -> None:
+    found = examined["by phase"]
+    assert found["line"][1][-6:-4] == ["--prefill-attention-backend", "fa3"] and found["run"].endswith("prefill by fa3")
+    assert found["warnings"][0].startswith("prefill runs fa3, which reads no expanded prefix")
+
+
+def test_the_reach_of_the_memory_with_dp_attention(examined: dict[str, Any]) -> None:
+    found = examined["an image"]
+    assert "of a prompt of 26,472 tokens 5" in found["reach"] and "prefix keeps prompts" not in found["reach"]
+    assert "fp8_e4m3 halves" in found["reach"] and examined["by phase"]["reach"] is None
+
+
+def test_another_release_in_an_image(examined: dict[str, Any]) -> None:
+    found = examined["an image"]
+    assert found["elsewhere"].startswith("lmsysorg/sglang:v0.5.20-cu129 has SGLang 0.5.20; examined with 0.5.17")
+    assert found["run"] == "resolved only: DP attention" and examined["by phase"]["elsewhere"] is None
+
+
+def test_a_model_that_nobody_knows(examined: dict[str, Any]) -> None:
+    found = examined["not known"]
+    assert (found["outcome"], found["codes"]) == ("cannot tell", ["model"]) and "(Offline" in found["findings"][0]
 
 
 @pytest.mark.parametrize(
@@ -167,14 +197,14 @@ def test_what_is_refused(name: str, finding: str, examined: dict[str, Any]) -> N
 def test_tables() -> None:
     common = {"source": "https://a.b", "date": "2026-01-02", "gpus": "8 x H200"}
     of = [
-        {**common, "name": "one", "from": "public", "expected": "works"},
+        {**common, "name": "one", "from": "public", "expected": "works", "run": "run on a GPU"},
         {**common, "name": "two", "from": "adapted", "expected": "works with a change", "change": ["without --flag"]},
         {**common, "name": "three", "from": "public", "expected": "refused", "because": ["--x is not supported: no."]},
     ]
     assert recipe_table(of).splitlines()[2:] == [
-        "| [one](https://a.b) | 8 x H200 | 2026-01-02 | works |  |",
-        "| [two](https://a.b) | 8 x H200 | 2026-01-02 | works with a change | without `--flag` |",
-        "| [three](https://a.b) | 8 x H200 | 2026-01-02 | refused | `--x` is not supported: no. |",
+        "| [one](https://a.b) | 8 x H200 | 2026-01-02 | works | run on a GPU |  |",
+        "| [two](https://a.b) | 8 x H200 | 2026-01-02 | works with a change |  | without `--flag` |",
+        "| [three](https://a.b) | 8 x H200 | 2026-01-02 | refused |  | `--x` is not supported: no. |",
     ]
     assert counts(of).splitlines()[2:] == [
         "| public | 1 | 0 | 1 | 1 of 2 |",

@@ -80,6 +80,9 @@ class _Reading:
 
     def _model_part(self, found: Found, name: str) -> Found | None:
         """What a name in the code of a class or function stands for, where that is a part of SGLang's models."""
+        node = found.module.names.get(name.partition(".")[0])
+        if isinstance(node, ast.ImportFrom) and not node.level and not str(node.module).startswith(MODELS):
+            return None  # found at once: parsing what is imported from elsewhere takes longer than all else
         try:
             part = self._tree.by_local_name(found.module, name)
         except NotThere:

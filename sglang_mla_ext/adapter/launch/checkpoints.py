@@ -3,18 +3,58 @@ configuration when it resolves its arguments, and would download it."""
 
 from __future__ import annotations
 
+import difflib
 import json
+import os
 from pathlib import Path
 
 from sglang_mla_ext.configs import config_names, read_config
+
+HUB_TIMEOUT_S = 5.0
 
 
 def known_as(model: str) -> str | None:
     """The name on Hugging Face that a model's path stands for: that name itself, or a folder of the last part of it.
     None where it is not known."""
-    names = [name for config in config_names("checkpoints") for name in read_config("checkpoints", config)["names"]]
-    last = _last_part(model)
+    names, last = _names(), _last_part(model)
     return model if model in names else next((name for name in names if _last_part(name) == last), None)
+
+
+def out_of_reach(model: str) -> str | None:
+    """Why nothing is found out about a model that is not known, with what to do; None where SGLang can read its
+    configuration."""
+    if Path(model).expanduser().exists() or "://" in model or os.environ.get("SGLANG_USE_MODELSCOPE"):
+        return None
+    if (why := _not_at_hub(model)) is None:
+        return None
+    names = {_last_part(name): name for name in reversed(_names())}
+    close = difflib.get_close_matches(_last_part(model), names, n=1, cutoff=0.75)
+    meant = f" Did you mean {names[close[0]]}?" if close else ""
+    return f"{model} is neither a folder here nor a known model{why}: give a folder with its config.json.{meant}"
+
+
+def _not_at_hub(model: str) -> str | None:
+    """Why a configuration does not come from Hugging Face, as the end of a sentence; None where it does."""
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    try:
+        if isinstance(try_to_load_from_cache(model, "config.json"), str):
+            return None
+        get_hf_file_metadata(hf_hub_url(model, "config.json"), timeout=HUB_TIMEOUT_S)
+    except errors.EntryNotFoundError:
+        return None  # SGLang reads other files of some models
+    except errors.HFValidationError:
+        return ""
+    except (errors.RepositoryNotFoundError, errors.GatedRepoError):
+        return ", and Hugging Face has no such model, or wants a token for it"
+    except Exception as error:  # of whichever HTTP library
+        return f", and Hugging Face does not answer ({type(error).__name__})"
+    return None
+
+
+def _names() -> list[str]:
+    """On Hugging Face, of all known models."""
+    return [name for config in config_names("checkpoints") for name in read_config("checkpoints", config)["names"]]
 
 
 def write_config(model: str, folder: Path) -> Path:
@@ -26,7 +66,8 @@ def write_config(model: str, folder: Path) -> Path:
     for config in config_names("checkpoints"):
         checkpoint = read_config("checkpoints", config)
         if model in checkpoint["names"]:
-            written = folder / config
+            # SGLang takes some folders for Mistral's own format by their names.
+            written = folder / f"checkpoint-{config_names('checkpoints').index(config)}"
             written.mkdir(exist_ok=True)
             (written / "config.json").write_text(json.dumps(checkpoint["config"]), encoding="utf-8")
             return written

@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,19 +20,20 @@ from unittest.mock import patch
 import torch
 
 from sglang_mla_ext.adapter.compat import installed
-from sglang_mla_ext.adapter.compat.contract import ContractError
+from sglang_mla_ext.adapter.compat.contract import ContractError, installed_version
 from sglang_mla_ext.adapter.compat.findings import Finding
+from sglang_mla_ext.adapter.compat.syntax import without_collector
 from sglang_mla_ext.adapter.cpu import feigned
-from sglang_mla_ext.adapter.launch import checkpoints, launch_line, models
+from sglang_mla_ext.adapter.launch import checkpoints, launch_line, limits, reach, tried
 from sglang_mla_ext.adapter.launch.launch_line import LaunchLine
 from sglang_mla_ext.adapter.launch.limits import Refusal
 from sglang_mla_ext.adapter.launch.remedies import apply, in_words, said_by_sglang
-from sglang_mla_ext.options import OptionError
+from sglang_mla_ext.options import HybridMLAOptions, OptionError
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-WORKS, CHANGED, REFUSED = "works", "works with a change", "refused"
+WORKS, CHANGED, REFUSED, CANNOT_TELL = "works", "works with a change", "refused", "cannot tell"
 
 MODEL_FLAGS = ("--model-path", "--model", "--speculative-draft-model-path", "--speculative-draft-model")
 
@@ -44,14 +45,17 @@ class Examination(NamedTuple):
     """What was found.
 
     Attributes:
-        outcome: WORKS, CHANGED or REFUSED.
-        findings: what is in the way, each with what to change.
+        outcome: WORKS, CHANGED, REFUSED, or CANNOT_TELL where a model's configuration cannot be read.
+        findings: what is in the way, each with what to change; codes: of these, for programs.
         changes: what a line that works has in place of it, in the order of the findings that have a remedy.
         line: the line that was examined, with our backend and the changes.
         settings: flags that are set without being asked for.
         models: the models that the line names, by the names that they were taken for.
         refusals: the findings that no change is known for.
         warnings: what the server does without, though it runs.
+        run: how far a server like it was run; None where it does not start.
+        reach: how far its memory reaches, with DP attention.
+        elsewhere: that it runs another SGLang than it was examined with.
     """
 
     outcome: str
@@ -62,14 +66,28 @@ class Examination(NamedTuple):
     models: dict[str, str]
     refusals: Sequence[str] = ()
     warnings: Sequence[str] = ()
+    codes: Sequence[str] = ()
+    run: tried.HowFar | None = None
+    reach: str | None = None
+    elsewhere: str | None = None
+
+
+PrefixBytes = Callable[[int, HybridMLAOptions], int]
+"""What a server takes of its KV cache's memory for expanded prefixes: step/budget.py."""
 
 
 @contextmanager
-def examiner() -> Iterator[Any]:
-    """Makes a function that examines one LaunchLine; entering takes as long as importing SGLang."""
+def examiner(prefix_bytes: PrefixBytes | None = None) -> Iterator[Callable[[LaunchLine], Examination]]:
+    """Makes a function that examines one LaunchLine; entering takes as long as importing SGLang.
+
+    Args:
+        prefix_bytes: without it nothing is said of how far the memory reaches.
+    """
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of what SGLang finds no GPU for
+        stack.enter_context(without_collector())
+        stack.enter_context(patch.object(torch, "compile", _not_compiled))
         if not torch.cuda.is_available():
             stack.enter_context(feigned.hopper())
         from sglang.srt.plugins import load_plugins
@@ -77,48 +95,93 @@ def examiner() -> Iterator[Any]:
         with _silence():
             load_plugins()
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        yield lambda line: _examine(line, Path(folder))
+        yield lambda line: _examine(line, Path(folder), prefix_bytes)
 
 
-def _examine(line: LaunchLine, folder: Path) -> Examination:
-    line = LaunchLine(line.environment, launch_line.with_backend(line.arguments))
+def _not_compiled(model: Any = None, **options: Any) -> Any:
+    """In place of `torch.compile`, which as a decorator in SGLang's modules imports the compiler, for a second."""
+    return model if model is not None else lambda function: function
+
+
+def _examine(line: LaunchLine, folder: Path, prefix_bytes: PrefixBytes | None) -> Examination:
+    line = line._replace(arguments=launch_line.with_backend(line.arguments))
+    if unread := _unread_models(line):
+        codes = ["model"] * len(unread)
+        return Examination(CANNOT_TELL, unread, [], line, [], {}, codes=codes, elsewhere=_elsewhere(line))
     findings: list[Finding] = []
     changes: list[str] = []
     while True:
         known = _known_models(line)
         folders = {named: str(checkpoints.write_config(model, folder)) for named, model in known.items()}
-        args, found = _resolve(line, folders)
+        server, found = _resolve(line, folders, prefix_bytes)
         new = [each for each in found if each not in findings]
         findings += new
         for each in new:
             if each.remedy is not None and (changed := apply(each.remedy, line)) != line:
                 changes.append(in_words(each.remedy, line))
                 line = changed
-        if args is not None:
+        if server is not None:
             outcome = CHANGED if changes else WORKS
         elif not any(each.remedy for each in new):
             outcome = REFUSED
         else:
             continue
-        settings = _settings(line, args) if args is not None else []
-        warned = models.warnings(installed.resolved(args), on_gpu=True) if args is not None else []
-        refusals = [each.text for each in findings if each.remedy is None]
-        texts = [each.text for each in findings]
-        return Examination(outcome, texts, changes, line, settings, known, refusals, warned)
+        examination = Examination(
+            outcome,
+            [each.text for each in findings],
+            changes,
+            line,
+            [],
+            models=known,
+            refusals=[each.text for each in findings if each.remedy is None],
+            codes=[each.code for each in findings],
+            elsewhere=_elsewhere(line),
+        )
+        return examination._replace(**server or {})
+
+
+def _of_server(line: LaunchLine, args: ServerArgs, prefix_bytes: PrefixBytes | None) -> dict[str, Any]:
+    """What is said of a line that works, in its own environment."""
+    resolved, options = installed.resolved(args), HybridMLAOptions.from_env()
+    version = launch_line.version_in(line.image or "") or str(installed_version())
+    return {
+        "settings": _settings(line, args),
+        "warnings": limits.warnings(resolved, on_gpu=True),
+        "run": tried.how_far(tried.parts_of(args, options), version),
+        "reach": reach.predicted(resolved, options, prefix_bytes) if prefix_bytes is not None else None,
+    }
+
+
+def _elsewhere(line: LaunchLine) -> str | None:
+    if line.image is None or (there := launch_line.version_in(line.image)) == (here := installed_version()):
+        return None
+    what = f"SGLang {there}" if there else "an SGLang whose release its name does not tell"
+    return f"{line.image} has {what}; examined with {here}, which is installed here: run doctor in the image, too"
 
 
 def _known_models(line: LaunchLine) -> dict[str, str]:
     """Models of a line that are not at hand but known, by the paths that it gives."""
-    found = {}
-    for flag in MODEL_FLAGS:
-        path = launch_line.value_of(line.arguments, flag)
-        if path and not Path(path).is_dir() and (known := checkpoints.known_as(path)):
-            found[path] = known
-    return found
+    known = {path: checkpoints.known_as(path) for path in _models_of(line) if not Path(path).is_dir()}
+    return {path: name for path, name in known.items() if name is not None}
 
 
-def _resolve(line: LaunchLine, folders: dict[str, str]) -> tuple[ServerArgs | None, list[Finding]]:
-    """The arguments that a server would run with, or what is in the way.
+def _unread_models(line: LaunchLine) -> list[str]:
+    """Why nothing is found out about models of a line."""
+    known = _known_models(line)
+    with patch.dict(os.environ, line.environment):
+        found = [checkpoints.out_of_reach(path) for path in _models_of(line) if path not in known]
+    return [why for why in found if why is not None]
+
+
+def _models_of(line: LaunchLine) -> list[str]:
+    """Paths of models that a line names."""
+    return [path for flag in MODEL_FLAGS if (path := launch_line.value_of(line.arguments, flag))]
+
+
+def _resolve(
+    line: LaunchLine, folders: dict[str, str], prefix_bytes: PrefixBytes | None
+) -> tuple[dict[str, Any] | None, list[Finding]]:
+    """What is said of the server that would run, or what is in the way.
 
     Args:
         folders: in place of what is given as a model's path.
@@ -130,7 +193,6 @@ def _resolve(line: LaunchLine, folders: dict[str, str]) -> tuple[ServerArgs | No
         try:
             args = prepare_server_args(words)
             installed.resolve(args)
-            return args, []
         except Refusal as error:
             return None, error.findings
         except ContractError as error:
@@ -142,6 +204,7 @@ def _resolve(line: LaunchLine, folders: dict[str, str]) -> tuple[ServerArgs | No
         except Exception as error:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             return None, [Finding("SGLang", f"SGLang itself: {reason}")]
+        return _of_server(line, args, prefix_bytes), []
 
 
 def _with_spaces(arguments: list[str]) -> list[str]:

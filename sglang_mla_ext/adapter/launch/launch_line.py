@@ -19,16 +19,24 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _SHELL = re.compile(r"\d?>|[|;&]")
 """How a word begins that is the shell's and not the server's."""
 
+_IMAGE = re.compile(r"(?!/)[\w./-]*sglang[\w./-]*(?::[\w.-]+)?(?:@sha256:\w+)?")
+"""A container's image with SGLang in it, by the last part of its name."""
+
 
 class LaunchLineError(ValueError):
     """There is no launch of a server in it."""
 
 
 class LaunchLine(NamedTuple):
-    """What a launch command comes to."""
+    """What a launch command comes to.
+
+    Attributes:
+        image: of the container that it is run in.
+    """
 
     environment: dict[str, str]
     arguments: list[str]
+    image: str | None = None
 
 
 def read(words: Sequence[str]) -> LaunchLine:
@@ -51,7 +59,20 @@ def read(words: Sequence[str]) -> LaunchLine:
             break
     if arguments and not arguments[0].startswith("-"):
         arguments[:1] = ["--model-path", arguments[0]]  # as `sglang serve MODEL`
-    return LaunchLine(environment, arguments)
+    return LaunchLine(environment, arguments, _image(words[:start]))
+
+
+def _image(words: Sequence[str]) -> str | None:
+    """The last word before a launcher that may be an image, where something runs containers."""
+    if not any(re.search(r"docker|podman|nerdctl", word) for word in words):
+        return None
+    return next((word for word in reversed(words) if _IMAGE.fullmatch(word) and re.search("[:/]", word)), None)
+
+
+def version_in(image: str) -> str | None:
+    """The release of SGLang that an image's tag names (`v0.5.23-cu129`); None for others (`latest`)."""
+    found = re.search(r":v?(\d+\.\d+\.\d+(?:\.?post\d+)?)", image)
+    return found[1] if found else None
 
 
 def _start(words: Sequence[str]) -> int:
@@ -91,10 +112,12 @@ def without(arguments: Sequence[str], flags: Iterable[str]) -> list[str]:
 
 
 def with_backend(arguments: Sequence[str]) -> list[str]:
-    """The arguments with our backend in place of others, unless they name it themselves."""
+    """The arguments with our backend in place of others, unless they name it themselves. One that is named for prefill
+    alone stays."""
     if BACKEND_NAME in (value_of(arguments, flag) for flag in BACKEND_FLAGS):
         return list(arguments)
-    return [*without(arguments, BACKEND_FLAGS), "--attention-backend", BACKEND_NAME]
+    others = [flag for flag in BACKEND_FLAGS if flag != "--prefill-attention-backend"]
+    return [*without(arguments, others), "--attention-backend", BACKEND_NAME]
 
 
 def text(line: LaunchLine) -> str:

@@ -30,6 +30,9 @@ compiled ones want 8, the one that stages pages 16, and the one that wants 128 i
 HOST_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 """Of latent rows on the host."""
 
+PREFILL = ("fa3", "fa4", "flashinfer", "flashmla", "triton")
+"""SGLang's backends that prefill MLA on a Hopper GPU, in pages as long as FlashMLA's."""
+
 TRANSFERS = ("mooncake", "nixl")
 """SGLang's names of what moves a KV cache from a prefill to a decode server."""
 
@@ -83,16 +86,18 @@ def draft_backend(mla: bool) -> str:
     return "flashmla" if mla else "flashinfer"
 
 
-def check(server_args: ServerArgs, compute_capability: tuple[int, int] | None) -> None:
+def check(server_args: ServerArgs, compute_capability: tuple[int, int] | None, memory_bytes: int | None = None) -> None:
     """Stop a launch that could not work.
 
     Args:
         server_args: resolved.
         compute_capability: of the GPU; None on a machine without one.
+        memory_bytes: that the GPU has.
     Raises:
         Refusal: with every reason.
     """
-    _refuse(_findings(installed.resolved(server_args), compute_capability))
+    args = installed.resolved(server_args)
+    _refuse(_findings(args, compute_capability) + _budget_findings(args, memory_bytes))
 
 
 def check_dtype(dtype: torch.dtype) -> None:
@@ -134,13 +139,16 @@ def _refuse(found: list[Finding]) -> None:
 def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> list[Finding]:
     found = []
     on_gpu = compute_capability is not None
-    _, decode = installed.attention_backends(args)
+    prefill, decode = installed.attention_backends(args)
     if decode != BACKEND_NAME:
         text = f"it is a decode backend, and decode runs {decode}: set --decode-attention-backend {BACKEND_NAME}."
         found.append(Finding("decode backend", text))
     if compute_capability is not None and compute_capability[0] != 9:
         text = "its decode path uses FlashMLA, which needs a Hopper GPU: choose another --attention-backend here."
         found.append(Finding("GPU", text))
+    if on_gpu and prefill not in (BACKEND_NAME, *PREFILL):
+        text = f"prefill runs {prefill}, which is not for MLA on Hopper GPUs: use {BACKEND_NAME} for prefill too."
+        found.append(Finding("prefill backend", text))
     found += models.findings(args)
     if args.dtype in ("half", "float16"):
         found.append(FLOAT16)
@@ -183,6 +191,33 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         "--dllm-algorithm": args.dllm_algorithm is not None,
     }
     return [*found, *_unsupported(flags), *further]
+
+
+def _budget_findings(args: ServerArgs, memory_bytes: int | None) -> list[Finding]:
+    """A budget that no model leaves room for."""
+    flag, asked = "--hybrid-mla-prefix-memory-gb", HybridMLAOptions.from_env().prefix_memory_gb
+    if memory_bytes is None or not asked or not args.mem_fraction_static:
+        return []
+    there = memory_bytes * args.mem_fraction_static / (1 << 30)
+    if asked < there:
+        return []
+    text = (
+        f"{flag} {asked:g} is more than SGLang takes of a GPU for weights and cache together, {there:.0f} GiB of "
+        f"{memory_bytes / (1 << 30):.0f} (--mem-fraction-static): lower it, or remove it."
+    )
+    return [Finding(flag, text)]
+
+
+def warnings(args: ServerArgs, on_gpu: bool) -> list[str]:
+    """What a server does without, though it runs. `args` are resolved, of a launch that works."""
+    found = models.warnings(args, on_gpu)
+    prefill, _ = installed.attention_backends(args)
+    if prefill != BACKEND_NAME and HybridMLAOptions.from_env().may_expand:
+        found.append(
+            f"prefill runs {prefill}, which reads no expanded prefix: prompts are computed over the latent cache, as "
+            f"without {BACKEND_NAME}; without --prefill-attention-backend they are computed over what is expanded."
+        )
+    return found
 
 
 def _unsupported(flags: dict[str, bool]) -> list[Finding]:

@@ -55,7 +55,7 @@ def warnings(args: ServerArgs, on_gpu: bool) -> list[str]:
     nope, rope, v, rank, heads = (getattr(config, name, None) for name in names)
     if not on_gpu or None in (nope, rope, v, rank, heads):
         return []
-    local_heads = heads // (args.tp_size // args.dp_size if args.enable_dp_attention else args.tp_size)
+    local_heads = heads // (args.tp_size // installed.dp_attention_ranks(args))
     expands = all(is_block_dim(dim) for dim in (nope, rope, v))
     groups = (rank, rope) == LATENT_DIMS and local_heads in STACKED_HEADS
     if expands or groups:

@@ -6,16 +6,18 @@ deployment is for has none here: its roles, how it is spread over GPUs, a cache 
 
 from __future__ import annotations
 
+import difflib
 import re
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat.findings import Finding, Remedy
 from sglang_mla_ext.adapter.launch.launch_line import BACKEND_FLAGS, LaunchLine, value_of, without
+from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 
 CAN_GO = (
     *("--disable-radix-cache", "--enable-mixed-chunk", "--enable-two-batch-overlap", "--enable-pdmux"),
     *("--enable-unified-memory", "--enable-page-major-kv-layout", "--speculative-adaptive"),
-    *("--enable-multi-layer-eagle", "--speculative-draft-attention-backend", "--page-size"),
+    *("--enable-multi-layer-eagle", "--speculative-draft-attention-backend"),
     *("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "SGLANG_ENABLE_UNIFIED_RADIX_TREE", "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"),
 )
 """Flags and variables, which are their own codes."""
@@ -31,6 +33,10 @@ REMEDIES = {
         f"{flag} with FP8": Remedy((flag,))
         for flag in ("--quantization-param-path", "--flashinfer-mla-disable-ragged", "--disable-chunked-prefix-cache")
     },
+    "--page-size": Remedy(("--page-size",), ("--page-size", str(PAGE_TOKENS))),
+    "--hybrid-mla-prefix-memory-gb": Remedy(
+        ("--hybrid-mla-prefix-memory-gb", "SGLANG_HYBRID_MLA_PREFIX_MEMORY_GB"),
+    ),
     "float16": Remedy(("--dtype",), ("--dtype", "bfloat16")),
     "--kv-cache-dtype": Remedy(("--kv-cache-dtype",), ("--kv-cache-dtype", "fp8_e4m3")),
     "prefill graphs with FP8": Remedy(
@@ -68,28 +74,48 @@ def with_remedies(found: list[Finding]) -> list[Finding]:
 
 def said_by_sglang(said: str) -> list[Finding]:
     """What SGLang's parser of arguments said before it left."""
-    reason = said.strip().rpartition("error: ")[2].splitlines()[0]
+    usage, _, reason = said.strip().rpartition("error: ")
+    reason = reason.partition("\n")[0]
     if reason.startswith("unrecognized arguments: "):
-        flags = [word for word in reason.split() if word.startswith("--")]
-        return with_remedies([Finding(UNKNOWN.format(flag), f"SGLang does not know {flag}.") for flag in flags])
+        flags = [word.partition("=")[0] for word in reason.split() if word.startswith("--")]
+        known = re.findall(r"--[\w-]+", usage)
+        return with_remedies([Finding(UNKNOWN.format(flag), _does_not_know(flag, known)) for flag in flags])
     if ambiguous := re.match(r"ambiguous option: (--[\w-]+)", reason):
         text = f"SGLang does not know {ambiguous[1]}, it may stand for several flags."
         return with_remedies([Finding(UNKNOWN.format(ambiguous[1]), text)])
     return [Finding("SGLang", f"SGLang itself: {reason}")]
 
 
+def _does_not_know(flag: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(flag, known, n=1, cutoff=0.8)
+    return f"SGLang does not know {flag}" + (f": did you mean {close[0]}?" if close else ".")
+
+
 def apply(remedy: Remedy, line: LaunchLine) -> LaunchLine:
     """A launch line with what a remedy changes."""
     environment = {name: value for name, value in line.environment.items() if name not in remedy.leave_out}
-    return LaunchLine(environment, [*without(line.arguments, remedy.leave_out), *_put_in(remedy, line)])
+    arguments = [*without(line.arguments, remedy.leave_out), *_put_in(remedy, line)]
+    return line._replace(environment=environment, arguments=arguments)
 
 
 def in_words(remedy: Remedy, line: LaunchLine) -> str:
     """What it does to a line, in a few words."""
-    given = {word.partition("=")[0] for word in line.arguments} | set(line.environment)
-    gone = " ".join(name for name in remedy.leave_out if name in given)
+    given = {name: _given(name, line) for name in remedy.leave_out}
     come = " ".join(_put_in(remedy, line))
+    gone = " ".join(shown for shown in given.values() if shown and shown != come)
+    if come in given.values():
+        come = ""  # it is there already
     return f"{come} in place of {gone}" if come and gone else f"with {come}" if come else f"without {gone}"
+
+
+def _given(name: str, line: LaunchLine) -> str | None:
+    """A flag with its value, or a variable's name, as a line has it; None where it has not."""
+    if name in line.environment:
+        return name
+    if name not in {word.partition("=")[0] for word in line.arguments}:
+        return None
+    value = value_of(line.arguments, name)
+    return f"{name} {value}" if value and not value.startswith("--") else name
 
 
 def _put_in(remedy: Remedy, line: LaunchLine) -> list[str]:

@@ -42,7 +42,7 @@ def in_the_way(args: ServerArgs, on_gpu: bool) -> str | None:
 
 def mixing_in_the_way(args: ServerArgs, on_gpu: bool) -> str | None:
     """What keeps new tokens from riding in one step with running requests. `args` are resolved."""
-    if args.enable_dp_attention:
+    if installed.dp_attention_ranks(args) > 1:
         return "DP attention (--enable-dp-attention)"
     return in_the_way(args, on_gpu)
 
@@ -56,7 +56,7 @@ def tokens(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> int:
         return 0
     if options.mixed_tokens is not None:
         return options.mixed_tokens // STEP * STEP
-    if on_gpu and not args.enable_dp_attention:  # which has not been seen with it on GPUs
+    if on_gpu and installed.dp_attention_ranks(args) == 1:  # which has not been seen with it on GPUs
         return max(LEAST_TOKENS, _predicted(args))
     return LEAST_TOKENS if args.enable_mixed_chunk else 0
 

@@ -13,7 +13,9 @@ from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.host_cache import wait_for_layer
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
+from sglang_mla_ext.adapter.launch import reach
 from sglang_mla_ext.adapter.launch import riding as launch_riding
+from sglang_mla_ext.adapter.launch.reach import Reach
 from sglang_mla_ext.adapter.step.backend import HybridMLABackend
 from sglang_mla_ext.adapter.step.budget import max_requests, max_rows, max_tokens, needs_latent, tries_grouped
 from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes
@@ -91,6 +93,9 @@ def build(
             taken_bytes += ShadowCheck.workspace_bytes_for(layers[0], runner.dtype, queries)
         expanding = make_expanding(runner, layers, cost, prefix_dtype, budget_bytes, taken_bytes, counters, memory)
     buffers, shared, expander = expanding or (None, None, None)
+    if buffers is not None and installed.dp_attention_ranks(args) > 1:
+        token_bytes, routes = buffers.bytes // (buffers.chunks * CHUNK_TOKENS), options.dp_routing == "prefix"
+        reach.say(Reach(buffers.bytes, token_bytes, heads, len(layers), buffers.dtype.itemsize, routes))
     pool = ExpandedPool(buffers.chunks if buffers else 0, CHUNK_TOKENS)
     prefixes = SharedPrefixes(
         options,

@@ -237,6 +237,11 @@ def attention_backends(args: ServerArgs) -> tuple[str | None, str | None]:
     return prefill, decode
 
 
+def dp_attention_ranks(args: ServerArgs) -> int:
+    """Ranks of DP attention, 1 without it. `args` are resolved."""
+    return int(args.dp_size) if args.enable_dp_attention else 1
+
+
 def uses_mla(args: ServerArgs) -> bool:
     """Whether the model has Multi-head Latent Attention."""
     return bool(args.use_mla_backend())

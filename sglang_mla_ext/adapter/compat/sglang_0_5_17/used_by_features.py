@@ -280,6 +280,7 @@ EXAMINING = needed_for(
     Feature.EXAMINING,
     *function("server_args.prepare_server_args", "argv", "arguments as SGLang resolves them"),
     *function("plugins.load_plugins", "", "our plug-in beside them"),
+    *attributes(_ARGS, "enable_torch_compile ep_size nnodes", "how far such a server was run"),
 )
 
 USED_BY_FEATURES = (

@@ -37,6 +37,7 @@ CHANGES = Changes(
                 "self max_total_num_tokens mla_pool_class",
             ),
         ),
+        use(f"{_ARGS}.attn_dp_size", "attribute", "whether there is DP attention"),
         use(f"{_ARGS}.enable_kv_cache_sharding", "attribute", "unsupported features"),
         use(f"{_ARGS}.enable_nvidia_megakernel", "attribute", "unsupported features"),
         use(f"{_INTERFACE}.collect_path_info", "function", "paths", "self end_node_ids"),
@@ -74,6 +75,11 @@ class TreeView(NumberedTree):
 
     def _paths(self, ids: Sequence[int]) -> list[Sequence[PathNode]]:
         return list(self._core.collect_path_info(ids))
+
+
+def dp_attention_ranks(args: ServerArgs) -> int:
+    """See sglang_0_5_17. When SGLang resolves its arguments, --enable-dp-attention becomes a number of its own."""
+    return int(args.dp_size if args.enable_dp_attention else args.attn_dp_size)
 
 
 def flash_mla() -> tuple[Callable[..., Any], Callable[..., Any]]:

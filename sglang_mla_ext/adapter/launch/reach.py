@@ -1,0 +1,108 @@
+"""How far a budget for expanded prefixes reaches: said at launch and by `sglang-mla doctor` with DP attention, where a
+rank has all heads of its requests, or more of them than with as many ranks of tensor parallelism."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.configs import gpu_config_of
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_mla_ext.options import HybridMLAOptions
+
+logger = logging.getLogger(__name__)
+
+PROMPT_TOKENS = 26_472
+"""Of the longest of TyphoonMLA's system prompts, which docs/performance.md measures with."""
+
+
+class Reach(NamedTuple):
+    """A budget, and what a token of an expanded prefix takes of it, on one GPU.
+
+    Attributes:
+        element_bytes: of expanded prefixes, 2 or 1.
+        routes: whether requests are sent to ranks by their prefixes.
+    """
+
+    budget_bytes: int
+    token_bytes: int
+    heads: int
+    layers: int
+    element_bytes: int
+    routes: bool
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt, expanded."""
+        return min(self.budget_bytes // self.token_bytes, PROMPT_TOKENS)
+
+    def __str__(self) -> str:
+        dtype = "FP8" if self.element_bytes == 1 else "BF16"
+        found = (
+            f"with DP attention a rank has {self.heads} heads of its requests, and a token of an expanded prefix takes "
+            f"{self.token_bytes / (1 << 20):.2f} MiB ({self.layers} layers, {dtype}): of a prompt of {PROMPT_TOKENS:,} "
+            f"tokens {self.tokens:,} are expanded in {self.budget_bytes / (1 << 30):.1f} GiB"
+        )
+        if self.tokens == PROMPT_TOKENS:
+            return f"{found}."
+        return f"{found}, all of them in {PROMPT_TOKENS * self.token_bytes / (1 << 30):.1f}. {self._advice()}"
+
+    def _advice(self) -> str:
+        ways = {
+            "--hybrid-mla-prefix-dtype fp8_e4m3 halves a token": self.element_bytes == 2,
+            "--hybrid-mla-dp-routing prefix keeps prompts that begin alike on one rank": not self.routes,
+            "tensor parallelism without --enable-dp-attention divides heads among ranks": True,
+        }
+        return f"What helps: {'; '.join(way for way, helps in ways.items() if helps)}."
+
+
+def say(found: Reach) -> None:
+    """Log it: a warning where the prompt does not fit."""
+    logger.log(logging.INFO if found.tokens == PROMPT_TOKENS else logging.WARNING, "hybrid_mla: %s", found)
+
+
+def predicted(
+    args: ServerArgs, options: HybridMLAOptions, prefix_bytes: Callable[[int, HybridMLAOptions], int]
+) -> str | None:
+    """The same before a server starts, from its model's weights; None without DP attention, and where the model or the
+    GPU is not known so well, or has no memory left.
+
+    Args:
+        args: resolved.
+        prefix_bytes: what a server takes of its KV cache's memory for expanded prefixes.
+    """
+    from sglang_mla_ext.predict.memory import weight_bytes
+    from sglang_mla_ext.predict.rates import Gpu
+    from sglang_mla_ext.predict.step import Deployment
+
+    name = gpu_config_of(torch.cuda.get_device_name())
+    dp = installed.dp_attention_ranks(args)
+    if dp == 1 or not options.may_expand or name is None:
+        return None
+    config = installed.model_config(args).to_dict()
+    fp8 = options.prefix_dtype == "fp8_e4m3" or (options.prefix_dtype, args.kv_cache_dtype) == ("auto", "fp8_e4m3")
+    element_bytes = 1 if fp8 else 2
+    try:
+        of = Deployment(
+            config | (config.get("text_config") or {}),
+            Gpu.from_json(name),
+            args.tp_size,
+            dp,
+            expanded_element_bytes=element_bytes,
+        )
+        weights, token_bytes = weight_bytes(of), of.cost.expanded_token_bytes * of.dims.num_layers
+    except (ValueError, KeyError, TypeError):
+        return None
+    kv_bytes = int(torch.cuda.get_device_properties(0).total_memory * args.mem_fraction_static - weights)
+    if kv_bytes <= 0:
+        return None
+    routes = options.dp_routing == "prefix"
+    budget = prefix_bytes(kv_bytes, options)
+    return f"about: {Reach(budget, token_bytes, of.cost.local_heads, of.dims.num_layers, element_bytes, routes)}"
