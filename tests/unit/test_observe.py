@@ -113,7 +113,7 @@ def test_a_report_does_not_change_later() -> None:
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegistry:
     registry = prometheus_client.CollectorRegistry()
-    for kind in ("Gauge", "Histogram"):
+    for kind in ("Counter", "Gauge", "Histogram"):
         monkeypatch.setattr(
             prometheus_client, kind, functools.partial(getattr(prometheus_client, kind), registry=registry)
         )
@@ -128,22 +128,29 @@ def test_metrics_are_the_report_under_the_same_names(registry: prometheus_client
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"sglang:hybrid_mla_{name}", {**LABELS, **labels})
 
-    plain = {name: total for name, total in info["counters"].items() if not isinstance(total, dict)}
-    plain |= {"expanded_bytes": 10, "budget_bytes": 20, "tokens_without_memory": 30}
-    plain |= {"groups": 3, "shared_requests": 5}  # a request counts once, however many groups it is in
-    assert {name: value(name) for name in plain} == plain
-    assert value("fallbacks", reason="prefix memory full") == 2 and value("fallbacks", reason="other") == 1
-    assert value("not_ridden", reason="too dear") == 2
-    names = {metric.name for metric in registry.collect()}
-    assert names == {f"sglang:hybrid_mla_{name}" for name in (*plain, "fallbacks", "not_ridden", "shadow_error")}
+    totals = {name: total for name, total in info["counters"].items() if not isinstance(total, dict)}
+    gauges = {name: totals.pop(name) for name in ("max_group_size", "max_depth")}
+    gauges |= {"expanded_bytes": 10, "budget_bytes": 20, "tokens_without_memory": 30}
+    gauges |= {"groups": 3, "shared_requests": 5}  # a request counts once, however many groups it is in
+    assert {name: value(name) for name in gauges} == gauges
+    assert {name: value(f"{name}_total") for name in totals} == totals
+    assert value("fallbacks_total", reason="prefix memory full") == 2 and value("fallbacks_total", reason="other") == 1
+    assert value("not_ridden_total", reason="too dear") == 2
+    kinds = {metric.name.removeprefix("sglang:hybrid_mla_"): metric.type for metric in registry.collect()}
+    by_name = dict.fromkeys(gauges, "gauge") | dict.fromkeys([*totals, "fallbacks", "not_ridden"], "counter")
+    assert kinds == by_name | {"shadow_error": "histogram"}
     below = {bound: value("shadow_error_bucket", le=bound) for bound in ("1e-05", "0.002", "0.005", "+Inf")}
     assert below == {"1e-05": 1, "0.002": 1, "0.005": 2, "+Inf": 3} and value("shadow_error_count") == 3
 
 
 def test_metrics_follow_the_next_report(registry: prometheus_client.CollectorRegistry) -> None:
-    metrics = Metrics(LABELS)
-    metrics.publish(report(Counters(), PLAN, 10, 20, 0))
-    metrics.publish(report(Counters(), Plan(0), 0, 20, 0))
+    metrics, counters = Metrics(LABELS), counters_after_some_steps()
+    metrics.publish(report(counters, PLAN, 10, 20, 0))
+    counters.evictions += 3
+    counters.fall_back("other")
+    metrics.publish(report(counters, Plan(0), 0, 20, 0))
+    assert registry.get_sample_value("sglang:hybrid_mla_evictions_total", LABELS) == 4
+    assert registry.get_sample_value("sglang:hybrid_mla_fallbacks_total", {**LABELS, "reason": "other"}) == 2
     assert registry.get_sample_value("sglang:hybrid_mla_groups", LABELS) == 0
     assert registry.get_sample_value("sglang:hybrid_mla_shared_requests", LABELS) == 0
     assert registry.get_sample_value("sglang:hybrid_mla_expanded_bytes", LABELS) == 0
