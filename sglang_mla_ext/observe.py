@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
@@ -103,11 +104,19 @@ class Counters:
         self.forward_passes += 1
         self.plan_seconds += plan_seconds
 
-    def count_ride(self, new_tokens: int, *, mixed: bool) -> None:
-        """Count one pass whose new tokens ride, and in which running requests decode if it is mixed."""
-        self.steps_mixed += mixed
-        self.prefills_ridden += not mixed
-        self.tokens_ridden += new_tokens
+    def count_ride(self, plan: Plan, rows: Rows, decoding: int) -> None:
+        """Count one pass whose new tokens rode; without requests that decode it is no decode step.
+
+        Args:
+            rows: of each request; decoding: of the requests, the last so many decode.
+        """
+        if decoding:
+            self.count_step(plan)
+        self.steps_mixed += decoding > 0
+        self.prefills_ridden += not decoding
+        self.tokens_ridden += rows.total - decoding
+        for segment in plan.of_mode(Mode.NAIVE):
+            self.prefill_tokens_saved += segment.tokens * sum(row < rows.requests - decoding for row in segment.rows)
 
     def count_prefill(self, covered: Sequence[int]) -> None:
         """Count one prefill step with expanded parts, `covered` tokens of each request."""

@@ -12,9 +12,11 @@ import pytest
 
 from sglang_mla_ext.observe import Counters, Metrics, report
 from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
 LABELS = {"model_name": "m", "tp_rank": "0"}
+RIDE = Plan(3, (Segment((0, 2), 0, 200, Mode.NAIVE), Segment((1,), 0, 50, Mode.GROUPED_ABSORB)))
 PLAN = Plan(6, (Segment((0, 2, 5), 0, 1000, Mode.NAIVE), Segment((1, 3), 0, 300, Mode.NAIVE)))
 
 
@@ -26,8 +28,8 @@ def counters_after_some_steps() -> Counters:
     counters.fall_back("prefix memory full")
     counters.fall_back("prefix memory full")
     counters.fall_back("other")
-    counters.count_ride(30, mixed=True)
-    counters.count_ride(5, mixed=False)
+    counters.count_ride(RIDE, Rows.of([28, 2, 1]), decoding=1)
+    counters.count_ride(RIDE, Rows.of([3, 1, 1]), decoding=0)
     counters.not_ridden["too dear"] += 2
     for seconds in (0.25, 0.5):
         counters.count_pass(seconds)
@@ -36,19 +38,21 @@ def counters_after_some_steps() -> Counters:
 
 def test_counters() -> None:
     assert counters_after_some_steps() == Counters(
-        steps_naive=2,
+        steps_naive=3,
+        steps_grouped=1,
         steps_absorb=1,
         steps_mixed=1,
         prefills_ridden=1,
         tokens_ridden=35,
         not_ridden={"too dear": 2},
+        prefill_tokens_saved=200 + 2 * 200,
         expansions=2,
         evictions=1,
         fallbacks={"prefix memory full": 2, "other": 1},
         max_group_size=3,
         max_depth=1,
-        shared_tokens_read=1000 + 300 + 1000,
-        shared_tokens_saved=2 * 1000 + 300 + 1000,
+        shared_tokens_read=1000 + 300 + 1000 + 250,
+        shared_tokens_saved=2 * 1000 + 300 + 1000 + 200,
         forward_passes=2,
         plan_seconds=0.75,
     )

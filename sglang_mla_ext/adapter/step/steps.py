@@ -133,7 +133,7 @@ class Steps:
         verifies = kind is Kind.VERIFY
         counted = rides or kind is Kind.PREFILL
         rows = Rows.of(new_tokens) if counted else Rows(len(reqs), self._queries if verifies else 1)
-        now = passes.now = Pass(kind, rows, rides=rides)
+        now = passes.now = Pass(kind, rows, rides=rides, decoding=decoding)
         repaired = self._repair()
         if self._pause:
             self._pause -= 1
@@ -150,9 +150,7 @@ class Steps:
                     now.plan = self._plan_step(reqs)
             except Exception as error:
                 self.fail("planning", error)
-        if rides:
-            self.counters.count_ride(rows.total - decoding, mixed=decoding > 0)
-        if kind.is_step and (decoding or not rides):
+        if kind.is_step and not rides:  # a ride is counted when it has come to its end (riding.py)
             self.counters.count_step(now.plan, verifies=verifies)
         self.counters.count_pass(time.perf_counter() - begin)
 
