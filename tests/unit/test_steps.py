@@ -217,7 +217,9 @@ def test_a_pass_that_rides_is_a_decode_step_of_its_rows() -> None:
     plan, running = Plan(3, (Segment((0, 2), 0, 64, Mode.NAIVE, (0,)),)), requests(2)
     for decoding in (0, 1):
         steps, reqs = make(), requests(3)
-        steps._prefixes.plan_rows = lambda *args: steps._prefixes.calls.append(("plan_rows", *args)) or plan  # noqa: B023
+        steps._prefixes.plan_rows = lambda *args, mixed: (  # noqa: B023
+            steps._prefixes.calls.append(("plan_rows", *args, mixed)) or plan  # noqa: B023
+        )
         steps.before_forward(EXTEND, reqs, running, [64, 0, 65], [3, 2, 1], rides=True, decoding=decoding)
         now, counters = passes.now, steps.counters
         assert (now.kind, now.rides, now.decoding) == (Kind.DECODE, True, decoding)
@@ -225,7 +227,7 @@ def test_a_pass_that_rides_is_a_decode_step_of_its_rows() -> None:
         assert now.prefill is None and not steps._prefixes.named("plan_prefill")
         assert [name for name, *_ in steps._prefixes.calls] == ["before_prefill", "plan_rows"]
         assert steps._prefixes.named("before_prefill") == [("before_prefill", reqs, running, 0)]
-        assert steps._prefixes.named("plan_rows") == [("plan_rows", reqs, Rows.of([3, 2, 1]), [64, 0, 65])]
+        assert steps._prefixes.named("plan_rows") == [("plan_rows", reqs, Rows.of([3, 2, 1]), [64, 0, 65], decoding > 0)]
         found = counters.steps_naive, counters.steps_mixed, counters.prefills_ridden, counters.tokens_ridden
         assert found == (0, 0, 0, 0), "it may still come to nothing"
 

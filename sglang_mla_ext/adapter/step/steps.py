@@ -145,7 +145,7 @@ class Steps:
                     if self._expander is not None:
                         now.prefill = self._plan_prefill(reqs, running, prefix_lens, new_tokens, rows)
                 elif rides:
-                    now.plan = self._plan_ride(reqs, running, prefix_lens, rows)
+                    now.plan = self._plan_ride(reqs, running, prefix_lens, rows, mixed=decoding > 0)
                 elif self._shares and verifies == (self._queries > 1):
                     now.plan = self._plan_step(reqs)
             except Exception as error:
@@ -250,12 +250,14 @@ class Steps:
         plan = self._prefixes.plan_decode(reqs)
         return plan if plan.segments else NOTHING_SHARED  # one object, which stays on the device
 
-    def _plan_ride(self, reqs: Sequence[Req], running: Sequence[Req], prefix_lens: Sequence[int], rows: Rows) -> Plan:
+    def _plan_ride(
+        self, reqs: Sequence[Req], running: Sequence[Req], prefix_lens: Sequence[int], rows: Rows, *, mixed: bool
+    ) -> Plan:
         if not self._shares:
             return NOTHING_SHARED
         if self._expander is not None:
             self._expand_before(reqs, running)
-        plan = self._prefixes.plan_rows(reqs, rows, prefix_lens)
+        plan = self._prefixes.plan_rows(reqs, rows, prefix_lens, mixed=mixed)
         return plan if plan.segments else NOTHING_SHARED
 
     def _expand_before(self, reqs: Sequence[Req], running: Sequence[Req], affordable: int = 0) -> None:
