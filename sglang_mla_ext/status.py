@@ -41,7 +41,7 @@ class Segment(Described):
     """A number of its own among those of its rank, the same as long as the segment stands."""
     parent: int | None
     """The `id` of the segment that it continues; null where it begins at the first token, or that is not known.
-    One that is kept may begin inside of it, with a chunk."""
+    One that is kept may begin before its end, with a chunk of its own that holds the tokens between them once more."""
     start: int
     """Tokens before it."""
     tokens: int
