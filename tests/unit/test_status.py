@@ -39,7 +39,16 @@ def entry(saved: int = 0, **more: Any) -> dict[str, Any]:
     segments = [
         {"id": 4, "parent": None, **common, **saves},
         {"id": 9, "parent": 4, **common, **saves, "start": 512, "mode": "grouped_absorb", "holders": 2},
-        {"id": 2, "parent": 9, **common, "start": 768, "mode": "kept", "holders": 1, "tokens_saved": 0, "bytes_saved": 0},
+        {
+            "id": 2,
+            "parent": 9,
+            **common,
+            "start": 768,
+            "mode": "kept",
+            "holders": 1,
+            "tokens_saved": 0,
+            "bytes_saved": 0,
+        },
     ]
     return {
         **report(counters, Plan(11), 6 << 20, 20 << 20, 30),
@@ -186,7 +195,9 @@ def test_the_page_asks_for_the_key_and_shows_text_as_text(monkeypatch: pytest.Mo
         assert said.count("continues #9 · its first 256 tokens are those of #9, in a chunk of its own") == 2
         box = "(box => [box.left, box.right].map(Math.round))(each.getBoundingClientRect())"
         first, second, kept = browser.evaluate(f"[...document.querySelectorAll('li i')].slice(0, 3).map(each => {box})")
-        assert first[1] == second[0] > first[0] and second[0] < kept[0] < second[1] < kept[1], "each where its tokens are"
+        assert first[1] == second[0] > first[0] and second[0] < kept[0] < second[1] < kept[1], (
+            "each where its tokens are"
+        )
         browser.wait_for("/[1-9][0-9,]*.s\\s+tokens saved in decode/.test(document.body.innerText)")
         assert browser.evaluate("document.documentElement.scrollWidth") <= 390, "fits a phone"
         assert browser.errors == []

@@ -227,7 +227,9 @@ def test_a_pass_that_rides_is_a_decode_step_of_its_rows() -> None:
         assert now.prefill is None and not steps._prefixes.named("plan_prefill")
         assert [name for name, *_ in steps._prefixes.calls] == ["before_prefill", "plan_rows"]
         assert steps._prefixes.named("before_prefill") == [("before_prefill", reqs, running, 0)]
-        assert steps._prefixes.named("plan_rows") == [("plan_rows", reqs, Rows.of([3, 2, 1]), [64, 0, 65], decoding > 0)]
+        assert steps._prefixes.named("plan_rows") == [
+            ("plan_rows", reqs, Rows.of([3, 2, 1]), [64, 0, 65], decoding > 0)
+        ]
         found = counters.steps_naive, counters.steps_mixed, counters.prefills_ridden, counters.tokens_ridden
         assert found == (0, 0, 0, 0), "it may still come to nothing"
 
