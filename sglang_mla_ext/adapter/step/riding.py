@@ -153,7 +153,6 @@ class Riding:
                 logits = output.logits_output
                 if not now.only_last_rows:
                     logits.next_token_logits = logits.next_token_logits[now.last_rows]
-            self._counters.count_ride(now.plan, now.rows, now.decoding)
             return output
         except OurPartFailedError as failure:
             if several_ranks():

@@ -150,7 +150,7 @@ class Steps:
                     now.plan = self._plan_step(reqs)
             except Exception as error:
                 self.fail("planning", error)
-        if kind.is_step and not rides:  # a ride is counted when it has come to its end (riding.py)
+        if kind.is_step and not rides:  # a ride is counted when it has come to its end (hooks.py)
             self.counters.count_step(now.plan, verifies=verifies)
         self.counters.count_pass(time.perf_counter() - begin)
 
