@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from bench.server import ON_GPU, ServerFailedError, console_of, free_port, running_server, server_info, work_folder
 from demo_model.conversation import OTHER_QUESTIONS, STATIONS, WORD_QUESTIONS, Chat, lookups, talk
@@ -14,7 +15,7 @@ from demo_model.demo_tables import answers_table, sharing_table
 from demo_model.draft import DRAFTING
 from rich.console import Console
 
-from sglang_mla_ext.prefix.cost_model import ModelDims
+from sglang_mla_ext.prefix.cost_model import CostModel, ModelDims, rates_for
 
 MODEL = Path(__file__).resolve().parents[1] / "configs" / "demo_model"
 SYSTEM_PROMPT = MODEL / "system_prompt.txt"  # a table of stations and their codes, and a chapter of a novel
@@ -26,7 +27,7 @@ NO_SPECULATION = (
 
 def main(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the server running until Ctrl-C.")] = False,
-    port: Annotated[int, typer.Option(help="Port of the server; 0 takes a free one.")] = 0,
+    port: Annotated[int, typer.Option(help="Port of the server, which must be free; 0 takes one.")] = 0,
     answer_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 64,
     system_prompt_file: Annotated[Path | None, typer.Option(exists=True, help="Your own system prompt.")] = None,
     model: Annotated[Path | None, typer.Option(exists=True, help="An MLA checkpoint of your own.")] = None,
@@ -69,7 +70,8 @@ def run(
 
     arguments = server_arguments(model, speculative)
     console.print("Starting the server with", " ".join(arguments), highlight=False)
-    with running_server(arguments, port, folder / "server.log", console) as base_url:
+    log = folder / f"server-{port}.log"  # by its port, so that servers beside each other have their own
+    with running_server(arguments, port, log, console) as base_url:
         console.print("Sending one chat, so that the system prompt is in the server's prefix cache.")
         asyncio.run(talk(base_url, [Chat("Hello?", system)], answer_tokens=2))
         console.print(f"Sending {len(chats)} chats at once, {len(shared)} of them with the system prompt.")
@@ -83,12 +85,33 @@ def run(
             right = sum(chat.expected in chat.answer for chat in looked_up)
             console.print(f"{right} of {len(looked_up)} codes are those of the table in the system prompt.")
         accept_length = state.get("avg_spec_accept_length")
-        console.print(sharing_table(snapshots, before, after, ModelDims.from_json(model), accept_length))
-        if keep:
-            console.print(f"The server answers at [bold]{base_url}/v1[/bold] until Ctrl-C. Try:")
-            console.print(f"  curl {base_url}/server_info", highlight=False)
-            while True:
-                time.sleep(3600)
+        console.print(sharing_table(snapshots, before, after, cost_model(model), accept_length))
+        show_where_to_look(console, base_url, keep)
+        while keep:
+            time.sleep(3600)
+
+
+def cost_model(model: Path) -> CostModel:
+    """Of the demo's server on this machine."""
+    dims = ModelDims.from_json(model)
+    device, element_bytes = (torch.cuda.get_device_name(), 2) if ON_GPU else ("cpu", 4)
+    return CostModel(dims, dims.num_heads, rates_for(device), element_bytes, element_bytes)
+
+
+def show_where_to_look(console: Console, base_url: str, keep: bool) -> None:
+    """Where a running server shows the same."""
+    if keep:
+        console.print(f"The server answers at [bold]{base_url}/v1[/bold] until Ctrl-C. What it shares:")
+    else:
+        console.print("With --keep the server stays, and what it shares can be watched:")
+    for what, where in (
+        ("in a browser", f"{base_url}/hybrid_mla"),
+        ("in a terminal", f"sglang-mla top --url {base_url}"),
+        ("as JSON", f"curl {base_url}/hybrid_mla/status"),
+        ("with SGLang's own state", f"curl {base_url}/server_info   # in it: internal_states[0].hybrid_mla"),
+    ):
+        console.print(f"  {what + ':':<25}{where}", markup=False, highlight=False, soft_wrap=True)
+    console.print("What sharing would save your model on your GPUs: sglang-mla plan --help", highlight=False)
 
 
 def server_arguments(model: Path, speculative: bool) -> list[str]:

@@ -1,18 +1,21 @@
 """What a user can see: counters, the entry in `/server_info`, and the same as Prometheus metrics.
 
-One name for one thing: a key of `/server_info`'s `hybrid_mla` entry is the metric `sglang:hybrid_mla_<key>`.
+One name for one thing: a key of `/server_info`'s `hybrid_mla` entry is the metric `sglang:hybrid_mla_<key>`, with
+`_total` behind it where it counts.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
@@ -32,15 +35,16 @@ class Counters:
         steps_naive: decode steps in which at least one group attended to an expanded prefix.
         steps_grouped: decode steps in which at least one group attended by grouped absorb.
         steps_absorb: decode steps of plain absorb only.
-        steps_verify: of all these, steps that verify drafts (speculative decoding).
+        steps_verify: of steps_naive, steps_grouped and steps_absorb, those that verify drafts (speculative decoding).
         steps_mixed: of steps_naive, steps_grouped and steps_absorb, those in which new tokens rode.
         prefills_ridden: passes of new tokens alone that ran as rows of a decode step.
-        tokens_ridden: new tokens of both.
+        tokens_ridden: new tokens of steps_mixed and prefills_ridden.
         not_ridden: by reason, prefill passes that did not ride.
         rows_as_prefill: rows of decode or verify steps that SGLang computed as prefill, because another data-parallel
             rank prefilled: they shared nothing, whatever was planned.
         prefills_naive: prefill steps in which at least one request attended to an expanded prefix.
-        prefill_tokens_saved: cached tokens that such steps did not expand again, summed over requests.
+        prefill_tokens_saved: cached tokens whose keys per head were not computed again for a request's new tokens,
+            because they are expanded: in prefill steps and where new tokens rode, summed over requests.
         expansions: shared ranges of tokens whose expansion was completed.
         expanded_tokens: tokens expanded.
         evictions: chunks of expanded tokens dropped, for whatever reason.
@@ -50,9 +54,9 @@ class Counters:
         shared_tokens_read: prefix tokens that groups read, once for each group and step.
         shared_tokens_saved: prefix tokens that the groups' other requests did not have to read again.
         shadow_checks: steps that the shadow check computed again (`--hybrid-mla-verify-interval`).
-        shadow_failures: of these, steps that were not what plain absorb gives.
+        shadow_failures: of shadow_checks, steps that were not what plain absorb gives.
         forward_passes: of any kind, whether or not there was anything to plan.
-        plan_seconds: the host's time for planning them.
+        plan_seconds: the host's time for planning forward passes.
     """
 
     steps_naive: int = 0
@@ -100,11 +104,19 @@ class Counters:
         self.forward_passes += 1
         self.plan_seconds += plan_seconds
 
-    def count_ride(self, new_tokens: int, *, mixed: bool) -> None:
-        """Count one pass whose new tokens ride, and in which running requests decode if it is mixed."""
-        self.steps_mixed += mixed
-        self.prefills_ridden += not mixed
-        self.tokens_ridden += new_tokens
+    def count_ride(self, plan: Plan, rows: Rows, decoding: int) -> None:
+        """Count one pass whose new tokens rode; without requests that decode it is no decode step.
+
+        Args:
+            rows: of each request; decoding: of the requests, the last so many decode.
+        """
+        if decoding:
+            self.count_step(plan)
+        self.steps_mixed += decoding > 0
+        self.prefills_ridden += not decoding
+        self.tokens_ridden += rows.total - decoding
+        for segment in plan.of_mode(Mode.NAIVE):
+            self.prefill_tokens_saved += segment.tokens * sum(row < rows.requests - decoding for row in segment.rows)
 
     def count_prefill(self, covered: Sequence[int]) -> None:
         """Count one prefill step with expanded parts, `covered` tokens of each request."""
@@ -164,35 +176,51 @@ def segment_entry(segment: ShownSegment, chunk_bytes: int, latent_bytes: int) ->
     }
 
 
+MAXIMA = ("max_group_size", "max_depth")
+"""Of the Counters, those that are no totals."""
+
+STATES = {
+    "groups": "Groups of running requests that share a prefix.",
+    "shared_requests": "Running requests in such a group.",
+    "expanded_bytes": "Memory that expanded prefixes take.",
+    "budget_bytes": "Memory that expanded prefixes and buffers may take.",
+    "tokens_without_memory": "Tokens worth expanding that found no memory.",
+}
+"""What holds now; all else that is published is of Counters."""
+
+
+def descriptions(documented: type) -> dict[str, str]:
+    """Attribute -> what the class's docstring says of it."""
+    listed = (documented.__doc__ or "").partition("Attributes:")[2]
+    found = re.findall(r"^        (\w+): (.*(?:\n            .*)*)", listed, re.MULTILINE)
+    return {name: re.sub(r"\s+", " ", text) for name, text in found}
+
+
 class Metrics:
     """The report as Prometheus metrics, in SGLang's own registry and with its labels."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         # Imported here because SGLang sets prometheus_client's multi-process folder before this, not at import.
-        from prometheus_client import Gauge, Histogram
-
-        def gauge(name: str, help: str, *extra_labels: str) -> Gauge:
-            return Gauge(f"sglang:hybrid_mla_{name}", help, [*labels, *extra_labels], multiprocess_mode="mostrecent")
+        import prometheus_client
 
         self._labels = dict(labels)
-        self._values = {
-            "groups": gauge("groups", "Groups of running requests that share a prefix."),
-            "shared_requests": gauge("shared_requests", "Running requests in such a group."),
-            "expanded_bytes": gauge("expanded_bytes", "Memory that expanded prefixes take."),
-            "budget_bytes": gauge("budget_bytes", "Memory that expanded prefixes and buffers may take."),
-            "tokens_without_memory": gauge("tokens_without_memory", "Tokens worth expanding that found no memory."),
-        }
-        # Totals are kept by Counters; a gauge shows them as they are, also after a restart of the exporter.
-        self._reasons = {
-            "fallbacks": gauge("fallbacks", "Total uses of plain absorb instead of naive, by reason.", "reason"),
-            "not_ridden": gauge("not_ridden", "Total prefill passes that rode in no decode step, by reason.", "reason"),
+        said = descriptions(Counters)
+        by_reason = {name for name, value in vars(Counters()).items() if isinstance(value, Counter)}
+        self._gauges = {
+            name: prometheus_client.Gauge(
+                f"sglang:hybrid_mla_{name}", help, list(labels), multiprocess_mode="mostrecent"
+            ).labels(**labels)
+            for name, help in (STATES | {name: said[name] for name in MAXIMA}).items()
         }
         self._totals = {
-            name: gauge(name, f"Total {name.replace('_', ' ')} since the server started.")
-            for name in asdict(Counters())
-            if name not in self._reasons
+            name: prometheus_client.Counter(
+                f"sglang:hybrid_mla_{name}", said[name], [*labels, *(["reason"] if name in by_reason else [])]
+            )
+            for name in vars(Counters())
+            if name not in MAXIMA
         }
-        self._shadow_error = Histogram(
+        self._counted: dict[prometheus_client.Counter, float] = {}
+        self._shadow_error = prometheus_client.Histogram(
             "sglang:hybrid_mla_shadow_error",
             "Relative errors of checked rows, against plain absorb.",
             list(labels),
@@ -203,13 +231,20 @@ class Metrics:
         """Set the metrics from a report, and add errors of the shadow check."""
         for error in shadow_errors:
             self._shadow_error.observe(math.inf if math.isnan(error) else error)  # nan would be in no bucket
-        self._values["groups"].labels(**self._labels).set(len(info["groups"]))
         requests = sum(group["requests"] for group in info["groups"] if group["start"] == 0)
-        self._values["shared_requests"].labels(**self._labels).set(requests)
-        for name in ("expanded_bytes", "budget_bytes", "tokens_without_memory"):
-            self._values[name].labels(**self._labels).set(info[name])
-        for name, total in self._totals.items():
-            total.labels(**self._labels).set(info["counters"][name])
-        for name, by_reason in self._reasons.items():
-            for reason, count in info["counters"][name].items():
-                by_reason.labels(**self._labels, reason=reason).set(count)
+        states = {**info, **info["counters"], "groups": len(info["groups"]), "shared_requests": requests}
+        for name, gauge in self._gauges.items():
+            gauge.set(states[name])
+        for name in self._totals:
+            total = info["counters"][name]
+            if isinstance(total, Mapping):
+                for reason, count in total.items():
+                    self._count(name, count, reason=reason)
+            else:
+                self._count(name, total)
+
+    def _count(self, name: str, total: float, **reason: str) -> None:
+        """Bring a counter to a total, to which it grows by what is new."""
+        counter = self._totals[name].labels(**self._labels, **reason)
+        counter.inc(total - self._counted.get(counter, 0))
+        self._counted[counter] = total

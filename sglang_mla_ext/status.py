@@ -6,7 +6,6 @@ Nothing here comes from a prompt: no text, no token, no salt, only how many toke
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Literal
@@ -14,19 +13,12 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from sglang_mla_ext import BACKEND_NAME, __version__
-from sglang_mla_ext.observe import Counters
-
-
-def _descriptions(documented: type) -> dict[str, str]:
-    """Attribute -> what the class's docstring says of it."""
-    listed = (documented.__doc__ or "").partition("Attributes:")[2]
-    found = re.findall(r"^        (\w+): (.*(?:\n            .*)*)", listed, re.MULTILINE)
-    return {name: re.sub(r"\s+", " ", text) for name, text in found}
+from sglang_mla_ext.observe import Counters, descriptions
 
 
 def _totals() -> type[BaseModel]:
     types = {"int": int, "float": float, "Counter[str]": dict[str, int]}
-    said = _descriptions(Counters)
+    said = descriptions(Counters)
     members: dict[str, Any] = {
         each.name: (types[str(each.type)], Field(description=said[each.name])) for each in fields(Counters)
     }
@@ -49,7 +41,7 @@ class Segment(Described):
     """A number of its own among those of its rank, the same as long as the segment stands."""
     parent: int | None
     """The `id` of the segment that it continues; null where it begins at the first token, or that is not known.
-    One that is kept may begin inside of it, with a chunk."""
+    One that is kept may begin before its end, with a chunk of its own that holds the tokens between them once more."""
     start: int
     """Tokens before it."""
     tokens: int

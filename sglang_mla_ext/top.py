@@ -137,15 +137,25 @@ def _rank(rank: Mapping[str, Any], named: bool, rates: Mapping[str, float | None
 def _tree(segments: Sequence[Mapping[str, Any]]) -> Tree:
     root = Tree("shared segments" if segments else "shared segments: none now")
     branches: dict[int | None, Tree] = {}
+    ends: dict[int | None, int] = {}
     for each in segments:  # parents come first
-        branches[each["id"]] = branches.get(each["parent"], root).add(Text.assemble(*_segment(each)))
+        again = max(ends.get(each["parent"], 0) - each["start"], 0)
+        branches[each["id"]] = branches.get(each["parent"], root).add(Text.assemble(*_segment(each, again)))
+        ends[each["id"]] = each["start"] + each["tokens"]
     return root
 
 
-def _segment(each: Mapping[str, Any]) -> Iterator[str | tuple[str, str]]:
+def _segment(each: Mapping[str, Any], again: int) -> Iterator[str | tuple[str, str]]:
+    """
+    Args:
+        again: so many of its first tokens are those of the segment that it continues, too.
+    """
     yield f"{each['tokens']:,} tokens "
     yield _printable(each["mode"]).replace("_", " "), STYLES.get(each["mode"], "")
-    yield f", #{each['id']}, {each['holders']} holder{'s' if each['holders'] != 1 else ''}"
+    yield f", #{each['id']}, from token {each['start']:,}"
+    yield f", {each['holders']} holder{'s' if each['holders'] != 1 else ''}"
+    if again:
+        yield f", the first {min(again, each['tokens']):,} stored twice"
     if each["expanded_bytes"]:
         yield f", {size(each['expanded_bytes'])} expanded"
     if each["tokens_saved"]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import psutil
 import requests
@@ -35,7 +36,7 @@ SGLANG_OFFSETS = (*range(20), *range(233, 253))
 
 
 class ServerFailedError(RuntimeError):
-    """The server ended before it answered; the message holds the end of its log."""
+    """The server did not come to answer; the message says why, or holds the end of its log."""
 
 
 def work_folder() -> Path:
@@ -58,12 +59,14 @@ def free_port() -> int:
     """
     while True:
         port = random.randrange(20_000, 32_000)
-        if all(_is_free(port + offset) for offset in SGLANG_OFFSETS):
+        if all(is_free(port + offset) for offset in SGLANG_OFFSETS):
             return port
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Whether nobody listens on a TCP port of this machine; connections of a server that has ended do not count."""
     with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError:
@@ -100,7 +103,7 @@ def running_server(
     Yields:
         its base URL, once it answers.
     Raises:
-        ServerFailedError: it ended, or did not answer in time.
+        ServerFailedError: its port is taken, it ended, or did not answer in time.
     """
     with started_server(arguments, port, log, console, environment, launcher) as server:
         yield server.url(timeout_s)
@@ -136,6 +139,8 @@ def started_server(
     launcher: Sequence[str] = ("-m", LAUNCHER),
 ) -> Iterator[Started]:
     """As `running_server`, but without waiting, so that several can start beside each other."""
+    if not is_free(port):  # before the log of whoever listens there may be opened
+        raise ServerFailedError(f"port {port} is taken: another server listens there")
     command, variables = server_command(arguments, port, launcher)
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output, _sigterm_raises():
@@ -202,11 +207,24 @@ def wait_until_ready(server: Process, base_url: str, log: Path, console: Console
                 raise ServerFailedError(f"the server ended with status {server.returncode}:\n{log_tail(log)}")
             with contextlib.suppress(requests.RequestException):
                 if requests.get(f"{base_url}/health", timeout=10).ok:
+                    if not listens(server.pid, urlsplit(base_url).port):
+                        raise ServerFailedError(f"another server answers at {base_url}: it took the port meanwhile")
                     console.print(f"Server ready after {waited:.0f} s at {base_url} (log: {log})")
                     return
             status.update(f"starting the server, {waited:.0f} s (log: {log})")
             time.sleep(0.5)
     raise ServerFailedError(f"the server did not answer within {timeout_s:.0f} s:\n{log_tail(log)}")
+
+
+def listens(pid: int, port: int | None) -> bool:
+    """Whether a process, or one that it started, listens on a TCP port."""
+    parent = psutil.Process(pid)
+    for process in (parent, *parent.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            sockets = process.net_connections("tcp")
+            if any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in sockets):
+                return True
+    return False
 
 
 def log_tail(log: Path, lines: int = 30) -> str:

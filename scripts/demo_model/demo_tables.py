@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from demo_model.conversation import Chat
-from sglang_mla_ext.prefix.cost_model import ModelDims
+from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.segment import Mode
 
 
 def answers_table(chats: list[Chat]) -> Table:
@@ -32,12 +33,19 @@ def printable(text: str, length: int) -> str:
     return line if len(line) <= length else line[: length - 1] + "…"
 
 
+def attention_ms(cost: CostModel, requests: int, tokens: int) -> tuple[float, float]:
+    """Predicted attention to a prefix in all layers of a step, in milliseconds: without sharing, and shared."""
+    absorb, naive = (cost.seconds(mode, requests, tokens) for mode in (Mode.ABSORB, Mode.NAIVE))
+    return 1e3 * absorb * cost.dims.num_layers, 1e3 * naive * cost.dims.num_layers
+
+
 def sharing_table(
-    snapshots: list[Any], before: Any, after: Any, dims: ModelDims, accept_length: float | None = None
+    snapshots: list[Any], before: Any, after: Any, cost: CostModel, accept_length: float | None = None
 ) -> Table:
     """What the server shared between two readings of its counters, and the largest groups seen in between.
 
     Args:
+        cost: of the server's model on its device.
         accept_length: tokens of a request and verification step since the server's start; None without speculation.
     """
     table = Table(title="What was shared", title_justify="left", show_header=False)
@@ -70,6 +78,13 @@ def sharing_table(
     table.add_row("the same once for each request, as without sharing", f"{read + saved:,}")
     if read:
         table.add_row("[bold]reads of the prefix saved[/bold]", f"[bold]{saved / (read + saved):.0%}[/bold]")
-        saving = 1 - dims.naive_macs / dims.absorb_macs
+        saving = 1 - cost.dims.naive_macs / cost.dims.absorb_macs
         table.add_row("[bold]multiply-adds on the prefix saved[/bold]", f"[bold]{saving:.0%}[/bold]")
+        steps = gained("steps_naive")
+        without, shared = attention_ms(cost, round((read + saved) / read), read // steps)
+        said = f"{without:.2f} → {shared:.2f} ms" + (" (so few do not pay)" if shared > without else "")
+        table.add_row(f"attention to it in a step, predicted for {cost.rates.name}", said)
+        table.add_row(
+            f"[bold]time saved in {steps} steps, predicted[/bold]", f"[bold]{steps * (without - shared):.0f} ms[/bold]"
+        )
     return table

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.branches import Branches, Part
@@ -48,6 +48,14 @@ class Expander(Protocol):
         ...
 
 
+class _Planned(NamedTuple):
+    """A plan, the parts that its segments were made of, and the branches that the parts are of."""
+
+    plan: Plan = Plan(0)
+    parts: Sequence[Part] = ()
+    branches: Branches | None = None
+
+
 class SharedPrefixes:
     """See the module."""
 
@@ -78,9 +86,8 @@ class SharedPrefixes:
         self._capacity, self._naive, self._grouped_page = capacity, naive, grouped_page
         self._decodes = decodes
         self._tree: Tree | None = None
-        self._plan = Plan(0)
-        self._parts: list[Part] = []  # that its segments were made of
-        self._branches: Branches | None = None  # that the parts are of
+        self._planned = _Planned()  # of the last decode step, or pass that rides
+        self._shown = _Planned()  # of the last decode step
         self._distrusted: set[Hashable] = set()
         self._planned_for: tuple[int, Hashable] | None = None
         self._held: object = None
@@ -93,7 +100,7 @@ class SharedPrefixes:
     @property
     def plan(self) -> Plan:
         """The plan of the last decode step."""
-        return self._plan
+        return self._shown.plan
 
     @property
     def pool(self) -> ExpandedPool:
@@ -106,14 +113,16 @@ class SharedPrefixes:
 
     def shown_segments(self) -> list[ShownSegment]:
         """The tree that the last decode step shared, and what is expanded besides; changes nothing."""
-        ends = [self._branches[part.branch].nodes[-1] for part in self._parts]
-        return shown_segments(self._plan.segments, ends, self._pool, self._tree, self._numbers)
+        plan, parts, branches = self._shown
+        ends = [branches[part.branch].nodes[-1] for part in parts]
+        return shown_segments(plan.segments, ends, self._pool, self._tree, self._numbers)
 
     def held(self) -> list[Held]:
-        """What the requests of the last decode step shared."""
+        """What the requests of the last decode step, or pass that rides, shared."""
         found = []
-        for segment, part in zip(self._plan.segments, self._parts, strict=True):
-            branch = self._branches[part.branch]
+        plan, parts, branches = self._planned
+        for segment, part in zip(plan.segments, parts, strict=True):
+            branch = branches[part.branch]
             begins = (branch.start, *branch.ends)
             reached = zip(branch.nodes, begins, branch.ends, strict=False)
             nodes = tuple(node for node, begin, end in reached if begin < part.end and end > part.start)
@@ -204,9 +213,10 @@ class SharedPrefixes:
             self._make_plan(Branches(self._shared(reqs)))
             self._held = self._tree.hold(reqs)
             self._planned_for = (self._pool.version, state)
-        return self._plan
+        self._shown = self._planned
+        return self._planned.plan
 
-    def plan_rows(self, reqs: Sequence[Any], rows: Rows, prefix_lens: Sequence[int]) -> Plan:
+    def plan_rows(self, reqs: Sequence[Any], rows: Rows, prefix_lens: Sequence[int], *, mixed: bool = False) -> Plan:
         """Plan a step in which new tokens ride: requests have any number of rows, so even one alone shares its cached
         tokens among them. Nothing is expanded for it.
 
@@ -214,6 +224,7 @@ class SharedPrefixes:
             reqs: requests of the step, in the order of the batch.
             rows: of each, one for each of its new tokens.
             prefix_lens: `[requests]` tokens of each request that are cached.
+            mixed: some of the requests decode, so that it is a decode step.
         Raises:
             RuntimeError: a plan has tokens that are not cached yet, which rows before theirs must not see.
         """
@@ -224,9 +235,12 @@ class SharedPrefixes:
         ways, launch = self._ways(branches)
         self._set_plan(None, branches, ways, launch)
         self._held, self._planned_for = self._tree.hold(reqs), None
-        if any(covered > cached for covered, cached in zip(self._plan.prefix_lens, prefix_lens, strict=True)):
+        plan = self._planned.plan
+        if any(covered > cached for covered, cached in zip(plan.prefix_lens, prefix_lens, strict=True)):
             raise RuntimeError("a planned prefix is longer than what is cached")
-        return self._plan
+        if mixed:
+            self._shown = self._planned
+        return plan
 
     def expanded_lens(self, reqs: Sequence[Any], prefix_lens: Sequence[int]) -> list[int]:
         """`[requests]` how many of each request's cached tokens are expanded, from the first one on.
@@ -252,7 +266,7 @@ class SharedPrefixes:
         self._clear_plan()
 
     def _clear_plan(self) -> None:
-        self._plan, self._parts, self._branches = Plan(0), [], None
+        self._planned = self._shown = _Planned()
         self._planned_for = self._held = None
         if self._tree is not None:
             self._tree.forget()
@@ -329,8 +343,8 @@ class SharedPrefixes:
         parts, dropped = ideal
         if dropped:
             self._counters.fall_back("more groups than a step has room for")
-        self._plan = Plan(branches.requests, tuple(branches.segment(part, chunks(part)) for part in parts))
-        self._parts, self._branches = parts, branches
+        plan = Plan(branches.requests, tuple(branches.segment(part, chunks(part)) for part in parts))
+        self._planned = _Planned(plan, parts, branches)
 
     def _expand_for_prefills(self, branches: Branches, others: int, affordable: int) -> None:
         """Expand for a step, and for those like it, what its requests share among themselves and with the first

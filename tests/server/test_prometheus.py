@@ -91,7 +91,7 @@ def test_every_query_finds_something(hybrid: Server, tmp_path: Path) -> None:
         for rule in rules():
             ask(url, rule["expr"])
             for metric in re.findall(r"sglang:\w+", rule["expr"]):
-                assert ask(url, metric) or metric == "sglang:hybrid_mla_fallbacks", metric
+                assert ask(url, metric) or metric == "sglang:hybrid_mla_fallbacks_total", metric
         groups = requests.get(f"{url}/api/v1/rules", timeout=30).json()["data"]["groups"]
         assert len(groups) == 1 and all(rule["health"] != "err" for rule in groups[0]["rules"]), groups
 
@@ -102,39 +102,39 @@ def rules() -> list[dict[str, Any]]:
 
 REASON = "prefix memory full"
 FIRING: dict[str, dict[str, str]] = {
-    "HybridMLAFallsBack": {f'sglang:hybrid_mla_fallbacks{{reason="{REASON}"}}': "0+1x60"},
-    "HybridMLAIsWrong": {"sglang:hybrid_mla_shadow_failures": "0x50 1x10"},
+    "HybridMLAFallsBack": {f'sglang:hybrid_mla_fallbacks_total{{reason="{REASON}"}}': "0+1x60"},
+    "HybridMLAIsWrong": {"sglang:hybrid_mla_shadow_failures_total": "0x50 1x10"},
     "HybridMLASharesNothing": {
-        "sglang:hybrid_mla_steps_absorb": "0+500x60",
-        "sglang:hybrid_mla_steps_naive": "7x60",
-        "sglang:hybrid_mla_steps_grouped": "0x60",
+        "sglang:hybrid_mla_steps_absorb_total": "0+500x60",
+        "sglang:hybrid_mla_steps_naive_total": "7x60",
+        "sglang:hybrid_mla_steps_grouped_total": "0x60",
         "sglang:num_running_reqs": "100x60",
     },
     "HybridMLANeedsMemory": {"sglang:hybrid_mla_tokens_without_memory": "20000x60"},
     "HybridMLAThrashes": {
-        "sglang:hybrid_mla_expanded_tokens": "0+256000x60",
-        "sglang:hybrid_mla_evictions": "0+950x60",
+        "sglang:hybrid_mla_expanded_tokens_total": "0+256000x60",
+        "sglang:hybrid_mla_evictions_total": "0+950x60",
     },
     "HybridMLAPlansSlowly": {
-        "sglang:hybrid_mla_plan_seconds": "0+9x60",
-        "sglang:hybrid_mla_forward_passes": "0+3000x60",
+        "sglang:hybrid_mla_plan_seconds_total": "0+9x60",
+        "sglang:hybrid_mla_forward_passes_total": "0+3000x60",
     },
     "HybridMLAIsGone": {"sglang:num_running_reqs": "3x60"},
 }
 """Series, a sample a minute, that fire each alert."""
 
 QUIET: dict[str, str] = {
-    f'sglang:hybrid_mla_fallbacks{{reason="{REASON}"}}': "3x60",
-    "sglang:hybrid_mla_shadow_failures": "0x60",
-    "sglang:hybrid_mla_steps_absorb": "0+500x60",
-    "sglang:hybrid_mla_steps_naive": "0+500x60",
-    "sglang:hybrid_mla_steps_grouped": "0x60",
+    f'sglang:hybrid_mla_fallbacks_total{{reason="{REASON}"}}': "3x60",
+    "sglang:hybrid_mla_shadow_failures_total": "0x60",
+    "sglang:hybrid_mla_steps_absorb_total": "0+500x60",
+    "sglang:hybrid_mla_steps_naive_total": "0+500x60",
+    "sglang:hybrid_mla_steps_grouped_total": "0x60",
     "sglang:num_running_reqs": "100x60",
     "sglang:hybrid_mla_tokens_without_memory": "0x60",
-    "sglang:hybrid_mla_expanded_tokens": "0+256000x60",
-    "sglang:hybrid_mla_evictions": "0+100x60",
-    "sglang:hybrid_mla_plan_seconds": "0+1x60",
-    "sglang:hybrid_mla_forward_passes": "0+3000x60",
+    "sglang:hybrid_mla_expanded_tokens_total": "0+256000x60",
+    "sglang:hybrid_mla_evictions_total": "0+100x60",
+    "sglang:hybrid_mla_plan_seconds_total": "0+1x60",
+    "sglang:hybrid_mla_forward_passes_total": "0+3000x60",
     "sglang:hybrid_mla_budget_bytes": "1e10x60",
 }
 """Those of a server that works, and once fell back, long ago."""

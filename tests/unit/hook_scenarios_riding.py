@@ -77,6 +77,7 @@ LAST = [2.0, 4.0, 5.0]
 def scenario_new_tokens_are_rows_of_a_decode_step() -> None:
     rides = Rides()
     counters = rides.server.counters
+    steps = counters.steps_naive
     assert rides.forward() == ([("DECODE", 6, True)], LAST)
     assert rides.batch.forward_mode.name == "EXTEND" and rides.batch.batch_size == 3, "SGLang samples with it"
     (checked,) = rides.ended
@@ -84,6 +85,8 @@ def scenario_new_tokens_are_rows_of_a_decode_step() -> None:
     assert (counters.prefills_ridden, counters.steps_mixed, counters.tokens_ridden) == (1, 0, 6)
     assert rides.forward("MIXED", decoding=1) == ([("DECODE", 6, True)], LAST)
     assert (counters.prefills_ridden, counters.steps_mixed, counters.tokens_ridden) == (1, 1, 11)
+    assert counters.steps_naive == steps + 1, "without one that decodes it is no decode step"
+    assert counters.prefill_tokens_saved == (3 + 2) * SHARED, "but of the one that decodes"
     rides.server.worker.riding.most_rows = 5
     assert rides.forward() == ([("EXTEND", 3, False)], LAST)
     assert dict(counters.not_ridden) == {"more than 5 rows": 1} and not counters.fallbacks
@@ -112,7 +115,9 @@ def scenario_a_ride_in_which_our_part_fails_is_the_pass_that_was_asked_for() -> 
         riding.as_rows = as_rows
         rides.logits = lambda given: Logits() if len(given) == 6 else given
         assert rides.forward(mode, decoding) == ([("DECODE", 6, False), (mode, 3, False)], LAST)
-        assert rides.server.counters.fallbacks["taking the logits of last rows failed: MemoryError"] == 1
+        counters = rides.server.counters
+        assert counters.fallbacks["taking the logits of last rows failed: MemoryError"] == 1
+        assert (counters.prefills_ridden, counters.steps_mixed, counters.tokens_ridden) == (0, 0, 0)
         torch.distributed.is_initialized, torch.distributed.get_world_size = lambda: True, lambda: 2
         kind, message = refused(lambda rides=rides, mode=mode, decoding=decoding: rides.forward(mode, decoding))
         assert kind == "OurPartFailedError" and "taking the logits of last rows failed" in message

@@ -160,5 +160,5 @@ def test_rows_of_one_request_are_grouped_where_nothing_is_expanded(tree: Any) ->
     server = Server(tree, **BOTH, cost=cost_with(absorb=1.0, naive=0.1, grouped_absorb=0.2))
     assert server.decode(first, second) == [((0, 1), 13)]
     server.expander.taken()
-    assert ride(server, [second], [3]) == [((0,), 0, 13), ((0,), 13, 18)]
+    assert ride(server, [second], [3], mixed=True) == [((0,), 0, 13), ((0,), 13, 18)]
     assert [segment.mode for segment in server.prefixes.plan.segments] == [Mode.NAIVE, Mode.GROUPED_ABSORB]

@@ -12,9 +12,11 @@ import pytest
 
 from sglang_mla_ext.observe import Counters, Metrics, report
 from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
 LABELS = {"model_name": "m", "tp_rank": "0"}
+RIDE = Plan(3, (Segment((0, 2), 0, 200, Mode.NAIVE), Segment((1,), 0, 50, Mode.GROUPED_ABSORB)))
 PLAN = Plan(6, (Segment((0, 2, 5), 0, 1000, Mode.NAIVE), Segment((1, 3), 0, 300, Mode.NAIVE)))
 
 
@@ -26,8 +28,8 @@ def counters_after_some_steps() -> Counters:
     counters.fall_back("prefix memory full")
     counters.fall_back("prefix memory full")
     counters.fall_back("other")
-    counters.count_ride(30, mixed=True)
-    counters.count_ride(5, mixed=False)
+    counters.count_ride(RIDE, Rows.of([28, 2, 1]), decoding=1)
+    counters.count_ride(RIDE, Rows.of([3, 1, 1]), decoding=0)
     counters.not_ridden["too dear"] += 2
     for seconds in (0.25, 0.5):
         counters.count_pass(seconds)
@@ -36,19 +38,21 @@ def counters_after_some_steps() -> Counters:
 
 def test_counters() -> None:
     assert counters_after_some_steps() == Counters(
-        steps_naive=2,
+        steps_naive=3,
+        steps_grouped=1,
         steps_absorb=1,
         steps_mixed=1,
         prefills_ridden=1,
         tokens_ridden=35,
         not_ridden={"too dear": 2},
+        prefill_tokens_saved=200 + 2 * 200,
         expansions=2,
         evictions=1,
         fallbacks={"prefix memory full": 2, "other": 1},
         max_group_size=3,
         max_depth=1,
-        shared_tokens_read=1000 + 300 + 1000,
-        shared_tokens_saved=2 * 1000 + 300 + 1000,
+        shared_tokens_read=1000 + 300 + 1000 + 250,
+        shared_tokens_saved=2 * 1000 + 300 + 1000 + 200,
         forward_passes=2,
         plan_seconds=0.75,
     )
@@ -113,7 +117,7 @@ def test_a_report_does_not_change_later() -> None:
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> prometheus_client.CollectorRegistry:
     registry = prometheus_client.CollectorRegistry()
-    for kind in ("Gauge", "Histogram"):
+    for kind in ("Counter", "Gauge", "Histogram"):
         monkeypatch.setattr(
             prometheus_client, kind, functools.partial(getattr(prometheus_client, kind), registry=registry)
         )
@@ -128,22 +132,29 @@ def test_metrics_are_the_report_under_the_same_names(registry: prometheus_client
     def value(name: str, **labels: str) -> float | None:
         return registry.get_sample_value(f"sglang:hybrid_mla_{name}", {**LABELS, **labels})
 
-    plain = {name: total for name, total in info["counters"].items() if not isinstance(total, dict)}
-    plain |= {"expanded_bytes": 10, "budget_bytes": 20, "tokens_without_memory": 30}
-    plain |= {"groups": 3, "shared_requests": 5}  # a request counts once, however many groups it is in
-    assert {name: value(name) for name in plain} == plain
-    assert value("fallbacks", reason="prefix memory full") == 2 and value("fallbacks", reason="other") == 1
-    assert value("not_ridden", reason="too dear") == 2
-    names = {metric.name for metric in registry.collect()}
-    assert names == {f"sglang:hybrid_mla_{name}" for name in (*plain, "fallbacks", "not_ridden", "shadow_error")}
+    totals = {name: total for name, total in info["counters"].items() if not isinstance(total, dict)}
+    gauges = {name: totals.pop(name) for name in ("max_group_size", "max_depth")}
+    gauges |= {"expanded_bytes": 10, "budget_bytes": 20, "tokens_without_memory": 30}
+    gauges |= {"groups": 3, "shared_requests": 5}  # a request counts once, however many groups it is in
+    assert {name: value(name) for name in gauges} == gauges
+    assert {name: value(f"{name}_total") for name in totals} == totals
+    assert value("fallbacks_total", reason="prefix memory full") == 2 and value("fallbacks_total", reason="other") == 1
+    assert value("not_ridden_total", reason="too dear") == 2
+    kinds = {metric.name.removeprefix("sglang:hybrid_mla_"): metric.type for metric in registry.collect()}
+    by_name = dict.fromkeys(gauges, "gauge") | dict.fromkeys([*totals, "fallbacks", "not_ridden"], "counter")
+    assert kinds == by_name | {"shadow_error": "histogram"}
     below = {bound: value("shadow_error_bucket", le=bound) for bound in ("1e-05", "0.002", "0.005", "+Inf")}
     assert below == {"1e-05": 1, "0.002": 1, "0.005": 2, "+Inf": 3} and value("shadow_error_count") == 3
 
 
 def test_metrics_follow_the_next_report(registry: prometheus_client.CollectorRegistry) -> None:
-    metrics = Metrics(LABELS)
-    metrics.publish(report(Counters(), PLAN, 10, 20, 0))
-    metrics.publish(report(Counters(), Plan(0), 0, 20, 0))
+    metrics, counters = Metrics(LABELS), counters_after_some_steps()
+    metrics.publish(report(counters, PLAN, 10, 20, 0))
+    counters.evictions += 3
+    counters.fall_back("other")
+    metrics.publish(report(counters, Plan(0), 0, 20, 0))
+    assert registry.get_sample_value("sglang:hybrid_mla_evictions_total", LABELS) == 4
+    assert registry.get_sample_value("sglang:hybrid_mla_fallbacks_total", {**LABELS, "reason": "other"}) == 2
     assert registry.get_sample_value("sglang:hybrid_mla_groups", LABELS) == 0
     assert registry.get_sample_value("sglang:hybrid_mla_shared_requests", LABELS) == 0
     assert registry.get_sample_value("sglang:hybrid_mla_expanded_bytes", LABELS) == 0

@@ -607,11 +607,15 @@ def test_no_more_groups_than_there_is_room_for(tree: Any) -> None:
 # -- rows of any number ------------------------------------------------------------------------------------------------
 
 
-def ride(server: Server, requests: Sequence[Any], counts: Sequence[int]) -> list[tuple[tuple[int, ...], int, int]]:
+def ride(
+    server: Server, requests: Sequence[Any], counts: Sequence[int], mixed: bool = False
+) -> list[tuple[tuple[int, ...], int, int]]:
     """Plan a step in which requests have so many rows, without any expansion, and check what must always hold; rows,
     which are requests, start and end of each segment, in pages."""
-    plan = server.prefixes.plan_rows(requests, Rows.of(counts), [len(request.slots) for request in requests])
-    assert plan is server.prefixes.plan and plan.requests == len(requests) and server.expander.calls == []
+    lens = [len(request.slots) for request in requests]
+    plan = server.prefixes.plan_rows(requests, Rows.of(counts), lens, mixed=mixed)
+    assert (plan is server.prefixes.plan) == mixed, "no decode step without requests that decode"
+    assert plan.requests == len(requests) and server.expander.calls == []
     for segment in plan.segments:
         assert sum(counts[request] for request in segment.rows) >= 2
         for request in segment.rows:
@@ -630,8 +634,10 @@ def test_rows_of_one_request_share_what_is_expanded_of_its_own_path(tree: Any) -
     assert server.decode(first, second) == [((0, 1), 13)] and server.expander.taken() == 13 * PAGE
     assert ride(server, [first], [5]) == [((0,), 0, 13)]
     assert ride(server, [first], [1]) == []
-    assert ride(server, [alone, first], [9, 1]) == []
     assert ride(server, [alone, first, second], [9, 1, 4]) == [((1, 2), 0, 13)]
+    assert ride(server, [alone, first], [9, 1], mixed=True) == [] == report_of(server)["groups"]
+    assert ride(server, [alone, first, second], [9, 1, 4], mixed=True) == [((1, 2), 0, 13)]
+    assert ride(server, [alone, first], [9, 1]) == [] and len(server.prefixes.shown_segments()) == 1
     assert [(entry["requests"], entry["mode"]) for entry in report_of(server)["groups"]] == [(2, "naive")]
     assert server.decode(first, second) == [((0, 1), 13)], "a decode step behind it is planned anew"
     assert not server.counters.fallbacks and server.expander.calls == []

@@ -39,7 +39,16 @@ def entry(saved: int = 0, **more: Any) -> dict[str, Any]:
     segments = [
         {"id": 4, "parent": None, **common, **saves},
         {"id": 9, "parent": 4, **common, **saves, "start": 512, "mode": "grouped_absorb", "holders": 2},
-        {"id": 2, "parent": None, **common, "mode": "kept", "holders": 1, "tokens_saved": 0, "bytes_saved": 0},
+        {
+            "id": 2,
+            "parent": 9,
+            **common,
+            "start": 768,
+            "mode": "kept",
+            "holders": 1,
+            "tokens_saved": 0,
+            "bytes_saved": 0,
+        },
     ]
     return {
         **report(counters, Plan(11), 6 << 20, 20 << 20, 30),
@@ -182,8 +191,13 @@ def test_the_page_asks_for_the_key_and_shows_text_as_text(monkeypatch: pytest.Mo
         assert "3 × <img src=x onerror" in said and browser.evaluate("document.title") == "hybrid_mla"
         assert "paused after a failure, for 64 forward passes" in said and "30 tokens worth expanding" in said
         assert RODE in said
-        depths = "[...document.querySelectorAll('li')].map(each => each.style.getPropertyValue('--depth'))"
-        assert browser.evaluate(depths) == ["0", "1", "0"] * 2
+        assert said.count("tokens 512 to 1,024 · 2 holders · continues #4") == 2
+        assert said.count("continues #9 · its first 256 tokens are those of #9, in a chunk of its own") == 2
+        box = "(box => [box.left, box.right].map(Math.round))(each.getBoundingClientRect())"
+        first, second, kept = browser.evaluate(f"[...document.querySelectorAll('li i')].slice(0, 3).map(each => {box})")
+        assert first[1] == second[0] > first[0] and second[0] < kept[0] < second[1] < kept[1], (
+            "each where its tokens are"
+        )
         browser.wait_for("/[1-9][0-9,]*.s\\s+tokens saved in decode/.test(document.body.innerText)")
         assert browser.evaluate("document.documentElement.scrollWidth") <= 390, "fits a phone"
         assert browser.errors == []
@@ -208,7 +222,8 @@ def test_top(monkeypatch: pytest.MonkeyPatch) -> None:
             "budget of 20.0 MiB",
             "3 × <img",
             "512 tokens grouped absorb",
-            "naive, #4, 8 holders",
+            "naive, #4, from token 0, 8 holders",
+            "kept, #2, from token 768, 1 holder, the first 256",
             RODE,
         ):
             assert text in said, text

@@ -334,9 +334,11 @@ def around_forward(original: Callable[..., Any], runner: ModelRunner, forward_ba
 @_guarded("checking a step")
 def after_forward(output: Any, runner: ModelRunner, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
     if worker.backend is not None and not runner.is_draft_worker:
-        computed = forward_batch if passes.now.ridden is None else passes.now.ridden
+        now = passes.now
         passes.end()
-        worker.backend.end_step(computed)
+        worker.backend.end_step(forward_batch if now.ridden is None else now.ridden)
+        if now.ridden is not None:
+            worker.steps.counters.count_ride(now.plan, now.rows, now.decoding)
 
 
 def around_new_batch(original: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:

@@ -66,7 +66,8 @@ class Pass:
         prefill: of prefill, what is attended to in expanded form; None where nothing is.
         way: of a decode or verify step; set when it begins.
         takes_query: whether it attends to expanded segments, so that its layers' queries are needed before absorption.
-        rides: whether it computes new tokens, as rows of a decode step (riding.py).
+        rides: whether it computes new tokens, as rows of a decode step (riding.py). decoding: in such a pass, the last
+            so many of its requests decode.
         ridden: SGLang's batch of these rows, once it runs. last_rows: `[requests]` the last row of each.
         only_last_rows: whether its logits are of these alone.
         watched: what is to be looked at in the merge of the layer that runs now, if anything ever is.
@@ -79,6 +80,7 @@ class Pass:
     way: Way = Way.STOCK
     takes_query: bool = False
     rides: bool = False
+    decoding: int = 0
     ridden: Any = None
     last_rows: Any = None
     only_last_rows: bool = False

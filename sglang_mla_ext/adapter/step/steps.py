@@ -133,7 +133,7 @@ class Steps:
         verifies = kind is Kind.VERIFY
         counted = rides or kind is Kind.PREFILL
         rows = Rows.of(new_tokens) if counted else Rows(len(reqs), self._queries if verifies else 1)
-        now = passes.now = Pass(kind, rows, rides=rides)
+        now = passes.now = Pass(kind, rows, rides=rides, decoding=decoding)
         repaired = self._repair()
         if self._pause:
             self._pause -= 1
@@ -145,14 +145,12 @@ class Steps:
                     if self._expander is not None:
                         now.prefill = self._plan_prefill(reqs, running, prefix_lens, new_tokens, rows)
                 elif rides:
-                    now.plan = self._plan_ride(reqs, running, prefix_lens, rows)
+                    now.plan = self._plan_ride(reqs, running, prefix_lens, rows, mixed=decoding > 0)
                 elif self._shares and verifies == (self._queries > 1):
                     now.plan = self._plan_step(reqs)
             except Exception as error:
                 self.fail("planning", error)
-        if rides:
-            self.counters.count_ride(rows.total - decoding, mixed=decoding > 0)
-        if kind.is_step and (decoding or not rides):
+        if kind.is_step and not rides:  # a ride is counted when it has come to its end (hooks.py)
             self.counters.count_step(now.plan, verifies=verifies)
         self.counters.count_pass(time.perf_counter() - begin)
 
@@ -252,12 +250,14 @@ class Steps:
         plan = self._prefixes.plan_decode(reqs)
         return plan if plan.segments else NOTHING_SHARED  # one object, which stays on the device
 
-    def _plan_ride(self, reqs: Sequence[Req], running: Sequence[Req], prefix_lens: Sequence[int], rows: Rows) -> Plan:
+    def _plan_ride(
+        self, reqs: Sequence[Req], running: Sequence[Req], prefix_lens: Sequence[int], rows: Rows, *, mixed: bool
+    ) -> Plan:
         if not self._shares:
             return NOTHING_SHARED
         if self._expander is not None:
             self._expand_before(reqs, running)
-        plan = self._prefixes.plan_rows(reqs, rows, prefix_lens)
+        plan = self._prefixes.plan_rows(reqs, rows, prefix_lens, mixed=mixed)
         return plan if plan.segments else NOTHING_SHARED
 
     def _expand_before(self, reqs: Sequence[Req], running: Sequence[Req], affordable: int = 0) -> None:
