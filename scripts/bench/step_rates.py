@@ -17,6 +17,7 @@ from bench.records import read_records
 from bench.tables import latest
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.predict.rates import Gpu, StepRates
+from sglang_mla_ext.predict.sharing import PLAIN
 from sglang_mla_ext.predict.step import Deployment, activation_bytes, latent_seconds, predict
 from sglang_mla_ext.predict.weights import read_model
 from sglang_mla_ext.prefix.cost_model import CostModel, ModelDims
@@ -107,7 +108,7 @@ def of_products(gpu: Gpu, watched: Sequence[Mapping[str, Any]]) -> dict[str, flo
 def dense_seconds(gpu: Gpu, case: Mapping[str, Any]) -> float:
     """Predicted time of all products in a step of a record's case."""
     model = Deployment(benchmark_model(case["layers"], case["heads"], WIDTHS[case["heads"]]), gpu)
-    return sum(predict(model, Mode.ABSORB, case["requests"], 0, 0).products.values())
+    return sum(predict(model, PLAIN, case["requests"], 0, 0).products.values())
 
 
 def of_launches(gpu: Gpu, watched: Sequence[Mapping[str, Any]]) -> dict[str, float]:
