@@ -15,7 +15,14 @@ from sglang_mla_ext.adapter.latent.host_cache import wait_for_layer
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
 from sglang_mla_ext.adapter.launch import riding as launch_riding
 from sglang_mla_ext.adapter.step.backend import HybridMLABackend
-from sglang_mla_ext.adapter.step.budget import max_requests, max_rows, max_tokens, needs_latent, tries_grouped
+from sglang_mla_ext.adapter.step.budget import (
+    STORAGE_DTYPES,
+    max_requests,
+    max_rows,
+    max_tokens,
+    needs_latent,
+    tries_grouped,
+)
 from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes
 from sglang_mla_ext.adapter.step.layer import attention_layers, merge_before_o_proj
 from sglang_mla_ext.adapter.step.prefill import PrefillPlan
@@ -46,8 +53,6 @@ if TYPE_CHECKING:
     from sglang_mla_ext.options import HybridMLAOptions
 
 logger = logging.getLogger(__name__)
-
-STORAGE_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": FP8}
 
 
 def build(
