@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.cost_model import CostModel
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool, Want
+from sglang_mla_ext.prefix.gains import Gains
 from sglang_mla_ext.prefix.planner import Capacity, Plan
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 from sglang_mla_ext.prefix.tree import SharedTree
@@ -110,3 +112,28 @@ def cover(planned: Plan) -> Cover:
         sum(segment.tokens for segment in planned.of_mode(mode)) for mode in (Mode.NAIVE, Mode.GROUPED_ABSORB)
     )
     return Cover(naive, grouped)
+
+
+def saved_seconds(cost: CostModel, planned: Plan) -> float:
+    """What a plan saves over plain absorb in a layer, as the planner counts it."""
+    tokens = sum(segment.tokens for segment in planned.segments)
+    gains = Gains.of(HybridMLAOptions(), cost, naive=True, grouped=True, step_tokens=tokens)
+    saved, launched = 0.0, set()
+    for segment in planned.segments:
+        gain = gains.naive if segment.mode is Mode.NAIVE else gains.grouped
+        assert gain is not None
+        saved += gain(len(segment.rows), segment.start, segment.end)
+        launched.add(segment.mode)
+    return saved - sum(gains.launch(mode, planned.requests) for mode in launched)
+
+
+def pays_from(cost: CostModel, prompt: int, chunks: int) -> int | None:
+    """The fewest requests of a rank that a server has share a prompt; None where it never has them. By
+    bisection: a few fewer may share, too, where they fill the tiles of their kernel."""
+
+    def shares(requests: int) -> bool:
+        return bool(plan(cost, requests, prompt, chunks).segments)
+
+    most = MAX_ROWS // cost.queries
+    found = bisect_left(range(most + 1), True, lo=2, key=shares)
+    return found if found <= most else None

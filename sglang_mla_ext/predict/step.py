@@ -85,6 +85,11 @@ class Deployment:
         return dataclasses.replace(dims, num_layers=weights.attention_layers(self.config))
 
     @property
+    def a_rank(self) -> str:
+        """What tells requests of a rank from all, in words; without data parallelism they are the same."""
+        return " a rank" if self.dp > 1 else ""
+
+    @property
     def head_ranks(self) -> int:
         """Ranks that share the heads of a request."""
         return self.tp // self.dp
