@@ -92,7 +92,7 @@ def attention_layers_of(name: str) -> int:
 def test_a_model_by_its_file_or_its_name_on_hugging_face(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(V3))
-    assert read_model(str(file)) == read_model(str(tmp_path)) == read_model("deepseek-ai/DeepSeek-R1") == V3
+    assert read_model(str(file)) == read_model(str(tmp_path)) == read_model("deepseek-ai/DeepSeek-R1") == read_model("deepseek-r1") == V3
     options = ("--prefix", "7069", "--batch", "64")
     by_file, by_name = planned("--model", str(file), *options), planned(*options)
     assert by_file["cases"] == by_name["cases"]
@@ -182,7 +182,8 @@ def test_json_has_all_of_it():
     assert case["rest_ms"] == pytest.approx(sum(case["rest_parts_ms"].values()))
     assert rate["chosen"] == pytest.approx(256 / ms["chosen"] * 1e3)
     assert case["segments"] == [
-        {"mode": "naive", "start": 0, "end": 8192},
+        {"mode": "naive", "start": 0, "end": 10240},
+        {"mode": "grouped_absorb", "start": 10240, "end": 26432},
     ]
 
 
@@ -233,6 +234,71 @@ def test_gpus_that_were_not_measured_say_so():
     asked = report.Asked("deepseek-v3", "h200", [7069], [64], 512)
     assert any("only attention's rates" in line for line in tables.sentences(of, report.report(of, asked)))
     assert "attention alone is shown" in said("cpu") and "tokens/s" not in said("cpu")
+
+
+def recommended(*options: str) -> str:
+    result = CliRunner().invoke(app, ["plan", *options])
+    assert result.exit_code == 0, result.output
+    before, _, last = result.output.partition("Recommendation: ")
+    assert "└" in before and "└" not in last
+    return " ".join(last.split())
+
+
+def test_it_ends_in_advice():
+    said = recommended("--tp", "8", "--prefix", "26472", "--batch", "256")
+    found = planned("--tp", "8", "--prefix", "26472", "--batch", "256")
+    advice, memory = found["recommendation"], found["memory"]
+    # A little more than the default holds the whole prompt.
+    assert advice["turn_on"] and advice["flags"][1] == "--hybrid-mla-prefix-memory-gb 12.7" and advice["flags"][1] in said
+    assert found["cases"][0]["ratio"] < advice["ratio"][0] and f"{advice['ratio'][0]:.2f}x" in said
+    assert advice["pays_from"] == {"26472": 2} and "from 2 requests (26,472 tokens) on" in said
+    assert memory["cache_tokens"]["absorb"] == advice["cache_tokens"]["stock"] > advice["cache_tokens"]["shared"]
+    assert f"{advice['cache_tokens']['shared']:,} tokens instead of {advice['cache_tokens']['stock']:,}" in said
+    assert "--hybrid-mla-prefix-memory-gb" not in recommended("--tp", "8", "--prefix", "7069", "--batch", "256")
+
+
+def test_advice_where_nothing_is_gained():
+    few = recommended("--tp", "8", "--prefix", "7069", "--batch", "4")
+    assert few.startswith("leave it off") and "from 11 requests (7,069 tokens) on" in few
+    heavy = recommended("--tp", "8", "--dp", "8", "--prefix", "26472")
+    assert heavy.startswith("leave it off") and "Without DP attention" in heavy
+    assert "do not fit in 1 of these GPUs" in recommended()
+    assert "with --mem-fraction-static 0.63" in recommended("--tp", "8", "--mem-fraction", "0.5", "--prefix", "7069")
+    assert planned("--gpu", "cpu", "--model", "deepseek-v2-lite")["recommendation"] is None
+
+
+def test_a_rank_with_all_heads_where_it_pays():
+    said = recommended("--model", "kimi-k2.5", "--tp", "8", "--dp", "8", "--kv-cache-dtype", "fp8_e4m3", "--prefix", "7069")
+    assert said.startswith("turn it on") and "--hybrid-mla-dp-routing prefix" in said
+    assert "requests a rank (7,069 tokens)" in said
+
+
+def test_nothing_saved_says_why_and_the_cache_limits_what_runs():
+    found = planned("--tp", "8", "--dp", "8", "--prefix", "26472")
+    assert [case["requests"] for case in found["cases"]] == [128, 512, 1024, 2048]
+    reasons = [case["why_plain"] for case in found["cases"]]
+    assert "from 37 requests a rank on" in reasons[0] and reasons[1] == "no memory for expanded tokens"
+    output = CliRunner().invoke(app, ["plan", "--tp", "8", "--dp", "8", "--prefix", "26472"]).output
+    assert all(reason in output for reason in reasons) and "512 (64)" in output
+    full = planned("--tp", "8", "--prefix", "26472", "--batch", "4000")["cases"][0]
+    assert full["running"]["chosen"] < full["running"]["absorb"] == full["memory"]["most_requests"]["absorb"] < 4000
+    assert full["tokens_per_s"]["chosen"] == pytest.approx(full["running"]["chosen"] / full["step_ms"]["chosen"] * 1e3)
+
+
+def test_small_groups_gain_in_the_step_what_the_planner_counts():
+    """16 requests on 7,069 tokens, 16 heads: grouped absorb, 5 of 40 us a layer were measured."""
+    (case,) = planned("--tp", "8", "--prefix", "7069", "--batch", "16")["cases"]
+    assert case["chosen"] == "grouped_absorb" and 0.1 < case["saved"] < 0.15 and case["ratio"] > 1.01
+
+
+@pytest.mark.parametrize("name", ["h800", "H200", "nvidia H20"])
+def test_gpus_as_people_name_them(name):
+    assert Gpu.named(name).sheet is not None and Gpu.named(name).key == name.lower().split()[-1].replace("800", "100")
+
+
+@pytest.mark.parametrize("name", ["a100", "B200", "b300", "gb200"])
+def test_gpus_that_it_does_not_run_on(name):
+    assert f"does not run on {name}" in refused("--gpu", name)
 
 
 def test_plot(tmp_path):
