@@ -108,7 +108,9 @@ def _gpu() -> tuple[str | None, tuple[int, int] | None]:
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Option(help="A model: deepseek-r1, kimi-k2, its name on Hugging Face, a folder, or a config.json.")] = "deepseek-v3",
+    model: Annotated[
+        str, typer.Option(help="deepseek-r1, kimi-k2, a name on Hugging Face, a folder or a config.json.")
+    ] = "deepseek-v3",
     gpu: Annotated[str, typer.Option(help="h100, h200, h20, h800, cpu, or a file of rates.")] = "h200",
     tp: Annotated[int, typer.Option(min=1, help="GPUs that share the model, as SGLang's --tp.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Of them, ranks of DP attention, as SGLang's --dp.")] = 1,
@@ -116,12 +118,13 @@ def plan(
         list[int] | None, typer.Option("--prefix", "--prompt", min=1, help="Tokens of the shared prefix; repeatable.")
     ] = None,
     batch: Annotated[
-        list[int] | None, typer.Option(
+        list[int] | None,
+        typer.Option(
             "--batch",
             "--requests",
             min=1,
             help="Requests that share it, of all ranks; repeatable [16, 64, 128 and 256 for each rank of --dp].",
-        )
+        ),
     ] = None,
     tail: Annotated[int, typer.Option(min=0, help="Tokens of each request after the prefix.")] = 512,
     draft_tokens: Annotated[

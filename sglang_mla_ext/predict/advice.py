@@ -96,13 +96,17 @@ def _turn_on(flags: list[str], best: Choice, pays: dict[int, int | None], tokens
 def _leave_off(best: Choice, pays: dict[int, int | None]) -> str:
     found = f"for these prompts and requests expect {best.outcome} the tokens per second of stock attention"
     if any(least is not None for least in pays.values()):
-        return f"leave it off: {found}. It shares from {_pays_from(best.of, pays)} on, and gains more with more requests."
+        return (
+            f"leave it off: {found}. It shares from {_pays_from(best.of, pays)} on, and gains more with more requests."
+        )
     return f"leave it off: {found}, because the memory that pays would leave no KV cache."
 
 
 def _pays_from(of: Deployment, pays: dict[int, int | None]) -> str:
     known = {prompt: least for prompt, least in pays.items() if least is not None}
-    return ", ".join(f"{least} requests{of.a_rank} ({prompt:,} tokens)" for prompt, least in known.items()) or "no number"
+    return (
+        ", ".join(f"{least} requests{of.a_rank} ({prompt:,} tokens)" for prompt, least in known.items()) or "no number"
+    )
 
 
 def _alternatives(best: Choice) -> Iterator[str]:

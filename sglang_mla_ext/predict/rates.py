@@ -11,7 +11,6 @@ from sglang_mla_ext.configs import device_words, gpu_config_of, read_config_or_f
 from sglang_mla_ext.prefix.cost_model import GpuRates
 from sglang_mla_ext.segment import Mode
 
-
 NOT_HOPPER = frozenset({"a100", "a800", "l40s", "b100", "b200", "b300", "gb200", "gb300"})
 """GPUs that people ask for, and that the extension does not run on."""
 
@@ -105,7 +104,9 @@ class Gpu:
         if Path(name).suffix == ".json":
             return cls.from_json(name)
         if NOT_HOPPER.intersection(device_words(name)):
-            raise ValueError(f"the extension does not run on {name}: FlashMLA needs a Hopper GPU (H100, H200, H800, H20)")
+            raise ValueError(
+                f"the extension does not run on {name}: FlashMLA needs a Hopper GPU (H100, H200, H800, H20)"
+            )
         return cls.from_json(gpu_config_of(name) or name)
 
     @classmethod

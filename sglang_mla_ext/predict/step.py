@@ -223,9 +223,7 @@ def latent_seconds(cost: CostModel, requests: int, tokens: float, padding: float
     return max(readers * read / rates.bytes_per_s, macs / rates.matrix_rate(cost.latent_element_bytes))
 
 
-def predict(
-    of: Deployment, cover: Cover, requests: int, prompt: int, tail: int, arriving: Arriving = NOBODY
-) -> Step:
+def predict(of: Deployment, cover: Cover, requests: int, prompt: int, tail: int, arriving: Arriving = NOBODY) -> Step:
     """A decode step of so many requests, of all data-parallel ranks, that share a prompt.
 
     Args:

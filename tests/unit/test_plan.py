@@ -16,7 +16,6 @@ from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.sharing import PLAIN, Cover
 from sglang_mla_ext.predict.step import Deployment, attention_seconds, latent_seconds, predict
 from sglang_mla_ext.predict.weights import Product, UnknownModelError, products, read_model
-from sglang_mla_ext.segment import Mode
 
 H200 = Gpu.from_json("h200")
 V3 = read_model("deepseek-v3")
@@ -92,7 +91,13 @@ def attention_layers_of(name: str) -> int:
 def test_a_model_by_its_file_or_its_name_on_hugging_face(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(V3))
-    assert read_model(str(file)) == read_model(str(tmp_path)) == read_model("deepseek-ai/DeepSeek-R1") == read_model("deepseek-r1") == V3
+    assert (
+        read_model(str(file))
+        == read_model(str(tmp_path))
+        == read_model("deepseek-ai/DeepSeek-R1")
+        == read_model("deepseek-r1")
+        == V3
+    )
     options = ("--prefix", "7069", "--batch", "64")
     by_file, by_name = planned("--model", str(file), *options), planned(*options)
     assert by_file["cases"] == by_name["cases"]
@@ -249,7 +254,9 @@ def test_it_ends_in_advice():
     found = planned("--tp", "8", "--prefix", "26472", "--batch", "256")
     advice, memory = found["recommendation"], found["memory"]
     # A little more than the default holds the whole prompt.
-    assert advice["turn_on"] and advice["flags"][1] == "--hybrid-mla-prefix-memory-gb 12.7" and advice["flags"][1] in said
+    assert (
+        advice["turn_on"] and advice["flags"][1] == "--hybrid-mla-prefix-memory-gb 12.7" and advice["flags"][1] in said
+    )
     assert found["cases"][0]["ratio"] < advice["ratio"][0] and f"{advice['ratio'][0]:.2f}x" in said
     assert advice["pays_from"] == {"26472": 2} and "from 2 requests (26,472 tokens) on" in said
     assert memory["cache_tokens"]["absorb"] == advice["cache_tokens"]["stock"] > advice["cache_tokens"]["shared"]
@@ -268,7 +275,9 @@ def test_advice_where_nothing_is_gained():
 
 
 def test_a_rank_with_all_heads_where_it_pays():
-    said = recommended("--model", "kimi-k2.5", "--tp", "8", "--dp", "8", "--kv-cache-dtype", "fp8_e4m3", "--prefix", "7069")
+    said = recommended(
+        "--model", "kimi-k2.5", "--tp", "8", "--dp", "8", "--kv-cache-dtype", "fp8_e4m3", "--prefix", "7069"
+    )
     assert said.startswith("turn it on") and "--hybrid-mla-dp-routing prefix" in said
     assert "requests a rank (7,069 tokens)" in said
 
