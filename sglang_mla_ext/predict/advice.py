@@ -99,14 +99,14 @@ def _leave_off(best: Choice, pays: dict[int, int | None]) -> str:
         return (
             f"leave it off: {found}. It shares from {_pays_from(best.of, pays)} on, and gains more with more requests."
         )
-    return f"leave it off: {found}, because the memory that pays would leave no KV cache."
+    if any(sharing.pays_from(best.of.cost, prompt, chunks_for(prompt, None)) is not None for prompt in pays):
+        return f"leave it off: {found}. Sharing would pay with a prompt expanded, which the memory does not hold."
+    return f"leave it off: {found}. Prompts as short as that never pay."
 
 
 def _pays_from(of: Deployment, pays: dict[int, int | None]) -> str:
     known = {prompt: least for prompt, least in pays.items() if least is not None}
-    return (
-        ", ".join(f"{least} requests{of.a_rank} ({prompt:,} tokens)" for prompt, least in known.items()) or "no number"
-    )
+    return ", ".join(f"{least} requests{of.a_rank} ({prompt:,} tokens)" for prompt, least in known.items())
 
 
 def _alternatives(best: Choice) -> Iterator[str]:
@@ -125,7 +125,7 @@ def _alternatives(best: Choice) -> Iterator[str]:
         if other is not None and other.outcome.tokens_per_s > CLEARLY * best.outcome.tokens_per_s:
             name = "Without DP attention" if dp == 1 else f"With --dp {dp} --enable-dp-attention"
             more = other.outcome.tokens_per_s / best.outcome.tokens_per_s
-            yield f"{name}{_size(other)} it would be {more:.2f}x as many tokens per second as that, by the mean of these cases."
+            yield f"{name}{_size(other)} it would be {more:.2f}x as many tokens per second as that, in the mean."
 
 
 def _size(choice: Choice) -> str:

@@ -113,7 +113,7 @@ def sentences(of: Deployment, found: dict[str, Any]) -> list[str]:
             lines.append(f"{said}sharing pays from {smallest} requests{of.a_rank} on")
         elif (least := threshold["pays_from_all_expanded"][prompt]) is not None:
             lines.append(
-                f"{said}nothing is shared with this memory; all expanded, it would pay from {least} requests{of.a_rank} on"
+                f"{said}not shared with this memory; all expanded, it would pay from {least} requests{of.a_rank} on"
             )
         else:
             lines.append(f"{said}sharing does not pay")
