@@ -6,6 +6,9 @@ import math
 
 import torch
 
+from .sizes import CHUNK_TOKENS as CHUNK_TOKENS
+from .sizes import PAGE_TOKENS as PAGE_TOKENS
+
 LOG2E = math.log2(math.e)
 """Base-2 exponents of a natural-log one: exp(x) = exp2(x · LOG2E)."""
 
@@ -20,18 +23,6 @@ FP8_MAX = 448.0
 
 LOG2_FP8_MAX = math.log2(FP8_MAX)
 """Softmax weights are scaled up to `FP8_MAX` before they are rounded to FP8: this is added to their exponent."""
-
-PAGE_TOKENS = 64
-"""Tokens of a page of the latent pool: consecutive slots."""
-
-CHUNK_TOKENS = 256
-"""Tokens of a chunk of an expanded prefix: a multiple of every key tile, so that no tile crosses a chunk."""
-
-SEGMENTS_PER_ROW = 2
-"""Segments that a row of a decode step is in on average, at most: what the partials' memory is sized for."""
-
-MAX_SEGMENTS = 256
-"""Segments of grouped absorb in a decode step, at most."""
 
 LATENT_DIMS = (512, 64)
 """Content and rotary part of a latent row, as the kernels for Hopper take them."""

@@ -23,9 +23,8 @@ from bench.trees import CASES, PAGE, Request, Tree
 from tabulate import tabulate
 
 from sglang_mla_ext.adapter.compat.installed import TreeView
-from sglang_mla_ext.adapter.step.steps import MAX_ROWS
 from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
-from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, MAX_SEGMENTS, SEGMENTS_PER_ROW
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, MAX_SEGMENTS, SEGMENTS_PER_ROW
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, ModelDims

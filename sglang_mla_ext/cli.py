@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 
 from sglang_mla_ext import __version__
-from sglang_mla_ext.configs import config_names
 
 # Help keeps the names of flags whole where a terminal is narrow: rich's columns cut them, and lines break at hyphens.
 textwrap.TextWrapper.wordsep_re = textwrap.TextWrapper.wordsep_simple_re
@@ -59,15 +58,23 @@ def doctor(
 
 @app.command()
 def plan(
-    model: Annotated[str, typer.Option(help="A shipped model, or a Hugging Face config.json.")] = "deepseek-v3",
-    gpu: Annotated[str, typer.Option(help=f"One of {', '.join(config_names('gpus'))}, or a file.")] = "h200",
+    model: Annotated[
+        str, typer.Option(help="deepseek-r1, kimi-k2, a name on Hugging Face, a folder or a config.json.")
+    ] = "deepseek-v3",
+    gpu: Annotated[str, typer.Option(help="h100, h200, h20, h800, cpu, or a file of rates.")] = "h200",
     tp: Annotated[int, typer.Option(min=1, help="GPUs that share the model, as SGLang's --tp.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Of them, ranks of DP attention, as SGLang's --dp.")] = 1,
     prefix: Annotated[
         list[int] | None, typer.Option("--prefix", "--prompt", min=1, help="Tokens of the shared prefix; repeatable.")
     ] = None,
     batch: Annotated[
-        list[int] | None, typer.Option("--batch", "--requests", min=1, help="Requests that share it; repeatable.")
+        list[int] | None,
+        typer.Option(
+            "--batch",
+            "--requests",
+            min=1,
+            help="Requests that share it, of all ranks; repeatable [16, 64, 128 and 256 for each rank of --dp].",
+        ),
     ] = None,
     tail: Annotated[int, typer.Option(min=0, help="Tokens of each request after the prefix.")] = 512,
     draft_tokens: Annotated[
@@ -82,11 +89,14 @@ def plan(
         str, typer.Option(help="As --hybrid-mla-prefix-dtype: auto (as the cache), bf16, fp8_e4m3.")
     ] = "auto",
     mem_fraction: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Of a GPU's memory for weights and cache, --mem-fraction-static.")
-    ] = 0.85,
+        float | None,
+        typer.Option(
+            min=0.01, max=1, help="Of a GPU's memory for weights and cache, --mem-fraction-static [as SGLang's]."
+        ),
+    ] = None,
     prefix_memory_gb: Annotated[
         float | None,
-        typer.Option(min=0, help="GiB of it for expanded prefixes, --hybrid-mla-prefix-memory-gb [what is left]."),
+        typer.Option(min=0, help="GiB of it for expanded prefixes, --hybrid-mla-prefix-memory-gb [as the server's]."),
     ] = None,
     step_ms: Annotated[
         float | None, typer.Option(help="A measured step without sharing, of one --prefix and one --batch.")
@@ -113,9 +123,9 @@ def plan(
         Path | None, typer.Option(help="Draw threshold, memory and roofline to this file; needs matplotlib.")
     ] = None,
 ) -> None:
-    """Show which mode the cost model chooses, what it saves, the memory of the expanded prefix in all layers, and the
-    whole step with and without sharing; with --arrivals, what short answers leave of it."""
-    from sglang_mla_ext.predict import report, weights
+    """Show what a server plans for requests that share a prompt, what that saves, the whole step with and without it,
+    and a GPU's memory; with --arrivals, what short answers leave of it; last, what to do."""
+    from sglang_mla_ext.predict import advice, report, tables, weights
     from sglang_mla_ext.predict.rates import Gpu
     from sglang_mla_ext.predict.step import Deployment
 
@@ -131,7 +141,7 @@ def plan(
         model=model,
         gpu=gpu,
         prompts=prefix or [4759, 7069, 26472],
-        requests=batch or [16, 64, 128, 256],
+        requests=batch or [dp * requests for requests in (16, 64, 128, 256)],
         tail=tail,
         fraction=mem_fraction,
         for_prefixes=prefix_memory_gb,
@@ -145,8 +155,9 @@ def plan(
         raise typer.BadParameter("is of one step: give one --prefix and one --batch", param_hint="--step-ms")
     try:
         config = weights.read_model(model)
-        of = Deployment(config, Gpu.from_json(gpu), tp, dp, draft_tokens, latent, expanded, dtype)
+        of = Deployment(config, Gpu.named(gpu), tp, dp, draft_tokens, latent, expanded, dtype)
         found = report.report(of, asked)
+        found["recommendation"] = advice.recommend(of, asked)
         if plot is not None:
             from sglang_mla_ext.predict.plots import draw
 
@@ -158,14 +169,16 @@ def plan(
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    for line in report.sentences(of, found):
+    for line in tables.sentences(of, found):
         console.print(line, highlight=False, soft_wrap=True)
-    console.print(report.modes_table(of, asked, found))
+    console.print(tables.modes_table(of, asked, found))
     if of.gpu.step is not None:
-        console.print(report.steps_table(of, asked, found))
-        console.print(report.memory_table(of, asked, found))
+        console.print(tables.steps_table(of, asked, found))
+        console.print(tables.memory_table(of, asked, found))
         if arrivals is not None:
-            console.print(report.arrivals_table(asked, found))
+            console.print(tables.arrivals_table(of, asked, found))
+    if (last := found["recommendation"]) is not None:
+        console.print(f"Recommendation: {last['text']}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()

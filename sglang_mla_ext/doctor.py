@@ -22,7 +22,6 @@ from sglang_mla_ext.prefix.cost_model import rates_for
 if TYPE_CHECKING:
     from sglang_mla_ext.adapter.launch.examine import Examination
     from sglang_mla_ext.adapter.launch.launch_line import LaunchLine
-    from sglang_mla_ext.options import HybridMLAOptions
 
 STARTS, DOES_NOT, NOT_TOLD = 0, 1, 3
 """Exit statuses; 2 is the command line's own, for options of `doctor` that it does not know."""
@@ -62,17 +61,11 @@ def command(words: Sequence[str], console: Console, as_json: bool) -> int:
     with waiting:
         from sglang_mla_ext.adapter.launch import examine
 
-        with examine.examiner(_prefix_bytes) as examined:
+        with examine.examiner() as examined:
             examination = examined(line)
     gc.freeze()  # what SGLang has imported ends with the process, which would look at all of it for a second
     _say(console, _as_json(examination, gpu), _as_text(examination, line, gpu), as_json)
     return {examine.REFUSED: DOES_NOT, examine.CANNOT_TELL: NOT_TOLD}.get(examination.outcome, STARTS)
-
-
-def _prefix_bytes(available: int, options: HybridMLAOptions) -> int:
-    from sglang_mla_ext.adapter.step.budget import prefix_bytes
-
-    return prefix_bytes(available, options)
 
 
 def gpu_here() -> tuple[str | None, tuple[int, int] | None]:

@@ -33,8 +33,9 @@ class HybridMLAOptions:
 
     Attributes:
         prefix_memory_gb: GiB of GPU memory for expanded prefixes and our own buffers, taken out of SGLang's KV budget;
-            None takes a tenth of that budget, and with 0 nothing is expanded. Buffers that are needed are taken out of
-            it in any case.
+            None takes a quarter of that budget where it holds 8,192 expanded tokens, otherwise nothing
+            (prefix/default_memory.py), and with 0 nothing is expanded. Buffers that are needed are taken out of it in
+            any case.
         prefix_dtype: storage of expanded prefixes; `auto` follows the KV cache: the model's own dtype, so that turning
             the backend on changes no answer, or FP8 beside an FP8 cache. `fp8_e4m3` halves memory and time at FP8's
             precision.
@@ -57,7 +58,7 @@ class HybridMLAOptions:
         default=None,
         metadata=_flag(
             "GiB for expanded shared prefixes and our own buffers, taken out of the KV cache's budget (default: a "
-            "tenth of it; 0 never expands)"
+            "quarter of it where that holds 8,192 tokens, otherwise nothing; 0 never expands)"
         ),
     )
     prefix_dtype: str = field(

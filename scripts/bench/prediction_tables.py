@@ -15,8 +15,8 @@ from bench.step_rates import WIDTHS, benchmark_model
 from bench.tables import latest, provenance, table
 from sglang_mla_ext.configs import gpu_config_of, read_config
 from sglang_mla_ext.predict.rates import Gpu
-from sglang_mla_ext.predict.step import Deployment, Step, best_mode, predict
-from sglang_mla_ext.segment import Mode
+from sglang_mla_ext.predict.sharing import PLAIN
+from sglang_mla_ext.predict.step import Deployment, Step, predict
 
 ELEMENT_BYTES = {BF16: (2, 2), FP8_PREFIX: (2, 1), FP8: (1, 1)}
 """Bytes of an element of the cache and of an expanded prefix."""
@@ -111,8 +111,8 @@ def predicted(record: Mapping[str, Any], of: Measured) -> Step:
         latent_element_bytes=latent,
         expanded_element_bytes=expanded,
     )
-    mode = best_mode(model, of.requests, of.tokens) if record["impl"] == "hybrid_mla" else Mode.ABSORB
-    return predict(model, mode, of.requests, of.tokens, of.tail)
+    cover = model.cover(of.requests, of.tokens) if record["impl"] == "hybrid_mla" else PLAIN
+    return predict(model, cover, of.requests, of.tokens, of.tail)
 
 
 def predictions(*paths: Path) -> str:
@@ -147,7 +147,7 @@ def all_cells(found: Mapping[Path, Sequence[Cell]]) -> str:
             case, of, step = cell.record["case"], cell.measured, cell.step
             shown[(path, *cell.order)] = cell.record
             what = (path.stem, case["heads"], case["layers"], of.prompt, of.tail, of.requests, of.stored)
-            mode = cell.record["impl"].removeprefix("sglang_"), step.mode.value.replace("_", " ")
+            mode = cell.record["impl"].removeprefix("sglang_"), step.cover.mode.value.replace("_", " ")
             times = (step.attention, step.rest, step.seconds, of.seconds)
             rows.append((*what, *mode, *(f"{seconds * 1e3:.2f}" for seconds in times), f"{cell.off:+.1%}"))
     columns = (

@@ -17,6 +17,7 @@ from bench.records import read_records
 from bench.tables import latest
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.predict.rates import Gpu, StepRates
+from sglang_mla_ext.predict.sharing import PLAIN
 from sglang_mla_ext.predict.step import Deployment, activation_bytes, latent_seconds, predict
 from sglang_mla_ext.predict.weights import read_model
 from sglang_mla_ext.prefix.cost_model import CostModel, ModelDims
@@ -27,7 +28,8 @@ WIDTHS = {128: 18432, 16: 2304}
 MACS = np.arange(2.4e14, 4.6e14, 5e12)
 PRODUCT_S = np.arange(0, 1.01e-5, 2.5e-7)
 PADDING = np.arange(0.5, 1.01, 0.02)
-FEWEST_REQUESTS = 64  # of the cases that attention's launches are fitted to; fewer do not fill the GPU
+FILLING_REQUESTS = 64  # requests from which the GPU is full: padding is fitted to those cases
+FEWEST_REQUESTS = 16  # of the cases that attention's launches are fitted to; fewer leave most of the GPU idle
 JOINED = re.compile("join_parts")
 
 
@@ -106,7 +108,7 @@ def of_products(gpu: Gpu, watched: Sequence[Mapping[str, Any]]) -> dict[str, flo
 def dense_seconds(gpu: Gpu, case: Mapping[str, Any]) -> float:
     """Predicted time of all products in a step of a record's case."""
     model = Deployment(benchmark_model(case["layers"], case["heads"], WIDTHS[case["heads"]]), gpu)
-    return sum(predict(model, Mode.ABSORB, case["requests"], 0, 0).products.values())
+    return sum(predict(model, PLAIN, case["requests"], 0, 0).products.values())
 
 
 def of_launches(gpu: Gpu, watched: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -145,11 +147,12 @@ def ms_of(record: Mapping[str, Any], kind: str) -> float:
 def of_attention(gpu: Gpu, checked: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """`padding`, and `launches_s` and `row_s` of each mode, neither below 0, with the least square of the relative
     errors: absorb's for the padding, then each mode's."""
-    full = [record for record in checked if record["case"]["batch"] >= FEWEST_REQUESTS]
+    some = [record for record in checked if record["case"]["batch"] >= FEWEST_REQUESTS]
+    full = [record for record in some if record["case"]["batch"] >= FILLING_REQUESTS]
     _, padding = min((of_mode(gpu, full, Mode.ABSORB, float(share))[0], float(share)) for share in PADDING)
     found: dict[str, Any] = {"padding": rounded(padding)}
     for mode in Mode:
-        _, launches_s, row_s = of_mode(gpu, full, mode, padding)
+        _, launches_s, row_s = of_mode(gpu, some, mode, padding)
         found[mode.value] = {"launches_s": rounded(launches_s), "row_s": rounded(row_s)}
     return found
 

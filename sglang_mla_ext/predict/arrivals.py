@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from sglang_mla_ext.predict.mixed import bound, mixed_step
-from sglang_mla_ext.predict.step import Arriving, Deployment, best_mode, predict, product_seconds
-from sglang_mla_ext.segment import Mode
+from sglang_mla_ext.predict.sharing import PLAIN, Cover
+from sglang_mla_ext.predict.step import Arriving, Deployment, predict, product_seconds
 
 PASS_LAYER_S = 76e-3 / 24
 """Host time of a layer of an eager prefill pass: 76 ms with 24 layers and some 2,050 launches, whose kernels took 22 to
@@ -95,42 +95,41 @@ def pass_seconds(of: Deployment, traffic: Traffic, requests: int, expanded: int 
         expanded: first tokens of the prefix whose keys and values are kept.
     """
     arriving = Arriving(requests * traffic.question, requests)
-    kernels = predict(of, Mode.NAIVE, 0, traffic.prefix, 0, arriving=arriving).seconds
+    kernels = predict(of, Cover(naive=traffic.prefix), 0, traffic.prefix, 0, arriving).seconds
     if again := of.per_rank(requests) * (traffic.prefix - expanded):
         parts = (part for part in of.products if part.name in ("w_kc", "w_vc"))
         kernels += sum(part.layers * product_seconds(of, part, again) for part in parts)
     return max(kernels, traffic.host_s)
 
 
-def compared(of: Deployment, traffic: Traffic, expanded: int | None = None) -> tuple[int, dict[str, Served]]:
-    """Plain absorb in turns (`absorb`), the mode of a server's `auto` in turns (`chosen`), and with mixed steps
+def compared(of: Deployment, traffic: Traffic, chunks: int | None = None) -> tuple[int, dict[str, Served]]:
+    """Plain absorb in turns (`absorb`), as a server plans in turns (`chosen`), and with mixed steps
     (`mixed`; in turns too, where nothing may ride).
 
     Args:
-        expanded: first tokens of the prefix that naive attends to, where not all of it fits.
+        chunks: see `Deployment.cover`.
     Returns:
         New tokens that may ride in a step of a rank, and what comes of each way.
     Raises:
         ValueError: the GPU has no constants of a step.
     """
     prefix, tail = traffic.prefix, traffic.tail
-    mode = best_mode(of, of.per_rank(traffic.requests), prefix)
-    reach = (prefix if expanded is None else min(expanded, prefix)) if mode is Mode.NAIVE else 0
     # With DP attention new tokens ride without running requests, if at all.
-    may_ride = bound(of, traffic.requests, prefix, tail, expanded) if of.dp == 1 else 0
+    may_ride = bound(of, traffic.requests, prefix, tail, chunks) if of.dp == 1 else 0
 
-    def in_turns(mode: Mode, kept: int) -> Served:
-        def step(running: int, _: int) -> float:
-            return predict(of, mode, running, prefix, tail, expanded).seconds
+    def absorb(running: int, _: int) -> float:
+        return predict(of, PLAIN, running, prefix, tail).seconds
 
+    def chosen(running: int, tokens: int) -> float:
+        arriving = Arriving(tokens, max(tokens // traffic.question, 1))
+        return mixed_step(of, running, prefix, tail, arriving, chunks).seconds
+
+    def in_turns(step: Callable[[int, int], float], kept: int) -> Served:
         return serve(traffic, cache(step), prefill=cache(lambda requests: pass_seconds(of, traffic, requests, kept)))
 
-    def mixed(running: int, tokens: int) -> float:
-        arriving = Arriving(tokens, max(tokens // traffic.question, 1))
-        return mixed_step(of, running, prefix, tail, arriving, expanded).seconds
-
-    found = {"absorb": in_turns(Mode.ABSORB, 0), "chosen": in_turns(mode, reach)}
-    found["mixed"] = serve(traffic, cache(mixed), may_ride) if may_ride else found["chosen"]
+    kept = of.cover(of.per_rank(traffic.requests), prefix, chunks).naive
+    found = {"absorb": in_turns(absorb, 0), "chosen": in_turns(chosen, kept)}
+    found["mixed"] = serve(traffic, cache(chosen), may_ride) if may_ride else found["chosen"]
     return may_ride, found
 
 

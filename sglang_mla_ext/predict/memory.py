@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, SEGMENTS_PER_ROW  # plain Python
+from sglang_mla_ext.predict.sharing import may_group
 from sglang_mla_ext.predict.step import Deployment
 from sglang_mla_ext.predict.weights import embedding_bytes
+from sglang_mla_ext.prefix.default_memory import default_bytes
 
 
 @dataclass(frozen=True)
@@ -15,22 +18,25 @@ class Memory:
 
     Attributes:
         weights: its share; budget: of SGLang's static memory what the weights leave, 0 where they leave nothing.
-        latent: of the prompt's latent rows, once, and of each request's tail.
-        expanded: of the prompt's keys and values; out of the same budget.
-        most_requests: that fit beside the expanded prompt, of all data-parallel ranks.
-        reach: first tokens of the prompt whose expansion fits beside the latent rows.
+        taken: of the budget, by the extension: for expanded prefixes and its own buffers.
+        chunks: of expanded tokens that this holds.
+        latent_token, expanded_token: of a token in all layers.
     """
 
     weights: float
     budget: float
-    latent: float
-    expanded: float
-    most_requests: int
-    reach: int
+    taken: float
+    chunks: int
+    latent_token: int
+    expanded_token: int
 
-    @property
-    def fits(self) -> bool:
-        return self.latent + self.expanded <= self.budget
+    def tokens(self, *, shared: bool) -> int:
+        """Tokens that SGLang's KV cache holds, without the extension or, `shared`, beside it."""
+        return int((self.budget - self.taken * shared) // self.latent_token)
+
+    def most_requests(self, prompt: int, tail: int, *, shared: bool) -> int:
+        """Of a rank, that the KV cache holds: the prompt once, and so many tokens of each request after it."""
+        return max((self.tokens(shared=shared) - prompt) // max(tail, 1), 0)
 
 
 def weight_bytes(of: Deployment) -> float:
@@ -39,27 +45,49 @@ def weight_bytes(of: Deployment) -> float:
     return stored + embedding_bytes(of.config) / of.tp
 
 
-def memory(
-    of: Deployment, requests: int, prompt: int, tail: int, fraction: float, for_prefixes: float = math.inf
-) -> Memory:
-    """What requests that share a prompt take.
+def buffer_bytes(of: Deployment, *, expands: bool) -> int:
+    """The extension's own buffers on one GPU, but for some MiB: the partials, which are nearly all of them."""
+    per_head = of.cost.dims.v_head_dim * expands + of.cost.dims.kv_lora_rank * may_group(of.cost)
+    return MAX_ROWS * SEGMENTS_PER_ROW * of.cost.local_heads * per_head * 4
+
+
+def memory(of: Deployment, fraction: float, for_prefixes: float | None = None) -> Memory:
+    """How a server divides a GPU's memory as it starts.
 
     Args:
-        tail: tokens of each request after the prompt, at the longest.
         fraction: of the GPU's memory that SGLang takes for weights and cache (`--mem-fraction-static`).
-        for_prefixes: bytes that expanded prefixes may take of the budget (`--hybrid-mla-prefix-memory-gb`).
+        for_prefixes: bytes of it for expanded prefixes and buffers (`--hybrid-mla-prefix-memory-gb`); by default as
+            much as the server takes.
     Raises:
         ValueError: the GPU's memory is not known.
     """
     if of.gpu.sheet is None:
         raise ValueError(f"the memory of {of.gpu.key} is not known")
-    token = of.cost.latent_row_bytes * of.dims.num_layers
     weights = weight_bytes(of)
     budget = max(of.gpu.sheet.memory_bytes * fraction - weights, 0.0)
-    expanded = float(prompt * of.cost.expanded_token_bytes * of.dims.num_layers)
-    latent = float((prompt + of.per_rank(requests) * tail) * token)
-    left = budget - expanded - prompt * token
-    most = int(left // (tail * token)) * of.dp if tail and left > 0 else 0
-    room = min(max(budget - latent, 0.0), for_prefixes)
-    reach = min(int(room // (of.cost.expanded_token_bytes * of.dims.num_layers)), prompt)
-    return Memory(weights, budget, latent, expanded, most, reach)
+    token, latent = (each * of.dims.num_layers for each in (of.cost.expanded_token_bytes, of.cost.latent_row_bytes))
+    if for_prefixes is None:
+        for_prefixes = default_bytes(int(budget), buffer_bytes(of, expands=True), token)
+    for_prefixes = min(for_prefixes, budget)
+    chunks = max(int((for_prefixes - buffer_bytes(of, expands=True)) // (token * CHUNK_TOKENS)), 0)
+    taken = max(for_prefixes, min(buffer_bytes(of, expands=False), budget))
+    return Memory(weights, budget, taken, chunks, latent, token)
+
+
+def fraction_that_fits(of: Deployment, tokens: int) -> float:
+    """The `--mem-fraction` that holds the weights and a cache of so many tokens, in hundredths; above 1 where none
+    does."""
+    assert of.gpu.sheet is not None
+    needed = weight_bytes(of) + tokens * of.cost.latent_row_bytes * of.dims.num_layers
+    return math.ceil(100 * needed / of.gpu.sheet.memory_bytes) / 100
+
+
+def default_fraction(of: Deployment) -> float:
+    """SGLang's own `--mem-fraction-static` on GPUs of 60 to 160 GB (0.5.17): what is left beside activations of a chunk
+    of 8,192 tokens and its graphs."""
+    assert of.gpu.sheet is not None
+    graph_rows = 512 if of.tp >= 4 else 256
+    reserved_mib = 512 + 8192 * 1.5 + of.tp / 8 * 1024 + graph_rows * 2 + 1536
+    if of.dp > 1:
+        reserved_mib += graph_rows * of.dp * (4.5 if graph_rows > 300 else 3)
+    return round(1 - max(reserved_mib, 10 * 1024) * (1 << 20) / of.gpu.sheet.memory_bytes, 3)

@@ -7,37 +7,37 @@ rows. A server asks `bound` as it starts: it is arithmetic alone, and comes to t
 
 from __future__ import annotations
 
-from sglang_mla_ext.predict.step import Arriving, Deployment, Step, best_mode, predict
+from sglang_mla_ext.kernels.sizes import MAX_ROWS  # plain Python
+from sglang_mla_ext.predict.step import NOBODY, Arriving, Deployment, Step, predict
 
 ROWS_STEP = 32
 """The bound is a multiple of it."""
 MOST_NEW = 512
-MOST_ROWS = 1024
-"""Of a mixed step, and of a captured graph."""
+"""New tokens of a step, at most."""
 SLOWER = 1.5
 """So many times as long as without them may a step with new tokens be: it is what running requests wait for a token."""
 
 
 def mixed_step(
-    of: Deployment, running: int, prefix: int, tail: int, arriving: Arriving, expanded: int | None = None
+    of: Deployment, running: int, prefix: int, tail: int, arriving: Arriving, chunks: int | None = None
 ) -> Step:
     """A step of running requests and new tokens, which share a prefix.
 
-    The mode is what `auto` takes for so many requests, newcomers included: it does not count their rows. All rows pass
-    the head, though logits are wanted of each newcomer's last alone.
+    The plan is that of so many requests, newcomers included: it does not count their rows. All rows pass the head,
+    though logits are wanted of each newcomer's last alone.
 
     Args:
         running: of all data-parallel ranks; tail: tokens of each after the prefix.
-        expanded: see `predict.step.attention_seconds`.
+        chunks: see `Deployment.cover`.
     Raises:
         ValueError: the GPU has no constants of a step.
     """
     newcomers = arriving.requests if arriving.tokens else 0
-    mode = best_mode(of, of.per_rank(running + newcomers), prefix)
-    return predict(of, mode, running, prefix, tail, expanded, arriving)
+    cover = of.cover(of.per_rank(running + newcomers), prefix, chunks)
+    return predict(of, cover, running, prefix, tail, arriving)
 
 
-def bound(of: Deployment, running: int, prefix: int, tail: int, expanded: int | None = None) -> int:
+def bound(of: Deployment, running: int, prefix: int, tail: int, chunks: int | None = None) -> int:
     """New tokens that may ride in a step of one rank: the most with which it is predicted to take at most `SLOWER`
     times as long as without them; a multiple of `ROWS_STEP`.
 
@@ -46,15 +46,15 @@ def bound(of: Deployment, running: int, prefix: int, tail: int, expanded: int | 
     Args:
         running: requests of all data-parallel ranks, as in `mixed_step`.
     Returns:
-        At most `MOST_NEW`, and no more than fills a step of `MOST_ROWS` rows; 0 where not even `ROWS_STEP` may, or the
+        At most `MOST_NEW`, and no more than fills a step of `MAX_ROWS` rows; 0 where not even `ROWS_STEP` may, or the
         GPU has no constants of a step.
     """
     if of.gpu.step is None or of.gpu.sheet is None:
         return 0
-    most = min(MOST_NEW, MOST_ROWS - of.per_rank(running) * of.queries)
-    longest = SLOWER * predict(of, best_mode(of, of.per_rank(running), prefix), running, prefix, tail, expanded).seconds
+    most = min(MOST_NEW, MAX_ROWS - of.per_rank(running) * of.queries)
+    longest = SLOWER * mixed_step(of, running, prefix, tail, NOBODY, chunks).seconds
     for tokens in range(most // ROWS_STEP * ROWS_STEP, 0, -ROWS_STEP):
         arriving = Arriving(tokens * of.dp, of.dp)
-        if mixed_step(of, running, prefix, tail, arriving, expanded).seconds <= longest:
+        if mixed_step(of, running, prefix, tail, arriving, chunks).seconds <= longest:
             return tokens
     return 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from sglang_mla_ext.predict.memory import memory
-from sglang_mla_ext.predict.report import GIB, Asked, from_data_sheet
+from sglang_mla_ext.predict.report import GIB, Asked, chunks_for, from_data_sheet
+from sglang_mla_ext.predict.sharing import pays_from
 from sglang_mla_ext.predict.step import Deployment, allowed_modes
 from sglang_mla_ext.segment import Mode
 
@@ -24,9 +24,9 @@ def draw(of: Deployment, asked: Asked, path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(16, 4.8), layout="constrained")
+    figure = Figure(figsize=(16, 6), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
-    _threshold(left, of)
+    _threshold(left, of, asked)
     _memory(middle, of, asked)
     _roofline(right, of, asked)
     heads = f"{asked.model}, {of.cost.local_heads} heads a GPU, tp {of.tp}, dp {of.dp}"
@@ -35,34 +35,40 @@ def draw(of: Deployment, asked: Asked, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _threshold(axes: Any, of: Deployment) -> None:
-    modes = allowed_modes(of)
-    found = {prompt: of.cost.smallest_profitable_group(prompt, modes) for prompt in PROMPTS}
-    paying = {prompt: smallest for prompt, smallest in found.items() if smallest}
-    axes.plot(list(paying), list(paying.values()), "o-", label="sharing pays, as a server chooses")
+def _threshold(axes: Any, of: Deployment, asked: Asked) -> None:
+    divided = asked.memory(of)
+    for memory, style, label in ((divided, "o-", "with the server's memory"), (None, ".:", "with all of it expanded")):
+        found = {prompt: pays_from(of.cost, prompt, chunks_for(prompt, memory)) for prompt in PROMPTS}
+        paying = {prompt: smallest for prompt, smallest in found.items() if smallest}
+        axes.plot(list(paying), list(paying.values()), style, color="C0", label=f"sharing pays, {label}")
     if (sheet := from_data_sheet(of)) is not None:
         axes.axhline(sheet, color="C1", label="equation 1, data sheet")
     axes.axhline(of.cost.threshold_batch(), color="C2", linestyle="--", label="equation 1, rates of the kernels")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    axes.set(xlabel="tokens of the prompt", ylabel="requests that share it", title="Threshold")
+    axes.set(xlabel="tokens of the prompt", ylabel=f"requests{of.a_rank} that share it", title="Threshold")
     _finish(axes)
 
 
 def _memory(axes: Any, of: Deployment, asked: Asked) -> None:
-    axes.set(xlabel="requests", ylabel="GiB of a GPU", title=f"Memory, tails of {asked.tail:,} tokens")
-    if of.gpu.sheet is None:
+    """What the cache has to hold, against what there is of it; the weights stand beside that, in the title."""
+    axes.set(xlabel=f"requests{of.a_rank}", ylabel="GiB of a GPU", title="Memory")
+    if (divided := asked.memory(of)) is None:
         return
-    requests = [of.dp * count for count in REQUESTS]
     for index, prompt in enumerate(asked.prompts):
-        taken = [memory(of, count, prompt, asked.tail, asked.fraction) for count in requests]
-        whole = [(one.weights + one.latent + one.expanded) / GIB for one in taken]
-        plain = [(one.weights + one.latent) / GIB for one in taken]
-        axes.plot(requests, whole, f"C{index}-", label=f"{prompt:,} tokens, expanded")
-        axes.plot(requests, plain, f"C{index}:", label=f"{prompt:,} tokens, latent rows alone")
-    axes.axhline(of.gpu.sheet.memory_bytes * asked.fraction / GIB, color="k", label=f"{asked.fraction:g} of the GPU's")
+        latent = [(prompt + count * asked.tail) * divided.latent_token / GIB for count in REQUESTS]
+        whole = prompt * divided.expanded_token / GIB
+        axes.plot(REQUESTS, latent, f"C{index}-", label=f"{prompt:,} tokens and tails of {asked.tail:,}")
+        axes.plot(REQUESTS, [whole] * len(REQUESTS), f"C{index}:", label=f"{prompt:,} tokens, expanded")
+    for size, style, what in (
+        (divided.budget, "k-", "KV budget"),
+        (divided.budget - divided.taken, "k--", "KV budget less memory for prefixes"),
+        (divided.taken, "k:", "memory for prefixes"),
+    ):
+        axes.axhline(size / GIB, color=style[0], linestyle=style[1:], label=what)
+    axes.set_title(f"Memory beside {divided.weights / GIB:.1f} GiB of weights")
     axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.5 * max(divided.budget / GIB, 1))
     _finish(axes)
 
 
@@ -87,17 +93,19 @@ def _roofline(axes: Any, of: Deployment, asked: Asked) -> None:
         across, up, _ = zip(*points, strict=True)
         marker, colour = STYLES[mode]
         axes.scatter(across, up, marker=marker, color=colour, label=mode.value.replace("_", " "))
-        for x, y, mine in points:
+        # What is bound by reading for each request lies on one spot, however many they are.
+        for x, y, mine in {point[:2]: point for point in points}.values():
             axes.annotate(str(mine), (x, y), textcoords="offset points", xytext=(3, -10), fontsize="x-small")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    title = f"Work over {prompt:,} tokens; a point's number: requests"
+    title = f"Work over {prompt:,} tokens; numbers: requests{of.a_rank}"
     axes.set(xlabel="useful operations per byte that is read", ylabel="TFLOPS", title=title)
     _finish(axes)
 
 
 def _finish(axes: Any) -> None:
     axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.tick_params(axis="x", labelsize="x-small")
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="x-small")
+    axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)  # below the axes

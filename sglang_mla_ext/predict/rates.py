@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_mla_ext.configs import read_config_or_file
+from sglang_mla_ext.configs import device_words, gpu_config_of, read_config_or_file
 from sglang_mla_ext.prefix.cost_model import GpuRates
 from sglang_mla_ext.segment import Mode
+
+NOT_HOPPER = frozenset({"a100", "a800", "l40s", "b100", "b200", "b300", "gb200", "gb300"})
+"""GPUs that people ask for, and that the extension does not run on."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,21 @@ class Gpu:
     rates: GpuRates
     sheet: DataSheet | None
     step: StepRates | None
+
+    @classmethod
+    def named(cls, name: str) -> Gpu:
+        """A GPU as people name it (`H200`, `NVIDIA H800`), or a file of rates.
+
+        Raises:
+            ValueError: it is not known, or the extension does not run on it.
+        """
+        if Path(name).suffix == ".json":
+            return cls.from_json(name)
+        if NOT_HOPPER.intersection(device_words(name)):
+            raise ValueError(
+                f"the extension does not run on {name}: FlashMLA needs a Hopper GPU (H100, H200, H800, H20)"
+            )
+        return cls.from_json(gpu_config_of(name) or name)
 
     @classmethod
     def from_json(cls, name_or_path: str | Path) -> Gpu:

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile  # plain Python
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS  # plain Python
 from sglang_mla_ext.predict import weights
 from sglang_mla_ext.predict.rates import Gpu
+from sglang_mla_ext.predict.sharing import PLAIN, Cover, cover, may_group, plan
 from sglang_mla_ext.prefix.cost_model import CostModel, ModelDims
 from sglang_mla_ext.segment import Mode
 
@@ -84,6 +85,11 @@ class Deployment:
         return dataclasses.replace(dims, num_layers=weights.attention_layers(self.config))
 
     @property
+    def a_rank(self) -> str:
+        """What tells requests of a rank from all, in words; without data parallelism they are the same."""
+        return " a rank" if self.dp > 1 else ""
+
+    @property
     def head_ranks(self) -> int:
         """Ranks that share the heads of a request."""
         return self.tp // self.dp
@@ -102,6 +108,22 @@ class Deployment:
             self.latent_element_bytes,
             self.queries,
         )
+
+    @cached_property
+    def _covers(self) -> dict[tuple[int, int, int], Cover]:
+        return {}
+
+    def cover(self, requests: int, prompt: int, chunks: int | None = None) -> Cover:
+        """How a server attends to a prompt that so many requests of one rank share.
+
+        Args:
+            chunks: of expanded tokens that its memory holds; by default as many as the prompt takes.
+        """
+        chunks = -(-prompt // CHUNK_TOKENS) if chunks is None else chunks
+        key = requests, prompt, chunks
+        if key not in self._covers:  # many steps of a few sizes are asked for
+            self._covers[key] = cover(plan(self.cost, requests, prompt, chunks))
+        return self._covers[key]
 
     def per_rank(self, requests: int) -> int:
         """Requests on the busiest of the data-parallel ranks."""
@@ -123,11 +145,12 @@ class Step:
     """Seconds of a step.
 
     Attributes:
+        cover: how it attends to what is shared.
         attention: in all layers.
         products: by kind; exchanges: between GPUs; overhead: other launches and the step's own constant.
     """
 
-    mode: Mode
+    cover: Cover
     attention: float
     products: Mapping[str, float]
     exchanges: float
@@ -145,55 +168,43 @@ class Step:
 
 def allowed_modes(of: Deployment) -> list[Mode]:
     """The modes that a server's `auto` chooses from."""
-    grouped = of.gpu.rates.modes[Mode.GROUPED_ABSORB].measured and rows_per_tile(of.cost.local_heads) is not None
-    return [mode for mode in Mode if grouped or mode is not Mode.GROUPED_ABSORB]
-
-
-def best_mode(of: Deployment, requests: int, prompt: int) -> Mode:
-    """The mode that a server's `auto` takes for so many requests of one rank that share a prompt."""
-    return of.cost.best_mode(requests, prompt, allowed_modes(of))
+    return [mode for mode in Mode if mode is not Mode.GROUPED_ABSORB or may_group(of.cost)]
 
 
 def attention_seconds(
-    of: Deployment,
-    mode: Mode,
-    requests: int,
-    prompt: int,
-    tail: int,
-    expanded: int | None = None,
-    arriving: Arriving = NOBODY,
+    of: Deployment, cover: Cover, requests: int, prompt: int, tail: int, arriving: Arriving = NOBODY
 ) -> float:
     """One layer's attention of requests of one rank to a prompt that they share and to tails of their own.
 
     New tokens attend to the prompt as requests do, whatever its mode, and by absorb to what their own request has
-    before them, which the L2 cache holds for the rows of one request.
+    before them, which the L2 cache holds for the rows of one request. What launches take beside plain absorb's is of
+    each mode in which the step attends at all.
 
     Args:
-        expanded: first tokens of the prompt that naive attends to, where not all of it fits; plain absorb takes the
-            others.
+        cover: what of the prompt is attended to together.
     Raises:
         ValueError: the GPU has no constants of a step.
     """
     if of.gpu.step is None:
         raise ValueError(f"{of.gpu.key} has no constants of a step")
-    reach = prompt if expanded is None or mode is not Mode.NAIVE else min(expanded, prompt)
     riders = of.riders(arriving)
     everyone = requests + riders
-    if everyone < 2 or reach == 0:
-        mode = Mode.ABSORB
+    if everyone < 2:
+        cover = PLAIN
     cost, step = of.cost, of.gpu.step
-    if mode is Mode.ABSORB:
-        shared = latent_seconds(cost, everyone, prompt, step.padding, shared=True)
-    else:
-        shared = cost.work_seconds(mode, everyone, reach)
-        shared += latent_seconds(cost, everyone, prompt - reach, step.padding, shared=True)
-    own = latent_seconds(cost, requests, tail, step.padding)
+    rows = everyone * of.queries * cost.local_heads
+    launches = {mode: step.attention_s[mode] + step.attention_row_s[mode] * rows for mode in Mode}
+    seconds = launches[Mode.ABSORB]
+    for mode, tokens in ((Mode.NAIVE, cover.naive), (Mode.GROUPED_ABSORB, cover.grouped)):
+        if tokens:
+            seconds += cost.work_seconds(mode, everyone, tokens) + launches[mode] - launches[Mode.ABSORB]
+    seconds += latent_seconds(cost, everyone, prompt - sum(cover), step.padding, shared=True)
+    seconds += latent_seconds(cost, requests, tail, step.padding)
     if riders:
         newcomers = min(of.per_rank(arriving.requests), riders)
         each = -(-riders // newcomers)
-        own += newcomers * latent_seconds(cost, each, arriving.own, step.padding, shared=True)
-    rows = everyone * of.queries * cost.local_heads
-    return shared + own + step.attention_s[mode] + step.attention_row_s[mode] * rows
+        seconds += newcomers * latent_seconds(cost, each, arriving.own, step.padding, shared=True)
+    return seconds
 
 
 def latent_seconds(cost: CostModel, requests: int, tokens: float, padding: float, shared: bool = False) -> float:
@@ -212,19 +223,11 @@ def latent_seconds(cost: CostModel, requests: int, tokens: float, padding: float
     return max(readers * read / rates.bytes_per_s, macs / rates.matrix_rate(cost.latent_element_bytes))
 
 
-def predict(
-    of: Deployment,
-    mode: Mode,
-    requests: int,
-    prompt: int,
-    tail: int,
-    expanded: int | None = None,
-    arriving: Arriving = NOBODY,
-) -> Step:
+def predict(of: Deployment, cover: Cover, requests: int, prompt: int, tail: int, arriving: Arriving = NOBODY) -> Step:
     """A decode step of so many requests, of all data-parallel ranks, that share a prompt.
 
     Args:
-        mode: of the attention to the prompt; expanded: see `attention_seconds`.
+        cover: how each rank attends to the prompt.
         tail: tokens of each request after the prompt.
         arriving: new tokens that ride, rows more of all products.
     Raises:
@@ -242,8 +245,8 @@ def predict(
     layers = of.dims.num_layers
     overhead = layers * (rates.layer_s + rows * activation_bytes(of) / rates.bytes_per_s) + rates.step_s
     exchanges = layers * (_exchange_seconds(of, rows, of.head_ranks) + _exchange_seconds(of, all_rows, of.tp))
-    attention = layers * attention_seconds(of, mode, mine, prompt, tail, expanded, arriving)
-    return Step(mode, attention, products, exchanges, overhead)
+    attention = layers * attention_seconds(of, cover, mine, prompt, tail, arriving)
+    return Step(cover, attention, products, exchanges, overhead)
 
 
 def product_seconds(of: Deployment, product: weights.Product, rows: int) -> float:

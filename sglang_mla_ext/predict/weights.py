@@ -72,8 +72,8 @@ def read_model(name_or_path: str) -> Mapping[str, Any]:
     """A model's Hugging Face configuration, of its language part.
 
     Args:
-        name_or_path: a shipped checkpoint's name (`deepseek-v3`), or its name on Hugging Face; or a `config.json`, or
-            the folder with one.
+        name_or_path: a shipped checkpoint's name (`deepseek-v3`), or its name on Hugging Face, with or without its
+            owner, in any case; or a `config.json`, or the folder with one.
     Raises:
         UnknownModelError: there is no such model.
     """
@@ -99,9 +99,11 @@ def model_names() -> list[str]:
 
 
 def _shipped(name: str) -> Mapping[str, Any]:
+    asked = name.lower()
     for known in model_names():
         checkpoint = read_config("checkpoints", known)
-        if name == known or name in checkpoint["names"]:
+        names = [each.lower() for each in checkpoint["names"]]
+        if asked in (known, *names, *(each.partition("/")[2] for each in names)):
             config: Mapping[str, Any] = checkpoint["config"]
             return config
     raise UnknownModelError(f"no model {name!r}: give one of {', '.join(model_names())}, or a path to a config.json")

@@ -36,7 +36,7 @@ def scenario_the_budget_is_taken_out_of_sglangs_memory() -> None:
     for given, budget in (
         ({"prefix_memory_gb": 0.25}, 1 << 28),
         ({"prefix_memory_gb": 0}, 0),
-        ({}, AVAILABLE // 10),
+        ({}, AVAILABLE // 4),
         ({"mode": "absorb", "prefix_memory_gb": 0.25}, 0),
         ({"mode": "grouped_absorb"}, 0),
     ):

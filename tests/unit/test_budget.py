@@ -37,9 +37,6 @@ def options(**given: Any) -> HybridMLAOptions:
 @pytest.mark.parametrize(
     ("given", "buffers", "taken"),
     [
-        ({}, 0, 4 * GIB),
-        ({}, GIB, 4 * GIB),
-        ({}, 5 * GIB, 5 * GIB),
         ({"prefix_memory_gb": 3.0}, GIB, 3 * GIB),
         ({"prefix_memory_gb": 0.5}, GIB, GIB),
         ({"prefix_memory_gb": 0.0}, GIB, GIB),
@@ -63,13 +60,37 @@ def test_the_budget_is_what_is_asked_for_and_covers_the_buffers(
         assert "--hybrid-mla-prefix-memory-gb 0.5 does not cover" in warned[0] and "1.000 GiB are taken" in warned[0]
 
 
+@pytest.mark.parametrize(
+    ("given", "heads", "gib"),
+    [
+        ({}, 16, 10),  # 20,000 tokens
+        ({}, 128, 0),  # 2,700: with DP attention
+        ({"prefix_dtype": "fp8_e4m3"}, 64, 10),  # 10,000
+        ({"mode": "naive"}, 128, 10),
+        ({"mode": "absorb"}, 16, None),
+        ({"prefix_memory_gb": 3.0}, 128, 3),
+    ],
+    ids=str,
+)
+def test_the_default_is_a_quarter_or_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gpu: None, given: Any, heads: int, gib: Any
+) -> None:
+    server = configurator(monkeypatch, heads, BF16)
+    with caplog.at_level(logging.WARNING):
+        found = budget.with_default(40 * GIB, server, options(**given))
+    assert found.prefix_memory_gb == gib and found.may_expand == bool(gib)
+    warned = [record.getMessage() for record in caplog.records]
+    assert bool(warned) == (gib == 0)
+    assert gib != 0 or ("25 % of the 40.0 GiB" in warned[0] and "hold 2678 tokens of 3.82 MiB" in warned[0]), warned
+
+
 def test_a_budget_that_leaves_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "buffer_bytes", lambda *args: 2 * GIB)
     with pytest.raises(
         OptionError, match=r"prefix-memory-gb 40 leaves nothing of the 40.00 GiB .*: lower it, or raise"
     ):
         budget.take(40 * GIB, None, options(prefix_memory_gb=40.0))
-    for given in ({"mode": "absorb"}, {"prefix_memory_gb": 0.5}, {}):
+    for given in ({"mode": "absorb"}, {"prefix_memory_gb": 0.5}):
         with pytest.raises(OptionError, match=r"own buffers \(2.00 GiB\) leaves nothing .*: raise --mem-fraction"):
             budget.take(2 * GIB, None, options(**given))
 
@@ -93,8 +114,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def configurator(monkeypatch: pytest.MonkeyPatch, heads: int, cache: torch.dtype, context_len: int = 1 << 17) -> Any:
-    layer = SimpleNamespace(num_local_heads=heads, kv_lora_rank=512, qk_rope_head_dim=64)
-    monkeypatch.setattr(budget, "attention_layers", lambda configurator: [layer])
+    dims = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    layer = SimpleNamespace(num_local_heads=heads, **dims)
+    monkeypatch.setattr(budget, "attention_layers", lambda configurator: [layer] * 61)
     return SimpleNamespace(
         device="cuda",
         kv_cache_dtype=cache,

@@ -45,7 +45,7 @@ def test_drafts_make_sharing_pay_earlier():
 
     alone, four = pays_from(), pays_from("--draft-tokens", "4")
     assert 3 < alone / four < 5
-    assert "4 tokens each" in plan("--draft-tokens", "4").replace("\n", " ") and "tokens each" not in plan()
+    assert "4 tokens each" in " ".join(plan("--draft-tokens", "4").split()) and "tokens each" not in plan()
 
 
 @pytest.mark.parametrize("options", [("--tp", "1"), ("--tp", "8", "--gpu", "h20")], ids=["128 heads", "not measured"])
@@ -132,7 +132,7 @@ def examined(monkeypatch: pytest.MonkeyPatch, outcome: str, line: LaunchLine, *w
     found = {"findings": [], "changes": [], "settings": [], "models": {}, **found}
     found.setdefault("codes", ["a code"] * len(found["findings"]))
     examination = examine.Examination(outcome=outcome, line=line, **found)
-    monkeypatch.setattr(examine, "examiner", lambda prefix_bytes: nullcontext(lambda line: examination))
+    monkeypatch.setattr(examine, "examiner", lambda: nullcontext(lambda line: examination))
     monkeypatch.setattr(doctor, "gpu_here", lambda: (None, None))
     result = CliRunner().invoke(app, ["doctor", *words])
     return result.exit_code, result.output

@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 
 from sglang_mla_ext.cli import app
 from sglang_mla_ext.configs import config_names, read_config
-from sglang_mla_ext.predict import report, weights
-from sglang_mla_ext.predict.memory import memory, weight_bytes
+from sglang_mla_ext.predict import report, tables, weights
+from sglang_mla_ext.predict.memory import default_fraction, memory, weight_bytes
 from sglang_mla_ext.predict.rates import Gpu
+from sglang_mla_ext.predict.sharing import PLAIN, Cover
 from sglang_mla_ext.predict.step import Deployment, attention_seconds, latent_seconds, predict
 from sglang_mla_ext.predict.weights import Product, UnknownModelError, products, read_model
-from sglang_mla_ext.segment import Mode
 
 H200 = Gpu.from_json("h200")
 V3 = read_model("deepseek-v3")
@@ -80,7 +80,7 @@ def test_every_shipped_model_is_planned():
     for name in weights.model_names():
         of = Deployment(read_model(name), H200, tp=8)
         assert of.dims.num_layers == attention_layers_of(name)
-        assert predict(of, Mode.NAIVE, 128, 4096, 256).seconds > 0
+        assert predict(of, of.cover(128, 4096), 128, 4096, 256).seconds > 0
 
 
 def attention_layers_of(name: str) -> int:
@@ -91,7 +91,13 @@ def attention_layers_of(name: str) -> int:
 def test_a_model_by_its_file_or_its_name_on_hugging_face(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(V3))
-    assert read_model(str(file)) == read_model(str(tmp_path)) == read_model("deepseek-ai/DeepSeek-R1") == V3
+    assert (
+        read_model(str(file))
+        == read_model(str(tmp_path))
+        == read_model("deepseek-ai/DeepSeek-R1")
+        == read_model("deepseek-r1")
+        == V3
+    )
     options = ("--prefix", "7069", "--batch", "64")
     by_file, by_name = planned("--model", str(file), *options), planned(*options)
     assert by_file["cases"] == by_name["cases"]
@@ -107,32 +113,34 @@ def test_ranks_share_what_they_can():
     assert (of(8).cost.local_heads, of(8, 8).cost.local_heads, of(16, 4).cost.local_heads) == (16, 128, 32)
     assert of(8, 8).per_rank(100) == 13
     assert weight_bytes(of(1)) / 8 < weight_bytes(of(8)) < weight_bytes(of(8, 8)) < weight_bytes(of(1))
-    eight = [predict(of(8, dp), Mode.ABSORB, 256, 7069, 256) for dp in (1, 8)]
+    eight = [predict(of(8, dp), PLAIN, 256, 7069, 256) for dp in (1, 8)]
     assert eight[0].products["experts"] == pytest.approx(eight[1].products["experts"])
-    assert eight[0].exchanges > eight[1].exchanges > 0 == predict(of(1), Mode.ABSORB, 256, 7069, 256).exchanges
+    assert eight[0].exchanges > eight[1].exchanges > 0 == predict(of(1), PLAIN, 256, 7069, 256).exchanges
     with pytest.raises(ValueError, match="does not divide"):
         of(8, 3)
 
 
 def test_a_step_is_its_parts():
     of = Deployment(V3, H200, 8)
-    step = predict(of, Mode.NAIVE, 128, 26472, 512)
+    whole = Cover(naive=26472)
+    step = predict(of, whole, 128, 26472, 512)
     assert set(step.products) == {"attention", "dense", "experts", "head"}
-    assert step.attention == 61 * attention_seconds(of, Mode.NAIVE, 128, 26472, 512)
+    assert step.attention == 61 * attention_seconds(of, whole, 128, 26472, 512)
     assert step.seconds == pytest.approx(step.attention + sum(step.products.values()) + step.exchanges + step.overhead)
-    drafts = predict(dataclasses.replace(of, queries=4), Mode.NAIVE, 128, 26472, 512)
+    drafts = predict(dataclasses.replace(of, queries=4), whole, 128, 26472, 512)
     assert step.seconds < drafts.seconds < 4 * step.seconds
 
 
-def test_what_is_not_expanded_is_attended_to_by_absorb():
+def test_what_is_not_expanded_is_attended_to_in_other_ways():
     of = Deployment(V3, H200, 8)
 
-    def seconds(mode: Mode, expanded: int | None) -> float:
-        return attention_seconds(of, mode, 128, 26472, 512, expanded)
+    def seconds(*cover: int) -> float:
+        return attention_seconds(of, Cover(*cover), 128, 26472, 512)
 
-    assert seconds(Mode.NAIVE, 26472) == seconds(Mode.NAIVE, None)
-    assert seconds(Mode.NAIVE, 0) == seconds(Mode.ABSORB, None) == seconds(Mode.ABSORB, 0)
-    assert seconds(Mode.NAIVE, None) < seconds(Mode.NAIVE, 13236) < seconds(Mode.ABSORB, None)
+    assert seconds() == attention_seconds(of, PLAIN, 128, 26472, 512)
+    assert seconds(26472) < seconds(13312, 13160) < seconds(0, 26432) < seconds(13312) < seconds()
+    # One request shares with nobody.
+    assert attention_seconds(of, Cover(26472), 1, 26472, 512) == attention_seconds(of, PLAIN, 1, 26472, 512)
 
 
 def test_padding_takes_less_than_rows():
@@ -145,21 +153,27 @@ def test_padding_takes_less_than_rows():
 
 def test_memory():
     of = Deployment(V3, H200, 8)
-    found = memory(of, 128, 26472, 1000, 0.85)
+    found = memory(of, 0.85)
     assert found.weights == pytest.approx(672.3e9 / 8, rel=0.03)
     assert found.budget + found.weights == pytest.approx(H200.sheet.memory_bytes * 0.85)
-    assert found.latent == (26472 + 128 * 1000) * 1152 * 61
-    assert found.expanded == 26472 * (16 * 512 + 128) * 61
-    assert found.fits and found.reach == 26472
-    most = memory(of, found.most_requests, 26472, 1000, 0.85)
-    assert most.fits and not memory(of, found.most_requests + 1, 26472, 1000, 0.85).fits
-    whole = memory(Deployment(V3, H200, 8, 8), 128, 26472, 1000, 0.85)
-    assert not whole.fits and 0 < whole.reach < 26472
-    assert whole.latent + whole.reach * 65664 * 61 <= whole.budget
-    given = memory(of, 128, 26472, 1000, 0.85, for_prefixes=4 << 30)
-    assert given.reach == (4 << 30) // (8320 * 61) and given.expanded == found.expanded
-    nothing = memory(Deployment(V3, H200), 128, 26472, 1000, 0.85)
-    assert (nothing.budget, nothing.reach, nothing.most_requests) == (0, 0, 0)
+    assert (found.latent_token, found.expanded_token) == (1152 * 61, 8320 * 61)
+    # A quarter by default, of which our own buffers take some MiB.
+    assert found.taken == int(found.budget) // 4
+    assert 0 < found.taken - found.chunks * 256 * found.expanded_token < (100 << 20) + 256 * found.expanded_token
+    assert found.tokens(shared=False) * 0.75 == pytest.approx(found.tokens(shared=True), rel=1e-5)
+    most = found.most_requests(26472, 1000, shared=True)
+    assert 26472 + most * 1000 <= found.tokens(shared=True) < 26472 + (most + 1) * 1000
+    assert memory(of, 0.85, 4 << 30).taken == 4 << 30
+    # With all heads on a rank a quarter holds too little; what is asked for is taken all the same.
+    alone = Deployment(V3, H200, 8, 8)
+    assert (memory(alone, 0.85).chunks, memory(alone, 0.85).taken) == (0, 0) and memory(alone, 0.85, 9 << 30).chunks > 8
+    nothing = memory(Deployment(V3, H200), 0.85)
+    assert (nothing.budget, nothing.chunks, nothing.most_requests(26472, 1000, shared=False)) == (0, 0, 0)
+
+
+def test_the_fraction_is_sglangs():
+    """As 0.5.17 computes them from the GPU's MiB: 8 ranks, and 8 with DP attention, which needs larger graphs."""
+    assert [default_fraction(Deployment(V3, H200, 8, dp)) for dp in (1, 8)] == pytest.approx([0.886, 0.758], abs=0.001)
 
 
 def test_json_has_all_of_it():
@@ -172,7 +186,10 @@ def test_json_has_all_of_it():
     assert ms["chosen"] == pytest.approx(case["attention_ms"]["chosen"] + case["rest_ms"])
     assert case["rest_ms"] == pytest.approx(sum(case["rest_parts_ms"].values()))
     assert rate["chosen"] == pytest.approx(256 / ms["chosen"] * 1e3)
-    assert case["memory"]["fits"] and case["memory"]["expanded_tokens"] == 26472
+    assert case["segments"] == [
+        {"mode": "naive", "start": 0, "end": 10240},
+        {"mode": "grouped_absorb", "start": 10240, "end": 26432},
+    ]
 
 
 def test_storage_and_drafts():
@@ -192,9 +209,11 @@ def test_storage_and_drafts():
 
 def test_less_memory_for_prefixes_takes_longer():
     case = ("--tp", "8", "--prefix", "26472", "--batch", "128", "--prefix-memory-gb")
-    whole, half, none = (planned(*case, gib)["cases"][0] for gib in ("13", "6", "0"))
+    whole, half, none = (planned(*case, gib)["cases"][0] for gib in ("13", "10", "0"))
     ms = [case["step_ms"]["chosen"] for case in (whole, half, none)]
-    assert ms[0] < ms[1] < ms[2] == none["step_ms"]["absorb"]
+    assert ms[0] < ms[1] < ms[2] < none["step_ms"]["absorb"]
+    ways = [[each["mode"] for each in case["segments"]] for case in (whole, half, none)]
+    assert ways == [["naive"], ["naive", "grouped_absorb"], ["grouped_absorb"]]
     assert whole["memory"]["expanded_tokens"] == 26472 and none["memory"]["expanded_tokens"] == 0
 
 
@@ -212,16 +231,83 @@ def test_gpus_that_were_not_measured_say_so():
     def said(gpu: str) -> str:
         return CliRunner().invoke(app, ["plan", "--tp", "8", "--gpu", gpu]).output
 
-    for name in ("h20", "a100"):
-        assert "are derived from data sheets, not measured" in said(name) and Gpu.from_json(name).derived
+    assert "are derived from data sheets, not measured" in said("h20") and Gpu.from_json("h20").derived
     assert "only attention's rates were measured" in said("h100") and not Gpu.from_json("h100").derived
     assert "derived" not in said("h200")
     half = dataclasses.replace(H200, step=Gpu.from_json("h20").step)
     of = Deployment(V3, half, 8)
-    asked = report.Asked("deepseek-v3", "h200", [7069], [64], 512, 0.85)
-    assert any("only attention's rates" in line for line in report.sentences(of, report.report(of, asked)))
+    asked = report.Asked("deepseek-v3", "h200", [7069], [64], 512)
+    assert any("only attention's rates" in line for line in tables.sentences(of, report.report(of, asked)))
     assert "attention alone is shown" in said("cpu") and "tokens/s" not in said("cpu")
-    assert "do not fit in this memory" in CliRunner().invoke(app, ["plan"]).output
+
+
+def recommended(*options: str) -> str:
+    result = CliRunner().invoke(app, ["plan", *options])
+    assert result.exit_code == 0, result.output
+    before, _, last = result.output.partition("Recommendation: ")
+    assert "└" in before and "└" not in last
+    return " ".join(last.split())
+
+
+def test_it_ends_in_advice():
+    said = recommended("--tp", "8", "--prefix", "26472", "--batch", "256")
+    found = planned("--tp", "8", "--prefix", "26472", "--batch", "256")
+    advice, memory = found["recommendation"], found["memory"]
+    # A little more than the default holds the whole prompt.
+    assert (
+        advice["turn_on"] and advice["flags"][1] == "--hybrid-mla-prefix-memory-gb 12.7" and advice["flags"][1] in said
+    )
+    assert found["cases"][0]["ratio"] < advice["ratio"][0] and f"{advice['ratio'][0]:.2f}x" in said
+    assert advice["pays_from"] == {"26472": 2} and "from 2 requests (26,472 tokens) on" in said
+    assert memory["cache_tokens"]["absorb"] == advice["cache_tokens"]["stock"] > advice["cache_tokens"]["shared"]
+    assert f"{advice['cache_tokens']['shared']:,} tokens instead of {advice['cache_tokens']['stock']:,}" in said
+    assert "--hybrid-mla-prefix-memory-gb" not in recommended("--tp", "8", "--prefix", "7069", "--batch", "256")
+
+
+def test_advice_where_nothing_is_gained():
+    few = recommended("--tp", "8", "--prefix", "7069", "--batch", "4")
+    assert few.startswith("leave it off") and "from 11 requests (7,069 tokens) on" in few
+    heavy = recommended("--tp", "8", "--dp", "8", "--prefix", "26472")
+    assert heavy.startswith("leave it off") and "Without DP attention" in heavy
+    assert "do not fit in 1 of these GPUs" in recommended()
+    assert "with --mem-fraction-static 0.63" in recommended("--tp", "8", "--mem-fraction", "0.5", "--prefix", "7069")
+    assert planned("--gpu", "cpu", "--model", "deepseek-v2-lite")["recommendation"] is None
+
+
+def test_a_rank_with_all_heads_where_it_pays():
+    said = recommended(
+        "--model", "kimi-k2.5", "--tp", "8", "--dp", "8", "--kv-cache-dtype", "fp8_e4m3", "--prefix", "7069"
+    )
+    assert said.startswith("turn it on") and "--hybrid-mla-dp-routing prefix" in said
+    assert "requests a rank (7,069 tokens)" in said
+
+
+def test_nothing_saved_says_why_and_the_cache_limits_what_runs():
+    found = planned("--tp", "8", "--dp", "8", "--prefix", "26472")
+    assert [case["requests"] for case in found["cases"]] == [128, 512, 1024, 2048]
+    reasons = [case["why_plain"] for case in found["cases"]]
+    assert "from 37 requests a rank on" in reasons[0] and reasons[1] == "no memory for expanded tokens"
+    output = CliRunner().invoke(app, ["plan", "--tp", "8", "--dp", "8", "--prefix", "26472"]).output
+    assert all(reason in output for reason in reasons) and "512 (64)" in output
+    full = planned("--tp", "8", "--prefix", "26472", "--batch", "4000")["cases"][0]
+    assert full["running"]["chosen"] < full["running"]["absorb"] == full["memory"]["most_requests"]["absorb"] < 4000
+    assert full["tokens_per_s"]["chosen"] == pytest.approx(full["running"]["chosen"] / full["step_ms"]["chosen"] * 1e3)
+
+
+def test_small_groups_gain_in_the_step_what_the_planner_counts():
+    """16 requests on 7,069 tokens, 16 heads: grouped absorb, 5 of 40 us a layer were measured."""
+    (case,) = planned("--tp", "8", "--prefix", "7069", "--batch", "16")["cases"]
+    assert case["chosen"] == "grouped_absorb" and 0.1 < case["saved"] < 0.15 and case["ratio"] > 1.01
+
+
+@pytest.mark.parametrize("name", ["h800", "H200", "nvidia H20"])
+def test_gpus_as_people_name_them(name):
+    assert Gpu.named(name).sheet is not None and Gpu.named(name).key == name.lower().split()[-1].replace("800", "100")
+
+
+@pytest.mark.parametrize("name", ["a100", "B200", "b300", "gb200"])
+def test_gpus_that_it_does_not_run_on(name):
+    assert f"does not run on {name}" in refused("--gpu", name)
 
 
 def test_plot(tmp_path):

@@ -6,6 +6,7 @@ The tree is SGLang's; the expander is a fake that remembers what was written whe
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS
 from sglang_mla_ext.observe import Counters, report
 from sglang_mla_ext.options import HybridMLAOptions
+from sglang_mla_ext.predict import sharing
 from sglang_mla_ext.prefix import shared_prefixes
 from sglang_mla_ext.prefix.branches import Branches, Part
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, ModelDims
@@ -773,3 +775,27 @@ def test_any_history(
         assert server.expander.taken() <= max(per_step, CHUNK_TOKENS)
         owned = [chunk.id for chunk in chunks_of(server)]
         assert len(set(owned)) == len(owned) == server.pool.used_chunks <= chunks
+
+
+# ---- what `sglang-mla plan` says of a server
+
+
+def test_a_plan_on_paper_is_the_servers(tree: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory, too little and enough, for a prompt of 26,432 tokens and what is behind its last page."""
+    monkeypatch.setattr(FakeExpander, "expand", lambda *args: None)  # how is not asked here
+    requests = [tree.run("s" * 413 + chr(200 + index)) for index in range(200)]
+    seen: dict[int, set[Any]] = {8: set(), 16: set(), 128: set()}
+    for heads, chunks, count in itertools.product(seen, (0, 33, 104), (2, 16, 200)):
+        cost = replace(COST, local_heads=heads, rates=GpuRates.from_json("h200"))
+        ways = {"naive": chunks > 0, "grouped_page": PAGE if heads < 128 else None, "capacity": Capacity(256, 2048)}
+        server = Server(tree, chunks, ways, cost, mode="auto", expand_tokens_per_step=30_000)
+        for _ in range(2):
+            planned = server.prefixes.plan_decode(requests[:count])
+        found = [
+            [replace(segment, chunks=()) for segment in plan.segments]
+            for plan in (planned, sharing.plan(cost, count, 413 * PAGE + 40, chunks))
+        ]
+        assert found[0] == found[1], (heads, chunks, count)
+        seen[heads].add(tuple(segment.mode for segment in planned.segments))
+    naive, grouped = Mode.NAIVE, Mode.GROUPED_ABSORB
+    assert seen == {8: {(naive,), (grouped,)}, 16: {(naive,), (naive, grouped), (grouped,)}, 128: {(), (naive,)}}

@@ -52,7 +52,7 @@ def test_measured_steps_are_predicted_within_15_percent(name, least, missed):
 def test_modes_are_those_that_the_servers_took():
     for cell in cells(RESULTS / "serving.jsonl"):
         sharing = cell.record["hybrid_mla"]
-        assert cell.step.mode is (Mode(sharing["mode"]) if sharing else Mode.ABSORB)
+        assert cell.step.cover.mode is (Mode(sharing["mode"]) if sharing else Mode.ABSORB)
 
 
 def test_tails():

@@ -72,17 +72,9 @@ class Examination(NamedTuple):
     elsewhere: str | None = None
 
 
-PrefixBytes = Callable[[int, HybridMLAOptions], int]
-"""What a server takes of its KV cache's memory for expanded prefixes: step/budget.py."""
-
-
 @contextmanager
-def examiner(prefix_bytes: PrefixBytes | None = None) -> Iterator[Callable[[LaunchLine], Examination]]:
-    """Makes a function that examines one LaunchLine; entering takes as long as importing SGLang.
-
-    Args:
-        prefix_bytes: without it nothing is said of how far the memory reaches.
-    """
+def examiner() -> Iterator[Callable[[LaunchLine], Examination]]:
+    """Makes a function that examines one LaunchLine; entering takes as long as importing SGLang."""
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of what SGLang finds no GPU for
@@ -95,7 +87,7 @@ def examiner(prefix_bytes: PrefixBytes | None = None) -> Iterator[Callable[[Laun
         with _silence():
             load_plugins()
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        yield lambda line: _examine(line, Path(folder), prefix_bytes)
+        yield lambda line: _examine(line, Path(folder))
 
 
 def _not_compiled(model: Any = None, **options: Any) -> Any:
@@ -103,7 +95,7 @@ def _not_compiled(model: Any = None, **options: Any) -> Any:
     return model if model is not None else lambda function: function
 
 
-def _examine(line: LaunchLine, folder: Path, prefix_bytes: PrefixBytes | None) -> Examination:
+def _examine(line: LaunchLine, folder: Path) -> Examination:
     line = line._replace(arguments=launch_line.with_backend(line.arguments))
     if unread := _unread_models(line):
         codes = ["model"] * len(unread)
@@ -113,7 +105,7 @@ def _examine(line: LaunchLine, folder: Path, prefix_bytes: PrefixBytes | None) -
     while True:
         known = _known_models(line)
         folders = {named: str(checkpoints.write_config(model, folder)) for named, model in known.items()}
-        server, found = _resolve(line, folders, prefix_bytes)
+        server, found = _resolve(line, folders)
         new = [each for each in found if each not in findings]
         findings += new
         for each in new:
@@ -140,7 +132,7 @@ def _examine(line: LaunchLine, folder: Path, prefix_bytes: PrefixBytes | None) -
         return examination._replace(**server or {})
 
 
-def _of_server(line: LaunchLine, args: ServerArgs, prefix_bytes: PrefixBytes | None) -> dict[str, Any]:
+def _of_server(line: LaunchLine, args: ServerArgs) -> dict[str, Any]:
     """What is said of a line that works, in its own environment."""
     resolved, options = installed.resolved(args), HybridMLAOptions.from_env()
     version = launch_line.version_in(line.image or "") or str(installed_version())
@@ -148,7 +140,7 @@ def _of_server(line: LaunchLine, args: ServerArgs, prefix_bytes: PrefixBytes | N
         "settings": _settings(line, args),
         "warnings": limits.warnings(resolved, on_gpu=True),
         "run": tried.how_far(tried.parts_of(args, options), version),
-        "reach": reach.predicted(resolved, options, prefix_bytes) if prefix_bytes is not None else None,
+        "reach": reach.predicted(resolved, options),
     }
 
 
@@ -178,9 +170,7 @@ def _models_of(line: LaunchLine) -> list[str]:
     return [path for flag in MODEL_FLAGS if (path := launch_line.value_of(line.arguments, flag))]
 
 
-def _resolve(
-    line: LaunchLine, folders: dict[str, str], prefix_bytes: PrefixBytes | None
-) -> tuple[dict[str, Any] | None, list[Finding]]:
+def _resolve(line: LaunchLine, folders: dict[str, str]) -> tuple[dict[str, Any] | None, list[Finding]]:
     """What is said of the server that would run, or what is in the way.
 
     Args:
@@ -204,7 +194,7 @@ def _resolve(
         except Exception as error:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             return None, [Finding("SGLang", f"SGLang itself: {reason}")]
-        return _of_server(line, args, prefix_bytes), []
+        return _of_server(line, args), []
 
 
 def _with_spaces(arguments: list[str]) -> list[str]:

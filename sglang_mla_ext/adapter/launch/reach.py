@@ -4,13 +4,13 @@ rank has all heads of its requests, or more of them than with as many ranks of t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.configs import gpu_config_of
+from sglang_mla_ext.prefix.default_memory import default_bytes
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -68,15 +68,12 @@ def say(found: Reach) -> None:
     logger.log(logging.INFO if found.tokens == PROMPT_TOKENS else logging.WARNING, "hybrid_mla: %s", found)
 
 
-def predicted(
-    args: ServerArgs, options: HybridMLAOptions, prefix_bytes: Callable[[int, HybridMLAOptions], int]
-) -> str | None:
+def predicted(args: ServerArgs, options: HybridMLAOptions) -> str | None:
     """The same before a server starts, from its model's weights; None without DP attention, and where the model or the
     GPU is not known so well, or has no memory left.
 
     Args:
         args: resolved.
-        prefix_bytes: what a server takes of its KV cache's memory for expanded prefixes.
     """
     from sglang_mla_ext.predict.memory import weight_bytes
     from sglang_mla_ext.predict.rates import Gpu
@@ -104,5 +101,8 @@ def predicted(
     if kv_bytes <= 0:
         return None
     routes = options.dp_routing == "prefix"
-    budget = prefix_bytes(kv_bytes, options)
+    if options.prefix_memory_gb is not None:
+        budget = int(options.prefix_memory_gb * (1 << 30))
+    else:
+        budget = default_bytes(kv_bytes, 0, token_bytes)
     return f"about: {Reach(budget, token_bytes, of.cost.local_heads, of.dims.num_layers, element_bytes, routes)}"

@@ -4,6 +4,7 @@ all buffers of our own, whose sizes are known before SGLang sizes its pools."""
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,11 +14,13 @@ from sglang_mla_ext.adapter.latent.protocol import LatentAttention, LatentSizes
 from sglang_mla_ext.adapter.launch import riding
 from sglang_mla_ext.adapter.step.layer import attention_layers
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
-from sglang_mla_ext.adapter.step.steps import MAX_ROWS
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.dispatch import multiprocessors
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS
+from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
 from sglang_mla_ext.prefix.cost_model import GpuRates, rates_for
+from sglang_mla_ext.prefix.default_memory import FEWEST_TOKENS, SHARE, default_bytes, tokens_held
 from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
@@ -25,27 +28,70 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_SHARE = 0.1
-"""Of the memory for the KV cache, where the user names no size."""
-
 MAX_RANKS = 64
 """A multiple of every number of attention ranks that SGLang pads batches for."""
 
 GIB = 1 << 30
+
+STORAGE_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": FP8}
+"""Of expanded prefixes, by the option; otherwise as the cache."""
+
+
+def with_default(available: int, configurator: KVCacheConfigurator, options: HybridMLAOptions) -> HybridMLAOptions:
+    """The options with a size for expanded prefixes, where the user named none and something may be expanded.
+
+    Args:
+        available: bytes that SGLang has for its KV cache.
+    """
+    if not options.may_expand or options.prefix_memory_gb is not None:
+        return options
+    if options.mode == "naive":  # which was asked for, however little it may be
+        return replace(options, prefix_memory_gb=available * SHARE / GIB)
+    token, buffers = token_bytes(configurator, options), buffer_bytes(configurator, options)
+    default = default_bytes(available, buffers, token)
+    if not default:
+        logger.warning(
+            "hybrid_mla: nothing is expanded by default here: %.0f %% of the %.1f GiB for the KV cache hold %d tokens "
+            "of %.2f MiB, fewer than %d. --hybrid-mla-prefix-memory-gb names a size, --hybrid-mla-prefix-dtype "
+            "fp8_e4m3 halves a token's, and so do twice as many ranks that share a request's heads (--tp without "
+            "--enable-dp-attention)",
+            SHARE * 100,
+            available / GIB,
+            tokens_held(available, buffers, token),
+            token / (1 << 20),
+            FEWEST_TOKENS,
+        )
+    return replace(options, prefix_memory_gb=default / GIB)
+
+
+def token_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -> int:
+    """Of an expanded token, in all layers."""
+    layers = attention_layers(configurator)
+    cache = FP8 if configurator.kv_cache_dtype == FP8 else configurator.model_dtype
+    chunk = ExpandedBuffers.bytes_per_chunk(
+        layers=len(layers),
+        heads=layers[0].num_local_heads,
+        qk_nope_head_dim=layers[0].qk_nope_head_dim,
+        v_head_dim=layers[0].v_head_dim,
+        qk_rope_head_dim=layers[0].qk_rope_head_dim,
+        dtype=STORAGE_DTYPES.get(options.prefix_dtype, cache),
+    )
+    return chunk // CHUNK_TOKENS
 
 
 def take(available: int, configurator: KVCacheConfigurator, options: HybridMLAOptions) -> int:
     """
     Args:
         available: bytes that SGLang has for its KV cache.
+        options: as `with_default` returns them.
     Returns:
         how many of them are ours, for expanded prefixes and buffers together: what was asked for, or what the buffers
         alone take, if that is more.
     Raises:
         OptionError: nothing is left.
     """
-    buffers, asked = buffer_bytes(configurator, options), prefix_bytes(available, options)
-    if 0 < asked < buffers and options.prefix_memory_gb is not None:
+    buffers, asked = buffer_bytes(configurator, options), prefix_bytes(options)
+    if 0 < asked < buffers:
         logger.warning(
             "hybrid_mla: --hybrid-mla-prefix-memory-gb %g does not cover its own buffers: %.3f GiB are taken for them, "
             "and nothing will be expanded",
@@ -69,13 +115,9 @@ def take(available: int, configurator: KVCacheConfigurator, options: HybridMLAOp
     return budget
 
 
-def prefix_bytes(available: int, options: HybridMLAOptions) -> int:
-    """What the user asks for, by a size or by none; 0 where nothing is expanded."""
-    if not options.may_expand:
-        return 0
-    if options.prefix_memory_gb is None:
-        return int(available * DEFAULT_SHARE)
-    return int(options.prefix_memory_gb * GIB)
+def prefix_bytes(options: HybridMLAOptions) -> int:
+    """What is asked for; 0 where nothing is expanded."""
+    return int((options.prefix_memory_gb or 0) * GIB) if options.may_expand else 0
 
 
 def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -> int:

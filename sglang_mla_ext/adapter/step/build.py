@@ -17,19 +17,27 @@ from sglang_mla_ext.adapter.launch import reach
 from sglang_mla_ext.adapter.launch import riding as launch_riding
 from sglang_mla_ext.adapter.launch.reach import Reach
 from sglang_mla_ext.adapter.step.backend import HybridMLABackend
-from sglang_mla_ext.adapter.step.budget import max_requests, max_rows, max_tokens, needs_latent, tries_grouped
+from sglang_mla_ext.adapter.step.budget import (
+    STORAGE_DTYPES,
+    max_requests,
+    max_rows,
+    max_tokens,
+    needs_latent,
+    tries_grouped,
+)
 from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes
 from sglang_mla_ext.adapter.step.layer import attention_layers, merge_before_o_proj
 from sglang_mla_ext.adapter.step.prefill import PrefillPlan
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.adapter.step.riding import EAGER_LAYER_S, Riding
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
-from sglang_mla_ext.adapter.step.steps import MAX_ROWS, PrefillSharing, Steps
+from sglang_mla_ext.adapter.step.steps import PrefillSharing, Steps
 from sglang_mla_ext.adapter.step.stock import Stock
-from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8, MAX_SEGMENTS, SEGMENTS_PER_ROW
+from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, MAX_SEGMENTS, SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.cost_model import CostModel, ModelDims, rates_for
@@ -47,8 +55,6 @@ if TYPE_CHECKING:
     from sglang_mla_ext.options import HybridMLAOptions
 
 logger = logging.getLogger(__name__)
-
-STORAGE_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": FP8}
 
 
 def build(

@@ -60,6 +60,7 @@ class _Worker:
     """What one scheduler process knows; filled in as SGLang builds its parts."""
 
     budget_bytes: int | None = None
+    options: HybridMLAOptions | None = None
     pool: KVCache | None = None
     memory: Memory | None = None
     backend: HybridMLABackend | None = None
@@ -222,7 +223,7 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
 
     worker.pool = runner.token_to_kv_pool
     worker.memory = Memory(installed.memory_region(runner))
-    options = HybridMLAOptions.from_env()
+    options = worker.options
     worker.backend, worker.steps, worker.riding = build(runner, options, worker.budget_bytes, worker.memory)
     if worker.riding is not None:
         _start_riding(asked=options.mixed_tokens is not None or runner.server_args.enable_mixed_chunk)
@@ -246,7 +247,8 @@ def _start_riding(asked: bool) -> None:
 
 def after_profile_bytes(available: int, configurator: KVCacheConfigurator, *args: Any, **kwargs: Any) -> int:
     """Take what we allocate out of what SGLang has for its KV cache. A draft model's is sized by the model's."""
-    worker.budget_bytes = budget.take(available, configurator, HybridMLAOptions.from_env())
+    worker.options = budget.with_default(available, configurator, HybridMLAOptions.from_env())
+    worker.budget_bytes = budget.take(available, configurator, worker.options)
     return available - worker.budget_bytes
 
 

@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_ROWS = 1024
-"""Rows, which are query tokens, of one run of the attention: fills the GPU, and bounds the partial results' memory.
-Batches with more decode by plain absorb; prefill takes as many runs as it needs."""
-
 FIRST_PAUSE, LONGEST_PAUSE = 64, 1 << 16
 """Forward passes without sharing after a failure; twice as many after every further one that comes before a decode step
 with groups has gone through."""

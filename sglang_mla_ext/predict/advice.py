@@ -1,0 +1,181 @@
+"""What to do with all that: whether to turn the extension on, with which flags, what to expect and what it costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS  # plain Python
+from sglang_mla_ext.predict import sharing
+from sglang_mla_ext.predict.memory import buffer_bytes, fraction_that_fits
+from sglang_mla_ext.predict.report import GIB, Asked, chunks_for, whole_step
+from sglang_mla_ext.predict.step import Deployment
+
+WORTH = 1.03
+"""Gains below this are not worth a flag: predictions are not that good."""
+CLEARLY = 1.05
+"""So much better must another dtype or deployment be to be named."""
+NEARLY = 0.98
+"""Of the best gain; less memory that gives so much is preferred."""
+
+
+class Outcome(NamedTuple):
+    """What comes of all cases: tokens per second to those of stock attention, by case, and their geometric mean of
+    tokens per second."""
+
+    ratios: list[float]
+    tokens_per_s: float
+
+    @property
+    def mean(self) -> float:
+        return math.exp(sum(map(math.log, self.ratios)) / len(self.ratios))
+
+    def __str__(self) -> str:
+        least, most = (f"{each:.2f}x" for each in (min(self.ratios), max(self.ratios)))
+        return least if least == most else f"{least} to {most}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A deployment, the size for prefixes in GiB (None: the server's default), and what comes of it."""
+
+    of: Deployment
+    asked: Asked
+    outcome: Outcome
+
+
+def recommend(of: Deployment, asked: Asked) -> dict[str, Any] | None:
+    """The last paragraph, as data and as text; None for a GPU of which no whole step is known.
+
+    The ratios are those of the asked cases, against stock attention with all of its KV cache.
+    """
+    divided = asked.memory(of)
+    if of.gpu.step is None or divided is None:
+        return None
+    if not divided.budget:
+        return {"turn_on": None, "text": _too_heavy(of, asked)}
+    best = _best(of, asked)
+    if best is None:
+        return {"turn_on": None, "text": "the KV cache holds not one of these requests: fewer tokens, or more GPUs"}
+    turn_on = best.outcome.mean >= WORTH
+    memory, flags = best.asked.memory(of), ["--attention-backend hybrid_mla"]
+    assert memory is not None
+    if best.asked.for_prefixes is not None:
+        flags.append(f"--hybrid-mla-prefix-memory-gb {best.asked.for_prefixes:g}")
+    if of.expanded_element_bytes != of.latent_element_bytes:
+        flags.append(f"--hybrid-mla-prefix-dtype {'fp8_e4m3' if of.expanded_element_bytes == 1 else 'bf16'}")
+    if of.dp > 1:
+        flags.append("--hybrid-mla-dp-routing prefix")
+    tokens = {"stock": memory.tokens(shared=False), "shared": memory.tokens(shared=True)}
+    pays = {prompt: sharing.pays_from(of.cost, prompt, chunks_for(prompt, memory)) for prompt in asked.prompts}
+    said = [_turn_on(flags, best, pays, tokens) if turn_on else _leave_off(best, pays)]
+    if turn_on and of.dp > 1:
+        said.append("Routing by prefix keeps requests of one prompt on one rank; the ratio counts on it.")
+    said += _alternatives(best)
+    return {
+        "turn_on": turn_on,
+        "flags": flags if turn_on else [],
+        "ratio": [min(best.outcome.ratios), max(best.outcome.ratios)],
+        "pays_from": {str(prompt): least for prompt, least in pays.items()},
+        "cache_tokens": tokens,
+        "text": " ".join(said),
+    }
+
+
+def _turn_on(flags: list[str], best: Choice, pays: dict[int, int | None], tokens: dict[str, int]) -> str:
+    least = _pays_from(best.of, pays)
+    cost = f"the KV cache of a GPU holds {tokens['shared']:,} tokens instead of {tokens['stock']:,}"
+    return (
+        f"turn it on, with {' '.join(flags)}. Expect {best.outcome} the tokens per second of stock attention for the "
+        f"prompts and requests above; it shares from {least} on. It costs memory: {cost}."
+    )
+
+
+def _leave_off(best: Choice, pays: dict[int, int | None]) -> str:
+    found = f"for these prompts and requests expect {best.outcome} the tokens per second of stock attention"
+    if any(least is not None for least in pays.values()):
+        return (
+            f"leave it off: {found}. It shares from {_pays_from(best.of, pays)} on, and gains more with more requests."
+        )
+    if any(sharing.pays_from(best.of.cost, prompt, chunks_for(prompt, None)) is not None for prompt in pays):
+        return f"leave it off: {found}. Sharing would pay with a prompt expanded, which the memory does not hold."
+    return f"leave it off: {found}. Prompts as short as that never pay."
+
+
+def _pays_from(of: Deployment, pays: dict[int, int | None]) -> str:
+    known = {prompt: least for prompt, least in pays.items() if least is not None}
+    return ", ".join(f"{least} requests{of.a_rank} ({prompt:,} tokens)" for prompt, least in known.items())
+
+
+def _alternatives(best: Choice) -> Iterator[str]:
+    """What else is clearly better: FP8 prefixes, ranks that share heads in another way."""
+    of, asked = best.of, replace(best.asked, for_prefixes=None)
+    if of.expanded_element_bytes == 2:
+        fp8 = _best(replace(of, expanded_element_bytes=1), asked)
+        if fp8 is not None and fp8.outcome.mean > CLEARLY * best.outcome.mean:
+            yield f"With --hybrid-mla-prefix-dtype fp8_e4m3{_size(fp8)} expect {fp8.outcome}, at FP8's precision."
+    if of.tp > 1 and asked.step_ms is None:
+        dp = 1 if of.dp > 1 else of.tp
+        try:
+            other = _best(replace(of, dp=dp), asked)
+        except ValueError:  # heads do not divide so
+            return
+        if other is not None and other.outcome.tokens_per_s > CLEARLY * best.outcome.tokens_per_s:
+            name = "Without DP attention" if dp == 1 else f"With --dp {dp} --enable-dp-attention"
+            more = other.outcome.tokens_per_s / best.outcome.tokens_per_s
+            yield f"{name}{_size(other)} it would be {more:.2f}x as many tokens per second as that, in the mean."
+
+
+def _size(choice: Choice) -> str:
+    size = choice.asked.for_prefixes
+    return "" if size is None else f" and --hybrid-mla-prefix-memory-gb {size:g}"
+
+
+def _best(of: Deployment, asked: Asked) -> Choice | None:
+    """The size for prefixes to take: what was asked for or is the default, unless another one gives clearly more. None
+    where the cache holds no request."""
+    found = [Choice(of, one, outcome) for one in _sizes(of, asked) if (outcome := _outcome(of, one)) is not None]
+    if not found:
+        return None
+    most = max(choice.outcome.mean for choice in found)
+    return next(choice for choice in found if choice.outcome.mean >= NEARLY * most)
+
+
+def _sizes(of: Deployment, asked: Asked) -> Iterator[Asked]:
+    """What to try: as asked, and what each prompt takes whole, the smallest first, up to half of the budget."""
+    yield asked
+    divided = asked.memory(of)
+    assert divided is not None
+    if asked.for_prefixes is not None:
+        return
+    for prompt in sorted(asked.prompts):
+        taken = buffer_bytes(of, expands=True) + chunks_for(prompt, None) * CHUNK_TOKENS * divided.expanded_token
+        if taken <= divided.budget / 2:
+            yield replace(asked, for_prefixes=math.ceil(10 * taken / GIB) / 10)
+
+
+def _outcome(of: Deployment, asked: Asked) -> Outcome | None:
+    divided = asked.memory(of)
+    if divided is None or not divided.budget:
+        return None
+    ratios, rates = [], []
+    for prompt in asked.prompts:
+        for requests in asked.requests:
+            step = whole_step(of, asked, divided, prompt, requests)
+            if step["ratio"]:
+                ratios.append(step["ratio"])
+                rates.append(math.log(step["tokens_per_s"]["chosen"]))
+    return Outcome(ratios, math.exp(sum(rates) / len(rates))) if ratios else None
+
+
+def _too_heavy(of: Deployment, asked: Asked) -> str:
+    """The weights leave no cache."""
+    tokens = max(asked.prompts) + of.per_rank(max(asked.requests)) * asked.tail
+    if (fraction := fraction_that_fits(of, tokens)) < 1:
+        return (
+            f"the weights do not fit; with --mem-fraction-static {fraction:.2f} they would, beside a cache of the most "
+            "requests above, if activations and graphs fit in what is left."
+        )
+    return f"the weights do not fit in {of.tp} of these GPUs: more of them (--tp), or weights of fewer bits."

@@ -1,0 +1,139 @@
+"""What a server plans for requests that share one prompt: its own planner, asked with a tree of that prompt alone."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any, NamedTuple
+
+from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile  # plain Python, as sizes
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, MAX_SEGMENTS, PAGE_TOKENS, SEGMENTS_PER_ROW
+from sglang_mla_ext.observe import Counters
+from sglang_mla_ext.options import HybridMLAOptions
+from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.expanded_pool import ExpandedPool, Want
+from sglang_mla_ext.prefix.gains import Gains
+from sglang_mla_ext.prefix.planner import Capacity, Plan
+from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+from sglang_mla_ext.prefix.tree import SharedTree
+from sglang_mla_ext.segment import Mode
+
+
+class Cover(NamedTuple):
+    """How a step attends to a prompt that its requests share.
+
+    Attributes:
+        naive: first tokens, which are expanded; grouped: those behind them, by grouped absorb. The others are attended
+            to as tails are, by plain absorb.
+    """
+
+    naive: int = 0
+    grouped: int = 0
+
+    @property
+    def mode(self) -> Mode:
+        """Of the first tokens."""
+        return Mode.NAIVE if self.naive else Mode.GROUPED_ABSORB if self.grouped else Mode.ABSORB
+
+
+PLAIN = Cover()
+
+
+class _Prompt:
+    """A radix tree (`prefix.tree.Tree`) of one node, which all requests hold. Requests are numbers."""
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+
+    def state(self, requests: Sequence[Any]) -> Hashable:
+        return len(requests)
+
+    def hold(self, requests: Sequence[Any]) -> object:
+        return None
+
+    def shared(
+        self, requests: Sequence[Any], also: Collection[Hashable] = (), whole: Collection[int] = ()
+    ) -> SharedTree:
+        return SharedTree([self], [-1], [self._tokens], [0] * len(requests))
+
+    def forget(self) -> None:
+        pass
+
+    def length(self, node: Any) -> int:
+        return self._tokens
+
+    def parent(self, node: Any) -> Hashable | None:
+        return None
+
+    def holders(self, node: Any) -> int:
+        return 2
+
+    def is_attached(self, node: Any) -> bool:
+        return True
+
+
+def may_group(cost: CostModel) -> bool:
+    """Whether a server's `auto` has grouped absorb with these heads on this GPU."""
+    return cost.rates.modes[Mode.GROUPED_ABSORB].measured and rows_per_tile(cost.local_heads) is not None
+
+
+def plan(cost: CostModel, requests: int, prompt: int, chunks: int) -> Plan:
+    """What a server with its default options does in a decode step of requests of one rank that share a prompt, once
+    all is expanded that there is memory for.
+
+    Args:
+        prompt: tokens, of which the tree has whole pages; chunks: of expanded tokens that the memory holds.
+    """
+    tokens = prompt // PAGE_TOKENS * PAGE_TOKENS
+    if requests * cost.queries > MAX_ROWS or not tokens:
+        return Plan(requests)
+    tree, pool = _Prompt(tokens), ExpandedPool(chunks, CHUNK_TOKENS)
+    everything = Want([tree], [tokens], 0, tokens, worth=0.0)
+    (reach,), _ = pool.allot([everything], tree)
+    for chunk in list(pool.missing(everything._replace(end=reach))):
+        pool.fill(chunk, min((chunk.index + 1) * CHUNK_TOKENS, reach))
+    prefixes = SharedPrefixes(
+        HybridMLAOptions(),
+        cost,
+        pool,
+        None,  # nothing is left to expand
+        Counters(),
+        capacity=Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * (MAX_ROWS // cost.queries)),
+        naive=chunks > 0,
+        grouped_page=PAGE_TOKENS if may_group(cost) else None,
+    )
+    prefixes.attach(tree)
+    return prefixes.plan_decode(range(requests))
+
+
+def cover(planned: Plan) -> Cover:
+    """How its requests, which all share the same, attend."""
+    naive, grouped = (
+        sum(segment.tokens for segment in planned.of_mode(mode)) for mode in (Mode.NAIVE, Mode.GROUPED_ABSORB)
+    )
+    return Cover(naive, grouped)
+
+
+def saved_seconds(cost: CostModel, planned: Plan) -> float:
+    """What a plan saves over plain absorb in a layer, as the planner counts it."""
+    tokens = sum(segment.tokens for segment in planned.segments)
+    gains = Gains.of(HybridMLAOptions(), cost, naive=True, grouped=True, step_tokens=tokens)
+    saved, launched = 0.0, set()
+    for segment in planned.segments:
+        gain = gains.naive if segment.mode is Mode.NAIVE else gains.grouped
+        assert gain is not None
+        saved += gain(len(segment.rows), segment.start, segment.end)
+        launched.add(segment.mode)
+    return saved - sum(gains.launch(mode, planned.requests) for mode in launched)
+
+
+def pays_from(cost: CostModel, prompt: int, chunks: int) -> int | None:
+    """The fewest requests of a rank that a server has share a prompt; None where it never has them. By
+    bisection: a few fewer may share, too, where they fill the tiles of their kernel."""
+
+    def shares(requests: int) -> bool:
+        return bool(plan(cost, requests, prompt, chunks).segments)
+
+    most = MAX_ROWS // cost.queries
+    found = bisect_left(range(most + 1), True, lo=2, key=shares)
+    return found if found <= most else None

@@ -1,0 +1,177 @@
+"""What `sglang-mla plan` prints: sentences, then tables, from what report.py found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from sglang_mla_ext.kernels.sizes import PAGE_TOKENS  # plain Python
+from sglang_mla_ext.predict.report import Asked
+from sglang_mla_ext.predict.step import Deployment, allowed_modes
+from sglang_mla_ext.segment import Mode
+
+
+def of_requests(of: Deployment) -> str:
+    """The column of `requests`."""
+    return "requests (a rank)" if of.dp > 1 else "requests"
+
+
+def requests(of: Deployment, case: dict[str, Any]) -> str:
+    """How many, of all ranks, and of one where ranks have requests of their own."""
+    return f"{case['requests']:,}" + (f" ({case['requests_per_rank']:,})" if of.dp > 1 else "")
+
+
+def planned(case: dict[str, Any]) -> str:
+    """A case's plan in words: its modes, with their tokens where there are several."""
+    parts = [(each["mode"], each["end"] - each["start"]) for each in case["segments"]]
+    if (left := case["prompt"] - sum(tokens for _, tokens in parts)) >= PAGE_TOKENS or not parts:
+        parts.append((Mode.ABSORB.value, left))
+    words = [(mode.replace("_absorb", ""), tokens) for mode, tokens in parts]
+    return words[0][0] if len(words) == 1 else ", ".join(f"{mode} {tokens:,}" for mode, tokens in words)
+
+
+def modes_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
+    """What the planner compares, by prompt and number of requests, and what it plans."""
+    each = f", {of.queries} tokens each" if of.queries > 1 else ""
+    stored = "FP8" if of.expanded_element_bytes == 1 else "BF16"
+    heads = f"{asked.model}, {of.cost.local_heads} heads a GPU, {asked.gpu}, {stored}{each}"
+    table = Table(title=f"{heads}: attention to the whole prefix in each mode, ms a layer, and the server's plan")
+    modes = allowed_modes(of)
+    names = (mode.value.replace("_", " ") for mode in modes)
+    for column in ("prefix", of_requests(of), *names, "plan", "saved"):
+        table.add_column(column, justify="right")
+    for index, case in enumerate(found["cases"]):
+        if index and index % len(asked.requests) == 0:
+            table.add_section()
+        times = (f"{case['layer_ms'][mode.value]:.3f}" for mode in modes)
+        table.add_row(f"{case['prompt']:,}", requests(of, case), *times, planned(case), f"{case['saved']:.0%}")
+    return table
+
+
+def steps_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
+    """The whole step of all GPUs, by stock absorb and as the server plans it."""
+    source = "--step-ms" if asked.step_ms is not None else "the model's weights"
+    title = f"Whole decode step, {asked.tail:,} tokens of each request's own: attention and the rest (by {source}), ms"
+    table = Table(title=title)
+    columns = ("stock attention", "shared attention", "the rest", "stock tokens/s", "shared tokens/s", "ratio")
+    for column in ("prefix", of_requests(of), *columns):
+        table.add_column(column, justify="right")
+    for case in found["cases"]:
+        attention, rate = case["attention_ms"], case["tokens_per_s"]
+        times = (attention["absorb"], attention["chosen"], case["rest_ms"])
+        table.add_row(
+            f"{case['prompt']:,}",
+            requests(of, case),
+            *(f"{ms:.2f}" for ms in times),
+            *(f"{rate[name]:,.0f}" for name in ("absorb", "chosen")),
+            "-" if case["ratio"] is None else f"{case['ratio']:.2f}x",
+        )
+    return table
+
+
+def arrivals_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
+    """What requests that end and are replaced get: absorb and shared with prefill passes in turns, and mixed steps."""
+    what = f"answers of {asked.answer:,} tokens, questions of {asked.question:,}"
+    table = Table(title=f"Requests replaced as they end, {what}: to the first token and between tokens, ms")
+    for column in ("prefix", of_requests(of), "steps", "tokens/s", "ratio", "first", "between", "p99"):
+        table.add_column(column, justify="right")
+    for case in found["cases"]:
+        for way, name in (("absorb", "absorb"), ("chosen", "shared"), ("mixed", "mixed")):
+            served = case["arrivals"][way]
+            ratio = served["tokens_per_s"] / case["arrivals"]["absorb"]["tokens_per_s"]
+            times = (served[time] for time in ("first_token_ms", "between_ms", "between_p99_ms"))
+            rate = f"{served['tokens_per_s']:,.0f}", f"{ratio:.2f}x"
+            table.add_row(f"{case['prompt']:,}", requests(of, case), name, *rate, *(f"{ms:,.0f}" for ms in times))
+        table.add_section()
+    return table
+
+
+def memory_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
+    """Memory of one GPU: what a case takes of the cache, and how many requests fit."""
+    whole = found["memory"]
+    what = f"weights {whole['weights_gib']:.1f} GiB, KV budget {whole['budget_gib']:.1f} GiB"
+    held = f"{whole['taken_gib']:.1f} of it for prefixes and buffers, {whole['expanded_tokens']:,} expanded tokens"
+    table = Table(title=f"Memory of a GPU (--mem-fraction {whole['mem_fraction']:g}): {what}, {held}")
+    columns = ("latent GiB", "expanded GiB", "that fit: tokens", "most requests, stock", "most, shared")
+    for column in ("prefix", of_requests(of), *columns):
+        table.add_column(column, justify="right")
+    for case in found["cases"]:
+        taken = case["memory"]
+        most = (f"{taken['most_requests'][way]:,}" for way in ("absorb", "chosen"))
+        row = f"{taken['latent_gib']:.1f}", f"{case['expanded_gib']:.1f}", f"{taken['expanded_tokens']:,}", *most
+        table.add_row(f"{case['prompt']:,}", requests(of, case), *row)
+    return table
+
+
+def sentences(of: Deployment, found: dict[str, Any]) -> list[str]:
+    """What stands above the tables."""
+    threshold, lines = found["threshold"], []
+    for prompt, smallest in threshold["pays_from"].items():
+        said = f"{int(prompt):,} tokens: "
+        if smallest is not None:
+            lines.append(f"{said}sharing pays from {smallest} requests{of.a_rank} on")
+        elif (least := threshold["pays_from_all_expanded"][prompt]) is not None:
+            lines.append(
+                f"{said}not shared with this memory; all expanded, it would pay from {least} requests{of.a_rank} on"
+            )
+        else:
+            lines.append(f"{said}sharing does not pay")
+    lines += _why_plain(of, found)
+    if of.gpu.derived:
+        lines.append(f"The rates of {of.gpu.rates.name} are derived from data sheets, not measured.")
+    elif of.gpu.step is not None and of.gpu.step.derived:
+        lines.append("Of a whole step only attention's rates were measured; the rest is derived from data sheets.")
+    if of.gpu.step is None:
+        lines.append(f"{of.gpu.rates.name}: no constants of a whole step, so attention alone is shown.")
+    elif of.tp > 1:
+        lines.append("Exchanges between GPUs are from the data sheet, not measured.")
+    if found["memory"] is not None and not found["memory"]["budget_gib"]:
+        lines.append("The weights do not fit in this memory: steps are shown as if they did.")
+    for case in found["cases"]:
+        running = case.get("running")
+        if running is not None and min(running.values()) < case["requests"]:
+            lines.append(
+                f"{case['prompt']:,} tokens, {requests(of, case)} requests: the cache holds {running['absorb']:,} at a "
+                f"time by stock attention, {running['chosen']:,} shared; steps are of so many"
+            )
+    if found["arrivals"] is not None:
+        lines += _of_arrivals(of, found)
+    sheet = threshold["equation_1_data_sheet"]
+    said = f"{threshold['equation_1_measured_rates']:.0f} requests with the rates of attention's kernels"
+    if sheet is not None:
+        said = f"{sheet:.0f} requests with the data sheet's rates, {said}"
+    lines.append(f"TyphoonMLA's equation 1, which counts no overheads: naive pays from {said}")
+    return lines
+
+
+def _why_plain(of: Deployment, found: dict[str, Any]) -> list[str]:
+    """Why cases share nothing, one line for each prompt and reason."""
+    by_reason: dict[tuple[int, str], list[str]] = {}
+    for case in found["cases"]:
+        if case["why_plain"] is not None:
+            by_reason.setdefault((case["prompt"], case["why_plain"]), []).append(requests(of, case))
+    return [
+        f"{prompt:,} tokens, {', '.join(counts)} requests: nothing is shared: {reason}"
+        for (prompt, reason), counts in by_reason.items()
+    ]
+
+
+def _of_arrivals(of: Deployment, found: dict[str, Any]) -> list[str]:
+    """What stands above the table of arrivals."""
+    lines = [
+        f"A prefill pass in turns takes the host {found['arrivals']['prefill_pass_ms']:,.0f} ms, or the GPU longer; "
+        "measure yours: --prefill-pass-ms."
+    ]
+    rank = " of a rank" if of.dp > 1 else ""
+    for case in found["cases"]:
+        arrivals = case["arrivals"]
+        new, may_ride = arrivals["new_tokens_a_step"], arrivals["mixed_tokens"]
+        said = f"{case['prompt']:,} tokens, {requests(of, case)} requests: {new:.0f} new tokens a step{rank}, "
+        if not may_ride:
+            why = "with DP attention" if of.dp > 1 else "steps would take half as long again"
+            said += f"and none may ride ({why}): mixed is in turns"
+        else:
+            said += f"and {may_ride} may ride" + (": requests wait" if new > may_ride else "")
+        lines.append(said)
+    return lines
