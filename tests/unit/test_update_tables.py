@@ -65,7 +65,7 @@ def test_ranks(tmp_path):
 
 
 def test_one_rank(tmp_path):
-    """Medians over runs; beside flashmla's of the same prompt, layers, GPU and cache; commands without folders."""
+    """Medians over runs; beside the fastest of SGLang's own on the same prompt, layers, GPU and cache; commands without folders."""
     path = tmp_path / "rank.jsonl"
     in_turns = "--hybrid-mla-prefix-memory-gb 9 --hybrid-mla-mixed-tokens 0"
     for impl, bench, more, gpu, rate, excluded in (
@@ -77,6 +77,8 @@ def test_one_rank(tmp_path):
         ("hybrid_mla", "short", {}, "GPU", 9999.0, True),
         ("hybrid_mla", "short", dict(flags=in_turns), "GPU", 150.0, False),
         ("hybrid_mla", "short", dict(layers=61), "GPU", 150.0, False),
+        ("sglang_flashmla", "short", dict(layers=61), "GPU", 50.0, False),
+        ("sglang_fa3", "short", dict(layers=61), "GPU", 75.0, False),
         ("hybrid_mla", "short", {}, "other GPU", 150.0, False),
         ("hybrid_mla", "short", dict(rank="dp8"), "GPU", 150.0, False),
         ("hybrid_mla", "decode", dict(deep_gemm=True, kv_cache_dtype="fp8_e4m3"), "GPU", 80.0, False),
@@ -98,12 +100,14 @@ def test_one_rank(tmp_path):
         [*load, "hybrid_mla", "3", "500", "2.50x", "500 / 1,234", "40"],
         [*load, "hybrid_mla, nothing rides", "1", "150", "0.75x", "150 / 1,234", "40"],
         [*load, "hybrid_mla", "1", "150", "–", "150 / 1,234", "40"],  # of the other GPU
-        ["short", "tp8", "61", "7,069", "128", "hybrid_mla", "1", "150", "–", "150 / 1,234", "40"],
+        ["short", "tp8", "61", "7,069", "128", "fa3", "1", "75", "1.00x", "75 / 1,234", "40"],
+        ["short", "tp8", "61", "7,069", "128", "flashmla", "1", "50", "0.67x", "50 / 1,234", "40"],
+        ["short", "tp8", "61", "7,069", "128", "hybrid_mla", "1", "150", "2.00x", "150 / 1,234", "40"],
     ]
     assert lines[-1].endswith("`run --backend hybrid_mla --out benchmarks/results/rank.jsonl --seed 0`")
     headline = one_rank_headline(path).splitlines()
     assert [cells(line) for line in headline if line.startswith("|")][2:] == [
-        ["36", "7,069", "128", "500", "200", "2.50x", "500", "200"]
+        ["short answers, others wait", "7,069", "128", "150", "75 (fa3)", "2.00x", "150 / 75", "40 / 40"]
     ]
 
 
