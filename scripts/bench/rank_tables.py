@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from demo_model.rank import LAYERS
+from demo_model.rank import LAYERS, MODELS
 
 from bench.records import read_records
 from bench.serving_tables import RIVAL
@@ -94,7 +94,7 @@ def one_rank_headline(path: Path) -> str:
     for (*case, backend), ours in sorted(found.items()):
         stock = fastest_stock(found, tuple(case), backend)
         load, rank, layers, prompt, requests, _ = case
-        if (backend, rank, layers) != ("hybrid_mla", "tp8", LAYERS) or stock is None:
+        if (backend, rank, layers) != ("hybrid_mla", "tp8", LAYERS) or load not in LOADS or stock is None:
             continue
         theirs = found[stock]
         rates = f"{middle(ours):,.0f}", f"{middle(theirs):,.0f} ({stock[-1]})", f"{middle(ours) / middle(theirs):.2f}x"
@@ -114,7 +114,8 @@ def runs(records: Iterable[dict[str, Any]]) -> dict[Case, list[dict[str, Any]]]:
             continue
         case = record["case"]
         load = record["bench"] + (", DeepGEMM" if case.get("deep_gemm") else "")
-        of_model = load, case.get("rank") or "-", case["layers"]
+        of = "" if case.get("of", MODELS[0]) == MODELS[0] else f" of {case['of']}"
+        of_model = load, (case.get("rank") or "-") + of, case["layers"]
         key = (*of_model, case["prefix"], case["concurrency"], record["gpu"], served_by(record))
         command = re.sub(r"--out \S*/", "--out benchmarks/results/", record["command"])
         command = re.sub(r" --log-folder \S+", "", command)

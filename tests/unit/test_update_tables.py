@@ -80,6 +80,9 @@ def test_one_rank(tmp_path):
         ("sglang_flashmla", "short", dict(layers=61), "GPU", 50.0, False),
         ("sglang_fa3", "short", dict(layers=61), "GPU", 75.0, False),
         ("hybrid_mla", "short", {}, "other GPU", 150.0, False),
+        ("hybrid_mla", "short", dict(layers=61, of="kimi-k2"), "GPU", 950.0, False),
+        ("hybrid_mla", "decode", dict(layers=61, deep_gemm=True), "GPU", 90.0, False),
+        ("sglang_fa3", "decode", dict(layers=61, deep_gemm=True), "GPU", 30.0, False),
         ("hybrid_mla", "short", dict(rank="dp8"), "GPU", 150.0, False),
         ("hybrid_mla", "decode", dict(deep_gemm=True, kv_cache_dtype="fp8_e4m3"), "GPU", 80.0, False),
         ("sglang_flashmla", "decode", dict(deep_gemm=True, kv_cache_dtype="fp8_e4m3"), "GPU", 40.0, False),
@@ -92,18 +95,24 @@ def test_one_rank(tmp_path):
     lines = one_rank(path).splitlines()
     rank = ("tp8", "36", "7,069", "128")
     load, decode = (("short", *rank), ("decode, DeepGEMM", *rank))
-    assert [cells(line) for line in lines if line.startswith("|")][2:] == [
-        [*decode, "flashmla, FP8 cache", "1", "40", "1.00x", "40 / 1,234", "40"],
-        [*decode, "hybrid_mla, FP8 cache", "1", "80", "2.00x", "80 / 1,234", "40"],
-        ["short", "dp8", *rank[1:], "hybrid_mla", "1", "150", "–", "150 / 1,234", "40"],
-        [*load, "flashmla", "2", "200", "1.00x", "200 / 1,234", "40"],
-        [*load, "hybrid_mla", "3", "500", "2.50x", "500 / 1,234", "40"],
-        [*load, "hybrid_mla, nothing rides", "1", "150", "0.75x", "150 / 1,234", "40"],
-        [*load, "hybrid_mla", "1", "150", "–", "150 / 1,234", "40"],  # of the other GPU
-        ["short", "tp8", "61", "7,069", "128", "fa3", "1", "75", "1.00x", "75 / 1,234", "40"],
-        ["short", "tp8", "61", "7,069", "128", "flashmla", "1", "50", "0.67x", "50 / 1,234", "40"],
-        ["short", "tp8", "61", "7,069", "128", "hybrid_mla", "1", "150", "2.00x", "150 / 1,234", "40"],
-    ]
+    assert (
+        [cells(line) for line in lines if line.startswith("|")][2:]
+        == [
+            [*decode, "flashmla, FP8 cache", "1", "40", "1.00x", "40 / 1,234", "40"],
+            [*decode, "hybrid_mla, FP8 cache", "1", "80", "2.00x", "80 / 1,234", "40"],
+            ["decode, DeepGEMM", "tp8", "61", *rank[2:], "fa3", "1", "30", "1.00x", "30 / 1,234", "40"],
+            ["decode, DeepGEMM", "tp8", "61", *rank[2:], "hybrid_mla", "1", "90", "3.00x", "90 / 1,234", "40"],
+            ["short", "dp8", *rank[1:], "hybrid_mla", "1", "150", "–", "150 / 1,234", "40"],
+            [*load, "flashmla", "2", "200", "1.00x", "200 / 1,234", "40"],
+            [*load, "hybrid_mla", "3", "500", "2.50x", "500 / 1,234", "40"],
+            [*load, "hybrid_mla, nothing rides", "1", "150", "0.75x", "150 / 1,234", "40"],
+            [*load, "hybrid_mla", "1", "150", "–", "150 / 1,234", "40"],  # of the other GPU
+            ["short", "tp8", "61", "7,069", "128", "fa3", "1", "75", "1.00x", "75 / 1,234", "40"],
+            ["short", "tp8", "61", "7,069", "128", "flashmla", "1", "50", "0.67x", "50 / 1,234", "40"],
+            ["short", "tp8", "61", "7,069", "128", "hybrid_mla", "1", "150", "2.00x", "150 / 1,234", "40"],
+            ["short", "tp8 of kimi-k2", "61", *rank[2:], "hybrid_mla", "1", "950", "–", "950 / 1,234", "40"],
+        ]
+    )
     assert any(
         line.endswith("`run --backend hybrid_mla --out benchmarks/results/rank.jsonl --seed 0`") for line in lines
     )

@@ -104,5 +104,5 @@ def predicted(args: ServerArgs, options: HybridMLAOptions) -> str | None:
     if options.prefix_memory_gb is not None:
         budget = int(options.prefix_memory_gb * (1 << 30))
     else:
-        budget = default_bytes(kv_bytes, 0, token_bytes)
+        budget = default_bytes(kv_bytes, 0, token_bytes, always=options.mode == "naive")
     return f"about: {Reach(budget, token_bytes, of.cost.local_heads, of.dims.num_layers, element_bytes, routes)}"

@@ -12,7 +12,7 @@ import re
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat.findings import Finding, Remedy
 from sglang_mla_ext.adapter.launch.launch_line import BACKEND_FLAGS, LaunchLine, value_of, without
-from sglang_mla_ext.kernels.constants import PAGE_TOKENS
+from sglang_mla_ext.kernels.sizes import PAGE_TOKENS
 
 CAN_GO = (
     *("--disable-radix-cache", "--enable-mixed-chunk", "--enable-two-batch-overlap", "--enable-pdmux"),

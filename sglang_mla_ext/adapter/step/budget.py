@@ -45,10 +45,8 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
     """
     if not options.may_expand or options.prefix_memory_gb is not None:
         return options
-    if options.mode == "naive":  # which was asked for, however little it may be
-        return replace(options, prefix_memory_gb=available * SHARE / GIB)
     token, buffers = token_bytes(configurator, options), buffer_bytes(configurator, options)
-    default = default_bytes(available, buffers, token)
+    default = default_bytes(available, buffers, token, always=options.mode == "naive")
     if not default:
         logger.warning(
             "hybrid_mla: nothing is expanded by default here: %.0f %% of the %.1f GiB for the KV cache hold %d tokens "
