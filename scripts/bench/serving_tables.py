@@ -12,6 +12,8 @@ from bench.tables import latest, markdown, table
 
 RIVAL = "sglang_flashmla"
 BF16, FP8_PREFIX, FP8 = "BF16", "BF16, prefix FP8", "FP8"  # what `storage` returns
+ELEMENT_BYTES = {BF16: (2, 2), FP8_PREFIX: (2, 1), FP8: (1, 1)}
+"""Bytes of an element of the cache and of an expanded prefix."""
 HEADLINE_PROMPTS, HEADLINE_REQUESTS = ("A", "B"), 256
 HEADLINE_STORAGE = {BF16: "BF16", FP8_PREFIX: "FP8"}  # of expanded prefixes; the cache is BF16
 RATES = ("hybrid_mla tok/s", "flashmla tok/s", "ratio")

@@ -2,7 +2,8 @@
 
     attention of a layer = work over the prefix + work over the tails + launches
     product              = max(bytes of its weights / bandwidth, MACs / rate) + a constant
-    step                 = layers * (attention + other launches) + products + exchanges between GPUs + a constant
+    step                 = layers * (attention + other launches) + layers with experts * a constant + products
+                           + exchanges between GPUs + a constant
 
 The work is the cost model's (prefix/cost_model.py); the constants are named in rates.py. New tokens that ride in the
 step (mixed.py) are rows more of all of it. What is not in it: drafts of a speculative step, eager prefill beside
@@ -244,6 +245,7 @@ def predict(of: Deployment, cover: Cover, requests: int, prompt: int, tail: int,
         products[product.kind] = products.get(product.kind, 0.0) + seconds
     layers = of.dims.num_layers
     overhead = layers * (rates.layer_s + rows * activation_bytes(of) / rates.bytes_per_s) + rates.step_s
+    overhead += max((product.layers for product in of.products if product.experts), default=0) * rates.experts_s
     exchanges = layers * (_exchange_seconds(of, rows, of.head_ranks) + _exchange_seconds(of, all_rows, of.tp))
     attention = layers * attention_seconds(of, cover, mine, prompt, tail, arriving)
     return Step(cover, attention, products, exchanges, overhead)
