@@ -99,7 +99,9 @@ def cells(path: Path) -> list[Cell]:
         and gpu_config_of(record["gpu"]) is not None
     ]
     newest = latest(known, "heads", "layers", "which").values()
-    return [Cell(record, record["case"]["measured"], predicted(record, record["case"]["measured"])) for record in newest]
+    return [
+        Cell(record, record["case"]["measured"], predicted(record, record["case"]["measured"])) for record in newest
+    ]
 
 
 def predicted(record: Mapping[str, Any], of: Measured) -> Step:

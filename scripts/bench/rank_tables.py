@@ -7,13 +7,14 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from demo_model.rank import LAYERS, MODELS
 
+from bench.rank_predictions import tokens_per_s
 from bench.records import read_records
 from bench.serving_tables import RIVAL
-from bench.tables import latest, markdown
+from bench.tables import latest, made_with, markdown, table
 from bench.workload_tables import backend_name
 
 ROUTED = "--hybrid-mla-dp-routing prefix"
@@ -26,13 +27,46 @@ ONE_RANK_COLUMNS = (
     *("first token ms, median / p99", "between tokens ms, p99"),
 )
 HEADLINE_COLUMNS = (
-    *("load", "prompt", "requests", "hybrid_mla tok/s", "fastest of SGLang's tok/s", "ratio"),
-    *("first token ms, median: ours / theirs", "between tokens ms, p99: ours / theirs"),
+    *("model, ranks", "load", "prompt", "requests", "hybrid_mla tok/s", "fastest of SGLang's", "ratio"),
+    *("`plan` says", "first token ms, median: ours / theirs", "between tokens ms, p99: ours / theirs"),
 )
-LOADS = {"decode": "all decode", "short": "short answers, others wait"}
+HEADLINE_REQUESTS = (128, 256)
+LOADS = {"decode": "all decode", "short": "short answers"}
+DIVIDED_NAMES = {"tp8": "TP 8", "dp8": "DP 8"}
+MODEL_NAMES = dict(zip(MODELS, ("DeepSeek-V3", "Kimi-K2"), strict=True))
 STOCK_BACKENDS = ("fa3", "flashinfer", "flashmla")
+OURS = ("hybrid_mla", "hybrid_mla, FP8 prefix")
+"""Our backend, as it is compared: as it comes, where that was measured."""
 
 Case = tuple[Any, ...]
+
+
+class Pair(NamedTuple):
+    """Our records and those of the fastest of SGLang's own backends of one case, which ran on a rank with the most
+    layers that were measured of it.
+
+    Attributes:
+        model: and how ranks divide it, in words; load: of `LOADS`.
+        backend, rival: names of ours and of theirs.
+    """
+
+    model: str
+    load: str
+    prompt: int
+    requests: int
+    backend: str
+    rival: str
+    ours: list[dict[str, Any]]
+    theirs: list[dict[str, Any]]
+
+    @property
+    def ratio(self) -> float:
+        return middle(self.ours) / middle(self.theirs)
+
+    @property
+    def predicted(self) -> tuple[float, float]:
+        """What `plan` says of both, in tokens per second."""
+        return tokens_per_s(self.ours[0]), tokens_per_s(self.theirs[0])
 
 
 def ranks(path: Path) -> str:
@@ -87,22 +121,46 @@ def one_rank(path: Path) -> str:
 
 
 def one_rank_headline(path: Path) -> str:
-    """The rows of the README: a tensor-parallel rank with all its layers, our backend as it comes beside the fastest of
-    SGLang's own, where that was measured."""
-    found = runs(read_records(path))
-    rows, shown = [], {}
-    for (*case, backend), ours in sorted(found.items()):
-        stock = fastest_stock(found, tuple(case), backend)
-        load, rank, layers, prompt, requests, _ = case
-        if (backend, rank, layers) != ("hybrid_mla", "tp8", LAYERS) or load not in LOADS or stock is None:
+    """The rows of the README, and what `plan` predicts of them."""
+    rows, shown = [], []
+    for pair in pairs(read_records(path)):
+        if pair.requests not in HEADLINE_REQUESTS:
             continue
-        theirs = found[stock]
-        rates = f"{middle(ours):,.0f}", f"{middle(theirs):,.0f} ({stock[-1]})", f"{middle(ours) / middle(theirs):.2f}x"
-        first = (f"{middle(each, 'ttft_ms'):,.0f}" for each in (ours, theirs))
-        between = (f"{middle(each, 'itl_p99_ms'):,.0f}" for each in (ours, theirs))
-        rows.append((LOADS[load], f"{prompt:,}", requests, *rates, " / ".join(first), " / ".join(between)))
-        shown |= {(*case, "ours"): ours, (*case, "stock"): theirs}
-    return markdown(rows, HEADLINE_COLUMNS, numbered(shown))
+        both = pair.ours, pair.theirs
+        named = pair.backend.removeprefix("hybrid_mla, ")
+        ours = f"{middle(pair.ours):,.0f}" + (f" ({named})" if named != pair.backend else "")
+        rates = ours, f"{middle(pair.theirs):,.0f} ({pair.rival})", f"{pair.ratio:.2f}x"
+        said = "{:,.0f} / {:,.0f}, {:.2f}x".format(*pair.predicted, pair.predicted[0] / pair.predicted[1])
+        times = (" / ".join(f"{middle(each, name):,.0f}" for each in both) for name in ("ttft_ms", "itl_p99_ms"))
+        case = pair.model, LOADS[pair.load], f"{pair.prompt:,}", pair.requests
+        rows.append((*case, *rates, said, *times))
+        shown += [*pair.ours, *pair.theirs]
+    return f"{table(rows, HEADLINE_COLUMNS)}\n\n{made_with(shown)}"
+
+
+def pairs(records: Iterable[dict[str, Any]]) -> list[Pair]:
+    """What was measured of ours and of SGLang's own on the same case, over BF16 caches: tensor-parallel ranks first,
+    then by model, load, prompt and requests."""
+    found = runs(records)
+    most_layers: dict[str, int] = {}
+    for _, rank, layers, *_ in found:
+        most_layers[rank] = max(layers, most_layers.get(rank, 0))
+    shown = []
+    for case in dict.fromkeys(key[:-1] for key in found):
+        load, rank, layers, prompt, requests, _ = case
+        backend = next((name for name in OURS if (*case, name) in found), None)
+        stock = fastest_stock(found, case, "")
+        if load in LOADS and layers == most_layers[rank] and backend and stock:
+            ours = found[(*case, backend)]
+            what = model_and_ranks(ours[0]["case"]), load, prompt, requests
+            shown.append(Pair(*what, backend, stock[-1], ours, found[stock]))
+    return sorted(shown, key=lambda pair: (pair.ours[0]["case"]["rank"] != "tp8", pair[:4]))
+
+
+def model_and_ranks(case: dict[str, Any]) -> str:
+    """The model of a record's rank, and how ranks divide it."""
+    some = f", {case['layers']} layers" if case["layers"] != LAYERS else ""
+    return f"{MODEL_NAMES[case.get('of', MODELS[0])]}, {DIVIDED_NAMES[case['rank']]}{some}"
 
 
 def runs(records: Iterable[dict[str, Any]]) -> dict[Case, list[dict[str, Any]]]:
@@ -139,8 +197,15 @@ def fastest_stock(found: dict[Case, list[dict[str, Any]]], case: Case, backend: 
 
 
 def middle(records: Iterable[dict[str, Any]], name: str | None = None) -> float:
-    """The median of a figure, by default of tokens per second."""
-    return median(record[name] if name else rate(record) for record in records)
+    """The median of a figure, by default of tokens per second: while others wait or, where all decode, by the median
+    time between two tokens of an answer. The mean rate of that time holds some of the prefill before it: answers come
+    in pieces, whose tokens are taken to be evenly spread."""
+    return median(record[name] if name else measured_rate(record) for record in records)
+
+
+def measured_rate(record: dict[str, Any]) -> float:
+    """Tokens per second of one rank's record, see `middle`."""
+    return float(record["steady_tok_s"] or record["case"]["concurrency"] * 1e3 / record["decode_itl_ms"])
 
 
 def numbered(found: dict[Case, list[dict[str, Any]]]) -> dict[Case, dict[str, Any]]:
