@@ -94,8 +94,9 @@ def draw_panel(axes: Any, groups: Sequence[Group], sizes: Sequence[int]) -> list
     label = "the fastest of SGLang's own"
     theirs = axes.bar(right, [each.theirs for each in groups], color=THEIRS_COLOUR, label=label, **style)
     said = [each.predicted[side] for side in (0, 1) for each in groups]
-    mark = {"color": PLAN_COLOUR, "markersize": 18, "markeredgewidth": 2.5, "label": "what `sglang-mla plan` says"}
-    (marks,) = axes.plot([*left, *right], said, "_", **mark)
+    starts, stops = ([end + side * BAR * 0.4 for end in (*left, *right)] for side in (-1, 1))
+    mark = {"color": PLAN_COLOUR, "linewidth": 2.5, "label": "what `sglang-mla plan` says"}
+    marks = axes.hlines(said, starts, stops, zorder=3, **mark)
     for place, each in zip(places, groups, strict=True):
         top = max(each.ours, each.theirs, *each.predicted)
         text = f"{each.ours / each.theirs:.2f}x"

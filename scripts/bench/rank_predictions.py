@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from collections.abc import Mapping
 from statistics import mean
-from typing import Any
+from typing import Any, cast
 
 from demo_model.rank import MODELS, Rank, rank_config
 
@@ -21,6 +22,7 @@ from sglang_mla_ext.predict.sharing import PLAIN
 from sglang_mla_ext.predict.step import Deployment, Step, predict
 
 OURS = "hybrid_mla"
+_FULL_GRAPHS = re.compile(r'"prefill":\s*{"backend":\s*"full"')
 
 
 def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
@@ -40,12 +42,23 @@ def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
     )
 
 
-def chunks(record: Mapping[str, Any], of: Deployment) -> int:
-    """Chunks of expanded tokens that the server had memory for."""
+def named_memory(record: Mapping[str, Any]) -> float | None:
+    """GiB that a record's command names for expanded prefixes."""
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    asked = parser.parse_args(shlex.split(record["case"].get("flags", ""))).hybrid_mla_prefix_memory_gb
-    return memory(of, default_fraction(of), None if asked is None else asked * 2**30).chunks
+    found, _ = parser.parse_known_args(shlex.split(record["case"].get("flags", "")))
+    return cast("float | None", found.hybrid_mla_prefix_memory_gb)
+
+
+def chunks(record: Mapping[str, Any], of: Deployment) -> int:
+    """Chunks of expanded tokens that the server had memory for."""
+    named = named_memory(record)
+    return memory(of, default_fraction(of), None if named is None else named * 2**30).chunks
+
+
+def prefill_in_graphs(record: Mapping[str, Any]) -> bool:
+    """Whether prefill passes were CUDA graphs, which fa3 has as an option (`--cuda-graph-config`)."""
+    return _FULL_GRAPHS.search(record["case"].get("flags", "")) is not None
 
 
 def tail(case: Mapping[str, Any]) -> int:
@@ -65,7 +78,8 @@ def served(record: Mapping[str, Any]) -> Served:
     """Of a record of `short`: ours with mixed steps, prefill passes of stock backends in turns."""
     case, of, drawn = record["case"], of_rank(record), lengths("short", 0)
     question, answer = (round(mean(drawn[name])) for name in ("own_tokens", "output_tokens"))
-    traffic = Traffic(case["concurrency"], case["prefix"], question, answer, host_seconds(of))
+    host_s = 0.0 if prefill_in_graphs(record) else host_seconds(of)
+    traffic = Traffic(case["concurrency"], case["prefix"], question, answer, host_s)
     _, ways = compared(of, traffic, chunks(record, of))
     return ways["mixed" if record["impl"] == OURS else "absorb"]
 

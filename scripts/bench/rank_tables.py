@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from demo_model.rank import LAYERS, MODELS
 
-from bench.rank_predictions import tokens_per_s
+from bench import rank_predictions
 from bench.records import read_records
 from bench.serving_tables import RIVAL
 from bench.tables import latest, made_with, markdown, table
@@ -34,9 +34,8 @@ HEADLINE_REQUESTS = (128, 256)
 LOADS = {"decode": "all decode", "short": "short answers"}
 DIVIDED_NAMES = {"tp8": "TP 8", "dp8": "DP 8"}
 MODEL_NAMES = dict(zip(MODELS, ("DeepSeek-V3", "Kimi-K2"), strict=True))
-STOCK_BACKENDS = ("fa3", "flashinfer", "flashmla")
-OURS = ("hybrid_mla", "hybrid_mla, FP8 prefix")
-"""Our backend, as it is compared: as it comes, where that was measured."""
+IN_GRAPHS = ", prefill in graphs"
+STOCK_BACKENDS = ("fa3", f"fa3{IN_GRAPHS}", "flashinfer", "flashmla")
 
 Case = tuple[Any, ...]
 
@@ -66,7 +65,7 @@ class Pair(NamedTuple):
     @property
     def predicted(self) -> tuple[float, float]:
         """What `plan` says of both, in tokens per second."""
-        return tokens_per_s(self.ours[0]), tokens_per_s(self.theirs[0])
+        return rank_predictions.tokens_per_s(self.ours[0]), rank_predictions.tokens_per_s(self.theirs[0])
 
 
 def ranks(path: Path) -> str:
@@ -127,8 +126,8 @@ def one_rank_headline(path: Path) -> str:
         if pair.requests not in HEADLINE_REQUESTS:
             continue
         both = pair.ours, pair.theirs
-        named = pair.backend.removeprefix("hybrid_mla, ")
-        ours = f"{middle(pair.ours):,.0f}" + (f" ({named})" if named != pair.backend else "")
+        _, _, named = pair.backend.partition(", ")
+        ours = f"{middle(pair.ours):,.0f}" + (f" ({named})" if named else "")
         rates = ours, f"{middle(pair.theirs):,.0f} ({pair.rival})", f"{pair.ratio:.2f}x"
         said = "{:,.0f} / {:,.0f}, {:.2f}x".format(*pair.predicted, pair.predicted[0] / pair.predicted[1])
         times = (" / ".join(f"{middle(each, name):,.0f}" for each in both) for name in ("ttft_ms", "itl_p99_ms"))
@@ -140,7 +139,8 @@ def one_rank_headline(path: Path) -> str:
 
 def pairs(records: Iterable[dict[str, Any]]) -> list[Pair]:
     """What was measured of ours and of SGLang's own on the same case, over BF16 caches: tensor-parallel ranks first,
-    then by model, load, prompt and requests."""
+    then by model, load, prompt and requests. Ours is as it comes where that was measured, else with the memory that was
+    named, else with an FP8 prefix."""
     found = runs(records)
     most_layers: dict[str, int] = {}
     for _, rank, layers, *_ in found:
@@ -148,12 +148,13 @@ def pairs(records: Iterable[dict[str, Any]]) -> list[Pair]:
     shown = []
     for case in dict.fromkeys(key[:-1] for key in found):
         load, rank, layers, prompt, requests, _ = case
-        backend = next((name for name in OURS if (*case, name) in found), None)
+        ours = [key[-1] for key in found if key[:-1] == case and is_ours(key[-1])]
         stock = fastest_stock(found, case, "")
-        if load in LOADS and layers == most_layers[rank] and backend and stock:
-            ours = found[(*case, backend)]
-            what = model_and_ranks(ours[0]["case"]), load, prompt, requests
-            shown.append(Pair(*what, backend, stock[-1], ours, found[stock]))
+        if load in LOADS and layers == most_layers[rank] and ours and stock:
+            backend = min(ours, key=lambda name: ("FP8" in name, name))
+            records = found[(*case, backend)]
+            what = model_and_ranks(records[0]["case"]), load, prompt, requests
+            shown.append(Pair(*what, backend, stock[-1], records, found[stock]))
     return sorted(shown, key=lambda pair: (pair.ours[0]["case"]["rank"] != "tp8", pair[:4]))
 
 
@@ -182,11 +183,19 @@ def runs(records: Iterable[dict[str, Any]]) -> dict[Case, list[dict[str, Any]]]:
 
 
 def served_by(record: dict[str, Any]) -> str:
-    """A backend's name in tables of one rank."""
+    """A backend's name in tables of one rank, with the memory for prefixes if that was named."""
     case = record["case"]
     in_turns = "--hybrid-mla-mixed-tokens 0" in case.get("flags", "")
     of_cache = ", FP8 cache" if case.get("kv_cache_dtype") == "fp8_e4m3" else ""
-    return backend_name(record) + (", nothing rides" if in_turns else "") + of_cache
+    named = rank_predictions.named_memory(record)
+    name = backend_name(record) + (f", {named:g} GiB" if named is not None else "")
+    name += IN_GRAPHS if rank_predictions.prefill_in_graphs(record) else ""
+    return name + (", nothing rides" if in_turns else "") + of_cache
+
+
+def is_ours(name: str) -> bool:
+    """Whether a name of `served_by` is our backend's over a BF16 cache, with mixed steps."""
+    return name.startswith(rank_predictions.OURS) and "nothing rides" not in name and "FP8 cache" not in name
 
 
 def fastest_stock(found: dict[Case, list[dict[str, Any]]], case: Case, backend: str) -> Case | None:

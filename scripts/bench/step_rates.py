@@ -17,6 +17,7 @@ from bench import rank_predictions
 from bench.planner_grid import TAIL
 from bench.profile_tables import kind_of
 from bench.records import read_records
+from bench.serving_tables import BF16, storage
 from bench.tables import latest
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.predict.rates import Gpu, StepRates
@@ -32,6 +33,7 @@ MACS = np.arange(2.4e14, 4.6e14, 5e12)
 PRODUCT_S = np.arange(0, 1.01e-5, 2.5e-7)
 PADDING = np.arange(0.5, 1.01, 0.02)
 FILLING_REQUESTS = 64  # requests from which the GPU is full: padding is fitted to those cases
+RANK_REQUESTS = (128, 256)  # of the ranks that `experts_s` is fitted to
 FEWEST_REQUESTS = 16  # of the cases that attention's launches are fitted to; fewer leave most of the GPU idle
 JOINED = re.compile("join_parts")
 
@@ -151,9 +153,12 @@ def is_other(kernel: str) -> bool:
 
 
 def is_fitted(record: Mapping[str, Any]) -> bool:
-    """Whether `of_experts` looks at a record: other models, divisions and backends show how well it serves them."""
-    of_rank = record["case"].get("of", MODELS[0]), record["case"].get("rank"), record["bench"], record["impl"]
-    return of_rank == (MODELS[0], "tp8", "decode", rank_predictions.OURS) and not record.get("excluded")
+    """Whether `of_experts` looks at a record: other models, divisions, backends and numbers of requests show how well
+    it serves them."""
+    case = record["case"]
+    of_rank = case.get("of", MODELS[0]), case.get("rank"), storage(dict(record)), record["bench"], record["impl"]
+    fitted = of_rank == (MODELS[0], "tp8", BF16, "decode", rank_predictions.OURS)
+    return fitted and case["concurrency"] in RANK_REQUESTS and not record.get("excluded")
 
 
 def of_experts(gpu: Gpu, whole: Iterable[Mapping[str, Any]]) -> float:
