@@ -23,6 +23,7 @@ from sglang_mla_ext.predict import weights
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.sharing import PLAIN, Cover, cover, may_group, plan
 from sglang_mla_ext.prefix.cost_model import CostModel, ModelDims
+from sglang_mla_ext.prefix.planner import Plan
 from sglang_mla_ext.segment import Mode
 
 # Products run on tiles that fit the batch to about so many rows.
@@ -111,20 +112,24 @@ class Deployment:
         )
 
     @cached_property
-    def _covers(self) -> dict[tuple[int, int, int], Cover]:
+    def _plans(self) -> dict[tuple[int, int, int], Plan]:
         return {}
 
-    def cover(self, requests: int, prompt: int, chunks: int | None = None) -> Cover:
-        """How a server attends to a prompt that so many requests of one rank share.
+    def plan(self, requests: int, prompt: int, chunks: int | None = None) -> Plan:
+        """What a server does with a prompt that so many requests of one rank share.
 
         Args:
             chunks: of expanded tokens that its memory holds; by default as many as the prompt takes.
         """
         chunks = -(-prompt // CHUNK_TOKENS) if chunks is None else chunks
         key = requests, prompt, chunks
-        if key not in self._covers:  # many steps of a few sizes are asked for
-            self._covers[key] = cover(plan(self.cost, requests, prompt, chunks))
-        return self._covers[key]
+        if key not in self._plans:  # many steps of a few sizes are asked for
+            self._plans[key] = plan(self.cost, requests, prompt, chunks)
+        return self._plans[key]
+
+    def cover(self, requests: int, prompt: int, chunks: int | None = None) -> Cover:
+        """How it attends to that prompt; see `plan`."""
+        return cover(self.plan(requests, prompt, chunks))
 
     def per_rank(self, requests: int) -> int:
         """Requests on the busiest of the data-parallel ranks."""
