@@ -89,7 +89,7 @@ def _as_text(found: Examination, line: LaunchLine, gpu: str | None) -> list[str]
     from sglang_mla_ext.adapter.launch.examine import CANNOT_TELL
 
     where = "" if gpu or found.outcome == CANNOT_TELL else " (examined as on an H200)"
-    said = [f"{found.outcome}{where}", *(f"  {text}" for text in found.findings)]
+    said = [f"{found.outcome}{where}", *(f"  {finding.text}" for finding in found.findings)]
     said += [found.elsewhere] if found.elsewhere else []
     if found.run is None:
         return said
@@ -112,7 +112,7 @@ def _as_json(found: Examination, gpu: str | None) -> dict[str, Any]:
         "outcome": found.outcome,
         "sglang": installed_version(),
         "device": gpu,
-        "findings": [{"code": code, "text": text} for code, text in zip(found.codes, found.findings, strict=True)],
+        "findings": [{"code": finding.code, "text": finding.text} for finding in found.findings],
         "changes": list(found.changes),
         "warnings": list(found.warnings),
         "run": run and {"place": run.place, "sglang": run.version, "parts": [part._asdict() for part in run.parts]},

@@ -50,7 +50,16 @@ with left_out(), examine.examiner() as examined:
     found["not known"] = examined(launch_line.read(["--model-path", "no/such-model"]))
     found["other model"] = examined(launch_line.read(["--model-path", sys.argv[1]]))
 after = torch.cuda.is_available()
-found = {name: {**one._asdict(), "run": str(one.run)} for name, one in found.items()}
+found = {
+    name: {
+        **one._asdict(),
+        "run": str(one.run),
+        "findings": [finding.text for finding in one.findings],
+        "codes": [finding.code for finding in one.findings],
+        "refusals": one.refusals,
+    }
+    for name, one in found.items()
+}
 imported = [name for name in PACKAGES if name in sys.modules]
 json.dump({"found": found, "gpu": [before, after], "imported": imported}, sys.stdout)
 """
