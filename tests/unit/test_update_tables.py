@@ -83,6 +83,8 @@ def test_one_rank(tmp_path):
         ("hybrid_mla", "short", dict(layers=61), h200, 150.0, False),
         ("sglang_flashmla", "short", dict(layers=61), h200, 50.0, False),
         ("sglang_fa3", "short", dict(layers=61), h200, 75.0, False),
+        ("hybrid_mla", "short", dict(layers=61, concurrency=64), h200, 70.0, False),
+        ("sglang_fa3", "short", dict(layers=61, concurrency=64), h200, 70.0, False),
         ("hybrid_mla", "short", {}, "other GPU", 150.0, False),
         ("hybrid_mla", "short", dict(layers=61, of="kimi-k2"), h200, 950.0, False),
         ("hybrid_mla", "decode", dict(layers=61, deep_gemm=True), h200, 90.0, False),
@@ -100,7 +102,7 @@ def test_one_rank(tmp_path):
         metrics = dict(ttft_ms=rate, ttft_p99_ms=1234.4, itl_p99_ms=40.2) | (dict(excluded="why") if excluded else {})
         command = f"run --backend {impl} --out /somewhere/rank.jsonl --log-folder /elsewhere --seed 0"
         record = write_record(path, bench=bench, impl=impl, case=case, gpu=gpu, command=command, **rates, **metrics)
-        written[bench, impl, case["rank"], case["layers"], case.get("of")] = record
+        written[bench, impl, case["rank"], case["layers"], case["concurrency"], case.get("of")] = record
     lines = one_rank(path).splitlines()
     rank = ("tp8", "36", "7,069", "128")
     load, decode = (("short", *rank), ("decode, DeepGEMM", *rank))
@@ -119,6 +121,8 @@ def test_one_rank(tmp_path):
             [*load, "hybrid_mla", "3", "500", "2.50x", "500 / 1,234", "40"],
             [*load, "hybrid_mla, 9 GiB, nothing rides", "1", "150", "0.75x", "150 / 1,234", "40"],
             [*load, "hybrid_mla", "1", "150", "–", "150 / 1,234", "40"],  # of the other GPU
+            ["short", "tp8", "61", "7,069", "64", "fa3", "1", "70", "1.00x", "70 / 1,234", "40"],
+            ["short", "tp8", "61", "7,069", "64", "hybrid_mla", "1", "70", "1.00x", "70 / 1,234", "40"],
             ["short", "tp8", "61", "7,069", "128", "fa3", "1", "75", "1.00x", "75 / 1,234", "40"],
             ["short", "tp8", "61", "7,069", "128", "flashmla", "1", "50", "0.67x", "50 / 1,234", "40"],
             ["short", "tp8", "61", "7,069", "128", "hybrid_mla", "1", "150", "2.00x", "150 / 1,234", "40"],
@@ -129,7 +133,7 @@ def test_one_rank(tmp_path):
         line.endswith("`run --backend hybrid_mla --out benchmarks/results/rank.jsonl --seed 0`") for line in lines
     )
     headline = one_rank_headline(path).splitlines()
-    said = [tokens_per_s(written["short", impl, "tp8", 61, None]) for impl in ("hybrid_mla", "sglang_fa3")]
+    said = [tokens_per_s(written["short", impl, "tp8", 61, 128, None]) for impl in ("hybrid_mla", "sglang_fa3")]
     rows = [cells(line) for line in headline if line.startswith("|")][2:]
     case = "short answers", "7,069", "128"
     assert rows[0] == [
