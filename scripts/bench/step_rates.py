@@ -82,8 +82,8 @@ def fitted(gpu: Gpu, profiles: Path, grid: Path, ranks: Path) -> dict[str, Any]:
         f"Fitted by scripts/calibrate_step.py to records of {gpu.rates.name} (commits {', '.join(commits)}): product "
         f"and macs to the time of dense kernels, layer and step to all other launches and the GPU's waits, in "
         f"{profiles.name}, workload mixed, 180 requests; attention to all modes in {grid.name}, "
-        f"{FEWEST_REQUESTS} requests and more; experts to what decode steps of hybrid_mla on DeepSeek-V3's tp8 rank take "
-        f"beyond all that in {ranks.name}, BF16, {' and '.join(map(str, RANK_REQUESTS))} requests, the median; "
+        f"{FEWEST_REQUESTS} requests and more; experts to what decode steps of hybrid_mla on DeepSeek-V3's tp8 rank "
+        f"take beyond all that in {ranks.name}, BF16, {' and '.join(map(str, RANK_REQUESTS))} requests, the median; "
         f"bytes_per_s: the naive kernel's."
     )
     return {**found, "source": source}
