@@ -18,12 +18,13 @@ BAR = 0.38
 
 
 class Group(NamedTuple):
-    """Two bars: tokens per second, measured and as `plan` says."""
+    """Two bars: tokens per second, measured and as `plan` says, and their ratio as it is written."""
 
     requests: int
     ours: float
     theirs: float
     predicted: tuple[float, float]
+    ratio: str
 
 
 Panels = dict[tuple[str, str, int], list[Group]]
@@ -35,7 +36,9 @@ def panels(records: Iterable[dict[str, Any]]) -> Panels:
 
     def group(pair: Pair) -> Group:
         predicted = round(pair.predicted[0]), round(pair.predicted[1])
-        return Group(pair.requests, round(middle(pair.ours)), round(middle(pair.theirs)), predicted)
+        return Group(
+            pair.requests, round(middle(pair.ours)), round(middle(pair.theirs)), predicted, f"{pair.ratio:.2f}x"
+        )
 
     return {case: [*map(group, of_case)] for case, of_case in groupby(pairs(records), key=lambda pair: pair[:3])}
 
@@ -99,9 +102,8 @@ def draw_panel(axes: Any, groups: Sequence[Group], sizes: Sequence[int]) -> list
     marks = axes.hlines(said, starts, stops, zorder=3, **mark)
     for place, each in zip(places, groups, strict=True):
         top = max(each.ours, each.theirs, *each.predicted)
-        text = f"{each.ours / each.theirs:.2f}x"
         offset = {"textcoords": "offset points", "xytext": (0, 4)}
-        axes.annotate(text, (place - BAR / 2, top), ha="center", fontweight="bold", **offset)
+        axes.annotate(each.ratio, (place - BAR / 2, top), ha="center", fontweight="bold", **offset)
     axes.set_xlim(-0.6, len(sizes) - 0.4)
     axes.set_xticks(places, [str(each.requests) for each in groups])
     axes.yaxis.set_major_formatter("{x:,.0f}")
