@@ -41,6 +41,11 @@ from transformers import AutoTokenizer
 
 from sglang_mla_ext.prefix.cost_model import ModelDims
 
+NO_DEEP_GEMM = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
+# SGLang's FP8 product in Triton counts the elements of a result in 32 bits. K and V of 128 heads for the 131,072 tokens
+# of prefix that SGLang makes at a time are more, and the server dies of an illegal address.
+FEWER_AT_A_TIME = {"SGLANG_MAX_KV_CHUNK_CAPACITY": "32768"}
+
 
 def main(
     rank: Annotated[str | None, typer.Option(help=f"How ranks divide the model: {' or '.join(DIVIDED)}.")] = None,
@@ -103,7 +108,9 @@ def main(
     most_requests = max(requests for _, _, requests in cases)
     common = [*load_arguments(str(model), most_requests), "--load-format", "dummy"]
     common += shlex.split(" ".join(server_arg or []))
-    environment = {"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1"} | ({} if deep_gemm else {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"})
+    environment = {"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1"}
+    if not deep_gemm:
+        environment |= NO_DEEP_GEMM | (FEWER_AT_A_TIME if rank == "dp8" else {})
     described = {"rank": rank, "deep_gemm": deep_gemm} | ({"of": of} if rank else {})
     dims = ModelDims.from_json(model)
     found: list[Run] = []

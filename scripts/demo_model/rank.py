@@ -32,7 +32,7 @@ class Rank:
     divided: str
     layers: int = LAYERS
     model: str = MODELS[0]
-    version: int = 2  # of the output; raise it when the configuration or the tokenizer changes
+    version: int = 3  # of the output; raise it when the configuration or the tokenizer changes
 
 
 def make_rank(out: Path, rank: Rank) -> bool:
@@ -55,5 +55,11 @@ def rank_config(rank: Rank) -> dict[str, Any]:
     config |= {field: config[field] // RANKS for field in DIVIDED[rank.divided]}
     tokens = {"bos_token_id": SPECIAL_TOKENS.index(BOS), "eos_token_id": SPECIAL_TOKENS.index(EOS)}
     yarn = config["rope_scaling"] | {"factor": MAX_POSITIONS / YARN_ORIGINAL_POSITIONS}
-    sizes = {"num_hidden_layers": rank.layers, "max_position_embeddings": MAX_POSITIONS, "num_nextn_predict_layers": 0}
+    # transformers knows Kimi-K2's type only by code in its checkpoint; the architecture is DeepSeek-V3's.
+    sizes = {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": rank.layers,
+        "max_position_embeddings": MAX_POSITIONS,
+        "num_nextn_predict_layers": 0,
+    }
     return config | tokens | sizes | {"rope_scaling": yarn}
