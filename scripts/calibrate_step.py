@@ -4,7 +4,7 @@
     python scripts/calibrate_step.py --out configs/gpus/h20.json --derive-from h200
 
 It needs no GPU. The records are those of `bench_serving.py --workload mixed --profile`, on models of 128 and of 16
-heads, and of `calibrate.py --check`.
+heads, of `calibrate.py --check`, and of `bench_rank.py --workload decode`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def main(
     profiles: Annotated[Path, typer.Option(exists=True, help="Records of profiles.")] = RESULTS / "profile.jsonl",
     grid: Annotated[Path, typer.Option(exists=True, help="Records of calibrate.py --check.")] = RESULTS
     / "planner.jsonl",
+    ranks: Annotated[Path, typer.Option(exists=True, help="Records of bench_rank.py.")] = RESULTS / "rank.jsonl",
     derive_from: Annotated[
         str | None, typer.Option(help="Of a GPU that was not measured: one that was, for data sheets in proportion.")
     ] = None,
@@ -33,7 +34,7 @@ def main(
     """Write the entry `step` of a GPU's file."""
     gpu = Gpu.from_json(out)
     try:
-        step = derived(gpu, Gpu.from_json(derive_from)) if derive_from else fitted(gpu, profiles, grid)
+        step = derived(gpu, Gpu.from_json(derive_from)) if derive_from else fitted(gpu, profiles, grid, ranks)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     config = json.loads(out.read_text(encoding="utf-8"))

@@ -1,10 +1,11 @@
-"""Draw decode throughput over concurrency from benchmarks/results/serving.jsonl.
+"""Draw throughput of servers: ranks of whole models from benchmarks/results/rank.jsonl, for the README, and decode over
+concurrency of models of few layers from benchmarks/results/serving.jsonl.
 
     pip install matplotlib
-    python scripts/plot_serving.py --out docs/images/serving.png
+    python scripts/plot_serving.py
 
-One row for each model shape, in it one panel for each prompt, one line for each backend and storage of the cache and of
-expanded prefixes.
+Of the second: one row for each model shape, in it one panel for each prompt, one line for each backend and storage of
+the cache and of expanded prefixes.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
+from bench import rank_plots
 from bench.records import read_records
 from bench.serving_tables import BF16, FP8, FP8_PREFIX, storage
 from bench.tables import REPOSITORY, RESULTS, latest
 
 PANEL = ("prompt", "prefix", "heads", "layers")
+IMAGES = REPOSITORY / "docs" / "images"
 STYLES = {BF16: "o-", FP8_PREFIX: "s--", FP8: "^:"}
 
 
@@ -107,15 +110,21 @@ def draw(drawn: dict[tuple[Any, ...], Panel], out: Path, caption: str) -> None:
 def main(
     results: Annotated[Path, typer.Option(exists=True, help="Records of bench_serving.py.")] = RESULTS
     / "serving.jsonl",
-    out: Annotated[Path, typer.Option(help="The plot.")] = REPOSITORY / "docs" / "images" / "serving.png",
+    ranks: Annotated[Path, typer.Option(exists=True, help="Records of bench_rank.py.")] = RESULTS / "rank.jsonl",
+    out: Annotated[Path, typer.Option(help="Folder of the plots.")] = IMAGES,
 ) -> None:
-    """Draw the newest measurement of every case."""
+    """Write serving.png, the newest measurement of every case, and ranks.png, the medians of all."""
     records = read_records(results)
     drawn = panels(records)
     if not drawn:
         raise typer.BadParameter(f"{results} has no throughput to draw")
     try:
-        draw(drawn, out, ", ".join(sorted({f"{r['gpu']}, torch {r['torch']}, sglang {r['sglang']}" for r in records})))
+        rank_plots.draw(read_records(ranks), out / "ranks.png")
+        draw(
+            drawn,
+            out / "serving.png",
+            ", ".join(sorted({f"{r['gpu']}, torch {r['torch']}, sglang {r['sglang']}" for r in records})),
+        )
     except ModuleNotFoundError as error:
         raise typer.BadParameter(f"needs matplotlib (the extra `plots` of this package): {error}") from error
     print(f"wrote {out}")

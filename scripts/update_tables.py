@@ -60,7 +60,7 @@ def main(
             "expansion": expansion(RESULTS / "expansion.jsonl"),
             "prefill": prefill(RESULTS / "prefill.jsonl"),
             "predictions": predictions(
-                *(RESULTS / f"{name}.jsonl" for name in ("serving", "engine", "speculative", "context"))
+                *(RESULTS / f"{name}.jsonl" for name in ("rank", "serving", "engine", "speculative", "context"))
             ),
             "planner": planner(RESULTS / "planner.jsonl"),
             "plans": plans(RESULTS / "plans.jsonl"),

@@ -44,6 +44,7 @@ def machine(console: Console, as_json: bool) -> int:
 def command(words: Sequence[str], console: Console, as_json: bool) -> int:
     """Say what a launch command would come to; an exit status."""
     from sglang_mla_ext.adapter.launch.launch_line import LaunchLineError, read
+    from sglang_mla_ext.adapter.launch.left_out import left_out
 
     gpu, _ = gpu_here()
     try:
@@ -58,12 +59,13 @@ def command(words: Sequence[str], console: Console, as_json: bool) -> int:
         _say_machine(console, gpu, list(error.differences), [], as_json)
         return DOES_NOT
     waiting = console.status("SGLang reads the command ...") if console.is_terminal and not as_json else nullcontext()
-    with waiting:
+    # With a GPU SGLang imports more, which may need it.
+    with waiting, nullcontext() if gpu else left_out():
         from sglang_mla_ext.adapter.launch import examine
 
         with examine.examiner() as examined:
             examination = examined(line)
-    gc.freeze()  # what SGLang has imported ends with the process, which would look at all of it for a second
+            gc.freeze()  # what SGLang has imported ends with the process, which would look at all of it for a second
     _say(console, _as_json(examination, gpu), _as_text(examination, line, gpu), as_json)
     return {examine.REFUSED: DOES_NOT, examine.CANNOT_TELL: NOT_TOLD}.get(examination.outcome, STARTS)
 
@@ -87,7 +89,7 @@ def _as_text(found: Examination, line: LaunchLine, gpu: str | None) -> list[str]
     from sglang_mla_ext.adapter.launch.examine import CANNOT_TELL
 
     where = "" if gpu or found.outcome == CANNOT_TELL else " (examined as on an H200)"
-    said = [f"{found.outcome}{where}", *(f"  {text}" for text in found.findings)]
+    said = [f"{found.outcome}{where}", *(f"  {finding.text}" for finding in found.findings)]
     said += [found.elsewhere] if found.elsewhere else []
     if found.run is None:
         return said
@@ -110,7 +112,7 @@ def _as_json(found: Examination, gpu: str | None) -> dict[str, Any]:
         "outcome": found.outcome,
         "sglang": installed_version(),
         "device": gpu,
-        "findings": [{"code": code, "text": text} for code, text in zip(found.codes, found.findings, strict=True)],
+        "findings": [{"code": finding.code, "text": finding.text} for finding in found.findings],
         "changes": list(found.changes),
         "warnings": list(found.warnings),
         "run": run and {"place": run.place, "sglang": run.version, "parts": [part._asdict() for part in run.parts]},

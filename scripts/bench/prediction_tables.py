@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench import rank_predictions
 from bench.records import read_records
-from bench.serving_tables import BF16, FP8, FP8_PREFIX, storage
+from bench.serving_tables import BF16, ELEMENT_BYTES, FP8, storage
 from bench.step_rates import WIDTHS, benchmark_model
 from bench.tables import latest, provenance, table
 from sglang_mla_ext.configs import gpu_config_of, read_config
@@ -18,8 +19,6 @@ from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.sharing import PLAIN
 from sglang_mla_ext.predict.step import Deployment, Step, predict
 
-ELEMENT_BYTES = {BF16: (2, 2), FP8_PREFIX: (2, 1), FP8: (1, 1)}
-"""Bytes of an element of the cache and of an expanded prefix."""
 WITHIN = 0.15
 
 
@@ -62,9 +61,13 @@ class Cell(NamedTuple):
 
 
 def measured(record: Mapping[str, Any]) -> Measured | None:
-    """What a record of bench_serving.py, bench_engine.py, bench_context.py or bench_speculative.py measured; None where
-    it has no decode step."""
+    """What a record of bench_serving.py, bench_engine.py, bench_context.py, bench_speculative.py or bench_rank.py
+    measured; None where it has no decode step."""
     case = record["case"]
+    if record["bench"] == "decode" and "rank" in case:
+        seconds, tail = record["decode_itl_ms"] * 1e-3, rank_predictions.tail(case)
+        of_prompt = f"{case['prefix']:,}", case["prefix"], tail, storage(dict(record))
+        return Measured(seconds, case["concurrency"], *of_prompt)
     if record["bench"] == "context":
         stored = FP8 if case["kv_cache"] == "fp8_e4m3" else BF16
         tail = case["context"] + 64  # of 128 steps
@@ -85,22 +88,26 @@ def measured(record: Mapping[str, Any]) -> Measured | None:
 
 def cells(path: Path) -> list[Cell]:
     """The newest record of every case of a file, of a GPU and a model that are known."""
-    found = [record | {"case": {**record["case"], "of": measured(record)}} for record in read_records(path)]
+    found = [record | {"case": {**record["case"], "measured": measured(record)}} for record in read_records(path)]
     # All but the time tells cases apart, and the GPU.
     known = [
-        {**record, "case": {**record["case"], "which": (record["gpu"], *record["case"]["of"][1:])}}
+        {**record, "case": {**record["case"], "which": (record["gpu"], *record["case"]["measured"][1:])}}
         for record in found
-        if record["case"]["of"] is not None
-        and record["case"]["heads"] in WIDTHS
+        if record["case"]["measured"] is not None
+        and (record["case"]["heads"] in WIDTHS or "rank" in record["case"])
         and record["case"].get("tp", 1) == 1
         and gpu_config_of(record["gpu"]) is not None
     ]
     newest = latest(known, "heads", "layers", "which").values()
-    return [Cell(record, record["case"]["of"], predicted(record, record["case"]["of"])) for record in newest]
+    return [
+        Cell(record, record["case"]["measured"], predicted(record, record["case"]["measured"])) for record in newest
+    ]
 
 
 def predicted(record: Mapping[str, Any], of: Measured) -> Step:
     """The step of a record."""
+    if "rank" in record["case"]:
+        return rank_predictions.step(record)
     case, name = record["case"], gpu_config_of(record["gpu"])
     assert name is not None
     latent, expanded = ELEMENT_BYTES[of.stored]

@@ -7,13 +7,14 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from demo_model.rank import LAYERS, MODELS
 
+from bench import rank_predictions
 from bench.records import read_records
 from bench.serving_tables import RIVAL
-from bench.tables import latest, markdown
+from bench.tables import latest, made_with, markdown, table
 from bench.workload_tables import backend_name
 
 ROUTED = "--hybrid-mla-dp-routing prefix"
@@ -26,13 +27,46 @@ ONE_RANK_COLUMNS = (
     *("first token ms, median / p99", "between tokens ms, p99"),
 )
 HEADLINE_COLUMNS = (
-    *("load", "prompt", "requests", "hybrid_mla tok/s", "fastest of SGLang's tok/s", "ratio"),
-    *("first token ms, median: ours / theirs", "between tokens ms, p99: ours / theirs"),
+    *("model, ranks", "load", "prompt", "requests", "hybrid_mla tok/s", "fastest of SGLang's", "ratio"),
+    *("`plan` says", "first token ms, median: ours / theirs", "between tokens ms, p99: ours / theirs"),
 )
-LOADS = {"decode": "all decode", "short": "short answers, others wait"}
-STOCK_BACKENDS = ("fa3", "flashinfer", "flashmla")
+MOST_REQUESTS = 256
+"""In the README's table, which has one row for each load and prompt; its plot has all."""
+LOADS = {"decode": "all decode", "short": "short answers"}
+DIVIDED_NAMES = {"tp8": "TP 8", "dp8": "DP 8"}
+MODEL_NAMES = dict(zip(MODELS, ("DeepSeek-V3", "Kimi-K2"), strict=True))
+IN_GRAPHS = ", prefill in graphs"
+STOCK_BACKENDS = ("fa3", f"fa3{IN_GRAPHS}", "flashinfer", "flashmla")
 
 Case = tuple[Any, ...]
+
+
+class Pair(NamedTuple):
+    """Our records and those of the fastest of SGLang's own backends of one case, which ran on a rank with the most
+    layers that were measured of it.
+
+    Attributes:
+        model: and how ranks divide it, in words; load: of `LOADS`.
+        backend, rival: names of ours and of theirs.
+    """
+
+    model: str
+    load: str
+    prompt: int
+    requests: int
+    backend: str
+    rival: str
+    ours: list[dict[str, Any]]
+    theirs: list[dict[str, Any]]
+
+    @property
+    def ratio(self) -> float:
+        return middle(self.ours) / middle(self.theirs)
+
+    @property
+    def predicted(self) -> tuple[float, float]:
+        """What `plan` says of both, in tokens per second."""
+        return rank_predictions.tokens_per_s(self.ours[0]), rank_predictions.tokens_per_s(self.theirs[0])
 
 
 def ranks(path: Path) -> str:
@@ -87,22 +121,47 @@ def one_rank(path: Path) -> str:
 
 
 def one_rank_headline(path: Path) -> str:
-    """The rows of the README: a tensor-parallel rank with all its layers, our backend as it comes beside the fastest of
-    SGLang's own, where that was measured."""
-    found = runs(read_records(path))
-    rows, shown = [], {}
-    for (*case, backend), ours in sorted(found.items()):
-        stock = fastest_stock(found, tuple(case), backend)
+    """The rows of the README, and what `plan` predicts of them."""
+    rows, shown = [], []
+    few = (pair for pair in pairs(read_records(path)) if pair.requests <= MOST_REQUESTS)
+    for pair in {pair[:3]: pair for pair in few}.values():  # of those with the most requests
+        both = pair.ours, pair.theirs
+        _, _, named = pair.backend.partition(", ")
+        ours = f"{middle(pair.ours):,.0f}" + (f" ({named})" if named else "")
+        rates = ours, f"{middle(pair.theirs):,.0f} ({pair.rival})", f"{pair.ratio:.2f}x"
+        said = "{:,.0f} / {:,.0f}, {:.2f}x".format(*pair.predicted, pair.predicted[0] / pair.predicted[1])
+        times = (" / ".join(f"{middle(each, name):,.0f}" for each in both) for name in ("ttft_ms", "itl_p99_ms"))
+        case = pair.model, LOADS[pair.load], f"{pair.prompt:,}", pair.requests
+        rows.append((*case, *rates, said, *times))
+        shown += [*pair.ours, *pair.theirs]
+    return f"{table(rows, HEADLINE_COLUMNS)}\n\n{made_with(shown)}"
+
+
+def pairs(records: Iterable[dict[str, Any]]) -> list[Pair]:
+    """What was measured of ours and of SGLang's own on the same case, over BF16 caches: tensor-parallel ranks first,
+    then by model, load, prompt and requests. Ours is as it comes where that was measured, else with the memory that was
+    named, else with an FP8 prefix."""
+    found = runs(records)
+    most_layers: dict[str, int] = {}
+    for _, rank, layers, *_ in found:
+        most_layers[rank] = max(layers, most_layers.get(rank, 0))
+    shown = []
+    for case in dict.fromkeys(key[:-1] for key in found):
         load, rank, layers, prompt, requests, _ = case
-        if (backend, rank, layers) != ("hybrid_mla", "tp8", LAYERS) or load not in LOADS or stock is None:
-            continue
-        theirs = found[stock]
-        rates = f"{middle(ours):,.0f}", f"{middle(theirs):,.0f} ({stock[-1]})", f"{middle(ours) / middle(theirs):.2f}x"
-        first = (f"{middle(each, 'ttft_ms'):,.0f}" for each in (ours, theirs))
-        between = (f"{middle(each, 'itl_p99_ms'):,.0f}" for each in (ours, theirs))
-        rows.append((LOADS[load], f"{prompt:,}", requests, *rates, " / ".join(first), " / ".join(between)))
-        shown |= {(*case, "ours"): ours, (*case, "stock"): theirs}
-    return markdown(rows, HEADLINE_COLUMNS, numbered(shown))
+        ours = [key[-1] for key in found if key[:-1] == case and is_ours(key[-1])]
+        stock = fastest_stock(found, case, "")
+        if load in LOADS and layers == most_layers[rank] and ours and stock:
+            backend = min(ours, key=lambda name: ("FP8" in name, name))
+            records = found[(*case, backend)]
+            what = model_and_ranks(records[0]["case"]), load, prompt, requests
+            shown.append(Pair(*what, backend, stock[-1], records, found[stock]))
+    return sorted(shown, key=lambda pair: (pair.ours[0]["case"]["rank"] != "tp8", pair[:4]))
+
+
+def model_and_ranks(case: dict[str, Any]) -> str:
+    """The model of a record's rank, and how ranks divide it."""
+    some = f", {case['layers']} layers" if case["layers"] != LAYERS else ""
+    return f"{MODEL_NAMES[case.get('of', MODELS[0])]}, {DIVIDED_NAMES[case['rank']]}{some}"
 
 
 def runs(records: Iterable[dict[str, Any]]) -> dict[Case, list[dict[str, Any]]]:
@@ -124,11 +183,19 @@ def runs(records: Iterable[dict[str, Any]]) -> dict[Case, list[dict[str, Any]]]:
 
 
 def served_by(record: dict[str, Any]) -> str:
-    """A backend's name in tables of one rank."""
+    """A backend's name in tables of one rank, with the memory for prefixes if that was named."""
     case = record["case"]
     in_turns = "--hybrid-mla-mixed-tokens 0" in case.get("flags", "")
     of_cache = ", FP8 cache" if case.get("kv_cache_dtype") == "fp8_e4m3" else ""
-    return backend_name(record) + (", nothing rides" if in_turns else "") + of_cache
+    named = rank_predictions.named_memory(record)
+    name = backend_name(record) + (f", {named:g} GiB" if named is not None else "")
+    name += IN_GRAPHS if rank_predictions.prefill_in_graphs(record) else ""
+    return name + (", nothing rides" if in_turns else "") + of_cache
+
+
+def is_ours(name: str) -> bool:
+    """Whether a name of `served_by` is our backend's over a BF16 cache, with mixed steps."""
+    return name.startswith(rank_predictions.OURS) and "nothing rides" not in name and "FP8 cache" not in name
 
 
 def fastest_stock(found: dict[Case, list[dict[str, Any]]], case: Case, backend: str) -> Case | None:
@@ -139,8 +206,15 @@ def fastest_stock(found: dict[Case, list[dict[str, Any]]], case: Case, backend: 
 
 
 def middle(records: Iterable[dict[str, Any]], name: str | None = None) -> float:
-    """The median of a figure, by default of tokens per second."""
-    return median(record[name] if name else rate(record) for record in records)
+    """The median of a figure, by default of tokens per second: while others wait or, where all decode, by the median
+    time between two tokens of an answer. The mean rate of that time holds some of the prefill before it: answers come
+    in pieces, whose tokens are taken to be evenly spread."""
+    return median(record[name] if name else measured_rate(record) for record in records)
+
+
+def measured_rate(record: dict[str, Any]) -> float:
+    """Tokens per second of one rank's record, see `middle`."""
+    return float(record["steady_tok_s"] or record["case"]["concurrency"] * 1e3 / record["decode_itl_ms"])
 
 
 def numbered(found: dict[Case, list[dict[str, Any]]]) -> dict[Case, dict[str, Any]]:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.records import read_records
-from bench.tables import latest, markdown, table
+from bench.tables import latest, made_with, markdown, table
 
 RIVAL = "sglang_flashmla"
 BF16, FP8_PREFIX, FP8 = "BF16", "BF16, prefix FP8", "FP8"  # what `storage` returns
+ELEMENT_BYTES = {BF16: (2, 2), FP8_PREFIX: (2, 1), FP8: (1, 1)}
+"""Bytes of an element of the cache and of an expanded prefix."""
 HEADLINE_PROMPTS, HEADLINE_REQUESTS = ("A", "B"), 256
 HEADLINE_STORAGE = {BF16: "BF16", FP8_PREFIX: "FP8"}  # of expanded prefixes; the cache is BF16
 RATES = ("hybrid_mla tok/s", "flashmla tok/s", "ratio")
@@ -48,19 +50,8 @@ def headline(path: Path) -> str:
     rows = [(*case, *rates(*pair)) for case, pair in shown.items()]
     columns = ("heads", "layers", "prompt", "expanded prefix in", *RATES)
     records = list(records_of(shown).values())
-    where = ", ".join(
-        listed(name, (record[key] for record in records))
-        for name, key in (("", "gpu"), ("torch ", "torch"), ("sglang ", "sglang"))
-    )
-    commits = [record["commit"] for record in records]
-    dates = listed("", sorted(record["date"][:10] for record in records))
-    made = f"{where}, {listed('commits ' if len(set(commits)) > 1 else 'commit ', commits)}, {dates}"
-    return f"{table(rows, columns)}\n\n{made}:\n\n```bash\n{template([r['command'] for r in records])}\n```"
-
-
-def listed(name: str, values: Iterable[Any]) -> str:
-    """A name, and the different values in their order."""
-    return name + " and ".join(dict.fromkeys(str(value) for value in values))
+    command = template([record["command"] for record in records])
+    return f"{table(rows, columns)}\n\n{made_with(records)}:\n\n```bash\n{command}\n```"
 
 
 def template(commands: Sequence[str]) -> str:

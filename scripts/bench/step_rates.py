@@ -1,5 +1,6 @@
 """The constants of a decode step (`step` in configs/gpus), from records that are there: kernels of the workload `mixed`
-under the profiler, and times of attention in every mode on a grid. The serving grid is not among them."""
+under the profiler, times of attention in every mode on a grid, and steps of one rank of a whole model. The serving grid
+is not among them."""
 
 from __future__ import annotations
 
@@ -10,10 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from demo_model.rank import MODELS
 
+from bench import rank_predictions
 from bench.planner_grid import TAIL
 from bench.profile_tables import kind_of
 from bench.records import read_records
+from bench.serving_tables import BF16, storage
 from bench.tables import latest
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.predict.rates import Gpu, StepRates
@@ -29,6 +33,7 @@ MACS = np.arange(2.4e14, 4.6e14, 5e12)
 PRODUCT_S = np.arange(0, 1.01e-5, 2.5e-7)
 PADDING = np.arange(0.5, 1.01, 0.02)
 FILLING_REQUESTS = 64  # requests from which the GPU is full: padding is fitted to those cases
+RANK_REQUESTS = (128, 256)  # of the ranks that `experts_s` is fitted to
 FEWEST_REQUESTS = 16  # of the cases that attention's launches are fitted to; fewer leave most of the GPU idle
 JOINED = re.compile("join_parts")
 
@@ -47,31 +52,39 @@ def benchmark_model(layers: int, heads: int, width: int) -> dict[str, Any]:
     }
 
 
-def fitted(gpu: Gpu, profiles: Path, grid: Path) -> dict[str, Any]:
+def fitted(gpu: Gpu, profiles: Path, grid: Path, ranks: Path) -> dict[str, Any]:
     """The entry `step` of a GPU's file.
 
     Args:
-        profiles: records of `bench_serving.py --profile`; grid: those of `calibrate.py --check`.
+        profiles: records of `bench_serving.py --profile`; grid: those of `calibrate.py --check`; ranks: those of
+            `bench_rank.py`.
     Raises:
         ValueError: there are none of this GPU, or too few to tell a product's constants apart.
     """
     watched = [record for record in records_of(gpu, profiles) if record["workload"] == "mixed"]
     watched = list(latest(watched, "heads", "layers", "flags").values())
     checked = list(latest(records_of(gpu, grid), "heads", "dtype", "prefix", "batch").values())
-    if len({record["case"]["heads"] for record in watched}) < 2 or not checked:
-        raise ValueError(f"{profiles} and {grid} have no records of {gpu.rates.name}, or of one number of heads alone")
+    whole = [record for record in records_of(gpu, ranks) if is_fitted(record)]
+    if len({record["case"]["heads"] for record in watched}) < 2 or not checked or not whole:
+        raise ValueError(
+            f"{profiles}, {grid} and {ranks} have no records of {gpu.rates.name}, or of one number of heads alone"
+        )
     found = {
         "bytes_per_s": gpu.rates.modes[Mode.NAIVE].bytes_per_s,
         **of_products(gpu, watched),
         **of_launches(gpu, watched),
-        "attention": of_attention(gpu, checked),
     }
-    commits = sorted({record["commit"] for record in watched + checked})
+    attention = of_attention(gpu, checked)
+    known = StepRates.from_config({**found, "experts_s": 0, "attention": attention, "source": ""})
+    found |= {"experts_s": of_experts(replace(gpu, step=known), whole), "attention": attention}
+    commits = sorted({record["commit"] for record in watched + checked + whole})
     source = (
         f"Fitted by scripts/calibrate_step.py to records of {gpu.rates.name} (commits {', '.join(commits)}): product "
         f"and macs to the time of dense kernels, layer and step to all other launches and the GPU's waits, in "
         f"{profiles.name}, workload mixed, 180 requests; attention to all modes in {grid.name}, "
-        f"{FEWEST_REQUESTS} requests and more; bytes_per_s: the naive kernel's."
+        f"{FEWEST_REQUESTS} requests and more; experts to what decode steps of hybrid_mla on DeepSeek-V3's tp8 rank "
+        f"take beyond all that in {ranks.name}, BF16, {' and '.join(map(str, RANK_REQUESTS))} requests, the median; "
+        f"bytes_per_s: the naive kernel's."
     )
     return {**found, "source": source}
 
@@ -92,6 +105,7 @@ def of_products(gpu: Gpu, watched: Sequence[Mapping[str, Any]]) -> dict[str, flo
             macs_per_s=macs_per_s,
             product_s=product_s,
             layer_s=0,
+            experts_s=0,
             step_s=0,
             attention_s=dict.fromkeys(Mode, 0.0),
             attention_row_s=dict.fromkeys(Mode, 0.0),
@@ -137,6 +151,29 @@ def is_other(kernel: str) -> bool:
     """Whether a kernel is neither a product nor attention; the schedules of a step's attention count."""
     schedules = re.search(r"mla_metadata|schedule_tails", kernel) is not None
     return kind_of(kernel) == "other" or JOINED.search(kernel) is not None or schedules
+
+
+def is_fitted(record: Mapping[str, Any]) -> bool:
+    """Whether `of_experts` looks at a record: other models, divisions, backends and numbers of requests show how well
+    it serves them."""
+    case = record["case"]
+    of_rank = case.get("of", MODELS[0]), case.get("rank"), storage(dict(record)), record["bench"], record["impl"]
+    fitted = of_rank == (MODELS[0], "tp8", BF16, "decode", rank_predictions.OURS)
+    return fitted and case["concurrency"] in RANK_REQUESTS and not record.get("excluded")
+
+
+def of_experts(gpu: Gpu, whole: Iterable[Mapping[str, Any]]) -> float:
+    """`experts_s`: what steps take longer than predicted, for each layer with experts, the median.
+
+    Args:
+        gpu: with all other constants, and none of experts.
+    """
+    beyond = []
+    for record in whole:
+        expert_layers = record["case"]["layers"] - read_model(MODELS[0])["first_k_dense_replace"]
+        missed = record["decode_itl_ms"] * 1e-3 - rank_predictions.step(record, gpu).seconds
+        beyond.append(missed / expert_layers)
+    return float(f"{np.median(beyond):.2g}")  # they differ by more than that
 
 
 def ms_of(record: Mapping[str, Any], kind: str) -> float:
@@ -193,7 +230,7 @@ def derived(gpu: Gpu, origin: Gpu) -> dict[str, Any]:
     return {
         "bytes_per_s": rounded(step.bytes_per_s * gpu.sheet.bytes_per_s / origin.sheet.bytes_per_s),
         "macs_per_s": rounded(step.macs_per_s * gpu.sheet.bf16_flops / origin.sheet.bf16_flops),
-        **{name: getattr(step, name) for name in ("product_s", "layer_s", "step_s")},
+        **{name: getattr(step, name) for name in ("product_s", "layer_s", "experts_s", "step_s")},
         "attention": {
             "padding": step.padding,
             **{

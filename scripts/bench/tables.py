@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,22 @@ def table(rows: list[tuple[Any, ...]], columns: tuple[str, ...]) -> str:
     """A table in GitHub's Markdown."""
     align = ("right",) * len(columns)
     return tabulate(rows, columns, tablefmt="github", colalign=align, disable_numparse=True)
+
+
+def made_with(records: Sequence[dict[str, Any]]) -> str:
+    """GPUs, versions, commits and dates of all records, in one line."""
+    where = (
+        listed(name, (record[key] for record in records))
+        for name, key in (("", "gpu"), ("torch ", "torch"), ("sglang ", "sglang"))
+    )
+    commits = [record["commit"] for record in records]
+    dates = listed("", sorted(record["date"][:10] for record in records))
+    return ", ".join([*where, listed("commits " if len(set(commits)) > 1 else "commit ", commits), dates])
+
+
+def listed(name: str, values: Iterable[Any]) -> str:
+    """A name, and the different values in their order."""
+    return name + " and ".join(dict.fromkeys(str(value) for value in values))
 
 
 def provenance(records: dict[tuple[Any, ...], dict[str, Any]]) -> str:

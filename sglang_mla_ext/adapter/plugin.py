@@ -102,7 +102,7 @@ def _around_resolution(original: Callable[..., None], server_args: ServerArgs, *
         status_routes.install()
         if options.dp_routing == "prefix":
             contract.check([Feature.ROUTING])
-            if server_args.dp_size > 1:
+            if dp_routing.ranks(server_args) > 1:
                 limits.check_dp_routing(server_args)
                 dp_routing.install()
     else:

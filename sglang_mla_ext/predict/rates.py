@@ -46,6 +46,9 @@ class StepRates:
         macs_per_s: of products on BF16 data; on FP8 data in the data sheet's proportion.
         product_s: of a product, beside the larger of its two times.
         layer_s: of all other launches of a layer: norms, rotary embedding, activation.
+        experts_s: of a layer with experts, beside its products: what the router's output takes (top-k, rows sorted by
+            expert and summed up again), activations made FP8 before each product, and what products of experts take
+            beyond reading their weights.
         step_s: of a step: sampling, schedules, and the GPU's wait for the host's next launch.
         attention_s, attention_row_s: by mode, of attention in one layer beside its work: the launches, merges included;
             and that for each row and head.
@@ -57,6 +60,7 @@ class StepRates:
     macs_per_s: float
     product_s: float
     layer_s: float
+    experts_s: float
     step_s: float
     attention_s: Mapping[Mode, float]
     attention_row_s: Mapping[Mode, float]
@@ -67,8 +71,9 @@ class StepRates:
     def from_config(cls, values: Mapping[str, Any]) -> StepRates:
         """Of a file's entry `step`."""
         of_modes = values["attention"]
+        names = ("bytes_per_s", "macs_per_s", "product_s", "layer_s", "experts_s", "step_s")
         return cls(
-            **{name: float(values[name]) for name in ("bytes_per_s", "macs_per_s", "product_s", "layer_s", "step_s")},
+            **{name: float(values[name]) for name in names},
             attention_s={mode: float(of_modes[mode.value]["launches_s"]) for mode in Mode},
             attention_row_s={mode: float(of_modes[mode.value]["row_s"]) for mode in Mode},
             padding=float(of_modes["padding"]),

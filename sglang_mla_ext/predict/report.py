@@ -126,8 +126,7 @@ def from_data_sheet(of: Deployment) -> float | None:
 def _case(of: Deployment, asked: Asked, divided: Memory | None, prompt: int, requests: int) -> dict[str, Any]:
     """One prompt and number of requests."""
     mine, chunks = of.per_rank(requests), chunks_for(prompt, divided)
-    planned = sharing.plan(of.cost, mine, prompt, chunks)
-    cover = sharing.cover(planned)
+    planned = of.plan(mine, prompt, chunks)
     layer_ms = {mode.value: of.cost.seconds(mode, mine, prompt) * 1e3 for mode in allowed_modes(of)}
     saved_ms = sharing.saved_seconds(of.cost, planned) * 1e3
     found: dict[str, Any] = {
@@ -135,7 +134,7 @@ def _case(of: Deployment, asked: Asked, divided: Memory | None, prompt: int, req
         "requests": requests,
         "requests_per_rank": mine,
         "layer_ms": layer_ms,
-        "chosen": cover.mode.value,
+        "chosen": sharing.cover(planned).mode.value,
         "segments": [{"mode": each.mode.value, "start": each.start, "end": each.end} for each in planned.segments],
         "saved": saved_ms / layer_ms[Mode.ABSORB.value] if planned.segments else 0.0,
         "expanded_gib": prompt * of.cost.expanded_token_bytes * of.dims.num_layers / GIB,

@@ -2,7 +2,8 @@
 
     attention of a layer = work over the prefix + work over the tails + launches
     product              = max(bytes of its weights / bandwidth, MACs / rate) + a constant
-    step                 = layers * (attention + other launches) + products + exchanges between GPUs + a constant
+    step                 = layers * (attention + other launches) + layers with experts * a constant + products
+                           + exchanges between GPUs + a constant
 
 The work is the cost model's (prefix/cost_model.py); the constants are named in rates.py. New tokens that ride in the
 step (mixed.py) are rows more of all of it. What is not in it: drafts of a speculative step, eager prefill beside
@@ -22,6 +23,7 @@ from sglang_mla_ext.predict import weights
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.sharing import PLAIN, Cover, cover, may_group, plan
 from sglang_mla_ext.prefix.cost_model import CostModel, ModelDims
+from sglang_mla_ext.prefix.planner import Plan
 from sglang_mla_ext.segment import Mode
 
 # Products run on tiles that fit the batch to about so many rows.
@@ -110,20 +112,24 @@ class Deployment:
         )
 
     @cached_property
-    def _covers(self) -> dict[tuple[int, int, int], Cover]:
+    def _plans(self) -> dict[tuple[int, int, int], Plan]:
         return {}
 
-    def cover(self, requests: int, prompt: int, chunks: int | None = None) -> Cover:
-        """How a server attends to a prompt that so many requests of one rank share.
+    def plan(self, requests: int, prompt: int, chunks: int | None = None) -> Plan:
+        """What a server does with a prompt that so many requests of one rank share.
 
         Args:
             chunks: of expanded tokens that its memory holds; by default as many as the prompt takes.
         """
         chunks = -(-prompt // CHUNK_TOKENS) if chunks is None else chunks
         key = requests, prompt, chunks
-        if key not in self._covers:  # many steps of a few sizes are asked for
-            self._covers[key] = cover(plan(self.cost, requests, prompt, chunks))
-        return self._covers[key]
+        if key not in self._plans:  # many steps of a few sizes are asked for
+            self._plans[key] = plan(self.cost, requests, prompt, chunks)
+        return self._plans[key]
+
+    def cover(self, requests: int, prompt: int, chunks: int | None = None) -> Cover:
+        """How it attends to that prompt; see `plan`."""
+        return cover(self.plan(requests, prompt, chunks))
 
     def per_rank(self, requests: int) -> int:
         """Requests on the busiest of the data-parallel ranks."""
@@ -244,6 +250,7 @@ def predict(of: Deployment, cover: Cover, requests: int, prompt: int, tail: int,
         products[product.kind] = products.get(product.kind, 0.0) + seconds
     layers = of.dims.num_layers
     overhead = layers * (rates.layer_s + rows * activation_bytes(of) / rates.bytes_per_s) + rates.step_s
+    overhead += max((product.layers for product in of.products if product.experts), default=0) * rates.experts_s
     exchanges = layers * (_exchange_seconds(of, rows, of.head_ranks) + _exchange_seconds(of, all_rows, of.tp))
     attention = layers * attention_seconds(of, cover, mine, prompt, tail, arriving)
     return Step(cover, attention, products, exchanges, overhead)

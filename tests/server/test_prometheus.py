@@ -164,6 +164,9 @@ def test_alerts(tmp_path: Path) -> None:
         if "reason" in rule["expr"]:
             labels["reason"] = REASON
         tests.append(given(FIRING[rule["alert"]], {rule["alert"]: [{"exp_labels": labels}]}))
+    first = {name: "_x55 1x5" for name in FIRING["HybridMLAFallsBack"]}
+    labels = rules()[0]["labels"] | {"instance": "a", "reason": REASON}
+    tests.append(given(first, {"HybridMLAFallsBack": [{"exp_labels": labels}]}))
     # promtool compares annotations as well, which are for people.
     bare = yaml.safe_load(ALERTS.read_text())
     for rule in bare["groups"][0]["rules"]:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from sglang_mla_ext import __version__, doctor
 from sglang_mla_ext.adapter.compat.contract import ContractError, installed_version
+from sglang_mla_ext.adapter.compat.findings import Finding, unsupported
 from sglang_mla_ext.adapter.compat.table import Feature
 from sglang_mla_ext.adapter.launch import examine, tried
 from sglang_mla_ext.adapter.launch.launch_line import LaunchLine
@@ -130,7 +131,6 @@ def test_doctor_warns_of_what_this_machine_does_not_ask_for(monkeypatch):
 def examined(monkeypatch: pytest.MonkeyPatch, outcome: str, line: LaunchLine, *words: str, **found) -> tuple[int, str]:
     """What `doctor -- words` says of an examination, and its exit status."""
     found = {"findings": [], "changes": [], "settings": [], "models": {}, **found}
-    found.setdefault("codes", ["a code"] * len(found["findings"]))
     examination = examine.Examination(outcome=outcome, line=line, **found)
     monkeypatch.setattr(examine, "examiner", lambda: nullcontext(lambda line: examination))
     monkeypatch.setattr(doctor, "gpu_here", lambda: (None, None))
@@ -147,7 +147,7 @@ def test_doctor_says_what_to_change(monkeypatch):
         examine.CHANGED,
         LaunchLine({"A": "1"}, ["--model-path", "/m/V3", "--attention-backend", "hybrid_mla"]),
         *("A=1", "sglang", "serve", "/m/V3", "--page-size", "1", "--attention-backend", "fa3"),
-        findings=["hybrid_mla needs --page-size 64, not 1; remove the flag."],
+        findings=[Finding("--page-size", "hybrid_mla needs --page-size 64, not 1; remove the flag.")],
         changes=["--page-size 64 in place of --page-size 1"],
         settings=["--disable-prefill-cuda-graph"],
         run=RUN,
@@ -182,7 +182,7 @@ def test_doctor_has_nothing_to_say_of_what_works(monkeypatch):
 
 def test_doctor_speaks_to_programs(monkeypatch):
     line, command = LaunchLine({}, ["--tp", "16"]), ["python", "-m", "sglang.launch_server", "--tp", "16"]
-    found = dict(run=RUN, findings=["no", "nor"], codes=["a", "b"])
+    found = dict(run=RUN, findings=[Finding("a", "no"), Finding("b", "nor")])
     code, output = examined(monkeypatch, examine.CHANGED, line, "--json", *command, **found)
     said = json.loads(output)
     assert code == 0 and said["outcome"] == "works with a change"
@@ -195,9 +195,12 @@ def test_doctor_speaks_to_programs(monkeypatch):
 
 
 def test_doctor_cannot_tell(monkeypatch):
-    why = dict(findings=["a/b is not known: give a folder."], codes=["model"], elsewhere="image:1 has another")
+    why = dict(findings=[Finding("model", "a/b is not known: give a folder.")], elsewhere="image:1 has another")
     code, output = examined(monkeypatch, examine.CANNOT_TELL, LaunchLine({}, []), "--model-path", "a/b", **why)
-    assert (code, output.splitlines()) == (3, ["cannot tell", f"  {why['findings'][0]}", "image:1 has another"])
+    assert (code, output.splitlines()) == (
+        3,
+        ["cannot tell", "  a/b is not known: give a folder.", "image:1 has another"],
+    )
 
 
 def test_what_all_commands_have():
@@ -209,11 +212,11 @@ def test_what_all_commands_have():
 
 
 def test_doctor_refuses_with_every_reason(monkeypatch):
-    findings = ["--pp-size above 1 is not supported yet: remove it.", "--enable-lora is not supported yet: remove it."]
+    findings = [finding for flag in ("--pp-size above 1", "--enable-lora") for finding in unsupported(flag, True)]
     line = LaunchLine({}, ["--model-path", "m"])
     code, output = examined(monkeypatch, examine.REFUSED, line, *line.arguments, findings=findings)
     assert code == 1
-    assert output.splitlines() == ["refused (examined as on an H200)", *(f"  {finding}" for finding in findings)]
+    assert output.splitlines() == ["refused (examined as on an H200)", *(f"  {finding.text}" for finding in findings)]
 
 
 def test_doctor_wants_a_launch_of_sglang(monkeypatch):

@@ -152,7 +152,8 @@ class Manager:
     """What is read of SGLang's."""
 
     def __init__(self, backend: str = "hybrid_mla", dp_size: int = 2) -> None:
-        self.server_args = SimpleNamespace(get_attention_backends=lambda: (backend, backend), dp_size=dp_size)
+        backends = {"get_attention_backends": lambda: (backend, backend)}
+        self.server_args = SimpleNamespace(**backends, dp_size=dp_size, enable_dp_attention=False)
         self.rid_to_state: dict[str, Any] = {}
 
 
@@ -170,6 +171,12 @@ def test_who_is_routed(monkeypatch: pytest.MonkeyPatch, manager: Any, routing: s
     sent = request("x", PROMPTS[0])
     dp_routing.before_dispatch(manager, sent)
     assert sent.routed_dp_rank == rank
+
+
+def test_ranks_of_dp_attention_may_be_no_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with 0.5.23's --attn-dp-size."""
+    monkeypatch.setattr(dp_routing.installed, "dp_attention_ranks", lambda args: 2)
+    test_who_is_routed(monkeypatch, Manager(dp_size=1), "prefix", 0)
 
 
 def test_managers_do_not_share_what_they_know(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from sglang_mla_ext.adapter.launch import examine, launch_line
 
 with examine.examiner() as examined:
     found = [examined(launch_line.read(line.split())) for line in sys.argv[1:]]
-print(json.dumps([(each.outcome, each.findings, each.settings) for each in found]))
+print(json.dumps([(each.outcome, [f.text for f in each.findings], each.settings) for each in found]))
 """
 LINE = "python -m sglang.launch_server --model-path deepseek-ai/DeepSeek-V3 --tp 8 "
 SET = ["--page-size 64", "--disable-prefill-cuda-graph"]

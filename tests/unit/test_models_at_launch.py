@@ -24,7 +24,8 @@ from sglang_mla_ext.adapter.launch import examine, launch_line
 with examine.examiner() as examined:
     lines = {path: launch_line.read(["--model-path", path, "--tp", "4"]) for path in sys.argv[1:]}
     found = {path.rpartition("/")[2]: examined(line) for path, line in lines.items()}
-print(json.dumps({name: (each.outcome, each.findings, each.warnings) for name, each in found.items()}))
+found = {name: (one.outcome, [each.text for each in one.findings], one.warnings) for name, one in found.items()}
+print(json.dumps(found))
 """
 
 SMALL = {

@@ -1,10 +1,12 @@
-"""What the plot of serving results shows; nothing is drawn here."""
+"""What the plots of servers show; nothing is drawn here."""
 
 from __future__ import annotations
 
+from bench.rank_plots import digest
+from bench.rank_plots import panels as rank_panels
 from bench.records import read_records
 from bench.tables import RESULTS
-from plot_serving import Line, panels, rows_and_columns, title
+from plot_serving import IMAGES, Line, panels, rows_and_columns, title
 
 
 def record(impl: str, day: int, rate: float | None, concurrency: int = 128, **case) -> dict:
@@ -52,3 +54,11 @@ def test_the_shipped_results_can_be_drawn():
     found = panels(read_records(RESULTS / "serving.jsonl"))
     assert found
     assert all(rate > 0 for panel in found.values() for line in panel.values() for rate in line.values())
+
+
+def test_the_readmes_plot_is_of_the_records():
+    """If not: python scripts/plot_serving.py."""
+    drawn = rank_panels(read_records(RESULTS / "rank.jsonl"))
+    of_case = drawn["DeepSeek-V3, TP 8", "decode", 26472]
+    assert {each.requests: each.ratio for each in of_case}.items() >= {128: "2.02x", 256: "2.85x"}.items()
+    assert digest(drawn).encode() in (IMAGES / "ranks.png").read_bytes()

@@ -21,10 +21,11 @@ import json, sys
 import torch
 from bench.recipes import recipes, words
 from sglang_mla_ext.adapter.launch import examine, launch_line
+from sglang_mla_ext.adapter.launch.left_out import PACKAGES, left_out
 
 found = {}
 before = torch.cuda.is_available()
-with examine.examiner() as examined:
+with left_out(), examine.examiner() as examined:
     for recipe in recipes():
         found[recipe["name"]] = examined(launch_line.read(words(recipe)))
     small = "--tp 8 --model-path deepseek-ai/DeepSeek-V3"
@@ -49,8 +50,18 @@ with examine.examiner() as examined:
     found["not known"] = examined(launch_line.read(["--model-path", "no/such-model"]))
     found["other model"] = examined(launch_line.read(["--model-path", sys.argv[1]]))
 after = torch.cuda.is_available()
-found = {name: {**one._asdict(), "run": str(one.run)} for name, one in found.items()}
-json.dump({"found": found, "gpu": [before, after]}, sys.stdout)
+found = {
+    name: {
+        **one._asdict(),
+        "run": str(one.run),
+        "findings": [finding.text for finding in one.findings],
+        "codes": [finding.code for finding in one.findings],
+        "refusals": one.refusals,
+    }
+    for name, one in found.items()
+}
+imported = [name for name in PACKAGES if name in sys.modules]
+json.dump({"found": found, "gpu": [before, after], "imported": imported}, sys.stdout)
 """
 
 LLAMA = {
@@ -78,6 +89,7 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     assert process.returncode == 0, process.stderr
     answer = json.loads(process.stdout)
     assert answer["gpu"][0] == answer["gpu"][1], "the GPU is feigned no longer than asked for"
+    assert not answer["imported"]
     return answer["found"]
 
 

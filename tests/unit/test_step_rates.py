@@ -11,9 +11,11 @@ from sglang_mla_ext.configs import read_config
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.segment import Mode
 
+RECORDS = [RESULTS / f"{name}.jsonl" for name in ("profile", "planner", "rank")]
+
 
 def test_the_shipped_constants_are_those_of_the_records():
-    found = fitted(Gpu.from_json("h200"), RESULTS / "profile.jsonl", RESULTS / "planner.jsonl")
+    found = fitted(Gpu.from_json("h200"), *RECORDS)
     assert found == read_config("gpus", "h200")["step"]
 
 
@@ -29,7 +31,7 @@ def test_constants_of_gpus_that_were_not_measured(name):
 
 def test_records_of_other_gpus_do_not_count():
     with pytest.raises(ValueError, match="no records of NVIDIA A100"):
-        fitted(Gpu.from_json("a100"), RESULTS / "profile.jsonl", RESULTS / "planner.jsonl")
+        fitted(Gpu.from_json("a100"), *RECORDS)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +42,7 @@ def test_records_of_other_gpus_do_not_count():
         ("speculative", 20, set()),
         # Measured with a kernel for the FP8 cache that has become faster since.
         ("context", 8, {("hybrid_mla", 128, 16384 + 64)}),
+        ("rank", 10, set()),
     ],
 )
 def test_measured_steps_are_predicted_within_15_percent(name, least, missed):

@@ -13,13 +13,14 @@ from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from sglang_mla_ext.adapter.compat import contract
+from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.launch import limits
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.affinity import PromptAffinity
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.server_args import ServerArgs
 
 DISPATCH = "sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler"
 LOOK_INTERVAL_S = 0.01
@@ -56,6 +57,11 @@ class Router:
                 self._affinity.finish(rid)
 
 
+def ranks(args: ServerArgs) -> int:
+    """Data-parallel ranks, of replicas or of DP attention, which newer releases count by a flag of its own."""
+    return max(args.dp_size, installed.dp_attention_ranks(installed.resolved(args)))
+
+
 _routers: WeakKeyDictionary[TokenizerManager, Router | None] = WeakKeyDictionary()
 
 
@@ -63,8 +69,8 @@ def before_dispatch(manager: TokenizerManager, message: Any) -> None:
     """A hook: ranks for the requests of a manager whose server asks for it."""
     if manager not in _routers:
         args, options = manager.server_args, HybridMLAOptions.from_env()
-        wanted = limits.is_asked_for(args) and args.dp_size > 1 and options.dp_routing == "prefix"
-        _routers[manager] = Router(args.dp_size, options.min_prefix_len) if wanted else None
+        wanted = limits.is_asked_for(args) and ranks(args) > 1 and options.dp_routing == "prefix"
+        _routers[manager] = Router(ranks(args), options.min_prefix_len) if wanted else None
     if router := _routers[manager]:
         router.route(message, manager.rid_to_state)
 

@@ -46,12 +46,11 @@ class Examination(NamedTuple):
 
     Attributes:
         outcome: WORKS, CHANGED, REFUSED, or CANNOT_TELL where a model's configuration cannot be read.
-        findings: what is in the way, each with what to change; codes: of these, for programs.
+        findings: what is in the way, each with what to change.
         changes: what a line that works has in place of it, in the order of the findings that have a remedy.
         line: the line that was examined, with our backend and the changes.
         settings: flags that are set without being asked for.
         models: the models that the line names, by the names that they were taken for.
-        refusals: the findings that no change is known for.
         warnings: what the server does without, though it runs.
         run: how far a server like it was run; None where it does not start.
         reach: how far its memory reaches, with DP attention.
@@ -59,17 +58,20 @@ class Examination(NamedTuple):
     """
 
     outcome: str
-    findings: list[str]
+    findings: list[Finding]
     changes: list[str]
     line: LaunchLine
     settings: list[str]
     models: dict[str, str]
-    refusals: Sequence[str] = ()
     warnings: Sequence[str] = ()
-    codes: Sequence[str] = ()
     run: tried.HowFar | None = None
     reach: str | None = None
     elsewhere: str | None = None
+
+    @property
+    def refusals(self) -> list[str]:
+        """Of the findings those that no change is known for."""
+        return [each.text for each in self.findings if each.remedy is None]
 
 
 @contextmanager
@@ -98,8 +100,7 @@ def _not_compiled(model: Any = None, **options: Any) -> Any:
 def _examine(line: LaunchLine, folder: Path) -> Examination:
     line = line._replace(arguments=launch_line.with_backend(line.arguments))
     if unread := _unread_models(line):
-        codes = ["model"] * len(unread)
-        return Examination(CANNOT_TELL, unread, [], line, [], {}, codes=codes, elsewhere=_elsewhere(line))
+        return Examination(CANNOT_TELL, unread, [], line, [], {}, elsewhere=_elsewhere(line))
     findings: list[Finding] = []
     changes: list[str] = []
     while True:
@@ -118,17 +119,7 @@ def _examine(line: LaunchLine, folder: Path) -> Examination:
             outcome = REFUSED
         else:
             continue
-        examination = Examination(
-            outcome,
-            [each.text for each in findings],
-            changes,
-            line,
-            [],
-            models=known,
-            refusals=[each.text for each in findings if each.remedy is None],
-            codes=[each.code for each in findings],
-            elsewhere=_elsewhere(line),
-        )
+        examination = Examination(outcome, findings, changes, line, [], known, elsewhere=_elsewhere(line))
         return examination._replace(**server or {})
 
 
@@ -157,12 +148,12 @@ def _known_models(line: LaunchLine) -> dict[str, str]:
     return {path: name for path, name in known.items() if name is not None}
 
 
-def _unread_models(line: LaunchLine) -> list[str]:
+def _unread_models(line: LaunchLine) -> list[Finding]:
     """Why nothing is found out about models of a line."""
     known = _known_models(line)
     with patch.dict(os.environ, line.environment):
         found = [checkpoints.out_of_reach(path) for path in _models_of(line) if path not in known]
-    return [why for why in found if why is not None]
+    return [Finding("model", why) for why in found if why is not None]
 
 
 def _models_of(line: LaunchLine) -> list[str]:

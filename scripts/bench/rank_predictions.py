@@ -1,0 +1,91 @@
+"""What `sglang-mla plan` says of a rank of a whole model, for records of bench_rank.py."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Mapping
+from statistics import mean
+from typing import Any, cast
+
+from demo_model.rank import MODELS, Rank, rank_config
+
+from bench.rank_loads import OWN_TOKENS, lengths
+from bench.serving_tables import ELEMENT_BYTES, storage
+from sglang_mla_ext.configs import gpu_config_of
+from sglang_mla_ext.options import add_flags
+from sglang_mla_ext.predict.arrivals import Served, Traffic, compared, host_seconds
+from sglang_mla_ext.predict.memory import default_fraction, memory
+from sglang_mla_ext.predict.rates import Gpu
+from sglang_mla_ext.predict.sharing import PLAIN
+from sglang_mla_ext.predict.step import Deployment, Step, predict
+
+OURS = "hybrid_mla"
+_FULL_GRAPHS = re.compile(r'"prefill":\s*{"backend":\s*"full"')
+
+
+def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
+    """A record's rank, as a model of one GPU.
+
+    Args:
+        gpu: with other constants than the record's GPU has.
+    """
+    case, name = record["case"], gpu_config_of(record["gpu"])
+    assert name is not None
+    latent, expanded = ELEMENT_BYTES[storage(dict(record))]
+    return Deployment(
+        rank_config(Rank(case["rank"], case["layers"], case.get("of", MODELS[0]))),
+        gpu or Gpu.from_json(name),
+        latent_element_bytes=latent,
+        expanded_element_bytes=expanded,
+    )
+
+
+def named_memory(record: Mapping[str, Any]) -> float | None:
+    """GiB that a record's command names for expanded prefixes."""
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    found, _ = parser.parse_known_args(shlex.split(record["case"].get("flags", "")))
+    return cast("float | None", found.hybrid_mla_prefix_memory_gb)
+
+
+def chunks(record: Mapping[str, Any], of: Deployment) -> int:
+    """Chunks of expanded tokens that the server had memory for."""
+    named = named_memory(record)
+    return memory(of, default_fraction(of), None if named is None else named * 2**30).chunks
+
+
+def prefill_in_graphs(record: Mapping[str, Any]) -> bool:
+    """Whether prefill passes were CUDA graphs, which fa3 has as an option (`--cuda-graph-config`)."""
+    return _FULL_GRAPHS.search(record["case"].get("flags", "")) is not None
+
+
+def tail(case: Mapping[str, Any]) -> int:
+    """Tokens of a request of `decode` after the prompt, in the middle of its answer."""
+    return round(mean(OWN_TOKENS) + case["output"] / case["requests"] / 2)
+
+
+def step(record: Mapping[str, Any], gpu: Gpu | None = None) -> Step:
+    """Of a record of `decode`; `gpu` as of `of_rank`."""
+    case, of = record["case"], of_rank(record, gpu)
+    ours = record["impl"] == OURS
+    cover = of.cover(case["concurrency"], case["prefix"], chunks(record, of)) if ours else PLAIN
+    return predict(of, cover, case["concurrency"], case["prefix"], tail(case))
+
+
+def served(record: Mapping[str, Any]) -> Served:
+    """Of a record of `short`: ours with mixed steps, prefill passes of stock backends in turns."""
+    case, of, drawn = record["case"], of_rank(record), lengths("short", 0)
+    question, answer = (round(mean(drawn[name])) for name in ("own_tokens", "output_tokens"))
+    host_s = 0.0 if prefill_in_graphs(record) else host_seconds(of)
+    traffic = Traffic(case["concurrency"], case["prefix"], question, answer, host_s)
+    _, ways = compared(of, traffic, chunks(record, of))
+    return ways["mixed" if record["impl"] == OURS else "absorb"]
+
+
+def tokens_per_s(record: Mapping[str, Any]) -> float:
+    """Of a record of `decode` or `short`."""
+    if record["bench"] == "decode":
+        return float(record["case"]["concurrency"] / step(record).seconds)
+    return served(record).tokens_per_s
