@@ -123,8 +123,9 @@ def one_rank(path: Path) -> str:
 def one_rank_headline(path: Path) -> str:
     """The rows of the README, and what `plan` predicts of them."""
     rows, shown = [], []
-    few = (pair for pair in pairs(read_records(path)) if pair.requests <= MOST_REQUESTS)
-    for pair in {pair[:3]: pair for pair in few}.values():  # of those with the most requests
+    few = [pair for pair in pairs(read_records(path)) if pair.requests <= MOST_REQUESTS]
+    few.sort(key=lambda pair: pair.rival.endswith(IN_GRAPHS))  # with the most requests, but beside the fastest rival
+    for pair in {pair[:3]: pair for pair in few}.values():
         both = pair.ours, pair.theirs
         _, _, named = pair.backend.partition(", ")
         ours = f"{middle(pair.ours):,.0f}" + (f" ({named})" if named else "")
