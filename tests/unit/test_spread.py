@@ -3,6 +3,7 @@ meet where they exchange something."""
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -23,6 +24,11 @@ from sglang_mla_ext.prefix.spread.vote import Vote
 from sglang_mla_ext.segment import Segment
 
 CHUNK = 4
+
+
+@functools.cache
+def names_of(prompt: tuple[int, ...]) -> tuple[int, ...]:
+    return chunk_names(prompt, None, CHUNK)
 
 
 class Meeting:
@@ -72,14 +78,14 @@ class Rank:
         self.vote = Vote(self.prefixes, self.meeting.gather(self.rank), fail)
 
     def given(self) -> tuple[list[tuple[int, ...]], list[int]]:
-        return [chunk_names(prompt, None, CHUNK) for prompt in self.running], [1] * len(self.running)
+        return [names_of(prompt) for prompt in self.running], [1] * len(self.running)
 
     def step(self, tokens: Sequence[int]) -> SpreadPlan | None:
         plan = self.vote.take(self.given if self.willing else None, tokens, max(tokens))
         self.prefixes.begin(plan)
         if plan is not None:
             for piece in self.prefixes.pieces():
-                prompt = chunk_names(self.running[piece.request], None, CHUNK)
+                prompt = names_of(self.running[piece.request])
                 for chunk in piece.chunks:
                     assert prompt[chunk.index] == chunk.node
                     self.memory[chunk.id] = chunk.node
@@ -117,7 +123,7 @@ def check(ranks: Sequence[Rank], plans: Sequence[SpreadPlan | None]) -> None:
         for segment in plan.segments:
             for row in segment.rows:
                 of, index = divmod(row, plan.each)
-                names = chunk_names(ranks[of].running[index], None, CHUNK)
+                names = names_of(ranks[of].running[index])
                 stored = [rank.memory[chunk] for chunk in segment.chunks]
                 assert stored == list(names[segment.start // CHUNK : segment.end // CHUNK])
         lens = [shared.get(rank.rank * plan.each + row, 0) for row in range(len(rank.running))]
@@ -165,11 +171,9 @@ def test_a_prefix_is_spread_when_every_rank_has_it() -> None:
     for _ in range(4):
         assert together(ranks)[0].segments == ()
     assert not any(rank.memory for rank in ranks)
-    ranks[0].running, ranks[1].running = [SYSTEM], [SYSTEM + (1, 2)]
+    ranks[0].running, ranks[1].running = [SYSTEM], [(*SYSTEM, 1, 2)]
     lens = [max((each.end for each in together(ranks)[1].segments), default=0) for _ in range(4)]
-    assert lens == [0, 0, 2 * CHUNK, 4 * CHUNK], (
-        "two chunks a step, from the step on after all have said what they have"
-    )
+    assert lens == [0, 0, 2 * CHUNK, 4 * CHUNK], "two chunks a step, once all have said what they have"
     exchanges = ranks[0].meeting.exchanges
     plan = together(ranks)[0]
     assert together(ranks)[0] is plan and ranks[0].meeting.exchanges == exchanges + 2, "one each: nothing has changed"
@@ -207,8 +211,8 @@ def test_a_failure_on_one_rank_is_everyones_in_that_step_alone(monkeypatch: pyte
 
 
 def test_few_requests_on_many_ranks_share_by_cost() -> None:
-    """Eight ranks with sixteen requests each, of 7,040 tokens: the cost model has them all attend together, where it has
-    so few share nothing on a rank of its own."""
+    """Eight ranks with sixteen requests each, of 7,040 tokens: the cost model has all of them attend together, where so
+    few share nothing on a rank of its own."""
     meeting = Meeting(8)
     prompt = tuple(range(7040))
     ranks = []
@@ -223,7 +227,7 @@ def test_few_requests_on_many_ranks_share_by_cost() -> None:
 
 def test_names_tell_salts_and_beginnings_apart() -> None:
     names = chunk_names(SYSTEM, None, CHUNK)
-    assert len(names) == 4 and chunk_names(SYSTEM[:-1] + (9,), None, CHUNK)[:3] == names[:3]
+    assert len(names) == 4 and chunk_names((*SYSTEM[:-1], 9), None, CHUNK)[:3] == names[:3]
     salted = [chunk_names(SYSTEM, key, CHUNK) for key in (None, "", "a", "b")]
     assert len({name for path in salted for name in path}) == 16
 
