@@ -38,11 +38,7 @@ LSE_COLUMNS = 16
 
 
 class SpreadAttention:
-    """A SharedAttention whose plans have rows of all ranks: row `i` of rank `r` is `r * rows + i`, of `rows` each.
-
-    Attributes:
-        runs_beside_tails: `run` is to be called before the attention to tails.
-    """
+    """A SharedAttention whose plans have rows of all ranks: row `i` of rank `r` is `r * rows + i`, of `rows` each."""
 
     runs_beside_tails = True
 
