@@ -360,16 +360,16 @@ class CostModel:
         return None
 
     def threshold_batch(self) -> float:
-        """TyphoonMLA's equation 1: the batch from which reading the expanded prefix beats absorb's MACs.
+        """TyphoonMLA's equation 1: the batch of a rank from which reading the expanded prefix beats absorb's MACs.
 
         The paper counts memory in words; here it is bytes, so the size of an element appears. The equation counts the
         rotary part of K once per head and no overhead; decisions are made with `smallest_profitable_group`, which
-        counts both correctly. It divides by the query tokens of a request.
+        counts both correctly. It divides by the query tokens of a request, and by the ranks that read a part each.
         """
         rate = self.rates.modes[Mode.ABSORB].matrix_rate(self.latent_element_bytes)
         bandwidth = self.rates.modes[Mode.NAIVE].bytes_per_s
         bytes_per_key = self.dims.naive_macs * self.expanded_element_bytes
-        return bytes_per_key / (self.queries * self.dims.absorb_macs) * rate / bandwidth
+        return bytes_per_key / (self.queries * self.ranks * self.dims.absorb_macs) * rate / bandwidth
 
     @functools.cached_property
     def _l2_tokens(self) -> int:

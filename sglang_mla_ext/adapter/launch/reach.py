@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.launch import spread
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.prefix.default_memory import default_bytes
 
@@ -99,6 +100,7 @@ def predicted(args: ServerArgs, options: HybridMLAOptions) -> str | None:
             args.tp_size,
             dp,
             expanded_element_bytes=element_bytes,
+            spread=spread.ranks(args, options, on_gpu=True) > 1,
         )
         weights, token_bytes = weight_bytes(of), of.cost.expanded_token_bytes * of.dims.num_layers
     except (ValueError, KeyError, TypeError):
@@ -111,4 +113,5 @@ def predicted(args: ServerArgs, options: HybridMLAOptions) -> str | None:
         budget = int(options.prefix_memory_gb * (1 << 30))
     else:
         budget = default_bytes(kv_bytes, 0, token_bytes, always=options.mode == "naive")
-    return f"about: {Reach(budget, token_bytes, of.cost.local_heads, of.dims.num_layers, element_bytes, routes)}"
+    sizes = of.cost.expanded_heads, of.dims.num_layers, element_bytes
+    return f"about: {Reach(budget, token_bytes, *sizes, routes, of.cost.ranks)}"

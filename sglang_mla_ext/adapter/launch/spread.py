@@ -21,9 +21,11 @@ def in_the_way(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> str
     ranks = installed.dp_attention_ranks(args)
     if ranks == 1:
         return "a server without DP attention (--enable-dp-attention)"
+    heads = installed.model_config(args).get_text_config().num_attention_heads
     reasons = {
         # Ranks that share the heads of a request would have to exchange in groups of their own.
         f"--dp-size {ranks} that is not --tp-size {args.tp_size}": ranks != args.tp_size,
+        f"{heads} heads, which {ranks} ranks do not divide": heads % ranks > 0,
         "a mode or a budget that never expands": not options.may_expand,
         "drafts (--speculative-algorithm)": args.speculative_algorithm is not None,
         "--disaggregation-mode": args.disaggregation_mode != "null",

@@ -242,6 +242,8 @@ class HybridMLABackend(AttentionBackend):
             return False
         each = self._tokens_each(step.kind)
         rows = step.rows.padded(forward_batch.batch_size * each, each)
+        if needed and step.spread is not None and step.spread.each != rows.total:
+            raise RuntimeError(f"ranks agreed on {step.spread.each} rows of each, and the graph has {rows.total}")
         if self._written is None or planned is not self._written[0] or rows != self._written[1]:
             self._written = None
             try:

@@ -173,10 +173,11 @@ def build(
             prefixes,
             expander,
             runner.req_to_token_pool.req_to_token,
-            steps,
             counters,
             gather=gather_over(tp_group()),
             requests=sharing,
+            can_share=steps.can_share,
+            fail=steps.fail,
         )
     of_steps = dict(layer_index=layer_index, heads=heads, requests=sharing, queries=queries)
     backend = HybridMLABackend(stock, latent, shared, steps, **of_steps)

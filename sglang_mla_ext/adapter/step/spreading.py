@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_mla_ext.adapter.step.steps import Steps
-
 
 class Spreading:
     """Of one scheduler."""
@@ -38,21 +36,23 @@ class Spreading:
         prefixes: SpreadPrefixes,
         expander: Expander,
         req_to_token: torch.Tensor,
-        steps: Steps,
         counters: Counters,
         *,
         gather: Gather,
         requests: range,
+        can_share: Callable[[], bool],
+        fail: Callable[[str, Exception], None],
     ) -> None:
         """
         Args:
             req_to_token: `[places, context]` slots of requests' tokens.
-            steps: says whether anything can be shared, and is told what fails.
             requests: numbers of rows of a rank with which a step has shared attention in it.
+            can_share: whether this rank can share anything now. fail: is told what has failed here.
         """
         self._prefixes, self._expander, self._req_to_token = prefixes, expander, req_to_token
-        self._steps, self._counters, self._requests = steps, counters, requests
-        self._vote = Vote(prefixes, gather, steps.fail)
+        self._counters, self._requests = counters, requests
+        self._can_share, self._fail = can_share, fail
+        self._vote = Vote(prefixes, gather, fail)
         self._names: dict[int, tuple[Req, Names]] = {}  # by the id of a request, which is kept
         self._batch: ScheduleBatch | None = None
         self._plan: SpreadPlan | None = None
@@ -81,7 +81,7 @@ class Spreading:
         if reason is not None:
             self._counters.not_spread[reason] += 1
             return
-        self._plan = self._vote.take(self._given if self._steps.can_share else None, tokens, each)
+        self._plan = self._vote.take(self._given if self._can_share() else None, tokens, each)
         if self._plan is None:
             self._counters.not_spread["a rank shares nothing for a while"] += 1
 
@@ -103,11 +103,11 @@ class Spreading:
             for piece in self._prefixes.pieces():
                 start = piece.chunks[0].index * size
                 place = pool_indices[piece.request : piece.request + 1]  # a tensor: the host waits for nothing
-                slots = self._req_to_token[place, start : start + len(piece.chunks) * size].flatten()
+                slots = self._req_to_token[place, start : start + len(piece.chunks) * size].flatten().long()
                 self._expander.expand_slots(slots, [chunk.id for chunk in piece.chunks], 0)
                 self._prefixes.expanded(piece)
         except Exception as error:
-            self._steps.fail("expanding", error)
+            self._fail("expanding", error)
 
     def expanded_lens(self, reqs: Sequence[Req], prefix_lens: Sequence[int]) -> list[int]:
         """See SharedPrefixes."""

@@ -240,7 +240,6 @@ class Steps:
         if self._expander is not None:
             self._expander.weights_changed()
 
-    @property
     def can_share(self) -> bool:
         """Whether the next pass may share anything."""
         return not self._pause and not self._stale and not self.has_lost_memory
