@@ -28,7 +28,6 @@ from sglang_mla_ext.adapter.step.budget import (
 )
 from sglang_mla_ext.adapter.step.build_expanding import (
     all_ranks_agree,
-    attention_tp_group,
     latent_dtype,
     make_expanding,
     tp_group,
@@ -194,7 +193,7 @@ def build(
             grouped=latent.grouped_page is not None,
             # Without a GPU it was asked for, and there is nothing to gain.
             eager_layer_s=EAGER_LAYER_S if on_gpu else math.inf,
-            agree=all_ranks_agree(attention_tp_group()),
+            agree=all_ranks_agree(),
         )
     return backend, steps, riding
 

@@ -144,16 +144,16 @@ def tp_group() -> GroupCoordinator:
     return get_tp_group()
 
 
-def attention_tp_group() -> GroupCoordinator:
-    """The ranks with heads of the same requests."""
+def all_ranks_agree(group: GroupCoordinator | None = None) -> Callable[[bool], bool]:
+    """A function that ranks call with their own answers, and that says whether all said yes. What is expanded may
+    differ after a failure on one, and with it what each would rather do.
+
+    Args:
+        group: of them; by default those with heads of the same requests.
+    """
     from sglang.srt.distributed.parallel_state import get_attn_tp_group
 
-    return get_attn_tp_group()
-
-
-def all_ranks_agree(group: GroupCoordinator) -> Callable[[bool], bool]:
-    """A function that the ranks of a group call with their own answers, and that says whether all said yes. What is
-    expanded may differ after a failure on one, and with it what each would rather do."""
+    group = group or get_attn_tp_group()
     if group.world_size == 1:
         return bool
 
