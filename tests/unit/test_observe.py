@@ -31,7 +31,7 @@ def counters_after_some_steps() -> Counters:
     counters.count_ride(RIDE, Rows.of([28, 2, 1]), decoding=1)
     counters.count_ride(RIDE, Rows.of([3, 1, 1]), decoding=0)
     counters.not_ridden["too dear"] += 2
-    counters.not_spread["another rank prefills"] += 3
+    counters.not_spread["a rank prefills"] += 3
     for seconds in (0.25, 0.5):
         counters.count_pass(seconds)
     return counters
@@ -46,7 +46,7 @@ def test_counters() -> None:
         prefills_ridden=1,
         tokens_ridden=35,
         not_ridden={"too dear": 2},
-        not_spread={"another rank prefills": 3},
+        not_spread={"a rank prefills": 3},
         prefill_tokens_saved=200 + 2 * 200,
         expansions=2,
         evictions=1,

@@ -148,7 +148,7 @@ def test_what_is_not_spread_is_counted() -> None:
     rank.spreading._can_share = lambda: False
     assert rank.step(reqs) is None
     rows = "no shared attention in a step of so many rows"
-    assert rank.counters.not_spread == {"another rank prefills": 1, rows: 2, "a rank shares nothing for a while": 1}
+    assert rank.counters.not_spread == {"a rank prefills": 1, rows: 2, "a rank shares nothing for a while": 1}
     without_graphs = Rank()
     without_graphs.spreading.comes(None)
     info = {"is_extend_in_batch": False, "can_run_decode_cuda_graph": False}

@@ -65,7 +65,8 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
 def token_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -> int:
     """Of an expanded token on this rank, in all layers."""
     layers = attention_layers(configurator)
-    ranks = spread.ranks(installed.resolved(configurator.server_args), options, configurator.device == "cuda")
+    on_gpu = torch.device(configurator.device).type == "cuda"
+    ranks = spread.ranks(installed.resolved(configurator.server_args), options, on_gpu)
     cache = FP8 if configurator.kv_cache_dtype == FP8 else configurator.model_dtype
     chunk = ExpandedBuffers.bytes_per_chunk(
         layers=len(layers),

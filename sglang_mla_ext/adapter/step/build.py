@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -188,7 +189,7 @@ def build(
             tokens=riding_tokens,
             most_rows=step_rows,
             prefixes=steps.spreading or prefixes,
-            cost=cost,
+            cost=replace(cost, ranks=1),  # each rank has new rows of its own
             counters=counters,
             grouped=latent.grouped_page is not None,
             # Without a GPU it was asked for, and there is nothing to gain.

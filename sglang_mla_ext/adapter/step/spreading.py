@@ -117,7 +117,7 @@ class Spreading:
         """Rows that every rank has in a pass, or why it is not spread; from what all ranks know."""
         most = max(tokens)
         if extends:
-            return 0, "another rank prefills"
+            return 0, "a rank prefills"
         if self._graphs is not None:
             most = next((size for size in self._graphs if size >= most), 0) if graphs else 0
         elif not all(tokens):

@@ -19,8 +19,8 @@ def chunk_names(tokens: Sequence[int], key: str | None, chunk: int) -> tuple[int
     """
     # A digest, so that no key and tokens behind it look like another key and other tokens.
     hashed = blake2b(b"" if key is None else blake2b(key.encode()).digest(), digest_size=NAME_BYTES)
-    names = []
+    names, numbers = [], memoryview(array("q", tokens))
     for end in range(chunk, len(tokens) + 1, chunk):
-        hashed.update(array("q", tokens[end - chunk : end]).tobytes())
+        hashed.update(numbers[end - chunk : end])
         names.append(int.from_bytes(hashed.digest(), "little", signed=True))
     return tuple(names)
