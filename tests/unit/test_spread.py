@@ -27,8 +27,8 @@ CHUNK = 4
 
 
 @functools.cache
-def names_of(prompt: tuple[int, ...]) -> tuple[int, ...]:
-    return chunk_names(prompt, None, CHUNK)
+def names_of(prompt: tuple[int, ...], chunk: int) -> tuple[int, ...]:
+    return chunk_names(prompt, None, chunk)
 
 
 class Meeting:
@@ -52,11 +52,13 @@ class Meeting:
         return exchange
 
 
-def prefixes(rank: int, ranks: int, chunks: int = 64, mode: str = "naive", per_step: int = 8) -> SpreadPrefixes:
+def prefixes(
+    rank: int, ranks: int, chunks: int = 64, mode: str = "naive", per_step: int = 8, chunk: int = CHUNK
+) -> SpreadPrefixes:
     cost = CostModel(ModelDims.from_json("deepseek-v3"), 128, GpuRates.from_json("h200"), ranks=ranks)
     options = HybridMLAOptions(min_prefix_len=CHUNK, mode=mode, expand_tokens_per_step=per_step)
     capacity = Capacity(256, 2 * 64 * ranks)
-    return SpreadPrefixes(options, cost, ExpandedPool(chunks, CHUNK), Counters(), rank=rank, capacity=capacity)
+    return SpreadPrefixes(options, cost, ExpandedPool(chunks, chunk), Counters(), rank=rank, capacity=capacity)
 
 
 @dataclass
@@ -77,15 +79,22 @@ class Rank:
 
         self.vote = Vote(self.prefixes, self.meeting.gather(self.rank), fail)
 
+    @property
+    def chunk(self) -> int:
+        return self.prefixes.pool.chunk_tokens
+
+    def names_of(self, request: int) -> tuple[int, ...]:
+        return names_of(self.running[request], self.chunk)
+
     def given(self) -> tuple[list[tuple[int, ...]], list[int]]:
-        return [names_of(prompt) for prompt in self.running], [1] * len(self.running)
+        return [self.names_of(request) for request in range(len(self.running))], [1] * len(self.running)
 
     def step(self, tokens: Sequence[int]) -> SpreadPlan | None:
         plan = self.vote.take(self.given if self.willing else None, tokens, max(tokens))
         self.prefixes.begin(plan)
         if plan is not None:
             for piece in self.prefixes.pieces():
-                prompt = names_of(self.running[piece.request])
+                prompt = self.names_of(piece.request)
                 for chunk in piece.chunks:
                     assert prompt[chunk.index] == chunk.node
                     self.memory[chunk.id] = chunk.node
@@ -123,9 +132,9 @@ def check(ranks: Sequence[Rank], plans: Sequence[SpreadPlan | None]) -> None:
         for segment in plan.segments:
             for row in segment.rows:
                 of, index = divmod(row, plan.each)
-                names = names_of(ranks[of].running[index])
+                names = ranks[of].names_of(index)
                 stored = [rank.memory[chunk] for chunk in segment.chunks]
-                assert stored == list(names[segment.start // CHUNK : segment.end // CHUNK])
+                assert stored == list(names[segment.start // rank.chunk : segment.end // rank.chunk])
         lens = [shared.get(rank.rank * plan.each + row, 0) for row in range(len(rank.running))]
         assert list(plan.mine.prefix_lens) == lens
 
@@ -211,18 +220,18 @@ def test_a_failure_on_one_rank_is_everyones_in_that_step_alone(monkeypatch: pyte
 
 
 def test_few_requests_on_many_ranks_share_by_cost() -> None:
-    """Eight ranks with sixteen requests each, of 7,040 tokens: the cost model has all of them attend together, where so
+    """Eight ranks with 42 requests each, of 7,000 tokens: the cost model has all of them attend together, where so
     few share nothing on a rank of its own."""
     meeting = Meeting(8)
-    prompt = tuple(range(7040))
+    prompt = tuple(range(7000))
     ranks = []
     for rank in range(8):
-        found = prefixes(rank, 8, chunks=2048, mode="auto", per_step=1 << 14)
-        ranks.append(Rank(rank, meeting, found, [prompt] * 16))
+        found = prefixes(rank, 8, mode="auto", per_step=1 << 14, chunk=256)
+        ranks.append(Rank(rank, meeting, found, [prompt] * 42))
     alone = CostModel(ModelDims.from_json("deepseek-v3"), 128, GpuRates.from_json("h200"))
-    assert alone.smallest_profitable_group(7040) > 16
+    assert alone.smallest_profitable_group(7000) > 42
     plan = [together(ranks)[3] for _ in range(3)][-1]
-    assert without_ids(plan.segments) == [(tuple(range(128)), 0, 7040)] and plan.mine.prefix_lens == (7040,) * 16
+    assert without_ids(plan.segments) == [(tuple(range(8 * 42)), 0, 6912)] and plan.mine.prefix_lens == (6912,) * 42
 
 
 def test_names_tell_salts_and_beginnings_apart() -> None:
