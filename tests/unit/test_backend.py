@@ -312,6 +312,10 @@ def test_what_ranks_agreed_on_is_written_whatever_fails(make_world: Any, monkeyp
         backend.init_forward_metadata_out_graph(world.batch([], padded=8))
     backend.init_forward_metadata_out_graph(world.batch([], padded=4), in_capture=True)
     assert written[-1] == ((), 4)
+    mine = Plan(2, (Segment((0, 1), 0, 256, Mode.NAIVE, (0,)),))
+    passes.now = Pass(Kind.OTHER, spread=replace(spread, mine=mine))
+    with pytest.raises(RuntimeError, match="another batch"):
+        backend.init_forward_metadata_out_graph(world.batch([], padded=4))
     passes.now = Pass(Kind.OTHER, spread=replace(spread))
     monkeypatch.setattr(backend._shared, "plan", None)
     with pytest.raises(TypeError):

@@ -191,6 +191,15 @@ def test_a_prefix_is_spread_when_every_rank_has_it() -> None:
     assert [rank.prefixes._counters.expansions for rank in ranks] == [1, 1]
     ranks[1].prefixes.forget()
     assert together(ranks)[0].segments == ()
+    ranks[1].running = [SYSTEM]
+    lens = [max((each.end for each in together(ranks)[1].segments), default=0) for _ in range(4)]
+    assert lens == [0, 0, 2 * CHUNK, 4 * CHUNK]
+    ranks = make(2)
+    for rank in ranks:
+        rank.running = [SYSTEM]
+    together(ranks)
+    ranks[1].prefixes.forget()  # and what it tells stays the same
+    assert [bool(together(ranks)[0].segments) for _ in range(3)] == [False, False, True]
 
 
 def test_a_failure_on_one_rank_is_everyones_in_that_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,6 +168,8 @@ class HybridMLABackend(AttentionBackend):
         step, kind = passes.now, Kind.of(forward_batch.forward_mode)
         if in_capture or step.kind is not kind or (kind.is_step and step.rows.requests > forward_batch.batch_size):
             spread = None if in_capture else step.spread  # a rank without requests attends for the others
+            if spread is not None and spread.mine.segments:
+                raise RuntimeError("ranks agreed on what another batch shares")
             step = passes.now = Pass(kind, Rows(0, self._tokens_each(kind)), spread=spread)  # not what was planned
         step.way = self._way_without_sharing(step)
         can_share = step.kind is (Kind.VERIFY if self._queries > 1 else Kind.DECODE)

@@ -77,17 +77,19 @@ class Spreading:
         tokens = info.global_num_tokens
         if not any(tokens):
             return
-        each, reason = self._rows_of_each(tokens, info.is_extend_in_batch, info.can_run_decode_cuda_graph)
+        if info.is_extend_in_batch:
+            self._counters.not_spread["a rank prefills"] += 1
+            return
+        each, reason = self._rows_of_each(tokens, info.can_run_decode_cuda_graph)
+        if reason is None:
+            self._plan = self._vote.take(self._given if self._can_share() else None, tokens, each)
+            reason = "a rank shares nothing for a while" if self._plan is None else None
         if reason is not None:
             self._counters.not_spread[reason] += 1
-            return
-        self._plan = self._vote.take(self._given if self._can_share() else None, tokens, each)
-        if self._plan is None:
-            self._counters.not_spread["a rank shares nothing for a while"] += 1
+        self._prefixes.begin(self._plan)
 
     def take(self) -> SpreadPlan | None:
         """What the pass that begins shares, if it is one that shares anything."""
-        self._prefixes.begin(self._plan)
         return self._plan if self._plan is not None and self._plan.segments else None
 
     def expand(self, pool_indices: torch.Tensor) -> None:
@@ -113,11 +115,9 @@ class Spreading:
         """See SharedPrefixes."""
         return self._prefixes.expanded_lens([self._names_of(req) for req in reqs], prefix_lens)
 
-    def _rows_of_each(self, tokens: Sequence[int], extends: bool, graphs: bool) -> tuple[int, str | None]:
+    def _rows_of_each(self, tokens: Sequence[int], graphs: bool) -> tuple[int, str | None]:
         """Rows that every rank has in a pass, or why it is not spread; from what all ranks know."""
         most = max(tokens)
-        if extends:
-            return 0, "a rank prefills"
         if self._graphs is not None:
             most = next((size for size in self._graphs if size >= most), 0) if graphs else 0
         elif not all(tokens):

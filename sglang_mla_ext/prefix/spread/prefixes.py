@@ -157,6 +157,11 @@ class SpreadPrefixes:
         self._agreement, self._wants, self._settled = agreement, wants_of(ideal, branches, ways), False
         return plan
 
+    @property
+    def has_agreed(self) -> bool:
+        """Whether it knows what all ranks want; not when everything has been forgotten since."""
+        return self._agreement is not None
+
     def begin(self, plan: SpreadPlan | None) -> None:
         """The step that comes shares this."""
         self._shown = plan

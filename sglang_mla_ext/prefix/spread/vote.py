@@ -45,7 +45,7 @@ class Vote:
             each: rows that every rank has, some of them padding.
         """
         words = self._words(given)
-        said = self._gather([_fingerprint(words), len(words), self._plan_of])
+        said = self._gather([_fingerprint(words), len(words), self._plan_of if self._prefixes.has_agreed else 0])
         if not all(length for _, length, _ in said):
             return None
         known = _fingerprint([*(mark for mark, _, _ in said), each])
