@@ -3,10 +3,12 @@ attention), and with expanded prefixes of their own."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+import psutil
 import pytest
-from conftest import Chat, Reference, Server, assert_same, counting
+from conftest import Chat, Reference, Server, assert_same, counting, in_thread
 from test_answers import OTHER_SYSTEM, SYSTEM, question
 
 
@@ -49,6 +51,25 @@ def check_spread(found: list[dict[str, Any]]) -> None:
 
 def test_ranks_with_requests_of_their_own_answer_as_one(stock: Reference, dp_attention: Server) -> None:
     check_spread(check_dp_attention(stock, dp_attention))
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_one_that_stops_for_a_second(stock: Reference, dp_attention: Server) -> None:
+    chats = [Chat((SYSTEM, OTHER_SYSTEM)[i // 2 % 2], question(i), max_tokens=40) for i in range(8)]
+    expected, before = stock.asking(*chats), dp_attention.counters()
+    answers = in_thread(dp_attention.ask, *chats)
+    processes = psutil.Process(dp_attention.process.pid).children(recursive=True)
+    (rank,) = (process for process in processes if "scheduler_DP1" in " ".join(process.cmdline()))
+    for _ in range(3):
+        time.sleep(0.7)
+        rank.suspend()
+        time.sleep(1)
+        rank.resume()
+    assert_same(answers.result(), expected.result())
+    spread = [
+        now["steps_spread"] - then["steps_spread"] for now, then in zip(dp_attention.counters(), before, strict=True)
+    ]
+    assert spread[0] == spread[1] > 0
 
 
 @pytest.mark.slow

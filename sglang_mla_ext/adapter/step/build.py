@@ -156,7 +156,7 @@ def build(
         prefixes,
         expander,
         counters,
-        shares=(shared is not None or latent.grouped_page is not None) and not spreads,
+        shares=shared is not None or latent.grouped_page is not None,
         prefill=prefill,
         max_requests=step_requests,
         reports=reports,

@@ -146,6 +146,8 @@ class Steps:
                 if kind is Kind.PREFILL:
                     if self._expander is not None:
                         now.prefill = self._plan_prefill(reqs, running, prefix_lens, new_tokens, rows)
+                elif self.spreading is not None:
+                    pass  # what it shares, ranks have agreed on
                 elif rides:
                     now.plan = self._plan_ride(reqs, running, prefix_lens, rows, mixed=decoding > 0)
                 elif self._shares and verifies == (self._queries > 1):
