@@ -186,6 +186,9 @@ def test_a_prefix_is_spread_when_every_rank_has_it() -> None:
     exchanges = ranks[0].meeting.exchanges
     plan = together(ranks)[0]
     assert together(ranks)[0] is plan and ranks[0].meeting.exchanges == exchanges + 2, "one each: nothing has changed"
+    shown = ranks[1].prefixes.shown_segments()
+    assert [(each.start, each.end, each.holders, each.mode, each.chunks) for each in shown] == [(0, 16, 1, "naive", 4)]
+    assert ranks[1].prefixes.shown_segments() == shown
     ranks[0].running, ranks[1].running = [SYSTEM, SYSTEM], []
     assert without_ids(together(ranks)[1].segments) == [((0, 1), 0, 4 * CHUNK)]
     assert [rank.prefixes._counters.expansions for rank in ranks] == [1, 1]

@@ -221,7 +221,7 @@ class SpreadPrefixes:
         reached, evicted = self._pool.allot(self._wants, self._chunks, shared)
         self._counters.evictions += evicted
         self.tokens_without_memory = sum(want.end - reach for want, reach in zip(self._wants, reached, strict=True))
-        if self.tokens_without_memory:
+        if any(reach == want.start for want, reach in zip(self._wants, reached, strict=True)):
             self._counters.fall_back("prefix memory full")
         left = max(self._options.expand_tokens_per_step // size, 1)
         self._pieces, self._settled = [], not self._pool.waiting
@@ -273,11 +273,12 @@ class SpreadPrefixes:
         """What the last step shared, as this rank's requests do."""
         if self._shown is None:
             return []
-        ends = [names[-1] for names in self._shown.names]
-        return shown_segments(self._shown.mine.segments, ends, self._pool, None, self._number)
-
-    def _number(self, name: Hashable, start: int, *, expanded: bool) -> int:
-        return self._numbers.setdefault((name, start), next(self._next_number))
+        segments, ends = self._shown.mine.segments, [names[-1] for names in self._shown.names]
+        places = [(end, segment.start) for segment, end in zip(segments, ends, strict=True)]
+        known, self._numbers = self._numbers, {}
+        for place in places:
+            self._numbers[place] = known[place] if place in known else next(self._next_number)
+        return shown_segments(segments, ends, self._pool, None, lambda end, start, expanded: self._numbers[end, start])
 
     def held(self) -> list[tuple[Segment, tuple[Hashable, ...]]]:
         """See SharedPrefixes."""
