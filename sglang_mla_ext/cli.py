@@ -64,6 +64,9 @@ def plan(
     gpu: Annotated[str, typer.Option(help="h100, h200, h20, h800, cpu, or a file of rates.")] = "h200",
     tp: Annotated[int, typer.Option(min=1, help="GPUs that share the model, as SGLang's --tp.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Of them, ranks of DP attention, as SGLang's --dp.")] = 1,
+    spread: Annotated[
+        bool, typer.Option("--spread", help="Ranks of --dp hold prefixes together, --hybrid-mla-spread auto.")
+    ] = False,
     prefix: Annotated[
         list[int] | None, typer.Option("--prefix", "--prompt", min=1, help="Tokens of the shared prefix; repeatable.")
     ] = None,
@@ -155,7 +158,7 @@ def plan(
         raise typer.BadParameter("is of one step: give one --prefix and one --batch", param_hint="--step-ms")
     try:
         config = weights.read_model(model)
-        of = Deployment(config, Gpu.named(gpu), tp, dp, draft_tokens, latent, expanded, dtype)
+        of = Deployment(config, Gpu.named(gpu), tp, dp, draft_tokens, latent, expanded, dtype, spread)
         found = report.report(of, asked)
         found["recommendation"] = advice.recommend(of, asked)
         if plot is not None:

@@ -40,6 +40,9 @@ class Counters:
         prefills_ridden: passes of new tokens alone that ran as rows of a decode step.
         tokens_ridden: new tokens of steps_mixed and prefills_ridden.
         not_ridden: by reason, prefill passes that did not ride.
+        steps_spread: steps in which this rank and the others attended to expanded prefixes for each other's requests;
+            it may have had none itself.
+        not_spread: by reason, steps of running requests in which they did not, with `--hybrid-mla-spread`.
         rows_as_prefill: rows of decode or verify steps that SGLang computed as prefill, because another data-parallel
             rank prefilled: they shared nothing, whatever was planned.
         prefills_naive: prefill steps in which at least one request attended to an expanded prefix.
@@ -67,6 +70,8 @@ class Counters:
     prefills_ridden: int = 0
     tokens_ridden: int = 0
     not_ridden: Counter[str] = field(default_factory=Counter)
+    steps_spread: int = 0
+    not_spread: Counter[str] = field(default_factory=Counter)
     rows_as_prefill: int = 0
     prefills_naive: int = 0
     prefill_tokens_saved: int = 0
@@ -153,6 +158,7 @@ def report(
             **asdict(counters),
             "fallbacks": dict(counters.fallbacks),
             "not_ridden": dict(counters.not_ridden),
+            "not_spread": dict(counters.not_spread),
         },
     }
 

@@ -17,6 +17,7 @@ ENV_PREFIX = "SGLANG_HYBRID_MLA_"
 MODES = ("auto", "absorb", "naive", "grouped_absorb")
 PREFIX_DTYPES = ("auto", "bf16", "fp8_e4m3")
 DP_ROUTINGS = ("sglang", "prefix")
+SPREADS = ("off", "auto")
 
 
 class OptionError(ValueError):
@@ -52,6 +53,8 @@ class HybridMLAOptions:
         dp_routing: with several data-parallel ranks, `prefix` keeps prompts that begin alike on one rank, until that
             is busier than the others; `sglang` leaves it to SGLang's --load-balance-method, which does not look at
             prompts.
+        spread: with DP attention, `auto` has all ranks hold each expanded prefix together, every one some of its heads,
+            where that can be (adapter/launch/spread.py); with `off` each holds its own.
     """
 
     prefix_memory_gb: float | None = field(
@@ -100,6 +103,14 @@ class HybridMLAOptions:
             DP_ROUTINGS,
         ),
     )
+    spread: str = field(
+        default="off",
+        metadata=_flag(
+            "with DP attention, ranks hold each expanded prefix together, every one some of its heads, and attend for "
+            "each other: auto (where that can be), off (each holds its own)",
+            SPREADS,
+        ),
+    )
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -120,6 +131,8 @@ class HybridMLAOptions:
             raise OptionError("--hybrid-mla-mixed-tokens must be 0 (never mix) or at least 64, a page.")
         if self.dp_routing not in DP_ROUTINGS:
             raise OptionError(f"--hybrid-mla-dp-routing is {self.dp_routing!r}; use one of {', '.join(DP_ROUTINGS)}.")
+        if self.spread not in SPREADS:
+            raise OptionError(f"--hybrid-mla-spread is {self.spread!r}; use one of {', '.join(SPREADS)}.")
 
     @property
     def may_expand(self) -> bool:
@@ -160,6 +173,7 @@ _PARSERS = {
     "verify_interval": int,
     "mixed_tokens": int,
     "dp_routing": str,
+    "spread": str,
 }
 
 

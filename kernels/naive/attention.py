@@ -39,7 +39,13 @@ from .tiles import LARGEST_TILE, Tile, best_tile, launched_tiles
 
 class SharedAttention(Protocol):
     """The interface. Rows are rows of the batch, at most `max_rows`; T rows of a call may be fewer, but must include
-    every row of the plan. Errors of shape or plan are ValueErrors."""
+    every row of the plan. Errors of shape or plan are ValueErrors.
+
+    Attributes:
+        runs_beside_tails: `run` is to be called before the attention to tails, beside which it runs then.
+    """
+
+    runs_beside_tails: bool
 
     @property
     def workspace_bytes(self) -> int:
@@ -100,6 +106,8 @@ class SharedAttention(Protocol):
 
 class TorchSharedAttention:
     """Plain torch, float32 accumulation, on any device. Not for CUDA graphs: the segments are read on the host."""
+
+    runs_beside_tails = False
 
     def __init__(
         self,
@@ -213,6 +221,8 @@ class TritonSharedAttention:
 
     On CPU tensors under TRITON_INTERPRET=1 it works too, with an explicit `num_ctas`.
     """
+
+    runs_beside_tails = False
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature
 from sglang_mla_ext.adapter.cpu import standins
-from sglang_mla_ext.adapter.launch import dp_routing, features, limits, status_routes
+from sglang_mla_ext.adapter.launch import dp_routing, features, limits, spread, status_routes
 from sglang_mla_ext.options import HybridMLAOptions, OptionError, add_flags, flags_to_env
 
 if TYPE_CHECKING:
@@ -98,6 +98,10 @@ def _around_resolution(original: Callable[..., None], server_args: ServerArgs, *
         limits.check(server_args, gpu and (gpu.major, gpu.minor), gpu and gpu.total_memory)
         for warning in limits.warnings(installed.resolved(server_args), on_gpu):
             logger.warning("hybrid_mla: %s", warning)
+        if spread.ranks(installed.resolved(server_args), options, on_gpu) > 1:
+            contract.check([Feature.SPREAD, Feature.RIDING])  # the latter asks ranks before each pass, too
+            if on_gpu:
+                spread.set_environment(os.environ)
         os.environ[ASKED_VARIABLE] = "1"
         status_routes.install()
         if options.dp_routing == "prefix":

@@ -67,11 +67,11 @@ def recommend(of: Deployment, asked: Asked) -> dict[str, Any] | None:
     if of.expanded_element_bytes != of.latent_element_bytes:
         flags.append(f"--hybrid-mla-prefix-dtype {'fp8_e4m3' if of.expanded_element_bytes == 1 else 'bf16'}")
     if of.dp > 1:
-        flags.append("--hybrid-mla-dp-routing prefix")
+        flags.append("--hybrid-mla-spread auto" if of.spread else "--hybrid-mla-dp-routing prefix")
     tokens = {"stock": memory.tokens(shared=False), "shared": memory.tokens(shared=True)}
     pays = {prompt: sharing.pays_from(of.cost, prompt, chunks_for(prompt, memory)) for prompt in asked.prompts}
     said = [_turn_on(flags, best, pays, tokens) if turn_on else _leave_off(best, pays)]
-    if turn_on and of.dp > 1:
+    if turn_on and of.dp > 1 and not of.spread:
         said.append("Routing by prefix keeps requests of one prompt on one rank; the ratio counts on it.")
     said += _alternatives(best)
     return {
@@ -119,7 +119,7 @@ def _alternatives(best: Choice) -> Iterator[str]:
     if of.tp > 1 and asked.step_ms is None:
         dp = 1 if of.dp > 1 else of.tp
         try:
-            other = _best(replace(of, dp=dp), asked)
+            other = _best(replace(of, dp=dp, spread=False), asked)
         except ValueError:  # heads do not divide so
             return
         if other is not None and other.outcome.tokens_per_s > CLEARLY * best.outcome.tokens_per_s:

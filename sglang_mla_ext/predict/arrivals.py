@@ -18,7 +18,7 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from sglang_mla_ext.predict.mixed import bound, mixed_step
@@ -95,6 +95,7 @@ def pass_seconds(of: Deployment, traffic: Traffic, requests: int, expanded: int 
         expanded: first tokens of the prefix whose keys and values are kept.
     """
     arriving = Arriving(requests * traffic.question, requests)
+    of = replace(of, spread=False)
     kernels = predict(of, Cover(naive=traffic.prefix), 0, traffic.prefix, 0, arriving).seconds
     if again := of.per_rank(requests) * (traffic.prefix - expanded):
         parts = (part for part in of.products if part.name in ("w_kc", "w_vc"))
@@ -127,7 +128,8 @@ def compared(of: Deployment, traffic: Traffic, chunks: int | None = None) -> tup
     def in_turns(step: Callable[[int, int], float], kept: int) -> Served:
         return serve(traffic, cache(step), prefill=cache(lambda requests: pass_seconds(of, traffic, requests, kept)))
 
-    kept = of.cover(of.per_rank(traffic.requests), prefix, chunks).naive
+    # What ranks hold together none of them prefills with.
+    kept = 0 if of.spread else of.cover(of.per_rank(traffic.requests), prefix, chunks).naive
     found = {"absorb": in_turns(absorb, 0), "chosen": in_turns(chosen, kept)}
     found["mixed"] = serve(traffic, cache(chosen), may_ride) if may_ride else found["chosen"]
     return may_ride, found

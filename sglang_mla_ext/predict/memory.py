@@ -46,9 +46,13 @@ def weight_bytes(of: Deployment) -> float:
 
 
 def buffer_bytes(of: Deployment, *, expands: bool) -> int:
-    """The extension's own buffers on one GPU, but for some MiB: the partials, which are nearly all of them."""
-    per_head = of.cost.dims.v_head_dim * expands + of.cost.dims.kv_lora_rank * may_group(of.cost)
-    return MAX_ROWS * SEGMENTS_PER_ROW * of.cost.local_heads * per_head * 4
+    """The extension's own buffers on one GPU, but for some MiB: the partials, which are nearly all of them, and what
+    ranks exchange, queries and results in BF16, sent and received."""
+    dims = of.cost.dims
+    per_head = SEGMENTS_PER_ROW * 4 * (dims.v_head_dim * expands + dims.kv_lora_rank * may_group(of.cost))
+    if of.spread and expands:
+        per_head += 4 * dims.naive_macs
+    return MAX_ROWS * of.cost.local_heads * per_head
 
 
 def memory(of: Deployment, fraction: float, for_prefixes: float | None = None) -> Memory:

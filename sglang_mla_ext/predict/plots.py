@@ -87,9 +87,10 @@ def _roofline(axes: Any, of: Deployment, asked: Asked) -> None:
         points = []
         for count in asked.requests:
             mine = of.per_rank(count)
-            operations = 2 * of.cost.macs(mode, mine, prompt)
-            seconds = of.cost.work_seconds(mode, mine, prompt)
-            points.append((operations / of.cost.bytes_read(mode, mine, prompt), operations / seconds / 1e12, mine))
+            group = mine * of.cost.ranks
+            operations = 2 * of.cost.macs(mode, group, prompt)
+            seconds = of.cost.work_seconds(mode, group, prompt)
+            points.append((operations / of.cost.bytes_read(mode, group, prompt), operations / seconds / 1e12, mine))
         across, up, _ = zip(*points, strict=True)
         marker, colour = STYLES[mode]
         axes.scatter(across, up, marker=marker, color=colour, label=mode.value.replace("_", " "))

@@ -82,6 +82,7 @@ def report(of: Deployment, asked: Asked) -> dict[str, Any]:
         },
         "tp": of.tp,
         "dp": of.dp,
+        "spread": of.spread,
         "heads_per_gpu": of.cost.local_heads,
         "query_tokens": of.queries,
         "tail": asked.tail,
@@ -126,8 +127,8 @@ def from_data_sheet(of: Deployment) -> float | None:
 def _case(of: Deployment, asked: Asked, divided: Memory | None, prompt: int, requests: int) -> dict[str, Any]:
     """One prompt and number of requests."""
     mine, chunks = of.per_rank(requests), chunks_for(prompt, divided)
-    planned = of.plan(mine, prompt, chunks)
-    layer_ms = {mode.value: of.cost.seconds(mode, mine, prompt) * 1e3 for mode in allowed_modes(of)}
+    planned, everyone = of.plan(mine, prompt, chunks), mine * of.cost.ranks
+    layer_ms = {mode.value: of.cost.seconds(mode, everyone, prompt) * 1e3 for mode in allowed_modes(of)}
     saved_ms = sharing.saved_seconds(of.cost, planned) * 1e3
     found: dict[str, Any] = {
         "prompt": prompt,
@@ -158,7 +159,7 @@ def _case(of: Deployment, asked: Asked, divided: Memory | None, prompt: int, req
 
 def _why_plain(of: Deployment, prompt: int, mine: int, chunks: int) -> str:
     """Why so many requests of a rank share nothing."""
-    if mine < 2:
+    if mine * of.cost.ranks < 2:
         return "a request alone shares with nobody"
     if mine * of.queries > MAX_ROWS:
         return f"a step of more than {MAX_ROWS:,} rows{of.a_rank} is plain absorb"

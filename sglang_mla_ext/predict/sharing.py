@@ -74,6 +74,8 @@ class _Prompt:
 
 def may_group(cost: CostModel) -> bool:
     """Whether a server's `auto` has grouped absorb with these heads on this GPU."""
+    if cost.ranks > 1:  # what is spread is shared among the requests of all ranks, in one way
+        return False
     return cost.rates.modes[Mode.GROUPED_ABSORB].measured and rows_per_tile(cost.local_heads) is not None
 
 
@@ -81,10 +83,14 @@ def plan(cost: CostModel, requests: int, prompt: int, chunks: int) -> Plan:
     """What a server with its default options does in a decode step of requests of one rank that share a prompt, once
     all is expanded that there is memory for.
 
+    Where ranks hold prefixes together, the plan is of the requests of all of them, of which each has as many.
+
     Args:
-        prompt: tokens, of which the tree has whole pages; chunks: of expanded tokens that the memory holds.
+        prompt: tokens, of which the tree has whole pages, and ranks hold whole chunks together; chunks: of expanded
+            tokens that the memory holds.
     """
-    tokens = prompt // PAGE_TOKENS * PAGE_TOKENS
+    unit = PAGE_TOKENS if cost.ranks == 1 else CHUNK_TOKENS
+    tokens = prompt // unit * unit
     if requests * cost.queries > MAX_ROWS or not tokens:
         return Plan(requests)
     tree, pool = _Prompt(tokens), ExpandedPool(chunks, CHUNK_TOKENS)
@@ -98,12 +104,12 @@ def plan(cost: CostModel, requests: int, prompt: int, chunks: int) -> Plan:
         pool,
         None,  # nothing is left to expand
         Counters(),
-        capacity=Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * (MAX_ROWS // cost.queries)),
+        capacity=Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * cost.ranks * (MAX_ROWS // cost.queries)),
         naive=chunks > 0,
         grouped_page=PAGE_TOKENS if may_group(cost) else None,
     )
     prefixes.attach(tree)
-    return prefixes.plan_decode(range(requests))
+    return prefixes.plan_decode(range(requests * cost.ranks))
 
 
 def cover(planned: Plan) -> Cover:
@@ -135,5 +141,5 @@ def pays_from(cost: CostModel, prompt: int, chunks: int) -> int | None:
         return bool(plan(cost, requests, prompt, chunks).segments)
 
     most = MAX_ROWS // cost.queries
-    found = bisect_left(range(most + 1), True, lo=2, key=shares)
+    found = bisect_left(range(most + 1), True, lo=2 if cost.ranks == 1 else 1, key=shares)
     return found if found <= most else None

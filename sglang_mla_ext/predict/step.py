@@ -64,6 +64,7 @@ class Deployment:
         queries: query tokens of a request in a step.
         latent_element_bytes, expanded_element_bytes: of the KV cache and of expanded prefixes, 2 or 1.
         dtype: of the weights, see `weights.products`.
+        spread: data-parallel ranks hold expanded prefixes together (--hybrid-mla-spread).
     """
 
     config: Mapping[str, Any]
@@ -74,12 +75,18 @@ class Deployment:
     latent_element_bytes: int = 2
     expanded_element_bytes: int = 2
     dtype: str = "auto"
+    spread: bool = False
 
     def __post_init__(self) -> None:
         if self.tp % self.dp:
             raise ValueError(f"--dp {self.dp} does not divide --tp {self.tp}: SGLang's ranks are counted by --tp")
         if self.dims.num_heads % self.head_ranks:
             raise ValueError(f"{self.dims.num_heads} heads do not divide among {self.head_ranks} ranks")
+        if self.spread and (self.dp == 1 or self.dp != self.tp or self.dims.num_heads % self.dp or self.queries > 1):
+            raise ValueError(
+                f"prefixes are spread over ranks of DP attention with requests of their own, which divide "
+                f"{self.dims.num_heads} heads, without drafts: --spread needs --dp as large as --tp"
+            )
 
     @cached_property
     def dims(self) -> ModelDims:
@@ -109,6 +116,7 @@ class Deployment:
             self.expanded_element_bytes,
             self.latent_element_bytes,
             self.queries,
+            self.dp if self.spread else 1,
         )
 
     @cached_property
@@ -195,7 +203,7 @@ def attention_seconds(
         raise ValueError(f"{of.gpu.key} has no constants of a step")
     riders = of.riders(arriving)
     everyone = requests + riders
-    if everyone < 2:
+    if everyone * of.cost.ranks < 2:
         cover = PLAIN
     cost, step = of.cost, of.gpu.step
     rows = everyone * of.queries * cost.local_heads
@@ -203,7 +211,9 @@ def attention_seconds(
     seconds = launches[Mode.ABSORB]
     for mode, tokens in ((Mode.NAIVE, cover.naive), (Mode.GROUPED_ABSORB, cover.grouped)):
         if tokens:
-            seconds += cost.work_seconds(mode, everyone, tokens) + launches[mode] - launches[Mode.ABSORB]
+            seconds += cost.work_seconds(mode, everyone * cost.ranks, tokens) + launches[mode] - launches[Mode.ABSORB]
+    if cover.naive:
+        seconds += cost.exchange_seconds(everyone * cost.ranks)
     seconds += latent_seconds(cost, everyone, prompt - sum(cover), step.padding, shared=True)
     seconds += latent_seconds(cost, requests, tail, step.padding)
     if riders:

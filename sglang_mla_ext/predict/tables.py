@@ -35,7 +35,8 @@ def modes_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
     """What the planner compares, by prompt and number of requests, and what it plans."""
     each = f", {of.queries} tokens each" if of.queries > 1 else ""
     stored = "FP8" if of.expanded_element_bytes == 1 else "BF16"
-    heads = f"{asked.model}, {of.cost.local_heads} heads a GPU, {asked.gpu}, {stored}{each}"
+    together = f" ({of.cost.expanded_heads} of a prefix)" if of.spread else ""
+    heads = f"{asked.model}, {of.cost.local_heads} heads a GPU{together}, {asked.gpu}, {stored}{each}"
     table = Table(title=f"{heads}: attention to the whole prefix in each mode, ms a layer, and the server's plan")
     modes = allowed_modes(of)
     names = (mode.value.replace("_", " ") for mode in modes)
@@ -126,6 +127,10 @@ def sentences(of: Deployment, found: dict[str, Any]) -> list[str]:
         lines.append(f"{of.gpu.rates.name}: no constants of a whole step, so attention alone is shown.")
     elif of.tp > 1:
         lines.append("Exchanges between GPUs are from the data sheet, not measured.")
+    if of.spread:
+        lines.append(
+            "Ranks hold prefixes together; what their exchanges cost in a layer is estimated, and not calibrated."
+        )
     if found["memory"] is not None and not found["memory"]["budget_gib"]:
         lines.append("The weights do not fit in this memory: steps are shown as if they did.")
     for case in found["cases"]:

@@ -137,6 +137,19 @@ class ModeRates:
 
 
 @dataclass(frozen=True)
+class ExchangeRates:
+    """What ranks pay to attend for each other, in a layer: queries to those that have the heads, results back.
+
+    Attributes:
+        overhead_s: of both exchanges and of the launches around them, as far as tails do not hide it.
+        bytes_per_s: out of a GPU.
+    """
+
+    overhead_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True)
 class GpuRates:
     """Rates of one GPU, by mode.
 
@@ -147,6 +160,7 @@ class GpuRates:
         source: what was measured, when and how, or what the numbers are derived from.
         naive_tiles: the naive kernel's fastest tiles by storage of the expanded prefix (`bf16`, `fp8_e4m3`), in
             ascending order of rows; each has the fields of the kernel's `Tile`. Empty where none were measured.
+        exchange: between ranks that hold prefixes together; None where it is not known, and taken for nothing.
     """
 
     name: str
@@ -154,6 +168,7 @@ class GpuRates:
     modes: Mapping[Mode, ModeRates]
     source: str
     naive_tiles: Mapping[str, tuple[Mapping[str, int], ...]] = field(default_factory=dict)
+    exchange: ExchangeRates | None = None
 
     @classmethod
     def from_json(cls, name_or_path: str | Path) -> GpuRates:
@@ -173,6 +188,7 @@ class GpuRates:
                 measured=bool(values.get("measured", True)),
             )
 
+        exchange = config.get("exchange")
         return cls(
             name=str(config["name"]),
             l2_bytes=int(config["l2_bytes"]),
@@ -182,6 +198,9 @@ class GpuRates:
                 storage: tuple({name: int(value) for name, value in tile.items()} for tile in tiles)
                 for storage, tiles in config["modes"][Mode.NAIVE.value].get("tiles", {}).items()
             },
+            exchange=None
+            if exchange is None
+            else ExchangeRates(float(exchange["overhead_s"]), float(exchange["bytes_per_s"])),
         )
 
 
@@ -208,6 +227,9 @@ class CostModel:
         expanded_element_bytes: bytes per element of the expanded prefix: 4, 2 or 1.
         latent_element_bytes: bytes per element of a latent row: 4, 2 or 1. Rotary elements take at least 2 in both.
         queries: query tokens of a request in a step. Groups are counted in requests; each has so many rows.
+        ranks: that hold expanded prefixes together, each with its part of the heads, and attend to them for the
+            requests of all. Groups are of all ranks then, which are taken to have as many requests each; and what
+            absorb costs is that of one rank's.
     """
 
     dims: ModelDims
@@ -216,6 +238,16 @@ class CostModel:
     expanded_element_bytes: int = 2
     latent_element_bytes: int = 2
     queries: int = 1
+    ranks: int = 1
+
+    @property
+    def expanded_heads(self) -> int:
+        """Heads of expanded prefixes on this GPU."""
+        return self.local_heads // self.ranks
+
+    def _own(self, group_size: int) -> int:
+        """Of a group, the requests of a rank."""
+        return -(-group_size // self.ranks)
 
     @functools.cached_property
     def latent_row_bytes(self) -> int:
@@ -226,15 +258,16 @@ class CostModel:
 
     @functools.cached_property
     def expanded_token_bytes(self) -> int:
-        """Bytes of a token of the expanded prefix: K and V for each local head, K's rotary part once."""
+        """Bytes of a token of the expanded prefix: K and V for each of its heads here, K's rotary part once."""
         size = self.expanded_element_bytes
         per_head = (self.dims.qk_nope_head_dim + self.dims.v_head_dim) * size
-        return self.local_heads * per_head + self.dims.qk_rope_head_dim * max(size, 2)
+        return self.expanded_heads * per_head + self.dims.qk_rope_head_dim * max(size, 2)
 
     def macs(self, mode: Mode, group_size: int, tokens: int) -> int:
         """Useful MACs of a group's attention to `tokens` prefix tokens."""
-        per_key = self.dims.naive_macs if mode is Mode.NAIVE else self.dims.absorb_macs
-        return group_size * self.queries * self.local_heads * tokens * per_key
+        naive = mode is Mode.NAIVE
+        heads = group_size * self.expanded_heads if naive else self._own(group_size) * self.local_heads
+        return self.queries * heads * tokens * (self.dims.naive_macs if naive else self.dims.absorb_macs)
 
     def bytes_read(self, mode: Mode, group_size: int, tokens: int) -> int:
         """Bytes of keys and values that the kernel loads; plain absorb loads the same rows once per request.
@@ -243,7 +276,7 @@ class CostModel:
         """
         if mode is Mode.NAIVE:
             return tokens * self.expanded_token_bytes
-        readers = group_size if mode is Mode.ABSORB else 1
+        readers = self._own(group_size) if mode is Mode.ABSORB else 1
         return readers * tokens * self.latent_row_bytes
 
     def seconds(self, mode: Mode, group_size: int, tokens: int) -> float:
@@ -263,7 +296,16 @@ class CostModel:
     def overhead_seconds(self, mode: Mode, group_size: int) -> float:
         """The part of `seconds` that does not depend on the tokens."""
         rates = self.rates.modes[mode]
-        return rates.overhead_s + rates.overhead_per_root_row_s * math.sqrt(self.tail_rows(group_size))
+        launches = rates.overhead_s + rates.overhead_per_root_row_s * math.sqrt(self.tail_rows(self._own(group_size)))
+        return launches + (self.exchange_seconds(group_size) if mode is Mode.NAIVE else 0.0)
+
+    def exchange_seconds(self, group_size: int) -> float:
+        """What a layer's exchange between ranks costs, in BF16; nothing where each holds its own prefixes."""
+        rates = self.rates.exchange
+        if self.ranks == 1 or rates is None:
+            return 0.0
+        heads = self._own(group_size) * self.queries * (self.local_heads - self.expanded_heads)
+        return rates.overhead_s + 2 * heads * self.dims.naive_macs / rates.bytes_per_s  # as many values as products
 
     def work_seconds(self, mode: Mode, group_size: int, tokens: int, step_tokens: int = 0) -> float:
         """The part of `seconds` that grows with the tokens.
@@ -273,6 +315,8 @@ class CostModel:
                 by default those of this group alone.
         """
         work = self._work[mode]
+        if mode is Mode.ABSORB:
+            group_size = self._own(group_size)
         read_s, matrix_s = work.read_s, -(-group_size * work.rows // work.tile) * work.tile_s
         if mode is Mode.ABSORB and (tokens > self._l2_tokens or step_tokens > self._l2_tokens):
             read_s *= group_size
@@ -316,16 +360,16 @@ class CostModel:
         return None
 
     def threshold_batch(self) -> float:
-        """TyphoonMLA's equation 1: the batch from which reading the expanded prefix beats absorb's MACs.
+        """TyphoonMLA's equation 1: the batch of a rank from which reading the expanded prefix beats absorb's MACs.
 
         The paper counts memory in words; here it is bytes, so the size of an element appears. The equation counts the
         rotary part of K once per head and no overhead; decisions are made with `smallest_profitable_group`, which
-        counts both correctly. It divides by the query tokens of a request.
+        counts both correctly. It divides by the query tokens of a request, and by the ranks that read a part each.
         """
         rate = self.rates.modes[Mode.ABSORB].matrix_rate(self.latent_element_bytes)
         bandwidth = self.rates.modes[Mode.NAIVE].bytes_per_s
         bytes_per_key = self.dims.naive_macs * self.expanded_element_bytes
-        return bytes_per_key / (self.queries * self.dims.absorb_macs) * rate / bandwidth
+        return bytes_per_key / (self.queries * self.ranks * self.dims.absorb_macs) * rate / bandwidth
 
     @functools.cached_property
     def _l2_tokens(self) -> int:
@@ -342,6 +386,7 @@ class CostModel:
         rows, tile, tile_heads, per_key = heads * self.queries, rates.row_tile, 1, dims.absorb_macs
         element_bytes, partial_bytes = self.latent_element_bytes, dims.kv_lora_rank * 2
         if mode is Mode.NAIVE:
+            heads = self.expanded_heads
             rows, tile_heads, per_key = self.queries, heads, dims.naive_macs
             element_bytes, partial_bytes = self.expanded_element_bytes, dims.v_head_dim * 4
         tile_s = tile * tile_heads * per_key / rates.matrix_rate(element_bytes)

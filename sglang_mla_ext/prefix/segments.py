@@ -6,7 +6,7 @@ says nothing of the tokens but how many there are.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from weakref import WeakKeyDictionary
@@ -68,7 +68,11 @@ class SegmentNumbers:
 
 
 def shown_segments(
-    planned: Sequence[Segment], ends: Sequence[Hashable], pool: ExpandedPool, tree: Tree | None, number: SegmentNumbers
+    planned: Sequence[Segment],
+    ends: Sequence[Hashable],
+    pool: ExpandedPool,
+    tree: Tree | None,
+    number: Callable[..., int],
 ) -> list[ShownSegment]:
     """All segments, parents before children.
 
@@ -103,7 +107,7 @@ def shown_segments(
 def _kept(
     pool: ExpandedPool,
     tree: Tree,
-    number: SegmentNumbers,
+    number: Callable[..., int],
     at_node: dict[Hashable, ShownSegment],
     of_chunk: dict[int, ShownSegment],
 ) -> list[ShownSegment]:

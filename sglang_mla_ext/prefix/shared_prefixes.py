@@ -21,6 +21,7 @@ from sglang_mla_ext.prefix.launches import Launch
 from sglang_mla_ext.prefix.planner import Capacity, Plan, Ways, plan_step, whole
 from sglang_mla_ext.prefix.segments import SegmentNumbers, ShownSegment, shown_segments
 from sglang_mla_ext.prefix.tree import SharedTree, Tree
+from sglang_mla_ext.prefix.wants import wants_of
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
@@ -161,7 +162,7 @@ class SharedPrefixes:
         if affordable:
             branches = Branches(replace(tree, deepest=[-1] * len(running) + list(tree.deepest[len(running) :])))
             ways = replace(ways, naive=every_range, grouped=None)
-            wants = self._wants(self._ideal(branches, ways, no_launch)[0], branches, ways)
+            wants = wants_of(self._ideal(branches, ways, no_launch)[0], branches, ways)
             reached, _ = self._pool.allot([want._replace(worth=0.0) for want in wants], self._tree, evict=False)
             self._expanding |= self._expand(wants, reached, affordable)
 
@@ -360,35 +361,13 @@ class SharedPrefixes:
 
     def _expand_for(self, ideal: Sequence[Part], branches: Branches, ways: Ways, most: int) -> None:
         """Give memory to what is worth expanding, and expand `most` tokens more of it."""
-        wants = self._wants(ideal, branches, ways)
+        wants = wants_of(ideal, branches, ways)
         reached, evicted = self._pool.allot(wants, self._tree, (branch.nodes for branch in branches))
         self._counters.evictions += evicted
         self.tokens_without_memory = sum(want.end - reach for want, reach in zip(wants, reached, strict=True))
         if any(not self._is_of_use(want, reach) for want, reach in zip(wants, reached, strict=True)):
             self._counters.fall_back("prefix memory full")
         self._expanding = self._expand(wants, reached, most)
-
-    def _wants(self, ideal: Sequence[Part], branches: Branches, ways: Ways) -> list[Want]:
-        """What is worth expanding, the most worthwhile first, and whatever another one continues before that."""
-        wants, at_branch = [], {}
-        for part in ideal:
-            if part.mode is not Mode.NAIVE:
-                continue
-            branch = branches[part.branch]
-            saved = part.gain
-            if ways.grouped is not None:
-                saved -= max(ways.grouped(branch.rows, part.start, part.end), 0.0)
-            worth = saved / (part.end - part.start)
-            place = at_branch.get(branches.nearest(part.branch, at_branch), -1)
-            if place >= 0 and wants[place].end == part.start:
-                worth = min(worth, wants[place].worth)
-            else:
-                place = -1
-            at_branch[part.branch] = len(wants)
-            wants.append(Want(branch.nodes, branch.ends, part.start, part.end, worth, place))
-        order = sorted(range(len(wants)), key=lambda index: -wants[index].worth)
-        position = {index: place for place, index in enumerate(order)} | {-1: -1}
-        return [wants[index]._replace(above=position[wants[index].above]) for index in order]
 
     # ---- expanding
 

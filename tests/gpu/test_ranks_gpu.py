@@ -78,3 +78,38 @@ def test_ranks_that_divide_the_requests(tmp_path: Path) -> None:
     for name in engines:
         assert name.endswith("in turn") == found[name]["overlapped"], name
     check_ranks(found, largest_group=BATCH // 2)
+
+
+SPREAD: dict[str, Any] = dict(env={"SGLANG_HYBRID_MLA_SPREAD": "auto"})
+
+
+def spread(mode: str, **arguments: Any) -> dict[str, Any]:
+    """One of MODES, in which ranks hold prefixes together."""
+    one = MODES[mode]
+    return one | DP_ATTENTION | arguments | dict(env=one["env"] | SPREAD["env"])
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_ranks_that_hold_prefixes_together(tmp_path: Path, fp8: bool) -> None:
+    """DP attention, half of the heads of every prefix on each rank. Prompts branch in three levels; documents are on
+    whichever ranks their requests are. In turn, the second time: one rank attends for the other's requests while it has
+    none, and while it prefills nothing is shared."""
+    model = make_model(tmp_path / "checkpoint", "--heads", "16")
+    engines: dict[str, dict[str, Any]] = {"stock": STOCK | DP_ATTENTION}
+    if fp8:
+        engines["stock_fp8"] = STOCK | FP8 | DP_ATTENTION
+        engines |= {mode: spread(mode) for mode in ("naive, FP8 prefix", "naive, FP8 cache")}
+    else:
+        engines |= {"naive": spread("naive"), "naive, in turn": spread("naive", in_turn=True, fillers=1)}
+        checked = spread("naive")
+        engines["naive, checked"] = checked | dict(env=checked["env"] | {"SGLANG_HYBRID_MLA_VERIFY_INTERVAL": "3"})
+    engines = {name: one | dict(port=31500 + 50 * i) for i, (name, one) in enumerate(engines.items())}
+    nested = {name: one | dict(nested=True) for name, one in {"truth": TRUTH, **engines}.items()}
+    found = all_answers(model, tmp_path, nested, AT_A_TIME)
+    for name in engines.keys() - STOCK_ENGINES:
+        one, other = (rank["counters"] for rank in found[name]["ranks"])
+        print(name, one["steps_spread"], one["not_spread"], one["expanded_tokens"], other["expanded_tokens"])
+        assert one["steps_spread"] == other["steps_spread"] > NEW_TOKENS // 2, (name, one, other)
+        assert one["shadow_failures"] == other["shadow_failures"] == 0, (name, one, other)
+        assert (one["shadow_checks"] > 0) == name.endswith("checked")
+    check_ranks(found, largest_group=BATCH // 2)

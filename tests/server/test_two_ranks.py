@@ -3,8 +3,12 @@ attention), and with expanded prefixes of their own."""
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
+import psutil
 import pytest
-from conftest import Chat, Reference, Server, assert_same, counting
+from conftest import Chat, Reference, Server, assert_same, counting, in_thread
 from test_answers import OTHER_SYSTEM, SYSTEM, question
 
 
@@ -23,7 +27,7 @@ def test_two_ranks_answer_as_one(stock: Reference, two_ranks: Server) -> None:
         assert lines and all(f"TP{rank}]" in line for line in lines), lines
 
 
-def check_dp_attention(stock: Reference, server: Server) -> None:
+def check_dp_attention(stock: Reference, server: Server, ranks: int = 2) -> list[dict[str, Any]]:
     """SGLang deals requests out in turn. The first chat runs alone: its rank decodes while the other one has nothing.
     The last ones arrive while the others decode: one rank prefills, or both do, while one or both decode."""
     alone = Chat(SYSTEM, question(13), max_tokens=8)
@@ -33,12 +37,57 @@ def check_dp_attention(stock: Reference, server: Server) -> None:
     actual = server.ask(alone) + server.ask(*together, *later)
     assert_same(actual, expected.result())
     found = server.counters()
-    assert len(found) == 2
-    assert all(each["expansions"] >= 1 and each["steps_naive"] > 20 and not each["fallbacks"] for each in found), found
+    assert len(found) == ranks
+    assert all(each["expansions"] >= 1 and each["steps_naive"] > 10 and not each["fallbacks"] for each in found), found
+    return found
+
+
+def check_spread(found: list[dict[str, Any]]) -> None:
+    """Ranks hold prefixes together: all steps that shared anything they shared."""
+    spread = {each["steps_spread"] for each in found}
+    assert len(spread) == 1 and min(spread) > 10 and not any(each["shadow_failures"] for each in found), found
+    assert all(each["shadow_checks"] > 1 and each["not_spread"]["a rank has no rows"] > 0 for each in found), found
 
 
 def test_ranks_with_requests_of_their_own_answer_as_one(stock: Reference, dp_attention: Server) -> None:
-    check_dp_attention(stock, dp_attention)
+    """Then what they hold is there for new tokens that ride on both of them."""
+    check_spread(check_dp_attention(stock, dp_attention))
+    chats = [Chat(SYSTEM, question(i), max_tokens=4) for i in range(4)]
+    expected = stock.asking(*chats)
+    assert_same(dp_attention.ask(*chats), expected.result())
+    found = dp_attention.counters()
+    assert all(each["prefill_tokens_saved"] for each in found), found
+    check_spread(found)
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_one_that_stops_for_a_second(stock: Reference, dp_attention: Server) -> None:
+    chats = [Chat((SYSTEM, OTHER_SYSTEM)[i // 2 % 2], question(i), max_tokens=40) for i in range(8)]
+    expected, before = stock.asking(*chats), dp_attention.counters()
+    answers = in_thread(dp_attention.ask, *chats)
+    processes = psutil.Process(dp_attention.process.pid).children(recursive=True)
+    rank = max(processes, key=lambda process: process.memory_info().rss)  # a scheduler: it has a model
+    for _ in range(3):
+        time.sleep(0.7)
+        rank.suspend()
+        time.sleep(1)
+        rank.resume()
+    assert_same(answers.result(), expected.result())
+    spread = [
+        now["steps_spread"] - then["steps_spread"] for now, then in zip(dp_attention.counters(), before, strict=True)
+    ]
+    assert spread[0] == spread[1] > 0
+
+
+@pytest.mark.slow
+def test_four_ranks_that_hold_prefixes_together(stock: Reference, dp_attention_of_four: Server) -> None:
+    check_spread(check_dp_attention(stock, dp_attention_of_four, ranks=4))
+
+
+@pytest.mark.slow
+def test_ranks_with_prefixes_of_their_own(stock: Reference, dp_attention_apart: Server) -> None:
+    found = check_dp_attention(stock, dp_attention_apart)
+    assert not any(each["steps_spread"] or each["not_spread"] for each in found)
 
 
 @pytest.mark.slow

@@ -125,12 +125,12 @@ def scenario_the_factory_hands_the_budget_to_the_build() -> None:
 
     from sglang_mla_ext.adapter.step import build, hooks
 
-    built = []
+    built, steps = [], SimpleNamespace(spreading=None)
 
-    def record(runner: Any, options: Any, budget_bytes: int, memory: Any) -> tuple[str, str, None]:
+    def record(runner: Any, options: Any, budget_bytes: int, memory: Any) -> tuple[str, Any, None]:
         assert memory is hooks.worker.memory
         built.append((runner, options.mode, budget_bytes))
-        return "backend", "steps", None
+        return "backend", steps, None
 
     build.build = record
     for cache in (torch.bfloat16, FP8):
@@ -138,7 +138,7 @@ def scenario_the_factory_hands_the_budget_to_the_build() -> None:
         with options(mode="naive", prefix_memory_gb=0.25):
             profile_bytes(AVAILABLE)
             assert ATTENTION_BACKENDS["hybrid_mla"](runner) == "backend"
-        assert built.pop() == (runner, "naive", 1 << 28) and hooks.worker.steps == "steps"
+        assert built.pop() == (runner, "naive", 1 << 28) and hooks.worker.steps is steps
 
 
 def scenario_the_models_layers_are_found_in_their_order_or_the_launch_is_refused() -> None:

@@ -29,12 +29,13 @@ from decode_world import (
     groups_of,
 )
 
-from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Way, passes
+from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, Pass, Way, passes
 from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE
 from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.prefix.spread.prefixes import SpreadPlan
 from sglang_mla_ext.rows import Rows
-from sglang_mla_ext.segment import Mode
+from sglang_mla_ext.segment import Mode, Segment
 
 BOUND = {False: 1e-5, True: 5e-2}
 SYSTEM, OTHER = "abcdef", "wxyz"  # six pages: a chunk and a half; four: a chunk
@@ -292,6 +293,33 @@ def test_a_batch_that_was_not_planned_shares_nothing(make_world: Any) -> None:
     world.backend.init_forward_metadata(batch)
     assert not passes.now.plan.segments and passes.now.way is Way.STOCK
     assert world.error(world.forward(batch, inputs), batch, inputs) < BOUND[False]
+
+
+def test_what_ranks_agreed_on_is_written_whatever_fails(make_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a rank without requests, too. Where it cannot be, the pass ends: the other ranks count on this one."""
+    world = make_world()
+    backend = world.make("gpu")
+    spread = SpreadPlan(Plan(0), (), 4, (Segment((1, 2), 0, 256, Mode.NAIVE, (0,)),))
+    written: list[Any] = []
+    monkeypatch.setattr(backend._shared, "plan", lambda *args: written.append(args))
+    passes.now = Pass(Kind.OTHER, spread=spread)
+    world.steps.fail("anything", MemoryError())
+    for _ in range(2):
+        backend.init_forward_metadata_out_graph(world.batch([], padded=4))
+        assert passes.now.way is Way.SHARED and passes.now.spread is spread and passes.now.takes_query
+    assert written == [(spread.segments, 4)]
+    with pytest.raises(RuntimeError, match="agreed on 4 rows of each, and the graph has 8"):
+        backend.init_forward_metadata_out_graph(world.batch([], padded=8))
+    backend.init_forward_metadata_out_graph(world.batch([], padded=4), in_capture=True)
+    assert written[-1] == ((), 4)
+    mine = Plan(2, (Segment((0, 1), 0, 256, Mode.NAIVE, (0,)),))
+    passes.now = Pass(Kind.OTHER, spread=replace(spread, mine=mine))
+    with pytest.raises(RuntimeError, match="another batch"):
+        backend.init_forward_metadata_out_graph(world.batch([], padded=4))
+    passes.now = Pass(Kind.OTHER, spread=replace(spread))
+    monkeypatch.setattr(backend._shared, "plan", None)
+    with pytest.raises(TypeError):
+        backend.init_forward_metadata_out_graph(world.batch([], padded=4))
 
 
 # -- failures ----------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from decode_world import EXTEND, HEADS, MAX_REQUESTS, MIB, PAGE, World
 
 from sglang_mla_ext import observe
-from sglang_mla_ext.adapter.step import build as module
+from sglang_mla_ext.adapter.step import build, build_expanding
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8
@@ -62,7 +62,7 @@ def test_kernels_that_do_not_run_leave_plain_absorb(world: World, monkeypatch: p
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("does not compile")
 
-    allocate = module.ExpandedBuffers.allocate
+    allocate = build_expanding.ExpandedBuffers.allocate
 
     def noted(**sizes: Any) -> Any:
         made = allocate(**sizes)
@@ -70,8 +70,8 @@ def test_kernels_that_do_not_run_leave_plain_absorb(world: World, monkeypatch: p
         return made
 
     monkeypatch.setattr(observe.logger, "disabled", True)  # pytest would keep the error, and with it the buffers
-    monkeypatch.setattr(module.ExpandedBuffers, "allocate", noted)
-    monkeypatch.setattr(module, {"attention": "make_shared_attention", "expander": "Expander"}[part], fail)
+    monkeypatch.setattr(build_expanding.ExpandedBuffers, "allocate", noted)
+    monkeypatch.setattr(build_expanding, {"attention": "make_shared_attention", "expander": "Expander"}[part], fail)
     backend = world.make("gpu")
     assert fallbacks(world) == ["the kernels do not run here: RuntimeError"]
     assert not backend._requests and pool_of(world).num_chunks == 0
@@ -103,8 +103,8 @@ def test_prefixes_are_stored_as_the_cache_or_as_asked(
     world: World, monkeypatch: pytest.MonkeyPatch, cache: torch.dtype, option: str, expected: torch.dtype
 ) -> None:
     costs: list[CostModel] = []
-    make = module.make_expanding
-    monkeypatch.setattr(module, "make_expanding", lambda *args: costs.append(args[2]) or make(*args))
+    make = build.make_expanding
+    monkeypatch.setattr(build, "make_expanding", lambda *args, **rows: costs.append(args[2]) or make(*args, **rows))
     world.runner.kv_cache_dtype = cache
     backend = world.make("gpu", prefix_dtype=option)
     assert backend._shared._buffers.dtype == expected
@@ -190,7 +190,7 @@ def test_auto_takes_grouped_absorb_only_where_its_rates_are_measured(
     assumed = replace(assumed, modes={**assumed.modes, Mode.GROUPED_ABSORB: mode})
     assert world.make("cpu", mode="auto")._latent.grouped_page is not None
     assert world.make("cpu", mode="naive")._latent.grouped_page is None
-    monkeypatch.setattr(module, "rates_for", lambda name: assumed)
+    monkeypatch.setattr(build, "rates_for", lambda name: assumed)
     assert world.make("cpu", mode="auto")._latent.grouped_page is None
     assert world.make("cpu", mode="grouped_absorb")._latent.grouped_page is not None
 
@@ -199,7 +199,7 @@ def test_auto_takes_grouped_absorb_only_where_its_rates_are_measured(
 def test_prefill_of_another_backend_is_left_alone(world: World, monkeypatch: pytest.MonkeyPatch, prefill: str) -> None:
     """It gets no plan, but what its requests share is expanded for decode."""
     planned: list[Any] = []
-    monkeypatch.setattr(module.PrefillPlan, "make", lambda *args, **kwargs: planned.append(args))
+    monkeypatch.setattr(build.PrefillPlan, "make", lambda *args, **kwargs: planned.append(args))
     world.runner.server_args.get_attention_backends = lambda: (prefill, "hybrid_mla")
     world.make("gpu")
     requests = [world.start("abcd1", 1), world.start("abcd2", 2)]

@@ -94,6 +94,19 @@ def test_attention_over_what_was_expanded(
         assert reference.errors(out[[0, 2]], exact[[0, 2]]).rel_l2 < bound
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, FP8], ids=str)
+def test_some_heads_are_expanded_as_they_are_among_all(model: Any, dtype: torch.dtype) -> None:
+    whole = allocate(dtype)
+    sizes = dict(qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR, dtype=dtype, device="cpu")
+    part = ExpandedBuffers.allocate(layers=LAYERS, chunks=4, heads=1, **sizes)
+    Expander(*model, part, first_head=1).expand_slots(torch.arange(CHUNK_TOKENS), [3], 0)
+    Expander(*model, whole).expand_slots(torch.arange(CHUNK_TOKENS), [3], 0)
+    for layer in range(LAYERS):
+        some, every = (buffers.read(layer, [3], CHUNK_TOKENS) for buffers in (part, whole))
+        assert all(torch.equal(one[:, 0], two[:, 1]) for one, two in zip(some[:2], every[:2], strict=True))
+        assert torch.equal(some[2], every[2])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
 def test_rows_of_an_fp8_pool_are_expanded_as_what_they_mean(
     model: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -101,8 +101,9 @@ ON_A_GPU = {
     "adapter/latent/flashmla.py FlashMLALatent.allocate": "start",
     "adapter/latent/fp8.py FP8Latent.run": "in a layer",
     "adapter/latent/pool.py LatentPool.get_mla_kv_buffer": "SGLang's, of its pool",
-    "adapter/step/build.py all_ranks_agree.agree": "choosing whether a pass rides, of several ranks",
+    "adapter/step/build_expanding.py all_ranks_agree.agree": "choosing whether a pass rides, of several ranks",
     "adapter/step/nextn.py around_eh_norm": "instead of SGLang's",
+    "adapter/step/spreading.py gather_over.gather": "a vote, of several ranks",
     "adapter/step/stock_torch.py TorchStock._extend_over_fp8": "plain absorb, over a cache in FP8",
     "kernels/absorb/grouped.py GroupedAbsorb.__init__": "start",
     "kernels/absorb/grouped.py GroupedAbsorb._stage": "writing a plan",
@@ -120,6 +121,8 @@ ON_A_GPU = {
     "kernels/dispatch.py whole_query": "in a layer",
     "kernels/naive/attention.py TritonSharedAttention.__init__": "start",
     "kernels/naive/attention.py TritonSharedAttention.make_plan": "planning",
+    "kernels/naive/spread.py SpreadAttention.__init__": "start",
+    "kernels/naive/spread.py SpreadAttention.try_out": "start",
     "kernels/partials.py PartialTable.empty": "start",
     "kernels/partials.py PartialTable.from_pairs": "writing a plan",
     "kernels/storage/expanded.py _token_to_position": "planning",
@@ -271,7 +274,7 @@ def test_every_allocation_has_a_place(found: dict[str, Any]) -> None:
 
 def test_kernels_are_tried_out_where_a_failure_is_caught() -> None:
     tried = list(functions_that_call(["try_out"]))
-    assert len(tried) == 4
+    assert len(tried) == 5
     uncaught = {name for name, caught in tried if not caught and not name.endswith(".try_out")}
     assert uncaught == WITHOUT_ANOTHER_WAY
 

@@ -31,6 +31,7 @@ def counters_after_some_steps() -> Counters:
     counters.count_ride(RIDE, Rows.of([28, 2, 1]), decoding=1)
     counters.count_ride(RIDE, Rows.of([3, 1, 1]), decoding=0)
     counters.not_ridden["too dear"] += 2
+    counters.not_spread["a rank prefills"] += 3
     for seconds in (0.25, 0.5):
         counters.count_pass(seconds)
     return counters
@@ -45,6 +46,7 @@ def test_counters() -> None:
         prefills_ridden=1,
         tokens_ridden=35,
         not_ridden={"too dear": 2},
+        not_spread={"a rank prefills": 3},
         prefill_tokens_saved=200 + 2 * 200,
         expansions=2,
         evictions=1,
@@ -141,7 +143,8 @@ def test_metrics_are_the_report_under_the_same_names(registry: prometheus_client
     assert value("fallbacks_total", reason="prefix memory full") == 2 and value("fallbacks_total", reason="other") == 1
     assert value("not_ridden_total", reason="too dear") == 2
     kinds = {metric.name.removeprefix("sglang:hybrid_mla_"): metric.type for metric in registry.collect()}
-    by_name = dict.fromkeys(gauges, "gauge") | dict.fromkeys([*totals, "fallbacks", "not_ridden"], "counter")
+    by_reason = ("fallbacks", "not_ridden", "not_spread")
+    by_name = dict.fromkeys(gauges, "gauge") | dict.fromkeys([*totals, *by_reason], "counter")
     assert kinds == by_name | {"shadow_error": "histogram"}
     below = {bound: value("shadow_error_bucket", le=bound) for bound in ("1e-05", "0.002", "0.005", "+Inf")}
     assert below == {"1e-05": 1, "0.002": 1, "0.005": 2, "+Inf": 3} and value("shadow_error_count") == 3

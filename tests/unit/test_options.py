@@ -28,6 +28,8 @@ GOOD = [
     ("verify_interval", "1000", 1000),
     ("dp_routing", "sglang", "sglang"),
     ("dp_routing", "prefix", "prefix"),
+    ("spread", "auto", "auto"),
+    ("spread", "off", "off"),
     ("mixed_tokens", "0", 0),
     ("mixed_tokens", "64", 64),
 ]
@@ -41,6 +43,7 @@ BAD = [
     ("expand_tokens_per_step", 0, "at least 1"),
     ("verify_interval", -1, "must be 0 (never) or more"),
     ("dp_routing", "random", "use one of sglang, prefix"),
+    ("spread", "on", "use one of off, auto"),
     ("mixed_tokens", 63, "must be 0 (never mix) or at least 64, a page"),
     ("mixed_tokens", -1, "must be 0 (never mix) or at least 64, a page"),
 ]

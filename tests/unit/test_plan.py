@@ -316,3 +316,31 @@ def test_plot(tmp_path):
         planned(*options, "--plot", str(tmp_path / name))
         assert (tmp_path / name).stat().st_size > 10_000
     assert "Format" in refused("--plot", str(tmp_path / "a.xyz"))
+
+
+def test_prefixes_that_ranks_hold_together() -> None:
+    """An eighth of the memory, and shared where a rank alone has no room; the exchange is a part of the step."""
+    spread, alone = (
+        planned("--tp", "8", "--dp", "8", "--prefix", "26472", "--requests", "1024", *flags)
+        for flags in (["--spread"], [])
+    )
+    (case,), (other,) = spread["cases"], alone["cases"]
+    assert 7 * case["expanded_gib"] < other["expanded_gib"] < 8 * case["expanded_gib"]
+    assert (case["chosen"], other["chosen"]) == ("naive", "absorb") and case["ratio"] > other["ratio"]
+    assert (
+        spread["threshold"]["pays_from_all_expanded"]["26472"] < alone["threshold"]["pays_from_all_expanded"]["26472"]
+    )
+    of = Deployment(V3, H200, 8, 8, spread=True)
+    free = dataclasses.replace(of.gpu, rates=dataclasses.replace(of.gpu.rates, exchange=None))
+    rates = of.gpu.rates.exchange
+    cover = Cover(naive=26472)
+    exchange = (
+        predict(of, cover, 1024, 26472, 0).seconds
+        - predict(dataclasses.replace(of, gpu=free), cover, 1024, 26472, 0).seconds
+    )
+    bytes_sent = 128 * (128 - 16) * (192 + 128) * 2
+    assert exchange == pytest.approx(61 * (rates.overhead_s + bytes_sent / rates.bytes_per_s))
+    assert "--hybrid-mla-spread auto" in spread["recommendation"]["text"]
+    for bad in ({"dp": 4}, {"tp": 1, "dp": 1}, {"queries": 2}):
+        with pytest.raises(ValueError, match="--spread needs --dp as large as --tp"):
+            Deployment(**{"config": V3, "gpu": H200, "tp": 8, "dp": 8, "spread": True, **bad})

@@ -14,6 +14,7 @@ from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE, PrefillSharing, Steps
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.prefix.spread.prefixes import SpreadPlan
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
@@ -245,3 +246,22 @@ def test_a_ride_shares_nothing_where_planning_fails_or_nothing_can_be_shared() -
     steps = make(shares=False)
     steps.before_forward(EXTEND, reqs, [], [64, 64], [1, 2], rides=True)
     assert passes.now.plan is NOTHING_SHARED and steps._prefixes.calls == []
+
+
+@pytest.mark.parametrize("rides", [False, True])
+def test_what_ranks_agreed_on_is_the_plan(rides: bool) -> None:
+    """Of a step and of a pass that rides, whatever has failed since; without an agreement nothing is shared."""
+    steps = make()
+    spread = SpreadPlan(shared(), ((1,), (2,)), 5, ())
+    steps.spreading = SimpleNamespace(take=lambda: spread)
+    of_pass = (EXTEND, requests(5), [], [300] * 5, [2] * 5) if rides else (DECODE, requests(5), [])
+    for pause in (0, FIRST_PAUSE):
+        steps._pause = pause
+        steps.before_forward(*of_pass, rides=rides)
+        steps.fail("anything", MemoryError())
+        assert passes.now.spread is spread and passes.now.plan is spread.mine
+    assert steps.counters.steps_spread == 2 and not steps._prefixes.named("plan_decode")
+    steps.spreading, steps._pause = SimpleNamespace(take=lambda: None), 0
+    assert steps.can_share()
+    steps.before_forward(*of_pass, rides=rides)
+    assert passes.now.spread is None and passes.now.plan is NOTHING_SHARED

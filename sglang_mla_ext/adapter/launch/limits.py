@@ -9,7 +9,7 @@ import torch
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.compat.findings import Finding, unsupported
-from sglang_mla_ext.adapter.launch import models, riding
+from sglang_mla_ext.adapter.launch import models, riding, spread
 from sglang_mla_ext.adapter.launch.remedies import with_remedies
 from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
@@ -217,6 +217,8 @@ def warnings(args: ServerArgs, on_gpu: bool) -> list[str]:
             f"prefill runs {prefill}, which reads no expanded prefix: prompts are computed over the latent cache, as "
             f"without {BACKEND_NAME}; without --prefill-attention-backend they are computed over what is expanded."
         )
+    if (vain := spread.warning(args, HybridMLAOptions.from_env(), on_gpu)) is not None:
+        found.append(vain)
     return found
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.launch import spread
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.prefix.default_memory import default_bytes
 
@@ -27,8 +28,10 @@ class Reach(NamedTuple):
     """A budget, and what a token of an expanded prefix takes of it, on one GPU.
 
     Attributes:
+        heads: of expanded prefixes.
         element_bytes: of expanded prefixes, 2 or 1.
         routes: whether requests are sent to ranks by their prefixes.
+        ranks: that hold expanded prefixes together.
     """
 
     budget_bytes: int
@@ -37,6 +40,7 @@ class Reach(NamedTuple):
     layers: int
     element_bytes: int
     routes: bool
+    ranks: int = 1
 
     @property
     def tokens(self) -> int:
@@ -45,8 +49,10 @@ class Reach(NamedTuple):
 
     def __str__(self) -> str:
         dtype = "FP8" if self.element_bytes == 1 else "BF16"
+        whose = f"{self.ranks} ranks hold prefixes together, each" if self.ranks > 1 else "a rank has"
+        of = "of every prefix" if self.ranks > 1 else "of its requests"
         found = (
-            f"with DP attention a rank has {self.heads} heads of its requests, and a token of an expanded prefix takes "
+            f"with DP attention {whose} {self.heads} heads {of}, and a token of an expanded prefix takes "
             f"{self.token_bytes / (1 << 20):.2f} MiB ({self.layers} layers, {dtype}): of a prompt of {PROMPT_TOKENS:,} "
             f"tokens {self.tokens:,} are expanded in {self.budget_bytes / (1 << 30):.1f} GiB"
         )
@@ -57,7 +63,8 @@ class Reach(NamedTuple):
     def _advice(self) -> str:
         ways = {
             "--hybrid-mla-prefix-dtype fp8_e4m3 halves a token": self.element_bytes == 2,
-            "--hybrid-mla-dp-routing prefix keeps prompts that begin alike on one rank": not self.routes,
+            "--hybrid-mla-dp-routing prefix keeps prompts that begin alike on one rank": not self.routes
+            and self.ranks == 1,
             "tensor parallelism without --enable-dp-attention divides heads among ranks": True,
         }
         return f"What helps: {'; '.join(way for way, helps in ways.items() if helps)}."
@@ -93,6 +100,7 @@ def predicted(args: ServerArgs, options: HybridMLAOptions) -> str | None:
             args.tp_size,
             dp,
             expanded_element_bytes=element_bytes,
+            spread=spread.ranks(args, options, on_gpu=True) > 1,
         )
         weights, token_bytes = weight_bytes(of), of.cost.expanded_token_bytes * of.dims.num_layers
     except (ValueError, KeyError, TypeError):
@@ -105,4 +113,5 @@ def predicted(args: ServerArgs, options: HybridMLAOptions) -> str | None:
         budget = int(options.prefix_memory_gb * (1 << 30))
     else:
         budget = default_bytes(kv_bytes, 0, token_bytes, always=options.mode == "naive")
-    return f"about: {Reach(budget, token_bytes, of.cost.local_heads, of.dims.num_layers, element_bytes, routes)}"
+    sizes = of.cost.expanded_heads, of.dims.num_layers, element_bytes
+    return f"about: {Reach(budget, token_bytes, *sizes, routes, of.cost.ranks)}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
-from sglang_mla_ext.adapter.launch import riding
+from sglang_mla_ext.adapter.launch import riding, spread
 from sglang_mla_ext.options import HybridMLAOptions
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ IN_WORDS = {GPU: "run on a GPU", CPU: "run on the CPU", RESOLVED: "resolved only
 
 SERVER, TENSOR, DP_ATTENTION = "a server", "tensor parallelism", "DP attention"
 REPLICAS, NODES = "--dp-size without DP attention", "several nodes"
+SPREAD = "prefixes spread over ranks"
 DRAFTS, FP8_CACHE, HOST_CACHE, MIXED = "drafts", "an FP8 cache", "a host cache", "mixed steps"
 COMPILED = "--enable-torch-compile"
 STORAGE, PREFILL_BY = "storage {}", "prefill by {}"
@@ -36,7 +37,7 @@ MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
         },
         CPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 4, REPLICAS: 2, NODES: 2},
-            **{MIXED: 2, FP8_CACHE: 1, HOST_CACHE: 1, FILES: 1, NIXL: 1},
+            **{SPREAD: 4, MIXED: 2, FP8_CACHE: 1, HOST_CACHE: 1, FILES: 1, NIXL: 1},
         },
     },
     "0.5.18": {CPU: {SERVER: 1, V3: 1, HOST_CACHE: 1, FILES: 1}},
@@ -44,7 +45,7 @@ MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "0.5.23": {
         CPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 2, REPLICAS: 2, NODES: 2},
-            **{MIXED: 2, HOST_CACHE: 1, FILES: 1},
+            **{SPREAD: 2, MIXED: 2, HOST_CACHE: 1, FILES: 1},
         },
     },
 }
@@ -117,6 +118,7 @@ def parts_of(args: ServerArgs, options: HybridMLAOptions) -> dict[str, int]:
         SERVER: 1,
         installed.model_config(args).architectures[0]: 1,
         DP_ATTENTION: dp_attention and ranks,
+        SPREAD: spread.ranks(args, options, on_gpu=True) > 1 and ranks,
         TENSOR: ranks > 1 and not dp_attention and ranks,
         REPLICAS: args.dp_size > 1 and not dp_attention and args.dp_size,
         NODES: args.nnodes > 1 and ranks,

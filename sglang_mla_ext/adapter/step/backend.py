@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from sglang_mla_ext.adapter.latent.protocol import LatentAttention
     from sglang_mla_ext.adapter.step.stock import Stock
     from sglang_mla_ext.kernels.naive.attention import SharedAttention
+    from sglang_mla_ext.prefix.spread.prefixes import SpreadPlan
 
 READ_FROM_STOCK = (
     "token_to_kv_pool",
@@ -101,7 +102,7 @@ class HybridMLABackend(AttentionBackend):
         self._layer_index, self._heads = layer_index, heads
         self._requests, self._queries = requests, queries
         # On the device: a plan and the rows that it is for; None where the parts may hold different plans.
-        self._written: tuple[Plan, Rows] | None = None
+        self._written: tuple[Plan | SpreadPlan, Rows] | None = None
         for name in FLAGS_OF_STOCK:
             if hasattr(stock.backend, name):
                 setattr(self, name, getattr(stock.backend, name))
@@ -166,11 +167,14 @@ class HybridMLABackend(AttentionBackend):
         """
         step, kind = passes.now, Kind.of(forward_batch.forward_mode)
         if in_capture or step.kind is not kind or (kind.is_step and step.rows.requests > forward_batch.batch_size):
-            step = passes.now = Pass(kind, Rows(0, self._tokens_each(kind)))  # not the one that was planned
+            spread = None if in_capture else step.spread  # a rank without requests attends for the others
+            if spread is not None and spread.mine.segments:
+                raise RuntimeError("ranks agreed on what another batch shares")
+            step = passes.now = Pass(kind, Rows(0, self._tokens_each(kind)), spread=spread)  # not what was planned
         step.way = self._way_without_sharing(step)
         can_share = step.kind is (Kind.VERIFY if self._queries > 1 else Kind.DECODE)
         shares = False
-        if can_share and forward_batch.batch_size in self._requests:
+        if can_share and (step.spread is not None or forward_batch.batch_size in self._requests):
             shares = self._write_plan(step, forward_batch, needed=in_graph)
             if in_graph or shares:
                 step.way = Way.SHARED
@@ -235,27 +239,35 @@ class HybridMLABackend(AttentionBackend):
         Args:
             needed: the step has shared attention in it, whether or not anything is shared.
         """
-        if not step.plan.segments and not needed:
+        planned = step.plan if step.spread is None else step.spread
+        if not planned.segments and not needed:
             return False
         each = self._tokens_each(step.kind)
         rows = step.rows.padded(forward_batch.batch_size * each, each)
-        if self._written is None or step.plan is not self._written[0] or rows != self._written[1]:
+        if needed and step.spread is not None and step.spread.each != rows.total:
+            raise RuntimeError(f"ranks agreed on {step.spread.each} rows of each, and the graph has {rows.total}")
+        if self._written is None or planned is not self._written[0] or rows != self._written[1]:
             self._written = None
             try:
-                self._write(step.plan, rows)
-                if step.plan.segments:
+                self._write(step.plan, rows, step.spread)
+                if planned.segments:
                     self._steps.succeed()
             except Exception as error:
+                if step.spread is not None:
+                    raise  # the other ranks count on this one
                 self._steps.fail("writing a plan", error)
                 step.share_nothing()
                 if not needed:
                     return False
                 self._write(NOTHING_SHARED, rows)
-            self._written = step.plan, rows
-        return bool(step.plan.segments)
+                planned = NOTHING_SHARED
+            self._written = planned, rows
+        return bool(planned.segments)
 
-    def _write(self, plan: Plan, rows: Rows) -> None:
-        if self._shared is not None:
+    def _write(self, plan: Plan, rows: Rows, spread: SpreadPlan | None = None) -> None:
+        if spread is not None:
+            self._shared.plan(spread.segments, spread.each)
+        elif self._shared is not None:
             self._shared.plan(rows.spread(plan.of_mode(Mode.NAIVE)), rows.total)
         units = rows.units(self._queries)
         grouped = units.spread(plan.of_mode(Mode.GROUPED_ABSORB))
@@ -341,10 +353,15 @@ class HybridMLABackend(AttentionBackend):
             q, q_rope = q.split([layer.v_head_dim, q.shape[-1] - layer.v_head_dim], dim=-1)
         shadow = self._steps.shadow if step.way is Way.SHARED else None
         watched = shadow.watched(layer.layer_id, q, q_rope) if shadow is not None else None
+        before_tails = step.takes_query and self._shared.runs_beside_tails
+        if before_tails:
+            self._attend_shared(q_rope, layer)
         out, lse = self._latent.run(layer.layer_id, q, q_rope, layer.scaling, watched if self._shared is None else None)
         if step.takes_query:
             step.watched = watched
-            self._attend_shared(q_rope, lse, layer)
+            if not before_tails:
+                self._attend_shared(q_rope, layer)
+            relay.tail_lse = lse
         return out.reshape(len(q), -1)
 
     def _store(
@@ -361,17 +378,16 @@ class HybridMLABackend(AttentionBackend):
         else:  # SGLang's pool takes parts on a GPU only
             pool.set_kv_buffer(layer, slots, k if k_rope is None else torch.cat([k, k_rope], dim=-1), v)
 
-    def _attend_shared(self, q_rope: torch.Tensor, tail_lse: torch.Tensor, layer: RadixAttention) -> None:
+    def _attend_shared(self, q_rope: torch.Tensor, layer: RadixAttention) -> None:
         """Attend to the expanded prefixes; the merge follows when the layer calls its output projection.
 
         Args:
             q_rope: `[rows, heads, qk_rope_head_dim]`.
-            tail_lse: `[rows, heads]` float32, natural log, of all keys that are not expanded.
         """
         if relay.tail_lse is not None:
             raise RuntimeError("the layer before did not call its output projection: its shared part is lost")
         self._shared.run(self._layer_index[layer.layer_id], relay.q_nope, q_rope, layer.scaling)
-        relay.q_nope, relay.tail_lse = None, tail_lse
+        relay.q_nope = None
 
     def merge(self, tail_out: torch.Tensor) -> torch.Tensor:
         """Merge the shared part of the layer that runs now into the rest, in place.

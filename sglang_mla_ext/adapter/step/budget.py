@@ -11,7 +11,7 @@ import torch
 
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention, LatentSizes
-from sglang_mla_ext.adapter.launch import riding
+from sglang_mla_ext.adapter.launch import riding, spread
 from sglang_mla_ext.adapter.step.layer import attention_layers
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.kernels.constants import FP8
@@ -63,12 +63,14 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
 
 
 def token_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -> int:
-    """Of an expanded token, in all layers."""
+    """Of an expanded token on this rank, in all layers."""
     layers = attention_layers(configurator)
+    on_gpu = torch.device(configurator.device).type == "cuda"
+    ranks = spread.ranks(installed.resolved(configurator.server_args), options, on_gpu)
     cache = FP8 if configurator.kv_cache_dtype == FP8 else configurator.model_dtype
     chunk = ExpandedBuffers.bytes_per_chunk(
         layers=len(layers),
-        heads=layers[0].num_local_heads,
+        heads=layers[0].num_local_heads // ranks,
         qk_nope_head_dim=layers[0].qk_nope_head_dim,
         v_head_dim=layers[0].v_head_dim,
         qk_rope_head_dim=layers[0].qk_rope_head_dim,
@@ -123,11 +125,13 @@ def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -
     the kernels may turn out not to run."""
     layer, device = attention_layers(configurator)[0], torch.device(configurator.device)
     on_gpu, fp8 = device.type == "cuda", configurator.kv_cache_dtype == FP8
-    grouped = tries_grouped(options, rates_for(torch.cuda.get_device_name() if on_gpu else "cpu"))
+    args = installed.resolved(configurator.server_args)
+    rates = rates_for(torch.cuda.get_device_name() if on_gpu else "cpu")
+    grouped = tries_grouped(options, rates, spread.ranks(args, options, on_gpu))
     if not on_gpu or not needs_latent(options, grouped=grouped, stock_decodes=not fp8):
         return 0
     requests, queries = installed.most_requests(configurator), installed.draft_tokens(configurator.server_args)
-    riding_tokens = riding.tokens(installed.resolved(configurator.server_args), options, on_gpu)
+    riding_tokens = riding.tokens(args, options, on_gpu)
     sizes = LatentSizes(
         heads=layer.num_local_heads,
         kv_lora_rank=layer.kv_lora_rank,
@@ -157,8 +161,15 @@ def latent_kind(fp8: bool) -> type[LatentAttention]:
     return FlashMLALatent
 
 
-def tries_grouped(options: HybridMLAOptions, rates: GpuRates) -> bool:
-    """Whether grouped absorb is used where it runs: `auto` takes it only where it was timed."""
+def tries_grouped(options: HybridMLAOptions, rates: GpuRates, ranks: int = 1) -> bool:
+    """Whether grouped absorb is used where it runs: `auto` takes it only where it was timed, and where this rank's
+    requests share for themselves.
+
+    Args:
+        ranks: that hold expanded prefixes together.
+    """
+    if ranks > 1:
+        return False
     return options.mode == "grouped_absorb" or (options.may_group and rates.modes[Mode.GROUPED_ABSORB].measured)
 
 

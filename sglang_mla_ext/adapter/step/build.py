@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from sglang_mla_ext.adapter.latent.host_cache import wait_for_layer
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
 from sglang_mla_ext.adapter.launch import reach
 from sglang_mla_ext.adapter.launch import riding as launch_riding
+from sglang_mla_ext.adapter.launch import spread as launch_spread
 from sglang_mla_ext.adapter.launch.reach import Reach
 from sglang_mla_ext.adapter.step.backend import HybridMLABackend
 from sglang_mla_ext.adapter.step.budget import (
@@ -25,16 +27,21 @@ from sglang_mla_ext.adapter.step.budget import (
     needs_latent,
     tries_grouped,
 )
-from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes
+from sglang_mla_ext.adapter.step.build_expanding import (
+    all_ranks_agree,
+    latent_dtype,
+    make_expanding,
+    tp_group,
+)
 from sglang_mla_ext.adapter.step.layer import attention_layers, merge_before_o_proj
 from sglang_mla_ext.adapter.step.prefill import PrefillPlan
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.adapter.step.riding import EAGER_LAYER_S, Riding
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
+from sglang_mla_ext.adapter.step.spreading import Spreading, gather_over
 from sglang_mla_ext.adapter.step.steps import PrefillSharing, Steps
 from sglang_mla_ext.adapter.step.stock import Stock
 from sglang_mla_ext.kernels.constants import FP8
-from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, MAX_SEGMENTS, SEGMENTS_PER_ROW
@@ -44,10 +51,11 @@ from sglang_mla_ext.prefix.cost_model import CostModel, ModelDims, rates_for
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
 from sglang_mla_ext.prefix.planner import Capacity
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
 from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
@@ -83,8 +91,9 @@ def build(
     heads, step_rows = layers[0].num_local_heads, max_rows(requests, queries, riding_tokens)
     step_requests, context_len = max_rows(requests, queries) // queries, runner.model_config.context_len
     prefix_dtype = STORAGE_DTYPES.get(options.prefix_dtype, latent_dtype(runner))
-    cost = cost_model(runner, layers, prefix_dtype, queries)
-    grouped = tries_grouped(options, cost.rates)
+    ranks = launch_spread.ranks(args, options, on_gpu)
+    cost = cost_model(runner, layers, prefix_dtype, queries, ranks)
+    grouped = tries_grouped(options, cost.rates, ranks)
     stock, latent = stock_and_latent(runner, layers, grouped, queries, counters)
     if needs_latent(options, grouped=grouped, stock_decodes=stock.decodes):
         most_requests = max_requests(requests + riding_tokens)
@@ -97,27 +106,35 @@ def build(
         taken_bytes = latent.workspace_bytes
         if options.verify_interval:
             taken_bytes += ShadowCheck.workspace_bytes_for(layers[0], runner.dtype, queries)
-        expanding = make_expanding(runner, layers, cost, prefix_dtype, budget_bytes, taken_bytes, counters, memory)
+        of_rank = runner, layers, cost, prefix_dtype, budget_bytes, taken_bytes, counters, memory
+        expanding = make_expanding(*of_rank, max_rows=MAX_ROWS if ranks == 1 else step_rows)
     buffers, shared, expander = expanding or (None, None, None)
     if buffers is not None and installed.dp_attention_ranks(args) > 1:
         token_bytes, routes = buffers.bytes // (buffers.chunks * CHUNK_TOKENS), options.dp_routing == "prefix"
-        reach.say(Reach(buffers.bytes, token_bytes, heads, len(layers), buffers.dtype.itemsize, routes))
+        reach.say(Reach(buffers.bytes, token_bytes, buffers.heads, len(layers), buffers.dtype.itemsize, routes, ranks))
     pool = ExpandedPool(buffers.chunks if buffers else 0, CHUNK_TOKENS)
-    prefixes = SharedPrefixes(
-        options,
-        cost,
-        pool,
-        expander,
-        counters,
-        capacity=Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * (step_rows // queries)),
-        naive=shared is not None,
-        grouped_page=latent.grouped_page,
-        decodes=runner.server_args.disaggregation_mode != "prefill",
-    )
+    capacity = Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * ranks * (step_rows // queries))
+    spreads = ranks > 1 and shared is not None
+    prefixes: SharedPrefixes | SpreadPrefixes
+    if spreads:
+        prefixes = SpreadPrefixes(options, cost, pool, counters, rank=tp_group().rank_in_group, capacity=capacity)
+    else:
+        prefixes = SharedPrefixes(
+            options,
+            cost,
+            pool,
+            expander,
+            counters,
+            capacity=capacity,
+            naive=shared is not None,
+            grouped_page=latent.grouped_page,
+            decodes=runner.server_args.disaggregation_mode != "prefill",
+        )
     layer_index = {layer.attn_mqa.layer_id: index for index, layer in enumerate(layers)}
     # With --prefill-attention-backend another one does prefill, whose lse may be in another base.
     prefill = None
-    if shared is not None and installed.attention_backends(runner.server_args)[0] == BACKEND_NAME:
+    prefills = installed.attention_backends(runner.server_args)[0] == BACKEND_NAME
+    if shared is not None and prefills and not spreads:  # a rank has not all heads of what is spread
         make_plan = functools.partial(
             PrefillPlan.make,
             attention=shared,
@@ -151,6 +168,17 @@ def build(
             runner, layers, options, latent, prefixes, counters, memory, naive=shared is not None, fp8=fp8
         )
     sharing = range(smallest, step_rows // queries + 1) if smallest is not None else range(0)
+    if spreads:
+        steps.spreading = Spreading(
+            prefixes,
+            expander,
+            runner.req_to_token_pool.req_to_token,
+            counters,
+            gather=gather_over(tp_group()),
+            requests=sharing,
+            can_share=steps.can_share,
+            fail=steps.fail,
+        )
     of_steps = dict(layer_index=layer_index, heads=heads, requests=sharing, queries=queries)
     backend = HybridMLABackend(stock, latent, shared, steps, **of_steps)
     if shared is not None:
@@ -160,8 +188,8 @@ def build(
         riding = Riding(
             tokens=riding_tokens,
             most_rows=step_rows,
-            prefixes=prefixes,
-            cost=cost,
+            prefixes=steps.spreading or prefixes,
+            cost=replace(cost, ranks=1),  # each rank has new rows of its own
             counters=counters,
             grouped=latent.grouped_page is not None,
             # Without a GPU it was asked for, and there is nothing to gain.
@@ -171,36 +199,19 @@ def build(
     return backend, steps, riding
 
 
-def all_ranks_agree() -> Callable[[bool], bool]:
-    """A function that ranks with heads of the same requests call with their own answers, and that says whether all said
-    yes. What is expanded may differ after a failure on one, and with it what each would rather do."""
-    from sglang.srt.distributed.parallel_state import get_attn_tp_group
-
-    group = get_attn_tp_group()
-    if group.world_size == 1:
-        return bool
-
-    def agree(answer: bool) -> bool:
-        least = torch.tensor(int(answer))
-        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group.cpu_group)
-        return bool(least)
-
-    return agree
-
-
-def latent_dtype(runner: ModelRunner) -> torch.dtype:
-    """How latent rows are stored."""
-    return FP8 if runner.kv_cache_dtype == FP8 else runner.dtype
-
-
 def cost_model(
-    runner: ModelRunner, layers: Sequence[DeepseekV2AttentionMLA], prefix_dtype: torch.dtype, queries: int
+    runner: ModelRunner,
+    layers: Sequence[DeepseekV2AttentionMLA],
+    prefix_dtype: torch.dtype,
+    queries: int,
+    ranks: int = 1,
 ) -> CostModel:
     """What modes cost for this model on this device.
 
     Args:
         prefix_dtype: of expanded prefixes.
         queries: query tokens of a request in a step.
+        ranks: that hold expanded prefixes together.
     """
     first = layers[0]
     dims = ModelDims(
@@ -214,7 +225,8 @@ def cost_model(
     )
     on_gpu = torch.device(runner.device).type == "cuda"
     rates = rates_for(torch.cuda.get_device_name() if on_gpu else "cpu")
-    return CostModel(dims, first.num_local_heads, rates, prefix_dtype.itemsize, latent_dtype(runner).itemsize, queries)
+    sizes = prefix_dtype.itemsize, latent_dtype(runner).itemsize
+    return CostModel(dims, first.num_local_heads, rates, *sizes, queries, ranks)
 
 
 def stock_and_latent(
@@ -248,75 +260,6 @@ def stock_and_latent(
     from sglang_mla_ext.adapter.latent.fp8 import FP8Latent
 
     return stock, FP8Latent(pool, req_to_token, dtype=runner.dtype, on_failure=counters.fall_back, **common)
-
-
-def make_expanding(
-    runner: ModelRunner,
-    layers: Sequence[DeepseekV2AttentionMLA],
-    cost: CostModel,
-    prefix_dtype: torch.dtype,
-    budget_bytes: int,
-    taken_bytes: int,
-    counters: Counters,
-    memory: Memory,
-) -> tuple[ExpandedBuffers, SharedAttention, Expander] | None:
-    """Memory for expanded prefixes, the attention over them, and what fills them. Every kernel runs once.
-
-    Args:
-        budget_bytes: of which `taken_bytes` are taken already.
-        memory: where what is large is allocated.
-    Returns:
-        None where the budget holds no chunk, or a kernel does not run here; that is counted.
-    """
-    dims, heads, device = cost.dims, cost.local_heads, runner.device
-    sizes = {
-        "layers": dims.num_layers,
-        "heads": heads,
-        "qk_nope_head_dim": dims.qk_nope_head_dim,
-        "v_head_dim": dims.v_head_dim,
-        "qk_rope_head_dim": dims.qk_rope_head_dim,
-        "dtype": prefix_dtype,
-    }
-    chunk_bytes = ExpandedBuffers.bytes_per_chunk(**sizes)
-    tiles = next((found for name, found in cost.rates.naive_tiles.items() if STORAGE_DTYPES[name] == prefix_dtype), ())
-    taken_bytes += ExpandedBuffers.scale_bytes(layers=dims.num_layers, heads=heads)
-    taken_bytes += workspace_bytes(
-        max_rows=MAX_ROWS,
-        heads=heads,
-        v_head_dim=dims.v_head_dim,
-        chunks=budget_bytes // chunk_bytes,
-        device=device,
-        tiles=tiles,
-        segments_per_row=SEGMENTS_PER_ROW,
-    )
-    fetches = latent_dtype(runner) == FP8
-    row_dtype = runner.dtype if fetches else latent_dtype(runner)
-    taken_bytes += temporary_bytes(layers[0], row_dtype, fetches=fetches, to_fp8=prefix_dtype == FP8)
-    chunks = (budget_bytes - taken_bytes) // chunk_bytes
-    if chunks <= 0:
-        counters.fall_back(
-            f"the memory for expanded prefixes holds none, at least {(taken_bytes + chunk_bytes) / (1 << 30):.3g} GiB "
-            "are needed: raise --hybrid-mla-prefix-memory-gb"
-        )
-        return None
-    buffers = ExpandedBuffers.allocate(chunks=chunks, device=device, memory=memory, **sizes)
-    try:
-        shared = make_shared_attention(
-            buffers,
-            max_rows=MAX_ROWS,
-            heads=heads,
-            device=buffers.device,
-            tiles=tiles,
-            segments_per_row=SEGMENTS_PER_ROW,
-            memory=memory,
-        )
-        shared.try_out(runner.dtype)
-        expander = Expander(layers, runner.token_to_kv_pool, buffers)
-        expander.try_out()
-    except Exception as error:
-        counters.fall_back(f"the kernels do not run here: {type(error).__name__}", error)
-        return None
-    return buffers, shared, expander
 
 
 def make_shadow(
@@ -371,14 +314,15 @@ def smallest_group(
     context_len: int,
     max_requests: int,
 ) -> int | None:
-    """Requests from which a step can have a group that pays; None where none ever does."""
+    """Requests of a rank from which a step can have a group that pays; None where none ever does."""
     ways = {Mode.NAIVE: shared, Mode.GROUPED_ABSORB: latent.grouped_page}
     allowed = [mode for mode, way in ways.items() if way is not None]
     if not allowed:
         return None
     if options.mode != "auto":
-        return 2
-    return cost.smallest_profitable_group(context_len, [Mode.ABSORB, *allowed], limit=max_requests)
+        return -(-2 // cost.ranks)
+    smallest = cost.smallest_profitable_group(context_len, [Mode.ABSORB, *allowed], limit=max_requests * cost.ranks)
+    return smallest and -(-smallest // cost.ranks)
 
 
 def describe(

@@ -33,17 +33,23 @@ class Expander:
     """
 
     def __init__(
-        self, layers: Sequence[DeepseekV2AttentionMLA], pool: MLATokenToKVPool, buffers: ExpandedBuffers
+        self,
+        layers: Sequence[DeepseekV2AttentionMLA],
+        pool: MLATokenToKVPool,
+        buffers: ExpandedBuffers,
+        first_head: int = 0,
     ) -> None:
         """
         Args:
             layers: the model's attention layers on this rank, in order.
             pool: SGLang's pool of latent rows, or ours in FP8.
             buffers: where the result goes; layer i of the buffers belongs to `layers[i]`.
+            first_head: of a layer's heads, that which the buffers begin with; they may hold fewer.
         """
         self._layers = layers
         self._pool = pool
         self._buffers = buffers
+        self._heads = slice(first_head, first_head + buffers.heads)
         self._tree: TreeView | None = None
         self._scales_valid = False
 
@@ -79,7 +85,7 @@ class Expander:
         table = torch.tensor(chunks, dtype=torch.int32, pin_memory=on_gpu)
         table = table.to(self._buffers.device, non_blocking=True)  # [chunks]
         for index, attention in enumerate(self._layers):
-            weights = weights_of(attention, self._dtype_of_rows(attention)) if on_gpu else None
+            weights = self._weights_of(attention, self._dtype_of_rows(attention)) if on_gpu else None
             for rows, indices, first in self._pieces(attention, slots, start):
                 if weights:
                     expand_prefix(rows, indices, *weights, self._buffers, index, table, first)
@@ -87,6 +93,10 @@ class Expander:
                 for piece in range(0, len(indices), PRODUCT_TOKENS):
                     latent_rows = rows[indices[piece : piece + PRODUCT_TOKENS]]
                     self._expand_unfused(attention, index, latent_rows, chunks, first + piece)
+
+    def _weights_of(self, layer: DeepseekV2AttentionMLA, dtype: torch.dtype) -> Sequence[torch.Tensor] | None:
+        weights = weights_of(layer, dtype)
+        return weights and [weight[self._heads] for weight in weights]
 
     def _dtype_of_rows(self, layer: DeepseekV2AttentionMLA) -> torch.dtype:
         if hasattr(self._pool, "fetch"):  # latent_pool.LatentPool
@@ -127,13 +137,13 @@ class Expander:
 
     def _project(self, attention: DeepseekV2AttentionMLA, latent: torch.Tensor) -> Sequence[torch.Tensor]:
         """`k_nope [n, heads, nope]` and `v [n, heads, v]` of `latent [n, rank]`."""
-        expanded = attention.kv_b_proj(latent)[0].view(len(latent), attention.num_local_heads, -1)
+        expanded = attention.kv_b_proj(latent)[0].view(len(latent), attention.num_local_heads, -1)[:, self._heads]
         return expanded.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=-1)
 
     def _set_scales(self) -> None:
         for index, attention in enumerate(self._layers):
             norm = attention.kv_a_layernorm.weight  # [rank]
-            if weights := weights_of(attention, norm.dtype):
+            if weights := self._weights_of(attention, norm.dtype):
                 k_columns, v_columns = (weight * norm for weight in weights)
             else:  # the projection of the unit vectors, whatever form the weight is stored in
                 projected = self._project(attention, torch.diag(norm))

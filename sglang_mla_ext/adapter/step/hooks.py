@@ -147,6 +147,8 @@ def install() -> None:
         f"{_SRT}.speculative.draft_utils.DraftBackendFactory.create_decode_backend": after_draft_backend,
         f"{_SRT}.speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend": after_draft_backend,
     }
+    if HybridMLAOptions.from_env().spread != "off":
+        after[f"{_SRT}.managers.scheduler_components.dp_attn.MLPSyncBatchInfo.all_gather"] = after_sync_gather
     if not torch.cuda.is_available():
         from sglang_mla_ext.adapter.step.stock_torch import after_support_triton
 
@@ -225,6 +227,8 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
     worker.memory = Memory(installed.memory_region(runner))
     options = worker.options
     worker.backend, worker.steps, worker.riding = build(runner, options, worker.budget_bytes, worker.memory)
+    if worker.steps.spreading is not None:
+        assert_installed([Feature.SPREAD, Feature.RIDING])
     if worker.riding is not None:
         _start_riding(asked=options.mixed_tokens is not None or runner.server_args.enable_mixed_chunk)
     return worker.backend
@@ -257,6 +261,8 @@ def after_scheduler_init(result: None, scheduler: Scheduler, *args: Any, **kwarg
     if worker.steps is None:
         raise contract.ContractError(f"--attention-backend {BACKEND_NAME}: SGLang did not build the backend")
     worker.steps.attach(installed.TreeView(scheduler.tree_cache))
+    if worker.steps.spreading is not None:
+        worker.steps.spreading.begin(scheduler.tp_worker.model_runner)
     if worker.riding is not None:
         worker.riding.begin(scheduler.tp_worker.model_runner)
         if scheduler.require_mlp_sync:
@@ -292,6 +298,8 @@ def after_forward_batch(
         rides=rides,
         decoding=len(batch.decoding_reqs or ()) if rides else 0,
     )
+    if worker.steps.spreading is not None:
+        worker.steps.spreading.expand(forward_batch.req_pool_indices)
     _publish_metrics()
 
 
@@ -306,6 +314,8 @@ def _rides(batch: ScheduleBatch) -> bool:
 
 
 def around_sync(original: Callable[..., Any], batch: ScheduleBatch | None, *args: Any, **kwargs: Any) -> Any:
+    if worker.steps is not None and worker.steps.spreading is not None:
+        worker.steps.spreading.comes(batch)
     if worker.voting is None:
         return original(batch, *args, **kwargs)
     return worker.voting.agree(original, _would_ride(batch) or False, batch, *args, **kwargs)
@@ -320,6 +330,12 @@ def _would_ride(batch: ScheduleBatch | None) -> bool:
 def before_sync_info(info: Any, *args: Any, **kwargs: Any) -> None:
     if worker.voting is not None:
         worker.voting.cast(info)
+
+
+@_guarded("agreeing on what is spread")
+def after_sync_gather(result: None, info: Any, *args: Any, **kwargs: Any) -> None:
+    if worker.steps is not None and worker.steps.spreading is not None:
+        worker.steps.spreading.agree(info)
 
 
 @_guarded("taking last rows")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from sglang_mla_ext.adapter.step.prefill import PrefillPlan
     from sglang_mla_ext.kernels.watch import Watched
+    from sglang_mla_ext.prefix.spread.prefixes import SpreadPlan
 
 NOTHING_SHARED = Plan(0)
 NO_ROWS = Rows(0)
@@ -70,6 +71,7 @@ class Pass:
             so many of its requests decode.
         ridden: SGLang's batch of these rows, once it runs. last_rows: `[requests]` the last row of each.
         only_last_rows: whether its logits are of these alone.
+        spread: what the ranks that hold prefixes together agreed on for it; None where they agreed on nothing.
         watched: what is to be looked at in the merge of the layer that runs now, if anything ever is.
     """
 
@@ -84,11 +86,13 @@ class Pass:
     ridden: Any = None
     last_rows: Any = None
     only_last_rows: bool = False
+    spread: SpreadPlan | None = None
     watched: Watched | None = None
 
     def share_nothing(self) -> None:
-        """Something of ours has failed."""
-        self.plan, self.prefill = NOTHING_SHARED, None
+        """Something of ours has failed. What ranks agreed on stands, as on the others."""
+        if self.spread is None:
+            self.plan, self.prefill = NOTHING_SHARED, None
 
 
 class Passes:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from sglang_mla_ext.adapter.compat.installed import TreeView
     from sglang_mla_ext.adapter.step.expander import Expander
     from sglang_mla_ext.adapter.step.shadow import ShadowCheck
+    from sglang_mla_ext.adapter.step.spreading import Spreading
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Steps:
     Attributes:
         reports: what it says of itself.
         shadow: None where nothing is checked.
+        spreading: None where this rank holds its prefixes alone.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Steps:
         self._stale = False  # whether what is expanded is still to be forgotten
         self._clear_memory: Callable[[], None] | None = None  # still to be called
         self.shadow: ShadowCheck | None = None
+        self.spreading: Spreading | None = None
 
     def attach(self, tree: TreeView) -> None:
         """Give it the tree, which SGLang builds after the attention backend."""
@@ -130,6 +133,9 @@ class Steps:
         counted = rides or kind is Kind.PREFILL
         rows = Rows.of(new_tokens) if counted else Rows(len(reqs), self._queries if verifies else 1)
         now = passes.now = Pass(kind, rows, rides=rides, decoding=decoding)
+        if self.spreading is not None and (spread := self.spreading.take()) is not None:
+            now.spread, now.plan = spread, spread.mine
+            self.counters.steps_spread += 1
         repaired = self._repair()
         if self._pause:
             self._pause -= 1
@@ -140,6 +146,8 @@ class Steps:
                 if kind is Kind.PREFILL:
                     if self._expander is not None:
                         now.prefill = self._plan_prefill(reqs, running, prefix_lens, new_tokens, rows)
+                elif self.spreading is not None:
+                    pass  # what it shares, ranks have agreed on
                 elif rides:
                     now.plan = self._plan_ride(reqs, running, prefix_lens, rows, mixed=decoding > 0)
                 elif self._shares and verifies == (self._queries > 1):
@@ -233,6 +241,10 @@ class Steps:
         self.forget()
         if self._expander is not None:
             self._expander.weights_changed()
+
+    def can_share(self) -> bool:
+        """Whether the next pass may share anything."""
+        return not self._pause and not self._stale and not self.has_lost_memory
 
     @property
     def pause(self) -> int:

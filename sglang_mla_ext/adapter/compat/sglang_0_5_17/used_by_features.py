@@ -116,6 +116,19 @@ RIDING = needed_for(
     *attributes(_REPORTER, "forward_ct_decode num_generated_tokens", "the same"),
     *function(f"{_REPORTER}.report_decode_stats", "self can_run_cuda_graph running_batch", "the same"),
 )
+_GROUP = "distributed.parallel_state.GroupCoordinator"
+_SYNC_INFO = "managers.scheduler_components.dp_attn.MLPSyncBatchInfo"
+SPREAD = needed_for(
+    Feature.SPREAD,
+    *function(f"{_SYNC_INFO}.all_gather", "self device group", "agreeing on what is spread"),
+    *attributes(_SYNC_INFO, "global_num_tokens", "the same"),
+    *function("distributed.parallel_state.get_tp_group", "", "the ranks that hold prefixes together"),
+    *function(f"{_GROUP}._all_to_all_single", "self output input", "queries and results"),
+    *attributes(_GROUP, "cpu_group rank_in_group world_size", "the same"),
+    *attributes("model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner", "capture_bs", "its graphs"),
+    *attributes("managers.schedule_batch.Req", "extra_key input_embeds", "names of prompts"),
+    *attributes(_ARGS, "elastic_ep_backend enable_dp_lm_head moe_dense_tp_size", "what cannot be spread"),
+)
 CPU = needed_for(
     Feature.CPU,
     *function("model_executor.cuda_graph_buffer_registry.build_eager_registry", "", "rows without a graph", "max_bs"),
@@ -285,5 +298,5 @@ EXAMINING = needed_for(
 
 USED_BY_FEATURES = (
     *(*GPU, *CPU, *DRAFTS, *SMALL_DRAFTS, *HOST_CACHE, *DISAGGREGATION),
-    *(*FP8, *MEMORY_SAVER, *RIDING, *ROUTING, *STATUS, *EXAMINING),
+    *(*FP8, *MEMORY_SAVER, *RIDING, *SPREAD, *ROUTING, *STATUS, *EXAMINING),
 )

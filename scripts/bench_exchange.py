@@ -1,0 +1,146 @@
+"""What ranks that hold expanded prefixes together pay for it in a layer: queries out, results back, and what is around.
+
+    NCCL_GRAPH_REGISTER=0 python scripts/bench_exchange.py --out exchange.jsonl
+
+A process for each GPU, and in each a CUDA graph of the layers of a step that shares nothing: copying queries by heads,
+the first all-to-all, naive attention and its merge over an empty plan, the second all-to-all, the merge with tails.
+`wire` is the two all-to-alls alone. Nothing runs beside it here; in a step, attention to tails does. Last, what the
+entry `exchange` of configs/gpus would be. Without GPUs it runs over Gloo, to be seen working.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import typer
+from bench.cases import DN, DR, DV
+from bench.records import write_record
+from bench.server import free_port
+from rich.console import Console
+from rich.table import Table
+
+from sglang_mla_ext.kernels.dispatch import make_shared_attention
+from sglang_mla_ext.kernels.naive.spread import SpreadAttention
+from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
+
+
+def exchanges(rank: int, ranks: int, heads: int, rows: int, device: torch.device) -> dict[str, Callable[[], None]]:
+    """One layer of a rank: all of it, and the two all-to-alls alone."""
+    dims = dict(qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR)
+    buffers = ExpandedBuffers.allocate(layers=1, chunks=1, heads=heads // ranks, device=device, **dims)
+    of_bf16 = dict(dtype=torch.bfloat16, device=device)
+    attention = make_shared_attention(buffers, max_rows=ranks * rows, heads=heads // ranks, device=device)
+    spread = SpreadAttention(
+        attention, dist.all_to_all_single, ranks=ranks, heads=heads, max_rows=rows, **dims, **of_bf16
+    )
+    spread.plan([], rows)
+    q_nope, q_rope = (torch.randn(rows, heads, dim, **of_bf16) for dim in (DN, DR))
+    tails, tail_lse = torch.randn(rows, heads, DV, **of_bf16), torch.randn(rows, heads, device=device)
+
+    def everything() -> None:
+        spread.run(0, q_nope, q_rope, 0.1)
+        spread.merge(tails, tail_lse, tails)
+
+    def wire() -> None:
+        dist.all_to_all_single(spread._queries_received, spread._queries_sent)
+        dist.all_to_all_single(spread._results_received, spread._results_sent)
+
+    return {"all": everything, "wire": wire}
+
+
+def seconds_a_layer(layer: Callable[[], None], layers: int, rounds: int, on_gpu: bool) -> float:
+    """Median over rounds; all ranks begin each together."""
+
+    def step() -> None:
+        for _ in range(layers):
+            layer()
+
+    step()
+    if on_gpu:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        step = graph.replay
+        step()
+    found = []
+    for _ in range(rounds):
+        if on_gpu:
+            torch.cuda.synchronize()
+        dist.barrier()
+        begin = time.perf_counter()
+        step()
+        if on_gpu:
+            torch.cuda.synchronize()
+        found.append((time.perf_counter() - begin) / layers)
+    return median(found)
+
+
+def measure(rank: int, ranks: int, port: int, heads: int, rows: list[int], layers: int, rounds: int, out: Any) -> None:
+    """One rank's process; the first one puts results into the queue."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("nccl" if on_gpu else "gloo", init_method=address, rank=rank, world_size=ranks)
+    for count in rows:
+        for part, layer in exchanges(rank, ranks, heads, count, device).items():
+            seconds = seconds_a_layer(layer, layers, rounds, on_gpu)
+            if rank == 0:
+                out.put((count, part, seconds))
+    dist.destroy_process_group()
+
+
+def main(
+    heads: Annotated[int, typer.Option(min=1, help="Query heads of a request.")] = 128,
+    rows: Annotated[list[int], typer.Option(min=1, help="Requests of a rank; repeatable.")] = [16, 32, 64, 128, 256],  # noqa: B006
+    ranks: Annotated[int | None, typer.Option(min=2, help="GPUs [all]; without any, processes [2].")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Of a step.")] = 61,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each is timed.")] = 21,
+    out: Annotated[Path | None, typer.Option(help="append JSON lines to this file")] = None,
+) -> None:
+    """Time the exchange of ranks that hold prefixes together."""
+    ranks = ranks or max(torch.cuda.device_count(), 2)
+    if heads % ranks:
+        raise typer.BadParameter(f"{ranks} ranks do not divide {heads} heads", param_hint="--heads")
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    arguments = (ranks, free_port(), heads, rows, layers, rounds, results)
+    processes = torch.multiprocessing.start_processes(
+        measure, arguments, nprocs=ranks, join=False, start_method="spawn"
+    )
+    found: dict[tuple[int, str], float] = {}
+    while not processes.join(timeout=0.1) or not results.empty():
+        while not results.empty():
+            count, part, seconds = results.get()
+            found[count, part] = seconds
+    table = Table(title=f"exchange of {ranks} ranks, {heads} heads, us a layer")
+    for column in ("rows of a rank", "MB out of a rank", "all", "wire"):
+        table.add_column(column, justify="right")
+    sent = [2 * count * (heads - heads // ranks) * (DN + DR + DV) for count in rows]
+    for count, sent_bytes in zip(rows, sent, strict=True):
+        times = {part: found[count, part] for part in ("all", "wire")}
+        table.add_row(str(count), f"{sent_bytes / 1e6:.2f}", *(f"{seconds * 1e6:.1f}" for seconds in times.values()))
+        if out is not None:
+            case = {"ranks": ranks, "heads": heads, "rows": count, "layers": layers, "sent_bytes": sent_bytes}
+            metrics = {f"{part}_us": seconds * 1e6 for part, seconds in times.items()}
+            write_record(out, bench="exchange", impl="hybrid_mla", case=case, **metrics)
+    console = Console(width=110)
+    console.print(table)
+    if len(rows) > 1:
+        per_byte, overhead = np.polyfit(sent, [found[count, "all"] for count in rows], 1)
+        console.print(
+            f'"exchange": {{"overhead_s": {overhead:.3g}, "bytes_per_s": {1 / per_byte:.3g}}}', highlight=False
+        )
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,60 @@
+"""Whether ranks of DP attention hold expanded prefixes together: see step/spreading.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_mla_ext.adapter.compat import installed
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_mla_ext.options import HybridMLAOptions
+
+FLAG = "--hybrid-mla-spread auto"
+
+
+def in_the_way(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> str | None:
+    """What keeps ranks from it; None where they can. `args` are resolved."""
+    ranks = installed.dp_attention_ranks(args)
+    if ranks == 1:
+        return "a server without DP attention (--enable-dp-attention)"
+    heads = installed.model_config(args).get_text_config().num_attention_heads
+    reasons = {
+        # Ranks that share the heads of a request would have to exchange in groups of their own.
+        f"--dp-size {ranks} that is not --tp-size {args.tp_size}": ranks != args.tp_size,
+        f"{heads} heads, which {ranks} ranks do not divide": heads % ranks > 0,
+        "a mode or a budget that never expands": not options.may_expand,
+        "drafts (--speculative-algorithm)": args.speculative_algorithm is not None,
+        "--disaggregation-mode": args.disaggregation_mode != "null",
+        "--elastic-ep-backend": args.elastic_ep_backend is not None,
+        # Each rank picks a graph of its own size (sgl-project/sglang#30242).
+        "--moe-dense-tp-size with --enable-dp-lm-head and --moe-a2a-backend": args.moe_dense_tp_size is not None
+        and bool(args.enable_dp_lm_head)
+        and args.moe_a2a_backend not in (None, "none"),
+        "decode without CUDA graphs": on_gpu and installed.decode_graph_backend(args) == "disabled",
+        "--disable-cuda-graph-padding": on_gpu and bool(args.disable_cuda_graph_padding),
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def ranks(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> int:
+    """Ranks that hold prefixes together; 1 where each holds its own. `args` are resolved."""
+    if options.spread == "off" or in_the_way(args, options, on_gpu) is not None:
+        return 1
+    found: int = installed.dp_attention_ranks(args)
+    return found
+
+
+def warning(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> str | None:
+    """Why it is asked for in vain."""
+    reason = in_the_way(args, options, on_gpu) if options.spread != "off" else None
+    return None if reason is None else f"{FLAG} has no effect here, because of {reason}."
+
+
+def set_environment(environment: MutableMapping[str, str]) -> None:
+    """Before NCCL starts: keep it from registering the buffers of exchanges that CUDA graphs hold, with which they hang
+    (SGLang does so from 0.5.23 on). What the user set stands."""
+    environment.setdefault("NCCL_GRAPH_REGISTER", "0")

@@ -1,0 +1,170 @@
+"""Memory for expanded prefixes, the attention over them, and what fills them: put together within a budget, on this
+rank alone or on all that hold prefixes together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_mla_ext.adapter.step.budget import STORAGE_DTYPES
+from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes
+from sglang_mla_ext.adapter.step.spreading import exchange_over
+from sglang_mla_ext.kernels.constants import FP8
+from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
+from sglang_mla_ext.kernels.memory import Memory
+from sglang_mla_ext.kernels.naive.attention import SharedAttention
+from sglang_mla_ext.kernels.naive.spread import SpreadAttention
+from sglang_mla_ext.kernels.sizes import SEGMENTS_PER_ROW
+from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
+from sglang_mla_ext.observe import Counters
+from sglang_mla_ext.prefix.cost_model import CostModel
+
+if TYPE_CHECKING:
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+
+def make_expanding(
+    runner: ModelRunner,
+    layers: Sequence[DeepseekV2AttentionMLA],
+    cost: CostModel,
+    prefix_dtype: torch.dtype,
+    budget_bytes: int,
+    taken_bytes: int,
+    counters: Counters,
+    memory: Memory,
+    *,
+    max_rows: int,
+) -> tuple[ExpandedBuffers, SharedAttention, Expander] | None:
+    """Memory for expanded prefixes, the attention over them, and what fills them. Every kernel runs once.
+
+    Args:
+        budget_bytes: of which `taken_bytes` are taken already.
+        memory: where what is large is allocated.
+        max_rows: of a rank in a step.
+    Returns:
+        None where the budget holds no chunk, or a kernel does not run here; that is counted. Where ranks hold prefixes
+        together, on all of them if it is on one, so that all capture the same graphs.
+    """
+    found = _make_expanding(
+        runner, layers, cost, prefix_dtype, budget_bytes, taken_bytes, counters, memory, max_rows=max_rows
+    )
+    if cost.ranks > 1 and not all_ranks_agree(tp_group())(found is not None):
+        if found is not None:
+            counters.fall_back("nothing is expanded: another rank expands nothing")
+        return None
+    return found
+
+
+def _make_expanding(
+    runner: ModelRunner,
+    layers: Sequence[DeepseekV2AttentionMLA],
+    cost: CostModel,
+    prefix_dtype: torch.dtype,
+    budget_bytes: int,
+    taken_bytes: int,
+    counters: Counters,
+    memory: Memory,
+    *,
+    max_rows: int,
+) -> tuple[ExpandedBuffers, SharedAttention, Expander] | None:
+    dims, heads, device, ranks = cost.dims, cost.expanded_heads, runner.device, cost.ranks
+    of_spread = dict(
+        heads=cost.local_heads,
+        max_rows=max_rows,
+        qk_nope_head_dim=dims.qk_nope_head_dim,
+        qk_rope_head_dim=dims.qk_rope_head_dim,
+        v_head_dim=dims.v_head_dim,
+        dtype=runner.dtype,
+    )
+    if ranks > 1:
+        taken_bytes += SpreadAttention.workspace_bytes_for(**of_spread)
+    sizes = {
+        "layers": dims.num_layers,
+        "heads": heads,
+        "qk_nope_head_dim": dims.qk_nope_head_dim,
+        "v_head_dim": dims.v_head_dim,
+        "qk_rope_head_dim": dims.qk_rope_head_dim,
+        "dtype": prefix_dtype,
+    }
+    chunk_bytes = ExpandedBuffers.bytes_per_chunk(**sizes)
+    tiles = next((found for name, found in cost.rates.naive_tiles.items() if STORAGE_DTYPES[name] == prefix_dtype), ())
+    taken_bytes += ExpandedBuffers.scale_bytes(layers=dims.num_layers, heads=heads)
+    taken_bytes += workspace_bytes(
+        max_rows=ranks * max_rows,
+        heads=heads,
+        v_head_dim=dims.v_head_dim,
+        chunks=budget_bytes // chunk_bytes,
+        device=device,
+        tiles=tiles,
+        segments_per_row=SEGMENTS_PER_ROW,
+    )
+    fetches = latent_dtype(runner) == FP8
+    row_dtype = runner.dtype if fetches else latent_dtype(runner)
+    taken_bytes += temporary_bytes(layers[0], row_dtype, fetches=fetches, to_fp8=prefix_dtype == FP8)
+    chunks = (budget_bytes - taken_bytes) // chunk_bytes
+    if chunks <= 0:
+        counters.fall_back(
+            f"the memory for expanded prefixes holds none, at least {(taken_bytes + chunk_bytes) / (1 << 30):.3g} GiB "
+            "are needed: raise --hybrid-mla-prefix-memory-gb"
+        )
+        return None
+    buffers = ExpandedBuffers.allocate(chunks=chunks, device=device, memory=memory, **sizes)
+    try:
+        shared = make_shared_attention(
+            buffers,
+            max_rows=ranks * max_rows,
+            heads=heads,
+            device=buffers.device,
+            tiles=tiles,
+            segments_per_row=SEGMENTS_PER_ROW,
+            memory=memory,
+        )
+        first_head = 0
+        if ranks > 1:
+            group, first_head = tp_group(), heads * tp_group().rank_in_group
+            of_spread |= dict(ranks=ranks, device=buffers.device, memory=memory)
+            shared = SpreadAttention(shared, exchange_over(group), **of_spread)
+        shared.try_out(runner.dtype)
+        expander = Expander(layers, runner.token_to_kv_pool, buffers, first_head)
+        expander.try_out()
+    except Exception as error:
+        counters.fall_back(f"the kernels do not run here: {type(error).__name__}", error)
+        return None
+    return buffers, shared, expander
+
+
+def tp_group() -> GroupCoordinator:
+    """All ranks: where each has requests of its own, those that hold prefixes together."""
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    return get_tp_group()
+
+
+def all_ranks_agree(group: GroupCoordinator | None = None) -> Callable[[bool], bool]:
+    """A function that ranks call with their own answers, and that says whether all said yes. What is expanded may
+    differ after a failure on one, and with it what each would rather do.
+
+    Args:
+        group: of them; by default those with heads of the same requests.
+    """
+    from sglang.srt.distributed.parallel_state import get_attn_tp_group
+
+    group = group or get_attn_tp_group()
+    if group.world_size == 1:
+        return bool
+
+    def agree(answer: bool) -> bool:
+        least = torch.tensor(int(answer))
+        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group.cpu_group)
+        return bool(least)
+
+    return agree
+
+
+def latent_dtype(runner: ModelRunner) -> torch.dtype:
+    """How latent rows are stored."""
+    return FP8 if runner.kv_cache_dtype == FP8 else runner.dtype

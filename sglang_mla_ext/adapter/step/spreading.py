@@ -1,0 +1,165 @@
+"""Expanded prefixes that the ranks of DP attention hold together, each some heads: what a scheduler has to do with it.
+
+Ranks agree on each pass before it (voting.py), and in the same place on what it shares (prefix/spread/): what one rank
+attends to for another must be what that takes out of its own part. A pass is spread where all of them decode or ride,
+and run the same CUDA graph, in which the exchange is; without a GPU, where all have rows, because SGLang does not enter
+a layer without any. Everything else is plain absorb on all of them.
+
+What fails before that is agreed on keeps it from being spread, on all ranks. What has been agreed on stands: a failure
+behind it turns spreading off from the next pass on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_mla_ext.adapter.step.expander import Expander
+from sglang_mla_ext.observe import Counters
+from sglang_mla_ext.prefix.spread.names import chunk_names
+from sglang_mla_ext.prefix.spread.prefixes import Names, SpreadPlan, SpreadPrefixes
+from sglang_mla_ext.prefix.spread.vote import Gather, Vote
+
+if TYPE_CHECKING:
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class Spreading:
+    """Of one scheduler."""
+
+    def __init__(
+        self,
+        prefixes: SpreadPrefixes,
+        expander: Expander,
+        req_to_token: torch.Tensor,
+        counters: Counters,
+        *,
+        gather: Gather,
+        requests: range,
+        can_share: Callable[[], bool],
+        fail: Callable[[str, Exception], None],
+    ) -> None:
+        """
+        Args:
+            req_to_token: `[places, context]` slots of requests' tokens.
+            requests: numbers of rows of a rank with which a step has shared attention in it.
+            can_share: whether this rank can share anything now. fail: is told what has failed here.
+        """
+        self._prefixes, self._expander, self._req_to_token = prefixes, expander, req_to_token
+        self._counters, self._requests = counters, requests
+        self._can_share, self._fail = can_share, fail
+        self._vote = Vote(prefixes, gather, fail)
+        self._names: dict[int, tuple[Req, Names]] = {}  # by the id of a request, which is kept
+        self._batch: ScheduleBatch | None = None
+        self._plan: SpreadPlan | None = None
+        self._graphs: Sequence[int] | None = None
+
+    def begin(self, runner: ModelRunner) -> None:
+        """SGLang has captured its graphs."""
+        graphs = runner.decode_cuda_graph_runner
+        self._graphs = sorted(graphs.capture_bs) if graphs is not None else None
+
+    def comes(self, batch: ScheduleBatch | None) -> None:
+        """The batch that this rank would run next."""
+        self._batch, self._plan = batch, None
+
+    def agree(self, info: Any) -> None:
+        """SGLang has asked all ranks for their batches: agree on what they share.
+
+        Args:
+            info: SGLang's MLPSyncBatchInfo, the same on all ranks but for what is this rank's.
+        """
+        self._plan = None
+        tokens = info.global_num_tokens
+        if not any(tokens):
+            return
+        if info.is_extend_in_batch:
+            self._counters.not_spread["a rank prefills"] += 1
+            return
+        each, reason = self._rows_of_each(tokens, info.can_run_decode_cuda_graph)
+        if reason is None:
+            self._plan = self._vote.take(self._given if self._can_share() else None, tokens, each)
+            reason = "a rank shares nothing for a while" if self._plan is None else None
+        if reason is not None:
+            self._counters.not_spread[reason] += 1
+        self._prefixes.begin(self._plan)
+
+    def take(self) -> SpreadPlan | None:
+        """What the pass that begins shares, if it is one that shares anything."""
+        return self._plan if self._plan is not None and self._plan.segments else None
+
+    def expand(self, pool_indices: torch.Tensor) -> None:
+        """Expand what all ranks want, on the current stream, before the pass. Raises nothing: it is for later ones.
+
+        Args:
+            pool_indices: `[requests]` of the pass, in `req_to_token`.
+        """
+        if self._plan is None:
+            return
+        self._plan, size = None, self._prefixes.pool.chunk_tokens
+        try:
+            for piece in self._prefixes.pieces():
+                start = piece.chunks[0].index * size
+                place = pool_indices[piece.request : piece.request + 1]  # a tensor: the host waits for nothing
+                slots = self._req_to_token[place, start : start + len(piece.chunks) * size].flatten().long()
+                self._expander.expand_slots(slots, [chunk.id for chunk in piece.chunks], 0)
+                self._prefixes.expanded(piece)
+        except Exception as error:
+            self._fail("expanding", error)
+
+    def expanded_lens(self, reqs: Sequence[Req], prefix_lens: Sequence[int]) -> list[int]:
+        """See SharedPrefixes."""
+        return self._prefixes.expanded_lens([self._names_of(req) for req in reqs], prefix_lens)
+
+    def _rows_of_each(self, tokens: Sequence[int], graphs: bool) -> tuple[int, str | None]:
+        """Rows that every rank has in a pass, or why it is not spread; from what all ranks know."""
+        most = max(tokens)
+        if self._graphs is not None:
+            most = next((size for size in self._graphs if size >= most), 0) if graphs else 0
+        elif not all(tokens):
+            return 0, "a rank has no rows"
+        return most, None if most in self._requests else "no shared attention in a step of so many rows"
+
+    def _given(self) -> tuple[list[Names], list[int]]:
+        """Names and rows of the batch's requests: of all of a prompt's tokens where it is decoded, and of what is
+        cached of it where new tokens ride."""
+        batch, size = self._batch, self._prefixes.pool.chunk_tokens
+        if batch is None or batch.forward_mode.is_idle():
+            self._names = {}
+            return [], []
+        names = [self._names_of(req) for req in batch.reqs]
+        self._names = {id(req): (req, of_req) for req, of_req in zip(batch.reqs, names, strict=True)}
+        if batch.forward_mode.is_decode():
+            return names, [1] * len(names)
+        cached = zip(names, batch.prefix_lens, strict=True)
+        return [of_req[: tokens // size] for of_req, tokens in cached], list(batch.extend_lens)
+
+    def _names_of(self, req: Req) -> Names:
+        if (known := self._names.get(id(req))) is not None:
+            return known[1]
+        if req.input_embeds is not None:
+            return ()
+        return chunk_names(req.origin_input_ids, req.extra_key, self._prefixes.pool.chunk_tokens)
+
+
+def gather_over(group: GroupCoordinator) -> Gather:
+    """A function that exchanges integers on the host."""
+
+    def gather(mine: Sequence[int]) -> Sequence[Sequence[int]]:
+        sent = torch.tensor(mine, dtype=torch.int64)
+        found = torch.empty(group.world_size * len(mine), dtype=torch.int64)
+        torch.distributed.all_gather_into_tensor(found, sent, group=group.cpu_group)
+        of_ranks: list[list[int]] = found.view(group.world_size, -1).tolist()
+        return of_ranks
+
+    return gather
+
+
+def exchange_over(group: GroupCoordinator) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """See kernels.naive.spread.Exchange; SGLang's own, which CUDA graphs can hold."""
+    exchange: Callable[[torch.Tensor, torch.Tensor], None] = group._all_to_all_single
+    return exchange

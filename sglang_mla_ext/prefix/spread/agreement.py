@@ -1,0 +1,67 @@
+"""What all ranks share, made by each of them alike from the reports of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from sglang_mla_ext.prefix.branches import Branches
+from sglang_mla_ext.prefix.spread.report import Report
+from sglang_mla_ext.prefix.tree import SharedTree
+from sglang_mla_ext.rows import Rows
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """Attributes:
+    reports: of all ranks, in their order.
+    branches: of the tree of chunks that every rank has, of its requests or expanded; its requests are those of all
+        ranks, rank by rank.
+    everywhere: names of chunks that every rank has expanded.
+    """
+
+    reports: tuple[Report, ...]
+    branches: Branches
+    everywhere: frozenset[int]
+
+    @classmethod
+    def of(cls, reports: Sequence[Report], chunk: int) -> Agreement:
+        """
+        Args:
+            chunk: tokens of a chunk.
+        """
+        had = frozenset.intersection(*(frozenset((*report.names, *report.held)) for report in reports))
+        places: dict[int, int] = {}
+        names: list[int] = []
+        parents: list[int] = []
+        ends: list[int] = []
+        deepest: list[int] = []
+        for report in reports:
+            above: list[int] = []  # of each name: its place here, or that of the last one above it that has one
+            for name, parent in zip(report.names, report.parents, strict=True):
+                at = above[parent] if parent >= 0 else -1
+                whole = parent < 0 or (at >= 0 and names[at] == report.names[parent])  # nothing is left out above it
+                if whole and name in had:
+                    if name not in places:
+                        places[name] = len(names)
+                        names.append(name)
+                        parents.append(at)
+                        ends.append((ends[at] if at >= 0 else 0) + chunk)
+                    at = places[name]
+                above.append(at)
+            deepest += [above[place] if place >= 0 else -1 for place in report.deepest]
+        rows = [count for report in reports for count in report.rows]
+        tree = SharedTree(names, parents, ends, deepest)
+        branches = Branches(tree, None if all(count == 1 for count in rows) else Rows.of(rows))
+        return cls(tuple(reports), branches, frozenset.intersection(*(frozenset(each.held) for each in reports)))
+
+    @cached_property
+    def rows(self) -> tuple[Rows, ...]:
+        """`[ranks]` of each rank's requests."""
+        return tuple(Rows.of(report.rows) for report in self.reports)
+
+    def requests_of(self, rank: int) -> range:
+        """A rank's requests among those of all."""
+        first = sum(len(report.rows) for report in self.reports[:rank])
+        return range(first, first + len(self.reports[rank].rows))

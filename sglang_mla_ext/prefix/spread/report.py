@@ -1,0 +1,64 @@
+"""What a rank tells the others before a step: the names of its requests' prompts, chunk by chunk, and what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+MOST_NAMES = 4096
+"""Of a report. Prompts that do not fit are told as far as they do."""
+
+
+class Report(NamedTuple):
+    """A rank's batch as a tree of chunks, each of which stands for the path that ends in it.
+
+    Attributes:
+        names: of chunks, see names.py, parents before children.
+        parents: `[names]` index of the chunk before, -1 for the first of a prompt.
+        deepest: `[requests]` index of the last one of each request's prompt, -1 for none.
+        rows: `[requests]` of each in the step.
+        held: names of what the rank has expanded, whether or not a request has it.
+    """
+
+    names: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    deepest: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
+    held: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, paths: Sequence[Sequence[int]], rows: Sequence[int], held: Iterable[int]) -> Report:
+        """
+        Args:
+            paths: `[requests]` names of each prompt's chunks, as far as its latent rows are there.
+            rows: `[requests]` of each.
+        """
+        places: dict[int, int] = {}
+        names: list[int] = []
+        parents: list[int] = []
+        deepest = []
+        for path in paths:
+            known = next((depth for depth in range(len(path), 0, -1) if path[depth - 1] in places), 0)
+            at = places[path[known - 1]] if known else -1
+            for name in path[known : known + MOST_NAMES - len(names)]:
+                places[name] = len(names)
+                names.append(name)
+                parents.append(at)
+                at = places[name]
+            deepest.append(at)
+        return cls(tuple(names), tuple(parents), tuple(deepest), tuple(rows), tuple(sorted(held)))
+
+    def words(self) -> list[int]:
+        """The report as 64-bit integers."""
+        sizes = [len(self.names), len(self.deepest), len(self.held)]
+        return [*sizes, *self.names, *self.parents, *self.deepest, *self.rows, *self.held]
+
+    @classmethod
+    def from_words(cls, words: Sequence[int]) -> Report:
+        """The report that begins with these, whatever is behind it."""
+        names, requests, held = words[:3]
+        parts, at = [], 3
+        for size in (names, names, requests, requests, held):
+            parts.append(tuple(words[at : at + size]))
+            at += size
+        return cls(*parts)

@@ -1,0 +1,85 @@
+"""How ranks come to share alike: each says what it has, all decide from what all said, and nobody waits for one that
+does not come.
+
+Every rank takes part in every vote, in as many exchanges as the others: how many there are follows from what was said
+in them. In most steps nothing has changed since the one before on any rank, and one exchange of three integers tells
+that. Otherwise reports follow, and whether each rank could make a plan of them. A rank in which something of ours has
+failed says so in place of a report, and nothing is spread in that step on any of them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+from sglang_mla_ext.prefix.spread.names import NAME_BYTES
+from sglang_mla_ext.prefix.spread.prefixes import Names, SpreadPlan, SpreadPrefixes
+from sglang_mla_ext.prefix.spread.report import Report
+
+Gather = Callable[[Sequence[int]], Sequence[Sequence[int]]]
+"""`gather(mine)`: the integers of all ranks, in their order; each gives as many. Every rank calls it."""
+
+Given = Callable[[], tuple[Sequence[Names], Sequence[int]]]
+"""Names of each prompt's chunks, and rows of each, of this rank's requests of the step."""
+
+
+class Vote:
+    """Of one rank."""
+
+    def __init__(self, prefixes: SpreadPrefixes, gather: Gather, fail: Callable[[str, Exception], None]) -> None:
+        """
+        Args:
+            fail: is told what has failed here.
+        """
+        self._prefixes, self._gather, self._fail = prefixes, gather, fail
+        self._plan: SpreadPlan | None = None
+        self._plan_of = 0  # fingerprint of all that the plan was made from
+
+    def take(self, given: Given | None, tokens: Sequence[int], each: int) -> SpreadPlan | None:
+        """What a step shares; None on all ranks where one of them cannot share now.
+
+        Args:
+            given: None where this rank cannot.
+            tokens: `[ranks]` rows of each in the step, as all ranks know them.
+            each: rows that every rank has, some of them padding.
+        """
+        words = self._words(given)
+        said = self._gather([_fingerprint(words), len(words), self._plan_of if self._prefixes.has_agreed else 0])
+        if not all(length for _, length, _ in said):
+            return None
+        known = _fingerprint([*(mark for mark, _, _ in said), each])
+        if any(plan_of != known for _, _, plan_of in said):
+            self._plan, self._plan_of = None, 0
+            longest = max(length for _, length, _ in said)
+            reports = self._gather([*words, *[0] * (longest - len(words))])
+            plan = self._agree(reports, tokens, each)
+            if not all(made for (made,) in self._gather([plan is not None])):
+                return None
+            self._plan, self._plan_of = plan, known
+        return self._plan
+
+    def _words(self, given: Given | None) -> list[int]:
+        """The report of this rank; empty where it makes none."""
+        if given is None:
+            return []
+        try:
+            return self._prefixes.report(*given()).words()
+        except Exception as error:
+            self._fail("saying what is shared", error)
+            return []
+
+    def _agree(self, words: Sequence[Sequence[int]], tokens: Sequence[int], each: int) -> SpreadPlan | None:
+        try:
+            reports = [Report.from_words(of_rank) for of_rank in words]
+            rows = [sum(report.rows) for report in reports]
+            if rows != list(tokens):
+                raise RuntimeError(f"ranks have {list(tokens)} rows and tell of {rows}")
+            return self._prefixes.agree(reports, each)
+        except Exception as error:
+            self._fail("agreeing on what is shared", error)
+            return None
+
+
+def _fingerprint(words: Sequence[int]) -> int:
+    return int.from_bytes(blake2b(array("q", words).tobytes(), digest_size=NAME_BYTES).digest(), "little", signed=True)

@@ -1,0 +1,164 @@
+"""Whether ranks hold expanded prefixes together, what is said where they cannot, and a rank's part in their steps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import test_limits
+import torch
+
+from sglang_mla_ext.adapter.launch import limits, spread
+from sglang_mla_ext.adapter.step.spreading import Spreading
+from sglang_mla_ext.observe import Counters
+from sglang_mla_ext.options import HybridMLAOptions
+from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, ModelDims
+from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
+from sglang_mla_ext.prefix.planner import Capacity
+from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
+
+EIGHT = {"enable_dp_attention": True, "tp_size": 8, "dp_size": 8, "attn_dp_size": 8}
+
+
+def server_args(**changes: Any) -> Any:
+    more = {"elastic_ep_backend": None, "moe_dense_tp_size": None, "enable_dp_lm_head": False}
+    args = test_limits.server_args(**{**EIGHT, **{name: changes[name] for name in changes.keys() - more.keys()}})
+    vars(args).update(more | {name: changes[name] for name in changes.keys() & more.keys()})
+    return args
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "reason"),
+    [
+        ({}, {}, None),
+        ({"moe_dense_tp_size": 1, "enable_dp_lm_head": True}, {}, None),
+        ({"moe_a2a_backend": "deepep"}, {}, None),
+        ({"enable_dp_attention": False, "attn_dp_size": 1}, {}, "without DP attention"),
+        ({"dp_size": 4, "attn_dp_size": 4}, {}, "--dp-size 4 that is not --tp-size 8"),
+        ({"dims": {**test_limits.DEEPSEEK, "num_attention_heads": 20}}, {}, "20 heads, which 8 ranks do not divide"),
+        ({}, {"mode": "grouped_absorb"}, "never expands"),
+        (test_limits.EAGLE, {}, "drafts"),
+        ({"disaggregation_mode": "prefill"}, {}, "--disaggregation-mode"),
+        ({"elastic_ep_backend": "nixl"}, {}, "--elastic-ep-backend"),
+        (
+            {"moe_dense_tp_size": 1, "enable_dp_lm_head": True, "moe_a2a_backend": "deepep"},
+            {},
+            "--moe-dense-tp-size with",
+        ),
+        ({"cuda_graph_config": test_limits.graphs("disabled", decode="disabled")}, {}, "decode without CUDA graphs"),
+        ({"disable_cuda_graph_padding": True}, {}, "--disable-cuda-graph-padding"),
+    ],
+    ids=str,
+)
+def test_where_prefixes_are_spread(
+    changes: dict[str, Any], given: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args, options = server_args(**changes), HybridMLAOptions(spread="auto", **given)
+    assert spread.ranks(args, HybridMLAOptions(**given), on_gpu=True) == 1
+    assert spread.ranks(args, options, on_gpu=True) == (8 if reason is None else 1)
+    monkeypatch.setenv("SGLANG_HYBRID_MLA_SPREAD", "auto")
+    for name, value in given.items():
+        monkeypatch.setenv(f"SGLANG_HYBRID_MLA_{name.upper()}", value)
+    said = [each for each in limits.warnings(args, on_gpu=True) if spread.FLAG in each]
+    assert len(said) == (reason is not None) and all(reason in each for each in said)
+
+
+def test_nccl_is_kept_from_registering_unless_the_user_says_so() -> None:
+    for before in ({}, {"NCCL_GRAPH_REGISTER": "1"}):
+        environment = dict(before)
+        spread.set_environment(environment)
+        assert environment == {"NCCL_GRAPH_REGISTER": "0", **before}
+
+
+# ---- a rank's part
+
+CHUNK = 256
+
+
+class Rank:
+    """One of two ranks, of which the other one says and has the same."""
+
+    def __init__(self, graphs: list[int] | None = None) -> None:
+        cost = CostModel(ModelDims.from_json("deepseek-v3"), 128, GpuRates.from_json("h200"), ranks=2)
+        options = HybridMLAOptions(mode="naive", expand_tokens_per_step=CHUNK)
+        pool = ExpandedPool(8, CHUNK)
+        self.counters, self.failures, self.expanded = Counters(), [], []
+        self.prefixes = SpreadPrefixes(options, cost, pool, self.counters, rank=0, capacity=Capacity(8, 64))
+        expander: Any = SimpleNamespace(expand_slots=self._expand)
+        self.spreading = Spreading(
+            self.prefixes,
+            expander,
+            torch.arange(4000).view(4, 1000),
+            self.counters,
+            gather=lambda mine: [mine, mine],
+            requests=range(1, 17),
+            can_share=lambda: True,
+            fail=lambda what, error: self.failures.append(what),
+        )
+        if graphs is not None:
+            runner = SimpleNamespace(decode_cuda_graph_runner=SimpleNamespace(capture_bs=graphs))
+            self.spreading.begin(runner)
+
+    def _expand(self, slots: torch.Tensor, chunks: list[int], start: int) -> None:
+        if self.counters.steps_verify:  # a switch of the test
+            raise MemoryError
+        self.expanded.append((slots[0].item(), len(slots)))
+
+    def step(self, reqs: list[Any], *, rides: int = 0, extends: bool = False, graphs: bool = True) -> Any:
+        mode = SimpleNamespace(is_idle=lambda: not reqs, is_decode=lambda: not rides)
+        rows = [rides] * len(reqs) if rides else [1] * len(reqs)
+        lens = {"prefix_lens": [CHUNK + 5] * len(reqs), "extend_lens": rows}
+        self.spreading.comes(SimpleNamespace(forward_mode=mode, reqs=reqs, **lens))
+        tokens = [sum(rows)] * 2
+        info = SimpleNamespace(global_num_tokens=tokens, is_extend_in_batch=extends, can_run_decode_cuda_graph=graphs)
+        self.spreading.agree(info)
+        plan = self.spreading.take()
+        self.spreading.expand(torch.arange(len(reqs)) + 1)
+        return plan
+
+
+def request(tokens: int, **changes: Any) -> Any:
+    values = {"origin_input_ids": list(range(tokens)), "extra_key": None, "input_embeds": None}
+    return SimpleNamespace(**{**values, **changes})
+
+
+def test_a_rank_expands_from_its_slots_and_shares_what_both_have() -> None:
+    rank = Rank(graphs=[1, 2, 8])
+    reqs = [request(600), request(600)]
+    assert [rank.step(reqs) for _ in range(2)] == [None, None] and rank.expanded == [(1000, CHUNK)]
+    plan = rank.step(reqs)
+    assert plan.each == 2 and rank.expanded[1:] == [(1000 + CHUNK, CHUNK)]
+    assert [(each.rows, each.end) for each in plan.segments] == [((0, 1, 2, 3), CHUNK)]
+    (segment,) = rank.step([*reqs, request(600)]).segments
+    assert segment.rows == (0, 1, 2, 8, 9, 10) and segment.end == 2 * CHUNK, "rows of a rank are those of its graph"
+    (segment,) = rank.step(reqs, rides=3).segments
+    assert segment.end == CHUNK and len(segment.rows) == 12, "where new tokens ride, only what is cached"
+    assert rank.spreading.expanded_lens(reqs, [600, 300]) == [2 * CHUNK, CHUNK]
+    others = [request(600, extra_key="salt"), request(600, input_embeds=object())]
+    assert rank.step(others) is None and rank.prefixes.plan.segments == ()
+    assert not rank.failures and not rank.counters.not_spread
+
+
+def test_what_is_not_spread_is_counted() -> None:
+    rank = Rank(graphs=[1, 2, 8, 32])
+    reqs = [request(600)]
+    assert rank.step(reqs, extends=True) is rank.step(reqs, graphs=False) is rank.step(reqs * 9) is None
+    assert rank.step([]) is None, "nobody has any work"
+    rank.spreading._can_share = lambda: False
+    assert rank.step(reqs) is None
+    rows = "no shared attention in a step of so many rows"
+    assert rank.counters.not_spread == {"a rank prefills": 1, rows: 2, "a rank shares nothing for a while": 1}
+    without_graphs = Rank()
+    without_graphs.spreading.comes(None)
+    info = {"is_extend_in_batch": False, "can_run_decode_cuda_graph": False}
+    without_graphs.spreading.agree(SimpleNamespace(global_num_tokens=[2, 0], **info))
+    assert without_graphs.counters.not_spread == {"a rank has no rows": 1}
+
+
+def test_a_failed_expansion_is_told_and_leaves_the_step_as_agreed() -> None:
+    rank = Rank(graphs=[2])
+    reqs = [request(600), request(600)]
+    rank.step(reqs), rank.step(reqs)
+    rank.counters.steps_verify = 1
+    assert rank.step(reqs).segments and rank.failures == ["expanding"]
