@@ -96,7 +96,7 @@ def _around_resolution(original: Callable[..., None], server_args: ServerArgs, *
             limits.set_draft_backend(server_args)
         gpu = torch.cuda.get_device_properties(0) if on_gpu else None
         limits.check(server_args, gpu and (gpu.major, gpu.minor), gpu and gpu.total_memory)
-        for warning in limits.warnings(installed.resolved(server_args), on_gpu):
+        for warning in limits.warnings(installed.resolved(server_args)):
             logger.warning("hybrid_mla: %s", warning)
         os.environ[ASKED_VARIABLE] = "1"
         status_routes.install()

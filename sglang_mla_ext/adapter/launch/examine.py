@@ -138,7 +138,7 @@ def _of_server(line: LaunchLine, args: ServerArgs) -> dict[str, Any]:
     version = launch_line.version_in(line.image or "") or str(installed_version())
     return {
         "settings": _settings(line, args),
-        "warnings": limits.warnings(resolved, on_gpu=True),
+        "warnings": limits.warnings(resolved),
         "run": tried.how_far(tried.parts_of(args, options), version),
         "reach": reach.predicted(resolved, options),
     }

@@ -149,7 +149,7 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
     if on_gpu and prefill not in (BACKEND_NAME, *PREFILL):
         text = f"prefill runs {prefill}, which is not for MLA on Hopper GPUs: use {BACKEND_NAME} for prefill too."
         found.append(Finding("prefill backend", text))
-    found += models.findings(args)
+    found += models.findings(args, on_gpu)
     if args.dtype in ("half", "float16"):
         found.append(FLOAT16)
     if args.kv_cache_dtype == "fp8_e4m3":
@@ -208,9 +208,9 @@ def _budget_findings(args: ServerArgs, memory_bytes: int | None) -> list[Finding
     return [Finding(flag, text)]
 
 
-def warnings(args: ServerArgs, on_gpu: bool) -> list[str]:
+def warnings(args: ServerArgs) -> list[str]:
     """What a server does without, though it runs. `args` are resolved, of a launch that works."""
-    found = models.warnings(args, on_gpu)
+    found = []
     prefill, _ = installed.attention_backends(args)
     if prefill != BACKEND_NAME and HybridMLAOptions.from_env().may_expand:
         found.append(

@@ -1,4 +1,4 @@
-"""Models that `hybrid_mla` does not know, found at launch by their configurations, and those that it has no use for."""
+"""Models that `hybrid_mla` does not know, or has no kernels for, found at launch by their configurations."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.compat.attention_classes import strange_layers
 from sglang_mla_ext.adapter.compat.findings import Finding
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
-from sglang_mla_ext.kernels.constants import LATENT_DIMS, is_block_dim
+from sglang_mla_ext.kernels.constants import LATENT_DIMS, takes_heads
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 
-def findings(args: ServerArgs) -> list[Finding]:
+def findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
     """What the model has that is not computed here. `args` are resolved."""
     if not installed.uses_mla(args):
         text = "the model does not use Multi-head Latent Attention: choose another --attention-backend."
@@ -44,28 +44,27 @@ def findings(args: ServerArgs) -> list[Finding]:
             "(DeepseekV2AttentionMLA): choose another --attention-backend."
         )
         return [Finding("attention layers", text)]
-    return []
+    return _shares_nothing(args, config) if on_gpu else []
 
 
-def warnings(args: ServerArgs, on_gpu: bool) -> list[str]:
-    """What a server does without, though it runs. `args` are resolved, of a launch that works."""
-    config = installed.model_config(args)
+def _shares_nothing(args: ServerArgs, config: Any) -> list[Finding]:
+    """Sizes that no kernel for Hopper takes, so that every step would be SGLang's."""
     config = getattr(config, "text_config", None) or config
     names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "num_attention_heads")
     nope, rope, v, rank, heads = (getattr(config, name, None) for name in names)
-    if not on_gpu or None in (nope, rope, v, rank, heads):
+    if None in (nope, rope, v, rank, heads):
         return []
     local_heads = heads // (args.tp_size // installed.dp_attention_ranks(args))
-    expands = all(is_block_dim(dim) for dim in (nope, rope, v))
     groups = (rank, rope) == LATENT_DIMS and local_heads in STACKED_HEADS
-    if expands or groups:
+    if groups or takes_heads(nope, v, rope):
         return []
-    return [
-        f"nothing will be shared: expanded prefixes need head dimensions that are powers of two, which {nope}, {rope} "
-        f"and {v} are not all, and grouped absorb needs {', '.join(map(str, STACKED_HEADS[:-1]))} or "
+    text = (
+        f"nothing would be shared: expanded prefixes need heads of multiples of 16 (content) and powers of two (values "
+        f"and rotary part) up to 256, which {nope}, {v} and {rope} are not, and grouped absorb at most "
         f"{STACKED_HEADS[-1]} heads on a GPU, which has {local_heads}, and latent rows of "
-        f"{' + '.join(map(str, LATENT_DIMS))}, which are {rank} + {rope} here."
-    ]
+        f"{' + '.join(map(str, LATENT_DIMS))}, which are {rank} + {rope} here: choose another --attention-backend."
+    )
+    return [Finding("sizes", text)]
 
 
 def _is_sparse(config: Any) -> bool:
