@@ -15,6 +15,9 @@ from sglang_mla_ext.configs import read_config
 EXPERT_WIDTH = 32
 """Of one expert's MLP: they are as many as the model has."""
 
+LINEAR_HEADS, LINEAR_DIM = 4, 64
+"""Of layers with linear attention, every second one of a model that has such."""
+
 
 @dataclass(frozen=True)
 class Known:
@@ -61,9 +64,14 @@ def known_config(known: Known) -> dict[str, Any]:
     }
     config = {**read_config("checkpoints", known.name)["config"]}
     config.pop("quantization_config", None)
+    if "linear_attn_config" in config:
+        kinds = {"kda_layers": range(1, known.layers + 1, 2), "full_attn_layers": range(2, known.layers + 1, 2)}
+        sizes = {"num_heads": LINEAR_HEADS, "head_dim": LINEAR_DIM}
+        config["linear_attn_config"] |= {name: list(layers) for name, layers in kinds.items()} | sizes
+        config["torch_dtype"] = "float32"  # SGLang makes some of their weights as it says, whatever --dtype is
     if known.heads is not None:
         small |= {"num_attention_heads": known.heads, "num_key_value_heads": known.heads}
-    config |= {field: size for field, size in small.items() if field in config}
+    config |= {field: size for field, size in small.items() if config.get(field) is not None}
     tokens = {"bos_token_id": SPECIAL_TOKENS.index(BOS), "eos_token_id": SPECIAL_TOKENS.index(EOS)}
     return {**config, **tokens, "num_nextn_predict_layers": 0}
 
@@ -79,7 +87,7 @@ def known_weights(known: Known) -> dict[str, torch.Tensor]:
             heads=config["num_attention_heads"],
             hidden=known.hidden,
             intermediate=known.intermediate,
-            q_lora_rank=known.q_lora_rank,
+            q_lora_rank=config["q_lora_rank"] or 0,
             vocab=known.vocab,
             max_positions=config["max_position_embeddings"],
             seed=known.seed,
@@ -92,6 +100,8 @@ def known_weights(known: Known) -> dict[str, torch.Tensor]:
         for layer in range(known.layers):
             tensors |= _experts(f"model.layers.{layer}.mlp", "router.classifier", "router", config, generator)
         return tensors
+    if "linear_attn_config" in config:
+        return _beside_linear_layers(dense, config, generator)
     first = config["first_k_dense_replace"]
     sparse = {f"model.layers.{layer}.mlp" for layer in range(first, known.layers)}
     tensors = {name: tensor for name, tensor in dense.items() if not name.startswith(tuple(sparse))}
@@ -107,6 +117,50 @@ def _in_pairs(name: str) -> str:
     _, _, layer, part, *rest = name.split(".")
     pair, half = divmod(int(layer), 2)
     return ".".join(["model.layers", str(pair), "mlps" if part == "mlp" else part, str(half), *rest])
+
+
+def _beside_linear_layers(
+    dense: dict[str, torch.Tensor], config: dict[str, Any], generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Kimi-Linear's: linear attention (KDA) in place of some layers' own, and experts in place of all MLPs but the
+    first ones."""
+    hidden, linear = config["hidden_size"], config["linear_attn_config"]
+    heads, dim = linear["num_heads"], linear["head_dim"]
+    replaced = {f"model.layers.{layer - 1}.self_attn" for layer in linear["kda_layers"]}
+    first = config["first_k_dense_replace"]
+    sparse = {f"model.layers.{layer}.mlp": layer for layer in range(first, config["num_hidden_layers"])}
+    tensors = {name: tensor for name, tensor in dense.items() if not name.startswith((*replaced, *sparse))}
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=generator) / math.sqrt(columns)).to(torch.bfloat16)
+
+    for prefix in sorted(replaced):
+        for name in ("q", "k", "v"):
+            tensors[f"{prefix}.{name}_proj.weight"] = matrix(heads * dim, hidden)
+            window = linear["short_conv_kernel_size"]
+            tensors[f"{prefix}.{name}_conv1d.weight"] = torch.randn(heads * dim, 1, window, generator=generator) / 2
+        for name in ("f", "g"):
+            tensors[f"{prefix}.{name}_a_proj.weight"] = matrix(dim, hidden)
+            tensors[f"{prefix}.{name}_b_proj.weight"] = matrix(heads * dim, dim)
+        out = 2 * matrix(hidden, heads * dim)
+        out[0] = 0  # the first element is the same for all tokens, see checkpoint.weights
+        tensors |= {
+            f"{prefix}.A_log": torch.rand(1, 1, heads, 1, generator=generator),
+            f"{prefix}.dt_bias": torch.randn(heads * dim, generator=generator) - 3,  # what is kept lasts some 20 tokens
+            f"{prefix}.b_proj.weight": matrix(heads, hidden),
+            f"{prefix}.o_norm.weight": torch.ones(dim, dtype=torch.bfloat16),
+            f"{prefix}.o_proj.weight": out,
+        }
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    counted = config | {"n_routed_experts": config["num_experts"], "n_shared_experts": config["num_shared_experts"]}
+    for layer in sparse.values():
+        for name, tensor in _experts(
+            f"model.layers.{layer}.block_sparse_moe", "gate", "gate", counted, generator
+        ).items():
+            *parts, kind, weight = name.split(".")
+            own = names.get(kind, kind) if "experts" in parts else kind
+            tensors[".".join([*parts, own, weight])] = tensor
+    return tensors
 
 
 def _experts(

@@ -356,6 +356,13 @@ def longcat_flash(folder: Path) -> Path:
     return out
 
 
+def kimi_linear(folder: Path) -> Path:
+    """Kimi-Linear in a small width: layers with linear attention among those with MLA; 12 heads, and no rotation."""
+    out = folder / "kimi_linear"
+    make_known(out, Known("kimi-linear", layers=4, heads=12))
+    return out
+
+
 STOCK = ("--attention-backend", "torch_native", *SIZED)
 stock_v2_lite = _server("stock_v2_lite", *STOCK, kind=Reference, model=v2_lite)
 hybrid_v2_lite = _server("hybrid_v2_lite", *NAIVE, *SIZED, *PREFIXES, model=v2_lite)
@@ -366,4 +373,11 @@ hybrid_kimi_k2 = _server("hybrid_kimi_k2", *NAIVE, *SIZED, *PREFIXES, model=kimi
 # Its configuration has not what SGLang reads: rotation without scaling.
 ROTATION = ("--json-model-override-args", '{"rope_parameters": {"factor": 1.0}}')
 stock_longcat_flash = _server("stock_longcat_flash", *STOCK, *ROTATION, kind=Reference, model=longcat_flash)
+LINEAR = ("--max-running-requests", "16", "--max-mamba-cache-size", "80")  # states are larger than the rest
+stock_kimi_linear = _server("stock_kimi_linear", *STOCK, *LINEAR, kind=Reference, model=kimi_linear)
+hybrid_kimi_linear = _server(
+    "hybrid_kimi_linear",
+    *(*NAIVE, *SIZED, *PREFIXES, *LINEAR, "--hybrid-mla-verify-interval", "5"),
+    model=kimi_linear,
+)
 hybrid_longcat_flash = _server("hybrid_longcat_flash", *NAIVE, *SIZED, *PREFIXES, *ROTATION, model=longcat_flash)

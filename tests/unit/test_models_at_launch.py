@@ -15,7 +15,7 @@ import test_limits
 
 from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.compat.attention_classes import strange_layers
-from sglang_mla_ext.adapter.launch import models
+from sglang_mla_ext.adapter.launch import models, riding
 
 EXAMINE = r"""
 import json, sys
@@ -89,8 +89,6 @@ def test_what_is_known_works(examined: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("kimi-linear", "KimiLinearForCausalLM has layers with linear attention"),
-        ("ling", "BailingMoeV2_5ForCausalLM has layers with linear attention"),
         ("minicpm", "MiniCPM3ForCausalLM has attention layers of its own (MiniCPM3AttentionMLA)"),
         ("sarvam", "SarvamMLAForCausalLM has attention layers of its own (SarvamMoEMLAAttention)"),
     ],
@@ -99,6 +97,34 @@ def test_what_is_not_is_refused_by_name(examined: dict[str, Any], name: str, sai
     outcome, (finding,), _ = examined[name]
     assert outcome == "refused" and finding.startswith(said)
     assert finding.endswith(": choose another --attention-backend.")
+
+
+@pytest.mark.parametrize("name", ["kimi-linear", "ling"])
+def test_layers_with_linear_attention_work_where_their_tree_is_read(examined: dict[str, Any], name: str) -> None:
+    outcome, findings, _ = examined[name]
+    if contract.line() == "0.5.23":
+        assert (outcome, findings) == ("works", [])
+    else:
+        assert outcome == "refused" and "in a tree of another kind (MambaRadixCache)" in findings[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"enable_hierarchical_cache": True},
+        {"speculative_algorithm": "EAGLE"},
+        {"disaggregation_mode": "prefill"},
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_linear_layers(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    args = test_limits.server_args(**changes)
+    for linear, count in (object(), 1), (None, 0):
+        monkeypatch.setattr(models.installed, "linear_layers", lambda args, linear=linear: linear)
+        found = models.beside_linear_layers(args)
+        assert [each.code.endswith("with linear layers") for each in found] == [True] * count
+        assert (riding.in_the_way(test_limits.server_args(), on_gpu=False) is None) is (linear is None)
 
 
 def test_heads_of_other_sizes_work(examined: dict[str, Any]) -> None:
@@ -117,33 +143,29 @@ def test_heads_of_other_sizes_work(examined: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], shares: bool) -> None:
-    monkeypatch.setattr(models.installed, "model_config", lambda args: args.get_model_config().hf_config)
+def test_what_the_kernels_take(changes: dict[str, int], shares: bool) -> None:
     args = test_limits.server_args(dims=test_limits.DEEPSEEK | changes)
-    assert (models.findings(args, on_gpu=True) == []) is shares
-    assert models.findings(args, on_gpu=False) == []
+    found = models._shares_nothing(args, args.get_model_config().hf_config)
+    assert [each.code for each in found] == ["sizes"] * (not shares)
 
 
-def test_ranks_of_data_parallel_attention_have_more_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models.installed, "model_config", lambda args: args.get_model_config().hf_config)
+def test_ranks_of_data_parallel_attention_have_more_heads() -> None:
     dims = test_limits.DEEPSEEK | {"qk_nope_head_dim": 40, "num_attention_heads": 48}
     args = test_limits.server_args(dims=dims, enable_dp_attention=True, dp_size=8)
-    assert "has 48" in models.findings(args, on_gpu=True)[0].text
+    config = args.get_model_config().hf_config
+    assert "has 48" in models._shares_nothing(args, config)[0].text
     if contract.line() == "0.5.23":
         vars(args).update(enable_dp_attention=False, dp_size=1, attn_dp_size=8)
-        assert "has 48" in models.findings(args, on_gpu=True)[0].text
+        assert "has 48" in models._shares_nothing(args, config)[0].text
 
 
 KNOWN = ["DeepseekV2", "DeepseekV3", "Glm4MoeLite", "LongcatFlash", "MistralLarge3"]
 STRANGE = {
-    "KimiK3ForConditionalGeneration": ["KimiK3MLAAttention"],
-    "BailingMoeV2_5ForCausalLM": ["DsV3MLA"],
     "MiniCPM3ForCausalLM": ["MiniCPM3AttentionMLA"],
     "SarvamMLAForCausalLM": ["SarvamMoEMLAAttention"],
 }
 if contract.line() == "0.5.23":
     STRANGE |= {
-        "GigaChat35ForCausalLM": ["GigaChat35AttentionMLA"],
         "BailingMoeV3ForCausalLM": ["DsV3MLA"],
         "HYV4ForCausalLM": ["HYV4Attention"],
     }
@@ -155,6 +177,9 @@ if contract.line() == "0.5.23":
         *(f"{name}ForCausalLM" for name in KNOWN),
         *("KimiK25ForConditionalGeneration", "KimiVLForConditionalGeneration", "DotsVLMForCausalLM"),
         *("DeepseekVL2ForCausalLM", "PixtralForConditionalGeneration", "NotOfSGLangForCausalLM"),
+        # Of classes derived from it.
+        *("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration", "BailingMoeV2_5ForCausalLM"),
+        "GigaChat35ForCausalLM",
     ],
 )
 def test_models_of_the_known_layer(architecture: str) -> None:

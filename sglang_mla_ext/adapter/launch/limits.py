@@ -149,7 +149,7 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
     if on_gpu and prefill not in (BACKEND_NAME, *PREFILL):
         text = f"prefill runs {prefill}, which is not for MLA on Hopper GPUs: use {BACKEND_NAME} for prefill too."
         found.append(Finding("prefill backend", text))
-    found += models.findings(args, on_gpu)
+    found += models.findings(args, on_gpu) + models.beside_linear_layers(args)
     if args.dtype in ("half", "float16"):
         found.append(FLOAT16)
     if args.kv_cache_dtype == "fp8_e4m3":

@@ -32,19 +32,35 @@ def findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
         )
         return [Finding("no rotation", text)]
     architecture = config.architectures[0]
-    if installed.linear_layers(args) is not None:
+    if (tree := installed.tree_of_linear_layers()) and installed.linear_layers(args) is not None:
         text = (
-            f"{architecture} has layers with linear attention beside Multi-head Latent Attention, in one backend and "
-            "one pool with them (HybridLinearAttnBackend, HybridLinearKVPool): choose another --attention-backend."
+            f"{architecture} has layers with linear attention beside Multi-head Latent Attention, and this SGLang "
+            f"keeps its prefixes in a tree of another kind ({tree}): use SGLang 0.5.20 or newer, or choose another "
+            "--attention-backend."
         )
         return [Finding("linear layers", text)]
     if names := strange_layers(architecture):
         text = (
-            f"{architecture} has attention layers of its own ({', '.join(names)}), and DeepSeek's are known here "
-            "(DeepseekV2AttentionMLA): choose another --attention-backend."
+            f"{architecture} has attention layers of its own ({', '.join(names)}), and those that share are DeepSeek's "
+            "(DeepseekV2AttentionMLA), also with a gate at the output projection: choose another --attention-backend."
         )
         return [Finding("attention layers", text)]
     return _shares_nothing(args, config) if on_gpu else []
+
+
+def beside_linear_layers(args: ServerArgs) -> list[Finding]:
+    """What does not go with layers with linear attention, where the model has them. `args` are resolved."""
+    if installed.linear_layers(args) is None:
+        return []
+    found = {
+        # Theirs is a pool in another pool, which SGLang builds by itself.
+        "--kv-cache-dtype fp8_e4m3": args.kv_cache_dtype == "fp8_e4m3",
+        "--enable-hierarchical-cache": args.enable_hierarchical_cache,
+        "--speculative-algorithm": args.speculative_algorithm is not None,
+        "--disaggregation-mode": args.disaggregation_mode != "null",
+    }
+    text = "{} does not go with layers with linear attention yet, which this model has: remove it."
+    return [Finding(f"{flag} with linear layers", text.format(flag)) for flag, given in found.items() if given]
 
 
 def _shares_nothing(args: ServerArgs, config: Any) -> list[Finding]:

@@ -244,7 +244,8 @@ def stock_and_latent(
     if stock.decodes:
         from sglang_mla_ext.adapter.latent.flashmla import FlashMLALatent
 
-        return stock, FlashMLALatent(pool, req_to_token, on_failure=counters.fall_back, **common)
+        rank = layers[0].kv_lora_rank
+        return stock, FlashMLALatent(pool, req_to_token, kv_lora_rank=rank, on_failure=counters.fall_back, **common)
     from sglang_mla_ext.adapter.latent.fp8 import FP8Latent
 
     return stock, FP8Latent(pool, req_to_token, dtype=runner.dtype, on_failure=counters.fall_back, **common)

@@ -65,6 +65,7 @@ class _Worker:
     memory: Memory | None = None
     backend: HybridMLABackend | None = None
     steps: Steps | None = None
+    repeats = True  # a pass in which something of ours fails
     riding: Riding | None = None
     mixing: Mixing | None = None
     voting: Voting | None = None
@@ -224,6 +225,8 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
     worker.pool = runner.token_to_kv_pool
     worker.memory = Memory(installed.memory_region(runner))
     options = worker.options
+    # A second time, the states of linear attention would take their tokens twice.
+    worker.repeats = installed.linear_layers(runner.server_args) is None
     worker.backend, worker.steps, worker.riding = build(runner, options, worker.budget_bytes, worker.memory)
     if worker.riding is not None:
         _start_riding(asked=options.mixed_tokens is not None or runner.server_args.enable_mixed_chunk)
@@ -442,7 +445,7 @@ def before_loading(controller: HiCacheController) -> None:
 
 
 def around_eager_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    fail = worker.steps.fail if worker.steps is not None else None
+    fail = worker.steps.fail if worker.steps is not None and worker.repeats else None
     return failure.around_eager_pass(fail, original, *args, **kwargs)
 
 

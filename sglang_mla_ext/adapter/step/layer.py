@@ -123,7 +123,7 @@ def around_prefix_attention(
 
 
 def attention_layers(runner: ModelRunner) -> list[DeepseekV2AttentionMLA]:
-    """The model's MLA layers on this rank, by layer id.
+    """The model's MLA layers on this rank, by layer id: those of DeepSeek's class, and of classes derived from it.
 
     Raises:
         ValueError: the model has none that we know.
