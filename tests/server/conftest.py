@@ -363,6 +363,13 @@ def kimi_linear(folder: Path) -> Path:
     return out
 
 
+def kimi_k3(folder: Path) -> Path:
+    """Kimi-K3 in a small width, of text alone: 6 heads, MLA with a gate, residuals that are mixed, latent experts."""
+    out = folder / "kimi_k3"
+    make_known(out, Known("kimi-k3", layers=4, heads=6))
+    return out
+
+
 STOCK = ("--attention-backend", "torch_native", *SIZED)
 stock_v2_lite = _server("stock_v2_lite", *STOCK, kind=Reference, model=v2_lite)
 hybrid_v2_lite = _server("hybrid_v2_lite", *NAIVE, *SIZED, *PREFIXES, model=v2_lite)
@@ -380,4 +387,6 @@ hybrid_kimi_linear = _server(
     *(*NAIVE, *SIZED, *PREFIXES, *LINEAR, "--hybrid-mla-verify-interval", "5"),
     model=kimi_linear,
 )
+stock_kimi_k3 = _server("stock_kimi_k3", *STOCK, *LINEAR, kind=Reference, model=kimi_k3)
+hybrid_kimi_k3 = _server("hybrid_kimi_k3", *NAIVE, *SIZED, *PREFIXES, *LINEAR, model=kimi_k3)
 hybrid_longcat_flash = _server("hybrid_longcat_flash", *NAIVE, *SIZED, *PREFIXES, *ROTATION, model=longcat_flash)

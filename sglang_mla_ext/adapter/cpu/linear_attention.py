@@ -1,5 +1,5 @@
 """Kimi's linear attention (KDA) in plain torch, for a machine without a GPU: SGLang has it in kernels for GPUs alone.
-Such layers lie among those with MLA in hybrid models.
+Such layers lie among those with MLA in hybrid models. What else is Kimi-K3's and has kernels alone is here, too.
 
     S_t = S' + beta_t · (v_t - S' · k_t) · k_t^T        S' = S_{t-1} · diag(exp(g_t))        o_t = scale · S_t · q_t
 
@@ -35,8 +35,8 @@ def install() -> None:
     os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    wrapper = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
-    HookRegistry.register(wrapper, before_wrapper, HookType.BEFORE)
+    load = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
+    HookRegistry.register(load, before_load, HookType.BEFORE)
     keeps = "sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer"
     HookRegistry.register(keeps, around_keeps_states, HookType.AROUND)
 
@@ -46,12 +46,13 @@ def around_keeps_states(original: Callable[[], bool]) -> bool:
     return True
 
 
-def before_wrapper(runner: ModelRunner, *args: Any) -> None:
-    """Put the stand-ins in place where the model has such layers, before SGLang builds the backend that calls them."""
+def before_load(runner: ModelRunner, *args: Any) -> None:
+    """Put the stand-ins in place where the model has such layers, before SGLang makes it and what calls them."""
     if installed.linear_layers(runner.server_args) is None:
         return
     _declare_absent()
     from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+    from sglang.srt.layers import attn_residual
     from sglang.srt.layers.attention import hybrid_linear_attn_backend
     from sglang.srt.layers.attention.linear import kda_backend
     from sglang.srt.layers.attention.linear.kernels import kda_triton
@@ -63,7 +64,14 @@ def before_wrapper(runner: ModelRunner, *args: Any) -> None:
     hybrid_linear_attn_backend.track_mamba_states_if_needed = track
     hybrid_linear_attn_backend.track_mamba_states_all_layers = track_all_layers
     FusedRMSNormGated.forward = gated_norm
+    # Kimi-K3's: a residual that is a mixture of those before it.
+    attn_residual._mix_fused = attn_residual.aggregate_stream_torch
+    torch.cuda.Stream = _NoStream
     torch.Tensor.pin_memory = lambda tensor, *args: tensor  # SGLang pins which states it keeps, without asking
+
+
+class _NoStream:
+    """A second stream, which nothing is run on."""
 
 
 _library: torch.library.Library | None = None

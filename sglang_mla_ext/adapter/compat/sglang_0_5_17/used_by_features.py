@@ -178,7 +178,9 @@ DRAFTS = needed_for(
 )
 LINEAR_ON_CPU = needed_for(
     Feature.LINEAR_ON_CPU,
-    *function("layers.attention.attention_registry.attn_backend_wrapper", "runner", "torch in place of kernels"),
+    *function("model_executor.model_runner.ModelRunner.load_model", "self", "torch in place of kernels"),
+    *function("layers.attn_residual._mix_fused", "prefix_sum bank nvb score_proj score_norm", "the same"),
+    *function("layers.attn_residual.aggregate_stream_torch", "prefix_sum bank nvb score_proj score_norm", "the same"),
     *function("layers.attention.linear.kda_backend.causal_conv1d_fn", "x weight bias", "the same"),
     *attributes("layers.attention.linear.kernels.kda_triton", "TritonKDAKernel", "the same", kind="class"),
     *function("layers.attention.hybrid_linear_attn_backend.track_mamba_states_all_layers", "", "the same"),
