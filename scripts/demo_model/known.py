@@ -74,6 +74,14 @@ def known_config(known: Known) -> dict[str, Any]:
         small |= {"routed_expert_hidden_size": known.hidden // 2, "attn_res_block_size": 2, "pad_token_id": 0}
     if known.heads is not None:
         small |= {"num_attention_heads": known.heads, "num_key_value_heads": known.heads}
+    if "llama_4_scaling" in config:
+        small |= {
+            # So that short prompts are scaled, too.
+            "llama_4_scaling": {"original_max_position_embeddings": 64, "beta": 0.5},
+            # Under Mistral's name SGLang computes the same in BF16, whatever --dtype is.
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "first_k_dense_replace": 1,
+        }
     config |= {field: size for field, size in small.items() if config.get(field) is not None}
     tokens = {"bos_token_id": SPECIAL_TOKENS.index(BOS), "eos_token_id": SPECIAL_TOKENS.index(EOS)}
     return {**config, **tokens, "num_nextn_predict_layers": 0}

@@ -93,9 +93,10 @@ def read_model(name_or_path: str) -> Mapping[str, Any]:
 
 
 def model_names() -> list[str]:
-    """Names of the shipped models that are served: not those that only draft, nor those that are refused."""
+    """Names of the shipped models whose steps are predicted: not those that only draft, nor those that are refused, nor
+    those with layers that nothing is known of."""
     names = [name for name in config_names("checkpoints") if "eagle" not in name]
-    return [name for name in names if "refused" not in read_config("checkpoints", name)]
+    return [name for name in names if not {"refused", "not_planned"} & read_config("checkpoints", name).keys()]
 
 
 def _shipped(name: str) -> Mapping[str, Any]:

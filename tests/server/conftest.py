@@ -370,6 +370,13 @@ def kimi_k3(folder: Path) -> Path:
     return out
 
 
+def mistral_large_3(folder: Path) -> Path:
+    """Mistral Large 3 in a small width: queries are scaled by their positions, from 64 tokens on."""
+    out = folder / "mistral_large_3"
+    make_known(out, Known("mistral-large-3", heads=8))
+    return out
+
+
 STOCK = ("--attention-backend", "torch_native", *SIZED)
 stock_v2_lite = _server("stock_v2_lite", *STOCK, kind=Reference, model=v2_lite)
 hybrid_v2_lite = _server("hybrid_v2_lite", *NAIVE, *SIZED, *PREFIXES, model=v2_lite)
@@ -389,4 +396,6 @@ hybrid_kimi_linear = _server(
 )
 stock_kimi_k3 = _server("stock_kimi_k3", *STOCK, *LINEAR, kind=Reference, model=kimi_k3)
 hybrid_kimi_k3 = _server("hybrid_kimi_k3", *NAIVE, *SIZED, *PREFIXES, *LINEAR, model=kimi_k3)
+stock_mistral_large_3 = _server("stock_mistral_large_3", *STOCK, kind=Reference, model=mistral_large_3)
+hybrid_mistral_large_3 = _server("hybrid_mistral_large_3", *NAIVE, *SIZED, *PREFIXES, model=mistral_large_3)
 hybrid_longcat_flash = _server("hybrid_longcat_flash", *NAIVE, *SIZED, *PREFIXES, *ROTATION, model=longcat_flash)

@@ -56,3 +56,10 @@ def test_kimi_linear(stock_kimi_linear: Reference, hybrid_kimi_linear: Server) -
 def test_kimi_k3(stock_kimi_k3: Reference, hybrid_kimi_k3: Server) -> None:
     """A gate on what MLA gives to its output projection."""
     check(stock_kimi_k3, hybrid_kimi_k3, requests=4, max_tokens=12)  # its 896 experts are slow here
+
+
+@pytest.mark.slow
+def test_mistral_large_3(stock_mistral_large_3: Reference, hybrid_mistral_large_3: Server) -> None:
+    """Queries that are scaled by their positions, of which SGLang scales the absorbed ones."""
+    check(stock_mistral_large_3, hybrid_mistral_large_3)
+    assert not hybrid_mistral_large_3.info()["counters"]["prefills_naive"]

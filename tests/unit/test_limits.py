@@ -50,7 +50,6 @@ def server_args(
     mla: bool = True,
     architecture: str = "DeepseekV3ForCausalLM",
     index_topk: int | None = None,
-    llama_4_scaling: dict[str, float] | None = None,
     rotation: bool = True,
     dims: Mapping[str, int] = DEEPSEEK,
     linear: Any = None,
@@ -60,7 +59,6 @@ def server_args(
     config = SimpleNamespace(
         architectures=[architecture],
         index_topk=index_topk,
-        llama_4_scaling=llama_4_scaling,
         rope_parameters={"rope_theta": 1e4} if rotation else None,
         **dims,
     )
@@ -291,7 +289,6 @@ def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
             {"architecture": "LongcatFlashForCausalLM", "rotation": False},
             """add --json-model-override-args '{"rope_parameters": {"factor": 1.0}}'.""",
         ),
-        ({"llama_4_scaling": {"beta": 0.1}}, "scales its queries by their positions (llama_4_scaling): choose another"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

@@ -22,9 +22,6 @@ def findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
     config = installed.model_config(args)
     if _is_sparse(config):
         return [Finding("sparse", "the model uses DeepSeek Sparse Attention: use --attention-backend dsa.")]
-    if _scales_queries(config):
-        text = "the model scales its queries by their positions (llama_4_scaling): choose another --attention-backend."
-        return [Finding("llama_4_scaling", text)]
     if _has_no_rotation(config):
         text = (
             "SGLang cannot build LongCat-Flash from a config.json without rope_parameters: add "
@@ -89,9 +86,10 @@ def _is_sparse(config: Any) -> bool:
     return bool(is_deepseek_dsa(config))
 
 
-def _scales_queries(config: Any) -> bool:
-    """As Mistral Large 3 does. SGLang leaves it to backends that take the query in two parts, and the un-absorbed query
-    that we see is before it."""
+def scales_queries(args: ServerArgs) -> bool:
+    """Whether the model scales its queries by their positions, as Mistral Large 3 does. SGLang does it where a backend
+    takes whole queries, between absorption and attention."""
+    config = installed.model_config(args)
     return bool(getattr(getattr(config, "text_config", None) or config, "llama_4_scaling", None))
 
 

@@ -13,7 +13,7 @@ from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.host_cache import wait_for_layer
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
-from sglang_mla_ext.adapter.launch import reach
+from sglang_mla_ext.adapter.launch import models, reach
 from sglang_mla_ext.adapter.launch import riding as launch_riding
 from sglang_mla_ext.adapter.launch.reach import Reach
 from sglang_mla_ext.adapter.step.backend import HybridMLABackend
@@ -115,9 +115,11 @@ def build(
         decodes=runner.server_args.disaggregation_mode != "prefill",
     )
     layer_index = {layer.attn_mqa.layer_id: index for index, layer in enumerate(layers)}
-    # With --prefill-attention-backend another one does prefill, whose lse may be in another base.
+    # With --prefill-attention-backend another one does prefill, whose lse may be in another base. Queries that are
+    # scaled by their positions SGLang does not scale where prefill has keys per head.
+    ours = installed.attention_backends(runner.server_args)[0] == BACKEND_NAME and not models.scales_queries(args)
     prefill = None
-    if shared is not None and installed.attention_backends(runner.server_args)[0] == BACKEND_NAME:
+    if shared is not None and ours:
         make_plan = functools.partial(
             PrefillPlan.make,
             attention=shared,
