@@ -84,6 +84,11 @@ def test_every_shipped_model_is_planned():
         assert predict(of, of.cover(128, 4096), 128, 4096, 256).seconds > 0
 
 
+def test_a_model_with_layers_that_nothing_is_known_of():
+    with pytest.raises(weights.UnknownModelError, match="kimi-k3 has layers with linear attention"):
+        read_model("kimi-k3")
+
+
 def attention_layers_of(name: str) -> int:
     shipped = name.removesuffix("-fp8").removesuffix("-thinking").removesuffix(".5")
     return read_config("models", shipped)["num_attention_layers"]

@@ -308,6 +308,12 @@ def _draft_findings(args: ServerArgs) -> list[Finding]:
     algorithm = args.speculative_algorithm
     if algorithm is None:
         return []
+    if algorithm.upper() == "DSPARK":
+        text = (
+            "--speculative-algorithm DSPARK is not supported: it may verify other numbers of drafts for each request "
+            "(ragged_verify_layout), and steps here take as many query tokens of one as of another. Remove it."
+        )
+        return [Finding("--speculative-algorithm", text)]
     if algorithm.upper() not in ALGORITHMS:
         text = (
             f"--speculative-algorithm {algorithm} is not supported: use {', '.join(ALGORITHMS[:-1])} or "
