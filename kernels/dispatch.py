@@ -12,7 +12,7 @@ from .absorb import sm90_bf16_absorb, sm90_fp8_absorb, sm90_fp8_few_heads
 from .absorb.grouped import GroupedAbsorb, HopperGroupedAbsorb
 from .absorb.grouped_fp8 import HopperGroupedAbsorbFP8
 from .absorb.paged_fp8 import AbsorbFP8, HopperAbsorbFP8, HopperKernel, TritonAbsorbFP8
-from .absorb.stacking import TILE_ROWS
+from .absorb.stacking import TILE_ROWS, padded_heads
 from .constants import PAGE_TOKENS
 from .memory import Memory
 from .naive import sm90_naive, triton_naive
@@ -41,7 +41,7 @@ def make_shared_attention(
 
     Args:
         tiles: fields of `naive.tiles.Tile`, smallest first, for the Hopper kernel: as calibrated for this GPU and the
-            dtype of `buffers`. By default those that are best on an H200.
+            dtype of `buffers`. By default those that are best on an H200, and always for heads wider than 128.
         portable: use the kernel for any GPU also where there is one for this GPU.
         segments_per_row: segments that a row is in on average, at most: each one more costs `max_rows` partials.
         memory: where the large buffers are allocated.
@@ -56,7 +56,8 @@ def make_shared_attention(
         return TorchSharedAttention(buffers, **sizes)
     if portable or not sm90_naive.supports(buffers):
         return TritonSharedAttention(buffers, kernel=triton_naive, **sizes)
-    return TritonSharedAttention(buffers, kernel=sm90_naive, tiles=[Tile(**fields) for fields in tiles], **sizes)
+    calibrated = () if buffers.is_wide else tiles
+    return TritonSharedAttention(buffers, kernel=sm90_naive, tiles=[Tile(**fields) for fields in calibrated], **sizes)
 
 
 def workspace_bytes(
@@ -153,7 +154,8 @@ def make_hopper_absorb_fp8(*, heads: int, queries: int = 1, **sizes: Any) -> Hop
 def make_hopper_grouped_absorb_fp8(*, heads: int, queries: int = 1, **sizes: Any) -> HopperGroupedAbsorbFP8:
     """The Hopper implementation with its kernels for these sizes, whatever the device; arguments as of
     `GroupedAbsorb`."""
-    return HopperGroupedAbsorbFP8(tail_kernel=kernel_for(heads, queries), heads=heads, queries=queries, **sizes)
+    tail_kernel = kernel_for(padded_heads(heads), queries)
+    return HopperGroupedAbsorbFP8(tail_kernel=tail_kernel, heads=heads, queries=queries, **sizes)
 
 
 def make_absorb_fp8(
@@ -224,7 +226,7 @@ def make_grouped_absorb(
     """
     device, dtype = latent_pages.device, latent_pages.dtype
     dims = dict(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=latent_pages.shape[-1] - kv_lora_rank)
-    if not sm90_bf16_absorb.supports(device, dtype, **dims, heads=heads):
+    if not sm90_bf16_absorb.supports(device, dtype, **dims, heads=padded_heads(heads)):
         return None
     sizes |= dict(heads=heads, dtype=dtype, device=device, **dims)
     return _grouped_or_none(lambda: HopperGroupedAbsorb(**sizes), req_to_token, latent_pages, on_failure)
@@ -248,7 +250,7 @@ def make_grouped_absorb_fp8(
         dtype: of queries and results.
         sizes: `max_rows`, `max_tokens` and others of `GroupedAbsorb`.
     """
-    if not sm90_fp8_absorb.supports(pool.device, layout, heads, PAGE_TOKENS):
+    if not sm90_fp8_absorb.supports(pool.device, layout, padded_heads(heads), PAGE_TOKENS):
         return None
     dims = dict(kv_lora_rank=layout.kv_lora_rank, qk_rope_head_dim=layout.qk_rope_head_dim)
     sizes |= dict(heads=heads, dtype=dtype, device=pool.device, **dims)

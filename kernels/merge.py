@@ -133,7 +133,7 @@ def merge_kernel(
     out_head,
     lse_row,
     lse_head,
-    number,  # of this merge's layer, see watch.Watch; it and what follows to rope_head is not read unless WATCH
+    number,  # of this merge's layer, see watch.Watch; it and what follows to out_heads is not read unless WATCH
     target_ptr,
     watch_query_ptr,
     watch_out_ptr,
@@ -145,6 +145,7 @@ def merge_kernel(
     q_head,
     rope_row,
     rope_head,
+    out_heads,
     DV: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -218,7 +219,8 @@ def merge_kernel(
         if WATCH:
             copy_watched(
                 out_ptrs, in_heads, watched, row * heads + head, target_ptr, watch_query_ptr, watch_out_ptr,
-                watch_rows, q_ptr, rope_ptr, query_heads, q_row, q_head, rope_row, rope_head, RANK, ROPE, DV,
+                watch_rows, q_ptr, rope_ptr, query_heads, q_row, q_head, rope_row, rope_head, out_heads, RANK, ROPE,
+                DV,
             )  # fmt: skip
     elif WRITE_LSE:
         tl.store(lse_ptrs, tail_lse, mask=in_heads)
@@ -249,7 +251,7 @@ def merge(
             one partial in `table` and none in `more` has it at `first + row`: its output is where it belongs already,
             and only its lse is written.
         watched: whose query and result to copy, if its layer is watched. Its queries are `[T', H', ..]` with
-            `T' · H' == T · H`: a row here may have the heads of several query tokens.
+            `T' · H' == T · H`, or as many as it says: a row here may have the heads of several query tokens.
     Returns:
         `out`; rows with no key at all are 0 and -inf.
     Raises:

@@ -92,15 +92,17 @@ def copy_watched(
     q_head,
     rope_row,
     rope_head,
+    out_heads,  # of a query token in the merge: query_heads, or more, of which the last ones are nobody's
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     DV: tl.constexpr,
 ):
     """At the end of a merge's program. A row of a merge may have the heads of several query tokens."""
     if watched:
-        to = place - tl.load(target_ptr + 1) * query_heads
-        there = (in_heads & (to >= 0) & (to < watch_rows * query_heads))[:, :, None]
-        token, head = place // query_heads, place % query_heads
+        token, head = place // out_heads, place % out_heads
+        to_row = token - tl.load(target_ptr + 1)
+        there = (in_heads & (head < query_heads) & (to_row >= 0) & (to_row < watch_rows))[:, :, None]
+        to = to_row * query_heads + head
         tl.debug_barrier()  # other threads of the program may have written what this one reads
         dim = tl.arange(0, DV)[None, None, :]
         tl.store(watch_out_ptr + to[:, :, None] * DV + dim, tl.load(out_ptrs, mask=there), mask=there)
@@ -126,6 +128,7 @@ WATCH_ARGUMENTS = (
     "q_head",
     "rope_row",
     "rope_head",
+    "out_heads",
     "RANK",
     "ROPE",
 )
@@ -139,12 +142,14 @@ class Watched:
     Attributes:
         layer: its layer.
         q_absorbed: `[T, H, r]`, q_rope: `[T, H, dr]` of all its rows; last axis contiguous.
+        merged_heads: of a query token in the merge, where they are more than H; the first H are those of the query.
     """
 
     watch: Watch
     layer: int
     q_absorbed: Tensor
     q_rope: Tensor
+    merged_heads: int | None = None
 
     def copy(self, out: Tensor) -> None:
         """In torch: copy queries and `out [T, H, dv]`, if this layer is watched. Reads the target on the host."""
@@ -166,7 +171,8 @@ class Watched:
         """
         watch, q, rope = self.watch, self.q_absorbed, self.q_rope
         (tokens, query_heads, rank), rope_dim = q.shape, rope.shape[-1]
-        if tokens * query_heads != rows_and_heads or rope.shape[:2] != q.shape[:2]:
+        out_heads = self.merged_heads or query_heads
+        if tokens * out_heads != rows_and_heads or rope.shape[:2] != q.shape[:2]:
             raise ValueError(f"watched queries {list(q.shape)} and {list(rope.shape)} do not fit")
         if q.stride(2) != 1 or rope.stride(2) != 1:
             raise ValueError("the last axis of watched queries does not fit: it must be contiguous")
@@ -174,6 +180,6 @@ class Watched:
             raise ValueError(f"memory for {list(watch.query.shape)} and {list(watch.out.shape)} does not fit")
         values = (
             self.layer + 1, watch.target, watch.query, watch.out, watch.max_rows, q, rope, query_heads,
-            q.stride(0), q.stride(1), rope.stride(0), rope.stride(1), rank, rope_dim,
+            q.stride(0), q.stride(1), rope.stride(0), rope.stride(1), out_heads, rank, rope_dim,
         )  # fmt: skip
         return dict(zip(WATCH_ARGUMENTS, values, strict=True))

@@ -2,7 +2,8 @@
 
 Hopper's matrix unit takes 64 query rows at once, and what one request's heads leave of such a tile is padding. MLA has
 one head of keys, so it does not matter whose query a row is: with 16 heads, four requests that have the same keys fill
-a tile, and so do four query tokens of one request (speculative decoding). Private tails and shared segments are
+a tile, and so do four query tokens of one request (speculative decoding). Heads that are no multiple of 8, the rows
+that are copied at once, get more: 12 become 16, of which four are nobody's. Private tails and shared segments are
 computed by work lists (schedule.py), whose items are cut so that all programs end together; one merge (merge.py) then
 puts together what a request has in all of them, still in the latent space.
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +36,7 @@ from ..storage.page_table import fill_page_table
 from ..watch import Watched
 from . import sm90_bf16_absorb
 from .schedule import AbsorbCapacity, build_segment_work
-from .stacking import TILE_ROWS
+from .stacking import TILE_ROWS, padded_heads
 from .tail_schedule import schedule_tails
 
 SPARE_SEGMENTS = 8
@@ -80,7 +82,7 @@ class GroupedAbsorb(ABC):
     ) -> None:
         """
         Args:
-            heads: local query heads, a multiple of 8; stacking pays for those of `stacking.rows_per_tile`.
+            heads: local query heads; stacking pays for those of `stacking.rows_per_tile`.
             max_rows: of a step: `queries` for each request. What does not make up a request is not used.
             max_tokens: of a request.
             queries: query tokens of each request.
@@ -91,15 +93,15 @@ class GroupedAbsorb(ABC):
                 is in; `max_rows` by default, enough where segments are disjoint.
             memory: where page tables and partials are allocated.
         Raises:
-            ValueError: heads are not a multiple of 8, or need more programs.
+            ValueError: heads need more programs.
         """
         self._heads, self._queries, self._device = heads, queries, torch.device(device)
-        self._max_requests = max_rows // queries
+        self._max_requests, self._padded = max_rows // queries, padded_heads(heads)
         self._rank, self._columns, self._dtype = kv_lora_rank, kv_lora_rank + qk_rope_head_dim, dtype
         if programs is None:
             programs = torch.cuda.get_device_properties(device).multi_processor_count
         if max_segments is None:
-            max_segments = -(-self._max_requests * queries * heads // TILE_ROWS) + SPARE_SEGMENTS
+            max_segments = -(-self._max_requests * queries * self._padded // TILE_ROWS) + SPARE_SEGMENTS
         # Pages of the tails, and behind them those of the segments. Rows of a multiple of 16 bytes: Triton compiles
         # different code for other alignments.
         pages = -(-(max_tokens // PAGE_TOKENS + 1) // 4) * 4
@@ -113,15 +115,16 @@ class GroupedAbsorb(ABC):
         # In a work list and in its partials, a row is a request with all of its query tokens.
         self._capacity = AbsorbCapacity(
             self._max_requests,
-            heads * queries,
+            self._padded * queries,
             programs,
             queries=queries,
             segment_rows=max_segment_rows and -(-max_segment_rows // queries),
         )
+        # H' is H, padded.
         partials = (self._capacity.max_partial_rows, self._capacity.heads)
-        self._partial_out = zeros(*partials, self._rank, dtype=dtype)  # [P, W * H, rank]
-        self._partial_lse2 = zeros(*partials, dtype=torch.float32)  # [P, W * H]
-        self._no_lse = torch.full((self._max_requests, self._capacity.heads), -torch.inf, device=device)  # [B, W * H]
+        self._partial_out = zeros(*partials, self._rank, dtype=dtype)  # [P, W * H', rank]
+        self._partial_lse2 = zeros(*partials, dtype=torch.float32)  # [P, W * H']
+        self._no_lse = torch.full((self._max_requests, self._capacity.heads), -torch.inf, device=device)  # [B, W * H']
         self._work = torch.from_numpy(self._capacity.empty_work()).to(device)
         self._tail_partials = self._capacity.empty_tail_table().to(device)
         self._segment_partials = build_segment_work((), (), self._capacity).table.to(device)
@@ -216,7 +219,7 @@ class GroupedAbsorb(ABC):
             )
         out, lse = self._capacity.uncut_rows(self._partial_out, requests), torch.empty_like(self._no_lse[:requests])
         if rows:  # TMA has no descriptor of a tensor without rows
-            self._attend(q_absorbed, q_rope, cache, softmax_scale)
+            self._attend(*self._in_strips(q_absorbed, q_rope), cache, softmax_scale)
             merge(
                 out,
                 self._no_lse[:requests],
@@ -227,9 +230,19 @@ class GroupedAbsorb(ABC):
                 lse,
                 more=self._segment_partials,
                 out_in_partials=True,
-                watched=watched,
+                watched=watched and replace(watched, merged_heads=self._padded),
             )
-        return out.view(rows, heads, self._rank), lse.view(rows, heads)
+        out, lse = out.view(rows, self._padded, self._rank), lse.view(rows, self._padded)
+        return out[:, :heads], lse[:, :heads]
+
+    def _in_strips(self, q_absorbed: Tensor, q_rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries with so many heads that strips hold no others: the same, or parts of a padded copy."""
+        if self._padded == self._heads:
+            return q_absorbed, q_rope
+        whole = q_absorbed.new_empty(len(q_absorbed), self._padded, self._columns)
+        join_parts(q_absorbed, q_rope, whole)
+        padded, rope = whole.split([self._rank, self._columns - self._rank], dim=-1)
+        return padded, rope
 
     def try_out(self, req_to_token: Tensor, cache: Tensor) -> None:
         """Run every kernel once, for one request with a page of its own and a segment of one page, so that all are

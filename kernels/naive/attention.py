@@ -199,7 +199,7 @@ class NaiveKernel(Protocol):
 
     LayerKeys: Any
 
-    def tiles_of(self, dtype: torch.dtype) -> tuple[Tile, ...]: ...
+    def tiles_of(self, buffers: ExpandedBuffers) -> tuple[Tile, ...]: ...
 
     def run(self, q_nope: Tensor, q_rope: Tensor, keys: Any, work: Tensor, *args: Any, **options: Any) -> None: ...
 
@@ -245,7 +245,7 @@ class TritonSharedAttention:
         """
         _check_heads(buffers, heads)
         device = buffers.device
-        self._kernel, self._tiles = kernel, tuple(tiles) or kernel.tiles_of(buffers.dtype)
+        self._kernel, self._tiles = kernel, tuple(tiles) or kernel.tiles_of(buffers)
         self._num_ctas = {tile: num_ctas or triton_naive.resident_ctas(device, tile) for tile in self._tiles}
         self._buffers, self._heads, self._max_rows = buffers, heads, max_rows
         self._capacity = self._compute_capacity(max_rows, heads, buffers.chunks, self._num_ctas, segments_per_row)

@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..constants import CHUNK_TOKENS, FP8, LOG2E
+from ..constants import CHUNK_TOKENS, FP8, LOG2E, block_of
 from ..storage.expanded import ExpandedBuffers
 from .items import ITEM_BEGIN, ITEM_CHUNKS, ITEM_END, ITEM_FIELDS, ITEM_HEAD, N_ITEMS
 from .schedule import WorkListCapacity
@@ -52,11 +52,18 @@ consumer for each 64 rows; in FP8 two programs of one consumer share a multiproc
 less time for them than two of 128, which also compute for 64 rows that are not there."""
 
 
+WIDE_TILES = (
+    Tile(block_rows=64, block_keys=64, num_stages=2),
+    Tile(block_rows=128, block_keys=64, num_stages=2),
+)
+"""For heads wider than 128, in BF16: what shared memory has room for. Not timed."""
+
+
 @dataclass(frozen=True)
 class LayerKeys:
     """The expanded keys and values of one layer as descriptors of 2-D views, and their scales."""
 
-    k_nope: TensorDescriptor  # [chunks * heads * CHUNK_TOKENS, dn], block [block_keys, dn]
+    k_nope: TensorDescriptor  # [chunks * heads * CHUNK_TOKENS, dn], block [block_keys, block_of(dn)]
     k_rope: TensorDescriptor  # [chunks * CHUNK_TOKENS, dr], block [block_keys, dr]
     v_t: TensorDescriptor  # [chunks * heads * dv, CHUNK_TOKENS], block [dv, block_keys]
     k_scale: Tensor  # [heads] float32
@@ -70,7 +77,7 @@ class LayerKeys:
             return TensorDescriptor.from_tensor(tensor.view(-1, tensor.shape[-1]), block, layout)
 
         return cls(
-            k_nope=describe(buffers.k_nope[layer], [tile.block_keys, buffers.qk_nope_head_dim]),
+            k_nope=describe(buffers.k_nope[layer], [tile.block_keys, block_of(buffers.qk_nope_head_dim)]),
             k_rope=describe(buffers.k_rope[layer], [tile.block_keys, buffers.qk_rope_head_dim]),
             v_t=describe(buffers.v_t[layer], [buffers.v_head_dim, tile.block_keys]),
             k_scale=buffers.k_scale[layer],
@@ -79,15 +86,17 @@ class LayerKeys:
 
 
 def supports(buffers: ExpandedBuffers) -> bool:
-    """Whether the kernel can read these buffers: on a Hopper GPU, BF16 or FP8, head dimensions of 64 or 128."""
-    dims = (buffers.qk_nope_head_dim, buffers.v_head_dim, buffers.qk_rope_head_dim)
+    """Whether the kernel can read these buffers: on a Hopper GPU, BF16 or FP8, head dimensions of 64 or 128, or in BF16
+    up to 256. (In FP8, where each tile's output is summed apart, that would take more registers than there are.)"""
+    nope, v, rope = buffers.qk_nope_head_dim, buffers.v_head_dim, buffers.qk_rope_head_dim
     on_hopper = buffers.device.type == "cuda" and torch.cuda.get_device_capability(buffers.device) == (9, 0)
-    return on_hopper and buffers.dtype in TILES and all(dim in (64, 128) for dim in dims)
+    widths = (64, 128, 192, 256) if buffers.dtype == torch.bfloat16 else (64, 128)
+    return on_hopper and buffers.dtype in TILES and nope in widths and v in widths and v != 192 and rope in (64, 128)
 
 
-def tiles_of(dtype: torch.dtype) -> tuple[Tile, ...]:
-    """Tiles for buffers of a dtype, smallest first."""
-    return TILES[dtype]
+def tiles_of(buffers: ExpandedBuffers) -> tuple[Tile, ...]:
+    """Tiles for these buffers, smallest first."""
+    return WIDE_TILES if buffers.is_wide else TILES[buffers.dtype]
 
 
 @gluon.jit
@@ -145,6 +154,7 @@ def naive_prefix_hopper_kernel(
     q_nope_head,
     q_rope_row,
     q_rope_head,
+    dn,
     CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
@@ -152,15 +162,15 @@ def naive_prefix_hopper_kernel(
     SLOT: gl.constexpr,
 ):
     BLOCK_KEYS: gl.constexpr = k_nope_desc.block_type.shape[0]
-    DN: gl.constexpr = k_nope_desc.block_type.shape[1]
+    BLOCK_DN: gl.constexpr = k_nope_desc.block_type.shape[1]
     DR: gl.constexpr = k_rope_desc.block_type.shape[1]
     DV: gl.constexpr = v_t_desc.block_type.shape[0]
     dtype: gl.constexpr = k_nope_desc.dtype
-    QN: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DN], dtype)
+    QN: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_DN], dtype)
     QR: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DR], gl.bfloat16)
-    q_nope_s = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, DN], QN)
+    q_nope_s = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BLOCK_DN], QN)
     q_rope_s = gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS, ROWS, DR], QR)
-    k_nope_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_KEYS, DN], k_nope_desc.layout)
+    k_nope_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_KEYS, BLOCK_DN], k_nope_desc.layout)
     k_rope_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, BLOCK_KEYS, DR], k_rope_desc.layout)
     v_t_s = gl.allocate_shared_memory(dtype, [STAGES, DV, BLOCK_KEYS], v_t_desc.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -178,7 +188,7 @@ def naive_prefix_hopper_kernel(
     # Triton compiles a stride of 1 as a constant; `to_tensor` because the members of Query are run-time values.
     query = Query(
         q_nope_ptr, q_rope_ptr, gl.to_tensor(q_nope_row), gl.to_tensor(q_nope_head), gl.to_tensor(q_rope_row),
-        gl.to_tensor(q_rope_head),
+        gl.to_tensor(q_rope_head), gl.to_tensor(dn),
     )  # fmt: skip
     scales = Scales(k_scale_ptr, v_scale_ptr, scale_log2e)
     work = Work(work_ptr, items_offset, work_ptr + N_ITEMS + SLOT, heads)
@@ -250,6 +260,7 @@ def run(
         q_nope.stride(1),
         q_rope.stride(0),
         q_rope.stride(1),
+        keys.k_nope.shape[1],
         **launch_options(tile),
         SLOT=slot,
     )

@@ -9,6 +9,9 @@ Memory per work item (row tile of one head, n keys): reads n·(dn + dv + dr)·2 
 n·(dn + dv + 2·dr) in FP8, from L2 where another row tile of the same head and keys runs at the same time; reads
 rows·(dn + dr)·2 bytes of queries and writes rows·(dv + 1)·4 bytes.
 
+A content dimension that is no power of two, as GLM-4.7-Flash's 192, is computed as the next one: what is behind it is 0
+in queries and keys alike, and is not read.
+
 FP8 saves memory here, not arithmetic: keys and values are converted as they are read, and neither queries nor softmax
 weights are rounded to FP8. The key scale multiplies the content scores, the value scale the result.
 """
@@ -23,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..constants import CHUNK_TOKENS, FP8, LOG2E, is_block_dim
+from ..constants import CHUNK_TOKENS, FP8, LOG2E, block_of, check_heads
 from ..storage.expanded import ExpandedBuffers
 from .items import (
     GROUP_ROWS,
@@ -47,10 +50,15 @@ to 64 rows, the second one above, because it loads each key into shared memory o
 FP8_TILES = (Tile(ctas_per_sm=2), Tile(block_rows=128, num_warps=8))
 """The same for FP8, where smaller stages let two programs of the first share a multiprocessor. Not timed."""
 
+WIDE_TILES = (Tile(num_stages=2), Tile(block_rows=128, num_warps=8, num_stages=2))
+"""For heads wider than 128, in every dtype: what shared memory has room for. Not timed."""
 
-def tiles_of(dtype: torch.dtype) -> tuple[Tile, ...]:
-    """Tiles for buffers of a dtype, smallest first."""
-    return FP8_TILES if dtype == FP8 else TILES
+
+def tiles_of(buffers: ExpandedBuffers) -> tuple[Tile, ...]:
+    """Tiles for these buffers, smallest first."""
+    if buffers.is_wide:
+        return WIDE_TILES
+    return FP8_TILES if buffers.dtype == FP8 else TILES
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class LayerKeys:
     """The expanded keys and values of one layer as descriptors of 2-D views in tiles of `block_keys` tokens, and their
     scales."""
 
-    k_nope: TensorDescriptor  # [chunks * heads * CHUNK_TOKENS, dn], block [block_keys, dn]
+    k_nope: TensorDescriptor  # [chunks * heads * CHUNK_TOKENS, dn], block [block_keys, block_of(dn)]
     k_rope: TensorDescriptor  # [chunks * CHUNK_TOKENS, dr], block [block_keys, dr]
     v_t: TensorDescriptor  # [chunks * heads * dv, CHUNK_TOKENS], block [dv, block_keys]
     k_scale: Tensor  # [heads] float32
@@ -66,11 +74,8 @@ class LayerKeys:
 
     @classmethod
     def of(cls, buffers: ExpandedBuffers, layer: int, tile: Tile) -> LayerKeys:
-        """Raises ValueError if a head dimension is not a power of two of at least 16, or the GPU has no e4m3."""
-        for name in ("qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim"):
-            dim = getattr(buffers, name)
-            if not is_block_dim(dim):
-                raise ValueError(f"{name} must be a power of two of at least 16, not {dim}")
+        """Raises ValueError if a head dimension is none that `check_heads` lets pass, or the GPU has no e4m3."""
+        check_heads(buffers.qk_nope_head_dim, buffers.v_head_dim, buffers.qk_rope_head_dim)
         on_gpu = buffers.device.type == "cuda"
         if buffers.dtype == FP8 and on_gpu and torch.cuda.get_device_capability(buffers.device) < (8, 9):
             raise ValueError("prefixes in FP8 need a GPU of compute capability 8.9 or higher")
@@ -79,7 +84,7 @@ class LayerKeys:
             return TensorDescriptor.from_tensor(tensor.view(-1, tensor.shape[-1]), block)
 
         return cls(
-            k_nope=describe(buffers.k_nope[layer], [tile.block_keys, buffers.qk_nope_head_dim]),
+            k_nope=describe(buffers.k_nope[layer], [tile.block_keys, block_of(buffers.qk_nope_head_dim)]),
             k_rope=describe(buffers.k_rope[layer], [tile.block_keys, buffers.qk_rope_head_dim]),
             v_t=describe(buffers.v_t[layer], [buffers.v_head_dim, tile.block_keys]),
             k_scale=buffers.k_scale[layer],
@@ -100,7 +105,7 @@ def _scores(q_nope, q_rope, k_nope_desc, k_rope_desc, key_row, rope_row, k_scale
     """Scores `[BLOCK_ROWS, BLOCK_KEYS]` of one key tile, without the softmax scale; `k_scale` is used in FP8 only."""
     # Both loaded before the first product: no wait between the two.
     k_rope = _convert(k_rope_desc.load([rope_row, 0]), q_rope.dtype)  # [BLOCK_KEYS, DR]
-    k_nope = _convert(k_nope_desc.load([key_row, 0]), q_nope.dtype)  # [BLOCK_KEYS, DN]
+    k_nope = _convert(k_nope_desc.load([key_row, 0]), q_nope.dtype)  # [BLOCK_KEYS, BLOCK_DN]
     if k_nope_desc.dtype == tl.float8e4nv:  # content first, so that the scale does not need a second accumulator
         scores = tl.dot(q_nope, k_nope.T, input_precision=PRECISION) * k_scale
         return tl.dot(q_rope, k_rope.T, scores, input_precision=PRECISION)
@@ -153,6 +158,7 @@ def naive_prefix_kernel(
     q_rope_row,
     q_rope_head,
     DN: tl.constexpr,
+    BLOCK_DN: tl.constexpr,
     DR: tl.constexpr,
     DV: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -165,7 +171,7 @@ def naive_prefix_kernel(
     TILES_PER_CHUNK: tl.constexpr = CHUNK // BLOCK_KEYS
     SCALED: tl.constexpr = k_nope_desc.dtype == tl.float8e4nv
     row_in_tile = tl.arange(0, BLOCK_ROWS)
-    dim_nope, dim_rope, dim_v = tl.arange(0, DN), tl.arange(0, DR), tl.arange(0, DV)
+    dim_nope, dim_rope, dim_v = tl.arange(0, BLOCK_DN), tl.arange(0, DR), tl.arange(0, DV)
 
     n_items = tl.load(work_ptr + N_ITEMS + SLOT)
     for item_index in tl.range(tl.program_id(0), n_items, tl.num_programs(0), num_stages=1):
@@ -183,9 +189,9 @@ def naive_prefix_kernel(
         row = row.to(tl.int64)  # [BLOCK_ROWS]
         q_nope = tl.load(
             q_nope_ptr + (row * q_nope_row + head * q_nope_head)[:, None] + dim_nope[None, :],
-            mask=in_tile[:, None],
+            mask=in_tile[:, None] & (dim_nope < DN)[None, :],
             other=0.0,
-        )  # [BLOCK_ROWS, DN]
+        )  # [BLOCK_ROWS, BLOCK_DN]
         q_rope = tl.load(
             q_rope_ptr + (row * q_rope_row + head * q_rope_head)[:, None] + dim_rope[None, :],
             mask=in_tile[:, None],
@@ -328,6 +334,7 @@ def run(
         q_rope.stride(0),
         q_rope.stride(1),
         DN=dn,
+        BLOCK_DN=block_of(dn),
         DR=dr,
         DV=dv,
         CHUNK=CHUNK_TOKENS,

@@ -3,12 +3,13 @@
     k_nope[h, t] = w_k[h] · latent[slots[t]] / k_scale[h]        v_t[h, :, t] = w_v[h] · latent[slots[t]] / v_scale[h]
 
 for n consecutive tokens t of a prefix and every head h, rounded to the dtype of the buffers (saturated in FP8); the
-rotary keys are copied. One kernel gathers, multiplies, scales, rounds and transposes, so that only the result is
-written to memory.
+rotary keys are copied. A content dimension that is no power of two is computed as the next one. One kernel gathers,
+multiplies, scales, rounds and transposes, so that only the result is written to memory.
 
 Memory per layer, BF16 inputs: reads 2·H·(dn + dv)·r bytes of weights per group of tokens (33 MB per 4,096 tokens for
 DeepSeek-V3) and n·(r + dr)·2 bytes of latent rows from DRAM; every program reads its latent tile and its weights from
-L2, (128 + dn + dv)·r·2 bytes. Writes n·(H·(dn + dv) + 2·dr) bytes in FP8 and twice the first part in BF16.
+L2, (128 + dn + dv)·r·2 bytes, or with heads wider than 128 those of 64 tokens. Writes n·(H·(dn + dv) + 2·dr) bytes in
+FP8 and twice the first part in BF16.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..constants import CHUNK_TOKENS, FP8, FP8_MAX, is_block_dim
+from ..constants import CHUNK_TOKENS, FP8, FP8_MAX, block_of, check_heads
 from .expanded import ExpandedBuffers
 
-BLOCK_TOKENS = 128
+MAX_BLOCK_TOKENS = 128
 GROUP_BLOCKS = 32
 """Token blocks that are multiplied with one head's weights after the other: their 4 MB of latent rows stay in L2."""
+ACCUMULATED = 256 * MAX_BLOCK_TOKENS
+"""Numbers of keys and values that a program sums up: half of a multiprocessor's registers."""
 NUM_WARPS = 8
 MAX_BLOCK_K = 64
 MAX_STAGES = 4
@@ -32,10 +35,15 @@ PIPELINE_BYTES = 192 * 1024
 """Shared memory for the stages. The accumulators allow only one program per multiprocessor, which may use all of it."""
 
 
+def block_tokens(dn: int, dv: int) -> int:
+    """Tokens of a program, for heads of these dimensions."""
+    return min(MAX_BLOCK_TOKENS, ACCUMULATED // block_of(block_of(dn) + dv))
+
+
 def pipeline(rank: int, dn: int, dv: int, itemsize: int) -> tuple[int, int]:
     """Width of a step along the rank, the largest power of two that divides it, and stages in flight."""
     block_k = min(MAX_BLOCK_K, rank & -rank)
-    stage_bytes = (BLOCK_TOKENS + dn + dv) * block_k * itemsize
+    stage_bytes = (block_tokens(dn, dv) + block_of(dn) + dv) * block_k * itemsize
     return block_k, max(1, min(MAX_STAGES, PIPELINE_BYTES // stage_bytes))
 
 
@@ -56,7 +64,7 @@ def _round(values, scale_ptr, dtype: tl.constexpr, SCALED: tl.constexpr, LIMIT: 
 def expand_prefix_kernel(
     latent_ptr,  # [pool_slots, r + DR], strides latent_row, 1
     slots_ptr,  # int32 or int64 [n]
-    w_k_desc,  # [H, DN, r], block [1, DN, BLOCK_K]
+    w_k_desc,  # [H, DN, r], block [1, BLOCK_DN, BLOCK_K]
     w_v_desc,  # [H, DV, r], block [1, DV, BLOCK_K]
     k_nope_ptr,  # [chunks, H, CHUNK, DN]
     v_t_ptr,  # [chunks, H, DV, CHUNK]
@@ -70,6 +78,7 @@ def expand_prefix_kernel(
     latent_row,
     RANK: tl.constexpr,
     DN: tl.constexpr,
+    BLOCK_DN: tl.constexpr,
     DV: tl.constexpr,
     DR: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -103,16 +112,16 @@ def expand_prefix_kernel(
     latent_ptrs = latent_ptr + slot * latent_row  # [BLOCK]
 
     dim_r = tl.arange(0, BLOCK_K)
-    k = tl.zeros([BLOCK, DN], tl.float32)
+    k = tl.zeros([BLOCK, BLOCK_DN], tl.float32)
     v_t = tl.zeros([DV, BLOCK], tl.float32)
     for r in tl.range(0, RANK, BLOCK_K, num_stages=NUM_STAGES):
         latent = tl.load(latent_ptrs[:, None] + (r + dim_r)[None, :])  # [BLOCK, BLOCK_K]
-        w_k = w_k_desc.load([head, 0, r]).reshape(DN, BLOCK_K)
+        w_k = w_k_desc.load([head, 0, r]).reshape(BLOCK_DN, BLOCK_K)
         w_v = w_v_desc.load([head, 0, r]).reshape(DV, BLOCK_K)
         k = tl.dot(latent, w_k.T, k, input_precision=PRECISION)
         v_t = tl.dot(w_v, latent.T, v_t, input_precision=PRECISION)
 
-    dim_n, dim_v, dim_rope = tl.arange(0, DN), tl.arange(0, DV), tl.arange(0, DR)
+    dim_n, dim_v, dim_rope = tl.arange(0, BLOCK_DN), tl.arange(0, DV), tl.arange(0, DR)
     chunk = tl.load(chunk_ptr + first // CHUNK).to(tl.int64)
     of_head = chunk * heads + head
     k_ptrs = k_nope_ptr + (of_head * CHUNK + in_chunk) * DN + token[:, None] * DN + dim_n[None, :]
@@ -120,10 +129,13 @@ def expand_prefix_kernel(
     k = _round(k, k_scale_ptr + head, k_nope_ptr.dtype.element_ty, FP8, LIMIT)
     v_t = _round(v_t, v_scale_ptr + head, v_t_ptr.dtype.element_ty, FP8, LIMIT)
     if (first >= start) & (first + BLOCK <= start + n):  # without a mask along the tokens, v_t is stored in vectors
-        tl.store(k_ptrs, k)
+        if DN == BLOCK_DN:
+            tl.store(k_ptrs, k)
+        else:
+            tl.store(k_ptrs, k, mask=(dim_n < DN)[None, :])
         tl.store(v_ptrs, v_t)
     else:
-        tl.store(k_ptrs, k, mask=valid[:, None])
+        tl.store(k_ptrs, k, mask=valid[:, None] & (dim_n < DN)[None, :])
         tl.store(v_ptrs, v_t, mask=valid[None, :])
     if head == 0:
         rope = tl.load(latent_ptrs[:, None] + (RANK + dim_rope)[None, :])  # [BLOCK, DR]
@@ -162,11 +174,12 @@ def expand_prefix(
     if n == 0:
         return
     block_k, stages = pipeline(rank, dn, dv, w_k.element_size())
-    blocks = triton.cdiv(start + n, BLOCK_TOKENS) - start // BLOCK_TOKENS
+    block = block_tokens(dn, dv)
+    blocks = triton.cdiv(start + n, block) - start // block
     expand_prefix_kernel[(blocks * heads,)](
         latent_rows,
         slots,
-        TensorDescriptor(w_k, list(w_k.shape), list(w_k.stride()), [1, dn, block_k]),
+        TensorDescriptor(w_k, list(w_k.shape), list(w_k.stride()), [1, block_of(dn), block_k]),
         TensorDescriptor(w_v, list(w_v.shape), list(w_v.stride()), [1, dv, block_k]),
         buffers.k_nope[layer],
         buffers.v_t[layer],
@@ -180,10 +193,11 @@ def expand_prefix(
         latent_rows.stride(0),
         RANK=rank,
         DN=dn,
+        BLOCK_DN=block_of(dn),
         DV=dv,
         DR=dr,
         CHUNK=CHUNK_TOKENS,
-        BLOCK=BLOCK_TOKENS,
+        BLOCK=block,
         BLOCK_K=block_k,
         GROUP=GROUP_BLOCKS,
         FP8=buffers.dtype == FP8,
@@ -207,9 +221,7 @@ def _check(
 ) -> None:
     """Raise the ValueErrors of `expand_prefix`."""
     dims = dict(dn=buffers.qk_nope_head_dim, dv=buffers.v_head_dim, dr=buffers.qk_rope_head_dim)
-    for name, dim in dims.items():
-        if not is_block_dim(dim):
-            raise ValueError(f"{name} must be a power of two of at least 16, not {dim}")
+    check_heads(dims["dn"], dims["dv"], dims["dr"])
     rank = w_k.shape[-1]
     if rank == 0 or rank % 16:
         raise ValueError(f"the rank must be a positive multiple of 16, not {rank}")

@@ -145,6 +145,11 @@ class ExpandedBuffers:
         return self.k_rope.shape[3]
 
     @property
+    def is_wide(self) -> bool:
+        """Whether a head is wider than DeepSeek's, so that kernels have to take fewer tokens at once."""
+        return max(self.qk_nope_head_dim, self.v_head_dim) > 128
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.k_nope.dtype
 

@@ -2,6 +2,8 @@
 
     out[t, h] = content[t, h] | rope[t, h]
 
+Where `out` has more heads, those are 0: rows that only fill up a strip of stacked queries (absorb/stacking.py).
+
 Memory per token and head: reads and writes 2·(r + dr) bytes of BF16 (1,152 each for DeepSeek-V3).
 
 This kernel must not allow the next one to start before it ends. FlashMLA is launched with programmatic dependent
@@ -23,27 +25,31 @@ NUM_WARPS = 4
 def join_parts_kernel(
     content_ptr,  # [T, H, R], strides content_token, content_head, 1
     rope_ptr,  # [T, H, DR], strides rope_token, rope_head, 1
-    out_ptr,  # [T, H, R + DR]
+    out_ptr,  # [T, OUT_HEADS, R + DR]
     rows,
     content_token,
     content_head,
     rope_token,
     rope_head,
     HEADS: tl.constexpr,
+    OUT_HEADS: tl.constexpr,
     R: tl.constexpr,
     DR: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_DR: tl.constexpr,
 ):
-    """One program: BLOCK_ROWS of the T·H rows."""
+    """One program: BLOCK_ROWS of the T · OUT_HEADS rows."""
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     in_rows = (row < rows)[:, None]
-    token, head = (row // HEADS).to(tl.int64)[:, None], (row % HEADS).to(tl.int64)[:, None]
+    token, head = (row // OUT_HEADS).to(tl.int64)[:, None], (row % OUT_HEADS).to(tl.int64)[:, None]
+    has_head = in_rows & (head < HEADS)
     dim, dim_rope = tl.arange(0, BLOCK_R)[None, :], tl.arange(0, BLOCK_DR)[None, :]
     in_content, in_rope = in_rows & (dim < R), in_rows & (dim_rope < DR)
-    content = tl.load(content_ptr + token * content_token + head * content_head + dim, mask=in_content)
-    rope = tl.load(rope_ptr + token * rope_token + head * rope_head + dim_rope, mask=in_rope)
+    content_ptrs = content_ptr + token * content_token + head * content_head + dim
+    content = tl.load(content_ptrs, mask=has_head & (dim < R), other=0.0)
+    rope_ptrs = rope_ptr + token * rope_token + head * rope_head + dim_rope
+    rope = tl.load(rope_ptrs, mask=has_head & (dim_rope < DR), other=0.0)
     out_ptrs = out_ptr + row.to(tl.int64)[:, None] * (R + DR)
     tl.store(out_ptrs + dim, content, mask=in_content)
     tl.store(out_ptrs + R + dim_rope, rope, mask=in_rope)
@@ -54,24 +60,26 @@ def join_parts(content: Tensor, rope: Tensor, out: Tensor) -> None:
 
     Args:
         content: `[T, H, r]`; rope: `[T, H, dr]`; any token and head strides, last axis contiguous.
-        out: `[T, H, r + dr]`, contiguous, written; all three of one dtype.
+        out: `[T, H or more, r + dr]`, contiguous, written; all three of one dtype.
     Raises:
         ValueError: a shape, dtype, stride or device is not as above.
     """
     tokens, heads, rank = content.shape
-    dr = rope.shape[-1]
-    for name, tensor, dim in (("content", content, rank), ("rope", rope, dr), ("out", out, rank + dr)):
-        if tuple(tensor.shape) != (tokens, heads, dim) or tensor.dtype != content.dtype:
-            raise ValueError(
-                f"{name} must be {[tokens, heads, dim]} {content.dtype}, not {list(tensor.shape)} {tensor.dtype}"
-            )
+    dr, out_heads = rope.shape[-1], max(heads, out.shape[1])
+    for name, tensor, shape in (
+        ("content", content, (tokens, heads, rank)),
+        ("rope", rope, (tokens, heads, dr)),
+        ("out", out, (tokens, out_heads, rank + dr)),
+    ):
+        if tuple(tensor.shape) != shape or tensor.dtype != content.dtype:
+            raise ValueError(f"{name} must be {list(shape)} {content.dtype}, not {list(tensor.shape)} {tensor.dtype}")
         if tensor.stride(2) != 1:
             raise ValueError(f"the last axis of {name} must be contiguous; its strides are {tensor.stride()}")
         if tensor.device != content.device:
             raise ValueError(f"{name} is on {tensor.device}, but content is on {content.device}")
     if not out.is_contiguous():
         raise ValueError("out must be contiguous")
-    rows = tokens * heads
+    rows = tokens * out_heads
     if rows == 0:
         return
     join_parts_kernel[(triton.cdiv(rows, BLOCK_ROWS),)](
@@ -82,6 +90,7 @@ def join_parts(content: Tensor, rope: Tensor, out: Tensor) -> None:
         *content.stride()[:2],
         *rope.stride()[:2],
         HEADS=heads,
+        OUT_HEADS=out_heads,
         R=rank,
         DR=dr,
         BLOCK_ROWS=BLOCK_ROWS,

@@ -15,6 +15,9 @@ from sglang_mla_ext.configs import read_config
 EXPERT_WIDTH = 32
 """Of one expert's MLP: they are as many as the model has."""
 
+LINEAR_HEADS, LINEAR_DIM = 4, 64
+"""Of layers with linear attention, every second one of a model that has such."""
+
 
 @dataclass(frozen=True)
 class Known:
@@ -61,9 +64,25 @@ def known_config(known: Known) -> dict[str, Any]:
     }
     config = {**read_config("checkpoints", known.name)["config"]}
     config.pop("quantization_config", None)
+    if config["architectures"] == ["KimiK3ForConditionalGeneration"]:  # the model of its text alone
+        config = config["text_config"] | {"architectures": ["KimiK3LinearForCausalLM"]}
+    if "linear_attn_config" in config:
+        kinds = {"kda_layers": range(1, known.layers + 1, 2), "full_attn_layers": range(2, known.layers + 1, 2)}
+        sizes = {"num_heads": LINEAR_HEADS, "head_dim": LINEAR_DIM}
+        config["linear_attn_config"] |= {name: list(layers) for name, layers in kinds.items()} | sizes
+        config["torch_dtype"] = "float32"  # SGLang makes some of their weights as it says, whatever --dtype is
+        small |= {"routed_expert_hidden_size": known.hidden // 2, "attn_res_block_size": 2, "pad_token_id": 0}
     if known.heads is not None:
         small |= {"num_attention_heads": known.heads, "num_key_value_heads": known.heads}
-    config |= {field: size for field, size in small.items() if field in config}
+    if "llama_4_scaling" in config:
+        small |= {
+            # So that short prompts are scaled, too.
+            "llama_4_scaling": {"original_max_position_embeddings": 64, "beta": 0.5},
+            # Under Mistral's name SGLang computes the same in BF16, whatever --dtype is.
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "first_k_dense_replace": 1,
+        }
+    config |= {field: size for field, size in small.items() if config.get(field) is not None}
     tokens = {"bos_token_id": SPECIAL_TOKENS.index(BOS), "eos_token_id": SPECIAL_TOKENS.index(EOS)}
     return {**config, **tokens, "num_nextn_predict_layers": 0}
 
@@ -79,7 +98,7 @@ def known_weights(known: Known) -> dict[str, torch.Tensor]:
             heads=config["num_attention_heads"],
             hidden=known.hidden,
             intermediate=known.intermediate,
-            q_lora_rank=known.q_lora_rank,
+            q_lora_rank=config["q_lora_rank"] or 0,
             vocab=known.vocab,
             max_positions=config["max_position_embeddings"],
             seed=known.seed,
@@ -92,6 +111,8 @@ def known_weights(known: Known) -> dict[str, torch.Tensor]:
         for layer in range(known.layers):
             tensors |= _experts(f"model.layers.{layer}.mlp", "router.classifier", "router", config, generator)
         return tensors
+    if "linear_attn_config" in config:
+        return _beside_linear_layers(dense, config, generator)
     first = config["first_k_dense_replace"]
     sparse = {f"model.layers.{layer}.mlp" for layer in range(first, known.layers)}
     tensors = {name: tensor for name, tensor in dense.items() if not name.startswith(tuple(sparse))}
@@ -109,10 +130,83 @@ def _in_pairs(name: str) -> str:
     return ".".join(["model.layers", str(pair), "mlps" if part == "mlp" else part, str(half), *rest])
 
 
-def _experts(
-    prefix: str, gate: str, bias: str, config: dict[str, Any], generator: torch.Generator
+def _beside_linear_layers(
+    dense: dict[str, torch.Tensor], config: dict[str, Any], generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
-    """A mixture of experts: the router's product `gate` and its correction in `bias`, experts, those shared by all."""
+    """Kimi-Linear's: linear attention (KDA) in place of some layers' own, and experts in place of all MLPs but the
+    first ones. Kimi-K3's has gates with all columns, one on MLA's result, residuals that are mixed, and experts of
+    another width than the rest."""
+    hidden, linear = config["hidden_size"], config["linear_attn_config"]
+    heads, dim = linear["num_heads"], linear["head_dim"]
+    full_rank, latent = linear.get("use_full_rank_gate"), config.get("routed_expert_hidden_size")
+    replaced = {f"model.layers.{layer - 1}.self_attn" for layer in linear["kda_layers"]}
+    first = config["first_k_dense_replace"]
+    sparse = {f"model.layers.{layer}.mlp": layer for layer in range(first, config["num_hidden_layers"])}
+    tensors = {name: tensor for name, tensor in dense.items() if not name.startswith((*replaced, *sparse))}
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return (torch.randn(rows, columns, generator=generator) / math.sqrt(columns)).to(torch.bfloat16)
+
+    for prefix in sorted(replaced):
+        for name in ("q", "k", "v"):
+            tensors[f"{prefix}.{name}_proj.weight"] = matrix(heads * dim, hidden)
+            window = linear["short_conv_kernel_size"]
+            tensors[f"{prefix}.{name}_conv1d.weight"] = torch.randn(heads * dim, 1, window, generator=generator) / 2
+        for name in ("f",) if full_rank else ("f", "g"):
+            tensors[f"{prefix}.{name}_a_proj.weight"] = matrix(dim, hidden)
+            tensors[f"{prefix}.{name}_b_proj.weight"] = matrix(heads * dim, dim)
+        if full_rank:
+            tensors[f"{prefix}.g_proj.weight"] = matrix(heads * dim, hidden)
+        out = 2 * matrix(hidden, heads * dim)
+        out[0] = 0  # the first element is the same for all tokens, see checkpoint.weights
+        tensors |= {
+            f"{prefix}.A_log": torch.rand(1, 1, heads, 1, generator=generator),
+            f"{prefix}.dt_bias": torch.randn(heads * dim, generator=generator) - 3,  # what is kept lasts some 20 tokens
+            f"{prefix}.b_proj.weight": matrix(heads, hidden),
+            f"{prefix}.o_norm.weight": torch.ones(dim, dtype=torch.bfloat16),
+            f"{prefix}.o_proj.weight": out,
+        }
+    if config.get("mla_use_output_gate"):
+        for layer in linear["full_attn_layers"]:
+            values = config["num_attention_heads"] * config["v_head_dim"]
+            tensors[f"model.layers.{layer - 1}.self_attn.g_proj.weight"] = matrix(values, hidden)
+    if config.get("attn_res_block_size"):
+        parts = ("self_attention", "mlp")
+        mixed = [f"model.layers.{layer}.{part}" for layer in range(config["num_hidden_layers"]) for part in parts]
+        for prefix in [*mixed, "model.output_attn"]:
+            tensors[f"{prefix}_res_norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+            tensors[f"{prefix}_res_proj.weight"] = matrix(1, hidden)
+    for layer in sparse.values() if latent else ():
+        prefix = f"model.layers.{layer}.mlp"
+        tensors |= {
+            f"{prefix}.routed_expert_down_proj.weight": matrix(latent, hidden),
+            f"{prefix}.routed_expert_norm.weight": torch.ones(latent, dtype=torch.bfloat16),
+            f"{prefix}.routed_expert_up_proj.weight": matrix(hidden, latent),
+        }
+    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    counted = config | {"n_routed_experts": config["num_experts"], "n_shared_experts": config["num_shared_experts"]}
+    for layer in sparse.values():
+        prefix = f"model.layers.{layer}.{'mlp' if latent else 'block_sparse_moe'}"
+        for name, tensor in _experts(prefix, "gate", "gate", counted, generator, latent).items():
+            *parts, kind, weight = name.split(".")
+            own = names.get(kind, kind) if "experts" in parts else kind
+            tensors[".".join([*parts, own, weight])] = tensor
+    return tensors
+
+
+def _experts(
+    prefix: str,
+    gate: str,
+    bias: str,
+    config: dict[str, Any],
+    generator: torch.Generator,
+    latent: int | None = None,
+) -> dict[str, torch.Tensor]:
+    """A mixture of experts: the router's product `gate` and its correction in `bias`, experts, those shared by all.
+
+    Args:
+        latent: what the experts take and give, where that is not the hidden state.
+    """
     hidden, width, routed = config["hidden_size"], EXPERT_WIDTH, config["n_routed_experts"]
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -127,11 +221,12 @@ def _experts(
     shared = config.get("n_shared_experts", 0)
     for expert in [*(f"experts.{index}" for index in range(routed)), *["shared_experts"][:shared]]:
         inner = width * shared if expert == "shared_experts" else width
-        down = matrix(hidden, inner)
+        size = hidden if expert == "shared_experts" else latent or hidden
+        down = matrix(size, inner)
         down[0] = 0  # the first element is the same for all tokens, see checkpoint.weights
         tensors |= {
-            f"{prefix}.{expert}.gate_proj.weight": matrix(inner, hidden),
-            f"{prefix}.{expert}.up_proj.weight": matrix(inner, hidden),
+            f"{prefix}.{expert}.gate_proj.weight": matrix(inner, size),
+            f"{prefix}.{expert}.up_proj.weight": matrix(inner, size),
             f"{prefix}.{expert}.down_proj.weight": down,
         }
     return tensors

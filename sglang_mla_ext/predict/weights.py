@@ -75,7 +75,7 @@ def read_model(name_or_path: str) -> Mapping[str, Any]:
         name_or_path: a shipped checkpoint's name (`deepseek-v3`), or its name on Hugging Face, with or without its
             owner, in any case; or a `config.json`, or the folder with one.
     Raises:
-        UnknownModelError: there is no such model.
+        UnknownModelError: there is no such model, or it has layers that nothing is known of.
     """
     path = Path(name_or_path)
     if path.is_dir():
@@ -89,18 +89,36 @@ def read_model(name_or_path: str) -> Mapping[str, Any]:
         config = _shipped(name_or_path)
     if not isinstance(config, Mapping):
         raise UnknownModelError(f"{path} is not a model's configuration")
-    return config | config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
+    config = _language_part(config)
+    if _has_linear_layers(config):
+        raise UnknownModelError(f"{name_or_path} has layers with linear attention, whose time is not predicted")
+    return config
 
 
 def model_names() -> list[str]:
-    """Names of the shipped models that are served: not those that only draft, nor those that are refused."""
+    """Names of the shipped models whose steps are predicted."""
+    return [
+        name for name in _served() if not _has_linear_layers(_language_part(read_config("checkpoints", name)["config"]))
+    ]
+
+
+def _served() -> list[str]:
+    """Not those that only draft, nor those that are refused."""
     names = [name for name in config_names("checkpoints") if "eagle" not in name]
     return [name for name in names if "refused" not in read_config("checkpoints", name)]
 
 
+def _language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config | config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
+
+
+def _has_linear_layers(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("linear_attn_config"))
+
+
 def _shipped(name: str) -> Mapping[str, Any]:
     asked = name.lower()
-    for known in model_names():
+    for known in _served():
         checkpoint = read_config("checkpoints", known)
         names = [each.lower() for each in checkpoint["names"]]
         if asked in (known, *names, *(each.partition("/")[2] for each in names)):

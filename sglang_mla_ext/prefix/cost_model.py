@@ -28,6 +28,9 @@ from sglang_mla_ext.segment import Mode
 
 logger = logging.getLogger(__name__)
 
+# Query rows that grouped absorb stacks at once, at least: kernels/absorb/stacking.py.
+_STRIP_ROWS = 8
+
 # Bytes of an FP8 latent row for its scale: a float32, padded to 16 bytes.
 _FP8_LATENT_SCALE_BYTES = 16
 
@@ -387,9 +390,13 @@ class CostModel:
         element_bytes, partial_bytes = self.latent_element_bytes, dims.kv_lora_rank * 2
         if mode is Mode.NAIVE:
             heads = self.expanded_heads
-            rows, tile_heads, per_key = self.queries, heads, dims.naive_macs
+            padding = _power_of_two(dims.qk_nope_head_dim) - dims.qk_nope_head_dim  # of the kernels' blocks
+            rows, tile_heads, per_key = self.queries, heads, dims.naive_macs + padding
             element_bytes, partial_bytes = self.expanded_element_bytes, dims.v_head_dim * 4
         tile_s = tile * tile_heads * per_key / rates.matrix_rate(element_bytes)
+        if mode is Mode.GROUPED_ABSORB:
+            heads = _round_up(heads, _STRIP_ROWS)
+            rows = heads * self.queries
         if mode is Mode.ABSORB:  # no tile has rows of two requests
             rows, tile = _round_up(rows, tile) // tile, 1
         return _Work(
@@ -418,6 +425,10 @@ class _Work(NamedTuple):
     tile: int
     segment_s: float
     partials_s: float
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -46,7 +46,7 @@ from sglang_mla_ext.kernels.absorb import tail_schedule
 from sglang_mla_ext.kernels.absorb import sm90_fp8_few_heads as absorb_fp8_few_heads
 from sglang_mla_ext.kernels.absorb import sm90_fp8_absorb as absorb_fp8_hopper
 from sglang_mla_ext.kernels.storage.latent_rows import SCALE_FLOOR, SCALE_LIMIT
-from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8, FP8_MAX
+from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8, FP8_MAX, block_of
 
 CUDABackend.make_cubin = lambda self, src, metadata, options, capability: b""  # ptxas runs once, below, and tells more
 
@@ -87,13 +87,13 @@ dn, dr, dv, rank = 128, 64, 128, 512
 queries = dict(q_nope_ptr="*bf16", q_rope_ptr="*bf16")
 results = dict(work_ptr="*i32", partial_out_ptr="*fp32", partial_lse2_ptr="*fp32")
 
-def compile_naive(tile, dtype):
+def compile_naive(tile, dtype, dn=dn, dv=dv):
     found = compile_for_hopper(
         naive_prefix.naive_prefix_kernel,
         queries
         | results
         | dict(
-            k_nope_desc=f"tensordesc<{dtype}[{tile.block_keys},{dn}]>",
+            k_nope_desc=f"tensordesc<{dtype}[{tile.block_keys},{block_of(dn)}]>",
             k_rope_desc=f"tensordesc<bf16[{tile.block_keys},{dr}]>",
             v_t_desc=f"tensordesc<{dtype}[{dv},{tile.block_keys}]>",
             k_scale_ptr="*fp32",
@@ -101,7 +101,7 @@ def compile_naive(tile, dtype):
             scale_log2e="fp32",
         )
         | dict.fromkeys("heads items_offset q_nope_row q_nope_head q_rope_row q_rope_head".split(), "i32"),
-        dict(DN=dn, DR=dr, DV=dv, CHUNK=CHUNK_TOKENS, BLOCK_ROWS=tile.block_rows,
+        dict(DN=dn, BLOCK_DN=block_of(dn), DR=dr, DV=dv, CHUNK=CHUNK_TOKENS, BLOCK_ROWS=tile.block_rows,
              BLOCK_KEYS=tile.block_keys, PRECISION="tf32", NUM_STAGES=tile.num_stages, SLOT=0),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -113,7 +113,7 @@ def describe(name, *block):
     layout = gl.NVMMASharedLayout.get_default_for(list(block), element[name])
     return f"tensordesc<{name}{list(block)},{layout!r}>"
 
-def compile_hopper(tile, dtype):
+def compile_hopper(tile, dtype, dn=dn, dv=dv):
     options = naive_prefix_hopper.launch_options(tile) | dict(SLOT=0)
     kernel = naive_prefix_hopper.naive_prefix_hopper_kernel
     found = compile_for_hopper(
@@ -121,14 +121,14 @@ def compile_hopper(tile, dtype):
         queries
         | results
         | dict(
-            k_nope_desc=describe(dtype, tile.block_keys, dn),
+            k_nope_desc=describe(dtype, tile.block_keys, block_of(dn)),
             k_rope_desc=describe("bf16", tile.block_keys, dr),
             v_t_desc=describe(dtype, dv, tile.block_keys),
             k_scale_ptr="*fp32",
             v_scale_ptr="*fp32",
             scale_log2e="fp32",
         )
-        | dict.fromkeys("heads items_offset q_nope_row q_nope_head q_rope_row q_rope_head".split(), "i32"),
+        | dict.fromkeys("heads items_offset q_nope_row q_nope_head q_rope_row q_rope_head dn".split(), "i32"),
         {name: options.pop(name) for name in list(options) if name in kernel.arg_names},
         **options,
     )
@@ -172,15 +172,16 @@ def compile_absorb_fp8_few(heads, queries=1):
     constants = dict(N=heads * queries, HEADS=heads, QUERIES=queries)
     return compile_absorb_fp8(absorb_fp8_few_heads.absorb_fp8_few_heads_kernel, heads, constants)
 
-def compile_expand(out):
+def compile_expand(out, dn=dn, dv=dv):
     block_k, stages = expand_prefix.pipeline(rank, dn, dv, itemsize=2)
     found = compile_for_hopper(
         expand_prefix.expand_prefix_kernel,
         dict(latent_ptr="*bf16", slots_ptr="*i64", k_nope_ptr=f"*{out}", v_t_ptr=f"*{out}", k_rope_ptr="*bf16",
              k_scale_ptr="*fp32", v_scale_ptr="*fp32", chunk_ptr="*i32",
-             w_k_desc=f"tensordesc<bf16[1,{dn},{block_k}]>", w_v_desc=f"tensordesc<bf16[1,{dv},{block_k}]>")
+             w_k_desc=f"tensordesc<bf16[1,{block_of(dn)},{block_k}]>", w_v_desc=f"tensordesc<bf16[1,{dv},{block_k}]>")
         | dict.fromkeys("heads n start latent_row".split(), "i32"),
-        dict(RANK=rank, DN=dn, DV=dv, DR=dr, CHUNK=CHUNK_TOKENS, BLOCK=expand_prefix.BLOCK_TOKENS, BLOCK_K=block_k,
+        dict(RANK=rank, DN=dn, BLOCK_DN=block_of(dn), DV=dv, DR=dr, CHUNK=CHUNK_TOKENS, BLOCK_K=block_k,
+             BLOCK=expand_prefix.block_tokens(dn, dv),
              GROUP=expand_prefix.GROUP_BLOCKS, FP8=out == "fp8e4nv", LIMIT=FP8_MAX, PRECISION="tf32",
              NUM_STAGES=stages),
         num_warps=expand_prefix.NUM_WARPS,
@@ -190,7 +191,7 @@ def compile_expand(out):
 
 strides = "heads max_rows more_max_rows"
 strides += " tail_row tail_head tail_lse_row tail_lse_head out_row out_head lse_row lse_head"
-strides += " number watch_rows query_heads q_row q_head rope_row rope_head"
+strides += " number watch_rows query_heads q_row q_head rope_row rope_head out_heads"
 watch_ptrs = dict(target_ptr="*i32") | dict.fromkeys("watch_query_ptr watch_out_ptr q_ptr rope_ptr".split(), "*bf16")
 def compile_merge(dim, partials, more=False, in_place=True, in_partials=False, write_lse=True, rows=8, watch=False):
     shape = merge.shape_for(rows, 128, dim)
@@ -284,7 +285,7 @@ latent_rows = dict(
         join_parts.join_parts_kernel,
         dict(content_ptr="*bf16", rope_ptr="*bf16", out_ptr="*bf16")
         | dict.fromkeys("rows content_token content_head rope_token rope_head".split(), "i32"),
-        blocks | dict(HEADS=128, BLOCK_ROWS=join_parts.BLOCK_ROWS),
+        blocks | dict(HEADS=12, OUT_HEADS=16, BLOCK_ROWS=join_parts.BLOCK_ROWS),
         num_warps=join_parts.NUM_WARPS,
     ),
 )
@@ -292,14 +293,21 @@ dtypes = dict(bf16=naive_prefix.torch.bfloat16, fp8e4nv=FP8)
 naive = {
     f"naive{tile.block_rows}_{name}": compile_naive(tile, name)
     for name, dtype in dtypes.items()
-    for tile in naive_prefix.tiles_of(dtype)
+    for tile in (naive_prefix.FP8_TILES if dtype == FP8 else naive_prefix.TILES)
 }
 expand = dict(expand_bf16=compile_expand("bf16"), expand_fp8=compile_expand("fp8e4nv"))
 hopper = {
     f"hopper{tile.block_rows}_{name}": compile_hopper(tile, name)
     for name, dtype in dtypes.items()
-    for tile in naive_prefix_hopper.tiles_of(dtype)
+    for tile in naive_prefix_hopper.TILES[dtype]
 }
+wide = dict(dn=192, dv=256)  # GLM-4.7-Flash's heads
+expand["expand_wide_bf16"] = compile_expand("bf16", **wide)
+for kind, compile_one, name, tiles in (
+    ("hopper", compile_hopper, "bf16", naive_prefix_hopper.WIDE_TILES),
+    ("naive", compile_naive, "fp8e4nv", naive_prefix.WIDE_TILES),
+):
+    naive |= {f"{kind}{tile.block_rows}_wide_{name}": compile_one(tile, name, **wide) for tile in tiles}
 found = naive | hopper | expand | latent_rows | absorb | merges
 json.dump({name: one for name, one in found.items() if not one.get("elsewhere")}, sys.stdout)
 """
@@ -348,7 +356,11 @@ def _compile(directory: Path) -> dict:
 
 
 NAIVE = [f"{name}{rows}_{dtype}" for name in ("naive", "hopper") for rows in (64, 128) for dtype in ("bf16", "fp8e4nv")]
-NAIVE += ["hopper192_bf16"]
+WIDE = [
+    f"{kind}{rows}_wide_{dtype}" for kind, dtype in (("hopper", "bf16"), ("naive", "fp8e4nv")) for rows in (64, 128)
+]
+WIDE += ["expand_wide_bf16"]
+NAIVE += ["hopper192_bf16", *WIDE]
 ABSORB_FP8_FEW = [f"absorb_fp8_few_{heads_and_queries}" for heads_and_queries in ("8x1", "16x1", "8x2")]
 ABSORB_FP8 = [f"absorb_fp8_{size}" for size in ("128x1", "96x1", "24x1", "32x2", "16x4", "128x4")]
 ABSORB = [f"absorb{size}" for size in ("64x1", "32x1", "16x1", "8x1", "16x4", "8x4", "32x4")]
@@ -370,12 +382,13 @@ def test_products_use_the_matrix_unit_and_the_copy_engine(compiled: dict, kernel
 @pytest.mark.parametrize("kernel", [*PRODUCTS, *LATENT_ROWS, *MERGES, *SCHEDULES])
 def test_no_register_is_spilled(compiled: dict, kernel: str) -> None:
     # With 128 keys in BF16 a consumer needs all its registers: a dozen numbers of a work item wait in local memory.
-    # So do the absorb kernels, where queries (BF16) or the output (FP8) take most of the registers.
-    few = kernel in ("hopper64_bf16", "hopper128_bf16", "hopper192_bf16", *ABSORB, *ABSORB_FP8)
+    # So do the absorb kernels, where queries (BF16) or the output (FP8) take most of the registers, and so does the
+    # output of wide heads.
+    few = kernel in ("hopper64_bf16", "hopper128_bf16", "hopper192_bf16", *ABSORB, *ABSORB_FP8, *WIDE)
     # With several query tokens FP8 has the blocks that not all of them see in a loop of their own, where it is more.
-    bound = 340 if kernel.endswith(("x2", "x4")) or kernel == "absorb8x1" else 256
+    bound = 340 if kernel.endswith(("x2", "x4")) or kernel in ("absorb8x1", *WIDE) else 256
     if TRITON >= (3, 8):  # keeps more at hand between products; what that costs was not measured
-        bound = 640 if kernel in ABSORB else 384 if kernel in ABSORB_FP8 else 256
+        bound = 640 if kernel in ABSORB else 384 if kernel in (*ABSORB_FP8, *WIDE) else 256
     bound = bound if few else 0
     assert compiled[kernel]["spill_bytes"] <= bound, compiled
 

@@ -72,6 +72,7 @@ def cases():
     yield Case(128, 128, heads=3)
     yield Case(700, 300, heads=3, padding=4)
     yield Case(130, 60, heads=2, rank=512, nope=128, v=128, rope=64)
+    yield Case(130, 60, heads=2, rank=64, nope=192, v=256, rope=64)  # GLM-4.7-Flash's heads
 
 
 class Problem:
@@ -246,7 +247,7 @@ def test_wrong_arguments_are_refused_with_a_reason() -> None:
         (dict(start=-1), "start must not be negative"),
         (dict(chunk_table=problem.chunk_table.long()), "chunk_table must be"),
         (dict(chunk_table=problem.chunk_table[:2]), "do not hold 520 tokens"),
-        (dict(buffers=odd_size), "dn must be a power of two"),
+        (dict(buffers=odd_size), "qk_nope_head_dim must be a multiple of 16"),
         (dict(slots=slots.to("meta")), "slots is on meta"),
     ):
         with pytest.raises(ValueError, match=message):

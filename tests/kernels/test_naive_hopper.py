@@ -43,6 +43,8 @@ class Case:
     programs: int = 3
     heads: int = 2
     nested: bool = False  # the rows of a segment are also in all segments before it
+    dn: int = DN
+    dv: int = DV
 
     @property
     def rows(self) -> int:
@@ -51,6 +53,7 @@ class Case:
     def __str__(self) -> str:
         segments = "+".join(f"{rows}x{tokens}" for rows, tokens in self.segments) + "-nested" * self.nested
         dtype = "fp8" if self.dtype == FP8 else "bf16"
+        dtype += f"-{self.dn}+{self.dv}" * (self.dn != DN)
         return f"{segments}-{dtype}-{self.tile.block_rows}rows-{self.tile.num_stages}stages-{self.programs}programs"
 
 
@@ -78,7 +81,8 @@ class InTorch:
         slot: int,
     ) -> None:
         results = partial_out, partial_lse2
-        check_arguments(q_nope, q_rope, DN, DR, torch.bfloat16, work, capacity, *results, softmax_scale)
+        dn = keys.k_nope.shape[1]
+        check_arguments(q_nope, q_rope, dn, DR, torch.bfloat16, work, capacity, *results, softmax_scale)
         pieces = (keys.k_nope, keys.k_rope, keys.v_t)
         descriptors = [Descriptor(x.base, x.block_shape, x.base.element_size(), x.base.dtype) for x in pieces]
         bytes_moved = {name: lambda *_: lambda values: values for name in ("_bits_of", "_fp8_of")}
@@ -96,6 +100,7 @@ class InTorch:
                 capacity.items_offset,
                 *q_nope.stride()[:2],
                 *q_rope.stride()[:2],
+                dn,
                 *constants,
                 slot,
             )
@@ -116,7 +121,8 @@ class Problem:
         rows, heads, chunks_of = case.rows, case.heads, [-(-tokens // CHUNK_TOKENS) for _, tokens in case.segments]
         order = torch.randperm(rows, generator=generator).tolist()
         ids = torch.randperm(sum(chunks_of) + 1, generator=generator).tolist()
-        sizes = dict(qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR, heads=heads)
+        dn, dv = case.dn, case.dv
+        sizes = dict(qk_nope_head_dim=dn, v_head_dim=dv, qk_rope_head_dim=DR, heads=heads)
         self.buffers = ExpandedBuffers.allocate(layers=LAYERS, chunks=len(ids), dtype=case.dtype, device="cpu", **sizes)
         nan = torch.tensor(NAN).to(case.dtype)
         for tensor in (self.buffers.k_nope, self.buffers.v_t):
@@ -130,15 +136,15 @@ class Problem:
             members, order = tuple(order[:size]), order if case.nested else order[size:]
             chunks, ids = tuple(ids[:n_chunks]), ids[n_chunks:]
             self.segments.append(Segment(members, 0, tokens, Mode.NAIVE, chunks))
-            k_nope, v = (torch.randn(tokens, heads, dim, generator=generator) for dim in (DN, DV))
+            k_nope, v = (torch.randn(tokens, heads, dim, generator=generator) for dim in (dn, dv))
             k_rope = torch.randn(tokens, DR, generator=generator)
             for i, chunk in enumerate(chunks):
                 of = slice(i * CHUNK_TOKENS, (i + 1) * CHUNK_TOKENS)
                 self.buffers.write(LAYER, chunk, 0, k_nope[of], v[of], k_rope[of])
         # Both parts of the query in one tensor, with padding around heads and rows, as a model has them.
-        query = torch.full((rows, heads + 1, DN + DR + 8), NAN, dtype=torch.bfloat16)
-        query[:, :heads, : DN + DR] = torch.randn(rows, heads, DN + DR, generator=generator)
-        self.q_nope, self.q_rope = query[:, :heads, :DN], query[:, :heads, DN : DN + DR]
+        query = torch.full((rows, heads + 1, dn + DR + 8), NAN, dtype=torch.bfloat16)
+        query[:, :heads, : dn + DR] = torch.randn(rows, heads, dn + DR, generator=generator)
+        self.q_nope, self.q_rope = query[:, :heads, :dn], query[:, :heads, dn : dn + DR]
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """Float64: `out [T, H, dv]`, `lse [T, H]`."""
@@ -146,7 +152,7 @@ class Problem:
         if self.case.dtype == FP8:  # what the kernel makes of the content query
             scale = self.q_nope.float().abs().amax(-1, keepdim=True).clamp_min(1e-8) / FP8_MAX
             q_nope = ((self.q_nope.float() / scale).to(FP8).float() * scale).double()
-        out = torch.zeros(self.case.rows, self.case.heads, DV, dtype=torch.float64)
+        out = torch.zeros(self.case.rows, self.case.heads, self.case.dv, dtype=torch.float64)
         lse = torch.full(out.shape[:2], -torch.inf, dtype=torch.float64)
         for segment in self.segments:
             rows = list(segment.rows)
@@ -171,7 +177,7 @@ class Problem:
         attention.plan(self.segments)
         attention.run(LAYER, self.q_nope, self.q_rope, SCALE)
         table = attention._capacity.table_of(attention._work)
-        out, lse = torch.zeros(case.rows, case.heads, DV), torch.full((case.rows, case.heads), -torch.inf)
+        out, lse = torch.zeros(case.rows, case.heads, case.dv), torch.full((case.rows, case.heads), -torch.inf)
         for row in range(case.rows):
             if places := table.of_row(row):
                 part_lse = attention._partial_lse2[places] * LN2  # [partials, H]
@@ -198,6 +204,8 @@ def cases() -> Any:
         yield Case(((7, 512), (5, 256), (2, 77)), dtype, nested=True)  # rows in one, two and three segments
     yield Case(((66, 1000),), FP8, Tile(block_rows=128, block_keys=128, num_stages=4), programs=1)
     yield Case(((20, 300),), FP8, Tile(block_rows=64, block_keys=64, num_stages=2, ctas_per_sm=2), programs=1)
+    for tile, rows in zip(sm90_naive.WIDE_TILES, (20, 70), strict=True):  # GLM-4.7-Flash's heads
+        yield Case(((rows, 300),), torch.bfloat16, tile, heads=5, dn=192, dv=256)
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=str)

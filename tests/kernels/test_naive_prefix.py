@@ -39,6 +39,7 @@ class Dims:
         return (self.nope + self.rope) ** -0.5
 
 
+WIDE = Dims(nope=192, v=256)  # GLM-4.7-Flash's
 SMALL = Dims(nope=32, rope=16, v=16, rank=48)
 DEFAULT_TILE = Tile()
 SMALL_TILE = Tile(block_rows=16, block_keys=32)
@@ -83,6 +84,8 @@ def cases():
     yield Case((4, 3), (70, 130), heads=20, num_ctas=32)
     yield Case((2, 5), (40, 65), heads=40, num_ctas=264, alone=1)
     yield Case((3,), (600,), heads=1, num_ctas=264)
+    yield Case((5, 2), (70, 300), heads=5, dims=WIDE, alone=1)
+    yield Case((20,), (70,), heads=6, tile=SMALL_TILE, dims=dataclasses.replace(SMALL, nope=48))
     # Rows in three segments, in two, in one and in none, of which some are split.
     yield Case((7, 4, 2), (512, 256, 333), heads=4, nested=True, alone=2, unused=1)
     yield Case((40, 20, 17), (256, 512, 70), heads=3, nested=True, tile=SMALL_TILE, num_ctas=40)

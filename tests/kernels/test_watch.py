@@ -107,6 +107,20 @@ def test_a_result_that_stands_among_the_partials() -> None:
     assert torch.equal(case.watch.out[:3], out) and torch.equal(out[0], first) and torch.equal(out[2], last)
 
 
+def test_a_merge_of_more_heads_than_the_queries_have() -> None:
+    """Grouped absorb's, whose rows fill up strips: the last head of each query token is nobody's."""
+    case = Case(3, 3, 16, queries=2)
+    case.q, case.rope = case.q[:, :2], case.rope[:, :2]
+    sizes = dict(heads=2, columns=RANK + ROPE, dv=16, dtype=torch.float32)
+    watch = Watch(max_rows=2, device="cpu", **sizes)
+    watch.look_at(LAYER, 2)
+    out = case.tail_out.clone()
+    look = Watched(watch, LAYER, case.q, case.rope, merged_heads=3)
+    merge(out, case.tail_lse, case.partial_out, case.partial_lse2, table_of(case.lists), out, watched=look)
+    assert torch.equal(watch.out, out.view(-1, 3, 16)[2:4, :2])
+    assert torch.equal(watch.query, torch.cat([case.q, case.rope], dim=-1)[2:4])
+
+
 def test_in_torch_the_same() -> None:
     for first in (0, 3):
         case, other = Case(6, 2, 16), Case(6, 2, 16)

@@ -370,6 +370,27 @@ def longcat_flash(folder: Path) -> Path:
     return out
 
 
+def kimi_linear(folder: Path) -> Path:
+    """Kimi-Linear in a small width: layers with linear attention among those with MLA; 12 heads, and no rotation."""
+    out = folder / "kimi_linear"
+    make_known(out, Known("kimi-linear", layers=4, heads=12))
+    return out
+
+
+def kimi_k3(folder: Path) -> Path:
+    """Kimi-K3 in a small width, of text alone: 6 heads, MLA with a gate, residuals that are mixed, latent experts."""
+    out = folder / "kimi_k3"
+    make_known(out, Known("kimi-k3", layers=4, heads=6))
+    return out
+
+
+def mistral_large_3(folder: Path) -> Path:
+    """Mistral Large 3 in a small width: queries are scaled by their positions, from 64 tokens on."""
+    out = folder / "mistral_large_3"
+    make_known(out, Known("mistral-large-3", heads=8))
+    return out
+
+
 STOCK = ("--attention-backend", "torch_native", *SIZED)
 stock_v2_lite = _server("stock_v2_lite", *STOCK, kind=Reference, model=v2_lite)
 hybrid_v2_lite = _server("hybrid_v2_lite", *NAIVE, *SIZED, *PREFIXES, model=v2_lite)
@@ -380,4 +401,15 @@ hybrid_kimi_k2 = _server("hybrid_kimi_k2", *NAIVE, *SIZED, *PREFIXES, model=kimi
 # Its configuration has not what SGLang reads: rotation without scaling.
 ROTATION = ("--json-model-override-args", '{"rope_parameters": {"factor": 1.0}}')
 stock_longcat_flash = _server("stock_longcat_flash", *STOCK, *ROTATION, kind=Reference, model=longcat_flash)
+LINEAR = ("--max-running-requests", "16", "--max-mamba-cache-size", "80")  # states are larger than the rest
+stock_kimi_linear = _server("stock_kimi_linear", *STOCK, *LINEAR, kind=Reference, model=kimi_linear)
+hybrid_kimi_linear = _server(
+    "hybrid_kimi_linear",
+    *(*NAIVE, *SIZED, *PREFIXES, *LINEAR, "--hybrid-mla-verify-interval", "5"),
+    model=kimi_linear,
+)
+stock_kimi_k3 = _server("stock_kimi_k3", *STOCK, *LINEAR, kind=Reference, model=kimi_k3)
+hybrid_kimi_k3 = _server("hybrid_kimi_k3", *NAIVE, *SIZED, *PREFIXES, *LINEAR, model=kimi_k3)
+stock_mistral_large_3 = _server("stock_mistral_large_3", *STOCK, kind=Reference, model=mistral_large_3)
+hybrid_mistral_large_3 = _server("hybrid_mistral_large_3", *NAIVE, *SIZED, *PREFIXES, model=mistral_large_3)
 hybrid_longcat_flash = _server("hybrid_longcat_flash", *NAIVE, *SIZED, *PREFIXES, *ROTATION, model=longcat_flash)

@@ -6,6 +6,8 @@ import pytest
 from conftest import Chat, Reference, Server, assert_same, counting
 from test_answers import SYSTEM, question
 
+from sglang_mla_ext.adapter.compat import contract
+
 
 def check(stock: Reference, hybrid: Server, requests: int = 6, max_tokens: int = 24) -> None:
     """Requests that share a system prompt get the stock server's answers from what is expanded."""
@@ -38,3 +40,26 @@ def test_kimi_k2(stock_kimi_k2: Reference, hybrid_kimi_k2: Server) -> None:
 def test_longcat_flash(stock_longcat_flash: Reference, hybrid_longcat_flash: Server) -> None:
     """Two attentions a layer, whose expansions lie beside each other; no YaRN."""
     check(stock_longcat_flash, hybrid_longcat_flash)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(contract.line() in ("0.5.17", "0.5.18"), reason="its prefixes are in a tree of another kind")
+def test_kimi_linear(stock_kimi_linear: Reference, hybrid_kimi_linear: Server) -> None:
+    """Layers with linear attention, whose states SGLang keeps for its tree, among those with MLA."""
+    check(stock_kimi_linear, hybrid_kimi_linear)
+    (counters,) = hybrid_kimi_linear.counters()
+    assert counters["shadow_checks"] and not counters["shadow_failures"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(contract.line() in ("0.5.17", "0.5.18"), reason="its prefixes are in a tree of another kind")
+def test_kimi_k3(stock_kimi_k3: Reference, hybrid_kimi_k3: Server) -> None:
+    """A gate on what MLA gives to its output projection."""
+    check(stock_kimi_k3, hybrid_kimi_k3, requests=4, max_tokens=12)  # its 896 experts are slow here
+
+
+@pytest.mark.slow
+def test_mistral_large_3(stock_mistral_large_3: Reference, hybrid_mistral_large_3: Server) -> None:
+    """Queries that are scaled by their positions, of which SGLang scales the absorbed ones."""
+    check(stock_mistral_large_3, hybrid_mistral_large_3)
+    assert not hybrid_mistral_large_3.info()["counters"]["prefills_naive"]

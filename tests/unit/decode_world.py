@@ -196,7 +196,7 @@ class World:
             can_finish=lambda prefix_lens, covered: True,
         )
         kinds: dict[bool, Callable[..., Any]] = {
-            False: lambda **common: module.FlashMLALatent(self.pool, self.req_to_token, **common),
+            False: lambda **common: module.FlashMLALatent(self.pool, self.req_to_token, kv_lora_rank=RANK, **common),
             True: lambda **common: module.FP8Latent(self.pool, self.req_to_token, dtype=torch.float32, **common),
         }
 

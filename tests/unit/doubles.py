@@ -26,7 +26,8 @@ MIB = 1 << 20
 def server_args(**given: Any) -> SimpleNamespace:
     """SGLang's arguments, as far as they are looked at when the parts are built."""
     decode = SimpleNamespace(backend="full")
-    nothing_known = SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict))
+    config = SimpleNamespace(to_dict=dict, get_text_config=lambda: config)
+    nothing_known = SimpleNamespace(hf_config=config, linear_attn_registry_result=None)
     values = dict(
         get_attention_backends=lambda: ("hybrid_mla", "hybrid_mla"),
         speculative_algorithm=None,

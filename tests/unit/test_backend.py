@@ -450,6 +450,23 @@ def test_a_query_is_kept_for_decode_alone(make_world: Any) -> None:
     assert relay.q_nope is None
 
 
+def test_a_kept_query_is_scaled_as_the_absorbed_one_is(make_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the model scales queries by their positions, as Mistral Large 3."""
+    world = make_world()
+    backend = world.make("gpu")
+    backend.init_forward_metadata_out_graph(world.batch(sharing(world)))
+    from sglang_mla_ext.adapter.step import layer
+
+    scaling = torch.tensor([1.0, 1.5, 2.0]).view(3, 1, 1)
+    monkeypatch.setattr(relay, "query_scaling", None)
+    monkeypatch.setattr(passes.now, "takes_query", True)
+    layer.after_query_scaling(scaling)
+    query = torch.ones(3, HEADS, 16, dtype=torch.bfloat16)
+    layer.after_split_q((query, None, None), world.layers[0])
+    assert relay.q_nope.dtype == query.dtype and torch.equal(relay.q_nope, (query * scaling).bfloat16())
+    relay.clear()
+
+
 @pytest.mark.parametrize("rows", [1, MAX_REQUESTS + 1])
 def test_rows_outside_of_what_graphs_have_shared_attention_for(make_world: Any, rows: int) -> None:
     world = make_world()

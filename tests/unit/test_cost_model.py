@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_mla_ext.configs import config_names
+from sglang_mla_ext.kernels.absorb.stacking import STRIP_ROWS
+from sglang_mla_ext.prefix import cost_model
 from sglang_mla_ext.prefix.cost_model import (
     CostModel,
     GpuRates,
@@ -105,6 +107,23 @@ def test_counts_are_the_table():
     assert cost.bytes_read(Mode.ABSORB, b, n) == 2 * b * n * 576
     assert cost.bytes_read(Mode.GROUPED_ABSORB, b, n) == 2 * n * 576
     assert cost.bytes_read(Mode.NAIVE, b, n) == 2 * (n * h * 256 + n * 64)
+
+
+def test_padding_is_counted():
+    """12 heads are stacked as 16, and computed by plain absorb as 64; heads of 192 columns are computed as 256."""
+    of_12, of_16 = (model(heads).work_seconds(Mode.GROUPED_ABSORB, 96, 60000) for heads in (12, 16))
+    assert of_12 == of_16
+    assert model(12).work_seconds(Mode.NAIVE, 96, 60000) < model(16).work_seconds(Mode.NAIVE, 96, 60000)
+    narrow, wide, whole = (
+        CostModel(replace(V3, qk_nope_head_dim=dim), 16, GpuRates.from_json("h200")) for dim in (128, 192, 256)
+    )
+    big = [cost.work_seconds(Mode.NAIVE, 900, 60000) for cost in (narrow, wide, whole)]
+    assert big[0] < big[1] == big[2]
+    assert wide.bytes_read(Mode.NAIVE, 1, 1) < whole.bytes_read(Mode.NAIVE, 1, 1)
+
+
+def test_a_strip_is_the_kernels():
+    assert cost_model._STRIP_ROWS == STRIP_ROWS
 
 
 def test_counts_of_several_query_tokens():

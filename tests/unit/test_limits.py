@@ -50,7 +50,6 @@ def server_args(
     mla: bool = True,
     architecture: str = "DeepseekV3ForCausalLM",
     index_topk: int | None = None,
-    llama_4_scaling: dict[str, float] | None = None,
     rotation: bool = True,
     dims: Mapping[str, int] = DEEPSEEK,
     linear: Any = None,
@@ -60,7 +59,6 @@ def server_args(
     config = SimpleNamespace(
         architectures=[architecture],
         index_topk=index_topk,
-        llama_4_scaling=llama_4_scaling,
         rope_parameters={"rope_theta": 1e4} if rotation else None,
         **dims,
     )
@@ -194,6 +192,7 @@ def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
             "--speculative-algorithm NGRAM is not supported: use EAGLE, EAGLE3 or NEXTN, with --speculative-eagle-topk",
         ),
         ({"speculative_algorithm": "STANDALONE"}, "--speculative-algorithm STANDALONE is not supported: use EAGLE, EA"),
+        ({"speculative_algorithm": "DSPARK"}, "DSPARK is not supported: it may verify other numbers of drafts"),
         ({"speculative_algorithm": "DFLASH"}, "--speculative-algorithm DFLASH is not supported: use EAGLE, EAGLE3 or"),
         ({"speculative_algorithm": "FROZEN_KV_MTP"}, "--speculative-algorithm FROZEN_KV_MTP is not supported: use EAG"),
         ({**EAGLE, "speculative_eagle_topk": 4}, "--speculative-eagle-topk 4 is not supported: use 1."),
@@ -291,7 +290,6 @@ def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
             {"architecture": "LongcatFlashForCausalLM", "rotation": False},
             """add --json-model-override-args '{"rope_parameters": {"factor": 1.0}}'.""",
         ),
-        ({"llama_4_scaling": {"beta": 0.1}}, "scales its queries by their positions (llama_4_scaling): choose another"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -491,5 +489,4 @@ def test_what_another_prefill_backend_does_without(
 ) -> None:
     for name, value in options.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(limits.models, "warnings", lambda args, on_gpu: [])
     assert len(limits.warnings(server_args((prefill, "hybrid_mla")), on_gpu=True)) == count

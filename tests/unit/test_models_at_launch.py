@@ -1,5 +1,5 @@
-"""Models that are not known are refused by their configuration, before weights are loaded; one that nothing is shared
-for is told of. Examined with the installed SGLang's own arguments, for a Hopper GPU that is not there."""
+"""Models that are not known, or that nothing would be shared for, are refused by their configuration, before weights
+are loaded. Examined with the installed SGLang's own arguments, for a Hopper GPU that is not there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import test_limits
 
 from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.compat.attention_classes import strange_layers
-from sglang_mla_ext.adapter.launch import models
+from sglang_mla_ext.adapter.launch import models, riding
 
 EXAMINE = r"""
 import json, sys
@@ -90,8 +90,6 @@ def test_what_is_known_works(examined: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("kimi-linear", "KimiLinearForCausalLM has layers with linear attention"),
-        ("ling", "BailingMoeV2_5ForCausalLM has layers with linear attention"),
         ("minicpm", "MiniCPM3ForCausalLM has attention layers of its own (MiniCPM3AttentionMLA)"),
         ("sarvam", "SarvamMLAForCausalLM has attention layers of its own (SarvamMoEMLAAttention)"),
     ],
@@ -102,54 +100,73 @@ def test_what_is_not_is_refused_by_name(examined: dict[str, Any], name: str, sai
     assert finding.endswith(": choose another --attention-backend.")
 
 
-def test_what_shares_nothing_runs_with_a_warning(examined: dict[str, Any]) -> None:
-    outcome, findings, (warning,) = examined["glm-flash"]
-    assert (outcome, findings) == ("works", [])
-    assert warning.startswith("nothing will be shared: expanded prefixes need head dimensions that are powers of two")
-    assert "192, 64 and 256" in warning and "has 5" in warning
+@pytest.mark.parametrize("name", ["kimi-linear", "ling"])
+def test_layers_with_linear_attention_work_where_their_tree_is_read(examined: dict[str, Any], name: str) -> None:
+    outcome, findings, _ = examined[name]
+    if contract.line() == "0.5.23":
+        assert (outcome, findings) == ("works", [])
+    else:
+        assert outcome == "refused" and "in a tree of another kind (MambaRadixCache)" in findings[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"enable_hierarchical_cache": True},
+        {"speculative_algorithm": "EAGLE"},
+        {"disaggregation_mode": "prefill"},
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_linear_layers(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    args = test_limits.server_args(**changes)
+    for linear, count in (object(), 1), (None, 0):
+        monkeypatch.setattr(models.installed, "linear_layers", lambda args, linear=linear: linear)
+        found = models.beside_linear_layers(args)
+        assert [each.code.endswith("with linear layers") for each in found] == [True] * count
+        assert (riding.in_the_way(test_limits.server_args(), on_gpu=False) is None) is (linear is None)
+
+
+def test_heads_of_other_sizes_work(examined: dict[str, Any]) -> None:
+    assert examined["glm-flash"] == ["works", [], []]
 
 
 @pytest.mark.parametrize(
     ("changes", "shares"),
     [
-        ({}, True),
-        ({"qk_nope_head_dim": 192}, True),  # grouped absorb, with 16 heads
-        ({"qk_nope_head_dim": 192, "num_attention_heads": 512}, False),
-        ({"qk_nope_head_dim": 192, "num_attention_heads": 160}, False),
-        ({"qk_nope_head_dim": 192, "kv_lora_rank": 256}, False),
+        ({"qk_nope_head_dim": 192, "v_head_dim": 256, "num_attention_heads": 20 * 8}, True),
         ({"num_attention_heads": 160, "kv_lora_rank": 256}, True),
-        ({"v_head_dim": 8}, True),
-        ({"v_head_dim": 8, "num_attention_heads": 8}, False),
+        ({"v_head_dim": 8, "num_attention_heads": 8}, True),  # grouped absorb
+        ({"v_head_dim": 8, "num_attention_heads": 512}, False),
+        ({"qk_nope_head_dim": 40, "kv_lora_rank": 256}, False),
+        ({"qk_rope_head_dim": 96}, False),
     ],
     ids=str,
 )
-def test_what_the_kernels_take(monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], shares: bool) -> None:
-    monkeypatch.setattr(models.installed, "model_config", lambda args: args.get_model_config().hf_config)
+def test_what_the_kernels_take(changes: dict[str, int], shares: bool) -> None:
     args = test_limits.server_args(dims=test_limits.DEEPSEEK | changes)
-    assert (models.warnings(args, on_gpu=True) == []) is shares
-    assert models.warnings(args, on_gpu=False) == []
+    found = models._shares_nothing(args, args.get_model_config().hf_config)
+    assert [each.code for each in found] == ["sizes"] * (not shares)
 
 
-def test_ranks_of_data_parallel_attention_have_more_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models.installed, "model_config", lambda args: args.get_model_config().hf_config)
-    dims = test_limits.DEEPSEEK | {"qk_nope_head_dim": 192, "num_attention_heads": 20}
+def test_ranks_of_data_parallel_attention_have_more_heads() -> None:
+    dims = test_limits.DEEPSEEK | {"qk_nope_head_dim": 40, "num_attention_heads": 48}
     args = test_limits.server_args(dims=dims, enable_dp_attention=True, dp_size=8)
-    assert "has 20" in models.warnings(args, on_gpu=True)[0]
+    config = args.get_model_config().hf_config
+    assert "has 48" in models._shares_nothing(args, config)[0].text
     if contract.line() == "0.5.23":
         vars(args).update(enable_dp_attention=False, dp_size=1, attn_dp_size=8)
-        assert "has 20" in models.warnings(args, on_gpu=True)[0]
+        assert "has 48" in models._shares_nothing(args, config)[0].text
 
 
 KNOWN = ["DeepseekV2", "DeepseekV3", "Glm4MoeLite", "LongcatFlash", "MistralLarge3"]
 STRANGE = {
-    "KimiK3ForConditionalGeneration": ["KimiK3MLAAttention"],
-    "BailingMoeV2_5ForCausalLM": ["DsV3MLA"],
     "MiniCPM3ForCausalLM": ["MiniCPM3AttentionMLA"],
     "SarvamMLAForCausalLM": ["SarvamMoEMLAAttention"],
 }
 if contract.line() == "0.5.23":
     STRANGE |= {
-        "GigaChat35ForCausalLM": ["GigaChat35AttentionMLA"],
         "BailingMoeV3ForCausalLM": ["DsV3MLA"],
         "HYV4ForCausalLM": ["HYV4Attention"],
     }
@@ -161,6 +178,9 @@ if contract.line() == "0.5.23":
         *(f"{name}ForCausalLM" for name in KNOWN),
         *("KimiK25ForConditionalGeneration", "KimiVLForConditionalGeneration", "DotsVLMForCausalLM"),
         *("DeepseekVL2ForCausalLM", "PixtralForConditionalGeneration", "NotOfSGLangForCausalLM"),
+        # Of classes derived from it.
+        *("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration", "BailingMoeV2_5ForCausalLM"),
+        "GigaChat35ForCausalLM",
     ],
 )
 def test_models_of_the_known_layer(architecture: str) -> None:

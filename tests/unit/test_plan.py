@@ -76,11 +76,17 @@ def test_experts_touched_by_a_batch():
 
 
 def test_every_shipped_model_is_planned():
-    assert set(config_names("models")) <= set(weights.model_names())
+    linear = {"kimi-k3", "kimi-linear"}  # only their layers with MLA are known
+    assert set(config_names("models")) - set(weights.model_names()) == linear
     for name in weights.model_names():
         of = Deployment(read_model(name), H200, tp=8)
         assert of.dims.num_layers == attention_layers_of(name)
         assert predict(of, of.cover(128, 4096), 128, 4096, 256).seconds > 0
+
+
+def test_a_model_with_layers_that_nothing_is_known_of():
+    with pytest.raises(weights.UnknownModelError, match="kimi-k3 has layers with linear attention"):
+        read_model("kimi-k3")
 
 
 def attention_layers_of(name: str) -> int:

@@ -217,7 +217,7 @@ def test_decode_by_flashmla(make_pool: Any, flashmla: Any, monkeypatch: pytest.M
     def make() -> Any:
         pool = make_pool(torch.float32)
         table = requests()["req_to_token"]
-        ways = dict(heads=HEADS, layer_id=0, grouped=False, on_failure=None)
+        ways = dict(heads=HEADS, layer_id=0, kv_lora_rank=RANK, grouped=False, on_failure=None)
         latent = flashmla.FlashMLALatent(pool, table, **ways)
         planned = Plan(ROWS, (Segment((0,), 0, PAGE, Mode.NAIVE, (0,)),))
         return compose(flashmla_stock(pool, monkeypatch), latent, planned if shares else None)
@@ -242,7 +242,7 @@ def test_prefill_by_flashmla_has_a_natural_lse(make_pool: Any, flashmla: Any, mo
     results = [(out, lse / math.log(2)), out]
     monkeypatch.setattr(FlashMLABackend, "forward_extend", lambda self, *args: results.pop(0))
     pool = make_pool(torch.float32)
-    ways = dict(heads=HEADS, layer_id=0, grouped=False, on_failure=None)
+    ways = dict(heads=HEADS, layer_id=0, kv_lora_rank=RANK, grouped=False, on_failure=None)
     latent = flashmla.FlashMLALatent(pool, requests()["req_to_token"], **ways)
     backend = compose(flashmla_stock(pool, monkeypatch), latent, None)
     whole, _ = inputs(parts=False)

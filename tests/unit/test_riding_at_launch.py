@@ -16,6 +16,12 @@ from sglang_mla_ext.predict.weights import read_model
 MIXED = {"enable_mixed_chunk": True}
 
 
+@pytest.fixture(autouse=True)
+def model_without_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer releases read the model's own configuration for that."""
+    monkeypatch.setattr(riding.installed, "linear_layers", lambda args: None)
+
+
 @pytest.mark.parametrize(
     ("changes", "given", "on_gpu", "on_cpu"),
     [

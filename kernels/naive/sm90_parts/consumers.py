@@ -38,11 +38,14 @@ NO_SCORE = gl.constexpr(-1e30)
 
 
 @gluon.jit
-def _load_rows(ptr, row, head, row_stride, head_stride, in_tile, DIM: gl.constexpr, LAYOUT: gl.constexpr):
-    """`[ROWS, DIM]` of a query in BF16; 0 where the tile has no row."""
+def _load_rows(ptr, row, head, row_stride, head_stride, in_tile, width, DIM: gl.constexpr, LAYOUT: gl.constexpr):
+    """`[ROWS, DIM]` of a query in BF16; 0 where the tile has no row, and from column `width` on."""
     dim = gl.arange(0, DIM, gl.SliceLayout(0, LAYOUT))
     pointers = ptr + (row * row_stride + head * head_stride)[:, None] + dim[None, :]
-    return gl.load(pointers, mask=in_tile[:, None], other=0.0)
+    mask = in_tile[:, None]
+    if DIM > 128:  # narrower blocks are full
+        mask = mask & (dim < width)[None, :]
+    return gl.load(pointers, mask=mask, other=0.0)
 
 
 @gluon.jit
@@ -122,8 +125,10 @@ def _attend_bf16(item, position, first, q_nope_s, q_rope_s, ring, query, scales,
     in_tile = rows < n_rows
     row = gl.load(work.ptr + GROUP_ROWS + first_row + rows, mask=in_tile, other=0).to(gl.int64)
     thread_barrier()  # all warps have finished with the query of the item before
-    q_nope_s.store(_load_rows(query.nope_ptr, row, head, query.nope_row, query.nope_head, in_tile, DN, QUERY))
-    q_rope_s.store(_load_rows(query.rope_ptr, row, head, query.rope_row, query.rope_head, in_tile, DR, QUERY))
+    q_nope_s.store(
+        _load_rows(query.nope_ptr, row, head, query.nope_row, query.nope_head, in_tile, query.nope_dim, DN, QUERY)
+    )
+    q_rope_s.store(_load_rows(query.rope_ptr, row, head, query.rope_row, query.rope_head, in_tile, DR, DR, QUERY))
     fence_async_shared()
     thread_barrier()
 
@@ -217,9 +222,9 @@ def _attend_fp8(item, position, first, q_nope_s, q_rope_s, ring, query, scales, 
     rows = first + gl.arange(0, ROWS, gl.SliceLayout(1, QUERY))
     in_tile = rows < n_rows
     row = gl.load(work.ptr + GROUP_ROWS + first_row + rows, mask=in_tile, other=0).to(gl.int64)
-    q_nope = _load_rows(query.nope_ptr, row, head, query.nope_row, query.nope_head, in_tile, DN, QUERY)
+    q_nope = _load_rows(query.nope_ptr, row, head, query.nope_row, query.nope_head, in_tile, query.nope_dim, DN, QUERY)
     q_nope = q_nope.to(gl.float32)
-    q_rope = _load_rows(query.rope_ptr, row, head, query.rope_row, query.rope_head, in_tile, DR, QUERY)
+    q_rope = _load_rows(query.rope_ptr, row, head, query.rope_row, query.rope_head, in_tile, DR, DR, QUERY)
     q_rope = q_rope.to(gl.float32)
     q_scale = gl.maximum(gl.max(gl.abs(q_nope), 1), 1e-8) / FP8_MAX
     k_scale = gl.load(scales.k_ptr + head)

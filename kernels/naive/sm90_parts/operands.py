@@ -37,11 +37,13 @@ class Query:
     nope_head: gl.tensor
     rope_row: gl.tensor
     rope_head: gl.tensor
+    nope_dim: gl.tensor  # DN; read where the block is wider than most heads
 
     @gluon.constexpr_function
-    def __init__(self, nope_ptr, rope_ptr, nope_row, nope_head, rope_row, rope_head):
+    def __init__(self, nope_ptr, rope_ptr, nope_row, nope_head, rope_row, rope_head, nope_dim):
         self.nope_ptr, self.nope_row, self.nope_head = nope_ptr, nope_row, nope_head
         self.rope_ptr, self.rope_row, self.rope_head = rope_ptr, rope_row, rope_head
+        self.nope_dim = nope_dim
 
 
 @aggregate

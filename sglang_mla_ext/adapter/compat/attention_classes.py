@@ -1,8 +1,10 @@
 """Which classes of attention layers SGLang builds a model from, read in the source of its models.
 
 SGLang has MLA for many models in one class, which is the one that we know. Others have a class of their own, or one
-derived from it that does more (a gate, no rotation): they would be found when the weights are loaded. The source is
-followed from the model's class, by the names in its code and those of its bases, as far as SGLang's models go.
+derived from it. What is derived may do more (a gate on what goes to the output projection, no rotation), as long as the
+seams are where they were: a query that is split before it is absorbed, and a result that goes to the output projection
+as it comes from `w_vc`. The source is followed from the model's class, by the names in its code and those of its bases,
+as far as SGLang's models go.
 """
 
 from __future__ import annotations
@@ -19,13 +21,20 @@ MODELS = "sglang.srt.models"
 KNOWN = f"{MODELS}.deepseek_v2.DeepseekV2AttentionMLA"
 """In the oldest release."""
 
+SEAMS = {
+    *("_apply_gated", "apply_attention_output_gate", "_split_q_nope_pe", "_chunked_prefix_attn_mha"),
+    *("forward_absorb_core", "forward_absorb_prepare"),
+}
+"""Methods with which a derived class would compute otherwise between the seams; the gates are in front of the output
+projection."""
+
 ATTENTION = "RadixAttention"
 """What calls the attention backend: a class with it is an attention layer's."""
 
 
 @cache
 def strange_layers(architecture: str) -> list[str]:
-    """Attention layers of a model that are of other classes than the one we know, by the names of these.
+    """Attention layers of a model that are of other classes than the one we know, or move its seams, by their names.
 
     Args:
         architecture: the class of the model, as its configuration names it.
@@ -68,7 +77,9 @@ class _Reading:
         if isinstance(node, ast.ClassDef):
             bases = [self._model_part(found, ast.unparse(base)) for base in node.bases]
             if any(base is not None and base.node is self._known for base in bases):
-                self._derived.add(node.name)
+                moved = SEAMS & {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+                self._uses_known |= not moved
+                self._derived |= {node.name} if moved else set()
                 return
             if node is self._known:
                 self._uses_known = True

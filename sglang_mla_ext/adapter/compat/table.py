@@ -27,6 +27,7 @@ class Feature(Enum):
     ROUTING = "--hybrid-mla-dp-routing prefix"
     # A server runs without these, whatever it is asked for.
     SMALL_DRAFTS = "drafts of small models"
+    LINEAR_ON_CPU = "linear attention on a CPU"
     STATUS = "the status page"
     EXAMINING = "examining a launch command"
 

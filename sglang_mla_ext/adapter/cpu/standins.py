@@ -82,19 +82,25 @@ def assign_req_to_token_pool_cpu(
 
 
 def _sgl_kernel() -> types.ModuleType:
-    module = types.ModuleType("sgl_kernel", "Stand-in of sglang-mla-ext for a machine without a GPU.")
-    module.__spec__ = importlib.machinery.ModuleSpec("sgl_kernel", loader=None)
-    module.__version__ = "0"  # type: ignore[attr-defined]
+    module = absent_module("sgl_kernel")
     module.assign_req_to_token_pool_cpu = assign_req_to_token_pool_cpu  # type: ignore[attr-defined]
+    return module
 
-    def absent(name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
+
+def absent_module(name: str) -> types.ModuleType:
+    """A module that has every name; what is imported from it raises when it is called."""
+    module = types.ModuleType(name, "Stand-in of sglang-mla-ext for a machine without a GPU.")
+    module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
+    module.__version__ = "0"  # type: ignore[attr-defined]
+
+    def absent(member: str) -> object:
+        if member.startswith("__"):
+            raise AttributeError(member)
 
         def call(*args: object, **kwargs: object) -> None:
-            raise NotImplementedError(f"sgl_kernel.{name} has no CPU version")
+            raise NotImplementedError(f"{name}.{member} has no CPU version")
 
-        call.__name__ = name
+        call.__name__ = member
         return call
 
     module.__getattr__ = absent  # type: ignore[method-assign]

@@ -42,21 +42,22 @@ class FlashMLALatent:
         *,
         heads: int,
         layer_id: int,
+        kv_lora_rank: int,
         grouped: bool,
         on_failure: Callable[[str, BaseException], None],
         queries: int = 1,
     ) -> None:
         """
         Args:
-            pool: latent rows, pages of 64.
+            pool: latent rows, pages of 64; also one for the layers with MLA among those of a pool (HybridLinearKVPool).
             req_to_token: `[requests, tokens]` int32, slots.
-            heads: of this rank; layer_id: of any layer in the pool.
+            heads: of this rank; layer_id: of any layer in the pool; kv_lora_rank: of a row.
             grouped: try grouped absorb.
             on_failure: is told why grouped absorb does not run here.
             queries: query tokens of each request.
         """
         self._pool, self._req_to_token, self._heads, self._layer_id = pool, req_to_token, heads, layer_id
-        self._rank, self._queries = pool.kv_lora_rank, queries
+        self._rank, self._queries = kv_lora_rank, queries
         self._wants_grouped, self._on_failure = grouped, on_failure
         self.grouped_page: int | None = None
         self._grouped: GroupedAbsorb | None = None

@@ -149,7 +149,7 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
     if on_gpu and prefill not in (BACKEND_NAME, *PREFILL):
         text = f"prefill runs {prefill}, which is not for MLA on Hopper GPUs: use {BACKEND_NAME} for prefill too."
         found.append(Finding("prefill backend", text))
-    found += models.findings(args)
+    found += models.findings(args, on_gpu) + models.beside_linear_layers(args)
     if args.dtype in ("half", "float16"):
         found.append(FLOAT16)
     if args.kv_cache_dtype == "fp8_e4m3":
@@ -210,7 +210,7 @@ def _budget_findings(args: ServerArgs, memory_bytes: int | None) -> list[Finding
 
 def warnings(args: ServerArgs, on_gpu: bool) -> list[str]:
     """What a server does without, though it runs. `args` are resolved, of a launch that works."""
-    found = models.warnings(args, on_gpu)
+    found = []
     prefill, _ = installed.attention_backends(args)
     if prefill != BACKEND_NAME and HybridMLAOptions.from_env().may_expand:
         found.append(
@@ -310,6 +310,12 @@ def _draft_findings(args: ServerArgs) -> list[Finding]:
     algorithm = args.speculative_algorithm
     if algorithm is None:
         return []
+    if algorithm.upper() == "DSPARK":
+        text = (
+            "--speculative-algorithm DSPARK is not supported: it may verify other numbers of drafts for each request "
+            "(ragged_verify_layout), and steps here take as many query tokens of one as of another. Remove it."
+        )
+        return [Finding("--speculative-algorithm", text)]
     if algorithm.upper() not in ALGORITHMS:
         text = (
             f"--speculative-algorithm {algorithm} is not supported: use {', '.join(ALGORITHMS[:-1])} or "

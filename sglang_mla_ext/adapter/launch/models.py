@@ -1,4 +1,4 @@
-"""Models that `hybrid_mla` does not know, found at launch by their configurations, and those that it has no use for."""
+"""Models that `hybrid_mla` does not know, or has no kernels for, found at launch by their configurations."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.compat.attention_classes import strange_layers
 from sglang_mla_ext.adapter.compat.findings import Finding
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
-from sglang_mla_ext.kernels.constants import LATENT_DIMS, is_block_dim
+from sglang_mla_ext.kernels.constants import LATENT_DIMS, takes_heads
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 
-def findings(args: ServerArgs) -> list[Finding]:
+def findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
     """What the model has that is not computed here. `args` are resolved."""
     if not installed.uses_mla(args):
         text = "the model does not use Multi-head Latent Attention: choose another --attention-backend."
@@ -22,9 +22,6 @@ def findings(args: ServerArgs) -> list[Finding]:
     config = installed.model_config(args)
     if _is_sparse(config):
         return [Finding("sparse", "the model uses DeepSeek Sparse Attention: use --attention-backend dsa.")]
-    if _scales_queries(config):
-        text = "the model scales its queries by their positions (llama_4_scaling): choose another --attention-backend."
-        return [Finding("llama_4_scaling", text)]
     if _has_no_rotation(config):
         text = (
             "SGLang cannot build LongCat-Flash from a config.json without rope_parameters: add "
@@ -32,40 +29,55 @@ def findings(args: ServerArgs) -> list[Finding]:
         )
         return [Finding("no rotation", text)]
     architecture = config.architectures[0]
-    if installed.linear_layers(args) is not None:
+    if (tree := installed.tree_of_linear_layers()) and installed.linear_layers(args) is not None:
         text = (
-            f"{architecture} has layers with linear attention beside Multi-head Latent Attention, in one backend and "
-            "one pool with them (HybridLinearAttnBackend, HybridLinearKVPool): choose another --attention-backend."
+            f"{architecture} has layers with linear attention beside Multi-head Latent Attention, and this SGLang "
+            f"keeps its prefixes in a tree of another kind ({tree}): use SGLang 0.5.20 or newer, or choose another "
+            "--attention-backend."
         )
         return [Finding("linear layers", text)]
     if names := strange_layers(architecture):
         text = (
-            f"{architecture} has attention layers of its own ({', '.join(names)}), and DeepSeek's are known here "
-            "(DeepseekV2AttentionMLA): choose another --attention-backend."
+            f"{architecture} has attention layers of its own ({', '.join(names)}), and those that share are DeepSeek's "
+            "(DeepseekV2AttentionMLA), also with a gate at the output projection: choose another --attention-backend."
         )
         return [Finding("attention layers", text)]
-    return []
+    return _shares_nothing(args, config) if on_gpu else []
 
 
-def warnings(args: ServerArgs, on_gpu: bool) -> list[str]:
-    """What a server does without, though it runs. `args` are resolved, of a launch that works."""
-    config = installed.model_config(args)
+def beside_linear_layers(args: ServerArgs) -> list[Finding]:
+    """What does not go with layers with linear attention, where the model has them. `args` are resolved."""
+    if installed.linear_layers(args) is None:
+        return []
+    found = {
+        # Theirs is a pool in another pool, which SGLang builds by itself.
+        "--kv-cache-dtype fp8_e4m3": args.kv_cache_dtype == "fp8_e4m3",
+        "--enable-hierarchical-cache": args.enable_hierarchical_cache,
+        "--speculative-algorithm": args.speculative_algorithm is not None,
+        "--disaggregation-mode": args.disaggregation_mode != "null",
+    }
+    text = "{} does not go with layers with linear attention yet, which this model has: remove it."
+    return [Finding(f"{flag} with linear layers", text.format(flag)) for flag, given in found.items() if given]
+
+
+def _shares_nothing(args: ServerArgs, config: Any) -> list[Finding]:
+    """Sizes that no kernel for Hopper takes, so that every step would be SGLang's."""
     config = getattr(config, "text_config", None) or config
     names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "num_attention_heads")
     nope, rope, v, rank, heads = (getattr(config, name, None) for name in names)
-    if not on_gpu or None in (nope, rope, v, rank, heads):
+    if None in (nope, rope, v, rank, heads):
         return []
     local_heads = heads // (args.tp_size // installed.dp_attention_ranks(args))
-    expands = all(is_block_dim(dim) for dim in (nope, rope, v))
     groups = (rank, rope) == LATENT_DIMS and local_heads in STACKED_HEADS
-    if expands or groups:
+    if groups or takes_heads(nope, v, rope):
         return []
-    return [
-        f"nothing will be shared: expanded prefixes need head dimensions that are powers of two, which {nope}, {rope} "
-        f"and {v} are not all, and grouped absorb needs {', '.join(map(str, STACKED_HEADS[:-1]))} or "
+    text = (
+        f"nothing would be shared: expanded prefixes need heads of multiples of 16 (content) and powers of two (values "
+        f"and rotary part) up to 256, which {nope}, {v} and {rope} are not, and grouped absorb at most "
         f"{STACKED_HEADS[-1]} heads on a GPU, which has {local_heads}, and latent rows of "
-        f"{' + '.join(map(str, LATENT_DIMS))}, which are {rank} + {rope} here."
-    ]
+        f"{' + '.join(map(str, LATENT_DIMS))}, which are {rank} + {rope} here: choose another --attention-backend."
+    )
+    return [Finding("sizes", text)]
 
 
 def _is_sparse(config: Any) -> bool:
@@ -74,9 +86,10 @@ def _is_sparse(config: Any) -> bool:
     return bool(is_deepseek_dsa(config))
 
 
-def _scales_queries(config: Any) -> bool:
-    """As Mistral Large 3 does. SGLang leaves it to backends that take the query in two parts, and the un-absorbed query
-    that we see is before it."""
+def scales_queries(args: ServerArgs) -> bool:
+    """Whether the model scales its queries by their positions, as Mistral Large 3 does. SGLang does it where a backend
+    takes whole queries, between absorption and attention."""
+    config = installed.model_config(args)
     return bool(getattr(getattr(config, "text_config", None) or config, "llama_4_scaling", None))
 
 

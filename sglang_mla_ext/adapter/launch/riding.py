@@ -34,6 +34,8 @@ def in_the_way(args: ServerArgs, on_gpu: bool) -> str | None:
         "--disaggregation-mode": args.disaggregation_mode != "null",
         "DeepEP (--moe-a2a-backend)": args.moe_a2a_backend not in (None, "none"),
         "--enable-return-routed-experts": args.enable_return_routed_experts,
+        # In a decode step their state takes one token of a request.
+        "layers with linear attention": installed.linear_layers(args) is not None,
         "decode without CUDA graphs": on_gpu and installed.decode_graph_backend(args) == "disabled",
         "--disable-cuda-graph-padding": on_gpu and bool(args.disable_cuda_graph_padding),
     }

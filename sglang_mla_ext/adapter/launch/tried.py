@@ -28,6 +28,7 @@ STORAGE, PREFILL_BY = "storage {}", "prefill by {}"
 ROLE_BY, EXPERTS_BY = "prefill and decode servers by {}", "experts by {}"
 FILES, FLASHINFER, NIXL = STORAGE.format("file"), PREFILL_BY.format("flashinfer"), ROLE_BY.format("nixl")
 V2, V3, LONGCAT = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "LongcatFlashForCausalLM"
+KIMI_LINEAR, KIMI_K3_TEXT = "KimiLinearForCausalLM", "KimiK3LinearForCausalLM"
 
 MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "0.5.17": {
@@ -45,7 +46,7 @@ MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "0.5.23": {
         CPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 2, REPLICAS: 2, NODES: 2},
-            **{SPREAD: 2, MIXED: 2, HOST_CACHE: 1, FILES: 1},
+            **{SPREAD: 2, MIXED: 2, HOST_CACHE: 1, FILES: 1, KIMI_LINEAR: 1, KIMI_K3_TEXT: 1},
         },
     },
 }

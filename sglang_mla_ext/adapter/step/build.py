@@ -14,7 +14,7 @@ from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.host_cache import wait_for_layer
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
-from sglang_mla_ext.adapter.launch import reach
+from sglang_mla_ext.adapter.launch import models, reach
 from sglang_mla_ext.adapter.launch import riding as launch_riding
 from sglang_mla_ext.adapter.launch import spread as launch_spread
 from sglang_mla_ext.adapter.launch.reach import Reach
@@ -131,10 +131,11 @@ def build(
             decodes=runner.server_args.disaggregation_mode != "prefill",
         )
     layer_index = {layer.attn_mqa.layer_id: index for index, layer in enumerate(layers)}
-    # With --prefill-attention-backend another one does prefill, whose lse may be in another base.
+    # With --prefill-attention-backend another one does prefill, whose lse may be in another base. Queries that are
+    # scaled by their positions SGLang does not scale where prefill has keys per head.
+    ours = installed.attention_backends(runner.server_args)[0] == BACKEND_NAME and not models.scales_queries(args)
     prefill = None
-    prefills = installed.attention_backends(runner.server_args)[0] == BACKEND_NAME
-    if shared is not None and prefills and not spreads:  # a rank has not all heads of what is spread
+    if shared is not None and ours and not spreads:  # a rank has not all heads of what is spread
         make_plan = functools.partial(
             PrefillPlan.make,
             attention=shared,
@@ -256,7 +257,8 @@ def stock_and_latent(
     if stock.decodes:
         from sglang_mla_ext.adapter.latent.flashmla import FlashMLALatent
 
-        return stock, FlashMLALatent(pool, req_to_token, on_failure=counters.fall_back, **common)
+        rank = layers[0].kv_lora_rank
+        return stock, FlashMLALatent(pool, req_to_token, kv_lora_rank=rank, on_failure=counters.fall_back, **common)
     from sglang_mla_ext.adapter.latent.fp8 import FP8Latent
 
     return stock, FP8Latent(pool, req_to_token, dtype=runner.dtype, on_failure=counters.fall_back, **common)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature
-from sglang_mla_ext.adapter.launch import features, limits, riding
+from sglang_mla_ext.adapter.launch import features, limits, models, riding
 from sglang_mla_ext.adapter.step import budget, failure, nextn
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.adapter.step.riding import is_extend, take_last_rows
@@ -65,6 +65,7 @@ class _Worker:
     memory: Memory | None = None
     backend: HybridMLABackend | None = None
     steps: Steps | None = None
+    repeats = True  # a pass in which something of ours fails
     riding: Riding | None = None
     mixing: Mixing | None = None
     voting: Voting | None = None
@@ -144,6 +145,7 @@ def install() -> None:
         f"{_SRT}.model_executor.runner.base_cuda_graph_runner.get_batch_sizes_to_capture": after_graph_sizes,
         f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mla"
         ".DeepseekMLAForwardMixin._split_q_nope_pe": mla_layer.after_split_q,
+        f"{_SRT}.models.deepseek_common.utils._get_llama_4_scaling": mla_layer.after_query_scaling,
         f"{_SRT}.speculative.draft_utils.DraftBackendFactory.create_decode_backend": after_draft_backend,
         f"{_SRT}.speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend": after_draft_backend,
     }
@@ -221,11 +223,15 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
         limits.check_fp8_cache(runner.server_args, on_gpu=on_gpu)
     if worker.budget_bytes is None:
         raise contract.ContractError("SGLang built its attention backend before it sized its KV cache")
+    from sglang_mla_ext.adapter.step import layer as mla_layer
     from sglang_mla_ext.adapter.step.build import build
 
     worker.pool = runner.token_to_kv_pool
     worker.memory = Memory(installed.memory_region(runner))
     options = worker.options
+    mla_layer.take_parts(not models.scales_queries(runner.server_args))
+    # A second time, the states of linear attention would take their tokens twice.
+    worker.repeats = installed.linear_layers(runner.server_args) is None
     worker.backend, worker.steps, worker.riding = build(runner, options, worker.budget_bytes, worker.memory)
     if worker.steps.spreading is not None:
         assert_installed([Feature.SPREAD, Feature.RIDING])
@@ -458,7 +464,7 @@ def before_loading(controller: HiCacheController) -> None:
 
 
 def around_eager_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    fail = worker.steps.fail if worker.steps is not None else None
+    fail = worker.steps.fail if worker.steps is not None and worker.repeats else None
     return failure.around_eager_pass(fail, original, *args, **kwargs)
 
 

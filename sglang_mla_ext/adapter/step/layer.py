@@ -55,20 +55,29 @@ def prefill_is_captured() -> bool:
     return bool(handlers.is_in_tc_piecewise_cuda_graph() or handlers.is_in_breakable_cuda_graph())
 
 
-def take_parts() -> None:
+def take_parts(wanted: bool = True) -> None:
     """Let the layer hand over absorbed query and key in two parts, content and rotary part. Otherwise it joins them,
-    which is two more copies in every layer."""
+    which is two more copies in every layer, and scales the query, where the model does so by its position."""
     from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
 
     backends = forward_mla.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
-    if BACKEND_NAME not in backends:
-        backends.append(BACKEND_NAME)  # in place: other modules have the same list
+    if wanted != (BACKEND_NAME in backends):  # in place: other modules have the same list
+        (backends.append if wanted else backends.remove)(BACKEND_NAME)
 
 
 def after_split_q(result: tuple[torch.Tensor, ...], attention: DeepseekV2AttentionMLA, *args: Any) -> None:
     """Keep the query before absorption, `[tokens, heads, qk_nope_head_dim]`, for the attention call that follows."""
     if passes.now.takes_query and id(attention) in _ours:
         relay.q_nope = result[0]
+        if relay.query_scaling is not None:
+            with our_part("scaling a query"):
+                relay.q_nope = (result[0] * relay.query_scaling).to(result[0].dtype)
+
+
+def after_query_scaling(result: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    """`_get_llama_4_scaling`, at the beginning of a forward pass: `[tokens, 1, 1]`, which SGLang multiplies queries by
+    behind absorption."""
+    relay.query_scaling = result
 
 
 def around_chunk_info(original: Callable[..., None], forward_batch: Any, device: torch.device, **packing: bool) -> None:
@@ -123,7 +132,7 @@ def around_prefix_attention(
 
 
 def attention_layers(runner: ModelRunner) -> list[DeepseekV2AttentionMLA]:
-    """The model's MLA layers on this rank, by layer id.
+    """The model's MLA layers on this rank, by layer id: those of DeepSeek's class, and of classes derived from it.
 
     Raises:
         ValueError: the model has none that we know.

@@ -21,10 +21,12 @@ class Relay:
     Attributes:
         q_nope: `[rows, heads, qk_nope_head_dim]`, the query of the layer that runs now, before absorption.
         tail_lse: `[rows, heads]` float32, natural log, of the layer whose shared part is still to be merged.
+        query_scaling: `[rows, 1, 1]` of the pass; None unless the model scales its queries by their positions.
     """
 
     q_nope: Tensor | None = None
     tail_lse: Tensor | None = None
+    query_scaling: Tensor | None = None
 
     def clear(self) -> None:
         """Forget what a pass that ended in an error has left."""

@@ -260,6 +260,11 @@ def linear_layers(args: ServerArgs) -> Any:
     return mambaish_config(args.get_model_config())
 
 
+def tree_of_linear_layers() -> str | None:
+    """The prefix cache that SGLang keeps a model with such layers in, where TreeView cannot read it."""
+    return "MambaRadixCache"
+
+
 def prefill_graph_backend(args: ServerArgs) -> str:
     """How prefill is captured in CUDA graphs; "disabled" where it is not. `args` are resolved."""
     return str(args.cuda_graph_config.prefill.backend)

@@ -189,6 +189,17 @@ DRAFTS = needed_for(
     ),
     *attributes("layers.attention.attention_registry", "ATTENTION_BACKENDS", "the draft model's backend"),
 )
+LINEAR_ON_CPU = needed_for(
+    Feature.LINEAR_ON_CPU,
+    *function("model_executor.model_runner.ModelRunner.load_model", "self", "torch in place of kernels"),
+    *function("layers.attn_residual._mix_fused", "prefix_sum bank nvb score_proj score_norm", "the same"),
+    *function("layers.attn_residual.aggregate_stream_torch", "prefix_sum bank nvb score_proj score_norm", "the same"),
+    *function("layers.attention.linear.kda_backend.causal_conv1d_fn", "x weight bias", "the same"),
+    *attributes("layers.attention.linear.kernels.kda_triton", "TritonKDAKernel", "the same", kind="class"),
+    *function("layers.attention.hybrid_linear_attn_backend.track_mamba_states_all_layers", "", "the same"),
+    *function("layers.attention.hybrid_linear_attn_backend.track_mamba_states_if_needed", "", "the same"),
+    *function("sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward", "self x g", "the same"),
+)
 SMALL_DRAFTS = needed_for(
     Feature.SMALL_DRAFTS,
     *function(
@@ -297,6 +308,6 @@ EXAMINING = needed_for(
 )
 
 USED_BY_FEATURES = (
-    *(*GPU, *CPU, *DRAFTS, *SMALL_DRAFTS, *HOST_CACHE, *DISAGGREGATION),
+    *(*GPU, *CPU, *LINEAR_ON_CPU, *DRAFTS, *SMALL_DRAFTS, *HOST_CACHE, *DISAGGREGATION),
     *(*FP8, *MEMORY_SAVER, *RIDING, *SPREAD, *ROUTING, *STATUS, *EXAMINING),
 )

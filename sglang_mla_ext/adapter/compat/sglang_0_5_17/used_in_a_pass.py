@@ -89,6 +89,11 @@ LAYER = (
         "self q accum_output accum_lse forward_batch",
         "prefill over expanded prefixes",
     ),
+    *function(
+        "models.deepseek_common.utils._get_llama_4_scaling",
+        "original_max_position_embeddings scaling_beta positions",
+        "queries that are scaled by their positions",
+    ),
     *attributes(
         _MLA,
         "kv_lora_rank num_heads num_local_heads qk_nope_head_dim qk_rope_head_dim v_head_dim",

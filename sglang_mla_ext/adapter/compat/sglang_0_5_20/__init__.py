@@ -109,6 +109,11 @@ def linear_layers(args: ServerArgs) -> Any:
     return mambaish_config(model_config_of(args))
 
 
+def tree_of_linear_layers() -> str | None:
+    """See sglang_0_5_17. One tree is for all models."""
+    return None
+
+
 def other_trees() -> list[str]:
     """See sglang_0_5_17. The tree that TreeView reads is the default here."""
     from sglang.srt.environ import envs

@@ -11,6 +11,7 @@ _TREE = "mem_cache.radix_cache"
 _CORE = "mem_cache.unified_cache.unified_tree_core"
 _MHA_BATCH = "model_executor.forward_batch_deepseek_mha_mixin.ForwardBatchDeepSeekMHAMixin"
 _ONE_TREE = "mem_cache.unified_radix_cache.UnifiedRadixCache"
+_LINEAR_POOL = "mem_cache.memory_pool.HybridLinearKVPool"
 
 CHANGES = Changes(
     uses=(
@@ -37,6 +38,23 @@ CHANGES = Changes(
         ),
         use("server_args.add_attention_backend_choices", "attribute", "the backend's name"),
         use("server_args.add_chunked_prefix_cache_attention_backend", "attribute", "prefill over a prefix"),
+        # The pool of a model with linear attention, whose layers keep the numbers that they have in the model.
+        use(f"{_LINEAR_POOL}.get_key_buffer", "function", "latent rows beside linear attention", "self layer_id"),
+        use(
+            f"{_LINEAR_POOL}.set_mla_kv_buffer",
+            "function",
+            "storing keys in two parts",
+            "self layer loc_info cache_k_nope cache_k_rope",
+        ),
+        use(f"{_LINEAR_POOL}.layer_transfer_counter", "attribute", "waiting for rows that come from the host"),
+        *needed_for(
+            Feature.LINEAR_ON_CPU,
+            use(
+                "arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer",
+                "function",
+                "states are kept for the tree while passes overlap",
+            ),
+        ),
         # The tree: numbers for nodes, and a core beside the cache.
         use(f"{_ONE_TREE}.tree_core", "attribute", "the radix tree"),
         use(f"{_ONE_TREE}.disable", "attribute", "is there a radix tree"),
