@@ -15,7 +15,7 @@ import test_limits
 
 from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.compat.attention_classes import strange_layers
-from sglang_mla_ext.adapter.launch import models, riding
+from sglang_mla_ext.adapter.launch import limits, models, riding
 
 EXAMINE = r"""
 import json, sys
@@ -112,7 +112,6 @@ def test_layers_with_linear_attention_work_where_their_tree_is_read(examined: di
 @pytest.mark.parametrize(
     "changes",
     [
-        {"kv_cache_dtype": "fp8_e4m3"},
         {"enable_hierarchical_cache": True},
         {"speculative_algorithm": "EAGLE"},
         {"disaggregation_mode": "prefill"},
@@ -128,36 +127,43 @@ def test_what_does_not_go_with_linear_layers(monkeypatch: pytest.MonkeyPatch, ch
         assert (riding.in_the_way(test_limits.server_args(), on_gpu=False) is None) is (linear is None)
 
 
+def test_an_fp8_cache_does_not_go_with_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits.installed, "linear_layers", lambda args: object())
+    monkeypatch.setattr(limits.installed, "attention_backends", lambda args: ("hybrid_mla", "hybrid_mla"))
+    monkeypatch.setattr(limits.installed, "resolved", lambda args: args)
+    with pytest.raises(limits.Refusal, match="set --kv-cache-dtype bfloat16"):
+        limits.check_fp8_cache(test_limits.server_args(), on_gpu=False)
+
+
 def test_heads_of_other_sizes_work(examined: dict[str, Any]) -> None:
     assert examined["glm-flash"] == ["works", [], []]
 
 
 @pytest.mark.parametrize(
-    ("changes", "shares"),
+    ("changes", "refused"),
     [
-        ({"qk_nope_head_dim": 192, "v_head_dim": 256, "num_attention_heads": 20 * 8}, True),
-        ({"num_attention_heads": 160, "kv_lora_rank": 256}, True),
-        ({"v_head_dim": 8, "num_attention_heads": 8}, True),  # grouped absorb
-        ({"v_head_dim": 8, "num_attention_heads": 512}, False),
-        ({"qk_nope_head_dim": 40, "kv_lora_rank": 256}, False),
-        ({"qk_rope_head_dim": 96}, False),
+        ({"qk_nope_head_dim": 192, "v_head_dim": 256, "num_attention_heads": 20 * 8}, []),
+        ({"v_head_dim": 8, "num_attention_heads": 8}, []),  # grouped absorb
+        ({"v_head_dim": 8, "num_attention_heads": 512}, ["sizes"]),
+        ({"kv_lora_rank": 256}, ["latent rows"]),  # Mistral Small 4
+        ({"qk_rope_head_dim": 96}, ["latent rows"]),
     ],
     ids=str,
 )
-def test_what_the_kernels_take(changes: dict[str, int], shares: bool) -> None:
+def test_what_the_kernels_take(changes: dict[str, int], refused: list[str]) -> None:
     args = test_limits.server_args(dims=test_limits.DEEPSEEK | changes)
-    found = models._shares_nothing(args, args.get_model_config().hf_config)
-    assert [each.code for each in found] == ["sizes"] * (not shares)
+    found = models._sizes(args, args.get_model_config().hf_config)
+    assert [each.code for each in found] == refused
 
 
 def test_ranks_of_data_parallel_attention_have_more_heads() -> None:
     dims = test_limits.DEEPSEEK | {"qk_nope_head_dim": 40, "num_attention_heads": 48}
     args = test_limits.server_args(dims=dims, enable_dp_attention=True, dp_size=8)
     config = args.get_model_config().hf_config
-    assert "has 48" in models._shares_nothing(args, config)[0].text
+    assert "has 48" in models._sizes(args, config)[0].text
     if contract.line() == "0.5.23":
         vars(args).update(enable_dp_attention=False, dp_size=1, attn_dp_size=8)
-        assert "has 48" in models._shares_nothing(args, config)[0].text
+        assert "has 48" in models._sizes(args, config)[0].text
 
 
 KNOWN = ["DeepseekV2", "DeepseekV3", "Glm4MoeLite", "LongcatFlash", "MistralLarge3"]

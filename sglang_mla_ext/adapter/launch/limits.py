@@ -346,6 +346,10 @@ def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
             f"{BACKEND_NAME} for prefill too, or remove --kv-cache-dtype."
         )
         found.append(Finding("prefill backend", text))
+    if installed.linear_layers(args) is not None:
+        # Their pool is in another, which SGLang builds by itself.
+        text = "an FP8 cache does not go with layers with linear attention yet, which this model has: set "
+        found.append(Finding("FP8 with linear layers", f"{text}--kv-cache-dtype bfloat16."))
     flags = {
         # Each token has a scale of its own.
         "--quantization-param-path": args.quantization_param_path is not None,

@@ -42,7 +42,7 @@ def findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
             "(DeepseekV2AttentionMLA), also with a gate at the output projection: choose another --attention-backend."
         )
         return [Finding("attention layers", text)]
-    return _shares_nothing(args, config) if on_gpu else []
+    return _sizes(args, config) if on_gpu else []
 
 
 def beside_linear_layers(args: ServerArgs) -> list[Finding]:
@@ -50,8 +50,6 @@ def beside_linear_layers(args: ServerArgs) -> list[Finding]:
     if installed.linear_layers(args) is None:
         return []
     found = {
-        # Theirs is a pool in another pool, which SGLang builds by itself.
-        "--kv-cache-dtype fp8_e4m3": args.kv_cache_dtype == "fp8_e4m3",
         "--enable-hierarchical-cache": args.enable_hierarchical_cache,
         "--speculative-algorithm": args.speculative_algorithm is not None,
         "--disaggregation-mode": args.disaggregation_mode != "null",
@@ -60,22 +58,26 @@ def beside_linear_layers(args: ServerArgs) -> list[Finding]:
     return [Finding(f"{flag} with linear layers", text.format(flag)) for flag, given in found.items() if given]
 
 
-def _shares_nothing(args: ServerArgs, config: Any) -> list[Finding]:
-    """Sizes that no kernel for Hopper takes, so that every step would be SGLang's."""
+def _sizes(args: ServerArgs, config: Any) -> list[Finding]:
+    """Sizes that FlashMLA does not take, or no kernel of ours for Hopper, so that every step would be SGLang's."""
     config = getattr(config, "text_config", None) or config
     names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "num_attention_heads")
     nope, rope, v, rank, heads = (getattr(config, name, None) for name in names)
     if None in (nope, rope, v, rank, heads):
         return []
+    if (rank, rope) != LATENT_DIMS:
+        text = (
+            f"FlashMLA reads latent rows of {' + '.join(map(str, LATENT_DIMS))}, which are {rank} + {rope} here: "
+            "choose another --attention-backend."
+        )
+        return [Finding("latent rows", text)]
     local_heads = heads // (args.tp_size // installed.dp_attention_ranks(args))
-    groups = (rank, rope) == LATENT_DIMS and local_heads in STACKED_HEADS
-    if groups or takes_heads(nope, v, rope):
+    if local_heads in STACKED_HEADS or takes_heads(nope, v, rope):
         return []
     text = (
         f"nothing would be shared: expanded prefixes need heads of multiples of 16 (content) and powers of two (values "
         f"and rotary part) up to 256, which {nope}, {v} and {rope} are not, and grouped absorb at most "
-        f"{STACKED_HEADS[-1]} heads on a GPU, which has {local_heads}, and latent rows of "
-        f"{' + '.join(map(str, LATENT_DIMS))}, which are {rank} + {rope} here: choose another --attention-backend."
+        f"{STACKED_HEADS[-1]} heads on a GPU, which has {local_heads}: choose another --attention-backend."
     )
     return [Finding("sizes", text)]
 
