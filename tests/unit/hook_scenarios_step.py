@@ -281,7 +281,8 @@ def scenario_a_layer_whose_shared_part_is_not_merged_is_noticed() -> None:
 
 
 def scenario_the_query_is_kept_only_where_it_is_needed() -> None:
-    """And of no draft model's layer."""
+    """And of no draft model's layer. Models that scale queries by their positions do so with what is kept, too."""
+    from sglang.srt.models.deepseek_common import utils
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import DeepseekMLAForwardMixin
 
     from sglang_mla_ext.adapter.step.layer import merge_before_o_proj
@@ -296,6 +297,9 @@ def scenario_the_query_is_kept_only_where_it_is_needed() -> None:
         assert [part.shape[-1] for part in result] == [DN, DR, DR]
         DeepseekMLAForwardMixin._split_q_nope_pe(of_a_draft, q, latent)
         assert relay.q_nope is (result[0] if needed else None)
+    scaling = utils._get_llama_4_scaling(2, 0.1, torch.arange(3))
+    result = DeepseekMLAForwardMixin._split_q_nope_pe(layer, q, latent)
+    assert scaling[2] > 1 and torch.equal(relay.q_nope, result[0] * scaling)
 
 
 def scenario_prefill_attends_to_what_is_expanded() -> None:

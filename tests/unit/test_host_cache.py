@@ -136,7 +136,7 @@ def test_an_expansion_waits_for_each_layer(late: Late) -> None:
         )
         for layer in range(2)
     ]
-    buffers = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, qk_rope_head_dim=64)
+    buffers = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32, qk_rope_head_dim=64, heads=2)
     expander = Expander(layers, late.pool, buffers)  # type: ignore[arg-type]
     expander._expand_unfused = lambda attention, index, rows, chunks, start: seen.append(rows.float())
     expander.expand_slots(late.slots, [0], 0)

@@ -61,7 +61,7 @@ def make(scheduler: Scheduler, *, delayer: Any, running_batch: Any) -> tuple[Any
     new = scheduler.new
     if new is None:
         return None, running_batch
-    scheduler.is_mixed_chunk = False  # hooks.after_prepare_for_extend
+    scheduler.is_mixed_chunk = False  # hooks_riding.after_prepare_for_extend
     scheduler.mixing.prepared(new, scheduler)
     scheduler.seen.append((scheduler.is_mixed_chunk, scheduler.chunked_prefill_size))
     if not scheduler.is_mixed_chunk:

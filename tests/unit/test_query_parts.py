@@ -123,6 +123,8 @@ def inputs(parts: bool) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tenso
 class Shared:
     """Stands where the attention over expanded prefixes is, and keeps what it gets."""
 
+    runs_beside_tails = False
+
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
 

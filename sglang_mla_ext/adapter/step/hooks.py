@@ -10,7 +10,6 @@ backend's factory asks `assert_installed` for what its server needs before it bu
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Collection
@@ -19,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature
-from sglang_mla_ext.adapter.launch import features, limits, models, riding
-from sglang_mla_ext.adapter.step import budget, failure, nextn
+from sglang_mla_ext.adapter.launch import features, limits, models
+from sglang_mla_ext.adapter.step import budget, failure, hooks_riding, nextn
 from sglang_mla_ext.adapter.step.passes import passes
-from sglang_mla_ext.adapter.step.riding import is_extend, take_last_rows
+from sglang_mla_ext.adapter.step.worker import guarded, worker
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.observe import Metrics
 from sglang_mla_ext.options import HybridMLAOptions
@@ -30,20 +29,12 @@ from sglang_mla_ext.options import HybridMLAOptions
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.managers.cache_controller import HiCacheController
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
-    from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sglang_mla_ext.adapter.step.backend import HybridMLABackend
-    from sglang_mla_ext.adapter.step.mixing import Mixing
-    from sglang_mla_ext.adapter.step.riding import Riding
-    from sglang_mla_ext.adapter.step.steps import Steps
-    from sglang_mla_ext.adapter.step.voting import Voting
-
 logger = logging.getLogger(__name__)
-Hook = Callable[..., Any]
 
 METRICS_INTERVAL_S = 1.0
 
@@ -54,55 +45,6 @@ _SRT = "sglang.srt"
 _WEIGHTS = f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _hooked: dict[str, Feature] = {}
 """What is hooked, and what needs it."""
-
-
-class _Worker:
-    """What one scheduler process knows; filled in as SGLang builds its parts."""
-
-    budget_bytes: int | None = None
-    options: HybridMLAOptions | None = None
-    pool: KVCache | None = None
-    memory: Memory | None = None
-    backend: HybridMLABackend | None = None
-    steps: Steps | None = None
-    repeats = True  # a pass in which something of ours fails
-    riding: Riding | None = None
-    mixing: Mixing | None = None
-    voting: Voting | None = None
-    scheduler: Scheduler | None = None
-    metrics: Metrics | None = None
-    metrics_time = 0.0
-
-
-worker = _Worker()
-
-
-def _guarded(what: str, *, only_shows: bool = False, loses_memory: bool = False) -> Callable[[Hook], Hook]:
-    """A hook of a running server: what it raises does not reach SGLang.
-
-    Args:
-        what: it does.
-        only_shows: what is shared stays so; otherwise it is forgotten, and nothing is shared for a while.
-        loses_memory: what is in our memory is anything, unless it returns.
-    """
-
-    def guard(hook: Hook) -> Hook:
-        @functools.wraps(hook)
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return hook(*args, **kwargs)
-            except Exception as error:
-                if worker.steps is None:  # still the start
-                    raise
-                if only_shows:
-                    worker.steps.counters.fall_back(f"{what} failed: {type(error).__name__}", error)
-                else:
-                    clear = worker.memory.clear if loses_memory and worker.memory is not None else None
-                    worker.steps.fail(what, error, clear)
-
-        return guarded
-
-    return guard
 
 
 def install() -> None:
@@ -138,11 +80,13 @@ def install() -> None:
         f"{_SRT}.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
             latent_pool.after_cell_size
         ),
-        f"{_SRT}.managers.schedule_batch.ScheduleBatch.prepare_for_extend": after_prepare_for_extend,
+        f"{_SRT}.managers.schedule_batch.ScheduleBatch.prepare_for_extend": hooks_riding.after_prepare_for_extend,
         f"{_SRT}.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-        ".process_batch_result_prefill": after_prefill_result,
-        f"{_SRT}.layers.logits_processor.LogitsMetadata.from_forward_batch": after_logits_metadata,
-        f"{_SRT}.model_executor.runner.base_cuda_graph_runner.get_batch_sizes_to_capture": after_graph_sizes,
+        ".process_batch_result_prefill": hooks_riding.after_prefill_result,
+        f"{_SRT}.layers.logits_processor.LogitsMetadata.from_forward_batch": hooks_riding.after_logits_metadata,
+        f"{_SRT}.model_executor.runner.base_cuda_graph_runner.get_batch_sizes_to_capture": (
+            hooks_riding.after_graph_sizes
+        ),
         f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mla"
         ".DeepseekMLAForwardMixin._split_q_nope_pe": mla_layer.after_split_q,
         f"{_SRT}.models.deepseek_common.utils._get_llama_4_scaling": mla_layer.after_query_scaling,
@@ -150,7 +94,9 @@ def install() -> None:
         f"{_SRT}.speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend": after_draft_backend,
     }
     if HybridMLAOptions.from_env().spread != "off":
-        after[f"{_SRT}.managers.scheduler_components.dp_attn.MLPSyncBatchInfo.all_gather"] = after_sync_gather
+        after[f"{_SRT}.managers.scheduler_components.dp_attn.MLPSyncBatchInfo.all_gather"] = (
+            hooks_riding.after_sync_gather
+        )
     if not torch.cuda.is_available():
         from sglang_mla_ext.adapter.step.stock_torch import after_support_triton
 
@@ -158,7 +104,9 @@ def install() -> None:
     before = {
         f"{_SRT}.disaggregation.common.conn.CommonKVManager.__init__": before_kv_manager,
         f"{_SRT}.managers.cache_controller.HiCacheController.start_loading": before_loading,
-        f"{_SRT}.managers.scheduler_components.dp_attn.MLPSyncBatchInfo._get_local_tensor": before_sync_info,
+        f"{_SRT}.managers.scheduler_components.dp_attn.MLPSyncBatchInfo._get_local_tensor": (
+            hooks_riding.before_sync_info
+        ),
     }
     around = {
         "sglang.kernels.ops.layernorm.fused_eh_norm.fused_eh_norm": nextn.around_eh_norm,
@@ -168,10 +116,10 @@ def install() -> None:
         f"{_SRT}.model_executor.forward_batch_deepseek_mha_mixin"
         ".ForwardBatchDeepSeekMHAMixin.prepare_chunked_prefix_cache_info": mla_layer.around_chunk_info,
         f"{_SRT}.mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__": latent_pool.around_host_pool,
-        f"{_SRT}.managers.scheduler.Scheduler._get_new_batch_prefill_raw": around_new_batch,
-        f"{_SRT}.managers.scheduler_components.dp_attn.prepare_mlp_sync_batch_raw": around_sync,
-        f"{_SRT}.model_executor.cuda_graph_buffer_registry.build_eager_registry": around_eager_registry,
-        f"{_SRT}.model_executor.model_runner.ModelRunner._forward_raw": around_forward,
+        f"{_SRT}.managers.scheduler.Scheduler._get_new_batch_prefill_raw": hooks_riding.around_new_batch,
+        f"{_SRT}.managers.scheduler_components.dp_attn.prepare_mlp_sync_batch_raw": hooks_riding.around_sync,
+        f"{_SRT}.model_executor.cuda_graph_buffer_registry.build_eager_registry": hooks_riding.around_eager_registry,
+        f"{_SRT}.model_executor.model_runner.ModelRunner._forward_raw": hooks_riding.around_forward,
         f"{_SRT}.model_executor.runner.eager_runner.EagerRunner.execute": around_eager_pass,
         f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mha"
         ".DeepseekMHAForwardMixin._chunked_prefix_attn_mha": mla_layer.around_prefix_attention,
@@ -287,14 +235,14 @@ def before_kv_manager(manager: Any, args: Any, *others: Any, **more: Any) -> Non
     args.kv_cache_dtype_str = latent_pool.dtype_for_peers(args.kv_cache_dtype_str, worker.pool)
 
 
-@_guarded("hearing of a forward pass")
+@guarded("hearing of a forward pass")
 def after_forward_batch(
     forward_batch: Any, cls: type, batch: Any, model_runner: ModelRunner, *args: Any, **kwargs: Any
 ) -> None:
     passes.end()  # whatever became of it
     if model_runner.is_draft_worker or worker.steps is None or worker.scheduler is None:
         return
-    rides = _rides(batch)
+    rides = hooks_riding.rides(batch)
     worker.steps.before_forward(
         forward_batch.forward_mode,
         batch.reqs,
@@ -309,53 +257,7 @@ def after_forward_batch(
     _publish_metrics()
 
 
-def _rides(batch: ScheduleBatch) -> bool:
-    if worker.riding is None or not batch.forward_mode.is_extend():
-        return False
-    if batch.forward_mode.is_mixed():
-        return True  # that it rides was found before it was mixed
-    if worker.voting is not None:
-        return worker.voting.takes(batch)
-    return is_extend(batch) and worker.riding.takes(batch)
-
-
-def around_sync(original: Callable[..., Any], batch: ScheduleBatch | None, *args: Any, **kwargs: Any) -> Any:
-    if worker.steps is not None and worker.steps.spreading is not None:
-        worker.steps.spreading.comes(batch)
-    if worker.voting is None:
-        return original(batch, *args, **kwargs)
-    return worker.voting.agree(original, _would_ride(batch) or False, batch, *args, **kwargs)
-
-
-@_guarded("deciding what rides")
-def _would_ride(batch: ScheduleBatch | None) -> bool:
-    return worker.voting.would_ride(batch)
-
-
-@_guarded("saying that new tokens ride")
-def before_sync_info(info: Any, *args: Any, **kwargs: Any) -> None:
-    if worker.voting is not None:
-        worker.voting.cast(info)
-
-
-@_guarded("agreeing on what is spread")
-def after_sync_gather(result: None, info: Any, *args: Any, **kwargs: Any) -> None:
-    if worker.steps is not None and worker.steps.spreading is not None:
-        worker.steps.spreading.agree(info)
-
-
-@_guarded("taking last rows")
-def after_logits_metadata(metadata: Any, cls: type, forward_batch: Any) -> None:
-    take_last_rows(metadata)
-
-
-def around_forward(original: Callable[..., Any], runner: ModelRunner, forward_batch: Any, *args: Any) -> Any:
-    if worker.riding is None or runner.is_draft_worker or not passes.now.rides:
-        return original(runner, forward_batch, *args)
-    return worker.riding.run(original, runner, forward_batch, worker.steps.fail, *args)
-
-
-@_guarded("checking a step")
+@guarded("checking a step")
 def after_forward(output: Any, runner: ModelRunner, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
     if worker.backend is not None and not runner.is_draft_worker:
         now = passes.now
@@ -365,68 +267,25 @@ def after_forward(output: Any, runner: ModelRunner, forward_batch: Any, *args: A
             worker.steps.counters.count_ride(now.plan, now.rows, now.decoding)
 
 
-def around_new_batch(original: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
-    if worker.mixing is None:
-        return original(scheduler, *args, **kwargs)
-    tokens = _tokens_to_mix(scheduler, kwargs["running_batch"]) or 0
-    return worker.mixing.new_batch(original, tokens, scheduler, *args, **kwargs)
-
-
-@_guarded("deciding how much is mixed")
-def _tokens_to_mix(scheduler: Scheduler, running: ScheduleBatch) -> int:
-    return worker.mixing.new_tokens(scheduler, running)
-
-
-@_guarded("deciding what is mixed")
-def after_prepare_for_extend(result: None, batch: ScheduleBatch) -> None:
-    if worker.mixing is not None and worker.scheduler is not None:
-        worker.scheduler.is_mixed_chunk = False  # unless it is decided
-        worker.mixing.prepared(batch, worker.scheduler)
-
-
-@_guarded("counting decoded tokens", only_shows=True)
-def after_prefill_result(result: None, processor: Any, batch: ScheduleBatch, of_batch: Any) -> None:
-    if worker.mixing is not None:
-        worker.mixing.count_decoded(batch, processor.metrics_reporter, of_batch.can_run_cuda_graph)
-
-
-def after_graph_sizes(
-    sizes: tuple[list[int], list[int]], runner: ModelRunner, *args: Any, **kwargs: Any
-) -> tuple[list[int], list[int]] | None:
-    """SGLang captures no decode graph of more rows than it has places for requests."""
-    if runner.is_draft_worker:
-        return None
-    options = HybridMLAOptions.from_env()
-    tokens = riding.tokens(installed.resolved(runner.server_args), options, on_gpu=runner.device == "cuda")
-    most = budget.max_rows(sizes[0][-1], 1, tokens)
-    return riding.graph_sizes(sizes[0], most), sizes[1]
-
-
-def around_eager_registry(original: Callable[..., Any], **kwargs: Any) -> Any:
-    """Without a GPU rows ride in passes without a graph, whose buffers hold as many as there are requests."""
-    tokens = worker.riding.tokens if worker.riding is not None else 0
-    return original(**{**kwargs, "max_bs": kwargs["max_bs"] + tokens})
-
-
 def _other_requests(scheduler: Scheduler) -> list[Req]:
     """Those that hold prefixes beside the requests of a prefill step: they are decoding, or on a prefill server, whose
     rows are on their way to a decode server. All ranks have the same."""
     return [*scheduler.running_batch.reqs, *(getattr(scheduler, "disagg_prefill_inflight_queue", None) or ())]
 
 
-@_guarded("forgetting what was flushed")
+@guarded("forgetting what was flushed")
 def after_flush_cache(success: bool, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
     if success and worker.steps is not None:
         worker.steps.forget()
 
 
-@_guarded("forgetting what old weights gave")
+@guarded("forgetting what old weights gave")
 def after_weight_load_begins(result: Any, *args: Any, **kwargs: Any) -> None:
     if worker.steps is not None:
         worker.steps.weights_change()
 
 
-@_guarded("forgetting what sleeps")
+@guarded("forgetting what sleeps")
 def after_release_memory(result: Any, manager: Any, recv_req: Any) -> None:
     """What is expanded is gone, whether or not SGLang could flush its cache. It does so after the memory is given back,
     so forgetting touches nothing on the device."""
@@ -434,21 +293,21 @@ def after_release_memory(result: Any, manager: Any, recv_req: Any) -> None:
         worker.steps.forget()
 
 
-@_guarded("clearing memory after sleep", loses_memory=True)
+@guarded("clearing memory after sleep", loses_memory=True)
 def after_resume_memory(result: Any, manager: Any, recv_req: Any) -> None:
     """The memory is there again, with any contents."""
     if worker.memory is not None and installed.gives_kv_memory(recv_req.tags):
         worker.memory.clear()
 
 
-@_guarded("becoming idle")
+@guarded("becoming idle")
 def after_on_idle(result: None, scheduler: Scheduler) -> None:
     if worker.steps is not None and scheduler.is_fully_idle():
         worker.steps.idle()
         _publish_metrics()
 
 
-@_guarded("reporting", only_shows=True)
+@guarded("reporting", only_shows=True)
 def after_get_internal_state(result: Any, scheduler: Scheduler, recv_req: Any) -> None:
     if worker.steps is not None:
         state, report = result.internal_state, worker.steps.reports.status(worker.steps.pause)
@@ -457,7 +316,7 @@ def after_get_internal_state(result: Any, scheduler: Scheduler, recv_req: Any) -
         state[BACKEND_NAME] = report
 
 
-@_guarded("waiting before rows come from the host")
+@guarded("waiting before rows come from the host")
 def before_loading(controller: HiCacheController) -> None:
     if worker.scheduler is not None and controller.load_queue:
         installed.wait_before_loading(controller, worker.scheduler.forward_stream)
@@ -472,7 +331,7 @@ def after_draft_backend(result: Any, factory: Any) -> None:
     installed.name_draft_backend(result, factory)
 
 
-@_guarded("publishing metrics", only_shows=True)
+@guarded("publishing metrics", only_shows=True)
 def _publish_metrics() -> None:
     now = time.monotonic()
     if worker.metrics is not None and worker.steps is not None and now - worker.metrics_time > METRICS_INTERVAL_S:
