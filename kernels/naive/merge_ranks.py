@@ -38,7 +38,7 @@ def merge_ranks_kernel(
     lse_rank,
     lse_row,
     lse_head,
-    number,  # of this merge's layer, see watch.Watch; it and what follows to rope_head is not read unless WATCH
+    number,  # of this merge's layer, see watch.Watch; it and what follows to out_heads is not read unless WATCH
     target_ptr,
     watch_query_ptr,
     watch_out_ptr,
@@ -50,6 +50,7 @@ def merge_ranks_kernel(
     q_head,
     rope_row,
     rope_head,
+    out_heads,
     DV: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -88,7 +89,8 @@ def merge_ranks_kernel(
         if WATCH:
             copy_watched(
                 tail_ptrs, in_heads, watched, row * heads + head, target_ptr, watch_query_ptr, watch_out_ptr,
-                watch_rows, q_ptr, rope_ptr, query_heads, q_row, q_head, rope_row, rope_head, RANK, ROPE, DV,
+                watch_rows, q_ptr, rope_ptr, query_heads, q_row, q_head, rope_row, rope_head, out_heads, RANK, ROPE,
+                DV,
             )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ from sglang_mla_ext.kernels.storage import append_latent
 from sglang_mla_ext.kernels.storage import expand_prefix
 from sglang_mla_ext.kernels.storage import fetch_latent
 from sglang_mla_ext.kernels import merge
+from sglang_mla_ext.kernels.naive import merge_ranks
 from sglang_mla_ext.kernels.naive import triton_naive as naive_prefix
 from sglang_mla_ext.kernels.naive import sm90_naive as naive_prefix_hopper
 from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb as absorb_hopper
@@ -207,7 +208,20 @@ def compile_merge(dim, partials, more=False, in_place=True, in_partials=False, w
         num_warps=merge.NUM_WARPS,
     )
 
+def compile_merge_ranks(watch):
+    numbers = "heads rank_heads out_rank lse_rank " + strides.replace("heads max_rows more_max_rows ", "")
+    return compile_for_hopper(
+        merge_ranks.merge_ranks_kernel,
+        dict(tail_out_ptr="*bf16", tail_lse_ptr="*fp32", out_ptr="*bf16", lse_ptr="*fp32")
+        | dict.fromkeys(numbers.split(), "i32")
+        | watch_ptrs,
+        dict(DV=dv, RANK=rank, ROPE=dr, WATCH=watch, BLOCK_HEADS=512 // dv, LOG2E=merge.LOG2E),
+        num_warps=merge_ranks.NUM_WARPS,
+    )
+
 merges = dict(
+    merge_ranks=compile_merge_ranks(watch=False),
+    merge_ranks_watched=compile_merge_ranks(watch=True),
     merge=compile_merge(dv, "fp32", write_lse=False),
     merge_large=compile_merge(dv, "fp32", write_lse=False, rows=512),
     merge_latent_large=compile_merge(rank, "bf16", in_partials=True, rows=512),
@@ -367,7 +381,7 @@ ABSORB = [f"absorb{size}" for size in ("64x1", "32x1", "16x1", "8x1", "16x4", "8
 SCHEDULES = [f"schedule_tails{size}" for size in ("16x1", "16x4", "128x8")]
 PRODUCTS = [*NAIVE, *ABSORB, *ABSORB_FP8, *ABSORB_FP8_FEW, "expand_bf16", "expand_fp8"]
 MERGES = ["merge", "merge_large", "merge_latent_large", "merge_lse"]
-MERGES += ["merge_watched", "merge_large_watched", "merge_latent_watched"]
+MERGES += ["merge_watched", "merge_large_watched", "merge_latent_watched", "merge_ranks", "merge_ranks_watched"]
 MERGES += ["merge_latent", "merge_latent_more", "merge_latent_in_place", "merge_latent_fp32"]
 LATENT_ROWS = ["append_latent", "fetch_latent", "fill_page_table", "quantize_query", "join_parts"]
 
