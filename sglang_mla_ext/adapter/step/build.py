@@ -108,6 +108,10 @@ def build(
             taken_bytes += ShadowCheck.workspace_bytes_for(layers[0], runner.dtype, queries)
         of_rank = runner, layers, cost, prefix_dtype, budget_bytes, taken_bytes, counters, memory
         expanding = make_expanding(*of_rank, max_rows=MAX_ROWS if ranks == 1 else step_rows)
+        # Ranks that hold prefixes together capture the same graphs: all expand, or none.
+        if ranks > 1 and not all_ranks_agree(tp_group())(expanding is not None) and expanding is not None:
+            counters.fall_back("nothing is expanded: another rank expands nothing")
+            expanding = None
     buffers, shared, expander = expanding or (None, None, None)
     if buffers is not None and installed.dp_attention_ranks(args) > 1:
         token_bytes, routes = buffers.bytes // (buffers.chunks * CHUNK_TOKENS), options.dp_routing == "prefix"

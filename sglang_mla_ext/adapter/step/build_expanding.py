@@ -46,31 +46,8 @@ def make_expanding(
         memory: where what is large is allocated.
         max_rows: of a rank in a step.
     Returns:
-        None where the budget holds no chunk, or a kernel does not run here; that is counted. Where ranks hold prefixes
-        together, on all of them if it is on one, so that all capture the same graphs.
+        None where the budget holds no chunk, or a kernel does not run here; that is counted.
     """
-    found = _make_expanding(
-        runner, layers, cost, prefix_dtype, budget_bytes, taken_bytes, counters, memory, max_rows=max_rows
-    )
-    if cost.ranks > 1 and not all_ranks_agree(tp_group())(found is not None):
-        if found is not None:
-            counters.fall_back("nothing is expanded: another rank expands nothing")
-        return None
-    return found
-
-
-def _make_expanding(
-    runner: ModelRunner,
-    layers: Sequence[DeepseekV2AttentionMLA],
-    cost: CostModel,
-    prefix_dtype: torch.dtype,
-    budget_bytes: int,
-    taken_bytes: int,
-    counters: Counters,
-    memory: Memory,
-    *,
-    max_rows: int,
-) -> tuple[ExpandedBuffers, SharedAttention, Expander] | None:
     dims, heads, device, ranks = cost.dims, cost.expanded_heads, runner.device, cost.ranks
     of_spread = dict(
         heads=cost.local_heads,
