@@ -17,7 +17,9 @@ experts at random, or dummy weights would send all to the same eight.
 - `mmlu`, `gsm8k`, `simpleqa`: as `short`, as long as DeepSeek-V3's answers to these.
 
 Before each run the cache is emptied, the prompt cached, and a warm-up sent whose requests share it too. With several
-`--gpus` as many servers run beside each other. Records are written as they come; at `--limit-s` all servers stop.
+`--gpus` as many servers run beside each other. `--together` starts all at once on the same GPUs and measures one at a
+time, which saves their starts; `--server-arg "--max-total-tokens N"` bounds what each takes. Records are written as
+they come; at `--limit-s` all servers stop.
 """
 
 from __future__ import annotations
@@ -65,6 +67,9 @@ def main(
         int | None, typer.Option(min=1, help="Tokens of an answer in one piece (16 of decode, 1 of others).")
     ] = None,
     gpus: Annotated[str | None, typer.Option(help="Such as 0,1: so many servers at a time (one).")] = None,
+    together: Annotated[
+        bool, typer.Option("--together", help="Start all servers at once on the same GPUs; measure one at a time.")
+    ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="How often each case is measured on each server.")] = 1,
     swap: Annotated[
         bool, typer.Option("--swap", help="Once more with servers in reverse order, or on the others' GPUs.")
@@ -126,9 +131,10 @@ def main(
                 record_run(out, run, server_case(url, dims) | described | ({"on": placed.gpu} if placed.gpu else {}))
 
     good = True
-    for group in in_turns(backends, gpus.split(",") if gpus else [None], swap, logs):
+    places = gpus.split(",") if gpus else [None] * (len(backends) if together else 1)
+    for group in in_turns(backends, places, swap, logs):
         console.rule(" beside ".join(placed.backend for placed in group))
-        good = measure_beside(group, common, environment, measure, end, console) and good
+        good = measure_beside(group, common, environment, measure, end, console, 1 if together else None) and good
         if time.monotonic() >= end:
             break
     for table in runs_tables(found, backends):

@@ -67,13 +67,15 @@ def measure_beside(
     measure: Callable[[str, Placed], None],
     end: float,
     console: Console,
+    at_a_time: int | None = None,
 ) -> bool:
-    """Start servers, and measure all at the same time when all that start have started.
+    """Start servers, and measure them when all that start have started.
 
     Args:
         arguments, environment: of every server.
         measure: is given a server's URL, in a thread.
         end: of `time.monotonic()`, when all servers are stopped whatever they do.
+        at_a_time: so many of them; None for all at the same time.
     Returns:
         whether nothing failed, and there was time for all of it.
     """
@@ -87,7 +89,7 @@ def measure_beside(
         console.print(f"{placed.backend}: {what}", style="red", markup=False, highlight=False)
 
     # Servers end before their threads are waited for: a client whose server is gone ends as well.
-    with ThreadPoolExecutor(len(group)) as threads, contextlib.ExitStack() as servers:
+    with ThreadPoolExecutor(at_a_time or len(group)) as threads, contextlib.ExitStack() as servers:
         started = []
         for placed in group:
             attention, *flags = shlex.split(placed.backend)
