@@ -109,9 +109,8 @@ def fa3_bf16(case: Case, device: str = "cuda", page_tokens: int = PAGE_TOKENS) -
     """FlashAttention-3 over prefix and tail, absorb form, BF16: out `[B * S, H, 512]` latent, rows of a request after
     each other; the same tokens as in `flashmla_bf16`.
 
-    What SGLang takes for MLA on Hopper where nothing is said, with the arguments that it gives while a CUDA graph is
-    captured. Its pages are then of one token; with 64 the kernel may copy them with TMA, which it does from 65 query
-    rows on.
+    What SGLang takes for MLA on Hopper where nothing is said, with the arguments that its CUDA graphs capture it with.
+    Its pages have one token by default. From 65 query rows a request on the kernel copies pages of 64 with TMA.
 
     Args:
         page_tokens: of a page; a divisor of 64.
