@@ -1,4 +1,4 @@
-"""Time decode attention over private tokens: our kernels over the FP8 cache, and over BF16 pages, beside FlashMLA.
+"""Time decode attention over private tokens: our kernels over the FP8 cache, and over BF16 pages, beside SGLang's.
 
     python scripts/bench_decode.py --out benchmarks/results/decode.jsonl
     python scripts/bench_decode.py --case 128x8192x16 --case 64x512-65536x16 --case 128x8192x16x2 --variants
@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from bench.ceilings import measure_ceilings
-from bench.decode import FLASHMLA, DecodeCase, FP8Cache, default, floor_ms, measure_ours, parse_case
+from bench.decode import STOCK, DecodeCase, FP8Cache, default, floor_ms, measure_ours, parse_case
 from bench.grouped import grouped_absorb
 from bench.records import write_record
 from bench.rivals import RIVALS
@@ -78,7 +78,7 @@ def main(
     failed = False
     for of in cases:
         print(of, flush=True)
-        for name in FLASHMLA:
+        for name in STOCK:
             rival = RIVALS[name]
             add(of, name, rival.dtype, attempt(name, measure_rival, rival, of, rep_ms))
             free_memory()

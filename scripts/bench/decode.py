@@ -20,6 +20,7 @@ from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
 ROWS_AT_ONCE = 1 << 16
 LAYOUT = LatentRowLayout()
 FLASHMLA = ("flashmla_bf16", "flashmla_fp8")
+STOCK = (*FLASHMLA, "fa3_bf16")
 
 
 @dataclass(frozen=True)

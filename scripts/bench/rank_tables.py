@@ -36,7 +36,8 @@ LOADS = {"decode": "all decode", "short": "short answers"}
 DIVIDED_NAMES = {"tp8": "TP 8", "dp8": "DP 8"}
 MODEL_NAMES = dict(zip(MODELS, ("DeepSeek-V3", "Kimi-K2"), strict=True))
 IN_GRAPHS = ", prefill in graphs"
-STOCK_BACKENDS = ("fa3", f"fa3{IN_GRAPHS}", "flashinfer", "flashmla")
+OF_64 = ", pages of 64"
+STOCK_BACKENDS = ("fa3", f"fa3{IN_GRAPHS}", f"fa3{OF_64}", f"fa3{OF_64}{IN_GRAPHS}", "flashinfer", "flashmla")
 
 Case = tuple[Any, ...]
 
@@ -190,6 +191,8 @@ def served_by(record: dict[str, Any]) -> str:
     of_cache = ", FP8 cache" if case.get("kv_cache_dtype") == "fp8_e4m3" else ""
     named = rank_predictions.named_memory(record)
     name = backend_name(record) + (f", {named:g} GiB" if named is not None else "")
+    # Pages are of a token where nothing is said, and flashmla's and ours of 64.
+    name += OF_64 if "--page-size 64" in case.get("flags", "") else ""
     name += IN_GRAPHS if rank_predictions.prefill_in_graphs(record) else ""
     return name + (", nothing rides" if in_turns else "") + of_cache
 

@@ -1,4 +1,4 @@
-"""Other kernels on a case of decode attention: FlashMLA, FlashInfer, and both together.
+"""Other kernels on a case of decode attention: FlashMLA, FlashInfer, FlashAttention-3, and two of them together.
 
 Every function that makes a kernel's input returns a callable without arguments that launches the kernel; the callable
 keeps what it needs alive. The packages are imported only there.
@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.cases import DN, DR, DV, LATENT, PAGE_TOKENS, SCALE, Case, padded, page_table
+
+CONTEXT_TOKENS = 163_840
+"""Of DeepSeek-V3, the width of the page tables in SGLang's CUDA graphs."""
 
 
 def flashmla_bf16(case: Case) -> Callable[[], Any]:
@@ -102,6 +105,54 @@ def flashinfer_mla(case: Case, device: str = "cuda") -> Callable[[], torch.Tenso
     return lambda: wrapper.run(q_latent, q_rope, latent, rope)
 
 
+def fa3_bf16(case: Case, device: str = "cuda", page_tokens: int = PAGE_TOKENS) -> Callable[[], torch.Tensor]:
+    """FlashAttention-3 over prefix and tail, absorb form, BF16: out `[B * S, H, 512]` latent, rows of a request after
+    each other; the same tokens as in `flashmla_bf16`.
+
+    What SGLang takes for MLA on Hopper where nothing is said, with the arguments that its CUDA graphs capture it with.
+    Its pages have one token by default. From 65 query rows a request on the kernel copies pages of 64 with TMA.
+
+    Args:
+        page_tokens: of a page; a divisor of 64.
+    Source: SGLang 0.5.17, `FlashAttentionBackend.forward_decode` and `_bind_metadata_buffers`; for several query tokens
+        `forward_extend`, which verifies drafts with the same call.
+    """
+    from sgl_kernel.flash_attn import flash_attn_with_kvcache
+
+    def ends(counts: list[int]) -> torch.Tensor:  # [B + 1]
+        return torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+
+    pages, n_pages = page_table(case.lengths, case.sizes, case.prefix // PAGE_TOKENS)
+    in_page = PAGE_TOKENS // page_tokens
+    smaller = torch.tensor(pages, dtype=torch.int32)[..., None] * in_page + torch.arange(in_page, dtype=torch.int32)
+    # The kernel bounds its splits of the keys by the table's width, so the width is part of what is timed.
+    table = torch.zeros(case.batch, CONTEXT_TOKENS // page_tokens, dtype=torch.int32, device=device)
+    table[:, : in_page * len(pages[0])] = smaller.flatten(1)
+    cache, query = _cache_and_query(n_pages, case.batch, case.s_q, case.heads, device)
+    q_latent, q_rope = query.flatten(0, 1).split([LATENT, DR], dim=-1)  # [B * S, H, 512], [B * S, H, 64]
+    latent, rope = cache.view(-1, page_tokens, 1, LATENT + DR).split([LATENT, DR], dim=-1)
+    options: dict[str, Any] = dict(
+        q=q_rope,
+        k_cache=rope,  # [pages, page_tokens, 1, 64]
+        v_cache=latent,  # [pages, page_tokens, 1, 512]
+        qv=q_latent,
+        page_table=table,
+        cache_seqlens=torch.tensor(case.lengths, dtype=torch.int32, device=device),
+        cu_seqlens_q=ends([case.s_q] * case.batch),
+        cu_seqlens_k_new=ends(case.lengths),
+        max_seqlen_q=case.s_q,
+        softmax_scale=SCALE,
+        causal=True,
+        softcap=0.0,
+        k_descale=None,
+        v_descale=None,
+        return_softmax_lse=False,
+        num_splits=0,
+        ver=3,
+    )
+    return lambda: flash_attn_with_kvcache(**options)
+
+
 def flashinfer_fa3_naive(case: Case) -> Callable[[], Any]:
     """FlashInfer's FlashAttention-3 over one shared prefix, naive form, BF16, with lse: all rows are one sequence."""
     import flashinfer
@@ -151,6 +202,7 @@ class Rival(NamedTuple):
 RIVALS = {
     "flashmla_bf16": Rival(flashmla_bf16, "all", "bf16"),
     "flashmla_fp8": Rival(flashmla_fp8, "all", "fp8"),
+    "fa3_bf16": Rival(fa3_bf16, "all", "bf16"),
     "flashinfer_mla": Rival(flashinfer_mla, "all", "bf16"),
     "flashinfer_fa3_naive": Rival(flashinfer_fa3_naive, "naive", "bf16", one_group=True),
     "typhoon_parts": Rival(typhoon_parts, "all", "bf16", one_group=True),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from itertools import count
 from pathlib import Path
@@ -12,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from bench import experiments as kinds
-from bench.cases import DR, LATENT, PAGE_TOKENS, SCALE, page_table
 from bench.experiment_tables import NOT_MEASURED, reproduced, rows_of
 from bench.experiments import EXPERIMENTS, Cell
 from bench.paper_values import ETAP_TFLOPS, TYPHOON_SPEED_UP
 from bench.records import read_records, write_record
-from bench.rivals import RIVALS, flashinfer_mla
+from bench.rivals import RIVALS
 from typer.testing import CliRunner
 
 FIGURE_3, AMLA, FIGURE_4 = "typhoonmla-figure-3", "amla-table-5", "typhoonmla-figure-4"
@@ -305,72 +303,3 @@ def test_plots(names, tmp_path, sample, capsys, monkeypatch):
     assert set(images) == set(names) and max(images.values()) < 120_000
     plot.main(results=tmp_path / "none.jsonl", out=tmp_path)
     assert "not measured yet" in capsys.readouterr().out
-
-
-class PagedAttention:
-    """FlashInfer's wrapper in torch: it takes what that of 0.6.15 takes, and does what its documentation says."""
-
-    def __init__(
-        self, float_workspace_buffer: torch.Tensor, use_cuda_graph: bool = False, backend: str = "auto"
-    ) -> None:
-        assert backend == "fa3" and float_workspace_buffer.numel() >= 128 << 20
-
-    def plan(
-        self,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        kv_indices: torch.Tensor,
-        kv_len_arr: torch.Tensor,
-        num_heads: int,
-        head_dim_ckv: int,
-        head_dim_kpe: int,
-        page_size: int,
-        causal: bool,
-        sm_scale: float,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-    ) -> None:
-        assert {one.dtype for one in (qo_indptr, kv_indptr, kv_indices, kv_len_arr)} == {torch.int32}
-        assert (head_dim_ckv, head_dim_kpe, q_data_type, kv_data_type) == (512, 64, torch.bfloat16, torch.bfloat16)
-        assert len(qo_indptr) == len(kv_indptr) == len(kv_len_arr) + 1 and len(kv_indices) == kv_indptr[-1]
-        self.planned = qo_indptr, kv_indptr, kv_indices, kv_len_arr, num_heads, page_size, causal, sm_scale
-
-    def run(self, q_nope: torch.Tensor, q_pe: torch.Tensor, ckv: torch.Tensor, kpe: torch.Tensor) -> torch.Tensor:
-        """q `[rows, heads, 512]` and `[rows, heads, 64]`; keys `[pages, page_size, 512]` and `[.., .., 64]`."""
-        qo_indptr, kv_indptr, kv_indices, lengths, heads, page_size, causal, sm_scale = self.planned
-        assert q_nope.shape == (qo_indptr[-1], heads, 512) and q_pe.shape == (qo_indptr[-1], heads, 64)
-        assert ckv.shape[1:] == (page_size, 512) and kpe.shape == (len(ckv), page_size, 64)
-        out = torch.empty_like(q_nope)
-        for request, length in enumerate(lengths.tolist()):
-            pages = kv_indices[kv_indptr[request] : kv_indptr[request + 1]].long()
-            rows = slice(int(qo_indptr[request]), int(qo_indptr[request + 1]))
-            queries = rows.stop - rows.start
-            keys = torch.cat([ckv, kpe], dim=-1)[pages].flatten(0, 1)[:length].float()
-            scores = torch.einsum("qhd,kd->qhk", torch.cat([q_nope, q_pe], dim=-1)[rows].float(), keys) * sm_scale
-            if causal:
-                seen = length - queries + 1 + torch.arange(queries)
-                scores.masked_fill_(torch.arange(length) >= seen[:, None, None], float("-inf"))
-            out[rows] = torch.einsum("qhk,kd->qhd", scores.softmax(-1), keys[:, :512]).to(out.dtype)
-        return out
-
-
-@pytest.mark.parametrize("case", [kinds.shared_case(130, 70, 2, 3), kinds.private_case(100, 2, 2, queries=2)], ids=str)
-def test_flashinfer_gets_the_pages_that_flashmla_gets(case, monkeypatch):
-    """Against attention over each row's own table, the same random cache and query (same seed)."""
-    package, module = ModuleType("flashinfer"), ModuleType("flashinfer.mla")
-    module.BatchMLAPagedAttentionWrapper = PagedAttention  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flashinfer", package)
-    monkeypatch.setitem(sys.modules, "flashinfer.mla", module)
-    torch.manual_seed(0)
-    out = flashinfer_mla(case, device="cpu")()
-    torch.manual_seed(0)
-    table, n_pages = page_table(case.lengths, case.sizes, case.prefix // PAGE_TOKENS)
-    cache = torch.randn(n_pages, PAGE_TOKENS, 1, LATENT + DR, dtype=torch.bfloat16)[:, :, 0].float()
-    query = torch.randn(case.batch, case.s_q, case.heads, LATENT + DR, dtype=torch.bfloat16).float()
-    for request, (pages, length) in enumerate(zip(table, case.lengths, strict=True)):
-        keys = cache[pages].flatten(0, 1)
-        for token in range(case.s_q):
-            seen = keys[: length - (case.s_q - 1 - token)]
-            weights = (query[request, token] @ seen.T * SCALE).softmax(-1)
-            found, expected = out[request * case.s_q + token].float(), weights @ seen[:, :LATENT]
-            assert torch.allclose(found, expected, rtol=0.02, atol=0.02)

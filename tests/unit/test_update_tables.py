@@ -92,6 +92,7 @@ def test_one_rank(tmp_path):
         ("hybrid_mla", "short", dict(rank="dp8", layers=60, flags=fp8), h200, 150.0, False),
         ("sglang_fa3", "short", dict(rank="dp8", layers=60), h200, 50.0, False),
         ("sglang_fa3", "short", dict(rank="dp8", layers=60, flags=graphs), h200, 100.0, False),
+        ("sglang_fa3", "short", dict(rank="dp8", layers=60, flags="--page-size 64"), h200, 60.0, False),
         ("hybrid_mla", "decode", dict(deep_gemm=True, kv_cache_dtype="fp8_e4m3"), h200, 80.0, False),
         ("sglang_flashmla", "decode", dict(deep_gemm=True, kv_cache_dtype="fp8_e4m3"), h200, 40.0, False),
     ):
@@ -115,6 +116,7 @@ def test_one_rank(tmp_path):
             ["decode, DeepGEMM", "tp8", "61", *rank[2:], "fa3", "1", "30", "1.00x", "30 / 1,234", "40"],
             ["decode, DeepGEMM", "tp8", "61", *rank[2:], "hybrid_mla", "1", "90", "3.00x", "90 / 1,234", "40"],
             [*dp8, "fa3", "1", "50", "0.50x", "50 / 1,234", "40"],
+            [*dp8, "fa3, pages of 64", "1", "60", "0.60x", "60 / 1,234", "40"],
             [*dp8, "fa3, prefill in graphs", "1", "100", "1.00x", "100 / 1,234", "40"],
             [*dp8, "hybrid_mla, FP8 prefix, 14 GiB", "1", "150", "1.50x", "150 / 1,234", "40"],
             [*load, "flashmla", "2", "200", "1.00x", "200 / 1,234", "40"],
