@@ -4,8 +4,9 @@
 
 A process for each GPU, and in each a CUDA graph of the layers of a step that shares nothing: copying queries by heads,
 the first all-to-all, naive attention and its merge over an empty plan, the second all-to-all, the merge with tails.
-`wire` is the two all-to-alls alone. Nothing runs beside it here; in a step, attention to tails does. Last, what the
-entry `exchange` of configs/gpus would be. Without GPUs it runs over Gloo, to be seen working.
+`wire` is the two all-to-alls alone; `--via peers` has stores into the other ranks' memory in place of NCCL. Nothing
+runs beside it here; in a step, attention to tails does. Last, what the entry `exchange` of configs/gpus would be.
+Without GPUs it runs over Gloo, to be seen working.
 
 With `--one-of 8` it times instead what a rank of eight computes in a layer, on one GPU: attention of `--rows` requests
 on each rank that share `--prefix` tokens, in an eighth of the heads for all of them, with copies in place of the
@@ -34,18 +35,23 @@ from rich.console import Console
 from rich.table import Table
 
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
+from sglang_mla_ext.kernels.naive.peers import Peers
 from sglang_mla_ext.kernels.naive.spread import SpreadAttention
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 
 
-def exchanges(rank: int, ranks: int, heads: int, rows: int, device: torch.device) -> dict[str, Callable[[], None]]:
+def exchanges(
+    rank: int, ranks: int, heads: int, rows: int, device: torch.device, via: str
+) -> dict[str, Callable[[], None]]:
     """One layer of a rank: all of it, and the two all-to-alls alone."""
+    peers = Peers(dist.group.WORLD.group_name) if via == "peers" else None
+    exchange = dist.all_to_all_single if peers is None else peers.exchange
     dims = dict(qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR)
     buffers = ExpandedBuffers.allocate(layers=1, chunks=1, heads=heads // ranks, device=device, **dims)
     of_bf16 = dict(dtype=torch.bfloat16, device=device)
     attention = make_shared_attention(buffers, max_rows=ranks * rows, heads=heads // ranks, device=device)
     spread = SpreadAttention(
-        attention, dist.all_to_all_single, ranks=ranks, heads=heads, max_rows=rows, **dims, **of_bf16
+        attention, exchange, ranks=ranks, heads=heads, max_rows=rows, **dims, **of_bf16, peers=peers
     )
     spread.plan([], rows)
     q_nope, q_rope = (torch.randn(rows, heads, dim, **of_bf16) for dim in (DN, DR))
@@ -56,8 +62,8 @@ def exchanges(rank: int, ranks: int, heads: int, rows: int, device: torch.device
         spread.merge(tails, tail_lse, tails)
 
     def wire() -> None:
-        dist.all_to_all_single(spread._queries_received, spread._queries_sent)
-        dist.all_to_all_single(spread._results_received, spread._results_sent)
+        exchange(spread._queries_received, spread._queries_sent)
+        exchange(spread._results_received, spread._results_sent)
 
     return {"all": everything, "wire": wire}
 
@@ -90,7 +96,9 @@ def seconds_a_layer(layer: Callable[[], None], layers: int, rounds: int, on_gpu:
     return median(found)
 
 
-def run_rank(rank: int, ranks: int, port: int, heads: int, rows: list[int], layers: int, rounds: int, out: Any) -> None:
+def run_rank(
+    rank: int, ranks: int, port: int, heads: int, rows: list[int], layers: int, rounds: int, ways: list[str], out: Any
+) -> None:
     """One rank's process; the first one puts results into the queue."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
@@ -98,11 +106,11 @@ def run_rank(rank: int, ranks: int, port: int, heads: int, rows: list[int], laye
         torch.cuda.set_device(device)
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("nccl" if on_gpu else "gloo", init_method=address, rank=rank, world_size=ranks)
-    for count in rows:
-        for part, layer in exchanges(rank, ranks, heads, count, device).items():
+    for via, count in itertools.product(ways, rows):
+        for part, layer in exchanges(rank, ranks, heads, count, device, via).items():
             seconds = seconds_a_layer(layer, layers, rounds, on_gpu)
             if rank == 0:
-                out.put((count, part, seconds))
+                out.put((via, count, part, seconds))
     dist.destroy_process_group()
 
 
@@ -124,6 +132,9 @@ def main(
     ranks: Annotated[int | None, typer.Option(min=2, help="GPUs [all]; without any, processes [2].")] = None,
     layers: Annotated[int, typer.Option(min=1, help="Of a step.")] = 61,
     rounds: Annotated[int, typer.Option(min=1, help="How often each is timed.")] = 21,
+    via: Annotated[
+        list[str], typer.Option(help="nccl, or peers: stores into each other's memory, on GPUs; repeatable.")
+    ] = ["nccl"],  # noqa: B006
     one_of: Annotated[int | None, typer.Option(min=2, help="Time what one of so many ranks computes.")] = None,
     prefix: Annotated[list[int], typer.Option(min=1, help="Of --one-of: tokens; repeatable.")] = [7069, 26472],  # noqa: B006
     tail: Annotated[int, typer.Option(min=1, help="Of --one-of: tokens of a request's own.")] = 450,
@@ -145,35 +156,37 @@ def main(
     ranks = ranks or max(torch.cuda.device_count(), 2)
     if heads % ranks:
         raise typer.BadParameter(f"{ranks} ranks do not divide {heads} heads", param_hint="--heads")
+    if unknown := {*via} - {"nccl", "peers"}:
+        raise typer.BadParameter(f"{', '.join(unknown)} is neither nccl nor peers", param_hint="--via")
     context = torch.multiprocessing.get_context("spawn")
     results = context.SimpleQueue()
-    arguments = (ranks, free_port(), heads, rows, layers, rounds, results)
+    arguments = (ranks, free_port(), heads, rows, layers, rounds, via, results)
     processes = torch.multiprocessing.start_processes(
         run_rank, arguments, nprocs=ranks, join=False, start_method="spawn"
     )
-    found: dict[tuple[int, str], float] = {}
+    found: dict[tuple[str, int, str], float] = {}
     while not processes.join(timeout=0.1) or not results.empty():
         while not results.empty():
-            count, part, seconds = results.get()
-            found[count, part] = seconds
+            way, count, part, seconds = results.get()
+            found[way, count, part] = seconds
     table = Table(title=f"exchange of {ranks} ranks, {heads} heads, us a layer")
-    for column in ("rows of a rank", "MB out of a rank", "all", "wire"):
+    for column in ("via", "rows of a rank", "MB out of a rank", "all", "wire"):
         table.add_column(column, justify="right")
     sent = [2 * count * (heads - heads // ranks) * (DN + DR + DV) for count in rows]
-    for count, sent_bytes in zip(rows, sent, strict=True):
-        times = {part: found[count, part] for part in ("all", "wire")}
-        table.add_row(str(count), f"{sent_bytes / 1e6:.2f}", *(f"{seconds * 1e6:.1f}" for seconds in times.values()))
+    for way, (count, sent_bytes) in itertools.product(via, zip(rows, sent, strict=True)):
+        times = {part: found[way, count, part] for part in ("all", "wire")}
+        cells = (f"{seconds * 1e6:.1f}" for seconds in times.values())
+        table.add_row(way, str(count), f"{sent_bytes / 1e6:.2f}", *cells)
         if out is not None:
             case = {"ranks": ranks, "heads": heads, "rows": count, "layers": layers, "sent_bytes": sent_bytes}
             metrics = {f"{part}_us": seconds * 1e6 for part, seconds in times.items()}
-            write_record(out, bench="exchange", impl="hybrid_mla", case=case, **metrics)
+            write_record(out, bench="exchange", impl=way, case=case, **metrics)
     console = Console(width=110)
     console.print(table)
-    if len(rows) > 1:
-        per_byte, overhead = np.polyfit(sent, [found[count, "all"] for count in rows], 1)
-        console.print(
-            f'"exchange": {{"overhead_s": {overhead:.3g}, "bytes_per_s": {1 / per_byte:.3g}}}', highlight=False
-        )
+    for way in via if len(rows) > 1 else ():
+        per_byte, overhead = np.polyfit(sent, [found[way, count, "all"] for count in rows], 1)
+        entry = f'"exchange": {{"overhead_s": {overhead:.3g}, "bytes_per_s": {1 / per_byte:.3g}}}'
+        console.print(f"{way}: {entry}", highlight=False)
 
 
 if __name__ == "__main__":

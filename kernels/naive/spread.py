@@ -28,6 +28,7 @@ from ..memory import Memory, tensor_bytes
 from ..watch import Watched
 from .attention import SharedAttention
 from .merge_ranks import merge_ranks, merge_ranks_torch
+from .peers import Peers
 
 Exchange = Callable[[Tensor, Tensor], None]
 """`exchange(received, sent)`, both `[n]` contiguous: of n / ranks values each, part r of `sent` goes to rank r, and
@@ -56,6 +57,7 @@ class SpreadAttention:
         dtype: torch.dtype,
         device: torch.device | str,
         memory: Memory | None = None,
+        peers: Peers | None = None,
     ) -> None:
         """
         Args:
@@ -64,15 +66,17 @@ class SpreadAttention:
             max_rows: of a rank.
             dtype: of queries and results.
             memory: where the buffers are allocated.
+            peers: where those are that `exchange`, which is its own then, receives into.
         """
         zeros = (memory or Memory()).zeros
+        ways = {"sent": zeros, "received": zeros if peers is None else peers.zeros}
         self._attention, self._exchange = attention, exchange
         self._ranks, self._heads, self._own_heads, self._max_rows = ranks, heads, heads // ranks, max_rows
         self._nope, self._dv = qk_nope_head_dim, v_head_dim
         self._query, self._result = qk_nope_head_dim + qk_rope_head_dim, v_head_dim + LSE_COLUMNS
         for name, width in (("queries", self._query), ("results", self._result)):
-            for way in ("sent", "received"):
-                setattr(self, f"_{name}_{way}", zeros(max_rows * heads * width, dtype=dtype, device=device))
+            for way, allocate in ways.items():
+                setattr(self, f"_{name}_{way}", allocate(max_rows * heads * width, dtype=dtype, device=device))
         self._no_tail = torch.full((ranks * max_rows, self._own_heads), -torch.inf, device=device)
         self._rows = max_rows
         on_gpu = torch.device(device).type == "cuda"

@@ -35,7 +35,7 @@ from sglang_mla_ext.kernels.storage import append_latent
 from sglang_mla_ext.kernels.storage import expand_prefix
 from sglang_mla_ext.kernels.storage import fetch_latent
 from sglang_mla_ext.kernels import merge
-from sglang_mla_ext.kernels.naive import merge_ranks
+from sglang_mla_ext.kernels.naive import merge_ranks, push_to_ranks
 from sglang_mla_ext.kernels.naive import triton_naive as naive_prefix
 from sglang_mla_ext.kernels.naive import sm90_naive as naive_prefix_hopper
 from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb as absorb_hopper
@@ -219,7 +219,15 @@ def compile_merge_ranks(watch):
         num_warps=merge_ranks.NUM_WARPS,
     )
 
+push = compile_for_hopper(
+    push_to_ranks.push_to_ranks_kernel,
+    dict(sent_ptr="*i64", buffers_ptr="*i64", part_words="i32", me="i32"),
+    dict(BLOCK=push_to_ranks.BLOCK),
+    num_warps=push_to_ranks.NUM_WARPS,
+)
+
 merges = dict(
+    push_to_ranks=push,
     merge_ranks=compile_merge_ranks(watch=False),
     merge_ranks_watched=compile_merge_ranks(watch=True),
     merge=compile_merge(dv, "fp32", write_lse=False),
@@ -382,7 +390,7 @@ SCHEDULES = [f"schedule_tails{size}" for size in ("16x1", "16x4", "128x8")]
 PRODUCTS = [*NAIVE, *ABSORB, *ABSORB_FP8, *ABSORB_FP8_FEW, "expand_bf16", "expand_fp8"]
 MERGES = ["merge", "merge_large", "merge_latent_large", "merge_lse"]
 MERGES += ["merge_watched", "merge_large_watched", "merge_latent_watched", "merge_ranks", "merge_ranks_watched"]
-MERGES += ["merge_latent", "merge_latent_more", "merge_latent_in_place", "merge_latent_fp32"]
+MERGES += ["push_to_ranks", "merge_latent", "merge_latent_more", "merge_latent_in_place", "merge_latent_fp32"]
 LATENT_ROWS = ["append_latent", "fetch_latent", "fill_page_table", "quantize_query", "join_parts"]
 
 

@@ -4,6 +4,7 @@ threads, which meet in an exchange as of torch's all-to-all. And the kernel that
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from sglang_mla_ext.kernels.constants import CHUNK_TOKENS
 from sglang_mla_ext.kernels.naive.attention import SharedAttention, TorchSharedAttention, TritonSharedAttention
 from sglang_mla_ext.kernels.naive.merge_ranks import merge_ranks, merge_ranks_torch
+from sglang_mla_ext.kernels.naive.push_to_ranks import push_to_ranks, push_to_ranks_torch
 from sglang_mla_ext.kernels.naive.spread import SpreadAttention
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import FP8, ExpandedBuffers
@@ -42,6 +44,33 @@ ONE_AT_A_TIME = threading.Lock()
 """For Triton's interpreter."""
 
 
+class StoringPeer:
+    """As naive/peers.py, of a rank that is a thread: a rank may store again while others still read, but for what the
+    exchange itself waits for."""
+
+    def __init__(self, rank: int, meeting: StoringMeeting) -> None:
+        self._rank, self._meeting = rank, meeting
+
+    def zeros(self, count: int, *, dtype: torch.dtype, device: str) -> Tensor:
+        buffer = torch.zeros(count, dtype=dtype, device=device)
+        self._meeting.buffers[self._rank].append(buffer)
+        return buffer
+
+    def exchange(self, received: Tensor, sent: Tensor) -> None:
+        mine = [buffer.data_ptr() for buffer in self._meeting.buffers[self._rank]]
+        number = mine.index(received.data_ptr())
+        addresses = torch.tensor([buffers[number].data_ptr() for buffers in self._meeting.buffers])
+        with ONE_AT_A_TIME:
+            push_to_ranks(sent, addresses, self._rank)
+        self._meeting.barrier.wait()
+
+
+class StoringMeeting:
+    def __init__(self, ranks: int) -> None:
+        self.buffers: list[list[Tensor]] = [[] for _ in range(ranks)]
+        self.barrier = threading.Barrier(ranks, timeout=60)
+
+
 def make_attention(kind: type[SharedAttention], buffers: ExpandedBuffers, rows: int) -> SharedAttention:
     sizes = dict(max_rows=rows, heads=buffers.heads, segments_per_row=2)
     if kind is TorchSharedAttention:
@@ -60,11 +89,16 @@ def make_attention(kind: type[SharedAttention], buffers: ExpandedBuffers, rows: 
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [(TorchSharedAttention, torch.float32), (TorchSharedAttention, FP8), (TritonSharedAttention, torch.float32)],
-    ids=["torch", "torch-fp8", "kernels"],
+    ("kind", "dtype", "stores"),
+    [
+        (TorchSharedAttention, torch.float32, False),
+        (TorchSharedAttention, torch.float32, True),
+        (TorchSharedAttention, FP8, False),
+        (TritonSharedAttention, torch.float32, False),
+    ],
+    ids=["torch", "torch-stores", "torch-fp8", "kernels"],
 )
-def test_ranks_attend_for_each_other(kind: type[SharedAttention], dtype: torch.dtype) -> None:
+def test_ranks_attend_for_each_other(kind: type[SharedAttention], dtype: torch.dtype, stores: bool) -> None:
     """Two ranks, of which one has less rows than were planned for, and then none; the same prefix in other chunks."""
     ranks, each, own = 2, 3, HEADS // 2
     torch.manual_seed(0)
@@ -72,6 +106,7 @@ def test_ranks_attend_for_each_other(kind: type[SharedAttention], dtype: torch.d
     sizes = dict(layers=1, chunks=3, qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR, dtype=dtype, device="cpu")
     k_nope, v, k_rope = torch.randn(tokens, HEADS, DN), torch.randn(tokens, HEADS, DV), torch.randn(tokens, DR)
     meeting, spread, stored = Meeting(ranks), [], []
+    storing = StoringMeeting(ranks)
     for rank in range(ranks):
         buffers, chunks = ExpandedBuffers.allocate(heads=own, **sizes), (rank, 2)
         heads = slice(rank * own, (rank + 1) * own)
@@ -82,7 +117,9 @@ def test_ranks_attend_for_each_other(kind: type[SharedAttention], dtype: torch.d
         of_attention = dict(heads=HEADS, max_rows=each, qk_nope_head_dim=DN, qk_rope_head_dim=DR, v_head_dim=DV)
         of_attention |= dict(dtype=torch.float32)
         inner = make_attention(kind, buffers, ranks * each)
-        found = SpreadAttention(inner, meeting.exchange(rank), ranks=ranks, device="cpu", **of_attention)
+        peers = StoringPeer(rank, storing) if stores else None
+        exchange = peers.exchange if peers else meeting.exchange(rank)
+        found = SpreadAttention(inner, exchange, ranks=ranks, device="cpu", peers=peers, **of_attention)
         added = SpreadAttention.workspace_bytes_for(**of_attention)
         assert found.workspace_bytes == inner.workspace_bytes + added
         found.try_out(torch.float32)
@@ -158,3 +195,64 @@ def test_merging_what_ranks_give_back(watching: bool) -> None:
     assert torch.equal(watch.query, expected_watch.query) and torch.allclose(watch.out, expected_watch.out, atol=1e-6)
     with pytest.raises(ValueError, match="do not fit"):
         merge_ranks(tail_out, tail_lse, out[:1], lse[:1])
+
+
+@pytest.mark.parametrize(("ranks", "part"), [(2, 4), (3, 1028), (4, 12000)])
+def test_stores_into_the_memory_of_ranks(ranks: int, part: int) -> None:
+    """Each gets what is for it in its place, and nothing else is written: not the other ranks' places, and not what
+    is behind."""
+    sent = torch.randn(ranks * part)
+    found, expected = ([torch.full((ranks * part + 8,), NAN) for _ in range(ranks)] for _ in range(2))
+    for me in (0, ranks - 1):
+        push_to_ranks(sent, torch.tensor([buffer.data_ptr() for buffer in found]), me)
+        push_to_ranks_torch(sent, [buffer[: ranks * part] for buffer in expected], me)
+    for actual, wanted in zip(found, expected, strict=True):
+        assert torch.equal(actual.nan_to_num(7.0), wanted.nan_to_num(7.0)) and actual[-8:].isnan().all()
+    addresses = torch.tensor([buffer.data_ptr() for buffer in found])
+    with pytest.raises(ValueError, match="whole words"):
+        push_to_ranks(torch.randn(ranks), addresses, 0)
+    with pytest.raises(ValueError, match="parts of whole words"):
+        push_to_ranks(torch.randn(4 * ranks, ranks).T, addresses, 0)
+    with pytest.raises(ValueError, match=f"rank {ranks} of"):
+        push_to_ranks(sent, addresses, ranks)
+
+
+def test_ranks_that_store_wait_for_each_other() -> None:
+    """Layers one after the other, ranks that are late in turn: no rank stores over what another still reads."""
+    ranks, rows, layers = 3, 2, 12
+    storing = StoringMeeting(ranks)
+    sizes = dict(heads=3, max_rows=rows, qk_nope_head_dim=DN, qk_rope_head_dim=DR, v_head_dim=DV)
+
+    class Late:
+        """Attention that answers each head's first value plus the layer, after a while."""
+
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def plan(self, segments: object, rows: int) -> None: ...
+
+        def run(self, layer: int, q_nope: Tensor, q_rope: Tensor, scale: float) -> None:
+            time.sleep(0.01 * ((layer + self.rank) % ranks))
+            self._answer = q_nope[..., :1] + layer
+
+        def merge(self, tail_out: Tensor, tail_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+            out.copy_(self._answer.expand_as(out))
+            lse.zero_()
+
+    def of_rank(rank: int) -> None:
+        peer = StoringPeer(rank, storing)
+        attention = SpreadAttention(
+            Late(rank), peer.exchange, ranks=ranks, dtype=torch.float32, device="cpu", peers=peer, **sizes
+        )
+        storing.barrier.wait()
+        attention.plan([], rows)
+        for layer in range(layers):
+            q_nope = torch.full((rows, 3, DN), 100.0 * rank) + torch.arange(3)[None, :, None] * 10
+            out, lse = torch.zeros(rows, 3, DV), torch.full((rows, 3), -INF)
+            attention.run(layer, q_nope, torch.zeros(rows, 3, DR), 1.0)
+            time.sleep(0.01 * ((layer + 2 * rank) % ranks))
+            attention.merge(out, lse, out)
+            assert torch.equal(out, (q_nope[..., :1] + layer).expand_as(out)), (rank, layer)
+
+    with ThreadPoolExecutor(ranks) as threads:
+        list(threads.map(of_rank, range(ranks)))

@@ -22,7 +22,7 @@ EIGHT = {"enable_dp_attention": True, "tp_size": 8, "dp_size": 8, "attn_dp_size"
 
 
 def server_args(**changes: Any) -> Any:
-    more = {"elastic_ep_backend": None, "moe_dense_tp_size": None, "enable_dp_lm_head": False}
+    more = {"elastic_ep_backend": None, "moe_dense_tp_size": None, "enable_dp_lm_head": False, "nnodes": 1}
     args = test_limits.server_args(**{**EIGHT, **{name: changes[name] for name in changes.keys() - more.keys()}})
     vars(args).update(more | {name: changes[name] for name in changes.keys() & more.keys()})
     return args
@@ -48,20 +48,30 @@ def server_args(**changes: Any) -> Any:
         ),
         ({"cuda_graph_config": test_limits.graphs("disabled", decode="disabled")}, {}, "decode without CUDA graphs"),
         ({"disable_cuda_graph_padding": True}, {}, "--disable-cuda-graph-padding"),
+        ({}, {"spread": "peers"}, None),
+        ({"nnodes": 2}, {}, None),
+        ({"nnodes": 2}, {"spread": "peers"}, "ranks on several nodes"),
     ],
     ids=str,
 )
 def test_where_prefixes_are_spread(
     changes: dict[str, Any], given: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args, options = server_args(**changes), HybridMLAOptions(spread="auto", **given)
-    assert spread.ranks(args, HybridMLAOptions(**given), on_gpu=True) == 1
+    given = {"spread": "auto", **given}
+    args, options = server_args(**changes), HybridMLAOptions(**given)
+    assert spread.ranks(args, HybridMLAOptions(**given | {"spread": "off"}), on_gpu=True) == 1
     assert spread.ranks(args, options, on_gpu=True) == (8 if reason is None else 1)
-    monkeypatch.setenv("SGLANG_HYBRID_MLA_SPREAD", "auto")
     for name, value in given.items():
         monkeypatch.setenv(f"SGLANG_HYBRID_MLA_{name.upper()}", value)
     said = [each for each in limits.warnings(args, on_gpu=True) if spread.FLAG in each]
     assert len(said) == (reason is not None) and all(reason in each for each in said)
+
+
+def test_ranks_without_gpus_store_into_no_memory_but_their_own() -> None:
+    args = server_args()
+    assert spread.ranks(args, HybridMLAOptions(spread="auto"), on_gpu=False) == 8
+    assert spread.ranks(args, HybridMLAOptions(spread="peers"), on_gpu=False) == 1
+    assert "a CPU" in spread.warning(args, HybridMLAOptions(spread="peers"), on_gpu=False)
 
 
 def test_nccl_is_kept_from_registering_unless_the_user_says_so() -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from sglang_mla_ext.options import HybridMLAOptions
 
-FLAG = "--hybrid-mla-spread auto"
+FLAG = "--hybrid-mla-spread"
 
 
 def in_the_way(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> str | None:
@@ -35,6 +35,8 @@ def in_the_way(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> str
         and bool(args.enable_dp_lm_head)
         and args.moe_a2a_backend not in (None, "none"),
         "decode without CUDA graphs": on_gpu and installed.decode_graph_backend(args) == "disabled",
+        "a CPU, whose ranks have no memory in common (peers)": options.spread == "peers" and not on_gpu,
+        "ranks on several nodes (peers)": options.spread == "peers" and args.nnodes > 1,
         "--disable-cuda-graph-padding": on_gpu and bool(args.disable_cuda_graph_padding),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
@@ -51,7 +53,7 @@ def ranks(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> int:
 def warning(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> str | None:
     """Why it is asked for in vain."""
     reason = in_the_way(args, options, on_gpu) if options.spread != "off" else None
-    return None if reason is None else f"{FLAG} has no effect here, because of {reason}."
+    return None if reason is None else f"{FLAG} {options.spread} has no effect here, because of {reason}."
 
 
 def set_environment(environment: MutableMapping[str, str]) -> None:

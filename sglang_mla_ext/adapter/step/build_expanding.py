@@ -15,6 +15,7 @@ from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
+from sglang_mla_ext.kernels.naive.peers import Peers
 from sglang_mla_ext.kernels.naive.spread import SpreadAttention
 from sglang_mla_ext.kernels.sizes import SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
@@ -38,6 +39,7 @@ def make_expanding(
     memory: Memory,
     *,
     max_rows: int,
+    by_stores: bool = False,
 ) -> tuple[ExpandedBuffers, SharedAttention, Expander] | None:
     """Memory for expanded prefixes, the attention over them, and what fills them. Every kernel runs once.
 
@@ -45,6 +47,7 @@ def make_expanding(
         budget_bytes: of which `taken_bytes` are taken already.
         memory: where what is large is allocated.
         max_rows: of a rank in a step.
+        by_stores: ranks that hold prefixes together store into each other's memory, in place of NCCL.
     Returns:
         None where the budget holds no chunk, or a kernel does not run here; that is counted.
     """
@@ -104,7 +107,9 @@ def make_expanding(
         if ranks > 1:
             group, first_head = tp_group(), heads * tp_group().rank_in_group
             of_spread |= dict(ranks=ranks, device=buffers.device, memory=memory)
-            shared = SpreadAttention(shared, exchange_over(group), **of_spread)
+            peers = Peers(group.device_group.group_name) if by_stores else None
+            exchange = exchange_over(group) if peers is None else peers.exchange
+            shared = SpreadAttention(shared, exchange, peers=peers, **of_spread)
         shared.try_out(runner.dtype)
         expander = Expander(layers, runner.token_to_kv_pool, buffers, first_head)
         expander.try_out()
