@@ -29,6 +29,7 @@ from bench.rank_tables import one_rank, one_rank_headline, ranks
 from bench.recipes import recipe_tables
 from bench.serving_tables import compared, headline
 from bench.speculative_tables import speculative
+from bench.spread_tables import exchange, one_of_ranks
 from bench.tables import REPOSITORY, RESULTS
 from bench.workload_tables import figure_cells, plan, workloads
 
@@ -70,6 +71,8 @@ def main(
             "planner-h100": planner(RESULTS / "h100" / "planner.jsonl"),
             "ranks": ranks(RESULTS / "ranks.jsonl"),
             "one-rank": one_rank(RESULTS / "rank.jsonl"),
+            "exchange": exchange(RESULTS / "exchange.jsonl"),
+            "one-of-ranks": one_of_ranks(RESULTS / "exchange.jsonl"),
         },
         "docs/accuracy.md": {
             "model": accuracy_model(RESULTS / "accuracy.jsonl"),

@@ -128,9 +128,7 @@ def sentences(of: Deployment, found: dict[str, Any]) -> list[str]:
     elif of.tp > 1:
         lines.append("Exchanges between GPUs are from the data sheet, not measured.")
     if of.spread:
-        lines.append(
-            "Ranks hold prefixes together; what their exchanges cost in a layer is estimated, and not calibrated."
-        )
+        lines.append("Ranks hold prefixes together; what their exchanges cost in a layer was measured on two GPUs.")
     if found["memory"] is not None and not found["memory"]["budget_gib"]:
         lines.append("The weights do not fit in this memory: steps are shown as if they did.")
     for case in found["cases"]:
