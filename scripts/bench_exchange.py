@@ -5,8 +5,8 @@
 A process for each GPU, and in each a CUDA graph of the layers of a step that shares nothing: copying queries by heads,
 the first all-to-all, naive attention and its merge over an empty plan, the second all-to-all, the merge with tails.
 `wire` is the two all-to-alls alone; `--via peers` has stores into the other ranks' memory in place of NCCL. Nothing
-runs beside it here; in a step, attention to tails does. Last, what the entry `exchange` of configs/gpus would be.
-Without GPUs it runs over Gloo, to be seen working.
+runs beside it here; in a step, attention to tails does. `calibrate.py --exchange` takes the records. Without GPUs it
+runs over Gloo, to be seen working.
 
 With `--one-of 8` it times instead what a rank of eight computes in a layer, on one GPU: attention of `--rows` requests
 on each rank that share `--prefix` tokens, in an eighth of the heads for all of them, with copies in place of the
@@ -22,7 +22,6 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import typer
@@ -181,12 +180,7 @@ def main(
             case = {"ranks": ranks, "heads": heads, "rows": count, "layers": layers, "sent_bytes": sent_bytes}
             metrics = {f"{part}_us": seconds * 1e6 for part, seconds in times.items()}
             write_record(out, bench="exchange", impl=way, case=case, **metrics)
-    console = Console(width=110)
-    console.print(table)
-    for way in via if len(rows) > 1 else ():
-        per_byte, overhead = np.polyfit(sent, [found[way, count, "all"] for count in rows], 1)
-        entry = f'"exchange": {{"overhead_s": {overhead:.3g}, "bytes_per_s": {1 / per_byte:.3g}}}'
-        console.print(f"{way}: {entry}", highlight=False)
+    Console(width=110).print(table)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python scripts/calibrate.py --out configs/gpus/h200.json --check --out-records benchmarks/results/planner.jsonl
     python scripts/calibrate.py --out configs/gpus/h200.json --refit benchmarks/results/planner.jsonl    # without a GPU
+    python scripts/calibrate.py --out configs/gpus/h100.json --exchange benchmarks/results/exchange.jsonl    # likewise
 
 A rate is the median over the few cases that it bounds; each case is the median time of a CUDA graph of one call, with
 L2 flushed before each. The naive kernel's tiles are chosen by timing candidates back to back, because at the GPU's
@@ -9,7 +10,8 @@ power limit another tile may be the fastest than in a short run. `--check` times
 (bench/planner_grid.py) and every plan on trees of nested and mixed prompts (bench/step_plans.py; their records go to
 `plans.jsonl` beside those of the grid), and compares what is chosen with the fastest. With `--out`, the modes'
 overheads and what a segment costs are then replaced by those with which the choices lose least;
-`--refit` does only that, from records. DeepSeek-V3's dimensions.
+`--refit` does only that, from records, and `--exchange` the cost of exchanges between ranks, from those of
+`bench_exchange.py`. DeepSeek-V3's dimensions.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from bench.calibration import calibrate
+from bench.exchange_rates import write_exchange
 from bench.plan_trees import plans_table
 from bench.planner_grid import check
 from bench.planner_verdicts import newest, report, verdicts
@@ -47,6 +50,9 @@ def main(
     refit_from: Annotated[
         Path | None, typer.Option("--refit", help="Only fit the overheads in --out to a check's records.", exists=True)
     ] = None,
+    exchange_from: Annotated[
+        Path | None, typer.Option("--exchange", help="Only fit the entry `exchange` in --out to records.", exists=True)
+    ] = None,
     rep_ms: Annotated[int, typer.Option(min=1, help="ms spent on each measurement, but for those of tiles.")] = 20,
 ) -> None:
     """Measure this GPU's rates (--out), or check the choices made with them (--check), or both.
@@ -54,6 +60,14 @@ def main(
     The check takes the rates just written, else those shipped for this GPU. With both, and with --refit, the overheads
     are those with which the choices lose least.
     """
+    if exchange_from:
+        if not out or not out.exists() or check_choices or refit_from:
+            raise typer.BadParameter("--exchange is for --out with a file that exists, alone")
+        try:
+            write_exchange(out, read_records(exchange_from))
+        except ValueError as error:
+            raise typer.BadParameter(f"{exchange_from}: {error}") from error
+        return
     if refit_from:
         if not out or not out.exists() or check_choices:
             raise typer.BadParameter("--refit is for --out with a file that exists, without --check")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from bench import rates_file
 from bench.cases import DN, DR, DV, Case
+from bench.exchange_rates import write_exchange
 
 from sglang_mla_ext.configs import config_names, read_config
 from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, ModelDims
@@ -356,3 +358,43 @@ def test_what_is_measured_is_what_is_read(calibration, tile_choice, monkeypatch,
     not_measured = f"absorb: not measured, what {origin} had before."
     for part in ("easured by scripts/calibrate.py on NVIDIA H200", "naive: of naive.", not_measured):
         assert part in rates.source
+
+
+def exchange_records(**changes) -> list[dict]:
+    """Of 30 us and 1e11 bytes a second, on two GPUs."""
+    return [
+        {
+            "bench": "exchange",
+            "impl": "nccl",
+            "case": {"ranks": 2, "heads": 128, "rows": rows, "layers": 61, "sent_bytes": rows * 40960},
+            "all_us": 30 + rows * 0.4096,
+            **{"gpu": "NVIDIA H100 80GB HBM3", "torch": "2.11.0", "commit": "abc", "date": "2026-11-25T13:32:13"},
+            **changes,
+        }
+        for rows in (16, 64, 256)
+    ]
+
+
+def test_what_an_exchange_costs(tmp_path: Path) -> None:
+    """Of the newest run through NCCL on the file's GPU; the rest of the file stays."""
+    out = tmp_path / "h100.json"
+    before = read_config("gpus", "h100")
+    out.write_text(rates_file.to_json(before))
+    others = [
+        *exchange_records(date="2026-11-24T10:00:00", all_us=900.0),
+        *exchange_records(impl="peers", date="2026-11-26T10:00:00", all_us=5.0),
+        *exchange_records(gpu="NVIDIA H200", date="2026-11-26T10:00:00", all_us=5.0),
+        *exchange_records(bench="one_of_ranks", date="2026-11-26T10:00:00"),
+    ]
+    write_exchange(out, others + exchange_records())
+    after = json.loads(out.read_text())
+    found = after.pop("exchange")
+    assert found.pop("source").startswith("Measured by scripts/bench_exchange.py on 2 NVIDIA H100 80GB HBM3")
+    assert found == {"overhead_s": 3e-5, "bytes_per_s": 1e11}
+    assert after == {name: value for name, value in before.items() if name != "exchange"}
+    with pytest.raises(ValueError, match="no exchange through NCCL"):
+        write_exchange(out, exchange_records(impl="peers"))
+    with pytest.raises(ValueError, match="do not grow"):
+        write_exchange(out, exchange_records(all_us=5.0))
+    with pytest.raises(ValueError, match="one number of bytes"):
+        write_exchange(out, exchange_records()[:1])
