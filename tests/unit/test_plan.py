@@ -59,6 +59,7 @@ def test_bytes_follow_the_checkpoint():
     assert gigabytes("deepseek-v3") == pytest.approx(672, abs=1)
     assert gigabytes("deepseek-v3", "bf16") == pytest.approx(2 * 670, abs=2)
     assert gigabytes("kimi-k2-thinking") == pytest.approx(592, abs=1)  # experts in 4 bits
+    assert gigabytes("glm-4.7-flash") == pytest.approx(2 * 30, abs=1)
     assert gigabytes("longcat-flash") == pytest.approx(2 * gigabytes("longcat-flash-fp8"), rel=0.01)
     with pytest.raises(UnknownModelError, match="gguf"):
         products({**V3, "quantization_config": {"quant_method": "gguf"}})
@@ -79,7 +80,7 @@ def test_every_shipped_model_is_planned():
     linear = {"kimi-k3", "kimi-linear"}  # only their layers with MLA are known
     assert set(config_names("models")) - set(weights.model_names()) == linear
     for name in weights.model_names():
-        of = Deployment(read_model(name), H200, tp=8)
+        of = Deployment(read_model(name), H200, tp=4)  # which divides GLM-4.7-Flash's 20 heads, too
         assert of.dims.num_layers == attention_layers_of(name)
         assert predict(of, of.cover(128, 4096), 128, 4096, 256).seconds > 0
 
