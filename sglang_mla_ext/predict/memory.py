@@ -52,6 +52,11 @@ def weight_bytes(of: Deployment) -> float:
     return stored + embedding_bytes(of.config) / of.tp
 
 
+def state_share(of: Deployment) -> float:
+    """Of what weights leave of SGLang's static memory, for states of linear layers and not for the KV cache."""
+    return STATE_SHARE if of.has_states else 0.0
+
+
 def buffer_bytes(of: Deployment, *, expands: bool) -> int:
     """The extension's own buffers on one GPU, but for some MiB: the partials, which are nearly all of them, and what
     ranks exchange, queries and results in BF16, sent and received."""
@@ -75,10 +80,10 @@ def memory(of: Deployment, fraction: float, for_prefixes: float | None = None) -
     if of.gpu.sheet is None:
         raise ValueError(f"the memory of {of.gpu.key} is not known")
     weights = weight_bytes(of)
-    budget = max(of.gpu.sheet.memory_bytes * fraction - weights, 0.0)
-    states = budget * STATE_SHARE if of.has_states else 0.0
+    left = max(of.gpu.sheet.memory_bytes * fraction - weights, 0.0)
+    states = left * state_share(of)
     of_requests = int(states // of.state_bytes) // STATES_OF_A_REQUEST if of.has_states else None
-    budget -= states
+    budget = left - states
     token, latent = (each * of.dims.num_layers for each in (of.cost.expanded_token_bytes, of.cost.latent_row_bytes))
     if for_prefixes is None:
         for_prefixes = default_bytes(int(budget), buffer_bytes(of, expands=True), token)
@@ -93,7 +98,7 @@ def fraction_that_fits(of: Deployment, tokens: int) -> float:
     does."""
     assert of.gpu.sheet is not None
     cache = tokens * of.cost.latent_row_bytes * of.dims.num_layers
-    needed = weight_bytes(of) + (cache / (1 - STATE_SHARE) if of.has_states else cache)
+    needed = weight_bytes(of) + cache / (1 - state_share(of))
     return math.ceil(100 * needed / of.gpu.sheet.memory_bytes) / 100
 
 
