@@ -1,9 +1,14 @@
 """One rank of a whole model behind SGLang's real server: whole layers with their experts, one GPU, dummy weights.
 
-What one of eight GPUs computes, without what they say to each other: a slice of everything (`--rank tp8`), or all
-heads and whole experts (`--rank dp8`); `make_demo_model.py --rank` writes its configuration. 61 layers of
-DeepSeek-V3's tp8 want an H200, 36 fit an H100; of Kimi-K2's (`--of kimi-k2`) 48 fit an H200. Tokens are dealt out over
-experts at random, or dummy weights would send all to the same eight.
+What one of eight GPUs computes, without what they say to each other: a slice of everything (`--rank tp8`; `tp16`: of
+sixteen), or all heads and whole experts (`--rank dp8`); `make_demo_model.py --rank` writes its configuration. 61 layers
+of DeepSeek-V3's tp8 want an H200, 36 fit an H100; of Kimi-K2's (`--of kimi-k2`) 48 fit an H200. Tokens are dealt out
+over experts at random, or dummy weights would send all to the same eight.
+
+Of Kimi-K3 there are two, by `tp8` or `tp16`. `--of kimi-k3` is its language model, with layers of both kinds, for
+SGLang 0.5.20 and newer with `--server-arg '--moe-runner-backend marlin'`: by its weights all 93 layers of a tp16 fit an
+H200 and 60 an H100, 56 of a tp8 an H200. It was never started. `--of kimi-k3-mla` is its layers with MLA alone, in
+DeepSeek-V3's class, for any SGLang: what is saved there is saved in the whole model, whose steps take longer.
 
     python scripts/bench_rank.py --rank tp8 --layers 36 --workload short --concurrency 128 \\
         --backend 'hybrid_mla --hybrid-mla-prefix-memory-gb 10' --backend flashmla --out rank.jsonl
@@ -38,7 +43,7 @@ from bench.client import HYBRID
 from bench.rank_loads import KINDS, make_load
 from bench.server import STOCK, console_of, load_arguments, work_folder
 from bench.workload_runs import Run, describe_run, record_run, run_workload, runs_tables, server_case
-from demo_model.rank import DIVIDED, LAYERS, MODELS, Rank, make_rank
+from demo_model.rank import ALL_LAYERS, DIVIDED, MODELS, Rank, make_rank
 from transformers import AutoTokenizer
 
 from sglang_mla_ext.prefix.cost_model import ModelDims
@@ -53,7 +58,7 @@ def main(
     rank: Annotated[str | None, typer.Option(help=f"How ranks divide the model: {' or '.join(DIVIDED)}.")] = None,
     of: Annotated[str, typer.Option(help=f"The model: {' or '.join(MODELS)}.")] = MODELS[0],
     model: Annotated[Path | None, typer.Option(exists=True, help="A model's folder in place of --rank.")] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the rank.")] = LAYERS,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of the rank [all].")] = None,
     backend: Annotated[list[str] | None, typer.Option(help="Attention backend, and its flags; repeatable.")] = None,
     workload: Annotated[list[str] | None, typer.Option(help=f"{', '.join(KINDS)}; repeatable (short).")] = None,
     prompt_tokens: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable (7069 and 26472).")] = None,
@@ -99,8 +104,12 @@ def main(
             raise typer.BadParameter(f"--rank is one of {', '.join(DIVIDED)}")
         if of not in MODELS:
             raise typer.BadParameter(f"--of is one of {', '.join(MODELS)}")
+        layers = layers or ALL_LAYERS[of]
         model = work_folder() / f"{of}-{rank}-{layers}"
-        make_rank(model, Rank(rank, layers, of))
+        try:
+            make_rank(model, Rank(rank, layers, of))
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
     assert model is not None
     logs = log_folder or work_folder() / "logs"
     logs.mkdir(parents=True, exist_ok=True)

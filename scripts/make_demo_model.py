@@ -14,7 +14,8 @@ For benchmarks: DeepSeek-V3's own dimensions with few layers and no weights (SGL
         --intermediate 18432 --q-lora-rank 1536 --vocab 8192 --max-positions 65536
 
 Or what one of eight ranks holds of a whole model, in FP8 and with its experts, for `bench_rank.py`: a slice of
-everything (`tp8`), or all heads and whole experts (`dp8`, DP attention). No other setting but these applies:
+everything (`tp8`; `tp16`: one of sixteen), or all heads and whole experts (`dp8`, DP attention). No other setting but
+these applies:
 
     python scripts/make_demo_model.py OUT --rank tp8 [--of deepseek-v3] [--layers 61]
 """
@@ -26,12 +27,12 @@ from typing import Annotated
 
 import typer
 from demo_model.checkpoint import YARN_ORIGINAL_POSITIONS, Settings, make
-from demo_model.rank import DIVIDED, LAYERS, MODELS, Rank, make_rank
+from demo_model.rank import ALL_LAYERS, DIVIDED, MODELS, Rank, make_rank
 
 
 def main(
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
-    layers: Annotated[int | None, typer.Option(min=1, help=f"[2; of a rank {LAYERS}]")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="[2; of a rank all]")] = None,
     heads: Annotated[int, typer.Option(min=1)] = 4,
     hidden: Annotated[int, typer.Option(min=16)] = 128,
     intermediate: Annotated[int, typer.Option(min=16, help="Width of the dense MLP.")] = 512,
@@ -43,14 +44,20 @@ def main(
     fp8_blocks: Annotated[bool, typer.Option("--fp8-blocks", help="Projections in FP8, as DeepSeek-V3's own.")] = False,
     experts: Annotated[bool, typer.Option("--experts", help="Mixtures of experts behind the first layer.")] = False,
     nextn: Annotated[bool, typer.Option("--nextn", help="One layer more, for speculative decoding.")] = False,
-    rank: Annotated[str | None, typer.Option(help="tp8 or dp8: one rank of a whole model, without weights.")] = None,
+    rank: Annotated[
+        str | None, typer.Option(help=f"{', '.join(DIVIDED)}: one rank of a whole model, without weights.")
+    ] = None,
     of: Annotated[str, typer.Option(help=f"The model of --rank: {' or '.join(MODELS)}.")] = MODELS[0],
 ) -> None:
     """Write a small random checkpoint of DeepSeek-V3's architecture."""
     if rank is not None:
         if rank not in DIVIDED or of not in MODELS:
             raise typer.BadParameter(f"--rank is one of {', '.join(DIVIDED)}, --of one of {', '.join(MODELS)}")
-        print(f"{out}: {'written' if make_rank(out, Rank(rank, layers or LAYERS, of)) else 'up to date'}")
+        try:
+            written = make_rank(out, Rank(rank, layers or ALL_LAYERS[of], of))
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        print(f"{out}: {'written' if written else 'up to date'}")
         return
     settings = Settings(
         layers=layers or 2,

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from demo_model.rank import LAYERS, MODELS
+from demo_model.rank import ALL_LAYERS, K3_MLA, MODELS
 
 from bench import rank_predictions
 from bench.records import read_records
@@ -33,8 +33,8 @@ HEADLINE_COLUMNS = (
 MOST_REQUESTS = 256
 """In the README's table, which has one row for each load and prompt; its plot has all."""
 LOADS = {"decode": "all decode", "short": "short answers"}
-DIVIDED_NAMES = {"tp8": "TP 8", "dp8": "DP 8"}
-MODEL_NAMES = dict(zip(MODELS, ("DeepSeek-V3", "Kimi-K2"), strict=True))
+DIVIDED_NAMES = {"tp8": "TP 8", "dp8": "DP 8", "tp16": "TP 16"}
+MODEL_NAMES = dict(zip(MODELS, ("DeepSeek-V3", "Kimi-K2", "Kimi-K3", "Kimi-K3's MLA layers alone"), strict=True))
 IN_GRAPHS = ", prefill in graphs"
 OF_64 = ", pages of 64"
 STOCK_BACKENDS = ("fa3", f"fa3{IN_GRAPHS}", f"fa3{OF_64}", f"fa3{OF_64}{IN_GRAPHS}", "flashinfer", "flashmla")
@@ -140,10 +140,10 @@ def one_rank_headline(path: Path) -> str:
 
 
 def pairs(records: Iterable[dict[str, Any]]) -> list[Pair]:
-    """What was measured of ours and of SGLang's own on the same case, over BF16 caches: tensor-parallel ranks first,
-    then by model, load, prompt and requests. Ours is as it comes where that was measured, else with the memory that was
-    named, else with an FP8 prefix."""
-    found = runs(records)
+    """What was measured of ours and of SGLang's own on the same case, over BF16 caches, of whole layers of a model:
+    tensor-parallel ranks first, then by model, load, prompt and requests. Ours is as it comes where that was measured,
+    else with the memory that was named, else with an FP8 prefix."""
+    found = runs(record for record in records if record["case"].get("of") != K3_MLA)
     most_layers: dict[str, int] = {}
     for _, rank, layers, *_ in found:
         most_layers[rank] = max(layers, most_layers.get(rank, 0))
@@ -157,13 +157,14 @@ def pairs(records: Iterable[dict[str, Any]]) -> list[Pair]:
             records = found[(*case, backend)]
             what = model_and_ranks(records[0]["case"]), load, prompt, requests
             shown.append(Pair(*what, backend, stock[-1], records, found[stock]))
-    return sorted(shown, key=lambda pair: (pair.ours[0]["case"]["rank"] != "tp8", pair[:4]))
+    return sorted(shown, key=lambda pair: (pair.ours[0]["case"]["rank"] == "dp8", pair[:4]))
 
 
 def model_and_ranks(case: dict[str, Any]) -> str:
     """The model of a record's rank, and how ranks divide it."""
-    some = f", {case['layers']} layers" if case["layers"] != LAYERS else ""
-    return f"{MODEL_NAMES[case.get('of', MODELS[0])]}, {DIVIDED_NAMES[case['rank']]}{some}"
+    of = case.get("of", MODELS[0])
+    some = f", {case['layers']} layers" if case["layers"] != ALL_LAYERS[of] else ""
+    return f"{MODEL_NAMES[of]}, {DIVIDED_NAMES[case['rank']]}{some}"
 
 
 def runs(records: Iterable[dict[str, Any]]) -> dict[Case, list[dict[str, Any]]]:
@@ -176,6 +177,7 @@ def runs(records: Iterable[dict[str, Any]]) -> dict[Case, list[dict[str, Any]]]:
         case = record["case"]
         load = record["bench"] + (", DeepGEMM" if case.get("deep_gemm") else "")
         of = "" if case.get("of", MODELS[0]) == MODELS[0] else f" of {case['of']}"
+        of = " of Kimi-K3's MLA layers alone" if case.get("of") == K3_MLA else of
         of_model = load, (case.get("rank") or "-") + of, case["layers"]
         key = (*of_model, case["prefix"], case["concurrency"], record["gpu"], served_by(record))
         command = re.sub(r"--out \S*/", "--out benchmarks/results/", record["command"])

@@ -108,8 +108,8 @@ def model_config(settings: Settings) -> dict[str, Any]:
     }
 
 
-def weights(settings: Settings) -> dict[str, torch.Tensor]:
-    """Random BF16 weights under their Hugging Face names, `[out, in]`.
+def weights(settings: Settings, nope_dim: int = NOPE_DIM, v_dim: int = V_DIM) -> dict[str, torch.Tensor]:
+    """Random BF16 weights, `[out, in]`, by their Hugging Face names; so many content and value dimensions a head.
 
     Every matrix preserves the scale of its input (standard deviation 1/sqrt(in)). Two are larger: the queries', so that
     attention picks few keys out of thousands, and the last one, so that the likeliest token stands out. The first
@@ -141,19 +141,19 @@ def weights(settings: Settings) -> dict[str, torch.Tensor]:
             q_a[0, 0] = 1
             tensors[f"{prefix}.self_attn.q_a_proj.weight"] = q_a
             tensors[f"{prefix}.self_attn.q_a_layernorm.weight"] = ones(q_rank)
-        query = matrix(heads * (NOPE_DIM + ROPE_DIM), q_rank or hidden, gain=2.0)
-        query.view(heads, NOPE_DIM + ROPE_DIM, -1)[::2, NOPE_DIM:, 0] = NEAR_WEIGHT
+        query = matrix(heads * (nope_dim + ROPE_DIM), q_rank or hidden, gain=2.0)
+        query.view(heads, nope_dim + ROPE_DIM, -1)[::2, nope_dim:, 0] = NEAR_WEIGHT
         tensors[f"{prefix}.self_attn.{'q_b_proj' if q_rank else 'q_proj'}.weight"] = query
         kv_a = matrix(KV_LORA_RANK + ROPE_DIM, hidden)
         kv_a[KV_LORA_RANK:, 0] = NEAR_WEIGHT
-        out = matrix(hidden, heads * V_DIM, gain=2.0)
+        out = matrix(hidden, heads * v_dim, gain=2.0)
         down = matrix(hidden, settings.intermediate, gain=2.0)
         out[0] = down[0] = 0
         tensors |= {
             f"{prefix}.input_layernorm.weight": ones(hidden),
             f"{prefix}.self_attn.kv_a_proj_with_mqa.weight": kv_a,
             f"{prefix}.self_attn.kv_a_layernorm.weight": ones(KV_LORA_RANK),
-            f"{prefix}.self_attn.kv_b_proj.weight": matrix(heads * (NOPE_DIM + V_DIM), KV_LORA_RANK),
+            f"{prefix}.self_attn.kv_b_proj.weight": matrix(heads * (nope_dim + v_dim), KV_LORA_RANK),
             f"{prefix}.self_attn.o_proj.weight": out,
             f"{prefix}.post_attention_layernorm.weight": ones(hidden),
         }

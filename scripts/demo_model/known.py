@@ -63,9 +63,9 @@ def known_config(known: Known) -> dict[str, Any]:
         "expert_ffn_hidden_size": EXPERT_WIDTH,
     }
     config = {**read_config("checkpoints", known.name)["config"]}
-    config.pop("quantization_config", None)
     if config["architectures"] == ["KimiK3ForConditionalGeneration"]:  # the model of its text alone
         config = config["text_config"] | {"architectures": ["KimiK3LinearForCausalLM"]}
+    config.pop("quantization_config", None)
     if "linear_attn_config" in config:
         kinds = {"kda_layers": range(1, known.layers + 1, 2), "full_attn_layers": range(2, known.layers + 1, 2)}
         sizes = {"num_heads": LINEAR_HEADS, "head_dim": LINEAR_DIM}
@@ -103,7 +103,9 @@ def known_weights(known: Known) -> dict[str, torch.Tensor]:
             max_positions=config["max_position_embeddings"],
             seed=known.seed,
             config_only=False,
-        )
+        ),
+        nope_dim=config["qk_nope_head_dim"],
+        v_dim=config["v_head_dim"],
     )
     generator = torch.Generator().manual_seed(known.seed + 1)
     if two:

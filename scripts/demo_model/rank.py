@@ -1,4 +1,4 @@
-"""A whole model as one of eight ranks holds it: the model's own configuration with a rank's share of its sizes.
+"""A whole model as one of its ranks holds it: the model's own configuration with a rank's share of its sizes.
 
 What a rank computes on a GPU of its own, without the communication between ranks. SGLang draws the weights
 (`--load-format dummy`).
@@ -6,6 +6,7 @@ What a rank computes on a GPU of its own, without the communication between rank
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,24 @@ from typing import Any
 from demo_model.checkpoint import BOS, EOS, SPECIAL_TOKENS, YARN_ORIGINAL_POSITIONS, write
 from sglang_mla_ext.configs import read_config
 
-MODELS = ("deepseek-v3", "kimi-k2")
-RANKS = 8
-LAYERS = 61
+K3, K3_MLA = "kimi-k3", "kimi-k3-mla"
+"""Kimi-K3 itself, which needs SGLang 0.5.20 or newer; and its layers with MLA alone, in DeepSeek-V3's class."""
+ALL_LAYERS = {"deepseek-v3": 61, "kimi-k2": 61, K3: 93, K3_MLA: 24}
+MODELS = tuple(ALL_LAYERS)
+LAYERS = ALL_LAYERS[MODELS[0]]
 MAX_POSITIONS = 65536
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+_SLICES = (*_HEADS, "intermediate_size", "moe_intermediate_size", "vocab_size")
 DIVIDED = {  # how ranks divide the model: the fields that they divide among them
-    "tp8": ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size"),
+    "tp8": _SLICES,
     "dp8": ("n_routed_experts", "vocab_size"),
+    "tp16": _SLICES,
 }
 """With tensor parallelism a rank has a slice of every matrix. With DP attention it has all heads, whole experts, the
 whole dense MLPs of the first layers (`--moe-dense-tp-size 1`), and a slice of the LM head."""
+OF_K3 = ("tp8", "tp16")
+"""How ranks divide Kimi-K3."""
+_WHOLE_EXPERTS = (*_HEADS, "intermediate_size", "num_experts", "num_experts_per_token", "vocab_size")
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,15 @@ class Rank:
     layers: int = LAYERS
     model: str = MODELS[0]
     version: int = 3  # of the output; raise it when the configuration or the tokenizer changes
+
+    def __post_init__(self) -> None:
+        if self.model in (K3, K3_MLA) and self.divided not in OF_K3:
+            raise ValueError(f"{self.model} is divided by {' or '.join(OF_K3)}, not {self.divided}")
+
+    @property
+    def ranks(self) -> int:
+        """That divide the model."""
+        return int(self.divided[2:])
 
 
 def make_rank(out: Path, rank: Rank) -> bool:
@@ -51,15 +69,65 @@ def rank_config(rank: Rank) -> dict[str, Any]:
     A token goes to eight of the experts that are there. With DP attention that is what comes to a rank's experts: an
     eighth of what eight times as many tokens send.
     """
-    config = {**read_config("checkpoints", rank.model)["config"]}
-    config |= {field: config[field] // RANKS for field in DIVIDED[rank.divided]}
-    tokens = {"bos_token_id": SPECIAL_TOKENS.index(BOS), "eos_token_id": SPECIAL_TOKENS.index(EOS)}
-    yarn = config["rope_scaling"] | {"factor": MAX_POSITIONS / YARN_ORIGINAL_POSITIONS}
-    # transformers knows Kimi-K2's type only by code in its checkpoint; the architecture is DeepSeek-V3's.
-    sizes = {
+    if rank.model == K3:
+        return _kimi_k3(rank)
+    if rank.model == K3_MLA:
+        return _mla_of_kimi_k3(rank)
+    config = _divided(read_config("checkpoints", rank.model)["config"], DIVIDED[rank.divided], rank.ranks)
+    return config | _as_deepseek(rank, config)
+
+
+def _kimi_k3(rank: Rank) -> dict[str, Any]:
+    """Its language model, with layers of both kinds in their order. Experts are whole, as with `--ep-size` of as many
+    ranks, and a token goes to so few of them as come to a rank's in the mean: slices would be padded to a third more.
+    Left out are experts for all tokens, which would be whole, too (of a rank's weights 2 % to 3 %), and the router's
+    product with the others' experts."""
+    text = read_config("checkpoints", K3)["config"]["text_config"]
+    linear = text["linear_attn_config"]
+    kinds = {
+        kind: [layer for layer in linear[kind] if layer <= rank.layers] for kind in ("kda_layers", "full_attn_layers")
+    }
+    return (
+        _divided(text, _WHOLE_EXPERTS, rank.ranks)
+        | _tokens()
+        | {
+            "architectures": ["KimiK3LinearForCausalLM"],
+            "linear_attn_config": linear | kinds | {"num_heads": linear["num_heads"] // rank.ranks},
+            "num_hidden_layers": rank.layers,
+            "num_shared_experts": 0,
+            "max_position_embeddings": MAX_POSITIONS,
+            "pad_token_id": 0,
+        }
+    )
+
+
+def _mla_of_kimi_k3(rank: Rank) -> dict[str, Any]:
+    """DeepSeek-V3's layers with Kimi-K3's heads, all other sizes of MLA being the same, in BF16 as Kimi-K3's; with its
+    experts for all tokens as the MLP. They rotate keys, and have no gate on the result, one product of six."""
+    text = read_config("checkpoints", K3)["config"]["text_config"]
+    wide = text["moe_intermediate_size"] * text["num_shared_experts"]
+    own = {name: text[name] for name in (*_HEADS, "hidden_size", "vocab_size", "q_lora_rank", "kv_lora_rank")}
+    config = read_config("checkpoints", MODELS[0])["config"] | own | {"intermediate_size": wide}
+    config = _divided(config, (*_HEADS, "intermediate_size", "vocab_size"), rank.ranks)
+    del config["quantization_config"]
+    return config | _as_deepseek(rank, config) | {"first_k_dense_replace": rank.layers}
+
+
+def _divided(config: Mapping[str, Any], fields: tuple[str, ...], ranks: int) -> dict[str, Any]:
+    return {**config} | {field: config[field] // ranks for field in fields}
+
+
+def _tokens() -> dict[str, int]:
+    return {"bos_token_id": SPECIAL_TOKENS.index(BOS), "eos_token_id": SPECIAL_TOKENS.index(EOS)}
+
+
+def _as_deepseek(rank: Rank, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that are alike in all ranks of DeepSeek-V3's architecture."""
+    return _tokens() | {
+        # transformers knows Kimi-K2's type only by code in its checkpoint; the architecture is DeepSeek-V3's.
         "model_type": "deepseek_v3",
         "num_hidden_layers": rank.layers,
         "max_position_embeddings": MAX_POSITIONS,
         "num_nextn_predict_layers": 0,
+        "rope_scaling": config["rope_scaling"] | {"factor": MAX_POSITIONS / YARN_ORIGINAL_POSITIONS},
     }
-    return config | tokens | sizes | {"rope_scaling": yarn}

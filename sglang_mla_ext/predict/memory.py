@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, SEGMENTS_PER_ROW  # plain Python
+from sglang_mla_ext.predict.linear import STATE_SHARE, STATES_OF_A_REQUEST
 from sglang_mla_ext.predict.sharing import may_group
 from sglang_mla_ext.predict.step import Deployment
 from sglang_mla_ext.predict.weights import embedding_bytes
@@ -17,13 +18,17 @@ class Memory:
     """Bytes of one GPU.
 
     Attributes:
-        weights: its share; budget: of SGLang's static memory what the weights leave, 0 where they leave nothing.
+        weights: its share.
+        states: of linear layers, a share of what the weights leave; of_requests: that these are enough for.
+        budget: of SGLang's static memory what both leave for the KV cache, 0 where they leave nothing.
         taken: of the budget, by the extension: for expanded prefixes and its own buffers.
         chunks: of expanded tokens that this holds.
         latent_token, expanded_token: of a token in all layers.
     """
 
     weights: float
+    states: float
+    of_requests: int | None
     budget: float
     taken: float
     chunks: int
@@ -35,14 +40,21 @@ class Memory:
         return int((self.budget - self.taken * shared) // self.latent_token)
 
     def most_requests(self, prompt: int, tail: int, *, shared: bool) -> int:
-        """Of a rank, that the KV cache holds: the prompt once, and so many tokens of each request after it."""
-        return max((self.tokens(shared=shared) - prompt) // max(tail, 1), 0)
+        """Of a rank, that the KV cache holds, the prompt once and so many tokens of each request after it, and that
+        states of linear layers are enough for."""
+        most = max((self.tokens(shared=shared) - prompt) // max(tail, 1), 0)
+        return most if self.of_requests is None else min(most, self.of_requests)
 
 
 def weight_bytes(of: Deployment) -> float:
     """Bytes of the weights on one GPU."""
     stored = sum(product.stored * product.element_bytes / of.ranks_of(product) for product in of.products)
     return stored + embedding_bytes(of.config) / of.tp
+
+
+def state_share(of: Deployment) -> float:
+    """Of what weights leave of SGLang's static memory, for states of linear layers and not for the KV cache."""
+    return STATE_SHARE if of.has_states else 0.0
 
 
 def buffer_bytes(of: Deployment, *, expands: bool) -> int:
@@ -68,21 +80,25 @@ def memory(of: Deployment, fraction: float, for_prefixes: float | None = None) -
     if of.gpu.sheet is None:
         raise ValueError(f"the memory of {of.gpu.key} is not known")
     weights = weight_bytes(of)
-    budget = max(of.gpu.sheet.memory_bytes * fraction - weights, 0.0)
+    left = max(of.gpu.sheet.memory_bytes * fraction - weights, 0.0)
+    states = left * state_share(of)
+    of_requests = int(states // of.state_bytes) // STATES_OF_A_REQUEST if of.has_states else None
+    budget = left - states
     token, latent = (each * of.dims.num_layers for each in (of.cost.expanded_token_bytes, of.cost.latent_row_bytes))
     if for_prefixes is None:
         for_prefixes = default_bytes(int(budget), buffer_bytes(of, expands=True), token)
     for_prefixes = min(for_prefixes, budget)
     chunks = max(int((for_prefixes - buffer_bytes(of, expands=True)) // (token * CHUNK_TOKENS)), 0)
     taken = max(for_prefixes, min(buffer_bytes(of, expands=False), budget))
-    return Memory(weights, budget, taken, chunks, latent, token)
+    return Memory(weights, states, of_requests, budget, taken, chunks, latent, token)
 
 
 def fraction_that_fits(of: Deployment, tokens: int) -> float:
     """The `--mem-fraction` that holds the weights and a cache of so many tokens, in hundredths; above 1 where none
     does."""
     assert of.gpu.sheet is not None
-    needed = weight_bytes(of) + tokens * of.cost.latent_row_bytes * of.dims.num_layers
+    cache = tokens * of.cost.latent_row_bytes * of.dims.num_layers
+    needed = weight_bytes(of) + cache / (1 - state_share(of))
     return math.ceil(100 * needed / of.gpu.sheet.memory_bytes) / 100
 
 

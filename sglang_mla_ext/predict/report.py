@@ -194,6 +194,7 @@ def whole_step(of: Deployment, asked: Asked, divided: Memory, prompt: int, reque
             )
     parts = {kind: seconds * 1e3 for kind, seconds in plain.products.items()}
     parts |= {"exchanges": plain.exchanges * 1e3, "overhead": plain.overhead * 1e3}
+    parts |= {"states": plain.states * 1e3} if of.has_states else {}
     steps = {"absorb": plain.attention + rest["absorb"], "chosen": shared.attention + rest["chosen"]}
     rates = {name: running[name] * asked.accepted / seconds for name, seconds in steps.items()}
     return {
@@ -212,6 +213,10 @@ def _check_arrivals(of: Deployment, asked: Asked) -> None:
         raise CannotPlanError("arrivals are predicted without drafts: give --arrivals without --draft-tokens")
     if asked.step_ms is not None:
         raise CannotPlanError("arrivals take steps of many sizes: give --arrivals without --step-ms")
+    if of.has_states:
+        raise CannotPlanError(
+            "arrivals take prefill passes, and what linear attention takes in one is not known: leave out --arrivals"
+        )
     if of.gpu.step is None:
         raise CannotPlanError(f"arrivals take whole steps, and {of.gpu.key} has no constants of one")
 
@@ -241,8 +246,10 @@ def _memory(of: Deployment, asked: Asked, divided: Memory) -> dict[str, Any]:
     gib = {f"{name}_gib": getattr(divided, name) / GIB for name in ("weights", "budget", "taken")}
     tokens = {"absorb": divided.tokens(shared=False), "chosen": divided.tokens(shared=True)}
     least = max(asked.prompts) + of.per_rank(max(asked.requests)) * asked.tail
+    states = {"states_gib": divided.states / GIB, "states_of_requests": divided.of_requests} if of.has_states else {}
     return {
         **gib,
+        **states,
         "mem_fraction": default_fraction(of) if asked.fraction is None else asked.fraction,
         "mem_fraction_that_fits": fraction_that_fits(of, least),
         "cache_tokens": tokens,

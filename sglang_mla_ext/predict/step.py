@@ -5,6 +5,8 @@
     step                 = layers * (attention + other launches) + layers with experts * a constant + products
                            + exchanges between GPUs + a constant
 
+Layers with linear attention have the other launches, too, and their states in place of attention (linear.py).
+
 The work is the cost model's (prefix/cost_model.py); the constants are named in rates.py. New tokens that ride in the
 step (mixed.py) are rows more of all of it. What is not in it: drafts of a speculative step, eager prefill beside
 decoding, and that requests end and begin (arrivals.py).
@@ -19,7 +21,7 @@ from functools import cached_property
 from typing import Any
 
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS  # plain Python
-from sglang_mla_ext.predict import weights
+from sglang_mla_ext.predict import linear, weights
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.sharing import PLAIN, Cover, cover, may_group, plan
 from sglang_mla_ext.prefix.cost_model import CostModel, ModelDims
@@ -87,11 +89,23 @@ class Deployment:
                 f"prefixes are spread over ranks of DP attention with requests of their own, which divide "
                 f"{self.dims.num_heads} heads, without drafts: --spread needs --dp as large as --tp"
             )
+        if self.has_states and (self.queries > 1 or self.latent_element_bytes < 2):
+            raise ValueError("beside layers with linear attention a server takes neither drafts nor an FP8 cache")
 
     @cached_property
     def dims(self) -> ModelDims:
         dims = ModelDims.from_config(self.config)
         return dataclasses.replace(dims, num_layers=weights.attention_layers(self.config))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers with linear attention keep a state of each request."""
+        return linear.is_linear(self.config)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Of one state of a request in all layers, on one GPU; 0 where there are none."""
+        return linear.state_bytes(self.config, self.head_ranks) if self.has_states else 0
 
     @property
     def a_rank(self) -> str:
@@ -151,7 +165,7 @@ class Deployment:
         """GPUs that share a product's weights."""
         if not product.split:
             return 1
-        return self.head_ranks if product.kind == "attention" else self.tp
+        return self.head_ranks if product.of_heads else self.tp
 
 
 @dataclass(frozen=True)
@@ -161,19 +175,21 @@ class Step:
     Attributes:
         cover: how it attends to what is shared.
         attention: in all layers.
-        products: by kind; exchanges: between GPUs; overhead: other launches and the step's own constant.
+        products: by kind; states: of linear layers, read and written; exchanges: between GPUs.
+        overhead: other launches and the step's own constant.
     """
 
     cover: Cover
     attention: float
     products: Mapping[str, float]
+    states: float
     exchanges: float
     overhead: float
 
     @property
     def rest(self) -> float:
         """All but attention."""
-        return sum(self.products.values()) + self.exchanges + self.overhead
+        return sum(self.products.values()) + self.states + self.exchanges + self.overhead
 
     @property
     def seconds(self) -> float:
@@ -256,14 +272,15 @@ def predict(of: Deployment, cover: Cover, requests: int, prompt: int, tail: int,
     all_rows = rows * of.dp
     products: dict[str, float] = {}
     for product in of.products:
-        seconds = product.layers * product_seconds(of, product, rows if product.kind == "attention" else all_rows)
+        seconds = product.layers * product_seconds(of, product, rows if product.of_heads else all_rows)
         products[product.kind] = products.get(product.kind, 0.0) + seconds
-    layers = of.dims.num_layers
+    layers = weights.all_layers(of.config)
     overhead = layers * (rates.layer_s + rows * activation_bytes(of) / rates.bytes_per_s) + rates.step_s
     overhead += max((product.layers for product in of.products if product.experts), default=0) * rates.experts_s
     exchanges = layers * (_exchange_seconds(of, rows, of.head_ranks) + _exchange_seconds(of, all_rows, of.tp))
-    attention = layers * attention_seconds(of, cover, mine, prompt, tail, arriving)
-    return Step(cover, attention, products, exchanges, overhead)
+    attention = of.dims.num_layers * attention_seconds(of, cover, mine, prompt, tail, arriving)
+    states = 2 * mine * of.state_bytes / rates.bytes_per_s
+    return Step(cover, attention, products, states, exchanges, overhead)
 
 
 def product_seconds(of: Deployment, product: weights.Product, rows: int) -> float:
@@ -278,10 +295,10 @@ def product_seconds(of: Deployment, product: weights.Product, rows: int) -> floa
 
 def activation_bytes(of: Deployment) -> int:
     """Bytes that the launches between the products of a layer read and write for a row: two sums with the residual and
-    their norms, the MLP's activation, and the query in its two parts and as one."""
+    their norms, the MLP's activation, the query in its two parts and as one, and residuals of earlier layers."""
     hidden, width = of.dims.hidden_size, weights.mlp_width(of.config) // of.tp
     query = 2 * of.cost.local_heads * of.dims.latent_dim
-    return 2 * (8 * hidden + 3 * width + query)
+    return int(2 * (8 * hidden + 3 * width + query + linear.residual_elements(of.config)))
 
 
 def _exchange_seconds(of: Deployment, rows: int, ranks: int) -> float:

@@ -7,6 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from sglang_mla_ext.kernels.sizes import PAGE_TOKENS  # plain Python
+from sglang_mla_ext.predict.linear import STATES_OF_A_REQUEST, layers
 from sglang_mla_ext.predict.report import Asked
 from sglang_mla_ext.predict.step import Deployment, allowed_modes
 from sglang_mla_ext.segment import Mode
@@ -127,6 +128,8 @@ def sentences(of: Deployment, found: dict[str, Any]) -> list[str]:
         lines.append(f"{of.gpu.rates.name}: no constants of a whole step, so attention alone is shown.")
     elif of.tp > 1:
         lines.append("Exchanges between GPUs are from the data sheet, not measured.")
+    if of.has_states:
+        lines += _of_linear_layers(of, found)
     if of.spread:
         lines.append("Ranks hold prefixes together; what their exchanges cost in a layer was measured on two GPUs.")
     if found["memory"] is not None and not found["memory"]["budget_gib"]:
@@ -145,6 +148,20 @@ def sentences(of: Deployment, found: dict[str, Any]) -> list[str]:
     if sheet is not None:
         said = f"{sheet:.0f} requests with the data sheet's rates, {said}"
     lines.append(f"TyphoonMLA's equation 1, which counts no overheads: naive pays from {said}")
+    return lines
+
+
+def _of_linear_layers(of: Deployment, found: dict[str, Any]) -> list[str]:
+    lines = [
+        f"{of.dims.num_layers} layers have MLA, {layers(of.config)} linear attention, of which products and the bytes "
+        "of states are counted. Not known: what its kernels take beyond that, and what experts take beyond reading "
+        "their weights (DeepSeek-V3's is taken)."
+    ]
+    if (whole := found["memory"]) is not None:
+        lines.append(
+            f"States take {whole['states_gib']:.1f} GiB of a GPU, for {whole['states_of_requests']:,} "
+            f"requests{of.a_rank} (--mamba-full-memory-ratio 0.9, {STATES_OF_A_REQUEST} states each)."
+        )
     return lines
 
 

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from sglang_mla_ext.configs import config_names, read_config
+from sglang_mla_ext.predict import linear as linear_layers
 
 FP8_BYTES = 1 + 4 / 128**2  # a float32 scale for a block of 128 x 128, where none is named
 BF16_BYTES = 2.0
 DTYPES = {"bf16": BF16_BYTES, "fp8_e4m3": FP8_BYTES}
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
+"""What models call the experts that a row passes."""
 
 
 class UnknownModelError(ValueError):
@@ -29,7 +32,7 @@ class Product:
     """One kind of matrix product.
 
     Attributes:
-        kind: `attention` (split by heads, whole for what heads share), `dense`, `experts` or `head`.
+        kind: `attention` or `linear` (split by heads, whole for what heads share), `dense`, `experts` or `head`.
         weights: elements in one layer, of all GPUs; of one expert for `experts`.
         layers: layers that have it.
         split: whether tensor-parallel ranks share it; what comes before the heads is whole on each.
@@ -63,6 +66,11 @@ class Product:
         return float(rows * self.weights * (self.chosen if self.experts else 1))
 
     @property
+    def of_heads(self) -> bool:
+        """Whether ranks that share the heads of a request share it, for their own requests alone."""
+        return self.kind in ("attention", "linear")
+
+    @property
     def stored(self) -> int:
         """Elements of all layers, of all GPUs."""
         return self.weights * max(self.experts, 1) * self.layers
@@ -89,21 +97,11 @@ def read_model(name_or_path: str) -> Mapping[str, Any]:
         config = _shipped(name_or_path)
     if not isinstance(config, Mapping):
         raise UnknownModelError(f"{path} is not a model's configuration")
-    config = _language_part(config)
-    if _has_linear_layers(config):
-        raise UnknownModelError(f"{name_or_path} has layers with linear attention, whose time is not predicted")
-    return config
+    return _language_part(config)
 
 
 def model_names() -> list[str]:
-    """Names of the shipped models whose steps are predicted."""
-    return [
-        name for name in _served() if not _has_linear_layers(_language_part(read_config("checkpoints", name)["config"]))
-    ]
-
-
-def _served() -> list[str]:
-    """Not those that only draft, nor those that are refused."""
+    """Names of the shipped models whose steps are predicted: not those that only draft, nor those that are refused."""
     names = [name for name in config_names("checkpoints") if "eagle" not in name]
     return [name for name in names if "refused" not in read_config("checkpoints", name)]
 
@@ -112,13 +110,9 @@ def _language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config | config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
 
 
-def _has_linear_layers(config: Mapping[str, Any]) -> bool:
-    return bool(config.get("linear_attn_config"))
-
-
 def _shipped(name: str) -> Mapping[str, Any]:
     asked = name.lower()
-    for known in _served():
+    for known in model_names():
         checkpoint = read_config("checkpoints", known)
         names = [each.lower() for each in checkpoint["names"]]
         if asked in (known, *names, *(each.partition("/")[2] for each in names)):
@@ -140,6 +134,8 @@ def products(config: Mapping[str, Any], dtype: str = "auto") -> tuple[Product, .
     get = _getter(config)
     hidden, heads, rank = get("hidden_size"), get("num_attention_heads"), get("kv_lora_rank")
     nope, rope, v_dim = get("qk_nope_head_dim"), get("qk_rope_head_dim"), get("v_head_dim")
+    if linear_layers.is_linear(config) and not config["linear_attn_config"].get("kda_layers"):
+        raise UnknownModelError("it has layers with linear attention of a kind that nothing is known of here")
     blocks = get("num_hidden_layers", "num_layers")
     # LongCat's blocks have two attentions and two dense MLPs each, and experts beside them.
     twice = "expert_ffn_hidden_size" in config
@@ -160,8 +156,14 @@ def products(config: Mapping[str, Any], dtype: str = "auto") -> tuple[Product, .
     found.append(attention("w_kc", heads * nope * rank, element_bytes=BF16_BYTES))
     found.append(attention("w_vc", heads * v_dim * rank, element_bytes=BF16_BYTES))
     found.append(attention("o", heads * v_dim * hidden))
+    if config.get("mla_use_output_gate"):
+        found.append(attention("output gate", heads * v_dim * hidden))
+    if linear_layers.is_linear(config):
+        of_linear = linear_layers.layers(config)
+        for name, weights, split in linear_layers.matrices(config):
+            found.append(Product(name, "linear", weights, of_linear, split, linear))
 
-    experts = config.get("n_routed_experts") or 0
+    experts = config.get("n_routed_experts") or config.get("num_experts") or 0
     dense_first = blocks if not experts else int(config.get("first_k_dense_replace") or 0)
     moe_layers = blocks if twice else len(range(dense_first, blocks, int(config.get("moe_layer_freq") or 1)))
     dense_layers = layers if twice else blocks - moe_layers
@@ -171,22 +173,33 @@ def products(config: Mapping[str, Any], dtype: str = "auto") -> tuple[Product, .
     if experts and moe_layers:
         width = get("moe_intermediate_size", "expert_ffn_hidden_size")
         idle = int(config.get("zero_expert_num") or 0)
-        chosen = get("num_experts_per_tok", "moe_topk") * experts / (experts + idle)
+        chosen = get(*CHOSEN) * experts / (experts + idle)
         found.append(Product("router", "dense", hidden * (experts + idle), moe_layers, False, BF16_BYTES))
+        latent = int(config.get("routed_expert_hidden_size") or hidden)
+        if latent != hidden:
+            each = 2 * hidden * latent
+            found.append(Product("to and from experts", "dense", each, moe_layers, False, BF16_BYTES))
         for name, parts in (("experts, gate and up", 2), ("experts, down", 1)):
-            each = parts * hidden * width
+            each = parts * latent * width
             found.append(Product(name, "experts", each, moe_layers, True, of_experts, experts, chosen))
-        if shared := int(config.get("n_shared_experts") or 0):
+        if shared := _shared_experts(config):
             found += _mlp("shared expert", hidden * width * shared, moe_layers, linear)
     found.append(Product("lm_head", "head", hidden * get("vocab_size"), 1, True, BF16_BYTES))
     return tuple(found)
 
 
 def attention_layers(config: Mapping[str, Any]) -> int:
-    """Layers that attend; LongCat's blocks have two each."""
+    """Layers with MLA; LongCat's blocks have two each."""
     if "expert_ffn_hidden_size" in config:
         return 2 * int(config.get("num_layers") or config["num_hidden_layers"])
+    if linear_layers.is_linear(config):
+        return linear_layers.mla_layers(config)
     return int(config["num_hidden_layers"])
+
+
+def all_layers(config: Mapping[str, Any]) -> int:
+    """Layers with attention of any kind."""
+    return attention_layers(config) + (linear_layers.layers(config) if linear_layers.is_linear(config) else 0)
 
 
 def embedding_bytes(config: Mapping[str, Any]) -> float:
@@ -198,11 +211,14 @@ def embedding_bytes(config: Mapping[str, Any]) -> float:
 
 def mlp_width(config: Mapping[str, Any]) -> int:
     """Elements that a row has between an MLP's halves: of the dense one, or of all experts that it passes."""
-    if not config.get("n_routed_experts"):
+    if not (config.get("n_routed_experts") or config.get("num_experts")):
         return int(config.get("intermediate_size") or config["ffn_hidden_size"])
     width = config.get("moe_intermediate_size") or config["expert_ffn_hidden_size"]
-    passed = (config.get("num_experts_per_tok") or config["moe_topk"]) + int(config.get("n_shared_experts") or 0)
-    return int(width * passed)
+    return int(width * (_getter(config)(*CHOSEN) + _shared_experts(config)))
+
+
+def _shared_experts(config: Mapping[str, Any]) -> int:
+    return int(config.get("n_shared_experts") or config.get("num_shared_experts") or 0)
 
 
 def _mlp(name: str, each: int, layers: int, element_bytes: float) -> list[Product]:
@@ -237,7 +253,8 @@ def _element_bytes(config: Mapping[str, Any], dtype: str) -> tuple[float, float]
     if method == "fp8":
         rows, columns = quantisation.get("weight_block_size") or (128, 128)
         return (1 + 4 / (rows * columns),) * 2
-    if method == "compressed-tensors":  # experts alone, with a BF16 scale a group
+    if method == "compressed-tensors":  # experts alone, with a scale a group, in BF16 where it does not say e8m0
         weights = next(iter(quantisation["config_groups"].values()))["weights"]
-        return BF16_BYTES, weights["num_bits"] / 8 + BF16_BYTES / weights["group_size"]
+        scale_bytes = 1 if weights.get("scale_dtype") == "torch.uint8" else BF16_BYTES
+        return BF16_BYTES, weights["num_bits"] / 8 + scale_bytes / weights["group_size"]
     raise UnknownModelError(f"weights quantised by {method!r} are not known here: give --dtype")

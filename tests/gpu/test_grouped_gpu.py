@@ -55,7 +55,7 @@ class Case:
 
 
 def cases():
-    for heads in (8, 16, 32):
+    for heads in (8, 16, 32, 12, 6, 3, 20, 10, 5):  # the last six: Kimi-K3's, GLM-4.7-Flash's
         yield Case((5, 64, 3), (1024, 320, 320), heads=heads, alone=2)
     yield Case((2,), (64,), heads=16, alone=1)
     yield Case((1,) * 9 + (9,), (64,) * 9 + (4736,), heads=16, alone=30, longest_tail=1)
@@ -66,6 +66,11 @@ def cases():
         yield Case((5, 64, 3), (1024, 320, 320), heads=heads, alone=9, queries=queries)
     yield Case((3,), (128,), heads=16, alone=2, longest_tail=5003, queries=4)  # tails that are cut
     yield Case((128,), (7040,), heads=16, longest_tail=500, queries=4)
+    for heads in (12, 6):
+        for queries in range(2, 9):
+            yield Case((5, 64, 3), (1024, 320, 320), heads=heads, alone=9, queries=queries)
+        for queries in (1, 8):
+            yield Case((98,), (26432,), heads=heads, longest_tail=500, queries=queries)
 
 
 class Problem:

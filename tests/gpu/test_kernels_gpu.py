@@ -1,5 +1,5 @@
-"""The kernels in BF16 on a Hopper GPU against the reference in float64, at DeepSeek-V3's dimensions; attention with the
-kernel for Hopper and with the one for any GPU.
+"""The kernels in BF16 on a Hopper GPU against the reference in float64, at DeepSeek-V3's dimensions, Kimi-K3's and
+GLM-4.7-Flash's; attention with the kernel for Hopper and with the one for any GPU.
 
 Bound: FlashMLA's, 4e-3 in relative L2 and 5e-6 in cosine distance; what is rounded to BF16 is the inputs (exactly as in
 the reference), the softmax weights and the merged result. The lse is rounded nowhere: 2e-5. Whatever no kernel may read
@@ -39,6 +39,8 @@ class Case:
     alone: int = 0  # rows in no group
     sharpness: float = 1.0  # standard deviation of the scores
     nested: bool = False  # the rows of a group are also in all groups before it
+    dn: int = DN  # content of a head's keys
+    dv: int = DV
 
     @property
     def rows(self) -> int:
@@ -48,7 +50,8 @@ class Case:
         pairs = list(zip(self.groups, self.prefix, strict=True))
         groups = "+".join(f"{n}x{length}" for n, length in pairs[:4]) + f"+{len(pairs) - 4}more" * (len(pairs) > 4)
         groups += "-nested" * self.nested
-        return f"{groups}-alone{self.alone}-h{self.heads}-sharp{self.sharpness:g}"
+        dims = f"of{self.dn}-{self.dv}" if (self.dn, self.dv) != (DN, DV) else ""
+        return f"{groups}-alone{self.alone}-h{self.heads}{dims}-sharp{self.sharpness:g}"
 
 
 def cases():
@@ -65,6 +68,12 @@ def cases():
     yield Case((100, *[1] * 40), (7069, *range(1, 1600, 40)), heads=32)
     yield Case((130, 60, 9), (2048, 512, 333), heads=16, alone=3, nested=True)
     yield Case((96, 40, 40, 7), (2048, 256, 768, 1001), heads=128, nested=True)
+    for heads in (12, 6):  # Kimi-K3's of 8 and 16 ranks; query tokens of a request are rows
+        for queries in (1, 2, 4, 8):
+            yield Case((98 * queries,), (26472,), heads=heads)
+    yield Case((98, 3), (7069, 300), heads=3, alone=4)
+    for heads in (20, 10, 5):  # GLM-4.7-Flash's
+        yield Case((64, 9), (7069, 300), heads=heads, alone=3, dn=192, dv=256)
 
 
 class Problem:
@@ -77,7 +86,7 @@ class Problem:
         cpu_generator = torch.Generator().manual_seed(case.rows)
         chunk_ids = torch.randperm(sum(chunks_of) + 2, generator=cpu_generator).tolist()
         order = torch.randperm(case.rows, generator=cpu_generator).tolist()
-        sizes = dict(qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR)
+        sizes = dict(qk_nope_head_dim=case.dn, v_head_dim=case.dv, qk_rope_head_dim=DR)
         self.buffers = ExpandedBuffers.allocate(layers=LAYERS, chunks=len(chunk_ids), heads=case.heads, **sizes)
         for tensor in (self.buffers.k_nope, self.buffers.v_t, self.buffers.k_rope):
             tensor.fill_(NAN)
@@ -86,8 +95,8 @@ class Problem:
             rows, order = tuple(order[:size]), order if case.nested else order[size:]
             chunks, chunk_ids = tuple(chunk_ids[:n_chunks]), chunk_ids[n_chunks:]
             k_nope, v, k_rope = (
-                self.randn(length, case.heads, DN),
-                self.randn(length, case.heads, DV),
+                self.randn(length, case.heads, case.dn),
+                self.randn(length, case.heads, case.dv),
                 self.randn(length, DR),
             )
             for i, chunk in enumerate(chunks):
@@ -95,9 +104,9 @@ class Problem:
                 self.buffers.write(LAYER, chunk, 0, k_nope[tokens], v[tokens], k_rope[tokens])
             self.groups.append(Segment(rows, 0, length, Mode.NAIVE, chunks))
             self.keys.append((k_nope, k_rope, v))
-        query = self.randn(case.rows, case.heads, DN + DR) * case.sharpness
-        self.q_nope, self.q_rope = query[..., :DN], query[..., DN:]  # [T, H, dn], [T, H, dr]
-        self.tail_out = self.randn(case.rows, case.heads, DV)  # [T, H, dv]
+        query = self.randn(case.rows, case.heads, case.dn + DR) * case.sharpness
+        self.q_nope, self.q_rope = query[..., : case.dn], query[..., case.dn :]  # [T, H, dn], [T, H, dr]
+        self.tail_out = self.randn(case.rows, case.heads, case.dv)  # [T, H, dv]
         self.tail_lse = self.randn(case.rows, case.heads).float() + 7  # [T, H]
         self.tail_out[:1], self.tail_lse[:1] = NAN, torch.inf  # an empty tail
 
@@ -115,7 +124,7 @@ class Problem:
 
     def expected(self, chosen: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """`out [T, H, dv]` and `lse [T, H]` in float64 with the chosen groups in the plan, one head at a time."""
-        out = torch.zeros(self.case.rows, self.case.heads, DV, dtype=torch.float64, device="cuda")
+        out = torch.zeros(self.case.rows, self.case.heads, self.case.dv, dtype=torch.float64, device="cuda")
         lse = torch.full(out.shape[:2], -torch.inf, dtype=torch.float64, device="cuda")
         for i in chosen:
             rows, (k_nope, k_rope, v) = list(self.groups[i].rows), self.keys[i]
@@ -162,8 +171,8 @@ def test_prefix_and_tail_equal_reference(case: Case, portable: bool) -> None:
     ms = do_bench_cudagraph(lambda: attention.run(LAYER, problem.q_nope, problem.q_rope, SCALE), rep=50)
     merge_ms = do_bench_cudagraph(lambda: attention.merge(problem.tail_out, problem.tail_lse, out, lse), rep=20)
     pairs = list(zip(case.groups, case.prefix, strict=True))
-    flops = 2 * case.heads * (DN + DR + DV) * sum(n * length for n, length in pairs)
-    read = 2 * (case.heads * (DN + DV) + DR) * sum(length for _, length in pairs)
+    flops = 2 * case.heads * (case.dn + DR + case.dv) * sum(n * length for n, length in pairs)
+    read = 2 * (case.heads * (case.dn + case.dv) + DR) * sum(length for _, length in pairs)
     found = reference.errors(out, expected[0])
     print(
         f"\n{case}: naive{' portable' * portable} {ms * 1e3:.1f} us, {flops / ms / 1e9:.0f} TFLOPS, "

@@ -1,5 +1,6 @@
 """The real engine on a Hopper GPU over other models than DeepSeek-V3: small random checkpoints of their architecture,
-answered from what is expanded as FlashMLA answers prompts that are computed whole."""
+answered from what is expanded as FlashMLA answers prompts that are computed whole. 12 and 6 heads are those of
+Kimi-K3's ranks, in DeepSeek-V3's layers."""
 
 from __future__ import annotations
 
@@ -29,6 +30,10 @@ MODELS: dict[str, tuple[Settings | Known, dict[str, Any]]] = {
     "experts": (small(experts=True), {}),
     "kimi-k2": (Known("kimi-k2", q_lora_rank=1536, **WIDE), {}),
     "longcat-flash": (Known("longcat-flash", q_lora_rank=1536, **WIDE), ROTATION),
+    "12 heads": (small(heads=12), {}),
+    "6 heads": (small(heads=6), {}),
+    "glm-4.7-flash": (Known("glm-4.7-flash", q_lora_rank=768, **WIDE), {}),
+    "mistral-large-3": (Known("mistral-large-3", q_lora_rank=1536, **WIDE), {}),
 }
 
 

@@ -391,6 +391,13 @@ def mistral_large_3(folder: Path) -> Path:
     return out
 
 
+def glm_4_7_flash(folder: Path) -> Path:
+    """GLM-4.7-Flash in a small width: its 20 heads, of 192 content and 256 value dimensions, and its 64 experts."""
+    out = folder / "glm_4_7_flash"
+    make_known(out, Known("glm-4.7-flash"))
+    return out
+
+
 STOCK = ("--attention-backend", "torch_native", *SIZED)
 stock_v2_lite = _server("stock_v2_lite", *STOCK, kind=Reference, model=v2_lite)
 hybrid_v2_lite = _server("hybrid_v2_lite", *NAIVE, *SIZED, *PREFIXES, model=v2_lite)
@@ -413,3 +420,5 @@ hybrid_kimi_k3 = _server("hybrid_kimi_k3", *NAIVE, *SIZED, *PREFIXES, *LINEAR, m
 stock_mistral_large_3 = _server("stock_mistral_large_3", *STOCK, kind=Reference, model=mistral_large_3)
 hybrid_mistral_large_3 = _server("hybrid_mistral_large_3", *NAIVE, *SIZED, *PREFIXES, model=mistral_large_3)
 hybrid_longcat_flash = _server("hybrid_longcat_flash", *NAIVE, *SIZED, *PREFIXES, *ROTATION, model=longcat_flash)
+stock_glm_4_7_flash = _server("stock_glm_4_7_flash", *STOCK, kind=Reference, model=glm_4_7_flash)
+hybrid_glm_4_7_flash = _server("hybrid_glm_4_7_flash", *NAIVE, *SIZED, *PREFIXES, model=glm_4_7_flash)

@@ -24,7 +24,8 @@ from bench.server import ServerFailedError, Started
 from bench.workload_runs import Timings
 from bench.workloads import Workload
 from demo import MODEL
-from demo_model.rank import DIVIDED, MODELS, Rank, make_rank, rank_config
+from demo_model.rank import DIVIDED, K3, K3_MLA, OF_K3, Rank, make_rank, rank_config
+from sglang.srt.configs.kimi_linear import KimiLinearConfig
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from typer.testing import CliRunner
 
@@ -48,7 +49,38 @@ def test_sglang_reads_a_rank(divided: str, heads: int, experts: int, width: int,
     assert (text.first_k_dense_replace, text.num_experts_per_tok, text.q_lora_rank) == (3, 8, 1536)
 
 
-@pytest.mark.parametrize(("divided", "model"), itertools.product(DIVIDED, MODELS))
+@pytest.mark.parametrize("divided", OF_K3)
+def test_sglang_reads_a_rank_of_kimi_k3(divided: str) -> None:
+    """Layers of both kinds in their order, and so many of a rank's experts for a token as come to it in the mean."""
+    ranks = int(divided[2:])
+    text = KimiLinearConfig(**rank_config(Rank(divided, 9, K3)))
+    assert (text.num_hidden_layers, text.num_attention_heads, text.kv_lora_rank) == (9, 96 // ranks, 512)
+    assert text.is_mla and text.is_linear_attn and text.quantization_config["format"] == "mxfp4-pack-quantized"
+    assert (text.full_attention_layer_ids, text.linear_attn_config["num_heads"]) == ([3, 7], 96 // ranks)
+    assert text.linear_layer_ids == [0, 1, 2, 4, 5, 6, 8]
+    assert (text.num_experts, text.num_experts_per_token) == (896 // ranks, 16 // ranks)
+    assert (text.moe_intermediate_size, text.routed_expert_hidden_size, text.attn_res_block_size) == (3072, 3584, 12)
+
+
+@pytest.mark.parametrize("divided", OF_K3)
+def test_a_rank_of_its_mla_layers_alone(divided: str, tmp_path: Path) -> None:
+    """As layers of DeepSeek-V3's class, so that any SGLang has them."""
+    ranks = int(divided[2:])
+    make_rank(tmp_path, Rank(divided, 24, K3_MLA))
+    config = ModelConfig(str(tmp_path))
+    assert (config.num_hidden_layers, config.num_attention_heads, config.quantization) == (24, 96 // ranks, None)
+    assert config.hf_config.architectures == ["DeepseekV3ForCausalLM"] and config.hidden_size == 7168
+    text = config.hf_text_config
+    assert (text.first_k_dense_replace, text.intermediate_size, text.q_lora_rank) == (24, 2 * 3072 // ranks, 1536)
+
+
+@pytest.mark.parametrize("model", [K3, K3_MLA])
+def test_kimi_k3_is_not_divided_by_requests(model: str) -> None:
+    with pytest.raises(ValueError, match=f"{model} is divided by tp8 or tp16, not dp8"):
+        Rank("dp8", 24, model)
+
+
+@pytest.mark.parametrize(("divided", "model"), itertools.product(DIVIDED, ("deepseek-v3", "kimi-k2")))
 def test_a_ranks_sizes_fit_the_blocks_and_the_router(divided: str, model: str) -> None:
     """A block of FP8 is 128 wide; a token's experts are in the groups that it may go to, two of each at least."""
     config = rank_config(Rank(divided, model=model))

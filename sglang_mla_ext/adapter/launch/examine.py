@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 WORKS, CHANGED, REFUSED, CANNOT_TELL = "works", "works with a change", "refused", "cannot tell"
 
-MODEL_FLAGS = ("--model-path", "--model", "--speculative-draft-model-path", "--speculative-draft-model")
+MODEL_FLAGS = ("--model-path", "--model")
+DRAFT_FLAGS = ("--speculative-draft-model-path", "--speculative-draft-model")
 
 SET_BY_ITSELF = ("page_size", "speculative_draft_attention_backend", "speculative_attention_mode")
 """Fields of ServerArgs that `limits` sets where the user did not."""
@@ -157,8 +158,10 @@ def _unread_models(line: LaunchLine) -> list[Finding]:
 
 
 def _models_of(line: LaunchLine) -> list[str]:
-    """Paths of models that a line names."""
-    return [path for flag in MODEL_FLAGS if (path := launch_line.value_of(line.arguments, flag))]
+    """Paths of models that a line names, but for a draft model where drafts are refused whatever it is."""
+    refused = limits.way_of_drafting(launch_line.value_of(line.arguments, "--speculative-algorithm"))
+    flags = MODEL_FLAGS if refused else MODEL_FLAGS + DRAFT_FLAGS
+    return [path for flag in flags if (path := launch_line.value_of(line.arguments, flag))]
 
 
 def _resolve(line: LaunchLine, folders: dict[str, str]) -> tuple[dict[str, Any] | None, list[Finding]]:

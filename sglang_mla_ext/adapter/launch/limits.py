@@ -307,23 +307,29 @@ def _disaggregation_findings(args: ServerArgs) -> list[Finding]:
 
 def _draft_findings(args: ServerArgs) -> list[Finding]:
     """Whether drafts come in one chain. `args` may be resolved or not."""
-    algorithm = args.speculative_algorithm
-    if algorithm is None:
+    if found := way_of_drafting(args.speculative_algorithm):
+        return found
+    flag, branches = "--speculative-eagle-topk", args.speculative_eagle_topk
+    if args.speculative_algorithm is None or branches in (None, 1):
+        return []
+    return [Finding(flag, f"{flag} {branches} is not supported: use 1.")]
+
+
+def way_of_drafting(algorithm: str | None) -> list[Finding]:
+    """Why a server does not draft in this way, whatever its models are."""
+    if algorithm is None or algorithm.upper() in ALGORITHMS:
         return []
     if algorithm.upper() == "DSPARK":
         text = (
             "--speculative-algorithm DSPARK is not supported: it may verify other numbers of drafts for each request "
             "(ragged_verify_layout), and steps here take as many query tokens of one as of another. Remove it."
         )
-        return [Finding("--speculative-algorithm", text)]
-    if algorithm.upper() not in ALGORITHMS:
+    else:
         text = (
             f"--speculative-algorithm {algorithm} is not supported: use {', '.join(ALGORITHMS[:-1])} or "
             f"{ALGORITHMS[-1]}, with --speculative-eagle-topk 1."
         )
-        return [Finding("--speculative-algorithm", text)]
-    flag, branches = "--speculative-eagle-topk", args.speculative_eagle_topk
-    return [] if branches in (None, 1) else [Finding(flag, f"{flag} {branches} is not supported: use 1.")]
+    return [Finding("--speculative-algorithm", text)]
 
 
 def _deterministic_findings(args: ServerArgs) -> list[Finding]:

@@ -82,7 +82,7 @@ def predicted(args: ServerArgs, options: HybridMLAOptions) -> str | None:
     Args:
         args: resolved.
     """
-    from sglang_mla_ext.predict.memory import weight_bytes
+    from sglang_mla_ext.predict.memory import state_share, weight_bytes
     from sglang_mla_ext.predict.rates import Gpu
     from sglang_mla_ext.predict.step import Deployment
 
@@ -105,7 +105,8 @@ def predicted(args: ServerArgs, options: HybridMLAOptions) -> str | None:
         weights, token_bytes = weight_bytes(of), of.cost.expanded_token_bytes * of.dims.num_layers
     except (ValueError, KeyError, TypeError):
         return None
-    kv_bytes = int(torch.cuda.get_device_properties(0).total_memory * args.mem_fraction_static - weights)
+    left = torch.cuda.get_device_properties(0).total_memory * args.mem_fraction_static - weights
+    kv_bytes = int(left * (1 - state_share(of)))
     if kv_bytes <= 0:
         return None
     routes = options.dp_routing == "prefix"

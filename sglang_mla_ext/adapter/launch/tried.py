@@ -29,6 +29,7 @@ ROLE_BY, EXPERTS_BY = "prefill and decode servers by {}", "experts by {}"
 FILES, FLASHINFER, NIXL = STORAGE.format("file"), PREFILL_BY.format("flashinfer"), ROLE_BY.format("nixl")
 V2, V3, LONGCAT = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "LongcatFlashForCausalLM"
 KIMI_LINEAR, KIMI_K3_TEXT = "KimiLinearForCausalLM", "KimiK3LinearForCausalLM"
+GLM_FLASH = "Glm4MoeLiteForCausalLM"
 
 MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "0.5.17": {
@@ -38,7 +39,7 @@ MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
         },
         CPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 4, REPLICAS: 2, NODES: 2},
-            **{SPREAD: 4, MIXED: 2, FP8_CACHE: 1, HOST_CACHE: 1, FILES: 1, NIXL: 1},
+            **{SPREAD: 4, MIXED: 2, FP8_CACHE: 1, HOST_CACHE: 1, FILES: 1, NIXL: 1, GLM_FLASH: 1},
         },
     },
     "0.5.18": {CPU: {SERVER: 1, V3: 1, HOST_CACHE: 1, FILES: 1}},
@@ -46,7 +47,7 @@ MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "0.5.23": {
         CPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 2, REPLICAS: 2, NODES: 2},
-            **{SPREAD: 2, MIXED: 2, HOST_CACHE: 1, FILES: 1, KIMI_LINEAR: 1, KIMI_K3_TEXT: 1},
+            **{SPREAD: 2, MIXED: 2, HOST_CACHE: 1, FILES: 1, KIMI_LINEAR: 1, KIMI_K3_TEXT: 1, GLM_FLASH: 1},
         },
     },
 }
