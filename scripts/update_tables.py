@@ -11,16 +11,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from bench.accuracy_tables import (
-    accuracy_cache,
-    accuracy_fp16,
-    accuracy_model,
-    accuracy_ranges,
-    accuracy_rescale,
-    accuracy_served,
-)
-from bench.experiment_tables import reproduced
-from bench.experiments import EXPERIMENTS
 from bench.kernel_tables import ablation, attention, context, decode, expansion, planner, plans, power, prefill, steps
 from bench.operating_tables import hostile, sanitize, shadow, soak, watch
 from bench.prediction_tables import predictions
@@ -32,6 +22,16 @@ from bench.speculative_tables import speculative
 from bench.spread_tables import exchange, one_of_ranks
 from bench.tables import REPOSITORY, RESULTS
 from bench.workload_tables import figure_cells, plan, workloads
+from lab.accuracy.tables import (
+    accuracy_cache,
+    accuracy_fp16,
+    accuracy_model,
+    accuracy_ranges,
+    accuracy_rescale,
+    accuracy_served,
+)
+from lab.papers.experiments import EXPERIMENTS
+from lab.papers.tables import reproduced
 
 
 def main(

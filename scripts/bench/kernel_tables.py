@@ -26,7 +26,7 @@ ATTENTION_TIMES = {  # column: impl, part, dtype
     "BF16 shared part ms": ("hybrid_mla", "naive", "bf16"),
     "FP8 shared part ms": ("hybrid_mla", "naive", "fp8"),
 }
-ABLATION_STEPS = {  # of bench_ablation.py: column
+ABLATION_STEPS = {  # of the study ablation: column
     "triton": "Triton BF16 ms",
     "gluon": "Gluon ms",
     "fp8": "FP8 ms",

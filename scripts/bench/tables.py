@@ -11,6 +11,7 @@ from tabulate import tabulate
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = REPOSITORY / "benchmarks" / "results"
 STORAGE_NAMES = {"bf16": "BF16", "fp8": "FP8"}
+NOT_MEASURED = "Not measured yet."
 
 
 def latest(records: Iterable[dict[str, Any]], *names: str) -> dict[tuple[Any, ...], dict[str, Any]]:

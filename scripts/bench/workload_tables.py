@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.experiment_tables import NOT_MEASURED
 from bench.records import read_records
-from bench.tables import latest, markdown
+from bench.tables import NOT_MEASURED, latest, markdown
 
 MODELS = {128: "DeepSeek-V3", 64: "Kimi-K2"}
 """By heads."""

@@ -6,7 +6,6 @@ import json
 
 import pytest
 from bench import plan_trees
-from bench.accuracy_tables import accuracy_model, goal_verdict, interval
 from bench.kernel_tables import expansion, planner, plans, prefill
 from bench.profile_tables import profiles
 from bench.rank_predictions import tokens_per_s
@@ -16,6 +15,7 @@ from bench.serving_tables import compared, headline, template
 from bench.speculative_tables import speculative
 from bench.tables import provenance
 from bench.workload_tables import figure_cells, plan, workloads
+from lab.accuracy.tables import accuracy_model, goal_verdict, interval
 from update_tables import fill, main
 
 
