@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from demo_model.checkpoint import BOS, EOS, SPECIAL_TOKENS, Settings, weights, write
+
 from sglang_mla_ext.configs import read_config
 
 EXPERT_WIDTH = 32
