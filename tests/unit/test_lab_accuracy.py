@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+from bench import specs
 from bench.records import write_record
+from bench.tables import table_of
 from lab.accuracy import drawn
-from lab.accuracy.tables import accuracy_cache, accuracy_fp16, accuracy_rescale
+from lab.accuracy.tables import accuracy_cache
 
 
 def generator() -> torch.Generator:
@@ -96,7 +98,7 @@ def test_tables(tmp_path) -> None:
     assert cells(cache[0])[3:] == ["BF16", "ours", "SnapMLA", "A", "B", "C", "D"]
     assert cells(cache[2]) == ["equal", "4", "RMSE", *(f"{number:.2e}" for number in range(7))]
     assert [cells(line)[2:4] for line in cache[3:5]] == [["1 - cosine", "2.50e-01"], ["relative L2", "5.00e-01"]]
-    rescale = accuracy_rescale(path).splitlines()
+    rescale = table_of(specs.RESCALE, path).splitlines()
     assert cells(rescale[2]) == ["uniform", "±3", "0.00e+00", "1.00e-03", "2.00e-03", "3.00e-03"]
-    assert cells(accuracy_fp16(path).splitlines()[2]) == ["normal", "8,192", "5.00e-01", "1.00e-05", "2.00e-05"]
+    assert cells(table_of(specs.FP16, path).splitlines()[2]) == ["normal", "8,192", "5.00e-01", "1.00e-05", "2.00e-05"]
     assert rescale[-1].endswith("`run it`")

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
-from bench import plan_trees
-from bench.kernel_tables import expansion, planner, plans, prefill
+from bench import plan_trees, specs
+from bench.kernel_tables import planner, plans
 from bench.profile_tables import profiles
 from bench.rank_predictions import tokens_per_s
 from bench.rank_tables import one_rank, one_rank_headline, ranks
 from bench.records import write_record
 from bench.serving_tables import compared, headline, template
-from bench.speculative_tables import speculative
-from bench.tables import provenance
-from bench.workload_tables import figure_cells, plan, workloads
+from bench.tables import provenance, table_of
+from bench.workload_tables import figure_cells, workloads
 from lab.accuracy.tables import accuracy_model, goal_verdict, interval
 from update_tables import fill, main
 
@@ -23,7 +22,8 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_expansion(tmp_path):
+def test_records_beside_each_other(tmp_path):
+    """The newest of each, in the order that is asked for; a dash for one that there is not."""
     path = tmp_path / "expansion.jsonl"
     for impl, dtype, ms in (("torch", "bf16", 3.0), ("hybrid_mla", "bf16", 9.0), ("hybrid_mla", "bf16", 1.0)):
         metrics = dict(ms=ms, tflops=600.0, gemm_tflops=800.0, gemm_share=0.75)
@@ -31,12 +31,12 @@ def test_expansion(tmp_path):
         write_record(path, bench="expansion", impl=impl, case=case, gpu="GPU", command="run it", **metrics)
     case = dict(tokens=4096, heads=16, dtype="fp8")
     write_record(path, bench="expansion", impl="hybrid_mla", case=case, gpu="GPU", command="run it", **metrics)
-    lines = expansion(path).splitlines()
+    lines = table_of(specs.EXPANSION, path).splitlines()
     assert [cells(line) for line in lines[2:4]] == [
         ["16", "FP8", "4,096", "1.000", "–", "–", "600", "75%"],
         ["128", "BF16", "4,096", "1.000", "3.000", "3.00x", "600", "75%"],
     ]
-    assert lines[-1].endswith("`run it`")
+    assert lines[-1].endswith("`run it`") and table_of(specs.EXPANSION, tmp_path / "none") == ""
 
 
 def test_ranks(tmp_path):
@@ -245,29 +245,7 @@ def test_the_pages_have_the_tables_of_the_records():
     main(check=True)
 
 
-def test_prefill(tmp_path):
-    path = tmp_path / "prefill.jsonl"
-    times = {("sglang_chunks", "bf16"): 30.0, ("hybrid_mla", "bf16"): 10.0, ("hybrid_mla", "fp8"): 5.0}
-    for heads in (128, 16):
-        for (impl, dtype), ms in times.items():
-            ours = impl == "hybrid_mla"
-            metrics = dict(expansion_ms=ms / 10) if ours else dict(rel_err_as_shipped=0.06)
-            case = dict(prefix=7069, heads=heads, batch=64, new_tokens=128, dtype=dtype)
-            if (heads, dtype) != (16, "fp8"):  # so this row is not complete
-                records = dict(bench="prefill", impl=impl, case=case, gpu="GPU", command="run it")
-                write_record(path, **records, ms=ms, rel_err=0.03 if dtype == "fp8" else 0.002, **metrics)
-    lines = prefill(path).splitlines()
-    assert [cells(line) for line in lines[2:4]] == [
-        [
-            *("128", "7,069", "64 x 128", "30.00", "10.00", "5.00", "1.00 / 0.50", "3.0x", "6.0x"),
-            *("6.00% / 0.20%", "0.20% / 3.00%"),
-        ],
-        [""],
-    ]
-    assert len(cells(lines[0])) == 11
-
-
-def test_speculative(tmp_path):
+def test_records_against_stock(tmp_path):
     """Beside flashmla's of the same case and the same cache; nothing without it."""
     path = tmp_path / "speculative.jsonl"
     case = dict(heads=16, layers=4, prefix=7069, draft_tokens=4)
@@ -282,7 +260,7 @@ def test_speculative(tmp_path):
         of_case = case | dict(batch=batch, dtype=dtype)
         write_record(path, bench="speculative", impl=impl, case=of_case, gpu="GPU", command="run it", **metrics)
     same = ["16 x 4", "7,069", "48", "4"]
-    assert [cells(line) for line in speculative(path).splitlines()[2:-2]] == [
+    assert [cells(line) for line in table_of(specs.SPECULATIVE, path).splitlines()[2:-2]] == [
         [*same, "BF16", "3.00 / 6.00 (2.00x)", "7.00 / 10.00 (1.43x)", "333 / 167"],
         [*same, "BF16, prefix FP8", "2.00 / 6.00 (3.00x)", "6.00 / 10.00 (1.67x)", "500 / 167"],
     ]
@@ -332,14 +310,6 @@ def test_cells_of_a_figure_on_servers(tmp_path):
         ["Kimi-K2", *of_cell, "flashmla", "–", "–", "500"],
         ["Kimi-K2", *of_cell, "hybrid_mla", "800", "–", "500"],
     ]
-
-
-def test_plan(tmp_path):
-    path = tmp_path / "plan.jsonl"
-    case = dict(tree="pairs", requests=1024, heads=16, chunks=9)
-    times = dict(first_ms=3.0, replan_ms=2.0, unchanged_ms=0.08, prefill_ms=1.0)
-    write_record(path, bench="plan", impl="hybrid_mla", case=case, gpu="cpu", command="run it", **times)
-    assert cells(plan(path).splitlines()[2]) == ["1,024 requests, pairs", "16", "3.00", "2.00", "0.08", "1.00"]
 
 
 def test_planner(tmp_path):

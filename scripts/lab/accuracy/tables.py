@@ -18,12 +18,6 @@ CACHE_COLUMNS = {  # impl: column
     "snapmla_config_c": "C",
     "snapmla_config_d": "D",
 }
-RESCALE_COLUMNS = {
-    "amla_base": "base",
-    "amla_mul_by_add": "MUL by ADD",
-    "amla_uncompensated": "without compensation",
-    "hybrid_mla": "powers of two",
-}
 MODEL_NAMES = {
     "sglang_bf16": "BF16",
     "hybrid_mla": "prefix expanded in BF16",
@@ -69,27 +63,6 @@ def accuracy_cache(path: Path) -> str:
             )
     columns = ("sizes of tokens", "deviation of rotary scores", "error", *CACHE_COLUMNS.values())
     return markdown(rows, columns, records)
-
-
-def accuracy_rescale(path: Path) -> str:
-    """A table of the errors of the ways to rescale an accumulator."""
-    records = accuracy(path, "amla", "distribution", "size")
-    rows = []
-    for case in dict.fromkeys(case[1:] for case in records):
-        distribution, size = case
-        errors = (f"{records[(impl, *case)]['rel_err']:.2e}" for impl in RESCALE_COLUMNS)
-        rows.append((distribution, f"{size:.0f}" if distribution == "normal" else f"±{size:.0f}", *errors))
-    return markdown(rows, ("distribution", "deviation or range", *RESCALE_COLUMNS.values()), records)
-
-
-def accuracy_fp16(path: Path) -> str:
-    """A table of the errors of attention in FP16, and of the size of what they are errors of."""
-    records = accuracy(path, "etap", "distribution", "tokens")
-    rows = [
-        (distribution, f"{tokens:,}", f"{r['rms']:.2e}", f"{r['rmse']:.2e}", f"{r['rel_err']:.2e}")
-        for (_, distribution, tokens), r in records.items()
-    ]
-    return markdown(rows, ("distribution", "tokens", "RMS of the output", "RMSE", "relative L2"), records)
 
 
 def accuracy_model(path: Path, study: str = "demo") -> str:
