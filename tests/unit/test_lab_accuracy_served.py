@@ -7,19 +7,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from unittest.mock import Mock
 
 import dill
-import numpy as np
 import pytest
 import torch
 from bench.records import write_record
-from bench.server import ServerFailedError
 from lab.accuracy import forced, on_server
 from lab.accuracy.on_server import SETUPS, SUMS_IN_PLACE, WRONG_BASE, Change, changed_package
 from lab.accuracy.tables import accuracy_served
-from lab.accuracy.trained import Plan, Prompt, Question
-from rich.console import Console
 from test_update_tables import cells
 
 VOCAB = 50
@@ -78,36 +73,6 @@ def test_controls_change_what_they_say_and_nothing_else(tmp_path: Path) -> None:
         assert change.old not in text and text.count(change.new) >= change.times
     with pytest.raises(RuntimeError, match=r"kernels/merge\.py has 0 times 'no such text'"):
         changed_package(tmp_path / "changed", [Change("kernels/merge.py", "no such text", "", 1)])
-
-
-def test_what_drafts_is_asked_questions_only() -> None:
-    assert [name for name, setup in SETUPS.items() if not setup.scores_prose] == ["hybrid_mla_speculative"]
-
-
-def test_questions_are_asked_a_few_prompts_at_a_time() -> None:
-    prompts = [Prompt([1], [Question([2], [[3]])] * count) for count in range(1, 12)]
-    task = on_server.question_task(prompts, dict(task="lookup", length=512), "lookup_acc")
-    assert task.case == dict(task="lookup", length=512, prompts=11, questions=66)
-    assert [place for flight in task.flights for place, _ in flight] == list(range(11))
-    assert max(map(len, task.flights)) == on_server.PROMPTS_AT_ONCE
-    assert np.array_equal(task.counts, np.arange(1.0, 12.0))
-
-
-def test_a_server_that_does_not_run_is_an_error_after_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = on_server.Task({"task": "dictionary"}, "dictionary_acc", [], np.array([4.0, 4.0]))
-
-    async def ask_all(urls: dict[str, str], *_: object) -> dict[str, list[np.ndarray]]:
-        return {name: [np.array([3.0, 4.0])] for name in urls}
-
-    monkeypatch.setattr(on_server, "tasks_of", lambda *_: [task])
-    monkeypatch.setattr(on_server, "servers", lambda *_: {"sglang_bf16": "", "hybrid_mla": ""})
-    monkeypatch.setattr(on_server, "ask_all", ask_all)
-    plan = Plan((), 0, 2, {}, 4, seed=1)
-    names = ["hybrid_mla", "sglang_fp8"]
-    found = on_server.served_study(Path(), Mock(), plan, names, Path(), Console())
-    assert {next(found)[0], next(found)[0]} == {"sglang_bf16", "hybrid_mla"}
-    with pytest.raises(ServerFailedError, match=r"do not run: sglang_fp8$"):
-        next(found)
 
 
 def test_the_table_has_servers_beside_references(tmp_path: Path) -> None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 from bench.records import read_records, write_record
 from bench.rivals import RIVALS
-from bench.tables import NOT_MEASURED
-from lab.papers import experiments as kinds
 from lab.papers.experiments import EXPERIMENTS, Cell
-from lab.papers.tables import reproduced, rows_of
-from lab.papers.values import ETAP_TFLOPS, TYPHOON_SPEED_UP
+from lab.papers.tables import reproduced
+from lab.papers.values import TYPHOON_SPEED_UP
 from typer.testing import CliRunner
 
 FIGURE_3, AMLA, FIGURE_4 = "typhoonmla-figure-3", "amla-table-5", "typhoonmla-figure-4"
@@ -72,35 +67,6 @@ def test_cells_are_those_of_the_papers():
     assert len(set(keys)) == len(keys)
 
 
-def test_figure_3_has_the_papers_prompts_lengths_and_batches():
-    cases = EXPERIMENTS[FIGURE_3].cases
-    assert Counter(case.prefix for case, _ in cases) == {26472: 30, 7069: 30, 4759: 30}
-    assert Counter(case.batch for case, _ in cases) == dict.fromkeys((64, 128, 256, 512, 1024), 18)
-    found = {(dict(names)["model"], dict(names)["questions"]): (case.heads, case.tail) for case, names in cases}
-    assert found == {
-        ("deepseek-v3", "mmlu"): (128, 246),  # 122 + 248.4 / 2
-        ("deepseek-v3", "gsm8k"): (128, 217),  # 60.3 + 314.1 / 2
-        ("deepseek-v3", "simpleqa"): (128, 81),  # 25.4 + 111.4 / 2
-        ("kimi-k2", "mmlu"): (64, 194),  # 145.2 + 97 / 2
-        ("kimi-k2", "gsm8k"): (64, 155),  # 82.1 + 145.7 / 2
-        ("kimi-k2", "simpleqa"): (64, 64),  # 47.6 + 32 / 2
-    }
-
-
-def test_extremes_of_the_others():
-    def of(name: str, *fields: str) -> tuple[set[int], ...]:
-        return tuple({getattr(case, field) for case, _ in EXPERIMENTS[name].cases} for field in fields)
-
-    (stage, _), *_, (last, _) = EXPERIMENTS[FIGURE_4].cases
-    assert (stage.prefix, stage.tail, stage.heads, stage.batch, last.batch) == (4096, 512, 64, 128, 1024)
-    assert of("snapmla-figure-6", "batch", "heads", "s_q") == ({32}, {16, 32, 64, 128}, {1, 2})
-    assert of("snapmla-figure-5", "heads", "tail") == ({16, 64, 128}, {16384, 32768, 65536, 131072})
-    assert of("etap-figure-1", "heads", "batch") == ({16}, {16, 32})
-    lengths = {512, 1024, 2048, 4096, 8192, 16384, 32768, 65536}
-    assert of("etap-figure-1", "tail", "s_q", "prefix") == (lengths, {1}, {0})
-    assert of(AMLA, "batch", "heads", "tail") == ({96}, {128}, {1024, 2048, 3072, 4096, 6144, 16384})
-
-
 @pytest.mark.parametrize(
     ("s_q", "tokens", "us", "peak_share"), [(1, 1024, 85, 0.326), (2, 16384, 1314, 0.674), (1, 16384, 766, 0.578)]
 )
@@ -112,12 +78,6 @@ def test_tflops_count_as_the_papers_do(s_q, tokens, us, peak_share):
     assert flops / (us * 1e-6) / 989e12 == pytest.approx(peak_share, rel=0.01)
     assert read_bytes == 96 * tokens * 576 * 2
     assert RIVALS["flashinfer_mla"].work(case) == (flops, read_bytes)
-
-
-def test_flops_of_etap():
-    case = EXPERIMENTS["etap-figure-1"].cases[7][0]
-    assert (case.batch, case.tail) == (16, 65536)
-    assert case.latent_flops(case.lengths) == 2 * 16 * 16 * 65536 * 1088
 
 
 def test_a_run_goes_on_where_it_stopped(command, tmp_path, capsys):
@@ -143,52 +103,6 @@ def test_a_run_goes_on_where_it_stopped(command, tmp_path, capsys):
     assert {one["case"]["experiment"] for one in written} == {AMLA}
     assert {one["command"] for one in written} == {f"python scripts/study.py papers reproduce {AMLA}"}
     assert "amla-table-5 12/12" in capsys.readouterr().out
-
-
-def test_the_command_says_what_failed_and_goes_on(command, runs, monkeypatch, tmp_path):
-    """A second run measures what failed; `--again` measures all."""
-    import bench.timing
-
-    failing, asked = ["flashmla_fp8"], []
-
-    def measured(cell: Cell, rep_ms: int) -> dict[str, Any]:
-        asked.append((cell.of.impl, rep_ms))
-        if cell.of.impl in failing:
-            raise RuntimeError("no such kernel")
-        return {"ms": 1.0, "tflops": 1.0}
-
-    monkeypatch.setattr(runs, "measured", measured)
-    monkeypatch.setattr(bench.timing, "free_memory", lambda: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    app = command.typer.Typer()
-    app.command()(command.main)
-    out = tmp_path / "out.jsonl"
-
-    def run(*options: str) -> tuple[int, int, str]:
-        asked.clear()
-        found = CliRunner().invoke(app, [AMLA, "--out", str(out), *options])
-        return found.exit_code, len(asked), found.output
-
-    code, measurements, said = run("--rep-ms", "7")
-    assert (code, measurements) == (1, 48) and {ms for _, ms in asked} == {7}
-    assert "FlashMLA FP8" in said and "no such kernel" in said and "12 measurements failed" in said
-    assert {one["command"] for one in read_records(out)} == {
-        f"python scripts/study.py papers reproduce {AMLA} --rep-ms 7"
-    }
-    failing.clear()
-    assert run()[:2] == (0, 12)
-    assert run("--again", "--skip", "flashinfer_mla")[:2] == (0, 36)
-
-
-def test_other_gpus_and_excluded_records_do_not_count(command, tmp_path):
-    out = tmp_path / "out.jsonl"
-    first, second = CELLS[AMLA][:2]
-    record(out, first, gpu="NVIDIA H100", ms=1.0)
-    record(out, second, excluded="the GPU was not idle", ms=1.0)
-    assert command.keys_by_gpu(out) == {"NVIDIA H100": {first.key}}
-    left = [cell for of_case in command.missing(AMLA, {first.key}, ()) for cell in of_case]
-    assert len(left) == 47 and first not in left
 
 
 def test_list_needs_no_gpu(command, tmp_path, sample):
@@ -237,10 +151,6 @@ def test_every_cell_has_a_function_that_measures_it(name, runs, monkeypatch):
     assert set(called) == expected.get(name, expected[AMLA] | {"grouped_absorb"})
 
 
-def test_nothing_is_measured_at_first(tmp_path):
-    assert all(reproduced(name, tmp_path / "none.jsonl") == NOT_MEASURED for name in EXPERIMENTS)
-
-
 def cells_of(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
@@ -266,32 +176,6 @@ def test_tables(sample):
     assert "32% of 1,868 TFLOPS" in reproduced("snapmla-figure-5", sample)
     assert "16 of 16, 1.20x to 1.20x" in reproduced("snapmla-figure-6", sample)
     assert "0.100 ms (stage 1)" in reproduced(FIGURE_4, sample)
-
-
-def test_speed_ups_that_etap_prints():
-    at_64k = ETAP_TFLOPS[16, 65536]
-    assert round(at_64k["FlashMLA-ETAP"] / at_64k["FlashMLA"], 2) == 2.78
-    assert round(at_64k["FlashMLA-ETAP"] / at_64k["FlashInfer"], 2) == 4.94
-    assert round(at_64k["FlashMLA-ETAP"] / at_64k["FlashAttention-3"], 2) == 5.24
-
-
-def test_tables_of_a_run_that_is_not_complete(tmp_path):
-    """Of each case one implementation, and not the same one: dashes, no failure."""
-    for name, cells in CELLS.items():
-        path = tmp_path / f"{name}.jsonl"
-        for which, cell in zip(count(), cells, strict=False):
-            if which % 7 == 3:
-                record(path, cell, ms=1.0, tflops=100.0)
-        assert "–" in reproduced(name, path)
-        assert len(rows_of(name, path)) <= len(EXPERIMENTS[name].cases)
-
-
-def test_the_newest_gpu_is_shown(tmp_path, monkeypatch):
-    path = tmp_path / "papers.jsonl"
-    record(path, CELLS[AMLA][0], gpu="NVIDIA H100", ms=1.0, tflops=1.0)
-    record(path, CELLS[AMLA][1], gpu="NVIDIA H200", ms=1.0, tflops=1.0)
-    (row,) = rows_of(AMLA, path)
-    assert list(row.of) == [kinds.FLASHMLA_FP8]
 
 
 @pytest.mark.parametrize(
