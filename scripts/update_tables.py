@@ -30,7 +30,7 @@ from lab.papers.tables import reproduced
 def main(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with status 1 if out of date.")] = False,
 ):
-    """Fill the marked places."""
+    """Write the tables of README.md and docs from records and recipes, between their marks."""
     engine = ("heads", "layers", "prompt", "concurrency"), ("heads", "layers", "prefix", "requests")
     serving = ("heads", "layers", "prompt", "concurrency"), ("heads", "layers", "prompt", "requests")
     tables = {
