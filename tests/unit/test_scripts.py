@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import study
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -82,3 +83,12 @@ def test_every_study_has_a_help_and_a_readme_whose_command_and_record_are_there(
     (record,) = re.findall(r"^Record: .*\((.+)\)\.$", text, flags=re.MULTILINE)
     assert (study.LAB / name / record).is_file() and "\nAnswer: " in text
     assert len(text.splitlines()) <= 25
+
+
+@pytest.mark.parametrize(
+    "name", ["ablation", "context", "engine", "expansion", "power", "prefill", "speculative", "watch"]
+)
+def test_a_study_on_a_gpu_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, said = run_study(name, *(["--backend", "hybrid_mla"] if name == "context" else []))
+    assert code == 2 and "needs a" in said and "GPU" in said

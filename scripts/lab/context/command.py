@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from bench.engine import PAGE_SIZE, Results, impl_of, write_model
 from bench.records import write_record
@@ -97,6 +98,8 @@ def main(
     out: Annotated[Path | None, typer.Option(help="JSON lines file to append records to.")] = None,
 ) -> None:
     """Time decoding with each backend; print a table; append records."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("needs a GPU")
     os.environ["SGLANG_HYBRID_MLA_MODE"] = "absorb"  # nothing is shared here, so no memory is set aside for it
     options = {"mem_fraction": mem_fraction, "most": most, "steps": steps}
     table = Table(title="decode at full batch, nothing shared")

@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
+import torch
 import typer
 from bench.client import HYBRID
 from bench.engine import Engine, engine_arguments, impl_of, results_of, rounds_of, write_model
@@ -105,6 +106,8 @@ def main(
     out: Annotated[Path | None, typer.Option(help="JSON lines file to append records to.")] = None,
 ) -> None:
     """Time the engine with each backend; print a table; append records."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("needs a GPU")
     if prefix_memory_gb is not None:
         os.environ["SGLANG_HYBRID_MLA_PREFIX_MEMORY_GB"] = str(prefix_memory_gb)
     os.environ["SGLANG_HYBRID_MLA_PREFIX_DTYPE"] = prefix_dtype

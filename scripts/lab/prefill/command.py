@@ -163,7 +163,9 @@ def main(
     rep_ms: Annotated[int, typer.Option(min=1, help="ms spent on each measurement")] = 400,
     out: Annotated[Path | None, typer.Option(help="JSON lines file to append records to.")] = None,
 ) -> None:
-    """Time both; print a table; append records."""
+    """Time SGLang's attention of a prefill step to a shared prefix and ours; print a table; append records."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("needs a GPU")
     flops = 2 * (DN + DR + DV)
     table = Table("heads", "prefix", "impl", "ms", "TFLOPS", "expansion ms", "rel L2", title="prefill, shared prefix")
     for head_count in heads:

@@ -22,6 +22,7 @@ from statistics import median
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 import typer
 from bench.engine import Engine, engine_arguments, impl_of, results_of, rounds_of, write_model
 from bench.records import write_record
@@ -151,6 +152,8 @@ def main(
     out: Annotated[Path | None, typer.Option(help="JSON lines file to append records to.")] = None,
 ) -> None:
     """Time speculative decoding with each backend; print a table; append records."""
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("needs a GPU")
     if prefix_memory_gb is not None:
         os.environ["SGLANG_HYBRID_MLA_PREFIX_MEMORY_GB"] = str(prefix_memory_gb)
     os.environ["SGLANG_HYBRID_MLA_PREFIX_DTYPE"] = prefix_dtype
