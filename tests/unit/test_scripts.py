@@ -92,3 +92,25 @@ def test_a_study_on_a_gpu_says_so(name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     code, said = run_study(name, *(["--backend", "hybrid_mla"] if name == "context" else []))
     assert code == 2 and "needs a" in said and "GPU" in said
+
+
+def written(path: Path) -> list[str]:
+    """Lines of a page that somebody wrote: none of a table made from records, nor a record's command."""
+    text = re.sub(r"<!-- ([\w-]+) -->\n.*?<!-- end \1 -->", "", path.read_text(), flags=re.DOTALL)
+    return [line for line in text.splitlines() if not re.search(r"(commit [0-9a-f]{7}|^20\d\d-).*`python ", line)]
+
+
+def test_scripts_that_the_pages_name_are_there() -> None:
+    repository = SCRIPTS.parent
+    pages = [repository / "README.md", repository / "configs/demo_model/README.md", *repository.glob("docs/*.md")]
+    named = {
+        (page.name, *found)
+        for page in pages
+        for line in written(page)
+        for found in re.findall(r"(scripts/[\w/.-]*\.(?:py|sh))(?: (\w+))?", line)
+    }
+    assert len({script for _, script, _ in named}) > 20
+    assert [one for one in sorted(named) if not (repository / one[1]).is_file()] == []
+    assert {study_of for _, script, study_of in named if script == "scripts/study.py" and study_of} <= set(
+        study.studies()
+    )
