@@ -19,7 +19,6 @@ from bench.profile_tables import profiles
 from bench.rank_tables import one_rank, one_rank_headline, ranks
 from bench.recipes import recipe_tables
 from bench.serving_tables import compared, headline
-from bench.spread_tables import exchange, one_of_ranks
 from bench.tables import REPOSITORY, RESULTS, table_of
 from bench.workload_tables import figure_cells, workloads
 from lab.accuracy.tables import accuracy_cache, accuracy_model, accuracy_ranges, accuracy_served
@@ -64,8 +63,8 @@ def main(
             "planner-h100": planner(RESULTS / "h100" / "planner.jsonl"),
             "ranks": ranks(RESULTS / "ranks.jsonl"),
             "one-rank": one_rank(RESULTS / "rank.jsonl"),
-            "exchange": exchange(RESULTS / "exchange.jsonl"),
-            "one-of-ranks": one_of_ranks(RESULTS / "exchange.jsonl"),
+            "exchange": table_of(specs.EXCHANGE, RESULTS / "exchange.jsonl"),
+            "one-of-ranks": table_of(specs.ONE_OF_RANKS, RESULTS / "exchange.jsonl"),
         },
         "docs/accuracy.md": {
             "model": accuracy_model(RESULTS / "accuracy.jsonl"),

@@ -13,6 +13,8 @@ RESCALE_COLUMNS = {
     "amla_uncompensated": "without compensation",
     "hybrid_mla": "powers of two",
 }
+LINK_BYTES_PER_S = 450e9
+"""Out of an H100 or H200 over NVLink, by the data sheet."""
 SOAK_COUNTS = ("wrong", "ties", "lost_first", "leaked_bytes", "deaths")
 SPECULATIVE_STORED = {"bf16": "BF16", "fp8": "BF16, prefix FP8", "fp8_cache": "FP8"}
 
@@ -54,6 +56,21 @@ def speculative_stock(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """flashmla's with the same draft and cache."""
     impl, dtype, *case = key
     return ("sglang_flashmla", dtype if dtype == "fp8_cache" else "bf16", *case) if impl == "hybrid_mla" else None
+
+
+def exchanged(record: Record) -> Record | None:
+    """With MB out of a rank, and what they take at least."""
+    sent = record["case"].get("sent_bytes", 0)
+    times = dict(mb=sent / 1e6, floor_us=sent / LINK_BYTES_PER_S * 1e6)
+    return of_case(record, **times) if record["bench"] == "exchange" else None
+
+
+def of_one_rank(record: Record) -> Record | None:
+    """With the storage's name, microseconds, and GiB of the prefix in 61 layers."""
+    if record["bench"] != "one_of_ranks":
+        return None
+    gib = 61 * record["case"]["prefix_bytes"] / (1 << 30)
+    return of_case(record, stored=STORAGE_NAMES[record["case"]["dtype"]]) | dict(us=record["ms"] * 1e3, gib=gib)
 
 
 def of_study(study: str) -> Any:
@@ -127,6 +144,23 @@ PLAN = Spec(  # milliseconds of planning on the host
     headings="case | heads | first plan ms | three requests replaced ms | batch unchanged ms | prefill step ms",
     cells="{requests:,} requests, {tree} | {heads} | {first_ms:.2f} | {replan_ms:.2f} | {unchanged_ms:.2f}"
     "| {prefill_ms:.2f}",
+)
+EXCHANGE = Spec(  # what ranks pay in a layer, and the time of its bytes on the link
+    by=("ranks", "heads", "rows"),
+    of=exchanged,
+    order=("impl", "rows"),
+    headings="via | ranks | rows of a rank | MB out of a rank | wire, us | all, us | floor of the wire, us",
+    cells="{impl} | {ranks} | {rows} | {mb:.2f} | {wire_us:.1f} | {all_us:.1f} | {floor_us:.1f}",
+)
+ONE_OF_RANKS = Spec(  # attention of one of several ranks in a layer, against what a rank does alone
+    by=("ranks", "heads", "dtype", "prefix", "batch"),
+    of=of_one_rank,
+    beside={impl: (impl,) for impl in ("spread", "flashmla", "alone")},
+    order=("ranks", "stored", "prefix", "batch"),
+    headings="ranks | prefix | rows of a rank | flashmla, us | alone, us | spread, us | flashmla / spread"
+    "| GiB of 61 layers, alone | GiB, spread",
+    cells="{ranks} | {stored} {prefix:,} | {batch} | {flashmla[us]:.0f} | {alone[us]:.0f} | {us:.0f}"
+    "| {flashmla[ms]/ms:.2f}x | {alone[gib]:.1f} | {gib:.1f}",
 )
 SOAK = Spec(  # what came of the last soak of each backend, on each device
     by=("gpu", "poison"),
