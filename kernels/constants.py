@@ -6,9 +6,6 @@ import math
 
 import torch
 
-from .sizes import CHUNK_TOKENS as CHUNK_TOKENS
-from .sizes import PAGE_TOKENS as PAGE_TOKENS
-
 LOG2E = math.log2(math.e)
 """Base-2 exponents of a natural-log one: exp(x) = exp2(x · LOG2E)."""
 

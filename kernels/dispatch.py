@@ -13,11 +13,11 @@ from .absorb.grouped import GroupedAbsorb, HopperGroupedAbsorb
 from .absorb.grouped_fp8 import HopperGroupedAbsorbFP8
 from .absorb.paged_fp8 import AbsorbFP8, HopperAbsorbFP8, HopperKernel, TritonAbsorbFP8
 from .absorb.stacking import TILE_ROWS, padded_heads
-from .constants import PAGE_TOKENS
 from .memory import Memory
 from .naive import sm90_naive, triton_naive
 from .naive.attention import SharedAttention, TorchSharedAttention, TritonSharedAttention
 from .naive.tiles import Tile
+from .sizes import PAGE_TOKENS
 from .storage import page_table
 from .storage.append_latent import append_latent
 from .storage.expanded import ExpandedBuffers

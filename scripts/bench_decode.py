@@ -1,7 +1,7 @@
 """Time decode attention over private tokens: our kernels over the FP8 cache, and over BF16 pages, beside SGLang's.
 
     python scripts/bench_decode.py --out benchmarks/results/decode.jsonl
-    python scripts/bench_decode.py --case 128x8192x16 --case 64x512-65536x16 --case 128x8192x16x2 --variants
+    python scripts/bench_decode.py --case 128x8192x16 --case 64x512-65536x16 --case 128x8192x16x2 --portable
     python scripts/bench_decode.py --queries
 
 Every line of the output is one measurement: the median time of a CUDA graph of one call for one layer, L2 flushed
@@ -9,7 +9,7 @@ before each. DeepSeek-V3's dimensions, pages in random order. Ours covers everyt
 BF16 query on: rounding it, attention, and the merge of split tails; a step's schedule, made once for all layers, is
 `prepare_ms`. FlashMLA FP8 gets a query that is already e4m3. Where a server stacks requests, `hybrid_mla_bf16` is
 grouped absorb over BF16 pages with nothing grouped. `--queries` takes cases of speculative decoding's verify step
-instead; `--variants` also times the portable kernel with its three ways to rescale.
+instead; `--portable` also times the portable kernel.
 """
 
 from __future__ import annotations
@@ -43,17 +43,12 @@ VERIFY_GRID = (
     *("128x8192x8x4", "128x8192x32x4", "128x8192x64x4", "128x1024x64x4", "64x8192x128x4", "128x1024x128x4"),
     *("1x8192x128x4", "64x8192x128x2"),
 )
-VARIANTS: dict[str, Callable[..., AbsorbFP8]] = {
-    "triton": TritonAbsorbFP8,
-    "triton_lattice": lambda **sizes: TritonAbsorbFP8(rescale="lattice", **sizes),
-    "triton_add": lambda **sizes: TritonAbsorbFP8(rescale="add", **sizes),
-}
 
 
 def main(
     case: Annotated[list[str] | None, typer.Option(help="REQUESTSxTOKENS[-MOST]xHEADS[xQUERIES] (repeatable)")] = None,
     queries: Annotated[bool, typer.Option(help="cases with several query tokens of a request")] = False,
-    variants: Annotated[bool, typer.Option(help="time our other variants, too")] = False,
+    portable: Annotated[bool, typer.Option("--portable", help="time the portable kernel, too")] = False,
     rep_ms: Annotated[int, typer.Option(min=1, help="ms spent on each measurement")] = 100,
     out: Annotated[Path | None, typer.Option(help="append JSON lines to this file")] = None,
 ) -> None:
@@ -89,9 +84,9 @@ def main(
             add(of, "hybrid_mla_bf16", "bf16", metrics)
             free_memory()
         cache = FP8Cache(of)
-        makers = {"hybrid_mla": default(cache)}
-        if variants:
-            makers |= {f"hybrid_mla_{name}": make for name, make in VARIANTS.items()}
+        makers: dict[str, Callable[..., AbsorbFP8]] = {"hybrid_mla": default(cache)}
+        if portable:
+            makers["hybrid_mla_triton"] = TritonAbsorbFP8
         for impl, make in makers.items():
             metrics = attempt(impl, measure_ours, of, cache, make, rep_ms)
             failed |= metrics is None

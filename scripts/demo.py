@@ -10,9 +10,9 @@ from typing import Annotated
 import torch
 import typer
 from bench.server import ON_GPU, ServerFailedError, console_of, free_port, running_server, server_info, work_folder
+from demo_model.checkpoint import DRAFTING
 from demo_model.conversation import OTHER_QUESTIONS, STATIONS, WORD_QUESTIONS, Chat, lookups, talk
 from demo_model.demo_tables import answers_table, sharing_table
-from demo_model.draft import DRAFTING
 from rich.console import Console
 
 from sglang_mla_ext.prefix.cost_model import CostModel, ModelDims, rates_for

@@ -113,7 +113,7 @@ def main(
     ranks: Annotated[Path, typer.Option(exists=True, help="Records of bench_rank.py.")] = RESULTS / "rank.jsonl",
     out: Annotated[Path, typer.Option(help="Folder of the plots.")] = IMAGES,
 ) -> None:
-    """Write serving.png, the newest measurement of every case, and ranks.png, the medians of all."""
+    """Draw the servers' throughput: ranks.png, which the README has, and serving.png."""
     records = read_records(results)
     drawn = panels(records)
     if not drawn:

@@ -9,6 +9,7 @@
 #
 # PYTHON chooses the Python, which needs torch and triton (default: that of .venv, else python3). compute-sanitizer
 # comes with the CUDA toolkit and with `pip install nvidia-cuda-sanitizer-api`.
+if [ "${1:-}" = --help ]; then sed -n '2,/^[^#]/s/^#\( \|$\)//p' "$0" && exit; fi
 set -euo pipefail
 trap 'exit 130' INT TERM
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

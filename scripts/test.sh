@@ -11,6 +11,7 @@
 # Every step prints its own summary, and all of them run; the exit status is that of the whole. The server tests run
 # from the start beside the other steps, since they wait for their servers most of the time; what they print is kept
 # and shown as the last steps.
+if [ "${1:-}" = --help ]; then sed -n '2,/^[^#]/s/^#\( \|$\)//p' "$0" && exit; fi
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 trap 'exit 130' INT TERM

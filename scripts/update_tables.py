@@ -11,33 +11,25 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from bench.accuracy_tables import (
-    accuracy_cache,
-    accuracy_fp16,
-    accuracy_model,
-    accuracy_ranges,
-    accuracy_rescale,
-    accuracy_served,
-)
-from bench.experiment_tables import reproduced
-from bench.experiments import EXPERIMENTS
-from bench.kernel_tables import ablation, attention, context, decode, expansion, planner, plans, power, prefill, steps
-from bench.operating_tables import hostile, sanitize, shadow, soak, watch
+from bench import specs
+from bench.kernel_tables import ablation, attention, decode, planner, plans, steps
+from bench.operating_tables import shadow
 from bench.prediction_tables import predictions
 from bench.profile_tables import profiles
 from bench.rank_tables import one_rank, one_rank_headline, ranks
 from bench.recipes import recipe_tables
 from bench.serving_tables import compared, headline
-from bench.speculative_tables import speculative
-from bench.spread_tables import exchange, one_of_ranks
-from bench.tables import REPOSITORY, RESULTS
-from bench.workload_tables import figure_cells, plan, workloads
+from bench.tables import REPOSITORY, RESULTS, table_of
+from bench.workload_tables import figure_cells, workloads
+from lab.accuracy.tables import accuracy_cache, accuracy_model, accuracy_ranges, accuracy_served
+from lab.papers.experiments import EXPERIMENTS
+from lab.papers.tables import reproduced
 
 
 def main(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with status 1 if out of date.")] = False,
 ):
-    """Fill the marked places."""
+    """Write the tables of README.md and docs from records and recipes, between their marks."""
     engine = ("heads", "layers", "prompt", "concurrency"), ("heads", "layers", "prefix", "requests")
     serving = ("heads", "layers", "prompt", "concurrency"), ("heads", "layers", "prompt", "requests")
     tables = {
@@ -49,17 +41,17 @@ def main(
             "workloads": workloads(
                 [RESULTS / f"{name}.jsonl" for name in ("mixed", "nested", "churn", "agents", "burst")]
             ),
-            "speculative": speculative(RESULTS / "speculative.jsonl"),
+            "speculative": table_of(specs.SPECULATIVE, RESULTS / "speculative.jsonl"),
             "profiles": profiles(RESULTS / "profile.jsonl"),
-            "plan": plan(RESULTS / "plan.jsonl"),
+            "plan": table_of(specs.PLAN, RESULTS / "plan.jsonl"),
             "attention": attention(RESULTS / "attention.jsonl"),
             "steps": steps(RESULTS / "attention.jsonl"),
             "decode": decode(RESULTS / "decode.jsonl"),
-            "power": power(RESULTS / "power.jsonl"),
-            "context": context(RESULTS / "context.jsonl"),
+            "power": table_of(specs.POWER, RESULTS / "power.jsonl"),
+            "context": table_of(specs.CONTEXT, RESULTS / "context.jsonl"),
             "ablation": ablation(RESULTS / "ablation.jsonl"),
-            "expansion": expansion(RESULTS / "expansion.jsonl"),
-            "prefill": prefill(RESULTS / "prefill.jsonl"),
+            "expansion": table_of(specs.EXPANSION, RESULTS / "expansion.jsonl"),
+            "prefill": table_of(specs.PREFILL, RESULTS / "prefill.jsonl"),
             "predictions": predictions(
                 *(RESULTS / f"{name}.jsonl" for name in ("rank", "serving", "engine", "speculative", "context"))
             ),
@@ -71,8 +63,8 @@ def main(
             "planner-h100": planner(RESULTS / "h100" / "planner.jsonl"),
             "ranks": ranks(RESULTS / "ranks.jsonl"),
             "one-rank": one_rank(RESULTS / "rank.jsonl"),
-            "exchange": exchange(RESULTS / "exchange.jsonl"),
-            "one-of-ranks": one_of_ranks(RESULTS / "exchange.jsonl"),
+            "exchange": table_of(specs.EXCHANGE, RESULTS / "exchange.jsonl"),
+            "one-of-ranks": table_of(specs.ONE_OF_RANKS, RESULTS / "exchange.jsonl"),
         },
         "docs/accuracy.md": {
             "model": accuracy_model(RESULTS / "accuracy.jsonl"),
@@ -80,17 +72,17 @@ def main(
             "ranges": accuracy_ranges(RESULTS / "accuracy.jsonl"),
             "outliers": accuracy_model(RESULTS / "accuracy.jsonl", "outliers"),
             "cache": accuracy_cache(RESULTS / "accuracy.jsonl"),
-            "rescale": accuracy_rescale(RESULTS / "accuracy.jsonl"),
-            "fp16": accuracy_fp16(RESULTS / "accuracy.jsonl"),
+            "rescale": table_of(specs.RESCALE, RESULTS / "accuracy.jsonl"),
+            "fp16": table_of(specs.FP16, RESULTS / "accuracy.jsonl"),
         },
         "docs/operating.md": {
             "shadow": shadow(RESULTS / "shadow.jsonl", RESULTS / "watch.jsonl"),
-            "soak": soak(RESULTS / "soak.jsonl"),
-            "hostile": hostile(RESULTS / "hostile.jsonl"),
+            "soak": table_of(specs.SOAK, RESULTS / "soak.jsonl"),
+            "hostile": table_of(specs.HOSTILE, RESULTS / "hostile.jsonl"),
         },
         "docs/kernels.md": {
-            "watch": watch(RESULTS / "watch.jsonl"),
-            "sanitize": sanitize(RESULTS / "sanitize.jsonl"),
+            "watch": table_of(specs.WATCH, RESULTS / "watch.jsonl"),
+            "sanitize": table_of(specs.SANITIZE, RESULTS / "sanitize.jsonl"),
         },
         "docs/recipes.md": recipe_tables(),
         "docs/results.md": {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 import time
 from pathlib import Path
 from typing import Annotated
@@ -13,8 +12,6 @@ from rich.console import Console
 
 from sglang_mla_ext import __version__
 
-# Help keeps the names of flags whole where a terminal is narrow: rich's columns cut them, and lines break at hyphens.
-textwrap.TextWrapper.wordsep_re = textwrap.TextWrapper.wordsep_simple_re
 app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=__doc__)
 console = Console()
 
@@ -65,7 +62,7 @@ def plan(
     tp: Annotated[int, typer.Option(min=1, help="GPUs that share the model, as SGLang's --tp.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Of them, ranks of DP attention, as SGLang's --dp.")] = 1,
     spread: Annotated[
-        bool, typer.Option("--spread", help="Ranks of --dp hold prefixes together, --hybrid-mla-spread auto.")
+        bool, typer.Option("--spread", help="As --hybrid-mla-spread auto: ranks of --dp hold prefixes together.")
     ] = False,
     prefix: Annotated[
         list[int] | None, typer.Option("--prefix", "--prompt", min=1, help="Tokens of the shared prefix; repeatable.")
@@ -81,7 +78,7 @@ def plan(
     ] = None,
     tail: Annotated[int, typer.Option(min=0, help="Tokens of each request after the prefix.")] = 512,
     draft_tokens: Annotated[
-        int, typer.Option(min=1, help="Query tokens of a request in a step, as --speculative-num-draft-tokens.")
+        int, typer.Option(min=1, help="As --speculative-num-draft-tokens: query tokens of a request in a step.")
     ] = 1,
     accept_length: Annotated[
         float, typer.Option(min=1, help="Tokens that a step adds to a request on average, with drafts.")
@@ -94,12 +91,14 @@ def plan(
     mem_fraction: Annotated[
         float | None,
         typer.Option(
-            min=0.01, max=1, help="Of a GPU's memory for weights and cache, --mem-fraction-static [as SGLang's]."
+            min=0.01, max=1, help="As --mem-fraction-static: of a GPU's memory for weights and cache [as SGLang's]."
         ),
     ] = None,
     prefix_memory_gb: Annotated[
         float | None,
-        typer.Option(min=0, help="GiB of it for expanded prefixes, --hybrid-mla-prefix-memory-gb [as the server's]."),
+        typer.Option(
+            min=0, help="As --hybrid-mla-prefix-memory-gb: GiB of it for expanded prefixes [as the server's]."
+        ),
     ] = None,
     step_ms: Annotated[
         float | None, typer.Option(help="A measured step without sharing, of one --prefix and one --batch.")

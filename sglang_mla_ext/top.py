@@ -20,7 +20,7 @@ from rich.tree import Tree
 
 PATIENCE_S = 10
 STYLES = {"naive": "bold blue", "grouped_absorb": "bold cyan", "kept": "dim"}
-NO_KEY, NO_STATUS, REFUSALS = 401, 404, (401, 403)
+NO_STATUS, REFUSALS = 404, (401, 403)
 
 
 class NoAnswerError(RuntimeError):

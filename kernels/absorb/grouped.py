@@ -28,9 +28,9 @@ from torch import Tensor
 
 from sglang_mla_ext.segment import Mode, Segment
 
-from ..constants import PAGE_TOKENS
 from ..memory import Memory, tensor_bytes
 from ..merge import merge
+from ..sizes import PAGE_TOKENS
 from ..storage.join_parts import join_parts
 from ..storage.page_table import fill_page_table
 from ..watch import Watched

@@ -18,15 +18,16 @@ import torch
 import triton
 from torch import Tensor
 
-from ..constants import FP8, LATENT_DIMS, PAGE_TOKENS, is_block_dim
+from ..constants import FP8, LATENT_DIMS, is_block_dim
 from ..memory import Memory, tensor_bytes
 from ..merge import merge
 from ..partials import PartialTable
+from ..sizes import PAGE_TOKENS
 from ..storage.latent_rows import LatentRowLayout
 from .quantize_query import quantize_query
 from .schedule import AbsorbCapacity
 from .tail_schedule import schedule_tails
-from .triton_fp8_absorb import BLOCK_ROWS, Rescale, run_kernel
+from .triton_fp8_absorb import BLOCK_ROWS, run_kernel
 
 MAX_SPLITS = 32
 CTAS_PER_SM = 2
@@ -303,17 +304,9 @@ class HopperAbsorbFP8(AbsorbFP8):
 class TritonAbsorbFP8(AbsorbFP8):
     """A grid that depends on the number of requests alone: the keys of each are cut into as many runs, then merged."""
 
-    def __init__(self, *, fp8_weights: bool = False, rescale: Rescale = "multiply", **sizes: Any) -> None:
-        """
-        Args:
-            fp8_weights: round the softmax weights to e4m3 instead of BF16: SnapMLA's definition, but less exact. On
-                Hopper its sums over thousands of keys also come out too small (see sm90_fp8_absorb.py; summing blocks
-                apart takes more registers than there are), and Triton transposes FP8 values byte by byte.
-            rescale: see triton_fp8_absorb.py. Others as of `AbsorbFP8`.
-        """
+    def __init__(self, **sizes: Any) -> None:
+        """Arguments as of `AbsorbFP8`."""
         super().__init__(**sizes)
-        self._fp8_weights = fp8_weights
-        self._rescale: Rescale = rescale
         self._tiles = triton.cdiv(self._heads * self._queries, BLOCK_ROWS)
         tokens, heads, rank = self._max_requests * self._queries, self._heads, self._layout.kv_lora_rank
         device = self._no_lse.device
@@ -373,8 +366,6 @@ class TritonAbsorbFP8(AbsorbFP8):
             page_size=self._page_size,
             splits=splits,
             softmax_scale=softmax_scale,
-            fp8_weights=self._fp8_weights,
-            rescale=self._rescale,
         )
         if splits > 1:
             no_lse = self._no_lse[:tokens]

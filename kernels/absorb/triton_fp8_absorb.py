@@ -6,39 +6,30 @@
 for every query row h of a request (its heads, of one or more query tokens) over the request's own rows n; for the row
 layout and scales see latent_rows.py. The rotary parts are stored divided by the scales, so both products add up before
 one multiplication by them. The softmax runs in base 2 over blocks of 64 keys. A block's weights times the keys' scales
-are rounded to e4m3 with one scale a block and query row, in the order of reference.fp8.absorb_fp8; or, as an option, to
-BF16, and then the content is converted to BF16 (exactly) and nothing else is rounded.
+are rounded to BF16, and the content is converted to it, exactly. SnapMLA rounds the weights to e4m3, which is less
+exact; on Hopper its sums over thousands of keys also come out too small (see sm90_fp8_absorb.py; summing blocks apart
+takes more registers than there are), and Triton transposes FP8 values byte by byte.
 
 The grid depends on the number of rows alone, so a CUDA graph can hold it; lengths and pages are read on the device.
 Each request's keys are cut into equal runs of blocks, and merge.py puts the partial results together. Where rows fill
 the GPU, keys are not cut, and the result is written at once.
-
-Three ways to rescale the accumulator when a row's maximum grows can be compiled: `multiply`, as everywhere; `lattice`,
-with maxima and scales of weights rounded up to powers of two, so that the factor is exact and mostly 1, and nothing is
-done where it is 1 for all rows; and `add`, the same with AMLA's integer addition to the exponents in place of the
-multiplication. In the latter two the largest weight is no longer exact in e4m3. So the sum is of the rounded
-weights: what rounding does to a weight that dominates its row cancels, though not in the lse; where a few weights
-dominate, the error is larger than that of `multiply`.
 
 It needs a GPU with e4m3 and 128 KiB of shared memory for a program (Hopper and later).
 
 Memory per request, query tile of up to 64 rows, and key: reads r + 4 + 2·dr bytes (644 with DeepSeek-V3). A split
 writes r·4 + 4 bytes per query row, which the merge reads.
 
-Source: SnapMLA, algorithm 1, equations 6, 13 and 14, appendices B and C; AMLA, lemma 3.1, for `add`.
+Source: SnapMLA, algorithm 1, equations 6 and 13, appendices B and C.
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..constants import FP8_MAX, LN2, LOG2E
-from ..reference.fp8 import BLOCK_KEYS, WEIGHT_SCALE_RANGE
-from ..storage.append_latent import power_of_two_above
+from ..constants import LN2, LOG2E
+from ..reference.fp8 import BLOCK_KEYS
 from ..storage.latent_rows import LatentRowLayout
 
 BLOCK_ROWS = 64
@@ -49,26 +40,12 @@ NUM_WARPS = 8
 
 NUM_STAGES = 3
 
-Rescale = Literal["multiply", "lattice", "add"]
-
 
 @triton.jit
 def _product(a, b, acc, EXACT: tl.constexpr):
     if EXACT:  # the interpreter's products of narrow floats are wrong
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc)
-
-
-@triton.jit
-def _multiply_by_add(x, factor):
-    """x · factor for powers of two or zero, `factor [rows]`, by adding to exponents. What becomes subnormal becomes
-    zero, as in reference.fp8.multiply_by_add."""
-    steps = (factor.to(tl.int32, bitcast=True) >> 23) - 127  # -127 for zero
-    steps = tl.where(factor == 0.0, -255, steps)[:, None]
-    bits = x.to(tl.int32, bitcast=True)
-    exponent = (bits >> 23) & 0xFF
-    moved = (bits + (steps << 23)).to(tl.float32, bitcast=True)
-    return tl.where((exponent > 0) & (exponent + steps > 0), moved, 0.0)
 
 
 @triton.jit(do_not_specialize=["splits", "table_row"])
@@ -94,17 +71,12 @@ def absorb_fp8_kernel(
     PAGE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    FP8_WEIGHTS: tl.constexpr,
-    FP8_LIMIT: tl.constexpr,
-    SCALE_RANGE: tl.constexpr,
-    RESCALE: tl.constexpr,  # multiply, lattice or add
     SPLIT: tl.constexpr,
     EXACT: tl.constexpr,
     LN2: tl.constexpr,
 ):
     """One program: up to BLOCK_ROWS query rows of one request, over one run of its blocks of keys."""
     ROWS: tl.constexpr = HEADS * QUERIES
-    LATTICE: tl.constexpr = RESCALE != "multiply"
     request, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [BLOCK_ROWS], of the request
     in_rows = row < ROWS
@@ -122,8 +94,7 @@ def absorb_fp8_kernel(
     last = tl.minimum(first + per_split, blocks)
 
     row_max2 = tl.full([BLOCK_ROWS], -1e30, tl.float32)  # below every score; stays so where no key is visible
-    total, largest = tl.zeros([BLOCK_ROWS], tl.float32), tl.zeros([BLOCK_ROWS], tl.float32)
-    weight_scale = tl.full([BLOCK_ROWS], 1.0, tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
     acc = tl.zeros([BLOCK_ROWS, R], tl.float32)
     zero_scores = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
     for block in range(first, last):
@@ -139,38 +110,18 @@ def absorb_fp8_kernel(
         scores = _product(q_content, content.T, zero_scores, EXACT)
         scores = _product(q_rope, rope.T, scores, EXACT) * q_scale[:, None] * scale[None, :]
         scores = tl.where(key[None, :] < visible[:, None], scores, float("-inf"))
-        block_max2 = tl.max(scores, 1)
-        new_max2 = tl.maximum(row_max2, tl.ceil(block_max2) if LATTICE else block_max2)
+        new_max2 = tl.maximum(row_max2, tl.max(scores, 1))
         weights = tl.exp2(scores - new_max2[:, None])  # [BLOCK_ROWS, BLOCK]
         shrink = tl.exp2(row_max2 - new_max2)
-        weighted = weights * scale[None, :]  # a value is its content times the scale
-        if FP8_WEIGHTS:
-            own_scale = tl.max(weighted, 1) / FP8_LIMIT
-            if LATTICE:
-                own_scale = power_of_two_above(own_scale)
-            largest = tl.maximum(largest * shrink, own_scale)
-            new_scale = tl.maximum(tl.maximum(own_scale, largest * SCALE_RANGE), 1.1754943508222875e-38)
-            carried = shrink * (weight_scale / new_scale)
-            rounded = tl.minimum(weighted / new_scale[:, None], FP8_LIMIT).to(content_ptr.dtype.element_ty)
-            values = content
-            weight_scale = new_scale
-        else:
-            carried = shrink
-            rounded = weighted.to(tl.bfloat16)
-            values = content.to(tl.float32).to(tl.bfloat16)  # Hopper converts to BF16 in pairs only from float32
-        if LATTICE:
-            total = total * carried + tl.sum(rounded.to(tl.float32) / scale[None, :], 1)
-            if tl.max((carried != 1.0).to(tl.int32), 0) > 0:
-                acc = _multiply_by_add(acc, carried) if RESCALE == "add" else acc * carried[:, None]
-        else:
-            total = total * carried + tl.sum(weights, 1) / weight_scale
-            acc = acc * carried[:, None]
-        acc = _product(rounded, values, acc, EXACT)
+        # A value is its content times the scale. Hopper converts to BF16 in pairs only from float32.
+        rounded = (weights * scale[None, :]).to(tl.bfloat16)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = _product(rounded, content.to(tl.float32).to(tl.bfloat16), acc * shrink[:, None], EXACT)
         row_max2 = new_max2
 
     none = total == 0.0
     out = acc / tl.where(none, 1.0, total)[:, None]
-    lse2 = tl.where(none, float("-inf"), row_max2 + tl.log2(tl.where(none, 1.0, weight_scale * total)))
+    lse2 = tl.where(none, float("-inf"), row_max2 + tl.log2(tl.where(none, 1.0, total)))
     if SPLIT:
         token = request * QUERIES + row // HEADS
         place = (token * splits + split) * HEADS + row % HEADS  # [BLOCK_ROWS]
@@ -195,8 +146,6 @@ def run_kernel(
     page_size: int,
     splits: int,
     softmax_scale: float,
-    fp8_weights: bool,
-    rescale: Rescale = "multiply",
     exact: bool | None = None,
 ) -> None:
     """Launch the kernel.
@@ -233,10 +182,6 @@ def run_kernel(
         PAGE=page_size,
         BLOCK_ROWS=BLOCK_ROWS,
         BLOCK=BLOCK_KEYS,
-        FP8_WEIGHTS=fp8_weights,
-        FP8_LIMIT=FP8_MAX,
-        SCALE_RANGE=WEIGHT_SCALE_RANGE,
-        RESCALE=rescale,
         SPLIT=splits > 1,
         EXACT=not pool.is_cuda if exact is None else exact,
         LN2=LN2,

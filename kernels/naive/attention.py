@@ -25,11 +25,11 @@ from torch import Tensor
 
 from sglang_mla_ext.segment import Segment
 
-from ..constants import CHUNK_TOKENS
 from ..memory import Memory, tensor_bytes
 from ..merge import merge
 from ..partials import PartialTable
 from ..reference import attention as reference
+from ..sizes import CHUNK_TOKENS
 from ..storage.expanded import ExpandedBuffers
 from ..watch import Watched
 from . import triton_naive

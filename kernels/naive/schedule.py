@@ -15,8 +15,8 @@ import numpy as np
 
 from sglang_mla_ext.segment import Segment
 
-from ..constants import CHUNK_TOKENS
 from ..partials import Array, PartialTable
+from ..sizes import CHUNK_TOKENS
 from ..splits import balanced_order, choose_splits, pairs_of_splits
 from . import items as fields
 from .items import GROUP_ROWS, ITEM_FIELDS

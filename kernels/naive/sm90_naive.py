@@ -22,7 +22,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..constants import CHUNK_TOKENS, FP8, LOG2E, block_of
+from ..constants import FP8, LOG2E, block_of
+from ..sizes import CHUNK_TOKENS
 from ..storage.expanded import ExpandedBuffers
 from .items import ITEM_BEGIN, ITEM_CHUNKS, ITEM_END, ITEM_FIELDS, ITEM_HEAD, N_ITEMS
 from .schedule import WorkListCapacity

@@ -26,7 +26,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..constants import CHUNK_TOKENS, FP8, LOG2E, block_of, check_heads
+from ..constants import FP8, LOG2E, block_of, check_heads
+from ..sizes import CHUNK_TOKENS
 from ..storage.expanded import ExpandedBuffers
 from .items import (
     GROUP_ROWS,

@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..constants import CHUNK_TOKENS, FP8, FP8_MAX, block_of, check_heads
+from ..constants import FP8, FP8_MAX, block_of, check_heads
+from ..sizes import CHUNK_TOKENS
 from .expanded import ExpandedBuffers
 
 MAX_BLOCK_TOKENS = 128

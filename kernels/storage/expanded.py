@@ -18,8 +18,9 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from ..constants import CHUNK_TOKENS, FP8, FP8_MAX
+from ..constants import FP8, FP8_MAX
 from ..memory import Memory, tensor_bytes
+from ..sizes import CHUNK_TOKENS
 
 FP8_TOKEN_ORDER = tuple(8 * (i >> 1 & 1) + 4 * (i >> 3 & 1) + 2 * (i >> 2 & 1) + (i & 1) for i in range(16))
 """Position i of every 16 in an FP8 `v_t` holds token `FP8_TOKEN_ORDER[i]` of these 16.

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..constants import PAGE_TOKENS
+from ..sizes import PAGE_TOKENS
 
 BLOCK_PAGES = 128
 """Pages of a program: one for each thread."""

@@ -26,7 +26,7 @@ ATTENTION_TIMES = {  # column: impl, part, dtype
     "BF16 shared part ms": ("hybrid_mla", "naive", "bf16"),
     "FP8 shared part ms": ("hybrid_mla", "naive", "fp8"),
 }
-ABLATION_STEPS = {  # of bench_ablation.py: column
+ABLATION_STEPS = {  # of the study ablation: column
     "triton": "Triton BF16 ms",
     "gluon": "Gluon ms",
     "fp8": "FP8 ms",
@@ -147,97 +147,6 @@ def decode(path: Path) -> str:
     against = "fastest BF16 stock" if with_default else "FlashMLA BF16"
     columns = (*cases, *times.values(), f"{against} / ours", "of its floor")
     return markdown(sorted(rows, key=lambda row: (-row[0], row[2], -row[1], row[3])), columns, shown)
-
-
-def power(path: Path) -> str:
-    """A table of kernels run back to back: clock, power, and what a call of each takes of them."""
-    records = {index: record for index, record in enumerate(read_records(path))}
-    last = {record["command"]: record["commit"] for record in records.values()}
-    shown = {index: record for index, record in records.items() if record["commit"] == last[record["command"]]}
-    rows = []
-    for record in shown.values():
-        case = record["case"]
-        if "m" in case:
-            what = f"product {case['m']}^3, {STORAGE_NAMES[case['dtype']]}"
-        elif case["tail"]:
-            what = f"decode {case['batch']} x {case['tail']:,}, {case['heads']} heads"
-        else:
-            tile = f"tiles of {case['tile']['block_rows']} rows"
-            what = f"{case['batch']} on {case['prefix']:,}, {STORAGE_NAMES[case['dtype']]}, {tile}"
-        load = (f"{record[name]:.0f}" for name in ("mhz", "watts"))
-        spent = f"{1e3 * record['joules']:.0f}", f"{record['tflops']:.0f}", f"{record['matrix_share']:.0%}"
-        rows.append((record["impl"], what, f"{record['ms']:.3f}", *load, ", ".join(record["clock_limits"]), *spent))
-    columns = ("kernel", "case", "ms", "MHz", "W", "clock held by", "mJ a call", "TFLOPS", "matrix units' cycles")
-    return markdown(rows, columns, shown)
-
-
-def context(path: Path) -> str:
-    """A table of whole decode steps over long contexts that no two requests share, at equal memory."""
-    records = latest(read_records(path), "kv_cache", "context", "heads", "layers")
-    rows = []
-    for (impl, storage, tokens, heads, layers), record in records.items():
-        stock = records.get(("sglang_flashmla", "bf16", tokens, heads, layers))
-        ratio = f"{record['decode_tok_s'] / stock['decode_tok_s']:.2f}x" if stock else "–"
-        cells = (f"{record['cache_tokens']:,}", record["case"]["concurrency"], f"{record['step_ms']:.2f}")
-        name = f"{impl.removeprefix('sglang_')}, {STORAGE_NAMES[storage.removesuffix('_e4m3')]} cache"
-        rows.append((heads, layers, f"{tokens:,}", name, *cells, f"{record['decode_tok_s']:,.0f}", ratio))
-    columns = (
-        "heads",
-        "layers",
-        "context",
-        "backend",
-        "tokens in the cache",
-        "requests",
-        "step ms",
-        "tokens/s",
-        "gain",
-    )
-    return markdown(sorted(rows), columns, records)
-
-
-def expansion(path: Path) -> str:
-    """A table of the fused expansion beside torch's, and of the share of a matrix product's rate that it reaches."""
-    records = latest(read_records(path), "heads", "dtype", "tokens")
-    rows = []
-    for impl, heads, dtype, tokens in sorted(records):
-        if impl == "hybrid_mla":
-            fused, plain = records[impl, heads, dtype, tokens], records.get(("torch", heads, dtype, tokens))
-            against = (f"{plain['ms']:.3f}", f"{plain['ms'] / fused['ms']:.2f}x") if plain else ("–", "–")
-            rates = (f"{fused['tflops']:.0f}", f"{fused['gemm_share']:.0%}")
-            rows.append((heads, STORAGE_NAMES[dtype], f"{tokens:,}", f"{fused['ms']:.3f}", *against, *rates))
-    columns = ("heads", "prefix in", "tokens", "fused ms", "torch ms", "gain", "TFLOPS", "of the product's rate")
-    return markdown(rows, columns, records)
-
-
-def prefill(path: Path) -> str:
-    """A table of a prefill step's attention to a shared prefix: SGLang's, ours in both storages, and their errors."""
-    records = latest(read_records(path), "heads", "prefix", "batch", "new_tokens", "dtype")
-    rows = []
-    for case in sorted({case[1:-1] for case in records}):
-        implementations = (("sglang_chunks", "bf16"), ("hybrid_mla", "bf16"), ("hybrid_mla", "fp8"))
-        found = [records.get((impl, *case, dtype)) for impl, dtype in implementations]
-        if None in found:
-            continue
-        sglang, bf16, fp8 = found
-        heads, prefix, requests, new_tokens = case
-        rows.append(
-            (
-                heads,
-                f"{prefix:,}",
-                f"{requests} x {new_tokens}",
-                *(f"{record['ms']:.2f}" for record in found),
-                f"{bf16['expansion_ms']:.2f} / {fp8['expansion_ms']:.2f}",
-                *(f"{sglang['ms'] / ours['ms']:.1f}x" for ours in (bf16, fp8)),
-                f"{sglang['rel_err_as_shipped']:.2%} / {sglang['rel_err']:.2%}",
-                f"{bf16['rel_err']:.2%} / {fp8['rel_err']:.2%}",
-            )
-        )
-    columns = (
-        *("heads", "prefix", "requests x new tokens", "SGLang's chunks ms", "ours BF16 ms", "ours FP8 ms"),
-        *("expansion ms, BF16 / FP8", "SGLang / ours BF16", "SGLang / ours FP8"),
-        *("rel. error of SGLang, as shipped / natural log", "rel. error of ours, BF16 / FP8"),
-    )
-    return markdown(rows, columns, records)
 
 
 def planner(path: Path) -> str:

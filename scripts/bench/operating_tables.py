@@ -1,4 +1,4 @@
-"""Tables of soaks, attacks, the shadow check's cost and the sanitizer; update_tables.py writes them."""
+"""The table of the shadow check's cost; update_tables.py writes it."""
 
 from __future__ import annotations
 
@@ -7,46 +7,10 @@ from statistics import median
 from typing import Any
 
 from bench.records import read_records
-from bench.tables import latest, markdown
+from bench.tables import NOTHING, latest, markdown
 
 USUAL_INTERVAL = 1000
 """Steps from one shadow check to the next."""
-
-COUNTS = ("wrong", "ties", "lost_first", "leaked_bytes", "deaths")
-
-
-def soak(path: Path) -> str:
-    """What came of the last soak of each backend, on each device; nothing before the first."""
-    if not path.exists():
-        return ""
-    records = latest(
-        ({**one, "case": {**one["case"], "gpu": one["gpu"]}} for one in read_records(path)), "gpu", "poison"
-    )
-    rows = [
-        (
-            *(record["gpu"], record["impl"], f"{record['requests']:,}", f"{record['judged']:,}"),
-            *(f"{record['taken_back']:,}", *(f"{record[name]:,}" for name in COUNTS)),
-        )
-        for record in records.values()
-    ]
-    columns = ("device", "backend", "requests", "answers", "taken back", *(name.replace("_", " ") for name in COUNTS))
-    return markdown(rows, columns, records)
-
-
-def hostile(path: Path) -> str:
-    """What came of the last time of each attack; nothing before the first."""
-    if not path.exists():
-        return ""
-    records = latest(read_records(path), "attack", "against")
-    rows = []
-    for record in records.values():
-        times = [f"{record[name]:.1f}" if record[name] else "–" for name in ("seconds", "stock_seconds")]
-        slowdown = "–" if record["slowdown"] is None else f"{record['slowdown']:+.0%}"
-        found = (record["wrong"], record["refused_otherwise"], record["shared_across_salts"], len(record["traces"]))
-        case = record["case"]
-        rows.append((case["attack"], f"{case['requests']:,}", *times, slowdown, *found, record["deaths"]))
-    columns = ("attack", "requests", "s", "stock s", "slowdown", "wrong", "refused otherwise", "shared across salts")
-    return markdown(rows, (*columns, "traces", "deaths"), records)
 
 
 def shadow(path: Path, of_merges: Path) -> str:
@@ -54,8 +18,8 @@ def shadow(path: Path, of_merges: Path) -> str:
     for the usual interval.
 
     Args:
-        path: steps with and without checks, by bench_engine.py.
-        of_merges: what the number that every merge reads costs, by bench_watch.py.
+        path: steps with and without checks, by the study engine.
+        of_merges: what the number that every merge reads costs, by the study watch.
     """
     everything = read_records(path)
     records = latest(everything, "heads", "layers", "prompt", "concurrency", "verify_interval")
@@ -71,42 +35,11 @@ def shadow(path: Path, of_merges: Path) -> str:
         case = checked["case"]
         plain = step_ms({name: value for name, value in case.items() if name != "verify_interval"}, checked)
         with_checks = step_ms(case, checked)
-        cost, usual = with_checks / plain - 1, "–"
+        cost, usual = with_checks / plain - 1, NOTHING
         if merge := merges.get((checked["impl"], case["heads"], case["concurrency"])):
             of_reading = merge["difference_us"] * case["layers"] / (plain * 1e3)  # in every step, checked or not
             usual = f"{(cost - of_reading) * interval / USUAL_INTERVAL + of_reading:+.2%}"
-        rows.append(
-            (
-                f"{case['heads']} x {case['layers']}",
-                f"{case['prompt']:,}",
-                case["concurrency"],
-                f"{interval:,}",
-                f"{plain:.3f}",
-                f"{with_checks:.3f}",
-                f"{cost:+.2%}",
-                usual,
-            )
-        )
+        of_case = f"{case['heads']} x {case['layers']}", f"{case['prompt']:,}", case["concurrency"], f"{interval:,}"
+        rows.append((*of_case, f"{plain:.3f}", f"{with_checks:.3f}", f"{cost:+.2%}", usual))
     columns = ("heads x layers", "shared tokens", "requests", "every so many steps", "step ms without", "with", "cost")
     return markdown(rows, (*columns, f"at {USUAL_INTERVAL:,}"), records)
-
-
-def watch(path: Path) -> str:
-    """A merge that can be watched beside one that cannot."""
-    records = latest(read_records(path), "heads", "requests")
-    rows = [
-        (
-            *(record["case"][name] for name in ("heads", "requests")),
-            *(f"{record[name]:.2f}" for name in ("merge_us", "merge_watched_us")),
-            f"{record['difference_us']:+.2f}",
-        )
-        for record in records.values()
-    ]
-    return markdown(rows, ("heads", "requests", "merge us", "that can be watched", "difference"), records)
-
-
-def sanitize(path: Path) -> str:
-    """What NVIDIA's compute-sanitizer found."""
-    records = latest(read_records(path), "tool", "cases")
-    rows = [(one["case"]["tool"], one["case"]["cases"], one["found"], one["seconds"]) for one in records.values()]
-    return markdown(rows, ("tool", "cases", "found", "s"), records)

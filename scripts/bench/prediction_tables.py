@@ -61,8 +61,8 @@ class Cell(NamedTuple):
 
 
 def measured(record: Mapping[str, Any]) -> Measured | None:
-    """What a record of bench_serving.py, bench_engine.py, bench_context.py, bench_speculative.py or bench_rank.py
-    measured; None where it has no decode step."""
+    """What a record of bench_serving.py, bench_rank.py, or the studies engine, context and speculative measured; None
+    where it has no decode step."""
     case = record["case"]
     if record["bench"] == "decode" and "rank" in case:
         seconds, tail = record["decode_itl_ms"] * 1e-3, rank_predictions.tail(case)
@@ -79,7 +79,7 @@ def measured(record: Mapping[str, Any]) -> Measured | None:
     if record["decode_tok_s"] is None:
         return None
     requests, tokens = case["concurrency"], case.get("prefix") or case["prompt"]
-    tail = 128 + 128  # of bench_engine.py: a question, and the middle of 256 steps
+    tail = 128 + 128  # of the study engine: a question, and the middle of 256 steps
     if "output" in case:
         question = read_config("workloads", case["questions"])["models"]["deepseek-v3"]["prompt_tokens"]["mean"]
         tail = round(question + case["output"] / 2)

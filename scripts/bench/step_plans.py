@@ -21,8 +21,8 @@ from bench.rivals import flashmla_over
 from bench.shared import DTYPES, STORAGE, random_prefixes
 from bench.timing import attempt, free_memory, measure
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
-from sglang_mla_ext.kernels.constants import CHUNK_TOKENS
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.prefix.cost_model import GpuRates
 from sglang_mla_ext.segment import Mode, Segment
 

@@ -1,4 +1,4 @@
-"""Tables of whole workloads and of what planning costs the host; update_tables.py writes them."""
+"""Tables of whole workloads; update_tables.py writes them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.experiment_tables import NOT_MEASURED
 from bench.records import read_records
-from bench.tables import latest, markdown
+from bench.tables import NOT_MEASURED, latest, markdown
 
 MODELS = {128: "DeepSeek-V3", 64: "Kimi-K2"}
 """By heads."""
@@ -93,15 +92,3 @@ def _row(backend: str, record: dict[str, Any], stock: dict[str, Any] | None) -> 
         f"{record['itl_ms']:.1f} / {record['itl_p99_ms']:,.0f}",
         "-" if plan is None else f"{plan:.2f}",
     )
-
-
-def plan(path: Path) -> str:
-    """Milliseconds of planning on the host, by case."""
-    records = latest(read_records(path), "tree", "requests", "heads")
-    names = ("first_ms", "replan_ms", "unchanged_ms", "prefill_ms")
-    rows = [
-        (f"{requests:,} requests, {tree}", heads, *(f"{record[name]:.2f}" for name in names))
-        for (_, tree, requests, heads), record in records.items()
-    ]
-    columns = ("case", "heads", "first plan ms", "three requests replaced ms", "batch unchanged ms", "prefill step ms")
-    return markdown(rows, columns, records)

@@ -1,1 +1,1 @@
-"""The demo model (configs/demo_model): its data, training, examination, and the chats of the demo."""
+"""The demo model (configs/demo_model): small random checkpoints of its form, and the chats of the demo."""

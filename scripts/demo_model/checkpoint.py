@@ -30,6 +30,12 @@ BLOCK = 128  # side of the blocks of a matrix that share one scale in FP8
 EXPERTS = 8  # of a layer that drafts
 NEAR_SIGNAL, NEAR_WEIGHT = 4.0, 0.5  # of the heads that attend to near tokens; see `weights`
 
+DRAFTING = (
+    *("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3"),
+    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+)
+"""Arguments of a server that drafts three tokens a step with the layer for it that is in a checkpoint."""
+
 
 @dataclass(frozen=True)
 class Settings:

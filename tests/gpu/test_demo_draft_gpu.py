@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from demo_model.draft_attention import pick_own_attention
+from lab.training.draft_attention import pick_own_attention
 
 pytestmark = pytest.mark.gpu
 

@@ -15,7 +15,6 @@ from test_absorb_fp8_hopper_gpu import captured_us
 from test_fp8_cache_gpu import LAYOUT, LSE_BOUND
 from test_grouped_gpu import DEVICE, DTYPE, NAN, RANK, ROPE, SCALE, SPARE_ROWS, Case, Problem, cases, parts_of
 
-from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.kernels.dispatch import (
     append_rows,
     make_grouped_absorb_fp8,
@@ -24,6 +23,7 @@ from sglang_mla_ext.kernels.dispatch import (
 )
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.reference import fp8 as reference_fp8
+from sglang_mla_ext.kernels.sizes import PAGE_TOKENS
 from sglang_mla_ext.kernels.storage.latent_rows import dequantize
 from sglang_mla_ext.segment import Mode, Segment
 

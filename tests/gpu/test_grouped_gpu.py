@@ -19,10 +19,10 @@ from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb
 from sglang_mla_ext.kernels.absorb.grouped import HopperGroupedAbsorb
 from sglang_mla_ext.kernels.absorb.schedule import AbsorbCapacity, build_segment_work
 from sglang_mla_ext.kernels.absorb.tail_schedule import schedule_tails
-from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.kernels.dispatch import make_grouped_absorb
 from sglang_mla_ext.kernels.merge import merge
 from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.sizes import PAGE_TOKENS
 from sglang_mla_ext.segment import Mode, Segment
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from demo_model.checkpoint import Settings, make
-from demo_model.known import Known, make_known
+from known import Known, make_known
 from test_engine_gpu import BATCH, NEW_TOKENS, all_answers, differences_of
 
 pytestmark = pytest.mark.gpu

@@ -47,7 +47,8 @@ from sglang_mla_ext.kernels.absorb import tail_schedule
 from sglang_mla_ext.kernels.absorb import sm90_fp8_few_heads as absorb_fp8_few_heads
 from sglang_mla_ext.kernels.absorb import sm90_fp8_absorb as absorb_fp8_hopper
 from sglang_mla_ext.kernels.storage.latent_rows import SCALE_FLOOR, SCALE_LIMIT
-from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8, FP8_MAX, block_of
+from sglang_mla_ext.kernels.constants import FP8, FP8_MAX, block_of
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 
 CUDABackend.make_cubin = lambda self, src, metadata, options, capability: b""  # ptxas runs once, below, and tells more
 

@@ -15,8 +15,9 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8, FP8_MAX
+from sglang_mla_ext.kernels.constants import FP8, FP8_MAX
 from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.kernels.storage.expanded import FP8_TOKEN_ORDER, ExpandedBuffers
 
 # Like conftest.py: the kernel is bound to the interpreter when it is imported.

@@ -14,10 +14,11 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8
+from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.naive.attention import TritonSharedAttention
 from sglang_mla_ext.kernels.naive.tiles import Tile
 from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.segment import Mode, Segment
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_mla_ext.kernels.constants import CHUNK_TOKENS
 from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 
 NAN, INF = float("nan"), float("inf")

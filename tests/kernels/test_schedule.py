@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_mla_ext.kernels.constants import CHUNK_TOKENS
 from sglang_mla_ext.kernels.naive.items import ITEM_BEGIN, ITEM_END, ITEM_HEAD
 from sglang_mla_ext.kernels.naive.schedule import WorkList, WorkListCapacity, build_work_list
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.segment import Mode, Segment
 
 CHUNKS = 64

@@ -24,9 +24,9 @@ import pytest
 import requests
 from bench.server import SCRIPTS, server_info
 from demo_model.checkpoint import Settings, make
-from demo_model.known import Known, make_known
 from failing import FAILING
 from fork_server import RUN_FIRST
+from known import Known, make_known
 from server_pool import Launch, Running, ServerPool, last_words
 
 from sglang_mla_ext.adapter.compat import contract

@@ -1,4 +1,4 @@
-"""Answers that the accuracy study forces (scripts/demo_model/forced.py), on the real server."""
+"""Answers that the accuracy study forces (scripts/lab/accuracy/forced.py), on the real server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from bench.generate import post, session
 from conftest import Server, counting
-from demo_model import forced
+from lab.accuracy import forced
 
 
 def test_forced_answers_have_the_log_probabilities_of_a_prompt(hybrid: Server) -> None:

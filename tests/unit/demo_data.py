@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from demo_model.preparation import write
-from demo_model.sources import Document, Word
+from lab.training.preparation import write
+from lab.training.sources import Document, Word
 
 SENTENCE = "The {} server keeps every {} in one table, and a reader asks it for number {} of them."
 
 
 def write_toy_data(out: Path) -> None:
-    """Data as prepare_demo_data.py writes them, of a few made-up pages and words."""
+    """Data as `prepare` writes them, of a few made-up pages and words."""
     rng = random.Random(0)
     nouns = ["river", "stone", "house", "garden", "letter", "number", "window", "table", "winter", "summer"]
     pages = []

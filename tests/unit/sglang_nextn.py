@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from demo_model.draft import Draft, load_draft
-from demo_model.network import pack, turns
+from lab.training.draft import Draft, load_draft
+from lab.training.network import pack, turns
 from safetensors.torch import load_file
 
 from sglang_mla_ext.adapter.cpu import standins

@@ -13,7 +13,8 @@ from sglang_mla_ext import observe
 from sglang_mla_ext.adapter.step import build, build_expanding
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.adapter.step.relay import relay
-from sglang_mla_ext.kernels.constants import CHUNK_TOKENS, FP8
+from sglang_mla_ext.kernels.constants import FP8
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.prefix.cost_model import CostModel, rates_for
 from sglang_mla_ext.segment import Mode
 

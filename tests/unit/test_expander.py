@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from sglang_mla_ext.adapter.step import expander as expander_module
 from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes, weights_of
-from sglang_mla_ext.kernels.constants import CHUNK_TOKENS
 from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
 from sglang_mla_ext.kernels.reference import attention as reference
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.kernels.storage.expanded import FP8, FP8_MAX, ExpandedBuffers, scale_bounds
 from sglang_mla_ext.segment import Mode, Segment
 

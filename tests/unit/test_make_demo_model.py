@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from demo_model.checkpoint import BLOCK, Settings, in_fp8_blocks, model_config, weights
-from demo_model.known import Known, known_config, known_weights
+from known import Known, known_config, known_weights
 
 
 def test_fp8_blocks_mean_the_weights_they_come_from() -> None:

@@ -63,7 +63,7 @@ found = {
         "run": str(one.run),
         "findings": [finding.text for finding in one.findings],
         "codes": [finding.code for finding in one.findings],
-        "refusals": one.refusals,
+        "refusals": [each.text for each in one.findings if each.remedy is None],
     }
     for name, one in found.items()
 }

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from bench.cases import DR, LATENT, PAGE_TOKENS, SCALE, Case, page_table
-from bench.experiments import private_case, shared_case
 from bench.rivals import CONTEXT_TOKENS, fa3_bf16, flashinfer_mla
+from lab.papers.experiments import private_case, shared_case
 
 
 class Uneven(Case):

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench.operating_tables import hostile, shadow, soak
+from bench import specs
+from bench.operating_tables import shadow
 from bench.records import write_record
 from bench.soak_judge import BF16, FP32, Answer, Tolerance, Verdict, judge
 from bench.soak_run import Outcome
 from bench.soak_traffic import Action, Limits, Request, Traffic
+from bench.tables import table_of
 from soak import record
 
 VOCABULARY = np.arange(10, 500)
@@ -142,7 +144,7 @@ def test_tables(tmp_path: Path) -> None:
         case = dict(poison=False)
         metrics = {**counts, "judged": judged}
         write_record(tmp_path / "s", bench="soak", impl=impl, case=case, gpu="cpu", command="run", **metrics)
-    lines = [line.replace(" ", "") for line in soak(tmp_path / "s").splitlines()]
+    lines = [line.replace(" ", "") for line in table_of(specs.SOAK, tmp_path / "s").splitlines()]
     assert lines[2:4] == [
         "|cpu|hybrid_mla|20,000|19,000|9|0|1|2|0|0|",
         "|cpu|sglang_torch_native|20,000|500|9|0|1|2|0|0|",
@@ -154,7 +156,7 @@ def test_tables(tmp_path: Path) -> None:
         write_record(
             tmp_path / "h", bench="hostile", impl="hybrid_mla", case=case, gpu="cpu", command="run", **times, **found
         )
-    lines = [line.replace(" ", "") for line in hostile(tmp_path / "h").splitlines()]
+    lines = [line.replace(" ", "") for line in table_of(specs.HOSTILE, tmp_path / "h").splitlines()]
     assert lines[2:4] == ["|flood|5,000|5.0|5.0|+5%|0|0|0|0|0|", "|invalid|5,000|–|–|–|0|0|0|0|0|"]
 
 
@@ -163,8 +165,8 @@ def test_a_soak_that_was_stopped_is_recorded_and_in_no_table(tmp_path: Path) -> 
     outcome.verdicts["right"] = 5
     for stopped in (True, False):
         record(tmp_path / "s", "hybrid_mla", {}, outcome, 60, None, stopped)
-        assert ("|5|5|0|" in soak(tmp_path / "s").replace(" ", "")) is not stopped
-    assert soak(tmp_path / "none") == ""
+        assert ("|5|5|0|" in table_of(specs.SOAK, tmp_path / "s").replace(" ", "")) is not stopped
+    assert table_of(specs.SOAK, tmp_path / "none") == ""
 
 
 def test_the_cost_of_checks_is_between_medians(tmp_path: Path) -> None:

@@ -1,21 +1,21 @@
-"""Tables of records: what is in their rows, and where they go."""
+"""Tables of records: what is in their rows, and where they go.
+
+`test_the_pages_have_the_tables_of_the_records` holds all of them to what is published; the others are of records that
+there are not, or of rules that a reader would not see.
+"""
 
 from __future__ import annotations
 
 import json
 
 import pytest
-from bench import plan_trees
-from bench.accuracy_tables import accuracy_model, goal_verdict, interval
-from bench.kernel_tables import expansion, planner, plans, prefill
-from bench.profile_tables import profiles
+from bench import specs
 from bench.rank_predictions import tokens_per_s
-from bench.rank_tables import one_rank, one_rank_headline, ranks
+from bench.rank_tables import one_rank, one_rank_headline
 from bench.records import write_record
-from bench.serving_tables import compared, headline, template
-from bench.speculative_tables import speculative
-from bench.tables import provenance
-from bench.workload_tables import figure_cells, plan, workloads
+from bench.serving_tables import compared, template
+from bench.tables import provenance, table_of
+from lab.accuracy.tables import accuracy_model, goal_verdict, interval
 from update_tables import fill, main
 
 
@@ -23,7 +23,8 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_expansion(tmp_path):
+def test_records_beside_each_other(tmp_path):
+    """The newest of each, in the order that is asked for; a dash for one that there is not."""
     path = tmp_path / "expansion.jsonl"
     for impl, dtype, ms in (("torch", "bf16", 3.0), ("hybrid_mla", "bf16", 9.0), ("hybrid_mla", "bf16", 1.0)):
         metrics = dict(ms=ms, tflops=600.0, gemm_tflops=800.0, gemm_share=0.75)
@@ -31,38 +32,12 @@ def test_expansion(tmp_path):
         write_record(path, bench="expansion", impl=impl, case=case, gpu="GPU", command="run it", **metrics)
     case = dict(tokens=4096, heads=16, dtype="fp8")
     write_record(path, bench="expansion", impl="hybrid_mla", case=case, gpu="GPU", command="run it", **metrics)
-    lines = expansion(path).splitlines()
+    lines = table_of(specs.EXPANSION, path).splitlines()
     assert [cells(line) for line in lines[2:4]] == [
         ["16", "FP8", "4,096", "1.000", "–", "–", "600", "75%"],
         ["128", "BF16", "4,096", "1.000", "3.000", "3.00x", "600", "75%"],
     ]
-    assert lines[-1].endswith("`run it`")
-
-
-def test_ranks(tmp_path):
-    """Heads before requests; each of our servers beside the one of flashmla, and those that have none left out."""
-    path = tmp_path / "ranks.jsonl"
-    routed = dict(dp=2, flags="--hybrid-mla-prefix-memory-gb 16 --hybrid-mla-dp-routing prefix")
-    for impl, bench, case, rates in (
-        ("hybrid_mla", "four_prompts", dict(dp=2, flags="--hybrid-mla-prefix-memory-gb 16"), dict(decode_tok_s=120.0)),
-        ("sglang_flashmla", "four_prompts", dict(dp=2), dict(decode_tok_s=100.0, steady_tok_s=None)),
-        ("hybrid_mla", "four_prompts", routed, dict(decode_tok_s=150.0)),
-        ("hybrid_mla", "serving", dict(prompt="A"), dict(decode_tok_s=3000.0)),
-        ("sglang_flashmla", "serving", dict(prompt="A"), dict(decode_tok_s=1500.0)),
-        ("sglang_flashmla", "short_answers", dict(prompt="B"), dict(decode_tok_s=None, steady_tok_s=80.0)),
-        ("hybrid_mla", "short_answers", dict(prompt="B"), dict(decode_tok_s=None, steady_tok_s=60.0)),
-        ("hybrid_mla", "mixed", {}, dict(decode_tok_s=1.0)),
-    ):
-        case = dict(tp=2, concurrency=256) | case
-        metrics = rates | dict(ttft_ms=1000.0, ttft_last_ms=2000.4)
-        write_record(path, bench=bench, impl=impl, case=case, gpu="GPU", command="run it", **metrics)
-    first = "1,000 / 2,000"
-    assert [cells(line) for line in ranks(path).splitlines()[2:6]] == [
-        ["heads, TP 2", "prompt A", "256", "-", "3,000", "1,500", "2.00x", first, first],
-        ["heads, TP 2", "short_answers B", "256", "-", "60", "80", "0.75x", first, first],
-        ["requests, DP 2", "four_prompts", "256", "by SGLang", "120", "100", "1.20x", first, first],
-        ["requests, DP 2", "four_prompts", "256", "by prefix", "150", "100", "1.50x", first, first],
-    ]
+    assert lines[-1].endswith("`run it`") and table_of(specs.EXPANSION, tmp_path / "none") == ""
 
 
 def test_one_rank(tmp_path):
@@ -204,34 +179,6 @@ def test_what_is_excluded_is_in_no_table_until_it_is_measured_again(tmp_path):
     assert rows() == [["A", "128", "BF16", "768", "30", "10", "3.00x"]]
 
 
-def test_headline(tmp_path):
-    """Prompts A and B at 256 requests, a BF16 cache; one command for all."""
-    path = tmp_path / "serving.jsonl"
-    fp8_prefix, fp8_cache = dict(flags="--hybrid-mla-prefix-dtype fp8_e4m3"), dict(kv_cache_dtype="fp8_e4m3")
-    for impl, prompt, requests, rate, more in (
-        ("sglang_flashmla", "B", 256, 10.0, {}),
-        ("hybrid_mla", "B", 256, 25.0, fp8_prefix),
-        ("sglang_flashmla", "A", 256, 10.0, {}),
-        ("hybrid_mla", "A", 256, 20.0, {}),
-        ("sglang_flashmla", "A", 128, 10.0, {}),
-        ("hybrid_mla", "A", 128, 20.0, {}),
-        ("sglang_flashmla", "C", 256, 10.0, {}),
-        ("hybrid_mla", "C", 256, 20.0, {}),
-        ("sglang_flashmla", "A", 256, 10.0, fp8_cache),
-        ("hybrid_mla", "A", 256, 20.0, fp8_cache),
-    ):
-        case = dict(prompt=prompt, concurrency=requests, output=768, heads=128, layers=4, **more)
-        command = f"python scripts/bench.py --backend {impl} --prompt {prompt} --seed 0"
-        write_record(path, bench="serving", impl=impl, case=case, decode_tok_s=rate, gpu="GPU", command=command)
-    lines = headline(path).splitlines()
-    assert [cells(line) for line in lines if line.startswith("|")][2:] == [
-        ["128", "4", "A", "BF16", "20", "10", "2.00x"],
-        ["128", "4", "B", "FP8", "25", "10", "2.50x"],
-    ]
-    assert lines[5].startswith("GPU, torch ")
-    assert lines[7:] == ["```bash", "python scripts/bench.py --backend BACKEND --prompt PROMPT --seed 0", "```"]
-
-
 def test_a_template_has_capitals_where_commands_differ():
     found = template(["python a.py --p A --p B --server-arg '--x y'", "python a.py --p B --server-arg '--x y' --n-x 3"])
     assert found == "python a.py --p P --server-arg '--x y' --n-x N_X"
@@ -245,29 +192,7 @@ def test_the_pages_have_the_tables_of_the_records():
     main(check=True)
 
 
-def test_prefill(tmp_path):
-    path = tmp_path / "prefill.jsonl"
-    times = {("sglang_chunks", "bf16"): 30.0, ("hybrid_mla", "bf16"): 10.0, ("hybrid_mla", "fp8"): 5.0}
-    for heads in (128, 16):
-        for (impl, dtype), ms in times.items():
-            ours = impl == "hybrid_mla"
-            metrics = dict(expansion_ms=ms / 10) if ours else dict(rel_err_as_shipped=0.06)
-            case = dict(prefix=7069, heads=heads, batch=64, new_tokens=128, dtype=dtype)
-            if (heads, dtype) != (16, "fp8"):  # so this row is not complete
-                records = dict(bench="prefill", impl=impl, case=case, gpu="GPU", command="run it")
-                write_record(path, **records, ms=ms, rel_err=0.03 if dtype == "fp8" else 0.002, **metrics)
-    lines = prefill(path).splitlines()
-    assert [cells(line) for line in lines[2:4]] == [
-        [
-            *("128", "7,069", "64 x 128", "30.00", "10.00", "5.00", "1.00 / 0.50", "3.0x", "6.0x"),
-            *("6.00% / 0.20%", "0.20% / 3.00%"),
-        ],
-        [""],
-    ]
-    assert len(cells(lines[0])) == 11
-
-
-def test_speculative(tmp_path):
+def test_records_against_stock(tmp_path):
     """Beside flashmla's of the same case and the same cache; nothing without it."""
     path = tmp_path / "speculative.jsonl"
     case = dict(heads=16, layers=4, prefix=7069, draft_tokens=4)
@@ -282,84 +207,9 @@ def test_speculative(tmp_path):
         of_case = case | dict(batch=batch, dtype=dtype)
         write_record(path, bench="speculative", impl=impl, case=of_case, gpu="GPU", command="run it", **metrics)
     same = ["16 x 4", "7,069", "48", "4"]
-    assert [cells(line) for line in speculative(path).splitlines()[2:-2]] == [
+    assert [cells(line) for line in table_of(specs.SPECULATIVE, path).splitlines()[2:-2]] == [
         [*same, "BF16", "3.00 / 6.00 (2.00x)", "7.00 / 10.00 (1.43x)", "333 / 167"],
         [*same, "BF16, prefix FP8", "2.00 / 6.00 (3.00x)", "6.00 / 10.00 (1.67x)", "500 / 167"],
-    ]
-
-
-def test_workloads(tmp_path):
-    """The last run on each server, beside flashmla's of the same case; what was not measured is left out."""
-    path = tmp_path / "mixed.jsonl"
-    fp8 = "--hybrid-mla-prefix-dtype fp8_e4m3"
-    for impl, flags, run, rate, step in (
-        ("sglang_flashmla", "", 1, 999.0, 9.9),
-        ("sglang_flashmla", "", 2, 1000.0, 8.0),
-        ("hybrid_mla", "--hybrid-mla-prefix-memory-gb 9", 1, 1500.0, 4.0),
-        ("hybrid_mla", fp8, 1, 2000.0, None),
-    ):
-        metrics = dict(run=run, output_tok_s=rate, step_ms=step, ttft_ms=10.4, ttft_p99_ms=1234.0, itl_ms=1.0)
-        plan_ms = None if impl == "sglang_flashmla" else 0.5
-        where = dict(case=dict(prefix=7069, flags=flags, heads=16, layers=4), gpu="GPU", command="run it")
-        write_record(path, bench="mixed", impl=impl, **where, **metrics, itl_p99_ms=2.0, plan_ms_per_step=plan_ms)
-    lines = workloads([path]).splitlines()
-    of_case, rest = ("mixed, 7,069 tokens", "16 x 4"), ("10 / 1,234", "1.0 / 2")
-    assert [cells(line) for line in lines[2:6]] == [
-        [*of_case, "flashmla", "1,000", "-", "8.00", *rest, "-"],
-        [*of_case, "hybrid_mla", "1,500 (1.50x)", "-", "4.00 (2.00x)", *rest, "0.50"],
-        [*of_case, "hybrid_mla, FP8 prefix", "2,000 (2.00x)", "-", "-", *rest, "0.50"],
-        [""],
-    ]
-
-
-def test_cells_of_a_figure_on_servers(tmp_path):
-    """Both models' files; a server whose batch was never full long enough has no rate."""
-    paths = [tmp_path / f"{name}.jsonl" for name in ("typhoonmla", "typhoonmla_kimi", "missing")]
-    assert figure_cells(paths) == "Not measured yet."
-    for path, heads, impl, rate in (
-        (paths[0], 128, "sglang_flashmla", 1000.0),
-        (paths[0], 128, "hybrid_mla", 1500.0),
-        (paths[1], 64, "sglang_flashmla", None),
-        (paths[1], 64, "hybrid_mla", 800.0),
-    ):
-        case = dict(prompt="A, mmlu, 64 requests", heads=heads, layers=4)
-        metrics = dict(steady_tok_s=rate, output_tok_s=500.0)
-        write_record(path, bench=path.stem, impl=impl, case=case, gpu="GPU", command="run it", **metrics)
-    of_cell = ["A", "mmlu", "64 requests"]
-    assert [cells(line) for line in figure_cells(paths).splitlines()[2:6]] == [
-        ["DeepSeek-V3", *of_cell, "flashmla", "1,000", "1.00x", "500"],
-        ["DeepSeek-V3", *of_cell, "hybrid_mla", "1,500", "1.50x", "500"],
-        ["Kimi-K2", *of_cell, "flashmla", "–", "–", "500"],
-        ["Kimi-K2", *of_cell, "hybrid_mla", "800", "–", "500"],
-    ]
-
-
-def test_plan(tmp_path):
-    path = tmp_path / "plan.jsonl"
-    case = dict(tree="pairs", requests=1024, heads=16, chunks=9)
-    times = dict(first_ms=3.0, replan_ms=2.0, unchanged_ms=0.08, prefill_ms=1.0)
-    write_record(path, bench="plan", impl="hybrid_mla", case=case, gpu="cpu", command="run it", **times)
-    assert cells(plan(path).splitlines()[2]) == ["1,024 requests, pairs", "16", "3.00", "2.00", "0.08", "1.00"]
-
-
-def test_planner(tmp_path):
-    """The choices are those with the GPU's shipped rates: absorb for two requests, naive for many."""
-    path = tmp_path / "planner.jsonl"
-    for heads, batch, absorb, naive in (
-        (16, 2, 1.0, 2.0),
-        (16, 256, 1.05, 1.0),
-        (16, 512, 1.0, 1.125),
-        (128, 2, 1.9, 1.0),
-        (128, 2, 1.0, 1.0),
-    ):
-        case = dict(prefix=26472, tail=512, heads=heads, batch=batch, dtype="bf16")
-        record = dict(bench="planner", impl="hybrid_mla", case=case, gpu="NVIDIA H200", command="run it")
-        write_record(path, **record, ms={"absorb": absorb, "naive": naive})
-    lines = planner(path).splitlines()
-    assert cells(lines[0]) == ["heads", "prefix in", "cases", "within 5%", "worst loss", "where"]
-    assert [cells(line) for line in lines[2:4]] == [
-        ["16", "BF16", "3", "2", "12.5%", "26,472 tokens, 512 requests"],
-        ["128", "BF16", "1", "1", "0.0%", "–"],
     ]
 
 
@@ -427,27 +277,3 @@ def test_a_table_goes_between_its_marks(tmp_path):
     assert not fill(path, {"planner": "table"}, write=True)
     assert path.read_text() == "before\n<!-- planner -->\ntable\n<!-- end planner -->\nafter\n"
     assert fill(path, {"planner": "table"}, write=False)
-
-
-def test_profiles_count_kernels_by_what_they_are_for(tmp_path):
-    path = tmp_path / "profile.jsonl"
-    kernels = {"naive_prefix_hopper_kernel": [2.0, 4], "nvjet_sm90_x": [3.0, 9], "flash_fwd_splitkv_mla": [1.0, 4]}
-    kernels |= {"merge_kernel": [0.25, 4], "something": [0.5, 1], "copy": [0.01, 1]}
-    case = dict(heads=128, layers=4, prefix=7, prompt="A", flags="--hybrid-mla-prefix-dtype fp8_e4m3")
-    metrics = dict(workload="burst", steps=3, span_ms=9.0, busy_ms=6.5, kernels=kernels)
-    write_record(path, bench="profile", impl="hybrid_mla", case=case, gpu="GPU", command="run it", **metrics)
-    lines = profiles(path).splitlines()
-    assert cells(lines[2]) == [
-        *("burst A", "128 x 4", "hybrid_mla, FP8 prefix", "3", "9.0", "2.5"),
-        *("2.0", "1.0", "0.2", "-", "-", "3.0", "0.5"),
-    ]
-
-
-def test_plans_on_trees(tmp_path):
-    path, tree = tmp_path / "plans.jsonl", plan_trees.NESTED
-    ms = dict.fromkeys(map(plan_trees.name_of, plan_trees.assignments(tree, 128)), 0.5)
-    ms |= {"absorb absorb absorb": 1.0, "naive naive naive": 0.4}
-    case = dict(tree=tree.name, heads=128, dtype="fp8", parents=tree.parents, tokens=tree.tokens, rows=tree.rows)
-    write_record(path, bench="plans", impl="hybrid_mla", case=case, gpu="NVIDIA H200", command="run it", ms=ms)
-    row = cells(plans(path).splitlines()[2])
-    assert row[:4] == ["nested", "128", "FP8", "1000"] and row[5] == "400" and row[-1] == "naive naive naive"

@@ -17,9 +17,9 @@ from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.protocol import LatentSizes, Tails, TailStarts, grouped_sizes
 from sglang_mla_ext.kernels.absorb.grouped import GroupedAbsorb
 from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
-from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.kernels.dispatch import grouped_absorb_bytes, make_grouped_absorb, whole_query
 from sglang_mla_ext.kernels.memory import Memory, tensor_bytes
+from sglang_mla_ext.kernels.sizes import PAGE_TOKENS
 from sglang_mla_ext.kernels.watch import Watched
 from sglang_mla_ext.segment import Segment
 

@@ -17,7 +17,6 @@ from sglang_mla_ext.adapter.latent.protocol import LatentSizes, Tails, TailStart
 from sglang_mla_ext.kernels.absorb.grouped import GroupedAbsorb
 from sglang_mla_ext.kernels.absorb.paged_fp8 import AbsorbFP8
 from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
-from sglang_mla_ext.kernels.constants import PAGE_TOKENS
 from sglang_mla_ext.kernels.dispatch import (
     absorb_fp8_bytes,
     grouped_absorb_bytes,
@@ -25,6 +24,7 @@ from sglang_mla_ext.kernels.dispatch import (
     make_grouped_absorb_fp8,
 )
 from sglang_mla_ext.kernels.memory import Memory
+from sglang_mla_ext.kernels.sizes import PAGE_TOKENS
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
 from sglang_mla_ext.kernels.watch import Watched
 from sglang_mla_ext.segment import Segment

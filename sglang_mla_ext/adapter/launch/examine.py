@@ -69,11 +69,6 @@ class Examination(NamedTuple):
     reach: str | None = None
     elsewhere: str | None = None
 
-    @property
-    def refusals(self) -> list[str]:
-        """Of the findings those that no change is known for."""
-        return [each.text for each in self.findings if each.remedy is None]
-
 
 @contextmanager
 def examiner() -> Iterator[Callable[[LaunchLine], Examination]]:

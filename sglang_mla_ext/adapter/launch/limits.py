@@ -11,7 +11,7 @@ from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.compat.findings import Finding, unsupported
 from sglang_mla_ext.adapter.launch import models, riding, spread
 from sglang_mla_ext.adapter.launch.remedies import with_remedies
-from sglang_mla_ext.kernels.constants import PAGE_TOKENS
+from sglang_mla_ext.kernels.sizes import PAGE_TOKENS
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Studies: one package for each question, run by scripts/study.py."""

@@ -1,0 +1,1 @@
+"""What does each step of the shared part's kernel bring?"""

@@ -1,0 +1,1 @@
+"""How fast does SGLang's engine decode long contexts that no two requests share?"""

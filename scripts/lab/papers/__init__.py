@@ -1,0 +1,1 @@
+"""The papers' experiments: what do their figures, tables and formulas give, on this GPU?"""

@@ -1,0 +1,213 @@
+"""The papers' experiments that need kernels only: their cases, and what is timed on each.
+
+Data alone; runs.py measures it, tables.py and plot.py show it. What a paper does not
+print (a batch, a length) is chosen here and said beside the choice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from bench.cases import Case
+
+from sglang_mla_ext.configs import read_config
+from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
+
+REQUESTS = (64, 128, 256, 512, 1024)  # TyphoonMLA, section 4
+MODELS = ("deepseek-v3", "kimi-k2")
+PROMPTS = ("A", "B", "C")
+QUESTIONS = ("mmlu", "gsm8k", "simpleqa")
+STAGES = Case(4096, 512, 64, ())  # TyphoonMLA, figure 4: Kimi-K2's heads
+STAGE_REQUESTS = (128, 256, 512, 1024)  # "batch sizes smaller than 128 are omitted"
+RANKS = {"DP1/TP8": 16, "DP4/TP2": 64, "DP8/TP1": 128}
+"""SnapMLA, figure 5: DeepSeek's heads on one of eight ranks, by deployment."""
+RANK_CONTEXTS = tuple(1024 * k for k in (16, 32, 64, 128))
+SNAPMLA_REQUESTS = 32
+"""As its figure 6 has it. Figure 5 has the batch that its servers reached, which is not printed."""
+SNAPMLA_HEADS = (16, 32, 64, 128)
+SNAPMLA_CONTEXTS = (8192, 32768)  # of figure 6, which prints none
+ETAP_CONTEXTS = tuple(2**power for power in range(9, 17))
+ETAP_REQUESTS = (16, 32)
+AMLA_CONTEXTS = (1024, 2048, 3072, 4096, 6144, 16384)
+AMLA_REQUESTS = 96
+
+
+class Implementation(NamedTuple):
+    """What is timed.
+
+    Attributes:
+        impl, part, dtype: of its records.
+        label: in tables and plots.
+    """
+
+    impl: str
+    part: str
+    dtype: str
+    label: str
+
+    def takes(self, case: Case) -> bool:
+        """Whether there is such a kernel for a case: only few heads of several requests share a tile."""
+        return self.impl != "hybrid_mla_bf16" or case.heads in STACKED_HEADS
+
+
+FLASHMLA_BF16 = Implementation("flashmla_bf16", "all", "bf16", "FlashMLA BF16")
+FLASHMLA_FP8 = Implementation("flashmla_fp8", "all", "fp8", "FlashMLA FP8")
+FLASHINFER = Implementation("flashinfer_mla", "all", "bf16", "FlashInfer BF16")
+TYPHOON_PARTS = Implementation("typhoon_parts", "all", "bf16", "TyphoonMLA's parts BF16, no merge")
+OURS_BF16 = Implementation("hybrid_mla", "all", "bf16", "ours BF16")
+OURS_FP8_PREFIX = Implementation("hybrid_mla", "all", "fp8", "ours, FP8 prefix")
+OURS_STACKED = Implementation("hybrid_mla_bf16", "all", "bf16", "ours BF16, stacked")
+OURS_FP8 = Implementation("hybrid_mla", "all", "fp8", "ours FP8")
+
+STAGE_1 = Implementation("hybrid_mla", "naive", "bf16", "stage 1")
+STAGE_1_FP8 = Implementation("hybrid_mla", "naive", "fp8", "stage 1, FP8 prefix")
+STAGE_1_FLASHINFER = Implementation("flashinfer_fa3_naive", "naive", "bf16", "stage 1 by FlashInfer's FA3")
+STAGE_2 = Implementation("flashmla_bf16", "tail", "bf16", "stage 2")
+W_KC = Implementation("torch", "w_kc", "bf16", "W_KV,B1")
+W_VC = Implementation("torch", "w_vc", "bf16", "W_KV,B2")
+MERGE = Implementation("hybrid_mla", "merge", "bf16", "merge")
+ABSORB_ONLY = FLASHMLA_BF16._replace(label="absorb only")
+
+SHARED = (FLASHMLA_BF16, FLASHMLA_FP8, FLASHINFER, TYPHOON_PARTS, OURS_BF16, OURS_FP8_PREFIX)
+PRIVATE = (FLASHMLA_BF16, FLASHMLA_FP8, FLASHINFER, OURS_STACKED, OURS_FP8)
+STAGED = (STAGE_1, STAGE_1_FP8, STAGE_1_FLASHINFER, STAGE_2, W_KC, W_VC, MERGE, ABSORB_ONLY, OURS_BF16, OURS_FP8_PREFIX)
+
+Key = tuple[str, str, str]
+
+
+def key(impl: str, part: str, case: Mapping[str, Any]) -> Key:
+    """What tells measurements apart; case: as a record has it."""
+    return impl, part, json.dumps(dict(case), sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement of an experiment.
+
+    Attributes:
+        conditions: what names the case beside its numbers: model, prompt, questions, ranks.
+    """
+
+    experiment: str
+    of: Implementation
+    case: Case
+    conditions: tuple[tuple[str, str], ...] = ()
+
+    def fields(self) -> dict[str, Any]:
+        """The `case` of its record."""
+        return dict(experiment=self.experiment, **dict(self.conditions)) | self.case.fields(self.of.dtype)
+
+    @property
+    def key(self) -> Key:
+        return key(self.of.impl, self.of.part, self.fields())
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One figure or table of a paper.
+
+    Attributes:
+        cases: with what names them, see `Cell`.
+        panel: fields of a record's case that make a plot's panels; x: the field along its axis.
+        metric: `tok_s`, generated tokens per second and layer, or `tflops` or `ms`.
+    """
+
+    title: str
+    cases: tuple[tuple[Case, tuple[tuple[str, str], ...]], ...]
+    implementations: tuple[Implementation, ...]
+    panel: tuple[str, ...]
+    x: str
+    metric: str
+
+    def cells(self, name: str) -> Iterator[list[Cell]]:
+        """The measurements of each case."""
+        for case, conditions in self.cases:
+            yield [Cell(name, of, case, conditions) for of in self.implementations if of.takes(case)]
+
+
+def tail_tokens(questions: str, model: str) -> int:
+    """Private tokens of a request in the middle of its answer, by the means of a dataset: the question and half of the
+    answer."""
+    of_model = read_config("workloads", questions)["models"][model]
+    return round(of_model["prompt_tokens"]["mean"] + of_model["generated_tokens"]["mean"] / 2)
+
+
+def shared_case(prefix: int, tail: int, heads: int, requests: int) -> Case:
+    """Requests that share a prefix."""
+    return Case(prefix, tail, heads, (requests,))
+
+
+def private_case(tokens: int, heads: int, requests: int, queries: int = 1) -> Case:
+    """Requests that share nothing."""
+    return Case(0, tokens, heads, (), requests, s_q=queries)
+
+
+def _figure_3() -> Iterator[tuple[Case, tuple[tuple[str, str], ...]]]:
+    prompts = read_config("workloads", "system_prompts")["tokens"]
+    for model in MODELS:
+        heads = read_config("models", model)["num_attention_heads"]
+        for questions in QUESTIONS:
+            tail = tail_tokens(questions, model)
+            for prompt in PROMPTS:
+                for requests in REQUESTS:
+                    names = (("model", model), ("questions", questions), ("prompt", prompt))
+                    yield shared_case(prompts[prompt], tail, heads, requests), names
+
+
+EXPERIMENTS = {
+    "typhoonmla-figure-3": Experiment(
+        "TyphoonMLA, figure 3", tuple(_figure_3()), SHARED, ("model", "questions", "prompt"), "batch", "tok_s"
+    ),
+    "typhoonmla-figure-4": Experiment(
+        "TyphoonMLA, figure 4",
+        tuple((shared_case(STAGES.prefix, STAGES.tail, STAGES.heads, requests), ()) for requests in STAGE_REQUESTS),
+        STAGED,
+        (),
+        "batch",
+        "ms",
+    ),
+    "snapmla-figure-5": Experiment(
+        "SnapMLA, figure 5",
+        tuple(
+            (private_case(tokens, heads, SNAPMLA_REQUESTS), (("ranks", ranks),))
+            for ranks, heads in RANKS.items()
+            for tokens in RANK_CONTEXTS
+        ),
+        PRIVATE,
+        ("ranks", "heads"),
+        "tail",
+        "tflops",
+    ),
+    "snapmla-figure-6": Experiment(
+        "SnapMLA, figure 6",
+        tuple(
+            (private_case(tokens, heads, SNAPMLA_REQUESTS, queries), ())
+            for tokens in SNAPMLA_CONTEXTS
+            for queries in (1, 2)
+            for heads in SNAPMLA_HEADS
+        ),
+        PRIVATE,
+        ("tail", "s_q"),
+        "heads",
+        "tflops",
+    ),
+    "etap-figure-1": Experiment(
+        "FlashMLA-ETAP, figure 1",
+        tuple((private_case(tokens, 16, requests), ()) for requests in ETAP_REQUESTS for tokens in ETAP_CONTEXTS),
+        PRIVATE,
+        ("batch",),
+        "tail",
+        "tflops",
+    ),
+    "amla-table-5": Experiment(
+        "AMLA, table 5",
+        tuple((private_case(tokens, 128, AMLA_REQUESTS, s_q), ()) for s_q in (1, 2) for tokens in AMLA_CONTEXTS),
+        PRIVATE,
+        ("s_q",),
+        "tail",
+        "tflops",
+    ),
+}

@@ -1,0 +1,1 @@
+"""What does a shared prefix save in steps that verify drafts (NEXTN)?"""

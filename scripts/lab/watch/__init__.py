@@ -1,0 +1,1 @@
+"""What does the shadow check cost in a step that is not checked?"""
