@@ -232,18 +232,19 @@ def test_a_failure_on_one_rank_is_everyones_in_that_step_alone(monkeypatch: pyte
 
 
 def test_few_requests_on_many_ranks_share_by_cost() -> None:
-    """Eight ranks with 42 requests each, of 7,000 tokens: the cost model has all of them attend together, where so
+    """Eight ranks with 32 requests each, of 26,000 tokens: the cost model has all of them attend together, where so
     few share nothing on a rank of its own."""
     meeting = Meeting(8)
-    prompt = tuple(range(7000))
+    prompt = tuple(range(26_000))
     ranks = []
     for rank in range(8):
-        found = prefixes(rank, 8, mode="auto", per_step=1 << 14, chunk=256)
-        ranks.append(Rank(rank, meeting, found, [prompt] * 42))
+        found = prefixes(rank, 8, mode="auto", per_step=1 << 15, chunk=256)
+        ranks.append(Rank(rank, meeting, found, [prompt] * 32))
     alone = CostModel(ModelDims.from_json("deepseek-v3"), 128, GpuRates.from_json("h200"))
-    assert alone.smallest_profitable_group(7000) > 42
+    assert alone.smallest_profitable_group(26_000) > 32
     plan = [together(ranks)[3] for _ in range(3)][-1]
-    assert without_ids(plan.segments) == [(tuple(range(8 * 42)), 0, 6912)] and plan.mine.prefix_lens == (6912,) * 42
+    assert without_ids(plan.segments) == [(tuple(range(8 * 32)), 0, 16_384)]  # what memory holds
+    assert plan.mine.prefix_lens == (16_384,) * 32
 
 
 def test_names_tell_salts_and_beginnings_apart() -> None:
