@@ -125,6 +125,7 @@ ON_A_GPU = {
     "kernels/dispatch.py whole_query": "in a layer",
     "kernels/naive/attention.py TritonSharedAttention.__init__": "start",
     "kernels/naive/attention.py TritonSharedAttention.make_plan": "planning",
+    "kernels/naive/peers.py Peers.zeros": "start, of several ranks",
     "kernels/naive/spread.py SpreadAttention.__init__": "start",
     "kernels/naive/spread.py SpreadAttention.try_out": "start",
     "kernels/partials.py PartialTable.empty": "start",
