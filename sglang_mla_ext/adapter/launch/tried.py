@@ -21,7 +21,7 @@ IN_WORDS = {GPU: "run on a GPU", CPU: "run on the CPU", RESOLVED: "resolved only
 
 SERVER, TENSOR, DP_ATTENTION = "a server", "tensor parallelism", "DP attention"
 REPLICAS, NODES = "--dp-size without DP attention", "several nodes"
-SPREAD = "prefixes spread over ranks"
+SPREAD, PEERS = "prefixes spread over ranks", f"{spread.FLAG} peers"
 DRAFTS, FP8_CACHE, HOST_CACHE, MIXED = "drafts", "an FP8 cache", "a host cache", "mixed steps"
 COMPILED = "--enable-torch-compile"
 STORAGE, PREFILL_BY = "storage {}", "prefill by {}"
@@ -121,6 +121,7 @@ def parts_of(args: ServerArgs, options: HybridMLAOptions) -> dict[str, int]:
         installed.model_config(args).architectures[0]: 1,
         DP_ATTENTION: dp_attention and ranks,
         SPREAD: spread.ranks(args, options, on_gpu=True) > 1 and ranks,
+        PEERS: options.spread == "peers" and spread.ranks(args, options, on_gpu=True) > 1 and ranks,
         TENSOR: ranks > 1 and not dp_attention and ranks,
         REPLICAS: args.dp_size > 1 and not dp_attention and args.dp_size,
         NODES: args.nnodes > 1 and ranks,
