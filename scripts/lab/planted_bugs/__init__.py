@@ -1,0 +1,1 @@
+"""Would the tests see a bug that a contributor could make?"""
