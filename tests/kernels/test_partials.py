@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang_mla_ext.kernels.partials import FIRSTS, PartialTable
 
 
 @given(st.lists(st.tuples(st.integers(0, 8), st.integers(0, 99)), max_size=40))
+@example([(3, partial) for partial in range(FIRSTS + 1)])  # one row with more than stand at a fixed place
 def test_a_row_has_the_partials_of_its_pairs_in_their_order(pairs) -> None:
     table = PartialTable(np.full(PartialTable.size_for(9, 40), -1, np.int32), 9, 40)  # what stood there is replaced
     table.write_pairs([row for row, _ in pairs], [partial for _, partial in pairs], partial_limit=100)

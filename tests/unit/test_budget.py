@@ -18,6 +18,7 @@ from doubles import MIB, server_args
 from sglang_mla_ext.adapter.latent.protocol import LatentSizes
 from sglang_mla_ext.adapter.step import budget
 from sglang_mla_ext.adapter.step.relay import relay
+from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.kernels import dispatch
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
@@ -200,6 +201,13 @@ def test_a_limit_on_running_requests_limits_the_buffers(monkeypatch: pytest.Monk
         server.resolve_max_num_reqs = lambda token_capacity, requests=requests: requests
         taken[requests] = budget.buffer_bytes(server, options(mode="grouped_absorb"))
     assert 0 < taken[1] < taken[100] < taken[4096]
+
+
+def test_the_shadow_checks_copies_are_counted(monkeypatch: pytest.MonkeyPatch, gpu: None) -> None:
+    server = configurator(monkeypatch, 16, FP8)
+    plain, checked = (budget.buffer_bytes(server, options(verify_interval=each)) for each in (0, 10))
+    (layer, *_) = budget.attention_layers(server)
+    assert checked - plain == ShadowCheck.workspace_bytes_for(layer, BF16, 1) > 64 * 16 * 1088 * 2
 
 
 # ---- what is allocated

@@ -11,6 +11,7 @@ import os
 import queue
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,11 +32,13 @@ LEFT_OUT = (".git", ".venv*", "__pycache__", ".*_cache", ".hypothesis", ".demo",
 TEST_S = 300
 """A test that takes longer has failed: some bugs have a loop go on for ever."""
 ALL_PASSED, SOME_FAILED = 0, 1
-"""pytest's exit status; any other says that it could not test."""
+"""pytest's exit status."""
+CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGABRT}
+"""What stands in its place where a bug reads memory that is not there."""
 
 
 class Outcome(NamedTuple):
-    """What pytest said: its exit status, the first test that failed, and all that it printed."""
+    """What pytest said: its exit status, the first test that failed or the signal, and all that it printed."""
 
     status: int
     failed: str | None
@@ -72,9 +75,9 @@ def main(
             check_untouched(trees.queue[0], bugs)
         not_seen = []
         for bug, (outcome, seconds) in zip(bugs, pool.map(try_one, bugs), strict=True):
-            if outcome.status not in (ALL_PASSED, SOME_FAILED):
-                raise RuntimeError(f"{bug.name}: pytest ended with {outcome.status}:\n{outcome.output}")
-            seen = outcome.status == SOME_FAILED
+            seen = outcome.status == SOME_FAILED or outcome.status in CRASHES
+            if not seen and outcome.status != ALL_PASSED:
+                print(outcome.output)
             said = f"{'seen' if seen else 'NOT SEEN':8} {seconds:4.0f} s  {bug.name}"
             print(f"{said}: {outcome.failed or bug.user}", flush=True)
             if not seen:
@@ -102,7 +105,8 @@ def run_tests(tree: Path, tests: Sequence[str]) -> Outcome:
     command = [sys.executable, "-m", "pytest", *flags, *tests]
     done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=False)
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, flags=re.MULTILINE)
-    return Outcome(done.returncode, failed and failed[1], done.stdout + done.stderr)
+    by = failed[1] if failed else signal.Signals(-done.returncode).name if done.returncode < 0 else None
+    return Outcome(done.returncode, by, done.stdout + done.stderr)
 
 
 def check_untouched(tree: Path, bugs: Sequence[Bug]) -> None:
