@@ -291,18 +291,24 @@ def test_queries_are_rounded_like_rows(tokens: int, heads: int, rank: int, dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)  # the interpreter has no BF16 of its own
-@pytest.mark.parametrize(("tokens", "heads", "rank"), [(0, 4, 512), (1, 1, 512), (17, 5, 48), (3, 16, 512)])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "out_heads", "rank"),
+    [(0, 4, 4, 512), (1, 1, 8, 512), (17, 5, 5, 48), (17, 5, 8, 48), (3, 16, 16, 512)],
+)
 @pytest.mark.parametrize("heads_first", [False, True])
-def test_parts_of_queries_are_joined(tokens: int, heads: int, rank: int, dtype: torch.dtype, heads_first: bool) -> None:
-    """As SGLang hands them over: the content has the heads before the tokens, the rotary part lies in a wider query."""
+def test_parts_of_queries_are_joined(
+    tokens: int, heads: int, out_heads: int, rank: int, dtype: torch.dtype, heads_first: bool
+) -> None:
+    """As SGLang hands them over: the content has the heads before the tokens, the rotary part lies in a wider query.
+    Heads that only fill up a strip are 0."""
     generator = torch.Generator().manual_seed(tokens)
     content = torch.randn(heads, tokens, rank, generator=generator).to(dtype).transpose(0, 1)
     content = content if heads_first else padded(content.contiguous(), 3)
     rope = padded(torch.randn(tokens, heads, 64, generator=generator).to(dtype), 128)
-    memory = torch.full((tokens * heads * (rank + 64) + 1000,), NAN, dtype=dtype)
-    out = memory[: tokens * heads * (rank + 64)].view(tokens, heads, rank + 64)
+    memory = torch.full((tokens * out_heads * (rank + 64) + 1000,), NAN, dtype=dtype)
+    out = memory[: tokens * out_heads * (rank + 64)].view(tokens, out_heads, rank + 64)
     join_parts(content, rope, out)
-    assert torch.equal(out, torch.cat([content, rope], dim=-1))
+    assert torch.equal(out[:, :heads], torch.cat([content, rope], dim=-1)) and not out[:, heads:].any()
     assert memory[out.numel() :].isnan().all()
 
 

@@ -99,10 +99,15 @@ def test_errors() -> None:
 SIZES = dict(heads=H, qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32])
+def test_buffers_take_as_much_as_is_said_beforehand(dtype: torch.dtype) -> None:
+    buffers = ExpandedBuffers.allocate(layers=2, chunks=3, dtype=dtype, device="cpu", **SIZES)
+    assert buffers.bytes == 3 * ExpandedBuffers.bytes_per_chunk(layers=2, dtype=dtype, **SIZES)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_buffers_hold_what_was_written(dtype: torch.dtype) -> None:
     buffers = ExpandedBuffers.allocate(layers=2, chunks=3, dtype=dtype, device="cpu", **SIZES)
-    assert buffers.bytes == 3 * ExpandedBuffers.bytes_per_chunk(layers=2, dtype=dtype, **SIZES)
     k_nope, v, k_rope = randn(N, H, DN).to(dtype), randn(N, H, DV).to(dtype), randn(N, DR).to(dtype)
     buffers.write(1, 2, 100, k_nope, v, k_rope)
     tokens = slice(100, 100 + N)

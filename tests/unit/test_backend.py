@@ -396,6 +396,25 @@ def test_a_plan_that_cannot_be_written_for_good_is_not_needed_without_a_graph(
     assert dict(world.steps.counters.fallbacks) == {"writing a plan failed: MemoryError": 1}
 
 
+def test_what_a_failure_left_on_the_device_is_written_over(make_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a graph in which nothing is shared, as in its capture; a step without one had begun to write a plan."""
+    world = make_world()
+    world.make("gpu")
+    requests, eight = sharing(world), Graph(world, 8)
+    whole, failures = world.latent.plan, [MemoryError()]
+
+    def plan(segments: Any, tail_starts: Any, units: int) -> None:
+        if failures and any(tail_starts):
+            raise failures.pop()
+        whole(segments, tail_starts, units)
+
+    monkeypatch.setattr(world.latent, "plan", plan)
+    while failures:
+        assert world.eager_step(requests) < BOUND[False]
+    assert eight.step(requests) < BOUND[False]
+    assert groups_of(world) == []
+
+
 def test_the_plan_is_written_once(make_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     world = make_world()
     world.make("gpu")

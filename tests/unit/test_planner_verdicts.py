@@ -100,7 +100,6 @@ def test_fitted_overheads_are_those_of_the_gpu():
         for name in ("overhead_s", "overhead_per_root_row_s"):
             assert getattr(fitted.modes[mode], name) == pytest.approx(getattr(true.modes[mode], name), abs=2e-7), mode
     assert all(verdict.loss == 0 for verdict in verdicts(records, fitted))
-    assert with_fitted_overheads(records, fitted) == fitted
 
 
 def test_choices_count_more_than_times():
@@ -117,13 +116,13 @@ def test_no_overheads_without_a_comparison():
         with_fitted_overheads([record(1.0, None)], GpuRates.from_json("h200"))
 
 
-@pytest.mark.parametrize("source", ["calibrate.py", "another"])
-def test_refit_writes_the_overheads_and_their_source(tmp_path, capsys, source):
+def test_refit_writes_the_overheads_and_their_source(tmp_path, capsys):
     """From the records of this GPU alone, and again without a change."""
     out, records = tmp_path / "h200.json", tmp_path / "planner.jsonl"
     config = read_config("gpus", "h200")
-    measured = "absorb: x; overhead: its own. naive: kernels/a.py; overhead: what 1,024 tokens take, merge included."
-    config["source"] = measured if source == "calibrate.py" else "Measured by hand."
+    config["source"] = (
+        "absorb: x; overhead: its own. By hand. naive: kernels/a.py; overhead: what 1,024 tokens take, merge included."
+    )
     out.write_text(rates_file.to_json(config))
     true = with_overheads(grouped_absorb=(0.0, 0.3), naive=(30.0, 0.2))
     for of_case in measured_by(true):
@@ -136,8 +135,7 @@ def test_refit_writes_the_overheads_and_their_source(tmp_path, capsys, source):
         found = json.loads(out.read_text())
         assert found["modes"]["naive"]["overhead_s"] == pytest.approx(30e-6, abs=2e-7)
         assert found["modes"]["grouped_absorb"]["overhead_per_root_row_s"] == pytest.approx(3e-7, abs=2e-9)
-        before = "absorb: x. naive: kernels/a.py." if source == "calibrate.py" else "Measured by hand."
-        assert found["source"] == f"{before} {rates_file.FITTED}"
+        assert found["source"] == f"absorb: x. By hand. naive: kernels/a.py. {rates_file.FITTED}"
         assert "40 of 40 cases within 5%" in capsys.readouterr().out
     for mode in Mode:
         of_mode, before = found["modes"][mode.value], config["modes"][mode.value]
