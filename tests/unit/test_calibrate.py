@@ -142,6 +142,7 @@ class FakeGpu:
 
         monkeypatch.setattr(tile_choice, "checked", checked)
         monkeypatch.setattr(tile_choice, "sustained_ms", sustained_ms)
+        monkeypatch.setattr(tile_choice, "free_memory", lambda: None)  # it collects garbage, of all tests before, too
 
 
 @pytest.fixture
