@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,6 +81,22 @@ def test_kernels_that_do_not_run_leave_plain_absorb(world: World, monkeypatch: p
     assert world.eager_step(requests) < 1e-5
     gc.collect()
     assert buffers[0]() is None
+
+
+def test_a_rank_expands_its_own_heads(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prefixes that ranks hold together; this one is the second of two."""
+    made: list[Any] = []
+    make = build.make_expanding
+
+    def of_two(runner: Any, layers: Any, cost: CostModel, *args: Any, **more: Any) -> None:
+        made.append(make(runner, layers, replace(cost, ranks=2), *args, **more))
+
+    monkeypatch.setattr(build, "make_expanding", of_two)
+    monkeypatch.setattr(build_expanding, "tp_group", lambda: SimpleNamespace(rank_in_group=1))
+    monkeypatch.setattr(build_expanding, "exchange_over", lambda group: lambda received, sent: received.copy_(sent))
+    world.make("cpu")
+    ((buffers, _, expander),) = made
+    assert buffers.heads == HEADS // 2 and expander._heads == slice(HEADS // 2, HEADS)
 
 
 @pytest.mark.parametrize(("options", "count"), [({"budget_bytes": 1000}, 1), ({"mode": "absorb"}, 0)], ids=str)
