@@ -140,6 +140,15 @@ def test_requests_get_a_rank_and_count_until_they_are_finished(monkeypatch: pyte
     assert send(request("d", [5])) == [0] and router._affinity.load == [1, 1]
 
 
+@pytest.mark.parametrize("field", ["extra_key", "lora_id"])
+def test_requests_that_cannot_share_need_not_stay_together(field: str) -> None:
+    """Of one prompt, but of two tenants or two adapters."""
+    router, sent = Router(2, 2 * PAGE_TOKENS), [request(name, PROMPTS[0], **{field: name}) for name in ("a", "b")]
+    for each in sent:
+        router.route(each, {"a", "b"})
+    assert [each.routed_dp_rank for each in sent] == [0, 1]
+
+
 def test_other_messages_are_left_alone() -> None:
     router = Router(2, 256)
     message, embeddings = SimpleNamespace(rid="x"), request("y", None)
