@@ -160,6 +160,8 @@ def test_ranks_share_what_they_can():
     eight = [predict(of(8, dp), PLAIN, 256, 7069, 256) for dp in (1, 8)]
     assert eight[0].products["experts"] == pytest.approx(eight[1].products["experts"])
     assert eight[0].exchanges > eight[1].exchanges > 0 == predict(of(1), PLAIN, 256, 7069, 256).exchanges
+    two, four = (predict(of(tp), PLAIN, 256, 7069, 256).exchanges for tp in (2, 4))
+    assert 0 < two < four < eight[0].exchanges
     with pytest.raises(ValueError, match="does not divide"):
         of(8, 3)
 

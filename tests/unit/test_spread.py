@@ -89,8 +89,8 @@ class Rank:
     def given(self) -> tuple[list[tuple[int, ...]], list[int]]:
         return [self.names_of(request) for request in range(len(self.running))], [1] * len(self.running)
 
-    def step(self, tokens: Sequence[int]) -> SpreadPlan | None:
-        plan = self.vote.take(self.given if self.willing else None, tokens, max(tokens))
+    def step(self, tokens: Sequence[int], each: int | None = None) -> SpreadPlan | None:
+        plan = self.vote.take(self.given if self.willing else None, tokens, each or max(tokens))
         self.prefixes.begin(plan)
         if plan is not None:
             for piece in self.prefixes.pieces():
@@ -102,10 +102,11 @@ class Rank:
         return plan
 
 
-def together(ranks: Sequence[Rank]) -> list[SpreadPlan | None]:
+def together(ranks: Sequence[Rank], each: int | None = None) -> list[SpreadPlan | None]:
+    """A step of all; `each`: rows that every rank has, by default as many as the one with the most."""
     tokens = [len(rank.running) for rank in ranks]
     with ThreadPoolExecutor(len(ranks)) as threads:
-        plans = list(threads.map(lambda rank: rank.step(tokens), ranks))
+        plans = list(threads.map(lambda rank: rank.step(tokens, each), ranks))
     check(ranks, plans)
     return plans
 
@@ -203,6 +204,18 @@ def test_a_prefix_is_spread_when_every_rank_has_it() -> None:
     together(ranks)
     ranks[1].prefixes.forget()  # and what it tells stays the same
     assert [bool(together(ranks)[0].segments) for _ in range(3)] == [False, False, True]
+
+
+def test_a_step_of_more_rows_is_planned_anew() -> None:
+    """What a row of another rank is called depends on how many each has."""
+    ranks = make(2)
+    for rank in ranks:
+        rank.running = [SYSTEM]
+    while not together(ranks)[0].segments:
+        pass
+    for each in (1, 4, 2):
+        plan = together(ranks, each)[0]
+        assert plan.each == each and {segment.rows for segment in plan.segments} == {(0, each)}
 
 
 def test_a_failure_on_one_rank_is_everyones_in_that_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
