@@ -56,6 +56,7 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return drafting
 
 
+@pytest.mark.slow
 def test_the_study(folder: Path, trained: Path, tmp_path: Path) -> None:
     report = json.loads((trained / "training_draft.json").read_text())
     assert report["steps"] == 3 and report["curve"][-1]["step"] == 3
