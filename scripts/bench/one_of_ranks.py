@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.cases import DN, DR, DV, SCALE, Case
 from bench.rivals import flashmla_bf16, flashmla_tail
-from bench.shared import our_parts, shared_attention
+from bench.shared import our_parts, shared_attention, shared_bytes
 from sglang_mla_ext.kernels.naive.spread import SpreadAttention
 
 
@@ -28,7 +28,6 @@ def layers_of_rank(case: Case, ranks: int, dtype: str) -> dict[str, tuple[Callab
     """
     own = Case(case.prefix, case.tail, case.heads // ranks, (ranks * case.batch,))
     attention, _ = shared_attention(own, dtype)
-    held = prefix_bytes(case, dtype)
     spread = SpreadAttention(
         attention,
         Tensor.copy_,
@@ -52,11 +51,6 @@ def layers_of_rank(case: Case, ranks: int, dtype: str) -> dict[str, tuple[Callab
 
     return {
         "flashmla": (flashmla_bf16(case), 0),
-        "alone": (our_parts(case, dtype)["all_two_streams"], held),
-        "spread": (of_spread, held // ranks),
+        "alone": (our_parts(case, dtype)["all_two_streams"], shared_bytes(case, dtype)),
+        "spread": (of_spread, shared_bytes(own, dtype)),
     }
-
-
-def prefix_bytes(case: Case, dtype: str) -> int:
-    """Of the prompt's expanded keys and values in a layer, without the rotary keys."""
-    return case.prefix * case.heads * (DN + DV) * (2 if dtype == "bf16" else 1)
