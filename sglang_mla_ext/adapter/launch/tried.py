@@ -113,6 +113,7 @@ def parts_of(args: ServerArgs, options: HybridMLAOptions) -> dict[str, int]:
     args = installed.resolved(args)
     ranks, experts = args.tp_size, args.moe_a2a_backend
     dp_attention = installed.dp_attention_ranks(args) > 1
+    spreads = spread.ranks(args, options, on_gpu=True) > 1
     prefill, _ = installed.attention_backends(args)
     # By default nothing rides with DP attention.
     mixed = bool(options.mixed_tokens) or (options.mixed_tokens is None and not dp_attention)
@@ -120,8 +121,8 @@ def parts_of(args: ServerArgs, options: HybridMLAOptions) -> dict[str, int]:
         SERVER: 1,
         installed.model_config(args).architectures[0]: 1,
         DP_ATTENTION: dp_attention and ranks,
-        SPREAD: spread.ranks(args, options, on_gpu=True) > 1 and ranks,
-        PEERS: options.spread == "peers" and spread.ranks(args, options, on_gpu=True) > 1 and ranks,
+        SPREAD: spreads and ranks,
+        PEERS: spreads and options.spread == "peers" and ranks,
         TENSOR: ranks > 1 and not dp_attention and ranks,
         REPLICAS: args.dp_size > 1 and not dp_attention and args.dp_size,
         NODES: args.nnodes > 1 and ranks,

@@ -107,8 +107,8 @@ def build(
         if options.verify_interval:
             taken_bytes += ShadowCheck.workspace_bytes_for(layers[0], runner.dtype, queries)
         of_rank = runner, layers, cost, prefix_dtype, budget_bytes, taken_bytes, counters, memory
-        of_step = dict(max_rows=MAX_ROWS if ranks == 1 else step_rows, by_stores=options.spread == "peers")
-        expanding = make_expanding(*of_rank, **of_step)
+        most_rows = MAX_ROWS if ranks == 1 else step_rows
+        expanding = make_expanding(*of_rank, max_rows=most_rows, by_stores=options.spread == "peers")
         # Ranks that hold prefixes together capture the same graphs: all expand, or none.
         if ranks > 1 and not all_ranks_agree(tp_group())(expanding is not None) and expanding is not None:
             counters.fall_back("nothing is expanded: another rank expands nothing")
