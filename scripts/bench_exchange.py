@@ -43,14 +43,16 @@ def exchanges(
     rank: int, ranks: int, heads: int, rows: int, device: torch.device, via: str
 ) -> dict[str, Callable[[], None]]:
     """One layer of a rank: all of it, and the two all-to-alls alone."""
-    peers = Peers(dist.group.WORLD.group_name) if via == "peers" else None
-    exchange = dist.all_to_all_single if peers is None else peers.exchange
+    exchange, receiving = dist.all_to_all_single, None
+    if via == "peers":
+        peers = Peers(dist.group.WORLD.group_name)
+        exchange, receiving = peers.exchange, peers.zeros
     dims = dict(qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR)
     buffers = ExpandedBuffers.allocate(layers=1, chunks=1, heads=heads // ranks, device=device, **dims)
     of_bf16 = dict(dtype=torch.bfloat16, device=device)
     attention = make_shared_attention(buffers, max_rows=ranks * rows, heads=heads // ranks, device=device)
     spread = SpreadAttention(
-        attention, exchange, ranks=ranks, heads=heads, max_rows=rows, **dims, **of_bf16, peers=peers
+        attention, exchange, ranks=ranks, heads=heads, max_rows=rows, **dims, **of_bf16, receiving=receiving
     )
     spread.plan([], rows)
     q_nope, q_rope = (torch.randn(rows, heads, dim, **of_bf16) for dim in (DN, DR))

@@ -28,7 +28,6 @@ from ..memory import Memory, tensor_bytes
 from ..watch import Watched
 from .attention import SharedAttention
 from .merge_ranks import merge_ranks, merge_ranks_torch
-from .peers import Peers
 
 Exchange = Callable[[Tensor, Tensor], None]
 """`exchange(received, sent)`, both `[n]` contiguous: of n / ranks values each, part r of `sent` goes to rank r, and
@@ -57,7 +56,7 @@ class SpreadAttention:
         dtype: torch.dtype,
         device: torch.device | str,
         memory: Memory | None = None,
-        peers: Peers | None = None,
+        receiving: Callable[..., Tensor] | None = None,
     ) -> None:
         """
         Args:
@@ -66,10 +65,10 @@ class SpreadAttention:
             max_rows: of a rank.
             dtype: of queries and results.
             memory: where the buffers are allocated.
-            peers: where those are that `exchange`, which is its own then, receives into.
+            receiving: allocates the buffers that `exchange` receives into, as `Memory.zeros`; None takes `memory`, too.
         """
         zeros = (memory or Memory()).zeros
-        ways = {"sent": zeros, "received": zeros if peers is None else peers.zeros}
+        ways = {"sent": zeros, "received": receiving or zeros}
         self._attention, self._exchange = attention, exchange
         self._ranks, self._heads, self._own_heads, self._max_rows = ranks, heads, heads // ranks, max_rows
         self._nope, self._dv = qk_nope_head_dim, v_head_dim

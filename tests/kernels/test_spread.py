@@ -118,8 +118,8 @@ def test_ranks_attend_for_each_other(kind: type[SharedAttention], dtype: torch.d
         of_attention |= dict(dtype=torch.float32)
         inner = make_attention(kind, buffers, ranks * each)
         peers = StoringPeer(rank, storing) if stores else None
-        exchange = peers.exchange if peers else meeting.exchange(rank)
-        found = SpreadAttention(inner, exchange, ranks=ranks, device="cpu", peers=peers, **of_attention)
+        exchange, receiving = (peers.exchange, peers.zeros) if peers else (meeting.exchange(rank), None)
+        found = SpreadAttention(inner, exchange, ranks=ranks, device="cpu", receiving=receiving, **of_attention)
         added = SpreadAttention.workspace_bytes_for(**of_attention)
         assert found.workspace_bytes == inner.workspace_bytes + added
         found.try_out(torch.float32)
@@ -242,7 +242,7 @@ def test_ranks_that_store_wait_for_each_other() -> None:
     def of_rank(rank: int) -> None:
         peer = StoringPeer(rank, storing)
         attention = SpreadAttention(
-            Late(rank), peer.exchange, ranks=ranks, dtype=torch.float32, device="cpu", peers=peer, **sizes
+            Late(rank), peer.exchange, ranks=ranks, dtype=torch.float32, device="cpu", receiving=peer.zeros, **sizes
         )
         storing.barrier.wait()
         attention.plan([], rows)

@@ -107,9 +107,11 @@ def make_expanding(
         if ranks > 1:
             group, first_head = tp_group(), heads * tp_group().rank_in_group
             of_spread |= dict(ranks=ranks, device=buffers.device, memory=memory)
-            peers = Peers(group.device_group.group_name) if by_stores else None
-            exchange = exchange_over(group) if peers is None else peers.exchange
-            shared = SpreadAttention(shared, exchange, peers=peers, **of_spread)
+            exchange = exchange_over(group)
+            if by_stores:
+                peers = Peers(group.device_group.group_name)
+                exchange, of_spread["receiving"] = peers.exchange, peers.zeros
+            shared = SpreadAttention(shared, exchange, **of_spread)
         shared.try_out(runner.dtype)
         expander = Expander(layers, runner.token_to_kv_pool, buffers, first_head)
         expander.try_out()
