@@ -7,6 +7,7 @@ A product multiplies a batch's rows by weights `[outputs, inputs]`, in so many l
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -110,6 +111,7 @@ def _language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config | config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
 
 
+@functools.cache
 def _shipped(name: str) -> Mapping[str, Any]:
     asked = name.lower()
     for known in model_names():

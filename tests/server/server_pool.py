@@ -27,6 +27,16 @@ from rich.console import Console
 
 READY_WITHIN_S = 300
 
+IMPORTED = (
+    "sglang_mla_ext.launch_server",  # first: puts the stand-ins in place that SGLang's import needs on a CPU
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.models.registry",
+    "sglang.benchmark.serving",  # no server's, but the client's of test_bench_workloads.py
+)
+"""What the process has imported that is forked into servers."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -76,7 +86,7 @@ class ServerPool:
         self._closing = contextlib.ExitStack()
         self._forks: ForkServer | None = None
         if not ON_GPU:  # CUDA does not survive a fork
-            self._forks = ForkServer(folder / "fork_server.log", CPU_ENVIRONMENT)
+            self._forks = ForkServer(folder / "fork_server.log", {**os.environ, **CPU_ENVIRONMENT}, IMPORTED)
             self._closing.callback(self._forks.close)
 
     def start_real_ones(self) -> None:

@@ -6,8 +6,10 @@ tests/kernels, when they run in the same process, must do that first.
 
 from __future__ import annotations
 
+import os
+import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from fork_server import ForkServer
 
 from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.compat.installed import TreeView
@@ -212,3 +215,15 @@ def make_world(monkeypatch: pytest.MonkeyPatch, new_tree: Any) -> Any:
     relay.clear(), passes.end()
     yield lambda **options: World(monkeypatch, new_tree, **options)
     relay.clear(), passes.end()
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Runs programs of this folder in a process that has imported SGLang, and this file before it."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
+    environment["PYTHONPATH"] = os.pathsep.join((os.path.dirname(__file__), *sys.path))
+    environment |= {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    modules = ("conftest", "sglang.srt.managers.scheduler", "sglang.srt.models.deepseek_v2")
+    server = ForkServer(tmp_path_factory.mktemp("forks") / "log", environment, modules)
+    yield server
+    server.close()

@@ -5,7 +5,9 @@ The places are taken from the code: every function of the package, and every ope
 the life of a worker process (fault_life.py). So none can be forgotten: what is allocated elsewhere, what may end the
 process, and what only a start calls, is listed here with the reason, and a list that has too much or too little fails.
 
-Importing SGLang takes seconds, so a process of its own does it all. Run as a program, this file is that process.
+A fork of a process with SGLang does it all. Run as a program, this file is that process. Every place fails once. For
+good fail those listed and the first function of each file; the others with `-m slow`, which takes minutes: after
+changes of what counts failures and pauses.
 """
 
 from __future__ import annotations
@@ -15,10 +17,9 @@ import gc
 import json
 import logging
 import os
-import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import fault_life
 import hooked_worker
 import pytest
 from faults import REPOSITORY, Fault, Functions, Watch, functions_of
+from fork_server import ForkServer
 
 PROCESSES = 2
 
@@ -149,12 +151,12 @@ WITHOUT_ANOTHER_WAY = {"kernels/dispatch.py make_absorb_fp8.tried"}
 # ---- the process
 
 
-def main(out: Path) -> None:
-    """Live once to see what runs; then once with each failure. Writes what came of it."""
-    import conftest  # noqa: F401  stand-ins on a machine without a GPU, before SGLang is imported
-    import sglang.srt.managers.scheduler
-    import sglang.srt.models.deepseek_v2  # noqa: F401
+def main(out: Path, which: str) -> None:
+    """Live once to see what runs; then once with each failure. Writes what came of it.
 
+    Args:
+        which: "some", or "others", which fail for good.
+    """
     from sglang_mla_ext.adapter.compat.table import Feature
     from sglang_mla_ext.adapter.step import hooks
     from sglang_mla_ext.observe import Metrics
@@ -179,9 +181,15 @@ def main(out: Path) -> None:
     found: dict[str, Any] = {"hooked": sorted(hooks._hooked), "called": sorted(hooked_worker.CALLED)}
     found |= {"start": list(start.places), "life": list(watch.places)}
     # An operation that fails for good is a function that does.
-    faults = [(place, code, "once") for place, code in watch.places.items()]
-    faults += [(place, code, "for good") for place, code in watch.functions.items()]
-    faults += [(place, code, "at the start") for place, code in start.functions.items()]
+    firsts = {*{file_of(place): place for place in reversed(watch.functions)}.values(), *DOORS, *THE_NET, *PLAIN_ABSORB}
+    for_good = [(place, code, "for good") for place, code in watch.functions.items()]
+    if which == "others":
+        faults = [fault for fault in for_good if fault[0] not in firsts]
+    else:
+        faults = [fault for fault in for_good if fault[0] in firsts]
+        faults += [(place, code, "once") for place, code in watch.places.items()]
+        faults += [(place, code, "at the start") for place, code in start.functions.items()]
+    gc.unfreeze()  # as the process was frozen that this is a fork of
     functions = functions_of([code for _, code, _ in faults if code is not None])
     gc.collect()
     gc.freeze()
@@ -234,27 +242,45 @@ def outcome(place: str, code: Any, when: str, functions: Functions, metrics: Any
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def lived(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer) -> Callable[[str], dict[str, Any]]:
     """What the process wrote."""
-    out = tmp_path_factory.mktemp("faults") / "found"
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
-    command = [sys.executable, "-W", "ignore", __file__, str(out)]
-    process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=800)
-    assert out.exists(), process.stderr[-5000:]
-    result: dict[str, Any] = json.loads(out.read_text())
-    return result
+
+    def live(which: str) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("faults")
+        printed = forks.run([sys.executable, __file__, str(folder / "found"), which], folder / "log", timeout_s=800)
+        assert (folder / "found").exists(), printed[-5000:]
+        result: dict[str, Any] = json.loads((folder / "found").read_text())
+        return result
+
+    return live
+
+
+@pytest.fixture(scope="module")
+def found(lived: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    return lived("some")
 
 
 def test_what_fails_in_a_running_server_reaches_nobody(found: dict[str, Any]) -> None:
     expected = DOORS | THE_NET | PLAIN_ABSORB
-    running = [(place, when, what) for place, when, what in found["outcomes"] if when != "at the start"]
+    running = [each for each in found["outcomes"] if each[1] != "at the start"]
     assert len(running) > 350
-    wrong = [
-        f"{place}, {when}: {what}" for place, when, what in running if what and without_line(place) not in expected
-    ]
-    assert not wrong, f"{len(wrong)} failures, of which:\n" + "\n".join(wrong[:10])
+    assert_nobody_is_reached(running, expected)
     ended = {without_line(place) for place, _, what in running if what}
     assert ended == expected, "it is listed, and its failure is caught"
+
+
+@pytest.mark.slow
+def test_what_fails_for_good(lived: Callable[[str], dict[str, Any]]) -> None:
+    outcomes = lived("others")["outcomes"]
+    assert len(outcomes) > 200
+    assert_nobody_is_reached(outcomes, DOORS | THE_NET | PLAIN_ABSORB)
+
+
+def assert_nobody_is_reached(outcomes: Sequence[tuple[str, str, str]], expected: Collection[str]) -> None:
+    wrong = [
+        f"{place}, {when}: {what}" for place, when, what in outcomes if what and without_line(place) not in expected
+    ]
+    assert not wrong, f"{len(wrong)} failures, of which:\n" + "\n".join(wrong[:10])
 
 
 def test_what_fails_at_the_start_ends_it_or_is_counted(found: dict[str, Any]) -> None:
@@ -282,6 +308,11 @@ def test_kernels_are_tried_out_where_a_failure_is_caught() -> None:
     assert len(tried) == 5
     uncaught = {name for name, caught in tried if not caught and not name.endswith(".try_out")}
     assert uncaught == WITHOUT_ANOTHER_WAY
+
+
+def file_of(place: str) -> str:
+    """`file function` -> `file`"""
+    return place.partition(" ")[0]
 
 
 def without_line(place: str) -> str:
@@ -334,4 +365,4 @@ def _name(function: ast.expr) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

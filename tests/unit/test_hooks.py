@@ -1,13 +1,12 @@
 """Every hook into SGLang, called through SGLang's own registry, and what it makes of the parts behind it.
 
-Importing SGLang takes seconds, so one process imports it, installs the hooks (hooked_worker.py), and forks a child for
-each scenario of hook_scenarios_*.py. Run as a program, this file is that process.
+A fork of a process with SGLang installs the hooks (hooked_worker.py), and is forked into a child for each scenario of
+hook_scenarios_*.py. Run as a program, this file is that process.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -24,6 +23,7 @@ import hook_scenarios_start
 import hook_scenarios_step
 import hooked_worker
 import pytest
+from fork_server import ForkServer
 
 SCENARIOS: dict[str, Callable[[], None]] = {
     name.removeprefix("scenario_"): run
@@ -46,10 +46,6 @@ SCENARIOS: dict[str, Callable[[], None]] = {
 def main(out: Path, names: list[str]) -> None:
     """Run each scenario in a child; `out/NAME` has its error, and is empty where it went through. `out/NAME.called`
     lists what was hooked and called, `out/hooked` all that is hooked."""
-    import conftest  # noqa: F401  stand-ins on a machine without a GPU, before SGLang is imported
-    import sglang.srt.managers.scheduler
-    import sglang.srt.models.deepseek_v2  # noqa: F401
-
     hooked_worker.replace_bodies()
     (out / "hooked").write_text("\n".join(hooked_worker.install()))
     for name in names:
@@ -68,16 +64,14 @@ def main(out: Path, names: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer) -> Callable[[str], str]:
     """What the process wrote to a file, by the file's name."""
     folder = tmp_path_factory.mktemp("hooks")
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
-    command = [sys.executable, "-W", "ignore", __file__, str(folder), *SCENARIOS]
-    process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    printed = forks.run([sys.executable, __file__, str(folder), *SCENARIOS], folder / "log", timeout_s=600)
 
     def outcome(name: str) -> str:
         path = folder / name
-        return path.read_text() if path.exists() else process.stderr or "it did not begin"
+        return path.read_text() if path.exists() else printed or "it did not begin"
 
     return outcome
 

@@ -1,90 +1,32 @@
 """Models that are not known, or that nothing would be shared for, are refused by their configuration, before weights
-are loaded. Examined with the installed SGLang's own arguments, for a Hopper GPU that is not there."""
+are loaded (examined.py)."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import test_limits
+from examined import examined_once
 
 from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.compat.attention_classes import strange_layers
 from sglang_mla_ext.adapter.launch import limits, models, riding
 
-EXAMINE = r"""
-import json, sys
-from sglang_mla_ext.adapter.launch import examine, launch_line
-
-with examine.examiner() as examined:
-    lines = {path: launch_line.read(["--model-path", path, "--tp", "4"]) for path in sys.argv[1:]}
-    found = {path.rpartition("/")[2]: examined(line) for path, line in lines.items()}
-found = {name: (one.outcome, [each.text for each in one.findings], one.warnings) for name, one in found.items()}
-print(json.dumps(found))
-"""
-
-SMALL = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "moe_intermediate_size": 64,
-    "num_attention_heads": 20,
-    "num_key_value_heads": 20,
-    "num_hidden_layers": 4,
-    "vocab_size": 2048,
-    "max_position_embeddings": 2048,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 64,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "torch_dtype": "bfloat16",
-}
-LINEAR = {"kda_layers": [1, 2, 3], "full_attn_layers": [4], "num_heads": 4, "head_dim": 32, "short_conv_kernel_size": 4}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "known": {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
-    "kimi-linear": {
-        "architectures": ["KimiLinearForCausalLM"],
-        "model_type": "kimi_linear",
-        "linear_attn_config": LINEAR,
-        "num_experts": 8,
-    },
-    "ling": {"architectures": ["BailingMoeV2_5ForCausalLM"], "model_type": "bailing_hybrid", "layer_group_size": 4},
-    # What else these have in their configurations does not matter.
-    "minicpm": {"architectures": ["MiniCPM3ForCausalLM"], "model_type": "deepseek_v3"},
-    "sarvam": {"architectures": ["SarvamMLAForCausalLM"], "model_type": "deepseek_v3"},
-    "glm-flash": {
-        "architectures": ["Glm4MoeLiteForCausalLM"],
-        "model_type": "glm4_moe_lite",
-        "qk_nope_head_dim": 192,
-        "v_head_dim": 256,
-    },
-}
-
 
 @pytest.fixture(scope="module")
 def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("models")
-    for name, config in CONFIGS.items():
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps({**SMALL, **config}))
-    command = [sys.executable, "-W", "ignore", "-c", EXAMINE, *(str(folder / name) for name in CONFIGS)]
-    env = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return examined_once(tmp_path_factory)["found"]
 
 
 def test_what_is_known_works(examined: dict[str, Any]) -> None:
-    assert examined["known"] == ["works", [], []]
+    assert is_known_to_work(examined["known"])
+
+
+def is_known_to_work(found: dict[str, Any]) -> bool:
+    return (found["outcome"], found["findings"], found["warnings"]) == ("works", [], [])
 
 
 @pytest.mark.parametrize(
@@ -95,14 +37,14 @@ def test_what_is_known_works(examined: dict[str, Any]) -> None:
     ],
 )
 def test_what_is_not_is_refused_by_name(examined: dict[str, Any], name: str, said: str) -> None:
-    outcome, (finding,), _ = examined[name]
+    outcome, (finding,) = examined[name]["outcome"], examined[name]["findings"]
     assert outcome == "refused" and finding.startswith(said)
     assert finding.endswith(": choose another --attention-backend.")
 
 
 @pytest.mark.parametrize("name", ["kimi-linear", "ling"])
 def test_layers_with_linear_attention_work_where_their_tree_is_read(examined: dict[str, Any], name: str) -> None:
-    outcome, findings, _ = examined[name]
+    outcome, findings = examined[name]["outcome"], examined[name]["findings"]
     if contract.line() == "0.5.23":
         assert (outcome, findings) == ("works", [])
     else:
@@ -136,7 +78,7 @@ def test_an_fp8_cache_does_not_go_with_linear_layers(monkeypatch: pytest.MonkeyP
 
 
 def test_heads_of_other_sizes_work(examined: dict[str, Any]) -> None:
-    assert examined["glm-flash"] == ["works", [], []]
+    assert is_known_to_work(examined["glm-flash"])
 
 
 @pytest.mark.parametrize(

@@ -1,100 +1,20 @@
-"""Recipes of real deployments: SGLang's own arguments are made of each, and what is found is what its file says.
-
-A process of its own sees a Hopper GPU that is not there; neither the network nor the number of GPUs matters. With
-another SGLang than the oldest only the recipes are examined that it is to resolve.
-"""
+"""Recipes of real deployments: SGLang's own arguments are made of each (examined.py), and what is found is what its
+file says."""
 
 from __future__ import annotations
 
-import json
 import operator
-import os
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
-from bench.recipes import OUTCOMES, REPOSITORY, counts, reasons, recipe_table, recipes
-
-from sglang_mla_ext.adapter.compat import contract
-
-OLDEST = "0.5.17"
-HERE = contract.line()
-
-EXAMINE = r"""
-import json, sys
-import torch
-from bench.recipes import recipes, words
-from sglang_mla_ext.adapter.launch import examine, launch_line
-from sglang_mla_ext.adapter.launch.left_out import PACKAGES, left_out
-
-found = {}
-before = torch.cuda.is_available()
-with left_out(), examine.examiner() as examined:
-    for recipe in recipes():
-        if not sys.argv[2:] or recipe.get("sglang") == sys.argv[2]:
-            found[recipe["name"]] = examined(launch_line.read(words(recipe)))
-    small = "--tp 8 --model-path deepseek-ai/DeepSeek-V3"
-    lines = {
-        "older": "--page-size 1 --enable-deepep-moe --speculative-algorithm EAGLE --speculative-num-draft-tokens 16 "
-        "--speculative-num-steps 15 --speculative-eagle-topk 1",
-        "tree": "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-eagle-topk 4 "
-        "--speculative-num-draft-tokens 8",
-        "formats": "--dtype half --kv-cache-dtype fp8_e5m2 --disable-chunked-prefix-cache",
-        "prefill": "--kv-cache-dtype fp8_e4m3 --decode-attention-backend hybrid_mla --prefill-attention-backend fa3 "
-        "--cuda-graph-backend-prefill breakable",
-        "by phase": "--attention-backend flashmla --prefill-attention-backend fa3 --speculative-algorithm EAGLE",
-        "too much memory": "--hybrid-mla-prefix-memory-gb=200",
-        "an image": "--hybrid-mla-dp-routing prefix --enable-dp-attention --dp 8",
-        "nonsense": "--no-such-flag",
-        "sglang's": "--tp 6 --enable-dp-attention --dp 4",
-        "option": "--hybrid-mla-min-prefix-len 0",
-    }
-    for name, line in lines.items() if not sys.argv[2:] else ():
-        launcher = "docker run -e A=1 lmsysorg/sglang:v0.5.20-cu129 sglang serve" if name == "an image" else ""
-        found[name] = examined(launch_line.read([f"{launcher} {small} {line}"]))
-    found["not known"] = examined(launch_line.read(["--model-path", "no/such-model"]))
-    found["other model"] = examined(launch_line.read(["--model-path", sys.argv[1]]))
-after = torch.cuda.is_available()
-found = {
-    name: {
-        **one._asdict(),
-        "run": str(one.run),
-        "findings": [finding.text for finding in one.findings],
-        "codes": [finding.code for finding in one.findings],
-        "refusals": [each.text for each in one.findings if each.remedy is None],
-    }
-    for name, one in found.items()
-}
-imported = [name for name in PACKAGES if name in sys.modules]
-json.dump({"found": found, "gpu": [before, after], "imported": imported}, sys.stdout)
-"""
-
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "torch_dtype": "bfloat16",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 1,
-    "vocab_size": 2048,
-    "max_position_embeddings": 2048,
-}
+from bench.recipes import OUTCOMES, counts, reasons, recipe_table, recipes
+from examined import HERE, OLDEST, examined_once
 
 
 @pytest.fixture(scope="module")
 def examined_here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(LLAMA))
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
-    env |= {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'scripts'}", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", EXAMINE, str(folder), *([HERE] if HERE != OLDEST else [])]
-    process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    assert process.returncode == 0, process.stderr
-    answer = json.loads(process.stdout)
+    answer = examined_once(tmp_path_factory)
     assert answer["gpu"][0] == answer["gpu"][1], "the GPU is feigned no longer than asked for"
     assert not answer["imported"]
     return answer["found"]

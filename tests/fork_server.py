@@ -1,13 +1,13 @@
-"""One process that imports SGLang once and is then forked into the launchers of all servers.
+"""One process that imports SGLang once and is then forked into the launchers of all servers, or into programs of tests.
 
 A server is three processes, and SGLang spawns two of them, so that each imports SGLang anew: 25 s of CPU time each, on
 two cores half a minute and more for a server whose model loads in two seconds. A fork starts with everything imported.
 
-From the fork on it is `python -m LAUNCHER ARGUMENTS`: the same module run as `__main__`, with its own environment, log
-and session, and an interpreter that ends as usual. Two things differ from the command line. Environment variables that
-SGLang reads at import have the values of this process. And SGLang's scheduler and detokenizer are forked from the
-launcher instead of being spawned by it; what a spawned process has anew, they have too: plug-ins not loaded yet, and
-default signal handlers.
+From the fork on it is `python -m LAUNCHER ARGUMENTS` or `python FILE ARGUMENTS`: run as `__main__`, with its own
+environment, log and session, and an interpreter that ends as usual. Two things differ from the command line.
+Environment variables that SGLang reads at import have the values of this process. And SGLang's scheduler and
+detokenizer are forked from the launcher instead of being spawned by it; what a spawned process has anew, they have too:
+plug-ins not loaded yet, and default signal handlers.
 
 Only for the CPU: CUDA does not survive a fork.
 """
@@ -35,32 +35,24 @@ MESSAGE_BYTES = 1 << 20
 RUN_FIRST = "RUN_FIRST_OF_TESTS"
 """The environment variable that names a file to run in a server before its launcher."""
 
-IMPORTED = (
-    "sglang_mla_ext.launch_server",  # first: puts the stand-ins in place that SGLang's import needs on a CPU
-    "sglang.srt.entrypoints.http_server",
-    "sglang.srt.managers.scheduler",
-    "sglang.srt.managers.detokenizer_manager",
-    "sglang.srt.models.registry",
-    "sglang.benchmark.serving",  # no server's, but the client's of test_bench_workloads.py
-)
-
 
 class ForkServer:
     """The process, as its parent sees it.
 
     Args:
         log: file that takes what its imports print.
-        environment: beside this process's own; what must be known when SGLang is imported.
+        environment: what must be known when SGLang is imported, and all else.
+        modules: what it imports, in this order.
     """
 
-    def __init__(self, log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, log: Path, environment: Mapping[str, str], modules: Sequence[str]) -> None:
         self._log = log
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, log.open("wb") as output:
             # A session of its own, which Ctrl-C does not reach; it ends when this process closes the socket or dies.
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                env={**os.environ, **environment},
+                [sys.executable, __file__, str(theirs.fileno()), *modules],
+                env={**environment},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -71,7 +63,8 @@ class ForkServer:
     def start(
         self, command: Sequence[str], env: Mapping[str, str], stdout: IO[bytes], stderr: IO[bytes]
     ) -> ForkedProcess:
-        """Run `[python, "-m", module, *arguments]` in a fork, in a session of its own; waits for the imports.
+        """Run `[python, "-m", module, *arguments]` or `[python, file, *arguments]` in a fork, in a session of its own;
+        waits for the imports.
 
         Args:
             env: its environment, beside what the imports have set.
@@ -80,6 +73,16 @@ class ForkServer:
         request = {"command": list(command), "environment": dict(env), "folder": os.getcwd()}
         answer = self._ask(request, [stdout.fileno(), stderr.fileno()])
         return ForkedProcess(self, answer["pid"])
+
+    def run(self, command: Sequence[str], log: Path, timeout_s: float) -> str:
+        """As `start`, to its end. Returns what it printed. Raises subprocess.TimeoutExpired."""
+        with log.open("wb") as output:
+            process = self.start(command, {}, output, output)
+        try:
+            process.wait(timeout_s)
+        finally:
+            process.terminate()
+        return log.read_text(errors="replace")
 
     def poll(self, pid: int) -> int | None:
         """The exit status of a process started here, negative for a signal; None while it runs."""
@@ -168,12 +171,15 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))  # as in a new interpreter
     SpawnProcess._Popen = staticmethod(_fork_as_if_spawned)
-    _, option, module, *arguments = command
-    assert option == "-m", command
+    if command[1] != "-m":
+        sys.argv = list(command[1:])
+        sys.path[0] = os.path.dirname(command[1])
+        runpy.run_path(command[1], run_name="__main__")
+        return
     if RUN_FIRST in environment:
         runpy.run_path(environment[RUN_FIRST], run_name="__main__")
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.argv = list(command[2:])
+    runpy.run_module(command[2], run_name="__main__", alter_sys=True)
 
 
 def _fork_as_if_spawned(process: Any) -> Any:
@@ -194,10 +200,10 @@ def _as_if_spawned(target: Callable[..., None], *args: Any, **kwargs: Any) -> No
     target(*args, **kwargs)
 
 
-def main(control: socket.socket) -> None:
+def main(control: socket.socket, modules: Sequence[str]) -> None:
     """Import, then serve; returns at the end of the process and of each of its forks."""
     sys.path[0] = os.getcwd()  # as `python -m` has it
-    for module in IMPORTED:
+    for module in modules:
         importlib.import_module(module)
     # SGLang wants 10 GiB to stay free beside a host cache, however small that is and whatever else runs.
     importlib.import_module("sglang.srt.mem_cache.pool_host.base").HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
@@ -208,4 +214,4 @@ def main(control: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])))
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
