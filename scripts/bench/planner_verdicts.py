@@ -96,20 +96,23 @@ def with_fitted_overheads(records: Iterable[Mapping[str, Any]], rates: GpuRates)
     ms = np.array([[record["ms"].get(mode.value, np.nan) for mode in modes] for record in compared])
     measured = ~np.isnan(ms)
     loss = ms / np.nanmin(ms, axis=1, keepdims=True) - 1
-    longer, scale = (ms - ms[:, :1])[measured], np.broadcast_to(ms[:, :1], ms.shape)[measured]
+    longer, scale = (ms - ms[:, :1]).T[measured.T], np.broadcast_to(ms[:, :1], ms.shape).T[measured.T]
 
-    def badness(overheads_ms: np.ndarray) -> float:
-        constant, per_root_row = overheads_ms.reshape(2, -1)  # of the modes behind plain absorb
-        says = work_ms + np.outer(root_rows, [0, *per_root_row]) + [0, *constant]
-        taken = np.where(measured, says, np.inf)
-        near = taken <= taken.min(axis=1, keepdims=True) * (1 + SAME)
-        losses = np.where(near, loss, 0).max(axis=1)
-        errors = np.abs((says - says[:, :1])[measured] - longer) / scale
-        return float((losses > LARGEST_LOSS).sum() + losses.max() + losses.mean() + errors.mean())
+    def badness(overheads_ms: np.ndarray) -> np.ndarray:
+        """Of each column of `[2 x modes behind plain absorb, candidate]`: constants, then what grows."""
+        zero = np.zeros((1, overheads_ms.shape[1]))
+        constant, per_root_row = (np.vstack([zero, part])[:, None] for part in np.split(overheads_ms, 2))
+        says = work_ms.T[:, :, None] + per_root_row * root_rows[:, None] + constant  # [mode, case, candidate]
+        taken = np.where(measured.T[:, :, None], says, np.inf)
+        near = taken <= taken.min(axis=0) * (1 + SAME)
+        losses = np.where(near, loss.T[:, :, None], 0).max(axis=0)
+        errors = np.abs((says - says[:1])[measured.T] - longer[:, None]) / scale[:, None]
+        return (losses > LARGEST_LOSS).sum(axis=0) + losses.max(axis=0) + losses.mean(axis=0) + errors.mean(axis=0)
 
     others = len(modes) - 1
     bounds = [CONSTANTS_MS] * others + [PER_ROOT_ROW_MS] * others
-    found = differential_evolution(badness, bounds, seed=0, maxiter=300, popsize=40, tol=0, polish=False).x
+    search = dict(seed=0, maxiter=300, popsize=40, tol=0, polish=False, updating="deferred", vectorized=True)
+    found = differential_evolution(badness, bounds, **search).x
     constant, per_root_row = ([0.0, *part] for part in found.reshape(2, -1))
     least = min(constant)
     fitted = {

@@ -338,7 +338,7 @@ class History:
             assert held == [self.page(node, at) for at in range(0, tokens, 64)], "chunks hold another prefix"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.sampled_from([0, 1, 3, 8, 40]), st.integers(0, 1 << 30), st.lists(st.integers(0, 4), max_size=40))
 def test_any_history(chunks: int, seed: int, actions: Sequence[int]) -> None:
     history = History(chunks, seed)

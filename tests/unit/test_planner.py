@@ -138,7 +138,7 @@ def batches(draw: st.DrawFn, most_nodes: int = 9) -> Batch:
     return Batch(tuple(parents), tuple(ends), tuple(rows), draw(st.sampled_from([1, PAGE, 1000])), expanded)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(batches(), NAMES)
 def test_every_token_is_covered_once_and_segments_are_sound(batch: Batch, name: str) -> None:
     gains = GAINS[name]
@@ -220,7 +220,7 @@ def all_plans(batch: Batch, gains: Gains) -> Iterator[tuple[float, float]]:
             yield total, total - sum(gains.launch(mode, count) for mode, count in launched if count)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(batches(most_nodes=5), NAMES)
 def test_no_other_plan_saves_more(batch: Batch, name: str) -> None:
     gains = GAINS[name]
@@ -236,7 +236,7 @@ def net(segments: Sequence[Segment], gains: Gains) -> float:
     return saved(segments, gains) - sum(gains.launch(mode, len(of_mode)) for mode, of_mode in rows.items())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(batches(), NAMES)
 def test_launches_are_paid_once_a_step_and_only_where_they_pay(batch: Batch, name: str) -> None:
     """A step is no worse than with all that gains without launches, in both ways or in one."""
@@ -246,7 +246,7 @@ def test_launches_are_paid_once_a_step_and_only_where_they_pay(batch: Batch, nam
     assert net(batch.step(gains).segments, gains) >= others * (1 - 1e-9) - 1e-15
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 @given(batches(most_nodes=5), NAMES)
 def test_no_other_plan_saves_much_more_with_its_launches(batch: Batch, name: str) -> None:
     """Not the best of all: which rows share a launch is a choice of sets. So it is measured, on the same trees always.
@@ -305,7 +305,7 @@ def test_a_second_group_does_not_pay_for_the_launch_again() -> None:
     assert [(len(segment.rows), segment.end) for segment in segments] == [(128, 26432), (40, 7040)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(batches(), NAMES, st.randoms(use_true_random=False))
 def test_depends_on_nothing_but_the_tree(batch: Batch, name: str, shuffler: random.Random) -> None:
     """With rows permuted the segments are the same."""
@@ -442,7 +442,7 @@ def test_groups_beyond_the_room_that_save_least_are_left_out() -> None:
         assert dropped == 4 and [part.branch for part in left] == list(range(4, 20)), "the shortest ones were dropped"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(batches(), NAMES, st.integers(0, 6), st.integers(0, 60))
 def test_what_is_left_out_is_no_ones_ground(batch: Batch, name: str, most_segments: int, most_rows: int) -> None:
     branches, parts = batch.branches, batch.parts(GAINS[name])

@@ -366,4 +366,4 @@ class Traffic(TreeTraffic):
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_any_traffic(new_tree: Any, page_size: int) -> None:
     machine = type("TrafficOfPages", (Traffic,), {"make": staticmethod(new_tree), "page_size": page_size})
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None))

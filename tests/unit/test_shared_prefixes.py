@@ -345,7 +345,7 @@ def test_depth_of_a_long_conversation(tree: Any) -> None:
     assert server.expander.calls == [(0, 4096), (4096, 4096), (8192, 150 * PAGE - 8192)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     history=st.lists(st.lists(st.integers(0, 30), max_size=12, unique=True), min_size=1, max_size=8),
     chunks=st.sampled_from([2, 4, 7, 40]),
@@ -692,7 +692,7 @@ def test_how_much_of_each_request_is_expanded(tree: Any) -> None:
     assert server.prefixes.expanded_lens([first], [14 * PAGE]) == [13 * PAGE], "whoever else holds it"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     parents=st.lists(st.integers(0, 1 << 30), max_size=8),
     requests=st.lists(st.tuples(st.integers(0, 1 << 30), st.integers(1, 3)), min_size=1, max_size=6),
@@ -739,7 +739,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     history=st.lists(EVENTS, min_size=5, max_size=30),
     chunks=st.sampled_from([0, 1, 3, 4, 6, 8]),

@@ -325,7 +325,7 @@ def test_the_last_new_node_is_searched_for(tree: OfCore, monkeypatch: pytest.Mon
 # -- slots -------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from([(size, core) for core in CORES for size in PAGE_SIZES]),
     st.lists(st.tuples(st.text("ab", min_size=1, max_size=7), st.sampled_from([None, "tenant"])), min_size=1),

@@ -180,7 +180,7 @@ def test_nodes_on_the_host_are_attached_until_they_are_dropped(tree: Any) -> Non
     assert not tree.view.is_attached(node)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.sampled_from(PAGE_SIZES),
     st.lists(st.tuples(st.text("ab", min_size=1, max_size=7), st.sampled_from([None, "tenant"])), min_size=1),
@@ -206,7 +206,7 @@ def test_any_order_of_prompts(new_tree: Any, page_size: int, prompts: list[tuple
             assert max((step.end for step in one if step in other), default=0) == common * page_size
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(PAGE_SIZES), st.lists(st.text("ab", min_size=2, max_size=7), min_size=1))
 def test_a_tree_of_pairs_of_tokens(new_tree: Any, page_size: int, prompts: list[str]) -> None:
     """As SGLang keeps it for EAGLE's drafts: a slot is shared where the token behind it is the same, too. Nodes have as
