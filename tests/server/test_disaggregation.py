@@ -113,6 +113,7 @@ def test_both_servers_share_prefixes(stock: Reference, pd_prefill: Server, pd_de
     assert prefilled.prefill_tokens_saved > 200 and prefilled.steps_naive == 0
 
 
+@pytest.mark.slow  # after changes of the pool or its layout
 def test_a_stock_decode_server_takes_a_bf16_cache(stock: Reference, pd_prefill: Server, pd_stock: Server) -> None:
     expected = stock.asking(*CHATS)
     assert_same(ask(pd_prefill, pd_stock, PORTS["bf16"], *CHATS), expected.result())

@@ -142,6 +142,7 @@ def test_the_same_memory_holds_more_tokens(bf16_cache: Server, fp8_cache: Server
     assert per_byte[1] / per_byte[0] == pytest.approx(1.75, rel=0.02)
 
 
+@pytest.mark.slow  # after changes of the host cache or of FP8 rows
 def test_a_prefix_in_fp8_that_was_on_the_host(fp8_cache: Server, on_host_fp8: Server) -> None:
     """The answers of an FP8 cache that never left the device, with which it shares its rounding but for ties."""
     chats = [Chat(SYSTEM_OF_STATIONS, question(i), LONG) for i in range(3)]

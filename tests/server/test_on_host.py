@@ -50,6 +50,7 @@ def wait_until_stored(server: Server, count: int = 256) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.slow  # after changes of the host cache
 @pytest.mark.usefixtures("no_files")
 def test_a_prefix_that_was_in_files(stock: Reference, in_files: Server) -> None:
     """A flush leaves nothing on the device and on the host."""
