@@ -46,7 +46,7 @@ from bench.workload_runs import Run, describe_run, record_run, run_workload, run
 from demo_model.rank import ALL_LAYERS, DIVIDED, MODELS, Rank, make_rank
 from transformers import AutoTokenizer
 
-from sglang_mla_ext.prefix.cost_model import ModelDims
+from sglang_mla_ext.prefix.model_dims import ModelDims
 
 NO_DEEP_GEMM = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
 # SGLang's FP8 product in Triton counts the elements of a result in 32 bits. K and V of 128 heads for the 131,072 tokens

@@ -11,7 +11,7 @@ from bench.plan_trees import COLUMNS, plans_rows
 from bench.planner_verdicts import LARGEST_LOSS, verdicts
 from bench.records import read_records
 from bench.tables import STORAGE_NAMES, latest, markdown
-from sglang_mla_ext.prefix.cost_model import rates_for
+from sglang_mla_ext.prefix.gpu_rates import rates_for
 
 ATTENTION_CASE = {"heads": "heads", "batch": "requests", "prefix": "prefix", "tail": "tail", "spec": "groups"}
 ATTENTION_TIMES = {  # column: impl, part, dtype

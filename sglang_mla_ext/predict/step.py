@@ -24,7 +24,8 @@ from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS  # plain Python
 from sglang_mla_ext.predict import linear, weights
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.sharing import PLAIN, Cover, cover, may_group, plan
-from sglang_mla_ext.prefix.cost_model import CostModel, ModelDims
+from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.model_dims import ModelDims
 from sglang_mla_ext.prefix.planner import Plan
 from sglang_mla_ext.segment import Mode
 

@@ -12,7 +12,9 @@ import torch
 from sglang_mla_ext.adapter.step import riding as module
 from sglang_mla_ext.adapter.step.riding import Riding, as_rows, refusal
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, ModelDims
+from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.model_dims import ModelDims
 from sglang_mla_ext.rows import Rows
 
 H200 = CostModel(ModelDims.from_json("deepseek-v3"), 128, GpuRates.from_json("h200"))

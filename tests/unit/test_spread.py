@@ -14,8 +14,10 @@ import pytest
 
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, ModelDims
+from sglang_mla_ext.prefix.cost_model import CostModel
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
+from sglang_mla_ext.prefix.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.model_dims import ModelDims
 from sglang_mla_ext.prefix.planner import Capacity
 from sglang_mla_ext.prefix.spread.names import chunk_names
 from sglang_mla_ext.prefix.spread.prefixes import SpreadPlan, SpreadPrefixes

@@ -19,8 +19,8 @@ from sglang_mla_ext.kernels.dispatch import multiprocessors
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
-from sglang_mla_ext.prefix.cost_model import GpuRates, rates_for
 from sglang_mla_ext.prefix.default_memory import FEWEST_TOKENS, SHARE, default_bytes, tokens_held
+from sglang_mla_ext.prefix.gpu_rates import GpuRates, rates_for
 from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:

@@ -47,8 +47,10 @@ from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, MAX_SEGMENTS, SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.cost_model import CostModel, ModelDims, rates_for
+from sglang_mla_ext.prefix.cost_model import CostModel
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
+from sglang_mla_ext.prefix.gpu_rates import rates_for
+from sglang_mla_ext.prefix.model_dims import ModelDims
 from sglang_mla_ext.prefix.planner import Capacity
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
