@@ -77,7 +77,7 @@ def test_kernels_that_do_not_run_leave_plain_absorb(world: World, monkeypatch: p
     monkeypatch.setattr(build_expanding, {"attention": "make_shared_attention", "expander": "Expander"}[part], fail)
     backend = world.make("gpu")
     assert fallbacks(world) == ["the kernels do not run here: RuntimeError"]
-    assert not backend._requests and pool_of(world).num_chunks == 0
+    assert not backend._preparation._requests and pool_of(world).num_chunks == 0
     requests = [world.start("abcd1", 1), world.start("abcd2", 2)]
     assert world.eager_step(requests) < 1e-5
     gc.collect()
@@ -103,7 +103,7 @@ def test_a_rank_expands_its_own_heads(world: World, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("options", "count"), [({"budget_bytes": 1000}, 1), ({"mode": "absorb"}, 0)], ids=str)
 def test_no_memory_or_mode_absorb_never_expands(world: World, options: dict[str, Any], count: int) -> None:
     backend = world.make("gpu", **options)
-    assert not backend._requests and len(fallbacks(world)) == count
+    assert not backend._preparation._requests and len(fallbacks(world)) == count
     assert "plain absorb" in world.steps.reports.description
 
 
@@ -161,7 +161,7 @@ def test_grouped_absorb_where_its_kernels_run(
     assert world.latent.grouped_page == PAGE and not fallbacks(world)
     taken = world.latent.workspace_bytes
     world.make("gpu", grouped=True, runs=False, mode=mode, budget_bytes=0, prefix_memory_gb=0.0)
-    assert world.latent.grouped_page is None and not world.backend._requests
+    assert world.latent.grouped_page is None and not world.backend._preparation._requests
     assert len(fallbacks(world)) == (mode == "grouped_absorb")
     assert taken - world.latent.workspace_bytes >= MIB
     requests = [world.start("abcd1", 1), world.start("abcd2", 2)]
