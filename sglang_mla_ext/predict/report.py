@@ -84,7 +84,7 @@ def report(of: Deployment, asked: Asked) -> dict[str, Any]:
         "dp": of.dp,
         "spread": of.spread,
         "heads_per_gpu": of.cost.local_heads,
-        "query_tokens": of.queries,
+        "query_tokens": of.query_tokens,
         "tail": asked.tail,
         "memory": None if divided is None else _memory(of, asked, divided),
         "arrivals": None if asked.answer is None else _arrivals(of, asked),
@@ -161,7 +161,7 @@ def _why_plain(of: Deployment, prompt: int, mine: int, chunks: int) -> str:
     """Why so many requests of a rank share nothing."""
     if mine * of.cost.ranks < 2:
         return "a request alone shares with nobody"
-    if mine * of.queries > MAX_ROWS:
+    if mine * of.query_tokens > MAX_ROWS:
         return f"a step of more than {MAX_ROWS:,} rows{of.a_rank} is plain absorb"
     least = sharing.pays_from(of.cost, prompt, chunks_for(prompt, None))
     if least is None:
@@ -209,7 +209,7 @@ def whole_step(of: Deployment, asked: Asked, divided: Memory, prompt: int, reque
 
 
 def _check_arrivals(of: Deployment, asked: Asked) -> None:
-    if of.queries > 1:
+    if of.query_tokens > 1:
         raise CannotPlanError("arrivals are predicted without drafts: give --arrivals without --draft-tokens")
     if asked.step_ms is not None:
         raise CannotPlanError("arrivals take steps of many sizes: give --arrivals without --step-ms")

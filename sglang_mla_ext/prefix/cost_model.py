@@ -43,7 +43,7 @@ class CostModel:
         local_heads: query heads on this GPU.
         expanded_element_bytes: bytes per element of the expanded prefix: 4, 2 or 1.
         latent_element_bytes: bytes per element of a latent row: 4, 2 or 1. Rotary elements take at least 2 in both.
-        queries: query tokens of a request in a step. Groups are counted in requests; each has so many rows.
+        query_tokens: of a request in a step. Groups are counted in requests; each has so many rows.
         ranks: that hold expanded prefixes together, each with its part of the heads, and attend to them for the
             requests of all. Groups are of all ranks then, which are taken to have as many requests each; and what
             absorb costs is that of one rank's.
@@ -54,7 +54,7 @@ class CostModel:
     rates: GpuRates
     expanded_element_bytes: int = 2
     latent_element_bytes: int = 2
-    queries: int = 1
+    query_tokens: int = 1
     ranks: int = 1
 
     @property
@@ -84,7 +84,7 @@ class CostModel:
         """Useful MACs of a group's attention to `tokens` prefix tokens."""
         naive = mode is Mode.NAIVE
         heads = group_size * self.expanded_heads if naive else self._own(group_size) * self.local_heads
-        return self.queries * heads * tokens * (self.dims.naive_macs if naive else self.dims.absorb_macs)
+        return self.query_tokens * heads * tokens * (self.dims.naive_macs if naive else self.dims.absorb_macs)
 
     def bytes_read(self, mode: Mode, group_size: int, tokens: int) -> int:
         """Bytes of keys and values that the kernel loads; plain absorb loads the same rows once per request.
@@ -121,7 +121,7 @@ class CostModel:
         rates = self.rates.exchange
         if self.ranks == 1 or rates is None:
             return 0.0
-        heads = self._own(group_size) * self.queries * (self.local_heads - self.expanded_heads)
+        heads = self._own(group_size) * self.query_tokens * (self.local_heads - self.expanded_heads)
         return rates.overhead_s + 2 * heads * self.dims.naive_macs / rates.bytes_per_s  # as many values as products
 
     def work_seconds(self, mode: Mode, group_size: int, tokens: int, step_tokens: int = 0) -> float:
@@ -154,7 +154,7 @@ class CostModel:
     def tail_rows(self, group_size: int) -> int:
         """Rows that plain absorb computes over the private tails of a group: heads of all query tokens of a request,
         padded to whole tiles."""
-        return group_size * _round_up(self.local_heads * self.queries, self.rates.modes[Mode.ABSORB].row_tile)
+        return group_size * _round_up(self.local_heads * self.query_tokens, self.rates.modes[Mode.ABSORB].row_tile)
 
     def best_mode(
         self, group_size: int, tokens: int, allowed: Collection[Mode] = (Mode.ABSORB, Mode.GROUPED_ABSORB, Mode.NAIVE)
@@ -186,7 +186,7 @@ class CostModel:
         rate = self.rates.modes[Mode.ABSORB].matrix_rate(self.latent_element_bytes)
         bandwidth = self.rates.modes[Mode.NAIVE].bytes_per_s
         bytes_per_key = self.dims.naive_macs * self.expanded_element_bytes
-        return bytes_per_key / (self.queries * self.ranks * self.dims.absorb_macs) * rate / bandwidth
+        return bytes_per_key / (self.query_tokens * self.ranks * self.dims.absorb_macs) * rate / bandwidth
 
     @functools.cached_property
     def _l2_tokens(self) -> int:
@@ -200,17 +200,17 @@ class CostModel:
 
     def _work_of(self, mode: Mode) -> _Work:
         rates, dims, heads = self.rates.modes[mode], self.dims, self.local_heads
-        rows, tile, tile_heads, per_key = heads * self.queries, rates.row_tile, 1, dims.absorb_macs
+        rows, tile, tile_heads, per_key = heads * self.query_tokens, rates.row_tile, 1, dims.absorb_macs
         element_bytes, partial_bytes = self.latent_element_bytes, dims.kv_lora_rank * 2
         if mode is Mode.NAIVE:
             heads = self.expanded_heads
             padding = _power_of_two(dims.qk_nope_head_dim) - dims.qk_nope_head_dim  # of the kernels' blocks
-            rows, tile_heads, per_key = self.queries, heads, dims.naive_macs + padding
+            rows, tile_heads, per_key = self.query_tokens, heads, dims.naive_macs + padding
             element_bytes, partial_bytes = self.expanded_element_bytes, dims.v_head_dim * 4
         tile_s = tile * tile_heads * per_key / rates.matrix_rate(element_bytes)
         if mode is Mode.GROUPED_ABSORB:
             heads = _round_up(heads, _STRIP_ROWS)
-            rows = heads * self.queries
+            rows = heads * self.query_tokens
         if mode is Mode.ABSORB:  # no tile has rows of two requests
             rows, tile = _round_up(rows, tile) // tile, 1
         return _Work(
@@ -219,7 +219,7 @@ class CostModel:
             rows=rows,
             tile=tile,
             segment_s=rates.segment_s,
-            partials_s=2 * self.queries * heads * partial_bytes / rates.bytes_per_s,
+            partials_s=2 * self.query_tokens * heads * partial_bytes / rates.bytes_per_s,
         )
 
 

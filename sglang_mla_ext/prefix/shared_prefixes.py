@@ -64,7 +64,7 @@ class SharedPrefixes:
             grouped_page: grouped absorb takes whole pages of so many tokens; None where there is no grouped absorb.
         """
         self._options, self._cost = options, cost
-        self._cost_of_tokens = replace(cost, queries=1)  # in prefill each new token is counted
+        self._cost_of_tokens = replace(cost, query_tokens=1)  # in prefill each new token is counted
         self._pool, self._counters = pool, counters
         self._expansion = Expansion(pool, expander, counters, options.min_prefix_len)
         self._capacity, self._naive, self._grouped_page = capacity, naive, grouped_page

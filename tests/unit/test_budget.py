@@ -289,7 +289,7 @@ def test_the_latent_part_allocates_no_more_than_it_says_beforehand(
         max_requests=64,
         max_tokens=1000,
         programs=9,
-        queries=queries,
+        query_tokens=queries,
     )
     fresh = world._build.stock_and_latent(None, None, None, queries, SimpleNamespace(fall_back=None))[1]
     assert fresh.workspace_bytes == kept() == 0

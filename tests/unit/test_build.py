@@ -193,11 +193,11 @@ def test_rows_from_which_a_group_can_pay_in_any_mode(world: World, monkeypatch: 
         ({"grouped": True, "budget_bytes": 1000}, every - {Mode.NAIVE}),
         ({}, every - {Mode.GROUPED_ABSORB}),
     ):
-        assert world.make("gpu", mode="auto", **options)._requests == range(5, MAX_REQUESTS + 1)
+        assert world.make("gpu", mode="auto", **options)._preparation._requests == range(5, MAX_REQUESTS + 1)
         assert asked.pop() == allowed
     for mode, rows in (("naive", range(2, 13)), ("grouped_absorb", range(2, 13)), ("absorb", range(0))):
-        assert world.make("gpu", grouped=mode == "grouped_absorb", mode=mode)._requests == rows
-    assert world.make("gpu", mode="grouped_absorb")._requests == range(0)
+        assert world.make("gpu", grouped=mode == "grouped_absorb", mode=mode)._preparation._requests == rows
+    assert world.make("gpu", mode="grouped_absorb")._preparation._requests == range(0)
     assert fallbacks(world) == [f"grouped absorb does not run here with {HEADS} heads: every step is plain absorb"]
 
 

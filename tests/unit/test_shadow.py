@@ -225,7 +225,7 @@ def test_whom_it_suspects(queries: int) -> None:
 
     def found(*errors: float, first_request: int = 0) -> Finding:
         check = object.__new__(ShadowCheck)
-        check._queries, check._bound = queries, 0.1
+        check._query_tokens, check._bound = queries, 0.1
         check._layers = [SimpleNamespace(attn_mqa=SimpleNamespace(layer_id=7))]
         rows = torch.tensor([error for each in errors for error in ([0.0] * (queries - 1) + [each])])
         look = Look(0, first_request * queries, len(rows), Rows(4, queries), [system, first, second])

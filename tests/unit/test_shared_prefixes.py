@@ -246,7 +246,7 @@ def test_prefill_that_would_gain_nothing_is_plain(tree: Any) -> None:
 
 def test_prefill_counts_its_tokens_where_decode_counts_several_for_each_request(tree: Any) -> None:
     """As above: what a step of verified drafts costs has no part in it."""
-    server = Server(tree, mode="auto", cost=replace(COST, queries=8))
+    server = Server(tree, mode="auto", cost=replace(COST, query_tokens=8))
     requests = [tree.run("systemprompt-" + letter) for letter in "ab"]
     server.prefixes.before_prefill(requests, [], affordable=10**6)
     assert parts_of(server, *requests, new_tokens=1, always=False) == [0, 0]

@@ -73,7 +73,7 @@ def requests(count: int) -> list[Any]:
 def test_verify_steps_are_planned_where_drafts_are_verified() -> None:
     """And decode steps where they are not. A plan is of requests, a pass has as many rows as there are tokens."""
     for queries, planned, other in ((4, VERIFY, DECODE), (1, DECODE, VERIFY)):
-        steps = make(queries=queries)
+        steps = make(query_tokens=queries)
         steps.before_forward(planned, requests(5), [])
         assert passes.now.plan is steps._prefixes.answer and passes.now.rows == Rows(5, queries)
         steps.before_forward(other, requests(5), [])

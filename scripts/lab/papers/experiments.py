@@ -140,9 +140,9 @@ def shared_case(prefix: int, tail: int, heads: int, requests: int) -> Case:
     return Case(prefix, tail, heads, (requests,))
 
 
-def private_case(tokens: int, heads: int, requests: int, queries: int = 1) -> Case:
+def private_case(tokens: int, heads: int, requests: int, query_tokens: int = 1) -> Case:
     """Requests that share nothing."""
-    return Case(0, tokens, heads, (), requests, s_q=queries)
+    return Case(0, tokens, heads, (), requests, s_q=query_tokens)
 
 
 def _figure_3() -> Iterator[tuple[Case, tuple[tuple[str, str], ...]]]:
@@ -184,9 +184,9 @@ EXPERIMENTS = {
     "snapmla-figure-6": Experiment(
         "SnapMLA, figure 6",
         tuple(
-            (private_case(tokens, heads, SNAPMLA_REQUESTS, queries), ())
+            (private_case(tokens, heads, SNAPMLA_REQUESTS, query_tokens), ())
             for tokens in SNAPMLA_CONTEXTS
-            for queries in (1, 2)
+            for query_tokens in (1, 2)
             for heads in SNAPMLA_HEADS
         ),
         PRIVATE,

@@ -79,21 +79,21 @@ class HybridMLABackend(AttentionBackend):
         layer_index: dict[int, int],
         heads: int,
         requests: range,
-        queries: int = 1,
+        query_tokens: int = 1,
     ) -> None:
         """
         Args:
-            latent: made for as many queries.
+            latent: made for as many query tokens.
             shared: None where nothing is expanded.
             layer_index: of the expanded buffers' layers, by SGLang's layer id.
             heads: of this rank.
             requests: numbers of requests of a step that can share; empty where no group ever pays.
-            queries: query tokens of a request in a verify step; 1 without speculative decoding.
+            query_tokens: of a request in a verify step; 1 without speculative decoding.
         """
         super().__init__()
         self._stock, self._latent, self._shared, self._steps = stock, latent, shared, steps
-        self._layer_index, self._heads, self._queries = layer_index, heads, queries
-        self._preparation = Preparation(stock, latent, shared, steps, requests=requests, queries=queries)
+        self._layer_index, self._heads, self._query_tokens = layer_index, heads, query_tokens
+        self._preparation = Preparation(stock, latent, shared, steps, requests=requests, query_tokens=query_tokens)
         for name in FLAGS_OF_STOCK:
             if hasattr(stock.backend, name):
                 setattr(self, name, getattr(stock.backend, name))
@@ -127,7 +127,7 @@ class HybridMLABackend(AttentionBackend):
         return self._stock.backend.verify_mask
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        if self._stock.decodes or self._queries > 1:  # it has the mask that SGLang writes before a verify step
+        if self._stock.decodes or self._query_tokens > 1:  # it has the mask that SGLang writes before a verify step
             self._stock.backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
     # ---- before a step

@@ -130,7 +130,7 @@ def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -
     grouped = tries_grouped(options, rates, spread.ranks(args, options, on_gpu))
     if not on_gpu or not needs_latent(options, grouped=grouped, stock_decodes=not fp8):
         return 0
-    requests, queries = installed.most_requests(configurator), installed.draft_tokens(configurator.server_args)
+    requests, query_tokens = installed.most_requests(configurator), installed.draft_tokens(configurator.server_args)
     riding_tokens = riding.tokens(args, options, on_gpu)
     sizes = LatentSizes(
         heads=layer.num_local_heads,
@@ -138,15 +138,15 @@ def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -
         qk_rope_head_dim=layer.qk_rope_head_dim,
         dtype=configurator.model_dtype if fp8 else configurator.kv_cache_dtype,
         grouped=grouped,
-        max_rows=max_rows(requests, queries, riding_tokens),
+        max_rows=max_rows(requests, query_tokens, riding_tokens),
         max_requests=max_requests(requests + riding_tokens),
-        max_tokens=max_tokens(configurator.model_config.context_len, queries),
+        max_tokens=max_tokens(configurator.model_config.context_len, query_tokens),
         programs=multiprocessors(device),
-        queries=queries,
+        query_tokens=query_tokens,
     )
     taken = latent_kind(fp8).workspace_bytes_for(sizes)
     if options.verify_interval:
-        taken += ShadowCheck.workspace_bytes_for(layer, configurator.model_dtype, queries)
+        taken += ShadowCheck.workspace_bytes_for(layer, configurator.model_dtype, query_tokens)
     return taken
 
 
@@ -178,20 +178,20 @@ def needs_latent(options: HybridMLAOptions, *, grouped: bool, stock_decodes: boo
     return options.may_expand or grouped or not stock_decodes
 
 
-def max_rows(requests: int, queries: int, riding_tokens: int = 0) -> int:
+def max_rows(requests: int, query_tokens: int, riding_tokens: int = 0) -> int:
     """Rows of a step that shares: those of whole requests, and those that ride.
 
     Args:
         requests: of SGLang's pool of requests.
-        queries: query tokens of each, which are its rows.
+        query_tokens: of each, which are its rows.
         riding_tokens: new tokens that ride beside those requests; none do where requests have several query tokens.
     """
-    return min(requests + riding_tokens, MAX_ROWS // queries) * queries
+    return min(requests + riding_tokens, MAX_ROWS // query_tokens) * query_tokens
 
 
-def max_tokens(context_len: int, queries: int) -> int:
+def max_tokens(context_len: int, query_tokens: int) -> int:
     """Tokens of a request: drafts may lead beyond the longest context, also in the step after the one that ends it."""
-    return context_len if queries == 1 else context_len + 2 * queries
+    return context_len if query_tokens == 1 else context_len + 2 * query_tokens
 
 
 def max_requests(requests: int) -> int:

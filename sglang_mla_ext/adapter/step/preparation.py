@@ -3,8 +3,8 @@
 Which of the parts are in a step's CUDA graph depends on its number of requests alone, so that a captured graph and its
 replays agree; a graph with shared attention costs almost nothing more where its plan is empty.
 
-A server with speculative decoding has verify steps in place of decode steps: each request has `queries` tokens, each of
-which is a row of its own, and SGLang does not count them in the request's length yet.
+A server with speculative decoding has verify steps in place of decode steps: each request has several query tokens,
+each of which is a row of its own, and SGLang does not count them in the request's length yet.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Preparation:
         steps: Steps,
         *,
         requests: range,
-        queries: int,
+        query_tokens: int,
     ) -> None:
         """See HybridMLABackend."""
         self._stock, self._latent, self._shared, self._steps = stock, latent, shared, steps
-        self._requests, self._queries = requests, queries
+        self._requests, self._query_tokens = requests, query_tokens
         # On the device: a plan and the rows that it is for; None where the parts may hold different plans.
         self._written: tuple[Plan | SpreadPlan, Rows] | None = None
 
@@ -58,7 +58,7 @@ class Preparation:
                 raise RuntimeError("ranks agreed on what another batch shares")
             step = passes.now = Pass(kind, Rows(0, self.tokens_each(kind)), spread=spread)  # not what was planned
         step.way = self._way_without_sharing(step)
-        can_share = step.kind is (Kind.VERIFY if self._queries > 1 else Kind.DECODE)
+        can_share = step.kind is (Kind.VERIFY if self._query_tokens > 1 else Kind.DECODE)
         shares = False
         if can_share and (step.spread is not None or forward_batch.batch_size in self._requests):
             shares = self._write_plan(step, forward_batch, needed=in_graph)
@@ -79,12 +79,12 @@ class Preparation:
 
     def tokens_each(self, kind: Kind) -> int:
         """Query tokens of each of SGLang's requests in a step."""
-        return self._queries if kind is Kind.VERIFY else 1
+        return self._query_tokens if kind is Kind.VERIFY else 1
 
     def _way_without_sharing(self, step: Pass) -> Way:
         if not step.kind.is_step or self._stock.decodes:
             return Way.STOCK
-        if step.kind is Kind.DECODE and self._queries > 1:
+        if step.kind is Kind.DECODE and self._query_tokens > 1:
             raise RuntimeError(
                 "hybrid_mla: a decode step of a server that verifies drafts, which SGLang never asks for"
             )
@@ -93,7 +93,7 @@ class Preparation:
     def _begin_latent(self, step: Pass, forward_batch: ForwardBatch) -> None:
         if self._steps.has_lost_memory:
             raise RuntimeError("hybrid_mla: its memory came back from sleep, and could not be cleared")
-        uncounted = self._queries if step.kind is Kind.VERIFY else 0
+        uncounted = self._query_tokens if step.kind is Kind.VERIFY else 0
         self._latent.begin_step(forward_batch, sharing=step.way is Way.SHARED, uncounted=uncounted)
 
     def _begin_again(self, step: Pass, forward_batch: ForwardBatch, error: Exception, *, in_graph: bool) -> None:
@@ -116,7 +116,7 @@ class Preparation:
         """Of a decode or verify step that SGLang runs as prefill."""
         planned_as = forward_batch._original_forward_mode  # None where it is still that
         if planned_as is not None and Kind.of(planned_as).is_step:
-            self._steps.counters.rows_as_prefill += forward_batch.batch_size * self._queries
+            self._steps.counters.rows_as_prefill += forward_batch.batch_size * self._query_tokens
 
     def _write_plan(self, step: Pass, forward_batch: ForwardBatch, *, needed: bool) -> bool:
         """Bring a step's plan to the device, if it is not there; whether it shares anything.
@@ -156,6 +156,6 @@ class Preparation:
             self._shared.plan(spread.segments, spread.each)
         elif self._shared is not None:
             self._shared.plan(rows.spread(plan.of_mode(Mode.NAIVE)), rows.total)
-        units = rows.units(self._queries)
+        units = rows.units(self._query_tokens)
         grouped = units.spread(plan.of_mode(Mode.GROUPED_ABSORB))
         self._latent.plan(grouped, units.repeat(plan.prefix_lens), units.total)

@@ -110,7 +110,7 @@ class ShadowCheck:
         dtype: torch.dtype,
         device: torch.device | str,
         fp8: bool,
-        queries: int,
+        query_tokens: int,
         memory: Memory | None = None,
     ) -> None:
         """
@@ -122,14 +122,16 @@ class ShadowCheck:
             in_latent_space: what is merged is, because nothing is expanded; otherwise it is behind `w_vc`.
             dtype: of queries and results.
             fp8: whether latent rows or expanded prefixes are.
-            queries: query tokens of a request in a step.
+            query_tokens: of a request in a step.
             memory: where the copies are allocated.
         """
         self._interval, self._layers, self._latent = interval, layers, latent
         self._prefixes, self._counters = prefixes, counters
-        self._in_latent_space, self._queries = in_latent_space, queries
+        self._in_latent_space, self._query_tokens = in_latent_space, query_tokens
         self._bound = BOUND_FP8 if fp8 else BOUND
-        self._watch = Watch(**self._sizes(layers[0], dtype, queries, in_latent_space), device=device, memory=memory)
+        self._watch = Watch(
+            **self._sizes(layers[0], dtype, query_tokens, in_latent_space), device=device, memory=memory
+        )
         self._since = self._looks = 0
         self._look: Look | None = None
         self._arriving: tuple[Look, Tensor, torch.cuda.Event | None] | None = None
@@ -137,11 +139,11 @@ class ShadowCheck:
 
     @staticmethod
     def _sizes(
-        layer: DeepseekV2AttentionMLA, dtype: torch.dtype, queries: int, in_latent_space: bool
+        layer: DeepseekV2AttentionMLA, dtype: torch.dtype, query_tokens: int, in_latent_space: bool
     ) -> dict[str, Any]:
         rank = layer.kv_lora_rank
         return dict(
-            max_rows=ROWS // queries * queries,
+            max_rows=ROWS // query_tokens * query_tokens,
             heads=layer.num_local_heads,
             columns=rank + layer.qk_rope_head_dim,
             dv=rank if in_latent_space else layer.v_head_dim,
@@ -149,9 +151,9 @@ class ShadowCheck:
         )
 
     @classmethod
-    def workspace_bytes_for(cls, layer: DeepseekV2AttentionMLA, dtype: torch.dtype, queries: int) -> int:
+    def workspace_bytes_for(cls, layer: DeepseekV2AttentionMLA, dtype: torch.dtype, query_tokens: int) -> int:
         """The most device memory that an object keeps, before it exists."""
-        sizes = (cls._sizes(layer, dtype, queries, in_latent_space) for in_latent_space in (False, True))
+        sizes = (cls._sizes(layer, dtype, query_tokens, in_latent_space) for in_latent_space in (False, True))
         return max(Watch.workspace_bytes_for(**each) for each in sizes)
 
     @staticmethod
@@ -162,7 +164,7 @@ class ShadowCheck:
     def try_out(self) -> None:
         """Check a request with one token, whatever that is, so that everything is compiled."""
         one = torch.ones(1, dtype=torch.int64, device=self._watch.target.device)
-        self._look = Look(0, 0, self._queries, Rows(1, self._queries), ())
+        self._look = Look(0, 0, self._query_tokens, Rows(1, self._query_tokens), ())
         self.end_step(Requests(1, one - 1, one))
         self._arriving = None
 
@@ -182,7 +184,7 @@ class ShadowCheck:
         firsts: list[int] = []  # of the windows that all who share begin in
         for request in sorted({request for segment, _ in held for request in segment.rows}):
             rows = step.rows.of_request(request)
-            if rows and (not firsts or rows.start > firsts[-1] + at_once - self._queries):
+            if rows and (not firsts or rows.start > firsts[-1] + at_once - self._query_tokens):
                 firsts.append(rows.start)
         if not firsts:
             return
@@ -210,12 +212,12 @@ class ShadowCheck:
         if look is None:
             return False
         self._watch.look_away()
-        rows, queries = look.count, self._queries
-        units = rows // queries  # of a batch: its requests, or where these have any number of rows, its rows
-        some = slice(look.first // queries, look.first // queries + units)
+        rows, query_tokens = look.count, self._query_tokens
+        units = rows // query_tokens  # of a batch: its requests, or where these have any number of rows, its rows
+        some = slice(look.first // query_tokens, look.first // query_tokens + units)
         requests = Requests(units, batch.req_pool_indices[some], batch.seq_lens[some])
         self._latent.plan((), (), units)
-        self._latent.begin_step(requests, sharing=False, uncounted=queries if queries > 1 else 0)
+        self._latent.begin_step(requests, sharing=False, uncounted=query_tokens if query_tokens > 1 else 0)
         layer = self._layers[look.layer]
         attention = layer.attn_mqa
         parts = self._watch.query[:rows].split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
