@@ -102,7 +102,7 @@ async def all_of_them(
             try:
                 for turn in range(turns if attack.timed else 0):
                     for url in (ours, stock)[:: 1 if turn % 2 else -1]:
-                        seconds[url].append((await play(url, attack, looking=False)).seconds)
+                        seconds[url].append((await play(url, attack, reads_status=False)).seconds)
                 one = await verdicts(attack, ours, stock, answers)
             except (aiohttp.ClientError, requests.RequestException, TimeoutError) as error:
                 console.print(f"{attack.name}: a server died: {error}", style="red", markup=False, highlight=False)

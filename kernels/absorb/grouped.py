@@ -204,7 +204,7 @@ class GroupedAbsorb(ABC):
             q_absorbed: `[rows, heads, kv_lora_rank]`, `q_nope` times `w_kc`; q_rope: `[rows, heads, qk_rope_head_dim]`;
                 rows as planned, last axis contiguous, any other strides.
             cache: of a layer; see the subclass.
-            watched: what to look at, see watch.py.
+            watched: what to copy, see watch.py.
         Returns:
             `out [rows, heads, kv_lora_rank]`, valid until the next run, and `lse [rows, heads]` float32, natural log,
             over tail and segments; 0 and -inf for a row without keys.

@@ -306,7 +306,7 @@ class HopperAbsorbFP8(AbsorbFP8):
 
 
 class TritonAbsorbFP8(AbsorbFP8):
-    """A grid that depends on the number of requests alone: the keys of each are cut into as many runs, then merged."""
+    """A grid that depends on the number of requests alone: the keys of each are cut into equal splits, then merged."""
 
     def __init__(self, **sizes: Any) -> None:
         """Arguments as of `AbsorbFP8`."""

@@ -28,7 +28,7 @@ Both stand in one int32 array in static device memory, whose fields items.py nam
 | `tail_strips` | the strips of every row of the batch, row by row; never change |
 | `segment_strips` | the strips of the rows of every segment, segment by segment |
 
-A *strip* is a run of consecutive query rows, heads of one query token, given by its first row, token · heads + head. An
+A *strip* is consecutive query rows, heads of one query token, given by its first row, token · heads + head. An
 item has up to `tile_rows` / `strip_rows` strips: that is what lets it stack requests, and a strip is what TMA copies at
 once.
 
@@ -109,7 +109,7 @@ class AbsorbCapacity:
 
     @property
     def strip_rows(self) -> int:
-        """Query rows of a strip: the longest run that divides both a tile and the heads of a query token."""
+        """Query rows of a strip: the largest number that divides both a tile and the heads of a query token."""
         for strip in (self.tile_rows, 32, 16, 8):
             if self.tile_rows % strip == 0 and self.query_heads % strip == 0:
                 return strip

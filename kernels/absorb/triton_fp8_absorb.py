@@ -11,7 +11,7 @@ exact; on Hopper its sums over thousands of keys also come out too small (see sm
 takes more registers than there are), and Triton transposes FP8 values byte by byte.
 
 The grid depends on the number of rows alone, so a CUDA graph can hold it; lengths and pages are read on the device.
-Each request's keys are cut into equal runs of blocks, and merge.py puts the partial results together. Where rows fill
+Each request's keys are cut into equal splits of blocks, and merge.py puts the partial results together. Where rows fill
 the GPU, keys are not cut, and the result is written at once.
 
 It needs a GPU with e4m3 and 128 KiB of shared memory for a program (Hopper and later).
@@ -75,7 +75,7 @@ def absorb_fp8_kernel(
     EXACT: tl.constexpr,
     LN2: tl.constexpr,
 ):
-    """One program: up to BLOCK_ROWS query rows of one request, over one run of its blocks of keys."""
+    """One program: up to BLOCK_ROWS query rows of one request, over one split of its keys."""
     ROWS: tl.constexpr = HEADS * QUERY_TOKENS
     request, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [BLOCK_ROWS], of the request

@@ -93,7 +93,7 @@ class Results:
         self._process.start()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        while (result := self._next()) is not None:
+        while (result := self._receive()) is not None:
             yield result
 
     @property
@@ -102,7 +102,7 @@ class Results:
         self._process.join()
         return self._process.exitcode
 
-    def _next(self) -> dict[str, Any] | None:
+    def _receive(self) -> dict[str, Any] | None:
         while True:
             try:
                 return self._queue.get(timeout=1)

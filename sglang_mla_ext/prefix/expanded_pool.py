@@ -199,7 +199,7 @@ class ExpandedPool:
                         evicted += self._evict_for(want.worth, victims)
                     if not self._free:
                         break
-                    self._take(tree, node, want, index)
+                    self._allocate(tree, node, want, index)
                 reach = min((index + 1) * self.chunk_tokens, want.end)
             reached.append(reach)
         return reached, evicted
@@ -218,7 +218,7 @@ class ExpandedPool:
         owned = self._owned.get(node)
         return owned.chunks.get(index) if owned is not None else None
 
-    def _take(self, tree: Tree, node: Hashable, want: Want, index: int) -> None:
+    def _allocate(self, tree: Tree, node: Hashable, want: Want, index: int) -> None:
         owned = self._owned.get(node)
         if owned is None:
             end = want.ends[want.nodes.index(node)]

@@ -54,7 +54,7 @@ def test_the_budget_is_what_is_asked_for_and_covers_the_buffers(
 ) -> None:
     monkeypatch.setattr(budget, "buffer_bytes", lambda *args: buffers)
     with caplog.at_level(logging.WARNING):
-        assert budget.take(40 * GIB, None, options(**given)) == taken
+        assert budget.reserve(40 * GIB, None, options(**given)) == taken
     warned = [record.getMessage() for record in caplog.records]
     assert bool(warned) == (given == {"prefix_memory_gb": 0.5})
     if warned:
@@ -90,10 +90,10 @@ def test_a_budget_that_leaves_nothing_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(
         OptionError, match=r"prefix-memory-gb 40 leaves nothing of the 40.00 GiB .*: lower it, or raise"
     ):
-        budget.take(40 * GIB, None, options(prefix_memory_gb=40.0))
+        budget.reserve(40 * GIB, None, options(prefix_memory_gb=40.0))
     for given in ({"mode": "absorb"}, {"prefix_memory_gb": 0.5}):
         with pytest.raises(OptionError, match=r"own buffers \(2.00 GiB\) leaves nothing .*: raise --mem-fraction"):
-            budget.take(2 * GIB, None, options(**given))
+            budget.reserve(2 * GIB, None, options(**given))
 
 
 # ---- how much the buffers take

@@ -41,7 +41,7 @@ DOORS = {
     "adapter/step/hooks_riding.py around_new_batch",
     "adapter/step/hooks_riding.py around_sync",
     "adapter/step/mixing.py Mixing.new_batch",
-    "adapter/step/riding.py Riding.run",
+    "adapter/step/riding.py Riding.forward_ridden",
     "adapter/step/voting.py Voting.agree",
     "adapter/step/layer.py after_split_q",
     "adapter/step/layer.py forward_method",

@@ -60,7 +60,7 @@ after = torch.cuda.is_available()
 found = {
     name: {
         **one._asdict(),
-        "run": str(one.run),
+        "run": str(one.how_far),
         "findings": [finding.text for finding in one.findings],
         "codes": [finding.code for finding in one.findings],
         "refusals": [each.text for each in one.findings if each.remedy is None],

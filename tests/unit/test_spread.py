@@ -92,7 +92,7 @@ class Rank:
         return [self.names_of(request) for request in range(len(self.running))], [1] * len(self.running)
 
     def step(self, tokens: Sequence[int], each: int | None = None) -> SpreadPlan | None:
-        plan = self.vote.take(self.given if self.willing else None, tokens, each or max(tokens))
+        plan = self.vote.decide(self.given if self.willing else None, tokens, each or max(tokens))
         self.prefixes.begin(plan)
         if plan is not None:
             for piece in self.prefixes.pieces():

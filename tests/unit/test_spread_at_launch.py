@@ -125,7 +125,7 @@ class Rank:
         tokens = [sum(rows)] * 2
         info = SimpleNamespace(global_num_tokens=tokens, is_extend_in_batch=extends, can_run_decode_cuda_graph=graphs)
         self.spreading.agree(info)
-        plan = self.spreading.take()
+        plan = self.spreading.shared_plan()
         self.spreading.expand(torch.arange(len(reqs)) + 1)
         return plan
 

@@ -93,7 +93,7 @@ def _start_scores(q0, q1, q2, shared, used, taken, zeros):
 
 
 @gluon.jit
-def _take_query(shared, used, LAYOUT: gl.constexpr):
+def _load_query(shared, used, LAYOUT: gl.constexpr):
     """One quarter of the query from the ring into registers."""
     SLOTS: gl.constexpr = shared.ring.shape[0]
     slot = used % SLOTS
@@ -145,9 +145,9 @@ def score(shared, partial_lse2_ptr, work_ptr, scale_log2e, HEADS: gl.constexpr, 
     for index in range(count_items(work_ptr)):
         item_ptr = item_at(work_ptr, index)
         _, last, n_blocks = blocks_of(item_ptr)
-        q0 = _take_query(shared, used, QUERY)
-        q1 = _take_query(shared, used + 1, QUERY)
-        q2 = _take_query(shared, used + 2, QUERY)
+        q0 = _load_query(shared, used, QUERY)
+        q1 = _load_query(shared, used + 1, QUERY)
+        q2 = _load_query(shared, used + 2, QUERY)
         used += REGISTER_PARTS
         mbarrier.wait(shared.q_full, done & 1)
 

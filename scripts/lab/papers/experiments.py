@@ -48,7 +48,7 @@ class Implementation(NamedTuple):
     dtype: str
     label: str
 
-    def takes(self, case: Case) -> bool:
+    def supports(self, case: Case) -> bool:
         """Whether there is such a kernel for a case: only few heads of several requests share a tile."""
         return self.impl != "hybrid_mla_bf16" or case.heads in STACKED_HEADS
 
@@ -125,7 +125,7 @@ class Experiment:
     def cells(self, name: str) -> Iterator[list[Cell]]:
         """The measurements of each case."""
         for case, conditions in self.cases:
-            yield [Cell(name, of, case, conditions) for of in self.implementations if of.takes(case)]
+            yield [Cell(name, of, case, conditions) for of in self.implementations if of.supports(case)]
 
 
 def tail_tokens(questions: str, model: str) -> int:

@@ -122,7 +122,7 @@ class LatentAttention(Protocol):
         Args:
             q_absorbed: `[rows, heads, kv_lora_rank]`; q_rope: `[rows, heads, qk_rope_head_dim]`; any strides of rows
                 and heads.
-            watched: what to look at, see kernels/watch.py; where there is no grouped absorb, nothing is.
+            watched: what to copy, see kernels/watch.py; where there is no grouped absorb, nothing is.
         Returns:
             `out [rows, heads, kv_lora_rank]`, valid until the next run, and `lse [rows, heads]` float32, natural log;
             0 and -inf for a row without keys.

@@ -79,7 +79,7 @@ def token_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) ->
     return chunk // CHUNK_TOKENS
 
 
-def take(available: int, configurator: KVCacheConfigurator, options: HybridMLAOptions) -> int:
+def reserve(available: int, configurator: KVCacheConfigurator, options: HybridMLAOptions) -> int:
     """
     Args:
         available: bytes that SGLang has for its KV cache.

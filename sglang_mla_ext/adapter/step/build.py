@@ -73,7 +73,7 @@ def build(
     """
     Args:
         runner: with its model loaded and its pools allocated.
-        budget_bytes: device memory for expanded prefixes and for our own buffers, see budget.take.
+        budget_bytes: device memory for expanded prefixes and for our own buffers, see budget.reserve.
         memory: where what is large is allocated.
     Returns:
         the backend for SGLang, what the scheduler's hooks talk to, and what says which prefill passes ride in decode

@@ -133,7 +133,7 @@ class Steps:
         counted = rides or kind is Kind.PREFILL
         rows = Rows.of(new_tokens) if counted else Rows(len(reqs), self._query_tokens if verifies else 1)
         now = passes.now = Pass(kind, rows, rides=rides, decoding=decoding)
-        if self.spreading is not None and (spread := self.spreading.take()) is not None:
+        if self.spreading is not None and (spread := self.spreading.shared_plan()) is not None:
             now.spread, now.plan = spread, spread.mine
             self.counters.steps_spread += 1
         repaired = self._repair()
