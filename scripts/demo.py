@@ -29,12 +29,16 @@ NO_SPECULATION = (
 
 def main(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the server running until Ctrl-C.")] = False,
-    port: Annotated[int, typer.Option(help="Port of the server, which must be free; 0 takes one.")] = 0,
+    port: Annotated[int, typer.Option(help="Port of the server; 0 picks a free one.")] = 0,
     answer_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 64,
     system_prompt_file: Annotated[Path | None, typer.Option(exists=True, help="Your own system prompt.")] = None,
     model: Annotated[Path | None, typer.Option(exists=True, help="An MLA checkpoint of your own.")] = None,
     speculative: Annotated[
-        bool, typer.Option("--speculative", help="Draft three tokens a step with the model's own layer; needs a GPU.")
+        bool,
+        typer.Option(
+            "--speculative",
+            help="Speculative decoding with the model's own draft layer, three tokens a step; needs a GPU.",
+        ),
     ] = False,
 ) -> None:
     """Show SGLang serving chats that share a system prompt with --attention-backend hybrid_mla."""

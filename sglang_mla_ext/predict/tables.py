@@ -54,7 +54,7 @@ def modes_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
 def steps_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
     """The whole step of all GPUs, by stock absorb and as the server plans it."""
     source = "--step-ms" if asked.step_ms is not None else "the model's weights"
-    title = f"Whole decode step, {asked.tail:,} tokens of each request's own: attention and the rest (by {source}), ms"
+    title = f"Whole decode step, tails of {asked.tail:,} tokens: attention and the rest (by {source}), ms"
     table = Table(title=title)
     columns = ("stock attention", "shared attention", "the rest", "stock tokens/s", "shared tokens/s", "ratio")
     for column in ("prefix", of_requests(of), *columns):

@@ -50,8 +50,8 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
     if not default:
         logger.warning(
             "hybrid_mla: nothing is expanded by default here: %.0f %% of the %.1f GiB for the KV cache hold %d tokens "
-            "of %.2f MiB, fewer than %d. --hybrid-mla-prefix-memory-gb names a size, --hybrid-mla-prefix-dtype "
-            "fp8_e4m3 halves a token's, and so do twice as many ranks that share a request's heads (--tp without "
+            "of %.2f MiB, fewer than %d. Set --hybrid-mla-prefix-memory-gb, halve a token's size with "
+            "--hybrid-mla-prefix-dtype fp8_e4m3, or divide the heads among ranks (--tp without "
             "--enable-dp-attention)",
             SHARE * 100,
             available / GIB,
