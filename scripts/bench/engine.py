@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import queue
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -75,6 +76,13 @@ def engine_arguments(backend: str, model: str, batches: list[int], mem_fraction:
         cuda_graph_max_bs_decode=max(batches),
         log_level="warning",
     )
+
+
+def set_prefixes(memory_gb: float | None, dtype: str) -> None:
+    """hybrid_mla's memory for expanded prefixes (None: its default) and their storage, for engines started later."""
+    if memory_gb is not None:
+        os.environ["SGLANG_HYBRID_MLA_PREFIX_MEMORY_GB"] = str(memory_gb)
+    os.environ["SGLANG_HYBRID_MLA_PREFIX_DTYPE"] = dtype
 
 
 def impl_of(backend: str) -> str:
