@@ -23,7 +23,7 @@ MODEL = Path(__file__).resolve().parents[1] / "configs" / "demo_model"
 SYSTEM_PROMPT = MODEL / "system_prompt.txt"  # a table of stations and their codes, and a chapter of a novel
 
 NO_SPECULATION = (
-    "Speculative decoding needs a GPU: SGLang has no path for it on a CPU. Without --speculative the demo runs here."
+    "Speculative decoding needs a GPU: SGLang does not support it on a CPU. Without --speculative the demo runs here."
 )
 
 
@@ -109,7 +109,7 @@ def show_where_to_look(console: Console, base_url: str, keep: bool) -> None:
     if keep:
         console.print(f"The server answers at [bold]{base_url}/v1[/bold] until Ctrl-C. What it shares:")
     else:
-        console.print("With --keep the server stays, and what it shares can be watched:")
+        console.print("With --keep the server keeps running, and shows what it shares:")
     for what, where in (
         ("in a browser", f"{base_url}/hybrid_mla"),
         ("in a terminal", f"sglang-mla top --url {base_url}"),
@@ -117,7 +117,7 @@ def show_where_to_look(console: Console, base_url: str, keep: bool) -> None:
         ("with SGLang's own state", f"curl {base_url}/server_info   # in it: internal_states[0].hybrid_mla"),
     ):
         console.print(f"  {what + ':':<25}{where}", markup=False, highlight=False, soft_wrap=True)
-    console.print("What sharing would save your model on your GPUs: sglang-mla plan --help", highlight=False)
+    console.print("To predict the gain for your model and GPUs: sglang-mla plan --help", highlight=False)
 
 
 def server_arguments(model: Path, speculative: bool) -> list[str]:

@@ -160,17 +160,17 @@ def _case(of: Deployment, asked: Asked, divided: Memory | None, prompt: int, req
 def _why_plain(of: Deployment, prompt: int, mine: int, chunks: int) -> str:
     """Why so many requests of a rank share nothing."""
     if mine * of.cost.ranks < 2:
-        return "a request alone shares with nobody"
+        return "a single request has nothing to share"
     if mine * of.query_tokens > MAX_ROWS:
         return f"a step of more than {MAX_ROWS:,} rows{of.a_rank} is plain absorb"
     least = sharing.pays_from(of.cost, prompt, chunks_for(prompt, None))
     if least is None:
         return "sharing never pays"
     if mine < least:
-        return f"too few; with all of it expanded sharing pays from {least} requests{of.a_rank} on"
+        return f"too few requests; with all of it expanded sharing pays from {least} requests{of.a_rank} on"
     if not chunks:
         return "no memory for expanded tokens"
-    return f"memory for {chunks * CHUNK_TOKENS:,} expanded tokens alone, which saves less than it costs"
+    return f"memory for {chunks * CHUNK_TOKENS:,} expanded tokens only, which saves less than it costs"
 
 
 def whole_step(of: Deployment, asked: Asked, divided: Memory, prompt: int, requests: int) -> dict[str, Any]:
@@ -189,8 +189,8 @@ def whole_step(of: Deployment, asked: Asked, divided: Memory, prompt: int, reque
         rest = dict.fromkeys(rest, measured)
         if measured <= 0:
             raise CannotPlanError(
-                f"--step-ms {asked.step_ms:g} is less than what attention takes alone, {plain.attention * 1e3:.2f} ms: "
-                "is it a step without sharing, of so many requests that share so long a prompt?"
+                f"--step-ms {asked.step_ms:g} is less than attention alone is predicted to take, "
+                f"{plain.attention * 1e3:.2f} ms: check that it is a step without sharing, of this --prefix and --batch"
             )
     parts = {kind: seconds * 1e3 for kind, seconds in plain.products.items()}
     parts |= {"exchanges": plain.exchanges * 1e3, "overhead": plain.overhead * 1e3}

@@ -269,7 +269,7 @@ def test_a_measured_step_gives_the_rest():
     assert found["step_ms"]["absorb"] == pytest.approx(60)
     assert found["rest_ms"] == pytest.approx(60 - found["attention_ms"]["absorb"])
     assert found["rest_parts_ms"] is None
-    assert "is less than what attention takes alone" in refused(*case, "--step-ms", "3")
+    assert "is less than attention alone is predicted to take" in refused(*case, "--step-ms", "3")
     assert "of one step" in refused("--step-ms", "60")
 
 

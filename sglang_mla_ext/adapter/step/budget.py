@@ -107,7 +107,7 @@ def reserve(available: int, configurator: KVCacheConfigurator, options: HybridML
             f"{what}{size} leaves nothing of the {available / GIB:.2f} GiB that SGLang has for its KV cache: {advice}."
         )
     logger.info(
-        "hybrid_mla: %.3f of %.3f GiB for the KV cache are set apart, at most %.3f for buffers of attention to latents",
+        "hybrid_mla: %.3f of %.3f GiB for the KV cache are reserved, at most %.3f for buffers of latent attention",
         budget / GIB,
         available / GIB,
         buffers / GIB,
