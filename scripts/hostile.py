@@ -1,4 +1,4 @@
-"""Hostile clients: what hybrid_mla makes of attacks, against the stock backend under the same ones.
+"""Hostile clients: the same attacks on a server with hybrid_mla and on one with the stock backend.
 
 Two servers of the same settings stand side by side; each attack goes to one and then to the other, in turns, and the
 median of the turns is compared. Then once more with eyes open: nothing may be shared across salts, refusals must be the

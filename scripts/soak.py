@@ -1,4 +1,4 @@
-"""Soak: traffic of every kind on a server where everything is short, every answer against the stock backend.
+"""Soak: traffic of every kind on a server with little memory; every answer is compared with the stock backend's.
 
 Random trees of prompts, salts, requests that join and leave, clients that close their connection or abort, flushes,
 retraction, updates to other weights and back, sleep and wake: `bench/soak_traffic.py` draws it from a seed. A stock
