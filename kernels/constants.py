@@ -35,7 +35,7 @@ def block_of(dim: int) -> int:
     return 1 << (dim - 1).bit_length()
 
 
-def takes_heads(qk_nope_head_dim: int, v_head_dim: int, qk_rope_head_dim: int) -> bool:
+def supports_heads(qk_nope_head_dim: int, v_head_dim: int, qk_rope_head_dim: int) -> bool:
     """Whether keys and values per head can have these dimensions: rows begin at whole 16 bytes in every dtype."""
     parts = (v_head_dim, qk_rope_head_dim)
     return qk_nope_head_dim % 16 == 0 and all(map(is_block_dim, parts)) and max(qk_nope_head_dim, *parts) <= 256
@@ -46,7 +46,7 @@ def check_heads(qk_nope_head_dim: int, v_head_dim: int, qk_rope_head_dim: int) -
     Raises:
         ValueError: keys and values per head cannot have these dimensions.
     """
-    if not takes_heads(qk_nope_head_dim, v_head_dim, qk_rope_head_dim):
+    if not supports_heads(qk_nope_head_dim, v_head_dim, qk_rope_head_dim):
         raise ValueError(
             "qk_nope_head_dim must be a multiple of 16, v_head_dim and qk_rope_head_dim powers of two from 16 on, none "
             f"above 256; not {qk_nope_head_dim}, {v_head_dim} and {qk_rope_head_dim}"

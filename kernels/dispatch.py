@@ -139,23 +139,23 @@ OnFailure = Callable[[str, BaseException], None]
 """Is told why an implementation that should run here does not: what takes its place, and the error."""
 
 
-def kernel_for(heads: int, queries: int = 1) -> HopperKernel:
+def kernel_for(heads: int, query_tokens: int = 1) -> HopperKernel:
     """Hopper's kernel over FP8 rows for tails of so many heads and query tokens."""
-    if heads * queries in sm90_fp8_few_heads.ROWS:
-        return HopperKernel(sm90_fp8_few_heads, heads * queries)
+    if heads * query_tokens in sm90_fp8_few_heads.ROWS:
+        return HopperKernel(sm90_fp8_few_heads, heads * query_tokens)
     return HopperKernel(sm90_fp8_absorb, TILE_ROWS)
 
 
-def make_hopper_absorb_fp8(*, heads: int, queries: int = 1, **sizes: Any) -> HopperAbsorbFP8:
+def make_hopper_absorb_fp8(*, heads: int, query_tokens: int = 1, **sizes: Any) -> HopperAbsorbFP8:
     """The Hopper implementation with its kernel for these sizes, whatever the device; arguments as of `AbsorbFP8`."""
-    return HopperAbsorbFP8(kernel=kernel_for(heads, queries), heads=heads, queries=queries, **sizes)
+    return HopperAbsorbFP8(kernel=kernel_for(heads, query_tokens), heads=heads, query_tokens=query_tokens, **sizes)
 
 
-def make_hopper_grouped_absorb_fp8(*, heads: int, queries: int = 1, **sizes: Any) -> HopperGroupedAbsorbFP8:
+def make_hopper_grouped_absorb_fp8(*, heads: int, query_tokens: int = 1, **sizes: Any) -> HopperGroupedAbsorbFP8:
     """The Hopper implementation with its kernels for these sizes, whatever the device; arguments as of
     `GroupedAbsorb`."""
-    tail_kernel = kernel_for(padded_heads(heads), queries)
-    return HopperGroupedAbsorbFP8(tail_kernel=tail_kernel, heads=heads, queries=queries, **sizes)
+    tail_kernel = kernel_for(padded_heads(heads), query_tokens)
+    return HopperGroupedAbsorbFP8(tail_kernel=tail_kernel, heads=heads, query_tokens=query_tokens, **sizes)
 
 
 def make_absorb_fp8(
@@ -165,7 +165,7 @@ def make_absorb_fp8(
     dtype: torch.dtype,
     on_failure: OnFailure,
     layout: LatentRowLayout | None = None,
-    queries: int = 1,
+    query_tokens: int = 1,
     page_size: int = PAGE_TOKENS,
     **sizes: Any,
 ) -> AbsorbFP8:
@@ -176,7 +176,7 @@ def make_absorb_fp8(
         sizes: others of `AbsorbFP8`.
     """
     layout, device = layout or LatentRowLayout(), pool.device
-    sizes |= dict(heads=heads, device=device, layout=layout, queries=queries, page_size=page_size)
+    sizes |= dict(heads=heads, device=device, layout=layout, query_tokens=query_tokens, page_size=page_size)
 
     def tried(make: Callable[..., AbsorbFP8]) -> AbsorbFP8:
         absorb = make(**sizes)

@@ -10,8 +10,8 @@ CHUNK_TOKENS = 256
 """Tokens of a chunk of an expanded prefix: a multiple of every key tile, so that no tile crosses a chunk."""
 
 MAX_ROWS = 1024
-"""Rows, which are query tokens, of one run of the attention: fills the GPU, and bounds the partial results' memory.
-Batches with more decode by plain absorb; prefill takes as many runs as it needs."""
+"""Rows, which are query tokens, of one call of the attention: fills the GPU, and bounds the partial results' memory.
+Batches with more decode by plain absorb; prefill takes as many calls as it needs."""
 
 SEGMENTS_PER_ROW = 2
 """Segments that a row of a decode step is in on average, at most: what the partials' memory is sized for."""

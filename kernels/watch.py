@@ -1,4 +1,4 @@
-"""A look at what one layer's attention did, in a captured graph and at no cost where nobody looks.
+"""Copies what one layer's attention did, in a captured graph too, and at no cost where nothing is watched.
 
 A merge (merge.py) is the last kernel that touches a layer's attention, and it has the queries at hand. Which layer is
 watched stands in device memory, so a captured graph need not change: where it is this merge's, the programs of the
@@ -62,11 +62,11 @@ class Watch:
         """What an object of these sizes would allocate; as of the constructor, without `device`."""
         return cls(**sizes, device="meta").workspace_bytes  # type: ignore[arg-type]
 
-    def look_at(self, layer: int, first_row: int) -> None:
+    def set_target(self, layer: int, first_row: int) -> None:
         """Watch rows `[first_row, first_row + max_rows)` of this layer in what follows on the current stream."""
         self._set(layer + 1, first_row)
 
-    def look_away(self) -> None:
+    def clear_target(self) -> None:
         """Watch nothing in what follows on the current stream."""
         self._set(NOBODY, 0)
 

@@ -120,7 +120,7 @@ class EveryPiece:
 
 
 def main() -> None:
-    """Run SGLang's benchmark on the file; what is not ours to read is passed on to it."""
+    """Run SGLang's benchmark on the file; other arguments are passed on to it."""
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("prompts", type=Path, help="JSON lines with input_ids and sampling_params")
     arguments, flags = parser.parse_known_args()

@@ -1,4 +1,4 @@
-"""What ranks that hold expanded prefixes together pay for it in a layer: queries out, results back, and what is around.
+"""What prefixes spread over ranks cost in a layer: the exchange of queries and results, and the launches around it.
 
     NCCL_GRAPH_REGISTER=0 python scripts/bench_exchange.py --out exchange.jsonl
 

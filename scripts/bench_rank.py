@@ -46,7 +46,7 @@ from bench.workload_runs import Run, describe_run, record_run, run_workload, run
 from demo_model.rank import ALL_LAYERS, DIVIDED, MODELS, Rank, make_rank
 from transformers import AutoTokenizer
 
-from sglang_mla_ext.prefix.cost_model import ModelDims
+from sglang_mla_ext.prefix.model_dims import ModelDims
 
 NO_DEEP_GEMM = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
 # SGLang's FP8 product in Triton counts the elements of a result in 32 bits. K and V of 128 heads for the 131,072 tokens
@@ -66,18 +66,18 @@ def main(
     case: Annotated[
         list[str] | None, typer.Option(help="workload:prompt tokens:requests, in place of these three; repeatable.")
     ] = None,
-    answers: Annotated[int, typer.Option(min=2, help="Of all but decode: so many times --concurrency.")] = 6,
+    answers: Annotated[int, typer.Option(min=2, help="Answers of all but decode, as a multiple of --concurrency.")] = 6,
     output_tokens: Annotated[int, typer.Option(min=16, help="Of each answer of decode.")] = 256,
     stream_interval: Annotated[
         int | None, typer.Option(min=1, help="Tokens of an answer in one piece (16 of decode, 1 of others).")
     ] = None,
-    gpus: Annotated[str | None, typer.Option(help="Such as 0,1: so many servers at a time (one).")] = None,
+    gpus: Annotated[str | None, typer.Option(help="Such as 0,1: one server at a time on each (one GPU).")] = None,
     together: Annotated[
         bool, typer.Option("--together", help="Start all servers at once on the same GPUs; measure one at a time.")
     ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="How often each case is measured on each server.")] = 1,
     swap: Annotated[
-        bool, typer.Option("--swap", help="Once more with servers in reverse order, or on the others' GPUs.")
+        bool, typer.Option("--swap", help="Measure again with servers in reverse order, or with GPUs swapped.")
     ] = False,
     deep_gemm: Annotated[bool, typer.Option("--deep-gemm", help="Leave DeepGEMM on; it compiles for minutes.")] = False,
     server_arg: Annotated[list[str] | None, typer.Option(help="Flags for every server; repeatable.")] = None,

@@ -15,24 +15,30 @@ from demo_model.conversation import OTHER_QUESTIONS, STATIONS, WORD_QUESTIONS, C
 from demo_model.demo_tables import answers_table, sharing_table
 from rich.console import Console
 
-from sglang_mla_ext.prefix.cost_model import CostModel, ModelDims, rates_for
+from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.gpu_rates import rates_for
+from sglang_mla_ext.prefix.model_dims import ModelDims
 
 MODEL = Path(__file__).resolve().parents[1] / "configs" / "demo_model"
 SYSTEM_PROMPT = MODEL / "system_prompt.txt"  # a table of stations and their codes, and a chapter of a novel
 
 NO_SPECULATION = (
-    "Speculative decoding needs a GPU: SGLang has no path for it on a CPU. Without --speculative the demo runs here."
+    "Speculative decoding needs a GPU: SGLang does not support it on a CPU. Without --speculative the demo runs here."
 )
 
 
 def main(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the server running until Ctrl-C.")] = False,
-    port: Annotated[int, typer.Option(help="Port of the server, which must be free; 0 takes one.")] = 0,
+    port: Annotated[int, typer.Option(help="Port of the server; 0 picks a free one.")] = 0,
     answer_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 64,
     system_prompt_file: Annotated[Path | None, typer.Option(exists=True, help="Your own system prompt.")] = None,
     model: Annotated[Path | None, typer.Option(exists=True, help="An MLA checkpoint of your own.")] = None,
     speculative: Annotated[
-        bool, typer.Option("--speculative", help="Draft three tokens a step with the model's own layer; needs a GPU.")
+        bool,
+        typer.Option(
+            "--speculative",
+            help="Speculative decoding with the model's own draft layer, three tokens a step; needs a GPU.",
+        ),
     ] = False,
 ) -> None:
     """Show SGLang serving chats that share a system prompt with --attention-backend hybrid_mla."""
@@ -103,7 +109,7 @@ def show_where_to_look(console: Console, base_url: str, keep: bool) -> None:
     if keep:
         console.print(f"The server answers at [bold]{base_url}/v1[/bold] until Ctrl-C. What it shares:")
     else:
-        console.print("With --keep the server stays, and what it shares can be watched:")
+        console.print("With --keep the server keeps running, and shows what it shares:")
     for what, where in (
         ("in a browser", f"{base_url}/hybrid_mla"),
         ("in a terminal", f"sglang-mla top --url {base_url}"),
@@ -111,7 +117,7 @@ def show_where_to_look(console: Console, base_url: str, keep: bool) -> None:
         ("with SGLang's own state", f"curl {base_url}/server_info   # in it: internal_states[0].hybrid_mla"),
     ):
         console.print(f"  {what + ':':<25}{where}", markup=False, highlight=False, soft_wrap=True)
-    console.print("What sharing would save your model on your GPUs: sglang-mla plan --help", highlight=False)
+    console.print("To predict the gain for your model and GPUs: sglang-mla plan --help", highlight=False)
 
 
 def server_arguments(model: Path, speculative: bool) -> list[str]:

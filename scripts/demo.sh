@@ -12,7 +12,7 @@ trap 'exit 130' INT TERM
 cd "$REPOSITORY"
 for argument in "$@"; do # before anything is installed
     if [ "$argument" = --speculative ] && ! has_gpu; then
-        say "Speculative decoding needs a GPU: SGLang has no path for it on a CPU. Without --speculative the demo runs."
+        say "Speculative decoding needs a GPU: SGLang does not support it on a CPU. Without --speculative the demo runs."
         exit 1
     fi
 done

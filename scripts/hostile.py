@@ -1,4 +1,4 @@
-"""Hostile clients: what hybrid_mla makes of attacks, against the stock backend under the same ones.
+"""Hostile clients: the same attacks on a server with hybrid_mla and on one with the stock backend.
 
 Two servers of the same settings stand side by side; each attack goes to one and then to the other, in turns, and the
 median of the turns is compared. Then once more with eyes open: nothing may be shared across salts, refusals must be the
@@ -102,7 +102,7 @@ async def all_of_them(
             try:
                 for turn in range(turns if attack.timed else 0):
                     for url in (ours, stock)[:: 1 if turn % 2 else -1]:
-                        seconds[url].append((await play(url, attack, looking=False)).seconds)
+                        seconds[url].append((await play(url, attack, reads_status=False)).seconds)
                 one = await verdicts(attack, ours, stock, answers)
             except (aiohttp.ClientError, requests.RequestException, TimeoutError) as error:
                 console.print(f"{attack.name}: a server died: {error}", style="red", markup=False, highlight=False)

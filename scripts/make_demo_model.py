@@ -43,7 +43,7 @@ def main(
     config_only: Annotated[bool, typer.Option("--config-only", help="No weights.")] = False,
     fp8_blocks: Annotated[bool, typer.Option("--fp8-blocks", help="Projections in FP8, as DeepSeek-V3's own.")] = False,
     experts: Annotated[bool, typer.Option("--experts", help="Mixtures of experts behind the first layer.")] = False,
-    nextn: Annotated[bool, typer.Option("--nextn", help="One layer more, for speculative decoding.")] = False,
+    nextn: Annotated[bool, typer.Option("--nextn", help="One more layer, for speculative decoding.")] = False,
     rank: Annotated[
         str | None, typer.Option(help=f"{', '.join(DIVIDED)}: one rank of a whole model, without weights.")
     ] = None,

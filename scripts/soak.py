@@ -1,4 +1,4 @@
-"""Soak: traffic of every kind on a server where everything is short, every answer against the stock backend.
+"""Soak: traffic of every kind on a server with little memory; every answer is compared with the stock backend's.
 
 Random trees of prompts, salts, requests that join and leave, clients that close their connection or abort, flushes,
 retraction, updates to other weights and back, sleep and wake: `bench/soak_traffic.py` draws it from a seed. A stock
@@ -63,15 +63,15 @@ def main(
     minutes: Annotated[float | None, typer.Option(help="Send as many as fit into this time instead.")] = None,
     backend: Annotated[list[str] | None, typer.Option(help="Backend that is tried; repeatable.")] = None,
     model: Annotated[Path | None, typer.Option(exists=True, help="An MLA checkpoint [a small random one].")] = None,
-    other_model: Annotated[Path | None, typer.Option(exists=True, help="Weights to update to and fro.")] = None,
+    other_model: Annotated[Path | None, typer.Option(exists=True, help="Weights to update to, and back.")] = None,
     url: Annotated[str | None, typer.Option(help="Try this running server; give --stock-url and --model.")] = None,
     stock_url: Annotated[str | None, typer.Option(help="A running stock server with the same model.")] = None,
-    poison: Annotated[bool, typer.Option("--poison", help="All memory that is free holds NaN.")] = False,
-    memory_saver: Annotated[bool, typer.Option("--memory-saver", help="Sleep gives memory back; a GPU only.")] = False,
+    poison: Annotated[bool, typer.Option("--poison", help="Fill free memory with NaN.")] = False,
+    memory_saver: Annotated[bool, typer.Option("--memory-saver", help="Release memory in sleep; needs a GPU.")] = False,
     server_arg: Annotated[list[str] | None, typer.Option(help="Flags for the server that is tried.")] = None,
-    scale: Annotated[int, typer.Option(min=1, help="Prompts so many times as long.")] = 8 if ON_GPU else 1,
+    scale: Annotated[int, typer.Option(min=1, help="Factor by which prompts are longer.")] = 8 if ON_GPU else 1,
     at_a_time: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 64 if ON_GPU else 16,
-    phase: Annotated[int, typer.Option(min=4, help="Requests between two looks at an idle server.")] = 400,
+    phase: Annotated[int, typer.Option(min=4, help="Requests between two checks of the idle server.")] = 400,
     tolerance: Annotated[float, typer.Option(help="How far log-probabilities may be off on average.")] = TOLERANCE.mean,
     out: Annotated[Path | None, typer.Option(help="JSONL file to append records to.")] = None,
     log_folder: Annotated[Path | None, typer.Option(help="For the output of servers [.demo/logs].")] = None,

@@ -40,11 +40,11 @@ def doctor(
         bool, typer.Option("--json", help="Print what is found as JSON; before the launch command.")
     ] = False,
 ) -> None:
-    """Check this machine: versions, GPU, and what is used of SGLang; or a launch command, as on an H200 where this
-    machine has no GPU.
+    """Check this machine (versions, GPU, what is used of SGLang) or a launch command, as on an H200 where this machine
+    has no GPU.
 
-    Exit status 1 if it cannot run, as it is or with the changes that are named, and 3 if that cannot be told: the
-    model's configuration is not at hand.
+    Exit status: 0 if it runs, with or without the changes that are named; 1 if not; 3 if that is unknown, because the
+    model's configuration was not found.
     """
     from sglang_mla_ext import doctor
 
@@ -60,7 +60,7 @@ def plan(
     ] = "deepseek-v3",
     gpu: Annotated[str, typer.Option(help="h100, h200, h20, h800, cpu, or a file of rates.")] = "h200",
     tp: Annotated[int, typer.Option(min=1, help="GPUs that share the model, as SGLang's --tp.")] = 1,
-    dp: Annotated[int, typer.Option(min=1, help="Of them, ranks of DP attention, as SGLang's --dp.")] = 1,
+    dp: Annotated[int, typer.Option(min=1, help="Ranks of DP attention among them, as SGLang's --dp.")] = 1,
     spread: Annotated[
         bool, typer.Option("--spread", help="As --hybrid-mla-spread auto: ranks of --dp hold prefixes together.")
     ] = False,
@@ -101,14 +101,14 @@ def plan(
         ),
     ] = None,
     step_ms: Annotated[
-        float | None, typer.Option(help="A measured step without sharing, of one --prefix and one --batch.")
+        float | None, typer.Option(help="Measured time of a step without sharing, of one --prefix and one --batch.")
     ] = None,
     arrivals: Annotated[
         int | None,
         typer.Option(
             min=2,
-            help="Mean tokens of an answer, where requests end and are replaced at once: tokens/s, time to the first "
-            "token and between tokens, with prefill passes in turns and with mixed steps.",
+            help="Mean tokens of an answer: simulates requests that are replaced as they end, with prefill passes and "
+            "with mixed steps; shows tokens/s, time to the first token and between tokens.",
         ),
     ] = None,
     question: Annotated[int, typer.Option(min=1, help="New tokens of each prompt, with --arrivals.")] = 128,
@@ -116,8 +116,8 @@ def plan(
         float | None,
         typer.Option(
             min=0,
-            help="Host time of an eager prefill pass, with --arrivals [in proportion to 76 ms for 24 layers: "
-            "DeepSeek-V3 on an H100 of a slow virtual machine, where launches set it and kernels took a third].",
+            help="Host time of an eager prefill pass, with --arrivals [3.2 ms a layer, as DeepSeek-V3's on a slow "
+            "virtual machine].",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
@@ -125,8 +125,8 @@ def plan(
         Path | None, typer.Option(help="Draw threshold, memory and roofline to this file; needs matplotlib.")
     ] = None,
 ) -> None:
-    """Show what a server plans for requests that share a prompt, what that saves, the whole step with and without it,
-    and a GPU's memory; with --arrivals, what short answers leave of it; last, what to do."""
+    """Predict what a server shares among requests of one prompt and what that saves, the whole decode step with and
+    without it, and a GPU's memory; with --arrivals, serving with short answers. Ends in a recommendation."""
     from sglang_mla_ext.predict import advice, report, tables, weights
     from sglang_mla_ext.predict.rates import Gpu
     from sglang_mla_ext.predict.step import Deployment
@@ -189,9 +189,10 @@ def top(
     api_key: Annotated[
         str | None, typer.Option(help="The server's --api-key, if it has one.", envvar="SGLANG_MLA_API_KEY")
     ] = None,
-    interval: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks.")] = 1.0,
+    interval: Annotated[float, typer.Option(min=0.5, help="Seconds between two readings.")] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Look twice, print that with rates, and end; so without a terminal.")
+        bool,
+        typer.Option("--once", help="Read twice, print values and rates, and end; the default without a terminal."),
     ] = False,
 ) -> None:
     """Show what a running server shares, live: its status page in a terminal. Ctrl-C ends it."""

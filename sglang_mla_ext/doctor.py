@@ -17,7 +17,7 @@ from rich.table import Table
 from sglang_mla_ext import __version__
 from sglang_mla_ext.adapter.compat.contract import ContractError, check, compare, installed_version, untested
 from sglang_mla_ext.adapter.compat.table import Feature
-from sglang_mla_ext.prefix.cost_model import rates_for
+from sglang_mla_ext.prefix.gpu_rates import rates_for
 
 if TYPE_CHECKING:
     from sglang_mla_ext.adapter.launch.examine import Examination
@@ -91,11 +91,11 @@ def _as_text(found: Examination, line: LaunchLine, gpu: str | None) -> list[str]
     where = "" if gpu or found.outcome == CANNOT_TELL else " (examined as on an H200)"
     said = [f"{found.outcome}{where}", *(f"  {finding.text}" for finding in found.findings)]
     said += [found.elsewhere] if found.elsewhere else []
-    if found.run is None:
+    if found.how_far is None:
         return said
     said += [f"  change: {change}" for change in found.changes]
     said += [f"  warning: {warning}" for warning in found.warnings]
-    said.append(f"how far it was run with SGLang {found.run.version}: {found.run}")
+    said.append(f"how far it was run with SGLang {found.how_far.version}: {found.how_far}")
     said += [found.reach] if found.reach else []
     said.append(f"set by itself: {', '.join(found.settings) or 'nothing'}")
     said += [f"{path} is taken for {name}" for path, name in found.models.items() if path != name]
@@ -107,7 +107,7 @@ def _as_text(found: Examination, line: LaunchLine, gpu: str | None) -> list[str]
 def _as_json(found: Examination, gpu: str | None) -> dict[str, Any]:
     from sglang_mla_ext.adapter.launch import launch_line
 
-    run = found.run
+    run = found.how_far
     return {
         "outcome": found.outcome,
         "sglang": installed_version(),

@@ -38,9 +38,9 @@ class HybridMLAOptions:
             (prefix/default_memory.py), and with 0 nothing is expanded. Buffers that are needed are taken out of it in
             any case.
         prefix_dtype: storage of expanded prefixes; `auto` follows the KV cache: the model's own dtype, so that turning
-            the backend on changes no answer, or FP8 beside an FP8 cache. `fp8_e4m3` halves memory and time at FP8's
-            precision.
-        min_prefix_len: prefixes shorter than this many tokens are left alone.
+            the backend on changes answers by rounding alone, or FP8 beside an FP8 cache. `fp8_e4m3` halves memory and
+            time at FP8's precision.
+        min_prefix_len: prefixes shorter than this many tokens are not shared.
         mode: `auto` lets the cost model choose per group; `naive` expands every shared prefix that fits;
             `grouped_absorb` never expands, and reads the latent rows of every shared prefix once for several
             requests, where heads are few enough for that; `absorb` does neither.
@@ -68,9 +68,7 @@ class HybridMLAOptions:
     prefix_dtype: str = field(
         default="auto", metadata=_flag("storage of expanded prefixes (auto: as the KV cache)", PREFIX_DTYPES)
     )
-    min_prefix_len: int = field(
-        default=256, metadata=_flag("shared prefixes shorter than this many tokens are left alone")
-    )
+    min_prefix_len: int = field(default=256, metadata=_flag("the shortest prefix that is shared, in tokens"))
     mode: str = field(
         default="auto",
         metadata=_flag(
@@ -92,15 +90,16 @@ class HybridMLAOptions:
     mixed_tokens: int | None = field(
         default=None,
         metadata=_flag(
-            "new tokens that ride in a decode step's CUDA graph, at most, in whole pages of 64 (0: prefill always has "
-            "passes of its own; default: by the cost model, 256 to 512 where decode runs in CUDA graphs, else 0)"
+            "the most new prompt tokens computed in one decode step (mixed steps), in whole pages of 64 (0: prefill "
+            "always has passes of its own; default: by the cost model, 256 to 512 where decode runs in CUDA graphs, "
+            "else 0)"
         ),
     )
     dp_routing: str = field(
         default="sglang",
         metadata=_flag(
             "which data-parallel rank a request goes to: sglang (--load-balance-method), prefix (prompts that begin "
-            "alike stay together until a rank is full)",
+            "alike go to one rank until it is full)",
             DP_ROUTINGS,
         ),
     )

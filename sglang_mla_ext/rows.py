@@ -80,21 +80,23 @@ class Rows:
             return values
         return [value for request, value in enumerate(values) for _ in self.of_request(request)]
 
-    def units(self, queries: int) -> Rows:
+    def units(self, query_tokens: int) -> Rows:
         """The same where so many rows that follow each other count as one, as for kernels that take a request's query
         tokens together.
 
         Raises:
             ValueError: a request has other rows than whole units.
         """
-        if queries == 1:
+        if query_tokens == 1:
             return self
         counts = self.counts if self.each is None else (self.each,)
-        if any(count % queries for count in counts):
-            raise ValueError(f"requests of {sorted(set(counts))} rows do not have {queries} or multiples of it each")
+        if any(count % query_tokens for count in counts):
+            raise ValueError(
+                f"requests of {sorted(set(counts))} rows do not have {query_tokens} or multiples of it each"
+            )
         if self.each is not None:
-            return replace(self, each=self.each // queries)
-        return Rows.of([count // queries for count in counts])
+            return replace(self, each=self.each // query_tokens)
+        return Rows.of([count // query_tokens for count in counts])
 
     def padded(self, total: int, each: int = 1) -> Rows:
         """With more requests behind these, until there are so many rows.

@@ -54,9 +54,9 @@ class GroupedAbsorb(ABC):
     `plan` and `begin_step` write to static memory on the current stream and do not synchronise. `run` is what a CUDA
     graph captures, after one call outside of it, which compiles; the graph follows later calls of the other two.
 
-    A request has `queries` query tokens, which are its rows, one after the other, and in all of its segments. It may be
-    in several, whose partials are all merged. Of a tail, which has the step's tokens, the last row of a request sees
-    all keys, the one before it one less, and so on.
+    The query tokens of a request are its rows, one after the other, and in all of its segments. It may be in several,
+    whose partials are all merged. Of a tail, which has the step's tokens, the last row of a request sees all keys, the
+    one before it one less, and so on.
     """
 
     _tail_capacity: AbsorbCapacity
@@ -70,7 +70,7 @@ class GroupedAbsorb(ABC):
         heads: int,
         max_rows: int,
         max_tokens: int,
-        queries: int = 1,
+        query_tokens: int = 1,
         kv_lora_rank: int,
         qk_rope_head_dim: int,
         dtype: torch.dtype,
@@ -83,9 +83,9 @@ class GroupedAbsorb(ABC):
         """
         Args:
             heads: local query heads; stacking pays for those of `stacking.rows_per_tile`.
-            max_rows: of a step: `queries` for each request. What does not make up a request is not used.
+            max_rows: of a step: `query_tokens` for each request. What does not make up a request is not used.
             max_tokens: of a request.
-            queries: query tokens of each request.
+            query_tokens: of each request.
             dtype: of queries and results.
             programs: of the kernels' grids, by default one for each multiprocessor.
             max_segments: of a plan, by default one for each tile that the rows fill, and `SPARE_SEGMENTS`.
@@ -95,13 +95,13 @@ class GroupedAbsorb(ABC):
         Raises:
             ValueError: heads need more programs.
         """
-        self._heads, self._queries, self._device = heads, queries, torch.device(device)
-        self._max_requests, self._padded = max_rows // queries, padded_heads(heads)
+        self._heads, self._query_tokens, self._device = heads, query_tokens, torch.device(device)
+        self._max_requests, self._padded = max_rows // query_tokens, padded_heads(heads)
         self._rank, self._columns, self._dtype = kv_lora_rank, kv_lora_rank + qk_rope_head_dim, dtype
         if programs is None:
             programs = torch.cuda.get_device_properties(device).multi_processor_count
         if max_segments is None:
-            max_segments = -(-self._max_requests * queries * self._padded // TILE_ROWS) + SPARE_SEGMENTS
+            max_segments = -(-self._max_requests * query_tokens * self._padded // TILE_ROWS) + SPARE_SEGMENTS
         # Pages of the tails, and behind them those of the segments. Rows of a multiple of 16 bytes: Triton compiles
         # different code for other alignments.
         pages = -(-(max_tokens // PAGE_TOKENS + 1) // 4) * 4
@@ -115,10 +115,10 @@ class GroupedAbsorb(ABC):
         # In a work list and in its partials, a row is a request with all of its query tokens.
         self._capacity = AbsorbCapacity(
             self._max_requests,
-            self._padded * queries,
+            self._padded * query_tokens,
             programs,
-            queries=queries,
-            segment_rows=max_segment_rows and -(-max_segment_rows // queries),
+            query_tokens=query_tokens,
+            segment_rows=max_segment_rows and -(-max_segment_rows // query_tokens),
         )
         # H' is H, padded.
         partials = (self._capacity.max_partial_rows, self._capacity.heads)
@@ -204,7 +204,7 @@ class GroupedAbsorb(ABC):
             q_absorbed: `[rows, heads, kv_lora_rank]`, `q_nope` times `w_kc`; q_rope: `[rows, heads, qk_rope_head_dim]`;
                 rows as planned, last axis contiguous, any other strides.
             cache: of a layer; see the subclass.
-            watched: what to look at, see watch.py.
+            watched: what to copy, see watch.py.
         Returns:
             `out [rows, heads, kv_lora_rank]`, valid until the next run, and `lse [rows, heads]` float32, natural log,
             over tail and segments; 0 and -inf for a row without keys.
@@ -213,9 +213,9 @@ class GroupedAbsorb(ABC):
         """
         rows, heads = q_absorbed.shape[:2]
         requests = self._requests
-        if rows != requests * self._queries or heads != self._heads:
+        if rows != requests * self._query_tokens or heads != self._heads:
             raise ValueError(
-                f"planned for {requests * self._queries} rows of {self._heads} heads, run with {rows} of {heads}"
+                f"planned for {requests * self._query_tokens} rows of {self._heads} heads, run with {rows} of {heads}"
             )
         out, lse = self._capacity.uncut_rows(self._partial_out, requests), torch.empty_like(self._no_lse[:requests])
         if rows:  # TMA has no descriptor of a tensor without rows
@@ -252,7 +252,7 @@ class GroupedAbsorb(ABC):
             req_to_token: as for `begin_step`; cache: as for `run`, of any layer.
         """
         page = torch.full((1,), PAGE_TOKENS, dtype=torch.int32, device=self._device)
-        rows = self._queries
+        rows = self._query_tokens
         self.plan([Segment((0,), 0, PAGE_TOKENS, Mode.GROUPED_ABSORB)], 1)
         self.begin_step(req_to_token, page.long() - PAGE_TOKENS, page + 1, page)
         query = torch.zeros(rows, self._heads, self._columns, dtype=self._dtype, device=self._device)

@@ -40,7 +40,7 @@ class HopperGroupedAbsorbFP8(GroupedAbsorb):
             self._capacity.heads,
             self._capacity.programs,
             tail_kernel.tile_rows,
-            queries=self._queries,
+            query_tokens=self._query_tokens,
             segment_rows=0,
             segment_partials=self._capacity.max_segment_partials,
         )

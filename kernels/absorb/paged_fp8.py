@@ -54,7 +54,7 @@ class AbsorbFP8(ABC):
         heads: int,
         device: torch.device | str,
         layout: LatentRowLayout | None = None,
-        queries: int = 1,
+        query_tokens: int = 1,
         page_size: int = PAGE_TOKENS,
         num_sms: int | None = None,
         memory: Memory | None = None,
@@ -62,7 +62,7 @@ class AbsorbFP8(ABC):
         """
         Args:
             max_requests: of a call.
-            queries: query tokens of each request.
+            query_tokens: of each request.
             layout: DeepSeek-V3's if None.
             page_size: tokens of a page.
             num_sms: multiprocessors to fill; those of the device if None.
@@ -74,7 +74,9 @@ class AbsorbFP8(ABC):
         device = torch.device(device)
         self._layout = layout or LatentRowLayout()
         rank, dr = self._layout.kv_lora_rank, self._layout.qk_rope_head_dim
-        for name, size in dict(max_requests=max_requests, heads=heads, queries=queries, page_size=page_size).items():
+        for name, size in dict(
+            max_requests=max_requests, heads=heads, query_tokens=query_tokens, page_size=page_size
+        ).items():
             if size <= 0:
                 raise ValueError(f"{name} must be positive, not {size}")
         if not (is_block_dim(rank) and is_block_dim(dr)):
@@ -83,11 +85,11 @@ class AbsorbFP8(ABC):
             if torch.cuda.get_device_capability(device) < (8, 9):
                 raise ValueError("an FP8 cache needs a GPU of compute capability 8.9 or higher")
             num_sms = num_sms or torch.cuda.get_device_properties(device).multi_processor_count
-        self._max_requests, self._heads, self._queries = max_requests, heads, queries
+        self._max_requests, self._heads, self._query_tokens = max_requests, heads, query_tokens
         self._page_size, self._num_sms = page_size, num_sms or 1
         self._memory = memory or Memory()
         # There is no tail beside the partials: its lse is -inf, and its output is not read.
-        self._no_lse = torch.full((max_requests * queries, heads), -torch.inf, device=device)
+        self._no_lse = torch.full((max_requests * query_tokens, heads), -torch.inf, device=device)
 
     @property
     def workspace_bytes(self) -> int:
@@ -152,11 +154,13 @@ class AbsorbFP8(ABC):
             pool: as for `run`, of any layer; dtype: of queries and results.
         """
         for requests in self._requests_to_try():
-            tokens, device = requests * self._queries, pool.device
+            tokens, device = requests * self._query_tokens, pool.device
             rank, columns = self._layout.kv_lora_rank, self._layout.kv_lora_rank + self._layout.qk_rope_head_dim
             q = torch.zeros(tokens, self._heads, columns, dtype=dtype, device=device)
-            lens = torch.full((requests,), self._queries, dtype=torch.int32, device=device)
-            page_table = torch.zeros(requests, -(-self._queries // self._page_size), dtype=torch.int32, device=device)
+            lens = torch.full((requests,), self._query_tokens, dtype=torch.int32, device=device)
+            page_table = torch.zeros(
+                requests, -(-self._query_tokens // self._page_size), dtype=torch.int32, device=device
+            )
             lse = torch.empty(tokens, self._heads, device=device)
             self.begin_step(lens, page_table)
             query = q[..., :rank], q[..., rank:]
@@ -192,7 +196,7 @@ class AbsorbFP8(ABC):
         lse: Tensor,
     ) -> None:
         """Raise the ValueErrors of `run`."""
-        requests, tokens = len(lens), len(lens) * self._queries
+        requests, tokens = len(lens), len(lens) * self._query_tokens
         rank, dr = self._layout.kv_lora_rank, self._layout.qk_rope_head_dim
         self._layout.check(pool)
         if requests > self._max_requests:
@@ -251,10 +255,10 @@ class HopperAbsorbFP8(AbsorbFP8):
         # In the work list and in its partials, a row is a request with all of its query tokens.
         self._capacity = AbsorbCapacity(
             self._max_requests,
-            self._heads * self._queries,
+            self._heads * self._query_tokens,
             self._num_sms,
             kernel.tile_rows,
-            queries=self._queries,
+            query_tokens=self._query_tokens,
             segment_rows=0,
             segment_partials=0,
         )
@@ -269,7 +273,7 @@ class HopperAbsorbFP8(AbsorbFP8):
     def output(self, tokens: int, dtype: torch.dtype) -> Tensor:
         if dtype != self._partial_out.dtype:
             return super().output(tokens, dtype)
-        requests = self._capacity.uncut_rows(self._partial_out, tokens // self._queries)
+        requests = self._capacity.uncut_rows(self._partial_out, tokens // self._query_tokens)
         return requests.view(tokens, self._heads, self._layout.kv_lora_rank)
 
     def begin_step(self, lens: Tensor, page_table: Tensor) -> None:
@@ -302,13 +306,13 @@ class HopperAbsorbFP8(AbsorbFP8):
 
 
 class TritonAbsorbFP8(AbsorbFP8):
-    """A grid that depends on the number of requests alone: the keys of each are cut into as many runs, then merged."""
+    """A grid that depends on the number of requests alone: the keys of each are cut into equal splits, then merged."""
 
     def __init__(self, **sizes: Any) -> None:
         """Arguments as of `AbsorbFP8`."""
         super().__init__(**sizes)
-        self._tiles = triton.cdiv(self._heads * self._queries, BLOCK_ROWS)
-        tokens, heads, rank = self._max_requests * self._queries, self._heads, self._layout.kv_lora_rank
+        self._tiles = triton.cdiv(self._heads * self._query_tokens, BLOCK_ROWS)
+        tokens, heads, rank = self._max_requests * self._query_tokens, self._heads, self._layout.kv_lora_rank
         device = self._no_lse.device
         zeros = partial(self._memory.zeros, device=device)
         self._content = zeros(tokens, heads, rank, dtype=FP8)
@@ -316,7 +320,7 @@ class TritonAbsorbFP8(AbsorbFP8):
         self._rope = zeros(tokens, heads, self._layout.qk_rope_head_dim, dtype=torch.bfloat16)
         most_tokens = {}  # by number of splits
         for requests in range(1, self._max_requests + 1):
-            most_tokens[self.splits(requests)] = requests * self._queries
+            most_tokens[self.splits(requests)] = requests * self._query_tokens
         partials = max([n * splits for splits, n in most_tokens.items() if splits > 1], default=0)
         self._partial_out = zeros(partials, heads, rank, dtype=torch.float32)
         self._partial_lse2 = zeros(partials, heads, dtype=torch.float32)

@@ -28,7 +28,7 @@ Both stand in one int32 array in static device memory, whose fields items.py nam
 | `tail_strips` | the strips of every row of the batch, row by row; never change |
 | `segment_strips` | the strips of the rows of every segment, segment by segment |
 
-A *strip* is a run of consecutive query rows, heads of one query token, given by its first row, token · heads + head. An
+A *strip* is consecutive query rows, heads of one query token, given by its first row, token · heads + head. An
 item has up to `tile_rows` / `strip_rows` strips: that is what lets it stack requests, and a strip is what TMA copies at
 once.
 
@@ -78,7 +78,7 @@ class AbsorbCapacity:
         heads: of each row: those of all its query tokens, a multiple of 8 for each.
         programs: of the kernel's grid.
         tile_rows: query rows of an item: 64, 32, 16 or 8.
-        queries: query tokens of each row.
+        query_tokens: of each row.
         segment_rows: rows of all segments together, where a row counts once for each segment that it is in; by default
             `max_rows`, enough where segments are disjoint.
         segment_partials: partial rows in front of those of tails; by default as many as segments can need.
@@ -88,7 +88,7 @@ class AbsorbCapacity:
     heads: int
     programs: int
     tile_rows: int = TILE_ROWS
-    queries: int = 1
+    query_tokens: int = 1
     segment_rows: int | None = None
     segment_partials: int | None = None
 
@@ -97,19 +97,19 @@ class AbsorbCapacity:
         Raises:
             ValueError: a request has more tiles than there are programs, or more query tokens than a block has keys.
         """
-        if self.queries > BLOCK_KEYS:  # those that not all of them see would be in more than two blocks
-            raise ValueError(f"a request has at most {BLOCK_KEYS} query tokens, not {self.queries}")
+        if self.query_tokens > BLOCK_KEYS:  # those that not all of them see would be in more than two blocks
+            raise ValueError(f"a request has at most {BLOCK_KEYS} query tokens, not {self.query_tokens}")
         if self.programs < self.row_tiles:
             raise ValueError(f"{self.heads} heads need {self.row_tiles} programs, but there are {self.programs}")
 
     @property
     def query_heads(self) -> int:
         """Heads of one query token."""
-        return self.heads // self.queries
+        return self.heads // self.query_tokens
 
     @property
     def strip_rows(self) -> int:
-        """Query rows of a strip: the longest run that divides both a tile and the heads of a query token."""
+        """Query rows of a strip: the largest number that divides both a tile and the heads of a query token."""
         for strip in (self.tile_rows, 32, 16, 8):
             if self.tile_rows % strip == 0 and self.query_heads % strip == 0:
                 return strip

@@ -144,7 +144,7 @@ def absorb_hopper_kernel(
     partial_lse2_ptr,  # float32 [P * H]
     scale_log2e,
     HEADS: gl.constexpr,  # of a query token
-    QUERIES: gl.constexpr,  # query tokens of a request
+    QUERY_TOKENS: gl.constexpr,  # query tokens of a request
 ):
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -182,7 +182,7 @@ def absorb_hopper_kernel(
     # The argument tuples stand in the call itself: constants in a tuple with a name would become run-time values.
     gl.warp_specialize(
         [
-            (score, (shared, partial_lse2_ptr, work_ptr, scale_log2e, HEADS, QUERIES)),
+            (score, (shared, partial_lse2_ptr, work_ptr, scale_log2e, HEADS, QUERY_TOKENS)),
             (sum_values, (shared, partial_out_ptr, work_ptr, 0)),
             (sum_values, (shared, partial_out_ptr, work_ptr, 1)),
             (copy_keys, (q_desc, content_desc, rope_desc, shared, work_ptr, page_table_ptr)),
@@ -249,6 +249,6 @@ def run(
         partial_lse2,
         softmax_scale * LOG2E,
         HEADS=capacity.query_heads,
-        QUERIES=capacity.queries,
+        QUERY_TOKENS=capacity.query_tokens,
         num_warps=4,
     )

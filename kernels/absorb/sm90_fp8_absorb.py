@@ -117,7 +117,7 @@ def absorb_fp8_hopper_kernel(
     scale_log2e,
     SLOTS: gl.constexpr,
     HEADS: gl.constexpr,  # H
-    QUERIES: gl.constexpr,  # query tokens of a request; 1 where all of them see all keys
+    QUERY_TOKENS: gl.constexpr,  # query tokens of a request; 1 where all of them see all keys
 ):
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -147,7 +147,7 @@ def absorb_fp8_hopper_kernel(
     # The argument tuples stand in the call itself: constants in a tuple with a name would become run-time values.
     gl.warp_specialize(
         [
-            (compute_scores, (ring, shared, partial_lse2_ptr, work_ptr, scale_log2e, HEADS, QUERIES)),
+            (compute_scores, (ring, shared, partial_lse2_ptr, work_ptr, scale_log2e, HEADS, QUERY_TOKENS)),
             (sum_values, (ring, shared, partial_out_ptr, work_ptr, 0)),
             (sum_values, (ring, shared, partial_out_ptr, work_ptr, 1)),
             (copy, (
@@ -198,7 +198,7 @@ def run(
         softmax_scale * LOG2E,
         SLOTS=SLOTS,
         HEADS=capacity.query_heads,
-        QUERIES=capacity.queries if causal else 1,
+        QUERY_TOKENS=capacity.query_tokens if causal else 1,
         num_warps=4,
     )
 

@@ -157,7 +157,7 @@ def _by_position(weights_t, N: gl.constexpr):
 @gluon.jit
 def attend(
     ring, query, side, partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, SIDE: gl.constexpr,
-    HEADS: gl.constexpr, QUERIES: gl.constexpr,
+    HEADS: gl.constexpr, QUERY_TOKENS: gl.constexpr,
 ):  # fmt: skip
     """All items: columns [256 * SIDE, 256 * SIDE + 256) of the output, in four tiles of 64; the lse2 if SIDE is 0."""
     N: gl.constexpr = query.content.shape[0]
@@ -180,7 +180,7 @@ def attend(
         n_rows = gl.load(item_ptr + ITEM_ROWS)
         rows = gl.arange(0, N, BY_ROW)
         valid = gl.load(item_ptr + ITEM_END) - last * BLOCK
-        limit = valid - unseen_keys(item_ptr, rows, HEADS, QUERIES)  # of a row's keys in the block, [N]
+        limit = valid - unseen_keys(item_ptr, rows, HEADS, QUERY_TOKENS)  # of a row's keys in the block, [N]
         mbarrier.wait(query.full, done & 1)
         row_scale = (
             round_rows(query.content, query.rope, query.empty, side.q_content, side.q_rope, BY_ROW) * scale_log2e
@@ -213,7 +213,7 @@ def attend(
 
             keys = gl.arange(0, BLOCK, BY_KEY)
             key_scale = gl.where(keys < valid, key_scale, 1.0)
-            visible = (keys < valid)[:, None] if QUERIES == 1 else keys[:, None] < limit[None, :]
+            visible = (keys < valid)[:, None] if QUERY_TOKENS == 1 else keys[:, None] < limit[None, :]
             valid = BLOCK  # of all other blocks
             limit += BLOCK
             scores = scores + gl.convert_layout(rope_scores, RESULT, assert_trivial=True)
@@ -241,7 +241,7 @@ def attend(
             acc3 = acc3 * rescale + added3
         done += 1  # noqa: SIM113 - Gluon has no enumerate
         total = gl.sum(sums, 0)
-        norm, lse2 = finish(total, level, QUERIES)
+        norm, lse2 = finish(total, level, QUERY_TOKENS)
         norm = norm[None, :]
         partial = gl.load(item_ptr + ITEM_PARTIAL)
         if SIDE == 0:
@@ -267,7 +267,7 @@ def absorb_fp8_few_heads_kernel(
     scale_log2e,
     N: gl.constexpr,  # rows of an item
     HEADS: gl.constexpr,  # H
-    QUERIES: gl.constexpr,  # query tokens of a request, all of an item
+    QUERY_TOKENS: gl.constexpr,  # query tokens of a request, all of an item
 ):
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     QUERY: gl.constexpr = gl.NVMMASharedLayout(128, 16)
@@ -298,10 +298,10 @@ def absorb_fp8_few_heads_kernel(
     gl.warp_specialize(
         [
             (attend, (
-                ring, query, first, partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, 0, HEADS, QUERIES,
+                ring, query, first, partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, 0, HEADS, QUERY_TOKENS,
             )),
             (attend, (
-                ring, query, second, partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, 1, HEADS, QUERIES,
+                ring, query, second, partial_out_ptr, partial_lse2_ptr, work_ptr, scale_log2e, 1, HEADS, QUERY_TOKENS,
             )),
             (copy, (
                 q_desc, q_rope_desc, content_desc, rope_desc, scale_desc, query, ring, work_ptr, page_table_ptr, HEADS,
@@ -337,6 +337,6 @@ def run(
         softmax_scale * LOG2E,
         N=capacity.tile_rows,
         HEADS=capacity.query_heads,
-        QUERIES=capacity.queries,
+        QUERY_TOKENS=capacity.query_tokens,
         num_warps=4,
     )

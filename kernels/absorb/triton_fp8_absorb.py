@@ -11,7 +11,7 @@ exact; on Hopper its sums over thousands of keys also come out too small (see sm
 takes more registers than there are), and Triton transposes FP8 values byte by byte.
 
 The grid depends on the number of rows alone, so a CUDA graph can hold it; lengths and pages are read on the device.
-Each request's keys are cut into equal runs of blocks, and merge.py puts the partial results together. Where rows fill
+Each request's keys are cut into equal splits of blocks, and merge.py puts the partial results together. Where rows fill
 the GPU, keys are not cut, and the result is written at once.
 
 It needs a GPU with e4m3 and 128 KiB of shared memory for a program (Hopper and later).
@@ -65,7 +65,7 @@ def absorb_fp8_kernel(
     table_row,
     splits,
     HEADS: tl.constexpr,
-    QUERIES: tl.constexpr,
+    QUERY_TOKENS: tl.constexpr,
     R: tl.constexpr,
     DR: tl.constexpr,
     PAGE: tl.constexpr,
@@ -75,8 +75,8 @@ def absorb_fp8_kernel(
     EXACT: tl.constexpr,
     LN2: tl.constexpr,
 ):
-    """One program: up to BLOCK_ROWS query rows of one request, over one run of its blocks of keys."""
-    ROWS: tl.constexpr = HEADS * QUERIES
+    """One program: up to BLOCK_ROWS query rows of one request, over one split of its keys."""
+    ROWS: tl.constexpr = HEADS * QUERY_TOKENS
     request, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)  # [BLOCK_ROWS], of the request
     in_rows = row < ROWS
@@ -87,7 +87,7 @@ def absorb_fp8_kernel(
     q_scale = tl.load(q_scale_ptr + query_row) * scale_log2e  # [BLOCK_ROWS]
 
     length = tl.load(lens_ptr + request)
-    visible = length - (QUERIES - 1 - row // HEADS)  # [BLOCK_ROWS]: the last query token sees all keys
+    visible = length - (QUERY_TOKENS - 1 - row // HEADS)  # [BLOCK_ROWS]: the last query token sees all keys
     blocks = (length + BLOCK - 1) // BLOCK
     per_split = (blocks + splits - 1) // splits
     first = split * per_split
@@ -123,7 +123,7 @@ def absorb_fp8_kernel(
     out = acc / tl.where(none, 1.0, total)[:, None]
     lse2 = tl.where(none, float("-inf"), row_max2 + tl.log2(tl.where(none, 1.0, total)))
     if SPLIT:
-        token = request * QUERIES + row // HEADS
+        token = request * QUERY_TOKENS + row // HEADS
         place = (token * splits + split) * HEADS + row % HEADS  # [BLOCK_ROWS]
         tl.store(lse_ptr + place, lse2, mask=in_rows)
     else:
@@ -159,8 +159,8 @@ def run_kernel(
     """
     tokens, heads, rank = content.shape
     requests = len(lens)
-    queries = tokens // requests
-    absorb_fp8_kernel[(triton.cdiv(heads * queries, BLOCK_ROWS), requests, splits)](
+    query_tokens = tokens // requests
+    absorb_fp8_kernel[(triton.cdiv(heads * query_tokens, BLOCK_ROWS), requests, splits)](
         content,
         scale,
         rope,
@@ -176,7 +176,7 @@ def run_kernel(
         page_table.stride(0),
         splits,
         HEADS=heads,
-        QUERIES=queries,
+        QUERY_TOKENS=query_tokens,
         R=rank,
         DR=rope.shape[-1],
         PAGE=page_size,

@@ -97,7 +97,7 @@ class SharedAttention(Protocol):
             out: `[T, H, dv]`, written; may be tail_out itself.
             lse: `[T, H]` float32, natural log, written if given; may be tail_lse itself.
             plan: the one of the last run.
-            watched: what to look at, see watch.py.
+            watched: what to copy, see watch.py.
         Returns:
             `out`. Rows in no segment are the tail's; rows with no key at all are 0 and -inf.
         """

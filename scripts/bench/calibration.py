@@ -23,7 +23,8 @@ from bench.shared import DTYPES, STORAGE
 from bench.tile_choice import LONG, SHORT, SHORTER, choose_tiles, shared_part, shared_part_and_merge
 from bench.timing import attempt, free_memory, measure
 from sglang_mla_ext.kernels.naive.tiles import Tile
-from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, ModeRates
+from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.gpu_rates import GpuRates, ModeRates
 from sglang_mla_ext.segment import Mode
 
 CUTS = 8
@@ -93,7 +94,7 @@ def fit(mode: Mode, samples: Sequence[Sample], before: Mapping[str, Any]) -> dic
     return values
 
 
-def take(bound: str, case: Case, tokens: int, dtype: str, make: Callable[[], Any], rep_ms: int) -> list[Sample]:
+def time_sample(bound: str, case: Case, tokens: int, dtype: str, make: Callable[[], Any], rep_ms: int) -> list[Sample]:
     """Time the call that `make` returns: one sample, none if it fails."""
     metrics = attempt(f"{bound} {dtype} {case}", lambda: measure(make(), rep_ms, work=None))
     return [Sample(bound, case.heads, case.batch, tokens, dtype, metrics["ms"] / 1e3)] if metrics else []
@@ -108,7 +109,7 @@ def one_more_segment(
         make: `(case, segments) -> call`.
     """
     case = Case(LONG, TAIL, heads, (rows,))
-    one, many = (take("segments", case, LONG, dtype, partial(make, case, cuts), rep_ms) for cuts in (1, CUTS))
+    one, many = (time_sample("segments", case, LONG, dtype, partial(make, case, cuts), rep_ms) for cuts in (1, CUTS))
     if not (one and many):
         return []
     return [replace(one[0], seconds=(many[0].seconds - one[0].seconds) / (CUTS - 1))]
@@ -121,7 +122,7 @@ def absorb_samples(tiles: Tiles, rep_ms: int) -> list[Sample]:
     cases += [("matrix", Case(prefix, TAIL, 128, (512,)), dtype) for prefix in (SHORTER, LONG) for dtype in kernels]
     samples = []
     for bound, case, dtype in cases:
-        samples += take(bound, case, case.prefix + case.tail, dtype, partial(kernels[dtype], case), rep_ms)
+        samples += time_sample(bound, case, case.prefix + case.tail, dtype, partial(kernels[dtype], case), rep_ms)
     return samples
 
 
@@ -134,7 +135,7 @@ def naive_samples(tiles: Tiles, rep_ms: int) -> list[Sample]:
     samples = []
     for dtype, (bound, case, make) in itertools.product(DTYPES, cases):
         tile = tile_of(tiles, dtype, case.batch)
-        samples += take(bound, case, case.prefix, dtype, partial(make, case, dtype, tile), rep_ms)
+        samples += time_sample(bound, case, case.prefix, dtype, partial(make, case, dtype, tile), rep_ms)
     for dtype, heads, rows in itertools.product(DTYPES, (128, 16), (32, 128)):
         tile = tile_of(tiles, dtype, rows)
 
@@ -154,8 +155,8 @@ def grouped_samples(tiles: Tiles, rep_ms: int) -> list[Sample]:
     samples = []
     for bound, case in cases:
         whole = case.prefix // PAGE_TOKENS * PAGE_TOKENS
-        both = take(bound, case, whole, "bf16", partial(grouped_absorb, case), rep_ms)
-        tails = take(bound, case, whole, "bf16", partial(flashmla_tail, case), rep_ms)
+        both = time_sample(bound, case, whole, "bf16", partial(grouped_absorb, case), rep_ms)
+        tails = time_sample(bound, case, whole, "bf16", partial(flashmla_tail, case), rep_ms)
         if both and tails:
             seconds = (both[0].seconds - tails[0].seconds) / len(case.sizes)
             samples.append(replace(both[0], rows=case.sizes[0], seconds=seconds))  # of one group

@@ -83,7 +83,7 @@ class FP8Cache:
 
 def ours(case: Case, cache: FP8Cache, make: Callable[..., AbsorbFP8]) -> tuple[Callable[[], None], Callable[[], None]]:
     """A layer's attention, and a step's schedule."""
-    absorb = make(max_requests=case.batch, heads=case.heads, queries=case.s_q, device="cuda")
+    absorb = make(max_requests=case.batch, heads=case.heads, query_tokens=case.s_q, device="cuda")
     rows = case.batch * case.s_q
     query = torch.randn(rows, case.heads, LATENT + DR, device="cuda", dtype=torch.bfloat16)
     q_absorbed, q_rope = query.split([LATENT, DR], dim=-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import queue
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -77,6 +78,13 @@ def engine_arguments(backend: str, model: str, batches: list[int], mem_fraction:
     )
 
 
+def set_prefixes(memory_gb: float | None, dtype: str) -> None:
+    """hybrid_mla's memory for expanded prefixes (None: its default) and their storage, for engines started later."""
+    if memory_gb is not None:
+        os.environ["SGLANG_HYBRID_MLA_PREFIX_MEMORY_GB"] = str(memory_gb)
+    os.environ["SGLANG_HYBRID_MLA_PREFIX_DTYPE"] = dtype
+
+
 def impl_of(backend: str) -> str:
     """The `impl` of a backend's records."""
     return backend if backend == "hybrid_mla" else f"sglang_{backend}"
@@ -93,7 +101,7 @@ class Results:
         self._process.start()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        while (result := self._next()) is not None:
+        while (result := self._receive()) is not None:
             yield result
 
     @property
@@ -102,7 +110,7 @@ class Results:
         self._process.join()
         return self._process.exitcode
 
-    def _next(self) -> dict[str, Any] | None:
+    def _receive(self) -> dict[str, Any] | None:
         while True:
             try:
                 return self._queue.get(timeout=1)

@@ -41,14 +41,14 @@ def grouped_over(
     starts: list[int],
     segments: Sequence[Segment],
     heads: int,
-    queries: int = 1,
+    query_tokens: int = 1,
 ) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """The same over any pages and segments.
 
     Args:
         pages: `[B]` lists, of each request from its first token on; n_pages: distinct ones.
         lengths: `[B]` tokens of each request; starts: `[B]` tokens before its tail, whole pages.
-        segments: of requests, each with `queries` query tokens.
+        segments: of requests, each with `query_tokens`.
     """
     from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
     from sglang_mla_ext.kernels.dispatch import make_grouped_absorb
@@ -59,14 +59,14 @@ def grouped_over(
     table = torch.tensor(padded(pages), dtype=torch.int32, device="cuda")  # [B, pages]
     slots = table[..., None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, dtype=torch.int32, device="cuda")
     latent = torch.randn(n_pages, PAGE_TOKENS, 1, LATENT + DR, device="cuda", dtype=torch.bfloat16)
-    query = torch.randn(batch * queries, heads, LATENT + DR, device="cuda", dtype=torch.bfloat16)
+    query = torch.randn(batch * query_tokens, heads, LATENT + DR, device="cuda", dtype=torch.bfloat16)
     req_to_token = slots.flatten(1)  # [B, tokens]
 
     def refuse(reason: str, error: BaseException) -> NoReturn:
         raise RuntimeError(reason) from error
 
-    sizes = dict(max_rows=len(query), max_tokens=req_to_token.shape[1], queries=queries)
-    in_segments = queries * sum(len(segment.rows) for segment in segments)
+    sizes = dict(max_rows=len(query), max_tokens=req_to_token.shape[1], query_tokens=query_tokens)
+    in_segments = query_tokens * sum(len(segment.rows) for segment in segments)
     sizes |= dict(max_segments=max(1, len(segments)), max_segment_rows=max(len(query), in_segments))
     dims = dict(heads=heads, kv_lora_rank=LATENT)
     grouped = make_grouped_absorb(req_to_token, latent, **dims, on_failure=refuse, **sizes)

@@ -1,4 +1,4 @@
-"""Send the attacks of `hostile_attacks.py` to a server; time them, and look at what it shows meanwhile."""
+"""Send the attacks of `hostile_attacks.py` to a server; time them, and read what it shows meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.soak_judge import Answer
 
 STATUS_PATH = "/hybrid_mla/status"
 SHOWN_PATHS = (STATUS_PATH, "/hybrid_mla")
-LOOK_EACH_S = 0.1
+READ_EACH_S = 0.1
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Played:
         cached: for each request the tokens that were found in the cache.
         most_holders: the most requests that were seen to hold one segment together.
         traces: of prompts or salts, in what the server shows.
-        looks: at what it shows.
+        reads: how often what it shows was read.
     """
 
     seconds: float = 0.0
@@ -39,18 +39,18 @@ class Played:
     cached: list[int | None] = field(default_factory=list)
     most_holders: int = 0
     traces: set[str] = field(default_factory=set)
-    looks: int = 0
+    reads: int = 0
 
 
-async def play(url: str, attack: Attack, *, looking: bool) -> Played:
+async def play(url: str, attack: Attack, *, reads_status: bool) -> Played:
     """
     Args:
-        looking: whether the server has a status page; it is not looked at while an attack is timed.
+        reads_status: whether to read its status page meanwhile, which disturbs timings.
     """
     played = Played()
     async with session() as client:
         await flush(client, url)
-        watcher = asyncio.create_task(_look_again(client, url, played)) if looking else None
+        watcher = asyncio.create_task(_read_again(client, url, played)) if reads_status else None
         begin = time.monotonic()
         for wave in attack.waves:
             for status, answer, cached in await asyncio.gather(*(_ask(client, url, content) for content in wave)):
@@ -61,7 +61,7 @@ async def play(url: str, attack: Attack, *, looking: bool) -> Played:
         if watcher is not None:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
-            await _look(client, url, played)
+            await _read_shown(client, url, played)
     return played
 
 
@@ -80,13 +80,13 @@ async def _ask(
     return 200, answer, response["meta_info"].get("cached_tokens")
 
 
-async def _look_again(client: aiohttp.ClientSession, url: str, played: Played) -> None:
+async def _read_again(client: aiohttp.ClientSession, url: str, played: Played) -> None:
     while True:
-        await _look(client, url, played)
-        await asyncio.sleep(LOOK_EACH_S)
+        await _read_shown(client, url, played)
+        await asyncio.sleep(READ_EACH_S)
 
 
-async def _look(client: aiohttp.ClientSession, url: str, played: Played) -> None:
+async def _read_shown(client: aiohttp.ClientSession, url: str, played: Played) -> None:
     """Search what the server shows for words and salts of the prompts, and see who holds what together."""
     for path in SHOWN_PATHS:
         async with client.get(f"{url}{path}") as response:
@@ -97,7 +97,7 @@ async def _look(client: aiohttp.ClientSession, url: str, played: Played) -> None
             played.traces |= set(_lists_of_numbers(status))
             held = (segment["holders"] for rank in status["ranks"] for segment in rank["segments"])
             played.most_holders = max(played.most_holders, *held, 0)
-    played.looks += 1
+    played.reads += 1
 
 
 def _lists_of_numbers(shown: Any) -> list[str]:

@@ -77,7 +77,7 @@ class Verdicts:
 async def verdicts(attack: Attack, ours: str, stock: str, answers: StockAnswers) -> Verdicts:
     """Play an attack to both servers, and look at ours meanwhile."""
     before = server_info(ours)[HYBRID]["counters"]["fallbacks"]
-    mine, theirs = await play(ours, attack, looking=True), await play(stock, attack, looking=False)
+    mine, theirs = await play(ours, attack, reads_status=True), await play(stock, attack, reads_status=False)
     found = Verdicts(attack.name, attack.requests, traces=mine.traces)
     found.wrong = await _wrong(attack, mine, theirs, answers)
     found.refused_otherwise = sum(a != b for a, b in zip(mine.statuses, theirs.statuses, strict=True))

@@ -11,7 +11,7 @@ from bench.plan_trees import COLUMNS, plans_rows
 from bench.planner_verdicts import LARGEST_LOSS, verdicts
 from bench.records import read_records
 from bench.tables import STORAGE_NAMES, latest, markdown
-from sglang_mla_ext.prefix.cost_model import rates_for
+from sglang_mla_ext.prefix.gpu_rates import rates_for
 
 ATTENTION_CASE = {"heads": "heads", "batch": "requests", "prefix": "prefix", "tail": "tail", "spec": "groups"}
 ATTENTION_TIMES = {  # column: impl, part, dtype
@@ -137,12 +137,12 @@ def decode(path: Path) -> str:
         own, stock = found["hybrid_mla"], found["flashmla_bf16"]
         if own is None or stock is None:
             continue
-        batch, tokens, longest, heads, queries = case
+        batch, tokens, longest, heads, query_tokens = case
         cells = ("–" if record is None else f"{record['ms']:.3f}" for record in found.values())
         ms = {times[impl]: record["ms"] for impl, record in found.items() if record}
         ratio = gain(ms, times["hybrid_mla"]) or "–" if with_default else f"{stock['ms'] / own['ms']:.2f}x"
         lengths = f"{tokens:,} to {longest:,}" if longest else f"{tokens:,}"
-        rows.append((heads, batch, queries, lengths, *cells, ratio, f"{own['floor_share']:.0%}"))
+        rows.append((heads, batch, query_tokens, lengths, *cells, ratio, f"{own['floor_share']:.0%}"))
     cases = ("heads", "requests", "query tokens", "tokens")
     against = "fastest BF16 stock" if with_default else "FlashMLA BF16"
     columns = (*cases, *times.values(), f"{against} / ours", "of its floor")

@@ -20,8 +20,9 @@ from bench.tables import STORAGE_NAMES
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.branches import Branches
-from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates
+from sglang_mla_ext.prefix.cost_model import CostModel
 from sglang_mla_ext.prefix.gains import Gains
+from sglang_mla_ext.prefix.gpu_rates import GpuRates
 from sglang_mla_ext.prefix.planner import Capacity, Ways, plan_step, whole
 from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.segment import Mode

@@ -28,7 +28,7 @@ class Measured(NamedTuple):
     Attributes:
         prompt: its name, or its tokens as `tokens` has them.
         tail: tokens of each request after it, of mean length and in the middle of its answer.
-        queries: query tokens of a request in a step.
+        query_tokens: of a request in a step.
         stored: the cache and expanded prefixes, see `serving_tables.storage`.
     """
 
@@ -38,7 +38,7 @@ class Measured(NamedTuple):
     tokens: int
     tail: int
     stored: str
-    queries: int = 1
+    query_tokens: int = 1
 
 
 class Cell(NamedTuple):
@@ -75,7 +75,7 @@ def measured(record: Mapping[str, Any]) -> Measured | None:
     if record["bench"] == "speculative":
         # A question and the middle of what the default of 64 steps yields.
         of = case["batch"], case["prefix"], case["prefix"], 128 + 80, storage(dict(record))
-        return Measured(record["verify_ms"] * 1e-3, *of, queries=case["draft_tokens"])
+        return Measured(record["verify_ms"] * 1e-3, *of, query_tokens=case["draft_tokens"])
     if record["decode_tok_s"] is None:
         return None
     requests, tokens = case["concurrency"], case.get("prefix") or case["prompt"]
@@ -114,7 +114,7 @@ def predicted(record: Mapping[str, Any], of: Measured) -> Step:
     model = Deployment(
         benchmark_model(case["layers"], case["heads"], WIDTHS[case["heads"]]),
         Gpu.from_json(name),
-        queries=of.queries,
+        query_tokens=of.query_tokens,
         latent_element_bytes=latent,
         expanded_element_bytes=expanded,
     )

@@ -117,7 +117,7 @@ class Soak:
         self._got: list[Got] = []
 
     async def phase(self, traffic: Sequence[Request | Action]) -> None:
-        """Send all of it, wait until the server is idle, look at what is left in it, and judge the answers.
+        """Send all of it, wait until the server is idle, measure what is left in it, and judge the answers.
 
         Raises:
             ServerDiedError
@@ -126,7 +126,7 @@ class Soak:
             async with session() as client:
                 await self._send(client, traffic)
                 await self._flush(client)
-            self._look()
+            self._measure_leaks()
         except (aiohttp.ClientError, requests.RequestException, TimeoutError) as error:
             self.outcome.deaths += 1
             raise ServerDiedError(f"{type(error).__name__}: {error}") from error
@@ -242,7 +242,7 @@ class Soak:
         await flush(client, self.url)
         self.outcome.actions["flushes"] += 1
 
-    def _look(self) -> None:
+    def _measure_leaks(self) -> None:
         """What an idle server whose cache is empty still holds."""
         self.outcome.leaked_bytes = max(self.outcome.leaked_bytes, left_bytes(self.url))
         self.outcome.rss_bytes.append(rss_bytes(self.url))

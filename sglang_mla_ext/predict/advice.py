@@ -58,7 +58,10 @@ def recommend(of: Deployment, asked: Asked) -> dict[str, Any] | None:
         return {"turn_on": None, "text": _too_heavy(of, asked)}
     best = _best(of, asked)
     if best is None:
-        return {"turn_on": None, "text": "the KV cache holds not one of these requests: fewer tokens, or more GPUs"}
+        return {
+            "turn_on": None,
+            "text": "the KV cache does not hold a single one of these requests: use fewer tokens, or more GPUs",
+        }
     turn_on = best.outcome.mean >= WORTH
     memory, flags = best.asked.memory(of), ["--attention-backend hybrid_mla"]
     assert memory is not None
@@ -72,7 +75,7 @@ def recommend(of: Deployment, asked: Asked) -> dict[str, Any] | None:
     pays = {prompt: sharing.pays_from(of.cost, prompt, chunks_for(prompt, memory)) for prompt in asked.prompts}
     said = [_turn_on(flags, best, pays, tokens) if turn_on else _leave_off(best, pays)]
     if turn_on and of.dp > 1 and not of.spread:
-        said.append("Routing by prefix keeps requests of one prompt on one rank; the ratio counts on it.")
+        said.append("Routing by prefix keeps requests of one prompt on one rank; the ratio assumes it.")
     said += _alternatives(best)
     return {
         "turn_on": turn_on,
@@ -100,8 +103,8 @@ def _leave_off(best: Choice, pays: dict[int, int | None]) -> str:
             f"leave it off: {found}. It shares from {_pays_from(best.of, pays)} on, and gains more with more requests."
         )
     if any(sharing.pays_from(best.of.cost, prompt, chunks_for(prompt, None)) is not None for prompt in pays):
-        return f"leave it off: {found}. Sharing would pay with a prompt expanded, which the memory does not hold."
-    return f"leave it off: {found}. Prompts as short as that never pay."
+        return f"leave it off: {found}. Sharing would pay if the memory held an expanded prompt."
+    return f"leave it off: {found}. Sharing prompts as short as these never pays."
 
 
 def _pays_from(of: Deployment, pays: dict[int, int | None]) -> str:

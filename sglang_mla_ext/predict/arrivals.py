@@ -158,7 +158,7 @@ def serve(
             began = now
             first.clear()
             between.clear()
-        begun, new = _take(waiting, may_ride if prefill is None else math.inf)
+        begun, new = _admit(waiting, may_ride if prefill is None else math.inf)
         if prefill is None:
             joined, paused, seconds = 0, 0.0, step(running, new)
             told = now + seconds
@@ -184,7 +184,7 @@ def serve(
     )
 
 
-def _take(waiting: deque[tuple[float, int]], room: float) -> tuple[list[float], int]:
+def _admit(waiting: deque[tuple[float, int]], room: float) -> tuple[list[float], int]:
     """Take new tokens off those that wait, the first come first.
 
     Returns:

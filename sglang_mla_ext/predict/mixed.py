@@ -51,7 +51,7 @@ def bound(of: Deployment, running: int, prefix: int, tail: int, chunks: int | No
     """
     if of.gpu.step is None or of.gpu.sheet is None:
         return 0
-    most = min(MOST_NEW, MAX_ROWS - of.per_rank(running) * of.queries)
+    most = min(MOST_NEW, MAX_ROWS - of.per_rank(running) * of.query_tokens)
     longest = SLOWER * mixed_step(of, running, prefix, tail, NOBODY, chunks).seconds
     for tokens in range(most // ROWS_STEP * ROWS_STEP, 0, -ROWS_STEP):
         arriving = Arriving(tokens * of.dp, of.dp)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_mla_ext.configs import device_words, gpu_config_of, read_config_or_file
-from sglang_mla_ext.prefix.cost_model import GpuRates
+from sglang_mla_ext.prefix.gpu_rates import GpuRates
 from sglang_mla_ext.segment import Mode
 
 NOT_HOPPER = frozenset({"a100", "a800", "l40s", "b100", "b200", "b300", "gb200", "gb300"})

@@ -13,7 +13,7 @@ from sglang_mla_ext.predict.arrivals import Traffic, compared, host_seconds
 from sglang_mla_ext.predict.memory import Memory, default_fraction, fraction_that_fits, memory
 from sglang_mla_ext.predict.sharing import PLAIN
 from sglang_mla_ext.predict.step import Deployment, allowed_modes, predict
-from sglang_mla_ext.prefix.cost_model import ModeRates
+from sglang_mla_ext.prefix.gpu_rates import ModeRates
 from sglang_mla_ext.segment import Mode
 
 GIB = 1 << 30
@@ -84,7 +84,7 @@ def report(of: Deployment, asked: Asked) -> dict[str, Any]:
         "dp": of.dp,
         "spread": of.spread,
         "heads_per_gpu": of.cost.local_heads,
-        "query_tokens": of.queries,
+        "query_tokens": of.query_tokens,
         "tail": asked.tail,
         "memory": None if divided is None else _memory(of, asked, divided),
         "arrivals": None if asked.answer is None else _arrivals(of, asked),
@@ -160,17 +160,17 @@ def _case(of: Deployment, asked: Asked, divided: Memory | None, prompt: int, req
 def _why_plain(of: Deployment, prompt: int, mine: int, chunks: int) -> str:
     """Why so many requests of a rank share nothing."""
     if mine * of.cost.ranks < 2:
-        return "a request alone shares with nobody"
-    if mine * of.queries > MAX_ROWS:
+        return "a single request has nothing to share"
+    if mine * of.query_tokens > MAX_ROWS:
         return f"a step of more than {MAX_ROWS:,} rows{of.a_rank} is plain absorb"
     least = sharing.pays_from(of.cost, prompt, chunks_for(prompt, None))
     if least is None:
         return "sharing never pays"
     if mine < least:
-        return f"too few; with all of it expanded sharing pays from {least} requests{of.a_rank} on"
+        return f"too few requests; with all of it expanded sharing pays from {least} requests{of.a_rank} on"
     if not chunks:
         return "no memory for expanded tokens"
-    return f"memory for {chunks * CHUNK_TOKENS:,} expanded tokens alone, which saves less than it costs"
+    return f"memory for {chunks * CHUNK_TOKENS:,} expanded tokens only, which saves less than it costs"
 
 
 def whole_step(of: Deployment, asked: Asked, divided: Memory, prompt: int, requests: int) -> dict[str, Any]:
@@ -189,8 +189,8 @@ def whole_step(of: Deployment, asked: Asked, divided: Memory, prompt: int, reque
         rest = dict.fromkeys(rest, measured)
         if measured <= 0:
             raise CannotPlanError(
-                f"--step-ms {asked.step_ms:g} is less than what attention takes alone, {plain.attention * 1e3:.2f} ms: "
-                "is it a step without sharing, of so many requests that share so long a prompt?"
+                f"--step-ms {asked.step_ms:g} is less than attention alone is predicted to take, "
+                f"{plain.attention * 1e3:.2f} ms: check that it is a step without sharing, of this --prefix and --batch"
             )
     parts = {kind: seconds * 1e3 for kind, seconds in plain.products.items()}
     parts |= {"exchanges": plain.exchanges * 1e3, "overhead": plain.overhead * 1e3}
@@ -209,7 +209,7 @@ def whole_step(of: Deployment, asked: Asked, divided: Memory, prompt: int, reque
 
 
 def _check_arrivals(of: Deployment, asked: Asked) -> None:
-    if of.queries > 1:
+    if of.query_tokens > 1:
         raise CannotPlanError("arrivals are predicted without drafts: give --arrivals without --draft-tokens")
     if asked.step_ms is not None:
         raise CannotPlanError("arrivals take steps of many sizes: give --arrivals without --step-ms")

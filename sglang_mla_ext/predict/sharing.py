@@ -91,7 +91,7 @@ def plan(cost: CostModel, requests: int, prompt: int, chunks: int) -> Plan:
     """
     unit = PAGE_TOKENS if cost.ranks == 1 else CHUNK_TOKENS
     tokens = prompt // unit * unit
-    if requests * cost.queries > MAX_ROWS or not tokens:
+    if requests * cost.query_tokens > MAX_ROWS or not tokens:
         return Plan(requests)
     tree, pool = _Prompt(tokens), ExpandedPool(chunks, CHUNK_TOKENS)
     everything = Want([tree], [tokens], 0, tokens, worth=0.0)
@@ -104,7 +104,7 @@ def plan(cost: CostModel, requests: int, prompt: int, chunks: int) -> Plan:
         pool,
         None,  # nothing is left to expand
         Counters(),
-        capacity=Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * cost.ranks * (MAX_ROWS // cost.queries)),
+        capacity=Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * cost.ranks * (MAX_ROWS // cost.query_tokens)),
         naive=chunks > 0,
         grouped_page=PAGE_TOKENS if may_group(cost) else None,
     )
@@ -140,6 +140,6 @@ def pays_from(cost: CostModel, prompt: int, chunks: int) -> int | None:
     def shares(requests: int) -> bool:
         return bool(plan(cost, requests, prompt, chunks).segments)
 
-    most = MAX_ROWS // cost.queries
+    most = MAX_ROWS // cost.query_tokens
     found = bisect_left(range(most + 1), True, lo=2 if cost.ranks == 1 else 1, key=shares)
     return found if found <= most else None

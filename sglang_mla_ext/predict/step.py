@@ -24,7 +24,8 @@ from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS  # plain Python
 from sglang_mla_ext.predict import linear, weights
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.sharing import PLAIN, Cover, cover, may_group, plan
-from sglang_mla_ext.prefix.cost_model import CostModel, ModelDims
+from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.model_dims import ModelDims
 from sglang_mla_ext.prefix.planner import Plan
 from sglang_mla_ext.segment import Mode
 
@@ -63,7 +64,7 @@ class Deployment:
     Attributes:
         config: the model's, as `weights.read_model` returns it.
         tp, dp: as SGLang's flags with DP attention: of `tp` ranks `tp / dp` share the heads of a request.
-        queries: query tokens of a request in a step.
+        query_tokens: of a request in a step.
         latent_element_bytes, expanded_element_bytes: of the KV cache and of expanded prefixes, 2 or 1.
         dtype: of the weights, see `weights.products`.
         spread: data-parallel ranks hold expanded prefixes together (--hybrid-mla-spread).
@@ -73,7 +74,7 @@ class Deployment:
     gpu: Gpu
     tp: int = 1
     dp: int = 1
-    queries: int = 1
+    query_tokens: int = 1
     latent_element_bytes: int = 2
     expanded_element_bytes: int = 2
     dtype: str = "auto"
@@ -84,12 +85,14 @@ class Deployment:
             raise ValueError(f"--dp {self.dp} does not divide --tp {self.tp}: SGLang's ranks are counted by --tp")
         if self.dims.num_heads % self.head_ranks:
             raise ValueError(f"{self.dims.num_heads} heads do not divide among {self.head_ranks} ranks")
-        if self.spread and (self.dp == 1 or self.dp != self.tp or self.dims.num_heads % self.dp or self.queries > 1):
+        if self.spread and (
+            self.dp == 1 or self.dp != self.tp or self.dims.num_heads % self.dp or self.query_tokens > 1
+        ):
             raise ValueError(
                 f"prefixes are spread over ranks of DP attention with requests of their own, which divide "
                 f"{self.dims.num_heads} heads, without drafts: --spread needs --dp as large as --tp"
             )
-        if self.has_states and (self.queries > 1 or self.latent_element_bytes < 2):
+        if self.has_states and (self.query_tokens > 1 or self.latent_element_bytes < 2):
             raise ValueError("beside layers with linear attention a server takes neither drafts nor an FP8 cache")
 
     @cached_property
@@ -129,7 +132,7 @@ class Deployment:
             self.gpu.rates,
             self.expanded_element_bytes,
             self.latent_element_bytes,
-            self.queries,
+            self.query_tokens,
             self.dp if self.spread else 1,
         )
 
@@ -158,8 +161,8 @@ class Deployment:
         return -(-requests // self.dp)
 
     def riders(self, arriving: Arriving) -> int:
-        """New tokens on the busiest of the data-parallel ranks, in requests: each has the rows of `queries` tokens."""
-        return -(-self.per_rank(arriving.tokens) // self.queries)
+        """New tokens on the busiest of the data-parallel ranks, in requests, which have `query_tokens` rows each."""
+        return -(-self.per_rank(arriving.tokens) // self.query_tokens)
 
     def ranks_of(self, product: weights.Product) -> int:
         """GPUs that share a product's weights."""
@@ -222,7 +225,7 @@ def attention_seconds(
     if everyone * of.cost.ranks < 2:
         cover = PLAIN
     cost, step = of.cost, of.gpu.step
-    rows = everyone * of.queries * cost.local_heads
+    rows = everyone * of.query_tokens * cost.local_heads
     launches = {mode: step.attention_s[mode] + step.attention_row_s[mode] * rows for mode in Mode}
     seconds = launches[Mode.ABSORB]
     for mode, tokens in ((Mode.NAIVE, cover.naive), (Mode.GROUPED_ABSORB, cover.grouped)):
@@ -250,7 +253,7 @@ def latent_seconds(cost: CostModel, requests: int, tokens: float, padding: float
     rates = cost.rates.modes[Mode.ABSORB]
     read = tokens * cost.latent_row_bytes
     readers = 1 if shared and read <= cost.rates.l2_bytes else requests
-    own_rows, tile_rows = requests * cost.local_heads * cost.queries, cost.tail_rows(requests)
+    own_rows, tile_rows = requests * cost.local_heads * cost.query_tokens, cost.tail_rows(requests)
     macs = (own_rows + padding * (tile_rows - own_rows)) * tokens * cost.dims.absorb_macs
     return max(readers * read / rates.bytes_per_s, macs / rates.matrix_rate(cost.latent_element_bytes))
 
@@ -268,7 +271,7 @@ def predict(of: Deployment, cover: Cover, requests: int, prompt: int, tail: int,
     if (rates := of.gpu.step) is None or of.gpu.sheet is None:
         raise ValueError(f"{of.gpu.key} has no constants of a step")
     mine = of.per_rank(requests)
-    rows = (mine + of.riders(arriving)) * of.queries
+    rows = (mine + of.riders(arriving)) * of.query_tokens
     all_rows = rows * of.dp
     products: dict[str, float] = {}
     for product in of.products:

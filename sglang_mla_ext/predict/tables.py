@@ -34,7 +34,7 @@ def planned(case: dict[str, Any]) -> str:
 
 def modes_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
     """What the planner compares, by prompt and number of requests, and what it plans."""
-    each = f", {of.queries} tokens each" if of.queries > 1 else ""
+    each = f", {of.query_tokens} tokens each" if of.query_tokens > 1 else ""
     stored = "FP8" if of.expanded_element_bytes == 1 else "BF16"
     together = f" ({of.cost.expanded_heads} of a prefix)" if of.spread else ""
     heads = f"{asked.model}, {of.cost.local_heads} heads a GPU{together}, {asked.gpu}, {stored}{each}"
@@ -54,7 +54,7 @@ def modes_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
 def steps_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
     """The whole step of all GPUs, by stock absorb and as the server plans it."""
     source = "--step-ms" if asked.step_ms is not None else "the model's weights"
-    title = f"Whole decode step, {asked.tail:,} tokens of each request's own: attention and the rest (by {source}), ms"
+    title = f"Whole decode step, tails of {asked.tail:,} tokens: attention and the rest (by {source}), ms"
     table = Table(title=title)
     columns = ("stock attention", "shared attention", "the rest", "stock tokens/s", "shared tokens/s", "ratio")
     for column in ("prefix", of_requests(of), *columns):

@@ -22,13 +22,18 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from sglang_mla_ext.prefix.tree import Tree
+from sglang_mla_ext.prefix.tree import SharedTree, Tree
 
 HYSTERESIS = 1.25
 """So many times the worth of a chunk must another one have to take its place."""
 
 GRACE = 8
 """A chunk that two requests no longer hold keeps its worth for so many rounds: they may be between two steps."""
+
+Covered = tuple[int, tuple[int, ...]]
+"""How many tokens of a path are expanded without a gap, from the first one on, and the chunks that hold them."""
+
+NOT_COVERED: Covered = 0, ()
 
 
 @dataclass(eq=False)
@@ -57,7 +62,7 @@ class Want(NamedTuple):
     """A range of tokens that is worth expanding.
 
     Attributes:
-        nodes, ends: of the run that it ends in, as in `planner.Run`.
+        nodes, ends: of the branch that it ends in, see branches.py.
         start, end: tokens from the root; `start` is a multiple of a chunk.
         worth: seconds a layer that a token of it saves.
         above: position in the list of the range that this one continues, -1 where it continues none.
@@ -166,8 +171,8 @@ class ExpandedPool:
 
         Args:
             wants: the most worthwhile first; one that continues another behind that one.
-            shared: the nodes, run by run, that the requests of this round share: what is not wanted of these is worth
-                nothing any more, whatever it was worth before.
+            shared: the nodes, branch by branch, that the requests of this round share: what is not wanted of these is
+                worth nothing any more, whatever it was worth before.
             evict: whether chunks that are worth less may be taken for them. Without, this is no round of its own.
         Returns:
             `[wants]` tokens from the root up to which each range has chunks, and how many chunks were evicted.
@@ -194,7 +199,7 @@ class ExpandedPool:
                         evicted += self._evict_for(want.worth, victims)
                     if not self._free:
                         break
-                    self._take(tree, node, want, index)
+                    self._allocate(tree, node, want, index)
                 reach = min((index + 1) * self.chunk_tokens, want.end)
             reached.append(reach)
         return reached, evicted
@@ -213,7 +218,7 @@ class ExpandedPool:
         owned = self._owned.get(node)
         return owned.chunks.get(index) if owned is not None else None
 
-    def _take(self, tree: Tree, node: Hashable, want: Want, index: int) -> None:
+    def _allocate(self, tree: Tree, node: Hashable, want: Want, index: int) -> None:
         owned = self._owned.get(node)
         if owned is None:
             end = want.ends[want.nodes.index(node)]
@@ -287,6 +292,28 @@ class ExpandedPool:
             ids.append(ending.id)
             reach = ending.filled
         return reach, ids
+
+    def covered_paths(self, tree: SharedTree) -> list[Covered]:
+        """For each node, how far the path that ends in it is expanded without a gap."""
+        size = self.chunk_tokens
+        whole_chunks: list[tuple[int, ...] | None] = []  # of each node's path, without the chunk that its end lies in
+        covered: list[Covered] = []
+        for node, parent, end in zip(tree.nodes, tree.parents, tree.ends, strict=True):
+            above = whole_chunks[parent] if parent >= 0 else ()
+            best = covered[parent] if parent >= 0 else NOT_COVERED
+            ids = list(above or ())
+            complete = above is not None
+            while complete and (len(ids) + 1) * size <= end:
+                chunk = self.chunk(node, len(ids))
+                complete = chunk is not None and chunk.filled == (len(ids) + 1) * size
+                if complete:
+                    ids.append(chunk.id)
+            whole_chunks.append(tuple(ids) if complete else None)
+            tokens = len(ids) * size
+            if complete and (chunk := self.chunk(node, len(ids))) is not None and chunk.filled > tokens:
+                ids, tokens = [*ids, chunk.id], chunk.filled
+            covered.append((tokens, tuple(ids)) if tokens > best[0] else best)
+        return covered
 
     # ---- dropping
 

@@ -58,12 +58,12 @@ class SegmentNumbers:
     def __init__(self) -> None:
         # By the node that a segment ends in, where it begins, and whether it is expanded. Nothing here keeps a node.
         self._of: WeakKeyDictionary[Hashable, dict[tuple[int, bool], int]] = WeakKeyDictionary()
-        self._next = count(1)
+        self._next_number = count(1)
 
     def __call__(self, node: Hashable, start: int, *, expanded: bool) -> int:
         numbers = self._of.setdefault(node, {})
         if (start, expanded) not in numbers:
-            numbers[start, expanded] = next(self._next)
+            numbers[start, expanded] = next(self._next_number)
         return numbers[start, expanded]
 
 
@@ -114,8 +114,8 @@ def _kept(
     """What is in the pool and not in `of_chunk`, to which it is added; those that begin earlier first."""
     size, left = pool.chunk_tokens, CLIMB_LIMIT
     found = []
-    for run in sorted(_runs(pool, of_chunk), key=lambda run: run[0].index):
-        first, node = run[0], run[0].node
+    for stretch in sorted(_stretches(pool, of_chunk), key=lambda stretch: stretch[0].index):
+        first, node = stretch[0], stretch[0].node
         attached = tree.is_attached(node)
         above, at = None, node if attached and first.index else None
         while at is not None and above is None and left:
@@ -129,24 +129,28 @@ def _kept(
             number(node, first.index * size, expanded=True),
             above.id if above else None,
             first.index * size,
-            run[-1].filled,
+            stretch[-1].filled,
             tree.holders(node) if attached else 0,
             KEPT,
-            len(run),
+            len(stretch),
         )
         found.append(shown)
-        of_chunk.update({chunk.id: shown for chunk in run})
+        of_chunk.update({chunk.id: shown for chunk in stretch})
     return found
 
 
-def _runs(pool: ExpandedPool, used: dict[int, ShownSegment]) -> list[list[Chunk]]:
+def _stretches(pool: ExpandedPool, used: dict[int, ShownSegment]) -> list[list[Chunk]]:
     """Chunks that are not used, those of one node that adjoin together. One that holds nothing yet stands alone."""
-    runs: list[list[Chunk]] = []
+    stretches: list[list[Chunk]] = []
     for chunk in pool.chunks():
         if chunk.id in used:
             continue
-        if runs and (before := runs[-1][-1]).node is chunk.node and before.filled == chunk.index * pool.chunk_tokens:
-            runs[-1].append(chunk)
+        if (
+            stretches
+            and (before := stretches[-1][-1]).node is chunk.node
+            and before.filled == chunk.index * pool.chunk_tokens
+        ):
+            stretches[-1].append(chunk)
         else:
-            runs.append([chunk])
-    return runs
+            stretches.append([chunk])
+    return stretches

@@ -1,21 +1,20 @@
 """The shared prefixes of a running server: finds them, has them expanded, and says what each decode step does.
 
-Ties the tree, the planner, the pool and the expander together. All of it runs on the host, in the scheduler's
-thread, between two forward passes. The tree and the expander are protocols here: the adapter knows SGLang and the
-kernels, this folder neither.
+Ties the tree, the planner and the expansion together. All of it runs on the host, in the scheduler's thread, between
+two forward passes. The tree is a protocol here: the adapter knows SGLang, this folder does not.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.branches import Branches, Part
 from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.expanded_pool import Chunk, ExpandedPool, Want
+from sglang_mla_ext.prefix.expanded_pool import NOT_COVERED, Covered, ExpandedPool
+from sglang_mla_ext.prefix.expansion import Expander, Expansion
 from sglang_mla_ext.prefix.gains import Gains, every_range, no_launch
 from sglang_mla_ext.prefix.launches import Launch
 from sglang_mla_ext.prefix.planner import Capacity, Plan, Ways, plan_step, whole
@@ -28,25 +27,8 @@ from sglang_mla_ext.segment import Mode, Segment
 if TYPE_CHECKING:
     from sglang_mla_ext.options import HybridMLAOptions
 
-logger = logging.getLogger(__name__)
-
-
 Held = tuple[Segment, tuple[Hashable, ...]]
 """A segment of the last decode step, and the nodes of the tree that its tokens are in."""
-
-
-class Expander(Protocol):
-    """Computes keys and values of a prefix."""
-
-    def expand(self, node: Hashable, node_end: int, start: int, end: int, chunks: Sequence[int]) -> None:
-        """Expand tokens `[start, end)` of a path, in all layers.
-
-        Args:
-            node: a node on the path in which or behind which the tokens end; node_end: tokens from the root to its end.
-            start: a multiple of a chunk's size.
-            chunks: ids of the chunks that hold the tokens, in order.
-        """
-        ...
 
 
 class _Planned(NamedTuple):
@@ -82,8 +64,9 @@ class SharedPrefixes:
             grouped_page: grouped absorb takes whole pages of so many tokens; None where there is no grouped absorb.
         """
         self._options, self._cost = options, cost
-        self._cost_of_tokens = replace(cost, queries=1)  # in prefill each new token is counted
-        self._pool, self._expander, self._counters = pool, expander, counters
+        self._cost_of_tokens = replace(cost, query_tokens=1)  # in prefill each new token is counted
+        self._pool, self._counters = pool, counters
+        self._expansion = Expansion(pool, expander, counters, options.min_prefix_len)
         self._capacity, self._naive, self._grouped_page = capacity, naive, grouped_page
         self._decodes = decodes
         self._tree: Tree | None = None
@@ -92,11 +75,7 @@ class SharedPrefixes:
         self._distrusted: set[Hashable] = set()
         self._planned_for: tuple[int, Hashable] | None = None
         self._held: object = None
-        self._expanding = False
-        self._announced = False
         self._numbers = SegmentNumbers()
-        self.tokens_without_memory = 0
-        """That were worth expanding when last looked at, and for which there was no memory."""
 
     @property
     def plan(self) -> Plan:
@@ -106,6 +85,11 @@ class SharedPrefixes:
     @property
     def pool(self) -> ExpandedPool:
         return self._pool
+
+    @property
+    def tokens_without_memory(self) -> int:
+        """That were worth expanding when last looked at, and for which there was no memory."""
+        return self._expansion.tokens_without_memory
 
     @property
     def latent_bytes(self) -> int:
@@ -163,8 +147,7 @@ class SharedPrefixes:
             branches = Branches(replace(tree, deepest=[-1] * len(running) + list(tree.deepest[len(running) :])))
             ways = replace(ways, naive=every_range, grouped=None)
             wants = wants_of(self._ideal(branches, ways, no_launch)[0], branches, ways)
-            reached, _ = self._pool.allot([want._replace(worth=0.0) for want in wants], self._tree, evict=False)
-            self._expanding |= self._expand(wants, reached, affordable)
+            self._expansion.expand_in_free_memory(wants, self._tree, affordable)
 
     def plan_prefill(
         self, reqs: Sequence[Any], prefix_lens: Sequence[int], new_tokens: Sequence[int], *, always: bool
@@ -210,7 +193,7 @@ class SharedPrefixes:
         if self._tree is None:
             return Plan(len(reqs))
         state = self._tree.state(reqs)
-        if (self._pool.version, state) != self._planned_for or self._expanding or self._pool.waiting:
+        if (self._pool.version, state) != self._planned_for or self._expansion.under_way or self._pool.waiting:
             self._make_plan(Branches(self._shared(reqs)))
             self._held = self._tree.hold(reqs)
             self._planned_for = (self._pool.version, state)
@@ -271,7 +254,7 @@ class SharedPrefixes:
         self._planned_for = self._held = None
         if self._tree is not None:
             self._tree.forget()
-        self.tokens_without_memory = 0
+        self._expansion.tokens_without_memory = 0
 
     # ---- what is worth sharing
 
@@ -294,7 +277,7 @@ class SharedPrefixes:
         self._counters.evictions += self._pool.follow(self._tree)
         if self._pool.version != version:  # chunks have other owners, or none
             tree = self._tree.shared(reqs, also=self._pool.nodes)
-        covered = _covered_paths(tree, self._pool)
+        covered = self._pool.covered_paths(tree)
         return [covered[node] if node >= 0 else NOT_COVERED for node in tree.deepest]
 
     def _forgive_what_left(self) -> None:
@@ -362,90 +345,4 @@ class SharedPrefixes:
     def _expand_for(self, ideal: Sequence[Part], branches: Branches, ways: Ways, most: int) -> None:
         """Give memory to what is worth expanding, and expand `most` tokens more of it."""
         wants = wants_of(ideal, branches, ways)
-        reached, evicted = self._pool.allot(wants, self._tree, (branch.nodes for branch in branches))
-        self._counters.evictions += evicted
-        self.tokens_without_memory = sum(want.end - reach for want, reach in zip(wants, reached, strict=True))
-        if any(not self._is_of_use(want, reach) for want, reach in zip(wants, reached, strict=True)):
-            self._counters.fall_back("prefix memory full")
-        self._expanding = self._expand(wants, reached, most)
-
-    # ---- expanding
-
-    def _expand(self, wants: Sequence[Want], reached: Sequence[int], most: int) -> bool:
-        """Expand at most `most` tokens, but one chunk at least; whether there was something to do."""
-        left = max(most // self._pool.chunk_tokens, 1)
-        worked = False
-        for want, reach in zip(wants, reached, strict=True):
-            if not self._is_of_use(want, reach):
-                continue
-            missing = list(self._pool.missing(want._replace(end=reach)))
-            if not missing:
-                continue
-            worked = True
-            for piece in _consecutive(missing[:left]):
-                self._expand_piece(want, reach, piece)
-            if len(missing) <= left:
-                self._count_expansion(reach)
-            left -= min(left, len(missing))
-            if not left:
-                break
-        return worked
-
-    def _is_of_use(self, want: Want, reach: int) -> bool:
-        """Whether memory reaches far enough into a range."""
-        return reach > want.start and reach >= self._options.min_prefix_len
-
-    def _expand_piece(self, want: Want, reach: int, piece: Sequence[Chunk]) -> None:
-        size, node = self._pool.chunk_tokens, piece[-1].node
-        start, end = piece[0].index * size, min((piece[-1].index + 1) * size, reach)
-        node_end = want.ends[want.nodes.index(node)]
-        self._expander.expand(node, node_end, start, end, [chunk.id for chunk in piece])
-        for chunk in piece:
-            self._pool.fill(chunk, min((chunk.index + 1) * size, reach))
-        self._counters.expanded_tokens += end - start
-
-    def _count_expansion(self, tokens: int) -> None:
-        self._counters.expansions += 1
-        log = logger.debug if self._announced else logger.info
-        log("hybrid_mla: expanded a shared prefix of %d tokens", tokens)
-        self._announced = True
-
-
-def _consecutive(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Cut where an index is left out."""
-    pieces: list[list[Chunk]] = []
-    for chunk in chunks:
-        if pieces and pieces[-1][-1].index + 1 == chunk.index:
-            pieces[-1].append(chunk)
-        else:
-            pieces.append([chunk])
-    return pieces
-
-
-Covered = tuple[int, tuple[int, ...]]
-"""How many tokens of a path are expanded without a gap, from the first one on, and the chunks that hold them."""
-
-NOT_COVERED: Covered = 0, ()
-
-
-def _covered_paths(tree: SharedTree, pool: ExpandedPool) -> list[Covered]:
-    """For each node, how far the path that ends in it is expanded without a gap."""
-    size = pool.chunk_tokens
-    whole_chunks: list[tuple[int, ...] | None] = []  # of each node's path, without the chunk that its end lies in
-    covered: list[Covered] = []
-    for node, parent, end in zip(tree.nodes, tree.parents, tree.ends, strict=True):
-        above = whole_chunks[parent] if parent >= 0 else ()
-        best = covered[parent] if parent >= 0 else NOT_COVERED
-        ids = list(above or ())
-        complete = above is not None
-        while complete and (len(ids) + 1) * size <= end:
-            chunk = pool.chunk(node, len(ids))
-            complete = chunk is not None and chunk.filled == (len(ids) + 1) * size
-            if complete:
-                ids.append(chunk.id)
-        whole_chunks.append(tuple(ids) if complete else None)
-        tokens = len(ids) * size
-        if complete and (chunk := pool.chunk(node, len(ids))) is not None and chunk.filled > tokens:
-            ids, tokens = [*ids, chunk.id], chunk.filled
-        covered.append((tokens, tuple(ids)) if tokens > best[0] else best)
-    return covered
+        self._expansion.expand(wants, self._tree, (branch.nodes for branch in branches), most)

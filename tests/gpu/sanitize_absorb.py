@@ -66,7 +66,7 @@ def absorb_error(device: str, heads: int, queries: int = 1) -> float:
         parts.append(reference.absorb(one[..., :RANK], one[..., RANK:], own, torch.tensor([own.shape[1]]), SCALE))
     expected = torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
-    capacity = AbsorbCapacity(rows, heads * queries, PROGRAMS, queries=queries)
+    capacity = AbsorbCapacity(rows, heads * queries, PROGRAMS, query_tokens=queries)
     segments = [Segment(SHARED_ROWS, 0, SHARED_PAGES * PAGE, Mode.GROUPED_ABSORB)]
     plan = build_segment_work(segments, [rows * table.shape[1]], capacity)
     work = torch.from_numpy(capacity.empty_work())
@@ -104,7 +104,7 @@ def absorb_fp8_error(device: str, make: Callable[..., AbsorbFP8], heads: int, qu
             parts.append(reference.absorb(one[..., :RANK], one[..., RANK:], keys[None], seen, SCALE))
     expected = torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
-    sizes: dict[str, Any] = dict(max_requests=len(LENGTHS), heads=heads, queries=queries, num_sms=PROGRAMS)
+    sizes: dict[str, Any] = dict(max_requests=len(LENGTHS), heads=heads, query_tokens=queries, num_sms=PROGRAMS)
     absorb = make(**sizes, device=device)
     lens, lse = torch.tensor(LENGTHS, dtype=torch.int32, device=device), torch.empty(query.shape[:2], device=device)
     out, pool, table = absorb.output(len(query), torch.bfloat16), pool.to(device), table.to(device)

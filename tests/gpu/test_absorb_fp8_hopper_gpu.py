@@ -118,7 +118,7 @@ def test_a_nan_row_that_only_the_last_query_token_sees(heads: int) -> None:
         page, row = divmod(length - 1, PAGE)
         LAYOUT.scale(cache.pool)[cache.table[request, page].long() * PAGE + row] = torch.nan
         LAYOUT.content(cache.pool)[cache.table[request, page].long() * PAGE + row] = 0.0  # as rows are written
-    out, lse = run(make_hopper_absorb_fp8(max_requests=2, heads=heads, queries=2, device=DEVICE), cache, q)
+    out, lse = run(make_hopper_absorb_fp8(max_requests=2, heads=heads, query_tokens=2, device=DEVICE), cache, q)
     assert out[::2].isfinite().all() and lse[::2].isfinite().all()
     assert not out[1::2].isfinite().any() and not lse[1::2].isfinite().any()
 
@@ -147,7 +147,9 @@ def test_queries_as_callers_have_them(heads: int, query_tokens: int) -> None:
     q[0][-1, 1, 300], q[1][-1, 2, 9], q[0][-1, 3, 511] = torch.nan, torch.inf, -torch.inf
     odd = torch.empty(tokens, heads, RANK + 4, dtype=torch.bfloat16, device=DEVICE)[..., :RANK].copy_(q[0])
     assert for_tma(q[0]) is q[0] and for_tma(q[1]) is q[1] and for_tma(odd) is not odd
-    absorb = make_hopper_absorb_fp8(max_requests=len(ODD_LENGTHS), heads=heads, queries=query_tokens, device=DEVICE)
+    absorb = make_hopper_absorb_fp8(
+        max_requests=len(ODD_LENGTHS), heads=heads, query_tokens=query_tokens, device=DEVICE
+    )
     out, lse = run(absorb, cache, q)
     wrong = torch.zeros_like(lse, dtype=torch.bool)
     wrong[-1, 1:4] = True
@@ -221,7 +223,7 @@ def test_query_tokens_are_requests_that_read_the_same_pages(heads: int, query_to
     with other lengths, for which keys may be cut elsewhere."""
     torch.manual_seed(0)
     cache, q = Cache((*ODD_LENGTHS, 70, 5)), queries(query_tokens * (len(ODD_LENGTHS) + 2), heads)
-    absorb = make_hopper_absorb_fp8(max_requests=len(cache.lens), heads=heads, queries=query_tokens, device=DEVICE)
+    absorb = make_hopper_absorb_fp8(max_requests=len(cache.lens), heads=heads, query_tokens=query_tokens, device=DEVICE)
     out, lse = absorb.output(len(q[0]), torch.bfloat16), torch.full(q[0].shape[:2], torch.nan, device=DEVICE)
     absorb.begin_step(cache.lens, cache.table)
     absorb.run(*q, cache.pool, cache.table, cache.lens, SCALE, out, lse)

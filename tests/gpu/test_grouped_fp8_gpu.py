@@ -42,7 +42,7 @@ def poisoned_pool(slots: int) -> torch.Tensor:
 
 def make(heads: int, max_rows: int, max_tokens: int, queries: int = 1) -> Any:
     dims = dict(heads=heads, kv_lora_rank=RANK, qk_rope_head_dim=ROPE, dtype=DTYPE, device=DEVICE)
-    grouped = make_hopper_grouped_absorb_fp8(max_rows=max_rows, max_tokens=max_tokens, queries=queries, **dims)
+    grouped = make_hopper_grouped_absorb_fp8(max_rows=max_rows, max_tokens=max_tokens, query_tokens=queries, **dims)
     grouped._partial_out.fill_(NAN)  # what is there before the first step must not matter
     grouped._partial_lse2.fill_(NAN)
     return grouped

@@ -118,7 +118,7 @@ class Problem:
             heads=self.case.heads,
             max_rows=(self.case.rows + SPARE_ROWS) * self.case.queries,
             max_tokens=self.req_to_token.shape[1],
-            queries=self.case.queries,
+            query_tokens=self.case.queries,
             kv_lora_rank=RANK,
             qk_rope_head_dim=ROPE,
             dtype=DTYPE,

@@ -49,9 +49,9 @@ def test_a_merge_in_a_graph_copies_what_it_is_told(rows: int, heads: int, dv: in
     for layer, first in ((0, 0), (2, rows // 2), (1, rows - 1)):
         watch.query.fill_(float("nan"))
         watch.out.fill_(float("nan"))
-        watch.look_at(layer, first)
+        watch.set_target(layer, first)
         graph.replay()
-        watch.look_away()
+        watch.clear_target()
         graph.replay()
         assert torch.equal(out, plain), "watched or not, the result is the same bits"
         count = min(64, rows - first)

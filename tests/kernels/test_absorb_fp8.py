@@ -111,7 +111,7 @@ class Problem:
             heads=case.heads,
             device="cpu",
             layout=self.layout,
-            queries=case.queries,
+            query_tokens=case.queries,
             page_size=case.page_size,
             num_sms=case.num_sms,
         )
@@ -219,7 +219,7 @@ def compile_for_hopper(heads, page_size):
     types = dict(q_content_ptr="*fp8e4nv", q_scale_ptr="*fp32", q_rope_ptr="*bf16", content_ptr="*fp8e4nv",
                  scale_ptr="*fp32", rope_ptr="*bf16", table_ptr="*i32", lens_ptr="*i32", out_ptr="*fp32",
                  lse_ptr="*fp32", scale_log2e="fp32", row_bytes="i32", table_row="i32", splits="i32")
-    constants = dict(HEADS=heads, QUERIES=1, R=512, DR=64, PAGE=page_size, BLOCK_ROWS=absorb_fp8.BLOCK_ROWS,
+    constants = dict(HEADS=heads, QUERY_TOKENS=1, R=512, DR=64, PAGE=page_size, BLOCK_ROWS=absorb_fp8.BLOCK_ROWS,
                      BLOCK=absorb_fp8.BLOCK_KEYS, SPLIT=True, EXACT=False, LN2=LN2)
     names = kernel.arg_names
     aligned = [name for name, kind in types.items() if kind.startswith("*") or name == "row_bytes"]

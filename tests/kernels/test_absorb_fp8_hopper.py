@@ -63,13 +63,13 @@ class InTorch:
     def hopper(self, *arguments: Any, causal: bool = True, **options: Any) -> None:
         modules = [*COMMON, fp8_consumers, sm90_fp8_absorb]
         capacity = arguments[5]
-        queries = capacity.queries if causal else 1
-        constants = dict(SLOTS=sm90_fp8_absorb.SLOTS, HEADS=capacity.query_heads, QUERIES=queries)
+        queries = capacity.query_tokens if causal else 1
+        constants = dict(SLOTS=sm90_fp8_absorb.SLOTS, HEADS=capacity.query_heads, QUERY_TOKENS=queries)
         self._run(modules, "absorb_fp8_hopper_kernel", constants, *arguments, **options)
 
     def few(self, *arguments: Any, **options: Any) -> None:
         capacity = arguments[5]
-        constants = dict(N=capacity.tile_rows, HEADS=capacity.query_heads, QUERIES=capacity.queries)
+        constants = dict(N=capacity.tile_rows, HEADS=capacity.query_heads, QUERY_TOKENS=capacity.query_tokens)
         self._run([*COMMON, sm90_fp8_few_heads], "absorb_fp8_few_heads_kernel", constants, *arguments, **options)
 
     def _run(
@@ -123,7 +123,7 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> Any:
         stand_in, case = InTorch(seed, faults or {}), problem.case
         monkeypatch.setattr(sm90_fp8_absorb, "run", stand_in.hopper)
         monkeypatch.setattr(sm90_fp8_few_heads, "run", stand_in.few)
-        sizes: dict[str, Any] = dict(max_requests=len(case.lens) + 2, heads=case.heads, queries=case.queries)
+        sizes: dict[str, Any] = dict(max_requests=len(case.lens) + 2, heads=case.heads, query_tokens=case.queries)
         absorb = make_hopper_absorb_fp8(**sizes, device="cpu", num_sms=case.num_sms)
         absorb._partial_out = absorb._partial_out.float().fill_(NAN)  # so that rounding them hides nothing
         absorb._partial_lse2.fill_(NAN)
@@ -263,7 +263,7 @@ def test_where_a_way_does_not_run_the_other_is_taken(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sm90_fp8_few_heads, "run", lambda *_, **__: None)
     assert isinstance(make_absorb_fp8(pool, **sizes, on_failure=fail), HopperAbsorbFP8)
     monkeypatch.setattr(sm90_fp8_absorb, "run", lambda *_, **__: None)
-    assert isinstance(make_absorb_fp8(pool, **sizes, on_failure=fail, queries=2), HopperAbsorbFP8)  # 32 rows
+    assert isinstance(make_absorb_fp8(pool, **sizes, on_failure=fail, query_tokens=2), HopperAbsorbFP8)  # 32 rows
 
 
 def test_an_empty_batch() -> None:
@@ -279,7 +279,7 @@ def test_an_empty_batch() -> None:
 
 @pytest.mark.parametrize("queries", [1, 3, 8])
 def test_the_workspace_is_bounded_and_known_beforehand(queries: int) -> None:
-    sizes: dict[str, Any] = dict(max_requests=1024 // queries, heads=128, queries=queries, num_sms=132)
+    sizes: dict[str, Any] = dict(max_requests=1024 // queries, heads=128, query_tokens=queries, num_sms=132)
     absorb = make_hopper_absorb_fp8(**sizes, device="cpu")
     assert absorb.workspace_bytes < 150 << 20
     portable = TritonAbsorbFP8(**sizes, device="cpu")

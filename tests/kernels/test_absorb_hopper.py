@@ -68,7 +68,7 @@ class Problem:
                 Pointer(lse2),
                 SCALE * LOG2E,
                 capacity.query_heads,
-                capacity.queries,
+                capacity.query_tokens,
             )
         return out, lse2
 

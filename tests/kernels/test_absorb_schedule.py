@@ -288,7 +288,7 @@ def test_what_does_not_fit_is_refused() -> None:
         tight = AbsorbCapacity(8, 16, 4, segment_partials=7)
         build_segment_work([Segment(many, 0, 64, Mode.GROUPED_ABSORB)], [0], tight)
     with pytest.raises(ValueError, match="at most 64 query tokens"):
-        AbsorbCapacity(8, 16 * 65, 20, queries=65)
+        AbsorbCapacity(8, 16 * 65, 20, query_tokens=65)
     with pytest.raises(ValueError, match="2 programs"):
         AbsorbCapacity(8, 128, 1)
     with pytest.raises(ValueError, match="multiple of 8"):

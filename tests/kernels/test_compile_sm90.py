@@ -144,7 +144,7 @@ def compile_absorb(strip_rows, heads, queries=1):
         | dict(partial_out_ptr="*bf16", page_table_ptr="*i32", scale_log2e="fp32")
         | dict(q_desc=describe("bf16", strip_rows, 64), q_rope_desc=describe("bf16", strip_rows, 64))
         | dict(content_desc=describe("bf16", 64, 128), rope_desc=describe("bf16", 64, 64)),
-        dict(HEADS=heads, QUERIES=queries),
+        dict(HEADS=heads, QUERY_TOKENS=queries),
         num_warps=4,
     )
     # Three warp groups that compute, and the two warps that copy, which the compiler rounds up to four.
@@ -166,12 +166,12 @@ def compile_absorb_fp8(kernel, strip_rows, constants):
     return found | dict(num_warps=roles, ctas_per_sm=1)
 
 def compile_absorb_fp8_many(heads, queries=1):
-    capacity = absorb_schedule.AbsorbCapacity(1024 // queries, heads * queries, 132, queries=queries)
-    constants = dict(SLOTS=absorb_fp8_hopper.SLOTS, HEADS=heads, QUERIES=queries)
+    capacity = absorb_schedule.AbsorbCapacity(1024 // queries, heads * queries, 132, query_tokens=queries)
+    constants = dict(SLOTS=absorb_fp8_hopper.SLOTS, HEADS=heads, QUERY_TOKENS=queries)
     return compile_absorb_fp8(absorb_fp8_hopper.absorb_fp8_hopper_kernel, capacity.strip_rows, constants)
 
 def compile_absorb_fp8_few(heads, queries=1):
-    constants = dict(N=heads * queries, HEADS=heads, QUERIES=queries)
+    constants = dict(N=heads * queries, HEADS=heads, QUERY_TOKENS=queries)
     return compile_absorb_fp8(absorb_fp8_few_heads.absorb_fp8_few_heads_kernel, heads, constants)
 
 def compile_expand(out, dn=dn, dv=dv):
@@ -245,7 +245,7 @@ merges = dict(
 )
 
 def compile_schedule(heads, queries, max_rows):
-    capacity = absorb_schedule.AbsorbCapacity(max_rows // queries, heads * queries, 132, queries=queries)
+    capacity = absorb_schedule.AbsorbCapacity(max_rows // queries, heads * queries, 132, query_tokens=queries)
     return compile_for_hopper(
         tail_schedule.schedule_tails_kernel,
         dict(lens_ptr="*i32", work_ptr="*i32", table_ptr="*i32", rows="i32", table_row="i32"),

@@ -57,7 +57,7 @@ def run_absorb_kernel(
     assert q.is_contiguous() and page_table.is_contiguous() and work.shape == (capacity.size,)
     assert latent_pages.shape[1:] == (PAGE, 1, RANK + ROPE)
     assert partial_out.shape == (capacity.max_partial_rows, capacity.heads, RANK)
-    assert q.shape[1] * capacity.queries == capacity.heads and not q.isnan().any()  # also where a head is nobody's
+    assert q.shape[1] * capacity.query_tokens == capacity.heads and not q.isnan().any()  # also where a head is nobody's
     out, lse2 = partial_out.view(-1, RANK), partial_lse2.view(-1)
     out.fill_(NAN)  # no layer may use what the one before left
     lse2.fill_(NAN)
@@ -69,7 +69,7 @@ def run_absorb_kernel(
         pages = page_table.flatten()[first_page:][begin // PAGE : -(-end // PAGE)].long()
         keys = latent_pages[pages].flatten(0, 2).expand(n_rows, -1, -1)
         queries = q.view(-1, 1, RANK + ROPE)[rows].split([RANK, ROPE], dim=-1)
-        unseen = last * (capacity.queries - 1 - (first_row + torch.arange(n_rows)) // q.shape[1])
+        unseen = last * (capacity.query_tokens - 1 - (first_row + torch.arange(n_rows)) // q.shape[1])
         one, one_lse = reference.absorb(*queries, keys, (end - begin - unseen).clamp(min=0), softmax_scale)
         out[partial : partial + n_rows], lse2[partial : partial + n_rows] = one[:, 0], one_lse[:, 0] / LN2
 
@@ -190,7 +190,7 @@ def test_query_tokens_of_a_request(heads: int, queries: int, programs: int) -> N
     segments = [((7, 3, 2, 6), 0, 128), ((2, 3), 128, 192), ((5, 8), 0, 64)]
     problem = Problem(heads, segments, 9, queries)
     sizes = dict(max_rows=12 * queries + 1, max_segment_rows=11 * queries)
-    grouped = make(heads, queries=queries, programs=programs, **sizes)
+    grouped = make(heads, query_tokens=queries, programs=programs, **sizes)
     grouped.plan(problem.segments, 9)
     for _ in range(2):
         actual, expected = problem.run(grouped), problem.expected()
@@ -210,7 +210,7 @@ def test_few_query_tokens_of_long_tails_are_cut() -> None:
     slots = (torch.randperm(18)[:, None] * PAGE + torch.arange(PAGE)).view(2, -1).int()
     problem.req_to_token[problem.pool_indices, : slots.shape[1]] = slots
     problem.cache = problem.randn(18, PAGE, 1, RANK + ROPE)
-    grouped = make(16, queries=9, programs=12)
+    grouped = make(16, query_tokens=9, programs=12)
     grouped.plan([], 2)
     assert_equal(problem.run(grouped), problem.expected())
     assert grouped._tail_partials.counts[:2].tolist() == [2, 2]
@@ -258,7 +258,7 @@ def tensors_of(grouped: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("queries", [1, 4])
 def test_memory_is_static_and_known_beforehand(queries: int) -> None:
     """What a captured graph would read stays where it is."""
-    limits: dict[str, Any] = dict(max_rows=MAX_ROWS * queries, max_tokens=MAX_TOKENS, queries=queries)
+    limits: dict[str, Any] = dict(max_rows=MAX_ROWS * queries, max_tokens=MAX_TOKENS, query_tokens=queries)
     grouped = make(16, **limits)
     before = {name: value.data_ptr() for name, value in tensors_of(grouped).items()}
     for segments, rows in (([((0, 1), 0, 128)], 2), (odd_segments(), 30)):
@@ -375,7 +375,7 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             grouped.plan([Segment(*segment, mode=Mode.GROUPED_ABSORB) for segment in segments], rows)
-    three = make(16, queries=3)
+    three = make(16, query_tokens=3)
     with pytest.raises(ValueError, match="14 requests; there is room for 13"):
         three.plan([], 14)
     grouped.plan([], 8)

@@ -159,7 +159,7 @@ def parts_of(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def make(heads: int, programs: int = 4, queries: int = 1) -> HopperGroupedAbsorbFP8:
     grouped = dispatch.make_hopper_grouped_absorb_fp8(
         heads=heads,
-        queries=queries,
+        query_tokens=queries,
         max_rows=MAX_ROWS * queries,
         max_tokens=MAX_TOKENS,
         kv_lora_rank=RANK,
@@ -263,7 +263,7 @@ def test_partials_of_both_lists_have_room_in_the_same_tensors(heads: int) -> Non
         tiles = -(-heads * queries // 64)
         assert tails.max_tail_partials == segments.max_tail_partials == MAX_ROWS + -(-2 * programs // tiles)
         sizes = dict(max_rows=MAX_ROWS * queries, max_tokens=MAX_TOKENS, programs=programs, dtype=torch.float32)
-        dims = dict(heads=heads, queries=queries, kv_lora_rank=RANK, qk_rope_head_dim=ROPE)
+        dims = dict(heads=heads, query_tokens=queries, kv_lora_rank=RANK, qk_rope_head_dim=ROPE)
         assert dispatch.grouped_absorb_bytes(fp8=True, **sizes, **dims) == grouped.workspace_bytes
 
 

@@ -183,7 +183,7 @@ def test_merging_what_ranks_give_back(watching: bool) -> None:
     found = []
     for merge in (merge_ranks, merge_ranks_torch):
         watch = Watch(max_rows=2, heads=heads, columns=RANK + DR, dv=DV, dtype=torch.float32, device="cpu")
-        watch.look_at(4, 1)
+        watch.set_target(4, 1)
         merged = tail_out.clone()
         merge(merged, tail_lse, out, lse, Watched(watch, 4, q, rope) if watching else None)
         found.append((merged, watch))

@@ -69,7 +69,7 @@ def test_queries_and_results_of_the_watched_rows(sizes: tuple[int, ...]) -> None
     for first in range(0, tokens, case.queries):
         case.watch.query.fill_(NAN)
         case.watch.out.fill_(NAN)
-        case.watch.look_at(LAYER, first)
+        case.watch.set_target(LAYER, first)
         out = case.run()
         assert torch.equal(out, plain), "the result is the same bits"
         count = min(max_rows, tokens - first)
@@ -82,14 +82,14 @@ def test_queries_and_results_of_the_watched_rows(sizes: tuple[int, ...]) -> None
 def test_nothing_is_copied_of_other_layers_or_when_nobody_looks() -> None:
     case = Case(4, 2, 16)
     case.run()
-    case.watch.look_at(LAYER, 0)
+    case.watch.set_target(LAYER, 0)
     case.run(LAYER + 1)
     case.run(LAYER - 1)
-    case.watch.look_away()
+    case.watch.clear_target()
     case.run()
     case.run(0)
     assert case.watch.query.isnan().all() and case.watch.out.isnan().all()
-    case.watch.look_at(0, 2)
+    case.watch.set_target(0, 2)
     out = case.run(0)
     assert torch.equal(case.watch.out[:2], out[2:])
 
@@ -97,7 +97,7 @@ def test_nothing_is_copied_of_other_layers_or_when_nobody_looks() -> None:
 def test_a_result_that_stands_among_the_partials() -> None:
     """Grouped absorb's merge: a row with one partial has its result in place, and keeps it to the bit."""
     case = Case(3, 2, 32)
-    case.watch.look_at(LAYER, 0)
+    case.watch.set_target(LAYER, 0)
     no_tail = torch.full_like(case.tail_lse, -torch.inf)
     out = case.partial_out[:3]
     table = table_of([[0], [1, 4], [2]])
@@ -113,7 +113,7 @@ def test_a_merge_of_more_heads_than_the_queries_have() -> None:
     case.q, case.rope = case.q[:, :2], case.rope[:, :2]
     sizes = dict(heads=2, columns=RANK + ROPE, dv=16, dtype=torch.float32)
     watch = Watch(max_rows=2, device="cpu", **sizes)
-    watch.look_at(LAYER, 2)
+    watch.set_target(LAYER, 2)
     out = case.tail_out.clone()
     look = Watched(watch, LAYER, case.q, case.rope, merged_heads=3)
     merge(out, case.tail_lse, case.partial_out, case.partial_lse2, table_of(case.lists), out, watched=look)
@@ -125,7 +125,7 @@ def test_in_torch_the_same() -> None:
     for first in (0, 3):
         case, other = Case(6, 2, 16), Case(6, 2, 16)
         for each in (case, other):
-            each.watch.look_at(LAYER, first)
+            each.watch.set_target(LAYER, first)
         out = case.run()
         Watched(other.watch, LAYER, other.q, other.rope).copy(out)
         Watched(other.watch, LAYER + 1, other.q * 2, other.rope).copy(out * 2)

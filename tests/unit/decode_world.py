@@ -183,7 +183,7 @@ class World:
         layout = self.pool.layout if self.fp8 else None
         for made in ("make_grouped_absorb", "make_grouped_absorb_fp8"):
             if hasattr(module, made):
-                make = lambda *_, queries=1, **__: TorchGrouped(layout, queries) if runs else None  # noqa: E731
+                make = lambda *_, query_tokens=1, **__: TorchGrouped(layout, query_tokens) if runs else None  # noqa: E731
                 self._monkeypatch.setattr(module, made, make)
         if self.fp8:
             self._monkeypatch.setattr(module, "make_absorb_fp8", TorchAbsorbFP8)
@@ -201,7 +201,7 @@ class World:
         }
 
         def stock_and_latent(runner: Any, layers: Any, may_group: bool, queries: int, counters: Any) -> tuple[Any, Any]:
-            common = dict(heads=HEADS, layer_id=LAYER_IDS[0], on_failure=counters.fall_back, queries=queries)
+            common = dict(heads=HEADS, layer_id=LAYER_IDS[0], on_failure=counters.fall_back, query_tokens=queries)
             self.latent = kinds[self.fp8](grouped=grouped, **common)
             return stock, self.latent
 

@@ -93,10 +93,10 @@ class TorchAbsorbFP8:
     workspace_bytes = MIB
 
     def __init__(
-        self, pool: Tensor, *, heads: int, layout: LatentRowLayout, max_requests: int, queries: int, **_: Any
+        self, pool: Tensor, *, heads: int, layout: LatentRowLayout, max_requests: int, query_tokens: int, **_: Any
     ) -> None:
         assert heads == HEADS and pool.shape[1] == layout.row_bytes
-        self.layout, self.max_requests, self.queries, self._begun = layout, max_requests, queries, None
+        self.layout, self.max_requests, self.queries, self._begun = layout, max_requests, query_tokens, None
 
     @opaque
     def begin_step(self, lens: Tensor, page_table: Tensor) -> None:

@@ -155,7 +155,7 @@ def main(folder: Path) -> None:
     fields = {
         name: {
             **one._asdict(),
-            "run": str(one.run),
+            "run": str(one.how_far),
             "findings": [finding.text for finding in one.findings],
             "codes": [finding.code for finding in one.findings],
             "refusals": [each.text for each in one.findings if each.remedy is None],

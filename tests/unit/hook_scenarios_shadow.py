@@ -49,13 +49,13 @@ def scenario_a_step_is_checked_behind_its_forward_pass() -> None:
     for checks in range(3):
         step()
         assert server.counters.shadow_checks == checks and server.counters.shadow_failures == 0
-    assert max(server.steps.shadow.take_errors()) < 1e-5
+    assert max(server.steps.shadow.pop_errors()) < 1e-5
     server.buffers[0].v_t.normal_()
     step()
     assert server.prefixes.plan.segments and server.counters.shadow_failures == 0
     server.forward("DECODE", requests)
     assert not server.shares() and server.counters.shadow_failures == 1
-    assert max(server.steps.shadow.take_errors()) > 0.1
+    assert max(server.steps.shadow.pop_errors()) > 0.1
     assert server.pool.used_chunks == 0
 
 

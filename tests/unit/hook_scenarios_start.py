@@ -267,7 +267,7 @@ def scenario_metrics_are_published_once_a_second_and_when_idle() -> None:
     server.forward("DECODE", requests)
     assert published == [], "a server without metrics"
     server.scheduler = make_scheduler(server.tree.cache, SimpleNamespace(labels={"model_name": "m"}))
-    server.steps.shadow = SimpleNamespace(take_errors=iter([[0.5], [], []]).__next__, judge=lambda: None)
+    server.steps.shadow = SimpleNamespace(pop_errors=iter([[0.5], [], []]).__next__, judge=lambda: None)
     for _ in range(3):
         server.forward("DECODE", requests)
     assert [report["counters"]["steps_naive"] for report in published] == [2]

@@ -249,7 +249,7 @@ def test_a_capture_ignores_the_plan(make_world: Any) -> None:
         world.eager_step(requests)
     assert passes.now.plan.segments
     backend.init_forward_metadata_out_graph(world.batch(requests), in_capture=True)
-    assert passes.now.way is Way.SHARED and backend._written[0] is NOTHING_SHARED
+    assert passes.now.way is Way.SHARED and backend._preparation._written[0] is NOTHING_SHARED
     assert not world.latent._starts.on_device.any()
 
 
@@ -275,7 +275,7 @@ def test_requests_of_any_number_of_rows(make_world: Any, kind: str, grouped: boo
         world.backend.init_forward_metadata(batch)
         assert passes.now.way is Way.SHARED
         assert world.error(world.forward(batch, inputs), batch, inputs) < BOUND[fp8]
-        written.append(world.backend._written)
+        written.append(world.backend._preparation._written)
     assert written[0] == written[2] != written[1] and written[0][1].total == 9
     assert not world.steps.counters.fallbacks
 

@@ -22,7 +22,7 @@ from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.kernels import dispatch
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
-from sglang_mla_ext.prefix.cost_model import rates_for
+from sglang_mla_ext.prefix.gpu_rates import rates_for
 from sglang_mla_ext.segment import Mode
 
 GIB = 1 << 30
@@ -54,7 +54,7 @@ def test_the_budget_is_what_is_asked_for_and_covers_the_buffers(
 ) -> None:
     monkeypatch.setattr(budget, "buffer_bytes", lambda *args: buffers)
     with caplog.at_level(logging.WARNING):
-        assert budget.take(40 * GIB, None, options(**given)) == taken
+        assert budget.reserve(40 * GIB, None, options(**given)) == taken
     warned = [record.getMessage() for record in caplog.records]
     assert bool(warned) == (given == {"prefix_memory_gb": 0.5})
     if warned:
@@ -90,10 +90,10 @@ def test_a_budget_that_leaves_nothing_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(
         OptionError, match=r"prefix-memory-gb 40 leaves nothing of the 40.00 GiB .*: lower it, or raise"
     ):
-        budget.take(40 * GIB, None, options(prefix_memory_gb=40.0))
+        budget.reserve(40 * GIB, None, options(prefix_memory_gb=40.0))
     for given in ({"mode": "absorb"}, {"prefix_memory_gb": 0.5}):
         with pytest.raises(OptionError, match=r"own buffers \(2.00 GiB\) leaves nothing .*: raise --mem-fraction"):
-            budget.take(2 * GIB, None, options(**given))
+            budget.reserve(2 * GIB, None, options(**given))
 
 
 # ---- how much the buffers take
@@ -289,7 +289,7 @@ def test_the_latent_part_allocates_no_more_than_it_says_beforehand(
         max_requests=64,
         max_tokens=1000,
         programs=9,
-        queries=queries,
+        query_tokens=queries,
     )
     fresh = world._build.stock_and_latent(None, None, None, queries, SimpleNamespace(fall_back=None))[1]
     assert fresh.workspace_bytes == kept() == 0

@@ -16,7 +16,8 @@ from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
-from sglang_mla_ext.prefix.cost_model import CostModel, rates_for
+from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.gpu_rates import rates_for
 from sglang_mla_ext.segment import Mode
 
 
@@ -76,7 +77,7 @@ def test_kernels_that_do_not_run_leave_plain_absorb(world: World, monkeypatch: p
     monkeypatch.setattr(build_expanding, {"attention": "make_shared_attention", "expander": "Expander"}[part], fail)
     backend = world.make("gpu")
     assert fallbacks(world) == ["the kernels do not run here: RuntimeError"]
-    assert not backend._requests and pool_of(world).num_chunks == 0
+    assert not backend._preparation._requests and pool_of(world).num_chunks == 0
     requests = [world.start("abcd1", 1), world.start("abcd2", 2)]
     assert world.eager_step(requests) < 1e-5
     gc.collect()
@@ -102,7 +103,7 @@ def test_a_rank_expands_its_own_heads(world: World, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("options", "count"), [({"budget_bytes": 1000}, 1), ({"mode": "absorb"}, 0)], ids=str)
 def test_no_memory_or_mode_absorb_never_expands(world: World, options: dict[str, Any], count: int) -> None:
     backend = world.make("gpu", **options)
-    assert not backend._requests and len(fallbacks(world)) == count
+    assert not backend._preparation._requests and len(fallbacks(world)) == count
     assert "plain absorb" in world.steps.reports.description
 
 
@@ -160,7 +161,7 @@ def test_grouped_absorb_where_its_kernels_run(
     assert world.latent.grouped_page == PAGE and not fallbacks(world)
     taken = world.latent.workspace_bytes
     world.make("gpu", grouped=True, runs=False, mode=mode, budget_bytes=0, prefix_memory_gb=0.0)
-    assert world.latent.grouped_page is None and not world.backend._requests
+    assert world.latent.grouped_page is None and not world.backend._preparation._requests
     assert len(fallbacks(world)) == (mode == "grouped_absorb")
     assert taken - world.latent.workspace_bytes >= MIB
     requests = [world.start("abcd1", 1), world.start("abcd2", 2)]
@@ -192,11 +193,11 @@ def test_rows_from_which_a_group_can_pay_in_any_mode(world: World, monkeypatch: 
         ({"grouped": True, "budget_bytes": 1000}, every - {Mode.NAIVE}),
         ({}, every - {Mode.GROUPED_ABSORB}),
     ):
-        assert world.make("gpu", mode="auto", **options)._requests == range(5, MAX_REQUESTS + 1)
+        assert world.make("gpu", mode="auto", **options)._preparation._requests == range(5, MAX_REQUESTS + 1)
         assert asked.pop() == allowed
     for mode, rows in (("naive", range(2, 13)), ("grouped_absorb", range(2, 13)), ("absorb", range(0))):
-        assert world.make("gpu", grouped=mode == "grouped_absorb", mode=mode)._requests == rows
-    assert world.make("gpu", mode="grouped_absorb")._requests == range(0)
+        assert world.make("gpu", grouped=mode == "grouped_absorb", mode=mode)._preparation._requests == rows
+    assert world.make("gpu", mode="grouped_absorb")._preparation._requests == range(0)
     assert fallbacks(world) == [f"grouped absorb does not run here with {HEADS} heads: every step is plain absorb"]
 
 

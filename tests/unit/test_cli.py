@@ -150,7 +150,7 @@ def test_doctor_says_what_to_change(monkeypatch):
         findings=[Finding("--page-size", "hybrid_mla needs --page-size 64, not 1; remove the flag.")],
         changes=["--page-size 64 in place of --page-size 1"],
         settings=["--disable-prefill-cuda-graph"],
-        run=RUN,
+        how_far=RUN,
         reach="about: 530 tokens",
         models={"/m/V3": "deepseek-ai/DeepSeek-V3"},
     )
@@ -170,7 +170,7 @@ def test_doctor_says_what_to_change(monkeypatch):
 def test_doctor_has_nothing_to_say_of_what_works(monkeypatch):
     arguments = ["--model-path", "deepseek-ai/DeepSeek-V3", "--attention-backend", "hybrid_mla"]
     run = tried.how_far({tried.SERVER: 1}, "0.5.17")
-    code, output = examined(monkeypatch, examine.WORKS, LaunchLine({}, arguments), *arguments, run=run)
+    code, output = examined(monkeypatch, examine.WORKS, LaunchLine({}, arguments), *arguments, how_far=run)
     assert (code, output.splitlines()) == (
         0,
         [
@@ -182,7 +182,7 @@ def test_doctor_has_nothing_to_say_of_what_works(monkeypatch):
 
 def test_doctor_speaks_to_programs(monkeypatch):
     line, command = LaunchLine({}, ["--tp", "16"]), ["python", "-m", "sglang.launch_server", "--tp", "16"]
-    found = dict(run=RUN, findings=[Finding("a", "no"), Finding("b", "nor")])
+    found = dict(how_far=RUN, findings=[Finding("a", "no"), Finding("b", "nor")])
     code, output = examined(monkeypatch, examine.CHANGED, line, "--json", *command, **found)
     said = json.loads(output)
     assert code == 0 and said["outcome"] == "works with a change"

@@ -16,14 +16,10 @@ from hypothesis import strategies as st
 from sglang_mla_ext.configs import config_names
 from sglang_mla_ext.kernels.absorb.stacking import STRIP_ROWS
 from sglang_mla_ext.prefix import cost_model
-from sglang_mla_ext.prefix.cost_model import (
-    CostModel,
-    GpuRates,
-    Mode,
-    ModelDims,
-    ModeRates,
-    rates_for,
-)
+from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.gpu_rates import GpuRates, ModeRates, rates_for
+from sglang_mla_ext.prefix.model_dims import ModelDims
+from sglang_mla_ext.segment import Mode
 
 V3 = ModelDims.from_json("deepseek-v3")
 H200 = GpuRates.from_json("h200")
@@ -129,13 +125,13 @@ def test_a_strip_is_the_kernels():
 
 def test_counts_of_several_query_tokens():
     """As if there were as many more requests, but for plain absorb's bytes: a request's tokens are read once."""
-    one, four = model(128), model(128, queries=4)
+    one, four = model(128), model(128, query_tokens=4)
     for mode in Mode:
         assert four.macs(mode, 7, 1000) == one.macs(mode, 28, 1000)
         assert four.bytes_read(mode, 7, 1000) == one.bytes_read(mode, 7, 1000)
         assert four.segment_seconds(mode, 7) == pytest.approx(one.segment_seconds(mode, 28))
     assert four.tail_rows(7) == one.tail_rows(28)
-    assert model(16, queries=4).tail_rows(7) == model(16).tail_rows(7), "what one tile has room for"
+    assert model(16, query_tokens=4).tail_rows(7) == model(16).tail_rows(7), "what one tile has room for"
 
 
 @pytest.mark.parametrize("queries", [2, 4, 8])
@@ -144,7 +140,7 @@ def test_sharing_pays_that_many_times_earlier(gpu, storage, queries):
     """By hand, with rates alone: n requests cost absorb n·W·128·1088 MACs a key, naive its bytes or n·W·128·320 MACs,
     the rows in whole tiles. With the launches counted it is about as many times earlier, too."""
     tokens, heads = 26472, 128
-    cost = model(heads, gpu, expanded_element_bytes=storage, queries=queries)
+    cost = model(heads, gpu, expanded_element_bytes=storage, query_tokens=queries)
     absorb, naive = cost.rates.modes[Mode.ABSORB], cost.rates.modes[Mode.NAIVE]
     free = replace(naive, overhead_s=0.0, overhead_per_root_row_s=0.0, row_tile=1)
     modes = {Mode.ABSORB: replace(absorb, overhead_s=0.0, overhead_per_root_row_s=0.0), Mode.NAIVE: free}
@@ -158,7 +154,7 @@ def test_sharing_pays_that_many_times_earlier(gpu, storage, queries):
 
     by_hand = next(count for count in range(2, 4096) if pays(count))
     assert replace(cost, rates=rates).smallest_profitable_group(tokens) == by_hand
-    alone = replace(cost, queries=1)
+    alone = replace(cost, query_tokens=1)
     earlier = alone.smallest_profitable_group(tokens) / cost.smallest_profitable_group(tokens)
     assert 0.7 * queries < earlier < 1.3 * queries
 
@@ -183,7 +179,7 @@ def test_equation_1_gives_the_papers_threshold():
     npu = ModeRates(bytes_per_s=1.8e12, macs_per_s=188e12, fp8_macs_per_s=None, overhead_s=0, row_tile=1)
     cost = CostModel(V3, 128, GpuRates("NPU", 0, dict.fromkeys(Mode, npu), "TyphoonMLA, section 3.2"))
     assert int(cost.threshold_batch()) == 61
-    assert replace(cost, queries=2).threshold_batch() == pytest.approx(cost.threshold_batch() / 2)
+    assert replace(cost, query_tokens=2).threshold_batch() == pytest.approx(cost.threshold_batch() / 2)
 
 
 # -- times: an H200, one layer, DeepSeek-V3, measured ms ---------------------------------------------------------------

@@ -43,7 +43,7 @@ DOORS = {
     "adapter/step/hooks_riding.py around_new_batch",
     "adapter/step/hooks_riding.py around_sync",
     "adapter/step/mixing.py Mixing.new_batch",
-    "adapter/step/riding.py Riding.run",
+    "adapter/step/riding.py Riding.forward_ridden",
     "adapter/step/voting.py Voting.agree",
     "adapter/step/layer.py after_split_q",
     "adapter/step/layer.py forward_method",
@@ -65,12 +65,12 @@ THE_NET = {
 """What catches the others."""
 
 PLAIN_ABSORB = {
-    "adapter/step/backend.py HybridMLABackend._begin",
-    "adapter/step/backend.py HybridMLABackend._count_rows_as_prefill",
-    "adapter/step/backend.py HybridMLABackend._way_without_sharing",
+    "adapter/step/preparation.py Preparation.begin",
+    "adapter/step/preparation.py Preparation.count_rows_as_prefill",
+    "adapter/step/preparation.py Preparation._way_without_sharing",
     "adapter/step/backend.py HybridMLABackend._store",
     "adapter/step/backend.py HybridMLABackend._store:",  # its operation
-    "adapter/step/backend.py HybridMLABackend._write_plan",
+    "adapter/step/preparation.py Preparation._write_plan",
     "adapter/step/passes.py Kind.is_step",
     "adapter/step/passes.py Kind.of",
     "adapter/step/stock_torch.py TorchStock.extend",

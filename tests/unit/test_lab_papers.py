@@ -8,7 +8,7 @@ from lab.papers.formulas import ASCEND, ASCEND_ROOFLINE, GPU_OF_AMLA, PAPER_UNIT
 from lab.papers.values import AMLA_TABLE_5, TYPHOON_STAGES_MS, TYPHOON_STAGES_RATIO, TYPHOON_TABLE_3
 
 from sglang_mla_ext.predict.weights import products, read_model
-from sglang_mla_ext.prefix.cost_model import ModelDims
+from sglang_mla_ext.prefix.model_dims import ModelDims
 
 V3, K2 = ModelDims.from_json("deepseek-v3"), ModelDims.from_json("kimi-k2")
 
@@ -21,7 +21,7 @@ def test_typhoon_table_1():
     other = formulas.typhoon_table_1(V3, batch=7, shared=0, other=1)
     assert other["typhoon"] == other["absorb"] and other["absorb"].macs == 7 * 136 * PAPER_UNIT
     assert other["naive"].words / other["typhoon"].words == pytest.approx(71, abs=1)  # "approximately 70"
-    both = formulas.typhoon_table_1(V3, batch=3, shared=100, other=10, queries=2)
+    both = formulas.typhoon_table_1(V3, batch=3, shared=100, other=10, query_tokens=2)
     assert both["typhoon"].macs == 6 * (100 * 40 + 10 * 136) * PAPER_UNIT
     assert both["typhoon"].words == 100 * 40 * PAPER_UNIT + 3 * 10 * 576
 
@@ -29,7 +29,7 @@ def test_typhoon_table_1():
 def test_typhoon_threshold():
     assert int(formulas.typhoon_threshold(V3, ASCEND)) == 61
     assert formulas.typhoon_threshold(K2, ASCEND) == formulas.typhoon_threshold(V3, ASCEND)
-    assert formulas.typhoon_threshold(V3, ASCEND, queries=4) == pytest.approx(61.4 / 4, abs=0.1)
+    assert formulas.typhoon_threshold(V3, ASCEND, query_tokens=4) == pytest.approx(61.4 / 4, abs=0.1)
 
 
 def test_typhoon_figure_6():

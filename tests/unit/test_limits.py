@@ -185,8 +185,14 @@ def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"dtype": "float16"}, "the model runs in float16, which its kernels do not compute in: use --dtype bfloat16."),
-        ({"dtype": "half"}, "the model runs in float16, which its kernels do not compute in: use --dtype bfloat16."),
+        (
+            {"dtype": "float16"},
+            "the model runs in float16, which hybrid_mla's kernels do not support: use --dtype bfloat16.",
+        ),
+        (
+            {"dtype": "half"},
+            "the model runs in float16, which hybrid_mla's kernels do not support: use --dtype bfloat16.",
+        ),
         (
             {"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 12},
             "--speculative-algorithm NGRAM is not supported: use EAGLE, EAGLE3 or NEXTN, with --speculative-eagle-topk",
@@ -321,7 +327,9 @@ def test_ways_to_the_host(copies: str, layout: str) -> None:
 @pytest.mark.parametrize("variable", ["SGLANG_ENABLE_UNIFIED_RADIX_TREE", "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"])
 def test_a_tree_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "1")
-    assert f"{variable} is not supported, prefixes are found in another tree: unset it." in message(server_args())
+    assert f"{variable} is not supported, prefixes are found in SGLang's default radix tree: unset it." in message(
+        server_args()
+    )
 
 
 @pytest.mark.parametrize(

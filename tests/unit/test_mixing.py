@@ -23,7 +23,7 @@ class Riding:
         self.asked: list[tuple[Any, int]] = []
         self.answer = True
 
-    def takes(self, batch: Any, running: int) -> bool:
+    def can_ride(self, batch: Any, running: int) -> bool:
         self.asked.append((batch, running))
         return self.answer
 

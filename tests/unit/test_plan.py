@@ -173,7 +173,7 @@ def test_a_step_is_its_parts():
     assert set(step.products) == {"attention", "dense", "experts", "head"}
     assert step.attention == 61 * attention_seconds(of, whole, 128, 26472, 512)
     assert step.seconds == pytest.approx(step.attention + sum(step.products.values()) + step.exchanges + step.overhead)
-    drafts = predict(dataclasses.replace(of, queries=4), whole, 128, 26472, 512)
+    drafts = predict(dataclasses.replace(of, query_tokens=4), whole, 128, 26472, 512)
     assert step.seconds < drafts.seconds < 4 * step.seconds
 
 
@@ -269,7 +269,7 @@ def test_a_measured_step_gives_the_rest():
     assert found["step_ms"]["absorb"] == pytest.approx(60)
     assert found["rest_ms"] == pytest.approx(60 - found["attention_ms"]["absorb"])
     assert found["rest_parts_ms"] is None
-    assert "is less than what attention takes alone" in refused(*case, "--step-ms", "3")
+    assert "is less than attention alone is predicted to take" in refused(*case, "--step-ms", "3")
     assert "of one step" in refused("--step-ms", "60")
 
 
@@ -387,6 +387,6 @@ def test_prefixes_that_ranks_hold_together() -> None:
     bytes_sent = 128 * (128 - 16) * (192 + 128) * 2
     assert exchange == pytest.approx(61 * (rates.overhead_s + bytes_sent / rates.bytes_per_s))
     assert "--hybrid-mla-spread auto" in spread["recommendation"]["text"]
-    for bad in ({"dp": 4}, {"tp": 1, "dp": 1}, {"queries": 2}):
+    for bad in ({"dp": 4}, {"tp": 1, "dp": 1}, {"query_tokens": 2}):
         with pytest.raises(ValueError, match="--spread needs --dp as large as --tp"):
             Deployment(**{"config": V3, "gpu": H200, "tp": 8, "dp": 8, "spread": True, **bad})

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.branches import Branches, Part
-from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, ModelDims
+from sglang_mla_ext.prefix.cost_model import CostModel
 from sglang_mla_ext.prefix.gains import Gains, every_range, no_launch
+from sglang_mla_ext.prefix.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.model_dims import ModelDims
 from sglang_mla_ext.prefix.planner import Capacity, Expanded, Gain, Plan, Ways, limit_parts, plan_step, whole
 from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.segment import Mode, Segment

@@ -71,7 +71,7 @@ def test_bounds():
     assert [bound(EIGHT, running, 7069, 184) for running in (1, 128, 960, 993, 2000)] == [0, 512, 64, 0, 0]
     assert bound(EIGHT, 128, 26472, 184) > bound(EIGHT, 128, 26472, 184, chunks=33) > 0
     # Drafts: rows of a verify step, of which 4 are a request's.
-    assert bound(dataclasses.replace(EIGHT, queries=4), 240, 7069, 184) == 64
+    assert bound(dataclasses.replace(EIGHT, query_tokens=4), 240, 7069, 184) == 64
     assert bound(Deployment(V3, Gpu.from_json("cpu")), 128, 7069, 184) == 0
 
 

@@ -335,8 +335,8 @@ def taking_parts() -> Iterator[list[str]]:
 
 def test_the_backend_is_listed_once(taking_parts: list[str]) -> None:
     others = list(taking_parts)
-    mla_layer.take_parts()
-    mla_layer.take_parts()
+    mla_layer.accept_query_parts()
+    mla_layer.accept_query_parts()
     assert taking_parts == [*others, BACKEND_NAME]
 
 
@@ -351,7 +351,7 @@ def test_the_layer_gives_what_the_list_says(taking_parts: list[str], listed: boo
         raise Called(args, kwargs)
 
     if listed:
-        mla_layer.take_parts()
+        mla_layer.accept_query_parts()
     no = lambda *args: False  # noqa: E731
     layer = SimpleNamespace(
         current_attention_backend=BACKEND_NAME,

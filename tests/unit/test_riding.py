@@ -12,7 +12,9 @@ import torch
 from sglang_mla_ext.adapter.step import riding as module
 from sglang_mla_ext.adapter.step.riding import Riding, as_rows, refusal
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, ModelDims
+from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.model_dims import ModelDims
 from sglang_mla_ext.rows import Rows
 
 H200 = CostModel(ModelDims.from_json("deepseek-v3"), 128, GpuRates.from_json("h200"))
@@ -155,8 +157,10 @@ def make(expanded: int = 0, cost: CostModel = H200, **options: Any) -> Riding:
 
 def test_more_rows_than_there_is_a_graph_for_do_not_ride() -> None:
     riding = make(eager_layer_s=1.0)
-    assert riding.takes(schedule_batch([0], [300])) and riding.takes(schedule_batch([0], [250]), running=50)
-    assert not riding.takes(schedule_batch([0], [301])) and not riding.takes(schedule_batch([0], [250]), running=51)
+    assert riding.can_ride(schedule_batch([0], [300])) and riding.can_ride(schedule_batch([0], [250]), running=50)
+    assert not riding.can_ride(schedule_batch([0], [301])) and not riding.can_ride(
+        schedule_batch([0], [250]), running=51
+    )
     # With running requests it is asked again without them.
     assert riding._counters.not_ridden == {"more than 300 rows": 1}
     runner = SimpleNamespace(
@@ -173,10 +177,10 @@ def test_a_pass_rides_where_that_is_sooner() -> None:
     """Over what is expanded, and not where each row would read a long history for itself."""
     long, short = schedule_batch([20000], [256]), schedule_batch([20000], [2])
     riding = make()
-    assert not riding.takes(long) and riding.takes(short)
+    assert not riding.can_ride(long) and riding.can_ride(short)
     assert riding._counters.not_ridden == {"a pass of its own is sooner": 1}
-    assert make(expanded=19500).takes(long)
-    assert make(eager_layer_s=1.0).takes(long)
+    assert make(expanded=19500).can_ride(long)
+    assert make(eager_layer_s=1.0).can_ride(long)
     few_heads = CostModel(H200.dims, 8, H200.rates)
     alone, together = (make(cost=few_heads, grouped=grouped) for grouped in (False, True))
     arguments = ["r"], [20000], [100]
@@ -193,13 +197,13 @@ def test_every_rank_is_asked_also_by_one_that_cannot_say() -> None:
         return False
 
     riding, batch = make(agree=one_says_no), schedule_batch([100], [2])
-    assert not riding.takes(batch)
+    assert not riding.can_ride(batch)
     riding._prefixes.fails = True
-    assert not riding.takes(batch)
+    assert not riding.can_ride(batch)
     assert asked == [True, False]
     assert riding._counters.not_ridden == {"a pass of its own is sooner": 2}
     assert riding._counters.fallbacks == {"predicting a riding pass failed: RuntimeError": 1}
-    assert not riding.takes(schedule_batch([100], [2], is_prefill_only=True)) and len(asked) == 2
+    assert not riding.can_ride(schedule_batch([100], [2], is_prefill_only=True)) and len(asked) == 2
 
 
 def test_all_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +237,7 @@ def test_logits_are_those_of_last_rows() -> None:
         return SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=torch.arange(6.0)[:, None]))
 
     now = module.passes.now
-    output = riding.run(forward, "runner", batch, pytest.fail, "proxies", False, 1)
+    output = riding.forward_ridden(forward, "runner", batch, pytest.fail, "proxies", False, 1)
     assert output.logits_output.next_token_logits.flatten().tolist() == [2, 4, 5]
     assert seen == [("runner", now.ridden, ("proxies", False, 1))] and now.ridden.batch_size == 6
     module.passes.end()

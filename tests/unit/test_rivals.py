@@ -22,7 +22,7 @@ class Uneven(Case):
         return [3, PAGE_TOKENS, 2 * PAGE_TOKENS + 1, 40]
 
 
-CASES = [shared_case(130, 70, 2, 3), private_case(100, 2, 2, queries=2), Uneven(0, 0, 2, (), 4, s_q=3)]
+CASES = [shared_case(130, 70, 2, 3), private_case(100, 2, 2, query_tokens=2), Uneven(0, 0, 2, (), 4, s_q=3)]
 
 
 def agrees_with_every_row_alone(case: Case, rival: Callable[[], torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from decode_world import HEADS, KINDS, LAYER_IDS, PAGE, Graph, World, groups_of
 
 from sglang_mla_ext.adapter.step import shadow as shadow_module
 from sglang_mla_ext.adapter.step.passes import passes
-from sglang_mla_ext.adapter.step.shadow import BOUND, BOUND_FP8, Finding, Look, ShadowCheck, row_errors
+from sglang_mla_ext.adapter.step.shadow import BOUND, BOUND_FP8, CheckedRows, Finding, ShadowCheck, row_errors
 from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
 from sglang_mla_ext.prefix.tree import SharedTree
@@ -51,10 +51,10 @@ def test_nothing_is_found_where_all_is_well(
     for step in range(6):
         assert world.eager_step(requests) < EXACT[fp8]
         assert counters.shadow_checks == step, "what a step was is known before the next one"
-    errors = world.steps.shadow.take_errors()
+    errors = world.steps.shadow.pop_errors()
     assert len(errors) == 5 * 6 * queries and 0 < max(errors) < EXACT[fp8]
     assert counters.shadow_failures == 0 and not counters.fallbacks and groups(world) == GROUPS
-    assert world.steps.shadow.take_errors() == []
+    assert world.steps.shadow.pop_errors() == []
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
@@ -68,7 +68,7 @@ def test_a_graph_is_checked_as_it_is(make_world: Any, grouped: bool, mode: str, 
         batch = requests if step % 3 else requests[::-1][:5]
         assert eight.step(batch) < EXACT[fp8]
     assert world.steps.counters.shadow_checks == 3 and world.steps.counters.shadow_failures == 0
-    assert max(world.steps.shadow.take_errors()) < EXACT[fp8]
+    assert max(world.steps.shadow.pop_errors()) < EXACT[fp8]
     assert not world.steps.counters.fallbacks
 
 
@@ -78,7 +78,7 @@ def test_layers_and_requests_take_turns(make_world: Any, monkeypatch: pytest.Mon
     world.make("gpu", verify_interval=1)
     requests, looks = sharing(world), []
     end_step = world.steps.shadow.end_step
-    world.steps.shadow.end_step = lambda batch: looks.append(world.steps.shadow._look) or end_step(batch)
+    world.steps.shadow.end_step = lambda batch: looks.append(world.steps.shadow._checked) or end_step(batch)
     for _ in range(8):
         world.eager_step(requests[1:])
     assert [look.layer for look in looks] == [0, 1] * 4
@@ -149,7 +149,7 @@ def test_rows_of_a_ride_are_checked_at_their_own_lengths(make_world: Any, kind: 
         assert world.ride(requests[some], counts) < EXACT[False]
     world.eager_step(requests)
     assert counters.shadow_checks == 7 and counters.shadow_failures == 0 and not counters.fallbacks
-    assert len(world.steps.shadow.take_errors()) == 6 + 2 * (14 + 5 + 8)
+    assert len(world.steps.shadow.pop_errors()) == 6 + 2 * (14 + 5 + 8)
     assert groups(world) == GROUPS
 
 
@@ -185,7 +185,7 @@ def test_a_wrong_plan_is_found(make_world: Any, monkeypatch: pytest.MonkeyPatch)
 
     with monkeypatch.context() as patch:
         patch.setattr(world.backend._shared, "plan", without_the_last)
-        world.backend._written = None
+        world.backend._preparation._written = None
         assert world.eager_step(requests) > 0.1
     assert world.eager_step(requests) < EXACT[False] and groups(world) == []
     assert world.steps.counters.shadow_failures == 1
@@ -224,10 +224,10 @@ def test_whom_it_suspects(queries: int) -> None:
 
     def found(*errors: float, first_request: int = 0) -> Finding:
         check = object.__new__(ShadowCheck)
-        check._queries, check._bound = queries, 0.1
+        check._query_tokens, check._bound = queries, 0.1
         check._layers = [SimpleNamespace(attn_mqa=SimpleNamespace(layer_id=7))]
         rows = torch.tensor([error for each in errors for error in ([0.0] * (queries - 1) + [each])])
-        look = Look(0, first_request * queries, len(rows), Rows(4, queries), [system, first, second])
+        look = CheckedRows(0, first_request * queries, len(rows), Rows(4, queries), [system, first, second])
         check._arriving = look, rows, None
         finding = check.finding()
         assert check.finding() is None and finding.layer == 7

@@ -24,8 +24,10 @@ from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.predict import sharing
 from sglang_mla_ext.prefix import shared_prefixes
 from sglang_mla_ext.prefix.branches import Branches, Part
-from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, ModelDims
+from sglang_mla_ext.prefix.cost_model import CostModel
 from sglang_mla_ext.prefix.expanded_pool import GRACE, ExpandedPool
+from sglang_mla_ext.prefix.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.model_dims import ModelDims
 from sglang_mla_ext.prefix.planner import Capacity, Plan
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 from sglang_mla_ext.prefix.tree import SharedTree
@@ -244,7 +246,7 @@ def test_prefill_that_would_gain_nothing_is_plain(tree: Any) -> None:
 
 def test_prefill_counts_its_tokens_where_decode_counts_several_for_each_request(tree: Any) -> None:
     """As above: what a step of verified drafts costs has no part in it."""
-    server = Server(tree, mode="auto", cost=replace(COST, queries=8))
+    server = Server(tree, mode="auto", cost=replace(COST, query_tokens=8))
     requests = [tree.run("systemprompt-" + letter) for letter in "ab"]
     server.prefixes.before_prefill(requests, [], affordable=10**6)
     assert parts_of(server, *requests, new_tokens=1, always=False) == [0, 0]

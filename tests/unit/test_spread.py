@@ -14,8 +14,10 @@ import pytest
 
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, ModelDims
+from sglang_mla_ext.prefix.cost_model import CostModel
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
+from sglang_mla_ext.prefix.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.model_dims import ModelDims
 from sglang_mla_ext.prefix.planner import Capacity
 from sglang_mla_ext.prefix.spread.names import chunk_names
 from sglang_mla_ext.prefix.spread.prefixes import SpreadPlan, SpreadPrefixes
@@ -90,7 +92,7 @@ class Rank:
         return [self.names_of(request) for request in range(len(self.running))], [1] * len(self.running)
 
     def step(self, tokens: Sequence[int], each: int | None = None) -> SpreadPlan | None:
-        plan = self.vote.take(self.given if self.willing else None, tokens, each or max(tokens))
+        plan = self.vote.decide(self.given if self.willing else None, tokens, each or max(tokens))
         self.prefixes.begin(plan)
         if plan is not None:
             for piece in self.prefixes.pieces():

@@ -13,8 +13,10 @@ from sglang_mla_ext.adapter.launch import limits, spread
 from sglang_mla_ext.adapter.step.spreading import Spreading
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.cost_model import CostModel, GpuRates, ModelDims
+from sglang_mla_ext.prefix.cost_model import CostModel
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
+from sglang_mla_ext.prefix.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.model_dims import ModelDims
 from sglang_mla_ext.prefix.planner import Capacity
 from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
 
@@ -123,7 +125,7 @@ class Rank:
         tokens = [sum(rows)] * 2
         info = SimpleNamespace(global_num_tokens=tokens, is_extend_in_batch=extends, can_run_decode_cuda_graph=graphs)
         self.spreading.agree(info)
-        plan = self.spreading.take()
+        plan = self.spreading.shared_plan()
         self.spreading.expand(torch.arange(len(reqs)) + 1)
         return plan
 

@@ -73,7 +73,7 @@ def requests(count: int) -> list[Any]:
 def test_verify_steps_are_planned_where_drafts_are_verified() -> None:
     """And decode steps where they are not. A plan is of requests, a pass has as many rows as there are tokens."""
     for queries, planned, other in ((4, VERIFY, DECODE), (1, DECODE, VERIFY)):
-        steps = make(queries=queries)
+        steps = make(query_tokens=queries)
         steps.before_forward(planned, requests(5), [])
         assert passes.now.plan is steps._prefixes.answer and passes.now.rows == Rows(5, queries)
         steps.before_forward(other, requests(5), [])
@@ -253,7 +253,7 @@ def test_what_ranks_agreed_on_is_the_plan(rides: bool) -> None:
     """Of a step and of a pass that rides, whatever has failed since; without an agreement nothing is shared."""
     steps = make()
     spread = SpreadPlan(shared(), ((1,), (2,)), 5, ())
-    steps.spreading = SimpleNamespace(take=lambda: spread)
+    steps.spreading = SimpleNamespace(shared_plan=lambda: spread)
     of_pass = (EXTEND, requests(5), [], [300] * 5, [2] * 5) if rides else (DECODE, requests(5), [])
     for pause in (0, FIRST_PAUSE):
         steps._pause = pause
@@ -261,7 +261,7 @@ def test_what_ranks_agreed_on_is_the_plan(rides: bool) -> None:
         steps.fail("anything", MemoryError())
         assert passes.now.spread is spread and passes.now.plan is spread.mine
     assert steps.counters.steps_spread == 2 and not steps._prefixes.named("plan_decode")
-    steps.spreading, steps._pause = SimpleNamespace(take=lambda: None), 0
+    steps.spreading, steps._pause = SimpleNamespace(shared_plan=lambda: None), 0
     assert steps.can_share()
     steps.before_forward(*of_pass, rides=rides)
     assert passes.now.spread is None and passes.now.plan is NOTHING_SHARED

@@ -93,7 +93,7 @@ def _start_scores(q0, q1, q2, shared, used, taken, zeros):
 
 
 @gluon.jit
-def _take_query(shared, used, LAYOUT: gl.constexpr):
+def _load_query(shared, used, LAYOUT: gl.constexpr):
     """One quarter of the query from the ring into registers."""
     SLOTS: gl.constexpr = shared.ring.shape[0]
     slot = used % SLOTS
@@ -105,12 +105,12 @@ def _take_query(shared, used, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _hide_unseen(scores, item_ptr, first_key, LAYOUT: gl.constexpr, HEADS: gl.constexpr, QUERIES: gl.constexpr):
+def _hide_unseen(scores, item_ptr, first_key, LAYOUT: gl.constexpr, HEADS: gl.constexpr, QUERY_TOKENS: gl.constexpr):
     """Scores of the keys from `first_key` on, -inf where a row does not see the key: then it has no weight either where
     its row has seen none yet."""
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     keys = first_key + gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))
-    end = gl.load(item_ptr + ITEM_END) - unseen_keys(item_ptr, rows, HEADS, QUERIES)  # [ROWS]
+    end = gl.load(item_ptr + ITEM_END) - unseen_keys(item_ptr, rows, HEADS, QUERY_TOKENS)  # [ROWS]
     return gl.where(keys[None, :] < end[:, None], scores, float("-inf"))
 
 
@@ -133,7 +133,7 @@ def _next_scores(q0, q1, q2, shared, used, taken, scores, row_max2, row_sum, sca
 
 
 @gluon.jit
-def score(shared, partial_lse2_ptr, work_ptr, scale_log2e, HEADS: gl.constexpr, QUERIES: gl.constexpr):
+def score(shared, partial_lse2_ptr, work_ptr, scale_log2e, HEADS: gl.constexpr, QUERY_TOKENS: gl.constexpr):
     """Scores and softmax of all items: passes weights and factors on to `sum_values`, and writes the lse2."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     QUERY: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
@@ -145,9 +145,9 @@ def score(shared, partial_lse2_ptr, work_ptr, scale_log2e, HEADS: gl.constexpr, 
     for index in range(count_items(work_ptr)):
         item_ptr = item_at(work_ptr, index)
         _, last, n_blocks = blocks_of(item_ptr)
-        q0 = _take_query(shared, used, QUERY)
-        q1 = _take_query(shared, used + 1, QUERY)
-        q2 = _take_query(shared, used + 2, QUERY)
+        q0 = _load_query(shared, used, QUERY)
+        q1 = _load_query(shared, used + 1, QUERY)
+        q2 = _load_query(shared, used + 2, QUERY)
         used += REGISTER_PARTS
         mbarrier.wait(shared.q_full, done & 1)
 
@@ -156,20 +156,20 @@ def score(shared, partial_lse2_ptr, work_ptr, scale_log2e, HEADS: gl.constexpr, 
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(shared.rope_empty.index(taken % ROPE_STAGES))
         used += 4
-        if QUERIES > 1:
-            scores = _hide_unseen(scores, item_ptr, last * BLOCK, SCORES, HEADS, QUERIES)
+        if QUERY_TOKENS > 1:
+            scores = _hide_unseen(scores, item_ptr, last * BLOCK, SCORES, HEADS, QUERY_TOKENS)
         else:
             key = last * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
             scores = gl.where((key < gl.load(item_ptr + ITEM_END))[None, :], scores, NO_SCORE)
         row_max2 = gl.full([ROWS], NO_SCORE, gl.float32, BY_ROW)
         row_sum = gl.zeros([ROWS], gl.float32, BY_ROW)
-        if QUERIES > 1:  # noqa: SIM102 - known when it is compiled
+        if QUERY_TOKENS > 1:  # noqa: SIM102 - known when it is compiled
             # What only some rows see may begin a block earlier. Not in the loop, which has no registers for it.
-            if (n_blocks > 1) & (seen_by_all(item_ptr, QUERIES) < last * BLOCK):
+            if (n_blocks > 1) & (seen_by_all(item_ptr, QUERY_TOKENS) < last * BLOCK):
                 scores, row_max2, row_sum = _next_scores(
                     q0, q1, q2, shared, used, taken, scores, row_max2, row_sum, scale_log2e, zeros
                 )  # fmt: skip
-                scores = _hide_unseen(scores, item_ptr, (last - 1) * BLOCK, SCORES, HEADS, QUERIES)
+                scores = _hide_unseen(scores, item_ptr, (last - 1) * BLOCK, SCORES, HEADS, QUERY_TOKENS)
                 taken += 1
                 used += 4
                 n_blocks -= 1
@@ -185,7 +185,7 @@ def score(shared, partial_lse2_ptr, work_ptr, scale_log2e, HEADS: gl.constexpr, 
         shared.weights_s.store(weights)
         shared.rescale_s.store(rescale)
         norm = 1.0 / row_sum
-        if QUERIES > 1:
+        if QUERY_TOKENS > 1:
             norm = gl.where(row_sum == 0.0, 0.0, norm)  # it has seen no key, and its lse2 is -inf
         shared.norm_s.store(norm)
         fence_async_shared()

@@ -168,7 +168,7 @@ def _next_scores(
 
 @gluon.jit
 def compute_scores(
-    ring, shared, partial_lse2_ptr, work_ptr, scale_log2e, HEADS: gl.constexpr, QUERIES: gl.constexpr
+    ring, shared, partial_lse2_ptr, work_ptr, scale_log2e, HEADS: gl.constexpr, QUERY_TOKENS: gl.constexpr
 ):  # fmt: skip
     """Scores and softmax of all items: passes weights and factors on to `sum_values`, and writes the lse2.
 
@@ -220,11 +220,11 @@ def compute_scores(
         level = ceiling
         row_sum = gl.zeros([ROWS], gl.float32, BY_ROW)
         limit = 0
-        if QUERIES > 1:
+        if QUERY_TOKENS > 1:
             # Blocks that not all rows see to their end come first. In a loop of their own: that of the others has no
             # registers for a mask.
-            limit = valid - unseen_keys(item_ptr, rows, HEADS, QUERIES)  # of a row's keys in the block, [ROWS]
-            masked = last + 1 - gl.maximum(seen_by_all(item_ptr, QUERIES), 0) // BLOCK
+            limit = valid - unseen_keys(item_ptr, rows, HEADS, QUERY_TOKENS)  # of a row's keys in the block, [ROWS]
+            masked = last + 1 - gl.maximum(seen_by_all(item_ptr, QUERY_TOKENS), 0) // BLOCK
             for _ in range(1, gl.where(masked < n_blocks, masked + 1, n_blocks)):
                 scores, key_scale, ceiling, level, row_sum = _next_scores(
                     ring, shared, panels_s, slot, phase, taken, scores, row_scale, key_scale, keys, limit, ceiling,
@@ -241,14 +241,14 @@ def compute_scores(
             )  # fmt: skip
             taken += 1
             slot, phase = next_slot(slot, phase, SLOTS)
-        if QUERIES > 1:
-            limit = gl.load(item_ptr + ITEM_END) - first * BLOCK - unseen_keys(item_ptr, rows, HEADS, QUERIES)
+        if QUERY_TOKENS > 1:
+            limit = gl.load(item_ptr + ITEM_END) - first * BLOCK - unseen_keys(item_ptr, rows, HEADS, QUERY_TOKENS)
         logs, ceiling, level, rescale = _raise_level(
-            scores, row_scale, key_scale, keys, limit, ceiling, level, QUERIES > 1
+            scores, row_scale, key_scale, keys, limit, ceiling, level, QUERY_TOKENS > 1
         )  # fmt: skip
         weights, row_sum = _weigh(logs, key_scale, level, rescale, row_sum)
         _write_weights(weights, rescale, shared, taken)
-        norm, lse2 = finish(row_sum, level, QUERIES)
+        norm, lse2 = finish(row_sum, level, QUERY_TOKENS)
         shared.norm_s.index(done & 3).store(norm)
         fence_async_shared()
         thread_barrier()

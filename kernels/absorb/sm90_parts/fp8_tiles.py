@@ -83,12 +83,12 @@ def inverse_of_power(value):
 
 
 @gluon.jit
-def finish(total, level, QUERIES: gl.constexpr):
+def finish(total, level, QUERY_TOKENS: gl.constexpr):
     """The factor for the sums, and the lse2, of rows whose weights sum up to `total` in units of `level`. With several
     query tokens a row may have seen no key: 0 and -inf. (Maxima ignore NaN, so the level of a NaN row is as low.)"""
     norm = 1.0 / total
     lse2 = level - LOG2_FP8_MAX + gl.log2(total)
-    if QUERIES > 1:
+    if QUERY_TOKENS > 1:
         seen = (level > 0.5 * NO_SCORE) | (total != total)
         norm = gl.where(seen, norm, 0.0)
         lse2 = gl.where(seen, lse2, float("-inf"))

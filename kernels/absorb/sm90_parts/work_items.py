@@ -61,15 +61,15 @@ def blocks_of(item_ptr):
 
 
 @gluon.jit
-def unseen_keys(item_ptr, rows, HEADS: gl.constexpr, QUERIES: gl.constexpr):
-    """How many of an item's last keys each of its rows does not see: of QUERIES query tokens the last one sees all keys
-    of the request, the one before it one less. This concerns the last keys of a request only, and those are always in
+def unseen_keys(item_ptr, rows, HEADS: gl.constexpr, QUERY_TOKENS: gl.constexpr):
+    """How many of an item's last keys each of its rows does not see: of a request's query tokens the last one sees all
+    of its keys, the one before it one less. This concerns the last keys of a request only, and those are always in
     one item."""
     query = (gl.load(item_ptr + ITEM_FIRST_ROW) + rows) // HEADS
-    return gl.load(item_ptr + ITEM_LAST) * gl.maximum(QUERIES - 1 - query, 0)  # rows behind the last have no query
+    return gl.load(item_ptr + ITEM_LAST) * gl.maximum(QUERY_TOKENS - 1 - query, 0)  # rows behind the last have no query
 
 
 @gluon.jit
-def seen_by_all(item_ptr, QUERIES: gl.constexpr):
+def seen_by_all(item_ptr, QUERY_TOKENS: gl.constexpr):
     """The key behind the last one that every row of an item sees."""
-    return gl.load(item_ptr + ITEM_END) - gl.load(item_ptr + ITEM_LAST) * (QUERIES - 1)
+    return gl.load(item_ptr + ITEM_END) - gl.load(item_ptr + ITEM_LAST) * (QUERY_TOKENS - 1)

@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from bench.client import HYBRID
-from bench.engine import Engine, engine_arguments, impl_of, results_of, rounds_of, write_model
+from bench.engine import Engine, engine_arguments, impl_of, results_of, rounds_of, set_prefixes, write_model
 from bench.records import write_record
 from rich.console import Console
 from rich.table import Table
@@ -108,9 +108,7 @@ def main(
     """Time the engine with each backend; print a table; append records."""
     if not torch.cuda.is_available():
         raise typer.BadParameter("needs a GPU")
-    if prefix_memory_gb is not None:
-        os.environ["SGLANG_HYBRID_MLA_PREFIX_MEMORY_GB"] = str(prefix_memory_gb)
-    os.environ["SGLANG_HYBRID_MLA_PREFIX_DTYPE"] = prefix_dtype
+    set_prefixes(prefix_memory_gb, prefix_dtype)
     options = {"mem_fraction": mem_fraction, "tp": tp, "steps": steps, "repeat": repeat, "rounds": rounds}
     results: dict[Key, list[dict[str, Any]]] = defaultdict(list)
     console = Console()
@@ -121,9 +119,9 @@ def main(
             os.environ["SGLANG_HYBRID_MLA_VERIFY_INTERVAL"] = str(every)
             return Engine(measure, name, folder, prompt, batch, options)
 
-        runs = [(name, every) for name in backend for every in (verify_interval if name == HYBRID else [0])]
-        shown = {f"{name}, checked every {every} steps" if every else name: (name, every) for name, every in runs}
-        starts = {text: partial(start, *run) for text, run in shown.items()}
+        kinds = [(name, every) for name in backend for every in (verify_interval if name == HYBRID else [0])]
+        shown = {f"{name}, checked every {every} steps" if every else name: (name, every) for name, every in kinds}
+        starts = {text: partial(start, *kind) for text, kind in shown.items()}
         for text, result in results_of(starts, rounds, console):
             name, every = shown[text]
             results[text, result["prompt"], result["batch"]].append(result)

@@ -48,7 +48,7 @@ class Implementation(NamedTuple):
     dtype: str
     label: str
 
-    def takes(self, case: Case) -> bool:
+    def supports(self, case: Case) -> bool:
         """Whether there is such a kernel for a case: only few heads of several requests share a tile."""
         return self.impl != "hybrid_mla_bf16" or case.heads in STACKED_HEADS
 
@@ -125,7 +125,7 @@ class Experiment:
     def cells(self, name: str) -> Iterator[list[Cell]]:
         """The measurements of each case."""
         for case, conditions in self.cases:
-            yield [Cell(name, of, case, conditions) for of in self.implementations if of.takes(case)]
+            yield [Cell(name, of, case, conditions) for of in self.implementations if of.supports(case)]
 
 
 def tail_tokens(questions: str, model: str) -> int:
@@ -140,9 +140,9 @@ def shared_case(prefix: int, tail: int, heads: int, requests: int) -> Case:
     return Case(prefix, tail, heads, (requests,))
 
 
-def private_case(tokens: int, heads: int, requests: int, queries: int = 1) -> Case:
+def private_case(tokens: int, heads: int, requests: int, query_tokens: int = 1) -> Case:
     """Requests that share nothing."""
-    return Case(0, tokens, heads, (), requests, s_q=queries)
+    return Case(0, tokens, heads, (), requests, s_q=query_tokens)
 
 
 def _figure_3() -> Iterator[tuple[Case, tuple[tuple[str, str], ...]]]:
@@ -184,9 +184,9 @@ EXPERIMENTS = {
     "snapmla-figure-6": Experiment(
         "SnapMLA, figure 6",
         tuple(
-            (private_case(tokens, heads, SNAPMLA_REQUESTS, queries), ())
+            (private_case(tokens, heads, SNAPMLA_REQUESTS, query_tokens), ())
             for tokens in SNAPMLA_CONTEXTS
-            for queries in (1, 2)
+            for query_tokens in (1, 2)
             for heads in SNAPMLA_HEADS
         ),
         PRIVATE,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sglang_mla_ext.prefix.cost_model import ModelDims
+from sglang_mla_ext.prefix.model_dims import ModelDims
 
 PAPER_UNIT = 1024
 """TyphoonMLA's table 1 counts in units of 1,024."""
@@ -38,14 +38,14 @@ class Work(NamedTuple):
     words: float
 
 
-def typhoon_table_1(dims: ModelDims, batch: int, shared: int, other: int, queries: int = 1) -> dict[str, Work]:
+def typhoon_table_1(dims: ModelDims, batch: int, shared: int, other: int, query_tokens: int = 1) -> dict[str, Work]:
     """TyphoonMLA, table 1: MACs and words read of one layer's attention, by formulation.
 
     The words of K count its rotary part for each head, as the paper does; it is stored once here (cost_model.py).
     """
     heads = dims.num_heads
     naive, absorb = heads * dims.naive_macs, heads * dims.absorb_macs
-    rows = batch * queries
+    rows = batch * query_tokens
     return {
         "naive": Work(rows * (shared + other) * naive, (shared + batch * other) * naive),
         "absorb": Work(rows * (shared + other) * absorb, (shared + batch * other) * dims.latent_dim),
@@ -53,12 +53,12 @@ def typhoon_table_1(dims: ModelDims, batch: int, shared: int, other: int, querie
     }
 
 
-def typhoon_threshold(dims: ModelDims, rates: Rates, queries: int = 1) -> float:
+def typhoon_threshold(dims: ModelDims, rates: Rates, query_tokens: int = 1) -> float:
     """TyphoonMLA, equation 1: the batch from which naive pays, (D_qk + D_v) / (S (2 D_l + D_r)) * T / M.
 
     Words of two bytes and MACs of two operations: the twos cancel.
     """
-    return dims.naive_macs / (queries * dims.absorb_macs) * rates.flops / rates.bytes_per_s
+    return dims.naive_macs / (query_tokens * dims.absorb_macs) * rates.flops / rates.bytes_per_s
 
 
 def typhoon_seconds(dims: ModelDims, rates: Rates, batch: int, shared: int, other: int) -> dict[str, float]:
@@ -151,7 +151,7 @@ def snapmla_peak(bf16_flops: float, content_tiles: int = 16, rotary_tiles: int =
     return bf16_flops * tiles / (content_tiles / 2 + rotary_tiles)
 
 
-def amla_intensity(heads: int, kv_heads: int, queries: int, key_dim: int, value_dim: int, shared: bool) -> float:
+def amla_intensity(heads: int, kv_heads: int, query_tokens: int, key_dim: int, value_dim: int, shared: bool) -> float:
     """AMLA, table 2: operations per byte of attention in BF16, keys and values alone.
 
     The text of the paper that this was made from has lost the printed row; what the formula gives is 1 for 64 heads
@@ -161,13 +161,13 @@ def amla_intensity(heads: int, kv_heads: int, queries: int, key_dim: int, value_
     Args:
         shared: whether values are a part of the keys, as a latent row's are.
     """
-    flops = 2 * heads * queries * (key_dim + value_dim)
+    flops = 2 * heads * query_tokens * (key_dim + value_dim)
     words = key_dim if shared else key_dim + value_dim
     return flops / (2 * kv_heads * words)
 
 
 def amla_utilisation(
-    dims: ModelDims, rates: Rates, seconds: float, context: int, queries: int, heads: int = 128, batch: int = 96
+    dims: ModelDims, rates: Rates, seconds: float, context: int, query_tokens: int, heads: int = 128, batch: int = 96
 ) -> float:
     """AMLA, table 5: the share of the peak that a kernel's time stands for."""
-    return 2 * batch * heads * queries * context * dims.absorb_macs / seconds / rates.flops
+    return 2 * batch * heads * query_tokens * context * dims.absorb_macs / seconds / rates.flops

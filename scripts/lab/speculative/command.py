@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from bench.engine import Engine, engine_arguments, impl_of, results_of, rounds_of, write_model
+from bench.engine import Engine, engine_arguments, impl_of, results_of, rounds_of, set_prefixes, write_model
 from bench.records import write_record
 from rich.console import Console
 from rich.table import Table
@@ -154,9 +154,7 @@ def main(
     """Time speculative decoding with each backend; print a table; append records."""
     if not torch.cuda.is_available():
         raise typer.BadParameter("needs a GPU")
-    if prefix_memory_gb is not None:
-        os.environ["SGLANG_HYBRID_MLA_PREFIX_MEMORY_GB"] = str(prefix_memory_gb)
-    os.environ["SGLANG_HYBRID_MLA_PREFIX_DTYPE"] = prefix_dtype
+    set_prefixes(prefix_memory_gb, prefix_dtype)
     options = {
         "mem_fraction": mem_fraction,
         "draft_tokens": draft_tokens,

@@ -29,13 +29,13 @@ class TorchLatent:
 
     workspace_bytes = 0
 
-    def __init__(self, pool: MLATokenToKVPool, req_to_token: Tensor, *, grouped: bool, queries: int = 1) -> None:
+    def __init__(self, pool: MLATokenToKVPool, req_to_token: Tensor, *, grouped: bool, query_tokens: int = 1) -> None:
         """
         Args:
             grouped: whether shared prefixes may be read once for all their requests.
-            queries: query tokens of each request.
+            query_tokens: of each request.
         """
-        self._pool, self._req_to_token, self._queries = pool, req_to_token, queries
+        self._pool, self._req_to_token, self._query_tokens = pool, req_to_token, query_tokens
         self.grouped_page = 1 if grouped else None
         self._segments: Sequence[Segment] = ()  # by units, as the next
         self._planned_starts: Sequence[int] = ()
@@ -63,20 +63,23 @@ class TorchLatent:
         softmax_scale: float,
         watched: Watched | None = None,
     ) -> tuple[Tensor, Tensor]:
-        starts = [0] * (len(q_absorbed) // self._queries)
+        starts = [0] * (len(q_absorbed) // self._query_tokens)
         if self._sharing:
             starts[: len(self._planned_starts)] = self._planned_starts
         parts = []
         for row, query in enumerate(zip(q_absorbed, q_rope, strict=True)):
-            slots, later = self._slots(row), self._queries - 1 - row % self._queries  # tokens that it does not see
-            tail = slots[starts[row // self._queries] : max(len(slots) - later, 0)]
+            slots, later = (
+                self._slots(row),
+                self._query_tokens - 1 - row % self._query_tokens,
+            )  # tokens that it does not see
+            tail = slots[starts[row // self._query_tokens] : max(len(slots) - later, 0)]
             parts.append(self._absorb(layer_id, *(part[None] for part in query), tail, softmax_scale))
         out, lse = torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
         for segment in self._segments if self._sharing else ():
-            members = torch.tensor(Rows(len(starts), self._queries).spread([segment])[0].rows)
+            members = torch.tensor(Rows(len(starts), self._query_tokens).spread([segment])[0].rows)
             # One query with the heads of all members: they have the same keys.
             stacked = [part[members].flatten(0, 1)[None] for part in (q_absorbed, q_rope)]
-            slots = self._slots(segment.rows[0] * self._queries)[segment.start : segment.end]
+            slots = self._slots(segment.rows[0] * self._query_tokens)[segment.start : segment.end]
             of_segment = self._absorb(layer_id, *stacked, slots, softmax_scale)
             of_segment = of_segment[0].view_as(out[members]), of_segment[1].view_as(lse[members])
             out[members], lse[members] = reference.merge(out[members], lse[members], *of_segment)
@@ -86,7 +89,7 @@ class TorchLatent:
 
     def _slots(self, row: int) -> Tensor:
         """The slots `[tokens]` of a row's request."""
-        request = row // self._queries
+        request = row // self._query_tokens
         tokens = int(self._batch.seq_lens[request]) + self._uncounted
         return self._req_to_token[self._batch.req_pool_indices[request], :tokens].long()
 

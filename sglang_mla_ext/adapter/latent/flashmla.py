@@ -45,7 +45,7 @@ class FlashMLALatent:
         kv_lora_rank: int,
         grouped: bool,
         on_failure: Callable[[str, BaseException], None],
-        queries: int = 1,
+        query_tokens: int = 1,
     ) -> None:
         """
         Args:
@@ -54,10 +54,10 @@ class FlashMLALatent:
             heads: of this rank; layer_id: of any layer in the pool; kv_lora_rank: of a row.
             grouped: try grouped absorb.
             on_failure: is told why grouped absorb does not run here.
-            queries: query tokens of each request.
+            query_tokens: of each request.
         """
         self._pool, self._req_to_token, self._heads, self._layer_id = pool, req_to_token, heads, layer_id
-        self._rank, self._queries = kv_lora_rank, queries
+        self._rank, self._query_tokens = kv_lora_rank, query_tokens
         self._wants_grouped, self._on_failure = grouped, on_failure
         self.grouped_page: int | None = None
         self._grouped: GroupedAbsorb | None = None
@@ -88,13 +88,13 @@ class FlashMLALatent:
                 qk_rope_head_dim=sizes.qk_rope_head_dim,
                 dtype=sizes.dtype,
                 programs=sizes.programs,
-                **grouped_sizes(sizes.max_rows, sizes.max_tokens, sizes.queries),
+                **grouped_sizes(sizes.max_rows, sizes.max_tokens, sizes.query_tokens),
             )
             taken = max(taken, of_grouped)  # one of the two
         return TailStarts.workspace_bytes_for(requests) + taken
 
     def allocate(self, max_rows: int, max_requests: int, max_tokens: int, memory: Memory | None = None) -> None:
-        requests = max_rows // self._queries
+        requests = max_rows // self._query_tokens
         self._starts = TailStarts(requests, self._req_to_token.device)
         if self._wants_grouped and rows_per_tile(self._heads) is not None:
             self._grouped = make_grouped_absorb(
@@ -104,7 +104,7 @@ class FlashMLALatent:
                 kv_lora_rank=self._rank,
                 on_failure=self._on_failure,
                 memory=memory,
-                **grouped_sizes(max_rows, max_tokens, self._queries),
+                **grouped_sizes(max_rows, max_tokens, self._query_tokens),
             )
         if self._grouped is not None:
             self.grouped_page = PAGE_TOKENS
@@ -140,9 +140,9 @@ class FlashMLALatent:
     ) -> tuple[Tensor, Tensor]:
         if self._grouped is not None:
             return self._grouped.run(q_absorbed, q_rope, self._pages(layer_id), softmax_scale, watched)
-        requests = len(q_absorbed) // self._queries
+        requests = len(q_absorbed) // self._query_tokens
         out, lse = flash_mla_with_kvcache(
-            q=whole_query(q_absorbed, q_rope).unflatten(0, (requests, self._queries)),
+            q=whole_query(q_absorbed, q_rope).unflatten(0, (requests, self._query_tokens)),
             k_cache=self._pages(layer_id),
             block_table=self._tails.table[:requests],
             cache_seqlens=self._tails.lens[:requests],
@@ -156,7 +156,7 @@ class FlashMLALatent:
 
     def _schedule(self, lens: Tensor) -> tuple[Tensor, Tensor]:
         """FlashMLA's, for tails of these lengths, `[requests]` int32."""
-        metadata, num_splits = get_mla_metadata(lens, self._queries * self._heads, 1)
+        metadata, num_splits = get_mla_metadata(lens, self._query_tokens * self._heads, 1)
         return metadata, num_splits
 
     def _pages(self, layer_id: int) -> Tensor:

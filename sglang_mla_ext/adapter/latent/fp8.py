@@ -46,7 +46,7 @@ class FP8Latent:
         dtype: torch.dtype,
         grouped: bool,
         on_failure: Callable[[str, BaseException], None],
-        queries: int = 1,
+        query_tokens: int = 1,
     ) -> None:
         """
         Args:
@@ -56,9 +56,9 @@ class FP8Latent:
             dtype: of queries and results.
             grouped: try grouped absorb.
             on_failure: is told why something does not run here.
-            queries: query tokens of each request.
+            query_tokens: of each request.
         """
-        self._queries = queries
+        self._query_tokens = query_tokens
         self._pool, self._req_to_token, self._heads, self._layer_id = pool, req_to_token, heads, layer_id
         self._dtype, self._wants_grouped, self._on_failure = dtype, grouped, on_failure
         self.grouped_page: int | None = None
@@ -84,7 +84,7 @@ class FP8Latent:
             layout=LatentRowLayout(**dims),
             page_size=PAGE_TOKENS,
             max_requests=sizes.sharing_requests,
-            queries=sizes.queries,
+            query_tokens=sizes.query_tokens,
         )
         if sizes.grouped and rows_per_tile(sizes.heads) is not None:
             taken += grouped_absorb_bytes(
@@ -93,12 +93,12 @@ class FP8Latent:
                 dtype=sizes.dtype,
                 programs=sizes.programs,
                 **dims,
-                **grouped_sizes(sizes.max_rows, sizes.max_tokens, sizes.queries),
+                **grouped_sizes(sizes.max_rows, sizes.max_tokens, sizes.query_tokens),
             )
         return taken
 
     def allocate(self, max_rows: int, max_requests: int, max_tokens: int, memory: Memory | None = None) -> None:
-        self._max_at_once = max_rows // self._queries  # requests of one schedule
+        self._max_at_once = max_rows // self._query_tokens  # requests of one schedule
         self._starts = TailStarts(self._max_at_once, self._req_to_token.device)
         self._tails = Tails(self._req_to_token, self._starts, max_requests, max_tokens, memory)
         rows, layout = self._pool.rows(self._layer_id), self._pool.layout
@@ -109,7 +109,7 @@ class FP8Latent:
             layout=layout,
             page_size=PAGE_TOKENS,
             max_requests=self._max_at_once,
-            queries=self._queries,
+            query_tokens=self._query_tokens,
             on_failure=self._on_failure,
             memory=memory,
         )
@@ -122,7 +122,7 @@ class FP8Latent:
                 dtype=self._dtype,
                 on_failure=self._on_failure,
                 memory=memory,
-                **grouped_sizes(max_rows, max_tokens, self._queries),
+                **grouped_sizes(max_rows, max_tokens, self._query_tokens),
             )
             if self._grouped is not None:
                 self.grouped_page = PAGE_TOKENS
@@ -155,14 +155,14 @@ class FP8Latent:
         if self._stacked:
             return self._grouped.run(q_absorbed, q_rope, pool, softmax_scale, watched)
         rows, dtype, device = len(q_absorbed), q_absorbed.dtype, q_absorbed.device
-        requests = rows // self._queries
+        requests = rows // self._query_tokens
         at_once = requests <= self._max_at_once
         out = self._absorb.output(rows, dtype) if at_once else torch.empty(q_absorbed.shape, dtype=dtype, device=device)
         lse = torch.empty(q_absorbed.shape[:2], dtype=torch.float32, device=device)
         for start in range(0, requests, self._max_at_once):
             stop = min(start + self._max_at_once, requests)
             where = self._tails.table[start:stop], self._tails.lens[start:stop]
-            part = slice(start * self._queries, stop * self._queries)
+            part = slice(start * self._query_tokens, stop * self._query_tokens)
             if not at_once:  # too many for one schedule: a new one for each part
                 self._absorb.begin_step(*where[::-1])
             self._absorb.run(q_absorbed[part], q_rope[part], pool, *where, softmax_scale, out[part], lse[part])

@@ -29,7 +29,7 @@ class LatentSizes:
         grouped: whether grouped absorb is tried.
         max_rows: query rows of a step that shares; max_requests: of any step; max_tokens: of a request.
         programs: multiprocessors of the GPU.
-        queries: query tokens of each request.
+        query_tokens: of each request.
     """
 
     heads: int
@@ -41,12 +41,12 @@ class LatentSizes:
     max_requests: int
     max_tokens: int
     programs: int
-    queries: int = 1
+    query_tokens: int = 1
 
     @property
     def sharing_requests(self) -> int:
         """Requests of a step that shares."""
-        return self.max_rows // self.queries
+        return self.max_rows // self.query_tokens
 
 
 class LatentAttention(Protocol):
@@ -61,9 +61,9 @@ class LatentAttention(Protocol):
     `plan` and `begin_step` write to static memory on the current stream and do not wait for the device. `run` is what a
     CUDA graph captures; the graph follows later calls of the other two. It owns its page tables and metadata.
 
-    It is made for a number of query tokens, `queries`, that it takes together as one unit of a batch. They are rows
-    that follow each other, and causal among themselves: the last one sees all keys of its unit. A batch's lengths and
-    places in the table of slots are those of its units: of requests, or, where each token is one, of rows.
+    It is made for `query_tokens` tokens that it takes together as one unit of a batch. They are rows that follow each
+    other, and causal among themselves: the last one sees all keys of its unit. A batch's lengths and places in the
+    table of slots are those of its units: of requests, or, where each token is one, of rows.
 
     Attributes:
         grouped_page: grouped absorb takes whole pages of so many tokens; None where there is no grouped absorb.
@@ -122,7 +122,7 @@ class LatentAttention(Protocol):
         Args:
             q_absorbed: `[rows, heads, kv_lora_rank]`; q_rope: `[rows, heads, qk_rope_head_dim]`; any strides of rows
                 and heads.
-            watched: what to look at, see kernels/watch.py; where there is no grouped absorb, nothing is.
+            watched: what to copy, see kernels/watch.py; where there is no grouped absorb, nothing is.
         Returns:
             `out [rows, heads, kv_lora_rank]`, valid until the next run, and `lse [rows, heads]` float32, natural log;
             0 and -inf for a row without keys.
@@ -130,10 +130,10 @@ class LatentAttention(Protocol):
         ...
 
 
-def grouped_sizes(max_rows: int, max_tokens: int, queries: int) -> dict[str, int]:
+def grouped_sizes(max_rows: int, max_tokens: int, query_tokens: int) -> dict[str, int]:
     """The arguments of grouped absorb that say how much a plan can hold."""
     return dict(
-        queries=queries,
+        query_tokens=query_tokens,
         max_rows=max_rows,
         max_tokens=max_tokens,
         max_segments=MAX_SEGMENTS,

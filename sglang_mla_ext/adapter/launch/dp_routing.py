@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 DISPATCH = "sglang.srt.managers.tokenizer_manager.TokenizerManager._dispatch_to_scheduler"
-LOOK_INTERVAL_S = 0.01
+CHECK_INTERVAL_S = 0.01
 
 
 class Router:
@@ -31,7 +31,7 @@ class Router:
 
     def __init__(self, ranks: int, min_prefix_len: int) -> None:
         self._affinity = PromptAffinity(ranks, min_prefix_len=min_prefix_len)
-        self._looked = 0.0
+        self._checked_at = 0.0
 
     def route(self, message: Any, unfinished: Container[str]) -> None:
         """Put a rank into each request to generate, unless its sender has named one.
@@ -43,15 +43,15 @@ class Router:
         for request in getattr(message, "batch", (message,)):
             if getattr(request, "input_ids", None) is None or not hasattr(request, "sampling_params"):
                 continue  # a control message, or input embeddings
-            self._look_who_is_finished(unfinished)
+            self._drop_finished(unfinished)
             salt = f"{getattr(request, 'extra_key', None)} {getattr(request, 'lora_id', None)}"
             named = request.routed_dp_rank
             request.routed_dp_rank = self._affinity.assign(request.rid, request.input_ids, salt, named)
 
-    def _look_who_is_finished(self, unfinished: Container[str]) -> None:
-        if (now := time.monotonic()) - self._looked < LOOK_INTERVAL_S:
+    def _drop_finished(self, unfinished: Container[str]) -> None:
+        if (now := time.monotonic()) - self._checked_at < CHECK_INTERVAL_S:
             return
-        self._looked = now
+        self._checked_at = now
         for rid in self._affinity.unfinished:
             if rid not in unfinished:
                 self._affinity.finish(rid)

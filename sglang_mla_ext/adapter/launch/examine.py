@@ -53,7 +53,7 @@ class Examination(NamedTuple):
         settings: flags that are set without being asked for.
         models: the models that the line names, by the names that they were taken for.
         warnings: what the server does without, though it runs.
-        run: how far a server like it was run; None where it does not start.
+        how_far: a server like it was run; None where it does not start.
         reach: how far its memory reaches, with DP attention.
         elsewhere: that it runs another SGLang than it was examined with.
     """
@@ -65,7 +65,7 @@ class Examination(NamedTuple):
     settings: list[str]
     models: dict[str, str]
     warnings: Sequence[str] = ()
-    run: tried.HowFar | None = None
+    how_far: tried.HowFar | None = None
     reach: str | None = None
     elsewhere: str | None = None
 
@@ -126,7 +126,7 @@ def _of_server(line: LaunchLine, args: ServerArgs) -> dict[str, Any]:
     return {
         "settings": _settings(line, args),
         "warnings": limits.warnings(resolved, on_gpu=True),
-        "run": tried.how_far(tried.parts_of(args, options), version),
+        "how_far": tried.how_far(tried.parts_of(args, options), version),
         "reach": reach.predicted(resolved, options),
     }
 

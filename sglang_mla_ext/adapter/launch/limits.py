@@ -36,7 +36,9 @@ PREFILL = ("fa3", "fa4", "flashinfer", "flashmla", "triton")
 TRANSFERS = ("mooncake", "nixl")
 """SGLang's names of what moves a KV cache from a prefill to a decode server."""
 
-FLOAT16 = Finding("float16", "the model runs in float16, which its kernels do not compute in: use --dtype bfloat16.")
+FLOAT16 = Finding(
+    "float16", "the model runs in float16, which hybrid_mla's kernels do not support: use --dtype bfloat16."
+)
 
 
 class Refusal(OptionError):
@@ -141,10 +143,10 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
     on_gpu = compute_capability is not None
     prefill, decode = installed.attention_backends(args)
     if decode != BACKEND_NAME:
-        text = f"it is a decode backend, and decode runs {decode}: set --decode-attention-backend {BACKEND_NAME}."
+        text = f"it is for decode, and decode runs {decode}: set --decode-attention-backend {BACKEND_NAME}."
         found.append(Finding("decode backend", text))
     if compute_capability is not None and compute_capability[0] != 9:
-        text = "its decode path uses FlashMLA, which needs a Hopper GPU: choose another --attention-backend here."
+        text = "decode uses FlashMLA, which needs a Hopper GPU: choose another --attention-backend here."
         found.append(Finding("GPU", text))
     if on_gpu and prefill not in (BACKEND_NAME, *PREFILL):
         text = f"prefill runs {prefill}, which is not for MLA on Hopper GPUs: use {BACKEND_NAME} for prefill too."
@@ -171,7 +173,9 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         text = f"--enable-mixed-chunk does not go with {reason}: remove it."
         found.append(Finding("--enable-mixed-chunk", text))
     for name in installed.other_trees():
-        found.append(Finding(name, f"{name} is not supported, prefixes are found in another tree: unset it."))
+        found.append(
+            Finding(name, f"{name} is not supported, prefixes are found in SGLang's default radix tree: unset it.")
+        )
     flags = {
         # A LoRA on kv_b_proj would need expansions of its own, and one on o_proj replaces the module that we merge at.
         "--enable-lora": args.enable_lora,

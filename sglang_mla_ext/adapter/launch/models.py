@@ -8,7 +8,7 @@ from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.compat.attention_classes import strange_layers
 from sglang_mla_ext.adapter.compat.findings import Finding
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
-from sglang_mla_ext.kernels.constants import LATENT_DIMS, takes_heads
+from sglang_mla_ext.kernels.constants import LATENT_DIMS, supports_heads
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -72,7 +72,7 @@ def _sizes(args: ServerArgs, config: Any) -> list[Finding]:
         )
         return [Finding("latent rows", text)]
     local_heads = heads // (args.tp_size // installed.dp_attention_ranks(args))
-    if local_heads in STACKED_HEADS or takes_heads(nope, v, rope):
+    if local_heads in STACKED_HEADS or supports_heads(nope, v, rope):
         return []
     text = (
         f"nothing would be shared: expanded prefixes need heads of multiples of 16 (content) and powers of two (values "

@@ -78,7 +78,7 @@ def _predicted(args: ServerArgs) -> int:
         config = installed.model_config(args).to_dict()
         return bound(Deployment(config, Gpu.from_json(name), args.tp_size), REQUESTS, PROMPT, TAIL)
     except (ValueError, KeyError, TypeError) as error:
-        logger.info("hybrid_mla: how many new tokens may ride in a step is not predicted for this model: %s", error)
+        logger.info("hybrid_mla: no default for --hybrid-mla-mixed-tokens can be predicted for this model: %s", error)
         return 0
 
 

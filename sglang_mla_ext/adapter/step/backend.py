@@ -4,12 +4,8 @@
 - a LatentAttention, for private tails and what is read for several requests at once;
 - a SharedAttention, for expanded prefixes.
 
-What a step shares is decided on the host before it (steps.py), and stands in `passes.now`. Which of the parts are in a
-step's CUDA graph depends on its number of requests alone, so that a captured graph and its replays agree; a graph with
-shared attention costs almost nothing more where its plan is empty.
-
-A server with speculative decoding has verify steps in place of decode steps: each request has `queries` tokens, each of
-which is a row of its own, and SGLang does not count them in the request's length yet.
+What a step shares is decided on the host before it (steps.py), and stands in `passes.now`; which of the parts it takes
+is decided when it begins (preparation.py).
 """
 
 from __future__ import annotations
@@ -21,13 +17,11 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_mla_ext.adapter.step.failure import our_part
-from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, Pass, Way, passes
+from sglang_mla_ext.adapter.step.passes import Kind, Way, passes
+from sglang_mla_ext.adapter.step.preparation import Preparation
 from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.steps import Steps
 from sglang_mla_ext.kernels.dispatch import whole_query
-from sglang_mla_ext.prefix.planner import Plan
-from sglang_mla_ext.rows import Rows
-from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -36,7 +30,6 @@ if TYPE_CHECKING:
     from sglang_mla_ext.adapter.latent.protocol import LatentAttention
     from sglang_mla_ext.adapter.step.stock import Stock
     from sglang_mla_ext.kernels.naive.attention import SharedAttention
-    from sglang_mla_ext.prefix.spread.prefixes import SpreadPlan
 
 READ_FROM_STOCK = (
     "token_to_kv_pool",
@@ -86,23 +79,21 @@ class HybridMLABackend(AttentionBackend):
         layer_index: dict[int, int],
         heads: int,
         requests: range,
-        queries: int = 1,
+        query_tokens: int = 1,
     ) -> None:
         """
         Args:
-            latent: made for as many queries.
+            latent: made for as many query tokens.
             shared: None where nothing is expanded.
             layer_index: of the expanded buffers' layers, by SGLang's layer id.
             heads: of this rank.
             requests: numbers of requests of a step that can share; empty where no group ever pays.
-            queries: query tokens of a request in a verify step; 1 without speculative decoding.
+            query_tokens: of a request in a verify step; 1 without speculative decoding.
         """
         super().__init__()
         self._stock, self._latent, self._shared, self._steps = stock, latent, shared, steps
-        self._layer_index, self._heads = layer_index, heads
-        self._requests, self._queries = requests, queries
-        # On the device: a plan and the rows that it is for; None where the parts may hold different plans.
-        self._written: tuple[Plan | SpreadPlan, Rows] | None = None
+        self._layer_index, self._heads, self._query_tokens = layer_index, heads, query_tokens
+        self._preparation = Preparation(stock, latent, shared, steps, requests=requests, query_tokens=query_tokens)
         for name in FLAGS_OF_STOCK:
             if hasattr(stock.backend, name):
                 setattr(self, name, getattr(stock.backend, name))
@@ -136,7 +127,7 @@ class HybridMLABackend(AttentionBackend):
         return self._stock.backend.verify_mask
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        if self._stock.decodes or self._queries > 1:  # it has the mask that SGLang writes before a verify step
+        if self._stock.decodes or self._query_tokens > 1:  # it has the mask that SGLang writes before a verify step
             self._stock.backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
     # ---- before a step
@@ -144,134 +135,24 @@ class HybridMLABackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """A step without a CUDA graph: one without segments needs nothing of what is shared."""
         with our_part("preparing a step"):
-            step = self._begin(forward_batch, in_graph=False)
+            step = self._preparation.begin(forward_batch, in_graph=False)
             if step.way is Way.STOCK:
-                self._count_rows_as_prefill(forward_batch)
+                self._preparation.count_rows_as_prefill(forward_batch)
         if step.way is Way.STOCK:
             self._stock.backend.init_forward_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Before a CUDA graph is captured or replayed."""
-        if self._begin(forward_batch, in_graph=True, in_capture=in_capture).way is Way.STOCK:
+        if self._preparation.begin(forward_batch, in_graph=True, in_capture=in_capture).way is Way.STOCK:
             self._stock.backend.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         if passes.now.way is Way.STOCK:
             self._stock.backend.init_forward_metadata_in_graph(forward_batch)
 
-    def _begin(self, forward_batch: ForwardBatch, *, in_graph: bool, in_capture: bool = False) -> Pass:
-        """Make ready for the pass that a batch is of, and say in it whose its attention is: SGLang's backend's, where
-        it is no decode or verify step.
-
-        A decode step has one query token of each request, which its length counts.
-        """
-        step, kind = passes.now, Kind.of(forward_batch.forward_mode)
-        if in_capture or step.kind is not kind or (kind.is_step and step.rows.requests > forward_batch.batch_size):
-            spread = None if in_capture else step.spread  # a rank without requests attends for the others
-            if spread is not None and spread.mine.segments:
-                raise RuntimeError("ranks agreed on what another batch shares")
-            step = passes.now = Pass(kind, Rows(0, self._tokens_each(kind)), spread=spread)  # not what was planned
-        step.way = self._way_without_sharing(step)
-        can_share = step.kind is (Kind.VERIFY if self._queries > 1 else Kind.DECODE)
-        shares = False
-        if can_share and (step.spread is not None or forward_batch.batch_size in self._requests):
-            shares = self._write_plan(step, forward_batch, needed=in_graph)
-            if in_graph or shares:
-                step.way = Way.SHARED
-        if step.way is not Way.STOCK:
-            try:
-                self._begin_latent(step, forward_batch)
-            except Exception as error:
-                if in_capture:
-                    raise
-                self._begin_again(step, forward_batch, error, in_graph=in_graph)
-                shares = False
-        if can_share and not in_capture:
-            self._steps.watch_step(step, shares)
-        step.takes_query = step.way is Way.SHARED and self._shared is not None
-        return step
-
-    def _tokens_each(self, kind: Kind) -> int:
-        """Query tokens of each of SGLang's requests in a step."""
-        return self._queries if kind is Kind.VERIFY else 1
-
-    def _way_without_sharing(self, step: Pass) -> Way:
-        if not step.kind.is_step or self._stock.decodes:
-            return Way.STOCK
-        if step.kind is Kind.DECODE and self._queries > 1:
-            raise RuntimeError(
-                "hybrid_mla: a decode step of a server that verifies drafts, which SGLang never asks for"
-            )
-        return Way.LATENT
-
-    def _begin_latent(self, step: Pass, forward_batch: ForwardBatch) -> None:
-        if self._steps.has_lost_memory:
-            raise RuntimeError("hybrid_mla: its memory came back from sleep, and could not be cleared")
-        uncounted = self._queries if step.kind is Kind.VERIFY else 0
-        self._latent.begin_step(forward_batch, sharing=step.way is Way.SHARED, uncounted=uncounted)
-
-    def _begin_again(self, step: Pass, forward_batch: ForwardBatch, error: Exception, *, in_graph: bool) -> None:
-        """Make ready for a step for which that has failed, with nothing shared: where there is no graph, and the stock
-        backend can read the pool, for one of its own. What fails here is plain absorb."""
-        self._steps.fail("preparing a step", error)
-        if in_graph and step.way is Way.SHARED:
-            self._write_plan(step, forward_batch, needed=True)
-        else:
-            step.way = self._way_without_sharing(step)
-        if step.way is not Way.STOCK:
-            self._begin_latent(step, forward_batch)
-
     def end_step(self, forward_batch: ForwardBatch) -> None:
         """The step has been launched."""
-        if self._steps.check_step(forward_batch):
-            self._written = None
-
-    def _count_rows_as_prefill(self, forward_batch: ForwardBatch) -> None:
-        planned_as = forward_batch._original_forward_mode  # None where it is still that
-        if planned_as is not None and Kind.of(planned_as).is_step:
-            self._steps.counters.rows_as_prefill += forward_batch.batch_size * self._queries
-
-    def _write_plan(self, step: Pass, forward_batch: ForwardBatch, *, needed: bool) -> bool:
-        """Bring a step's plan to the device, if it is not there; whether it shares anything.
-
-        A change of the number of rows alone can change the kernels' tiles.
-
-        Args:
-            needed: the step has shared attention in it, whether or not anything is shared.
-        """
-        planned = step.plan if step.spread is None else step.spread
-        if not planned.segments and not needed:
-            return False
-        each = self._tokens_each(step.kind)
-        rows = step.rows.padded(forward_batch.batch_size * each, each)
-        if needed and step.spread is not None and step.spread.each != rows.total:
-            raise RuntimeError(f"ranks agreed on {step.spread.each} rows of each, and the graph has {rows.total}")
-        if self._written is None or planned is not self._written[0] or rows != self._written[1]:
-            self._written = None
-            try:
-                self._write(step.plan, rows, step.spread)
-                if planned.segments:
-                    self._steps.succeed()
-            except Exception as error:
-                if step.spread is not None:
-                    raise  # the other ranks count on this one
-                self._steps.fail("writing a plan", error)
-                step.share_nothing()
-                if not needed:
-                    return False
-                self._write(NOTHING_SHARED, rows)
-                planned = NOTHING_SHARED
-            self._written = planned, rows
-        return bool(planned.segments)
-
-    def _write(self, plan: Plan, rows: Rows, spread: SpreadPlan | None = None) -> None:
-        if spread is not None:
-            self._shared.plan(spread.segments, spread.each)
-        elif self._shared is not None:
-            self._shared.plan(rows.spread(plan.of_mode(Mode.NAIVE)), rows.total)
-        units = rows.units(self._queries)
-        grouped = units.spread(plan.of_mode(Mode.GROUPED_ABSORB))
-        self._latent.plan(grouped, units.repeat(plan.prefix_lens), units.total)
+        self._preparation.end(forward_batch)
 
     # ---- in a layer
 
@@ -348,7 +229,7 @@ class HybridMLABackend(AttentionBackend):
         """A decode or verify step that is not the stock backend's, see `forward_decode`."""
         step = passes.now
         if q_rope is None:
-            rows = forward_batch.batch_size * self._tokens_each(step.kind)
+            rows = forward_batch.batch_size * self._preparation.tokens_each(step.kind)
             q = q.view(rows, self._heads, -1)
             q, q_rope = q.split([layer.v_head_dim, q.shape[-1] - layer.v_head_dim], dim=-1)
         shadow = self._steps.shadow if step.way is Way.SHARED else None

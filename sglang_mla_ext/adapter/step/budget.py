@@ -19,8 +19,8 @@ from sglang_mla_ext.kernels.dispatch import multiprocessors
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
-from sglang_mla_ext.prefix.cost_model import GpuRates, rates_for
 from sglang_mla_ext.prefix.default_memory import FEWEST_TOKENS, SHARE, default_bytes, tokens_held
+from sglang_mla_ext.prefix.gpu_rates import GpuRates, rates_for
 from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
     if not default:
         logger.warning(
             "hybrid_mla: nothing is expanded by default here: %.0f %% of the %.1f GiB for the KV cache hold %d tokens "
-            "of %.2f MiB, fewer than %d. --hybrid-mla-prefix-memory-gb names a size, --hybrid-mla-prefix-dtype "
-            "fp8_e4m3 halves a token's, and so do twice as many ranks that share a request's heads (--tp without "
+            "of %.2f MiB, fewer than %d. Set --hybrid-mla-prefix-memory-gb, halve a token's size with "
+            "--hybrid-mla-prefix-dtype fp8_e4m3, or divide the heads among ranks (--tp without "
             "--enable-dp-attention)",
             SHARE * 100,
             available / GIB,
@@ -79,7 +79,7 @@ def token_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) ->
     return chunk // CHUNK_TOKENS
 
 
-def take(available: int, configurator: KVCacheConfigurator, options: HybridMLAOptions) -> int:
+def reserve(available: int, configurator: KVCacheConfigurator, options: HybridMLAOptions) -> int:
     """
     Args:
         available: bytes that SGLang has for its KV cache.
@@ -107,7 +107,7 @@ def take(available: int, configurator: KVCacheConfigurator, options: HybridMLAOp
             f"{what}{size} leaves nothing of the {available / GIB:.2f} GiB that SGLang has for its KV cache: {advice}."
         )
     logger.info(
-        "hybrid_mla: %.3f of %.3f GiB for the KV cache are set apart, at most %.3f for buffers of attention to latents",
+        "hybrid_mla: %.3f of %.3f GiB for the KV cache are reserved, at most %.3f for buffers of latent attention",
         budget / GIB,
         available / GIB,
         buffers / GIB,
@@ -130,7 +130,7 @@ def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -
     grouped = tries_grouped(options, rates, spread.ranks(args, options, on_gpu))
     if not on_gpu or not needs_latent(options, grouped=grouped, stock_decodes=not fp8):
         return 0
-    requests, queries = installed.most_requests(configurator), installed.draft_tokens(configurator.server_args)
+    requests, query_tokens = installed.most_requests(configurator), installed.draft_tokens(configurator.server_args)
     riding_tokens = riding.tokens(args, options, on_gpu)
     sizes = LatentSizes(
         heads=layer.num_local_heads,
@@ -138,15 +138,15 @@ def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -
         qk_rope_head_dim=layer.qk_rope_head_dim,
         dtype=configurator.model_dtype if fp8 else configurator.kv_cache_dtype,
         grouped=grouped,
-        max_rows=max_rows(requests, queries, riding_tokens),
+        max_rows=max_rows(requests, query_tokens, riding_tokens),
         max_requests=max_requests(requests + riding_tokens),
-        max_tokens=max_tokens(configurator.model_config.context_len, queries),
+        max_tokens=max_tokens(configurator.model_config.context_len, query_tokens),
         programs=multiprocessors(device),
-        queries=queries,
+        query_tokens=query_tokens,
     )
     taken = latent_kind(fp8).workspace_bytes_for(sizes)
     if options.verify_interval:
-        taken += ShadowCheck.workspace_bytes_for(layer, configurator.model_dtype, queries)
+        taken += ShadowCheck.workspace_bytes_for(layer, configurator.model_dtype, query_tokens)
     return taken
 
 
@@ -178,20 +178,20 @@ def needs_latent(options: HybridMLAOptions, *, grouped: bool, stock_decodes: boo
     return options.may_expand or grouped or not stock_decodes
 
 
-def max_rows(requests: int, queries: int, riding_tokens: int = 0) -> int:
+def max_rows(requests: int, query_tokens: int, riding_tokens: int = 0) -> int:
     """Rows of a step that shares: those of whole requests, and those that ride.
 
     Args:
         requests: of SGLang's pool of requests.
-        queries: query tokens of each, which are its rows.
+        query_tokens: of each, which are its rows.
         riding_tokens: new tokens that ride beside those requests; none do where requests have several query tokens.
     """
-    return min(requests + riding_tokens, MAX_ROWS // queries) * queries
+    return min(requests + riding_tokens, MAX_ROWS // query_tokens) * query_tokens
 
 
-def max_tokens(context_len: int, queries: int) -> int:
+def max_tokens(context_len: int, query_tokens: int) -> int:
     """Tokens of a request: drafts may lead beyond the longest context, also in the step after the one that ends it."""
-    return context_len if queries == 1 else context_len + 2 * queries
+    return context_len if query_tokens == 1 else context_len + 2 * query_tokens
 
 
 def max_requests(requests: int) -> int:

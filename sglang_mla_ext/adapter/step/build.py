@@ -47,8 +47,10 @@ from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, MAX_SEGMENTS, SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.cost_model import CostModel, ModelDims, rates_for
+from sglang_mla_ext.prefix.cost_model import CostModel
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
+from sglang_mla_ext.prefix.gpu_rates import rates_for
+from sglang_mla_ext.prefix.model_dims import ModelDims
 from sglang_mla_ext.prefix.planner import Capacity
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
@@ -71,7 +73,7 @@ def build(
     """
     Args:
         runner: with its model loaded and its pools allocated.
-        budget_bytes: device memory for expanded prefixes and for our own buffers, see budget.take.
+        budget_bytes: device memory for expanded prefixes and for our own buffers, see budget.reserve.
         memory: where what is large is allocated.
     Returns:
         the backend for SGLang, what the scheduler's hooks talk to, and what says which prefill passes ride in decode
@@ -81,23 +83,23 @@ def build(
     layers = attention_layers(runner)
     memory = memory or Memory()
     requests = runner.req_to_token_pool.size
-    queries = installed.draft_tokens(runner.server_args)
+    query_tokens = installed.draft_tokens(runner.server_args)
     on_gpu = torch.device(runner.device).type == "cuda"
     args = installed.resolved(runner.server_args)
     riding_tokens = launch_riding.tokens(args, options, on_gpu)
     if options.mixed_tokens and not riding_tokens:
         reason = launch_riding.in_the_way(args, on_gpu)
         logger.warning("hybrid_mla: --hybrid-mla-mixed-tokens has no effect here, because of %s", reason)
-    heads, step_rows = layers[0].num_local_heads, max_rows(requests, queries, riding_tokens)
-    step_requests, context_len = max_rows(requests, queries) // queries, runner.model_config.context_len
+    heads, step_rows = layers[0].num_local_heads, max_rows(requests, query_tokens, riding_tokens)
+    step_requests, context_len = max_rows(requests, query_tokens) // query_tokens, runner.model_config.context_len
     prefix_dtype = STORAGE_DTYPES.get(options.prefix_dtype, latent_dtype(runner))
     ranks = launch_spread.ranks(args, options, on_gpu)
-    cost = cost_model(runner, layers, prefix_dtype, queries, ranks)
+    cost = cost_model(runner, layers, prefix_dtype, query_tokens, ranks)
     grouped = tries_grouped(options, cost.rates, ranks)
-    stock, latent = stock_and_latent(runner, layers, grouped, queries, counters)
+    stock, latent = stock_and_latent(runner, layers, grouped, query_tokens, counters)
     if needs_latent(options, grouped=grouped, stock_decodes=stock.decodes):
         most_requests = max_requests(requests + riding_tokens)
-        latent.allocate(step_rows, most_requests, max_tokens(context_len, queries), memory)
+        latent.allocate(step_rows, most_requests, max_tokens(context_len, query_tokens), memory)
     if options.mode == "grouped_absorb" and latent.grouped_page is None and not counters.fallbacks:
         counters.fall_back(f"grouped absorb does not run here with {heads} heads: every step is plain absorb")
 
@@ -105,7 +107,7 @@ def build(
     if options.may_expand:
         taken_bytes = latent.workspace_bytes
         if options.verify_interval:
-            taken_bytes += ShadowCheck.workspace_bytes_for(layers[0], runner.dtype, queries)
+            taken_bytes += ShadowCheck.workspace_bytes_for(layers[0], runner.dtype, query_tokens)
         of_rank = runner, layers, cost, prefix_dtype, budget_bytes, taken_bytes, counters, memory
         most_rows = MAX_ROWS if ranks == 1 else step_rows
         expanding = make_expanding(*of_rank, max_rows=most_rows, by_stores=options.spread == "peers")
@@ -118,7 +120,7 @@ def build(
         token_bytes, routes = buffers.bytes // (buffers.chunks * CHUNK_TOKENS), options.dp_routing == "prefix"
         reach.say(Reach(buffers.bytes, token_bytes, buffers.heads, len(layers), buffers.dtype.itemsize, routes, ranks))
     pool = ExpandedPool(buffers.chunks if buffers else 0, CHUNK_TOKENS)
-    capacity = Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * ranks * (step_rows // queries))
+    capacity = Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * ranks * (step_rows // query_tokens))
     spreads = ranks > 1 and shared is not None
     prefixes: SharedPrefixes | SpreadPrefixes
     if spreads:
@@ -166,14 +168,14 @@ def build(
         prefill=prefill,
         max_requests=step_requests,
         reports=reports,
-        queries=queries,
+        query_tokens=query_tokens,
     )
     if options.verify_interval and (shared is not None or latent.grouped_page is not None):
         fp8 = FP8 in (prefix_dtype, latent_dtype(runner))
         steps.shadow = make_shadow(
             runner, layers, options, latent, prefixes, counters, memory, naive=shared is not None, fp8=fp8
         )
-    sharing = range(smallest, step_rows // queries + 1) if smallest is not None else range(0)
+    sharing = range(smallest, step_rows // query_tokens + 1) if smallest is not None else range(0)
     if spreads:
         steps.spreading = Spreading(
             prefixes,
@@ -185,7 +187,7 @@ def build(
             can_share=steps.can_share,
             fail=steps.fail,
         )
-    of_steps = dict(layer_index=layer_index, heads=heads, requests=sharing, queries=queries)
+    of_steps = dict(layer_index=layer_index, heads=heads, requests=sharing, query_tokens=query_tokens)
     backend = HybridMLABackend(stock, latent, shared, steps, **of_steps)
     if shared is not None:
         merge_before_o_proj(layers, backend.merge)
@@ -209,14 +211,14 @@ def cost_model(
     runner: ModelRunner,
     layers: Sequence[DeepseekV2AttentionMLA],
     prefix_dtype: torch.dtype,
-    queries: int,
+    query_tokens: int,
     ranks: int = 1,
 ) -> CostModel:
     """What modes cost for this model on this device.
 
     Args:
         prefix_dtype: of expanded prefixes.
-        queries: query tokens of a request in a step.
+        query_tokens: of a request in a step.
         ranks: that hold expanded prefixes together.
     """
     first = layers[0]
@@ -232,32 +234,32 @@ def cost_model(
     on_gpu = torch.device(runner.device).type == "cuda"
     rates = rates_for(torch.cuda.get_device_name() if on_gpu else "cpu")
     sizes = prefix_dtype.itemsize, latent_dtype(runner).itemsize
-    return CostModel(dims, first.num_local_heads, rates, *sizes, queries, ranks)
+    return CostModel(dims, first.num_local_heads, rates, *sizes, query_tokens, ranks)
 
 
 def stock_and_latent(
     runner: ModelRunner,
     layers: Sequence[DeepseekV2AttentionMLA],
     grouped: bool,
-    queries: int,
+    query_tokens: int,
     counters: Counters,
 ) -> tuple[Stock, LatentAttention]:
     """SGLang's own backend and the attention in the latent space for this device and this pool.
 
     Args:
         grouped: whether to use grouped absorb where it runs.
-        queries: query tokens of a request in a step.
+        query_tokens: of a request in a step.
     """
     pool, req_to_token = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
     if torch.device(runner.device).type != "cuda":
         from sglang_mla_ext.adapter.cpu.latent_torch import TorchLatent
         from sglang_mla_ext.adapter.step.stock_torch import TorchStock
 
-        return TorchStock(runner), TorchLatent(pool, req_to_token, grouped=grouped, queries=queries)
+        return TorchStock(runner), TorchLatent(pool, req_to_token, grouped=grouped, query_tokens=query_tokens)
     from sglang_mla_ext.adapter.step.stock_flashmla import FlashMLAStock
 
     heads, layer_id = layers[0].num_local_heads, layers[0].attn_mqa.layer_id
-    common = dict(heads=heads, layer_id=layer_id, grouped=grouped, queries=queries)
+    common = dict(heads=heads, layer_id=layer_id, grouped=grouped, query_tokens=query_tokens)
     stock = FlashMLAStock(runner, layers, reads_pool=runner.kv_cache_dtype != FP8)
     if stock.decodes:
         from sglang_mla_ext.adapter.latent.flashmla import FlashMLALatent
@@ -302,7 +304,7 @@ def make_shadow(
         dtype=runner.dtype,
         device=runner.device,
         fp8=fp8,
-        queries=installed.draft_tokens(runner.server_args),
+        query_tokens=installed.draft_tokens(runner.server_args),
         memory=memory,
     )
     try:

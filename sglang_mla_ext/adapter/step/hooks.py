@@ -65,7 +65,7 @@ def install() -> None:
     from sglang_mla_ext.adapter.step import layer as mla_layer
 
     AttentionBackendRegistry.register(BACKEND_NAME, mla_layer.forward_method)
-    mla_layer.take_parts()
+    mla_layer.accept_query_parts()
     after = {
         f"{_SRT}.managers.scheduler.Scheduler.__init__": after_scheduler_init,
         f"{_SRT}.managers.scheduler.Scheduler.flush_cache": after_flush_cache,
@@ -177,7 +177,7 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
     worker.pool = runner.token_to_kv_pool
     worker.memory = Memory(installed.memory_region(runner))
     options = worker.options
-    mla_layer.take_parts(not models.scales_queries(runner.server_args))
+    mla_layer.accept_query_parts(not models.scales_queries(runner.server_args))
     # A second time, the states of linear attention would take their tokens twice.
     worker.repeats = installed.linear_layers(runner.server_args) is None
     worker.backend, worker.steps, worker.riding = build(runner, options, worker.budget_bytes, worker.memory)
@@ -206,7 +206,7 @@ def _start_riding(asked: bool) -> None:
 def after_profile_bytes(available: int, configurator: KVCacheConfigurator, *args: Any, **kwargs: Any) -> int:
     """Take what we allocate out of what SGLang has for its KV cache. A draft model's is sized by the model's."""
     worker.options = budget.with_default(available, configurator, HybridMLAOptions.from_env())
-    worker.budget_bytes = budget.take(available, configurator, worker.options)
+    worker.budget_bytes = budget.reserve(available, configurator, worker.options)
     return available - worker.budget_bytes
 
 
@@ -337,4 +337,4 @@ def _publish_metrics() -> None:
     if worker.metrics is not None and worker.steps is not None and now - worker.metrics_time > METRICS_INTERVAL_S:
         worker.metrics_time = now
         shadow = worker.steps.shadow
-        worker.metrics.publish(worker.steps.reports.report(), shadow.take_errors() if shadow is not None else ())
+        worker.metrics.publish(worker.steps.reports.report(), shadow.pop_errors() if shadow is not None else ())

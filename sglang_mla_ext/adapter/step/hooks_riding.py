@@ -10,7 +10,7 @@ from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.launch import riding
 from sglang_mla_ext.adapter.step import budget
 from sglang_mla_ext.adapter.step.passes import passes
-from sglang_mla_ext.adapter.step.riding import is_extend, take_last_rows
+from sglang_mla_ext.adapter.step.riding import is_extend, select_last_rows
 from sglang_mla_ext.adapter.step.worker import guarded, worker
 from sglang_mla_ext.options import HybridMLAOptions
 
@@ -26,8 +26,8 @@ def rides(batch: ScheduleBatch) -> bool:
     if batch.forward_mode.is_mixed():
         return True  # that it rides was found before it was mixed
     if worker.voting is not None:
-        return worker.voting.takes(batch)
-    return is_extend(batch) and worker.riding.takes(batch)
+        return worker.voting.rides(batch)
+    return is_extend(batch) and worker.riding.can_ride(batch)
 
 
 def around_sync(original: Callable[..., Any], batch: ScheduleBatch | None, *args: Any, **kwargs: Any) -> Any:
@@ -57,13 +57,13 @@ def after_sync_gather(result: None, info: Any, *args: Any, **kwargs: Any) -> Non
 
 @guarded("taking last rows")
 def after_logits_metadata(metadata: Any, cls: type, forward_batch: Any) -> None:
-    take_last_rows(metadata)
+    select_last_rows(metadata)
 
 
 def around_forward(original: Callable[..., Any], runner: ModelRunner, forward_batch: Any, *args: Any) -> Any:
     if worker.riding is None or runner.is_draft_worker or not passes.now.rides:
         return original(runner, forward_batch, *args)
-    return worker.riding.run(original, runner, forward_batch, worker.steps.fail, *args)
+    return worker.riding.forward_ridden(original, runner, forward_batch, worker.steps.fail, *args)
 
 
 def around_new_batch(original: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:

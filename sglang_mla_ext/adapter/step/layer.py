@@ -55,7 +55,7 @@ def prefill_is_captured() -> bool:
     return bool(handlers.is_in_tc_piecewise_cuda_graph() or handlers.is_in_breakable_cuda_graph())
 
 
-def take_parts(wanted: bool = True) -> None:
+def accept_query_parts(wanted: bool = True) -> None:
     """Let the layer hand over absorbed query and key in two parts, content and rotary part. Otherwise it joins them,
     which is two more copies in every layer, and scales the query, where the model does so by its position."""
     from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla

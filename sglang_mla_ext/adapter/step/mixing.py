@@ -83,7 +83,7 @@ class Mixing:
         if self._running is None:
             return
         self._tokens_each = 0.9 * self._tokens_each + 0.1 * batch.extend_num_tokens / len(batch.reqs)
-        may_mix = not batch.return_logprob and self._riding.takes(batch, len(self._running.reqs))
+        may_mix = not batch.return_logprob and self._riding.can_ride(batch, len(self._running.reqs))
         # SGLang 0.5.17 does not look whether the running ones find a place behind those that were let in.
         scheduler.is_mixed_chunk = may_mix and self._running.check_decode_mem()
 

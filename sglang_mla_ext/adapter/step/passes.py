@@ -72,7 +72,7 @@ class Pass:
         ridden: SGLang's batch of these rows, once it runs. last_rows: `[requests]` the last row of each.
         only_last_rows: whether its logits are of these alone.
         spread: what the ranks that hold prefixes together agreed on for it; None where they agreed on nothing.
-        watched: what is to be looked at in the merge of the layer that runs now, if anything ever is.
+        watched: what is to be copied in the merge of the layer that runs now, if anything ever is.
     """
 
     kind: Kind

@@ -65,7 +65,7 @@ class PrefillPlan:
         Args:
             plan: of the step's requests, each of which has one expanded segment at most.
             rows: of each request, one for each of its new tokens.
-            max_rows: that one run of the attention takes.
+            max_rows: that one call of the attention takes.
         Returns:
             None where nothing is expanded.
         """

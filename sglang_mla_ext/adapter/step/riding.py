@@ -83,7 +83,7 @@ class Riding:
                 logits_gib,
             )
 
-    def takes(self, batch: ScheduleBatch, running: int = 0) -> bool:
+    def can_ride(self, batch: ScheduleBatch, running: int = 0) -> bool:
         """Whether the pass of an extend batch rides. Why not is counted, but not of one with running requests: it is
         asked again without them.
 
@@ -126,7 +126,7 @@ class Riding:
             total += cost.work_seconds(Mode.ABSORB, rows, (rows + 1) // 2)
         return total
 
-    def run(
+    def forward_ridden(
         self,
         forward: Callable[..., Any],
         runner: Any,
@@ -163,7 +163,7 @@ class Riding:
         return forward(runner, batch, *args)
 
 
-def take_last_rows(metadata: Any) -> None:
+def select_last_rows(metadata: Any) -> None:
     """Without a graph the head has those rows alone that logits are wanted of, as in the extend that was asked for: so
     many SGLang expects where ranks gather them.
 

@@ -4,7 +4,7 @@ A step that is checked is the step that is served. Its merge copies queries and 
 to by a number in device memory (kernels/watch.py). So a captured graph is checked as it is: the same launches with the
 same addresses, and the copy is what the layer handed on. Behind the step, on its stream and before anything else comes
 there, plain absorb attends to the same latent rows: nobody has written to the slots yet, not even of requests that end
-with this step. The result is looked at when it has arrived, a step or two later; nothing waits for it.
+with this step. The result is judged when it has arrived, a step or two later; nothing waits for it.
 
 Every rank checks its own heads, and turns sharing off for itself: ranks need not share the same.
 """
@@ -54,12 +54,12 @@ class Requests(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Look:
-    """A step that is checked.
+class CheckedRows:
+    """The rows of a step that are checked.
 
     Attributes:
         layer: index of the layer.
-        first: the first row of those that are looked at; count: how many.
+        first: the first of them; count: how many.
         rows: of the step's requests.
         held: what the step shared.
     """
@@ -110,7 +110,7 @@ class ShadowCheck:
         dtype: torch.dtype,
         device: torch.device | str,
         fp8: bool,
-        queries: int,
+        query_tokens: int,
         memory: Memory | None = None,
     ) -> None:
         """
@@ -122,26 +122,28 @@ class ShadowCheck:
             in_latent_space: what is merged is, because nothing is expanded; otherwise it is behind `w_vc`.
             dtype: of queries and results.
             fp8: whether latent rows or expanded prefixes are.
-            queries: query tokens of a request in a step.
+            query_tokens: of a request in a step.
             memory: where the copies are allocated.
         """
         self._interval, self._layers, self._latent = interval, layers, latent
         self._prefixes, self._counters = prefixes, counters
-        self._in_latent_space, self._queries = in_latent_space, queries
+        self._in_latent_space, self._query_tokens = in_latent_space, query_tokens
         self._bound = BOUND_FP8 if fp8 else BOUND
-        self._watch = Watch(**self._sizes(layers[0], dtype, queries, in_latent_space), device=device, memory=memory)
-        self._since = self._looks = 0
-        self._look: Look | None = None
-        self._arriving: tuple[Look, Tensor, torch.cuda.Event | None] | None = None
+        self._watch = Watch(
+            **self._sizes(layers[0], dtype, query_tokens, in_latent_space), device=device, memory=memory
+        )
+        self._since = self._checks = 0
+        self._checked: CheckedRows | None = None
+        self._arriving: tuple[CheckedRows, Tensor, torch.cuda.Event | None] | None = None
         self._errors: deque[float] = deque(maxlen=KEPT_ERRORS)
 
     @staticmethod
     def _sizes(
-        layer: DeepseekV2AttentionMLA, dtype: torch.dtype, queries: int, in_latent_space: bool
+        layer: DeepseekV2AttentionMLA, dtype: torch.dtype, query_tokens: int, in_latent_space: bool
     ) -> dict[str, Any]:
         rank = layer.kv_lora_rank
         return dict(
-            max_rows=ROWS // queries * queries,
+            max_rows=ROWS // query_tokens * query_tokens,
             heads=layer.num_local_heads,
             columns=rank + layer.qk_rope_head_dim,
             dv=rank if in_latent_space else layer.v_head_dim,
@@ -149,9 +151,9 @@ class ShadowCheck:
         )
 
     @classmethod
-    def workspace_bytes_for(cls, layer: DeepseekV2AttentionMLA, dtype: torch.dtype, queries: int) -> int:
+    def workspace_bytes_for(cls, layer: DeepseekV2AttentionMLA, dtype: torch.dtype, query_tokens: int) -> int:
         """The most device memory that an object keeps, before it exists."""
-        sizes = (cls._sizes(layer, dtype, queries, in_latent_space) for in_latent_space in (False, True))
+        sizes = (cls._sizes(layer, dtype, query_tokens, in_latent_space) for in_latent_space in (False, True))
         return max(Watch.workspace_bytes_for(**each) for each in sizes)
 
     @staticmethod
@@ -162,7 +164,7 @@ class ShadowCheck:
     def try_out(self) -> None:
         """Check a request with one token, whatever that is, so that everything is compiled."""
         one = torch.ones(1, dtype=torch.int64, device=self._watch.target.device)
-        self._look = Look(0, 0, self._queries, Rows(1, self._queries), ())
+        self._checked = CheckedRows(0, 0, self._query_tokens, Rows(1, self._query_tokens), ())
         self.end_step(Requests(1, one - 1, one))
         self._arriving = None
 
@@ -175,23 +177,23 @@ class ShadowCheck:
             shares: whether it shares anything.
         """
         self._since += 1
-        self._look = None
+        self._checked = None
         if not shares or self._since < self._interval or self._arriving is not None:
             return
         held, at_once = self._prefixes.held(), self._watch.max_rows
         firsts: list[int] = []  # of the windows that all who share begin in
         for request in sorted({request for segment, _ in held for request in segment.rows}):
             rows = step.rows.of_request(request)
-            if rows and (not firsts or rows.start > firsts[-1] + at_once - self._queries):
+            if rows and (not firsts or rows.start > firsts[-1] + at_once - self._query_tokens):
                 firsts.append(rows.start)
         if not firsts:
             return
         self._since = 0
-        layer, first = self._looks % len(self._layers), firsts[self._looks // len(self._layers) % len(firsts)]
-        self._looks += 1
-        self._watch.look_at(self._layers[layer].attn_mqa.layer_id, first)
+        layer, first = self._checks % len(self._layers), firsts[self._checks // len(self._layers) % len(firsts)]
+        self._checks += 1
+        self._watch.set_target(self._layers[layer].attn_mqa.layer_id, first)
         count = min(at_once, step.rows.total - first)
-        self._look = Look(layer, first, count, step.rows, held)  # only if that has not failed
+        self._checked = CheckedRows(layer, first, count, step.rows, held)  # only if that has not failed
 
     def watched(self, layer_id: int, q_absorbed: Tensor, q_rope: Tensor) -> Watched:
         """What the merge of a layer is to be given, in every step: a graph may be captured now and checked later."""
@@ -199,24 +201,24 @@ class ShadowCheck:
 
     @torch.no_grad()
     def end_step(self, batch: Any) -> bool:
-        """Compute again what was looked at, if anything was.
+        """Compute again what is checked, if anything is.
 
         Args:
             batch: SGLang's ForwardBatch of the step that has just been launched.
         Returns:
             whether it did; what was planned for attention to latents is lost then.
         """
-        look, self._look = self._look, None
-        if look is None:
+        checked, self._checked = self._checked, None
+        if checked is None:
             return False
-        self._watch.look_away()
-        rows, queries = look.count, self._queries
-        units = rows // queries  # of a batch: its requests, or where these have any number of rows, its rows
-        some = slice(look.first // queries, look.first // queries + units)
+        self._watch.clear_target()
+        rows, query_tokens = checked.count, self._query_tokens
+        units = rows // query_tokens  # of a batch: its requests, or where these have any number of rows, its rows
+        some = slice(checked.first // query_tokens, checked.first // query_tokens + units)
         requests = Requests(units, batch.req_pool_indices[some], batch.seq_lens[some])
         self._latent.plan((), (), units)
-        self._latent.begin_step(requests, sharing=False, uncounted=queries if queries > 1 else 0)
-        layer = self._layers[look.layer]
+        self._latent.begin_step(requests, sharing=False, uncounted=query_tokens if query_tokens > 1 else 0)
+        layer = self._layers[checked.layer]
         attention = layer.attn_mqa
         parts = self._watch.query[:rows].split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
         expected, _ = self._latent.run(attention.layer_id, *parts, attention.scaling)
@@ -227,27 +229,27 @@ class ShadowCheck:
         on_gpu = errors.is_cuda
         host = torch.empty(rows, dtype=torch.float32, pin_memory=on_gpu)
         host.copy_(errors, non_blocking=True)
-        self._arriving = look, host, torch.cuda.current_stream().record_event() if on_gpu else None
+        self._arriving = checked, host, torch.cuda.current_stream().record_event() if on_gpu else None
         return True
 
     def finding(self) -> Finding | None:
         """Of the last check, once, when it has arrived."""
         if self._arriving is None:
             return None
-        look, host, event = self._arriving
+        checked, host, event = self._arriving
         if event is not None and not event.query():
             return None
         self._arriving = None
         errors: list[float] = host.tolist()
         of_requests: dict[int, list[float]] = {}
-        for row, error in enumerate(errors, start=look.first):
-            of_requests.setdefault(look.rows.request_of(row), []).append(error)
+        for row, error in enumerate(errors, start=checked.first):
+            of_requests.setdefault(checked.rows.request_of(row), []).append(error)
         right, wrong = set(), set()
         for request, of_request in of_requests.items():
             (right if all(error <= self._bound for error in of_request) else wrong).add(request)
-        held = [each for each in look.held if wrong.intersection(each[0].rows)]
+        held = [each for each in checked.held if wrong.intersection(each[0].rows)]
         suspects = [each for each in held if right.isdisjoint(each[0].rows)]
-        layer_id = self._layers[look.layer].attn_mqa.layer_id
+        layer_id = self._layers[checked.layer].attn_mqa.layer_id
         return Finding(layer_id, errors, self._bound, frozenset(wrong), suspects or held)
 
     def judge(self) -> None:
@@ -275,7 +277,7 @@ class ShadowCheck:
         )
         self._prefixes.distrust({node for _, nodes in finding.suspects for node in nodes})
 
-    def take_errors(self) -> list[float]:
+    def pop_errors(self) -> list[float]:
         """Errors of rows that were found since this was last asked."""
         errors = list(self._errors)
         self._errors.clear()

@@ -82,13 +82,13 @@ class Spreading:
             return
         each, reason = self._rows_of_each(tokens, info.can_run_decode_cuda_graph)
         if reason is None:
-            self._plan = self._vote.take(self._given if self._can_share() else None, tokens, each)
+            self._plan = self._vote.decide(self._given if self._can_share() else None, tokens, each)
             reason = "a rank shares nothing for a while" if self._plan is None else None
         if reason is not None:
             self._counters.not_spread[reason] += 1
         self._prefixes.begin(self._plan)
 
-    def take(self) -> SpreadPlan | None:
+    def shared_plan(self) -> SpreadPlan | None:
         """What the pass that begins shares, if it is one that shares anything."""
         return self._plan if self._plan is not None and self._plan.segments else None
 

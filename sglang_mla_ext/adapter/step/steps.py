@@ -73,7 +73,7 @@ class Steps:
         prefill: PrefillSharing | None,
         max_requests: int,
         reports: Reports,
-        queries: int = 1,
+        query_tokens: int = 1,
     ) -> None:
         """
         Args:
@@ -81,12 +81,12 @@ class Steps:
             shares: whether decode steps can share anything.
             prefill: None where prefill is another backend's, whose lse may be in another base.
             max_requests: of a step that shares.
-            queries: query tokens of a request in a step that shares; more than one where drafts are verified.
+            query_tokens: of a request in a step that shares; more than one where drafts are verified.
         """
         self.counters, self.reports = counters, reports
         self._prefixes, self._expander = prefixes, expander
         self._shares, self._prefill = shares, prefill
-        self._max_requests, self._queries = max_requests, queries
+        self._max_requests, self._query_tokens = max_requests, query_tokens
         self._pause = 0  # forward passes to go until the next attempt
         self._next_pause = FIRST_PAUSE
         self._reached = False  # whether a plan that shares something has reached the device since the last pass
@@ -131,9 +131,9 @@ class Steps:
         kind = Kind.DECODE if rides else Kind.of(mode)
         verifies = kind is Kind.VERIFY
         counted = rides or kind is Kind.PREFILL
-        rows = Rows.of(new_tokens) if counted else Rows(len(reqs), self._queries if verifies else 1)
+        rows = Rows.of(new_tokens) if counted else Rows(len(reqs), self._query_tokens if verifies else 1)
         now = passes.now = Pass(kind, rows, rides=rides, decoding=decoding)
-        if self.spreading is not None and (spread := self.spreading.take()) is not None:
+        if self.spreading is not None and (spread := self.spreading.shared_plan()) is not None:
             now.spread, now.plan = spread, spread.mine
             self.counters.steps_spread += 1
         repaired = self._repair()
@@ -150,7 +150,7 @@ class Steps:
                     pass  # what it shares, ranks have agreed on
                 elif rides:
                     now.plan = self._plan_ride(reqs, running, prefix_lens, rows, mixed=decoding > 0)
-                elif self._shares and verifies == (self._queries > 1):
+                elif self._shares and verifies == (self._query_tokens > 1):
                     now.plan = self._plan_step(reqs)
             except Exception as error:
                 self.fail("planning", error)

@@ -27,7 +27,7 @@ class Voting:
 
     def would_ride(self, batch: ScheduleBatch | None) -> bool:
         """Whether the batch that this rank would run next can ride."""
-        return batch is not None and is_extend(batch) and self._riding.takes(batch)
+        return batch is not None and is_extend(batch) and self._riding.can_ride(batch)
 
     def agree(
         self, sync: Callable[..., Any], would_ride: bool, batch: ScheduleBatch | None, *args: Any, **kwargs: Any
@@ -62,6 +62,6 @@ class Voting:
             info.can_run_decode_cuda_graph, info.is_extend_in_batch = not self._no_graphs, False
             info.local_forward_mode = type(self._would_ride.forward_mode).DECODE.value
 
-    def takes(self, batch: ScheduleBatch) -> bool:
+    def rides(self, batch: ScheduleBatch) -> bool:
         """Whether the pass of a batch that was agreed on rides."""
         return batch is self._rides

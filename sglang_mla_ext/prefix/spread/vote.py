@@ -36,7 +36,7 @@ class Vote:
         self._plan: SpreadPlan | None = None
         self._plan_of = 0  # fingerprint of all that the plan was made from
 
-    def take(self, given: Given | None, tokens: Sequence[int], each: int) -> SpreadPlan | None:
+    def decide(self, given: Given | None, tokens: Sequence[int], each: int) -> SpreadPlan | None:
         """What a step shares; None on all ranks where one of them cannot share now.
 
         Args:

@@ -1,0 +1,161 @@
+"""Before a step: which of the backend's parts it takes, and what they need for it, on the device.
+
+Which of the parts are in a step's CUDA graph depends on its number of requests alone, so that a captured graph and its
+replays agree; a graph with shared attention costs almost nothing more where its plan is empty.
+
+A server with speculative decoding has verify steps in place of decode steps: each request has several query tokens,
+each of which is a row of its own, and SGLang does not count them in the request's length yet.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, Pass, Way, passes
+from sglang_mla_ext.adapter.step.steps import Steps
+from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.rows import Rows
+from sglang_mla_ext.segment import Mode
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    from sglang_mla_ext.adapter.latent.protocol import LatentAttention
+    from sglang_mla_ext.adapter.step.stock import Stock
+    from sglang_mla_ext.kernels.naive.attention import SharedAttention
+    from sglang_mla_ext.prefix.spread.prefixes import SpreadPlan
+
+
+class Preparation:
+    """See the module."""
+
+    def __init__(
+        self,
+        stock: Stock,
+        latent: LatentAttention,
+        shared: SharedAttention | None,
+        steps: Steps,
+        *,
+        requests: range,
+        query_tokens: int,
+    ) -> None:
+        """See HybridMLABackend."""
+        self._stock, self._latent, self._shared, self._steps = stock, latent, shared, steps
+        self._requests, self._query_tokens = requests, query_tokens
+        # On the device: a plan and the rows that it is for; None where the parts may hold different plans.
+        self._written: tuple[Plan | SpreadPlan, Rows] | None = None
+
+    def begin(self, forward_batch: ForwardBatch, *, in_graph: bool, in_capture: bool = False) -> Pass:
+        """Make ready for the pass that a batch is of, and say in it whose its attention is: SGLang's backend's, where
+        it is no decode or verify step.
+
+        A decode step has one query token of each request, which its length counts.
+        """
+        step, kind = passes.now, Kind.of(forward_batch.forward_mode)
+        if in_capture or step.kind is not kind or (kind.is_step and step.rows.requests > forward_batch.batch_size):
+            spread = None if in_capture else step.spread  # a rank without requests attends for the others
+            if spread is not None and spread.mine.segments:
+                raise RuntimeError("ranks agreed on what another batch shares")
+            step = passes.now = Pass(kind, Rows(0, self.tokens_each(kind)), spread=spread)  # not what was planned
+        step.way = self._way_without_sharing(step)
+        can_share = step.kind is (Kind.VERIFY if self._query_tokens > 1 else Kind.DECODE)
+        shares = False
+        if can_share and (step.spread is not None or forward_batch.batch_size in self._requests):
+            shares = self._write_plan(step, forward_batch, needed=in_graph)
+            if in_graph or shares:
+                step.way = Way.SHARED
+        if step.way is not Way.STOCK:
+            try:
+                self._begin_latent(step, forward_batch)
+            except Exception as error:
+                if in_capture:
+                    raise
+                self._begin_again(step, forward_batch, error, in_graph=in_graph)
+                shares = False
+        if can_share and not in_capture:
+            self._steps.watch_step(step, shares)
+        step.takes_query = step.way is Way.SHARED and self._shared is not None
+        return step
+
+    def tokens_each(self, kind: Kind) -> int:
+        """Query tokens of each of SGLang's requests in a step."""
+        return self._query_tokens if kind is Kind.VERIFY else 1
+
+    def _way_without_sharing(self, step: Pass) -> Way:
+        if not step.kind.is_step or self._stock.decodes:
+            return Way.STOCK
+        if step.kind is Kind.DECODE and self._query_tokens > 1:
+            raise RuntimeError(
+                "hybrid_mla: a decode step of a server that verifies drafts, which SGLang never asks for"
+            )
+        return Way.LATENT
+
+    def _begin_latent(self, step: Pass, forward_batch: ForwardBatch) -> None:
+        if self._steps.has_lost_memory:
+            raise RuntimeError("hybrid_mla: its memory came back from sleep, and could not be cleared")
+        uncounted = self._query_tokens if step.kind is Kind.VERIFY else 0
+        self._latent.begin_step(forward_batch, sharing=step.way is Way.SHARED, uncounted=uncounted)
+
+    def _begin_again(self, step: Pass, forward_batch: ForwardBatch, error: Exception, *, in_graph: bool) -> None:
+        """Make ready for a step for which that has failed, with nothing shared: where there is no graph, and the stock
+        backend can read the pool, for one of its own. What fails here is plain absorb."""
+        self._steps.fail("preparing a step", error)
+        if in_graph and step.way is Way.SHARED:
+            self._write_plan(step, forward_batch, needed=True)
+        else:
+            step.way = self._way_without_sharing(step)
+        if step.way is not Way.STOCK:
+            self._begin_latent(step, forward_batch)
+
+    def end(self, forward_batch: ForwardBatch) -> None:
+        """The step has been launched."""
+        if self._steps.check_step(forward_batch):
+            self._written = None
+
+    def count_rows_as_prefill(self, forward_batch: ForwardBatch) -> None:
+        """Of a decode or verify step that SGLang runs as prefill."""
+        planned_as = forward_batch._original_forward_mode  # None where it is still that
+        if planned_as is not None and Kind.of(planned_as).is_step:
+            self._steps.counters.rows_as_prefill += forward_batch.batch_size * self._query_tokens
+
+    def _write_plan(self, step: Pass, forward_batch: ForwardBatch, *, needed: bool) -> bool:
+        """Bring a step's plan to the device, if it is not there; whether it shares anything.
+
+        A change of the number of rows alone can change the kernels' tiles.
+
+        Args:
+            needed: the step has shared attention in it, whether or not anything is shared.
+        """
+        planned = step.plan if step.spread is None else step.spread
+        if not planned.segments and not needed:
+            return False
+        each = self.tokens_each(step.kind)
+        rows = step.rows.padded(forward_batch.batch_size * each, each)
+        if needed and step.spread is not None and step.spread.each != rows.total:
+            raise RuntimeError(f"ranks agreed on {step.spread.each} rows of each, and the graph has {rows.total}")
+        if self._written is None or planned is not self._written[0] or rows != self._written[1]:
+            self._written = None
+            try:
+                self._write(step.plan, rows, step.spread)
+                if planned.segments:
+                    self._steps.succeed()
+            except Exception as error:
+                if step.spread is not None:
+                    raise  # the other ranks count on this one
+                self._steps.fail("writing a plan", error)
+                step.share_nothing()
+                if not needed:
+                    return False
+                self._write(NOTHING_SHARED, rows)
+                planned = NOTHING_SHARED
+            self._written = planned, rows
+        return bool(planned.segments)
+
+    def _write(self, plan: Plan, rows: Rows, spread: SpreadPlan | None = None) -> None:
+        if spread is not None:
+            self._shared.plan(spread.segments, spread.each)
+        elif self._shared is not None:
+            self._shared.plan(rows.spread(plan.of_mode(Mode.NAIVE)), rows.total)
+        units = rows.units(self._query_tokens)
+        grouped = units.spread(plan.of_mode(Mode.GROUPED_ABSORB))
+        self._latent.plan(grouped, units.repeat(plan.prefix_lens), units.total)
