@@ -69,7 +69,7 @@ def check_holders(shared: SharedTree, batch: Sequence[Any], tree: OfCore) -> Non
 @pytest.mark.parametrize("kind", [(size, core) for core in CORES for size in PAGE_SIZES], ids=str)
 def test_any_traffic(kind: tuple[int, str]) -> None:
     machine = type("TrafficOfPages", (Traffic,), {"kind": kind})
-    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=12, stateful_step_count=40, deadline=None))
 
 
 def test_long_histories() -> None:
