@@ -16,6 +16,7 @@ from gluon_in_torch import Descriptor, Place, Pointer, Program
 from test_absorb_fp8 import LAYOUT, NAN, SOFTMAX_SCALE, Case, Problem, assert_close, converts_like_a_gpu  # noqa: F401
 from torch import Tensor
 
+from sglang_mla_ext.kernels import merge
 from sglang_mla_ext.kernels.absorb import sm90_fp8_absorb, sm90_fp8_few_heads
 from sglang_mla_ext.kernels.absorb.items import ITEM_BEGIN
 from sglang_mla_ext.kernels.absorb.paged_fp8 import HopperAbsorbFP8, TritonAbsorbFP8
@@ -108,6 +109,12 @@ class InTorch:
             )
 
 
+def merge_many_heads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of the merge for 64 heads of a row and not for each: the interpreter takes as long for either."""
+    shape = lambda rows, heads, dv: merge.Shape(min(64, 1 << (heads - 1).bit_length()), merge.FIRSTS, 1)  # noqa: E731
+    monkeypatch.setattr(merge, "shape_for", shape)
+
+
 @pytest.fixture
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`in_torch(problem, seed, faults, **options)`: attention by HopperAbsorbFP8; with a list of lengths, of several
@@ -123,6 +130,7 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> Any:
         stand_in, case = InTorch(seed, faults or {}), problem.case
         monkeypatch.setattr(sm90_fp8_absorb, "run", stand_in.hopper)
         monkeypatch.setattr(sm90_fp8_few_heads, "run", stand_in.few)
+        merge_many_heads_at_once(monkeypatch)
         sizes: dict[str, Any] = dict(max_requests=len(case.lens) + 2, heads=case.heads, queries=case.queries)
         absorb = make_hopper_absorb_fp8(**sizes, device="cpu", num_sms=case.num_sms)
         absorb._partial_out = absorb._partial_out.float().fill_(NAN)  # so that rounding them hides nothing
