@@ -174,24 +174,18 @@ def many_head_cases() -> Any:
     yield Case((3, 7, 70, 130), heads=16, queries=8, num_sms=3)  # the last keys are in two blocks
     yield Case((386,), heads=128, queries=3, num_sms=13)  # and in one item, where keys are cut
     yield Case(ODD_LENGTHS, heads=32, num_sms=3)
-    for heads in (64, 128, 96, 24):
+    for heads in (64, 128, 24):
         yield Case(ODD_LENGTHS[::2] if heads < 100 else ODD_LENGTHS[1::3], heads=heads, num_sms=3)
     yield Case((0, 0), heads=64)
     yield Case((1025, 1), heads=64, num_sms=6)  # keys are cut
     yield Case((300, 90), heads=128, outlier=True, num_sms=2)
 
 
-def cases_and_seeds() -> Any:
-    """Few heads with both seeds; many, which take long, in turn with one or the other."""
-    yield from ((case, seed) for case in few_head_cases() for seed in (0, 1))
-    yield from ((case, index % 2) for index, case in enumerate(many_head_cases()))
-
-
-@pytest.mark.parametrize(("case", "seed"), list(cases_and_seeds()), ids=str)
-def test_the_kernels_source_in_torch_equals_the_reference(in_torch: Any, case: Case, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "case"), list(enumerate([*few_head_cases(), *many_head_cases()])), ids=str)
+def test_the_kernels_source_in_torch_equals_the_reference(in_torch: Any, seed: int, case: Case) -> None:
     problem = Problem(case)
-    # The first seed lets results come about where they are wanted, the second one elsewhere.
-    assert_close(in_torch(problem, seed, own_output=seed == 0), problem.expected(exact=False), BOUND)
+    # Results come about where they are wanted, and with every other case elsewhere.
+    assert_close(in_torch(problem, seed, own_output=seed % 2 == 0), problem.expected(exact=False), BOUND)
 
 
 @pytest.mark.parametrize("heads", [16, 64])
@@ -215,12 +209,13 @@ FAULTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("heads", [16, 64])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_kernel_would_be_found_out(in_torch: Any, fault: str, heads: int) -> None:
+def test_a_wrong_kernel_would_be_found_out(in_torch: Any, heads: int) -> None:
     problem = Problem(Case((500, 130, 0), heads=heads))
-    assert_close(in_torch(problem), problem.expected(exact=False), BOUND)
-    with pytest.raises(AssertionError):
-        assert_close(in_torch(problem, faults=FAULTS[fault]), problem.expected(exact=False), BOUND)
+    expected = problem.expected(exact=False)
+    assert_close(in_torch(problem), expected, BOUND)
+    for changes in FAULTS.values():
+        with pytest.raises(AssertionError):
+            assert_close(in_torch(problem, faults=changes), expected, BOUND)
 
 
 @pytest.mark.parametrize(("heads", "queries"), [(8, 2), (16, 5)])

@@ -92,8 +92,9 @@ class Problem:
 
 
 def kernel_cases() -> Any:
-    for heads in (8, 16, 32, 128):
-        yield Case(heads, ((9, 200), (2, 64)), ODD_LENGTHS if heads < 128 else ODD_LENGTHS[:11:2] * 2, programs=3)
+    for heads in (8, 16, 32):
+        yield Case(heads, ((9, 200), (2, 64)), ODD_LENGTHS, programs=3)
+    yield Case(128, ((3, 200), (1, 64)), ODD_LENGTHS[:10:2], programs=3)
     yield Case(96, ((2, 500),), (1, 130), programs=2)
     yield Case(16, (), (0, 0), programs=1)
     for heads, queries in ((16, 4), (8, 7), (16, 5), (32, 3), (8, 2), (24, 3)):
@@ -102,9 +103,8 @@ def kernel_cases() -> Any:
     yield Case(32, (), (770, 1), programs=9, queries=4)  # and in one item, where keys are cut
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("case", list(kernel_cases()), ids=str)
-def test_the_kernels_source_in_torch_equals_the_reference(case: Case, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "case"), list(enumerate(kernel_cases())), ids=str)
+def test_the_kernels_source_in_torch_equals_the_reference(seed: int, case: Case) -> None:
     problem = Problem(case, seed)
     problem.check(*problem.run(seed))
 
@@ -123,9 +123,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_kernel_would_be_found_out(fault: str) -> None:
-    problem = Problem(Case(16, ((2, 500),), (130, 0), programs=2, queries=5), seed=0)
+def test_a_wrong_kernel_would_be_found_out() -> None:
+    problem = Problem(Case(16, ((2, 300),), (130, 0), programs=2, queries=5), seed=0)
     problem.check(*problem.run(0))
-    with pytest.raises(AssertionError):
-        problem.check(*problem.run(0, FAULTS[fault]))
+    for changes in FAULTS.values():
+        with pytest.raises(AssertionError):
+            problem.check(*problem.run(0, changes))
