@@ -16,7 +16,7 @@ from test_absorb_schedule import ODD_LENGTHS, Case, Work
 from torch import Tensor
 
 from sglang_mla_ext.kernels.absorb import sm90_bf16_absorb
-from sglang_mla_ext.kernels.absorb.items import ITEM_BEGIN
+from sglang_mla_ext.kernels.absorb.items import ITEM_BEGIN, ITEM_PARTIAL
 from sglang_mla_ext.kernels.absorb.schedule import BLOCK_KEYS
 from sglang_mla_ext.kernels.absorb.sm90_parts import bf16_consumers, work_items
 from sglang_mla_ext.kernels.constants import LN2, LOG2E
@@ -35,6 +35,11 @@ class Problem:
         self.case, self.work, generator = case, Work(case), torch.Generator().manual_seed(seed)
         tokens = case.rows * case.queries
         self.q = torch.randn(tokens, case.heads, LATENT + ROPE, generator=generator).bfloat16().float()
+        if len(self.work.items):  # an item of an earlier step behind those of this one
+            stale = torch.from_numpy(self.work.items[0].copy())
+            stale[int(ITEM_PARTIAL)] = (self.work.capacity.max_partial_rows - 1) * self.work.capacity.heads
+            behind = self.work.capacity.first_item + self.work.items.size
+            self.work.array[behind : behind + len(stale)] = stale
         self.page_table = torch.randperm(self.work.pages, generator=generator)
         self.pages = torch.full((self.work.pages, BLOCK_KEYS, LATENT + ROPE), NAN)
         tails = [(row * self.work.width, length) for row, length in enumerate(case.tails)]
@@ -97,6 +102,8 @@ def kernel_cases() -> Any:
     yield Case(128, ((3, 200), (1, 64)), ODD_LENGTHS[:10:2], programs=3)
     yield Case(96, ((2, 500),), (1, 130), programs=2)
     yield Case(16, (), (0, 0), programs=1)
+    for programs in (2, 3):  # segments alone: behind their items there is nothing
+        yield Case(16, ((5, 200),), (0,) * 5, programs=programs)
     for heads, queries in ((16, 4), (8, 7), (16, 5), (32, 3), (8, 2), (24, 3)):
         yield Case(heads, ((3, 200), (2, 64)), ODD_LENGTHS, programs=4, queries=queries)
     yield Case(16, (), (3, 66, 7, 70), programs=2, queries=8)  # the last keys of a tail are in two blocks
