@@ -186,7 +186,7 @@ def test_query_tokens_of_a_request(heads: int, queries: int, programs: int) -> N
     tokens that do not fill their last tile, and rows that see no key at all."""
     segments = [((7, 3, 2, 6), 0, 128), ((2, 3), 128, 192), ((5, 8), 0, 64)]
     problem = Problem(heads, segments, 9, queries)
-    sizes = dict(max_rows=12 * queries + 1, max_segment_rows=11 * queries)
+    sizes = dict(max_rows=12 * queries + 1, max_segment_rows=8 * queries)
     grouped = make(heads, queries=queries, programs=programs, **sizes)
     grouped.plan(problem.segments, 9)
     for _ in range(2):
