@@ -134,7 +134,7 @@ class TorchSharedAttention:
         return 4 * max_rows * heads * (v_head_dim + 1)
 
     def try_out(self, query_dtype: torch.dtype) -> None:
-        try_out(self, self._buffers, {1}, query_dtype)
+        try_sizes(self, self._buffers, {1}, query_dtype)
 
     def plan(self, segments: Sequence[Segment], rows: int | None = None) -> None:
         self._segments = self.make_plan(segments, rows or self._max_rows)
@@ -188,7 +188,7 @@ class TorchSharedAttention:
         return out
 
 
-def try_out(attention: SharedAttention, buffers: ExpandedBuffers, sizes: set[int], dtype: torch.dtype) -> None:
+def try_sizes(attention: SharedAttention, buffers: ExpandedBuffers, sizes: set[int], dtype: torch.dtype) -> None:
     """`run` and `merge`, without and with lse, for batches of these sizes under an empty plan."""
     for rows in sorted(sizes):
         q_nope, q_rope, out = (

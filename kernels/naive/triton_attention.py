@@ -24,7 +24,7 @@ from ..partials import PartialTable
 from ..storage.expanded import ExpandedBuffers
 from ..watch import Watched
 from . import triton_naive
-from .attention import check_chunks, check_heads, try_out
+from .attention import check_chunks, check_heads, try_sizes
 from .schedule import WorkList, WorkListCapacity, build_work_list
 from .tiles import LARGEST_TILE, Tile, best_tile, launched_tiles
 
@@ -127,7 +127,7 @@ class TritonSharedAttention:
 
     def try_out(self, query_dtype: torch.dtype) -> None:
         sizes = {1, self._max_rows, *(min(tile.block_rows, self._max_rows) for tile in self._tiles)}
-        try_out(self, self._buffers, sizes, query_dtype)
+        try_sizes(self, self._buffers, sizes, query_dtype)
 
     def plan(self, segments: Sequence[Segment], rows: int | None = None) -> None:
         tiles = self._launched(rows or self._max_rows)
