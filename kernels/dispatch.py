@@ -15,8 +15,9 @@ from .absorb.paged_fp8 import AbsorbFP8, HopperAbsorbFP8, HopperKernel, TritonAb
 from .absorb.stacking import TILE_ROWS, padded_heads
 from .memory import Memory
 from .naive import sm90_naive, triton_naive
-from .naive.attention import SharedAttention, TorchSharedAttention, TritonSharedAttention
+from .naive.attention import SharedAttention, TorchSharedAttention
 from .naive.tiles import Tile
+from .naive.triton_attention import TritonSharedAttention
 from .sizes import PAGE_TOKENS
 from .storage import page_table
 from .storage.append_latent import append_latent

@@ -22,7 +22,7 @@ from sanitize_absorb import absorb_error, absorb_fp8_error, rows_error
 from sglang_mla_ext.kernels.absorb.paged_fp8 import TritonAbsorbFP8
 from sglang_mla_ext.kernels.dispatch import make_hopper_absorb_fp8
 from sglang_mla_ext.kernels.naive import sm90_naive, triton_naive
-from sglang_mla_ext.kernels.naive.attention import TritonSharedAttention
+from sglang_mla_ext.kernels.naive.triton_attention import TritonSharedAttention
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expand_prefix import expand_prefix
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, FP8, FP8_MAX, ExpandedBuffers, scale_bounds

@@ -18,7 +18,7 @@ from triton.testing import do_bench_cudagraph
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, whole_query
 from sglang_mla_ext.kernels.naive import sm90_naive as naive_prefix_hopper
 from sglang_mla_ext.kernels.naive import triton_naive as naive_prefix
-from sglang_mla_ext.kernels.naive.attention import TritonSharedAttention
+from sglang_mla_ext.kernels.naive.triton_attention import TritonSharedAttention
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
 from sglang_mla_ext.segment import Mode, Segment

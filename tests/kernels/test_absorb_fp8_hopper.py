@@ -16,6 +16,7 @@ from gluon_in_torch import Descriptor, Place, Pointer, Program
 from test_absorb_fp8 import LAYOUT, NAN, SOFTMAX_SCALE, Case, Problem, assert_close, converts_like_a_gpu  # noqa: F401
 from torch import Tensor
 
+from sglang_mla_ext.kernels import merge
 from sglang_mla_ext.kernels.absorb import sm90_fp8_absorb, sm90_fp8_few_heads
 from sglang_mla_ext.kernels.absorb.items import ITEM_BEGIN
 from sglang_mla_ext.kernels.absorb.paged_fp8 import HopperAbsorbFP8, TritonAbsorbFP8
@@ -108,6 +109,12 @@ class InTorch:
             )
 
 
+def merge_many_heads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of the merge for 64 heads of a row and not for each: the interpreter takes as long for either."""
+    shape = lambda rows, heads, dv: merge.Shape(min(64, 1 << (heads - 1).bit_length()), merge.FIRSTS, 1)  # noqa: E731
+    monkeypatch.setattr(merge, "shape_for", shape)
+
+
 @pytest.fixture
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`in_torch(problem, seed, faults, **options)`: attention by HopperAbsorbFP8; with a list of lengths, of several
@@ -123,6 +130,7 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> Any:
         stand_in, case = InTorch(seed, faults or {}), problem.case
         monkeypatch.setattr(sm90_fp8_absorb, "run", stand_in.hopper)
         monkeypatch.setattr(sm90_fp8_few_heads, "run", stand_in.few)
+        merge_many_heads_at_once(monkeypatch)
         sizes: dict[str, Any] = dict(max_requests=len(case.lens) + 2, heads=case.heads, query_tokens=case.queries)
         absorb = make_hopper_absorb_fp8(**sizes, device="cpu", num_sms=case.num_sms)
         absorb._partial_out = absorb._partial_out.float().fill_(NAN)  # so that rounding them hides nothing
@@ -166,24 +174,18 @@ def many_head_cases() -> Any:
     yield Case((3, 7, 70, 130), heads=16, queries=8, num_sms=3)  # the last keys are in two blocks
     yield Case((386,), heads=128, queries=3, num_sms=13)  # and in one item, where keys are cut
     yield Case(ODD_LENGTHS, heads=32, num_sms=3)
-    for heads in (64, 128, 96, 24):
+    for heads in (64, 128, 24):
         yield Case(ODD_LENGTHS[::2] if heads < 100 else ODD_LENGTHS[1::3], heads=heads, num_sms=3)
     yield Case((0, 0), heads=64)
     yield Case((1025, 1), heads=64, num_sms=6)  # keys are cut
     yield Case((300, 90), heads=128, outlier=True, num_sms=2)
 
 
-def cases_and_seeds() -> Any:
-    """Few heads with both seeds; many, which take long, in turn with one or the other."""
-    yield from ((case, seed) for case in few_head_cases() for seed in (0, 1))
-    yield from ((case, index % 2) for index, case in enumerate(many_head_cases()))
-
-
-@pytest.mark.parametrize(("case", "seed"), list(cases_and_seeds()), ids=str)
-def test_the_kernels_source_in_torch_equals_the_reference(in_torch: Any, case: Case, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "case"), list(enumerate([*few_head_cases(), *many_head_cases()])), ids=str)
+def test_the_kernels_source_in_torch_equals_the_reference(in_torch: Any, seed: int, case: Case) -> None:
     problem = Problem(case)
-    # The first seed lets results come about where they are wanted, the second one elsewhere.
-    assert_close(in_torch(problem, seed, own_output=seed == 0), problem.expected(exact=False), BOUND)
+    # Results come about where they are wanted, and with every other case elsewhere.
+    assert_close(in_torch(problem, seed, own_output=seed % 2 == 0), problem.expected(exact=False), BOUND)
 
 
 @pytest.mark.parametrize("heads", [16, 64])
@@ -207,12 +209,13 @@ FAULTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("heads", [16, 64])
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_wrong_kernel_would_be_found_out(in_torch: Any, fault: str, heads: int) -> None:
+def test_a_wrong_kernel_would_be_found_out(in_torch: Any, heads: int) -> None:
     problem = Problem(Case((500, 130, 0), heads=heads))
-    assert_close(in_torch(problem), problem.expected(exact=False), BOUND)
-    with pytest.raises(AssertionError):
-        assert_close(in_torch(problem, faults=FAULTS[fault]), problem.expected(exact=False), BOUND)
+    expected = problem.expected(exact=False)
+    assert_close(in_torch(problem), expected, BOUND)
+    for changes in FAULTS.values():
+        with pytest.raises(AssertionError):
+            assert_close(in_torch(problem, faults=changes), expected, BOUND)
 
 
 @pytest.mark.parametrize(("heads", "queries"), [(8, 2), (16, 5)])

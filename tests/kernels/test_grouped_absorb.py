@@ -169,7 +169,7 @@ def nested_segments() -> Segments:
     ]
 
 
-@pytest.mark.parametrize("heads", [3, 8, 12, 16, 32])
+@pytest.mark.parametrize("heads", [3, 12, 32])
 def test_every_row_attends_to_its_prefix_and_its_tail(heads: int) -> None:
     problem = Problem(heads, odd_segments(), rows=30)
     grouped = make(heads)
@@ -179,17 +179,14 @@ def test_every_row_attends_to_its_prefix_and_its_tail(heads: int) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "queries", "programs"),
-    [
-        *((8, 2, 9), (8, 7, 9), (8, 8, 40), (16, 2, 40), (16, 3, 9), (16, 4, 40), (16, 5, 40)),
-        *((32, 6, 9), (32, 7, 40), (6, 5, 9), (12, 8, 40)),
-    ],
+    [(8, 7, 9), (16, 2, 40), (16, 4, 9), (16, 5, 40), (6, 5, 9), (12, 3, 40), (32, 3, 9)],
 )
 def test_query_tokens_of_a_request(heads: int, queries: int, programs: int) -> None:
     """Over segments they are rows like others; over the tail they see one key after the other. Requests and query
     tokens that do not fill their last tile, and rows that see no key at all."""
     segments = [((7, 3, 2, 6), 0, 128), ((2, 3), 128, 192), ((5, 8), 0, 64)]
     problem = Problem(heads, segments, 9, queries)
-    sizes = dict(max_rows=12 * queries + 1, max_segment_rows=11 * queries)
+    sizes = dict(max_rows=12 * queries + 1, max_segment_rows=8 * queries)
     grouped = make(heads, query_tokens=queries, programs=programs, **sizes)
     grouped.plan(problem.segments, 9)
     for _ in range(2):
@@ -235,7 +232,7 @@ def test_later_steps_follow_plans_rows_and_lengths() -> None:
     """Other rows, other segments, none at all, and other tails under one plan: nothing of an earlier step is left."""
     grouped = make(8)
     for segments, rows in (
-        (odd_segments(), 40),
+        (odd_segments(), 30),
         ([((0, 1), 0, 128)], 2),
         ([((0, 2, 3, 5, 7), 0, 64), ((1, 4), 0, 256)], 8),
         ([], 8),
@@ -261,7 +258,7 @@ def test_memory_is_static_and_known_beforehand(queries: int) -> None:
     limits: dict[str, Any] = dict(max_rows=MAX_ROWS * queries, max_tokens=MAX_TOKENS, query_tokens=queries)
     grouped = make(16, **limits)
     before = {name: value.data_ptr() for name, value in tensors_of(grouped).items()}
-    for segments, rows in (([((0, 1), 0, 128)], 2), (odd_segments(), 30)):
+    for segments, rows in (([((0, 1), 0, 128)], 2), ([((1, 2, 3), 0, 256), ((4, 5), 0, 64)], 8)):
         problem = Problem(16, segments, rows, queries)
         grouped.plan(problem.segments, rows)
         problem.run(grouped)
@@ -312,8 +309,8 @@ def test_few_long_tails_are_cut() -> None:
 
 
 def test_the_parts_of_a_query_are_joined_where_they_are_apart() -> None:
-    problem, grouped = Problem(16, odd_segments(), rows=30), make(16)
-    grouped.plan(problem.segments, 30)
+    problem, grouped = Problem(16, [((0, 2), 0, 64)], rows=4), make(16)
+    grouped.plan(problem.segments, 4)
     content, rope = problem.q.split([RANK, ROPE], dim=-1)
     assert whole_query(content, rope).data_ptr() == problem.q.data_ptr()
     with_heads_outside = content.transpose(0, 1).contiguous().transpose(0, 1)  # as SGLang's batched product leaves it

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from test_absorb_fp8 import LAYOUT, NAN, SOFTMAX_SCALE, assert_close, converts_like_a_gpu  # noqa: F401
-from test_absorb_fp8_hopper import BOUND, InTorch
+from test_absorb_fp8_hopper import BOUND, InTorch, merge_many_heads_at_once
 from test_grouped_absorb import tensors_of
 from test_latent_rows import poisoned_pool
 
@@ -43,6 +43,7 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = InTorch(seed=0, faults={})
     monkeypatch.setattr(sm90_fp8_absorb, "run", stand_in.hopper)
     monkeypatch.setattr(sm90_fp8_few_heads, "run", stand_in.few)
+    merge_many_heads_at_once(monkeypatch)
 
 
 class Problem:

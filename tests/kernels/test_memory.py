@@ -13,7 +13,8 @@ from test_naive_prefix import SMALL, Case, Problem, assert_equal, run_and_merge
 
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.memory import Memory, tensor_bytes
-from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention, TritonSharedAttention
+from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
+from sglang_mla_ext.kernels.naive.triton_attention import TritonSharedAttention
 from sglang_mla_ext.kernels.partials import PartialTable
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from sglang_mla_ext.kernels.constants import FP8, FP8_MAX, LN2, LOG2E
 from sglang_mla_ext.kernels.naive import sm90_naive
-from sglang_mla_ext.kernels.naive.attention import TritonSharedAttention
 from sglang_mla_ext.kernels.naive.sm90_parts import consumers
 from sglang_mla_ext.kernels.naive.tiles import Tile
+from sglang_mla_ext.kernels.naive.triton_attention import TritonSharedAttention
 from sglang_mla_ext.kernels.naive.triton_naive import check_arguments
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS

@@ -15,8 +15,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from sglang_mla_ext.kernels.constants import FP8
-from sglang_mla_ext.kernels.naive.attention import TritonSharedAttention
 from sglang_mla_ext.kernels.naive.tiles import Tile
+from sglang_mla_ext.kernels.naive.triton_attention import TritonSharedAttention
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_mla_ext.kernels.naive.attention import SharedAttention, TorchSharedAttention, TritonSharedAttention
+from sglang_mla_ext.kernels.naive.attention import SharedAttention, TorchSharedAttention
 from sglang_mla_ext.kernels.naive.merge_ranks import merge_ranks, merge_ranks_torch
 from sglang_mla_ext.kernels.naive.push_to_ranks import push_to_ranks, push_to_ranks_torch
 from sglang_mla_ext.kernels.naive.spread import SpreadAttention
+from sglang_mla_ext.kernels.naive.triton_attention import TritonSharedAttention
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.kernels.storage.expanded import FP8, ExpandedBuffers
