@@ -68,10 +68,8 @@ class TorchLatent:
             starts[: len(self._planned_starts)] = self._planned_starts
         parts = []
         for row, query in enumerate(zip(q_absorbed, q_rope, strict=True)):
-            slots, later = (
-                self._slots(row),
-                self._query_tokens - 1 - row % self._query_tokens,
-            )  # tokens that it does not see
+            slots = self._slots(row)
+            later = self._query_tokens - 1 - row % self._query_tokens  # tokens that it does not see
             tail = slots[starts[row // self._query_tokens] : max(len(slots) - later, 0)]
             parts.append(self._absorb(layer_id, *(part[None] for part in query), tail, softmax_scale))
         out, lse = torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
