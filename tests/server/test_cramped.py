@@ -23,7 +23,7 @@ def test_two_prefixes_and_room_for_one_and_a_half(stock: Reference, cramped: Ser
 
 def test_requests_are_retracted(stock: Reference, cramped: Server) -> None:
     """2,048 tokens of cache for eight requests that need more; SGLang takes some back and runs them later."""
-    chats = [Chat(SYSTEM, question(i), max_tokens=240) for i in range(8)]
+    chats = [Chat(SYSTEM, question(i), max_tokens=200) for i in range(8)]
     expected = stock.asking(*chats)
     actual = cramped.ask(*chats)
     assert re.search(r"#retracted_reqs: [1-9]", cramped.log.read_text())

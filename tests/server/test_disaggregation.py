@@ -136,6 +136,7 @@ def test_a_prefill_server_with_a_cache_on_the_host_and_in_files(
     assert tokens(pd_files_prefill, "prefetched") > 256
 
 
+@pytest.mark.slow  # after changes of the pool or its layout
 def test_an_fp8_cache(stock: Reference, pd_fp8_prefill: Server, pd_fp8_decode: Server) -> None:
     """Its rows are ours on both servers. Log-probabilities of the tokens before a text is another one are near those of
     fp32; rows that were taken for others would have them far off."""

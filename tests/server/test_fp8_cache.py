@@ -86,8 +86,8 @@ def test_answers_are_those_of_a_bf16_cache(bf16_cache: Server, fp8_cache: Server
     looked_up = lookups(SYSTEM)
     # Those that begin with the same words come last: two that were alone for a moment would share these, too.
     questions = [*WORD_QUESTIONS, *(chat.question for chat in looked_up)]
-    chats = [Chat(SYSTEM, question, 40) for question in questions]
-    chats += [Chat("", question, 40) for question in OTHER_QUESTIONS]
+    chats = [Chat(SYSTEM, question, 28) for question in questions]
+    chats += [Chat("", question, 28) for question in OTHER_QUESTIONS]
 
     def answers(server: Server) -> list[list[Step]]:
         server.flush()

@@ -27,7 +27,10 @@ def test_command_line_starts_a_server(cramped: Server) -> None:
     [
         (("--disable-radix-cache",), "--disable-radix-cache is not supported yet: remove it."),
         (("--kv-cache-dtype", "fp8_e5m2"), "--kv-cache-dtype fp8_e5m2 is not supported: remove it, or use fp8_e4m3."),
-        (("--prefill-attention-backend", "hybrid_mla", "--decode-attention-backend", "torch_native"), "decode backend"),
+        (
+            ("--prefill-attention-backend", "hybrid_mla", "--decode-attention-backend", "torch_native"),
+            "it is for decode",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 from conftest import Chat, Reference, Server, assert_same, counting
-from test_answers import LONG, NAMES, SYSTEM, question, watching
+from test_answers import NAMES, SYSTEM, question, watching
 
 PROSE = "The garden was quiet, and on the hill above it somebody had lit a fire for the night. "
 DOCUMENTS = [SYSTEM + "\nDocument one. " + PROSE * 16, SYSTEM + "\nDocument two. " + PROSE * 16]
@@ -20,7 +20,7 @@ CHAPTERS = [DOCUMENTS[0] + f"\nChapter {name}. " + PROSE * 16 for name in ("A", 
 
 def test_three_levels(stock: Reference, hybrid: Server) -> None:
     prompts = [SYSTEM] * 2 + [DOCUMENTS[1]] * 2 + [CHAPTERS[0]] * 2 + [CHAPTERS[1]] * 2
-    chats = [Chat(prompt, question(index), LONG) for index, prompt in enumerate(prompts)]
+    chats = [Chat(prompt, question(index), 64) for index, prompt in enumerate(prompts)]
     expected = stock.asking(*chats)
     hybrid.flush()
     hybrid.ask(*(Chat(prompt, question(13), 1) for prompt in prompts[::2]))

@@ -5,9 +5,9 @@ The places are taken from the code: every function of the package, and every ope
 the life of a worker process (fault_life.py). So none can be forgotten: what is allocated elsewhere, what may end the
 process, and what only a start calls, is listed here with the reason, and a list that has too much or too little fails.
 
-A fork of a process with SGLang does it all. Run as a program, this file is that process. Every place fails once. For
-good fail those listed and the first function of each file; the others with `-m slow`, which takes minutes: after
-changes of what counts failures and pauses.
+A fork of a process with SGLang does it all. Run as a program, this file is that process. Every third place fails once,
+and for good fail those listed and the first function of each file. The others with `-m slow`, which takes minutes:
+after changes of what catches failures, and before a release.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def main(out: Path, which: str) -> None:
     """Live once to see what runs; then once with each failure. Writes what came of it.
 
     Args:
-        which: "some", or "others", which fail for good.
+        which: "some", or "others".
     """
     from sglang_mla_ext.adapter.compat.table import Feature
     from sglang_mla_ext.adapter.step import hooks
@@ -180,15 +180,15 @@ def main(out: Path, which: str) -> None:
     assert (counters.prefills_ridden, counters.steps_mixed, counters.tokens_ridden) == (2, 1, 12)
     found: dict[str, Any] = {"hooked": sorted(hooks._hooked), "called": sorted(hooked_worker.CALLED)}
     found |= {"start": list(start.places), "life": list(watch.places)}
+    listed = DOORS | THE_NET | PLAIN_ABSORB
+    firsts = {*{file_of(place): place for place in reversed(watch.functions)}.values(), *listed}
     # An operation that fails for good is a function that does.
-    firsts = {*{file_of(place): place for place in reversed(watch.functions)}.values(), *DOORS, *THE_NET, *PLAIN_ABSORB}
+    once = [(place, code, "once") for place, code in watch.places.items()]
+    starting = [(place, code, "at the start") for place, code in start.functions.items()]
     for_good = [(place, code, "for good") for place, code in watch.functions.items()]
-    if which == "others":
-        faults = [fault for fault in for_good if fault[0] not in firsts]
-    else:
-        faults = [fault for fault in for_good if fault[0] in firsts]
-        faults += [(place, code, "once") for place, code in watch.places.items()]
-        faults += [(place, code, "at the start") for place, code in start.functions.items()]
+    some = [*once[::3], *starting[::3], *(fault for fault in for_good if fault[0] in firsts)]
+    some += [fault for fault in once if without_line(fault[0]) in listed and fault not in some]
+    faults = some if which == "some" else [fault for fault in (*for_good, *once, *starting) if fault not in some]
     gc.unfreeze()  # as the process was frozen that this is a fork of
     functions = functions_of([code for _, code, _ in faults if code is not None])
     gc.collect()
@@ -263,16 +263,16 @@ def found(lived: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
 def test_what_fails_in_a_running_server_reaches_nobody(found: dict[str, Any]) -> None:
     expected = DOORS | THE_NET | PLAIN_ABSORB
     running = [each for each in found["outcomes"] if each[1] != "at the start"]
-    assert len(running) > 350
+    assert len(running) > 150
     assert_nobody_is_reached(running, expected)
     ended = {without_line(place) for place, _, what in running if what}
     assert ended == expected, "it is listed, and its failure is caught"
 
 
 @pytest.mark.slow
-def test_what_fails_for_good(lived: Callable[[str], dict[str, Any]]) -> None:
+def test_what_else_fails(lived: Callable[[str], dict[str, Any]]) -> None:
     outcomes = lived("others")["outcomes"]
-    assert len(outcomes) > 200
+    assert len(outcomes) > 500
     assert_nobody_is_reached(outcomes, DOORS | THE_NET | PLAIN_ABSORB)
 
 
@@ -285,7 +285,7 @@ def assert_nobody_is_reached(outcomes: Sequence[tuple[str, str, str]], expected:
 
 def test_what_fails_at_the_start_ends_it_or_is_counted(found: dict[str, Any]) -> None:
     starting = [(place, what) for place, when, what in found["outcomes"] if when == "at the start"]
-    assert len(starting) > 60
+    assert len(starting) > 40
     wrong = [f"{place}: {what}" for place, what in starting if what]
     assert not wrong, f"{len(wrong)} failures, of which:\n" + "\n".join(wrong[:10])
 
