@@ -13,7 +13,7 @@ from bench.soak_traffic import Limits, Traffic
 from conftest import Reference, Server
 from demo import MODEL
 
-PHASES, REQUESTS = 1, 40
+PHASES, REQUESTS = 2, 20
 LIMITS = Limits()
 
 
