@@ -149,17 +149,17 @@ def schedule_tails_kernel(
         has = piece < pieces
         cut_at = tl.gather(part_ends, tl.minimum(first + piece, PART_LANES - 1), 0) - (end - blocks)
         kv_end = tl.where(piece < pieces - 1, cut_at * BLOCK_KEYS, length)
-        for tile in range(0, TILES):  # 128 heads of 8 query tokens have 16, which unrolled take a minute to compile
-            item_ptr = work_ptr + FIRST_ITEM + (segment_items + tile * n_pieces + item + piece) * ITEM_FIELDS
-            first_strip = FIRST_STRIP + (row * HEADS + tile * TILE_ROWS) // STRIP
+        for of_row in range(0, TILES):  # 16 of 128 heads x 8 query tokens, which unrolled take a minute to compile
+            item_ptr = work_ptr + FIRST_ITEM + (segment_items + of_row * n_pieces + item + piece) * ITEM_FIELDS
+            first_strip = FIRST_STRIP + (row * HEADS + of_row * TILE_ROWS) // STRIP
             tl.store(item_ptr + ITEM_STRIP, first_strip, mask=has)
-            tl.store(item_ptr + ITEM_ROWS, tl.minimum(HEADS - tile * TILE_ROWS, TILE_ROWS), mask=has)
+            tl.store(item_ptr + ITEM_ROWS, tl.minimum(HEADS - of_row * TILE_ROWS, TILE_ROWS), mask=has)
             tl.store(item_ptr + ITEM_BEGIN, kv_begin, mask=has)
             tl.store(item_ptr + ITEM_END, kv_end, mask=has)
             tl.store(item_ptr + ITEM_PAGE, row * table_row, mask=has)
-            tl.store(item_ptr + ITEM_PARTIAL, (partial + piece) * HEADS + tile * TILE_ROWS, mask=has)
+            tl.store(item_ptr + ITEM_PARTIAL, (partial + piece) * HEADS + of_row * TILE_ROWS, mask=has)
             tl.store(item_ptr + ITEM_LAST, (piece == pieces - 1).to(tl.int32), mask=has)
-            tl.store(item_ptr + ITEM_FIRST_ROW, tile * TILE_ROWS, mask=has)
+            tl.store(item_ptr + ITEM_FIRST_ROW, of_row * TILE_ROWS, mask=has)
         kv_begin = kv_end
         tl.store(table_ptr + 2 * MAX_ROWS + row * FIRSTS + piece, partial + piece, mask=has & (piece < FIRSTS))
     tl.store(table_ptr + row, partial - FIRST_PARTIAL, mask=row < rows)

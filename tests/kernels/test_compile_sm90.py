@@ -402,7 +402,7 @@ def test_no_register_is_spilled(compiled: dict, kernel: str) -> None:
     bound = 340 if kernel.endswith(("x2", "x4")) or kernel in ("absorb8x1", *WIDE) else 256
     if TRITON >= (3, 8):  # keeps more at hand between products; what that costs was not measured
         bound = 640 if kernel in ABSORB else 384 if kernel in (*ABSORB_FP8, *WIDE) else 256
-    bound = bound if few else 40 if kernel == "schedule_tails128x1" else 0  # which runs once in a step
+    bound = bound if few else 0
     assert compiled[kernel]["spill_bytes"] <= bound, compiled
 
 
