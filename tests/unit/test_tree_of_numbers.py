@@ -369,13 +369,13 @@ def test_a_tree_of_pairs_of_tokens(kind: tuple[int, str], prompts: list[str]) ->
 def test_a_thousand_requests_on_one_prompt() -> None:
     tree = OfCore(1, CORES[0])
     requests = [tree.run(f"system-{at:04}") for at in range(1024)]
-    started = time.perf_counter()
+    started = time.process_time()
     tree.view.shared(requests)
-    first = time.perf_counter() - started
-    started = time.perf_counter()
+    first = time.process_time() - started
+    started = time.process_time()
     for at in range(10):
         tree.view.shared(requests if at % 2 else requests[:-1])
-    assert first < 0.5 and (time.perf_counter() - started) / 10 < 0.02, "far above what it takes"
+    assert first < 0.5 and (time.process_time() - started) / 10 < 0.02, "far above what it takes"
 
 
 def test_refuses_other_caches() -> None:
