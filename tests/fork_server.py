@@ -36,6 +36,12 @@ RUN_FIRST = "RUN_FIRST_OF_TESTS"
 """The environment variable that names a file to run in a server before its launcher."""
 
 
+def environment_without_sglangs(folders: Sequence[str]) -> dict[str, str]:
+    """This process's, without SGLang's variables, for a process that imports from these folders first."""
+    found = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
+    return {**found, "PYTHONPATH": os.pathsep.join(folders)}
+
+
 class ForkServer:
     """The process, as its parent sees it.
 
@@ -52,7 +58,7 @@ class ForkServer:
             # A session of its own, which Ctrl-C does not reach; it ends when this process closes the socket or dies.
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno()), *modules],
-                env={**environment},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -169,11 +175,13 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> None:
 
     kill_itself_when_parent_died()
     os.environ.update(environment)
+    is_file = command[1] != "-m"
+    if is_file:
+        sys.path[0] = os.path.dirname(command[1])
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))  # as in a new interpreter
     SpawnProcess._Popen = staticmethod(_fork_as_if_spawned)
-    if command[1] != "-m":
+    if is_file:
         sys.argv = list(command[1:])
-        sys.path[0] = os.path.dirname(command[1])
         runpy.run_path(command[1], run_name="__main__")
         return
     if RUN_FIRST in environment:

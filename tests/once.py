@@ -20,6 +20,5 @@ def once_in_a_run(factory: pytest.TempPathFactory, name: str, make: Callable[[],
     with open(folder / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not result.exists():
-            made = make()
-            result.write_text(json.dumps(made))
+            result.write_text(json.dumps(make()))
     return json.loads(result.read_text())

@@ -1,4 +1,4 @@
-"""A little of attacks of `scripts/hostile.py`, which does all of them and takes the time."""
+"""A little of each attack of `scripts/hostile.py`, which does all of it and takes the time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ ATTACKS = Attacks(np.arange(10, 4096), cache_tokens=16384, longest=1024, scale=0
 
 @pytest.mark.parametrize(
     "attack",
-    [ATTACKS.steps_of_one(), ATTACKS.thrash(), ATTACKS.invalid(), ATTACKS.salts()],
+    [
+        *(pytest.param(attack, marks=pytest.mark.slow) for attack in (ATTACKS.flood(), ATTACKS.words())),
+        *(ATTACKS.steps_of_one(), ATTACKS.thrash(), ATTACKS.invalid(), ATTACKS.salts()),
+    ],
     ids=lambda attack: attack.name,
 )
 def test_attacks_change_and_show_nothing(stock: Reference, hybrid: Server, attack: Attack) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fork_server import ForkServer
+from fork_server import ForkServer, environment_without_sglangs
 
 from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.compat.installed import TreeView
@@ -220,8 +220,7 @@ def make_world(monkeypatch: pytest.MonkeyPatch, new_tree: Any) -> Any:
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """Runs programs of this folder in a process that has imported SGLang, and this file before it."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
-    environment["PYTHONPATH"] = os.pathsep.join((os.path.dirname(__file__), *sys.path))
+    environment = environment_without_sglangs([os.path.dirname(__file__), *sys.path])
     environment |= {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     modules = ("conftest", "sglang.srt.managers.scheduler", "sglang.srt.models.deepseek_v2")
     server = ForkServer(tmp_path_factory.mktemp("forks") / "log", environment, modules)

@@ -8,7 +8,6 @@ that it is to resolve, and none of `VARIED`.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 from bench.recipes import recipes, words
+from fork_server import environment_without_sglangs
 from once import once_in_a_run
 
 from sglang_mla_ext.adapter.compat import contract
@@ -123,8 +123,7 @@ def _examine(folder: Path) -> dict[str, Any]:
     for name, config in [*((name, {**SMALL, **config}) for name, config in CONFIGS.items()), ("other model", LLAMA)]:
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
-    env |= {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"}
+    env = {**environment_without_sglangs(sys.path), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-W", "ignore", __file__, str(folder)]
     process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert process.returncode == 0, process.stderr[-3000:]

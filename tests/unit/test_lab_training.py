@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import subprocess
@@ -16,6 +15,7 @@ import study
 import torch
 from demo_data import write_toy_data
 from demo_model.checkpoint import Settings, model_config
+from fork_server import environment_without_sglangs
 from lab.training.batches import Data
 from lab.training.chats import QUESTIONS, dictionary_chat, lookup_cases, phrasings
 from lab.training.checkpoints import write_checkpoint
@@ -98,10 +98,9 @@ def test_logits_equal_transformers(tmp_path: Path) -> None:
 def test_the_drafting_layer_equals_sglang_s_own(trained: Path) -> None:
     """In float32; and SGLang loads every tensor of the layer by its name. See sglang_nextn.py."""
     program = Path(__file__).with_name("sglang_nextn.py")
-    env = {name: value for name, value in os.environ.items() if not name.startswith("SGLANG_")}
-    path = os.pathsep.join(str(REPOSITORY / part) for part in ("", "scripts"))
+    env = environment_without_sglangs([str(REPOSITORY / part) for part in ("", "scripts")])
     command = [sys.executable, "-W", "ignore", str(program), str(trained)]
-    ended = subprocess.run(command, env=env | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=600)
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from examined import LLAMA
 from fork_server import ForkServer
 
 from sglang_mla_ext.adapter.compat import contract, installed
@@ -23,19 +24,7 @@ from sglang_mla_ext.options import HybridMLAOptions
 
 SCENARIOS = Path(__file__).with_name("plugin_scenarios.py")
 
-LLAMA_DRAFT = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "num_hidden_layers": 1,
-    "vocab_size": 2048,
-    "draft_vocab_size": 2048,
-    "max_position_embeddings": 2048,
-    "torch_dtype": "bfloat16",
-}
+LLAMA_DRAFT = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 2048}
 """EAGLE3's drafts are such, without Multi-head Latent Attention."""
 
 
