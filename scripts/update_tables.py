@@ -63,6 +63,7 @@ def main(
             "planner-h100": planner(RESULTS / "h100" / "planner.jsonl"),
             "ranks": ranks(RESULTS / "ranks.jsonl"),
             "one-rank": one_rank(RESULTS / "rank.jsonl"),
+            "spread": table_of(specs.SPREAD, RESULTS / "spread.jsonl"),
             "exchange": table_of(specs.EXCHANGE, RESULTS / "exchange.jsonl"),
             "one-of-ranks": table_of(specs.ONE_OF_RANKS, RESULTS / "exchange.jsonl"),
         },

@@ -23,7 +23,7 @@ COLUMNS = (
     *("hybrid_mla first token ms, median / last", "flashmla's"),
 )
 ONE_RANK_COLUMNS = (
-    *("load", "rank", "layers", "prompt", "requests", "backend", "runs", "tok/s", "ratio"),
+    *("load", "rank", "layers", "GPU", "prompt", "requests", "backend", "runs", "tok/s", "ratio"),
     *("first token ms, median / p99", "between tokens ms, p99"),
 )
 HEADLINE_COLUMNS = (
@@ -113,11 +113,12 @@ def one_rank(path: Path) -> str:
     for (*case, backend), of_case in sorted(found.items()):
         stock = fastest_stock(found, tuple(case), backend)
         ratio = f"{middle(of_case) / middle(found[stock]):.2f}x" if stock else "–"
-        load, rank, layers, prompt, requests, _ = case
+        load, rank, layers, prompt, requests, gpu = case
+        gpu = gpu.removeprefix("NVIDIA ").split()[0]
         first = f"{middle(of_case, 'ttft_ms'):,.0f} / {middle(of_case, 'ttft_p99_ms'):,.0f}"
         between = f"{middle(of_case, 'itl_p99_ms'):,.0f}"
         measured = (len(of_case), f"{middle(of_case):,.0f}", ratio, first, between)
-        rows.append((load, rank, layers, f"{prompt:,}", requests, backend, *measured))
+        rows.append((load, rank, layers, gpu, f"{prompt:,}", requests, backend, *measured))
     return markdown(rows, ONE_RANK_COLUMNS, numbered(found))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bench.rank_predictions import named_memory
 from bench.tables import STORAGE_NAMES, Spec
 
 Record = dict[str, Any]
@@ -71,6 +72,15 @@ def of_one_rank(record: Record) -> Record | None:
         return None
     gib = 61 * record["case"]["prefix_bytes"] / (1 << 30)
     return of_case(record, stored=STORAGE_NAMES[record["case"]["dtype"]]) | dict(us=record["ms"] * 1e3, gib=gib)
+
+
+def spread_or_alone(record: Record) -> Record:
+    """With how its ranks hold the prompt, and requests of each."""
+    case = record["case"]
+    held = "spread" if "--hybrid-mla-spread" in case.get("flags", "") else "alone"
+    memory = named_memory(record)
+    how = f"{held}, {memory:g} GiB" if record["impl"] == "hybrid_mla" else "flashmla"
+    return of_case(record, how=how, of_rank=case["requests"] // case["dp"])
 
 
 def of_study(study: str) -> Any:
@@ -161,6 +171,16 @@ ONE_OF_RANKS = Spec(  # attention of one of several ranks in a layer, against wh
     "| GiB of 61 layers, alone | GiB, spread",
     cells="{ranks} | {stored} {prefix:,} | {batch} | {flashmla[us]:.0f} | {alone[us]:.0f} | {us:.0f}"
     "| {flashmla[ms]/ms:.2f}x | {alone[gib]:.1f} | {gib:.1f}",
+)
+SPREAD = Spec(  # a DP server whose ranks spread one prompt, those that hold it alone, and flashmla's
+    by=("prefix", "requests", "flags"),
+    of=spread_or_alone,
+    against=lambda key: ("sglang_flashmla", *key[1:3], None),
+    order=("prefix", "requests", "how"),
+    headings="prompt | requests of a rank | prompt held | tok/s while all decode | between tokens ms | flashmla / this"
+    "| first token ms, median / last",
+    cells="{prefix:,} | {of_rank} | {how} | {decode_tok_s:,.0f} | {decode_itl_ms:.2f}"
+    "| {stock[decode_itl_ms]/decode_itl_ms:.2f}x | {ttft_ms:,.0f} / {ttft_last_ms:,.0f}",
 )
 SOAK = Spec(  # what came of the last soak of each backend, on each device
     by=("gpu", "poison"),

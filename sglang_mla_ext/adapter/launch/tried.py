@@ -35,7 +35,7 @@ MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "0.5.17": {
         GPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 2},
-            **{MIXED: 1, DRAFTS: 1, FP8_CACHE: 2, HOST_CACHE: 1, FLASHINFER: 1, COMPILED: 1},
+            **{SPREAD: 2, MIXED: 1, DRAFTS: 1, FP8_CACHE: 2, HOST_CACHE: 1, FLASHINFER: 1, COMPILED: 1},
         },
         CPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 4, REPLICAS: 2, NODES: 2},
@@ -45,6 +45,7 @@ MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "0.5.18": {CPU: {SERVER: 1, V3: 1, HOST_CACHE: 1, FILES: 1}},
     "0.5.20": {CPU: {SERVER: 1, V3: 1}},
     "0.5.23": {
+        GPU: {SERVER: 1, V3: 1},
         CPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 2, REPLICAS: 2, NODES: 2},
             **{SPREAD: 2, MIXED: 2, HOST_CACHE: 1, FILES: 1, KIMI_LINEAR: 1, KIMI_K3_TEXT: 1, GLM_FLASH: 1},
