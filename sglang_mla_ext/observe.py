@@ -48,6 +48,8 @@ class Counters:
         prefills_naive: prefill steps in which at least one request attended to an expanded prefix.
         prefill_tokens_saved: cached tokens whose keys per head were not computed again for a request's new tokens,
             because they are expanded: in prefill steps and where new tokens rode, summed over requests.
+        prefill_tokens_expanded: cached tokens that prefill steps expanded for their requests together, and did not keep
+            (`--hybrid-mla-prefill-expand-tokens`).
         expansions: shared ranges of tokens whose expansion was completed.
         expanded_tokens: tokens expanded.
         evictions: chunks of expanded tokens dropped, for whatever reason.
@@ -75,6 +77,7 @@ class Counters:
     rows_as_prefill: int = 0
     prefills_naive: int = 0
     prefill_tokens_saved: int = 0
+    prefill_tokens_expanded: int = 0
     expansions: int = 0
     expanded_tokens: int = 0
     evictions: int = 0
@@ -123,10 +126,16 @@ class Counters:
         for segment in plan.of_mode(Mode.NAIVE):
             self.prefill_tokens_saved += segment.tokens * sum(row < rows.requests - decoding for row in segment.rows)
 
-    def count_prefill(self, covered: Sequence[int]) -> None:
-        """Count one prefill step with expanded parts, `covered` tokens of each request."""
+    def count_prefill(self, covered: Sequence[int], passing: int = 0) -> None:
+        """Count one prefill step with expanded parts.
+
+        Args:
+            covered: `[requests]` tokens of each request.
+            passing: tokens that were expanded for this step alone.
+        """
         self.prefills_naive += 1
-        self.prefill_tokens_saved += sum(covered)
+        self.prefill_tokens_saved += sum(covered) - passing
+        self.prefill_tokens_expanded += passing
 
     def fall_back(self, reason: str, error: BaseException | None = None) -> None:
         """Count a fall-back; the first of each reason is logged."""

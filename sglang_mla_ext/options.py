@@ -46,6 +46,8 @@ class HybridMLAOptions:
             requests, where heads are few enough for that; `absorb` does neither.
         expand_tokens_per_step: the most tokens expanded before one forward pass, which bounds how long that
             pass waits.
+        prefill_expand_tokens: tokens that a prefill pass expands at a time for itself, of what its requests share and
+            no memory keeps expanded; 0 leaves that to SGLang, which expands it for each of them.
         verify_interval: every so many decode or verify steps, one layer's shared attention is computed again by plain
             absorb and compared; 0 never does.
         mixed_tokens: new tokens that ride in a step with running requests, at most; 0 computes all in passes of their
@@ -79,6 +81,13 @@ class HybridMLAOptions:
     )
     expand_tokens_per_step: int = field(
         default=4096, metadata=_flag("the most prefix tokens expanded before one forward pass")
+    )
+    prefill_expand_tokens: int = field(
+        default=0,
+        metadata=_flag(
+            "tokens that a prefill pass expands at a time for itself, of what its requests share and no memory keeps "
+            "expanded, in whole chunks of 256 (0: SGLang expands that for each request; not yet run on GPUs)"
+        ),
     )
     verify_interval: int = field(
         default=0,
@@ -126,6 +135,8 @@ class HybridMLAOptions:
             raise OptionError("--hybrid-mla-min-prefix-len must be at least 1.")
         if self.expand_tokens_per_step < 1:
             raise OptionError("--hybrid-mla-expand-tokens-per-step must be at least 1.")
+        if self.prefill_expand_tokens != 0 and self.prefill_expand_tokens < 256:
+            raise OptionError("--hybrid-mla-prefill-expand-tokens must be 0 (never) or at least 256, a chunk.")
         if self.verify_interval < 0:
             raise OptionError("--hybrid-mla-verify-interval must be 0 (never) or more.")
         if self.mixed_tokens is not None and self.mixed_tokens != 0 and self.mixed_tokens < 64:
@@ -139,6 +150,11 @@ class HybridMLAOptions:
     def may_expand(self) -> bool:
         """Whether the mode lets prefixes be expanded, and there is to be memory for it."""
         return self.mode in ("auto", "naive") and self.prefix_memory_gb != 0
+
+    @property
+    def passing_tokens(self) -> int:
+        """Tokens that prefill expands at a time for itself: whole chunks of 256, 0 where the mode never expands."""
+        return self.prefill_expand_tokens // 256 * 256 if self.mode in ("auto", "naive") else 0
 
     @property
     def may_group(self) -> bool:
@@ -171,6 +187,7 @@ _PARSERS = {
     "min_prefix_len": int,
     "mode": str,
     "expand_tokens_per_step": int,
+    "prefill_expand_tokens": int,
     "verify_interval": int,
     "mixed_tokens": int,
     "dp_routing": str,

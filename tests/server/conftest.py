@@ -256,11 +256,12 @@ two_ranks = _server(
     nodes=2,
 )
 # The same processes, each with all heads and requests of its own; what follows attention is computed for all of them.
-# They hold expanded prefixes together, each half of the heads.
+# They hold expanded prefixes together, each half of the heads; prefill expands for itself what its requests share.
 dp_attention = _server(
     "dp_attention",
     *(*NAIVE, *SIZED, *PREFIXES, "--tp", "2", "--dp-size", "2", "--enable-dp-attention"),
     *("--hybrid-mla-mixed-tokens", "128", "--hybrid-mla-spread", "auto", "--hybrid-mla-verify-interval", "5"),
+    *("--hybrid-mla-prefill-expand-tokens", "256"),
     environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
 )
 dp_attention_of_four = _server(

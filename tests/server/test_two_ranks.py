@@ -50,13 +50,19 @@ def check_spread(found: list[dict[str, Any]]) -> None:
 
 
 def test_ranks_with_requests_of_their_own_answer_as_one(stock: Reference, dp_attention: Server) -> None:
-    """Then what they hold is there for new tokens that ride on both of them."""
+    """Then what they hold is there for new tokens that ride on both of them; where too many come together to ride, a
+    pass of each expands all heads of it for them."""
     check_spread(check_dp_attention(stock, dp_attention))
     chats = [Chat(SYSTEM, question(i), max_tokens=4) for i in range(4)]
-    expected = stock.asking(*chats)
+    many = [Chat(SYSTEM, question(i) * 16, max_tokens=4) for i in range(8)]
+    expected, of_many = stock.asking(*chats), stock.asking(*many)
     assert_same(dp_attention.ask(*chats), expected.result())
     found = dp_attention.counters()
     assert all(each["prefill_tokens_saved"] for each in found), found
+    assert_same(dp_attention.ask(*many), of_many.result())
+    found = dp_attention.counters()
+    assert any(each["prefill_tokens_expanded"] for each in found), found
+    assert not any(each["fallbacks"] for each in found), found
     check_spread(found)
 
 

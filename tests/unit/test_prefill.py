@@ -68,7 +68,8 @@ class Setting:
             tuple(Segment(tuple(rows), 0, part[0], Mode.NAIVE, part[1]) for part, rows in members.items()),
         )
         rows, layers = Rows.of(new_tokens), layers or {7: 1}
-        return PrefillPlan.make(plan, rows, self.attention, layers, self.max_rows, self.counters)
+        of_server = dict(attention=self.attention, layer_index=layers, max_rows=self.max_rows, counters=self.counters)
+        return PrefillPlan.make(plan, rows, **of_server)
 
 
 @pytest.mark.parametrize("max_rows", [64, 5, 1])

@@ -149,7 +149,7 @@ def test_prefill_is_planned_with_its_own_lengths() -> None:
     """Finished requests do not take part."""
     made: list[Any] = []
     prefill = PrefillSharing(
-        make_plan=lambda plan, rows: made.append(rows) or "plan",
+        make_plan=lambda plan, rows, passing: made.append(rows) or "plan",
         affordable=lambda prefix_lens: sum(prefix_lens),
         can_finish=lambda prefix_lens, covered: prefix_lens != [7, 7] and covered == (300, 0),
     )

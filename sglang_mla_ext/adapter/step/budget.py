@@ -4,6 +4,7 @@ all buffers of our own, whose sizes are known before SGLang sizes its pools."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention, LatentSizes
 from sglang_mla_ext.adapter.launch import riding, spread
 from sglang_mla_ext.adapter.step.layer import attention_layers
+from sglang_mla_ext.adapter.step.passing import Passing
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.dispatch import multiprocessors
@@ -121,15 +123,20 @@ def prefix_bytes(options: HybridMLAOptions) -> int:
 
 
 def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -> int:
-    """The most that attention in the latent space allocates: nothing may be known of the pool of requests, and any of
-    the kernels may turn out not to run."""
+    """The most that attention in the latent space allocates, and what prefill expands for itself: nothing may be known
+    of the pool of requests, and any of the kernels may turn out not to run."""
     layer, device = attention_layers(configurator)[0], torch.device(configurator.device)
     on_gpu, fp8 = device.type == "cuda", configurator.kv_cache_dtype == FP8
     args = installed.resolved(configurator.server_args)
     rates = rates_for(torch.cuda.get_device_name() if on_gpu else "cpu")
+    taken = 0
+    if options.passing_tokens:
+        dtype = configurator.model_dtype
+        of_passing = dict(dtype=dtype, device=device, tiles=naive_tiles(rates, dtype), fetches=fp8)
+        taken += Passing.bytes_for(layer, options.passing_tokens, **of_passing)
     grouped = tries_grouped(options, rates, spread.ranks(args, options, on_gpu))
     if not on_gpu or not needs_latent(options, grouped=grouped, stock_decodes=not fp8):
-        return 0
+        return taken
     requests, query_tokens = installed.most_requests(configurator), installed.draft_tokens(configurator.server_args)
     riding_tokens = riding.tokens(args, options, on_gpu)
     sizes = LatentSizes(
@@ -144,7 +151,7 @@ def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -
         programs=multiprocessors(device),
         query_tokens=query_tokens,
     )
-    taken = latent_kind(fp8).workspace_bytes_for(sizes)
+    taken += latent_kind(fp8).workspace_bytes_for(sizes)
     if options.verify_interval:
         taken += ShadowCheck.workspace_bytes_for(layer, configurator.model_dtype, query_tokens)
     return taken
@@ -159,6 +166,11 @@ def latent_kind(fp8: bool) -> type[LatentAttention]:
     from sglang_mla_ext.adapter.latent.flashmla import FlashMLALatent
 
     return FlashMLALatent
+
+
+def naive_tiles(rates: GpuRates, dtype: torch.dtype) -> Sequence[Mapping[str, int]]:
+    """Calibrated tiles of naive attention over prefixes in this dtype; none where there are no others than shipped."""
+    return next((found for name, found in rates.naive_tiles.items() if STORAGE_DTYPES[name] == dtype), ())
 
 
 def tries_grouped(options: HybridMLAOptions, rates: GpuRates, ranks: int = 1) -> bool:

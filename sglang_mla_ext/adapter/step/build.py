@@ -31,6 +31,7 @@ from sglang_mla_ext.adapter.step.build_expanding import (
     all_ranks_agree,
     latent_dtype,
     make_expanding,
+    make_passing,
     tp_group,
 )
 from sglang_mla_ext.adapter.step.layer import attention_layers, merge_before_o_proj
@@ -103,9 +104,17 @@ def build(
     if options.mode == "grouped_absorb" and latent.grouped_page is None and not counters.fallbacks:
         counters.fall_back(f"grouped absorb does not run here with {heads} heads: every step is plain absorb")
 
+    # With --prefill-attention-backend another one does prefill, whose lse may be in another base. Queries that are
+    # scaled by their positions SGLang does not scale where prefill has keys per head.
+    ours = installed.attention_backends(runner.server_args)[0] == BACKEND_NAME and not models.scales_queries(args)
+    passing = None
+    if options.passing_tokens and ours:
+        passing = make_passing(runner, layers, options.passing_tokens, cost.rates, counters, memory)
+    elif options.passing_tokens:
+        logger.warning("hybrid_mla: --hybrid-mla-prefill-expand-tokens has no effect: prefill is not this backend's")
     expanding = None
     if options.may_expand:
-        taken_bytes = latent.workspace_bytes
+        taken_bytes = latent.workspace_bytes + (passing.taken_bytes if passing is not None else 0)
         if options.verify_interval:
             taken_bytes += ShadowCheck.workspace_bytes_for(layers[0], runner.dtype, query_tokens)
         of_rank = runner, layers, cost, prefix_dtype, budget_bytes, taken_bytes, counters, memory
@@ -138,20 +147,18 @@ def build(
             decodes=runner.server_args.disaggregation_mode != "prefill",
         )
     layer_index = {layer.attn_mqa.layer_id: index for index, layer in enumerate(layers)}
-    # With --prefill-attention-backend another one does prefill, whose lse may be in another base. Queries that are
-    # scaled by their positions SGLang does not scale where prefill has keys per head.
-    ours = installed.attention_backends(runner.server_args)[0] == BACKEND_NAME and not models.scales_queries(args)
-    prefill = None
-    if shared is not None and ours and not spreads:  # a rank has not all heads of what is spread
+    prefill, keeps = None, shared is not None and not spreads  # a rank has not all heads of what is spread
+    if ours and (keeps or passing is not None):
         make_plan = functools.partial(
             PrefillPlan.make,
-            attention=shared,
+            attention=shared if keeps else None,
             layer_index=layer_index,
             max_rows=MAX_ROWS,
             counters=counters,
             wait=functools.partial(wait_for_layer, runner.token_to_kv_pool),
         )
-        prefill = PrefillSharing(make_plan, stock.affordable, stock.can_finish)
+        always = options.mode == "naive"
+        prefill = PrefillSharing(make_plan, stock.affordable, stock.can_finish, keeps, passing, always)
     smallest = smallest_group(cost, options, shared, latent, context_len, step_requests)
     reports = Reports(
         prefixes,

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_mla_ext.adapter.step.budget import STORAGE_DTYPES
+from sglang_mla_ext.adapter.step.budget import naive_tiles
 from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes
+from sglang_mla_ext.adapter.step.passing import Passing
 from sglang_mla_ext.adapter.step.spreading import exchange_over
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
@@ -21,6 +22,7 @@ from sglang_mla_ext.kernels.sizes import SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.gpu_rates import GpuRates
 
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
@@ -71,7 +73,7 @@ def make_expanding(
         "dtype": prefix_dtype,
     }
     chunk_bytes = ExpandedBuffers.bytes_per_chunk(**sizes)
-    tiles = next((found for name, found in cost.rates.naive_tiles.items() if STORAGE_DTYPES[name] == prefix_dtype), ())
+    tiles = naive_tiles(cost.rates, prefix_dtype)
     taken_bytes += ExpandedBuffers.scale_bytes(layers=dims.num_layers, heads=heads)
     taken_bytes += workspace_bytes(
         max_rows=ranks * max_rows,
@@ -119,6 +121,26 @@ def make_expanding(
         counters.fall_back(f"the kernels do not run here: {type(error).__name__}", error)
         return None
     return buffers, shared, expander
+
+
+def make_passing(
+    runner: ModelRunner,
+    layers: Sequence[DeepseekV2AttentionMLA],
+    tokens: int,
+    rates: GpuRates,
+    counters: Counters,
+    memory: Memory,
+) -> Passing | None:
+    """What prefill expands for itself, so many tokens at a time; None where a kernel does not run here, which is
+    counted."""
+    of_device = dict(dtype=runner.dtype, device=runner.device, tiles=naive_tiles(rates, runner.dtype))
+    try:
+        passing = Passing.make(layers, runner.token_to_kv_pool, tokens, memory, **of_device)
+        passing.try_out(runner.dtype)
+    except Exception as error:
+        counters.fall_back(f"prefill expands nothing for itself: {type(error).__name__}", error)
+        return None
+    return passing
 
 
 def tp_group() -> GroupCoordinator:

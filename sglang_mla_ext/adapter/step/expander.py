@@ -52,6 +52,7 @@ class Expander:
         self._heads = slice(first_head, first_head + buffers.heads)
         self._tree: TreeView | None = None
         self._scales_valid = False
+        self._on_gpu = buffers.device.type == "cuda"
 
     def attach(self, tree: TreeView) -> None:
         """Give it the tree, which SGLang builds after the attention backend."""
@@ -59,7 +60,7 @@ class Expander:
 
     def try_out(self) -> None:
         """Expand one token of no prefix, where kernels are compiled for that, so that they show that they run."""
-        if self._buffers.device.type == "cuda":
+        if self._on_gpu:
             self.expand_slots(torch.zeros(1, dtype=torch.int64, device=self._buffers.device), [0], 0)
 
     def weights_changed(self) -> None:
@@ -81,18 +82,39 @@ class Expander:
         """
         if self._buffers.dtype == FP8 and not self._scales_valid:
             self._set_scales()
-        on_gpu = self._buffers.device.type == "cuda"
-        table = torch.tensor(chunks, dtype=torch.int32, pin_memory=on_gpu)
-        table = table.to(self._buffers.device, non_blocking=True)  # [chunks]
+        table = self.table(chunks)
         for index, attention in enumerate(self._layers):
-            weights = self._weights_of(attention, self._dtype_of_rows(attention)) if on_gpu else None
-            for rows, indices, first in self._pieces(attention, slots, start):
-                if weights:
-                    expand_prefix(rows, indices, *weights, self._buffers, index, table, first)
-                    continue
-                for piece in range(0, len(indices), PRODUCT_TOKENS):
-                    latent_rows = rows[indices[piece : piece + PRODUCT_TOKENS]]
-                    self._expand_unfused(attention, index, latent_rows, chunks, first + piece)
+            self.expand_layer(attention, index, slots, chunks, table, start)
+
+    def table(self, chunks: Sequence[int]) -> torch.Tensor:
+        """Chunk ids on the device, `[chunks]` int32; nothing waits for it."""
+        table = torch.tensor(chunks, dtype=torch.int32, pin_memory=self._on_gpu)
+        return table.to(self._buffers.device, non_blocking=True)
+
+    @torch.no_grad()
+    def expand_layer(
+        self,
+        attention: DeepseekV2AttentionMLA,
+        index: int,
+        slots: torch.Tensor,
+        chunks: Sequence[int],
+        table: torch.Tensor,
+        start: int,
+    ) -> None:
+        """The same in one layer.
+
+        Args:
+            index: of the buffers' layers.
+            table: of the chunks.
+        """
+        weights = self._weights_of(attention, self._dtype_of_rows(attention)) if self._on_gpu else None
+        for rows, indices, first in self._pieces(attention, slots, start):
+            if weights:
+                expand_prefix(rows, indices, *weights, self._buffers, index, table, first)
+                continue
+            for piece in range(0, len(indices), PRODUCT_TOKENS):
+                latent_rows = rows[indices[piece : piece + PRODUCT_TOKENS]]
+                self._expand_unfused(attention, index, latent_rows, chunks, first + piece)
 
     def _weights_of(self, layer: DeepseekV2AttentionMLA, dtype: torch.dtype) -> Sequence[torch.Tensor] | None:
         weights = weights_of(layer, dtype)

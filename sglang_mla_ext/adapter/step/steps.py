@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from sglang_mla_ext.adapter.compat.installed import TreeView
     from sglang_mla_ext.adapter.step.expander import Expander
+    from sglang_mla_ext.adapter.step.passing import Passing
     from sglang_mla_ext.adapter.step.shadow import ShadowCheck
     from sglang_mla_ext.adapter.step.spreading import Spreading
 
@@ -47,11 +48,17 @@ class PrefillSharing:
         affordable: `(prefix_lens) -> tokens` that SGLang itself would expand for a step.
         can_finish: `(prefix_lens, covered) -> bool`, whether the stock backend can attend to what the expanded parts
             leave, and give its lse.
+        keeps: whether there is memory that keeps prefixes expanded for prefill.
+        passing: what expands for a step alone; None where nothing does. It does so where SGLang would expand, and with
+            `always` in any case.
     """
 
     make_plan: Callable[..., PrefillPlan | None]
     affordable: Callable[[Sequence[int]], int]
     can_finish: Callable[[Sequence[int], Sequence[int]], bool]
+    keeps: bool = True
+    passing: Passing | None = None
+    always: bool = False
 
 
 class Steps:
@@ -95,11 +102,14 @@ class Steps:
         self.shadow: ShadowCheck | None = None
         self.spreading: Spreading | None = None
 
-    def attach(self, tree: TreeView) -> None:
-        """Give it the tree, which SGLang builds after the attention backend."""
+    def attach(self, view: Callable[[], TreeView]) -> None:
+        """Give it views of the tree, which SGLang builds after the attention backend."""
+        tree = view()
         self._prefixes.attach(tree)
         if self._expander is not None:
             self._expander.attach(tree)
+        if self._prefill is not None and self._prefill.passing is not None:
+            self._prefill.passing.attach(view())  # of its own: a view remembers what it was asked last
 
     def before_forward(
         self,
@@ -144,7 +154,7 @@ class Steps:
                 if self.shadow is not None:
                     self.shadow.judge()
                 if kind is Kind.PREFILL:
-                    if self._expander is not None:
+                    if self._expander is not None or self._prefill is not None:
                         now.prefill = self._plan_prefill(reqs, running, prefix_lens, new_tokens, rows)
                 elif self.spreading is not None:
                     pass  # what it shares, ranks have agreed on
@@ -227,14 +237,20 @@ class Steps:
         """No request is running."""
         passes.now.share_nothing()
         self._prefixes.idle()
+        self._forget_passing()
 
     def forget(self) -> None:
         """Drop everything that is expanded, as when the cache was flushed."""
         passes.now.share_nothing()
         relay.clear()
         self._prefixes.forget()
+        self._forget_passing()
         if self.shadow is not None:
             self.shadow.forget()
+
+    def _forget_passing(self) -> None:
+        if self._prefill is not None and self._prefill.passing is not None:
+            self._prefill.passing.forget()
 
     def weights_change(self) -> None:
         """The model's weights are about to change."""
@@ -287,10 +303,16 @@ class Steps:
         rows: Rows,
     ) -> PrefillPlan | None:
         affordable = self._prefill.affordable(prefix_lens) if self._prefill is not None else 0
-        self._expand_before(reqs, running, affordable)
+        if self._expander is not None:
+            self._expand_before(reqs, running, affordable)
         if self._prefill is None:
             return None
-        plan = self._prefixes.plan_prefill(reqs, prefix_lens, new_tokens, always=affordable > 0)
-        if not self._prefill.can_finish(prefix_lens, plan.prefix_lens):
+        plan, passing = Plan(len(reqs)), None
+        if self._prefill.keeps:
+            plan = self._prefixes.plan_prefill(reqs, prefix_lens, new_tokens, always=affordable > 0)
+        if self._prefill.passing is not None and (affordable or self._prefill.always):
+            always = self._prefill.always
+            passing = self._prefill.passing.plan(reqs, prefix_lens, plan.prefix_lens, rows, always=always)
+        if not self._prefill.can_finish(prefix_lens, plan.prefix_lens if passing is None else passing.ends):
             return None
-        return self._prefill.make_plan(plan, rows)
+        return self._prefill.make_plan(plan, rows, passing and (self._prefill.passing, passing))

@@ -1,0 +1,218 @@
+"""Shared prefixes that a prefill pass expands for itself, in one layer after the other, some tokens at a time.
+
+Nothing of it outlives the layer: the memory is that of so many tokens in one layer, however many there are of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes
+from sglang_mla_ext.adapter.step.windows import Window, attend, windows
+from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
+from sglang_mla_ext.kernels.memory import Memory
+from sglang_mla_ext.kernels.naive.attention import SharedAttention
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS
+from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
+from sglang_mla_ext.prefix.branches import Branches
+from sglang_mla_ext.prefix.passing import FEWEST_SAVED, PassingRange, passing_ranges
+from sglang_mla_ext.rows import Rows
+from sglang_mla_ext.segment import Mode, Segment
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+    from sglang_mla_ext.adapter.compat.installed import TreeView
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens that are expanded at once.
+
+    Attributes:
+        slots: `[tokens]` of SGLang's pool.
+        chunks: ids of the chunks that they are expanded to, from the first one on, and `table` the same on the device.
+        windows: of the rows that attend to them.
+    """
+
+    slots: torch.Tensor
+    chunks: Sequence[int]
+    table: torch.Tensor
+    windows: tuple[Window, ...]
+
+
+@dataclass(frozen=True)
+class PassingPlan:
+    """What a prefill step expands for itself.
+
+    Attributes:
+        ends: `[requests]` tokens from the first one on that are attended to in expanded form.
+        expanded_tokens: of all pieces.
+    """
+
+    ends: tuple[int, ...]
+    expanded_tokens: int
+    pieces: tuple[Piece, ...]
+
+
+def sizes_of(layer: DeepseekV2AttentionMLA, dtype: torch.dtype) -> dict[str, Any]:
+    """Of buffers of one layer."""
+    return dict(
+        layers=1,
+        heads=layer.num_local_heads,
+        qk_nope_head_dim=layer.qk_nope_head_dim,
+        v_head_dim=layer.v_head_dim,
+        qk_rope_head_dim=layer.qk_rope_head_dim,
+        dtype=dtype,
+    )
+
+
+class Passing:
+    """See the module.
+
+    Attributes:
+        taken_bytes: of device memory, at most.
+    """
+
+    def __init__(self, expander: Expander, attention: SharedAttention, tokens: int, taken_bytes: int = 0) -> None:
+        """
+        Args:
+            expander: into buffers of one layer and `tokens` tokens, which `attention` reads, MAX_ROWS rows at a time.
+        """
+        self._expander, self._attention, self._tokens = expander, attention, tokens
+        self.taken_bytes = taken_bytes
+        self._tree: TreeView | None = None
+
+    @classmethod
+    def make(
+        cls,
+        layers: Sequence[DeepseekV2AttentionMLA],
+        pool: MLATokenToKVPool,
+        tokens: int,
+        memory: Memory,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        tiles: Sequence[Mapping[str, int]],
+    ) -> Passing:
+        """Allocate memory.
+
+        Args:
+            layers: the model's attention layers on this rank.
+            pool: of latent rows.
+            tokens: whole chunks, that are expanded at once.
+            dtype: of the model; tiles: see dispatch.make_shared_attention.
+        """
+        first = layers[0]
+        buffers = ExpandedBuffers.allocate(
+            **sizes_of(first, dtype), chunks=tokens // CHUNK_TOKENS, device=device, memory=memory
+        )
+        heads = first.num_local_heads
+        attention = make_shared_attention(
+            buffers, max_rows=MAX_ROWS, heads=heads, device=buffers.device, tiles=tiles, memory=memory
+        )
+        expander = Expander(layers[:1], pool, buffers)
+        of_device = dict(dtype=dtype, device=device, tiles=tiles)
+        taken_bytes = cls.bytes_for(first, tokens, **of_device, fetches=hasattr(pool, "fetch"))
+        return cls(expander, attention, tokens, taken_bytes)
+
+    @staticmethod
+    def bytes_for(
+        layer: DeepseekV2AttentionMLA,
+        tokens: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        tiles: Sequence[Mapping[str, int]],
+        fetches: bool,
+    ) -> int:
+        """The most device memory that `make` takes, and what expands with it.
+
+        Args:
+            fetches: rows of the pool are FP8.
+        """
+        sizes, heads, chunks = sizes_of(layer, dtype), layer.num_local_heads, tokens // CHUNK_TOKENS
+        of_attention = dict(max_rows=MAX_ROWS, heads=heads, v_head_dim=layer.v_head_dim, chunks=chunks)
+        return (
+            ExpandedBuffers.bytes_per_chunk(**sizes) * chunks
+            + ExpandedBuffers.scale_bytes(layers=1, heads=heads)
+            + workspace_bytes(**of_attention, device=device, tiles=tiles)
+            + temporary_bytes(layer, dtype, fetches=fetches, to_fp8=False)
+        )
+
+    def try_out(self, dtype: torch.dtype) -> None:
+        """Run every kernel once, for a model of this dtype. Raises whatever a kernel raises."""
+        self._attention.try_out(dtype)
+        self._expander.try_out()
+
+    def attach(self, tree: TreeView) -> None:
+        """Give it a view of the tree of its own."""
+        self._tree = tree
+
+    def plan(
+        self,
+        reqs: Sequence[Req],
+        prefix_lens: Sequence[int],
+        covered: Sequence[int],
+        rows: Rows,
+        *,
+        always: bool = False,
+    ) -> PassingPlan | None:
+        """
+        Args:
+            prefix_lens: `[requests]` tokens of each request that are cached; covered: `[requests]` how many of them
+                are expanded in any case, from the first one on.
+            rows: of each request, one for each of its new tokens.
+            always: however little it saves.
+        Returns:
+            None where requests have nothing in common that is worth it.
+        """
+        if self._tree is None or len(reqs) < 2:
+            return None
+        branches, fewest = Branches(self._tree.shared(reqs)), 1 if always else FEWEST_SAVED
+        ranges = passing_ranges(branches, prefix_lens, covered, fewest)
+        if not ranges:
+            return None
+        ends, pieces, plans = list(covered), [], {}
+        for one in ranges:
+            pieces += self._pieces(one, rows, plans)
+            for request in one.requests:
+                ends[request] = one.end
+        return PassingPlan(tuple(ends), sum(one.end - one.start for one in ranges), tuple(pieces))
+
+    def _pieces(self, one: PassingRange, rows: Rows, plans: dict[Any, Any]) -> Iterator[Piece]:
+        slots = self._tree.slots(one.node, one.node_end, one.start, one.end)
+        for some in slots.split(self._tokens):
+            chunks = range(-(-len(some) // CHUNK_TOKENS))
+            segment = Segment(one.requests, 0, len(some), Mode.NAIVE, tuple(chunks))
+            found = tuple(windows(self._attention, rows, [segment], MAX_ROWS, plans))
+            yield Piece(some, chunks, self._expander.table(chunks), found)
+
+    def forget(self) -> None:
+        """No request is left, or the tree was flushed."""
+        if self._tree is not None:
+            self._tree.forget()
+
+    def attend(
+        self,
+        plan: PassingPlan,
+        layer: DeepseekV2AttentionMLA,
+        q: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Add the attention to all pieces to that over other keys, in place.
+
+        Args:
+            q: `[rows, heads, qk_nope_head_dim]` and `[rows, heads, qk_rope_head_dim]`, after rotation.
+            out: `[rows, heads, v_head_dim]`; lse: `[rows, heads]` float32, natural log.
+        """
+        for piece in plan.pieces:
+            self._expander.expand_layer(layer, 0, piece.slots, piece.chunks, piece.table, 0)
+            attend(self._attention, piece.windows, 0, layer, q, out, lse)

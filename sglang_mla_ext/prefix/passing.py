@@ -1,0 +1,61 @@
+"""What a prefill pass shares beyond what is expanded: ranges of cached tokens that it expands for itself alone.
+
+SGLang expands the cached prefix of every request anew in each pass. What several requests of the pass have in common
+needs that once, whether or not there is memory that keeps it. Pure Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from sglang_mla_ext.prefix.branches import Branches, Part
+from sglang_mla_ext.segment import Mode
+
+FEWEST_SAVED = 2048
+"""Tokens that requests together need not expand again, at least, for a range that a pass expands for itself: what its
+launches cost the host."""
+
+
+@dataclass(frozen=True)
+class PassingRange:
+    """Cached tokens `[start, end)`, counted from the root of the tree, of all these requests.
+
+    Attributes:
+        node: the handle of a node whose path has them, which ends at `node_end`.
+        requests: of the pass, ascending.
+    """
+
+    node: Hashable
+    node_end: int
+    start: int
+    end: int
+    requests: tuple[int, ...]
+
+
+def passing_ranges(
+    branches: Branches, prefix_lens: Sequence[int], covered: Sequence[int], fewest: int = FEWEST_SAVED
+) -> list[PassingRange]:
+    """Ranges that follow what each request has expanded, or a range before, without a gap.
+
+    Args:
+        branches: what the pass's requests share.
+        prefix_lens: `[requests]` tokens that are cached; covered: `[requests]` how many of them are expanded, from the
+            first one on.
+        fewest: tokens that a range saves.
+    """
+    reached = list(covered)
+    found = []
+    for index, branch in enumerate(branches):
+        members: dict[int, list[int]] = {}  # by the token from which on they need the branch
+        for request in branches.segment(Part(index, branch.start, branch.end, Mode.NAIVE, 0.0)).rows:
+            if branch.start <= reached[request] < min(branch.end, prefix_lens[request]):
+                members.setdefault(reached[request], []).append(request)
+        for start, requests in members.items():
+            end = min(branch.end, *(prefix_lens[request] for request in requests))
+            if (end - start) * (len(requests) - 1) < fewest:
+                continue
+            found.append(PassingRange(branch.nodes[-1], branch.ends[-1], start, end, tuple(requests)))
+            for request in requests:
+                reached[request] = end
+    return found
