@@ -108,6 +108,27 @@ def test_log_probabilities_match_those_of_prompts_computed_whole(
         assert mean(apart[mode]) < 2 * mean(yardstick) + 1e-3
 
 
+def test_prefill_that_expands_for_itself(model: Path, tmp_path: Path) -> None:
+    """Where no memory keeps anything expanded; over an FP8 cache, too, beside SGLang's own."""
+    fp8 = dict(kv_cache_dtype="fp8_e4m3")
+    env = {"SGLANG_HYBRID_MLA_PREFIX_MEMORY_GB": "0", "SGLANG_HYBRID_MLA_PREFILL_EXPAND_TOKENS": "4096"}
+    engines: dict[str, dict[str, Any]] = {
+        "truth": dict(backend="flashmla", disable_radix_cache=True),
+        "flashinfer, uncached": dict(backend="flashinfer", disable_radix_cache=True),
+        "ours": dict(backend="hybrid_mla", env=env),
+        "FP8 cache": dict(backend="flashmla", disable_radix_cache=True, **fp8),
+        "ours, FP8 cache": dict(backend="hybrid_mla", env=env, **fp8),
+    }
+    found = all_answers(model, tmp_path, engines)
+    apart = differences_of(found.pop("truth"), found)
+    for ours, stock in (("ours", "flashinfer, uncached"), ("ours, FP8 cache", "FP8 cache")):
+        counters = found[ours]["info"]["counters"]
+        assert counters["prefill_tokens_saved"] > counters["prefill_tokens_expanded"] > 0, counters
+        assert counters["expansions"] == 0 and counters["fallbacks"] == {}, counters
+        assert len(apart[ours]) > 0.5 * len(apart[stock])
+        assert mean(apart[ours]) < 2 * mean(apart[stock]) + 1e-3
+
+
 def test_a_checkpoint_in_fp8_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As DeepSeek-V3's own. Its prefixes expand with the weights that absorb uses, so that decode is no further from
     the truth than FlashMLA's own."""

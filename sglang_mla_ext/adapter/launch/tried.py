@@ -23,7 +23,7 @@ SERVER, TENSOR, DP_ATTENTION = "a server", "tensor parallelism", "DP attention"
 REPLICAS, NODES = "--dp-size without DP attention", "several nodes"
 SPREAD, PEERS = "prefixes spread over ranks", f"{spread.FLAG} peers"
 DRAFTS, FP8_CACHE, HOST_CACHE, MIXED = "drafts", "an FP8 cache", "a host cache", "mixed steps"
-COMPILED = "--enable-torch-compile"
+COMPILED, PASSING = "--enable-torch-compile", "prefill that expands for itself"
 STORAGE, PREFILL_BY = "storage {}", "prefill by {}"
 ROLE_BY, EXPERTS_BY = "prefill and decode servers by {}", "experts by {}"
 FILES, FLASHINFER, NIXL = STORAGE.format("file"), PREFILL_BY.format("flashinfer"), ROLE_BY.format("nixl")
@@ -39,7 +39,7 @@ MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
         },
         CPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 4, REPLICAS: 2, NODES: 2},
-            **{SPREAD: 4, MIXED: 2, FP8_CACHE: 1, HOST_CACHE: 1, FILES: 1, NIXL: 1, GLM_FLASH: 1},
+            **{SPREAD: 4, PASSING: 2, MIXED: 2, FP8_CACHE: 1, HOST_CACHE: 1, FILES: 1, NIXL: 1, GLM_FLASH: 1},
         },
     },
     "0.5.18": {CPU: {SERVER: 1, V3: 1, HOST_CACHE: 1, FILES: 1}},
@@ -48,7 +48,8 @@ MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
         GPU: {SERVER: 1, V3: 1},
         CPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 2, REPLICAS: 2, NODES: 2},
-            **{SPREAD: 2, MIXED: 2, HOST_CACHE: 1, FILES: 1, KIMI_LINEAR: 1, KIMI_K3_TEXT: 1, GLM_FLASH: 1},
+            **{SPREAD: 2, PASSING: 2, MIXED: 2, HOST_CACHE: 1, FILES: 1},
+            **{KIMI_LINEAR: 1, KIMI_K3_TEXT: 1, GLM_FLASH: 1},
         },
     },
 }
@@ -137,5 +138,6 @@ def parts_of(args: ServerArgs, options: HybridMLAOptions) -> dict[str, int]:
         EXPERTS_BY.format(experts): experts not in (None, "none") and ranks,
         "expert parallelism": args.ep_size > 1 and ranks,
         COMPILED: args.enable_torch_compile and ranks,
+        PASSING: options.passing_tokens and ranks,
     }
     return {name: int(ranks) for name, ranks in asked.items() if ranks}
