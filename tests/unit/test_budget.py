@@ -210,6 +210,18 @@ def test_the_shadow_checks_copies_are_counted(monkeypatch: pytest.MonkeyPatch, g
     assert checked - plain == ShadowCheck.workspace_bytes_for(layer, BF16, 1) > 64 * 16 * 1088 * 2
 
 
+@pytest.mark.parametrize("given", [{}, {"mode": "naive", "prefix_memory_gb": 0.0}], ids=str)
+def test_what_prefill_expands_for_itself_is_counted(monkeypatch: pytest.MonkeyPatch, gpu: None, given: Any) -> None:
+    """8,192 tokens of a layer, and the attention to them; nothing in a mode that never expands."""
+    monkeypatch.setattr(dispatch, "multiprocessors", lambda device: 132)
+    server = configurator(monkeypatch, 128, BF16)
+    budget.attention_layers(server)[0].kv_b_proj = SimpleNamespace(weight=None)
+    plain, expanding = (budget.buffer_bytes(server, options(prefill_expand_tokens=n, **given)) for n in (0, 8192))
+    assert 8192 * (128 * 256 + 64) * 2 < expanding - plain < 1 << 30
+    absorbing = {"mode": "absorb", "prefill_expand_tokens": 8192}
+    assert budget.buffer_bytes(server, options(**absorbing)) == budget.buffer_bytes(server, options(mode="absorb"))
+
+
 # ---- what is allocated
 
 
@@ -311,6 +323,16 @@ def test_what_is_kept_is_inside_the_budget(world: World, kept: Callable[[], int]
     assert used <= world.steps.reports.report()["budget_bytes"] == asked
     # The rest is for what expansion needs while it runs, and for what doubles of kernels say that they take.
     assert used > asked - 6 * MIB if expands else used < MIB
+
+
+@pytest.mark.parametrize("world", [False, True], indirect=True, ids=["float32", "fp8"])
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+def test_what_prefill_expands_for_itself_is_inside_the_budget(world: World, kept: Callable[[], int], kind: str) -> None:
+    asked = 24 * MIB
+    kept()
+    world.make(kind, mode="auto", budget_bytes=asked, prefill_expand_tokens=256)
+    assert asked - 14 * MIB < kept() <= asked and world.steps._prefill.passing is not None
+    assert world.backend._shared is not None
 
 
 @pytest.mark.parametrize("short", [1, MIB])
