@@ -51,7 +51,8 @@ def main(
         Path | None, typer.Option("--refit", help="Only fit the overheads in --out to a check's records.", exists=True)
     ] = None,
     exchange_from: Annotated[
-        Path | None, typer.Option("--exchange", help="Only fit the entry `exchange` in --out to records.", exists=True)
+        Path | None,
+        typer.Option("--exchange", help="Only fit the entries of exchanges in --out to records.", exists=True),
     ] = None,
     rep_ms: Annotated[int, typer.Option(min=1, help="ms spent on each measurement, but for those of tiles.")] = 20,
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,8 @@ class GpuRates:
         source: what was measured, when and how, or what the numbers are derived from.
         naive_tiles: the naive kernel's fastest tiles by storage of the expanded prefix (`bf16`, `fp8_e4m3`), in
             ascending order of rows; each has the fields of the kernel's `Tile`. Empty where none were measured.
-        exchange: between ranks that hold prefixes together; None where it is not known, and taken for nothing.
+        exchange: between ranks that hold prefixes together, by NCCL; None where it is not known, and taken for nothing.
+        exchange_by_stores: the same by stores into each other's memory; None where it is not known.
     """
 
     name: str
@@ -82,6 +83,11 @@ class GpuRates:
     source: str
     naive_tiles: Mapping[str, tuple[Mapping[str, int], ...]] = field(default_factory=dict)
     exchange: ExchangeRates | None = None
+    exchange_by_stores: ExchangeRates | None = None
+
+    def by_stores(self) -> GpuRates:
+        """The same for ranks that exchange by stores, as by NCCL where that is not known."""
+        return replace(self, exchange=self.exchange_by_stores or self.exchange)
 
     @classmethod
     def from_json(cls, name_or_path: str | Path) -> GpuRates:
@@ -101,7 +107,11 @@ class GpuRates:
                 measured=bool(values.get("measured", True)),
             )
 
-        exchange = config.get("exchange")
+        exchanges = {
+            name: ExchangeRates(float(values["overhead_s"]), float(values["bytes_per_s"]))
+            for name in ("exchange", "exchange_by_stores")
+            if (values := config.get(name)) is not None
+        }
         return cls(
             name=str(config["name"]),
             l2_bytes=int(config["l2_bytes"]),
@@ -111,9 +121,7 @@ class GpuRates:
                 storage: tuple({name: int(value) for name, value in tile.items()} for tile in tiles)
                 for storage, tiles in config["modes"][Mode.NAIVE.value].get("tiles", {}).items()
             },
-            exchange=None
-            if exchange is None
-            else ExchangeRates(float(exchange["overhead_s"]), float(exchange["bytes_per_s"])),
+            **exchanges,
         )
 
 

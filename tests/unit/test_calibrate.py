@@ -15,7 +15,7 @@ from bench.exchange_rates import write_exchange
 
 from sglang_mla_ext.configs import config_names, read_config
 from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.gpu_rates import ExchangeRates, GpuRates
 from sglang_mla_ext.prefix.model_dims import ModelDims
 from sglang_mla_ext.segment import Mode
 
@@ -363,14 +363,14 @@ def test_what_is_measured_is_what_is_read(calibration, tile_choice, monkeypatch,
         assert part in rates.source
 
 
-def exchange_records(**changes) -> list[dict]:
-    """Of 30 us and 1e11 bytes a second, on two GPUs."""
+def exchange_records(us=30.0, row_us=0.4096, **changes) -> list[dict]:
+    """By default of 30 us and 1e11 bytes a second, on two GPUs."""
     return [
         {
             "bench": "exchange",
             "impl": "nccl",
             "case": {"ranks": 2, "heads": 128, "rows": rows, "layers": 61, "sent_bytes": rows * 40960},
-            "all_us": 30 + rows * 0.4096,
+            "all_us": us + rows * row_us,
             **{"gpu": "NVIDIA H100 80GB HBM3", "torch": "2.11.0", "commit": "abc", "date": "2026-11-25T13:32:13"},
             **changes,
         }
@@ -379,13 +379,13 @@ def exchange_records(**changes) -> list[dict]:
 
 
 def test_what_an_exchange_costs(tmp_path: Path) -> None:
-    """Of the newest run through NCCL on the file's GPU; the rest of the file stays."""
+    """Of the newest run through NCCL on the file's GPU, and the newest by stores; the rest of the file stays."""
     out = tmp_path / "h100.json"
     before = read_config("gpus", "h100")
     out.write_text(rates_file.to_json(before))
     others = [
         *exchange_records(date="2026-11-24T10:00:00", all_us=900.0),
-        *exchange_records(impl="peers", date="2026-11-26T10:00:00", all_us=5.0),
+        *exchange_records(impl="peers", us=10.0, row_us=0.2048, date="2026-11-26T10:00:00"),
         *exchange_records(gpu="NVIDIA H200", date="2026-11-26T10:00:00", all_us=5.0),
         *exchange_records(bench="one_of_ranks", date="2026-11-26T10:00:00"),
     ]
@@ -394,7 +394,13 @@ def test_what_an_exchange_costs(tmp_path: Path) -> None:
     found = after.pop("exchange")
     assert found.pop("source").startswith("Measured by scripts/bench_exchange.py on 2 NVIDIA H100 80GB HBM3")
     assert found == {"overhead_s": 3e-5, "bytes_per_s": 1e11}
-    assert after == {name: value for name, value in before.items() if name != "exchange"}
+    stores = after.pop("exchange_by_stores")
+    assert "stores into each other's memory" in stores.pop("source")
+    assert stores == {"overhead_s": 1e-5, "bytes_per_s": 2e11}
+    assert after == {name: value for name, value in before.items() if not name.startswith("exchange")}
+    rates = GpuRates.from_json(out)
+    assert rates.by_stores().exchange == ExchangeRates(1e-5, 2e11) != rates.exchange
+    assert replace(rates, exchange_by_stores=None).by_stores().exchange == rates.exchange
     with pytest.raises(ValueError, match="no exchange through NCCL"):
         write_exchange(out, exchange_records(impl="peers"))
     with pytest.raises(ValueError, match="do not grow"):

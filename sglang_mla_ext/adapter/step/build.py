@@ -96,6 +96,8 @@ def build(
     prefix_dtype = STORAGE_DTYPES.get(options.prefix_dtype, latent_dtype(runner))
     ranks = launch_spread.ranks(args, options, on_gpu)
     cost = cost_model(runner, layers, prefix_dtype, query_tokens, ranks)
+    if options.spread == "peers":
+        cost = replace(cost, rates=cost.rates.by_stores())
     grouped = tries_grouped(options, cost.rates, ranks)
     stock, latent = stock_and_latent(runner, layers, grouped, query_tokens, counters)
     if needs_latent(options, grouped=grouped, stock_decodes=stock.decodes):
