@@ -52,7 +52,7 @@ def main(
     ] = None,
     exchange_from: Annotated[
         Path | None,
-        typer.Option("--exchange", help="Only fit the entries of exchanges in --out to records.", exists=True),
+        typer.Option("--exchange", help="Only fit the exchanges in --out to records.", exists=True),
     ] = None,
     rep_ms: Annotated[int, typer.Option(min=1, help="ms spent on each measurement, but for those of tiles.")] = 20,
 ) -> None:
