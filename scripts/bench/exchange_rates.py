@@ -1,4 +1,4 @@
-"""The entries `exchange` and `exchange_by_stores` of a GPU's rates (configs/gpus), from records of bench_exchange.py."""
+"""The entries `exchange` and `exchange_by_stores` of a GPU's rates (configs/gpus), from records of an exchange."""
 
 from __future__ import annotations
 
