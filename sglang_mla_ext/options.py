@@ -116,8 +116,8 @@ class HybridMLAOptions:
         default="off",
         metadata=_flag(
             "with DP attention, ranks hold each expanded prefix together, every one some of its heads, and attend for "
-            "each other: auto (where that can be), peers (the same by stores into each other's memory, not yet run on "
-            "GPUs), off (each holds its own)",
+            "each other: auto (where that can be), peers (the same by stores into each other's memory, not yet "
+            "measured), off (each holds its own)",
             SPREADS,
         ),
     )
