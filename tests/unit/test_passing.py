@@ -120,7 +120,7 @@ def test_attention_over_what_a_pass_expands(tokens: int, max_rows: int, monkeypa
     layers = [make_layer(7), make_layer(9)]
     latent_rows = {layer.attn_mqa.layer_id: torch.randn(SLOTS, 1, RANK + DR) for layer in layers}
     pool = SimpleNamespace(get_key_buffer=latent_rows.__getitem__)
-    passing = Passing.make(layers, pool, tokens, Memory(), dtype=torch.float32, device="cpu", tiles=())
+    passing = Passing.make(layers[0], pool, tokens, Memory(), dtype=torch.float32, device="cpu", tiles=())
     view = View(tree("cd.cb"))
     cached, new_tokens = [1200, 800, 17, 1150, 1000], [2, 3, 1, 0, 4]
     rows = Rows.of(new_tokens)
@@ -159,13 +159,8 @@ def test_attention_over_what_a_pass_expands(tokens: int, max_rows: int, monkeypa
 
 def test_memory_is_that_of_one_layer() -> None:
     """As much as was said before."""
-    memory, sizes = Memory(), dict(dtype=torch.float32, device="cpu", tiles=())
-    layers = [make_layer(1), make_layer(2)]
-    passing = Passing.make(layers, SimpleNamespace(), 2 * CHUNK_TOKENS, memory, **sizes)
-    expanded = 2 * CHUNK_TOKENS * (HEADS * (DN + DV) + DR) * 4
-    assert (
-        expanded
-        < memory.bytes
-        <= passing.taken_bytes
-        == Passing.bytes_for(layers[0], 2 * CHUNK_TOKENS, **sizes, fetches=False)
-    )
+    memory, layer, tokens = Memory(), make_layer(1), 2 * CHUNK_TOKENS
+    sizes = dict(dtype=torch.float32, device="cpu", tiles=())
+    passing = Passing.make(layer, SimpleNamespace(), tokens, memory, **sizes)
+    expanded = tokens * (HEADS * (DN + DV) + DR) * 4
+    assert expanded < memory.bytes <= passing.taken_bytes == Passing.bytes_for(layer, tokens, **sizes, fetches=False)

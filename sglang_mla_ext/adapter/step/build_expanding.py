@@ -135,7 +135,7 @@ def make_passing(
     counted."""
     of_device = dict(dtype=runner.dtype, device=runner.device, tiles=naive_tiles(rates, runner.dtype))
     try:
-        passing = Passing.make(layers, runner.token_to_kv_pool, tokens, memory, **of_device)
+        passing = Passing.make(layers[0], runner.token_to_kv_pool, tokens, memory, **of_device)
         passing.try_out(runner.dtype)
     except Exception as error:
         counters.fall_back(f"prefill expands nothing for itself: {type(error).__name__}", error)

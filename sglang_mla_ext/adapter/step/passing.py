@@ -61,7 +61,7 @@ class PassingPlan:
     pieces: tuple[Piece, ...]
 
 
-def sizes_of(layer: DeepseekV2AttentionMLA, dtype: torch.dtype) -> dict[str, Any]:
+def _sizes_of(layer: DeepseekV2AttentionMLA, dtype: torch.dtype) -> dict[str, Any]:
     """Of buffers of one layer."""
     return dict(
         layers=1,
@@ -80,19 +80,23 @@ class Passing:
         taken_bytes: of device memory, at most.
     """
 
-    def __init__(self, expander: Expander, attention: SharedAttention, tokens: int, taken_bytes: int = 0) -> None:
+    def __init__(
+        self, expander: Expander, attention: SharedAttention, *, tokens: int, heads: int, taken_bytes: int
+    ) -> None:
         """
         Args:
-            expander: into buffers of one layer and `tokens` tokens, which `attention` reads, MAX_ROWS rows at a time.
+            expander: into buffers of one layer, `heads` heads and `tokens` tokens, which `attention` reads, MAX_ROWS
+                rows at a time.
         """
-        self._expander, self._attention, self._tokens = expander, attention, tokens
+        self._expander, self._attention = expander, attention
+        self._tokens, self._heads = tokens, heads
         self.taken_bytes = taken_bytes
         self._tree: TreeView | None = None
 
     @classmethod
     def make(
         cls,
-        layers: Sequence[DeepseekV2AttentionMLA],
+        layer: DeepseekV2AttentionMLA,
         pool: MLATokenToKVPool,
         tokens: int,
         memory: Memory,
@@ -104,23 +108,21 @@ class Passing:
         """Allocate memory.
 
         Args:
-            layers: the model's attention layers on this rank.
+            layer: any of the model's attention layers on this rank.
             pool: of latent rows.
             tokens: whole chunks, that are expanded at once.
             dtype: of the model; tiles: see dispatch.make_shared_attention.
         """
-        first = layers[0]
         buffers = ExpandedBuffers.allocate(
-            **sizes_of(first, dtype), chunks=tokens // CHUNK_TOKENS, device=device, memory=memory
+            **_sizes_of(layer, dtype), chunks=tokens // CHUNK_TOKENS, device=device, memory=memory
         )
-        heads = first.num_local_heads
+        heads = layer.num_local_heads
         attention = make_shared_attention(
             buffers, max_rows=MAX_ROWS, heads=heads, device=buffers.device, tiles=tiles, memory=memory
         )
-        expander = Expander(layers[:1], pool, buffers)
         of_device = dict(dtype=dtype, device=device, tiles=tiles)
-        taken_bytes = cls.bytes_for(first, tokens, **of_device, fetches=hasattr(pool, "fetch"))
-        return cls(expander, attention, tokens, taken_bytes)
+        taken_bytes = cls.bytes_for(layer, tokens, **of_device, fetches=hasattr(pool, "fetch"))
+        return cls(Expander([layer], pool, buffers), attention, tokens=tokens, heads=heads, taken_bytes=taken_bytes)
 
     @staticmethod
     def bytes_for(
@@ -137,7 +139,7 @@ class Passing:
         Args:
             fetches: rows of the pool are FP8.
         """
-        sizes, heads, chunks = sizes_of(layer, dtype), layer.num_local_heads, tokens // CHUNK_TOKENS
+        sizes, heads, chunks = _sizes_of(layer, dtype), layer.num_local_heads, tokens // CHUNK_TOKENS
         of_attention = dict(max_rows=MAX_ROWS, heads=heads, v_head_dim=layer.v_head_dim, chunks=chunks)
         return (
             ExpandedBuffers.bytes_per_chunk(**sizes) * chunks
@@ -175,7 +177,7 @@ class Passing:
         """
         if self._tree is None or len(reqs) < 2:
             return None
-        branches, fewest = Branches(self._tree.shared(reqs)), 1 if always else FEWEST_SAVED
+        branches, fewest = Branches(self._tree.shared(reqs)), 1 if always else FEWEST_SAVED // self._heads
         ranges = passing_ranges(branches, prefix_lens, covered, fewest)
         if not ranges:
             return None
