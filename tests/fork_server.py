@@ -208,6 +208,11 @@ def _as_if_spawned(target: Callable[..., None], *args: Any, **kwargs: Any) -> No
     target(*args, **kwargs)
 
 
+def _wait_and_receive(receive: Callable[..., Any], requests: Any, **options: Any) -> Any:
+    requests.poll(100)  # ms; ends when there is one
+    return receive(requests, **options)
+
+
 def main(control: socket.socket, modules: Sequence[str]) -> None:
     """Import, then serve; returns at the end of the process and of each of its forks."""
     sys.path[0] = os.getcwd()  # as `python -m` has it
@@ -215,6 +220,9 @@ def main(control: socket.socket, modules: Sequence[str]) -> None:
         importlib.import_module(module)
     # SGLang wants 10 GiB to stay free beside a host cache, however small that is and whatever else runs.
     importlib.import_module("sglang.srt.mem_cache.pool_host.base").HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+    # What deals out requests to data-parallel ranks looks for new ones without a pause, and takes a core for that.
+    controller = importlib.import_module("sglang.srt.managers.data_parallel_controller")
+    controller.sock_recv = functools.partial(_wait_and_receive, controller.sock_recv)
     gc.collect()
     gc.freeze()  # so that collections in the forks leave shared pages alone
     if forked := _serve(control):
