@@ -87,8 +87,6 @@ def test_eight_chats_share_a_prefix_and_two_do_not(stock: Reference, hybrid: Ser
     with counting(hybrid) as counted, watching(hybrid) as seen:
         actual = hybrid.ask(*chats)
     assert_same(actual, expected.result())
-    for index, answer in enumerate(actual[:8]):
-        assert f"The code of {NAMES[index]} is {codes(3)[index]}." in "".join(answer.tokens)
     assert counted.steps_naive >= 30
     assert counted.shadow_checks >= 6
     assert counted.expansions == 1
