@@ -337,7 +337,7 @@ json.dump({name: kernels[name]() for name in sys.argv[1:]}, sys.stdout)
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory, request) -> dict:
-    """What the compiler says of the kernels that tests here ask for, compiled anew and not taken from Triton's cache."""
+    """What the compiler says of the kernels that tests ask for, compiled anew and not taken from Triton's cache."""
     tests = [item for item in request.session.items if item.path == Path(__file__)]
     asked = {item.callspec.params["kernel"] for item in tests}
     names = [name for name in KERNELS if name in asked or name.removesuffix("_watched") in asked]
@@ -380,7 +380,8 @@ PRODUCTS = [*NAIVE, *ABSORB, *ABSORB_FP8, "absorb_fp8_few_16x1", "absorb_fp8_few
 MERGES = [f"merge{kind}{watched}" for kind in ("", "_large", "_latent") for watched in ("", "_watched")]
 OTHERS = ["append_latent", "fetch_latent", "fill_page_table", "quantize_query", "join_parts"]
 OTHERS += ["merge_ranks", "push_to_ranks"]
-SCHEDULES = ["schedule_tails128x1", "schedule_tails16x4"]  # of 1,024 rows, in two tiles, and of 256 in a third of the time
+# Of 1,024 rows, in two tiles, and of 256, in a third of the time.
+SCHEDULES = ["schedule_tails128x1", "schedule_tails16x4"]
 if TRITON >= (3, 8):  # of the newest SGLang
     PRODUCTS = ["naive64_fp8e4nv", "hopper128_bf16", "expand_fp8"]
     PRODUCTS += ["absorb16x4", "absorb_fp8_16x4", "absorb_fp8_few_8x2"]

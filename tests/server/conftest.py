@@ -405,6 +405,7 @@ def glm_4_7_flash(folder: Path) -> Path:
 
 
 STOCK = ("--attention-backend", "torch_native", *SIZED)
+stock_demo = _server("stock_demo", *STOCK, kind=Reference, model=demo)
 stock_v2_lite = _server("stock_v2_lite", *STOCK, kind=Reference, model=v2_lite)
 hybrid_v2_lite = _server("hybrid_v2_lite", *NAIVE, *SIZED, *PREFIXES, model=v2_lite)
 stock_experts = _server("stock_experts", *STOCK, kind=Reference, model=experts)

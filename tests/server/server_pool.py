@@ -35,14 +35,15 @@ IMPORTED = (
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.models.registry",
+    "sglang_mla_ext.adapter.compat.contract:check",  # which no process does again
     "sglang.benchmark.serving",  # no server's, but the client's of test_bench_workloads.py
 )
 """What the process has imported that is forked into servers."""
 
 
 def small(folder: Path) -> Path:
-    """DeepSeek-V3's architecture with random weights, and the demo model's tokenizer. It computes in a third of the demo
-    model's time, and one token of a prompt changes the log-probabilities of nearly all of an answer's."""
+    """DeepSeek-V3's architecture with random weights, and the demo model's tokenizer. It takes less than half of the
+    demo model's time, and one token of a prompt changes the log-probabilities of nearly all of an answer's."""
     out = folder / "small"
     if make(out, Settings(2, 4, 128, 512, 64, 4096, 16384, seed=0, config_only=False)):
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

@@ -189,7 +189,7 @@ def test_flush_drops_what_was_expanded(stock: Reference, hybrid: Server) -> None
 def test_prefix_splits_while_it_is_used(stock: Reference, hybrid: Server) -> None:
     """Later requests share only the first half of what earlier ones share and have expanded."""
     half = SYSTEM[: len(SYSTEM) // 2] + "Now forget physics and talk about gardens instead. " * 4
-    early = [Chat(SYSTEM, question(i), max_tokens=60) for i in range(3)]
+    early = [Chat(SYSTEM, question(i), max_tokens=160) for i in range(3)]
     late = [Chat(half, question(i), max_tokens=30, delay_s=0.4) for i in range(3)]
     expected = stock.asking(*early, *late)
     hybrid.flush()
