@@ -323,7 +323,7 @@ def no_files() -> Iterator[None]:
 cramped = _server(
     "cramped",
     *(*NAIVE, "--hybrid-mla-min-prefix-len", "64"),
-    *("--hybrid-mla-expand-tokens-per-step", "100", "--hybrid-mla-prefix-memory-gb", "0.031"),
+    *("--hybrid-mla-expand-tokens-per-step", "100", "--hybrid-mla-prefix-memory-gb", "0.0205"),
     *(*SIZED, "--max-total-tokens", "2048", "--chunked-prefill-size", "256", "--hybrid-mla-mixed-tokens", "64"),
     environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "60"},
     real=True,
