@@ -18,7 +18,7 @@ trap 'exit 130' INT TERM
 cd "$REPOSITORY"
 NEWEST=0.5.23
 UNIT_OF_NEWEST=(tests/unit/test_{backend_interface,cli,contract,contract_reads,examine,features,grouped_prefixes}.py
-    tests/unit/test_{models_at_launch,mixing,package,plugin,riding,riding_at_launch,segments,shared_prefixes,status,syntax}.py
+    tests/unit/test_{models_at_launch,mixing,plugin,riding,riding_at_launch,segments,shared_prefixes,status,syntax}.py
     tests/unit/test_{traffic_of_numbers,tree_of_numbers}.py)
 KERNELS_OF_NEWEST=(tests/kernels/test_compile_sm90.py) # for Hopper, by the Triton that it pins
 SERVERS_OF_NEWEST=(tests/server/test_answers.py tests/server/test_launch.py::test_launch_stops
@@ -86,12 +86,13 @@ finish_server_tests() {
 step "Lint" "$PYTHON" -m ruff check
 step "Format" "$PYTHON" -m ruff format --check
 step "Types" "$PYTHON" -m mypy
-for folder in tests/unit tests/kernels; do
-    step "$folder" run_pytest -m "not gpu and not slow" -n auto --maxprocesses 4 --dist loadfile "$folder"
-done
 # In one process: another would import SGLang for itself, which takes longer than it would save.
 PYTHON=$NEWEST_PYTHON step "SGLang $NEWEST: tests/unit" run_pytest -m "not slow" "${UNIT_OF_NEWEST[@]}"
 PYTHON=$NEWEST_PYTHON step "SGLang $NEWEST: its Triton" run_pytest "${KERNELS_OF_NEWEST[@]}"
+# Last, because these use all cores when the server tests have ended.
+for folder in tests/unit tests/kernels; do
+    step "$folder" run_pytest -m "not gpu and not slow" -n auto --maxprocesses 4 --dist loadfile "$folder"
+done
 step tests/server finish_server_tests $SGLANG_VERSION
 step "SGLang $NEWEST: tests/server" finish_server_tests $NEWEST
 [ -z "$failed" ]

@@ -20,6 +20,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import socket
@@ -28,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import IO, Any
 
 MESSAGE_BYTES = 1 << 20
@@ -48,7 +50,7 @@ class ForkServer:
     Args:
         log: file that takes what its imports print.
         environment: what must be known when SGLang is imported, and all else.
-        modules: what it imports, in this order.
+        modules: what it imports, in this order; of `module:function` it calls the function.
     """
 
     def __init__(self, log: Path, environment: Mapping[str, str], modules: Sequence[str]) -> None:
@@ -208,13 +210,45 @@ def _as_if_spawned(target: Callable[..., None], *args: Any, **kwargs: Any) -> No
     target(*args, **kwargs)
 
 
+def _wait_and_receive(receive: Callable[..., Any], requests: Any, **options: Any) -> Any:
+    requests.poll(100)  # ms; ends when there is one
+    return receive(requests, **options)
+
+
+def _index_what_hooks_replace(registry: Any) -> None:
+    """For each of our hooks SGLang looks at all names of all modules, which takes each process that has them 2 s. Here
+    modules that were imported before a fork are looked at once."""
+    holders: dict[int, list[ModuleType]] = {}
+    before = {module for module in sys.modules.values() if isinstance(module, ModuleType)}
+    for module in before:
+        for value in vars(module).values():
+            if type(value) in (FunctionType, type) and str(value.__module__).startswith("sglang"):
+                holders.setdefault(id(value), []).append(module)
+
+    def propagate(original: object, wrapped: object, source: object) -> int:
+        later = [module for module in sys.modules.values() if isinstance(module, ModuleType) and module not in before]
+        count = 0
+        for module in {*holders.get(id(original), ()), *later} - {source}:
+            for name in [name for name, value in list(vars(module).items()) if value is original]:
+                setattr(module, name, wrapped)
+                count += 1
+        return count
+
+    registry._propagate_patch = propagate
+
+
 def main(control: socket.socket, modules: Sequence[str]) -> None:
     """Import, then serve; returns at the end of the process and of each of its forks."""
     sys.path[0] = os.getcwd()  # as `python -m` has it
     for module in modules:
-        importlib.import_module(module)
+        if isinstance(found := pkgutil.resolve_name(module), FunctionType):
+            found()
     # SGLang wants 10 GiB to stay free beside a host cache, however small that is and whatever else runs.
     importlib.import_module("sglang.srt.mem_cache.pool_host.base").HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+    # What deals out requests to data-parallel ranks looks for new ones without a pause, and takes a core for that.
+    controller = importlib.import_module("sglang.srt.managers.data_parallel_controller")
+    controller.sock_recv = functools.partial(_wait_and_receive, controller.sock_recv)
+    _index_what_hooks_replace(importlib.import_module("sglang.srt.plugins.hook_registry"))
     gc.collect()
     gc.freeze()  # so that collections in the forks leave shared pages alone
     if forked := _serve(control):

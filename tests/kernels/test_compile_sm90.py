@@ -1,7 +1,8 @@
 """The kernels compile for Hopper at DeepSeek-V3's dimensions, without a GPU, and fit it as planned.
 
 CI runs this with the Triton of each of its SGLangs: registers and spills are the compiler's. With the newest one, one
-configuration of each kernel is compiled: that most is asked of.
+configuration of each kernel is compiled: that most is asked of. With the other one some are that differ more, and the
+rest with `-m slow`: after changes of a kernel that multiplies matrices.
 
 Compiled in a process of its own: in this one the kernels are bound to the interpreter.
 """
@@ -335,12 +336,15 @@ json.dump({name: kernels[name]() for name in sys.argv[1:]}, sys.stdout)
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> dict:
-    """What the compiler says of the kernels, compiled anew and not taken from Triton's cache."""
-    return once_in_a_run(tmp_path_factory, "compiled", lambda: _compile(tmp_path_factory.mktemp("compile")))
+def compiled(tmp_path_factory, request) -> dict:
+    """What the compiler says of the kernels that tests ask for, compiled anew and not taken from Triton's cache."""
+    tests = [item for item in request.session.items if item.path == Path(__file__)]
+    asked = {item.callspec.params["kernel"] for item in tests}
+    names = [name for name in KERNELS if name in asked or name.removesuffix("_watched") in asked]
+    return once_in_a_run(tmp_path_factory, "compiled", lambda: _compile(names, tmp_path_factory.mktemp("compile")))
 
 
-def _compile(directory: Path) -> dict:
+def _compile(names: list[str], directory: Path) -> dict:
     """Compile in two processes: other workers wait meanwhile."""
     script = directory / "compile_kernels.py"  # a file: Triton reads the source of what it compiles
     script.write_text(COMPILE)
@@ -350,7 +354,7 @@ def _compile(directory: Path) -> dict:
     shares = 2
     processes = [
         subprocess.Popen(
-            [sys.executable, script, *KERNELS[share::shares]],
+            [sys.executable, script, *names[share::shares]],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -376,23 +380,31 @@ PRODUCTS = [*NAIVE, *ABSORB, *ABSORB_FP8, "absorb_fp8_few_16x1", "absorb_fp8_few
 MERGES = [f"merge{kind}{watched}" for kind in ("", "_large", "_latent") for watched in ("", "_watched")]
 OTHERS = ["append_latent", "fetch_latent", "fill_page_table", "quantize_query", "join_parts"]
 OTHERS += ["merge_ranks", "push_to_ranks"]
-SCHEDULE = "schedule_tails128x1"  # of 1,024 rows, which take most registers, in two tiles
+# Of 1,024 rows, in two tiles, and of 256, in a third of the time.
+SCHEDULES = ["schedule_tails128x1", "schedule_tails16x4"]
 if TRITON >= (3, 8):  # of the newest SGLang
     PRODUCTS = ["naive64_fp8e4nv", "hopper128_bf16", "expand_fp8"]
     PRODUCTS += ["absorb16x4", "absorb_fp8_16x4", "absorb_fp8_few_8x2"]
     MERGES = ["merge_latent", "merge_latent_watched"]
-    SCHEDULE = "schedule_tails16x4"  # of 256 rows, in a third of the time
-KERNELS = [SCHEDULE, *PRODUCTS, *MERGES, *OTHERS]
+    SCHEDULES = ["schedule_tails16x4"]
+KERNELS = [*SCHEDULES, *PRODUCTS, *MERGES, *OTHERS]
+BY_HAND = {"schedule_tails128x1", "absorb8x1", "absorb_fp8_24x1", "absorb_fp8_few_16x1", "naive64_wide_fp8e4nv"}
+BY_HAND |= {"hopper128_fp8e4nv", "hopper64_bf16", "hopper64_fp8e4nv", "naive128_bf16", "naive128_fp8e4nv"}
+BY_HAND |= {"merge_large", "merge_large_watched"}
 
 
-@pytest.mark.parametrize("kernel", PRODUCTS)
+def cases(names: list[str]) -> list:
+    return [pytest.param(name, marks=pytest.mark.slow) if name in BY_HAND else name for name in names]
+
+
+@pytest.mark.parametrize("kernel", cases(PRODUCTS))
 def test_products_use_the_matrix_unit_and_the_copy_engine(compiled: dict, kernel: str) -> None:
     assert compiled[kernel]["wgmma"] > 0
     assert compiled[kernel]["tma"] > 0
     assert not compiled[kernel]["serialized"]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", cases(KERNELS))
 def test_no_register_is_spilled(compiled: dict, kernel: str) -> None:
     # With 128 keys in BF16 a consumer needs all its registers: a dozen numbers of a work item wait in local memory.
     # So do the absorb kernels, where queries (BF16) or the output (FP8) take most of the registers, and so does the
@@ -406,7 +418,7 @@ def test_no_register_is_spilled(compiled: dict, kernel: str) -> None:
     assert compiled[kernel]["spill_bytes"] <= bound, compiled
 
 
-@pytest.mark.parametrize("kernel", PRODUCTS)
+@pytest.mark.parametrize("kernel", cases(PRODUCTS))
 def test_as_many_ctas_fit_on_a_multiprocessor_as_the_grid_counts_on(compiled: dict, kernel: str) -> None:
     found = compiled[kernel]
     ctas, threads = found["ctas_per_sm"], 32 * found["num_warps"]
@@ -414,8 +426,8 @@ def test_as_many_ctas_fit_on_a_multiprocessor_as_the_grid_counts_on(compiled: di
     assert ctas * threads * found["registers"] <= REGISTERS_PER_SM, found
 
 
-@pytest.mark.parametrize("plain", [name for name in MERGES if not name.endswith("_watched")])
-def test_a_merge_that_can_be_watched_fits_as_often(compiled: dict, plain: str) -> None:
+@pytest.mark.parametrize("kernel", cases([name for name in MERGES if not name.endswith("_watched")]))
+def test_a_merge_that_can_be_watched_fits_as_often(compiled: dict, kernel: str) -> None:
     """The GPU gives out registers by eight of a thread. Where fewer merges fit, all of them take longer."""
-    watched = compiled[f"{plain}_watched"]
-    assert -(-watched["registers"] // 8) <= -(-compiled[plain]["registers"] // 8), compiled
+    watched = compiled[f"{kernel}_watched"]
+    assert -(-watched["registers"] // 8) <= -(-compiled[kernel]["registers"] // 8), compiled

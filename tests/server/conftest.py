@@ -1,4 +1,4 @@
-"""SGLang's real server on the CPU, with hybrid_mla and with its own torch backend, on the demo model, in fp32.
+"""SGLang's real server on the CPU, with hybrid_mla and with its own torch backend, on a small model, in fp32.
 
 Servers are started once for all tests, most of them as forks of one process that has imported SGLang (fork_server.py);
 `/server_info` counts from then on, so tests look at differences.
@@ -23,6 +23,7 @@ import openai
 import pytest
 import requests
 from bench.server import SCRIPTS, server_info
+from demo import MODEL
 from demo_model.checkpoint import Settings, make
 from failing import FAILING
 from fork_server import RUN_FIRST
@@ -225,6 +226,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     return report
 
 
+def demo(folder: Path) -> Path:
+    """What is shipped, which is trained."""
+    return MODEL
+
+
 # What a server takes is said, not a share of what is free: others start and work meanwhile.
 SIZED = ("--mem-fraction-static", "0.5", "--max-total-tokens", "16384")
 HYBRID = ("--attention-backend", "hybrid_mla", "--hybrid-mla-min-prefix-len", "32")
@@ -245,8 +251,8 @@ hybrid = _server(
 # Every shared prefix of 32 tokens and more is read once for all its requests; nothing is expanded.
 grouped = _server("grouped", *HYBRID, "--hybrid-mla-mode", "grouped_absorb", *SIZED)
 fp8_prefix = _server("fp8_prefix", *NAIVE, *SIZED, *PREFIXES, "--hybrid-mla-prefix-dtype", "fp8_e4m3")
-bf16_cache = _server("bf16_cache", *NAIVE, *BY_MEMORY, "--kv-cache-dtype", "bf16")
-fp8_cache = _server("fp8_cache", *NAIVE, *BY_MEMORY, "--kv-cache-dtype", "fp8_e4m3")
+bf16_cache = _server("bf16_cache", *NAIVE, *BY_MEMORY, "--kv-cache-dtype", "bf16", model=demo)
+fp8_cache = _server("fp8_cache", *NAIVE, *BY_MEMORY, "--kv-cache-dtype", "fp8_e4m3", model=demo)
 # Tensor parallelism: half of the heads in each of two processes, which must plan alike. They are started as two
 # machines start theirs. SGLang wants the cores of each.
 two_ranks = _server(
@@ -297,7 +303,7 @@ ON_HOST = (
     "--enable-metrics",
 )
 on_host = _server("on_host", *ON_HOST)
-on_host_fp8 = _server("on_host_fp8", *ON_HOST, "--kv-cache-dtype", "fp8_e4m3")
+on_host_fp8 = _server("on_host_fp8", *ON_HOST, "--kv-cache-dtype", "fp8_e4m3", model=demo)
 # And in files what is on the host, one for each token.
 STORED = Path(tempfile.gettempdir()) / f"stored-{os.getpid()}"
 IN_FILES = (*ON_HOST, "--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "wait_complete")
@@ -318,7 +324,7 @@ def no_files() -> Iterator[None]:
 cramped = _server(
     "cramped",
     *(*NAIVE, "--hybrid-mla-min-prefix-len", "64"),
-    *("--hybrid-mla-expand-tokens-per-step", "100", "--hybrid-mla-prefix-memory-gb", "0.031"),
+    *("--hybrid-mla-expand-tokens-per-step", "100", "--hybrid-mla-prefix-memory-gb", "0.0205"),
     *(*SIZED, "--max-total-tokens", "2048", "--chunked-prefill-size", "256", "--hybrid-mla-mixed-tokens", "64"),
     environment={"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "60"},
     real=True,
@@ -400,6 +406,7 @@ def glm_4_7_flash(folder: Path) -> Path:
 
 
 STOCK = ("--attention-backend", "torch_native", *SIZED)
+stock_demo = _server("stock_demo", *STOCK, kind=Reference, model=demo)
 stock_v2_lite = _server("stock_v2_lite", *STOCK, kind=Reference, model=v2_lite)
 hybrid_v2_lite = _server("hybrid_v2_lite", *NAIVE, *SIZED, *PREFIXES, model=v2_lite)
 stock_experts = _server("stock_experts", *STOCK, kind=Reference, model=experts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from bench.server import (
     wait_until_ready,
 )
 from demo import MODEL
+from demo_model.checkpoint import Settings, make
 from fork_server import ForkServer
 from rich.console import Console
 
@@ -33,9 +35,20 @@ IMPORTED = (
     "sglang.srt.managers.scheduler",
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.models.registry",
+    "sglang_mla_ext.adapter.compat.contract:check",  # which no process does again
     "sglang.benchmark.serving",  # no server's, but the client's of test_bench_workloads.py
 )
 """What the process has imported that is forked into servers."""
+
+
+def small(folder: Path) -> Path:
+    """DeepSeek-V3's architecture with random weights, and the demo model's tokenizer. It takes less than half of the
+    demo model's time, and one token of a prompt changes the log-probabilities of nearly all of an answer's."""
+    out = folder / "small"
+    if make(out, Settings(2, 4, 128, 512, 64, 4096, 16384, seed=0, config_only=False)):
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(MODEL / name, out)
+    return out
 
 
 @dataclass(frozen=True)
@@ -50,7 +63,7 @@ class Launch:
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     real: bool = False
-    model: Callable[[Path], Path] = field(default=lambda folder: MODEL)
+    model: Callable[[Path], Path] = small
     nodes: int = 1
 
 
@@ -119,7 +132,7 @@ class ServerPool:
             process: Process = subprocess.Popen(command, **options, **own)
         else:
             process = self._forks.start(command, **options)
-        self._closing.callback(stop_server, process)
+        self._closing.callback(stop_server, process, grace_s=1)  # by itself it ends at its next look every 5 s
         return process
 
     def keep_only(self, names: Collection[str]) -> None:

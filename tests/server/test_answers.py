@@ -87,8 +87,6 @@ def test_eight_chats_share_a_prefix_and_two_do_not(stock: Reference, hybrid: Ser
     with counting(hybrid) as counted, watching(hybrid) as seen:
         actual = hybrid.ask(*chats)
     assert_same(actual, expected.result())
-    for index, answer in enumerate(actual[:8]):
-        assert f"The code of {NAMES[index]} is {codes(3)[index]}." in "".join(answer.tokens)
     assert counted.steps_naive >= 30
     assert counted.shadow_checks >= 6
     assert counted.expansions == 1
@@ -191,7 +189,7 @@ def test_flush_drops_what_was_expanded(stock: Reference, hybrid: Server) -> None
 def test_prefix_splits_while_it_is_used(stock: Reference, hybrid: Server) -> None:
     """Later requests share only the first half of what earlier ones share and have expanded."""
     half = SYSTEM[: len(SYSTEM) // 2] + "Now forget physics and talk about gardens instead. " * 4
-    early = [Chat(SYSTEM, question(i), max_tokens=60) for i in range(3)]
+    early = [Chat(SYSTEM, question(i), max_tokens=160) for i in range(3)]
     late = [Chat(half, question(i), max_tokens=30, delay_s=0.4) for i in range(3)]
     expected = stock.asking(*early, *late)
     hybrid.flush()

@@ -9,6 +9,7 @@ from test_answers import OTHER_SYSTEM, SYSTEM, question, watching
 
 
 def test_two_prefixes_and_room_for_one_and_a_half(stock: Reference, cramped: Server) -> None:
+    assert "(768 tokens in float32)" in cramped.info()["description"], "three chunks"
     chats = [Chat((SYSTEM, OTHER_SYSTEM)[i % 2], question(i), max_tokens=48) for i in range(6)]
     expected = stock.asking(*chats)
     cramped.flush()

@@ -29,6 +29,7 @@ from conftest import (
     _server,
     assert_same,
     counting,
+    demo,
 )
 from test_answers import OTHER_SYSTEM, SYSTEM, question
 from test_on_host import tokens, wait_until_stored
@@ -59,8 +60,8 @@ pd_prefill = _server("pd_prefill", *OURS, *role("prefill", "bf16"), environment=
 pd_decode = _server("pd_decode", *OURS, *role("decode", "bf16"), environment=ENVIRONMENT)
 pd_stock = _server("pd_stock", *STOCK, *role("decode", "bf16"), environment=ENVIRONMENT)
 pd_files_prefill = _server("pd_files_prefill", *IN_FILES, *role("prefill", "files"), environment=ENVIRONMENT | FILES)
-pd_fp8_prefill = _server("pd_fp8_prefill", *OURS, *FP8, *role("prefill", "fp8"), environment=ENVIRONMENT)
-pd_fp8_decode = _server("pd_fp8_decode", *OURS, *FP8, *role("decode", "fp8"), environment=ENVIRONMENT)
+pd_fp8_prefill = _server("pd_fp8_prefill", *OURS, *FP8, *role("prefill", "fp8"), environment=ENVIRONMENT, model=demo)
+pd_fp8_decode = _server("pd_fp8_decode", *OURS, *FP8, *role("decode", "fp8"), environment=ENVIRONMENT, model=demo)
 
 
 def ask(prefill: Server, decode: Server, port: int, *chats: Chat) -> list[Answer]:
@@ -137,7 +138,7 @@ def test_a_prefill_server_with_a_cache_on_the_host_and_in_files(
 
 
 @pytest.mark.slow  # after changes of the pool or its layout
-def test_an_fp8_cache(stock: Reference, pd_fp8_prefill: Server, pd_fp8_decode: Server) -> None:
+def test_an_fp8_cache(stock_demo: Reference, pd_fp8_prefill: Server, pd_fp8_decode: Server) -> None:
     """Its rows are ours on both servers. Log-probabilities of the tokens before a text is another one are near those of
     fp32; rows that were taken for others would have them far off."""
     ask(pd_fp8_prefill, pd_fp8_decode, PORTS["fp8"], *FIRST)
@@ -145,7 +146,7 @@ def test_an_fp8_cache(stock: Reference, pd_fp8_prefill: Server, pd_fp8_decode: S
         chats, actual = ask_until_prefilled(pd_fp8_prefill, pd_fp8_decode, PORTS["fp8"])
     assert decoded.steps_naive > 10
     apart = []
-    for ours, theirs in zip(actual, stock.ask(*chats), strict=True):
+    for ours, theirs in zip(actual, stock_demo.ask(*chats), strict=True):
         steps = zip(ours.tokens, theirs.tokens, ours.logprobs, theirs.logprobs, strict=True)
         for token, other, logprob, expected_logprob in steps:
             if token != other:

@@ -11,14 +11,15 @@ from bench.soak_run import Outcome, Soak, Weights
 from bench.soak_servers import other_weights
 from bench.soak_traffic import Limits, Traffic
 from conftest import Reference, Server
-from demo import MODEL
+from server_pool import small
 
 PHASES, REQUESTS = 2, 20
 LIMITS = Limits()
 
 
 def test_every_answer_of_a_soak_is_the_stock_answer(stock: Reference, cramped: Server, tmp_path: Path) -> None:
-    weights = Weights(str(MODEL), str(other_weights(MODEL, tmp_path / "other")))
+    model = small(tmp_path)
+    weights = Weights(str(model), str(other_weights(model, tmp_path / "other")))
 
     async def soak() -> Outcome:
         traffic = Traffic(np.arange(10, 4096), seed=0, limits=LIMITS)

@@ -78,7 +78,7 @@ def test_long_histories() -> None:
     for core in CORES:
         tree = OfCore(1, core)
         running: list[Any] = []
-        for step in range(1500):
+        for step in range(500):
             if running and drawn.random() < 0.45:
                 tree.finish(running.pop(drawn.randrange(len(running))))
             else:

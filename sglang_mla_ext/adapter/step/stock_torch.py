@@ -49,7 +49,9 @@ class TorchStock:
             self.backend.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k)
             return self._extend_over_fp8(q, k, layer, forward_batch)
         with our_part("prefill over expanded prefixes"):
-            lens = forward_batch.extend_seq_lens_cpu
+            lens = list(forward_batch.extend_seq_lens_cpu)
+            padded = len(q) - sum(lens)  # for ranks that attend together: one more text, which nobody reads
+            lens += [padded] * (padded > 0)
             parts = [
                 reference.causal(*tensors, layer.scaling)
                 for tensors in zip(q.split(lens), k.split(lens), v.split(lens), strict=True)
