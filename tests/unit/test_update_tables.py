@@ -80,32 +80,29 @@ def test_one_rank(tmp_path):
         record = write_record(path, bench=bench, impl=impl, case=case, gpu=gpu, command=command, **rates, **metrics)
         written[bench, impl, case["rank"], case["layers"], case["concurrency"], case.get("of")] = record
     lines = one_rank(path).splitlines()
-    rank = ("tp8", "36", "7,069", "128")
+    rank = ("tp8", "36", "H200", "7,069", "128")
     load, decode = (("short", *rank), ("decode, DeepGEMM", *rank))
     dp8 = ("short", "dp8", "60", *rank[2:])
-    assert (
-        [cells(line) for line in lines if line.startswith("|")][2:]
-        == [
-            [*decode, "flashmla, FP8 cache", "1", "40", "1.00x", "40 / 1,234", "40"],
-            [*decode, "hybrid_mla, FP8 cache", "1", "80", "2.00x", "80 / 1,234", "40"],
-            ["decode, DeepGEMM", "tp8", "61", *rank[2:], "fa3", "1", "30", "1.00x", "30 / 1,234", "40"],
-            ["decode, DeepGEMM", "tp8", "61", *rank[2:], "hybrid_mla", "1", "90", "3.00x", "90 / 1,234", "40"],
-            [*dp8, "fa3", "1", "50", "0.50x", "50 / 1,234", "40"],
-            [*dp8, "fa3, pages of 64", "1", "60", "0.60x", "60 / 1,234", "40"],
-            [*dp8, "fa3, prefill in graphs", "1", "100", "1.00x", "100 / 1,234", "40"],
-            [*dp8, "hybrid_mla, FP8 prefix, 14 GiB", "1", "150", "1.50x", "150 / 1,234", "40"],
-            [*load, "flashmla", "2", "200", "1.00x", "200 / 1,234", "40"],
-            [*load, "hybrid_mla", "3", "500", "2.50x", "500 / 1,234", "40"],
-            [*load, "hybrid_mla, 9 GiB, nothing rides", "1", "150", "0.75x", "150 / 1,234", "40"],
-            [*load, "hybrid_mla", "1", "150", "–", "150 / 1,234", "40"],  # of the other GPU
-            ["short", "tp8", "61", "7,069", "64", "fa3", "1", "70", "1.00x", "70 / 1,234", "40"],
-            ["short", "tp8", "61", "7,069", "64", "hybrid_mla", "1", "70", "1.00x", "70 / 1,234", "40"],
-            ["short", "tp8", "61", "7,069", "128", "fa3", "1", "75", "1.00x", "75 / 1,234", "40"],
-            ["short", "tp8", "61", "7,069", "128", "flashmla", "1", "50", "0.67x", "50 / 1,234", "40"],
-            ["short", "tp8", "61", "7,069", "128", "hybrid_mla", "1", "150", "2.00x", "150 / 1,234", "40"],
-            ["short", "tp8 of kimi-k2", "61", *rank[2:], "hybrid_mla", "1", "950", "–", "950 / 1,234", "40"],
-        ]
-    )
+    assert [cells(line) for line in lines if line.startswith("|")][2:] == [
+        [*decode, "flashmla, FP8 cache", "1", "40", "1.00x", "40 / 1,234", "40"],
+        [*decode, "hybrid_mla, FP8 cache", "1", "80", "2.00x", "80 / 1,234", "40"],
+        ["decode, DeepGEMM", "tp8", "61", *rank[2:], "fa3", "1", "30", "1.00x", "30 / 1,234", "40"],
+        ["decode, DeepGEMM", "tp8", "61", *rank[2:], "hybrid_mla", "1", "90", "3.00x", "90 / 1,234", "40"],
+        [*dp8, "fa3", "1", "50", "0.50x", "50 / 1,234", "40"],
+        [*dp8, "fa3, pages of 64", "1", "60", "0.60x", "60 / 1,234", "40"],
+        [*dp8, "fa3, prefill in graphs", "1", "100", "1.00x", "100 / 1,234", "40"],
+        [*dp8, "hybrid_mla, FP8 prefix, 14 GiB", "1", "150", "1.50x", "150 / 1,234", "40"],
+        [*load, "flashmla", "2", "200", "1.00x", "200 / 1,234", "40"],
+        [*load, "hybrid_mla", "3", "500", "2.50x", "500 / 1,234", "40"],
+        [*load, "hybrid_mla, 9 GiB, nothing rides", "1", "150", "0.75x", "150 / 1,234", "40"],
+        ["short", "tp8", "36", "other", "7,069", "128", "hybrid_mla", "1", "150", "–", "150 / 1,234", "40"],
+        ["short", "tp8", "61", "H200", "7,069", "64", "fa3", "1", "70", "1.00x", "70 / 1,234", "40"],
+        ["short", "tp8", "61", "H200", "7,069", "64", "hybrid_mla", "1", "70", "1.00x", "70 / 1,234", "40"],
+        ["short", "tp8", "61", "H200", "7,069", "128", "fa3", "1", "75", "1.00x", "75 / 1,234", "40"],
+        ["short", "tp8", "61", "H200", "7,069", "128", "flashmla", "1", "50", "0.67x", "50 / 1,234", "40"],
+        ["short", "tp8", "61", "H200", "7,069", "128", "hybrid_mla", "1", "150", "2.00x", "150 / 1,234", "40"],
+        ["short", "tp8 of kimi-k2", "61", *rank[2:], "hybrid_mla", "1", "950", "–", "950 / 1,234", "40"],
+    ]
     assert any(
         line.endswith("`run --backend hybrid_mla --out benchmarks/results/rank.jsonl --seed 0`") for line in lines
     )
