@@ -5,7 +5,7 @@ The places are taken from the code: every function of the package, and every ope
 the life of a worker process (fault_life.py). So none can be forgotten: what is allocated elsewhere, what may end the
 process, and what only a start calls, is listed here with the reason, and a list that has too much or too little fails.
 
-A fork of a process with SGLang does it all. Run as a program, this file is that process. Every third place fails once,
+A fork of a process with SGLang does it all. Run as a program, this file is that process. Every sixth place fails once,
 and for good fail those listed and the first function of each file. The others with `-m slow`, which takes minutes:
 after changes of what catches failures, and before a release.
 """
@@ -186,7 +186,7 @@ def main(out: Path, which: str) -> None:
     once = [(place, code, "once") for place, code in watch.places.items()]
     starting = [(place, code, "at the start") for place, code in start.functions.items()]
     for_good = [(place, code, "for good") for place, code in watch.functions.items()]
-    some = [*once[::3], *starting[::3], *(fault for fault in for_good if fault[0] in firsts)]
+    some = [*once[::6], *starting[::6], *(fault for fault in for_good if fault[0] in firsts)]
     some += [fault for fault in once if without_line(fault[0]) in listed and fault not in some]
     faults = some if which == "some" else [fault for fault in (*for_good, *once, *starting) if fault not in some]
     gc.unfreeze()  # as the process was frozen that this is a fork of
@@ -263,7 +263,7 @@ def found(lived: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
 def test_what_fails_in_a_running_server_reaches_nobody(found: dict[str, Any]) -> None:
     expected = DOORS | THE_NET | PLAIN_ABSORB
     running = [each for each in found["outcomes"] if each[1] != "at the start"]
-    assert len(running) > 150
+    assert len(running) > 100
     assert_nobody_is_reached(running, expected)
     ended = {without_line(place) for place, _, what in running if what}
     assert ended == expected, "it is listed, and its failure is caught"
@@ -285,7 +285,7 @@ def assert_nobody_is_reached(outcomes: Sequence[tuple[str, str, str]], expected:
 
 def test_what_fails_at_the_start_ends_it_or_is_counted(found: dict[str, Any]) -> None:
     starting = [(place, what) for place, when, what in found["outcomes"] if when == "at the start"]
-    assert len(starting) > 40
+    assert len(starting) > 20
     wrong = [f"{place}: {what}" for place, what in starting if what]
     assert not wrong, f"{len(wrong)} failures, of which:\n" + "\n".join(wrong[:10])
 
