@@ -54,14 +54,21 @@ def test_ranks_with_requests_of_their_own_answer_as_one(stock: Reference, dp_att
     pass of each expands all heads of it for them."""
     check_spread(check_dp_attention(stock, dp_attention))
     chats = [Chat(SYSTEM, question(i), max_tokens=4) for i in range(4)]
-    many = [Chat(SYSTEM, question(i) * 16, max_tokens=4) for i in range(8)]
-    expected, of_many = stock.asking(*chats), stock.asking(*many)
+    expected = stock.asking(*chats)
     assert_same(dp_attention.ask(*chats), expected.result())
     found = dp_attention.counters()
     assert all(each["prefill_tokens_saved"] for each in found), found
-    assert_same(dp_attention.ask(*many), of_many.result())
-    found = dp_attention.counters()
-    assert any(each["prefill_tokens_expanded"] for each in found), found
+    for attempt in range(5):
+        # Nobody has said the same before, of which one request alone would have a part cached: on a CPU all that is
+        # cached has to be expanded. How many come into one pass, only the machine's speed says.
+        many = [Chat(SYSTEM, f"{attempt}{i}. {question(i) * 16}", max_tokens=4) for i in range(8)]
+        expected = stock.asking(*many)
+        assert_same(dp_attention.ask(*many), expected.result())
+        found = dp_attention.counters()
+        if any(each["prefill_tokens_expanded"] for each in found):
+            break
+    else:
+        raise AssertionError(f"no pass expanded for itself: {found}")
     assert not any(each["fallbacks"] for each in found), found
     check_spread(found)
 
