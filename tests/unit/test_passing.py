@@ -112,14 +112,19 @@ def make_layer(layer_id: int) -> Any:
 
 
 @pytest.mark.parametrize("tokens", [CHUNK_TOKENS, 4 * CHUNK_TOKENS])
-@pytest.mark.parametrize("max_rows", [3, 64])
-def test_attention_over_what_a_pass_expands(tokens: int, max_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In two layers, of nested prefixes in uneven pieces, rows in windows; one request shares nothing."""
+@pytest.mark.parametrize(("max_rows", "fetches"), [(3, False), (64, False), (64, True)])
+def test_attention_over_what_a_pass_expands(
+    tokens: int, max_rows: int, fetches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In two layers, of nested prefixes in uneven pieces, rows in windows; one request shares nothing. From SGLang's
+    pool, or one whose rows are fetched first, as those in FP8 are."""
     torch.manual_seed(0)
     monkeypatch.setattr(passing_module, "MAX_ROWS", max_rows)
     layers = [make_layer(7), make_layer(9)]
     latent_rows = {layer.attn_mqa.layer_id: torch.randn(SLOTS, 1, RANK + DR) for layer in layers}
     pool = SimpleNamespace(get_key_buffer=latent_rows.__getitem__)
+    if fetches:
+        pool = SimpleNamespace(fetch=lambda layer_id, slots, out: out.copy_(latent_rows[layer_id][slots, 0]))
     passing = Passing.make(layers[0], pool, tokens, Memory(), dtype=torch.float32, device="cpu", tiles=())
     view = View(tree("cd.cb"))
     cached, new_tokens = [1200, 800, 17, 1150, 1000], [2, 3, 1, 0, 4]
