@@ -149,12 +149,16 @@ class HybridMLAOptions:
     @property
     def may_expand(self) -> bool:
         """Whether the mode lets prefixes be expanded, and there is to be memory for it."""
-        return self.mode in ("auto", "naive") and self.prefix_memory_gb != 0
+        return self._mode_expands and self.prefix_memory_gb != 0
 
     @property
     def passing_tokens(self) -> int:
         """Tokens that prefill expands at a time for itself: whole chunks of 256, 0 where the mode never expands."""
-        return self.prefill_expand_tokens // 256 * 256 if self.mode in ("auto", "naive") else 0
+        return self.prefill_expand_tokens // 256 * 256 if self._mode_expands else 0
+
+    @property
+    def _mode_expands(self) -> bool:
+        return self.mode in ("auto", "naive")
 
     @property
     def may_group(self) -> bool:

@@ -95,7 +95,7 @@ class Branches:
     def __iter__(self) -> Iterator[Branch]:
         return iter(self._branches)
 
-    def _requests_of(self, index: int) -> list[int]:
+    def requests_of(self, index: int) -> list[int]:
         """The requests that hold a branch, in any order."""
         # Numbered depth first, those below a branch stand side by side.
         if self._ordered is None:
@@ -128,7 +128,7 @@ class Branches:
 
     def last_request(self, index: int) -> int:
         """The last of the requests that hold a branch."""
-        return max(self._requests_of(index))
+        return max(self.requests_of(index))
 
     def segment(self, part: Part, chunks: tuple[int, ...] = ()) -> Segment:
         """A part as a segment of all requests that hold its branch.
@@ -136,7 +136,7 @@ class Branches:
         Args:
             chunks: of a naive one, see Segment.
         """
-        return Segment(tuple(sorted(self._requests_of(part.branch))), part.start, part.end, part.mode, chunks)
+        return Segment(tuple(sorted(self.requests_of(part.branch))), part.start, part.end, part.mode, chunks)
 
 
 def _held_by(tree: SharedTree, weights: Sequence[int]) -> list[int]:

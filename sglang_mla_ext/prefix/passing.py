@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from sglang_mla_ext.prefix.branches import Branches, Part
-from sglang_mla_ext.segment import Mode
+from sglang_mla_ext.prefix.branches import Branches
 
 FEWEST_SAVED = 1 << 18
 """Tokens times heads that requests together need not expand again, at least, for a range that a pass expands for
@@ -48,7 +47,7 @@ def passing_ranges(
     found = []
     for index, branch in enumerate(branches):
         members: dict[int, list[int]] = {}  # by the token from which on they need the branch
-        for request in branches.segment(Part(index, branch.start, branch.end, Mode.NAIVE, 0.0)).rows:
+        for request in sorted(branches.requests_of(index)):
             if branch.start <= reached[request] < min(branch.end, prefix_lens[request]):
                 members.setdefault(reached[request], []).append(request)
         for start, requests in members.items():

@@ -138,7 +138,7 @@ def test_attention_over_what_a_pass_expands(
     assert plan.ends == (1150, 700, 0, 1150, 1000) and plan.expanded_tokens == 1150
     counters = Counters()
     of_server = dict(attention=None, layer_index={7: 0, 9: 1}, max_rows=max_rows, counters=counters)
-    step = PrefillPlan.make(Plan(5), rows, (passing, plan), **of_server)
+    step = PrefillPlan.make(Plan(5), rows, plan, **of_server)
     assert step.covered == plan.ends
     for layer in layers:
         q = torch.randn(rows.total, HEADS, DN + DR)

@@ -149,18 +149,19 @@ def build(
             decodes=runner.server_args.disaggregation_mode != "prefill",
         )
     layer_index = {layer.attn_mqa.layer_id: index for index, layer in enumerate(layers)}
-    prefill, keeps = None, shared is not None and not spreads  # a rank has not all heads of what is spread
-    if ours and (keeps or passing is not None):
+    prefill = None
+    # A rank has not all heads of what is spread.
+    if ours and ((shared is not None and not spreads) or passing is not None):
         make_plan = functools.partial(
             PrefillPlan.make,
-            attention=shared if keeps else None,
+            attention=shared,
             layer_index=layer_index,
             max_rows=MAX_ROWS,
             counters=counters,
             wait=functools.partial(wait_for_layer, runner.token_to_kv_pool),
         )
         always = options.mode == "naive"
-        prefill = PrefillSharing(make_plan, stock.affordable, stock.can_finish, keeps, passing, always)
+        prefill = PrefillSharing(make_plan, stock.affordable, stock.can_finish, passing, always)
     smallest = smallest_group(cost, options, shared, latent, context_len, step_requests)
     reports = Reports(
         prefixes,

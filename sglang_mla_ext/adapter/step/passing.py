@@ -54,11 +54,26 @@ class PassingPlan:
     Attributes:
         ends: `[requests]` tokens from the first one on that are attended to in expanded form.
         expanded_tokens: of all pieces.
+        expander, attention: see Passing.
     """
 
     ends: tuple[int, ...]
     expanded_tokens: int
     pieces: tuple[Piece, ...]
+    expander: Expander
+    attention: SharedAttention
+
+    def attend(
+        self,
+        layer: DeepseekV2AttentionMLA,
+        q: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Add the attention to all pieces to that over other keys, in place; arguments are those of windows.attend."""
+        for piece in self.pieces:
+            self.expander.expand_layer(layer, 0, piece.slots, piece.chunks, piece.table, 0)
+            attend(self.attention, piece.windows, 0, layer, q, out, lse)
 
 
 def _sizes_of(layer: DeepseekV2AttentionMLA, dtype: torch.dtype) -> dict[str, Any]:
@@ -81,15 +96,14 @@ class Passing:
     """
 
     def __init__(
-        self, expander: Expander, attention: SharedAttention, *, tokens: int, heads: int, taken_bytes: int
+        self, buffers: ExpandedBuffers, expander: Expander, attention: SharedAttention, taken_bytes: int
     ) -> None:
         """
         Args:
-            expander: into buffers of one layer, `heads` heads and `tokens` tokens, which `attention` reads, MAX_ROWS
-                rows at a time.
+            buffers: of one layer, which `expander` writes and `attention` reads, MAX_ROWS rows at a time.
         """
         self._expander, self._attention = expander, attention
-        self._tokens, self._heads = tokens, heads
+        self._tokens, self._heads = buffers.chunks * CHUNK_TOKENS, buffers.heads
         self.taken_bytes = taken_bytes
         self._tree: TreeView | None = None
 
@@ -116,13 +130,12 @@ class Passing:
         buffers = ExpandedBuffers.allocate(
             **_sizes_of(layer, dtype), chunks=tokens // CHUNK_TOKENS, device=device, memory=memory
         )
-        heads = layer.num_local_heads
         attention = make_shared_attention(
-            buffers, max_rows=MAX_ROWS, heads=heads, device=buffers.device, tiles=tiles, memory=memory
+            buffers, max_rows=MAX_ROWS, heads=buffers.heads, device=buffers.device, tiles=tiles, memory=memory
         )
         of_device = dict(dtype=dtype, device=device, tiles=tiles)
         taken_bytes = cls.bytes_for(layer, tokens, **of_device, fetches=hasattr(pool, "fetch"))
-        return cls(Expander([layer], pool, buffers), attention, tokens=tokens, heads=heads, taken_bytes=taken_bytes)
+        return cls(buffers, Expander([layer], pool, buffers), attention, taken_bytes)
 
     @staticmethod
     def bytes_for(
@@ -186,7 +199,8 @@ class Passing:
             pieces += self._pieces(one, rows, plans)
             for request in one.requests:
                 ends[request] = one.end
-        return PassingPlan(tuple(ends), sum(one.end - one.start for one in ranges), tuple(pieces))
+        expanded = sum(one.end - one.start for one in ranges)
+        return PassingPlan(tuple(ends), expanded, tuple(pieces), self._expander, self._attention)
 
     def _pieces(self, one: PassingRange, rows: Rows, plans: dict[Any, Any]) -> Iterator[Piece]:
         slots = self._tree.slots(one.node, one.node_end, one.start, one.end)
@@ -200,21 +214,3 @@ class Passing:
         """No request is left, or the tree was flushed."""
         if self._tree is not None:
             self._tree.forget()
-
-    def attend(
-        self,
-        plan: PassingPlan,
-        layer: DeepseekV2AttentionMLA,
-        q: tuple[torch.Tensor, torch.Tensor],
-        out: torch.Tensor,
-        lse: torch.Tensor,
-    ) -> None:
-        """Add the attention to all pieces to that over other keys, in place.
-
-        Args:
-            q: `[rows, heads, qk_nope_head_dim]` and `[rows, heads, qk_rope_head_dim]`, after rotation.
-            out: `[rows, heads, v_head_dim]`; lse: `[rows, heads]` float32, natural log.
-        """
-        for piece in plan.pieces:
-            self._expander.expand_layer(layer, 0, piece.slots, piece.chunks, piece.table, 0)
-            attend(self._attention, piece.windows, 0, layer, q, out, lse)

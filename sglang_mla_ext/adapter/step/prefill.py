@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_mla_ext.adapter.step.passing import Passing, PassingPlan
+from sglang_mla_ext.adapter.step.passing import PassingPlan
 from sglang_mla_ext.adapter.step.windows import Window, attend, windows
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.observe import Counters
@@ -35,7 +35,7 @@ class PrefillPlan:
         attention: to what is kept expanded; None where nothing ever is.
         layer_index: of the attention's buffers, by SGLang's layer id.
         wait: is called with the id of each layer, see host_cache.py.
-        passing: what expands for the pass alone, and its plan; None where nothing does.
+        passing: what is expanded for the pass alone; None where nothing is.
     """
 
     covered: tuple[int, ...]
@@ -44,14 +44,14 @@ class PrefillPlan:
     layer_index: dict[int, int]
     counters: Counters
     wait: Callable[[int], None] = lambda layer_id: None
-    passing: tuple[Passing, PassingPlan] | None = None
+    passing: PassingPlan | None = None
 
     @classmethod
     def make(
         cls,
         plan: Plan,
         rows: Rows,
-        passing: tuple[Passing, PassingPlan] | None = None,
+        passing: PassingPlan | None = None,
         *,
         attention: SharedAttention | None,
         layer_index: dict[int, int],
@@ -67,10 +67,10 @@ class PrefillPlan:
         Returns:
             None where nothing is expanded.
         """
-        found = tuple(windows(attention, rows, plan.segments, max_rows, {})) if attention is not None else ()
+        found = tuple(windows(attention, rows, plan.segments, max_rows, {})) if plan.segments else ()
         if not found and passing is None:
             return None
-        covered = plan.prefix_lens if passing is None else passing[1].ends
+        covered = plan.prefix_lens if passing is None else passing.ends
         return cls(covered, found, attention, layer_index, counters, wait, passing)
 
     def attend(self, layer: DeepseekV2AttentionMLA, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -83,10 +83,9 @@ class PrefillPlan:
         self.wait(layer.attn_mha.layer_id)
         index = self.layer_index[layer.attn_mha.layer_id]
         if index == 0:  # not when it is planned: what is counted has happened
-            self.counters.count_prefill(self.covered, self.passing[1].expanded_tokens if self.passing else 0)
+            self.counters.count_prefill(self.covered, self.passing.expanded_tokens if self.passing else 0)
         parts = q.split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], dim=-1)
         if self.windows:
             attend(self.attention, self.windows, index, layer, parts, out, lse)
         if self.passing is not None:
-            passing, plan = self.passing
-            passing.attend(plan, layer, parts, out, lse)
+            self.passing.attend(layer, parts, out, lse)

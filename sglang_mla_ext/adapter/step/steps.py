@@ -48,7 +48,6 @@ class PrefillSharing:
         affordable: `(prefix_lens) -> tokens` that SGLang itself would expand for a step.
         can_finish: `(prefix_lens, covered) -> bool`, whether the stock backend can attend to what the expanded parts
             leave, and give its lse.
-        keeps: whether there is memory that keeps prefixes expanded for prefill.
         passing: what expands for a step alone; None where nothing does. It does so where SGLang would expand, and with
             `always` in any case.
     """
@@ -56,7 +55,6 @@ class PrefillSharing:
     make_plan: Callable[..., PrefillPlan | None]
     affordable: Callable[[Sequence[int]], int]
     can_finish: Callable[[Sequence[int], Sequence[int]], bool]
-    keeps: bool = True
     passing: Passing | None = None
     always: bool = False
 
@@ -154,8 +152,7 @@ class Steps:
                 if self.shadow is not None:
                     self.shadow.judge()
                 if kind is Kind.PREFILL:
-                    if self._expander is not None or self._prefill is not None:
-                        now.prefill = self._plan_prefill(reqs, running, prefix_lens, new_tokens, rows)
+                    now.prefill = self._plan_prefill(reqs, running, prefix_lens, new_tokens, rows)
                 elif self.spreading is not None:
                     pass  # what it shares, ranks have agreed on
                 elif rides:
@@ -307,12 +304,10 @@ class Steps:
             self._expand_before(reqs, running, affordable)
         if self._prefill is None:
             return None
-        plan, passing = Plan(len(reqs)), None
-        if self._prefill.keeps:
-            plan = self._prefixes.plan_prefill(reqs, prefix_lens, new_tokens, always=affordable > 0)
+        plan, passing = self._prefixes.plan_prefill(reqs, prefix_lens, new_tokens, always=affordable > 0), None
         if self._prefill.passing is not None and (affordable or self._prefill.always):
             always = self._prefill.always
             passing = self._prefill.passing.plan(reqs, prefix_lens, plan.prefix_lens, rows, always=always)
         if not self._prefill.can_finish(prefix_lens, plan.prefix_lens if passing is None else passing.ends):
             return None
-        return self._prefill.make_plan(plan, rows, passing and (self._prefill.passing, passing))
+        return self._prefill.make_plan(plan, rows, passing)

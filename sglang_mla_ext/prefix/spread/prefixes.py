@@ -309,6 +309,12 @@ class SpreadPrefixes:
     def before_prefill(self, reqs: Sequence[Any], running: Sequence[Any], affordable: int = 0) -> None:
         """Nothing is expanded before requests are decoded."""
 
+    def plan_prefill(
+        self, reqs: Sequence[Any], prefix_lens: Sequence[int], new_tokens: Sequence[int], *, always: bool
+    ) -> Plan:
+        """Nothing: this rank has not all heads of what is expanded."""
+        return Plan(len(reqs))
+
     def idle(self) -> None:
         """No request is running here. What is expanded stays, for those of the other ranks."""
         self._shown = None
