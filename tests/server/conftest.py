@@ -59,13 +59,30 @@ class Server:
         self.process, self.base_url, self.log = running.process, running.base_url, running.log
 
     def ask(self, *chats: Chat) -> list[Answer]:
-        """Send chats at the same time (after their delays) and wait for all answers."""
+        """Send chats at the same time (after their delays) and wait for all answers.
+
+        What is sent together starts together: on a busy machine a server may take up one request, answer it, and only
+        then read the next.
+        """
+        together = len(chats) > 1 and not any(chat.delay_s for chat in chats)
 
         async def all_of_them() -> list[Answer]:
             async with self.client() as client:
-                return list(await asyncio.gather(*(self.ask_one(client, chat) for chat in chats)))
+                with self.paused() if together else contextlib.nullcontext():
+                    answers = asyncio.gather(*(self.ask_one(client, chat) for chat in chats))
+                    await asyncio.sleep(0.1)  # all are sent, and a server reads them before what comes after them
+                return list(await answers)
 
         return asyncio.run(all_of_them())
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Requests wait before they reach the scheduler, and running ones stand still."""
+        requests.post(f"{self.base_url}/pause_generation", json={"mode": "in_place"}, timeout=60).raise_for_status()
+        try:
+            yield
+        finally:
+            requests.post(f"{self.base_url}/continue_generation", json={}, timeout=60).raise_for_status()
 
     def client(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key="none", timeout=300, max_retries=0)
