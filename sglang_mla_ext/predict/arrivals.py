@@ -1,15 +1,14 @@
 """Requests that end and are replaced: what a server makes of its steps when the answers are short.
 
-So many requests at a time share a prefix that is cached; one that ends is replaced at once by one with a question of
-its own. The question is prefilled in one of two ways:
+So many requests at a time share a prefix that is cached; one that ends is replaced by one with a question of its own,
+once its client has heard of the end. The question is prefilled in one of two ways:
 
-- in turns: an eager pass takes all that wait, before the next decode step, and everyone waits for it. Its time is the
-  larger of what the GPU needs and what the host needs for the launches;
+- in turns: an eager pass takes all that wait, before the next decode step, and everyone waits for it; another one
+  takes those who come meanwhile. Its time is the larger of what the GPU needs and what the host needs for the launches;
 - mixed (mixed.py): new tokens ride in decode steps, in the order of their requests, so many in each as may.
 
-The steps are gone through one by one, with lengths of answers drawn from a fixed seed. What is not in it: the time in
-which a scheduler hears of an end (with overlap a step), chunks of long questions in turns, padding to captured sizes,
-and whatever hybrid_mla adds to the host's time of a pass.
+The steps are gone through one by one, with lengths of answers drawn from a fixed seed. What is not in it: chunks of long
+questions in turns, padding to captured sizes, and whatever hybrid_mla adds to the host's time of a pass.
 """
 
 from __future__ import annotations
@@ -25,9 +24,13 @@ from sglang_mla_ext.predict.mixed import bound, mixed_step
 from sglang_mla_ext.predict.sharing import PLAIN, Cover
 from sglang_mla_ext.predict.step import Arriving, Deployment, predict, product_seconds
 
-PASS_LAYER_S = 76e-3 / 24
-"""Host time of a layer of an eager prefill pass: 76 ms with 24 layers and some 2,050 launches, whose kernels took 22 to
-25 ms. One rank of DeepSeek-V3, H100, SGLang 0.5.17, on the slow host of a virtual machine (2026-11-24)."""
+PASS_LAYER_S, PASS_EXPERTS_S = 2.5e-3, 2.5e-3
+"""Host time of a layer of an eager prefill pass, and what experts add to it, on the slow host of a virtual machine."""
+HEARD_STEPS = 2
+"""Decode steps until a request's place is free: with overlap SGLang's scheduler hears of an end one step later, and has
+chosen the next step by then."""
+CLIENT_S = 0.025
+"""From a request's last token until the next request has come to the scheduler, through server and client."""
 STEPS = 4000
 """That are looked at, after two mean answers."""
 
@@ -70,7 +73,7 @@ class Served:
 
     Attributes:
         tokens_per_s: of all requests.
-        first_token_s: from a request's arrival to its first token, the median.
+        first_token_s: from when a client asks to the first token, the median.
         between_s, between_p99_s: from one token of a request to its next, the median and the 99th percentile.
     """
 
@@ -82,7 +85,7 @@ class Served:
 
 def host_seconds(of: Deployment) -> float:
     """Host time of an eager prefill pass, where nobody measured the user's."""
-    return PASS_LAYER_S * of.dims.num_layers
+    return PASS_LAYER_S * of.dims.num_layers + PASS_EXPERTS_S * of.expert_layers
 
 
 def pass_seconds(of: Deployment, traffic: Traffic, requests: int, expanded: int = 0) -> float:
@@ -140,16 +143,19 @@ def serve(
     step: Callable[[int, int], float],
     may_ride: int = 0,
     prefill: Callable[[int], float] | None = None,
+    client_s: float = CLIENT_S,
 ) -> Served:
     """Go through the steps.
 
     Args:
         step: seconds of one, of running requests and new tokens.
         may_ride: new tokens in a step at most; prefill: seconds of a pass of so many requests. One of the two.
+        client_s: from a request's last token to the next request's arrival.
     """
     draw = random.Random(0)
     now, began, warm, running = 0.0, 0.0, 2 * traffic.answer, traffic.requests
     ends = Counter(draw.randrange(warm - 2) for _ in range(running))  # in which step, how many
+    sent: deque[float] = deque()  # when each request comes that is on its way
     waiting: deque[tuple[float, int]] = deque()  # when each came, and what is left of its question
     first: Counter[float] = Counter()
     between: Counter[float] = Counter()
@@ -158,27 +164,38 @@ def serve(
             began = now
             first.clear()
             between.clear()
-        begun, new = _admit(waiting, may_ride if prefill is None else math.inf)
+        if not running and not waiting:
+            now = max(now, sent[0])
+        spoke = Counter({now: running})  # when they had their last token, how many
+        begun: list[float] = []
+        while True:  # who comes while a pass runs takes one more, before the step
+            while sent and sent[0] <= now:
+                waiting.append((sent.popleft(), traffic.question))
+            if prefill is None or not waiting:
+                break
+            batch, _ = _admit(waiting, math.inf)
+            now += prefill(len(batch))
+            first.update(now - came for came in batch)
+            spoke[now] += len(batch)
+            begun += batch
+        joined, new = len(begun), 0
         if prefill is None:
-            joined, paused, seconds = 0, 0.0, step(running, new)
-            told = now + seconds
-        else:  # begun before the step, and in it
-            joined, paused = len(begun), prefill(len(begun)) if begun else 0.0
-            seconds = step(running + joined, 0)
-            told = now + paused
-        first.update(told - came for came in begun)
-        between[paused + seconds] += running
-        between[seconds] += joined
+            begun, new = _admit(waiting, may_ride)
+        seconds = step(running + joined, new)
+        now += seconds
+        for told, count in spoke.items():
+            between[now - told] += count
+        if prefill is None:
+            first.update(now - came for came in begun)
         # Of an answer's tokens the first is no decode step's.
         next_step = number if joined else number + 1
         ends.update(next_step + draw.randint(2, warm - 2) - 2 for _ in begun)
         ended = ends.pop(number, 0)
         running += len(begun) - ended
-        now += paused + seconds
-        waiting.extend([(now, traffic.question)] * ended)
+        sent.extend([now + HEARD_STEPS * seconds + client_s] * ended)
     return Served(
         tokens_per_s=(first.total() + between.total()) / (now - began),
-        first_token_s=percentile(first, 0.5),
+        first_token_s=percentile(first, 0.5) + client_s,
         between_s=percentile(between, 0.5),
         between_p99_s=percentile(between, 0.99),
     )

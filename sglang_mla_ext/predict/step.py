@@ -124,6 +124,11 @@ class Deployment:
     def products(self) -> tuple[weights.Product, ...]:
         return weights.products(self.config, self.dtype)
 
+    @property
+    def expert_layers(self) -> int:
+        """Layers whose MLP is experts."""
+        return max((product.layers for product in self.products if product.experts), default=0)
+
     @cached_property
     def cost(self) -> CostModel:
         return CostModel(
@@ -279,7 +284,7 @@ def predict(of: Deployment, cover: Cover, requests: int, prompt: int, tail: int,
         products[product.kind] = products.get(product.kind, 0.0) + seconds
     layers = weights.all_layers(of.config)
     overhead = layers * (rates.layer_s + rows * activation_bytes(of) / rates.bytes_per_s) + rates.step_s
-    overhead += max((product.layers for product in of.products if product.experts), default=0) * rates.experts_s
+    overhead += of.expert_layers * rates.experts_s
     exchanges = layers * (_exchange_seconds(of, rows, of.head_ranks) + _exchange_seconds(of, all_rows, of.tp))
     attention = of.dims.num_layers * attention_seconds(of, cover, mine, prompt, tail, arriving)
     states = 2 * mine * of.state_bytes / rates.bytes_per_s
