@@ -116,8 +116,8 @@ def plan(
         float | None,
         typer.Option(
             min=0,
-            help="Host time of an eager prefill pass, with --arrivals [2.5 ms a layer and 2.5 more with experts, as on a "
-            "slow virtual machine].",
+            help="Host time of an eager prefill pass, with --arrivals [2.5 ms a layer and 2.5 more with experts, as on "
+            "a slow virtual machine].",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,

@@ -7,8 +7,8 @@ once its client has heard of the end. The question is prefilled in one of two wa
   takes those who come meanwhile. Its time is the larger of what the GPU needs and what the host needs for the launches;
 - mixed (mixed.py): new tokens ride in decode steps, in the order of their requests, so many in each as may.
 
-The steps are gone through one by one, with lengths of answers drawn from a fixed seed. What is not in it: chunks of long
-questions in turns, padding to captured sizes, and whatever hybrid_mla adds to the host's time of a pass.
+The steps are gone through one by one, with lengths of answers drawn from a fixed seed. What is not in it: chunks of
+long questions in turns, padding to captured sizes, and whatever hybrid_mla adds to the host's time of a pass.
 """
 
 from __future__ import annotations
