@@ -167,6 +167,10 @@ def test_alerts(tmp_path: Path) -> None:
     first = {name: "_x55 1x5" for name in FIRING["HybridMLAFallsBack"]}
     labels = rules()[0]["labels"] | {"instance": "a", "reason": REASON}
     tests.append(given(first, {"HybridMLAFallsBack": [{"exp_labels": labels}]}))
+    shown = {"labels": f'{{instance="a", reason="{REASON}"}}', "value": 1}
+    for series, samples in ((first, [shown]), (QUIET, [])):  # the dashboard
+        query = {"expr": dashboard_queries()["Fall-backs A"], "eval_time": "60m", "exp_samples": samples}
+        tests.append(given(series, {}) | {"promql_expr_test": [query]})
     # promtool compares annotations as well, which are for people.
     bare = yaml.safe_load(ALERTS.read_text())
     for rule in bare["groups"][0]["rules"]:
