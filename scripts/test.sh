@@ -17,7 +17,7 @@ set -euo pipefail
 trap 'exit 130' INT TERM
 cd "$REPOSITORY"
 NEWEST=0.5.23
-UNIT_OF_NEWEST=(tests/unit/test_{backend_interface,cli,contract,contract_reads,examine,features,grouped_prefixes}.py
+UNIT_OF_NEWEST=(tests/unit/test_{backend_interface,cli,contract,contract_reads,dp_routing,examine,features,grouped_prefixes}.py
     tests/unit/test_{models_at_launch,mixing,plugin,riding,riding_at_launch,segments,shared_prefixes,status,syntax}.py
     tests/unit/test_{traffic_of_numbers,tree_of_numbers}.py)
 KERNELS_OF_NEWEST=(tests/kernels/test_compile_sm90.py) # for Hopper, by the Triton that it pins

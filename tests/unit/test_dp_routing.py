@@ -158,11 +158,12 @@ def test_other_messages_are_left_alone() -> None:
 
 
 class Manager:
-    """What is read of SGLang's."""
+    """What is read of SGLang's, by all releases."""
 
     def __init__(self, backend: str = "hybrid_mla", dp_size: int = 2) -> None:
-        backends = {"get_attention_backends": lambda: (backend, backend)}
-        self.server_args = SimpleNamespace(**backends, dp_size=dp_size, enable_dp_attention=False)
+        backends = dict.fromkeys(("attention_backend", "prefill_attention_backend", "decode_attention_backend"), backend)
+        ranks = {"dp_size": dp_size, "attn_dp_size": 1, "enable_dp_attention": False}
+        self.server_args = SimpleNamespace(**backends, **ranks, get_attention_backends=lambda: (backend, backend))
         self.rid_to_state: dict[str, Any] = {}
 
 
