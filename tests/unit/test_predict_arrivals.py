@@ -63,7 +63,7 @@ def test_against_measured_servers(case):
 def test_short_answers_against_measured_servers():
     """The constants of a pass and of a renewal were fitted to SGLang's own backends of these records. In a record are
     the first tokens of the burst that begins it, too: a third of all, which come last. Of hybrid_mla's that burst takes
-    passes that are not in the prediction (where layers are small, as Kimi-K3's alone, most of the time)."""
+    passes that are not in the prediction. With Kimi-K3's layers alone, where a step takes 6 ms, places stay free."""
     records = [json.loads(line) for line in (RESULTS / "rank.jsonl").read_text().splitlines()]
     found = [record for record in records if record["bench"] == "short" and not record.get("excluded")]
     assert len(found) >= 30
