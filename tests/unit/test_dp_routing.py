@@ -161,7 +161,8 @@ class Manager:
     """What is read of SGLang's, by all releases."""
 
     def __init__(self, backend: str = "hybrid_mla", dp_size: int = 2) -> None:
-        backends = dict.fromkeys(("attention_backend", "prefill_attention_backend", "decode_attention_backend"), backend)
+        names = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+        backends = dict.fromkeys(names, backend)
         ranks = {"dp_size": dp_size, "attn_dp_size": 1, "enable_dp_attention": False}
         self.server_args = SimpleNamespace(**backends, **ranks, get_attention_backends=lambda: (backend, backend))
         self.rid_to_state: dict[str, Any] = {}
