@@ -66,6 +66,7 @@ def main(
             "spread": table_of(specs.SPREAD, RESULTS / "spread.jsonl"),
             "exchange": table_of(specs.EXCHANGE, RESULTS / "exchange.jsonl"),
             "one-of-ranks": table_of(specs.ONE_OF_RANKS, RESULTS / "exchange.jsonl"),
+            "one-of-ranks-step": table_of(specs.ONE_OF_RANKS_STEP, RESULTS / "exchange.jsonl"),
         },
         "docs/accuracy.md": {
             "model": accuracy_model(RESULTS / "accuracy.jsonl"),

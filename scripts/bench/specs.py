@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from bench.rank_predictions import named_memory
+from bench.rank_predictions import as_a_whole, named_memory
 from bench.tables import STORAGE_NAMES, Spec
 
 Record = dict[str, Any]
@@ -67,11 +68,11 @@ def exchanged(record: Record) -> Record | None:
 
 
 def of_one_rank(record: Record) -> Record | None:
-    """With the storage's name, microseconds, and GiB of the prefix in 61 layers."""
+    """With the storage's name, microseconds, GiB of the prefix in 61 layers, and a whole step."""
     if record["bench"] != "one_of_ranks":
         return None
-    gib = 61 * record["case"]["prefix_bytes"] / (1 << 30)
-    return of_case(record, stored=STORAGE_NAMES[record["case"]["dtype"]]) | dict(us=record["ms"] * 1e3, gib=gib)
+    more = dict(us=record["ms"] * 1e3, gib=61 * record["case"]["prefix_bytes"] / (1 << 30)) | as_a_whole(record)
+    return of_case(record, stored=STORAGE_NAMES[record["case"]["dtype"]]) | more
 
 
 def spread_or_alone(record: Record) -> Record:
@@ -167,10 +168,17 @@ ONE_OF_RANKS = Spec(  # attention of one of several ranks in a layer, against wh
     of=of_one_rank,
     beside={impl: (impl,) for impl in ("spread", "flashmla", "alone")},
     order=("ranks", "stored", "prefix", "batch"),
-    headings="ranks | prefix | rows of a rank | flashmla, us | alone, us | spread, us | flashmla / spread"
-    "| GiB of 61 layers, alone | GiB, spread",
+    headings="ranks | prefix | rows of a rank | flashmla, us | alone, us | spread, us | flashmla / spread",
     cells="{ranks} | {stored} {prefix:,} | {batch} | {flashmla[us]:.0f} | {alone[us]:.0f} | {us:.0f}"
-    "| {flashmla[ms]/ms:.2f}x | {alone[gib]:.1f} | {gib:.1f}",
+    "| {flashmla[ms]/ms:.2f}x",
+)
+ONE_OF_RANKS_STEP = replace(  # the same as a step of all layers, whose rest is predicted
+    ONE_OF_RANKS,
+    headings="ranks | prefix | rows of a rank | flashmla, ms | alone, ms | spread by NCCL, ms | by stores, ms"
+    "| flashmla / spread by NCCL | by stores | GiB of the prefix, alone | spread",
+    cells="{ranks} | {stored} {prefix:,} | {batch} | {flashmla[step_ms]:.1f} | {alone[step_ms]:.1f} | {nccl_ms:.1f}"
+    "| {stores_ms:.1f} | {flashmla[step_ms]/nccl_ms:.2f}x | {flashmla[step_ms]/stores_ms:.2f}x"
+    "| {alone[gib]:.1f} | {gib:.1f}",
 )
 SPREAD = Spec(  # a DP server whose ranks spread one prompt, those that hold it alone, and flashmla's
     by=("prefix", "requests", "flags"),

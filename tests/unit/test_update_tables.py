@@ -10,13 +10,15 @@ import json
 
 import pytest
 from bench import specs
-from bench.rank_predictions import tokens_per_s
+from bench.rank_predictions import as_a_whole, tokens_per_s
 from bench.rank_tables import one_rank, one_rank_headline
 from bench.records import write_record
 from bench.serving_tables import compared, template
 from bench.tables import provenance, table_of
 from lab.accuracy.tables import accuracy_model, goal_verdict, interval
 from update_tables import fill, main
+
+from sglang_mla_ext.configs import read_config
 
 
 def cells(line: str) -> list[str]:
@@ -246,6 +248,22 @@ def test_accuracy_of_a_model(tmp_path):
             *("87.5, -20.00 (-20.05 to -19.95)", "missed"),
         ],
     ]
+
+
+def test_a_layer_of_one_rank_as_a_whole_step():
+    """61 of them, the same rest for all, and what two exchanges in each layer take by the GPU's rates."""
+    case = dict(ranks=8, batch=128, prefix=7069, tail=450)
+    of = {
+        impl: as_a_whole({"impl": impl, "gpu": "NVIDIA H100 80GB HBM3", "ms": ms, "case": case})
+        for impl, ms in (("flashmla", 1.0), ("spread", 0.5))
+    }
+    assert of["flashmla"]["step_ms"] - of["spread"]["step_ms"] == pytest.approx(61 * 0.5)
+    assert 25 < of["spread"]["step_ms"] - 61 * 0.5 < 60 and "nccl_ms" not in of["flashmla"]
+    rates = read_config("gpus", "h100")
+    sent = 2 * 128 * (128 - 16) * (128 + 64 + 128)  # BF16 queries out, and results back
+    for way, name in (("nccl_ms", "exchange"), ("stores_ms", "exchange_by_stores")):
+        layer_s = rates[name]["overhead_s"] + sent / rates[name]["bytes_per_s"]
+        assert of["spread"][way] - of["spread"]["step_ms"] == pytest.approx(61e3 * layer_s)
 
 
 def test_goals_are_met_missed_or_open():
