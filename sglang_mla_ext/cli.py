@@ -111,6 +111,9 @@ def plan(
             "with mixed steps; shows tokens/s, time to the first token and between tokens.",
         ),
     ] = None,
+    prefill_expand_tokens: Annotated[
+        int, typer.Option(min=0, help="As --hybrid-mla-prefill-expand-tokens, with --arrivals.")
+    ] = 0,
     question: Annotated[int, typer.Option(min=1, help="New tokens of each prompt, with --arrivals.")] = 128,
     prefill_pass_ms: Annotated[
         float | None,
@@ -157,7 +160,8 @@ def plan(
         raise typer.BadParameter("is of one step: give one --prefix and one --batch", param_hint="--step-ms")
     try:
         config = weights.read_model(model)
-        of = Deployment(config, Gpu.named(gpu), tp, dp, draft_tokens, latent, expanded, dtype, spread)
+        sizes = tp, dp, draft_tokens, latent, expanded
+        of = Deployment(config, Gpu.named(gpu), *sizes, dtype, spread, prefill_expand_tokens // 256 * 256)
         found = report.report(of, asked)
         found["recommendation"] = advice.recommend(of, asked)
         if plot is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,6 +18,8 @@ WORTH = 1.03
 """Gains below this are not worth a flag: predictions are not that good."""
 CLEARLY = 1.05
 """So much better must another dtype or deployment be to be named."""
+LATER = "with later first tokens where many requests come at once"
+"""What spread prefixes cost, which prefill cannot use."""
 NEARLY = 0.98
 """Of the best gain; less memory that gives so much is preferred."""
 
@@ -71,12 +74,15 @@ def recommend(of: Deployment, asked: Asked) -> dict[str, Any] | None:
         flags.append(f"--hybrid-mla-prefix-dtype {'fp8_e4m3' if of.expanded_element_bytes == 1 else 'bf16'}")
     if of.dp > 1:
         flags.append("--hybrid-mla-spread auto" if of.spread else "--hybrid-mla-dp-routing prefix")
+    if of.prefill_expand_tokens:
+        flags.append(f"--hybrid-mla-prefill-expand-tokens {of.prefill_expand_tokens}")
     tokens = {"stock": memory.tokens(shared=False), "shared": memory.tokens(shared=True)}
     pays = {prompt: sharing.pays_from(of.cost, prompt, chunks_for(prompt, memory)) for prompt in asked.prompts}
-    said = [_turn_on(flags, best, pays, tokens) if turn_on else _leave_off(best, pays)]
+    alternatives = list(_alternatives(best))
+    said = [_turn_on(flags, best, pays, tokens) if turn_on else _leave_off(best, pays, bool(alternatives))]
     if turn_on and of.dp > 1 and not of.spread:
         said.append("Routing by prefix keeps requests of one prompt on one rank; the ratio assumes it.")
-    said += _alternatives(best)
+    said += alternatives
     return {
         "turn_on": turn_on,
         "flags": flags if turn_on else [],
@@ -96,15 +102,20 @@ def _turn_on(flags: list[str], best: Choice, pays: dict[int, int | None], tokens
     )
 
 
-def _leave_off(best: Choice, pays: dict[int, int | None]) -> str:
-    found = f"for these prompts and requests expect {best.outcome} the tokens per second of stock attention"
+def _leave_off(best: Choice, pays: dict[int, int | None], otherwise: bool) -> str:
+    """
+    Args:
+        otherwise: whether something else is clearly better.
+    """
+    found = (
+        f"leave it off{' as it is' * otherwise}: for these prompts and requests expect {best.outcome} the tokens per "
+    )
+    found += "second of stock attention."
     if any(least is not None for least in pays.values()):
-        return (
-            f"leave it off: {found}. It shares from {_pays_from(best.of, pays)} on, and gains more with more requests."
-        )
+        return f"{found} It shares from {_pays_from(best.of, pays)} on, and gains more with more requests."
     if any(sharing.pays_from(best.of.cost, prompt, chunks_for(prompt, None)) is not None for prompt in pays):
-        return f"leave it off: {found}. Sharing would pay if the memory held an expanded prompt."
-    return f"leave it off: {found}. Sharing prompts as short as these never pays."
+        return f"{found} Sharing would pay if the memory held an expanded prompt."
+    return f"{found} Sharing prompts as short as these never pays."
 
 
 def _pays_from(of: Deployment, pays: dict[int, int | None]) -> str:
@@ -113,12 +124,19 @@ def _pays_from(of: Deployment, pays: dict[int, int | None]) -> str:
 
 
 def _alternatives(best: Choice) -> Iterator[str]:
-    """What else is clearly better: FP8 prefixes, ranks that share heads in another way."""
+    """What else is clearly better: FP8 prefixes, prefixes spread over ranks, ranks that share heads in another way."""
     of, asked = best.of, replace(best.asked, for_prefixes=None)
-    if of.expanded_element_bytes == 2:
-        fp8 = _best(replace(of, expanded_element_bytes=1), asked)
-        if fp8 is not None and fp8.outcome.mean > CLEARLY * best.outcome.mean:
-            yield f"With --hybrid-mla-prefix-dtype fp8_e4m3{_size(fp8)} expect {fp8.outcome}, at FP8's precision."
+    fp8, spread = ("--hybrid-mla-prefix-dtype fp8_e4m3", "at FP8's precision"), ("--hybrid-mla-spread auto", LATER)
+    reached = most = best.outcome.mean
+    for ways in ((fp8,), (spread,), (fp8, spread)):
+        flags, prices = zip(*ways, strict=True)
+        with contextlib.suppress(ValueError):  # ranks that cannot spread
+            fewer = 1 if fp8 in ways else of.expanded_element_bytes
+            changed = replace(of, expanded_element_bytes=fewer, spread=of.spread or (spread in ways and of.dp > 1))
+            other = _best(changed, asked)
+            if other is not None and other.outcome.mean > CLEARLY * (reached if len(ways) == 1 else most):
+                most = max(most, other.outcome.mean)
+                yield f"With {_flags(other, *flags)} expect {other.outcome}, {' and '.join(prices)}."
     if of.tp > 1 and asked.step_ms is None:
         dp = 1 if of.dp > 1 else of.tp
         try:
@@ -127,13 +145,16 @@ def _alternatives(best: Choice) -> Iterator[str]:
             return
         if other is not None and other.outcome.tokens_per_s > CLEARLY * best.outcome.tokens_per_s:
             name = "Without DP attention" if dp == 1 else f"With --dp {dp} --enable-dp-attention"
+            sized = " and ".join(word for word in (name, _flags(other)) if word)
             more = other.outcome.tokens_per_s / best.outcome.tokens_per_s
-            yield f"{name}{_size(other)} it would be {more:.2f}x as many tokens per second as that, in the mean."
+            yield f"{sized} it would be {more:.2f}x as many tokens per second as that, in the mean."
 
 
-def _size(choice: Choice) -> str:
+def _flags(choice: Choice, *flags: str) -> str:
+    """These and, where a size is to be named, that, in words."""
     size = choice.asked.for_prefixes
-    return "" if size is None else f" and --hybrid-mla-prefix-memory-gb {size:g}"
+    *first, last = [*flags, *([] if size is None else [f"--hybrid-mla-prefix-memory-gb {size:g}"])] or [""]
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _best(of: Deployment, asked: Asked) -> Choice | None:

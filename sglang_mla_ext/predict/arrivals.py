@@ -23,6 +23,7 @@ from functools import cache
 from sglang_mla_ext.predict.mixed import bound, mixed_step
 from sglang_mla_ext.predict.sharing import PLAIN, Cover
 from sglang_mla_ext.predict.step import Arriving, Deployment, predict, product_seconds
+from sglang_mla_ext.prefix.passing import FEWEST_SAVED
 
 PASS_LAYER_S, PASS_EXPERTS_S = 2.5e-3, 2.5e-3
 """Host time of a layer of an eager prefill pass, and what experts add to it, on the slow host of a virtual machine."""
@@ -91,8 +92,8 @@ def host_seconds(of: Deployment) -> float:
 def pass_seconds(of: Deployment, traffic: Traffic, requests: int, expanded: int = 0) -> float:
     """An eager prefill pass of so many requests.
 
-    Its kernels attend with each head's keys and values, which are computed in the pass, for each request, where they
-    are not kept expanded.
+    Its kernels attend with each head's keys and values, which are computed in the pass where they are not kept
+    expanded: for each request, or once for all of a rank where the pass may expand for itself and that saves enough.
 
     Args:
         expanded: first tokens of the prefix whose keys and values are kept.
@@ -100,7 +101,10 @@ def pass_seconds(of: Deployment, traffic: Traffic, requests: int, expanded: int 
     arriving = Arriving(requests * traffic.question, requests)
     of = replace(of, spread=False)
     kernels = predict(of, Cover(naive=traffic.prefix), 0, traffic.prefix, 0, arriving).seconds
-    if again := of.per_rank(requests) * (traffic.prefix - expanded):
+    mine, again = of.per_rank(requests), traffic.prefix - expanded
+    if not (of.prefill_expand_tokens and (mine - 1) * again >= FEWEST_SAVED // of.cost.local_heads):
+        again *= mine
+    if again:
         parts = (part for part in of.products if part.name in ("w_kc", "w_vc"))
         kernels += sum(part.layers * product_seconds(of, part, again) for part in parts)
     return max(kernels, traffic.host_s)
@@ -117,7 +121,7 @@ def compared(of: Deployment, traffic: Traffic, chunks: int | None = None) -> tup
     Raises:
         ValueError: the GPU has no constants of a step.
     """
-    prefix, tail = traffic.prefix, traffic.tail
+    prefix, tail, stock = traffic.prefix, traffic.tail, replace(of, prefill_expand_tokens=0)
     # With DP attention new tokens ride without running requests, if at all.
     may_ride = bound(of, traffic.requests, prefix, tail, chunks) if of.dp == 1 else 0
 
@@ -128,12 +132,12 @@ def compared(of: Deployment, traffic: Traffic, chunks: int | None = None) -> tup
         arriving = Arriving(tokens, max(tokens // traffic.question, 1))
         return mixed_step(of, running, prefix, tail, arriving, chunks).seconds
 
-    def in_turns(step: Callable[[int, int], float], kept: int) -> Served:
+    def in_turns(of: Deployment, step: Callable[[int, int], float], kept: int) -> Served:
         return serve(traffic, cache(step), prefill=cache(lambda requests: pass_seconds(of, traffic, requests, kept)))
 
     # What ranks hold together none of them prefills with.
     kept = 0 if of.spread else of.cover(of.per_rank(traffic.requests), prefix, chunks).naive
-    found = {"absorb": in_turns(absorb, 0), "chosen": in_turns(chosen, kept)}
+    found = {"absorb": in_turns(stock, absorb, 0), "chosen": in_turns(of, chosen, kept)}
     found["mixed"] = serve(traffic, cache(chosen), may_ride) if may_ride else found["chosen"]
     return may_ride, found
 

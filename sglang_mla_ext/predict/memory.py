@@ -58,13 +58,17 @@ def state_share(of: Deployment) -> float:
 
 
 def buffer_bytes(of: Deployment, *, expands: bool) -> int:
-    """The extension's own buffers on one GPU, but for some MiB: the partials, which are nearly all of them, and what
-    ranks exchange, queries and results in BF16, sent and received."""
+    """The extension's own buffers on one GPU, but for some MiB: the partials, which are nearly all of them, what ranks
+    exchange, queries and results in BF16, sent and received, and what prefill expands for itself, in BF16."""
     dims = of.cost.dims
     per_head = SEGMENTS_PER_ROW * 4 * (dims.v_head_dim * expands + dims.kv_lora_rank * may_group(of.cost))
     if of.spread and expands:
         per_head += 4 * dims.naive_macs
-    return MAX_ROWS * of.cost.local_heads * per_head
+    taken = MAX_ROWS * of.cost.local_heads * per_head
+    if of.prefill_expand_tokens:
+        keys_and_values = 2 * of.prefill_expand_tokens * (dims.qk_nope_head_dim + dims.v_head_dim)
+        taken += of.cost.local_heads * (keys_and_values + MAX_ROWS * 4 * dims.v_head_dim)
+    return taken
 
 
 def memory(of: Deployment, fraction: float, for_prefixes: float | None = None) -> Memory:

@@ -83,6 +83,7 @@ def report(of: Deployment, asked: Asked) -> dict[str, Any]:
         "tp": of.tp,
         "dp": of.dp,
         "spread": of.spread,
+        "prefill_expand_tokens": of.prefill_expand_tokens,
         "heads_per_gpu": of.cost.local_heads,
         "query_tokens": of.query_tokens,
         "tail": asked.tail,

@@ -68,6 +68,7 @@ class Deployment:
         latent_element_bytes, expanded_element_bytes: of the KV cache and of expanded prefixes, 2 or 1.
         dtype: of the weights, see `weights.products`.
         spread: data-parallel ranks hold expanded prefixes together (--hybrid-mla-spread).
+        prefill_expand_tokens: that a prefill pass expands at a time for itself (--hybrid-mla-prefill-expand-tokens).
     """
 
     config: Mapping[str, Any]
@@ -79,6 +80,7 @@ class Deployment:
     expanded_element_bytes: int = 2
     dtype: str = "auto"
     spread: bool = False
+    prefill_expand_tokens: int = 0
 
     def __post_init__(self) -> None:
         if self.tp % self.dp:

@@ -26,7 +26,7 @@ MIB = 1 << 20
 def server_args(**given: Any) -> SimpleNamespace:
     """SGLang's arguments, as far as they are looked at when the parts are built."""
     decode = SimpleNamespace(backend="full")
-    config = SimpleNamespace(to_dict=dict, get_text_config=lambda: config)
+    config = SimpleNamespace(to_dict=dict, get_text_config=lambda: config, num_attention_heads=HEADS)
     nothing_known = SimpleNamespace(hf_config=config, linear_attn_registry_result=None)
     values = dict(
         get_attention_backends=lambda: ("hybrid_mla", "hybrid_mla"),
@@ -37,6 +37,9 @@ def server_args(**given: Any) -> SimpleNamespace:
         moe_a2a_backend="none",
         enable_return_routed_experts=False,
         disable_cuda_graph_padding=False,
+        elastic_ep_backend=None,
+        moe_dense_tp_size=None,
+        nnodes=1,
         tp_size=1,
         dp_size=1,
         attn_dp_size=1,

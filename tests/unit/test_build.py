@@ -50,6 +50,10 @@ def test_with_dp_attention_the_log_says_how_far_the_memory_reaches(
     assert "of a prompt of" not in caplog.text
     vars(world.runner.server_args).update(enable_dp_attention=True, dp_size=2)
     world.make("gpu")
+    assert "--hybrid-mla-spread" not in caplog.text  # two of its ranks share heads
+    vars(world.runner.server_args).update(tp_size=2)
+    world.make("gpu")
+    assert "--hybrid-mla-spread auto holds every prefix once" in caplog.text
     chunks = pool_of(world).num_chunks
     assert f"tokens {chunks * CHUNK_TOKENS:,} are expanded" in caplog.text and f"has {HEADS} heads" in caplog.text
 

@@ -36,6 +36,9 @@ def test_what_helps_is_what_is_not_done_yet() -> None:
     assert reach.tokens == 804
     assert "128 heads" in str(reach) and "3.82 MiB (61 layers, BF16)" in str(reach)
     assert "804 are expanded in 3.0 GiB, all of them in 98.8" in str(reach) and "fp8_e4m3 halves" in str(reach)
+    assert "--hybrid-mla-spread" not in str(reach)
+    assert "--hybrid-mla-spread auto holds every prefix once" in str(reach._replace(may_spread=True))
+    assert "--hybrid-mla-spread" not in str(reach._replace(may_spread=True, ranks=8, heads=16))
     better = str(reach._replace(element_bytes=1, routes=True))
     assert "What helps: tensor parallelism without" in better
     enough = reach._replace(budget_bytes=99 << 30)

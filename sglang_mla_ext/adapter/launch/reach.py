@@ -31,7 +31,7 @@ class Reach(NamedTuple):
         heads: of expanded prefixes.
         element_bytes: of expanded prefixes, 2 or 1.
         routes: whether requests are sent to ranks by their prefixes.
-        ranks: that hold expanded prefixes together.
+        ranks: that hold expanded prefixes together; may_spread: whether all could, if they do not.
     """
 
     budget_bytes: int
@@ -41,6 +41,7 @@ class Reach(NamedTuple):
     element_bytes: int
     routes: bool
     ranks: int = 1
+    may_spread: bool = False
 
     @property
     def tokens(self) -> int:
@@ -65,6 +66,7 @@ class Reach(NamedTuple):
             "--hybrid-mla-prefix-dtype fp8_e4m3 halves a token": self.element_bytes == 2,
             "--hybrid-mla-dp-routing prefix keeps prompts that begin alike on one rank": not self.routes
             and self.ranks == 1,
+            f"{spread.FLAG} auto holds every prefix once for all ranks": self.ranks == 1 and self.may_spread,
             "tensor parallelism without --enable-dp-attention divides heads among ranks": True,
         }
         return f"What helps: {'; '.join(way for way, helps in ways.items() if helps)}."
@@ -115,4 +117,5 @@ def predicted(args: ServerArgs, options: HybridMLAOptions) -> str | None:
     else:
         budget = default_bytes(kv_bytes, 0, token_bytes, always=options.mode == "naive")
     sizes = of.cost.expanded_heads, of.dims.num_layers, element_bytes
-    return f"about: {Reach(budget, token_bytes, *sizes, routes, of.cost.ranks)}"
+    may_spread = spread.in_the_way(args, options, on_gpu=True) is None
+    return f"about: {Reach(budget, token_bytes, *sizes, routes, of.cost.ranks, may_spread)}"

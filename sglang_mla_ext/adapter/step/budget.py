@@ -50,16 +50,22 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
     token, buffers = token_bytes(configurator, options), buffer_bytes(configurator, options)
     default = default_bytes(available, buffers, token, always=options.mode == "naive")
     if not default:
+        on_gpu = torch.device(configurator.device).type == "cuda"
+        in_the_way = spread.in_the_way(installed.resolved(configurator.server_args), options, on_gpu)
+        together = (
+            f"hold prefixes together ({spread.FLAG} auto), " if options.spread == "off" and not in_the_way else ""
+        )
         logger.warning(
             "hybrid_mla: nothing is expanded by default here: %.0f %% of the %.1f GiB for the KV cache hold %d tokens "
             "of %.2f MiB, fewer than %d. Set --hybrid-mla-prefix-memory-gb, halve a token's size with "
-            "--hybrid-mla-prefix-dtype fp8_e4m3, or divide the heads among ranks (--tp without "
+            "--hybrid-mla-prefix-dtype fp8_e4m3, %sor divide the heads among ranks (--tp without "
             "--enable-dp-attention)",
             SHARE * 100,
             available / GIB,
             tokens_held(available, buffers, token),
             token / (1 << 20),
             FEWEST_TOKENS,
+            together,
         )
     return replace(options, prefix_memory_gb=default / GIB)
 

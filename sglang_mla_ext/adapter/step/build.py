@@ -129,7 +129,8 @@ def build(
     buffers, shared, expander = expanding or (None, None, None)
     if buffers is not None and installed.dp_attention_ranks(args) > 1:
         token_bytes, routes = buffers.bytes // (buffers.chunks * CHUNK_TOKENS), options.dp_routing == "prefix"
-        reach.say(Reach(buffers.bytes, token_bytes, buffers.heads, len(layers), buffers.dtype.itemsize, routes, ranks))
+        sizes = buffers.bytes, token_bytes, buffers.heads, len(layers), buffers.dtype.itemsize
+        reach.say(Reach(*sizes, routes, ranks, launch_spread.in_the_way(args, options, on_gpu) is None))
     pool = ExpandedPool(buffers.chunks if buffers else 0, CHUNK_TOKENS)
     capacity = Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * ranks * (step_rows // query_tokens))
     spreads = ranks > 1 and shared is not None
