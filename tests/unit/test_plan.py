@@ -320,6 +320,17 @@ def test_advice_where_nothing_is_gained():
     assert planned("--gpu", "cpu", "--model", "deepseek-v2-lite")["recommendation"] is None
 
 
+def test_advice_to_hold_prefixes_together():
+    """In BF16 the default holds a part of the prompt, in FP8 all of it fits; not where it cannot be, or is already."""
+    case = ("--tp", "8", "--dp", "8", "--prefix", "26472", "--batch", "1024")
+    said, spread = recommended(*case), planned(*case, "--spread", "--prefix-dtype", "fp8_e4m3")["recommendation"]
+    assert said.startswith("leave it off as it is") and "With --hybrid-mla-spread auto expect 1." in said
+    fp8 = "With --hybrid-mla-prefix-dtype fp8_e4m3, --hybrid-mla-spread auto and --hybrid-mla-prefix-memory-gb"
+    assert f"{fp8} 6.7 expect {spread['ratio'][0]:.2f}x, at FP8's precision and with later first tokens" in said
+    assert spread["turn_on"] and "expect" not in spread["text"].partition("instead of")[2]
+    assert "spread" not in recommended(*case[:2], "--dp", "4", *case[4:]) + recommended("--tp", "8", *case[4:])
+
+
 def test_a_rank_with_all_heads_where_it_pays():
     said = recommended(
         "--model", "kimi-k2.5", "--tp", "8", "--dp", "8", "--kv-cache-dtype", "fp8_e4m3", "--prefix", "7069"

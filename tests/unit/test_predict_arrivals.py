@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from bench import rank_predictions
@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from sglang_mla_ext.cli import app
 from sglang_mla_ext.predict.arrivals import Traffic, compared, host_seconds, pass_seconds, percentile, serve
+from sglang_mla_ext.predict.memory import buffer_bytes
 from sglang_mla_ext.predict.mixed import bound
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.step import Deployment
@@ -87,6 +88,25 @@ def test_the_host_sets_a_pass():
         assert found == pytest.approx([absorb, expanded], rel=0.4) and found[0] > found[1]
     assert host_seconds(of) == pytest.approx(24 * 2.5e-3 + 21 * 2.5e-3)
     assert pass_seconds(of, SHORT, 1) == SHORT.host_s
+
+
+def test_a_pass_that_expands_for_itself():
+    """Once for all of a rank's requests what nobody keeps expanded; one request alone needs it in any case."""
+    alone = Deployment(V3, Gpu.from_json("h200"), 8, 8)
+    itself = replace(alone, prefill_expand_tokens=8192)
+    traffic = Traffic(1024, 26472, 128, 112, host_s=0)
+
+    def apart(requests: int, kept: int) -> float:
+        return pass_seconds(alone, traffic, requests, kept) - pass_seconds(itself, traffic, requests, kept)
+
+    assert apart(8, 0) == 0 and apart(64, 26472) == 0  # one for each rank, and nothing left to expand
+    assert apart(64, 26472 - 256) == 0  # seven times 256 tokens are not worth the launches
+    assert apart(64, 0) == pytest.approx(7 * apart(16, 0), rel=0.01) and apart(64, 0) > 0.3
+    assert 0.5 * 2**30 < buffer_bytes(itself, expands=True) - buffer_bytes(alone, expands=True) < 0.7 * 2**30
+    _, found = compared(itself, traffic)
+    _, without = compared(alone, traffic)
+    assert found["absorb"] == without["absorb"]  # stock's own passes
+    assert found["chosen"].tokens_per_s > 1.1 * without["chosen"].tokens_per_s
 
 
 def test_steps_in_turns():
