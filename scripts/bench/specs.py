@@ -78,9 +78,12 @@ def of_one_rank(record: Record) -> Record | None:
 def spread_or_alone(record: Record) -> Record:
     """With how its ranks hold the prompt, and requests of each."""
     case = record["case"]
-    held = "spread" if "--hybrid-mla-spread" in case.get("flags", "") else "alone"
-    memory = named_memory(record)
-    how = f"{held}, {memory:g} GiB" if record["impl"] == "hybrid_mla" else "flashmla"
+    flags, memory = case.get("flags", ""), named_memory(record)
+    words = {"--hybrid-mla-spread peers": "spread by stores", "--hybrid-mla-spread auto": "spread", "": "alone"}
+    how = f"{next(word for flag, word in words.items() if flag in flags)}, {memory or 0:g} GiB"
+    how += ", FP8" if "fp8_e4m3" in flags else ""
+    how += ", passes expand for themselves" if "--hybrid-mla-prefill-expand-tokens" in flags else ""
+    how = how if record["impl"] == "hybrid_mla" else "flashmla"
     return of_case(record, how=how, of_rank=case["requests"] // case["dp"])
 
 
