@@ -107,10 +107,8 @@ def _leave_off(best: Choice, pays: dict[int, int | None], otherwise: bool) -> st
     Args:
         otherwise: whether something else is clearly better.
     """
-    found = (
-        f"leave it off{' as it is' * otherwise}: for these prompts and requests expect {best.outcome} the tokens per "
-    )
-    found += "second of stock attention."
+    rate = f"{best.outcome} the tokens per second of stock attention"
+    found = f"leave it off{' as it is' * otherwise}: for these prompts and requests expect {rate}."
     if any(least is not None for least in pays.values()):
         return f"{found} It shares from {_pays_from(best.of, pays)} on, and gains more with more requests."
     if any(sharing.pays_from(best.of.cost, prompt, chunks_for(prompt, None)) is not None for prompt in pays):
