@@ -61,8 +61,8 @@ class Server:
     def ask(self, *chats: Chat) -> list[Answer]:
         """Send chats at the same time (after their delays) and wait for all answers.
 
-        What is sent together starts together. SGLang's HTTP process does not yield while it lags behind with tokens of
-        running requests: on a busy machine it would take up one request, and read the next when that has ended.
+        What is sent together starts together: on a busy machine a server may take up one request, answer it, and only
+        then take up the next.
         """
         together = len(chats) > 1 and not any(chat.delay_s for chat in chats)
 
