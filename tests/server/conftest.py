@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 import requests
 from bench.server import SCRIPTS, server_info
@@ -70,19 +71,23 @@ class Server:
             async with self.client() as client:
                 with self.paused() if together else contextlib.nullcontext():
                     answers = asyncio.gather(*(self.ask_one(client, chat) for chat in chats))
-                    await asyncio.sleep(0.1)  # all are sent, and a server reads them before what comes after them
+                    await asyncio.sleep(0.15)
                 return list(await answers)
 
         return asyncio.run(all_of_them())
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Requests wait before they reach the scheduler, and running ones stand still."""
-        requests.post(f"{self.base_url}/pause_generation", json={"mode": "in_place"}, timeout=60).raise_for_status()
+        """All processes stand still but the one that takes requests: they wait for the scheduler, and not for a
+        processor that it has."""
+        started = psutil.Process(self.process.pid).children(recursive=True)
+        for each in started:
+            each.suspend()
         try:
             yield
         finally:
-            requests.post(f"{self.base_url}/continue_generation", json={}, timeout=60).raise_for_status()
+            for each in started:
+                each.resume()
 
     def client(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key="none", timeout=300, max_retries=0)
