@@ -53,9 +53,11 @@ def test_failures_under_running_chats(stock: Reference, failing: Server, fail: F
     ask_until_all_have_failed()
 
     counters = failing.info()["counters"]
-    assert counters["fallbacks"] == {
+    # Which of the two first needs what fails depends on the passes that the chats come into.
+    attention = ("attention failed: MemoryError", "prefill over expanded prefixes failed: MemoryError")
+    assert sum(counters["fallbacks"].get(reason, 0) for reason in attention) == 3
+    assert {reason: times for reason, times in counters["fallbacks"].items() if reason not in attention} == {
         "planning failed: MemoryError": 2,
-        "attention failed: MemoryError": 3,
         "publishing metrics failed: MemoryError": 2,
         "writing a plan failed: MemoryError": 1,
         "merging failed: MemoryError": 1,
