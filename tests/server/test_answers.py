@@ -143,7 +143,8 @@ def test_later_requests_use_the_expanded_prefix_in_their_prefill(stock: Referenc
     """Requests of several lengths join two that run; one of them shares only half of the prefix."""
     half = SYSTEM[: len(SYSTEM) // 2] + "What is a garden? " * 9
     early = [Chat(SYSTEM, question(i), LONG) for i in range(2)]
-    late = [Chat(SYSTEM, question(i) * (i - 1), max_tokens=12) for i in range(2, 6)]
+    # Names that do not begin alike: what is cached of one and not expanded, a CPU would have to expand.
+    late = [Chat(SYSTEM, question(i) * times, max_tokens=12) for times, i in enumerate((2, 3, 4, 6), 1)]
     expected = stock.asking(*early, *late, Chat(half, question(9), 12))
     hybrid.flush()
     hybrid.ask(Chat(SYSTEM, question(13), 1))

@@ -112,8 +112,9 @@ def test_answers_are_those_of_a_bf16_cache(bf16_cache: Server, fp8_cache: Server
 
 
 def test_later_requests_use_the_expanded_prefix_in_their_prefill(bf16_cache: Server, fp8_cache: Server) -> None:
-    chats = [Chat(SYSTEM, question, 40) for question in WORD_QUESTIONS[-4:]]
-    late = [Chat(SYSTEM, question, 24) for question in WORD_QUESTIONS[:3]]
+    # No two begin alike: what is cached of one in a pass and not expanded, a CPU would have to expand.
+    asked = [f"{number}. {question}" for number, question in enumerate((*WORD_QUESTIONS[-4:], *WORD_QUESTIONS[:3]), 1)]
+    chats, late = [Chat(SYSTEM, question, 40) for question in asked[:4]], [Chat(SYSTEM, each, 24) for each in asked[4:]]
     expecting = in_thread(bf16_cache.ask, *chats, *late)
     fp8_cache.flush()
     fp8_cache.ask(Chat(SYSTEM, "Hello?", 1))

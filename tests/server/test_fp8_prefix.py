@@ -7,7 +7,7 @@ from test_answers import SYSTEM, question
 
 
 def test_answers_are_close(stock: Reference, fp8_prefix: Server) -> None:
-    chats = [Chat(SYSTEM, question(i), max_tokens=24) for i in range(6)]
+    chats = [Chat(SYSTEM, question(i), max_tokens=24) for i in (0, 1, 2, 3, 4, 6)]  # no two begin alike
     fp8_prefix.flush()
     fp8_prefix.ask(Chat(SYSTEM, question(13), 1))
     with counting(fp8_prefix) as counted:
