@@ -68,22 +68,29 @@ def exchanged(record: Record) -> Record | None:
 
 
 def of_one_rank(record: Record) -> Record | None:
-    """With the storage's name, microseconds, GiB of the prefix in 61 layers, and a whole step."""
+    """With the storage's name, and microseconds."""
     if record["bench"] != "one_of_ranks":
         return None
-    more = dict(us=record["ms"] * 1e3, gib=61 * record["case"]["prefix_bytes"] / (1 << 30)) | as_a_whole(record)
-    return of_case(record, stored=STORAGE_NAMES[record["case"]["dtype"]]) | more
+    return of_case(record, stored=STORAGE_NAMES[record["case"]["dtype"]]) | dict(us=record["ms"] * 1e3)
+
+
+def step_of_one_rank(record: Record) -> Record | None:
+    """The same with GiB of the prefix in 61 layers, and a whole step."""
+    found = of_one_rank(record)
+    gib = 61 * record["case"].get("prefix_bytes", 0) / (1 << 30)
+    return None if found is None else found | dict(gib=gib) | as_a_whole(record)
 
 
 def spread_or_alone(record: Record) -> Record:
     """With how its ranks hold the prompt, and requests of each."""
     case = record["case"]
-    flags, memory = case.get("flags", ""), named_memory(record)
-    words = {"--hybrid-mla-spread peers": "spread by stores", "--hybrid-mla-spread auto": "spread", "": "alone"}
-    how = f"{next(word for flag, word in words.items() if flag in flags)}, {memory or 0:g} GiB"
-    how += ", FP8" if "fp8_e4m3" in flags else ""
-    how += ", passes expand for themselves" if "--hybrid-mla-prefill-expand-tokens" in flags else ""
-    how = how if record["impl"] == "hybrid_mla" else "flashmla"
+    how = "flashmla"
+    if record["impl"] == "hybrid_mla":
+        flags = case.get("flags", "")
+        words = {"--hybrid-mla-spread peers": "spread by stores", "--hybrid-mla-spread auto": "spread", "": "alone"}
+        how = f"{next(word for flag, word in words.items() if flag in flags)}, {named_memory(record) or 0:g} GiB"
+        how += ", FP8" if "fp8_e4m3" in flags else ""
+        how += ", passes expand for themselves" if "--hybrid-mla-prefill-expand-tokens" in flags else ""
     return of_case(record, how=how, of_rank=case["requests"] // case["dp"])
 
 
@@ -177,6 +184,7 @@ ONE_OF_RANKS = Spec(  # attention of one of several ranks in a layer, against wh
 )
 ONE_OF_RANKS_STEP = replace(  # the same as a step of all layers, whose rest is predicted
     ONE_OF_RANKS,
+    of=step_of_one_rank,
     headings="ranks | prefix | rows of a rank | flashmla, ms | alone, ms | spread by NCCL, ms | by stores, ms"
     "| flashmla / spread by NCCL | by stores | GiB of the prefix, alone | spread",
     cells="{ranks} | {stored} {prefix:,} | {batch} | {flashmla[step_ms]:.1f} | {alone[step_ms]:.1f} | {nccl_ms:.1f}"
