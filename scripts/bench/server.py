@@ -33,6 +33,7 @@ CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 START_S = 1800.0
 # From a server's port, or from that of `--dist-init-addr`, to those between its own processes (`PortArgs.init_new`).
 SGLANG_OFFSETS = (*range(20), *range(233, 253))
+RENDEZVOUS_OFFSET = 19
 
 
 class ServerFailedError(RuntimeError):
@@ -175,8 +176,17 @@ def server_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command that starts a server on this machine, with a GPU or without, and its environment."""
     defaults = () if ON_GPU else CPU_ARGUMENTS
-    command = [sys.executable, *launcher, *defaults, *arguments, "--host", "127.0.0.1", "--port", str(port)]
+    flags = (*defaults, *rendezvous(arguments, port), *arguments, "--host", "127.0.0.1", "--port", str(port))
+    command = [sys.executable, *launcher, *flags]
     return command, os.environ | ({} if ON_GPU else CPU_ENVIRONMENT)
+
+
+def rendezvous(arguments: Sequence[str], port: int) -> tuple[str, ...]:
+    """Flags that name the port at which a server's ranks meet. By itself SGLang 0.5.17 takes one that the system gives to
+    clients (see `free_port`), and asks for it seconds later."""
+    if "--dp-size" in arguments and "--enable-dp-attention" not in arguments:
+        return ()  # each replica needs a port of its own
+    return "--nccl-port", str(port + RENDEZVOUS_OFFSET)
 
 
 def load_arguments(model: str, most_requests: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -81,17 +82,25 @@ def step_of_one_rank(record: Record) -> Record | None:
     return None if found is None else found | dict(gib=gib) | as_a_whole(record)
 
 
-def spread_or_alone(record: Record) -> Record:
-    """With how its ranks hold the prompt, and requests of each."""
-    case = record["case"]
-    how = "flashmla"
-    if record["impl"] == "hybrid_mla":
-        flags = case.get("flags", "")
-        words = {"--hybrid-mla-spread peers": "spread by stores", "--hybrid-mla-spread auto": "spread", "": "alone"}
-        how = f"{next(word for flag, word in words.items() if flag in flags)}, {named_memory(record) or 0:g} GiB"
-        how += ", FP8" if "fp8_e4m3" in flags else ""
-        how += ", passes expand for themselves" if "--hybrid-mla-prefill-expand-tokens" in flags else ""
-    return of_case(record, how=how, of_rank=case["requests"] // case["dp"])
+def spread_or_alone(bench: str) -> Callable[[Record], Record | None]:
+    """Leaves the records of one load, with how their ranks hold the prompt, and requests of each."""
+
+    def of(record: Record) -> Record | None:
+        case = record["case"]
+        how = held(record, case.get("flags", "")) if record["impl"] == "hybrid_mla" else "flashmla"
+        named = of_case(record, how=how, of_rank=case["concurrency"] // case["dp"])
+        return named if record["bench"] == bench else None
+
+    return of
+
+
+def held(record: Record, flags: str) -> str:
+    """How the ranks of a DP server hold a prompt, by its flags."""
+    words = {"--hybrid-mla-spread peers": "spread by stores", "--hybrid-mla-spread auto": "spread", "": "alone"}
+    how = f"{next(word for flag, word in words.items() if flag in flags)}, {named_memory(record) or 0:g} GiB"
+    how += ", FP8" if "fp8_e4m3" in flags else ""
+    how += ", passes expand for themselves" if "--hybrid-mla-prefill-expand-tokens" in flags else ""
+    return how + (", new tokens ride" if "--hybrid-mla-mixed-tokens" in flags else "")
 
 
 def of_study(study: str) -> Any:
@@ -193,13 +202,22 @@ ONE_OF_RANKS_STEP = replace(  # the same as a step of all layers, whose rest is 
 )
 SPREAD = Spec(  # a DP server whose ranks spread one prompt, those that hold it alone, and flashmla's
     by=("prefix", "requests", "flags"),
-    of=spread_or_alone,
+    of=spread_or_alone("decode"),
     against=lambda key: ("sglang_flashmla", *key[1:3], None),
     order=("prefix", "requests", "how"),
-    headings="prompt | requests of a rank | prompt held | tok/s while all decode | between tokens ms | flashmla / this"
-    "| first token ms, median / last",
-    cells="{prefix:,} | {of_rank} | {how} | {decode_tok_s:,.0f} | {decode_itl_ms:.2f}"
-    "| {stock[decode_itl_ms]/decode_itl_ms:.2f}x | {ttft_ms:,.0f} / {ttft_last_ms:,.0f}",
+    headings="prompt | requests of a rank | prompt held | between tokens ms | flashmla / this"
+    "| first token ms, median / last | tok/s, prefill included | this / flashmla",
+    cells="{prefix:,} | {of_rank} | {how} | {decode_itl_ms:.2f} | {stock[decode_itl_ms]/decode_itl_ms:.2f}x"
+    "| {ttft_ms:,.0f} / {ttft_last_ms:,.0f} | {output_tok_s:,.0f} | {output_tok_s/stock[output_tok_s]:.2f}x",
+)
+SPREAD_SHORT = replace(  # the same with short answers
+    SPREAD,
+    of=spread_or_alone("short"),
+    optional=("stock",),
+    headings="prompt | requests of a rank | prompt held | tok/s while others wait | this / flashmla"
+    "| first token ms, median / last | between tokens ms, p99",
+    cells="{prefix:,} | {of_rank} | {how} | {steady_tok_s:,.0f} | {steady_tok_s/stock[steady_tok_s]:.2f}x"
+    "| {ttft_ms:,.0f} / {ttft_last_ms:,.0f} | {itl_p99_ms:,.0f}",
 )
 SOAK = Spec(  # what came of the last soak of each backend, on each device
     by=("gpu", "poison"),
