@@ -112,8 +112,8 @@ def plan(
         ),
     ] = None,
     prefill_expand_tokens: Annotated[
-        int, typer.Option(min=0, help="As --hybrid-mla-prefill-expand-tokens, with --arrivals.")
-    ] = 0,
+        int | None, typer.Option(min=0, help="As --hybrid-mla-prefill-expand-tokens [as the server's].")
+    ] = None,
     question: Annotated[int, typer.Option(min=1, help="New tokens of each prompt, with --arrivals.")] = 128,
     prefill_pass_ms: Annotated[
         float | None,
@@ -155,13 +155,14 @@ def plan(
         answer=arrivals,
         question=question,
         pass_ms=prefill_pass_ms,
+        passing=prefill_expand_tokens,
     )
     if step_ms is not None and (len(asked.prompts) != 1 or len(asked.requests) != 1):
         raise typer.BadParameter("is of one step: give one --prefix and one --batch", param_hint="--step-ms")
     try:
         config = weights.read_model(model)
         sizes = tp, dp, draft_tokens, latent, expanded
-        of = Deployment(config, Gpu.named(gpu), *sizes, dtype, spread, prefill_expand_tokens // 256 * 256)
+        of = asked.with_passing(Deployment(config, Gpu.named(gpu), *sizes, dtype, spread))
         found = report.report(of, asked)
         found["recommendation"] = advice.recommend(of, asked)
         if plot is not None:

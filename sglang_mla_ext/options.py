@@ -47,7 +47,8 @@ class HybridMLAOptions:
         expand_tokens_per_step: the most tokens expanded before one forward pass, which bounds how long that
             pass waits.
         prefill_expand_tokens: tokens that a prefill pass expands at a time for itself, of what its requests share and
-            no memory keeps expanded; 0 leaves that to SGLang, which expands it for each of them.
+            no memory keeps expanded; 0 leaves that to SGLang, which expands it for each of them, None takes the default
+            of the server (adapter/launch/passing.py).
         verify_interval: every so many decode or verify steps, one layer's shared attention is computed again by plain
             absorb and compared; 0 never does.
         mixed_tokens: new tokens that ride in a step with running requests, at most; 0 computes all in passes of their
@@ -82,11 +83,12 @@ class HybridMLAOptions:
     expand_tokens_per_step: int = field(
         default=4096, metadata=_flag("the most prefix tokens expanded before one forward pass")
     )
-    prefill_expand_tokens: int = field(
-        default=0,
+    prefill_expand_tokens: int | None = field(
+        default=None,
         metadata=_flag(
             "tokens that a prefill pass expands at a time for itself, of what its requests share and no memory keeps "
-            "expanded, in whole chunks of 256 (0: SGLang expands that for each request; not yet run on GPUs)"
+            "expanded, in whole chunks of 256 (0: SGLang expands that for each request; default: 8192 with DP "
+            "attention, else 0)"
         ),
     )
     verify_interval: int = field(
@@ -116,8 +118,8 @@ class HybridMLAOptions:
         default="off",
         metadata=_flag(
             "with DP attention, ranks hold each expanded prefix together, every one some of its heads, and attend for "
-            "each other: auto (where that can be), peers (the same by stores into each other's memory, not yet "
-            "measured), off (each holds its own)",
+            "each other: auto (where that can be), peers (the same by stores into each other's memory), off "
+            "(each holds its own)",
             SPREADS,
         ),
     )
@@ -135,7 +137,7 @@ class HybridMLAOptions:
             raise OptionError("--hybrid-mla-min-prefix-len must be at least 1.")
         if self.expand_tokens_per_step < 1:
             raise OptionError("--hybrid-mla-expand-tokens-per-step must be at least 1.")
-        if self.prefill_expand_tokens != 0 and self.prefill_expand_tokens < 256:
+        if (self.prefill_expand_tokens or 256) < 256:
             raise OptionError("--hybrid-mla-prefill-expand-tokens must be 0 (never) or at least 256, a chunk.")
         if self.verify_interval < 0:
             raise OptionError("--hybrid-mla-verify-interval must be 0 (never) or more.")
@@ -149,15 +151,17 @@ class HybridMLAOptions:
     @property
     def may_expand(self) -> bool:
         """Whether the mode lets prefixes be expanded, and there is to be memory for it."""
-        return self._mode_expands and self.prefix_memory_gb != 0
+        return self.mode_expands and self.prefix_memory_gb != 0
 
     @property
     def passing_tokens(self) -> int:
-        """Tokens that prefill expands at a time for itself: whole chunks of 256, 0 where the mode never expands."""
-        return self.prefill_expand_tokens // 256 * 256 if self._mode_expands else 0
+        """Tokens that prefill expands at a time for itself: whole chunks of 256, 0 where the mode never expands or no
+        number is named."""
+        return (self.prefill_expand_tokens or 0) // 256 * 256 if self.mode_expands else 0
 
     @property
-    def _mode_expands(self) -> bool:
+    def mode_expands(self) -> bool:
+        """Whether the mode lets prefixes be expanded."""
         return self.mode in ("auto", "naive")
 
     @property

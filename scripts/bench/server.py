@@ -182,8 +182,8 @@ def server_command(
 
 
 def rendezvous(arguments: Sequence[str], port: int) -> tuple[str, ...]:
-    """Flags that name the port at which a server's ranks meet. By itself SGLang 0.5.17 takes one that the system gives to
-    clients (see `free_port`), and asks for it seconds later."""
+    """Flags that name the port at which a server's ranks meet. By itself SGLang 0.5.17 takes one that the system gives
+    to clients (see `free_port`), and asks for it seconds later."""
     if "--dp-size" in arguments and "--enable-dp-attention" not in arguments:
         return ()  # each replica needs a port of its own
     return "--nccl-port", str(port + RENDEZVOUS_OFFSET)

@@ -19,7 +19,10 @@ WORTH = 1.03
 CLEARLY = 1.05
 """So much better must another dtype or deployment be to be named."""
 LATER = "with later first tokens where many requests come at once"
-"""What spread prefixes cost, which prefill cannot use."""
+"""What spread prefixes cost where prefill passes expand nothing for themselves."""
+PREFILL = (
+    "Prefill gains beside that: a pass expands a prompt once for all of its requests (--arrivals shows first tokens)."
+)
 NEARLY = 0.98
 """Of the best gain; less memory that gives so much is preferred."""
 
@@ -74,14 +77,15 @@ def recommend(of: Deployment, asked: Asked) -> dict[str, Any] | None:
         flags.append(f"--hybrid-mla-prefix-dtype {'fp8_e4m3' if of.expanded_element_bytes == 1 else 'bf16'}")
     if of.dp > 1:
         flags.append("--hybrid-mla-spread auto" if of.spread else "--hybrid-mla-dp-routing prefix")
-    if of.prefill_expand_tokens:
-        flags.append(f"--hybrid-mla-prefill-expand-tokens {of.prefill_expand_tokens}")
+    flags += _passing(best)
     tokens = {"stock": memory.tokens(shared=False), "shared": memory.tokens(shared=True)}
     pays = {prompt: sharing.pays_from(of.cost, prompt, chunks_for(prompt, memory)) for prompt in asked.prompts}
     alternatives = list(_alternatives(best))
     said = [_turn_on(flags, best, pays, tokens) if turn_on else _leave_off(best, pays, bool(alternatives))]
     if turn_on and of.dp > 1 and not of.spread:
         said.append("Routing by prefix keeps requests of one prompt on one rank; the ratio assumes it.")
+    if of.prefill_expand_tokens:
+        said.append(PREFILL)
     said += alternatives
     return {
         "turn_on": turn_on,
@@ -124,7 +128,8 @@ def _pays_from(of: Deployment, pays: dict[int, int | None]) -> str:
 def _alternatives(best: Choice) -> Iterator[str]:
     """What else is clearly better: FP8 prefixes, prefixes spread over ranks, ranks that share heads in another way."""
     of, asked = best.of, replace(best.asked, for_prefixes=None)
-    fp8, spread = ("--hybrid-mla-prefix-dtype fp8_e4m3", "at FP8's precision"), ("--hybrid-mla-spread auto", LATER)
+    fp8 = "--hybrid-mla-prefix-dtype fp8_e4m3", "at FP8's precision"
+    spread = "--hybrid-mla-spread auto", "" if of.prefill_expand_tokens else LATER
     reached = most = best.outcome.mean
     for ways in ((fp8,), (spread,), (fp8, spread)):
         flags, prices = zip(*ways, strict=True)
@@ -134,11 +139,12 @@ def _alternatives(best: Choice) -> Iterator[str]:
             other = _best(changed, asked)
             if other is not None and other.outcome.mean > CLEARLY * (reached if len(ways) == 1 else most):
                 most = max(most, other.outcome.mean)
-                yield f"With {_flags(other, *flags)} expect {other.outcome}, {' and '.join(prices)}."
+                price = " and ".join(filter(None, prices))
+                yield f"With {_flags(other, *flags)} expect {other.outcome}{price and f', {price}'}."
     if of.tp > 1 and asked.step_ms is None:
         dp = 1 if of.dp > 1 else of.tp
         try:
-            other = _best(replace(of, dp=dp, spread=False), asked)
+            other = _best(asked.with_passing(replace(of, dp=dp, spread=False)), asked)
         except ValueError:  # heads do not divide so
             return
         if other is not None and other.outcome.tokens_per_s > CLEARLY * best.outcome.tokens_per_s:
@@ -151,8 +157,16 @@ def _alternatives(best: Choice) -> Iterator[str]:
 def _flags(choice: Choice, *flags: str) -> str:
     """These and, where a size is to be named, that, in words."""
     size = choice.asked.for_prefixes
-    *first, last = [*flags, *([] if size is None else [f"--hybrid-mla-prefix-memory-gb {size:g}"])] or [""]
+    named = [] if size is None else [f"--hybrid-mla-prefix-memory-gb {size:g}"]
+    *first, last = [*flags, *named, *_passing(choice)] or [""]
     return f"{', '.join(first)} and {last}" if first else last
+
+
+def _passing(choice: Choice) -> list[str]:
+    """The flag for what prefill passes expand for themselves, where that is not the server's default."""
+    tokens = choice.of.prefill_expand_tokens
+    by_itself = replace(choice.asked, passing=None).with_passing(choice.of).prefill_expand_tokens
+    return [] if tokens == by_itself else [f"--hybrid-mla-prefill-expand-tokens {tokens}"]
 
 
 def _best(of: Deployment, asked: Asked) -> Choice | None:

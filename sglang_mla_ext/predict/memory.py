@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, SEGMENTS_PER_ROW  # plain Python
 from sglang_mla_ext.predict.linear import STATE_SHARE, STATES_OF_A_REQUEST
 from sglang_mla_ext.predict.sharing import may_group
 from sglang_mla_ext.predict.step import Deployment
 from sglang_mla_ext.predict.weights import embedding_bytes
-from sglang_mla_ext.prefix.default_memory import default_bytes
+from sglang_mla_ext.prefix.default_memory import PASSING_TOKENS, default_bytes, default_passing_tokens
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,21 @@ def state_share(of: Deployment) -> float:
 
 def buffer_bytes(of: Deployment, *, expands: bool) -> int:
     """The extension's own buffers on one GPU, but for some MiB: the partials, which are nearly all of them, what ranks
-    exchange, queries and results in BF16, sent and received, and what prefill expands for itself, in BF16."""
+    exchange, queries and results in BF16, sent and received, and `passing_bytes`."""
     dims = of.cost.dims
     per_head = SEGMENTS_PER_ROW * 4 * (dims.v_head_dim * expands + dims.kv_lora_rank * may_group(of.cost))
     if of.spread and expands:
         per_head += 4 * dims.naive_macs
-    taken = MAX_ROWS * of.cost.local_heads * per_head
-    if of.prefill_expand_tokens:
-        keys_and_values = 2 * of.prefill_expand_tokens * (dims.qk_nope_head_dim + dims.v_head_dim)
-        taken += of.cost.local_heads * (keys_and_values + MAX_ROWS * 4 * dims.v_head_dim)
-    return taken
+    return MAX_ROWS * of.cost.local_heads * per_head + passing_bytes(of)
+
+
+def passing_bytes(of: Deployment) -> int:
+    """Of these, what prefill expands for itself, in BF16, and its results."""
+    dims = of.cost.dims
+    if not of.prefill_expand_tokens:
+        return 0
+    keys_and_values = 2 * of.prefill_expand_tokens * (dims.qk_nope_head_dim + dims.v_head_dim)
+    return of.cost.local_heads * (keys_and_values + MAX_ROWS * 4 * dims.v_head_dim)
 
 
 def memory(of: Deployment, fraction: float, for_prefixes: float | None = None) -> Memory:
@@ -90,11 +95,23 @@ def memory(of: Deployment, fraction: float, for_prefixes: float | None = None) -
     budget = left - states
     token, latent = (each * of.dims.num_layers for each in (of.cost.expanded_token_bytes, of.cost.latent_row_bytes))
     if for_prefixes is None:
-        for_prefixes = default_bytes(int(budget), buffer_bytes(of, expands=True), token)
+        of_prefill = passing_bytes(of)
+        for_prefixes = default_bytes(int(budget), buffer_bytes(of, expands=True) - of_prefill, token)
+        for_prefixes += of_prefill if for_prefixes else 0
     for_prefixes = min(for_prefixes, budget)
     chunks = max(int((for_prefixes - buffer_bytes(of, expands=True)) // (token * CHUNK_TOKENS)), 0)
     taken = max(for_prefixes, min(buffer_bytes(of, expands=False), budget))
     return Memory(weights, states, of_requests, budget, taken, chunks, latent, token)
+
+
+def default_passing(of: Deployment, fraction: float, for_prefixes: float | None = None) -> int:
+    """Tokens that a prefill pass of a server expands at a time for itself, where nothing is said of that; arguments are
+    those of `memory`."""
+    if of.dp == 1 or of.query_tokens > 1:
+        return 0
+    of = replace(of, prefill_expand_tokens=PASSING_TOKENS)
+    named = None if for_prefixes is None else int(for_prefixes)
+    return default_passing_tokens(int(memory(of, fraction).budget), passing_bytes(of), named)
 
 
 def fraction_that_fits(of: Deployment, tokens: int) -> float:

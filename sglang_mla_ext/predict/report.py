@@ -10,7 +10,7 @@ from typing import Any
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS  # plain Python
 from sglang_mla_ext.predict import sharing
 from sglang_mla_ext.predict.arrivals import Traffic, compared, host_seconds
-from sglang_mla_ext.predict.memory import Memory, default_fraction, fraction_that_fits, memory
+from sglang_mla_ext.predict.memory import Memory, default_fraction, default_passing, fraction_that_fits, memory
 from sglang_mla_ext.predict.sharing import PLAIN
 from sglang_mla_ext.predict.step import Deployment, allowed_modes, predict
 from sglang_mla_ext.prefix.gpu_rates import ModeRates
@@ -38,6 +38,7 @@ class Asked:
         answer, question: mean tokens of an answer, where requests are to end and be replaced, and new tokens of a
             prompt.
         pass_ms: host time of an eager prefill pass; None: as measured elsewhere, by layers.
+        passing: tokens that a prefill pass expands at a time for itself; None: as the server chooses.
     """
 
     model: str
@@ -52,13 +53,24 @@ class Asked:
     answer: int | None = None
     question: int = 128
     pass_ms: float | None = None
+    passing: int | None = None
 
     def memory(self, of: Deployment) -> Memory | None:
         """Of a GPU; None where that is not known."""
         if of.gpu.sheet is None:
             return None
+        return memory(of, *self._divided_by(of))
+
+    def with_passing(self, of: Deployment) -> Deployment:
+        """The deployment with what its prefill passes expand for themselves."""
+        if self.passing is not None:
+            return dataclasses.replace(of, prefill_expand_tokens=self.passing // CHUNK_TOKENS * CHUNK_TOKENS)
+        tokens = 0 if of.gpu.sheet is None else default_passing(of, *self._divided_by(of))
+        return dataclasses.replace(of, prefill_expand_tokens=tokens)
+
+    def _divided_by(self, of: Deployment) -> tuple[float, float | None]:
         fraction = default_fraction(of) if self.fraction is None else self.fraction
-        return memory(of, fraction, None if self.for_prefixes is None else self.for_prefixes * GIB)
+        return fraction, None if self.for_prefixes is None else self.for_prefixes * GIB
 
 
 def report(of: Deployment, asked: Asked) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""How much memory expanded prefixes get where the user names no size: one rule, for the server and for `plan`."""
+"""How much memory expanded prefixes get where the user names no size, and what prefill expands for itself: one rule,
+for the server and for `plan`."""
 
 from __future__ import annotations
 
@@ -8,6 +9,12 @@ SHARE = 0.25
 FEWEST_TOKENS = 8192
 """Expanded tokens that this must hold. Fewer gain little, and the cache misses them: with all heads on a rank, or where
 the weights leave little."""
+
+PASSING_TOKENS = 8192
+"""That a prefill pass expands at a time for itself, where it does by default."""
+
+PASSING_SHARE, PASSING_SHARE_OF_NAMED = 1 / 20, 1 / 3
+"""The most that the memory for them may take: of that for the KV cache, or of what the user named for prefixes."""
 
 
 def tokens_held(available: int, buffers: int, token_bytes: int) -> int:
@@ -25,3 +32,15 @@ def default_bytes(available: int, buffers: int, token_bytes: int, *, always: boo
     """
     enough = always or tokens_held(available, buffers, token_bytes) >= FEWEST_TOKENS
     return int(available * SHARE) if enough else 0
+
+
+def default_passing_tokens(available: int, taken: int, named: int | None) -> int:
+    """
+    Args:
+        available: bytes for the KV cache; taken: for PASSING_TOKENS, out of the same; named: by the user for prefixes
+            and buffers together.
+    Returns:
+        PASSING_TOKENS, or 0 where that takes too much.
+    """
+    most = available * PASSING_SHARE if named is None else named * PASSING_SHARE_OF_NAMED
+    return PASSING_TOKENS if taken <= most else 0

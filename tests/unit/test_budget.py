@@ -85,6 +85,37 @@ def test_the_default_is_a_quarter_or_nothing(
     assert gib != 0 or ("25 % of the 40.0 GiB" in warned[0] and "hold 2678 tokens of 3.82 MiB" in warned[0]), warned
 
 
+@pytest.mark.parametrize(
+    ("available", "given", "ranks", "tokens", "gib"),
+    [
+        (40, {}, 8, 8192, 0),
+        (10, {}, 8, 0, 0),  # a twentieth is too little
+        (40, {}, 1, 0, 0),
+        (40, {"mode": "absorb"}, 8, 0, None),
+        (40, {"prefill_expand_tokens": 0}, 8, 0, 0),
+        (40, {"prefix_memory_gb": 0.0}, 8, 0, 0),
+        (40, {"prefix_memory_gb": 2.0}, 8, 0, 2),
+        (40, {"prefix_memory_gb": 6.0}, 8, 8192, 6),
+        (160, {}, 8, 8192, 40),  # beside the share
+    ],
+    ids=str,
+)
+def test_what_prefill_expands_for_itself_by_default(
+    monkeypatch: pytest.MonkeyPatch, gpu: None, available: int, given: Any, ranks: int, tokens: int, gib: float | None
+) -> None:
+    monkeypatch.setattr(dispatch, "multiprocessors", lambda device: 132)
+    server = configurator(monkeypatch, 128, BF16)
+    budget.attention_layers(server)[0].kv_b_proj = SimpleNamespace(weight=None)
+    server.server_args = server_args(
+        enable_dp_attention=ranks > 1, dp_size=ranks, tp_size=ranks, attn_dp_size=ranks, enable_hierarchical_cache=False
+    )
+    found = budget.with_default(available * GIB, server, options(**given))
+    taken = budget.passing_bytes(server, tokens)
+    assert found.passing_tokens == tokens and (not tokens or 0.5 < taken / GIB < 1)
+    assert found.prefix_memory_gb == (gib and pytest.approx(gib + taken / GIB * (gib == 40)))
+    assert not gib or budget.prefix_bytes(found) == int(found.prefix_memory_gb * GIB)
+
+
 def test_a_budget_that_leaves_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "buffer_bytes", lambda *args: 2 * GIB)
     with pytest.raises(

@@ -326,7 +326,11 @@ def test_advice_to_hold_prefixes_together():
     said, spread = recommended(*case), planned(*case, "--spread", "--prefix-dtype", "fp8_e4m3")["recommendation"]
     assert said.startswith("leave it off as it is") and "With --hybrid-mla-spread auto expect 1." in said
     fp8 = "With --hybrid-mla-prefix-dtype fp8_e4m3, --hybrid-mla-spread auto and --hybrid-mla-prefix-memory-gb"
-    assert f"{fp8} 6.7 expect {spread['ratio'][0]:.2f}x, at FP8's precision and with later first tokens" in said
+    assert f"{fp8} 7.3 expect {spread['ratio'][0]:.2f}x, at FP8's precision." in said
+    assert "Prefill gains beside that" in said
+    apart = recommended(*case, "--prefill-expand-tokens", "0")
+    assert "6.7 and --hybrid-mla-prefill-expand-tokens 0 expect" in apart and "and with later first tokens" in apart
+    assert "Prefill gains" not in apart
     assert spread["turn_on"] and "expect" not in spread["text"].partition("instead of")[2]
     assert "spread" not in recommended(*case[:2], "--dp", "4", *case[4:]) + recommended("--tp", "8", *case[4:])
 

@@ -23,7 +23,8 @@ def test_every_supported_release_is_in_the_table() -> None:
         ({tried.SERVER: 1, tried.REPLICAS: 2}, "0.5.17", "run on the CPU: --dp-size without DP attention"),
         ({tried.SERVER: 1, tried.TENSOR: 2}, "0.5.23", "run on the CPU: tensor parallelism"),
         ({tried.SERVER: 1, tried.DRAFTS: 1}, "0.5.23", "resolved only: drafts"),
-        ({tried.SPREAD: 2, tried.PEERS: 2}, "0.5.17", "resolved only: --hybrid-mla-spread peers"),
+        ({tried.SPREAD: 8, tried.PEERS: 2}, "0.5.17", "run on a GPU: prefixes spread over ranks with 2 of 8 ranks"),
+        ({tried.SERVER: 1, tried.MIXED: 1, tried.PEERS: 2}, "0.5.23", "resolved only: --hybrid-mla-spread peers"),
         ({tried.SERVER: 1}, "0.5.99", "resolved only"),
     ],
 )

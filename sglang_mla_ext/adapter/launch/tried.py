@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
-from sglang_mla_ext.adapter.launch import riding, spread
+from sglang_mla_ext.adapter.launch import passing, riding, spread
 from sglang_mla_ext.options import HybridMLAOptions
 
 if TYPE_CHECKING:
@@ -34,8 +34,18 @@ GLM_FLASH = "Glm4MoeLiteForCausalLM"
 MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "0.5.17": {
         GPU: {
-            **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 2},
-            **{SPREAD: 2, MIXED: 1, DRAFTS: 1, FP8_CACHE: 2, HOST_CACHE: 1, FLASHINFER: 1, COMPILED: 1},
+            **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, GLM_FLASH: 1, TENSOR: 2, DP_ATTENTION: 2},
+            **{
+                SPREAD: 2,
+                PEERS: 2,
+                PASSING: 2,
+                MIXED: 1,
+                DRAFTS: 1,
+                FP8_CACHE: 2,
+                HOST_CACHE: 1,
+                FLASHINFER: 1,
+                COMPILED: 1,
+            },
         },
         CPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 4, REPLICAS: 2, NODES: 2},
@@ -45,7 +55,7 @@ MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "0.5.18": {CPU: {SERVER: 1, V3: 1, HOST_CACHE: 1, FILES: 1}},
     "0.5.20": {CPU: {SERVER: 1, V3: 1}},
     "0.5.23": {
-        GPU: {SERVER: 1, V3: 1},
+        GPU: {SERVER: 1, V3: 1, MIXED: 1},
         CPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 2, REPLICAS: 2, NODES: 2},
             **{SPREAD: 2, PASSING: 2, MIXED: 2, HOST_CACHE: 1, FILES: 1},
@@ -138,6 +148,6 @@ def parts_of(args: ServerArgs, options: HybridMLAOptions) -> dict[str, int]:
         EXPERTS_BY.format(experts): experts not in (None, "none") and ranks,
         "expert parallelism": args.ep_size > 1 and ranks,
         COMPILED: args.enable_torch_compile and ranks,
-        PASSING: options.passing_tokens and ranks,
+        PASSING: (options.passing_tokens or passing.by_default(args, options, on_gpu=True)) and ranks,
     }
     return {name: int(ranks) for name, ranks in asked.items() if ranks}

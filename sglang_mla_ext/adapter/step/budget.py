@@ -12,7 +12,7 @@ import torch
 
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention, LatentSizes
-from sglang_mla_ext.adapter.launch import riding, spread
+from sglang_mla_ext.adapter.launch import passing, riding, spread
 from sglang_mla_ext.adapter.step.layer import attention_layers
 from sglang_mla_ext.adapter.step.passing import Passing
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
@@ -21,7 +21,14 @@ from sglang_mla_ext.kernels.dispatch import multiprocessors
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
-from sglang_mla_ext.prefix.default_memory import FEWEST_TOKENS, SHARE, default_bytes, tokens_held
+from sglang_mla_ext.prefix.default_memory import (
+    FEWEST_TOKENS,
+    PASSING_TOKENS,
+    SHARE,
+    default_bytes,
+    default_passing_tokens,
+    tokens_held,
+)
 from sglang_mla_ext.prefix.gpu_rates import GpuRates, rates_for
 from sglang_mla_ext.segment import Mode
 
@@ -40,14 +47,18 @@ STORAGE_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": FP8}
 
 
 def with_default(available: int, configurator: KVCacheConfigurator, options: HybridMLAOptions) -> HybridMLAOptions:
-    """The options with a size for expanded prefixes, where the user named none and something may be expanded.
+    """The options with a size for expanded prefixes, where the user named none and something may be expanded, and with
+    tokens that prefill expands for itself.
 
     Args:
         available: bytes that SGLang has for its KV cache.
     """
+    options = with_passing(available, configurator, options)
     if not options.may_expand or options.prefix_memory_gb is not None:
         return options
-    token, buffers = token_bytes(configurator, options), buffer_bytes(configurator, options)
+    # What prefill expands for itself comes beside the share.
+    beside = passing_bytes(configurator, options.passing_tokens)
+    token, buffers = token_bytes(configurator, options), buffer_bytes(configurator, options) - beside
     default = default_bytes(available, buffers, token, always=options.mode == "naive")
     if not default:
         on_gpu = torch.device(configurator.device).type == "cuda"
@@ -56,8 +67,8 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
             f"hold prefixes together ({spread.FLAG} auto), " if options.spread == "off" and not in_the_way else ""
         )
         logger.warning(
-            "hybrid_mla: nothing is expanded by default here: %.0f %% of the %.1f GiB for the KV cache hold %d tokens "
-            "of %.2f MiB, fewer than %d. Set --hybrid-mla-prefix-memory-gb, halve a token's size with "
+            "hybrid_mla: no prefix stays expanded by default here: %.0f %% of the %.1f GiB for the KV cache hold %d "
+            "tokens of %.2f MiB, fewer than %d. Set --hybrid-mla-prefix-memory-gb, halve a token's size with "
             "--hybrid-mla-prefix-dtype fp8_e4m3, %sor divide the heads among ranks (--tp without "
             "--enable-dp-attention)",
             SHARE * 100,
@@ -67,7 +78,17 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
             FEWEST_TOKENS,
             together,
         )
-    return replace(options, prefix_memory_gb=default / GIB)
+    return replace(options, prefix_memory_gb=(default and default + beside) / GIB)
+
+
+def with_passing(available: int, configurator: KVCacheConfigurator, options: HybridMLAOptions) -> HybridMLAOptions:
+    """The options with what `with_default` says of prefill."""
+    device = torch.device(configurator.device)
+    if not passing.by_default(installed.resolved(configurator.server_args), options, device.type == "cuda"):
+        return options
+    taken = passing_bytes(configurator, PASSING_TOKENS)
+    named = None if options.prefix_memory_gb is None else int(options.prefix_memory_gb * GIB)
+    return replace(options, prefill_expand_tokens=default_passing_tokens(available, taken, named))
 
 
 def token_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -> int:
@@ -135,11 +156,7 @@ def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -
     on_gpu, fp8 = device.type == "cuda", configurator.kv_cache_dtype == FP8
     args = installed.resolved(configurator.server_args)
     rates = rates_for(torch.cuda.get_device_name() if on_gpu else "cpu")
-    taken = 0
-    if options.passing_tokens:
-        dtype = configurator.model_dtype
-        of_passing = dict(dtype=dtype, device=device, tiles=naive_tiles(rates, dtype), fetches=fp8)
-        taken += Passing.bytes_for(layer, options.passing_tokens, **of_passing)
+    taken = passing_bytes(configurator, options.passing_tokens)
     grouped = tries_grouped(options, rates, spread.ranks(args, options, on_gpu))
     if not on_gpu or not needs_latent(options, grouped=grouped, stock_decodes=not fp8):
         return taken
@@ -161,6 +178,20 @@ def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -
     if options.verify_interval:
         taken += ShadowCheck.workspace_bytes_for(layer, configurator.model_dtype, query_tokens)
     return taken
+
+
+def passing_bytes(configurator: KVCacheConfigurator, tokens: int) -> int:
+    """For as many tokens that prefill expands at a time for itself."""
+    if not tokens:
+        return 0
+    layer, device, dtype = (
+        attention_layers(configurator)[0],
+        torch.device(configurator.device),
+        configurator.model_dtype,
+    )
+    rates = rates_for(torch.cuda.get_device_name() if device.type == "cuda" else "cpu")
+    tiles, fetches = naive_tiles(rates, dtype), configurator.kv_cache_dtype == FP8
+    return Passing.bytes_for(layer, tokens, dtype=dtype, device=device, tiles=tiles, fetches=fetches)
 
 
 def latent_kind(fp8: bool) -> type[LatentAttention]:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.host_cache import wait_for_layer
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
-from sglang_mla_ext.adapter.launch import models, reach
+from sglang_mla_ext.adapter.launch import passing as launch_passing
+from sglang_mla_ext.adapter.launch import reach
 from sglang_mla_ext.adapter.launch import riding as launch_riding
 from sglang_mla_ext.adapter.launch import spread as launch_spread
 from sglang_mla_ext.adapter.launch.reach import Reach
@@ -106,9 +106,7 @@ def build(
     if options.mode == "grouped_absorb" and latent.grouped_page is None and not counters.fallbacks:
         counters.fall_back(f"grouped absorb does not run here with {heads} heads: every step is plain absorb")
 
-    # With --prefill-attention-backend another one does prefill, whose lse may be in another base. Queries that are
-    # scaled by their positions SGLang does not scale where prefill has keys per head.
-    ours = installed.attention_backends(runner.server_args)[0] == BACKEND_NAME and not models.scales_queries(args)
+    ours = launch_passing.is_ours(args)
     passing = None
     if options.passing_tokens and ours:
         passing = make_passing(runner, layers, options.passing_tokens, cost.rates, counters, memory)
@@ -164,12 +162,15 @@ def build(
         always = options.mode == "naive"
         prefill = PrefillSharing(make_plan, stock.affordable, stock.can_finish, passing, always)
     smallest = smallest_group(cost, options, shared, latent, context_len, step_requests)
+    by_prefill = (
+        f"; prefill expands {options.passing_tokens} tokens at a time for itself" if passing is not None else ""
+    )
     reports = Reports(
         prefixes,
         counters,
         budget_bytes=budget_bytes,
         chunk_bytes=buffers.bytes // buffers.chunks if buffers else 0,
-        description=describe(options, budget_bytes, buffers, latent, smallest),
+        description=describe(options, budget_bytes, buffers, latent, smallest) + by_prefill,
     )
     steps = Steps(
         prefixes,

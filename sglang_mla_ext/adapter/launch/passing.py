@@ -1,0 +1,35 @@
+"""Whether prefill passes of a server expand for themselves where the user says nothing: see step/passing.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.launch import models
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_mla_ext.options import HybridMLAOptions
+
+
+def by_default(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> bool:
+    """With DP attention, where a rank has all heads and seldom the memory to keep a long prefix expanded; not where it
+    was never run. `args` are resolved."""
+    return (
+        on_gpu
+        and options.mode_expands
+        and options.prefill_expand_tokens is None
+        and installed.dp_attention_ranks(args) > 1
+        and is_ours(args)
+        and args.speculative_algorithm is None
+        and args.disaggregation_mode == "null"
+        and not args.enable_hierarchical_cache
+    )
+
+
+def is_ours(args: ServerArgs) -> bool:
+    """Whether prefill is this backend's. With --prefill-attention-backend another one does it, whose lse may be in
+    another base. Queries that are scaled by their positions SGLang does not scale where prefill has keys per head."""
+    return installed.attention_backends(args)[0] == BACKEND_NAME and not models.scales_queries(args)

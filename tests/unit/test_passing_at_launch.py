@@ -1,0 +1,34 @@
+"""Where prefill passes expand for themselves without being asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import test_limits
+
+from sglang_mla_ext.adapter.launch import passing
+from sglang_mla_ext.options import HybridMLAOptions
+
+EIGHT = {"enable_dp_attention": True, "tp_size": 8, "dp_size": 8, "attn_dp_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "on_gpu", "expands"),
+    [
+        ({}, {}, True, True),
+        ({}, {}, False, False),
+        ({}, {"mode": "grouped_absorb"}, True, False),
+        ({}, {"prefill_expand_tokens": 0}, True, False),
+        ({}, {"prefill_expand_tokens": 4096}, True, False),
+        ({"enable_dp_attention": False, "attn_dp_size": 1}, {}, True, False),
+        ({"backends": ("fa3", "hybrid_mla")}, {}, True, False),
+        (test_limits.EAGLE, {}, True, False),
+        ({"disaggregation_mode": "prefill"}, {}, True, False),
+        ({"enable_hierarchical_cache": True}, {}, True, False),
+    ],
+    ids=str,
+)
+def test_where_it_does(changes: dict[str, Any], given: dict[str, Any], on_gpu: bool, expands: bool) -> None:
+    args = test_limits.server_args(**{**EIGHT, **changes})
+    assert passing.by_default(args, HybridMLAOptions(**given), on_gpu) == expands
