@@ -222,8 +222,9 @@ def middle(records: Iterable[dict[str, Any]], name: str | None = None) -> float:
 def measured_rate(record: dict[str, Any]) -> float:
     """Tokens per second of one rank's record, see `middle`. Where the last request begins too late for a time in which
     all decode, by the median over all of them."""
-    between_ms = record["decode_itl_ms"] or record["itl_ms"]
-    return float(record["steady_tok_s"] or record["case"]["concurrency"] * 1e3 / between_ms)
+    if record["steady_tok_s"]:
+        return float(record["steady_tok_s"])
+    return float(record["case"]["concurrency"] * 1e3 / (record["decode_itl_ms"] or record["itl_ms"]))
 
 
 def numbered(found: dict[Case, list[dict[str, Any]]]) -> dict[Case, dict[str, Any]]:
