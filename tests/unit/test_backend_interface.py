@@ -75,6 +75,32 @@ def test_sglang_finds_its_translator_in_both(of_stock: bool) -> None:
     assert backend.kv_index_translator is stock.kv_index_translator is runners
 
 
+@pytest.mark.parametrize("of_stock", [None, True, False])
+def test_a_prefill_pass_that_shares_replays_no_graph(monkeypatch: pytest.MonkeyPatch, of_stock: bool | None) -> None:
+    """From 0.5.23 on SGLang asks, where it captured prefill; ranks answer alike."""
+    from sglang_mla_ext.adapter.step.passes import Kind, Pass, passes
+
+    asked: list[Any] = []
+    stock = (
+        SimpleNamespace() if of_stock is None else SimpleNamespace(can_run_prefill_cuda_graph=lambda batch: of_stock)
+    )
+    backend = backend_over(stock)
+    for shares in (False, True):
+        monkeypatch.setattr(passes, "now", Pass(Kind.PREFILL, prefill=SimpleNamespace() if shares else None))
+        backend._leave_graph = lambda mine: asked.append(mine) or mine
+        assert backend.can_run_prefill_cuda_graph("batch") is (not shares and of_stock is not False)
+        backend._leave_graph = lambda mine: False  # another rank shares nothing
+        assert backend.can_run_prefill_cuda_graph("batch") is (of_stock is not False)
+    assert asked == [False, True]
+
+
+@pytest.mark.skipif(contract.line() != "0.5.23", reason="from 0.5.23 on")
+def test_sglang_asks_whether_a_prefill_pass_replays_a_graph() -> None:
+    from sglang.srt.model_executor.runner import prefill_cuda_graph_runner
+
+    assert hasattr(prefill_cuda_graph_runner.PrefillCudaGraphRunner, "_backend_can_run_prefill_cuda_graph")
+
+
 def test_requests_of_a_step_to_try_kernels_out_are_limited_as_the_stock_backends() -> None:
     """From 0.5.18 on; the interface's default is that they are not."""
     name = "extend_dummy_seqs_capped_by_req_pool"

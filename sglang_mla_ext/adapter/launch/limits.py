@@ -68,8 +68,8 @@ def set_defaults(server_args: ServerArgs, on_gpu: bool) -> None:
         text = f"{BACKEND_NAME} needs --page-size {PAGE_TOKENS}, not {server_args.page_size}; remove the flag."
         raise Refusal(text, [Finding("--page-size", text)])
     server_args.page_size = PAGE_TOKENS
-    # By itself SGLang captures no prefill of MLA but Kimi-K2.5's and later ones', by torch.compile. What is captured
-    # does not share, and cannot read an FP8 cache.
+    # What is captured does not share, and cannot read an FP8 cache. By itself SGLang captures no prefill of MLA but
+    # Kimi-K2.5's and later ones', from 0.5.23 on that of all.
     installed.disable_prefill_graph(server_args)
     if server_args.speculative_algorithm is not None and installed.attention_backends(server_args)[0] != BACKEND_NAME:
         server_args.speculative_attention_mode = "decode"

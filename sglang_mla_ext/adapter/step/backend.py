@@ -80,6 +80,7 @@ class HybridMLABackend(AttentionBackend):
         heads: int,
         requests: range,
         query_tokens: int = 1,
+        leave_graph: Callable[[bool], bool] = bool,
     ) -> None:
         """
         Args:
@@ -89,10 +90,12 @@ class HybridMLABackend(AttentionBackend):
             heads: of this rank.
             requests: numbers of requests of a step that can share; empty where no group ever pays.
             query_tokens: of a request in a verify step; 1 without speculative decoding.
+            leave_graph: from whether a prefill pass shares on this rank, whether all ranks run it without a graph.
         """
         super().__init__()
         self._stock, self._latent, self._shared, self._steps = stock, latent, shared, steps
         self._layer_index, self._heads, self._query_tokens = layer_index, heads, query_tokens
+        self._leave_graph = leave_graph
         self._preparation = Preparation(stock, latent, shared, steps, requests=requests, query_tokens=query_tokens)
         for name in FLAGS_OF_STOCK:
             if hasattr(stock.backend, name):
@@ -131,6 +134,14 @@ class HybridMLABackend(AttentionBackend):
             self._stock.backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
     # ---- before a step
+
+    def can_run_prefill_cuda_graph(self, forward_batch: ForwardBatch) -> bool:
+        """From 0.5.23 on: whether a prefill pass replays a CUDA graph, if one was captured. What is captured is absorb
+        over each request's own keys, so a pass that shares runs without."""
+        of_stock = getattr(self._stock.backend, "can_run_prefill_cuda_graph", None)
+        if self._leave_graph(passes.now.prefill is not None):
+            return False
+        return of_stock is None or bool(of_stock(forward_batch))
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """A step without a CUDA graph: one without segments needs nothing of what is shared."""

@@ -200,7 +200,9 @@ def build(
             fail=steps.fail,
         )
     of_steps = dict(layer_index=layer_index, heads=heads, requests=sharing, query_tokens=query_tokens)
-    backend = HybridMLABackend(stock, latent, shared, steps, **of_steps)
+    # Ranks with requests of their own have agreed on graphs before it is known what one of them shares.
+    leave_graph = never if installed.dp_attention_ranks(args) > 1 else all_ranks_agree()
+    backend = HybridMLABackend(stock, latent, shared, steps, **of_steps, leave_graph=leave_graph)
     if shared is not None:
         merge_before_o_proj(layers, backend.merge)
     riding = None
@@ -217,6 +219,11 @@ def build(
             agree=all_ranks_agree(),
         )
     return backend, steps, riding
+
+
+def never(answer: bool) -> bool:
+    """What ranks say that do not ask each other."""
+    return False
 
 
 def cost_model(
