@@ -24,6 +24,7 @@ REPLICAS, NODES = "--dp-size without DP attention", "several nodes"
 SPREAD, PEERS = "prefixes spread over ranks", f"{spread.FLAG} peers"
 DRAFTS, FP8_CACHE, HOST_CACHE, MIXED = "drafts", "an FP8 cache", "a host cache", "mixed steps"
 COMPILED, PASSING = "--enable-torch-compile", "prefill that expands for itself"
+PREFILL_GRAPHS = "prefill in CUDA graphs"
 STORAGE, PREFILL_BY = "storage {}", "prefill by {}"
 ROLE_BY, EXPERTS_BY = "prefill and decode servers by {}", "experts by {}"
 FILES, FLASHINFER, NIXL = STORAGE.format("file"), PREFILL_BY.format("flashinfer"), ROLE_BY.format("nixl")
@@ -148,6 +149,7 @@ def parts_of(args: ServerArgs, options: HybridMLAOptions) -> dict[str, int]:
         EXPERTS_BY.format(experts): experts not in (None, "none") and ranks,
         "expert parallelism": args.ep_size > 1 and ranks,
         COMPILED: args.enable_torch_compile and ranks,
+        PREFILL_GRAPHS: installed.prefill_graph_backend(args) != "disabled" and ranks,
         PASSING: (options.passing_tokens or passing.by_default(args, options, on_gpu=True)) and ranks,
     }
     return {name: int(ranks) for name, ranks in asked.items() if ranks}
