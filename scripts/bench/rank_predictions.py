@@ -27,34 +27,43 @@ _FULL_GRAPHS = re.compile(r'"prefill":\s*{"backend":\s*"full"')
 
 
 def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
-    """A record's rank, as a model of one GPU.
+    """A record's rank, as a model of one GPU, or of as many as it has ranks.
 
     Args:
         gpu: with other constants than the record's GPU has.
     """
     case, name = record["case"], gpu_config_of(record["gpu"])
     assert name is not None
+    gpu, spread = gpu or Gpu.from_json(name), named(record).hybrid_mla_spread
     latent, expanded = ELEMENT_BYTES[storage(dict(record))]
     return Deployment(
         rank_config(Rank(case["rank"], case["layers"], case.get("of", MODELS[0]))),
-        gpu or Gpu.from_json(name),
+        replace(gpu, rates=gpu.rates.by_stores()) if spread == "peers" else gpu,
+        case.get("tp", 1),
+        case.get("dp", 1),
         latent_element_bytes=latent,
         expanded_element_bytes=expanded,
+        spread=spread not in (None, "off"),
+        prefill_expand_tokens=named(record).hybrid_mla_prefill_expand_tokens or 0,
     )
+
+
+def named(record: Mapping[str, Any]) -> argparse.Namespace:
+    """The extension's flags in a record's command."""
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return parser.parse_known_args(shlex.split(record["case"].get("flags", "")))[0]
 
 
 def named_memory(record: Mapping[str, Any]) -> float | None:
     """GiB that a record's command names for expanded prefixes."""
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-    found, _ = parser.parse_known_args(shlex.split(record["case"].get("flags", "")))
-    return cast("float | None", found.hybrid_mla_prefix_memory_gb)
+    return cast("float | None", named(record).hybrid_mla_prefix_memory_gb)
 
 
 def chunks(record: Mapping[str, Any], of: Deployment) -> int:
     """Chunks of expanded tokens that the server had memory for."""
-    named = named_memory(record)
-    return memory(of, default_fraction(of), None if named is None else named * 2**30).chunks
+    gib = named_memory(record)
+    return memory(of, default_fraction(of), None if gib is None else gib * 2**30).chunks
 
 
 def prefill_in_graphs(record: Mapping[str, Any]) -> bool:
@@ -70,8 +79,8 @@ def tail(case: Mapping[str, Any]) -> int:
 def step(record: Mapping[str, Any], gpu: Gpu | None = None) -> Step:
     """Of a record of `decode`; `gpu` as of `of_rank`."""
     case, of = record["case"], of_rank(record, gpu)
-    ours = record["impl"] == OURS
-    cover = of.cover(case["concurrency"], case["prefix"], chunks(record, of)) if ours else PLAIN
+    ours, mine = record["impl"] == OURS, of.per_rank(case["concurrency"])
+    cover = of.cover(mine, case["prefix"], chunks(record, of)) if ours else PLAIN
     return predict(of, cover, case["concurrency"], case["prefix"], tail(case))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from bench.rank_predictions import as_a_whole, named_memory
+from bench.rank_predictions import as_a_whole, named_memory, step
 from bench.tables import STORAGE_NAMES, Spec
 
 Record = dict[str, Any]
@@ -88,8 +88,10 @@ def spread_or_alone(bench: str) -> Callable[[Record], Record | None]:
     def of(record: Record) -> Record | None:
         case = record["case"]
         how = held(record, case.get("flags", "")) if record["impl"] == "hybrid_mla" else "flashmla"
-        named = of_case(record, how=how, of_rank=case["concurrency"] // case["dp"])
-        return named if record["bench"] == bench else None
+        if record["bench"] != bench:
+            return None
+        plan_ms = step(record).seconds * 1e3 if bench == "decode" else None
+        return of_case(record, how=how, of_rank=case["concurrency"] // case["dp"]) | dict(plan_ms=plan_ms)
 
     return of
 
@@ -205,9 +207,10 @@ SPREAD = Spec(  # a DP server whose ranks spread one prompt, those that hold it 
     of=spread_or_alone("decode"),
     against=lambda key: ("sglang_flashmla", *key[1:3], None),
     order=("prefix", "requests", "how"),
-    headings="prompt | requests of a rank | prompt held | between tokens ms | flashmla / this"
+    headings="prompt | requests of a rank | prompt held | between tokens ms | `plan` says | flashmla / this"
     "| first token ms, median / last | tok/s, prefill included | this / flashmla",
-    cells="{prefix:,} | {of_rank} | {how} | {decode_itl_ms:.2f} | {stock[decode_itl_ms]/decode_itl_ms:.2f}x"
+    cells="{prefix:,} | {of_rank} | {how} | {decode_itl_ms:.2f} | {plan_ms:.2f}"
+    "| {stock[decode_itl_ms]/decode_itl_ms:.2f}x"
     "| {ttft_ms:,.0f} / {ttft_last_ms:,.0f} | {output_tok_s:,.0f} | {output_tok_s/stock[output_tok_s]:.2f}x",
 )
 SPREAD_SHORT = replace(  # the same with short answers
