@@ -114,7 +114,10 @@ def plan(
     prefill_expand_tokens: Annotated[
         int | None, typer.Option(min=0, help="As --hybrid-mla-prefill-expand-tokens [as the server's].")
     ] = None,
-    question: Annotated[int, typer.Option(min=1, help="New tokens of each prompt, with --arrivals.")] = 128,
+    question: Annotated[int, typer.Option(min=1, help="New tokens of each prompt, in prefill.")] = 128,
+    chunked_prefill_size: Annotated[
+        int, typer.Option(min=1, help="As SGLang's: new tokens of a prefill pass, of all ranks of --dp.")
+    ] = 8192,
     prefill_pass_ms: Annotated[
         float | None,
         typer.Option(
@@ -156,6 +159,7 @@ def plan(
         question=question,
         pass_ms=prefill_pass_ms,
         passing=prefill_expand_tokens,
+        chunk_tokens=chunked_prefill_size,
     )
     if step_ms is not None and (len(asked.prompts) != 1 or len(asked.requests) != 1):
         raise typer.BadParameter("is of one step: give one --prefix and one --batch", param_hint="--step-ms")

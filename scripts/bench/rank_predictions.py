@@ -17,12 +17,14 @@ from bench.serving_tables import ELEMENT_BYTES, storage
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.options import add_flags
 from sglang_mla_ext.predict.arrivals import Served, Traffic, compared, host_seconds
+from sglang_mla_ext.predict.burst import CHUNK_TOKENS, burst_seconds
 from sglang_mla_ext.predict.memory import default_fraction, memory
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.sharing import PLAIN
 from sglang_mla_ext.predict.step import Deployment, Step, predict
 
 OURS = "hybrid_mla"
+_CHUNK = re.compile(r"--chunked-prefill-size (\d+)")
 _FULL_GRAPHS = re.compile(r'"prefill":\s*{"backend":\s*"full"')
 
 
@@ -110,6 +112,19 @@ def served(record: Mapping[str, Any]) -> Served:
     traffic = Traffic(case["concurrency"], case["prefix"], question, answer, host_s)
     _, ways = compared(of, traffic, chunks(record, of))
     return ways["mixed" if record["impl"] == OURS else "absorb"]
+
+
+def last_first_token(record: Mapping[str, Any]) -> float:
+    """Seconds until the last request of a record of `decode` has its first token: all come at once."""
+    case, of = record["case"], of_rank(record)
+    named = _CHUNK.search(record["command"])
+    requests, prefix = case["concurrency"], case["prefix"]
+    kept = 0
+    if record["impl"] == OURS and not of.spread:
+        kept = of.cover(of.per_rank(requests), prefix, chunks(record, of)).naive
+    host_s = 0.0 if prefill_in_graphs(record) else host_seconds(of)
+    given = dict(host_s=host_s, expanded=kept, chunk_tokens=int(named[1]) if named else CHUNK_TOKENS)
+    return burst_seconds(of, requests, prefix, round(mean(OWN_TOKENS)), **given)
 
 
 def tokens_per_s(record: Mapping[str, Any]) -> float:

@@ -20,9 +20,7 @@ CLEARLY = 1.05
 """So much better must another dtype or deployment be to be named."""
 LATER = "with later first tokens where many requests come at once"
 """What spread prefixes cost where prefill passes expand nothing for themselves."""
-PREFILL = (
-    "Prefill gains beside that: a pass expands a prompt once for all of its requests (--arrivals shows first tokens)."
-)
+PREFILL = "Prefill gains beside that: a pass expands a prompt once for all of its requests."
 NEARLY = 0.98
 """Of the best gain; less memory that gives so much is preferred."""
 

@@ -90,24 +90,29 @@ def host_seconds(of: Deployment) -> float:
 
 
 def pass_seconds(of: Deployment, traffic: Traffic, requests: int, expanded: int = 0) -> float:
-    """An eager prefill pass of so many requests.
+    """An eager prefill pass of so many requests of all ranks; arguments are those of `pass_kernels_seconds`."""
+    mine = of.per_rank(requests)
+    return max(pass_kernels_seconds(of, traffic.prefix, mine * traffic.question, mine, expanded), traffic.host_s)
 
-    Its kernels attend with each head's keys and values, which are computed in the pass where they are not kept
-    expanded: for each request, or once for all of a rank where the pass may expand for itself and that saves enough.
+
+def pass_kernels_seconds(of: Deployment, prefix: int, tokens: int, requests: int, expanded: int = 0) -> float:
+    """The kernels of a prefill pass, as many tokens and requests on each rank.
+
+    They attend with each head's keys and values, which are computed in the pass where they are not kept expanded: for
+    each request, or once for all of a rank where the pass may expand for itself and that saves enough.
 
     Args:
         expanded: first tokens of the prefix whose keys and values are kept.
     """
-    arriving = Arriving(requests * traffic.question, requests)
     of = replace(of, spread=False)
-    kernels = predict(of, Cover(naive=traffic.prefix), 0, traffic.prefix, 0, arriving).seconds
-    mine, again = of.per_rank(requests), traffic.prefix - expanded
-    if not (of.prefill_expand_tokens and (mine - 1) * again >= FEWEST_SAVED // of.cost.local_heads):
-        again *= mine
+    arriving, again = Arriving(of.dp * tokens, of.dp * requests), prefix - expanded
+    seconds = predict(of, Cover(naive=prefix), 0, prefix, 0, arriving).seconds
+    if not (of.prefill_expand_tokens and (requests - 1) * again >= FEWEST_SAVED // of.cost.local_heads):
+        again *= requests
     if again:
         parts = (part for part in of.products if part.name in ("w_kc", "w_vc"))
-        kernels += sum(part.layers * product_seconds(of, part, again) for part in parts)
-    return max(kernels, traffic.host_s)
+        seconds += sum(part.layers * product_seconds(of, part, again) for part in parts)
+    return seconds
 
 
 def compared(of: Deployment, traffic: Traffic, chunks: int | None = None) -> tuple[int, dict[str, Served]]:

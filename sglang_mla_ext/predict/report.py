@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS  # plain Python
-from sglang_mla_ext.predict import sharing
+from sglang_mla_ext.predict import burst, sharing
 from sglang_mla_ext.predict.arrivals import Traffic, compared, host_seconds
 from sglang_mla_ext.predict.memory import Memory, default_fraction, default_passing, fraction_that_fits, memory
 from sglang_mla_ext.predict.sharing import PLAIN
@@ -39,6 +39,7 @@ class Asked:
             prompt.
         pass_ms: host time of an eager prefill pass; None: as measured elsewhere, by layers.
         passing: tokens that a prefill pass expands at a time for itself; None: as the server chooses.
+        chunk_tokens: new tokens of a prefill pass (`--chunked-prefill-size`).
     """
 
     model: str
@@ -54,6 +55,7 @@ class Asked:
     question: int = 128
     pass_ms: float | None = None
     passing: int | None = None
+    chunk_tokens: int = burst.CHUNK_TOKENS
 
     def memory(self, of: Deployment) -> Memory | None:
         """Of a GPU; None where that is not known."""
@@ -167,7 +169,22 @@ def _case(of: Deployment, asked: Asked, divided: Memory | None, prompt: int, req
         }
         if asked.answer is not None:
             found["arrivals"] = _served(of, asked, prompt, requests, chunks)
+        if divided.budget and not of.has_states:
+            found["burst_s"] = _burst(of, asked, prompt, min(found["running"].values()), chunks)
     return found
+
+
+def _burst(of: Deployment, asked: Asked, prompt: int, requests: int, chunks: int) -> dict[str, Any]:
+    """So many requests that come at once: until the last one has its first token."""
+    # What ranks hold together none of them prefills with.
+    kept = 0 if of.spread else of.cover(of.per_rank(requests), prompt, chunks).naive
+    stock = dataclasses.replace(of, prefill_expand_tokens=0)
+    given: dict[str, Any] = {"host_s": host_s(of, asked), "chunk_tokens": asked.chunk_tokens}
+    return {
+        "requests": requests,
+        "absorb": burst.burst_seconds(stock, requests, prompt, asked.question, **given),
+        "chosen": burst.burst_seconds(of, requests, prompt, asked.question, **given, expanded=kept),
+    }
 
 
 def _why_plain(of: Deployment, prompt: int, mine: int, chunks: int) -> str:
@@ -235,8 +252,12 @@ def _check_arrivals(of: Deployment, asked: Asked) -> None:
 
 
 def _arrivals(of: Deployment, asked: Asked) -> dict[str, Any]:
-    pass_ms = host_seconds(of) * 1e3 if asked.pass_ms is None else asked.pass_ms
-    return {"answer": asked.answer, "question": asked.question, "prefill_pass_ms": pass_ms}
+    return {"answer": asked.answer, "question": asked.question, "prefill_pass_ms": host_s(of, asked) * 1e3}
+
+
+def host_s(of: Deployment, asked: Asked) -> float:
+    """Host time of an eager prefill pass."""
+    return host_seconds(of) if asked.pass_ms is None else asked.pass_ms * 1e-3
 
 
 def _served(of: Deployment, asked: Asked, prompt: int, requests: int, chunks: int) -> dict[str, Any]:

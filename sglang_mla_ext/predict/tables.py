@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.table import Table
@@ -106,6 +107,16 @@ def memory_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
     return table
 
 
+def _of_bursts(found: dict[str, Any]) -> Iterator[str]:
+    """Of each prompt with the most requests, where something is gained."""
+    for prompt, burst in {case["prompt"]: case["burst_s"] for case in found["cases"] if "burst_s" in case}.items():
+        if burst["chosen"] < 0.95 * burst["absorb"]:
+            yield (
+                f"{prompt:,} tokens, {burst['requests']:,} requests at once: the last first token after about "
+                f"{burst['chosen']:.0f} s, {burst['absorb']:.0f} s with stock attention"
+            )
+
+
 def sentences(of: Deployment, found: dict[str, Any]) -> list[str]:
     """What stands above the tables."""
     threshold, lines = found["threshold"], []
@@ -120,6 +131,7 @@ def sentences(of: Deployment, found: dict[str, Any]) -> list[str]:
         else:
             lines.append(f"{said}sharing does not pay")
     lines += _why_plain(of, found)
+    lines += _of_bursts(found)
     if of.gpu.derived:
         lines.append(f"The rates of {of.gpu.rates.name} are derived from data sheets, not measured.")
     elif of.gpu.step is not None and of.gpu.step.derived:
