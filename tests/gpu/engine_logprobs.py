@@ -7,12 +7,15 @@ below the prefix, and half of those with a conversation below their document. Wi
 the requests goes to the first data-parallel rank, and the second half to the second one while the first one decodes.
 With `"fillers": n` so many other prompts, each longer than the prefix, come between it and the requests, and then the
 fillers and the requests once more: the answers are those of the second time, `before` has the tokens of the first.
+With `"meet": port` the engine is one of a prefill and a decode server, which meet at that port of the former; both are
+sent the same.
 """
 
 import asyncio
 import json
 import random
 import sys
+from typing import Any
 
 
 async def in_turn(engine, requests: list[list[int]], arguments: dict) -> tuple[list[dict], bool]:
@@ -47,7 +50,7 @@ def main() -> None:
     if backend == "flashmla":
         defaults["page_size"] = 64
     arguments = defaults | json.loads(sys.argv[7])
-    nested, turns, fillers = (arguments.pop(name, 0) for name in ("nested", "in_turn", "fillers"))
+    nested, turns, fillers, port = (arguments.pop(name, 0) for name in ("nested", "in_turn", "fillers", "meet"))
     engine = sglang.Engine(
         model_path=model,
         attention_backend=backend,
@@ -70,7 +73,12 @@ def main() -> None:
                 below[index] = documents[index % 3] + (conversations[index % 3] if index % 2 else [])
     requests = [prefix + path + text(rng.randrange(1, 200)) for path in below]
     sampling = {"temperature": 0, "ignore_eos": True}
-    engine.generate(input_ids=[prefix], sampling_params={**sampling, "max_new_tokens": 1})
+
+    def rooms(*numbers: int) -> dict[str, Any]:
+        """Where the two servers meet for each request."""
+        return dict(bootstrap_host="127.0.0.1", bootstrap_port=port, bootstrap_room=list(numbers)) if port else {}
+
+    engine.generate(input_ids=[prefix], sampling_params={**sampling, "max_new_tokens": 1}, **rooms(1))
     asked = {
         "sampling_params": {**sampling, "max_new_tokens": new_tokens},
         "return_logprob": True,
@@ -83,7 +91,7 @@ def main() -> None:
         if turns:
             answers, overlapped = engine.loop.run_until_complete(in_turn(engine, requests, asked))
         else:
-            answers = engine.generate(input_ids=requests, **asked)
+            answers = engine.generate(input_ids=requests, **asked, **rooms(*range(2, batch + 2)))
         rounds.append(answers)
     ranks = [state.get("hybrid_mla") for state in engine.get_server_info()["internal_states"]]
     engine.shutdown()

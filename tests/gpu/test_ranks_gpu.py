@@ -6,6 +6,7 @@ which nothing is compiled yet.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +82,10 @@ def test_ranks_that_divide_the_requests(tmp_path: Path) -> None:
     check_ranks(found, largest_group=BATCH // 2)
 
 
-SPREAD: dict[str, Any] = dict(env={"SGLANG_HYBRID_MLA_SPREAD": "auto"})
-
-
-def spread(mode: str, **arguments: Any) -> dict[str, Any]:
+def spread(mode: str, via: str = "auto", env: Mapping[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
     """One of MODES, in which ranks hold prefixes together."""
     one = MODES[mode]
-    return one | DP_ATTENTION | arguments | dict(env=one["env"] | SPREAD["env"])
+    return one | DP_ATTENTION | arguments | dict(env=one["env"] | {"SGLANG_HYBRID_MLA_SPREAD": via} | (env or {}))
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
@@ -101,9 +99,12 @@ def test_ranks_that_hold_prefixes_together(tmp_path: Path, fp8: bool) -> None:
         engines["stock_fp8"] = STOCK | FP8 | DP_ATTENTION
         engines |= {mode: spread(mode) for mode in ("naive, FP8 prefix", "naive, FP8 cache")}
     else:
-        engines |= {"naive": spread("naive"), "naive, in turn": spread("naive", in_turn=True, fillers=1)}
-        checked = spread("naive")
-        engines["naive, checked"] = checked | dict(env=checked["env"] | {"SGLANG_HYBRID_MLA_VERIFY_INTERVAL": "3"})
+        engines |= {
+            "naive": spread("naive"),
+            "naive, in turn": spread("naive", in_turn=True, fillers=1),
+            "naive, checked": spread("naive", env={"SGLANG_HYBRID_MLA_VERIFY_INTERVAL": "3"}),
+            "naive, by stores": spread("naive", "peers"),
+        }
     engines = {name: one | dict(port=31500 + 50 * i) for i, (name, one) in enumerate(engines.items())}
     nested = {name: one | dict(nested=True) for name, one in {"truth": TRUTH, **engines}.items()}
     found = all_answers(model, tmp_path, nested, NESTED_AT_A_TIME)

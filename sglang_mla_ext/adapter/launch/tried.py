@@ -36,17 +36,8 @@ MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "0.5.17": {
         GPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, GLM_FLASH: 1, TENSOR: 2, DP_ATTENTION: 2},
-            **{
-                SPREAD: 2,
-                PEERS: 2,
-                PASSING: 2,
-                MIXED: 1,
-                DRAFTS: 1,
-                FP8_CACHE: 2,
-                HOST_CACHE: 1,
-                FLASHINFER: 1,
-                COMPILED: 1,
-            },
+            **{SPREAD: 2, PEERS: 2, PASSING: 2, MIXED: 1},
+            **{DRAFTS: 1, FP8_CACHE: 2, HOST_CACHE: 1, FLASHINFER: 1, COMPILED: 1},
         },
         CPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 4, REPLICAS: 2, NODES: 2},

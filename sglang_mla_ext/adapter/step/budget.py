@@ -184,11 +184,8 @@ def passing_bytes(configurator: KVCacheConfigurator, tokens: int) -> int:
     """For as many tokens that prefill expands at a time for itself."""
     if not tokens:
         return 0
-    layer, device, dtype = (
-        attention_layers(configurator)[0],
-        torch.device(configurator.device),
-        configurator.model_dtype,
-    )
+    layer, device = attention_layers(configurator)[0], torch.device(configurator.device)
+    dtype = configurator.model_dtype
     rates = rates_for(torch.cuda.get_device_name() if device.type == "cuda" else "cpu")
     tiles, fetches = naive_tiles(rates, dtype), configurator.kv_cache_dtype == FP8
     return Passing.bytes_for(layer, tokens, dtype=dtype, device=device, tiles=tiles, fetches=fetches)
