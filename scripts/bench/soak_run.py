@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,9 @@ from bench.generate import TIMEOUT_S, RefusedError, StockAnswers, answer_of, bod
 from bench.server import server_info
 from bench.soak_judge import FP32, Answer, Tolerance, Verdict, judge
 from bench.soak_traffic import Action, Chat, Request
+
+PUBLISHED_S = 10.0
+"""Within which ranks have published their loads, that an idle server answers with."""
 
 
 class ServerDiedError(RuntimeError):
@@ -243,8 +247,12 @@ class Soak:
         self.outcome.actions["flushes"] += 1
 
     def _measure_leaks(self) -> None:
-        """What an idle server whose cache is empty still holds."""
-        self.outcome.leaked_bytes = max(self.outcome.leaked_bytes, left_bytes(self.url))
+        """What an idle server whose cache is empty still holds. Ranks with DP attention publish that now and then."""
+        left, begun = left_bytes(self.url), time.monotonic()
+        while left and time.monotonic() - begun < PUBLISHED_S:
+            time.sleep(0.5)
+            left = left_bytes(self.url)
+        self.outcome.leaked_bytes = max(self.outcome.leaked_bytes, left)
         self.outcome.rss_bytes.append(rss_bytes(self.url))
 
     async def _judge(self) -> None:
