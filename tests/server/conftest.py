@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import psutil
@@ -71,7 +72,8 @@ class Server:
             async with self.client() as client:
                 with self.paused() if together else contextlib.nullcontext():
                     answers = asyncio.gather(*(self.ask_one(client, chat) for chat in chats))
-                    await asyncio.sleep(0.15)
+                    if together:
+                        await self.has_taken(len(chats))
                 return list(await answers)
 
         return asyncio.run(all_of_them())
@@ -88,6 +90,19 @@ class Server:
         finally:
             for each in started:
                 each.resume()
+
+    async def has_taken(self, requests: int) -> None:
+        """Wait until the process that takes requests has so many, and nothing more to do with them."""
+        server, port = psutil.Process(self.process.pid), urlsplit(self.base_url).port
+        waits = 0
+        for _ in range(500):
+            await asyncio.sleep(0.02)
+            connections = server.net_connections("tcp")
+            taken = sum(each.status == psutil.CONN_ESTABLISHED and each.laddr.port == port for each in connections)
+            waits = waits + 1 if taken >= requests and server.status() == psutil.STATUS_SLEEPING else 0
+            if waits == 8:
+                return
+        raise AssertionError(f"{requests} requests were sent, and the server took {taken}")
 
     def client(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=f"{self.base_url}/v1", api_key="none", timeout=300, max_retries=0)
