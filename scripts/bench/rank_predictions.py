@@ -36,17 +36,17 @@ def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
     """
     case, name = record["case"], gpu_config_of(record["gpu"])
     assert name is not None
-    gpu, spread = gpu or Gpu.from_json(name), named(record).hybrid_mla_spread
+    gpu, flags = gpu or Gpu.from_json(name), named(record)
     latent, expanded = ELEMENT_BYTES[storage(dict(record))]
     return Deployment(
         rank_config(Rank(case["rank"], case["layers"], case.get("of", MODELS[0]))),
-        replace(gpu, rates=gpu.rates.by_stores()) if spread == "peers" else gpu,
+        replace(gpu, rates=gpu.rates.by_stores()) if flags.hybrid_mla_spread == "peers" else gpu,
         case.get("tp", 1),
         case.get("dp", 1),
         latent_element_bytes=latent,
         expanded_element_bytes=expanded,
-        spread=spread not in (None, "off"),
-        prefill_expand_tokens=named(record).hybrid_mla_prefill_expand_tokens or 0,
+        spread=flags.hybrid_mla_spread not in (None, "off"),
+        prefill_expand_tokens=flags.hybrid_mla_prefill_expand_tokens or 0,
     )
 
 
@@ -117,13 +117,11 @@ def served(record: Mapping[str, Any]) -> Served:
 def last_first_token(record: Mapping[str, Any]) -> float:
     """Seconds until the last request of a record of `decode` has its first token: all come at once."""
     case, of = record["case"], of_rank(record)
-    named = _CHUNK.search(record["command"])
+    chunk = _CHUNK.search(record["command"])
     requests, prefix = case["concurrency"], case["prefix"]
-    kept = 0
-    if record["impl"] == OURS and not of.spread:
-        kept = of.cover(of.per_rank(requests), prefix, chunks(record, of)).naive
+    kept = of.kept_for_prefill(requests, prefix, chunks(record, of)) if record["impl"] == OURS else 0
     host_s = 0.0 if prefill_in_graphs(record) else host_seconds(of)
-    given = dict(host_s=host_s, expanded=kept, chunk_tokens=int(named[1]) if named else CHUNK_TOKENS)
+    given = dict(host_s=host_s, expanded=kept, chunk_tokens=int(chunk[1]) if chunk else CHUNK_TOKENS)
     return burst_seconds(of, requests, prefix, round(mean(OWN_TOKENS)), **given)
 
 

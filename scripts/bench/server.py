@@ -33,7 +33,7 @@ CPU_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 START_S = 1800.0
 # From a server's port, or from that of `--dist-init-addr`, to those between its own processes (`PortArgs.init_new`).
 SGLANG_OFFSETS = (*range(20), *range(233, 253))
-RENDEZVOUS_OFFSET = 19
+RENDEZVOUS_OFFSET = 19  # among them, and none that SGLang counts from a server's own port
 
 
 class ServerFailedError(RuntimeError):

@@ -86,10 +86,10 @@ def spread_or_alone(bench: str) -> Callable[[Record], Record | None]:
     """Leaves the records of one load, with how their ranks hold the prompt, and requests of each."""
 
     def of(record: Record) -> Record | None:
-        case = record["case"]
-        how = held(record, case.get("flags", "")) if record["impl"] == "hybrid_mla" else "flashmla"
         if record["bench"] != bench:
             return None
+        case = record["case"]
+        how = held(record, case.get("flags", "")) if record["impl"] == "hybrid_mla" else "flashmla"
         plan_ms = step(record).seconds * 1e3 if bench == "decode" else None
         return of_case(record, how=how, of_rank=case["concurrency"] // case["dp"]) | dict(plan_ms=plan_ms)
 

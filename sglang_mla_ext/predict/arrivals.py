@@ -140,8 +140,7 @@ def compared(of: Deployment, traffic: Traffic, chunks: int | None = None) -> tup
     def in_turns(of: Deployment, step: Callable[[int, int], float], kept: int) -> Served:
         return serve(traffic, cache(step), prefill=cache(lambda requests: pass_seconds(of, traffic, requests, kept)))
 
-    # What ranks hold together none of them prefills with.
-    kept = 0 if of.spread else of.cover(of.per_rank(traffic.requests), prefix, chunks).naive
+    kept = of.kept_for_prefill(traffic.requests, prefix, chunks)
     found = {"absorb": in_turns(stock, absorb, 0), "chosen": in_turns(of, chosen, kept)}
     found["mixed"] = serve(traffic, cache(chosen), may_ride) if may_ride else found["chosen"]
     return may_ride, found

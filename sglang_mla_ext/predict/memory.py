@@ -95,9 +95,8 @@ def memory(of: Deployment, fraction: float, for_prefixes: float | None = None) -
     budget = left - states
     token, latent = (each * of.dims.num_layers for each in (of.cost.expanded_token_bytes, of.cost.latent_row_bytes))
     if for_prefixes is None:
-        of_prefill = passing_bytes(of)
-        for_prefixes = default_bytes(int(budget), buffer_bytes(of, expands=True) - of_prefill, token)
-        for_prefixes += of_prefill if for_prefixes else 0
+        buffers, beside = buffer_bytes(replace(of, prefill_expand_tokens=0), expands=True), passing_bytes(of)
+        for_prefixes = default_bytes(int(budget), buffers, token, beside)
     for_prefixes = min(for_prefixes, budget)
     chunks = max(int((for_prefixes - buffer_bytes(of, expands=True)) // (token * CHUNK_TOKENS)), 0)
     taken = max(for_prefixes, min(buffer_bytes(of, expands=False), budget))

@@ -176,8 +176,7 @@ def _case(of: Deployment, asked: Asked, divided: Memory | None, prompt: int, req
 
 def _burst(of: Deployment, asked: Asked, prompt: int, requests: int, chunks: int) -> dict[str, Any]:
     """So many requests that come at once: until the last one has its first token."""
-    # What ranks hold together none of them prefills with.
-    kept = 0 if of.spread else of.cover(of.per_rank(requests), prompt, chunks).naive
+    kept = of.kept_for_prefill(requests, prompt, chunks)
     stock = dataclasses.replace(of, prefill_expand_tokens=0)
     given: dict[str, Any] = {"host_s": host_s(of, asked), "chunk_tokens": asked.chunk_tokens}
     return {
@@ -262,8 +261,8 @@ def host_s(of: Deployment, asked: Asked) -> float:
 
 def _served(of: Deployment, asked: Asked, prompt: int, requests: int, chunks: int) -> dict[str, Any]:
     """A case whose requests end and are replaced."""
-    given = _arrivals(of, asked)
-    traffic = Traffic(requests, prompt, given["question"], given["answer"], given["prefill_pass_ms"] * 1e-3)
+    assert asked.answer is not None
+    traffic = Traffic(requests, prompt, asked.question, asked.answer, host_s(of, asked))
     may_ride, ways = compared(of, traffic, chunks)
     found: dict[str, Any] = {"mixed_tokens": may_ride, "new_tokens_a_step": traffic.new_tokens / of.dp}
     for way, served in ways.items():

@@ -163,6 +163,11 @@ class Deployment:
         """How it attends to that prompt; see `plan`."""
         return cover(self.plan(requests, prompt, chunks))
 
+    def kept_for_prefill(self, requests: int, prompt: int, chunks: int | None = None) -> int:
+        """First tokens of a prompt that prefill finds expanded, while so many requests of all ranks share it: what
+        ranks hold together none of them prefills with. See `plan`."""
+        return 0 if self.spread else self.cover(self.per_rank(requests), prompt, chunks).naive
+
     def per_rank(self, requests: int) -> int:
         """Requests on the busiest of the data-parallel ranks."""
         return -(-requests // self.dp)

@@ -22,16 +22,18 @@ def tokens_held(available: int, buffers: int, token_bytes: int) -> int:
     return max(int(available * SHARE) - buffers, 0) // token_bytes
 
 
-def default_bytes(available: int, buffers: int, token_bytes: int, *, always: bool = False) -> int:
-    """A quarter of the memory for the KV cache where that holds 8,192 expanded tokens, otherwise nothing.
+def default_bytes(available: int, buffers: int, token_bytes: int, beside: int = 0, *, always: bool = False) -> int:
+    """A quarter of the memory for the KV cache, and what comes beside it, where the quarter holds 8,192 expanded
+    tokens, otherwise nothing.
 
     Args:
         available: bytes for the KV cache; buffers: of our own, out of the same; token_bytes: of a token of expanded
             prefixes, in all layers.
+        beside: of what prefill expands for itself, which is not among `buffers`.
         always: however few tokens it holds, for who asks for naive attention alone.
     """
     enough = always or tokens_held(available, buffers, token_bytes) >= FEWEST_TOKENS
-    return int(available * SHARE) if enough else 0
+    return int(available * SHARE) + beside if enough else 0
 
 
 def default_passing_tokens(available: int, taken: int, named: int | None) -> int:

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import test_limits
+from test_spread_at_launch import EIGHT
 
 from sglang_mla_ext.adapter.launch import passing
 from sglang_mla_ext.options import HybridMLAOptions
-
-EIGHT = {"enable_dp_attention": True, "tp_size": 8, "dp_size": 8, "attn_dp_size": 8}
 
 
 @pytest.mark.parametrize(

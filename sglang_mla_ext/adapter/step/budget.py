@@ -56,10 +56,9 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
     options = with_passing(available, configurator, options)
     if not options.may_expand or options.prefix_memory_gb is not None:
         return options
-    # What prefill expands for itself comes beside the share.
-    beside = passing_bytes(configurator, options.passing_tokens)
-    token, buffers = token_bytes(configurator, options), buffer_bytes(configurator, options) - beside
-    default = default_bytes(available, buffers, token, always=options.mode == "naive")
+    token, beside = token_bytes(configurator, options), passing_bytes(configurator, options.passing_tokens)
+    buffers = buffer_bytes(configurator, replace(options, prefill_expand_tokens=0))
+    default = default_bytes(available, buffers, token, beside, always=options.mode == "naive")
     if not default:
         on_gpu = torch.device(configurator.device).type == "cuda"
         in_the_way = spread.in_the_way(installed.resolved(configurator.server_args), options, on_gpu)
@@ -78,7 +77,7 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
             FEWEST_TOKENS,
             together,
         )
-    return replace(options, prefix_memory_gb=(default and default + beside) / GIB)
+    return replace(options, prefix_memory_gb=default / GIB)
 
 
 def with_passing(available: int, configurator: KVCacheConfigurator, options: HybridMLAOptions) -> HybridMLAOptions:
