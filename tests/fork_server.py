@@ -133,7 +133,8 @@ class ForkedProcess:
 
     def terminate(self) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                os.kill(self.pid, signal.SIGTERM)
 
 
 def _serve(control: socket.socket) -> tuple[list[str], dict[str, str]] | None:
