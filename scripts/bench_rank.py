@@ -5,6 +5,9 @@ sixteen), or all heads and whole experts (`--rank dp8`); `make_demo_model.py --r
 of DeepSeek-V3's tp8 want an H200, 36 fit an H100; of Kimi-K2's (`--of kimi-k2`) 48 fit an H200. Tokens are dealt out
 over experts at random, or dummy weights would send all to the same eight.
 
+With `--rank dp8 --running 4` four of the eight run on a GPU each, behind one server with DP attention: what they say to
+each other is then there, but for the experts of the other four. `--concurrency` is of all that run.
+
 Of Kimi-K3 there are two, by `tp8` or `tp16`. `--of kimi-k3` is its language model, with layers of both kinds, for
 SGLang 0.5.20 and newer with `--server-arg '--moe-runner-backend marlin'`: by its weights all 93 layers of a tp16 fit an
 H200 and 60 an H100, 56 of a tp8 an H200. It was never started. `--of kimi-k3-mla` is its layers with MLA alone, in
@@ -59,6 +62,7 @@ def main(
     of: Annotated[str, typer.Option(help=f"The model: {' or '.join(MODELS)}.")] = MODELS[0],
     model: Annotated[Path | None, typer.Option(exists=True, help="A model's folder in place of --rank.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of the rank [all].")] = None,
+    running: Annotated[int, typer.Option(min=1, help="How many of a dp8's ranks run, each on a GPU.")] = 1,
     backend: Annotated[list[str] | None, typer.Option(help="Attention backend, and its flags; repeatable.")] = None,
     workload: Annotated[list[str] | None, typer.Option(help=f"{', '.join(KINDS)}; repeatable (short).")] = None,
     prompt_tokens: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable (7069 and 26472).")] = None,
@@ -105,9 +109,9 @@ def main(
         if of not in MODELS:
             raise typer.BadParameter(f"--of is one of {', '.join(MODELS)}")
         layers = layers or ALL_LAYERS[of]
-        model = work_folder() / f"{of}-{rank}-{layers}"
+        model = work_folder() / (f"{of}-{rank}-{layers}" + (f"x{running}" if running > 1 else ""))
         try:
-            make_rank(model, Rank(rank, layers, of))
+            make_rank(model, Rank(rank, layers, of, running))
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
     assert model is not None
@@ -121,11 +125,13 @@ def main(
     ]
     most_requests = max(requests for _, _, requests in cases)
     common = [*load_arguments(str(model), most_requests), "--load-format", "dummy"]
+    if running > 1:
+        common += ["--tp-size", str(running), "--dp-size", str(running), "--enable-dp-attention"]
     common += shlex.split(" ".join(server_arg or []))
     environment = {"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1"}
     if not deep_gemm:
         environment |= NO_DEEP_GEMM | (FEWER_AT_A_TIME if rank == "dp8" else {})
-    described = {"rank": rank, "deep_gemm": deep_gemm} | ({"of": of} if rank else {})
+    described = {"rank": rank, "deep_gemm": deep_gemm} | ({"of": of, "running": running} if rank else {})
     dims = ModelDims.from_json(model)
     found: list[Run] = []
 

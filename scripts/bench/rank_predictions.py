@@ -39,7 +39,7 @@ def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
     gpu, flags = gpu or Gpu.from_json(name), named(record)
     latent, expanded = ELEMENT_BYTES[storage(dict(record))]
     return Deployment(
-        rank_config(Rank(case["rank"], case["layers"], case.get("of", MODELS[0]))),
+        rank_config(Rank(case["rank"], case["layers"], case.get("of", MODELS[0]), case.get("running", 1))),
         replace(gpu, rates=gpu.rates.by_stores()) if flags.hybrid_mla_spread == "peers" else gpu,
         case.get("tp", 1),
         case.get("dp", 1),

@@ -36,16 +36,23 @@ _WHOLE_EXPERTS = (*_HEADS, "intermediate_size", "num_experts", "num_experts_per_
 
 @dataclass(frozen=True)
 class Rank:
-    """What a folder depends on: how ranks divide which model, and how many of its layers there are."""
+    """What a folder depends on: how ranks divide which model, and how many of its layers there are.
+
+    Attributes:
+        running: of these ranks, behind one server, on a GPU each.
+    """
 
     divided: str
     layers: int = LAYERS
     model: str = MODELS[0]
+    running: int = 1
     version: int = 3  # of the output; raise it when the configuration or the tokenizer changes
 
     def __post_init__(self) -> None:
         if self.model in (K3, K3_MLA) and self.divided not in OF_K3:
             raise ValueError(f"{self.model} is divided by {' or '.join(OF_K3)}, not {self.divided}")
+        if self.running > 1 and (not self.divided.startswith("dp") or self.ranks % self.running):
+            raise ValueError(f"{self.running} of its ranks are not run: of dp8 2, 4 or 8 are")
 
     @property
     def ranks(self) -> int:
@@ -67,13 +74,14 @@ def rank_config(rank: Rank) -> dict[str, Any]:
     """`config.json`: the model's own but for what ranks divide, the layers, and the layer that drafts.
 
     A token goes to eight of the experts that are there. With DP attention that is what comes to a rank's experts: an
-    eighth of what eight times as many tokens send.
+    eighth of what eight times as many tokens send; ranks that run together share the experts of as many.
     """
     if rank.model == K3:
         return _kimi_k3(rank)
     if rank.model == K3_MLA:
         return _mla_of_kimi_k3(rank)
-    config = _divided(read_config("checkpoints", rank.model)["config"], DIVIDED[rank.divided], rank.ranks)
+    parts = rank.ranks // rank.running
+    config = _divided(read_config("checkpoints", rank.model)["config"], DIVIDED[rank.divided], parts)
     return config | _as_deepseek(rank, config)
 
 

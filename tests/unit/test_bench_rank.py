@@ -49,6 +49,19 @@ def test_sglang_reads_a_rank(divided: str, heads: int, experts: int, width: int,
     assert (text.first_k_dense_replace, text.num_experts_per_tok, text.q_lora_rank) == (3, 8, 1536)
 
 
+def test_ranks_that_run_together_have_the_experts_of_as_many() -> None:
+    """A rank's share is the same: SGLang divides these experts among those that run."""
+    one, four = (rank_config(Rank("dp8", 36, running=running)) for running in (1, 4))
+    differ = {field: (one[field], four[field]) for field in one if one[field] != four[field]}
+    assert differ == {"n_routed_experts": (32, 128), "vocab_size": (129280 // 8, 129280 // 2)}
+
+
+@pytest.mark.parametrize(("divided", "running"), [("tp8", 2), ("dp8", 3), ("dp8", 16)])
+def test_ranks_that_are_not_run_together(divided: str, running: int) -> None:
+    with pytest.raises(ValueError, match=f"{running} of its ranks are not run: of dp8 2, 4 or 8 are"):
+        Rank(divided, running=running)
+
+
 @pytest.mark.parametrize("divided", OF_K3)
 def test_sglang_reads_a_rank_of_kimi_k3(divided: str) -> None:
     """Layers of both kinds in their order, and so many of a rank's experts for a token as come to it in the mean."""
