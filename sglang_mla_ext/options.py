@@ -17,7 +17,7 @@ ENV_PREFIX = "SGLANG_HYBRID_MLA_"
 MODES = ("auto", "absorb", "naive", "grouped_absorb")
 PREFIX_DTYPES = ("auto", "bf16", "fp8_e4m3")
 DP_ROUTINGS = ("sglang", "prefix")
-SPREADS = ("off", "auto", "peers")
+SPREADS = ("off", "auto", "nccl", "peers")
 
 
 class OptionError(ValueError):
@@ -57,8 +57,9 @@ class HybridMLAOptions:
             is busier than the others; `sglang` leaves it to SGLang's --load-balance-method, which does not look at
             prompts.
         spread: with DP attention, `auto` has all ranks hold each expanded prefix together, every one some of its heads,
-            where that can be (adapter/launch/spread.py); `peers` the same, by stores into each other's memory in place
-            of NCCL (kernels/naive/peers.py); with `off` each holds its own.
+            where that can be (adapter/launch/spread.py): by stores into each other's memory (kernels/naive/peers.py)
+            where the GPUs of one host reach it, else by NCCL; `nccl` and `peers` take one of the two; with `off` each
+            rank holds its own.
     """
 
     prefix_memory_gb: float | None = field(
@@ -118,8 +119,8 @@ class HybridMLAOptions:
         default="off",
         metadata=_flag(
             "with DP attention, ranks hold each expanded prefix together, every one some of its heads, and attend for "
-            "each other: auto (where that can be), peers (the same by stores into each other's memory), off "
-            "(each holds its own)",
+            "each other: auto (where that can be), nccl or peers (only by NCCL, or by stores into each other's "
+            "memory), off (each holds its own)",
             SPREADS,
         ),
     )

@@ -5,7 +5,8 @@ once its client has heard of the end. The question is prefilled in one of two wa
 
 - in turns: an eager pass takes all that wait, before the next decode step, and everyone waits for it; another one
   takes those who come meanwhile. Its time is the larger of what the GPU needs and what the host needs for the launches;
-- mixed (mixed.py): new tokens ride in decode steps, in the order of their requests, so many in each as may.
+- mixed (mixed.py): new tokens ride in decode steps, in the order of their requests, so many in each as may. With DP
+  attention they ride in passes of their own, without running requests, where those are faster than an eager pass.
 
 The steps are gone through one by one, with lengths of answers drawn from a fixed seed. What is not in it: chunks of
 long questions in turns, padding to captured sizes, and whatever hybrid_mla adds to the host's time of a pass.
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from sglang_mla_ext.predict.mixed import bound, mixed_step
+from sglang_mla_ext.predict.mixed import MOST_NEW, bound, mixed_step
 from sglang_mla_ext.predict.sharing import PLAIN, Cover
 from sglang_mla_ext.predict.step import Arriving, Deployment, predict, product_seconds
 from sglang_mla_ext.prefix.passing import FEWEST_SAVED
@@ -115,6 +116,18 @@ def pass_kernels_seconds(of: Deployment, prefix: int, tokens: int, requests: int
     return seconds
 
 
+def riding_seconds(of: Deployment, traffic: Traffic, requests: int, chunks: int | None) -> float:
+    """The new tokens of so many requests of all ranks, in decode graphs without running requests."""
+    mine = of.per_rank(requests)
+    seconds, left = 0.0, mine * traffic.question
+    while left > 0:
+        tokens = min(left, MOST_NEW)
+        arriving = Arriving(of.dp * tokens, of.dp * max(tokens // traffic.question, 1))
+        seconds += mixed_step(of, 0, traffic.prefix, traffic.tail, arriving, chunks).seconds
+        left -= tokens
+    return seconds
+
+
 def compared(of: Deployment, traffic: Traffic, chunks: int | None = None) -> tuple[int, dict[str, Served]]:
     """Plain absorb in turns (`absorb`), as a server plans in turns (`chosen`), and with mixed steps
     (`mixed`; in turns too, where nothing may ride).
@@ -127,8 +140,7 @@ def compared(of: Deployment, traffic: Traffic, chunks: int | None = None) -> tup
         ValueError: the GPU has no constants of a step.
     """
     prefix, tail, stock = traffic.prefix, traffic.tail, replace(of, prefill_expand_tokens=0)
-    # With DP attention new tokens ride without running requests, if at all.
-    may_ride = bound(of, traffic.requests, prefix, tail, chunks) if of.dp == 1 else 0
+    may_ride = bound(of, traffic.requests, prefix, tail, chunks) if of.dp == 1 else MOST_NEW
 
     def absorb(running: int, _: int) -> float:
         return predict(of, PLAIN, running, prefix, tail).seconds
@@ -137,12 +149,25 @@ def compared(of: Deployment, traffic: Traffic, chunks: int | None = None) -> tup
         arriving = Arriving(tokens, max(tokens // traffic.question, 1))
         return mixed_step(of, running, prefix, tail, arriving, chunks).seconds
 
-    def in_turns(of: Deployment, step: Callable[[int, int], float], kept: int) -> Served:
-        return serve(traffic, cache(step), prefill=cache(lambda requests: pass_seconds(of, traffic, requests, kept)))
-
     kept = of.kept_for_prefill(traffic.requests, prefix, chunks)
-    found = {"absorb": in_turns(stock, absorb, 0), "chosen": in_turns(of, chosen, kept)}
-    found["mixed"] = serve(traffic, cache(chosen), may_ride) if may_ride else found["chosen"]
+
+    def stock_pass(requests: int) -> float:
+        return pass_seconds(stock, traffic, requests)
+
+    def eager_pass(requests: int) -> float:
+        return pass_seconds(of, traffic, requests, kept)
+
+    def fastest_pass(requests: int) -> float:
+        return min(eager_pass(requests), riding_seconds(of, traffic, requests, chunks))
+
+    found = {
+        "absorb": serve(traffic, cache(absorb), prefill=cache(stock_pass)),
+        "chosen": serve(traffic, cache(chosen), prefill=cache(eager_pass)),
+    }
+    if of.dp > 1:
+        found["mixed"] = serve(traffic, cache(chosen), prefill=cache(fastest_pass))
+    else:
+        found["mixed"] = serve(traffic, cache(chosen), may_ride) if may_ride else found["chosen"]
     return may_ride, found
 
 

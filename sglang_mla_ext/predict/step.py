@@ -33,6 +33,7 @@ from sglang_mla_ext.segment import Mode
 ROW_STEP = 8
 # Exchanges of a layer where several GPUs share it: after attention and after the MLP.
 EXCHANGE_S = 1e-5  # an assumption: of one, beside its bytes
+GPUS_OF_A_HOST = 8  # that store into each other's memory, where ranks hold prefixes together
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Deployment:
         return CostModel(
             self.dims,
             self.dims.num_heads // self.head_ranks,
-            self.gpu.rates,
+            self.gpu.rates.by_stores() if self.tp <= GPUS_OF_A_HOST else self.gpu.rates,
             self.expanded_element_bytes,
             self.latent_element_bytes,
             self.query_tokens,

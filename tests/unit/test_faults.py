@@ -107,6 +107,7 @@ ON_A_GPU = {
     "adapter/latent/fp8.py FP8Latent.run": "in a layer",
     "adapter/latent/pool.py LatentPool.get_mla_kv_buffer": "SGLang's, of its pool",
     "adapter/step/build_expanding.py all_ranks_agree.agree": "choosing whether a pass rides, of several ranks",
+    "adapter/step/build_expanding.py reach_each_other": "start, of several ranks",
     "adapter/step/nextn.py around_eh_norm": "instead of SGLang's",
     "adapter/step/spreading.py gather_over.gather": "a vote, of several ranks",
     "adapter/step/stock_torch.py TorchStock._extend_over_fp8": "plain absorb, over a cache in FP8",

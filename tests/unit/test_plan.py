@@ -392,8 +392,10 @@ def test_prefixes_that_ranks_hold_together() -> None:
         spread["threshold"]["pays_from_all_expanded"]["26472"] < alone["threshold"]["pays_from_all_expanded"]["26472"]
     )
     of = Deployment(V3, H200, 8, 8, spread=True)
-    free = dataclasses.replace(of.gpu, rates=dataclasses.replace(of.gpu.rates, exchange=None))
-    rates = of.gpu.rates.exchange
+    free = dataclasses.replace(of.gpu, rates=dataclasses.replace(of.gpu.rates, exchange=None, exchange_by_stores=None))
+    rates = of.cost.rates.exchange
+    assert rates == of.gpu.rates.exchange_by_stores, "ranks of one host"
+    assert Deployment(V3, H200, 16, 16, spread=True).cost.rates.exchange == of.gpu.rates.exchange, "of two hosts"
     cover = Cover(naive=26472)
     exchange = (
         predict(of, cover, 1024, 26472, 0).seconds

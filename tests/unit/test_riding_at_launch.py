@@ -29,7 +29,7 @@ def model_without_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
         (MIXED, None, 256, 256),
         ({}, 100, 64, 64),  # whole pages
         (MIXED, 128, 128, 128),
-        ({"enable_dp_attention": True, "dp_size": 2}, None, 0, 0),
+        ({"enable_dp_attention": True, "dp_size": 2}, None, 512, 0),
         ({}, 0, 0, 0),
         (MIXED, 0, 0, 0),
         (test_limits.EAGLE, 100, 0, 0),

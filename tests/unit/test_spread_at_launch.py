@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import test_limits
 import torch
 
 from sglang_mla_ext.adapter.launch import limits, spread
+from sglang_mla_ext.adapter.step import build_expanding
 from sglang_mla_ext.adapter.step.spreading import Spreading
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
@@ -74,6 +76,31 @@ def test_ranks_without_gpus_store_into_no_memory_but_their_own() -> None:
     assert spread.ranks(args, HybridMLAOptions(spread="auto"), on_gpu=False) == 8
     assert spread.ranks(args, HybridMLAOptions(spread="peers"), on_gpu=False) == 1
     assert "a CPU" in spread.warning(args, HybridMLAOptions(spread="peers"), on_gpu=False)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "how", "expected"),
+    [(1, "auto", True), (2, "auto", False), (1, "peers", True), (1, "nccl", False), (1, "off", False)],
+)
+def test_who_may_store_into_the_memory_of_others(nodes: int, how: str, expected: bool) -> None:
+    assert spread.may_store(server_args(nnodes=nodes), HybridMLAOptions(spread=how)) == expected
+
+
+def test_ranks_that_reach_no_others_memory_exchange_by_nccl(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def zeros(peers: build_expanding.Peers, count: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if not reached:
+            raise RuntimeError("no handle")
+        return torch.zeros(count, dtype=dtype)
+
+    group = SimpleNamespace(device_group=SimpleNamespace(group_name="all"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(build_expanding.Peers, "zeros", zeros)
+    caplog.set_level(logging.INFO)
+    for reached in (True, False):
+        assert build_expanding.reach_each_other(group) == reached
+        assert ("by NCCL" in caplog.text) != reached
 
 
 def test_nccl_is_kept_from_registering_unless_the_user_says_so() -> None:

@@ -23,6 +23,9 @@ half as long again, but a pass of their own would be longer still: first tokens 
 REQUESTS, PROMPT, TAIL = 128, 7069, 512
 """What is taken to be running where the bound is predicted."""
 
+OF_DP = 512
+"""New tokens of a step with DP attention: it has no running requests, which would wait for a token."""
+
 STEP = 64
 """Rows from one size of graph to the next, beyond SGLang's own."""
 
@@ -52,15 +55,15 @@ def mixing_in_the_way(args: ServerArgs, on_gpu: bool) -> str | None:
 def tokens(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> int:
     """New tokens that a step with running requests may have; 0 where nothing rides. `args` are resolved.
 
-    Without a GPU there are no graphs to ride in, so nothing does unless it is asked for; nor with DP attention.
+    Without a GPU there are no graphs to ride in, so nothing does unless it is asked for.
     """
     if options.mixed_tokens == 0 or in_the_way(args, on_gpu) is not None:
         return 0
     if options.mixed_tokens is not None:
         return options.mixed_tokens // STEP * STEP
-    if on_gpu and installed.dp_attention_ranks(args) == 1:  # which has not been seen with it on GPUs
-        return max(LEAST_TOKENS, _predicted(args))
-    return LEAST_TOKENS if args.enable_mixed_chunk else 0
+    if not on_gpu:
+        return LEAST_TOKENS if args.enable_mixed_chunk else 0
+    return OF_DP if installed.dp_attention_ranks(args) > 1 else max(LEAST_TOKENS, _predicted(args))
 
 
 def _predicted(args: ServerArgs) -> int:

@@ -50,6 +50,11 @@ def ranks(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> int:
     return found
 
 
+def may_store(args: ServerArgs, options: HybridMLAOptions) -> bool:
+    """Whether ranks that hold prefixes together exchange by stores into each other's memory, if their GPUs reach it."""
+    return options.spread == "peers" or (options.spread == "auto" and args.nnodes == 1)
+
+
 def warning(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> str | None:
     """Why it is asked for in vain."""
     reason = in_the_way(args, options, on_gpu) if options.spread != "off" else None

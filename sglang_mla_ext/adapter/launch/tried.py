@@ -21,8 +21,9 @@ IN_WORDS = {GPU: "run on a GPU", CPU: "run on the CPU", RESOLVED: "resolved only
 
 SERVER, TENSOR, DP_ATTENTION = "a server", "tensor parallelism", "DP attention"
 REPLICAS, NODES = "--dp-size without DP attention", "several nodes"
-SPREAD, PEERS = "prefixes spread over ranks", f"{spread.FLAG} peers"
-DRAFTS, FP8_CACHE, HOST_CACHE, MIXED = "drafts", "an FP8 cache", "a host cache", "mixed steps"
+SPREAD, PEERS = "prefixes spread over ranks", "their exchange by stores"
+DRAFTS, FP8_CACHE, HOST_CACHE = "drafts", "an FP8 cache", "a host cache"
+MIXED, RIDING = "mixed steps", "new tokens that ride under DP attention"
 COMPILED, PASSING = "--enable-torch-compile", "prefill that expands for itself"
 PREFILL_GRAPHS = "prefill in CUDA graphs"
 STORAGE, PREFILL_BY = "storage {}", "prefill by {}"
@@ -35,22 +36,23 @@ GLM_FLASH = "Glm4MoeLiteForCausalLM"
 MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "0.5.17": {
         GPU: {
-            **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, GLM_FLASH: 1, TENSOR: 2, DP_ATTENTION: 2},
-            **{SPREAD: 2, PEERS: 2, PASSING: 2, MIXED: 1},
-            **{DRAFTS: 1, FP8_CACHE: 2, HOST_CACHE: 1, FLASHINFER: 1, COMPILED: 1},
+            **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, GLM_FLASH: 1, TENSOR: 2, DP_ATTENTION: 4},
+            **{SPREAD: 4, PEERS: 4, PASSING: 4, MIXED: 1, RIDING: 2},
+            **{DRAFTS: 1, FP8_CACHE: 2, HOST_CACHE: 1, FLASHINFER: 1, COMPILED: 1, NIXL: 1},
         },
         CPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 4, REPLICAS: 2, NODES: 2},
-            **{SPREAD: 4, PASSING: 2, MIXED: 2, FP8_CACHE: 1, HOST_CACHE: 1, FILES: 1, NIXL: 1, GLM_FLASH: 1},
+            **{SPREAD: 4, PASSING: 2, MIXED: 2, RIDING: 2, FP8_CACHE: 1, HOST_CACHE: 1, FILES: 1, NIXL: 1},
+            **{GLM_FLASH: 1},
         },
     },
     "0.5.18": {CPU: {SERVER: 1, V3: 1, HOST_CACHE: 1, FILES: 1}},
     "0.5.20": {CPU: {SERVER: 1, V3: 1}},
     "0.5.23": {
-        GPU: {SERVER: 1, V3: 1, MIXED: 1},
+        GPU: {SERVER: 1, V3: 1, MIXED: 1, DP_ATTENTION: 2, PASSING: 1, DRAFTS: 1, FP8_CACHE: 2, PREFILL_GRAPHS: 1},
         CPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 2, REPLICAS: 2, NODES: 2},
-            **{SPREAD: 2, PASSING: 2, MIXED: 2, HOST_CACHE: 1, FILES: 1},
+            **{SPREAD: 2, PASSING: 2, MIXED: 2, RIDING: 2, HOST_CACHE: 1, FILES: 1},
             **{KIMI_LINEAR: 1, KIMI_K3_TEXT: 1, GLM_FLASH: 1},
         },
     },
@@ -118,19 +120,19 @@ def parts_of(args: ServerArgs, options: HybridMLAOptions) -> dict[str, int]:
     ranks, experts = args.tp_size, args.moe_a2a_backend
     dp_attention = installed.dp_attention_ranks(args) > 1
     spreads = spread.ranks(args, options, on_gpu=True) > 1
+    rides = options.mixed_tokens != 0 and riding.in_the_way(args, on_gpu=True) is None
     prefill, _ = installed.attention_backends(args)
-    # By default nothing rides with DP attention.
-    mixed = bool(options.mixed_tokens) or (options.mixed_tokens is None and not dp_attention)
     asked: dict[str, Any] = {
         SERVER: 1,
         installed.model_config(args).architectures[0]: 1,
         DP_ATTENTION: dp_attention and ranks,
         SPREAD: spreads and ranks,
-        PEERS: spreads and options.spread == "peers" and ranks,
+        PEERS: spreads and spread.may_store(args, options) and ranks,
         TENSOR: ranks > 1 and not dp_attention and ranks,
         REPLICAS: args.dp_size > 1 and not dp_attention and args.dp_size,
         NODES: args.nnodes > 1 and ranks,
-        MIXED: mixed and riding.in_the_way(args, on_gpu=True) is None and ranks,
+        MIXED: rides and not dp_attention and ranks,
+        RIDING: rides and dp_attention and ranks,
         DRAFTS: args.speculative_algorithm and ranks,
         FP8_CACHE: args.kv_cache_dtype == "fp8_e4m3" and ranks,
         HOST_CACHE: args.enable_hierarchical_cache and ranks,

@@ -32,6 +32,7 @@ from sglang_mla_ext.adapter.step.build_expanding import (
     latent_dtype,
     make_expanding,
     make_passing,
+    reach_each_other,
     tp_group,
 )
 from sglang_mla_ext.adapter.step.layer import attention_layers, merge_before_o_proj
@@ -96,7 +97,10 @@ def build(
     prefix_dtype = STORAGE_DTYPES.get(options.prefix_dtype, latent_dtype(runner))
     ranks = launch_spread.ranks(args, options, on_gpu)
     cost = cost_model(runner, layers, prefix_dtype, query_tokens, ranks)
-    if options.spread == "peers":
+    by_stores = ranks > 1 and launch_spread.may_store(args, options)
+    if by_stores and options.spread == "auto":
+        by_stores = on_gpu and all_ranks_agree(tp_group())(reach_each_other(tp_group()))
+    if by_stores:
         cost = replace(cost, rates=cost.rates.by_stores())
     grouped = tries_grouped(options, cost.rates, ranks)
     stock, latent = stock_and_latent(runner, layers, grouped, query_tokens, counters)
@@ -119,7 +123,7 @@ def build(
             taken_bytes += ShadowCheck.workspace_bytes_for(layers[0], runner.dtype, query_tokens)
         of_rank = runner, layers, cost, prefix_dtype, budget_bytes, taken_bytes, counters, memory
         most_rows = MAX_ROWS if ranks == 1 else step_rows
-        expanding = make_expanding(*of_rank, max_rows=most_rows, by_stores=options.spread == "peers")
+        expanding = make_expanding(*of_rank, max_rows=most_rows, by_stores=by_stores)
         # Ranks that hold prefixes together capture the same graphs: all expand, or none.
         if ranks > 1 and not all_ranks_agree(tp_group())(expanding is not None) and expanding is not None:
             counters.fall_back("nothing is expanded: another rank expands nothing")

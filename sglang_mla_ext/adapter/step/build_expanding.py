@@ -3,6 +3,7 @@ rank alone or on all that hold prefixes together."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+logger = logging.getLogger(__name__)
 
 
 def make_expanding(
@@ -148,6 +151,17 @@ def tp_group() -> GroupCoordinator:
     from sglang.srt.distributed.parallel_state import get_tp_group
 
     return get_tp_group()
+
+
+def reach_each_other(group: GroupCoordinator) -> bool:
+    """Whether this rank can store into the memory of all others; all of them have to ask at once."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        Peers(group.device_group.group_name).zeros(1, dtype=torch.uint8, device=device)
+    except Exception as error:
+        logger.info("hybrid_mla: ranks exchange by NCCL, because they do not reach each other's memory: %s", error)
+        return False
+    return True
 
 
 def all_ranks_agree(group: GroupCoordinator | None = None) -> Callable[[bool], bool]:
