@@ -22,10 +22,11 @@ from sglang_mla_ext.predict.memory import default_fraction, memory
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.sharing import PLAIN
 from sglang_mla_ext.predict.step import Deployment, Step, predict
+from sglang_mla_ext.prefix.default_memory import PASSING_TOKENS
 
 OURS = "hybrid_mla"
 _CHUNK = re.compile(r"--chunked-prefill-size (\d+)")
-_FULL_GRAPHS = re.compile(r'"prefill":\s*{"backend":\s*"full"')
+_GRAPHS = re.compile(r'"prefill":\s*{"backend":\s*"full"|--cuda-graph-backend-prefill (breakable|full)')
 
 
 def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
@@ -37,16 +38,18 @@ def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
     case, name = record["case"], gpu_config_of(record["gpu"])
     assert name is not None
     gpu, flags = gpu or Gpu.from_json(name), named(record)
+    if flags.hybrid_mla_spread != "peers":  # records of `auto` are older than its choice of stores
+        gpu = replace(gpu, rates=replace(gpu.rates, exchange_by_stores=None))
     latent, expanded = ELEMENT_BYTES[storage(dict(record))]
     return Deployment(
         rank_config(Rank(case["rank"], case["layers"], case.get("of", MODELS[0]), case.get("running", 1))),
-        replace(gpu, rates=gpu.rates.by_stores()) if flags.hybrid_mla_spread == "peers" else gpu,
+        gpu,
         case.get("tp", 1),
         case.get("dp", 1),
         latent_element_bytes=latent,
         expanded_element_bytes=expanded,
         spread=flags.hybrid_mla_spread not in (None, "off"),
-        prefill_expand_tokens=flags.hybrid_mla_prefill_expand_tokens or 0,
+        prefill_expand_tokens=passing_tokens(record),
     )
 
 
@@ -55,6 +58,13 @@ def named(record: Mapping[str, Any]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_flags(parser)
     return parser.parse_known_args(shlex.split(record["case"].get("flags", "")))[0]
+
+
+def passing_tokens(record: Mapping[str, Any]) -> int:
+    """That prefill passes expanded at a time for themselves: what its command names, or the server's default."""
+    given: int | None = named(record).hybrid_mla_prefill_expand_tokens
+    expanded = ((record.get("hybrid_mla") or {}).get("counters") or {}).get("prefill_tokens_expanded")
+    return (PASSING_TOKENS if expanded else 0) if given is None else given
 
 
 def named_memory(record: Mapping[str, Any]) -> float | None:
@@ -69,8 +79,8 @@ def chunks(record: Mapping[str, Any], of: Deployment) -> int:
 
 
 def prefill_in_graphs(record: Mapping[str, Any]) -> bool:
-    """Whether prefill passes were CUDA graphs, which fa3 has as an option (`--cuda-graph-config`)."""
-    return _FULL_GRAPHS.search(record["case"].get("flags", "")) is not None
+    """Whether prefill passes were CUDA graphs, which fa3 and SGLang 0.5.23 have as an option."""
+    return _GRAPHS.search(record["case"].get("flags", "")) is not None
 
 
 def tail(case: Mapping[str, Any]) -> int:
@@ -111,7 +121,9 @@ def served(record: Mapping[str, Any]) -> Served:
     host_s = 0.0 if prefill_in_graphs(record) else host_seconds(of)
     traffic = Traffic(case["concurrency"], case["prefix"], question, answer, host_s)
     _, ways = compared(of, traffic, chunks(record, of))
-    return ways["mixed" if record["impl"] == OURS else "absorb"]
+    if record["impl"] != OURS:
+        return ways["absorb"]
+    return ways["chosen" if named(record).hybrid_mla_mixed_tokens == 0 else "mixed"]
 
 
 def last_first_token(record: Mapping[str, Any]) -> float:

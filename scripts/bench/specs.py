@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from bench.rank_predictions import as_a_whole, named_memory, step
+from bench.rank_predictions import as_a_whole, named, named_memory, passing_tokens, step
 from bench.tables import STORAGE_NAMES, Spec
 
 Record = dict[str, Any]
@@ -46,6 +46,12 @@ def named_cache(record: Record) -> Record:
     return of_case(record, backend=f"{record['impl'].removeprefix('sglang_')}, {cache} cache")
 
 
+def soaked(record: Record) -> Record:
+    """With what server it was."""
+    ranks = "--enable-dp-attention" in record["command"]
+    return of_case(record, server="two ranks, prefixes spread" if ranks else "one rank")
+
+
 def counted_attack(record: Record) -> Record:
     """With how many traces there are; times that were not taken are None."""
     return (
@@ -82,14 +88,18 @@ def step_of_one_rank(record: Record) -> Record | None:
     return None if found is None else found | dict(gib=gib) | as_a_whole(record)
 
 
-def spread_or_alone(bench: str) -> Callable[[Record], Record | None]:
-    """Leaves the records of one load, with how their ranks hold the prompt, and requests of each."""
+def spread_or_alone(bench: str, whole: bool = False) -> Callable[[Record], Record | None]:
+    """Leaves the records of one load, with how their ranks hold the prompt, and requests of each.
+
+    Args:
+        whole: those of whole ranks, which run together; the others are of few layers.
+    """
 
     def of(record: Record) -> Record | None:
-        if record["bench"] != bench:
-            return None
         case = record["case"]
-        how = held(record, case.get("flags", "")) if record["impl"] == "hybrid_mla" else "flashmla"
+        if record["bench"] != bench or (case.get("running", 1) > 1) != whole:
+            return None
+        how = held(record, case.get("flags", "")) if record["impl"] == "hybrid_mla" else record["impl"][7:]
         plan_ms = step(record).seconds * 1e3 if bench == "decode" else None
         return of_case(record, how=how, of_rank=case["concurrency"] // case["dp"]) | dict(plan_ms=plan_ms)
 
@@ -98,11 +108,11 @@ def spread_or_alone(bench: str) -> Callable[[Record], Record | None]:
 
 def held(record: Record, flags: str) -> str:
     """How the ranks of a DP server hold a prompt, by its flags."""
-    words = {"--hybrid-mla-spread peers": "spread by stores", "--hybrid-mla-spread auto": "spread", "": "alone"}
+    words = {"--hybrid-mla-spread peers": "spread by stores", "--hybrid-mla-spread": "spread by NCCL", "": "alone"}
     how = f"{next(word for flag, word in words.items() if flag in flags)}, {named_memory(record) or 0:g} GiB"
     how += ", FP8" if "fp8_e4m3" in flags else ""
-    how += ", passes expand for themselves" if "--hybrid-mla-prefill-expand-tokens" in flags else ""
-    return how + (", new tokens ride" if "--hybrid-mla-mixed-tokens" in flags else "")
+    how += ", passes expand for themselves" if passing_tokens(record) else ""
+    return how + (", new tokens ride" if named(record).hybrid_mla_mixed_tokens else "")
 
 
 def of_study(study: str) -> Any:
@@ -213,20 +223,27 @@ SPREAD = Spec(  # a DP server whose ranks spread one prompt, those that hold it 
     "| {stock[decode_itl_ms]/decode_itl_ms:.2f}x"
     "| {ttft_ms:,.0f} / {ttft_last_ms:,.0f} | {output_tok_s:,.0f} | {output_tok_s/stock[output_tok_s]:.2f}x",
 )
+SPREAD_WHOLE = replace(  # whole ranks that run together, against fa3
+    SPREAD,
+    of=spread_or_alone("decode", whole=True),
+    against=lambda key: ("sglang_fa3", *key[1:3], None),
+    headings=SPREAD.headings.replace("flashmla", "fa3"),
+)
 SPREAD_SHORT = replace(  # the same with short answers
     SPREAD,
     of=spread_or_alone("short"),
     optional=("stock",),
-    headings="prompt | requests of a rank | prompt held | tok/s while others wait | this / flashmla"
+    headings="GPU | prompt | requests of a rank | prompt held | tok/s while others wait | this / flashmla"
     "| first token ms, median / last | between tokens ms, p99",
-    cells="{prefix:,} | {of_rank} | {how} | {steady_tok_s:,.0f} | {steady_tok_s/stock[steady_tok_s]:.2f}x"
+    cells="{gpu} | {prefix:,} | {of_rank} | {how} | {steady_tok_s:,.0f} | {steady_tok_s/stock[steady_tok_s]:.2f}x"
     "| {ttft_ms:,.0f} / {ttft_last_ms:,.0f} | {itl_p99_ms:,.0f}",
 )
 SOAK = Spec(  # what came of the last soak of each backend, on each device
-    by=("gpu", "poison"),
-    headings="device | backend | requests | answers | taken back | "
+    by=("gpu", "server", "poison"),
+    of=soaked,
+    headings="device | backend | server | requests | answers | taken back | "
     + " | ".join(name.replace("_", " ") for name in SOAK_COUNTS),
-    cells="{gpu} | {impl} | {requests:,} | {judged:,} | {taken_back:,} | "
+    cells="{gpu} | {impl} | {server} | {requests:,} | {judged:,} | {taken_back:,} | "
     + " | ".join(f"{{{name}:,}}" for name in SOAK_COUNTS),
 )
 HOSTILE = Spec(  # what came of the last time of each attack
