@@ -76,8 +76,9 @@ def known_config(known: Known) -> dict[str, Any]:
         small |= {"num_attention_heads": known.heads, "num_key_value_heads": known.heads}
     if "llama_4_scaling" in config:
         small |= {
-            # So that short prompts are scaled, too.
-            "llama_4_scaling": {"original_max_position_embeddings": 64, "beta": 0.5},
+            # So that short prompts are scaled, too: 64 tokens by 1.07, 7,000 by 1.47. With random weights that is much:
+            # by 3.4 attention is so sharp that BF16's rounding alone changes the first token.
+            "llama_4_scaling": {"original_max_position_embeddings": 64, "beta": 0.1},
             # Under Mistral's name SGLang computes the same in BF16, whatever --dtype is.
             "architectures": ["DeepseekV3ForCausalLM"],
             "first_k_dense_replace": 1,
