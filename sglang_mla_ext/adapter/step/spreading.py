@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -53,7 +54,9 @@ class Spreading:
         self._counters, self._requests = counters, requests
         self._can_share, self._fail = can_share, fail
         self._vote = Vote(prefixes, gather, fail)
-        self._names: dict[int, tuple[Req, Names]] = {}  # by the id of a request, which is kept
+        # Of every request that SGLang still has, with the prompt that was named, which an abort replaces. One that
+        # decodes is not in a batch whose new tokens ride.
+        self._names: WeakKeyDictionary[Req, tuple[Any, Names]] = WeakKeyDictionary()
         self._batch: ScheduleBatch | None = None
         self._plan: SpreadPlan | None = None
         self._graphs: Sequence[int] | None = None
@@ -129,21 +132,21 @@ class Spreading:
         cached of it where new tokens ride."""
         batch, size = self._batch, self._prefixes.pool.chunk_tokens
         if batch is None or batch.forward_mode.is_idle():
-            self._names = {}
             return [], []
         names = [self._names_of(req) for req in batch.reqs]
-        self._names = {id(req): (req, of_req) for req, of_req in zip(batch.reqs, names, strict=True)}
         if batch.forward_mode.is_decode():
             return names, [1] * len(names)
         cached = zip(names, batch.prefix_lens, strict=True)
         return [of_req[: tokens // size] for of_req, tokens in cached], list(batch.extend_lens)
 
     def _names_of(self, req: Req) -> Names:
-        if (known := self._names.get(id(req))) is not None:
-            return known[1]
         if req.input_embeds is not None:
             return ()
-        return chunk_names(req.origin_input_ids, req.extra_key, self._prefixes.pool.chunk_tokens)
+        prompt, names = self._names.get(req, (None, ()))
+        if prompt is not req.origin_input_ids:
+            names = chunk_names(req.origin_input_ids, req.extra_key, self._prefixes.pool.chunk_tokens)
+            self._names[req] = req.origin_input_ids, names
+        return names
 
 
 def gather_over(group: GroupCoordinator) -> Gather:
