@@ -61,7 +61,7 @@ class Counters:
         shadow_checks: steps that the shadow check computed again (`--hybrid-mla-verify-interval`).
         shadow_failures: of shadow_checks, steps that were not what plain absorb gives.
         forward_passes: of any kind, whether or not there was anything to plan.
-        plan_seconds: the host's time for planning forward passes.
+        plan_seconds: the host's time for planning forward passes, without waiting for other ranks.
     """
 
     steps_naive: int = 0

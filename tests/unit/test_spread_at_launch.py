@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -206,6 +207,14 @@ def test_a_prompt_is_named_once_whatever_batches_its_request_is_in(monkeypatch: 
     del newcomer
     rank.spreading.comes(None)
     assert gone() is None and not rank.failures
+
+
+def test_the_time_for_agreeing_is_the_hosts_without_what_it_waits_for_others() -> None:
+    rank, waits_s = Rank(graphs=[1, 2, 8]), 0.2
+    gather = rank.spreading._gather
+    rank.spreading._gather = lambda mine: (time.sleep(waits_s), gather(mine))[1]
+    rank.step([request(600), request(600)])
+    assert 0 < rank.counters.plan_seconds < waits_s
 
 
 def test_what_is_not_spread_is_counted() -> None:

@@ -11,6 +11,7 @@ behind it turns spreading off from the next pass on.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -53,7 +54,8 @@ class Spreading:
         self._prefixes, self._expander, self._req_to_token = prefixes, expander, req_to_token
         self._counters, self._requests = counters, requests
         self._can_share, self._fail = can_share, fail
-        self._vote = Vote(prefixes, gather, fail)
+        self._gather, self._waited_s = gather, 0.0
+        self._vote = Vote(prefixes, self._wait_for_all, fail)
         # Of every request that SGLang still has, with the prompt that was named, which an abort replaces. One that
         # decodes is not in a batch whose new tokens ride.
         self._names: WeakKeyDictionary[Req, tuple[Any, Names]] = WeakKeyDictionary()
@@ -85,7 +87,9 @@ class Spreading:
             return
         each, reason = self._rows_of_each(tokens, info.can_run_decode_cuda_graph)
         if reason is None:
+            began, self._waited_s = time.perf_counter(), 0.0
             self._plan = self._vote.decide(self._given if self._can_share() else None, tokens, each)
+            self._counters.plan_seconds += time.perf_counter() - began - self._waited_s
             reason = "a rank shares nothing for a while" if self._plan is None else None
         if reason is not None:
             self._counters.not_spread[reason] += 1
@@ -117,6 +121,12 @@ class Spreading:
     def expanded_lens(self, reqs: Sequence[Req], prefix_lens: Sequence[int]) -> list[int]:
         """See SharedPrefixes."""
         return self._prefixes.expanded_lens([self._names_of(req) for req in reqs], prefix_lens)
+
+    def _wait_for_all(self, mine: Sequence[int]) -> Sequence[Sequence[int]]:
+        began = time.perf_counter()
+        found = self._gather(mine)
+        self._waited_s += time.perf_counter() - began
+        return found
 
     def _rows_of_each(self, tokens: Sequence[int], graphs: bool) -> tuple[int, str | None]:
         """Rows that every rank has in a pass, or why it is not spread; from what all ranks know."""
