@@ -22,10 +22,6 @@ from sglang_mla_ext.prefix.model_dims import ModelDims
 MODEL = Path(__file__).resolve().parents[1] / "configs" / "demo_model"
 SYSTEM_PROMPT = MODEL / "system_prompt.txt"  # a table of stations and their codes, and a chapter of a novel
 
-NO_SPECULATION = (
-    "Speculative decoding needs a GPU: SGLang does not support it on a CPU. Without --speculative the demo runs here."
-)
-
 
 def main(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the server running until Ctrl-C.")] = False,
@@ -37,15 +33,12 @@ def main(
         bool,
         typer.Option(
             "--speculative",
-            help="Speculative decoding with the model's own draft layer, three tokens a step; needs a GPU.",
+            help="Speculative decoding with the model's own draft layer, three tokens a step.",
         ),
     ] = False,
 ) -> None:
     """Show SGLang serving chats that share a system prompt with --attention-backend hybrid_mla."""
     console = console_of(width=110)
-    if speculative and not ON_GPU:
-        console.print(NO_SPECULATION, style="red", highlight=False)
-        raise typer.Exit(1)
     try:
         run(console, keep, port or free_port(), answer_tokens, system_prompt_file, model, speculative)
     except ServerFailedError as error:

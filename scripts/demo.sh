@@ -4,17 +4,11 @@
 #
 #   scripts/demo.sh                  all of that, then the server stops
 #   scripts/demo.sh --keep           the server stays until Ctrl-C
-#   scripts/demo.sh --speculative    on a GPU, with the model drafting three tokens a step for itself
+#   scripts/demo.sh --speculative    with the model drafting three tokens a step for itself
 #   scripts/demo.sh --help           the other options
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 trap 'exit 130' INT TERM
 cd "$REPOSITORY"
-for argument in "$@"; do # before anything is installed
-    if [ "$argument" = --speculative ] && ! has_gpu; then
-        say "Speculative decoding needs a GPU: SGLang does not support it on a CPU. Without --speculative the demo runs."
-        exit 1
-    fi
-done
 prepare_environment
 exec "$PYTHON" scripts/demo.py "$@"

@@ -44,12 +44,13 @@ def register() -> None:
     HookRegistry.register(f"{SERVER_ARGS}.from_cli_args", _before_from_cli_args, HookType.BEFORE)
     HookRegistry.register(f"{SERVER_ARGS}.{installed.RESOLVED_BY}", _around_resolution, HookType.AROUND)
     if os.environ.get(standins.INSTALLED_VARIABLE) == "1":
-        from sglang_mla_ext.adapter.cpu import dp_attention, gaps, linear_attention
+        from sglang_mla_ext.adapter.cpu import dp_attention, drafts, gaps, linear_attention
 
         standins.let_torch_native_run_mla()
         gaps.install()
         dp_attention.install()
         linear_attention.install()
+        drafts.install()
     if os.environ.get(ASKED_VARIABLE) == "1":
         from sglang_mla_ext.adapter.step import hooks
 
@@ -93,8 +94,7 @@ def _around_resolution(original: Callable[..., None], server_args: ServerArgs, *
     original(server_args, *args, **kwargs)
     if asked:
         contract.check(features.asked_for(installed.resolved(server_args), on_gpu))  # SGLang may have asked for more
-        if on_gpu:
-            limits.set_draft_backend(server_args)
+        limits.set_draft_backend(server_args, on_gpu)
         gpu = torch.cuda.get_device_properties(0) if on_gpu else None
         limits.check(server_args, gpu and (gpu.major, gpu.minor), gpu and gpu.total_memory)
         for warning in limits.warnings(installed.resolved(server_args), on_gpu):

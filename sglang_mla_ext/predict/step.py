@@ -88,12 +88,10 @@ class Deployment:
             raise ValueError(f"--dp {self.dp} does not divide --tp {self.tp}: SGLang's ranks are counted by --tp")
         if self.dims.num_heads % self.head_ranks:
             raise ValueError(f"{self.dims.num_heads} heads do not divide among {self.head_ranks} ranks")
-        if self.spread and (
-            self.dp == 1 or self.dp != self.tp or self.dims.num_heads % self.dp or self.query_tokens > 1
-        ):
+        if self.spread and (self.dp == 1 or self.dp != self.tp or self.dims.num_heads % self.dp):
             raise ValueError(
                 f"prefixes are spread over ranks of DP attention with requests of their own, which divide "
-                f"{self.dims.num_heads} heads, without drafts: --spread needs --dp as large as --tp"
+                f"{self.dims.num_heads} heads: --spread needs --dp as large as --tp"
             )
         if self.has_states and (self.query_tokens > 1 or self.latent_element_bytes < 2):
             raise ValueError("beside layers with linear attention a server takes neither drafts nor an FP8 cache")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from test_engine_gpu import BATCH, NEW_TOKENS, all_answers, differences_of, make_model
-from test_speculative_gpu import FP8, MODES, STOCK, TRUTH, check
+from test_speculative_gpu import DRAFTS, FLASHINFER, FP8, MODES, STOCK, TRUTH, check
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
@@ -115,3 +115,28 @@ def test_ranks_that_hold_prefixes_together(tmp_path: Path, fp8: bool) -> None:
         assert one["shadow_failures"] == other["shadow_failures"] == 0, (name, one, other)
         assert (one["shadow_checks"] > 0) == name.endswith("checked")
     check_ranks(found, largest_group=BATCH // 2)
+
+
+def test_drafts_over_prefixes_that_ranks_hold_together(tmp_path: Path) -> None:
+    """Each request has as many rows as drafts, on every rank. In turn, one rank verifies nothing for a while."""
+    model = make_model(tmp_path / "checkpoint", "--heads", "16", "--nextn")
+    drafts = DRAFTS | dict(max_running_requests=2 * BATCH + 16)
+    engines = {
+        "stock": STOCK | DP_ATTENTION,
+        "naive": spread("naive"),
+        "naive, in turn": spread("naive", in_turn=True),
+        "naive, checked": spread("naive", env={"SGLANG_HYBRID_MLA_VERIFY_INTERVAL": "3"}),
+    }
+    engines = {name: one | drafts | dict(port=31500 + 50 * i) for i, (name, one) in enumerate(engines.items())}
+    alone = {"truth": TRUTH, "flashinfer": FLASHINFER | dict(disable_radix_cache=True)}
+    found = all_answers(
+        model, tmp_path, {name: one | dict(nested=True) for name, one in {**alone, **engines}.items()}, NESTED_AT_A_TIME
+    )
+    apart = differences_of(found["truth"], {name: answer for name, answer in found.items() if name != "truth"})
+    for name in engines.keys() - STOCK_ENGINES:
+        check(name, apart[name], apart["flashinfer"], fp8=False)
+        one, other = (rank["counters"] for rank in found[name]["ranks"])
+        assert one["steps_spread"] == other["steps_spread"] > NEW_TOKENS // 2, (name, one, other)
+        assert one["steps_verify"] > 0 and one["fallbacks"] == other["fallbacks"] == {}, (name, one, other)
+        assert one["shadow_failures"] == other["shadow_failures"] == 0, (name, one, other)
+        assert (one["shadow_checks"] > 0) == name.endswith("checked")

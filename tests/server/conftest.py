@@ -26,7 +26,7 @@ import pytest
 import requests
 from bench.server import SCRIPTS, server_info
 from demo import MODEL
-from demo_model.checkpoint import Settings, make
+from demo_model.checkpoint import DRAFTING, Settings, make
 from failing import FAILING
 from fork_server import RUN_FIRST
 from known import Known, make_known
@@ -444,6 +444,20 @@ def glm_4_7_flash(folder: Path) -> Path:
 
 STOCK = ("--attention-backend", "torch_native", *SIZED)
 stock_demo = _server("stock_demo", *STOCK, kind=Reference, model=demo)
+drafts = _server("drafts", *NAIVE, *SIZED, *PREFIXES, *DRAFTING, "--hybrid-mla-verify-interval", "5", model=demo)
+drafts_of_two = _server(
+    "drafts_of_two",
+    *(*NAIVE, *SIZED, *PREFIXES, *DRAFTING, "--tp", "2", "--dp-size", "2", "--enable-dp-attention"),
+    *("--hybrid-mla-spread", "auto", "--hybrid-mla-verify-interval", "5"),
+    environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+    model=demo,
+)
+drafts_apart = _server(
+    "drafts_apart",
+    *(*NAIVE, *SIZED, *PREFIXES, *DRAFTING, "--tp", "2", "--dp-size", "2", "--enable-dp-attention"),
+    environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+    model=demo,
+)
 stock_v2_lite = _server("stock_v2_lite", *STOCK, kind=Reference, model=v2_lite)
 hybrid_v2_lite = _server("hybrid_v2_lite", *NAIVE, *SIZED, *PREFIXES, model=v2_lite)
 stock_experts = _server("stock_experts", *STOCK, kind=Reference, model=experts)

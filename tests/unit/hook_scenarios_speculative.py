@@ -25,7 +25,8 @@ def scenario_a_draft_model_gets_sglangs_own_backend() -> None:
 
     server = Server()
     steps = hooks.worker.steps
-    for mla, name in ((True, "flashmla"), (False, "flashinfer")):
+    for mla, on_gpu in ((True, "flashmla"), (False, "flashinfer")):
+        name = on_gpu if torch.cuda.is_available() else "torch_native"
         ATTENTION_BACKENDS[name] = lambda runner, name=name: (name, runner)
         draft = make_runner(is_draft_worker=True, use_mla_backend=mla)
         assert ATTENTION_BACKENDS["hybrid_mla"](draft) == (name, draft)

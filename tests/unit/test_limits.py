@@ -305,8 +305,7 @@ def test_what_does_not_is_named(changes: dict[str, Any], expected: str) -> None:
     assert len(text.splitlines()) == 2, "one line to introduce, one for the one reason"
 
 
-def test_speculation_on_a_cpu_or_planned_on_a_stream_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "--speculative-algorithm needs a GPU" in message(server_args(**EAGLE), None)
+def test_speculation_that_is_planned_on_a_stream_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
     assert "SGLANG_ENABLE_OVERLAP_PLAN_STREAM is not supported, as it is" in message(server_args(**EAGLE))
     limits.check(server_args(), HOPPER)
@@ -333,24 +332,30 @@ def test_a_tree_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch, va
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "given", "mla", "becomes"),
+    ("algorithm", "given", "mla", "becomes", "on_a_cpu"),
     [
-        ("EAGLE", None, True, "flashmla"),
-        ("EAGLE3", None, True, "flashmla"),
-        ("EAGLE3", None, False, "flashinfer"),
-        ("EAGLE3", "fa3", False, "fa3"),
-        ("NGRAM", None, True, None),
-        (None, None, True, None),
+        ("EAGLE", None, True, "flashmla", "torch_native"),
+        ("EAGLE3", None, True, "flashmla", "torch_native"),
+        ("EAGLE3", None, False, "flashinfer", "torch_native"),
+        ("EAGLE3", "fa3", False, "fa3", "fa3"),
+        ("NGRAM", None, True, None, None),
+        (None, None, True, None, None),
     ],
 )
 def test_the_draft_models_backend(
-    monkeypatch: pytest.MonkeyPatch, algorithm: str | None, given: str | None, mla: bool, becomes: str | None
+    monkeypatch: pytest.MonkeyPatch,
+    algorithm: str | None,
+    given: str | None,
+    mla: bool,
+    becomes: str | None,
+    on_a_cpu: str | None,
 ) -> None:
     monkeypatch.setattr(limits.installed, "draft_has_mla", lambda args: mla)
-    args = server_args(speculative_algorithm=algorithm, speculative_draft_attention_backend=given)
-    args.override = lambda source, **fields: vars(args).update(fields)
-    limits.set_draft_backend(args)
-    assert args.speculative_draft_attention_backend == becomes
+    for on_gpu, expected in ((True, becomes), (False, on_a_cpu)):
+        args = server_args(speculative_algorithm=algorithm, speculative_draft_attention_backend=given)
+        args.override = lambda source, args=args, **fields: vars(args).update(fields)
+        limits.set_draft_backend(args, on_gpu)
+        assert args.speculative_draft_attention_backend == expected
 
 
 @pytest.mark.parametrize(

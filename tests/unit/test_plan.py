@@ -404,6 +404,6 @@ def test_prefixes_that_ranks_hold_together() -> None:
     bytes_sent = 128 * (128 - 16) * (192 + 128) * 2
     assert exchange == pytest.approx(61 * (rates.overhead_s + bytes_sent / rates.bytes_per_s))
     assert "--hybrid-mla-spread auto" in spread["recommendation"]["text"]
-    for bad in ({"dp": 4}, {"tp": 1, "dp": 1}, {"query_tokens": 2}):
+    for bad in ({"dp": 4}, {"tp": 1, "dp": 1}):
         with pytest.raises(ValueError, match="--spread needs --dp as large as --tp"):
             Deployment(**{"config": V3, "gpu": H200, "tp": 8, "dp": 8, "spread": True, **bad})

@@ -146,8 +146,8 @@ def test_tables(tmp_path: Path) -> None:
         write_record(tmp_path / "s", bench="soak", impl=impl, case=case, gpu="cpu", command="run", **metrics)
     lines = [line.replace(" ", "") for line in table_of(specs.SOAK, tmp_path / "s").splitlines()]
     assert lines[2:4] == [
-        "|cpu|hybrid_mla|20,000|19,000|9|0|1|2|0|0|",
-        "|cpu|sglang_torch_native|20,000|500|9|0|1|2|0|0|",
+        "|cpu|hybrid_mla|onerank|20,000|19,000|9|0|1|2|0|0|",
+        "|cpu|sglang_torch_native|onerank|20,000|500|9|0|1|2|0|0|",
     ]
     found = dict(wrong=0, refused_otherwise=0, shared_across_salts=0, traces=[], deaths=0)
     for attack, seconds, slowdown in (("flood", 5.0, 0.05), ("invalid", None, None)):

@@ -45,7 +45,7 @@ def server_args(**changes: Any) -> Any:
         ({"dp_size": 4, "attn_dp_size": 4}, {}, "--dp-size 4 that is not --tp-size 8"),
         ({"dims": {**test_limits.DEEPSEEK, "num_attention_heads": 20}}, {}, "20 heads, which 8 ranks do not divide"),
         ({}, {"mode": "grouped_absorb"}, "never expands"),
-        (test_limits.EAGLE, {}, "drafts"),
+        (test_limits.EAGLE, {}, None),
         ({"disaggregation_mode": "prefill"}, {}, "--disaggregation-mode"),
         ({"elastic_ep_backend": "nixl"}, {}, "--elastic-ep-backend"),
         (
@@ -121,8 +121,9 @@ CHUNK = 256
 class Rank:
     """One of two ranks, of which the other one says and has the same."""
 
-    def __init__(self, graphs: list[int] | None = None) -> None:
-        cost = CostModel(ModelDims.from_json("deepseek-v3"), 128, GpuRates.from_json("h200"), ranks=2)
+    def __init__(self, graphs: list[int] | None = None, query_tokens: int = 1) -> None:
+        dims, rates = ModelDims.from_json("deepseek-v3"), GpuRates.from_json("h200")
+        cost = CostModel(dims, 128, rates, query_tokens=query_tokens, ranks=2)
         options = HybridMLAOptions(mode="naive", expand_tokens_per_step=CHUNK)
         pool = ExpandedPool(8, CHUNK)
         self.counters, self.failures, self.expanded = Counters(), [], []
@@ -135,6 +136,7 @@ class Rank:
             self.counters,
             gather=lambda mine: [mine, mine],
             requests=range(1, 17),
+            query_tokens=cost.query_tokens,
             can_share=lambda: True,
             fail=lambda what, error: self.failures.append(what),
         )
@@ -215,6 +217,20 @@ def test_the_time_for_agreeing_is_the_hosts_without_what_it_waits_for_others() -
     rank.spreading._gather = lambda mine: (time.sleep(waits_s), gather(mine))[1]
     rank.step([request(600), request(600)])
     assert 0 < rank.counters.plan_seconds < waits_s
+
+
+def test_drafts_are_rows_of_their_requests() -> None:
+    """Ranks tell each other numbers of requests, and captured graphs have so many; each request has three rows."""
+    rank = Rank(graphs=[1, 2, 8], query_tokens=3)
+    reqs = [request(600), request(600)]
+    rank.step(reqs), rank.step(reqs)
+    plan = rank.step(reqs)
+    assert plan.each == 6 and [each.rows for each in plan.mine.segments] == [(0, 1)], "requests of its own"
+    (segment,) = plan.segments
+    assert segment.rows == tuple(range(12)), "rows of all"
+    (segment,) = rank.step([*reqs, request(300)]).segments[:1]
+    assert segment.rows == (*range(9), *range(24, 33)), "eight requests of each rank, some of them padding"
+    assert not rank.failures and not rank.counters.not_spread
 
 
 def test_what_is_not_spread_is_counted() -> None:

@@ -2,7 +2,8 @@
 
 They must be in place before the first `import sglang`, in the launcher and in every process that it spawns.
 `torchvision`: its C library does not load beside a CPU torch, so two operator schemas that its Python code
-refers to are declared. `sgl_kernel`: one function is what a plain CPU run calls; any other raises when called.
+refers to are declared. `sgl_kernel`: one function is what a plain CPU run calls, some are for drafts (drafts.py); any
+other raises when called.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import types
 import torch
 
 from sglang_mla_ext.adapter.compat.contract import installed_version
+from sglang_mla_ext.adapter.cpu import drafts
 
 INSTALLED_VARIABLE = "SGLANG_MLA_EXT_CPU"
 """Set to 1 where the stand-ins are in place, for the processes that are spawned from there."""
@@ -84,6 +86,7 @@ def assign_req_to_token_pool_cpu(
 def _sgl_kernel() -> types.ModuleType:
     module = absent_module("sgl_kernel")
     module.assign_req_to_token_pool_cpu = assign_req_to_token_pool_cpu  # type: ignore[attr-defined]
+    drafts.give(module)
     return module
 
 

@@ -75,16 +75,18 @@ def set_defaults(server_args: ServerArgs, on_gpu: bool) -> None:
         server_args.speculative_attention_mode = "decode"
 
 
-def set_draft_backend(server_args: ServerArgs) -> None:
+def set_draft_backend(server_args: ServerArgs, on_gpu: bool) -> None:
     """Set the draft model's attention backend, where the user did not: a draft has nothing to share, and SGLang has no
     backend of our name for drafts. `server_args` are resolved."""
     args = installed.resolved(server_args)
     if args.speculative_algorithm in ALGORITHMS and not args.speculative_draft_attention_backend:
-        installed.set_draft_backend(server_args, draft_backend(installed.draft_has_mla(server_args)))
+        installed.set_draft_backend(server_args, draft_backend(installed.draft_has_mla(server_args), on_gpu))
 
 
-def draft_backend(mla: bool) -> str:
+def draft_backend(mla: bool, on_gpu: bool) -> str:
     """SGLang's attention backend for a draft model with or without Multi-head Latent Attention."""
+    if not on_gpu:
+        return "torch_native"
     return "flashmla" if mla else "flashinfer"
 
 
@@ -249,9 +251,6 @@ def _speculative_findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
     """What would verify something else than one chain of drafts of a length that never changes. `args` are resolved."""
     if found := _draft_findings(args):
         return found
-    if not on_gpu:
-        text = "--speculative-algorithm needs a GPU, for SGLang's own part of it: remove it."
-        found.append(Finding("drafts on a CPU", text))
     if args.speculative_num_draft_tokens not in DRAFT_TOKENS:
         few, many = DRAFT_TOKENS[0], DRAFT_TOKENS[-1]
         text = (

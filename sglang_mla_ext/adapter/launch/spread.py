@@ -27,7 +27,6 @@ def in_the_way(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> str
         f"--dp-size {ranks} that is not --tp-size {args.tp_size}": ranks != args.tp_size,
         f"{heads} heads, which {ranks} ranks do not divide": heads % ranks > 0,
         "a mode or a budget that never expands": not options.may_expand,
-        "drafts (--speculative-algorithm)": args.speculative_algorithm is not None,
         "--disaggregation-mode": args.disaggregation_mode != "null",
         "--elastic-ep-backend": args.elastic_ep_backend is not None,
         # Each rank picks a graph of its own size (sgl-project/sglang#30242).

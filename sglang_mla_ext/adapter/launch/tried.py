@@ -23,6 +23,7 @@ SERVER, TENSOR, DP_ATTENTION = "a server", "tensor parallelism", "DP attention"
 REPLICAS, NODES = "--dp-size without DP attention", "several nodes"
 SPREAD, PEERS = "prefixes spread over ranks", "their exchange by stores"
 DRAFTS, FP8_CACHE, HOST_CACHE = "drafts", "an FP8 cache", "a host cache"
+DRAFTS_OVER_SPREAD = "drafts over prefixes spread over ranks"
 MIXED, RIDING = "mixed steps", "new tokens that ride under DP attention"
 COMPILED, PASSING = "--enable-torch-compile", "prefill that expands for itself"
 PREFILL_GRAPHS = "prefill in CUDA graphs"
@@ -43,7 +44,7 @@ MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
         CPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 4, REPLICAS: 2, NODES: 2},
             **{SPREAD: 4, PASSING: 2, MIXED: 2, RIDING: 2, FP8_CACHE: 1, HOST_CACHE: 1, FILES: 1, NIXL: 1},
-            **{GLM_FLASH: 1},
+            **{GLM_FLASH: 1, DRAFTS: 2, DRAFTS_OVER_SPREAD: 2},
         },
     },
     "0.5.18": {CPU: {SERVER: 1, V3: 1, HOST_CACHE: 1, FILES: 1}},
@@ -53,7 +54,7 @@ MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
         CPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 2, REPLICAS: 2, NODES: 2},
             **{SPREAD: 2, PASSING: 2, MIXED: 2, RIDING: 2, HOST_CACHE: 1, FILES: 1},
-            **{KIMI_LINEAR: 1, KIMI_K3_TEXT: 1, GLM_FLASH: 1},
+            **{KIMI_LINEAR: 1, KIMI_K3_TEXT: 1, GLM_FLASH: 1, DRAFTS: 2, DRAFTS_OVER_SPREAD: 2},
         },
     },
 }
@@ -134,6 +135,7 @@ def parts_of(args: ServerArgs, options: HybridMLAOptions) -> dict[str, int]:
         MIXED: rides and not dp_attention and ranks,
         RIDING: rides and dp_attention and ranks,
         DRAFTS: args.speculative_algorithm and ranks,
+        DRAFTS_OVER_SPREAD: args.speculative_algorithm and spreads and ranks,
         FP8_CACHE: args.kv_cache_dtype == "fp8_e4m3" and ranks,
         HOST_CACHE: args.enable_hierarchical_cache and ranks,
         STORAGE.format(args.hicache_storage_backend): args.hicache_storage_backend and ranks,

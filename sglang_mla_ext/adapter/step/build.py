@@ -200,6 +200,7 @@ def build(
             counters,
             gather=gather_over(tp_group()),
             requests=sharing,
+            query_tokens=query_tokens,
             can_share=steps.can_share,
             fail=steps.fail,
         )

@@ -159,11 +159,11 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
     import torch
 
     assert_installed()
+    on_gpu = torch.cuda.is_available()
     if runner.is_draft_worker:
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-        return ATTENTION_BACKENDS[limits.draft_backend(runner.use_mla_backend)](runner)
-    on_gpu = torch.cuda.is_available()
+        return ATTENTION_BACKENDS[limits.draft_backend(runner.use_mla_backend, on_gpu)](runner)
     limits.check_dtype(runner.dtype)
     fp8 = runner.kv_cache_dtype == torch.float8_e4m3fn  # the checkpoint may ask for it
     assert_installed(features.asked_for(runner.server_args, on_gpu) | ({Feature.FP8} if fp8 else set()))

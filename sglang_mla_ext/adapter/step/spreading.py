@@ -42,17 +42,19 @@ class Spreading:
         *,
         gather: Gather,
         requests: range,
+        query_tokens: int,
         can_share: Callable[[], bool],
         fail: Callable[[str, Exception], None],
     ) -> None:
         """
         Args:
             req_to_token: `[places, context]` slots of requests' tokens.
-            requests: numbers of rows of a rank with which a step has shared attention in it.
+            requests: numbers of requests of a rank with which a step has shared attention in it; query_tokens: of
+                each, which are its rows. New tokens ride only where it is one, each as a request.
             can_share: whether this rank can share anything now. fail: is told what has failed here.
         """
         self._prefixes, self._expander, self._req_to_token = prefixes, expander, req_to_token
-        self._counters, self._requests = counters, requests
+        self._counters, self._requests, self._query_tokens = counters, requests, query_tokens
         self._can_share, self._fail = can_share, fail
         self._gather, self._waited_s = gather, 0.0
         self._vote = Vote(prefixes, self._wait_for_all, fail)
@@ -79,16 +81,18 @@ class Spreading:
             info: SGLang's MLPSyncBatchInfo, the same on all ranks but for what is this rank's.
         """
         self._plan = None
-        tokens = info.global_num_tokens
-        if not any(tokens):
+        requests = info.global_num_tokens
+        if not any(requests):
             return
         if info.is_extend_in_batch:
             self._counters.not_spread["a rank prefills"] += 1
             return
-        each, reason = self._rows_of_each(tokens, info.can_run_decode_cuda_graph)
+        each, reason = self._requests_of_each(requests, info.can_run_decode_cuda_graph)
         if reason is None:
             began, self._waited_s = time.perf_counter(), 0.0
-            self._plan = self._vote.decide(self._given if self._can_share() else None, tokens, each)
+            rows = [count * self._query_tokens for count in requests]
+            given = self._given if self._can_share() else None
+            self._plan = self._vote.decide(given, rows, each * self._query_tokens)
             self._counters.plan_seconds += time.perf_counter() - began - self._waited_s
             reason = "a rank shares nothing for a while" if self._plan is None else None
         if reason is not None:
@@ -128,12 +132,13 @@ class Spreading:
         self._waited_s += time.perf_counter() - began
         return found
 
-    def _rows_of_each(self, tokens: Sequence[int], graphs: bool) -> tuple[int, str | None]:
-        """Rows that every rank has in a pass, or why it is not spread; from what all ranks know."""
-        most = max(tokens)
+    def _requests_of_each(self, requests: Sequence[int], graphs: bool) -> tuple[int, str | None]:
+        """Requests, or new tokens that ride, that every rank has in a pass, some of them padding, or why it is not
+        spread; from what all ranks know."""
+        most = max(requests)
         if self._graphs is not None:
             most = next((size for size in self._graphs if size >= most), 0) if graphs else 0
-        elif not all(tokens):
+        elif not all(requests):
             return 0, "a rank has no rows"
         return most, None if most in self._requests else "no shared attention in a step of so many rows"
 
@@ -145,7 +150,7 @@ class Spreading:
             return [], []
         names = [self._names_of(req) for req in batch.reqs]
         if batch.forward_mode.is_decode():
-            return names, [1] * len(names)
+            return names, [self._query_tokens] * len(names)
         cached = zip(names, batch.prefix_lens, strict=True)
         return [of_req[: tokens // size] for of_req, tokens in cached], list(batch.extend_lens)
 

@@ -26,10 +26,11 @@ class Agreement:
     everywhere: frozenset[int]
 
     @classmethod
-    def of(cls, reports: Sequence[Report], chunk: int) -> Agreement:
+    def of(cls, reports: Sequence[Report], chunk: int, query_tokens: int = 1) -> Agreement:
         """
         Args:
             chunk: tokens of a chunk.
+            query_tokens: rows of a request in a step that verifies drafts, which costs count by requests.
         """
         had = frozenset.intersection(*(frozenset((*report.names, *report.held)) for report in reports))
         places: dict[int, int] = {}
@@ -53,7 +54,7 @@ class Agreement:
             deepest += [above[place] if place >= 0 else -1 for place in report.deepest]
         rows = [count for report in reports for count in report.rows]
         tree = SharedTree(names, parents, ends, deepest)
-        branches = Branches(tree, None if all(count == 1 for count in rows) else Rows.of(rows))
+        branches = Branches(tree, None if all(count == query_tokens for count in rows) else Rows.of(rows))
         return cls(tuple(reports), branches, frozenset.intersection(*(frozenset(each.held) for each in reports)))
 
     @cached_property

@@ -136,7 +136,7 @@ class SpreadPrefixes:
         Args:
             each: rows that every rank has, some of them padding.
         """
-        agreement = Agreement.of(reports, self._pool.chunk_tokens)
+        agreement = Agreement.of(reports, self._pool.chunk_tokens, self._cost.query_tokens)
         branches, everywhere = agreement.branches, agreement.everywhere
         gains = Gains.of(self._options, self._cost, naive=True, grouped=False, step_tokens=branches.tokens)
         ways = Ways(gains.naive, None, self._pool.chunk_tokens, 1, self._options.min_prefix_len)

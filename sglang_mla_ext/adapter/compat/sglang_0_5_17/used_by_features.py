@@ -156,6 +156,18 @@ CPU = needed_for(
         for of in (name, f"_{name}")
         for use in function(f"distributed.parallel_state.GroupCoordinator.{of}", "self output input", "the same")
     ),
+    *function(
+        "speculative.draft_utils.DraftBackendFactory._create_backend",
+        "self backend_name backend_map error_template",
+        "speculative decoding",
+    ),
+    *attributes(
+        "speculative.draft_utils.DraftBackendFactory",
+        "draft_model_runner speculative_num_steps",
+        "the same",
+    ),
+    *attributes(_FORWARD_BATCH, "spec_info", "the same"),
+    *function("models.deepseek_v2.DeepseekV2ForCausalLM.set_embed_and_head", "self embed head", "the same"),
     *function("disaggregation.nixl.conn.NixlKVManager.__init__", "self", "NIXL"),
     *function("disaggregation.nixl.conn._normalize_kv_mem_kinds", "kinds expected_len", "the same"),
     *function(
