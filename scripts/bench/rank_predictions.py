@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import re
 import shlex
 from collections.abc import Mapping
@@ -54,10 +55,15 @@ def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
 
 
 def named(record: Mapping[str, Any]) -> argparse.Namespace:
-    """The extension's flags in a record's command."""
+    """The extension's flags in a record's command; not to be changed."""
+    return _parsed(record["case"].get("flags", ""))
+
+
+@functools.cache
+def _parsed(flags: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    return parser.parse_known_args(shlex.split(record["case"].get("flags", "")))[0]
+    return parser.parse_known_args(shlex.split(flags))[0]
 
 
 def passing_tokens(record: Mapping[str, Any]) -> int:

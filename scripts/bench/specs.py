@@ -99,20 +99,21 @@ def spread_or_alone(bench: str, whole: bool = False) -> Callable[[Record], Recor
         case = record["case"]
         if record["bench"] != bench or (case.get("running", 1) > 1) != whole:
             return None
-        how = held(record, case.get("flags", "")) if record["impl"] == "hybrid_mla" else record["impl"][7:]
+        how = held(record) if record["impl"] == "hybrid_mla" else record["impl"].removeprefix("sglang_")
         plan_ms = step(record).seconds * 1e3 if bench == "decode" else None
         return of_case(record, how=how, of_rank=case["concurrency"] // case["dp"]) | dict(plan_ms=plan_ms)
 
     return of
 
 
-def held(record: Record, flags: str) -> str:
+def held(record: Record) -> str:
     """How the ranks of a DP server hold a prompt, by its flags."""
-    words = {"--hybrid-mla-spread peers": "spread by stores", "--hybrid-mla-spread": "spread by NCCL", "": "alone"}
-    how = f"{next(word for flag, word in words.items() if flag in flags)}, {named_memory(record) or 0:g} GiB"
-    how += ", FP8" if "fp8_e4m3" in flags else ""
+    flags = named(record)
+    words = {None: "alone", "off": "alone", "peers": "spread by stores"}  # `auto` was NCCL's in the records there are
+    how = f"{words.get(flags.hybrid_mla_spread, 'spread by NCCL')}, {named_memory(record) or 0:g} GiB"
+    how += ", FP8" if flags.hybrid_mla_prefix_dtype == "fp8_e4m3" else ""
     how += ", passes expand for themselves" if passing_tokens(record) else ""
-    return how + (", new tokens ride" if named(record).hybrid_mla_mixed_tokens else "")
+    return how + (", new tokens ride" if flags.hybrid_mla_mixed_tokens else "")
 
 
 def of_study(study: str) -> Any:

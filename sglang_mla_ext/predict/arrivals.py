@@ -151,21 +151,21 @@ def compared(of: Deployment, traffic: Traffic, chunks: int | None = None) -> tup
 
     kept = of.kept_for_prefill(traffic.requests, prefix, chunks)
 
-    def stock_pass(requests: int) -> float:
-        return pass_seconds(stock, traffic, requests)
-
     def eager_pass(requests: int) -> float:
         return pass_seconds(of, traffic, requests, kept)
 
     def fastest_pass(requests: int) -> float:
         return min(eager_pass(requests), riding_seconds(of, traffic, requests, chunks))
 
+    def in_turns(step: Callable[[int, int], float], prefill: Callable[[int], float]) -> Served:
+        return serve(traffic, cache(step), prefill=cache(prefill))
+
     found = {
-        "absorb": serve(traffic, cache(absorb), prefill=cache(stock_pass)),
-        "chosen": serve(traffic, cache(chosen), prefill=cache(eager_pass)),
+        "absorb": in_turns(absorb, lambda requests: pass_seconds(stock, traffic, requests)),
+        "chosen": in_turns(chosen, eager_pass),
     }
     if of.dp > 1:
-        found["mixed"] = serve(traffic, cache(chosen), prefill=cache(fastest_pass))
+        found["mixed"] = in_turns(chosen, fastest_pass)
     else:
         found["mixed"] = serve(traffic, cache(chosen), may_ride) if may_ride else found["chosen"]
     return may_ride, found

@@ -201,8 +201,7 @@ def _of_arrivals(of: Deployment, found: dict[str, Any]) -> list[str]:
         new, may_ride = arrivals["new_tokens_a_step"], arrivals["mixed_tokens"]
         said = f"{case['prompt']:,} tokens, {requests(of, case)} requests: {new:.0f} new tokens a step{rank}, "
         if not may_ride:
-            why = "with DP attention" if of.dp > 1 else "steps would take half as long again"
-            said += f"and none may ride ({why}): mixed is in turns"
+            said += "and none may ride (steps would take half as long again): mixed is in turns"
         else:
             said += f"and {may_ride} may ride" + (": requests wait" if new > may_ride else "")
         lines.append(said)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,9 +53,21 @@ def assign_extend_cache_locs_cpu(
 ) -> None:
     """Read the slots of each request's tokens `[start, end)`; arguments are those of
     standins.assign_req_to_token_pool_cpu, of which `out_cache_loc` is written."""
+    for in_table, slots in by_request(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc):
+        slots.copy_(in_table)
+
+
+def by_request(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    start_offset: torch.Tensor,
+    end_offset: torch.Tensor,
+    slots: torch.Tensor,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each request's tokens `[start, end)` in the request table, and its part of `slots`: two views of one length."""
     taken = 0
     for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
-        out_cache_loc[taken : taken + end - start] = req_to_token[row, start:end]
+        yield req_to_token[row, start:end], slots[taken : taken + end - start]
         taken += end - start
 
 
@@ -171,10 +183,10 @@ def around_extend(
     batch is padded to that of the rank with the most requests, by such whose lengths do not agree."""
     if forward_batch.forward_mode.is_target_verify():
         forward_batch = copy.copy(forward_batch)
-        each = forward_batch.spec_info.draft_token_num
+        tokens = forward_batch.spec_info.draft_token_num
         forward_batch.extend_prefix_lens = forward_batch.seq_lens
-        forward_batch.extend_seq_lens = torch.full_like(forward_batch.seq_lens, each)
-        forward_batch.seq_lens = forward_batch.seq_lens + each
+        forward_batch.extend_seq_lens = torch.full_like(forward_batch.seq_lens, tokens)
+        forward_batch.seq_lens = forward_batch.seq_lens + tokens
     lens = [getattr(forward_batch, name) for name in ("extend_prefix_lens", "extend_seq_lens", "seq_lens")]
     shortest = min(map(len, lens))
     before, new, total = (each[:shortest] for each in lens)
@@ -203,10 +215,15 @@ def around_create_backend(
         return original(factory, backend_name, backend_map, *args, **kwargs)
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-    backends = [TorchNativeAttnBackend(factory.draft_model_runner) for _ in range(factory.speculative_num_steps)]
-    for backend in backends:  # by which a layer takes its forward method
+    def make() -> Any:
+        backend = TorchNativeAttnBackend(factory.draft_model_runner)
+        # By which a layer takes its forward method.
         backend.prefill_attention_backend_str = backend.decode_attention_backend_str = NAME
-    return DraftSteps(backends) if "decode" in backend_map["triton"].__name__ else backends[0]
+        return backend
+
+    if "decode" in backend_map["triton"].__name__:
+        return DraftSteps([make() for _ in range(factory.speculative_num_steps)])
+    return make()
 
 
 class DraftSteps:

@@ -77,10 +77,9 @@ def assign_req_to_token_pool_cpu(
         out_cache_loc: `[sum(end - start)]` the slots, one request after the other.
         pool_len: the table's row length (unused: the table knows it).
     """
-    taken = 0
-    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
-        req_to_token[row, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
-        taken += end - start
+    parts = drafts.by_request(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc)
+    for in_table, slots in parts:
+        in_table.copy_(slots)
 
 
 def _sgl_kernel() -> types.ModuleType:

@@ -23,9 +23,6 @@ half as long again, but a pass of their own would be longer still: first tokens 
 REQUESTS, PROMPT, TAIL = 128, 7069, 512
 """What is taken to be running where the bound is predicted."""
 
-OF_DP = 512
-"""New tokens of a step with DP attention: it has no running requests, which would wait for a token."""
-
 STEP = 64
 """Rows from one size of graph to the next, beyond SGLang's own."""
 
@@ -63,17 +60,20 @@ def tokens(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> int:
         return options.mixed_tokens // STEP * STEP
     if not on_gpu:
         return LEAST_TOKENS if args.enable_mixed_chunk else 0
-    return OF_DP if installed.dp_attention_ranks(args) > 1 else max(LEAST_TOKENS, _predicted(args))
+    return max(LEAST_TOKENS, _predicted(args))
 
 
 def _predicted(args: ServerArgs) -> int:
-    """New tokens with which a step is predicted to take at most half as long again; 0 where that is not known."""
+    """New tokens with which a step is predicted to take at most half as long again; 0 where that is not known. With DP
+    attention the most there are: such a step has no running requests, which would wait for a token."""
     import torch
 
-    from sglang_mla_ext.predict.mixed import bound
+    from sglang_mla_ext.predict.mixed import MOST_NEW, bound
     from sglang_mla_ext.predict.rates import Gpu
     from sglang_mla_ext.predict.step import Deployment
 
+    if installed.dp_attention_ranks(args) > 1:
+        return MOST_NEW
     name = gpu_config_of(torch.cuda.get_device_name())
     if name is None:
         return 0
