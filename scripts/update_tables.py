@@ -66,6 +66,7 @@ def main(
             "one-rank-newest": one_rank(RESULTS / "rank-0.5.23.jsonl"),
             "spread": table_of(specs.SPREAD, RESULTS / "spread.jsonl"),
             "spread-whole": table_of(specs.SPREAD_WHOLE, RESULTS / "spread.jsonl"),
+            "spread-short-whole": table_of(specs.SPREAD_SHORT_WHOLE, RESULTS / "spread.jsonl"),
             "spread-short": table_of(specs.SPREAD_SHORT, RESULTS / "spread.jsonl"),
             "exchange": table_of(specs.EXCHANGE, RESULTS / "exchange.jsonl"),
             "one-of-ranks": table_of(specs.ONE_OF_RANKS, RESULTS / "exchange.jsonl"),

@@ -19,7 +19,7 @@ from bench.workload_tables import backend_name
 
 ROUTED = "--hybrid-mla-dp-routing prefix"
 COLUMNS = (
-    *("ranks divide", "load", "requests", "dealt out", "hybrid_mla tok/s", "flashmla tok/s", "ratio"),
+    *("GPU", "ranks divide", "load", "requests", "dealt out", "hybrid_mla tok/s", "flashmla tok/s", "ratio"),
     *("hybrid_mla first token ms, median / last", "flashmla's"),
 )
 ONE_RANK_COLUMNS = (
@@ -71,29 +71,35 @@ class Pair(NamedTuple):
 
 
 def ranks(path: Path) -> str:
-    """Throughput by how ranks divide the work and by load, the last run on each server, beside flashmla's.
+    """Throughput by how ranks divide the work and by load, the last run on each server, beside flashmla's on the same GPUs.
 
     Tokens per second while all requests decode; where requests wait for a place, while they do.
     """
-    names = ("dp", "bench", "prompt", "concurrency", "routed")
+    names = ("gpu", "dp", "bench", "prompt", "concurrency", "routed")
     shown = latest((record | {"case": described(record)} for record in read_records(path)), *names)
     rows = []
-    for (impl, dp, bench, prompt, requests, routed), ours in sorted(shown.items(), key=lambda item: item[0][1]):
-        stock = shown.get((RIVAL, dp, bench, prompt, requests, False))
+    for (impl, gpu, dp, bench, prompt, requests, routed), ours in sorted(shown.items(), key=lambda item: item[0][1:3]):
+        stock = shown.get((RIVAL, gpu, dp, bench, prompt, requests, False))
         if impl == RIVAL or stock is None:
             continue
         divided = f"requests, DP {dp}" if dp > 1 else f"heads, TP {ours['case']['tp']}"
         dealt = "by prefix" if routed else "by SGLang" if dp > 1 else "-"
         load = " ".join(filter(None, ("prompt" if bench == "serving" else bench, prompt)))
         rates = f"{rate(ours):,.0f}", f"{rate(stock):,.0f}", f"{rate(ours) / rate(stock):.2f}x"
-        rows.append((divided, load, requests, dealt, *rates, first_token(ours), first_token(stock)))
+        rows.append((gpu_name(gpu), divided, load, requests, dealt, *rates, first_token(ours), first_token(stock)))
     return markdown(rows, COLUMNS, shown)
 
 
 def described(record: dict[str, Any]) -> dict[str, Any]:
     """A record's case with what tells rows apart."""
     case = record["case"]
-    return case | {"dp": case.get("dp", 1), "bench": record["bench"], "routed": ROUTED in case.get("flags", "")}
+    of = {"gpu": record["gpu"], "dp": case.get("dp", 1), "bench": record["bench"]}
+    return case | of | {"routed": ROUTED in case.get("flags", "")}
+
+
+def gpu_name(gpu: str) -> str:
+    """`H100` of `NVIDIA H100 80GB HBM3`."""
+    return gpu.removeprefix("NVIDIA ").split()[0]
 
 
 def rate(record: dict[str, Any]) -> float:
@@ -114,11 +120,10 @@ def one_rank(path: Path) -> str:
         stock = fastest_stock(found, tuple(case), backend)
         ratio = f"{middle(of_case) / middle(found[stock]):.2f}x" if stock else "–"
         load, rank, layers, prompt, requests, gpu = case
-        gpu = gpu.removeprefix("NVIDIA ").split()[0]
         first = f"{middle(of_case, 'ttft_ms'):,.0f} / {middle(of_case, 'ttft_p99_ms'):,.0f}"
         between = f"{middle(of_case, 'itl_p99_ms'):,.0f}"
         measured = (len(of_case), f"{middle(of_case):,.0f}", ratio, first, between)
-        rows.append((load, rank, layers, gpu, f"{prompt:,}", requests, backend, *measured))
+        rows.append((load, rank, layers, gpu_name(gpu), f"{prompt:,}", requests, backend, *measured))
     return markdown(rows, ONE_RANK_COLUMNS, numbered(found))
 
 

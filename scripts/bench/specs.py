@@ -113,7 +113,8 @@ def held(record: Record) -> str:
     how = f"{words.get(flags.hybrid_mla_spread, 'spread by NCCL')}, {named_memory(record) or 0:g} GiB"
     how += ", FP8" if flags.hybrid_mla_prefix_dtype == "fp8_e4m3" else ""
     how += ", passes expand for themselves" if passing_tokens(record) else ""
-    return how + (", new tokens ride" if flags.hybrid_mla_mixed_tokens else "")
+    rode = record["bench"] == "short" and record["hybrid_mla"]["counters"].get("prefills_ridden")
+    return how + (", new tokens ride" if rode else "")
 
 
 def of_study(study: str) -> Any:
@@ -238,6 +239,12 @@ SPREAD_SHORT = replace(  # the same with short answers
     "| first token ms, median / last | between tokens ms, p99",
     cells="{gpu} | {prefix:,} | {of_rank} | {how} | {steady_tok_s:,.0f} | {steady_tok_s/stock[steady_tok_s]:.2f}x"
     "| {ttft_ms:,.0f} / {ttft_last_ms:,.0f} | {itl_p99_ms:,.0f}",
+)
+SPREAD_SHORT_WHOLE = replace(
+    SPREAD_SHORT,
+    of=spread_or_alone("short", whole=True),
+    against=SPREAD_WHOLE.against,
+    headings=SPREAD_SHORT.headings.replace("flashmla", "fa3"),
 )
 SOAK = Spec(  # what came of the last soak of each backend, on each device
     by=("gpu", "server", "poison"),

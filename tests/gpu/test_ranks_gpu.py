@@ -140,3 +140,14 @@ def test_drafts_over_prefixes_that_ranks_hold_together(tmp_path: Path) -> None:
         assert one["steps_verify"] > 0 and one["fallbacks"] == other["fallbacks"] == {}, (name, one, other)
         assert one["shadow_failures"] == other["shadow_failures"] == 0, (name, one, other)
         assert (one["shadow_checks"] > 0) == name.endswith("checked")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+def test_ranks_that_divide_requests_and_heads(tmp_path: Path) -> None:
+    """Two groups with half of the requests each, in which two ranks divide the heads."""
+    model = make_model(tmp_path / "checkpoint", "--heads", "32")
+    both = TENSOR_PARALLEL | DP_ATTENTION | dict(tp_size=4)
+    engines = {name: one | both for name, one in {**STOCK_ENGINES, **MODES}.items()}
+    engines = {name: one | dict(port=32000 + 50 * i) for i, (name, one) in enumerate(engines.items())}
+    found = all_answers(model, tmp_path, {"truth": TRUTH, **engines}, AT_A_TIME)
+    check_ranks(found, largest_group=BATCH // 2)

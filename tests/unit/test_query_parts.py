@@ -105,7 +105,7 @@ def requests() -> dict[str, Any]:
 def prefill_batch() -> Any:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    return SimpleNamespace(forward_mode=ForwardMode.EXTEND)
+    return SimpleNamespace(forward_mode=ForwardMode.EXTEND, extend_seq_lens_cpu=[1] * ROWS)
 
 
 def inputs(parts: bool) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
@@ -229,7 +229,7 @@ def test_decode_by_flashmla(make_pool: Any, flashmla: Any, monkeypatch: pytest.M
         from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
 
         seen: list[Any] = []
-        monkeypatch.setattr(FlashMLABackend, "forward_extend", lambda self, *args: seen.append(args))
+        monkeypatch.setattr(FlashMLABackend, "forward_extend", lambda self, *args: seen.append(args) or args[0])
         for parts in (False, True):
             whole, rope = inputs(parts)
             make().forward_extend(*whole, LAYER, prefill_batch(), **rope)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import math
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -65,6 +66,45 @@ def test_what_sglang_would_expand_itself(make: Any, chunks: bool) -> None:
     assert stock.affordable([8000, 191]) == 0 and stock.affordable([]) == 0
     assert stock.affordable([8000, 192]) == (8192 if chunks else 0)
     assert stock.can_finish([300, 0], [256, 0]) is chunks
+
+
+# ---- rows that are nobody's
+
+
+class FakeAttention:
+    """As strict as FlashInfer: as many rows as the requests have new tokens. `out` of a row is its query, doubled."""
+
+    def __init__(self, tokens: int, *, lse: bool) -> None:
+        self.tokens, self.lse, self.stored = tokens, lse, []
+        self.token_to_kv_pool = SimpleNamespace(set_kv_buffer=lambda _, slots, k, v: self.stored.append((slots, k, v)))
+
+    def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool) -> Any:
+        assert len(q) == self.tokens, f"q.shape[0] ({len(q)}) does not match qo_indptr[-1] ({self.tokens})"
+        if save_kv_cache:
+            self.token_to_kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
+        self.keys = len(k)
+        return (2 * q, q.sum(-1)) if self.lse else 2 * q
+
+
+@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize(("rows", "keys"), [(5, 5), (6, 6), (8, 8), (8, 40)])  # of 5 new tokens; 40: a prefix's
+def test_flashinfer_gets_no_row_that_is_nobodys(make: Any, rows: int, keys: int, lse: bool, save: bool) -> None:
+    """All rows come back, those added as zeros, and all are stored: SGLang has slots for them."""
+    stock, _ = make(reads_pool=True)
+    stock.backend = FakeAttention(5, lse=lse)
+    q, k, v = torch.randn(rows, 4, 3), torch.randn(keys, 4, 3), torch.randn(keys, 4, 2)
+    q[5:] = torch.nan
+    batch = SimpleNamespace(extend_seq_lens_cpu=[2, 3], out_cache_loc=torch.arange(rows))
+    result = stock.extend(q, k, v, None, batch, save)
+    out = result[0] if lse else result
+    assert torch.equal(out[:5], 2 * q[:5]) and len(out) == rows and not out[5:].any()
+    if lse:
+        torch.testing.assert_close(result[1][:5], q[:5].sum(-1) * math.log(2))
+        assert len(result[1]) == rows and not result[1][5:].any()
+    assert stock.backend.keys == (5 if keys == rows else 40)
+    stored = [(len(slots), len(k), len(v)) for slots, k, v in stock.backend.stored]
+    assert stored == ([(rows, keys, keys)] if save else [])
 
 
 # ---- absorb in prefill

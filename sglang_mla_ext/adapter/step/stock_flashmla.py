@@ -48,6 +48,11 @@ class PlannedAtRun:
             self._plan = None
 
 
+def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """`x`, with zeros as its last rows if it has less than `rows`."""
+    return x if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
+
+
 class FlashMLAStock:
     """See the module; the interface is adapter.step.stock.Stock."""
 
@@ -76,12 +81,19 @@ class FlashMLAStock:
         save_kv_cache: bool,
     ) -> Any:
         """FlashInfer's lse is base 2, and SGLang 0.5.17 merges the parts of a long prefix as if it were not
-        (sgl-project/sglang#40903)."""
+        (sgl-project/sglang#40903). Nor does FlashInfer take the rows that SGLang adds where ranks divide heads and
+        requests, so that their number is a multiple of the ranks that divide the heads (sgl-project/sglang#35876)."""
+        rows, tokens = len(q), sum(forward_batch.extend_seq_lens_cpu)
+        if tokens < rows:
+            if save_kv_cache and k is not None:
+                self.backend.token_to_kv_pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+                save_kv_cache = False
+            q, k, v = (each[:tokens] if each is not None and len(each) == rows else each for each in (q, k, v))
         result = self.backend.forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
-        if isinstance(result, tuple):
-            out, lse2 = result
-            return out, lse2.mul_(LN2)
-        return result
+        if not isinstance(result, tuple):
+            return with_rows(result, rows)
+        out, lse2 = result
+        return with_rows(out, rows), with_rows(lse2.mul_(LN2), rows)
 
     def affordable(self, prefix_lens: Sequence[int]) -> int:
         total = sum(prefix_lens)
