@@ -27,6 +27,7 @@ class Known:
         name: of the model, in configs/checkpoints.
         layers: of its decoder. The experts are as many as the model has.
         heads: None for as many as the model has.
+        linear_dtype: in which SGLang makes some weights of layers with linear attention, whatever --dtype is.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Known:
     q_lora_rank: int = 64
     vocab: int = 2048
     heads: int | None = None
+    linear_dtype: str = "float32"
     seed: int = 0
     version: int = 1  # of the output; raise it when the weights change
 
@@ -70,7 +72,7 @@ def known_config(known: Known) -> dict[str, Any]:
         kinds = {"kda_layers": range(1, known.layers + 1, 2), "full_attn_layers": range(2, known.layers + 1, 2)}
         sizes = {"num_heads": LINEAR_HEADS, "head_dim": LINEAR_DIM}
         config["linear_attn_config"] |= {name: list(layers) for name, layers in kinds.items()} | sizes
-        config["torch_dtype"] = "float32"  # SGLang makes some of their weights as it says, whatever --dtype is
+        config["torch_dtype"] = known.linear_dtype
         small |= {"routed_expert_hidden_size": known.hidden // 2, "attn_res_block_size": 2, "pad_token_id": 0}
     if known.heads is not None:
         small |= {"num_attention_heads": known.heads, "num_key_value_heads": known.heads}

@@ -1,6 +1,6 @@
 """The real engine on a Hopper GPU over other models than DeepSeek-V3: small random checkpoints of their architecture,
 answered from what is expanded as FlashMLA answers prompts that are computed whole. 12 and 6 heads are those of
-Kimi-K3's ranks, in DeepSeek-V3's layers."""
+Kimi-K3's ranks, in DeepSeek-V3's layers; Kimi-Linear and Kimi-K3 have MLA in every second layer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 from demo_model.checkpoint import Settings, make
 from known import Known, make_known
 from test_engine_gpu import BATCH, NEW_TOKENS, all_answers, differences_of
+
+from sglang_mla_ext.adapter.compat import contract
 
 pytestmark = pytest.mark.gpu
 
@@ -25,6 +27,14 @@ def small(**more: Any) -> Settings:
     return Settings(**WIDE | sizes | more)
 
 
+# Room for the states of all engines' requests; what SGLang takes by default leaves room for one engine.
+STATES = dict(max_mamba_cache_size=4 * BATCH)
+LINEAR: dict[str, Any] = dict(layers=4, linear_dtype="bfloat16", **WIDE)
+# SGLang scales queries by their positions in absorb alone: with keys per head in some passes and not in others, its
+# answers would depend on which tokens came together.
+PER_HEAD = dict(env={"SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD": "0"})
+
+
 MODELS: dict[str, tuple[Settings | Known, dict[str, Any]]] = {
     "queries of one projection": (small(q_lora_rank=0), {}),
     "experts": (small(experts=True), {}),
@@ -33,7 +43,9 @@ MODELS: dict[str, tuple[Settings | Known, dict[str, Any]]] = {
     "12 heads": (small(heads=12), {}),
     "6 heads": (small(heads=6), {}),
     "glm-4.7-flash": (Known("glm-4.7-flash", q_lora_rank=768, **WIDE), {}),
-    "mistral-large-3": (Known("mistral-large-3", q_lora_rank=1536, **WIDE), {}),
+    "mistral-large-3": (Known("mistral-large-3", q_lora_rank=1536, **WIDE), PER_HEAD),
+    "kimi-linear": (Known("kimi-linear", heads=12, **LINEAR), STATES),
+    "kimi-k3": (Known("kimi-k3", heads=6, q_lora_rank=1536, **LINEAR), STATES),
 }
 
 
@@ -41,6 +53,8 @@ MODELS: dict[str, tuple[Settings | Known, dict[str, Any]]] = {
 def test_answers_are_those_of_prompts_computed_whole(name: str, tmp_path: Path) -> None:
     """FlashInfer without a prefix cache shows what BF16 rounding does to the truth, as in test_engine_gpu.py."""
     settings, arguments = MODELS[name]
+    if arguments is STATES and contract.line() in ("0.5.17", "0.5.18"):
+        pytest.skip("its prefixes are in a tree of another kind")
     model = tmp_path / "checkpoint"
     if isinstance(settings, Known):
         make_known(model, settings)
@@ -54,7 +68,9 @@ def test_answers_are_those_of_prompts_computed_whole(name: str, tmp_path: Path) 
         "naive, FP8 cache": dict(backend="hybrid_mla", env=naive, kv_cache_dtype="fp8_e4m3"),
         "FP8 cache": dict(backend="flashmla", disable_radix_cache=True, kv_cache_dtype="fp8_e4m3"),
     }
-    found = all_answers(model, tmp_path, {which: one | arguments for which, one in engines.items()})
+    env = arguments.get("env", {})
+    engines = {which: one | arguments | dict(env=env | one.get("env", {})) for which, one in engines.items()}
+    found = all_answers(model, tmp_path, engines)
     truth = found.pop("truth")
     apart = differences_of(truth, found)
     for ours, stock, allowed in (("naive", "flashinfer", 2), ("naive, FP8 cache", "FP8 cache", 1.1)):
