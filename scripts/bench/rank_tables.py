@@ -71,7 +71,7 @@ class Pair(NamedTuple):
 
 
 def ranks(path: Path) -> str:
-    """Throughput by how ranks divide the work and by load, the last run on each server, beside flashmla's on the same GPUs.
+    """Throughput by how ranks divide the work and by load, the last run on each server, beside flashmla's on such GPUs.
 
     Tokens per second while all requests decode; where requests wait for a place, while they do.
     """

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from bench.rank_predictions import as_a_whole, named, named_memory, passing_tokens, step
+from bench.rank_predictions import as_a_whole, named, named_memory, passing_tokens, served, step
 from bench.tables import STORAGE_NAMES, Spec
 
 Record = dict[str, Any]
@@ -100,8 +100,11 @@ def spread_or_alone(bench: str, whole: bool = False) -> Callable[[Record], Recor
         if record["bench"] != bench or (case.get("running", 1) > 1) != whole:
             return None
         how = held(record) if record["impl"] == "hybrid_mla" else record["impl"].removeprefix("sglang_")
-        plan_ms = step(record).seconds * 1e3 if bench == "decode" else None
-        return of_case(record, how=how, of_rank=case["concurrency"] // case["dp"]) | dict(plan_ms=plan_ms)
+        if bench == "decode":
+            said = dict(plan_ms=step(record).seconds * 1e3)
+        else:
+            said = dict(plan_tok_s=served(record).tokens_per_s)
+        return of_case(record, how=how, of_rank=case["concurrency"] // case["dp"]) | said
 
     return of
 
@@ -235,10 +238,10 @@ SPREAD_SHORT = replace(  # the same with short answers
     SPREAD,
     of=spread_or_alone("short"),
     optional=("stock",),
-    headings="GPU | prompt | requests of a rank | prompt held | tok/s while others wait | this / flashmla"
+    headings="GPU | prompt | requests of a rank | prompt held | tok/s while others wait | `plan` says | this / flashmla"
     "| first token ms, median / last | between tokens ms, p99",
-    cells="{gpu} | {prefix:,} | {of_rank} | {how} | {steady_tok_s:,.0f} | {steady_tok_s/stock[steady_tok_s]:.2f}x"
-    "| {ttft_ms:,.0f} / {ttft_last_ms:,.0f} | {itl_p99_ms:,.0f}",
+    cells="{gpu} | {prefix:,} | {of_rank} | {how} | {steady_tok_s:,.0f} | {plan_tok_s:,.0f}"
+    "| {steady_tok_s/stock[steady_tok_s]:.2f}x | {ttft_ms:,.0f} / {ttft_last_ms:,.0f} | {itl_p99_ms:,.0f}",
 )
 SPREAD_SHORT_WHOLE = replace(
     SPREAD_SHORT,

@@ -8,8 +8,9 @@ once its client has heard of the end. The question is prefilled in one of two wa
 - mixed (mixed.py): new tokens ride in decode steps, in the order of their requests, so many in each as may. With DP
   attention they ride in passes of their own, without running requests, where those are faster than an eager pass.
 
-The steps are gone through one by one, with lengths of answers drawn from a fixed seed. What is not in it: chunks of
-long questions in turns, padding to captured sizes, and whatever hybrid_mla adds to the host's time of a pass.
+Ranks of DP attention step together: those with requests that wait take a pass while the others decode, and all wait for
+the longest. The steps are gone through one by one, with lengths of answers drawn from a fixed seed. What is not in it:
+chunks of long questions in turns, padding to captured sizes, and whatever hybrid_mla adds to the host's time of a pass.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from sglang_mla_ext.predict.mixed import MOST_NEW, bound, mixed_step
@@ -158,7 +159,7 @@ def compared(of: Deployment, traffic: Traffic, chunks: int | None = None) -> tup
         return min(eager_pass(requests), riding_seconds(of, traffic, requests, chunks))
 
     def in_turns(step: Callable[[int, int], float], prefill: Callable[[int], float]) -> Served:
-        return serve(traffic, cache(step), prefill=cache(prefill))
+        return serve(traffic, cache(step), prefill=cache(prefill), ranks=of.dp)
 
     found = {
         "absorb": in_turns(absorb, lambda requests: pass_seconds(stock, traffic, requests)),
@@ -176,62 +177,94 @@ def serve(
     step: Callable[[int, int], float],
     may_ride: int = 0,
     prefill: Callable[[int], float] | None = None,
+    ranks: int = 1,
     client_s: float = CLIENT_S,
 ) -> Served:
     """Go through the steps.
 
     Args:
-        step: seconds of one, of running requests and new tokens.
-        may_ride: new tokens in a step at most; prefill: seconds of a pass of so many requests. One of the two.
+        step: seconds of one, of running requests and new tokens, of all ranks.
+        may_ride: new tokens in a step at most, on one rank; prefill: seconds of a pass of so many requests of all
+            ranks, as many on each. One of the two.
+        ranks: of data parallelism.
         client_s: from a request's last token to the next request's arrival.
     """
-    draw = random.Random(0)
-    now, began, warm, running = 0.0, 0.0, 2 * traffic.answer, traffic.requests
-    ends = Counter(draw.randrange(warm - 2) for _ in range(running))  # in which step, how many
-    sent: deque[float] = deque()  # when each request comes that is on its way
-    waiting: deque[tuple[float, int]] = deque()  # when each came, and what is left of its question
+    draw, warm = random.Random(0), 2 * traffic.answer
+    dealt = [traffic.requests // ranks + (rank < traffic.requests % ranks) for rank in range(ranks)]
+    of = [_Rank(running, Counter(draw.randrange(warm - 2) for _ in range(running))) for running in dealt]
+    now, began = 0.0, 0.0
     first: Counter[float] = Counter()
     between: Counter[float] = Counter()
-    for number in range(warm + STEPS):
-        if number == warm:
-            began = now
-            first.clear()
-            between.clear()
-        if not running and not waiting:
-            now = max(now, sent[0])
-        spoke = Counter({now: running})  # when they had their last token, how many
-        begun: list[float] = []
-        while True:  # who comes while a pass runs takes one more, before the step
-            while sent and sent[0] <= now:
-                waiting.append((sent.popleft(), traffic.question))
-            if prefill is None or not waiting:
-                break
-            batch, _ = _admit(waiting, math.inf)
-            now += prefill(len(batch))
-            first.update(now - came for came in batch)
-            spoke[now] += len(batch)
-            begun += batch
-        joined, new = len(begun), 0
-        if prefill is None:
-            begun, new = _admit(waiting, may_ride)
-        seconds = step(running + joined, new)
-        now += seconds
-        for told, count in spoke.items():
-            between[now - told] += count
-        if prefill is None:
-            first.update(now - came for came in begun)
-        # Of an answer's tokens the first is no decode step's.
-        next_step = number if joined else number + 1
-        ends.update(next_step + draw.randint(2, warm - 2) - 2 for _ in begun)
-        ended = ends.pop(number, 0)
-        running += len(begun) - ended
-        sent.extend([now + HEARD_STEPS * seconds + client_s] * ended)
+    while of[0].steps < warm + STEPS // ranks:
+        for rank in of:
+            rank.hear(now, traffic.question)
+        if not any(rank.running or rank.waiting for rank in of):
+            now = min(rank.sent[0] for rank in of if rank.sent)
+            continue
+        passing = [rank for rank in of if rank.waiting] if prefill is not None else []
+        decoding = [rank for rank in of if rank not in passing]
+        running, new = sum(rank.running for rank in decoding), 0
+        for rank in of:
+            rank.begun, tokens = _admit(rank.waiting, math.inf if rank in passing else may_ride)
+            new += tokens if rank in decoding else 0
+        decode_s = step(running, new) if running or new else 0.0
+        pass_s = prefill(ranks * max(len(rank.begun) for rank in passing)) if prefill and passing else 0.0
+        now += max(decode_s, pass_s)
+        for rank in of:
+            first.update(now - came for came in rank.begun)
+            # Of an answer's tokens the first is no decode step's.
+            next_step = rank.steps if rank in passing else rank.steps + 1
+            rank.ends.update(next_step + draw.randint(2, warm - 2) - 2 for _ in rank.begun)
+            rank.running += len(rank.begun)
+            if rank in passing:
+                rank.told[now] += len(rank.begun)
+                continue
+            for told, count in rank.told.items():
+                between[now - told] += count
+            ended = rank.ends.pop(rank.steps, 0)
+            rank.running -= ended
+            rank.told = Counter({now: rank.running})
+            rank.sent.extend([now + HEARD_STEPS * decode_s + client_s] * ended)
+            rank.steps += 1
+            if rank is of[0] and rank.steps == warm:
+                began = now
+                first.clear()
+                between.clear()
     return Served(
         tokens_per_s=(first.total() + between.total()) / (now - began),
         first_token_s=percentile(first, 0.5) + client_s,
         between_s=percentile(between, 0.5),
         between_p99_s=percentile(between, 0.99),
     )
+
+
+@dataclass(eq=False)
+class _Rank:
+    """What one has to do.
+
+    Attributes:
+        ends: in which of its decode steps, how many.
+        told: when running requests had their last token, how many; waiting: when each came, and what is left of its
+            question.
+        sent: when each request comes that is on its way; begun: when those came whose first token is this step's.
+        steps: decode steps that it has run.
+    """
+
+    running: int
+    ends: Counter[int]
+    told: Counter[float] = field(default_factory=Counter)
+    waiting: deque[tuple[float, int]] = field(default_factory=deque)
+    sent: deque[float] = field(default_factory=deque)
+    begun: list[float] = field(default_factory=list)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.told[0.0] = self.running
+
+    def hear(self, now: float, question: int) -> None:
+        """Who was sent has come."""
+        while self.sent and self.sent[0] <= now:
+            self.waiting.append((self.sent.popleft(), question))
 
 
 def _admit(waiting: deque[tuple[float, int]], room: float) -> tuple[list[float], int]:

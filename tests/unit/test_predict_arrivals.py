@@ -13,7 +13,7 @@ from demo_model.rank import K3_MLA, Rank, rank_config
 from typer.testing import CliRunner
 
 from sglang_mla_ext.cli import app
-from sglang_mla_ext.predict.arrivals import Traffic, compared, host_seconds, pass_seconds, percentile, serve
+from sglang_mla_ext.predict.arrivals import Served, Traffic, compared, host_seconds, pass_seconds, percentile, serve
 from sglang_mla_ext.predict.memory import buffer_bytes
 from sglang_mla_ext.predict.mixed import bound
 from sglang_mla_ext.predict.rates import Gpu
@@ -64,7 +64,8 @@ def test_against_measured_servers(case):
 def test_short_answers_against_measured_servers():
     """The constants of a pass and of a renewal were fitted to SGLang's own backends of these records. In a record are
     the first tokens of the burst that begins it, too: a third of all, which come last. Of hybrid_mla's that burst takes
-    passes that are not in the prediction. flashinfer's passes are faster than the others'. With Kimi-K3's layers alone, where a step takes 6 ms, places stay free."""
+    passes that are not in the prediction. flashinfer's passes are faster than the others'. With Kimi-K3's layers alone,
+    where a step takes 6 ms, places stay free."""
     records = [json.loads(line) for line in (RESULTS / "rank.jsonl").read_text().splitlines()]
     found = [record for record in records if record["bench"] == "short" and not record.get("excluded")]
     assert len(found) >= 30
@@ -93,6 +94,17 @@ def test_steps_of_ranks_against_measured_servers():
         )
         assert 0.8 < said[0] / measured[0] < 1.03, record["case"]
         assert said[1] / said[0] == pytest.approx(measured[1] / measured[0], rel=0.06), record["case"]
+
+
+def test_short_answers_of_whole_ranks_against_measured_servers():
+    """Of DP attention: four ranks of 61 layers. With 8 layers clients and host are most of a step."""
+    records = [json.loads(line) for line in (RESULTS / "spread.jsonl").read_text().splitlines()]
+    found = [record for record in records if record["bench"] == "short" and record["case"]["layers"] == 61]
+    assert {record["impl"] for record in found} == {"hybrid_mla", "sglang_fa3"}
+    for record in found:
+        served = rank_predictions.served(record)
+        assert 0.95 < served.tokens_per_s / record["steady_tok_s"] < 1.1
+        assert 0.6 < served.first_token_s * 1e3 / record["ttft_ms"] < 1.2
 
 
 def test_the_host_sets_a_pass():
@@ -135,6 +147,22 @@ def test_steps_in_turns():
     assert found.tokens_per_s == pytest.approx(126 * steps / (steps + 10 * passes), rel=0.03)
     # Who ends in the first of the four steps has a token after 11 s, the others, behind both passes, after 20 to 18.
     assert (found.first_token_s, found.between_s, found.between_p99_s) == pytest.approx((18, 1, 21))
+
+
+def test_ranks_wait_for_each_other():
+    """While one takes a pass of 10 s, the others have one token for each request."""
+
+    def serve_on(ranks: int, pass_s: float) -> Served:
+        traffic = replace(SHORT, requests=128 * ranks)
+        return serve(traffic, lambda running, new: 1.0, prefill=lambda requests: pass_s, ranks=ranks, client_s=0.5)
+
+    alone, four, at_once = serve_on(1, 10.0), serve_on(4, 10.0), serve_on(4, 1.0)
+    assert 0.6 < four.tokens_per_s / (4 * alone.tokens_per_s) < 0.75
+    assert four.between_p99_s > 1.4 * alone.between_p99_s
+    # A pass as long as a step holds up nobody but the rank's own requests, which end and are replaced after 4 steps.
+    assert at_once.tokens_per_s == pytest.approx(4 * serve_on(1, 1.0).tokens_per_s, rel=0.05)
+    few = serve(Traffic(1, 7069, 128, 10, host_s=0.1), lambda running, new: 1.0, prefill=lambda n: 5.0, ranks=4)
+    assert few.first_token_s == pytest.approx(5.025)
 
 
 def test_one_request():

@@ -24,7 +24,7 @@ def test_every_supported_release_is_in_the_table() -> None:
         ({tried.SERVER: 1, tried.TENSOR: 2}, "0.5.23", "run on the CPU: tensor parallelism"),
         ({tried.SERVER: 1, tried.COMPILED: 1}, "0.5.23", "resolved only: --enable-torch-compile"),
         ({tried.SPREAD: 8, tried.PEERS: 2}, "0.5.17", "run on a GPU: prefixes spread over ranks with 4 of 8 ranks"),
-        ({tried.SERVER: 1, tried.MIXED: 1, tried.PEERS: 2}, "0.5.23", "resolved only: their exchange by stores"),
+        ({tried.SERVER: 1, tried.MIXED: 1, tried.NODES: 2}, "0.5.23", "run on the CPU: several nodes"),
         ({tried.SERVER: 1}, "0.5.99", "resolved only"),
     ],
 )

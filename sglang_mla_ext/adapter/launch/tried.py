@@ -20,6 +20,7 @@ GPU, CPU, RESOLVED = PLACES = ("gpu", "cpu", "resolved")
 IN_WORDS = {GPU: "run on a GPU", CPU: "run on the CPU", RESOLVED: "resolved only"}
 
 SERVER, TENSOR, DP_ATTENTION = "a server", "tensor parallelism", "DP attention"
+GROUPS = "DP attention in groups whose ranks divide the heads"
 REPLICAS, NODES = "--dp-size without DP attention", "several nodes"
 SPREAD, PEERS = "prefixes spread over ranks", "their exchange by stores"
 DRAFTS, FP8_CACHE, HOST_CACHE = "drafts", "an FP8 cache", "a host cache"
@@ -38,11 +39,11 @@ MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "0.5.17": {
         GPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, GLM_FLASH: 1, TENSOR: 2, DP_ATTENTION: 4},
-            **{SPREAD: 4, PEERS: 4, PASSING: 4, MIXED: 1, RIDING: 2},
-            **{DRAFTS: 1, FP8_CACHE: 2, HOST_CACHE: 1, FLASHINFER: 1, COMPILED: 1, NIXL: 1},
+            **{SPREAD: 4, PEERS: 4, PASSING: 4, MIXED: 2, RIDING: 4, DRAFTS_OVER_SPREAD: 2},
+            **{DRAFTS: 2, FP8_CACHE: 2, HOST_CACHE: 1, FLASHINFER: 1, COMPILED: 1, NIXL: 1},
         },
         CPU: {
-            **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 4, REPLICAS: 2, NODES: 2},
+            **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 4, GROUPS: 4, REPLICAS: 2, NODES: 2},
             **{SPREAD: 4, PASSING: 2, MIXED: 2, RIDING: 2, FP8_CACHE: 1, HOST_CACHE: 1, FILES: 1, NIXL: 1},
             **{GLM_FLASH: 1, DRAFTS: 2, DRAFTS_OVER_SPREAD: 2},
         },
@@ -50,7 +51,10 @@ MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "0.5.18": {CPU: {SERVER: 1, V3: 1, HOST_CACHE: 1, FILES: 1}},
     "0.5.20": {CPU: {SERVER: 1, V3: 1}},
     "0.5.23": {
-        GPU: {SERVER: 1, V3: 1, MIXED: 1, DP_ATTENTION: 2, PASSING: 1, DRAFTS: 1, FP8_CACHE: 2, PREFILL_GRAPHS: 1},
+        GPU: {
+            **{SERVER: 1, V3: 1, MIXED: 1, DP_ATTENTION: 2, SPREAD: 2, PEERS: 2, PASSING: 1, DRAFTS: 1},
+            **{FP8_CACHE: 2, PREFILL_GRAPHS: 1},
+        },
         CPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 2, REPLICAS: 2, NODES: 2},
             **{SPREAD: 2, PASSING: 2, MIXED: 2, RIDING: 2, HOST_CACHE: 1, FILES: 1},
@@ -127,6 +131,7 @@ def parts_of(args: ServerArgs, options: HybridMLAOptions) -> dict[str, int]:
         SERVER: 1,
         installed.model_config(args).architectures[0]: 1,
         DP_ATTENTION: dp_attention and ranks,
+        GROUPS: dp_attention and installed.dp_attention_ranks(args) < ranks and ranks,
         SPREAD: spreads and ranks,
         PEERS: spreads and spread.may_store(args, options) and ranks,
         TENSOR: ranks > 1 and not dp_attention and ranks,
