@@ -144,10 +144,13 @@ def test_drafts_over_prefixes_that_ranks_hold_together(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 def test_ranks_that_divide_requests_and_heads(tmp_path: Path) -> None:
-    """Two groups with half of the requests each, in which two ranks divide the heads."""
+    """Two groups with half of the requests each, in which two ranks divide the heads. SGLang's own FlashMLA and
+    FlashInfer end there at a prefill pass of an odd number of tokens (sgl-project/sglang#35876)."""
     model = make_model(tmp_path / "checkpoint", "--heads", "32")
-    both = TENSOR_PARALLEL | DP_ATTENTION | dict(tp_size=4)
-    engines = {name: one | both for name, one in {**STOCK_ENGINES, **MODES}.items()}
-    engines = {name: one | dict(port=32000 + 50 * i) for i, (name, one) in enumerate(engines.items())}
-    found = all_answers(model, tmp_path, {"truth": TRUTH, **engines}, AT_A_TIME)
+    alone = {"truth": TRUTH, "stock": FLASHINFER | dict(disable_radix_cache=True), "stock_fp8": STOCK | FP8}
+    engines: dict[str, dict[str, Any]] = {
+        name: one | TENSOR_PARALLEL | DP_ATTENTION | dict(tp_size=4, port=32000 + 50 * i)
+        for i, (name, one) in enumerate(MODES.items())
+    }
+    found = all_answers(model, tmp_path, alone | engines, AT_A_TIME)
     check_ranks(found, largest_group=BATCH // 2)
