@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS  # plain Python
 from sglang_mla_ext.predict import sharing
 from sglang_mla_ext.predict.memory import buffer_bytes, fraction_that_fits
-from sglang_mla_ext.predict.report import GIB, Asked, chunks_for, whole_step
+from sglang_mla_ext.predict.report import GIB, Asked, chunks_for, replaced, whole_step
 from sglang_mla_ext.predict.step import Deployment
 
 WORTH = 1.03
@@ -33,11 +33,15 @@ class Outcome(NamedTuple):
     tokens_per_s: float
 
     @property
+    def range(self) -> list[float]:
+        return [min(self.ratios), max(self.ratios)]
+
+    @property
     def mean(self) -> float:
         return math.exp(sum(map(math.log, self.ratios)) / len(self.ratios))
 
     def __str__(self) -> str:
-        least, most = (f"{each:.2f}x" for each in (min(self.ratios), max(self.ratios)))
+        least, most = (f"{each:.2f}x" for each in self.range)
         return least if least == most else f"{least} to {most}"
 
 
@@ -66,7 +70,8 @@ def recommend(of: Deployment, asked: Asked) -> dict[str, Any] | None:
             "turn_on": None,
             "text": "the KV cache does not hold a single one of these requests: use fewer tokens, or more GPUs",
         }
-    turn_on = best.outcome.mean >= WORTH
+    replaced_ratios = _replaced(best)
+    turn_on = max(best.outcome.mean, replaced_ratios.mean if replaced_ratios else 0) >= WORTH
     memory, flags = best.asked.memory(of), ["--attention-backend hybrid_mla"]
     assert memory is not None
     if best.asked.for_prefixes is not None:
@@ -79,7 +84,10 @@ def recommend(of: Deployment, asked: Asked) -> dict[str, Any] | None:
     tokens = {"stock": memory.tokens(shared=False), "shared": memory.tokens(shared=True)}
     pays = {prompt: sharing.pays_from(of.cost, prompt, chunks_for(prompt, memory)) for prompt in asked.prompts}
     alternatives = list(_alternatives(best))
-    said = [_turn_on(flags, best, pays, tokens) if turn_on else _leave_off(best, pays, bool(alternatives))]
+    if turn_on:
+        said = [_turn_on(flags, best, replaced_ratios, pays, tokens)]
+    else:
+        said = [_leave_off(best, pays, bool(alternatives))]
     if turn_on and of.dp > 1 and not of.spread:
         said.append("Routing by prefix keeps requests of one prompt on one rank; the ratio assumes it.")
     if of.prefill_expand_tokens:
@@ -88,19 +96,24 @@ def recommend(of: Deployment, asked: Asked) -> dict[str, Any] | None:
     return {
         "turn_on": turn_on,
         "flags": flags if turn_on else [],
-        "ratio": [min(best.outcome.ratios), max(best.outcome.ratios)],
+        "ratio": best.outcome.range,
+        "ratio_replaced": replaced_ratios and replaced_ratios.range,
         "pays_from": {str(prompt): least for prompt, least in pays.items()},
         "cache_tokens": tokens,
         "text": " ".join(said),
     }
 
 
-def _turn_on(flags: list[str], best: Choice, pays: dict[int, int | None], tokens: dict[str, int]) -> str:
+def _turn_on(
+    flags: list[str], best: Choice, answers: Outcome | None, pays: dict[int, int | None], tokens: dict[str, int]
+) -> str:
     least = _pays_from(best.of, pays)
+    and_of_answers = f", and {answers} where requests are replaced as they end" if answers else ""
+    from_on = f"; it shares from {least} on" if least else ""
     cost = f"the KV cache of a GPU holds {tokens['shared']:,} tokens instead of {tokens['stock']:,}"
     return (
         f"turn it on, with {' '.join(flags)}. Expect {best.outcome} the tokens per second of stock attention for the "
-        f"prompts and requests above; it shares from {least} on. It costs memory: {cost}."
+        f"prompts and requests above{and_of_answers}{from_on}. It costs memory: {cost}."
     )
 
 
@@ -202,6 +215,21 @@ def _outcome(of: Deployment, asked: Asked) -> Outcome | None:
                 ratios.append(step["ratio"])
                 rates.append(math.log(step["tokens_per_s"]["chosen"]))
     return Outcome(ratios, math.exp(sum(rates) / len(rates))) if ratios else None
+
+
+def _replaced(best: Choice) -> Outcome | None:
+    """Of requests that are replaced as they end, with mixed steps; None where nobody asked."""
+    asked, divided = best.asked, best.asked.memory(best.of)
+    if asked.answer is None:
+        return None
+    cases = [
+        replaced(best.of, asked, prompt, requests, chunks_for(prompt, divided))
+        for prompt in asked.prompts
+        for requests in asked.requests
+    ]
+    rates = [case["mixed"]["tokens_per_s"] for case in cases]
+    ratios = [rate / case["absorb"]["tokens_per_s"] for rate, case in zip(rates, cases, strict=True)]
+    return Outcome(ratios, math.exp(sum(map(math.log, rates)) / len(rates)))
 
 
 def _too_heavy(of: Deployment, asked: Asked) -> str:

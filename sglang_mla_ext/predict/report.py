@@ -168,7 +168,7 @@ def _case(of: Deployment, asked: Asked, divided: Memory | None, prompt: int, req
             "expanded_tokens": min(divided.chunks * CHUNK_TOKENS, prompt),
         }
         if asked.answer is not None:
-            found["arrivals"] = _served(of, asked, prompt, requests, chunks)
+            found["arrivals"] = replaced(of, asked, prompt, requests, chunks)
         if divided.budget and not of.has_states:
             found["burst_s"] = _burst(of, asked, prompt, min(found["running"].values()), chunks)
     return found
@@ -259,8 +259,8 @@ def host_s(of: Deployment, asked: Asked) -> float:
     return host_seconds(of) if asked.pass_ms is None else asked.pass_ms * 1e-3
 
 
-def _served(of: Deployment, asked: Asked, prompt: int, requests: int, chunks: int) -> dict[str, Any]:
-    """A case whose requests end and are replaced."""
+def replaced(of: Deployment, asked: Asked, prompt: int, requests: int, chunks: int) -> dict[str, Any]:
+    """A case whose requests end and are replaced, by each way of `compared`."""
     assert asked.answer is not None
     traffic = Traffic(requests, prompt, asked.question, asked.answer, host_s(of, asked))
     may_ride, ways = compared(of, traffic, chunks)

@@ -310,6 +310,19 @@ def test_it_ends_in_advice():
     assert "--hybrid-mla-prefix-memory-gb" not in recommended("--tp", "8", "--prefix", "7069", "--batch", "256")
 
 
+def test_advice_for_short_answers():
+    """New tokens that ride gain where decode alone does not."""
+    few = ("--tp", "8", "--dp", "8", "--spread", "--prefix", "7069", "--batch", "128")
+    assert recommended(*few).startswith("leave it off")
+    assert recommended(*few, "--arrivals", "112").startswith("turn it on")
+    fewer = ("--tp", "8", "--prefix", "7069", "--batch", "8", "--arrivals", "112")  # of whom none rides
+    assert recommended(*fewer).startswith("leave it off")
+    many = ("--tp", "8", "--prefix", "7069", "--batch", "128", "--arrivals", "112")
+    least, most = planned(*many)["recommendation"]["ratio_replaced"]
+    assert least == most > 2 and f"and {most:.2f}x where requests are replaced as they end" in recommended(*many)
+    assert planned(*many[:6])["recommendation"]["ratio_replaced"] is None
+
+
 def test_advice_where_nothing_is_gained():
     few = recommended("--tp", "8", "--prefix", "7069", "--batch", "4")
     assert few.startswith("leave it off") and "from 11 requests (7,069 tokens) on" in few
