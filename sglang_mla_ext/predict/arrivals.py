@@ -5,8 +5,9 @@ once its client has heard of the end. The question is prefilled in one of two wa
 
 - in turns: an eager pass takes all that wait, before the next decode step, and everyone waits for it; another one
   takes those who come meanwhile. Its time is the larger of what the GPU needs and what the host needs for the launches;
-- mixed (mixed.py): new tokens ride in decode steps, in the order of their requests, so many in each as may. With DP
-  attention they ride in passes of their own, without running requests, where those are faster than an eager pass.
+- mixed (mixed.py): new tokens ride in decode steps, in the order of their requests, so many in each as may; where too
+  many wait they take a pass. With DP attention they ride in passes of their own, without running requests, where those
+  are faster than an eager pass.
 
 Ranks of DP attention step together: those with requests that wait take a pass while the others decode, and all wait for
 the longest. The steps are gone through one by one, with lengths of answers drawn from a fixed seed. What is not in it:
@@ -22,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from sglang_mla_ext.predict.mixed import MOST_NEW, bound, mixed_step
+from sglang_mla_ext.predict.mixed import MOST_NEW, MOST_STEPS, allowed, mixed_step
 from sglang_mla_ext.predict.sharing import PLAIN, Cover
 from sglang_mla_ext.predict.step import Arriving, Deployment, predict, product_seconds
 from sglang_mla_ext.prefix.passing import FEWEST_SAVED
@@ -131,7 +132,7 @@ def riding_seconds(of: Deployment, traffic: Traffic, requests: int, chunks: int 
 
 def compared(of: Deployment, traffic: Traffic, chunks: int | None = None) -> tuple[int, dict[str, Served]]:
     """Plain absorb in turns (`absorb`), as a server plans in turns (`chosen`), and with mixed steps
-    (`mixed`; in turns too, where nothing may ride).
+    (`mixed`).
 
     Args:
         chunks: see `Deployment.cover`.
@@ -141,7 +142,7 @@ def compared(of: Deployment, traffic: Traffic, chunks: int | None = None) -> tup
         ValueError: the GPU has no constants of a step.
     """
     prefix, tail, stock = traffic.prefix, traffic.tail, replace(of, prefill_expand_tokens=0)
-    may_ride = bound(of, traffic.requests, prefix, tail, chunks) if of.dp == 1 else MOST_NEW
+    may_ride = allowed(of)
 
     def absorb(running: int, _: int) -> float:
         return predict(of, PLAIN, running, prefix, tail).seconds
@@ -168,7 +169,7 @@ def compared(of: Deployment, traffic: Traffic, chunks: int | None = None) -> tup
     if of.dp > 1:
         found["mixed"] = in_turns(chosen, fastest_pass)
     else:
-        found["mixed"] = serve(traffic, cache(chosen), may_ride) if may_ride else found["chosen"]
+        found["mixed"] = serve(traffic, cache(chosen), may_ride, cache(eager_pass))
     return may_ride, found
 
 
@@ -184,8 +185,8 @@ def serve(
 
     Args:
         step: seconds of one, of running requests and new tokens, of all ranks.
-        may_ride: new tokens in a step at most, on one rank; prefill: seconds of a pass of so many requests of all
-            ranks, as many on each. One of the two.
+        may_ride: new tokens in a step at most; prefill: seconds of a pass of so many requests of all ranks, as many on
+            each, where more wait than may ride in `MOST_STEPS` steps.
         ranks: of data parallelism.
         client_s: from a request's last token to the next request's arrival.
     """
@@ -201,7 +202,7 @@ def serve(
         if not any(rank.running or rank.waiting for rank in of):
             now = min(rank.sent[0] for rank in of if rank.sent)
             continue
-        passing = [rank for rank in of if rank.waiting] if prefill is not None else []
+        passing = [rank for rank in of if rank.wait > MOST_STEPS * may_ride] if prefill is not None else []
         decoding = [rank for rank in of if rank not in passing]
         running, new = sum(rank.running for rank in decoding), 0
         for rank in of:
@@ -260,6 +261,11 @@ class _Rank:
 
     def __post_init__(self) -> None:
         self.told[0.0] = self.running
+
+    @property
+    def wait(self) -> int:
+        """Tokens that wait."""
+        return sum(left for _, left in self.waiting)
 
     def hear(self, now: float, question: int) -> None:
         """Who was sent has come."""

@@ -2,7 +2,7 @@
 
 A new row costs what a decode row costs: products for one row more, attention to the shared prefix, which is read once
 for all where it is expanded, and attention to what its own request has before it. The weights are read once for all
-rows. A server asks `bound` as it starts: it is arithmetic alone, and comes to the same on all ranks.
+rows. A server asks `allowed` as it starts: it is arithmetic alone, and comes to the same on all ranks.
 """
 
 from __future__ import annotations
@@ -12,8 +12,14 @@ from sglang_mla_ext.predict.step import NOBODY, Arriving, Deployment, Step, pred
 
 ROWS_STEP = 32
 """The bound is a multiple of it."""
-MOST_NEW = 512
-"""New tokens of a step, at most."""
+LEAST_NEW, MOST_NEW = 256, 512
+"""New tokens of a step that a server allows where the user names no number. With few running requests the former make
+a step more than half as long again, but a pass of their own would be longer still: first tokens come sooner so."""
+MOST_STEPS = 6
+"""Mixed steps that the tokens that wait may take. More would come sooner in an eager pass, which takes as long as
+about so many, and serves all who wait at its end."""
+REQUESTS, PROMPT, TAIL = 128, 7069, 512
+"""What is taken to be running where a server's bound is predicted."""
 SLOWER = 1.5
 """So many times as long as without them may a step with new tokens be: it is what running requests wait for a token."""
 
@@ -35,6 +41,12 @@ def mixed_step(
     newcomers = arriving.requests if arriving.tokens else 0
     cover = of.cover(of.per_rank(running + newcomers), prefix, chunks)
     return predict(of, cover, running, prefix, tail, arriving)
+
+
+def allowed(of: Deployment) -> int:
+    """New tokens that a server lets ride in a step unless it is told. With DP attention the most there are: such a step
+    has no running requests, which would wait for a token."""
+    return MOST_NEW if of.dp > 1 else max(LEAST_NEW, bound(of, REQUESTS, PROMPT, TAIL))
 
 
 def bound(of: Deployment, running: int, prefix: int, tail: int, chunks: int | None = None) -> int:

@@ -200,9 +200,5 @@ def _of_arrivals(of: Deployment, found: dict[str, Any]) -> list[str]:
         arrivals = case["arrivals"]
         new, may_ride = arrivals["new_tokens_a_step"], arrivals["mixed_tokens"]
         said = f"{case['prompt']:,} tokens, {requests(of, case)} requests: {new:.0f} new tokens a step{rank}, "
-        if not may_ride:
-            said += "and none may ride (steps would take half as long again): mixed is in turns"
-        else:
-            said += f"and {may_ride} may ride" + (": requests wait" if new > may_ride else "")
-        lines.append(said)
+        lines.append(said + f"and {may_ride} may ride" + (", the others take passes" if new > may_ride else ""))
     return lines

@@ -66,7 +66,7 @@ def test_how_many_is_predicted_for_a_known_gpu(tp: int, least: int, monkeypatch:
 def test_a_model_that_cannot_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(riding.installed, "model_config", lambda args: SimpleNamespace(to_dict=dict))
-    assert riding.tokens(test_limits.server_args(), HybridMLAOptions(), on_gpu=True) == riding.LEAST_TOKENS
+    assert riding.tokens(test_limits.server_args(), HybridMLAOptions(), on_gpu=True) == riding.LEAST_NEW
 
 
 @pytest.mark.parametrize(

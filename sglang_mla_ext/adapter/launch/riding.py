@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.configs import gpu_config_of
+from sglang_mla_ext.predict.mixed import LEAST_NEW, MOST_NEW, allowed  # plain Python
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -15,13 +16,6 @@ if TYPE_CHECKING:
     from sglang_mla_ext.options import HybridMLAOptions
 
 logger = logging.getLogger(__name__)
-
-LEAST_TOKENS = 256
-"""New tokens of a step where the user names no number, at least. With few running requests that makes a step more than
-half as long again, but a pass of their own would be longer still: first tokens come sooner so."""
-
-REQUESTS, PROMPT, TAIL = 128, 7069, 512
-"""What is taken to be running where the bound is predicted."""
 
 STEP = 64
 """Rows from one size of graph to the next, beyond SGLang's own."""
@@ -59,16 +53,14 @@ def tokens(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> int:
     if options.mixed_tokens is not None:
         return options.mixed_tokens // STEP * STEP
     if not on_gpu:
-        return LEAST_TOKENS if args.enable_mixed_chunk else 0
-    return max(LEAST_TOKENS, _predicted(args))
+        return LEAST_NEW if args.enable_mixed_chunk else 0
+    return _predicted(args)
 
 
 def _predicted(args: ServerArgs) -> int:
-    """New tokens with which a step is predicted to take at most half as long again; 0 where that is not known. With DP
-    attention the most there are: such a step has no running requests, which would wait for a token."""
+    """What `allowed` says of the deployment, and the least where that is not known."""
     import torch
 
-    from sglang_mla_ext.predict.mixed import MOST_NEW, bound
     from sglang_mla_ext.predict.rates import Gpu
     from sglang_mla_ext.predict.step import Deployment
 
@@ -76,13 +68,13 @@ def _predicted(args: ServerArgs) -> int:
         return MOST_NEW
     name = gpu_config_of(torch.cuda.get_device_name())
     if name is None:
-        return 0
+        return LEAST_NEW
     try:
         config = installed.model_config(args).to_dict()
-        return bound(Deployment(config, Gpu.from_json(name), args.tp_size), REQUESTS, PROMPT, TAIL)
+        return allowed(Deployment(config, Gpu.from_json(name), args.tp_size))
     except (ValueError, KeyError, TypeError) as error:
         logger.info("hybrid_mla: no default for --hybrid-mla-mixed-tokens can be predicted for this model: %s", error)
-        return 0
+        return LEAST_NEW
 
 
 def graph_sizes(sizes: Sequence[int], most: int) -> list[int]:

@@ -13,14 +13,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.adapter.step.riding import Riding
+from sglang_mla_ext.predict.mixed import MOST_STEPS  # plain Python
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
-
-MOST_STEPS = 6
-"""Mixed steps that the tokens that wait may take. More would come sooner in an eager pass, which takes as long as
-about so many, and serves all who wait at its end."""
 
 FIRST_GUESS = 128.0
 """New tokens of a request, before there was one."""
