@@ -1,6 +1,7 @@
 """The real engine on a Hopper GPU over other models than DeepSeek-V3: small random checkpoints of their architecture,
 answered from what is expanded as FlashMLA answers prompts that are computed whole. 12 and 6 heads are those of
-Kimi-K3's ranks, in DeepSeek-V3's layers; Kimi-Linear and Kimi-K3 have MLA in every second layer."""
+Kimi-K3's ranks, in DeepSeek-V3's layers; Kimi-Linear has MLA in every second layer. Kimi-K3's class of text
+alone cannot be started there: SGLang 0.5.23 wants pages of one token for its prefix cache, and FlashMLA pages of 64."""
 
 from __future__ import annotations
 
@@ -45,7 +46,6 @@ MODELS: dict[str, tuple[Settings | Known, dict[str, Any]]] = {
     "glm-4.7-flash": (Known("glm-4.7-flash", q_lora_rank=768, **WIDE), {}),
     "mistral-large-3": (Known("mistral-large-3", q_lora_rank=1536, **WIDE), PER_HEAD),
     "kimi-linear": (Known("kimi-linear", heads=12, **LINEAR), STATES),
-    "kimi-k3": (Known("kimi-k3", heads=6, q_lora_rank=1536, **LINEAR), STATES),
 }
 
 
@@ -65,15 +65,20 @@ def test_answers_are_those_of_prompts_computed_whole(name: str, tmp_path: Path) 
         "truth": dict(backend="flashmla", disable_radix_cache=True),
         "flashinfer": dict(backend="flashinfer", disable_radix_cache=True),
         "naive": dict(backend="hybrid_mla", env=naive),
-        "naive, FP8 cache": dict(backend="hybrid_mla", env=naive, kv_cache_dtype="fp8_e4m3"),
-        "FP8 cache": dict(backend="flashmla", disable_radix_cache=True, kv_cache_dtype="fp8_e4m3"),
     }
+    compared = [("naive", "flashinfer", 2.0)]
+    if arguments is not STATES:  # an FP8 cache is refused beside layers with linear attention
+        engines |= {
+            "naive, FP8 cache": dict(backend="hybrid_mla", env=naive, kv_cache_dtype="fp8_e4m3"),
+            "FP8 cache": dict(backend="flashmla", disable_radix_cache=True, kv_cache_dtype="fp8_e4m3"),
+        }
+        compared.append(("naive, FP8 cache", "FP8 cache", 1.1))
     env = arguments.get("env", {})
     engines = {which: one | arguments | dict(env=env | one.get("env", {})) for which, one in engines.items()}
     found = all_answers(model, tmp_path, engines)
     truth = found.pop("truth")
     apart = differences_of(truth, found)
-    for ours, stock, allowed in (("naive", "flashinfer", 2), ("naive, FP8 cache", "FP8 cache", 1.1)):
+    for ours, stock, allowed in compared:
         counters = found[ours]["info"]["counters"]
         assert counters["steps_naive"] > NEW_TOKENS // 2 and counters["max_group_size"] == BATCH
         assert counters["fallbacks"] == {}

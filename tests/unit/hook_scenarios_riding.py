@@ -23,7 +23,7 @@ def scenario_graphs_and_buffers_have_room_for_what_rides() -> None:
 
     from sglang_mla_ext.adapter.launch import riding
 
-    riding._predicted = lambda args: 0
+    riding._predicted = lambda args: 256
     runner = SimpleNamespace(is_draft_worker=False, device="cuda", server_args=server.runner.server_args)
     for given, sizes in (
         ({}, [1, 2, 12, 76, 140, 204, 268]),

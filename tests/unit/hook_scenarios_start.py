@@ -76,7 +76,7 @@ def scenario_our_buffers_are_sized_by_what_sglangs_configurator_knows() -> None:
             return 12345
 
     budget.latent_kind = lambda fp8: Kind
-    launch_riding._predicted = lambda args: 0
+    launch_riding._predicted = lambda args: 256
     server = dict(device="cuda", kv_cache_dtype=FP8, model_dtype=torch.bfloat16)
     for limit, ranks, requests, riding in (
         *((None, 1, 4096, 0), (1000, 1, 1000, 0), (1000, 8, 125, 0)),

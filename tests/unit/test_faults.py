@@ -110,6 +110,7 @@ ON_A_GPU = {
     "adapter/step/build_expanding.py reach_each_other": "start, of several ranks",
     "adapter/step/nextn.py around_eh_norm": "instead of SGLang's",
     "adapter/step/spreading.py gather_over.gather": "a vote, of several ranks",
+    "adapter/step/stock_flashmla.py with_rows": "SGLang's prefill, where ranks divide heads and requests",
     "adapter/step/stock_torch.py TorchStock._extend_over_fp8": "plain absorb, over a cache in FP8",
     "kernels/absorb/grouped.py GroupedAbsorb.__init__": "start",
     "kernels/absorb/grouped.py GroupedAbsorb._in_strips": "in a layer",
