@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS  # plain Python
@@ -38,7 +39,7 @@ class Outcome(NamedTuple):
 
     @property
     def mean(self) -> float:
-        return math.exp(sum(map(math.log, self.ratios)) / len(self.ratios))
+        return geometric_mean(self.ratios)
 
     def __str__(self) -> str:
         least, most = (f"{each:.2f}x" for each in self.range)
@@ -213,8 +214,8 @@ def _outcome(of: Deployment, asked: Asked) -> Outcome | None:
             step = whole_step(of, asked, divided, prompt, requests)
             if step["ratio"]:
                 ratios.append(step["ratio"])
-                rates.append(math.log(step["tokens_per_s"]["chosen"]))
-    return Outcome(ratios, math.exp(sum(rates) / len(rates))) if ratios else None
+                rates.append(step["tokens_per_s"]["chosen"])
+    return Outcome(ratios, geometric_mean(rates)) if ratios else None
 
 
 def _replaced(best: Choice) -> Outcome | None:
@@ -229,7 +230,7 @@ def _replaced(best: Choice) -> Outcome | None:
     ]
     rates = [case["mixed"]["tokens_per_s"] for case in cases]
     ratios = [rate / case["absorb"]["tokens_per_s"] for rate, case in zip(rates, cases, strict=True)]
-    return Outcome(ratios, math.exp(sum(map(math.log, rates)) / len(rates)))
+    return Outcome(ratios, geometric_mean(rates))
 
 
 def _too_heavy(of: Deployment, asked: Asked) -> str:
