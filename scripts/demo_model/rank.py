@@ -46,7 +46,7 @@ class Rank:
     layers: int = LAYERS
     model: str = MODELS[0]
     running: int = 1
-    version: int = 3  # of the output; raise it when the configuration or the tokenizer changes
+    version: int = 4  # of the output; raise it when the configuration or the tokenizer changes
 
     def __post_init__(self) -> None:
         if self.model in (K3, K3_MLA) and self.divided not in OF_K3:
@@ -67,7 +67,8 @@ def make_rank(out: Path, rank: Rank) -> bool:
         Whether anything was written.
     """
     config = rank_config(rank)
-    return write(out, asdict(rank), config["vocab_size"], lambda: (config, None))
+    vocab_size = config.get("text_config", config)["vocab_size"]
+    return write(out, asdict(rank), vocab_size, lambda: (config, None))
 
 
 def rank_config(rank: Rank) -> dict[str, Any]:
@@ -86,20 +87,21 @@ def rank_config(rank: Rank) -> dict[str, Any]:
 
 
 def _kimi_k3(rank: Rank) -> dict[str, Any]:
-    """Its language model, with layers of both kinds in their order. Experts are whole, as with `--ep-size` of as many
-    ranks, and a token goes to so few of them as come to a rank's in the mean: slices would be padded to a third more.
-    Left out are experts for all tokens, which would be whole, too (of a rank's weights 2 % to 3 %), and the router's
-    product with the others' experts."""
-    text = read_config("checkpoints", K3)["config"]["text_config"]
+    """The whole model, since SGLang 0.5.23 keeps states for its prefix cache for that class alone, but read as one of
+    text: images are refused, and their tower has one layer. Layers are of both kinds in their order. Experts are whole,
+    as with `--ep-size` of as many ranks, and a token goes to so few of them as come to a rank's in the mean: slices
+    would be padded to a third more. Left out are experts for all tokens, which would be whole, too (of a rank's weights
+    2 % to 3 %), and the router's product with the others' experts."""
+    config = read_config("checkpoints", K3)["config"]
+    text = config["text_config"]
     linear = text["linear_attn_config"]
     kinds = {
         kind: [layer for layer in linear[kind] if layer <= rank.layers] for kind in ("kda_layers", "full_attn_layers")
     }
-    return (
+    text_of_rank = (
         _divided(text, _WHOLE_EXPERTS, rank.ranks)
         | _tokens()
         | {
-            "architectures": ["KimiK3LinearForCausalLM"],
             "linear_attn_config": linear | kinds | {"num_heads": linear["num_heads"] // rank.ranks},
             "num_hidden_layers": rank.layers,
             "num_shared_experts": 0,
@@ -107,6 +109,8 @@ def _kimi_k3(rank: Rank) -> dict[str, Any]:
             "pad_token_id": 0,
         }
     )
+    of_images = {"vision_config": {"vt_num_hidden_layers": 1}, "language_model_only": True}
+    return config | {"text_config": text_of_rank} | of_images | _tokens() | {"pad_token_id": 0}
 
 
 def _mla_of_kimi_k3(rank: Rank) -> dict[str, Any]:

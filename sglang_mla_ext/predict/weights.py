@@ -16,6 +16,7 @@ from typing import Any
 
 from sglang_mla_ext.configs import config_names, read_config
 from sglang_mla_ext.predict import linear as linear_layers
+from sglang_mla_ext.prefix.model_dims import language_part
 
 FP8_BYTES = 1 + 4 / 128**2  # a float32 scale for a block of 128 x 128, where none is named
 BF16_BYTES = 2.0
@@ -98,17 +99,13 @@ def read_model(name_or_path: str) -> Mapping[str, Any]:
         config = _shipped(name_or_path)
     if not isinstance(config, Mapping):
         raise UnknownModelError(f"{path} is not a model's configuration")
-    return _language_part(config)
+    return language_part(config)
 
 
 def model_names() -> list[str]:
     """Names of the shipped models whose steps are predicted: not those that only draft, nor those that are refused."""
     names = [name for name in config_names("checkpoints") if "eagle" not in name]
     return [name for name in names if "refused" not in read_config("checkpoints", name)]
-
-
-def _language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return config | config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
 
 
 @functools.cache

@@ -10,6 +10,11 @@ from typing import Any
 from sglang_mla_ext.configs import read_config_or_file
 
 
+def language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A model's configuration with what is said of its language model: images' models say that under `text_config`."""
+    return config | (config.get("text_config") or {})
+
+
 @dataclass(frozen=True)
 class ModelDims:
     """Dimensions of an MLA model that attention depends on.
@@ -42,6 +47,7 @@ class ModelDims:
         Raises:
             ValueError: the model is not an MLA model.
         """
+        config = language_part(config)
 
         def get(*keys: str) -> int:
             for key in keys:

@@ -66,7 +66,9 @@ def test_ranks_that_are_not_run_together(divided: str, running: int) -> None:
 def test_sglang_reads_a_rank_of_kimi_k3(divided: str) -> None:
     """Layers of both kinds in their order, and so many of a rank's experts for a token as come to it in the mean."""
     ranks = int(divided[2:])
-    text = KimiLinearConfig(**rank_config(Rank(divided, 9, K3)))
+    config = rank_config(Rank(divided, 9, K3))
+    text = KimiLinearConfig(**config["text_config"])
+    assert config["architectures"] == ["KimiK3ForConditionalGeneration"] and config["language_model_only"]
     assert (text.num_hidden_layers, text.num_attention_heads, text.kv_lora_rank) == (9, 96 // ranks, 512)
     assert text.is_mla and text.is_linear_attn and text.quantization_config["format"] == "mxfp4-pack-quantized"
     assert (text.full_attention_layer_ids, text.linear_attn_config["num_heads"]) == ([3, 7], 96 // ranks)

@@ -66,6 +66,7 @@ def test_dimensions_from_a_hugging_face_folder(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert ModelDims.from_json(tmp_path) == ModelDims(2, 4, 512, 128, 64, 128, 128)
+    assert ModelDims.from_config({"vision_config": {}, "text_config": config}) == ModelDims.from_config(config)
     with pytest.raises(ValueError, match="not an MLA model"):
         ModelDims.from_config({k: v for k, v in config.items() if k != "kv_lora_rank"})
 
