@@ -10,9 +10,9 @@ each other is then there, but for the experts of the other four. `--concurrency`
 
 Of Kimi-K3 there are two, by `tp8` or `tp16`. `--of kimi-k3` is its language model, with layers of both kinds, for
 SGLang 0.5.20 and newer with `--server-arg '--moe-runner-backend marlin'`: by its weights all 93 layers of a tp16 fit an
-H200 and 60 an H100, 56 of a tp8 an H200. Its linear layers keep five states a request: `--max-running-requests 104
---max-mamba-cache-size 520` beside those of 98. `--of kimi-k3-mla` is its layers with MLA alone, in DeepSeek-V3's class, for any SGLang: what is saved there is saved in
-the whole model, whose steps take longer.
+H200 and 60 an H100, 56 of a tp8 an H200. Linear layers keep five states a request: for 98 requests
+`--max-running-requests 104 --max-mamba-cache-size 520`. `--of kimi-k3-mla` is its layers with MLA alone, in
+DeepSeek-V3's class, for any SGLang: what is saved there is saved in the whole model, whose steps take longer.
 
     python scripts/bench_rank.py --rank tp8 --layers 36 --workload short --concurrency 128 \\
         --backend 'hybrid_mla --hybrid-mla-prefix-memory-gb 10' --backend flashmla --out rank.jsonl

@@ -124,6 +124,14 @@ class CostModel:
         heads = self._own(group_size) * self.query_tokens * (self.local_heads - self.expanded_heads)
         return rates.overhead_s + 2 * heads * self.dims.naive_macs / rates.bytes_per_s  # as many values as products
 
+    def making_seconds(self, tokens: int) -> float:
+        """What a layer's keys and values of all heads here cost a prefill pass that makes them of latent rows: the
+        product with `kv_b_proj` at absorb's rate, then they are written in BF16, and read."""
+        rates, dims = self.rates.modes[Mode.ABSORB], self.dims
+        macs = dims.kv_lora_rank * (dims.qk_nope_head_dim + dims.v_head_dim)
+        per_head = macs / rates.macs_per_s + 2 * 2 * dims.naive_macs / rates.bytes_per_s  # as many values as products
+        return tokens * self.local_heads * per_head
+
     def work_seconds(self, mode: Mode, group_size: int, tokens: int, step_tokens: int = 0) -> float:
         """The part of `seconds` that grows with the tokens.
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_mla_ext.adapter.step.mixing import FIRST_GUESS, MOST_STEPS, Mixing
+from sglang_mla_ext.adapter.step.mixing import FIRST_GUESS, MOST_STEPS, PASSES_IN_A_ROW, Mixing
+from sglang_mla_ext.adapter.step.riding import LATER
 
 PAGE, CHUNK = 64, 4096
 
@@ -21,11 +22,11 @@ class Riding:
     def __init__(self, tokens: int = 256, most_rows: int = 300) -> None:
         self.tokens, self.most_rows = tokens, most_rows
         self.asked: list[tuple[Any, int]] = []
-        self.answer = True
+        self.reason: str | None = None
 
-    def can_ride(self, batch: Any, running: int) -> bool:
+    def why_not(self, batch: Any, running: int) -> str | None:
         self.asked.append((batch, running))
-        return self.answer
+        return self.reason
 
 
 class Scheduler:
@@ -137,7 +138,7 @@ def change(name: str, value: Any, of: Callable[[Scheduler], Any] = lambda schedu
         (change("is_empty", lambda: True, lambda scheduler: scheduler.running), [False, False], 0),
         (change("places", 5), [False, False], 0),  # nobody is let in
         (change("return_logprob", True, lambda scheduler: scheduler.new), [True, False], 0),
-        (change("answer", False, lambda scheduler: scheduler.riding), [True, False], 1),
+        (change("reason", "an encoder", lambda scheduler: scheduler.riding), [True, False], 1),
         (change("check_decode_mem", lambda: False, lambda scheduler: scheduler.running), [True, False], 1),
         (lambda scheduler: None, [True, True], 1),
     ],
@@ -151,6 +152,28 @@ def test_what_is_not_mixed(changes: Callable[[Scheduler], None], flags: list[boo
     if flags != [True, True]:
         assert (new, left) == (scheduler.new, scheduler.running) and left.reqs is before
         assert new.prefix_lens == [4] and left.batch_is_full
+
+
+def test_after_a_batch_that_had_better_be_a_pass_those_that_follow_are_not_cut() -> None:
+    """What may ride is a small part of what a pass takes. One that gives a reason of its own is not the next one's."""
+    scheduler = Scheduler(Riding())
+
+    def sizes(steps: int) -> list[int]:
+        found = []
+        for _ in range(steps):
+            scheduler.new = batch_of([request(10)], prefix_lens=[4], extend_lens=[6])
+            scheduler.step()
+            found.append(scheduler.seen[0][1])
+        return found
+
+    scheduler.riding.reason = "an encoder"
+    assert sizes(3) == [256 + 5] * 3
+    scheduler.riding.reason = LATER
+    assert sizes(1 + PASSES_IN_A_ROW) == [256 + 5] + [CHUNK] * PASSES_IN_A_ROW
+    scheduler.new = None
+    scheduler.step()
+    scheduler.riding.reason = None
+    assert sizes(3) == [256 + 5] * 3 and scheduler.flags() == [True, True]
 
 
 def test_where_too_much_waits_it_has_a_pass_of_its_own() -> None:

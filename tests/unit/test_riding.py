@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from sglang_mla_ext.adapter.step import riding as module
-from sglang_mla_ext.adapter.step.riding import Riding, as_rows, refusal
+from sglang_mla_ext.adapter.step.riding import EAGER_LAYER_S, LATER, Riding, as_rows, refusal
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.cost_model import CostModel
 from sglang_mla_ext.prefix.gpu_rates import GpuRates
 from sglang_mla_ext.prefix.model_dims import ModelDims
 from sglang_mla_ext.rows import Rows
+from sglang_mla_ext.segment import Mode
 
 H200 = CostModel(ModelDims.from_json("deepseek-v3"), 128, GpuRates.from_json("h200"))
 
@@ -174,18 +175,33 @@ def test_more_rows_than_there_is_a_graph_for_do_not_ride() -> None:
 
 
 def test_a_pass_rides_where_that_is_sooner() -> None:
-    """Over what is expanded, and not where each row would read a long history for itself."""
-    long, short = schedule_batch([20000], [256]), schedule_batch([20000], [2])
-    riding = make()
+    """Over what is expanded, and not where many rows would read a long history each, which a pass makes keys and values
+    of once."""
+    long, short = schedule_batch([20000], [500]), schedule_batch([20000], [2])
+    riding = make(most_rows=500)
     assert not riding.can_ride(long) and riding.can_ride(short)
-    assert riding._counters.not_ridden == {"a pass of its own is sooner": 1}
-    assert make(expanded=19500).can_ride(long)
-    assert make(eager_layer_s=1.0).can_ride(long)
+    assert riding._counters.not_ridden == {LATER: 1}
+    assert make(expanded=19500, most_rows=500).can_ride(long)
+    assert make(eager_layer_s=1.0, most_rows=500).can_ride(long)
     few_heads = CostModel(H200.dims, 8, H200.rates)
     alone, together = (make(cost=few_heads, grouped=grouped) for grouped in (False, True))
-    arguments = ["r"], [20000], [100]
+    arguments = [20000], [0], [100]
     assert together.seconds(*arguments) < alone.seconds(*arguments), "its own history is read once"
-    assert make(expanded=20000).seconds(*arguments) < alone.seconds(*arguments)
+    assert alone.seconds([20000], [20000], [100]) < alone.seconds(*arguments)
+
+
+def test_a_pass_makes_keys_and_values_for_each_of_its_requests() -> None:
+    """Unless it expands for itself what they share."""
+    four = schedule_batch([26432] * 4, [128] * 4)
+    apart, together = (make(expanded=7168, most_rows=512, expands_once=once) for once in (False, True))
+    assert apart.can_ride(four) and not together.can_ride(four)
+    arguments = [26432] * 2, [7168] * 2, [1] * 2
+    once, each = make(expands_once=True).pass_seconds(*arguments), make().pass_seconds(*arguments)
+    assert EAGER_LAYER_S < once < each < 2 * once
+    assert make().pass_seconds([0], [0], [1]) == EAGER_LAYER_S
+    # As many products as 120 rows of plain absorb have, and not much more memory.
+    rows = H200.making_seconds(1000) / (H200.work_seconds(Mode.ABSORB, 64, 1000) / 64)
+    assert 120 < rows < 240
 
 
 def test_every_rank_is_asked_also_by_one_that_cannot_say() -> None:
@@ -201,7 +217,7 @@ def test_every_rank_is_asked_also_by_one_that_cannot_say() -> None:
     riding._prefixes.fails = True
     assert not riding.can_ride(batch)
     assert asked == [True, False]
-    assert riding._counters.not_ridden == {"a pass of its own is sooner": 2}
+    assert riding._counters.not_ridden == {LATER: 2}
     assert riding._counters.fallbacks == {"predicting a riding pass failed: RuntimeError": 1}
     assert not riding.can_ride(schedule_batch([100], [2], is_prefill_only=True)) and len(asked) == 2
 

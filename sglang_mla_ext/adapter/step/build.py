@@ -219,6 +219,7 @@ def build(
             cost=replace(cost, ranks=1),  # each rank has new rows of its own
             counters=counters,
             grouped=latent.grouped_page is not None,
+            expands_once=passing is not None,
             # Without a GPU it was asked for, and there is nothing to gain.
             eager_layer_s=EAGER_LAYER_S if on_gpu else math.inf,
             agree=all_ranks_agree(),

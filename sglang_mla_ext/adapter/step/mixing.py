@@ -12,13 +12,16 @@ import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_mla_ext.adapter.step.riding import Riding
+from sglang_mla_ext.adapter.step.riding import LATER, Riding
 from sglang_mla_ext.predict.mixed import MOST_STEPS  # plain Python
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
 
+PASSES_IN_A_ROW = 16
+"""Batches that are made for a pass of their own after one that was made to ride and had better not: as small as it was,
+it is a pass that serves few of those who wait."""
 FIRST_GUESS = 128.0
 """New tokens of a request, before there was one."""
 
@@ -31,6 +34,7 @@ class Mixing:
         self._running: ScheduleBatch | None = None  # of the batch that is being made, if it may be mixed
         self._tokens_each = FIRST_GUESS  # new tokens of a request, on average of the last ones
         self._left = 0  # new tokens of the prompt that is being computed in pieces
+        self._passes = 0  # batches that are to come before another one is made to ride
 
     def new_batch(self, make: Callable[..., Any], tokens: int, scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
         """`Scheduler._get_new_batch_prefill_raw`: the next prefill batch, perhaps with running requests in it.
@@ -41,8 +45,10 @@ class Mixing:
         """
         running, size = kwargs["running_batch"], scheduler.chunked_prefill_size
         scheduler.is_mixed_chunk = False
-        if not tokens:
-            return make(scheduler, *args, **kwargs)
+        if not tokens or self._passes:
+            batch, left = make(scheduler, *args, **kwargs)
+            self._passes -= bool(self._passes and batch is not None)
+            return batch, left
         count = len(running.reqs)
         scheduler.is_mixed_chunk, self._running = True, running
         scheduler.chunked_prefill_size = min(tokens, size) + count  # SGLang takes the running ones off
@@ -80,9 +86,11 @@ class Mixing:
         if self._running is None:
             return
         self._tokens_each = 0.9 * self._tokens_each + 0.1 * batch.extend_num_tokens / len(batch.reqs)
-        may_mix = not batch.return_logprob and self._riding.can_ride(batch, len(self._running.reqs))
+        reason = "log-probabilities" if batch.return_logprob else self._riding.why_not(batch, len(self._running.reqs))
+        if reason == LATER:
+            self._passes = PASSES_IN_A_ROW
         # SGLang 0.5.17 does not look whether the running ones find a place behind those that were let in.
-        scheduler.is_mixed_chunk = may_mix and self._running.check_decode_mem()
+        scheduler.is_mixed_chunk = reason is None and self._running.check_decode_mem()
 
     @staticmethod
     def count_decoded(batch: ScheduleBatch, reporter: Any, can_run_graph: bool) -> None:

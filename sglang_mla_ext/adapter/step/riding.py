@@ -28,7 +28,7 @@ from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 EAGER_LAYER_S = 1e-3
 """What the host takes to launch a layer of a prefill pass: 76 ms for 24 layers where it was profiled, on a slow host;
 taken for a third of that, so that a pass rides only where it is sooner on fast ones too."""
+LATER = "a pass of its own is sooner"
+"""Why a batch does not ride that could."""
 
 
 class Riding:
@@ -56,19 +58,21 @@ class Riding:
         cost: CostModel,
         counters: Counters,
         grouped: bool,
+        expands_once: bool = False,
         eager_layer_s: float = EAGER_LAYER_S,
         agree: Callable[[bool], bool] = bool,
     ) -> None:
         """
         Args:
             grouped: whether rows of one request can read its own history together.
-            eager_layer_s: seconds a layer from which attention of the riding rows is dearer than a pass of its own.
+            expands_once: whether a pass makes keys and values that are not expanded once for all its requests.
+            eager_layer_s: seconds that a layer of a pass takes beside attention.
             agree: whether all ranks that compute together say yes; each of them asks.
         """
         self.tokens, self.most_rows = tokens, most_rows
         self._prefixes, self._cost, self._counters = prefixes, cost, counters
         self._modes = [Mode.ABSORB, *([Mode.GROUPED_ABSORB] if grouped else [])]
-        self._eager_layer_s, self._agree = eager_layer_s, agree
+        self._expands_once, self._eager_layer_s, self._agree = expands_once, eager_layer_s, agree
 
     def begin(self, runner: ModelRunner) -> None:
         """SGLang has captured its graphs: say how far they reach."""
@@ -84,8 +88,12 @@ class Riding:
             )
 
     def can_ride(self, batch: ScheduleBatch, running: int = 0) -> bool:
-        """Whether the pass of an extend batch rides. Why not is counted, but not of one with running requests: it is
-        asked again without them.
+        """Whether the pass of an extend batch rides; see `why_not`."""
+        return self.why_not(batch, running) is None
+
+    def why_not(self, batch: ScheduleBatch, running: int = 0) -> str | None:
+        """Why the pass of an extend batch does not ride; None if it does. That is counted, but not of one with running
+        requests: it is asked again without them.
 
         Args:
             batch: prepared, without those that are decoding.
@@ -95,10 +103,10 @@ class Riding:
         if reason is None and batch.extend_num_tokens + running > self.most_rows:
             reason = f"more than {self.most_rows} rows"
         if reason is None and not self._agree(self._is_sooner(batch)):
-            reason = "a pass of its own is sooner"
+            reason = LATER
         if reason is not None and not running:
             self.count_not_ridden(reason)
-        return reason is None
+        return reason
 
     def count_not_ridden(self, reason: str) -> None:
         self._counters.not_ridden[reason] += 1
@@ -106,25 +114,39 @@ class Riding:
     def _is_sooner(self, batch: ScheduleBatch) -> bool:
         """Whether riding is predicted to be sooner than a pass of its own, for as much as is expanded now."""
         try:
-            seconds = self.seconds(batch.reqs, batch.prefix_lens, batch.extend_lens)
+            expanded_lens = self._prefixes.expanded_lens(batch.reqs, batch.prefix_lens)
+            seconds = self.seconds(batch.prefix_lens, expanded_lens, batch.extend_lens)
+            return seconds <= self.pass_seconds(batch.prefix_lens, expanded_lens, batch.extend_lens)
         except Exception as error:  # the other ranks wait for an answer
             self._counters.fall_back(f"predicting a riding pass failed: {type(error).__name__}", error)
             return False
-        return seconds <= self._eager_layer_s
 
-    def seconds(self, reqs: Sequence[Req], prefix_lens: Sequence[int], new_tokens: Sequence[int]) -> float:
+    def seconds(self, prefix_lens: Sequence[int], expanded_lens: Sequence[int], new_tokens: Sequence[int]) -> float:
         """Attention of new rows, a layer.
 
         Args:
-            prefix_lens: `[requests]` tokens that are cached; new_tokens: `[requests]` rows.
+            prefix_lens: `[requests]` tokens that are cached; expanded_lens: `[requests]` so many of them are expanded.
+            new_tokens: `[requests]` rows.
         """
         cost, total = self._cost, 0.0
-        expanded_lens = self._prefixes.expanded_lens(reqs, prefix_lens)
         for rows, prefix, expanded in zip(new_tokens, prefix_lens, expanded_lens, strict=True):
             total += cost.work_seconds(Mode.NAIVE, rows, expanded)
             total += min(cost.work_seconds(mode, rows, prefix - expanded) for mode in self._modes)
             total += cost.work_seconds(Mode.ABSORB, rows, (rows + 1) // 2)
         return total
+
+    def pass_seconds(
+        self, prefix_lens: Sequence[int], expanded_lens: Sequence[int], new_tokens: Sequence[int]
+    ) -> float:
+        """A layer of a pass of its own: the host's launches, and attention with keys and values that are made of what
+        is cached but not expanded. Their sum is what was measured. Arguments are those of `seconds`."""
+        missing = [prefix - expanded for prefix, expanded in zip(prefix_lens, expanded_lens, strict=True)]
+        made = max(missing, default=0) if self._expands_once else sum(missing)
+        attention = (
+            self._cost.work_seconds(Mode.NAIVE, rows, prefix)
+            for rows, prefix in zip(new_tokens, prefix_lens, strict=True)
+        )
+        return self._eager_layer_s + self._cost.making_seconds(made) + sum(attention)
 
     def forward_ridden(
         self,
