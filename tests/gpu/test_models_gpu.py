@@ -28,8 +28,8 @@ def small(**more: Any) -> Settings:
     return Settings(**WIDE | sizes | more)
 
 
-# Room for the states of all engines' requests; what SGLang takes by default leaves room for one engine.
-STATES = dict(max_mamba_cache_size=4 * BATCH)
+# Room for the states of all engines' requests, five of each; what SGLang takes by default leaves room for one engine.
+STATES = dict(max_mamba_cache_size=6 * BATCH)
 LINEAR: dict[str, Any] = dict(layers=4, linear_dtype="bfloat16", **WIDE)
 # SGLang scales queries by their positions in absorb alone: with keys per head in some passes and not in others, its
 # answers would depend on which tokens came together.

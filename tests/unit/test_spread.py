@@ -208,6 +208,22 @@ def test_a_prefix_is_spread_when_every_rank_has_it() -> None:
     assert [bool(together(ranks)[0].segments) for _ in range(3)] == [False, False, True]
 
 
+def test_a_report_is_made_where_something_has_changed() -> None:
+    (rank,) = make(1)
+    rank.running = [SYSTEM, SYSTEM]
+    while not together([rank])[0].segments:
+        pass
+    together([rank])
+    paths, rows = rank.given()
+    first = rank.prefixes.report(paths, rows)
+    assert rank.prefixes.report([*paths], [*rows]) is first
+    for changed in ((paths[:1], rows[:1]), (paths, [2, 1]), ([paths[0], paths[1][:1]], rows)):
+        assert rank.prefixes.report(*changed) != first
+    again = rank.prefixes.report(paths, rows)
+    rank.prefixes.distrust([paths[0][1]])
+    assert rank.prefixes.report(paths, rows) != again == first
+
+
 def test_a_step_of_more_rows_is_planned_anew() -> None:
     """What a row of another rank is called depends on how many each has."""
     ranks = make(2)

@@ -211,6 +211,27 @@ def test_a_prompt_is_named_once_whatever_batches_its_request_is_in(monkeypatch: 
     assert gone() is None and not rank.failures
 
 
+def test_who_shares_nothing_seldom_waits_for_the_others() -> None:
+    rank, said = Rank(graphs=[1, 2, 8]), []
+    gather = rank.spreading._gather
+    rank.spreading._gather = lambda mine: (said.append(len(mine)), gather(mine))[1]
+
+    def votes(reqs: list[Any], steps: int) -> list[int]:
+        found = []
+        for _ in range(steps):
+            said.clear()
+            rank.step(reqs)
+            found.append(len(said))
+        return found
+
+    short, others = [request(60), request(60)], [request(61), request(60)]
+    assert votes(short, 7) == [3, 0, 0, 0, 0, 1, 0], "the first agreement takes reports, too"
+    assert votes(others, 4) == [0, 0, 0, 1]
+    reqs = [request(600), request(600)]
+    assert votes(reqs, 8) == [0, 0, 0, 0, 3, 1, 3, 3], "two chunks are wanted, then expanded one by one"
+    assert rank.step(reqs).segments and not rank.counters.not_spread
+
+
 def test_the_time_for_agreeing_is_the_hosts_without_what_it_waits_for_others() -> None:
     rank, waits_s = Rank(graphs=[1, 2, 8]), 0.2
     gather = rank.spreading._gather

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
+STEPS_OF_NOTHING = 4
+"""That pass without a vote after one that found nothing worth sharing, or who shares nothing would wait for the others
+twice in each step."""
+
+
 class Spreading:
     """Of one scheduler."""
 
@@ -63,6 +68,7 @@ class Spreading:
         self._names: WeakKeyDictionary[Req, tuple[Any, Names]] = WeakKeyDictionary()
         self._batch: ScheduleBatch | None = None
         self._plan: SpreadPlan | None = None
+        self._without_vote = 0  # steps that are to come
         self._graphs: Sequence[int] | None = None
 
     def begin(self, runner: ModelRunner) -> None:
@@ -88,13 +94,17 @@ class Spreading:
             self._counters.not_spread["a rank prefills"] += 1
             return
         each, reason = self._requests_of_each(requests, info.can_run_decode_cuda_graph)
-        if reason is None:
+        if reason is None and self._without_vote:
+            self._without_vote -= 1
+        elif reason is None:
             began, self._waited_s = time.perf_counter(), 0.0
             rows = [count * self._query_tokens for count in requests]
             given = self._given if self._can_share() else None
             self._plan = self._vote.decide(given, rows, each * self._query_tokens)
             self._counters.plan_seconds += time.perf_counter() - began - self._waited_s
             reason = "a rank shares nothing for a while" if self._plan is None else None
+            if self._plan is not None and not self._plan.segments and self._prefixes.wants_nothing:
+                self._without_vote = STEPS_OF_NOTHING
         if reason is not None:
             self._counters.not_spread[reason] += 1
         self._prefixes.begin(self._plan)

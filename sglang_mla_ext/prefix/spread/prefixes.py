@@ -103,6 +103,7 @@ class SpreadPrefixes:
         self._rank, self._capacity = rank, capacity
         self._chunks = _Chunks(pool.chunk_tokens)
         self._paths: Sequence[Names] = ()  # of the last report
+        self._report: tuple[Any, Report] | None = None  # what it was made from, and it
         self._held: tuple[int, list[int]] = -1, []  # version of the pool, and names of what it has expanded
         self._agreement: Agreement | None = None
         self._wants: list[Want] = []
@@ -118,8 +119,8 @@ class SpreadPrefixes:
     # ---- before a step
 
     def report(self, paths: Sequence[Names], rows: Sequence[int]) -> Report:
-        """What this rank tells the others. Memory for what was wanted of the last step is given first: what is dropped
-        for it, no step from now on has.
+        """What this rank tells the others; the report of the step before, if it is the same. Memory for what was wanted
+        of the last step is given first: what is dropped for it, no step from now on has.
 
         Args:
             paths: `[requests]` names of the chunks of each prompt whose latent rows are there.
@@ -128,7 +129,11 @@ class SpreadPrefixes:
         self._paths = [self._trusted(path) for path in paths]
         if not self._settled:
             self._allot()
-        return Report.of(self._paths, rows, self._expanded_names())
+        held = self._expanded_names()
+        # In most steps, where only the same lists are compared.
+        if self._report is None or self._report[0] != (self._paths, rows, held):
+            self._report = (self._paths, rows, held), Report.of(self._paths, rows, held)
+        return self._report[1]
 
     def agree(self, reports: Sequence[Report], each: int) -> SpreadPlan:
         """What the step shares, from the reports of all ranks.
@@ -156,6 +161,11 @@ class SpreadPrefixes:
         plan = self._plan_of(agreement, parts, each)
         self._agreement, self._wants, self._settled = agreement, wants_of(ideal, branches, ways), False
         return plan
+
+    @property
+    def wants_nothing(self) -> bool:
+        """Whether the last agreement found nothing that is worth sharing. It comes to the same on all ranks."""
+        return not self._wants
 
     @property
     def has_agreed(self) -> bool:

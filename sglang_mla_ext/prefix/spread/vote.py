@@ -33,6 +33,8 @@ class Vote:
             fail: is told what has failed here.
         """
         self._prefixes, self._gather, self._fail = prefixes, gather, fail
+        self._report: Report | None = None  # the last one, its words and their fingerprint
+        self._said: tuple[list[int], int] = [], 0
         self._plan: SpreadPlan | None = None
         self._plan_of = 0  # fingerprint of all that the plan was made from
 
@@ -44,8 +46,8 @@ class Vote:
             tokens: `[ranks]` rows of each in the step, as all ranks know them.
             each: rows that every rank has, some of them padding.
         """
-        words = self._words(given)
-        said = self._gather([_fingerprint(words), len(words), self._plan_of if self._prefixes.has_agreed else 0])
+        words, mark = self._words(given)
+        said = self._gather([mark, len(words), self._plan_of if self._prefixes.has_agreed else 0])
         if not all(length for _, length, _ in said):
             return None
         known = _fingerprint([*(mark for mark, _, _ in said), each])
@@ -59,15 +61,19 @@ class Vote:
             self._plan, self._plan_of = plan, known
         return self._plan
 
-    def _words(self, given: Given | None) -> list[int]:
-        """The report of this rank; empty where it makes none."""
+    def _words(self, given: Given | None) -> tuple[list[int], int]:
+        """The report of this rank and its fingerprint; empty where it makes none."""
         if given is None:
-            return []
+            return [], 0
         try:
-            return self._prefixes.report(*given()).words()
+            report = self._prefixes.report(*given())
+            if report is not self._report:
+                words = report.words()
+                self._report, self._said = report, (words, _fingerprint(words))
+            return self._said
         except Exception as error:
             self._fail("saying what is shared", error)
-            return []
+            return [], 0
 
     def _agree(self, words: Sequence[Sequence[int]], tokens: Sequence[int], each: int) -> SpreadPlan | None:
         try:
