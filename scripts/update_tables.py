@@ -33,7 +33,7 @@ def main(
     engine = ("heads", "layers", "prompt", "concurrency"), ("heads", "layers", "prefix", "requests")
     serving = ("heads", "layers", "prompt", "concurrency"), ("heads", "layers", "prompt", "requests")
     tables = {
-        "README.md": {"one-rank-headline": one_rank_headline(RESULTS / "rank.jsonl")},
+        "README.md": {"one-rank-headline": one_rank_headline(RESULTS / "rank.jsonl", RESULTS / "rank-0.5.23.jsonl")},
         "docs/performance.md": {
             "headline": headline(RESULTS / "serving.jsonl"),
             "serving": compared(RESULTS / "serving.jsonl", *serving),
@@ -65,6 +65,8 @@ def main(
             "one-rank": one_rank(RESULTS / "rank.jsonl"),
             "one-rank-newest": one_rank(RESULTS / "rank-0.5.23.jsonl"),
             "spread": table_of(specs.SPREAD, RESULTS / "spread.jsonl"),
+            "spread-16": table_of(specs.SPREAD_16, RESULTS / "spread.jsonl"),
+            "spread-nothing": table_of(specs.SPREAD_NOTHING, RESULTS / "spread.jsonl"),
             "spread-whole": table_of(specs.SPREAD_WHOLE, RESULTS / "spread.jsonl"),
             "spread-short-whole": table_of(specs.SPREAD_SHORT_WHOLE, RESULTS / "spread.jsonl"),
             "spread-short": table_of(specs.SPREAD_SHORT, RESULTS / "spread.jsonl"),

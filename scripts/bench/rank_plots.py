@@ -35,10 +35,10 @@ def panels(records: Iterable[dict[str, Any]]) -> Panels:
     """What the plot shows, rounded to whole tokens."""
 
     def group(pair: Pair) -> Group:
-        predicted = round(pair.predicted[0]), round(pair.predicted[1])
-        return Group(
-            pair.requests, round(middle(pair.ours)), round(middle(pair.theirs)), predicted, f"{pair.ratio:.2f}x"
-        )
+        predicted = pair.predicted
+        assert predicted is not None  # of the models that are drawn
+        said = round(predicted[0]), round(predicted[1])
+        return Group(pair.requests, round(middle(pair.ours)), round(middle(pair.theirs)), said, f"{pair.ratio:.2f}x")
 
     return {case: [*map(group, of_case)] for case, of_case in groupby(pairs(records), key=lambda pair: pair[:3])}
 

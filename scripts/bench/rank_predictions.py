@@ -24,6 +24,7 @@ from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.sharing import PLAIN
 from sglang_mla_ext.predict.step import Deployment, Step, predict
 from sglang_mla_ext.prefix.default_memory import PASSING_TOKENS
+from sglang_mla_ext.prefix.model_dims import language_part
 
 OURS = "hybrid_mla"
 _CHUNK = re.compile(r"--chunked-prefill-size (\d+)")
@@ -42,8 +43,9 @@ def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
     if flags.hybrid_mla_spread != "peers":  # records of `auto` are older than its choice of stores
         gpu = replace(gpu, rates=replace(gpu.rates, exchange_by_stores=None))
     latent, expanded = ELEMENT_BYTES[storage(dict(record))]
+    rank = Rank(case["rank"], case["layers"], case.get("of", MODELS[0]), case.get("running", 1))
     return Deployment(
-        rank_config(Rank(case["rank"], case["layers"], case.get("of", MODELS[0]), case.get("running", 1))),
+        language_part(rank_config(rank)),
         gpu,
         case.get("tp", 1),
         case.get("dp", 1),

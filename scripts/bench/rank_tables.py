@@ -3,6 +3,7 @@ writes them."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,10 +15,15 @@ from demo_model.rank import ALL_LAYERS, K3_MLA, MODELS
 from bench import rank_predictions
 from bench.records import read_records
 from bench.serving_tables import RIVAL
-from bench.tables import latest, made_with, markdown, table
+from bench.tables import NOTHING, latest, made_with, markdown, table
 from bench.workload_tables import backend_name
 
 ROUTED = "--hybrid-mla-dp-routing prefix"
+TOLD = {
+    "--tokenizer-worker-num": "{} tokenizers",
+    "--hybrid-mla-mixed-tokens": "at most {} new tokens ride",
+}
+"""What is said of a server's flags beside its memory for prefixes."""
 COLUMNS = (
     *("GPU", "ranks divide", "load", "requests", "dealt out", "hybrid_mla tok/s", "flashmla tok/s", "ratio"),
     *("hybrid_mla first token ms, median / last", "flashmla's"),
@@ -65,8 +71,10 @@ class Pair(NamedTuple):
         return middle(self.ours) / middle(self.theirs)
 
     @property
-    def predicted(self) -> tuple[float, float]:
-        """What `plan` says of both, in tokens per second."""
+    def predicted(self) -> tuple[float, float] | None:
+        """What `plan` says of both, in tokens per second; it says nothing of passes through linear attention."""
+        if self.load == "short" and rank_predictions.of_rank(self.ours[0]).has_states:
+            return None
         return rank_predictions.tokens_per_s(self.ours[0]), rank_predictions.tokens_per_s(self.theirs[0])
 
 
@@ -127,17 +135,20 @@ def one_rank(path: Path) -> str:
     return markdown(rows, ONE_RANK_COLUMNS, numbered(found))
 
 
-def one_rank_headline(path: Path) -> str:
+def one_rank_headline(*paths: Path) -> str:
     """The rows of the README, and what `plan` predicts of them."""
     rows, shown = [], []
-    few = [pair for pair in pairs(read_records(path)) if pair.requests <= MOST_REQUESTS]
+    records = itertools.chain.from_iterable(map(read_records, paths))
+    few = [pair for pair in pairs(records) if pair.requests <= MOST_REQUESTS]
     few.sort(key=lambda pair: pair.rival.endswith(IN_GRAPHS))  # with the most requests, but beside the fastest rival
     for pair in {pair[:3]: pair for pair in few}.values():
         both = pair.ours, pair.theirs
         _, _, named = pair.backend.partition(", ")
         ours = f"{middle(pair.ours):,.0f}" + (f" ({named})" if named else "")
         rates = ours, f"{middle(pair.theirs):,.0f} ({pair.rival})", f"{pair.ratio:.2f}x"
-        said = "{:,.0f} / {:,.0f}, {:.2f}x".format(*pair.predicted, pair.predicted[0] / pair.predicted[1])
+        predicted, said = pair.predicted, NOTHING
+        if predicted is not None:
+            said = "{:,.0f} / {:,.0f}, {:.2f}x".format(*predicted, predicted[0] / predicted[1])
         times = (" / ".join(f"{middle(each, name):,.0f}" for each in both) for name in ("ttft_ms", "itl_p99_ms"))
         case = pair.model, LOADS[pair.load], f"{pair.prompt:,}", pair.requests
         rows.append((*case, *rates, said, *times))
@@ -195,19 +206,23 @@ def runs(records: Iterable[dict[str, Any]]) -> dict[Case, list[dict[str, Any]]]:
 def served_by(record: dict[str, Any]) -> str:
     """A backend's name in tables of one rank, with the memory for prefixes if that was named."""
     case = record["case"]
-    in_turns = "--hybrid-mla-mixed-tokens 0" in case.get("flags", "")
+    flags = case.get("flags", "")
+    in_turns = "--hybrid-mla-mixed-tokens 0" in flags
     of_cache = ", FP8 cache" if case.get("kv_cache_dtype") == "fp8_e4m3" else ""
     named = rank_predictions.named_memory(record)
     name = backend_name(record) + (f", {named:g} GiB" if named is not None else "")
     # Pages are of a token where nothing is said, and flashmla's and ours of 64.
-    name += OF_64 if "--page-size 64" in case.get("flags", "") else ""
+    name += OF_64 if "--page-size 64" in flags else ""
+    told = [(words, re.search(rf"{flag} ([1-9]\d*)", flags)) for flag, words in TOLD.items()]
+    name += "".join(f", {words.format(value[1])}" for words, value in told if value)
     name += IN_GRAPHS if rank_predictions.prefill_in_graphs(record) else ""
     return name + (", nothing rides" if in_turns else "") + of_cache
 
 
 def is_ours(name: str) -> bool:
-    """Whether a name of `served_by` is our backend's over a BF16 cache, with mixed steps."""
-    return name.startswith(rank_predictions.OURS) and "nothing rides" not in name and "FP8 cache" not in name
+    """Whether a name of `served_by` is our backend's over a BF16 cache, with mixed steps as they come."""
+    others = ("ride", "tokenizers", "FP8 cache")
+    return name.startswith(rank_predictions.OURS) and not any(other in name for other in others)
 
 
 def fastest_stock(found: dict[Case, list[dict[str, Any]]], case: Case, backend: str) -> Case | None:

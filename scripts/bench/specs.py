@@ -18,6 +18,7 @@ RESCALE_COLUMNS = {
 }
 LINK_BYTES_PER_S = 450e9
 """Out of an H100 or H200 over NVLink, by the data sheet."""
+PAGE = 64
 SOAK_COUNTS = ("wrong", "ties", "lost_first", "leaked_bytes", "deaths")
 SPECULATIVE_STORED = {"bf16": "BF16", "fp8": "BF16, prefix FP8", "fp8_cache": "FP8"}
 
@@ -88,16 +89,16 @@ def step_of_one_rank(record: Record) -> Record | None:
     return None if found is None else found | dict(gib=gib) | as_a_whole(record)
 
 
-def spread_or_alone(bench: str, whole: bool = False) -> Callable[[Record], Record | None]:
-    """Leaves the records of one load, with how their ranks hold the prompt, and requests of each.
+def spread_or_alone(bench: str, layers: int, *, shares: bool = True) -> Callable[[Record], Record | None]:
+    """Leaves the records of one load on so many layers, with how their ranks hold the prompt, and requests of each.
 
     Args:
-        whole: those of whole ranks, which run together; the others are of few layers.
+        shares: whether the prompt is long enough for a page, or nothing is shared.
     """
 
     def of(record: Record) -> Record | None:
         case = record["case"]
-        if record["bench"] != bench or (case.get("running", 1) > 1) != whole:
+        if record["bench"] != bench or case["layers"] != layers or (case["prefix"] >= PAGE) != shares:
             return None
         how = held(record) if record["impl"] == "hybrid_mla" else record["impl"].removeprefix("sglang_")
         if bench == "decode":
@@ -219,7 +220,7 @@ ONE_OF_RANKS_STEP = replace(  # the same as a step of all layers, whose rest is 
 )
 SPREAD = Spec(  # a DP server whose ranks spread one prompt, those that hold it alone, and flashmla's
     by=("prefix", "requests", "flags"),
-    of=spread_or_alone("decode"),
+    of=spread_or_alone("decode", 8),
     against=lambda key: ("sglang_flashmla", *key[1:3], None),
     order=("prefix", "requests", "how"),
     headings="prompt | requests of a rank | prompt held | between tokens ms | `plan` says | flashmla / this"
@@ -230,13 +231,20 @@ SPREAD = Spec(  # a DP server whose ranks spread one prompt, those that hold it 
 )
 SPREAD_WHOLE = replace(  # whole ranks that run together, against fa3
     SPREAD,
-    of=spread_or_alone("decode", whole=True),
+    of=spread_or_alone("decode", 61),
     against=lambda key: ("sglang_fa3", *key[1:3], None),
     headings=SPREAD.headings.replace("flashmla", "fa3"),
 )
+SPREAD_16 = replace(SPREAD_WHOLE, of=spread_or_alone("decode", 16))
+SPREAD_NOTHING = replace(  # where a prompt is shorter than a page
+    SPREAD,
+    of=spread_or_alone("decode", 16, shares=False),
+    headings="requests of a rank | prefixes | between tokens ms | flashmla / this | host's plan, ms a step",
+    cells="{of_rank} | {how} | {decode_itl_ms:.2f} | {stock[decode_itl_ms]/decode_itl_ms:.2f}x| {plan_ms_per_step:.2f}",
+)
 SPREAD_SHORT = replace(  # the same with short answers
     SPREAD,
-    of=spread_or_alone("short"),
+    of=spread_or_alone("short", 8),
     optional=("stock",),
     headings="GPU | prompt | requests of a rank | prompt held | tok/s while others wait | `plan` says | this / flashmla"
     "| first token ms, median / last | between tokens ms, p99",
@@ -245,7 +253,7 @@ SPREAD_SHORT = replace(  # the same with short answers
 )
 SPREAD_SHORT_WHOLE = replace(
     SPREAD_SHORT,
-    of=spread_or_alone("short", whole=True),
+    of=spread_or_alone("short", 61),
     against=SPREAD_WHOLE.against,
     headings=SPREAD_SHORT.headings.replace("flashmla", "fa3"),
 )

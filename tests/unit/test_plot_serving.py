@@ -60,5 +60,5 @@ def test_the_readmes_plot_is_of_the_records():
     """If not: python scripts/plot_serving.py."""
     drawn = rank_panels(read_records(RESULTS / "rank.jsonl"))
     of_case = drawn["DeepSeek-V3, TP 8", "decode", 26472]
-    assert {each.requests: each.ratio for each in of_case}.items() >= {128: "2.02x", 256: "2.85x"}.items()
+    assert {each.requests: each.ratio for each in of_case}.items() >= {128: "1.96x", 256: "2.85x"}.items()
     assert digest(drawn).encode() in (IMAGES / "ranks.png").read_bytes()

@@ -33,12 +33,13 @@ ROLE_BY, EXPERTS_BY = "prefill and decode servers by {}", "experts by {}"
 FILES, FLASHINFER, NIXL = STORAGE.format("file"), PREFILL_BY.format("flashinfer"), ROLE_BY.format("nixl")
 V2, V3, LONGCAT = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "LongcatFlashForCausalLM"
 KIMI_LINEAR, KIMI_K3_TEXT = "KimiLinearForCausalLM", "KimiK3LinearForCausalLM"
+KIMI_K3 = "KimiK3ForConditionalGeneration"
 GLM_FLASH = "Glm4MoeLiteForCausalLM"
 
 MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "0.5.17": {
         GPU: {
-            **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, GLM_FLASH: 1, TENSOR: 2, DP_ATTENTION: 4},
+            **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, GLM_FLASH: 1, TENSOR: 2, DP_ATTENTION: 4, GROUPS: 4},
             **{SPREAD: 4, PEERS: 4, PASSING: 4, MIXED: 2, RIDING: 4, DRAFTS_OVER_SPREAD: 2},
             **{DRAFTS: 2, FP8_CACHE: 2, HOST_CACHE: 1, FLASHINFER: 1, COMPILED: 1, NIXL: 1},
         },
@@ -53,7 +54,7 @@ MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "0.5.23": {
         GPU: {
             **{SERVER: 1, V3: 1, MIXED: 1, DP_ATTENTION: 2, SPREAD: 2, PEERS: 2, PASSING: 1, DRAFTS: 1},
-            **{FP8_CACHE: 2, PREFILL_GRAPHS: 1},
+            **{FP8_CACHE: 2, PREFILL_GRAPHS: 1, KIMI_LINEAR: 1, KIMI_K3: 1},
         },
         CPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 2, GROUPS: 4, REPLICAS: 2, NODES: 2},
