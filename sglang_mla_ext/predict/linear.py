@@ -2,9 +2,9 @@
 and memory follows from the configuration.
 
 Counted are the products, and that a step reads and writes the state of each request once. Not counted: what the kernels
-of linear attention take beyond that, and the launches of Kimi-K3's mixed residuals, whose bytes are. Together they took an
-H200 8.0 to 8.4 ms a step of 93 layers, 98 requests (6 heads a GPU), and 0.3 ms of 8 layers: more than in proportion, as
-residuals mix more blocks the deeper they are. Two depths are too few to tell the two apart.
+of linear attention take beyond that, and the launches of Kimi-K3's mixed residuals, whose bytes are. Together they took
+an H200 8.0 to 8.4 ms a step of 93 layers, 98 requests (6 heads a GPU), and 0.3 ms of 8 layers: more than in proportion,
+as residuals mix more blocks the deeper they are. Two depths are too few to tell the two apart.
 """
 
 from __future__ import annotations
