@@ -19,11 +19,6 @@ from bench.tables import NOTHING, latest, made_with, markdown, table
 from bench.workload_tables import backend_name
 
 ROUTED = "--hybrid-mla-dp-routing prefix"
-TOLD = {
-    "--tokenizer-worker-num": "{} tokenizers",
-    "--hybrid-mla-mixed-tokens": "at most {} new tokens ride",
-}
-"""What is said of a server's flags beside its memory for prefixes."""
 COLUMNS = (
     *("GPU", "ranks divide", "load", "requests", "dealt out", "hybrid_mla tok/s", "flashmla tok/s", "ratio"),
     *("hybrid_mla first token ms, median / last", "flashmla's"),
@@ -207,16 +202,17 @@ def served_by(record: dict[str, Any]) -> str:
     """A backend's name in tables of one rank, with the memory for prefixes if that was named."""
     case = record["case"]
     flags = case.get("flags", "")
-    in_turns = "--hybrid-mla-mixed-tokens 0" in flags
+    may_ride = rank_predictions.named(record).hybrid_mla_mixed_tokens
     of_cache = ", FP8 cache" if case.get("kv_cache_dtype") == "fp8_e4m3" else ""
     named = rank_predictions.named_memory(record)
     name = backend_name(record) + (f", {named:g} GiB" if named is not None else "")
     # Pages are of a token where nothing is said, and flashmla's and ours of 64.
     name += OF_64 if "--page-size 64" in flags else ""
-    told = [(words, re.search(rf"{flag} ([1-9]\d*)", flags)) for flag, words in TOLD.items()]
-    name += "".join(f", {words.format(value[1])}" for words, value in told if value)
+    if tokenizers := re.search(r"--tokenizer-worker-num (\d+)", flags):
+        name += f", {tokenizers[1]} tokenizers"
+    name += f", at most {may_ride} new tokens ride" if may_ride else ""
     name += IN_GRAPHS if rank_predictions.prefill_in_graphs(record) else ""
-    return name + (", nothing rides" if in_turns else "") + of_cache
+    return name + (", nothing rides" if may_ride == 0 else "") + of_cache
 
 
 def is_ours(name: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from bench.cases import PAGE_TOKENS
 from bench.rank_predictions import as_a_whole, named, named_memory, passing_tokens, served, step
 from bench.tables import STORAGE_NAMES, Spec
 
@@ -18,7 +19,6 @@ RESCALE_COLUMNS = {
 }
 LINK_BYTES_PER_S = 450e9
 """Out of an H100 or H200 over NVLink, by the data sheet."""
-PAGE = 64
 SOAK_COUNTS = ("wrong", "ties", "lost_first", "leaked_bytes", "deaths")
 SPECULATIVE_STORED = {"bf16": "BF16", "fp8": "BF16, prefix FP8", "fp8_cache": "FP8"}
 
@@ -98,7 +98,7 @@ def spread_or_alone(bench: str, layers: int, *, shares: bool = True) -> Callable
 
     def of(record: Record) -> Record | None:
         case = record["case"]
-        if record["bench"] != bench or case["layers"] != layers or (case["prefix"] >= PAGE) != shares:
+        if record["bench"] != bench or case["layers"] != layers or (case["prefix"] >= PAGE_TOKENS) != shares:
             return None
         how = held(record) if record["impl"] == "hybrid_mla" else record["impl"].removeprefix("sglang_")
         if bench == "decode":

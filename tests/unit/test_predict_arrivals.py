@@ -66,8 +66,8 @@ def test_short_answers_against_measured_servers():
     """The constants of a pass and of a renewal were fitted to SGLang's own backends of these records. In a record are
     the first tokens of the burst that begins it, too: a third of all, which come last. Of hybrid_mla's that burst
     takes passes that are not in the prediction. flashinfer's passes are faster than the others', and with fa3's in
-    graphs first tokens come later. With Kimi-K3's layers alone, where a step takes 6 ms, requests wait for SGLang's
-    tokenizer."""
+    graphs first tokens come later. With the default memory a long prompt is expanded in part. With Kimi-K3's layers
+    alone, where a step takes 6 ms, requests wait for SGLang's tokenizer."""
     records = [json.loads(line) for line in (RESULTS / "rank.jsonl").read_text().splitlines()]
     found = [record for record in records if record["bench"] == "short" and not record.get("excluded")]
     assert len(found) >= 30
@@ -76,10 +76,15 @@ def test_short_answers_against_measured_servers():
         rate, first = served.tokens_per_s / record["steady_tok_s"], served.first_token_s * 1e3 / record["ttft_ms"]
         between = served.between_s * 1e3 / record["itl_ms"]
         if record["impl"] != "hybrid_mla":
+            flashinfer = record["impl"] == "sglang_flashinfer"
             soonest = 0.45 if rank_predictions.prefill_in_graphs(record) else 0.6
-            assert 0.75 < rate < 1.25 and soonest < first < 1.35, (rate, first, record)
+            last = 1.3 if flashinfer else 1.35 if alone else 1.2
+            assert (0.75 if flashinfer else 0.79) < rate < 1.25 and soonest < first < last, (rate, first, record)
         elif not alone:
-            assert 0.9 < rate < 1.3 and 0.25 < first < 0.8 and 0.8 < between < 1.25, (rate, first, between, record)
+            partly = record["case"]["prefix"] > 20000 and rank_predictions.named_memory(record) is None
+            least, longest = (0.9, 1.25) if partly else (1.0, 1.1)
+            assert least < rate < 1.3 and 0.25 < first < 0.8, (rate, first, record)
+            assert 0.8 < between < longest, (between, record)
 
 
 def test_steps_of_ranks_against_measured_servers():

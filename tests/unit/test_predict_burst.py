@@ -28,7 +28,8 @@ def test_against_measured_servers() -> None:
         kept = case["requests"] == 64 and "memory-gb 13.5" in case.get("flags", "")
         if record["bench"] == "decode" and not record.get("excluded") and case.get("of") != K3_MLA and not kept:
             said.append(rank_predictions.last_first_token(record) / record["ttft_last_ms"] * 1e3)
-    assert len(said) > 60 and min(said) > 0.55 and max(said) < 1.5
+    least, second = sorted(said)[:2]
+    assert len(said) > 60 and least > 0.55 and second > 0.6 and max(said) < 1.5
     assert geometric_mean(said) == pytest.approx(1, abs=0.1)
 
 

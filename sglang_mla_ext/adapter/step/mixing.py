@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
 PASSES_IN_A_ROW = 16
-"""Batches that are made for a pass of their own after one that was made to ride and had better not: as small as it was,
-it is a pass that serves few of those who wait."""
+"""Batches that are made for passes of their own after one that was made to ride and does not, because a pass is sooner:
+cut to what may ride, it is a pass that serves few of those who wait."""
 FIRST_GUESS = 128.0
 """New tokens of a request, before there was one."""
 
@@ -45,9 +45,10 @@ class Mixing:
         """
         running, size = kwargs["running_batch"], scheduler.chunked_prefill_size
         scheduler.is_mixed_chunk = False
-        if not tokens or self._passes:
+        if not tokens:
             batch, left = make(scheduler, *args, **kwargs)
-            self._passes -= bool(self._passes and batch is not None)
+            if batch is not None:
+                self._passes = max(self._passes - 1, 0)
             return batch, left
         count = len(running.reqs)
         scheduler.is_mixed_chunk, self._running = True, running
@@ -68,7 +69,7 @@ class Mixing:
     def new_tokens(self, scheduler: Scheduler, running: ScheduleBatch) -> int:
         """New tokens that a mixed step may have now; 0 where what waits had better have a pass of its own."""
         size = scheduler.chunked_prefill_size
-        if size is None or running.is_empty() or running.return_logprob:
+        if self._passes or size is None or running.is_empty() or running.return_logprob:
             return 0
         tokens = min(self._riding.tokens, self._riding.most_rows - len(running.reqs), size)
         tokens = tokens // scheduler.page_size * scheduler.page_size  # a prompt is cut into whole pages

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
+
+from sglang_mla_ext.prefix.spread.names import NAME_BYTES
 
 MOST_NAMES = 4096
 """Of a report. Prompts that do not fit are told as far as they do."""
 
 
-class Report(NamedTuple):
+def fingerprint(words: Sequence[int]) -> int:
+    """Of 64-bit integers, one more."""
+    return int.from_bytes(blake2b(array("q", words).tobytes(), digest_size=NAME_BYTES).digest(), "little", signed=True)
+
+
+@dataclass(frozen=True)
+class Report:
     """A rank's batch as a tree of chunks, each of which stands for the path that ends in it.
 
     Attributes:
@@ -52,6 +63,12 @@ class Report(NamedTuple):
         """The report as 64-bit integers."""
         sizes = [len(self.names), len(self.deepest), len(self.held)]
         return [*sizes, *self.names, *self.parents, *self.deepest, *self.rows, *self.held]
+
+    @cached_property
+    def said(self) -> tuple[list[int], int]:
+        """Its words and their fingerprint."""
+        words = self.words()
+        return words, fingerprint(words)
 
     @classmethod
     def from_words(cls, words: Sequence[int]) -> Report:

@@ -9,13 +9,10 @@ failed says so in place of a report, and nothing is spread in that step on any o
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
 
-from sglang_mla_ext.prefix.spread.names import NAME_BYTES
 from sglang_mla_ext.prefix.spread.prefixes import Names, SpreadPlan, SpreadPrefixes
-from sglang_mla_ext.prefix.spread.report import Report
+from sglang_mla_ext.prefix.spread.report import Report, fingerprint
 
 Gather = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 """`gather(mine)`: the integers of all ranks, in their order; each gives as many. Every rank calls it."""
@@ -33,8 +30,6 @@ class Vote:
             fail: is told what has failed here.
         """
         self._prefixes, self._gather, self._fail = prefixes, gather, fail
-        self._report: Report | None = None  # the last one, its words and their fingerprint
-        self._said: tuple[list[int], int] = [], 0
         self._plan: SpreadPlan | None = None
         self._plan_of = 0  # fingerprint of all that the plan was made from
 
@@ -50,7 +45,7 @@ class Vote:
         said = self._gather([mark, len(words), self._plan_of if self._prefixes.has_agreed else 0])
         if not all(length for _, length, _ in said):
             return None
-        known = _fingerprint([*(mark for mark, _, _ in said), each])
+        known = fingerprint([*(mark for mark, _, _ in said), each])
         if any(plan_of != known for _, _, plan_of in said):
             self._plan, self._plan_of = None, 0
             longest = max(length for _, length, _ in said)
@@ -66,11 +61,7 @@ class Vote:
         if given is None:
             return [], 0
         try:
-            report = self._prefixes.report(*given())
-            if report is not self._report:
-                words = report.words()
-                self._report, self._said = report, (words, _fingerprint(words))
-            return self._said
+            return self._prefixes.report(*given()).said
         except Exception as error:
             self._fail("saying what is shared", error)
             return [], 0
@@ -85,7 +76,3 @@ class Vote:
         except Exception as error:
             self._fail("agreeing on what is shared", error)
             return None
-
-
-def _fingerprint(words: Sequence[int]) -> int:
-    return int.from_bytes(blake2b(array("q", words).tobytes(), digest_size=NAME_BYTES).digest(), "little", signed=True)
