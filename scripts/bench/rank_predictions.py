@@ -24,7 +24,6 @@ from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.sharing import PLAIN
 from sglang_mla_ext.predict.step import Deployment, Step, predict
 from sglang_mla_ext.prefix.default_memory import PASSING_TOKENS
-from sglang_mla_ext.prefix.model_dims import language_part
 
 OURS = "hybrid_mla"
 _CHUNK = re.compile(r"--chunked-prefill-size (\d+)")
@@ -45,7 +44,7 @@ def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
     latent, expanded = ELEMENT_BYTES[storage(dict(record))]
     rank = Rank(case["rank"], case["layers"], case.get("of", MODELS[0]), case.get("running", 1))
     return Deployment(
-        language_part(rank_config(rank)),
+        rank_config(rank),
         gpu,
         case.get("tp", 1),
         case.get("dp", 1),

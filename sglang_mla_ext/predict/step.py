@@ -25,7 +25,7 @@ from sglang_mla_ext.predict import linear, weights
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.sharing import PLAIN, Cover, cover, may_group, plan
 from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.model_dims import ModelDims
+from sglang_mla_ext.prefix.model_dims import ModelDims, language_part
 from sglang_mla_ext.prefix.planner import Plan
 from sglang_mla_ext.segment import Mode
 
@@ -63,7 +63,7 @@ class Deployment:
     """A model on GPUs.
 
     Attributes:
-        config: the model's, as `weights.read_model` returns it.
+        config: the model's from Hugging Face; of models of images the language part is kept.
         tp, dp: as SGLang's flags with DP attention: of `tp` ranks `tp / dp` share the heads of a request.
         query_tokens: of a request in a step.
         latent_element_bytes, expanded_element_bytes: of the KV cache and of expanded prefixes, 2 or 1.
@@ -84,6 +84,7 @@ class Deployment:
     prefill_expand_tokens: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "config", language_part(self.config))
         if self.tp % self.dp:
             raise ValueError(f"--dp {self.dp} does not divide --tp {self.tp}: SGLang's ranks are counted by --tp")
         if self.dims.num_heads % self.head_ranks:

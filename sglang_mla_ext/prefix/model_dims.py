@@ -12,8 +12,9 @@ from sglang_mla_ext.configs import read_config_or_file
 
 def language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """A model's configuration with what is said of its language model: images' models say that under `text_config`."""
-    text = config.get("text_config")
-    return {**config, **text} if isinstance(text, Mapping) else config
+    rest = dict(config)
+    text = rest.pop("text_config", None)
+    return {**rest, **text} if isinstance(text, Mapping) else config
 
 
 @dataclass(frozen=True)

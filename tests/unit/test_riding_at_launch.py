@@ -10,8 +10,8 @@ import test_limits
 import torch
 
 from sglang_mla_ext.adapter.launch import riding
+from sglang_mla_ext.configs import read_config
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.predict.weights import read_model
 
 MIXED = {"enable_mixed_chunk": True}
 
@@ -53,11 +53,15 @@ def test_how_many_tokens_ride(
     assert (riding.in_the_way(args, on_gpu=True) is None) == (on_gpu > 0 or not given)
 
 
-@pytest.mark.parametrize(("tp", "least"), [(8, 384), (1, 256)])
-def test_how_many_is_predicted_for_a_known_gpu(tp: int, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the model's configuration allows; never less than what is taken where nothing is known."""
+@pytest.mark.parametrize(
+    ("model", "tp", "least"), [("deepseek-v3", 8, 384), ("deepseek-v3", 1, 256), ("kimi-k2.5", 8, 384)]
+)
+def test_how_many_is_predicted_for_a_known_gpu(
+    model: str, tp: int, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the model's configuration allows, of images' models, too; never less than where nothing is known."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    config = SimpleNamespace(to_dict=lambda: read_model("deepseek-v3"))
+    config = SimpleNamespace(to_dict=lambda: read_config("checkpoints", model)["config"])
     monkeypatch.setattr(riding.installed, "model_config", lambda args: config)
     args = test_limits.server_args(tp_size=tp)
     assert least <= riding.tokens(args, HybridMLAOptions(), on_gpu=True) <= 512

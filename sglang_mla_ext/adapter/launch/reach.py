@@ -12,7 +12,6 @@ from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.launch import spread
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.prefix.default_memory import default_bytes
-from sglang_mla_ext.prefix.model_dims import language_part
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -98,7 +97,7 @@ def predicted(args: ServerArgs, options: HybridMLAOptions) -> str | None:
     element_bytes = 1 if fp8 else 2
     try:
         of = Deployment(
-            language_part(config),
+            config,
             Gpu.from_json(name),
             args.tp_size,
             dp,
