@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
-from sglang_mla_ext.adapter.launch import models
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -31,5 +30,5 @@ def by_default(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> boo
 
 def is_ours(args: ServerArgs) -> bool:
     """Whether prefill is this backend's. With --prefill-attention-backend another one does it, whose lse may be in
-    another base. Queries that are scaled by their positions SGLang does not scale where prefill has keys per head."""
-    return installed.attention_backends(args)[0] == BACKEND_NAME and not models.scales_queries(args)
+    another base."""
+    return installed.attention_backends(args)[0] == BACKEND_NAME

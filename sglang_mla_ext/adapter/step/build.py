@@ -35,7 +35,7 @@ from sglang_mla_ext.adapter.step.build_expanding import (
     reach_each_other,
     tp_group,
 )
-from sglang_mla_ext.adapter.step.layer import attention_layers, merge_before_o_proj
+from sglang_mla_ext.adapter.step.layer import attention_layers, merge_before_o_proj, take_over
 from sglang_mla_ext.adapter.step.prefill import PrefillPlan
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.adapter.step.riding import EAGER_LAYER_S, Riding
@@ -208,6 +208,7 @@ def build(
     # Ranks with requests of their own have agreed on graphs before it is known what one of them shares.
     leave_graph = never if installed.dp_attention_ranks(args) > 1 else all_ranks_agree()
     backend = HybridMLABackend(stock, latent, shared, steps, **of_steps, leave_graph=leave_graph)
+    take_over(layers)
     if shared is not None:
         merge_before_o_proj(layers, backend.merge)
     riding = None

@@ -90,6 +90,8 @@ def install() -> None:
         f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mla"
         ".DeepseekMLAForwardMixin._split_q_nope_pe": mla_layer.after_split_q,
         f"{_SRT}.models.deepseek_common.utils._get_llama_4_scaling": mla_layer.after_query_scaling,
+        f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mha"
+        ".DeepseekMHAForwardMixin.forward_normal_prepare": mla_layer.after_queries_per_head,
         f"{_SRT}.speculative.draft_utils.DraftBackendFactory.create_decode_backend": after_draft_backend,
         f"{_SRT}.speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend": after_draft_backend,
     }

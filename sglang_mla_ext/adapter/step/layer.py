@@ -5,6 +5,8 @@ o_proj. Naive attention needs q_nope before it is absorbed, and its result is no
 between w_vc and o_proj. Both are taken at the seams: after `_split_q_nope_pe`, and as o_proj's input. The layer's own
 code in between stays SGLang's, with every form of w_vc (BF16, FP8, DeepGEMM) that it knows.
 
+Queries that a model scales by their positions are scaled at the first seam, and where prefill makes them per head.
+
 In prefill SGLang computes with keys per head, chunk by chunk of the cached prefix. Where that is expanded, attention to
 it comes first (prefill.py), and SGLang's chunks begin behind it.
 """
@@ -80,6 +82,22 @@ def after_query_scaling(result: torch.Tensor, *args: Any, **kwargs: Any) -> None
     relay.query_scaling = result
 
 
+def after_queries_per_head(
+    result: tuple[torch.Tensor, ...], attention: DeepseekV2AttentionMLA, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, ...] | None:
+    """`forward_normal_prepare`, of prefill with keys per head: scale its queries, too. SGLang does not, so that its
+    answers depend on which tokens came together in a pass.
+
+    Args:
+        result: query `[tokens, heads, qk_nope_head_dim + qk_rope_head_dim]`, and what else prefill takes.
+    """
+    if relay.query_scaling is None or id(attention) not in _ours:
+        return None
+    with our_part("scaling a query"):
+        query, *rest = result
+        return (query * relay.query_scaling).to(query.dtype), *rest
+
+
 def around_chunk_info(original: Callable[..., None], forward_batch: Any, device: torch.device, **packing: bool) -> None:
     """`ForwardBatch.prepare_chunked_prefix_cache_info`: SGLang's chunks start where the expanded part ends.
 
@@ -148,18 +166,22 @@ def attention_layers(runner: ModelRunner) -> list[DeepseekV2AttentionMLA]:
     return sorted(layers, key=lambda layer: layer.attn_mqa.layer_id)
 
 
+def take_over(layers: Sequence[DeepseekV2AttentionMLA]) -> None:
+    """The attention of these layers is our backend's: their queries are kept where that wants them, and scaled."""
+    global _ours
+    _ours = frozenset(map(id, layers))
+
+
 def merge_before_o_proj(
     layers: Sequence[DeepseekV2AttentionMLA], merge: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Have `merge` add the shared part to what each layer hands to its output projection, where there is one, and their
-    queries be kept for it. Before any hook that the layer has there itself: a gate is of the merged result."""
+    """Have `merge` add the shared part to what each layer hands to its output projection, where there is one. Before
+    any hook that the layer has there itself: a gate is of the merged result."""
 
     def before(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if relay.tail_lse is None:
             return None
         return merge(args[0]), *args[1:]
 
-    global _ours
-    _ours = frozenset(map(id, layers))
     for layer in layers:
         layer.o_proj.register_forward_pre_hook(before, prepend=True)

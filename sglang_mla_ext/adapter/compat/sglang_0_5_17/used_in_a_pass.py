@@ -90,6 +90,11 @@ LAYER = (
         "prefill over expanded prefixes",
     ),
     *function(
+        f"{_FORWARD}.forward_mha.DeepseekMHAForwardMixin.forward_normal_prepare",
+        "self positions hidden_states forward_batch zero_allocator",
+        "queries that are scaled by their positions, with keys per head",
+    ),
+    *function(
         "models.deepseek_common.utils._get_llama_4_scaling",
         "original_max_position_embeddings scaling_beta positions",
         "queries that are scaled by their positions",
