@@ -37,9 +37,11 @@ def make_model(folder: Path, *options: str) -> Path:
     return folder
 
 
-def answers(model: Path, out: Path, backend: str, env: Mapping[str, str] | None = None, **arguments: Any) -> dict:
+def answers(
+    model: Path, out: Path, backend: str, env: Mapping[str, str] | None = None, batch: int = BATCH, **arguments: Any
+) -> dict:
     script = Path(__file__).parent / "engine_logprobs.py"
-    sizes = [str(PREFIX), str(BATCH), str(NEW_TOKENS)]
+    sizes = [str(PREFIX), str(batch), str(NEW_TOKENS)]
     command = [sys.executable, script, model, backend, out, *sizes, json.dumps(arguments)]
     subprocess.run(command, check=True, env=os.environ | (env or {}))
     return json.loads(out.read_text())
