@@ -27,7 +27,6 @@ from sglang_mla_ext.prefix.default_memory import PASSING_TOKENS
 
 OURS = "hybrid_mla"
 _CHUNK = re.compile(r"--chunked-prefill-size (\d+)")
-_GRAPHS = re.compile(r'"prefill":\s*{"backend":\s*"full"|--cuda-graph-backend-prefill (breakable|full)')
 
 
 def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
@@ -85,11 +84,6 @@ def chunks(record: Mapping[str, Any], of: Deployment) -> int:
     return memory(of, default_fraction(of), None if gib is None else gib * 2**30).chunks
 
 
-def prefill_in_graphs(record: Mapping[str, Any]) -> bool:
-    """Whether prefill passes were CUDA graphs, which fa3 and SGLang 0.5.23 have as an option."""
-    return _GRAPHS.search(record["case"].get("flags", "")) is not None
-
-
 def tail(case: Mapping[str, Any]) -> int:
     """Tokens of a request of `decode` after the prompt, in the middle of its answer."""
     return round(mean(OWN_TOKENS) + case["output"] / case["requests"] / 2)
@@ -125,8 +119,7 @@ def served(record: Mapping[str, Any]) -> Served:
     """Of a record of `short`: ours with mixed steps, prefill passes of stock backends in turns."""
     case, of, drawn = record["case"], of_rank(record), lengths("short", 0)
     question, answer = (round(mean(drawn[name])) for name in ("own_tokens", "output_tokens"))
-    host_s = 0.0 if prefill_in_graphs(record) else host_seconds(of)
-    traffic = Traffic(case["concurrency"], case["prefix"], question, answer, host_s)
+    traffic = Traffic(case["concurrency"], case["prefix"], question, answer, host_seconds(of))
     _, ways = compared(of, traffic, chunks(record, of))
     if record["impl"] != OURS:
         return ways["absorb"]
@@ -139,8 +132,7 @@ def last_first_token(record: Mapping[str, Any]) -> float:
     chunk = _CHUNK.search(record["command"])
     requests, prefix = case["concurrency"], case["prefix"]
     kept = of.kept_for_prefill(requests, prefix, chunks(record, of)) if record["impl"] == OURS else 0
-    host_s = 0.0 if prefill_in_graphs(record) else host_seconds(of)
-    given = dict(host_s=host_s, expanded=kept, chunk_tokens=int(chunk[1]) if chunk else CHUNK_TOKENS)
+    given = dict(host_s=host_seconds(of), expanded=kept, chunk_tokens=int(chunk[1]) if chunk else CHUNK_TOKENS)
     return burst_seconds(of, requests, prefix, round(mean(OWN_TOKENS)), **given)
 
 

@@ -36,9 +36,8 @@ MOST_REQUESTS = 256
 LOADS = {"decode": "all decode", "short": "short answers"}
 DIVIDED_NAMES = {"tp8": "TP 8", "dp8": "DP 8", "tp16": "TP 16"}
 MODEL_NAMES = dict(zip(MODELS, ("DeepSeek-V3", "Kimi-K2", "Kimi-K3", "Kimi-K3's MLA layers alone"), strict=True))
-IN_GRAPHS = ", prefill in graphs"
 OF_64 = ", pages of 64"
-STOCK_BACKENDS = ("fa3", f"fa3{IN_GRAPHS}", f"fa3{OF_64}", f"fa3{OF_64}{IN_GRAPHS}", "flashinfer", "flashmla")
+STOCK_BACKENDS = ("fa3", f"fa3{OF_64}", "flashinfer", "flashmla")
 
 Case = tuple[Any, ...]
 
@@ -135,7 +134,6 @@ def one_rank_headline(*paths: Path) -> str:
     rows, shown = [], []
     records = itertools.chain.from_iterable(map(read_records, paths))
     few = [pair for pair in pairs(records) if pair.requests <= MOST_REQUESTS]
-    few.sort(key=lambda pair: pair.rival.endswith(IN_GRAPHS))  # with the most requests, but beside the fastest rival
     for pair in {pair[:3]: pair for pair in few}.values():
         both = pair.ours, pair.theirs
         _, _, named = pair.backend.partition(", ")
@@ -211,7 +209,7 @@ def served_by(record: dict[str, Any]) -> str:
     if tokenizers := re.search(r"--tokenizer-worker-num (\d+)", flags):
         name += f", {tokenizers[1]} tokenizers"
     name += f", at most {may_ride} new tokens ride" if may_ride else ""
-    name += IN_GRAPHS if rank_predictions.prefill_in_graphs(record) else ""
+    name += ", prefill in graphs" if "--cuda-graph-backend-prefill breakable" in flags else ""
     return name + (", nothing rides" if may_ride == 0 else "") + of_cache
 
 

@@ -35,7 +35,7 @@ def test_fa3_with_pages_of_a_token(heads: int, queries: int) -> None:
 @pytest.mark.xfail(strict=True, reason="SGLang 0.5.17 leaves the cached prefix out of such graphs")
 def test_fa3_with_prefill_in_full_graphs(tmp_path: Path) -> None:
     """An option of SGLang that looks fastest where prompts are cached and few new tokens come at a time."""
-    graphs = {"prefill": {"backend": "full", "bs": [512, 1024], "full_prefill_max_req": 4}}
+    graphs = {"prefill": {"backend": "full", "bs": [64, 128, 256, 512, 1024], "full_prefill_max_req": 4}}
     model = make_model(tmp_path / "checkpoint", "--heads", "16")
     eager = answers(model, tmp_path / "eager", "fa3", batch=4, disable_prefill_cuda_graph=True)
     captured = answers(model, tmp_path / "captured", "fa3", batch=4, cuda_graph_config=graphs)

@@ -285,12 +285,12 @@ def scenario_the_query_is_kept_only_where_it_is_needed() -> None:
     from sglang.srt.models.deepseek_common import utils
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import DeepseekMLAForwardMixin
 
-    from sglang_mla_ext.adapter.step.layer import merge_before_o_proj
+    from sglang_mla_ext.adapter.step.layer import take_over
     from sglang_mla_ext.adapter.step.passes import passes
     from sglang_mla_ext.adapter.step.relay import relay
 
     (layer, of_a_draft), q, latent = make_layers(), torch.randn(3, HEADS, DN + DR), torch.randn(3, RANK + DR)
-    merge_before_o_proj([layer], lambda tail_out: tail_out)
+    take_over([layer])
     for needed in (False, True):
         passes.now.takes_query = needed
         result = DeepseekMLAForwardMixin._split_q_nope_pe(layer, q, latent)
@@ -300,6 +300,37 @@ def scenario_the_query_is_kept_only_where_it_is_needed() -> None:
     scaling = utils._get_llama_4_scaling(2, 0.1, torch.arange(3))
     result = DeepseekMLAForwardMixin._split_q_nope_pe(layer, q, latent)
     assert scaling[2] > 1 and torch.equal(relay.q_nope, result[0] * scaling)
+
+
+def scenario_queries_of_prefill_are_scaled_too() -> None:
+    """With keys per head, where SGLang does not; of no draft model's layer."""
+    from sglang.srt.models.deepseek_common import utils
+    from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mha
+
+    from sglang_mla_ext.adapter.step.layer import take_over
+
+    forward_mha.get_attn_backend = lambda: SimpleNamespace(prepare_prefill_qkv=lambda q, **rest: (q, "k", "v"))
+    layers, hidden = make_layers(), torch.randn(3, HEADS * (DN + DR)).bfloat16()
+    for layer in layers:
+        layer.q_lora_rank, layer.qk_head_dim = None, DN + DR
+        layer.q_proj, layer.kv_a_proj_with_mqa = (
+            (lambda rows: (rows.clone(),)),
+            lambda rows: (torch.zeros(3, RANK + DR),),
+        )
+        layer.kv_a_layernorm = torch.nn.Identity()
+    take_over(layers[:1])
+
+    def query(layer: Any) -> torch.Tensor:
+        prepare = forward_mha.DeepseekMHAForwardMixin.forward_normal_prepare
+        found, *rest = prepare(layer, torch.arange(3), hidden, SimpleNamespace(), None)
+        assert rest[:2] == ["k", "v"] and found.dtype == hidden.dtype
+        return found
+
+    unscaled = hidden.view(3, HEADS, DN + DR)
+    assert torch.equal(query(layers[0]), unscaled)
+    scaling = utils._get_llama_4_scaling(2, 0.1, torch.arange(3))
+    assert torch.equal(query(layers[0]), (unscaled * scaling).bfloat16())
+    assert torch.equal(query(layers[1]), unscaled)
 
 
 def scenario_prefill_attends_to_what_is_expanded() -> None:

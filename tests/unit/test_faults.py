@@ -95,8 +95,8 @@ START_HOOKS = {
 INSTEAD_OF_SGLANGS = {"fused_eh_norm.fused_eh_norm"}
 """They compute what SGLang has nothing for: of a small model's draft."""
 
-OF_OTHER_MODELS = {"utils._get_llama_4_scaling"}
-"""They do nothing but keep what SGLang has computed."""
+OF_OTHER_MODELS = {"utils._get_llama_4_scaling", "DeepseekMHAForwardMixin.forward_normal_prepare"}
+"""Of queries that are scaled by their positions."""
 
 ON_A_GPU = {
     "adapter/latent/protocol.py TailStarts.__init__": "start",

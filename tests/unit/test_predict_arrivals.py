@@ -65,9 +65,9 @@ def test_against_measured_servers(case):
 def test_short_answers_against_measured_servers():
     """The constants of a pass and of a renewal were fitted to SGLang's own backends of these records. In a record are
     the first tokens of the burst that begins it, too: a third of all, which come last. Of hybrid_mla's that burst
-    takes passes that are not in the prediction. flashinfer's passes are faster than the others', and with fa3's in
-    graphs first tokens come later. With the default memory a long prompt is expanded in part. With Kimi-K3's layers
-    alone, where a step takes 6 ms, requests wait for SGLang's tokenizer."""
+    takes passes that are not in the prediction; so do fa3's of all heads over a long prompt. flashinfer's passes are
+    faster than the others'. With the default memory, and with all heads, a long prompt is expanded in part. With
+    Kimi-K3's layers alone, where a step takes 6 ms, requests wait for SGLang's tokenizer."""
     records = [json.loads(line) for line in (RESULTS / "rank.jsonl").read_text().splitlines()]
     found = [record for record in records if record["bench"] == "short" and not record.get("excluded")]
     assert len(found) >= 30
@@ -77,11 +77,12 @@ def test_short_answers_against_measured_servers():
         between = served.between_s * 1e3 / record["itl_ms"]
         if record["impl"] != "hybrid_mla":
             flashinfer = record["impl"] == "sglang_flashinfer"
-            soonest = 0.45 if rank_predictions.prefill_in_graphs(record) else 0.6
+            soonest = 0.5 if record["case"]["rank"] == "dp8" else 0.6
             last = 1.3 if flashinfer else 1.35 if alone else 1.2
             assert (0.75 if flashinfer else 0.79) < rate < 1.25 and soonest < first < last, (rate, first, record)
         elif not alone:
-            partly = record["case"]["prefix"] > 20000 and rank_predictions.named_memory(record) is None
+            few = rank_predictions.named_memory(record) is None or record["case"]["rank"] == "dp8"
+            partly = record["case"]["prefix"] > 20000 and few
             least, longest = (0.9, 1.25) if partly else (1.0, 1.1)
             assert least < rate < 1.3 and 0.25 < first < 0.8, (rate, first, record)
             assert 0.8 < between < longest, (between, record)

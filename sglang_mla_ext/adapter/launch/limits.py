@@ -153,6 +153,12 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
     if on_gpu and prefill not in (BACKEND_NAME, *PREFILL):
         text = f"prefill runs {prefill}, which is not for MLA on Hopper GPUs: use {BACKEND_NAME} for prefill too."
         found.append(Finding("prefill backend", text))
+    if on_gpu and installed.prefill_graph_backend(args) == "full":
+        text = (
+            "full CUDA graphs of prefill leave cached prefixes out of attention, with SGLang's own backends as well: "
+            'take the prefill backend "full" out of --cuda-graph-config or --cuda-graph-backend-prefill.'
+        )
+        found.append(Finding("full prefill graphs", text))
     found += models.findings(args, on_gpu) + models.beside_linear_layers(args)
     if args.dtype in ("half", "float16"):
         found.append(FLOAT16)
