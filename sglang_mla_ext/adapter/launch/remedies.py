@@ -39,6 +39,7 @@ REMEDIES = {
     ),
     "float16": Remedy(("--dtype",), ("--dtype", "bfloat16")),
     "--kv-cache-dtype": Remedy(("--kv-cache-dtype",), ("--kv-cache-dtype", "fp8_e4m3")),
+    "full prefill graphs": Remedy(("--cuda-graph-backend-prefill",)),
     "prefill graphs with FP8": Remedy(
         ("--cuda-graph-backend-prefill", "--enforce-piecewise-cuda-graph", "--enable-breakable-cuda-graph")
     ),
