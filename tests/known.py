@@ -11,6 +11,7 @@ import torch
 from demo_model.checkpoint import BOS, EOS, SPECIAL_TOKENS, Settings, weights, write
 
 from sglang_mla_ext.configs import read_config
+from sglang_mla_ext.prefix.model_dims import language_part
 
 EXPERT_WIDTH = 32
 """Of one expert's MLP: they are as many as the model has."""
@@ -52,7 +53,19 @@ def make_known(out: Path, known: Known) -> bool:
 
 
 def known_config(known: Known) -> dict[str, Any]:
-    """`config.json`: the model's own but for sizes and tokens, in BF16, without a layer that drafts."""
+    """`config.json`: the model's own but for sizes and tokens, in BF16, without a layer that drafts. Kimi-K3's, a model
+    of images, is read as one of text."""
+    published = read_config("checkpoints", known.name)["config"]
+    text = _of_text(known, {**language_part(published)})
+    if "text_config" not in published:
+        return text
+    tokens = {name: text[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype")}
+    of_images = {"vision_config": {"vt_num_hidden_layers": 1}, "language_model_only": True}
+    return published | {"text_config": text} | of_images | tokens
+
+
+def _of_text(known: Known, config: dict[str, Any]) -> dict[str, Any]:
+    """A small model's configuration from the published one of its language part."""
     small = {
         "hidden_size": known.hidden,
         "num_hidden_layers": known.layers,
@@ -64,9 +77,6 @@ def known_config(known: Known) -> dict[str, Any]:
         "moe_intermediate_size": EXPERT_WIDTH,
         "expert_ffn_hidden_size": EXPERT_WIDTH,
     }
-    config = {**read_config("checkpoints", known.name)["config"]}
-    if config["architectures"] == ["KimiK3ForConditionalGeneration"]:  # the model of its text alone
-        config = config["text_config"] | {"architectures": ["KimiK3LinearForCausalLM"]}
     config.pop("quantization_config", None)
     if "linear_attn_config" in config:
         kinds = {"kda_layers": range(1, known.layers + 1, 2), "full_attn_layers": range(2, known.layers + 1, 2)}
@@ -92,7 +102,7 @@ def known_config(known: Known) -> dict[str, Any]:
 def known_weights(known: Known) -> dict[str, torch.Tensor]:
     """Random BF16 weights under their Hugging Face names: attention and dense MLPs as `checkpoint.weights` makes them,
     and mixtures of experts beside or in place of these."""
-    config = known_config(known)
+    config = {**language_part(known_config(known))}
     two = config["model_type"] == "longcat_flash"  # attentions a layer, each with an MLP, and experts besides
     dense = weights(
         Settings(

@@ -1,7 +1,7 @@
 """The real engine on a Hopper GPU over other models than DeepSeek-V3: small random checkpoints of their architecture,
 answered from what is expanded as FlashMLA answers prompts that are computed whole. 12 and 6 heads are those of
-Kimi-K3's ranks, in DeepSeek-V3's layers; Kimi-Linear has MLA in every second layer. Kimi-K3's class of text
-alone cannot be started there: SGLang 0.5.23 wants pages of one token for its prefix cache, and FlashMLA pages of 64.
+Kimi-K3's ranks, in DeepSeek-V3's layers; Kimi-Linear and Kimi-K3 have MLA in every second layer. Kimi-K3 is of its
+whole class, read as one of text: for its class of text alone SGLang 0.5.23 wants pages of one token.
 
 SGLang scales Mistral Large 3's queries by position in absorb alone, so that its answers depend on which tokens come
 together in a pass: it is compared with SGLang's backends without any pass with keys per head."""
@@ -48,6 +48,7 @@ MODELS: dict[str, tuple[Settings | Known, dict[str, Any]]] = {
     "glm-4.7-flash": (Known("glm-4.7-flash", q_lora_rank=768, **WIDE), {}),
     "mistral-large-3": (Known("mistral-large-3", q_lora_rank=1536, **WIDE), ABSORBED),
     "kimi-linear": (Known("kimi-linear", heads=12, **LINEAR), STATES),
+    "kimi-k3": (Known("kimi-k3", heads=6, q_lora_rank=1536, **LINEAR), STATES),
 }
 
 

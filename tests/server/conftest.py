@@ -422,7 +422,7 @@ def kimi_linear(folder: Path) -> Path:
 
 
 def kimi_k3(folder: Path) -> Path:
-    """Kimi-K3 in a small width, of text alone: 6 heads, MLA with a gate, residuals that are mixed, latent experts."""
+    """Kimi-K3 in a small width, read as of text: 6 heads, MLA with a gate, residuals that are mixed, latent experts."""
     out = folder / "kimi_k3"
     make_known(out, Known("kimi-k3", layers=4, heads=6))
     return out
