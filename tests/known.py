@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from demo_model.checkpoint import BOS, EOS, SPECIAL_TOKENS, Settings, weights, write
+from demo_model.rank import READ_AS_TEXT
 
 from sglang_mla_ext.configs import read_config
 from sglang_mla_ext.prefix.model_dims import language_part
@@ -59,9 +60,8 @@ def known_config(known: Known) -> dict[str, Any]:
     text = _of_text(known, {**language_part(published)})
     if "text_config" not in published:
         return text
-    tokens = {name: text[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype")}
-    of_images = {"vision_config": {"vt_num_hidden_layers": 1}, "language_model_only": True}
-    return published | {"text_config": text} | of_images | tokens
+    said_twice = {name: text[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype")}
+    return published | {"text_config": text} | READ_AS_TEXT | said_twice
 
 
 def _of_text(known: Known, config: dict[str, Any]) -> dict[str, Any]:

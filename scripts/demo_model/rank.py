@@ -61,6 +61,10 @@ class Rank:
         return int(self.divided[2:])
 
 
+READ_AS_TEXT = {"vision_config": {"vt_num_hidden_layers": 1}, "language_model_only": True}
+"""Of a model of images: these are refused, and their tower has one layer."""
+
+
 def make_rank(out: Path, rank: Rank) -> bool:
     """Write a rank's configuration and a tokenizer, without weights, unless they exist already.
 
@@ -88,7 +92,7 @@ def rank_config(rank: Rank) -> dict[str, Any]:
 
 def _kimi_k3(rank: Rank) -> dict[str, Any]:
     """The whole model, since SGLang 0.5.23 keeps states for its prefix cache for that class alone, but read as one of
-    text: images are refused, and their tower has one layer. Layers are of both kinds in their order. Experts are whole,
+    text. Layers are of both kinds in their order. Experts are whole,
     as with `--ep-size` of as many ranks, and a token goes to so few of them as come to a rank's in the mean: slices
     would be padded to a third more. Left out are experts for all tokens, which would be whole, too (of a rank's weights
     2 % to 3 %), and the router's product with the others' experts."""
@@ -109,8 +113,7 @@ def _kimi_k3(rank: Rank) -> dict[str, Any]:
             "pad_token_id": 0,
         }
     )
-    of_images = {"vision_config": {"vt_num_hidden_layers": 1}, "language_model_only": True}
-    return config | {"text_config": text_of_rank} | of_images | _tokens() | {"pad_token_id": 0}
+    return config | {"text_config": text_of_rank} | READ_AS_TEXT | _tokens() | {"pad_token_id": 0}
 
 
 def _mla_of_kimi_k3(rank: Rank) -> dict[str, Any]:

@@ -313,10 +313,8 @@ def scenario_queries_of_prefill_are_scaled_too() -> None:
     layers, hidden = make_layers(), torch.randn(3, HEADS * (DN + DR)).bfloat16()
     for layer in layers:
         layer.q_lora_rank, layer.qk_head_dim = None, DN + DR
-        layer.q_proj, layer.kv_a_proj_with_mqa = (
-            (lambda rows: (rows.clone(),)),
-            lambda rows: (torch.zeros(3, RANK + DR),),
-        )
+        layer.q_proj = lambda rows: (rows.clone(),)
+        layer.kv_a_proj_with_mqa = lambda rows: (torch.zeros(3, RANK + DR),)
         layer.kv_a_layernorm = torch.nn.Identity()
     take_over(layers[:1])
 

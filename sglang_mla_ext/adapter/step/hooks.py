@@ -43,6 +43,7 @@ ACCEPT_LENGTH = "avg_spec_accept_length"
 
 _SRT = "sglang.srt"
 _WEIGHTS = f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_FORWARD = f"{_SRT}.models.deepseek_common.attention_forward_methods"
 _hooked: dict[str, Feature] = {}
 """What is hooked, and what needs it."""
 
@@ -87,11 +88,9 @@ def install() -> None:
         f"{_SRT}.model_executor.runner.base_cuda_graph_runner.get_batch_sizes_to_capture": (
             hooks_riding.after_graph_sizes
         ),
-        f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mla"
-        ".DeepseekMLAForwardMixin._split_q_nope_pe": mla_layer.after_split_q,
+        f"{_FORWARD}.forward_mla.DeepseekMLAForwardMixin._split_q_nope_pe": mla_layer.after_split_q,
         f"{_SRT}.models.deepseek_common.utils._get_llama_4_scaling": mla_layer.after_query_scaling,
-        f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mha"
-        ".DeepseekMHAForwardMixin.forward_normal_prepare": mla_layer.after_queries_per_head,
+        f"{_FORWARD}.forward_mha.DeepseekMHAForwardMixin.forward_normal_prepare": mla_layer.after_queries_per_head,
         f"{_SRT}.speculative.draft_utils.DraftBackendFactory.create_decode_backend": after_draft_backend,
         f"{_SRT}.speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend": after_draft_backend,
     }
@@ -123,8 +122,7 @@ def install() -> None:
         f"{_SRT}.model_executor.cuda_graph_buffer_registry.build_eager_registry": hooks_riding.around_eager_registry,
         f"{_SRT}.model_executor.model_runner.ModelRunner._forward_raw": hooks_riding.around_forward,
         f"{_SRT}.model_executor.runner.eager_runner.EagerRunner.execute": around_eager_pass,
-        f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mha"
-        ".DeepseekMHAForwardMixin._chunked_prefix_attn_mha": mla_layer.around_prefix_attention,
+        f"{_FORWARD}.forward_mha.DeepseekMHAForwardMixin._chunked_prefix_attn_mha": mla_layer.around_prefix_attention,
     }
     targets = contract.targets([*before, *after, *around])
     for hooks, kind in ((before, HookType.BEFORE), (after, HookType.AFTER), (around, HookType.AROUND)):

@@ -73,13 +73,18 @@ def after_split_q(result: tuple[torch.Tensor, ...], attention: DeepseekV2Attenti
         relay.q_nope = result[0]
         if relay.query_scaling is not None:
             with our_part("scaling a query"):
-                relay.q_nope = (result[0] * relay.query_scaling).to(result[0].dtype)
+                relay.q_nope = scaled(result[0])
 
 
 def after_query_scaling(result: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     """`_get_llama_4_scaling`, at the beginning of a forward pass: `[tokens, 1, 1]`, which SGLang multiplies queries by
     behind absorption."""
     relay.query_scaling = result
+
+
+def scaled(query: torch.Tensor) -> torch.Tensor:
+    """Queries of a pass, `[tokens, heads, size]`, by their positions."""
+    return (query * relay.query_scaling).to(query.dtype)
 
 
 def after_queries_per_head(
@@ -95,7 +100,7 @@ def after_queries_per_head(
         return None
     with our_part("scaling a query"):
         query, *rest = result
-        return (query * relay.query_scaling).to(query.dtype), *rest
+        return scaled(query), *rest
 
 
 def around_chunk_info(original: Callable[..., None], forward_batch: Any, device: torch.device, **packing: bool) -> None:
