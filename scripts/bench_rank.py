@@ -53,8 +53,8 @@ from transformers import AutoTokenizer
 from sglang_mla_ext.prefix.model_dims import ModelDims
 
 NO_DEEP_GEMM = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
-# SGLang's FP8 product in Triton counts the elements of a result in 32 bits. K and V of 128 heads for the 131,072 tokens
-# of prefix that SGLang makes at a time are more, and the server dies of an illegal address.
+# K and V of 128 heads for the 131,072 tokens of prefix that SGLang makes at a time want 14 GiB beside the cache, which
+# the whole model leaves no room for; and SGLang's FP8 product in Triton counts the elements of a result in 32 bits.
 FEWER_AT_A_TIME = {"SGLANG_MAX_KV_CHUNK_CAPACITY": "32768"}
 
 
@@ -130,8 +130,8 @@ def main(
         common += ["--tp-size", str(running), "--dp-size", str(running), "--enable-dp-attention"]
     common += shlex.split(" ".join(server_arg or []))
     environment = {"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1"}
-    if not deep_gemm:
-        environment |= NO_DEEP_GEMM | (FEWER_AT_A_TIME if rank == "dp8" else {})
+    environment |= {} if deep_gemm else NO_DEEP_GEMM
+    environment |= FEWER_AT_A_TIME if rank == "dp8" else {}
     described = {"rank": rank, "deep_gemm": deep_gemm} | ({"of": of, "running": running} if rank else {})
     dims = ModelDims.from_json(model)
     found: list[Run] = []
