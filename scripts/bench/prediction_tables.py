@@ -57,7 +57,17 @@ class Cell(NamedTuple):
     def order(self) -> tuple[Any, ...]:
         """What tells cells apart, in the order of the table."""
         case, of = self.record["case"], self.measured
-        return (case["heads"], case["layers"], str(of.prompt), of.tail, of.requests, of.stored, self.record["impl"])
+        of_case = (case["heads"], case["layers"], str(of.prompt), of.tail, of.requests, of.stored, self.record["impl"])
+        return (is_deep(self.record), *of_case)
+
+    def of(self, path: Path) -> str:
+        """Which records it is one of, in words. The constants are of servers without DeepGEMM."""
+        return path.stem + (", DeepGEMM" if is_deep(self.record) else "")
+
+
+def is_deep(record: Mapping[str, Any]) -> bool:
+    """Whether a server computed products in FP8 by DeepGEMM, SGLang's default."""
+    return bool(record["case"].get("deep_gemm"))
 
 
 def measured(record: Mapping[str, Any]) -> Measured | None:
@@ -98,7 +108,7 @@ def cells(path: Path) -> list[Cell]:
         and record["case"].get("tp", 1) == 1
         and gpu_config_of(record["gpu"]) is not None
     ]
-    newest = latest(known, "heads", "layers", "which").values()
+    newest = latest(known, "heads", "layers", "deep_gemm", "which").values()
     return [
         Cell(record, record["case"]["measured"], predicted(record, record["case"]["measured"])) for record in newest
     ]
@@ -132,8 +142,8 @@ def summary(found: Mapping[Path, Sequence[Cell]]) -> str:
     """How far off the predictions are, by backend."""
     rows = []
     for path, of_path in found.items():
-        for impl in sorted({cell.record["impl"] for cell in of_path}):
-            of_impl = [cell for cell in of_path if cell.record["impl"] == impl]
+        for kind, impl in sorted({(cell.of(path), cell.record["impl"]) for cell in of_path}):
+            of_impl = [cell for cell in of_path if (cell.of(path), cell.record["impl"]) == (kind, impl)]
             worst = max(of_impl, key=lambda cell: abs(cell.off))
             of, heads = worst.measured, worst.record["case"]["heads"]
             mean = sum(abs(cell.off) for cell in of_impl) / len(of_impl)
@@ -141,7 +151,7 @@ def summary(found: Mapping[Path, Sequence[Cell]]) -> str:
             where = f"{heads} heads, {prompt}, {of.requests} requests, {of.stored}"
             within = sum(abs(cell.off) <= WITHIN for cell in of_impl)
             backend = impl.removeprefix("sglang_")
-            rows.append((path.stem, backend, len(of_impl), within, f"{mean:.1%}", f"{worst.off:+.1%}", where))
+            rows.append((kind, backend, len(of_impl), within, f"{mean:.1%}", f"{worst.off:+.1%}", where))
     columns = ("records", "backend", "cells", f"within {WITHIN:.0%}", "mean", "worst", "where")
     return table(rows, columns)
 
@@ -153,7 +163,7 @@ def all_cells(found: Mapping[Path, Sequence[Cell]]) -> str:
         for cell in of_path:
             case, of, step = cell.record["case"], cell.measured, cell.step
             shown[(path, *cell.order)] = cell.record
-            what = (path.stem, case["heads"], case["layers"], of.prompt, of.tail, of.requests, of.stored)
+            what = (cell.of(path), case["heads"], case["layers"], of.prompt, of.tail, of.requests, of.stored)
             mode = cell.record["impl"].removeprefix("sglang_"), step.cover.mode.value.replace("_", " ")
             times = (step.attention, step.rest, step.seconds, of.seconds)
             rows.append((*what, *mode, *(f"{seconds * 1e3:.2f}" for seconds in times), f"{cell.off:+.1%}"))

@@ -156,11 +156,12 @@ def is_other(kernel: str) -> bool:
 
 def is_fitted(record: Mapping[str, Any]) -> bool:
     """Whether `of_experts` looks at a record: other models, divisions, backends and numbers of requests show how well
-    it serves them."""
+    it serves them, and servers with DeepGEMM how much that changes."""
     case = record["case"]
     of_rank = case.get("of", MODELS[0]), case.get("rank"), storage(dict(record)), record["bench"], record["impl"]
     fitted = of_rank == (MODELS[0], "tp8", BF16, "decode", rank_predictions.OURS)
-    return fitted and case["concurrency"] in RANK_REQUESTS and not record.get("excluded")
+    counted = not case.get("deep_gemm") and not record.get("excluded")
+    return fitted and counted and case["concurrency"] in RANK_REQUESTS
 
 
 def of_experts(gpu: Gpu, whole: Iterable[Mapping[str, Any]]) -> float:

@@ -67,25 +67,29 @@ def test_short_answers_against_measured_servers():
     the first tokens of the burst that begins it, too: a third of all, which come last. Of hybrid_mla's that burst
     takes passes that are not in the prediction; so do fa3's of all heads over a long prompt. flashinfer's passes are
     faster than the others'. With the default memory, and with all heads, a long prompt is expanded in part. With
-    Kimi-K3's layers alone, where a step takes 6 ms, requests wait for SGLang's tokenizer."""
+    Kimi-K3's layers alone, where a step takes 6 ms, requests wait for SGLang's tokenizer. With DeepGEMM servers are up
+    to 6 % faster, which is not in it either."""
     records = [json.loads(line) for line in (RESULTS / "rank.jsonl").read_text().splitlines()]
     found = [record for record in records if record["bench"] == "short" and not record.get("excluded")]
-    assert len(found) >= 30
+    assert len(found) >= 39
     for record in found:
         served, alone = rank_predictions.served(record), record["case"].get("of") == K3_MLA
         rate, first = served.tokens_per_s / record["steady_tok_s"], served.first_token_s * 1e3 / record["ttft_ms"]
         between = served.between_s * 1e3 / record["itl_ms"]
         long, of_all_heads = record["case"]["prefix"] > 20000, record["case"]["rank"] == "dp8"
+        slower = 1.06 if record["case"]["deep_gemm"] else 1.0
         if record["impl"] != "hybrid_mla":
             flashinfer = record["impl"] == "sglang_flashinfer"
             soonest = 0.5 if long and of_all_heads else 0.6
             last = 1.3 if flashinfer else 1.35 if alone else 1.2
-            assert (0.75 if flashinfer else 0.79) < rate < 1.25 and soonest < first < last, (rate, first, record)
+            least = 0.75 if flashinfer else 0.79
+            assert least < slower * rate and rate < 1.25, (rate, record)
+            assert soonest < first < slower * last, (first, record)
         elif not alone:
             partly = long and (of_all_heads or rank_predictions.named_memory(record) is None)
             least, longest = (0.9, 1.25) if partly else (1.0, 1.1)
-            assert least < rate < 1.3 and 0.25 < first < 0.8, (rate, first, record)
-            assert 0.8 < between < longest, (between, record)
+            assert least < slower * rate and rate < 1.3 and 0.25 < first < 0.8, (rate, first, record)
+            assert 0.8 < between < slower * longest, (between, record)
 
 
 def test_steps_of_ranks_against_measured_servers():
