@@ -58,14 +58,14 @@ class Cell(NamedTuple):
         """What tells cells apart, in the order of the table."""
         case, of = self.record["case"], self.measured
         of_case = (case["heads"], case["layers"], str(of.prompt), of.tail, of.requests, of.stored, self.record["impl"])
-        return (is_deep(self.record), *of_case)
+        return (with_deep_gemm(self.record), *of_case)
 
     def of(self, path: Path) -> str:
         """Which records it is one of, in words. The constants are of servers without DeepGEMM."""
-        return path.stem + (", DeepGEMM" if is_deep(self.record) else "")
+        return path.stem + (", DeepGEMM" if with_deep_gemm(self.record) else "")
 
 
-def is_deep(record: Mapping[str, Any]) -> bool:
+def with_deep_gemm(record: Mapping[str, Any]) -> bool:
     """Whether a server computed products in FP8 by DeepGEMM, SGLang's default."""
     return bool(record["case"].get("deep_gemm"))
 
