@@ -96,8 +96,9 @@ def _around_resolution(original: Callable[..., None], server_args: ServerArgs, *
         contract.check(features.asked_for(installed.resolved(server_args), on_gpu))  # SGLang may have asked for more
         limits.set_draft_backend(server_args, on_gpu)
         gpu = torch.cuda.get_device_properties(0) if on_gpu else None
-        limits.check(server_args, gpu and (gpu.major, gpu.minor), gpu and gpu.total_memory)
-        for warning in limits.warnings(installed.resolved(server_args), on_gpu):
+        memory_bytes = gpu and gpu.total_memory
+        limits.check(server_args, gpu and (gpu.major, gpu.minor), memory_bytes)
+        for warning in limits.warnings(installed.resolved(server_args), on_gpu, memory_bytes):
             logger.warning("hybrid_mla: %s", warning)
         if spread.ranks(installed.resolved(server_args), options, on_gpu) > 1:
             contract.check([Feature.SPREAD, Feature.RIDING])  # the latter asks ranks before each pass, too

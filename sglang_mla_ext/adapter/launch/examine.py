@@ -125,7 +125,7 @@ def _of_server(line: LaunchLine, args: ServerArgs) -> dict[str, Any]:
     version = launch_line.version_in(line.image or "") or str(installed_version())
     return {
         "settings": _settings(line, args),
-        "warnings": limits.warnings(resolved, on_gpu=True),
+        "warnings": limits.warnings(resolved, True, torch.cuda.get_device_properties(0).total_memory),
         "how_far": tried.how_far(tried.parts_of(args, options), version),
         "reach": reach.predicted(resolved, options),
     }

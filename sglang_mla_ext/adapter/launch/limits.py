@@ -9,7 +9,7 @@ import torch
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.compat.findings import Finding, unsupported
-from sglang_mla_ext.adapter.launch import models, riding, spread
+from sglang_mla_ext.adapter.launch import models, prefill_memory, riding, spread
 from sglang_mla_ext.adapter.launch.remedies import with_remedies
 from sglang_mla_ext.kernels.sizes import PAGE_TOKENS
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
@@ -220,8 +220,9 @@ def _budget_findings(args: ServerArgs, memory_bytes: int | None) -> list[Finding
     return [Finding(flag, text)]
 
 
-def warnings(args: ServerArgs, on_gpu: bool) -> list[str]:
-    """What a server does without, though it runs. `args` are resolved, of a launch that works."""
+def warnings(args: ServerArgs, on_gpu: bool, memory_bytes: int | None = None) -> list[str]:
+    """What a server does without, though it runs, and what may end it. `args` are resolved, of a launch that works;
+    `memory_bytes` are the GPU's."""
     found = []
     prefill, _ = installed.attention_backends(args)
     if prefill != BACKEND_NAME and HybridMLAOptions.from_env().may_expand:
@@ -231,6 +232,8 @@ def warnings(args: ServerArgs, on_gpu: bool) -> list[str]:
         )
     if (vain := spread.warning(args, HybridMLAOptions.from_env(), on_gpu)) is not None:
         found.append(vain)
+    if (short := prefill_memory.warning(args, memory_bytes)) is not None:
+        found.append(short)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.compat.attention_classes import strange_layers
@@ -12,6 +12,25 @@ from sglang_mla_ext.kernels.constants import LATENT_DIMS, supports_heads
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
+
+
+class HeadSizes(NamedTuple):
+    """Of a model's attention: dimensions of a head's content, rotary part and values, of a latent row without its
+    rotary part, and heads."""
+
+    nope: int
+    rope: int
+    v: int
+    rank: int
+    heads: int
+
+
+def head_sizes(config: Any) -> HeadSizes | None:
+    """From a Hugging Face configuration; None where one is missing."""
+    config = getattr(config, "text_config", None) or config
+    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "num_attention_heads")
+    sizes = [getattr(config, name, None) for name in names]
+    return None if None in sizes else HeadSizes(*sizes)
 
 
 def findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
@@ -60,11 +79,9 @@ def beside_linear_layers(args: ServerArgs) -> list[Finding]:
 
 def _sizes(args: ServerArgs, config: Any) -> list[Finding]:
     """Sizes that FlashMLA does not take, or no kernel of ours for Hopper, so that every step would be SGLang's."""
-    config = getattr(config, "text_config", None) or config
-    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "num_attention_heads")
-    nope, rope, v, rank, heads = (getattr(config, name, None) for name in names)
-    if None in (nope, rope, v, rank, heads):
+    if (sizes := head_sizes(config)) is None:
         return []
+    nope, rope, v, rank, heads = sizes
     if (rank, rope) != LATENT_DIMS:
         text = (
             f"FlashMLA reads latent rows of {' + '.join(map(str, LATENT_DIMS))}, which are {rank} + {rope} here: "

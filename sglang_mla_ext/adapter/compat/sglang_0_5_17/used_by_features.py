@@ -254,7 +254,7 @@ FP8 = needed_for(
     Feature.FP8,
     *attributes(
         _ARGS,
-        "disable_chunked_prefix_cache flashinfer_mla_disable_ragged hicache_storage_backend quantization_param_path",
+        "flashinfer_mla_disable_ragged hicache_storage_backend quantization_param_path",
         "unsupported features",
     ),
     *function(f"{_CONFIGURATOR}._build_mla_kv_pool", "self max_total_num_tokens", "our pool in place of SGLang's"),

@@ -1,0 +1,49 @@
+"""Whether prefill has the memory that a pass takes while it runs: said at launch and by `sglang-mla doctor`."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.launch import models
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+VARIABLE, TOKENS = "SGLANG_MAX_KV_CHUNK_CAPACITY", 128 * 1024
+"""How many tokens of cached prompts SGLang makes keys and values of at a time: what sets it, and if nothing does."""
+
+SHARE = 0.75
+"""Of the memory that is not for weights and cache; the rest is for CUDA graphs and activations."""
+
+
+def warning(args: ServerArgs, memory_bytes: int | None) -> str | None:
+    """What is short, if a pass over long cached prompts would take more than SGLang leaves of a GPU.
+
+    Args:
+        args: resolved.
+        memory_bytes: that the GPU has; None on a CPU.
+    """
+    if memory_bytes is None or not args.mem_fraction_static:
+        return None
+    if args.disable_chunked_prefix_cache or args.disaggregation_mode == "decode":
+        return None
+    sizes = models.head_sizes(installed.model_config(args))
+    if sizes is None:
+        return None
+    heads = sizes.heads // (args.tp_size // installed.dp_attention_ranks(args))
+    # Content and values come of one product, and whole keys are a copy, in BF16.
+    token_bytes = 2 * heads * (sizes.nope + sizes.v + sizes.nope + sizes.rope)
+    set_to = os.environ.get(VARIABLE, "")
+    tokens = int(set_to) if set_to.isdecimal() else TOKENS  # as SGLang, which ignores anything else
+    left = memory_bytes * (1 - args.mem_fraction_static)
+    if tokens * token_bytes <= SHARE * left:
+        return None
+    fitting = max(int(SHARE * left / token_bytes), 1)
+    return (
+        f"prefill makes keys and values of {tokens:,} tokens of cached prompts at a time, "
+        f"{tokens * token_bytes / (1 << 30):.1f} GiB with {heads} heads on a GPU, and --mem-fraction-static "
+        f"{args.mem_fraction_static:g} leaves {left / (1 << 30):.1f} GiB for that, CUDA graphs and activations: lower "
+        f"that, or set {VARIABLE}={1 << (fitting.bit_length() - 1)}."
+    )
