@@ -45,5 +45,5 @@ def warning(args: ServerArgs, memory_bytes: int | None) -> str | None:
         f"prefill makes keys and values of {tokens:,} tokens of cached prompts at a time, "
         f"{tokens * token_bytes / (1 << 30):.1f} GiB with {heads} heads on a GPU, and --mem-fraction-static "
         f"{args.mem_fraction_static:g} leaves {left / (1 << 30):.1f} GiB for that, CUDA graphs and activations: lower "
-        f"that, or set {VARIABLE}={1 << (fitting.bit_length() - 1)}."
+        f"the fraction, or set {VARIABLE}={1 << (fitting.bit_length() - 1)}."
     )
