@@ -130,8 +130,10 @@ def main(
         common += ["--tp-size", str(running), "--dp-size", str(running), "--enable-dp-attention"]
     common += shlex.split(" ".join(server_arg or []))
     environment = {"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1"}
-    environment |= {} if deep_gemm else NO_DEEP_GEMM
-    environment |= FEWER_AT_A_TIME if rank == "dp8" else {}
+    if not deep_gemm:
+        environment |= NO_DEEP_GEMM
+    if rank == "dp8":
+        environment |= FEWER_AT_A_TIME
     described = {"rank": rank, "deep_gemm": deep_gemm} | ({"of": of, "running": running} if rank else {})
     dims = ModelDims.from_json(model)
     found: list[Run] = []

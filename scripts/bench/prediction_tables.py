@@ -58,16 +58,11 @@ class Cell(NamedTuple):
         """What tells cells apart, in the order of the table."""
         case, of = self.record["case"], self.measured
         of_case = (case["heads"], case["layers"], str(of.prompt), of.tail, of.requests, of.stored, self.record["impl"])
-        return (with_deep_gemm(self.record), *of_case)
+        return (rank_predictions.of_products(self.record), *of_case)
 
     def of(self, path: Path) -> str:
         """Which records it is one of, in words. The constants are of servers without DeepGEMM."""
-        return path.stem + (", DeepGEMM" if with_deep_gemm(self.record) else "")
-
-
-def with_deep_gemm(record: Mapping[str, Any]) -> bool:
-    """Whether a server computed products in FP8 by DeepGEMM, SGLang's default."""
-    return bool(record["case"].get("deep_gemm"))
+        return path.stem + rank_predictions.of_products(self.record)
 
 
 def measured(record: Mapping[str, Any]) -> Measured | None:
@@ -142,8 +137,10 @@ def summary(found: Mapping[Path, Sequence[Cell]]) -> str:
     """How far off the predictions are, by backend."""
     rows = []
     for path, of_path in found.items():
-        for kind, impl in sorted({(cell.of(path), cell.record["impl"]) for cell in of_path}):
-            of_impl = [cell for cell in of_path if (cell.of(path), cell.record["impl"]) == (kind, impl)]
+        groups: dict[tuple[str, str], list[Cell]] = {}
+        for cell in of_path:
+            groups.setdefault((cell.of(path), cell.record["impl"]), []).append(cell)
+        for (kind, impl), of_impl in sorted(groups.items()):
             worst = max(of_impl, key=lambda cell: abs(cell.off))
             of, heads = worst.measured, worst.record["case"]["heads"]
             mean = sum(abs(cell.off) for cell in of_impl) / len(of_impl)

@@ -54,6 +54,11 @@ def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
     )
 
 
+def of_products(record: Mapping[str, Any]) -> str:
+    """What names of records of servers with DeepGEMM, SGLang's default, end in."""
+    return ", DeepGEMM" if record["case"].get("deep_gemm") else ""
+
+
 def named(record: Mapping[str, Any]) -> argparse.Namespace:
     """The extension's flags in a record's command; not to be changed."""
     return _parsed(record["case"].get("flags", ""))

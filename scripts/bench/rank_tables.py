@@ -185,7 +185,7 @@ def runs(records: Iterable[dict[str, Any]]) -> dict[Case, list[dict[str, Any]]]:
         if record.get("excluded"):
             continue
         case = record["case"]
-        load = record["bench"] + (", DeepGEMM" if case.get("deep_gemm") else "")
+        load = record["bench"] + rank_predictions.of_products(record)
         of = "" if case.get("of", MODELS[0]) == MODELS[0] else f" of {case['of']}"
         of = " of Kimi-K3's MLA layers alone" if case.get("of") == K3_MLA else of
         of_model = load, (case.get("rank") or "-") + of, case["layers"]

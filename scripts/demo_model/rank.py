@@ -92,10 +92,10 @@ def rank_config(rank: Rank) -> dict[str, Any]:
 
 def _kimi_k3(rank: Rank) -> dict[str, Any]:
     """The whole model, since SGLang 0.5.23 keeps states for its prefix cache for that class alone, but read as one of
-    text. Layers are of both kinds in their order. Experts are whole,
-    as with `--ep-size` of as many ranks, and a token goes to so few of them as come to a rank's in the mean: slices
-    would be padded to a third more. Left out are experts for all tokens, which would be whole, too (of a rank's weights
-    2 % to 3 %), and the router's product with the others' experts."""
+    text. Layers are of both kinds in their order. Experts are whole, as with `--ep-size` of as many ranks, and a token
+    goes to so few of them as come to a rank's in the mean: slices would be padded to a third more. Left out are experts
+    for all tokens, which would be whole, too (of a rank's weights 2 % to 3 %), and the router's product with the
+    others' experts."""
     config = read_config("checkpoints", K3)["config"]
     text = config["text_config"]
     linear = text["linear_attn_config"]

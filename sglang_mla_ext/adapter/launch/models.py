@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 class HeadSizes(NamedTuple):
     """Of a model's attention: dimensions of a head's content, rotary part and values, of a latent row without its
-    rotary part, and heads."""
+    rotary part, and heads on a GPU."""
 
     nope: int
     rope: int
@@ -25,12 +25,18 @@ class HeadSizes(NamedTuple):
     heads: int
 
 
-def head_sizes(config: Any) -> HeadSizes | None:
-    """From a Hugging Face configuration; None where one is missing."""
-    config = getattr(config, "text_config", None) or config
+def head_sizes(args: ServerArgs, config: Any) -> HeadSizes | None:
+    """From a Hugging Face configuration; None where it lacks one. `args` are resolved."""
+    config = _text_config(config)
     names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "num_attention_heads")
-    sizes = [getattr(config, name, None) for name in names]
-    return None if None in sizes else HeadSizes(*sizes)
+    *dims, heads = (getattr(config, name, None) for name in names)
+    if None in (*dims, heads):
+        return None
+    return HeadSizes(*dims, heads // (args.tp_size // installed.dp_attention_ranks(args)))
+
+
+def _text_config(config: Any) -> Any:
+    return getattr(config, "text_config", None) or config
 
 
 def findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
@@ -79,7 +85,7 @@ def beside_linear_layers(args: ServerArgs) -> list[Finding]:
 
 def _sizes(args: ServerArgs, config: Any) -> list[Finding]:
     """Sizes that FlashMLA does not take, or no kernel of ours for Hopper, so that every step would be SGLang's."""
-    if (sizes := head_sizes(config)) is None:
+    if (sizes := head_sizes(args, config)) is None:
         return []
     nope, rope, v, rank, heads = sizes
     if (rank, rope) != LATENT_DIMS:
@@ -88,13 +94,12 @@ def _sizes(args: ServerArgs, config: Any) -> list[Finding]:
             "choose another --attention-backend."
         )
         return [Finding("latent rows", text)]
-    local_heads = heads // (args.tp_size // installed.dp_attention_ranks(args))
-    if local_heads in STACKED_HEADS or supports_heads(nope, v, rope):
+    if heads in STACKED_HEADS or supports_heads(nope, v, rope):
         return []
     text = (
         f"nothing would be shared: expanded prefixes need heads of multiples of 16 (content) and powers of two (values "
         f"and rotary part) up to 256, which {nope}, {v} and {rope} are not, and grouped absorb at most "
-        f"{STACKED_HEADS[-1]} heads on a GPU, which has {local_heads}: choose another --attention-backend."
+        f"{STACKED_HEADS[-1]} heads on a GPU, which has {heads}: choose another --attention-backend."
     )
     return [Finding("sizes", text)]
 
@@ -108,8 +113,7 @@ def _is_sparse(config: Any) -> bool:
 def scales_queries(args: ServerArgs) -> bool:
     """Whether the model scales its queries by their positions, as Mistral Large 3 does. SGLang does it where a backend
     takes whole queries, between absorption and attention."""
-    config = installed.model_config(args)
-    return bool(getattr(getattr(config, "text_config", None) or config, "llama_4_scaling", None))
+    return bool(getattr(_text_config(installed.model_config(args)), "llama_4_scaling", None))
 
 
 def _has_no_rotation(config: Any) -> bool:

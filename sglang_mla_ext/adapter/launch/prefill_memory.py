@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from sglang_mla_ext.adapter.compat import installed
@@ -11,8 +10,8 @@ from sglang_mla_ext.adapter.launch import models
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
-VARIABLE, TOKENS = "SGLANG_MAX_KV_CHUNK_CAPACITY", 128 * 1024
-"""How many tokens of cached prompts SGLang makes keys and values of at a time: what sets it, and if nothing does."""
+VARIABLE = "SGLANG_MAX_KV_CHUNK_CAPACITY"
+"""Sets how many tokens of cached prompts SGLang makes keys and values of at a time."""
 
 SHARE = 0.75
 """Of the memory that is not for weights and cache; the rest is for CUDA graphs and activations."""
@@ -29,21 +28,18 @@ def warning(args: ServerArgs, memory_bytes: int | None) -> str | None:
         return None
     if args.disable_chunked_prefix_cache or args.disaggregation_mode == "decode":
         return None
-    sizes = models.head_sizes(installed.model_config(args))
-    if sizes is None:
+    if (sizes := models.head_sizes(args, installed.model_config(args))) is None:
         return None
-    heads = sizes.heads // (args.tp_size // installed.dp_attention_ranks(args))
     # Content and values come of one product, and whole keys are a copy, in BF16.
-    token_bytes = 2 * heads * (sizes.nope + sizes.v + sizes.nope + sizes.rope)
-    set_to = os.environ.get(VARIABLE, "")
-    tokens = int(set_to) if set_to.isdecimal() else TOKENS  # as SGLang, which ignores anything else
+    token_bytes = 2 * sizes.heads * (sizes.nope + sizes.v + sizes.nope + sizes.rope)
+    tokens = installed.prefill_chunk_tokens()
     left = memory_bytes * (1 - args.mem_fraction_static)
     if tokens * token_bytes <= SHARE * left:
         return None
     fitting = max(int(SHARE * left / token_bytes), 1)
     return (
         f"prefill makes keys and values of {tokens:,} tokens of cached prompts at a time, "
-        f"{tokens * token_bytes / (1 << 30):.1f} GiB with {heads} heads on a GPU, and --mem-fraction-static "
+        f"{tokens * token_bytes / (1 << 30):.1f} GiB with {sizes.heads} heads on a GPU, and --mem-fraction-static "
         f"{args.mem_fraction_static:g} leaves {left / (1 << 30):.1f} GiB for that, CUDA graphs and activations: lower "
         f"the fraction, or set {VARIABLE}={1 << (fitting.bit_length() - 1)}."
     )

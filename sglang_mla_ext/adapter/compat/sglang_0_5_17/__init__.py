@@ -338,6 +338,13 @@ def plans_on_a_stream() -> bool:
     return bool(envs.SGLANG_ENABLE_OVERLAP_PLAN_STREAM.get())
 
 
+def prefill_chunk_tokens() -> int:
+    """Of cached prompts, that a prefill pass makes keys and values of at a time."""
+    from sglang.srt.environ import envs
+
+    return int(envs.SGLANG_MAX_KV_CHUNK_CAPACITY.get())
+
+
 def name_draft_backend(backend: Any, factory: Any) -> None:
     """Tell a draft's attention backend its name, as SGLang does for those that a model runner builds. A layer takes its
     forward method by it, and by the server's own backend, which is ours, where there is none.
