@@ -13,6 +13,7 @@ from .absorb.grouped import GroupedAbsorb, HopperGroupedAbsorb
 from .absorb.grouped_fp8 import HopperGroupedAbsorbFP8
 from .absorb.paged_fp8 import AbsorbFP8, HopperAbsorbFP8, HopperKernel, TritonAbsorbFP8
 from .absorb.stacking import TILE_ROWS, padded_heads
+from .kept_part import KeptPart, TorchKeptPart
 from .memory import Memory
 from .naive import sm90_naive, triton_naive
 from .naive.attention import SharedAttention, TorchSharedAttention
@@ -83,6 +84,14 @@ def workspace_bytes(
             tiles=[Tile(**fields) for fields in tiles],
         )
     return TorchSharedAttention.workspace_bytes_for(**sizes)
+
+
+def make_kept_part(
+    max_rows: int, heads: int, v_head_dim: int, *, device: torch.device | str, **options: Any
+) -> KeptPart:
+    """Memory for one part of a pass's attention and its merge; see KeptPart."""
+    kind = KeptPart if torch.device(device).type == "cuda" else TorchKeptPart
+    return kind(max_rows, heads, v_head_dim, device=device, **options)
 
 
 def multiprocessors(device: torch.device | str) -> int:

@@ -23,7 +23,10 @@ DeepSeek-V3's class, for any SGLang: what is saved there is saved in the whole m
   median time between two tokens of an answer while all requests decode;
 - `short`: so many at a time, `--answers` times as many in all; answers have 16 to 208 tokens, so that a request ends at
   nearly every step and the next is prefilled: tokens per second while others wait;
-- `mmlu`, `gsm8k`, `simpleqa`: as `short`, as long as DeepSeek-V3's answers to these.
+- `mmlu`, `gsm8k`, `simpleqa`: as `short`, as long as DeepSeek-V3's answers to these;
+- `agents`, `long_agents`: so many sessions at once, with histories of their own and several turns.
+
+`--drafts 2.5` has the model's own layer draft, and a verify step yield so many tokens in the mean, whatever they are.
 
 Before each run the cache is emptied, the prompt cached, and a warm-up sent whose requests share it too. With several
 `--gpus` as many servers run beside each other. `--together` starts all at once on the same GPUs and measures one at a
@@ -55,6 +58,11 @@ from sglang_mla_ext.prefix.model_dims import ModelDims
 NO_DEEP_GEMM = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
 # K and V of 128 heads for the 131,072 tokens of prefix that SGLang makes at a time want 14 GiB beside the cache, which
 # the whole model leaves no room for; and SGLang's FP8 product in Triton counts the elements of a result in 32 bits.
+DRAFTS = (
+    *("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3"),
+    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+)
+"""As SGLang's recipes for DeepSeek-V3."""
 FEWER_AT_A_TIME = {"SGLANG_MAX_KV_CHUNK_CAPACITY": "32768"}
 
 
@@ -84,6 +92,10 @@ def main(
     swap: Annotated[
         bool, typer.Option("--swap", help="Measure again with servers in reverse order, or with GPUs swapped.")
     ] = False,
+    drafts: Annotated[
+        float | None,
+        typer.Option(min=1, max=4, help="Draft with the model's NextN layer; tokens accepted a step, drawn [off]."),
+    ] = None,
     deep_gemm: Annotated[bool, typer.Option("--deep-gemm", help="Leave DeepGEMM on; it compiles for minutes.")] = False,
     server_arg: Annotated[list[str] | None, typer.Option(help="Flags for every server; repeatable.")] = None,
     limit_s: Annotated[float, typer.Option(min=1, help="Stop all after so many seconds.")] = math.inf,
@@ -110,9 +122,10 @@ def main(
         if of not in MODELS:
             raise typer.BadParameter(f"--of is one of {', '.join(MODELS)}")
         layers = layers or ALL_LAYERS[of]
-        model = work_folder() / (f"{of}-{rank}-{layers}" + (f"x{running}" if running > 1 else ""))
+        name = f"{of}-{rank}-{layers}" + (f"x{running}" if running > 1 else "") + ("-drafts" if drafts else "")
+        model = work_folder() / name
         try:
-            make_rank(model, Rank(rank, layers, of, running))
+            make_rank(model, Rank(rank, layers, of, running, drafts is not None))
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
     assert model is not None
@@ -130,11 +143,15 @@ def main(
         common += ["--tp-size", str(running), "--dp-size", str(running), "--enable-dp-attention"]
     common += shlex.split(" ".join(server_arg or []))
     environment = {"SGLANG_SIMULATE_UNIFORM_EXPERTS": "1"}
+    if drafts is not None:
+        common += DRAFTS
+        environment["SGLANG_SIMULATE_ACC_LEN"] = f"{drafts:g}"
     if not deep_gemm:
         environment |= NO_DEEP_GEMM
     if rank == "dp8":
         environment |= FEWER_AT_A_TIME
-    described = {"rank": rank, "deep_gemm": deep_gemm} | ({"of": of, "running": running} if rank else {})
+    described = {"rank": rank, "deep_gemm": deep_gemm} | ({"drafts": drafts} if drafts else {})
+    described |= ({"of": of, "running": running} if rank else {})
     dims = ModelDims.from_json(model)
     found: list[Run] = []
 

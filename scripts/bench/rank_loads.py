@@ -11,7 +11,9 @@ from bench.workloads import Turn, Workload, make_workload
 from sglang_mla_ext.configs import read_config
 
 DATASETS = ("mmlu", "gsm8k", "simpleqa")
-KINDS = ("decode", "short", *DATASETS)
+AGENTS = {"agents": "short histories", "long_agents": "long histories"}
+"""Kinds of agent sessions, and their cases of the workload `agent_sessions`."""
+KINDS = ("decode", "short", *AGENTS, *DATASETS)
 OWN_TOKENS = [350, 450]
 """Of a request of `decode`."""
 MOST_TOKENS = 2048
@@ -21,6 +23,7 @@ DECODE_INTERVAL = 16
 alone: what holds up one token must not be spread over several."""
 WARM_UP_TOKENS = 64
 """At which answers of a warm-up end."""
+AGENTS_OF_WARM_UP = 2
 MOST_WARM_UP = 64
 """Requests of `decode`'s warm-up: as many as expand the prompt and fill a prefill pass several times."""
 
@@ -48,21 +51,22 @@ def make_load(
     """Draw a load.
 
     Args:
-        kind: `decode` sends all requests at once; the others so many at a time, with the lengths of the workload
-            `short_answers` or of a dataset.
+        kind: `decode` sends all requests at once, agents all sessions; the others so many at a time, with the lengths
+            of the workload `short_answers` or of a dataset.
         vocabulary: `[tokens]` the ids that texts are drawn from.
         answers: of all but `decode`, as a multiple of `concurrency`; output_tokens: of each answer of `decode`.
         stream_interval: tokens in one piece; None for what suits the kind.
     """
-    at_once = kind == "decode"
-    measured = concurrency if at_once else answers * concurrency
+    decode, agents = kind == "decode", kind in AGENTS
+    measured = concurrency if decode or agents else answers * concurrency
     # Those that take a free place are prefilled by themselves, which the first ones are not.
-    before = min(concurrency, MOST_WARM_UP) if at_once else concurrency + -(-concurrency // 4)
+    before = min(concurrency, MOST_WARM_UP) if decode else concurrency + -(-concurrency // 4)
+    before = AGENTS_OF_WARM_UP if agents else before
     config = lengths(kind, output_tokens) | {
         "name": f"{prompt_tokens:,} tokens, {concurrency} requests",
         "tree": [{"tokens": prompt_tokens, "requests": before + measured}],
         "at_a_time": concurrency,
-        "stream_interval": stream_interval or (DECODE_INTERVAL if at_once else 1),
+        "stream_interval": stream_interval or (DECODE_INTERVAL if decode else 1),
     }
     whole = make_workload(kind, config, vocabulary, (seed, prompt_tokens, concurrency))
     first, rest = whole.sessions[:before], whole.sessions[before:]
@@ -74,6 +78,10 @@ def lengths(kind: str, output_tokens: int) -> dict[str, Any]:
     """Of questions and answers; see `make_load`."""
     if kind == "decode":
         return {"own_tokens": OWN_TOKENS, "output_tokens": output_tokens}
+    if kind in AGENTS:
+        config = read_config("workloads", "agent_sessions")
+        (case,) = (case for case in config["cases"] if case["name"] == AGENTS[kind])
+        return {name: (config | case)[name] for name in ("own_tokens", "output_tokens", "turns", "tool_tokens")}
     if kind == "short":
         config = read_config("workloads", "short_answers")
         return {name: config[name] for name in ("own_tokens", "output_tokens")}

@@ -41,17 +41,21 @@ class Rank:
 
     Attributes:
         running: of these ranks, behind one server, on a GPU each.
+        drafts: with the model's own layer that drafts (NextN).
     """
 
     divided: str
     layers: int = LAYERS
     model: str = MODELS[0]
     running: int = 1
-    version: int = 4  # of the output; raise it when the configuration or the tokenizer changes
+    drafts: bool = False
+    version: int = 5  # of the output; raise it when the configuration or the tokenizer changes
 
     def __post_init__(self) -> None:
         if self.model in (K3, K3_MLA) and self.divided not in OF_K3:
             raise ValueError(f"{self.model} is divided by {' or '.join(OF_K3)}, not {self.divided}")
+        if self.drafts and self.model in (K3, K3_MLA):
+            raise ValueError(f"{self.model} has no layer that drafts")
         if self.running > 1 and (not self.divided.startswith("dp") or self.ranks % self.running):
             raise ValueError(f"{self.running} of its ranks are not run: of dp8 2, 4 or 8 are")
 
@@ -143,6 +147,6 @@ def _as_deepseek(rank: Rank, config: Mapping[str, Any]) -> dict[str, Any]:
         "model_type": "deepseek_v3",
         "num_hidden_layers": rank.layers,
         "max_position_embeddings": MAX_POSITIONS,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": int(rank.drafts),
         "rope_scaling": config["rope_scaling"] | {"factor": MAX_POSITIONS / YARN_ORIGINAL_POSITIONS},
     }

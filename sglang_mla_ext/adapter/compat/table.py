@@ -23,6 +23,7 @@ class Feature(Enum):
     FP8 = "--kv-cache-dtype fp8_e4m3"
     MEMORY_SAVER = "--enable-memory-saver"
     RIDING = "--hybrid-mla-mixed-tokens"
+    PREFILL_GRAPH = "prefill in CUDA graphs"
     SPREAD = "--hybrid-mla-spread auto"
     ROUTING = "--hybrid-mla-dp-routing prefix"
     # A server runs without these, whatever it is asked for.

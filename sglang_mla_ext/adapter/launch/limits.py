@@ -9,7 +9,7 @@ import torch
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.compat.findings import Finding, unsupported
-from sglang_mla_ext.adapter.launch import models, prefill_memory, riding, spread
+from sglang_mla_ext.adapter.launch import models, passing, prefill_memory, riding, spread
 from sglang_mla_ext.adapter.launch.remedies import with_remedies
 from sglang_mla_ext.kernels.sizes import PAGE_TOKENS
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
@@ -68,9 +68,9 @@ def set_defaults(server_args: ServerArgs, on_gpu: bool) -> None:
         text = f"{BACKEND_NAME} needs --page-size {PAGE_TOKENS}, not {server_args.page_size}; remove the flag."
         raise Refusal(text, [Finding("--page-size", text)])
     server_args.page_size = PAGE_TOKENS
-    # What is captured does not share, and cannot read an FP8 cache. By itself SGLang captures no prefill of MLA but
-    # Kimi-K2.5's and later ones', from 0.5.23 on that of all.
-    installed.disable_prefill_graph(server_args)
+    # What other releases capture, and other backends, does not share, and cannot read an FP8 cache.
+    if not installed.shares_in_prefill_graphs() or installed.attention_backends(server_args)[0] != BACKEND_NAME:
+        installed.disable_prefill_graph(server_args)
     if server_args.speculative_algorithm is not None and installed.attention_backends(server_args)[0] != BACKEND_NAME:
         server_args.speculative_attention_mode = "decode"
 
@@ -384,7 +384,8 @@ def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
             "--flashinfer-mla-disable-ragged": args.flashinfer_mla_disable_ragged,
             "--disable-chunked-prefix-cache": args.disable_chunked_prefix_cache,
         }
-        if installed.prefill_graph_backend(args) != "disabled":
+        graphs = installed.prefill_graph_backend(args) != "disabled"
+        if graphs and not (installed.shares_in_prefill_graphs() and passing.is_ours(args)):
             text = (
                 "--kv-cache-dtype fp8_e4m3 needs prefill without CUDA graphs: remove what sets "
                 "--cuda-graph-backend-prefill."

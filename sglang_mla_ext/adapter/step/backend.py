@@ -17,6 +17,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_mla_ext.adapter.step.failure import our_part
+from sglang_mla_ext.adapter.step.layer import absorbs_prefill
 from sglang_mla_ext.adapter.step.passes import Kind, Way, passes
 from sglang_mla_ext.adapter.step.preparation import Preparation
 from sglang_mla_ext.adapter.step.relay import relay
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     from sglang_mla_ext.adapter.latent.protocol import LatentAttention
+    from sglang_mla_ext.adapter.step.prefill_graph import PrefillGraph
     from sglang_mla_ext.adapter.step.stock import Stock
     from sglang_mla_ext.kernels.naive.attention import SharedAttention
 
@@ -81,6 +83,7 @@ class HybridMLABackend(AttentionBackend):
         requests: range,
         query_tokens: int = 1,
         leave_graph: Callable[[bool], bool] = bool,
+        prefill_graph: PrefillGraph | None = None,
     ) -> None:
         """
         Args:
@@ -90,12 +93,14 @@ class HybridMLABackend(AttentionBackend):
             heads: of this rank.
             requests: numbers of requests of a step that can share; empty where no group ever pays.
             query_tokens: of a request in a verify step; 1 without speculative decoding.
-            leave_graph: from whether a prefill pass shares on this rank, whether all ranks run it without a graph.
+            leave_graph: from whether this rank would run a prefill pass without its CUDA graph, whether all ranks do.
+            prefill_graph: attention of passes in prefill graphs; None where the stock backend's is taken, and passes
+                that share leave the graph.
         """
         super().__init__()
         self._stock, self._latent, self._shared, self._steps = stock, latent, shared, steps
         self._layer_index, self._heads, self._query_tokens = layer_index, heads, query_tokens
-        self._leave_graph = leave_graph
+        self._leave_graph, self._prefill_graph = leave_graph, prefill_graph
         self._preparation = Preparation(stock, latent, shared, steps, requests=requests, query_tokens=query_tokens)
         for name in FLAGS_OF_STOCK:
             if hasattr(stock.backend, name):
@@ -136,10 +141,9 @@ class HybridMLABackend(AttentionBackend):
     # ---- before a step
 
     def can_run_prefill_cuda_graph(self, forward_batch: ForwardBatch) -> bool:
-        """From 0.5.23 on: whether a prefill pass replays a CUDA graph, if one was captured. What is captured is absorb
-        over each request's own keys, so a pass that shares runs without."""
+        """Return whether a prefill pass replays a CUDA graph, if one was captured; SGLang asks from 0.5.23 on."""
         of_stock = getattr(self._stock.backend, "can_run_prefill_cuda_graph", None)
-        if self._leave_graph(passes.now.prefill is not None):
+        if self._leave_graph(passes.now.prefill is not None and self._prefill_graph is None):
             return False
         return of_stock is None or bool(of_stock(forward_batch))
 
@@ -149,7 +153,10 @@ class HybridMLABackend(AttentionBackend):
             step = self._preparation.begin(forward_batch, in_graph=False)
             if step.way is Way.STOCK:
                 self._preparation.count_rows_as_prefill(forward_batch)
-        if step.way is Way.STOCK:
+        if self._prefill_graph is not None and absorbs_prefill():
+            with our_part("preparing a prefill graph"):
+                self._prefill_graph.begin(forward_batch, step.prefill)
+        elif step.way is Way.STOCK:
             self._stock.backend.init_forward_metadata(forward_batch)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
@@ -199,15 +206,43 @@ class HybridMLABackend(AttentionBackend):
         save_kv_cache: bool = True,
         q_rope: torch.Tensor | None = None,
         k_rope: torch.Tensor | None = None,
+        q_nope: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Prefill, and verify steps, whose arguments are those of a decode step. In prefill absorb comes with query and
-        key in two parts, which SGLang's backends do not take."""
+        key in two parts, which SGLang's backends do not take.
+
+        Args:
+            q_nope: `[rows, heads, qk_nope_head_dim]`, the query before absorption; of passes in prefill graphs.
+        """
         if passes.now.kind is Kind.VERIFY:
             return self._absorb(q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+        if self._prefill_graph is not None and absorbs_prefill():
+            if save_kv_cache and k is not None:
+                self._store(k, v, k_rope, layer, forward_batch)
+            with our_part("prefill in a graph"):
+                return self._absorb_prefill(q, q_rope, q_nope, layer, forward_batch)
         if q_rope is not None:
             with our_part("joining a query"):
                 q, k = whole_query(q, q_rope), torch.cat([k, k_rope], dim=-1)
         return self._stock.extend(q, k, v, layer, forward_batch, save_kv_cache)
+
+    def _absorb_prefill(
+        self,
+        q: torch.Tensor,
+        q_rope: torch.Tensor | None,
+        q_nope: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """A layer of a pass in a prefill graph, see `forward_extend`."""
+        if q_rope is None:
+            q = q.view(len(q), self._heads, -1)
+            q, q_rope = q.split([layer.v_head_dim, q.shape[-1] - layer.v_head_dim], dim=-1)
+        # SGLang's own buffer, where it has one: otherwise it copies the result.
+        out = getattr(forward_batch, "_attn_output", None)
+        out = q.new_empty(len(q), self._heads * layer.v_head_dim) if out is None else out.view(len(q), -1)
+        self._prefill_graph.attend(layer, q_nope, q, q_rope, out.view(len(q), self._heads, -1))
+        return out
 
     def _absorb(
         self,
@@ -287,6 +322,8 @@ class HybridMLABackend(AttentionBackend):
         Args:
             tail_out: `[rows, heads * v_head_dim]`, what the layer is about to hand to its output projection.
         """
+        if absorbs_prefill():
+            return tail_out if self._prefill_graph is None else self._prefill_graph.merge(tail_out)
         with our_part("merging"):
             per_head = tail_out.view(tail_out.shape[0], self._heads, -1)
             tail_lse, relay.tail_lse = relay.tail_lse, None

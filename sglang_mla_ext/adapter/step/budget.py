@@ -15,6 +15,7 @@ from sglang_mla_ext.adapter.latent.protocol import LatentAttention, LatentSizes
 from sglang_mla_ext.adapter.launch import passing, riding, spread
 from sglang_mla_ext.adapter.step.layer import attention_layers
 from sglang_mla_ext.adapter.step.passing import Passing
+from sglang_mla_ext.adapter.step.prefill_graph import PrefillGraph
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.dispatch import multiprocessors
@@ -34,6 +35,7 @@ from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +158,7 @@ def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -
     args = installed.resolved(configurator.server_args)
     rates = rates_for(torch.cuda.get_device_name() if on_gpu else "cpu")
     taken = passing_bytes(configurator, options.passing_tokens)
+    taken += prefill_graph_bytes(configurator, prefill_graph_rows(args))
     grouped = tries_grouped(options, rates, spread.ranks(args, options, on_gpu))
     if not on_gpu or not needs_latent(options, grouped=grouped, stock_decodes=not fp8):
         return taken
@@ -188,6 +191,22 @@ def passing_bytes(configurator: KVCacheConfigurator, tokens: int) -> int:
     rates = rates_for(torch.cuda.get_device_name() if device.type == "cuda" else "cpu")
     tiles, fetches = naive_tiles(rates, dtype), configurator.kv_cache_dtype == FP8
     return Passing.bytes_for(layer, tokens, dtype=dtype, device=device, tiles=tiles, fetches=fetches)
+
+
+def prefill_graph_rows(args: ServerArgs) -> int:
+    """Rows of our buffers for prefill graphs: SGLang pads passes to a multiple of the attention ranks. 0 where prefill
+    is another backend's, or runs without graphs. `args` are resolved."""
+    rows = installed.prefill_graph_rows(args) if passing.is_ours(args) else 0
+    return -(-rows // MAX_RANKS) * MAX_RANKS
+
+
+def prefill_graph_bytes(configurator: KVCacheConfigurator, rows: int) -> int:
+    """Buffers for prefill graphs of as many rows."""
+    if not rows:
+        return 0
+    layer = attention_layers(configurator)[0]
+    heads, v_head_dim = layer.num_local_heads, layer.v_head_dim
+    return PrefillGraph.workspace_bytes_for(rows, heads, v_head_dim, configurator.model_dtype)
 
 
 def latent_kind(fp8: bool) -> type[LatentAttention]:

@@ -25,6 +25,7 @@ from sglang_mla_ext.adapter.step.budget import (
     max_rows,
     max_tokens,
     needs_latent,
+    prefill_graph_rows,
     tries_grouped,
 )
 from sglang_mla_ext.adapter.step.build_expanding import (
@@ -35,8 +36,14 @@ from sglang_mla_ext.adapter.step.build_expanding import (
     reach_each_other,
     tp_group,
 )
-from sglang_mla_ext.adapter.step.layer import attention_layers, merge_before_o_proj, take_over
+from sglang_mla_ext.adapter.step.layer import (
+    attention_layers,
+    hand_over_queries,
+    merge_before_o_proj,
+    take_over,
+)
 from sglang_mla_ext.adapter.step.prefill import PrefillPlan
+from sglang_mla_ext.adapter.step.prefill_graph import PrefillGraph
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.adapter.step.riding import EAGER_LAYER_S, Riding
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
@@ -44,6 +51,7 @@ from sglang_mla_ext.adapter.step.spreading import Spreading, gather_over
 from sglang_mla_ext.adapter.step.steps import PrefillSharing, Steps
 from sglang_mla_ext.adapter.step.stock import Stock
 from sglang_mla_ext.kernels.constants import FP8
+from sglang_mla_ext.kernels.dispatch import make_kept_part
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, MAX_SEGMENTS, SEGMENTS_PER_ROW
@@ -116,9 +124,11 @@ def build(
         passing = make_passing(runner, layers, options.passing_tokens, cost.rates, counters, memory)
     elif options.passing_tokens:
         logger.warning("hybrid_mla: --hybrid-mla-prefill-expand-tokens has no effect: prefill is not this backend's")
+    prefill_graph = make_prefill_graph(runner, stock, layers, prefill_graph_rows(args), counters, memory)
     expanding = None
     if options.may_expand:
-        taken_bytes = latent.workspace_bytes + (passing.taken_bytes if passing is not None else 0)
+        taken_bytes = prefill_graph.workspace_bytes if prefill_graph is not None else 0
+        taken_bytes += latent.workspace_bytes + (passing.taken_bytes if passing is not None else 0)
         if options.verify_interval:
             taken_bytes += ShadowCheck.workspace_bytes_for(layers[0], runner.dtype, query_tokens)
         of_rank = runner, layers, cost, prefix_dtype, budget_bytes, taken_bytes, counters, memory
@@ -164,7 +174,8 @@ def build(
             wait=functools.partial(wait_for_layer, runner.token_to_kv_pool),
         )
         always = options.mode == "naive"
-        prefill = PrefillSharing(make_plan, stock.affordable, stock.can_finish, passing, always)
+        absorbs = prefill_graph is not None and not on_gpu
+        prefill = PrefillSharing(make_plan, stock.affordable, stock.can_finish, passing, always, absorbs)
     smallest = smallest_group(cost, options, shared, latent, context_len, step_requests)
     by_prefill = (
         f"; prefill expands {options.passing_tokens} tokens at a time for itself" if passing is not None else ""
@@ -207,9 +218,12 @@ def build(
     of_steps = dict(layer_index=layer_index, heads=heads, requests=sharing, query_tokens=query_tokens)
     # Ranks with requests of their own have agreed on graphs before it is known what one of them shares.
     leave_graph = never if installed.dp_attention_ranks(args) > 1 else all_ranks_agree()
-    backend = HybridMLABackend(stock, latent, shared, steps, **of_steps, leave_graph=leave_graph)
+    of_prefill = dict(leave_graph=leave_graph, prefill_graph=prefill_graph)
+    backend = HybridMLABackend(stock, latent, shared, steps, **of_steps, **of_prefill)
     take_over(layers)
-    if shared is not None:
+    if prefill is not None and prefill_graph is not None:
+        hand_over_queries(layers)
+    if shared is not None or (prefill is not None and prefill_graph is not None):
         merge_before_o_proj(layers, backend.merge)
     riding = None
     if riding_tokens:
@@ -226,6 +240,36 @@ def build(
             agree=all_ranks_agree(),
         )
     return backend, steps, riding
+
+
+def make_prefill_graph(
+    runner: ModelRunner,
+    stock: Stock,
+    layers: Sequence[DeepseekV2AttentionMLA],
+    rows: int,
+    counters: Counters,
+    memory: Memory,
+) -> PrefillGraph | None:
+    """Attention of prefill passes in CUDA graphs.
+
+    Args:
+        rows: of the largest graph, 0 where there are none.
+    Returns:
+        None without such graphs, or where it does not run here; that is counted.
+    """
+    if not rows:
+        return None
+    first = layers[0]
+    try:
+        kept = make_kept_part(
+            rows, first.num_local_heads, first.v_head_dim, dtype=runner.dtype, device=runner.device, memory=memory
+        )
+        return PrefillGraph(layers, stock.prefill_tails(layers), kept)
+    except Exception as error:
+        if not stock.decodes:  # nothing else reads the pool there
+            raise
+        counters.fall_back(f"prefill_graph: {type(error).__name__}", error)
+        return None
 
 
 def never(answer: bool) -> bool:

@@ -3,7 +3,8 @@
 An allocation or a compile error may come in the middle of a layer, when nothing but the whole pass can be done by plain
 absorb: how a prefill step attends was chosen before, and what is left of a decode step's attention is not all of it. So
 what is ours in a layer raises one class of errors (`our_part`), and SGLang's runner of passes without a CUDA graph is
-asked a second time. Latent rows are written where they were written before, with the same values.
+asked a second time, as is that of prefill graphs, which call us between their segments. Latent rows are written where
+they were written before, with the same values.
 
 What is not ours passes as it is. In the same way a failure stays one
 
@@ -53,7 +54,7 @@ class our_part:
             raise OurPartFailedError(self._what, error) from error
 
 
-def around_eager_pass(
+def around_pass(
     fail: Callable[[str, BaseException], None] | None,
     original: Callable[..., Any],
     runner: Any,
@@ -61,7 +62,7 @@ def around_eager_pass(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """`EagerRunner.execute`, and once more where our part fails.
+    """`EagerRunner.execute` or `PrefillCudaGraphRunner.execute`, and once more where our part fails.
 
     Args:
         fail: see Steps; None where there is no backend of ours yet.

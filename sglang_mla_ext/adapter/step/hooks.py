@@ -121,7 +121,8 @@ def install() -> None:
         f"{_SRT}.managers.scheduler_components.dp_attn.prepare_mlp_sync_batch_raw": hooks_riding.around_sync,
         f"{_SRT}.model_executor.cuda_graph_buffer_registry.build_eager_registry": hooks_riding.around_eager_registry,
         f"{_SRT}.model_executor.model_runner.ModelRunner._forward_raw": hooks_riding.around_forward,
-        f"{_SRT}.model_executor.runner.eager_runner.EagerRunner.execute": around_eager_pass,
+        f"{_SRT}.model_executor.runner.eager_runner.EagerRunner.execute": around_pass,
+        f"{_SRT}.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.execute": around_pass,
         f"{_FORWARD}.forward_mha.DeepseekMHAForwardMixin._chunked_prefix_attn_mha": mla_layer.around_prefix_attention,
     }
     targets = contract.targets([*before, *after, *around])
@@ -322,9 +323,9 @@ def before_loading(controller: HiCacheController) -> None:
         installed.wait_before_loading(controller, worker.scheduler.forward_stream)
 
 
-def around_eager_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def around_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     fail = worker.steps.fail if worker.steps is not None and worker.repeats else None
-    return failure.around_eager_pass(fail, original, *args, **kwargs)
+    return failure.around_pass(fail, original, *args, **kwargs)
 
 
 def after_draft_backend(result: Any, factory: Any) -> None:

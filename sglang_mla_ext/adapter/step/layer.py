@@ -41,7 +41,7 @@ def forward_method(attention: DeepseekV2AttentionMLA, forward_batch: Any) -> Any
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
     with our_part("choosing how to attend"):
-        expanded = passes.now.prefill is not None and not prefill_is_captured()
+        expanded = passes.now.prefill is not None and not absorbs_prefill()
     if expanded:
         return handlers.AttnForwardMethod.MHA_CHUNKED_KV
     if not torch.cuda.is_available():
@@ -57,6 +57,11 @@ def prefill_is_captured() -> bool:
     return bool(handlers.is_in_tc_piecewise_cuda_graph() or handlers.is_in_breakable_cuda_graph())
 
 
+def absorbs_prefill() -> bool:
+    """Return whether the pass is a prefill by absorb that may share (prefill_graph.py), or is being captured."""
+    return passes.now.absorbs or prefill_is_captured()
+
+
 def accept_query_parts(wanted: bool = True) -> None:
     """Let the layer hand over absorbed query and key in two parts, content and rotary part. Otherwise it joins them,
     which is two more copies in every layer, and scales the query, where the model does so by its position."""
@@ -69,7 +74,7 @@ def accept_query_parts(wanted: bool = True) -> None:
 
 def after_split_q(result: tuple[torch.Tensor, ...], attention: DeepseekV2AttentionMLA, *args: Any) -> None:
     """Keep the query before absorption, `[tokens, heads, qk_nope_head_dim]`, for the attention call that follows."""
-    if passes.now.takes_query and id(attention) in _ours:
+    if id(attention) in _ours and (passes.now.takes_query or absorbs_prefill()):
         relay.q_nope = result[0]
         if relay.query_scaling is not None:
             with our_part("scaling a query"):
@@ -150,7 +155,8 @@ def around_prefix_attention(
     """
     with our_part("prefill over expanded prefixes"):
         if (plan := passes.now.prefill) is not None:
-            plan.attend(layer, q, accum_output, accum_lse)
+            parts = q.split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], dim=-1)
+            plan.attend(layer, parts, accum_output, accum_lse)
     return original(layer, q=q, accum_output=accum_output, accum_lse=accum_lse, forward_batch=forward_batch)
 
 
@@ -184,9 +190,25 @@ def merge_before_o_proj(
     any hook that the layer has there itself: a gate is of the merged result."""
 
     def before(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if relay.tail_lse is None:
+        if relay.tail_lse is None and not absorbs_prefill():
             return None
         return merge(args[0]), *args[1:]
 
     for layer in layers:
         layer.o_proj.register_forward_pre_hook(before, prepend=True)
+
+
+def hand_over_queries(layers: Sequence[DeepseekV2AttentionMLA]) -> None:
+    """Give the attention call of a prefill by absorb the query before absorption, as `q_nope`. As an argument of the
+    call it follows SGLang's prefill graphs, in which each layer and size has its own."""
+
+    def before(
+        module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if relay.q_nope is None or not absorbs_prefill():
+            return None
+        q_nope, relay.q_nope = relay.q_nope, None
+        return args, kwargs | {"q_nope": q_nope}
+
+    for layer in layers:
+        layer.attn_mqa.register_forward_pre_hook(before, with_kwargs=True)

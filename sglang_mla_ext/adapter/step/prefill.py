@@ -73,19 +73,24 @@ class PrefillPlan:
         covered = plan.prefix_lens if passing is None else passing.ends
         return cls(covered, found, attention, layer_index, counters, wait, passing)
 
-    def attend(self, layer: DeepseekV2AttentionMLA, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def attend(
+        self,
+        layer: DeepseekV2AttentionMLA,
+        q: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
         """Add the attention to the expanded prefixes to that over other keys, in place.
 
         Args:
-            q: `[rows, heads, qk_nope_head_dim + qk_rope_head_dim]`, after rotation.
+            q: `[rows, heads, qk_nope_head_dim]` and `[rows, heads, qk_rope_head_dim]`, after rotation.
             out: `[rows, heads, v_head_dim]`; lse: `[rows, heads]` float32, natural log.
         """
         self.wait(layer.attn_mha.layer_id)
         index = self.layer_index[layer.attn_mha.layer_id]
         if index == 0:  # not when it is planned: what is counted has happened
             self.counters.count_prefill(self.covered, self.passing.expanded_tokens if self.passing else 0)
-        parts = q.split([layer.qk_nope_head_dim, layer.qk_rope_head_dim], dim=-1)
         if self.windows:
-            attend(self.attention, self.windows, index, layer, parts, out, lse)
+            attend(self.attention, self.windows, index, layer, q, out, lse)
         if self.passing is not None:
-            self.passing.attend(layer, parts, out, lse)
+            self.passing.attend(layer, q, out, lse)

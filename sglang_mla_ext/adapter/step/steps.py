@@ -50,6 +50,7 @@ class PrefillSharing:
             leave, and give its lse.
         passing: what expands for a step alone; None where nothing does. It does so where SGLang would expand, and with
             `always` in any case.
+        absorbs: passes run by absorb and share without CUDA graphs, see prefill_graph.py.
     """
 
     make_plan: Callable[..., PrefillPlan | None]
@@ -57,6 +58,7 @@ class PrefillSharing:
     can_finish: Callable[[Sequence[int], Sequence[int]], bool]
     passing: Passing | None = None
     always: bool = False
+    absorbs: bool = False
 
 
 class Steps:
@@ -140,7 +142,8 @@ class Steps:
         verifies = kind is Kind.VERIFY
         counted = rides or kind is Kind.PREFILL
         rows = Rows.of(new_tokens) if counted else Rows(len(reqs), self._query_tokens if verifies else 1)
-        now = passes.now = Pass(kind, rows, rides=rides, decoding=decoding)
+        absorbs = kind is Kind.PREFILL and self._prefill is not None and self._prefill.absorbs
+        now = passes.now = Pass(kind, rows, rides=rides, decoding=decoding, absorbs=absorbs)
         if self.spreading is not None and (spread := self.spreading.shared_plan()) is not None:
             now.spread, now.plan = spread, spread.mine
             self.counters.steps_spread += 1

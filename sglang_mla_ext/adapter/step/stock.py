@@ -10,6 +10,37 @@ if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+
+class PrefillTails(Protocol):
+    """Attention of a prefill pass's rows in the latent space to what each request has beside shared prefixes: its last
+    tokens, the new ones among them. New tokens are causal among themselves."""
+
+    def plan(self, batch: ForwardBatch, starts: Sequence[int]) -> None:
+        """Prepare a pass. Does not wait for the device.
+
+        Args:
+            batch: an EXTEND batch.
+            starts: `[requests]` tokens before each request's tail; all of them are cached.
+        """
+        ...
+
+    def run(
+        self,
+        layer: RadixAttention,
+        q_absorbed: torch.Tensor,
+        q_rope: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Attend in one layer.
+
+        Args:
+            q_absorbed: `[rows, heads, kv_lora_rank]`; q_rope: `[rows, heads, qk_rope_head_dim]`; one row per new token.
+            out: `[rows, heads, kv_lora_rank]`, written; lse: `[rows, heads]` float32, natural log, written.
+        """
+        ...
 
 
 class Stock(Protocol):
@@ -38,6 +69,14 @@ class Stock(Protocol):
 
     def affordable(self, prefix_lens: Sequence[int]) -> int:
         """Cached tokens that SGLang itself would expand in a prefill step."""
+        ...
+
+    def prefill_tails(self, layers: Sequence[DeepseekV2AttentionMLA]) -> PrefillTails:
+        """Attention in the latent space for prefill passes, see PrefillTails.
+
+        Args:
+            layers: the model's attention layers on this rank.
+        """
         ...
 
     def can_finish(self, prefix_lens: Sequence[int], covered: Sequence[int]) -> bool:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
+    from sglang_mla_ext.adapter.step.stock import PrefillTails
+
 
 class PlannedAtRun:
     """FlashInfer's attention to latent rows in prefill, planned when it is first run and not before: planning waits
@@ -98,6 +100,11 @@ class FlashMLAStock:
     def affordable(self, prefix_lens: Sequence[int]) -> int:
         total = sum(prefix_lens)
         return total if self.backend.enable_chunk_kv and total >= self._threshold else 0
+
+    def prefill_tails(self, layers: Sequence[DeepseekV2AttentionMLA]) -> PrefillTails:
+        from sglang_mla_ext.adapter.step.tails_flashinfer import FlashInferTails
+
+        return FlashInferTails(self.backend, layers, self.backend.q_data_type)
 
     def can_finish(self, prefix_lens: Sequence[int], covered: Sequence[int]) -> bool:
         return self.backend.enable_chunk_kv

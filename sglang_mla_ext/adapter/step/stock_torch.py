@@ -20,6 +20,47 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+
+class TorchTails:
+    """Attention in the latent space for prefill passes; the interface is adapter.step.stock.PrefillTails."""
+
+    def __init__(self, backend: TorchNativeAttnBackend) -> None:
+        self._backend = backend
+        self._ranges: list[tuple[torch.Tensor, int]] = []  # of each request: slots of its tail, and its new tokens
+
+    def plan(self, batch: ForwardBatch, starts: Sequence[int]) -> None:
+        req_to_token = self._backend.req_to_token_pool.req_to_token
+        lens = zip(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True)
+        self._ranges = [
+            (req_to_token[row, start : cached + new].long(), new)
+            for row, start, (cached, new) in zip(batch.req_pool_indices.tolist(), starts, lens, strict=True)
+        ]
+
+    def run(
+        self,
+        layer: RadixAttention,
+        q_absorbed: torch.Tensor,
+        q_rope: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        pool, first = self._backend.token_to_kv_pool, 0
+        for slots, new in self._ranges:
+            rows = slice(first, first + new)
+            keys = q_absorbed.new_empty(len(slots), layer.qk_head_dim)
+            if isinstance(pool, LatentPool):
+                pool.fetch(layer.layer_id, slots, keys)
+            else:
+                keys.copy_(pool.get_key_buffer(layer.layer_id)[slots].squeeze(1))
+            query = torch.cat([q_absorbed[rows], q_rope[rows]], dim=-1)  # [new, heads, 576]
+            scores = torch.einsum("nhd,kd->nhk", query, keys) * layer.scaling
+            later = torch.ones(new, len(slots), dtype=torch.bool).triu(len(slots) - new + 1)
+            scores.masked_fill_(later[:, None], -torch.inf)
+            lse[rows] = scores.logsumexp(-1)
+            out[rows] = scores.softmax(-1) @ keys[:, : layer.v_head_dim]
+            first += new
 
 
 class TorchStock:
@@ -61,6 +102,9 @@ class TorchStock:
     def affordable(self, prefix_lens: Sequence[int]) -> int:
         """None: there is no forward method with keys per head on the CPU but ours."""
         return 0
+
+    def prefill_tails(self, layers: Sequence[DeepseekV2AttentionMLA]) -> TorchTails:
+        return TorchTails(self.backend)
 
     def can_finish(self, prefix_lens: Sequence[int], covered: Sequence[int]) -> bool:
         """Nothing may be left: SGLang has no CPU version of its loop over the rest."""

@@ -285,6 +285,17 @@ def disable_prefill_graph(args: ServerArgs) -> None:
     args.disable_prefill_cuda_graph = True
 
 
+def shares_in_prefill_graphs() -> bool:
+    """Return whether prefill graphs of this release call the backend between their segments (prefill_graph.py)."""
+    return False
+
+
+def prefill_graph_rows(args: ServerArgs) -> int:
+    """New tokens of the largest prefill pass in a CUDA graph, at most; 0 where there are no such graphs. Without a GPU,
+    those of the largest pass that runs as one. `args` are resolved."""
+    return 0
+
+
 def other_trees() -> list[str]:
     """Variables of the environment that have SGLang keep its prefixes in a tree that TreeView cannot read."""
     from sglang.srt.environ import envs

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _ARGS = "server_args.ServerArgs"
 _CORE = "mem_cache.unified_cache.unified_tree_core_interface"
 _INTERFACE = f"{_CORE}.UnifiedTreeCoreInterface"
+_PREFILL_GRAPH = "model_executor.runner.prefill_cuda_graph_runner"
 _NODE = f"{_CORE}.TreePathNodeInfo"
 
 CHANGES = Changes(
@@ -36,6 +37,29 @@ CHANGES = Changes(
                 "our pool in place of SGLang's",
                 "self max_total_num_tokens mla_pool_class",
             ),
+        ),
+        *needed_for(
+            Feature.PREFILL_GRAPH,
+            use(
+                f"{_PREFILL_GRAPH}.PrefillCudaGraphRunner.execute",
+                "function",
+                "a pass in which our part fails is run again",
+                "self forward_batch",
+            ),
+            use(
+                "layers.radix_attention.RadixAttention._eager_attention",
+                "function",
+                "attention between two segments of a prefill graph",
+                "self q k v output save_kv_cache",
+            ),
+            use(
+                "mem_cache.kv_index_translator.KVIndexTranslator.pack_read_stream",
+                "function",
+                "slots of tails",
+                "self plan",
+                "req_pool_indices seq_lens indptr out kv_start_idx",
+            ),
+            use("model_executor.cuda_graph_config.PhaseConfig.bs", "attribute", "rows of prefill graphs"),
         ),
         use(f"{_ARGS}.attn_dp_size", "attribute", "whether there is DP attention"),
         use(f"{_ARGS}.enable_kv_cache_sharding", "attribute", "unsupported features"),
@@ -87,6 +111,19 @@ def flash_mla() -> tuple[Callable[..., Any], Callable[..., Any]]:
     from sglang.kernels.ops.attention.flash_mla_interface import flash_mla_with_kvcache, get_mla_metadata
 
     return flash_mla_with_kvcache, get_mla_metadata
+
+
+def shares_in_prefill_graphs() -> bool:
+    """See sglang_0_5_17."""
+    return True
+
+
+def prefill_graph_rows(args: ServerArgs) -> int:
+    """See sglang_0_5_17."""
+    if args.device == "cpu":
+        return int(args.max_prefill_tokens) + max(args.chunked_prefill_size or 0, 0)
+    config = args.cuda_graph_config.prefill
+    return max(config.bs or [0]) if config.backend == "breakable" else 0
 
 
 def other_trees() -> list[str]:

@@ -1,0 +1,94 @@
+"""Prefill attention in the latent space by FlashInfer's paged MLA kernels, over any part of each request's tokens.
+
+SGLang's FlashMLA and FlashInfer backends run the same kernels over all tokens of a request, and planning there waits
+for the device: lengths are copied back from it. Here they are taken from the host's copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from flashinfer import BatchMLAPagedAttentionWrapper
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
+
+
+class FlashInferTails:
+    """The interface is adapter.step.stock.PrefillTails.
+
+    An FP8 pool's rows are fetched in BF16 first, in each layer.
+    """
+
+    def __init__(
+        self, backend: FlashMLABackend, layers: Sequence[DeepseekV2AttentionMLA], dtype: torch.dtype
+    ) -> None:
+        """
+        Args:
+            backend: SGLang's, whose workspace, table of slots and pool are used.
+            dtype: of queries.
+        """
+        # Two, because a plan's numbers lie in the wrapper's pinned memory until the copy from there is done: with
+        # overlap scheduling a pass is planned while the one before runs.
+        self._wrappers = [BatchMLAPagedAttentionWrapper(backend.workspace_buffer, backend="auto") for _ in range(2)]
+        self._backend, self._dtype, first = backend, dtype, layers[0]
+        self._scale, self._rank, self._rope = first.attn_mqa.scaling, first.kv_lora_rank, first.qk_rope_head_dim
+        self._heads, self._fetches = first.num_local_heads, hasattr(backend.token_to_kv_pool, "fetch")
+        self._slots: torch.Tensor | None = None
+
+    def plan(self, batch: ForwardBatch, starts: Sequence[int]) -> None:
+        new = list(batch.extend_seq_lens_cpu)
+        cached = batch.extend_prefix_lens_cpu
+        lens = [before + more - start for before, more, start in zip(cached, new, starts, strict=True)]
+        requests, total = len(lens), sum(lens)
+        values = [*starts, *lens, 0, *accumulate(lens), 0, *accumulate(new)]
+        host = torch.tensor(values, dtype=torch.int32, pin_memory=True)
+        device = batch.seq_lens.device
+        start_on_device, lens_on_device, indptr_on_device, _ = self._parts(host.to(device, non_blocking=True), requests)
+        _, host_lens, kv_indptr, qo_indptr = self._parts(host, requests)
+        slots = torch.empty(total, dtype=torch.int32, device=device)
+        self._backend.kv_index_translator.pack_read_stream(
+            batch.kv_loc_plan,
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=lens_on_device,
+            indptr=indptr_on_device,
+            out=slots,
+            kv_start_idx=start_on_device,
+        )
+        self._slots = slots
+        indices = torch.arange(total, dtype=torch.int32, device=device) if self._fetches else slots
+        self._wrappers.reverse()
+        sizes: tuple[Any, ...] = (self._heads, self._rank, self._rope, 1, True, self._scale, self._dtype, self._dtype)
+        self._wrappers[0].plan(qo_indptr, kv_indptr, indices, host_lens, *sizes)
+
+    @staticmethod
+    def _parts(values: torch.Tensor, requests: int) -> tuple[torch.Tensor, ...]:
+        return values.split([requests, requests, requests + 1, requests + 1])
+
+    def run(
+        self,
+        layer: RadixAttention,
+        q_absorbed: torch.Tensor,
+        q_rope: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        content, rope = self._rows(layer.layer_id).split([self._rank, self._rope], dim=-1)
+        self._wrappers[0].run(
+            q_absorbed, q_rope, content, rope, out=out, lse=lse, return_lse=True, return_lse_base_on_e=True
+        )
+
+    def _rows(self, layer_id: int) -> torch.Tensor:
+        """`[slots, 1, kv_lora_rank + qk_rope_head_dim]`: the pool, or the rows that the plan names, fetched from it."""
+        pool = self._backend.token_to_kv_pool
+        if not self._fetches:
+            return pool.get_key_buffer(layer_id)
+        rows = torch.empty(len(self._slots), self._rank + self._rope, dtype=self._dtype, device=self._slots.device)
+        pool.fetch(layer_id, self._slots, rows)
+        return rows[:, None]
