@@ -1,12 +1,11 @@
 """One part of a pass's attention, kept for a merge that a CUDA graph has captured.
 
     kept.select(rows)                       # before the pass: so many rows have such a part, 0 for none
-    kept.out[:rows], kept.lse[:rows] = ...  # in each layer, outside the graph
-    kept.finish(rows)
-    kept.merge(out, lse)                    # captured: out = attention over both parts, in place
+    kept.out[:rows], kept.lse[:rows] = ...  # in each layer, outside the graph; lse is -inf before
+    kept.merge(out, lse)                    # captured: out = attention over both parts, in place; lse is -inf again
 
 The graph may hold more rows than a pass has, and most passes of some servers have no such part: rows without one are
-read and written by nobody, and the merge then reads 8 bytes per row.
+not merged, and the merge then reads 8 bytes per row.
 """
 
 from __future__ import annotations
@@ -72,9 +71,9 @@ class KeptPart:
             self._table.counts[rows:].zero_()
             self._selected = rows
 
-    def finish(self, rows: int) -> None:
-        """Make what was written to the first rows ready for the merge."""
-        torch.mul(self.lse[:rows], LOG2E, out=self._lse2[:rows])
+    def clear(self) -> None:
+        """Forget what a pass that did not end has written."""
+        self.lse.fill_(-torch.inf)
 
     def merge(self, out: Tensor, lse: Tensor) -> None:
         """Merge this part into another one over other keys, in place.
@@ -82,7 +81,10 @@ class KeptPart:
         Args:
             out: `[T, heads, v_head_dim]`, T <= max_rows; lse: `[T, heads]` float32, natural log.
         """
+        rows = len(out)
+        torch.mul(self.lse[:rows], LOG2E, out=self._lse2[:rows])
         merge(out, lse, self.out, self._lse2, self._table, out)
+        self.lse[:rows].fill_(-torch.inf)
 
 
 class TorchKeptPart(KeptPart):
@@ -92,3 +94,4 @@ class TorchKeptPart(KeptPart):
         rows = min(self._selected, len(out))
         merged, _ = reference.merge(out[:rows], lse[:rows], self.out[:rows], self.lse[:rows])
         out[:rows] = merged
+        self.lse[: len(out)].fill_(-torch.inf)

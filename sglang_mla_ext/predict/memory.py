@@ -110,7 +110,7 @@ def default_passing(of: Deployment, fraction: float, for_prefixes: float | None 
         return 0
     of = replace(of, prefill_expand_tokens=PASSING_TOKENS)
     named = None if for_prefixes is None else int(for_prefixes)
-    return default_passing_tokens(int(memory(of, fraction).budget), passing_bytes(of), named)
+    return default_passing_tokens(PASSING_TOKENS, int(memory(of, fraction).budget), passing_bytes(of), named)
 
 
 def fraction_that_fits(of: Deployment, tokens: int) -> float:

@@ -11,7 +11,7 @@ FEWEST_TOKENS = 8192
 the weights leave little."""
 
 PASSING_TOKENS = 8192
-"""That a prefill pass expands at a time for itself, where it does by default."""
+"""That a prefill pass expands at a time for itself with many heads, where it does by default."""
 
 PASSING_SHARE, PASSING_SHARE_OF_NAMED = 1 / 20, 1 / 3
 """The most that the memory for them may take: of that for the KV cache, or of what the user named for prefixes."""
@@ -36,13 +36,20 @@ def default_bytes(available: int, buffers: int, token_bytes: int, beside: int = 
     return int(available * SHARE) + beside if enough else 0
 
 
-def default_passing_tokens(available: int, taken: int, named: int | None) -> int:
+def passing_tokens(heads: int) -> int:
+    """Return how many tokens a prefill pass expands at a time by default with so many heads on a GPU. With few heads
+    more, in no more memory: a long history then takes fewer launches."""
+    return PASSING_TOKENS * max(1, min(4, 64 // heads))
+
+
+def default_passing_tokens(tokens: int, available: int, taken: int, named: int | None) -> int:
     """
     Args:
-        available: bytes for the KV cache; taken: for PASSING_TOKENS, out of the same; named: by the user for prefixes
+        tokens: that a pass would expand at a time.
+        available: bytes for the KV cache; taken: for these tokens, out of the same; named: by the user for prefixes
             and buffers together.
     Returns:
-        PASSING_TOKENS, or 0 where that takes too much.
+        the tokens, or 0 where they take too much.
     """
     most = available * PASSING_SHARE if named is None else named * PASSING_SHARE_OF_NAMED
-    return PASSING_TOKENS if taken <= most else 0
+    return tokens if taken <= most else 0

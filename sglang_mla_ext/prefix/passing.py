@@ -6,7 +6,7 @@ needs that once, whether or not there is memory that keeps it. Pure Python.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from sglang_mla_ext.prefix.branches import Branches
@@ -21,11 +21,11 @@ class PassingRange:
     """Cached tokens `[start, end)`, counted from the root of the tree, of all these requests.
 
     Attributes:
-        node: the handle of a node whose path has them, which ends at `node_end`.
+        node: the handle of a node whose path has them, which ends at `node_end`; None for tokens of one request alone.
         requests: of the pass, ascending.
     """
 
-    node: Hashable
+    node: Hashable | None
     node_end: int
     start: int
     end: int
@@ -58,3 +58,21 @@ def passing_ranges(
             for request in requests:
                 reached[request] = end
     return found
+
+
+def private_ranges(
+    prefix_lens: Sequence[int], covered: Sequence[int], rows: Sequence[int], pays: Callable[[int, int], bool]
+) -> list[PassingRange]:
+    """Cached tokens of single requests that are worth expanding for their own new tokens.
+
+    Args:
+        prefix_lens: `[requests]` tokens that are cached; covered: `[requests]` how many of them are expanded otherwise,
+            from the first one on.
+        rows: `[requests]` new tokens.
+        pays: whether so many rows gain by so many expanded tokens.
+    """
+    return [
+        PassingRange(None, end, start, end, (request,))
+        for request, (start, end, count) in enumerate(zip(covered, prefix_lens, rows, strict=True))
+        if start < end and pays(count, end - start)
+    ]

@@ -153,7 +153,7 @@ def test_attention_over_what_a_pass_expands(
             )
             merged = reference.merge(*prefix, out[mine], lse[mine]) if end else (out[mine], lse[mine])
             expected.append(merged[0]), expected_lse.append(merged[1])
-        step.attend(layer, q, out, lse)
+        step.attend(layer, q.split([DN, DR], dim=-1), out, lse)
         torch.testing.assert_close(out, torch.cat(expected), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(lse, torch.cat(expected_lse), rtol=1e-4, atol=1e-5)
     assert counters.prefills_naive == 1 and counters.prefill_tokens_expanded == 1150

@@ -14,15 +14,17 @@ if TYPE_CHECKING:
 
 
 def by_default(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> bool:
-    """With DP attention, where a rank has all heads and seldom the memory to keep a long prefix expanded; not where it
-    was never run. `args` are resolved."""
+    """With DP attention, where a rank has all heads and seldom the memory to keep a long prefix expanded, and with
+    prefill in CUDA graphs, where SGLang's own attention is by absorb; not where it was never run. `args` are
+    resolved."""
+    in_graphs = installed.prefill_graph_rows(args) > 0
+    dp_attention = installed.dp_attention_ranks(args) > 1 and args.speculative_algorithm is None
     return (
         on_gpu
         and options.mode_expands
         and options.prefill_expand_tokens is None
-        and installed.dp_attention_ranks(args) > 1
+        and (in_graphs or dp_attention)
         and is_ours(args)
-        and args.speculative_algorithm is None
         and args.disaggregation_mode == "null"
         and not args.enable_hierarchical_cache
     )

@@ -143,7 +143,9 @@ class HybridMLABackend(AttentionBackend):
     def can_run_prefill_cuda_graph(self, forward_batch: ForwardBatch) -> bool:
         """Return whether a prefill pass replays a CUDA graph, if one was captured; SGLang asks from 0.5.23 on."""
         of_stock = getattr(self._stock.backend, "can_run_prefill_cuda_graph", None)
-        if self._leave_graph(passes.now.prefill is not None and self._prefill_graph is None):
+        now = passes.now
+        leaves = now.prefill is not None if self._prefill_graph is None else now.leaves_graph
+        if self._leave_graph(leaves):
             return False
         return of_stock is None or bool(of_stock(forward_batch))
 

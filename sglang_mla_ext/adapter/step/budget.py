@@ -24,10 +24,10 @@ from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
 from sglang_mla_ext.prefix.default_memory import (
     FEWEST_TOKENS,
-    PASSING_TOKENS,
     SHARE,
     default_bytes,
     default_passing_tokens,
+    passing_tokens,
     tokens_held,
 )
 from sglang_mla_ext.prefix.gpu_rates import GpuRates, rates_for
@@ -87,9 +87,10 @@ def with_passing(available: int, configurator: KVCacheConfigurator, options: Hyb
     device = torch.device(configurator.device)
     if not passing.by_default(installed.resolved(configurator.server_args), options, device.type == "cuda"):
         return options
-    taken = passing_bytes(configurator, PASSING_TOKENS)
+    tokens = passing_tokens(attention_layers(configurator)[0].num_local_heads)
+    taken = passing_bytes(configurator, tokens)
     named = None if options.prefix_memory_gb is None else int(options.prefix_memory_gb * GIB)
-    return replace(options, prefill_expand_tokens=default_passing_tokens(available, taken, named))
+    return replace(options, prefill_expand_tokens=default_passing_tokens(tokens, available, taken, named))
 
 
 def token_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -> int:

@@ -45,7 +45,7 @@ from sglang_mla_ext.adapter.step.layer import (
 from sglang_mla_ext.adapter.step.prefill import PrefillPlan
 from sglang_mla_ext.adapter.step.prefill_graph import PrefillGraph
 from sglang_mla_ext.adapter.step.reports import Reports
-from sglang_mla_ext.adapter.step.riding import EAGER_LAYER_S, Riding
+from sglang_mla_ext.adapter.step.riding import Riding
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.adapter.step.spreading import Spreading, gather_over
 from sglang_mla_ext.adapter.step.steps import PrefillSharing, Steps
@@ -61,6 +61,7 @@ from sglang_mla_ext.prefix.cost_model import CostModel
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
 from sglang_mla_ext.prefix.gpu_rates import rates_for
 from sglang_mla_ext.prefix.model_dims import ModelDims
+from sglang_mla_ext.prefix.pass_costs import EAGER_LAYER_S, PassCosts
 from sglang_mla_ext.prefix.planner import Capacity
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
@@ -175,7 +176,17 @@ def build(
         )
         always = options.mode == "naive"
         absorbs = prefill_graph is not None and not on_gpu
-        prefill = PrefillSharing(make_plan, stock.affordable, stock.can_finish, passing, always, absorbs)
+        # Without a GPU passes do not leave a graph that is not there.
+        costs = PassCosts(replace(cost, query_tokens=1), eager_layer_s=EAGER_LAYER_S if on_gpu else math.inf)
+        prefill = PrefillSharing(
+            make_plan,
+            stock.affordable,
+            stock.can_finish,
+            passing,
+            always,
+            absorbs,
+            costs if prefill_graph is not None else None,
+        )
     smallest = smallest_group(cost, options, shared, latent, context_len, step_requests)
     by_prefill = (
         f"; prefill expands {options.passing_tokens} tokens at a time for itself" if passing is not None else ""
@@ -237,6 +248,7 @@ def build(
             expands_once=passing is not None,
             # Without a GPU it was asked for, and there is nothing to gain.
             eager_layer_s=EAGER_LAYER_S if on_gpu else math.inf,
+            graphs=prefill.costs if prefill is not None and on_gpu else None,
             agree=all_ranks_agree(),
         )
     return backend, steps, riding

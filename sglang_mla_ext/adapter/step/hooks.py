@@ -215,7 +215,8 @@ def after_scheduler_init(result: None, scheduler: Scheduler, *args: Any, **kwarg
     worker.scheduler = scheduler
     if worker.steps is None:
         raise contract.ContractError(f"--attention-backend {BACKEND_NAME}: SGLang did not build the backend")
-    worker.steps.attach(lambda: installed.TreeView(scheduler.tree_cache))
+    table = scheduler.tp_worker.model_runner.req_to_token_pool.req_to_token
+    worker.steps.attach(lambda: installed.TreeView(scheduler.tree_cache), table)
     if worker.steps.spreading is not None:
         worker.steps.spreading.begin(scheduler.tp_worker.model_runner)
     if worker.riding is not None:

@@ -66,6 +66,7 @@ class Pass:
         plan: of a decode or verify step, what its requests share.
         prefill: of prefill, what is attended to in expanded form; None where nothing is.
         absorbs: a prefill by absorb that may share, without a CUDA graph (prefill_graph.py).
+        leaves_graph: a prefill that is sooner without its CUDA graph.
         way: of a decode or verify step; set when it begins.
         takes_query: whether it attends to expanded segments, so that its layers' queries are needed before absorption.
         rides: whether it computes new tokens, as rows of a decode step (riding.py). decoding: in such a pass, the last
@@ -81,6 +82,7 @@ class Pass:
     plan: Plan = NOTHING_SHARED
     prefill: PrefillPlan | None = None
     absorbs: bool = False
+    leaves_graph: bool = False
     way: Way = Way.STOCK
     takes_query: bool = False
     rides: bool = False

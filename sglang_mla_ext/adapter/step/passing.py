@@ -1,16 +1,18 @@
-"""Shared prefixes that a prefill pass expands for itself, in one layer after the other, some tokens at a time.
+"""Cached tokens that a prefill pass expands for itself, in one layer after the other, some tokens at a time: prefixes
+that its requests share, and histories of single requests.
 
 Nothing of it outlives the layer: the memory is that of so many tokens in one layer, however many there are of either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes
 from sglang_mla_ext.adapter.step.windows import Window, attend, windows
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
@@ -19,7 +21,7 @@ from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.prefix.branches import Branches
-from sglang_mla_ext.prefix.passing import FEWEST_SAVED, PassingRange, passing_ranges
+from sglang_mla_ext.prefix.passing import FEWEST_SAVED, PassingRange, passing_ranges, private_ranges
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
@@ -36,7 +38,7 @@ class Piece:
     """Tokens that are expanded at once.
 
     Attributes:
-        slots: `[tokens]` of SGLang's pool.
+        slots: `[tokens]` of SGLang's pool; each range is padded to whole chunks.
         chunks: ids of the chunks that they are expanded to, from the first one on, and `table` the same on the device.
         windows: of the rows that attend to them.
     """
@@ -103,9 +105,10 @@ class Passing:
             buffers: of one layer, which `expander` writes and `attention` reads, MAX_ROWS rows at a time.
         """
         self._expander, self._attention = expander, attention
-        self._tokens, self._heads = buffers.chunks * CHUNK_TOKENS, buffers.heads
+        self._chunks, self._heads = buffers.chunks, buffers.heads
         self.taken_bytes = taken_bytes
         self._tree: TreeView | None = None
+        self._req_to_token: torch.Tensor | None = None
 
     @classmethod
     def make(
@@ -166,9 +169,9 @@ class Passing:
         self._attention.try_out(dtype)
         self._expander.try_out()
 
-    def attach(self, tree: TreeView) -> None:
-        """Give it a view of the tree of its own."""
-        self._tree = tree
+    def attach(self, tree: TreeView, req_to_token: torch.Tensor | None = None) -> None:
+        """Give it a view of the tree of its own, and SGLang's table of slots."""
+        self._tree, self._req_to_token = tree, req_to_token
 
     def plan(
         self,
@@ -178,6 +181,7 @@ class Passing:
         rows: Rows,
         *,
         always: bool = False,
+        pays: Callable[[int, int], bool] | None = None,
     ) -> PassingPlan | None:
         """
         Args:
@@ -185,30 +189,64 @@ class Passing:
                 are expanded in any case, from the first one on.
             rows: of each request, one for each of its new tokens.
             always: however little it saves.
+            pays: whether so many new tokens of one request gain by so many expanded tokens of its own; None where
+                such tokens are left to the rest of the pass.
         Returns:
-            None where requests have nothing in common that is worth it.
+            None where nothing is worth it.
         """
-        if self._tree is None or len(reqs) < 2:
+        if self._tree is None:
             return None
-        branches, fewest = Branches(self._tree.shared(reqs)), 1 if always else FEWEST_SAVED // self._heads
-        ranges = passing_ranges(branches, prefix_lens, covered, fewest)
-        if not ranges:
-            return None
-        ends, pieces, plans = list(covered), [], {}
+        ranges: list[PassingRange] = []
+        if len(reqs) > 1:
+            branches, fewest = Branches(self._tree.shared(reqs)), 1 if always else FEWEST_SAVED // self._heads
+            ranges = passing_ranges(branches, prefix_lens, covered, fewest)
+        ends = list(covered)
         for one in ranges:
-            pieces += self._pieces(one, rows, plans)
             for request in one.requests:
                 ends[request] = one.end
+        if pays is not None:
+            alone = private_ranges(prefix_lens, ends, rows.lens, pays)
+            for one in alone:
+                ends[one.requests[0]] = one.end
+            ranges += alone
+        if not ranges:
+            return None
         expanded = sum(one.end - one.start for one in ranges)
-        return PassingPlan(tuple(ends), expanded, tuple(pieces), self._expander, self._attention)
+        pieces = tuple(self._pieces(reqs, ranges, rows))
+        return PassingPlan(tuple(ends), expanded, pieces, self._expander, self._attention)
 
-    def _pieces(self, one: PassingRange, rows: Rows, plans: dict[Any, Any]) -> Iterator[Piece]:
-        slots = self._tree.slots(one.node, one.node_end, one.start, one.end)
-        for some in slots.split(self._tokens):
-            chunks = range(-(-len(some) // CHUNK_TOKENS))
-            segment = Segment(one.requests, 0, len(some), Mode.NAIVE, tuple(chunks))
-            found = tuple(windows(self._attention, rows, [segment], MAX_ROWS, plans))
-            yield Piece(some, chunks, self._expander.table(chunks), found)
+    def _slots(self, reqs: Sequence[Req], one: PassingRange) -> torch.Tensor:
+        if one.node is not None:
+            return self._tree.slots(one.node, one.node_end, one.start, one.end)
+        row = installed.row_of_request(reqs[one.requests[0]])
+        return self._req_to_token[row, one.start : one.end].long()
+
+    def _pieces(self, reqs: Sequence[Req], ranges: Sequence[PassingRange], rows: Rows) -> Iterator[Piece]:
+        """As few pieces as there can be: several ranges in one, but no request twice."""
+        plans: dict[Any, Any] = {}
+        slots: list[torch.Tensor] = []
+        segments: list[Segment] = []
+        used = 0
+
+        def piece() -> Piece:
+            chunks = range(used)
+            found = tuple(windows(self._attention, rows, segments, MAX_ROWS, plans))
+            return Piece(torch.cat(slots), chunks, self._expander.table(chunks), found)
+
+        for one in ranges:
+            left = self._slots(reqs, one)
+            while len(left):
+                if used == self._chunks or any(set(one.requests) & set(each.rows) for each in segments):
+                    yield piece()
+                    slots, segments, used = [], [], 0
+                some = left[: (self._chunks - used) * CHUNK_TOKENS]
+                left = left[len(some) :]
+                count = -(-len(some) // CHUNK_TOKENS)
+                slots.append(torch.nn.functional.pad(some, (0, count * CHUNK_TOKENS - len(some))))
+                segments.append(Segment(one.requests, 0, len(some), Mode.NAIVE, tuple(range(used, used + count))))
+                used += count
+        if segments:
+            yield piece()
 
     def forget(self) -> None:
         """No request is left, or the tree was flushed."""

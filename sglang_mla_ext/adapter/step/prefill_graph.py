@@ -71,6 +71,7 @@ class PrefillGraph:
         """
         new_tokens = list(batch.extend_seq_lens_cpu or ())
         self._plan = plan
+        self._kept.clear()
         self._kept.select(sum(new_tokens) if plan is not None else 0)
         if sum(new_tokens):
             self._tails.plan(batch, plan.covered if plan is not None else (0,) * len(new_tokens))
@@ -94,10 +95,8 @@ class PrefillGraph:
         self._tails.run(layer, q_absorbed, q_rope, out, self._tail_lse[:rows])
         if self._plan is not None:
             shared_out, shared_lse = self._kept.out[:rows], self._kept.lse[:rows]
-            shared_lse.fill_(-torch.inf)
             parts = q_nope[:rows], q_rope
             self._plan.attend(self._layers[layer.layer_id], parts, shared_out, shared_lse)
-            self._kept.finish(rows)
 
     def merge(self, tail_out: torch.Tensor) -> torch.Tensor:
         """Merge the part over expanded prefixes into what a layer hands to its output projection, in place.

@@ -23,6 +23,7 @@ from sglang_mla_ext.adapter.step.failure import OurPartFailedError, our_part, se
 from sglang_mla_ext.adapter.step.passes import Kind, Pass, passes
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.pass_costs import EAGER_LAYER_S, PassCosts
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EAGER_LAYER_S = 1e-3
-"""What the host takes to launch a layer of a prefill pass: 76 ms for 24 layers where it was profiled, on a slow host;
-taken for a third of that, so that a pass rides only where it is sooner on fast ones too."""
 LATER = "a pass of its own is sooner"
 """Why a batch does not ride that could."""
 
@@ -60,6 +58,7 @@ class Riding:
         grouped: bool,
         expands_once: bool = False,
         eager_layer_s: float = EAGER_LAYER_S,
+        graphs: PassCosts | None = None,
         agree: Callable[[bool], bool] = bool,
     ) -> None:
         """
@@ -67,12 +66,14 @@ class Riding:
             grouped: whether rows of one request can read its own history together.
             expands_once: whether a pass makes keys and values that are not expanded once for all its requests.
             eager_layer_s: seconds that a layer of a pass takes beside attention.
+            graphs: of passes in prefill graphs; None where there are none.
             agree: whether all ranks that compute together say yes; each of them asks.
         """
         self.tokens, self.most_rows = tokens, most_rows
         self._prefixes, self._cost, self._counters = prefixes, cost, counters
         self._modes = [Mode.ABSORB, *([Mode.GROUPED_ABSORB] if grouped else [])]
         self._expands_once, self._eager_layer_s, self._agree = expands_once, eager_layer_s, agree
+        self._graphs = graphs
 
     def begin(self, runner: ModelRunner) -> None:
         """SGLang has captured its graphs: say how far they reach."""
@@ -147,7 +148,10 @@ class Riding:
             self._cost.work_seconds(Mode.NAIVE, rows, prefix)
             for rows, prefix in zip(new_tokens, prefix_lens, strict=True)
         )
-        return self._eager_layer_s + self._cost.making_seconds(made) + sum(attention)
+        eager = self._eager_layer_s + self._cost.making_seconds(made) + sum(attention)
+        if self._graphs is None:
+            return eager
+        return min(eager, self._graphs.in_graph(prefix_lens, expanded_lens, new_tokens))
 
     def forward_ridden(
         self,

@@ -18,6 +18,7 @@ from sglang_mla_ext.adapter.step.prefill import PrefillPlan
 from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.observe import Counters
+from sglang_mla_ext.prefix.pass_costs import PassCosts
 from sglang_mla_ext.prefix.planner import Plan
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 from sglang_mla_ext.rows import Rows
@@ -51,6 +52,7 @@ class PrefillSharing:
         passing: what expands for a step alone; None where nothing does. It does so where SGLang would expand, and with
             `always` in any case.
         absorbs: passes run by absorb and share without CUDA graphs, see prefill_graph.py.
+        costs: of passes in prefill graphs and outside of them; None where there are no such graphs.
     """
 
     make_plan: Callable[..., PrefillPlan | None]
@@ -59,6 +61,7 @@ class PrefillSharing:
     passing: Passing | None = None
     always: bool = False
     absorbs: bool = False
+    costs: PassCosts | None = None
 
 
 class Steps:
@@ -102,14 +105,14 @@ class Steps:
         self.shadow: ShadowCheck | None = None
         self.spreading: Spreading | None = None
 
-    def attach(self, view: Callable[[], TreeView]) -> None:
-        """Give it views of the tree, which SGLang builds after the attention backend."""
+    def attach(self, view: Callable[[], TreeView], req_to_token: Any = None) -> None:
+        """Give it views of the tree, which SGLang builds after the attention backend, and the table of slots."""
         tree = view()
         self._prefixes.attach(tree)
         if self._expander is not None:
             self._expander.attach(tree)
         if self._prefill is not None and self._prefill.passing is not None:
-            self._prefill.passing.attach(view())  # of its own: a view remembers what it was asked last
+            self._prefill.passing.attach(view(), req_to_token)  # of its own: a view remembers what it was asked last
 
     def before_forward(
         self,
@@ -302,15 +305,24 @@ class Steps:
         new_tokens: Sequence[int],
         rows: Rows,
     ) -> PrefillPlan | None:
-        affordable = self._prefill.affordable(prefix_lens) if self._prefill is not None else 0
+        of_server = self._prefill
+        affordable = of_server.affordable(prefix_lens) if of_server is not None else 0
         if self._expander is not None:
             self._expand_before(reqs, running, affordable)
-        if self._prefill is None:
+        if of_server is None:
             return None
-        plan, passing = self._prefixes.plan_prefill(reqs, prefix_lens, new_tokens, always=affordable > 0), None
-        if self._prefill.passing is not None and (affordable or self._prefill.always):
-            always = self._prefill.always
-            passing = self._prefill.passing.plan(reqs, prefix_lens, plan.prefix_lens, rows, always=always)
-        if not self._prefill.can_finish(prefix_lens, plan.prefix_lens if passing is None else passing.ends):
+        costs, passing = of_server.costs, None
+        plan = self._prefixes.plan_prefill(reqs, prefix_lens, new_tokens, always=affordable > 0)
+        if of_server.passing is not None and (affordable or of_server.always or costs is not None):
+            pays = costs.pays_alone if costs is not None else None
+            passing = of_server.passing.plan(
+                reqs, prefix_lens, plan.prefix_lens, rows, always=of_server.always, pays=pays
+            )
+        ends = plan.prefix_lens if passing is None else passing.ends
+        if costs is not None:
+            made = passing.expanded_tokens if passing is not None else 0
+            of_pass = prefix_lens, ends, new_tokens, made
+            passes.now.leaves_graph = costs.eager(*of_pass) < costs.in_graph(*of_pass)
+        if (costs is None or passes.now.leaves_graph) and not of_server.can_finish(prefix_lens, ends):
             return None
-        return self._prefill.make_plan(plan, rows, passing)
+        return of_server.make_plan(plan, rows, passing)

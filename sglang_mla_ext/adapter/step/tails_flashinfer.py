@@ -26,9 +26,7 @@ class FlashInferTails:
     An FP8 pool's rows are fetched in BF16 first, in each layer.
     """
 
-    def __init__(
-        self, backend: FlashMLABackend, layers: Sequence[DeepseekV2AttentionMLA], dtype: torch.dtype
-    ) -> None:
+    def __init__(self, backend: FlashMLABackend, layers: Sequence[DeepseekV2AttentionMLA], dtype: torch.dtype) -> None:
         """
         Args:
             backend: SGLang's, whose workspace, table of slots and pool are used.

@@ -285,6 +285,11 @@ def disable_prefill_graph(args: ServerArgs) -> None:
     args.disable_prefill_cuda_graph = True
 
 
+def row_of_request(req: Any) -> int:
+    """Return a running request's row in the table of slots."""
+    return int(req.req_pool_idx)
+
+
 def shares_in_prefill_graphs() -> bool:
     """Return whether prefill graphs of this release call the backend between their segments (prefill_graph.py)."""
     return False

@@ -65,6 +65,7 @@ SCHEDULING = (
     *attributes("observability.metrics_collector.SchedulerMetricsCollector", "labels", "metrics"),
     *attributes("managers.schedule_batch.ScheduleBatch", "reqs", "the requests of a step"),
     *attributes("managers.schedule_batch.Req", "rid last_node", "a request's path in the radix tree"),
+    *attributes("managers.schedule_batch.Req", "req_pool_idx", "slots of a request"),
     *methods("managers.schedule_batch.Req", "finished", "who runs"),
 )
 TREE = (

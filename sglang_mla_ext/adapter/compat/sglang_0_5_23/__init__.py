@@ -61,6 +61,8 @@ CHANGES = Changes(
             ),
             use("model_executor.cuda_graph_config.PhaseConfig.bs", "attribute", "rows of prefill graphs"),
         ),
+        use("managers.schedule_batch.Req.kv", "attribute", "slots of a request"),
+        use("managers.schedule_batch.ReqKvInfo.req_pool_idx", "attribute", "slots of a request"),
         use(f"{_ARGS}.attn_dp_size", "attribute", "whether there is DP attention"),
         use(f"{_ARGS}.enable_kv_cache_sharding", "attribute", "unsupported features"),
         use(f"{_ARGS}.enable_nvidia_megakernel", "attribute", "unsupported features"),
@@ -78,7 +80,11 @@ CHANGES = Changes(
         use(f"{_NODE}.num_children", "attribute", "paths"),
     ),
     renamed={"sgl_kernel.flash_mla": "sglang.kernels.ops.attention.flash_mla_interface"},
-    gone=("mem_cache.unified_cache.unified_tree_core", "environ.Envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"),
+    gone=(
+        "managers.schedule_batch.Req.req_pool_idx",
+        "mem_cache.unified_cache.unified_tree_core",
+        "environ.Envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE",
+    ),
 )
 
 
@@ -111,6 +117,11 @@ def flash_mla() -> tuple[Callable[..., Any], Callable[..., Any]]:
     from sglang.kernels.ops.attention.flash_mla_interface import flash_mla_with_kvcache, get_mla_metadata
 
     return flash_mla_with_kvcache, get_mla_metadata
+
+
+def row_of_request(req: Any) -> int:
+    """See sglang_0_5_17."""
+    return int(req.kv.req_pool_idx)
 
 
 def shares_in_prefill_graphs() -> bool:

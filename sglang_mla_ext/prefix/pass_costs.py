@@ -1,0 +1,81 @@
+"""Predicted time of a prefill pass, per layer, in each way that it can run: outside of CUDA graphs, or inside of them.
+
+| way      | cached tokens not expanded                      | new tokens among themselves | beside attention    |
+|----------|-------------------------------------------------|-----------------------------|---------------------|
+| eager    | keys and values made by SGLang, then naive      | naive                       | the host's launches |
+| in graph | absorb, whose cost does not fall with more rows | absorb                      | the weights read    |
+
+What is expanded costs naive attention in both, and what a pass expands for itself is made once. Pure Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.segment import Mode
+
+EAGER_LAYER_S = 1e-3
+"""Seconds of a layer of an eager pass beside attention: 76 ms for 24 layers where it was profiled, on a slow host; a
+third of that, so that faster hosts do not lose."""
+
+GRAPH_LAYER_S = 0.35e-3
+"""The same in a prefill graph, where it is the weights that are read: 25 ms for 61 layers."""
+
+STOCK_MAKING = 3.0
+"""SGLang's gather, product and copies take so many times as long as the fused expansion."""
+
+RANGE_S = 60e-6
+"""Launches of a layer for a range that a pass expands for itself."""
+
+
+@dataclass(frozen=True)
+class PassCosts:
+    """See the module.
+
+    Attributes:
+        cost: of attention; each new token is a row of its own.
+        eager_layer_s: seconds of a layer of an eager pass beside attention; graph_layer_s: in a graph, infinite where
+            there are none.
+    """
+
+    cost: CostModel
+    eager_layer_s: float = EAGER_LAYER_S
+    graph_layer_s: float = GRAPH_LAYER_S
+
+    def absorb(self, rows: int, tokens: int) -> float:
+        """Attention of rows of one request in the latent space, which read their keys together."""
+        return self.cost.work_seconds(Mode.GROUPED_ABSORB, rows, tokens)
+
+    def naive(self, rows: int, tokens: int) -> float:
+        """Attention of rows to keys per head."""
+        return self.cost.work_seconds(Mode.NAIVE, rows, tokens)
+
+    def pays_alone(self, rows: int, tokens: int) -> bool:
+        """Whether a request's own cached tokens are worth expanding for its new tokens, in a graph."""
+        made = RANGE_S + self.cost.making_seconds(tokens) + self.naive(rows, tokens)
+        return made < self.absorb(rows, tokens)
+
+    def eager(self, prefix_lens: Sequence[int], ends: Sequence[int], new_tokens: Sequence[int], made: int = 0) -> float:
+        """A layer of a pass without graphs.
+
+        Args:
+            prefix_lens: `[requests]` tokens that are cached; ends: `[requests]` how many of them are expanded.
+            new_tokens: `[requests]` rows.
+            made: tokens that the pass expands for itself.
+        """
+        total = self.eager_layer_s + self.cost.making_seconds(made)
+        for prefix, end, new in zip(prefix_lens, ends, new_tokens, strict=True):
+            total += self.naive(new, prefix) + self.naive(new, (new + 1) // 2)
+            total += self.cost.making_seconds(new) + STOCK_MAKING * self.cost.making_seconds(prefix - end)
+        return total
+
+    def in_graph(
+        self, prefix_lens: Sequence[int], ends: Sequence[int], new_tokens: Sequence[int], made: int = 0
+    ) -> float:
+        """A layer of a pass in a prefill graph; arguments are those of `eager`."""
+        total = self.graph_layer_s + self.cost.making_seconds(made)
+        for prefix, end, new in zip(prefix_lens, ends, new_tokens, strict=True):
+            total += self.naive(new, end) + self.absorb(new, prefix - end + (new + 1) // 2)
+        return total
