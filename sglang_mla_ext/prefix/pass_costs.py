@@ -10,6 +10,7 @@ What is expanded costs naive attention in both, and what a pass expands for itse
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,6 +27,10 @@ GRAPH_LAYER_S = 0.35e-3
 STOCK_MAKING = 3.0
 """SGLang's gather, product and copies take so many times as long as the fused expansion."""
 
+MOST_FETCHED = 1 << 17
+"""Rows of an FP8 cache that a pass in a graph fetches in each layer, at most: 151 MB in BF16, and as many as SGLang makes
+keys and values of at a time."""
+
 RANGE_S = 60e-6
 """Launches of a layer for a range that a pass expands for itself."""
 
@@ -36,13 +41,14 @@ class PassCosts:
 
     Attributes:
         cost: of attention; each new token is a row of its own.
-        eager_layer_s: seconds of a layer of an eager pass beside attention; graph_layer_s: in a graph, infinite where
-            there are none.
+        eager_layer_s: seconds of a layer of an eager pass beside attention; graph_layer_s: in a graph.
+        fetches: whether the cache is in FP8, whose rows are fetched before they are attended to in a graph.
     """
 
     cost: CostModel
     eager_layer_s: float = EAGER_LAYER_S
     graph_layer_s: float = GRAPH_LAYER_S
+    fetches: bool = False
 
     def absorb(self, rows: int, tokens: int) -> float:
         """Attention of rows of one request in the latent space, which read their keys together."""
@@ -75,6 +81,8 @@ class PassCosts:
         self, prefix_lens: Sequence[int], ends: Sequence[int], new_tokens: Sequence[int], made: int = 0
     ) -> float:
         """A layer of a pass in a prefill graph; arguments are those of `eager`."""
+        if self.fetches and sum(prefix_lens) - sum(ends) + sum(new_tokens) > MOST_FETCHED:
+            return math.inf
         total = self.graph_layer_s + self.cost.making_seconds(made)
         for prefix, end, new in zip(prefix_lens, ends, new_tokens, strict=True):
             total += self.naive(new, end) + self.absorb(new, prefix - end + (new + 1) // 2)

@@ -80,14 +80,19 @@ def set_draft_backend(server_args: ServerArgs, on_gpu: bool) -> None:
     backend of our name for drafts. `server_args` are resolved."""
     args = installed.resolved(server_args)
     if args.speculative_algorithm in ALGORITHMS and not args.speculative_draft_attention_backend:
-        installed.set_draft_backend(server_args, draft_backend(installed.draft_has_mla(server_args), on_gpu))
+        fp8 = args.kv_cache_dtype == "fp8_e4m3"
+        installed.set_draft_backend(server_args, draft_backend(installed.draft_has_mla(server_args), on_gpu, fp8))
 
 
-def draft_backend(mla: bool, on_gpu: bool) -> str:
-    """SGLang's attention backend for a draft model with or without Multi-head Latent Attention."""
+def draft_backend(mla: bool, on_gpu: bool, fp8: bool) -> str:
+    """SGLang's attention backend for a draft model with or without Multi-head Latent Attention.
+
+    Args:
+        fp8: whether the cache is in FP8.
+    """
     if not on_gpu:
         return "torch_native"
-    return "flashmla" if mla else "flashinfer"
+    return installed.mla_draft_backend(fp8) if mla else "flashinfer"
 
 
 def check(server_args: ServerArgs, compute_capability: tuple[int, int] | None, memory_bytes: int | None = None) -> None:

@@ -177,7 +177,11 @@ def build(
         always = options.mode == "naive"
         absorbs = prefill_graph is not None and not on_gpu
         # Without a GPU passes do not leave a graph that is not there.
-        costs = PassCosts(replace(cost, query_tokens=1), eager_layer_s=EAGER_LAYER_S if on_gpu else math.inf)
+        costs = PassCosts(
+            replace(cost, query_tokens=1, ranks=1),
+            eager_layer_s=EAGER_LAYER_S if on_gpu else math.inf,
+            fetches=on_gpu and latent_dtype(runner) == FP8,
+        )
         prefill = PrefillSharing(
             make_plan,
             stock.affordable,

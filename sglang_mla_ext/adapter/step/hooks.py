@@ -161,12 +161,12 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
 
     assert_installed()
     on_gpu = torch.cuda.is_available()
+    fp8 = runner.kv_cache_dtype == torch.float8_e4m3fn  # the checkpoint may ask for it
     if runner.is_draft_worker:
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-        return ATTENTION_BACKENDS[limits.draft_backend(runner.use_mla_backend, on_gpu)](runner)
+        return ATTENTION_BACKENDS[limits.draft_backend(runner.use_mla_backend, on_gpu, fp8)](runner)
     limits.check_dtype(runner.dtype)
-    fp8 = runner.kv_cache_dtype == torch.float8_e4m3fn  # the checkpoint may ask for it
     assert_installed(features.asked_for(runner.server_args, on_gpu) | ({Feature.FP8} if fp8 else set()))
     if fp8:
         limits.check_fp8_cache(runner.server_args, on_gpu=on_gpu)

@@ -341,6 +341,15 @@ def draft_has_mla(args: ServerArgs) -> bool:
     return bool(draft.attention_arch == AttentionArch.MLA)
 
 
+def mla_draft_backend(fp8: bool) -> str:
+    """Return SGLang's attention backend for a draft with Multi-head Latent Attention on a GPU.
+
+    Args:
+        fp8: whether the cache is in FP8.
+    """
+    return "flashmla"
+
+
 def set_draft_backend(args: ServerArgs, name: str) -> None:
     """Give the draft model another attention backend; `args` are resolved, and from then on SGLang changes them in this
     way alone."""
