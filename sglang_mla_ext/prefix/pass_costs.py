@@ -28,8 +28,8 @@ STOCK_MAKING = 3.0
 """SGLang's gather, product and copies take so many times as long as the fused expansion."""
 
 MOST_FETCHED = 1 << 17
-"""Rows of an FP8 cache that a pass in a graph fetches in each layer, at most: 151 MB in BF16, and as many as SGLang makes
-keys and values of at a time."""
+"""Rows of an FP8 cache that a pass in a graph fetches in each layer, at most: 151 MB in BF16. SGLang makes keys and
+values of as many tokens at a time."""
 
 RANGE_S = 60e-6
 """Launches of a layer for a range that a pass expands for itself."""
