@@ -63,6 +63,7 @@ def main(
             "planner-h100": planner(RESULTS / "h100" / "planner.jsonl"),
             "ranks": ranks(RESULTS / "ranks.jsonl"),
             "one-rank": one_rank(RESULTS / "rank.jsonl"),
+            "prefill-graphs": table_of(specs.PREFILL_GRAPHS, RESULTS / "rank-graphs.jsonl"),
             "one-rank-newest": one_rank(RESULTS / "rank-0.5.23.jsonl"),
             "spread": table_of(specs.SPREAD, RESULTS / "spread.jsonl"),
             "spread-16": table_of(specs.SPREAD_16, RESULTS / "spread.jsonl"),

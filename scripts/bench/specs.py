@@ -47,6 +47,13 @@ def named_cache(record: Record) -> Record:
     return of_case(record, backend=f"{record['impl'].removeprefix('sglang_')}, {cache} cache")
 
 
+def with_rate(record: Record) -> Record:
+    """With tokens per second while requests wait, or of all output, and whether there were drafts."""
+    rate = record["steady_tok_s"] or record["output_tok_s"]
+    drafts = record["case"].get("drafts")
+    return of_case(record, rate=rate, drafts=f"{drafts:g} a step" if drafts else "none")
+
+
 def soaked(record: Record) -> Record:
     """With what server it was."""
     ranks = "--enable-dp-attention" in record["command"]
@@ -288,4 +295,16 @@ FP16 = Spec(  # errors of attention in FP16, and the size of what they are error
     of=of_study("etap"),
     headings="distribution | tokens | RMS of the output | RMSE | relative L2",
     cells="{distribution} | {tokens:,} | {rms:.2e} | {rmse:.2e} | {rel_err:.2e}",
+)
+
+PREFILL_GRAPHS = Spec(
+    by=("gpu", "layers", "drafts", "bench", "prompt"),
+    headings="load | drafts accepted | layers | fa3 tok/s | hybrid_mla tok/s | ratio "
+    "| first token ms, median: fa3 / ours | last: fa3 / ours | between tokens ms, p99: fa3 / ours",
+    cells="{bench}, {prompt} | {drafts} | {layers} | {fa3[case][rate]:,.0f} | {ours[case][rate]:,.0f} "
+    "| {ours[case][rate]/fa3[case][rate]:.2f}x | {fa3[ttft_ms]:,.0f} / {ours[ttft_ms]:,.0f} "
+    "| {fa3[ttft_last_ms]:,.0f} / {ours[ttft_last_ms]:,.0f} | {fa3[itl_p99_ms]:,.0f} / {ours[itl_p99_ms]:,.0f}",
+    beside={"ours": ("hybrid_mla",), "fa3": ("sglang_fa3",)},
+    of=with_rate,
+    order=("layers", "drafts", "bench", "prompt"),
 )
