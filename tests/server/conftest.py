@@ -369,7 +369,11 @@ cramped = _server(
 
 # New tokens ride in its decode steps, which without a GPU have no graph; every fourth step is computed again.
 RIDING = (*NAIVE, *SIZED, *PREFIXES, "--max-running-requests", "12")
-riding = _server("riding", *RIDING, "--hybrid-mla-mixed-tokens", "128", "--hybrid-mla-verify-interval", "4")
+riding = _server(
+    "riding",
+    *(*RIDING, "--hybrid-mla-mixed-tokens", "128", "--hybrid-mla-verify-interval", "4"),
+    "--enable-return-hidden-states",
+)
 # So many at a time of every prompt, and SGLang takes back requests.
 riding_in_pieces = _server(
     "riding_in_pieces",

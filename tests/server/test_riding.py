@@ -7,16 +7,24 @@ mixes no batch that returns any.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import random
 import re
+import time
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
-from conftest import Chat, Reference, Server, assert_same
+import requests
+from conftest import Chat, Reference, Server, assert_same, in_thread
 from test_answers import NAMES, OTHER_SYSTEM, SYSTEM, question
 
 SECONDS = 2.5
+MIXED_TOKENS = 128
+"""Of the server `riding`."""
 
 
 def chats_over_time(count: int, seed: int) -> list[Chat]:
@@ -121,3 +129,80 @@ def test_in_pieces_and_while_requests_are_taken_back(
     counters = riding_in_pieces.info()["counters"]
     assert counters["steps_mixed"] >= 5 and counters["tokens_ridden"] > 100 and not counters["fallbacks"], counters
     assert re.search(r"#retracted_reqs: [1-9]", riding_in_pieces.log.read_text())
+
+
+def generate(server: Server, tokens: list[int], count: int, sampling: dict[str, Any] | None = None, **more: Any) -> Any:
+    """SGLang's own request: the answer to a prompt of these tokens."""
+    sampling_params = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True, **(sampling or {})}
+    body = {"input_ids": tokens, "sampling_params": sampling_params, **more}
+    response = requests.post(f"{server.base_url}/generate", json=body, timeout=120)
+    response.raise_for_status()
+    return response.json()
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Tokens that no other prompt begins with."""
+    return random.Random(seed).sample(range(10, 4000), length)
+
+
+@contextlib.contextmanager
+def running(server: Server, seed: int, **more: Any) -> Iterator[Any]:
+    """A request that runs longer than what is done inside; a place in the list for its answer."""
+    found: list[Any] = []
+    future = in_thread(functools.partial(generate, server, prompt(seed, 40), 400, **more))
+    time.sleep(0.7)
+    yield found
+    assert not future.done(), "it ended before the others"
+    found.append(future.result())
+
+
+def prefills(server: Server, since: int) -> list[int]:
+    """New tokens of each prefill batch in a server's log from a place on."""
+    log = server.log.read_bytes()[since:].decode(errors="replace")
+    return [int(count) for count in re.findall(r"Prefill batch.*?#new-token: (\d+)", log)]
+
+
+ALONE: dict[str, dict[str, Any]] = {
+    "nothing is generated": {"count": 0},
+    "input log-probabilities": {"return_logprob": True, "logprob_start_len": 0},
+    "log-probabilities": {"return_logprob": True},
+    "hidden states": {"return_hidden_states": True},
+}
+
+
+@pytest.mark.parametrize("asks", ALONE.values(), ids=ALONE)
+def test_a_prompt_that_cannot_be_mixed_is_not_cut_for_it(riding: Server, asks: dict[str, Any]) -> None:
+    length = 4 * MIXED_TOKENS + 10
+    with running(riding, seed=11):
+        since = riding.log.stat().st_size
+        generate(riding, prompt(len(str(asks)), length), **{"count": 4, **asks})
+        time.sleep(0.2)
+        assert prefills(riding, since) == [length]
+    riding.flush()
+
+
+def test_sglang_goes_on_with_every_prompt_that_is_cut(stock: Reference, riding: Server) -> None:
+    """SGLang 0.5.17 computes the first piece of a request that it keeps out of its tree again and again."""
+    length, kept_out = MIXED_TOKENS + 70, {"bootstrap_host": "2.2.2.2", "bootstrap_room": 1}
+    expected = generate(stock, prompt(21, length), 8, **kept_out)["output_ids"]
+    with running(riding, seed=12):
+        assert generate(riding, prompt(21, length), 8, **kept_out)["output_ids"] == expected
+    assert riding.process.poll() is None
+
+
+def test_hidden_states_beside_others_are_those_of_a_request_alone(riding: Server) -> None:
+    """A row for each token of the prompt, and one for each that was generated."""
+    asked = {"return_hidden_states": True}
+    alone = generate(riding, prompt(13, 40), 400, **asked)["meta_info"]["hidden_states"]
+    long_alone = generate(riding, prompt(14, 2 * MIXED_TOKENS), 4, **asked)["meta_info"]["hidden_states"]
+    riding.flush()
+    before = riding.info()["counters"]["steps_mixed"]
+    with running(riding, seed=13, **asked) as beside:
+        for seed in range(30, 36):
+            generate(riding, prompt(seed, 20), 3)
+        long = generate(riding, prompt(14, 2 * MIXED_TOKENS), 4, **asked)["meta_info"]["hidden_states"]
+    for found, expected in ((beside[0]["meta_info"]["hidden_states"], alone), (long, long_alone)):
+        assert [np.shape(each) for each in found] == [np.shape(each) for each in expected]
+        for each, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(each, other, rtol=2e-2, atol=2e-3)
+    assert riding.info()["counters"]["steps_mixed"] == before

@@ -6,6 +6,7 @@ Each scenario runs in a process of its own, see test_hooks.py.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,7 +69,8 @@ class Rides:
         self.seen.append((batch.forward_mode.name, batch.batch_size, self.server.shares()))
         rows = torch.arange(6.0)[:, None]
         logits = rows if batch.forward_mode.name == "DECODE" else rows[[2, 4, 5]]
-        return SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=self.logits(logits)))
+        output = SimpleNamespace(next_token_logits=self.logits(logits), customized_info=None)
+        return SimpleNamespace(logits_output=output)
 
 
 LAST = [2.0, 4.0, 5.0]
@@ -180,17 +182,22 @@ class Mixes:
     def __init__(self, server: Server | None = None) -> None:
         self.server = server or Server(mixed_tokens=TOKENS)
         from sglang.srt.managers.schedule_batch import ScheduleBatch
+        from sglang.srt.managers.schedule_policy import PrefillAdder
         from sglang.srt.managers.scheduler_components import batch_result_processor
 
+        self.adder: Any = object.__new__(PrefillAdder)
         self.scheduler = self.server.scheduler
         self.scheduler.make, self.scheduler.waiting_queue = self._make, ["a request"]
         self.running = SimpleNamespace(
-            reqs=["running"], is_empty=bool, return_logprob=False, check_decode_mem=lambda: True, batch_is_full=True
+            reqs=["running"],
+            is_empty=bool,
+            return_logprob=False,
+            return_hidden_states=False,
+            check_decode_mem=lambda: True,
+            batch_is_full=True,
         )
         self.new: Any = object.__new__(ScheduleBatch)
-        for name in ("input_embeds", "replace_embeds", "multimodal_inputs", "encoder_lens", "decoding_reqs"):
-            setattr(self.new, name, None)
-        (self.new.return_hidden_states, self.new.return_logprob, self.new.is_prefill_only) = (False,) * 3
+        self.new.encoder_lens, self.new.decoding_reqs, self.new.return_logprob = None, None, False
         self.new.hicache_consumer_index, self.new.forward_mode = -1, SimpleNamespace(is_mixed=bool)
         self.new.reqs, self.new.prefix_lens, self.new.extend_lens = self.server.run("new"), [0], [5]
         self.new.extend_logprob_start_lens, self.new.extend_num_tokens = [5], 5
@@ -199,6 +206,8 @@ class Mixes:
 
     def _make(self, running: Any) -> tuple[Any, Any]:
         self.seen.append((self.scheduler.is_mixed_chunk, self.scheduler.chunked_prefill_size))
+        self.adder.can_run_list, self.adder.rem_chunk_tokens = [], self.scheduler.chunked_prefill_size - 1
+        self.let_in = [self.adder.add_one_req(req, False, truncation_align_size=None) for req in self.new.reqs]
         self.new.prepare_for_extend()
         self.seen.append((self.scheduler.is_mixed_chunk, self.scheduler.chunked_prefill_size))
         return self.new, running
@@ -226,6 +235,29 @@ def scenario_running_requests_are_mixed_batch_by_batch() -> None:
     assert mixes.server.counters.fallbacks["deciding what is mixed failed: TypeError"] == 1
     mixes.server.worker.mixing = None
     assert mixes.make() == [(False, 256)] * 2
+
+
+def scenario_a_request_that_is_not_mixed_waits_for_a_batch_of_its_own() -> None:
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    mixes = Mixes()
+    mixes.new.reqs = mixes.server.run("first", "second", "third")
+    mixes.new.prefix_lens = mixes.new.extend_lens = mixes.new.extend_logprob_start_lens = [0] * 3
+    mixes.new.reqs[1].return_hidden_states = True
+    assert mixes.make() == [(True, TOKENS + 1)] * 2
+    assert mixes.let_in == [AddReqResult.CONTINUE, AddReqResult.OTHER, AddReqResult.CONTINUE]
+    assert mixes.adder.can_run_list == mixes.new.reqs[::2] and mixes.adder.rem_chunk_tokens == TOKENS
+    mixes.new.reqs = mixes.new.reqs[1:]
+    assert mixes.make() == [(True, TOKENS + 1), (False, TOKENS + 1)]
+    assert mixes.let_in == [AddReqResult.CONTINUE] * 2 and mixes.adder.rem_chunk_tokens == 256
+    mixes.adder.__dict__.clear()
+    mixes.scheduler.make = lambda running: (mixes.adder.add_one_req(mixes.new.reqs[0]), running)
+    with suppress(AttributeError):  # SGLang's own, of the adder that has nothing
+        mixes.scheduler._get_new_batch_prefill_raw(running_batch=mixes.running)
+    assert dict(mixes.server.counters.fallbacks) == {"deciding who is mixed failed: AttributeError": 1}
+    mixes.server.worker.mixing = None
+    mixes.scheduler.make = mixes._make
+    assert mixes.make() == [(False, 256)] * 2 and mixes.adder.rem_chunk_tokens == 255
 
 
 def scenario_what_mixed_batches_decode_is_counted() -> None:

@@ -227,6 +227,9 @@ class Server:
         requests = [self.tree.run(text) for text in texts]
         for request in requests:
             request.lora_id = request.token_type_ids = None  # SGLang reads them when it makes a batch
+            request.input_embeds = request.positional_embed_overrides = request.multimodal_inputs = None
+            request.return_hidden_states = request.is_prefill_only = request.return_logprob = False
+            request.skip_radix_cache_insert, request.host_hit_length = False, 0
         return requests
 
     def forward(
@@ -288,6 +291,7 @@ def replace_bodies() -> None:
     from sglang.srt.distributed import parallel_state
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput
     from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components import batch_result_processor, dp_attn
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
@@ -325,6 +329,11 @@ def replace_bodies() -> None:
             batch.is_extend_in_batch, batch.said = said[0] or others_prefill, said
         return batch
 
+    def add_one_req(self: Any, req: Any, has_chunked_req: bool = False, truncation_align_size: Any = None) -> Any:
+        self.can_run_list.append(req)
+        return AddReqResult.CONTINUE
+
+    PrefillAdder.add_one_req = add_one_req
     dp_attn.prepare_mlp_sync_batch_raw = sync
     dp_attn.MLPSyncBatchInfo._get_local_tensor = lambda self, device: (
         self.is_extend_in_batch,

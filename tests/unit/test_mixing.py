@@ -42,6 +42,7 @@ class Scheduler:
         self.seen: list[tuple[bool, int]] = []
         self.error: Exception | None = None
         self.ended = 0  # running requests that have ended in the step before
+        self.refuses = False  # it has a reason of its own
 
     def get_num_allocatable_reqs(self, running: int) -> int:
         return self.places - running
@@ -57,6 +58,13 @@ class Scheduler:
 def make(scheduler: Scheduler, *, delayer: Any, running_batch: Any) -> tuple[Any, Any]:
     """As SGLang 0.5.17 does, which takes it that running requests were in the pass before."""
     scheduler.seen = [(scheduler.is_mixed_chunk, scheduler.chunked_prefill_size)]
+    count = len(running_batch.reqs) if scheduler.is_mixed_chunk else 0
+    adder = SimpleNamespace(can_run_list=[], rem_chunk_tokens=(scheduler.chunked_prefill_size or 0) - count)
+    for req in scheduler.new.reqs if scheduler.new is not None else []:
+        if scheduler.mixing.waits(adder, req):  # hooks_riding.around_add_request
+            break
+        adder.can_run_list.append(req)
+    scheduler.adder = adder
     if scheduler.error is not None:
         raise scheduler.error
     new = scheduler.new
@@ -68,6 +76,8 @@ def make(scheduler: Scheduler, *, delayer: Any, running_batch: Any) -> tuple[Any
     if not scheduler.is_mixed_chunk:
         return new, running_batch
     reqs = running_batch.reqs[scheduler.ended :]
+    if scheduler.refuses:
+        return new, running_batch if reqs else SimpleNamespace(reqs=[], batch_is_full=False)
     new.forward_mode, new.decoding_reqs = SimpleNamespace(is_mixed=lambda: True), reqs
     lens = [len(req.origin_input_ids) + len(req.output_ids) for req in reqs]
     new.prefix_lens, new.extend_lens = new.prefix_lens + lens, new.extend_lens + [1] * len(reqs)
@@ -75,8 +85,20 @@ def make(scheduler: Scheduler, *, delayer: Any, running_batch: Any) -> tuple[Any
     return new, SimpleNamespace(reqs=[], batch_is_full=running_batch.batch_is_full)
 
 
-def request(length: int, decoded: int = 0) -> Any:
-    return SimpleNamespace(origin_input_ids=[0] * length, output_ids=[0] * decoded)
+def request(length: int, decoded: int = 0, **changes: Any) -> Any:
+    values = dict(
+        origin_input_ids=[0] * length,
+        output_ids=[0] * decoded,
+        input_embeds=None,
+        positional_embed_overrides=None,
+        multimodal_inputs=None,
+        return_hidden_states=False,
+        return_logprob=False,
+        is_prefill_only=False,
+        skip_radix_cache_insert=False,
+        host_hit_length=0,
+    )
+    return SimpleNamespace(**{**values, **changes})
 
 
 def batch_of(reqs: list[Any], **values: Any) -> Any:
@@ -86,6 +108,7 @@ def batch_of(reqs: list[Any], **values: Any) -> Any:
         reqs=reqs,
         is_empty=lambda: not reqs,
         return_logprob=False,
+        return_hidden_states=False,
         check_decode_mem=lambda: True,
         batch_is_full=True,
         forward_mode=SimpleNamespace(is_mixed=lambda: False),
@@ -135,9 +158,10 @@ def change(name: str, value: Any, of: Callable[[Scheduler], Any] = lambda schedu
         (change("waiting_queue", []), [False, False], 0),
         (change("chunked_prefill_size", None), [False, False], 0),
         (change("return_logprob", True, lambda scheduler: scheduler.running), [False, False], 0),
+        (change("return_hidden_states", True, lambda scheduler: scheduler.running), [False, False], 0),
         (change("is_empty", lambda: True, lambda scheduler: scheduler.running), [False, False], 0),
         (change("places", 5), [False, False], 0),  # nobody is let in
-        (change("return_logprob", True, lambda scheduler: scheduler.new), [True, False], 0),
+        (change("return_logprob", True, lambda scheduler: scheduler.new.reqs[0]), [True, False], 0),
         (change("reason", "an encoder", lambda scheduler: scheduler.riding), [True, False], 1),
         (change("check_decode_mem", lambda: False, lambda scheduler: scheduler.running), [True, False], 1),
         (lambda scheduler: None, [True, True], 1),
@@ -174,6 +198,51 @@ def test_after_a_batch_that_had_better_be_a_pass_those_that_follow_are_not_cut()
     scheduler.step()
     scheduler.riding.reason = None
     assert sizes(3) == [256 + 5] * 3 and scheduler.flags() == [True, True]
+
+
+APART = {
+    "return_logprob": True,
+    "return_hidden_states": "last",
+    "input_embeds": "given",
+    "positional_embed_overrides": "given",
+    "multimodal_inputs": "an image",
+    "is_prefill_only": True,
+    "skip_radix_cache_insert": True,
+    "host_hit_length": 64,
+}
+
+
+@pytest.mark.parametrize("changes", [{name: value} for name, value in APART.items()], ids=str)
+def test_a_request_that_stays_apart_is_not_cut(changes: dict[str, Any]) -> None:
+    """It is the first of a batch that is not mixed, of SGLang's own size, or it waits for one."""
+    scheduler, apart = Scheduler(Riding()), request(1500, **changes)
+    scheduler.new = batch_of([request(10), apart, request(10)], prefix_lens=[4] * 3, extend_lens=[6] * 3)
+    scheduler.step()
+    assert scheduler.flags() == [True, True] and scheduler.adder.can_run_list == scheduler.new.reqs[:1]
+    assert scheduler.adder.rem_chunk_tokens == 256
+    scheduler.new = batch_of([apart, request(10)], prefix_lens=[4] * 2, extend_lens=[1496, 6])
+    new, left = scheduler.step()
+    assert scheduler.flags() == [True, False] and scheduler.adder.can_run_list == scheduler.new.reqs
+    assert scheduler.adder.rem_chunk_tokens == CHUNK and len(scheduler.riding.asked) == 1
+    assert (new, left) == (scheduler.new, scheduler.running)
+    scheduler.chunked_req = apart  # SGLang has cut it
+    scheduler.mixing._left = 10
+    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == 0
+    scheduler.chunked_req = request(1500)
+    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == 256
+
+
+def test_what_sglang_does_not_mix_by_itself_stops_the_cutting() -> None:
+    """As it does beside beams. Where all that ran have ended, it has nothing to mix."""
+    scheduler = Scheduler(Riding())
+    scheduler.refuses = True
+    new, left = scheduler.step()
+    assert (new, left) == (scheduler.new, scheduler.running)
+    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == 0
+    scheduler = Scheduler(Riding())
+    scheduler.refuses, scheduler.ended = True, len(scheduler.running.reqs)
+    scheduler.step()
+    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == 256
 
 
 def test_where_too_much_waits_it_has_a_pass_of_its_own() -> None:

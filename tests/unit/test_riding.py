@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_mla_ext.adapter.step import riding as module
-from sglang_mla_ext.adapter.step.riding import EAGER_LAYER_S, LATER, Riding, as_rows, refusal
+from sglang_mla_ext.adapter.step.riding import EAGER_LAYER_S, LATER, Riding, as_rows, refusal, take_last_rows
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.cost_model import CostModel
 from sglang_mla_ext.prefix.gpu_rates import GpuRates
@@ -94,23 +94,33 @@ def test_a_batch_becomes_a_decode_batch_of_its_tokens() -> None:
             assert getattr(found, name) is None, name
 
 
-def schedule_batch(prefixes: list[int], counts: list[int], **changes: Any) -> Any:
-    """What is looked at of SGLang's ScheduleBatch."""
+def request(**changes: Any) -> Any:
+    """What is looked at of SGLang's Req."""
     values = dict(
-        reqs=[f"r{request}" for request in range(len(counts))],
+        input_embeds=None,
+        positional_embed_overrides=None,
+        multimodal_inputs=None,
+        return_hidden_states=False,
+        is_prefill_only=False,
+    )
+    return SimpleNamespace(**{**values, **changes})
+
+
+def schedule_batch(prefixes: list[int], counts: list[int], **changes: Any) -> Any:
+    """What is looked at of SGLang's ScheduleBatch; of its requests, the last one has what is changed of any."""
+    reqs = [request() for _ in counts]
+    values = dict(
+        reqs=reqs,
         prefix_lens=prefixes,
         extend_lens=counts,
         extend_num_tokens=sum(counts),
         extend_logprob_start_lens=counts,
-        input_embeds=None,
-        replace_embeds=None,
-        multimodal_inputs=[None] * len(counts),
         encoder_lens=None,
-        return_hidden_states=False,
         return_logprob=False,
-        is_prefill_only=False,
         hicache_consumer_index=-1,
     )
+    for name in vars(reqs[-1]).keys() & changes.keys():
+        setattr(reqs[-1], name, changes.pop(name))
     return SimpleNamespace(**{**values, **changes})
 
 
@@ -119,14 +129,14 @@ def schedule_batch(prefixes: list[int], counts: list[int], **changes: Any) -> An
     [
         ({}, None),
         ({"return_logprob": True}, None),  # of what is generated
-        ({"multimodal_inputs": None}, None),
         ({"extend_logprob_start_lens": [3, 1]}, None),  # nobody asks
         ({"return_logprob": True, "extend_logprob_start_lens": [3, 1]}, "input log-probabilities"),
         ({"input_embeds": "given"}, "embeddings as input"),
-        ({"replace_embeds": "given"}, "embeddings as input"),
-        ({"multimodal_inputs": [None, "an image"]}, "images or other media"),
+        ({"positional_embed_overrides": "given"}, "embeddings as input"),
+        ({"multimodal_inputs": "an image"}, "images or other media"),
         ({"encoder_lens": [3]}, "an encoder"),
         ({"return_hidden_states": True}, "hidden states"),
+        ({"return_hidden_states": "last"}, "hidden states"),
         ({"is_prefill_only": True}, "nothing is generated"),
         ({"hicache_consumer_index": 0}, "rows are on their way from the host"),
     ],
@@ -250,10 +260,24 @@ def test_logits_are_those_of_last_rows() -> None:
 
     def forward(runner: Any, rows: Any, *more: Any) -> Any:
         seen.append((runner, rows, more))
-        return SimpleNamespace(logits_output=SimpleNamespace(next_token_logits=torch.arange(6.0)[:, None]))
+        logits = SimpleNamespace(next_token_logits=torch.arange(6.0)[:, None], customized_info=None)
+        return SimpleNamespace(logits_output=logits)
 
     now = module.passes.now
     output = riding.forward_ridden(forward, "runner", batch, pytest.fail, "proxies", False, 1)
     assert output.logits_output.next_token_logits.flatten().tolist() == [2, 4, 5]
     assert seen == [("runner", now.ridden, ("proxies", False, 1))] and now.ridden.batch_size == 6
     module.passes.end()
+
+
+def test_what_a_model_says_of_each_token_is_of_last_rows() -> None:
+    """Padded where it comes from a graph, whose own dictionary stays as it is; perhaps of last rows already where the
+    head has these alone."""
+    now = module.Pass(module.Kind.DECODE, Rows.of([3, 2, 1]), last_rows=torch.tensor([2, 4, 5]))
+    info = {"of a graph": torch.arange(8.0), "of rows": list("abcdef"), "of requests": [7, 8, 9]}
+    output = SimpleNamespace(next_token_logits=torch.arange(6.0), customized_info=dict(info))
+    captured = output.customized_info
+    take_last_rows(output, now)
+    assert output.next_token_logits.tolist() == [2, 4, 5]
+    assert output.customized_info == {"of a graph": [2, 4, 5], "of rows": ["c", "e", "f"], "of requests": [7, 8, 9]}
+    assert captured == info

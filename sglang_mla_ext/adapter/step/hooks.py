@@ -118,6 +118,7 @@ def install() -> None:
         ".ForwardBatchDeepSeekMHAMixin.prepare_chunked_prefix_cache_info": mla_layer.around_chunk_info,
         f"{_SRT}.mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__": latent_pool.around_host_pool,
         f"{_SRT}.managers.scheduler.Scheduler._get_new_batch_prefill_raw": hooks_riding.around_new_batch,
+        f"{_SRT}.managers.schedule_policy.PrefillAdder.add_one_req": hooks_riding.around_add_request,
         f"{_SRT}.managers.scheduler_components.dp_attn.prepare_mlp_sync_batch_raw": hooks_riding.around_sync,
         f"{_SRT}.model_executor.cuda_graph_buffer_registry.build_eager_registry": hooks_riding.around_eager_registry,
         f"{_SRT}.model_executor.model_runner.ModelRunner._forward_raw": hooks_riding.around_forward,

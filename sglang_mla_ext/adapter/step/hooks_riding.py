@@ -15,7 +15,8 @@ from sglang_mla_ext.adapter.step.worker import guarded, worker
 from sglang_mla_ext.options import HybridMLAOptions
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_policy import PrefillAdder
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -76,6 +77,19 @@ def around_new_batch(original: Callable[..., Any], scheduler: Scheduler, *args: 
 @guarded("deciding how much is mixed")
 def _tokens_to_mix(scheduler: Scheduler, running: ScheduleBatch) -> int:
     return worker.mixing.new_tokens(scheduler, running)
+
+
+def around_add_request(original: Callable[..., Any], adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any) -> Any:
+    if worker.mixing is not None and _waits(adder, req):
+        from sglang.srt.managers.schedule_policy import AddReqResult
+
+        return AddReqResult.OTHER
+    return original(adder, req, *args, **kwargs)
+
+
+@guarded("deciding who is mixed")
+def _waits(adder: PrefillAdder, req: Req) -> bool:
+    return worker.mixing.waits(adder, req)
 
 
 @guarded("deciding what is mixed")

@@ -4,6 +4,10 @@ SGLang mixes by a flag of the server, and then in every prefill pass. Here the f
 rides (riding.py) may be mixed, because an eager mixed pass would expand the whole prefix for every running request. The
 flag is read twice in `Scheduler._get_new_batch_prefill_raw`: when tokens are allotted, which is where they are bounded,
 and behind `ScheduleBatch.prepare_for_extend`, which is where the batch is known and it is decided.
+
+In between, requests are let in one by one, and a prompt that is longer than the bound is cut. A request that cannot be
+mixed, or whose prompt must not be cut, is known by then: it is the first of a batch without running requests, which is
+as large as SGLang makes them, or it waits for one (`waits`).
 """
 
 from __future__ import annotations
@@ -12,11 +16,12 @@ import copy
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_mla_ext.adapter.step.riding import LATER, Riding
+from sglang_mla_ext.adapter.step.riding import LATER, Riding, refusal_of
 from sglang_mla_ext.predict.mixed import MOST_STEPS  # plain Python
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_policy import PrefillAdder
     from sglang.srt.managers.scheduler import Scheduler
 
 PASSES_IN_A_ROW = 16
@@ -32,6 +37,7 @@ class Mixing:
     def __init__(self, riding: Riding) -> None:
         self._riding = riding
         self._running: ScheduleBatch | None = None  # of the batch that is being made, if it may be mixed
+        self._chunk = 0  # new tokens of that batch if it is not mixed
         self._tokens_each = FIRST_GUESS  # new tokens of a request, on average of the last ones
         self._left = 0  # new tokens of the prompt that is being computed in pieces
         self._passes = 0  # batches that are to come before another one is made to ride
@@ -51,13 +57,16 @@ class Mixing:
                 self._passes = max(self._passes - 1, 0)
             return batch, left
         count = len(running.reqs)
-        scheduler.is_mixed_chunk, self._running = True, running
+        scheduler.is_mixed_chunk, self._running, self._chunk = True, running, size
         scheduler.chunked_prefill_size = min(tokens, size) + count  # SGLang takes the running ones off
         try:
             batch, left = make(scheduler, *args, **kwargs)
         finally:
+            was_to_mix = scheduler.is_mixed_chunk
             scheduler.is_mixed_chunk, self._running = False, None
             scheduler.chunked_prefill_size = size
+        if batch is not None and was_to_mix and left.reqs:
+            self._passes = PASSES_IN_A_ROW  # SGLang did not, for a reason of its own
         if batch is not None and batch.forward_mode.is_mixed():
             # SGLang 0.5.17 takes it that running requests were in the pass before, whose tokens are still to come.
             lens = zip(batch.seq_lens_cpu.tolist(), batch.extend_lens, strict=True)
@@ -68,16 +77,32 @@ class Mixing:
 
     def new_tokens(self, scheduler: Scheduler, running: ScheduleBatch) -> int:
         """New tokens that a mixed step may have now; 0 where what waits had better have a pass of its own."""
-        size = scheduler.chunked_prefill_size
-        if self._passes or size is None or running.is_empty() or running.return_logprob:
+        size, chunked = scheduler.chunked_prefill_size, scheduler.chunked_req
+        if self._passes or size is None or running.is_empty():
+            return 0
+        if running.return_logprob or running.return_hidden_states or (chunked is not None and stays_apart(chunked)):
             return 0
         tokens = min(self._riding.tokens, self._riding.most_rows - len(running.reqs), size)
         tokens = tokens // scheduler.page_size * scheduler.page_size  # a prompt is cut into whole pages
         places = scheduler.get_num_allocatable_reqs(len(running.reqs))
         waiting = max(min(len(scheduler.waiting_queue), places), 0) * self._tokens_each
-        if scheduler.chunked_req is not None:
+        if chunked is not None:
             waiting += self._left
         return tokens if 0 < waiting <= MOST_STEPS * tokens else 0
+
+    def waits(self, adder: PrefillAdder, req: Req) -> bool:
+        """Return whether a request, whose turn it is to be let in, has to wait for the next batch. A batch that it is
+        the first of is not mixed.
+
+        Args:
+            adder: SGLang's, of the batch that is being made.
+        """
+        if self._running is None or not stays_apart(req):
+            return False
+        if adder.can_run_list:
+            return True
+        adder.rem_chunk_tokens, self._running = self._chunk, None
+        return False
 
     def prepared(self, batch: ScheduleBatch, scheduler: Scheduler) -> None:
         """`ScheduleBatch.prepare_for_extend` is through: is the batch mixed? The flag says no so far."""
@@ -87,7 +112,7 @@ class Mixing:
         if self._running is None:
             return
         self._tokens_each = 0.9 * self._tokens_each + 0.1 * batch.extend_num_tokens / len(batch.reqs)
-        reason = "log-probabilities" if batch.return_logprob else self._riding.why_not(batch, len(self._running.reqs))
+        reason = self._riding.why_not(batch, len(self._running.reqs))
         if reason == LATER:
             self._passes = PASSES_IN_A_ROW
         # SGLang 0.5.17 does not look whether the running ones find a place behind those that were let in.
@@ -111,6 +136,21 @@ class Mixing:
                 req.time_stats.set_last_decode_finish_time()
         reporter.forward_ct_decode = (reporter.forward_ct_decode + 1) % (1 << 30)
         reporter.report_decode_stats(can_run_graph, running_batch=decoded)
+
+
+def stays_apart(req: Req) -> bool:
+    """Return whether a request's prompt is neither mixed nor cut to be mixed.
+
+    What SGLang returns of each token of a decode step is of one row a request, in a mixed step of as many as it has: so
+    there are no hidden states there (`refusal_of`), nor log-probabilities, which SGLang leaves out itself. Of the other
+    things that it returns, see `riding.take_last_rows`.
+
+    A cut prompt goes on where SGLang keeps what is computed in its tree: up to 0.5.17 at least, it computes the first
+    piece of a request that it keeps out of the tree again and again (sgl-project/sglang#36855). One with rows on the
+    host cannot ride while these are loaded.
+    """
+    kept_out, on_host = req.skip_radix_cache_insert, req.host_hit_length > 0
+    return req.return_logprob or kept_out or on_host or refusal_of(req) is not None
 
 
 def _length(req: Req) -> int:

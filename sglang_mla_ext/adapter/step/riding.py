@@ -15,6 +15,7 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,7 @@ from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -177,9 +178,7 @@ class Riding:
                 now.last_rows = torch.cumsum(batch.extend_seq_lens, dim=0) - 1
             output = forward(runner, now.ridden, *args)
             with our_part("taking the logits of last rows"):
-                logits = output.logits_output
-                if not now.only_last_rows:
-                    logits.next_token_logits = logits.next_token_logits[now.last_rows]
+                take_last_rows(output.logits_output, now)
             return output
         except OurPartFailedError as failure:
             if several_ranks():
@@ -202,25 +201,54 @@ def select_last_rows(metadata: Any) -> None:
         metadata.draft_extend_select_index, now.only_last_rows = now.last_rows, True
 
 
+def take_last_rows(output: Any, now: Pass) -> None:
+    """Keep what SGLang returns for each request: of each one's last row.
+
+    Nothing else that it returns per token comes here: hidden states and log-probabilities are not asked for (mixing.py,
+    `refusal_of`), the sampling mask is made of these logits, and experts and indices of sparse attention are recorded
+    by slots of the cache.
+
+    Args:
+        output: SGLang's LogitsProcessorOutput of the pass `now`.
+    """
+    if not now.only_last_rows:
+        output.next_token_logits = output.next_token_logits[now.last_rows]
+    if output.customized_info is not None:  # of models outside of SGLang; the dictionary may be the graph's own
+        last = [now.rows.of_request(request)[-1] for request in range(now.rows.requests)]
+        output.customized_info = {
+            name: values if len(values) == len(last) else [values[row] for row in last]
+            for name, values in output.customized_info.items()
+        }
+
+
 def is_extend(batch: Any) -> bool:
     """Whether a batch computes new tokens alone, and no drafts."""
     mode = batch.forward_mode
     return mode is type(mode).EXTEND
 
 
+def refusal_of(req: Req) -> str | None:
+    """Return why no pass with new tokens of this request rides; None if one may. Known before any of them is computed,
+    and the same for all pieces of a prompt."""
+    reasons = {
+        "embeddings as input": req.input_embeds is not None or req.positional_embed_overrides is not None,
+        "images or other media": req.multimodal_inputs is not None,
+        "hidden states": bool(req.return_hidden_states),
+        "nothing is generated": req.is_prefill_only,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
 def refusal(batch: ScheduleBatch) -> str | None:
     """Why a batch cannot ride, whatever it costs; None where it can."""
     inputs = zip(batch.extend_lens, batch.extend_logprob_start_lens, strict=True)
     reasons = {
-        "embeddings as input": batch.input_embeds is not None or batch.replace_embeds is not None,
-        "images or other media": any(each is not None for each in batch.multimodal_inputs or ()),
         "an encoder": batch.encoder_lens is not None,
-        "hidden states": batch.return_hidden_states,
         "input log-probabilities": batch.return_logprob and any(length > start for length, start in inputs),
-        "nothing is generated": batch.is_prefill_only,
         "rows are on their way from the host": batch.hicache_consumer_index >= 0,
     }
-    return next((reason for reason, applies in reasons.items() if applies), None)
+    of_batch = (reason for reason, applies in reasons.items() if applies)
+    return next(chain(filter(None, map(refusal_of, batch.reqs)), of_batch), None)
 
 
 def as_rows(batch: ForwardBatch, rows: Rows) -> ForwardBatch:

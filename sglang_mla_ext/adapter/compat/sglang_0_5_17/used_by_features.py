@@ -49,6 +49,7 @@ GPU = needed_for(
 _BATCH = "managers.schedule_batch.ScheduleBatch"
 _FORWARD_BATCH = "model_executor.forward_batch_info.ForwardBatch"
 _RESULTS = "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+_ADDER = "managers.schedule_policy.PrefillAdder"
 _REPORTER = "managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
 
 RIDING = needed_for(
@@ -84,6 +85,9 @@ RIDING = needed_for(
     *attributes("model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner", "max_bs", "the same"),
     *function(f"{_SCHEDULER}._get_new_batch_prefill_raw", "self", "mixing batch by batch", "running_batch"),
     *function(f"{_SCHEDULER}.get_num_allocatable_reqs", "self running_bs", "how many can be let in"),
+    *function(f"{_ADDER}.add_one_req", "self req", "who is let in"),
+    *attributes(_ADDER, "can_run_list rem_chunk_tokens", "the same"),
+    *attributes("managers.schedule_policy.AddReqResult", "OTHER", "the same"),
     *attributes(
         _SCHEDULER,
         "chunked_prefill_size chunked_req is_mixed_chunk page_size tp_worker waiting_queue",
@@ -95,11 +99,19 @@ RIDING = needed_for(
         _BATCH,
         """
         batch_is_full decoding_reqs encoder_lens extend_lens extend_logprob_start_lens extend_num_tokens
-        hicache_consumer_index input_embeds is_prefill_only multimodal_inputs prefix_lens replace_embeds
-        return_hidden_states return_logprob seq_lens_cpu
+        hicache_consumer_index prefix_lens return_hidden_states return_logprob seq_lens_cpu
         """,
         "what rides",
     ),
+    *attributes(
+        "managers.schedule_batch.Req",
+        """
+        host_hit_length input_embeds is_prefill_only multimodal_inputs positional_embed_overrides return_hidden_states
+        return_logprob skip_radix_cache_insert
+        """,
+        "the same",
+    ),
+    *attributes("layers.logits_processor.LogitsProcessorOutput", "customized_info next_token_logits", "last rows"),
     *attributes(
         _FORWARD_BATCH,
         """
