@@ -86,7 +86,8 @@ RIDING = needed_for(
     *function(f"{_SCHEDULER}._get_new_batch_prefill_raw", "self", "mixing batch by batch", "running_batch"),
     *function(f"{_SCHEDULER}.get_num_allocatable_reqs", "self running_bs", "how many can be let in"),
     *function(f"{_ADDER}.add_one_req", "self req", "who is let in"),
-    *attributes(_ADDER, "can_run_list rem_chunk_tokens", "the same"),
+    *attributes(_ADDER, "can_run_list", "the same", "list"),
+    *attributes(_ADDER, "rem_chunk_tokens", "the same"),
     *attributes("managers.schedule_policy.AddReqResult", "OTHER", "the same"),
     *attributes(
         _SCHEDULER,
