@@ -206,3 +206,17 @@ def test_hidden_states_beside_others_are_those_of_a_request_alone(riding: Server
         for each, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(each, other, rtol=2e-2, atol=2e-3)
     assert riding.info()["counters"]["steps_mixed"] == before
+
+
+def test_sampling_masks_are_those_of_each_request(riding: Server) -> None:
+    """The one thing that SGLang returns for each token and mixes: the tokens that could be sampled."""
+    asked = {"return_sampling_mask": True, "sampling": {"temperature": 1.0, "top_k": 3, "top_p": 1.0}}
+    before = riding.info()["counters"]["steps_mixed"]
+    with running(riding, seed=15, **asked) as beside:
+        late = [generate(riding, prompt(seed, 40), 5, **asked) for seed in range(40, 46)]
+    assert riding.info()["counters"]["steps_mixed"] > before
+    for answer in (*beside, *late):
+        masks = answer["meta_info"]["output_token_sampling_mask"]
+        assert len(masks) == len(answer["output_ids"])
+        for token, mask in zip(answer["output_ids"], masks, strict=True):
+            assert token in mask and len(mask) == 3

@@ -6,7 +6,6 @@ Each scenario runs in a process of its own, see test_hooks.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -196,6 +195,7 @@ class Mixes:
             check_decode_mem=lambda: True,
             batch_is_full=True,
         )
+        self.nobody = SimpleNamespace(reqs=[])  # who is left of them in a mixed batch
         self.new: Any = object.__new__(ScheduleBatch)
         self.new.encoder_lens, self.new.decoding_reqs, self.new.return_logprob = None, None, False
         self.new.hicache_consumer_index, self.new.forward_mode = -1, SimpleNamespace(is_mixed=bool)
@@ -208,14 +208,16 @@ class Mixes:
         self.seen.append((self.scheduler.is_mixed_chunk, self.scheduler.chunked_prefill_size))
         self.adder.can_run_list, self.adder.rem_chunk_tokens = [], self.scheduler.chunked_prefill_size - 1
         self.let_in = [self.adder.add_one_req(req, False, truncation_align_size=None) for req in self.new.reqs]
+        self.new.reqs = self.adder.can_run_list
         self.new.prepare_for_extend()
         self.seen.append((self.scheduler.is_mixed_chunk, self.scheduler.chunked_prefill_size))
-        return self.new, running
+        return self.new, self.nobody if self.scheduler.is_mixed_chunk else running
 
     def make(self) -> list[tuple[bool, int]]:
         """Flag and size of chunks, when tokens are allotted and when SGLang mixes."""
         self.seen = []
-        assert self.scheduler._get_new_batch_prefill_raw(running_batch=self.running) == (self.new, self.running)
+        found = self.scheduler._get_new_batch_prefill_raw(running_batch=self.running)
+        assert found == (self.new, self.nobody if self.seen[-1][0] else self.running)
         assert (self.scheduler.is_mixed_chunk, self.scheduler.chunked_prefill_size) == (False, 256)
         return self.seen
 
@@ -240,24 +242,25 @@ def scenario_running_requests_are_mixed_batch_by_batch() -> None:
 def scenario_a_request_that_is_not_mixed_waits_for_a_batch_of_its_own() -> None:
     from sglang.srt.managers.schedule_policy import AddReqResult
 
-    mixes = Mixes()
-    mixes.new.reqs = mixes.server.run("first", "second", "third")
-    mixes.new.prefix_lens = mixes.new.extend_lens = mixes.new.extend_logprob_start_lens = [0] * 3
-    mixes.new.reqs[1].return_hidden_states = True
+    mixes, (let_in, waits) = Mixes(), (AddReqResult.CONTINUE, AddReqResult.OTHER)
+    mixes.new.prefix_lens, mixes.new.extend_lens, mixes.new.extend_logprob_start_lens = [0, 0], [5, 5], [5, 5]
+    first, second, third = mixes.server.run("first", "second", "third")
+    second.return_hidden_states = True
+    mixes.new.reqs = [first, second, third]
     assert mixes.make() == [(True, TOKENS + 1)] * 2
-    assert mixes.let_in == [AddReqResult.CONTINUE, AddReqResult.OTHER, AddReqResult.CONTINUE]
-    assert mixes.adder.can_run_list == mixes.new.reqs[::2] and mixes.adder.rem_chunk_tokens == TOKENS
-    mixes.new.reqs = mixes.new.reqs[1:]
+    assert mixes.let_in == [let_in, waits, let_in] and mixes.new.reqs == [first, third]
+    assert mixes.adder.rem_chunk_tokens == TOKENS
+    mixes.new.reqs = [second, third]
     assert mixes.make() == [(True, TOKENS + 1), (False, TOKENS + 1)]
-    assert mixes.let_in == [AddReqResult.CONTINUE] * 2 and mixes.adder.rem_chunk_tokens == 256
-    mixes.adder.__dict__.clear()
-    mixes.scheduler.make = lambda running: (mixes.adder.add_one_req(mixes.new.reqs[0]), running)
-    with suppress(AttributeError):  # SGLang's own, of the adder that has nothing
-        mixes.scheduler._get_new_batch_prefill_raw(running_batch=mixes.running)
-    assert dict(mixes.server.counters.fallbacks) == {"deciding who is mixed failed: AttributeError": 1}
+    assert mixes.let_in == [let_in] * 2 and mixes.adder.rem_chunk_tokens == 256
+    del second.return_hidden_states
+    mixes.new.reqs = [first, second]
+    assert mixes.make()[0] == (True, TOKENS + 1)
+    assert mixes.server.counters.fallbacks["deciding who is mixed failed: AttributeError"] == 1
+    assert mixes.let_in == [let_in] * 2, "as without us"
     mixes.server.worker.mixing = None
-    mixes.scheduler.make = mixes._make
-    assert mixes.make() == [(False, 256)] * 2 and mixes.adder.rem_chunk_tokens == 255
+    second.return_hidden_states, mixes.new.reqs = True, [second, third]
+    assert mixes.make() == [(False, 256)] * 2 and mixes.let_in == [let_in] * 2
 
 
 def scenario_what_mixed_batches_decode_is_counted() -> None:

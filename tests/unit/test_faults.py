@@ -39,6 +39,7 @@ DOORS = {
     "adapter/step/backend.py HybridMLABackend.merge",
     "adapter/step/backend.py HybridMLABackend._absorb",
     "adapter/step/hooks.py around_eager_pass",
+    "adapter/step/hooks_riding.py around_add_request",
     "adapter/step/hooks_riding.py around_forward",
     "adapter/step/hooks_riding.py around_new_batch",
     "adapter/step/hooks_riding.py around_sync",
