@@ -231,7 +231,9 @@ class Life:
             logits = torch.stack(outs, dim=1)
             chosen = LogitsMetadata.from_forward_batch(batch).draft_extend_select_index if as_decode else last
             return SimpleNamespace(
-                logits_output=SimpleNamespace(next_token_logits=logits if chosen is None else logits[chosen])
+                logits_output=SimpleNamespace(
+                    next_token_logits=logits if chosen is None else logits[chosen], customized_info=None
+                )
             )
 
         self.runner.run = execute

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
 PASSES_IN_A_ROW = 16
-"""Batches that are made for passes of their own after one that was made to ride and does not, because a pass is sooner:
-cut to what may ride, it is a pass that serves few of those who wait."""
+"""Batches that are made for passes of their own after one that was made to ride and does not, because a pass is sooner
+or SGLang does not mix it: cut to what may ride, it is a pass that serves few of those who wait."""
 FIRST_GUESS = 128.0
 """New tokens of a request, before there was one."""
 
@@ -66,7 +66,7 @@ class Mixing:
             scheduler.is_mixed_chunk, self._running = False, None
             scheduler.chunked_prefill_size = size
         if batch is not None and was_to_mix and left.reqs:
-            self._passes = PASSES_IN_A_ROW  # SGLang did not, for a reason of its own
+            self._passes = PASSES_IN_A_ROW  # SGLang did not: beams are running, or memory is short
         if batch is not None and batch.forward_mode.is_mixed():
             # SGLang 0.5.17 takes it that running requests were in the pass before, whose tokens are still to come.
             lens = zip(batch.seq_lens_cpu.tolist(), batch.extend_lens, strict=True)
