@@ -19,18 +19,20 @@ from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
 from sglang_mla_ext.prefix.gpu_rates import GpuRates
 from sglang_mla_ext.prefix.model_dims import ModelDims
 from sglang_mla_ext.prefix.planner import Capacity
-from sglang_mla_ext.prefix.spread.names import chunk_names
-from sglang_mla_ext.prefix.spread.prefixes import SpreadPlan, SpreadPrefixes
+from sglang_mla_ext.prefix.spread.names import Names, chunk_names
+from sglang_mla_ext.prefix.spread.plan import SpreadPlan
+from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
 from sglang_mla_ext.prefix.spread.report import MOST_NAMES, Report
 from sglang_mla_ext.prefix.spread.vote import Vote
 from sglang_mla_ext.segment import Segment
 
 CHUNK = 4
+KEY = bytes(range(32))
 
 
 @functools.cache
-def names_of(prompt: tuple[int, ...], chunk: int) -> tuple[int, ...]:
-    return chunk_names(prompt, None, chunk)
+def names_of(prompt: tuple[int, ...], chunk: int) -> Names:
+    return chunk_names(prompt, None, chunk, KEY)
 
 
 class Meeting:
@@ -72,8 +74,9 @@ class Rank:
     prefixes: SpreadPrefixes
     running: list[tuple[int, ...]] = field(default_factory=list)  # prompts
     failures: list[str] = field(default_factory=list)
-    memory: dict[int, int] = field(default_factory=dict)
+    memory: dict[int, bytes] = field(default_factory=dict)
     willing: bool = True
+    refused: str | None = None  # why the last step shared nothing
 
     def __post_init__(self) -> None:
         def fail(what: str, error: Exception) -> None:
@@ -85,14 +88,15 @@ class Rank:
     def chunk(self) -> int:
         return self.prefixes.pool.chunk_tokens
 
-    def names_of(self, request: int) -> tuple[int, ...]:
+    def names_of(self, request: int) -> Names:
         return names_of(self.running[request], self.chunk)
 
-    def given(self) -> tuple[list[tuple[int, ...]], list[int]]:
+    def given(self) -> tuple[list[Names], list[int]]:
         return [self.names_of(request) for request in range(len(self.running))], [1] * len(self.running)
 
     def step(self, tokens: Sequence[int], each: int | None = None) -> SpreadPlan | None:
-        plan = self.vote.decide(self.given if self.willing else None, tokens, each or max(tokens))
+        decided = self.vote.decide(self.given if self.willing else None, tokens, each or max(tokens))
+        plan, self.refused = (None, decided) if isinstance(decided, str) else (decided, None)
         self.prefixes.begin(plan)
         if plan is not None:
             for piece in self.prefixes.pieces():
@@ -120,6 +124,7 @@ def without_ids(segments: Sequence[Segment]) -> list[tuple[tuple[int, ...], int,
 def check(ranks: Sequence[Rank], plans: Sequence[SpreadPlan | None]) -> None:
     """All ranks share the same; what rows share are tokens that they have, in chunks that hold them on every rank; and
     what the ranks' own plans say is a part of that."""
+    assert len({rank.refused for rank in ranks}) == 1
     if any(plan is None for plan in plans):
         assert plans == [None] * len(plans)
         return
@@ -278,18 +283,11 @@ def test_few_requests_on_many_ranks_share_by_cost() -> None:
     assert plan.mine.prefix_lens == (16_384,) * 32
 
 
-def test_names_tell_salts_and_beginnings_apart() -> None:
-    names = chunk_names(SYSTEM, None, CHUNK)
-    assert len(names) == 4 and chunk_names((*SYSTEM[:-1], 9), None, CHUNK)[:3] == names[:3]
-    salted = [chunk_names(SYSTEM, key, CHUNK) for key in (None, "", "a", "b")]
-    assert len({name for path in salted for name in path}) == 16
-
-
 def test_reports_travel_as_integers() -> None:
-    paths = [chunk_names(SYSTEM, None, CHUNK), chunk_names(SYSTEM + OTHER, None, CHUNK), ()]
-    report = Report.of(paths, [1, 3, 1], [5, -7])
-    assert len(report.names) == 7 and report.deepest == (3, 6, -1)
+    paths, held = [names_of(SYSTEM, CHUNK), names_of(SYSTEM + OTHER, CHUNK), ()], names_of(OTHER, CHUNK)
+    report = Report.of(paths, [1, 3, 1], held)
+    assert len(report.names) == 7 and report.deepest == (3, 6, -1) and set(report.held) == set(held)
     assert Report.from_words([*report.words(), 0, 0]) == report
-    long = chunk_names(tuple(range(3 * MOST_NAMES)), None, 1)
-    cut = Report.of([long, SYSTEM, long], [1, 1, 1], [])
+    long = names_of(tuple(range(3 * MOST_NAMES)), 1)
+    cut = Report.of([long, names_of(OTHER, CHUNK), long], [1, 1, 1], [])
     assert len(cut.names) == MOST_NAMES and cut.deepest == (MOST_NAMES - 1, -1, MOST_NAMES - 1)

@@ -22,7 +22,7 @@ from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
 from sglang_mla_ext.prefix.gpu_rates import GpuRates
 from sglang_mla_ext.prefix.model_dims import ModelDims
 from sglang_mla_ext.prefix.planner import Capacity
-from sglang_mla_ext.prefix.spread.names import chunk_names
+from sglang_mla_ext.prefix.spread.names import Names, chunk_names
 from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
 
 EIGHT = {"enable_dp_attention": True, "tp_size": 8, "dp_size": 8, "attn_dp_size": 8}
@@ -135,6 +135,7 @@ class Rank:
             torch.arange(4000).view(4, 1000),
             self.counters,
             gather=lambda mine: [mine, mine],
+            key=bytes(32),
             requests=range(1, 17),
             query_tokens=cost.query_tokens,
             can_share=lambda: True,
@@ -167,8 +168,8 @@ class Request(SimpleNamespace):
 
 
 def request(tokens: int, **changes: Any) -> Any:
-    values = {"origin_input_ids": list(range(tokens)), "extra_key": None, "input_embeds": None}
-    return Request(**{**values, **changes})
+    embeds = {"input_embeds": None, "positional_embed_overrides": None}
+    return Request(**{"origin_input_ids": list(range(tokens)), "extra_key": None, **embeds, **changes})
 
 
 def test_a_rank_expands_from_its_slots_and_shares_what_both_have() -> None:
@@ -185,6 +186,8 @@ def test_a_rank_expands_from_its_slots_and_shares_what_both_have() -> None:
     assert rank.spreading.expanded_lens(reqs, [600, 300]) == [2 * CHUNK, CHUNK]
     others = [request(600, extra_key="salt"), request(600, input_embeds=object())]
     assert rank.step(others) is None and rank.prefixes.plan.segments == ()
+    others = [request(600, positional_embed_overrides=object()) for _ in range(2)]
+    assert rank.step(others) is None and rank.spreading.expanded_lens(others, [600, 600]) == [0, 0]
     assert not rank.failures and not rank.counters.not_spread
 
 
@@ -192,9 +195,9 @@ def test_a_prompt_is_named_once_whatever_batches_its_request_is_in(monkeypatch: 
     """Naming takes the host 0.3 ms for 7,000 tokens; decode steps take turns with passes whose new tokens ride."""
     named: list[int] = []
 
-    def count(tokens: list[int], key: str | None, chunk: int) -> tuple[int, ...]:
+    def count(tokens: list[int], *of_server: Any) -> Names:
         named.append(len(tokens))
-        return chunk_names(tokens, key, chunk)
+        return chunk_names(tokens, *of_server)
 
     monkeypatch.setattr(spreading, "chunk_names", count)
     rank = Rank(graphs=[1, 2, 8])

@@ -34,7 +34,6 @@ from sglang_mla_ext.adapter.step.build_expanding import (
     make_expanding,
     make_passing,
     reach_each_other,
-    tp_group,
 )
 from sglang_mla_ext.adapter.step.layer import (
     attention_layers,
@@ -44,6 +43,7 @@ from sglang_mla_ext.adapter.step.layer import (
 )
 from sglang_mla_ext.adapter.step.prefill import PrefillPlan
 from sglang_mla_ext.adapter.step.prefill_graph import PrefillGraph
+from sglang_mla_ext.adapter.step.ranks import check_alike, drawn_key, rules, tp_group
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.adapter.step.riding import Riding
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
@@ -106,6 +106,7 @@ def build(
     prefix_dtype = STORAGE_DTYPES.get(options.prefix_dtype, latent_dtype(runner))
     ranks = launch_spread.ranks(args, options, on_gpu)
     cost = cost_model(runner, layers, prefix_dtype, query_tokens, ranks)
+    check_alike(rules(options, cost.rates, riding_tokens))  # before ranks ask each other anything
     by_stores = ranks > 1 and launch_spread.may_store(args, options)
     if by_stores and options.spread == "auto":
         by_stores = on_gpu and all_ranks_agree(tp_group())(reach_each_other(tp_group()))
@@ -225,6 +226,7 @@ def build(
             runner.req_to_token_pool.req_to_token,
             counters,
             gather=gather_over(tp_group()),
+            key=drawn_key(tp_group()),
             requests=sharing,
             query_tokens=query_tokens,
             can_share=steps.can_share,

@@ -12,6 +12,7 @@ import torch
 from sglang_mla_ext.adapter.step.budget import naive_tiles
 from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes
 from sglang_mla_ext.adapter.step.passing import Passing
+from sglang_mla_ext.adapter.step.ranks import tp_group
 from sglang_mla_ext.adapter.step.spreading import exchange_over
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
@@ -144,13 +145,6 @@ def make_passing(
         counters.fall_back(f"prefill expands nothing for itself: {type(error).__name__}", error)
         return None
     return passing
-
-
-def tp_group() -> GroupCoordinator:
-    """All ranks: where each has requests of its own, those that hold prefixes together."""
-    from sglang.srt.distributed.parallel_state import get_tp_group
-
-    return get_tp_group()
 
 
 def reach_each_other(group: GroupCoordinator) -> bool:

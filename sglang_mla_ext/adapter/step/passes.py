@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from sglang_mla_ext.adapter.step.prefill import PrefillPlan
     from sglang_mla_ext.kernels.watch import Watched
-    from sglang_mla_ext.prefix.spread.prefixes import SpreadPlan
+    from sglang_mla_ext.prefix.spread.plan import SpreadPlan
 
 NOTHING_SHARED = Plan(0)
 NO_ROWS = Rows(0)

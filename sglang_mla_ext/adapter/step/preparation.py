@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglang_mla_ext.adapter.latent.protocol import LatentAttention
     from sglang_mla_ext.adapter.step.stock import Stock
     from sglang_mla_ext.kernels.naive.attention import SharedAttention
-    from sglang_mla_ext.prefix.spread.prefixes import SpreadPlan
+    from sglang_mla_ext.prefix.spread.plan import SpreadPlan
 
 
 class Preparation:

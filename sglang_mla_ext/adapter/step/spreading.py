@@ -11,7 +11,9 @@ behind it turns spreading off from the next pass on.
 
 from __future__ import annotations
 
+import logging
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -19,10 +21,12 @@ from weakref import WeakKeyDictionary
 import torch
 
 from sglang_mla_ext.adapter.step.expander import Expander
+from sglang_mla_ext.adapter.step.ranks import check_alike
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.spread.names import chunk_names
-from sglang_mla_ext.prefix.spread.prefixes import Names, SpreadPlan, SpreadPrefixes
-from sglang_mla_ext.prefix.spread.vote import Gather, Vote
+from sglang_mla_ext.prefix.spread.names import Names, chunk_names
+from sglang_mla_ext.prefix.spread.plan import SpreadPlan
+from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
+from sglang_mla_ext.prefix.spread.vote import PLANS_DIFFER, Gather, Vote
 
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
@@ -33,6 +37,11 @@ if TYPE_CHECKING:
 STEPS_OF_NOTHING = 4
 """That pass without a vote after one that found nothing worth sharing, or who shares nothing would wait for the others
 twice in each step."""
+
+MOST_STEPS_OF_NOTHING = 64
+"""That pass without a vote after votes in which plans differed."""
+
+logger = logging.getLogger(__name__)
 
 
 class Spreading:
@@ -46,6 +55,7 @@ class Spreading:
         counters: Counters,
         *,
         gather: Gather,
+        key: bytes,
         requests: range,
         query_tokens: int,
         can_share: Callable[[], bool],
@@ -54,6 +64,7 @@ class Spreading:
         """
         Args:
             req_to_token: `[places, context]` slots of requests' tokens.
+            key: of the names of prompts, the same on all ranks.
             requests: numbers of requests of a rank with which a step has shared attention in it; query_tokens: of
                 each, which are its rows. New tokens ride only where it is one, each as a request.
             can_share: whether this rank can share anything now. fail: is told what has failed here.
@@ -61,7 +72,7 @@ class Spreading:
         self._prefixes, self._expander, self._req_to_token = prefixes, expander, req_to_token
         self._counters, self._requests, self._query_tokens = counters, requests, query_tokens
         self._can_share, self._fail = can_share, fail
-        self._gather, self._waited_s = gather, 0.0
+        self._gather, self._key, self._waited_s = gather, key, 0.0
         self._vote = Vote(prefixes, self._wait_for_all, fail)
         # Of every request that SGLang still has, with the prompt that was named, which an abort replaces. One that
         # decodes is not in a batch whose new tokens ride.
@@ -69,12 +80,15 @@ class Spreading:
         self._batch: ScheduleBatch | None = None
         self._plan: SpreadPlan | None = None
         self._without_vote = 0  # steps that are to come
+        self._differed = 0  # votes one after the other in which plans did
         self._graphs: Sequence[int] | None = None
 
     def begin(self, runner: ModelRunner) -> None:
         """SGLang has captured its graphs."""
         graphs = runner.decode_cuda_graph_runner
         self._graphs = sorted(graphs.capture_bs) if graphs is not None else None
+        # Who has them votes on a step, and who does not would not come.
+        check_alike({"rows of decode graphs": self._graphs, "requests of a rank that share": self._requests})
 
     def comes(self, batch: ScheduleBatch | None) -> None:
         """The batch that this rank would run next."""
@@ -96,15 +110,21 @@ class Spreading:
         each, reason = self._requests_of_each(requests, info.can_run_decode_cuda_graph)
         if reason is None and self._without_vote:
             self._without_vote -= 1
+            reason = PLANS_DIFFER if self._differed else None
         elif reason is None:
             began, self._waited_s = time.perf_counter(), 0.0
             rows = [count * self._query_tokens for count in requests]
             given = self._given if self._can_share() else None
-            self._plan = self._vote.decide(given, rows, each * self._query_tokens)
+            decided = self._vote.decide(given, rows, each * self._query_tokens)
             self._counters.plan_seconds += time.perf_counter() - began - self._waited_s
-            reason = "a rank shares nothing for a while" if self._plan is None else None
-            if self._plan is not None and not self._plan.segments and self._prefixes.wants_nothing:
-                self._without_vote = STEPS_OF_NOTHING
+            if isinstance(decided, str):
+                reason = decided
+                if reason == PLANS_DIFFER:
+                    self._plans_differ()
+            else:
+                self._plan, self._differed = decided, 0
+                if not decided.segments and self._prefixes.wants_nothing:
+                    self._without_vote = STEPS_OF_NOTHING
         if reason is not None:
             self._counters.not_spread[reason] += 1
         self._prefixes.begin(self._plan)
@@ -142,6 +162,17 @@ class Spreading:
         self._waited_s += time.perf_counter() - began
         return found
 
+    def _plans_differ(self) -> None:
+        """Plans were not the same on all ranks: vote again in the next step, and where that happens again and again,
+        less and less often, because such a vote costs more than one in which nothing has changed."""
+        if not self._counters.not_spread[PLANS_DIFFER]:
+            logger.warning(
+                "hybrid_mla: ranks made different plans of the same reports and share nothing in this step. Please "
+                "report it, with the launch commands of all nodes."
+            )
+        self._without_vote = min(STEPS_OF_NOTHING * self._differed, MOST_STEPS_OF_NOTHING)
+        self._differed += 1
+
     def _requests_of_each(self, requests: Sequence[int], graphs: bool) -> tuple[int, str | None]:
         """Requests, or new tokens that ride, that every rank has in a pass, some of them padding, or why it is not
         spread; from what all ranks know."""
@@ -165,11 +196,13 @@ class Spreading:
         return [of_req[: tokens // size] for of_req, tokens in cached], list(batch.extend_lens)
 
     def _names_of(self, req: Req) -> Names:
-        if req.input_embeds is not None:
+        # Then equal tokens do not have equal keys.
+        if req.input_embeds is not None or req.positional_embed_overrides is not None:
             return ()
         prompt, names = self._names.get(req, (None, ()))
         if prompt is not req.origin_input_ids:
-            names = chunk_names(req.origin_input_ids, req.extra_key, self._prefixes.pool.chunk_tokens)
+            size = self._prefixes.pool.chunk_tokens
+            names = chunk_names(req.origin_input_ids, req.extra_key, size, self._key)
             self._names[req] = req.origin_input_ids, names
         return names
 
@@ -178,11 +211,10 @@ def gather_over(group: GroupCoordinator) -> Gather:
     """A function that exchanges integers on the host."""
 
     def gather(mine: Sequence[int]) -> Sequence[Sequence[int]]:
-        sent = torch.tensor(mine, dtype=torch.int64)
+        sent = torch.frombuffer(array("q", mine), dtype=torch.int64)
         found = torch.empty(group.world_size * len(mine), dtype=torch.int64)
         torch.distributed.all_gather_into_tensor(found, sent, group=group.cpu_group)
-        of_ranks: list[list[int]] = found.view(group.world_size, -1).tolist()
-        return of_ranks
+        return [array("q", of_rank.tobytes()) for of_rank in found.view(group.world_size, -1).numpy()]
 
     return gather
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from sglang_mla_ext.prefix.branches import Branches
+from sglang_mla_ext.prefix.spread.names import Name
 from sglang_mla_ext.prefix.spread.report import Report
 from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.rows import Rows
@@ -23,7 +24,7 @@ class Agreement:
 
     reports: tuple[Report, ...]
     branches: Branches
-    everywhere: frozenset[int]
+    everywhere: frozenset[Name]
 
     @classmethod
     def of(cls, reports: Sequence[Report], chunk: int, query_tokens: int = 1) -> Agreement:
@@ -33,8 +34,8 @@ class Agreement:
             query_tokens: rows of a request in a step that verifies drafts, which costs count by requests.
         """
         had = frozenset.intersection(*(frozenset((*report.names, *report.held)) for report in reports))
-        places: dict[int, int] = {}
-        names: list[int] = []
+        places: dict[Name, int] = {}
+        names: list[Name] = []
         parents: list[int] = []
         ends: list[int] = []
         deepest: list[int] = []

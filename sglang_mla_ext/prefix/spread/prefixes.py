@@ -15,7 +15,6 @@ one that has dropped a chunk says that before it writes over it.
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -28,11 +27,11 @@ from sglang_mla_ext.prefix.gains import Gains
 from sglang_mla_ext.prefix.planner import Capacity, Plan, Ways, plan_step, whole
 from sglang_mla_ext.prefix.segments import ShownSegment, shown_segments
 from sglang_mla_ext.prefix.spread.agreement import Agreement
+from sglang_mla_ext.prefix.spread.names import Name, Names
+from sglang_mla_ext.prefix.spread.plan import SpreadPlan
 from sglang_mla_ext.prefix.spread.report import Report
 from sglang_mla_ext.prefix.wants import wants_of
 from sglang_mla_ext.segment import Mode, Segment
-
-Names = tuple[int, ...]
 
 
 class Piece(NamedTuple):
@@ -47,23 +46,6 @@ class Piece(NamedTuple):
     request: int
     chunks: tuple[Chunk, ...]
     completes: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class SpreadPlan:
-    """What a step shares.
-
-    Attributes:
-        mine: of this rank's requests.
-        names: `[mine.segments]` of the chunks of each.
-        each: rows that every rank has, some of them padding.
-        segments: of all ranks; row `i` of rank `r` is `r * each + i`.
-    """
-
-    mine: Plan
-    names: tuple[Names, ...]
-    each: int
-    segments: tuple[Segment, ...]
 
 
 class _Chunks:
@@ -104,7 +86,7 @@ class SpreadPrefixes:
         self._chunks = _Chunks(pool.chunk_tokens)
         self._paths: Sequence[Names] = ()  # of the last report
         self._report: tuple[Any, Report] | None = None  # what it was made from, and it
-        self._held: tuple[int, list[int]] = -1, []  # version of the pool, and names of what it has expanded
+        self._held: tuple[int, list[Name]] = -1, []  # version of the pool, and names of what it has expanded
         self._agreement: Agreement | None = None
         self._wants: list[Want] = []
         self._settled = True  # whether memory is given to what is wanted, and all of that is expanded
@@ -162,9 +144,14 @@ class SpreadPrefixes:
         self._agreement, self._wants, self._settled = agreement, wants_of(ideal, branches, ways), False
         return plan
 
+    def fingerprint_of(self, plan: SpreadPlan) -> int:
+        """See SpreadPlan.fingerprint: of a plan of the last agreement, with the requests for memory of that."""
+        return plan.fingerprint(self._wants)
+
     @property
     def wants_nothing(self) -> bool:
-        """Whether the last agreement found nothing that is worth sharing. It comes to the same on all ranks."""
+        """Whether the last agreement found nothing that is worth sharing; the same on all ranks whose fingerprints
+        are."""
         return not self._wants
 
     @property
@@ -195,7 +182,7 @@ class SpreadPrefixes:
             return path[:cut]
         return path
 
-    def _expanded_names(self) -> list[int]:
+    def _expanded_names(self) -> list[Name]:
         size, version = self._pool.chunk_tokens, self._pool.version
         if self._held[0] != version:
             names = [chunk.node for chunk in self._pool.chunks() if chunk.filled == (chunk.index + 1) * size]
@@ -205,8 +192,8 @@ class SpreadPrefixes:
     def _plan_of(self, agreement: Agreement, parts: Sequence[Part], each: int) -> SpreadPlan:
         branches, size = agreement.branches, self._pool.chunk_tokens
         mine = agreement.requests_of(self._rank)
-        of_all, of_mine, names = [], [], []
-        for part in parts:
+        of_all, of_mine, own, names = [], [], [], []
+        for index, part in enumerate(parts):
             branch = branches[part.branch]
             first, last = ((at - branch.start) // size for at in (part.start, part.end))
             in_part = tuple(branch.nodes[first:last])
@@ -219,10 +206,11 @@ class SpreadPrefixes:
                     if request in requests:
                         rows += (rank * each + row for row in of_rank.of_request(request - requests.start))
             of_all.append(Segment(tuple(rows), part.start, part.end, Mode.NAIVE, ids))
-            if own := tuple(request - mine.start for request in segment.rows if request in mine):
-                of_mine.append(Segment(own, part.start, part.end, Mode.NAIVE, ids))
-                names.append(in_part)
-        return SpreadPlan(Plan(len(mine), tuple(of_mine)), tuple(names), each, tuple(of_all))
+            names.append(in_part)
+            if holders := tuple(request - mine.start for request in segment.rows if request in mine):
+                of_mine.append(Segment(holders, part.start, part.end, Mode.NAIVE, ids))
+                own.append(index)
+        return SpreadPlan(Plan(len(mine), tuple(of_mine)), tuple(own), each, tuple(of_all), tuple(names))
 
     def _allot(self) -> None:
         """Give memory to what all ranks want, and find what of it this rank can expand."""
@@ -283,7 +271,7 @@ class SpreadPrefixes:
         """What the last step shared, as this rank's requests do."""
         if self._shown is None:
             return []
-        segments, ends = self._shown.mine.segments, [names[-1] for names in self._shown.names]
+        segments, ends = self._shown.mine.segments, [names[-1] for names in self._shown.my_names]
         places = [(end, segment.start) for segment, end in zip(segments, ends, strict=True)]
         known, self._numbers = self._numbers, {}
         for place in places:
@@ -292,7 +280,7 @@ class SpreadPrefixes:
 
     def held(self) -> list[tuple[Segment, tuple[Hashable, ...]]]:
         """See SharedPrefixes."""
-        return list(zip(self._shown.mine.segments, self._shown.names, strict=True)) if self._shown is not None else []
+        return list(zip(self._shown.mine.segments, self._shown.my_names, strict=True)) if self._shown else []
 
     def expanded_lens(self, paths: Sequence[Names], prefix_lens: Sequence[int]) -> list[int]:
         """`[requests]` how many of each request's cached tokens every rank had expanded at the last agreement.

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 
-from sglang_mla_ext.prefix.spread.names import NAME_BYTES
+from sglang_mla_ext.prefix.spread.names import NAME_BYTES, Name, Names
 
 MOST_NAMES = 4096
 """Of a report. Prompts that do not fit are told as far as they do."""
 
+_NAME_WORDS = NAME_BYTES // 8
+
 
 def fingerprint(words: Sequence[int]) -> int:
-    """Of 64-bit integers, one more."""
-    return int.from_bytes(blake2b(array("q", words).tobytes(), digest_size=NAME_BYTES).digest(), "little", signed=True)
+    """Return a 64-bit hash of 64-bit integers. Clients cannot search for two that are alike: the prompts in them are
+    keyed names."""
+    return int.from_bytes(blake2b(array("q", words).tobytes(), digest_size=8).digest(), "little", signed=True)
 
 
 @dataclass(frozen=True)
@@ -31,21 +34,21 @@ class Report:
         held: names of what the rank has expanded, whether or not a request has it.
     """
 
-    names: tuple[int, ...] = ()
+    names: Names = ()
     parents: tuple[int, ...] = ()
     deepest: tuple[int, ...] = ()
     rows: tuple[int, ...] = ()
-    held: tuple[int, ...] = ()
+    held: Names = ()
 
     @classmethod
-    def of(cls, paths: Sequence[Sequence[int]], rows: Sequence[int], held: Iterable[int]) -> Report:
+    def of(cls, paths: Sequence[Names], rows: Sequence[int], held: Iterable[Name]) -> Report:
         """
         Args:
             paths: `[requests]` names of each prompt's chunks, as far as its latent rows are there.
             rows: `[requests]` of each.
         """
-        places: dict[int, int] = {}
-        names: list[int] = []
+        places: dict[Name, int] = {}
+        names: list[Name] = []
         parents: list[int] = []
         deepest = []
         for path in paths:
@@ -59,13 +62,15 @@ class Report:
             deepest.append(at)
         return cls(tuple(names), tuple(parents), tuple(deepest), tuple(rows), tuple(sorted(held)))
 
-    def words(self) -> list[int]:
+    def words(self) -> array[int]:
         """The report as 64-bit integers."""
-        sizes = [len(self.names), len(self.deepest), len(self.held)]
-        return [*sizes, *self.names, *self.parents, *self.deepest, *self.rows, *self.held]
+        words = array("q", (len(self.names), len(self.deepest), len(self.held)))
+        words.extend((*self.parents, *self.deepest, *self.rows))
+        words.frombytes(b"".join((*self.names, *self.held)))
+        return words
 
     @cached_property
-    def said(self) -> tuple[list[int], int]:
+    def said(self) -> tuple[array[int], int]:
         """Its words and their fingerprint."""
         words = self.words()
         return words, fingerprint(words)
@@ -75,7 +80,9 @@ class Report:
         """The report that begins with these, whatever is behind it."""
         names, requests, held = words[:3]
         parts, at = [], 3
-        for size in (names, names, requests, requests, held):
+        for size in (names, requests, requests):
             parts.append(tuple(words[at : at + size]))
             at += size
-        return cls(*parts)
+        packed = array("q", words[at : at + (names + held) * _NAME_WORDS]).tobytes()
+        found = tuple(packed[first : first + NAME_BYTES] for first in range(0, len(packed), NAME_BYTES))
+        return cls(found[:names], *parts, found[names:])

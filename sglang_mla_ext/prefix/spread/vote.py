@@ -3,16 +3,23 @@ does not come.
 
 Every rank takes part in every vote, in as many exchanges as the others: how many there are follows from what was said
 in them. In most steps nothing has changed since the one before on any rank, and one exchange of three integers tells
-that. Otherwise reports follow, and whether each rank could make a plan of them. A rank in which something of ours has
-failed says so in place of a report, and nothing is spread in that step on any of them.
+that. Otherwise reports follow, and a fingerprint of what each rank made of them: its plan and its requests for memory.
+A rank in which something of ours has failed says so in place of a report, and nothing is spread in that step on any of
+them; neither is it where fingerprints differ.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 
-from sglang_mla_ext.prefix.spread.prefixes import Names, SpreadPlan, SpreadPrefixes
+from sglang_mla_ext.prefix.spread.names import Names
+from sglang_mla_ext.prefix.spread.plan import SpreadPlan
+from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
 from sglang_mla_ext.prefix.spread.report import Report, fingerprint
+
+A_RANK_PAUSES = "a rank shares nothing for a while"
+PLANS_DIFFER = "plans_differ"
 
 Gather = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 """`gather(mine)`: the integers of all ranks, in their order; each gives as many. Every rank calls it."""
@@ -33,46 +40,51 @@ class Vote:
         self._plan: SpreadPlan | None = None
         self._plan_of = 0  # fingerprint of all that the plan was made from
 
-    def decide(self, given: Given | None, tokens: Sequence[int], each: int) -> SpreadPlan | None:
-        """What a step shares; None on all ranks where one of them cannot share now.
+    def decide(self, given: Given | None, tokens: Sequence[int], each: int) -> SpreadPlan | str:
+        """Return what a step shares, or why it shares nothing; the same on all ranks.
 
         Args:
-            given: None where this rank cannot.
+            given: None where this rank cannot share now.
             tokens: `[ranks]` rows of each in the step, as all ranks know them.
             each: rows that every rank has, some of them padding.
         """
         words, mark = self._words(given)
         said = self._gather([mark, len(words), self._plan_of if self._prefixes.has_agreed else 0])
         if not all(length for _, length, _ in said):
-            return None
+            return A_RANK_PAUSES
         known = fingerprint([*(mark for mark, _, _ in said), each])
-        if any(plan_of != known for _, _, plan_of in said):
+        if self._plan is None or any(plan_of != known for _, _, plan_of in said):
             self._plan, self._plan_of = None, 0
             longest = max(length for _, length, _ in said)
-            reports = self._gather([*words, *[0] * (longest - len(words))])
-            plan = self._agree(reports, tokens, each)
-            if not all(made for (made,) in self._gather([plan is not None])):
-                return None
+            reports = self._gather(words + array("q", bytes(8 * (longest - len(words)))))
+            plan, made = self._agree(reports, tokens, each)
+            all_made = {of_rank for (of_rank,) in self._gather([made])}
+            if plan is None or 0 in all_made:
+                return A_RANK_PAUSES
+            if len(all_made) > 1:
+                return PLANS_DIFFER
             self._plan, self._plan_of = plan, known
         return self._plan
 
-    def _words(self, given: Given | None) -> tuple[list[int], int]:
+    def _words(self, given: Given | None) -> tuple[array[int], int]:
         """The report of this rank and its fingerprint; empty where it makes none."""
         if given is None:
-            return [], 0
+            return array("q"), 0
         try:
             return self._prefixes.report(*given()).said
         except Exception as error:
             self._fail("saying what is shared", error)
-            return [], 0
+            return array("q"), 0
 
-    def _agree(self, words: Sequence[Sequence[int]], tokens: Sequence[int], each: int) -> SpreadPlan | None:
+    def _agree(self, words: Sequence[Sequence[int]], tokens: Sequence[int], each: int) -> tuple[SpreadPlan | None, int]:
+        """What the step shares by this rank's reckoning, and the fingerprint of it, 0 where it could make none."""
         try:
             reports = [Report.from_words(of_rank) for of_rank in words]
             rows = [sum(report.rows) for report in reports]
             if rows != list(tokens):
                 raise RuntimeError(f"ranks have {list(tokens)} rows and tell of {rows}")
-            return self._prefixes.agree(reports, each)
+            plan = self._prefixes.agree(reports, each)
+            return plan, self._prefixes.fingerprint_of(plan) or 1
         except Exception as error:
             self._fail("agreeing on what is shared", error)
-            return None
+            return None, 0

@@ -14,6 +14,8 @@ PLUGIN = (
     *attributes("plugins.hook_registry.HookRegistry", "_patched", "which hooks are in place"),
     *attributes("plugins.hook_registry.HookType", "BEFORE AFTER AROUND", "hooks"),
     *function("layers.attention.attention_registry.register_attention_backend", "name", "the backend's factory"),
+    *function("distributed.parallel_state.get_tp_group", "", "whether all ranks have the same options"),
+    *attributes("distributed.parallel_state.GroupCoordinator", "cpu_group world_size", "the same"),
 )
 ARGUMENTS = (
     *function(f"{_ARGS}.add_cli_args", "parser", "our flags"),

@@ -135,11 +135,10 @@ SPREAD = needed_for(
     Feature.SPREAD,
     *function(f"{_SYNC_INFO}.all_gather", "self device group", "agreeing on what is spread"),
     *attributes(_SYNC_INFO, "global_num_tokens", "the same"),
-    *function("distributed.parallel_state.get_tp_group", "", "the ranks that hold prefixes together"),
     *function(f"{_GROUP}._all_to_all_single", "self output input", "queries and results"),
-    *attributes(_GROUP, "cpu_group device_group rank_in_group world_size", "the same"),
+    *attributes(_GROUP, "device_group rank_in_group ranks", "the same"),
     *attributes("model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner", "capture_bs", "its graphs"),
-    *attributes("managers.schedule_batch.Req", "extra_key input_embeds", "names of prompts"),
+    *attributes("managers.schedule_batch.Req", "extra_key input_embeds positional_embed_overrides", "names of prompts"),
     *attributes(_ARGS, "elastic_ep_backend enable_dp_lm_head moe_dense_tp_size", "what cannot be spread"),
 )
 CPU = needed_for(

@@ -1,0 +1,100 @@
+"""What all ranks of a server have to have in common, settled once at start.
+
+Ranks decide alike because they decide by the same rules from the same data. The rules are checked here: nodes are
+started one by one, and may have other options, GPUs or releases. Where they do, ranks would wait for each other in
+different places, or attend to different tokens for each other.
+"""
+
+from __future__ import annotations
+
+import platform
+import secrets
+from collections.abc import Mapping
+from dataclasses import fields
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang_mla_ext import __version__
+from sglang_mla_ext.adapter.compat.contract import installed_version
+from sglang_mla_ext.adapter.step.failure import several_ranks
+from sglang_mla_ext.options import HybridMLAOptions
+from sglang_mla_ext.prefix.spread.names import KEY_BYTES
+
+if TYPE_CHECKING:
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+
+    from sglang_mla_ext.prefix.gpu_rates import GpuRates
+
+
+class RanksDifferError(RuntimeError):
+    """Ranks of one server would decide by different rules; the message has the values of each."""
+
+
+def tp_group() -> GroupCoordinator:
+    """All ranks: where each has requests of its own, those that hold prefixes together."""
+    from sglang.srt.distributed.parallel_state import get_tp_group
+
+    return get_tp_group()
+
+
+def rules(options: HybridMLAOptions, rates: GpuRates, riding_tokens: int) -> dict[str, object]:
+    """What a rank decides by, by name.
+
+    Args:
+        options: with defaults that follow the memory.
+        riding_tokens: that a step may have; the default follows the GPU's name.
+    """
+    asked = HybridMLAOptions.from_env()
+    return {
+        "sglang-mla-ext": __version__,
+        "sglang": installed_version(),
+        "Python": ".".join(platform.python_version_tuple()[:2]),  # `sum` of floats is not the same in all
+        **{"--hybrid-mla-" + each.name.replace("_", "-"): getattr(asked, each.name) for each in fields(asked)},
+        "rates of the GPU": f"{rates.name} ({blake2b(repr(rates).encode(), digest_size=4).hexdigest()})",
+        "mixed tokens in a step": riding_tokens,
+        "memory for expanded prefixes": "some" if options.may_expand else "none",
+    }
+
+
+def check_alike(mine: Mapping[str, object]) -> None:
+    """Compare values with those of all other ranks, which call this at the same time.
+
+    Raises:
+        RanksDifferError: on all ranks.
+    """
+    if not several_ranks():
+        return
+    group = tp_group()
+    of_ranks: list[dict[str, str]] = [{} for _ in range(group.world_size)]
+    said = {name: str(value) for name, value in mine.items()}
+    torch.distributed.all_gather_object(of_ranks, said, group=group.cpu_group)
+    if differences := differing(of_ranks):
+        raise RanksDifferError(
+            f"hybrid_mla: the ranks of this server differ. {'; '.join(differences)}. Start all nodes with the same "
+            "options, on the same kind of GPU, with the same releases."
+        )
+
+
+def differing(of_ranks: list[dict[str, str]]) -> list[str]:
+    """One line for each name whose values are not the same on all ranks."""
+    lines = []
+    for name in dict.fromkeys(name for values in of_ranks for name in values):
+        having: dict[str, list[int]] = {}
+        for rank, values in enumerate(of_ranks):
+            having.setdefault(values.get(name, "not known"), []).append(rank)
+        if len(having) > 1:
+            lines.append(f"{name}: " + ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in having.items()))
+    return lines
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def drawn_key(group: GroupCoordinator) -> bytes:
+    """A secret of this server, drawn by the first rank of the group; all of them have to ask at once."""
+    key = torch.frombuffer(bytearray(secrets.token_bytes(KEY_BYTES)), dtype=torch.uint8)
+    torch.distributed.broadcast(key, group.ranks[0], group.cpu_group)
+    return key.numpy().tobytes()
