@@ -3,165 +3,29 @@ meet where they exchange something."""
 
 from __future__ import annotations
 
-import functools
 import random
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import pytest
+from spread_ranks import CHUNK, OTHER, SYSTEM, Meeting, Rank, make, names_of, prefixes, together, without_ids
 
-from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
 from sglang_mla_ext.prefix.gpu_rates import GpuRates
 from sglang_mla_ext.prefix.model_dims import ModelDims
-from sglang_mla_ext.prefix.planner import Capacity
-from sglang_mla_ext.prefix.spread.names import Names, chunk_names
 from sglang_mla_ext.prefix.spread.plan import SpreadPlan
-from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
 from sglang_mla_ext.prefix.spread.report import MOST_NAMES, Report
-from sglang_mla_ext.prefix.spread.vote import Vote
-from sglang_mla_ext.segment import Segment
-
-CHUNK = 4
-KEY = bytes(range(32))
+from sglang_mla_ext.prefix.spread.vote import A_RANK_PAUSES, PLANS_DIFFER
 
 
-@functools.cache
-def names_of(prompt: tuple[int, ...], chunk: int) -> Names:
-    return chunk_names(prompt, None, chunk, KEY)
-
-
-class Meeting:
-    """Where ranks exchange integers; one that comes alone, or brings another number of them, is an error on all."""
-
-    def __init__(self, ranks: int) -> None:
-        self._barrier = threading.Barrier(ranks, timeout=10)
-        self._said: list[Sequence[int]] = [()] * ranks
-        self.exchanges = 0
-
-    def gather(self, rank: int) -> Callable[[Sequence[int]], Sequence[Sequence[int]]]:
-        def exchange(mine: Sequence[int]) -> Sequence[Sequence[int]]:
-            self._said[rank] = mine
-            self._barrier.wait()
-            found = list(self._said)
-            self.exchanges += rank == 0
-            self._barrier.wait()
-            assert len({len(each) for each in found}) == 1
-            return found
-
-        return exchange
-
-
-def prefixes(
-    rank: int, ranks: int, chunks: int = 64, mode: str = "naive", per_step: int = 8, chunk: int = CHUNK
-) -> SpreadPrefixes:
-    cost = CostModel(ModelDims.from_json("deepseek-v3"), 128, GpuRates.from_json("h200"), ranks=ranks)
-    options = HybridMLAOptions(min_prefix_len=CHUNK, mode=mode, expand_tokens_per_step=per_step)
-    capacity = Capacity(256, 2 * 64 * ranks)
-    return SpreadPrefixes(options, cost, ExpandedPool(chunks, chunk), Counters(), rank=rank, capacity=capacity)
-
-
-@dataclass
-class Rank:
-    """One scheduler. `memory` is what stands in each chunk on its device: the name that was expanded there."""
-
-    rank: int
-    meeting: Meeting
-    prefixes: SpreadPrefixes
-    running: list[tuple[int, ...]] = field(default_factory=list)  # prompts
-    failures: list[str] = field(default_factory=list)
-    memory: dict[int, bytes] = field(default_factory=dict)
-    willing: bool = True
-    refused: str | None = None  # why the last step shared nothing
-
-    def __post_init__(self) -> None:
-        def fail(what: str, error: Exception) -> None:
-            self.failures.append(f"{what}: {error}")
-
-        self.vote = Vote(self.prefixes, self.meeting.gather(self.rank), fail)
-
-    @property
-    def chunk(self) -> int:
-        return self.prefixes.pool.chunk_tokens
-
-    def names_of(self, request: int) -> Names:
-        return names_of(self.running[request], self.chunk)
-
-    def given(self) -> tuple[list[Names], list[int]]:
-        return [self.names_of(request) for request in range(len(self.running))], [1] * len(self.running)
-
-    def step(self, tokens: Sequence[int], each: int | None = None) -> SpreadPlan | None:
-        decided = self.vote.decide(self.given if self.willing else None, tokens, each or max(tokens))
-        plan, self.refused = (None, decided) if isinstance(decided, str) else (decided, None)
-        self.prefixes.begin(plan)
-        if plan is not None:
-            for piece in self.prefixes.pieces():
-                prompt = self.names_of(piece.request)
-                for chunk in piece.chunks:
-                    assert prompt[chunk.index] == chunk.node
-                    self.memory[chunk.id] = chunk.node
-                self.prefixes.expanded(piece)
-        return plan
-
-
-def together(ranks: Sequence[Rank], each: int | None = None) -> list[SpreadPlan | None]:
-    """A step of all; `each`: rows that every rank has, by default as many as the one with the most."""
-    tokens = [len(rank.running) for rank in ranks]
-    with ThreadPoolExecutor(len(ranks)) as threads:
-        plans = list(threads.map(lambda rank: rank.step(tokens, each), ranks))
-    check(ranks, plans)
-    return plans
-
-
-def without_ids(segments: Sequence[Segment]) -> list[tuple[tuple[int, ...], int, int]]:
-    return [(segment.rows, segment.start, segment.end) for segment in segments]
-
-
-def check(ranks: Sequence[Rank], plans: Sequence[SpreadPlan | None]) -> None:
-    """All ranks share the same; what rows share are tokens that they have, in chunks that hold them on every rank; and
-    what the ranks' own plans say is a part of that."""
-    assert len({rank.refused for rank in ranks}) == 1
-    if any(plan is None for plan in plans):
-        assert plans == [None] * len(plans)
-        return
-    first = plans[0]
-    assert all(without_ids(plan.segments) == without_ids(first.segments) for plan in plans)
-    shared: dict[int, int] = {}
-    for segment in first.segments:
-        assert len(segment.rows) > 1
-        for row in segment.rows:
-            assert shared.get(row, 0) == segment.start, "segments of a row adjoin"
-            shared[row] = segment.end
-    for rank, plan in zip(ranks, plans, strict=True):
-        for segment in plan.segments:
-            for row in segment.rows:
-                of, index = divmod(row, plan.each)
-                names = ranks[of].names_of(index)
-                stored = [rank.memory[chunk] for chunk in segment.chunks]
-                assert stored == list(names[segment.start // rank.chunk : segment.end // rank.chunk])
-        lens = [shared.get(rank.rank * plan.each + row, 0) for row in range(len(rank.running))]
-        assert list(plan.mine.prefix_lens) == lens
-
-
-def make(count: int, **arguments: int) -> list[Rank]:
-    meeting = Meeting(count)
-    return [Rank(rank, meeting, prefixes(rank, count, **arguments)) for rank in range(count)]
-
-
-SYSTEM, OTHER = tuple(range(4 * CHUNK)), tuple(range(100, 100 + 3 * CHUNK))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_ranks_agree_whatever_each_does(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "count"), [(0, 3), (1, 3), (2, 3), (3, 3), (4, 2), (5, 4)])
+def test_ranks_agree_whatever_each_does(seed: int, count: int) -> None:
     """Requests join and leave, on ranks whose memory differs; ranks are idle, fail, are flushed and find a prefix
     wrong, alone. Prompts share beginnings and diverge anywhere."""
     rng = random.Random(seed)
-    meeting = Meeting(3)
-    ranks = [Rank(rank, meeting, prefixes(rank, 3, chunks=rng.choice([3, 6, 40]))) for rank in range(3)]
+    meeting = Meeting(count)
+    ranks = [Rank(rank, meeting, prefixes(rank, count, chunks=rng.choice([3, 6, 40]))) for rank in range(count)]
     shared = 0
     for _ in range(40):
         for rank in ranks:
@@ -256,7 +120,7 @@ def test_a_failure_on_one_rank_is_everyones_in_that_step_alone(monkeypatch: pyte
         ranks[1].running.append(OTHER)  # there is something to agree on
         with monkeypatch.context() as patched:
             patched.setattr(ranks[1].prefixes, name, broken)
-            assert together(ranks) == [None, None]
+            assert together(ranks) == [None, None] and ranks[0].refused == A_RANK_PAUSES
         assert together(ranks)[0].segments
     assert len(ranks[1].failures) == 2 and not ranks[0].failures
     ranks[0].willing = False
@@ -265,6 +129,108 @@ def test_a_failure_on_one_rank_is_everyones_in_that_step_alone(monkeypatch: pyte
     tokens = [1, len(ranks[1].running)]  # as SGLang says, and not what the rank tells
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(lambda rank: rank.step(tokens), ranks)) == [None, None]
+
+
+def sharing(ranks: list[Rank], prompt: tuple[int, ...] = SYSTEM) -> list[Rank]:
+    """The ranks, when each has a request with a prompt that they share."""
+    for rank in ranks:
+        rank.running = [prompt]
+    while not together(ranks)[0].segments or ranks[0].prefixes.pieces():
+        pass
+    return ranks
+
+
+def other_rows(plan: SpreadPlan) -> SpreadPlan:
+    (segment,) = plan.segments
+    return replace(plan, segments=(replace(segment, rows=segment.rows[:-1]),))
+
+
+CHANGES: dict[str, Callable[[SpreadPlan], SpreadPlan]] = {
+    "nothing": lambda plan: replace(plan, segments=(), names=()),
+    "segments": lambda plan: replace(plan, segments=()),
+    "rows": other_rows,
+    "end": lambda plan: replace(plan, segments=(replace(plan.segments[0], end=plan.segments[0].end - 1),)),
+    "names": lambda plan: replace(plan, names=(plan.names[0][::-1],)),
+    "each": lambda plan: replace(plan, each=plan.each + 1),
+}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_plan_that_is_another_one_on_one_rank_is_shared_by_none(
+    change: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = sharing(make(count))
+    ranks[0].running.append(OTHER)  # there is something to agree on
+    agree = ranks[-1].prefixes.agree
+    with monkeypatch.context() as patched:
+        patched.setattr(ranks[-1].prefixes, "agree", lambda *args: CHANGES[change](agree(*args)))
+        for _ in range(2):
+            assert together(ranks) == [None] * count
+            assert {rank.refused for rank in ranks} == {PLANS_DIFFER}
+    assert together(ranks)[0].segments and not any(rank.failures for rank in ranks)
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [{"min_prefix_len": 100 * CHUNK}, {"mode": "auto"}],
+    ids=str,
+)
+def test_ranks_with_other_rules_share_nothing(unlike: dict[str, object]) -> None:
+    """Who wants nothing comes to no vote for a few steps, and who wants something would wait for it there."""
+    meeting = Meeting(2)
+    ranks = [Rank(rank, meeting, prefixes(rank, 2, **unlike if rank else {})) for rank in range(2)]
+    for rank in ranks:
+        rank.running = [SYSTEM]
+    for _ in range(3):
+        assert together(ranks) == [None, None]
+        assert [rank.refused for rank in ranks] == [PLANS_DIFFER] * 2
+    assert ranks[1].prefixes.wants_nothing and not ranks[0].prefixes.wants_nothing
+    for rank in ranks:
+        rank.running = [OTHER[: CHUNK - 1]]  # nothing is worth anything to either of them
+    assert together(ranks)[0].segments == ()
+
+
+def test_ranks_with_rates_of_other_gpus_share_nothing() -> None:
+    """Of 90 requests that have 8,192 tokens in common, on an H200 and an H100."""
+    meeting, ranks = Meeting(2), []
+    for rank, gpu in enumerate(("h200", "h100")):
+        found = prefixes(rank, 2, mode="auto", per_step=1 << 15, chunk=256, gpu=gpu)
+        ranks.append(Rank(rank, meeting, found, [tuple(range(8192))] * 45))
+    assert together(ranks) == [None, None] and ranks[0].refused == PLANS_DIFFER
+    assert [rank.prefixes.wants_nothing for rank in ranks] == [False, True]
+
+
+def test_nobody_overwrites_what_a_plan_still_reads() -> None:
+    """Memory goes to a prefix that is worth more while the one that had it is shared, and nobody's batch changes: the
+    plan is another one from the step on in which the first chunk is given away."""
+    ranks = sharing(make(2, chunks=4))
+    for rank in ranks:
+        rank.running += [OTHER] * 3
+    for step in range(4):
+        plan = together(ranks)[0]  # checks what stands in each chunk
+        if step == 0:
+            assert without_ids(plan.segments) == [((0, 4), 0, 4 * CHUNK)], "still there"
+    assert [segment.end for segment in plan.segments if len(segment.rows) == 6] == [3 * CHUNK]
+    assert all(rank.prefixes._counters.evictions for rank in ranks) and not any(rank.failures for rank in ranks)
+
+
+@pytest.mark.parametrize("cut", range(4))
+def test_a_chunk_that_is_distrusted_is_never_shared_again(cut: int) -> None:
+    """On no rank, though one alone has found it wrong; what is before it stays shared."""
+    ranks = sharing(make(2))
+    while together(ranks)[0].segments[0].end < 4 * CHUNK:
+        pass
+    distrusted = names_of(SYSTEM, CHUNK)[cut]
+    ranks[1].prefixes.distrust([distrusted])
+    for step in range(6):
+        plan = together(ranks)[0]
+        assert not any(distrusted in path for path in plan.names)
+        assert without_ids(plan.segments) == ([((0, 1), 0, cut * CHUNK)] if cut else []), step
+        assert distrusted not in ranks[1].prefixes.report(*ranks[1].given()).names
+    ranks[0].running, ranks[1].running = [SYSTEM, SYSTEM], [SYSTEM, OTHER]
+    for _ in range(4):
+        assert not any(distrusted in path for path in together(ranks)[0].names)
 
 
 def test_few_requests_on_many_ranks_share_by_cost() -> None:
