@@ -277,6 +277,27 @@ PREFIXES = ("--hybrid-mla-prefix-memory-gb", "0.2")
 # But here the cache is as large as a tenth of the memory allows. Prefill in chunks.
 BY_MEMORY = ("--max-total-tokens", str(1 << 30), "--chunked-prefill-size", "256")
 
+# Parts of it fail when a test wants it (failing.py).
+FAILING_FOLDER = Path(tempfile.gettempdir()) / f"failing-{os.getpid()}"
+FAILS = {RUN_FIRST: str(Path(__file__).with_name("failing.py")), FAILING: str(FAILING_FOLDER)}
+Fail = Callable[..., None]
+
+
+@pytest.fixture
+def fail() -> Iterator[Fail]:
+    """`fail(name=times)`: see failing.py."""
+    FAILING_FOLDER.mkdir(exist_ok=True)
+
+    def set_up(**times: int) -> None:
+        for name, count in times.items():
+            (FAILING_FOLDER / name).write_text(str(count))
+
+    yield set_up
+    for file in FAILING_FOLDER.iterdir():
+        file.unlink()
+    FAILING_FOLDER.rmdir()
+
+
 stock = _server("stock", "--attention-backend", "torch_native", *SIZED, kind=Reference)
 # Every fifth step is computed again by plain absorb. Requests may bring a logit processor of the scripts.
 hybrid = _server(
@@ -305,7 +326,7 @@ dp_attention = _server(
     *(*NAIVE, *SIZED, *PREFIXES, "--tp", "2", "--dp-size", "2", "--enable-dp-attention"),
     *("--hybrid-mla-mixed-tokens", "128", "--hybrid-mla-spread", "auto", "--hybrid-mla-verify-interval", "5"),
     *("--hybrid-mla-prefill-expand-tokens", "256"),
-    environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
+    environment={"SGLANG_CPU_OMP_THREADS_BIND": "0|1", **FAILS},
 )
 dp_attention_of_four = _server(
     "dp_attention_of_four",
@@ -381,13 +402,7 @@ riding_in_pieces = _server(
     environment={RUN_FIRST: str(Path(__file__).with_name("retracting.py"))},
 )
 
-# Parts of it fail when a test wants it (failing.py).
-FAILING_FOLDER = Path(tempfile.gettempdir()) / f"failing-{os.getpid()}"
-failing = _server(
-    "failing",
-    *(*NAIVE, *SIZED, *PREFIXES, "--enable-metrics"),
-    environment={RUN_FIRST: str(Path(__file__).with_name("failing.py")), FAILING: str(FAILING_FOLDER)},
-)
+failing = _server("failing", *NAIVE, *SIZED, *PREFIXES, "--enable-metrics", environment=FAILS)
 
 
 def v2_lite(folder: Path) -> Path:

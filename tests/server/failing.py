@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,22 @@ def fails(owner: type, method: str, name: str, folder: Path) -> None:
     setattr(owner, method, called)
 
 
+def changes_plans(name: str, folder: Path) -> None:
+    """What ranks have agreed to share is something else on the second of them."""
+    from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
+
+    agree = SpreadPrefixes.agree
+
+    @functools.wraps(agree)
+    def called(prefixes: Any, *args: Any) -> Any:
+        plan = agree(prefixes, *args)
+        if prefixes._rank == 1 and plan.segments and takes(folder, name):
+            return replace(plan, segments=plan.segments[:-1], names=plan.names[:-1])
+        return plan
+
+    SpreadPrefixes.agree = called
+
+
 def install(folder: Path) -> None:
     """The names, and what of the extension fails under them."""
     from sglang_mla_ext.adapter.cpu.latent_torch import TorchLatent
@@ -63,6 +80,7 @@ def install(folder: Path) -> None:
     fails(TorchSharedAttention, "run", "attention", folder)
     fails(TorchSharedAttention, "merge", "merging", folder)
     fails(Metrics, "publish", "metrics", folder)
+    changes_plans("changing", folder)
 
 
 if __name__ == "__main__":

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
 
 import pytest
 from bench.server import ON_GPU
-from conftest import FAILING_FOLDER, Chat, Reference, Server, assert_same
+from conftest import FAILING_FOLDER, Chat, Fail, Reference, Server, assert_same
 from test_answers import SYSTEM, question
 
 pytestmark = pytest.mark.skipif(ON_GPU, reason="a server that is no fork has nothing of the tests in it")
 
-Fail = Callable[..., None]
 CHATS = [Chat(SYSTEM, question(i), max_tokens=24 + 8 * i) for i in range(4)]
 LATER = [Chat(SYSTEM, question(i), max_tokens=8, delay_s=0.4) for i in range(4, 6)]
-
-
-@pytest.fixture
-def fail() -> Iterator[Fail]:
-    """`fail(name=times)`: see failing.py."""
-    FAILING_FOLDER.mkdir(exist_ok=True)
-
-    def set_up(**times: int) -> None:
-        for name, count in times.items():
-            (FAILING_FOLDER / name).write_text(str(count))
-
-    yield set_up
-    for file in FAILING_FOLDER.iterdir():
-        file.unlink()
-    FAILING_FOLDER.rmdir()
 
 
 def test_failures_under_running_chats(stock: Reference, failing: Server, fail: Fail) -> None:

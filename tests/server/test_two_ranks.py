@@ -3,12 +3,30 @@ attention), and with expanded prefixes of their own."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import random
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from conftest import Chat, Reference, Server, assert_same, counting, in_thread
+from bench.generate import post, session
+from bench.server import ON_GPU, free_port, server_command
+from conftest import (
+    FAILING_FOLDER,
+    PREFIXES,
+    SIZED,
+    Chat,
+    Fail,
+    Reference,
+    Server,
+    assert_same,
+    counting,
+    in_thread,
+)
+from server_pool import ServerPool, small
 from test_answers import OTHER_SYSTEM, SYSTEM, question
 
 
@@ -49,6 +67,14 @@ def check_spread(found: list[dict[str, Any]]) -> None:
     assert all(each["shadow_checks"] > 1 and each["not_spread"]["a rank has no rows"] > 0 for each in found), found
 
 
+def spread_since(before: list[dict[str, Any]], server: Server) -> int:
+    """Steps in which ranks attended for each other, which are the same on all of them."""
+    (spread,) = {
+        now["steps_spread"] - then["steps_spread"] for now, then in zip(server.counters(), before, strict=True)
+    }
+    return spread
+
+
 def test_ranks_with_requests_of_their_own_answer_as_one(stock: Reference, dp_attention: Server) -> None:
     """Then what they hold is there for new tokens that ride on both of them; where too many come together to ride, a
     pass of each expands all heads of it for them."""
@@ -73,6 +99,59 @@ def test_ranks_with_requests_of_their_own_answer_as_one(stock: Reference, dp_att
         raise AssertionError(f"no pass expanded for itself: {found}")
     assert not any(each["fallbacks"] for each in found), found
     check_spread(found)
+
+
+@pytest.mark.skipif(ON_GPU, reason="a server that is no fork has nothing of the tests in it")
+def test_a_changed_plan_on_one_rank_is_shared_by_none(stock: Reference, dp_attention: Server, fail: Fail) -> None:
+    """Nobody waits for it, answers stay the same, and the ranks share again."""
+    chats = [Chat((SYSTEM, OTHER_SYSTEM)[i // 2 % 2], question(i), max_tokens=16 + 4 * i) for i in range(8)]
+    expected = stock.asking(*chats)
+    dp_attention.ask(*chats)
+    before = dp_attention.counters()
+    fail(changing=3)
+    deadline = time.monotonic() + 60
+    while list(FAILING_FOLDER.iterdir()):
+        assert_same(dp_attention.ask(*chats), expected.result())
+        assert time.monotonic() < deadline, "no plan was changed"
+    assert_same(dp_attention.ask(*chats), expected.result())
+    found = dp_attention.counters()
+    differed = {each["not_spread"].get("plans_differ", 0) for each in found}
+    assert len(differed) == 1 and min(differed) >= 3, found
+    assert spread_since(before, dp_attention) > 10 and not any(each["fallbacks"] for each in found), found
+
+
+def test_prompts_made_for_one_name_keep_their_own_keys(stock: Reference, dp_attention: Server) -> None:
+    """Two chunks that had the same name in a server without a key of its own, in requests on both ranks."""
+    draw = random.Random(0)
+    chunks = json.loads((Path(__file__).parents[1] / "unit/colliding_chunks.json").read_text())
+    prompts = [chunks[which] + [draw.randrange(10, 3000) for _ in range(9)] for which in "aaaabb"]
+    sampling = {"temperature": 0, "max_new_tokens": 32, "ignore_eos": True}
+
+    async def answers(url: str) -> list[list[int]]:
+        async with session() as client:
+            bodies = [{"input_ids": prompt, "sampling_params": sampling} for prompt in prompts]
+            return [each["output_ids"] for each in await asyncio.gather(*(post(client, url, each) for each in bodies))]
+
+    before = dp_attention.counters()
+    expected, found = (asyncio.run(answers(f"{server.base_url}/generate")) for server in (stock, dp_attention))
+    assert found == expected
+    assert spread_since(before, dp_attention) > 0
+
+
+@pytest.mark.slow
+def test_nodes_with_other_options_stop(servers: ServerPool, tmp_path: Path) -> None:
+    """Both of them, with the values of both."""
+    port, processes, logs = free_port(), [], [tmp_path / "0", tmp_path / "1"]
+    for node, tokens in enumerate(("32", "2048")):
+        arguments = ["--model-path", str(small(tmp_path)), *SIZED, *PREFIXES, "--attention-backend", "hybrid_mla"]
+        arguments += ["--hybrid-mla-min-prefix-len", tokens, "--tp", "2", "--nnodes", "2", "--node-rank", str(node)]
+        command, environment = server_command([*arguments, "--dist-init-addr", f"127.0.0.1:{port}"], free_port())
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "0|1"
+        with logs[node].open("wb") as output:
+            processes.append(servers.popen(command, env=environment, stdout=output, stderr=output))
+    for process, log in zip(processes, logs, strict=True):
+        assert process.wait(timeout=180) != 0
+        assert "--hybrid-mla-min-prefix-len: 32 on rank 0, 2048 on rank 1. " in log.read_text()
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from decode_world import EXTEND, HEADS, MAX_REQUESTS, MIB, PAGE, World
 from sglang_mla_ext import observe
 from sglang_mla_ext.adapter.step import build, build_expanding
 from sglang_mla_ext.adapter.step.passes import passes
+from sglang_mla_ext.adapter.step.ranks import RanksDifferError
 from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
@@ -56,6 +57,18 @@ def test_with_dp_attention_the_log_says_how_far_the_memory_reaches(
     assert "--hybrid-mla-spread auto holds every prefix once" in caplog.text
     chunks = pool_of(world).num_chunks
     assert f"tokens {chunks * CHUNK_TOKENS:,} are expanded" in caplog.text and f"has {HEADS} heads" in caplog.text
+
+
+def test_ranks_are_compared_before_anything_is_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def differ(rules: dict[str, object]) -> None:
+        assert rules["mixed tokens in a step"] == 64 and "rates of the GPU" in rules
+        raise RanksDifferError("64 on rank 0")
+
+    for name in ("all_ranks_agree", "make_expanding", "take_over"):
+        monkeypatch.setattr(build, name, lambda *_, **__: pytest.fail("a rank would wait for the others"))
+    monkeypatch.setattr(build, "check_alike", differ)
+    with pytest.raises(RanksDifferError, match="64 on rank 0"):
+        world.make("cpu", mixed_tokens=64)
 
 
 @pytest.mark.parametrize("part", ["attention", "expander"])

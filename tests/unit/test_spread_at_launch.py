@@ -273,6 +273,47 @@ def test_what_is_not_spread_is_counted() -> None:
     assert without_graphs.counters.not_spread == {"a rank has no rows": 1}
 
 
+def test_plans_that_differ_are_counted_and_voted_on_again(caplog: pytest.LogCaptureFixture) -> None:
+    """In the next step, and if they differ again and again, less and less often; what is not voted on counts, too."""
+    rank, reqs, votes = Rank(graphs=[1, 2, 8]), [request(600), request(600)], []
+    while rank.step(reqs) is None or rank.prefixes.pieces():
+        pass
+    alike = rank.spreading._gather
+
+    def other_plan(mine: Any) -> Any:
+        votes[-1] += 1
+        return [mine, [1]] if len(mine) == 1 else alike(mine)
+
+    def in_steps(count: int) -> list[int]:
+        votes.clear()
+        for _ in range(count):
+            votes.append(0)
+            assert rank.step(reqs) is None and rank.spreading.shared_plan() is None
+        return list(votes)
+
+    reqs.append(request(600))
+    rank.spreading._gather = other_plan
+    assert in_steps(11) == [3, 3, 0, 0, 0, 0, 3, 0, 0, 0, 0]
+    assert rank.counters.not_spread == {"plans_differ": 11} and not rank.failures
+    rank.spreading._without_vote, rank.spreading._differed = 0, 100
+    assert sum(map(bool, in_steps(66))) == 2
+    rank.spreading._gather, rank.spreading._without_vote = alike, 0
+    assert rank.step(reqs).segments
+    rank.spreading._gather = other_plan
+    reqs.append(request(600))
+    assert in_steps(2) == [3, 3], "from the start again"
+    assert caplog.text.count("ranks made different plans") == 1
+
+
+def test_ranks_compare_what_decides_whether_they_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And which attention is in which graph."""
+    compared: list[dict[str, Any]] = []
+    monkeypatch.setattr(spreading, "check_alike", compared.append)
+    Rank(graphs=[8, 1, 2])
+    (found,) = compared
+    assert found == {"rows of decode graphs": [1, 2, 8], "requests of a rank that share": range(1, 17)}
+
+
 def test_a_failed_expansion_is_told_and_leaves_the_step_as_agreed() -> None:
     rank = Rank(graphs=[2])
     reqs = [request(600), request(600)]
