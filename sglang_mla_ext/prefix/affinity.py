@@ -28,7 +28,12 @@ _FACTORS = np.random.default_rng(0x5EED).integers(1, 1 << 63, size=1 << 16, dtyp
 
 
 class PromptAffinity:
-    """Remembers by 64-bit hashes which pages each rank was given; two prompts that collide are merely kept together."""
+    """Remembers by 64-bit hashes which pages each rank was given.
+
+    The hashes have no key, and a client can make prompts that collide. That costs balance, never answers: prompts are
+    sent to one rank, whose own tree compares tokens. Where a name decides whose keys are read, it has a key
+    (prefix/spread/names.py).
+    """
 
     def __init__(self, ranks: int, *, min_prefix_len: int, max_pages: int = MAX_PAGES) -> None:
         """
