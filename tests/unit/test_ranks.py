@@ -1,4 +1,4 @@
-"""What ranks compare and share at start, by Gloo as in a server, and what a launch says where they differ."""
+"""Tests of what ranks compare and share at start, by Gloo as in a server."""
 
 from __future__ import annotations
 

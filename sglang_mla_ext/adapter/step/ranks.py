@@ -1,4 +1,4 @@
-"""What all ranks of a server have to have in common, settled once at start.
+"""Settles once, at start, what all ranks of a server must have in common.
 
 Ranks decide alike because they decide by the same rules from the same data. The rules are checked here: nodes are
 started one by one, and may have other options, GPUs or releases. Where they do, ranks would wait for each other in
@@ -40,7 +40,7 @@ def tp_group() -> GroupCoordinator:
 
 
 def rules(options: HybridMLAOptions, rates: GpuRates, riding_tokens: int) -> dict[str, object]:
-    """What a rank decides by, by name.
+    """Return what a rank decides by, by name.
 
     Args:
         options: with defaults that follow the memory.
@@ -78,7 +78,7 @@ def check_alike(mine: Mapping[str, object]) -> None:
 
 
 def differing(of_ranks: list[dict[str, str]]) -> list[str]:
-    """One line for each name whose values are not the same on all ranks."""
+    """Return a line for each name whose values are not the same on all ranks."""
     lines = []
     for name in dict.fromkeys(name for values in of_ranks for name in values):
         having: dict[str, list[int]] = {}
@@ -94,7 +94,7 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def drawn_key(group: GroupCoordinator) -> bytes:
-    """A secret of this server, drawn by the first rank of the group; all of them have to ask at once."""
+    """Return a secret of this server, drawn by the first rank of the group; all of them call this at the same time."""
     key = torch.frombuffer(bytearray(secrets.token_bytes(KEY_BYTES)), dtype=torch.uint8)
     torch.distributed.broadcast(key, group.ranks[0], group.cpu_group)
     return key.numpy().tobytes()

@@ -1,4 +1,4 @@
-"""What a step of all ranks shares."""
+"""The plan of a step of all ranks."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Vote:
             return array("q"), 0
 
     def _agree(self, words: Sequence[Sequence[int]], tokens: Sequence[int], each: int) -> tuple[SpreadPlan | None, int]:
-        """What the step shares by this rank's reckoning, and the fingerprint of it, 0 where it could make none."""
+        """Return what the step shares by this rank's reckoning, and its fingerprint; 0 where it could make none."""
         try:
             reports = [Report.from_words(of_rank) for of_rank in words]
             rows = [sum(report.rows) for report in reports]
