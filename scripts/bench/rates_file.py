@@ -12,7 +12,7 @@ from typing import Any
 from bench.plan_trees import plans_table, with_fitted_segments
 from bench.planner_verdicts import report, verdicts, with_fitted_overheads
 from bench.records import commit, package_version
-from sglang_mla_ext.configs import FALLBACK_GPU, device_words, gpu_config_of, read_config
+from sglang_mla_ext.configs import FALLBACK_GPU, device_fits, device_words, gpu_config_of, read_config
 from sglang_mla_ext.prefix.gpu_rates import GpuRates, ModeRates
 from sglang_mla_ext.segment import Mode
 
@@ -45,7 +45,7 @@ def starting_config(path: Path, device: str) -> tuple[dict[str, Any], str]:
 
 def is_of(device: str, config: Mapping[str, Any]) -> bool:
     """Whether rates are those of this device."""
-    return not set(device_words(device)).isdisjoint(config["device_words"])
+    return device_fits(device, config["device_words"]) > 0
 
 
 def updated(config: Mapping[str, Any], modes: Mapping[Mode, Any], l2_bytes: int, source: str) -> dict[str, Any]:

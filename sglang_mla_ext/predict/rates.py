@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_mla_ext.configs import device_words, gpu_config_of, read_config_or_file
+from sglang_mla_ext.configs import config_names, device_words, did_you_mean, gpu_config_of, read_config_or_file
 from sglang_mla_ext.prefix.gpu_rates import GpuRates
 from sglang_mla_ext.segment import Mode
 
-NOT_HOPPER = frozenset({"a100", "a800", "l40s", "b100", "b200", "b300", "gb200", "gb300"})
-"""GPUs that people ask for, and that the extension does not run on."""
+OTHERS = {
+    "a Blackwell GPU": r"g?b[123]00a?|gb10|(rtx)?50[0-9]0|blackwell",
+    "a GPU before Hopper": r"v100|t4|a10|a16|a30|a40|a100|a800|a6000|l4|l20|l40s?|rtx|(rtx)?[34]090|ada",
+    "an AMD GPU": r"mi\d{2,3}[axp]?|amd|instinct|radeon",
+    "no NVIDIA GPU": r"gaudi\d?|hl\d+|tpu|v5e|v6e|trainium\d?|ascend|910[bc]|xpu|npu|max\d{4}",
+}
+"""GPUs that people ask for, and that the extension does not run on: what each is -> its names, words of them. The first one that fits."""
+
+OTHER_CARDS = frozenset({"nvl", "pcie"})
+"""Words that tell a card with other memory and rates from the one that is known under the same name."""
+
+SIZE_APART = 0.08
+"""Of a card's memory: what a name may be away from it, in GB or GiB."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +120,25 @@ class Gpu:
         """
         if Path(name).suffix == ".json":
             return cls.from_json(name)
-        if NOT_HOPPER.intersection(device_words(name)):
+        if (what := _unsupported(name)) is not None:
             raise ValueError(
-                f"the extension does not run on {name}: FlashMLA needs a Hopper GPU (H100, H200, H800, H20)"
+                f"the extension does not run on {name}, {what}: FlashMLA needs a Hopper GPU (H100, H200, H800, H20)"
             )
-        return cls.from_json(gpu_config_of(name) or name)
+        if (key := gpu_config_of(name)) is None:
+            known = [each for each in config_names("gpus") if _unsupported(each) is None]
+            meant = did_you_mean(name.lower(), {each: each for each in known}, cutoff=0.6)
+            raise ValueError(f"no GPU {name!r}.{meant} Known are {', '.join(known)}; or give a file of rates")
+        found = cls.from_json(key)
+        if found._is_another_card(device_words(name)):
+            size = "" if found.sheet is None else f" ({found.sheet.memory_bytes / (1 << 30):.0f} GiB)"
+            raise ValueError(f"{name} is not known, and {found.rates.name}{size} is another card: give a file of rates")
+        return found
+
+    def _is_another_card(self, words: Sequence[str]) -> bool:
+        """Whether words of a name tell a card of another size or build than this one."""
+        sizes = [float(match[1]) for word in words if (match := re.fullmatch(r"(\d+)gb?", word))]
+        have = 0.0 if self.sheet is None else self.sheet.memory_bytes / 1e9
+        return not OTHER_CARDS.isdisjoint(words) or any(abs(size - have) > SIZE_APART * have for size in sizes)
 
     @classmethod
     def from_json(cls, name_or_path: str | Path) -> Gpu:
@@ -130,3 +156,10 @@ class Gpu:
     def derived(self) -> bool:
         """Whether nobody measured its rates."""
         return self.rates.source.startswith("DERIVED")
+
+
+def _unsupported(name: str) -> str | None:
+    """What a GPU is that the extension does not run on; None for others."""
+    words = device_words(name)
+    fitting = (what for what, names in OTHERS.items() if any(re.fullmatch(names, word) for word in words))
+    return next(fitting, None)

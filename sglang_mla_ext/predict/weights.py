@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_mla_ext.configs import config_names, read_config
+from sglang_mla_ext.configs import config_names, did_you_mean, read_config
 from sglang_mla_ext.predict import linear as linear_layers
 from sglang_mla_ext.prefix.model_dims import language_part
 
@@ -110,14 +110,21 @@ def model_names() -> list[str]:
 
 @functools.cache
 def _shipped(name: str) -> Mapping[str, Any]:
-    asked = name.lower()
-    for known in model_names():
-        checkpoint = read_config("checkpoints", known)
+    asked, known = name.lower(), {}
+    for shipped in config_names("checkpoints"):
+        checkpoint = read_config("checkpoints", shipped)
         names = [each.lower() for each in checkpoint["names"]]
-        if asked in (known, *names, *(each.partition("/")[2] for each in names)):
-            config: Mapping[str, Any] = checkpoint["config"]
-            return config
-    raise UnknownModelError(f"no model {name!r}: give one of {', '.join(model_names())}, or a path to a config.json")
+        if asked in (of_this := (shipped, *names, *(each.partition("/")[2] for each in names))):
+            if (why := checkpoint.get("refused")) is not None:
+                raise UnknownModelError(f"{name} is not supported: {why}")
+            if shipped in model_names():
+                config: Mapping[str, Any] = checkpoint["config"]
+                return config
+        known |= dict.fromkeys(of_this, shipped) if shipped in model_names() else {}
+    meant = did_you_mean(asked, {each: each for each in known})
+    raise UnknownModelError(
+        f"no model {name!r}.{meant} Known are {', '.join(model_names())}; or give a path to a config.json"
+    )
 
 
 def products(config: Mapping[str, Any], dtype: str = "auto") -> tuple[Product, ...]:

@@ -54,5 +54,7 @@ def test_a_name_or_a_file(tmp_path):
 
 def test_devices_by_whole_words():
     assert device_words("NVIDIA H100 80GB-HBM3") == ["nvidia", "h100", "80gb", "hbm3"]
-    assert [gpu_config_of(name) for name in ("NVIDIA H200", "NVIDIA H20-3e", "cpu")] == ["h200", "h20", "cpu"]
+    assert [gpu_config_of(name) for name in ("NVIDIA H200", "NVIDIA H20", "cpu")] == ["h200", "h20", "cpu"]
+    # A card of the same name with more memory is another one.
+    assert [gpu_config_of(name) for name in ("NVIDIA H20-3e", "h20-141gb", "H20 96GB")] == ["h20-3e", "h20-3e", "h20"]
     assert gpu_config_of("NVIDIA B300") is None

@@ -147,7 +147,7 @@ def test_a_model_by_its_file_or_its_name_on_hugging_face(tmp_path):
     assert by_file["cases"] == by_name["cases"]
     file.write_text('{"hidden_size": 64}')
     assert "no" in refused("--model", str(file))
-    assert "give one of" in refused("--model", "gpt-2")
+    assert "Known are deepseek-v2-lite" in refused("--model", "gpt-2")
 
 
 def test_ranks_share_what_they_can():
@@ -377,9 +377,40 @@ def test_gpus_as_people_name_them(name):
     assert Gpu.named(name).sheet is not None and Gpu.named(name).key == name.lower().split()[-1].replace("800", "100")
 
 
-@pytest.mark.parametrize("name", ["a100", "B200", "b300", "gb200"])
-def test_gpus_that_it_does_not_run_on(name):
-    assert f"does not run on {name}" in refused("--gpu", name)
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        *(("a100", "a GPU before Hopper"), ("RTX 6000 Ada", "a GPU before Hopper"), ("gaudi3", "no NVIDIA GPU")),
+        *((name, "a Blackwell GPU") for name in ("B200", "b300", "gb200", "rtx5090")),
+        *((name, "an AMD GPU") for name in ("mi300x", "AMD Instinct MI355X")),
+    ],
+)
+def test_gpus_that_it_does_not_run_on(name, what):
+    assert f"does not run on {name}, {what}: " in refused("--gpu", name)
+
+
+def test_cards_of_one_name_with_other_memory():
+    assert {Gpu.named(name).key for name in ("h20-3e", "h20-141gb", "NVIDIA H20-3e")} == {"h20-3e"}
+    more, less = Gpu.named("h20-3e").sheet, Gpu.named("h20-96gb").sheet
+    assert (more.memory_bytes, more.bytes_per_s) == (H200.sheet.memory_bytes, H200.sheet.bytes_per_s)
+    assert (less, more.bf16_flops) == (Gpu.from_json("h20").sheet, less.bf16_flops)
+    assert Gpu.named("NVIDIA H100 80GB HBM3").key == "h100" and Gpu.named("h200-141gb").key == "h200"
+    for name in ("h100-nvl", "h100-pcie", "h100-94gb", "h20-48gb"):
+        assert "is another card" in refused("--gpu", name)
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "said"),
+    [
+        ("--model", "deepsek-r1", "Did you mean deepseek-r1?"),
+        ("--model", "kimik2", "Did you mean kimi-k2?"),
+        ("--model", "deepseek-v3.2", "deepseek-v3.2 is not supported: DeepSeek Sparse Attention"),
+        ("--model", "deepseek-ai/DeepSeek-V3.2-Exp", "is not supported: DeepSeek Sparse Attention"),
+        ("--gpu", "h20o", "Did you mean h20?"),
+    ],
+)
+def test_a_name_that_is_not_known(option, name, said):
+    assert said in refused(option, name)
 
 
 def test_plot(tmp_path):

@@ -3,12 +3,11 @@ configuration when it resolves its arguments, and would download it."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from pathlib import Path
 
-from sglang_mla_ext.configs import config_names, read_config
+from sglang_mla_ext.configs import config_names, did_you_mean, read_config
 
 HUB_TIMEOUT_S = 5.0
 
@@ -28,8 +27,7 @@ def out_of_reach(model: str) -> str | None:
     if (why := _not_at_hub(model)) is None:
         return None
     names = {_last_part(name): name for name in reversed(_names())}
-    close = difflib.get_close_matches(_last_part(model), names, n=1, cutoff=0.75)
-    meant = f" Did you mean {names[close[0]]}?" if close else ""
+    meant = did_you_mean(_last_part(model), names)
     return f"{model} is neither a folder here nor a known model{why}: give a folder with its config.json.{meant}"
 
 
