@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
-from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS  # plain Python
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS  # plain Python
 from sglang_mla_ext.predict import sharing
 from sglang_mla_ext.predict.memory import buffer_bytes, fraction_that_fits
-from sglang_mla_ext.predict.report import GIB, Asked, chunks_for, replaced, whole_step
+from sglang_mla_ext.predict.report import GIB, Asked, chunks_for, most_that_share, replaced, whole_step
 from sglang_mla_ext.predict.step import Deployment
 
 WORTH = 1.03
@@ -24,6 +24,8 @@ LATER = "with later first tokens where many requests come at once"
 PREFILL = "Prefill gains beside that: a pass expands a prompt once for all of its requests."
 NEARLY = 0.98
 """Of the best gain; less memory that gives so much is preferred."""
+LARGEST_FRACTION = 0.95
+"""Of a GPU's memory for weights and cache: a larger one leaves no room for graphs and activations."""
 
 
 class Outcome(NamedTuple):
@@ -63,16 +65,15 @@ def recommend(of: Deployment, asked: Asked) -> dict[str, Any] | None:
     divided = asked.memory(of)
     if of.gpu.step is None or divided is None:
         return None
-    if not divided.budget:
-        return {"turn_on": None, "text": _too_heavy(of, asked)}
-    best = _best(of, asked)
+    fraction = _larger_fraction(of, asked)
+    best = _best(of, asked) if divided.budget else None
     if best is None:
-        return {
-            "turn_on": None,
-            "text": "the KV cache does not hold a single one of these requests: use fewer tokens, or more GPUs",
-        }
-    replaced_ratios = _replaced(best)
-    turn_on = max(best.outcome.mean, replaced_ratios.mean if replaced_ratios else 0) >= WORTH
+        what = (
+            "the KV cache does not hold a single one of these requests" if divided.budget else "the weights do not fit"
+        )
+        return {"turn_on": None, "mem_fraction": fraction, "text": _too_little(of, asked, what, fraction)}
+    answers = _replaced(best)
+    turn_on = max(best.outcome.mean, answers[0].mean if answers else 0) >= WORTH
     memory, flags = best.asked.memory(of), ["--attention-backend hybrid_mla"]
     assert memory is not None
     if best.asked.for_prefixes is not None:
@@ -81,40 +82,49 @@ def recommend(of: Deployment, asked: Asked) -> dict[str, Any] | None:
         flags.append(f"--hybrid-mla-prefix-dtype {'fp8_e4m3' if of.expanded_element_bytes == 1 else 'bf16'}")
     if of.dp > 1:
         flags.append("--hybrid-mla-spread auto" if of.spread else "--hybrid-mla-dp-routing prefix")
-    flags += _passing(best)
+    flags += _passing(best) + _most_running(best)
     tokens = {"stock": memory.tokens(shared=False), "shared": memory.tokens(shared=True)}
     pays = {prompt: sharing.pays_from(of.cost, prompt, chunks_for(prompt, memory)) for prompt in asked.prompts}
     alternatives = list(_alternatives(best))
-    if turn_on:
-        said = [_turn_on(flags, best, replaced_ratios, pays, tokens)]
-    else:
-        said = [_leave_off(best, pays, bool(alternatives))]
+    advice = _turn_on(flags, best, answers, pays, tokens) if turn_on else _leave_off(best, pays, bool(alternatives))
+    said = [advice]
     if turn_on and of.dp > 1 and not of.spread:
         said.append("Routing by prefix keeps requests of one prompt on one rank; the ratio assumes it.")
     if of.prefill_expand_tokens:
         said.append(PREFILL)
+    better = _with_fraction(of, asked, fraction) if fraction is not None else None
+    if better is not None and better[1].mean > CLEARLY * best.outcome.mean:
+        said.append(f"The KV cache is small: {better[0]}.")
     said += alternatives
     return {
         "turn_on": turn_on,
         "flags": flags if turn_on else [],
         "ratio": best.outcome.range,
-        "ratio_replaced": replaced_ratios and replaced_ratios.range,
+        "ratio_replaced": answers[0].range if answers else None,
+        "ratio_replaced_slow_host": answers[-1].range if len(answers) > 1 else None,
         "pays_from": {str(prompt): least for prompt, least in pays.items()},
         "cache_tokens": tokens,
+        "mem_fraction": fraction,
         "text": " ".join(said),
     }
 
 
 def _turn_on(
-    flags: list[str], best: Choice, answers: Outcome | None, pays: dict[int, int | None], tokens: dict[str, int]
+    flags: list[str], best: Choice, answers: list[Outcome], pays: dict[int, int | None], tokens: dict[str, int]
 ) -> str:
     least = _pays_from(best.of, pays)
-    and_of_answers = f", and {answers} where requests are replaced as they end" if answers else ""
+    and_of_answers = ""
+    if answers:
+        and_of_answers = f", and {answers[0]} where requests are replaced as they end"
+    if len(answers) > 1:
+        slow = max(best.asked.hosts(best.of)) * 1e3
+        and_of_answers += f" ({answers[-1]} where a prefill pass takes a slow host {slow:,.0f} ms)"
     from_on = f"; it shares from {least} on" if least else ""
     cost = f"the KV cache of a GPU holds {tokens['shared']:,} tokens instead of {tokens['stock']:,}"
+    waiting = " Requests beyond --max-running-requests wait." if _most_running(best) else ""
     return (
         f"turn it on, with {' '.join(flags)}. Expect {best.outcome} the tokens per second of stock attention for the "
-        f"prompts and requests above{and_of_answers}{from_on}. It costs memory: {cost}."
+        f"prompts and requests above{and_of_answers}{from_on}.{waiting} It costs memory: {cost}."
     )
 
 
@@ -126,10 +136,23 @@ def _leave_off(best: Choice, pays: dict[int, int | None], otherwise: bool) -> st
     rate = f"{best.outcome} the tokens per second of stock attention"
     found = f"leave it off{' as it is' * otherwise}: for these prompts and requests expect {rate}."
     if any(least is not None for least in pays.values()):
-        return f"{found} It shares from {_pays_from(best.of, pays)} on, and gains more with more requests."
+        shares = f"{found} It shares from {_pays_from(best.of, pays)} on"
+        if _too_many(best.of, best.asked):
+            most = most_that_share(best.of)
+            limited = _outcome(best.of, replace(best.asked, most_running=most))
+            return (
+                f"{shares}, up to {MAX_ROWS:,} rows a step{best.of.a_rank}: with --max-running-requests {most}, while "
+                f"others wait, expect {limited}."
+            )
+        return f"{shares}, and gains more with more requests."
     if any(sharing.pays_from(best.of.cost, prompt, chunks_for(prompt, None)) is not None for prompt in pays):
         return f"{found} Sharing would pay if the memory held an expanded prompt."
     return f"{found} Sharing prompts as short as these never pays."
+
+
+def _too_many(of: Deployment, asked: Asked) -> bool:
+    """Whether some of the requests asked about are more than a step shares with."""
+    return max(asked.requests) > most_that_share(of)
 
 
 def _pays_from(of: Deployment, pays: dict[int, int | None]) -> str:
@@ -170,7 +193,7 @@ def _flags(choice: Choice, *flags: str) -> str:
     """These and, where a size is to be named, that, in words."""
     size = choice.asked.for_prefixes
     named = [] if size is None else [f"--hybrid-mla-prefix-memory-gb {size:g}"]
-    *first, last = [*flags, *named, *_passing(choice)] or [""]
+    *first, last = [*flags, *named, *_passing(choice), *_most_running(choice)] or [""]
     return f"{', '.join(first)} and {last}" if first else last
 
 
@@ -181,10 +204,17 @@ def _passing(choice: Choice) -> list[str]:
     return [] if tokens == by_itself else [f"--hybrid-mla-prefill-expand-tokens {tokens}"]
 
 
+def _most_running(choice: Choice) -> list[str]:
+    """The flag that keeps steps as small as sharing takes, where that gains more than the requests that wait cost."""
+    most = choice.asked.most_running
+    return [] if most is None else [f"--max-running-requests {most}"]
+
+
 def _best(of: Deployment, asked: Asked) -> Choice | None:
     """The size for prefixes to take: what was asked for or is the default, unless another one gives clearly more. None
-    where the cache holds no request."""
+    where the cache holds no request. Requests wait only where no case loses by it."""
     found = [Choice(of, one, outcome) for one in _sizes(of, asked) if (outcome := _outcome(of, one)) is not None]
+    found = [choice for choice in found if choice.asked.most_running is None or min(choice.outcome.ratios) >= 1]
     if not found:
         return None
     most = max(choice.outcome.mean for choice in found)
@@ -192,8 +222,10 @@ def _best(of: Deployment, asked: Asked) -> Choice | None:
 
 
 def _sizes(of: Deployment, asked: Asked) -> Iterator[Asked]:
-    """What to try: as asked, and what each prompt takes whole, the smallest first, up to half of the budget."""
-    yield asked
+    """What to try: as asked, and what each prompt takes whole, the smallest first, up to half of the budget; each also
+    with no more requests at a time than a step shares with, where more are asked about."""
+    limits = (None, most_that_share(of)) if _too_many(of, asked) else (None,)
+    yield from (replace(asked, most_running=most) for most in limits)
     divided = asked.memory(of)
     assert divided is not None
     if asked.for_prefixes is not None:
@@ -201,7 +233,8 @@ def _sizes(of: Deployment, asked: Asked) -> Iterator[Asked]:
     for prompt in sorted(asked.prompts):
         taken = buffer_bytes(of, expands=True) + chunks_for(prompt, None) * CHUNK_TOKENS * divided.expanded_token
         if taken <= divided.budget / 2:
-            yield replace(asked, for_prefixes=math.ceil(10 * taken / GIB) / 10)
+            size = math.ceil(10 * taken / GIB) / 10
+            yield from (replace(asked, for_prefixes=size, most_running=most) for most in limits)
 
 
 def _outcome(of: Deployment, asked: Asked) -> Outcome | None:
@@ -218,27 +251,50 @@ def _outcome(of: Deployment, asked: Asked) -> Outcome | None:
     return Outcome(ratios, geometric_mean(rates)) if ratios else None
 
 
-def _replaced(best: Choice) -> Outcome | None:
-    """Of requests that are replaced as they end, with mixed steps; None where nobody asked."""
+def _replaced(best: Choice) -> list[Outcome]:
+    """Of requests that are replaced as they end, with mixed steps: by the host time of a prefill pass, what gains least
+    first; none where nobody asked."""
     asked, divided = best.asked, best.asked.memory(best.of)
     if asked.answer is None:
-        return None
+        return []
     cases = [
         replaced(best.of, asked, prompt, requests, chunks_for(prompt, divided))
         for prompt in asked.prompts
         for requests in asked.requests
     ]
-    rates = [case["mixed"]["tokens_per_s"] for case in cases]
-    ratios = [rate / case["absorb"]["tokens_per_s"] for rate, case in zip(rates, cases, strict=True)]
-    return Outcome(ratios, geometric_mean(rates))
+    return [
+        Outcome([each["ratio"] for each in of_host], geometric_mean(each["mixed"]["tokens_per_s"] for each in of_host))
+        for of_host in zip(*cases, strict=True)
+    ]
 
 
-def _too_heavy(of: Deployment, asked: Asked) -> str:
-    """The weights leave no cache."""
-    tokens = max(asked.prompts) + of.per_rank(max(asked.requests)) * asked.tail
-    if (fraction := fraction_that_fits(of, tokens)) < 1:
-        return (
-            f"the weights do not fit; with --mem-fraction-static {fraction:.2f} they would, beside a cache of the most "
-            "requests above, if activations and graphs fit in what is left."
-        )
-    return f"the weights do not fit in {of.tp} of these GPUs: more of them (--tp), or weights of fewer bits."
+def _larger_fraction(of: Deployment, asked: Asked) -> float | None:
+    """The `--mem-fraction-static` that holds the most requests asked about, or else the fewest, where SGLang's own or
+    the user's does not; None where it does, and where none does that leaves room for graphs and activations."""
+    divided, prompt = asked.memory(of), max(asked.prompts)
+    assert divided is not None
+    for requests in (max(asked.requests), min(asked.requests)):
+        mine = of.per_rank(requests)
+        if divided.budget and divided.most_requests(prompt, asked.tail, shared=False) >= mine:
+            return None
+        fraction = fraction_that_fits(of, prompt + mine * asked.tail)
+        if asked.fraction_of(of) < fraction <= LARGEST_FRACTION:
+            return fraction
+    return None
+
+
+def _with_fraction(of: Deployment, asked: Asked, fraction: float) -> tuple[str, Outcome] | None:
+    """What comes of a larger `--mem-fraction-static`, in words and as it is."""
+    better = _best(of, replace(asked, fraction=fraction))
+    if better is None:
+        return None
+    flags = _flags(better, f"--mem-fraction-static {fraction:.2f}")
+    return f"with {flags}, if activations and graphs fit in what is left, expect {better.outcome}", better.outcome
+
+
+def _too_little(of: Deployment, asked: Asked, what: str, fraction: float | None) -> str:
+    """What keeps a server from running these requests at all, and what to change."""
+    better = _with_fraction(of, asked, fraction) if fraction is not None else None
+    if better is None:
+        return f"{what} in {of.tp} of these GPUs: more of them (--tp), fewer tokens, or weights of fewer bits."
+    return f"{what}; {better[0]} the tokens per second of stock attention."

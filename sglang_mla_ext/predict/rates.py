@@ -18,7 +18,8 @@ OTHERS = {
     "an AMD GPU": r"mi\d{2,3}[axp]?|amd|instinct|radeon",
     "no NVIDIA GPU": r"gaudi\d?|hl\d+|tpu|v5e|v6e|trainium\d?|ascend|910[bc]|xpu|npu|max\d{4}",
 }
-"""GPUs that people ask for, and that the extension does not run on: what each is -> its names, words of them. The first one that fits."""
+"""GPUs that people ask for, and that the extension does not run on: what each is -> words of its names. The first one
+that fits counts."""
 
 OTHER_CARDS = frozenset({"nvl", "pcie"})
 """Words that tell a card with other memory and rates from the one that is known under the same name."""

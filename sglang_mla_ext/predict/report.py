@@ -40,6 +40,8 @@ class Asked:
         pass_ms: host time of an eager prefill pass; None: as measured elsewhere, by layers.
         passing: tokens that a prefill pass expands at a time for itself; None: as the server chooses.
         chunk_tokens: new tokens of a prefill pass (`--chunked-prefill-size`).
+        most_running: requests that the server with the extension runs at a time (`--max-running-requests`); None: as
+            many as its cache holds.
     """
 
     model: str
@@ -56,6 +58,7 @@ class Asked:
     pass_ms: float | None = None
     passing: int | None = None
     chunk_tokens: int = burst.CHUNK_TOKENS
+    most_running: int | None = None
 
     def memory(self, of: Deployment) -> Memory | None:
         """Of a GPU; None where that is not known."""
@@ -70,9 +73,21 @@ class Asked:
         tokens = 0 if of.gpu.sheet is None else default_passing(of, *self._divided_by(of))
         return dataclasses.replace(of, prefill_expand_tokens=tokens)
 
+    def fraction_of(self, of: Deployment) -> float:
+        """`--mem-fraction-static`."""
+        return default_fraction(of) if self.fraction is None else self.fraction
+
+    def hosts(self, of: Deployment) -> tuple[float, ...]:
+        """Host times of an eager prefill pass to predict with: the user's, or none, as where prefill runs in CUDA
+        graphs, and that of a slow virtual machine."""
+        return (0.0, host_seconds(of)) if self.pass_ms is None else (self.pass_ms * 1e-3,)
+
+    def may_run(self, requests: int) -> int:
+        """Of so many requests, those that the server with the extension runs at a time."""
+        return requests if self.most_running is None else min(requests, self.most_running)
+
     def _divided_by(self, of: Deployment) -> tuple[float, float | None]:
-        fraction = default_fraction(of) if self.fraction is None else self.fraction
-        return fraction, None if self.for_prefixes is None else self.for_prefixes * GIB
+        return self.fraction_of(of), None if self.for_prefixes is None else self.for_prefixes * GIB
 
 
 def report(of: Deployment, asked: Asked) -> dict[str, Any]:
@@ -169,21 +184,23 @@ def _case(of: Deployment, asked: Asked, divided: Memory | None, prompt: int, req
         }
         if asked.answer is not None:
             found["arrivals"] = replaced(of, asked, prompt, requests, chunks)
-        if divided.budget and not of.has_states:
-            found["burst_s"] = _burst(of, asked, prompt, min(found["running"].values()), chunks)
+        if (together := min(found["running"].values())) and divided.budget and not of.has_states:
+            found["burst_s"] = _bursts(of, asked, prompt, together, chunks)
     return found
 
 
-def _burst(of: Deployment, asked: Asked, prompt: int, requests: int, chunks: int) -> dict[str, Any]:
-    """So many requests that come at once: until the last one has its first token."""
+def _bursts(of: Deployment, asked: Asked, prompt: int, requests: int, chunks: int) -> list[dict[str, Any]]:
+    """So many requests that come at once: until the last one has its first token. One entry for each host time, what
+    gains least first."""
     kept = of.kept_for_prefill(requests, prompt, chunks)
     stock = dataclasses.replace(of, prefill_expand_tokens=0)
-    given: dict[str, Any] = {"host_s": host_s(of, asked), "chunk_tokens": asked.chunk_tokens}
-    return {
-        "requests": requests,
-        "absorb": burst.burst_seconds(stock, requests, prompt, asked.question, **given),
-        "chosen": burst.burst_seconds(of, requests, prompt, asked.question, **given, expanded=kept),
-    }
+    found = []
+    for host_s in asked.hosts(of):
+        given: dict[str, Any] = {"host_s": host_s, "chunk_tokens": asked.chunk_tokens}
+        absorb = burst.burst_seconds(stock, requests, prompt, asked.question, **given)
+        chosen = burst.burst_seconds(of, requests, prompt, asked.question, **given, expanded=kept)
+        found.append({"prefill_pass_ms": host_s * 1e3, "requests": requests, "absorb": absorb, "chosen": chosen})
+    return sorted(found, key=lambda each: each["absorb"] / each["chosen"])
 
 
 def _why_plain(of: Deployment, prompt: int, mine: int, chunks: int) -> str:
@@ -191,7 +208,8 @@ def _why_plain(of: Deployment, prompt: int, mine: int, chunks: int) -> str:
     if mine * of.cost.ranks < 2:
         return "a single request has nothing to share"
     if mine * of.query_tokens > MAX_ROWS:
-        return f"a step of more than {MAX_ROWS:,} rows{of.a_rank} is plain absorb"
+        most = f"--max-running-requests {most_that_share(of)}"
+        return f"a step of more than {MAX_ROWS:,} rows{of.a_rank} is plain absorb; {most} keeps steps below"
     least = sharing.pays_from(of.cost, prompt, chunks_for(prompt, None))
     if least is None:
         return "sharing never pays"
@@ -202,12 +220,18 @@ def _why_plain(of: Deployment, prompt: int, mine: int, chunks: int) -> str:
     return f"memory for {chunks * CHUNK_TOKENS:,} expanded tokens only, which saves less than it costs"
 
 
+def most_that_share(of: Deployment) -> int:
+    """Requests of all ranks with which a step still shares."""
+    return MAX_ROWS // of.query_tokens * of.dp
+
+
 def whole_step(of: Deployment, asked: Asked, divided: Memory, prompt: int, requests: int) -> dict[str, Any]:
     """The whole step, plain and as a server plans it, of as many requests as the KV cache holds with each."""
     running = {}
     for way in ("absorb", "chosen"):
         most = divided.most_requests(prompt, asked.tail, shared=way == "chosen") * of.dp
-        running[way] = min(requests, most) if divided.budget else requests
+        wanted = asked.may_run(requests) if way == "chosen" else requests
+        running[way] = min(wanted, most) if divided.budget else wanted
     chunks = chunks_for(prompt, divided)
     cover = of.cover(of.per_rank(running["chosen"]), prompt, chunks)
     plain = predict(of, PLAIN, running["absorb"], prompt, asked.tail)
@@ -251,28 +275,35 @@ def _check_arrivals(of: Deployment, asked: Asked) -> None:
 
 
 def _arrivals(of: Deployment, asked: Asked) -> dict[str, Any]:
-    return {"answer": asked.answer, "question": asked.question, "prefill_pass_ms": host_s(of, asked) * 1e3}
+    passes = [host_s * 1e3 for host_s in asked.hosts(of)]
+    return {"answer": asked.answer, "question": asked.question, "prefill_pass_ms": passes}
 
 
-def host_s(of: Deployment, asked: Asked) -> float:
-    """Host time of an eager prefill pass."""
-    return host_seconds(of) if asked.pass_ms is None else asked.pass_ms * 1e-3
-
-
-def replaced(of: Deployment, asked: Asked, prompt: int, requests: int, chunks: int) -> dict[str, Any]:
-    """A case whose requests end and are replaced, by each way of `compared`."""
+def replaced(of: Deployment, asked: Asked, prompt: int, requests: int, chunks: int) -> list[dict[str, Any]]:
+    """A case whose requests end and are replaced, by each way of `compared`. One entry for each host time of a prefill
+    pass, what gains least first."""
     assert asked.answer is not None
-    traffic = Traffic(requests, prompt, asked.question, asked.answer, host_s(of, asked))
-    may_ride, ways = compared(of, traffic, chunks)
-    found: dict[str, Any] = {"mixed_tokens": may_ride, "new_tokens_a_step": traffic.new_tokens / of.dp}
-    for way, served in ways.items():
-        found[way] = {
-            "tokens_per_s": served.tokens_per_s,
-            "first_token_ms": served.first_token_s * 1e3,
-            "between_ms": served.between_s * 1e3,
-            "between_p99_ms": served.between_p99_s * 1e3,
+    found = []
+    for host_s in asked.hosts(of):
+        traffic = Traffic(requests, prompt, asked.question, asked.answer, host_s)
+        may_ride, ways = compared(of, traffic, chunks)
+        if (fewer := asked.may_run(requests)) < requests:
+            ways |= {**compared(of, dataclasses.replace(traffic, requests=fewer), chunks)[1], "absorb": ways["absorb"]}
+        entry: dict[str, Any] = {
+            "prefill_pass_ms": host_s * 1e3,
+            "mixed_tokens": may_ride,
+            "new_tokens_a_step": traffic.new_tokens / of.dp,
         }
-    return found
+        for way, served in ways.items():
+            entry[way] = {
+                "tokens_per_s": served.tokens_per_s,
+                "first_token_ms": served.first_token_s * 1e3,
+                "between_ms": served.between_s * 1e3,
+                "between_p99_ms": served.between_p99_s * 1e3,
+            }
+        entry["ratio"] = ways["mixed"].tokens_per_s / ways["absorb"].tokens_per_s
+        found.append(entry)
+    return sorted(found, key=lambda each: each["ratio"])
 
 
 def _memory(of: Deployment, asked: Asked, divided: Memory) -> dict[str, Any]:
@@ -283,7 +314,7 @@ def _memory(of: Deployment, asked: Asked, divided: Memory) -> dict[str, Any]:
     return {
         **gib,
         **states,
-        "mem_fraction": default_fraction(of) if asked.fraction is None else asked.fraction,
+        "mem_fraction": asked.fraction_of(of),
         "mem_fraction_that_fits": fraction_that_fits(of, least),
         "cache_tokens": tokens,
         "expanded_tokens": divided.chunks * CHUNK_TOKENS,

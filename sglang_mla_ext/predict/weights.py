@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ BF16_BYTES = 2.0
 DTYPES = {"bf16": BF16_BYTES, "fp8_e4m3": FP8_BYTES}
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 """What models call the experts that a row passes."""
+
+
+FP4_WEIGHTS = "FP4 weights are for Blackwell GPUs, and were never run with hybrid_mla: use the FP8 checkpoint"
 
 
 class UnknownModelError(ValueError):
@@ -108,9 +112,16 @@ def model_names() -> list[str]:
     return [name for name in names if "refused" not in read_config("checkpoints", name)]
 
 
+def is_fp4(name: str) -> bool:
+    """Whether a checkpoint says in its name that its weights have four bits of floating point."""
+    return re.search(r"(?i)(?<![a-z])(nv|mx)?fp4(?![a-z0-9])", name.rstrip("/").rpartition("/")[2]) is not None
+
+
 @functools.cache
 def _shipped(name: str) -> Mapping[str, Any]:
-    asked, known = name.lower(), {}
+    if is_fp4(name):
+        raise UnknownModelError(f"{name} is not supported: {FP4_WEIGHTS}")
+    asked, known = name.lower(), dict[str, str]()
     for shipped in config_names("checkpoints"):
         checkpoint = read_config("checkpoints", shipped)
         names = [each.lower() for each in checkpoint["names"]]

@@ -78,7 +78,6 @@ def test_dimensions_from_a_hugging_face_folder(tmp_path):
         ("NVIDIA H100 80GB HBM3", "NVIDIA H100 SXM"),
         ("NVIDIA H20", "NVIDIA H20"),
         ("NVIDIA H20-3e", "NVIDIA H20-3e"),
-        ("NVIDIA H20", "NVIDIA H20"),
         ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB"),
         ("cpu", "CPU"),
     ],
