@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from sglang_mla_ext.adapter.launch.examine import Examination
     from sglang_mla_ext.adapter.launch.launch_line import LaunchLine
 
+IN_IMAGE = "the image has to contain sglang-mla-ext: docs/operating.md, *In a container*"
+
 STARTS, DOES_NOT, NOT_TOLD = 0, 1, 3
 """Exit statuses; 2 is the command line's own, for options of `doctor` that it does not know."""
 
@@ -89,8 +91,10 @@ def _as_text(found: Examination, line: LaunchLine, gpu: str | None) -> list[str]
     from sglang_mla_ext.adapter.launch.examine import CANNOT_TELL
 
     where = "" if gpu or found.outcome == CANNOT_TELL else " (examined as on an H200)"
-    said = [f"{found.outcome}{where}", *(f"  {finding.text}" for finding in found.findings)]
+    but = f", but {found.caveat}" if found.caveat else ""
+    said = [f"{found.outcome}{where}{but}", *(f"  {finding.text}" for finding in found.findings)]
     said += [found.elsewhere] if found.elsewhere else []
+    said += [IN_IMAGE] if line.image or line.container else []
     if found.how_far is None:
         return said
     said += [f"  change: {change}" for change in found.changes]
@@ -118,6 +122,8 @@ def _as_json(found: Examination, gpu: str | None) -> dict[str, Any]:
         "run": run and {"place": run.place, "sglang": run.version, "parts": [part._asdict() for part in run.parts]},
         "reach": found.reach,
         "elsewhere": found.elsewhere,
+        "in_image": IN_IMAGE if found.line.image or found.line.container else None,
+        "caveat": found.caveat,
         "settings": list(found.settings),
         "models": found.models,
         "command": launch_line.text(found.line) if run else None,

@@ -57,6 +57,25 @@ VARIED = {
 }
 """What is added to a line, by name: of the oldest release alone."""
 
+IN_IMAGE = "docker run --gpus all {} python3 -m sglang.launch_server " + V3
+WHOLE = {
+    **{tag: IN_IMAGE.format(f"lmsysorg/sglang:v{tag}") for tag in ("0.4.3", "0.5.10-cu126", "0.5.30", "0.5.21")},
+    "another's image": IN_IMAGE.format("a.b/our/sglang-app:0.1.0"),
+    "ROCm": "docker run --device=/dev/kfd --device=/dev/dri rocm/sgl-dev:v0.5.23-rocm700-mi35x "
+    f"python3 -m sglang.launch_server {V3} --attention-backend aiter",
+    "ROCm by a variable": f"SGLANG_USE_AITER=1 python3 -m sglang.launch_server {V3}",
+    "trtllm_mla": f"{V3} --attention-backend trtllm_mla",
+    "flashinfer_trtllm": f"{V3} --moe-runner-backend flashinfer_trtllm",
+    "NVFP4": "--model-path nvidia/DeepSeek-R1-0528-NVFP4-v2 --tp 8 --quantization modelopt_fp4",
+    "NPU": f"{V3} --device npu --attention-backend ascend",
+    "placeholders": f"{V3} --nnodes '$(LWS_GROUP_SIZE)' --node-rank '$(LWS_WORKER_INDEX)' --api-key '$KEY'",
+    "a placeholder for a model": "--model-path '{{ .Values.model }}' --tp '<TP>'",
+    "DP attention": f"{V3} --enable-dp-attention --dp 8",
+    "DP attention, few heads": f"{V3} --tp 16 --enable-dp-attention --dp 2",
+    "DP attention, sharded": f"{V3} --enable-dp-attention --dp 8 --hybrid-mla-spread auto",
+}
+"""Whole commands, by name: of all releases."""
+
 SMALL = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -149,6 +168,8 @@ def main(folder: Path) -> None:
         for name, line in VARIED.items() if HERE == OLDEST else ():
             launcher = "docker run -e A=1 lmsysorg/sglang:v0.5.20-cu129 sglang serve" if name == "an image" else ""
             found[name] = examined(launch_line.read([f"{launcher} {V3}{line}"]))
+        for name, command in WHOLE.items():
+            found[name] = examined(launch_line.read([command]))
         found["not known"] = examined(launch_line.read(["--model-path", "no/such-model"]))
     after = torch.cuda.is_available()
     fields = {

@@ -33,9 +33,9 @@ ARGUMENTS = ["--model-path", "a/b", "--tp", "8"]
 )
 def test_what_is_launched(command: str) -> None:
     """As one word; where the shell has made words of it, they are the same but for its own."""
-    assert read([command]) == LaunchLine({}, ARGUMENTS)
+    assert read([command])._replace(container=()) == LaunchLine({}, ARGUMENTS)
     if "\n" not in command:
-        assert read(command.split()) == LaunchLine({}, ARGUMENTS)
+        assert read(command.split()) == read([command])
 
 
 def test_the_environment_in_front() -> None:

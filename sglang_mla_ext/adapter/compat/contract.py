@@ -61,7 +61,7 @@ def release() -> Release:
 def untested() -> str | None:
     """What to say of a release that this package was not tested with, where it is not too old; None where it was."""
     have = installed_version()
-    if have is None or have in SUPPORTED or _is_too_old(have):
+    if have is None or have in SUPPORTED or is_too_old(have):
         return None
     return f"sglang {have} was not tested with this release, which works with {', '.join(SUPPORTED)}"
 
@@ -78,7 +78,7 @@ def mismatches(asked: Iterable[Feature] = Feature) -> list[str]:
 def compare(asked: Iterable[Feature] = Feature) -> dict[Feature, list[str]]:
     """The same by feature; without SGLang, or with one that is too old, nothing but that."""
     have = installed_version()
-    if have is None or _is_too_old(have):
+    if have is None or is_too_old(have):
         return {Feature.BASE: [f"sglang is {have or 'not installed'}; this release works with {', '.join(SUPPORTED)}"]}
     with without_collector():
         return _differences(release(), frozenset(asked))
@@ -117,8 +117,14 @@ def _numbers(installed: str | None) -> tuple[int, ...]:
     return tuple(map(int, found.group().split("."))) if found else ()
 
 
-def _is_too_old(have: str) -> bool:
+def is_too_old(have: str) -> bool:
+    """Whether a release came before all supported ones."""
     return _numbers(have) < _numbers(next(iter(SUPPORTED)))
+
+
+def is_supported(have: str) -> bool:
+    """Whether a release is one of the supported ones, or between them."""
+    return not is_too_old(have) and _numbers(have) <= _numbers(list(SUPPORTED)[-1])
 
 
 def _differences(release: Release, asked: Collection[Feature]) -> dict[Feature, list[str]]:

@@ -19,13 +19,13 @@ from unittest.mock import patch
 
 import torch
 
-from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.contract import ContractError, installed_version
 from sglang_mla_ext.adapter.compat.findings import Finding
 from sglang_mla_ext.adapter.compat.syntax import without_collector
 from sglang_mla_ext.adapter.cpu import feigned
-from sglang_mla_ext.adapter.launch import checkpoints, launch_line, limits, reach, tried
-from sglang_mla_ext.adapter.launch.launch_line import LaunchLine
+from sglang_mla_ext.adapter.launch import checkpoints, hardware, launch_line, limits, reach, tried
+from sglang_mla_ext.adapter.launch.launch_line import MODEL_FLAGS, LaunchLine
 from sglang_mla_ext.adapter.launch.limits import Refusal
 from sglang_mla_ext.adapter.launch.remedies import apply, in_words, said_by_sglang
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 WORKS, CHANGED, REFUSED, CANNOT_TELL = "works", "works with a change", "refused", "cannot tell"
 
-MODEL_FLAGS = ("--model-path", "--model")
 DRAFT_FLAGS = ("--speculative-draft-model-path", "--speculative-draft-model")
 
 SET_BY_ITSELF = ("page_size", "speculative_draft_attention_backend", "speculative_attention_mode")
@@ -46,7 +45,8 @@ class Examination(NamedTuple):
     """What was found.
 
     Attributes:
-        outcome: WORKS, CHANGED, REFUSED, or CANNOT_TELL where a model's configuration cannot be read.
+        outcome: WORKS, CHANGED, REFUSED, or CANNOT_TELL where a model's configuration cannot be read, arguments have
+            placeholders, or the image has an SGLang that is not known.
         findings: what is in the way, each with what to change.
         changes: what a line that works has in place of it, in the order of the findings that have a remedy.
         line: the line that was examined, with our backend and the changes.
@@ -56,6 +56,7 @@ class Examination(NamedTuple):
         how_far: a server like it was run; None where it does not start.
         reach: how far its memory reaches, with DP attention.
         elsewhere: that it runs another SGLang than it was examined with.
+        caveat: that decode gains nothing, though it works.
     """
 
     outcome: str
@@ -68,6 +69,7 @@ class Examination(NamedTuple):
     how_far: tried.HowFar | None = None
     reach: str | None = None
     elsewhere: str | None = None
+    caveat: str | None = None
 
 
 @contextmanager
@@ -94,9 +96,10 @@ def _not_compiled(model: Any = None, **options: Any) -> Any:
 
 
 def _examine(line: LaunchLine, folder: Path) -> Examination:
+    if before := _before_resolving(line):
+        outcome = CANNOT_TELL if all(each.code in UNKNOWN for each in before) else REFUSED
+        return Examination(outcome, before, [], line, [], {}, elsewhere=_elsewhere(line))
     line = line._replace(arguments=launch_line.with_backend(line.arguments))
-    if unread := _unread_models(line):
-        return Examination(CANNOT_TELL, unread, [], line, [], {}, elsewhere=_elsewhere(line))
     findings: list[Finding] = []
     changes: list[str] = []
     while True:
@@ -119,15 +122,48 @@ def _examine(line: LaunchLine, folder: Path) -> Examination:
         return examination._replace(**server or {})
 
 
+MODEL, PLACEHOLDER, NEWER = UNKNOWN = ("model", "placeholder", "SGLang is newer")
+"""Codes of what keeps a line from being examined; all others refuse it."""
+
+
+def _before_resolving(line: LaunchLine) -> list[Finding]:
+    """What SGLang, as it is installed here, cannot be asked: another machine, another release, values that are not
+    there."""
+    found = hardware.findings(line) + _release_findings(line)
+    if any(each.code not in UNKNOWN for each in found):
+        return found
+    if places := launch_line.placeholders(line.arguments):
+        text = f"{', '.join(places)}: give the values that take the place of these."
+        return [*found, Finding(PLACEHOLDER, text)]
+    return found or _unread_models(line)
+
+
+def _release_findings(line: LaunchLine) -> list[Finding]:
+    """That an image has a release of SGLang outside of those that are supported."""
+    there = launch_line.version_in(line.image or "")
+    if there is None or contract.is_supported(there):
+        return []
+    oldest, *_, newest = contract.SUPPORTED
+    text = f"{line.image} has SGLang {there}, and {oldest} to {newest} are supported"
+    if contract.is_too_old(there) and launch_line.is_sglangs(line.image or ""):
+        return [Finding("SGLang is too old", f"{text}: use lmsysorg/sglang:v{newest}.")]
+    why = "newer" if not contract.is_too_old(there) else "if that is its release"
+    return [Finding(NEWER, f"{text} ({why}): run doctor in the image, which compares what is used of SGLang there.")]
+
+
 def _of_server(line: LaunchLine, args: ServerArgs) -> dict[str, Any]:
     """What is said of a line that works, in its own environment."""
     resolved, options = installed.resolved(args), HybridMLAOptions.from_env()
     version = launch_line.version_in(line.image or "") or str(installed_version())
     return {
         "settings": _settings(line, args),
-        "warnings": limits.warnings(resolved, True, torch.cuda.get_device_properties(0).total_memory),
+        "warnings": [
+            *limits.warnings(resolved, True, torch.cuda.get_device_properties(0).total_memory),
+            *filter(None, [contract.untested() if line.image is None else None]),
+        ],
         "how_far": tried.how_far(tried.parts_of(args, options), version),
         "reach": reach.predicted(resolved, options),
+        "caveat": reach.caveat(resolved, options),
     }
 
 
@@ -135,6 +171,8 @@ def _elsewhere(line: LaunchLine) -> str | None:
     if line.image is None or (there := launch_line.version_in(line.image)) == (here := installed_version()):
         return None
     what = f"SGLang {there}" if there else "an SGLang whose release its name does not tell"
+    if there and contract.is_supported(there) and there not in contract.SUPPORTED:
+        what = f"{what}, which was not tested"
     return f"{line.image} has {what}; examined with {here}, which is installed here: run doctor in the image, too"
 
 
@@ -149,7 +187,7 @@ def _unread_models(line: LaunchLine) -> list[Finding]:
     known = _known_models(line)
     with patch.dict(os.environ, line.environment):
         found = [checkpoints.out_of_reach(path) for path in _models_of(line) if path not in known]
-    return [Finding("model", why) for why in found if why is not None]
+    return [Finding(MODEL, why) for why in found if why is not None]
 
 
 def _models_of(line: LaunchLine) -> list[str]:

@@ -4,23 +4,47 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter.launch import manifests
 
 LAUNCHERS = ("sglang.launch_server", "sglang_mla_ext.launch_server")
 """Modules that `python -m` runs; `sglang serve` is the same."""
 
 BACKEND_FLAGS = ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
 
+MODEL_FLAGS = ("--model-path", "--model")
+
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _SHELL = re.compile(r"\d?>|[|;&]")
 """How a word begins that is the shell's and not the server's."""
 
-_IMAGE = re.compile(r"(?!/)[\w./-]*sglang[\w./-]*(?::[\w.-]+)?(?:@sha256:\w+)?")
+_IMAGE = re.compile(r"(?!/)(?:[\w.-]+:\d+/)?[\w./-]*(?:sglang|sgl-dev)[\w./-]*(?::[\w.-]+)?(?:@sha256:\w+)?")
 """A container's image with SGLang in it, by the last part of its name."""
+
+_CONTAINERS = re.compile(r"(.*/)?(docker|podman|nerdctl)")
+
+_PLACEHOLDER = re.compile(r"\$\(\w+\)|\$\{?\w+|\{\{|<[A-Za-z][\w .-]*>")
+"""What somebody else puts a value in place of: Kubernetes, a shell, Helm, a reader."""
+
+_SECRET = re.compile(r"(?i)(?:^|_)(?:\w*(?:token|secret|password|passwd|apikey|credentials?)|key|pass|auth|pat)(?:_|$)")
+"""Names of variables whose values are not shown."""
+
+_SECRET_FLAG = re.compile(r"(?i)(?:^|-)(?:api-key|password|secret)$")
+
+HIDDEN = "***"
+
+NO_LAUNCH = (
+    "there is no launch of SGLang in it: give `python -m sglang.launch_server ...`, `sglang serve ...`, the server's "
+    "arguments, or a Kubernetes manifest or compose file: its path, or a container's command and args in single quotes."
+)
+DYNAMO = (
+    "python -m dynamo.sglang takes SGLang's arguments among its own: paste SGLang's alone, as in `sglang-mla doctor "
+    "--model-path ... --tp 8`."
+)
 
 
 class LaunchLineError(ValueError):
@@ -32,41 +56,83 @@ class LaunchLine(NamedTuple):
 
     Attributes:
         image: of the container that it is run in.
+        container: words in front of the arguments where something runs a container: `docker run ... image python3 -m
+            sglang.launch_server`; empty elsewhere.
+        script: words in front of the arguments where the container runs `sh -c "..."`, with which `container` ends.
     """
 
     environment: dict[str, str]
     arguments: list[str]
     image: str | None = None
+    container: tuple[str, ...] = ()
+    script: tuple[str, ...] = ()
 
 
 def read(words: Sequence[str]) -> LaunchLine:
     """Take a launch command apart; what comes before the launcher (`nohup`, `docker run ...`) and what the shell does
-    with its output is left out.
+    with its output is no argument.
 
     Args:
-        words: as the shell hands them over, or the whole command as one word. A launcher may be missing.
+        words: as the shell hands them over, or as one word the whole command, a manifest (manifests.py) or its path. A
+            launcher may be missing.
     Raises:
         LaunchLineError: it launches something else.
     """
-    if len(words) == 1 and re.search(r"\s", words[0].strip()):
-        words = shlex.split(words[0].replace("\\\n", " "))
-    start = _start(words)
-    environment = {match[1]: match[2] for word in words[:start] if (match := _ASSIGNMENT.fullmatch(word))}
-    arguments = list(words[start:])
+    image = None
+    if len(words) == 1 and (launched := manifests.read(words[0])):
+        if len(launched) > 1:
+            raise LaunchLineError(f"there are {len(launched)} launches in it: give one container's command and args.")
+        words, image = launched[0]
+    elif len(words) == 1 and re.search(r"\s", words[0].strip()):
+        words = _split(words[0])
+    outer, inner = _unwrapped(words)
+    start = _start(inner)
+    arguments = inner[start:]
     for index, word in enumerate(arguments):
         if _SHELL.match(word):
             del arguments[index:]
             break
     if arguments and not arguments[0].startswith("-"):
         arguments[:1] = ["--model-path", arguments[0]]  # as `sglang serve MODEL`
-    return LaunchLine(environment, arguments, _image(words[:start]))
+    before = [*outer, *inner[:start]]
+    line = LaunchLine(_environment(before), arguments, image)
+    if not any(_CONTAINERS.fullmatch(word) for word in before):
+        return line
+    line = line._replace(image=image or _image(before), container=tuple(outer or before))
+    return line._replace(script=tuple(inner[:start])) if outer else line
 
 
-def _image(words: Sequence[str]) -> str | None:
-    """The last word before a launcher that may be an image, where something runs containers."""
-    if not any(re.search(r"docker|podman|nerdctl", word) for word in words):
-        return None
-    return next((word for word in reversed(words) if _IMAGE.fullmatch(word) and re.search("[:/]", word)), None)
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text.replace("\\\n", " "))
+    except ValueError as error:
+        raise LaunchLineError(f"the shell could not read it: {error}.") from None
+
+
+def _unwrapped(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words up to `sh -c`, if that is what launches a server, and those that it runs."""
+    for index, word in enumerate(words):
+        if index and re.fullmatch(r"-\w*c", words[index - 1]) and manifests.LAUNCHES.search(word):
+            lexer = shlex.shlex(word.replace("\\\n", " "), posix=True, punctuation_chars=";&|")
+            lexer.whitespace_split, lexer.commenters = True, ""
+            return list(words[:index]), list(lexer)
+    return [], list(words)
+
+
+def _environment(words: Sequence[str]) -> dict[str, str]:
+    """Variables that are set in front of a launcher, by the shell or for a container."""
+    found = {}
+    for index, word in enumerate(words):
+        if index and words[index - 1].startswith("--") and words[index - 1] != "--env":
+            continue  # the value of an option, as `--mount type=bind`
+        if match := _ASSIGNMENT.fullmatch(word.removeprefix("--env=")):
+            found[match[1]] = match[2]
+    return found
+
+
+def _image(container: Sequence[str]) -> str | None:
+    """The last word before a launcher that may be an image."""
+    return next((word for word in reversed(container) if _IMAGE.fullmatch(word) and re.search("[:/]", word)), None)
 
 
 def version_in(image: str) -> str | None:
@@ -75,17 +141,39 @@ def version_in(image: str) -> str | None:
     return found[1] if found else None
 
 
+def is_sglangs(image: str) -> bool:
+    """Whether an image is SGLang's own, whose tag is SGLang's release; that of another may be anything."""
+    return re.match(r"([\w.-]+(:\d+)?/)*(lmsysorg/)?sglang[:@]", image) is not None and (
+        "/" not in image or "lmsysorg/" in image
+    )
+
+
+def placeholders(arguments: Sequence[str]) -> list[str]:
+    """Flags with what stands in place of their values."""
+    found, flag = [], ""
+    for word in arguments:
+        name, equals, value = word.partition("=")
+        if word.startswith("--"):
+            flag = name
+            if not equals:
+                continue
+        else:
+            value = word
+        if _PLACEHOLDER.search(value) and not _SECRET_FLAG.search(flag):
+            found.append(f"{flag} {value}".strip())
+    return found
+
+
 def _start(words: Sequence[str]) -> int:
     """Index of the first argument of the server."""
     for index, (word, following) in enumerate(pairwise(words)):
         if (word == "-m" and following in LAUNCHERS) or (word.rpartition("/")[2] == "sglang" and following == "serve"):
             return index + 2
+        if following == "dynamo.sglang":
+            raise LaunchLineError(DYNAMO)
     start = next((index for index, word in enumerate(words) if not _ASSIGNMENT.fullmatch(word)), len(words))
     if start == len(words) or not words[start].startswith("--"):
-        raise LaunchLineError(
-            "there is no launch of SGLang in it: give `python -m sglang.launch_server ...`, `sglang serve ...`, or the "
-            "server's arguments."
-        )
+        raise LaunchLineError(NO_LAUNCH)
     return start
 
 
@@ -121,6 +209,49 @@ def with_backend(arguments: Sequence[str]) -> list[str]:
 
 
 def text(line: LaunchLine) -> str:
-    """A command for a shell."""
-    environment = [f"{name}={shlex.quote(value)}" for name, value in line.environment.items()]
-    return " ".join([*environment, "python", "-m", LAUNCHERS[0], shlex.join(line.arguments)])
+    """A command for a shell, in the container that runs it, without the values of what looks like a secret."""
+    arguments = list(_arguments_shown(line.arguments))
+    if not line.container:
+        environment = [f"{name}={_of_shell(_value_shown(name, value))}" for name, value in line.environment.items()]
+        return " ".join([*environment, "python", "-m", LAUNCHERS[0], *map(_of_shell, arguments)])
+    container = " ".join(map(_of_shell, _before_shown(line.container, line.environment)))
+    inside = " ".join(map(_of_shell, [*_before_shown(line.script, line.environment), *arguments]))
+    return f"{container} {shlex.quote(inside) if line.script else inside}"
+
+
+def _before_shown(words: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
+    """What is in front of the arguments, with the variables that the line still has."""
+    set_here = _environment(words)
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
+        assignment = following if word in ("-e", "--env") else word
+        match = _ASSIGNMENT.fullmatch(assignment.removeprefix("--env="))
+        if match is None or set_here.get(match[1]) != match[2]:
+            yield word
+        elif match[1] in environment:
+            yield word if word != assignment else f"{word.removesuffix(match[2])}{_value_shown(match[1], match[2])}"
+
+
+def _arguments_shown(arguments: Sequence[str]) -> Iterator[str]:
+    hide = False
+    for word in arguments:
+        name, equals, _ = word.partition("=")
+        if hide and not word.startswith("--"):
+            yield HIDDEN
+            hide = False
+            continue
+        secret = word.startswith("--") and _SECRET_FLAG.search(name) is not None
+        hide = secret and not equals
+        yield f"{name}={HIDDEN}" if secret and equals else word
+
+
+def _value_shown(name: str, value: str) -> str:
+    if _SECRET.search(name) and not value.startswith("$"):
+        return HIDDEN
+    return re.sub(r"(://[^/\s:@]*:)[^/\s@]+@", rf"\1{HIDDEN}@", value)
+
+
+def _of_shell(word: str) -> str:
+    """A word in quotes where it needs them; what the shell itself reads, as `&&`, `~` and variables, stays as it is."""
+    if re.fullmatch(r"(?:[\w@%+=:,./~*-]|\$\w+|\$\{\w+\})+|[;&|]+", word):
+        return word
+    return shlex.quote(word)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from sglang_mla_ext.adapter.compat import installed
-from sglang_mla_ext.adapter.launch import spread
+from sglang_mla_ext.adapter.launch import models, spread
 from sglang_mla_ext.configs import gpu_config_of
+from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 from sglang_mla_ext.prefix.default_memory import default_bytes
 
 if TYPE_CHECKING:
@@ -84,6 +85,32 @@ def predicted(args: ServerArgs, options: HybridMLAOptions) -> str | None:
     Args:
         args: resolved.
     """
+    found = _predicted(args, options)
+    return None if found is None else f"about: {found}"
+
+
+def caveat(args: ServerArgs, options: HybridMLAOptions) -> str | None:
+    """That decode gains nothing, as it is by default with DP attention where a rank has too many heads for grouped
+    absorb, and no memory is taken for expanded prefixes; None where it may gain.
+
+    Args:
+        args: resolved.
+    """
+    if installed.dp_attention_ranks(args) == 1 or not options.mode_expands or spread.ranks(args, options, True) > 1:
+        return None
+    sizes = models.head_sizes(args, installed.model_config(args))
+    if sizes is not None and sizes.heads in STACKED_HEADS:
+        return None
+    found = _predicted(args, options)
+    if options.prefix_memory_gb is not None or (found is not None and found.budget_bytes):
+        return None
+    return (
+        "decode gains nothing: with DP attention a rank has all heads of its requests, and no memory is taken for "
+        "expanded prefixes by default"
+    )
+
+
+def _predicted(args: ServerArgs, options: HybridMLAOptions) -> Reach | None:
     from sglang_mla_ext.predict.memory import state_share, weight_bytes
     from sglang_mla_ext.predict.rates import Gpu
     from sglang_mla_ext.predict.step import Deployment
@@ -118,4 +145,4 @@ def predicted(args: ServerArgs, options: HybridMLAOptions) -> str | None:
         budget = default_bytes(kv_bytes, 0, token_bytes, always=options.mode == "naive")
     sizes = of.cost.expanded_heads, of.dims.num_layers, element_bytes
     may_spread = spread.in_the_way(args, options, on_gpu=True) is None
-    return f"about: {Reach(budget, token_bytes, *sizes, routes, of.cost.ranks, may_spread)}"
+    return Reach(budget, token_bytes, *sizes, routes, of.cost.ranks, may_spread)
