@@ -252,6 +252,6 @@ def _value_shown(name: str, value: str) -> str:
 
 def _of_shell(word: str) -> str:
     """A word in quotes where it needs them; what the shell itself reads, as `&&`, `~` and variables, stays as it is."""
-    if re.fullmatch(r"(?:[\w@%+=:,./~*-]|\$\w+|\$\{\w+\})+|[;&|]+", word):
+    if HIDDEN not in word and re.fullmatch(r"(?:[\w@%+=:,./~*-]|\$\w+|\$\{\w+\})+|[;&|]+", word):
         return word
     return shlex.quote(word)
