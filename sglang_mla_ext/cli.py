@@ -34,7 +34,11 @@ def main(
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def doctor(
     command: Annotated[
-        list[str] | None, typer.Argument(help="A launch command: would it run with hybrid_mla, and what has to change?")
+        list[str] | None,
+        typer.Argument(
+            help="A launch command, or the path of a Kubernetes manifest or compose file: would it run with "
+            "hybrid_mla, and what has to change?"
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print what is found as JSON; before the launch command.")
@@ -43,8 +47,8 @@ def doctor(
     """Check this machine (versions, GPU, what is used of SGLang) or a launch command, as on an H200 where this machine
     has no GPU.
 
-    Exit status: 0 if it runs, with or without the changes that are named; 1 if not; 3 if that is unknown, because the
-    model's configuration was not found.
+    Exit status: 0 if it runs, with or without the changes that are named; 1 if not; 3 if that is unknown: the model's
+    configuration was not found, values are missing, or an image has a newer SGLang.
     """
     from sglang_mla_ext import doctor
 
@@ -58,7 +62,7 @@ def plan(
     model: Annotated[
         str, typer.Option(help="deepseek-r1, kimi-k2, a name on Hugging Face, a folder or a config.json.")
     ] = "deepseek-v3",
-    gpu: Annotated[str, typer.Option(help="h100, h200, h20, h800, cpu, or a file of rates.")] = "h200",
+    gpu: Annotated[str, typer.Option(help="h100, h200, h20, h20-3e, h800, cpu, or a file of rates.")] = "h200",
     tp: Annotated[int, typer.Option(min=1, help="GPUs that share the model, as SGLang's --tp.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Ranks of DP attention among them, as SGLang's --dp.")] = 1,
     spread: Annotated[
@@ -122,8 +126,8 @@ def plan(
         float | None,
         typer.Option(
             min=0,
-            help="Host time of an eager prefill pass, with --arrivals [2.5 ms a layer and 2.5 more with experts, as on "
-            "a slow virtual machine].",
+            help="Host time of an eager prefill pass, with --arrivals [both none and that of a slow virtual machine: "
+            "2.5 ms a layer and 2.5 more with experts].",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
@@ -194,7 +198,9 @@ def plan(
 
 @app.command()
 def top(
-    url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:30000",
+    url: Annotated[
+        str, typer.Option(help="Address of the server, with or without http://.")
+    ] = "http://127.0.0.1:30000",
     api_key: Annotated[
         str | None, typer.Option(help="The server's --api-key, if it has one.", envvar="SGLANG_MLA_API_KEY")
     ] = None,

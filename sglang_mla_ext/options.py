@@ -213,7 +213,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("hybrid_mla", "Options of --attention-backend hybrid_mla (sglang-mla-ext).")
     for option in fields(HybridMLAOptions):
         group.add_argument(
-            "--hybrid-mla-" + option.name.replace("_", "-"),
+            _flag_of(option.name),
             dest="hybrid_mla_" + option.name,
             type=_PARSERS[option.name],
             choices=option.metadata["choices"],
@@ -229,3 +229,12 @@ def flags_to_env(args: argparse.Namespace, env: MutableMapping[str, str] | None 
         value = getattr(args, "hybrid_mla_" + option.name, None)
         if value is not None:
             env[_variable(option.name)] = str(value)
+
+
+def given(env: Mapping[str, str]) -> list[str]:
+    """Flags whose variables are set, whether by the flags or by the user."""
+    return [_flag_of(option.name) for option in fields(HybridMLAOptions) if env.get(_variable(option.name))]
+
+
+def _flag_of(option: str) -> str:
+    return "--hybrid-mla-" + option.replace("_", "-")

@@ -37,9 +37,12 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 def ask(url: str, api_key: str | None = None) -> dict[str, Any]:
     """The answer of `/hybrid_mla/status`, see docs/status.schema.json.
 
+    Args:
+        url: of the server; without a scheme it is HTTP.
     Raises:
         NoAnswerError: there is none.
     """
+    url = url if "://" in url else f"http://{url}"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     opener = urllib.request.build_opener(_NoRedirects)
     try:

@@ -20,7 +20,7 @@ from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature
 from sglang_mla_ext.adapter.cpu import standins
 from sglang_mla_ext.adapter.launch import dp_routing, features, limits, spread, status_routes
-from sglang_mla_ext.options import HybridMLAOptions, OptionError, add_flags, flags_to_env
+from sglang_mla_ext.options import HybridMLAOptions, OptionError, add_flags, flags_to_env, given
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -113,3 +113,5 @@ def _around_resolution(original: Callable[..., None], server_args: ServerArgs, *
                 dp_routing.install()
     else:
         os.environ.pop(ASKED_VARIABLE, None)
+        if in_vain := given(os.environ):
+            logger.warning("%s: no effect without --attention-backend %s.", ", ".join(in_vain), BACKEND_NAME)

@@ -51,6 +51,9 @@ class _Prompt:
     def hold(self, requests: Sequence[Any]) -> object:
         return None
 
+    def ends(self, held: Any) -> Sequence[Hashable]:
+        return ()
+
     def shared(
         self, requests: Sequence[Any], also: Collection[Hashable] = (), whole: Collection[int] = ()
     ) -> SharedTree:

@@ -6,7 +6,7 @@ says nothing of the tokens but how many there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from weakref import WeakKeyDictionary
@@ -73,12 +73,14 @@ def shown_segments(
     pool: ExpandedPool,
     tree: Tree | None,
     number: Callable[..., int],
+    running: Mapping[Hashable, int] | None = None,
 ) -> list[ShownSegment]:
     """All segments, parents before children.
 
     Args:
         planned: of the last decode step, parents before children.
         ends: of each of these, the node that it ends in.
+        running: requests of that step that hold a node, by node.
     """
     found: list[ShownSegment] = []
     last_of_row: dict[int, ShownSegment] = {}
@@ -100,7 +102,7 @@ def shown_segments(
         at_node[node] = shown
         of_chunk.update(dict.fromkeys(segment.chunks, shown))
     if tree is not None:
-        found += _kept(pool, tree, number, at_node, of_chunk)
+        found += _kept(pool, tree, number, at_node, of_chunk, running or {})
     return found
 
 
@@ -110,6 +112,7 @@ def _kept(
     number: Callable[..., int],
     at_node: dict[Hashable, ShownSegment],
     of_chunk: dict[int, ShownSegment],
+    running: Mapping[Hashable, int],
 ) -> list[ShownSegment]:
     """What is in the pool and not in `of_chunk`, to which it is added; those that begin earlier first."""
     size, left = pool.chunk_tokens, CLIMB_LIMIT
@@ -130,13 +133,29 @@ def _kept(
             above.id if above else None,
             first.index * size,
             stretch[-1].filled,
-            tree.holders(node) if attached else 0,
+            running.get(node, 0) if attached else 0,
             KEPT,
             len(stretch),
         )
         found.append(shown)
         of_chunk.update({chunk.id: shown for chunk in stretch})
     return found
+
+
+def count_alone(running: dict[Hashable, int], ends: Sequence[Hashable], tree: Tree) -> None:
+    """Add what requests hold alone to the nodes that several of them hold. The tree's own count has requests that wait
+    or are in prefill, too, and copies to the host.
+
+    Args:
+        running: requests that hold a node, by node.
+        ends: of these requests.
+    """
+    several, left = frozenset(running), CLIMB_LIMIT
+    for end in ends:
+        node: Hashable | None = end
+        while node is not None and node not in several and left:
+            running[node] = running.get(node, 0) + 1
+            node, left = tree.parent(node), left - 1
 
 
 def _stretches(pool: ExpandedPool, used: dict[int, ShownSegment]) -> list[list[Chunk]]:

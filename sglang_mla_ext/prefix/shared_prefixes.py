@@ -18,7 +18,7 @@ from sglang_mla_ext.prefix.expansion import Expander, Expansion
 from sglang_mla_ext.prefix.gains import Gains, every_range, no_launch
 from sglang_mla_ext.prefix.launches import Launch
 from sglang_mla_ext.prefix.planner import Capacity, Plan, Ways, plan_step, whole
-from sglang_mla_ext.prefix.segments import SegmentNumbers, ShownSegment, shown_segments
+from sglang_mla_ext.prefix.segments import SegmentNumbers, ShownSegment, count_alone, shown_segments
 from sglang_mla_ext.prefix.tree import SharedTree, Tree
 from sglang_mla_ext.prefix.wants import wants_of
 from sglang_mla_ext.rows import Rows
@@ -32,11 +32,13 @@ Held = tuple[Segment, tuple[Hashable, ...]]
 
 
 class _Planned(NamedTuple):
-    """A plan, the parts that its segments were made of, and the branches that the parts are of."""
+    """A plan, the parts that its segments were made of, the branches that the parts are of, and what keeps the nodes
+    that its requests end in."""
 
     plan: Plan = Plan(0)
     parts: Sequence[Part] = ()
     branches: Branches | None = None
+    held: object = None
 
 
 class SharedPrefixes:
@@ -74,7 +76,6 @@ class SharedPrefixes:
         self._shown = _Planned()  # of the last decode step
         self._distrusted: set[Hashable] = set()
         self._planned_for: tuple[int, Hashable] | None = None
-        self._held: object = None
         self._numbers = SegmentNumbers()
 
     @property
@@ -98,14 +99,18 @@ class SharedPrefixes:
 
     def shown_segments(self) -> list[ShownSegment]:
         """The tree that the last decode step shared, and what is expanded besides; changes nothing."""
-        plan, parts, branches = self._shown
+        plan, parts, branches, held = self._shown
         ends = [branches[part.branch].nodes[-1] for part in parts]
-        return shown_segments(plan.segments, ends, self._pool, self._tree, self._numbers)
+        running: dict[Hashable, int] = {}
+        if self._tree is not None and branches is not None:
+            running = {node: branch.requests for branch in branches for node in branch.nodes}
+            count_alone(running, self._tree.ends(held), self._tree)
+        return shown_segments(plan.segments, ends, self._pool, self._tree, self._numbers, running)
 
     def held(self) -> list[Held]:
         """What the requests of the last decode step, or pass that rides, shared."""
         found = []
-        plan, parts, branches = self._planned
+        plan, parts, branches, _ = self._planned
         for segment, part in zip(plan.segments, parts, strict=True):
             branch = branches[part.branch]
             begins = (branch.start, *branch.ends)
@@ -195,7 +200,7 @@ class SharedPrefixes:
         state = self._tree.state(reqs)
         if (self._pool.version, state) != self._planned_for or self._expansion.under_way or self._pool.waiting:
             self._make_plan(Branches(self._shared(reqs)))
-            self._held = self._tree.hold(reqs)
+            self._planned = self._planned._replace(held=self._tree.hold(reqs))
             self._planned_for = (self._pool.version, state)
         self._shown = self._planned
         return self._planned.plan
@@ -218,7 +223,7 @@ class SharedPrefixes:
         branches = Branches(self._shared(reqs, several), rows)
         ways, launch = self._ways(branches)
         self._set_plan(None, branches, ways, launch)
-        self._held, self._planned_for = self._tree.hold(reqs), None
+        self._planned, self._planned_for = self._planned._replace(held=self._tree.hold(reqs)), None
         plan = self._planned.plan
         if any(covered > cached for covered, cached in zip(plan.prefix_lens, prefix_lens, strict=True)):
             raise RuntimeError("a planned prefix is longer than what is cached")
@@ -251,7 +256,7 @@ class SharedPrefixes:
 
     def _clear_plan(self) -> None:
         self._planned = self._shown = _Planned()
-        self._planned_for = self._held = None
+        self._planned_for = None
         if self._tree is not None:
             self._tree.forget()
         self._expansion.tokens_without_memory = 0

@@ -55,6 +55,10 @@ class Tree(Protocol):
         """Keeps the nodes that requests end in from ceasing to exist, and so their identities from being reused."""
         ...
 
+    def ends(self, held: Any) -> Sequence[Hashable]:
+        """Handles of the nodes that `hold` returned: where its requests end, but for those that are not known."""
+        ...
+
     def shared(
         self, requests: Sequence[Any], also: Collection[Hashable] = (), whole: Collection[int] = ()
     ) -> SharedTree:

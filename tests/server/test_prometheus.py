@@ -119,7 +119,7 @@ FIRING: dict[str, dict[str, str]] = {
         "sglang:hybrid_mla_plan_seconds_total": "0+9x60",
         "sglang:hybrid_mla_forward_passes_total": "0+3000x60",
     },
-    "HybridMLAIsGone": {"sglang:num_running_reqs": "3x60"},
+    "HybridMLAIsGone": {"sglang:num_running_reqs": "3x60", "sglang:hybrid_mla_budget_bytes": "1e10x30"},
 }
 """Series, a sample a minute, that fire each alert."""
 
@@ -158,7 +158,8 @@ def test_alerts(tmp_path: Path) -> None:
             ],
         }
 
-    tests = [given(QUIET, {alert: [] for alert in FIRING})]
+    another_server = {"sglang:num_running_reqs": "100x60"}  # with another backend, all the time
+    tests = [given(series, {alert: [] for alert in FIRING}) for series in (QUIET, another_server)]
     for rule in rules():
         labels = rule["labels"] | {"instance": "a"}
         if "reason" in rule["expr"]:

@@ -70,6 +70,7 @@ WHOLE = {
     "NPU": f"{V3} --device npu --attention-backend ascend",
     "placeholders": f"{V3} --nnodes '$(LWS_GROUP_SIZE)' --node-rank '$(LWS_WORKER_INDEX)' --api-key '$KEY'",
     "a placeholder for a model": "--model-path '{{ .Values.model }}' --tp '<TP>'",
+    "Mistral Large 3": "--model-path mistralai/Mistral-Large-3-675B-Instruct-2512 --tp 8",
     "DP attention": f"{V3} --enable-dp-attention --dp 8",
     "DP attention, few heads": f"{V3} --tp 16 --enable-dp-attention --dp 2",
     "DP attention, sharded": f"{V3} --enable-dp-attention --dp 8 --hybrid-mla-spread auto",

@@ -102,6 +102,21 @@ def scenario_asked():
     return {"decode": args.decode_attention_backend, "env": before, **seen()}
 
 
+def scenario_flags_in_vain():
+    import logging
+
+    warned, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())
+    logging.getLogger("sglang_mla_ext").addHandler(handler)
+    load_plugins()
+    launch(attention_backend="torch_native")
+    before = list(warned)
+    flags = ["--model-path", MODEL, "--device", "cpu", "--attention-backend", "torch_native"]
+    flags += ["--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", "7"]
+    resolved(server_args.prepare_server_args(flags))
+    return {"without flags": before, "with flags": warned}
+
+
 def scenario_bad_launches():
     load_plugins()
     bad = {

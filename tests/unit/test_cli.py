@@ -199,6 +199,27 @@ def test_doctor_cannot_tell(monkeypatch):
     )
 
 
+def test_doctor_keeps_what_runs_the_container(monkeypatch):
+    docker = ("docker", "run", "-e", "HF_TOKEN=hf_x", "lmsysorg/sglang:v0.5.23", "sglang", "serve")
+    line = LaunchLine({"HF_TOKEN": "hf_x"}, ["--tp", "8"], docker[4], docker)
+    code, output = examined(monkeypatch, examine.CHANGED, line, *docker, "m", how_far=RUN)
+    assert code == 0 and "hf_x" not in output
+    assert output.splitlines()[1].startswith("the image has to contain sglang-mla-ext")
+    assert output.splitlines()[-1] == "docker run -e 'HF_TOKEN=***' lmsysorg/sglang:v0.5.23 sglang serve --tp 8"
+    _, output = examined(monkeypatch, examine.CHANGED, line, "--json", *docker, "m", how_far=RUN)
+    said = json.loads(output)
+    assert "hf_x" not in output and said["command"].startswith("docker run") and "sglang-mla-ext" in said["in_image"]
+
+
+def test_that_decode_gains_nothing_stands_in_the_verdict(monkeypatch):
+    line = LaunchLine({}, ["--tp", "8"])
+    caveat = "decode gains nothing: with DP attention and so on"
+    _, output = examined(monkeypatch, examine.WORKS, line, *line.arguments, how_far=RUN, caveat=caveat)
+    assert output.splitlines()[0] == f"works (examined as on an H200), but {caveat}"
+    _, output = examined(monkeypatch, examine.WORKS, line, "--json", *line.arguments, how_far=RUN, caveat=caveat)
+    assert json.loads(output)["caveat"] == caveat and json.loads(output)["in_image"] is None
+
+
 def test_what_all_commands_have():
     assert CliRunner().invoke(app, ["--version"]).output == f"sglang-mla-ext {__version__}\n"
     for command in ("doctor", "plan", "top"):

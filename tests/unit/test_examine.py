@@ -76,3 +76,7 @@ def test_that_decode_gains_nothing_with_dp_attention(found: dict[str, Any]) -> N
     assert [found[name]["outcome"] for name in cases] == ["works"] * 4
     caveats = [found[name]["caveat"] for name in cases]
     assert caveats[0].startswith("decode gains nothing: with DP attention") and caveats[1:] == [None] * 3
+
+
+def test_fp8_weights_of_mistral_large_3(found: dict[str, Any]) -> None:
+    assert (found["Mistral Large 3"]["outcome"], found["Mistral Large 3"]["findings"]) == ("works", [])

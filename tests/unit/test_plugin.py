@@ -85,6 +85,14 @@ def test_asked_for_it_tells_the_processes_to_come_until_it_is_not(scenarios: dic
     assert not asked["hooks imported"], "the launching process installs nothing else"
 
 
+def test_flags_without_the_backend_are_one_warning(scenarios: dict[str, Any]) -> None:
+    flags = "--hybrid-mla-min-prefix-len, --hybrid-mla-mode"
+    assert scenarios["flags_in_vain"] == {
+        "without flags": [],
+        "with flags": [f"{flags}: no effect without --attention-backend hybrid_mla."],
+    }
+
+
 def test_bad_launches_stop_and_leave_nothing_behind(scenarios: dict[str, Any]) -> None:
     bad = scenarios["bad_launches"]
     assert [bad[name][0] for name in ("radix", "prefill", "mode")] == ["Refusal", "Refusal", "OptionError"]

@@ -56,6 +56,26 @@ def test_segments_of_a_plan_nest_and_what_nobody_uses_any_more_is_kept(tree: Any
     assert shown(server) == []
 
 
+def test_requests_that_wait_are_no_holders(tree: Any) -> None:
+    """The tree counts whoever keeps a node from eviction: requests in prefill, and those that wait for a step."""
+    server = Server(tree)
+    top, left, right = "s" * CHUNK, "l" * CHUNK, "r" * CHUNK
+    requests = [tree.run(top + below + end) for below in (left, right) for end in "xyz"]
+    for _ in range(4):
+        server.decode(*requests)
+    assert [each[2] for each in shown(server)] == [6, 3, 3]
+    tree.run(top + left + "w")
+    tree.run(top + right + "w")
+    for running, holders in ((requests[:3], [3, 0]), (requests[:4], [4, 3, 1])):
+        server.decode(*running)
+        found = server.prefixes.shown_segments()
+        assert [each.holders for each in found] == holders, "of those that ran"
+        assert max(each.holders for each in found) <= len(running) == server.prefixes.plan.requests
+    server.prefixes.pool.drop({node for _, nodes in server.prefixes.held() for node in nodes})
+    server.decode(*requests[:5])  # nothing of it is expanded yet: segments are kept that running requests hold
+    assert max(each.holders for each in server.prefixes.shown_segments()) <= 5
+
+
 def test_what_is_being_expanded_and_what_is_idle(tree: Any) -> None:
     server = Server(tree, expand_tokens_per_step=256)
     requests = [tree.run("a" * 3 * CHUNK + end) for end in "xy"]

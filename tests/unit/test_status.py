@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import re
 import socket
 import sys
 import threading
@@ -17,6 +19,7 @@ from typing import Any
 
 import pytest
 from browser import Browser
+from rich.console import Console
 from typer.testing import CliRunner
 
 from sglang_mla_ext import cli, status, top
@@ -100,10 +103,11 @@ class Served:
         self._thread.join()
         self._socket.close()
 
-    def get(self, path: str, key: str | None = None) -> tuple[int, str]:
+    def get(self, path: str, key: str | None = None, method: str = "GET") -> tuple[int, str]:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
+        request = urllib.request.Request(self.url + path, headers=headers, method=method)
         try:
-            with urllib.request.urlopen(urllib.request.Request(self.url + path, headers=headers)) as answer:
+            with urllib.request.urlopen(request) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -159,6 +163,16 @@ def test_sglangs_key_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
         assert served.manager.asked == 0
         assert served.get("/hybrid_mla/status", "sesame")[0] == served.get("/hybrid_mla", "sesame")[0] == 200
         assert served.get("/other", "sesame")[0] == 404
+
+
+def test_the_head_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(monkeypatch) as served:
+        assert [served.get(path, method="HEAD") for path in ("/hybrid_mla", "/hybrid_mla/status")] == [(200, "")] * 2
+        assert set(json.loads(served.get("/openapi.json")[1])["paths"]["/hybrid_mla"]) == {"get"}
+    with serving(monkeypatch, "sesame") as served:
+        for path in ("/hybrid_mla", "/hybrid_mla/status"):
+            assert served.get(path, method="HEAD") == (401, "") and served.get(path, "sesame", "HEAD") == (200, "")
+        assert served.get("/hybrid_mla", method="POST")[0] == 401
 
 
 def test_a_server_with_another_backend_has_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,10 +247,29 @@ def test_top(monkeypatch: pytest.MonkeyPatch) -> None:
             code, said = run_top("--url", served.url, *key)
             assert code == 1 and "key" in said
         url = served.url
+        address = url.removeprefix("http://")
+        assert run_top("--url", address, "--api-key", "sesame")[0] == 0, "without a scheme"
         assert run_top("--url", f"{url}/nowhere", "--api-key", "sesame")[1].count("has no /hybrid_mla/status") == 1
     code, said = run_top("--url", url)
     assert code == 1 and "refused" in said
+    assert "refused" in run_top("--url", address)[1]
     assert run_top("--url", "nonsense")[0] == 1
+
+
+def test_the_page_and_top_have_the_same_words() -> None:
+    """Of the totals: one name for one thing."""
+    (rank,) = status.status([{"hybrid_mla": entry()}], 1.0).model_dump()["ranks"]
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(
+        top._rank(rank, False, dict.fromkeys(("shared_tokens_saved", "prefill_tokens_saved", "tokens_ridden")))
+    )
+    shown, page = console.export_text(), status_routes.page().decode()
+    of_page = re.search(r"decode steps: (.*?)· \$\{number\(counters.expansions", page, re.DOTALL)
+    of_top = re.search(r"steps: (.*?);", shown)
+    assert of_page and of_top
+    said = [re.findall(r"(?:\$\{[^}]*\}|\d+) (\w+)", found[1]) for found in (of_page, of_top)]
+    assert said == [["naive", "grouped", "absorb"]] * 2
+    assert "plain" not in page
 
 
 def test_top_has_no_rate_over_a_restart() -> None:

@@ -12,7 +12,7 @@ below the same one, so each candidate waits to be asked once, however many there
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 from weakref import WeakValueDictionary
@@ -91,6 +91,11 @@ class Mirror:
         """No request is left: nodes stay as long as somebody else keeps them."""
         self._count(Counter())
         self._last, self._before, self._searches = {}, {}, {}
+
+    def known(self, numbers: Iterable[int | None]) -> list[MirrorNode]:
+        """The nodes with these numbers, but for those that are not in the mirror."""
+        found = (self._nodes.get(number) for number in numbers if number is not None)
+        return [node for node in found if node is not None]
 
     def follow(self, ends: Sequence[int | None], *, count: bool) -> tuple[list[MirrorNode | None], bool]:
         """The nodes in which requests end, brought up to date.

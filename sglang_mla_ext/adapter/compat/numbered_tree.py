@@ -66,8 +66,12 @@ class NumberedTree(ABC):
         return tuple(map(_RID, requests)), tuple(map(_LAST_NODE, requests))
 
     def hold(self, requests: Sequence[Req]) -> object:
-        """See prefix.tree.Tree. Numbers are not reused."""
-        return None
+        """See prefix.tree.Tree. Numbers are not reused; what the mirror knows of the nodes is kept."""
+        return self._mirror.known(map(_LAST_NODE, requests))
+
+    def ends(self, held: Sequence[MirrorNode]) -> Sequence[MirrorNode]:
+        """See prefix.tree.Tree."""
+        return held
 
     def shared(
         self, requests: Sequence[Req], also: Collection[MirrorNode] = (), whole: Collection[int] = ()

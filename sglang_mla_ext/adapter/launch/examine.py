@@ -98,7 +98,8 @@ def _not_compiled(model: Any = None, **options: Any) -> Any:
 def _examine(line: LaunchLine, folder: Path) -> Examination:
     if before := _before_resolving(line):
         outcome = CANNOT_TELL if all(each.code in UNKNOWN for each in before) else REFUSED
-        return Examination(outcome, before, [], line, [], {}, elsewhere=_elsewhere(line))
+        elsewhere = _elsewhere(line) if before[0].code == MODEL else None
+        return Examination(outcome, before, [], line, [], {}, elsewhere=elsewhere)
     line = line._replace(arguments=launch_line.with_backend(line.arguments))
     findings: list[Finding] = []
     changes: list[str] = []

@@ -108,6 +108,9 @@ def add_routes(app: FastAPI) -> None:
         response_class=HTMLResponse,
         summary="The same as a page.",
     )
+    # Load balancers and monitors ask for the head alone; the server leaves out the body.
+    for path, answer in ((STATUS_PATH, hybrid_mla_status), (PAGE_PATH, hybrid_mla_page)):
+        app.add_api_route(path, answer, methods=["HEAD"], response_model=None, include_in_schema=False)
 
 
 def page() -> bytes:
@@ -168,4 +171,4 @@ class PageOfRefusal:
 
 def _asks_for_page(scope: Scope) -> bool:
     path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    return scope["method"] == "GET" and path == PAGE_PATH
+    return scope["method"] in ("GET", "HEAD") and path == PAGE_PATH

@@ -92,6 +92,10 @@ class TreeView:
         """See prefix.tree.Tree."""
         return list(map(_LAST_NODE, requests))
 
+    def ends(self, held: Sequence[TreeNode | None]) -> Sequence[NodeHandle]:
+        """See prefix.tree.Tree."""
+        return [self._handle(node) for node in held if node is not None and node.parent is not None]
+
     def shared(
         self, requests: Sequence[Req], also: Collection[NodeHandle] = (), whole: Collection[int] = ()
     ) -> SharedTree:
