@@ -21,9 +21,11 @@ from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.branches import Branches
 from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.covers import Ways, whole
 from sglang_mla_ext.prefix.gains import Gains
 from sglang_mla_ext.prefix.gpu_rates import GpuRates
-from sglang_mla_ext.prefix.planner import Capacity, Ways, plan_step, whole
+from sglang_mla_ext.prefix.planner import plan_step
+from sglang_mla_ext.prefix.room import Capacity
 from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.segment import Mode
 

@@ -13,7 +13,8 @@ from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.cost_model import CostModel
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool, Want
 from sglang_mla_ext.prefix.gains import Gains
-from sglang_mla_ext.prefix.planner import Capacity, Plan
+from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.prefix.room import Capacity
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.segment import Mode

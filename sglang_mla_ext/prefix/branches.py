@@ -34,14 +34,15 @@ class Branch(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A range of a branch's tokens, and how it is attended to: what becomes a segment.
+    """A range of tokens that all requests of a branch hold, and how it is attended to: what becomes a segment.
 
     Attributes:
-        branch: index of the branch.
+        branch: index of the branch that it ends in; first: of the one that it begins in, the same or one above.
         gain: what it saves, in seconds a layer, where costs are modelled.
     """
 
     branch: int
+    first: int
     start: int
     end: int
     mode: Mode
@@ -118,6 +119,20 @@ class Branches:
             self._ordered = order, begins
         order, begins = self._ordered
         return order[begins[index] : begins[index] + self._branches[index].requests]
+
+    def path(self, part: Part) -> list[int]:
+        """The branches that a part is in, from the one down that it begins in."""
+        path = [part.branch]
+        while path[-1] != part.first:
+            path.append(self._branches[path[-1]].parent)
+        return path[::-1]
+
+    def nodes_of(self, part: Part) -> tuple[list[Hashable], list[int]]:
+        """The nodes of the branches that a part is in, and tokens from the root to the end of each."""
+        branches = [self._branches[index] for index in self.path(part)]
+        return [node for branch in branches for node in branch.nodes], [
+            end for branch in branches for end in branch.ends
+        ]
 
     def nearest(self, index: int, used: Container[int]) -> int:
         """The branch itself or the nearest one above it that is used, -1 for none. One that lies within a chunk may be

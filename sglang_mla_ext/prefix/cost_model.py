@@ -139,13 +139,25 @@ class CostModel:
             step_tokens: distinct tokens that all groups of a step share, which have to fit in the L2 cache together;
                 by default those of this group alone.
         """
+        return tokens * self.token_seconds(mode, group_size, self.exceeds_l2(tokens, step_tokens))
+
+    def exceeds_l2(self, tokens: int, step_tokens: int) -> bool:
+        """Whether the L2 cache does not hold the latent rows of so many tokens."""
+        return max(tokens, step_tokens) > self._l2_tokens
+
+    def token_seconds(self, mode: Mode, group_size: int, from_memory: bool) -> float:
+        """What a token costs of `work_seconds`.
+
+        Args:
+            from_memory: whether plain absorb reads it once per request from memory.
+        """
         work = self._work[mode]
         if mode is Mode.ABSORB:
             group_size = self._own(group_size)
         read_s, matrix_s = work.read_s, -(-group_size * work.rows // work.tile) * work.tile_s
-        if mode is Mode.ABSORB and (tokens > self._l2_tokens or step_tokens > self._l2_tokens):
+        if mode is Mode.ABSORB and from_memory:
             read_s *= group_size
-        return tokens * (read_s if read_s > matrix_s else matrix_s)
+        return read_s if read_s > matrix_s else matrix_s
 
     def launch_seconds(self, mode: Mode, rows: int) -> float:
         """What a mode costs a step beyond work and segments, if `rows` of its requests attend in it at all: a launch

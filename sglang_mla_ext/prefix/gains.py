@@ -6,11 +6,12 @@ that takes every range, or none.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.covers import Gain
 from sglang_mla_ext.prefix.launches import Launch
-from sglang_mla_ext.prefix.planner import Gain
 from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
@@ -47,10 +48,15 @@ class Gains(NamedTuple):
         """
 
         def over_absorb(mode: Mode) -> Gain:
+            @functools.cache  # many ranges have the same number of rows
+            def of_rows(rows: int, from_memory: bool) -> tuple[float, float]:
+                saved = cost.token_seconds(Mode.ABSORB, rows, from_memory)
+                return saved - cost.token_seconds(mode, rows, from_memory), cost.segment_seconds(mode, rows)
+
             def gain(rows: int, start: int, end: int) -> float:
                 tokens = end - start
-                saved = cost.work_seconds(Mode.ABSORB, rows, tokens, step_tokens)
-                return saved - cost.work_seconds(mode, rows, tokens) - cost.segment_seconds(mode, rows)
+                of_token, of_segment = of_rows(rows, cost.exceeds_l2(tokens, step_tokens))
+                return tokens * of_token - of_segment
 
             return gain
 

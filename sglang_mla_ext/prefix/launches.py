@@ -1,109 +1,116 @@
-"""What a step pays for launching naive attention or grouped absorb, and which parts are not worth that.
+"""What a step pays for launching naive attention or grouped absorb, and the choice that saves most with that paid.
 
-A launch takes the longer, the more rows take part, but each further one adds less. So which parts of a plan pay is a
-choice of sets; what is dropped here is found by a few passes over the plan, with prices for a row more.
+A launch takes the longer, the more rows take part, but each further one adds less. So between two numbers of rows it
+costs at least what the straight line between them does, and with that line's slope as the price of a row, the best
+choice is a bound for all that launch so many. What the bound leaves open is searched by cutting the range in two.
+
+Pure Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import heapq
+import math
+from collections.abc import Callable, Iterable, Mapping
 
 from sglang_mla_ext.prefix.branches import Branches, Part
+from sglang_mla_ext.prefix.choice import NOTHING, Choice, Chooser, Prices
+from sglang_mla_ext.prefix.covers import FEW, GROUPED, NAIVE
 from sglang_mla_ext.segment import Mode
 
 Launch = Callable[[Mode, int], float]
 """`launch(mode, rows)`: what a step pays, in seconds a layer, for attending in this way at all, with so many rows.
 It may be negative: rates count the partials of many rows at more than the overhead that was fitted with them."""
 
-NAIVE, GROUPED = 1, 2
-"""Ways to attend together, as bits."""
+PASSES, PASSES_OF_MANY = 8, 4
+"""Choices that are made at most to find the best one, among a few branches and among many."""
+
+NEAR = 1e-4
+"""Of what a choice saves, the part that is not searched for."""
+
+_MODES = {NAIVE: Mode.NAIVE, GROUPED: Mode.GROUPED_ABSORB}
+
+_Ranges = dict[int, tuple[int, int]]
+"""Of each way, the fewest and the most rows for which it is launched; ways that are not launched are left out."""
 
 
-@dataclass(eq=False)
-class Launched:
-    """A part for whose rows a step launches a way that is not launched for them already.
-
-    Attributes:
-        mode: a bit; rows: how many.
-        gain: of the part and of those that follow it, but for what they launch more.
-        above: index of the one that it follows, -1 for none.
-    """
-
-    branch: int
-    mode: int
-    rows: int
-    gain: float
-    above: int
-
-
-def launched_by(parts: Sequence[Part], branches: Branches) -> list[Launched]:
-    """What parts launch, parents before children."""
-    found: list[Launched] = []
-    at_branch: dict[int, tuple[int, int]] = {}  # the last of these on the way to its end, and all modes up to there
+def launched_rows(parts: Iterable[Part], branches: Branches) -> dict[int, int]:
+    """Rows for which each way is launched: once, however many parts they are in."""
+    rows = {NAIVE: 0, GROUPED: 0}
+    at_branch: dict[int, int] = {}  # ways that are launched on the way to its end
     for part in parts:
         mode = NAIVE if part.mode is Mode.NAIVE else GROUPED
-        last, modes = at_branch.get(branches.nearest(part.branch, at_branch), (-1, 0))
-        if modes & mode:
-            found[last].gain += part.gain
-        else:
-            found.append(Launched(part.branch, mode, branches[part.branch].rows, part.gain, last))
-            last = len(found) - 1
-        at_branch[part.branch] = last, modes | mode
-    return found
+        launched = at_branch.get(branches.nearest(part.branch, at_branch), 0)
+        if not launched & mode:
+            rows[mode] += branches[part.branch].rows
+        at_branch[part.branch] = launched | mode
+    return rows
 
 
-def launch_cost(launched: Iterable[Launched], launch: Launch) -> float:
-    """What a step pays for all of them, in seconds a layer."""
-    naive, grouped = _rows_of_modes(launched)
-    return (launch(Mode.NAIVE, naive) if naive else 0.0) + (launch(Mode.GROUPED_ABSORB, grouped) if grouped else 0.0)
+def launch_cost(rows: Mapping[int, int], launch: Launch) -> float:
+    """What a step pays for launches for so many rows, in seconds a layer."""
+    return sum(launch(_MODES[mode], count) for mode, count in rows.items() if count)
 
 
-def _rows_of_modes(launched: Iterable[Launched]) -> tuple[int, int]:
-    naive = grouped = 0
-    for each in launched:
-        if each.mode == NAIVE:
-            naive += each.rows
-        else:
-            grouped += each.rows
-    return naive, grouped
+def slope_prices(rows: Mapping[int, int], launch: Launch) -> Prices:
+    """What a row more costs launches for about so many."""
+    slopes = (_line(launch, mode, (max(rows[mode] // 2, 1), rows[mode]))[1] for mode in (NAIVE, GROUPED))
+    return Prices(*slopes)
 
 
-def unpaid(launched: Sequence[Launched], launch: Launch) -> list[Launched]:
-    """Those without which, and without what follows them, a step saves more than with all: a launch costs the more, the
-    more rows take part, and theirs may cost more than they gain."""
-    if len(launched) < 2:
-        return []
-    naive, grouped = _rows_of_modes(launched)
-    most, best = sum(each.gain for each in launched) - launch_cost(launched, launch), []
-    # The more rows take part, the less one more costs. So for each number of rows that could be left, with what a row
-    # costs there, all that does not pay that is dropped; the best of these is kept.
-    while naive > 1 or grouped > 1:
-        price = _price(Mode.NAIVE, naive, launch), _price(Mode.GROUPED_ABSORB, grouped, launch)
-        kids = [0.0] * len(launched)
-        pays = [False] * len(launched)
-        for index in range(len(launched) - 1, -1, -1):
-            each = launched[index]
-            worth = each.gain - price[each.mode == GROUPED] * each.rows + kids[index]
-            pays[index] = worth > 0
-            if worth > 0 and each.above >= 0:
-                kids[each.above] += worth
-        left, dropped = [], []
-        for index, each in enumerate(launched):
-            if each.above >= 0 and not pays[each.above]:
-                pays[index] = False
-            elif not pays[index]:
-                dropped.append(each)
-            if pays[index]:
-                left.append(each)
-        if dropped:
-            saved = sum(each.gain for each in left) - launch_cost(left, launch)
-            if saved > most:
-                most, best = saved, dropped
-        naive, grouped = naive // 2, grouped // 2
+def best_choice(choosers: Callable[[int], Chooser], modes: int, launch: Launch) -> Choice:
+    """The choice that saves the most with its launches paid.
+
+    Args:
+        choosers: make choices with these ways only; modes: ways that there are, all as bits.
+    """
+    best, most = NOTHING, 0.0
+    rows = choosers(modes).most_rows
+    everything = {mode: (1, rows) for mode in (NAIVE, GROUPED) if modes & mode}
+    pending: list[tuple[float, int, _Ranges]] = [(-math.inf, 0, everything)]
+    for number in range(PASSES if len(choosers(modes).branches) <= FEW else PASSES_OF_MANY):
+        if not pending or -pending[0][0] <= most * (1 + NEAR):
+            break
+        _, _, ranges = heapq.heappop(pending)
+        lines = {mode: _line(launch, mode, limits) for mode, limits in ranges.items()}
+        prices = Prices(*(lines[mode][1] if mode in lines else 0.0 for mode in (NAIVE, GROUPED)))
+        choice = choosers(sum(ranges)).choose(prices)
+        if (saved := choice.gain - launch_cost(choice.rows, launch)) > most:
+            best, most = choice, saved
+        further = _halves(ranges, choice.rows, lines, launch)
+        if number == 0 and len(ranges) > 1:  # one way of two gains less, but nothing is paid for the other
+            further += [{mode: ranges[mode]} for mode in ranges]
+        for place, part in enumerate(further):
+            bound = choice.priced - sum(lines[mode][0] for mode in part)
+            heapq.heappush(pending, (-bound, 4 * number + place, part))
     return best
 
 
-def _price(mode: Mode, rows: int, launch: Launch) -> float:
-    """What a row more costs a launch of about so many."""
-    return (launch(mode, rows) - launch(mode, rows // 2)) / (rows - rows // 2) if rows > 1 else 0.0
+def _line(launch: Launch, mode: int, limits: tuple[int, int]) -> tuple[float, float]:
+    """Constant and slope of the straight line through a launch's costs with two numbers of rows."""
+    few, many = limits
+    first = launch(_MODES[mode], few)
+    slope = (launch(_MODES[mode], many) - first) / (many - few) if many > few else 0.0
+    return first - slope * few, slope
+
+
+def _halves(
+    ranges: _Ranges, rows: Mapping[int, int], lines: Mapping[int, tuple[float, float]], launch: Launch
+) -> list[_Ranges]:
+    """Two parts of the ranges: cut where the line is the farthest from what launches for so many rows cost."""
+    widest, cut, mode_of_cut = -math.inf, 0, 0
+    for mode, (few, many) in ranges.items():
+        if many - few < 2:
+            continue
+        at = rows[mode]
+        if not few < at < many:
+            at = math.isqrt(few * many)
+            at = min(max(at, few + 1), many - 1)
+        constant, slope = lines[mode]
+        gap = launch(_MODES[mode], at) - constant - slope * at
+        if gap > widest:
+            widest, cut, mode_of_cut = gap, at, mode
+    if not mode_of_cut:
+        return []
+    few, many = ranges[mode_of_cut]
+    return [{**ranges, mode_of_cut: (few, cut)}, {**ranges, mode_of_cut: (cut, many)}]

@@ -6,6 +6,7 @@ two forward passes. The tree is a protocol here: the adapter knows SGLang, this 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,11 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.branches import Branches, Part
 from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.covers import Ways, whole
 from sglang_mla_ext.prefix.expanded_pool import NOT_COVERED, Covered, ExpandedPool
 from sglang_mla_ext.prefix.expansion import Expander, Expansion
 from sglang_mla_ext.prefix.gains import Gains, every_range, no_launch
 from sglang_mla_ext.prefix.launches import Launch
-from sglang_mla_ext.prefix.planner import Capacity, Plan, Ways, plan_step, whole
+from sglang_mla_ext.prefix.planner import Plan, plan_step
+from sglang_mla_ext.prefix.room import Capacity
 from sglang_mla_ext.prefix.segments import SegmentNumbers, ShownSegment, count_alone, shown_segments
 from sglang_mla_ext.prefix.tree import SharedTree, Tree
 from sglang_mla_ext.prefix.wants import wants_of
@@ -112,10 +115,10 @@ class SharedPrefixes:
         found = []
         plan, parts, branches, _ = self._planned
         for segment, part in zip(plan.segments, parts, strict=True):
-            branch = branches[part.branch]
-            begins = (branch.start, *branch.ends)
-            reached = zip(branch.nodes, begins, branch.ends, strict=False)
-            nodes = tuple(node for node, begin, end in reached if begin < part.end and end > part.start)
+            reached, ends = branches.nodes_of(part)
+            begins = (branches[part.first].start, *ends)
+            ranges = zip(reached, begins, ends, strict=False)
+            nodes = tuple(node for node, begin, end in ranges if begin < part.end and end > part.start)
             found.append((segment, nodes))
         return found
 
@@ -314,21 +317,24 @@ class SharedPrefixes:
         Args:
             ideal: and how many were dropped; None where nothing was expanded for it.
         """
-        covered: dict[int, tuple[int, list[int]]] = {}
 
-        def expanded(index: int) -> int:
-            if index not in covered:
-                branch = branches[index]
-                covered[index] = self._pool.covered(branch.nodes, branch.ends, branch.start)
-            return covered[index][0]
+        @functools.cache
+        def covered(index: int) -> tuple[int, list[int]]:
+            branch = branches[index]
+            return self._pool.covered(branch.nodes, branch.ends, branch.start)
+
+        def covered_of(part: Part) -> tuple[int, list[int]]:
+            if part.first == part.branch:
+                return covered(part.branch)
+            return self._pool.covered(*branches.nodes_of(part), part.start)
 
         def chunks(part: Part) -> tuple[int, ...]:
             if part.mode is not Mode.NAIVE:
                 return ()
-            return tuple(covered[part.branch][1][: -(-(part.end - part.start) // self._pool.chunk_tokens)])
+            return tuple(covered_of(part)[1][: -(-(part.end - part.start) // self._pool.chunk_tokens)])
 
-        if ideal is None or any(part.mode is Mode.NAIVE and part.end > expanded(part.branch) for part in ideal[0]):
-            ideal = plan_step(branches, ways, expanded, launch, self._capacity)
+        if ideal is None or any(part.mode is Mode.NAIVE and part.end > covered_of(part)[0] for part in ideal[0]):
+            ideal = plan_step(branches, ways, lambda index: covered(index)[0], launch, self._capacity)
         parts, dropped = ideal
         if dropped:
             self._counters.fall_back("more groups than a step has room for")

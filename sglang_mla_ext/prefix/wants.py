@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sglang_mla_ext.prefix.branches import Branches, Part
+from sglang_mla_ext.prefix.covers import Ways
 from sglang_mla_ext.prefix.expanded_pool import Want
-from sglang_mla_ext.prefix.planner import Ways
 from sglang_mla_ext.segment import Mode
 
 
@@ -21,18 +21,27 @@ def wants_of(ideal: Sequence[Part], branches: Branches, ways: Ways) -> list[Want
     for part in ideal:
         if part.mode is not Mode.NAIVE:
             continue
-        branch = branches[part.branch]
         saved = part.gain
         if ways.grouped is not None:
-            saved -= max(ways.grouped(branch.rows, part.start, part.end), 0.0)
+            saved -= max(ways.grouped(branches[part.branch].rows, part.start, part.end), 0.0)
         worth = saved / (part.end - part.start)
-        place = at_branch.get(branches.nearest(part.branch, at_branch), -1)
-        if place >= 0 and wants[place].end == part.start:
-            worth = min(worth, wants[place].worth)
-        else:
-            place = -1
-        at_branch[part.branch] = len(wants)
-        wants.append(Want(branch.nodes, branch.ends, part.start, part.end, worth, place))
+        start = part.start
+        for index in branches.path(part):
+            branch = branches[index]
+            end = part.end if index == part.branch else min(branch.end // ways.chunk * ways.chunk, part.end)
+            if end <= start:
+                continue
+            if (place := at_branch.get(index, -1)) >= 0 and wants[place].start == start:  # others are joined to it, too
+                wants[place] = wants[place]._replace(worth=wants[place].worth + worth)
+            else:
+                above = at_branch.get(branches.nearest(branch.parent, at_branch), -1)
+                above = above if above >= 0 and wants[above].end == start else -1
+                at_branch[index] = len(wants)
+                wants.append(Want(branch.nodes, branch.ends, start, end, worth, above))
+            start = end
+    for place, want in enumerate(wants):
+        if want.above >= 0:
+            wants[place] = want._replace(worth=min(want.worth, wants[want.above].worth))
     order = sorted(range(len(wants)), key=lambda index: -wants[index].worth)
     position = {index: place for place, index in enumerate(order)} | {-1: -1}
     return [wants[index]._replace(above=position[wants[index].above]) for index in order]

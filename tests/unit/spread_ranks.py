@@ -15,7 +15,7 @@ from sglang_mla_ext.prefix.cost_model import CostModel
 from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
 from sglang_mla_ext.prefix.gpu_rates import GpuRates
 from sglang_mla_ext.prefix.model_dims import ModelDims
-from sglang_mla_ext.prefix.planner import Capacity
+from sglang_mla_ext.prefix.room import Capacity
 from sglang_mla_ext.prefix.spread.names import Names, chunk_names
 from sglang_mla_ext.prefix.spread.plan import SpreadPlan
 from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes

@@ -155,8 +155,7 @@ def test_grouped_absorb_needs_no_memory_for_prefixes(
     smallest = lambda *args, **kwargs: 2  # noqa: E731 - the toy model's groups pay nowhere
     monkeypatch.setattr(CostModel, "smallest_profitable_group", smallest)
     seconds = {Mode.ABSORB: 3.0, Mode.GROUPED_ABSORB: 2.0, Mode.NAIVE: 1.0}
-    work = lambda self, mode, rows, tokens, step_tokens=0: seconds[mode] * rows * tokens  # noqa: E731
-    monkeypatch.setattr(CostModel, "work_seconds", work)
+    monkeypatch.setattr(CostModel, "token_seconds", lambda self, mode, rows, from_memory: seconds[mode] * rows)
     backend = world.make("gpu", grouped=True, **options)
     assert backend._shared is None and pool_of(world).num_chunks == 0
     requests = [world.start("abcd1", 1), world.start("abcd2", 2), world.start("x", 3)]

@@ -22,8 +22,8 @@ def cost_with(**seconds_per_row: float) -> CostModel:
     more."""
 
     class Fixed(CostModel):
-        def work_seconds(self, mode: Mode, group_size: int, tokens: int, step_tokens: int = 0) -> float:
-            return seconds_per_row[mode.value] * group_size * tokens
+        def token_seconds(self, mode: Mode, group_size: int, from_memory: bool) -> float:
+            return seconds_per_row[mode.value] * group_size
 
         def segment_seconds(self, mode: Mode, group_size: int) -> float:
             return float(mode is Mode.NAIVE)
@@ -113,10 +113,10 @@ def test_memory_goes_where_grouped_absorb_does_not_save_as_much(tree: Any) -> No
     requests 6 and nothing."""
 
     class Stepped(CostModel):
-        def work_seconds(self, mode: Mode, group_size: int, tokens: int, step_tokens: int = 0) -> float:
+        def token_seconds(self, mode: Mode, group_size: int, from_memory: bool) -> float:
             grouped = 7 if group_size > 3 else -1
             saved = {Mode.ABSORB: 0, Mode.NAIVE: 2 * group_size, Mode.GROUPED_ABSORB: grouped}[mode]
-            return tokens * (9 * group_size - saved) * 1e-3
+            return (9 * group_size - saved) * 1e-3
 
     server = Server(tree, chunks=4, cost=Stepped(COST.dims, COST.local_heads, COST.rates), **BOTH)
     four = [tree.run("sixteen-letters-" + letter) for letter in "abcd"]

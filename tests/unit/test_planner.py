@@ -8,7 +8,9 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 from hypothesis import example, given, settings
@@ -16,12 +18,16 @@ from hypothesis import strategies as st
 
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.branches import Branches, Part
+from sglang_mla_ext.prefix.choice import Chooser
 from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.covers import Expanded, Gain, Ways, all_covers, whole
 from sglang_mla_ext.prefix.gains import Gains, every_range, no_launch
 from sglang_mla_ext.prefix.gpu_rates import GpuRates
 from sglang_mla_ext.prefix.model_dims import ModelDims
-from sglang_mla_ext.prefix.planner import Capacity, Expanded, Gain, Plan, Ways, limit_parts, plan_step, whole
+from sglang_mla_ext.prefix.planner import Plan, plan_step
+from sglang_mla_ext.prefix.room import Capacity, limit_parts, rows_of
 from sglang_mla_ext.prefix.tree import SharedTree
+from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
 V3 = ModelDims.from_json("deepseek-v3")
@@ -67,6 +73,12 @@ def plan_parts(branches: Branches, ways: Ways, expanded: Expanded) -> list[Part]
     return parts
 
 
+def limited(batch: Batch, ways: Ways, parts: Sequence[Part], capacity: Capacity) -> tuple[list[Part], int]:
+    """`limit_parts`, of parts of a batch."""
+    covers = all_covers(batch.branches, ways, batch.expanded_of)
+    return limit_parts(parts, capacity, Chooser(batch.branches, covers, ways, ways.modes))
+
+
 @dataclass(frozen=True)
 class Batch:
     """A forest of prefix-tree nodes, and for each row of a batch the node that its path ends in."""
@@ -76,14 +88,16 @@ class Batch:
     rows: tuple[int, ...]
     min_prefix_len: int = 1
     expanded: tuple[int, ...] | None = None  # up to which token each node is, where not all of it
+    row_counts: tuple[int, ...] = ()  # of the rows, which are requests then, where not one each
 
     def path(self, node: int) -> list[int]:
         """Nodes from the root to this one."""
         return [] if node < 0 else [*self.path(self.parents[node]), node]
 
-    @property
+    @cached_property
     def branches(self) -> Branches:
-        return Branches(SharedTree(range(len(self.ends)), self.parents, self.ends, self.rows))
+        counts = Rows.of(self.row_counts) if self.row_counts else None
+        return Branches(SharedTree(range(len(self.ends)), self.parents, self.ends, self.rows), counts)
 
     def ways(self, gains: Gains) -> Ways:
         return Ways(gains.naive, gains.grouped, CHUNK, PAGE, self.min_prefix_len)
@@ -95,10 +109,12 @@ class Batch:
     def parts(self, gains: Gains) -> list[Part]:
         return plan_parts(self.branches, self.ways(gains), self.expanded_of)
 
-    def step(self, gains: Gains) -> Plan:
-        """With launches paid, and room for everything."""
-        parts, dropped = plan_step(self.branches, self.ways(gains), self.expanded_of, gains.launch, ROOM)
-        assert not dropped
+    def step(self, gains: Gains, capacity: Capacity = ROOM) -> Plan:
+        """With launches paid."""
+        parts, dropped = plan_step(self.branches, self.ways(gains), self.expanded_of, gains.launch, capacity)
+        assert capacity is not ROOM or not dropped
+        assert len(parts) <= capacity.segments
+        assert sum(self.branches[part.branch].rows for part in parts) <= capacity.rows
         return self.plan_of(parts)
 
     def plan(self, gains: Gains) -> Plan:
@@ -167,64 +183,71 @@ def test_every_token_is_covered_once_and_segments_are_sound(batch: Batch, name: 
         assert followed or each.end >= batch.min_prefix_len
 
 
-def all_plans(batch: Batch, gains: Gains) -> Iterator[tuple[float, float]]:
-    """What every allowed plan saves, without its launches and with them. Each branch is left out, or the last of its
-    path, or followed by others. None is taken at a loss, for the length that it would give to what is above it."""
-    branches, ways = batch.branches, batch.ways(gains)
-    naive, grouped = 1, 2
+class Possible(NamedTuple):
+    """A plan that is allowed: what it saves without its launches and with them, its segments, and rows of all these."""
 
-    def covers(branch: int, end: int) -> list[tuple[int, float, int]]:
-        """Where the ways to attend to the branch's tokens end, what they save, and the modes that they take."""
-        found = []
-        begin, paged = branches[branch].start // CHUNK * CHUNK, end // PAGE * PAGE
-        reach = min(batch.expanded_of(branch), end)
-        count = branches[branch].rows
-        if gains.naive and reach > begin:
-            found.append((reach, gains.naive(count, begin, reach), naive))
-            if gains.grouped and reach % PAGE == 0 and reach < paged:
-                found.append((paged, found[0][1] + gains.grouped(count, reach, paged), naive | grouped))
-        if gains.grouped and paged > begin:
-            found.append((paged, gains.grouped(count, begin, paged), grouped))
-        return found
+    gain: float
+    net: float
+    segments: int
+    rows: int
 
-    choices = []
-    for index in range(len(branches)):
+
+def covers_of(batch: Batch, gains: Gains, branch: int, first: int, end: int) -> list[tuple[int, float, int, int]]:
+    """Of tokens from the beginning of one branch to the end of another: where each way to attend to them ends, what it
+    saves, its ways as bits, and how many segments it has."""
+    branches, path = batch.branches, [branch]
+    while path[0] != first:
+        path.insert(0, branches[path[0]].parent)
+    reach = begin = branches[first].start // CHUNK * CHUNK
+    for index in path:
+        last = end if index == branch else branches[index].end // CHUNK * CHUNK
+        reach = max(reach, min(batch.expanded_of(index), last))
+        if reach < last:
+            break
+    found, count, paged = [], branches[branch].rows, end // PAGE * PAGE
+    if gains.naive and reach > begin:
+        found.append((reach, gains.naive(count, begin, reach), 1, 1))
+        if gains.grouped and reach % PAGE == 0 and reach < paged:
+            found.append((paged, found[0][1] + gains.grouped(count, reach, paged), 3, 2))
+    if gains.grouped and paged > begin:
+        found.append((paged, gains.grouped(count, begin, paged), 2, 1))
+    return found
+
+
+def all_plans(batch: Batch, gains: Gains) -> Iterator[Possible]:
+    """Every allowed plan. Each branch is left out, or the last of its path, or followed by others, or joined to those
+    below it; one of these is used then."""
+    branches, shortest = batch.branches, batch.min_prefix_len
+    Place = tuple[int, int]  # of what may follow a branch: where it begins, -1 for the end of that, and ways launched
+
+    def choose(
+        index: int, at: tuple[Place | None, ...], unfollowed: frozenset[int], rows: tuple[int, int], so_far: Possible
+    ) -> Iterator[Possible]:
+        if index == len(branches):
+            if not unfollowed:
+                launched = zip((Mode.NAIVE, Mode.GROUPED_ABSORB), rows, strict=True)
+                cost = sum(gains.launch(mode, count) for mode, count in launched if count)
+                yield so_far._replace(net=so_far.gain - cost)
+            return
+        yield from choose(index + 1, (*at, None), unfollowed, rows, so_far)
         branch = branches[index]
+        place = at[branch.parent] if branch.parent >= 0 else (-1, 0)
+        if place is None:
+            return
+        first, launched = place[0] if place[0] >= 0 else index, place[1]
+        followed = unfollowed - {branch.parent}
         inner = branch.end // CHUNK * CHUNK
-        through = [(True, gain, modes) for end, gain, modes in covers(index, inner) if end == inner]
-        if inner <= branch.start // CHUNK * CHUNK:
-            through = [(True, 0.0, 0)]
-        last = [(False, gain, modes) for end, gain, modes in covers(index, branch.end) if end >= ways.min_prefix_len]
-        choices.append([None, *through, *last])
-    for chosen in itertools.product(*choices):
-        followed = [False] * len(branches)
-        total, allowed = 0.0, True
-        modes, rows = (
-            [0] * len(branches),
-            {naive: 0, grouped: 0},
-        )  # that a branch's rows take down to its end; of each mode
-        for index, choice in enumerate(chosen):
-            if choice is None:
-                continue
-            parent = branches[index].parent
-            above = modes[parent] if parent >= 0 else 0
-            modes[index] = above | choice[2]
-            for mode in rows:
-                rows[mode] += branches[index].rows * bool(choice[2] & ~above & mode)
-            if parent >= 0:
-                allowed &= chosen[parent] is not None and chosen[parent][0]
-                followed[parent] = True
-            total += choice[1]
-        below = [choice[1] if choice is not None else 0.0 for choice in chosen]  # of a branch and all that follow it
-        for index in range(len(branches) - 1, -1, -1):
-            if (parent := branches[index].parent) >= 0:
-                below[parent] += below[index]
-        allowed &= min(below, default=0.0) >= 0
-        # A branch that says others follow it must be followed: else it would end too early, or be too short.
-        allowed &= all(choice is None or choice[0] == followed[index] for index, choice in enumerate(chosen))
-        if allowed:
-            launched = ((Mode.NAIVE, rows[naive]), (Mode.GROUPED_ABSORB, rows[grouped]))
-            yield total, total - sum(gains.launch(mode, count) for mode, count in launched if count)
+        options = [(False, each) for each in covers_of(batch, gains, index, first, branch.end) if each[0] >= shortest]
+        options += [(True, each) for each in covers_of(batch, gains, index, first, inner) if each[0] == inner]
+        for goes_on, (_, gain, modes, segments) in options:
+            new = modes & ~launched
+            more = (rows[0] + branch.rows * (new & 1), rows[1] + branch.rows * (new >> 1))
+            taken = Possible(so_far.gain + gain, 0.0, so_far.segments + segments, so_far.rows + segments * branch.rows)
+            below = (-1, launched | modes) if goes_on else None
+            yield from choose(index + 1, (*at, below), followed | {index} if goes_on else followed, more, taken)
+        yield from choose(index + 1, (*at, (first, launched)), followed | {index}, rows, so_far)
+
+    yield from choose(0, (), frozenset(), (0, 0), Possible(0.0, 0.0, 0, 0))
 
 
 @settings(max_examples=120, deadline=None)
@@ -232,7 +255,7 @@ def all_plans(batch: Batch, gains: Gains) -> Iterator[tuple[float, float]]:
 @given(batches(most_nodes=5), NAMES)
 def test_no_other_plan_saves_more(batch: Batch, name: str) -> None:
     gains = GAINS[name]
-    best = max(total for total, _ in all_plans(batch, gains))
+    best = max(plan.gain for plan in all_plans(batch, gains))
     assert saved(batch.plan(gains).segments, gains) == pytest.approx(best, rel=1e-9, abs=1e-12)
 
 
@@ -260,7 +283,7 @@ def test_no_other_plan_saves_much_more_with_its_launches(batch: Batch, name: str
     """Not the best of all: which rows share a launch is a choice of sets. So it is measured, on the same trees always.
     Of 12,000 others none lost as much, but for four with rates of an H20, whose launches cost less with more rows."""
     gains = GAINS[name]
-    best = max(net for _, net in all_plans(batch, gains))
+    best = max(plan.net for plan in all_plans(batch, gains))
     assert best * (1 - LOSS) - 1e-15 <= net(batch.step(gains).segments, gains) <= best * (1 + 1e-9) + 1e-15
 
 
@@ -316,15 +339,17 @@ def test_a_second_group_does_not_pay_for_the_launch_again() -> None:
 @settings(max_examples=80, deadline=None)
 @given(batches(), NAMES, st.randoms(use_true_random=False))
 def test_depends_on_nothing_but_the_tree(batch: Batch, name: str, shuffler: random.Random) -> None:
-    """With rows permuted the segments are the same."""
+    """With rows permuted the segments are the same, with room for everything and without."""
     gains = GAINS[name]
-    plan = batch.plan(gains)
-    assert batch.plan(gains) == plan
     order = list(range(len(batch.rows)))
     shuffler.shuffle(order)
-    permuted = replace(batch, rows=tuple(batch.rows[row] for row in order)).plan(gains)
-    back = [replace(each, rows=tuple(sorted(order[row] for row in each.rows))) for each in permuted.segments]
-    assert back == list(plan.segments)
+    permuted = replace(batch, rows=tuple(batch.rows[row] for row in order))
+    for capacity in (ROOM, Capacity(256, len(batch.rows) * 3 // 2), Capacity(3, 1 << 20)):
+        plan = batch.step(gains, capacity)
+        assert batch.step(gains, capacity) == plan
+        segments = permuted.step(gains, capacity).segments
+        back = [replace(each, rows=tuple(sorted(order[row] for row in each.rows))) for each in segments]
+        assert back == list(plan.segments)
 
 
 # -- cases with a known answer -----------------------------------------------------------------------------------------
@@ -444,35 +469,127 @@ def test_groups_beyond_the_room_that_save_least_are_left_out() -> None:
     branches = batch.branches
     parts = plan_parts(branches, batch.ways(GAINS["naive"]), whole(branches))
     assert len(parts) == 20
-    assert limit_parts(parts, branches, Capacity(20, 100)) == (parts, 0)
+    ways = batch.ways(GAINS["naive"])
+    assert limited(batch, ways, parts, Capacity(20, 100)) == (parts, 0)
     for capacity in (Capacity(16, 100), Capacity(20, 84)):
-        left, dropped = limit_parts(parts, branches, capacity)
+        left, dropped = limited(batch, ways, parts, capacity)
         assert dropped == 4 and [part.branch for part in left] == list(range(4, 20)), "the shortest ones were dropped"
 
 
 @settings(max_examples=80, deadline=None)
 @given(batches(), NAMES, st.integers(0, 6), st.integers(0, 60))
 def test_what_is_left_out_is_no_ones_ground(batch: Batch, name: str, most_segments: int, most_rows: int) -> None:
-    branches, parts = batch.branches, batch.parts(GAINS[name])
-    left, dropped = limit_parts(parts, branches, Capacity(most_segments, most_rows))
-    assert len(left) + dropped == len(parts) and all(part in parts for part in left)
+    parts = batch.parts(GAINS[name])
+    left, dropped = limited(batch, batch.ways(GAINS[name]), parts, Capacity(most_segments, most_rows))
+    assert len(left) + dropped == len(parts)
+    places = {(part.branch, part.end // CHUNK) for part in parts}
+    assert all((part.branch, part.end // CHUNK) in places for part in left), "they end where they ended"
+    assert {part.start for part in left} <= {part.start for part in parts}
     segments = batch.plan_of(left).segments  # which adjoin
     assert len(left) <= most_segments and sum(len(segment.rows) for segment in segments) <= most_rows
 
 
-def test_deep_nesting_judges_every_range_once() -> None:
-    """Each of 1,024 rows ends in a node of its own, below that of the one before."""
-    nodes, judged = 1024, []
+@pytest.mark.parametrize(
+    ("heads", "query_tokens", "requests", "saved_us"), [(128, 4, 48, 910), (16, 1, 1024, 6255)], ids=str
+)
+def test_a_full_batch_keeps_the_deepest_of_three_levels(
+    heads: int, query_tokens: int, requests: int, saved_us: float
+) -> None:
+    """All share 768 tokens, halves 1,024 more, and thirds of these 20,480 more, which save the most. With a segment for
+    each level there is room for two of three; joined to those below it, the first level takes none and costs little."""
+    cost = CostModel(V3, heads, GpuRates.from_json("h200"), expanded_element_bytes=1, query_tokens=query_tokens)
+    gains = Gains.of(HybridMLAOptions(), cost, naive=True, grouped=heads <= 32, step_tokens=125696)
+    batch = Batch(
+        (-1, 0, 0, 1, 1, 1, 2, 2, 2), (768, *(1792,) * 2, *(22272,) * 6), tuple(3 + row % 6 for row in range(requests))
+    )
+    every_level = [Segment(batch.rows_below(node), 0, 0, Mode.NAIVE) for node in range(9)]
+    starts = (0, 768, 768, *(1792,) * 6)
+    every_level = [
+        replace(each, start=start, end=end) for each, start, end in zip(every_level, starts, batch.ends, strict=True)
+    ]
+    plan = batch.step(gains, Capacity(256, 2 * requests))
+    assert net(plan.segments, gains) == pytest.approx(saved_us * 1e-6, rel=5e-3)
+    assert net(plan.segments, gains) >= net(every_level, gains)
+    assert set(plan.prefix_lens) == {22272}
 
-    def counted(gain: Gain) -> Gain:
-        return lambda *args: judged.append(args) or gain(*args)
 
-    tree = SharedTree(range(nodes), range(-1, nodes - 1), range(CHUNK, CHUNK * (nodes + 1), CHUNK), range(nodes))
-    branches, gains = Branches(tree), real("h200", 16)
-    ways = Ways(counted(gains.naive), counted(gains.grouped), CHUNK, PAGE)
-    parts, dropped = plan_step(branches, ways, whole(branches), gains.launch, Capacity(256, 3 * nodes))
-    assert len(parts) == 3 and dropped > 900, "as many as have room for their rows"
-    assert len(judged) == 2 * len(branches)
+def random_batch(seed: int) -> tuple[Batch, Gains, CostModel]:
+    """A tree with up to five nodes, requests that end in any of them, some with many rows, and real rates."""
+    draw = random.Random(seed)
+    gpu, heads = draw.choice(["h100", "h200", "h20", "a100"]), draw.choice([8, 16, 32, 64, 128])
+    parents, ends = [-1], [PAGE * draw.choice([1, 4, 5, 16, 64, 112, 413])]
+    for node in range(1, draw.randint(1, 5)):
+        parents.append(draw.randrange(-1, node))
+        tokens = draw.choice([64, 256, 300, 1024, 4096, 4759, 7069, 26472, PAGE * draw.randint(1, 300)])
+        ends.append(tokens + (ends[parents[-1]] if parents[-1] >= 0 else 0))
+    requests = draw.choice([4, 16, 48, 128, 256, 1024])
+    rows = tuple(draw.choices(range(len(ends)), [draw.random() ** 3 for _ in ends], k=requests))
+    counts = [1] * requests
+    for _ in range(draw.choice([0, 0, 3])):
+        counts[draw.randrange(requests)] += draw.randint(0, max(1024 - sum(counts), 0) // 2)
+    expanded = tuple(draw.choice([0, end // CHUNK * CHUNK, end, end]) for end in ends) if draw.random() < 0.3 else None
+    element_bytes = draw.choice([1, 2])
+    cost = CostModel(V3, heads, GpuRates.from_json(gpu), element_bytes, query_tokens=draw.choice([1, 1, 2, 4]))
+    batch = Batch(tuple(parents), tuple(ends), rows, 256, expanded, tuple(counts))
+    grouped = heads <= 32 and cost.rates.modes[Mode.GROUPED_ABSORB].measured
+    flags = {"naive": True, "grouped": grouped, "step_tokens": batch.branches.tokens}
+    return batch, Gains.of(HybridMLAOptions(), cost, **flags), cost
+
+
+def lost_by(batch: Batch, gains: Gains, cost: CostModel, capacity: Capacity, plans: Sequence[Possible]) -> float:
+    """What the planner's plan loses against the best one, of the time of attention to shared tokens with that."""
+    room = [plan for plan in plans if plan.segments <= capacity.segments and plan.rows <= capacity.rows]
+    best = max(plan.net for plan in room)
+    tokens = batch.branches.tokens
+    absorb = sum(cost.work_seconds(Mode.ABSORB, each.rows, each.end - each.start, tokens) for each in batch.branches)
+    return (best - net_of(batch, batch.step(gains, capacity).segments, gains)) / (absorb - best) if best else 0.0
+
+
+def net_of(batch: Batch, segments: Sequence[Segment], gains: Gains) -> float:
+    """`net`, where requests have several rows."""
+    counts, total = batch.row_counts, 0.0
+    for mode, gain in ((Mode.NAIVE, gains.naive), (Mode.GROUPED_ABSORB, gains.grouped)):
+        of_mode = [each for each in segments if each.mode is mode]
+        total += sum(gain(sum(counts[row] for row in each.rows), each.start, each.end) for each in of_mode)
+        if of_mode:
+            total -= gains.launch(mode, sum(counts[row] for row in set().union(*(each.rows for each in of_mode))))
+    return total
+
+
+def test_random_trees_lose_little_against_the_best_plan() -> None:
+    """With room for everything and with room for two segments a row. Of 36,000 others at most 1 in 1,000 lost more than
+    3 %, and none more than 5 %."""
+    losses = []
+    for seed in range(400):
+        batch, gains, cost = random_batch(seed)
+        if not len(batch.branches):
+            continue
+        plans = list(all_plans(batch, gains))
+        for capacity in (ROOM, Capacity(256, 2 * sum(batch.row_counts))):
+            losses.append((lost_by(batch, gains, cost, capacity, plans), seed))
+    worst = sorted(losses)[-2:]
+    assert len(losses) > 600 and worst[1][0] < 0.05 and worst[0][0] < 0.03, worst
+
+
+def test_deep_nesting_costs_what_its_branches_do() -> None:
+    """Each row ends in a node of its own, below that of the one before."""
+
+    def judged(nodes: int) -> int:
+        found = []
+
+        def counted(gain: Gain) -> Gain:
+            return lambda *args: found.append(args) or gain(*args)
+
+        tree = SharedTree(range(nodes), range(-1, nodes - 1), range(CHUNK, CHUNK * (nodes + 1), CHUNK), range(nodes))
+        branches, gains = Branches(tree), real("h200", 16)
+        ways = Ways(counted(gains.naive), counted(gains.grouped), CHUNK, PAGE)
+        parts, dropped = plan_step(branches, ways, whole(branches), gains.launch, Capacity(256, 3 * nodes))
+        assert dropped > 0 and rows_of(parts, branches) <= 3 * nodes
+        top = sum(gains.naive(nodes - index, index * CHUNK, (index + 1) * CHUNK) for index in range(3))
+        assert sum(part.gain for part in parts) > 5 * top, "that of the three upper ranges"
+        return len(found)
+
+    assert judged(1024) <= 5 * judged(256) <= 5 * 256 * 8
 
 
 def test_the_cost_is_that_of_the_tree() -> None:
@@ -483,7 +600,9 @@ def test_the_cost_is_that_of_the_tree() -> None:
     branches = Branches(tree)
     assert len(branches) == 251 and branches.tokens == PAGE * nodes
     assert [branches[branch].rows for branch in (0, 1, 250)] == [256, 255, 6]
-    parts = plan_parts(branches, Ways(every_range, None, CHUNK, PAGE), whole(branches))
-    left, dropped = limit_parts(parts, branches, Capacity(256, 512))
+    ways = Ways(every_range, None, CHUNK, PAGE)
+    covers, parts = all_covers(branches, ways, whole(branches)), plan_parts(branches, ways, whole(branches))
+    assert branches.segment(parts[0]).rows == tuple(range(2, 256)), "two leave inside the first chunk"
+    left, dropped = limit_parts(parts, Capacity(256, 512), Chooser(branches, covers, ways, ways.modes))
     assert dropped and sum(branches[part.branch].rows for part in left) <= 512
-    assert branches.segment(left[0]).rows == tuple(range(2, 256)), "two leave inside the first chunk"
+    assert sum(part.gain for part in left) > 5 * sum(part.gain for part in parts[:2]), "joined, not dropped"

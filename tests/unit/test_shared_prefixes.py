@@ -28,7 +28,8 @@ from sglang_mla_ext.prefix.cost_model import CostModel
 from sglang_mla_ext.prefix.expanded_pool import GRACE, ExpandedPool
 from sglang_mla_ext.prefix.gpu_rates import GpuRates
 from sglang_mla_ext.prefix.model_dims import ModelDims
-from sglang_mla_ext.prefix.planner import Capacity, Plan
+from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.prefix.room import Capacity
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.rows import Rows
@@ -608,6 +609,23 @@ def test_no_more_groups_than_there_is_room_for(tree: Any) -> None:
     assert sum(server.counters.fallbacks.values()) == 1 and server.pool.used_chunks == 5, "nothing for the third"
 
 
+def test_where_rows_run_out_a_prefix_of_all_is_joined_to_what_follows_it(tree: Any) -> None:
+    """Both halves attend to the same chunks of it, which are expanded once."""
+    server = Server(tree, ways={"capacity": Capacity(256, 4)}, expand_tokens_per_step=1 << 20)
+    texts = ["left" * 8 + "-a", "left" * 8 + "-b", "RIGHT-HALF" * 4 + "-a", "RIGHT-HALF" * 4 + "-b"]
+    requests = [tree.run("everybody---" + text) for text in texts]
+    assert server.decode(*requests) == [((0, 1), 45), ((2, 3), 53)]
+    plan = server.prefixes.plan
+    assert [(segment.start, len(segment.chunks)) for segment in plan.segments] == [(0, 12), (0, 14)]
+    left, right = (segment.chunks for segment in plan.segments)
+    assert left[:3] == right[:3] and not set(left[3:]) & set(right[3:])
+    assert server.pool.used_chunks == 3 + 9 + 11
+    assert server.expander.taken() == (12 + 33 + 41) * PAGE
+    (_, ours), (_, theirs) = server.prefixes.held()
+    assert len(ours) == len(theirs) == 2 and ours[0] is theirs[0] and ours[1] is not theirs[1]
+    assert [shown.tokens for shown in server.prefixes.shown_segments()] == [45 * PAGE, 53 * PAGE]
+
+
 # -- rows of any number ------------------------------------------------------------------------------------------------
 
 
@@ -718,7 +736,7 @@ def test_branches_are_runs_of_nodes_that_the_same_requests_hold(
     assert sorted(found) == [node for node, held in enumerate(holders) if sum(counts[each] for each in held) > 1]
     for index, branch in enumerate(branches):
         (held,) = {frozenset(holders[node]) for node in branch.nodes}
-        segment = branches.segment(Part(index, branch.start, branch.end, Mode.NAIVE, 0.0))
+        segment = branches.segment(Part(index, index, branch.start, branch.end, Mode.NAIVE, 0.0))
         assert segment.rows == tuple(sorted(held)) and branch.requests == len(held)
         assert branch.rows == sum(counts[request] for request in held)
         assert branches.last_request(index) == max(held)

@@ -62,7 +62,7 @@ from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
 from sglang_mla_ext.prefix.gpu_rates import rates_for
 from sglang_mla_ext.prefix.model_dims import ModelDims
 from sglang_mla_ext.prefix.pass_costs import EAGER_LAYER_S, PassCosts
-from sglang_mla_ext.prefix.planner import Capacity
+from sglang_mla_ext.prefix.room import Capacity
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
 from sglang_mla_ext.segment import Mode

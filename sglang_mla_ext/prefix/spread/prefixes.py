@@ -22,9 +22,11 @@ from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.branches import Part
 from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.covers import Ways, whole
 from sglang_mla_ext.prefix.expanded_pool import Chunk, ExpandedPool, Want
 from sglang_mla_ext.prefix.gains import Gains
-from sglang_mla_ext.prefix.planner import Capacity, Plan, Ways, plan_step, whole
+from sglang_mla_ext.prefix.planner import Plan, plan_step
+from sglang_mla_ext.prefix.room import Capacity
 from sglang_mla_ext.prefix.segments import ShownSegment, shown_segments
 from sglang_mla_ext.prefix.spread.agreement import Agreement
 from sglang_mla_ext.prefix.spread.names import Name, Names
@@ -194,9 +196,8 @@ class SpreadPrefixes:
         mine = agreement.requests_of(self._rank)
         of_all, of_mine, own, names = [], [], [], []
         for index, part in enumerate(parts):
-            branch = branches[part.branch]
-            first, last = ((at - branch.start) // size for at in (part.start, part.end))
-            in_part = tuple(branch.nodes[first:last])
+            nodes, ends = branches.nodes_of(part)
+            in_part = tuple(node for node, end in zip(nodes, ends, strict=True) if part.start < end <= part.end)
             ids = tuple(self._pool.chunk(name, part.start // size + at).id for at, name in enumerate(in_part))
             segment = branches.segment(part, ids)
             rows: list[int] = []
