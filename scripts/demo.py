@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from bench.server import ON_GPU, ServerFailedError, console_of, free_port, running_server, server_info, work_folder
+from bench.server import ON_GPU, ServerFailedError, console_of, free_port, server_info, started_server, work_folder
 from demo_model.checkpoint import DRAFTING
 from demo_model.conversation import OTHER_QUESTIONS, STATIONS, WORD_QUESTIONS, Chat, lookups, talk
 from demo_model.demo_tables import answers_table, sharing_table
@@ -70,7 +69,8 @@ def run(
     arguments = server_arguments(model, speculative)
     console.print("Starting the server with", " ".join(arguments), highlight=False)
     log = folder / f"server-{port}.log"  # by its port, so that servers beside each other have their own
-    with running_server(arguments, port, log, console) as base_url:
+    with started_server(arguments, port, log, console) as server:
+        base_url = server.url()
         console.print("Sending one chat, so that the system prompt is in the server's prefix cache.")
         asyncio.run(talk(base_url, [Chat("Hello?", system)], answer_tokens=2))
         console.print(f"Sending {len(chats)} chats at once, {len(shared)} of them with the system prompt.")
@@ -86,8 +86,8 @@ def run(
         accept_length = state.get("avg_spec_accept_length")
         console.print(sharing_table(snapshots, before, after, cost_model(model), accept_length))
         show_where_to_look(console, base_url, keep)
-        while keep:
-            time.sleep(3600)
+        if keep:
+            server.wait_for_end()
 
 
 def cost_model(model: Path) -> CostModel:
@@ -107,6 +107,7 @@ def show_where_to_look(console: Console, base_url: str, keep: bool) -> None:
         ("in a browser", f"{base_url}/hybrid_mla"),
         ("in a terminal", f"sglang-mla top --url {base_url}"),
         ("as JSON", f"curl {base_url}/hybrid_mla/status"),
+        ("as metrics", f"curl {base_url}/metrics"),
         ("with SGLang's own state", f"curl {base_url}/server_info   # in it: internal_states[0].hybrid_mla"),
     ):
         console.print(f"  {what + ':':<25}{where}", markup=False, highlight=False, soft_wrap=True)
@@ -122,6 +123,7 @@ def server_arguments(model: Path, speculative: bool) -> list[str]:
         *("--hybrid-mla-mode", "naive"),
         *("--hybrid-mla-min-prefix-len", "32"),
         *("--max-total-tokens", "65536"),
+        "--enable-metrics",
         *(DRAFTING if speculative else ()),
     ]
 

@@ -79,10 +79,18 @@ install_on_cpu() {
     if [ -n "$folder" ]; then
         uv_install --find-links "$folder" "torch==$torch+cpu"
     else
-        uv_install --torch-backend=cpu "torch==$torch"
+        uv_install --torch-backend=cpu "torch==$torch" "$(grep '^torchvision==' "$REQUIREMENTS")"
     fi
     uv_install -r "$REQUIREMENTS" ${OVERRIDES:+--override "$OVERRIDES"}
     uv_install --no-deps "$SGLANG"
+}
+
+# With a torchvision that is not built for the CPU every `import sglang` fails. Needs the package, so it comes last.
+let_torchvision_import() {
+    local packages
+    if "$PYTHON" -c 'import torchvision' 2>/dev/null; then return; fi
+    packages=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    echo 'import sglang_mla_ext.adapter.cpu.on_import' >"$packages/sglang_mla_ext_on_cpu.pth"
 }
 
 install_on_gpu() {
@@ -99,7 +107,7 @@ uv_install() { "$UV" pip install --python "$PYTHON" "$@"; }
 
 # What an installation depends on, as one word.
 inputs() {
-    { echo "$1"; "$PYTHON" -VV; cat "$REQUIREMENTS" "$REPOSITORY/pyproject.toml" $OVERRIDES; echo "$SGLANG"; } | sha256sum | cut -d' ' -f1
+    { echo "$1"; "$PYTHON" -VV; cat "${BASH_SOURCE[0]}" "$REQUIREMENTS" "$REPOSITORY/pyproject.toml" $OVERRIDES; echo "$SGLANG"; } | sha256sum | cut -d' ' -f1
 }
 
 prepare_environment() {
@@ -113,6 +121,7 @@ prepare_environment() {
         "install_on_$machine"
         say "Installing this package"
         uv_install -e "$package"
+        if [ "$machine" = cpu ]; then let_torchvision_import; fi
         inputs "$machine" >"$stamp"
     fi
     if [ "$kind" = dev ] && [ "$(cat "$stamp-dev" 2>/dev/null)" != "$(inputs "$machine dev $NIXL")" ]; then

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 from urllib.parse import urlsplit
 
 import psutil
@@ -128,6 +128,11 @@ class Started:
         if isinstance(self._outcome, ServerFailedError):
             raise self._outcome
         return self._outcome
+
+    def wait_for_end(self) -> NoReturn:
+        """Wait until the server ends, which nobody asked it for. Raises ServerFailedError."""
+        status = self._process.wait()
+        raise ServerFailedError(f"the server ended with status {status}:\n{log_tail(self._log)}")
 
 
 @contextlib.contextmanager

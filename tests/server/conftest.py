@@ -298,12 +298,13 @@ def fail() -> Iterator[Fail]:
     FAILING_FOLDER.rmdir()
 
 
-stock = _server("stock", "--attention-backend", "torch_native", *SIZED, kind=Reference)
+PROCESSOR = "--enable-custom-logit-processor"
+stock = _server("stock", "--attention-backend", "torch_native", *SIZED, PROCESSOR, kind=Reference)
 # Every fifth step is computed again by plain absorb. Requests may bring a logit processor of the scripts.
 hybrid = _server(
     "hybrid",
     *(*NAIVE, *SIZED, *PREFIXES, "--enable-metrics", "--hybrid-mla-verify-interval", "5"),
-    "--enable-custom-logit-processor",
+    PROCESSOR,
     environment={"PYTHONPATH": str(SCRIPTS)},
 )
 # Every shared prefix of 32 tokens and more is read once for all its requests; nothing is expanded.
@@ -394,11 +395,12 @@ riding = _server(
     "riding",
     *(*RIDING, "--hybrid-mla-mixed-tokens", "128", "--hybrid-mla-verify-interval", "4"),
     "--enable-return-hidden-states",
+    *("--enable-priority-scheduling", PROCESSOR),
 )
-# So many at a time of every prompt, and SGLang takes back requests.
+# So many at a time of every prompt, whoever shares most comes first, and SGLang takes back requests.
 riding_in_pieces = _server(
     "riding_in_pieces",
-    *(*RIDING, "--hybrid-mla-mixed-tokens", "96", "--chunked-prefill-size", "96"),
+    *(*RIDING, "--hybrid-mla-mixed-tokens", "96", "--chunked-prefill-size", "96", "--schedule-policy", "lpm"),
     environment={RUN_FIRST: str(Path(__file__).with_name("retracting.py"))},
 )
 

@@ -18,6 +18,7 @@ from conftest import (
     FAILING_FOLDER,
     PREFIXES,
     SIZED,
+    Answer,
     Chat,
     Fail,
     Reference,
@@ -27,7 +28,7 @@ from conftest import (
     in_thread,
 )
 from server_pool import ServerPool, small
-from test_answers import OTHER_SYSTEM, SYSTEM, question
+from test_answers import LONG, OTHER_SYSTEM, SYSTEM, question
 
 
 def test_two_ranks_answer_as_one(stock: Reference, two_ranks: Server) -> None:
@@ -43,6 +44,44 @@ def test_two_ranks_answer_as_one(stock: Reference, two_ranks: Server) -> None:
     for rank, log in enumerate(logs):
         lines = [line for line in log.read_text().splitlines() if "expanded a shared prefix" in line]
         assert lines and all(f"TP{rank}]" in line for line in lines), lines
+
+
+def ask_one_rank(stock: Reference, server: Server) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """All requests go to the second rank: the first alone, which has nothing to share, then four that share its prompt.
+    The counters before and after."""
+    chats = [Chat(SYSTEM, question(13), max_tokens=8), *(Chat(SYSTEM, question(i), LONG) for i in range(4))]
+    expected, before = stock.asking(*chats), server.counters()
+
+    async def all_of_them() -> list[Answer]:
+        async with server.client() as client:
+            first, *others = (server.ask_one(client, chat, routed_dp_rank=1) for chat in chats)
+            return [await first, *await asyncio.gather(*others)]
+
+    assert_same(asyncio.run(all_of_them()), expected.result())
+    after = server.counters()
+    assert not any(each["fallbacks"] for each in after), after
+    absorb = gained(before, after, "steps_absorb")
+    assert absorb[0] <= 2 < absorb[1], "none but the end of SGLang's warm-up on the first rank"
+    return before, after
+
+
+def gained(before: list[dict[str, Any]], after: list[dict[str, Any]], name: str) -> list[int]:
+    """Of a counter, the smallest first: SGLang does not list ranks in order."""
+    found = (sorted(each[name] for each in counters) for counters in (before, after))
+    return [now - then for then, now in zip(*found, strict=True)]
+
+
+def test_first_requests_on_one_rank_that_spreads(stock: Reference, dp_attention: Server) -> None:
+    """Prefixes that ranks hold together are shared by steps of all ranks only."""
+    before, after = ask_one_rank(stock, dp_attention)
+    alone = [max(each["not_spread"].get("a rank has no rows", 0) for each in found) for found in (before, after)]
+    assert alone[1] - alone[0] > 10 and not any(each["steps_spread"] for each in after), after
+
+
+@pytest.mark.slow
+def test_first_requests_on_one_rank_that_shares(stock: Reference, dp_attention_apart: Server) -> None:
+    naive = gained(*ask_one_rank(stock, dp_attention_apart), "steps_naive")
+    assert naive[0] == 0 and naive[1] > 10, naive
 
 
 def check_dp_attention(stock: Reference, server: Server, ranks: int = 2) -> list[dict[str, Any]]:

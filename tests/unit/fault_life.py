@@ -112,6 +112,7 @@ class Life:
         yield lambda: self.prefill(requests[::2])
         yield lambda: self.decode(requests, 2)
         yield lambda: self.server.scheduler.get_internal_state(None)
+        yield self.validate
         yield lambda: self.prefill(requests[::2], rides=True)
         yield lambda: self.mix(requests[::2])
         yield lambda: self.agree(requests[::2])
@@ -137,6 +138,13 @@ class Life:
             if self.counters.steps_naive > naive and self.counters.prefills_naive > prefills:
                 return
         raise WrongAnswer(f"sharing does not come back: {dict(self.counters.fallbacks)}")
+
+    @staticmethod
+    def validate() -> None:
+        """Of a prompt, as SGLang does before it queues a request."""
+        from sglang.srt.managers import utils
+
+        assert utils.validate_input_length(SimpleNamespace(origin_input_ids=[1]), 5, False) is None
 
     def load_from_the_host(self) -> None:
         self.loading.layer_done_counter = SimpleNamespace(update_producer=self._begin)

@@ -43,6 +43,16 @@ def scenario_a_draft_worker_is_ignored() -> None:
     assert (server.counters.steps_naive, server.counters.steps_absorb) == (steps, 0)
 
 
+def scenario_a_prompt_of_no_tokens_is_refused() -> None:
+    Server()
+    from sglang.srt.managers import utils
+
+    def said(tokens: int) -> str | None:
+        return utils.validate_input_length(SimpleNamespace(origin_input_ids=[7] * tokens), 5, False)
+
+    assert (said(0), said(1), said(5), said(6)) == ("input_ids cannot be empty.", None, None, "too long")
+
+
 def scenario_passes_before_there_is_a_scheduler_are_ignored() -> None:
     server = Server()
     requests = server.run(PROMPT + "-a", PROMPT + "-b")

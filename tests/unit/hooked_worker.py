@@ -289,6 +289,7 @@ def replace_bodies() -> None:
     """SGLang's functions that need a whole server or a GPU, before hooks are applied to them."""
     from sglang.srt.disaggregation.common.conn import CommonKVManager
     from sglang.srt.distributed import parallel_state
+    from sglang.srt.managers import utils
     from sglang.srt.managers.io_struct import GetInternalStateReqOutput
     from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
@@ -356,6 +357,7 @@ def replace_bodies() -> None:
     Scheduler.is_fully_idle = lambda self: self.idle
     Scheduler.on_idle = lambda self: None
     Scheduler.get_internal_state = get_internal_state
+    utils.validate_input_length = lambda req, most, truncates: "too long" if len(req.origin_input_ids) > most else None
     Scheduler._get_new_batch_prefill_raw = lambda self, running_batch: self.make(running_batch)
     Scheduler.get_num_allocatable_reqs = lambda self, running_bs: 12 - running_bs
     KVCacheConfigurator._profile_available_bytes = lambda self, pre_model_load_memory: pre_model_load_memory

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bench.server import ServerFailedError, is_free, listens, started_server, wait_until_ready
+from bench.server import ServerFailedError, Started, is_free, listens, started_server, wait_until_ready
 from rich.console import Console
 
 CONSOLE = Console(file=io.StringIO())
@@ -59,3 +59,11 @@ def test_a_server_that_is_not_the_one_that_was_started(port: int, tmp_path: Path
     answering: Any = SimpleNamespace(pid=os.getpid(), poll=lambda: None)
     wait_until_ready(answering, f"http://127.0.0.1:{port}", tmp_path / "log", CONSOLE, 20)
     assert not listens(os.getpid(), port + 1)
+
+
+def test_a_server_that_ends_by_itself_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("its last words")
+    with subprocess.Popen(["sh", "-c", "exit 3"]) as process:
+        started = Started(process, "http://127.0.0.1:1", tmp_path / "log", CONSOLE)
+        with pytest.raises(ServerFailedError, match=r"the server ended with status 3:\nits last words"):
+            started.wait_for_end()

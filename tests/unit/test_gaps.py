@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from sglang_mla_ext.adapter.cpu.dp_attention import around_copy
-from sglang_mla_ext.adapter.cpu.gaps import around_memory_kinds, around_zero_experts
+from sglang_mla_ext.adapter.cpu.gaps import (
+    around_allocate_bitmask,
+    around_apply_mask,
+    around_memory_kinds,
+    around_zero_experts,
+)
 
 
 def test_zero_experts_give_their_input() -> None:
@@ -24,6 +32,22 @@ def test_zero_experts_give_their_input() -> None:
     assert torch.equal(scales, weights * ~is_zero) and torch.equal(indices[~is_zero], before[~is_zero])
     assert indices.max() < experts
     assert all(len(set(row)) == k for row in indices.tolist())
+
+
+def test_torchvision_imports_in_a_process_that_is_not_ours() -> None:
+    """As all of SGLang's need, `python -m sglang.bench_serving` too."""
+    subprocess.run([sys.executable, "-c", "import torchvision.io"], check=True)
+
+
+def test_tokens_that_a_grammar_forbids() -> None:
+    """Those whose bit is not set, in rows of their own; a vocabulary ends inside of a word of 32 bits."""
+    mask = around_allocate_bitmask(lambda: None, 40, 3)
+    assert mask.shape == (3, 2) and (mask == -1).all()
+    mask[1, 0], mask[2, 1] = 0b101, 0
+    logits = torch.ones(3, 40)
+    around_apply_mask(lambda: None, None, logits, mask)
+    allowed = [sorted(row.isfinite().nonzero().flatten().tolist()) for row in logits]
+    assert allowed == [[*range(40)], [0, 2, *range(32, 40)], [*range(32)]]
 
 
 def test_no_token() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -242,7 +243,10 @@ def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
         ),
         ({"enable_lmcache": True}, "--enable-lmcache is not supported yet: remove it."),
         ({"enable_flexkv": True}, "--enable-flexkv is not supported yet: remove it."),
-        ({"enable_streaming_session": True}, "--enable-streaming-session is not supported yet: remove it."),
+        (
+            {"enable_streaming_session": True},
+            "--enable-streaming-session is not supported: from its second turn on a request of such a session holds no",
+        ),
         ({"enable_unified_memory": True}, "--enable-unified-memory is not supported yet: remove it."),
         ({"enable_page_major_kv_layout": True}, "--enable-page-major-kv-layout is not supported yet: remove it."),
         (
@@ -304,6 +308,13 @@ def test_what_does_not_is_named(changes: dict[str, Any], expected: str) -> None:
     text = message(server_args(**changes))
     assert expected in text
     assert len(text.splitlines()) == 2, "one line to introduce, one for the one reason"
+
+
+def test_a_streaming_session_has_no_node_of_the_tree() -> None:
+    """As the refusal says of SGLang."""
+    from sglang.srt.session.streaming_session import StreamingSession
+
+    assert "last_device_node=slot.virtual_node" in inspect.getsource(StreamingSession.try_match_prefix)
 
 
 def test_speculation_that_is_planned_on_a_stream_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """What SGLang's models call and has no version of for the CPU, in plain torch: hooks for a machine without a GPU.
 
-LongCat-Flash asks for a CUDA stream, and computes its zero experts in Triton. A cache on the host (HiCache) is pinned
-memory, and compiled functions copy to it. NIXL, which moves a cache from prefill to decode servers, takes it for a
-GPU's memory.
+LongCat-Flash asks for a CUDA stream, and computes its zero experts in Triton. A grammar's mask of tokens is pinned
+memory, and kernels for GPUs apply it. A cache on the host (HiCache) is pinned memory, and compiled functions copy to
+it. NIXL, which moves a cache from prefill to decode servers, takes it for a GPU's memory.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ def install() -> None:
     """Register the hooks; SGLang applies them before it builds anything."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    grammar = "sglang.srt.constrained.xgrammar_backend"
     prefill = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
     around = {
         "sglang.srt.runtime_context.get_stream": around_get_stream,
         "sglang.kernels.ops.moe.ep_moe_kernels.zero_experts_compute_triton": around_zero_experts,
+        f"{grammar}._allocate_token_bitmask": around_allocate_bitmask,
+        f"{grammar}.XGrammarGrammar.apply_vocab_mask": around_apply_mask,
         "sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds": around_memory_kinds,
         f"{prefill}.maybe_send_cached_prefix_chunk": around_early_send,
     }
@@ -67,6 +70,22 @@ def around_zero_experts(
     expert_indices.copy_(others.where(zero, expert_indices))
     expert_scales[zero] = 0.0
     return (hidden_states * scales).to(hidden_states.dtype)
+
+
+def around_allocate_bitmask(original: Callable[..., Any], vocab_size: int, batch_size: int) -> torch.Tensor:
+    """A bit for each token of the vocabulary, `[batch_size, words]`, all of them set, in memory that is not pinned."""
+    from xgrammar import bitmask_dtype, get_bitmask_shape
+
+    return torch.full(get_bitmask_shape(batch_size, vocab_size), -1, dtype=bitmask_dtype)
+
+
+def around_apply_mask(
+    original: Callable[..., Any], grammar: Any, logits: torch.Tensor, vocab_mask: torch.Tensor
+) -> None:
+    """Set the logits `[batch_size, vocabulary]` of tokens whose bit is not set to minus infinity."""
+    from xgrammar import apply_token_bitmask_inplace
+
+    apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")
 
 
 def around_memory_kinds(original: Callable[..., Any], kinds: Sequence[str] | None, expected_len: int) -> list[str]:

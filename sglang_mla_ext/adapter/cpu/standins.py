@@ -32,7 +32,7 @@ def install() -> None:
     """Put the stand-ins in place; safe to call twice."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     os.environ[INSTALLED_VARIABLE] = "1"
-    _declare_torchvision_operators()
+    declare_torchvision_operators()
     if "sgl_kernel" not in sys.modules and importlib.util.find_spec("sgl_kernel") is None:
         sys.modules["sgl_kernel"] = _sgl_kernel()
 
@@ -47,7 +47,8 @@ def let_torch_native_run_mla() -> None:
     AttentionBackendRegistry.register("torch_native", lambda attention, forward_batch: AttnForwardMethod.MLA)
 
 
-def _declare_torchvision_operators() -> None:
+def declare_torchvision_operators() -> None:
+    """Declare what torchvision's Python code refers to; safe to call twice."""
     global _library
     # A build of torchvision for the CPU brings its own.
     if _library is not None or "+cpu" in (installed_version("torchvision") or ""):

@@ -189,6 +189,13 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         found.append(
             Finding(name, f"{name} is not supported, prefixes are found in SGLang's default radix tree: unset it.")
         )
+    if args.enable_streaming_session:
+        text = (
+            "--enable-streaming-session is not supported: from its second turn on a request of such a session holds no "
+            "node of the radix tree, in which shared prefixes are found, but a stand-in (last_device_node in "
+            "StreamingSession.try_match_prefix, sglang/srt/session/streaming_session.py): remove it."
+        )
+        found.append(Finding("--enable-streaming-session", text))
     flags = {
         # A LoRA on kv_b_proj would need expansions of its own, and one on o_proj replaces the module that we merge at.
         "--enable-lora": args.enable_lora,
@@ -202,7 +209,6 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
         "--radix-cache-backend": args.radix_cache_backend is not None,
         "--enable-lmcache": args.enable_lmcache,
         "--enable-flexkv": args.enable_flexkv,
-        "--enable-streaming-session": args.enable_streaming_session,
         "--enable-unified-memory": args.enable_unified_memory,
         "--enable-page-major-kv-layout": args.enable_page_major_kv_layout,
         "--dllm-algorithm": args.dllm_algorithm is not None,

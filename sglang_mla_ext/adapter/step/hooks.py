@@ -72,6 +72,7 @@ def install() -> None:
         f"{_SRT}.managers.scheduler.Scheduler.flush_cache": after_flush_cache,
         f"{_SRT}.managers.scheduler.Scheduler.on_idle": after_on_idle,
         f"{_SRT}.managers.scheduler.Scheduler.get_internal_state": after_get_internal_state,
+        f"{_SRT}.managers.utils.validate_input_length": after_validate_length,
         f"{_WEIGHTS}._observe_weight_load": after_weight_load_begins,
         f"{_WEIGHTS}.release_memory_occupation": after_release_memory,
         f"{_WEIGHTS}.resume_memory_occupation": after_resume_memory,
@@ -301,6 +302,13 @@ def after_resume_memory(result: Any, manager: Any, recv_req: Any) -> None:
     """The memory is there again, with any contents."""
     if worker.memory is not None and installed.gives_kv_memory(recv_req.tags):
         worker.memory.clear()
+
+
+@guarded("looking for an empty prompt", only_shows=True)
+def after_validate_length(error: str | None, req: Req, *args: Any, **kwargs: Any) -> str | None:
+    """Refuse a prompt of no tokens, as SGLang refuses `"input_ids": []`: it has no row, so SGLang would take its first
+    token from the logits of another request's."""
+    return error or ("input_ids cannot be empty." if not req.origin_input_ids else None)
 
 
 @guarded("becoming idle")

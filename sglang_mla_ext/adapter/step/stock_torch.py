@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from torch.nn.functional import scaled_dot_product_attention
 
 from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter.cpu import extend
 from sglang_mla_ext.adapter.latent.pool import LatentPool
 from sglang_mla_ext.adapter.step.failure import our_part
 from sglang_mla_ext.adapter.step.passes import passes
@@ -127,17 +127,8 @@ class TorchStock:
             cached = new_rows[row].new_empty(prefix_len, layer.qk_head_dim)
             slots = req_to_token[forward_batch.req_pool_indices[row], :prefix_len].long()
             pool.fetch(layer.layer_id, slots, cached)
-            rows = torch.cat([cached, new_rows[row]])[None, None]  # [1, 1, n, 576]
-            later = torch.ones(lens[row], rows.shape[2], dtype=torch.bool).triu(prefix_len + 1)
-            out = scaled_dot_product_attention(
-                queries[row].transpose(0, 1)[None],  # [1, heads, new, 576]
-                rows,
-                rows[..., : layer.v_head_dim],
-                attn_mask=~later,
-                scale=layer.scaling,
-                enable_gqa=True,
-            )
-            outs.append(out[0].transpose(0, 1))
+            rows = torch.cat([cached, new_rows[row]])[:, None]  # [n, 1, 576]
+            outs.append(extend.attend(queries[row], rows, rows[..., : layer.v_head_dim], layer.scaling))
         return torch.cat(outs).reshape(len(q), -1)
 
 

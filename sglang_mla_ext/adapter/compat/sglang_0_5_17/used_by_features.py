@@ -122,7 +122,7 @@ RIDING = needed_for(
         "new tokens as rows",
     ),
     *methods("model_executor.forward_batch_info.ForwardMode", "is_mixed", "what is mixed"),
-    *attributes("managers.schedule_batch.Req", "origin_input_ids output_ids", "what is left of a prompt in pieces"),
+    *attributes("managers.schedule_batch.Req", "output_ids", "what is left of a prompt in pieces"),
     *attributes("managers.schedule_batch.Req", "is_retracted time_stats", "counting what mixed batches decode"),
     *function(f"{_RESULTS}.process_batch_result_prefill", "self batch result", "counting what mixed batches decode"),
     *attributes(_RESULTS, "metrics_reporter", "the same"),
@@ -148,6 +148,12 @@ CPU = needed_for(
     *function(f"{_TORCH}.init_forward_metadata", "self forward_batch", "the same"),
     *function(f"{_TORCH}.forward_decode", _FORWARD_PARAMS, "the same"),
     *function(f"{_TORCH}.forward_extend", _FORWARD_PARAMS, "the same"),
+    *function(
+        f"{_TORCH}._run_sdpa_forward_extend",
+        "self query output k_cache v_cache req_to_token req_pool_indices seq_lens extend_prefix_lens extend_seq_lens "
+        "encoder_lens scaling enable_gqa causal is_cross_attn sliding_window_size",
+        "its attention of new tokens",
+    ),
     *attributes(_TORCH, "req_to_token_pool token_to_kv_pool", "the same"),
     *function("utils.common.support_triton", "backend", "torch code beside our backend"),
     *function("runtime_context.get_stream", "name", "LongCat-Flash"),
@@ -156,6 +162,8 @@ CPU = needed_for(
         "expert_indices expert_scales num_experts zero_expert_type hidden_states",
         "the same",
     ),
+    *function("constrained.xgrammar_backend._allocate_token_bitmask", "vocab_size batch_size", "grammars"),
+    *function("constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask", "self logits vocab_mask", "the same"),
     *function("mem_cache.pool_host.base.HostKVCache.__init__", "self", "a host cache"),
     *attributes("mem_cache.pool_host.mla", "ALLOC_MEMORY_FUNCS", "the same"),
     *function(
