@@ -395,6 +395,7 @@ riding = _server(
     "riding",
     *(*RIDING, "--hybrid-mla-mixed-tokens", "128", "--hybrid-mla-verify-interval", "4"),
     "--enable-return-hidden-states",
+    *("--max-total-tokens", "4096", "--schedule-conservativeness", "0.01"),  # so that it can be full
     *("--enable-priority-scheduling", PROCESSOR),
 )
 # So many at a time of every prompt, whoever shares most comes first, and SGLang takes back requests.

@@ -295,3 +295,25 @@ def new_tokens(server: Server, since: int) -> list[int]:
     """Of each prefill batch in a server's log from a place on."""
     log = server.log.read_bytes()[since:].decode(errors="replace")
     return [int(count) for count in re.findall(r"Prefill batch.*?#new-token: (\d+)", log)]
+
+
+def test_the_pool_is_full_while_a_prompt_is_in_pieces(stock_asked: Asked, asked: Asked) -> None:
+    """Running requests lock all of the tree that the prompt leaves free, and take slots in each step that computes a
+    piece of it: what is left of it still finds a place (sgl-project/sglang#30743)."""
+    own, count, pool = 400, 8, 4096
+    running = [asking(prompt(seed, own), max_new_tokens=200) for seed in range(90, 90 + count)]
+    expected = [same(answer.result()) for answer in [stock_asked(body) for body in running]]
+    with mixing(asked.server, own):
+        answers = asked.one_by_one(running)
+        asked.post("pause_generation", mode="in_place")
+        time.sleep(0.5)
+        taken = sum(answer.last["meta_info"]["completion_tokens"] for answer in answers)
+        free = pool - len(prompt(0, 0)) - count * own - taken
+        filling = asking(prompt(89, free - 26), max_new_tokens=4)
+        answers.append(asked(filling))
+        time.sleep(0.5)
+        asked.post("continue_generation")
+        actual = [same(answer.result()) for answer in answers]
+    assert actual == [*expected, same(stock_asked(filling).result())]
+    assert asked.server.process.poll() is None
+    asked.server.flush()

@@ -88,6 +88,11 @@ class Mixing:
         waiting = max(min(len(scheduler.waiting_queue), places), 0) * self._tokens_each
         if chunked is not None:
             waiting += self._left
+            # SGLang let the prompt in with all of its tokens, and ends where a piece finds no place: running requests,
+            # which take slots in each mixed step, must leave as many as it needs.
+            free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+            if self._left + len(running.reqs) * scheduler.page_size > free:
+                return 0
         return tokens if 0 < waiting <= MOST_STEPS * tokens else 0
 
     def waits(self, adder: PrefillAdder, req: Req) -> bool:
