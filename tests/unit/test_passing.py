@@ -125,7 +125,9 @@ def test_attention_over_what_a_pass_expands(
     pool = SimpleNamespace(get_key_buffer=latent_rows.__getitem__)
     if fetches:
         pool = SimpleNamespace(fetch=lambda layer_id, slots, out: out.copy_(latent_rows[layer_id][slots, 0]))
-    passing = Passing.make(layers[0], pool, tokens, Memory(), dtype=torch.float32, device="cpu", tiles=())
+    passing = Passing.make(
+        layers[0], pool, torch.zeros(0), tokens, Memory(), dtype=torch.float32, device="cpu", tiles=()
+    )
     view = View(tree("cd.cb"))
     cached, new_tokens = [1200, 800, 17, 1150, 1000], [2, 3, 1, 0, 4]
     rows = Rows.of(new_tokens)
@@ -166,6 +168,6 @@ def test_memory_is_that_of_one_layer() -> None:
     """As much as was said before."""
     memory, layer, tokens = Memory(), make_layer(1), 2 * CHUNK_TOKENS
     sizes = dict(dtype=torch.float32, device="cpu", tiles=())
-    passing = Passing.make(layer, SimpleNamespace(), tokens, memory, **sizes)
+    passing = Passing.make(layer, SimpleNamespace(), torch.zeros(0), tokens, memory, **sizes)
     expanded = tokens * (HEADS * (DN + DV) + DR) * 4
     assert expanded < memory.bytes <= passing.taken_bytes == Passing.bytes_for(layer, tokens, **sizes, fetches=False)

@@ -65,8 +65,8 @@ def test_a_pass_attends_to_all_keys(pays: Any) -> None:
     for request, of_request in enumerate(slots):
         req_to_token[request, : len(of_request)] = of_request
 
-    passing = Passing.make(layers[0], pool, 1024, Memory(), dtype=torch.float32, device="cpu", tiles=())
-    passing.attach(view, req_to_token)
+    passing = Passing.make(layers[0], pool, req_to_token, 1024, Memory(), dtype=torch.float32, device="cpu", tiles=())
+    passing.attach(view)
     reqs = [SimpleNamespace(req_pool_idx=row, kv=SimpleNamespace(req_pool_idx=row)) for row in range(5)]
     rows = Rows.of(new_tokens)
     made = passing.plan(reqs, cached, [0] * 5, rows, always=True, pays=pays)

@@ -137,9 +137,10 @@ def make_passing(
 ) -> Passing | None:
     """What prefill expands for itself, so many tokens at a time; None where a kernel does not run here, which is
     counted."""
+    table = runner.req_to_token_pool.req_to_token
     of_device = dict(dtype=runner.dtype, device=runner.device, tiles=naive_tiles(rates, runner.dtype))
     try:
-        passing = Passing.make(layers[0], runner.token_to_kv_pool, tokens, memory, **of_device)
+        passing = Passing.make(layers[0], runner.token_to_kv_pool, table, tokens, memory, **of_device)
         passing.try_out(runner.dtype)
     except Exception as error:
         counters.fall_back(f"prefill expands nothing for itself: {type(error).__name__}", error)

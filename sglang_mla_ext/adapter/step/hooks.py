@@ -217,8 +217,7 @@ def after_scheduler_init(result: None, scheduler: Scheduler, *args: Any, **kwarg
     worker.scheduler = scheduler
     if worker.steps is None:
         raise contract.ContractError(f"--attention-backend {BACKEND_NAME}: SGLang did not build the backend")
-    table = scheduler.tp_worker.model_runner.req_to_token_pool.req_to_token
-    worker.steps.attach(lambda: installed.TreeView(scheduler.tree_cache), table)
+    worker.steps.attach(lambda: installed.TreeView(scheduler.tree_cache))
     if worker.steps.spreading is not None:
         worker.steps.spreading.begin(scheduler.tp_worker.model_runner)
     if worker.riding is not None:

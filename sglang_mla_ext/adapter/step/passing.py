@@ -98,23 +98,30 @@ class Passing:
     """
 
     def __init__(
-        self, buffers: ExpandedBuffers, expander: Expander, attention: SharedAttention, taken_bytes: int
+        self,
+        buffers: ExpandedBuffers,
+        expander: Expander,
+        attention: SharedAttention,
+        req_to_token: torch.Tensor,
+        taken_bytes: int,
     ) -> None:
         """
         Args:
             buffers: of one layer, which `expander` writes and `attention` reads, MAX_ROWS rows at a time.
+            req_to_token: `[requests, tokens]`, SGLang's table of slots.
         """
         self._expander, self._attention = expander, attention
         self._chunks, self._heads = buffers.chunks, buffers.heads
         self.taken_bytes = taken_bytes
+        self._req_to_token = req_to_token
         self._tree: TreeView | None = None
-        self._req_to_token: torch.Tensor | None = None
 
     @classmethod
     def make(
         cls,
         layer: DeepseekV2AttentionMLA,
         pool: MLATokenToKVPool,
+        req_to_token: torch.Tensor,
         tokens: int,
         memory: Memory,
         *,
@@ -126,7 +133,7 @@ class Passing:
 
         Args:
             layer: any of the model's attention layers on this rank.
-            pool: of latent rows.
+            pool: of latent rows; req_to_token: `[requests, tokens]`, SGLang's table of slots.
             tokens: whole chunks, that are expanded at once.
             dtype: of the model; tiles: see dispatch.make_shared_attention.
         """
@@ -138,7 +145,7 @@ class Passing:
         )
         of_device = dict(dtype=dtype, device=device, tiles=tiles)
         taken_bytes = cls.bytes_for(layer, tokens, **of_device, fetches=hasattr(pool, "fetch"))
-        return cls(buffers, Expander([layer], pool, buffers), attention, taken_bytes)
+        return cls(buffers, Expander([layer], pool, buffers), attention, req_to_token, taken_bytes)
 
     @staticmethod
     def bytes_for(
@@ -169,9 +176,9 @@ class Passing:
         self._attention.try_out(dtype)
         self._expander.try_out()
 
-    def attach(self, tree: TreeView, req_to_token: torch.Tensor | None = None) -> None:
-        """Give it a view of the tree of its own, and SGLang's table of slots."""
-        self._tree, self._req_to_token = tree, req_to_token
+    def attach(self, tree: TreeView) -> None:
+        """Give it a view of the tree of its own."""
+        self._tree = tree
 
     def plan(
         self,

@@ -105,14 +105,14 @@ class Steps:
         self.shadow: ShadowCheck | None = None
         self.spreading: Spreading | None = None
 
-    def attach(self, view: Callable[[], TreeView], req_to_token: Any = None) -> None:
-        """Give it views of the tree, which SGLang builds after the attention backend, and the table of slots."""
+    def attach(self, view: Callable[[], TreeView]) -> None:
+        """Give it views of the tree, which SGLang builds after the attention backend."""
         tree = view()
         self._prefixes.attach(tree)
         if self._expander is not None:
             self._expander.attach(tree)
         if self._prefill is not None and self._prefill.passing is not None:
-            self._prefill.passing.attach(view(), req_to_token)  # of its own: a view remembers what it was asked last
+            self._prefill.passing.attach(view())  # of its own: a view remembers what it was asked last
 
     def before_forward(
         self,

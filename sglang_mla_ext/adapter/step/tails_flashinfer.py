@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from flashinfer import BatchMLAPagedAttentionWrapper
 
+from sglang_mla_ext.adapter.compat import installed
+
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -51,14 +53,9 @@ class FlashInferTails:
         start_on_device, lens_on_device, indptr_on_device, _ = self._parts(host.to(device, non_blocking=True), requests)
         _, host_lens, kv_indptr, qo_indptr = self._parts(host, requests)
         slots = torch.empty(total, dtype=torch.int32, device=device)
-        self._backend.kv_index_translator.pack_read_stream(
-            batch.kv_loc_plan,
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=lens_on_device,
-            indptr=indptr_on_device,
-            out=slots,
-            kv_start_idx=start_on_device,
-        )
+        translator = self._backend.kv_index_translator
+        ranges = dict(kv_start_idx=start_on_device, seq_lens=lens_on_device, indptr=indptr_on_device)
+        installed.write_slots(batch, translator, slots, **ranges)
         self._slots = slots
         indices = torch.arange(total, dtype=torch.int32, device=device) if self._fetches else slots
         self._wrappers.reverse()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.mem_cache.radix_cache import TreeNode
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
@@ -303,6 +304,18 @@ def prefill_graph_rows(args: ServerArgs) -> int:
     """New tokens of the largest prefill pass in a CUDA graph, at most; 0 where there are no such graphs. Without a GPU,
     those of the largest pass that runs as one. `args` are resolved."""
     return 0
+
+
+def write_slots(batch: ForwardBatch, translator: Any, out: torch.Tensor, **ranges: torch.Tensor) -> None:
+    """Write the slots of a part of each request's tokens, one request after the other; for prefill graphs.
+
+    Args:
+        translator: SGLang's KVIndexTranslator.
+        out: `[tokens]` int32.
+        ranges: int32 on the device: `kv_start_idx [requests]`, the first token of each request's part; `seq_lens
+            [requests]`, its tokens; `indptr [requests + 1]`, where they begin in `out`.
+    """
+    raise NotImplementedError("this release has no prefill graphs that prefixes are shared in")
 
 
 def other_trees() -> list[str]:

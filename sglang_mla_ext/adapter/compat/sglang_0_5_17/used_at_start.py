@@ -68,6 +68,7 @@ SCHEDULING = (
     *attributes("managers.schedule_batch.ScheduleBatch", "reqs", "the requests of a step"),
     *attributes("managers.schedule_batch.Req", "rid last_node", "a request's path in the radix tree"),
     *attributes("managers.schedule_batch.Req", "req_pool_idx", "slots of a request"),
+    *attributes("managers.schedule_batch.Req", "input_embeds positional_embed_overrides", "prompts not told by tokens"),
     *methods("managers.schedule_batch.Req", "finished", "who runs"),
     *function("managers.utils.validate_input_length", "req max_req_input_len allow_auto_truncate", "empty prompts"),
     *attributes("managers.schedule_batch.Req", "origin_input_ids", "the same"),

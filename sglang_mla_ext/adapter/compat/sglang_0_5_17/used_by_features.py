@@ -29,6 +29,7 @@ GPU = needed_for(
     *attributes(_FLASHMLA, "enable_chunk_kv", "whether prefill with keys per head has an lse"),
     *attributes(_FLASHMLA, "is_fp8_kvcache", "what an idle rank makes a schedule for"),
     *attributes(_FLASHMLA, "prefill_wrapper_paged", "absorb in prefill is planned when it is run"),
+    *attributes(_FLASHMLA, "workspace_buffer", "absorb in prefill over tails"),
     *function(
         "models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler",
         "backend_name",
@@ -94,6 +95,10 @@ RIDING = needed_for(
         "chunked_prefill_size chunked_req is_mixed_chunk page_size tp_worker waiting_queue",
         "mixing batch by batch",
     ),
+    *attributes(
+        "managers.scheduler.Scheduler", "token_to_kv_pool_allocator", "slots that are left for a prompt in pieces"
+    ),
+    *methods("mem_cache.base_prefix_cache.BasePrefixCache", "evictable_size", "the same"),
     *methods(_BATCH, "prepare_for_extend is_empty", "the same"),
     *function(f"{_BATCH}.check_decode_mem", "self", "whether running requests find a place in a mixed batch"),
     *attributes(
@@ -107,8 +112,7 @@ RIDING = needed_for(
     *attributes(
         "managers.schedule_batch.Req",
         """
-        host_hit_length input_embeds is_prefill_only multimodal_inputs positional_embed_overrides return_hidden_states
-        return_logprob skip_radix_cache_insert
+        host_hit_length is_prefill_only multimodal_inputs return_hidden_states return_logprob skip_radix_cache_insert
         """,
         "the same",
     ),
@@ -138,7 +142,7 @@ SPREAD = needed_for(
     *function(f"{_GROUP}._all_to_all_single", "self output input", "queries and results"),
     *attributes(_GROUP, "device_group rank_in_group ranks", "the same"),
     *attributes("model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner", "capture_bs", "its graphs"),
-    *attributes("managers.schedule_batch.Req", "extra_key input_embeds positional_embed_overrides", "names of prompts"),
+    *attributes("managers.schedule_batch.Req", "extra_key", "names of prompts"),
     *attributes(_ARGS, "elastic_ep_backend enable_dp_lm_head moe_dense_tp_size", "what cannot be spread"),
 )
 CPU = needed_for(

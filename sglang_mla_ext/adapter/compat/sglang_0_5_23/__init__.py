@@ -11,8 +11,11 @@ from sglang_mla_ext.adapter.compat.numbered_tree import NumberedTree, PathNode, 
 from sglang_mla_ext.adapter.compat.table import Changes, Feature, needed_for, use
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import UnifiedTreeCoreInterface
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.server_args import ServerArgs
 
 _ARGS = "server_args.ServerArgs"
@@ -60,7 +63,10 @@ CHANGES = Changes(
                 "req_pool_indices seq_lens indptr out kv_start_idx",
             ),
             use("model_executor.cuda_graph_config.PhaseConfig.bs", "attribute", "rows of prefill graphs"),
+            use("model_executor.forward_batch_info.ForwardBatch.kv_loc_plan", "attribute", "slots of tails"),
         ),
+        use(f"{_ARGS}.chunked_prefill_size", "attribute", "tokens of a prefill pass"),
+        use(f"{_ARGS}.max_prefill_tokens", "attribute", "tokens of a prefill pass"),
         use("managers.schedule_batch.Req.kv", "attribute", "slots of a request"),
         use("managers.schedule_batch.ReqKvInfo.req_pool_idx", "attribute", "slots of a request"),
         use(f"{_ARGS}.attn_dp_size", "attribute", "whether there is DP attention"),
@@ -141,6 +147,11 @@ def prefill_graph_rows(args: ServerArgs) -> int:
         return int(args.max_prefill_tokens) + max(args.chunked_prefill_size or 0, 0)
     config = args.cuda_graph_config.prefill
     return max(config.bs or [0]) if config.backend == "breakable" else 0
+
+
+def write_slots(batch: ForwardBatch, translator: KVIndexTranslator, out: torch.Tensor, **ranges: torch.Tensor) -> None:
+    """See sglang_0_5_17."""
+    translator.pack_read_stream(batch.kv_loc_plan, req_pool_indices=batch.req_pool_indices, out=out, **ranges)
 
 
 def other_trees() -> list[str]:
