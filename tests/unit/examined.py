@@ -18,23 +18,26 @@ from bench.recipes import recipes, words
 from fork_server import environment_without_sglangs
 from once import once_in_a_run
 
-from sglang_mla_ext.adapter.compat import contract
+from sglang_mla_ext.adapter.compat import contract, installed
 
 OLDEST = "0.5.17"
 HERE = contract.line()
 V3 = "--model-path deepseek-ai/DeepSeek-V3 --tp 8 "
-SET = ["--page-size 64", "--disable-prefill-cuda-graph"]
+IN_GRAPHS = installed.shares_in_prefill_graphs()
+PAGES, GRAPHS = ["--page-size 64"], [] if IN_GRAPHS else ["--disable-prefill-cuda-graph"]
+SET = PAGES + GRAPHS
+DRAFT_BACKEND = "fa3" if IN_GRAPHS else "flashmla"
 DRAFTS = "--speculative-algorithm EAGLE --speculative-num-steps 3 --speculative-num-draft-tokens 4 "
 
 EXPECTED: dict[str, tuple[str, list[str], list[str]]] = {
     "": ("works", [], SET),
-    "--page-size 1": ("works with a change", ["hybrid_mla needs --page-size 64, not 1; remove the flag."], SET[1:]),
-    "--prefill-attention-backend fa3": ("works", [], SET),
+    "--page-size 1": ("works with a change", ["hybrid_mla needs --page-size 64, not 1; remove the flag."], GRAPHS),
+    "--prefill-attention-backend fa3": ("works", [], [*PAGES, "--disable-prefill-cuda-graph"]),
     "--enable-lroa": ("refused", ["SGLang does not know --enable-lroa: did you mean --enable-lora?"], []),
     DRAFTS + "--speculative-eagle-topk 1": (
         "works",
         [],
-        [SET[0], "--speculative-draft-attention-backend flashmla", SET[1]],
+        [*PAGES, f"--speculative-draft-attention-backend {DRAFT_BACKEND}", *GRAPHS],
     ),
     "--enable-lora": ("refused", ["--enable-lora is not supported yet: remove it."], []),
 }

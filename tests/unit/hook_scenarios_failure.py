@@ -13,10 +13,21 @@ from hooked_worker import PROMPT, Server, refused
 
 
 def scenario_a_pass_in_which_our_part_fails_is_run_again() -> None:
-    """Once, and where nobody else computes with this rank; an error of SGLang's is nothing of ours."""
     server = Server()
     from sglang.srt.model_executor.runner.eager_runner import EagerRunner
 
+    _run_again(server, EagerRunner)
+
+
+def scenario_a_pass_in_a_prefill_graph_is_run_again() -> None:
+    server = Server()
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
+
+    _run_again(server, PrefillCudaGraphRunner)
+
+
+def _run_again(server: Server, kind_of_runner: type) -> None:
+    """Once, and where nobody else computes with this rank; an error of SGLang's is nothing of ours."""
     from sglang_mla_ext.adapter.step.failure import our_part
 
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
@@ -33,7 +44,7 @@ def scenario_a_pass_in_which_our_part_fails_is_run_again() -> None:
             raise errors.pop()
         return "SGLang's output"
 
-    runner = object.__new__(EagerRunner)
+    runner: Any = object.__new__(kind_of_runner)
     runner.run = run
     assert runner.execute(batch) == "SGLang's output"
     assert seen == [(True, True), (False, False)], "prepared anew, with nothing shared"

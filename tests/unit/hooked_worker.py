@@ -300,6 +300,7 @@ def replace_bodies() -> None:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.model_executor.runner import base_cuda_graph_runner
     from sglang.srt.model_executor.runner.eager_runner import EagerRunner
+    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 
     def init(self: Any, server_args: Any) -> None:
         self.tree_cache, self.metrics_collector = server_args.tree_cache, server_args.metrics_collector
@@ -344,6 +345,7 @@ def replace_bodies() -> None:
     CommonKVManager.__init__ = init_kv_manager
     parallel_state.get_attn_tp_group = lambda: SimpleNamespace(world_size=1)
     EagerRunner.execute = lambda self, forward_batch, pp_proxy_tensors=None: self.run(forward_batch)
+    PrefillCudaGraphRunner.execute = lambda self, forward_batch, **kwargs: self.run(forward_batch)
     ModelRunner.forward = lambda self, batch: self._forward_raw(batch) if hasattr(self, "run") else "SGLang's output"
     ModelRunner._forward_raw = lambda self, batch: self.run(batch)
     ScheduleBatch.prepare_for_extend = lambda self: None

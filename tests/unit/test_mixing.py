@@ -37,6 +37,9 @@ class Scheduler:
         self.is_mixed_chunk, self.chunked_prefill_size, self.page_size = True, CHUNK, PAGE
         self.waiting_queue, self.chunked_req = [request(10)] * waiting, None
         self.places = 12
+        self.free_slots = [10**6, 0]  # and those that the tree would give back
+        self.token_to_kv_pool_allocator = SimpleNamespace(available_size=lambda: self.free_slots[0])
+        self.tree_cache = SimpleNamespace(evictable_size=lambda: self.free_slots[1])
         self.running = batch_of([request(100, decoded=3) for _ in range(running)])
         self.new = batch_of([request(10)], prefix_lens=[4], extend_lens=[6])
         self.seen: list[tuple[bool, int]] = []
@@ -262,6 +265,18 @@ def test_where_too_much_waits_it_has_a_pass_of_its_own() -> None:
         scheduler.step()
     scheduler.waiting_queue *= 4 * enough
     assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == 256
+
+
+@pytest.mark.parametrize("evictable", [0, 30])
+def test_a_prompt_in_pieces_keeps_the_slots_that_it_needs(evictable: int) -> None:
+    """Running requests take a page each in a mixed step; SGLang ends where a piece finds no place."""
+    scheduler = Scheduler(Riding(), waiting=0)
+    scheduler.chunked_req, scheduler.mixing._left = request(2000), 100
+    needed = 100 + len(scheduler.running.reqs) * PAGE
+    scheduler.free_slots = [needed - evictable, evictable]
+    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) > 0
+    scheduler.free_slots[0] -= 1
+    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == 0
 
 
 def test_what_is_left_of_a_prompt_in_pieces_waits_too() -> None:

@@ -27,6 +27,11 @@ STEP = (
     ),
     *attributes(_BATCH, "forward_metadata_ready", "running a pass again"),
     *function("model_executor.runner.eager_runner.EagerRunner.execute", "self forward_batch", "the same"),
+    *function(
+        "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.execute",
+        "self forward_batch",
+        "the same",
+    ),
     *methods(
         "model_executor.forward_batch_info.ForwardMode",
         "is_decode is_extend is_idle is_target_verify",

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 _ARGS = "server_args.ServerArgs"
 _CORE = "mem_cache.unified_cache.unified_tree_core_interface"
 _INTERFACE = f"{_CORE}.UnifiedTreeCoreInterface"
-_PREFILL_GRAPH = "model_executor.runner.prefill_cuda_graph_runner"
 _NODE = f"{_CORE}.TreePathNodeInfo"
 
 CHANGES = Changes(
@@ -43,12 +42,6 @@ CHANGES = Changes(
         ),
         *needed_for(
             Feature.PREFILL_GRAPH,
-            use(
-                f"{_PREFILL_GRAPH}.PrefillCudaGraphRunner.execute",
-                "function",
-                "a pass in which our part fails is run again",
-                "self forward_batch",
-            ),
             use(
                 "layers.radix_attention.RadixAttention._eager_attention",
                 "function",
