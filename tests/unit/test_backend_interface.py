@@ -94,6 +94,18 @@ def test_a_prefill_pass_that_shares_replays_no_graph(monkeypatch: pytest.MonkeyP
     assert asked == [False, True]
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_pass_leaves_its_graph_where_it_is_sooner_without(monkeypatch: pytest.MonkeyPatch, leaves: bool) -> None:
+    """Whether or not it shares, where prefixes are shared inside of graphs, too."""
+    from sglang_mla_ext.adapter.step.passes import Kind, Pass, passes
+
+    backend = backend_over(SimpleNamespace())
+    backend._prefill_graph = SimpleNamespace()
+    for prefill in (None, SimpleNamespace()):
+        monkeypatch.setattr(passes, "now", Pass(Kind.PREFILL, prefill=prefill, leaves_graph=leaves))
+        assert backend.can_run_prefill_cuda_graph("batch") is not leaves
+
+
 @pytest.mark.skipif(contract.line() in ("0.5.17", "0.5.18", "0.5.20"), reason="from 0.5.23 on")
 def test_sglang_asks_whether_a_prefill_pass_replays_a_graph() -> None:
     from sglang.srt.model_executor.runner import prefill_cuda_graph_runner

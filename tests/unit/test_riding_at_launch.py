@@ -20,6 +20,15 @@ MIXED = {"enable_mixed_chunk": True}
 def model_without_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Newer releases read the model's own configuration for that."""
     monkeypatch.setattr(riding.installed, "linear_layers", lambda args: None)
+    monkeypatch.setattr(riding.installed, "model_config", lambda args: SimpleNamespace(), raising=False)
+
+
+def test_new_tokens_do_not_ride_beside_ngram_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, options = test_limits.server_args(), HybridMLAOptions(mixed_tokens=64)
+    for used, tokens in ((False, 64), (True, 0)):
+        config = SimpleNamespace(use_ngram_embedding=used)
+        monkeypatch.setattr(riding.installed, "model_config", lambda args, config=config: config, raising=False)
+        assert riding.tokens(args, options, on_gpu=True) == tokens
 
 
 @pytest.mark.parametrize(

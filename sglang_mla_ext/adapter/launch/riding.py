@@ -30,6 +30,8 @@ def in_the_way(args: ServerArgs, on_gpu: bool) -> str | None:
         "--enable-return-routed-experts": args.enable_return_routed_experts,
         # In a decode step their state takes one token of a request.
         "layers with linear attention": installed.linear_layers(args) is not None,
+        # SGLang fills their table of tokens for prefill passes alone (LongCat-Flash-Lite).
+        "n-gram embeddings": bool(getattr(installed.model_config(args), "use_ngram_embedding", False)),
         "decode without CUDA graphs": on_gpu and installed.decode_graph_backend(args) == "disabled",
         "--disable-cuda-graph-padding": on_gpu and bool(args.disable_cuda_graph_padding),
     }

@@ -228,6 +228,16 @@ class HybridMLABackend(AttentionBackend):
                 q, k = whole_query(q, q_rope), torch.cat([k, k_rope], dim=-1)
         return self._stock.extend(q, k, v, layer, forward_batch, save_kv_cache)
 
+    def _in_parts(
+        self, q: torch.Tensor, q_rope: torch.Tensor | None, rows: int, layer: RadixAttention
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a query in two parts, which it may have come in."""
+        if q_rope is not None:
+            return q, q_rope
+        q = q.view(rows, self._heads, -1)
+        content, rope = q.split([layer.v_head_dim, q.shape[-1] - layer.v_head_dim], dim=-1)
+        return content, rope
+
     def _absorb_prefill(
         self,
         q: torch.Tensor,
@@ -237,9 +247,7 @@ class HybridMLABackend(AttentionBackend):
         forward_batch: ForwardBatch,
     ) -> torch.Tensor:
         """A layer of a pass in a prefill graph, see `forward_extend`."""
-        if q_rope is None:
-            q = q.view(len(q), self._heads, -1)
-            q, q_rope = q.split([layer.v_head_dim, q.shape[-1] - layer.v_head_dim], dim=-1)
+        q, q_rope = self._in_parts(q, q_rope, len(q), layer)
         # SGLang's own buffer, where it has one: otherwise it copies the result.
         out = getattr(forward_batch, "_attn_output", None)
         out = q.new_empty(len(q), self._heads * layer.v_head_dim) if out is None else out.view(len(q), -1)
@@ -276,10 +284,8 @@ class HybridMLABackend(AttentionBackend):
     ) -> torch.Tensor:
         """A decode or verify step that is not the stock backend's, see `forward_decode`."""
         step = passes.now
-        if q_rope is None:
-            rows = forward_batch.batch_size * self._preparation.tokens_each(step.kind)
-            q = q.view(rows, self._heads, -1)
-            q, q_rope = q.split([layer.v_head_dim, q.shape[-1] - layer.v_head_dim], dim=-1)
+        rows = forward_batch.batch_size * self._preparation.tokens_each(step.kind)
+        q, q_rope = self._in_parts(q, q_rope, rows, layer)
         shadow = self._steps.shadow if step.way is Way.SHARED else None
         watched = shadow.watched(layer.layer_id, q, q_rope) if shadow is not None else None
         before_tails = step.takes_query and self._shared.runs_beside_tails
