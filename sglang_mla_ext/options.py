@@ -47,8 +47,8 @@ class HybridMLAOptions:
         expand_tokens_per_step: the most tokens expanded before one forward pass, which bounds how long that
             pass waits.
         prefill_expand_tokens: tokens that a prefill pass expands at a time for itself, of what its requests share and
-            no memory keeps expanded; 0 leaves that to SGLang, which expands it for each of them, None takes the default
-            of the server (adapter/launch/passing.py).
+            no memory keeps expanded, and of long histories of single requests; 0 leaves that to SGLang, which expands
+            it for each of them, None takes the default of the server (adapter/launch/passing.py).
         verify_interval: every so many decode or verify steps, one layer's shared attention is computed again by plain
             absorb and compared; 0 never does.
         mixed_tokens: new tokens that ride in a step with running requests, at most; 0 computes all in passes of their
@@ -88,8 +88,8 @@ class HybridMLAOptions:
         default=None,
         metadata=_flag(
             "tokens that a prefill pass expands at a time for itself, of what its requests share and no memory keeps "
-            "expanded, in whole chunks of 256 (0: SGLang expands that for each request; default: 8192 with DP "
-            "attention, else 0)"
+            "expanded, in whole chunks of 256 (0: SGLang expands that for each request; default: 8192, or up to 32768 "
+            "with few heads, with DP attention and where prefill runs in CUDA graphs, else 0)"
         ),
     )
     verify_interval: int = field(
