@@ -33,9 +33,15 @@ def session(timeout_s: float = TIMEOUT_S) -> aiohttp.ClientSession:
     )
 
 
-def body(ids: Sequence[int], output_tokens: int, **more: Any) -> dict[str, Any]:
-    """A greedy request with an answer of exactly so many tokens; `more` goes beside."""
-    sampling = {"temperature": 0, "max_new_tokens": output_tokens, "ignore_eos": True}
+def body(
+    ids: Sequence[int], output_tokens: int, shape: tuple[str, float | str] | None = None, **more: Any
+) -> dict[str, Any]:
+    """A greedy request with an answer of exactly so many tokens; `more` goes beside.
+
+    Args:
+        shape: one more sampling parameter.
+    """
+    sampling = {"temperature": 0, "max_new_tokens": output_tokens, "ignore_eos": True} | dict([shape] if shape else [])
     return {"input_ids": list(ids), "sampling_params": sampling, "return_logprob": True, **more}
 
 
@@ -106,7 +112,7 @@ class StockAnswers:
 
     def __init__(self, url: str, at_a_time: int = 16, at_least: int = 1) -> None:
         self._url, self._free, self._at_least = url, asyncio.Semaphore(at_a_time), at_least
-        self._known: dict[tuple[str, tuple[int, ...]], Answer] = {}
+        self._known: dict[tuple[str, tuple[int, ...], tuple[str, float | str] | None], Answer] = {}
         self._client: aiohttp.ClientSession | None = None
         self.weights = ""
         """Which weights the server has now."""
@@ -131,13 +137,13 @@ class StockAnswers:
             await post(self._client, f"{self._url}/update_weights_from_disk", {"model_path": model})
             self.weights = weights
 
-    async def __call__(self, ids: tuple[int, ...], tokens: int) -> Answer:
+    async def __call__(self, ids: tuple[int, ...], tokens: int, shape: tuple[str, float | str] | None = None) -> Answer:
         assert self._client is not None
-        known = self._known.get((self.weights, ids))
+        known = self._known.get((self.weights, ids, shape))
         if known is None or len(known.ids) < tokens:
             tokens = max(tokens, self._at_least)
             async with self._free:
-                asked = body(ids, tokens, top_logprobs_num=1 + RUNNERS_UP)
+                asked = body(ids, tokens, shape, top_logprobs_num=1 + RUNNERS_UP)
                 response = await post(self._client, f"{self._url}/generate", asked)
-            known = self._known[self.weights, ids] = answer_of(response)
+            known = self._known[self.weights, ids, shape] = answer_of(response)
         return known

@@ -16,7 +16,7 @@ import requests
 from bench.client import HYBRID
 from bench.generate import TIMEOUT_S, RefusedError, StockAnswers, answer_of, body, flush, last_chunk, post, ran, session
 from bench.server import server_info
-from bench.soak_judge import FP32, Answer, Tolerance, Verdict, judge
+from bench.soak_judge import FP32, Answer, Tolerance, Verdict, judge, same
 from bench.soak_traffic import Action, Chat, Request
 
 PUBLISHED_S = 10.0
@@ -170,7 +170,9 @@ class Soak:
     async def _client(self, client: aiohttp.ClientSession, request: Request, rid: str) -> None:
         """Send a request as its client does, and keep what comes back."""
         chat = request.chat
-        content = body(chat.ids, chat.output_tokens, rid=rid, return_logprob=request.logprobs)
+        content = body(chat.ids, chat.output_tokens, chat.shape, rid=rid, return_logprob=request.logprobs)
+        if request.hidden:
+            content["return_hidden_states"] = True
         if chat.salt:
             content["extra_key"] = chat.salt
         seen: list[Any] = []
@@ -264,19 +266,24 @@ class Soak:
             await asyncio.gather(*(self._judge_one(one) for one in of_version))
 
     async def _judge_one(self, got: Got) -> None:
-        verdict = await judge(
-            got.chat.ids, got.answer, self._stock, taken_back=got.taken_back, tolerance=self._tolerance
-        )
+        if got.chat.shape is None:
+            verdict = await judge(
+                got.chat.ids, got.answer, self._stock, taken_back=got.taken_back, tolerance=self._tolerance
+            )
+        else:  # by what came before in the answer, so that no tie can be followed
+            expected = await self._stock(got.chat.ids, got.chat.output_tokens, got.chat.shape)
+            verdict = Verdict.RIGHT if same(got.answer, expected, self._tolerance) else Verdict.WRONG
         missing = got.chat.output_tokens - len(got.answer.ids)
         if got.whole and missing not in ((0, 1) if verdict is Verdict.LOST_FIRST else (0,)):
             verdict = Verdict.WRONG
         self.outcome.verdicts[verdict.value] += 1
         self.outcome.taken_back += got.taken_back
         if verdict is Verdict.WRONG:
-            expected = await self._stock(got.chat.ids, len(got.answer.ids) + 1)
+            expected = await self._stock(got.chat.ids, len(got.answer.ids) + 1, got.chat.shape)
             self._say(
-                f"prompt of {len(got.chat.ids)} tokens, salt {got.chat.salt}, weights {got.weights}, taken back "
-                f"{got.taken_back}, whole {got.whole}: {got.answer}; stock {expected.ids} {expected.logprobs}"
+                f"prompt of {len(got.chat.ids)} tokens, salt {got.chat.salt}, {got.chat.shape}, weights {got.weights}, "
+                f"taken back {got.taken_back}, whole {got.whole}: {got.answer}; "
+                f"stock {expected.ids} {expected.logprobs}"
             )
 
     def _say(self, what: str) -> None:

@@ -46,7 +46,7 @@ SIZES = Sizes(65_536, 2048, 2.0, 64) if ON_GPU else Sizes(2048, 256, 0.031, 32)
 def pressed(backend: str, sizes: Sizes = SIZES) -> list[str]:
     """Arguments of the server that is tried: hardly any memory, prefill in chunks, slow expansion."""
     arguments = ["--attention-backend", backend, "--max-total-tokens", str(sizes.tokens)]
-    arguments += ["--chunked-prefill-size", str(sizes.chunk), *LETTING_IN]
+    arguments += ["--chunked-prefill-size", str(sizes.chunk), *LETTING_IN, "--enable-return-hidden-states"]
     if backend == HYBRID:
         arguments += ["--hybrid-mla-mode", "naive", "--hybrid-mla-min-prefix-len", str(sizes.min_prefix)]
         arguments += ["--hybrid-mla-prefix-memory-gb", str(sizes.prefix_gb)]

@@ -18,6 +18,16 @@ MOST_NODES = 8
 """Of a tree."""
 AGAIN = 0.8
 """Share of requests whose text was sent before."""
+SHAPED = 0.1
+"""Share of requests whose tokens are shaped by one of `SHAPES`."""
+SHAPES: tuple[tuple[str, float | str], ...] = (
+    ("frequency_penalty", 0.8),
+    ("repetition_penalty", 1.3),
+    ("regex", "[A-Za-z ]+"),
+)
+"""Sampling parameters, which SGLang applies to each request's own logits."""
+HIDDEN = 0.05
+"""Share of requests that ask for hidden states."""
 LEAVING = 0.08
 """Share of requests whose client goes before the answer is there: half close the connection, half abort."""
 
@@ -60,11 +70,16 @@ class Limits:
 
 @dataclass(frozen=True)
 class Chat:
-    """A prompt; its answer is greedy, so that a shorter one is the beginning of a longer one."""
+    """A prompt; its answer is greedy, so that a shorter one is the beginning of a longer one.
+
+    Attributes:
+        shape: of `SHAPES`, if any.
+    """
 
     ids: tuple[int, ...]
     output_tokens: int
     salt: str | None = None
+    shape: tuple[str, float | str] | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +90,7 @@ class Request:
         gap_s: from the request before.
         stream: whether the answer is sent token by token.
         leaves_after_s: when the client goes; None stays. `aborts`: by `/abort_request`, not by closing the connection.
-        logprobs: whether it asks for log-probabilities.
+        logprobs: whether it asks for log-probabilities; hidden: for hidden states.
     """
 
     chat: Chat
@@ -84,6 +99,7 @@ class Request:
     leaves_after_s: float | None = None
     aborts: bool = False
     logprobs: bool = True
+    hidden: bool = False
 
 
 @dataclass
@@ -133,6 +149,7 @@ class Traffic:
             leaves_after_s=float(self._rng.exponential(0.2)) if leaves else None,
             aborts=bool(leaves and self._rng.random() < 0.5),
             logprobs=self._phases % 2 == 1,
+            hidden=bool(self._rng.random() < HIDDEN),
         )
 
     def _chat(self) -> Chat:
@@ -145,7 +162,8 @@ class Traffic:
             self._sent.append(ids)
         salt = SALTS[int(self._rng.integers(len(SALTS)))]
         long = self._rng.random() < 1 / 15
-        return Chat(ids, self._between(self._limits.long_answer if long else self._limits.answer), salt)
+        shape = SHAPES[int(self._rng.integers(len(SHAPES)))] if self._rng.random() < SHAPED else None
+        return Chat(ids, self._between(self._limits.long_answer if long else self._limits.answer), salt, shape)
 
     def _grow(self) -> None:
         """Now and then a tree gets a branch, or gives way to another one."""

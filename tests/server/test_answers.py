@@ -104,7 +104,7 @@ def test_grouped_absorb_for_six_chats_on_one_prefix_and_not_for_two(stock: Refer
     assert counted.steps_grouped >= 30 and counted.steps_naive == counted.expansions == 0
     largest = max((group for groups in seen for group in groups), key=lambda group: group["requests"])
     assert largest["requests"] == 6 and largest["mode"] == "grouped_absorb" and largest["prefix_len"] > 200
-    assert grouped.info()["budget_bytes"] == 0
+    assert grouped.info()["expanded_bytes"] == 0
 
 
 def test_prefix_is_found_without_warming_up(stock: Reference, hybrid: Server) -> None:

@@ -126,14 +126,14 @@ def own(workload: Workload) -> list[int]:
 
 
 def answers(workload: Workload) -> list[int]:
-    return [turn.output_tokens for (turn,) in workload.sessions]
+    return [turn.output_tokens for turns in workload.sessions for turn in turns]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_warm_up_shares_the_prompt_and_nothing_else(kind: str) -> None:
     one = load(kind)
     (prompt,) = one.workload.cached
-    sent = [turn.ids for half in (one.warm_up, one.workload) for (turn,) in half.sessions]
+    sent = [turns[0].ids for half in (one.warm_up, one.workload) for turns in half.sessions]
     assert len(prompt) == 100 and all(ids[:100] == prompt for ids in sent)
     assert len({tuple(ids) for ids in sent}) == len(sent)
     assert max(answers(one.warm_up)) <= 64

@@ -21,7 +21,8 @@ def test_names():
     assert {"h100", "h200", "cpu"} <= set(config_names("gpus"))
     assert "deepseek-v3" in config_names("models")
     assert config_names("workloads") == [
-        *("agents", "burst", "churn", "four_prompts", "gsm8k", "mixed", "mmlu", "nested", "short_answers", "simpleqa"),
+        *("agent_sessions", "agents", "burst", "churn", "four_prompts", "gsm8k", "mixed", "mmlu", "nested"),
+        *("short_answers", "simpleqa"),
         *("system_prompts", "typhoonmla", "typhoonmla_kimi"),
     ]
 

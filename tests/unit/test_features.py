@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import test_limits
+from packaging.version import Version
 
 from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.compat.contract import ContractError
@@ -15,7 +16,8 @@ from sglang_mla_ext.adapter.launch import features
 HERE = contract.release()
 """What is used of the installed release."""
 PRODUCTION = features.asked_for(test_limits.server_args(), on_gpu=True)
-OTHERS = [feature for feature in Feature if feature not in PRODUCTION]
+USED = {use.feature for use in HERE.uses}
+OTHERS = [feature for feature in Feature if feature in USED - PRODUCTION]
 
 
 def without(*gone: Feature) -> Release:
@@ -53,7 +55,8 @@ def test_what_was_as_expected_is_not_compared_again(monkeypatch: pytest.MonkeyPa
 def test_every_server_or_some() -> None:
     """Each feature is of use, and nothing that all servers need is a feature's."""
     of = {use.path: use.feature for use in HERE.uses}
-    assert set(of.values()) == set(Feature)
+    newest = {Feature.PREFILL_GRAPH} if Version(contract.installed_version() or "0") >= Version("0.5.23") else set()
+    assert set(of.values()) == set(Feature) - {Feature.PREFILL_GRAPH} | newest
     for name in ("managers.schedule_batch.Req.last_node", "models.deepseek_v2.DeepseekV2AttentionMLA.o_proj"):
         assert of[f"sglang.srt.{name}"] is Feature.BASE
 

@@ -129,8 +129,8 @@ def test_no_pass_is_run_twice_whose_states_would_take_their_tokens_twice(
     monkeypatch.setattr(hooks.worker, "steps", SimpleNamespace(fail=lambda what, error: None))
     monkeypatch.setattr(hooks.worker, "repeats", repeats)
     if repeats:
-        assert hooks.around_eager_pass(fails_once, None, SimpleNamespace()) == "done"
+        assert hooks.around_pass(fails_once, None, SimpleNamespace()) == "done"
         return
     with pytest.raises(OurPartFailedError):
-        hooks.around_eager_pass(fails_once, None, SimpleNamespace())
+        hooks.around_pass(fails_once, None, SimpleNamespace())
     assert len(runs) == 1

@@ -49,17 +49,13 @@ def forward_method(attention: DeepseekV2AttentionMLA, forward_batch: Any) -> Any
     return handlers.AttentionBackendRegistry.get_handler("flashmla")(attention, forward_batch)
 
 
-def prefill_is_captured() -> bool:
-    """Whether the pass is a prefill that CUDA graphs are captured from, or that has them in it. It is by absorb, and
-    asks for nothing else."""
+def absorbs_prefill() -> bool:
+    """Return whether the pass is a prefill by absorb that may share (prefill_graph.py): one that CUDA graphs are
+    captured from, that has them in it, or that is as if it had."""
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
-    return bool(handlers.is_in_tc_piecewise_cuda_graph() or handlers.is_in_breakable_cuda_graph())
-
-
-def absorbs_prefill() -> bool:
-    """Return whether the pass is a prefill by absorb that may share (prefill_graph.py), or is being captured."""
-    return passes.now.absorbs or prefill_is_captured()
+    captured = handlers.is_in_tc_piecewise_cuda_graph() or handlers.is_in_breakable_cuda_graph()
+    return passes.now.absorbs or bool(captured)
 
 
 def accept_query_parts(wanted: bool = True) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
 
-from sglang_mla_ext.adapter.step.layer import prefill_is_captured
+from sglang_mla_ext.adapter.step.layer import absorbs_prefill
 from sglang_mla_ext.kernels.constants import LN2
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class PlannedAtRun:
     def plan(self, *args: Any, **kwargs: Any) -> None:
         """A pass that has graphs in it is planned at once, as SGLang means it: it is by absorb."""
         self._plan = partial(self._wrapper.plan, *args, **kwargs)
-        if prefill_is_captured():
+        if absorbs_prefill():
             self._make_plan()
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
