@@ -557,8 +557,7 @@ def net_of(batch: Batch, segments: Sequence[Segment], gains: Gains) -> float:
 
 
 def test_random_trees_lose_little_against_the_best_plan() -> None:
-    """With room for everything and with room for two segments a row. Of 36,000 others at most 1 in 1,000 lost more than
-    3 %, and none more than 5 %."""
+    """With room for everything and with room for two segments a row. Of 11,570 others none lost more than 2.4 %."""
     losses = []
     for seed in range(400):
         batch, gains, cost = random_batch(seed)
