@@ -66,6 +66,9 @@ def main(
     other_model: Annotated[Path | None, typer.Option(exists=True, help="Weights to update to, and back.")] = None,
     url: Annotated[str | None, typer.Option(help="Try this running server; give --stock-url and --model.")] = None,
     stock_url: Annotated[str | None, typer.Option(help="A running stock server with the same model.")] = None,
+    penalties: Annotated[
+        bool, typer.Option("--penalties", help="Ask for penalties as well; servers do not overlap steps then.")
+    ] = False,
     poison: Annotated[bool, typer.Option("--poison", help="Fill free memory with NaN.")] = False,
     memory_saver: Annotated[bool, typer.Option("--memory-saver", help="Release memory in sleep; needs a GPU.")] = False,
     server_arg: Annotated[list[str] | None, typer.Option(help="Flags for the server that is tried.")] = None,
@@ -86,6 +89,8 @@ def main(
     limits = Limits().times(scale)
     may_be_off = Tolerance(tolerance, tolerance * TOLERANCE.each / TOLERANCE.mean)
     traffic_of = {"seed": seed, "scale": scale, "at_a_time": at_a_time, "phase": phase, "poison": poison}
+    traffic_of["penalties"] = penalties
+    no_overlap = ["--disable-overlap-schedule"] if penalties else []
     good = True
     with contextlib.ExitStack() as stack:
 
@@ -95,19 +100,19 @@ def main(
             return stack.enter_context(running_server(arguments, free_port(), log, console, **more))
 
         try:
-            stock = stock_url or serve("stock", at_ease())
+            stock = stock_url or serve("stock", at_ease() + no_overlap)
             for name in backend or [HYBRID]:
                 log = logs / f"soak-{name}.log"
                 # Without a copy on the host SGLang's weights are gone after a sleep, until the next update.
                 saver = ["--enable-memory-saver", "--enable-weights-cpu-backup"] if memory_saver else []
-                arguments = pressed(name) + saver
+                arguments = pressed(name) + saver + no_overlap
                 arguments += shlex.split(" ".join(server_arg or []))
                 launcher = POISONED if poison else ("-m", LAUNCHER)
                 environment = {**TAKING_BACK, "PYTHONPATH": python_path()}
                 tried = url or serve(name, arguments, environment=environment, launcher=launcher)
                 sleeps = ("kv_cache", "weights") if memory_saver else ("kv_cache",)
                 soak_of = {"at_a_time": at_a_time, "sleeps": sleeps, "tolerance": may_be_off}
-                traffic = Traffic(vocabulary(model), seed, limits)
+                traffic = Traffic(vocabulary(model), seed, limits, penalties=penalties)
                 console.rule(name)
                 began, before, outcome, stopped = time.monotonic(), server_info(tried), Outcome(), True
                 soak_of["outcome"] = outcome

@@ -17,7 +17,7 @@ from bench.client import HYBRID
 from bench.generate import TIMEOUT_S, RefusedError, StockAnswers, answer_of, body, flush, last_chunk, post, ran, session
 from bench.server import server_info
 from bench.soak_judge import FP32, Answer, Tolerance, Verdict, judge, same
-from bench.soak_traffic import Action, Chat, Request
+from bench.soak_traffic import PENALTIES, Action, Chat, Request
 
 PUBLISHED_S = 10.0
 """Within which ranks have published their loads, that an idle server answers with."""
@@ -266,6 +266,9 @@ class Soak:
             await asyncio.gather(*(self._judge_one(one) for one in of_version))
 
     async def _judge_one(self, got: Got) -> None:
+        if got.taken_back and got.chat.shape in PENALTIES:  # SGLang counts anew what comes after
+            self.outcome.taken_back += 1
+            return
         if got.chat.shape is None:
             verdict = await judge(
                 got.chat.ids, got.answer, self._stock, taken_back=got.taken_back, tolerance=self._tolerance

@@ -19,13 +19,13 @@ MOST_NODES = 8
 AGAIN = 0.8
 """Share of requests whose text was sent before."""
 SHAPED = 0.1
-"""Share of requests whose tokens are shaped by one of `SHAPES`."""
-SHAPES: tuple[tuple[str, float | str], ...] = (
-    ("frequency_penalty", 0.8),
-    ("repetition_penalty", 1.3),
-    ("regex", "[A-Za-z ]+"),
-)
+"""Share of requests whose tokens are shaped by a sampling parameter."""
+Shape = tuple[str, float | str]
+SHAPES: tuple[Shape, ...] = (("regex", "[A-Za-z ]+"),)
 """Sampling parameters, which SGLang applies to each request's own logits."""
+PENALTIES: tuple[Shape, ...] = (("frequency_penalty", 0.8), ("repetition_penalty", 1.3))
+"""Sampling parameters of servers that do not overlap steps. Where they do, SGLang counts a token one step later, or two
+times, by what runs in between (`ScheduleBatch.cumulate_penalty_output_tokens`)."""
 HIDDEN = 0.05
 """Share of requests that ask for hidden states."""
 LEAVING = 0.08
@@ -73,13 +73,13 @@ class Chat:
     """A prompt; its answer is greedy, so that a shorter one is the beginning of a longer one.
 
     Attributes:
-        shape: of `SHAPES`, if any.
+        shape: of `SHAPES` or `PENALTIES`, if any.
     """
 
     ids: tuple[int, ...]
     output_tokens: int
     salt: str | None = None
-    shape: tuple[str, float | str] | None = None
+    shape: Shape | None = None
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,20 @@ class Traffic:
         vocabulary: `[tokens]` the ids that texts are drawn from.
         seed: of everything.
         trees: that stand at a time.
+        penalties: whether some requests ask for `PENALTIES`.
     """
 
-    def __init__(self, vocabulary: np.ndarray, seed: int, limits: Limits | None = None, trees: int = 2) -> None:
+    def __init__(
+        self,
+        vocabulary: np.ndarray,
+        seed: int,
+        limits: Limits | None = None,
+        trees: int = 2,
+        *,
+        penalties: bool = False,
+    ) -> None:
         self._vocabulary, self._limits = vocabulary, limits or Limits()
+        self._shapes = (*SHAPES, *PENALTIES) if penalties else SHAPES
         self._rng = np.random.default_rng(seed)
         self._trees = [self._new_tree() for _ in range(trees)]
         self._sent: list[tuple[int, ...]] = []
@@ -162,7 +172,7 @@ class Traffic:
             self._sent.append(ids)
         salt = SALTS[int(self._rng.integers(len(SALTS)))]
         long = self._rng.random() < 1 / 15
-        shape = SHAPES[int(self._rng.integers(len(SHAPES)))] if self._rng.random() < SHAPED else None
+        shape = self._shapes[int(self._rng.integers(len(self._shapes)))] if self._rng.random() < SHAPED else None
         return Chat(ids, self._between(self._limits.long_answer if long else self._limits.answer), salt, shape)
 
     def _grow(self) -> None:
