@@ -62,6 +62,7 @@ def test_layers_with_linear_attention_work_where_their_tree_is_read(examined: di
 )
 def test_what_does_not_go_with_linear_layers(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     args = test_limits.server_args(**changes)
+    monkeypatch.setattr(models.installed, "model_config", lambda args: SimpleNamespace(), raising=False)
     for linear, count in (object(), 1), (None, 0):
         monkeypatch.setattr(models.installed, "linear_layers", lambda args, linear=linear: linear)
         found = models.beside_linear_layers(args)
