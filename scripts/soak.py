@@ -112,9 +112,10 @@ def main(
                 tried = url or serve(name, arguments, environment=environment, launcher=launcher)
                 sleeps = ("kv_cache", "weights") if memory_saver else ("kv_cache",)
                 soak_of = {"at_a_time": at_a_time, "sleeps": sleeps, "tolerance": may_be_off}
-                traffic = Traffic(vocabulary(model), seed, limits, penalties=penalties)
                 console.rule(name)
                 began, before, outcome, stopped = time.monotonic(), server_info(tried), Outcome(), True
+                hidden = bool(before.get("enable_return_hidden_states"))
+                traffic = Traffic(vocabulary(model), seed, limits, penalties=penalties, hidden=hidden)
                 soak_of["outcome"] = outcome
                 try:
                     asyncio.run(

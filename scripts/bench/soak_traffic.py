@@ -116,6 +116,7 @@ class Traffic:
         seed: of everything.
         trees: that stand at a time.
         penalties: whether some requests ask for `PENALTIES`.
+        hidden: whether some ask for hidden states, which a server has to be started for.
     """
 
     def __init__(
@@ -126,8 +127,10 @@ class Traffic:
         trees: int = 2,
         *,
         penalties: bool = False,
+        hidden: bool = False,
     ) -> None:
         self._vocabulary, self._limits = vocabulary, limits or Limits()
+        self._hidden = HIDDEN if hidden else 0.0
         self._shapes = (*SHAPES, *PENALTIES) if penalties else SHAPES
         self._rng = np.random.default_rng(seed)
         self._trees = [self._new_tree() for _ in range(trees)]
@@ -159,7 +162,7 @@ class Traffic:
             leaves_after_s=float(self._rng.exponential(0.2)) if leaves else None,
             aborts=bool(leaves and self._rng.random() < 0.5),
             logprobs=self._phases % 2 == 1,
-            hidden=bool(self._rng.random() < HIDDEN),
+            hidden=bool(self._rng.random() < self._hidden),
         )
 
     def _chat(self) -> Chat:
