@@ -55,9 +55,10 @@ def with_rate(record: Record) -> Record:
 
 
 def soaked(record: Record) -> Record:
-    """With what server it was."""
+    """With what server it was, and of which release of SGLang."""
     ranks = "--enable-dp-attention" in record["command"]
-    return of_case(record, server="two ranks, prefixes spread" if ranks else "one rank")
+    server = "two ranks, prefixes spread" if ranks else "one rank"
+    return of_case(record, server=server, release=record["sglang"])
 
 
 def counted_attack(record: Record) -> Record:
@@ -264,12 +265,12 @@ SPREAD_SHORT_WHOLE = replace(
     against=SPREAD_WHOLE.against,
     headings=SPREAD_SHORT.headings.replace("flashmla", "fa3"),
 )
-SOAK = Spec(  # what came of the last soak of each backend, on each device
-    by=("gpu", "server", "poison"),
+SOAK = Spec(  # what came of the last soak of each backend, on each device with each release
+    by=("gpu", "server", "poison", "release"),
     of=soaked,
-    headings="device | backend | server | requests | answers | taken back | "
+    headings="device | SGLang | backend | server | requests | answers | taken back | "
     + " | ".join(name.replace("_", " ") for name in SOAK_COUNTS),
-    cells="{gpu} | {impl} | {server} | {requests:,} | {judged:,} | {taken_back:,} | "
+    cells="{gpu} | {release} | {impl} | {server} | {requests:,} | {judged:,} | {taken_back:,} | "
     + " | ".join(f"{{{name}:,}}" for name in SOAK_COUNTS),
 )
 HOSTILE = Spec(  # what came of the last time of each attack
