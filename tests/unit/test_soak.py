@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -152,11 +153,13 @@ def test_tables(tmp_path: Path) -> None:
     for impl, judged in (("hybrid_mla", 1), ("hybrid_mla", 19000), ("sglang_torch_native", 500)):
         case = dict(poison=False)
         metrics = {**counts, "judged": judged}
-        write_record(tmp_path / "s", bench="soak", impl=impl, case=case, gpu="cpu", command="run", **metrics)
+        write_record(
+            tmp_path / "s", bench="soak", impl=impl, case=case, gpu="cpu", command="run", sglang="0.5", **metrics
+        )
     lines = [line.replace(" ", "") for line in table_of(specs.SOAK, tmp_path / "s").splitlines()]
     assert lines[2:4] == [
-        "|cpu|hybrid_mla|onerank|20,000|19,000|9|0|1|2|0|0|",
-        "|cpu|sglang_torch_native|onerank|20,000|500|9|0|1|2|0|0|",
+        f"|cpu|{version('sglang')}|hybrid_mla|onerank|20,000|19,000|9|0|1|2|0|0|",
+        f"|cpu|{version('sglang')}|sglang_torch_native|onerank|20,000|500|9|0|1|2|0|0|",
     ]
     found = dict(wrong=0, refused_otherwise=0, shared_across_salts=0, traces=[], deaths=0)
     for attack, seconds, slowdown in (("flood", 5.0, 0.05), ("invalid", None, None)):
