@@ -12,6 +12,8 @@ import aiohttp
 
 from bench.soak_judge import Answer
 
+Shape = tuple[str, float | str]
+"""A sampling parameter and its value."""
 RUNNERS_UP = 8
 """How many tokens beside the best one the stock server names: a random model in BF16 has three and more as likely."""
 # A client that waits longer than that was forgotten.
@@ -33,9 +35,7 @@ def session(timeout_s: float = TIMEOUT_S) -> aiohttp.ClientSession:
     )
 
 
-def body(
-    ids: Sequence[int], output_tokens: int, shape: tuple[str, float | str] | None = None, **more: Any
-) -> dict[str, Any]:
+def body(ids: Sequence[int], output_tokens: int, shape: Shape | None = None, **more: Any) -> dict[str, Any]:
     """A greedy request with an answer of exactly so many tokens; `more` goes beside.
 
     Args:
@@ -112,7 +112,7 @@ class StockAnswers:
 
     def __init__(self, url: str, at_a_time: int = 16, at_least: int = 1) -> None:
         self._url, self._free, self._at_least = url, asyncio.Semaphore(at_a_time), at_least
-        self._known: dict[tuple[str, tuple[int, ...], tuple[str, float | str] | None], Answer] = {}
+        self._known: dict[tuple[str, tuple[int, ...], Shape | None], Answer] = {}
         self._client: aiohttp.ClientSession | None = None
         self.weights = ""
         """Which weights the server has now."""
@@ -137,7 +137,7 @@ class StockAnswers:
             await post(self._client, f"{self._url}/update_weights_from_disk", {"model_path": model})
             self.weights = weights
 
-    async def __call__(self, ids: tuple[int, ...], tokens: int, shape: tuple[str, float | str] | None = None) -> Answer:
+    async def __call__(self, ids: tuple[int, ...], tokens: int, shape: Shape | None = None) -> Answer:
         assert self._client is not None
         known = self._known.get((self.weights, ids, shape))
         if known is None or len(known.ids) < tokens:

@@ -13,6 +13,8 @@ from enum import Enum
 
 import numpy as np
 
+from bench.generate import Shape
+
 SALTS = (*[None] * 8, "tenant-a", "tenant-b")
 MOST_NODES = 8
 """Of a tree."""
@@ -20,7 +22,6 @@ AGAIN = 0.8
 """Share of requests whose text was sent before."""
 SHAPED = 0.1
 """Share of requests whose tokens are shaped by a sampling parameter."""
-Shape = tuple[str, float | str]
 SHAPES: tuple[Shape, ...] = (("regex", "[A-Za-z ]+"),)
 """Sampling parameters, which SGLang applies to each request's own logits."""
 PENALTIES: tuple[Shape, ...] = (("frequency_penalty", 0.8), ("repetition_penalty", 1.3))

@@ -118,12 +118,12 @@ def _numbers(installed: str | None) -> tuple[int, ...]:
 
 
 def is_too_old(have: str) -> bool:
-    """Whether a release came before all supported ones."""
+    """Return whether a release came before all supported ones."""
     return _numbers(have) < _numbers(next(iter(SUPPORTED)))
 
 
 def is_supported(have: str) -> bool:
-    """Whether a release is one of the supported ones, or between them."""
+    """Return whether a release is one of the supported ones, or between them."""
     return not is_too_old(have) and _numbers(have) <= _numbers(list(SUPPORTED)[-1])
 
 

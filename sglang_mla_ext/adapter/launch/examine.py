@@ -128,7 +128,7 @@ MODEL, PLACEHOLDER, NEWER = UNKNOWN = ("model", "placeholder", "SGLang is newer"
 
 
 def _before_resolving(line: LaunchLine) -> list[Finding]:
-    """What SGLang, as it is installed here, cannot be asked: another machine, another release, values that are not
+    """List what the installed SGLang cannot be asked about: another machine, another release, values that are not
     there."""
     found = hardware.findings(line) + _release_findings(line)
     if any(each.code not in UNKNOWN for each in found):

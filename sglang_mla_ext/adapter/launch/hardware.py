@@ -71,7 +71,7 @@ OTHERS = Family(
 
 
 def findings(line: LaunchLine) -> list[Finding]:
-    """What a command has that only other accelerators take; nothing for a command for Hopper GPUs.
+    """List what only other accelerators take of a command; nothing where it is for Hopper GPUs.
 
     Args:
         line: as the user gave it, with his own backends.

@@ -28,7 +28,7 @@ _IMAGE = re.compile(r"(?!/)(?:[\w.-]+:\d+/)?[\w./-]*(?:sglang|sgl-dev)[\w./-]*(?
 _CONTAINERS = re.compile(r"(.*/)?(docker|podman|nerdctl)")
 
 _PLACEHOLDER = re.compile(r"\$\(\w+\)|\$\{?\w+|\{\{|<[A-Za-z][\w .-]*>")
-"""What somebody else puts a value in place of: Kubernetes, a shell, Helm, a reader."""
+"""Names that Kubernetes, a shell, Helm or a reader replaces by a value."""
 
 _SECRET = re.compile(r"(?i)(?:^|_)(?:\w*(?:token|secret|password|passwd|apikey|credentials?)|key|pass|auth|pat)(?:_|$)")
 """Names of variables whose values are not shown."""
@@ -142,7 +142,7 @@ def version_in(image: str) -> str | None:
 
 
 def is_sglangs(image: str) -> bool:
-    """Whether an image is SGLang's own, whose tag is SGLang's release; that of another may be anything."""
+    """Return whether an image is SGLang's own, whose tag is SGLang's release; another's tag may be anything."""
     return re.match(r"([\w.-]+(:\d+)?/)*(lmsysorg/)?sglang[:@]", image) is not None and (
         "/" not in image or "lmsysorg/" in image
     )

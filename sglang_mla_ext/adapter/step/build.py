@@ -42,7 +42,7 @@ from sglang_mla_ext.adapter.step.layer import (
     take_over,
 )
 from sglang_mla_ext.adapter.step.prefill import PrefillPlan
-from sglang_mla_ext.adapter.step.prefill_graph import PrefillGraph
+from sglang_mla_ext.adapter.step.prefill_graph import make_prefill_graph
 from sglang_mla_ext.adapter.step.ranks import check_alike, drawn_key, rules, tp_group
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.adapter.step.riding import Riding
@@ -51,7 +51,6 @@ from sglang_mla_ext.adapter.step.spreading import Spreading, gather_over
 from sglang_mla_ext.adapter.step.steps import PrefillSharing, Steps
 from sglang_mla_ext.adapter.step.stock import Stock
 from sglang_mla_ext.kernels.constants import FP8
-from sglang_mla_ext.kernels.dispatch import make_kept_part
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, MAX_SEGMENTS, SEGMENTS_PER_ROW
@@ -258,36 +257,6 @@ def build(
             agree=all_ranks_agree(),
         )
     return backend, steps, riding
-
-
-def make_prefill_graph(
-    runner: ModelRunner,
-    stock: Stock,
-    layers: Sequence[DeepseekV2AttentionMLA],
-    rows: int,
-    counters: Counters,
-    memory: Memory,
-) -> PrefillGraph | None:
-    """Attention of prefill passes in CUDA graphs.
-
-    Args:
-        rows: of the largest graph, 0 where there are none.
-    Returns:
-        None without such graphs, or where it does not run here; that is counted.
-    """
-    if not rows:
-        return None
-    first = layers[0]
-    try:
-        kept = make_kept_part(
-            rows, first.num_local_heads, first.v_head_dim, dtype=runner.dtype, device=runner.device, memory=memory
-        )
-        return PrefillGraph(layers, stock.prefill_tails(layers), kept)
-    except Exception as error:
-        if not stock.decodes:  # nothing else reads the pool there
-            raise
-        counters.fall_back(f"prefill_graph: {type(error).__name__}", error)
-        return None
 
 
 def never(answer: bool) -> bool:

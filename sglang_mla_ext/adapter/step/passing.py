@@ -233,6 +233,7 @@ class Passing:
         plans: dict[Any, Any] = {}
         slots: list[torch.Tensor] = []
         segments: list[Segment] = []
+        requests: set[int] = set()  # of these segments
         used = 0
 
         def piece() -> Piece:
@@ -243,14 +244,15 @@ class Passing:
         for one in ranges:
             left = self._slots(reqs, one)
             while len(left):
-                if used == self._chunks or any(set(one.requests) & set(each.rows) for each in segments):
+                if used == self._chunks or not requests.isdisjoint(one.requests):
                     yield piece()
-                    slots, segments, used = [], [], 0
+                    slots, segments, requests, used = [], [], set(), 0
                 some = left[: (self._chunks - used) * CHUNK_TOKENS]
                 left = left[len(some) :]
                 count = -(-len(some) // CHUNK_TOKENS)
                 slots.append(torch.nn.functional.pad(some, (0, count * CHUNK_TOKENS - len(some))))
                 segments.append(Segment(one.requests, 0, len(some), Mode.NAIVE, tuple(range(used, used + count))))
+                requests.update(one.requests)
                 used += count
         if segments:
             yield piece()
