@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -271,11 +272,20 @@ def test_what_fails_does_not_end_the_others(servers: Servers, bench: Callable[..
 
 
 def test_the_limit_stops_servers_and_keeps_what_is_there(
-    servers: Servers, bench: Callable[..., Any], tmp_path: Path
+    servers: Servers, bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that would start behind it do not."""
+    """Those that would start behind it do not. The clock stands still until the slow server starts, and again there."""
+
+    def monotonic() -> float:
+        if "slow" in servers.ended:
+            return 60.0
+        return 59.9 if any(name == "slow" for name, _ in servers.started) else 0.0
+
+    clock = types.SimpleNamespace(monotonic=monotonic)
+    monkeypatch.setattr(bench_rank, "time", clock)
+    monkeypatch.setattr(beside, "time", clock)
     out = tmp_path / "records.jsonl"
-    flags = ["--model", str(MODEL), "--limit-s", "1.5", "--out", str(out)]
+    flags = ["--model", str(MODEL), "--limit-s", "60", "--out", str(out)]
     done = bench(*flags, backends=("good", "slow", "never"))
     assert done.exit_code == 1 and "slow: no time left" in done.output
     assert [name for name, _ in servers.started] == servers.ended == ["good", "slow"]
