@@ -130,9 +130,15 @@ def main(
                     for wrong in outcome.wrong:
                         console.print(wrong, style="red", markup=False, highlight=False)
                     sharing = None if outcome.deaths else sharing_between(before, server_info(tried))
+                    vacuous = url is None and sharing is not None and not sharing["expansions"]
+                    if vacuous:
+                        console.print(f"{name}: no prefix was expanded, so nothing was tested", style="red")
                     if out:
-                        record(out, name, traffic_of, outcome, took_s, sharing, stopped)
-                good = good and outcome.good
+                        excluded = (
+                            "stopped before its end" if stopped else "no prefix was expanded" if vacuous else None
+                        )
+                        record(out, name, traffic_of, outcome, took_s, sharing, excluded)
+                good = good and outcome.good and not vacuous
         except (ServerFailedError, requests.RequestException) as error:
             console.print(str(error), style="red", markup=False, highlight=False)
             good = False
@@ -194,12 +200,16 @@ def record(
     outcome: Outcome,
     took_s: float,
     sharing: dict[str, Any] | None,
-    stopped: bool = False,
+    excluded: str | None = None,
 ) -> None:
-    """Append a run to a file of records; the stock server's answers are `STOCK`'s. One that was stopped says so."""
+    """Append a run to a file of records.
+
+    Args:
+        excluded: why no table may quote this run.
+    """
     impl = backend if backend == HYBRID else f"sglang_{backend}"
     case = {**case, "against": f"sglang_{STOCK}"}
-    more = {"excluded": "stopped before its end"} if stopped else {}
+    more = {"excluded": excluded} if excluded else {}
     write_record(out, bench="soak", impl=impl, case=case, **metrics(outcome, took_s), hybrid_mla=sharing, **more)
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import torch
 import typer
 from demo_model.checkpoint import Settings, make
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
@@ -40,7 +42,9 @@ class Sizes:
     min_prefix: int
 
 
-SIZES = Sizes(65_536, 2048, 2.0, 64) if ON_GPU else Sizes(2048, 256, 0.031, 32)
+# Prefill passes that share (SGLang 0.5.23 and newer) need buffers of 0.033 GiB before the first chunk.
+ON_CPU_GB = 0.031 if Version(version("sglang")) < Version("0.5.23") else 0.064
+SIZES = Sizes(65_536, 2048, 2.0, 64) if ON_GPU else Sizes(2048, 256, ON_CPU_GB, 32)
 
 
 def pressed(backend: str, sizes: Sizes = SIZES) -> list[str]:

@@ -58,6 +58,8 @@ def soaked(record: Record) -> Record:
     """With what server it was, and of which release of SGLang."""
     ranks = "--enable-dp-attention" in record["command"]
     server = "two ranks, prefixes spread" if ranks else "one rank"
+    if record["case"].get("penalties"):
+        server += ", penalties"
     return of_case(record, server=server, release=record["sglang"])
 
 

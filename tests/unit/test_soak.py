@@ -175,9 +175,9 @@ def test_tables(tmp_path: Path) -> None:
 def test_a_soak_that_was_stopped_is_recorded_and_in_no_table(tmp_path: Path) -> None:
     outcome = Outcome(requests=5)
     outcome.verdicts["right"] = 5
-    for stopped in (True, False):
-        record(tmp_path / "s", "hybrid_mla", {}, outcome, 60, None, stopped)
-        assert ("|5|5|0|" in table_of(specs.SOAK, tmp_path / "s").replace(" ", "")) is not stopped
+    for excluded in ("stopped before its end", None):
+        record(tmp_path / "s", "hybrid_mla", {}, outcome, 60, None, excluded)
+        assert ("|5|5|0|" in table_of(specs.SOAK, tmp_path / "s").replace(" ", "")) is (excluded is None)
     assert table_of(specs.SOAK, tmp_path / "none") == ""
 
 
