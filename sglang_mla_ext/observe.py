@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.prefix.planner import Plan
@@ -27,69 +26,63 @@ SHADOW_ERRORS = (1e-5, 1e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 3e-2, 5e-2, 0.1, 0.15
 """Bounds of the histogram's buckets; those of the shadow check are among them."""
 
 
+def _total(help: str) -> int:
+    """Return a field that counts from 0."""
+    return field(default=0, metadata={"help": help})
+
+
 @dataclass
 class Counters:
-    """Totals since the server started.
+    """Totals since the server started; a field's `help` describes it, as a metric and in the status schema."""
 
-    Attributes:
-        steps_naive: decode steps in which at least one group attended to an expanded prefix.
-        steps_grouped: decode steps in which at least one group attended by grouped absorb.
-        steps_absorb: decode steps of plain absorb only.
-        steps_verify: of steps_naive, steps_grouped and steps_absorb, those that verify drafts (speculative decoding).
-        steps_mixed: of steps_naive, steps_grouped and steps_absorb, those in which new tokens rode.
-        prefills_ridden: passes of new tokens alone that ran as rows of a decode step.
-        tokens_ridden: new tokens of steps_mixed and prefills_ridden.
-        not_ridden: by reason, prefill passes that did not ride.
-        steps_spread: steps in which this rank and the others attended to expanded prefixes for each other's requests;
-            it may have had none itself.
-        not_spread: by reason, steps of running requests in which they did not, with `--hybrid-mla-spread`.
-        rows_as_prefill: rows of decode or verify steps that SGLang computed as prefill, because another data-parallel
-            rank prefilled: they shared nothing, whatever was planned.
-        prefills_naive: prefill steps in which at least one request attended to an expanded prefix.
-        prefill_tokens_saved: cached tokens whose keys per head were not computed again for a request's new tokens,
-            because they are expanded: in prefill steps and where new tokens rode, summed over requests.
-        prefill_tokens_expanded: cached tokens that prefill steps expanded for their requests together, and did not keep
-            (`--hybrid-mla-prefill-expand-tokens`).
-        expansions: shared ranges of tokens whose expansion was completed.
-        expanded_tokens: tokens expanded.
-        evictions: chunks of expanded tokens dropped, for whatever reason.
-        fallbacks: by reason, how often something was done by plain absorb that was meant to be naive.
-        max_group_size: the largest group so far.
-        max_depth: the most groups that a request was in so far, one below the other.
-        shared_tokens_read: prefix tokens that groups read, once for each group and step.
-        shared_tokens_saved: prefix tokens that the groups' other requests did not have to read again.
-        shadow_checks: steps that the shadow check computed again (`--hybrid-mla-verify-interval`).
-        shadow_failures: of shadow_checks, steps that were not what plain absorb gives.
-        forward_passes: of any kind, whether or not there was anything to plan.
-        plan_seconds: the host's time for planning forward passes, without waiting for other ranks.
-    """
-
-    steps_naive: int = 0
-    steps_grouped: int = 0
-    steps_absorb: int = 0
-    steps_verify: int = 0
-    steps_mixed: int = 0
-    prefills_ridden: int = 0
-    tokens_ridden: int = 0
-    not_ridden: Counter[str] = field(default_factory=Counter)
-    steps_spread: int = 0
-    not_spread: Counter[str] = field(default_factory=Counter)
-    rows_as_prefill: int = 0
-    prefills_naive: int = 0
-    prefill_tokens_saved: int = 0
-    prefill_tokens_expanded: int = 0
-    expansions: int = 0
-    expanded_tokens: int = 0
-    evictions: int = 0
-    fallbacks: Counter[str] = field(default_factory=Counter)
-    max_group_size: int = 0
-    max_depth: int = 0
-    shared_tokens_read: int = 0
-    shared_tokens_saved: int = 0
-    shadow_checks: int = 0
-    shadow_failures: int = 0
-    forward_passes: int = 0
-    plan_seconds: float = 0.0
+    steps_naive: int = _total("decode steps in which at least one group attended to an expanded prefix.")
+    steps_grouped: int = _total("decode steps in which at least one group attended by grouped absorb.")
+    steps_absorb: int = _total("decode steps of plain absorb only.")
+    steps_verify: int = _total(
+        "of steps_naive, steps_grouped and steps_absorb, those that verify drafts (speculative decoding)."
+    )
+    steps_mixed: int = _total("of steps_naive, steps_grouped and steps_absorb, those in which new tokens rode.")
+    prefills_ridden: int = _total("passes of new tokens alone that ran as rows of a decode step.")
+    tokens_ridden: int = _total("new tokens of steps_mixed and prefills_ridden.")
+    not_ridden: Counter[str] = field(
+        default_factory=Counter, metadata={"help": "by reason, prefill passes that did not ride."}
+    )
+    steps_spread: int = _total(
+        "steps in which this rank and the others attended to expanded prefixes for each other's requests; it may have "
+        "had none itself."
+    )
+    not_spread: Counter[str] = field(
+        default_factory=Counter,
+        metadata={"help": "by reason, steps of running requests in which they did not, with `--hybrid-mla-spread`."},
+    )
+    rows_as_prefill: int = _total(
+        "rows of decode or verify steps that SGLang computed as prefill, because another data-parallel rank "
+        "prefilled: they shared nothing, whatever was planned."
+    )
+    prefills_naive: int = _total("prefill steps in which at least one request attended to an expanded prefix.")
+    prefill_tokens_saved: int = _total(
+        "cached tokens whose keys per head were not computed again for a request's new tokens, because they are "
+        "expanded: in prefill steps and where new tokens rode, summed over requests."
+    )
+    prefill_tokens_expanded: int = _total(
+        "cached tokens that prefill steps expanded for their requests together, and did not keep "
+        "(`--hybrid-mla-prefill-expand-tokens`)."
+    )
+    expansions: int = _total("shared ranges of tokens whose expansion was completed.")
+    expanded_tokens: int = _total("tokens expanded.")
+    evictions: int = _total("chunks of expanded tokens dropped, for whatever reason.")
+    fallbacks: Counter[str] = field(
+        default_factory=Counter,
+        metadata={"help": "by reason, how often something was done by plain absorb that was meant to be naive."},
+    )
+    max_group_size: int = _total("the largest group so far.")
+    max_depth: int = _total("the most groups that a request was in so far, one below the other.")
+    shared_tokens_read: int = _total("prefix tokens that groups read, once for each group and step.")
+    shared_tokens_saved: int = _total("prefix tokens that the groups' other requests did not have to read again.")
+    shadow_checks: int = _total("steps that the shadow check computed again (`--hybrid-mla-verify-interval`).")
+    shadow_failures: int = _total("of shadow_checks, steps that were not what plain absorb gives.")
+    forward_passes: int = _total("of any kind, whether or not there was anything to plan.")
+    plan_seconds: float = _total("the host's time for planning forward passes, without waiting for other ranks.")
 
     def count_step(self, plan: Plan, *, verifies: bool = False) -> None:
         """Count one decode step; one with groups of both kinds counts for both.
@@ -204,13 +197,6 @@ STATES = {
 """What holds now; all else that is published is of Counters."""
 
 
-def descriptions(documented: type) -> dict[str, str]:
-    """Attribute -> what the class's docstring says of it."""
-    listed = (documented.__doc__ or "").partition("Attributes:")[2]
-    found = re.findall(r"^        (\w+): (.*(?:\n            .*)*)", listed, re.MULTILINE)
-    return {name: re.sub(r"\s+", " ", text) for name, text in found}
-
-
 class Metrics:
     """The report as Prometheus metrics, in SGLang's own registry and with its labels."""
 
@@ -219,7 +205,7 @@ class Metrics:
         import prometheus_client
 
         self._labels = dict(labels)
-        said = descriptions(Counters)
+        said = {each.name: each.metadata["help"] for each in fields(Counters)}
         by_reason = {name for name, value in vars(Counters()).items() if isinstance(value, Counter)}
         self._gauges = {
             name: prometheus_client.Gauge(

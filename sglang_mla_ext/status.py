@@ -13,14 +13,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from sglang_mla_ext import BACKEND_NAME, __version__
-from sglang_mla_ext.observe import Counters, descriptions
+from sglang_mla_ext.observe import Counters
 
 
 def _totals() -> type[BaseModel]:
     types = {"int": int, "float": float, "Counter[str]": dict[str, int]}
-    said = descriptions(Counters)
     members: dict[str, Any] = {
-        each.name: (types[str(each.type)], Field(description=said[each.name])) for each in fields(Counters)
+        each.name: (types[str(each.type)], Field(description=each.metadata["help"])) for each in fields(Counters)
     }
     return create_model("Totals", __doc__="Totals since the server started.", **members)
 

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -124,6 +125,10 @@ def serving(monkeypatch: pytest.MonkeyPatch, api_key: str | None = None) -> Iter
 
 def test_the_published_schema_is_current() -> None:
     assert (DOCS / "status.schema.json").read_text() == status.schema() + "\n", "python -m sglang_mla_ext.status"
+
+
+def test_it_loads_without_docstrings() -> None:
+    subprocess.run([sys.executable, "-OO", "-c", "import sglang_mla_ext.status, sglang_mla_ext.cli"], check=True)
 
 
 def test_every_field_is_described() -> None:
