@@ -1,8 +1,8 @@
 """Run a study of scripts/lab; without a name, list them.
 
 python scripts/study.py
-python scripts/study.py power --help
-python scripts/study.py power --out benchmarks/results/power.jsonl
+python scripts/study.py accuracy --help
+python scripts/study.py accuracy --out benchmarks/results/accuracy.jsonl
 """
 
 from __future__ import annotations

@@ -12,15 +12,13 @@ from typing import Annotated
 
 import typer
 from bench import specs
-from bench.kernel_tables import ablation, attention, decode, planner, plans, steps
+from bench.kernel_tables import attention, decode, planner
 from bench.operating_tables import shadow
 from bench.prediction_tables import predictions
-from bench.profile_tables import profiles
-from bench.rank_tables import one_rank, one_rank_headline, ranks
+from bench.rank_tables import one_rank, one_rank_headline
 from bench.recipes import recipe_tables
-from bench.serving_tables import compared, headline
+from bench.serving_tables import headline
 from bench.tables import REPOSITORY, RESULTS, table_of
-from bench.workload_tables import figure_cells, workloads
 from lab.accuracy.tables import accuracy_cache, accuracy_model, accuracy_ranges, accuracy_served
 from lab.papers.experiments import EXPERIMENTS
 from lab.papers.tables import reproduced
@@ -30,50 +28,24 @@ def main(
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with status 1 if out of date.")] = False,
 ):
     """Write the tables of README.md and docs from records and recipes, between their marks."""
-    engine = ("heads", "layers", "prompt", "concurrency"), ("heads", "layers", "prefix", "requests")
-    serving = ("heads", "layers", "prompt", "concurrency"), ("heads", "layers", "prompt", "requests")
     tables = {
         "README.md": {"one-rank-headline": one_rank_headline(RESULTS / "rank.jsonl", RESULTS / "rank-0.5.23.jsonl")},
         "docs/performance.md": {
+            "one-rank": one_rank(RESULTS / "rank.jsonl", RESULTS / "rank-0.5.23.jsonl"),
             "headline": headline(RESULTS / "serving.jsonl"),
-            "serving": compared(RESULTS / "serving.jsonl", *serving),
-            "engine": compared(RESULTS / "engine.jsonl", *engine),
-            "workloads": workloads(
-                [RESULTS / f"{name}.jsonl" for name in ("mixed", "nested", "churn", "agents", "burst")]
-            ),
-            "speculative": table_of(specs.SPECULATIVE, RESULTS / "speculative.jsonl"),
-            "profiles": profiles(RESULTS / "profile.jsonl"),
-            "plan": table_of(specs.PLAN, RESULTS / "plan.jsonl"),
+            "agents": table_of(specs.AGENTS, RESULTS / "rank-graphs.jsonl"),
+            "spread-whole": table_of(specs.SPREAD_WHOLE, RESULTS / "spread.jsonl"),
+            "spread-short-whole": table_of(specs.SPREAD_SHORT_WHOLE, RESULTS / "spread.jsonl"),
+            "prefill-graphs": table_of(specs.PREFILL_GRAPHS, RESULTS / "rank-graphs.jsonl"),
             "attention": attention(RESULTS / "attention.jsonl"),
-            "steps": steps(RESULTS / "attention.jsonl"),
+            "attention-h100": attention(RESULTS / "h100" / "attention.jsonl"),
             "decode": decode(RESULTS / "decode.jsonl"),
-            "power": table_of(specs.POWER, RESULTS / "power.jsonl"),
-            "context": table_of(specs.CONTEXT, RESULTS / "context.jsonl"),
-            "ablation": ablation(RESULTS / "ablation.jsonl"),
-            "expansion": table_of(specs.EXPANSION, RESULTS / "expansion.jsonl"),
-            "prefill": table_of(specs.PREFILL, RESULTS / "prefill.jsonl"),
             "predictions": predictions(
                 *(RESULTS / f"{name}.jsonl" for name in ("rank", "serving", "engine", "speculative", "context"))
             ),
             "planner": planner(RESULTS / "planner.jsonl"),
-            "plans": plans(RESULTS / "plans.jsonl"),
-            "serving-h100": compared(RESULTS / "h100" / "serving.jsonl", *serving),
-            "predictions-h100": predictions(RESULTS / "h100" / "serving.jsonl"),
-            "attention-h100": attention(RESULTS / "h100" / "attention.jsonl"),
             "planner-h100": planner(RESULTS / "h100" / "planner.jsonl"),
-            "ranks": ranks(RESULTS / "ranks.jsonl"),
-            "one-rank": one_rank(RESULTS / "rank.jsonl"),
-            "prefill-graphs": table_of(specs.PREFILL_GRAPHS, RESULTS / "rank-graphs.jsonl"),
-            "one-rank-newest": one_rank(RESULTS / "rank-0.5.23.jsonl"),
-            "spread": table_of(specs.SPREAD, RESULTS / "spread.jsonl"),
-            "spread-16": table_of(specs.SPREAD_16, RESULTS / "spread.jsonl"),
-            "spread-nothing": table_of(specs.SPREAD_NOTHING, RESULTS / "spread.jsonl"),
-            "spread-whole": table_of(specs.SPREAD_WHOLE, RESULTS / "spread.jsonl"),
-            "spread-short-whole": table_of(specs.SPREAD_SHORT_WHOLE, RESULTS / "spread.jsonl"),
-            "spread-short": table_of(specs.SPREAD_SHORT, RESULTS / "spread.jsonl"),
-            "exchange": table_of(specs.EXCHANGE, RESULTS / "exchange.jsonl"),
-            "one-of-ranks": table_of(specs.ONE_OF_RANKS, RESULTS / "exchange.jsonl"),
-            "one-of-ranks-step": table_of(specs.ONE_OF_RANKS_STEP, RESULTS / "exchange.jsonl"),
+            "plan": table_of(specs.PLAN, RESULTS / "plan.jsonl"),
         },
         "docs/accuracy.md": {
             "model": accuracy_model(RESULTS / "accuracy.jsonl"),
@@ -90,16 +62,10 @@ def main(
             "hostile": table_of(specs.HOSTILE, RESULTS / "hostile.jsonl"),
         },
         "docs/kernels.md": {
-            "watch": table_of(specs.WATCH, RESULTS / "watch.jsonl"),
             "sanitize": table_of(specs.SANITIZE, RESULTS / "sanitize.jsonl"),
         },
         "docs/recipes.md": recipe_tables(),
-        "docs/results.md": {
-            **{name: reproduced(name, RESULTS / "papers.jsonl") for name in EXPERIMENTS},
-            "typhoonmla-figure-3-served": figure_cells(
-                [RESULTS / f"{name}.jsonl" for name in ("typhoonmla", "typhoonmla_kimi")]
-            ),
-        },
+        "docs/results.md": {name: reproduced(name, RESULTS / "papers.jsonl") for name in EXPERIMENTS},
     }
     stale = [name for name, of_file in tables.items() if not fill(REPOSITORY / name, of_file, write=not check)]
     if check and stale:

@@ -1,13 +1,10 @@
-"""Tables of the kernels' times and of the planner's choices."""
+"""Tables of kernel times and of the planner's choices."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
 
-from bench.plan_trees import COLUMNS, plans_rows
 from bench.planner_verdicts import LARGEST_LOSS, verdicts
 from bench.records import read_records
 from bench.tables import STORAGE_NAMES, latest, markdown
@@ -25,12 +22,6 @@ ATTENTION_TIMES = {  # column: impl, part, dtype
     "grouped absorb BF16 ms": ("hybrid_mla", "grouped_absorb", "bf16"),
     "BF16 shared part ms": ("hybrid_mla", "naive", "bf16"),
     "FP8 shared part ms": ("hybrid_mla", "naive", "fp8"),
-}
-ABLATION_STEPS = {  # of the study ablation: column
-    "triton": "Triton BF16 ms",
-    "gluon": "Gluon ms",
-    "fp8": "FP8 ms",
-    "schedule": "schedule ms",
 }
 STOCK = ("FlashMLA BF16 ms", "FA3 BF16 ms", "FlashInfer BF16 ms")
 """What SGLang's backends take over a BF16 cache."""
@@ -86,45 +77,6 @@ def gain(ms: Mapping[str, float], ours: str) -> str | None:
     return f"{min(ms[column] for column in STOCK if column in ms) / ms[ours]:.2f}x"
 
 
-def steps(path: Path) -> str:
-    """A table of the shared part alone, from the portable kernel to the fastest one."""
-    records = [r for r in read_records(path) if r.get("part") == "naive" and "spec" not in r["case"]]
-    columns = {
-        "Triton BF16 ms": [record for record in records if "tail" not in record["case"]],
-        "Gluon BF16 ms": [r for r in records if "tail" in r["case"] and r["case"]["dtype"] == "bf16"],
-        "Gluon FP8 ms": [r for r in records if r["case"]["dtype"] == "fp8"],
-    }
-    found = [latest(of_column, "heads", "prefix", "batch") for of_column in columns.values()]
-    both = sorted(set.intersection(*(set(of_column) for of_column in found)))
-    rows = []
-    for case in both:
-        times = [of_column[case]["ms"] for of_column in found]
-        cells = [f"{times[0]:.3f}"]
-        for before, after in pairwise(times):
-            cells += [f"{after:.3f}", f"{before / after:.2f}x"]
-        rows.append((*case[1:], *cells))
-    headers = ("heads", "prefix", "requests", "Triton BF16 ms", "Gluon BF16 ms", "gain", "Gluon FP8 ms", "gain")
-    return markdown(rows, headers, {(i, case): found[i][case] for i in range(len(found)) for case in both})
-
-
-def ablation(path: Path) -> str:
-    """A table of the shared part and its merge with one more step in each column, and what each step gains."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for record in sorted(read_records(path), key=lambda record: record["date"]):
-        case = record["case"]
-        repeated = ((group, len(list(same))) for group, same in groupby(case["groups"]))
-        groups = ", ".join(f"{count} x ({group})" if count > 1 else group for group, count in repeated)
-        found[case["heads"], groups, record["step"]] = record
-    rows = []
-    for case in dict.fromkeys(key[:2] for key in found):
-        times = [found[(*case, step)]["ms"] for step in ABLATION_STEPS]
-        gains = (f"{ms:.3f}, {before / ms:.2f}x" for before, ms in pairwise(times))
-        apart = (times[-1] + found[(*case, "quantize")]["ms"]) / times[-1]
-        rows.append((*case, f"{times[0]:.3f}", *gains, f"{apart:.2f}x"))
-    columns = ("heads", "requests on a prefix of", *ABLATION_STEPS.values(), "query rounded in the kernel")
-    return markdown(rows, columns, found)
-
-
 def decode(path: Path) -> str:
     """A table of decode over private tokens: ours over FP8 rows beside what SGLang has."""
     records = latest(read_records(path), "batch", "tail", "longest", "heads", "s_q")
@@ -164,11 +116,3 @@ def planner(path: Path) -> str:
         rows.append((heads, STORAGE_NAMES[dtype], len(of_row), within, f"{worst.loss:.1%}", where))
     columns = ("heads", "prefix in", "cases", f"within {LARGEST_LOSS:.0%}", "worst loss", "where")
     return markdown(rows, columns, records)
-
-
-def plans(path: Path) -> str:
-    """A table of what the planner chooses on trees of prompts, with the rates of the GPU of the newest record."""
-    records = latest(read_records(path), "tree", "heads", "dtype")
-    newest = max(records.values(), key=lambda record: record["date"])
-    of_gpu = {key: record for key, record in records.items() if record["gpu"] == newest["gpu"]}
-    return markdown(plans_rows(of_gpu.values(), rates_for(newest["gpu"])), COLUMNS, of_gpu)

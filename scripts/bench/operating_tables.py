@@ -18,8 +18,8 @@ def shadow(path: Path, of_merges: Path) -> str:
     for the usual interval.
 
     Args:
-        path: steps with and without checks, by the study engine.
-        of_merges: what the number that every merge reads costs, by the study watch.
+        path: steps with and without checks.
+        of_merges: what the number that every merge reads costs.
     """
     everything = read_records(path)
     records = latest(everything, "heads", "layers", "prompt", "concurrency", "verify_interval")

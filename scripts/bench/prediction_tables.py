@@ -13,7 +13,7 @@ from bench import rank_predictions
 from bench.records import read_records
 from bench.serving_tables import BF16, ELEMENT_BYTES, FP8, storage
 from bench.step_rates import WIDTHS, benchmark_model
-from bench.tables import latest, provenance, table
+from bench.tables import latest, table
 from sglang_mla_ext.configs import gpu_config_of, read_config
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.sharing import PLAIN
@@ -66,7 +66,7 @@ class Cell(NamedTuple):
 
 
 def measured(record: Mapping[str, Any]) -> Measured | None:
-    """What a record of bench_serving.py, bench_rank.py, or the studies engine, context and speculative measured; None
+    """What a record of bench_serving.py, bench_rank.py or an engine measured; None
     where it has no decode step."""
     case = record["case"]
     if record["bench"] == "decode" and "rank" in case:
@@ -84,7 +84,7 @@ def measured(record: Mapping[str, Any]) -> Measured | None:
     if record["decode_tok_s"] is None:
         return None
     requests, tokens = case["concurrency"], case.get("prefix") or case["prompt"]
-    tail = 128 + 128  # of the study engine: a question, and the middle of 256 steps
+    tail = 128 + 128  # a question, and the middle of 256 steps
     if "output" in case:
         question = read_config("workloads", case["questions"])["models"]["deepseek-v3"]["prompt_tokens"]["mean"]
         tail = round(question + case["output"] / 2)
@@ -128,9 +128,8 @@ def predicted(record: Mapping[str, Any], of: Measured) -> Step:
 
 
 def predictions(*paths: Path) -> str:
-    """How far off the predictions are, and, folded, all cells."""
-    found = {path: sorted(cells(path), key=lambda cell: cell.order) for path in paths}
-    return f"{summary(found)}\n\n<details><summary>All cells</summary>\n\n{all_cells(found)}\n\n</details>"
+    """Return a table of how far off the predictions are."""
+    return summary({path: sorted(cells(path), key=lambda cell: cell.order) for path in paths})
 
 
 def summary(found: Mapping[Path, Sequence[Cell]]) -> str:
@@ -151,22 +150,3 @@ def summary(found: Mapping[Path, Sequence[Cell]]) -> str:
             rows.append((kind, backend, len(of_impl), within, f"{mean:.1%}", f"{worst.off:+.1%}", where))
     columns = ("records", "backend", "cells", f"within {WITHIN:.0%}", "mean", "worst", "where")
     return table(rows, columns)
-
-
-def all_cells(found: Mapping[Path, Sequence[Cell]]) -> str:
-    """The table of all cells, and where they come from."""
-    rows, shown = [], {}
-    for path, of_path in found.items():
-        for cell in of_path:
-            case, of, step = cell.record["case"], cell.measured, cell.step
-            shown[(path, *cell.order)] = cell.record
-            what = (cell.of(path), case["heads"], case["layers"], of.prompt, of.tail, of.requests, of.stored)
-            mode = cell.record["impl"].removeprefix("sglang_"), step.cover.mode.value.replace("_", " ")
-            times = (step.attention, step.rest, step.seconds, of.seconds)
-            rows.append((*what, *mode, *(f"{seconds * 1e3:.2f}" for seconds in times), f"{cell.off:+.1%}"))
-    columns = (
-        *("records", "heads", "layers", "prompt", "tail", "requests", "cache", "backend", "mode"),
-        *("attention ms", "rest ms", "predicted ms", "measured ms", "off by"),
-    )
-    sources = [line for line in provenance(shown).splitlines() if "details>" not in line]  # they are folded already
-    return f"{table(rows, columns)}\n\n{chr(10).join(sources).strip()}"

@@ -102,24 +102,6 @@ def step(record: Mapping[str, Any], gpu: Gpu | None = None) -> Step:
     return predict(of, cover, case["concurrency"], case["prefix"], tail(case))
 
 
-def as_a_whole(record: Mapping[str, Any]) -> dict[str, float]:
-    """Milliseconds of a step of DeepSeek-V3's 61 layers with DP attention, of a record of one rank's attention in a
-    layer: that in all of them, and the rest as `plan` predicts it. Where ranks hold the prompt together, with their
-    exchanges as between two GPUs, by NCCL and by stores."""
-    case, rank = record["case"], Rank(f"dp{record['case']['ranks']}")
-    gpu = Gpu.named(record["gpu"])
-    of = Deployment(rank_config(rank), gpu)
-    rest = predict(of, PLAIN, case["batch"], case["prefix"], case["tail"]).rest
-    step_s = rank.layers * record["ms"] * 1e-3 + rest
-    found = {"step_ms": step_s * 1e3}
-    if record["impl"] == "spread":
-        for name, rates in (("nccl_ms", gpu.rates), ("stores_ms", gpu.rates.by_stores())):
-            cost = replace(of.cost, rates=rates, ranks=rank.ranks)
-            exchanges = rank.layers * cost.exchange_seconds(rank.ranks * case["batch"])
-            found[name] = (step_s + exchanges) * 1e3
-    return found
-
-
 def served(record: Mapping[str, Any]) -> Served:
     """Of a record of `short`: ours with mixed steps, prefill passes of stock backends in turns."""
     case, of, drawn = record["case"], of_rank(record), lengths("short", 0)

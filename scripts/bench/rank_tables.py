@@ -1,5 +1,4 @@
-"""Tables of servers with several ranks, and of one rank of a whole model, beside SGLang's own backend; update_tables.py
-writes them."""
+"""Tables of one rank of a whole model, beside SGLang's own backends; update_tables.py writes them."""
 
 from __future__ import annotations
 
@@ -14,15 +13,9 @@ from demo_model.rank import ALL_LAYERS, K3_MLA, MODELS
 
 from bench import rank_predictions
 from bench.records import read_records
-from bench.serving_tables import RIVAL
-from bench.tables import NOTHING, latest, made_with, markdown, table
+from bench.tables import NOTHING, made_with, markdown, table
 from bench.workload_tables import backend_name
 
-ROUTED = "--hybrid-mla-dp-routing prefix"
-COLUMNS = (
-    *("GPU", "ranks divide", "load", "requests", "dealt out", "hybrid_mla tok/s", "flashmla tok/s", "ratio"),
-    *("hybrid_mla first token ms, median / last", "flashmla's"),
-)
 ONE_RANK_COLUMNS = (
     *("load", "rank", "layers", "GPU", "prompt", "requests", "backend", "runs", "tok/s", "ratio"),
     *("first token ms, median / p99", "between tokens ms, p99"),
@@ -72,61 +65,27 @@ class Pair(NamedTuple):
         return rank_predictions.tokens_per_s(self.ours[0]), rank_predictions.tokens_per_s(self.theirs[0])
 
 
-def ranks(path: Path) -> str:
-    """Throughput by how ranks divide the work and by load, the last run on each server, beside flashmla's on such GPUs.
-
-    Tokens per second while all requests decode; where requests wait for a place, while they do.
-    """
-    names = ("gpu", "dp", "bench", "prompt", "concurrency", "routed")
-    shown = latest((record | {"case": described(record)} for record in read_records(path)), *names)
-    rows = []
-    for (impl, gpu, dp, bench, prompt, requests, routed), ours in sorted(shown.items(), key=lambda item: item[0][1:3]):
-        stock = shown.get((RIVAL, gpu, dp, bench, prompt, requests, False))
-        if impl == RIVAL or stock is None:
-            continue
-        divided = f"requests, DP {dp}" if dp > 1 else f"heads, TP {ours['case']['tp']}"
-        dealt = "by prefix" if routed else "by SGLang" if dp > 1 else "-"
-        load = " ".join(filter(None, ("prompt" if bench == "serving" else bench, prompt)))
-        rates = f"{rate(ours):,.0f}", f"{rate(stock):,.0f}", f"{rate(ours) / rate(stock):.2f}x"
-        rows.append((gpu_name(gpu), divided, load, requests, dealt, *rates, first_token(ours), first_token(stock)))
-    return markdown(rows, COLUMNS, shown)
-
-
-def described(record: dict[str, Any]) -> dict[str, Any]:
-    """A record's case with what tells rows apart."""
-    case = record["case"]
-    of = {"gpu": record["gpu"], "dp": case.get("dp", 1), "bench": record["bench"]}
-    return case | of | {"routed": ROUTED in case.get("flags", "")}
-
-
 def gpu_name(gpu: str) -> str:
     """`H100` of `NVIDIA H100 80GB HBM3`."""
     return gpu.removeprefix("NVIDIA ").split()[0]
 
 
-def rate(record: dict[str, Any]) -> float:
-    """Tokens per second, as `ranks` says."""
-    found: float = record.get("steady_tok_s") or record["decode_tok_s"]
-    return found
-
-
-def first_token(record: dict[str, Any]) -> str:
-    return f"{record['ttft_ms']:,.0f} / {record['ttft_last_ms']:,.0f}"
-
-
-def one_rank(path: Path) -> str:
-    """A rank of a whole model: each backend by load, the medians over its runs, beside the fastest of SGLang's own."""
-    found = runs(read_records(path))
-    rows = []
+def one_rank(*paths: Path) -> str:
+    """Return a table of our runs by load, the medians over runs, and the fastest of SGLang's own beside each."""
+    found = runs(itertools.chain.from_iterable(map(read_records, paths)))
+    rows, shown = [], {}
     for (*case, backend), of_case in sorted(found.items()):
         stock = fastest_stock(found, tuple(case), backend)
-        ratio = f"{middle(of_case) / middle(found[stock]):.2f}x" if stock else "–"
+        if stock is None or not (backend.startswith(rank_predictions.OURS) or (*case, backend) == stock):
+            continue
+        shown[(*case, backend)] = of_case
+        ratio = f"{middle(of_case) / middle(found[stock]):.2f}x"
         load, rank, layers, prompt, requests, gpu = case
         first = f"{middle(of_case, 'ttft_ms'):,.0f} / {middle(of_case, 'ttft_p99_ms'):,.0f}"
         between = f"{middle(of_case, 'itl_p99_ms'):,.0f}"
         measured = (len(of_case), f"{middle(of_case):,.0f}", ratio, first, between)
         rows.append((load, rank, layers, gpu_name(gpu), f"{prompt:,}", requests, backend, *measured))
-    return markdown(rows, ONE_RANK_COLUMNS, numbered(found))
+    return markdown(rows, ONE_RANK_COLUMNS, numbered(shown))
 
 
 def one_rank_headline(*paths: Path) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.records import read_records
-from bench.tables import latest, made_with, markdown, table
+from bench.tables import latest, made_with, table
 
 RIVAL = "sglang_flashmla"
 BF16, FP8_PREFIX, FP8 = "BF16", "BF16, prefix FP8", "FP8"  # what `storage` returns
@@ -21,21 +21,6 @@ RATES = ("hybrid_mla tok/s", "flashmla tok/s", "ratio")
 Case = tuple[Any, ...]
 Pair = tuple[dict[str, Any], dict[str, Any]]
 """Our record, and SGLang's own backend's of the same case."""
-
-
-def compared(path: Path, names: tuple[str, ...], headers: tuple[str, ...]) -> str:
-    """A table of decode throughput, hybrid_mla's beside SGLang's own backend's.
-
-    Args:
-        names: of the values of a case that tell its rows apart; headers: their columns.
-    """
-    shown = pairs(read_records(path), names)
-    rows = []
-    for case, (ours, stock) in sorted(shown.items()):
-        lengths = [ours["case"]["output"]] if "output" in ours["case"] else []
-        rows.append((*case, *lengths, *rates(ours, stock)))
-    lengths = ["tokens of output"] if any("output" in ours["case"] for ours, _ in shown.values()) else []
-    return markdown(rows, (*headers, "cache", *lengths, *RATES), records_of(shown))
 
 
 def headline(path: Path) -> str:

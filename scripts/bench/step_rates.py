@@ -15,7 +15,6 @@ from demo_model.rank import MODELS
 
 from bench import rank_predictions
 from bench.planner_grid import TAIL
-from bench.profile_tables import kind_of
 from bench.records import read_records
 from bench.serving_tables import BF16, storage
 from bench.tables import latest
@@ -37,6 +36,20 @@ FILLING_REQUESTS = 64  # requests from which the GPU is full: padding is fitted 
 RANK_REQUESTS = (128, 256)  # of the ranks that `experts_s` is fitted to
 FEWEST_REQUESTS = 16  # of the cases that attention's launches are fitted to; fewer leave most of the GPU idle
 JOINED = re.compile("join_parts")
+KINDS = {
+    "shared, naive": r"naive_prefix",
+    "latent": r"splitkv_mla|mla_combine|absorb|BatchMLA|mla_metadata|schedule_tails|fill_page_table",
+    "merge, join": r"^merge_kernel|join_parts|merge_attn_states",
+    "prefill": r"PrefillWithKVCache|concat_mla_k",
+    "expansion": r"expand_prefix",
+    "dense": r"nvjet|gemm|cublas|splitKreduce",
+}
+"""What a kernel is for, by its name, the first that matches; the others are `other`."""
+
+
+def kind_of(kernel: str) -> str:
+    """Return what a kernel is for, by its name."""
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, kernel)), "other")
 
 
 def benchmark_model(layers: int, heads: int, width: int) -> dict[str, Any]:

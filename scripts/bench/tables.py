@@ -129,10 +129,11 @@ def table(rows: list[tuple[Any, ...]], columns: tuple[str, ...]) -> str:
 def made_with(records: Sequence[dict[str, Any]]) -> str:
     """GPUs, versions, commits and dates of all records, in one line."""
     where = (
-        listed(name, (record[key] for record in records))
+        listed(name, (record[key] for record in records if record[key]))
         for name, key in (("", "gpu"), ("torch ", "torch"), ("sglang ", "sglang"))
+        if any(record[key] for record in records)
     )
-    commits = [record["commit"] for record in records]
+    commits = [str(record["commit"])[:7] for record in records]
     dates = listed("", sorted(record["date"][:10] for record in records))
     return ", ".join([*where, listed("commits " if len(set(commits)) > 1 else "commit ", commits), dates])
 
@@ -143,14 +144,5 @@ def listed(name: str, values: Iterable[Any]) -> str:
 
 
 def provenance(records: dict[tuple[Any, ...], dict[str, Any]]) -> str:
-    """Where the figures come from: GPU, versions, commits, dates, commands. More than two lines are folded."""
-    lines = []
-    for command in dict.fromkeys(record["command"] for record in records.values()):
-        first = next(record for record in records.values() if record["command"] == command)
-        versions = [f"{name} {first[name]}" for name in ("torch", "sglang") if first[name]]
-        where = ", ".join([first["gpu"], *versions])
-        lines.append(f"{where}, commit {first['commit']}, {first['date'][:10]}: `{command}`")
-    text = "\n\n".join(lines)
-    if len(lines) <= 2:
-        return text
-    return f"<details><summary>GPU, versions, commits, dates and commands</summary>\n\n{text}\n\n</details>"
+    """Return where the figures come from; each record has the command that was run."""
+    return made_with(list(records.values()))

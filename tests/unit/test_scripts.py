@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import study
-import torch
 import typer
 from typer.testing import CliRunner
 
@@ -63,11 +62,11 @@ def run_study(*arguments: str) -> tuple[int, str]:
 
 def test_studies_are_listed_each_with_its_question() -> None:
     code, said = run_study()
-    assert code == 0 and len(study.studies()) == len(said.splitlines()) >= 11
+    assert code == 0 and len(study.studies()) == len(said.splitlines()) == 3
     assert all(re.match(r"\w+ +[A-Z]", line) for line in said.splitlines())
     assert {file.parent.name for file in study.LAB.glob("*/*.py")} == set(study.studies())
     code, said = run_study("no-such-study")
-    assert code == 2 and "power" in said
+    assert code == 2 and "papers" in said
 
 
 @pytest.mark.parametrize("name", study.studies())
@@ -83,34 +82,3 @@ def test_every_study_has_a_help_and_a_readme_whose_command_and_record_are_there(
     (record,) = re.findall(r"^Record: .*\((.+)\)\.$", text, flags=re.MULTILINE)
     assert (study.LAB / name / record).is_file() and "\nAnswer: " in text
     assert len(text.splitlines()) <= 25
-
-
-@pytest.mark.parametrize(
-    "name", ["ablation", "context", "engine", "expansion", "power", "prefill", "speculative", "watch"]
-)
-def test_a_study_on_a_gpu_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    code, said = run_study(name, *(["--backend", "hybrid_mla"] if name == "context" else []))
-    assert code == 2 and "needs a" in said and "GPU" in said
-
-
-def written(path: Path) -> list[str]:
-    """Lines of a page that somebody wrote: none of a table made from records, nor a record's command."""
-    text = re.sub(r"<!-- ([\w-]+) -->\n.*?<!-- end \1 -->", "", path.read_text(), flags=re.DOTALL)
-    return [line for line in text.splitlines() if not re.search(r"(commit [0-9a-f]{7}|^20\d\d-).*`python ", line)]
-
-
-def test_scripts_that_the_pages_name_are_there() -> None:
-    repository = SCRIPTS.parent
-    pages = [repository / "README.md", repository / "configs/demo_model/README.md", *repository.glob("docs/*.md")]
-    named = {
-        (page.name, *found)
-        for page in pages
-        for line in written(page)
-        for found in re.findall(r"(scripts/[\w/.-]*\.(?:py|sh))(?: (\w+))?", line)
-    }
-    assert len({script for _, script, _ in named}) > 20
-    assert [one for one in sorted(named) if not (repository / one[1]).is_file()] == []
-    assert {study_of for _, script, study_of in named if script == "scripts/study.py" and study_of} <= set(
-        study.studies()
-    )

@@ -66,7 +66,4 @@ def test_tails():
 
 def test_tables():
     text = predictions(RESULTS / "serving.jsonl", RESULTS / "engine.jsonl")
-    short, whole = text.split("<details>")
-    assert "within 15%" in short and all(name in short for name in ("hybrid_mla", "flashinfer", "engine"))
-    rows = [line for line in whole.splitlines() if line.startswith("|")]
-    assert len(rows) >= 2 + 73 + 6 and "bench_engine.py" in whole and whole.count("details>") == 1
+    assert "within 15%" in text and all(name in text for name in ("hybrid_mla", "flashinfer", "engine"))

@@ -1,1 +1,0 @@
-"""What does each step of the shared part's kernel bring?"""

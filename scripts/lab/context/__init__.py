@@ -1,1 +1,0 @@
-"""How fast does SGLang's engine decode long contexts that no two requests share?"""

@@ -1,1 +1,0 @@
-"""How near is the expansion of a prefix to the rate of a product of its shape?"""

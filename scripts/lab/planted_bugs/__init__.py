@@ -1,1 +1,0 @@
-"""Would the tests see a bug that a contributor could make?"""

@@ -1,1 +1,0 @@
-"""Are the kernels at the GPU's power limit, and how busy are its matrix units?"""

@@ -1,1 +1,0 @@
-"""How much faster, and how exact, is prefill over an expanded prefix than SGLang's?"""

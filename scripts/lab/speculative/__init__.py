@@ -1,1 +1,0 @@
-"""What does a shared prefix save in steps that verify drafts (NEXTN)?"""
