@@ -82,7 +82,10 @@ class Counters:
     shadow_checks: int = _total("steps that the shadow check computed again (`--hybrid-mla-verify-interval`).")
     shadow_failures: int = _total("of shadow_checks, steps that were not what plain absorb gives.")
     forward_passes: int = _total("of any kind, whether or not there was anything to plan.")
-    plan_seconds: float = _total("the host's time for planning forward passes, without waiting for other ranks.")
+    plan_seconds: float = field(
+        default=0.0,
+        metadata={"help": "the host's time for planning forward passes, without waiting for other ranks."},
+    )
 
     def count_step(self, plan: Plan, *, verifies: bool = False) -> None:
         """Count one decode step; one with groups of both kinds counts for both.
