@@ -130,8 +130,8 @@ def mla_draft_backend(fp8: bool) -> str:
 
 
 def polls_nixl() -> bool:
-    """See sglang_0_5_17. The prefill server reports what has come (transfer_worker, disaggregation/nixl/conn.py:1602), and a
-    decode server asks NIXL for nothing: without NIXL's thread no transfer ended in 300 s."""
+    """See sglang_0_5_17. The prefill server reports what has come (transfer_worker, disaggregation/nixl/conn.py:1602).
+    A decode server asks NIXL for nothing: without NIXL's thread no transfer ended in 300 s."""
     return False
 
 
