@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from sglang_mla_ext.adapter.compat import installed
+
 
 def install() -> None:
     """Register the hooks; SGLang applies them before it builds anything."""
@@ -94,7 +96,9 @@ def around_memory_kinds(original: Callable[..., Any], kinds: Sequence[str] | Non
 
 
 def before_nixl(*args: Any, **kwargs: Any) -> None:
-    """No thread that looks for messages all the time: it takes a core, which computes here. SGLang looks, too."""
+    """Turn off NIXL's thread that polls for messages, where SGLang polls, too: it takes a core, which computes here."""
+    if not installed.polls_nixl():
+        return
     from nixl import _api
 
     if not isinstance(_api.nixl_agent_config, functools.partial):

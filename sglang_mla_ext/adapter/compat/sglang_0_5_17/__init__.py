@@ -295,6 +295,11 @@ def row_of_request(req: Any) -> int:
     return int(req.req_pool_idx)
 
 
+def polls_nixl() -> bool:
+    """Return whether a decode server asks NIXL for messages, which moves data along without a thread of NIXL's own."""
+    return True
+
+
 def shares_in_prefill_graphs() -> bool:
     """Return whether prefill graphs of this release call the backend between their segments (prefill_graph.py)."""
     return False

@@ -129,6 +129,12 @@ def mla_draft_backend(fp8: bool) -> str:
     return "flashmla" if fp8 else "fa3"
 
 
+def polls_nixl() -> bool:
+    """See sglang_0_5_17. The prefill server reports what has come (transfer_worker, disaggregation/nixl/conn.py:1602).
+    A decode server asks NIXL for nothing: without NIXL's thread no transfer ended in 300 s."""
+    return False
+
+
 def shares_in_prefill_graphs() -> bool:
     """See sglang_0_5_17."""
     return True

@@ -1,0 +1,27 @@
+"""NIXL on a CPU: its polling thread is off where SGLang polls by itself, and only there."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from sglang_mla_ext.adapter.cpu import gaps
+
+
+@pytest.mark.parametrize("polled", [True, False])
+def test_thread_of_nixl(polled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(**options: Any) -> dict[str, Any]:
+        return options
+
+    package, api = ModuleType("nixl"), ModuleType("nixl._api")
+    api.nixl_agent_config = config  # type: ignore[attr-defined]
+    package._api = api  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "nixl", package)
+    monkeypatch.setitem(sys.modules, "nixl._api", api)
+    monkeypatch.setattr(gaps.installed, "polls_nixl", lambda: polled)
+    for _ in range(2):
+        gaps.before_nixl()
+    assert api.nixl_agent_config(backends=[]) == {"backends": []} | ({"enable_prog_thread": False} if polled else {})
