@@ -113,7 +113,8 @@ def main(
                 sleeps = ("kv_cache", "weights") if memory_saver else ("kv_cache",)
                 soak_of = {"at_a_time": at_a_time, "sleeps": sleeps, "tolerance": may_be_off}
                 console.rule(name)
-                began, before, outcome, stopped = time.monotonic(), server_info(tried), Outcome(), True
+                began, before, outcome = time.monotonic(), server_info(tried), Outcome()
+                excluded: str | None = "stopped before its end"
                 hidden = bool(before.get("enable_return_hidden_states"))
                 traffic = Traffic(vocabulary(model), seed, limits, penalties=penalties, hidden=hidden)
                 soak_of["outcome"] = outcome
@@ -121,7 +122,7 @@ def main(
                     asyncio.run(
                         play(tried, stock, weights, traffic, phase, request_count, minutes, soak_of, limits, console)
                     )
-                    stopped = False
+                    excluded = None
                 finally:  # what a soak found counts, however it ended
                     took_s = time.monotonic() - began
                     if outcome.deaths:
@@ -133,10 +134,8 @@ def main(
                     vacuous = url is None and sharing is not None and not sharing["expansions"]
                     if vacuous:
                         console.print(f"{name}: no prefix was expanded, so nothing was tested", style="red")
+                        excluded = excluded or "no prefix was expanded"
                     if out:
-                        excluded = (
-                            "stopped before its end" if stopped else "no prefix was expanded" if vacuous else None
-                        )
                         record(out, name, traffic_of, outcome, took_s, sharing, excluded)
                 good = good and outcome.good and not vacuous
         except (ServerFailedError, requests.RequestException) as error:

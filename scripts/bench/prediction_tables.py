@@ -66,8 +66,7 @@ class Cell(NamedTuple):
 
 
 def measured(record: Mapping[str, Any]) -> Measured | None:
-    """What a record of bench_serving.py, bench_rank.py or an engine measured; None
-    where it has no decode step."""
+    """Return the decode step of a record of bench_serving.py, bench_rank.py or an engine; None where it has none."""
     case = record["case"]
     if record["bench"] == "decode" and "rank" in case:
         seconds, tail = record["decode_itl_ms"] * 1e-3, rank_predictions.tail(case)

@@ -14,7 +14,6 @@ from demo_model.rank import ALL_LAYERS, K3_MLA, MODELS
 from bench import rank_predictions
 from bench.records import read_records
 from bench.tables import NOTHING, made_with, markdown, table
-from bench.workload_tables import backend_name
 
 ONE_RANK_COLUMNS = (
     *("load", "rank", "layers", "GPU", "prompt", "requests", "backend", "runs", "tok/s", "ratio"),
@@ -33,6 +32,15 @@ OF_64 = ", pages of 64"
 STOCK_BACKENDS = ("fa3", f"fa3{OF_64}", "flashinfer", "flashmla")
 
 Case = tuple[Any, ...]
+
+
+def backend_name(record: dict[str, Any]) -> str:
+    """Return a backend's name in tables; `version` in a case is of code that was replaced since."""
+    if record["impl"] != "hybrid_mla":
+        return str(record["impl"]).removeprefix("sglang_")
+    case = record["case"]
+    parts = ["hybrid_mla", *(["FP8 prefix"] if "fp8_e4m3" in case.get("flags", "") else []), case.get("version")]
+    return ", ".join(filter(None, parts))
 
 
 class Pair(NamedTuple):

@@ -44,7 +44,7 @@ KINDS = {
     "expansion": r"expand_prefix",
     "dense": r"nvjet|gemm|cublas|splitKreduce",
 }
-"""What a kernel is for, by its name, the first that matches; the others are `other`."""
+"""Use of a kernel -> pattern of its name. The first match counts; other kernels are `other`."""
 
 
 def kind_of(kernel: str) -> str:

@@ -28,7 +28,7 @@ def flags(command: str) -> list[str]:
 
 
 def declared(flag: str, text: str) -> bool:
-    """Whether a script has a flag: named in its source, or a parameter that typer makes one of."""
+    """Return whether a script has a flag: named in its source, or a parameter that typer makes one of."""
     return flag in text or re.search(rf"^\s+{flag[2:].replace('-', '_')}: ", text, re.MULTILINE) is not None
 
 
@@ -53,6 +53,10 @@ def test_commands_name_scripts_and_flags_that_exist(page: Path) -> None:
             if found[0] == "scripts/study.py" and (name := re.match(r" ([a-z_]+)", after)):
                 wrong += [] if name[1] in study.studies() else [f"study {name[1]}"]
     assert wrong == []
+
+
+def test_commands_are_found() -> None:
+    assert len({found for page in PAGES for found in COMMAND.findall(page.read_text(encoding="utf-8"))}) > 20
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
