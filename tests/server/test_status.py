@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import browser
 import requests
-from browser import Browser
 from conftest import Chat, Server
+from playwright.sync_api import expect
 from test_answers import NAMES, SYSTEM, question
 from test_nested import CHAPTERS, DOCUMENTS
 
@@ -21,8 +22,6 @@ from sglang_mla_ext.status import Status
 
 PROMPTS = [SYSTEM] * 2 + [DOCUMENTS[1]] * 2 + [CHAPTERS[0]] * 2 + [CHAPTERS[1]] * 2
 TOKENS = 500
-LIVE = "document.getElementById('state')?.innerText.startsWith('live')"
-NESTED = "[...document.querySelectorAll('li')].some(each => each.style.getPropertyValue('--depth') == '2')"
 
 
 @contextlib.contextmanager
@@ -45,19 +44,20 @@ def status(server: Server) -> Any:
     return answer.json()
 
 
-def test_page_and_top_of_a_server_at_work(hybrid: Server, tmp_path: Path) -> None:
-    address = f"{hybrid.base_url}/hybrid_mla"
-    with Browser(tmp_path) as browser, sharing(hybrid):
-        browser.open(address)
-        browser.wait_for(LIVE)
-        browser.wait_for(f"{NESTED} && document.body.innerText.includes('8 holders')", 120)
+def test_page_and_top_of_a_server_at_work(hybrid: Server) -> None:
+    with browser.opened() as (page, errors), sharing(hybrid):
+        page.goto(f"{hybrid.base_url}/hybrid_mla")
+        body = page.locator("body")
+        expect(page.locator("#state")).to_contain_text(re.compile("^live"), timeout=30_000)
+        expect(body).to_contain_text("8 holders", timeout=120_000)
+        expect(page.locator("li", has_text="continues #").nth(1)).to_be_visible(timeout=60_000)
         found = status(hybrid)
         command = [sys.executable, "-m", "sglang_mla_ext.cli", "top", "--url", hybrid.base_url, "--once"]
         top = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-        browser.wait_for("/[1-9][0-9,]*.s\\s+tokens saved in decode/.test(document.body.innerText)", 60)
-        assert browser.evaluate("document.documentElement.scrollWidth") <= 390, "fits a phone"
-        shown = browser.evaluate("document.documentElement.outerHTML")
-        assert browser.errors == []
+        expect(body).to_contain_text(re.compile(r"[1-9][0-9,]*/s\s*tokens saved in decode"), timeout=60_000)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, "fits a phone"
+        shown = page.content()
+        assert errors == []
     (rank,) = Status.model_validate(found).ranks
     segments = {each.id: each for each in rank.segments}
     assert rank.requests == 8 and rank.expanded_bytes == sum(each.expanded_bytes for each in rank.segments)

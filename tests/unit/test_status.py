@@ -18,8 +18,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import browser
 import pytest
-from browser import Browser
+from playwright.sync_api import expect
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -195,36 +196,37 @@ def test_the_page_needs_nothing_from_outside() -> None:
     assert "://" not in page and "innerHTML" not in page and " src=" not in page and "<link" not in page
 
 
-def test_the_page_asks_for_the_key_and_shows_text_as_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with serving(monkeypatch, "sesame") as served, Browser(tmp_path) as browser:
-        browser.open(f"{served.url}/hybrid_mla")
-        browser.wait_for(
-            "!document.getElementById('ask')?.hidden && document.getElementById('state')?.innerText == 'locked'"
-        )
-        enter = "document.getElementById('key').value = {!r}; document.querySelector('button').click(); 1"
-        browser.evaluate(enter.format("wrong"))
-        browser.wait_for("document.getElementById('state').innerText == 'that is not the key'")
-        browser.evaluate(enter.format("sesame"))
-        browser.wait_for("document.querySelectorAll('section').length == 2")
-        said = browser.evaluate("document.body.innerText")
-        assert "3 × <img src=x onerror" in said and browser.evaluate("document.title") == "hybrid_mla"
+def test_the_page_asks_for_the_key_and_shows_text_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(monkeypatch, "sesame") as served, browser.opened() as (page, errors):
+        page.goto(f"{served.url}/hybrid_mla")
+        expect(page.locator("#ask")).to_be_visible()
+        state, sections = page.locator("#state"), page.locator("section")
+        expect(state).to_have_text("locked")
+        page.fill("#key", "wrong")
+        page.click("button")
+        expect(state).to_have_text("that is not the key")
+        page.fill("#key", "sesame")
+        page.click("button")
+        expect(sections).to_have_count(2)
+        said = page.inner_text("body")
+        assert "3 × <img src=x onerror" in said and page.title() == "hybrid_mla"
         assert "paused after a failure, for 64 forward passes" in said and "30 tokens worth expanding" in said
         assert RODE in said
         assert said.count("tokens 512 to 1,024 · 2 holders · continues #4") == 2
         assert said.count("continues #9 · its first 256 tokens are those of #9, in a chunk of its own") == 2
         box = "(box => [box.left, box.right].map(Math.round))(each.getBoundingClientRect())"
-        first, second, kept = browser.evaluate(f"[...document.querySelectorAll('li i')].slice(0, 3).map(each => {box})")
+        first, second, kept = page.evaluate(f"[...document.querySelectorAll('li i')].slice(0, 3).map(each => {box})")
         assert first[1] == second[0] > first[0] and second[0] < kept[0] < second[1] < kept[1], (
             "each where its tokens are"
         )
-        browser.wait_for("/[1-9][0-9,]*.s\\s+tokens saved in decode/.test(document.body.innerText)")
-        assert browser.evaluate("document.documentElement.scrollWidth") <= 390, "fits a phone"
-        assert browser.errors == []
-        browser.open(f"{served.url}/hybrid_mla")  # the key is kept as long as the tab
-        browser.wait_for("document.querySelectorAll('section').length == 2")
+        expect(page.locator("body")).to_contain_text(re.compile(r"[1-9][0-9,]*/s\s*tokens saved in decode"))
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390, "fits a phone"
+        assert errors == []
+        page.goto(f"{served.url}/hybrid_mla")  # the key is kept as long as the tab
+        expect(sections).to_have_count(2)
         served.close()
-        browser.wait_for("document.getElementById('state').innerText.startsWith('the server does not answer, for')")
-        assert browser.evaluate("document.body.className") == "gone"
+        expect(state).to_contain_text("the server does not answer, for", timeout=30_000)
+        assert page.get_attribute("body", "class") == "gone"
 
 
 def run_top(*arguments: str) -> tuple[int, str]:
