@@ -20,6 +20,7 @@ from rich.tree import Tree
 
 PATIENCE_S = 10
 STYLES = {"naive": "bold blue", "grouped_absorb": "bold cyan", "kept": "dim"}
+IDLE = "idle"
 NO_STATUS, REFUSALS = 404, (401, 403)
 
 
@@ -105,11 +106,14 @@ def _rank(rank: Mapping[str, Any], named: bool, rates: Mapping[str, float | None
     counters, segments = rank["counters"], rank["segments"]
     facts = Table.grid(padding=(0, 2))
     facts.add_row("requests", f"{rank['requests']:,}", "in the last decode step")
-    facts.add_row("saved", f"{sum(each['tokens_saved'] for each in segments):,}", "tokens a step")
+    reads = counters["shared_tokens_read"] + counters["shared_tokens_saved"]
+    avoided = f"{counters['shared_tokens_saved'] / reads:.1%}" if reads else "…"
+    facts.add_row("saved", avoided, "of shared prompts' reads in decode")
+    facts.add_row("", f"{sum(each['tokens_saved'] for each in segments):,}", "tokens a step not read again")
     for label, name, what in (
         ("", "shared_tokens_saved", "tokens in decode"),
         ("", "prefill_tokens_saved", "tokens in prefill"),
-        ("ridden", "tokens_ridden", "new tokens in decode steps"),
+        ("mixed", "tokens_ridden", "prompt tokens computed in decode steps"),
     ):
         rate = rates[name]
         facts.add_row(label, "…" if rate is None else f"{rate:,.0f}/s", what)
@@ -120,18 +124,23 @@ def _rank(rank: Mapping[str, Any], named: bool, rates: Mapping[str, float | None
         facts,
         Columns([bar]),  # a line of its own
         Text(f"steps: {steps}; {counters['expansions']:,} expansions, {counters['evictions']:,} evictions"),
-        Text(f"new tokens: {counters['steps_mixed']:,} mixed steps, {counters['prefills_ridden']:,} passes that rode"),
+        Text(
+            f"prompt tokens in decode graphs: {counters['steps_mixed']:,} mixed steps, "
+            f"{counters['prefills_ridden']:,} prefill passes"
+        ),
     ]
     if rank.get("avg_spec_accept_length") is not None:
-        parts.append(Text(f"{rank['avg_spec_accept_length']:.2f} tokens a verify step"))
+        parts.append(Text(f"{rank['avg_spec_accept_length']:.2f} tokens accepted a verify step"))
     if rank["tokens_without_memory"]:
         parts.append(Text(f"{rank['tokens_without_memory']:,} tokens worth expanding found no memory", style="yellow"))
     if rank["pause"]:
         parts.append(Text(f"paused after a failure, for {rank['pause']:,} forward passes", style="yellow"))
     reasons = counters["fallbacks"].items()
-    parts += [Text(f"fall-back: {count:,} × {_printable(reason)}", style="yellow") for reason, count in reasons]
+    parts += [Text(f"fallback: {count:,} × {_printable(reason)}", style="yellow") for reason, count in reasons]
     reasons = counters["not_ridden"].items()
-    parts += [Text(f"not ridden: {count:,} × {_printable(reason)}", style="dim") for reason, count in reasons]
+    parts += [
+        Text(f"prefill pass not mixed: {count:,} × {_printable(reason)}", style="dim") for reason, count in reasons
+    ]
     parts += [_tree(segments), Text(_printable(rank["description"]), style="dim")]
     title = f"hybrid_mla, rank {rank['rank']}" if named else "hybrid_mla"
     return Panel(Group(*parts), title=title, title_align="left")
@@ -154,11 +163,12 @@ def _segment(each: Mapping[str, Any], again: int) -> Iterator[str | tuple[str, s
         again: so many of its first tokens are those of the segment that it continues, too.
     """
     yield f"{each['tokens']:,} tokens "
-    yield _printable(each["mode"]).replace("_", " "), STYLES.get(each["mode"], "")
+    mode = IDLE if each["mode"] == "kept" else each["mode"]
+    yield _printable(mode).replace("_", " "), STYLES.get(each["mode"], "")
     yield f", #{each['id']}, from token {each['start']:,}"
     yield f", {each['holders']} holder{'s' if each['holders'] != 1 else ''}"
     if again:
-        yield f", the first {min(again, each['tokens']):,} stored twice"
+        yield f", its first {min(again, each['tokens']):,} stored twice"
     if each["expanded_bytes"]:
         yield f", {size(each['expanded_bytes'])} expanded"
     if each["tokens_saved"]:

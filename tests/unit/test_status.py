@@ -30,7 +30,7 @@ from sglang_mla_ext.observe import Counters, report
 from sglang_mla_ext.prefix.planner import Plan
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-RODE = "not ridden: 2 × hidden states"
+NOT_MIXED = "prefill pass not mixed: 2 × hidden states"
 NASTY = '<img src=x onerror="document.title=1"> & \x1b[31m'
 
 
@@ -211,9 +211,9 @@ def test_the_page_asks_for_the_key_and_shows_text_as_text(monkeypatch: pytest.Mo
         said = page.inner_text("body")
         assert "3 × <img src=x onerror" in said and page.title() == "hybrid_mla"
         assert "paused after a failure, for 64 forward passes" in said and "30 tokens worth expanding" in said
-        assert RODE in said
+        assert NOT_MIXED in said
         assert said.count("tokens 512 to 1,024 · 2 holders · continues #4") == 2
-        assert said.count("continues #9 · its first 256 tokens are those of #9, in a chunk of its own") == 2
+        assert said.count("continues #9 · its first 256 tokens are stored in #9, too") == 2
         box = "(box => [box.left, box.right].map(Math.round))(each.getBoundingClientRect())"
         first, second, kept = page.evaluate(f"[...document.querySelectorAll('li i')].slice(0, 3).map(each => {box})")
         assert first[1] == second[0] > first[0] and second[0] < kept[0] < second[1] < kept[1], (
@@ -244,8 +244,8 @@ def test_top(monkeypatch: pytest.MonkeyPatch) -> None:
             "3 × <img",
             "512 tokens grouped absorb",
             "naive, #4, from token 0, 8 holders",
-            "kept, #2, from token 768, 1 holder, the first 256",
-            RODE,
+            "idle, #2, from token 768, 1 holder, its first 256",
+            NOT_MIXED,
         ):
             assert text in said, text
         rate = said.split("/s")[0].split()[-1]
