@@ -66,10 +66,11 @@ def plan(
     tp: Annotated[int, typer.Option(min=1, help="GPUs that share the model, as SGLang's --tp.")] = 1,
     dp: Annotated[int, typer.Option(min=1, help="Ranks of DP attention among them, as SGLang's --dp.")] = 1,
     spread: Annotated[
-        bool, typer.Option("--spread", help="As --hybrid-mla-spread auto: ranks of --dp hold prefixes together.")
+        bool, typer.Option("--spread", help="As --hybrid-mla-spread auto: shard prefixes over the ranks of --dp.")
     ] = False,
     prefix: Annotated[
-        list[int] | None, typer.Option("--prefix", "--prompt", min=1, help="Tokens of the shared prefix; repeatable.")
+        list[int] | None,
+        typer.Option("--prefix", "--prompt", min=1, help="Tokens of the shared prefix; repeatable [7069]."),
     ] = None,
     batch: Annotated[
         list[int] | None,
@@ -77,7 +78,7 @@ def plan(
             "--batch",
             "--requests",
             min=1,
-            help="Requests that share it, of all ranks; repeatable [16, 64, 128 and 256 for each rank of --dp].",
+            help="Requests that share it, of all ranks; repeatable [128 for each rank of --dp].",
         ),
     ] = None,
     tail: Annotated[int, typer.Option(min=0, help="Tokens of each request after the prefix.")] = 512,
@@ -130,13 +131,18 @@ def plan(
             "2.5 ms a layer and 2.5 more with experts].",
         ),
     ] = None,
+    details: Annotated[
+        bool, typer.Option("--details", help="Also print each mode's time, whole steps and a GPU's memory.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")] = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw threshold, memory and roofline to this file; needs matplotlib.")
     ] = None,
 ) -> None:
-    """Predict what a server shares among requests of one prompt and what that saves, the whole decode step with and
-    without it, and a GPU's memory; with --arrivals, serving with short answers. Ends in a recommendation."""
+    """Recommend whether to turn hybrid_mla on for requests that share a prompt: predicted gain, cost in memory, flags.
+
+    Give your prompt and load with --prefix and --batch; --arrivals adds serving with short answers.
+    """
     from sglang_mla_ext.predict import advice, report, tables, weights
     from sglang_mla_ext.predict.rates import Gpu
     from sglang_mla_ext.predict.step import Deployment
@@ -152,8 +158,8 @@ def plan(
     asked = report.Asked(
         model=model,
         gpu=gpu,
-        prompts=prefix or [4759, 7069, 26472],
-        requests=batch or [dp * requests for requests in (16, 64, 128, 256)],
+        prompts=prefix or [7069],
+        requests=batch or [128 * dp],
         tail=tail,
         fraction=mem_fraction,
         for_prefixes=prefix_memory_gb,
@@ -184,16 +190,7 @@ def plan(
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    for line in tables.sentences(of, found):
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(tables.modes_table(of, asked, found))
-    if of.gpu.step is not None:
-        console.print(tables.steps_table(of, asked, found))
-        console.print(tables.memory_table(of, asked, found))
-        if arrivals is not None:
-            console.print(tables.arrivals_table(of, asked, found))
-    if (last := found["recommendation"]) is not None:
-        console.print(f"Recommendation: {last['text']}", highlight=False, markup=False, soft_wrap=True)
+    tables.show(console, of, asked, found, details)
 
 
 @app.command()

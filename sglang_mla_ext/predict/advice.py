@@ -1,4 +1,4 @@
-"""What to do with all that: whether to turn the extension on, with which flags, what to expect and what it costs."""
+"""Recommendation of `sglang-mla plan`: on or off, with which flags, the expected gain and its cost in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CLEARLY = 1.05
 """So much better must another dtype or deployment be to be named."""
 LATER = "with later first tokens where many requests come at once"
 """What spread prefixes cost where prefill passes expand nothing for themselves."""
-PREFILL = "Prefill gains beside that: a pass expands a prompt once for all of its requests."
+PREFILL = "Prefill gains in addition: a pass expands a prompt once for all of its requests."
 NEARLY = 0.98
 """Of the best gain; less memory that gives so much is preferred."""
 LARGEST_FRACTION = 0.95
@@ -58,7 +58,7 @@ class Choice:
 
 
 def recommend(of: Deployment, asked: Asked) -> dict[str, Any] | None:
-    """The last paragraph, as data and as text; None for a GPU of which no whole step is known.
+    """Return the verdict, its flags and notes, as data and as text; None for a GPU without rates of a whole step.
 
     The ratios are those of the asked cases, against stock attention with all of its KV cache.
     """
@@ -71,7 +71,8 @@ def recommend(of: Deployment, asked: Asked) -> dict[str, Any] | None:
         what = (
             "the KV cache does not hold a single one of these requests" if divided.budget else "the weights do not fit"
         )
-        return {"turn_on": None, "mem_fraction": fraction, "text": _too_little(of, asked, what, fraction)}
+        verdict = _too_little(of, asked, what, fraction)
+        return {"turn_on": None, "mem_fraction": fraction, "verdict": verdict, "notes": []}
     answers = _replaced(best)
     turn_on = max(best.outcome.mean, answers[0].mean if answers else 0) >= WORTH
     memory, flags = best.asked.memory(of), ["--attention-backend hybrid_mla"]
@@ -86,16 +87,20 @@ def recommend(of: Deployment, asked: Asked) -> dict[str, Any] | None:
     tokens = {"stock": memory.tokens(shared=False), "shared": memory.tokens(shared=True)}
     pays = {prompt: sharing.pays_from(of.cost, prompt, chunks_for(prompt, memory)) for prompt in asked.prompts}
     alternatives = list(_alternatives(best))
-    advice = _turn_on(flags, best, answers, pays, tokens) if turn_on else _leave_off(best, pays, bool(alternatives))
-    said = [advice]
+    verdict = _turn_on(flags, best, answers, tokens) if turn_on else _leave_off(best, pays, bool(alternatives))
+    notes = []
+    if turn_on and best.asked.for_prefixes != asked.for_prefixes and (usual := _outcome(of, asked)) is not None:
+        notes.append(f"With the default memory for prefixes ({divided.taken / GIB:.1f} GiB) expect {usual}.")
+    if turn_on and _most_running(best):
+        notes.append("Requests beyond --max-running-requests wait.")
     if turn_on and of.dp > 1 and not of.spread:
-        said.append("Routing by prefix keeps requests of one prompt on one rank; the ratio assumes it.")
+        notes.append("Routing by prefix keeps requests of one prompt on one rank; the ratio assumes it.")
     if of.prefill_expand_tokens:
-        said.append(PREFILL)
+        notes.append(PREFILL)
     better = _with_fraction(of, asked, fraction) if fraction is not None else None
     if better is not None and better[1].mean > CLEARLY * best.outcome.mean:
-        said.append(f"The KV cache is small: {better[0]}.")
-    said += alternatives
+        notes.append(f"The KV cache is small: {better[0]}.")
+    notes += alternatives
     return {
         "turn_on": turn_on,
         "flags": flags if turn_on else [],
@@ -105,27 +110,28 @@ def recommend(of: Deployment, asked: Asked) -> dict[str, Any] | None:
         "pays_from": {str(prompt): least for prompt, least in pays.items()},
         "cache_tokens": tokens,
         "mem_fraction": fraction,
-        "text": " ".join(said),
+        "verdict": verdict,
+        "notes": notes,
     }
 
 
-def _turn_on(
-    flags: list[str], best: Choice, answers: list[Outcome], pays: dict[int, int | None], tokens: dict[str, int]
-) -> str:
-    least = _pays_from(best.of, pays)
-    and_of_answers = ""
+def _turn_on(flags: list[str], best: Choice, answers: list[Outcome], tokens: dict[str, int]) -> str:
+    gain = f"{best.outcome} the tokens per second of stock attention {_cases(best.asked)}"
     if answers:
-        and_of_answers = f", and {answers[0]} where requests are replaced as they end"
+        gain += f"; {answers[0]} where requests are replaced as they end"
     if len(answers) > 1:
         slow = max(best.asked.hosts(best.of)) * 1e3
-        and_of_answers += f" ({answers[-1]} where a prefill pass takes a slow host {slow:,.0f} ms)"
-    from_on = f"; it shares from {least} on" if least else ""
-    cost = f"the KV cache of a GPU holds {tokens['shared']:,} tokens instead of {tokens['stock']:,}"
-    waiting = " Requests beyond --max-running-requests wait." if _most_running(best) else ""
-    return (
-        f"turn it on, with {' '.join(flags)}. Expect {best.outcome} the tokens per second of stock attention for the "
-        f"prompts and requests above{and_of_answers}{from_on}.{waiting} It costs memory: {cost}."
-    )
+        gain += f" ({answers[-1]} with a host that takes {slow:,.0f} ms for a prefill pass)"
+    share = 1 - tokens["shared"] / tokens["stock"]
+    cost = f"{share:.0%} of the KV cache ({tokens['shared']:,} tokens in place of {tokens['stock']:,})"
+    return f"ON: {gain}; costs {cost}; flags: {' '.join(flags)}"
+
+
+def _cases(asked: Asked) -> str:
+    """Name the case if there is one, or count them."""
+    if (number := len(asked.prompts) * len(asked.requests)) > 1:
+        return f"in {number} cases"
+    return f"at {asked.prompts[0]:,} tokens and {asked.requests[0]:,} requests"
 
 
 def _leave_off(best: Choice, pays: dict[int, int | None], otherwise: bool) -> str:
@@ -133,21 +139,21 @@ def _leave_off(best: Choice, pays: dict[int, int | None], otherwise: bool) -> st
     Args:
         otherwise: whether something else is clearly better.
     """
-    rate = f"{best.outcome} the tokens per second of stock attention"
-    found = f"leave it off{' as it is' * otherwise}: for these prompts and requests expect {rate}."
+    rate = f"{best.outcome} the tokens per second of stock attention {_cases(best.asked)}"
+    found = f"OFF{' without the changes below' * otherwise}: {rate}"
     if any(least is not None for least in pays.values()):
-        shares = f"{found} It shares from {_pays_from(best.of, pays)} on"
+        found += f"; break-even: {_pays_from(best.of, pays)}"
         if _too_many(best.of, best.asked):
             most = most_that_share(best.of)
             limited = _outcome(best.of, replace(best.asked, most_running=most))
-            return (
-                f"{shares}, up to {MAX_ROWS:,} rows a step{best.of.a_rank}: with --max-running-requests {most}, while "
-                f"others wait, expect {limited}."
+            found += (
+                f"; a step shares up to {MAX_ROWS:,} rows{best.of.a_rank}: --max-running-requests {most}, while others "
+                f"wait, gives {limited}"
             )
-        return f"{shares}, and gains more with more requests."
+        return found
     if any(sharing.pays_from(best.of.cost, prompt, chunks_for(prompt, None)) is not None for prompt in pays):
-        return f"{found} Sharing would pay if the memory held an expanded prompt."
-    return f"{found} Sharing prompts as short as these never pays."
+        return f"{found}; sharing would pay if the memory held an expanded prompt"
+    return f"{found}; sharing prompts as short as these never pays"
 
 
 def _too_many(of: Deployment, asked: Asked) -> bool:
@@ -157,7 +163,7 @@ def _too_many(of: Deployment, asked: Asked) -> bool:
 
 def _pays_from(of: Deployment, pays: dict[int, int | None]) -> str:
     known = {prompt: least for prompt, least in pays.items() if least is not None}
-    return ", ".join(f"{least} requests{of.a_rank} ({prompt:,} tokens)" for prompt, least in known.items())
+    return ", ".join(f"{least} requests{of.a_rank} at {prompt:,} tokens" for prompt, least in known.items())
 
 
 def _alternatives(best: Choice) -> Iterator[str]:
@@ -186,7 +192,7 @@ def _alternatives(best: Choice) -> Iterator[str]:
             name = "Without DP attention" if dp == 1 else f"With --dp {dp} --enable-dp-attention"
             sized = " and ".join(word for word in (name, _flags(other)) if word)
             more = other.outcome.tokens_per_s / best.outcome.tokens_per_s
-            yield f"{sized} it would be {more:.2f}x as many tokens per second as that, in the mean."
+            yield f"{sized} expect {more:.2f}x as many tokens per second as that, on average."
 
 
 def _flags(choice: Choice, *flags: str) -> str:
@@ -296,5 +302,6 @@ def _too_little(of: Deployment, asked: Asked, what: str, fraction: float | None)
     """What keeps a server from running these requests at all, and what to change."""
     better = _with_fraction(of, asked, fraction) if fraction is not None else None
     if better is None:
-        return f"{what} in {of.tp} of these GPUs: more of them (--tp), fewer tokens, or weights of fewer bits."
-    return f"{what}; {better[0]} the tokens per second of stock attention."
+        remedies = "use more of them (--tp), fewer tokens, or weights of fewer bits"
+        return f"CANNOT RUN: {what} in {of.tp} of these GPUs: {remedies}"
+    return f"CANNOT RUN: {what}; {better[0]} the tokens per second of stock attention"

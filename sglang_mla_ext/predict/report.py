@@ -1,4 +1,4 @@
-"""What `sglang-mla plan` says of a deployment, as data and as tables."""
+"""Predictions of `sglang-mla plan` for a deployment, as data."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def _why_plain(of: Deployment, prompt: int, mine: int, chunks: int) -> str:
     if least is None:
         return "sharing never pays"
     if mine < least:
-        return f"too few requests; with all of it expanded sharing pays from {least} requests{of.a_rank} on"
+        return f"too few requests; fully expanded, break-even at {least} requests{of.a_rank}"
     if not chunks:
         return "no memory for expanded tokens"
     return f"memory for {chunks * CHUNK_TOKENS:,} expanded tokens only, which saves less than it costs"

@@ -1,10 +1,11 @@
-"""What `sglang-mla plan` prints: sentences, then tables, from what report.py found."""
+"""Output of `sglang-mla plan`: the verdict, notes, and tables, from the data of report.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from sglang_mla_ext.kernels.sizes import PAGE_TOKENS  # plain Python
@@ -12,6 +13,33 @@ from sglang_mla_ext.predict.linear import STATES_OF_A_REQUEST, layers
 from sglang_mla_ext.predict.report import Asked
 from sglang_mla_ext.predict.step import Deployment, allowed_modes
 from sglang_mla_ext.segment import Mode
+
+
+def show(console: Console, of: Deployment, asked: Asked, found: dict[str, Any], details: bool) -> None:
+    """Print the verdict first, then what it rests on.
+
+    Args:
+        details: also print each mode's time, the parts of a step and a GPU's memory.
+    """
+    advice = found["recommendation"]
+    texts = sentences(of, found)
+    if advice is not None:
+        texts = [advice["verdict"], *advice["notes"], *texts]
+    shown = []
+    if details:
+        texts.append(equation_1(found))
+        shown.append(modes_table)
+    if of.gpu.step is None:
+        shown = [modes_table]
+    else:
+        shown += [steps_table, memory_table] if details else [gains_table] * (len(found["cases"]) > 1)
+        shown += [arrivals_table] * (asked.answer is not None)
+    for text in texts:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    for table in shown:
+        console.print(table(of, asked, found))
+    if not details:
+        console.print("--details prints each mode's time, whole steps and memory; --json everything.", style="dim")
 
 
 def of_requests(of: Deployment) -> str:
@@ -52,6 +80,22 @@ def modes_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
     return table
 
 
+def gains_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
+    """Tabulate tokens per second of all GPUs by case, with stock attention and shared."""
+    table = Table()
+    for column in ("prefix", of_requests(of), "plan", "stock tokens/s", "shared tokens/s", "ratio"):
+        table.add_column(column, justify="right")
+    for case in found["cases"]:
+        rates = (f"{case['tokens_per_s'][way]:,.0f}" for way in ("absorb", "chosen"))
+        table.add_row(f"{case['prompt']:,}", requests(of, case), planned(case), *rates, ratio(case))
+    return table
+
+
+def ratio(case: dict[str, Any]) -> str:
+    """Format a case's tokens per second against stock attention's; a dash where stock runs no request."""
+    return "-" if case["ratio"] is None else f"{case['ratio']:.2f}x"
+
+
 def steps_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
     """The whole step of all GPUs, by stock absorb and as the server plans it."""
     source = "--step-ms" if asked.step_ms is not None else "the model's weights"
@@ -68,7 +112,7 @@ def steps_table(of: Deployment, asked: Asked, found: dict[str, Any]) -> Table:
             requests(of, case),
             *(f"{ms:.2f}" for ms in times),
             *(f"{rate[name]:,.0f}" for name in ("absorb", "chosen")),
-            "-" if case["ratio"] is None else f"{case['ratio']:.2f}x",
+            ratio(case),
         )
     return table
 
@@ -124,15 +168,15 @@ def _of_bursts(found: dict[str, Any]) -> Iterator[str]:
 
 
 def sentences(of: Deployment, found: dict[str, Any]) -> list[str]:
-    """What stands above the tables."""
+    """Return break-even, what limits sharing, first tokens of a burst, and what the prediction does not know."""
     threshold, lines = found["threshold"], []
     for prompt, smallest in threshold["pays_from"].items():
         said = f"{int(prompt):,} tokens: "
         if smallest is not None:
-            lines.append(f"{said}sharing pays from {smallest} requests{of.a_rank} on")
+            lines.append(f"{said}break-even at {smallest} requests{of.a_rank}")
         elif (least := threshold["pays_from_all_expanded"][prompt]) is not None:
             lines.append(
-                f"{said}not shared with this memory; all expanded, it would pay from {least} requests{of.a_rank} on"
+                f"{said}not shared with this memory; fully expanded, break-even at {least} requests{of.a_rank}"
             )
         else:
             lines.append(f"{said}sharing does not pay")
@@ -149,7 +193,7 @@ def sentences(of: Deployment, found: dict[str, Any]) -> list[str]:
     if of.has_states:
         lines += _of_linear_layers(of, found)
     if of.spread:
-        lines.append("Ranks hold prefixes together; what their exchanges cost in a layer was measured on two GPUs.")
+        lines.append("Prefixes are sharded over ranks; the cost of the exchange was measured on two GPUs.")
     if found["memory"] is not None and not found["memory"]["budget_gib"]:
         lines.append("The weights do not fit in this memory: steps are shown as if they did.")
     for case in found["cases"]:
@@ -161,12 +205,16 @@ def sentences(of: Deployment, found: dict[str, Any]) -> list[str]:
             )
     if found["arrivals"] is not None:
         lines += _of_arrivals(of, found)
-    sheet = threshold["equation_1_data_sheet"]
-    said = f"{threshold['equation_1_measured_rates']:.0f} requests with the rates of attention's kernels"
-    if sheet is not None:
-        said = f"{sheet:.0f} requests with the data sheet's rates, {said}"
-    lines.append(f"TyphoonMLA's equation 1, which counts no overheads: naive pays from {said}")
     return lines
+
+
+def equation_1(found: dict[str, Any]) -> str:
+    """Compare the server's break-even with TyphoonMLA, equation 1."""
+    threshold = found["threshold"]
+    said = f"{threshold['equation_1_measured_rates']:.0f} requests with the rates of attention's kernels"
+    if (sheet := threshold["equation_1_data_sheet"]) is not None:
+        said = f"{sheet:.0f} requests with the data sheet's rates, {said}"
+    return f"TyphoonMLA's equation 1, which counts no overheads: naive pays from {said}"
 
 
 def _of_linear_layers(of: Deployment, found: dict[str, Any]) -> list[str]:
@@ -191,7 +239,7 @@ def _why_plain(of: Deployment, found: dict[str, Any]) -> list[str]:
         if case["why_plain"] is not None:
             by_reason.setdefault((case["prompt"], case["why_plain"]), []).append(requests(of, case))
     return [
-        f"{prompt:,} tokens, {', '.join(counts)} requests: nothing is shared: {reason}"
+        f"{prompt:,} tokens, {', '.join(counts)} requests: not shared: {reason}"
         for (prompt, reason), counts in by_reason.items()
     ]
 
@@ -209,5 +257,6 @@ def _of_arrivals(of: Deployment, found: dict[str, Any]) -> list[str]:
         arrivals = case["arrivals"][0]
         new, may_ride = arrivals["new_tokens_a_step"], arrivals["mixed_tokens"]
         said = f"{case['prompt']:,} tokens, {requests(of, case)} requests: {new:.0f} new tokens a step{rank}, "
-        lines.append(said + f"and {may_ride} may ride" + (", the others take passes" if new > may_ride else ""))
+        others = "; the others take prefill passes" if new > may_ride else ""
+        lines.append(f"{said}up to {may_ride} of them in the decode graph{others}")
     return lines

@@ -270,7 +270,7 @@ def test_a_measured_step_gives_the_rest():
     assert found["rest_ms"] == pytest.approx(60 - found["attention_ms"]["absorb"])
     assert found["rest_parts_ms"] is None
     assert "is less than attention alone is predicted to take" in refused(*case, "--step-ms", "3")
-    assert "of one step" in refused("--step-ms", "60")
+    assert "of one step" in refused("--step-ms", "60", "--batch", "64", "--batch", "128")
 
 
 def test_gpus_that_were_not_measured_say_so():
@@ -290,12 +290,16 @@ def test_gpus_that_were_not_measured_say_so():
 def recommended(*options: str) -> str:
     result = CliRunner().invoke(app, ["plan", *options])
     assert result.exit_code == 0, result.output
-    before, _, last = result.output.partition("Recommendation: ")
-    assert "└" in before and "└" not in last
-    return " ".join(last.split())
+    before, _, _ = result.output.partition("┏")
+    return " ".join(before.split())
 
 
-def test_it_ends_in_advice():
+def advised(found: dict) -> str:
+    """All that the recommendation says."""
+    return " ".join([found["verdict"], *found["notes"]])
+
+
+def test_it_begins_with_the_verdict():
     said = recommended("--tp", "8", "--prefix", "26472", "--batch", "256")
     found = planned("--tp", "8", "--prefix", "26472", "--batch", "256")
     advice, memory = found["recommendation"], found["memory"]
@@ -304,17 +308,17 @@ def test_it_ends_in_advice():
         advice["turn_on"] and advice["flags"][1] == "--hybrid-mla-prefix-memory-gb 12.7" and advice["flags"][1] in said
     )
     assert found["cases"][0]["ratio"] < advice["ratio"][0] and f"{advice['ratio'][0]:.2f}x" in said
-    assert advice["pays_from"] == {"26472": 2} and "from 2 requests (26,472 tokens) on" in said
+    assert advice["pays_from"] == {"26472": 2} and "26,472 tokens: break-even at 2 requests" in said
     assert memory["cache_tokens"]["absorb"] == advice["cache_tokens"]["stock"] > advice["cache_tokens"]["shared"]
-    assert f"{advice['cache_tokens']['shared']:,} tokens instead of {advice['cache_tokens']['stock']:,}" in said
+    assert f"{advice['cache_tokens']['shared']:,} tokens in place of {advice['cache_tokens']['stock']:,}" in said
     assert "--hybrid-mla-prefix-memory-gb" not in recommended("--tp", "8", "--prefix", "7069", "--batch", "256")
 
 
 def test_advice_for_short_answers():
     """New tokens that ride gain where decode alone does not."""
     few = ("--tp", "8", "--dp", "8", "--spread", "--prefix", "7069", "--batch", "128")
-    assert recommended(*few).startswith("leave it off")
-    assert recommended(*few, "--arrivals", "112").startswith("turn it on")
+    assert recommended(*few).startswith("OFF")
+    assert recommended(*few, "--arrivals", "112").startswith("ON: ")
     many = ("--tp", "8", "--prefix", "7069", "--batch", "128", "--arrivals", "112")
     least, most = planned(*many, "--prefill-pass-ms", "298")["recommendation"]["ratio_replaced"]
     assert least == most > 2
@@ -331,19 +335,19 @@ def test_the_gain_with_short_answers_without_and_with_a_slow_host():
     advice = found["recommendation"]
     assert advice["ratio_replaced"] == [first["ratio"]] * 2
     assert advice["ratio_replaced_slow_host"] == [second["ratio"]] * 2
-    said = f"and {first['ratio']:.2f}x where requests are replaced as they end ({second['ratio']:.2f}x where a prefill"
-    assert said in advice["text"]
+    said = f"; {first['ratio']:.2f}x where requests are replaced as they end ({second['ratio']:.2f}x with a host that"
+    assert said in advice["verdict"]
     alone = planned(*options, "--prefill-pass-ms", "0")["recommendation"]
     assert alone["ratio_replaced"] == advice["ratio_replaced"] and alone["ratio_replaced_slow_host"] is None
 
 
 def test_advice_where_nothing_is_gained():
     few = recommended("--tp", "8", "--prefix", "7069", "--batch", "4")
-    assert few.startswith("leave it off") and "from 11 requests (7,069 tokens) on" in few
+    assert few.startswith("OFF") and "break-even: 11 requests at 7,069 tokens" in few
     heavy = recommended("--tp", "8", "--dp", "8", "--prefix", "26472")
-    assert heavy.startswith("leave it off") and "Without DP attention" in heavy
+    assert heavy.startswith("OFF") and "Without DP attention" in heavy
     assert "do not fit in 1 of these GPUs" in recommended()
-    assert "with --mem-fraction-static 0.63" in recommended("--tp", "8", "--mem-fraction", "0.5", "--prefix", "7069")
+    assert "with --mem-fraction-static 0.63" in recommended("--tp", "8", "--mem-fraction", "0.5", "--batch", "256")
     assert planned("--gpu", "cpu", "--model", "deepseek-v2-lite")["recommendation"] is None
 
 
@@ -369,7 +373,7 @@ def test_a_larger_fraction_of_the_memory_is_named_where_only_that_is_missing(opt
     case = (*options, "--batch", "256") + (() if "--prefix" in options else ("--prefix", "26472"))
     advice = planned(*case)["recommendation"]
     assert advice["mem_fraction"] == fraction
-    assert f"{said} --mem-fraction-static {fraction:.2f}" in advice["text"] and "expect 1." in advice["text"]
+    assert f"{said} --mem-fraction-static {fraction:.2f}" in advised(advice) and "expect 1." in advised(advice)
     better = planned(*case, "--mem-fraction", str(fraction))
     assert better["memory"]["cache_tokens"]["absorb"] >= better["cases"][0]["prompt"] + 256 * 512
     assert better["recommendation"]["mem_fraction"] is None and better["recommendation"]["turn_on"] is not None
@@ -385,13 +389,13 @@ def test_more_requests_than_a_step_shares_with():
     lite = ("--model", "deepseek-v2-lite", "--prefix", "20000", "--tail", "100", "--batch")
     advice, fewer = (planned(*lite, batch)["recommendation"] for batch in ("1500", "1024"))
     assert advice["turn_on"] and "--max-running-requests 1024" in advice["flags"]
-    assert "--max-running-requests" not in fewer["text"] and 3 < advice["ratio"][0] < fewer["ratio"][0]
-    assert "Requests beyond --max-running-requests wait." in advice["text"]
+    assert "--max-running-requests" not in advised(fewer) and 3 < advice["ratio"][0] < fewer["ratio"][0]
+    assert "Requests beyond --max-running-requests wait." in advised(advice)
     drafts = ("--tp", "8", "--prefix", "4759", "--batch", "512", "--draft-tokens", "4", "--accept-length", "2.5")
     found = planned(*drafts)
-    said = found["recommendation"]["text"]
-    assert said.startswith("leave it off") and "gains more with more requests" not in said
-    assert "up to 1,024 rows a step: with --max-running-requests 256, while others wait, expect 0.9" in said
+    said = found["recommendation"]["verdict"]
+    assert said.startswith("OFF") and "gains more with more requests" not in said
+    assert "a step shares up to 1,024 rows: --max-running-requests 256, while others wait, gives 0.9" in said
     assert found["cases"][0]["why_plain"].endswith("--max-running-requests 256 keeps steps below")
 
 
@@ -399,14 +403,14 @@ def test_advice_to_hold_prefixes_together():
     """In BF16 the default holds a part of the prompt, in FP8 all of it fits; not where it cannot be, or is already."""
     case = ("--tp", "8", "--dp", "8", "--prefix", "26472", "--batch", "1024")
     said, spread = recommended(*case), planned(*case, "--spread", "--prefix-dtype", "fp8_e4m3")["recommendation"]
-    assert said.startswith("leave it off as it is") and "With --hybrid-mla-spread auto expect 1." in said
+    assert said.startswith("OFF without the changes below: ") and "With --hybrid-mla-spread auto expect 1." in said
     fp8 = "With --hybrid-mla-prefix-dtype fp8_e4m3, --hybrid-mla-spread auto and --hybrid-mla-prefix-memory-gb"
     assert f"{fp8} 7.3 expect {spread['ratio'][0]:.2f}x, at FP8's precision." in said
-    assert "Prefill gains beside that" in said
+    assert "Prefill gains in addition" in said
     apart = recommended(*case, "--prefill-expand-tokens", "0")
     assert "6.7 and --hybrid-mla-prefill-expand-tokens 0 expect" in apart and "and with later first tokens" in apart
     assert "Prefill gains" not in apart
-    assert spread["turn_on"] and "expect" not in spread["text"].partition("instead of")[2]
+    assert spread["turn_on"] and not any(note.startswith("With --") for note in spread["notes"])
     assert "spread" not in recommended(*case[:2], "--dp", "4", *case[4:]) + recommended("--tp", "8", *case[4:])
 
 
@@ -414,16 +418,18 @@ def test_a_rank_with_all_heads_where_it_pays():
     said = recommended(
         "--model", "kimi-k2.5", "--tp", "8", "--dp", "8", "--kv-cache-dtype", "fp8_e4m3", "--prefix", "7069"
     )
-    assert said.startswith("turn it on") and "--hybrid-mla-dp-routing prefix" in said
-    assert "requests a rank (7,069 tokens)" in said
+    assert said.startswith("ON: ") and "--hybrid-mla-dp-routing prefix" in said
+    assert "requests a rank" in said
 
 
 def test_nothing_saved_says_why_and_the_cache_limits_what_runs():
-    found = planned("--tp", "8", "--dp", "8", "--prefix", "26472")
+    batches = (word for batch in (128, 512, 1024, 2048) for word in ("--batch", str(batch)))
+    case = ("--tp", "8", "--dp", "8", "--prefix", "26472", *batches)
+    found = planned(*case)
     assert [case["requests"] for case in found["cases"]] == [128, 512, 1024, 2048]
     reasons = [case["why_plain"] for case in found["cases"]]
-    assert "from 37 requests a rank on" in reasons[0] and reasons[1] == "no memory for expanded tokens"
-    output = CliRunner().invoke(app, ["plan", "--tp", "8", "--dp", "8", "--prefix", "26472"]).output
+    assert "at 37 requests a rank" in reasons[0] and reasons[1] == "no memory for expanded tokens"
+    output = CliRunner().invoke(app, ["plan", *case]).output
     assert all(reason in output for reason in reasons) and "512 (64)" in output
     full = planned("--tp", "8", "--prefix", "26472", "--batch", "4000")["cases"][0]
     assert full["running"]["chosen"] < full["running"]["absorb"] == full["memory"]["most_requests"]["absorb"] < 4000
@@ -509,7 +515,7 @@ def test_prefixes_that_ranks_hold_together() -> None:
     )
     bytes_sent = 128 * (128 - 16) * (192 + 128) * 2
     assert exchange == pytest.approx(61 * (rates.overhead_s + bytes_sent / rates.bytes_per_s))
-    assert "--hybrid-mla-spread auto" in spread["recommendation"]["text"]
+    assert "--hybrid-mla-spread auto" in advised(spread["recommendation"])
     for bad in ({"dp": 4}, {"tp": 1, "dp": 1}):
         with pytest.raises(ValueError, match="--spread needs --dp as large as --tp"):
             Deployment(**{"config": V3, "gpu": H200, "tp": 8, "dp": 8, "spread": True, **bad})

@@ -266,10 +266,14 @@ def planned(*options: str, exit_code: int = 0) -> str:
 
 def test_plan_shows_arrivals():
     output = planned("--prefill-pass-ms", "100")
-    assert "takes the host 100 ms" in output and "128 requests: 146 new tokens a step, and 512 may ride" in output
+    assert (
+        "takes the host 100 ms" in output
+        and "128 requests: 146 new tokens a step, up to 512 of them in the decode graph" in output
+    )
     assert "answers of 112 tokens, questions of 128" in output and " mixed " in output
     assert "takes the host 0 or 298 ms" in planned()
-    assert "take passes" not in output and "512 may ride, the others take passes" in planned("--question", "1000")
+    others = "512 of them in the decode graph; the others take prefill passes"
+    assert others not in output and others in planned("--question", "1000")
     assert "new tokens a step of a rank" in planned("--dp", "8")
 
 
