@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
 IN_IMAGE = "the image has to contain sglang-mla-ext: docs/operating.md, *In a container*"
 
+PRICES = {
+    "--page-size": "a prompt is shared in whole pages; up to 63 tokens at its end are not",
+    "--disable-prefill-cuda-graph": "prefill passes cost the host about 2.5 ms a layer, 5 with experts",
+}
+"""Costs of settings that are made automatically."""
+
 STARTS, DOES_NOT, NOT_TOLD = 0, 1, 3
 """Exit statuses; 2 is the command line's own, for options of `doctor` that it does not know."""
 
@@ -92,20 +98,26 @@ def _as_text(found: Examination, line: LaunchLine, gpu: str | None) -> list[str]
 
     where = "" if gpu or found.outcome == CANNOT_TELL else " (examined as on an H200)"
     but = f", but {found.caveat}" if found.caveat else ""
-    said = [f"{found.outcome}{where}{but}", *(f"  {finding.text}" for finding in found.findings)]
+    said = [f"{found.outcome.upper()}{where}{but}", *(f"  {finding.text}" for finding in found.findings)]
     said += [found.elsewhere] if found.elsewhere else []
     said += [IN_IMAGE] if line.image or line.container else []
     if found.how_far is None:
         return said
     said += [f"  change: {change}" for change in found.changes]
     said += [f"  warning: {warning}" for warning in found.warnings]
-    said.append(f"how far it was run with SGLang {found.how_far.version}: {found.how_far}")
+    said.append(f"SGLang {found.how_far.version}: {found.how_far}")
     said += [found.reach] if found.reach else []
-    said.append(f"set by itself: {', '.join(found.settings) or 'nothing'}")
-    said += [f"{path} is taken for {name}" for path, name in found.models.items() if path != name]
+    said += [f"automatic setting: {setting}{_price(setting)}" for setting in found.settings]
+    said += [f"treating {path} as {name}" for path, name in found.models.items() if path != name]
     if (found.line.environment, found.line.arguments) != (line.environment, line.arguments):
         said.append(launch_line.text(found.line))
     return said
+
+
+def _price(setting: str) -> str:
+    """Return what an automatic setting costs, in brackets; nothing where it costs nothing."""
+    price = PRICES.get(setting.partition(" ")[0])
+    return f" ({price})" if price else ""
 
 
 def _as_json(found: Examination, gpu: str | None) -> dict[str, Any]:

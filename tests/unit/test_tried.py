@@ -17,15 +17,27 @@ def test_every_supported_release_is_in_the_table() -> None:
 @pytest.mark.parametrize(
     ("parts", "version", "said"),
     [
-        ({tried.SERVER: 1, tried.TENSOR: 2}, "0.5.17", "run on a GPU"),
-        ({tried.SERVER: 1, tried.TENSOR: 8}, "0.5.17", "run on a GPU: tensor parallelism with 2 of 8 ranks"),
-        ({tried.TENSOR: 8, tried.NODES: 8}, "0.5.17", "run on the CPU: several nodes with 2 of 8 ranks"),
-        ({tried.SERVER: 1, tried.REPLICAS: 2}, "0.5.17", "run on the CPU: --dp-size without DP attention"),
-        ({tried.SERVER: 1, tried.TENSOR: 2}, "0.5.23", "run on the CPU: tensor parallelism"),
-        ({tried.SERVER: 1, tried.COMPILED: 1}, "0.5.23", "resolved only: --enable-torch-compile"),
-        ({tried.SPREAD: 8, tried.PEERS: 2}, "0.5.17", "run on a GPU: prefixes spread over ranks with 4 of 8 ranks"),
-        ({tried.SERVER: 1, tried.MIXED: 1, tried.NODES: 2}, "0.5.23", "run on the CPU: several nodes"),
-        ({tried.SERVER: 1}, "0.5.99", "resolved only"),
+        ({tried.SERVER: 1, tried.TENSOR: 2}, "0.5.17", "tested on a GPU"),
+        (
+            {tried.SERVER: 1, tried.TENSOR: 8},
+            "0.5.17",
+            "tested on a GPU; never run on 8 ranks: tensor parallelism (on 2)",
+        ),
+        (
+            {tried.TENSOR: 8, tried.NODES: 8},
+            "0.5.17",
+            "tested on the CPU only: several nodes; never run on 8 ranks: several nodes (on 2)",
+        ),
+        ({tried.SERVER: 1, tried.REPLICAS: 2}, "0.5.17", "tested on the CPU only: --dp-size without DP attention"),
+        ({tried.SERVER: 1, tried.TENSOR: 2}, "0.5.23", "tested on the CPU only: tensor parallelism"),
+        ({tried.SERVER: 1, tried.COMPILED: 1}, "0.5.23", "never run: --enable-torch-compile"),
+        (
+            {tried.SPREAD: 8, tried.PEERS: 2},
+            "0.5.17",
+            "tested on a GPU; never run on 8 ranks: prefixes spread over ranks (on 4)",
+        ),
+        ({tried.SERVER: 1, tried.MIXED: 1, tried.NODES: 2}, "0.5.23", "tested on the CPU only: several nodes"),
+        ({tried.SERVER: 1}, "0.5.99", "never run"),
     ],
 )
 def test_as_far_as_each_of_its_parts(parts: dict[str, int], version: str, said: str) -> None:

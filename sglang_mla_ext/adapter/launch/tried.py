@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 GPU, CPU, RESOLVED = PLACES = ("gpu", "cpu", "resolved")
-IN_WORDS = {GPU: "run on a GPU", CPU: "run on the CPU", RESOLVED: "resolved only"}
+IN_WORDS = {GPU: "tested on a GPU", CPU: "tested on the CPU only", RESOLVED: "never run"}
 
 SERVER, TENSOR, DP_ATTENTION = "a server", "tensor parallelism", "DP attention"
 GROUPS = "DP attention in groups whose ranks divide the heads"
@@ -93,16 +93,18 @@ class HowFar(NamedTuple):
     parts: tuple[Part, ...]
 
     def __str__(self) -> str:
-        """`run on the CPU: several nodes with 2 of 16 ranks`. Named are the parts that others were run further than,
-        and those that had fewer ranks."""
-        further = any(part.place != self.place for part in self.parts)
-        named = []
-        for part in self.parts:
-            fewer = 0 < part.ranks < part.of
-            if part.place == self.place and (further or fewer):
-                named.append(f"{part.name} with {part.ranks} of {part.of} ranks" if fewer else part.name)
-        place = IN_WORDS[self.place]
-        return f"{place}: {', '.join(named)}" if named else place
+        """`tested on the CPU only: several nodes; never run on 16 ranks: several nodes (on 2)`.
+
+        Named are the parts that others were tested further than, and those tested on fewer ranks.
+        """
+        worst = [part for part in self.parts if part.place == self.place]
+        said = IN_WORDS[self.place]
+        if len(worst) < len(self.parts):
+            said += f": {', '.join(part.name for part in worst)}"
+        if fewer := [part for part in worst if 0 < part.ranks < part.of]:
+            named = ", ".join(f"{part.name} (on {part.ranks})" for part in fewer)
+            said += f"; never run on {max(part.of for part in fewer)} ranks: {named}"
+        return said
 
 
 def how_far(parts: Mapping[str, int], version: str) -> HowFar:
