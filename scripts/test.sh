@@ -85,6 +85,8 @@ finish_server_tests() {
 
 step "Lint" "$PYTHON" -m ruff check
 step "Format" "$PYTHON" -m ruff format --check
+step "Spelling" "$PYTHON" -m codespell_lib
+step "Markdown" "$PYTHON" -m pymarkdown scan --recurse README.md CHANGELOG.md docs configs scripts
 step "Types" "$PYTHON" -m mypy
 # In one process: another would import SGLang for itself, which takes longer than it would save.
 PYTHON=$NEWEST_PYTHON step "SGLang $NEWEST: tests/unit" run_pytest -m "not slow" "${UNIT_OF_NEWEST[@]}"
