@@ -26,7 +26,7 @@ COMMON = {"model_path": MODEL, "device": "cpu", "random_seed": 1}
 
 
 def resolved(args):
-    # From 0.5.20 on, who launches a server asks for it, and the result is beside what was given.
+    # With 0.5.23, who launches a server asks for it, and the result is beside what was given.
     if hasattr(args, "resolve_once"):
         args.resolve_once()
     return args
@@ -77,9 +77,10 @@ def scenario_not_asked():
 
 def scenario_not_asked_but_broken():
     os.environ[MODE] = "nonsense"
-    from sglang_mla_ext.adapter.compat import contract, installed
+    from sglang_mla_ext.adapter.compat import contract
+    from sglang_mla_ext.adapter.compat.installed import installed
 
-    assert installed.RESOLVED_BY  # the release's folder has been looked up
+    assert installed.RESOLVED_BY  # the release has been chosen
     contract.SUPPORTED = {"99.0": contract.release()}
     load_plugins()
     return {"args": launch(attention_backend="torch_native"), "asked for": launch(attention_backend="hybrid_mla")}
