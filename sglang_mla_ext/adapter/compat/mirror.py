@@ -107,13 +107,16 @@ class Mirror:
             `[requests]` nodes, perhaps the root; None where there is none, or there was no time to ask. And whether
             there was.
         """
-        left, known = ASK_LIMIT, {}
-        missing = []
+        left = ASK_LIMIT
+        known: dict[int, MirrorNode] = {}
+        missing: list[int] = []
         for number in dict.fromkeys(ends):
-            node = None if number is None else self._nodes.get(number)
+            if number is None:
+                continue
+            node = self._nodes.get(number)
             if node is not None:
                 known[number] = node
-            elif number is not None:
+            else:
                 missing.append(number)
         asked = 0
         while asked < len(missing) and left > 0:

@@ -9,7 +9,7 @@ because a conversation of a thousand turns has a thousand of them. Imports nothi
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 WALK_LIMIT = 1 << 16
 """The most nodes that one call visits on the way to shared ones. The next call goes on from there."""
@@ -26,9 +26,13 @@ class TreeNode(Protocol):
         lock_ref: how many requests hold it.
     """
 
-    id: int
-    parent: TreeNode | None
-    lock_ref: int
+    @property
+    def id(self) -> int: ...
+    @property
+    def parent(self) -> TreeNode | None: ...
+    @property
+    def lock_ref(self) -> int: ...
+    def __hash__(self) -> int: ...
 
 
 Fork = tuple[TreeNode, "TreeNode | None"]
@@ -38,9 +42,9 @@ to be looked at. A plain tuple, because a batch has a thousand."""
 
 
 class SharedNodes(NamedTuple):
-    """As `prefix.tree.SharedTree`, with nodes in place of handles and without their ends."""
+    """As `prefix.tree.SharedTree`, with nodes, of the caller's class, in place of handles and without their ends."""
 
-    nodes: list[TreeNode]
+    nodes: list[Any]
     parents: list[int]
     deepest: list[int]
     complete: bool
@@ -66,7 +70,8 @@ class Forks:
             whether all were found.
         """
         # Two calls, because between those for a whole batch there may be one for a few requests of it.
-        last, before, known = self._last, self._before, {}
+        last, before = self._last, self._before
+        known: dict[TreeNode, Fork] = {}
         nodes: list[TreeNode | None] = []
         left, complete = WALK_LIMIT, True
         for end in ends:
@@ -81,13 +86,15 @@ class Forks:
                 if top is not None:
                     if top.lock_ref > 1:  # a newcomer below the fork
                         node, top = fork = end, None
-                    elif top.parent is not node:  # a split, and perhaps the newcomer that it was made for
+                    elif top.parent is not node and top.parent is not None:  # a split, and perhaps a newcomer
                         node, top = fork = top.parent, top
             if node.lock_ref < 2 and node.parent is not None:
                 node, top, left = _climb(node, top, left)
                 fork = node, top
                 if node.lock_ref < 2 and node.parent is not None:
-                    complete, node = False, None
+                    complete, known[end] = False, fork
+                    nodes.append(None)
+                    continue
             known[end] = fork
             nodes.append(node)
         self._last, self._before = known, last

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from sglang_mla_ext.adapter.compat.shared_nodes import Forks, all_above, find_with, with_whole_paths
@@ -78,9 +78,7 @@ class NodeTreeView(TreeView):
         """See prefix.tree.Tree."""
         return [self._handle(node) for node in held if node is not None and node.parent is not None]
 
-    def shared(
-        self, requests: Sequence[Req], also: Collection[NodeHandle] = (), whole: Collection[int] = ()
-    ) -> SharedTree:
+    def shared(self, requests: Sequence[Req], also: Collection[Any] = (), whole: Collection[int] = ()) -> SharedTree:
         """See prefix.tree.Tree. A node that somebody else holds, or that is being copied to the host, is listed too.
 
         A call with `also` walks up all that the requests hold alone; others do so once for each request. What they find
@@ -90,7 +88,9 @@ class NodeTreeView(TreeView):
         forks, all_found = find_with(ends, {handle.node for handle in also}) if also else self._forks.find(ends)
         nodes, parents, deepest, complete = all_above(with_whole_paths(forks, ends, whole))
         listed = self._listed
-        known, handles, node_ends = {}, [], []
+        known: dict[TreeNode, tuple[NodeHandle, int]] = {}
+        handles: list[NodeHandle] = []
+        node_ends: list[int] = []
         for node, parent in zip(nodes, parents, strict=True):
             found = listed.get(node)
             if found is None:
@@ -118,7 +118,7 @@ class NodeTreeView(TreeView):
 
     def holders(self, node: NodeHandle) -> int:
         """See prefix.tree.Tree."""
-        return node.node.lock_ref
+        return int(node.node.lock_ref)
 
     def is_attached(self, node: NodeHandle) -> bool:
         """See prefix.tree.Tree.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.adapter.compat.mirror import Mirror, MirrorNode, PathNode
 from sglang_mla_ext.adapter.compat.shared_nodes import Forks, all_above, find_with, with_whole_paths
@@ -73,9 +73,7 @@ class NumberedTreeView(TreeView):
         """See prefix.tree.Tree."""
         return held
 
-    def shared(
-        self, requests: Sequence[Req], also: Collection[MirrorNode] = (), whole: Collection[int] = ()
-    ) -> SharedTree:
+    def shared(self, requests: Sequence[Req], also: Collection[Any] = (), whole: Collection[int] = ()) -> SharedTree:
         """See prefix.tree.Tree. A split that was made for a request that never was in a call is not seen: its two nodes
         count as one, which all who hold its end share.
 
@@ -90,7 +88,7 @@ class NumberedTreeView(TreeView):
         else:
             forks, all_found = self._forks.find(found)
         nodes, parents, deepest, all_listed = all_above(with_whole_paths(forks, found, whole))
-        node_ends = [node.end for node in nodes]  # type: ignore[attr-defined]
+        node_ends = [node.end for node in nodes]
         return SharedTree(nodes, parents, node_ends, deepest, complete and all_found and all_listed)
 
     def forget(self) -> None:
