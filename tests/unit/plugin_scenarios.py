@@ -81,7 +81,7 @@ def scenario_not_asked_but_broken():
     from sglang_mla_ext.adapter.compat.installed import installed
 
     assert installed.RESOLVED_BY  # the release has been chosen
-    contract.SUPPORTED = {"99.0": contract.release()}
+    contract.SUPPORTED = {"99.0": contract.table()}
     load_plugins()
     return {"args": launch(attention_backend="torch_native"), "asked for": launch(attention_backend="hybrid_mla")}
 
@@ -195,7 +195,7 @@ def scenario_worker():
     hooks.assert_installed()
     return {
         "ours": sorted(hooks._hooked),
-        "contract": [use.path for use in contract.release().uses],
+        "contract": [use.path for use in contract.table().uses],
         "differences while hooked": contract.mismatches(),
         **seen(),
     }
@@ -212,7 +212,7 @@ def scenario_other_features_gone():
     from sglang_mla_ext.adapter.compat.table import Changes, Feature
 
     gone = (Feature.HOST_CACHE, Feature.DISAGGREGATION, Feature.SMALL_DRAFTS)
-    here = contract.release()
+    here = contract.table()
     renamed = {use.path: use.path + "_of_old" for use in here.uses if use.feature in gone}
     contract.SUPPORTED = {contract.installed_version(): here.after(Changes(renamed=renamed))}
     del HiCacheController.start_loading

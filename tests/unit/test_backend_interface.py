@@ -9,7 +9,7 @@ import pytest
 
 from sglang_mla_ext.adapter.compat import contract
 
-READ = {read.name: read for read in contract.release().read_of_backend}
+READ = {read.name: read for read in contract.table().read_of_backend}
 ANSWERED = {
     "forward",
     "forward_decode",

@@ -17,9 +17,9 @@ from sglang_mla_ext.adapter.compat import contract, releases, sglang_0_5_17, sgl
 from sglang_mla_ext.adapter.compat.contract import ContractError
 from sglang_mla_ext.adapter.compat.installed import choose
 from sglang_mla_ext.adapter.compat.syntax import NotThere, SourceTree
-from sglang_mla_ext.adapter.compat.table import Release, Use
+from sglang_mla_ext.adapter.compat.table import Table, Use
 
-HERE = contract.release()
+HERE = contract.table()
 """What is used of the installed release."""
 ARGS = "sglang.srt.server_args.ServerArgs"
 REGISTER = "sglang.srt.layers.attention.attention_registry.register_attention_backend"
@@ -40,7 +40,7 @@ def change(monkeypatch: pytest.MonkeyPatch) -> Change:
 
 
 def uses_of(monkeypatch: pytest.MonkeyPatch, *uses: Use) -> None:
-    monkeypatch.setattr(contract, "SUPPORTED", {str(contract.installed_version()): Release(uses, (), HERE.fields_of)})
+    monkeypatch.setattr(contract, "SUPPORTED", {str(contract.installed_version()): Table(uses, (), HERE.fields_of)})
 
 
 def of_path(*paths: str) -> tuple[Use, ...]:
@@ -79,7 +79,7 @@ def test_a_version_that_was_not_tested_starts_with_a_warning_where_the_contract_
 
 @pytest.mark.parametrize("version", ["0.5.20", "0.5.99"])
 def test_it_stops_with_the_differences_where_it_does_not(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    other = Release((Use("json.gone", "function", "a reason"),), ())
+    other = Table((Use("json.gone", "function", "a reason"),), ())
     monkeypatch.setattr(contract, "SUPPORTED", {"0.5.17": HERE, "0.5.23": other})
     monkeypatch.setattr(contract, "version", lambda package: version)
     with pytest.raises(ContractError, match=r"json\.gone \(a reason\): module json has no 'gone'"):
@@ -102,7 +102,7 @@ def test_no_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_release_is_compared_with_its_own_column(monkeypatch: pytest.MonkeyPatch) -> None:
     ages = ("oldest", "older", "newer")
-    releases = [Release((Use(f"json.gone_in_{age}", "function", "a reason"),), ()) for age in ages]
+    releases = [Table((Use(f"json.gone_in_{age}", "function", "a reason"),), ()) for age in ages]
     monkeypatch.setattr(contract, "SUPPORTED", dict(zip(("0.5.17", "0.5.23", "0.5.30"), releases, strict=True)))
     for version, gone in (
         ("0.5.17", "oldest"),
@@ -274,6 +274,16 @@ def test_a_new_release_is_one_folder_with_one_file(made_up_release: None) -> Non
 
 
 NEWEST = list(contract.SUPPORTED)[-1]
+
+
+@pytest.mark.skipif(contract.line() != NEWEST, reason="others are compared with the newest release")
+@pytest.mark.parametrize("version", ["0.5.20", "0.5.99"])
+def test_the_newest_source_starts_under_another_version(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    monkeypatch.setattr(contract, "version", lambda package: version)
+    contract.check()
+    assert f"sglang {version} was not tested with this release, which works with 0.5.17, 0.5.23" in caplog.text
 
 
 @pytest.mark.skipif(contract.line() != NEWEST, reason="it follows on the newest release")

@@ -1,1 +1,1 @@
-"""What is used of SGLang, release by release, and how its radix tree is read."""
+"""The contract with SGLang: what is used of each release, and one class per release for what differs."""

@@ -12,14 +12,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from sglang_mla_ext.adapter import compat
-from sglang_mla_ext.adapter.compat.table import Release
+from sglang_mla_ext.adapter.compat.table import Table
 
 if TYPE_CHECKING:
     from sglang_mla_ext.adapter.compat.sglang_0_5_17 import Release0517
 
 
 def classes() -> dict[str, type[Release0517]]:
-    """Version -> its class, the newest one last."""
+    """Return the class of each version, the newest one last."""
     found = (re.fullmatch(r"sglang_(\d+(?:_\d+)*)", each.name) for each in pkgutil.iter_modules(compat.__path__))
     versions = sorted(tuple(map(int, match[1].split("_"))) for match in found if match)
     return {".".join(map(str, version)): _class_of(version) for version in versions}
@@ -31,9 +31,9 @@ def _class_of(version: tuple[int, ...]) -> type[Release0517]:
     return found
 
 
-def supported() -> dict[str, Release]:
-    """Version -> what is used of that release, the newest one last."""
-    releases, release = {}, Release()
-    for version, of in classes().items():
-        release = releases[version] = release.after(of.CHANGES)
-    return releases
+def supported() -> dict[str, Table]:
+    """Return the table of each version, the newest one last."""
+    tables, table = {}, Table()
+    for version, release in classes().items():
+        table = tables[version] = table.after(release.CHANGES)
+    return tables

@@ -1,5 +1,5 @@
-"""Which nodes of a radix tree several requests hold, from the locks that are counted on them: by SGLang where its nodes
-are Python objects, by mirror.py where they are numbers.
+"""Find the nodes of a radix tree that several requests hold, by the locks that are counted on them: by SGLang where its
+nodes are Python objects, by mirror.py where they are numbers.
 
 A running request locks the node that its cached prefix ends in, and all above it. So `lock_ref` never grows from a node
 to its child, and the nodes that one request alone holds are the lower part of its path. Where they begin is remembered,
@@ -18,7 +18,7 @@ SHARED_LIMIT = 8192
 
 
 class TreeNode(Protocol):
-    """SGLang's, or a node of mirror.py.
+    """A node of SGLang's tree, or of mirror.py.
 
     Attributes:
         id: its number, smaller than those of nodes that came later.
@@ -51,7 +51,7 @@ class SharedNodes(NamedTuple):
 
 
 class Forks:
-    """Remembers the forks of the requests in the last two calls, and so keeps their nodes from being freed."""
+    """The forks of the requests in the last two calls. Keeps their nodes from being freed."""
 
     def __init__(self) -> None:
         self._last: dict[TreeNode, Fork] = {}  # by the node that a path ends in
@@ -61,7 +61,7 @@ class Forks:
         self._last, self._before = {}, {}
 
     def find(self, ends: Sequence[TreeNode | None]) -> tuple[list[TreeNode | None], bool]:
-        """The forks of paths.
+        """Find the forks of paths.
 
         Args:
             ends: the node that each path ends in; None for a path of none.
@@ -102,7 +102,7 @@ class Forks:
 
 
 def find_with(ends: Sequence[TreeNode | None], also: Collection[TreeNode]) -> tuple[list[TreeNode | None], bool]:
-    """As `Forks.find`, where nodes in `also` count as held by others; nothing is remembered."""
+    """Find forks as `Forks.find` does, where nodes in `also` count as held by others; nothing is remembered."""
     nodes: list[TreeNode | None] = []
     left, complete = WALK_LIMIT, True
     for end in ends:
@@ -120,13 +120,13 @@ def find_with(ends: Sequence[TreeNode | None], also: Collection[TreeNode]) -> tu
 def with_whole_paths(
     forks: Sequence[TreeNode | None], ends: Sequence[TreeNode | None], whole: Collection[int]
 ) -> Sequence[TreeNode | None]:
-    """These forks, but for paths in `whole` the nodes that they end in."""
+    """Return these forks, but for paths in `whole` the nodes that they end in."""
     return [ends[path] if path in whole else fork for path, fork in enumerate(forks)] if whole else forks
 
 
 def _climb(node: TreeNode, top: TreeNode | None, left: int) -> tuple[TreeNode, TreeNode | None, int]:
-    """From a fork that others hold no more to one that they do, or the root, over at most `left` nodes; and what is
-    left of these."""
+    """Go up from a fork that others hold no more to one that they do, or the root, over at most `left` nodes. Return it
+    with the node below and what is left of these."""
     while left and node.lock_ref < 2:
         above = node.parent
         if above is None:
@@ -138,7 +138,7 @@ def _climb(node: TreeNode, top: TreeNode | None, left: int) -> tuple[TreeNode, T
 
 
 def all_above(forks: Sequence[TreeNode | None]) -> SharedNodes:
-    """All nodes from these forks to the root, each once; in an order that does not depend on that of the forks."""
+    """Return all nodes from these forks to the root, each once. Their order does not depend on that of the forks."""
     nodes: list[TreeNode] = []
     parents: list[int] = []
     deepest: list[int] = []
@@ -181,7 +181,7 @@ def all_above(forks: Sequence[TreeNode | None]) -> SharedNodes:
 def _by_age(
     nodes: list[TreeNode], parents: list[int], deepest: list[int]
 ) -> tuple[list[TreeNode], list[int], list[int]]:
-    """The same with parents first, and below each the older nodes, by SGLang's own count, first."""
+    """Order nodes: parents first, and below each the older nodes, by SGLang's own count, first."""
     order = sorted(range(len(nodes)), key=lambda at: nodes[at].id)
     below: list[list[int]] = [[] for _ in nodes]
     pending: list[int] = []
@@ -198,7 +198,7 @@ def _by_age(
 
 
 def _upper(nodes: list[TreeNode], parents: list[int], deepest: list[int]) -> SharedNodes:
-    """Leaves out the nodes that are farthest from the root."""
+    """Leave out the nodes that are farthest from the root."""
     depths: list[int] = []
     for parent in parents:
         depths.append(depths[parent] + 1 if parent >= 0 else 0)

@@ -17,7 +17,7 @@ class UnsupportedTree(RuntimeError):
 
 
 class TreeView(Tree, ABC):
-    """Reads paths out of SGLang's radix tree; changes nothing in it."""
+    """A reader of SGLang's radix tree: lists paths, and changes nothing in it."""
 
     @abstractmethod
     def __init__(self, tree_cache: BasePrefixCache) -> None:

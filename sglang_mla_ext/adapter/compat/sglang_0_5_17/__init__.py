@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 class Release0517:
-    """What this package asks of SGLang that differs between releases. A newer release is a class derived from the one
-    before; `installed.installed` is the one to call.
+    """The part of SGLang's interface that differs between releases. A newer release is a class derived from the one
+    before; `installed.installed` is the object to call.
 
     Attributes:
         CHANGES: what is used of the release otherwise than of the one before; of this one, all that is used.

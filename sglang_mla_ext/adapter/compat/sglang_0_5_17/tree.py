@@ -1,4 +1,4 @@
-"""SGLang 0.5.17's radix tree of Python objects, read by the locks that it counts on its nodes."""
+"""Reader of SGLang 0.5.17's radix tree of Python objects, by the locks that it counts on its nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RID, _LAST_NODE = attrgetter("rid"), attrgetter("last_node")
 
 
 class NodeHandle:
-    """Stands for one node of SGLang's tree. There is one for each node, as long as anybody keeps it.
+    """A handle of one node of SGLang's tree. There is one for each node, as long as anybody keeps it.
 
     Attributes:
         root: of the tree that the node was in; a flush begins another.
@@ -38,7 +38,7 @@ class NodeHandle:
 
 
 class NodeTreeView(TreeView):
-    """Reads paths out of SGLang's tree; changes nothing in it.
+    """See TreeView.
 
     A running request holds `last_node`, the tree node where its cached prefix ends, and locks it and all its ancestors,
     so their slots neither move nor get a new owner while it runs. When a later request diverges inside a node, SGLang
@@ -104,7 +104,7 @@ class NodeTreeView(TreeView):
         return SharedTree(handles, parents, node_ends, deepest, complete and all_found)
 
     def forget(self) -> None:
-        """Lets go of the nodes of earlier calls: no request is left, or the tree was flushed."""
+        """See prefix.tree.Tree."""
         self._forks.forget()
         self._listed = {}
 
@@ -134,8 +134,7 @@ class NodeTreeView(TreeView):
         return parent.children.get(tree_node.key.child_key(self._cache.page_size)) is tree_node
 
     def slots(self, node: NodeHandle, node_end: int, start: int, end: int) -> torch.Tensor:
-        """The pool slots `[end - start]` (int64) of tokens `[start, end)` of the path that ends in this node, which
-        ends `node_end` tokens behind the root. A request holds the node."""
+        """See TreeView."""
         import torch
 
         pieces = []

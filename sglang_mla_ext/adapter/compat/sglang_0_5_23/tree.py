@@ -1,4 +1,4 @@
-"""SGLang 0.5.23's radix tree, whose nodes have numbers, read through a mirror of the part that requests hold.
+"""Reader of SGLang 0.5.23's radix tree, whose nodes have numbers, through a mirror of the part that requests hold.
 
 The tree's core answers two questions about a node: what the path to it is, which costs the length of the path, and
 whether the node is still there. It counts no holders that could be read. So what is known of it is kept in mirror.py;
@@ -26,7 +26,7 @@ _RID, _LAST_NODE = attrgetter("rid"), attrgetter("last_node")
 
 
 class NumberedTreeView(TreeView):
-    """Reads paths out of SGLang's tree; changes nothing in it. Handles are the mirror's nodes.
+    """See TreeView. Handles are the mirror's nodes.
 
     A running request holds `last_node`, the number of the node where its cached prefix ends, and locks it and all above
     it, so their slots neither move nor get a new owner while it runs. When a later request diverges inside a node,
@@ -92,7 +92,7 @@ class NumberedTreeView(TreeView):
         return SharedTree(nodes, parents, node_ends, deepest, complete and all_found and all_listed)
 
     def forget(self) -> None:
-        """Lets go of the nodes of earlier calls: no request is left, or the tree was flushed."""
+        """See prefix.tree.Tree."""
         self._forks.forget()
         self._mirror.forget()
 
@@ -118,8 +118,7 @@ class NumberedTreeView(TreeView):
         return True
 
     def slots(self, node: MirrorNode, node_end: int, start: int, end: int) -> torch.Tensor:
-        """The pool slots `[end - start]` (int64) of tokens `[start, end)` of the path that ends in this node, which
-        ends `node_end` tokens behind the root. A request holds the node."""
+        """See TreeView."""
         last, above = node, node.parent
         assert above is not None, "the root has no tokens"
         while above.end > start and above.parent is not None:
