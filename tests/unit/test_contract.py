@@ -282,6 +282,7 @@ def test_the_newest_source_starts_under_another_version(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
 ) -> None:
     monkeypatch.setattr(contract, "version", lambda package: version)
+    monkeypatch.setattr(contract, "_as_expected", set())
     contract.check()
     assert f"sglang {version} was not tested with this release, which works with 0.5.17, 0.5.23" in caplog.text
 
