@@ -85,7 +85,7 @@ def test_rows_go_to_the_host_and_come_back(fp8: bool, copies: str, layout: str) 
 
 def test_rows_are_copied_from_the_host_after_the_step_before() -> None:
     """Which may still write to the slots, or read what was there."""
-    from sglang_mla_ext.adapter.compat.installed import installed
+    from sglang_mla_ext.adapter.compat import installed
 
     rows, read = torch.zeros(1 << 20, device="cuda"), torch.empty(1 << 20, device="cuda")
     steps, loads = torch.cuda.Stream(), torch.cuda.Stream()

@@ -18,8 +18,7 @@ from bench.recipes import recipes, words
 from fork_server import environment_without_sglangs
 from once import once_in_a_run
 
-from sglang_mla_ext.adapter.compat import contract
-from sglang_mla_ext.adapter.compat.installed import installed
+from sglang_mla_ext.adapter.compat import contract, installed
 
 OLDEST = "0.5.17"
 HERE = contract.line()

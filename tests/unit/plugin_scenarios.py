@@ -77,8 +77,7 @@ def scenario_not_asked():
 
 def scenario_not_asked_but_broken():
     os.environ[MODE] = "nonsense"
-    from sglang_mla_ext.adapter.compat import contract
-    from sglang_mla_ext.adapter.compat.installed import installed
+    from sglang_mla_ext.adapter.compat import contract, installed
 
     assert installed.RESOLVED_BY  # the release has been chosen
     contract.SUPPORTED = {"99.0": contract.table()}

@@ -16,8 +16,7 @@ import pytest
 from examined import LLAMA
 from fork_server import ForkServer
 
-from sglang_mla_ext.adapter.compat import contract
-from sglang_mla_ext.adapter.compat.installed import installed
+from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature
 from sglang_mla_ext.adapter.cpu import standins
 from sglang_mla_ext.adapter.launch import status_routes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from sglang_mla_ext.adapter.compat.contract import line
 from sglang_mla_ext.adapter.compat.releases import classes
 from sglang_mla_ext.adapter.compat.sglang_0_5_17 import Release0517
@@ -13,7 +15,10 @@ def choose() -> Release0517:
 
 
 installed = choose()
-"""Chosen once in a process. A newer release is a class derived from the oldest one's, which declares all methods."""
+"""Chosen once in a process, and imported as `from sglang_mla_ext.adapter.compat import installed`. Each release's class
+is derived from the oldest one's, which declares all methods."""
 
-TreeView = installed.TreeView
-"""Reads the installed release's radix tree; its type is `tree_view.TreeView`."""
+if TYPE_CHECKING:
+    from sglang_mla_ext.adapter.compat.tree_view import TreeView as TreeView
+else:
+    TreeView = installed.TreeView

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pkgutil
 import re
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from sglang_mla_ext.adapter import compat
 from sglang_mla_ext.adapter.compat.table import Table
 
 if TYPE_CHECKING:
@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 
 def classes() -> dict[str, type[Release0517]]:
     """Return the class of each version, the newest one last."""
-    found = (re.fullmatch(r"sglang_(\d+(?:_\d+)*)", each.name) for each in pkgutil.iter_modules(compat.__path__))
+    found = (
+        re.fullmatch(r"sglang_(\d+(?:_\d+)*)", each.name)
+        for each in pkgutil.iter_modules(sys.modules[__package__].__path__)
+    )
     versions = sorted(tuple(map(int, match[1].split("_"))) for match in found if match)
     return {".".join(map(str, version)): _class_of(version) for version in versions}
 
 
 def _class_of(version: tuple[int, ...]) -> type[Release0517]:
-    folder = import_module(f"{compat.__name__}.sglang_{'_'.join(map(str, version))}")
+    folder = import_module(f"{__package__}.sglang_{'_'.join(map(str, version))}")
     found: type[Release0517] = getattr(folder, f"Release{''.join(map(str, version))}")
     return found
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sglang_mla_ext.adapter.compat.installed import installed
+from sglang_mla_ext.adapter.compat import installed
 
 
 def install() -> None:

@@ -19,7 +19,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, unwrap_write_loc
 
 from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter.compat.installed import installed
+from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.host_cache import wait_for_layer
 from sglang_mla_ext.kernels.dispatch import append_rows, fetch_rows
 from sglang_mla_ext.kernels.storage.expanded import FP8

@@ -13,8 +13,7 @@ from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from sglang_mla_ext.adapter.compat import contract
-from sglang_mla_ext.adapter.compat.installed import installed
+from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.launch import limits
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.affinity import PromptAffinity

@@ -19,10 +19,9 @@ from unittest.mock import patch
 
 import torch
 
-from sglang_mla_ext.adapter.compat import contract
+from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.contract import ContractError, installed_version
 from sglang_mla_ext.adapter.compat.findings import Finding
-from sglang_mla_ext.adapter.compat.installed import installed
 from sglang_mla_ext.adapter.compat.syntax import without_collector
 from sglang_mla_ext.adapter.cpu import feigned
 from sglang_mla_ext.adapter.launch import checkpoints, hardware, launch_line, limits, reach, tried

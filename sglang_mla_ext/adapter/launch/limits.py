@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.compat.findings import Finding, unsupported
-from sglang_mla_ext.adapter.compat.installed import installed
 from sglang_mla_ext.adapter.launch import models, passing, prefill_memory, riding, spread
 from sglang_mla_ext.adapter.launch.remedies import with_remedies
 from sglang_mla_ext.kernels.sizes import PAGE_TOKENS

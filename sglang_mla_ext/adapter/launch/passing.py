@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter.compat.installed import installed
+from sglang_mla_ext.adapter.compat import installed
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

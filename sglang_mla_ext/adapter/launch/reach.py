@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sglang_mla_ext.adapter.compat.installed import installed
+from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.launch import models, spread
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS

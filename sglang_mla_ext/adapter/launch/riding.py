@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sglang_mla_ext.adapter.compat.installed import installed
+from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.predict.mixed import LEAST_NEW, MOST_NEW, allowed  # plain Python
 

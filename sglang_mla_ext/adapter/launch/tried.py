@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter.compat.installed import installed
+from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.launch import passing, riding, spread
 from sglang_mla_ext.options import HybridMLAOptions
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_mla_ext.adapter.compat.installed import installed
+from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention, LatentSizes
 from sglang_mla_ext.adapter.launch import passing, riding, spread
 from sglang_mla_ext.adapter.step.layer import attention_layers

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_mla_ext.adapter.compat.installed import installed
+from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.host_cache import wait_for_layer
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
 from sglang_mla_ext.adapter.launch import passing as launch_passing

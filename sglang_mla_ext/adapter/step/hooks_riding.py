@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_mla_ext.adapter.compat.installed import installed
+from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.launch import riding
 from sglang_mla_ext.adapter.step import budget
 from sglang_mla_ext.adapter.step.passes import passes

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_mla_ext.adapter.compat.installed import installed
+from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes
 from sglang_mla_ext.adapter.step.windows import Window, attend, windows
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
-    from sglang_mla_ext.adapter.compat.tree_view import TreeView
+    from sglang_mla_ext.adapter.compat.installed import TreeView
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-    from sglang_mla_ext.adapter.compat.tree_view import TreeView
+    from sglang_mla_ext.adapter.compat.installed import TreeView
     from sglang_mla_ext.adapter.step.expander import Expander
     from sglang_mla_ext.adapter.step.passing import Passing
     from sglang_mla_ext.adapter.step.shadow import ShadowCheck

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from flashinfer import BatchMLAPagedAttentionWrapper
 
-from sglang_mla_ext.adapter.compat.installed import installed
+from sglang_mla_ext.adapter.compat import installed
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend

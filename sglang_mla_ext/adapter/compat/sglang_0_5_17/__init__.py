@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 class Release0517:
     """The part of SGLang's interface that differs between releases. A newer release is a class derived from the one
-    before; `installed.installed` is the object to call.
+    before; `compat.installed` is the object to call.
 
     Attributes:
         CHANGES: what is used of the release otherwise than of the one before; of this one, all that is used.
