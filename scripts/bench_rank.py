@@ -9,7 +9,7 @@ With `--rank dp8 --running 4` four of the eight run on a GPU each, behind one se
 each other is then there, but for the experts of the other four. `--concurrency` is of all that run.
 
 Of Kimi-K3 there are two, by `tp8` or `tp16`. `--of kimi-k3` is its language model, with layers of both kinds, for
-SGLang 0.5.20 and newer with `--server-arg '--moe-runner-backend marlin'`: by its weights all 93 layers of a tp16 fit an
+SGLang 0.5.23 with `--server-arg '--moe-runner-backend marlin'`: by its weights all 93 layers of a tp16 fit an
 H200 and 60 an H100, 56 of a tp8 an H200. Linear layers keep five states a request: for 98 requests
 `--max-running-requests 104 --max-mamba-cache-size 520`. `--of kimi-k3-mla` is its layers with MLA alone, in
 DeepSeek-V3's class, for any SGLang: what is saved there is saved in the whole model, whose steps take longer.

@@ -16,7 +16,7 @@ from sglang_mla_ext.configs import read_config
 from sglang_mla_ext.prefix.model_dims import language_part
 
 K3, K3_MLA = "kimi-k3", "kimi-k3-mla"
-"""Kimi-K3 itself, which needs SGLang 0.5.20 or newer; and its layers with MLA alone, in DeepSeek-V3's class."""
+"""Kimi-K3 itself, which needs SGLang 0.5.23; and its layers with MLA alone, in DeepSeek-V3's class."""
 ALL_LAYERS = {"deepseek-v3": 61, "kimi-k2": 61, K3: 93, K3_MLA: 24}
 MODELS = tuple(ALL_LAYERS)
 LAYERS = ALL_LAYERS[MODELS[0]]

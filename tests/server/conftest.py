@@ -353,7 +353,7 @@ two_replicas = _server(
     "two_replicas",
     *(*NAIVE, *SIZED, *PREFIXES, "--dp-size", "2", "--hybrid-mla-dp-routing", "prefix"),
     # The cores of each rank; the older releases want those of one replica.
-    environment={"SGLANG_CPU_OMP_THREADS_BIND": "0" if contract.line() in ("0.5.17", "0.5.18") else "0|1"},
+    environment={"SGLANG_CPU_OMP_THREADS_BIND": "0" if contract.line() == "0.5.17" else "0|1"},
 )
 # 2,048 tokens of cache, and on the host what goes out of it: SGLang's HiCache.
 ON_HOST = (

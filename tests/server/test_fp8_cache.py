@@ -25,7 +25,7 @@ from test_on_host import fill, tokens
 
 from sglang_mla_ext.adapter.compat import contract
 
-# Of SGLang from 0.5.20 on, which says so of every backend.
+# Of SGLang 0.5.23, which says so of every backend.
 REFUSAL = "CPU FP8 KV cache is only supported for MHA."
 SPEC = importlib.util.find_spec("sglang")
 if REFUSAL in Path(SPEC.origin).with_name("srt").joinpath("mem_cache/kv_cache_configurator.py").read_text():

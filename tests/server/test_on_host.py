@@ -9,10 +9,6 @@ import requests
 from conftest import Chat, Reference, Server, assert_same, counting
 from test_answers import LONG, SYSTEM, question
 
-from sglang_mla_ext.adapter.compat import contract
-
-WITH = ("0.5.17", "0.5.18", "0.5.23")
-pytestmark = pytest.mark.skipif(contract.line() not in WITH, reason="refused with this SGLang")
 FILLERS = tuple(f"Case {i}. " + " ".join(f"{word} {i}" for word in SYSTEM.split()) for i in range(4))
 """Other prompts, which with their answers are more than the cache holds."""
 

@@ -27,7 +27,7 @@ if standins.needed():
     standins.install()
 
 
-NODES_ARE_NUMBERS = contract.line() not in ("0.5.17", "0.5.18")
+NODES_ARE_NUMBERS = contract.line() != "0.5.17"
 """Whether the installed SGLang's tree gives out numbers of its nodes, and not the nodes themselves."""
 
 
@@ -146,10 +146,10 @@ class TreeOfNodes:
 
 
 class TreeOfNumbers(TreeOfNodes):
-    """The same from 0.5.20 on: the tree is a core beside the cache, and gives out numbers of its nodes.
+    """The same of 0.5.23: the tree is a core beside the cache, and gives out numbers of its nodes.
 
     Attributes:
-        core: which one; None for SGLang's choice.
+        core: which one; None for SGLang's default.
     """
 
     core: str | None = None
@@ -168,11 +168,8 @@ class TreeOfNumbers(TreeOfNodes):
             is_eagle=pairs,
             tree_components=(ComponentType.FULL,),
         )
-        with envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.override(self.core or self._default()):
+        with envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.override(self.core or "rust"):
             return UnifiedRadixCache(params)
-
-    def _default(self) -> str:
-        return "python" if contract.line() == "0.5.20" else "rust"
 
     def _match(self, tokens: array, extra_key: str | None) -> tuple[Any, torch.Tensor]:
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams

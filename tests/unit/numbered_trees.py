@@ -9,11 +9,10 @@ from typing import Any
 
 from conftest import TreeOfNumbers
 
-from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.prefix.tree import SharedTree
 
 PAGE_SIZES = (1, 64)
-CORES = ("python",) if contract.line() == "0.5.20" else ("rust", "python")
+CORES = ("rust", "python")
 
 
 class OfCore(TreeOfNumbers):

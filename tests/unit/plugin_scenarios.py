@@ -26,7 +26,7 @@ COMMON = {"model_path": MODEL, "device": "cpu", "random_seed": 1}
 
 
 def resolved(args):
-    # From 0.5.20 on, who launches a server asks for it, and the result is beside what was given.
+    # With 0.5.23, who launches a server asks for it, and the result is beside what was given.
     if hasattr(args, "resolve_once"):
         args.resolve_once()
     return args
@@ -79,8 +79,8 @@ def scenario_not_asked_but_broken():
     os.environ[MODE] = "nonsense"
     from sglang_mla_ext.adapter.compat import contract, installed
 
-    assert installed.RESOLVED_BY  # the release's folder has been looked up
-    contract.SUPPORTED = {"99.0": contract.release()}
+    assert installed.RESOLVED_BY  # the release has been chosen
+    contract.SUPPORTED = {"99.0": contract.table()}
     load_plugins()
     return {"args": launch(attention_backend="torch_native"), "asked for": launch(attention_backend="hybrid_mla")}
 
@@ -194,7 +194,7 @@ def scenario_worker():
     hooks.assert_installed()
     return {
         "ours": sorted(hooks._hooked),
-        "contract": [use.path for use in contract.release().uses],
+        "contract": [use.path for use in contract.table().uses],
         "differences while hooked": contract.mismatches(),
         **seen(),
     }
@@ -211,7 +211,7 @@ def scenario_other_features_gone():
     from sglang_mla_ext.adapter.compat.table import Changes, Feature
 
     gone = (Feature.HOST_CACHE, Feature.DISAGGREGATION, Feature.SMALL_DRAFTS)
-    here = contract.release()
+    here = contract.table()
     renamed = {use.path: use.path + "_of_old" for use in here.uses if use.feature in gone}
     contract.SUPPORTED = {contract.installed_version(): here.after(Changes(renamed=renamed))}
     del HiCacheController.start_loading

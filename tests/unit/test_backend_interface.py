@@ -9,7 +9,7 @@ import pytest
 
 from sglang_mla_ext.adapter.compat import contract
 
-READ = {read.name: read for read in contract.release().read_of_backend}
+READ = {read.name: read for read in contract.table().read_of_backend}
 ANSWERED = {
     "forward",
     "forward_decode",
@@ -63,7 +63,7 @@ def test_what_the_stock_backend_may_lack_is_missing_here_too() -> None:
 def test_sglang_finds_its_translator_in_both(of_stock: bool) -> None:
     """SGLang gives one to a backend without, stops where it finds another than the runner's, and the stock backend
     reads its own."""
-    pytest.importorskip("sglang.srt.mem_cache.kv_index_translator", reason="from 0.5.20 on")
+    pytest.importorskip("sglang.srt.mem_cache.kv_index_translator", reason="from 0.5.23 on")
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 
@@ -106,7 +106,7 @@ def test_a_pass_leaves_its_graph_where_it_is_sooner_without(monkeypatch: pytest.
         assert backend.can_run_prefill_cuda_graph("batch") is not leaves
 
 
-@pytest.mark.skipif(contract.line() in ("0.5.17", "0.5.18", "0.5.20"), reason="from 0.5.23 on")
+@pytest.mark.skipif(contract.line() == "0.5.17", reason="from 0.5.23 on")
 def test_sglang_asks_whether_a_prefill_pass_replays_a_graph() -> None:
     from sglang.srt.model_executor.runner import prefill_cuda_graph_runner
 
@@ -114,7 +114,7 @@ def test_sglang_asks_whether_a_prefill_pass_replays_a_graph() -> None:
 
 
 def test_requests_of_a_step_to_try_kernels_out_are_limited_as_the_stock_backends() -> None:
-    """From 0.5.18 on; the interface's default is that they are not."""
+    """From 0.5.23 on; the interface's default is that they are not."""
     name = "extend_dummy_seqs_capped_by_req_pool"
     for limited in (False, True):
         assert getattr(backend_over(SimpleNamespace(**{name: limited})), name) is limited

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from sglang_mla_ext.adapter import compat
-from sglang_mla_ext.adapter.compat import contract, installed, releases
+from sglang_mla_ext.adapter.compat import contract, releases, sglang_0_5_17, sglang_0_5_23
 from sglang_mla_ext.adapter.compat.contract import ContractError
+from sglang_mla_ext.adapter.compat.installed import choose
 from sglang_mla_ext.adapter.compat.syntax import NotThere, SourceTree
-from sglang_mla_ext.adapter.compat.table import Release, Use
+from sglang_mla_ext.adapter.compat.table import Table, Use
 
-HERE = contract.release()
+HERE = contract.table()
 """What is used of the installed release."""
 ARGS = "sglang.srt.server_args.ServerArgs"
 REGISTER = "sglang.srt.layers.attention.attention_registry.register_attention_backend"
@@ -39,7 +40,7 @@ def change(monkeypatch: pytest.MonkeyPatch) -> Change:
 
 
 def uses_of(monkeypatch: pytest.MonkeyPatch, *uses: Use) -> None:
-    monkeypatch.setattr(contract, "SUPPORTED", {str(contract.installed_version()): Release(uses, (), HERE.fields_of)})
+    monkeypatch.setattr(contract, "SUPPORTED", {str(contract.installed_version()): Table(uses, (), HERE.fields_of)})
 
 
 def of_path(*paths: str) -> tuple[Use, ...]:
@@ -66,20 +67,20 @@ def test_an_older_version_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         contract.check()
 
 
-@pytest.mark.parametrize("version", ["0.5.19", "99.0", "99.0.post1"])
+@pytest.mark.parametrize("version", ["0.5.20", "0.5.99", "99.0.post1"])
 def test_a_version_that_was_not_tested_starts_with_a_warning_where_the_contract_holds(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
 ) -> None:
-    monkeypatch.setattr(contract, "SUPPORTED", dict.fromkeys(("0.5.17", "0.5.18", "0.5.20"), HERE))
+    monkeypatch.setattr(contract, "SUPPORTED", dict.fromkeys(("0.5.17", "0.5.23"), HERE))
     monkeypatch.setattr(contract, "version", lambda package: version)
     contract.check()
     assert f"sglang {version} was not tested" in caplog.text
 
 
-@pytest.mark.parametrize("version", ["0.5.19", "99.0"])
+@pytest.mark.parametrize("version", ["0.5.20", "0.5.99"])
 def test_it_stops_with_the_differences_where_it_does_not(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    other = Release((Use("json.gone", "function", "a reason"),), ())
-    monkeypatch.setattr(contract, "SUPPORTED", {"0.5.17": HERE, "0.5.20": other})
+    other = Table((Use("json.gone", "function", "a reason"),), ())
+    monkeypatch.setattr(contract, "SUPPORTED", {"0.5.17": HERE, "0.5.23": other})
     monkeypatch.setattr(contract, "version", lambda package: version)
     with pytest.raises(ContractError, match=r"json\.gone \(a reason\): module json has no 'gone'"):
         contract.check()
@@ -101,14 +102,15 @@ def test_no_sglang_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_release_is_compared_with_its_own_column(monkeypatch: pytest.MonkeyPatch) -> None:
     ages = ("oldest", "older", "newer")
-    releases = [Release((Use(f"json.gone_in_{age}", "function", "a reason"),), ()) for age in ages]
-    monkeypatch.setattr(contract, "SUPPORTED", dict(zip(("0.5.17", "0.5.18", "0.5.20"), releases, strict=True)))
+    releases = [Table((Use(f"json.gone_in_{age}", "function", "a reason"),), ()) for age in ages]
+    monkeypatch.setattr(contract, "SUPPORTED", dict(zip(("0.5.17", "0.5.23", "0.5.30"), releases, strict=True)))
     for version, gone in (
         ("0.5.17", "oldest"),
         ("0.5.17.post1", "oldest"),
-        ("0.5.18", "older"),
-        ("0.5.19", "newer"),
-        ("0.5.20", "newer"),
+        ("0.5.20", "older"),
+        ("0.5.23", "older"),
+        ("0.5.24", "newer"),
+        ("0.5.30", "newer"),
         ("0.6.0rc1", "newer"),
     ):
         monkeypatch.setattr(contract, "version", lambda package, version=version: version)
@@ -220,6 +222,23 @@ def test_the_compiled_package_is_checked_where_it_is(monkeypatch: pytest.MonkeyP
     assert [contract.difference(use, SourceTree(_folders={"sgl_kernel": []})) for use in uses] == [None, None]
 
 
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ("0.5.17", sglang_0_5_17.Release0517),
+        ("0.5.17.post1", sglang_0_5_17.Release0517),
+        ("0.5.20", sglang_0_5_23.Release0523),
+        ("0.5.23", sglang_0_5_23.Release0523),
+        ("0.5.99", sglang_0_5_23.Release0523),
+    ],
+)
+def test_a_release_between_two_is_the_newer_one(
+    monkeypatch: pytest.MonkeyPatch, version: str, expected: type[sglang_0_5_17.Release0517]
+) -> None:
+    monkeypatch.setattr(contract, "version", lambda package: version)
+    assert type(choose()) is expected
+
+
 # -- a new release -----------------------------------------------------------------------------------------------------
 
 CONTRIBUTING = Path(__file__).parents[2] / "docs" / "contributing.md"
@@ -236,9 +255,7 @@ def made_up_release(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     monkeypatch.setattr(compat, "sglang_0_5_99", None, raising=False)
     monkeypatch.setattr(contract, "SUPPORTED", releases.supported())
     monkeypatch.setattr(contract, "version", lambda package: "0.5.99")
-    installed._releases.cache_clear()
     yield
-    installed._releases.cache_clear()
     del sys.modules[f"{compat.__name__}.sglang_0_5_99"]
 
 
@@ -249,11 +266,25 @@ def test_a_new_release_is_one_folder_with_one_file(made_up_release: None) -> Non
     new = old.replace("get_mla_metadata", "make_mla_metadata")
     assert {use.path for use in before.uses} ^ {use.path for use in now.uses} == {old, new}
     assert now.path_of("sgl_kernel.flash_mla.get_mla_metadata") == new, "by its name in the oldest release"
-    assert installed.flash_mla.__module__.endswith("sglang_0_5_99")
-    assert installed.TreeView.__module__.endswith("sglang_0_5_23"), "what it does not say is as before"
+    release = choose()
+    assert isinstance(release, sglang_0_5_23.Release0523) and type(release).__name__ == "Release0599"
+    assert type(release).flash_mla is not sglang_0_5_23.Release0523.flash_mla
+    assert type(release).set_draft_backend is sglang_0_5_23.Release0523.set_draft_backend, "as before"
+    assert release.TreeView is sglang_0_5_23.Release0523.TreeView
 
 
 NEWEST = list(contract.SUPPORTED)[-1]
+
+
+@pytest.mark.skipif(contract.line() != NEWEST, reason="others are compared with the newest release")
+@pytest.mark.parametrize("version", ["0.5.20", "0.5.99"])
+def test_the_newest_source_starts_under_another_version(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    monkeypatch.setattr(contract, "version", lambda package: version)
+    monkeypatch.setattr(contract, "_as_expected", set())
+    contract.check()
+    assert f"sglang {version} was not tested with this release, which works with 0.5.17, 0.5.23" in caplog.text
 
 
 @pytest.mark.skipif(contract.line() != NEWEST, reason="it follows on the newest release")
@@ -287,9 +318,7 @@ def adapter_modules() -> Iterator[tuple[str, ast.Module]]:
 
 
 HERE_FOLDER = f"sglang_{contract.line().replace('.', '_')}"
-_CACHE = (
-    "radix_cache.RadixCache" if contract.line() in ("0.5.17", "0.5.18") else "unified_radix_cache.UnifiedRadixCache"
-)
+_CACHE = "radix_cache.RadixCache" if contract.line() == "0.5.17" else "unified_radix_cache.UnifiedRadixCache"
 NARROWED = {"sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache": f"sglang.srt.mem_cache.{_CACHE}"}
 """Classes of parameters that the code takes only if they are of another one."""
 

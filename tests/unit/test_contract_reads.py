@@ -13,7 +13,7 @@ import pytest
 from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.compat.syntax import NotThere, SourceTree
 
-HERE = contract.release()
+HERE = contract.table()
 """What is used of the installed release."""
 
 

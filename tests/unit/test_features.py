@@ -10,17 +10,17 @@ from packaging.version import Version
 
 from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.compat.contract import ContractError
-from sglang_mla_ext.adapter.compat.table import Changes, Feature, Release
+from sglang_mla_ext.adapter.compat.table import Changes, Feature, Table
 from sglang_mla_ext.adapter.launch import features
 
-HERE = contract.release()
+HERE = contract.table()
 """What is used of the installed release."""
 PRODUCTION = features.asked_for(test_limits.server_args(), on_gpu=True)
 USED = {use.feature for use in HERE.uses}
 OTHERS = [feature for feature in Feature if feature in USED - PRODUCTION]
 
 
-def without(*gone: Feature) -> Release:
+def without(*gone: Feature) -> Table:
     """The contract as if the installed release had renamed all that only these features use."""
     return HERE.after(Changes(renamed={use.path: f"{use.path}_of_old" for use in HERE.uses if use.feature in gone}))
 

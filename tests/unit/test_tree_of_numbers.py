@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from numbered_trees import CORES, PAGE_SIZES, OfCore, check_shared, outline
 
 from sglang_mla_ext.adapter.compat import mirror
-from sglang_mla_ext.adapter.compat.installed import TreeView, UnsupportedTree
+from sglang_mla_ext.adapter.compat.installed import TreeView
+from sglang_mla_ext.adapter.compat.tree_view import UnsupportedTree
 from sglang_mla_ext.prefix.tree import SharedTree
 
 pytestmark = pytest.mark.skipif(not NODES_ARE_NUMBERS, reason="the installed SGLang's tree gives out its nodes")

@@ -15,7 +15,8 @@ from conftest import Step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_mla_ext.adapter.compat.installed import TreeView, UnsupportedTree
+from sglang_mla_ext.adapter.compat.installed import TreeView
+from sglang_mla_ext.adapter.compat.tree_view import UnsupportedTree
 
 PAGE_SIZES = (1, 64)
 

@@ -1,4 +1,4 @@
-"""Which classes of attention layers SGLang builds a model from, read in the source of its models.
+"""Find which classes of attention layers SGLang builds a model from, by the source of its models.
 
 SGLang has MLA for many models in one class, which is the one that we know. Others have a class of their own, or one
 derived from it. What is derived may do more (a gate on what goes to the output projection, no rotation), as long as the
@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
-from sglang_mla_ext.adapter.compat.contract import release
+from sglang_mla_ext.adapter.compat.contract import table
 from sglang_mla_ext.adapter.compat.syntax import Found, NotThere, SourceTree, without_collector
 
 MODELS = "sglang.srt.models"
@@ -34,7 +34,7 @@ ATTENTION = "RadixAttention"
 
 @cache
 def strange_layers(architecture: str) -> list[str]:
-    """Attention layers of a model that are of other classes than the one we know, or move its seams, by their names.
+    """Name the attention layers of a model that are of other classes than the one we know, or move its seams.
 
     Args:
         architecture: the class of the model, as its configuration names it.
@@ -48,7 +48,7 @@ def strange_layers(architecture: str) -> list[str]:
 class _Reading:
     def __init__(self, tree: SourceTree) -> None:
         self._tree = tree
-        self._known = tree.find(release().path_of(KNOWN)).node
+        self._known = tree.find(table().path_of(KNOWN)).node
         self._seen: set[int] = set()
         self._uses_known = False
         self._derived: set[str] = set()
@@ -60,7 +60,7 @@ class _Reading:
         return sorted(self._derived or (set() if self._uses_known else self._others))
 
     def _models(self, name: str) -> Iterator[Found]:
-        """The classes of this name in SGLang's models."""
+        """Yield the classes of this name in SGLang's models."""
         for folder in self._tree.folders(MODELS):
             for file in sorted(folder.rglob("*.py")):
                 if re.search(rf"^class {re.escape(name)}\b", file.read_text(encoding="utf-8"), re.MULTILINE):
@@ -90,7 +90,7 @@ class _Reading:
             self._read(part)
 
     def _model_part(self, found: Found, name: str) -> Found | None:
-        """What a name in the code of a class or function stands for, where that is a part of SGLang's models."""
+        """Resolve a name in the code of a class or function; None where it is no part of SGLang's models."""
         node = found.module.names.get(name.partition(".")[0])
         if isinstance(node, ast.ImportFrom) and not node.level and not str(node.module).startswith(MODELS):
             return None  # found at once: parsing what is imported from elsewhere takes longer than all else
@@ -102,7 +102,7 @@ class _Reading:
 
 
 def _names(node: ast.AST) -> Iterator[str]:
-    """Names in code, also dotted ones; those of types alone are left out."""
+    """Yield the names in code, also dotted ones, but for those of types alone."""
     if isinstance(node, ast.Name | ast.Attribute):
         yield ast.unparse(node)
     for field, value in ast.iter_fields(node):

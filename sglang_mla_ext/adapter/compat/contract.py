@@ -1,12 +1,12 @@
-"""The contract with SGLang: which releases are supported, and whether the installed one is as expected.
+"""The contract with SGLang: the supported releases, and a check that the installed one is as expected.
 
 SGLang has no stable plug-in interface for attention inside a model, so each name in a release's tables could change in
 the next one. A difference is reported by name at start instead of failing somewhere in a forward pass.
 
 The source is read and not imported (syntax.py), so the check takes less than a second, and it is the same in
-`sglang-mla doctor`, in the launching process and in the workers. A server is refused for what it would use itself; what
-features would miss that it is not asked for is a warning of `doctor`. What is used of `sgl_kernel` is not checked where
-that is absent: on a CPU.
+`sglang-mla doctor`, in the launching process and in the workers. A server is refused for what it would use itself;
+`doctor` warns of differences that only other features need. What is used of `sgl_kernel` is not checked where that is
+absent: on a CPU.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 from sglang_mla_ext.adapter.compat import releases
 from sglang_mla_ext.adapter.compat.syntax import NotThere, SourceTree, without_collector
-from sglang_mla_ext.adapter.compat.table import Feature, Release, Use
+from sglang_mla_ext.adapter.compat.table import Feature, Table, Use
 
 logger = logging.getLogger(__name__)
 
-SUPPORTED: Mapping[str, Release] = releases.supported()
+SUPPORTED: Mapping[str, Table] = releases.supported()
 """What is used of each supported release, the newest one last."""
 
 
@@ -30,7 +30,7 @@ class ContractError(RuntimeError):
     """SGLang is not what this package was written for.
 
     Attributes:
-        differences: what of it, where that was compared.
+        differences: one line for each, where SGLang was compared.
     """
 
     def __init__(self, text: str, differences: Sequence[str] = ()) -> None:
@@ -39,7 +39,7 @@ class ContractError(RuntimeError):
 
 
 def installed_version(package: str = "sglang") -> str | None:
-    """Version of an installed package, or None where it is not installed."""
+    """Return the version of an installed package, None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -47,19 +47,19 @@ def installed_version(package: str = "sglang") -> str | None:
 
 
 def line() -> str:
-    """The supported release that the installed one is taken for: itself; of others the next newer one, or the newest;
-    the newest where none is installed."""
+    """Return the supported release that the installed one is treated as: itself, or else the next newer one, or else
+    the newest; the newest, too, where none is installed."""
     have = _numbers(installed_version())
     return next((each for each in SUPPORTED if have and have <= _numbers(each)), list(SUPPORTED)[-1])
 
 
-def release() -> Release:
-    """What is used of the installed release."""
+def table() -> Table:
+    """Return what is used of the installed release."""
     return SUPPORTED[line()]
 
 
 def untested() -> str | None:
-    """What to say of a release that this package was not tested with, where it is not too old; None where it was."""
+    """Return a warning of a release that this package was not tested with; None where it was, or is too old."""
     have = installed_version()
     if have is None or have in SUPPORTED or is_too_old(have):
         return None
@@ -76,16 +76,16 @@ def mismatches(asked: Iterable[Feature] = Feature) -> list[str]:
 
 
 def compare(asked: Iterable[Feature] = Feature) -> dict[Feature, list[str]]:
-    """The same by feature; without SGLang, or with one that is too old, nothing but that."""
+    """Return these differences by feature; without SGLang, or with one that is too old, nothing but that."""
     have = installed_version()
     if have is None or is_too_old(have):
         return {Feature.BASE: [f"sglang is {have or 'not installed'}; this release works with {', '.join(SUPPORTED)}"]}
     with without_collector():
-        return _differences(release(), frozenset(asked))
+        return _differences(table(), frozenset(asked))
 
 
 def targets(paths: Iterable[str]) -> dict[str, tuple[str, Feature]]:
-    """Where hooks go in the installed release, and which feature needs them there.
+    """Find where hooks go in the installed release, and which feature needs them there.
 
     Args:
         paths: as the oldest release has them.
@@ -93,7 +93,7 @@ def targets(paths: Iterable[str]) -> dict[str, tuple[str, Feature]]:
         by these paths. What only some servers need is left out where this release does not have it: `check` refuses
         those, and the others start without.
     """
-    of = release()
+    of = table()
     needed_for, tree = {use.path: use.feature for use in of.uses}, SourceTree(of.fields_of)
 
     def is_there(path: str) -> bool:
@@ -112,7 +112,7 @@ def targets(paths: Iterable[str]) -> dict[str, tuple[str, Feature]]:
 
 
 def _numbers(installed: str | None) -> tuple[int, ...]:
-    """0.5.23.post1 -> (0, 5, 23)"""
+    """Return the numbers of a version: 0.5.23.post1 -> (0, 5, 23)."""
     found = re.match(r"[\d.]*\d", installed or "")
     return tuple(map(int, found.group().split("."))) if found else ()
 
@@ -127,17 +127,17 @@ def is_supported(have: str) -> bool:
     return not is_too_old(have) and _numbers(have) <= _numbers(list(SUPPORTED)[-1])
 
 
-def _differences(release: Release, asked: Collection[Feature]) -> dict[Feature, list[str]]:
-    tree = SourceTree(release.fields_of)
+def _differences(of: Table, asked: Collection[Feature]) -> dict[Feature, list[str]]:
+    tree = SourceTree(of.fields_of)
     found: dict[Feature, list[str]] = {}
-    for use in release.uses:
+    for use in of.uses:
         if use.feature in asked and (what := difference(use, tree)) is not None:
             found.setdefault(use.feature, []).append(f"{use.path} ({use.why}): {what}")
     return found
 
 
 def difference(use: Use, tree: SourceTree) -> str | None:
-    """How one thing differs from what is expected; None where it does not."""
+    """Return how one thing differs from what is expected; None where it does not."""
     if use.path.startswith("sgl_kernel.") and not tree.is_installed("sgl_kernel"):
         return None
     try:
@@ -160,8 +160,8 @@ def _with_article(kind: str) -> str:
     return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
 
 
-_as_expected: set[tuple[str | None, Release, Feature]] = set()
-"""Of which installed version, by which tables, which features were."""
+_as_expected: set[tuple[str | None, Table, Feature]] = set()
+"""Features that were as expected, with the installed version and the tables that they were compared by."""
 
 
 def check(asked: Iterable[Feature] = Feature) -> None:
@@ -171,7 +171,7 @@ def check(asked: Iterable[Feature] = Feature) -> None:
     Raises:
         ContractError: with every difference.
     """
-    have, of = installed_version(), release()
+    have, of = installed_version(), table()
     new = [feature for feature in asked if (have, of, feature) not in _as_expected]
     if Feature.BASE in new and (warning := untested()) is not None:
         logger.warning("hybrid_mla: %s; what it uses of SGLang is compared with the source.", warning)

@@ -1,5 +1,5 @@
-"""What stands in the way of a launch, and what to change in it: said by launch/limits.py, and by a release's folder of
-what that release has besides. Imports nothing of SGLang.
+"""Findings: what prevents a launch, and what to change in it. They come from launch/limits.py, and from a release's
+class for flags that only this release has. Imports nothing of SGLang.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Remedy(NamedTuple):
-    """What to leave out of a launch line and what to put in; launch/remedies.py applies it.
+    """A change of a launch line, applied by launch/remedies.py.
 
     Attributes:
         leave_out: flags, with their values, and environment variables.
@@ -20,10 +20,10 @@ class Remedy(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """Something that stands in the way.
+    """Something that prevents a launch.
 
     Attributes:
-        code: what it is, for programs: a flag that is not supported is its own code.
+        code: a name for programs: a flag that is not supported is its own code.
         text: the same for people, with what to change.
         remedy: what to change, where a server can do without it.
     """
@@ -34,5 +34,5 @@ class Finding(NamedTuple):
 
 
 def unsupported(flag: str, given: bool) -> list[Finding]:
-    """That a flag is not supported yet, where it is given."""
+    """Refuse a flag that is not supported yet, where it is given."""
     return [Finding(flag, f"{flag} is not supported yet: remove it.")] if given else []

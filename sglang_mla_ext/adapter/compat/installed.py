@@ -1,29 +1,24 @@
-"""What differs between releases of SGLang, as it is for the one that is installed.
-
-A name is looked for in the folder of the installed release, then in those before it (releases.py); the oldest has every
-name.
-"""
+"""The installed release of SGLang: one object, with a method for everything that differs between releases."""
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang_mla_ext.adapter.compat.contract import line
-from sglang_mla_ext.adapter.compat.releases import folders
+from sglang_mla_ext.adapter.compat.releases import classes
+from sglang_mla_ext.adapter.compat.sglang_0_5_17 import Release0517
 
 
-@cache
-def _releases() -> list[Any]:
-    """The folders of the installed release and of those before it, that one first."""
-    found = folders()
-    names = list(found)
-    return [found[name] for name in reversed(names[: names.index(line()) + 1])]
+def choose() -> Release0517:
+    """Make the object for the installed version, which may be one between the supported ones (`contract.line`)."""
+    return classes()[line()]()
 
 
-def __getattr__(name: str) -> Any:
-    if not name.startswith("_"):
-        for release in _releases():
-            if hasattr(release, name):
-                return getattr(release, name)
-    raise AttributeError(f"no supported release of SGLang has {name!r} in {__name__}")
+installed = choose()
+"""Chosen once in a process, and imported as `from sglang_mla_ext.adapter.compat import installed`. Each release's class
+is derived from the oldest one's, which declares all methods."""
+
+if TYPE_CHECKING:
+    from sglang_mla_ext.adapter.compat.tree_view import TreeView as TreeView
+else:
+    TreeView = installed.TreeView

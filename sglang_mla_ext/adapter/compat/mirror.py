@@ -1,4 +1,4 @@
-"""What is known of a radix tree whose nodes have numbers: those on the paths of requests, and how many of these hold
+"""A mirror of a radix tree whose nodes have numbers: the nodes on the paths of requests, and how many requests hold
 each. Imports nothing of SGLang.
 
 The tree is asked for the path of a request when the request comes, and not again. Until then it may have been split in
@@ -52,8 +52,13 @@ class MirrorNode:
 
 
 class _Front(NamedTuple):
-    """The first of the new nodes at the end of a path, the lowest above that is not of this call, and the new ones with
-    their children."""
+    """The new nodes at the end of a path.
+
+    Attributes:
+        node: the first of them.
+        above: the lowest node above that is not of this call.
+        children: the new nodes, and how many children each has in the tree.
+    """
 
     node: MirrorNode
     above: MirrorNode
@@ -61,7 +66,7 @@ class _Front(NamedTuple):
 
 
 class _Search(NamedTuple):
-    """Which nodes are below new ones, of those with one node above? For each of `fronts` it is one of `left`, or none.
+    """A search below one node for those that new ones were put above: for each of `fronts` one of `left`, or none.
     Numbers, in order, so that it keeps no node that nobody else does."""
 
     fronts: dict[int, None]
@@ -69,7 +74,7 @@ class _Search(NamedTuple):
 
 
 class Mirror:
-    """See the module."""
+    """The nodes on the paths of requests. See the module."""
 
     def __init__(self, paths: Callable[[Sequence[int]], list[Sequence[PathNode]]]) -> None:
         """
@@ -88,17 +93,17 @@ class Mirror:
         self._made: dict[MirrorNode, MirrorNode] = {}  # those that it has seen first, and the lowest other one above
 
     def forget(self) -> None:
-        """No request is left: nodes stay as long as somebody else keeps them."""
+        """Forget all requests: none is left. Nodes stay as long as somebody else keeps them."""
         self._count(Counter())
         self._last, self._before, self._searches = {}, {}, {}
 
     def known(self, numbers: Iterable[int | None]) -> list[MirrorNode]:
-        """The nodes with these numbers, but for those that are not in the mirror."""
+        """Return the nodes with these numbers, but for those that are not in the mirror."""
         found = (self._nodes.get(number) for number in numbers if number is not None)
         return [node for node in found if node is not None]
 
     def follow(self, ends: Sequence[int | None], *, count: bool) -> tuple[list[MirrorNode | None], bool]:
-        """The nodes in which requests end, brought up to date.
+        """Return the nodes in which requests end, brought up to date.
 
         Args:
             ends: their numbers; None for a request without a path.
@@ -107,13 +112,16 @@ class Mirror:
             `[requests]` nodes, perhaps the root; None where there is none, or there was no time to ask. And whether
             there was.
         """
-        left, known = ASK_LIMIT, {}
-        missing = []
+        left = ASK_LIMIT
+        known: dict[int, MirrorNode] = {}
+        missing: list[int] = []
         for number in dict.fromkeys(ends):
-            node = None if number is None else self._nodes.get(number)
+            if number is None:
+                continue
+            node = self._nodes.get(number)
             if node is not None:
                 known[number] = node
-            elif number is not None:
+            else:
                 missing.append(number)
         asked = 0
         while asked < len(missing) and left > 0:
@@ -136,7 +144,7 @@ class Mirror:
 
     @contextmanager
     def counted(self, found: Sequence[MirrorNode | None]) -> Iterator[None]:
-        """Meanwhile, `lock_ref` counts requests that end in these nodes too."""
+        """Count, meanwhile, the requests that end in these nodes in `lock_ref`, too."""
         more = Counter(node for node in found if node is not None) - self._counts
         for node, requests in more.items():
             _hold(node, requests)
@@ -149,7 +157,7 @@ class Mirror:
     # ---- the structure
 
     def _ask(self, numbers: Sequence[int]) -> list[Sequence[PathNode] | None]:
-        """Paths; None for nodes that are not in the tree."""
+        """Return the paths of nodes, None for those that are not in the tree."""
         try:
             return list(self._paths(numbers))
         except KeyError:
@@ -158,7 +166,7 @@ class Mirror:
             return [self._ask([number])[0] for number in numbers]
 
     def _add(self, path: Sequence[PathNode]) -> MirrorNode:
-        """Take in a path; its last node."""
+        """Take in a path, and return its last node."""
         parent, at = self._root, len(path)
         while at:  # all that is above a node that this call has seen is known
             node = self._nodes.get(path[at - 1].node_id)
@@ -187,7 +195,7 @@ class Mirror:
         return parent
 
     def _search(self, left: int) -> bool:
-        """Ask for what could be below new nodes, for `left` more nodes of paths; whether that was all."""
+        """Ask for what could be below new nodes, for `left` more nodes of paths. Return whether that was all."""
         self._drop_searches()
         below: dict[MirrorNode | None, list[MirrorNode]] | None = None
         while self._fronts or (self._searches and left > 0):
@@ -216,7 +224,7 @@ class Mirror:
         return not self._searches
 
     def _drop_searches(self) -> None:
-        """Those for new nodes that nobody holds any more."""
+        """Drop the searches for new nodes that nobody holds any more."""
         for above_id, search in list(self._searches.items()):
             for number in [number for number in search.fronts if number not in self._nodes]:
                 del search.fronts[number]
@@ -224,7 +232,7 @@ class Mirror:
                 del self._searches[above_id]
 
     def _is_to_be_asked(self, number: int, above_id: int) -> bool:
-        """Whether a node is still somebody's, and where it was; the place of those that this call has seen is known."""
+        """Return whether somebody still holds a node, it is where it was, and this call has not seen it."""
         node = self._nodes.get(number)
         return node is not None and node not in self._fresh and node.parent is not None and node.parent.id == above_id
 
@@ -240,7 +248,7 @@ class Mirror:
 def _candidates(
     fronts: Sequence[_Front], below: Mapping[MirrorNode | None, list[MirrorNode]], fresh: Collection[MirrorNode]
 ) -> Iterator[tuple[MirrorNode, MirrorNode, list[MirrorNode]]]:
-    """New nodes, what is above them, and what could be below: nothing where all of their children are known."""
+    """Yield new nodes, what is above them, and what could be below, where not all of their children are known."""
     for front, above, new in fronts:
         if any(children > len(below.get(node, ())) for node, children in new):
             candidates = [node for node in below.get(above, ()) if node.end > front.end and node not in fresh]
@@ -257,7 +265,7 @@ def _move(node: MirrorNode, parent: MirrorNode) -> None:
 
 
 def _hold(node: MirrorNode, requests: int) -> None:
-    """So many more requests hold a node and all above it."""
+    """Count so many more requests as holders of a node and all above it."""
     above: MirrorNode | None = node
     while above is not None:
         above.lock_ref += requests

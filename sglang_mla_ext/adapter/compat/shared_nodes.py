@@ -1,5 +1,5 @@
-"""Which nodes of a radix tree several requests hold, from the locks that are counted on them: by SGLang where its nodes
-are Python objects, by mirror.py where they are numbers.
+"""Find the nodes of a radix tree that several requests hold, by the locks that are counted on them: by SGLang where its
+nodes are Python objects, by mirror.py where they are numbers.
 
 A running request locks the node that its cached prefix ends in, and all above it. So `lock_ref` never grows from a node
 to its child, and the nodes that one request alone holds are the lower part of its path. Where they begin is remembered,
@@ -9,7 +9,7 @@ because a conversation of a thousand turns has a thousand of them. Imports nothi
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 WALK_LIMIT = 1 << 16
 """The most nodes that one call visits on the way to shared ones. The next call goes on from there."""
@@ -18,7 +18,7 @@ SHARED_LIMIT = 8192
 
 
 class TreeNode(Protocol):
-    """SGLang's, or a node of mirror.py.
+    """A node of SGLang's tree, or of mirror.py.
 
     Attributes:
         id: its number, smaller than those of nodes that came later.
@@ -26,9 +26,13 @@ class TreeNode(Protocol):
         lock_ref: how many requests hold it.
     """
 
-    id: int
-    parent: TreeNode | None
-    lock_ref: int
+    @property
+    def id(self) -> int: ...
+    @property
+    def parent(self) -> TreeNode | None: ...
+    @property
+    def lock_ref(self) -> int: ...
+    def __hash__(self) -> int: ...
 
 
 Fork = tuple[TreeNode, "TreeNode | None"]
@@ -38,16 +42,16 @@ to be looked at. A plain tuple, because a batch has a thousand."""
 
 
 class SharedNodes(NamedTuple):
-    """As `prefix.tree.SharedTree`, with nodes in place of handles and without their ends."""
+    """As `prefix.tree.SharedTree`, with nodes, of the caller's class, in place of handles and without their ends."""
 
-    nodes: list[TreeNode]
+    nodes: list[Any]
     parents: list[int]
     deepest: list[int]
     complete: bool
 
 
 class Forks:
-    """Remembers the forks of the requests in the last two calls, and so keeps their nodes from being freed."""
+    """The forks of the requests in the last two calls. Keeps their nodes from being freed."""
 
     def __init__(self) -> None:
         self._last: dict[TreeNode, Fork] = {}  # by the node that a path ends in
@@ -57,7 +61,7 @@ class Forks:
         self._last, self._before = {}, {}
 
     def find(self, ends: Sequence[TreeNode | None]) -> tuple[list[TreeNode | None], bool]:
-        """The forks of paths.
+        """Find the forks of paths.
 
         Args:
             ends: the node that each path ends in; None for a path of none.
@@ -66,7 +70,8 @@ class Forks:
             whether all were found.
         """
         # Two calls, because between those for a whole batch there may be one for a few requests of it.
-        last, before, known = self._last, self._before, {}
+        last, before = self._last, self._before
+        known: dict[TreeNode, Fork] = {}
         nodes: list[TreeNode | None] = []
         left, complete = WALK_LIMIT, True
         for end in ends:
@@ -81,13 +86,15 @@ class Forks:
                 if top is not None:
                     if top.lock_ref > 1:  # a newcomer below the fork
                         node, top = fork = end, None
-                    elif top.parent is not node:  # a split, and perhaps the newcomer that it was made for
+                    elif top.parent is not node and top.parent is not None:  # a split, and perhaps a newcomer
                         node, top = fork = top.parent, top
             if node.lock_ref < 2 and node.parent is not None:
                 node, top, left = _climb(node, top, left)
                 fork = node, top
                 if node.lock_ref < 2 and node.parent is not None:
-                    complete, node = False, None
+                    complete, known[end] = False, fork
+                    nodes.append(None)
+                    continue
             known[end] = fork
             nodes.append(node)
         self._last, self._before = known, last
@@ -95,7 +102,7 @@ class Forks:
 
 
 def find_with(ends: Sequence[TreeNode | None], also: Collection[TreeNode]) -> tuple[list[TreeNode | None], bool]:
-    """As `Forks.find`, where nodes in `also` count as held by others; nothing is remembered."""
+    """Find forks as `Forks.find` does, where nodes in `also` count as held by others; nothing is remembered."""
     nodes: list[TreeNode | None] = []
     left, complete = WALK_LIMIT, True
     for end in ends:
@@ -113,13 +120,13 @@ def find_with(ends: Sequence[TreeNode | None], also: Collection[TreeNode]) -> tu
 def with_whole_paths(
     forks: Sequence[TreeNode | None], ends: Sequence[TreeNode | None], whole: Collection[int]
 ) -> Sequence[TreeNode | None]:
-    """These forks, but for paths in `whole` the nodes that they end in."""
+    """Return these forks, but for paths in `whole` the nodes that they end in."""
     return [ends[path] if path in whole else fork for path, fork in enumerate(forks)] if whole else forks
 
 
 def _climb(node: TreeNode, top: TreeNode | None, left: int) -> tuple[TreeNode, TreeNode | None, int]:
-    """From a fork that others hold no more to one that they do, or the root, over at most `left` nodes; and what is
-    left of these."""
+    """Go up from a fork that others hold no more to one that they do, or the root, over at most `left` nodes. Return it
+    with the node below and what is left of these."""
     while left and node.lock_ref < 2:
         above = node.parent
         if above is None:
@@ -131,7 +138,7 @@ def _climb(node: TreeNode, top: TreeNode | None, left: int) -> tuple[TreeNode, T
 
 
 def all_above(forks: Sequence[TreeNode | None]) -> SharedNodes:
-    """All nodes from these forks to the root, each once; in an order that does not depend on that of the forks."""
+    """Return all nodes from these forks to the root, each once. Their order does not depend on that of the forks."""
     nodes: list[TreeNode] = []
     parents: list[int] = []
     deepest: list[int] = []
@@ -174,7 +181,7 @@ def all_above(forks: Sequence[TreeNode | None]) -> SharedNodes:
 def _by_age(
     nodes: list[TreeNode], parents: list[int], deepest: list[int]
 ) -> tuple[list[TreeNode], list[int], list[int]]:
-    """The same with parents first, and below each the older nodes, by SGLang's own count, first."""
+    """Order nodes: parents first, and below each the older nodes, by SGLang's own count, first."""
     order = sorted(range(len(nodes)), key=lambda at: nodes[at].id)
     below: list[list[int]] = [[] for _ in nodes]
     pending: list[int] = []
@@ -191,7 +198,7 @@ def _by_age(
 
 
 def _upper(nodes: list[TreeNode], parents: list[int], deepest: list[int]) -> SharedNodes:
-    """Leaves out the nodes that are farthest from the root."""
+    """Leave out the nodes that are farthest from the root."""
     depths: list[int] = []
     for parent in parents:
         depths.append(depths[parent] + 1 if parent >= 0 else 0)

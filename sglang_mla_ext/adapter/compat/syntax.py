@@ -1,4 +1,4 @@
-"""Looks up modules, classes, functions and attributes in the source of an installed package, without importing it.
+"""Look up modules, classes, functions and attributes in the source of an installed package, without importing it.
 
 Importing SGLang takes tens of seconds and needs its compiled packages; parsing the few files that matter takes less
 than a second. Found is what a module defines or imports at its top level (also below `if` and `try`), what a class
@@ -20,7 +20,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class NotThere(LookupError):
-    """The source has no such thing; the message says where the search ended."""
+    """The source has no such thing; the message names where the search ended."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Found:
-    """What a dotted path leads to.
+    """The target of a dotted path.
 
     Attributes:
         module: where it is defined.
@@ -80,7 +80,7 @@ class SourceTree:
     _folders: dict[str, list[Path]] = field(default_factory=dict)
 
     def find(self, path: str) -> Found:
-        """What a dotted path leads to: a module, one of its names, or a member of a class, inherited ones included.
+        """Follow a dotted path to a module, one of its names, or a member of a class, inherited ones included.
 
         Raises:
             NotThere: the path leads nowhere.
@@ -102,7 +102,7 @@ class SourceTree:
         return found
 
     def parameters(self, found: Found) -> tuple[str, ...]:
-        """Names of a function's parameters, or of a class's constructor's; a class method's without `cls`.
+        """Return the names of a function's parameters, or of a class's constructor's; a class method's without `cls`.
 
         Raises:
             NotThere: it is neither, or a class without a constructor of its own.
@@ -120,11 +120,11 @@ class SourceTree:
         return tuple(names[1:] if by_class else names)
 
     def is_installed(self, package: str) -> bool:
-        """Whether there is source of a top-level package; a stand-in made at run time is none."""
+        """Return whether there is source of a top-level package; a stub made at run time is none."""
         return self._module(package) is not None
 
     def folders(self, package: str) -> list[Path]:
-        """Where the modules of a package lie.
+        """Return the folders that the modules of a package lie in.
 
         Args:
             package: dotted.
@@ -142,7 +142,7 @@ class SourceTree:
         raise NotThere(f"no package {parts[0]!r} is installed")
 
     def _in_module(self, module: Module, name: str, seen: frozenset[tuple[str, str]] = frozenset()) -> Found:
-        """A name of a module, where it is defined; imports are followed."""
+        """Find a name of a module where it is defined; imports are followed."""
         node = module.names.get(name)
         key = (module.name, name)
         if node is None or key in seen:
@@ -163,7 +163,7 @@ class SourceTree:
         return Found(module, node)
 
     def _from_class(self, found: Found, name: str) -> Iterator[Found]:
-        """A member of a class or of its bases, nearest first. Not Python's order where bases share a base."""
+        """Yield a member of a class and of its bases, nearest first. Not Python's order where bases share a base."""
         assert isinstance(found.node, ast.ClassDef)
         if (node := self._members_of(found.node).get(name)) is not None:
             yield Found(found.module, node)
@@ -177,7 +177,7 @@ class SourceTree:
                 yield from self._from_class(of_base, name)
 
     def _field(self, path: str, name: str) -> Found | None:
-        """A field of a class that gets its fields at run time."""
+        """Find a field of a class that gets its fields at run time."""
         if path not in self.fields_of:
             return None
         listed = self.find(self.fields_of[path])
@@ -190,7 +190,7 @@ class SourceTree:
         return None
 
     def by_local_name(self, module: Module, dotted: str) -> Found:
-        """What a name in the code of a module stands for.
+        """Resolve a name in the code of a module.
 
         Raises:
             NotThere: no module has it: it is built in, or a member of something.
@@ -238,8 +238,8 @@ class SourceTree:
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """No garbage collection meanwhile: syntax trees are many objects without cycles, and looking at all of them again
-    and again takes longer than parsing."""
+    """Pause garbage collection: syntax trees are many objects without cycles, and looking at all of them again and
+    again takes longer than parsing."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -250,7 +250,8 @@ def without_collector() -> Iterator[None]:
 
 
 def _folders_of(package: str) -> list[Path]:
-    """The folders of a top-level package; of a module, its file without the ending. Finding a spec imports nothing."""
+    """Return the folders of a top-level package; of a module, its file without the ending. Finding a spec imports
+    nothing."""
     try:
         spec = importlib.util.find_spec(package)
     except (ImportError, ValueError):  # ValueError: a module in sys.modules without a spec
@@ -263,7 +264,7 @@ def _folders_of(package: str) -> list[Path]:
 
 
 def _imported_module(module: Module, node: ast.ImportFrom) -> str:
-    """The absolute name of the module that an import is from."""
+    """Return the absolute name of the module that an import is from."""
     if not node.level:
         return node.module or ""
     parts = module.name.split(".")
@@ -272,7 +273,7 @@ def _imported_module(module: Module, node: ast.ImportFrom) -> str:
 
 
 def _last_bindings(body: Iterable[ast.stmt]) -> dict[str, ast.AST]:
-    """The last statement that binds each name. A class that is made into another under its own name (`Args =
+    """Return the last statement that binds each name. A class that is made into another under its own name (`Args =
     defstruct("Args", ..)`) stays the class, whose members that has."""
     names: dict[str, ast.AST] = {}
     for name, node in _bindings(body):
@@ -282,7 +283,7 @@ def _last_bindings(body: Iterable[ast.stmt]) -> dict[str, ast.AST]:
 
 
 def _bindings(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
-    """Names that statements bind, with the statement; those below `if`, `try`, `with` and loops included."""
+    """Yield names that statements bind, with the statement; those below `if`, `try`, `with` and loops included."""
     for node in _statements(body):
         if isinstance(node, Function | ast.ClassDef):
             yield node.name, node
@@ -295,7 +296,7 @@ def _bindings(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _assigned_to_self(node: ast.ClassDef) -> Iterator[tuple[str, ast.AST]]:
-    """Attributes that the methods of a class assign to their first parameter."""
+    """Yield attributes that the methods of a class assign to their first parameter."""
     for method in node.body:
         if not isinstance(method, Function) or not method.args.args:
             continue
@@ -308,7 +309,7 @@ def _assigned_to_self(node: ast.ClassDef) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements and those inside of them; the bodies of functions and classes are left out."""
+    """Yield statements and those inside of them, but for the bodies of functions and classes."""
     for node in body:
         yield node
         if isinstance(node, Function | ast.ClassDef):

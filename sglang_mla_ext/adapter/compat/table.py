@@ -1,5 +1,5 @@
-"""What is used of SGLang, and what SGLang reads of an attention backend: the entries of the tables, and how a release's
-tables are made from those of the one before. Checked by contract.py, see there.
+"""Tables of what is used of SGLang, and of what SGLang reads of an attention backend: their entries, and how a
+release's table is made from that of the one before. Checked by contract.py, see there.
 
 Imports nothing of SGLang.
 """
@@ -12,7 +12,7 @@ from enum import Enum
 
 
 class Feature(Enum):
-    """What a server has to be asked for before it needs something of SGLang; the value is what messages call it."""
+    """A feature that needs something of SGLang; the value is its name in messages."""
 
     BASE = "every server"
     GPU = "a GPU"
@@ -74,7 +74,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Changes:
-    """What a release has otherwise than the one before; of the oldest, all that there is. Paths are dotted, below
+    """The differences of a release from the one before; of the oldest, all that there is. Paths are dotted, below
     `sglang.srt` where they do not begin with a package's name.
 
     Attributes:
@@ -93,8 +93,8 @@ class Changes:
 
 
 @dataclass(frozen=True)
-class Release:
-    """One column of the contract: what is used of one line of releases, and what that reads of a backend.
+class Table:
+    """The contract with one release: what is used of it, and what it reads of an attention backend.
 
     Attributes:
         fields_of: see SourceTree.
@@ -106,13 +106,13 @@ class Release:
     fields_of: Mapping[str, str] = field(default_factory=dict, hash=False)
     renamed: tuple[tuple[str, str], ...] = ()
 
-    def after(self, changes: Changes) -> Release:
-        """The release that follows on this one."""
+    def after(self, changes: Changes) -> Table:
+        """Return the table of the release that follows on this one."""
         renamed = tuple((dotted(old), dotted(new)) for old, new in changes.renamed.items())
         kept = [replace(use, path=_renamed(use.path, renamed)) for use in self.uses]
         gone, again = [dotted(path) for path in changes.gone], {use.path for use in changes.uses}
         kept = [use for use in kept if use.path not in again and not any(_is_in(use.path, path) for path in gone)]
-        return Release(
+        return Table(
             uses=(*kept, *changes.uses),
             read_of_backend=(*self.read_of_backend, *changes.reads),
             fields_of=self.fields_of if changes.fields_of is None else changes.fields_of,
@@ -120,7 +120,7 @@ class Release:
         )
 
     def path_of(self, path: str) -> str:
-        """What has this path in the oldest release, by its path in this one."""
+        """Return the path in this release of what has this one in the oldest."""
         return _renamed(path, self.renamed)
 
 

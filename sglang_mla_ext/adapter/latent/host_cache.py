@@ -10,7 +10,7 @@ things are ours to do:
 - A copy into slots waits for the step before: with overlap scheduling that one is told to run before it is known which
   requests have ended, whose slots are given to others. It may still write there, and an expansion in it may still read
   what was there, and stays: a node that leaves the device keeps its place in the tree. SGLang does this itself from
-  0.5.20 on; before, hooks.py does (`installed.wait_before_loading`).
+  0.5.23 on; before, hooks.py does (`installed.wait_before_loading`).
 """
 
 from __future__ import annotations

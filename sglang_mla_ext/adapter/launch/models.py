@@ -57,7 +57,7 @@ def findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
     if (tree := installed.tree_of_linear_layers()) and installed.linear_layers(args) is not None:
         text = (
             f"{architecture} has layers with linear attention beside Multi-head Latent Attention, and this SGLang "
-            f"keeps its prefixes in a tree of another kind ({tree}): use SGLang 0.5.20 or newer, or choose another "
+            f"keeps its prefixes in a tree of another kind ({tree}): use SGLang 0.5.23 or newer, or choose another "
             "--attention-backend."
         )
         return [Finding("linear layers", text)]

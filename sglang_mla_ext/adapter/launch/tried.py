@@ -49,8 +49,6 @@ MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
             **{GLM_FLASH: 1, DRAFTS: 2, DRAFTS_OVER_SPREAD: 2},
         },
     },
-    "0.5.18": {CPU: {SERVER: 1, V3: 1, HOST_CACHE: 1, FILES: 1}},
-    "0.5.20": {CPU: {SERVER: 1, V3: 1}},
     "0.5.23": {
         GPU: {
             **{SERVER: 1, V3: 1, MIXED: 1, DP_ATTENTION: 2, SPREAD: 2, PEERS: 2, PASSING: 1, DRAFTS: 1},

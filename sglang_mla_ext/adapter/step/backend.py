@@ -47,7 +47,7 @@ FLAGS_OF_STOCK = (
     "supports_ragged_verify_graph",
     "use_captured_forward_metadata_for_breakable_cuda_graph",
     "supports_full_cuda_graph_chunked_prefix",
-    "extend_dummy_seqs_capped_by_req_pool",  # from 0.5.18 on
+    "extend_dummy_seqs_capped_by_req_pool",  # from 0.5.23 on
 )
 METHODS_OF_STOCK = (
     "get_cuda_graph_seq_len_fill_value",
@@ -123,7 +123,7 @@ class HybridMLABackend(AttentionBackend):
 
     @property
     def kv_index_translator(self) -> Any:
-        """From 0.5.20 on. SGLang gives its own to a backend that has none, which is the stock backend's then."""
+        """From 0.5.23 on. SGLang gives its own to a backend that has none, which is the stock backend's then."""
         return getattr(self._stock.backend, "kv_index_translator", None)
 
     @kv_index_translator.setter

@@ -108,7 +108,7 @@ def around_chunk_info(original: Callable[..., None], forward_batch: Any, device:
     """`ForwardBatch.prepare_chunked_prefix_cache_info`: SGLang's chunks start where the expanded part ends.
 
     Args:
-        packing: how other backends than FlashMLA want the chunks; from 0.5.20 on.
+        packing: how other backends than FlashMLA want the chunks; from 0.5.23 on.
     """
     plan = passes.now.prefill
     if plan is None or forward_batch.prefix_chunk_len is not None:

@@ -1,172 +1,159 @@
-"""SGLang 0.5.23: the tree's core is in Rust and gives whole paths on demand; FlashMLA is a package of its own."""
+"""SGLang 0.5.23: server arguments keep what the user gave beside what was decided; the tree's core is in Rust and gives
+whole paths on demand; FlashMLA is a package of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_mla_ext.adapter.compat import sglang_0_5_18, sglang_0_5_20
+from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat.findings import Finding, unsupported
-from sglang_mla_ext.adapter.compat.numbered_tree import NumberedTree, PathNode, UnsupportedTree
-from sglang_mla_ext.adapter.compat.table import Changes, Feature, needed_for, use
+from sglang_mla_ext.adapter.compat.sglang_0_5_17 import Release0517
+from sglang_mla_ext.adapter.compat.sglang_0_5_23 import used
+from sglang_mla_ext.adapter.compat.sglang_0_5_23.tree import NumberedTreeView
 
 if TYPE_CHECKING:
     import torch
-    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
-    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import UnifiedTreeCoreInterface
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.server_args import ServerArgs
 
-_ARGS = "server_args.ServerArgs"
-_CORE = "mem_cache.unified_cache.unified_tree_core_interface"
-_INTERFACE = f"{_CORE}.UnifiedTreeCoreInterface"
-_NODE = f"{_CORE}.TreePathNodeInfo"
 
-CHANGES = Changes(
-    uses=(
-        *needed_for(
-            Feature.FP8,
-            use(
-                "mem_cache.memory_pool.MLATokenToKVPool.set_mla_kv_buffer",
-                "function",
-                "storing keys in two parts",
-                "self layer loc_info cache_k_nope cache_k_rope",
-            ),
-            use(
-                "mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mla_kv_pool",
-                "function",
-                "our pool in place of SGLang's",
-                "self max_total_num_tokens mla_pool_class",
-            ),
-        ),
-        *needed_for(
-            Feature.PREFILL_GRAPH,
-            use(
-                "layers.radix_attention.RadixAttention._eager_attention",
-                "function",
-                "attention between two segments of a prefill graph",
-                "self q k v output save_kv_cache",
-            ),
-            use(
-                "mem_cache.kv_index_translator.KVIndexTranslator.pack_read_stream",
-                "function",
-                "slots of tails",
-                "self plan",
-                "req_pool_indices seq_lens indptr out kv_start_idx",
-            ),
-            use("model_executor.cuda_graph_config.PhaseConfig.bs", "attribute", "rows of prefill graphs"),
-            use("model_executor.forward_batch_info.ForwardBatch.kv_loc_plan", "attribute", "slots of tails"),
-        ),
-        use(f"{_ARGS}.chunked_prefill_size", "attribute", "tokens of a prefill pass"),
-        use(f"{_ARGS}.max_prefill_tokens", "attribute", "tokens of a prefill pass"),
-        use("managers.schedule_batch.Req.kv", "attribute", "slots of a request"),
-        use("managers.schedule_batch.ReqKvInfo.req_pool_idx", "attribute", "slots of a request"),
-        use(f"{_ARGS}.attn_dp_size", "attribute", "whether there is DP attention"),
-        use(f"{_ARGS}.enable_kv_cache_sharding", "attribute", "unsupported features"),
-        use(f"{_ARGS}.enable_nvidia_megakernel", "attribute", "unsupported features"),
-        use(f"{_INTERFACE}.collect_path_info", "function", "paths", "self end_node_ids"),
-        use(f"{_INTERFACE}.is_root", "function", "whether a node is there", "self node_id"),
-        use(f"{_INTERFACE}.root_node_handle", "function", "slots of a path", "self"),
-        use(
-            f"{_INTERFACE}.collect_full_device_indices",
-            "function",
-            "slots of a path",
-            "self from_node_id until_node_id",
-        ),
-        use(f"{_NODE}.node_id", "attribute", "paths"),
-        use(f"{_NODE}.path_end", "attribute", "paths"),
-        use(f"{_NODE}.num_children", "attribute", "paths"),
-    ),
-    renamed={"sgl_kernel.flash_mla": "sglang.kernels.ops.attention.flash_mla_interface"},
-    gone=(
-        "managers.schedule_batch.Req.req_pool_idx",
-        "mem_cache.unified_cache.unified_tree_core",
-        "environ.Envs.SGLANG_EXPERIMENTAL_CPP_RADIX_TREE",
-    ),
-)
+class Release0523(Release0517):
+    """See Release0517, also for each method."""
 
+    CHANGES = used.CHANGES
+    RESOLVED_BY = "resolve_once"
+    TreeView = NumberedTreeView
 
-class TreeView(NumberedTree):
-    """See NumberedTree. Any core will do: SGLang takes the one in Python where that in Rust lacks something."""
+    # ---- server arguments
 
-    def __init__(self, tree_cache: BasePrefixCache) -> None:
-        """
-        Raises:
-            UnsupportedTree: another kind of prefix cache, or none.
-        """
-        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+    def is_resolved(self, args: ServerArgs) -> bool:
+        """See Release0517. Whoever publishes the arguments calls RESOLVED_BY, in every process."""
+        return bool(getattr(args, "_resolution_finished", False))
 
-        if not isinstance(tree_cache, UnifiedRadixCache) or tree_cache.disable:
-            raise UnsupportedTree(type(tree_cache).__name__)
-        super().__init__(tree_cache.tree_core)
-        self._core: UnifiedTreeCoreInterface
+    def resolve(self, args: ServerArgs) -> None:
+        """See Release0517."""
+        args.resolve_once()
 
-    def _paths(self, ids: Sequence[int]) -> list[Sequence[PathNode]]:
-        return list(self._core.collect_path_info(ids))
+    def resolved(self, args: ServerArgs) -> Any:
+        """See Release0517. `args` may be what this returns."""
+        from sglang.srt.arg_groups.overrides import ResolvedView, resolved_view
 
+        return args if isinstance(args, ResolvedView) else resolved_view(args)
 
-def dp_attention_ranks(args: ServerArgs) -> int:
-    """See sglang_0_5_17. When SGLang resolves its arguments, --enable-dp-attention becomes a number of its own."""
-    return int(args.dp_size if args.enable_dp_attention else args.attn_dp_size)
+    def attention_backends(self, args: ServerArgs) -> tuple[str | None, str | None]:
+        """See Release0517."""
+        from sglang.srt.arg_groups.overrides import attention_backends_of
 
+        prefill, decode = attention_backends_of(self.resolved(args))
+        return prefill, decode
 
-def flash_mla() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """See sglang_0_5_17."""
-    from sglang.kernels.ops.attention.flash_mla_interface import flash_mla_with_kvcache, get_mla_metadata
+    def dp_attention_ranks(self, args: ServerArgs) -> int:
+        """See Release0517. When SGLang resolves its arguments, --enable-dp-attention becomes a number of its own."""
+        return int(args.dp_size if args.enable_dp_attention else args.attn_dp_size)
 
-    return flash_mla_with_kvcache, get_mla_metadata
+    def other_trees(self) -> list[str]:
+        """See Release0517. There are none."""
+        return []
 
+    def further_findings(self, args: ServerArgs) -> list[Finding]:
+        """See Release0517. The tree's part on the host was tried here, but neither with drafts nor with our FP8 rows,
+        of whose length SGLang has to be told in another way than before."""
+        on_host, fp8 = args.enable_hierarchical_cache, args.kv_cache_dtype == "fp8_e4m3"
+        return [
+            *roles_of_disaggregation(args),
+            *unsupported("--enable-hierarchical-cache beside --kv-cache-dtype fp8_e4m3", on_host and fp8),
+            *host_cache_with_drafts(args),
+            *unsupported("--enable-unified-cache-external-linker", args.enable_unified_cache_external_linker),
+            *unsupported("--enable-layernorm-sp", args.enable_layernorm_sp),
+            *unsupported("--enable-kv-cache-sharding", args.enable_kv_cache_sharding),
+            *unsupported("--enable-nvidia-megakernel", args.enable_nvidia_megakernel),
+        ]
 
-def row_of_request(req: Any) -> int:
-    """See sglang_0_5_17."""
-    return int(req.kv.req_pool_idx)
+    # ---- the model
 
+    def uses_mla(self, args: ServerArgs) -> bool:
+        """See Release0517."""
+        from sglang.srt.arg_groups.overrides import use_mla_backend
 
-def mla_draft_backend(fp8: bool) -> str:
-    """See sglang_0_5_17. With FlashMLA's the host waits for the target's prefill before it can launch the draft's: the
-    GPU idled for 14 ms after each prefill pass."""
-    return "flashmla" if fp8 else "fa3"
+        return bool(use_mla_backend(args))
 
+    def _model_config(self, args: ServerArgs) -> Any:
+        from sglang.srt.arg_groups.overrides import model_config_of
 
-def polls_nixl() -> bool:
-    """See sglang_0_5_17. The prefill server reports what has come (transfer_worker, disaggregation/nixl/conn.py:1602).
-    A decode server asks NIXL for nothing: without NIXL's thread no transfer ended in 300 s."""
-    return False
+        return model_config_of(args)
 
+    def tree_of_linear_layers(self) -> str | None:
+        """See Release0517. One tree is for all models."""
+        return None
 
-def shares_in_prefill_graphs() -> bool:
-    """See sglang_0_5_17."""
-    return True
+    # ---- memory
 
+    def row_of_request(self, req: Any) -> int:
+        """See Release0517."""
+        return int(req.kv.req_pool_idx)
 
-def prefill_graph_rows(args: ServerArgs) -> int:
-    """See sglang_0_5_17."""
-    if args.device == "cpu":
-        return int(args.max_prefill_tokens) + max(args.chunked_prefill_size or 0, 0)
-    config = args.cuda_graph_config.prefill
-    return max(config.bs or [0]) if config.backend == "breakable" else 0
+    def wait_before_loading(self, controller: HiCacheController, stream: torch.Stream) -> None:
+        """See Release0517. SGLang has it wait."""
+
+    def polls_nixl(self) -> bool:
+        """See Release0517. The prefill server reports what has come (transfer_worker, disaggregation/nixl/conn.py:1602)
+        and a decode server asks NIXL for nothing: without NIXL's thread no transfer ended in 300 s."""
+        return False
+
+    # ---- passes
+
+    def flash_mla(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """See Release0517."""
+        from sglang.kernels.ops.attention.flash_mla_interface import flash_mla_with_kvcache, get_mla_metadata
+
+        return flash_mla_with_kvcache, get_mla_metadata
+
+    def shares_in_prefill_graphs(self) -> bool:
+        """See Release0517."""
+        return True
+
+    def prefill_graph_rows(self, args: ServerArgs) -> int:
+        """See Release0517."""
+        if args.device == "cpu":
+            return int(args.max_prefill_tokens) + max(args.chunked_prefill_size or 0, 0)
+        config = args.cuda_graph_config.prefill
+        return max(config.bs or [0]) if config.backend == "breakable" else 0
+
+    def write_slots(
+        self, batch: ForwardBatch, translator: KVIndexTranslator, out: torch.Tensor, **ranges: torch.Tensor
+    ) -> None:
+        """See Release0517."""
+        translator.pack_read_stream(batch.kv_loc_plan, req_pool_indices=batch.req_pool_indices, out=out, **ranges)
+
+    # ---- speculative decoding
+
+    def mla_draft_backend(self, fp8: bool) -> str:
+        """See Release0517. With FlashMLA's the host waits for the target's prefill before it can launch the draft's:
+        the GPU idled for 14 ms after each prefill pass."""
+        return "flashmla" if fp8 else "fa3"
+
+    def set_draft_backend(self, args: ServerArgs, name: str) -> None:
+        """See Release0517."""
+        from sglang.srt.arg_groups.overrides import declare_resolution
+
+        declare_resolution(args, BACKEND_NAME, speculative_draft_attention_backend=name)
+
+    def name_draft_backend(self, backend: Any, factory: Any) -> None:
+        """See Release0517. A DraftBackendFactory names what it makes."""
 
 
-def write_slots(batch: ForwardBatch, translator: KVIndexTranslator, out: torch.Tensor, **ranges: torch.Tensor) -> None:
-    """See sglang_0_5_17."""
-    translator.pack_read_stream(batch.kv_loc_plan, req_pool_indices=batch.req_pool_indices, out=out, **ranges)
+def roles_of_disaggregation(args: ServerArgs) -> list[Finding]:
+    """Refuse prefill and decode servers, which were run with 0.5.17 only."""
+    mode = args.disaggregation_mode
+    text = f"--disaggregation-mode {mode} is not supported yet: remove it."
+    return [Finding("--disaggregation-mode", text)] if mode != "null" else []
 
 
-def other_trees() -> list[str]:
-    """None. See sglang_0_5_17."""
-    return []
-
-
-def further_findings(args: ServerArgs) -> list[Finding]:
-    """See sglang_0_5_17. The tree's part on the host was tried here, but neither with drafts nor with our FP8 rows, of
-    whose length SGLang has to be told in another way than before."""
-    on_host, fp8 = args.enable_hierarchical_cache, args.kv_cache_dtype == "fp8_e4m3"
-    return [
-        *sglang_0_5_18.roles_of_disaggregation(args),
-        *unsupported("--enable-hierarchical-cache beside --kv-cache-dtype fp8_e4m3", on_host and fp8),
-        *sglang_0_5_18.host_cache_with_drafts(args),
-        *sglang_0_5_20.new_flags(args),
-        *unsupported("--enable-kv-cache-sharding", args.enable_kv_cache_sharding),
-        *unsupported("--enable-nvidia-megakernel", args.enable_nvidia_megakernel),
-    ]
+def host_cache_with_drafts(args: ServerArgs) -> list[Finding]:
+    """Refuse both at once: rows of NEXTN's drafts are meant to be in one pool on the host with the model's, which may
+    be of another length, and the tree makes a pool without them."""
+    given = args.enable_hierarchical_cache and args.speculative_algorithm is not None
+    return unsupported("--enable-hierarchical-cache beside --speculative-algorithm", given)

@@ -1,40 +1,32 @@
-"""A radix tree whose nodes are known by numbers, read through a mirror of the part that requests hold.
+"""Reader of SGLang 0.5.23's radix tree, whose nodes have numbers, through a mirror of the part that requests hold.
 
-SGLang's tree from 0.5.20 on answers two questions about a node: what the path to it is, which costs the length of the
-path, and whether the node is still there. It counts no holders that could be read. So what is known of it is kept in
-mirror.py; this ties that to the planner's protocol.
+The tree's core answers two questions about a node: what the path to it is, which costs the length of the path, and
+whether the node is still there. It counts no holders that could be read. So what is known of it is kept in mirror.py;
+this ties that to the planner's protocol.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.adapter.compat.mirror import Mirror, MirrorNode, PathNode
 from sglang_mla_ext.adapter.compat.shared_nodes import Forks, all_above, find_with, with_whole_paths
+from sglang_mla_ext.adapter.compat.tree_view import TreeView, UnsupportedTree
 from sglang_mla_ext.prefix.tree import SharedTree
 
 if TYPE_CHECKING:
     import torch
     from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import UnifiedTreeCoreInterface
 
 _RID, _LAST_NODE = attrgetter("rid"), attrgetter("last_node")
 
 
-class UnsupportedTree(RuntimeError):
-    """SGLang runs with a prefix cache that this package cannot read."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"hybrid_mla finds shared prefixes in SGLang's own radix tree, and this server has {name}. Remove "
-            "--disable-radix-cache and --radix-cache-backend, and unset SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND."
-        )
-
-
-class NumberedTree(ABC):
-    """Reads paths out of SGLang's tree; changes nothing in it. Handles are the mirror's nodes.
+class NumberedTreeView(TreeView):
+    """See TreeView. Handles are the mirror's nodes.
 
     A running request holds `last_node`, the number of the node where its cached prefix ends, and locks it and all above
     it, so their slots neither move nor get a new owner while it runs. When a later request diverges inside a node,
@@ -43,23 +35,31 @@ class NumberedTree(ABC):
     somebody holds the node.
     """
 
-    def __init__(self, core: Any) -> None:
+    def __init__(self, tree_cache: BasePrefixCache) -> None:
+        """Any core will do: SGLang takes the one in Python where that in Rust lacks something.
+
+        Raises:
+            UnsupportedTree: another kind of prefix cache, or none.
         """
-        Args:
-            core: the tree itself, which SGLang's prefix cache owns.
-        """
-        self._core = core
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+        if not isinstance(tree_cache, UnifiedRadixCache) or tree_cache.disable:
+            raise UnsupportedTree(
+                "hybrid_mla finds shared prefixes in SGLang's own radix tree, and this server has "
+                f"{type(tree_cache).__name__}. Remove --disable-radix-cache and --radix-cache-backend, and unset "
+                "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND."
+            )
+        self._core: UnifiedTreeCoreInterface = tree_cache.tree_core
         self._mirror = Mirror(self._paths)
         self._forks = Forks()
 
-    @abstractmethod
     def _paths(self, ids: Sequence[int]) -> list[Sequence[PathNode]]:
-        """Paths from below the root to these nodes.
+        """Return the paths from below the root to these nodes.
 
         Raises:
             KeyError: one of them is not in the tree.
         """
-        ...
+        return list(self._core.collect_path_info(ids))
 
     def state(self, requests: Sequence[Req]) -> Hashable:
         """See prefix.tree.Tree."""
@@ -73,9 +73,7 @@ class NumberedTree(ABC):
         """See prefix.tree.Tree."""
         return held
 
-    def shared(
-        self, requests: Sequence[Req], also: Collection[MirrorNode] = (), whole: Collection[int] = ()
-    ) -> SharedTree:
+    def shared(self, requests: Sequence[Req], also: Collection[Any] = (), whole: Collection[int] = ()) -> SharedTree:
         """See prefix.tree.Tree. A split that was made for a request that never was in a call is not seen: its two nodes
         count as one, which all who hold its end share.
 
@@ -90,11 +88,11 @@ class NumberedTree(ABC):
         else:
             forks, all_found = self._forks.find(found)
         nodes, parents, deepest, all_listed = all_above(with_whole_paths(forks, found, whole))
-        node_ends = [node.end for node in nodes]  # type: ignore[attr-defined]
+        node_ends = [node.end for node in nodes]
         return SharedTree(nodes, parents, node_ends, deepest, complete and all_found and all_listed)
 
     def forget(self) -> None:
-        """Lets go of the nodes of earlier calls: no request is left, or the tree was flushed."""
+        """See prefix.tree.Tree."""
         self._forks.forget()
         self._mirror.forget()
 
@@ -120,8 +118,7 @@ class NumberedTree(ABC):
         return True
 
     def slots(self, node: MirrorNode, node_end: int, start: int, end: int) -> torch.Tensor:
-        """The pool slots `[end - start]` (int64) of tokens `[start, end)` of the path that ends in this node, which
-        ends `node_end` tokens behind the root. A request holds the node."""
+        """See TreeView."""
         last, above = node, node.parent
         assert above is not None, "the root has no tokens"
         while above.end > start and above.parent is not None:
