@@ -59,9 +59,9 @@ def scenario_our_buffers_are_sized_by_what_sglangs_configurator_knows() -> None:
     """Over an FP8 cache there are some in every mode, and their page tables follow the limit on running requests."""
     from sglang.srt.mem_cache import kv_cache_configurator
 
+    from sglang_mla_ext.adapter.build import budget
     from sglang_mla_ext.adapter.latent.protocol import LatentSizes
     from sglang_mla_ext.adapter.launch import riding as launch_riding
-    from sglang_mla_ext.adapter.step import budget
 
     schedule = SimpleNamespace(max_running_requests=None)
     kv_cache_configurator.get_schedule = lambda: schedule
@@ -123,7 +123,8 @@ def scenario_the_factory_refuses_what_cannot_work() -> None:
 def scenario_the_factory_hands_the_budget_to_the_build() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from sglang_mla_ext.adapter.step import build, hooks
+    from sglang_mla_ext.adapter.build import assemble
+    from sglang_mla_ext.adapter.step import hooks
 
     built, steps = [], SimpleNamespace(spreading=None)
 
@@ -132,7 +133,7 @@ def scenario_the_factory_hands_the_budget_to_the_build() -> None:
         built.append((runner, options.mode, budget_bytes))
         return "backend", steps, None
 
-    build.build = record
+    assemble.build = record
     for cache in (torch.bfloat16, FP8):
         runner = make_runner(dtype=torch.bfloat16, kv_cache_dtype=cache)
         with options(mode="naive", prefix_memory_gb=0.25):

@@ -15,8 +15,8 @@ import torch
 from decode_world import World
 from doubles import MIB, server_args
 
+from sglang_mla_ext.adapter.build import budget
 from sglang_mla_ext.adapter.latent.protocol import LatentSizes
-from sglang_mla_ext.adapter.step import budget
 from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.kernels import dispatch

@@ -12,8 +12,9 @@ import pytest
 import test_limits
 import torch
 
+from sglang_mla_ext.adapter.build import expanding
 from sglang_mla_ext.adapter.launch import limits, spread
-from sglang_mla_ext.adapter.step import build_expanding, spreading
+from sglang_mla_ext.adapter.step import spreading
 from sglang_mla_ext.adapter.step.spreading import Spreading
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
@@ -92,17 +93,17 @@ def test_who_may_store_into_the_memory_of_others(nodes: int, how: str, expected:
 def test_ranks_that_reach_no_others_memory_exchange_by_nccl(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def zeros(peers: build_expanding.Peers, count: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def zeros(peers: expanding.Peers, count: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if not reached:
             raise RuntimeError("no handle")
         return torch.zeros(count, dtype=dtype)
 
     group = SimpleNamespace(device_group=SimpleNamespace(group_name="all"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(build_expanding.Peers, "zeros", zeros)
+    monkeypatch.setattr(expanding.Peers, "zeros", zeros)
     caplog.set_level(logging.INFO)
     for reached in (True, False):
-        assert build_expanding.reach_each_other(group) == reached
+        assert expanding.reach_each_other(group) == reached
         assert ("by NCCL" in caplog.text) != reached
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang_mla_ext.adapter.build import budget
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.launch import riding
-from sglang_mla_ext.adapter.step import budget
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.adapter.step.riding import is_extend, select_last_rows
 from sglang_mla_ext.adapter.step.worker import guarded, worker

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_mla_ext.adapter.step.budget import naive_tiles
+from sglang_mla_ext.adapter.build.budget import naive_tiles
 from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes
 from sglang_mla_ext.adapter.step.passing import Passing
 from sglang_mla_ext.adapter.step.ranks import tp_group

@@ -10,6 +10,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_mla_ext.adapter.build.budget import (
+    STORAGE_DTYPES,
+    max_requests,
+    max_rows,
+    max_tokens,
+    needs_latent,
+    prefill_graph_rows,
+    tries_grouped,
+)
+from sglang_mla_ext.adapter.build.expanding import (
+    all_ranks_agree,
+    latent_dtype,
+    make_expanding,
+    make_passing,
+    reach_each_other,
+)
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.host_cache import wait_for_layer
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
@@ -19,22 +35,6 @@ from sglang_mla_ext.adapter.launch import riding as launch_riding
 from sglang_mla_ext.adapter.launch import spread as launch_spread
 from sglang_mla_ext.adapter.launch.reach import Reach
 from sglang_mla_ext.adapter.step.backend import HybridMLABackend
-from sglang_mla_ext.adapter.step.budget import (
-    STORAGE_DTYPES,
-    max_requests,
-    max_rows,
-    max_tokens,
-    needs_latent,
-    prefill_graph_rows,
-    tries_grouped,
-)
-from sglang_mla_ext.adapter.step.build_expanding import (
-    all_ranks_agree,
-    latent_dtype,
-    make_expanding,
-    make_passing,
-    reach_each_other,
-)
 from sglang_mla_ext.adapter.step.layer import (
     attention_layers,
     hand_over_queries,
