@@ -75,8 +75,8 @@ PLAIN_ABSORB = {
     "adapter/step/preparation.py Preparation._write_plan",
     "adapter/step/passes.py Kind.is_step",
     "adapter/step/passes.py Kind.of",
-    "adapter/step/stock_torch.py TorchStock.extend",
-    "adapter/step/stock_torch.py after_support_triton",
+    "adapter/stock/torch_native.py TorchStock.extend",
+    "adapter/stock/torch_native.py after_support_triton",
 }
 """What a step is taken through that shares nothing. SGLang's own backends have no other way either."""
 
@@ -117,11 +117,11 @@ ON_A_GPU = {
     "adapter/step/nextn.py around_eh_norm": "instead of SGLang's",
     "adapter/step/passing.py Passing._pieces.piece": "before a prefill pass",
     "adapter/step/spreading.py gather_over.gather": "a vote, of several ranks",
-    "adapter/step/stock_flashmla.py with_rows": "SGLang's prefill, where ranks divide heads and requests",
-    "adapter/step/stock_torch.py TorchStock._extend_over_fp8": "plain absorb, over a cache in FP8",
-    "adapter/step/stock_torch.py TorchTails.run": "in a layer, from 0.5.23 on",
-    "adapter/step/tails_flashinfer.py FlashInferTails._rows": "before a prefill pass, from 0.5.23 on",
-    "adapter/step/tails_flashinfer.py FlashInferTails.plan": "before a prefill pass, from 0.5.23 on",
+    "adapter/stock/flashmla.py with_rows": "SGLang's prefill, where ranks divide heads and requests",
+    "adapter/stock/torch_native.py TorchStock._extend_over_fp8": "plain absorb, over a cache in FP8",
+    "adapter/stock/torch_native.py TorchTails.run": "in a layer, from 0.5.23 on",
+    "adapter/stock/flashinfer_tails.py FlashInferTails._rows": "before a prefill pass, from 0.5.23 on",
+    "adapter/stock/flashinfer_tails.py FlashInferTails.plan": "before a prefill pass, from 0.5.23 on",
     "kernels/absorb/grouped.py GroupedAbsorb.__init__": "start",
     "kernels/absorb/grouped.py GroupedAbsorb._in_strips": "in a layer",
     "kernels/absorb/grouped.py GroupedAbsorb._stage": "writing a plan",

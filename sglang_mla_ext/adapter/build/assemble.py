@@ -49,7 +49,7 @@ from sglang_mla_ext.adapter.step.riding import Riding
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.adapter.step.spreading import Spreading, gather_over
 from sglang_mla_ext.adapter.step.steps import PrefillSharing, Steps
-from sglang_mla_ext.adapter.step.stock import Stock
+from sglang_mla_ext.adapter.stock.protocol import Stock
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
@@ -310,10 +310,10 @@ def stock_and_latent(
     pool, req_to_token = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
     if torch.device(runner.device).type != "cuda":
         from sglang_mla_ext.adapter.cpu.latent_torch import TorchLatent
-        from sglang_mla_ext.adapter.step.stock_torch import TorchStock
+        from sglang_mla_ext.adapter.stock.torch_native import TorchStock
 
         return TorchStock(runner), TorchLatent(pool, req_to_token, grouped=grouped, query_tokens=query_tokens)
-    from sglang_mla_ext.adapter.step.stock_flashmla import FlashMLAStock
+    from sglang_mla_ext.adapter.stock.flashmla import FlashMLAStock
 
     heads, layer_id = layers[0].num_local_heads, layers[0].attn_mqa.layer_id
     common = dict(heads=heads, layer_id=layer_id, grouped=grouped, query_tokens=query_tokens)

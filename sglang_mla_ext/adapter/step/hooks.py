@@ -101,7 +101,7 @@ def install() -> None:
             hooks_riding.after_sync_gather
         )
     if not torch.cuda.is_available():
-        from sglang_mla_ext.adapter.step.stock_torch import after_support_triton
+        from sglang_mla_ext.adapter.stock.torch_native import after_support_triton
 
         after[f"{_SRT}.utils.common.support_triton"] = after_support_triton
     before = {
