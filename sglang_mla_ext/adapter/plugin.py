@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature
-from sglang_mla_ext.adapter.cpu import standins
+from sglang_mla_ext.adapter.cpu import stubs
 from sglang_mla_ext.adapter.launch import dp_routing, features, limits, spread, status_routes
 from sglang_mla_ext.options import HybridMLAOptions, OptionError, add_flags, flags_to_env, given
 
@@ -43,11 +43,11 @@ def register() -> None:
     HookRegistry.register(f"{SERVER_ARGS}.add_cli_args", _after_add_cli_args, HookType.AFTER)
     HookRegistry.register(f"{SERVER_ARGS}.from_cli_args", _before_from_cli_args, HookType.BEFORE)
     HookRegistry.register(f"{SERVER_ARGS}.{installed.RESOLVED_BY}", _around_resolution, HookType.AROUND)
-    if os.environ.get(standins.INSTALLED_VARIABLE) == "1":
-        from sglang_mla_ext.adapter.cpu import dp_attention, drafts, extend, gaps, linear_attention
+    if os.environ.get(stubs.INSTALLED_VARIABLE) == "1":
+        from sglang_mla_ext.adapter.cpu import dp_attention, drafts, extend, linear_attention, missing_ops
 
-        standins.let_torch_native_run_mla()
-        gaps.install()
+        stubs.let_torch_native_run_mla()
+        missing_ops.install()
         dp_attention.install()
         linear_attention.install()
         drafts.install()

@@ -16,9 +16,9 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.utils import common
 
-from sglang_mla_ext.adapter.cpu import standins
+from sglang_mla_ext.adapter.cpu import stubs
 
-os.environ.pop(standins.INSTALLED_VARIABLE, None)
+os.environ.pop(stubs.INSTALLED_VARIABLE, None)
 common.get_cpu_memory_capacity = lambda: 24576.0  # MiB; a virtual machine's own changes while the children run
 
 MODEL, ASKED, MODE = sys.argv[1], "SGLANG_HYBRID_MLA_ASKED", "SGLANG_HYBRID_MLA_MODE"
@@ -185,8 +185,8 @@ def scenario_speculation():
 
 def scenario_worker():
     os.environ[ASKED] = "1"
-    if standins.needed():
-        os.environ[standins.INSTALLED_VARIABLE] = "1"
+    if stubs.needed():
+        os.environ[stubs.INSTALLED_VARIABLE] = "1"
     load_plugins()
     from sglang_mla_ext.adapter.compat import contract
     from sglang_mla_ext.adapter.step import hooks
@@ -219,8 +219,8 @@ def scenario_other_features_gone():
     handler.emit = lambda record: errors.append(record.getMessage())
     logging.getLogger().addHandler(handler)
     os.environ[ASKED] = "1"
-    if standins.needed():
-        os.environ[standins.INSTALLED_VARIABLE] = "1"
+    if stubs.needed():
+        os.environ[stubs.INSTALLED_VARIABLE] = "1"
     load_plugins()
     import torch
 

@@ -23,7 +23,7 @@ from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.contract import ContractError, installed_version
 from sglang_mla_ext.adapter.compat.findings import Finding
 from sglang_mla_ext.adapter.compat.syntax import without_collector
-from sglang_mla_ext.adapter.cpu import feigned
+from sglang_mla_ext.adapter.cpu import fake_gpu
 from sglang_mla_ext.adapter.launch import checkpoints, hardware, launch_line, limits, reach, tried
 from sglang_mla_ext.adapter.launch.launch_line import MODEL_FLAGS, LaunchLine
 from sglang_mla_ext.adapter.launch.limits import Refusal
@@ -81,7 +81,7 @@ def examiner() -> Iterator[Callable[[LaunchLine], Examination]]:
         stack.enter_context(without_collector())
         stack.enter_context(patch.object(torch, "compile", _not_compiled))
         if not torch.cuda.is_available():
-            stack.enter_context(feigned.hopper())
+            stack.enter_context(fake_gpu.hopper())
         from sglang.srt.plugins import load_plugins
 
         with _silence():
