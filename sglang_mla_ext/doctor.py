@@ -45,8 +45,8 @@ def machine(console: Console, as_json: bool) -> int:
 
 def command(words: Sequence[str], console: Console, as_json: bool) -> int:
     """Say what a launch command would come to; an exit status."""
+    from sglang_mla_ext.adapter.launch.import_stubs import stub_imports
     from sglang_mla_ext.adapter.launch.launch_line import LaunchLineError, read
-    from sglang_mla_ext.adapter.launch.left_out import left_out
 
     gpu, _ = gpu_here()
     try:
@@ -62,7 +62,7 @@ def command(words: Sequence[str], console: Console, as_json: bool) -> int:
         return DOES_NOT
     waiting = console.status("SGLang reads the command ...") if console.is_terminal and not as_json else nullcontext()
     # With a GPU SGLang imports more, which may need it.
-    with waiting, nullcontext() if gpu else left_out():
+    with waiting, nullcontext() if gpu else stub_imports():
         from sglang_mla_ext.adapter.launch import examine
 
         with examine.examiner() as examined:
@@ -95,12 +95,12 @@ def _as_text(found: Examination, line: LaunchLine, gpu: str | None) -> list[str]
     said = [f"{found.outcome}{where}{but}", *(f"  {finding.text}" for finding in found.findings)]
     said += [found.elsewhere] if found.elsewhere else []
     said += [IN_IMAGE] if line.image or line.container else []
-    if found.how_far is None:
+    if found.tested is None:
         return said
     said += [f"  change: {change}" for change in found.changes]
     said += [f"  warning: {warning}" for warning in found.warnings]
-    said.append(f"how far it was run with SGLang {found.how_far.version}: {found.how_far}")
-    said += [found.reach] if found.reach else []
+    said.append(f"how far it was run with SGLang {found.tested.version}: {found.tested}")
+    said += [found.memory_report] if found.memory_report else []
     said.append(f"set by itself: {', '.join(found.settings) or 'nothing'}")
     said += [f"{path} is taken for {name}" for path, name in found.models.items() if path != name]
     if (found.line.environment, found.line.arguments) != (line.environment, line.arguments):
@@ -111,7 +111,7 @@ def _as_text(found: Examination, line: LaunchLine, gpu: str | None) -> list[str]
 def _as_json(found: Examination, gpu: str | None) -> dict[str, Any]:
     from sglang_mla_ext.adapter.launch import launch_line
 
-    run = found.how_far
+    run = found.tested
     return {
         "outcome": found.outcome,
         "sglang": installed_version(),
@@ -120,7 +120,7 @@ def _as_json(found: Examination, gpu: str | None) -> dict[str, Any]:
         "changes": list(found.changes),
         "warnings": list(found.warnings),
         "run": run and {"place": run.place, "sglang": run.version, "parts": [part._asdict() for part in run.parts]},
-        "reach": found.reach,
+        "reach": found.memory_report,
         "elsewhere": found.elsewhere,
         "in_image": IN_IMAGE if found.line.image or found.line.container else None,
         "caveat": found.caveat,

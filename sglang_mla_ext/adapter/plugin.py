@@ -19,7 +19,7 @@ from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature
 from sglang_mla_ext.adapter.cpu import stubs
-from sglang_mla_ext.adapter.launch import dp_routing, features, limits, spread, status_routes
+from sglang_mla_ext.adapter.launch import dp_routing, features, limits, sharded_prefixes, status_routes
 from sglang_mla_ext.options import HybridMLAOptions, OptionError, add_flags, flags_to_env, given
 
 if TYPE_CHECKING:
@@ -101,10 +101,10 @@ def _around_resolution(original: Callable[..., None], server_args: ServerArgs, *
         limits.check(server_args, gpu and (gpu.major, gpu.minor), memory_bytes)
         for warning in limits.warnings(installed.resolved(server_args), on_gpu, memory_bytes):
             logger.warning("hybrid_mla: %s", warning)
-        if spread.ranks(installed.resolved(server_args), options, on_gpu) > 1:
+        if sharded_prefixes.ranks(installed.resolved(server_args), options, on_gpu) > 1:
             contract.check([Feature.SPREAD, Feature.RIDING])  # the latter asks ranks before each pass, too
             if on_gpu:
-                spread.set_environment(os.environ)
+                sharded_prefixes.set_environment(os.environ)
         os.environ[ASKED_VARIABLE] = "1"
         status_routes.install()
         if options.dp_routing == "prefix":

@@ -61,7 +61,7 @@ def scenario_our_buffers_are_sized_by_what_sglangs_configurator_knows() -> None:
 
     from sglang_mla_ext.adapter.build import budget
     from sglang_mla_ext.adapter.latent.protocol import LatentSizes
-    from sglang_mla_ext.adapter.launch import riding as launch_riding
+    from sglang_mla_ext.adapter.launch import mixed_steps
 
     schedule = SimpleNamespace(max_running_requests=None)
     kv_cache_configurator.get_schedule = lambda: schedule
@@ -76,7 +76,7 @@ def scenario_our_buffers_are_sized_by_what_sglangs_configurator_knows() -> None:
             return 12345
 
     budget.latent_kind = lambda fp8: Kind
-    launch_riding._predicted = lambda args: 256
+    mixed_steps._predicted = lambda args: 256
     server = dict(device="cuda", kv_cache_dtype=FP8, model_dtype=torch.bfloat16)
     for limit, ranks, requests, riding in (
         *((None, 1, 4096, 0), (1000, 1, 1000, 0), (1000, 8, 125, 0)),

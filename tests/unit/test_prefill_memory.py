@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import test_limits
-from test_spread_at_launch import EIGHT
+from test_sharded_prefixes_at_launch import EIGHT
 
 from sglang_mla_ext.adapter.launch import limits
 from sglang_mla_ext.adapter.launch.prefill_memory import VARIABLE

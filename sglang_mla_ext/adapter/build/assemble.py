@@ -29,11 +29,8 @@ from sglang_mla_ext.adapter.build.expanding import (
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.host_cache import wait_for_layer
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
-from sglang_mla_ext.adapter.launch import passing as launch_passing
-from sglang_mla_ext.adapter.launch import reach
-from sglang_mla_ext.adapter.launch import riding as launch_riding
-from sglang_mla_ext.adapter.launch import spread as launch_spread
-from sglang_mla_ext.adapter.launch.reach import Reach
+from sglang_mla_ext.adapter.launch import mixed_steps, prefix_memory_report, sharded_prefixes, transient_expansion
+from sglang_mla_ext.adapter.launch.prefix_memory_report import PrefixMemoryReport
 from sglang_mla_ext.adapter.step.backend import HybridMLABackend
 from sglang_mla_ext.adapter.step.layer import (
     attention_layers,
@@ -96,17 +93,17 @@ def build(
     query_tokens = installed.draft_tokens(runner.server_args)
     on_gpu = torch.device(runner.device).type == "cuda"
     args = installed.resolved(runner.server_args)
-    riding_tokens = launch_riding.tokens(args, options, on_gpu)
+    riding_tokens = mixed_steps.tokens(args, options, on_gpu)
     if options.mixed_tokens and not riding_tokens:
-        reason = launch_riding.in_the_way(args, on_gpu)
+        reason = mixed_steps.in_the_way(args, on_gpu)
         logger.warning("hybrid_mla: --hybrid-mla-mixed-tokens has no effect here, because of %s", reason)
     heads, step_rows = layers[0].num_local_heads, max_rows(requests, query_tokens, riding_tokens)
     step_requests, context_len = max_rows(requests, query_tokens) // query_tokens, runner.model_config.context_len
     prefix_dtype = STORAGE_DTYPES.get(options.prefix_dtype, latent_dtype(runner))
-    ranks = launch_spread.ranks(args, options, on_gpu)
+    ranks = sharded_prefixes.ranks(args, options, on_gpu)
     cost = cost_model(runner, layers, prefix_dtype, query_tokens, ranks)
     check_alike(rules(options, cost.rates, riding_tokens))  # before ranks ask each other anything
-    by_stores = ranks > 1 and launch_spread.may_store(args, options)
+    by_stores = ranks > 1 and sharded_prefixes.may_store(args, options)
     if by_stores and options.spread == "auto":
         by_stores = on_gpu and all_ranks_agree(tp_group())(reach_each_other(tp_group()))
     if by_stores:
@@ -119,7 +116,7 @@ def build(
     if options.mode == "grouped_absorb" and latent.grouped_page is None and not counters.fallbacks:
         counters.fall_back(f"grouped absorb does not run here with {heads} heads: every step is plain absorb")
 
-    ours = launch_passing.is_ours(args)
+    ours = transient_expansion.is_ours(args)
     passing = None
     if options.passing_tokens and ours:
         passing = make_passing(runner, layers, options.passing_tokens, cost.rates, counters, memory)
@@ -143,7 +140,9 @@ def build(
     if buffers is not None and installed.dp_attention_ranks(args) > 1:
         token_bytes, routes = buffers.bytes // (buffers.chunks * CHUNK_TOKENS), options.dp_routing == "prefix"
         sizes = buffers.bytes, token_bytes, buffers.heads, len(layers), buffers.dtype.itemsize
-        reach.say(Reach(*sizes, routes, ranks, launch_spread.in_the_way(args, options, on_gpu) is None))
+        prefix_memory_report.log(
+            PrefixMemoryReport(*sizes, routes, ranks, sharded_prefixes.in_the_way(args, options, on_gpu) is None)
+        )
     pool = ExpandedPool(buffers.chunks if buffers else 0, CHUNK_TOKENS)
     capacity = Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * ranks * (step_rows // query_tokens))
     spreads = ranks > 1 and shared is not None

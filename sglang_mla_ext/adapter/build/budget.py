@@ -12,7 +12,7 @@ import torch
 
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention, LatentSizes
-from sglang_mla_ext.adapter.launch import passing, riding, spread
+from sglang_mla_ext.adapter.launch import mixed_steps, sharded_prefixes, transient_expansion
 from sglang_mla_ext.adapter.step.layer import attention_layers
 from sglang_mla_ext.adapter.step.passing import Passing
 from sglang_mla_ext.adapter.step.prefill_graph import PrefillGraph
@@ -63,9 +63,11 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
     default = default_bytes(available, buffers, token, beside, always=options.mode == "naive")
     if not default:
         on_gpu = torch.device(configurator.device).type == "cuda"
-        in_the_way = spread.in_the_way(installed.resolved(configurator.server_args), options, on_gpu)
+        in_the_way = sharded_prefixes.in_the_way(installed.resolved(configurator.server_args), options, on_gpu)
         together = (
-            f"hold prefixes together ({spread.FLAG} auto), " if options.spread == "off" and not in_the_way else ""
+            f"hold prefixes together ({sharded_prefixes.FLAG} auto), "
+            if options.spread == "off" and not in_the_way
+            else ""
         )
         logger.warning(
             "hybrid_mla: no prefix stays expanded by default here: %.0f %% of the %.1f GiB for the KV cache hold %d "
@@ -85,7 +87,7 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
 def with_passing(available: int, configurator: KVCacheConfigurator, options: HybridMLAOptions) -> HybridMLAOptions:
     """The options with what `with_default` says of prefill."""
     device = torch.device(configurator.device)
-    if not passing.by_default(installed.resolved(configurator.server_args), options, device.type == "cuda"):
+    if not transient_expansion.by_default(installed.resolved(configurator.server_args), options, device.type == "cuda"):
         return options
     tokens = passing_tokens(attention_layers(configurator)[0].num_local_heads)
     taken = passing_bytes(configurator, tokens)
@@ -97,7 +99,7 @@ def token_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) ->
     """Of an expanded token on this rank, in all layers."""
     layers = attention_layers(configurator)
     on_gpu = torch.device(configurator.device).type == "cuda"
-    ranks = spread.ranks(installed.resolved(configurator.server_args), options, on_gpu)
+    ranks = sharded_prefixes.ranks(installed.resolved(configurator.server_args), options, on_gpu)
     cache = FP8 if configurator.kv_cache_dtype == FP8 else configurator.model_dtype
     chunk = ExpandedBuffers.bytes_per_chunk(
         layers=len(layers),
@@ -160,11 +162,11 @@ def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -
     rates = rates_for(torch.cuda.get_device_name() if on_gpu else "cpu")
     taken = passing_bytes(configurator, options.passing_tokens)
     taken += prefill_graph_bytes(configurator, prefill_graph_rows(args))
-    grouped = tries_grouped(options, rates, spread.ranks(args, options, on_gpu))
+    grouped = tries_grouped(options, rates, sharded_prefixes.ranks(args, options, on_gpu))
     if not on_gpu or not needs_latent(options, grouped=grouped, stock_decodes=not fp8):
         return taken
     requests, query_tokens = installed.most_requests(configurator), installed.draft_tokens(configurator.server_args)
-    riding_tokens = riding.tokens(args, options, on_gpu)
+    riding_tokens = mixed_steps.tokens(args, options, on_gpu)
     sizes = LatentSizes(
         heads=layer.num_local_heads,
         kv_lora_rank=layer.kv_lora_rank,
@@ -197,7 +199,7 @@ def passing_bytes(configurator: KVCacheConfigurator, tokens: int) -> int:
 def prefill_graph_rows(args: ServerArgs) -> int:
     """Rows of our buffers for prefill graphs: SGLang pads passes to a multiple of the attention ranks. 0 where prefill
     is another backend's, or runs without graphs. `args` are resolved."""
-    rows = installed.prefill_graph_rows(args) if passing.is_ours(args) else 0
+    rows = installed.prefill_graph_rows(args) if transient_expansion.is_ours(args) else 0
     return -(-rows // MAX_RANKS) * MAX_RANKS
 
 

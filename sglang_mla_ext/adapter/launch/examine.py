@@ -24,7 +24,14 @@ from sglang_mla_ext.adapter.compat.contract import ContractError, installed_vers
 from sglang_mla_ext.adapter.compat.findings import Finding
 from sglang_mla_ext.adapter.compat.syntax import without_collector
 from sglang_mla_ext.adapter.cpu import fake_gpu
-from sglang_mla_ext.adapter.launch import checkpoints, hardware, launch_line, limits, reach, tried
+from sglang_mla_ext.adapter.launch import (
+    checkpoints,
+    hardware,
+    launch_line,
+    limits,
+    prefix_memory_report,
+    tested_configurations,
+)
 from sglang_mla_ext.adapter.launch.launch_line import MODEL_FLAGS, LaunchLine
 from sglang_mla_ext.adapter.launch.limits import Refusal
 from sglang_mla_ext.adapter.launch.remedies import apply, in_words, said_by_sglang
@@ -53,8 +60,8 @@ class Examination(NamedTuple):
         settings: flags that are set without being asked for.
         models: the models that the line names, by the names that they were taken for.
         warnings: what the server does without, though it runs.
-        how_far: a server like it was run; None where it does not start.
-        reach: how far its memory reaches, with DP attention.
+        tested: a server like it was run; None where it does not start.
+        memory_report: how much of a prompt its prefix memory holds, with DP attention.
         elsewhere: that it runs another SGLang than it was examined with.
         caveat: that decode gains nothing, though it works.
     """
@@ -66,8 +73,8 @@ class Examination(NamedTuple):
     settings: list[str]
     models: dict[str, str]
     warnings: Sequence[str] = ()
-    how_far: tried.HowFar | None = None
-    reach: str | None = None
+    tested: tested_configurations.Tested | None = None
+    memory_report: str | None = None
     elsewhere: str | None = None
     caveat: str | None = None
 
@@ -162,9 +169,9 @@ def _of_server(line: LaunchLine, args: ServerArgs) -> dict[str, Any]:
             *limits.warnings(resolved, True, torch.cuda.get_device_properties(0).total_memory),
             *filter(None, [contract.untested() if line.image is None else None]),
         ],
-        "how_far": tried.how_far(tried.parts_of(args, options), version),
-        "reach": reach.predicted(resolved, options),
-        "caveat": reach.caveat(resolved, options),
+        "tested": tested_configurations.tested(tested_configurations.parts_of(args, options), version),
+        "memory_report": prefix_memory_report.predicted(resolved, options),
+        "caveat": prefix_memory_report.caveat(resolved, options),
     }
 
 

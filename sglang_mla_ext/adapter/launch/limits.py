@@ -9,7 +9,7 @@ import torch
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.compat.findings import Finding, unsupported
-from sglang_mla_ext.adapter.launch import models, passing, prefill_memory, riding, spread
+from sglang_mla_ext.adapter.launch import mixed_steps, models, prefill_memory, sharded_prefixes, transient_expansion
 from sglang_mla_ext.adapter.launch.remedies import with_remedies
 from sglang_mla_ext.kernels.sizes import PAGE_TOKENS
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
@@ -179,7 +179,7 @@ def _findings(args: ServerArgs, compute_capability: tuple[int, int] | None) -> l
     further: list[Finding] = installed.further_findings(args)
     if "--disaggregation-mode" not in [each.code for each in further]:
         found += _disaggregation_findings(args)
-    reason = riding.mixing_in_the_way(args, on_gpu)
+    reason = mixed_steps.mixing_in_the_way(args, on_gpu)
     if HybridMLAOptions.from_env().mixed_tokens == 0:
         reason = "--hybrid-mla-mixed-tokens 0"
     if args.enable_mixed_chunk and reason is not None:
@@ -241,7 +241,7 @@ def warnings(args: ServerArgs, on_gpu: bool, memory_bytes: int | None = None) ->
             f"prefill runs {prefill}, which reads no expanded prefix: prompts are computed over the latent cache, as "
             f"without {BACKEND_NAME}; without --prefill-attention-backend they are computed over what is expanded."
         )
-    if (vain := spread.warning(args, HybridMLAOptions.from_env(), on_gpu)) is not None:
+    if (vain := sharded_prefixes.warning(args, HybridMLAOptions.from_env(), on_gpu)) is not None:
         found.append(vain)
     if (short := prefill_memory.warning(args, memory_bytes)) is not None:
         found.append(short)
@@ -396,7 +396,7 @@ def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
             "--disable-chunked-prefix-cache": args.disable_chunked_prefix_cache,
         }
         graphs = installed.prefill_graph_backend(args) != "disabled"
-        if graphs and not (installed.shares_in_prefill_graphs() and passing.is_ours(args)):
+        if graphs and not (installed.shares_in_prefill_graphs() and transient_expansion.is_ours(args)):
             text = (
                 "--kv-cache-dtype fp8_e4m3 needs prefill without CUDA graphs: remove what sets "
                 "--cuda-graph-backend-prefill."

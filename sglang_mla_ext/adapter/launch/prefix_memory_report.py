@@ -1,5 +1,8 @@
-"""How far a budget for expanded prefixes reaches: said at launch and by `sglang-mla doctor` with DP attention, where a
-rank has all heads of its requests, or more of them than with as many ranks of tensor parallelism."""
+"""Report how much of a long prompt the budget for expanded prefixes holds, at launch and in `sglang-mla doctor`.
+
+Only with DP attention, where a rank has all heads of its requests, or more of them than with as many ranks of tensor
+parallelism.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from sglang_mla_ext.adapter.compat import installed
-from sglang_mla_ext.adapter.launch import models, spread
+from sglang_mla_ext.adapter.launch import models, sharded_prefixes
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 from sglang_mla_ext.prefix.default_memory import default_bytes
@@ -25,14 +28,14 @@ PROMPT_TOKENS = 26_472
 """Of the longest of TyphoonMLA's system prompts, which docs/performance.md measures with."""
 
 
-class Reach(NamedTuple):
+class PrefixMemoryReport(NamedTuple):
     """A budget, and what a token of an expanded prefix takes of it, on one GPU.
 
     Attributes:
         heads: of expanded prefixes.
         element_bytes: of expanded prefixes, 2 or 1.
         routes: whether requests are sent to ranks by their prefixes.
-        ranks: that hold expanded prefixes together; may_spread: whether all could, if they do not.
+        ranks: that hold expanded prefixes together; may_shard: whether all could, if they do not.
     """
 
     budget_bytes: int
@@ -42,7 +45,7 @@ class Reach(NamedTuple):
     element_bytes: int
     routes: bool
     ranks: int = 1
-    may_spread: bool = False
+    may_shard: bool = False
 
     @property
     def tokens(self) -> int:
@@ -67,13 +70,13 @@ class Reach(NamedTuple):
             "--hybrid-mla-prefix-dtype fp8_e4m3 halves a token": self.element_bytes == 2,
             "--hybrid-mla-dp-routing prefix keeps prompts that begin alike on one rank": not self.routes
             and self.ranks == 1,
-            f"{spread.FLAG} auto holds every prefix once for all ranks": self.ranks == 1 and self.may_spread,
+            f"{sharded_prefixes.FLAG} auto holds every prefix once for all ranks": self.ranks == 1 and self.may_shard,
             "tensor parallelism without --enable-dp-attention divides heads among ranks": True,
         }
         return f"What helps: {'; '.join(way for way, helps in ways.items() if helps)}."
 
 
-def say(found: Reach) -> None:
+def log(found: PrefixMemoryReport) -> None:
     """Log it: a warning where the prompt does not fit."""
     logger.log(logging.INFO if found.tokens == PROMPT_TOKENS else logging.WARNING, "hybrid_mla: %s", found)
 
@@ -96,7 +99,11 @@ def caveat(args: ServerArgs, options: HybridMLAOptions) -> str | None:
     Args:
         args: resolved.
     """
-    if installed.dp_attention_ranks(args) == 1 or not options.mode_expands or spread.ranks(args, options, True) > 1:
+    if (
+        installed.dp_attention_ranks(args) == 1
+        or not options.mode_expands
+        or sharded_prefixes.ranks(args, options, True) > 1
+    ):
         return None
     sizes = models.head_sizes(args, installed.model_config(args))
     if sizes is not None and sizes.heads in STACKED_HEADS:
@@ -110,7 +117,7 @@ def caveat(args: ServerArgs, options: HybridMLAOptions) -> str | None:
     )
 
 
-def _predicted(args: ServerArgs, options: HybridMLAOptions) -> Reach | None:
+def _predicted(args: ServerArgs, options: HybridMLAOptions) -> PrefixMemoryReport | None:
     from sglang_mla_ext.predict.memory import state_share, weight_bytes
     from sglang_mla_ext.predict.rates import Gpu
     from sglang_mla_ext.predict.step import Deployment
@@ -129,7 +136,7 @@ def _predicted(args: ServerArgs, options: HybridMLAOptions) -> Reach | None:
             args.tp_size,
             dp,
             expanded_element_bytes=element_bytes,
-            spread=spread.ranks(args, options, on_gpu=True) > 1,
+            spread=sharded_prefixes.ranks(args, options, on_gpu=True) > 1,
         )
         weights, token_bytes = weight_bytes(of), of.cost.expanded_token_bytes * of.dims.num_layers
     except (ValueError, KeyError, TypeError):
@@ -144,5 +151,5 @@ def _predicted(args: ServerArgs, options: HybridMLAOptions) -> Reach | None:
     else:
         budget = default_bytes(kv_bytes, 0, token_bytes, always=options.mode == "naive")
     sizes = of.cost.expanded_heads, of.dims.num_layers, element_bytes
-    may_spread = spread.in_the_way(args, options, on_gpu=True) is None
-    return Reach(budget, token_bytes, *sizes, routes, of.cost.ranks, may_spread)
+    may_shard = sharded_prefixes.in_the_way(args, options, on_gpu=True) is None
+    return PrefixMemoryReport(budget, token_bytes, *sizes, routes, of.cost.ranks, may_shard)

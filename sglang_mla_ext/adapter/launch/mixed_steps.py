@@ -1,4 +1,4 @@
-"""Whether new tokens ride in the decode steps of a server, and how many: see step/riding.py."""
+"""Decide at launch how many new tokens may be mixed into a decode step: see step/riding.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether ranks of DP attention hold expanded prefixes together: see step/spreading.py."""
+"""Decide at launch whether ranks of DP attention shard expanded prefixes: see step/spreading.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether prefill passes of a server expand for themselves where the user says nothing: see step/passing.py."""
+"""Decide at launch whether prefill passes expand prefixes for themselves, by default: see step/passing.py."""
 
 from __future__ import annotations
 
