@@ -20,6 +20,8 @@ from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature
 from sglang_mla_ext.adapter.cpu import stubs
 from sglang_mla_ext.adapter.launch import dp_routing, features, limits, sharded_prefixes, status_routes
+from sglang_mla_ext.adapter.launch.resolved import resolved
+from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.options import HybridMLAOptions, OptionError, add_flags, flags_to_env, given
 
 if TYPE_CHECKING:
@@ -94,14 +96,14 @@ def _around_resolution(original: Callable[..., None], server_args: ServerArgs, *
         limits.set_defaults(server_args, on_gpu)
     original(server_args, *args, **kwargs)
     if asked:
-        contract.check(features.asked_for(installed.resolved(server_args), on_gpu))  # SGLang may have asked for more
+        contract.check(features.asked_for(resolved(server_args), on_gpu))  # SGLang may have asked for more
         limits.set_draft_backend(server_args, on_gpu)
         gpu = torch.cuda.get_device_properties(0) if on_gpu else None
-        memory_bytes = gpu and gpu.total_memory
-        limits.check(server_args, gpu and (gpu.major, gpu.minor), memory_bytes)
-        for warning in limits.warnings(installed.resolved(server_args), on_gpu, memory_bytes):
+        server = Server.of(server_args, options, on_gpu, gpu and gpu.total_memory)
+        limits.check(server, gpu and (gpu.major, gpu.minor))
+        for warning in limits.warnings(server):
             logger.warning("hybrid_mla: %s", warning)
-        if sharded_prefixes.ranks(installed.resolved(server_args), options, on_gpu) > 1:
+        if server.prefix_ranks > 1:
             contract.check([Feature.SPREAD, Feature.RIDING])  # the latter asks ranks before each pass, too
             if on_gpu:
                 sharded_prefixes.set_environment(os.environ)

@@ -74,7 +74,7 @@ class World:
         """
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-        from sglang_mla_ext.adapter.build import assemble
+        from sglang_mla_ext.adapter.build import assemble, model
         from sglang_mla_ext.adapter.latent.pool import LatentPool
 
         self.generator = torch.Generator().manual_seed(0)
@@ -106,7 +106,7 @@ class World:
                 speculative_num_draft_tokens=queries if queries > 1 else None,
             ),
         )
-        monkeypatch.setattr(assemble, "attention_layers", lambda runner: self.layers)
+        monkeypatch.setattr(model, "attention_layers", lambda runner: self.layers)
         monkeypatch.setattr(assemble, "all_ranks_agree", lambda: bool)
         for name in ("run", "merge"):
             monkeypatch.setattr(TorchSharedAttention, name, opaque(getattr(TorchSharedAttention, name)))

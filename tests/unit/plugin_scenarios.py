@@ -144,7 +144,8 @@ def scenario_speculation():
     # Checked as on a GPU, and resolved on a CPU beside SGLang's own backend.
     load_plugins()
     from sglang_mla_ext.adapter.launch import limits
-    from sglang_mla_ext.options import OptionError
+    from sglang_mla_ext.adapter.server import Server
+    from sglang_mla_ext.options import HybridMLAOptions, OptionError
 
     draft = os.path.join(os.path.dirname(MODEL), "draft")
     found = {}
@@ -169,7 +170,7 @@ def scenario_speculation():
         limits.set_draft_backend(args, on_gpu=True)
         change(args, attention_backend="hybrid_mla")
         try:
-            limits.check(args, (9, 0))
+            limits.check(Server.of(args, HybridMLAOptions(), on_gpu=True), (9, 0))
         except OptionError as error:
             found[name] = str(error)
         else:

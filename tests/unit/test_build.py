@@ -11,7 +11,9 @@ import torch
 from decode_world import EXTEND, HEADS, MAX_REQUESTS, MIB, PAGE, World
 
 from sglang_mla_ext import observe
+from sglang_mla_ext.adapter import server
 from sglang_mla_ext.adapter.build import assemble, expanding
+from sglang_mla_ext.adapter.build import prefill as prefill_parts
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.adapter.step.ranks import RanksDifferError
 from sglang_mla_ext.adapter.step.relay import relay
@@ -225,7 +227,7 @@ def test_auto_takes_grouped_absorb_only_where_its_rates_are_measured(
     assumed = replace(assumed, modes={**assumed.modes, Mode.GROUPED_ABSORB: mode})
     assert world.make("cpu", mode="auto")._latent.grouped_page is not None
     assert world.make("cpu", mode="naive")._latent.grouped_page is None
-    monkeypatch.setattr(assemble, "rates_for", lambda name: assumed)
+    monkeypatch.setattr(server, "rates_for", lambda name: assumed)
     assert world.make("cpu", mode="auto")._latent.grouped_page is None
     assert world.make("cpu", mode="grouped_absorb")._latent.grouped_page is not None
 
@@ -234,7 +236,7 @@ def test_auto_takes_grouped_absorb_only_where_its_rates_are_measured(
 def test_prefill_of_another_backend_is_left_alone(world: World, monkeypatch: pytest.MonkeyPatch, prefill: str) -> None:
     """It gets no plan, but what its requests share is expanded for decode."""
     planned: list[Any] = []
-    monkeypatch.setattr(assemble.PrefillPlan, "make", lambda *args, **kwargs: planned.append(args))
+    monkeypatch.setattr(prefill_parts.PrefillPlan, "make", lambda *args, **kwargs: planned.append(args))
     world.runner.server_args.get_attention_backends = lambda: (prefill, "hybrid_mla")
     world.make("gpu")
     requests = [world.start("abcd1", 1), world.start("abcd2", 2)]

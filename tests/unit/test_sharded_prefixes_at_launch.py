@@ -14,6 +14,7 @@ import torch
 
 from sglang_mla_ext.adapter.build import expanding
 from sglang_mla_ext.adapter.launch import limits, sharded_prefixes
+from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.adapter.step import spreading
 from sglang_mla_ext.adapter.step.spreading import Spreading
 from sglang_mla_ext.observe import Counters
@@ -67,19 +68,19 @@ def test_where_prefixes_are_spread(
 ) -> None:
     given = {"spread": "auto", **given}
     args, options = server_args(**changes), HybridMLAOptions(**given)
-    assert sharded_prefixes.ranks(args, HybridMLAOptions(**given | {"spread": "off"}), on_gpu=True) == 1
-    assert sharded_prefixes.ranks(args, options, on_gpu=True) == (8 if reason is None else 1)
+    assert Server.of(args, HybridMLAOptions(**given | {"spread": "off"}), on_gpu=True).prefix_ranks == 1
+    assert Server.of(args, options, on_gpu=True).prefix_ranks == (8 if reason is None else 1)
     for name, value in given.items():
         monkeypatch.setenv(f"SGLANG_HYBRID_MLA_{name.upper()}", value)
-    said = [each for each in limits.warnings(args, on_gpu=True) if sharded_prefixes.FLAG in each]
+    said = [each for each in limits.warnings(test_limits.server(args)) if sharded_prefixes.FLAG in each]
     assert len(said) == (reason is not None) and all(reason in each for each in said)
 
 
 def test_ranks_without_gpus_store_into_no_memory_but_their_own() -> None:
     args = server_args()
-    assert sharded_prefixes.ranks(args, HybridMLAOptions(spread="auto"), on_gpu=False) == 8
-    assert sharded_prefixes.ranks(args, HybridMLAOptions(spread="peers"), on_gpu=False) == 1
-    assert "a CPU" in sharded_prefixes.warning(args, HybridMLAOptions(spread="peers"), on_gpu=False)
+    assert Server.of(args, HybridMLAOptions(spread="auto"), on_gpu=False).prefix_ranks == 8
+    alone = Server.of(args, HybridMLAOptions(spread="peers"), on_gpu=False)
+    assert alone.prefix_ranks == 1 and "a CPU" in alone.vain_sharding
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from sglang_mla_ext.adapter.compat.syntax import without_collector
 from sglang_mla_ext.adapter.cpu import fake_gpu
 from sglang_mla_ext.adapter.launch import (
     checkpoints,
+    feature_findings,
     hardware,
     launch_line,
     limits,
@@ -35,6 +36,7 @@ from sglang_mla_ext.adapter.launch import (
 from sglang_mla_ext.adapter.launch.launch_line import MODEL_FLAGS, LaunchLine
 from sglang_mla_ext.adapter.launch.limits import Refusal
 from sglang_mla_ext.adapter.launch.remedies import apply, in_words, said_by_sglang
+from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
 
 if TYPE_CHECKING:
@@ -161,17 +163,17 @@ def _release_findings(line: LaunchLine) -> list[Finding]:
 
 def _of_server(line: LaunchLine, args: ServerArgs) -> dict[str, Any]:
     """What is said of a line that works, in its own environment."""
-    resolved, options = installed.resolved(args), HybridMLAOptions.from_env()
+    server = Server.of(args, HybridMLAOptions.from_env(), True, torch.cuda.get_device_properties(0).total_memory)
     version = launch_line.version_in(line.image or "") or str(installed_version())
     return {
-        "settings": _settings(line, args),
+        "settings": _settings(line, server),
         "warnings": [
-            *limits.warnings(resolved, True, torch.cuda.get_device_properties(0).total_memory),
+            *limits.warnings(server),
             *filter(None, [contract.untested() if line.image is None else None]),
         ],
-        "tested": tested_configurations.tested(tested_configurations.parts_of(args, options), version),
-        "memory_report": prefix_memory_report.predicted(resolved, options),
-        "caveat": prefix_memory_report.caveat(resolved, options),
+        "tested": tested_configurations.tested(tested_configurations.parts_of(server), version),
+        "memory_report": prefix_memory_report.predicted(server),
+        "caveat": prefix_memory_report.caveat(server),
     }
 
 
@@ -200,7 +202,7 @@ def _unread_models(line: LaunchLine) -> list[Finding]:
 
 def _models_of(line: LaunchLine) -> list[str]:
     """Paths of models that a line names, but for a draft model where drafts are refused whatever it is."""
-    refused = limits.way_of_drafting(launch_line.value_of(line.arguments, "--speculative-algorithm"))
+    refused = feature_findings.way_of_drafting(launch_line.value_of(line.arguments, "--speculative-algorithm"))
     flags = MODEL_FLAGS if refused else MODEL_FLAGS + DRAFT_FLAGS
     return [path for flag in flags if (path := launch_line.value_of(line.arguments, flag))]
 
@@ -237,18 +239,16 @@ def _with_spaces(arguments: list[str]) -> list[str]:
     return [part for word in arguments for part in (word.split("=", 1) if re.match(r"--[\w-]+=", word) else [word])]
 
 
-def _settings(line: LaunchLine, args: ServerArgs) -> list[str]:
+def _settings(line: LaunchLine, server: Server) -> list[str]:
     """What `limits` sets, where the line does not say it."""
     flags = {name: f"--{name.replace('_', '-')}" for name in SET_BY_ITSELF}
-    resolved = installed.resolved(args)
-    values = {flag: getattr(resolved, name, None) for name, flag in flags.items()}
+    values = {flag: getattr(server.args, name, None) for name, flag in flags.items()}
     found = [
         f"{flag} {value}"
         for flag, value in values.items()
         if launch_line.value_of(line.arguments, flag) is None and value not in (None, "prefill")
     ]
-    graphs = installed.prefill_graph_backend(resolved)
-    if "--disable-prefill-cuda-graph" not in line.arguments and graphs == "disabled":
+    if "--disable-prefill-cuda-graph" not in line.arguments and server.prefill_graphs == "disabled":
         found.append("--disable-prefill-cuda-graph")
     return found
 

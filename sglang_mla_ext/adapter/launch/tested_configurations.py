@@ -6,15 +6,9 @@ docs/deployments.md names the tests and the measurements. What is not in the tab
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter.compat import installed
-from sglang_mla_ext.adapter.launch import mixed_steps, sharded_prefixes, transient_expansion
-from sglang_mla_ext.options import HybridMLAOptions
-
-if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
+from sglang_mla_ext.adapter.server import Server
 
 GPU, CPU, RESOLVED = PLACES = ("gpu", "cpu", "resolved")
 IN_WORDS = {GPU: "run on a GPU", CPU: "run on the CPU", RESOLVED: "resolved only"}
@@ -120,37 +114,35 @@ def tested(parts: Mapping[str, int], version: str) -> Tested:
     return Tested(worst, version, tuple(found))
 
 
-def parts_of(args: ServerArgs, options: HybridMLAOptions) -> dict[str, int]:
-    """The parts of a server on GPUs, with the ranks that each has. `args` are resolved."""
-    args = installed.resolved(args)
-    ranks, experts = args.tp_size, args.moe_a2a_backend
-    dp_attention = installed.dp_attention_ranks(args) > 1
-    spreads = sharded_prefixes.ranks(args, options, on_gpu=True) > 1
-    rides = options.mixed_tokens != 0 and mixed_steps.in_the_way(args, on_gpu=True) is None
-    prefill, _ = installed.attention_backends(args)
+def parts_of(server: Server) -> dict[str, int]:
+    """The parts of a server on GPUs, with the ranks that each has."""
+    args, ranks, experts = server.args, server.ranks, server.args.moe_a2a_backend
+    dp_attention, sharded = server.dp_ranks > 1, server.prefix_ranks > 1
+    mixed = server.options.mixed_tokens != 0 and server.no_mixing is None
+    prefill, _ = server.backends
     asked: dict[str, Any] = {
         SERVER: 1,
-        installed.model_config(args).architectures[0]: 1,
+        server.model_config.architectures[0]: 1,
         DP_ATTENTION: dp_attention and ranks,
-        GROUPS: dp_attention and installed.dp_attention_ranks(args) < ranks and ranks,
-        SHARDED: spreads and ranks,
-        PEERS: spreads and sharded_prefixes.may_store(args, options) and ranks,
+        GROUPS: dp_attention and server.dp_ranks < ranks and ranks,
+        SHARDED: sharded and ranks,
+        PEERS: sharded and server.may_store and ranks,
         TENSOR: ranks > 1 and not dp_attention and ranks,
         REPLICAS: args.dp_size > 1 and not dp_attention and args.dp_size,
         NODES: args.nnodes > 1 and ranks,
-        MIXED: rides and not dp_attention and ranks,
-        MIXED_DP: rides and dp_attention and ranks,
+        MIXED: mixed and not dp_attention and ranks,
+        MIXED_DP: mixed and dp_attention and ranks,
         DRAFTS: args.speculative_algorithm and ranks,
-        DRAFTS_OVER_SHARDED: args.speculative_algorithm and spreads and ranks,
-        FP8_CACHE: args.kv_cache_dtype == "fp8_e4m3" and ranks,
+        DRAFTS_OVER_SHARDED: args.speculative_algorithm and sharded and ranks,
+        FP8_CACHE: server.fp8_cache and ranks,
         HOST_CACHE: args.enable_hierarchical_cache and ranks,
         STORAGE.format(args.hicache_storage_backend): args.hicache_storage_backend and ranks,
-        PREFILL_BY.format(prefill): prefill != BACKEND_NAME and ranks,
+        PREFILL_BY.format(prefill): not server.prefills and ranks,
         ROLE_BY.format(args.disaggregation_transfer_backend): args.disaggregation_mode != "null" and ranks,
         EXPERTS_BY.format(experts): experts not in (None, "none") and ranks,
         "expert parallelism": args.ep_size > 1 and ranks,
         COMPILED: args.enable_torch_compile and ranks,
-        PREFILL_GRAPHS: installed.prefill_graph_backend(args) != "disabled" and ranks,
-        TRANSIENT: (options.passing_tokens or transient_expansion.by_default(args, options, on_gpu=True)) and ranks,
+        PREFILL_GRAPHS: server.prefill_graphs != "disabled" and ranks,
+        TRANSIENT: (server.options.passing_tokens or server.expands_transiently) and ranks,
     }
     return {name: int(ranks) for name, ranks in asked.items() if ranks}
