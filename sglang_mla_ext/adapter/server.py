@@ -74,12 +74,12 @@ class Server:
         return prefill, decode
 
     @property
-    def prefills(self) -> bool:
+    def owns_prefill(self) -> bool:
         """Whether prefill is this backend's. Another one's lse may be in another base."""
         return self.backends[0] == BACKEND_NAME
 
     @property
-    def decodes(self) -> bool:
+    def owns_decode(self) -> bool:
         """Whether decode is this backend's."""
         return self.backends[1] == BACKEND_NAME
 
@@ -98,7 +98,7 @@ class Server:
     def prefill_graph_rows(self) -> int:
         """Rows of our buffers for prefill graphs: SGLang pads passes to a multiple of the attention ranks. 0 where
         prefill is another backend's, or runs without graphs."""
-        rows = installed.prefill_graph_rows(self.args) if self.prefills else 0
+        rows = installed.prefill_graph_rows(self.args) if self.owns_prefill else 0
         return -(-rows // MAX_RANKS) * MAX_RANKS
 
     # ---- the model, as its configuration has it
@@ -131,21 +131,21 @@ class Server:
         return int(installed.dp_attention_ranks(self.args))
 
     @cached_property
-    def no_sharding(self) -> str | None:
+    def sharding_obstacle(self) -> str | None:
         """What keeps ranks from sharding expanded prefixes; None where they can."""
-        return sharded_prefixes.in_the_way(self.args, self.options, self.on_gpu)
+        return sharded_prefixes.obstacle(self.args, self.options, self.on_gpu)
 
     @property
     def prefix_ranks(self) -> int:
         """Ranks that shard expanded prefixes; 1 where each holds its own."""
-        return 1 if self.options.spread == "off" or self.no_sharding is not None else self.dp_ranks
+        return 1 if self.options.spread == "off" or self.sharding_obstacle is not None else self.dp_ranks
 
     @property
-    def vain_sharding(self) -> str | None:
+    def sharding_warning(self) -> str | None:
         """Why sharding is asked for in vain."""
-        if self.options.spread == "off" or self.no_sharding is None:
+        if self.options.spread == "off" or self.sharding_obstacle is None:
             return None
-        return f"{sharded_prefixes.FLAG} {self.options.spread} has no effect here, because of {self.no_sharding}."
+        return f"{sharded_prefixes.FLAG} {self.options.spread} has no effect here, because of {self.sharding_obstacle}."
 
     @property
     def may_store(self) -> bool:
@@ -155,14 +155,14 @@ class Server:
     # ---- mixed steps and prefill
 
     @cached_property
-    def no_mixing(self) -> str | None:
+    def mixing_obstacle(self) -> str | None:
         """What keeps new tokens out of decode steps; None where they can be mixed in."""
-        return mixed_steps.in_the_way(self.args, self.on_gpu)
+        return mixed_steps.obstacle(self.args, self.on_gpu)
 
     @property
-    def no_mixed_chunk(self) -> str | None:
+    def mixed_chunk_obstacle(self) -> str | None:
         """What keeps new tokens out of steps with running requests (--enable-mixed-chunk)."""
-        return "DP attention (--enable-dp-attention)" if self.dp_ranks > 1 else self.no_mixing
+        return "DP attention (--enable-dp-attention)" if self.dp_ranks > 1 else self.mixing_obstacle
 
     @cached_property
     def mixed_tokens(self) -> int:
@@ -175,7 +175,7 @@ class Server:
         return transient_expansion.by_default(self.args, self.options, self.on_gpu)
 
     @cached_property
-    def groups(self) -> bool:
+    def uses_grouped(self) -> bool:
         """Whether grouped absorb is used where it runs: `auto` takes it only where it was timed, and where this rank's
         requests share for themselves."""
         if self.prefix_ranks > 1 or not (self.options.mode == "grouped_absorb" or self.options.may_group):

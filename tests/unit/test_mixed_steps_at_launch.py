@@ -59,7 +59,7 @@ def test_how_many_tokens_ride(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU without rates")
     args, options = test_limits.server_args(**changes), HybridMLAOptions(mixed_tokens=given)
     assert [mixed_steps.tokens(args, options, on_gpu=each) for each in (True, False)] == [on_gpu, on_cpu]
-    assert (mixed_steps.in_the_way(args, on_gpu=True) is None) == (on_gpu > 0 or not given)
+    assert (mixed_steps.obstacle(args, on_gpu=True) is None) == (on_gpu > 0 or not given)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_what_does_not_go_with_linear_layers(monkeypatch: pytest.MonkeyPatch, ch
         monkeypatch.setattr(models.installed, "linear_layers", lambda args, linear=linear: linear)
         found = models.beside_linear_layers(args)
         assert [each.code.endswith("with linear layers") for each in found] == [True] * count
-        assert (mixed_steps.in_the_way(test_limits.server_args(), on_gpu=False) is None) is (linear is None)
+        assert (mixed_steps.obstacle(test_limits.server_args(), on_gpu=False) is None) is (linear is None)
 
 
 def test_an_fp8_cache_does_not_go_with_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_ranks_without_gpus_store_into_no_memory_but_their_own() -> None:
     args = server_args()
     assert Server.of(args, HybridMLAOptions(spread="auto"), on_gpu=False).prefix_ranks == 8
     alone = Server.of(args, HybridMLAOptions(spread="peers"), on_gpu=False)
-    assert alone.prefix_ranks == 1 and "a CPU" in alone.vain_sharding
+    assert alone.prefix_ranks == 1 and "a CPU" in alone.sharding_warning
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def build(
     by_stores = store_into_each_other(server)
     if by_stores:
         cost = replace(cost, rates=cost.rates.by_stores())
-    stock, latent = stock_and_latent(runner, model.layers, server.groups, server.query_tokens, counters)
+    stock, latent = stock_and_latent(runner, model.layers, server.uses_grouped, server.query_tokens, counters)
     allocate_latent(context, stock, latent)
     passing = make_passing(context, cost.rates)
     graph_rows = server.prefill_graph_rows
@@ -113,9 +113,9 @@ def warn_of_vain_options(server: Server) -> None:
     """Say which options have no effect on this server."""
     options = server.options
     if options.mixed_tokens and not server.mixed_tokens:
-        reason = server.no_mixing
+        reason = server.mixing_obstacle
         logger.warning("hybrid_mla: --hybrid-mla-mixed-tokens has no effect here, because of %s", reason)
-    if options.passing_tokens and not server.prefills:
+    if options.passing_tokens and not server.owns_prefill:
         logger.warning("hybrid_mla: --hybrid-mla-prefill-expand-tokens has no effect: prefill is not this backend's")
 
 

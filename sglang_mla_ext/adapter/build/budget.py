@@ -56,7 +56,7 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
     buffers = buffer_bytes(configurator, replace(options, prefill_expand_tokens=0))
     default = default_bytes(available, buffers, token, beside, always=options.mode == "naive")
     if not default:
-        could_shard = options.spread == "off" and not server.no_sharding
+        could_shard = options.spread == "off" and not server.sharding_obstacle
         together = f"hold prefixes together ({sharded_prefixes.FLAG} auto), " if could_shard else ""
         logger.warning(
             "hybrid_mla: no prefix stays expanded by default here: %.0f %% of the %.1f GiB for the KV cache hold %d "
@@ -152,7 +152,7 @@ def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -
         kv_lora_rank=model.first.kv_lora_rank,
         qk_rope_head_dim=model.first.qk_rope_head_dim,
         dtype=model.dtype if model.fp8 else model.cache_dtype,
-        grouped=server.groups,
+        grouped=server.uses_grouped,
         max_rows=max_rows(requests, query_tokens, server.mixed_tokens),
         max_requests=max_requests(requests + server.mixed_tokens),
         max_tokens=max_tokens(model.context_len, query_tokens),
@@ -199,7 +199,7 @@ def naive_tiles(rates: GpuRates, dtype: torch.dtype) -> Sequence[Mapping[str, in
 
 def needs_latent(server: Server, *, stock_decodes: bool) -> bool:
     """Whether there are steps that are not the stock backend's."""
-    return server.options.may_expand or server.groups or not stock_decodes
+    return server.options.may_expand or server.uses_grouped or not stock_decodes
 
 
 def max_rows(requests: int, query_tokens: int, riding_tokens: int = 0) -> int:

@@ -25,7 +25,7 @@ def make_passing(context: Context, rates: GpuRates) -> Passing | None:
     """What prefill expands for itself, so many tokens at a time; None where nothing is asked for, or where a kernel
     does not run here, which is counted."""
     runner, model, tokens = context.runner, context.model, context.options.passing_tokens
-    if not tokens or not context.server.prefills:
+    if not tokens or not context.server.owns_prefill:
         return None
     table = runner.req_to_token_pool.req_to_token
     of_device = dict(dtype=model.dtype, device=runner.device, tiles=naive_tiles(rates, model.dtype))
@@ -53,7 +53,7 @@ def make_prefill_sharing(
         shared: None, too, where this rank has not all heads of what is expanded.
     """
     on_gpu = context.server.on_gpu
-    if not context.server.prefills or (shared is None and passing is None):
+    if not context.server.owns_prefill or (shared is None and passing is None):
         return None
     make_plan = functools.partial(
         PrefillPlan.make,

@@ -56,7 +56,7 @@ def log_memory_report(context: Context, buffers: ExpandedBuffers) -> None:
     token_bytes, routes = buffers.bytes // (buffers.chunks * CHUNK_TOKENS), context.options.dp_routing == "prefix"
     sizes = buffers.bytes, token_bytes, buffers.heads, layers, buffers.dtype.itemsize
     prefix_memory_report.log(
-        PrefixMemoryReport(*sizes, routes, server.prefix_ranks, may_shard=server.no_sharding is None)
+        PrefixMemoryReport(*sizes, routes, server.prefix_ranks, may_shard=server.sharding_obstacle is None)
     )
 
 

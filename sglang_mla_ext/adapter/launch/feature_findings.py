@@ -109,7 +109,7 @@ def disaggregation(server: Server) -> list[Finding]:
     if backend not in TRANSFERS:
         found.append(Finding(flag, f"{flag} {backend} is not supported yet: use {' or '.join(TRANSFERS)}."))
     if args.disaggregation_mode == "prefill":
-        if not server.prefills:
+        if not server.owns_prefill:
             text = (
                 f"prefill runs {server.backends[0]}, and this server does nothing else (--disaggregation-mode prefill)"
                 f": use {BACKEND_NAME} for prefill too."
@@ -148,7 +148,7 @@ def deterministic(args: ServerArgs) -> list[Finding]:
 def fp8_cache(server: Server) -> list[Finding]:
     """What would read the FP8 pool as if it were SGLang's, or has no part in it."""
     args, found = server.args, []
-    if not server.prefills:
+    if not server.owns_prefill:
         text = (
             f"prefill runs {server.backends[0]}, which cannot read --kv-cache-dtype fp8_e4m3 as {BACKEND_NAME} stores "
             f"it: use {BACKEND_NAME} for prefill too, or remove --kv-cache-dtype."
@@ -175,7 +175,7 @@ def fp8_cache(server: Server) -> list[Finding]:
             "--disable-chunked-prefix-cache": args.disable_chunked_prefix_cache,
         }
         graphs = server.prefill_graphs != "disabled"
-        if graphs and not (installed.shares_in_prefill_graphs() and server.prefills):
+        if graphs and not (installed.shares_in_prefill_graphs() and server.owns_prefill):
             text = (
                 "--kv-cache-dtype fp8_e4m3 needs prefill without CUDA graphs: remove what sets "
                 "--cuda-graph-backend-prefill."

@@ -131,7 +131,7 @@ def _refuse(found: list[Finding]) -> None:
 def _findings(server: Server, compute_capability: tuple[int, int] | None) -> list[Finding]:
     found, args, on_gpu = [], server.args, server.on_gpu
     prefill, decode = server.backends
-    if not server.decodes:
+    if not server.owns_decode:
         text = f"it is for decode, and decode runs {decode}: set --decode-attention-backend {BACKEND_NAME}."
         found.append(Finding("decode backend", text))
     if compute_capability is not None and compute_capability[0] != 9:
@@ -161,7 +161,7 @@ def _findings(server: Server, compute_capability: tuple[int, int] | None) -> lis
     further: list[Finding] = installed.further_findings(args)
     if "--disaggregation-mode" not in [each.code for each in further]:
         found += feature_findings.disaggregation(server)
-    reason = "--hybrid-mla-mixed-tokens 0" if server.options.mixed_tokens == 0 else server.no_mixed_chunk
+    reason = "--hybrid-mla-mixed-tokens 0" if server.options.mixed_tokens == 0 else server.mixed_chunk_obstacle
     if args.enable_mixed_chunk and reason is not None:
         text = f"--enable-mixed-chunk does not go with {reason}: remove it."
         found.append(Finding("--enable-mixed-chunk", text))
@@ -214,10 +214,10 @@ def _budget_findings(server: Server) -> list[Finding]:
 def warnings(server: Server) -> list[str]:
     """What a server that works does without, and what may end it."""
     found = []
-    if not server.prefills and server.options.may_expand:
+    if not server.owns_prefill and server.options.may_expand:
         found.append(
             f"prefill runs {server.backends[0]}, which reads no expanded prefix: prompts are computed over the latent "
             f"cache, as without {BACKEND_NAME}; without --prefill-attention-backend they are computed over what is "
             "expanded."
         )
-    return found + [said for said in (server.vain_sharding, prefill_memory.warning(server)) if said is not None]
+    return found + [said for said in (server.sharding_warning, prefill_memory.warning(server)) if said is not None]

@@ -20,7 +20,7 @@ STEP = 64
 """Rows from one size of graph to the next, beyond SGLang's own."""
 
 
-def in_the_way(args: ResolvedArgs, on_gpu: bool) -> str | None:
+def obstacle(args: ResolvedArgs, on_gpu: bool) -> str | None:
     """What of a server keeps new tokens from riding; None where they can."""
     reasons = {
         "drafts (--speculative-algorithm)": args.speculative_algorithm is not None,
@@ -42,7 +42,7 @@ def tokens(args: ResolvedArgs, options: HybridMLAOptions, on_gpu: bool) -> int:
 
     Without a GPU there are no graphs to ride in, so nothing does unless it is asked for.
     """
-    if options.mixed_tokens == 0 or in_the_way(args, on_gpu) is not None:
+    if options.mixed_tokens == 0 or obstacle(args, on_gpu) is not None:
         return 0
     if options.mixed_tokens is not None:
         return options.mixed_tokens // STEP * STEP

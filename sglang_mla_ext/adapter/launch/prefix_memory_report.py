@@ -120,4 +120,4 @@ def _predicted(server: Server) -> PrefixMemoryReport | None:
     else:
         budget = default_bytes(kv_bytes, 0, token_bytes, always=options.mode == "naive")
     sizes = of.cost.expanded_heads, of.dims.num_layers, of.expanded_element_bytes
-    return PrefixMemoryReport(budget, token_bytes, *sizes, routes, of.cost.ranks, server.no_sharding is None)
+    return PrefixMemoryReport(budget, token_bytes, *sizes, routes, of.cost.ranks, server.sharding_obstacle is None)

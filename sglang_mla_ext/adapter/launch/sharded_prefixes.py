@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 FLAG = "--hybrid-mla-spread"
 
 
-def in_the_way(args: ResolvedArgs, options: HybridMLAOptions, on_gpu: bool) -> str | None:
+def obstacle(args: ResolvedArgs, options: HybridMLAOptions, on_gpu: bool) -> str | None:
     """What keeps ranks from it; None where they can."""
     ranks = installed.dp_attention_ranks(args)
     if ranks == 1:

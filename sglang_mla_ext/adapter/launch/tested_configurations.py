@@ -118,7 +118,7 @@ def parts_of(server: Server) -> dict[str, int]:
     """The parts of a server on GPUs, with the ranks that each has."""
     args, ranks, experts = server.args, server.ranks, server.args.moe_a2a_backend
     dp_attention, sharded = server.dp_ranks > 1, server.prefix_ranks > 1
-    mixed = server.options.mixed_tokens != 0 and server.no_mixing is None
+    mixed = server.options.mixed_tokens != 0 and server.mixing_obstacle is None
     prefill, _ = server.backends
     asked: dict[str, Any] = {
         SERVER: 1,
@@ -137,7 +137,7 @@ def parts_of(server: Server) -> dict[str, int]:
         FP8_CACHE: server.fp8_cache and ranks,
         HOST_CACHE: args.enable_hierarchical_cache and ranks,
         STORAGE.format(args.hicache_storage_backend): args.hicache_storage_backend and ranks,
-        PREFILL_BY.format(prefill): not server.prefills and ranks,
+        PREFILL_BY.format(prefill): not server.owns_prefill and ranks,
         ROLE_BY.format(args.disaggregation_transfer_backend): args.disaggregation_mode != "null" and ranks,
         EXPERTS_BY.format(experts): experts not in (None, "none") and ranks,
         "expert parallelism": args.ep_size > 1 and ranks,
