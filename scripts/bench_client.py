@@ -22,10 +22,10 @@ from typing import Any
 
 import orjson
 
-from sglang_mla_ext.adapter.cpu import standins
+from sglang_mla_ext.adapter.cpu import stubs
 
-if standins.needed():
-    standins.install()
+if stubs.needed():
+    stubs.install()
 
 from sglang.benchmark import datasets, serving
 

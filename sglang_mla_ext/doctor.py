@@ -51,8 +51,8 @@ def machine(console: Console, as_json: bool) -> int:
 
 def command(words: Sequence[str], console: Console, as_json: bool) -> int:
     """Say what a launch command would come to; an exit status."""
+    from sglang_mla_ext.adapter.launch.import_stubs import stub_imports
     from sglang_mla_ext.adapter.launch.launch_line import LaunchLineError, read
-    from sglang_mla_ext.adapter.launch.left_out import left_out
 
     gpu, _ = gpu_here()
     try:
@@ -68,7 +68,7 @@ def command(words: Sequence[str], console: Console, as_json: bool) -> int:
         return DOES_NOT
     waiting = console.status("SGLang reads the command ...") if console.is_terminal and not as_json else nullcontext()
     # With a GPU SGLang imports more, which may need it.
-    with waiting, nullcontext() if gpu else left_out():
+    with waiting, nullcontext() if gpu else stub_imports():
         from sglang_mla_ext.adapter.launch import examine
 
         with examine.examiner() as examined:
@@ -101,12 +101,12 @@ def _as_text(found: Examination, line: LaunchLine, gpu: str | None) -> list[str]
     said = [f"{found.outcome.upper()}{where}{but}", *(f"  {finding.text}" for finding in found.findings)]
     said += [found.elsewhere] if found.elsewhere else []
     said += [IN_IMAGE] if line.image or line.container else []
-    if found.how_far is None:
+    if found.tested is None:
         return said
     said += [f"  change: {change}" for change in found.changes]
     said += [f"  warning: {warning}" for warning in found.warnings]
-    said.append(f"SGLang {found.how_far.version}: {found.how_far}")
-    said += [found.reach] if found.reach else []
+    said.append(f"SGLang {found.tested.version}: {found.tested}")
+    said += [found.memory_report] if found.memory_report else []
     said += [f"automatic setting: {setting}{_price(setting)}" for setting in found.settings]
     said += [f"treating {path} as {name}" for path, name in found.models.items() if path != name]
     if (found.line.environment, found.line.arguments) != (line.environment, line.arguments):
@@ -123,7 +123,7 @@ def _price(setting: str) -> str:
 def _as_json(found: Examination, gpu: str | None) -> dict[str, Any]:
     from sglang_mla_ext.adapter.launch import launch_line
 
-    run = found.how_far
+    run = found.tested
     return {
         "outcome": found.outcome,
         "sglang": installed_version(),
@@ -132,7 +132,7 @@ def _as_json(found: Examination, gpu: str | None) -> dict[str, Any]:
         "changes": list(found.changes),
         "warnings": list(found.warnings),
         "run": run and {"place": run.place, "sglang": run.version, "parts": [part._asdict() for part in run.parts]},
-        "reach": found.reach,
+        "reach": found.memory_report,
         "elsewhere": found.elsewhere,
         "in_image": IN_IMAGE if found.line.image or found.line.container else None,
         "caveat": found.caveat,

@@ -48,18 +48,18 @@ class HybridMLAOptions:
             pass waits.
         prefill_expand_tokens: tokens that a prefill pass expands at a time for itself, of what its requests share and
             no memory keeps expanded, and of long histories of single requests; 0 leaves that to SGLang, which expands
-            it for each of them, None takes the default of the server (adapter/launch/passing.py).
+            it for each of them, None takes the default of the server (adapter/launch/transient_expansion.py).
         verify_interval: every so many decode or verify steps, one layer's shared attention is computed again by plain
             absorb and compared; 0 never does.
         mixed_tokens: new tokens that ride in a step with running requests, at most; 0 computes all in passes of their
-            own, None takes the default of the server (adapter/launch/riding.py).
+            own, None takes the default of the server (adapter/launch/mixed_steps.py).
         dp_routing: with several data-parallel ranks, `prefix` keeps prompts that begin alike on one rank, until that
             is busier than the others; `sglang` leaves it to SGLang's --load-balance-method, which does not look at
             prompts.
         spread: with DP attention, `auto` has all ranks hold each expanded prefix together, every one some of its heads,
-            where that can be (adapter/launch/spread.py): by stores into each other's memory (kernels/naive/peers.py)
-            where the GPUs of one host reach it, else by NCCL; `nccl` and `peers` take one of the two; with `off` each
-            rank holds its own.
+            where that can be (adapter/launch/sharded_prefixes.py): by stores into each other's memory
+            (kernels/naive/peers.py) where the GPUs of one host reach it, else by NCCL; `nccl` and `peers` take one of
+            the two; with `off` each rank holds its own.
     """
 
     prefix_memory_gb: float | None = field(

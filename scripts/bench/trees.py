@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sglang_mla_ext.adapter.cpu import standins
+from sglang_mla_ext.adapter.cpu import stubs
 
 PAGE = 64  # tokens
 
@@ -36,8 +36,8 @@ class Tree:
     """SGLang's radix cache, and requests that hold nodes of it."""
 
     def __init__(self) -> None:
-        if standins.needed():
-            standins.install()
+        if stubs.needed():
+            stubs.install()
         from sglang.srt.mem_cache.radix_cache import RadixCache
 
         allocator = SimpleNamespace(device="cpu", free_segment=lambda slots, start_pos: None)

@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature
-from sglang_mla_ext.adapter.cpu import standins
-from sglang_mla_ext.adapter.launch import dp_routing, features, limits, spread, status_routes
+from sglang_mla_ext.adapter.cpu import stubs
+from sglang_mla_ext.adapter.launch import dp_routing, features, limits, sharded_prefixes, status_routes
+from sglang_mla_ext.adapter.launch.resolved import resolved
+from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.options import HybridMLAOptions, OptionError, add_flags, flags_to_env, given
 
 if TYPE_CHECKING:
@@ -43,11 +45,11 @@ def register() -> None:
     HookRegistry.register(f"{SERVER_ARGS}.add_cli_args", _after_add_cli_args, HookType.AFTER)
     HookRegistry.register(f"{SERVER_ARGS}.from_cli_args", _before_from_cli_args, HookType.BEFORE)
     HookRegistry.register(f"{SERVER_ARGS}.{installed.RESOLVED_BY}", _around_resolution, HookType.AROUND)
-    if os.environ.get(standins.INSTALLED_VARIABLE) == "1":
-        from sglang_mla_ext.adapter.cpu import dp_attention, drafts, extend, gaps, linear_attention
+    if os.environ.get(stubs.INSTALLED_VARIABLE) == "1":
+        from sglang_mla_ext.adapter.cpu import dp_attention, drafts, extend, linear_attention, missing_ops
 
-        standins.let_torch_native_run_mla()
-        gaps.install()
+        stubs.let_torch_native_run_mla()
+        missing_ops.install()
         dp_attention.install()
         linear_attention.install()
         drafts.install()
@@ -94,17 +96,17 @@ def _around_resolution(original: Callable[..., None], server_args: ServerArgs, *
         limits.set_defaults(server_args, on_gpu)
     original(server_args, *args, **kwargs)
     if asked:
-        contract.check(features.asked_for(installed.resolved(server_args), on_gpu))  # SGLang may have asked for more
+        contract.check(features.asked_for(resolved(server_args), on_gpu))  # SGLang may have asked for more
         limits.set_draft_backend(server_args, on_gpu)
         gpu = torch.cuda.get_device_properties(0) if on_gpu else None
-        memory_bytes = gpu and gpu.total_memory
-        limits.check(server_args, gpu and (gpu.major, gpu.minor), memory_bytes)
-        for warning in limits.warnings(installed.resolved(server_args), on_gpu, memory_bytes):
+        server = Server.of(server_args, options, on_gpu, gpu and gpu.total_memory)
+        limits.check(server, gpu and (gpu.major, gpu.minor))
+        for warning in limits.warnings(server):
             logger.warning("hybrid_mla: %s", warning)
-        if spread.ranks(installed.resolved(server_args), options, on_gpu) > 1:
+        if server.prefix_ranks > 1:
             contract.check([Feature.SPREAD, Feature.RIDING])  # the latter asks ranks before each pass, too
             if on_gpu:
-                spread.set_environment(os.environ)
+                sharded_prefixes.set_environment(os.environ)
         os.environ[ASKED_VARIABLE] = "1"
         status_routes.install()
         if options.dp_routing == "prefix":

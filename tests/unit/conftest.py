@@ -21,10 +21,10 @@ from fork_server import ForkServer, environment_without_sglangs
 
 from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.compat.installed import TreeView
-from sglang_mla_ext.adapter.cpu import standins
+from sglang_mla_ext.adapter.cpu import stubs
 
-if standins.needed():
-    standins.install()
+if stubs.needed():
+    stubs.install()
 
 
 NODES_ARE_NUMBERS = contract.line() != "0.5.17"

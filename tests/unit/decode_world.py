@@ -74,8 +74,8 @@ class World:
         """
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
+        from sglang_mla_ext.adapter.build import assemble, model
         from sglang_mla_ext.adapter.latent.pool import LatentPool
-        from sglang_mla_ext.adapter.step import build
 
         self.generator = torch.Generator().manual_seed(0)
         self.fp8, self.queries = fp8, queries
@@ -106,11 +106,11 @@ class World:
                 speculative_num_draft_tokens=queries if queries > 1 else None,
             ),
         )
-        monkeypatch.setattr(build, "attention_layers", lambda runner: self.layers)
-        monkeypatch.setattr(build, "all_ranks_agree", lambda: bool)
+        monkeypatch.setattr(model, "attention_layers", lambda runner: self.layers)
+        monkeypatch.setattr(assemble, "all_ranks_agree", lambda: bool)
         for name in ("run", "merge"):
             monkeypatch.setattr(TorchSharedAttention, name, opaque(getattr(TorchSharedAttention, name)))
-        self._monkeypatch, self._build = monkeypatch, build
+        self._monkeypatch, self._build = monkeypatch, assemble
 
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from sglang_mla_ext.adapter.cpu.feigned import forget_cached
+from sglang_mla_ext.adapter.cpu.fake_gpu import forget_cached
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 FOLDERS = tuple(f"{REPOSITORY / folder}/" for folder in ("sglang_mla_ext", "kernels"))

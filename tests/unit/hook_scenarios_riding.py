@@ -21,9 +21,9 @@ def scenario_graphs_and_buffers_have_room_for_what_rides() -> None:
     from sglang.srt.model_executor import cuda_graph_buffer_registry
     from sglang.srt.model_executor.runner import base_cuda_graph_runner
 
-    from sglang_mla_ext.adapter.launch import riding
+    from sglang_mla_ext.adapter.launch import mixed_steps
 
-    riding._predicted = lambda args: 256
+    mixed_steps._predicted = lambda args: 256
     runner = SimpleNamespace(is_draft_worker=False, device="cuda", server_args=server.runner.server_args)
     for given, sizes in (
         ({}, [1, 2, 12, 76, 140, 204, 268]),

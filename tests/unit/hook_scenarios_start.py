@@ -59,9 +59,9 @@ def scenario_our_buffers_are_sized_by_what_sglangs_configurator_knows() -> None:
     """Over an FP8 cache there are some in every mode, and their page tables follow the limit on running requests."""
     from sglang.srt.mem_cache import kv_cache_configurator
 
+    from sglang_mla_ext.adapter.build import budget
     from sglang_mla_ext.adapter.latent.protocol import LatentSizes
-    from sglang_mla_ext.adapter.launch import riding as launch_riding
-    from sglang_mla_ext.adapter.step import budget
+    from sglang_mla_ext.adapter.launch import mixed_steps
 
     schedule = SimpleNamespace(max_running_requests=None)
     kv_cache_configurator.get_schedule = lambda: schedule
@@ -76,7 +76,7 @@ def scenario_our_buffers_are_sized_by_what_sglangs_configurator_knows() -> None:
             return 12345
 
     budget.latent_kind = lambda fp8: Kind
-    launch_riding._predicted = lambda args: 256
+    mixed_steps._predicted = lambda args: 256
     server = dict(device="cuda", kv_cache_dtype=FP8, model_dtype=torch.bfloat16)
     for limit, ranks, requests, riding in (
         *((None, 1, 4096, 0), (1000, 1, 1000, 0), (1000, 8, 125, 0)),
@@ -123,7 +123,8 @@ def scenario_the_factory_refuses_what_cannot_work() -> None:
 def scenario_the_factory_hands_the_budget_to_the_build() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from sglang_mla_ext.adapter.step import build, hooks
+    from sglang_mla_ext.adapter.build import assemble
+    from sglang_mla_ext.adapter.step import hooks
 
     built, steps = [], SimpleNamespace(spreading=None)
 
@@ -132,7 +133,7 @@ def scenario_the_factory_hands_the_budget_to_the_build() -> None:
         built.append((runner, options.mode, budget_bytes))
         return "backend", steps, None
 
-    build.build = record
+    assemble.build = record
     for cache in (torch.bfloat16, FP8):
         runner = make_runner(dtype=torch.bfloat16, kv_cache_dtype=cache)
         with options(mode="naive", prefix_memory_gb=0.25):

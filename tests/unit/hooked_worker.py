@@ -86,7 +86,7 @@ def install() -> list[str]:
     hooks.install()
     HookRegistry.apply_hooks()
     hooks.assert_installed()
-    importlib.import_module("sglang_mla_ext.adapter.step.build")
+    importlib.import_module("sglang_mla_ext.adapter.build.assemble")
     return sorted(hooks._hooked)
 
 
@@ -98,7 +98,7 @@ def profile_bytes(available: int, **changes: Any) -> int:
     """
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
-    from sglang_mla_ext.adapter.step import budget
+    from sglang_mla_ext.adapter.build import model
 
     configurator = object.__new__(KVCacheConfigurator)
     values = dict(
@@ -113,7 +113,7 @@ def profile_bytes(available: int, **changes: Any) -> int:
     )
     for name, value in {**values, **changes}.items():
         setattr(configurator, name, value)
-    budget.attention_layers = lambda configurator: make_layers()
+    model.attention_layers = lambda configurator: make_layers()
     return configurator._profile_available_bytes(pre_model_load_memory=available)
 
 
@@ -182,7 +182,8 @@ class Server:
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-        from sglang_mla_ext.adapter.step import build, hooks
+        from sglang_mla_ext.adapter.build import model
+        from sglang_mla_ext.adapter.step import hooks
 
         self.tree, self.layers = Tree(PAGE), make_layers()
         sizes = dict(kv_lora_rank=RANK, qk_rope_head_dim=DR, layer_num=LAYERS, device="cpu", enable_memory_saver=False)
@@ -196,7 +197,7 @@ class Server:
         if queries > 1:
             args = self.runner.server_args
             args.speculative_algorithm, args.speculative_num_draft_tokens = "EAGLE", queries
-        build.attention_layers = lambda runner: self.layers
+        model.attention_layers = lambda runner: self.layers
         self.buffers = self._buffers_to_come()
         with options(**{"mode": "naive", "min_prefix_len": PAGE, "prefix_memory_gb": BUDGET / (1 << 30), **given}):
             assert profile_bytes(AVAILABLE) < AVAILABLE

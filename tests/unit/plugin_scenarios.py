@@ -16,9 +16,9 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.utils import common
 
-from sglang_mla_ext.adapter.cpu import standins
+from sglang_mla_ext.adapter.cpu import stubs
 
-os.environ.pop(standins.INSTALLED_VARIABLE, None)
+os.environ.pop(stubs.INSTALLED_VARIABLE, None)
 common.get_cpu_memory_capacity = lambda: 24576.0  # MiB; a virtual machine's own changes while the children run
 
 MODEL, ASKED, MODE = sys.argv[1], "SGLANG_HYBRID_MLA_ASKED", "SGLANG_HYBRID_MLA_MODE"
@@ -144,7 +144,8 @@ def scenario_speculation():
     # Checked as on a GPU, and resolved on a CPU beside SGLang's own backend.
     load_plugins()
     from sglang_mla_ext.adapter.launch import limits
-    from sglang_mla_ext.options import OptionError
+    from sglang_mla_ext.adapter.server import Server
+    from sglang_mla_ext.options import HybridMLAOptions, OptionError
 
     draft = os.path.join(os.path.dirname(MODEL), "draft")
     found = {}
@@ -169,7 +170,7 @@ def scenario_speculation():
         limits.set_draft_backend(args, on_gpu=True)
         change(args, attention_backend="hybrid_mla")
         try:
-            limits.check(args, (9, 0))
+            limits.check(Server.of(args, HybridMLAOptions(), on_gpu=True), (9, 0))
         except OptionError as error:
             found[name] = str(error)
         else:
@@ -185,8 +186,8 @@ def scenario_speculation():
 
 def scenario_worker():
     os.environ[ASKED] = "1"
-    if standins.needed():
-        os.environ[standins.INSTALLED_VARIABLE] = "1"
+    if stubs.needed():
+        os.environ[stubs.INSTALLED_VARIABLE] = "1"
     load_plugins()
     from sglang_mla_ext.adapter.compat import contract
     from sglang_mla_ext.adapter.step import hooks
@@ -219,8 +220,8 @@ def scenario_other_features_gone():
     handler.emit = lambda record: errors.append(record.getMessage())
     logging.getLogger().addHandler(handler)
     os.environ[ASKED] = "1"
-    if standins.needed():
-        os.environ[standins.INSTALLED_VARIABLE] = "1"
+    if stubs.needed():
+        os.environ[stubs.INSTALLED_VARIABLE] = "1"
     load_plugins()
     import torch
 

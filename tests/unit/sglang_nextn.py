@@ -19,7 +19,7 @@ from lab.training.draft import Draft, load_draft
 from lab.training.network import pack, turns
 from safetensors.torch import load_file
 
-from sglang_mla_ext.adapter.cpu import standins
+from sglang_mla_ext.adapter.cpu import stubs
 
 CPU, ROWS = torch.device("cpu"), 9
 
@@ -33,7 +33,7 @@ class Absent(SimpleNamespace):
 
 def load(folder: Path) -> Any:
     """The layer as a draft worker loads it from the checkpoint."""
-    standins.install()
+    stubs.install()
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers.dp_attention import initialize_dp_attention

@@ -15,8 +15,9 @@ import torch
 from decode_world import World
 from doubles import MIB, server_args
 
+from sglang_mla_ext.adapter import server as server_module
+from sglang_mla_ext.adapter.build import budget, model
 from sglang_mla_ext.adapter.latent.protocol import LatentSizes
-from sglang_mla_ext.adapter.step import budget
 from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.kernels import dispatch
@@ -105,12 +106,12 @@ def test_what_prefill_expands_for_itself_by_default(
 ) -> None:
     monkeypatch.setattr(dispatch, "multiprocessors", lambda device: 132)
     server = configurator(monkeypatch, 128, BF16)
-    budget.attention_layers(server)[0].kv_b_proj = SimpleNamespace(weight=None)
+    model.attention_layers(server)[0].kv_b_proj = SimpleNamespace(weight=None)
     server.server_args = server_args(
         enable_dp_attention=ranks > 1, dp_size=ranks, tp_size=ranks, attn_dp_size=ranks, enable_hierarchical_cache=False
     )
     found = budget.with_default(available * GIB, server, options(**given))
-    taken = budget.passing_bytes(server, tokens)
+    taken = budget.passing_bytes(*model.described(server, options()), tokens)
     assert found.passing_tokens == tokens and (not tokens or 0.5 < taken / GIB < 1)
     assert found.prefix_memory_gb == (gib and pytest.approx(gib + taken / GIB * (gib == 40)))
     assert not gib or budget.prefix_bytes(found) == int(found.prefix_memory_gb * GIB)
@@ -148,7 +149,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def configurator(monkeypatch: pytest.MonkeyPatch, heads: int, cache: torch.dtype, context_len: int = 1 << 17) -> Any:
     dims = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     layer = SimpleNamespace(num_local_heads=heads, **dims)
-    monkeypatch.setattr(budget, "attention_layers", lambda configurator: [layer] * 61)
+    monkeypatch.setattr(model, "attention_layers", lambda configurator: [layer] * 61)
     return SimpleNamespace(
         device="cuda",
         kv_cache_dtype=cache,
@@ -221,7 +222,7 @@ def test_auto_counts_grouped_absorb_where_it_was_timed(monkeypatch: pytest.Monke
     rates = rates_for("NVIDIA H200")
     mode = replace(rates.modes[Mode.GROUPED_ABSORB], measured=False)
     untimed = replace(rates, modes={**rates.modes, Mode.GROUPED_ABSORB: mode})
-    monkeypatch.setattr(budget, "rates_for", lambda name: untimed)
+    monkeypatch.setattr(server_module, "rates_for", lambda name: untimed)
     assert budget.buffer_bytes(configurator(monkeypatch, 16, BF16), asked) == 0
 
 
@@ -237,7 +238,7 @@ def test_a_limit_on_running_requests_limits_the_buffers(monkeypatch: pytest.Monk
 def test_the_shadow_checks_copies_are_counted(monkeypatch: pytest.MonkeyPatch, gpu: None) -> None:
     server = configurator(monkeypatch, 16, FP8)
     plain, checked = (budget.buffer_bytes(server, options(verify_interval=each)) for each in (0, 10))
-    (layer, *_) = budget.attention_layers(server)
+    (layer, *_) = model.attention_layers(server)
     assert checked - plain == ShadowCheck.workspace_bytes_for(layer, BF16, 1) > 64 * 16 * 1088 * 2
 
 
@@ -246,7 +247,7 @@ def test_what_prefill_expands_for_itself_is_counted(monkeypatch: pytest.MonkeyPa
     """8,192 tokens of a layer, and the attention to them; nothing in a mode that never expands."""
     monkeypatch.setattr(dispatch, "multiprocessors", lambda device: 132)
     server = configurator(monkeypatch, 128, BF16)
-    budget.attention_layers(server)[0].kv_b_proj = SimpleNamespace(weight=None)
+    model.attention_layers(server)[0].kv_b_proj = SimpleNamespace(weight=None)
     plain, expanding = (budget.buffer_bytes(server, options(prefill_expand_tokens=n, **given)) for n in (0, 8192))
     assert 8192 * (128 * 256 + 64) * 2 < expanding - plain < 1 << 30
     absorbing = {"mode": "absorb", "prefill_expand_tokens": 8192}

@@ -11,7 +11,9 @@ import torch
 from decode_world import EXTEND, HEADS, MAX_REQUESTS, MIB, PAGE, World
 
 from sglang_mla_ext import observe
-from sglang_mla_ext.adapter.step import build, build_expanding
+from sglang_mla_ext.adapter import server
+from sglang_mla_ext.adapter.build import assemble, expanding
+from sglang_mla_ext.adapter.build import prefill as prefill_parts
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.adapter.step.ranks import RanksDifferError
 from sglang_mla_ext.adapter.step.relay import relay
@@ -65,8 +67,8 @@ def test_ranks_are_compared_before_anything_is_made(world: World, monkeypatch: p
         raise RanksDifferError("64 on rank 0")
 
     for name in ("all_ranks_agree", "make_expanding", "take_over"):
-        monkeypatch.setattr(build, name, lambda *_, **__: pytest.fail("a rank would wait for the others"))
-    monkeypatch.setattr(build, "check_alike", differ)
+        monkeypatch.setattr(assemble, name, lambda *_, **__: pytest.fail("a rank would wait for the others"))
+    monkeypatch.setattr(assemble, "check_alike", differ)
     with pytest.raises(RanksDifferError, match="64 on rank 0"):
         world.make("cpu", mixed_tokens=64)
 
@@ -82,7 +84,7 @@ def test_kernels_that_do_not_run_leave_plain_absorb(world: World, monkeypatch: p
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("does not compile")
 
-    allocate = build_expanding.ExpandedBuffers.allocate
+    allocate = expanding.ExpandedBuffers.allocate
 
     def noted(**sizes: Any) -> Any:
         made = allocate(**sizes)
@@ -90,8 +92,8 @@ def test_kernels_that_do_not_run_leave_plain_absorb(world: World, monkeypatch: p
         return made
 
     monkeypatch.setattr(observe.logger, "disabled", True)  # pytest would keep the error, and with it the buffers
-    monkeypatch.setattr(build_expanding.ExpandedBuffers, "allocate", noted)
-    monkeypatch.setattr(build_expanding, {"attention": "make_shared_attention", "expander": "Expander"}[part], fail)
+    monkeypatch.setattr(expanding.ExpandedBuffers, "allocate", noted)
+    monkeypatch.setattr(expanding, {"attention": "make_shared_attention", "expander": "Expander"}[part], fail)
     backend = world.make("gpu")
     assert fallbacks(world) == ["the kernels do not run here: RuntimeError"]
     assert not backend._preparation._requests and pool_of(world).num_chunks == 0
@@ -104,14 +106,14 @@ def test_kernels_that_do_not_run_leave_plain_absorb(world: World, monkeypatch: p
 def test_a_rank_expands_its_own_heads(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of prefixes that ranks hold together; this one is the second of two."""
     made: list[Any] = []
-    make = build.make_expanding
+    make = assemble.make_expanding
 
     def of_two(runner: Any, layers: Any, cost: CostModel, *args: Any, **more: Any) -> None:
         made.append(make(runner, layers, replace(cost, ranks=2), *args, **more))
 
-    monkeypatch.setattr(build, "make_expanding", of_two)
-    monkeypatch.setattr(build_expanding, "tp_group", lambda: SimpleNamespace(rank_in_group=1))
-    monkeypatch.setattr(build_expanding, "exchange_over", lambda group: lambda received, sent: received.copy_(sent))
+    monkeypatch.setattr(assemble, "make_expanding", of_two)
+    monkeypatch.setattr(expanding, "tp_group", lambda: SimpleNamespace(rank_in_group=1))
+    monkeypatch.setattr(expanding, "exchange_over", lambda group: lambda received, sent: received.copy_(sent))
     world.make("cpu")
     ((buffers, _, expander),) = made
     assert buffers.heads == HEADS // 2 and expander._heads == slice(HEADS // 2, HEADS)
@@ -139,8 +141,8 @@ def test_prefixes_are_stored_as_the_cache_or_as_asked(
     world: World, monkeypatch: pytest.MonkeyPatch, cache: torch.dtype, option: str, expected: torch.dtype
 ) -> None:
     costs: list[CostModel] = []
-    make = build.make_expanding
-    monkeypatch.setattr(build, "make_expanding", lambda *args, **rows: costs.append(args[2]) or make(*args, **rows))
+    make = assemble.make_expanding
+    monkeypatch.setattr(assemble, "make_expanding", lambda *args, **rows: costs.append(args[2]) or make(*args, **rows))
     world.runner.kv_cache_dtype = cache
     backend = world.make("gpu", prefix_dtype=option)
     assert backend._shared._buffers.dtype == expected
@@ -225,7 +227,7 @@ def test_auto_takes_grouped_absorb_only_where_its_rates_are_measured(
     assumed = replace(assumed, modes={**assumed.modes, Mode.GROUPED_ABSORB: mode})
     assert world.make("cpu", mode="auto")._latent.grouped_page is not None
     assert world.make("cpu", mode="naive")._latent.grouped_page is None
-    monkeypatch.setattr(build, "rates_for", lambda name: assumed)
+    monkeypatch.setattr(server, "rates_for", lambda name: assumed)
     assert world.make("cpu", mode="auto")._latent.grouped_page is None
     assert world.make("cpu", mode="grouped_absorb")._latent.grouped_page is not None
 
@@ -234,7 +236,7 @@ def test_auto_takes_grouped_absorb_only_where_its_rates_are_measured(
 def test_prefill_of_another_backend_is_left_alone(world: World, monkeypatch: pytest.MonkeyPatch, prefill: str) -> None:
     """It gets no plan, but what its requests share is expanded for decode."""
     planned: list[Any] = []
-    monkeypatch.setattr(build.PrefillPlan, "make", lambda *args, **kwargs: planned.append(args))
+    monkeypatch.setattr(prefill_parts.PrefillPlan, "make", lambda *args, **kwargs: planned.append(args))
     world.runner.server_args.get_attention_backends = lambda: (prefill, "hybrid_mla")
     world.make("gpu")
     requests = [world.start("abcd1", 1), world.start("abcd2", 2)]

@@ -15,7 +15,7 @@ from sglang_mla_ext import __version__, doctor
 from sglang_mla_ext.adapter.compat.contract import ContractError, installed_version
 from sglang_mla_ext.adapter.compat.findings import Finding, unsupported
 from sglang_mla_ext.adapter.compat.table import Feature
-from sglang_mla_ext.adapter.launch import examine, tried
+from sglang_mla_ext.adapter.launch import examine, tested_configurations
 from sglang_mla_ext.adapter.launch.launch_line import LaunchLine
 from sglang_mla_ext.cli import app
 
@@ -134,7 +134,7 @@ def examined(monkeypatch: pytest.MonkeyPatch, outcome: str, line: LaunchLine, *w
     return result.exit_code, result.output
 
 
-RUN = tried.how_far({tried.TENSOR: 16, tried.NODES: 16}, "0.5.17")
+RUN = tested_configurations.tested({tested_configurations.TENSOR: 16, tested_configurations.NODES: 16}, "0.5.17")
 
 
 def test_doctor_says_what_to_change(monkeypatch):
@@ -146,8 +146,8 @@ def test_doctor_says_what_to_change(monkeypatch):
         findings=[Finding("--page-size", "hybrid_mla needs --page-size 64, not 1; remove the flag.")],
         changes=["--page-size 64 in place of --page-size 1"],
         settings=["--disable-prefill-cuda-graph"],
-        how_far=RUN,
-        reach="about: 530 tokens",
+        tested=RUN,
+        memory_report="about: 530 tokens",
         models={"/m/V3": "deepseek-ai/DeepSeek-V3"},
     )
     assert code == 0
@@ -166,8 +166,8 @@ def test_doctor_says_what_to_change(monkeypatch):
 
 def test_doctor_has_nothing_to_say_of_what_works(monkeypatch):
     arguments = ["--model-path", "deepseek-ai/DeepSeek-V3", "--attention-backend", "hybrid_mla"]
-    run = tried.how_far({tried.SERVER: 1}, "0.5.17")
-    code, output = examined(monkeypatch, examine.WORKS, LaunchLine({}, arguments), *arguments, how_far=run)
+    run = tested_configurations.tested({tested_configurations.SERVER: 1}, "0.5.17")
+    code, output = examined(monkeypatch, examine.WORKS, LaunchLine({}, arguments), *arguments, tested=run)
     assert (code, output.splitlines()) == (
         0,
         ["WORKS (examined as on an H200)", "SGLang 0.5.17: tested on a GPU"],
@@ -176,7 +176,7 @@ def test_doctor_has_nothing_to_say_of_what_works(monkeypatch):
 
 def test_doctor_speaks_to_programs(monkeypatch):
     line, command = LaunchLine({}, ["--tp", "16"]), ["python", "-m", "sglang.launch_server", "--tp", "16"]
-    found = dict(how_far=RUN, findings=[Finding("a", "no"), Finding("b", "nor")])
+    found = dict(tested=RUN, findings=[Finding("a", "no"), Finding("b", "nor")])
     code, output = examined(monkeypatch, examine.CHANGED, line, "--json", *command, **found)
     said = json.loads(output)
     assert code == 0 and said["outcome"] == "works with a change"
@@ -200,11 +200,11 @@ def test_doctor_cannot_tell(monkeypatch):
 def test_doctor_keeps_what_runs_the_container(monkeypatch):
     docker = ("docker", "run", "-e", "HF_TOKEN=hf_x", "lmsysorg/sglang:v0.5.23", "sglang", "serve")
     line = LaunchLine({"HF_TOKEN": "hf_x"}, ["--tp", "8"], docker[4], docker)
-    code, output = examined(monkeypatch, examine.CHANGED, line, *docker, "m", how_far=RUN)
+    code, output = examined(monkeypatch, examine.CHANGED, line, *docker, "m", tested=RUN)
     assert code == 0 and "hf_x" not in output
     assert output.splitlines()[1].startswith("the image has to contain sglang-mla-ext")
     assert output.splitlines()[-1] == "docker run -e 'HF_TOKEN=***' lmsysorg/sglang:v0.5.23 sglang serve --tp 8"
-    _, output = examined(monkeypatch, examine.CHANGED, line, "--json", *docker, "m", how_far=RUN)
+    _, output = examined(monkeypatch, examine.CHANGED, line, "--json", *docker, "m", tested=RUN)
     said = json.loads(output)
     assert "hf_x" not in output and said["command"].startswith("docker run") and "sglang-mla-ext" in said["in_image"]
 
@@ -212,9 +212,9 @@ def test_doctor_keeps_what_runs_the_container(monkeypatch):
 def test_that_decode_gains_nothing_stands_in_the_verdict(monkeypatch):
     line = LaunchLine({}, ["--tp", "8"])
     caveat = "decode gains nothing: with DP attention and so on"
-    _, output = examined(monkeypatch, examine.WORKS, line, *line.arguments, how_far=RUN, caveat=caveat)
+    _, output = examined(monkeypatch, examine.WORKS, line, *line.arguments, tested=RUN, caveat=caveat)
     assert output.splitlines()[0] == f"WORKS (examined as on an H200), but {caveat}"
-    _, output = examined(monkeypatch, examine.WORKS, line, "--json", *line.arguments, how_far=RUN, caveat=caveat)
+    _, output = examined(monkeypatch, examine.WORKS, line, "--json", *line.arguments, tested=RUN, caveat=caveat)
     assert json.loads(output)["caveat"] == caveat and json.loads(output)["in_image"] is None
 
 

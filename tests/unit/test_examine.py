@@ -62,7 +62,7 @@ def test_what_is_not_for_this_machine_or_not_whole(
 ) -> None:
     assert (found[name]["outcome"], found[name]["codes"]) == (outcome, codes)
     assert said in found[name]["findings"][0]
-    assert found[name]["how_far"] is None
+    assert found[name]["tested"] is None
 
 
 def test_a_release_between_those_that_were_tested(found: dict[str, Any]) -> None:

@@ -12,7 +12,8 @@ import torch
 
 from sglang_mla_ext.adapter.compat import sglang_0_5_23
 from sglang_mla_ext.adapter.launch import limits
-from sglang_mla_ext.options import OptionError
+from sglang_mla_ext.adapter.server import Server
+from sglang_mla_ext.options import HybridMLAOptions, OptionError
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
 
@@ -122,9 +123,18 @@ def server_args(
     return SimpleNamespace(**{**values, **changes})
 
 
+def server(args: Any, on_gpu: bool = True, memory_bytes: int | None = None) -> Server:
+    """With the options of the environment."""
+    return Server.of(args, HybridMLAOptions.from_env(), on_gpu, memory_bytes)
+
+
+def check(args: Any, compute_capability: tuple[int, int] | None) -> None:
+    limits.check(server(args, compute_capability is not None), compute_capability)
+
+
 def message(args: Any, compute_capability: tuple[int, int] | None = HOPPER) -> str:
     with pytest.raises(OptionError) as error:
-        limits.check(args, compute_capability)
+        check(args, compute_capability)
     return str(error.value)
 
 
@@ -154,14 +164,14 @@ def message(args: Any, compute_capability: tuple[int, int] | None = HOPPER) -> s
     ids=str,
 )
 def test_what_works_is_let_through(changes: dict[str, Any], compute_capability: tuple[int, int] | None) -> None:
-    limits.check(server_args(**changes), compute_capability)
+    check(server_args(**changes), compute_capability)
 
 
 def test_mixing_that_is_turned_off_and_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_HYBRID_MLA_MIXED_TOKENS", "0")
     with pytest.raises(limits.Refusal, match="--enable-mixed-chunk does not go with --hybrid-mla-mixed-tokens 0"):
-        limits.check(server_args(enable_mixed_chunk=True), HOPPER)
-    limits.check(server_args(), HOPPER)
+        check(server_args(enable_mixed_chunk=True), HOPPER)
+    check(server_args(), HOPPER)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +190,7 @@ def test_mixing_that_is_turned_off_and_on(monkeypatch: pytest.MonkeyPatch) -> No
     ids=str,
 )
 def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
-    limits.check(server_args(**{**EAGLE, **changes}), HOPPER)
+    check(server_args(**{**EAGLE, **changes}), HOPPER)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +330,7 @@ def test_a_streaming_session_has_no_node_of_the_tree() -> None:
 def test_speculation_that_is_planned_on_a_stream_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
     assert "SGLANG_ENABLE_OVERLAP_PLAN_STREAM is not supported, as it is" in message(server_args(**EAGLE))
-    limits.check(server_args(), HOPPER)
+    check(server_args(), HOPPER)
 
 
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
@@ -328,9 +338,9 @@ def test_speculation_that_is_planned_on_a_stream_is_named(monkeypatch: pytest.Mo
 def test_ways_to_the_host(copies: str, layout: str) -> None:
     """On a GPU all but those of other accelerators; on a CPU the one that there is a stand-in for."""
     args = server_args(**HOST_CACHE | {"hicache_io_backend": copies, "hicache_mem_layout": layout})
-    limits.check(args, HOPPER)
+    check(args, HOPPER)
     if (copies, layout) == ("direct", "layer_first"):
-        limits.check(args, None)
+        check(args, None)
     else:
         assert "is not supported on a CPU: use " in message(args, None)
 
@@ -400,7 +410,7 @@ def test_drafts_that_sglang_would_refuse_without_advice(changes: dict[str, Any],
 def test_an_fp8_cache_that_the_checkpoint_asks_for_is_checked_too() -> None:
     """`auto` passes at launch: SGLang has not read the checkpoint then."""
     args = server_args(backends=("flashmla", "hybrid_mla"), cuda_graph_config=graphs("disabled"))
-    limits.check(args, HOPPER)
+    check(args, HOPPER)
     with pytest.raises(OptionError, match="prefill runs flashmla"):
         limits.check_fp8_cache(args, on_gpu=True)
     limits.check_fp8_cache(server_args(cuda_graph_config=graphs("disabled")), on_gpu=True)
@@ -415,7 +425,7 @@ def test_a_checkpoint_in_float16_is_refused_when_its_dtype_is_known() -> None:
 
 
 def test_an_fp8_cache_on_a_cpu_server_has_no_graphs_to_look_at() -> None:
-    limits.check(server_args(kv_cache_dtype="fp8_e4m3", disable_chunked_prefix_cache=True), None)
+    check(server_args(kv_cache_dtype="fp8_e4m3", disable_chunked_prefix_cache=True), None)
 
 
 @pytest.mark.parametrize("compute_capability", [AMPERE, BLACKWELL], ids=str)
@@ -504,8 +514,8 @@ def test_another_page_size_is_refused_on_a_gpu() -> None:
 def test_a_budget_larger_than_the_gpu(monkeypatch: pytest.MonkeyPatch, asked: str, found: list[str]) -> None:
     monkeypatch.setenv("SGLANG_HYBRID_MLA_PREFIX_MEMORY_GB", asked)
     args = server_args(mem_fraction_static=0.85)
-    assert [each.code for each in limits._budget_findings(args, 141 << 30)] == found
-    assert limits._budget_findings(args, None) == []
+    assert [each.code for each in limits._budget_findings(server(args, memory_bytes=141 << 30))] == found
+    assert limits._budget_findings(server(args)) == []
 
 
 @pytest.mark.parametrize(("prefill", "options", "count"), [("fa3", {}, 1), ("hybrid_mla", {}, 0), ("fa3", ABSORB, 0)])
@@ -514,4 +524,4 @@ def test_what_another_prefill_backend_does_without(
 ) -> None:
     for name, value in options.items():
         monkeypatch.setenv(name, value)
-    assert len(limits.warnings(server_args((prefill, "hybrid_mla")), on_gpu=True)) == count
+    assert len(limits.warnings(server(server_args((prefill, "hybrid_mla"))))) == count

@@ -14,7 +14,7 @@ from examined import examined_once
 
 from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.compat.attention_classes import strange_layers
-from sglang_mla_ext.adapter.launch import limits, models, riding
+from sglang_mla_ext.adapter.launch import limits, mixed_steps, models
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_what_does_not_go_with_linear_layers(monkeypatch: pytest.MonkeyPatch, ch
         monkeypatch.setattr(models.installed, "linear_layers", lambda args, linear=linear: linear)
         found = models.beside_linear_layers(args)
         assert [each.code.endswith("with linear layers") for each in found] == [True] * count
-        assert (riding.in_the_way(test_limits.server_args(), on_gpu=False) is None) is (linear is None)
+        assert (mixed_steps.obstacle(test_limits.server_args(), on_gpu=False) is None) is (linear is None)
 
 
 def test_an_fp8_cache_does_not_go_with_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:

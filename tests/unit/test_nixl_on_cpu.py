@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_mla_ext.adapter.cpu import gaps
+from sglang_mla_ext.adapter.cpu import missing_ops
 
 
 @pytest.mark.parametrize("polled", [True, False])
@@ -21,7 +21,7 @@ def test_thread_of_nixl(polled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     package._api = api  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "nixl", package)
     monkeypatch.setitem(sys.modules, "nixl._api", api)
-    monkeypatch.setattr(gaps.installed, "polls_nixl", lambda: polled)
+    monkeypatch.setattr(missing_ops.installed, "polls_nixl", lambda: polled)
     for _ in range(2):
-        gaps.before_nixl()
+        missing_ops.before_nixl()
     assert api.nixl_agent_config(backends=[]) == {"backends": []} | ({"enable_prog_thread": False} if polled else {})

@@ -18,7 +18,7 @@ from fork_server import ForkServer
 
 from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature
-from sglang_mla_ext.adapter.cpu import standins
+from sglang_mla_ext.adapter.cpu import stubs
 from sglang_mla_ext.adapter.launch import status_routes
 from sglang_mla_ext.adapter.step import hooks
 from sglang_mla_ext.options import HybridMLAOptions
@@ -139,7 +139,7 @@ def test_a_worker_has_the_backend_and_all_hooks(scenarios: dict[str, Any]) -> No
     assert {name for name in others if others[name] != without["handlers"][name]} <= {"torch_native"}
     assert set(worker["ours"]) <= set(worker["hooked"])
     torch_native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
-    assert f"{torch_native}._run_sdpa_forward_extend" in worker["hooked"] or not standins.needed()
+    assert f"{torch_native}._run_sdpa_forward_extend" in worker["hooked"] or not stubs.needed()
 
 
 def test_every_hook_is_in_the_contract(scenarios: dict[str, Any]) -> None:

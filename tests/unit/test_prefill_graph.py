@@ -24,7 +24,7 @@ MAX_ROWS, PADDED = 16, 12
 
 
 class Tails:
-    """adapter.step.stock.PrefillTails over a pool in which each request's tokens lie in the order of `View`."""
+    """adapter.stock.protocol.PrefillTails over a pool in which each request's tokens lie in the order of `View`."""
 
     def __init__(self, rows_of_layer: dict[int, torch.Tensor], slots: list[torch.Tensor]) -> None:
         self._rows, self._slots = rows_of_layer, slots

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import test_limits
-from test_spread_at_launch import EIGHT
+from test_sharded_prefixes_at_launch import EIGHT
 
 from sglang_mla_ext.adapter.launch import limits
 from sglang_mla_ext.adapter.launch.prefill_memory import VARIABLE
@@ -38,8 +38,8 @@ def test_memory_of_a_prefill_pass(
     if set_to is not None:
         monkeypatch.setenv(VARIABLE, set_to)
     args = test_limits.server_args(**{**EIGHT, **changes})
-    assert limits.warnings(args, True) == limits.warnings(args, False) == []
-    said = limits.warnings(args, True, H200_BYTES)
+    assert all(limits.warnings(test_limits.server(args, on_gpu)) == [] for on_gpu in (True, False))
+    said = limits.warnings(test_limits.server(args, True, H200_BYTES))
     if advice is None:
         assert said == []
     else:

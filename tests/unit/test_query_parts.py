@@ -198,7 +198,7 @@ def flashmla_stock(pool: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """SGLang's FlashMLA backend over this pool; it cannot be constructed without a GPU."""
     from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
 
-    from sglang_mla_ext.adapter.step.stock_flashmla import FlashMLAStock
+    from sglang_mla_ext.adapter.stock.flashmla import FlashMLAStock
 
     def metadata(self: Any, forward_batch: Any) -> None:
         table = torch.tensor([[page, page + 1] for page in FIRST_PAGES], dtype=torch.int32)
@@ -258,7 +258,7 @@ def test_prefill_by_flashmla_has_a_natural_lse(make_pool: Any, flashmla: Any, mo
 @pytest.mark.parametrize(("phase", "grouped"), [("decode", False), ("decode", True), ("extend", False)])
 def test_on_the_cpu(make_pool: Any, phase: str, grouped: bool, cache: torch.dtype) -> None:
     from sglang_mla_ext.adapter.cpu.latent_torch import TorchLatent
-    from sglang_mla_ext.adapter.step.stock_torch import TorchStock
+    from sglang_mla_ext.adapter.stock.torch_native import TorchStock
 
     def make() -> Any:
         pool, table = make_pool(cache), requests()["req_to_token"]

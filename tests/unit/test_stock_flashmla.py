@@ -37,14 +37,14 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Any:
     # The second one from 0.5.23 on.
     for name in ("sgl_kernel.flash_mla", "sglang.kernels.ops.attention.flash_mla_interface"):
         monkeypatch.setitem(sys.modules, name, flash_mla)
-    from sglang_mla_ext.adapter.step import stock_flashmla
+    from sglang_mla_ext.adapter.stock import flashmla
 
     def make_one(reads_pool: bool, chunks: bool = True) -> tuple[Any, list[Any]]:
         paged = FakeWrapper()
         backend = SimpleNamespace(enable_chunk_kv=chunks, is_fp8_kvcache=not reads_pool, prefill_wrapper_paged=paged)
-        monkeypatch.setattr(stock_flashmla, "FlashMLABackend", lambda runner: backend)
+        monkeypatch.setattr(flashmla, "FlashMLABackend", lambda runner: backend)
         layers = [SimpleNamespace(chunked_prefix_cache_threshold=8192) for _ in range(2)]
-        return stock_flashmla.FlashMLAStock(None, layers, reads_pool=reads_pool), layers
+        return flashmla.FlashMLAStock(None, layers, reads_pool=reads_pool), layers
 
     return make_one
 
@@ -113,7 +113,7 @@ def test_flashinfer_gets_no_row_that_is_nobodys(make: Any, rows: int, keys: int,
 @pytest.fixture
 def wrappers(make: Any) -> tuple[Any, FakeWrapper]:
     """What SGLang has for absorb in prefill, and what FlashInfer does of it."""
-    from sglang_mla_ext.adapter.step.stock_flashmla import PlannedAtRun
+    from sglang_mla_ext.adapter.stock.flashmla import PlannedAtRun
 
     fake = FakeWrapper()
     return PlannedAtRun(fake), fake

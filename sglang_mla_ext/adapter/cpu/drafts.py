@@ -52,7 +52,7 @@ def assign_extend_cache_locs_cpu(
     pool_len: int,
 ) -> None:
     """Read the slots of each request's tokens `[start, end)`; arguments are those of
-    standins.assign_req_to_token_pool_cpu, of which `out_cache_loc` is written."""
+    stubs.assign_req_to_token_pool_cpu, of which `out_cache_loc` is written."""
     for in_table, slots in by_request(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc):
         slots.copy_(in_table)
 

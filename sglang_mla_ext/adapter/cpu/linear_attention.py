@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, silu, softplus
 
 from sglang_mla_ext.adapter.compat import installed
-from sglang_mla_ext.adapter.cpu.standins import absent_module
+from sglang_mla_ext.adapter.cpu.stubs import absent_module
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner

@@ -12,9 +12,9 @@ class _Torchvision(importlib.abc.MetaPathFinder):
         """Declare the operators before the module is looked for, by others."""
         if name == "torchvision":
             sys.meta_path.remove(self)
-            from sglang_mla_ext.adapter.cpu import standins
+            from sglang_mla_ext.adapter.cpu import stubs
 
-            standins.declare_torchvision_operators()
+            stubs.declare_torchvision_operators()
 
 
 sys.meta_path.insert(0, _Torchvision())

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.launch import limits
+from sglang_mla_ext.adapter.launch.resolved import resolved
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.affinity import PromptAffinity
 
@@ -59,7 +60,7 @@ class Router:
 
 def ranks(args: ServerArgs) -> int:
     """Data-parallel ranks, of replicas or of DP attention, which newer releases count by a flag of its own."""
-    return max(args.dp_size, installed.dp_attention_ranks(installed.resolved(args)))
+    return max(int(args.dp_size), int(installed.dp_attention_ranks(resolved(args))))
 
 
 _routers: WeakKeyDictionary[TokenizerManager, Router | None] = WeakKeyDictionary()

@@ -23,11 +23,20 @@ from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.contract import ContractError, installed_version
 from sglang_mla_ext.adapter.compat.findings import Finding
 from sglang_mla_ext.adapter.compat.syntax import without_collector
-from sglang_mla_ext.adapter.cpu import feigned
-from sglang_mla_ext.adapter.launch import checkpoints, hardware, launch_line, limits, reach, tried
+from sglang_mla_ext.adapter.cpu import fake_gpu
+from sglang_mla_ext.adapter.launch import (
+    checkpoints,
+    feature_findings,
+    hardware,
+    launch_line,
+    limits,
+    prefix_memory_report,
+    tested_configurations,
+)
 from sglang_mla_ext.adapter.launch.launch_line import MODEL_FLAGS, LaunchLine
 from sglang_mla_ext.adapter.launch.limits import Refusal
 from sglang_mla_ext.adapter.launch.remedies import apply, in_words, said_by_sglang
+from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
 
 if TYPE_CHECKING:
@@ -53,8 +62,8 @@ class Examination(NamedTuple):
         settings: flags that are set without being asked for.
         models: the models that the line names, by the names that they were taken for.
         warnings: what the server does without, though it runs.
-        how_far: a server like it was run; None where it does not start.
-        reach: how far its memory reaches, with DP attention.
+        tested: a server like it was run; None where it does not start.
+        memory_report: how much of a prompt its prefix memory holds, with DP attention.
         elsewhere: that it runs another SGLang than it was examined with.
         caveat: that decode gains nothing, though it works.
     """
@@ -66,8 +75,8 @@ class Examination(NamedTuple):
     settings: list[str]
     models: dict[str, str]
     warnings: Sequence[str] = ()
-    how_far: tried.HowFar | None = None
-    reach: str | None = None
+    tested: tested_configurations.Tested | None = None
+    memory_report: str | None = None
     elsewhere: str | None = None
     caveat: str | None = None
 
@@ -81,7 +90,7 @@ def examiner() -> Iterator[Callable[[LaunchLine], Examination]]:
         stack.enter_context(without_collector())
         stack.enter_context(patch.object(torch, "compile", _not_compiled))
         if not torch.cuda.is_available():
-            stack.enter_context(feigned.hopper())
+            stack.enter_context(fake_gpu.hopper())
         from sglang.srt.plugins import load_plugins
 
         with _silence():
@@ -154,17 +163,17 @@ def _release_findings(line: LaunchLine) -> list[Finding]:
 
 def _of_server(line: LaunchLine, args: ServerArgs) -> dict[str, Any]:
     """What is said of a line that works, in its own environment."""
-    resolved, options = installed.resolved(args), HybridMLAOptions.from_env()
+    server = Server.of(args, HybridMLAOptions.from_env(), True, torch.cuda.get_device_properties(0).total_memory)
     version = launch_line.version_in(line.image or "") or str(installed_version())
     return {
-        "settings": _settings(line, args),
+        "settings": _settings(line, server),
         "warnings": [
-            *limits.warnings(resolved, True, torch.cuda.get_device_properties(0).total_memory),
+            *limits.warnings(server),
             *filter(None, [contract.untested() if line.image is None else None]),
         ],
-        "how_far": tried.how_far(tried.parts_of(args, options), version),
-        "reach": reach.predicted(resolved, options),
-        "caveat": reach.caveat(resolved, options),
+        "tested": tested_configurations.tested(tested_configurations.parts_of(server), version),
+        "memory_report": prefix_memory_report.predicted(server),
+        "caveat": prefix_memory_report.caveat(server),
     }
 
 
@@ -193,7 +202,7 @@ def _unread_models(line: LaunchLine) -> list[Finding]:
 
 def _models_of(line: LaunchLine) -> list[str]:
     """Paths of models that a line names, but for a draft model where drafts are refused whatever it is."""
-    refused = limits.way_of_drafting(launch_line.value_of(line.arguments, "--speculative-algorithm"))
+    refused = feature_findings.way_of_drafting(launch_line.value_of(line.arguments, "--speculative-algorithm"))
     flags = MODEL_FLAGS if refused else MODEL_FLAGS + DRAFT_FLAGS
     return [path for flag in flags if (path := launch_line.value_of(line.arguments, flag))]
 
@@ -230,18 +239,16 @@ def _with_spaces(arguments: list[str]) -> list[str]:
     return [part for word in arguments for part in (word.split("=", 1) if re.match(r"--[\w-]+=", word) else [word])]
 
 
-def _settings(line: LaunchLine, args: ServerArgs) -> list[str]:
+def _settings(line: LaunchLine, server: Server) -> list[str]:
     """What `limits` sets, where the line does not say it."""
     flags = {name: f"--{name.replace('_', '-')}" for name in SET_BY_ITSELF}
-    resolved = installed.resolved(args)
-    values = {flag: getattr(resolved, name, None) for name, flag in flags.items()}
+    values = {flag: getattr(server.args, name, None) for name, flag in flags.items()}
     found = [
         f"{flag} {value}"
         for flag, value in values.items()
         if launch_line.value_of(line.arguments, flag) is None and value not in (None, "prefill")
     ]
-    graphs = installed.prefill_graph_backend(resolved)
-    if "--disable-prefill-cuda-graph" not in line.arguments and graphs == "disabled":
+    if "--disable-prefill-cuda-graph" not in line.arguments and server.prefill_graphs == "disabled":
         found.append("--disable-prefill-cuda-graph")
     return found
 

@@ -4,10 +4,10 @@ With a GPU it does the same as `python -m sglang.launch_server`. Spawned process
 the stand-ins are in place there too.
 """
 
-from sglang_mla_ext.adapter.cpu import standins
+from sglang_mla_ext.adapter.cpu import stubs
 
-if standins.needed():
-    standins.install()
+if stubs.needed():
+    stubs.install()
 
 
 def main() -> None:

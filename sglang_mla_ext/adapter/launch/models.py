@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.compat.attention_classes import strange_layers
 from sglang_mla_ext.adapter.compat.findings import Finding
+from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 from sglang_mla_ext.kernels.constants import LATENT_DIMS, supports_heads
-
-if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
 
 
 class HeadSizes(NamedTuple):
@@ -25,22 +23,23 @@ class HeadSizes(NamedTuple):
     heads: int
 
 
-def head_sizes(args: ServerArgs, config: Any) -> HeadSizes | None:
-    """From a Hugging Face configuration; None where it lacks one. `args` are resolved."""
+def head_sizes(args: ResolvedArgs, config: Any) -> HeadSizes | None:
+    """From a Hugging Face configuration; None where it lacks one."""
     config = _text_config(config)
     names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "num_attention_heads")
-    *dims, heads = (getattr(config, name, None) for name in names)
-    if None in (*dims, heads):
+    found: list[Any] = [getattr(config, name, None) for name in names]
+    if None in found:
         return None
-    return HeadSizes(*dims, heads // (args.tp_size // installed.dp_attention_ranks(args)))
+    nope, rope, v, rank, heads = found
+    return HeadSizes(nope, rope, v, rank, heads // (args.tp_size // installed.dp_attention_ranks(args)))
 
 
 def _text_config(config: Any) -> Any:
     return getattr(config, "text_config", None) or config
 
 
-def findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
-    """What the model has that is not computed here. `args` are resolved."""
+def findings(args: ResolvedArgs, on_gpu: bool) -> list[Finding]:
+    """What the model has that is not computed here."""
     if not installed.uses_mla(args):
         text = "the model does not use Multi-head Latent Attention: choose another --attention-backend."
         return [Finding("no MLA", text)]
@@ -70,8 +69,8 @@ def findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
     return _sizes(args, config) if on_gpu else []
 
 
-def beside_linear_layers(args: ServerArgs) -> list[Finding]:
-    """What does not go with layers with linear attention, where the model has them. `args` are resolved."""
+def beside_linear_layers(args: ResolvedArgs) -> list[Finding]:
+    """What does not go with layers with linear attention, where the model has them."""
     if installed.linear_layers(args) is None:
         return []
     found = {
@@ -83,7 +82,7 @@ def beside_linear_layers(args: ServerArgs) -> list[Finding]:
     return [Finding(f"{flag} with linear layers", text.format(flag)) for flag, given in found.items() if given]
 
 
-def _sizes(args: ServerArgs, config: Any) -> list[Finding]:
+def _sizes(args: ResolvedArgs, config: Any) -> list[Finding]:
     """Sizes that FlashMLA does not take, or no kernel of ours for Hopper, so that every step would be SGLang's."""
     if (sizes := head_sizes(args, config)) is None:
         return []
@@ -110,7 +109,7 @@ def _is_sparse(config: Any) -> bool:
     return bool(is_deepseek_dsa(config))
 
 
-def scales_queries(args: ServerArgs) -> bool:
+def scales_queries(args: ResolvedArgs) -> bool:
     """Whether the model scales its queries by their positions, as Mistral Large 3 does. SGLang does it where a backend
     takes whole queries, between absorption and attention."""
     return bool(getattr(_text_config(installed.model_config(args)), "llama_4_scaling", None))

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from sglang_mla_ext.adapter.compat import installed
-from sglang_mla_ext.adapter.launch import models
-
-if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
+from sglang_mla_ext.adapter.server import Server
 
 VARIABLE = "SGLANG_MAX_KV_CHUNK_CAPACITY"
 """Sets how many tokens of cached prompts SGLang makes keys and values of at a time."""
@@ -17,18 +12,14 @@ SHARE = 0.75
 """Of the memory that is not for weights and cache; the rest is for CUDA graphs and activations."""
 
 
-def warning(args: ServerArgs, memory_bytes: int | None) -> str | None:
-    """What is short, if a pass over long cached prompts would take more than SGLang leaves of a GPU.
-
-    Args:
-        args: resolved.
-        memory_bytes: that the GPU has; None on a CPU.
-    """
+def warning(server: Server) -> str | None:
+    """What is short, if a pass over long cached prompts would take more than SGLang leaves of a GPU."""
+    args, memory_bytes = server.args, server.memory_bytes
     if memory_bytes is None or not args.mem_fraction_static:
         return None
     if args.disable_chunked_prefix_cache or args.disaggregation_mode == "decode":
         return None
-    if (sizes := models.head_sizes(args, installed.model_config(args))) is None:
+    if (sizes := server.head_sizes) is None:
         return None
     # Content and values come of one product, and whole keys are a copy, in BF16.
     token_bytes = 2 * sizes.heads * (sizes.nope + sizes.v + sizes.nope + sizes.rope)

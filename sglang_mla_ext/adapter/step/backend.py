@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from sglang_mla_ext.adapter.latent.protocol import LatentAttention
     from sglang_mla_ext.adapter.step.prefill_graph import PrefillGraph
-    from sglang_mla_ext.adapter.step.stock import Stock
+    from sglang_mla_ext.adapter.stock.protocol import Stock
     from sglang_mla_ext.kernels.naive.attention import SharedAttention
 
 READ_FROM_STOCK = (

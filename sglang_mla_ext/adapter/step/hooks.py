@@ -16,10 +16,11 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter.build import budget
 from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature
 from sglang_mla_ext.adapter.launch import features, limits, models
-from sglang_mla_ext.adapter.step import budget, failure, hooks_riding, nextn
+from sglang_mla_ext.adapter.step import failure, hooks_riding, nextn
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.adapter.step.worker import guarded, worker
 from sglang_mla_ext.kernels.memory import Memory
@@ -100,7 +101,7 @@ def install() -> None:
             hooks_riding.after_sync_gather
         )
     if not torch.cuda.is_available():
-        from sglang_mla_ext.adapter.step.stock_torch import after_support_triton
+        from sglang_mla_ext.adapter.stock.torch_native import after_support_triton
 
         after[f"{_SRT}.utils.common.support_triton"] = after_support_triton
     before = {
@@ -174,8 +175,8 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
         limits.check_fp8_cache(runner.server_args, on_gpu=on_gpu)
     if worker.budget_bytes is None:
         raise contract.ContractError("SGLang built its attention backend before it sized its KV cache")
+    from sglang_mla_ext.adapter.build.assemble import build
     from sglang_mla_ext.adapter.step import layer as mla_layer
-    from sglang_mla_ext.adapter.step.build import build
 
     worker.pool = runner.token_to_kv_pool
     worker.memory = Memory(installed.memory_region(runner))

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang_mla_ext.adapter.build import budget
 from sglang_mla_ext.adapter.compat import installed
-from sglang_mla_ext.adapter.launch import riding
-from sglang_mla_ext.adapter.step import budget
+from sglang_mla_ext.adapter.launch import mixed_steps
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.adapter.step.riding import is_extend, select_last_rows
 from sglang_mla_ext.adapter.step.worker import guarded, worker
@@ -112,9 +112,9 @@ def after_graph_sizes(
     if runner.is_draft_worker:
         return None
     options = HybridMLAOptions.from_env()
-    tokens = riding.tokens(installed.resolved(runner.server_args), options, on_gpu=runner.device == "cuda")
+    tokens = mixed_steps.tokens(installed.resolved(runner.server_args), options, on_gpu=runner.device == "cuda")
     most = budget.max_rows(sizes[0][-1], 1, tokens)
-    return riding.graph_sizes(sizes[0], most), sizes[1]
+    return mixed_steps.graph_sizes(sizes[0], most), sizes[1]
 
 
 def around_eager_registry(original: Callable[..., Any], **kwargs: Any) -> Any:

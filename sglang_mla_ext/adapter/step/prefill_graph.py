@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
     from sglang_mla_ext.adapter.step.prefill import PrefillPlan
-    from sglang_mla_ext.adapter.step.stock import PrefillTails, Stock
+    from sglang_mla_ext.adapter.stock.protocol import PrefillTails, Stock
 
 
 class PrefillGraph:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
     from sglang_mla_ext.adapter.latent.protocol import LatentAttention
-    from sglang_mla_ext.adapter.step.stock import Stock
+    from sglang_mla_ext.adapter.stock.protocol import Stock
     from sglang_mla_ext.kernels.naive.attention import SharedAttention
     from sglang_mla_ext.prefix.spread.plan import SpreadPlan
 

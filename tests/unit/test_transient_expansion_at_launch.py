@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import test_limits
-from test_spread_at_launch import EIGHT
+from test_sharded_prefixes_at_launch import EIGHT
 
-from sglang_mla_ext.adapter.launch import passing
+from sglang_mla_ext.adapter.launch import transient_expansion
 from sglang_mla_ext.options import HybridMLAOptions
 
 
@@ -30,4 +30,4 @@ from sglang_mla_ext.options import HybridMLAOptions
 )
 def test_where_it_does(changes: dict[str, Any], given: dict[str, Any], on_gpu: bool, expands: bool) -> None:
     args = test_limits.server_args(**{**EIGHT, **changes})
-    assert passing.by_default(args, HybridMLAOptions(**given), on_gpu) == expands
+    assert transient_expansion.by_default(args, HybridMLAOptions(**given), on_gpu) == expands

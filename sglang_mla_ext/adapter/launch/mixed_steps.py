@@ -1,4 +1,4 @@
-"""Whether new tokens ride in the decode steps of a server, and how many: see step/riding.py."""
+"""Decide at launch how many new tokens may be mixed into a decode step: see step/riding.py."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.predict.mixed import LEAST_NEW, MOST_NEW, allowed  # plain Python
 
 if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
-
     from sglang_mla_ext.options import HybridMLAOptions
 
 logger = logging.getLogger(__name__)
@@ -21,8 +20,8 @@ STEP = 64
 """Rows from one size of graph to the next, beyond SGLang's own."""
 
 
-def in_the_way(args: ServerArgs, on_gpu: bool) -> str | None:
-    """What of a server keeps new tokens from riding; None where they can. `args` are resolved."""
+def obstacle(args: ResolvedArgs, on_gpu: bool) -> str | None:
+    """What of a server keeps new tokens from riding; None where they can."""
     reasons = {
         "drafts (--speculative-algorithm)": args.speculative_algorithm is not None,
         "--disaggregation-mode": args.disaggregation_mode != "null",
@@ -38,19 +37,12 @@ def in_the_way(args: ServerArgs, on_gpu: bool) -> str | None:
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
-def mixing_in_the_way(args: ServerArgs, on_gpu: bool) -> str | None:
-    """What keeps new tokens from riding in one step with running requests. `args` are resolved."""
-    if installed.dp_attention_ranks(args) > 1:
-        return "DP attention (--enable-dp-attention)"
-    return in_the_way(args, on_gpu)
-
-
-def tokens(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> int:
-    """New tokens that a step with running requests may have; 0 where nothing rides. `args` are resolved.
+def tokens(args: ResolvedArgs, options: HybridMLAOptions, on_gpu: bool) -> int:
+    """New tokens that a step with running requests may have; 0 where nothing rides.
 
     Without a GPU there are no graphs to ride in, so nothing does unless it is asked for.
     """
-    if options.mixed_tokens == 0 or in_the_way(args, on_gpu) is not None:
+    if options.mixed_tokens == 0 or obstacle(args, on_gpu) is not None:
         return 0
     if options.mixed_tokens is not None:
         return options.mixed_tokens // STEP * STEP
@@ -59,7 +51,7 @@ def tokens(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> int:
     return _predicted(args)
 
 
-def _predicted(args: ServerArgs) -> int:
+def _predicted(args: ResolvedArgs) -> int:
     """What `allowed` says of the deployment, and the least where that is not known."""
     import torch
 

@@ -1,4 +1,4 @@
-"""What SGLang's models call and has no version of for the CPU, in plain torch: hooks for a machine without a GPU.
+"""Operations that SGLang's models call without a version for the CPU, in plain torch: hooks for machines without a GPU.
 
 LongCat-Flash asks for a CUDA stream, and computes its zero experts in Triton. A grammar's mask of tokens is pinned
 memory, and kernels for GPUs apply it. A cache on the host (HiCache) is pinned memory, and compiled functions copy to

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class TorchTails:
-    """Attention in the latent space for prefill passes; the interface is adapter.step.stock.PrefillTails."""
+    """Attention in the latent space for prefill passes; the interface is adapter.stock.protocol.PrefillTails."""
 
     def __init__(self, backend: TorchNativeAttnBackend) -> None:
         self._backend = backend
@@ -64,7 +64,7 @@ class TorchTails:
 
 
 class TorchStock:
-    """See the module; the interface is adapter.step.stock.Stock."""
+    """See the module; the interface is adapter.stock.protocol.Stock."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.backend = TorchNativeAttnBackend(runner)

@@ -6,18 +6,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_mla_ext.adapter.build.model import STORAGE_DTYPES, Model, described
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention, LatentSizes
-from sglang_mla_ext.adapter.launch import passing, riding, spread
-from sglang_mla_ext.adapter.step.layer import attention_layers
+from sglang_mla_ext.adapter.launch import sharded_prefixes
+from sglang_mla_ext.adapter.server import MAX_RANKS, Server
 from sglang_mla_ext.adapter.step.passing import Passing
 from sglang_mla_ext.adapter.step.prefill_graph import PrefillGraph
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
-from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.dispatch import multiprocessors
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
@@ -30,22 +30,14 @@ from sglang_mla_ext.prefix.default_memory import (
     passing_tokens,
     tokens_held,
 )
-from sglang_mla_ext.prefix.gpu_rates import GpuRates, rates_for
-from sglang_mla_ext.segment import Mode
+from sglang_mla_ext.prefix.gpu_rates import GpuRates
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
-    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
-MAX_RANKS = 64
-"""A multiple of every number of attention ranks that SGLang pads batches for."""
-
 GIB = 1 << 30
-
-STORAGE_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": FP8}
-"""Of expanded prefixes, by the option; otherwise as the cache."""
 
 
 def with_default(available: int, configurator: KVCacheConfigurator, options: HybridMLAOptions) -> HybridMLAOptions:
@@ -55,18 +47,17 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
     Args:
         available: bytes that SGLang has for its KV cache.
     """
-    options = with_passing(available, configurator, options)
+    server, model = described(configurator, options)
+    server = with_passing(available, server, model)
+    options = server.options
     if not options.may_expand or options.prefix_memory_gb is not None:
         return options
-    token, beside = token_bytes(configurator, options), passing_bytes(configurator, options.passing_tokens)
+    token, beside = token_bytes(server, model), passing_bytes(server, model, options.passing_tokens)
     buffers = buffer_bytes(configurator, replace(options, prefill_expand_tokens=0))
     default = default_bytes(available, buffers, token, beside, always=options.mode == "naive")
     if not default:
-        on_gpu = torch.device(configurator.device).type == "cuda"
-        in_the_way = spread.in_the_way(installed.resolved(configurator.server_args), options, on_gpu)
-        together = (
-            f"hold prefixes together ({spread.FLAG} auto), " if options.spread == "off" and not in_the_way else ""
-        )
+        could_shard = options.spread == "off" and not server.sharding_obstacle
+        together = f"hold prefixes together ({sharded_prefixes.FLAG} auto), " if could_shard else ""
         logger.warning(
             "hybrid_mla: no prefix stays expanded by default here: %.0f %% of the %.1f GiB for the KV cache hold %d "
             "tokens of %.2f MiB, fewer than %d. Set --hybrid-mla-prefix-memory-gb, halve a token's size with "
@@ -82,30 +73,27 @@ def with_default(available: int, configurator: KVCacheConfigurator, options: Hyb
     return replace(options, prefix_memory_gb=default / GIB)
 
 
-def with_passing(available: int, configurator: KVCacheConfigurator, options: HybridMLAOptions) -> HybridMLAOptions:
-    """The options with what `with_default` says of prefill."""
-    device = torch.device(configurator.device)
-    if not passing.by_default(installed.resolved(configurator.server_args), options, device.type == "cuda"):
-        return options
-    tokens = passing_tokens(attention_layers(configurator)[0].num_local_heads)
-    taken = passing_bytes(configurator, tokens)
+def with_passing(available: int, server: Server, model: Model) -> Server:
+    """The server with what `with_default` says of prefill."""
+    if not server.expands_transiently:
+        return server
+    options, tokens = server.options, passing_tokens(model.heads)
+    taken = passing_bytes(server, model, tokens)
     named = None if options.prefix_memory_gb is None else int(options.prefix_memory_gb * GIB)
-    return replace(options, prefill_expand_tokens=default_passing_tokens(tokens, available, taken, named))
+    expanding = default_passing_tokens(tokens, available, taken, named)
+    return server.with_options(replace(options, prefill_expand_tokens=expanding))
 
 
-def token_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -> int:
+def token_bytes(server: Server, model: Model) -> int:
     """Of an expanded token on this rank, in all layers."""
-    layers = attention_layers(configurator)
-    on_gpu = torch.device(configurator.device).type == "cuda"
-    ranks = spread.ranks(installed.resolved(configurator.server_args), options, on_gpu)
-    cache = FP8 if configurator.kv_cache_dtype == FP8 else configurator.model_dtype
+    first = model.first
     chunk = ExpandedBuffers.bytes_per_chunk(
-        layers=len(layers),
-        heads=layers[0].num_local_heads // ranks,
-        qk_nope_head_dim=layers[0].qk_nope_head_dim,
-        v_head_dim=layers[0].v_head_dim,
-        qk_rope_head_dim=layers[0].qk_rope_head_dim,
-        dtype=STORAGE_DTYPES.get(options.prefix_dtype, cache),
+        layers=len(model.layers),
+        heads=model.heads // server.prefix_ranks,
+        qk_nope_head_dim=first.qk_nope_head_dim,
+        v_head_dim=first.v_head_dim,
+        qk_rope_head_dim=first.qk_rope_head_dim,
+        dtype=model.prefix_dtype(server.options),
     )
     return chunk // CHUNK_TOKENS
 
@@ -154,60 +142,43 @@ def prefix_bytes(options: HybridMLAOptions) -> int:
 def buffer_bytes(configurator: KVCacheConfigurator, options: HybridMLAOptions) -> int:
     """The most that attention in the latent space allocates, and what prefill expands for itself: nothing may be known
     of the pool of requests, and any of the kernels may turn out not to run."""
-    layer, device = attention_layers(configurator)[0], torch.device(configurator.device)
-    on_gpu, fp8 = device.type == "cuda", configurator.kv_cache_dtype == FP8
-    args = installed.resolved(configurator.server_args)
-    rates = rates_for(torch.cuda.get_device_name() if on_gpu else "cpu")
-    taken = passing_bytes(configurator, options.passing_tokens)
-    taken += prefill_graph_bytes(configurator, prefill_graph_rows(args))
-    grouped = tries_grouped(options, rates, spread.ranks(args, options, on_gpu))
-    if not on_gpu or not needs_latent(options, grouped=grouped, stock_decodes=not fp8):
+    server, model = described(configurator, options)
+    taken = passing_bytes(server, model, options.passing_tokens) + prefill_graph_bytes(server, model)
+    if not server.on_gpu or not needs_latent(server, stock_decodes=not model.fp8):
         return taken
-    requests, query_tokens = installed.most_requests(configurator), installed.draft_tokens(configurator.server_args)
-    riding_tokens = riding.tokens(args, options, on_gpu)
+    requests, query_tokens = installed.most_requests(configurator), server.query_tokens
     sizes = LatentSizes(
-        heads=layer.num_local_heads,
-        kv_lora_rank=layer.kv_lora_rank,
-        qk_rope_head_dim=layer.qk_rope_head_dim,
-        dtype=configurator.model_dtype if fp8 else configurator.kv_cache_dtype,
-        grouped=grouped,
-        max_rows=max_rows(requests, query_tokens, riding_tokens),
-        max_requests=max_requests(requests + riding_tokens),
-        max_tokens=max_tokens(configurator.model_config.context_len, query_tokens),
-        programs=multiprocessors(device),
+        heads=model.heads,
+        kv_lora_rank=model.first.kv_lora_rank,
+        qk_rope_head_dim=model.first.qk_rope_head_dim,
+        dtype=model.dtype if model.fp8 else model.cache_dtype,
+        grouped=server.uses_grouped,
+        max_rows=max_rows(requests, query_tokens, server.mixed_tokens),
+        max_requests=max_requests(requests + server.mixed_tokens),
+        max_tokens=max_tokens(model.context_len, query_tokens),
+        programs=multiprocessors(model.device),
         query_tokens=query_tokens,
     )
-    taken += latent_kind(fp8).workspace_bytes_for(sizes)
+    taken += latent_kind(model.fp8).workspace_bytes_for(sizes)
     if options.verify_interval:
-        taken += ShadowCheck.workspace_bytes_for(layer, configurator.model_dtype, query_tokens)
+        taken += ShadowCheck.workspace_bytes_for(model.first, model.dtype, query_tokens)
     return taken
 
 
-def passing_bytes(configurator: KVCacheConfigurator, tokens: int) -> int:
+def passing_bytes(server: Server, model: Model, tokens: int) -> int:
     """For as many tokens that prefill expands at a time for itself."""
     if not tokens:
         return 0
-    layer, device = attention_layers(configurator)[0], torch.device(configurator.device)
-    dtype = configurator.model_dtype
-    rates = rates_for(torch.cuda.get_device_name() if device.type == "cuda" else "cpu")
-    tiles, fetches = naive_tiles(rates, dtype), configurator.kv_cache_dtype == FP8
-    return Passing.bytes_for(layer, tokens, dtype=dtype, device=device, tiles=tiles, fetches=fetches)
+    tiles = naive_tiles(server.rates, model.dtype)
+    of_model: dict[str, Any] = dict(dtype=model.dtype, device=model.device, fetches=model.fp8)
+    return Passing.bytes_for(model.first, tokens, tiles=tiles, **of_model)
 
 
-def prefill_graph_rows(args: ServerArgs) -> int:
-    """Rows of our buffers for prefill graphs: SGLang pads passes to a multiple of the attention ranks. 0 where prefill
-    is another backend's, or runs without graphs. `args` are resolved."""
-    rows = installed.prefill_graph_rows(args) if passing.is_ours(args) else 0
-    return -(-rows // MAX_RANKS) * MAX_RANKS
-
-
-def prefill_graph_bytes(configurator: KVCacheConfigurator, rows: int) -> int:
-    """Buffers for prefill graphs of as many rows."""
-    if not rows:
+def prefill_graph_bytes(server: Server, model: Model) -> int:
+    """Buffers for prefill graphs."""
+    if not (rows := server.prefill_graph_rows):
         return 0
-    layer = attention_layers(configurator)[0]
-    heads, v_head_dim = layer.num_local_heads, layer.v_head_dim
-    return PrefillGraph.workspace_bytes_for(rows, heads, v_head_dim, configurator.model_dtype)
+    return PrefillGraph.workspace_bytes_for(rows, model.heads, model.first.v_head_dim, model.dtype)
 
 
 def latent_kind(fp8: bool) -> type[LatentAttention]:
@@ -226,21 +197,9 @@ def naive_tiles(rates: GpuRates, dtype: torch.dtype) -> Sequence[Mapping[str, in
     return next((found for name, found in rates.naive_tiles.items() if STORAGE_DTYPES[name] == dtype), ())
 
 
-def tries_grouped(options: HybridMLAOptions, rates: GpuRates, ranks: int = 1) -> bool:
-    """Whether grouped absorb is used where it runs: `auto` takes it only where it was timed, and where this rank's
-    requests share for themselves.
-
-    Args:
-        ranks: that hold expanded prefixes together.
-    """
-    if ranks > 1:
-        return False
-    return options.mode == "grouped_absorb" or (options.may_group and rates.modes[Mode.GROUPED_ABSORB].measured)
-
-
-def needs_latent(options: HybridMLAOptions, *, grouped: bool, stock_decodes: bool) -> bool:
+def needs_latent(server: Server, *, stock_decodes: bool) -> bool:
     """Whether there are steps that are not the stock backend's."""
-    return options.may_expand or grouped or not stock_decodes
+    return server.options.may_expand or server.uses_grouped or not stock_decodes
 
 
 def max_rows(requests: int, query_tokens: int, riding_tokens: int = 0) -> int:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class FlashInferTails:
-    """The interface is adapter.step.stock.PrefillTails.
+    """The interface is adapter.stock.protocol.PrefillTails.
 
     An FP8 pool's rows are fetched in BF16 first, in each layer.
     """

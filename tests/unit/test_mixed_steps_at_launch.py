@@ -9,7 +9,7 @@ import pytest
 import test_limits
 import torch
 
-from sglang_mla_ext.adapter.launch import riding
+from sglang_mla_ext.adapter.launch import mixed_steps
 from sglang_mla_ext.configs import read_config
 from sglang_mla_ext.options import HybridMLAOptions
 
@@ -19,16 +19,16 @@ MIXED = {"enable_mixed_chunk": True}
 @pytest.fixture(autouse=True)
 def model_without_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Newer releases read the model's own configuration for that."""
-    monkeypatch.setattr(riding.installed, "linear_layers", lambda args: None)
-    monkeypatch.setattr(riding.installed, "model_config", lambda args: SimpleNamespace(), raising=False)
+    monkeypatch.setattr(mixed_steps.installed, "linear_layers", lambda args: None)
+    monkeypatch.setattr(mixed_steps.installed, "model_config", lambda args: SimpleNamespace(), raising=False)
 
 
 def test_new_tokens_do_not_ride_beside_ngram_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
     args, options = test_limits.server_args(), HybridMLAOptions(mixed_tokens=64)
     for used, tokens in ((False, 64), (True, 0)):
         config = SimpleNamespace(use_ngram_embedding=used)
-        monkeypatch.setattr(riding.installed, "model_config", lambda args, config=config: config, raising=False)
-        assert riding.tokens(args, options, on_gpu=True) == tokens
+        monkeypatch.setattr(mixed_steps.installed, "model_config", lambda args, config=config: config, raising=False)
+        assert mixed_steps.tokens(args, options, on_gpu=True) == tokens
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_how_many_tokens_ride(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU without rates")
     args, options = test_limits.server_args(**changes), HybridMLAOptions(mixed_tokens=given)
-    assert [riding.tokens(args, options, on_gpu=each) for each in (True, False)] == [on_gpu, on_cpu]
-    assert (riding.in_the_way(args, on_gpu=True) is None) == (on_gpu > 0 or not given)
+    assert [mixed_steps.tokens(args, options, on_gpu=each) for each in (True, False)] == [on_gpu, on_cpu]
+    assert (mixed_steps.obstacle(args, on_gpu=True) is None) == (on_gpu > 0 or not given)
 
 
 @pytest.mark.parametrize(
@@ -71,15 +71,15 @@ def test_how_many_is_predicted_for_a_known_gpu(
     """What the model's configuration allows, of images' models, too; never less than where nothing is known."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     config = SimpleNamespace(to_dict=lambda: read_config("checkpoints", model)["config"])
-    monkeypatch.setattr(riding.installed, "model_config", lambda args: config)
+    monkeypatch.setattr(mixed_steps.installed, "model_config", lambda args: config)
     args = test_limits.server_args(tp_size=tp)
-    assert least <= riding.tokens(args, HybridMLAOptions(), on_gpu=True) <= 512
+    assert least <= mixed_steps.tokens(args, HybridMLAOptions(), on_gpu=True) <= 512
 
 
 def test_a_model_that_cannot_be_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    monkeypatch.setattr(riding.installed, "model_config", lambda args: SimpleNamespace(to_dict=dict))
-    assert riding.tokens(test_limits.server_args(), HybridMLAOptions(), on_gpu=True) == riding.LEAST_NEW
+    monkeypatch.setattr(mixed_steps.installed, "model_config", lambda args: SimpleNamespace(to_dict=dict))
+    assert mixed_steps.tokens(test_limits.server_args(), HybridMLAOptions(), on_gpu=True) == mixed_steps.LEAST_NEW
 
 
 @pytest.mark.parametrize(
@@ -95,4 +95,4 @@ def test_a_model_that_cannot_be_predicted(monkeypatch: pytest.MonkeyPatch) -> No
     ids=str,
 )
 def test_graphs_reach_up_to_the_most_rows(sizes: list[int], most: int, expected: list[int]) -> None:
-    assert riding.graph_sizes(sizes, most) == expected
+    assert mixed_steps.graph_sizes(sizes, most) == expected

@@ -4,71 +4,69 @@ rank alone or on all that hold prefixes together."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sglang_mla_ext.adapter.step.budget import naive_tiles
+from sglang_mla_ext.adapter.build.budget import naive_tiles
+from sglang_mla_ext.adapter.build.context import Context
+from sglang_mla_ext.adapter.latent.protocol import LatentAttention
 from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes
 from sglang_mla_ext.adapter.step.passing import Passing
+from sglang_mla_ext.adapter.step.prefill_graph import PrefillGraph
 from sglang_mla_ext.adapter.step.ranks import tp_group
+from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.adapter.step.spreading import exchange_over
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
-from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.naive.peers import Peers
 from sglang_mla_ext.kernels.naive.spread import SpreadAttention
 from sglang_mla_ext.kernels.sizes import SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
-from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
 
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
-    from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
 logger = logging.getLogger(__name__)
 
 
+class Expanding(NamedTuple):
+    """Memory for expanded prefixes, the attention over them, and what fills them."""
+
+    buffers: ExpandedBuffers
+    shared: SharedAttention
+    expander: Expander
+
+
 def make_expanding(
-    runner: ModelRunner,
-    layers: Sequence[DeepseekV2AttentionMLA],
-    cost: CostModel,
-    prefix_dtype: torch.dtype,
-    budget_bytes: int,
-    taken_bytes: int,
-    counters: Counters,
-    memory: Memory,
-    *,
-    max_rows: int,
-    by_stores: bool = False,
-) -> tuple[ExpandedBuffers, SharedAttention, Expander] | None:
-    """Memory for expanded prefixes, the attention over them, and what fills them. Every kernel runs once.
+    context: Context, taken_bytes: int, cost: CostModel, *, max_rows: int, by_stores: bool = False
+) -> Expanding | None:
+    """Make what is expanded, of this rank's heads. Every kernel runs once.
 
     Args:
-        budget_bytes: of which `taken_bytes` are taken already.
-        memory: where what is large is allocated.
+        taken_bytes: that are taken of the budget already.
         max_rows: of a rank in a step.
         by_stores: ranks that hold prefixes together store into each other's memory, in place of NCCL.
     Returns:
         None where the budget holds no chunk, or a kernel does not run here; that is counted.
     """
+    runner, model, counters, memory = context.runner, context.model, context.counters, context.memory
+    budget_bytes, prefix_dtype = context.budget_bytes, model.prefix_dtype(context.options)
     dims, heads, device, ranks = cost.dims, cost.expanded_heads, runner.device, cost.ranks
-    of_spread = dict(
+    of_spread: dict[str, Any] = dict(
         heads=cost.local_heads,
         max_rows=max_rows,
         qk_nope_head_dim=dims.qk_nope_head_dim,
         qk_rope_head_dim=dims.qk_rope_head_dim,
         v_head_dim=dims.v_head_dim,
-        dtype=runner.dtype,
+        dtype=model.dtype,
     )
     if ranks > 1:
         taken_bytes += SpreadAttention.workspace_bytes_for(**of_spread)
-    sizes = {
+    sizes: dict[str, Any] = {
         "layers": dims.num_layers,
         "heads": heads,
         "qk_nope_head_dim": dims.qk_nope_head_dim,
@@ -88,9 +86,7 @@ def make_expanding(
         tiles=tiles,
         segments_per_row=SEGMENTS_PER_ROW,
     )
-    fetches = latent_dtype(runner) == FP8
-    row_dtype = runner.dtype if fetches else latent_dtype(runner)
-    taken_bytes += temporary_bytes(layers[0], row_dtype, fetches=fetches, to_fp8=prefix_dtype == FP8)
+    taken_bytes += temporary_bytes(model.first, model.dtype, fetches=model.fp8, to_fp8=prefix_dtype == FP8)
     chunks = (budget_bytes - taken_bytes) // chunk_bytes
     if chunks <= 0:
         counters.fall_back(
@@ -118,34 +114,25 @@ def make_expanding(
                 peers = Peers(group.device_group.group_name)
                 exchange, of_spread["receiving"] = peers.exchange, peers.zeros
             shared = SpreadAttention(shared, exchange, **of_spread)
-        shared.try_out(runner.dtype)
-        expander = Expander(layers, runner.token_to_kv_pool, buffers, first_head)
+        shared.try_out(model.dtype)
+        expander = Expander(model.layers, runner.token_to_kv_pool, buffers, first_head)
         expander.try_out()
     except Exception as error:
         counters.fall_back(f"the kernels do not run here: {type(error).__name__}", error)
         return None
-    return buffers, shared, expander
+    return Expanding(buffers, shared, expander)
 
 
-def make_passing(
-    runner: ModelRunner,
-    layers: Sequence[DeepseekV2AttentionMLA],
-    tokens: int,
-    rates: GpuRates,
-    counters: Counters,
-    memory: Memory,
-) -> Passing | None:
-    """What prefill expands for itself, so many tokens at a time; None where a kernel does not run here, which is
-    counted."""
-    table = runner.req_to_token_pool.req_to_token
-    of_device = dict(dtype=runner.dtype, device=runner.device, tiles=naive_tiles(rates, runner.dtype))
-    try:
-        passing = Passing.make(layers[0], runner.token_to_kv_pool, table, tokens, memory, **of_device)
-        passing.try_out(runner.dtype)
-    except Exception as error:
-        counters.fall_back(f"prefill expands nothing for itself: {type(error).__name__}", error)
-        return None
-    return passing
+def taken_beside(
+    context: Context, latent: LatentAttention, passing: Passing | None, prefill_graph: PrefillGraph | None
+) -> int:
+    """Bytes of the budget that are taken for our own buffers."""
+    taken = prefill_graph.workspace_bytes if prefill_graph is not None else 0
+    taken += latent.workspace_bytes + (passing.taken_bytes if passing is not None else 0)
+    if context.options.verify_interval:
+        model, query_tokens = context.model, context.server.query_tokens
+        taken += ShadowCheck.workspace_bytes_for(model.first, model.dtype, query_tokens)
+    return taken
 
 
 def reach_each_other(group: GroupCoordinator) -> bool:
@@ -178,8 +165,3 @@ def all_ranks_agree(group: GroupCoordinator | None = None) -> Callable[[bool], b
         return bool(least)
 
     return agree
-
-
-def latent_dtype(runner: ModelRunner) -> torch.dtype:
-    """How latent rows are stored."""
-    return FP8 if runner.kv_cache_dtype == FP8 else runner.dtype

@@ -12,8 +12,10 @@ import pytest
 import test_limits
 import torch
 
-from sglang_mla_ext.adapter.launch import limits, spread
-from sglang_mla_ext.adapter.step import build_expanding, spreading
+from sglang_mla_ext.adapter.build import expanding
+from sglang_mla_ext.adapter.launch import limits, sharded_prefixes
+from sglang_mla_ext.adapter.server import Server
+from sglang_mla_ext.adapter.step import spreading
 from sglang_mla_ext.adapter.step.spreading import Spreading
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
@@ -66,19 +68,19 @@ def test_where_prefixes_are_spread(
 ) -> None:
     given = {"spread": "auto", **given}
     args, options = server_args(**changes), HybridMLAOptions(**given)
-    assert spread.ranks(args, HybridMLAOptions(**given | {"spread": "off"}), on_gpu=True) == 1
-    assert spread.ranks(args, options, on_gpu=True) == (8 if reason is None else 1)
+    assert Server.of(args, HybridMLAOptions(**given | {"spread": "off"}), on_gpu=True).prefix_ranks == 1
+    assert Server.of(args, options, on_gpu=True).prefix_ranks == (8 if reason is None else 1)
     for name, value in given.items():
         monkeypatch.setenv(f"SGLANG_HYBRID_MLA_{name.upper()}", value)
-    said = [each for each in limits.warnings(args, on_gpu=True) if spread.FLAG in each]
+    said = [each for each in limits.warnings(test_limits.server(args)) if sharded_prefixes.FLAG in each]
     assert len(said) == (reason is not None) and all(reason in each for each in said)
 
 
 def test_ranks_without_gpus_store_into_no_memory_but_their_own() -> None:
     args = server_args()
-    assert spread.ranks(args, HybridMLAOptions(spread="auto"), on_gpu=False) == 8
-    assert spread.ranks(args, HybridMLAOptions(spread="peers"), on_gpu=False) == 1
-    assert "a CPU" in spread.warning(args, HybridMLAOptions(spread="peers"), on_gpu=False)
+    assert Server.of(args, HybridMLAOptions(spread="auto"), on_gpu=False).prefix_ranks == 8
+    alone = Server.of(args, HybridMLAOptions(spread="peers"), on_gpu=False)
+    assert alone.prefix_ranks == 1 and "a CPU" in alone.sharding_warning
 
 
 @pytest.mark.parametrize(
@@ -86,30 +88,30 @@ def test_ranks_without_gpus_store_into_no_memory_but_their_own() -> None:
     [(1, "auto", True), (2, "auto", False), (1, "peers", True), (1, "nccl", False), (1, "off", False)],
 )
 def test_who_may_store_into_the_memory_of_others(nodes: int, how: str, expected: bool) -> None:
-    assert spread.may_store(server_args(nnodes=nodes), HybridMLAOptions(spread=how)) == expected
+    assert sharded_prefixes.may_store(server_args(nnodes=nodes), HybridMLAOptions(spread=how)) == expected
 
 
 def test_ranks_that_reach_no_others_memory_exchange_by_nccl(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def zeros(peers: build_expanding.Peers, count: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def zeros(peers: expanding.Peers, count: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if not reached:
             raise RuntimeError("no handle")
         return torch.zeros(count, dtype=dtype)
 
     group = SimpleNamespace(device_group=SimpleNamespace(group_name="all"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(build_expanding.Peers, "zeros", zeros)
+    monkeypatch.setattr(expanding.Peers, "zeros", zeros)
     caplog.set_level(logging.INFO)
     for reached in (True, False):
-        assert build_expanding.reach_each_other(group) == reached
+        assert expanding.reach_each_other(group) == reached
         assert ("by NCCL" in caplog.text) != reached
 
 
 def test_nccl_is_kept_from_registering_unless_the_user_says_so() -> None:
     for before in ({}, {"NCCL_GRAPH_REGISTER": "1"}):
         environment = dict(before)
-        spread.set_environment(environment)
+        sharded_prefixes.set_environment(environment)
         assert environment == {"NCCL_GRAPH_REGISTER": "0", **before}
 
 

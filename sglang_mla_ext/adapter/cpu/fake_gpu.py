@@ -1,4 +1,4 @@
-"""A Hopper GPU that is not there: for resolving a server's arguments on a machine without one, and nothing else."""
+"""A fake Hopper GPU, for resolving a server's arguments on a machine without one, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 
-from sglang_mla_ext.adapter.cpu import standins
+from sglang_mla_ext.adapter.cpu import stubs
 
 GPUS, MEMORY = 8, 141 << 30
 """Of a node with H200s; SGLang takes sizes of batches and chunks from the memory, which no answer here depends on."""
@@ -22,8 +22,8 @@ GPUS, MEMORY = 8, 141 << 30
 @contextmanager
 def hopper() -> Iterator[None]:
     """SGLang sees GPUs of compute capability 9.0, and whatever InfiniBand devices it is told of."""
-    standins.install()
-    for name in (standins.INSTALLED_VARIABLE, "SGLANG_USE_CPU_ENGINE"):
+    stubs.install()
+    for name in (stubs.INSTALLED_VARIABLE, "SGLANG_USE_CPU_ENGINE"):
         os.environ.pop(name, None)
     # These import what a GPU needs where they see one, and must not see it.
     import sglang.srt.layers.quantization.compressed_tensors.compressed_tensors

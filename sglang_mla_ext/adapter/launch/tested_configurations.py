@@ -1,4 +1,4 @@
-"""How far the parts of a deployment were run with each release of SGLang: what `sglang-mla doctor` says beside *works*.
+"""The parts of a deployment that were run with each release of SGLang, for `sglang-mla doctor`.
 
 docs/deployments.md names the tests and the measurements. What is not in the table was never run.
 """
@@ -6,27 +6,21 @@ docs/deployments.md names the tests and the measurements. What is not in the tab
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter.compat import installed
-from sglang_mla_ext.adapter.launch import passing, riding, spread
-from sglang_mla_ext.options import HybridMLAOptions
-
-if TYPE_CHECKING:
-    from sglang.srt.server_args import ServerArgs
+from sglang_mla_ext.adapter.server import Server
 
 GPU, CPU, RESOLVED = PLACES = ("gpu", "cpu", "resolved")
-IN_WORDS = {GPU: "tested on a GPU", CPU: "tested on the CPU only", RESOLVED: "never run"}
+IN_WORDS = {GPU: "tested on a GPU", CPU: "tested on the CPU only", RESOLVED: "not tested"}
 
 SERVER, TENSOR, DP_ATTENTION = "a server", "tensor parallelism", "DP attention"
 GROUPS = "DP attention in groups whose ranks divide the heads"
 REPLICAS, NODES = "--dp-size without DP attention", "several nodes"
-SPREAD, PEERS = "prefixes spread over ranks", "their exchange by stores"
+SHARDED, PEERS = "sharded prefixes", "exchange of sharded prefixes by stores"
 DRAFTS, FP8_CACHE, HOST_CACHE = "drafts", "an FP8 cache", "a host cache"
-DRAFTS_OVER_SPREAD = "drafts over prefixes spread over ranks"
-MIXED, RIDING = "mixed steps", "new tokens that ride under DP attention"
-COMPILED, PASSING = "--enable-torch-compile", "prefill that expands for itself"
+DRAFTS_OVER_SHARDED = "drafts over sharded prefixes"
+MIXED, MIXED_DP = "mixed steps", "mixed steps under DP attention"
+COMPILED, TRANSIENT = "--enable-torch-compile", "transient expansion in prefill"
 PREFILL_GRAPHS = "prefill in CUDA graphs"
 STORAGE, PREFILL_BY = "storage {}", "prefill by {}"
 ROLE_BY, EXPERTS_BY = "prefill and decode servers by {}", "experts by {}"
@@ -40,24 +34,24 @@ MOST_RANKS: Mapping[str, Mapping[str, Mapping[str, int]]] = {
     "0.5.17": {
         GPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, GLM_FLASH: 1, TENSOR: 2, DP_ATTENTION: 4, GROUPS: 4},
-            **{SPREAD: 4, PEERS: 4, PASSING: 4, MIXED: 2, RIDING: 4, DRAFTS_OVER_SPREAD: 2},
+            **{SHARDED: 4, PEERS: 4, TRANSIENT: 4, MIXED: 2, MIXED_DP: 4, DRAFTS_OVER_SHARDED: 2},
             **{DRAFTS: 2, FP8_CACHE: 2, HOST_CACHE: 1, FLASHINFER: 1, COMPILED: 1, NIXL: 1},
         },
         CPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 4, GROUPS: 4, REPLICAS: 2, NODES: 2},
-            **{SPREAD: 4, PASSING: 2, MIXED: 2, RIDING: 2, FP8_CACHE: 1, HOST_CACHE: 1, FILES: 1, NIXL: 1},
-            **{GLM_FLASH: 1, DRAFTS: 2, DRAFTS_OVER_SPREAD: 2},
+            **{SHARDED: 4, TRANSIENT: 2, MIXED: 2, MIXED_DP: 2, FP8_CACHE: 1, HOST_CACHE: 1, FILES: 1, NIXL: 1},
+            **{GLM_FLASH: 1, DRAFTS: 2, DRAFTS_OVER_SHARDED: 2},
         },
     },
     "0.5.23": {
         GPU: {
-            **{SERVER: 1, V3: 1, MIXED: 1, DP_ATTENTION: 2, SPREAD: 2, PEERS: 2, PASSING: 1, DRAFTS: 1},
+            **{SERVER: 1, V3: 1, MIXED: 1, DP_ATTENTION: 2, SHARDED: 2, PEERS: 2, TRANSIENT: 1, DRAFTS: 1},
             **{FP8_CACHE: 2, PREFILL_GRAPHS: 1, KIMI_LINEAR: 1, KIMI_K3: 1},
         },
         CPU: {
             **{SERVER: 1, V2: 1, V3: 1, LONGCAT: 1, TENSOR: 2, DP_ATTENTION: 2, GROUPS: 4, REPLICAS: 2, NODES: 2},
-            **{SPREAD: 2, PASSING: 2, MIXED: 2, RIDING: 2, HOST_CACHE: 1, FILES: 1},
-            **{KIMI_LINEAR: 1, KIMI_K3: 1, KIMI_K3_TEXT: 1, GLM_FLASH: 1, DRAFTS: 2, DRAFTS_OVER_SPREAD: 2},
+            **{SHARDED: 2, TRANSIENT: 2, MIXED: 2, MIXED_DP: 2, HOST_CACHE: 1, FILES: 1},
+            **{KIMI_LINEAR: 1, KIMI_K3: 1, KIMI_K3_TEXT: 1, GLM_FLASH: 1, DRAFTS: 2, DRAFTS_OVER_SHARDED: 2},
         },
     },
 }
@@ -78,7 +72,7 @@ class Part(NamedTuple):
     of: int
 
 
-class HowFar(NamedTuple):
+class Tested(NamedTuple):
     """How far a deployment was run: as far as each of its parts was. Few were run together.
 
     Attributes:
@@ -105,7 +99,7 @@ class HowFar(NamedTuple):
         return said
 
 
-def how_far(parts: Mapping[str, int], version: str) -> HowFar:
+def tested(parts: Mapping[str, int], version: str) -> Tested:
     """
     Args:
         parts: of a deployment, with the ranks that each has.
@@ -117,40 +111,38 @@ def how_far(parts: Mapping[str, int], version: str) -> HowFar:
         place = next((place for place in PLACES if name in places.get(place, {})), RESOLVED)
         found.append(Part(name, place, places.get(place, {}).get(name, 0), of))
     worst = max((part.place for part in found), key=PLACES.index)
-    return HowFar(worst, version, tuple(found))
+    return Tested(worst, version, tuple(found))
 
 
-def parts_of(args: ServerArgs, options: HybridMLAOptions) -> dict[str, int]:
-    """The parts of a server on GPUs, with the ranks that each has. `args` are resolved."""
-    args = installed.resolved(args)
-    ranks, experts = args.tp_size, args.moe_a2a_backend
-    dp_attention = installed.dp_attention_ranks(args) > 1
-    spreads = spread.ranks(args, options, on_gpu=True) > 1
-    rides = options.mixed_tokens != 0 and riding.in_the_way(args, on_gpu=True) is None
-    prefill, _ = installed.attention_backends(args)
+def parts_of(server: Server) -> dict[str, int]:
+    """The parts of a server on GPUs, with the ranks that each has."""
+    args, ranks, experts = server.args, server.ranks, server.args.moe_a2a_backend
+    dp_attention, sharded = server.dp_ranks > 1, server.prefix_ranks > 1
+    mixed = server.options.mixed_tokens != 0 and server.mixing_obstacle is None
+    prefill, _ = server.backends
     asked: dict[str, Any] = {
         SERVER: 1,
-        installed.model_config(args).architectures[0]: 1,
+        server.model_config.architectures[0]: 1,
         DP_ATTENTION: dp_attention and ranks,
-        GROUPS: dp_attention and installed.dp_attention_ranks(args) < ranks and ranks,
-        SPREAD: spreads and ranks,
-        PEERS: spreads and spread.may_store(args, options) and ranks,
+        GROUPS: dp_attention and server.dp_ranks < ranks and ranks,
+        SHARDED: sharded and ranks,
+        PEERS: sharded and server.may_store and ranks,
         TENSOR: ranks > 1 and not dp_attention and ranks,
         REPLICAS: args.dp_size > 1 and not dp_attention and args.dp_size,
         NODES: args.nnodes > 1 and ranks,
-        MIXED: rides and not dp_attention and ranks,
-        RIDING: rides and dp_attention and ranks,
+        MIXED: mixed and not dp_attention and ranks,
+        MIXED_DP: mixed and dp_attention and ranks,
         DRAFTS: args.speculative_algorithm and ranks,
-        DRAFTS_OVER_SPREAD: args.speculative_algorithm and spreads and ranks,
-        FP8_CACHE: args.kv_cache_dtype == "fp8_e4m3" and ranks,
+        DRAFTS_OVER_SHARDED: args.speculative_algorithm and sharded and ranks,
+        FP8_CACHE: server.fp8_cache and ranks,
         HOST_CACHE: args.enable_hierarchical_cache and ranks,
         STORAGE.format(args.hicache_storage_backend): args.hicache_storage_backend and ranks,
-        PREFILL_BY.format(prefill): prefill != BACKEND_NAME and ranks,
+        PREFILL_BY.format(prefill): not server.owns_prefill and ranks,
         ROLE_BY.format(args.disaggregation_transfer_backend): args.disaggregation_mode != "null" and ranks,
         EXPERTS_BY.format(experts): experts not in (None, "none") and ranks,
         "expert parallelism": args.ep_size > 1 and ranks,
         COMPILED: args.enable_torch_compile and ranks,
-        PREFILL_GRAPHS: installed.prefill_graph_backend(args) != "disabled" and ranks,
-        PASSING: (options.passing_tokens or passing.by_default(args, options, on_gpu=True)) and ranks,
+        PREFILL_GRAPHS: server.prefill_graphs != "disabled" and ranks,
+        TRANSIENT: (server.options.passing_tokens or server.expands_transiently) and ranks,
     }
     return {name: int(ranks) for name, ranks in asked.items() if ranks}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
-    from sglang_mla_ext.adapter.step.stock import PrefillTails
+    from sglang_mla_ext.adapter.stock.protocol import PrefillTails
 
 
 class PlannedAtRun:
@@ -56,7 +56,7 @@ def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 class FlashMLAStock:
-    """See the module; the interface is adapter.step.stock.Stock."""
+    """See the module; the interface is adapter.stock.protocol.Stock."""
 
     def __init__(self, runner: ModelRunner, layers: Sequence[DeepseekV2AttentionMLA], *, reads_pool: bool) -> None:
         """
@@ -102,7 +102,7 @@ class FlashMLAStock:
         return total if self.backend.enable_chunk_kv and total >= self._threshold else 0
 
     def prefill_tails(self, layers: Sequence[DeepseekV2AttentionMLA]) -> PrefillTails:
-        from sglang_mla_ext.adapter.step.tails_flashinfer import FlashInferTails
+        from sglang_mla_ext.adapter.stock.flashinfer_tails import FlashInferTails
 
         return FlashInferTails(self.backend, layers, self.backend.q_data_type)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sglang_mla_ext.adapter.cpu.dp_attention import around_copy
-from sglang_mla_ext.adapter.cpu.gaps import (
+from sglang_mla_ext.adapter.cpu.missing_ops import (
     around_allocate_bitmask,
     around_apply_mask,
     around_memory_kinds,

@@ -1,23 +1,22 @@
-"""Whether ranks of DP attention hold expanded prefixes together: see step/spreading.py."""
+"""Decide at launch whether ranks of DP attention shard expanded prefixes: see step/spreading.py."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
-
-    from sglang.srt.server_args import ServerArgs
 
     from sglang_mla_ext.options import HybridMLAOptions
 
 FLAG = "--hybrid-mla-spread"
 
 
-def in_the_way(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> str | None:
-    """What keeps ranks from it; None where they can. `args` are resolved."""
+def obstacle(args: ResolvedArgs, options: HybridMLAOptions, on_gpu: bool) -> str | None:
+    """What keeps ranks from it; None where they can."""
     ranks = installed.dp_attention_ranks(args)
     if ranks == 1:
         return "a server without DP attention (--enable-dp-attention)"
@@ -41,23 +40,9 @@ def in_the_way(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> str
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
-def ranks(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> int:
-    """Ranks that hold prefixes together; 1 where each holds its own. `args` are resolved."""
-    if options.spread == "off" or in_the_way(args, options, on_gpu) is not None:
-        return 1
-    found: int = installed.dp_attention_ranks(args)
-    return found
-
-
-def may_store(args: ServerArgs, options: HybridMLAOptions) -> bool:
+def may_store(args: ResolvedArgs, options: HybridMLAOptions) -> bool:
     """Whether ranks that hold prefixes together exchange by stores into each other's memory, if their GPUs reach it."""
     return options.spread == "peers" or (options.spread == "auto" and args.nnodes == 1)
-
-
-def warning(args: ServerArgs, options: HybridMLAOptions, on_gpu: bool) -> str | None:
-    """Why it is asked for in vain."""
-    reason = in_the_way(args, options, on_gpu) if options.spread != "off" else None
-    return None if reason is None else f"{FLAG} {options.spread} has no effect here, because of {reason}."
 
 
 def set_environment(environment: MutableMapping[str, str]) -> None:

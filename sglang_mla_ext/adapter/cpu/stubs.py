@@ -1,4 +1,4 @@
-"""Stand-ins for two compiled packages that SGLang imports at start and that have no CPU build on PyPI.
+"""Stubs for two compiled packages that SGLang imports at start and that have no CPU build on PyPI.
 
 They must be in place before the first `import sglang`, in the launcher and in every process that it spawns.
 `torchvision`: its C library does not load beside a CPU torch, so two operator schemas that its Python code
@@ -20,7 +20,7 @@ from sglang_mla_ext.adapter.compat.contract import installed_version
 from sglang_mla_ext.adapter.cpu import drafts
 
 INSTALLED_VARIABLE = "SGLANG_MLA_EXT_CPU"
-"""Set to 1 where the stand-ins are in place, for the processes that are spawned from there."""
+"""Set to 1 where the stubs are in place, for the processes that are spawned from there."""
 
 
 def needed() -> bool:
@@ -29,7 +29,7 @@ def needed() -> bool:
 
 
 def install() -> None:
-    """Put the stand-ins in place; safe to call twice."""
+    """Put the stubs in place; safe to call twice."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     os.environ[INSTALLED_VARIABLE] = "1"
     declare_torchvision_operators()
@@ -92,7 +92,7 @@ def _sgl_kernel() -> types.ModuleType:
 
 def absent_module(name: str) -> types.ModuleType:
     """A module that has every name; what is imported from it raises when it is called."""
-    module = types.ModuleType(name, "Stand-in of sglang-mla-ext for a machine without a GPU.")
+    module = types.ModuleType(name, "Stub of sglang-mla-ext for a machine without a GPU.")
     module.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
     module.__version__ = "0"  # type: ignore[attr-defined]
 

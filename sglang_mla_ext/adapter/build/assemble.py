@@ -1,0 +1,254 @@
+"""Puts the backend together from its parts, within the memory that was taken out of SGLang's budget for it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from sglang_mla_ext.adapter.build.attention import allocate_latent, cost_model, smallest_group, stock_and_latent
+from sglang_mla_ext.adapter.build.context import Context
+from sglang_mla_ext.adapter.build.expanding import (
+    Expanding,
+    all_ranks_agree,
+    make_expanding,
+    reach_each_other,
+    taken_beside,
+)
+from sglang_mla_ext.adapter.build.prefill import make_passing, make_prefill_sharing
+from sglang_mla_ext.adapter.build.watching import describe, log_memory_report, make_shadow
+from sglang_mla_ext.adapter.latent.protocol import LatentAttention
+from sglang_mla_ext.adapter.server import Server
+from sglang_mla_ext.adapter.step.backend import HybridMLABackend
+from sglang_mla_ext.adapter.step.expander import Expander
+from sglang_mla_ext.adapter.step.layer import hand_over_queries, merge_before_o_proj, take_over
+from sglang_mla_ext.adapter.step.prefill_graph import make_prefill_graph
+from sglang_mla_ext.adapter.step.ranks import check_alike, drawn_key, rules, tp_group
+from sglang_mla_ext.adapter.step.reports import Reports
+from sglang_mla_ext.adapter.step.riding import Riding
+from sglang_mla_ext.adapter.step.spreading import Spreading, gather_over
+from sglang_mla_ext.adapter.step.steps import PrefillSharing, Steps
+from sglang_mla_ext.kernels.memory import Memory
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, MAX_SEGMENTS, SEGMENTS_PER_ROW
+from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
+from sglang_mla_ext.prefix.pass_costs import EAGER_LAYER_S
+from sglang_mla_ext.prefix.room import Capacity
+from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_mla_ext.options import HybridMLAOptions
+
+logger = logging.getLogger(__name__)
+
+
+def build(
+    runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int, memory: Memory | None = None
+) -> tuple[HybridMLABackend, Steps, Riding | None]:
+    """
+    Args:
+        runner: with its model loaded and its pools allocated.
+        budget_bytes: device memory for expanded prefixes and for our own buffers, see budget.reserve.
+        memory: where what is large is allocated.
+    Returns:
+        the backend for SGLang, what the scheduler's hooks talk to, and what says which prefill passes ride in decode
+        steps, None where none do.
+    """
+    context = Context.of(runner, options, budget_bytes, memory)
+    server, model, counters = context.server, context.model, context.counters
+    warn_of_vain_options(server)
+    cost = cost_model(context)
+    check_alike(rules(options, cost.rates, server.mixed_tokens))  # before ranks ask each other anything
+    by_stores = store_into_each_other(server)
+    if by_stores:
+        cost = replace(cost, rates=cost.rates.by_stores())
+    stock, latent = stock_and_latent(runner, model.layers, server.uses_grouped, server.query_tokens, counters)
+    allocate_latent(context, stock, latent)
+    passing = make_passing(context, cost.rates)
+    graph_rows = server.prefill_graph_rows
+    prefill_graph = make_prefill_graph(runner, stock, model.layers, graph_rows, counters, context.memory)
+    expanding = None
+    if options.may_expand:
+        taken = taken_beside(context, latent, passing, prefill_graph)
+        expanding = expand_alike(context, taken, cost, by_stores)
+    buffers, shared, _ = expanding or (None, None, None)
+    if buffers is not None:
+        log_memory_report(context, buffers)
+    pool = ExpandedPool(buffers.chunks if buffers else 0, CHUNK_TOKENS)
+    prefixes = make_prefixes(context, cost, pool, expanding, latent)
+    layer_index = {layer.attn_mqa.layer_id: index for index, layer in enumerate(model.layers)}
+    whole = None if isinstance(prefixes, SpreadPrefixes) else shared  # a rank has not all heads of what is sharded
+    prefill = make_prefill_sharing(context, cost, stock, whole, passing, prefill_graph, layer_index)
+    smallest = smallest_group(context, cost, shared, latent)
+    sharing = range(smallest, context.step_rows // server.query_tokens + 1) if smallest is not None else range(0)
+    description = describe(context, buffers, latent, smallest, transient=passing is not None)
+    steps = make_steps(context, prefixes, expanding, latent, prefill, sharing, description)
+    backend = HybridMLABackend(
+        stock,
+        latent,
+        shared,
+        steps,
+        layer_index=layer_index,
+        heads=model.heads,
+        requests=sharing,
+        query_tokens=server.query_tokens,
+        # Ranks with requests of their own have agreed on graphs before it is known what one of them shares.
+        leave_graph=never if server.dp_ranks > 1 else all_ranks_agree(),
+        prefill_graph=prefill_graph,
+    )
+    take_over(model.layers)
+    if prefill is not None and prefill_graph is not None:
+        hand_over_queries(model.layers)
+    if shared is not None or (prefill is not None and prefill_graph is not None):
+        merge_before_o_proj(model.layers, backend.merge)
+    riding = make_riding(context, cost, prefixes, steps, latent, prefill) if server.mixed_tokens else None
+    return backend, steps, riding
+
+
+def warn_of_vain_options(server: Server) -> None:
+    """Say which options have no effect on this server."""
+    options = server.options
+    if options.mixed_tokens and not server.mixed_tokens:
+        reason = server.mixing_obstacle
+        logger.warning("hybrid_mla: --hybrid-mla-mixed-tokens has no effect here, because of %s", reason)
+    if options.passing_tokens and not server.owns_prefill:
+        logger.warning("hybrid_mla: --hybrid-mla-prefill-expand-tokens has no effect: prefill is not this backend's")
+
+
+def store_into_each_other(server: Server) -> bool:
+    """Whether ranks that shard prefixes exchange by stores into each other's memory, in place of NCCL. With `auto` they
+    try it, all at once."""
+    if server.prefix_ranks == 1 or not server.may_store:
+        return False
+    if server.options.spread != "auto":
+        return True
+    return server.on_gpu and all_ranks_agree(tp_group())(reach_each_other(tp_group()))
+
+
+def expand_alike(context: Context, taken_bytes: int, cost: CostModel, by_stores: bool) -> Expanding | None:
+    """Make what is expanded. Ranks that shard prefixes capture the same graphs: all expand, or none."""
+    most_rows = MAX_ROWS if cost.ranks == 1 else context.step_rows
+    expanding = make_expanding(context, taken_bytes, cost, max_rows=most_rows, by_stores=by_stores)
+    if cost.ranks > 1 and not all_ranks_agree(tp_group())(expanding is not None) and expanding is not None:
+        context.counters.fall_back("nothing is expanded: another rank expands nothing")
+        return None
+    return expanding
+
+
+def make_prefixes(
+    context: Context, cost: CostModel, pool: ExpandedPool, expanding: Expanding | None, latent: LatentAttention
+) -> Any:
+    """What plans shared prefixes: those of this rank's requests, or those that ranks shard."""
+    options, counters = context.options, context.counters
+    requests = context.step_rows // context.server.query_tokens
+    capacity = Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * cost.ranks * requests)
+    if cost.ranks > 1 and expanding is not None:
+        return SpreadPrefixes(options, cost, pool, counters, rank=tp_group().rank_in_group, capacity=capacity)
+    return SharedPrefixes(
+        options,
+        cost,
+        pool,
+        None if expanding is None else expanding.expander,
+        counters,
+        capacity=capacity,
+        naive=expanding is not None,
+        grouped_page=latent.grouped_page,
+        decodes=context.runner.server_args.disaggregation_mode != "prefill",
+    )
+
+
+def make_steps(
+    context: Context,
+    prefixes: Any,
+    expanding: Expanding | None,
+    latent: LatentAttention,
+    prefill: PrefillSharing | None,
+    sharing: range,
+    description: str,
+) -> Steps:
+    """What plans the passes, with its reports, its shadow check, and this rank's part where prefixes are sharded.
+
+    Args:
+        sharing: requests of a step that shares.
+    """
+    expander = None if expanding is None else expanding.expander
+    shares = expanding is not None or latent.grouped_page is not None
+    chunk_bytes = 0 if expanding is None else expanding.buffers.bytes // expanding.buffers.chunks
+    steps = Steps(
+        prefixes,
+        expander,
+        context.counters,
+        shares=shares,
+        prefill=prefill,
+        max_requests=context.step_requests,
+        reports=Reports(
+            prefixes,
+            context.counters,
+            budget_bytes=context.budget_bytes,
+            chunk_bytes=chunk_bytes,
+            description=description,
+        ),
+        query_tokens=context.server.query_tokens,
+    )
+    if context.options.verify_interval and shares:
+        steps.shadow = make_shadow(context, latent, prefixes, naive=expanding is not None)
+    if isinstance(prefixes, SpreadPrefixes) and expander is not None:
+        steps.spreading = make_spreading(context, prefixes, expander, steps, sharing)
+    return steps
+
+
+def make_spreading(
+    context: Context, prefixes: SpreadPrefixes, expander: Expander, steps: Steps, sharing: range
+) -> Spreading:
+    """This rank's part in steps over sharded prefixes; all ranks call this at the same time.
+
+    Args:
+        sharing: requests of a step that shares.
+    """
+    return Spreading(
+        prefixes,
+        expander,
+        context.runner.req_to_token_pool.req_to_token,
+        context.counters,
+        gather=gather_over(tp_group()),
+        key=drawn_key(tp_group()),
+        requests=sharing,
+        query_tokens=context.server.query_tokens,
+        can_share=steps.can_share,
+        fail=steps.fail,
+    )
+
+
+def make_riding(
+    context: Context,
+    cost: CostModel,
+    prefixes: Any,
+    steps: Steps,
+    latent: LatentAttention,
+    prefill: PrefillSharing | None,
+) -> Riding:
+    """What says which prefill passes ride in decode steps."""
+    server = context.server
+    planning: Any = steps.spreading or prefixes
+    return Riding(
+        tokens=server.mixed_tokens,
+        most_rows=context.step_rows,
+        prefixes=planning,
+        cost=replace(cost, ranks=1),  # each rank has new rows of its own
+        counters=context.counters,
+        grouped=latent.grouped_page is not None,
+        expands_once=prefill is not None and prefill.passing is not None,
+        # Without a GPU it was asked for, and there is nothing to gain.
+        eager_layer_s=EAGER_LAYER_S if server.on_gpu else math.inf,
+        graphs=prefill.costs if prefill is not None and server.on_gpu else None,
+        agree=all_ranks_agree(),
+    )
+
+
+def never(answer: bool) -> bool:
+    """What ranks say that do not ask each other."""
+    return False

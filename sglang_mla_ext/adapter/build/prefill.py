@@ -1,0 +1,82 @@
+"""What prefill passes attend with: prefixes that they expand for themselves, CUDA graphs, and shared prefixes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+
+from sglang_mla_ext.adapter.build.budget import naive_tiles
+from sglang_mla_ext.adapter.build.context import Context
+from sglang_mla_ext.adapter.latent.host_cache import wait_for_layer
+from sglang_mla_ext.adapter.step.passing import Passing
+from sglang_mla_ext.adapter.step.prefill import PrefillPlan
+from sglang_mla_ext.adapter.step.prefill_graph import PrefillGraph
+from sglang_mla_ext.adapter.step.steps import PrefillSharing
+from sglang_mla_ext.adapter.stock.protocol import Stock
+from sglang_mla_ext.kernels.naive.attention import SharedAttention
+from sglang_mla_ext.kernels.sizes import MAX_ROWS
+from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.pass_costs import EAGER_LAYER_S, PassCosts
+
+
+def make_passing(context: Context, rates: GpuRates) -> Passing | None:
+    """What prefill expands for itself, so many tokens at a time; None where nothing is asked for, or where a kernel
+    does not run here, which is counted."""
+    runner, model, tokens = context.runner, context.model, context.options.passing_tokens
+    if not tokens or not context.server.owns_prefill:
+        return None
+    table = runner.req_to_token_pool.req_to_token
+    of_device = dict(dtype=model.dtype, device=runner.device, tiles=naive_tiles(rates, model.dtype))
+    try:
+        passing = Passing.make(model.first, runner.token_to_kv_pool, table, tokens, context.memory, **of_device)
+        passing.try_out(model.dtype)
+    except Exception as error:
+        context.counters.fall_back(f"prefill expands nothing for itself: {type(error).__name__}", error)
+        return None
+    return passing
+
+
+def make_prefill_sharing(
+    context: Context,
+    cost: CostModel,
+    stock: Stock,
+    shared: SharedAttention | None,
+    passing: Passing | None,
+    prefill_graph: PrefillGraph | None,
+    layer_index: dict[int, int],
+) -> PrefillSharing | None:
+    """How prefill passes attend to prefixes; None where they share none.
+
+    Args:
+        shared: None, too, where this rank has not all heads of what is expanded.
+    """
+    on_gpu = context.server.on_gpu
+    if not context.server.owns_prefill or (shared is None and passing is None):
+        return None
+    make_plan = functools.partial(
+        PrefillPlan.make,
+        attention=shared,
+        layer_index=layer_index,
+        max_rows=MAX_ROWS,
+        counters=context.counters,
+        wait=functools.partial(wait_for_layer, context.runner.token_to_kv_pool),
+    )
+    always = context.options.mode == "naive"
+    absorbs = prefill_graph is not None and not on_gpu
+    # Without a GPU passes do not leave a graph that is not there.
+    costs = PassCosts(
+        replace(cost, query_tokens=1, ranks=1),
+        eager_layer_s=EAGER_LAYER_S if on_gpu else math.inf,
+        fetches=on_gpu and context.model.fp8,
+    )
+    return PrefillSharing(
+        make_plan,
+        stock.affordable,
+        stock.can_finish,
+        passing,
+        always,
+        absorbs,
+        costs if prefill_graph is not None else None,
+    )

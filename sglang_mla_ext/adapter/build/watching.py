@@ -1,0 +1,88 @@
+"""The shadow check, and what the log says of a backend."""
+
+from __future__ import annotations
+
+from sglang_mla_ext.adapter.build.context import Context
+from sglang_mla_ext.adapter.latent.protocol import LatentAttention
+from sglang_mla_ext.adapter.launch import prefix_memory_report
+from sglang_mla_ext.adapter.launch.prefix_memory_report import PrefixMemoryReport
+from sglang_mla_ext.adapter.step.shadow import ShadowCheck
+from sglang_mla_ext.kernels.constants import FP8
+from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
+from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
+from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+
+
+def make_shadow(
+    context: Context, latent: LatentAttention, prefixes: SharedPrefixes, *, naive: bool
+) -> ShadowCheck | None:
+    """What checks every `verify_interval`th step.
+
+    Args:
+        naive: whether anything is expanded, so that results are merged behind `w_vc`.
+    Returns:
+        None where it does not run here; that is counted.
+    """
+    model, options, counters = context.model, context.options, context.counters
+    if not ShadowCheck.can_check(model.first, model.dtype):
+        counters.fall_back("no shadow check: this form of the model's weights is DeepGEMM's alone")
+        return None
+    shadow = ShadowCheck(
+        options.verify_interval,
+        model.layers,
+        latent,
+        prefixes,
+        counters,
+        in_latent_space=not naive,
+        dtype=model.dtype,
+        device=context.runner.device,
+        fp8=FP8 in (model.prefix_dtype(options), model.latent_dtype),
+        query_tokens=context.server.query_tokens,
+        memory=context.memory,
+    )
+    try:
+        shadow.try_out()
+    except Exception as error:
+        counters.fall_back(f"no shadow check, it does not run here: {type(error).__name__}", error)
+        return None
+    return shadow
+
+
+def log_memory_report(context: Context, buffers: ExpandedBuffers) -> None:
+    """Log how much of a long prompt these buffers hold, where each rank has requests of its own."""
+    server, layers = context.server, len(context.model.layers)
+    if server.dp_ranks == 1:
+        return
+    token_bytes, routes = buffers.bytes // (buffers.chunks * CHUNK_TOKENS), context.options.dp_routing == "prefix"
+    sizes = buffers.bytes, token_bytes, buffers.heads, layers, buffers.dtype.itemsize
+    prefix_memory_report.log(
+        PrefixMemoryReport(*sizes, routes, server.prefix_ranks, may_shard=server.sharding_obstacle is None)
+    )
+
+
+def describe(
+    context: Context,
+    buffers: ExpandedBuffers | None,
+    latent: LatentAttention,
+    smallest: int | None,
+    *,
+    transient: bool,
+) -> str:
+    """One line for the log.
+
+    Args:
+        smallest: requests from which a group can pay.
+        transient: whether prefill passes expand for themselves.
+    """
+    options = context.options
+    passes = f"; prefill expands {options.passing_tokens} tokens at a time for itself" if transient else ""
+    groups = f"groups of {smallest} requests and more" if smallest else "no group that pays"
+    if buffers is None and latent.grouped_page is None:
+        said = f"nothing is expanded, no grouped absorb, mode {options.mode}: every step is plain absorb"
+    elif buffers is None:
+        said = f"nothing is expanded, mode {options.mode}, grouped absorb, {groups}"
+    else:
+        tokens, dtype = buffers.chunks * CHUNK_TOKENS, str(buffers.dtype).removeprefix("torch.")
+        budget = f"{context.budget_bytes / (1 << 30):.2f} GiB for expanded prefixes ({tokens} tokens in {dtype})"
+        said = f"{budget}, mode {options.mode}, {groups}"
+    return said + passes

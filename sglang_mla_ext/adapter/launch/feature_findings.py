@@ -1,0 +1,193 @@
+"""What does not go with drafts, a host cache, an FP8 cache, or prefill and decode servers: findings by feature."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.compat.findings import Finding, unsupported
+from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs
+from sglang_mla_ext.adapter.server import Server
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+ALGORITHMS = ("EAGLE", "EAGLE3", "NEXTN")
+"""Of speculative decoding; the last one is another name for the first, which SGLang's resolved arguments have."""
+
+DRAFT_TOKENS = range(2, 9)
+"""Query tokens of a request in a verify step."""
+
+HOST_COPIES = ("kernel", "direct")
+"""How SGLang copies rows to the host and back on a GPU. An FP8 cache's rows are whole 16 bytes; of its kernels the
+compiled ones want 8, the one that stages pages 16, and the one that wants 128 is not used then."""
+
+HOST_LAYOUTS = ("layer_first", "page_first", "page_first_direct")
+"""Of latent rows on the host."""
+
+TRANSFERS = ("mooncake", "nixl")
+"""SGLang's names of what moves a KV cache from a prefill to a decode server."""
+
+
+def way_of_drafting(algorithm: str | None) -> list[Finding]:
+    """Why a server does not draft in this way, whatever its models are."""
+    if algorithm is None or algorithm.upper() in ALGORITHMS:
+        return []
+    if algorithm.upper() == "DSPARK":
+        text = (
+            "--speculative-algorithm DSPARK is not supported: it may verify other numbers of drafts for each request "
+            "(ragged_verify_layout), and steps here take as many query tokens of one as of another. Remove it."
+        )
+    else:
+        text = (
+            f"--speculative-algorithm {algorithm} is not supported: use {', '.join(ALGORITHMS[:-1])} or "
+            f"{ALGORITHMS[-1]}, with --speculative-eagle-topk 1."
+        )
+    return [Finding("--speculative-algorithm", text)]
+
+
+def draft_tree(args: ServerArgs | ResolvedArgs) -> list[Finding]:
+    """Drafts that do not come in one chain."""
+    if found := way_of_drafting(args.speculative_algorithm):
+        return found
+    flag, branches = "--speculative-eagle-topk", args.speculative_eagle_topk
+    if args.speculative_algorithm is None or branches in (None, 1):
+        return []
+    return [Finding(flag, f"{flag} {branches} is not supported: use 1.")]
+
+
+def drafts(server: Server) -> list[Finding]:
+    """What would verify something else than one chain of drafts of a length that never changes."""
+    args = server.args
+    if found := draft_tree(args):
+        return found
+    if args.speculative_num_draft_tokens not in DRAFT_TOKENS:
+        few, many = DRAFT_TOKENS[0], DRAFT_TOKENS[-1]
+        text = (
+            f"--speculative-num-draft-tokens {args.speculative_num_draft_tokens} is not supported: use {few} to "
+            f"{many}, and --speculative-num-steps {few - 1} to {many - 1}, one less."
+        )
+        found.append(Finding("--speculative-num-draft-tokens", text))
+    if args.speculative_draft_attention_backend == BACKEND_NAME:
+        flag = "--speculative-draft-attention-backend"
+        text = f"{flag} {BACKEND_NAME} is not supported, drafts share nothing: remove it."
+        found.append(Finding(flag, text))
+    if installed.plans_on_a_stream():
+        name = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
+        found.append(Finding(name, f"{name} is not supported, as it is not by flashmla: unset it."))
+    flags = {
+        "--speculative-adaptive": args.speculative_adaptive,
+        "--enable-multi-layer-eagle": args.enable_multi_layer_eagle,
+        "--decoupled-spec-role": args.decoupled_spec_role != "null",
+    }
+    return [*found, *each_unsupported(flags)]
+
+
+def host_cache(server: Server) -> list[Finding]:
+    """What SGLang would find out when the first rows go to the host."""
+    args, on_gpu = server.args, server.on_gpu
+    copies, layouts = (HOST_COPIES, HOST_LAYOUTS) if on_gpu else (("direct",), ("layer_first",))
+    given = {
+        "--hicache-io-backend": (args.hicache_io_backend, copies),
+        "--hicache-mem-layout": (args.hicache_mem_layout, layouts),
+    }
+    where = "here" if on_gpu else "on a CPU"
+    return [
+        Finding(flag, f"{flag} {value} is not supported {where}: use {' or '.join(allowed)}.")
+        for flag, (value, allowed) in given.items()
+        if value not in allowed
+    ]
+
+
+def disaggregation(server: Server) -> list[Finding]:
+    """What a prefill or a decode server lacks to share prefixes, or was not tried with."""
+    args = server.args
+    if args.disaggregation_mode == "null":
+        return []
+    found, flag, backend = [], "--disaggregation-transfer-backend", args.disaggregation_transfer_backend
+    if backend not in TRANSFERS:
+        found.append(Finding(flag, f"{flag} {backend} is not supported yet: use {' or '.join(TRANSFERS)}."))
+    if args.disaggregation_mode == "prefill":
+        if not server.owns_prefill:
+            text = (
+                f"prefill runs {server.backends[0]}, and this server does nothing else (--disaggregation-mode prefill)"
+                f": use {BACKEND_NAME} for prefill too."
+            )
+            found.append(Finding("prefill backend", text))
+        return found
+    if args.speculative_algorithm is not None:
+        text = (
+            "--disaggregation-mode decode does not go with --speculative-algorithm: SGLang's decode servers have no "
+            "radix tree beside drafts, and shared prefixes are found there. Choose another --attention-backend for "
+            "them."
+        )
+        found.append(Finding("drafts on a decode server", text))
+    elif not args.disaggregation_decode_enable_radix_cache:
+        text = (
+            "--disaggregation-mode decode has no radix tree to find shared prefixes in: add "
+            "--disaggregation-decode-enable-radix-cache."
+        )
+        found.append(Finding("no radix tree", text))
+    if args.enable_hierarchical_cache:
+        text = "--enable-hierarchical-cache does not go with --disaggregation-mode decode yet: remove it."
+        found.append(Finding("host cache on a decode server", text))
+    return found
+
+
+def deterministic(args: ServerArgs) -> list[Finding]:
+    """Answers that do not depend on the batch: SGLang would only name the backends that it has for this."""
+    flags = {
+        "--enable-deterministic-inference": args.enable_deterministic_inference,
+        "--rl-on-policy-target": args.rl_on_policy_target is not None,
+    }
+    why = "how a prefix is attended to depends on the batch: choose another --attention-backend."
+    return [Finding(flag, f"{flag} is not supported, {why}") for flag, given in flags.items() if given]
+
+
+def fp8_cache(server: Server) -> list[Finding]:
+    """What would read the FP8 pool as if it were SGLang's, or has no part in it."""
+    args, found = server.args, []
+    if not server.owns_prefill:
+        text = (
+            f"prefill runs {server.backends[0]}, which cannot read --kv-cache-dtype fp8_e4m3 as {BACKEND_NAME} stores "
+            f"it: use {BACKEND_NAME} for prefill too, or remove --kv-cache-dtype."
+        )
+        found.append(Finding("prefill backend", text))
+    if installed.linear_layers(args) is not None:
+        # Their pool is in another, which SGLang builds by itself.
+        text = "an FP8 cache does not go with layers with linear attention yet, which this model has: set "
+        found.append(Finding("FP8 with linear layers", f"{text}--kv-cache-dtype bfloat16."))
+    flags = {
+        # Each token has a scale of its own.
+        "--quantization-param-path": args.quantization_param_path is not None,
+        # What is stored has the names that SGLang's own rows have, which are of another length.
+        "--hicache-storage-backend": args.hicache_storage_backend is not None,
+        # Only decode servers with our rows take it, and these have no drafts.
+        "--speculative-algorithm of a prefill server": args.disaggregation_mode == "prefill"
+        and args.speculative_algorithm is not None,
+    }
+    if server.on_gpu:
+        # These make SGLang's prefill attend to the pool itself, by absorb, where otherwise it asks for rows by their
+        # slots.
+        flags |= {
+            "--flashinfer-mla-disable-ragged": args.flashinfer_mla_disable_ragged,
+            "--disable-chunked-prefix-cache": args.disable_chunked_prefix_cache,
+        }
+        graphs = server.prefill_graphs != "disabled"
+        if graphs and not (installed.shares_in_prefill_graphs() and server.owns_prefill):
+            text = (
+                "--kv-cache-dtype fp8_e4m3 needs prefill without CUDA graphs: remove what sets "
+                "--cuda-graph-backend-prefill."
+            )
+            found.append(Finding("prefill graphs with FP8", text))
+    return found + [
+        Finding(f"{flag} with FP8", f"{flag} does not go with --kv-cache-dtype fp8_e4m3: remove one of them.")
+        for flag, given in flags.items()
+        if given
+    ]
+
+
+def each_unsupported(flags: dict[str, bool]) -> list[Finding]:
+    """A finding for each flag that is given."""
+    return [each for flag, given in flags.items() for each in unsupported(flag, given)]

@@ -1,0 +1,1 @@
+"""SGLang's own attention backends, which the hybrid backend owns."""
