@@ -10,11 +10,11 @@ from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile  # plain Python
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, MAX_SEGMENTS, PAGE_TOKENS, SEGMENTS_PER_ROW
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.expanded_pool import ExpandedPool, Want
-from sglang_mla_ext.prefix.gains import Gains
-from sglang_mla_ext.prefix.planner import Plan
-from sglang_mla_ext.prefix.room import Capacity
+from sglang_mla_ext.prefix.memory.pool import ExpandedPool, Want
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gains import Gains
+from sglang_mla_ext.prefix.planner.plan import Plan
+from sglang_mla_ext.prefix.planner.room import Capacity
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.segment import Mode

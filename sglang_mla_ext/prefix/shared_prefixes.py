@@ -12,18 +12,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.branches import Branches, Part
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.covers import Ways, whole
-from sglang_mla_ext.prefix.expanded_pool import NOT_COVERED, Covered, ExpandedPool
-from sglang_mla_ext.prefix.expansion import Expander, Expansion
-from sglang_mla_ext.prefix.gains import Gains, every_range, no_launch
-from sglang_mla_ext.prefix.launches import Launch
-from sglang_mla_ext.prefix.planner import Plan, plan_step
-from sglang_mla_ext.prefix.room import Capacity
+from sglang_mla_ext.prefix.memory.allocation import allocation_requests
+from sglang_mla_ext.prefix.memory.expansion import Expander, Expansion
+from sglang_mla_ext.prefix.memory.pool import NOT_COVERED, Covered, ExpandedPool
+from sglang_mla_ext.prefix.planner.branches import Branches, Part
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.covers import Ways, whole
+from sglang_mla_ext.prefix.planner.gains import Gains, every_range, no_launch
+from sglang_mla_ext.prefix.planner.launches import Launch
+from sglang_mla_ext.prefix.planner.plan import Plan, plan_step
+from sglang_mla_ext.prefix.planner.room import Capacity
 from sglang_mla_ext.prefix.segments import SegmentNumbers, ShownSegment, count_alone, shown_segments
 from sglang_mla_ext.prefix.tree import SharedTree, Tree
-from sglang_mla_ext.prefix.wants import wants_of
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
@@ -154,7 +154,7 @@ class SharedPrefixes:
         if affordable:
             branches = Branches(replace(tree, deepest=[-1] * len(running) + list(tree.deepest[len(running) :])))
             ways = replace(ways, naive=every_range, grouped=None)
-            wants = wants_of(self._ideal(branches, ways, no_launch)[0], branches, ways)
+            wants = allocation_requests(self._ideal(branches, ways, no_launch)[0], branches, ways)
             self._expansion.expand_in_free_memory(wants, self._tree, affordable)
 
     def plan_prefill(
@@ -355,5 +355,5 @@ class SharedPrefixes:
 
     def _expand_for(self, ideal: Sequence[Part], branches: Branches, ways: Ways, most: int) -> None:
         """Give memory to what is worth expanding, and expand `most` tokens more of it."""
-        wants = wants_of(ideal, branches, ways)
+        wants = allocation_requests(ideal, branches, ways)
         self._expansion.expand(wants, self._tree, (branch.nodes for branch in branches), most)

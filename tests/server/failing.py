@@ -47,7 +47,7 @@ def fails(owner: type, method: str, name: str, folder: Path) -> None:
 
 def changes_plans(name: str, folder: Path) -> None:
     """What ranks have agreed to share is something else on the second of them."""
-    from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
+    from sglang_mla_ext.prefix.sharded.prefixes import SpreadPrefixes
 
     agree = SpreadPrefixes.agree
 

@@ -15,12 +15,12 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
-import spread_ranks
+import sharded_ranks
 import torch
-from spread_ranks import OTHER, SYSTEM, Rank, prefixes
+from sharded_ranks import OTHER, SYSTEM, Rank, prefixes
 
 from sglang_mla_ext.adapter.step import ranks
-from sglang_mla_ext.adapter.step.spreading import gather_over
+from sglang_mla_ext.adapter.step.sharding import gather_over
 
 FAULTY_STEP, STEPS = 6, 8
 
@@ -37,8 +37,8 @@ def main(rank: int, count: int, file: str) -> dict[str, Any]:
         ranks.check_alike({"--hybrid-mla-min-prefix-len": 2048 if rank else 32, "alike": 1})
     except ranks.RanksDifferError as error:
         found["differ"] = str(error)
-    spread_ranks.KEY = ranks.drawn_key(group)
-    found["key"] = spread_ranks.KEY.hex()
+    sharded_ranks.KEY = ranks.drawn_key(group)
+    found["key"] = sharded_ranks.KEY.hex()
     meeting: Any = SimpleNamespace(gather=lambda of_rank: gather_over(group))
     one = Rank(rank, meeting, prefixes(rank, count), [SYSTEM])
     agree, found["steps"] = one.prefixes.agree, []

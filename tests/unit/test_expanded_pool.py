@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_mla_ext.prefix.expanded_pool import GRACE, ExpandedPool, Want
+from sglang_mla_ext.prefix.memory.pool import GRACE, ExpandedPool, Want
 
 CHUNK = 256
 

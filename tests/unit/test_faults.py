@@ -116,7 +116,7 @@ ON_A_GPU = {
     "adapter/step/build_expanding.py reach_each_other": "start, of several ranks",
     "adapter/step/nextn.py around_eh_norm": "instead of SGLang's",
     "adapter/step/passing.py Passing._pieces.piece": "before a prefill pass",
-    "adapter/step/spreading.py gather_over.gather": "a vote, of several ranks",
+    "adapter/step/sharding.py gather_over.gather": "a vote, of several ranks",
     "adapter/step/stock_flashmla.py with_rows": "SGLang's prefill, where ranks divide heads and requests",
     "adapter/step/stock_torch.py TorchStock._extend_over_fp8": "plain absorb, over a cache in FP8",
     "adapter/step/stock_torch.py TorchTails.run": "in a layer, from 0.5.23 on",

@@ -23,13 +23,13 @@ from sglang_mla_ext.observe import Counters, report
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.predict import sharing
 from sglang_mla_ext.prefix import shared_prefixes
-from sglang_mla_ext.prefix.branches import Branches, Part
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.expanded_pool import GRACE, ExpandedPool
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
-from sglang_mla_ext.prefix.model_dims import ModelDims
-from sglang_mla_ext.prefix.planner import Plan
-from sglang_mla_ext.prefix.room import Capacity
+from sglang_mla_ext.prefix.memory.pool import GRACE, ExpandedPool
+from sglang_mla_ext.prefix.planner.branches import Branches, Part
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.plan import Plan
+from sglang_mla_ext.prefix.planner.room import Capacity
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.rows import Rows

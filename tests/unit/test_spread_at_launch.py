@@ -14,16 +14,16 @@ import torch
 
 from sglang_mla_ext.adapter.launch import limits, spread
 from sglang_mla_ext.adapter.step import build_expanding, spreading
-from sglang_mla_ext.adapter.step.spreading import Spreading
+from sglang_mla_ext.adapter.step.sharding import Spreading
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
-from sglang_mla_ext.prefix.model_dims import ModelDims
-from sglang_mla_ext.prefix.room import Capacity
-from sglang_mla_ext.prefix.spread.names import Names, chunk_names
-from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
+from sglang_mla_ext.prefix.memory.pool import ExpandedPool
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.room import Capacity
+from sglang_mla_ext.prefix.sharded.names import Names, chunk_names
+from sglang_mla_ext.prefix.sharded.prefixes import SpreadPrefixes
 
 EIGHT = {"enable_dp_attention": True, "tp_size": 8, "dp_size": 8, "attn_dp_size": 8}
 

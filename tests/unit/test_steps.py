@@ -13,8 +13,8 @@ from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE, PrefillSharing, Steps
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.planner import Plan
-from sglang_mla_ext.prefix.spread.plan import SpreadPlan
+from sglang_mla_ext.prefix.planner.plan import Plan
+from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
@@ -252,7 +252,7 @@ def test_a_ride_shares_nothing_where_planning_fails_or_nothing_can_be_shared() -
 def test_what_ranks_agreed_on_is_the_plan(rides: bool) -> None:
     """Of a step and of a pass that rides, whatever has failed since; without an agreement nothing is shared."""
     steps = make()
-    spread = SpreadPlan(shared(), (), 5, (), ())
+    spread = ShardedPlan(shared(), (), 5, (), ())
     steps.spreading = SimpleNamespace(shared_plan=lambda: spread)
     of_pass = (EXTEND, requests(5), [], [300] * 5, [2] * 5) if rides else (DECODE, requests(5), [])
     for pause in (0, FIRST_PAUSE):

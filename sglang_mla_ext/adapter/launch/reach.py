@@ -12,7 +12,7 @@ from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.launch import models, spread
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
-from sglang_mla_ext.prefix.default_memory import default_bytes
+from sglang_mla_ext.prefix.memory.default import default_bytes
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

@@ -1,4 +1,4 @@
-"""Whether ranks of DP attention hold expanded prefixes together: see step/spreading.py."""
+"""Whether ranks of DP attention hold expanded prefixes together: see step/sharding.py."""
 
 from __future__ import annotations
 

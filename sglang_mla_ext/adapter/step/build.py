@@ -47,7 +47,7 @@ from sglang_mla_ext.adapter.step.ranks import check_alike, drawn_key, rules, tp_
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.adapter.step.riding import Riding
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
-from sglang_mla_ext.adapter.step.spreading import Spreading, gather_over
+from sglang_mla_ext.adapter.step.sharding import Spreading, gather_over
 from sglang_mla_ext.adapter.step.steps import PrefillSharing, Steps
 from sglang_mla_ext.adapter.step.stock import Stock
 from sglang_mla_ext.kernels.constants import FP8
@@ -56,14 +56,14 @@ from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, MAX_SEGMENTS, SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
-from sglang_mla_ext.prefix.gpu_rates import rates_for
-from sglang_mla_ext.prefix.model_dims import ModelDims
-from sglang_mla_ext.prefix.pass_costs import EAGER_LAYER_S, PassCosts
-from sglang_mla_ext.prefix.room import Capacity
+from sglang_mla_ext.prefix.memory.pool import ExpandedPool
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gpu_rates import rates_for
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.pass_costs import EAGER_LAYER_S, PassCosts
+from sglang_mla_ext.prefix.planner.room import Capacity
+from sglang_mla_ext.prefix.sharded.prefixes import SpreadPrefixes
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
-from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
 from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:

@@ -68,7 +68,7 @@ class Expander:
         self._scales_valid = False
 
     def expand(self, node: Hashable, node_end: int, start: int, end: int, chunks: Sequence[int]) -> None:
-        """See prefix.expansion.Expander."""
+        """See prefix.memory.expansion.Expander."""
         self.expand_slots(self._tree.slots(node, node_end, start, end), chunks, 0)
 
     @torch.no_grad()

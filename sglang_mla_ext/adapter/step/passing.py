@@ -20,8 +20,8 @@ from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
-from sglang_mla_ext.prefix.branches import Branches
-from sglang_mla_ext.prefix.passing import FEWEST_SAVED, PassingRange, passing_ranges, private_ranges
+from sglang_mla_ext.prefix.memory.transient import FEWEST_SAVED, TransientRange, private_ranges, transient_ranges
+from sglang_mla_ext.prefix.planner.branches import Branches
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
@@ -203,10 +203,10 @@ class Passing:
         """
         if self._tree is None:
             return None
-        ranges: list[PassingRange] = []
+        ranges: list[TransientRange] = []
         if len(reqs) > 1:
             branches, fewest = Branches(self._tree.shared(reqs)), 1 if always else FEWEST_SAVED // self._heads
-            ranges = passing_ranges(branches, prefix_lens, covered, fewest)
+            ranges = transient_ranges(branches, prefix_lens, covered, fewest)
         ends = list(covered)
         for one in ranges:
             for request in one.requests:
@@ -222,13 +222,13 @@ class Passing:
         pieces = tuple(self._pieces(reqs, ranges, rows))
         return PassingPlan(tuple(ends), expanded, pieces, self._expander, self._attention)
 
-    def _slots(self, reqs: Sequence[Req], one: PassingRange) -> torch.Tensor:
+    def _slots(self, reqs: Sequence[Req], one: TransientRange) -> torch.Tensor:
         if one.node is not None:
             return self._tree.slots(one.node, one.node_end, one.start, one.end)
         row = installed.row_of_request(reqs[one.requests[0]])
         return self._req_to_token[row, one.start : one.end].long()
 
-    def _pieces(self, reqs: Sequence[Req], ranges: Sequence[PassingRange], rows: Rows) -> Iterator[Piece]:
+    def _pieces(self, reqs: Sequence[Req], ranges: Sequence[TransientRange], rows: Rows) -> Iterator[Piece]:
         """As few pieces as there can be: several ranges in one, but no request twice."""
         plans: dict[Any, Any] = {}
         slots: list[torch.Tensor] = []

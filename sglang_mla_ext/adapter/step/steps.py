@@ -18,8 +18,8 @@ from sglang_mla_ext.adapter.step.prefill import PrefillPlan
 from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.pass_costs import PassCosts
-from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.prefix.planner.pass_costs import PassCosts
+from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 from sglang_mla_ext.rows import Rows
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sglang_mla_ext.adapter.step.expander import Expander
     from sglang_mla_ext.adapter.step.passing import Passing
     from sglang_mla_ext.adapter.step.shadow import ShadowCheck
-    from sglang_mla_ext.adapter.step.spreading import Spreading
+    from sglang_mla_ext.adapter.step.sharding import Spreading
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Expanded prefixes that the ranks of DP attention hold together, each some heads: what a scheduler has to do with it.
 
-Ranks agree on each pass before it (voting.py), and in the same place on what it shares (prefix/spread/): what one rank
+Ranks agree on each pass before it (voting.py), and in the same place on what it shares (prefix/sharded/): what one rank
 attends to for another must be what that takes out of its own part. A pass is spread where all of them decode or ride,
 and run the same CUDA graph, in which the exchange is; without a GPU, where all have rows, because SGLang does not enter
 a layer without any. Everything else is plain absorb on all of them.
@@ -23,10 +23,10 @@ import torch
 from sglang_mla_ext.adapter.step.expander import Expander
 from sglang_mla_ext.adapter.step.ranks import check_alike
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.spread.names import Names, chunk_names
-from sglang_mla_ext.prefix.spread.plan import SpreadPlan
-from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
-from sglang_mla_ext.prefix.spread.vote import PLANS_DIFFER, Gather, Vote
+from sglang_mla_ext.prefix.sharded.names import Names, chunk_names
+from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
+from sglang_mla_ext.prefix.sharded.prefixes import SpreadPrefixes
+from sglang_mla_ext.prefix.sharded.vote import PLANS_DIFFER, Gather, Vote
 
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
@@ -78,7 +78,7 @@ class Spreading:
         # decodes is not in a batch whose new tokens ride.
         self._names: WeakKeyDictionary[Req, tuple[Any, Names]] = WeakKeyDictionary()
         self._batch: ScheduleBatch | None = None
-        self._plan: SpreadPlan | None = None
+        self._plan: ShardedPlan | None = None
         self._without_vote = 0  # steps that are to come
         self._differed = 0  # votes one after the other in which plans did
         self._graphs: Sequence[int] | None = None
@@ -129,7 +129,7 @@ class Spreading:
             self._counters.not_spread[reason] += 1
         self._prefixes.begin(self._plan)
 
-    def shared_plan(self) -> SpreadPlan | None:
+    def shared_plan(self) -> ShardedPlan | None:
         """What the pass that begins shares, if it is one that shares anything."""
         return self._plan if self._plan is not None and self._plan.segments else None
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 
-from sglang_mla_ext.prefix.spread.names import Names
-from sglang_mla_ext.prefix.spread.plan import SpreadPlan
-from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
-from sglang_mla_ext.prefix.spread.report import Report, fingerprint
+from sglang_mla_ext.prefix.sharded.names import Names
+from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
+from sglang_mla_ext.prefix.sharded.prefixes import SpreadPrefixes
+from sglang_mla_ext.prefix.sharded.report import Report, fingerprint
 
 A_RANK_PAUSES = "a rank shares nothing for a while"
 PLANS_DIFFER = "plans_differ"
@@ -37,10 +37,10 @@ class Vote:
             fail: is told what has failed here.
         """
         self._prefixes, self._gather, self._fail = prefixes, gather, fail
-        self._plan: SpreadPlan | None = None
+        self._plan: ShardedPlan | None = None
         self._plan_of = 0  # fingerprint of all that the plan was made from
 
-    def decide(self, given: Given | None, tokens: Sequence[int], each: int) -> SpreadPlan | str:
+    def decide(self, given: Given | None, tokens: Sequence[int], each: int) -> ShardedPlan | str:
         """Return what a step shares, or why it shares nothing; the same on all ranks.
 
         Args:
@@ -76,7 +76,9 @@ class Vote:
             self._fail("saying what is shared", error)
             return array("q"), 0
 
-    def _agree(self, words: Sequence[Sequence[int]], tokens: Sequence[int], each: int) -> tuple[SpreadPlan | None, int]:
+    def _agree(
+        self, words: Sequence[Sequence[int]], tokens: Sequence[int], each: int
+    ) -> tuple[ShardedPlan | None, int]:
         """Return what the step shares by this rank's reckoning, and its fingerprint; 0 where it could make none."""
         try:
             reports = [Report.from_words(of_rank) for of_rank in words]

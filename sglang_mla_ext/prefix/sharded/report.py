@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 
-from sglang_mla_ext.prefix.spread.names import NAME_BYTES, Name, Names
+from sglang_mla_ext.prefix.sharded.names import NAME_BYTES, Name, Names
 
 MOST_NAMES = 4096
 """Of a report. Prompts that do not fit are told as far as they do."""

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Protocol
 
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.expanded_pool import Chunk, ExpandedPool, Want
+from sglang_mla_ext.prefix.memory.pool import Chunk, ExpandedPool, Want
 from sglang_mla_ext.prefix.tree import Tree
 
 logger = logging.getLogger(__name__)

@@ -11,15 +11,15 @@ from typing import Any
 
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
-from sglang_mla_ext.prefix.model_dims import ModelDims
-from sglang_mla_ext.prefix.room import Capacity
-from sglang_mla_ext.prefix.spread.names import Names, chunk_names
-from sglang_mla_ext.prefix.spread.plan import SpreadPlan
-from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
-from sglang_mla_ext.prefix.spread.vote import Vote
+from sglang_mla_ext.prefix.memory.pool import ExpandedPool
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.room import Capacity
+from sglang_mla_ext.prefix.sharded.names import Names, chunk_names
+from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
+from sglang_mla_ext.prefix.sharded.prefixes import SpreadPrefixes
+from sglang_mla_ext.prefix.sharded.vote import Vote
 from sglang_mla_ext.segment import Segment
 
 CHUNK = 4
@@ -97,7 +97,7 @@ class Rank:
     def given(self) -> tuple[list[Names], list[int]]:
         return [self.names_of(request) for request in range(len(self.running))], [1] * len(self.running)
 
-    def step(self, tokens: Sequence[int], each: int | None = None) -> SpreadPlan | None:
+    def step(self, tokens: Sequence[int], each: int | None = None) -> ShardedPlan | None:
         decided = self.vote.decide(self.given if self.willing else None, tokens, each or max(tokens))
         plan, self.refused = (None, decided) if isinstance(decided, str) else (decided, None)
         self.prefixes.begin(plan)
@@ -111,7 +111,7 @@ class Rank:
         return plan
 
 
-def together(ranks: Sequence[Rank], each: int | None = None) -> list[SpreadPlan | None]:
+def together(ranks: Sequence[Rank], each: int | None = None) -> list[ShardedPlan | None]:
     """A step of all; `each`: rows that every rank has, by default as many as the one with the most."""
     tokens = [len(rank.running) for rank in ranks]
     with ThreadPoolExecutor(len(ranks)) as threads:
@@ -124,7 +124,7 @@ def without_ids(segments: Sequence[Segment]) -> list[tuple[tuple[int, ...], int,
     return [(segment.rows, segment.start, segment.end) for segment in segments]
 
 
-def check(ranks: Sequence[Rank], plans: Sequence[SpreadPlan | None]) -> None:
+def check(ranks: Sequence[Rank], plans: Sequence[ShardedPlan | None]) -> None:
     """All ranks share the same; what rows share are tokens that they have, in chunks that hold them on every rank; and
     what the ranks' own plans say is a part of that."""
     assert len({rank.refused for rank in ranks}) == 1

@@ -6,15 +6,15 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_mla_ext.prefix.expanded_pool import Want
-from sglang_mla_ext.prefix.planner import Plan
-from sglang_mla_ext.prefix.spread.names import Names
-from sglang_mla_ext.prefix.spread.report import fingerprint
+from sglang_mla_ext.prefix.memory.pool import Want
+from sglang_mla_ext.prefix.planner.plan import Plan
+from sglang_mla_ext.prefix.sharded.names import Names
+from sglang_mla_ext.prefix.sharded.report import fingerprint
 from sglang_mla_ext.segment import Mode, Segment
 
 
 @dataclass(frozen=True, eq=False)
-class SpreadPlan:
+class ShardedPlan:
     """What a step shares.
 
     Attributes:

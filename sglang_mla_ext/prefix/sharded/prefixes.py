@@ -20,19 +20,19 @@ from typing import Any, NamedTuple
 
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.branches import Part
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.covers import Ways, whole
-from sglang_mla_ext.prefix.expanded_pool import Chunk, ExpandedPool, Want
-from sglang_mla_ext.prefix.gains import Gains
-from sglang_mla_ext.prefix.planner import Plan, plan_step
-from sglang_mla_ext.prefix.room import Capacity
+from sglang_mla_ext.prefix.memory.allocation import allocation_requests
+from sglang_mla_ext.prefix.memory.pool import Chunk, ExpandedPool, Want
+from sglang_mla_ext.prefix.planner.branches import Part
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.covers import Ways, whole
+from sglang_mla_ext.prefix.planner.gains import Gains
+from sglang_mla_ext.prefix.planner.plan import Plan, plan_step
+from sglang_mla_ext.prefix.planner.room import Capacity
 from sglang_mla_ext.prefix.segments import ShownSegment, shown_segments
-from sglang_mla_ext.prefix.spread.agreement import Agreement
-from sglang_mla_ext.prefix.spread.names import Name, Names
-from sglang_mla_ext.prefix.spread.plan import SpreadPlan
-from sglang_mla_ext.prefix.spread.report import Report
-from sglang_mla_ext.prefix.wants import wants_of
+from sglang_mla_ext.prefix.sharded.agreement import Agreement
+from sglang_mla_ext.prefix.sharded.names import Name, Names
+from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
+from sglang_mla_ext.prefix.sharded.report import Report
 from sglang_mla_ext.segment import Mode, Segment
 
 
@@ -94,7 +94,7 @@ class SpreadPrefixes:
         self._settled = True  # whether memory is given to what is wanted, and all of that is expanded
         self._pieces: list[Piece] = []
         self._distrusted: set[Hashable] = set()
-        self._shown: SpreadPlan | None = None
+        self._shown: ShardedPlan | None = None
         self._numbers: dict[tuple[Hashable, int], int] = {}
         self._next_number = count(1)
         self.tokens_without_memory = 0
@@ -119,7 +119,7 @@ class SpreadPrefixes:
             self._report = (self._paths, rows, held), Report.of(self._paths, rows, held)
         return self._report[1]
 
-    def agree(self, reports: Sequence[Report], each: int) -> SpreadPlan:
+    def agree(self, reports: Sequence[Report], each: int) -> ShardedPlan:
         """What the step shares, from the reports of all ranks.
 
         Args:
@@ -143,11 +143,11 @@ class SpreadPrefixes:
             self._counters.fall_back("more groups than a step has room for")
         ideal, _ = plan_step(branches, ways, whole(branches), gains.launch, self._capacity)
         plan = self._plan_of(agreement, parts, each)
-        self._agreement, self._wants, self._settled = agreement, wants_of(ideal, branches, ways), False
+        self._agreement, self._wants, self._settled = agreement, allocation_requests(ideal, branches, ways), False
         return plan
 
-    def fingerprint_of(self, plan: SpreadPlan) -> int:
-        """See SpreadPlan.fingerprint: of a plan of the last agreement, with the requests for memory of that."""
+    def fingerprint_of(self, plan: ShardedPlan) -> int:
+        """See ShardedPlan.fingerprint: of a plan of the last agreement, with the requests for memory of that."""
         return plan.fingerprint(self._wants)
 
     @property
@@ -161,7 +161,7 @@ class SpreadPrefixes:
         """Whether it knows what all ranks want; not when everything has been forgotten since."""
         return self._agreement is not None
 
-    def begin(self, plan: SpreadPlan | None) -> None:
+    def begin(self, plan: ShardedPlan | None) -> None:
         """The step that comes shares this."""
         self._shown = plan
 
@@ -191,7 +191,7 @@ class SpreadPrefixes:
             self._held = version, names
         return self._held[1]
 
-    def _plan_of(self, agreement: Agreement, parts: Sequence[Part], each: int) -> SpreadPlan:
+    def _plan_of(self, agreement: Agreement, parts: Sequence[Part], each: int) -> ShardedPlan:
         branches, size = agreement.branches, self._pool.chunk_tokens
         mine = agreement.requests_of(self._rank)
         of_all, of_mine, own, names = [], [], [], []
@@ -211,7 +211,7 @@ class SpreadPrefixes:
             if holders := tuple(request - mine.start for request in segment.rows if request in mine):
                 of_mine.append(Segment(holders, part.start, part.end, Mode.NAIVE, ids))
                 own.append(index)
-        return SpreadPlan(Plan(len(mine), tuple(of_mine)), tuple(own), each, tuple(of_all), tuple(names))
+        return ShardedPlan(Plan(len(mine), tuple(of_mine)), tuple(own), each, tuple(of_all), tuple(names))
 
     def _allot(self) -> None:
         """Give memory to what all ranks want, and find what of it this rank can expand."""

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from sglang_mla_ext.prefix.branches import Branches
-from sglang_mla_ext.prefix.spread.names import Name
-from sglang_mla_ext.prefix.spread.report import Report
+from sglang_mla_ext.prefix.planner.branches import Branches
+from sglang_mla_ext.prefix.sharded.names import Name
+from sglang_mla_ext.prefix.sharded.report import Report
 from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.rows import Rows
 

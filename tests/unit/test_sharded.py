@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from spread_ranks import CHUNK, OTHER, SYSTEM, Meeting, Rank, make, names_of, prefixes, together, without_ids
+from sharded_ranks import CHUNK, OTHER, SYSTEM, Meeting, Rank, make, names_of, prefixes, together, without_ids
 
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
-from sglang_mla_ext.prefix.model_dims import ModelDims
-from sglang_mla_ext.prefix.spread.plan import SpreadPlan
-from sglang_mla_ext.prefix.spread.report import MOST_NAMES, Report
-from sglang_mla_ext.prefix.spread.vote import A_RANK_PAUSES, PLANS_DIFFER
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
+from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
+from sglang_mla_ext.prefix.sharded.report import MOST_NAMES, Report
+from sglang_mla_ext.prefix.sharded.vote import A_RANK_PAUSES, PLANS_DIFFER
 
 
 @pytest.mark.parametrize(("seed", "count"), [(0, 3), (1, 3), (2, 3), (3, 3), (4, 2), (5, 4)])
@@ -140,12 +140,12 @@ def sharing(ranks: list[Rank], prompt: tuple[int, ...] = SYSTEM) -> list[Rank]:
     return ranks
 
 
-def other_rows(plan: SpreadPlan) -> SpreadPlan:
+def other_rows(plan: ShardedPlan) -> ShardedPlan:
     (segment,) = plan.segments
     return replace(plan, segments=(replace(segment, rows=segment.rows[:-1]),))
 
 
-CHANGES: dict[str, Callable[[SpreadPlan], SpreadPlan]] = {
+CHANGES: dict[str, Callable[[ShardedPlan], ShardedPlan]] = {
     "nothing": lambda plan: replace(plan, segments=(), names=()),
     "segments": lambda plan: replace(plan, segments=()),
     "rows": other_rows,

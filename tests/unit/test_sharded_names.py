@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_mla_ext.prefix.spread.agreement import Agreement
-from sglang_mla_ext.prefix.spread.names import HASH_BYTES, LENGTH_BYTES, NAME_BYTES, chunk_names
-from sglang_mla_ext.prefix.spread.report import Report
+from sglang_mla_ext.prefix.sharded.agreement import Agreement
+from sglang_mla_ext.prefix.sharded.names import HASH_BYTES, LENGTH_BYTES, NAME_BYTES, chunk_names
+from sglang_mla_ext.prefix.sharded.report import Report
 
 CHUNK = 4
 PROMPT = tuple(range(4 * CHUNK))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_mla_ext.prefix.branches import Branches, Part
-from sglang_mla_ext.prefix.covers import Ways
-from sglang_mla_ext.prefix.expanded_pool import Want
+from sglang_mla_ext.prefix.memory.pool import Want
+from sglang_mla_ext.prefix.planner.branches import Branches, Part
+from sglang_mla_ext.prefix.planner.covers import Ways
 from sglang_mla_ext.segment import Mode
 
 
-def wants_of(ideal: Sequence[Part], branches: Branches, ways: Ways) -> list[Want]:
+def allocation_requests(ideal: Sequence[Part], branches: Branches, ways: Ways) -> list[Want]:
     """What is worth expanding, the most worthwhile first, and whatever another one continues before that.
 
     Args:
