@@ -17,10 +17,10 @@ from typing import Any
 
 import sharded_ranks
 import torch
-from sharded_ranks import OTHER, SYSTEM, Rank, prefixes
+from sharded_ranks import OTHER, SYSTEM, Rank, member_of
 
 from sglang_mla_ext.adapter.step import ranks
-from sglang_mla_ext.adapter.step.sharding import gather_over
+from sglang_mla_ext.adapter.step.sharded import gather_over
 
 FAULTY_STEP, STEPS = 6, 8
 
@@ -40,15 +40,15 @@ def main(rank: int, count: int, file: str) -> dict[str, Any]:
     sharded_ranks.KEY = ranks.drawn_key(group)
     found["key"] = sharded_ranks.KEY.hex()
     meeting: Any = SimpleNamespace(gather=lambda of_rank: gather_over(group))
-    one = Rank(rank, meeting, prefixes(rank, count), [SYSTEM])
-    agree, found["steps"] = one.prefixes.agree, []
+    one = Rank(rank, meeting, member_of(rank, count), [SYSTEM])
+    agree, found["steps"] = one.member.agree, []
     for step in range(STEPS):
         if step == FAULTY_STEP:
             one.running.append(OTHER)
             if rank == count - 1:
-                one.prefixes.agree = lambda *args: replace(agree(*args), segments=(), names=())
+                one.member.agree = lambda *args: replace(agree(*args), segments=(), names=())
         else:
-            one.prefixes.agree = agree
+            one.member.agree = agree
         plan = one.step([len(one.running)] * count)
         found["steps"].append(one.refused or [(each.start, each.end, each.rows) for each in plan.segments])
     torch.distributed.barrier()

@@ -15,9 +15,9 @@ from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.memory.transient import transient_ranges
 from sglang_mla_ext.prefix.planner.branches import Branches
 from sglang_mla_ext.prefix.planner.plan import Plan
+from sglang_mla_ext.prefix.planner.transient import transient_ranges
 from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.rows import Rows
 

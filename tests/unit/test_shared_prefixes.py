@@ -22,15 +22,17 @@ from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS
 from sglang_mla_ext.observe import Counters, report
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.predict import sharing
-from sglang_mla_ext.prefix import shared_prefixes
 from sglang_mla_ext.prefix.memory.pool import GRACE, ExpandedPool
+from sglang_mla_ext.prefix.planner import planner as planner_module
 from sglang_mla_ext.prefix.planner.branches import Branches, Part
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
 from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 from sglang_mla_ext.prefix.planner.plan import Plan
+from sglang_mla_ext.prefix.planner.planner import Planner
 from sglang_mla_ext.prefix.planner.room import Capacity
-from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+from sglang_mla_ext.prefix.radix import RadixSource
+from sglang_mla_ext.prefix.sharing import Sharing
 from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode
@@ -79,10 +81,10 @@ class Server:
         self.pool = ExpandedPool(chunks, CHUNK_TOKENS)
         options = {"mode": "naive", **options}
         ways = {"capacity": Capacity(256, 1000), **(ways or {})}
-        self.prefixes = SharedPrefixes(
-            HybridMLAOptions(**options), cost, self.pool, self.expander, self.counters, **ways
-        )
-        self.prefixes.attach(tree.view)
+        decodes = ways.pop("decodes", True)
+        planner = Planner(HybridMLAOptions(**options), cost, chunk_tokens=CHUNK_TOKENS, counters=self.counters, **ways)
+        source = RadixSource(self.pool, self.counters, tree.view)
+        self.prefixes = Sharing(source, self.pool, planner, self.expander, self.counters, decodes=decodes)
 
     def decode(self, *requests: Any) -> list[tuple[tuple[int, ...], int]]:
         """Plan a decode step and check what must always hold; returns rows and end of each naive group, in pages."""
@@ -164,9 +166,9 @@ def test_never_for_equal_text_of_different_tenants(tree: Any) -> None:
 
 
 def test_never_without_a_tree(tree: Any) -> None:
-    pool = ExpandedPool(4, CHUNK_TOKENS)
-    capacity = Capacity(256, 1000)
-    prefixes = SharedPrefixes(HybridMLAOptions(), COST, pool, FakeExpander(tree), Counters(), capacity=capacity)
+    pool, counters = ExpandedPool(4, CHUNK_TOKENS), Counters()
+    planner = Planner(HybridMLAOptions(), COST, Capacity(256, 1000), CHUNK_TOKENS, counters)
+    prefixes = Sharing(RadixSource(pool, counters), pool, planner, FakeExpander(tree), counters)
     requests = [tree.run("systemprompt"), tree.run("systemprompt")]
     prefixes.before_prefill(requests, [])
     assert prefixes.plan_decode(requests) == Plan(2)
@@ -386,8 +388,8 @@ def test_a_plan_is_kept_until_something_changes(tree: Any, monkeypatch: pytest.M
         calls.append(args)
         return plan_step(*args, **kwargs)
 
-    plan_step = shared_prefixes.plan_step
-    monkeypatch.setattr(shared_prefixes, "plan_step", counted)
+    plan_step = planner_module.plan_step
+    monkeypatch.setattr(planner_module, "plan_step", counted)
 
     def plans_made(*requests: Any) -> bool:
         calls.clear()

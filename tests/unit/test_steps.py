@@ -218,7 +218,7 @@ def test_a_pass_that_rides_is_a_decode_step_of_its_rows() -> None:
     plan, running = Plan(3, (Segment((0, 2), 0, 64, Mode.NAIVE, (0,)),)), requests(2)
     for decoding in (0, 1):
         steps, reqs = make(), requests(3)
-        steps._prefixes.plan_rows = lambda *args, mixed: (
+        steps._prefixes.plan_rows = lambda *args, mixed, shared: (
             steps._prefixes.calls.append(("plan_rows", *args, mixed)) or plan  # noqa: B023
         )
         steps.before_forward(EXTEND, reqs, running, [64, 0, 65], [3, 2, 1], rides=True, decoding=decoding)

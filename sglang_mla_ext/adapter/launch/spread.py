@@ -1,4 +1,4 @@
-"""Whether ranks of DP attention hold expanded prefixes together: see step/sharding.py."""
+"""Whether ranks of DP attention hold expanded prefixes together: see step/sharded.py."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ from sglang_mla_ext.adapter.step.ranks import check_alike, drawn_key, rules, tp_
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.adapter.step.riding import Riding
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
-from sglang_mla_ext.adapter.step.sharding import Spreading, gather_over
+from sglang_mla_ext.adapter.step.sharded import PromptNames, ShardedSteps, SlotsOfPass, gather_over
 from sglang_mla_ext.adapter.step.steps import PrefillSharing, Steps
 from sglang_mla_ext.adapter.step.stock import Stock
 from sglang_mla_ext.kernels.constants import FP8
@@ -61,9 +61,12 @@ from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.gpu_rates import rates_for
 from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 from sglang_mla_ext.prefix.planner.pass_costs import EAGER_LAYER_S, PassCosts
+from sglang_mla_ext.prefix.planner.planner import Planner
 from sglang_mla_ext.prefix.planner.room import Capacity
-from sglang_mla_ext.prefix.sharded.prefixes import SpreadPrefixes
-from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+from sglang_mla_ext.prefix.radix import RadixSource
+from sglang_mla_ext.prefix.sharded.member import Member
+from sglang_mla_ext.prefix.sharded.reports import Reports as SourceOfRanks
+from sglang_mla_ext.prefix.sharing import Sharing
 from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:
@@ -147,21 +150,17 @@ def build(
     pool = ExpandedPool(buffers.chunks if buffers else 0, CHUNK_TOKENS)
     capacity = Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * ranks * (step_rows // query_tokens))
     spreads = ranks > 1 and shared is not None
-    prefixes: SharedPrefixes | SpreadPrefixes
+    of_planner = dict(naive=shared is not None, grouped_page=None if spreads else latent.grouped_page)
+    planner = Planner(options, cost, capacity, CHUNK_TOKENS, counters, **of_planner)
     if spreads:
-        prefixes = SpreadPrefixes(options, cost, pool, counters, rank=tp_group().rank_in_group, capacity=capacity)
+        names = PromptNames(drawn_key(tp_group()), CHUNK_TOKENS)
+        of_ranks = SourceOfRanks(pool, names)
+        slots = SlotsOfPass(of_ranks, runner.req_to_token_pool.req_to_token)
+        expander.attach(slots)
+        prefixes = Sharing(of_ranks, pool, planner, expander, counters, shortest=1)
     else:
-        prefixes = SharedPrefixes(
-            options,
-            cost,
-            pool,
-            expander,
-            counters,
-            capacity=capacity,
-            naive=shared is not None,
-            grouped_page=latent.grouped_page,
-            decodes=runner.server_args.disaggregation_mode != "prefill",
-        )
+        decodes = runner.server_args.disaggregation_mode != "prefill"
+        prefixes = Sharing(RadixSource(pool, counters), pool, planner, expander, counters, decodes=decodes)
     layer_index = {layer.attn_mqa.layer_id: index for index, layer in enumerate(layers)}
     prefill = None
     # A rank has not all heads of what is spread.
@@ -219,13 +218,13 @@ def build(
         )
     sharing = range(smallest, step_rows // query_tokens + 1) if smallest is not None else range(0)
     if spreads:
-        steps.spreading = Spreading(
-            prefixes,
-            expander,
-            runner.req_to_token_pool.req_to_token,
+        steps.spreading = ShardedSteps(
+            Member(prefixes, of_ranks, tp_group().rank_in_group),
+            names,
+            slots,
             counters,
+            chunk_tokens=CHUNK_TOKENS,
             gather=gather_over(tp_group()),
-            key=drawn_key(tp_group()),
             requests=sharing,
             query_tokens=query_tokens,
             can_share=steps.can_share,
@@ -246,7 +245,7 @@ def build(
         riding = Riding(
             tokens=riding_tokens,
             most_rows=step_rows,
-            prefixes=steps.spreading or prefixes,
+            prefixes=prefixes,
             cost=replace(cost, ranks=1),  # each rank has new rows of its own
             counters=counters,
             grouped=latent.grouped_page is not None,
@@ -333,7 +332,7 @@ def make_shadow(
     layers: Sequence[DeepseekV2AttentionMLA],
     options: HybridMLAOptions,
     latent: LatentAttention,
-    prefixes: SharedPrefixes,
+    prefixes: Sharing,
     counters: Counters,
     memory: Memory,
     *,

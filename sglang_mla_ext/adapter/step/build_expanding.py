@@ -13,7 +13,7 @@ from sglang_mla_ext.adapter.step.budget import naive_tiles
 from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes
 from sglang_mla_ext.adapter.step.passing import Passing
 from sglang_mla_ext.adapter.step.ranks import tp_group
-from sglang_mla_ext.adapter.step.sharding import exchange_over
+from sglang_mla_ext.adapter.step.sharded import exchange_over
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
 from sglang_mla_ext.kernels.memory import Memory

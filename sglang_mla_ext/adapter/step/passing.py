@@ -20,8 +20,9 @@ from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
-from sglang_mla_ext.prefix.memory.transient import FEWEST_SAVED, TransientRange, private_ranges, transient_ranges
 from sglang_mla_ext.prefix.planner.branches import Branches
+from sglang_mla_ext.prefix.planner.transient import FEWEST_SAVED, TransientRange, private_ranges, transient_ranges
+from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
@@ -177,7 +178,7 @@ class Passing:
         self._expander.try_out()
 
     def attach(self, tree: TreeView) -> None:
-        """Give it a view of the tree of its own."""
+        """Give it a view of the tree."""
         self._tree = tree
 
     def plan(
@@ -189,6 +190,7 @@ class Passing:
         *,
         always: bool = False,
         pays: Callable[[int, int], bool] | None = None,
+        shared: SharedTree | None = None,
     ) -> PassingPlan | None:
         """
         Args:
@@ -198,6 +200,7 @@ class Passing:
             always: however little it saves.
             pays: whether so many new tokens of one request gain by so many expanded tokens of its own; None where
                 such tokens are left to the rest of the pass.
+            shared: what the requests share, where the pass knows that already.
         Returns:
             None where nothing is worth it.
         """
@@ -205,7 +208,8 @@ class Passing:
             return None
         ranges: list[TransientRange] = []
         if len(reqs) > 1:
-            branches, fewest = Branches(self._tree.shared(reqs)), 1 if always else FEWEST_SAVED // self._heads
+            branches = Branches(self._tree.shared(reqs) if shared is None else shared)
+            fewest = 1 if always else FEWEST_SAVED // self._heads
             ranges = transient_ranges(branches, prefix_lens, covered, fewest)
         ends = list(covered)
         for one in ranges:

@@ -1,4 +1,4 @@
-"""Has prefixes expanded that are worth it, piece by piece, as far as there is memory for them.
+"""Gives memory to prefixes that are worth expanding, and has them expanded, piece by piece.
 
 The expander is a protocol here: the adapter knows SGLang and the kernels, this folder neither.
 """
@@ -6,12 +6,13 @@ The expander is a protocol here: the adapter knows SGLang and the kernels, this 
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Hashable, Iterator, Sequence
+from itertools import takewhile
+from typing import Any, NamedTuple, Protocol
 
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.memory.pool import Chunk, ExpandedPool, Want
-from sglang_mla_ext.prefix.tree import Tree
+from sglang_mla_ext.prefix.memory import pool
+from sglang_mla_ext.prefix.memory.pool import AllocationRequest, Chunk, ExpandedPool
 
 logger = logging.getLogger(__name__)
 
@@ -30,75 +31,101 @@ class Expander(Protocol):
         ...
 
 
+class Nodes(pool.Nodes, Protocol):
+    """What expansion asks about nodes."""
+
+    def is_here(self, node: Any) -> bool:
+        """Return whether the node's latent rows are on this rank, so that they can be expanded."""
+        ...
+
+
+class _Missing(NamedTuple):
+    """What is to be expanded of a range: its chunks that are not, and where its memory ends."""
+
+    asked: AllocationRequest
+    reach: int
+    chunks: list[Chunk]
+
+
 class Expansion:
     """See the module.
 
     Attributes:
-        under_way: whether the last call found something to expand, so that the next one may, too.
-        tokens_without_memory: that were worth expanding in the last call, and for which there was no memory.
+        under_way: whether the last `allot` found something to expand, so that the next one may, too.
+        tokens_without_memory: that were worth expanding at the last `allot`, and for which there was no memory.
     """
 
-    def __init__(self, pool: ExpandedPool, expander: Expander | None, counters: Counters, min_prefix_len: int) -> None:
+    def __init__(self, pool: ExpandedPool, expander: Expander | None, counters: Counters, shortest: int = 1) -> None:
         """
         Args:
             expander: None where the pool has no chunks.
-            min_prefix_len: no prefix is expanded that is shorter than this.
+            shortest: tokens from the root up to which a range must have memory to be expanded.
         """
         self._pool, self._expander, self._counters = pool, expander, counters
-        self._min_prefix_len = min_prefix_len
+        self._shortest = shortest
+        self._missing: list[_Missing] = []
         self._announced = False
         self.under_way = False
         self.tokens_without_memory = 0
 
-    def expand(self, wants: Sequence[Want], tree: Tree, shared: Iterable[Sequence[Hashable]], most: int) -> None:
-        """Give memory to what is wanted, and expand `most` tokens more of it.
-
-        Args:
-            wants, shared: as `ExpandedPool.allot` takes them.
-        """
-        reached, evicted = self._pool.allot(wants, tree, shared)
+    def allot(self, asked: Sequence[AllocationRequest], shared: Sequence[Sequence[Hashable]], nodes: Nodes) -> None:
+        """Give memory to what is asked for; arguments are those of `ExpandedPool.allot`."""
+        reached, evicted = self._pool.allot(asked, nodes, shared)
         self._counters.evictions += evicted
-        self.tokens_without_memory = sum(want.end - reach for want, reach in zip(wants, reached, strict=True))
-        if any(not self._is_of_use(want, reach) for want, reach in zip(wants, reached, strict=True)):
+        self.tokens_without_memory = sum(one.end - reach for one, reach in zip(asked, reached, strict=True))
+        if not all(map(self._is_of_use, asked, reached)):
             self._counters.fall_back("prefix memory full")
-        self.under_way = self._expand(wants, reached, most)
+        self._missing = list(self._not_expanded(asked, reached))
+        self.under_way = bool(self._missing)
 
-    def expand_in_free_memory(self, wants: Sequence[Want], tree: Tree, most: int) -> None:
-        """Expand `most` tokens of what one step wants, which takes no memory from anything else."""
-        reached, _ = self._pool.allot([want._replace(worth=0.0) for want in wants], tree, evict=False)
-        self.under_way |= self._expand(wants, reached, most)
+    def expand(self, nodes: Nodes, most: int) -> None:
+        """Expand at most `most` tokens, but one chunk at least, of what the last `allot` gave memory to."""
+        missing, self._missing = self._missing, []
+        self._expand(missing, nodes, most)
 
-    def _expand(self, wants: Sequence[Want], reached: Sequence[int], most: int) -> bool:
-        """Expand at most `most` tokens, but one chunk at least; whether there was something to do."""
+    def expand_in_free_memory(self, asked: Sequence[AllocationRequest], nodes: Nodes, most: int) -> None:
+        """Expand `most` tokens of what one step asks for, which takes no memory from anything else."""
+        reached, _ = self._pool.allot([one._replace(worth=0.0) for one in asked], nodes, evict=False)
+        missing = list(self._not_expanded(asked, reached))
+        self.under_way |= bool(missing)
+        self._expand(missing, nodes, most)
+
+    def forget(self) -> None:
+        """Expand nothing that was asked for: what was known is no more."""
+        self._missing, self.under_way, self.tokens_without_memory = [], False, 0
+
+    def _is_of_use(self, one: AllocationRequest, reach: int) -> bool:
+        """Return whether memory reaches far enough into a range."""
+        return reach > one.start and reach >= self._shortest
+
+    def _not_expanded(self, asked: Sequence[AllocationRequest], reached: Sequence[int]) -> Iterator[_Missing]:
+        for one, reach in zip(asked, reached, strict=True):
+            if self._is_of_use(one, reach) and (chunks := list(self._pool.missing(one._replace(end=reach)))):
+                yield _Missing(one, reach, chunks)
+
+    def _expand(self, missing: Sequence[_Missing], nodes: Nodes, most: int) -> None:
         left = max(most // self._pool.chunk_tokens, 1)
-        worked = False
-        for want, reach in zip(wants, reached, strict=True):
-            if not self._is_of_use(want, reach):
-                continue
-            missing = list(self._pool.missing(want._replace(end=reach)))
-            if not missing:
-                continue
-            worked = True
-            for piece in _consecutive(missing[:left]):
-                self._expand_piece(want, reach, piece)
-            if len(missing) <= left:
-                self._count_expansion(reach)
-            left -= min(left, len(missing))
+        for one in missing:
+            chunks = list(takewhile(lambda chunk: self._can_expand(chunk, nodes), one.chunks[:left]))
+            for piece in _consecutive(chunks):
+                self._expand_piece(one, piece)
+            if len(chunks) == len(one.chunks):
+                self._count_expansion(one.reach)
+            left -= len(chunks)
             if not left:
                 break
-        return worked
 
-    def _is_of_use(self, want: Want, reach: int) -> bool:
-        """Whether memory reaches far enough into a range."""
-        return reach > want.start and reach >= self._min_prefix_len
+    def _can_expand(self, chunk: Chunk, nodes: Nodes) -> bool:
+        return self._pool.owns(chunk) and nodes.is_here(chunk.node)  # it may have been dropped since it was allotted
 
-    def _expand_piece(self, want: Want, reach: int, piece: Sequence[Chunk]) -> None:
+    def _expand_piece(self, one: _Missing, piece: Sequence[Chunk]) -> None:
+        assert self._expander is not None, "chunks without an expander"
         size, node = self._pool.chunk_tokens, piece[-1].node
-        start, end = piece[0].index * size, min((piece[-1].index + 1) * size, reach)
-        node_end = want.ends[want.nodes.index(node)]
+        start, end = piece[0].index * size, min((piece[-1].index + 1) * size, one.reach)
+        node_end = one.asked.ends[one.asked.nodes.index(node)]
         self._expander.expand(node, node_end, start, end, [chunk.id for chunk in piece])
         for chunk in piece:
-            self._pool.fill(chunk, min((chunk.index + 1) * size, reach))
+            self._pool.fill(chunk, min((chunk.index + 1) * size, one.reach))
         self._counters.expanded_tokens += end - start
 
     def _count_expansion(self, tokens: int) -> None:

@@ -1,2 +1,2 @@
-"""Expanded prefixes that ranks of DP attention hold together: each has some heads of every prefix, and attends with
-them for the requests of all ranks. What a step shares all of them decide alike, from what all know."""
+"""Sharded prefixes: with DP attention each rank has some heads of every expanded prefix, and attends with them for the
+requests of all ranks. All ranks decide alike what a step shares, from the reports of all."""
