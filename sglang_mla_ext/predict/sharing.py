@@ -10,7 +10,8 @@ from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile  # plain Python
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, MAX_SEGMENTS, PAGE_TOKENS, SEGMENTS_PER_ROW
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.memory.pool import AllocationRequest, ExpandedPool
+from sglang_mla_ext.prefix.memory.chunks import AllocationRequest
+from sglang_mla_ext.prefix.memory.pool import ExpandedPool
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.gains import Gains
 from sglang_mla_ext.prefix.planner.plan import Plan

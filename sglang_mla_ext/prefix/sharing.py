@@ -11,8 +11,9 @@ from collections.abc import Collection, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from sglang_mla_ext.observe import Counters
+from sglang_mla_ext.prefix.memory.chunks import AllocationRequest
 from sglang_mla_ext.prefix.memory.expansion import Expander, Expansion, Nodes
-from sglang_mla_ext.prefix.memory.pool import NOT_COVERED, AllocationRequest, ExpandedPool
+from sglang_mla_ext.prefix.memory.pool import NOT_COVERED, ExpandedPool
 from sglang_mla_ext.prefix.planner.branches import Branches
 from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.prefix.planner.planner import Held, Planned, Planner

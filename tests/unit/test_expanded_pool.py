@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_mla_ext.prefix.memory.pool import GRACE, AllocationRequest, ExpandedPool
+from sglang_mla_ext.prefix.memory.chunks import AllocationRequest
+from sglang_mla_ext.prefix.memory.pool import GRACE, ExpandedPool
 
 CHUNK = 256
 

@@ -749,6 +749,67 @@ def test_branches_are_runs_of_nodes_that_the_same_requests_hold(
         assert all(above[node] == before for before, node in pairwise(branch.nodes))
 
 
+# -- one snapshot a pass -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counts", [None, [3, 1, 5, 4]], ids=["prefill", "mixed"])
+def test_a_pass_asks_the_tree_once(tree: Any, counts: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And decides as if it had asked again, for these requests alone."""
+    server = Server(tree, mode="auto", ways={"grouped_page": PAGE}, cost=COST)
+    running = [tree.run("systemprompt-" + letter) for letter in "abcdef"]
+    gone = [tree.run("other-prompt" * 2 + letter) for letter in "abcdef"]
+    server.decode(*running, *gone)
+    server.decode(*running, *gone)
+    tree.finish(*gone)
+    newcomers = [tree.run(text) for text in ("systemprompt-x", "else", "other-prompt" * 2 + "a", "systemp")]
+    lens = [len(request.slots) for request in newcomers]
+    shared, calls = tree.view.shared, []
+    monkeypatch.setattr(tree.view, "shared", lambda *args, **given: (calls.append(args), shared(*args, **given))[1])
+    rows = None if counts is None else Rows.of(counts)
+    seen = server.prefixes.before_prefill(newcomers, running, 10**6 if rows is None else 0, rows=rows)
+    assert seen is not None
+
+    def planned(**given: Any) -> Plan:
+        if rows is not None:
+            return server.prefixes.plan_rows(newcomers, rows, lens, **given)
+        return server.prefixes.plan_prefill(newcomers, lens, [500] * 4, always=True, **given)
+
+    plan = planned(shared=seen)
+    # A prompt that ends inside of another one's node splits it, which is seen when the tree is asked.
+    assert len(calls) <= 2 and server.counters.fallbacks == {}
+    calls.clear()
+    assert planned(shared=seen) == plan and calls == []
+    assert planned() == plan and calls and max(plan.prefix_lens) > 8 * PAGE
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    parents=st.lists(st.integers(0, 1 << 30), max_size=8),
+    requests=st.lists(st.integers(0, 1 << 30), min_size=1, max_size=6),
+    first=st.integers(0, 6),
+)
+def test_a_snapshot_of_some_requests_has_their_paths(parents: list[int], requests: list[int], first: int) -> None:
+    above = [number % (index + 1) - 1 for index, number in enumerate(parents)]
+    ends = list(itertools.accumulate(range(1, len(above) + 1)))
+    deepest = [number % (len(above) + 1) - 1 for number in requests]
+
+    def paths(of: SharedTree) -> list[list[tuple[Any, int]]]:
+        found: list[list[tuple[Any, int]]] = []
+        for node in of.deepest:
+            found.append([])
+            while node >= 0:
+                found[-1].append((of.nodes[node], of.ends[node]))
+                assert of.parents[node] < node
+                node = of.parents[node]
+        return found
+
+    whole = SharedTree([f"node {index}" for index in range(len(above))], above, ends, deepest)
+    some = whole.from_request(first)
+    assert paths(some) == paths(whole)[first:]
+    assert not first or set(some.nodes) == {node for path in paths(some) for node, _ in path}
+    assert list(some.nodes) == [node for node in whole.nodes if node in set(some.nodes)]
+
+
 # -- anything ----------------------------------------------------------------------------------------------------------
 
 PROMPTS = ["aaaaaaaa1", "aaaaaaaa2", "aaaaaaaabbbb", "aaaaaaaabbbbb", "aaaa", "aaaacc", "bbbbbbbb", "bbbbbbbbbbbb"]

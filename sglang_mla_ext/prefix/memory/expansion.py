@@ -11,8 +11,9 @@ from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.memory import pool
-from sglang_mla_ext.prefix.memory.pool import AllocationRequest, Chunk, ExpandedPool
+from sglang_mla_ext.prefix.memory import chunks as memory
+from sglang_mla_ext.prefix.memory.chunks import AllocationRequest, Chunk
+from sglang_mla_ext.prefix.memory.pool import ExpandedPool
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class Expander(Protocol):
         ...
 
 
-class Nodes(pool.Nodes, Protocol):
+class Nodes(memory.Nodes, Protocol):
     """What expansion asks about nodes."""
 
     def is_here(self, node: Any) -> bool:

@@ -20,8 +20,8 @@ import heapq
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
 
+from sglang_mla_ext.prefix.memory.chunks import AllocationRequest, Chunk, Nodes
 from sglang_mla_ext.prefix.tree import SharedTree, Tree
 
 HYSTERESIS = 1.25
@@ -36,44 +36,8 @@ Covered = tuple[int, tuple[int, ...]]
 NOT_COVERED: Covered = 0, ()
 
 
-@dataclass(eq=False)
-class Chunk:
-    """Attributes:
-    id: in the expanded buffers.
-    index: of its tokens, see the module.
-    node: that owns it.
-    filled: tokens from the root up to which it is expanded; `index · C` when nothing is.
-    worth: seconds a layer that a token of it saves; wanted: the round in which it was last asked for.
-    """
-
-    id: int
-    index: int
-    node: Hashable
-    filled: int
-    worth: float = 0.0
-    wanted: int = 0
-
-
 _Victim = tuple[float, int, int, int, Chunk]
 """Worth, round, minus the index, id, and the chunk: in this order they are evicted, and no two ids are equal."""
-
-
-class AllocationRequest(NamedTuple):
-    """A range of tokens that is worth expanding.
-
-    Attributes:
-        nodes, ends: of the branch that it ends in, see branches.py.
-        start, end: tokens from the root; `start` is a multiple of a chunk.
-        worth: seconds a layer that a token of it saves.
-        above: position in the list of the range that this one continues, -1 where it continues none.
-    """
-
-    nodes: Sequence[Hashable]
-    ends: Sequence[int]
-    start: int
-    end: int
-    worth: float
-    above: int = -1
 
 
 @dataclass(eq=False)
@@ -83,18 +47,6 @@ class _Owned:
     end: int
     length: int
     chunks: dict[int, Chunk] = field(default_factory=dict)
-
-
-class Nodes(Protocol):
-    """What memory asks about the nodes that own it."""
-
-    def length(self, node: Any) -> int:
-        """Tokens of the node itself."""
-        ...
-
-    def holders(self, node: Any) -> int:
-        """How many requests hold the node. What two or more hold keeps its worth though nobody asks for it."""
-        ...
 
 
 class ExpandedPool:

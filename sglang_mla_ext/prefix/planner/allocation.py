@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sglang_mla_ext.prefix.memory.pool import AllocationRequest
+from sglang_mla_ext.prefix.memory.chunks import AllocationRequest
 from sglang_mla_ext.prefix.planner.branches import Branches, Part
 from sglang_mla_ext.prefix.planner.covers import Ways
 from sglang_mla_ext.segment import Mode

@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.memory.pool import AllocationRequest, Covered
+from sglang_mla_ext.prefix.memory.chunks import AllocationRequest
+from sglang_mla_ext.prefix.memory.pool import Covered
 from sglang_mla_ext.prefix.planner.allocation import allocation_requests
 from sglang_mla_ext.prefix.planner.branches import Branches, Part
 from sglang_mla_ext.prefix.planner.cost_model import CostModel

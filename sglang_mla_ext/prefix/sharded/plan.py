@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from sglang_mla_ext.prefix.memory.pool import AllocationRequest
+from sglang_mla_ext.prefix.memory.chunks import AllocationRequest
 from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.prefix.planner.planner import Planned
 from sglang_mla_ext.prefix.sharded.agreement import Agreement
