@@ -27,12 +27,14 @@ from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, MAX_SEGMENTS, SEGMENTS_PER_ROW
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
-from sglang_mla_ext.prefix.model_dims import ModelDims
-from sglang_mla_ext.prefix.room import Capacity
-from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+from sglang_mla_ext.prefix.memory.pool import ExpandedPool
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.planner import Planner
+from sglang_mla_ext.prefix.planner.room import Capacity
+from sglang_mla_ext.prefix.radix import RadixSource
+from sglang_mla_ext.prefix.sharing import Sharing
 
 HEADS = (128, 16)
 REPLACED = 3  # requests that leave and come between two plans
@@ -48,20 +50,21 @@ class NoExpander:
         pass
 
 
-def shared_prefixes(heads: int, chunks: int) -> SharedPrefixes:
+def shared_prefixes(heads: int, chunks: int, tree: Tree) -> Sharing:
     """As a server has them, with room for so many chunks; grouped absorb where it stacks this many heads."""
-    return SharedPrefixes(
+    counters, pool = Counters(), ExpandedPool(chunks, CHUNK_TOKENS)
+    planner = Planner(
         HybridMLAOptions(expand_tokens_per_step=1 << 30),
         CostModel(ModelDims.from_json("deepseek-v3"), heads, GpuRates.from_json("h200")),
-        ExpandedPool(chunks, CHUNK_TOKENS),
-        NoExpander(),
-        Counters(),
-        capacity=Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * MAX_ROWS),
+        Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * MAX_ROWS),
+        CHUNK_TOKENS,
+        counters,
         grouped_page=None if rows_per_tile(heads) is None else PAGE,
     )
+    return Sharing(RadixSource(pool, counters, TreeView(tree.cache)), pool, planner, NoExpander(), counters)
 
 
-def planned(prefixes: SharedPrefixes) -> dict[str, int]:
+def planned(prefixes: Sharing) -> dict[str, int]:
     """What the last decode step shares: groups, and rows that are in one."""
     plan = prefixes.plan
     return dict(groups=len(plan.segments), shared_rows=sum(length > 0 for length in plan.prefix_lens))
@@ -114,8 +117,7 @@ def measure_tree(name: str, repeats: int) -> dict[str, float]:
 def measure_plans(name: str, heads: int, chunks: int, repeats: int) -> dict[str, Any]:
     """What planning costs, and what was planned in the end."""
     batch = Batch(name)
-    prefixes = shared_prefixes(heads, chunks)
-    prefixes.attach(TreeView(batch.tree.cache))
+    prefixes = shared_prefixes(heads, chunks, batch.tree)
 
     def decode() -> None:
         prefixes.plan_decode(batch.requests)

@@ -54,7 +54,7 @@ from bench.workload_runs import Run, describe_run, record_run, run_workload, run
 from demo_model.rank import ALL_LAYERS, DIVIDED, MODELS, Rank, make_rank
 from transformers import AutoTokenizer
 
-from sglang_mla_ext.prefix.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 
 NO_DEEP_GEMM = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
 # K and V of 128 heads for the 131,072 tokens of prefix that SGLang makes at a time want 14 GiB beside the cache, which

@@ -67,7 +67,7 @@ from rich.table import Table
 from transformers import AutoTokenizer
 
 from sglang_mla_ext.configs import read_config
-from sglang_mla_ext.prefix.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 
 # Tokens of an answer sent in one piece, so that HTTP and the client do not set the pace. The first is sent alone.
 STREAM_INTERVAL = 16

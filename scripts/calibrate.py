@@ -31,7 +31,7 @@ from bench.rates_file import is_of, refit, starting_config
 from bench.records import read_records
 from bench.step_plans import check_plans
 
-from sglang_mla_ext.prefix.gpu_rates import GpuRates, rates_for
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates, rates_for
 from sglang_mla_ext.segment import Mode
 
 PLANS = "plans.jsonl"

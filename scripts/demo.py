@@ -14,9 +14,9 @@ from demo_model.conversation import OTHER_QUESTIONS, STATIONS, WORD_QUESTIONS, C
 from demo_model.demo_tables import answers_table, sharing_table
 from rich.console import Console
 
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.gpu_rates import rates_for
-from sglang_mla_ext.prefix.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gpu_rates import rates_for
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 
 MODEL = Path(__file__).resolve().parents[1] / "configs" / "demo_model"
 SYSTEM_PROMPT = MODEL / "system_prompt.txt"  # a table of stations and their codes, and a chapter of a novel

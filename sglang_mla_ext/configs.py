@@ -1,7 +1,7 @@
 """Reads the configurations that the package ships, and files of the same form that a user names.
 
 They are data: `models/`, `gpus/` and `workloads/` in the folder `configs/`, installed inside the package. What they
-mean is the business of whoever asks (prefix/gpu_rates.py, model_dims.py). Imports neither torch nor SGLang.
+mean is the business of whoever asks (prefix/planner/gpu_rates.py, model_dims.py). Imports neither torch nor SGLang.
 
 The folder has no `__init__.py`, so `sglang_mla_ext.configs` is this module and the folder beside it is only data.
 """

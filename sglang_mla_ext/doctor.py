@@ -17,7 +17,7 @@ from rich.table import Table
 from sglang_mla_ext import __version__
 from sglang_mla_ext.adapter.compat.contract import ContractError, check, compare, installed_version, untested
 from sglang_mla_ext.adapter.compat.table import Feature
-from sglang_mla_ext.prefix.gpu_rates import rates_for
+from sglang_mla_ext.prefix.planner.gpu_rates import rates_for
 
 if TYPE_CHECKING:
     from sglang_mla_ext.adapter.launch.examine import Examination

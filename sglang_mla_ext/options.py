@@ -35,7 +35,7 @@ class HybridMLAOptions:
     Attributes:
         prefix_memory_gb: GiB of GPU memory for expanded prefixes and our own buffers, taken out of SGLang's KV budget;
             None takes a quarter of that budget where it holds 8,192 expanded tokens, otherwise nothing
-            (prefix/default_memory.py), and with 0 nothing is expanded. Buffers that are needed are taken out of it in
+            (prefix/memory/default.py), and with 0 nothing is expanded. Buffers that are needed are taken out of it in
             any case.
         prefix_dtype: storage of expanded prefixes; `auto` follows the KV cache: the model's own dtype, so that turning
             the backend on changes answers by rounding alone, or FP8 beside an FP8 cache. `fp8_e4m3` halves memory and

@@ -12,7 +12,7 @@ from demo_model.checkpoint import BOS, EOS, SPECIAL_TOKENS, Settings, weights, w
 from demo_model.rank import READ_AS_TEXT
 
 from sglang_mla_ext.configs import read_config
-from sglang_mla_ext.prefix.model_dims import language_part
+from sglang_mla_ext.prefix.planner.model_dims import language_part
 
 EXPERT_WIDTH = 32
 """Of one expert's MLP: they are as many as the model has."""

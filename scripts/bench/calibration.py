@@ -23,8 +23,8 @@ from bench.shared import DTYPES, STORAGE
 from bench.tile_choice import LONG, SHORT, SHORTER, choose_tiles, shared_part, shared_part_and_merge
 from bench.timing import attempt, free_memory, measure
 from sglang_mla_ext.kernels.naive.tiles import Tile
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.gpu_rates import GpuRates, ModeRates
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates, ModeRates
 from sglang_mla_ext.segment import Mode
 
 CUTS = 8

@@ -8,7 +8,7 @@ from pathlib import Path
 from bench.planner_verdicts import LARGEST_LOSS, verdicts
 from bench.records import read_records
 from bench.tables import STORAGE_NAMES, latest, markdown
-from sglang_mla_ext.prefix.gpu_rates import rates_for
+from sglang_mla_ext.prefix.planner.gpu_rates import rates_for
 
 ATTENTION_CASE = {"heads": "heads", "batch": "requests", "prefix": "prefix", "tail": "tail", "spec": "groups"}
 ATTENTION_TIMES = {  # column: impl, part, dtype

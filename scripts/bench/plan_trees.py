@@ -19,13 +19,13 @@ from bench.planner_verdicts import DIMS, ELEMENT_BYTES
 from bench.tables import STORAGE_NAMES
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.branches import Branches
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.covers import Ways, whole
-from sglang_mla_ext.prefix.gains import Gains
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
-from sglang_mla_ext.prefix.planner import plan_step
-from sglang_mla_ext.prefix.room import Capacity
+from sglang_mla_ext.prefix.planner.branches import Branches
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.covers import Ways, whole
+from sglang_mla_ext.prefix.planner.gains import Gains
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.plan import plan_step
+from sglang_mla_ext.prefix.planner.room import Capacity
 from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.segment import Mode
 

@@ -20,7 +20,7 @@ from bench.shared import DTYPES, STORAGE, our_parts
 from bench.timing import attempt, free_memory, measure
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 from sglang_mla_ext.kernels.naive.tiles import Tile, best_tile, launched_tiles
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
 from sglang_mla_ext.segment import Mode, Segment
 
 TAIL = 512

@@ -15,9 +15,9 @@ import numpy as np
 from scipy.optimize import differential_evolution
 from tabulate import tabulate
 
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
-from sglang_mla_ext.prefix.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 from sglang_mla_ext.segment import Mode
 
 DIMS = ModelDims.from_json("deepseek-v3")

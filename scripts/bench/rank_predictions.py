@@ -23,7 +23,7 @@ from sglang_mla_ext.predict.memory import default_fraction, memory
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.sharing import PLAIN
 from sglang_mla_ext.predict.step import Deployment, Step, predict
-from sglang_mla_ext.prefix.default_memory import PASSING_TOKENS
+from sglang_mla_ext.prefix.memory.default import PASSING_TOKENS
 
 OURS = "hybrid_mla"
 _CHUNK = re.compile(r"--chunked-prefill-size (\d+)")

@@ -13,7 +13,7 @@ from bench.plan_trees import plans_table, with_fitted_segments
 from bench.planner_verdicts import report, verdicts, with_fitted_overheads
 from bench.records import commit, package_version
 from sglang_mla_ext.configs import FALLBACK_GPU, device_fits, device_words, gpu_config_of, read_config
-from sglang_mla_ext.prefix.gpu_rates import GpuRates, ModeRates
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates, ModeRates
 from sglang_mla_ext.segment import Mode
 
 FITTED = (

@@ -17,7 +17,7 @@ from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.naive.tiles import Tile
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
-from sglang_mla_ext.prefix.gpu_rates import rates_for
+from sglang_mla_ext.prefix.planner.gpu_rates import rates_for
 from sglang_mla_ext.segment import Mode, Segment
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}

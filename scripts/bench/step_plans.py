@@ -23,7 +23,7 @@ from bench.timing import attempt, free_memory, measure
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
 from sglang_mla_ext.segment import Mode, Segment
 
 TAIL = 512  # tokens that each row has alone

@@ -23,8 +23,8 @@ from sglang_mla_ext.predict.rates import Gpu, StepRates
 from sglang_mla_ext.predict.sharing import PLAIN
 from sglang_mla_ext.predict.step import Deployment, activation_bytes, latent_seconds, predict
 from sglang_mla_ext.predict.weights import read_model
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 from sglang_mla_ext.segment import Mode
 
 WIDTHS = {128: 18432, 16: 2304}

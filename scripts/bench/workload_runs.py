@@ -28,7 +28,7 @@ from bench.profile import Profile, Profiler
 from bench.records import write_record
 from bench.server import server_info
 from bench.workloads import Workload
-from sglang_mla_ext.prefix.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from demo_model.conversation import Chat
-from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.segment import Mode
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from demo_model.checkpoint import BOS, EOS, SPECIAL_TOKENS, YARN_ORIGINAL_POSITIONS, write
 from sglang_mla_ext.configs import read_config
-from sglang_mla_ext.prefix.model_dims import language_part
+from sglang_mla_ext.prefix.planner.model_dims import language_part
 
 K3, K3_MLA = "kimi-k3", "kimi-k3-mla"
 """Kimi-K3 itself, which needs SGLang 0.5.23; and its layers with MLA alone, in DeepSeek-V3's class."""

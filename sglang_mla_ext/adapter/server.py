@@ -18,7 +18,7 @@ from sglang_mla_ext.adapter.launch.models import HeadSizes
 from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs, resolved
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.gpu_rates import GpuRates, rates_for
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates, rates_for
 from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:

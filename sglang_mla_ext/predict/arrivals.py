@@ -26,7 +26,7 @@ from functools import cache
 from sglang_mla_ext.predict.mixed import MOST_NEW, MOST_STEPS, allowed, mixed_step
 from sglang_mla_ext.predict.sharing import PLAIN, Cover
 from sglang_mla_ext.predict.step import Arriving, Deployment, predict, product_seconds
-from sglang_mla_ext.prefix.passing import FEWEST_SAVED
+from sglang_mla_ext.prefix.planner.transient import FEWEST_SAVED
 
 PASS_LAYER_S, PASS_EXPERTS_S = 2.5e-3, 2.5e-3
 """Host time of a layer of an eager prefill pass, and what experts add to it, on the slow host of a virtual machine."""

@@ -10,7 +10,7 @@ from sglang_mla_ext.predict.linear import STATE_SHARE, STATES_OF_A_REQUEST
 from sglang_mla_ext.predict.sharing import may_group
 from sglang_mla_ext.predict.step import Deployment
 from sglang_mla_ext.predict.weights import embedding_bytes
-from sglang_mla_ext.prefix.default_memory import PASSING_TOKENS, default_bytes, default_passing_tokens
+from sglang_mla_ext.prefix.memory.default import PASSING_TOKENS, default_bytes, default_passing_tokens
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_mla_ext.configs import config_names, device_words, did_you_mean, gpu_config_of, read_config_or_file
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
 from sglang_mla_ext.segment import Mode
 
 OTHERS = {

@@ -13,7 +13,7 @@ from sglang_mla_ext.predict.arrivals import Traffic, compared, host_seconds
 from sglang_mla_ext.predict.memory import Memory, default_fraction, default_passing, fraction_that_fits, memory
 from sglang_mla_ext.predict.sharing import PLAIN
 from sglang_mla_ext.predict.step import Deployment, allowed_modes, predict
-from sglang_mla_ext.prefix.gpu_rates import ModeRates
+from sglang_mla_ext.prefix.planner.gpu_rates import ModeRates
 from sglang_mla_ext.segment import Mode
 
 GIB = 1 << 30

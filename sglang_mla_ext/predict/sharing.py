@@ -10,12 +10,15 @@ from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile  # plain Python
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, MAX_SEGMENTS, PAGE_TOKENS, SEGMENTS_PER_ROW
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.expanded_pool import ExpandedPool, Want
-from sglang_mla_ext.prefix.gains import Gains
-from sglang_mla_ext.prefix.planner import Plan
-from sglang_mla_ext.prefix.room import Capacity
-from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+from sglang_mla_ext.prefix.memory.chunks import AllocationRequest
+from sglang_mla_ext.prefix.memory.pool import ExpandedPool
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gains import Gains
+from sglang_mla_ext.prefix.planner.plan import Plan
+from sglang_mla_ext.prefix.planner.planner import Planner
+from sglang_mla_ext.prefix.planner.room import Capacity
+from sglang_mla_ext.prefix.radix import RadixSource
+from sglang_mla_ext.prefix.sharing import Sharing
 from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.segment import Mode
 
@@ -56,7 +59,11 @@ class _Prompt:
         return ()
 
     def shared(
-        self, requests: Sequence[Any], also: Collection[Hashable] = (), whole: Collection[int] = ()
+        self,
+        requests: Sequence[Any],
+        also: Collection[Hashable] = (),
+        whole: Collection[int] = (),
+        of: Collection[int] | None = None,
     ) -> SharedTree:
         return SharedTree([self], [-1], [self._tokens], [0] * len(requests))
 
@@ -98,22 +105,23 @@ def plan(cost: CostModel, requests: int, prompt: int, chunks: int) -> Plan:
     if requests * cost.query_tokens > MAX_ROWS or not tokens:
         return Plan(requests)
     tree, pool = _Prompt(tokens), ExpandedPool(chunks, CHUNK_TOKENS)
-    everything = Want([tree], [tokens], 0, tokens, worth=0.0)
+    everything = AllocationRequest([tree], [tokens], 0, tokens, worth=0.0)
     (reach,), _ = pool.allot([everything], tree)
     for chunk in list(pool.missing(everything._replace(end=reach))):
         pool.fill(chunk, min((chunk.index + 1) * CHUNK_TOKENS, reach))
-    prefixes = SharedPrefixes(
+    counters = Counters()
+    planner = Planner(
         HybridMLAOptions(),
         cost,
-        pool,
-        None,  # nothing is left to expand
-        Counters(),
-        capacity=Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * cost.ranks * (MAX_ROWS // cost.query_tokens)),
+        Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * cost.ranks * (MAX_ROWS // cost.query_tokens)),
+        CHUNK_TOKENS,
+        counters,
         naive=chunks > 0,
         grouped_page=PAGE_TOKENS if may_group(cost) else None,
     )
-    prefixes.attach(tree)
-    return prefixes.plan_decode(range(requests * cost.ranks))
+    # No expander: nothing is left to expand.
+    sharing = Sharing(RadixSource(pool, counters, tree), pool, planner, None, counters)
+    return sharing.plan_decode(range(requests * cost.ranks))
 
 
 def cover(planned: Plan) -> Cover:

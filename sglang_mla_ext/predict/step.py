@@ -7,8 +7,8 @@
 
 Layers with linear attention have the other launches, too, and their states in place of attention (linear.py).
 
-The work is the cost model's (prefix/cost_model.py); the constants are named in rates.py. New tokens that ride in the
-step (mixed.py) are rows more of all of it. What is not in it: drafts of a speculative step, eager prefill beside
+The work is the cost model's (prefix/planner/cost_model.py); the constants are named in rates.py. New tokens that ride
+in the step (mixed.py) are rows more of all of it. What is not in it: drafts of a speculative step, eager prefill beside
 decoding, and that requests end and begin (arrivals.py).
 """
 
@@ -24,9 +24,9 @@ from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS  # plain Python
 from sglang_mla_ext.predict import linear, weights
 from sglang_mla_ext.predict.rates import Gpu
 from sglang_mla_ext.predict.sharing import PLAIN, Cover, cover, may_group, plan
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.model_dims import ModelDims, language_part
-from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims, language_part
+from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.segment import Mode
 
 # Products run on tiles that fit the batch to about so many rows.

@@ -17,7 +17,7 @@ from typing import Any
 
 from sglang_mla_ext.configs import config_names, did_you_mean, read_config
 from sglang_mla_ext.predict import linear as linear_layers
-from sglang_mla_ext.prefix.model_dims import language_part
+from sglang_mla_ext.prefix.planner.model_dims import language_part
 
 FP8_BYTES = 1 + 4 / 128**2  # a float32 scale for a block of 128 x 128, where none is named
 BF16_BYTES = 2.0

@@ -32,7 +32,7 @@ class PromptAffinity:
 
     The hashes have no key, and a client can make prompts that collide. That costs balance, never answers: prompts are
     sent to one rank, whose own tree compares tokens. Where a name decides whose keys are read, it has a key
-    (prefix/spread/names.py).
+    (prefix/sharded/names.py).
     """
 
     def __init__(self, ranks: int, *, min_prefix_len: int, max_pages: int = MAX_PAGES) -> None:

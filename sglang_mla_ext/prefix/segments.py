@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from itertools import count
 from weakref import WeakKeyDictionary
 
-from sglang_mla_ext.prefix.expanded_pool import Chunk, ExpandedPool
+from sglang_mla_ext.prefix.memory.chunks import Chunk
+from sglang_mla_ext.prefix.memory.pool import ExpandedPool
 from sglang_mla_ext.prefix.tree import Tree
 from sglang_mla_ext.segment import Mode, Segment
 

@@ -42,6 +42,26 @@ class SharedTree:
             above.append(index if left and node not in nodes else above[parent] if parent >= 0 else -1)
         return replace(self, deepest=[above[node] if node >= 0 else -1 for node in self.deepest])
 
+    def from_request(self, first: int) -> SharedTree:
+        """As if there were only the requests from this one on, and the nodes that they hold."""
+        if not first:
+            return self
+        deepest = self.deepest[first:]
+        held = [False] * len(self.nodes)
+        for node in deepest:
+            while node >= 0 and not held[node]:
+                held[node], node = True, self.parents[node]
+        places, kept = [-1] * (len(held) + 1), [node for node, is_held in enumerate(held) if is_held]
+        for place, node in enumerate(kept):
+            places[node] = place
+        return SharedTree(
+            [self.nodes[node] for node in kept],
+            [places[self.parents[node]] for node in kept],
+            [self.ends[node] for node in kept],
+            [places[node] for node in deepest],
+            self.complete,
+        )
+
 
 class Tree(Protocol):
     """The radix tree of a server."""
@@ -60,7 +80,11 @@ class Tree(Protocol):
         ...
 
     def shared(
-        self, requests: Sequence[Any], also: Collection[Hashable] = (), whole: Collection[int] = ()
+        self,
+        requests: Sequence[Any],
+        also: Collection[Hashable] = (),
+        whole: Collection[int] = (),
+        of: Collection[int] | None = None,
     ) -> SharedTree:
         """What requests share among themselves. The cost is the number of distinct nodes that two or more requests
         hold; of nodes that only one holds it is paid once, as long as the request ends in the same node.
@@ -68,6 +92,8 @@ class Tree(Protocol):
         Args:
             also: handles of nodes that count as shared even if only one request holds them.
             whole: indices of requests of which all nodes count as shared, because they have several rows.
+            of: indices of requests whose paths are searched for `also`; None for all, in a question beside the passes,
+                of which nothing is remembered.
         """
         ...
 

@@ -47,18 +47,18 @@ def fails(owner: type, method: str, name: str, folder: Path) -> None:
 
 def changes_plans(name: str, folder: Path) -> None:
     """What ranks have agreed to share is something else on the second of them."""
-    from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
+    from sglang_mla_ext.prefix.sharded.member import Member
 
-    agree = SpreadPrefixes.agree
+    agree = Member.agree
 
     @functools.wraps(agree)
-    def called(prefixes: Any, *args: Any) -> Any:
-        plan = agree(prefixes, *args)
-        if prefixes._rank == 1 and plan.segments and takes(folder, name):
+    def called(member: Any, *args: Any) -> Any:
+        plan = agree(member, *args)
+        if member._rank == 1 and plan.segments and takes(folder, name):
             return replace(plan, segments=plan.segments[:-1], names=plan.names[:-1])
         return plan
 
-    SpreadPrefixes.agree = called
+    Member.agree = called
 
 
 def install(folder: Path) -> None:
@@ -68,12 +68,12 @@ def install(folder: Path) -> None:
     from sglang_mla_ext.adapter.step.expander import Expander
     from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
     from sglang_mla_ext.observe import Metrics
-    from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+    from sglang_mla_ext.prefix.sharing import Sharing
 
     steps.FIRST_PAUSE = PAUSE
     fails(Expander, "expand_slots", "expanding", folder)
-    fails(SharedPrefixes, "forget", "forgetting", folder)
-    fails(SharedPrefixes, "idle", "idle", folder)
+    fails(Sharing, "forget", "forgetting", folder)
+    fails(Sharing, "idle", "idle", folder)
     fails(TorchLatent, "plan", "writing", folder)
     fails(TorchLatent, "begin_step", "preparing", folder)
     fails(TorchLatent, "run", "absorb", folder)

@@ -89,7 +89,7 @@ class Life:
         self.mixes = Mixes(self.server)
         from sglang_mla_ext.adapter.step.voting import Voting
 
-        self.voting = Voting(self.server.worker.riding)
+        self.voting = Voting()
         reporter = SimpleNamespace(
             num_generated_tokens=0, forward_ct_decode=0, report_decode_stats=lambda can, running_batch: None
         )

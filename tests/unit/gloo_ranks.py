@@ -15,12 +15,12 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
-import spread_ranks
+import sharded_ranks
 import torch
-from spread_ranks import OTHER, SYSTEM, Rank, prefixes
+from sharded_ranks import OTHER, SYSTEM, Rank, member_of
 
 from sglang_mla_ext.adapter.step import ranks
-from sglang_mla_ext.adapter.step.spreading import gather_over
+from sglang_mla_ext.adapter.step.sharded import gather_over
 
 FAULTY_STEP, STEPS = 6, 8
 
@@ -37,18 +37,18 @@ def main(rank: int, count: int, file: str) -> dict[str, Any]:
         ranks.check_alike({"--hybrid-mla-min-prefix-len": 2048 if rank else 32, "alike": 1})
     except ranks.RanksDifferError as error:
         found["differ"] = str(error)
-    spread_ranks.KEY = ranks.drawn_key(group)
-    found["key"] = spread_ranks.KEY.hex()
+    sharded_ranks.KEY = ranks.drawn_key(group)
+    found["key"] = sharded_ranks.KEY.hex()
     meeting: Any = SimpleNamespace(gather=lambda of_rank: gather_over(group))
-    one = Rank(rank, meeting, prefixes(rank, count), [SYSTEM])
-    agree, found["steps"] = one.prefixes.agree, []
+    one = Rank(rank, meeting, member_of(rank, count), [SYSTEM])
+    agree, found["steps"] = one.member.agree, []
     for step in range(STEPS):
         if step == FAULTY_STEP:
             one.running.append(OTHER)
             if rank == count - 1:
-                one.prefixes.agree = lambda *args: replace(agree(*args), segments=(), names=())
+                one.member.agree = lambda *args: replace(agree(*args), segments=(), names=())
         else:
-            one.prefixes.agree = agree
+            one.member.agree = agree
         plan = one.step([len(one.running)] * count)
         found["steps"].append(one.refused or [(each.start, each.end, each.rows) for each in plan.segments])
     torch.distributed.barrier()

@@ -32,8 +32,8 @@ from decode_world import (
 from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, Pass, Way, passes
 from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE
-from sglang_mla_ext.prefix.planner import Plan
-from sglang_mla_ext.prefix.spread.plan import SpreadPlan
+from sglang_mla_ext.prefix.planner.plan import Plan
+from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
@@ -299,7 +299,7 @@ def test_what_ranks_agreed_on_is_written_whatever_fails(make_world: Any, monkeyp
     """On a rank without requests, too. Where it cannot be, the pass ends: the other ranks count on this one."""
     world = make_world()
     backend = world.make("gpu")
-    spread = SpreadPlan(Plan(0), (), 4, (Segment((1, 2), 0, 256, Mode.NAIVE, (0,)),), ((b"",),))
+    spread = ShardedPlan(Plan(0), (), 4, (Segment((1, 2), 0, 256, Mode.NAIVE, (0,)),), ((b"",),))
     written: list[Any] = []
     monkeypatch.setattr(backend._shared, "plan", lambda *args: written.append(args))
     passes.now = Pass(Kind.OTHER, spread=spread)

@@ -23,7 +23,7 @@ from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.kernels import dispatch
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
-from sglang_mla_ext.prefix.gpu_rates import rates_for
+from sglang_mla_ext.prefix.planner.gpu_rates import rates_for
 from sglang_mla_ext.segment import Mode
 
 GIB = 1 << 30

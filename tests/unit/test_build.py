@@ -19,8 +19,8 @@ from sglang_mla_ext.adapter.step.ranks import RanksDifferError
 from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.gpu_rates import rates_for
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gpu_rates import rates_for
 from sglang_mla_ext.segment import Mode
 
 

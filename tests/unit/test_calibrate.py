@@ -14,9 +14,9 @@ from bench.cases import DN, DR, DV, Case
 from bench.exchange_rates import write_exchange
 
 from sglang_mla_ext.configs import config_names, read_config
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.gpu_rates import ExchangeRates, GpuRates
-from sglang_mla_ext.prefix.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gpu_rates import ExchangeRates, GpuRates
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 from sglang_mla_ext.segment import Mode
 
 V3 = ModelDims.from_json("deepseek-v3")

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from sglang_mla_ext.configs import config_names
 from sglang_mla_ext.kernels.absorb.stacking import STRIP_ROWS
 from sglang_mla_ext.prefix import cost_model
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.gpu_rates import GpuRates, ModeRates, rates_for
-from sglang_mla_ext.prefix.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates, ModeRates, rates_for
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 from sglang_mla_ext.segment import Mode
 
 V3 = ModelDims.from_json("deepseek-v3")

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_mla_ext.prefix.expanded_pool import GRACE, ExpandedPool, Want
+from sglang_mla_ext.prefix.memory.chunks import AllocationRequest
+from sglang_mla_ext.prefix.memory.pool import GRACE, ExpandedPool
 
 CHUNK = 256
 
@@ -63,19 +64,19 @@ class Tree:
 TREE: Any = Tree()
 
 
-def want(node: Node, worth: float = 1.0, start: int = 0, end: int | None = None, above: int = -1) -> Want:
+def want(node: Node, worth: float = 1.0, start: int = 0, end: int | None = None, above: int = -1) -> AllocationRequest:
     """The range from `start` to the node's end, along its path."""
     path = [step for step in node.path() if step.end > start]
-    return Want(path, [step.end for step in path], start, node.end if end is None else end, worth, above)
+    return AllocationRequest(path, [step.end for step in path], start, node.end if end is None else end, worth, above)
 
 
-def fill(pool: ExpandedPool, *wants: Want) -> None:
+def fill(pool: ExpandedPool, *wants: AllocationRequest) -> None:
     for each in wants:
         for chunk in pool.missing(each):
             pool.fill(chunk, min((chunk.index + 1) * CHUNK, each.end))
 
 
-def give(pool: ExpandedPool, *wants: Want) -> list[int]:
+def give(pool: ExpandedPool, *wants: AllocationRequest) -> list[int]:
     """One round in which all that is given is also filled; how far each range reaches."""
     reached, _ = pool.allot(wants, TREE)
     fill(pool, *(each._replace(end=reach) for each, reach in zip(wants, reached, strict=True) if reach > each.start))

@@ -8,9 +8,9 @@ import pytest
 from test_shared_prefixes import COST, PAGE, Server, ride
 
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.gains import Gains
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gains import Gains
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
 from sglang_mla_ext.segment import Mode
 
 NO_MEMORY = {"chunks": 0, "ways": {"naive": False, "grouped_page": PAGE}}

@@ -8,7 +8,7 @@ from lab.papers.formulas import ASCEND, ASCEND_ROOFLINE, GPU_OF_AMLA, PAPER_UNIT
 from lab.papers.values import AMLA_TABLE_5, TYPHOON_STAGES_MS, TYPHOON_STAGES_RATIO, TYPHOON_TABLE_3
 
 from sglang_mla_ext.predict.weights import products, read_model
-from sglang_mla_ext.prefix.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 
 V3, K2 = ModelDims.from_json("deepseek-v3"), ModelDims.from_json("kimi-k2")
 

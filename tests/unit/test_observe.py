@@ -11,7 +11,7 @@ import prometheus_client
 import pytest
 
 from sglang_mla_ext.observe import Counters, Metrics, report
-from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 

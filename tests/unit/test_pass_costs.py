@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
-from sglang_mla_ext.prefix.model_dims import ModelDims
-from sglang_mla_ext.prefix.pass_costs import MOST_FETCHED, PassCosts
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.pass_costs import MOST_FETCHED, PassCosts
 
 
 def costs(heads: int) -> PassCosts:

@@ -15,9 +15,9 @@ from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.branches import Branches
-from sglang_mla_ext.prefix.passing import passing_ranges
-from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.prefix.planner.branches import Branches
+from sglang_mla_ext.prefix.planner.plan import Plan
+from sglang_mla_ext.prefix.planner.transient import transient_ranges
 from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.rows import Rows
 
@@ -59,16 +59,16 @@ def tree(deepest: str) -> SharedTree:
 def test_ranges_follow_what_is_expanded_without_a_gap(
     deepest: str, cached: list[int], covered: list[int], expected: list[Any]
 ) -> None:
-    found = passing_ranges(Branches(tree(deepest)), cached, covered, fewest=1)
+    found = transient_ranges(Branches(tree(deepest)), cached, covered, fewest=1)
     assert [(one.node, one.start, one.end, one.requests) for one in found] == expected
     assert all(one.node_end == ENDS[NAMED[one.node]] for one in found)
 
 
 def test_a_range_that_saves_little_is_left_and_all_that_follows_it() -> None:
     branches = Branches(tree("cccd"))
-    assert [one.end for one in passing_ranges(branches, [1200] * 3 + [800], [0] * 4, fewest=1001)] == [700]
-    assert [one.end for one in passing_ranges(branches, [1200] * 3 + [800], [0] * 4, fewest=1000)] == [700, 1200]
-    assert passing_ranges(branches, [1200] * 3 + [800], [0] * 4, fewest=2101) == []
+    assert [one.end for one in transient_ranges(branches, [1200] * 3 + [800], [0] * 4, fewest=1001)] == [700]
+    assert [one.end for one in transient_ranges(branches, [1200] * 3 + [800], [0] * 4, fewest=1000)] == [700, 1200]
+    assert transient_ranges(branches, [1200] * 3 + [800], [0] * 4, fewest=2101) == []
 
 
 HEADS, DN, DR, DV, RANK, SLOTS, SCALE = 2, 16, 8, 16, 32, 2000, 0.2

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from bench import plan_trees
 
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
 from sglang_mla_ext.segment import Mode
 
 A, N, G = Mode.ABSORB, Mode.NAIVE, Mode.GROUPED_ABSORB

@@ -17,15 +17,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.branches import Branches, Part
-from sglang_mla_ext.prefix.choice import Chooser
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.covers import Expanded, Gain, Ways, all_covers, whole
-from sglang_mla_ext.prefix.gains import Gains, every_range, no_launch
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
-from sglang_mla_ext.prefix.model_dims import ModelDims
-from sglang_mla_ext.prefix.planner import Plan, plan_step
-from sglang_mla_ext.prefix.room import Capacity, limit_parts, rows_of
+from sglang_mla_ext.prefix.planner.branches import Branches, Part
+from sglang_mla_ext.prefix.planner.choice import Chooser
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.covers import Expanded, Gain, Ways, all_covers, whole
+from sglang_mla_ext.prefix.planner.gains import Gains, every_range, no_launch
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.plan import Plan, plan_step
+from sglang_mla_ext.prefix.planner.room import Capacity, limit_parts, rows_of
 from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
@@ -40,7 +40,7 @@ LOSS = 0.02
 def test_planner_and_cost_model_need_neither_torch_nor_sglang() -> None:
     code = """
 import sys
-import sglang_mla_ext.prefix.cost_model, sglang_mla_ext.prefix.planner, sglang_mla_ext.prefix.expanded_pool
+import sglang_mla_ext.prefix.planner.cost_model, sglang_mla_ext.prefix.planner, sglang_mla_ext.prefix.memory.pool
 print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "triton", "sglang"}))
 """
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

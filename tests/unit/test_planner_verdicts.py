@@ -13,9 +13,9 @@ from bench.planner_verdicts import Verdict, failures, summary, verdicts, with_fi
 from bench.records import read_records, write_record
 
 from sglang_mla_ext.configs import read_config
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
-from sglang_mla_ext.prefix.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 from sglang_mla_ext.segment import Mode
 
 V3 = ModelDims.from_json("deepseek-v3")

@@ -16,7 +16,7 @@ from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS, ExpandedBuffers
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 

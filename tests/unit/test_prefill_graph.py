@@ -16,7 +16,7 @@ from sglang_mla_ext.kernels.dispatch import make_kept_part
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.rows import Rows
 
 MAX_ROWS, PADDED = 16, 12

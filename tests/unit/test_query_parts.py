@@ -18,7 +18,7 @@ from sglang_mla_ext.adapter.step.passes import Kind, Pass, passes
 from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import FP8
-from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spread_ranks import CHUNK
+from sharded_ranks import CHUNK
 
 from sglang_mla_ext.adapter.step import ranks
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
-from sglang_mla_ext.prefix.spread.names import KEY_BYTES
-from sglang_mla_ext.prefix.spread.vote import PLANS_DIFFER
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.sharded.names import KEY_BYTES
+from sglang_mla_ext.prefix.sharded.vote import PLANS_DIFFER
 
 H200 = GpuRates.from_json("h200")
 

@@ -12,9 +12,9 @@ import torch
 from sglang_mla_ext.adapter.step import riding as module
 from sglang_mla_ext.adapter.step.riding import EAGER_LAYER_S, LATER, Riding, as_rows, refusal, take_last_rows
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
-from sglang_mla_ext.prefix.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode
 

@@ -15,17 +15,20 @@ import torch
 from sglang_mla_ext.adapter.build import expanding
 from sglang_mla_ext.adapter.launch import limits, sharded_prefixes
 from sglang_mla_ext.adapter.server import Server
-from sglang_mla_ext.adapter.step import spreading
-from sglang_mla_ext.adapter.step.spreading import Spreading
+from sglang_mla_ext.adapter.step import sharded
+from sglang_mla_ext.adapter.step.sharded import ShardedSteps
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
-from sglang_mla_ext.prefix.model_dims import ModelDims
-from sglang_mla_ext.prefix.room import Capacity
-from sglang_mla_ext.prefix.spread.names import Names, chunk_names
-from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
+from sglang_mla_ext.prefix.memory.pool import ExpandedPool
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.planner import Planner
+from sglang_mla_ext.prefix.planner.room import Capacity
+from sglang_mla_ext.prefix.sharded.member import Member
+from sglang_mla_ext.prefix.sharded.names import Names, chunk_names
+from sglang_mla_ext.prefix.sharded.reports import Reports
+from sglang_mla_ext.prefix.sharing import Sharing
 
 EIGHT = {"enable_dp_attention": True, "tp_size": 8, "dp_size": 8, "attn_dp_size": 8}
 
@@ -129,15 +132,19 @@ class Rank:
         options = HybridMLAOptions(mode="naive", expand_tokens_per_step=CHUNK)
         pool = ExpandedPool(8, CHUNK)
         self.counters, self.failures, self.expanded = Counters(), [], []
-        self.prefixes = SpreadPrefixes(options, cost, pool, self.counters, rank=0, capacity=Capacity(8, 64))
-        expander: Any = SimpleNamespace(expand_slots=self._expand)
-        self.spreading = Spreading(
-            self.prefixes,
-            expander,
-            torch.arange(4000).view(4, 1000),
+        names = sharded.PromptNames(bytes(32), CHUNK)
+        reports = Reports(pool, names)
+        self.slots = sharded.SlotsOfPass(reports, torch.arange(4000).view(4, 1000))
+        planner = Planner(options, cost, Capacity(8, 64), CHUNK, self.counters)
+        expander: Any = SimpleNamespace(expand=self._expand)
+        self.prefixes = Sharing(reports, pool, planner, expander, self.counters, shortest=1)
+        self.spreading = ShardedSteps(
+            Member(self.prefixes, reports, rank=0),
+            names,
+            self.slots,
             self.counters,
+            chunk_tokens=CHUNK,
             gather=lambda mine: [mine, mine],
-            key=bytes(32),
             requests=range(1, 17),
             query_tokens=cost.query_tokens,
             can_share=lambda: True,
@@ -147,9 +154,10 @@ class Rank:
             runner = SimpleNamespace(decode_cuda_graph_runner=SimpleNamespace(capture_bs=graphs))
             self.spreading.begin(runner)
 
-    def _expand(self, slots: torch.Tensor, chunks: list[int], start: int) -> None:
+    def _expand(self, node: bytes, node_end: int, start: int, end: int, chunks: list[int]) -> None:
         if self.counters.steps_verify:  # a switch of the test
             raise MemoryError
+        slots = self.slots.slots(node, node_end, start, end)
         self.expanded.append((slots[0].item(), len(slots)))
 
     def step(self, reqs: list[Any], *, rides: int = 0, extends: bool = False, graphs: bool = True) -> Any:
@@ -185,11 +193,11 @@ def test_a_rank_expands_from_its_slots_and_shares_what_both_have() -> None:
     assert segment.rows == (0, 1, 2, 8, 9, 10) and segment.end == 2 * CHUNK, "rows of a rank are those of its graph"
     (segment,) = rank.step(reqs, rides=3).segments
     assert segment.end == CHUNK and len(segment.rows) == 12, "where new tokens ride, only what is cached"
-    assert rank.spreading.expanded_lens(reqs, [600, 300]) == [2 * CHUNK, CHUNK]
+    assert rank.prefixes.expanded_lens(reqs, [600, 300]) == [2 * CHUNK, CHUNK]
     others = [request(600, extra_key="salt"), request(600, input_embeds=object())]
     assert rank.step(others) is None and rank.prefixes.plan.segments == ()
     others = [request(600, positional_embed_overrides=object()) for _ in range(2)]
-    assert rank.step(others) is None and rank.spreading.expanded_lens(others, [600, 600]) == [0, 0]
+    assert rank.step(others) is None and rank.prefixes.expanded_lens(others, [600, 600]) == [0, 0]
     assert not rank.failures and not rank.counters.not_spread
 
 
@@ -201,7 +209,7 @@ def test_a_prompt_is_named_once_whatever_batches_its_request_is_in(monkeypatch: 
         named.append(len(tokens))
         return chunk_names(tokens, *of_server)
 
-    monkeypatch.setattr(spreading, "chunk_names", count)
+    monkeypatch.setattr(sharded, "chunk_names", count)
     rank = Rank(graphs=[1, 2, 8])
     reqs, newcomer = [request(600), request(601)], request(602)
     for _ in range(3):
@@ -278,7 +286,7 @@ def test_what_is_not_spread_is_counted() -> None:
 def test_plans_that_differ_are_counted_and_voted_on_again(caplog: pytest.LogCaptureFixture) -> None:
     """In the next step, and if they differ again and again, less and less often; what is not voted on counts, too."""
     rank, reqs, votes = Rank(graphs=[1, 2, 8]), [request(600), request(600)], []
-    while rank.step(reqs) is None or rank.prefixes.pieces():
+    while rank.step(reqs) is None:
         pass
     alike = rank.spreading._gather
 
@@ -310,7 +318,7 @@ def test_plans_that_differ_are_counted_and_voted_on_again(caplog: pytest.LogCapt
 def test_ranks_compare_what_decides_whether_they_vote(monkeypatch: pytest.MonkeyPatch) -> None:
     """And which attention is in which graph."""
     compared: list[dict[str, Any]] = []
-    monkeypatch.setattr(spreading, "check_alike", compared.append)
+    monkeypatch.setattr(sharded, "check_alike", compared.append)
     Rank(graphs=[8, 1, 2])
     (found,) = compared
     assert found == {"rows of decode graphs": [1, 2, 8], "requests of a rank that share": range(1, 17)}

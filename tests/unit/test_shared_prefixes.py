@@ -22,15 +22,17 @@ from sglang_mla_ext.kernels.storage.expanded import CHUNK_TOKENS
 from sglang_mla_ext.observe import Counters, report
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.predict import sharing
-from sglang_mla_ext.prefix import shared_prefixes
-from sglang_mla_ext.prefix.branches import Branches, Part
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.expanded_pool import GRACE, ExpandedPool
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
-from sglang_mla_ext.prefix.model_dims import ModelDims
-from sglang_mla_ext.prefix.planner import Plan
-from sglang_mla_ext.prefix.room import Capacity
-from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+from sglang_mla_ext.prefix.memory.pool import GRACE, ExpandedPool
+from sglang_mla_ext.prefix.planner import planner as planner_module
+from sglang_mla_ext.prefix.planner.branches import Branches, Part
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.plan import Plan
+from sglang_mla_ext.prefix.planner.planner import Planner
+from sglang_mla_ext.prefix.planner.room import Capacity
+from sglang_mla_ext.prefix.radix import RadixSource
+from sglang_mla_ext.prefix.sharing import Sharing
 from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode
@@ -79,10 +81,10 @@ class Server:
         self.pool = ExpandedPool(chunks, CHUNK_TOKENS)
         options = {"mode": "naive", **options}
         ways = {"capacity": Capacity(256, 1000), **(ways or {})}
-        self.prefixes = SharedPrefixes(
-            HybridMLAOptions(**options), cost, self.pool, self.expander, self.counters, **ways
-        )
-        self.prefixes.attach(tree.view)
+        decodes = ways.pop("decodes", True)
+        planner = Planner(HybridMLAOptions(**options), cost, chunk_tokens=CHUNK_TOKENS, counters=self.counters, **ways)
+        source = RadixSource(self.pool, self.counters, tree.view)
+        self.prefixes = Sharing(source, self.pool, planner, self.expander, self.counters, decodes=decodes)
 
     def decode(self, *requests: Any) -> list[tuple[tuple[int, ...], int]]:
         """Plan a decode step and check what must always hold; returns rows and end of each naive group, in pages."""
@@ -164,9 +166,9 @@ def test_never_for_equal_text_of_different_tenants(tree: Any) -> None:
 
 
 def test_never_without_a_tree(tree: Any) -> None:
-    pool = ExpandedPool(4, CHUNK_TOKENS)
-    capacity = Capacity(256, 1000)
-    prefixes = SharedPrefixes(HybridMLAOptions(), COST, pool, FakeExpander(tree), Counters(), capacity=capacity)
+    pool, counters = ExpandedPool(4, CHUNK_TOKENS), Counters()
+    planner = Planner(HybridMLAOptions(), COST, Capacity(256, 1000), CHUNK_TOKENS, counters)
+    prefixes = Sharing(RadixSource(pool, counters), pool, planner, FakeExpander(tree), counters)
     requests = [tree.run("systemprompt"), tree.run("systemprompt")]
     prefixes.before_prefill(requests, [])
     assert prefixes.plan_decode(requests) == Plan(2)
@@ -386,8 +388,8 @@ def test_a_plan_is_kept_until_something_changes(tree: Any, monkeypatch: pytest.M
         calls.append(args)
         return plan_step(*args, **kwargs)
 
-    plan_step = shared_prefixes.plan_step
-    monkeypatch.setattr(shared_prefixes, "plan_step", counted)
+    plan_step = planner_module.plan_step
+    monkeypatch.setattr(planner_module, "plan_step", counted)
 
     def plans_made(*requests: Any) -> bool:
         calls.clear()
@@ -745,6 +747,67 @@ def test_branches_are_runs_of_nodes_that_the_same_requests_hold(
         assert branch.start == (ends[first] if first >= 0 else 0)
         assert branch.parent == next((at for at, other in enumerate(branches) if first in other.nodes), -1)
         assert all(above[node] == before for before, node in pairwise(branch.nodes))
+
+
+# -- one snapshot a pass -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counts", [None, [3, 1, 5, 4]], ids=["prefill", "mixed"])
+def test_a_pass_asks_the_tree_once(tree: Any, counts: list[int] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And decides as if it had asked again, for these requests alone."""
+    server = Server(tree, mode="auto", ways={"grouped_page": PAGE}, cost=COST)
+    running = [tree.run("systemprompt-" + letter) for letter in "abcdef"]
+    gone = [tree.run("other-prompt" * 2 + letter) for letter in "abcdef"]
+    server.decode(*running, *gone)
+    server.decode(*running, *gone)
+    tree.finish(*gone)
+    newcomers = [tree.run(text) for text in ("systemprompt-x", "else", "other-prompt" * 2 + "a", "systemp")]
+    lens = [len(request.slots) for request in newcomers]
+    shared, calls = tree.view.shared, []
+    monkeypatch.setattr(tree.view, "shared", lambda *args, **given: (calls.append(args), shared(*args, **given))[1])
+    rows = None if counts is None else Rows.of(counts)
+    seen = server.prefixes.before_prefill(newcomers, running, 10**6 if rows is None else 0, rows=rows)
+    assert seen is not None
+
+    def planned(**given: Any) -> Plan:
+        if rows is not None:
+            return server.prefixes.plan_rows(newcomers, rows, lens, **given)
+        return server.prefixes.plan_prefill(newcomers, lens, [500] * 4, always=True, **given)
+
+    plan = planned(shared=seen)
+    # A prompt that ends inside of another one's node splits it, which is seen when the tree is asked.
+    assert len(calls) <= 2 and server.counters.fallbacks == {}
+    calls.clear()
+    assert planned(shared=seen) == plan and calls == []
+    assert planned() == plan and calls and max(plan.prefix_lens) > 8 * PAGE
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    parents=st.lists(st.integers(0, 1 << 30), max_size=8),
+    requests=st.lists(st.integers(0, 1 << 30), min_size=1, max_size=6),
+    first=st.integers(0, 6),
+)
+def test_a_snapshot_of_some_requests_has_their_paths(parents: list[int], requests: list[int], first: int) -> None:
+    above = [number % (index + 1) - 1 for index, number in enumerate(parents)]
+    ends = list(itertools.accumulate(range(1, len(above) + 1)))
+    deepest = [number % (len(above) + 1) - 1 for number in requests]
+
+    def paths(of: SharedTree) -> list[list[tuple[Any, int]]]:
+        found: list[list[tuple[Any, int]]] = []
+        for node in of.deepest:
+            found.append([])
+            while node >= 0:
+                found[-1].append((of.nodes[node], of.ends[node]))
+                assert of.parents[node] < node
+                node = of.parents[node]
+        return found
+
+    whole = SharedTree([f"node {index}" for index in range(len(above))], above, ends, deepest)
+    some = whole.from_request(first)
+    assert paths(some) == paths(whole)[first:]
+    assert not first or set(some.nodes) == {node for path in paths(some) for node, _ in path}
+    assert list(some.nodes) == [node for node in whole.nodes if node in set(some.nodes)]
 
 
 # -- anything ----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from sglang_mla_ext import cli, status, top
 from sglang_mla_ext.adapter.launch import limits, status_routes
 from sglang_mla_ext.observe import Counters, report
-from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.prefix.planner.plan import Plan
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 NOT_MIXED = "prefill pass not mixed: 2 × hidden states"

@@ -13,8 +13,8 @@ from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE, PrefillSharing, Steps
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.planner import Plan
-from sglang_mla_ext.prefix.spread.plan import SpreadPlan
+from sglang_mla_ext.prefix.planner.plan import Plan
+from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
@@ -218,7 +218,7 @@ def test_a_pass_that_rides_is_a_decode_step_of_its_rows() -> None:
     plan, running = Plan(3, (Segment((0, 2), 0, 64, Mode.NAIVE, (0,)),)), requests(2)
     for decoding in (0, 1):
         steps, reqs = make(), requests(3)
-        steps._prefixes.plan_rows = lambda *args, mixed: (
+        steps._prefixes.plan_rows = lambda *args, mixed, shared: (
             steps._prefixes.calls.append(("plan_rows", *args, mixed)) or plan  # noqa: B023
         )
         steps.before_forward(EXTEND, reqs, running, [64, 0, 65], [3, 2, 1], rides=True, decoding=decoding)
@@ -252,7 +252,7 @@ def test_a_ride_shares_nothing_where_planning_fails_or_nothing_can_be_shared() -
 def test_what_ranks_agreed_on_is_the_plan(rides: bool) -> None:
     """Of a step and of a pass that rides, whatever has failed since; without an agreement nothing is shared."""
     steps = make()
-    spread = SpreadPlan(shared(), (), 5, (), ())
+    spread = ShardedPlan(shared(), (), 5, (), ())
     steps.spreading = SimpleNamespace(shared_plan=lambda: spread)
     of_pass = (EXTEND, requests(5), [], [300] * 5, [2] * 5) if rides else (DECODE, requests(5), [])
     for pause in (0, FIRST_PAUSE):

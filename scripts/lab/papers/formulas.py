@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sglang_mla_ext.prefix.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 
 PAPER_UNIT = 1024
 """TyphoonMLA's table 1 counts in units of 1,024."""

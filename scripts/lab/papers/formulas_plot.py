@@ -13,7 +13,7 @@ from bench.tables import REPOSITORY
 
 from lab.papers import formulas
 from sglang_mla_ext.predict.weights import products, read_model
-from sglang_mla_ext.prefix.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 
 BATCHES = [2**power for power in range(11)]
 MODELS = {"DeepSeek-V3": ModelDims.from_json("deepseek-v3"), "Kimi-K2": ModelDims.from_json("kimi-k2")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_mla_ext.adapter.build.attention import allocate_latent, cost_model, smallest_group, stock_and_latent
 from sglang_mla_ext.adapter.build.context import Context
@@ -21,22 +21,24 @@ from sglang_mla_ext.adapter.build.watching import describe, log_memory_report, m
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
 from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.adapter.step.backend import HybridMLABackend
-from sglang_mla_ext.adapter.step.expander import Expander
 from sglang_mla_ext.adapter.step.layer import hand_over_queries, merge_before_o_proj, take_over
 from sglang_mla_ext.adapter.step.prefill_graph import make_prefill_graph
 from sglang_mla_ext.adapter.step.ranks import check_alike, drawn_key, rules, tp_group
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.adapter.step.riding import Riding
-from sglang_mla_ext.adapter.step.spreading import Spreading, gather_over
+from sglang_mla_ext.adapter.step.sharded import PromptNames, ShardedSteps, SlotsOfPass, gather_over
 from sglang_mla_ext.adapter.step.steps import PrefillSharing, Steps
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS, MAX_SEGMENTS, SEGMENTS_PER_ROW
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
-from sglang_mla_ext.prefix.pass_costs import EAGER_LAYER_S
-from sglang_mla_ext.prefix.room import Capacity
-from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
-from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
+from sglang_mla_ext.prefix.memory.pool import ExpandedPool
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.pass_costs import EAGER_LAYER_S
+from sglang_mla_ext.prefix.planner.planner import Planner
+from sglang_mla_ext.prefix.planner.room import Capacity
+from sglang_mla_ext.prefix.radix import RadixSource
+from sglang_mla_ext.prefix.sharded.member import Member
+from sglang_mla_ext.prefix.sharded.reports import Reports as ReportsOfRanks
+from sglang_mla_ext.prefix.sharing import Sharing
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -79,14 +81,16 @@ def build(
     if buffers is not None:
         log_memory_report(context, buffers)
     pool = ExpandedPool(buffers.chunks if buffers else 0, CHUNK_TOKENS)
-    prefixes = make_prefixes(context, cost, pool, expanding, latent)
+    prefixes, members = make_sharing(context, cost, pool, expanding, latent)
     layer_index = {layer.attn_mqa.layer_id: index for index, layer in enumerate(model.layers)}
-    whole = None if isinstance(prefixes, SpreadPrefixes) else shared  # a rank has not all heads of what is sharded
+    whole = None if members is not None else shared  # a rank has not all heads of what is sharded
     prefill = make_prefill_sharing(context, cost, stock, whole, passing, prefill_graph, layer_index)
     smallest = smallest_group(context, cost, shared, latent)
     sharing = range(smallest, context.step_rows // server.query_tokens + 1) if smallest is not None else range(0)
     description = describe(context, buffers, latent, smallest, transient=passing is not None)
-    steps = make_steps(context, prefixes, expanding, latent, prefill, sharing, description)
+    steps = make_steps(context, prefixes, expanding, latent, prefill, description)
+    if members is not None:
+        steps.spreading = make_sharded_steps(context, prefixes, members, steps, sharing)
     backend = HybridMLABackend(
         stock,
         latent,
@@ -139,42 +143,50 @@ def expand_alike(context: Context, taken_bytes: int, cost: CostModel, by_stores:
     return expanding
 
 
-def make_prefixes(
+class MembersParts(NamedTuple):
+    """What a rank needs to take part in steps over sharded prefixes."""
+
+    names: PromptNames
+    reports: ReportsOfRanks
+    slots: SlotsOfPass
+
+
+def make_sharing(
     context: Context, cost: CostModel, pool: ExpandedPool, expanding: Expanding | None, latent: LatentAttention
-) -> Any:
-    """What plans shared prefixes: those of this rank's requests, or those that ranks shard."""
-    options, counters = context.options, context.counters
+) -> tuple[Sharing, MembersParts | None]:
+    """Make what plans shared prefixes: those of this rank's requests, or those that ranks shard."""
+    counters, expander = context.counters, None if expanding is None else expanding.expander
     requests = context.step_rows // context.server.query_tokens
     capacity = Capacity(MAX_SEGMENTS, SEGMENTS_PER_ROW * cost.ranks * requests)
-    if cost.ranks > 1 and expanding is not None:
-        return SpreadPrefixes(options, cost, pool, counters, rank=tp_group().rank_in_group, capacity=capacity)
-    return SharedPrefixes(
-        options,
+    sharded = cost.ranks > 1 and expander is not None
+    planner = Planner(
+        context.options,
         cost,
-        pool,
-        None if expanding is None else expanding.expander,
+        capacity,
+        CHUNK_TOKENS,
         counters,
-        capacity=capacity,
-        naive=expanding is not None,
-        grouped_page=latent.grouped_page,
-        decodes=context.runner.server_args.disaggregation_mode != "prefill",
+        naive=expander is not None,
+        grouped_page=None if sharded else latent.grouped_page,
     )
+    if not sharded or expander is None:
+        decodes = context.runner.server_args.disaggregation_mode != "prefill"
+        return Sharing(RadixSource(pool, counters), pool, planner, expander, counters, decodes=decodes), None
+    names = PromptNames(drawn_key(tp_group()), CHUNK_TOKENS)
+    reports = ReportsOfRanks(pool, names)
+    slots = SlotsOfPass(reports, context.runner.req_to_token_pool.req_to_token)
+    expander.attach(slots)
+    return Sharing(reports, pool, planner, expander, counters, shortest=1), MembersParts(names, reports, slots)
 
 
 def make_steps(
     context: Context,
-    prefixes: Any,
+    prefixes: Sharing,
     expanding: Expanding | None,
     latent: LatentAttention,
     prefill: PrefillSharing | None,
-    sharing: range,
     description: str,
 ) -> Steps:
-    """What plans the passes, with its reports, its shadow check, and this rank's part where prefixes are sharded.
-
-    Args:
-        sharing: requests of a step that shares.
-    """
+    """Make what plans the passes, with its reports and its shadow check."""
     expander = None if expanding is None else expanding.expander
     shares = expanding is not None or latent.grouped_page is not None
     chunk_bytes = 0 if expanding is None else expanding.buffers.bytes // expanding.buffers.chunks
@@ -196,26 +208,24 @@ def make_steps(
     )
     if context.options.verify_interval and shares:
         steps.shadow = make_shadow(context, latent, prefixes, naive=expanding is not None)
-    if isinstance(prefixes, SpreadPrefixes) and expander is not None:
-        steps.spreading = make_spreading(context, prefixes, expander, steps, sharing)
     return steps
 
 
-def make_spreading(
-    context: Context, prefixes: SpreadPrefixes, expander: Expander, steps: Steps, sharing: range
-) -> Spreading:
-    """This rank's part in steps over sharded prefixes; all ranks call this at the same time.
+def make_sharded_steps(
+    context: Context, prefixes: Sharing, parts: MembersParts, steps: Steps, sharing: range
+) -> ShardedSteps:
+    """Make this rank's part in steps over sharded prefixes; all ranks call this at the same time.
 
     Args:
         sharing: requests of a step that shares.
     """
-    return Spreading(
-        prefixes,
-        expander,
-        context.runner.req_to_token_pool.req_to_token,
+    return ShardedSteps(
+        Member(prefixes, parts.reports, tp_group().rank_in_group),
+        parts.names,
+        parts.slots,
         context.counters,
+        chunk_tokens=CHUNK_TOKENS,
         gather=gather_over(tp_group()),
-        key=drawn_key(tp_group()),
         requests=sharing,
         query_tokens=context.server.query_tokens,
         can_share=steps.can_share,
@@ -226,18 +236,17 @@ def make_spreading(
 def make_riding(
     context: Context,
     cost: CostModel,
-    prefixes: Any,
+    prefixes: Sharing,
     steps: Steps,
     latent: LatentAttention,
     prefill: PrefillSharing | None,
 ) -> Riding:
     """What says which prefill passes ride in decode steps."""
     server = context.server
-    planning: Any = steps.spreading or prefixes
     return Riding(
         tokens=server.mixed_tokens,
         most_rows=context.step_rows,
-        prefixes=planning,
+        prefixes=prefixes,
         cost=replace(cost, ranks=1),  # each rank has new rows of its own
         counters=context.counters,
         grouped=latent.grouped_page is not None,

@@ -14,7 +14,7 @@ from sglang_mla_ext.adapter.stock.protocol import Stock
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from sglang_mla_ext.kernels.dispatch import multiprocessors
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
-from sglang_mla_ext.prefix.default_memory import (
+from sglang_mla_ext.prefix.memory.default import (
     FEWEST_TOKENS,
     SHARE,
     default_bytes,
@@ -30,7 +30,7 @@ from sglang_mla_ext.prefix.default_memory import (
     passing_tokens,
     tokens_held,
 )
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator

@@ -17,7 +17,7 @@ from sglang_mla_ext.adapter.step.passing import Passing
 from sglang_mla_ext.adapter.step.prefill_graph import PrefillGraph
 from sglang_mla_ext.adapter.step.ranks import tp_group
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
-from sglang_mla_ext.adapter.step.spreading import exchange_over
+from sglang_mla_ext.adapter.step.sharded import exchange_over
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
@@ -25,7 +25,7 @@ from sglang_mla_ext.kernels.naive.peers import Peers
 from sglang_mla_ext.kernels.naive.spread import SpreadAttention
 from sglang_mla_ext.kernels.sizes import SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
-from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
 
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator

@@ -13,7 +13,7 @@ from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.adapter.step.layer import attention_layers
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig

@@ -16,9 +16,9 @@ from sglang_mla_ext.adapter.step.steps import PrefillSharing
 from sglang_mla_ext.adapter.stock.protocol import Stock
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.sizes import MAX_ROWS
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
-from sglang_mla_ext.prefix.pass_costs import EAGER_LAYER_S, PassCosts
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.pass_costs import EAGER_LAYER_S, PassCosts
 
 
 def make_passing(context: Context, rates: GpuRates) -> Passing | None:

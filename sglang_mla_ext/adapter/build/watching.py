@@ -10,12 +10,10 @@ from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
-from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+from sglang_mla_ext.prefix.sharing import Sharing
 
 
-def make_shadow(
-    context: Context, latent: LatentAttention, prefixes: SharedPrefixes, *, naive: bool
-) -> ShadowCheck | None:
+def make_shadow(context: Context, latent: LatentAttention, prefixes: Sharing, *, naive: bool) -> ShadowCheck | None:
     """What checks every `verify_interval`th step.
 
     Args:

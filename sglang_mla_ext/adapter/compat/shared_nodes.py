@@ -117,6 +117,22 @@ def find_with(ends: Sequence[TreeNode | None], also: Collection[TreeNode]) -> tu
     return nodes, complete
 
 
+def with_marked(
+    forks: list[TreeNode | None], ends: Sequence[TreeNode | None], marked: Collection[TreeNode], of: Collection[int]
+) -> tuple[list[TreeNode | None], bool]:
+    """These forks, but for paths in `of` the last node in `marked`, where that is below; and whether all were found."""
+    if not marked or not of:
+        return forks, True
+    nodes, left = list(forks), WALK_LIMIT
+    for path in of:
+        node, fork = ends[path], forks[path]
+        while left and node is not None and node is not fork and node not in marked and node.parent is not None:
+            node = node.parent
+            left -= 1
+        nodes[path] = node if left else fork
+    return nodes, left > 0
+
+
 def with_whole_paths(
     forks: Sequence[TreeNode | None], ends: Sequence[TreeNode | None], whole: Collection[int]
 ) -> Sequence[TreeNode | None]:

@@ -14,7 +14,7 @@ import torch
 from sglang_mla_ext.adapter.launch import sharded_prefixes
 from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
-from sglang_mla_ext.prefix.default_memory import default_bytes
+from sglang_mla_ext.prefix.memory.default import default_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
     from sglang_mla_ext.adapter.compat.installed import TreeView
+    from sglang_mla_ext.adapter.step.sharded import SlotsOfPass
 
 PRODUCT_TOKENS = 4 * CHUNK_TOKENS
 """Tokens of one product where expansion is not fused: bounds the temporary result, 64 MiB at 128 heads in BF16."""
@@ -50,12 +51,13 @@ class Expander:
         self._pool = pool
         self._buffers = buffers
         self._heads = slice(first_head, first_head + buffers.heads)
-        self._tree: TreeView | None = None
+        self._tree: TreeView | SlotsOfPass | None = None
         self._scales_valid = False
         self._on_gpu = buffers.device.type == "cuda"
 
-    def attach(self, tree: TreeView) -> None:
-        """Give it the tree, which SGLang builds after the attention backend."""
+    def attach(self, tree: TreeView | SlotsOfPass) -> None:
+        """Give it what knows the slots of tokens: the tree, which SGLang builds after the attention backend, or with
+        sharded prefixes the requests of a pass."""
         self._tree = tree
 
     def try_out(self) -> None:
@@ -68,7 +70,7 @@ class Expander:
         self._scales_valid = False
 
     def expand(self, node: Hashable, node_end: int, start: int, end: int, chunks: Sequence[int]) -> None:
-        """See prefix.expansion.Expander."""
+        """See prefix.memory.expansion.Expander."""
         self.expand_slots(self._tree.slots(node, node_end, start, end), chunks, 0)
 
     @torch.no_grad()

@@ -226,7 +226,7 @@ def after_scheduler_init(result: None, scheduler: Scheduler, *args: Any, **kwarg
         if scheduler.require_mlp_sync:
             from sglang_mla_ext.adapter.step.voting import Voting
 
-            worker.voting, worker.mixing = Voting(worker.riding), None
+            worker.voting, worker.mixing = Voting(), None
     if scheduler.metrics_collector is not None:
         worker.metrics = Metrics(scheduler.metrics_collector.labels)
     logger.info("hybrid_mla: ready; %s", worker.steps.reports.description)

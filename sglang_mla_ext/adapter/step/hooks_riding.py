@@ -36,12 +36,18 @@ def around_sync(original: Callable[..., Any], batch: ScheduleBatch | None, *args
         worker.steps.spreading.comes(batch)
     if worker.voting is None:
         return original(batch, *args, **kwargs)
-    return worker.voting.agree(original, _would_ride(batch) or False, batch, *args, **kwargs)
+    _offer(batch, graphs=not kwargs["disable_cuda_graph"])
+    found = original(batch, *args, **kwargs)
+    if worker.voting.close(found):
+        worker.riding.count_not_ridden("another rank prefills")
+    return found
 
 
 @guarded("deciding what rides")
-def _would_ride(batch: ScheduleBatch | None) -> bool:
-    return worker.voting.would_ride(batch)
+def _offer(batch: ScheduleBatch | None, graphs: bool) -> None:
+    worker.voting.open(None, graphs=graphs)
+    if batch is not None and is_extend(batch) and worker.riding.can_ride(batch):
+        worker.voting.open(batch, graphs=graphs)
 
 
 @guarded("saying that new tokens ride")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.rows import Rows
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from sglang_mla_ext.adapter.step.prefill import PrefillPlan
     from sglang_mla_ext.kernels.watch import Watched
-    from sglang_mla_ext.prefix.spread.plan import SpreadPlan
+    from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
 
 NOTHING_SHARED = Plan(0)
 NO_ROWS = Rows(0)
@@ -90,7 +90,7 @@ class Pass:
     ridden: Any = None
     last_rows: Any = None
     only_last_rows: bool = False
-    spread: SpreadPlan | None = None
+    spread: ShardedPlan | None = None
     watched: Watched | None = None
 
     def share_nothing(self) -> None:

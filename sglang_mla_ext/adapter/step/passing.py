@@ -20,8 +20,9 @@ from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS, MAX_ROWS
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
-from sglang_mla_ext.prefix.branches import Branches
-from sglang_mla_ext.prefix.passing import FEWEST_SAVED, PassingRange, passing_ranges, private_ranges
+from sglang_mla_ext.prefix.planner.branches import Branches
+from sglang_mla_ext.prefix.planner.transient import FEWEST_SAVED, TransientRange, private_ranges, transient_ranges
+from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
@@ -177,7 +178,7 @@ class Passing:
         self._expander.try_out()
 
     def attach(self, tree: TreeView) -> None:
-        """Give it a view of the tree of its own."""
+        """Give it a view of the tree."""
         self._tree = tree
 
     def plan(
@@ -189,6 +190,7 @@ class Passing:
         *,
         always: bool = False,
         pays: Callable[[int, int], bool] | None = None,
+        shared: SharedTree | None = None,
     ) -> PassingPlan | None:
         """
         Args:
@@ -198,15 +200,17 @@ class Passing:
             always: however little it saves.
             pays: whether so many new tokens of one request gain by so many expanded tokens of its own; None where
                 such tokens are left to the rest of the pass.
+            shared: what the requests share, where the pass knows that already.
         Returns:
             None where nothing is worth it.
         """
         if self._tree is None:
             return None
-        ranges: list[PassingRange] = []
+        ranges: list[TransientRange] = []
         if len(reqs) > 1:
-            branches, fewest = Branches(self._tree.shared(reqs)), 1 if always else FEWEST_SAVED // self._heads
-            ranges = passing_ranges(branches, prefix_lens, covered, fewest)
+            branches = Branches(self._tree.shared(reqs) if shared is None else shared)
+            fewest = 1 if always else FEWEST_SAVED // self._heads
+            ranges = transient_ranges(branches, prefix_lens, covered, fewest)
         ends = list(covered)
         for one in ranges:
             for request in one.requests:
@@ -222,13 +226,13 @@ class Passing:
         pieces = tuple(self._pieces(reqs, ranges, rows))
         return PassingPlan(tuple(ends), expanded, pieces, self._expander, self._attention)
 
-    def _slots(self, reqs: Sequence[Req], one: PassingRange) -> torch.Tensor:
+    def _slots(self, reqs: Sequence[Req], one: TransientRange) -> torch.Tensor:
         if one.node is not None:
             return self._tree.slots(one.node, one.node_end, one.start, one.end)
         row = installed.row_of_request(reqs[one.requests[0]])
         return self._req_to_token[row, one.start : one.end].long()
 
-    def _pieces(self, reqs: Sequence[Req], ranges: Sequence[PassingRange], rows: Rows) -> Iterator[Piece]:
+    def _pieces(self, reqs: Sequence[Req], ranges: Sequence[TransientRange], rows: Rows) -> Iterator[Piece]:
         """As few pieces as there can be: several ranges in one, but no request twice."""
         plans: dict[Any, Any] = {}
         slots: list[torch.Tensor] = []

@@ -18,7 +18,7 @@ from sglang_mla_ext.adapter.step.passing import PassingPlan
 from sglang_mla_ext.adapter.step.windows import Window, attend, windows
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.rows import Rows
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, Pass, Way, passes
 from sglang_mla_ext.adapter.step.steps import Steps
-from sglang_mla_ext.prefix.planner import Plan
+from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from sglang_mla_ext.adapter.latent.protocol import LatentAttention
     from sglang_mla_ext.adapter.stock.protocol import Stock
     from sglang_mla_ext.kernels.naive.attention import SharedAttention
-    from sglang_mla_ext.prefix.spread.plan import SpreadPlan
+    from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
 
 
 class Preparation:
@@ -43,7 +43,7 @@ class Preparation:
         self._stock, self._latent, self._shared, self._steps = stock, latent, shared, steps
         self._requests, self._query_tokens = requests, query_tokens
         # On the device: a plan and the rows that it is for; None where the parts may hold different plans.
-        self._written: tuple[Plan | SpreadPlan, Rows] | None = None
+        self._written: tuple[Plan | ShardedPlan, Rows] | None = None
 
     def begin(self, forward_batch: ForwardBatch, *, in_graph: bool, in_capture: bool = False) -> Pass:
         """Make ready for the pass that a batch is of, and say in it whose its attention is: SGLang's backend's, where
@@ -151,7 +151,7 @@ class Preparation:
             self._written = planned, rows
         return bool(planned.segments)
 
-    def _write(self, plan: Plan, rows: Rows, spread: SpreadPlan | None = None) -> None:
+    def _write(self, plan: Plan, rows: Rows, spread: ShardedPlan | None = None) -> None:
         if spread is not None:
             self._shared.plan(spread.segments, spread.each)
         elif self._shared is not None:

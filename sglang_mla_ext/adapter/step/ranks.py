@@ -20,12 +20,12 @@ from sglang_mla_ext import __version__
 from sglang_mla_ext.adapter.compat.contract import installed_version
 from sglang_mla_ext.adapter.step.failure import several_ranks
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.spread.names import KEY_BYTES
+from sglang_mla_ext.prefix.sharded.names import KEY_BYTES
 
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
 
-    from sglang_mla_ext.prefix.gpu_rates import GpuRates
+    from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
 
 
 class RanksDifferError(RuntimeError):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_mla_ext.observe import Counters, report, segment_entry
-from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+from sglang_mla_ext.prefix.sharing import Sharing
 
 
 class Reports:
     """Of one process; asking changes nothing."""
 
     def __init__(
-        self, prefixes: SharedPrefixes, counters: Counters, *, budget_bytes: int, chunk_bytes: int, description: str
+        self, prefixes: Sharing, counters: Counters, *, budget_bytes: int, chunk_bytes: int, description: str
     ) -> None:
         """
         Args:
@@ -39,7 +39,7 @@ class Reports:
         found |= {"requests": self._prefixes.plan.requests, "pause": pause, "description": self.description}
         try:
             found["segments"] = [
-                segment_entry(each, self._chunk_bytes, self._prefixes.latent_bytes)
+                segment_entry(each, self._chunk_bytes, self._prefixes.planner.latent_bytes)
                 for each in self._prefixes.shown_segments()
             ]
         except Exception as error:  # what is shared stays so

@@ -23,9 +23,9 @@ import torch
 from sglang_mla_ext.adapter.step.failure import OurPartFailedError, our_part, several_ranks
 from sglang_mla_ext.adapter.step.passes import Kind, Pass, passes
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.pass_costs import EAGER_LAYER_S, PassCosts
-from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.pass_costs import EAGER_LAYER_S, PassCosts
+from sglang_mla_ext.prefix.sharing import Sharing
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode
 
@@ -53,7 +53,7 @@ class Riding:
         *,
         tokens: int,
         most_rows: int,
-        prefixes: SharedPrefixes,
+        prefixes: Sharing,
         cost: CostModel,
         counters: Counters,
         grouped: bool,

@@ -26,7 +26,8 @@ from sglang_mla_ext.adapter.step.passes import Pass
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.watch import Watch, Watched
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.shared_prefixes import Held, SharedPrefixes
+from sglang_mla_ext.prefix.planner.planner import Held
+from sglang_mla_ext.prefix.sharing import Sharing
 from sglang_mla_ext.rows import Rows
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class ShadowCheck:
         interval: int,
         layers: Sequence[DeepseekV2AttentionMLA],
         latent: LatentAttention,
-        prefixes: SharedPrefixes,
+        prefixes: Sharing,
         counters: Counters,
         *,
         in_latent_space: bool,

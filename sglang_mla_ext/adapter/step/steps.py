@@ -18,9 +18,10 @@ from sglang_mla_ext.adapter.step.prefill import PrefillPlan
 from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.pass_costs import PassCosts
-from sglang_mla_ext.prefix.planner import Plan
-from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
+from sglang_mla_ext.prefix.planner.pass_costs import PassCosts
+from sglang_mla_ext.prefix.planner.plan import Plan
+from sglang_mla_ext.prefix.sharing import Sharing
+from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.rows import Rows
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from sglang_mla_ext.adapter.step.expander import Expander
     from sglang_mla_ext.adapter.step.passing import Passing
     from sglang_mla_ext.adapter.step.shadow import ShadowCheck
-    from sglang_mla_ext.adapter.step.spreading import Spreading
+    from sglang_mla_ext.adapter.step.sharded import ShardedSteps
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class Steps:
 
     def __init__(
         self,
-        prefixes: SharedPrefixes,
+        prefixes: Sharing,
         expander: Expander | None,
         counters: Counters,
         *,
@@ -103,16 +104,17 @@ class Steps:
         self._stale = False  # whether what is expanded is still to be forgotten
         self._clear_memory: Callable[[], None] | None = None  # still to be called
         self.shadow: ShadowCheck | None = None
-        self.spreading: Spreading | None = None
+        self.spreading: ShardedSteps | None = None
 
     def attach(self, view: Callable[[], TreeView]) -> None:
         """Give it views of the tree, which SGLang builds after the attention backend."""
         tree = view()
-        self._prefixes.attach(tree)
-        if self._expander is not None:
-            self._expander.attach(tree)
+        if self.spreading is None:  # otherwise ranks tell each other what they share
+            self._prefixes.source.attach(tree)
+            if self._expander is not None:
+                self._expander.attach(tree)
         if self._prefill is not None and self._prefill.passing is not None:
-            self._prefill.passing.attach(view())  # of its own: a view remembers what it was asked last
+            self._prefill.passing.attach(tree)
 
     def before_forward(
         self,
@@ -282,20 +284,21 @@ class Steps:
     ) -> Plan:
         if not self._shares:
             return NOTHING_SHARED
-        if self._expander is not None:
-            self._expand_before(reqs, running)
-        plan = self._prefixes.plan_rows(reqs, rows, prefix_lens, mixed=mixed)
+        shared = self._expand_before(reqs, running, rows=rows) if self._expander is not None else None
+        plan = self._prefixes.plan_rows(reqs, rows, prefix_lens, mixed=mixed, shared=shared)
         return plan if plan.segments else NOTHING_SHARED
 
-    def _expand_before(self, reqs: Sequence[Req], running: Sequence[Req], affordable: int = 0) -> None:
-        """Expand what new requests share among themselves and with those that are decoding."""
+    def _expand_before(
+        self, reqs: Sequence[Req], running: Sequence[Req], affordable: int = 0, rows: Rows | None = None
+    ) -> SharedTree | None:
+        """Expand what new requests share among themselves and with those that are decoding; what they share."""
         running = [req for req in running if not req.finished()]
         if len(reqs) + len(running) > self._max_requests:
             running = []  # so many will share no decode step; those of this one may share it
         if len(reqs) <= self._max_requests:
-            self._prefixes.before_prefill(reqs, running, affordable)
-        else:
-            self.counters.fall_back(f"more than {self._max_requests} requests in a batch")
+            return self._prefixes.before_prefill(reqs, running, affordable, rows=rows)
+        self.counters.fall_back(f"more than {self._max_requests} requests in a batch")
+        return None
 
     def _plan_prefill(
         self,
@@ -307,16 +310,15 @@ class Steps:
     ) -> PrefillPlan | None:
         of_server = self._prefill
         affordable = of_server.affordable(prefix_lens) if of_server is not None else 0
-        if self._expander is not None:
-            self._expand_before(reqs, running, affordable)
+        shared = self._expand_before(reqs, running, affordable) if self._expander is not None else None
         if of_server is None:
             return None
         costs, passing = of_server.costs, None
-        plan = self._prefixes.plan_prefill(reqs, prefix_lens, new_tokens, always=affordable > 0)
+        plan = self._prefixes.plan_prefill(reqs, prefix_lens, new_tokens, always=affordable > 0, shared=shared)
         if of_server.passing is not None and (affordable or of_server.always or costs is not None):
             pays = costs.pays_alone if costs is not None else None
             passing = of_server.passing.plan(
-                reqs, prefix_lens, plan.prefix_lens, rows, always=of_server.always, pays=pays
+                reqs, prefix_lens, plan.prefix_lens, rows, always=of_server.always, pays=pays, shared=shared
             )
         ends = plan.prefix_lens if passing is None else passing.ends
         if costs is not None:

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from sglang_mla_ext.adapter.compat.shared_nodes import Forks, all_above, find_with, with_whole_paths
+from sglang_mla_ext.adapter.compat.shared_nodes import Forks, all_above, find_with, with_marked, with_whole_paths
 from sglang_mla_ext.adapter.compat.tree_view import TreeView, UnsupportedTree
 from sglang_mla_ext.prefix.tree import SharedTree
 
@@ -78,14 +78,25 @@ class NodeTreeView(TreeView):
         """See prefix.tree.Tree."""
         return [self._handle(node) for node in held if node is not None and node.parent is not None]
 
-    def shared(self, requests: Sequence[Req], also: Collection[Any] = (), whole: Collection[int] = ()) -> SharedTree:
+    def shared(
+        self,
+        requests: Sequence[Req],
+        also: Collection[Any] = (),
+        whole: Collection[int] = (),
+        of: Collection[int] | None = None,
+    ) -> SharedTree:
         """See prefix.tree.Tree. A node that somebody else holds, or that is being copied to the host, is listed too.
 
-        A call with `also` walks up all that the requests hold alone; others do so once for each request. What they find
-        is kept until two calls later, and with it the nodes: `forget` when no request is left.
+        A call with `also` walks up all that the requests in `of` hold alone; others do so once for each request. What
+        they find is kept until two calls later, and with it the nodes: `forget` when no request is left.
         """
-        ends = list(map(_LAST_NODE, requests))
-        forks, all_found = find_with(ends, {handle.node for handle in also}) if also else self._forks.find(ends)
+        ends, marked = list(map(_LAST_NODE, requests)), {handle.node for handle in also}
+        beside, all_marked = bool(marked) and of is None, True
+        if beside:
+            forks, all_found = find_with(ends, marked)
+        else:
+            forks, all_found = self._forks.find(ends)
+            forks, all_marked = with_marked(forks, ends, marked, of or ())
         nodes, parents, deepest, complete = all_above(with_whole_paths(forks, ends, whole))
         listed = self._listed
         known: dict[TreeNode, tuple[NodeHandle, int]] = {}
@@ -99,9 +110,9 @@ class NodeTreeView(TreeView):
             known[node] = found
             handles.append(found[0])
             node_ends.append(found[1])  # no split changes it
-        if not also:
+        if not beside:
             self._listed = known
-        return SharedTree(handles, parents, node_ends, deepest, complete and all_found)
+        return SharedTree(handles, parents, node_ends, deepest, complete and all_found and all_marked)
 
     def forget(self) -> None:
         """See prefix.tree.Tree."""

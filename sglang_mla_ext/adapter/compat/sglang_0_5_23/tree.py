@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.adapter.compat.mirror import Mirror, MirrorNode, PathNode
-from sglang_mla_ext.adapter.compat.shared_nodes import Forks, all_above, find_with, with_whole_paths
+from sglang_mla_ext.adapter.compat.shared_nodes import Forks, all_above, find_with, with_marked, with_whole_paths
 from sglang_mla_ext.adapter.compat.tree_view import TreeView, UnsupportedTree
 from sglang_mla_ext.prefix.tree import SharedTree
 
@@ -73,23 +73,32 @@ class NumberedTreeView(TreeView):
         """See prefix.tree.Tree."""
         return held
 
-    def shared(self, requests: Sequence[Req], also: Collection[Any] = (), whole: Collection[int] = ()) -> SharedTree:
+    def shared(
+        self,
+        requests: Sequence[Req],
+        also: Collection[Any] = (),
+        whole: Collection[int] = (),
+        of: Collection[int] | None = None,
+    ) -> SharedTree:
         """See prefix.tree.Tree. A split that was made for a request that never was in a call is not seen: its two nodes
         count as one, which all who hold its end share.
 
-        A call with `also` walks up all that the requests hold alone; others do so once for each request. What they find
-        is kept until two calls later: `forget` when no request is left.
+        A call with `also` walks up all that the requests in `of` hold alone; others do so once for each request. What
+        they find is kept until two calls later: `forget` when no request is left.
         """
-        ends = list(map(_LAST_NODE, requests))
-        found, complete = self._mirror.follow(ends, count=not also)
-        if also:
+        ends, marked = list(map(_LAST_NODE, requests)), set(also)
+        beside = bool(marked) and of is None
+        found, complete = self._mirror.follow(ends, count=not beside)
+        all_marked = True
+        if beside:
             with self._mirror.counted(found):
-                forks, all_found = find_with(found, set(also))
+                forks, all_found = find_with(found, marked)
         else:
             forks, all_found = self._forks.find(found)
+            forks, all_marked = with_marked(forks, found, marked, of or ())
         nodes, parents, deepest, all_listed = all_above(with_whole_paths(forks, found, whole))
         node_ends = [node.end for node in nodes]
-        return SharedTree(nodes, parents, node_ends, deepest, complete and all_found and all_listed)
+        return SharedTree(nodes, parents, node_ends, deepest, complete and all_found and all_marked and all_listed)
 
     def forget(self) -> None:
         """See prefix.tree.Tree."""

@@ -1,12 +1,12 @@
-"""Expanded prefixes that the ranks of DP attention hold together, each some heads: what a scheduler has to do with it.
+"""Sharded prefixes in the steps of one scheduler.
 
-Ranks agree on each pass before it (voting.py), and in the same place on what it shares (prefix/spread/): what one rank
-attends to for another must be what that takes out of its own part. A pass is spread where all of them decode or ride,
-and run the same CUDA graph, in which the exchange is; without a GPU, where all have rows, because SGLang does not enter
-a layer without any. Everything else is plain absorb on all of them.
+Ranks of DP attention agree on each pass before it (voting.py), and in the same place on what it shares
+(prefix/sharded/): what one rank attends to for another must be what that takes out of its own part. A pass is sharded
+where all of them decode or have new tokens as rows, and run the same CUDA graph, in which the exchange is; without a
+GPU, where all have rows, because SGLang does not enter a layer without any. Everything else is plain absorb on all.
 
-What fails before that is agreed on keeps it from being spread, on all ranks. What has been agreed on stands: a failure
-behind it turns spreading off from the next pass on.
+What fails before that is agreed on keeps it from being sharded, on all ranks. What has been agreed on stands: a failure
+behind it turns sharding off from the next pass on.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from sglang_mla_ext.adapter.step.expander import Expander
 from sglang_mla_ext.adapter.step.ranks import check_alike
 from sglang_mla_ext.observe import Counters
-from sglang_mla_ext.prefix.spread.names import Names, chunk_names
-from sglang_mla_ext.prefix.spread.plan import SpreadPlan
-from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
-from sglang_mla_ext.prefix.spread.vote import PLANS_DIFFER, Gather, Vote
+from sglang_mla_ext.prefix.sharded.member import Member
+from sglang_mla_ext.prefix.sharded.names import Name, Names, chunk_names
+from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
+from sglang_mla_ext.prefix.sharded.report import Report
+from sglang_mla_ext.prefix.sharded.reports import Reports
+from sglang_mla_ext.prefix.sharded.vote import PLANS_DIFFER, Vote, Words
 
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
@@ -41,21 +42,73 @@ twice in each step."""
 MOST_STEPS_OF_NOTHING = 64
 """That pass without a vote after votes in which plans differed."""
 
+Gather = Callable[[Words], Sequence[Words]]
+"""`gather(mine)`: the integers of all ranks, in their order; each gives as many. Every rank calls it."""
+
 logger = logging.getLogger(__name__)
 
 
-class Spreading:
+class PromptNames:
+    """Names of requests' prompts, chunk by chunk."""
+
+    def __init__(self, key: bytes, chunk_tokens: int) -> None:
+        """
+        Args:
+            key: of the names, the same on all ranks.
+        """
+        self._key, self._chunk_tokens = key, chunk_tokens
+        # Of every request that SGLang still has, with the prompt that was named, which an abort replaces. One that
+        # decodes is not in a batch whose new tokens are rows.
+        self._names: WeakKeyDictionary[Req, tuple[Any, Names]] = WeakKeyDictionary()
+
+    def __call__(self, req: Req) -> Names:
+        # Then equal tokens do not have equal keys.
+        if req.input_embeds is not None or req.positional_embed_overrides is not None:
+            return ()
+        prompt, names = self._names.get(req, (None, ()))
+        if prompt is not req.origin_input_ids:
+            names = chunk_names(req.origin_input_ids, req.extra_key, self._chunk_tokens, self._key)
+            self._names[req] = req.origin_input_ids, names
+        return names
+
+
+class SlotsOfPass:
+    """Slots of chunks' tokens, by a request of the pass that has them; the expander's, in place of a tree."""
+
+    def __init__(self, reports: Reports, req_to_token: torch.Tensor) -> None:
+        """
+        Args:
+            req_to_token: `[places, context]` slots of requests' tokens.
+        """
+        self._reports, self._req_to_token = reports, req_to_token
+        self._places: torch.Tensor | None = None
+
+    def begin(self, places: torch.Tensor) -> None:
+        """
+        Args:
+            places: `[requests]` of the pass, in `req_to_token`.
+        """
+        self._places = places
+
+    def slots(self, name: Name, name_end: int, start: int, end: int) -> torch.Tensor:
+        """Return the slots of tokens `[start, end)` of the prompt that a name stands for."""
+        request = self._reports.holder(name)
+        place = self._places[request : request + 1]  # a tensor: the host waits for nothing
+        return self._req_to_token[place, start:end].flatten().long()
+
+
+class ShardedSteps:
     """Of one scheduler."""
 
     def __init__(
         self,
-        prefixes: SpreadPrefixes,
-        expander: Expander,
-        req_to_token: torch.Tensor,
+        member: Member,
+        names: PromptNames,
+        slots: SlotsOfPass,
         counters: Counters,
         *,
+        chunk_tokens: int,
         gather: Gather,
-        key: bytes,
         requests: range,
         query_tokens: int,
         can_share: Callable[[], bool],
@@ -63,22 +116,18 @@ class Spreading:
     ) -> None:
         """
         Args:
-            req_to_token: `[places, context]` slots of requests' tokens.
-            key: of the names of prompts, the same on all ranks.
+            slots: which the expander reads.
             requests: numbers of requests of a rank with which a step has shared attention in it; query_tokens: of
-                each, which are its rows. New tokens ride only where it is one, each as a request.
+                each, which are its rows. New tokens are rows only where it is one, each as a request.
             can_share: whether this rank can share anything now. fail: is told what has failed here.
         """
-        self._prefixes, self._expander, self._req_to_token = prefixes, expander, req_to_token
+        self._member, self._names, self._slots, self._chunk_tokens = member, names, slots, chunk_tokens
         self._counters, self._requests, self._query_tokens = counters, requests, query_tokens
         self._can_share, self._fail = can_share, fail
-        self._gather, self._key, self._waited_s = gather, key, 0.0
-        self._vote = Vote(prefixes, self._wait_for_all, fail)
-        # Of every request that SGLang still has, with the prompt that was named, which an abort replaces. One that
-        # decodes is not in a batch whose new tokens ride.
-        self._names: WeakKeyDictionary[Req, tuple[Any, Names]] = WeakKeyDictionary()
+        self._gather, self._waited_s = gather, 0.0
+        self._vote = Vote()
         self._batch: ScheduleBatch | None = None
-        self._plan: SpreadPlan | None = None
+        self._plan: ShardedPlan | None = None
         self._without_vote = 0  # steps that are to come
         self._differed = 0  # votes one after the other in which plans did
         self._graphs: Sequence[int] | None = None
@@ -115,7 +164,8 @@ class Spreading:
             began, self._waited_s = time.perf_counter(), 0.0
             rows = [count * self._query_tokens for count in requests]
             given = self._given if self._can_share() else None
-            decided = self._vote.decide(given, rows, each * self._query_tokens)
+            each *= self._query_tokens
+            decided = hold_vote(self._vote, self._member, given, rows, each, self._wait_for_all, self._fail)
             self._counters.plan_seconds += time.perf_counter() - began - self._waited_s
             if isinstance(decided, str):
                 reason = decided
@@ -123,38 +173,31 @@ class Spreading:
                     self._plans_differ()
             else:
                 self._plan, self._differed = decided, 0
-                if not decided.segments and self._prefixes.wants_nothing:
+                if not decided.segments and self._member.asks_for_nothing:
                     self._without_vote = STEPS_OF_NOTHING
         if reason is not None:
             self._counters.not_spread[reason] += 1
-        self._prefixes.begin(self._plan)
+        self._member.begin(self._plan)
 
-    def shared_plan(self) -> SpreadPlan | None:
+    def shared_plan(self) -> ShardedPlan | None:
         """What the pass that begins shares, if it is one that shares anything."""
         return self._plan if self._plan is not None and self._plan.segments else None
 
     def expand(self, pool_indices: torch.Tensor) -> None:
-        """Expand what all ranks want, on the current stream, before the pass. Raises nothing: it is for later ones.
+        """Expand what all ranks asked for, on the current stream, before the pass. Raises nothing: it is for later
+        passes.
 
         Args:
             pool_indices: `[requests]` of the pass, in `req_to_token`.
         """
         if self._plan is None:
             return
-        self._plan, size = None, self._prefixes.pool.chunk_tokens
+        self._plan = None
         try:
-            for piece in self._prefixes.pieces():
-                start = piece.chunks[0].index * size
-                place = pool_indices[piece.request : piece.request + 1]  # a tensor: the host waits for nothing
-                slots = self._req_to_token[place, start : start + len(piece.chunks) * size].flatten().long()
-                self._expander.expand_slots(slots, [chunk.id for chunk in piece.chunks], 0)
-                self._prefixes.expanded(piece)
+            self._slots.begin(pool_indices)
+            self._member.expand()
         except Exception as error:
             self._fail("expanding", error)
-
-    def expanded_lens(self, reqs: Sequence[Req], prefix_lens: Sequence[int]) -> list[int]:
-        """See SharedPrefixes."""
-        return self._prefixes.expanded_lens([self._names_of(req) for req in reqs], prefix_lens)
 
     def _wait_for_all(self, mine: Sequence[int]) -> Sequence[Sequence[int]]:
         began = time.perf_counter()
@@ -174,8 +217,8 @@ class Spreading:
         self._differed += 1
 
     def _requests_of_each(self, requests: Sequence[int], graphs: bool) -> tuple[int, str | None]:
-        """Requests, or new tokens that ride, that every rank has in a pass, some of them padding, or why it is not
-        spread; from what all ranks know."""
+        """Requests, or new tokens that are rows, that every rank has in a pass, some of them padding, or why it is not
+        sharded; from what all ranks know."""
         most = max(requests)
         if self._graphs is not None:
             most = next((size for size in self._graphs if size >= most), 0) if graphs else 0
@@ -185,26 +228,56 @@ class Spreading:
 
     def _given(self) -> tuple[list[Names], list[int]]:
         """Names and rows of the batch's requests: of all of a prompt's tokens where it is decoded, and of what is
-        cached of it where new tokens ride."""
-        batch, size = self._batch, self._prefixes.pool.chunk_tokens
+        cached of it where new tokens are rows."""
+        batch, size = self._batch, self._chunk_tokens
         if batch is None or batch.forward_mode.is_idle():
             return [], []
-        names = [self._names_of(req) for req in batch.reqs]
+        names = [self._names(req) for req in batch.reqs]
         if batch.forward_mode.is_decode():
             return names, [self._query_tokens] * len(names)
         cached = zip(names, batch.prefix_lens, strict=True)
         return [of_req[: tokens // size] for of_req, tokens in cached], list(batch.extend_lens)
 
-    def _names_of(self, req: Req) -> Names:
-        # Then equal tokens do not have equal keys.
-        if req.input_embeds is not None or req.positional_embed_overrides is not None:
-            return ()
-        prompt, names = self._names.get(req, (None, ()))
-        if prompt is not req.origin_input_ids:
-            size = self._prefixes.pool.chunk_tokens
-            names = chunk_names(req.origin_input_ids, req.extra_key, size, self._key)
-            self._names[req] = req.origin_input_ids, names
-        return names
+
+def hold_vote(
+    vote: Vote,
+    member: Member,
+    given: Callable[[], tuple[Sequence[Names], Sequence[int]]] | None,
+    tokens: Sequence[int],
+    each: int,
+    gather: Gather,
+    fail: Callable[[str, Exception], None],
+) -> ShardedPlan | str:
+    """Return what a step shares, or why it shares nothing; the same on all ranks, each of which calls this.
+
+    Args:
+        given: names of each prompt's chunks, and rows of each, of this rank's requests of the step; None where this
+            rank cannot share now.
+        tokens: `[ranks]` rows of each in the step, as all ranks know them.
+        each: rows that every rank has, some of them padding.
+        fail: is told what has failed here.
+    """
+    said = None
+    if given is not None:
+        try:
+            said = member.report(*given()).said
+        except Exception as error:
+            fail("saying what is shared", error)
+    decided = vote.compare(gather(vote.open(said, agreed=member.has_agreed)), each)
+    if decided is not None:
+        return decided
+    plan, made, words = None, 0, gather(vote.report())
+    try:
+        reports = [Report.from_words(of_rank) for of_rank in words]
+        rows = [sum(report.rows) for report in reports]
+        if rows != list(tokens):
+            raise RuntimeError(f"ranks have {list(tokens)} rows and tell of {rows}")
+        plan = member.agree(reports, each)
+        made = member.fingerprint_of(plan) or 1
+    except Exception as error:
+        fail("agreeing on what is shared", error)
+        plan, made = None, 0
+    return vote.close(plan, gather([made]))
 
 
 def gather_over(group: GroupCoordinator) -> Gather:

@@ -9,17 +9,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_mla_ext.adapter.step.sharded import hold_vote
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.expanded_pool import ExpandedPool
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
-from sglang_mla_ext.prefix.model_dims import ModelDims
-from sglang_mla_ext.prefix.room import Capacity
-from sglang_mla_ext.prefix.spread.names import Names, chunk_names
-from sglang_mla_ext.prefix.spread.plan import SpreadPlan
-from sglang_mla_ext.prefix.spread.prefixes import SpreadPrefixes
-from sglang_mla_ext.prefix.spread.vote import Vote
+from sglang_mla_ext.prefix.memory.pool import ExpandedPool
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
+from sglang_mla_ext.prefix.planner.planner import Planner
+from sglang_mla_ext.prefix.planner.room import Capacity
+from sglang_mla_ext.prefix.sharded.member import Member
+from sglang_mla_ext.prefix.sharded.names import Names, chunk_names
+from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
+from sglang_mla_ext.prefix.sharded.reports import Reports
+from sglang_mla_ext.prefix.sharded.vote import Vote
+from sglang_mla_ext.prefix.sharing import Sharing
 from sglang_mla_ext.segment import Segment
 
 CHUNK = 4
@@ -52,7 +56,7 @@ class Meeting:
         return exchange
 
 
-def prefixes(
+def member_of(
     rank: int,
     ranks: int,
     chunks: int = 64,
@@ -61,11 +65,14 @@ def prefixes(
     chunk: int = CHUNK,
     min_prefix_len: int = CHUNK,
     gpu: str = "h200",
-) -> SpreadPrefixes:
+) -> tuple[Sharing, Reports, Member]:
     cost = CostModel(ModelDims.from_json("deepseek-v3"), 128, GpuRates.from_json(gpu), ranks=ranks)
     options = HybridMLAOptions(min_prefix_len=min_prefix_len, mode=mode, expand_tokens_per_step=per_step)
-    capacity = Capacity(256, 2 * 64 * ranks)
-    return SpreadPrefixes(options, cost, ExpandedPool(chunks, chunk), Counters(), rank=rank, capacity=capacity)
+    pool, counters = ExpandedPool(chunks, chunk), Counters()
+    planner = Planner(options, cost, Capacity(256, 2 * 64 * ranks), chunk, counters)
+    reports = Reports(pool, lambda names: names)
+    sharing = Sharing(reports, pool, planner, None, counters, shortest=1)
+    return sharing, reports, Member(sharing, reports, rank)
 
 
 @dataclass
@@ -74,7 +81,7 @@ class Rank:
 
     rank: int
     meeting: Meeting
-    prefixes: SpreadPrefixes
+    parts: tuple[Sharing, Reports, Member]
     running: list[tuple[int, ...]] = field(default_factory=list)  # prompts
     failures: list[str] = field(default_factory=list)
     memory: dict[int, bytes] = field(default_factory=dict)
@@ -82,10 +89,12 @@ class Rank:
     refused: str | None = None  # why the last step shared nothing
 
     def __post_init__(self) -> None:
-        def fail(what: str, error: Exception) -> None:
-            self.failures.append(f"{what}: {error}")
+        self.prefixes, self.reports, self.member = self.parts
+        self.prefixes.expansion._expander = self
+        self.vote = Vote()
 
-        self.vote = Vote(self.prefixes, self.meeting.gather(self.rank), fail)
+    def fail(self, what: str, error: Exception) -> None:
+        self.failures.append(f"{what}: {error}")
 
     @property
     def chunk(self) -> int:
@@ -97,21 +106,24 @@ class Rank:
     def given(self) -> tuple[list[Names], list[int]]:
         return [self.names_of(request) for request in range(len(self.running))], [1] * len(self.running)
 
-    def step(self, tokens: Sequence[int], each: int | None = None) -> SpreadPlan | None:
-        decided = self.vote.decide(self.given if self.willing else None, tokens, each or max(tokens))
+    def expand(self, node: bytes, node_end: int, start: int, end: int, chunks: Sequence[int]) -> None:
+        prompt = self.names_of(self.reports.holder(node))
+        of_chunks = prompt[start // self.chunk : end // self.chunk]
+        assert of_chunks[-1] == node and node_end == end
+        self.memory.update(zip(chunks, of_chunks, strict=True))
+
+    def step(self, tokens: Sequence[int], each: int | None = None) -> ShardedPlan | None:
+        given = self.given if self.willing else None
+        gather = self.meeting.gather(self.rank)
+        decided = hold_vote(self.vote, self.member, given, tokens, each or max(tokens), gather, self.fail)
         plan, self.refused = (None, decided) if isinstance(decided, str) else (decided, None)
-        self.prefixes.begin(plan)
+        self.member.begin(plan)
         if plan is not None:
-            for piece in self.prefixes.pieces():
-                prompt = self.names_of(piece.request)
-                for chunk in piece.chunks:
-                    assert prompt[chunk.index] == chunk.node
-                    self.memory[chunk.id] = chunk.node
-                self.prefixes.expanded(piece)
+            self.member.expand()
         return plan
 
 
-def together(ranks: Sequence[Rank], each: int | None = None) -> list[SpreadPlan | None]:
+def together(ranks: Sequence[Rank], each: int | None = None) -> list[ShardedPlan | None]:
     """A step of all; `each`: rows that every rank has, by default as many as the one with the most."""
     tokens = [len(rank.running) for rank in ranks]
     with ThreadPoolExecutor(len(ranks)) as threads:
@@ -124,7 +136,7 @@ def without_ids(segments: Sequence[Segment]) -> list[tuple[tuple[int, ...], int,
     return [(segment.rows, segment.start, segment.end) for segment in segments]
 
 
-def check(ranks: Sequence[Rank], plans: Sequence[SpreadPlan | None]) -> None:
+def check(ranks: Sequence[Rank], plans: Sequence[ShardedPlan | None]) -> None:
     """All ranks share the same; what rows share are tokens that they have, in chunks that hold them on every rank; and
     what the ranks' own plans say is a part of that."""
     assert len({rank.refused for rank in ranks}) == 1
@@ -152,7 +164,7 @@ def check(ranks: Sequence[Rank], plans: Sequence[SpreadPlan | None]) -> None:
 
 def make(count: int, **arguments: Any) -> list[Rank]:
     meeting = Meeting(count)
-    return [Rank(rank, meeting, prefixes(rank, count, **arguments)) for rank in range(count)]
+    return [Rank(rank, meeting, member_of(rank, count, **arguments)) for rank in range(count)]
 
 
 SYSTEM, OTHER = tuple(range(4 * CHUNK)), tuple(range(100, 100 + 3 * CHUNK))

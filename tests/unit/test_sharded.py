@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from spread_ranks import CHUNK, OTHER, SYSTEM, Meeting, Rank, make, names_of, prefixes, together, without_ids
+from sharded_ranks import CHUNK, OTHER, SYSTEM, Meeting, Rank, make, member_of, names_of, together, without_ids
 
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
-from sglang_mla_ext.prefix.model_dims import ModelDims
-from sglang_mla_ext.prefix.spread.plan import SpreadPlan
-from sglang_mla_ext.prefix.spread.report import MOST_NAMES, Report
-from sglang_mla_ext.prefix.spread.vote import A_RANK_PAUSES, PLANS_DIFFER
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
+from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
+from sglang_mla_ext.prefix.sharded.report import MOST_NAMES, Report
+from sglang_mla_ext.prefix.sharded.vote import A_RANK_PAUSES, PLANS_DIFFER
 
 
 @pytest.mark.parametrize(("seed", "count"), [(0, 3), (1, 3), (2, 3), (3, 3), (4, 2), (5, 4)])
@@ -25,7 +25,7 @@ def test_ranks_agree_whatever_each_does(seed: int, count: int) -> None:
     wrong, alone. Prompts share beginnings and diverge anywhere."""
     rng = random.Random(seed)
     meeting = Meeting(count)
-    ranks = [Rank(rank, meeting, prefixes(rank, count, chunks=rng.choice([3, 6, 40]))) for rank in range(count)]
+    ranks = [Rank(rank, meeting, member_of(rank, count, chunks=rng.choice([3, 6, 40]))) for rank in range(count)]
     shared = 0
     for _ in range(40):
         for rank in ranks:
@@ -84,13 +84,13 @@ def test_a_report_is_made_where_something_has_changed() -> None:
         pass
     together([rank])
     paths, rows = rank.given()
-    first = rank.prefixes.report(paths, rows)
-    assert rank.prefixes.report([*paths], [*rows]) is first
+    first = rank.member.report(paths, rows)
+    assert rank.member.report([*paths], [*rows]) is first
     for changed in ((paths[:1], rows[:1]), (paths, [2, 1]), ([paths[0], paths[1][:1]], rows)):
-        assert rank.prefixes.report(*changed) != first
-    again = rank.prefixes.report(paths, rows)
+        assert rank.member.report(*changed) != first
+    again = rank.member.report(paths, rows)
     rank.prefixes.distrust([paths[0][1]])
-    assert rank.prefixes.report(paths, rows) != again == first
+    assert rank.member.report(paths, rows) != again == first
 
 
 def test_a_step_of_more_rows_is_planned_anew() -> None:
@@ -119,7 +119,7 @@ def test_a_failure_on_one_rank_is_everyones_in_that_step_alone(monkeypatch: pyte
     for name in ("report", "agree"):
         ranks[1].running.append(OTHER)  # there is something to agree on
         with monkeypatch.context() as patched:
-            patched.setattr(ranks[1].prefixes, name, broken)
+            patched.setattr(ranks[1].member, name, broken)
             assert together(ranks) == [None, None] and ranks[0].refused == A_RANK_PAUSES
         assert together(ranks)[0].segments
     assert len(ranks[1].failures) == 2 and not ranks[0].failures
@@ -135,17 +135,17 @@ def sharing(ranks: list[Rank], prompt: tuple[int, ...] = SYSTEM) -> list[Rank]:
     """The ranks, when each has a request with a prompt that they share."""
     for rank in ranks:
         rank.running = [prompt]
-    while not together(ranks)[0].segments or ranks[0].prefixes.pieces():
+    while not together(ranks)[0].segments:
         pass
     return ranks
 
 
-def other_rows(plan: SpreadPlan) -> SpreadPlan:
+def other_rows(plan: ShardedPlan) -> ShardedPlan:
     (segment,) = plan.segments
     return replace(plan, segments=(replace(segment, rows=segment.rows[:-1]),))
 
 
-CHANGES: dict[str, Callable[[SpreadPlan], SpreadPlan]] = {
+CHANGES: dict[str, Callable[[ShardedPlan], ShardedPlan]] = {
     "nothing": lambda plan: replace(plan, segments=(), names=()),
     "segments": lambda plan: replace(plan, segments=()),
     "rows": other_rows,
@@ -162,9 +162,9 @@ def test_a_plan_that_is_another_one_on_one_rank_is_shared_by_none(
 ) -> None:
     ranks = sharing(make(count))
     ranks[0].running.append(OTHER)  # there is something to agree on
-    agree = ranks[-1].prefixes.agree
+    agree = ranks[-1].member.agree
     with monkeypatch.context() as patched:
-        patched.setattr(ranks[-1].prefixes, "agree", lambda *args: CHANGES[change](agree(*args)))
+        patched.setattr(ranks[-1].member, "agree", lambda *args: CHANGES[change](agree(*args)))
         for _ in range(2):
             assert together(ranks) == [None] * count
             assert {rank.refused for rank in ranks} == {PLANS_DIFFER}
@@ -179,13 +179,13 @@ def test_a_plan_that_is_another_one_on_one_rank_is_shared_by_none(
 def test_ranks_with_other_rules_share_nothing(unlike: dict[str, object]) -> None:
     """Who wants nothing comes to no vote for a few steps, and who wants something would wait for it there."""
     meeting = Meeting(2)
-    ranks = [Rank(rank, meeting, prefixes(rank, 2, **unlike if rank else {})) for rank in range(2)]
+    ranks = [Rank(rank, meeting, member_of(rank, 2, **unlike if rank else {})) for rank in range(2)]
     for rank in ranks:
         rank.running = [SYSTEM]
     for _ in range(3):
         assert together(ranks) == [None, None]
         assert [rank.refused for rank in ranks] == [PLANS_DIFFER] * 2
-    assert ranks[1].prefixes.wants_nothing and not ranks[0].prefixes.wants_nothing
+    assert ranks[1].member.asks_for_nothing and not ranks[0].member.asks_for_nothing
     for rank in ranks:
         rank.running = [OTHER[: CHUNK - 1]]  # nothing is worth anything to either of them
     assert together(ranks)[0].segments == ()
@@ -195,10 +195,10 @@ def test_ranks_with_rates_of_other_gpus_share_nothing() -> None:
     """Of 90 requests that have 8,192 tokens in common, on an H200 and an H100."""
     meeting, ranks = Meeting(2), []
     for rank, gpu in enumerate(("h200", "h100")):
-        found = prefixes(rank, 2, mode="auto", per_step=1 << 15, chunk=256, gpu=gpu)
+        found = member_of(rank, 2, mode="auto", per_step=1 << 15, chunk=256, gpu=gpu)
         ranks.append(Rank(rank, meeting, found, [tuple(range(8192))] * 45))
     assert together(ranks) == [None, None] and ranks[0].refused == PLANS_DIFFER
-    assert [rank.prefixes.wants_nothing for rank in ranks] == [False, True]
+    assert [rank.member.asks_for_nothing for rank in ranks] == [False, True]
 
 
 def test_nobody_overwrites_what_a_plan_still_reads() -> None:
@@ -227,7 +227,7 @@ def test_a_chunk_that_is_distrusted_is_never_shared_again(cut: int) -> None:
         plan = together(ranks)[0]
         assert not any(distrusted in path for path in plan.names)
         assert without_ids(plan.segments) == ([((0, 1), 0, cut * CHUNK)] if cut else []), step
-        assert distrusted not in ranks[1].prefixes.report(*ranks[1].given()).names
+        assert distrusted not in ranks[1].member.report(*ranks[1].given()).names
     ranks[0].running, ranks[1].running = [SYSTEM, SYSTEM], [SYSTEM, OTHER]
     for _ in range(4):
         assert not any(distrusted in path for path in together(ranks)[0].names)
@@ -240,7 +240,7 @@ def test_few_requests_on_many_ranks_share_by_cost() -> None:
     prompt = tuple(range(26_000))
     ranks = []
     for rank in range(8):
-        found = prefixes(rank, 8, mode="auto", per_step=1 << 15, chunk=256)
+        found = member_of(rank, 8, mode="auto", per_step=1 << 15, chunk=256)
         ranks.append(Rank(rank, meeting, found, [prompt] * 32))
     alone = CostModel(ModelDims.from_json("deepseek-v3"), 128, GpuRates.from_json("h200"))
     assert alone.smallest_profitable_group(26_000) > 32

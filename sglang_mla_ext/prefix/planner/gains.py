@@ -1,4 +1,4 @@
-"""What sharing saves, as the mode option wants it judged: the planner's `Gain` functions.
+"""What sharing saves, as the mode option has it judged: the planner's `Gain` functions.
 
 In mode `auto` a gain is the cost model's difference in seconds per layer. The forcing modes replace it by a function
 that takes every range, or none.
@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.covers import Gain
-from sglang_mla_ext.prefix.launches import Launch
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.covers import Gain
+from sglang_mla_ext.prefix.planner.launches import Launch
 from sglang_mla_ext.segment import Mode
 
 if TYPE_CHECKING:

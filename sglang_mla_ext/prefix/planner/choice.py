@@ -18,8 +18,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sglang_mla_ext.prefix.branches import Branches, Part
-from sglang_mla_ext.prefix.covers import GROUPED, NAIVE, Cover, Covers, Ways
+from sglang_mla_ext.prefix.planner.branches import Branches, Part
+from sglang_mla_ext.prefix.planner.covers import GROUPED, NAIVE, Cover, Covers, Ways
 
 
 class Prices(NamedTuple):

@@ -13,9 +13,9 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping
 
-from sglang_mla_ext.prefix.branches import Branches, Part
-from sglang_mla_ext.prefix.choice import NOTHING, Choice, Chooser, Prices
-from sglang_mla_ext.prefix.covers import FEW, GROUPED, NAIVE
+from sglang_mla_ext.prefix.planner.branches import Branches, Part
+from sglang_mla_ext.prefix.planner.choice import NOTHING, Choice, Chooser, Prices
+from sglang_mla_ext.prefix.planner.covers import FEW, GROUPED, NAIVE
 from sglang_mla_ext.segment import Mode
 
 Launch = Callable[[Mode, int], float]

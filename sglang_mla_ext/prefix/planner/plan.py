@@ -18,11 +18,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 
-from sglang_mla_ext.prefix.branches import Branches, Part
-from sglang_mla_ext.prefix.choice import Chooser
-from sglang_mla_ext.prefix.covers import Expanded, Ways, all_covers
-from sglang_mla_ext.prefix.launches import Launch, best_choice
-from sglang_mla_ext.prefix.room import Capacity, best_with_room, fits
+from sglang_mla_ext.prefix.planner.branches import Branches, Part
+from sglang_mla_ext.prefix.planner.choice import Chooser
+from sglang_mla_ext.prefix.planner.covers import Expanded, Ways, all_covers
+from sglang_mla_ext.prefix.planner.launches import Launch, best_choice
+from sglang_mla_ext.prefix.planner.room import Capacity, best_with_room, fits
 from sglang_mla_ext.segment import Mode, Segment
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 
-from sglang_mla_ext.prefix.spread.names import NAME_BYTES, Name, Names
+from sglang_mla_ext.prefix.sharded.names import NAME_BYTES, Name, Names
 
 MOST_NAMES = 4096
 """Of a report. Prompts that do not fit are told as far as they do."""
@@ -79,10 +79,9 @@ class Report:
     def from_words(cls, words: Sequence[int]) -> Report:
         """The report that begins with these, whatever is behind it."""
         names, requests, held = words[:3]
-        parts, at = [], 3
-        for size in (names, requests, requests):
-            parts.append(tuple(words[at : at + size]))
-            at += size
+        parents, at = tuple(words[3 : 3 + names]), 3 + names
+        deepest, at = tuple(words[at : at + requests]), at + requests
+        rows, at = tuple(words[at : at + requests]), at + requests
         packed = array("q", words[at : at + (names + held) * _NAME_WORDS]).tobytes()
         found = tuple(packed[first : first + NAME_BYTES] for first in range(0, len(packed), NAME_BYTES))
-        return cls(found[:names], *parts, found[names:])
+        return cls(found[:names], parents, deepest, rows, found[names:])

@@ -20,7 +20,7 @@ class Branch(NamedTuple):
         nodes: their handles, from the root down; ends: `[nodes]` tokens from the root to the end of each.
         start, end: tokens before and behind them.
         parent: index of the branch above, -1 for none; before this one.
-        rows: of all these requests, as a gain counts them: one of each, or where new tokens ride, one for each of them.
+        rows: of all these requests, as a gain counts them: one of each, or one for each new token of a mixed step.
         requests: how many.
     """
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from sglang_mla_ext.prefix.branches import Branch, Branches, Part
+from sglang_mla_ext.prefix.planner.branches import Branch, Branches, Part
 from sglang_mla_ext.segment import Mode
 
 Gain = Callable[[int, int, int], float]

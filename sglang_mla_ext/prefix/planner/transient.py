@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from sglang_mla_ext.prefix.branches import Branches
+from sglang_mla_ext.prefix.planner.branches import Branches
 
 FEWEST_SAVED = 1 << 18
 """Tokens times heads that requests together need not expand again, at least, for a range that a pass expands for
@@ -17,7 +17,7 @@ itself: 2,048 tokens of 128 heads. By arithmetic they take 0.1 ms in a layer, se
 
 
 @dataclass(frozen=True)
-class PassingRange:
+class TransientRange:
     """Cached tokens `[start, end)`, counted from the root of the tree, of all these requests.
 
     Attributes:
@@ -32,9 +32,9 @@ class PassingRange:
     requests: tuple[int, ...]
 
 
-def passing_ranges(
+def transient_ranges(
     branches: Branches, prefix_lens: Sequence[int], covered: Sequence[int], fewest: int
-) -> list[PassingRange]:
+) -> list[TransientRange]:
     """Ranges that follow what each request has expanded, or a range before, without a gap.
 
     Args:
@@ -54,7 +54,7 @@ def passing_ranges(
             end = min(branch.end, *(prefix_lens[request] for request in requests))
             if (end - start) * (len(requests) - 1) < fewest:
                 continue
-            found.append(PassingRange(branch.nodes[-1], branch.ends[-1], start, end, tuple(requests)))
+            found.append(TransientRange(branch.nodes[-1], branch.ends[-1], start, end, tuple(requests)))
             for request in requests:
                 reached[request] = end
     return found
@@ -62,7 +62,7 @@ def passing_ranges(
 
 def private_ranges(
     prefix_lens: Sequence[int], covered: Sequence[int], rows: Sequence[int], pays: Callable[[int, int], bool]
-) -> list[PassingRange]:
+) -> list[TransientRange]:
     """Cached tokens of single requests that are worth expanding for their own new tokens.
 
     Args:
@@ -72,7 +72,7 @@ def private_ranges(
         pays: whether so many rows gain by so many expanded tokens.
     """
     return [
-        PassingRange(None, end, start, end, (request,))
+        TransientRange(None, end, start, end, (request,))
         for request, (start, end, count) in enumerate(zip(covered, prefix_lens, rows, strict=True))
         if start < end and pays(count, end - start)
     ]

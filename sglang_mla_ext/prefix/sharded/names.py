@@ -40,3 +40,8 @@ def chunk_names(tokens: Sequence[int], salt: str | None, chunk: int, key: bytes)
         hashed.update(numbers[end - chunk : end])
         names.append(hashed.digest() + end.to_bytes(LENGTH_BYTES, "little") + salted[:SALT_BYTES])
     return tuple(names)
+
+
+def end_of(name: Name) -> int:
+    """Return the tokens up to the end of the chunk with this name."""
+    return int.from_bytes(name[HASH_BYTES : HASH_BYTES + LENGTH_BYTES], "little")

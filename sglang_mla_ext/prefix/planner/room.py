@@ -13,10 +13,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sglang_mla_ext.prefix.branches import Branches, Part
-from sglang_mla_ext.prefix.choice import NOTHING, Choice, Chooser, Prices
-from sglang_mla_ext.prefix.covers import FEW, GROUPED, NAIVE
-from sglang_mla_ext.prefix.launches import Launch, launch_cost, launched_rows, slope_prices
+from sglang_mla_ext.prefix.planner.branches import Branches, Part
+from sglang_mla_ext.prefix.planner.choice import NOTHING, Choice, Chooser, Prices
+from sglang_mla_ext.prefix.planner.covers import FEW, GROUPED, NAIVE
+from sglang_mla_ext.prefix.planner.launches import Launch, launch_cost, launched_rows, slope_prices
 from sglang_mla_ext.segment import Mode
 
 ROUNDS = 5

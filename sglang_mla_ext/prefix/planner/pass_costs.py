@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sglang_mla_ext.prefix.cost_model import CostModel
+from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.segment import Mode
 
 EAGER_LAYER_S = 1e-3

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_mla_ext.prefix.spread.agreement import Agreement
-from sglang_mla_ext.prefix.spread.names import HASH_BYTES, LENGTH_BYTES, NAME_BYTES, chunk_names
-from sglang_mla_ext.prefix.spread.report import Report
+from sglang_mla_ext.prefix.planner.branches import Branches
+from sglang_mla_ext.prefix.sharded.agreement import Agreement
+from sglang_mla_ext.prefix.sharded.names import HASH_BYTES, LENGTH_BYTES, NAME_BYTES, chunk_names
+from sglang_mla_ext.prefix.sharded.report import Report
 
 CHUNK = 4
 PROMPT = tuple(range(4 * CHUNK))
@@ -52,4 +53,4 @@ def test_equal_hashes_of_other_lengths_or_salts_are_not_the_same_chunk(part: str
         reports = [Report.of([(each,)], [1], [each]) for each in (name, other)]
         travelled = [Report.from_words(report.words()) for report in reports]
         agreement = Agreement.of(travelled, CHUNK)
-        assert len(agreement.branches) == len(agreement.everywhere) == shared
+        assert len(Branches(agreement.tree)) == len(agreement.everywhere) == shared

@@ -5,12 +5,12 @@ the tree node in which the last of them lies, so requests below that node share 
 ends inside a chunk may own a chunk of its own for what is before its end. Nothing is stored twice but such remainders:
 at most one chunk less a token for each branch.
 
-Memory goes to what saves most per token. A chunk that is wanted takes the place of the one that is worth least, if that
-is worth clearly less, so that two of nearly equal worth do not evict each other in turn. Chunks that nobody wants may
-stay as long as their node is in the tree.
+Memory goes to what saves most per token. A chunk that is asked for takes the place of the one that is worth least, if
+that is worth clearly less, so that two of nearly equal worth do not evict each other in turn. Chunks that nobody asks
+for may stay as long as their node is in the tree.
 
 Pure bookkeeping on the host; the memory itself is `kernels.storage.expanded.ExpandedBuffers`. Every decision depends
-only on the tree and on what was wanted before, never on time or on free memory of a device, so that all
+only on the tree and on what was asked for before, never on time or on free memory of a device, so that all
 tensor-parallel ranks decide alike.
 """
 
@@ -20,8 +20,8 @@ import heapq
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
 
+from sglang_mla_ext.prefix.memory.chunks import AllocationRequest, Chunk, Nodes
 from sglang_mla_ext.prefix.tree import SharedTree, Tree
 
 HYSTERESIS = 1.25
@@ -36,44 +36,8 @@ Covered = tuple[int, tuple[int, ...]]
 NOT_COVERED: Covered = 0, ()
 
 
-@dataclass(eq=False)
-class Chunk:
-    """Attributes:
-    id: in the expanded buffers.
-    index: of its tokens, see the module.
-    node: that owns it.
-    filled: tokens from the root up to which it is expanded; `index · C` when nothing is.
-    worth: seconds a layer that a token of it saves; wanted: the round in which it was last asked for.
-    """
-
-    id: int
-    index: int
-    node: Hashable
-    filled: int
-    worth: float = 0.0
-    wanted: int = 0
-
-
 _Victim = tuple[float, int, int, int, Chunk]
 """Worth, round, minus the index, id, and the chunk: in this order they are evicted, and no two ids are equal."""
-
-
-class Want(NamedTuple):
-    """A range of tokens that is worth expanding.
-
-    Attributes:
-        nodes, ends: of the branch that it ends in, see branches.py.
-        start, end: tokens from the root; `start` is a multiple of a chunk.
-        worth: seconds a layer that a token of it saves.
-        above: position in the list of the range that this one continues, -1 where it continues none.
-    """
-
-    nodes: Sequence[Hashable]
-    ends: Sequence[int]
-    start: int
-    end: int
-    worth: float
-    above: int = -1
 
 
 @dataclass(eq=False)
@@ -165,73 +129,82 @@ class ExpandedPool:
     # ---- who gets memory
 
     def allot(
-        self, wants: Sequence[Want], tree: Tree, shared: Iterable[Sequence[Hashable]] = (), *, evict: bool = True
+        self,
+        asked: Sequence[AllocationRequest],
+        nodes: Nodes,
+        shared: Iterable[Sequence[Hashable]] = (),
+        *,
+        evict: bool = True,
     ) -> tuple[list[int], int]:
-        """One round: give chunks to the ranges that are wanted, as far as memory reaches.
+        """One round: give chunks to the ranges that are asked for, as far as memory reaches.
 
         Args:
-            wants: the most worthwhile first; one that continues another behind that one.
-            shared: the nodes, branch by branch, that the requests of this round share: what is not wanted of these is
-                worth nothing any more, whatever it was worth before.
+            asked: the most worthwhile first; one that continues another behind that one.
+            shared: the nodes, branch by branch, that the requests of this round share: what is not asked for of these
+                is worth nothing any more, whatever it was worth before.
             evict: whether chunks that are worth less may be taken for them. Without, this is no round of its own.
         Returns:
-            `[wants]` tokens from the root up to which each range has chunks, and how many chunks were evicted.
+            `[asked]` tokens from the root up to which each range has chunks, and how many chunks were evicted.
         """
         self._round += evict
         if evict:
-            for want in wants:
-                for index, node in self._places(want):
+            for one in asked:
+                for index, node in self._places(one):
                     if (chunk := self.chunk(node, index)) is not None:
-                        chunk.worth, chunk.wanted = want.worth, self._round
+                        chunk.worth, chunk.wanted = one.worth, self._round
             self.waiting = False
         victims: list[_Victim] | None = None
-        evicted, reached = 0, []
-        for want in wants:
-            reach = want.start
-            if want.above >= 0 and reached[want.above] < want.start:
+        evicted, reached = 0, list[int]()
+        for one in asked:
+            reach = one.start
+            if one.above >= 0 and reached[one.above] < one.start:
                 reached.append(reach)  # there is a gap above
                 continue
-            for index, node in self._places(want):
+            for index, node in self._places(one):
                 if self.chunk(node, index) is None:
                     if not self._free and evict:
                         if victims is None:
-                            victims = self._by_worth(tree, set(chain.from_iterable(shared)))
-                        evicted += self._evict_for(want.worth, victims)
+                            victims = self._by_worth(nodes, set(chain.from_iterable(shared)))
+                        evicted += self._evict_for(one.worth, victims)
                     if not self._free:
                         break
-                    self._allocate(tree, node, want, index)
-                reach = min((index + 1) * self.chunk_tokens, want.end)
+                    self._allocate(nodes, node, one, index)
+                reach = min((index + 1) * self.chunk_tokens, one.end)
             reached.append(reach)
         return reached, evicted
 
-    def _places(self, want: Want) -> Iterator[tuple[int, Hashable]]:
+    def _places(self, one: AllocationRequest) -> Iterator[tuple[int, Hashable]]:
         """Index and owner of each chunk of a range."""
         size, at = self.chunk_tokens, 0
-        for index in range(want.start // size, -(-want.end // size)):
-            last = min((index + 1) * size, want.end)
-            while want.ends[at] < last:
+        for index in range(one.start // size, -(-one.end // size)):
+            last = min((index + 1) * size, one.end)
+            while one.ends[at] < last:
                 at += 1
-            yield index, want.nodes[at]
+            yield index, one.nodes[at]
 
     def chunk(self, node: Hashable, index: int) -> Chunk | None:
         """The chunk with this index that a node owns."""
         owned = self._owned.get(node)
         return owned.chunks.get(index) if owned is not None else None
 
-    def _allocate(self, tree: Tree, node: Hashable, want: Want, index: int) -> None:
+    def owns(self, chunk: Chunk) -> bool:
+        """Return whether a chunk still belongs to its node."""
+        return self.chunk(chunk.node, chunk.index) is chunk
+
+    def _allocate(self, nodes: Nodes, node: Hashable, one: AllocationRequest, index: int) -> None:
         owned = self._owned.get(node)
         if owned is None:
-            end = want.ends[want.nodes.index(node)]
-            owned = self._owned[node] = _Owned(end, tree.length(node))
-        chunk = Chunk(heapq.heappop(self._free), index, node, index * self.chunk_tokens, want.worth, self._round)
+            end = one.ends[one.nodes.index(node)]
+            owned = self._owned[node] = _Owned(end, nodes.length(node))
+        chunk = Chunk(heapq.heappop(self._free), index, node, index * self.chunk_tokens, one.worth, self._round)
         owned.chunks[index] = chunk
 
-    def _by_worth(self, tree: Tree, shared: set[Hashable]) -> list[_Victim]:
+    def _by_worth(self, nodes: Nodes, shared: set[Hashable]) -> list[_Victim]:
         """Every chunk, as a heap: the deepest of the least worth first."""
         heap: list[_Victim] = []
         self._some_in_grace = False
         for node, owned in self._owned.items():
-            kept = tree.holders(node) >= 2
+            kept = nodes.holders(node) >= 2
             for chunk in owned.chunks.values():
                 if node in shared and chunk.wanted != self._round:
                     chunk.worth = 0.0
@@ -251,14 +224,14 @@ class ExpandedPool:
 
     # ---- what is expanded
 
-    def missing(self, want: Want) -> Iterator[Chunk]:
-        """The chunks of a range that are not expanded as far as it wants them, in order, up to the first that it does
-        not have."""
-        for index, node in self._places(want):
+    def missing(self, one: AllocationRequest) -> Iterator[Chunk]:
+        """The chunks of a range that are not expanded as far as it reaches, in order, up to the first that it does not
+        have."""
+        for index, node in self._places(one):
             chunk = self.chunk(node, index)
             if chunk is None:
                 return
-            if chunk.filled < min((index + 1) * self.chunk_tokens, want.end):
+            if chunk.filled < min((index + 1) * self.chunk_tokens, one.end):
                 yield chunk
 
     def fill(self, chunk: Chunk, end: int) -> None:
@@ -305,8 +278,9 @@ class ExpandedPool:
             complete = above is not None
             while complete and (len(ids) + 1) * size <= end:
                 chunk = self.chunk(node, len(ids))
-                complete = chunk is not None and chunk.filled == (len(ids) + 1) * size
-                if complete:
+                if chunk is None or chunk.filled != (len(ids) + 1) * size:
+                    complete = False
+                else:
                     ids.append(chunk.id)
             whole_chunks.append(tuple(ids) if complete else None)
             tokens = len(ids) * size

@@ -1,4 +1,4 @@
-"""What all ranks share, made by each of them alike from the reports of all."""
+"""What the requests of all ranks share, found by each rank alike from the reports of all."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from sglang_mla_ext.prefix.branches import Branches
-from sglang_mla_ext.prefix.spread.names import Name
-from sglang_mla_ext.prefix.spread.report import Report
+from sglang_mla_ext.prefix.sharded.names import Name
+from sglang_mla_ext.prefix.sharded.report import Report
 from sglang_mla_ext.prefix.tree import SharedTree
 from sglang_mla_ext.rows import Rows
 
@@ -17,21 +16,19 @@ from sglang_mla_ext.rows import Rows
 class Agreement:
     """Attributes:
     reports: of all ranks, in their order.
-    branches: of the tree of chunks that every rank has, of its requests or expanded; its requests are those of all
-        ranks, rank by rank.
+    tree: of chunks that every rank has, of its requests or expanded; its requests are those of all ranks, rank by rank.
     everywhere: names of chunks that every rank has expanded.
     """
 
     reports: tuple[Report, ...]
-    branches: Branches
+    tree: SharedTree
     everywhere: frozenset[Name]
 
     @classmethod
-    def of(cls, reports: Sequence[Report], chunk: int, query_tokens: int = 1) -> Agreement:
+    def of(cls, reports: Sequence[Report], chunk: int) -> Agreement:
         """
         Args:
             chunk: tokens of a chunk.
-            query_tokens: rows of a request in a step that verifies drafts, which costs count by requests.
         """
         had = frozenset.intersection(*(frozenset((*report.names, *report.held)) for report in reports))
         places: dict[Name, int] = {}
@@ -53,17 +50,24 @@ class Agreement:
                     at = places[name]
                 above.append(at)
             deepest += [above[place] if place >= 0 else -1 for place in report.deepest]
-        rows = [count for report in reports for count in report.rows]
-        tree = SharedTree(names, parents, ends, deepest)
-        branches = Branches(tree, None if all(count == query_tokens for count in rows) else Rows.of(rows))
-        return cls(tuple(reports), branches, frozenset.intersection(*(frozenset(each.held) for each in reports)))
+        everywhere = frozenset.intersection(*(frozenset(each.held) for each in reports))
+        return cls(tuple(reports), SharedTree(names, parents, ends, deepest), everywhere)
 
     @cached_property
     def rows(self) -> tuple[Rows, ...]:
         """`[ranks]` of each rank's requests."""
         return tuple(Rows.of(report.rows) for report in self.reports)
 
+    def rows_of_all(self, query_tokens: int) -> Rows | None:
+        """Return the rows of all requests; None where each has its query tokens, which costs count by requests.
+
+        Args:
+            query_tokens: rows of a request in a step that verifies drafts, otherwise 1.
+        """
+        rows = [count for report in self.reports for count in report.rows]
+        return None if all(count == query_tokens for count in rows) else Rows.of(rows)
+
     def requests_of(self, rank: int) -> range:
-        """A rank's requests among those of all."""
+        """Return a rank's requests among those of all."""
         first = sum(len(report.rows) for report in self.reports[:rank])
         return range(first, first + len(self.reports[rank].rows))

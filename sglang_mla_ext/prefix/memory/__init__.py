@@ -1,0 +1,1 @@
+"""Memory for expanded prefixes: who owns a chunk, what is asked for, and what is expanded. Pure Python."""
