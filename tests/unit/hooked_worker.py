@@ -197,10 +197,10 @@ class Server:
         if queries > 1:
             args = self.runner.server_args
             args.speculative_algorithm, args.speculative_num_draft_tokens = "EAGLE", queries
-        model.attention_layers = lambda runner: self.layers
         self.buffers = self._buffers_to_come()
         with options(**{"mode": "naive", "min_prefix_len": PAGE, "prefix_memory_gb": BUDGET / (1 << 30), **given}):
             assert profile_bytes(AVAILABLE) < AVAILABLE
+            model.attention_layers = lambda runner: self.layers
             self.backend = ATTENTION_BACKENDS["hybrid_mla"](self.runner)
         self.scheduler = make_scheduler(self.tree.cache, syncs=syncs)
         self.of_sync: dict[str, Any] = {"disable_cuda_graph": False, "others_prefill": False}

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.adapter.compat.table import Feature
+from sglang_mla_ext.adapter.launch.resolved import ResolvedArgs
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 
-def asked_for(args: ServerArgs, on_gpu: bool) -> frozenset[Feature]:
+def asked_for(args: ServerArgs | ResolvedArgs, on_gpu: bool) -> frozenset[Feature]:
     """
     Args:
-        args: resolved or not. What they lack in another release is told by the contract, which has not been looked at.
+        args: what they lack in another release is told by the contract, which has not been looked at.
     """
 
     def given(name: str) -> Any:
