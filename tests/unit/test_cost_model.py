@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from sglang_mla_ext.configs import config_names
 from sglang_mla_ext.kernels.absorb.stacking import STRIP_ROWS
-from sglang_mla_ext.prefix import cost_model
+from sglang_mla_ext.prefix.planner import cost_model
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates, ModeRates, rates_for
 from sglang_mla_ext.prefix.planner.model_dims import ModelDims

@@ -40,7 +40,7 @@ LOSS = 0.02
 def test_planner_and_cost_model_need_neither_torch_nor_sglang() -> None:
     code = """
 import sys
-import sglang_mla_ext.prefix.planner.cost_model, sglang_mla_ext.prefix.planner, sglang_mla_ext.prefix.memory.pool
+import sglang_mla_ext.prefix.planner.cost_model, sglang_mla_ext.prefix.sharing, sglang_mla_ext.prefix.radix
 print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "triton", "sglang"}))
 """
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
