@@ -204,8 +204,17 @@ def new_tree() -> Callable[[int], TreeOfNodes]:
     return Tree
 
 
+@pytest.fixture(scope="session")
+def published_arguments() -> Iterator[None]:
+    """Arguments of a server of one rank: SGLang's pools read those that this process has published, from 0.5.23 on."""
+    from sglang.srt.runtime_context import get_context
+
+    with get_context().override_server_args(device="cpu"):
+        yield
+
+
 @pytest.fixture
-def make_world(monkeypatch: pytest.MonkeyPatch, new_tree: Any) -> Any:
+def make_world(monkeypatch: pytest.MonkeyPatch, new_tree: Any, published_arguments: None) -> Any:
     """`make_world(**options)`: a `decode_world.World`, with no pass that runs, before and after."""
     from decode_world import World
 

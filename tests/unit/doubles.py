@@ -46,6 +46,7 @@ def server_args(**given: Any) -> SimpleNamespace:
         enable_mixed_chunk=False,
         cuda_graph_config=SimpleNamespace(decode=decode),
         get_model_config=lambda: nothing_known,
+        _model_config=nothing_known,  # where newer releases keep it
     )
     return SimpleNamespace(**{**values, **given})
 
