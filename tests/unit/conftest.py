@@ -204,17 +204,25 @@ def new_tree() -> Callable[[int], TreeOfNodes]:
     return Tree
 
 
-@pytest.fixture(scope="session")
-def published_arguments() -> Iterator[None]:
-    """Arguments of a server of one rank: SGLang's pools read those that this process has published, from 0.5.23 on."""
-    from sglang.srt.runtime_context import get_context
+@pytest.fixture
+def any_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one release refuses beside the others is let through: test_limits.py has a test of its own for that."""
+    from sglang_mla_ext.adapter.launch import limits
 
-    with get_context().override_server_args(device="cpu"):
+    monkeypatch.setattr(limits.installed, "further_findings", lambda args: [])
+
+
+@pytest.fixture(scope="session")
+def published() -> Iterator[None]:
+    """See doubles.published_arguments."""
+    from doubles import published_arguments
+
+    with published_arguments():
         yield
 
 
 @pytest.fixture
-def make_world(monkeypatch: pytest.MonkeyPatch, new_tree: Any, published_arguments: None) -> Any:
+def make_world(monkeypatch: pytest.MonkeyPatch, new_tree: Any, published: None) -> Any:
     """`make_world(**options)`: a `decode_world.World`, with no pass that runs, before and after."""
     from decode_world import World
 

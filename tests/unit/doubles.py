@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 def server_args(**given: Any) -> SimpleNamespace:
     """SGLang's arguments, as far as they are looked at when the parts are built."""
-    decode = SimpleNamespace(backend="full")
+    decode, prefill = SimpleNamespace(backend="full"), SimpleNamespace(backend="disabled", bs=None)
     config = SimpleNamespace(to_dict=dict, get_text_config=lambda: config, num_attention_heads=HEADS)
     nothing_known = SimpleNamespace(hf_config=config, linear_attn_registry_result=None)
     values = dict(
@@ -44,11 +44,20 @@ def server_args(**given: Any) -> SimpleNamespace:
         dp_size=1,
         attn_dp_size=1,
         enable_mixed_chunk=False,
-        cuda_graph_config=SimpleNamespace(decode=decode),
+        device="cuda",
+        cuda_graph_config=SimpleNamespace(decode=decode, prefill=prefill),
         get_model_config=lambda: nothing_known,
         _model_config=nothing_known,  # where newer releases keep it
     )
     return SimpleNamespace(**{**values, **given})
+
+
+def published_arguments() -> Any:
+    """A context, in which this process has published the arguments of a server of one rank. SGLang's pools read them
+    from 0.5.23 on. With `install()` they stay."""
+    from sglang.srt.runtime_context import get_context
+
+    return get_context().override_server_args(device="cpu")
 
 
 def get_mla_metadata(cache_seqlens: Tensor, num_heads: int, num_kv_heads: int, **_: Any) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ that the registry wraps the replacements. Used by the scenarios of test_hooks.py
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import os
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from doubles import server_args
+from doubles import published_arguments, server_args
 
 PAGE, CONTEXT = 64, 4096
 HEADS, DN, DR, DV, RANK, LAYERS = 2, 16, 8, 16, 32, 2
@@ -101,18 +102,22 @@ def profile_bytes(available: int, **changes: Any) -> int:
     from sglang_mla_ext.adapter.step import budget
 
     configurator = object.__new__(KVCacheConfigurator)
+    fields = {field.name for field in dataclasses.fields(KVCacheConfigurator)}
     values = dict(
         device="cpu",
         model=None,
         model_config=SimpleNamespace(context_len=CONTEXT),
         model_dtype=torch.float32,
         kv_cache_dtype=torch.float32,
+        # In older releases, and in newer ones.
         ps=SimpleNamespace(attn_dp_size=1),
+        attn_dp_size=1,
         mambaish_config=None,
         server_args=server_args(),
     )
     for name, value in {**values, **changes}.items():
-        setattr(configurator, name, value)
+        if name in fields:
+            setattr(configurator, name, value)
     budget.attention_layers = lambda configurator: make_layers()
     return configurator._profile_available_bytes(pre_model_load_memory=available)
 
@@ -335,6 +340,7 @@ def replace_bodies() -> None:
         self.can_run_list.append(req)
         return AddReqResult.CONTINUE
 
+    published_arguments().install()
     PrefillAdder.add_one_req = add_one_req
     dp_attn.prepare_mlp_sync_batch_raw = sync
     dp_attn.MLPSyncBatchInfo._get_local_tensor = lambda self, device: (

@@ -183,7 +183,8 @@ def flashmla(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module with our attention by FlashMLA, whose two functions are replaced by torch, there and in SGLang."""
     module: Any = ModuleType("sgl_kernel.flash_mla")
     module.flash_mla_with_kvcache = module.get_mla_metadata = None
-    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", module)
+    for name in ("sgl_kernel.flash_mla", "sglang.kernels.ops.attention.flash_mla_interface"):
+        monkeypatch.setitem(sys.modules, name, module)
     from sglang.srt.layers.attention import flashmla_backend
 
     from sglang_mla_ext.adapter.latent import flashmla as latent_flashmla
