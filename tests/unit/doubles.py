@@ -23,13 +23,23 @@ HEADS, RANK, DR, PAGE = 8, 32, 16, 64
 MIB = 1 << 20
 
 
-def server_args(**given: Any) -> SimpleNamespace:
+class Arguments(SimpleNamespace):
+    def get_attention_backends(self) -> tuple[str, str]:
+        """A method of older releases; newer ones read the fields."""
+        return self.prefill_attention_backend, self.decode_attention_backend
+
+
+def server_args(**given: Any) -> Arguments:
     """SGLang's arguments, as far as they are looked at when the parts are built."""
     decode, prefill = SimpleNamespace(backend="full"), SimpleNamespace(backend="disabled", bs=None)
-    config = SimpleNamespace(to_dict=dict, get_text_config=lambda: config, num_attention_heads=HEADS)
+    names = ["DeepseekV3ForCausalLM"]
+    config = SimpleNamespace(
+        to_dict=dict, get_text_config=lambda: config, num_attention_heads=HEADS, architectures=names
+    )
     nothing_known = SimpleNamespace(hf_config=config, linear_attn_registry_result=None)
     values = dict(
-        get_attention_backends=lambda: ("hybrid_mla", "hybrid_mla"),
+        prefill_attention_backend="hybrid_mla",
+        decode_attention_backend="hybrid_mla",
         speculative_algorithm=None,
         speculative_num_draft_tokens=None,
         disaggregation_mode="null",
@@ -49,7 +59,7 @@ def server_args(**given: Any) -> SimpleNamespace:
         get_model_config=lambda: nothing_known,
         _model_config=nothing_known,  # where newer releases keep it
     )
-    return SimpleNamespace(**{**values, **given})
+    return Arguments(**{**values, **given})
 
 
 def published_arguments() -> Any:

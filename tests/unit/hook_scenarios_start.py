@@ -115,7 +115,7 @@ def scenario_the_factory_refuses_what_cannot_work() -> None:
     kind, message = refused(lambda: create(make_runner(dtype=torch.float16)))
     assert kind == "Refusal" and "the model runs in float16" in message and "use --dtype bfloat16" in message
     beside_another_prefill = make_runner(kv_cache_dtype=FP8)
-    beside_another_prefill.server_args.get_attention_backends = lambda: ("flashmla", "hybrid_mla")
+    beside_another_prefill.server_args.prefill_attention_backend = "flashmla"
     kind, message = refused(lambda: create(beside_another_prefill))
     assert kind == "Refusal" and "prefill runs flashmla, which cannot read --kv-cache-dtype fp8_e4m3" in message
 

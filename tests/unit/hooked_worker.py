@@ -195,7 +195,7 @@ class Server:
         for buffer in self.kv.kv_buffer:
             buffer.normal_()
         self.runner = make_runner(token_to_kv_pool=self.kv, **({"memory_saver_adapter": saver} if saver else {}))
-        self.runner.server_args.get_attention_backends = lambda: (prefill, "hybrid_mla")
+        self.runner.server_args.prefill_attention_backend = prefill
         self.runner.server_args.disaggregation_mode = role
         self.queries = queries
         if queries > 1:
