@@ -199,7 +199,7 @@ Tree = TreeOfNumbers if NODES_ARE_NUMBERS else TreeOfNodes
 
 
 @pytest.fixture(scope="session")
-def new_tree() -> Callable[[int], TreeOfNodes]:
+def new_tree(published: None) -> Callable[[int], TreeOfNodes]:
     """Makes a tree with a page size."""
     return Tree
 
@@ -222,7 +222,7 @@ def published() -> Iterator[None]:
 
 
 @pytest.fixture
-def make_world(monkeypatch: pytest.MonkeyPatch, new_tree: Any, published: None) -> Any:
+def make_world(monkeypatch: pytest.MonkeyPatch, new_tree: Any) -> Any:
     """`make_world(**options)`: a `decode_world.World`, with no pass that runs, before and after."""
     from decode_world import World
 

@@ -91,6 +91,11 @@ def install() -> list[str]:
     return sorted(hooks._hooked)
 
 
+def of_ranks(count: int) -> dict[str, Any]:
+    """Ranks of DP attention, as older releases and newer ones keep them."""
+    return {"ps": SimpleNamespace(attn_dp_size=count), "attn_dp_size": count}
+
+
 def profile_bytes(available: int, **changes: Any) -> int:
     """What SGLang sizes its KV cache by, where so many bytes are available.
 
@@ -109,9 +114,7 @@ def profile_bytes(available: int, **changes: Any) -> int:
         model_config=SimpleNamespace(context_len=CONTEXT),
         model_dtype=torch.float32,
         kv_cache_dtype=torch.float32,
-        # In older releases, and in newer ones.
-        ps=SimpleNamespace(attn_dp_size=1),
-        attn_dp_size=1,
+        **of_ranks(1),
         mambaish_config=None,
         server_args=server_args(),
     )
@@ -140,7 +143,9 @@ def make_runner(**changes: Any) -> Any:
         kv_cache_dtype=torch.float32,
         device="cpu",
         is_draft_worker=False,
-        model_config=SimpleNamespace(hidden_size=64, context_len=CONTEXT, model_is_mrope=False),
+        model_config=SimpleNamespace(
+            hidden_size=64, context_len=CONTEXT, model_is_mrope=False, requires_mm_token_modalities=False
+        ),
         req_to_token_pool=SimpleNamespace(size=12, req_to_token=torch.zeros(12, CONTEXT, dtype=torch.int32)),
         token_to_kv_pool=None,
         memory_saver_adapter=TorchMemorySaverAdapter.create(enable=False),

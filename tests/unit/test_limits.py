@@ -46,7 +46,13 @@ HOST_CACHE: dict[str, Any] = {
 """On any device."""
 NEW_FLAGS = [
     f"enable_{flag}"
-    for flag in ("unified_cache_external_linker", "layernorm_sp", "kv_cache_sharding", "nvidia_megakernel", "pd_role_switch")
+    for flag in (
+        "unified_cache_external_linker",
+        "layernorm_sp",
+        "kv_cache_sharding",
+        "nvidia_megakernel",
+        "pd_role_switch",
+    )
 ]
 
 
@@ -75,7 +81,11 @@ def server_args(
     values = {
         # By a method in older releases, by fields in newer ones.
         "get_attention_backends": lambda: backends,
-        **{"prefill_attention_backend": backends[0], "decode_attention_backend": backends[1], "attention_backend": None},
+        **{
+            "prefill_attention_backend": backends[0],
+            "decode_attention_backend": backends[1],
+            "attention_backend": None,
+        },
         "use_mla_backend": lambda: mla,
         **{"get_model_config": lambda: model, "_model_config": model},
         "device": "cuda",

@@ -359,6 +359,7 @@ def test_the_layer_gives_what_the_list_says(taking_parts: list[str], listed: boo
         attn_mqa=attention,
         _skip_rope_for_dsa_tilelang_fused=no,
         _fuse_rope_for_trtllm_mla=no,
+        is_dcp_mla_decode_phase=no,
     )
     batch = SimpleNamespace(forward_mode=SimpleNamespace(is_decode=no, is_target_verify=no))
     (content, k_nope, _), rope = inputs(parts=True)

@@ -11,7 +11,6 @@ import pytest
 from bench.recipes import OUTCOMES, counts, reasons, recipe_table, recipes
 from examined import IS_NEWEST, examined_once
 
-
 pytestmark = pytest.mark.skipif(not IS_NEWEST, reason="the newest release resolves recipes")
 
 
