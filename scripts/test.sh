@@ -19,9 +19,12 @@ cd "$REPOSITORY"
 OLDEST=0.5.17
 UNIT_OF_OLDEST=(tests/unit/test_{backend_interface,cli,contract,contract_reads,dp_routing,examine,features,grouped_prefixes}.py
     tests/unit/test_{models_at_launch,mixing,plugin,riding,riding_at_launch,segments,shared_prefixes,status,syntax}.py
-    tests/unit/test_{traffic_of_numbers,tree_of_numbers}.py)
+    tests/unit/test_{host_cache,shared_nodes,tree_on_host,tree_view,bench_planner}.py) # these are about trees of nodes
+# Not adapted to the newest yet: here their worker is put together as the oldest does.
+ONLY_OF_OLDEST=(tests/unit/test_{faults,hooks}.py)
 KERNELS_OF_OLDEST=(tests/kernels/test_compile_sm90.py) # for Hopper, by the Triton that it pins
-SERVERS_OF_OLDEST=(tests/server/test_answers.py tests/server/test_launch.py::test_launch_stops
+# The newest refuses an FP8 cache on a CPU; prefill and decode servers are refused with it.
+SERVERS_OF_OLDEST=(tests/server/test_{answers,fp8_cache,disaggregation}.py tests/server/test_launch.py::test_launch_stops
     tests/server/test_riding.py::test_tokens_ride_with_running_requests
     tests/server/test_two_ranks.py::test_ranks_with_requests_of_their_own_answer_as_one) # all others by hand
 if [ $# = 0 ]; then
@@ -87,11 +90,12 @@ step "Lint" "$PYTHON" -m ruff check
 step "Format" "$PYTHON" -m ruff format --check
 step "Types" "$PYTHON" -m mypy
 # In one process: another would import SGLang for itself, which takes longer than it would save.
-PYTHON=$OLDEST_PYTHON step "SGLang $OLDEST: tests/unit" run_pytest -m "not slow" "${UNIT_OF_OLDEST[@]}"
+PYTHON=$OLDEST_PYTHON step "SGLang $OLDEST: tests/unit" run_pytest -m "not slow" "${UNIT_OF_OLDEST[@]}" "${ONLY_OF_OLDEST[@]}"
 PYTHON=$OLDEST_PYTHON step "SGLang $OLDEST: its Triton" run_pytest "${KERNELS_OF_OLDEST[@]}"
 # Last, because these use all cores when the server tests have ended.
 for folder in tests/unit tests/kernels; do
-    step "$folder" run_pytest -m "not gpu and not slow" -n auto --maxprocesses 4 --dist loadfile "$folder"
+    step "$folder" run_pytest -m "not gpu and not slow" -n auto --maxprocesses 4 --dist loadfile \
+        "${ONLY_OF_OLDEST[@]/#/--ignore=}" "$folder"
 done
 step tests/server finish_server_tests $SGLANG_VERSION
 step "SGLang $OLDEST: tests/server" finish_server_tests $OLDEST
