@@ -11,6 +11,8 @@ import pytest
 from bench.recipes import OUTCOMES, counts, reasons, recipe_table, recipes
 from examined import IS_NEWEST, examined_once
 
+from sglang_mla_ext.adapter.compat import contract
+
 pytestmark = pytest.mark.skipif(not IS_NEWEST, reason="the newest release resolves recipes")
 
 
@@ -93,7 +95,7 @@ def test_one_change_after_the_other(name: str, changes: list[str], examined: dic
 def test_what_is_set_by_itself(examined: dict[str, Any]) -> None:
     assert examined["by phase"]["outcome"] == "works"
     assert examined["by phase"]["settings"] == [
-        *("--page-size 64", "--speculative-draft-attention-backend flashmla", "--speculative-attention-mode decode"),
+        *("--page-size 64", "--speculative-draft-attention-backend fa3", "--speculative-attention-mode decode"),
         "--disable-prefill-cuda-graph",
     ]
 
@@ -114,10 +116,13 @@ def test_the_reach_of_the_memory_with_dp_attention(examined: dict[str, Any]) -> 
 
 def test_another_release_in_an_image(examined: dict[str, Any]) -> None:
     found = examined["an image"]
-    assert found["elsewhere"].startswith("lmsysorg/sglang:v0.5.20-cu129 has SGLang 0.5.20; examined with 0.5.17")
+    assert found["elsewhere"].startswith(
+        f"lmsysorg/sglang:v0.5.20-cu129 has SGLang 0.5.20; examined with {contract.line()}"
+    )
     assert (
         found["run"]
-        == "resolved only: DP attention, new tokens that ride under DP attention, prefill that expands for itself"
+        == "resolved only: DP attention, new tokens that ride under DP attention, prefill in CUDA graphs, prefill that "
+        "expands for itself"
         and examined["by phase"]["elsewhere"] is None
     )
 
