@@ -3,12 +3,13 @@
 #
 #   prepare_environment                 SGLang and the package
 #   prepare_environment dev             the same and the test tools
-#   prepare_environment dev 0.5.23      with another SGLang, in an environment of its own: .venv-0.5.23
+#   prepare_environment dev 0.5.17      with another SGLang, in an environment of its own: .venv-0.5.17
 #
-# PYTHON_VERSION chooses the Python of a new environment (default: python3 if it is 3.10 to 3.13, else 3.12).
+# PYTHON_VERSION chooses the Python of a new environment, of those that SGLang has wheels for: 3.11 to 3.13 (default:
+# python3 if it is one of them, else 3.12).
 
 REPOSITORY=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-SGLANG_VERSION=0.5.17
+SGLANG_VERSION=0.5.23
 # Moves caches between prefill and decode servers; the build for CUDA 12 also works without.
 NIXL=1.5.1
 REQUIREMENTS=$REPOSITORY/scripts/requirements-cpu.txt
@@ -43,15 +44,15 @@ find_uv() {
     "$bootstrap/bin/python" -m pip install --quiet uv
 }
 
-suitable_python() {
-    python3 -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
+suitable() {
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null
 }
 
 make_environment() {
-    if "$PYTHON" -c '' 2>/dev/null; then return; fi
+    if suitable "$PYTHON"; then return; fi
     local version=${PYTHON_VERSION:-}
     if [ -z "$version" ]; then
-        if suitable_python; then version=$(python3 -c 'import sys; print(sys.executable)'); else version=3.12; fi
+        if suitable python3; then version=$(python3 -c 'import sys; print(sys.executable)'); else version=3.12; fi
     fi
     say "Making the virtual environment $(basename "$ENVIRONMENT") (Python: $version)"
     "$UV" venv --quiet --clear --python "$version" "$ENVIRONMENT"
@@ -127,7 +128,7 @@ prepare_environment() {
     if [ "$kind" = dev ] && [ "$(cat "$stamp-dev" 2>/dev/null)" != "$(inputs "$machine dev $NIXL")" ]; then
         say "Installing the test tools"
         uv_install -e "$package[dev]"
-        if [ "$machine" = cpu ] && [ -z "$OVERRIDES" ]; then install_nixl; fi
+        if [ "$machine" = cpu ]; then install_nixl; fi
         inputs "$machine dev $NIXL" >"$stamp-dev"
     fi
 }

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Installs what the tests need into .venv, then runs the checks and the tests.
 #
-#   scripts/test.sh                        lint, types, and all tests that need no GPU and are not marked slow; then some
-#                                          that are about SGLang with the newest one that is supported, in an
-#                                          environment of its own
+#   scripts/test.sh                        lint, types, and all tests that need no GPU and are not marked slow, with the
+#                                          newest SGLang that is supported; those about SGLang also with the oldest, in
+#                                          an environment of its own
 #   scripts/test.sh tests/unit -k planner  one pytest run with these arguments
 #   scripts/test.sh -m gpu tests/gpu       the tests on a Hopper GPU
-#   SGLANG_OF_TESTS=0.5.23 scripts/test.sh ...  one pytest run with this SGLang
+#   SGLANG_OF_TESTS=0.5.17 scripts/test.sh ...  one pytest run with this SGLang
 #
 # Every step prints its own summary, and all of them run; the exit status is that of the whole. The server tests run
 # from the start beside the other steps, since they wait for their servers most of the time; what they print is kept
@@ -16,17 +16,20 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 trap 'exit 130' INT TERM
 cd "$REPOSITORY"
-NEWEST=0.5.23
-UNIT_OF_NEWEST=(tests/unit/test_{backend_interface,cli,contract,contract_reads,dp_routing,examine,features,grouped_prefixes}.py
+OLDEST=0.5.17
+UNIT_OF_OLDEST=(tests/unit/test_{backend_interface,cli,contract,contract_reads,dp_routing,examine,features,grouped_prefixes}.py
     tests/unit/test_{models_at_launch,mixing,plugin,riding,riding_at_launch,segments,shared_prefixes,status,syntax}.py
-    tests/unit/test_{traffic_of_numbers,tree_of_numbers}.py)
-KERNELS_OF_NEWEST=(tests/kernels/test_compile_sm90.py) # for Hopper, by the Triton that it pins
-SERVERS_OF_NEWEST=(tests/server/test_answers.py tests/server/test_launch.py::test_launch_stops
+    tests/unit/test_{host_cache,shared_nodes,tree_on_host,tree_view,bench_planner}.py) # these are about trees of nodes
+# Not adapted to the newest yet: here their worker is put together as the oldest does.
+ONLY_OF_OLDEST=(tests/unit/test_{faults,hooks}.py)
+KERNELS_OF_OLDEST=(tests/kernels/test_compile_sm90.py) # for Hopper, by the Triton that it pins
+# The newest refuses an FP8 cache on a CPU; prefill and decode servers are refused with it.
+SERVERS_OF_OLDEST=(tests/server/test_{answers,fp8_cache,disaggregation}.py tests/server/test_launch.py::test_launch_stops
     tests/server/test_riding.py::test_tokens_ride_with_running_requests
     tests/server/test_two_ranks.py::test_ranks_with_requests_of_their_own_answer_as_one) # all others by hand
 if [ $# = 0 ]; then
-    prepare_environment dev $NEWEST
-    NEWEST_PYTHON=$PYTHON
+    prepare_environment dev $OLDEST
+    OLDEST_PYTHON=$PYTHON
 fi
 prepare_environment dev "${SGLANG_OF_TESTS:-}"
 # A warning of sentencepiece's types that Python would print after pytest's summary.
@@ -70,7 +73,7 @@ run_all_server_tests() {
     local child
     trap 'kill $child 2>/dev/null && wait $child; exit 143' TERM
     run_server_tests $SGLANG_VERSION "$PYTHON" tests/server
-    run_server_tests $NEWEST "$NEWEST_PYTHON" "${SERVERS_OF_NEWEST[@]}"
+    run_server_tests $OLDEST "$OLDEST_PYTHON" "${SERVERS_OF_OLDEST[@]}"
 }
 run_all_server_tests &
 server_tests=$!
@@ -89,12 +92,13 @@ step "Spelling" "$PYTHON" -m codespell_lib
 step "Markdown" "$PYTHON" -m pymarkdown scan --recurse README.md CHANGELOG.md docs configs scripts
 step "Types" "$PYTHON" -m mypy
 # In one process: another would import SGLang for itself, which takes longer than it would save.
-PYTHON=$NEWEST_PYTHON step "SGLang $NEWEST: tests/unit" run_pytest -m "not slow" "${UNIT_OF_NEWEST[@]}"
-PYTHON=$NEWEST_PYTHON step "SGLang $NEWEST: its Triton" run_pytest "${KERNELS_OF_NEWEST[@]}"
+PYTHON=$OLDEST_PYTHON step "SGLang $OLDEST: tests/unit" run_pytest -m "not slow" "${UNIT_OF_OLDEST[@]}" "${ONLY_OF_OLDEST[@]}"
+PYTHON=$OLDEST_PYTHON step "SGLang $OLDEST: its Triton" run_pytest "${KERNELS_OF_OLDEST[@]}"
 # Last, because these use all cores when the server tests have ended.
 for folder in tests/unit tests/kernels; do
-    step "$folder" run_pytest -m "not gpu and not slow" -n auto --maxprocesses 4 --dist loadfile "$folder"
+    step "$folder" run_pytest -m "not gpu and not slow" -n auto --maxprocesses 4 --dist loadfile \
+        "${ONLY_OF_OLDEST[@]/#/--ignore=}" "$folder"
 done
 step tests/server finish_server_tests $SGLANG_VERSION
-step "SGLang $NEWEST: tests/server" finish_server_tests $NEWEST
+step "SGLang $OLDEST: tests/server" finish_server_tests $OLDEST
 [ -z "$failed" ]

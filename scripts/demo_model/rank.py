@@ -112,6 +112,7 @@ def _kimi_k3(rank: Rank) -> dict[str, Any]:
         | {
             "linear_attn_config": linear | kinds | {"num_heads": linear["num_heads"] // rank.ranks},
             "num_hidden_layers": rank.layers,
+            "head_dim": text["hidden_size"] // text["num_attention_heads"],  # not the rank's, which may be odd
             "num_shared_experts": 0,
             "max_position_embeddings": MAX_POSITIONS,
             "pad_token_id": 0,

@@ -196,9 +196,26 @@ Tree = TreeOfNumbers if NODES_ARE_NUMBERS else TreeOfNodes
 
 
 @pytest.fixture(scope="session")
-def new_tree() -> Callable[[int], TreeOfNodes]:
+def new_tree(published: None) -> Callable[[int], TreeOfNodes]:
     """Makes a tree with a page size."""
     return Tree
+
+
+@pytest.fixture
+def any_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one release refuses beside the others is let through: test_limits.py has a test of its own for that."""
+    from sglang_mla_ext.adapter.launch import limits
+
+    monkeypatch.setattr(limits.installed, "further_findings", lambda args: [])
+
+
+@pytest.fixture(scope="session")
+def published() -> Iterator[None]:
+    """See doubles.published_arguments."""
+    from doubles import published_arguments
+
+    with published_arguments():
+        yield
 
 
 @pytest.fixture

@@ -176,7 +176,8 @@ class World:
     def _as_on_a_gpu(self, grouped: bool, runs: bool) -> None:
         flash_mla: Any = ModuleType("sgl_kernel.flash_mla")
         flash_mla.flash_mla_with_kvcache, flash_mla.get_mla_metadata = flash_mla_with_kvcache, get_mla_metadata
-        self._monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", flash_mla)
+        for name in ("sgl_kernel.flash_mla", "sglang.kernels.ops.attention.flash_mla_interface"):
+            self._monkeypatch.setitem(sys.modules, name, flash_mla)
         name = "sglang_mla_ext.adapter." + ("latent.fp8" if self.fp8 else "latent.flashmla")
         self._monkeypatch.delitem(sys.modules, name, raising=False)
         module: Any = importlib.import_module(name)

@@ -23,13 +23,23 @@ HEADS, RANK, DR, PAGE = 8, 32, 16, 64
 MIB = 1 << 20
 
 
-def server_args(**given: Any) -> SimpleNamespace:
+class Arguments(SimpleNamespace):
+    def get_attention_backends(self) -> tuple[str, str]:
+        """A method of older releases; newer ones read the fields."""
+        return self.prefill_attention_backend, self.decode_attention_backend
+
+
+def server_args(**given: Any) -> Arguments:
     """SGLang's arguments, as far as they are looked at when the parts are built."""
-    decode = SimpleNamespace(backend="full")
-    config = SimpleNamespace(to_dict=dict, get_text_config=lambda: config, num_attention_heads=HEADS)
+    decode, prefill = SimpleNamespace(backend="full"), SimpleNamespace(backend="disabled", bs=None)
+    names = ["DeepseekV3ForCausalLM"]
+    config = SimpleNamespace(
+        to_dict=dict, get_text_config=lambda: config, num_attention_heads=HEADS, architectures=names
+    )
     nothing_known = SimpleNamespace(hf_config=config, linear_attn_registry_result=None)
     values = dict(
-        get_attention_backends=lambda: ("hybrid_mla", "hybrid_mla"),
+        prefill_attention_backend="hybrid_mla",
+        decode_attention_backend="hybrid_mla",
         speculative_algorithm=None,
         speculative_num_draft_tokens=None,
         disaggregation_mode="null",
@@ -44,10 +54,20 @@ def server_args(**given: Any) -> SimpleNamespace:
         dp_size=1,
         attn_dp_size=1,
         enable_mixed_chunk=False,
-        cuda_graph_config=SimpleNamespace(decode=decode),
+        device="cuda",
+        cuda_graph_config=SimpleNamespace(decode=decode, prefill=prefill),
         get_model_config=lambda: nothing_known,
+        _model_config=nothing_known,  # where newer releases keep it
     )
-    return SimpleNamespace(**{**values, **given})
+    return Arguments(**{**values, **given})
+
+
+def published_arguments() -> Any:
+    """A context, in which this process has published the arguments of a server of one rank. SGLang's pools read them
+    from 0.5.23 on. With `install()` they stay."""
+    from sglang.srt.runtime_context import get_context
+
+    return get_context().override_server_args(device="cpu")
 
 
 def get_mla_metadata(cache_seqlens: Tensor, num_heads: int, num_kv_heads: int, **_: Any) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Launch commands, recipes and small models, examined with the installed SGLang's own arguments for a Hopper GPU that
 is not there: by one process for all tests of a run. Run as a program, this file is that process.
 
-Neither the network nor the number of GPUs matters. With another SGLang than the oldest only the recipes are examined
-that it is to resolve, and none of `VARIED`.
+Neither the network nor the number of GPUs matters. With another SGLang than the newest neither recipes nor `VARIED` are
+examined.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from once import once_in_a_run
 
 from sglang_mla_ext.adapter.compat import contract, installed
 
-OLDEST = "0.5.17"
-HERE = contract.line()
+IS_NEWEST = contract.line() == list(contract.SUPPORTED)[-1]
+"""Of the releases that are supported."""
 V3 = "--model-path deepseek-ai/DeepSeek-V3 --tp 8 "
 IN_GRAPHS = installed.shares_in_prefill_graphs()
 PAGES, GRAPHS = ["--page-size 64"], [] if IN_GRAPHS else ["--disable-prefill-cuda-graph"]
@@ -58,7 +58,7 @@ VARIED = {
     "sglang's": "--tp 6 --enable-dp-attention --dp 4",
     "option": "--hybrid-mla-min-prefix-len 0",
 }
-"""What is added to a line, by name: of the oldest release alone."""
+"""What is added to a line, by name: of the newest release alone."""
 
 IN_IMAGE = "docker run --gpus all {} python3 -m sglang.launch_server " + V3
 WHOLE = {
@@ -166,10 +166,9 @@ def main(folder: Path) -> None:
             found[more] = examined(launch_line.read(f"python -m sglang.launch_server {V3}{more}".split()))
         for name in (*CONFIGS, "other model"):
             found[name] = examined(launch_line.read(["--model-path", str(folder / name), "--tp", "4"]))
-        for recipe in recipes():
-            if HERE == OLDEST or recipe.get("sglang") == HERE:
-                found[recipe["name"]] = examined(launch_line.read(words(recipe)))
-        for name, line in VARIED.items() if HERE == OLDEST else ():
+        for recipe in recipes() if IS_NEWEST else ():
+            found[recipe["name"]] = examined(launch_line.read(words(recipe)))
+        for name, line in VARIED.items() if IS_NEWEST else ():
             launcher = "docker run -e A=1 lmsysorg/sglang:v0.5.20-cu129 sglang serve" if name == "an image" else ""
             found[name] = examined(launch_line.read([f"{launcher} {V3}{line}"]))
         for name, command in WHOLE.items():

@@ -7,6 +7,7 @@ that the registry wraps the replacements. Used by the scenarios of test_hooks.py
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import os
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from doubles import server_args
+from doubles import published_arguments, server_args
 
 PAGE, CONTEXT = 64, 4096
 HEADS, DN, DR, DV, RANK, LAYERS = 2, 16, 8, 16, 32, 2
@@ -90,6 +91,11 @@ def install() -> list[str]:
     return sorted(hooks._hooked)
 
 
+def of_ranks(count: int) -> dict[str, Any]:
+    """Ranks of DP attention, as older releases and newer ones keep them."""
+    return {"ps": SimpleNamespace(attn_dp_size=count), "attn_dp_size": count}
+
+
 def profile_bytes(available: int, **changes: Any) -> int:
     """What SGLang sizes its KV cache by, where so many bytes are available.
 
@@ -101,18 +107,20 @@ def profile_bytes(available: int, **changes: Any) -> int:
     from sglang_mla_ext.adapter.build import model
 
     configurator = object.__new__(KVCacheConfigurator)
+    fields = {field.name for field in dataclasses.fields(KVCacheConfigurator)}
     values = dict(
         device="cpu",
         model=None,
         model_config=SimpleNamespace(context_len=CONTEXT),
         model_dtype=torch.float32,
         kv_cache_dtype=torch.float32,
-        ps=SimpleNamespace(attn_dp_size=1),
+        **of_ranks(1),
         mambaish_config=None,
         server_args=server_args(),
     )
     for name, value in {**values, **changes}.items():
-        setattr(configurator, name, value)
+        if name in fields:
+            setattr(configurator, name, value)
     model.attention_layers = lambda configurator: make_layers()
     return configurator._profile_available_bytes(pre_model_load_memory=available)
 
@@ -135,7 +143,9 @@ def make_runner(**changes: Any) -> Any:
         kv_cache_dtype=torch.float32,
         device="cpu",
         is_draft_worker=False,
-        model_config=SimpleNamespace(hidden_size=64, context_len=CONTEXT, model_is_mrope=False),
+        model_config=SimpleNamespace(
+            hidden_size=64, context_len=CONTEXT, model_is_mrope=False, requires_mm_token_modalities=False
+        ),
         req_to_token_pool=SimpleNamespace(size=12, req_to_token=torch.zeros(12, CONTEXT, dtype=torch.int32)),
         token_to_kv_pool=None,
         memory_saver_adapter=TorchMemorySaverAdapter.create(enable=False),
@@ -191,7 +201,7 @@ class Server:
         for buffer in self.kv.kv_buffer:
             buffer.normal_()
         self.runner = make_runner(token_to_kv_pool=self.kv, **({"memory_saver_adapter": saver} if saver else {}))
-        self.runner.server_args.get_attention_backends = lambda: (prefill, "hybrid_mla")
+        self.runner.server_args.prefill_attention_backend = prefill
         self.runner.server_args.disaggregation_mode = role
         self.queries = queries
         if queries > 1:
@@ -336,6 +346,7 @@ def replace_bodies() -> None:
         self.can_run_list.append(req)
         return AddReqResult.CONTINUE
 
+    published_arguments().install()
     PrefillAdder.add_one_req = add_one_req
     dp_attn.prepare_mlp_sync_batch_raw = sync
     dp_attn.MLPSyncBatchInfo._get_local_tensor = lambda self, device: (

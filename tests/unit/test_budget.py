@@ -138,7 +138,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(budget, "multiprocessors", lambda device: 132)
     flash_mla: Any = ModuleType("sgl_kernel.flash_mla")
     flash_mla.flash_mla_with_kvcache = flash_mla.get_mla_metadata = None
-    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", flash_mla)
+    for name in ("sgl_kernel.flash_mla", "sglang.kernels.ops.attention.flash_mla_interface"):
+        monkeypatch.setitem(sys.modules, name, flash_mla)
     loaded = sys.modules.pop("sglang_mla_ext.adapter.latent.flashmla", None)
     yield
     sys.modules.pop("sglang_mla_ext.adapter.latent.flashmla", None)

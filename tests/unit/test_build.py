@@ -237,7 +237,7 @@ def test_prefill_of_another_backend_is_left_alone(world: World, monkeypatch: pyt
     """It gets no plan, but what its requests share is expanded for decode."""
     planned: list[Any] = []
     monkeypatch.setattr(prefill_parts.PrefillPlan, "make", lambda *args, **kwargs: planned.append(args))
-    world.runner.server_args.get_attention_backends = lambda: (prefill, "hybrid_mla")
+    world.runner.server_args.prefill_attention_backend = prefill
     world.make("gpu")
     requests = [world.start("abcd1", 1), world.start("abcd2", 2)]
     world.steps.before_forward(EXTEND, requests, [], [256, 256], [65, 66])

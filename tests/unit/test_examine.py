@@ -1,6 +1,6 @@
 """Launch commands (examined.py), and what is found in them.
 
-test_recipes.py has many more, and what it expects is what SGLang 0.5.17 says; here it is what all releases say.
+test_recipes.py has many more, and what it expects is what the newest SGLang says; here it is what all releases say.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from examined import EXPECTED, HERE, examined_once
+from examined import EXPECTED, examined_once
+
+from sglang_mla_ext.adapter.compat import contract
 
 
 @pytest.mark.parametrize("more", EXPECTED, ids=lambda more: more.strip() or "as it is")
@@ -67,7 +69,7 @@ def test_what_is_not_for_this_machine_or_not_whole(
 
 def test_a_release_between_those_that_were_tested(found: dict[str, Any]) -> None:
     assert found["0.5.21"]["outcome"] == "works"
-    assert f"has SGLang 0.5.21, which was not tested; examined with {HERE}" in found["0.5.21"]["elsewhere"]
+    assert f"has SGLang 0.5.21, which was not tested; examined with {contract.line()}" in found["0.5.21"]["elsewhere"]
 
 
 def test_that_decode_gains_nothing_with_dp_attention(found: dict[str, Any]) -> None:

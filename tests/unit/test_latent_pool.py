@@ -12,6 +12,7 @@ from sglang_mla_ext.kernels.dispatch import append_rows, fetch_rows
 from sglang_mla_ext.kernels.storage.expanded import FP8
 from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout, dequantize, quantize
 
+pytestmark = pytest.mark.usefixtures("published")
 RANK, ROPE, LAYERS, TOKENS, PAGE, START = 512, 64, 3, 200, 4, 5
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -198,7 +199,12 @@ def configurator(dtype: torch.dtype, decode: str = "hybrid_mla", mla: bool = Tru
     hf_config = SimpleNamespace(architectures=["DeepseekV3ForCausalLM"], index_topk=None)
     sizes = dict(kv_lora_rank=RANK, qk_rope_head_dim=ROPE, context_len=4096, hf_config=hf_config)
     server_args = SimpleNamespace(
-        get_attention_backends=lambda: (decode, decode), max_total_tokens=None, enable_dsa_cache_layer_split=False
+        get_attention_backends=lambda: (decode, decode),
+        prefill_attention_backend=decode,
+        decode_attention_backend=decode,
+        max_total_tokens=None,
+        enable_dsa_cache_layer_split=False,
+        enable_hisparse=False,
     )
     return SimpleNamespace(
         server_args=server_args,

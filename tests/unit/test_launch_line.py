@@ -98,6 +98,7 @@ def refused(**changes: object) -> Finding:
     return error.value.findings[-1]
 
 
+@pytest.mark.usefixtures("any_release")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -106,7 +107,6 @@ def refused(**changes: object) -> Finding:
         {"backends": ("hybrid_mla", "fa3")},
         {"backends": ("trtllm_mla", "hybrid_mla")},
         {"kv_cache_dtype": "nvfp4"},
-        {"kv_cache_dtype": "fp8_e4m3"},
         {**test_limits.FP8_CACHE, "backends": ("fa3", "hybrid_mla")},
         {**test_limits.FP8_CACHE, "flashinfer_mla_disable_ragged": True},
         {**test_limits.EAGLE, "speculative_eagle_topk": 4},

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_mla_ext.adapter.compat import sglang_0_5_23
+from sglang_mla_ext.adapter.compat import contract, sglang_0_5_23
 from sglang_mla_ext.adapter.launch import limits
 from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.options import HybridMLAOptions, OptionError
@@ -20,7 +20,7 @@ HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
 
 def graphs(prefill: str, decode: str = "full") -> Any:
     """SGLang's settings of CUDA graphs, as far as they are looked at."""
-    return SimpleNamespace(prefill=SimpleNamespace(backend=prefill), decode=SimpleNamespace(backend=decode))
+    return SimpleNamespace(prefill=SimpleNamespace(backend=prefill, bs=None), decode=SimpleNamespace(backend=decode))
 
 
 DEEPSEEK = {
@@ -45,6 +45,16 @@ HOST_CACHE: dict[str, Any] = {
     "hicache_mem_layout": "layer_first",
 }
 """On any device."""
+NEW_FLAGS = [
+    f"enable_{flag}"
+    for flag in (
+        "unified_cache_external_linker",
+        "layernorm_sp",
+        "kv_cache_sharding",
+        "nvidia_megakernel",
+        "pd_role_switch",
+    )
+]
 
 
 def server_args(
@@ -58,6 +68,8 @@ def server_args(
     **changes: Any,
 ) -> Any:
     """Resolved arguments of a launch that works, with changes."""
+    from sglang.srt.configs.model_config import AttentionArch
+
     config = SimpleNamespace(
         architectures=[architecture],
         index_topk=index_topk,
@@ -65,10 +77,19 @@ def server_args(
         **dims,
     )
     config.get_text_config = lambda: config
+    arch = AttentionArch.MLA if mla else AttentionArch.MHA
+    model = SimpleNamespace(hf_config=config, linear_attn_registry_result=linear, attention_arch=arch)
     values = {
+        # By a method in older releases, by fields in newer ones.
         "get_attention_backends": lambda: backends,
+        **{
+            "prefill_attention_backend": backends[0],
+            "decode_attention_backend": backends[1],
+            "attention_backend": None,
+        },
         "use_mla_backend": lambda: mla,
-        "get_model_config": lambda: SimpleNamespace(hf_config=config, linear_attn_registry_result=linear),
+        **{"get_model_config": lambda: model, "_model_config": model},
+        "device": "cuda",
         "page_size": None,
         "dtype": "auto",
         "kv_cache_dtype": "auto",
@@ -118,6 +139,9 @@ def server_args(
         "enable_memory_saver": False,
         "enable_deterministic_inference": False,
         "rl_on_policy_target": None,
+        # New in newer releases.
+        **dict.fromkeys(NEW_FLAGS, False),
+        "disaggregation_decode_retraction_backup": None,
     }
     assert set(changes) <= set(values)
     return SimpleNamespace(**{**values, **changes})
@@ -138,6 +162,7 @@ def message(args: Any, compute_capability: tuple[int, int] | None = HOPPER) -> s
     return str(error.value)
 
 
+@pytest.mark.usefixtures("any_release")
 @pytest.mark.parametrize("compute_capability", [HOPPER, None], ids=["hopper", "cpu"])
 @pytest.mark.parametrize(
     "changes",
@@ -174,6 +199,7 @@ def test_mixing_that_is_turned_off_and_on(monkeypatch: pytest.MonkeyPatch) -> No
     check(server_args(), HOPPER)
 
 
+@pytest.mark.usefixtures("any_release")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -193,6 +219,7 @@ def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
     check(server_args(**{**EAGLE, **changes}), HOPPER)
 
 
+@pytest.mark.usefixtures("any_release")
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -290,7 +317,6 @@ def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
         ({"dllm_algorithm": "x"}, "--dllm-algorithm is not supported yet: remove it."),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2 is not supported: remove it, or use fp8_e4m3."),
         ({"kv_cache_dtype": "nvfp4"}, "--kv-cache-dtype nvfp4 is not supported: remove it, or use fp8_e4m3."),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype fp8_e4m3 needs prefill without CUDA graphs: remove what"),
         (
             {**FP8_CACHE, "backends": ("flashmla", "hybrid_mla")},
             "prefill runs flashmla, which cannot read --kv-cache-dtype fp8_e4m3 as hybrid_mla stores it: use hybrid",
@@ -318,6 +344,14 @@ def test_what_does_not_is_named(changes: dict[str, Any], expected: str) -> None:
     text = message(server_args(**changes))
     assert expected in text
     assert len(text.splitlines()) == 2, "one line to introduce, one for the one reason"
+
+
+def test_an_fp8_cache_where_prefill_graphs_are_not_shared_in() -> None:
+    args = server_args(kv_cache_dtype="fp8_e4m3")
+    if limits.installed.shares_in_prefill_graphs():
+        limits.check(args, HOPPER)
+    else:
+        assert "--kv-cache-dtype fp8_e4m3 needs prefill without CUDA graphs: remove what" in message(args)
 
 
 def test_a_streaming_session_has_no_node_of_the_tree() -> None:
@@ -348,6 +382,8 @@ def test_ways_to_the_host(copies: str, layout: str) -> None:
 @pytest.mark.parametrize("variable", ["SGLANG_ENABLE_UNIFIED_RADIX_TREE", "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"])
 def test_a_tree_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "1")
+    if contract.line() != "0.5.17":  # has neither of these trees
+        return limits.check(server_args(), HOPPER)
     assert f"{variable} is not supported, prefixes are found in SGLang's default radix tree: unset it." in message(
         server_args()
     )
@@ -373,11 +409,13 @@ def test_the_draft_models_backend(
     on_a_cpu: str | None,
 ) -> None:
     monkeypatch.setattr(limits.installed, "draft_has_mla", lambda args: mla)
+    if becomes == "flashmla":
+        becomes = limits.installed.mla_draft_backend(fp8=False)
     for on_gpu, expected in ((True, becomes), (False, on_a_cpu)):
         args = server_args(speculative_algorithm=algorithm, speculative_draft_attention_backend=given)
         args.override = lambda source, args=args, **fields: vars(args).update(fields)
         limits.set_draft_backend(args, on_gpu)
-        assert args.speculative_draft_attention_backend == expected
+        assert limits.installed.resolved(args).speculative_draft_attention_backend == expected
 
 
 @pytest.mark.parametrize(
@@ -452,8 +490,6 @@ def test_every_reason_is_given_at_once() -> None:
 )
 def test_what_the_newest_sglang_cannot_do_yet(changes: dict[str, Any], refused: list[str]) -> None:
     args = server_args(**changes)
-    flags = ("unified_cache_external_linker", "layernorm_sp", "kv_cache_sharding", "nvidia_megakernel")
-    vars(args).update({f"enable_{flag}": False for flag in flags})
     found = sglang_0_5_23.Release0523().further_findings(args)
     assert [each.text for each in found] == [f"{what} is not supported yet: remove it." for what in refused]
 
@@ -484,10 +520,10 @@ def test_page_size(given: int | None, on_gpu: bool, becomes: int | None) -> None
 
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "auto"])
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_prefill_graphs_are_off(dtype: str, on_gpu: bool) -> None:
+def test_prefill_graphs_are_off_where_they_are_not_shared_in(dtype: str, on_gpu: bool) -> None:
     args = server_args(kv_cache_dtype=dtype, page_size=None)
     limits.set_defaults(args, on_gpu)
-    assert args.disable_prefill_cuda_graph is on_gpu
+    assert args.disable_prefill_cuda_graph is (on_gpu and not limits.installed.shares_in_prefill_graphs())
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

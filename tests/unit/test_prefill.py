@@ -154,7 +154,7 @@ class ForwardBatch:
             def get_max_chunk_capacity(self) -> int:
                 return 256 * len(prefix_lens)
 
-            def prepare_chunked_kv_indices(self, device: torch.device) -> None:
+            def prepare_chunked_kv_indices(self, device: torch.device, *newer: Any) -> None:
                 self.prefix_chunk_kv_indices = [
                     [(request, start + token) for request in range(self.batch_size)
                      for start, count in [(starts[request].item(), lens[request].item())] for token in range(count)]
@@ -214,7 +214,7 @@ def test_drafts_are_verified_by_absorb(monkeypatch: pytest.MonkeyPatch, on_gpu: 
     from sglang_mla_ext.adapter.step.layer import forward_method
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    monkeypatch.setattr(handlers, "mla_use_prefill_cp", lambda forward_batch: False)
+    monkeypatch.setattr(handlers, "mla_use_prefill_cp", lambda forward_batch: False, raising=False)
     layer = SimpleNamespace(
         flashinfer_mla_disable_ragged=False, chunked_prefix_cache_threshold=0, disable_chunked_prefix_cache=False
     )

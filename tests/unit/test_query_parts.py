@@ -183,7 +183,8 @@ def flashmla(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module with our attention by FlashMLA, whose two functions are replaced by torch, there and in SGLang."""
     module: Any = ModuleType("sgl_kernel.flash_mla")
     module.flash_mla_with_kvcache = module.get_mla_metadata = None
-    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_mla", module)
+    for name in ("sgl_kernel.flash_mla", "sglang.kernels.ops.attention.flash_mla_interface"):
+        monkeypatch.setitem(sys.modules, name, module)
     from sglang.srt.layers.attention import flashmla_backend
 
     from sglang_mla_ext.adapter.latent import flashmla as latent_flashmla
@@ -358,6 +359,7 @@ def test_the_layer_gives_what_the_list_says(taking_parts: list[str], listed: boo
         attn_mqa=attention,
         _skip_rope_for_dsa_tilelang_fused=no,
         _fuse_rope_for_trtllm_mla=no,
+        is_dcp_mla_decode_phase=no,
     )
     batch = SimpleNamespace(forward_mode=SimpleNamespace(is_decode=no, is_target_verify=no))
     (content, k_nope, _), rope = inputs(parts=True)

@@ -9,32 +9,24 @@ from typing import Any
 
 import pytest
 from bench.recipes import OUTCOMES, counts, reasons, recipe_table, recipes
-from examined import HERE, OLDEST, examined_once
+from examined import IS_NEWEST, examined_once
+
+from sglang_mla_ext.adapter.compat import contract
+
+pytestmark = pytest.mark.skipif(not IS_NEWEST, reason="the newest release resolves recipes")
 
 
 @pytest.fixture(scope="module")
-def examined_here(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     answer = examined_once(tmp_path_factory)
     assert answer["gpu"][0] == answer["gpu"][1], "the GPU is feigned no longer than asked for"
     assert not answer["imported"]
     return answer["found"]
 
 
-@pytest.fixture
-def examined(examined_here: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    if HERE != OLDEST:
-        pytest.skip("examined with the oldest release")
-    return examined_here
-
-
 @pytest.mark.parametrize("recipe", recipes(), ids=operator.itemgetter("name"))
-def test_a_recipe_comes_to_what_its_file_says(recipe: dict[str, Any], examined_here: dict[str, Any]) -> None:
-    if recipe["name"] not in examined_here:
-        pytest.skip("an older release resolves it")
-    found = examined_here[recipe["name"]]
-    if recipe.get("sglang", HERE) != HERE:
-        assert "linear layers" in found["codes"] or found["refusals"] == recipe["because"]
-        return
+def test_a_recipe_comes_to_what_its_file_says(recipe: dict[str, Any], examined: dict[str, Any]) -> None:
+    found = examined[recipe["name"]]
     assert found["outcome"] == recipe["expected"]
     if found["outcome"] != "refused":
         assert found["changes"] == recipe.get("change", [])
@@ -54,7 +46,7 @@ def test_the_list() -> None:
     for recipe in of:
         name = recipe["name"]
         fields = {"name", "command", "gpus", "from", "source", "date", "expected"}
-        assert fields <= set(recipe) <= fields | {"environment", "note", "change", "because", "run", "sglang"}, name
+        assert fields <= set(recipe) <= fields | {"environment", "note", "change", "because", "run"}, name
         assert recipe["source"].startswith("https://") and recipe["expected"] in OUTCOMES, name
         assert re.fullmatch(r"(read )?20\d\d-\d\d-\d\d", str(recipe["date"])), name
         assert ("change" in recipe) == (recipe["expected"] == "works with a change"), name
@@ -103,7 +95,7 @@ def test_one_change_after_the_other(name: str, changes: list[str], examined: dic
 def test_what_is_set_by_itself(examined: dict[str, Any]) -> None:
     assert examined["by phase"]["outcome"] == "works"
     assert examined["by phase"]["settings"] == [
-        *("--page-size 64", "--speculative-draft-attention-backend flashmla", "--speculative-attention-mode decode"),
+        *("--page-size 64", "--speculative-draft-attention-backend fa3", "--speculative-attention-mode decode"),
         "--disable-prefill-cuda-graph",
     ]
 
@@ -125,10 +117,13 @@ def test_the_reach_of_the_memory_with_dp_attention(examined: dict[str, Any]) -> 
 
 def test_another_release_in_an_image(examined: dict[str, Any]) -> None:
     found = examined["an image"]
-    assert found["elsewhere"].startswith("lmsysorg/sglang:v0.5.20-cu129 has SGLang 0.5.20; examined with 0.5.17")
+    assert found["elsewhere"].startswith(
+        f"lmsysorg/sglang:v0.5.20-cu129 has SGLang 0.5.20; examined with {contract.line()}"
+    )
     assert (
         found["run"]
-        == "never run: DP attention, new tokens that ride under DP attention, prefill that expands for itself"
+        == "not tested: DP attention, mixed steps under DP attention, prefill in CUDA graphs, transient expansion in "
+        "prefill"
         and examined["by phase"]["elsewhere"] is None
     )
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import NODES_ARE_NUMBERS
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
@@ -18,6 +19,8 @@ from tree_traffic import TreeTraffic
 from sglang_mla_ext.adapter.compat import shared_nodes
 from sglang_mla_ext.adapter.compat.installed import TreeView
 from sglang_mla_ext.prefix.tree import SharedTree
+
+pytestmark = pytest.mark.skipif(NODES_ARE_NUMBERS, reason="of trees of nodes: test_tree_of_numbers.py has the others")
 
 PAGE_SIZES = (1, 64)
 

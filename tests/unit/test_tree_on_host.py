@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import NODES_ARE_NUMBERS
 
 from sglang_mla_ext.adapter.compat.installed import TreeView
+
+pytestmark = pytest.mark.skipif(NODES_ARE_NUMBERS, reason="of trees of nodes, which SGLang 0.5.17 keeps on the host")
 
 TOKENS = 64
 """What the device holds; the host holds four times as many."""

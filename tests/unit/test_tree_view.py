@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Step
+from conftest import NODES_ARE_NUMBERS, Step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_mla_ext.adapter.compat.installed import TreeView
 from sglang_mla_ext.adapter.compat.tree_view import UnsupportedTree
+
+pytestmark = pytest.mark.skipif(NODES_ARE_NUMBERS, reason="of trees of nodes: test_tree_of_numbers.py has the others")
 
 PAGE_SIZES = (1, 64)
 

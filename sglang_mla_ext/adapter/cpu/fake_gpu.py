@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -46,6 +46,11 @@ def hopper() -> Iterator[None]:
         stack.enter_context(
             patch.object(ServerArgs, "_validate_ib_devices", lambda args, devices: devices, create=True)
         )
+        with suppress(ImportError):  # where newer releases have it
+            from sglang.srt.arg_groups import validation_hook
+
+            name = "validate_ib_devices"
+            stack.enter_context(patch.object(validation_hook, name, lambda devices: devices, create=True))
         _forget()
         yield
 

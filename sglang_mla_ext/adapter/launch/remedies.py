@@ -57,12 +57,13 @@ REMEDIES = {
     # Flags of older releases of SGLang.
     UNKNOWN.format("--enable-ep-moe"): Remedy(("--enable-ep-moe",), ("--ep-size", "{tp}")),
     UNKNOWN.format("--enable-deepep-moe"): Remedy(("--enable-deepep-moe",), ("--moe-a2a-backend", "deepep")),
+    UNKNOWN.format("--cuda-graph-max-bs"): Remedy(("--cuda-graph-max-bs",), ("--cuda-graph-max-bs-decode", "{value}")),
     UNKNOWN.format("--speculative-draft"): Remedy(
         ("--speculative-draft",), ("--speculative-draft-model-path", "{value}")
     ),
     **{
         UNKNOWN.format(flag): Remedy((flag,))
-        for flag in ("--enable-flashinfer-mla", "--enable-flashmla", "--disable-mla")
+        for flag in ("--enable-flashinfer-mla", "--enable-flashmla", "--disable-mla", "--keep-mm-feature-on-device")
     },
 }
 """By code. What has none is refused."""
