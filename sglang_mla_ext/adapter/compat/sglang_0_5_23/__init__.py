@@ -65,6 +65,8 @@ CHANGES = Changes(
         use(f"{_ARGS}.attn_dp_size", "attribute", "whether there is DP attention"),
         use(f"{_ARGS}.enable_kv_cache_sharding", "attribute", "unsupported features"),
         use(f"{_ARGS}.enable_nvidia_megakernel", "attribute", "unsupported features"),
+        use(f"{_ARGS}.enable_pd_role_switch", "attribute", "unsupported features"),
+        use(f"{_ARGS}.disaggregation_decode_retraction_backup", "attribute", "unsupported features"),
         use(f"{_INTERFACE}.collect_path_info", "function", "paths", "self end_node_ids"),
         use(f"{_INTERFACE}.is_root", "function", "whether a node is there", "self node_id"),
         use(f"{_INTERFACE}.root_node_handle", "function", "slots of a path", "self"),
@@ -163,10 +165,14 @@ def further_findings(args: ServerArgs) -> list[Finding]:
     whose length SGLang has to be told in another way than before."""
     on_host, fp8 = args.enable_hierarchical_cache, args.kv_cache_dtype == "fp8_e4m3"
     return [
-        *sglang_0_5_18.roles_of_disaggregation(args),
         *unsupported("--enable-hierarchical-cache beside --kv-cache-dtype fp8_e4m3", on_host and fp8),
         *sglang_0_5_18.host_cache_with_drafts(args),
         *sglang_0_5_20.new_flags(args),
         *unsupported("--enable-kv-cache-sharding", args.enable_kv_cache_sharding),
         *unsupported("--enable-nvidia-megakernel", args.enable_nvidia_megakernel),
+        *unsupported("--enable-pd-role-switch", args.enable_pd_role_switch),
+        *unsupported(
+            "--disaggregation-decode-retraction-backup host_pool",
+            args.disaggregation_decode_retraction_backup == "host_pool",
+        ),
     ]
