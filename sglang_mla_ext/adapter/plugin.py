@@ -44,10 +44,11 @@ def register() -> None:
     HookRegistry.register(f"{SERVER_ARGS}.from_cli_args", _before_from_cli_args, HookType.BEFORE)
     HookRegistry.register(f"{SERVER_ARGS}.{installed.RESOLVED_BY}", _around_resolution, HookType.AROUND)
     if os.environ.get(standins.INSTALLED_VARIABLE) == "1":
-        from sglang_mla_ext.adapter.cpu import dp_attention, drafts, extend, gaps, linear_attention
+        from sglang_mla_ext.adapter.cpu import dp_attention, drafts, extend, gaps, host_cache, linear_attention
 
         standins.let_torch_native_run_mla()
         gaps.install()
+        host_cache.install()
         dp_attention.install()
         linear_attention.install()
         drafts.install()

@@ -31,6 +31,7 @@ from sglang_mla_ext.adapter.step.budget import (
 from sglang_mla_ext.adapter.step.build_expanding import (
     all_ranks_agree,
     latent_dtype,
+    latent_rows,
     make_expanding,
     make_passing,
     reach_each_other,
@@ -325,7 +326,9 @@ def stock_and_latent(
         return stock, FlashMLALatent(pool, req_to_token, kv_lora_rank=rank, on_failure=counters.fall_back, **common)
     from sglang_mla_ext.adapter.latent.fp8 import FP8Latent
 
-    return stock, FP8Latent(pool, req_to_token, dtype=runner.dtype, on_failure=counters.fall_back, **common)
+    return stock, FP8Latent(
+        latent_rows(runner), req_to_token, dtype=runner.dtype, on_failure=counters.fall_back, **common
+    )
 
 
 def make_shadow(

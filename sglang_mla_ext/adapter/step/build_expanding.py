@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_mla_ext.adapter.latent.pool import fp8_rows
 from sglang_mla_ext.adapter.step.budget import naive_tiles
 from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes
 from sglang_mla_ext.adapter.step.passing import Passing
@@ -119,7 +120,7 @@ def make_expanding(
                 exchange, of_spread["receiving"] = peers.exchange, peers.zeros
             shared = SpreadAttention(shared, exchange, **of_spread)
         shared.try_out(runner.dtype)
-        expander = Expander(layers, runner.token_to_kv_pool, buffers, first_head)
+        expander = Expander(layers, latent_rows(runner), buffers, first_head)
         expander.try_out()
     except Exception as error:
         counters.fall_back(f"the kernels do not run here: {type(error).__name__}", error)
@@ -140,7 +141,7 @@ def make_passing(
     table = runner.req_to_token_pool.req_to_token
     of_device = dict(dtype=runner.dtype, device=runner.device, tiles=naive_tiles(rates, runner.dtype))
     try:
-        passing = Passing.make(layers[0], runner.token_to_kv_pool, table, tokens, memory, **of_device)
+        passing = Passing.make(layers[0], latent_rows(runner), table, tokens, memory, **of_device)
         passing.try_out(runner.dtype)
     except Exception as error:
         counters.fall_back(f"prefill expands nothing for itself: {type(error).__name__}", error)
@@ -178,6 +179,12 @@ def all_ranks_agree(group: GroupCoordinator | None = None) -> Callable[[bool], b
         return bool(least)
 
     return agree
+
+
+def latent_rows(runner: ModelRunner) -> Any:
+    """The pool of latent rows: SGLang's, or that with rows in FP8."""
+    pool = runner.token_to_kv_pool
+    return fp8_rows(pool) or pool
 
 
 def latent_dtype(runner: ModelRunner) -> torch.dtype:

@@ -39,6 +39,13 @@ CHANGES = Changes(
                 "our pool in place of SGLang's",
                 "self max_total_num_tokens mla_pool_class",
             ),
+            use(
+                "mem_cache.kv_cache_configurator.KVCacheConfigurator._build_hybrid_linear_kv_pool",
+                "function",
+                "the same beside linear attention",
+                "self",
+                "mla_pool_class",
+            ),
         ),
         *needed_for(
             Feature.PREFILL_GRAPH,
