@@ -467,6 +467,7 @@ def glm_4_7_flash(folder: Path) -> Path:
 STOCK = ("--attention-backend", "torch_native", *SIZED)
 stock_demo = _server("stock_demo", *STOCK, kind=Reference, model=demo)
 drafts = _server("drafts", *NAIVE, *SIZED, *PREFIXES, *DRAFTING, "--hybrid-mla-verify-interval", "5", model=demo)
+on_host_drafts = _server("on_host_drafts", *ON_HOST, *DRAFTING, model=demo)
 drafts_of_two = _server(
     "drafts_of_two",
     *(*NAIVE, *SIZED, *PREFIXES, *DRAFTING, "--tp", "2", "--dp-size", "2", "--enable-dp-attention"),

@@ -435,7 +435,7 @@ def test_every_reason_is_given_at_once() -> None:
         (HOST_CACHE, []),
         (HOST_CACHE | {"hicache_storage_backend": "file"}, []),
         (HOST_CACHE | FP8_CACHE, ["--enable-hierarchical-cache beside --kv-cache-dtype fp8_e4m3"]),
-        (HOST_CACHE | EAGLE, ["--enable-hierarchical-cache beside --speculative-algorithm"]),
+        (HOST_CACHE | EAGLE, []),
         (FP8_CACHE | EAGLE, []),
         ({"disaggregation_mode": "prefill"}, []),
         (DECODE_ROLE, []),
@@ -443,7 +443,7 @@ def test_every_reason_is_given_at_once() -> None:
 )
 def test_what_the_newest_sglang_cannot_do_yet(changes: dict[str, Any], refused: list[str]) -> None:
     args = server_args(**changes)
-    flags = ("unified_cache_external_linker", "layernorm_sp", "kv_cache_sharding", "nvidia_megakernel", "pd_role_switch")
+    flags = "unified_cache_external_linker layernorm_sp kv_cache_sharding nvidia_megakernel pd_role_switch".split()
     vars(args).update({f"enable_{flag}": False for flag in flags}, disaggregation_decode_retraction_backup=None)
     found = sglang_0_5_23.further_findings(args)
     assert [each.text for each in found] == [f"{what} is not supported yet: remove it." for what in refused]

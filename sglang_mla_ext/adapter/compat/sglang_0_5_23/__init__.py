@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang_mla_ext.adapter.compat import sglang_0_5_18, sglang_0_5_20
+from sglang_mla_ext.adapter.compat import sglang_0_5_20
 from sglang_mla_ext.adapter.compat.findings import Finding, unsupported
 from sglang_mla_ext.adapter.compat.numbered_tree import NumberedTree, PathNode, UnsupportedTree
 from sglang_mla_ext.adapter.compat.table import Changes, Feature, needed_for, use
@@ -168,12 +168,11 @@ def other_trees() -> list[str]:
 
 
 def further_findings(args: ServerArgs) -> list[Finding]:
-    """See sglang_0_5_17. The tree's part on the host was tried here, but neither with drafts nor with our FP8 rows, of
-    whose length SGLang has to be told in another way than before."""
+    """See sglang_0_5_17. The tree's part on the host was tried here, but not with our FP8 rows, of whose length SGLang has
+    to be told in another way than before."""
     on_host, fp8 = args.enable_hierarchical_cache, args.kv_cache_dtype == "fp8_e4m3"
     return [
         *unsupported("--enable-hierarchical-cache beside --kv-cache-dtype fp8_e4m3", on_host and fp8),
-        *sglang_0_5_18.host_cache_with_drafts(args),
         *sglang_0_5_20.new_flags(args),
         *unsupported("--enable-kv-cache-sharding", args.enable_kv_cache_sharding),
         *unsupported("--enable-nvidia-megakernel", args.enable_nvidia_megakernel),
