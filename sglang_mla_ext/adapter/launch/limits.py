@@ -254,7 +254,7 @@ def _unsupported(flags: dict[str, bool]) -> list[Finding]:
 
 def _host_cache_findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
     """What SGLang would find out when the first rows go to the host. `args` are resolved."""
-    copies, layouts = (HOST_COPIES, HOST_LAYOUTS) if on_gpu else (("direct",), ("layer_first",))
+    copies, layouts = (HOST_COPIES, HOST_LAYOUTS) if on_gpu else (("direct",), ("layer_first", "page_first_direct"))
     given = {
         "--hicache-io-backend": (args.hicache_io_backend, copies),
         "--hicache-mem-layout": (args.hicache_mem_layout, layouts),
@@ -375,10 +375,6 @@ def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
             f"{BACKEND_NAME} for prefill too, or remove --kv-cache-dtype."
         )
         found.append(Finding("prefill backend", text))
-    if installed.linear_layers(args) is not None:
-        # Their pool is in another, which SGLang builds by itself.
-        text = "an FP8 cache does not go with layers with linear attention yet, which this model has: set "
-        found.append(Finding("FP8 with linear layers", f"{text}--kv-cache-dtype bfloat16."))
     flags = {
         # Each token has a scale of its own.
         "--quantization-param-path": args.quantization_param_path is not None,
@@ -387,6 +383,9 @@ def _fp8_cache_findings(args: ServerArgs, on_gpu: bool) -> list[Finding]:
         # Only decode servers with our rows take it, and these have no drafts.
         "--speculative-algorithm of a prefill server": args.disaggregation_mode == "prefill"
         and args.speculative_algorithm is not None,
+        # And no layers with linear attention (models.beside_linear_layers).
+        "--disaggregation-mode of a model with linear attention": args.disaggregation_mode != "null"
+        and installed.linear_layers(args) is not None,
     }
     if on_gpu:
         # These make SGLang's prefill attend to the pool itself, by absorb, where otherwise it asks for rows by their
