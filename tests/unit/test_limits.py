@@ -199,7 +199,7 @@ def test_chains_of_drafts_are_let_through(changes: dict[str, Any]) -> None:
             "--speculative-algorithm NGRAM is not supported: use EAGLE, EAGLE3 or NEXTN, with --speculative-eagle-topk",
         ),
         ({"speculative_algorithm": "STANDALONE"}, "--speculative-algorithm STANDALONE is not supported: use EAGLE, EA"),
-        ({"speculative_algorithm": "DSPARK"}, "DSPARK is not supported: it may verify other numbers of drafts"),
+        ({"speculative_algorithm": "DSPARK"}, "DSPARK is not supported: it was never run here, and but for SGLANG_RAG"),
         ({"speculative_algorithm": "DFLASH"}, "--speculative-algorithm DFLASH is not supported: use EAGLE, EAGLE3 or"),
         ({"speculative_algorithm": "FROZEN_KV_MTP"}, "--speculative-algorithm FROZEN_KV_MTP is not supported: use EAG"),
         ({**EAGLE, "speculative_eagle_topk": 4}, "--speculative-eagle-topk 4 is not supported: use 1."),

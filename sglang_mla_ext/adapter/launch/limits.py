@@ -344,8 +344,9 @@ def way_of_drafting(algorithm: str | None) -> list[Finding]:
         return []
     if algorithm.upper() == "DSPARK":
         text = (
-            "--speculative-algorithm DSPARK is not supported: it may verify other numbers of drafts for each request "
-            "(ragged_verify_layout), and steps here take as many query tokens of one as of another. Remove it."
+            "--speculative-algorithm DSPARK is not supported: it was never run here, and but for "
+            "SGLANG_RAGGED_VERIFY_MODE=static it verifies another number of drafts for each request "
+            "(ragged_verify_layout). Remove it."
         )
     else:
         text = (
