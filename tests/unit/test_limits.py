@@ -434,7 +434,8 @@ def test_every_reason_is_given_at_once() -> None:
     [
         (HOST_CACHE, []),
         (HOST_CACHE | {"hicache_storage_backend": "file"}, []),
-        (HOST_CACHE | FP8_CACHE, ["--enable-hierarchical-cache beside --kv-cache-dtype fp8_e4m3"]),
+        (HOST_CACHE | FP8_CACHE, []),
+        (HOST_CACHE | FP8_CACHE | EAGLE, ["--enable-hierarchical-cache beside drafts over an FP8 cache"]),
         (HOST_CACHE | EAGLE, []),
         (FP8_CACHE | EAGLE, []),
         ({"disaggregation_mode": "prefill"}, []),

@@ -168,11 +168,12 @@ def other_trees() -> list[str]:
 
 
 def further_findings(args: ServerArgs) -> list[Finding]:
-    """See sglang_0_5_17. The tree's part on the host was tried here, but not with our FP8 rows, of whose length SGLang has
-    to be told in another way than before."""
+    """See sglang_0_5_17. SGLang keeps rows of NEXTN's drafts beside the model's on the host, which must be as long
+    (check_packed_kv_rows, mem_cache/hybrid_cache/host_pool_config.py:268): 576 bytes beside 656 with an FP8 cache."""
     on_host, fp8 = args.enable_hierarchical_cache, args.kv_cache_dtype == "fp8_e4m3"
+    drafts_on_host = on_host and args.speculative_algorithm is not None
     return [
-        *unsupported("--enable-hierarchical-cache beside --kv-cache-dtype fp8_e4m3", on_host and fp8),
+        *unsupported("--enable-hierarchical-cache beside drafts over an FP8 cache", drafts_on_host and fp8),
         *sglang_0_5_20.new_flags(args),
         *unsupported("--enable-kv-cache-sharding", args.enable_kv_cache_sharding),
         *unsupported("--enable-nvidia-megakernel", args.enable_nvidia_megakernel),
