@@ -46,10 +46,11 @@ def register() -> None:
     HookRegistry.register(f"{SERVER_ARGS}.from_cli_args", _before_from_cli_args, HookType.BEFORE)
     HookRegistry.register(f"{SERVER_ARGS}.{installed.RESOLVED_BY}", _around_resolution, HookType.AROUND)
     if os.environ.get(stubs.INSTALLED_VARIABLE) == "1":
-        from sglang_mla_ext.adapter.cpu import dp_attention, drafts, extend, linear_attention, missing_ops
+        from sglang_mla_ext.adapter.cpu import dp_attention, drafts, extend, host_cache, linear_attention, missing_ops
 
         stubs.let_torch_native_run_mla()
         missing_ops.install()
+        host_cache.install()
         dp_attention.install()
         linear_attention.install()
         drafts.install()

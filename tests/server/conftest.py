@@ -467,6 +467,7 @@ def glm_4_7_flash(folder: Path) -> Path:
 STOCK = ("--attention-backend", "torch_native", *SIZED)
 stock_demo = _server("stock_demo", *STOCK, kind=Reference, model=demo)
 drafts = _server("drafts", *NAIVE, *SIZED, *PREFIXES, *DRAFTING, "--hybrid-mla-verify-interval", "5", model=demo)
+on_host_drafts = _server("on_host_drafts", *ON_HOST, *DRAFTING, model=demo)
 drafts_of_two = _server(
     "drafts_of_two",
     *(*NAIVE, *SIZED, *PREFIXES, *DRAFTING, "--tp", "2", "--dp-size", "2", "--enable-dp-attention"),
@@ -499,6 +500,14 @@ hybrid_kimi_linear = _server(
 stock_kimi_k3 = _server("stock_kimi_k3", *STOCK, *LINEAR, kind=Reference, model=kimi_k3)
 hybrid_kimi_k3 = _server("hybrid_kimi_k3", *NAIVE, *SIZED, *PREFIXES, *LINEAR, model=kimi_k3)
 stock_mistral_large_3 = _server("stock_mistral_large_3", *STOCK, kind=Reference, model=mistral_large_3)
+linear_fp8 = _server(
+    "linear_fp8",
+    *(*NAIVE, *SIZED, *PREFIXES, *LINEAR, "--kv-cache-dtype", "fp8_e4m3", "--hybrid-mla-verify-interval", "5"),
+    model=kimi_linear,
+)
+linear_on_host = _server(
+    "linear_on_host", *(*ON_HOST, *LINEAR, "--hicache-mem-layout", "page_first_direct"), model=kimi_linear
+)
 hybrid_mistral_large_3 = _server("hybrid_mistral_large_3", *NAIVE, *SIZED, *PREFIXES, model=mistral_large_3)
 hybrid_longcat_flash = _server("hybrid_longcat_flash", *NAIVE, *SIZED, *PREFIXES, *ROTATION, model=longcat_flash)
 stock_glm_4_7_flash = _server("stock_glm_4_7_flash", *STOCK, kind=Reference, model=glm_4_7_flash)

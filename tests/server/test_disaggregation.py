@@ -18,6 +18,7 @@ from bench.server import free_port
 from conftest import (
     FILES,
     IN_FILES,
+    LINEAR,
     NAIVE,
     PREFIXES,
     SIZED,
@@ -30,19 +31,20 @@ from conftest import (
     assert_same,
     counting,
     demo,
+    kimi_linear,
 )
 from test_answers import OTHER_SYSTEM, SYSTEM, question
 from test_on_host import tokens, wait_until_stored
 
 from sglang_mla_ext.adapter.compat import contract
 
-if contract.line() != "0.5.17":
-    pytest.skip("tried with SGLang 0.5.17 only", allow_module_level=True)
+if contract.line() not in ("0.5.17", "0.5.23"):
+    pytest.skip("not tested with this SGLang", allow_module_level=True)
 TRANSFER = next((name for name in ("nixl", "mooncake") if importlib.util.find_spec(name)), None)
 if TRANSFER is None:
     pytest.skip("neither NIXL nor Mooncake is installed", allow_module_level=True)
 
-PORTS = {"bf16": free_port(), "fp8": free_port(), "files": free_port()}
+PORTS = {cache: free_port() for cache in ("bf16", "fp8", "files", "linear")}
 """Where decode servers find the prefill server that has such a cache."""
 
 
@@ -61,6 +63,9 @@ pd_decode = _server("pd_decode", *OURS, *role("decode", "bf16"), environment=ENV
 pd_stock = _server("pd_stock", *STOCK, *role("decode", "bf16"), environment=ENVIRONMENT)
 pd_files_prefill = _server("pd_files_prefill", *IN_FILES, *role("prefill", "files"), environment=ENVIRONMENT | FILES)
 pd_fp8_prefill = _server("pd_fp8_prefill", *OURS, *FP8, *role("prefill", "fp8"), environment=ENVIRONMENT, model=demo)
+pd_linear = dict(environment=ENVIRONMENT, model=kimi_linear)
+pd_linear_prefill = _server("pd_linear_prefill", *OURS, *LINEAR, *role("prefill", "linear"), **pd_linear)
+pd_linear_stock = _server("pd_linear_stock", *STOCK, *LINEAR, *role("decode", "linear"), **pd_linear)
 pd_fp8_decode = _server("pd_fp8_decode", *OURS, *FP8, *role("decode", "fp8"), environment=ENVIRONMENT, model=demo)
 
 
@@ -155,3 +160,17 @@ def test_an_fp8_cache(stock_demo: Reference, pd_fp8_prefill: Server, pd_fp8_deco
             apart.append(abs(logprob - expected_logprob))
     print(f"{len(apart)} of {16 * len(chats)} tokens, apart by {sum(apart) / len(apart):.4f}, at most {max(apart):.4f}")
     assert len(apart) > 8 * len(chats) and sum(apart) / len(apart) < 0.03
+
+
+@pytest.mark.slow  # after changes of the pool or its layout
+@pytest.mark.skipif(contract.line() == "0.5.17", reason="its prefixes are in a tree of another kind")
+def test_layers_with_linear_attention(
+    stock_kimi_linear: Reference, pd_linear_prefill: Server, pd_linear_stock: Server
+) -> None:
+    """Their states are sent beside the rows of those with MLA. The decode server is SGLang's: ours has nothing to share
+    (models.beside_linear_layers)."""
+    ask(pd_linear_prefill, pd_linear_stock, PORTS["linear"], *FIRST)
+    with counting(pd_linear_prefill) as prefilled:
+        chats, actual = ask_until_prefilled(pd_linear_prefill, pd_linear_stock, PORTS["linear"])
+    assert_same(actual, stock_kimi_linear.ask(*chats))
+    assert prefilled.prefill_tokens_saved > 200 and prefilled.steps_naive == 0

@@ -8,10 +8,8 @@ side by side.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,14 +20,6 @@ from demo import OTHER_QUESTIONS, SYSTEM_PROMPT, WORD_QUESTIONS, lookups
 from test_answers import LONG, question
 from test_answers import SYSTEM as SYSTEM_OF_STATIONS
 from test_on_host import fill, tokens
-
-from sglang_mla_ext.adapter.compat import contract
-
-# Of SGLang 0.5.23, which says so of every backend.
-REFUSAL = "CPU FP8 KV cache is only supported for MHA."
-SPEC = importlib.util.find_spec("sglang")
-if REFUSAL in Path(SPEC.origin).with_name("srt").joinpath("mem_cache/kv_cache_configurator.py").read_text():
-    pytest.skip(f"SGLang {contract.installed_version()}: {REFUSAL}", allow_module_level=True)
 
 TIE = 0.05
 """Log-probabilities closer than this are a tie, which rounding may decide."""

@@ -60,3 +60,27 @@ def test_a_prefix_that_was_in_files(stock: Reference, in_files: Server) -> None:
         assert_same(in_files.ask(*chats), expected.result())
     assert tokens(in_files, "prefetched") > 256 and tokens(in_files, "load_back") > 256
     assert counted.steps_naive > 8
+
+
+@pytest.mark.slow  # after changes of the host cache or of drafts
+def test_drafts_over_a_prefix_that_was_on_the_host(stock_demo: Reference, on_host_drafts: Server) -> None:
+    """The rows of the layer that drafts go to the host and come back, too: drafts are accepted as often as before."""
+    chats = [Chat(SYSTEM, question(i), LONG) for i in range(3)]
+    expected = stock_demo.asking(*chats)
+    on_host_drafts.ask(Chat(SYSTEM, question(13), 1))
+
+    def verified() -> int:
+        """Ask, and return how many steps that took."""
+        before = on_host_drafts.info()["counters"]["steps_verify"]
+        with counting(on_host_drafts) as counted:
+            assert_same(on_host_drafts.ask(*chats), expected.result())
+        assert counted.steps_naive > 2
+        return int(on_host_drafts.info()["counters"]["steps_verify"] - before)
+
+    steps = verified()
+    fill(on_host_drafts)
+    before = tokens(on_host_drafts, "load_back")
+    again = verified()
+    print(f"{steps} steps the first time, {again} after the prefix was on the host")
+    assert tokens(on_host_drafts, "load_back") - before > 256, "the prefix was on the host"
+    assert again <= steps + 2 < LONG

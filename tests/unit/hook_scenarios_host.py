@@ -18,11 +18,11 @@ def scenario_rows_on_the_host_are_as_long_as_on_the_device() -> None:
     from sglang.srt.mem_cache.pool_host import base
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-    from sglang_mla_ext.adapter.cpu import missing_ops
+    from sglang_mla_ext.adapter.cpu import host_cache
     from sglang_mla_ext.adapter.latent.pool import LatentPool
 
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # whoever else runs here
-    missing_ops.before_host_pool()
+    host_cache.before_host_pool()
     fp8 = torch.float8_e4m3fn
     for kind, dtype, row_bytes in ((LatentPool, fp8, 656), (MLATokenToKVPool, fp8, 576)):
         pool = kind(64, 4, dtype, 512, 64, 2, "cpu", enable_memory_saver=False)

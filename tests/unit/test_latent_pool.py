@@ -284,3 +284,34 @@ def test_the_same_memory_holds_more_tokens(sglang_globals: Any, monkeypatch: pyt
     assert bf16 == (10 << 30) // (1152 * LAYERS) and ours == (10 << 30) // (656 * LAYERS)
     assert ours / bf16 == pytest.approx(1.756, abs=1e-3)
     assert tokens(FP8, "flashmla") == (10 << 30) // (576 * LAYERS), "SGLang's own FP8 pool"
+
+
+def test_sglang_builds_it_for_the_layers_with_mla_among_others(sglang_globals: Any) -> None:
+    from sglang_mla_ext.adapter.latent.pool import LatentPool, around_build_hybrid_pool
+
+    for dtype, cls in ((FP8, LatentPool), (torch.bfloat16, "SGLang's")):
+        given = around_build_hybrid_pool(lambda self, **given: given, configurator(dtype), mla_pool_class="SGLang's")
+        assert given == {"mla_pool_class": cls}
+
+
+def test_rows_of_layers_with_mla_among_others(pool: Any) -> None:
+    """They have the numbers of the model's layers, and the pool that they are in waits for them."""
+    from sglang_mla_ext.adapter.latent.pool import dtype_for_peers, fp8_rows
+
+    waited: list[int] = []
+    index = {3: START, 7: START + 1}
+    others = SimpleNamespace(
+        full_kv_pool=pool,
+        full_attention_layer_id_mapping=index,
+        layer_transfer_counter=SimpleNamespace(wait_until=waited.append),
+        start_layer=2,
+    )
+    slots, rows = some_slots(37), new_rows(37)
+    pool.set_kv_buffer(layer(1), slots, rows)
+    found, out = fp8_rows(others), torch.empty(37, RANK + ROPE)  # type: ignore[arg-type]
+    assert found is not None and found.layout is pool.layout
+    found.fetch(7, slots, out)
+    assert torch.equal(out, meant(rows, torch.float32))
+    assert found.rows(3).data_ptr() == pool.rows(START).data_ptr() and waited == [5, 1]
+    assert dtype_for_peers("fp8_e4m3", others) == "fp8_e4m3 (hybrid_mla: 656 bytes a row)"  # type: ignore[arg-type]
+    assert fp8_rows(pool) is pool and fp8_rows(None) is fp8_rows(SimpleNamespace()) is None  # type: ignore[arg-type]

@@ -8,11 +8,11 @@ import sys
 import pytest
 import torch
 
+from sglang_mla_ext.adapter.cpu import host_cache
 from sglang_mla_ext.adapter.cpu.dp_attention import around_copy
 from sglang_mla_ext.adapter.cpu.missing_ops import (
     around_allocate_bitmask,
     around_apply_mask,
-    around_memory_kinds,
     around_zero_experts,
 )
 
@@ -55,11 +55,6 @@ def test_no_token() -> None:
     assert around_zero_experts(lambda: None, *nothing, 16, "identity", torch.empty(0, 5)).shape == (0, 5)
 
 
-def test_nixl_finds_the_cache_in_the_hosts_memory() -> None:
-    for kinds in (None, ["VRAM"] * 3):
-        assert around_memory_kinds(lambda: None, kinds, 3) == ["DRAM"] * 3
-
-
 @pytest.mark.parametrize(("begin", "tokens"), [(0, 3), (3, 2), (5, 0)])
 def test_tokens_of_a_rank_among_all(begin: int, tokens: int) -> None:
     """Its batch may be padded, which goes nowhere and is written by nobody."""
@@ -70,3 +65,14 @@ def test_tokens_of_a_rank_among_all(begin: int, tokens: int) -> None:
     there = torch.zeros(5, 2)
     around_copy(lambda: None, there, own, 0, offset, count, False)
     assert torch.equal(there[begin : begin + tokens], own[:tokens]) and int((there != 0).any(1).sum()) <= tokens
+
+
+def test_rows_to_pages_on_the_host_and_back() -> None:
+    layers, page = [torch.randn(12, 1, 5) for _ in range(3)], 4
+    pages = torch.zeros(3, 3, page, 1, 5)
+    there, here = torch.tensor([8, 9, 10, 11, 0]), torch.tensor([1, 2, 3, 5, 7])
+    host_cache.copy_to_pages(layers, [pages], here, there, page)
+    assert torch.equal(pages[2, 1], layers[1][[1, 2, 3, 5]]) and not pages[1].any()
+    back = torch.zeros(12, 1, 5)
+    host_cache.copy_from_pages([pages], [back], there, here + 1, 2, page)
+    assert torch.equal(back[here + 1], layers[2][here])

@@ -14,7 +14,7 @@ from examined import examined_once
 
 from sglang_mla_ext.adapter.compat import contract
 from sglang_mla_ext.adapter.compat.attention_classes import strange_layers
-from sglang_mla_ext.adapter.launch import limits, mixed_steps, models
+from sglang_mla_ext.adapter.launch import mixed_steps, models
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +55,10 @@ def test_layers_with_linear_attention_work_where_their_tree_is_read(examined: di
 @pytest.mark.parametrize(
     "changes",
     [
-        {"enable_hierarchical_cache": True},
+        {"enable_hierarchical_cache": True, "hicache_mem_layout": "layer_first"},
         {"speculative_algorithm": "EAGLE"},
-        {"disaggregation_mode": "prefill"},
+        {"hicache_storage_backend": "file"},
+        test_limits.DECODE_ROLE,
     ],
     ids=str,
 )
@@ -71,12 +72,18 @@ def test_what_does_not_go_with_linear_layers(monkeypatch: pytest.MonkeyPatch, ch
         assert (mixed_steps.obstacle(test_limits.server_args(), on_gpu=False) is None) is (linear is None)
 
 
-def test_an_fp8_cache_does_not_go_with_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits.installed, "linear_layers", lambda args: object())
-    monkeypatch.setattr(limits.installed, "attention_backends", lambda args: ("hybrid_mla", "hybrid_mla"))
-    monkeypatch.setattr(limits.installed, "resolved", lambda args: args)
-    with pytest.raises(limits.Refusal, match="set --kv-cache-dtype bfloat16"):
-        limits.check_fp8_cache(test_limits.server_args(), on_gpu=False)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        test_limits.FP8_CACHE,
+        test_limits.HOST_CACHE | {"hicache_mem_layout": "page_first"},
+        {"disaggregation_mode": "prefill"},
+    ],
+    ids=str,
+)
+def test_what_goes_with_linear_layers(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    monkeypatch.setattr(models.installed, "linear_layers", lambda args: object())
+    assert models.beside_linear_layers(test_limits.server_args(**changes)) == []
 
 
 def test_heads_of_other_sizes_work(examined: dict[str, Any]) -> None:

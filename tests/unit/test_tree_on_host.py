@@ -109,12 +109,12 @@ def host_tree(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     from sglang.srt.mem_cache.pool_host import base
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-    from sglang_mla_ext.adapter.cpu import missing_ops
+    from sglang_mla_ext.adapter.cpu import host_cache
     from sglang_mla_ext.adapter.latent.pool import around_host_pool
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 1)
     monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)  # whoever else runs here
-    missing_ops.before_host_pool()
+    host_cache.before_host_pool()
     original = MLATokenToKVPoolHost.__init__
     hooked = functools.partialmethod(lambda self, *args, **given: around_host_pool(original, self, *args, **given))
     monkeypatch.setattr(MLATokenToKVPoolHost, "__init__", hooked)

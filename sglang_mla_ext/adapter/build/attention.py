@@ -9,6 +9,7 @@ import torch
 
 from sglang_mla_ext.adapter.build.budget import max_requests, max_tokens, needs_latent
 from sglang_mla_ext.adapter.build.context import Context
+from sglang_mla_ext.adapter.latent.pool import latent_rows
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
 from sglang_mla_ext.adapter.stock.protocol import Stock
 from sglang_mla_ext.kernels.constants import FP8
@@ -60,7 +61,8 @@ def stock_and_latent(
         return stock, FlashMLALatent(pool, req_to_token, kv_lora_rank=rank, on_failure=counters.fall_back, **common)
     from sglang_mla_ext.adapter.latent.fp8 import FP8Latent
 
-    return stock, FP8Latent(pool, req_to_token, dtype=runner.dtype, on_failure=counters.fall_back, **common)
+    rows: Any = latent_rows(pool)  # in FP8, because the stock backend cannot decode over it
+    return stock, FP8Latent(rows, req_to_token, dtype=runner.dtype, on_failure=counters.fall_back, **common)
 
 
 def allocate_latent(context: Context, stock: Stock, latent: LatentAttention) -> None:

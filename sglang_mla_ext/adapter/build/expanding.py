@@ -11,6 +11,7 @@ import torch
 
 from sglang_mla_ext.adapter.build.budget import naive_tiles
 from sglang_mla_ext.adapter.build.context import Context
+from sglang_mla_ext.adapter.latent.pool import latent_rows
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
 from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes
 from sglang_mla_ext.adapter.step.passing import Passing
@@ -115,7 +116,7 @@ def make_expanding(
                 exchange, of_spread["receiving"] = peers.exchange, peers.zeros
             shared = SpreadAttention(shared, exchange, **of_spread)
         shared.try_out(model.dtype)
-        expander = Expander(model.layers, runner.token_to_kv_pool, buffers, first_head)
+        expander = Expander(model.layers, latent_rows(runner.token_to_kv_pool), buffers, first_head)
         expander.try_out()
     except Exception as error:
         counters.fall_back(f"the kernels do not run here: {type(error).__name__}", error)

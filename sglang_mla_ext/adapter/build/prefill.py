@@ -9,6 +9,7 @@ from dataclasses import replace
 from sglang_mla_ext.adapter.build.budget import naive_tiles
 from sglang_mla_ext.adapter.build.context import Context
 from sglang_mla_ext.adapter.latent.host_cache import wait_for_layer
+from sglang_mla_ext.adapter.latent.pool import latent_rows
 from sglang_mla_ext.adapter.step.passing import Passing
 from sglang_mla_ext.adapter.step.prefill import PrefillPlan
 from sglang_mla_ext.adapter.step.prefill_graph import PrefillGraph
@@ -30,7 +31,9 @@ def make_passing(context: Context, rates: GpuRates) -> Passing | None:
     table = runner.req_to_token_pool.req_to_token
     of_device = dict(dtype=model.dtype, device=runner.device, tiles=naive_tiles(rates, model.dtype))
     try:
-        passing = Passing.make(model.first, runner.token_to_kv_pool, table, tokens, context.memory, **of_device)
+        passing = Passing.make(
+            model.first, latent_rows(runner.token_to_kv_pool), table, tokens, context.memory, **of_device
+        )
         passing.try_out(model.dtype)
     except Exception as error:
         context.counters.fall_back(f"prefill expands nothing for itself: {type(error).__name__}", error)

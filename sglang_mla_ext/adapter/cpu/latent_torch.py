@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sglang_mla_ext.adapter.latent.pool import LatentPool
+from sglang_mla_ext.adapter.latent.pool import fp8_rows
 from sglang_mla_ext.adapter.latent.protocol import LatentSizes
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.reference import attention as reference
@@ -36,6 +36,7 @@ class TorchLatent:
             query_tokens: of each request.
         """
         self._pool, self._req_to_token, self._query_tokens = pool, req_to_token, query_tokens
+        self._fp8 = fp8_rows(pool)
         self.grouped_page = 1 if grouped else None
         self._segments: Sequence[Segment] = ()  # by units, as the next
         self._planned_starts: Sequence[int] = ()
@@ -96,8 +97,8 @@ class TorchLatent:
     ) -> tuple[Tensor, Tensor]:
         """Attention of one row, `q_absorbed [1, heads, 512]` and `q_rope [1, heads, 64]`, over the latent rows of these
         slots: `out [1, heads, 512]` and `lse [1, heads]`."""
-        if isinstance(self._pool, LatentPool):
-            keys = reference_fp8.keys_of_rows(self._pool.rows(layer_id)[slots], self._pool.layout)
+        if self._fp8 is not None:
+            keys = reference_fp8.keys_of_rows(self._fp8.rows(layer_id)[slots], self._fp8.layout)
             return reference_fp8.absorb_fp8(q_absorbed, q_rope, keys, softmax_scale)
         latent_rows = self._pool.get_key_buffer(layer_id)[slots].squeeze(1)[None]  # [1, tokens, 576]
         return reference.absorb(q_absorbed, q_rope, latent_rows, torch.tensor([len(slots)]), softmax_scale)

@@ -1,19 +1,22 @@
 """Operations that SGLang's models call without a version for the CPU, in plain torch: hooks for machines without a GPU.
 
 LongCat-Flash asks for a CUDA stream, and computes its zero experts in Triton. A grammar's mask of tokens is pinned
-memory, and kernels for GPUs apply it. A cache on the host (HiCache) is pinned memory, and compiled functions copy to
-it. NIXL, which moves a cache from prefill to decode servers, takes it for a GPU's memory.
+memory, and kernels for GPUs apply it. NIXL, which moves a cache from prefill to decode servers, takes it for a GPU's
+memory. An FP8 cache of an MLA model is refused, because SGLang has no attention over one.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_mla_ext.adapter.compat import installed
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
 
 
 def install() -> None:
@@ -27,16 +30,12 @@ def install() -> None:
         "sglang.kernels.ops.moe.ep_moe_kernels.zero_experts_compute_triton": around_zero_experts,
         f"{grammar}._allocate_token_bitmask": around_allocate_bitmask,
         f"{grammar}.XGrammarGrammar.apply_vocab_mask": around_apply_mask,
-        "sglang.srt.disaggregation.nixl.conn._normalize_kv_mem_kinds": around_memory_kinds,
         f"{prefill}.maybe_send_cached_prefix_chunk": around_early_send,
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.configure": around_configure,
     }
     for target, hook in around.items():
         HookRegistry.register(target, hook, HookType.AROUND)
     HookRegistry.register("sglang.srt.disaggregation.nixl.conn.NixlKVManager.__init__", before_nixl, HookType.BEFORE)
-    # A function that hooks.py leaves alone: SGLang applies hooks to a function once, and these come first.
-    host_pool = "sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__"
-    HookRegistry.register(host_pool, before_host_pool, HookType.BEFORE)
-    HookRegistry.register(host_pool, after_host_pool, HookType.AFTER)
 
 
 def around_get_stream(original: Callable[..., Any], name: str) -> None:
@@ -90,48 +89,53 @@ def around_apply_mask(
     apply_token_bitmask_inplace(logits, vocab_mask, backend="cpu")
 
 
-def around_memory_kinds(original: Callable[..., Any], kinds: Sequence[str] | None, expected_len: int) -> list[str]:
-    """In which memory NIXL finds the buffers of a KV cache: in the host's."""
-    return ["DRAM"] * expected_len
-
-
 def before_nixl(*args: Any, **kwargs: Any) -> None:
-    """Turn off NIXL's thread that polls for messages, where SGLang polls, too: it takes a core, which computes here."""
-    if not installed.polls_nixl():
-        return
+    """Have NIXL find caches and states in the host's memory, and turn off its thread that polls for messages, where
+    SGLang polls, too: it takes a core, which computes here."""
     from nixl import _api
 
-    if not isinstance(_api.nixl_agent_config, functools.partial):
+    if not isinstance(_api.nixl_agent, functools.partial):
+        _api.nixl_agent = functools.partial(_agent_on_host, _api.nixl_agent)
+    if installed.polls_nixl() and not isinstance(_api.nixl_agent_config, functools.partial):
         _api.nixl_agent_config = functools.partial(_api.nixl_agent_config, enable_prog_thread=False)
+
+
+def _agent_on_host(make: Callable[..., Any], *args: Any) -> Any:
+    """A NIXL agent to which a GPU's memory is the host's."""
+    agent = make(*args)
+    agent.nixl_mems["VRAM"] = agent.nixl_mems["DRAM"]
+    return agent
 
 
 def around_early_send(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Cached tokens are sent with the others: to send them earlier, SGLang waits for a CUDA event."""
 
 
-def before_host_pool(*args: Any, **kwargs: Any) -> None:
-    """Plain memory for latent rows on the host, and copies of their indices for `--hicache-io-backend direct`."""
-    from sglang.srt.mem_cache.pool_host import mla
+def around_configure(original: Callable[..., Any], configurator: KVCacheConfigurator, **given: Any) -> Any:
+    """`KVCacheConfigurator.configure`, which refuses every FP8 cache of an MLA model on a CPU. Ours is read by its own
+    attention, which the CPU has: while it is made, its module takes the machine for another."""
+    from sglang.srt.mem_cache import kv_cache_configurator
 
-    mla.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
-    mla.transfer_kv_direct = _transfer
+    from sglang_mla_ext.adapter.latent.pool import is_built_for
+
+    platform = getattr(kv_cache_configurator, "current_platform", None)
+    if platform is None or not is_built_for(configurator):
+        return original(configurator, **given)
+    kv_cache_configurator.current_platform = _NoCPU(platform)
+    try:
+        return original(configurator, **given)
+    finally:
+        kv_cache_configurator.current_platform = platform
 
 
-def after_host_pool(result: None, host_pool: Any, *args: Any, **kwargs: Any) -> None:
-    """Nor is memory pinned that pages from storage are read into."""
-    host_pool.pin_memory = False
+class _NoCPU:
+    """SGLang's platform, but for what it is."""
 
+    def __init__(self, platform: Any) -> None:
+        self._platform = platform
 
-def _allocate(dims: Sequence[int], dtype: torch.dtype, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return torch.empty(*dims, dtype=dtype)
+    def is_cpu(self) -> bool:
+        return False
 
-
-def _transfer(
-    src_layers: Sequence[torch.Tensor],
-    dst_layers: Sequence[torch.Tensor],
-    src_indices: torch.Tensor,
-    dst_indices: torch.Tensor,
-    page_size: int,
-) -> None:
-    for source, target in zip(src_layers, dst_layers, strict=True):
-        target[dst_indices] = source[src_indices]
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._platform, name)

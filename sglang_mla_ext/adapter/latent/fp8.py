@@ -30,7 +30,7 @@ from sglang_mla_ext.kernels.watch import Watched
 from sglang_mla_ext.segment import Segment
 
 if TYPE_CHECKING:
-    from sglang_mla_ext.adapter.latent.pool import LatentPool
+    from sglang_mla_ext.adapter.latent.pool import LatentPool, RowsBesideLinear
 
 
 class FP8Latent:
@@ -38,7 +38,7 @@ class FP8Latent:
 
     def __init__(
         self,
-        pool: LatentPool,
+        pool: LatentPool | RowsBesideLinear,
         req_to_token: Tensor,
         *,
         heads: int,

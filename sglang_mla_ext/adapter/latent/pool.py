@@ -28,7 +28,7 @@ from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
-    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, KVCache
 
 
 class LatentPool(MLATokenToKVPool):
@@ -128,6 +128,38 @@ class LatentPool(MLATokenToKVPool):
     get_value_buffer = get_key_buffer
 
 
+class RowsBesideLinear:
+    """The FP8 rows of a model with layers with linear attention, by its layers' numbers. Its pool has a LatentPool for
+    the layers with MLA alone, and itself waits for rows that come back from the host."""
+
+    def __init__(self, pool: HybridLinearKVPool) -> None:
+        self._pool, self._rows, self._index = pool, pool.full_kv_pool, pool.full_attention_layer_id_mapping
+        self.layout: LatentRowLayout = self._rows.layout
+
+    def rows(self, layer_id: int) -> torch.Tensor:
+        """See LatentPool."""
+        wait_for_layer(self._pool, layer_id)
+        rows: torch.Tensor = self._rows.rows(self._index[layer_id])
+        return rows
+
+    def fetch(self, layer_id: int, slots: torch.Tensor, out: torch.Tensor) -> None:
+        """See LatentPool."""
+        wait_for_layer(self._pool, layer_id)
+        self._rows.fetch(self._index[layer_id], slots, out)
+
+
+def fp8_rows(pool: KVCache | None) -> LatentPool | RowsBesideLinear | None:
+    """Return the FP8 rows of a pool by the model's layers; None where its rows are SGLang's."""
+    if isinstance(pool, LatentPool):
+        return pool
+    return RowsBesideLinear(pool) if isinstance(getattr(pool, "full_kv_pool", None), LatentPool) else None
+
+
+def latent_rows(pool: KVCache) -> KVCache | LatentPool | RowsBesideLinear:
+    """Return the pool of latent rows: SGLang's, or the FP8 rows by the model's layers."""
+    return fp8_rows(pool) or pool
+
+
 def dtype_for_peers(dtype: str, pool: KVCache | None) -> str:
     """What a prefill or decode server (--disaggregation-mode) calls the dtype of its cache when it is asked by a peer.
     SGLang has no more than that and a page's tokens compared before rows are sent as bytes.
@@ -135,7 +167,8 @@ def dtype_for_peers(dtype: str, pool: KVCache | None) -> str:
     Args:
         dtype: as SGLang calls it, which has rows of its own for the same.
     """
-    return f"{dtype} ({BACKEND_NAME}: {pool.kv_cache_dim} bytes a row)" if isinstance(pool, LatentPool) else dtype
+    rows = fp8_rows(pool)
+    return dtype if rows is None else f"{dtype} ({BACKEND_NAME}: {rows.layout.row_bytes} bytes a row)"
 
 
 def is_built_for(configurator: KVCacheConfigurator) -> bool:
@@ -157,6 +190,15 @@ def around_build_mla_pool(
     if not is_built_for(configurator):
         return original(configurator, max_total_num_tokens=max_total_num_tokens, **others)
     return LatentPool(max_total_num_tokens, **installed.latent_pool_arguments(configurator))
+
+
+def around_build_hybrid_pool(
+    original: Callable[..., KVCache], configurator: KVCacheConfigurator, **given: Any
+) -> KVCache:
+    """`KVCacheConfigurator._build_hybrid_linear_kv_pool`, with our class in FP8 for the layers with MLA."""
+    if is_built_for(configurator):
+        given["mla_pool_class"] = LatentPool
+    return original(configurator, **given)
 
 
 def after_cell_size(result: int, pool_configurator: Any, configurator: KVCacheConfigurator, num_layers: int) -> int:

@@ -36,8 +36,9 @@ def way_of_drafting(algorithm: str | None) -> list[Finding]:
         return []
     if algorithm.upper() == "DSPARK":
         text = (
-            "--speculative-algorithm DSPARK is not supported: it may verify other numbers of drafts for each request "
-            "(ragged_verify_layout), and steps here take as many query tokens of one as of another. Remove it."
+            "--speculative-algorithm DSPARK is not supported: it was never run here, and but for "
+            "SGLANG_RAGGED_VERIFY_MODE=static it verifies another number of drafts for each request "
+            "(ragged_verify_layout). Remove it."
         )
     else:
         text = (
@@ -87,7 +88,7 @@ def drafts(server: Server) -> list[Finding]:
 def host_cache(server: Server) -> list[Finding]:
     """What SGLang would find out when the first rows go to the host."""
     args, on_gpu = server.args, server.on_gpu
-    copies, layouts = (HOST_COPIES, HOST_LAYOUTS) if on_gpu else (("direct",), ("layer_first",))
+    copies, layouts = (HOST_COPIES, HOST_LAYOUTS) if on_gpu else (("direct",), ("layer_first", "page_first_direct"))
     given = {
         "--hicache-io-backend": (args.hicache_io_backend, copies),
         "--hicache-mem-layout": (args.hicache_mem_layout, layouts),
@@ -154,10 +155,6 @@ def fp8_cache(server: Server) -> list[Finding]:
             f"it: use {BACKEND_NAME} for prefill too, or remove --kv-cache-dtype."
         )
         found.append(Finding("prefill backend", text))
-    if installed.linear_layers(args) is not None:
-        # Their pool is in another, which SGLang builds by itself.
-        text = "an FP8 cache does not go with layers with linear attention yet, which this model has: set "
-        found.append(Finding("FP8 with linear layers", f"{text}--kv-cache-dtype bfloat16."))
     flags = {
         # Each token has a scale of its own.
         "--quantization-param-path": args.quantization_param_path is not None,
@@ -166,6 +163,9 @@ def fp8_cache(server: Server) -> list[Finding]:
         # Only decode servers with our rows take it, and these have no drafts.
         "--speculative-algorithm of a prefill server": args.disaggregation_mode == "prefill"
         and args.speculative_algorithm is not None,
+        # And no layers with linear attention (models.beside_linear_layers).
+        "--disaggregation-mode of a model with linear attention": args.disaggregation_mode != "null"
+        and installed.linear_layers(args) is not None,
     }
     if server.on_gpu:
         # These make SGLang's prefill attend to the pool itself, by absorb, where otherwise it asks for rows by their

@@ -73,13 +73,32 @@ def beside_linear_layers(args: ResolvedArgs) -> list[Finding]:
     """What does not go with layers with linear attention, where the model has them."""
     if installed.linear_layers(args) is None:
         return []
-    found = {
-        "--enable-hierarchical-cache": args.enable_hierarchical_cache,
-        "--speculative-algorithm": args.speculative_algorithm is not None,
-        "--disaggregation-mode": args.disaggregation_mode != "null",
+    found = []
+    not_run = {
+        "--speculative-algorithm": args.speculative_algorithm,
+        "--hicache-storage-backend": args.hicache_storage_backend,
     }
-    text = "{} does not go with layers with linear attention yet, which this model has: remove it."
-    return [Finding(f"{flag} with linear layers", text.format(flag)) for flag, given in found.items() if given]
+    for flag, given in not_run.items():
+        if given is not None:
+            text = f"{flag} does not go with layers with linear attention yet, which this model has: remove it."
+            found.append(Finding(f"{flag} with linear layers", text))
+    if args.disaggregation_mode == "decode":
+        # A prompt is inserted with a state at its end, and None says that there is none to insert
+        # (MambaComponent.prepare_for_caching_req, mem_cache/unified_cache/components/mamba.py:649).
+        text = (
+            "--disaggregation-mode decode shares nothing with layers with linear attention, which this model has: "
+            "SGLang's decode servers put no prompt into their radix tree that came without states to keep. Choose "
+            "another --attention-backend for them."
+        )
+        found.append(Finding("--disaggregation-mode with linear layers", text))
+    if args.enable_hierarchical_cache and args.hicache_mem_layout == "layer_first":
+        # SGLang only asserts that (MambaPoolHost.__init__, mem_cache/pool_host/mamba.py:119).
+        text = (
+            "--hicache-mem-layout layer_first does not go with layers with linear attention, which this model has: "
+            "SGLang keeps their states on the host in page_first and page_first_direct alone. Use one of these."
+        )
+        found.append(Finding("--hicache-mem-layout with linear layers", text))
+    return found
 
 
 def _sizes(args: ResolvedArgs, config: Any) -> list[Finding]:

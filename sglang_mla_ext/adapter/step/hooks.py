@@ -116,6 +116,9 @@ def install() -> None:
         f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mla_kv_pool": (
             latent_pool.around_build_mla_pool
         ),
+        f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_hybrid_linear_kv_pool": (
+            latent_pool.around_build_hybrid_pool
+        ),
         f"{_SRT}.model_executor.forward_batch_deepseek_mha_mixin"
         ".ForwardBatchDeepSeekMHAMixin.prepare_chunked_prefix_cache_info": mla_layer.around_chunk_info,
         f"{_SRT}.mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__": latent_pool.around_host_pool,

@@ -14,6 +14,7 @@ import torch
 from flashinfer import BatchMLAPagedAttentionWrapper
 
 from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.latent.pool import fp8_rows
 
 if TYPE_CHECKING:
     from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
@@ -39,7 +40,7 @@ class FlashInferTails:
         self._wrappers = [BatchMLAPagedAttentionWrapper(backend.workspace_buffer, backend="auto") for _ in range(2)]
         self._backend, self._dtype, first = backend, dtype, layers[0]
         self._scale, self._rank, self._rope = first.attn_mqa.scaling, first.kv_lora_rank, first.qk_rope_head_dim
-        self._heads, self._fetches = first.num_local_heads, hasattr(backend.token_to_kv_pool, "fetch")
+        self._heads, self._fetches = first.num_local_heads, fp8_rows(backend.token_to_kv_pool) is not None
         self._slots: torch.Tensor | None = None
 
     def plan(self, batch: ForwardBatch, starts: Sequence[int]) -> None:
@@ -85,5 +86,5 @@ class FlashInferTails:
         if not self._fetches:
             return pool.get_key_buffer(layer_id)
         rows = torch.empty(len(self._slots), self._rank + self._rope, dtype=self._dtype, device=self._slots.device)
-        pool.fetch(layer_id, self._slots, rows)
+        fp8_rows(pool).fetch(layer_id, self._slots, rows)
         return rows[:, None]

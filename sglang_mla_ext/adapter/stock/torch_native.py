@@ -11,7 +11,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.cpu import extend
-from sglang_mla_ext.adapter.latent.pool import LatentPool
+from sglang_mla_ext.adapter.latent.pool import fp8_rows
 from sglang_mla_ext.adapter.step.failure import our_part
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.kernels.reference import attention as reference
@@ -47,11 +47,12 @@ class TorchTails:
         lse: torch.Tensor,
     ) -> None:
         pool, first = self._backend.token_to_kv_pool, 0
+        fp8 = fp8_rows(pool)
         for slots, new in self._ranges:
             rows = slice(first, first + new)
             keys = q_absorbed.new_empty(len(slots), layer.qk_head_dim)
-            if isinstance(pool, LatentPool):
-                pool.fetch(layer.layer_id, slots, keys)
+            if fp8 is not None:
+                fp8.fetch(layer.layer_id, slots, keys)
             else:
                 keys.copy_(pool.get_key_buffer(layer.layer_id)[slots].squeeze(1))
             query = torch.cat([q_absorbed[rows], q_rope[rows]], dim=-1)  # [new, heads, 576]
@@ -68,7 +69,7 @@ class TorchStock:
 
     def __init__(self, runner: ModelRunner) -> None:
         self.backend = TorchNativeAttnBackend(runner)
-        self.decodes = not isinstance(runner.token_to_kv_pool, LatentPool)
+        self.decodes = fp8_rows(runner.token_to_kv_pool) is None
 
     def extend(
         self,
@@ -118,7 +119,7 @@ class TorchStock:
         Args:
             q: `[tokens, heads * 576]`; k: `[tokens, 1, 576]`, latent rows of the new tokens.
         """
-        pool, lens = self.backend.token_to_kv_pool, forward_batch.extend_seq_lens_cpu
+        fp8, lens = fp8_rows(self.backend.token_to_kv_pool), forward_batch.extend_seq_lens_cpu
         req_to_token = self.backend.req_to_token_pool.req_to_token
         queries = q.view(len(q), layer.tp_q_head_num, layer.qk_head_dim).split(lens)
         new_rows = k.view(len(k), layer.qk_head_dim).split(lens)
@@ -126,7 +127,7 @@ class TorchStock:
         for row, prefix_len in enumerate(forward_batch.extend_prefix_lens_cpu):
             cached = new_rows[row].new_empty(prefix_len, layer.qk_head_dim)
             slots = req_to_token[forward_batch.req_pool_indices[row], :prefix_len].long()
-            pool.fetch(layer.layer_id, slots, cached)
+            fp8.fetch(layer.layer_id, slots, cached)
             rows = torch.cat([cached, new_rows[row]])[:, None]  # [n, 1, 576]
             outs.append(extend.attend(queries[row], rows, rows[..., : layer.v_head_dim], layer.scaling))
         return torch.cat(outs).reshape(len(q), -1)

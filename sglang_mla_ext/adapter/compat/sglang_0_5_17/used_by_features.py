@@ -282,6 +282,8 @@ FP8 = needed_for(
         "unsupported features",
     ),
     *function(f"{_CONFIGURATOR}._build_mla_kv_pool", "self max_total_num_tokens", "our pool in place of SGLang's"),
+    *function(f"{_CONFIGURATOR}._build_hybrid_linear_kv_pool", "self", "the same beside linear attention"),
+    *attributes("mem_cache.memory_pool.HybridLinearKVPool", "full_kv_pool full_attention_layer_id_mapping", "the same"),
     *attributes(_CONFIGURATOR, "layer_info pool_page_size", "its size"),
     *attributes(
         "model_executor.model_runner_components.layer_setup.ModelLayerInfo",

@@ -59,17 +59,22 @@ class Release0523(Release0517):
         return []
 
     def further_findings(self, args: ServerArgs) -> list[Finding]:
-        """See Release0517. The tree's part on the host was tried here, but neither with drafts nor with our FP8 rows,
-        of whose length SGLang has to be told in another way than before."""
-        on_host, fp8 = args.enable_hierarchical_cache, args.kv_cache_dtype == "fp8_e4m3"
+        """See Release0517. SGLang keeps rows of NEXTN's drafts beside the model's on the host, which must be as long
+        (check_packed_kv_rows, mem_cache/hybrid_cache/host_pool_config.py:268): 576 bytes beside 656 with an FP8 cache.
+        """
+        drafts_on_host = args.enable_hierarchical_cache and args.speculative_algorithm is not None
+        over_fp8 = drafts_on_host and args.kv_cache_dtype == "fp8_e4m3"
         return [
-            *roles_of_disaggregation(args),
-            *unsupported("--enable-hierarchical-cache beside --kv-cache-dtype fp8_e4m3", on_host and fp8),
-            *host_cache_with_drafts(args),
+            *unsupported("--enable-hierarchical-cache beside drafts over an FP8 cache", over_fp8),
             *unsupported("--enable-unified-cache-external-linker", args.enable_unified_cache_external_linker),
             *unsupported("--enable-layernorm-sp", args.enable_layernorm_sp),
             *unsupported("--enable-kv-cache-sharding", args.enable_kv_cache_sharding),
             *unsupported("--enable-nvidia-megakernel", args.enable_nvidia_megakernel),
+            *unsupported("--enable-pd-role-switch", args.enable_pd_role_switch),
+            *unsupported(
+                "--disaggregation-decode-retraction-backup host_pool",
+                args.disaggregation_decode_retraction_backup == "host_pool",
+            ),
         ]
 
     # ---- the model
@@ -143,17 +148,3 @@ class Release0523(Release0517):
 
     def name_draft_backend(self, backend: Any, factory: Any) -> None:
         """See Release0517. A DraftBackendFactory names what it makes."""
-
-
-def roles_of_disaggregation(args: ServerArgs) -> list[Finding]:
-    """Refuse prefill and decode servers, which were run with 0.5.17 only."""
-    mode = args.disaggregation_mode
-    text = f"--disaggregation-mode {mode} is not supported yet: remove it."
-    return [Finding("--disaggregation-mode", text)] if mode != "null" else []
-
-
-def host_cache_with_drafts(args: ServerArgs) -> list[Finding]:
-    """Refuse both at once: rows of NEXTN's drafts are meant to be in one pool on the host with the model's, which may
-    be of another length, and the tree makes a pool without them."""
-    given = args.enable_hierarchical_cache and args.speculative_algorithm is not None
-    return unsupported("--enable-hierarchical-cache beside --speculative-algorithm", given)

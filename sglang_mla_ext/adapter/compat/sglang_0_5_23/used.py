@@ -32,6 +32,8 @@ ARGUMENTS = (
     use(f"{_ARGS}.enable_layernorm_sp", "attribute", "unsupported features"),
     use(f"{_ARGS}.enable_kv_cache_sharding", "attribute", "unsupported features"),
     use(f"{_ARGS}.enable_nvidia_megakernel", "attribute", "unsupported features"),
+    use(f"{_ARGS}.enable_pd_role_switch", "attribute", "unsupported features"),
+    use(f"{_ARGS}.disaggregation_decode_retraction_backup", "attribute", "unsupported features"),
     use(f"{_ARGS}.attn_dp_size", "attribute", "whether there is DP attention"),
     use(f"{_ARGS}.chunked_prefill_size", "attribute", "tokens of a prefill pass"),
     use(f"{_ARGS}.max_prefill_tokens", "attribute", "tokens of a prefill pass"),
@@ -61,6 +63,13 @@ PASSES = (
             "function",
             "our pool in place of SGLang's",
             "self max_total_num_tokens mla_pool_class",
+        ),
+        use(
+            "mem_cache.kv_cache_configurator.KVCacheConfigurator._build_hybrid_linear_kv_pool",
+            "function",
+            "the same beside linear attention",
+            "self",
+            "mla_pool_class",
         ),
     ),
     *needed_for(
