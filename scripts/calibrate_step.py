@@ -15,8 +15,8 @@ from typing import Annotated
 
 import typer
 from bench.rates_file import write_config
+from bench.records import RESULTS
 from bench.step_rates import derived, fitted
-from bench.tables import RESULTS
 
 from sglang_mla_ext.predict.rates import Gpu
 

@@ -16,7 +16,6 @@ from tabulate import tabulate
 
 from bench.cases import PAGE_TOKENS
 from bench.planner_verdicts import DIMS, ELEMENT_BYTES
-from bench.tables import STORAGE_NAMES
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.branches import Branches
@@ -160,7 +159,7 @@ def plans_rows(records: Iterable[Mapping[str, Any]], rates: GpuRates) -> list[tu
         choice, fastest, loss = judged(record, rates)
         absorb = name_of((Mode.ABSORB,) * len(case["parents"]))
         times = (f"{ms[name] * 1e3:.0f}" for name in (absorb, choice, fastest))
-        rows.append((case["tree"], case["heads"], STORAGE_NAMES[case["dtype"]], *times, f"{loss:.0%}", choice, fastest))
+        rows.append((case["tree"], case["heads"], case["dtype"].upper(), *times, f"{loss:.0%}", choice, fastest))
     return rows
 
 

@@ -7,7 +7,7 @@ follows from the rates and is not stored, so the same records can judge any rate
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +15,9 @@ import numpy as np
 from scipy.optimize import differential_evolution
 from tabulate import tabulate
 
+from bench.records import newest_by
 from sglang_mla_ext.prefix.cost_model import CostModel
-from sglang_mla_ext.prefix.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.gpu_rates import GpuRates, rates_for
 from sglang_mla_ext.prefix.model_dims import ModelDims
 from sglang_mla_ext.segment import Mode
 
@@ -73,6 +74,21 @@ def _judge(record: Mapping[str, Any], rates: GpuRates) -> Verdict:
 
 def _cost_model(case: Mapping[str, Any], rates: GpuRates) -> CostModel:
     return CostModel(DIMS, case["heads"], rates, expanded_element_bytes=ELEMENT_BYTES[case["dtype"]])
+
+
+def by_heads(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield how often the choice with the shipped rates is the fastest mode or nearly, and the worst choice."""
+    records = newest_by(records)
+    found = []
+    for gpu in dict.fromkeys(record["gpu"] for record in records):
+        found += verdicts((record for record in records if record["gpu"] == gpu), rates_for(gpu))
+    for heads, dtype in sorted({(verdict.heads, verdict.dtype) for verdict in found}):
+        of_row = [verdict for verdict in found if (verdict.heads, verdict.dtype) == (heads, dtype)]
+        worst = max(of_row, key=lambda verdict: verdict.loss)
+        where = {"prefix": worst.prefix, "batch": worst.batch} if worst.loss else {}
+        within = sum(verdict.loss <= LARGEST_LOSS for verdict in of_row)
+        row = {"heads": heads, "dtype": dtype.upper(), "cases": len(of_row), "within": within, "worst": worst.loss}
+        yield row | where | {"records": newest(records)}
 
 
 def with_fitted_overheads(records: Iterable[Mapping[str, Any]], rates: GpuRates) -> GpuRates:

@@ -14,7 +14,6 @@ from typing import Any, cast
 from demo_model.rank import MODELS, Rank, rank_config
 
 from bench.rank_loads import OWN_TOKENS, lengths
-from bench.serving_tables import ELEMENT_BYTES, storage
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.options import add_flags
 from sglang_mla_ext.predict.arrivals import Served, Traffic, compared, host_seconds
@@ -26,6 +25,9 @@ from sglang_mla_ext.predict.step import Deployment, Step, predict
 from sglang_mla_ext.prefix.default_memory import PASSING_TOKENS
 
 OURS = "hybrid_mla"
+BF16, FP8_PREFIX, FP8 = "BF16", "BF16, prefix FP8", "FP8"  # what `storage` returns
+ELEMENT_BYTES = {BF16: (2, 2), FP8_PREFIX: (2, 1), FP8: (1, 1)}
+"""Bytes of an element of the cache and of an expanded prefix."""
 _CHUNK = re.compile(r"--chunked-prefill-size (\d+)")
 
 
@@ -40,7 +42,7 @@ def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
     gpu, flags = gpu or Gpu.from_json(name), named(record)
     if flags.hybrid_mla_spread != "peers":  # records of `auto` are older than its choice of stores
         gpu = replace(gpu, rates=replace(gpu.rates, exchange_by_stores=None))
-    latent, expanded = ELEMENT_BYTES[storage(dict(record))]
+    latent, expanded = ELEMENT_BYTES[storage(record)]
     rank = Rank(case["rank"], case["layers"], case.get("of", MODELS[0]), case.get("running", 1))
     return Deployment(
         rank_config(rank),
@@ -52,6 +54,19 @@ def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
         spread=flags.hybrid_mla_spread not in (None, "off"),
         prefill_expand_tokens=passing_tokens(record),
     )
+
+
+def storage(record: Mapping[str, Any]) -> str:
+    """Return how a server stored its latent cache, and expanded prefixes where they differ from it."""
+    case = record["case"]
+    if case.get("kv_cache_dtype") == "fp8_e4m3":
+        return FP8
+    return FP8_PREFIX if case.get("dtype") == "fp8" or "fp8_e4m3" in case.get("flags", "") else BF16
+
+
+def with_storage(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record with the storage in its case."""
+    return {**record, "case": {**record["case"], "storage": storage(record)}}
 
 
 def of_products(record: Mapping[str, Any]) -> str:

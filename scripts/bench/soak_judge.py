@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Tolerance(NamedTuple):
@@ -131,3 +131,9 @@ def first_difference(answer: Answer, expected: Answer) -> int | None:
     """The place of the first token that is another; None where one answer is the beginning of the other."""
     pairs = zip(answer.ids, expected.ids, strict=False)
     return next((place for place, (a, b) in enumerate(pairs) if a != b), None)
+
+
+def with_server(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of a soak with its server in words."""
+    server = "two ranks, prefixes spread" if "--enable-dp-attention" in record["command"] else "one rank"
+    return record | {"server": server + (", penalties" if record["case"].get("penalties") else "")}

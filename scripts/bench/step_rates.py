@@ -15,9 +15,8 @@ from demo_model.rank import MODELS
 
 from bench import rank_predictions
 from bench.planner_grid import TAIL
-from bench.records import read_records
-from bench.serving_tables import BF16, storage
-from bench.tables import latest
+from bench.rank_predictions import BF16, storage
+from bench.records import latest, read_records
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.predict.rates import Gpu, StepRates
 from sglang_mla_ext.predict.sharing import PLAIN
@@ -171,7 +170,7 @@ def is_fitted(record: Mapping[str, Any]) -> bool:
     """Whether `of_experts` looks at a record: other models, divisions, backends and numbers of requests show how well
     it serves them, and servers with DeepGEMM how much that changes."""
     case = record["case"]
-    of_rank = case.get("of", MODELS[0]), case.get("rank"), storage(dict(record)), record["bench"], record["impl"]
+    of_rank = case.get("of", MODELS[0]), case.get("rank"), storage(record), record["bench"], record["impl"]
     fitted = of_rank == (MODELS[0], "tp8", BF16, "decode", rank_predictions.OURS)
     counted = not case.get("deep_gemm") and not record.get("excluded")
     return fitted and counted and case["concurrency"] in RANK_REQUESTS

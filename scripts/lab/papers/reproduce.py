@@ -7,8 +7,8 @@
 Every line of the output is one measurement: the median time of a CUDA graph of one call for one layer, L2 flushed
 before each. A measurement that the file has already, from this kind of GPU, is not repeated: a run that was stopped
 goes on where it was. What fails is said, is not written, and stops nothing else. The products with `w_kc` and `w_vc`
-are left out everywhere but in TyphoonMLA's figure 4, where they are bars of their own. `plot` draws the
-records, update_tables.py fills docs/results.md.
+are left out everywhere but in TyphoonMLA's figure 4, where they are bars of their own.
+update_tables.py fills docs/results.md.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from bench.records import device_name, read_records, write_record
-from bench.tables import RESULTS
+from bench.records import RESULTS, device_name, read_records, write_record
 from rich.console import Console
 from rich.table import Table
 
