@@ -7,10 +7,6 @@ the first all-to-all, naive attention and its merge over an empty plan, the seco
 `wire` is the two all-to-alls alone; `--via peers` has stores into the other ranks' memory in place of NCCL. Nothing
 runs beside it here; in a step, attention to tails does. `calibrate.py --exchange` takes the records. Without GPUs it
 runs over Gloo, to be seen working.
-
-With `--one-of 8` it times instead what a rank of eight computes in a layer, on one GPU: attention of `--rows` requests
-on each rank that share `--prefix` tokens, in an eighth of the heads for all of them, with copies in place of the
-exchange, beside attention that holds all heads alone and FlashMLA. Its wire is not in it.
 """
 
 from __future__ import annotations
@@ -25,11 +21,9 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from bench.cases import DN, DR, DV, Case
-from bench.one_of_ranks import layers_of_rank
+from bench.cases import DN, DR, DV
 from bench.records import write_record
 from bench.server import free_port
-from bench.timing import attempt, free_memory, measure
 from rich.console import Console
 from rich.table import Table
 
@@ -115,18 +109,6 @@ def run_rank(
     dist.destroy_process_group()
 
 
-def simulate(ranks: int, case: Case, dtype: str, out: Path | None) -> list[str]:
-    """What is timed of one rank and one case, and its row of the table."""
-    cells = [f"{case.prefix:,}", str(case.batch), dtype]
-    for name, (layer, prefix_bytes) in layers_of_rank(case, ranks, dtype).items():
-        metrics = attempt(name, measure, layer, 100, None)
-        if metrics and out is not None:
-            fields = case.fields(dtype) | {"ranks": ranks, "prefix_bytes": prefix_bytes}
-            write_record(out, bench="one_of_ranks", impl=name, case=fields, **metrics)
-        cells.append(f"{metrics['ms'] * 1e3:.1f}" if metrics else "failed")
-    return cells
-
-
 def main(
     heads: Annotated[int, typer.Option(min=1, help="Query heads of a request.")] = 128,
     rows: Annotated[list[int], typer.Option(min=1, help="Requests of a rank; repeatable.")] = [16, 32, 64, 128, 256],  # noqa: B006
@@ -136,24 +118,9 @@ def main(
     via: Annotated[
         list[str], typer.Option(help="nccl, or peers: stores into each other's memory, on GPUs; repeatable.")
     ] = ["nccl"],  # noqa: B006
-    one_of: Annotated[int | None, typer.Option(min=2, help="Time what one of so many ranks computes.")] = None,
-    prefix: Annotated[list[int], typer.Option(min=1, help="Of --one-of: tokens; repeatable.")] = [7069, 26472],  # noqa: B006
-    tail: Annotated[int, typer.Option(min=1, help="Of --one-of: tokens of a request's own.")] = 450,
-    dtype: Annotated[list[str], typer.Option(help="Of --one-of: bf16, fp8; repeatable.")] = ["bf16"],  # noqa: B006
     out: Annotated[Path | None, typer.Option(help="append JSON lines to this file")] = None,
 ) -> None:
     """Time the exchange of ranks that hold prefixes together."""
-    if one_of is not None:
-        if not torch.cuda.is_available():
-            raise typer.BadParameter("needs a GPU", param_hint="--one-of")
-        table = Table(title=f"attention of one of {one_of} ranks, {heads} heads, us a layer, copies for the exchange")
-        for column in ("prefix", "rows of a rank", "dtype", "flashmla", "alone", "spread"):
-            table.add_column(column, justify="right")
-        for stored, tokens, count in itertools.product(dtype, prefix, rows):
-            table.add_row(*simulate(one_of, Case(tokens, tail, heads, (count,)), stored, out))
-            free_memory()
-        Console(width=110).print(table)
-        return
     ranks = ranks or max(torch.cuda.device_count(), 2)
     if heads % ranks:
         raise typer.BadParameter(f"{ranks} ranks do not divide {heads} heads", param_hint="--heads")

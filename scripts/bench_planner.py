@@ -4,8 +4,7 @@
 
 SGLang's own radix tree and DeepSeek-V3's dimensions, with the rates of an H200; expanding itself is left out, and all
 that is wanted is expanded at once. Needs no GPU. Timed are the first plan of a batch and, as medians, the next ones
-after three of its requests were replaced, steps whose batch is unchanged, and prefill steps of three newcomers. Beside
-them stands the tree's own share: what the requests have in common, first and again, and the state of the batch.
+after three of its requests were replaced, steps whose batch is unchanged, and prefill steps of three newcomers.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 HEADS = (128, 16)
 REPLACED = 3  # requests that leave and come between two plans
 AFFORDABLE = 8192  # tokens that a prefill step may expand at once
-COLUMNS = ("first_ms", "replan_ms", "unchanged_ms", "prefill_ms", "tree_first_ms", "tree_ms", "state_ms")
+COLUMNS = ("first_ms", "replan_ms", "unchanged_ms", "prefill_ms")
 PLANNED = ("groups", "shared_rows")
 
 
@@ -100,17 +99,6 @@ def median(function: Callable[[], Any], repeats: int, before: Callable[[], Any] 
     return statistics.median(times)
 
 
-def measure_tree(name: str, repeats: int) -> dict[str, float]:
-    """What the tree's view costs."""
-    batch = Batch(name)
-    view = TreeView(batch.tree.cache)
-    return dict(
-        tree_first_ms=milliseconds(lambda: view.shared(batch.requests)),
-        tree_ms=median(lambda: view.shared(batch.requests), repeats),
-        state_ms=median(lambda: view.state(batch.requests), repeats),
-    )
-
-
 def measure_plans(name: str, heads: int, chunks: int, repeats: int) -> dict[str, Any]:
     """What planning costs, and what was planned in the end."""
     batch = Batch(name)
@@ -146,10 +134,9 @@ def main(
     rows: list[tuple[Any, ...]] = []
     for name in case or CASES:
         gc.collect()
-        tree = measure_tree(name, repeats)
         for count in heads or HEADS:
             gc.collect()
-            metrics = measure_plans(name, count, chunks, repeats) | tree
+            metrics = measure_plans(name, count, chunks, repeats)
             if out:
                 conditions = dict(tree=name, requests=CASES[name].requests, heads=count, chunks=chunks)
                 write_record(out, bench="plan", impl="hybrid_mla", case=conditions, **metrics)

@@ -47,7 +47,6 @@ import numpy as np
 import typer
 from bench.beside import Placed, in_turns, measure_beside
 from bench.client import HYBRID
-from bench.profile import Profiler
 from bench.rank_loads import KINDS, make_load
 from bench.server import STOCK, console_of, load_arguments, work_folder
 from bench.workload_runs import Run, describe_run, record_run, run_workload, runs_tables, server_case
@@ -59,8 +58,6 @@ from sglang_mla_ext.prefix.model_dims import ModelDims
 NO_DEEP_GEMM = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
 # K and V of 128 heads for the 131,072 tokens of prefix that SGLang makes at a time want 14 GiB beside the cache, which
 # the whole model leaves no room for; and SGLang's FP8 product in Triton counts the elements of a result in 32 bits.
-PROFILE_AFTER_S = 4.0
-"""When requests take each other's places."""
 DRAFTS = (
     *("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3"),
     *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
@@ -104,9 +101,6 @@ def main(
     limit_s: Annotated[float, typer.Option(min=1, help="Stop all after so many seconds.")] = math.inf,
     out: Annotated[Path | None, typer.Option(help="JSONL file to append records to.")] = None,
     log_folder: Annotated[Path | None, typer.Option(help="For the output of servers and clients [.demo/logs].")] = None,
-    profile: Annotated[
-        int, typer.Option(min=0, help="Run each case again, watching so many passes; traces go to the log folder.")
-    ] = 0,
     seed: int = 0,
 ) -> None:
     """Compare attention backends on one rank of a whole model."""
@@ -170,13 +164,6 @@ def main(
             console.print(f"{placed.backend}{where}: {describe_run(run)}", markup=False, highlight=False)
             if out:
                 record_run(out, run, server_case(url, dims) | described | ({"on": placed.gpu} if placed.gpu else {}))
-            if profile:
-                folder = placed.log.with_suffix("")
-                profiler = Profiler(url, folder, after_s=PROFILE_AFTER_S, steps=profile)
-                run_workload(url, load.workload, seed, placed.client_log, profiler, load.warm_up)
-                seen = profiler.read()
-                console.print(f"{placed.backend}{where}: {profile} passes, {seen.span_ms:,.0f} ms, GPU busy "
-                              f"{seen.busy_ms:,.0f} ms; traces in {folder}", markup=False, highlight=False)  # fmt: skip
 
     good = True
     places = gpus.split(",") if gpus else [None] * (len(backends) if together else 1)

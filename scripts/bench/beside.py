@@ -15,6 +15,7 @@ import requests
 from rich.console import Console
 
 from bench.client import ClientFailedError
+from bench.profile import NoTraceError
 from bench.server import START_S, ServerFailedError, free_port, started_server
 
 LONGEST_S = 86_400.0
@@ -108,6 +109,6 @@ def measure_beside(
                 client.result(left(LONGEST_S))
             except concurrent.futures.TimeoutError:
                 say(placed, "no time left")
-            except (ClientFailedError, requests.RequestException) as error:
+            except (ClientFailedError, NoTraceError, requests.RequestException) as error:
                 say(placed, error)
     return not failed

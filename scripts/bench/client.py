@@ -48,7 +48,6 @@ def run_client(
     output_tokens: int,
     log: Path,
     at_a_time: int | None,
-    warm_up: int,
     seed: int,
 ) -> dict[str, Any]:
     """Send requests or sessions, and time their tokens.
@@ -57,7 +56,6 @@ def run_client(
         lines: as `bench_client.py` reads them; requests: in all of them; output_tokens: of all answers.
         log: file that takes the client's output.
         at_a_time: lines in flight at a time; None sends all at once.
-        warm_up: how often the first line is sent before.
     Returns:
         SGLang's result with its details: `ttfts` and `itls` in s, by request, and more.
     Raises:
@@ -66,7 +64,7 @@ def run_client(
     with tempfile.TemporaryDirectory() as folder:
         data, output = Path(folder) / "requests.jsonl", Path(folder) / "result.jsonl"
         data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        flags = {"base-url": url, "warmup-requests": warm_up, "output-file": output, "seed": seed}
+        flags = {"base-url": url, "warmup-requests": 0, "output-file": output, "seed": seed}
         flags["ready-check-timeout-sec"] = READY_S
         if at_a_time is not None:
             flags["max-concurrency"] = at_a_time
@@ -120,12 +118,6 @@ def full_batch(first_s: np.ndarray, gaps_s: list[np.ndarray]) -> tuple[float, fl
         return None
     within = np.concatenate([gaps[(t > begin) & (t <= end)] for t, gaps in zip(times, gaps_s, strict=True)])
     return len(within) / float(end - begin), float(np.median(within))
-
-
-def full_batch_rate(first_s: np.ndarray, gaps_s: list[np.ndarray]) -> float | None:
-    """The first of `full_batch`."""
-    found = full_batch(first_s, gaps_s)
-    return None if found is None else found[0]
 
 
 def steady_rate(first_s: np.ndarray, gaps_s: list[np.ndarray], at_a_time: int) -> float | None:

@@ -70,7 +70,7 @@ def measured(record: Record) -> Measured | None:
     tail = 128 + 128  # a question, and the middle of 256 steps
     if "output" in case:
         question = read_config("workloads", case["questions"])["models"]["deepseek-v3"]["prompt_tokens"]["mean"]
-        tail = round(question + case["output"] / 2)
+        tail = round(question + case["output"] / case.get("requests", 1) / 2)
     seconds, tokens = case["concurrency"] / record["decode_tok_s"], case.get("prefix") or case["prompt"]
     return Measured(seconds, case["concurrency"], case["prompt"], tokens, tail, stored)
 

@@ -113,7 +113,6 @@ def send(url: str, workload: Workload, seed: int, log: Path) -> dict[str, Any]:
         output_tokens=workload.output_tokens,
         log=log,
         at_a_time=workload.at_a_time,
-        warm_up=0,
         seed=seed,
     )
 

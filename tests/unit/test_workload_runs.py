@@ -14,7 +14,7 @@ import bench_serving
 import numpy as np
 import pytest
 import typer
-from bench import client, server, workload_runs
+from bench import beside, client, server, workload_runs
 from bench.client import ClientFailedError
 from bench.records import read_records
 from bench.server import ServerFailedError, Started
@@ -149,7 +149,6 @@ def answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dic
             output_tokens=6,
             log=tmp_path / "log",
             at_a_time=options.get("at_a_time"),
-            warm_up=0,
             seed=0,
         )
 
@@ -296,7 +295,7 @@ def test_a_backend_that_fails_does_not_end_the_others(
             raise ClientFailedError("not all answered")
         return STEADY
 
-    monkeypatch.setattr(bench_serving, "started_server", started)
+    monkeypatch.setattr(beside, "started_server", started)
     monkeypatch.setattr(server, "wait_until_ready", wait)
     monkeypatch.setattr(bench_serving, "run_workload", run)
     backends = [word for name in ("bad", "good", "ill") for word in ("--backend", name)]

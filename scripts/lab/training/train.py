@@ -2,36 +2,34 @@
 
     python scripts/study.py training train .demo/data .demo/model --minutes 15
 
-The data come from `prepare`. The same command resumes a stopped run; `--stop-after` stops one.
-At the end OUT holds the checkpoint as SGLang and transformers load it, `training.json` with the loss curve and the
-figures of the examination, and `training.png` where matplotlib is installed.
+The data come from `prepare`. OUT then holds the checkpoint as SGLang and transformers load it, and `training.json` with
+the loss curve and the figures of the examination.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from demo_model.checkpoint import Settings
+from demo_model.checkpoint import Settings, model_config
 
-from lab.training.batches import Data
-from lab.training.checkpoints import draw_curve, load_network, logits_of, thinned, write_checkpoint
+from lab.training.batches import Batches, Data
+from lab.training.checkpoints import load_network, logits_of, write_checkpoint
 from lab.training.examination import examine
-from lab.training.trainer import Plan, Trainer, console
+from lab.training.network import Network, attention
+from lab.training.trainer import Plan, Trainer, console, data_workers, losses
 
 
 def main(
     data: Annotated[Path, typer.Argument(help="Folder that `prepare` wrote.")],
-    out: Annotated[Path, typer.Argument(help="Folder of the checkpoint and of the training's state.")],
+    out: Annotated[Path, typer.Argument(help="Folder of the checkpoint.")],
     minutes: Annotated[float | None, typer.Option(help="Training time; sets the learning rate's schedule.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps instead of minutes.")] = None,
-    stop_after: Annotated[float | None, typer.Option(help="Stop after so many minutes; a second call goes on.")] = None,
-    save_every: Annotated[float, typer.Option(help="Minutes between saved states.")] = 3.0,
     tokens: Annotated[int, typer.Option(min=64, help="Tokens of a batch.")] = 65_536,
     context: Annotated[int, typer.Option(min=64, help="Longest document.")] = 8192,
     rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-3,
@@ -52,9 +50,7 @@ def main(
     if (minutes is None) == (steps is None):
         raise typer.BadParameter("give either --minutes or --steps")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    torch.set_float32_matmul_precision("high")
-    material = Data(data)
+    workers, material = data_workers(workers), Data(data)
     vocab = material.tokenizer.get_vocab_size()
     settings = Settings(
         layers=layers,
@@ -67,23 +63,17 @@ def main(
         seed=seed,
         config_only=False,
     )
-    plan = Plan(settings, tokens, context, rate, seed, minutes, steps)
-    if workers is None:
-        workers = min(14, max(0, (os.cpu_count() or 1) - 2))
-    on_gpu = device.type == "cuda"
-    trainer = Trainer(plan, material, device, workers, on_gpu if compiled is None else compiled)
-    weights = sum(weight.numel() for weight in trainer.network.parameters())
-    console.print(f"{weights:,} weights on {device}, {workers} processes for data")
-    trainer.resume(out)
-    if not trainer.train(out, stop_after, save_every):
-        console.print(f"stopped at step {trainer.run.step}, {trainer.run.seconds / 60:.1f} minutes; call again")
-        return
-    size = write_checkpoint(trainer.network, settings, data / "tokenizer", out)
-    done = {"steps": trainer.run.step, "tokens": trainer.run.step * tokens, "seconds": round(trainer.run.seconds)}
-    console.print(f"{out}: {size / 2**20:.2f} MiB after {done['tokens']:,} tokens; examining")
-    draw_curve(trainer.run.curve, out / "training.png")
-    report = {"plan": asdict(plan), **done, "weights": weights, "bytes": size, "curve": thinned(trainer.run.curve)}
+    plan = Plan(tokens, context, rate, seed, minutes, steps)
+    network = Network(model_config(settings), attention(device))
+    network.init_weights(seed)
+    network.to(device)
+    on_gpu = device.type == "cuda" if compiled is None else compiled
+    trainer = Trainer(plan, network, partial(losses, network), Batches(material, tokens, seed), device, workers, on_gpu)
+    trainer.train()
+    size = write_checkpoint(network, settings, data / "tokenizer", out)
+    report = {"plan": {"model": asdict(settings), **asdict(plan)}, **trainer.done(size)}
     (out / "training.json").write_text(json.dumps(report) + "\n")
+    console.print(f"{out}: {size / 2**20:.2f} MiB after {report['tokens']:,} tokens; examining")
     network = load_network(out, device)
     wanted = [int(length) for length in lengths.split(",")]
     figures = examine(logits_of(network, device), material, cases, lengths=wanted, prose_tokens=prose_tokens)

@@ -11,7 +11,6 @@ held out of the training. A layer that was trained elsewhere is put into a check
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -21,10 +20,10 @@ import typer
 
 from lab.training.acceptance import acceptance
 from lab.training.batches import Data
-from lab.training.checkpoints import load_network, logits_of, stored, thinned, write_draft
+from lab.training.checkpoints import load_network, logits_of, stored, write_draft
 from lab.training.draft import config_with_draft, load_draft
-from lab.training.draft_trainer import DraftPlan, DraftTrainer
-from lab.training.trainer import console
+from lab.training.draft_trainer import draft_trainer
+from lab.training.trainer import Plan, console, data_workers
 
 
 def main(
@@ -52,26 +51,18 @@ def main(
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    torch.set_float32_matmul_precision("high")
-    material = Data(data)
+    workers, material = data_workers(workers), Data(data)
     network = load_network(model, device)
-    if not on_gpu:
-        network = network.float()
-    if workers is None:
-        workers = min(14, max(0, (os.cpu_count() or 1) - 2))
-    plan = DraftPlan(tokens, context, rate, seed, minutes, steps)
-    trainer = DraftTrainer(plan, network, config, material, device, workers, compiled)
-    weights = sum(weight.numel() for weight in trainer.draft.parameters())
-    console.print(f"{weights:,} weights on {device}, {workers} processes for data")
+    network = network if on_gpu else network.float()
+    plan = Plan(tokens, context, rate, seed, minutes, steps)
+    trainer = draft_trainer(plan, network, config, material, device, workers, compiled)
     trainer.train()
-    trained = stored(trainer.draft)
+    trained = stored(trainer.module)
     size = write_draft(trained, config, model, out)
     torch.save(trained, out / "draft.pt")
-    done = {"steps": trainer.step, "tokens": trainer.step * tokens, "seconds": round(trainer.seconds)}
-    console.print(f"{out}: {size / 2**20:.2f} MiB after {done['tokens']:,} tokens; counting accepted drafts")
-    report = {"plan": asdict(plan), **done, "weights": weights, "bytes": size, "curve": thinned(trainer.curve)}
+    report = {"plan": asdict(plan), **trainer.done(size)}
     (out / "training_draft.json").write_text(json.dumps(report) + "\n")
+    console.print(f"{out}: {size / 2**20:.2f} MiB after {report['tokens']:,} tokens; counting accepted drafts")
     network, draft = load_network(out, device), load_draft(out, device)
     if not on_gpu:
         network, draft = network.float(), draft.float()
