@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -71,5 +70,13 @@ def draft_trainer(
     draft.init_weights(plan.seed, network.model.norm.weight.detach())
     draft.to(device)
     batches = Batches(data, plan.tokens, plan.seed, SHARES)
-    balance = partial(draft.mlp.balance, BALANCE_RATE)
-    return Trainer(plan, draft, partial(losses, network, draft), batches, device, workers, compiled, balance)
+    return Trainer(
+        plan,
+        draft,
+        lambda batch: losses(network, draft, batch),
+        batches,
+        device,
+        workers,
+        compiled,
+        lambda: draft.mlp.balance(BALANCE_RATE),
+    )
