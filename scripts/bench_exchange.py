@@ -1,4 +1,4 @@
-"""What prefixes spread over ranks cost in a layer: the exchange of queries and results, and the launches around it.
+"""Time what sharded prefixes cost in a layer: the exchange of queries and results, and the launches around it.
 
     NCCL_GRAPH_REGISTER=0 python scripts/bench_exchange.py --out exchange.jsonl
 
@@ -113,7 +113,7 @@ def main(
     heads: Annotated[int, typer.Option(min=1, help="Query heads of a request.")] = 128,
     rows: Annotated[list[int], typer.Option(min=1, help="Requests of a rank; repeatable.")] = [16, 32, 64, 128, 256],  # noqa: B006
     ranks: Annotated[int | None, typer.Option(min=2, help="GPUs [all]; without any, processes [2].")] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Of a step.")] = 61,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of a step.")] = 61,
     rounds: Annotated[int, typer.Option(min=1, help="How often each is timed.")] = 21,
     via: Annotated[
         list[str], typer.Option(help="nccl, or peers: stores into each other's memory, on GPUs; repeatable.")

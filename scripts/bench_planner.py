@@ -48,7 +48,7 @@ class NoExpander:
 
 
 def shared_prefixes(heads: int, chunks: int) -> SharedPrefixes:
-    """As a server has them, with room for so many chunks; grouped absorb where it stacks this many heads."""
+    """Make a server's shared prefixes, with room for so many chunks; grouped absorb where it stacks this many heads."""
     return SharedPrefixes(
         HybridMLAOptions(expand_tokens_per_step=1 << 30),
         CostModel(ModelDims.from_json("deepseek-v3"), heads, GpuRates.from_json("h200")),
@@ -61,7 +61,7 @@ def shared_prefixes(heads: int, chunks: int) -> SharedPrefixes:
 
 
 def planned(prefixes: SharedPrefixes) -> dict[str, int]:
-    """What the last decode step shares: groups, and rows that are in one."""
+    """Return what the last decode step shares: groups, and rows that are in one."""
     plan = prefixes.plan
     return dict(groups=len(plan.segments), shared_rows=sum(length > 0 for length in plan.prefix_lens))
 
@@ -91,7 +91,7 @@ def milliseconds(function: Callable[[], Any]) -> float:
 
 
 def median(function: Callable[[], Any], repeats: int, before: Callable[[], Any] = lambda: None) -> float:
-    """Of the milliseconds of a call, `before` not counted."""
+    """Return the median milliseconds of a call, without `before`."""
     times = []
     for _ in range(repeats):
         before()
@@ -100,7 +100,7 @@ def median(function: Callable[[], Any], repeats: int, before: Callable[[], Any] 
 
 
 def measure_plans(name: str, heads: int, chunks: int, repeats: int) -> dict[str, Any]:
-    """What planning costs, and what was planned in the end."""
+    """Time planning; return the times, and what was planned in the end."""
     batch = Batch(name)
     prefixes = shared_prefixes(heads, chunks)
     prefixes.attach(TreeView(batch.tree.cache))

@@ -62,7 +62,7 @@ DRAFTS = (
     *("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3"),
     *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
 )
-"""As SGLang's recipes for DeepSeek-V3."""
+"""Flags of SGLang's recipes for DeepSeek-V3."""
 FEWER_AT_A_TIME = {"SGLANG_MAX_KV_CHUNK_CAPACITY": "32768"}
 
 
@@ -80,11 +80,11 @@ def main(
         list[str] | None, typer.Option(help="workload:prompt tokens:requests, in place of these three; repeatable.")
     ] = None,
     answers: Annotated[int, typer.Option(min=2, help="Answers of all but decode, as a multiple of --concurrency.")] = 6,
-    output_tokens: Annotated[int, typer.Option(min=16, help="Of each answer of decode.")] = 256,
+    output_tokens: Annotated[int, typer.Option(min=16, help="Tokens of each answer of decode.")] = 256,
     stream_interval: Annotated[
         int | None, typer.Option(min=1, help="Tokens of an answer in one piece (16 of decode, 1 of others).")
     ] = None,
-    gpus: Annotated[str | None, typer.Option(help="Such as 0,1: one server at a time on each (one GPU).")] = None,
+    gpus: Annotated[str | None, typer.Option(help="GPUs, such as 0,1: one server at a time on each (one GPU).")] = None,
     together: Annotated[
         bool, typer.Option("--together", help="Start all servers at once on the same GPUs; measure one at a time.")
     ] = False,

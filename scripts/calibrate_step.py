@@ -28,7 +28,7 @@ def main(
     / "planner.jsonl",
     ranks: Annotated[Path, typer.Option(exists=True, help="Records of bench_rank.py.")] = RESULTS / "rank.jsonl",
     derive_from: Annotated[
-        str | None, typer.Option(help="Of a GPU that was not measured: one that was, for data sheets in proportion.")
+        str | None, typer.Option(help="For a GPU that was not measured: the GPU to scale from, by data sheets.")
     ] = None,
 ) -> None:
     """Write the entry `step` of a GPU's file."""

@@ -169,7 +169,7 @@ async def play(
 
 
 def metrics(outcome: Outcome, took_s: float) -> dict[str, Any]:
-    """What is recorded of a run."""
+    """Return what is recorded of a run."""
     verdicts = {verdict.value: outcome.verdicts[verdict.value] for verdict in Verdict}
     return {
         "requests": outcome.requests,
@@ -209,7 +209,7 @@ def record(
 
 
 def outcome_table(backend: str, outcome: Outcome, took_s: float) -> Table:
-    """What came of it."""
+    """Return a table of the outcome."""
     table = Table(title=f"Soak: {backend}", title_justify="left", show_header=False)
     for name, value in metrics(outcome, took_s).items():
         table.add_row(name.replace("_", " "), f"{value:,}")

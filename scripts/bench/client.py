@@ -152,7 +152,7 @@ def steady_rate(first_s: np.ndarray, gaps_s: list[np.ndarray], at_a_time: int) -
 
 
 def sharing_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:
-    """What hybrid_mla did between two readings of `/server_info`; None for a stock backend.
+    """Return what hybrid_mla did between two readings of `/server_info`; None for a stock backend.
 
     Returns:
         `mode` of most decode steps, `steps` by mode, `group_size` as the mean over groups and steps (0 without any),
@@ -179,7 +179,7 @@ def sharing_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, 
 
 
 def describe_sharing(sharing: Mapping[str, Any] | None) -> list[str]:
-    """What the console says of `sharing_between`."""
+    """Return what the console says of `sharing_between`."""
     if sharing is None:
         return []
     steps = ", ".join(f"{count:,} {mode}" for mode, count in sharing["steps"].items() if count)

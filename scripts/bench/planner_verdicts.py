@@ -1,4 +1,5 @@
-"""What the cost model would choose in measured cases, and what each choice costs. From records; nothing is timed here.
+"""Judge what the cost model would choose in measured cases, and what each choice costs. From records; nothing is timed
+here.
 
 A record of `bench` `planner` (planner_grid.py) has the measured ms of each mode in one case. The choice
 follows from the rates and is not stored, so the same records can judge any rates, and fit the overheads.
@@ -46,7 +47,7 @@ class Verdict:
 
     @property
     def loss(self) -> float:
-        """How much longer the chosen mode takes, relative to the fastest mode's time."""
+        """Return how much longer the chosen mode takes, relative to the fastest mode's time."""
         return self.ms[self.chosen] / self.ms[self.best] - 1
 
 
@@ -57,7 +58,7 @@ def newest(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def verdicts(records: Iterable[Mapping[str, Any]], rates: GpuRates) -> list[Verdict]:
-    """Which of the measured modes the cost model chooses with these rates, for the newest record of each case.
+    """Return which of the measured modes the cost model chooses with these rates, for the newest record of each case.
 
     Args:
         records: all of the GPU that the rates belong to.
@@ -117,7 +118,7 @@ def with_fitted_overheads(records: Iterable[Mapping[str, Any]], rates: GpuRates)
     longer, scale = (ms - ms[:, :1]).T[measured.T], np.broadcast_to(ms[:, :1], ms.shape).T[measured.T]
 
     def badness(overheads_ms: np.ndarray) -> np.ndarray:
-        """Of each column of `[2 x modes behind plain absorb, candidate]`: constants, then what grows."""
+        """Rate each column of `[2 x modes behind plain absorb, candidate]`: constants, then what grows."""
         zero = np.zeros((1, overheads_ms.shape[1]))
         constant, per_root_row = (np.vstack([zero, part])[:, None] for part in np.split(overheads_ms, 2))
         says = work_ms.T[:, :, None] + per_root_row * root_rows[:, None] + constant  # [mode, case, candidate]
@@ -156,7 +157,7 @@ def without_overheads(rates: GpuRates) -> GpuRates:
 
 
 def report(found: Sequence[Verdict]) -> str:
-    """Where the choices lose, and a summary."""
+    """Return where the choices lose, and a summary."""
     return "\n".join(filter(None, (failures(found), summary(found))))
 
 
@@ -174,7 +175,7 @@ def failures(found: Sequence[Verdict]) -> str:
 
 
 def summary(found: Sequence[Verdict]) -> str:
-    """How many cases, how many of them within `LARGEST_LOSS`, and the worst."""
+    """Return how many cases, how many of them within `LARGEST_LOSS`, and the worst."""
     if not found:
         return "nothing was measured"
     within = sum(verdict.loss <= LARGEST_LOSS for verdict in found)

@@ -47,7 +47,7 @@ class Cell(NamedTuple):
 
     @property
     def off(self) -> float:
-        """How much longer the prediction is than the step; below 0 if shorter."""
+        """Return how much longer the prediction is than the step; below 0 if shorter."""
         return self.step.seconds / self.measured.seconds - 1
 
 

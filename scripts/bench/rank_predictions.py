@@ -1,4 +1,4 @@
-"""What `sglang-mla plan` says of a rank of a whole model, for records of bench_rank.py."""
+"""Predict, as `sglang-mla plan` does, a rank of a whole model, for records of bench_rank.py."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def with_storage(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_products(record: Mapping[str, Any]) -> str:
-    """What names of records of servers with DeepGEMM, SGLang's default, end in."""
+    """Return what names of records of servers with DeepGEMM, SGLang's default, end in."""
     return ", DeepGEMM" if record["case"].get("deep_gemm") else ""
 
 
@@ -87,7 +87,8 @@ def _parsed(flags: str) -> argparse.Namespace:
 
 
 def passing_tokens(record: Mapping[str, Any]) -> int:
-    """That prefill passes expanded at a time for themselves: what its command names, or the server's default."""
+    """Return the tokens that prefill passes expanded at a time for themselves: what its command names, or the
+    server's default."""
     given: int | None = named(record).hybrid_mla_prefill_expand_tokens
     expanded = ((record.get("hybrid_mla") or {}).get("counters") or {}).get("prefill_tokens_expanded")
     return (PASSING_TOKENS if expanded else 0) if given is None else given
@@ -110,7 +111,7 @@ def tail(case: Mapping[str, Any]) -> int:
 
 
 def step(record: Mapping[str, Any], gpu: Gpu | None = None) -> Step:
-    """Of a record of `decode`; `gpu` as of `of_rank`."""
+    """Predict the step of a record of `decode`; `gpu` as of `of_rank`."""
     case, of = record["case"], of_rank(record, gpu)
     ours, mine = record["impl"] == OURS, of.per_rank(case["concurrency"])
     cover = of.cover(mine, case["prefix"], chunks(record, of)) if ours else PLAIN
@@ -118,7 +119,7 @@ def step(record: Mapping[str, Any], gpu: Gpu | None = None) -> Step:
 
 
 def served(record: Mapping[str, Any]) -> Served:
-    """Of a record of `short`: ours with mixed steps, prefill passes of stock backends in turns."""
+    """Predict a record of `short`: ours with mixed steps, prefill passes of stock backends in turns."""
     case, of, drawn = record["case"], of_rank(record), lengths("short", 0)
     question, answer = (round(mean(drawn[name])) for name in ("own_tokens", "output_tokens"))
     traffic = Traffic(case["concurrency"], case["prefix"], question, answer, host_seconds(of))
@@ -139,7 +140,7 @@ def last_first_token(record: Mapping[str, Any]) -> float:
 
 
 def tokens_per_s(record: Mapping[str, Any]) -> float:
-    """Of a record of `decode` or `short`."""
+    """Predict the tokens per second of a record of `decode` or `short`."""
     if record["bench"] == "decode":
         return float(record["case"]["concurrency"] / step(record).seconds)
     return served(record).tokens_per_s

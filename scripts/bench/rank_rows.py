@@ -49,7 +49,7 @@ class Pair(NamedTuple):
 
     @property
     def predicted(self) -> tuple[float, float] | None:
-        """What `plan` predicts for both, in tokens per second; None for passes through linear attention."""
+        """Return what `plan` predicts for both, in tokens per second; None for passes through linear attention."""
         if self.load == "short" and rank_predictions.of_rank(self.ours[0]).has_states:
             return None
         return rank_predictions.tokens_per_s(self.ours[0]), rank_predictions.tokens_per_s(self.theirs[0])

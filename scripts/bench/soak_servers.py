@@ -27,7 +27,7 @@ POISONED = ("-m", "bench.poisoned_server")
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the server that is tried has.
+    """Sizes of the server that is tested.
 
     Attributes:
         tokens: of its KV cache; chunk: of its prefill.

@@ -161,14 +161,14 @@ def of_launches(gpu: Gpu, watched: Sequence[Mapping[str, Any]]) -> dict[str, flo
 
 
 def is_other(kernel: str) -> bool:
-    """Whether a kernel is neither a product nor attention; the schedules of a step's attention count."""
+    """Return whether a kernel is neither a product nor attention; the schedules of a step's attention count."""
     schedules = re.search(r"mla_metadata|schedule_tails", kernel) is not None
     return kind_of(kernel) == "other" or JOINED.search(kernel) is not None or schedules
 
 
 def is_fitted(record: Mapping[str, Any]) -> bool:
-    """Whether `of_experts` looks at a record: other models, divisions, backends and numbers of requests show how well
-    it serves them, and servers with DeepGEMM how much that changes."""
+    """Return whether `of_experts` looks at a record: other models, divisions, backends and numbers of requests show
+    how well it serves them, and servers with DeepGEMM how much that changes."""
     case = record["case"]
     of_rank = case.get("of", MODELS[0]), case.get("rank"), storage(record), record["bench"], record["impl"]
     fitted = of_rank == (MODELS[0], "tp8", BF16, "decode", rank_predictions.OURS)

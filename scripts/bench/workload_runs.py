@@ -157,7 +157,7 @@ def timings(
 
 
 def server_case(url: str, dims: ModelDims | None) -> dict[str, Any]:
-    """What a record's case says of a server, and of its model if that is known."""
+    """Return what a record's case says of a server, and of its model if that is known."""
     info = server_info(url)
     case = {
         "dtype": info.get("dtype"),

@@ -1,4 +1,5 @@
-"""How much rounding costs: the studies of SnapMLA, AMLA and FlashMLA-ETAP on drawn data, and one of a trained model.
+"""Measure how much rounding costs: the studies of SnapMLA, AMLA and FlashMLA-ETAP on drawn data, and one of a trained
+model.
 
     python scripts/study.py accuracy --out benchmarks/results/accuracy.jsonl
     python scripts/study.py accuracy --model demo --out benchmarks/results/accuracy.jsonl
@@ -66,7 +67,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Append records to this JSON-lines file.")] = None,
     model: Annotated[str | None, typer.Option(help="Study a model: demo.")] = None,
     weights: Annotated[Path, typer.Option(help="Its checkpoint.")] = REPOSITORY / "configs" / "demo_model",
-    data: Annotated[Path, typer.Option(help="What `study.py training prepare` wrote.")] = Path(".demo/data"),
+    data: Annotated[Path, typer.Option(help="Folder that `study.py training prepare` wrote.")] = Path(".demo/data"),
     device: Annotated[str, typer.Option(help="Where to compute.")] = "cpu",
     prose_tokens: Annotated[int, typer.Option(help="Tokens of held-out prose to score, about; 0: none.")] = 30_000,
     cases: Annotated[int, typer.Option(help="Dictionary questions of each kind; 0: none.")] = 100,
@@ -74,11 +75,11 @@ def main(
         list[str] | None,
         typer.Option(help="Look-ups: TOKENS:PROMPTS, repeatable; 0: none. 512:50, 2048:50 and 8192:50 if left out."),
     ] = None,
-    questions: Annotated[int, typer.Option(help="For each prompt of look-ups.")] = 4,
+    questions: Annotated[int, typer.Option(help="Questions about each prompt of look-ups.")] = 4,
     impl: Annotated[list[str] | None, typer.Option(help="Only these, and sglang_bf16; repeatable.")] = None,
     outliers: Annotated[bool, typer.Option("--outliers", help="With latent rows as large models have them.")] = False,
     server: Annotated[bool, typer.Option("--server", help="Ask real servers, not the references.")] = False,
-    seed: Annotated[int, typer.Option(help="Of cases and resampling.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of cases and resampling.")] = 1,
 ) -> None:
     """Run the three studies on drawn data, or the study of a model."""
     commit()  # cached now: the checkout may have moved on by the time the first record is written

@@ -49,7 +49,7 @@ from lab.training.batches import Data
 STUDY = "served"
 TWICE = 2
 ANSWER_S = 3600
-"""How long a request may take: on a CPU thousands of forced tokens do."""
+"""Longest time of a request: thousands of forced tokens take long on a CPU."""
 WINDOWS_AT_ONCE, PROMPTS_AT_ONCE = (64, 8) if ON_GPU else (2, 2)
 COMMON = (
     *("--max-total-tokens", "400000" if ON_GPU else "24576"),
@@ -66,7 +66,7 @@ FP8_CACHE = ("--kv-cache-dtype", "fp8_e4m3")
 
 @dataclass(frozen=True)
 class Change:
-    """In a file of the package, one text in place of another, as often as it is there."""
+    """Replacement of a text in a file of the package, as often as it occurs."""
 
     file: str
     old: str
@@ -190,7 +190,8 @@ def servers(
 
 
 async def ask_all(urls: dict[str, str], tasks: Sequence[Task], console: Console) -> dict[str, list[np.ndarray | None]]:
-    """By server: for each task the sums of losses or right answers of each place; None for what it cannot be asked."""
+    """Return by server, for each task, the sums of losses or right answers of each place; None for what it cannot be
+    asked."""
 
     async def of_server(name: str, url: str) -> list[np.ndarray | None]:
         before = await asyncio.to_thread(server_info, url)

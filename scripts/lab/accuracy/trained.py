@@ -1,4 +1,5 @@
-"""What quantisation costs the demo model: perplexity, dictionary questions and look-ups for each way to serve it.
+"""Measure what quantisation costs the demo model: perplexity, dictionary questions and look-ups for each way to serve
+it.
 
 In all three, a prefix is prefilled in BF16 and stored as the implementation stores it; scored tokens are decode rows:
 
@@ -43,13 +44,13 @@ Record = tuple[str, dict[str, Any], dict[str, float]]
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is examined."""
+    """Amount that is examined."""
 
     impls: tuple[str, ...] = tuple(IMPLS)
     prose_tokens: int = 30_000  # scored ones, about
     cases: int = 100  # dictionary questions of each kind
     lengths: dict[int, int] = field(default_factory=lambda: dict.fromkeys(LOOKUP_TOKENS, 50))
-    """By the name of a length of look-ups: prompts."""
+    """Prompts by nominal length of look-ups."""
     questions: int = 4  # for each prompt of look-ups
     activation_prompts: int = 2  # whose activations are looked at layer by layer, of the longest length
     seed: int = 1
@@ -188,7 +189,7 @@ def perplexity_of(sums: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.nd
 
 
 def change_of(sums: np.ndarray, base: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:
-    """Of perplexity, percent."""
+    """Return the change of perplexity in percent."""
     return 100 * (np.exp(mean_of(sums - base, counts, axis)) - 1)
 
 

@@ -18,7 +18,7 @@ BASELINES = (kinds.FLASHMLA_BF16, kinds.FLASHINFER)  # TyphoonMLA's
 WITH_PREFIX = (kinds.TYPHOON_PARTS, kinds.OURS_BF16, kinds.OURS_FP8_PREFIX)
 
 Claim = tuple[str, str, str, str]
-"""What a paper says, where, its number, and what was found here."""
+"""A paper's claim, its place, its number, and what was found here."""
 
 
 class Row(NamedTuple):
@@ -37,11 +37,11 @@ class Row(NamedTuple):
         return found
 
     def field(self, name: str) -> Any:
-        """What names the case, or one of its numbers."""
+        """Return what names the case, or one of its numbers."""
         return self.names[name] if name in self.names else getattr(self.case, name)
 
     def speed_up(self, of: Implementation, over: Iterable[Implementation]) -> float | None:
-        """How many times faster it is than the fastest of others; None without any."""
+        """Return how many times faster it is than the fastest of others; None without any."""
         times = [ms for other in over if (ms := self.value(other, "ms"))]
         ms = self.value(of, "ms")
         return min(times) / ms if times and ms else None

@@ -31,7 +31,7 @@ REP_MS = 20
 
 
 def keys_by_gpu(out: Path) -> dict[str, set[Key]]:
-    """What the file has, by GPU; a record that is marked as excluded does not count."""
+    """Return what the file has, by GPU; a record that is marked as excluded does not count."""
     found: dict[str, set[Key]] = {}
     for record in read_records(out) if out.exists() else []:
         if not record.get("excluded"):
@@ -40,7 +40,7 @@ def keys_by_gpu(out: Path) -> dict[str, set[Key]]:
 
 
 def overview(out: Path) -> Table:
-    """How many measurements each experiment has, and how many of them the file has, by GPU."""
+    """Return how many measurements each experiment has, and how many of them the file has, by GPU."""
     found = keys_by_gpu(out)
     table = Table(title=f"measurements in {out}")
     for column in ("experiment", "of", "cases", "measurements", *(found or {"measured": set()})):

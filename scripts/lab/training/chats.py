@@ -28,7 +28,7 @@ ONE_WORD: str = _PHRASES["one_word"]
 INSTRUCTIONS: list[str] = _PHRASES["instructions"]
 QUESTIONS: dict[str, list[str]] = _PHRASES["questions"]
 SHARES: dict[str, int] = _PHRASES["shares"]
-"""How often each question is drawn."""
+"""Weight of each kind of question."""
 TALK: dict[str, str] = _PHRASES["talk"]
 TABLE_QUESTIONS: list[str] = _PHRASES["table_questions"]
 UNKNOWN_SHARE, UNKNOWN = 0.02, "I do not know that word."
@@ -104,7 +104,7 @@ def long_answer(word: Word, kind: str) -> str:
 
 
 def kinds_of_question(word: Word, short: bool) -> list[str]:
-    """What can be asked about a word."""
+    """Return what can be asked about a word."""
     return [kind for kind in QUESTIONS if one_word_answers(word, kind) or (kind == "define" and not short)]
 
 

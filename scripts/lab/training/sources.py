@@ -53,7 +53,7 @@ def fetch(folder: Path) -> None:
 
 
 def is_prose(paragraph: str) -> bool:
-    """Whether a paragraph is one or more sentences, and not a menu, a table or code."""
+    """Return whether a paragraph is one or more sentences, and not a menu, a table or code."""
     letters = sum(letter.isascii() and (letter.isalpha() or letter == " ") for letter in paragraph)
     return len(paragraph) >= SHORTEST and paragraph[-1] in ".!?:)" and letters >= 0.85 * len(paragraph)
 
