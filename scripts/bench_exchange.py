@@ -22,15 +22,22 @@ import torch
 import torch.distributed as dist
 import typer
 from bench.cases import DN, DR, DV
-from bench.records import write_record
+from bench.records import Report
 from bench.server import free_port
-from rich.console import Console
-from rich.table import Table
+from bench.tables import table
 
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.naive.peers import Peers
 from sglang_mla_ext.kernels.naive.spread import SpreadAttention
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
+
+COLUMNS = {
+    "via": "{impl}",
+    "rows of a rank": "{rows}",
+    "bytes out of a rank": "{sent_bytes:,}",
+    "all": "{all_us:.1f}",
+    "wire": "{wire_us:.1f}",
+}
 
 
 def exchanges(
@@ -137,19 +144,13 @@ def main(
         while not results.empty():
             way, count, part, seconds = results.get()
             found[way, count, part] = seconds
-    table = Table(title=f"exchange of {ranks} ranks, {heads} heads, us a layer")
-    for column in ("via", "rows of a rank", "MB out of a rank", "all", "wire"):
-        table.add_column(column, justify="right")
-    sent = [2 * count * (heads - heads // ranks) * (DN + DR + DV) for count in rows]
-    for way, (count, sent_bytes) in itertools.product(via, zip(rows, sent, strict=True)):
-        times = {part: found[way, count, part] for part in ("all", "wire")}
-        cells = (f"{seconds * 1e6:.1f}" for seconds in times.values())
-        table.add_row(way, str(count), f"{sent_bytes / 1e6:.2f}", *cells)
-        if out is not None:
-            case = {"ranks": ranks, "heads": heads, "rows": count, "layers": layers, "sent_bytes": sent_bytes}
-            metrics = {f"{part}_us": seconds * 1e6 for part, seconds in times.items()}
-            write_record(out, bench="exchange", impl=way, case=case, **metrics)
-    Console(width=110).print(table)
+    report = Report("exchange", out)
+    for way, count in itertools.product(via, rows):
+        sent_bytes = 2 * count * (heads - heads // ranks) * (DN + DR + DV)
+        case = {"ranks": ranks, "heads": heads, "rows": count, "layers": layers, "sent_bytes": sent_bytes}
+        report.add(way, case, {f"{part}_us": found[way, count, part] * 1e6 for part in ("all", "wire")})
+    print(f"exchange of {ranks} ranks, {heads} heads, us a layer")
+    print(table(COLUMNS, report.rows))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ after three of its requests were replaced, steps whose batch is unchanged, and p
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -17,9 +18,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench.records import write_record
+from bench.records import Report
+from bench.tables import table
 from bench.trees import CASES, PAGE, Request, Tree
-from tabulate import tabulate
 
 from sglang_mla_ext.adapter.compat.installed import TreeView
 from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
@@ -36,8 +37,9 @@ from sglang_mla_ext.prefix.shared_prefixes import SharedPrefixes
 HEADS = (128, 16)
 REPLACED = 3  # requests that leave and come between two plans
 AFFORDABLE = 8192  # tokens that a prefill step may expand at once
-COLUMNS = ("first_ms", "replan_ms", "unchanged_ms", "prefill_ms")
-PLANNED = ("groups", "shared_rows")
+TIMES = ("first_ms", "replan_ms", "unchanged_ms", "prefill_ms")
+COLUMNS = {name: f"{{{name}}}" for name in ("tree", "requests", "heads")} | {name: f"{{{name}:.3f}}" for name in TIMES}
+COLUMNS |= {name: f"{{{name}}}" for name in ("groups", "shared_rows")}
 
 
 class NoExpander:
@@ -131,18 +133,12 @@ def main(
     """Time the planning of decode and prefill steps on the host."""
     if unknown := set(case or []) - set(CASES):
         raise typer.BadParameter(f"--case must be one of {', '.join(CASES)}, not {', '.join(unknown)}")
-    rows: list[tuple[Any, ...]] = []
-    for name in case or CASES:
+    report = Report("plan", out)
+    for name, count in itertools.product(case or CASES, heads or HEADS):
         gc.collect()
-        for count in heads or HEADS:
-            gc.collect()
-            metrics = measure_plans(name, count, chunks, repeats)
-            if out:
-                conditions = dict(tree=name, requests=CASES[name].requests, heads=count, chunks=chunks)
-                write_record(out, bench="plan", impl="hybrid_mla", case=conditions, **metrics)
-            figures = (f"{metrics[column]:.3f}" for column in COLUMNS)
-            rows.append((name, count, *figures, *(metrics[column] for column in PLANNED)))
-    print(tabulate(rows, ("case", "heads", *(column.replace("_", " ") for column in COLUMNS + PLANNED))))
+        conditions = dict(tree=name, requests=CASES[name].requests, heads=count, chunks=chunks)
+        report.add("hybrid_mla", conditions, measure_plans(name, count, chunks, repeats))
+    print(table(COLUMNS, report.rows))
 
 
 if __name__ == "__main__":

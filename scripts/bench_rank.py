@@ -173,7 +173,7 @@ def main(
         if time.monotonic() >= end:
             break
     for table in runs_tables(found, backends):
-        console.print(table)
+        console.print(table, markup=False, highlight=False, soft_wrap=True)
     if not good:
         raise typer.Exit(1)
 

@@ -128,7 +128,7 @@ def main(
         console.rule(" beside ".join(placed.backend for placed in group))
         good = measure_beside(group, common, {}, measure, math.inf, console, 1) and good
     for table in runs_tables(found, backends):
-        console.print(table)
+        console.print(table, markup=False, highlight=False, soft_wrap=True)
     if not good:
         raise typer.Exit(1)
 

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,21 @@ def write_record(
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
     return record
+
+
+@dataclass
+class Report:
+    """Measurements of a run: lines of a file of records, if there is one, and rows of a table for the console."""
+
+    bench: str
+    out: Path | None
+    rows: list[Record] = field(default_factory=list)
+
+    def add(self, impl: str, case: Mapping[str, Any], metrics: Mapping[str, Any] | None, **more: Any) -> None:
+        """Add a measurement; `metrics` is None for one that failed, which is not written."""
+        if metrics and self.out:
+            write_record(self.out, bench=self.bench, impl=impl, case=case, **more, **metrics)
+        self.rows.append({**case, "impl": impl, **more, **(metrics or {})})
 
 
 def read_records(path: str | Path) -> list[Record]:

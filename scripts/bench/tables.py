@@ -172,7 +172,7 @@ def _sortable(name: str, row: Row) -> tuple[bool, Any]:
 
 def table(columns: Mapping[str, str], rows: Sequence[Row]) -> str:
     """Return a table in GitHub's Markdown, without columns that have no value in any row."""
-    cells = [[CELLS.cell(text.replace("@", row["@"]), row) for text in columns.values()] for row in rows]
+    cells = [[CELLS.cell(text.replace("@", row.get("@", "")), row) for text in columns.values()] for row in rows]
     kept = [place for place in range(len(columns)) if any(of_row[place] != NOTHING for of_row in cells)]
     headings = [CELLS.cell(heading, rows[0]) for heading in columns] if rows else list(columns)
     shown = [[of_row[place] for place in kept] for of_row in cells]
