@@ -89,7 +89,7 @@ def by_heads(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         where = {"prefix": worst.prefix, "batch": worst.batch} if worst.loss else {}
         within = sum(verdict.loss <= LARGEST_LOSS for verdict in of_row)
         row = {"heads": heads, "dtype": dtype.upper(), "cases": len(of_row), "within": within, "worst": worst.loss}
-        yield row | where | {"records": newest(records)}
+        yield row | where | {"records": records}
 
 
 def with_fitted_overheads(records: Iterable[Mapping[str, Any]], rates: GpuRates) -> GpuRates:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -14,13 +14,14 @@ from bench.rank_predictions import OURS, named, named_memory, passing_tokens
 from bench.records import Record
 
 MOST_REQUESTS = 256
-"""Largest number of requests in the README's table, which has one row for each load and prompt."""
-LOADS = {"decode": "all decode", "short": "short answers"}
+"""Largest number of requests in the table that has one row for each load and prompt."""
+LOADS = {"decode": "long answers", "short": "short answers"}
+ALL_LOADS = LOADS | {f"{load}, DeepGEMM": f"{name}, DeepGEMM" for load, name in LOADS.items()}
 DIVIDED_NAMES = {"tp8": "TP 8", "dp8": "DP 8", "tp16": "TP 16"}
 MODEL_NAMES = dict(zip(MODELS, ("DeepSeek-V3", "Kimi-K2", "Kimi-K3", "Kimi-K3's MLA layers alone"), strict=True))
 OF_64 = ", pages of 64"
 STOCK_BACKENDS = ("fa3", f"fa3{OF_64}", "flashinfer", "flashmla")
-HELD = {None: "alone", "off": "alone", "peers": "spread by stores"}
+HELD = {None: "alone", "off": "alone", "peers": "sharded by stores"}
 """Ways to hold a prompt by `--hybrid-mla-spread`; `auto` was NCCL's in the records there are."""
 
 Case = tuple[Any, ...]
@@ -55,23 +56,9 @@ class Pair(NamedTuple):
         return rank_predictions.tokens_per_s(self.ours[0]), rank_predictions.tokens_per_s(self.theirs[0])
 
 
-def all_runs(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
-    """Yield our runs by load, as medians over runs, and the fastest of SGLang's own beside each."""
-    found = runs(records)
-    for (*case, backend), of_case in sorted(found.items()):
-        stock = fastest_stock(found, tuple(case), backend)
-        if stock is None or not (backend.startswith(OURS) or (*case, backend) == stock):
-            continue
-        names = ("load", "rank", "layers", "prompt", "requests", "gpu")
-        row = dict(zip(names, case, strict=True)) | {"gpu": case[-1].removeprefix("NVIDIA ").split()[0]}
-        rates = {"rate": middle(of_case), "ratio": middle(of_case) / middle(found[stock])}
-        times = {name: middle(of_case, name) for name in ("ttft_ms", "ttft_p99_ms", "itl_p99_ms")}
-        yield row | {"backend": backend, "runs": len(of_case), **rates, **times, "records": of_case}
-
-
 def headline(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the README, with what `plan` predicts for them."""
-    few = [pair for pair in pairs(records) if pair.requests <= MOST_REQUESTS]
+    """Yield a row for each model, load and prompt, with what `plan` predicts for it."""
+    few = [pair for pair in pairs(records, ALL_LOADS) if pair.requests <= MOST_REQUESTS]
     for pair in {pair[:3]: pair for pair in few}.values():
         sides = {"ours": pair.ours, "theirs": pair.theirs}
         figures = {
@@ -80,7 +67,7 @@ def headline(records: Iterable[Record]) -> Iterator[dict[str, Any]]:
         }
         plan = pair.predicted and dict(zip(("ours", "theirs"), pair.predicted, strict=True))
         how = pair.backend.partition(", ")[2] or None
-        row = {"how": how, "plan": plan, "load": LOADS[pair.load], "records": [*pair.ours, *pair.theirs]}
+        row = {"how": how, "plan": plan, "load": ALL_LOADS[pair.load], "records": [*pair.ours, *pair.theirs]}
         yield pair._asdict() | figures | row
 
 
@@ -114,14 +101,14 @@ def held(record: Record) -> str:
     if record["impl"] != OURS:
         return str(record["impl"]).removeprefix("sglang_")
     flags = named(record)
-    how = f"{HELD.get(flags.hybrid_mla_spread, 'spread by NCCL')}, {named_memory(record) or 0:g} GiB"
+    how = f"{HELD.get(flags.hybrid_mla_spread, 'sharded by NCCL')}, {named_memory(record) or 0:g} GiB"
     how += ", FP8" if flags.hybrid_mla_prefix_dtype == "fp8_e4m3" else ""
-    how += ", passes expand for themselves" if passing_tokens(record) else ""
+    how += ", prefill expands for itself" if passing_tokens(record) else ""
     mixed = record["bench"] == "short" and record["hybrid_mla"]["counters"].get("prefills_ridden")
-    return how + (", new tokens ride" if mixed else "")
+    return how + (", mixed steps" if mixed else "")
 
 
-def pairs(records: Iterable[Record]) -> list[Pair]:
+def pairs(records: Iterable[Record], loads: Collection[str] = LOADS) -> list[Pair]:
     """Return our runs beside SGLang's own on the same case, over BF16 caches, of whole layers of a model.
 
     Tensor-parallel ranks come first, then by model, load, prompt and requests. Ours is with default settings where that
@@ -136,7 +123,7 @@ def pairs(records: Iterable[Record]) -> list[Pair]:
         load, rank, layers, prompt, requests, _ = case
         ours = [key[-1] for key in found if key[:-1] == case and is_ours(key[-1])]
         stock = fastest_stock(found, case, "")
-        if load in LOADS and layers == most_layers[rank] and ours and stock:
+        if load in loads and layers == most_layers[rank] and ours and stock:
             backend = min(ours, key=lambda name: ("FP8" in name, name))
             of_ours = found[(*case, backend)]
             what = model_and_ranks(of_ours[0]["case"]), load, prompt, requests

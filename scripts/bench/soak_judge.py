@@ -136,5 +136,5 @@ def first_difference(answer: Answer, expected: Answer) -> int | None:
 
 def with_server(record: dict[str, Any]) -> dict[str, Any]:
     """Return a record of a soak with its server in words."""
-    server = "two ranks, prefixes spread" if "--enable-dp-attention" in record["command"] else "one rank"
+    server = "two ranks, sharded prefixes" if "--enable-dp-attention" in record["command"] else "one rank"
     return record | {"server": server + (", penalties" if record["case"].get("penalties") else "")}

@@ -9,7 +9,7 @@ A spec is a table as data:
 - `names`: field -> value -> label, in the order of rows; other rows are left out. `order`: fields to sort by, `-` first
   for the largest first. `repeat`: key -> name; every row is shown once for each, with `@` as the key.
 - `rows`: a function of all records (and of `with`) that yields rows, for what has to be computed. `finish`: one that
-  adds to all rows. `note: false`: no line that says where the figures come from.
+  adds to all rows. `note: false`: no line that says where the figures come from. `padded: false`: for long cells.
 - `columns`: heading -> cell, both format strings over a row: the fields of its (first) record and case, and the records
   of `beside`. `{ours[ms]:.3f}`; the quotient `{stock[ms]/ours[ms]:.2f}`; `{share!p:.1f}` in percent, `{traces!n}`
   counts, `{change:i2}` with the ends of its interval; `A ?? B` is B where a value of A is missing. Columns of dashes
@@ -106,7 +106,7 @@ def block(parts: Spec | Sequence[Spec | str]) -> str:
             made.append(part)
             continue
         rows = rows_of(part, read_all(part["records"]) if "records" in part else [])
-        made.append(table(part["columns"], rows))
+        made.append(table(part["columns"], rows, padded=part.get("padded", True)))
         records += [record for row in rows for record in row["records"] if part.get("note", True)]
     return "\n\n".join([*made, *([made_with(records)] if records else [])])
 
@@ -170,12 +170,15 @@ def _sortable(name: str, row: Row) -> tuple[bool, Any]:
     return row.get(name) is not None, row.get(name)
 
 
-def table(columns: Mapping[str, str], rows: Sequence[Row]) -> str:
+def table(columns: Mapping[str, str], rows: Sequence[Row], *, padded: bool = True) -> str:
     """Return a table in GitHub's Markdown, without columns that have no value in any row."""
     cells = [[CELLS.cell(text.replace("@", row.get("@", "")), row) for text in columns.values()] for row in rows]
     kept = [place for place in range(len(columns)) if any(of_row[place] != NOTHING for of_row in cells)]
     headings = [CELLS.cell(heading, rows[0]) for heading in columns] if rows else list(columns)
     shown = [[of_row[place] for place in kept] for of_row in cells]
+    if not padded:
+        lines = [[headings[at] for at in kept], ["---"] * len(kept), *shown]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
     align = ("right",) * len(kept)
     return tabulate(shown, [headings[at] for at in kept], tablefmt="github", colalign=align, disable_numparse=True)
 

@@ -1,6 +1,6 @@
 """How far the parts of a deployment were run with each release of SGLang: what `sglang-mla doctor` says beside *works*.
 
-docs/deployments.md names the tests and the measurements. What is not in the table was never run.
+docs/support.md shows the table. What is not in the table was never run.
 """
 
 from __future__ import annotations
