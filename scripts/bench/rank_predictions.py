@@ -64,11 +64,6 @@ def storage(record: Mapping[str, Any]) -> str:
     return FP8_PREFIX if case.get("dtype") == "fp8" or "fp8_e4m3" in case.get("flags", "") else BF16
 
 
-def with_storage(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record with the storage in its case."""
-    return {**record, "case": {**record["case"], "storage": storage(record)}}
-
-
 def of_products(record: Mapping[str, Any]) -> str:
     """Return what names of records of servers with DeepGEMM, SGLang's default, end in."""
     return ", DeepGEMM" if record["case"].get("deep_gemm") else ""

@@ -33,11 +33,6 @@ def words(recipe: dict[str, Any]) -> list[str]:
     return [*environment, "python", "-m", "sglang.launch_server", *shlex.split(recipe["command"])]
 
 
-def of_family(records: object, *, family: str) -> Iterator[Row]:
-    """Yield a row for each recipe of a file."""
-    return rows(families()[family])
-
-
 def rows(of: Iterable[dict[str, Any]]) -> Iterator[Row]:
     """Yield recipes with what was changed, or why they are refused."""
     for recipe in of:
@@ -54,22 +49,8 @@ def counts(of: Iterable[dict[str, Any]]) -> Iterator[Row]:
         yield {"recipes": name, **numbers, "start": f"{total - numbers['refused']} of {total}", "records": []}
 
 
-def reasons(of: Iterable[dict[str, Any]]) -> Iterator[Row]:
-    """Yield what keeps recipes from starting, and how many each reason keeps alone."""
-    refused = [[_short(text) for text in recipe["because"]] for recipe in of or recipes() if not _starts(recipe)]
-    each = Counter(reason for found in refused for reason in found)
-    alone = Counter(found[0] for found in refused if len(found) == 1)
-    for reason, count in each.most_common():
-        yield {"reason": _code(reason), "recipes": count, "alone": alone[reason], "records": []}
-
-
 def _starts(recipe: dict[str, Any]) -> bool:
     return bool(recipe["expected"] != "refused")
-
-
-def _short(finding: str) -> str:
-    """A finding without its advice."""
-    return finding.partition(" is not supported")[0]
 
 
 def _code(text: str) -> str:

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from bench.recipes import OUTCOMES, counts, reasons, recipes, rows
+from bench.recipes import OUTCOMES, counts, recipes, rows
 from examined import HERE, OLDEST, examined_once
 
 
@@ -166,4 +166,3 @@ def test_tables() -> None:
         ["adapted", 0, 1, 0, "1 of 1"],
         ["all", 1, 1, 1, "2 of 3"],
     ]
-    assert [[*row.values()][:3] for row in reasons(of)] == [["`--x`", 1, 1]]
