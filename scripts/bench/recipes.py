@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -38,15 +37,6 @@ def rows(of: Iterable[dict[str, Any]]) -> Iterator[Row]:
     for recipe in of:
         notes = recipe.get("change" if _starts(recipe) else "because", ())
         yield {**recipe, "run": recipe.get("run", ""), "notes": "; ".join(map(_code, notes)), "records": []}
-
-
-def counts(of: Iterable[dict[str, Any]]) -> Iterator[Row]:
-    """Yield how many recipes start, by where they come from."""
-    by = Counter((recipe["from"], recipe["expected"]) for recipe in of or recipes())
-    for name, kinds in (("public", ["public"]), ("adapted", ["adapted"]), ("all", ["public", "adapted"])):
-        numbers = {outcome: sum(by[kind, outcome] for kind in kinds) for outcome in OUTCOMES}
-        total = sum(numbers.values())
-        yield {"recipes": name, **numbers, "start": f"{total - numbers['refused']} of {total}", "records": []}
 
 
 def _starts(recipe: dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from bench.recipes import OUTCOMES, counts, recipes, rows
+from bench.recipes import OUTCOMES, recipes, rows
 from examined import HERE, OLDEST, examined_once
 
 
@@ -161,8 +161,3 @@ def test_tables() -> None:
     shown = [(row["name"], row["run"], row["notes"]) for row in rows(of)]
     refusal = "`--x` is not supported: no."
     assert shown == [("one", "run on a GPU", ""), ("two", "", "without `--flag`"), ("three", "", refusal)]
-    assert [[*row.values()][:5] for row in counts(of)] == [
-        ["public", 1, 0, 1, "1 of 2"],
-        ["adapted", 0, 1, 0, "1 of 1"],
-        ["all", 1, 1, 1, "2 of 3"],
-    ]
