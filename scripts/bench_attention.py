@@ -20,12 +20,12 @@ import typer
 from bench.cases import DR, LATENT, PAGE_TOKENS, Case, page_table, parse_groups
 from bench.ceilings import Ceilings, measure_ceilings
 from bench.grouped import grouped_absorb
-from bench.records import write_record
+from bench.records import Report
 from bench.rivals import RIVALS
 from bench.shared import DTYPES, floor_ms, our_parts, our_work
-from bench.timing import CELLS, attempt, cells, free_memory, measure, measure_rival
-from rich.console import Console
-from rich.table import Table
+from bench.tables import table
+from bench.timing import COLUMNS as TIMES
+from bench.timing import attempt, free_memory, measure, measure_rival
 
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 
@@ -36,6 +36,8 @@ DEFAULT_GRID = [  # prefix, heads, batches
     (26472, 64, [128, 512]),
     (26472, 16, [128, 512]),
 ]
+CASE = {name: f"{{{name}}}" for name in ("heads", "prefix", "batch", "spec", "dtype", "impl", "part")}
+COLUMNS = CASE | TIMES
 
 
 def measure_ours(case: Case, dtype: str, ceilings: Ceilings, rep_ms: int) -> list[tuple[str, dict[str, Any] | None]]:
@@ -94,30 +96,22 @@ def main(
         raise typer.BadParameter("needs a GPU")
     ceilings = measure_ceilings(rep_ms)
     free_memory()
-    table = Table(title=f"attention over shared prefixes, {torch.cuda.get_device_name()}: {ceilings}")
-    for column in ("heads", "prefix", "batch", "dtype", "what", *CELLS):
-        table.add_column(column, justify="right")
-
-    def add(case: Case, impl: str, part: str, dtype: str, metrics: dict[str, Any] | None) -> None:
-        if metrics and out is not None:
-            write_record(out, bench="attention", impl=impl, case=case.fields(dtype), part=part, **metrics)
-        what = part if impl == "hybrid_mla" else impl
-        table.add_row(str(case.heads), str(case.prefix), case.spec or str(case.batch), dtype, what, *cells(metrics))
-
+    report = Report("attention", out)
     failed = False
     for case in cases:
         print(case, flush=True)
         for name, rival in RIVALS.items() if rivals else ():
             if not (rival.one_group and case.spec):
-                add(case, name, rival.part, rival.dtype, attempt(name, measure_rival, rival, case, rep_ms))
+                metrics = attempt(name, measure_rival, rival, case, rep_ms)
+                report.add(name, case.fields(rival.dtype), metrics, part=rival.part)
                 free_memory()
         for stored in dict.fromkeys(dtype or DTYPES):
             for part, metrics in measure_ours(case, stored, ceilings, rep_ms):
-                add(case, "hybrid_mla", part, stored, metrics)
+                report.add("hybrid_mla", case.fields(stored), metrics, part=part)
                 failed |= metrics is None
             free_memory()
-        table.add_section()
-    Console(width=110).print(table)
+    print(f"attention over shared prefixes, {torch.cuda.get_device_name()}: {ceilings}")
+    print(table(COLUMNS, report.rows))
     if failed:
         raise typer.Exit(1)
 

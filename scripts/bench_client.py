@@ -68,7 +68,7 @@ def session(turns: list[dict[str, Any]]) -> datasets.DatasetRow:
 
 
 def in_sessions(request_func: Callable[..., Awaitable[Any]], backend: str) -> Callable[..., Awaitable[list[Any]]]:
-    """What SGLang's client calls to send a session; its own function speaks in text."""
+    """Return what SGLang's client calls to send a session; its own function speaks in text."""
 
     async def send(request_func_input: Any, pbar: Any = None) -> list[Any]:
         ids: list[int] = []

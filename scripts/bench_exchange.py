@@ -1,4 +1,4 @@
-"""What prefixes spread over ranks cost in a layer: the exchange of queries and results, and the launches around it.
+"""Time what sharded prefixes cost in a layer: the exchange of queries and results, and the launches around it.
 
     NCCL_GRAPH_REGISTER=0 python scripts/bench_exchange.py --out exchange.jsonl
 
@@ -7,10 +7,6 @@ the first all-to-all, naive attention and its merge over an empty plan, the seco
 `wire` is the two all-to-alls alone; `--via peers` has stores into the other ranks' memory in place of NCCL. Nothing
 runs beside it here; in a step, attention to tails does. `calibrate.py --exchange` takes the records. Without GPUs it
 runs over Gloo, to be seen working.
-
-With `--one-of 8` it times instead what a rank of eight computes in a layer, on one GPU: attention of `--rows` requests
-on each rank that share `--prefix` tokens, in an eighth of the heads for all of them, with copies in place of the
-exchange, beside attention that holds all heads alone and FlashMLA. Its wire is not in it.
 """
 
 from __future__ import annotations
@@ -25,18 +21,23 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from bench.cases import DN, DR, DV, Case
-from bench.one_of_ranks import layers_of_rank
-from bench.records import write_record
+from bench.cases import DN, DR, DV
+from bench.records import Report
 from bench.server import free_port
-from bench.timing import attempt, free_memory, measure
-from rich.console import Console
-from rich.table import Table
+from bench.tables import table
 
 from sglang_mla_ext.kernels.dispatch import make_shared_attention
 from sglang_mla_ext.kernels.naive.peers import Peers
 from sglang_mla_ext.kernels.naive.spread import SpreadAttention
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
+
+COLUMNS = {
+    "via": "{impl}",
+    "rows of a rank": "{rows}",
+    "bytes out of a rank": "{sent_bytes:,}",
+    "all": "{all_us:.1f}",
+    "wire": "{wire_us:.1f}",
+}
 
 
 def exchanges(
@@ -115,45 +116,18 @@ def run_rank(
     dist.destroy_process_group()
 
 
-def simulate(ranks: int, case: Case, dtype: str, out: Path | None) -> list[str]:
-    """What is timed of one rank and one case, and its row of the table."""
-    cells = [f"{case.prefix:,}", str(case.batch), dtype]
-    for name, (layer, prefix_bytes) in layers_of_rank(case, ranks, dtype).items():
-        metrics = attempt(name, measure, layer, 100, None)
-        if metrics and out is not None:
-            fields = case.fields(dtype) | {"ranks": ranks, "prefix_bytes": prefix_bytes}
-            write_record(out, bench="one_of_ranks", impl=name, case=fields, **metrics)
-        cells.append(f"{metrics['ms'] * 1e3:.1f}" if metrics else "failed")
-    return cells
-
-
 def main(
     heads: Annotated[int, typer.Option(min=1, help="Query heads of a request.")] = 128,
     rows: Annotated[list[int], typer.Option(min=1, help="Requests of a rank; repeatable.")] = [16, 32, 64, 128, 256],  # noqa: B006
     ranks: Annotated[int | None, typer.Option(min=2, help="GPUs [all]; without any, processes [2].")] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Of a step.")] = 61,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of a step.")] = 61,
     rounds: Annotated[int, typer.Option(min=1, help="How often each is timed.")] = 21,
     via: Annotated[
         list[str], typer.Option(help="nccl, or peers: stores into each other's memory, on GPUs; repeatable.")
     ] = ["nccl"],  # noqa: B006
-    one_of: Annotated[int | None, typer.Option(min=2, help="Time what one of so many ranks computes.")] = None,
-    prefix: Annotated[list[int], typer.Option(min=1, help="Of --one-of: tokens; repeatable.")] = [7069, 26472],  # noqa: B006
-    tail: Annotated[int, typer.Option(min=1, help="Of --one-of: tokens of a request's own.")] = 450,
-    dtype: Annotated[list[str], typer.Option(help="Of --one-of: bf16, fp8; repeatable.")] = ["bf16"],  # noqa: B006
     out: Annotated[Path | None, typer.Option(help="append JSON lines to this file")] = None,
 ) -> None:
     """Time the exchange of ranks that hold prefixes together."""
-    if one_of is not None:
-        if not torch.cuda.is_available():
-            raise typer.BadParameter("needs a GPU", param_hint="--one-of")
-        table = Table(title=f"attention of one of {one_of} ranks, {heads} heads, us a layer, copies for the exchange")
-        for column in ("prefix", "rows of a rank", "dtype", "flashmla", "alone", "spread"):
-            table.add_column(column, justify="right")
-        for stored, tokens, count in itertools.product(dtype, prefix, rows):
-            table.add_row(*simulate(one_of, Case(tokens, tail, heads, (count,)), stored, out))
-            free_memory()
-        Console(width=110).print(table)
-        return
     ranks = ranks or max(torch.cuda.device_count(), 2)
     if heads % ranks:
         raise typer.BadParameter(f"{ranks} ranks do not divide {heads} heads", param_hint="--heads")
@@ -170,19 +144,13 @@ def main(
         while not results.empty():
             way, count, part, seconds = results.get()
             found[way, count, part] = seconds
-    table = Table(title=f"exchange of {ranks} ranks, {heads} heads, us a layer")
-    for column in ("via", "rows of a rank", "MB out of a rank", "all", "wire"):
-        table.add_column(column, justify="right")
-    sent = [2 * count * (heads - heads // ranks) * (DN + DR + DV) for count in rows]
-    for way, (count, sent_bytes) in itertools.product(via, zip(rows, sent, strict=True)):
-        times = {part: found[way, count, part] for part in ("all", "wire")}
-        cells = (f"{seconds * 1e6:.1f}" for seconds in times.values())
-        table.add_row(way, str(count), f"{sent_bytes / 1e6:.2f}", *cells)
-        if out is not None:
-            case = {"ranks": ranks, "heads": heads, "rows": count, "layers": layers, "sent_bytes": sent_bytes}
-            metrics = {f"{part}_us": seconds * 1e6 for part, seconds in times.items()}
-            write_record(out, bench="exchange", impl=way, case=case, **metrics)
-    Console(width=110).print(table)
+    report = Report("exchange", out)
+    for way, count in itertools.product(via, rows):
+        sent_bytes = 2 * count * (heads - heads // ranks) * (DN + DR + DV)
+        case = {"ranks": ranks, "heads": heads, "rows": count, "layers": layers, "sent_bytes": sent_bytes}
+        report.add(way, case, {f"{part}_us": found[way, count, part] * 1e6 for part in ("all", "wire")})
+    print(f"exchange of {ranks} ranks, {heads} heads, us a layer")
+    print(table(COLUMNS, report.rows))
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@
 
 SGLang's own radix tree and DeepSeek-V3's dimensions, with the rates of an H200; expanding itself is left out, and all
 that is wanted is expanded at once. Needs no GPU. Timed are the first plan of a batch and, as medians, the next ones
-after three of its requests were replaced, steps whose batch is unchanged, and prefill steps of three newcomers. Beside
-them stands the tree's own share: what the requests have in common, first and again, and the state of the batch.
+after three of its requests were replaced, steps whose batch is unchanged, and prefill steps of three newcomers.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from bench.records import write_record
+from bench.records import Report
+from bench.tables import table
 from bench.trees import CASES, PAGE, Request, Tree
-from tabulate import tabulate
 
 from sglang_mla_ext.adapter.compat.installed import TreeView
 from sglang_mla_ext.kernels.absorb.stacking import rows_per_tile
@@ -39,8 +39,9 @@ from sglang_mla_ext.prefix.sharing import Sharing
 HEADS = (128, 16)
 REPLACED = 3  # requests that leave and come between two plans
 AFFORDABLE = 8192  # tokens that a prefill step may expand at once
-COLUMNS = ("first_ms", "replan_ms", "unchanged_ms", "prefill_ms", "tree_first_ms", "tree_ms", "state_ms")
-PLANNED = ("groups", "shared_rows")
+TIMES = ("first_ms", "replan_ms", "unchanged_ms", "prefill_ms")
+COLUMNS = {name: f"{{{name}}}" for name in ("tree", "requests", "heads")} | {name: f"{{{name}:.3f}}" for name in TIMES}
+COLUMNS |= {name: f"{{{name}}}" for name in ("groups", "shared_rows")}
 
 
 class NoExpander:
@@ -51,7 +52,7 @@ class NoExpander:
 
 
 def shared_prefixes(heads: int, chunks: int, tree: Tree) -> Sharing:
-    """As a server has them, with room for so many chunks; grouped absorb where it stacks this many heads."""
+    """Make a server's shared prefixes, with room for so many chunks; grouped absorb where it stacks this many heads."""
     counters, pool = Counters(), ExpandedPool(chunks, CHUNK_TOKENS)
     planner = Planner(
         HybridMLAOptions(expand_tokens_per_step=1 << 30),
@@ -65,7 +66,7 @@ def shared_prefixes(heads: int, chunks: int, tree: Tree) -> Sharing:
 
 
 def planned(prefixes: Sharing) -> dict[str, int]:
-    """What the last decode step shares: groups, and rows that are in one."""
+    """Return what the last decode step shares: groups, and rows that are in one."""
     plan = prefixes.plan
     return dict(groups=len(plan.segments), shared_rows=sum(length > 0 for length in plan.prefix_lens))
 
@@ -95,7 +96,7 @@ def milliseconds(function: Callable[[], Any]) -> float:
 
 
 def median(function: Callable[[], Any], repeats: int, before: Callable[[], Any] = lambda: None) -> float:
-    """Of the milliseconds of a call, `before` not counted."""
+    """Return the median milliseconds of a call, without `before`."""
     times = []
     for _ in range(repeats):
         before()
@@ -103,19 +104,8 @@ def median(function: Callable[[], Any], repeats: int, before: Callable[[], Any] 
     return statistics.median(times)
 
 
-def measure_tree(name: str, repeats: int) -> dict[str, float]:
-    """What the tree's view costs."""
-    batch = Batch(name)
-    view = TreeView(batch.tree.cache)
-    return dict(
-        tree_first_ms=milliseconds(lambda: view.shared(batch.requests)),
-        tree_ms=median(lambda: view.shared(batch.requests), repeats),
-        state_ms=median(lambda: view.state(batch.requests), repeats),
-    )
-
-
 def measure_plans(name: str, heads: int, chunks: int, repeats: int) -> dict[str, Any]:
-    """What planning costs, and what was planned in the end."""
+    """Time planning; return the times, and what was planned in the end."""
     batch = Batch(name)
     prefixes = shared_prefixes(heads, chunks, batch.tree)
 
@@ -145,19 +135,12 @@ def main(
     """Time the planning of decode and prefill steps on the host."""
     if unknown := set(case or []) - set(CASES):
         raise typer.BadParameter(f"--case must be one of {', '.join(CASES)}, not {', '.join(unknown)}")
-    rows: list[tuple[Any, ...]] = []
-    for name in case or CASES:
+    report = Report("plan", out)
+    for name, count in itertools.product(case or CASES, heads or HEADS):
         gc.collect()
-        tree = measure_tree(name, repeats)
-        for count in heads or HEADS:
-            gc.collect()
-            metrics = measure_plans(name, count, chunks, repeats) | tree
-            if out:
-                conditions = dict(tree=name, requests=CASES[name].requests, heads=count, chunks=chunks)
-                write_record(out, bench="plan", impl="hybrid_mla", case=conditions, **metrics)
-            figures = (f"{metrics[column]:.3f}" for column in COLUMNS)
-            rows.append((name, count, *figures, *(metrics[column] for column in PLANNED)))
-    print(tabulate(rows, ("case", "heads", *(column.replace("_", " ") for column in COLUMNS + PLANNED))))
+        conditions = dict(tree=name, requests=CASES[name].requests, heads=count, chunks=chunks)
+        report.add("hybrid_mla", conditions, measure_plans(name, count, chunks, repeats))
+    print(table(COLUMNS, report.rows))
 
 
 if __name__ == "__main__":

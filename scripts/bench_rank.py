@@ -47,7 +47,6 @@ import numpy as np
 import typer
 from bench.beside import Placed, in_turns, measure_beside
 from bench.client import HYBRID
-from bench.profile import Profiler
 from bench.rank_loads import KINDS, make_load
 from bench.server import STOCK, console_of, load_arguments, work_folder
 from bench.workload_runs import Run, describe_run, record_run, run_workload, runs_tables, server_case
@@ -59,13 +58,11 @@ from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 NO_DEEP_GEMM = {"SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
 # K and V of 128 heads for the 131,072 tokens of prefix that SGLang makes at a time want 14 GiB beside the cache, which
 # the whole model leaves no room for; and SGLang's FP8 product in Triton counts the elements of a result in 32 bits.
-PROFILE_AFTER_S = 4.0
-"""When requests take each other's places."""
 DRAFTS = (
     *("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3"),
     *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
 )
-"""As SGLang's recipes for DeepSeek-V3."""
+"""Flags of SGLang's recipes for DeepSeek-V3."""
 FEWER_AT_A_TIME = {"SGLANG_MAX_KV_CHUNK_CAPACITY": "32768"}
 
 
@@ -83,11 +80,11 @@ def main(
         list[str] | None, typer.Option(help="workload:prompt tokens:requests, in place of these three; repeatable.")
     ] = None,
     answers: Annotated[int, typer.Option(min=2, help="Answers of all but decode, as a multiple of --concurrency.")] = 6,
-    output_tokens: Annotated[int, typer.Option(min=16, help="Of each answer of decode.")] = 256,
+    output_tokens: Annotated[int, typer.Option(min=16, help="Tokens of each answer of decode.")] = 256,
     stream_interval: Annotated[
         int | None, typer.Option(min=1, help="Tokens of an answer in one piece (16 of decode, 1 of others).")
     ] = None,
-    gpus: Annotated[str | None, typer.Option(help="Such as 0,1: one server at a time on each (one GPU).")] = None,
+    gpus: Annotated[str | None, typer.Option(help="GPUs, such as 0,1: one server at a time on each (one GPU).")] = None,
     together: Annotated[
         bool, typer.Option("--together", help="Start all servers at once on the same GPUs; measure one at a time.")
     ] = False,
@@ -104,9 +101,6 @@ def main(
     limit_s: Annotated[float, typer.Option(min=1, help="Stop all after so many seconds.")] = math.inf,
     out: Annotated[Path | None, typer.Option(help="JSONL file to append records to.")] = None,
     log_folder: Annotated[Path | None, typer.Option(help="For the output of servers and clients [.demo/logs].")] = None,
-    profile: Annotated[
-        int, typer.Option(min=0, help="Run each case again, watching so many passes; traces go to the log folder.")
-    ] = 0,
     seed: int = 0,
 ) -> None:
     """Compare attention backends on one rank of a whole model."""
@@ -170,13 +164,6 @@ def main(
             console.print(f"{placed.backend}{where}: {describe_run(run)}", markup=False, highlight=False)
             if out:
                 record_run(out, run, server_case(url, dims) | described | ({"on": placed.gpu} if placed.gpu else {}))
-            if profile:
-                folder = placed.log.with_suffix("")
-                profiler = Profiler(url, folder, after_s=PROFILE_AFTER_S, steps=profile)
-                run_workload(url, load.workload, seed, placed.client_log, profiler, load.warm_up)
-                seen = profiler.read()
-                console.print(f"{placed.backend}{where}: {profile} passes, {seen.span_ms:,.0f} ms, GPU busy "
-                              f"{seen.busy_ms:,.0f} ms; traces in {folder}", markup=False, highlight=False)  # fmt: skip
 
     good = True
     places = gpus.split(",") if gpus else [None] * (len(backends) if together else 1)
@@ -186,7 +173,7 @@ def main(
         if time.monotonic() >= end:
             break
     for table in runs_tables(found, backends):
-        console.print(table)
+        console.print(table, markup=False, highlight=False, soft_wrap=True)
     if not good:
         raise typer.Exit(1)
 

@@ -35,7 +35,7 @@ from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates, rates_for
 from sglang_mla_ext.segment import Mode
 
 PLANS = "plans.jsonl"
-"""Where the records of trees are, beside those of the grid."""
+"""File of the records of trees, beside those of the grid."""
 
 
 def of_this_gpu(path: Path, config: dict[str, Any]) -> list[dict[str, Any]]:

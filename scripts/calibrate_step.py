@@ -15,8 +15,8 @@ from typing import Annotated
 
 import typer
 from bench.rates_file import write_config
+from bench.records import RESULTS
 from bench.step_rates import derived, fitted
-from bench.tables import RESULTS
 
 from sglang_mla_ext.predict.rates import Gpu
 
@@ -28,7 +28,7 @@ def main(
     / "planner.jsonl",
     ranks: Annotated[Path, typer.Option(exists=True, help="Records of bench_rank.py.")] = RESULTS / "rank.jsonl",
     derive_from: Annotated[
-        str | None, typer.Option(help="Of a GPU that was not measured: one that was, for data sheets in proportion.")
+        str | None, typer.Option(help="For a GPU that was not measured: the GPU to scale from, by data sheets.")
     ] = None,
 ) -> None:
     """Write the entry `step` of a GPU's file."""

@@ -91,14 +91,14 @@ def run(
 
 
 def cost_model(model: Path) -> CostModel:
-    """Of the demo's server on this machine."""
+    """Return the cost model of the demo's server on this machine."""
     dims = ModelDims.from_json(model)
     device, element_bytes = (torch.cuda.get_device_name(), 2) if ON_GPU else ("cpu", 4)
     return CostModel(dims, dims.num_heads, rates_for(device), element_bytes, element_bytes)
 
 
 def show_where_to_look(console: Console, base_url: str, keep: bool) -> None:
-    """Where a running server shows the same."""
+    """Print where a running server shows the same."""
     if keep:
         console.print(f"The server answers at [bold]{base_url}/v1[/bold] until Ctrl-C. What it shares:")
     else:

@@ -36,7 +36,7 @@ from bench.server import (
     server_info,
     work_folder,
 )
-from bench.soak_servers import check_given, small_model, vocabulary
+from bench.soak_servers import small_model, vocabulary
 from rich.console import Console
 from rich.table import Table
 
@@ -49,8 +49,6 @@ def main(
     turns: Annotated[int, typer.Option(min=1, help="How often each is timed on each server.")] = 5,
     scale: Annotated[float, typer.Option(min=0.001, max=1, help="How much of each attack.")] = 1,
     cache_tokens: Annotated[int, typer.Option(min=1024, help="KV cache of each server.")] = CACHE_TOKENS,
-    url: Annotated[str | None, typer.Option(help="A running server; give --stock-url and --model.")] = None,
-    stock_url: Annotated[str | None, typer.Option(help="A running stock server of the same settings.")] = None,
     against: Annotated[
         str, typer.Option(help="The stock backend, or what else to compare with, and its flags.")
     ] = STOCK,
@@ -61,7 +59,6 @@ def main(
 ) -> None:
     """Attack a server with hybrid_mla and a stock server, and compare."""
     console = console_of(width=120)
-    check_given(url, stock_url, model)
     logs, model = log_folder or work_folder() / "logs", model or small_model(work_folder())
     attacks = Attacks(vocabulary(model), cache_tokens=cache_tokens, longest=cache_tokens, seed=seed, scale=scale).all()
     chosen = [one for one in attacks if not attack or one.name in attack]
@@ -79,8 +76,8 @@ def main(
 
         try:
             rival, *flags = shlex.split(against)
-            stock = stock_url or serve(rival, *flags)
-            ours = url or serve(HYBRID, *shlex.split(" ".join(hybrid_arg or [])))
+            stock = serve(rival, *flags)
+            ours = serve(HYBRID, *shlex.split(" ".join(hybrid_arg or [])))
             found = asyncio.run(all_of_them(ours, stock, chosen, turns, out, case, console))
         except (ServerFailedError, requests.RequestException) as error:
             console.print(str(error), style="red", markup=False, highlight=False)

@@ -45,7 +45,6 @@ from bench.soak_servers import (
     POISONED,
     TAKING_BACK,
     at_ease,
-    check_given,
     other_weights,
     pressed,
     small_model,
@@ -64,8 +63,6 @@ def main(
     backend: Annotated[list[str] | None, typer.Option(help="Backend that is tried; repeatable.")] = None,
     model: Annotated[Path | None, typer.Option(exists=True, help="An MLA checkpoint [a small random one].")] = None,
     other_model: Annotated[Path | None, typer.Option(exists=True, help="Weights to update to, and back.")] = None,
-    url: Annotated[str | None, typer.Option(help="Try this running server; give --stock-url and --model.")] = None,
-    stock_url: Annotated[str | None, typer.Option(help="A running stock server with the same model.")] = None,
     penalties: Annotated[
         bool, typer.Option("--penalties", help="Ask for penalties as well; servers do not overlap steps then.")
     ] = False,
@@ -82,7 +79,6 @@ def main(
 ) -> None:
     """Try a server with traffic of every kind, and compare every answer with the stock backend's."""
     console = console_of(width=120)
-    check_given(url, stock_url, model)
     folder, logs = work_folder(), log_folder or work_folder() / "logs"
     model = model or small_model(folder)
     weights = Weights(str(model), str(other_model or other_weights(model, folder / f"{model.name}_other")))
@@ -100,7 +96,7 @@ def main(
             return stack.enter_context(running_server(arguments, free_port(), log, console, **more))
 
         try:
-            stock = stock_url or serve("stock", at_ease() + no_overlap)
+            stock = serve("stock", at_ease() + no_overlap)
             for name in backend or [HYBRID]:
                 log = logs / f"soak-{name}.log"
                 # Without a copy on the host SGLang's weights are gone after a sleep, until the next update.
@@ -109,7 +105,7 @@ def main(
                 arguments += shlex.split(" ".join(server_arg or []))
                 launcher = POISONED if poison else ("-m", LAUNCHER)
                 environment = {**TAKING_BACK, "PYTHONPATH": python_path()}
-                tried = url or serve(name, arguments, environment=environment, launcher=launcher)
+                tried = serve(name, arguments, environment=environment, launcher=launcher)
                 sleeps = ("kv_cache", "weights") if memory_saver else ("kv_cache",)
                 soak_of = {"at_a_time": at_a_time, "sleeps": sleeps, "tolerance": may_be_off}
                 console.rule(name)
@@ -131,7 +127,7 @@ def main(
                     for wrong in outcome.wrong:
                         console.print(wrong, style="red", markup=False, highlight=False)
                     sharing = None if outcome.deaths else sharing_between(before, server_info(tried))
-                    vacuous = url is None and sharing is not None and not sharing["expansions"]
+                    vacuous = sharing is not None and not sharing["expansions"]
                     if vacuous:
                         console.print(f"{name}: no prefix was expanded, so nothing was tested", style="red")
                         excluded = excluded or "no prefix was expanded"
@@ -173,7 +169,7 @@ async def play(
 
 
 def metrics(outcome: Outcome, took_s: float) -> dict[str, Any]:
-    """What is recorded of a run."""
+    """Return what is recorded of a run."""
     verdicts = {verdict.value: outcome.verdicts[verdict.value] for verdict in Verdict}
     return {
         "requests": outcome.requests,
@@ -213,7 +209,7 @@ def record(
 
 
 def outcome_table(backend: str, outcome: Outcome, took_s: float) -> Table:
-    """What came of it."""
+    """Return a table of the outcome."""
     table = Table(title=f"Soak: {backend}", title_justify="left", show_header=False)
     for name, value in metrics(outcome, took_s).items():
         table.add_row(name.replace("_", " "), f"{value:,}")

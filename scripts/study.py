@@ -27,7 +27,7 @@ def studies() -> dict[str, str]:
 @app.command(context_settings={"allow_interspersed_args": False})
 def main(
     name: Annotated[str | None, typer.Argument(help="A folder of scripts/lab; left out: all are listed.")] = None,
-    arguments: Annotated[list[str] | None, typer.Argument(help="Of the study; --help lists them.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the study; --help lists them.")] = None,
 ) -> None:
     """Run a study of scripts/lab; without a name, list them."""
     questions = studies()

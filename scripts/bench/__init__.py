@@ -1,1 +1,1 @@
-"""What the benchmarks and the tables of their results share."""
+"""Code that benchmarks, tables and plots share."""

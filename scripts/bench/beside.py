@@ -15,10 +15,11 @@ import requests
 from rich.console import Console
 
 from bench.client import ClientFailedError
+from bench.profile import NoTraceError
 from bench.server import START_S, ServerFailedError, free_port, started_server
 
 LONGEST_S = 86_400.0
-"""That a group is measured where there is no other limit."""
+"""Longest time that a group is measured where there is no other limit."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Placed:
 
 
 def in_turns(backends: Sequence[str], gpus: Sequence[str | None], swap: bool, logs: Path) -> list[list[Placed]]:
-    """Which servers run at the same time, one group after the other: as many as there are GPUs.
+    """Return which servers run at the same time, one group after the other: as many as there are GPUs.
 
     Args:
         swap: all once more in reverse order: where two share two GPUs, each on the other's.
@@ -108,6 +109,6 @@ def measure_beside(
                 client.result(left(LONGEST_S))
             except concurrent.futures.TimeoutError:
                 say(placed, "no time left")
-            except (ClientFailedError, requests.RequestException) as error:
+            except (ClientFailedError, NoTraceError, requests.RequestException) as error:
                 say(placed, error)
     return not failed

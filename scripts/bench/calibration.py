@@ -103,7 +103,8 @@ def time_sample(bound: str, case: Case, tokens: int, dtype: str, make: Callable[
 def one_more_segment(
     heads: int, rows: int, dtype: str, make: Callable[[Case, int], Callable[[], Any]], rep_ms: int
 ) -> list[Sample]:
-    """What each segment more costs where the same rows attend to the same tokens in `CUTS` segments instead of one.
+    """Sample what each segment more costs where the same rows attend to the same tokens in `CUTS` segments instead of
+    one.
 
     Args:
         make: `(case, segments) -> call`.
@@ -147,8 +148,8 @@ def naive_samples(tiles: Tiles, rep_ms: int) -> list[Sample]:
 
 
 def grouped_samples(tiles: Tiles, rep_ms: int) -> list[Sample]:
-    """How much longer grouped absorb takes than FlashMLA over the tails alone: many groups of four requests, each with
-    its own prefix; one group of many tiles; short prefixes."""
+    """Sample how much longer grouped absorb takes than FlashMLA over the tails alone: many groups of four requests,
+    each with its own prefix; one group of many tiles; short prefixes."""
     cases = [("memory", Case(prefix, TAIL, 16, (4,) * groups)) for prefix, groups in ((SHORTER, 32), (LONG, 16))]
     cases += [("matrix", Case(prefix, TAIL, 16, (512,))) for prefix in (SHORTER, LONG)]
     cases += [("launches", Case(SHORT, TAIL, heads, (rows,))) for heads in (16, 8) for rows in (16, 64, 128)]
@@ -166,7 +167,7 @@ def grouped_samples(tiles: Tiles, rep_ms: int) -> list[Sample]:
 
 
 class Calibration(NamedTuple):
-    """How the rates of a mode are measured."""
+    """Samples that the rates of a mode are fitted to."""
 
     samples: Callable[[Tiles, int], list[Sample]]  # tiles of the naive kernel, ms for each measurement
     source: str

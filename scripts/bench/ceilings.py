@@ -1,4 +1,4 @@
-"""What the GPU does at best: the bandwidth of a copy and the rates of large matrix products, measured."""
+"""Measure what the GPU does at best: the bandwidth of a copy and the rates of large matrix products, measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PRODUCT_SIDE = 8192  # of the matrices that are multiplied for the ceilings
 
 
 class Ceilings(NamedTuple):
-    """What the GPU does at best, measured."""
+    """Measured bandwidth and rates of the GPU."""
 
     copy_gbps: float  # bytes read and bytes written
     bf16_tflops: float

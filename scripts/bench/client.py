@@ -48,7 +48,6 @@ def run_client(
     output_tokens: int,
     log: Path,
     at_a_time: int | None,
-    warm_up: int,
     seed: int,
 ) -> dict[str, Any]:
     """Send requests or sessions, and time their tokens.
@@ -57,7 +56,6 @@ def run_client(
         lines: as `bench_client.py` reads them; requests: in all of them; output_tokens: of all answers.
         log: file that takes the client's output.
         at_a_time: lines in flight at a time; None sends all at once.
-        warm_up: how often the first line is sent before.
     Returns:
         SGLang's result with its details: `ttfts` and `itls` in s, by request, and more.
     Raises:
@@ -66,7 +64,7 @@ def run_client(
     with tempfile.TemporaryDirectory() as folder:
         data, output = Path(folder) / "requests.jsonl", Path(folder) / "result.jsonl"
         data.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        flags = {"base-url": url, "warmup-requests": warm_up, "output-file": output, "seed": seed}
+        flags = {"base-url": url, "warmup-requests": 0, "output-file": output, "seed": seed}
         flags["ready-check-timeout-sec"] = READY_S
         if at_a_time is not None:
             flags["max-concurrency"] = at_a_time
@@ -122,12 +120,6 @@ def full_batch(first_s: np.ndarray, gaps_s: list[np.ndarray]) -> tuple[float, fl
     return len(within) / float(end - begin), float(np.median(within))
 
 
-def full_batch_rate(first_s: np.ndarray, gaps_s: list[np.ndarray]) -> float | None:
-    """The first of `full_batch`."""
-    found = full_batch(first_s, gaps_s)
-    return None if found is None else found[0]
-
-
 def steady_rate(first_s: np.ndarray, gaps_s: list[np.ndarray], at_a_time: int) -> float | None:
     """Tokens per second while there are requests that wait for a place: from the first tokens of those that begin at
     once to the moment in which the last request begins.
@@ -160,7 +152,7 @@ def steady_rate(first_s: np.ndarray, gaps_s: list[np.ndarray], at_a_time: int) -
 
 
 def sharing_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:
-    """What hybrid_mla did between two readings of `/server_info`; None for a stock backend.
+    """Return what hybrid_mla did between two readings of `/server_info`; None for a stock backend.
 
     Returns:
         `mode` of most decode steps, `steps` by mode, `group_size` as the mean over groups and steps (0 without any),
@@ -187,7 +179,7 @@ def sharing_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, 
 
 
 def describe_sharing(sharing: Mapping[str, Any] | None) -> list[str]:
-    """What the console says of `sharing_between`."""
+    """Return what the console says of `sharing_between`."""
     if sharing is None:
         return []
     steps = ", ".join(f"{count:,} {mode}" for mode, count in sharing["steps"].items() if count)

@@ -19,7 +19,7 @@ WAYS = {
 
 
 def fitted(sent_bytes: Sequence[float], seconds: Sequence[float]) -> dict[str, float]:
-    """What a layer's exchange costs: `overhead_s`, and `bytes_per_s` out of a GPU, by least squares.
+    """Fit what a layer's exchange costs: `overhead_s`, and `bytes_per_s` out of a GPU, by least squares.
 
     Raises:
         ValueError: all times are of as many bytes, or do not grow with them.
@@ -55,7 +55,7 @@ def write_exchange(out: Path, records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _entry(records: Sequence[Mapping[str, Any]], way: str) -> dict[str, Any]:
-    """Of the newest run among these records."""
+    """Fit the newest run among these records."""
     last = max(records, key=lambda record: record["date"])
 
     def run_of(record: Mapping[str, Any]) -> tuple[Any, ...]:

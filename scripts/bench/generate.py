@@ -15,7 +15,7 @@ from bench.soak_judge import Answer
 Shape = tuple[str, float | str]
 """A sampling parameter and its value."""
 RUNNERS_UP = 8
-"""How many tokens beside the best one the stock server names: a random model in BF16 has three and more as likely."""
+"""Tokens beside the best one that the stock server names: a random model in BF16 has three and more as likely."""
 # A client that waits longer than that was forgotten.
 TIMEOUT_S = 300
 
@@ -29,7 +29,7 @@ class RefusedError(RuntimeError):
 
 
 def session(timeout_s: float = TIMEOUT_S) -> aiohttp.ClientSession:
-    """As many connections as there are requests, each of which may take so long."""
+    """Open as many connections as there are requests, each of which may take so long."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(total=timeout_s)
     )
@@ -84,12 +84,12 @@ async def last_chunk(client: aiohttp.ClientSession, url: str, content: Mapping[s
 
 
 def ran(meta: Mapping[str, Any]) -> bool:
-    """Whether an answer comes from a running request, and not from one that was aborted while it waited."""
+    """Return whether an answer comes from a running request, and not from one that was aborted while it waited."""
     return "num_retractions" in meta
 
 
 def answer_of(response: Mapping[str, Any]) -> Answer:
-    """What SGLang says of an answer; with `top_logprobs_num` above 1 it knows the runners-up."""
+    """Return what SGLang says of an answer; with `top_logprobs_num` above 1 it knows the runners-up."""
     meta = response["meta_info"]
     if "output_token_logprobs" not in meta:
         return Answer(tuple(response["output_ids"]), None)
@@ -115,7 +115,7 @@ class StockAnswers:
         self._known: dict[tuple[str, tuple[int, ...], Shape | None], Answer] = {}
         self._client: aiohttp.ClientSession | None = None
         self.weights = ""
-        """Which weights the server has now."""
+        """Weights that the server has now."""
 
     async def __aenter__(self) -> StockAnswers:
         self._client = session()

@@ -1,4 +1,4 @@
-"""What hostile clients send: each attack is made of waves, and all requests of a wave are sent at once.
+"""Attacks of hostile clients: each attack is made of waves, and all requests of a wave are sent at once.
 
 An attack's requests are drawn from a seed, for a server with so many tokens of cache.
 """
@@ -94,7 +94,7 @@ class Attacks:
         return Attack("full_pool", "twice what the cache holds", [wave])
 
     def invalid(self) -> Attack:
-        """What is no prompt.
+        """Send what is no prompt.
 
         Not among them: an integer that is no token's id, and an empty prompt in a list of prompts. SGLang 0.5.17 does
         not look at either, and its scheduler ends, whatever the backend.

@@ -22,7 +22,7 @@ READ_EACH_S = 0.1
 
 @dataclass
 class Played:
-    """What came of an attack on one server.
+    """Outcome of an attack on one server.
 
     Attributes:
         statuses: of HTTP, of each request in the order in which they were sent; 0 where the connection broke.
@@ -101,7 +101,7 @@ async def _read_shown(client: aiohttp.ClientSession, url: str, played: Played) -
 
 
 def _lists_of_numbers(shown: Any) -> list[str]:
-    """Where a status holds numbers in a row, as token ids would be."""
+    """Return where a status holds numbers in a row, as token ids would be."""
     if isinstance(shown, dict):
         return [found for value in shown.values() for found in _lists_of_numbers(value)]
     if isinstance(shown, list):

@@ -1,4 +1,4 @@
-"""What an attack did to a server with hybrid_mla, beside a stock server."""
+"""Judge what an attack did to a server with hybrid_mla, beside a stock server."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Verdicts:
 
     @property
     def good(self) -> bool:
-        """But for the time, which other processes disturb."""
+        """Return whether all is as with the stock server, but for the time, which other processes disturb."""
         bad = self.wrong + self.refused_otherwise + self.shared_across_salts + len(self.traces)
         return bad + self.leaked_bytes + self.deaths == 0
 
     def metrics(self) -> dict[str, Any]:
-        """What is recorded."""
+        """Return what is recorded."""
         slowdown = self.slowdown
         return {
             "seconds": self.seconds and round(self.seconds, 2),

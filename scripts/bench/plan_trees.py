@@ -16,7 +16,6 @@ from tabulate import tabulate
 
 from bench.cases import PAGE_TOKENS
 from bench.planner_verdicts import DIMS, ELEMENT_BYTES
-from bench.tables import STORAGE_NAMES
 from sglang_mla_ext.kernels.absorb.stacking import STACKED_HEADS
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.planner.branches import Branches
@@ -82,7 +81,7 @@ TREES = (NESTED, NESTED_SHORT, MIXED, SMALL, DEEP)
 HEADS = (128, 16)
 
 SEGMENTS_S = (0.0, 1e-6, 2e-6, 3e-6, 4e-6, 5e-6)
-"""Where `with_fitted_segments` looks."""
+"""Candidates of `with_fitted_segments`."""
 
 Modes = tuple[Mode, ...]
 """`[nodes]`: how each is attended to."""
@@ -100,7 +99,7 @@ def assignments(tree: Tree, heads: int) -> Iterator[Modes]:
 
 
 def name_of(modes: Modes) -> str:
-    """Of an assignment in a record."""
+    """Return the name of an assignment in a record."""
     return " ".join(mode.value for mode in modes)
 
 
@@ -142,7 +141,7 @@ class Judged(NamedTuple):
 
 
 def judged(record: Mapping[str, Any], rates: GpuRates) -> Judged:
-    """What the planner chooses in a record's case with these rates."""
+    """Return what the planner chooses in a record's case with these rates."""
     case, ms = record["case"], record["ms"]
     tree = Tree(case["tree"], *(tuple(case[name]) for name in ("parents", "tokens", "rows")))
     choice, fastest = chosen(tree, case["heads"], case["dtype"], rates), min(ms, key=lambda name: ms[name])
@@ -153,14 +152,14 @@ COLUMNS = ("tree", "heads", "prefix in", "absorb us", "chosen us", "fastest us",
 
 
 def plans_rows(records: Iterable[Mapping[str, Any]], rates: GpuRates) -> list[tuple[Any, ...]]:
-    """For each case what plain absorb, the planner's choice with these rates and the fastest assignment take."""
+    """Return for each case what plain absorb, the planner's choice with these rates and the fastest assignment take."""
     rows = []
     for record in records:
         case, ms = record["case"], record["ms"]
         choice, fastest, loss = judged(record, rates)
         absorb = name_of((Mode.ABSORB,) * len(case["parents"]))
         times = (f"{ms[name] * 1e3:.0f}" for name in (absorb, choice, fastest))
-        rows.append((case["tree"], case["heads"], STORAGE_NAMES[case["dtype"]], *times, f"{loss:.0%}", choice, fastest))
+        rows.append((case["tree"], case["heads"], case["dtype"].upper(), *times, f"{loss:.0%}", choice, fastest))
     return rows
 
 

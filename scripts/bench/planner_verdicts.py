@@ -1,4 +1,5 @@
-"""What the cost model would choose in measured cases, and what each choice costs. From records; nothing is timed here.
+"""Judge what the cost model would choose in measured cases, and what each choice costs. From records; nothing is timed
+here.
 
 A record of `bench` `planner` (planner_grid.py) has the measured ms of each mode in one case. The choice
 follows from the rates and is not stored, so the same records can judge any rates, and fit the overheads.
@@ -7,7 +8,7 @@ follows from the rates and is not stored, so the same records can judge any rate
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +16,9 @@ import numpy as np
 from scipy.optimize import differential_evolution
 from tabulate import tabulate
 
+from bench.records import newest_by
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
-from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
+from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates, rates_for
 from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 from sglang_mla_ext.segment import Mode
 
@@ -45,7 +47,7 @@ class Verdict:
 
     @property
     def loss(self) -> float:
-        """How much longer the chosen mode takes, relative to the fastest mode's time."""
+        """Return how much longer the chosen mode takes, relative to the fastest mode's time."""
         return self.ms[self.chosen] / self.ms[self.best] - 1
 
 
@@ -56,7 +58,7 @@ def newest(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def verdicts(records: Iterable[Mapping[str, Any]], rates: GpuRates) -> list[Verdict]:
-    """Which of the measured modes the cost model chooses with these rates, for the newest record of each case.
+    """Return which of the measured modes the cost model chooses with these rates, for the newest record of each case.
 
     Args:
         records: all of the GPU that the rates belong to.
@@ -73,6 +75,21 @@ def _judge(record: Mapping[str, Any], rates: GpuRates) -> Verdict:
 
 def _cost_model(case: Mapping[str, Any], rates: GpuRates) -> CostModel:
     return CostModel(DIMS, case["heads"], rates, expanded_element_bytes=ELEMENT_BYTES[case["dtype"]])
+
+
+def by_heads(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield how often the choice with the shipped rates is the fastest mode or nearly, and the worst choice."""
+    records = newest_by(records)
+    found = []
+    for gpu in dict.fromkeys(record["gpu"] for record in records):
+        found += verdicts((record for record in records if record["gpu"] == gpu), rates_for(gpu))
+    for heads, dtype in sorted({(verdict.heads, verdict.dtype) for verdict in found}):
+        of_row = [verdict for verdict in found if (verdict.heads, verdict.dtype) == (heads, dtype)]
+        worst = max(of_row, key=lambda verdict: verdict.loss)
+        where = {"prefix": worst.prefix, "batch": worst.batch} if worst.loss else {}
+        within = sum(verdict.loss <= LARGEST_LOSS for verdict in of_row)
+        row = {"heads": heads, "dtype": dtype.upper(), "cases": len(of_row), "within": within, "worst": worst.loss}
+        yield row | where | {"records": records}
 
 
 def with_fitted_overheads(records: Iterable[Mapping[str, Any]], rates: GpuRates) -> GpuRates:
@@ -101,7 +118,7 @@ def with_fitted_overheads(records: Iterable[Mapping[str, Any]], rates: GpuRates)
     longer, scale = (ms - ms[:, :1]).T[measured.T], np.broadcast_to(ms[:, :1], ms.shape).T[measured.T]
 
     def badness(overheads_ms: np.ndarray) -> np.ndarray:
-        """Of each column of `[2 x modes behind plain absorb, candidate]`: constants, then what grows."""
+        """Rate each column of `[2 x modes behind plain absorb, candidate]`: constants, then what grows."""
         zero = np.zeros((1, overheads_ms.shape[1]))
         constant, per_root_row = (np.vstack([zero, part])[:, None] for part in np.split(overheads_ms, 2))
         says = work_ms.T[:, :, None] + per_root_row * root_rows[:, None] + constant  # [mode, case, candidate]
@@ -140,7 +157,7 @@ def without_overheads(rates: GpuRates) -> GpuRates:
 
 
 def report(found: Sequence[Verdict]) -> str:
-    """Where the choices lose, and a summary."""
+    """Return where the choices lose, and a summary."""
     return "\n".join(filter(None, (failures(found), summary(found))))
 
 
@@ -158,7 +175,7 @@ def failures(found: Sequence[Verdict]) -> str:
 
 
 def summary(found: Sequence[Verdict]) -> str:
-    """How many cases, how many of them within `LARGEST_LOSS`, and the worst."""
+    """Return how many cases, how many of them within `LARGEST_LOSS`, and the worst."""
     if not found:
         return "nothing was measured"
     within = sum(verdict.loss <= LARGEST_LOSS for verdict in found)

@@ -1,4 +1,4 @@
-"""Where the GPU's time goes in some steps of a server under load, by torch's profiler in the server itself."""
+"""Measure where the GPU's time goes in some steps of a server under load, by torch's profiler in the server itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGEST_NAME = 160
 """Characters that are kept of a kernel's name: templates have thousands."""
 
 PATIENCE_S = 180
-"""How long the server may take to write a trace."""
+"""Longest time that the server may take to write a trace."""
 
 
 class NoTraceError(RuntimeError):
@@ -30,7 +30,7 @@ class NoTraceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Profile:
-    """What the GPU did while it was watched.
+    """Activity of the GPU while it was watched.
 
     Attributes:
         span_ms: from the first kernel's start to the last one's end; busy_ms: of it, while any kernel ran.

@@ -1,4 +1,4 @@
-"""What `bench_rank.py` sends: requests that share one prompt, all at once or so many at a time, and a warm-up."""
+"""Loads of `bench_rank.py`: requests that share one prompt, all at once or so many at a time, and a warm-up."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ AGENTS = {"agents": "short histories", "long_agents": "long histories"}
 """Kinds of agent sessions, and their cases of the workload `agent_sessions`."""
 KINDS = ("decode", "short", *AGENTS, *DATASETS)
 OWN_TOKENS = [350, 450]
-"""Of a request of `decode`."""
+"""Fewest and most own tokens of a request of `decode`."""
 MOST_TOKENS = 2048
-"""At which a dataset's answers end, as in TyphoonMLA's figure 3."""
+"""Longest answers of a dataset, as in TyphoonMLA's figure 3."""
 DECODE_INTERVAL = 16
 """Tokens of an answer of `decode` sent in one piece, so that HTTP does not set the pace. Of the others each is sent
 alone: what holds up one token must not be spread over several."""
 WARM_UP_TOKENS = 64
-"""At which answers of a warm-up end."""
+"""Longest answers of a warm-up."""
 AGENTS_OF_WARM_UP = 2
 MOST_WARM_UP = 64
 """Requests of `decode`'s warm-up: as many as expand the prompt and fill a prefill pass several times."""
@@ -75,7 +75,7 @@ def make_load(
 
 
 def lengths(kind: str, output_tokens: int) -> dict[str, Any]:
-    """Of questions and answers; see `make_load`."""
+    """Return the lengths of questions and answers; see `make_load`."""
     if kind == "decode":
         return {"own_tokens": OWN_TOKENS, "output_tokens": output_tokens}
     if kind in AGENTS:

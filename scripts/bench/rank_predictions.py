@@ -1,4 +1,4 @@
-"""What `sglang-mla plan` says of a rank of a whole model, for records of bench_rank.py."""
+"""Predict, as `sglang-mla plan` does, a rank of a whole model, for records of bench_rank.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any, cast
 from demo_model.rank import MODELS, Rank, rank_config
 
 from bench.rank_loads import OWN_TOKENS, lengths
-from bench.serving_tables import ELEMENT_BYTES, storage
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.options import add_flags
 from sglang_mla_ext.predict.arrivals import Served, Traffic, compared, host_seconds
@@ -26,6 +25,9 @@ from sglang_mla_ext.predict.step import Deployment, Step, predict
 from sglang_mla_ext.prefix.memory.default import PASSING_TOKENS
 
 OURS = "hybrid_mla"
+BF16, FP8_PREFIX, FP8 = "BF16", "BF16, prefix FP8", "FP8"  # what `storage` returns
+ELEMENT_BYTES = {BF16: (2, 2), FP8_PREFIX: (2, 1), FP8: (1, 1)}
+"""Bytes of an element of the cache and of an expanded prefix."""
 _CHUNK = re.compile(r"--chunked-prefill-size (\d+)")
 
 
@@ -40,7 +42,7 @@ def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
     gpu, flags = gpu or Gpu.from_json(name), named(record)
     if flags.hybrid_mla_spread != "peers":  # records of `auto` are older than its choice of stores
         gpu = replace(gpu, rates=replace(gpu.rates, exchange_by_stores=None))
-    latent, expanded = ELEMENT_BYTES[storage(dict(record))]
+    latent, expanded = ELEMENT_BYTES[storage(record)]
     rank = Rank(case["rank"], case["layers"], case.get("of", MODELS[0]), case.get("running", 1))
     return Deployment(
         rank_config(rank),
@@ -54,8 +56,16 @@ def of_rank(record: Mapping[str, Any], gpu: Gpu | None = None) -> Deployment:
     )
 
 
+def storage(record: Mapping[str, Any]) -> str:
+    """Return how a server stored its latent cache, and expanded prefixes where they differ from it."""
+    case = record["case"]
+    if case.get("kv_cache_dtype") == "fp8_e4m3":
+        return FP8
+    return FP8_PREFIX if case.get("dtype") == "fp8" or "fp8_e4m3" in case.get("flags", "") else BF16
+
+
 def of_products(record: Mapping[str, Any]) -> str:
-    """What names of records of servers with DeepGEMM, SGLang's default, end in."""
+    """Return what names of records of servers with DeepGEMM, SGLang's default, end in."""
     return ", DeepGEMM" if record["case"].get("deep_gemm") else ""
 
 
@@ -72,7 +82,8 @@ def _parsed(flags: str) -> argparse.Namespace:
 
 
 def passing_tokens(record: Mapping[str, Any]) -> int:
-    """That prefill passes expanded at a time for themselves: what its command names, or the server's default."""
+    """Return the tokens that prefill passes expanded at a time for themselves: what its command names, or the
+    server's default."""
     given: int | None = named(record).hybrid_mla_prefill_expand_tokens
     expanded = ((record.get("hybrid_mla") or {}).get("counters") or {}).get("prefill_tokens_expanded")
     return (PASSING_TOKENS if expanded else 0) if given is None else given
@@ -95,7 +106,7 @@ def tail(case: Mapping[str, Any]) -> int:
 
 
 def step(record: Mapping[str, Any], gpu: Gpu | None = None) -> Step:
-    """Of a record of `decode`; `gpu` as of `of_rank`."""
+    """Predict the step of a record of `decode`; `gpu` as of `of_rank`."""
     case, of = record["case"], of_rank(record, gpu)
     ours, mine = record["impl"] == OURS, of.per_rank(case["concurrency"])
     cover = of.cover(mine, case["prefix"], chunks(record, of)) if ours else PLAIN
@@ -103,7 +114,7 @@ def step(record: Mapping[str, Any], gpu: Gpu | None = None) -> Step:
 
 
 def served(record: Mapping[str, Any]) -> Served:
-    """Of a record of `short`: ours with mixed steps, prefill passes of stock backends in turns."""
+    """Predict a record of `short`: ours with mixed steps, prefill passes of stock backends in turns."""
     case, of, drawn = record["case"], of_rank(record), lengths("short", 0)
     question, answer = (round(mean(drawn[name])) for name in ("own_tokens", "output_tokens"))
     traffic = Traffic(case["concurrency"], case["prefix"], question, answer, host_seconds(of))
@@ -124,7 +135,7 @@ def last_first_token(record: Mapping[str, Any]) -> float:
 
 
 def tokens_per_s(record: Mapping[str, Any]) -> float:
-    """Of a record of `decode` or `short`."""
+    """Predict the tokens per second of a record of `decode` or `short`."""
     if record["bench"] == "decode":
         return float(record["case"]["concurrency"] / step(record).seconds)
     return served(record).tokens_per_s

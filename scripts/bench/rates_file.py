@@ -44,7 +44,7 @@ def starting_config(path: Path, device: str) -> tuple[dict[str, Any], str]:
 
 
 def is_of(device: str, config: Mapping[str, Any]) -> bool:
-    """Whether rates are those of this device."""
+    """Return whether rates are those of this device."""
     return device_fits(device, config["device_words"]) > 0
 
 
@@ -55,8 +55,8 @@ def updated(config: Mapping[str, Any], modes: Mapping[Mode, Any], l2_bytes: int,
 
 
 def source_text(device: str, measured: Mapping[Mode, str], origin: str) -> str:
-    """Where rates come from: device, versions, commit, date, and what was measured of each mode; `origin` has the
-    others."""
+    """Return where rates come from: device, versions, commit, date, and what was measured of each mode; `origin` has
+    the others."""
     versions = ", ".join(f"{name} {package_version(name)}" for name in ("torch", "triton", "sglang"))
     date = f"{datetime.now(timezone.utc):%Y-%m-%d}"
     otherwise = f"not measured, what {origin} had before"

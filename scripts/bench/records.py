@@ -13,10 +13,16 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RESULTS = REPOSITORY / "benchmarks" / "results"
+
+Record = dict[str, Any]
 
 
 def write_record(
@@ -60,9 +66,43 @@ def write_record(
     return record
 
 
-def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """All measurements of a file, oldest first."""
+@dataclass
+class Report:
+    """Measurements of a run: lines of a file of records, if there is one, and rows of a table for the console."""
+
+    bench: str
+    out: Path | None
+    rows: list[Record] = field(default_factory=list)
+
+    def add(self, impl: str, case: Mapping[str, Any], metrics: Mapping[str, Any] | None, **more: Any) -> None:
+        """Add a measurement; `metrics` is None for one that failed, which is not written."""
+        if metrics and self.out:
+            write_record(self.out, bench=self.bench, impl=impl, case=case, **more, **metrics)
+        self.rows.append({**case, "impl": impl, **more, **(metrics or {})})
+
+
+def read_records(path: str | Path) -> list[Record]:
+    """Return all measurements of a file, oldest first."""
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def value_of(record: Mapping[str, Any], name: str) -> Any:
+    """Return a field of a record's case, else of the record."""
+    return record["case"].get(name, record.get(name))
+
+
+def newest_by(records: Iterable[Record], prefer: Sequence[str] = ()) -> list[Record]:
+    """Sort records so that the last one of a case counts: by some fields, then by date.
+
+    A record with a field `excluded`, which says why, does not count until its case has been measured anew.
+    """
+    counted = (record for record in records if not record.get("excluded"))
+    return sorted(counted, key=lambda record: (*(value_of(record, name) or 0 for name in prefer), record["date"]))
+
+
+def latest(records: Iterable[Record], *names: str) -> dict[tuple[Any, ...], Record]:
+    """Return the newest record for each `(impl, value of each name)`."""
+    return {(record["impl"], *(value_of(record, name) for name in names)): record for record in newest_by(records)}
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import torch
 from bench.cases import DN, DR, DV, LATENT, PAGE_TOKENS, SCALE, Case, padded, page_table
 
 CONTEXT_TOKENS = 163_840
-"""Of DeepSeek-V3, the width of the page tables in SGLang's CUDA graphs."""
+"""Context of DeepSeek-V3, the width of the page tables in SGLang's CUDA graphs."""
 
 
 def flashmla_bf16(case: Case) -> Callable[[], Any]:

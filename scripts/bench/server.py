@@ -41,7 +41,7 @@ class ServerFailedError(RuntimeError):
 
 
 def work_folder() -> Path:
-    """Where scripts keep models and logs: `.demo` at the top of the repository, which git ignores."""
+    """Return where scripts keep models and logs: `.demo` at the top of the repository, which git ignores."""
     folder = Path(__file__).resolve().parents[2] / ".demo"
     folder.mkdir(exist_ok=True)
     (folder / ".gitignore").write_text("*\n")
@@ -49,7 +49,7 @@ def work_folder() -> Path:
 
 
 def console_of(width: int) -> Console:
-    """For what a script prints: as wide as the terminal, or `width` where there is none."""
+    """Make the console of a script: as wide as the terminal, or `width` where there is none."""
     return Console() if sys.stdout.isatty() else Console(width=width)
 
 
@@ -65,7 +65,8 @@ def free_port() -> int:
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody listens on a TCP port of this machine; connections of a server that has ended do not count."""
+    """Return whether nobody listens on a TCP port of this machine; connections of a server that has ended do not
+    count."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -144,7 +145,7 @@ def started_server(
     environment: Mapping[str, str] | None = None,
     launcher: Sequence[str] = ("-m", LAUNCHER),
 ) -> Iterator[Started]:
-    """As `running_server`, but without waiting, so that several can start beside each other."""
+    """Start a server as `running_server` does, but without waiting, so that several can start beside each other."""
     if not is_free(port):  # before the log of whoever listens there may be opened
         raise ServerFailedError(f"port {port} is taken: another server listens there")
     command, variables = server_command(arguments, port, launcher)
@@ -172,7 +173,7 @@ def python_path(*first: str) -> str:
 
 
 def base_url_of(port: int) -> str:
-    """Where a server on this machine answers."""
+    """Return where a server on this machine answers."""
     return f"http://127.0.0.1:{port}"
 
 
@@ -202,7 +203,7 @@ def load_arguments(model: str, most_requests: int) -> list[str]:
 
 
 class Process(Protocol):
-    """What this module needs of `subprocess.Popen`."""
+    """Part of `subprocess.Popen` that this module needs."""
 
     pid: int
 
@@ -232,7 +233,7 @@ def wait_until_ready(server: Process, base_url: str, log: Path, console: Console
 
 
 def listens(pid: int, port: int | None) -> bool:
-    """Whether a process, or one that it started, listens on a TCP port."""
+    """Return whether a process, or one that it started, listens on a TCP port."""
     parent = psutil.Process(pid)
     for process in (parent, *parent.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile

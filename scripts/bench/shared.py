@@ -103,7 +103,8 @@ def shared_attention(
 
 
 def our_parts(case: Case, dtype: str, tile: Tile | None = None) -> dict[str, Callable[[], Any]]:
-    """What is timed of our kernels: `naive`, `merge` and, with FlashMLA installed, `all` on one stream and on two."""
+    """Return what is timed of our kernels: `naive`, `merge` and, with FlashMLA installed, `all` on one stream and on
+    two."""
     attention, run = shared_attention(case, dtype, tile)
     rows, heads = case.batch, case.heads
     tail_out = torch.randn(rows, heads, DV, device="cuda", dtype=torch.bfloat16)  # [B, H, dv], merged in place

@@ -1,4 +1,4 @@
-"""Whether an answer is that of the stock server: the same tokens, with the same log-probabilities within rounding where
+"""Judge whether an answer is the stock server's: the same tokens, with the same log-probabilities within rounding where
 they were asked for.
 
 An answer that leaves the stock answer where another token is as likely, within rounding, is a *tie*: what follows is
@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Tolerance(NamedTuple):
-    """How far log-probabilities may be off: on average over an answer, and each. A lead of twice `mean` is none."""
+    """Largest differences of log-probabilities: on average over an answer, and each. A lead of twice `mean` is none."""
 
     mean: float
     each: float
@@ -107,7 +107,8 @@ def as_likely(expected: Answer, at: int, tolerance: Tolerance) -> dict[int, floa
 
 
 def without_first(answer: Answer, expected: Answer, tolerance: Tolerance) -> list[tuple[int, Answer]]:
-    """How an answer may have lost its first token, or that token's log-probability alone: the token and the rest."""
+    """Return how an answer may have lost its first token, or that token's log-probability alone: the token and the
+    rest."""
     firsts = as_likely(expected, 0, tolerance)
     if answer.logprobs is None or len(answer.logprobs) == len(answer.ids):
         return [(first, answer) for first in firsts]
@@ -115,7 +116,7 @@ def without_first(answer: Answer, expected: Answer, tolerance: Tolerance) -> lis
 
 
 def same(answer: Answer, expected: Answer, tolerance: Tolerance) -> bool:
-    """Whether an answer is the beginning of what is expected."""
+    """Return whether an answer is the beginning of what is expected."""
     count = len(answer.ids)
     if count > len(expected.ids) or answer.ids != expected.ids[:count]:
         return False
@@ -131,3 +132,9 @@ def first_difference(answer: Answer, expected: Answer) -> int | None:
     """The place of the first token that is another; None where one answer is the beginning of the other."""
     pairs = zip(answer.ids, expected.ids, strict=False)
     return next((place for place, (a, b) in enumerate(pairs) if a != b), None)
+
+
+def with_server(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record of a soak with its server in words."""
+    server = "two ranks, sharded prefixes" if "--enable-dp-attention" in record["command"] else "one rank"
+    return record | {"server": server + (", penalties" if record["case"].get("penalties") else "")}

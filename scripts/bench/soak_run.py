@@ -20,7 +20,7 @@ from bench.soak_judge import FP32, Answer, Tolerance, Verdict, judge, same
 from bench.soak_traffic import PENALTIES, Action, Chat, Request
 
 PUBLISHED_S = 10.0
-"""Within which ranks have published their loads, that an idle server answers with."""
+"""Time within which ranks have published their loads, that an idle server answers with."""
 
 
 class ServerDiedError(RuntimeError):
@@ -44,7 +44,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class Got:
-    """What a client has of an answer.
+    """Answer, or a part of one, that a client received.
 
     Attributes:
         whole: false where the client left before its end.
@@ -60,7 +60,7 @@ class Got:
 
 @dataclass
 class Outcome:
-    """Of all phases so far.
+    """Outcome of all phases so far.
 
     Attributes:
         verdicts: answers by `Verdict`; left: clients that went before they had any token.
@@ -89,7 +89,7 @@ class Outcome:
 
     @property
     def rss_growth_bytes(self) -> int:
-        """From the end of the first phase, in which buffers and caches of every kind came to be."""
+        """Growth of memory since the end of the first phase, in which buffers and caches of every kind came to be."""
         return self.rss_bytes[-1] - self.rss_bytes[0] if self.rss_bytes else 0
 
 
@@ -229,7 +229,7 @@ class Soak:
                     await self._update(client)
 
     async def _sleep(self, client: aiohttp.ClientSession) -> None:
-        """Of an idle server."""
+        """Let an idle server sleep and wake."""
         if self._sleeps:
             await post(client, f"{self.url}/release_memory_occupation", {"tags": self._sleeps})
             await post(client, f"{self.url}/resume_memory_occupation", {"tags": self._sleeps})
@@ -244,12 +244,13 @@ class Soak:
             self.outcome.actions["flushes_refused"] += 1
 
     async def _flush(self, client: aiohttp.ClientSession) -> None:
-        """When the last of those that left is gone as well."""
+        """Empty the cache when the last client that left is gone."""
         await flush(client, self.url)
         self.outcome.actions["flushes"] += 1
 
     def _measure_leaks(self) -> None:
-        """What an idle server whose cache is empty still holds. Ranks with DP attention publish that now and then."""
+        """Measure what an idle server whose cache is empty still holds. Ranks with DP attention publish that now and
+        then."""
         left, begun = left_bytes(self.url), time.monotonic()
         while left and time.monotonic() - begun < PUBLISHED_S:
             time.sleep(0.5)
@@ -300,7 +301,7 @@ async def _into(seen: list[Any], answer: Any) -> Any:
 
 
 def left_bytes(url: str) -> int:
-    """Of an idle server: what its expanded prefixes take, and the KV cache that it says is in use."""
+    """Return what an idle server holds: what its expanded prefixes take, and the KV cache that it says is in use."""
     loads = requests.get(f"{url}/v1/loads", timeout=TIMEOUT_S).json()["loads"]
     used = sum(
         load["num_used_tokens"] / load["max_total_num_tokens"] * load["memory"]["kv_cache_gb"] * 2**30 for load in loads
@@ -310,7 +311,7 @@ def left_bytes(url: str) -> int:
 
 
 def rss_bytes(url: str) -> int:
-    """Of all processes of the server behind a local port; 0 where it is not on this machine."""
+    """Return the memory of all processes of the server behind a local port; 0 where it is not on this machine."""
     port = int(url.rsplit(":", 1)[1])
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:

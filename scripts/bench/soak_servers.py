@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import typer
 from demo_model.checkpoint import Settings, make
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
@@ -28,7 +27,7 @@ POISONED = ("-m", "bench.poisoned_server")
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the server that is tried has.
+    """Sizes of the server that is tested.
 
     Attributes:
         tokens: of its KV cache; chunk: of its prefill.
@@ -56,12 +55,6 @@ def pressed(backend: str, sizes: Sizes = SIZES) -> list[str]:
         arguments += ["--hybrid-mla-prefix-memory-gb", str(sizes.prefix_gb)]
         arguments += ["--hybrid-mla-expand-tokens-per-step", "1024" if ON_GPU else "100"]
     return arguments
-
-
-def check_given(url: str | None, stock_url: str | None, model: Path | None) -> None:
-    """Raises typer.BadParameter where some of the options for servers that run already are missing."""
-    if bool(url) != bool(stock_url) or (url and not model):
-        raise typer.BadParameter("--url, --stock-url and --model belong together")
 
 
 def vocabulary(model: Path) -> np.ndarray:

@@ -17,7 +17,7 @@ from bench.generate import Shape
 
 SALTS = (*[None] * 8, "tenant-a", "tenant-b")
 MOST_NODES = 8
-"""Of a tree."""
+"""Most nodes of a tree."""
 AGAIN = 0.8
 """Share of requests whose text was sent before."""
 SHAPED = 0.1
@@ -34,7 +34,7 @@ LEAVING = 0.08
 
 
 class Action(Enum):
-    """What happens between requests.
+    """Action between requests.
 
     A FLUSH meets running requests, and SGLang refuses it while it works. SLEEP wants an idle server. An UPDATE meets
     the requests that come after an idle moment, since nobody may leave meanwhile, and waits for those that run.

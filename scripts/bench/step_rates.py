@@ -15,9 +15,8 @@ from demo_model.rank import MODELS
 
 from bench import rank_predictions
 from bench.planner_grid import TAIL
-from bench.records import read_records
-from bench.serving_tables import BF16, storage
-from bench.tables import latest
+from bench.rank_predictions import BF16, storage
+from bench.records import latest, read_records
 from sglang_mla_ext.configs import gpu_config_of
 from sglang_mla_ext.predict.rates import Gpu, StepRates
 from sglang_mla_ext.predict.sharing import PLAIN
@@ -162,16 +161,16 @@ def of_launches(gpu: Gpu, watched: Sequence[Mapping[str, Any]]) -> dict[str, flo
 
 
 def is_other(kernel: str) -> bool:
-    """Whether a kernel is neither a product nor attention; the schedules of a step's attention count."""
+    """Return whether a kernel is neither a product nor attention; the schedules of a step's attention count."""
     schedules = re.search(r"mla_metadata|schedule_tails", kernel) is not None
     return kind_of(kernel) == "other" or JOINED.search(kernel) is not None or schedules
 
 
 def is_fitted(record: Mapping[str, Any]) -> bool:
-    """Whether `of_experts` looks at a record: other models, divisions, backends and numbers of requests show how well
-    it serves them, and servers with DeepGEMM how much that changes."""
+    """Return whether `of_experts` looks at a record: other models, divisions, backends and numbers of requests show
+    how well it serves them, and servers with DeepGEMM how much that changes."""
     case = record["case"]
-    of_rank = case.get("of", MODELS[0]), case.get("rank"), storage(dict(record)), record["bench"], record["impl"]
+    of_rank = case.get("of", MODELS[0]), case.get("rank"), storage(record), record["bench"], record["impl"]
     fitted = of_rank == (MODELS[0], "tp8", BF16, "decode", rank_predictions.OURS)
     counted = not case.get("deep_gemm") and not record.get("excluded")
     return fitted and counted and case["concurrency"] in RANK_REQUESTS

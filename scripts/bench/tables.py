@@ -1,148 +1,198 @@
-"""What the tables of measured figures have in common: the newest records, their cells as data, Markdown, and where
-figures come from."""
+"""Make the tables of README.md and docs: records and a spec in tables.yaml become Markdown.
+
+A spec is a table as data:
+
+- `records`: files in benchmarks/results; `where`: values that a record or its case must have; `prefer`: fields by which
+  a larger record is taken before a newer one; `derive`: a function that adds fields to a record.
+- `by`: fields that tell rows apart. `beside` puts several records into one row: name -> values of such a record; a row
+  without one of `needs` is left out. `best` names the fastest of some of them, unless one of its `needs` is missing.
+- `names`: field -> value -> label, in the order of rows; other rows are left out. `order`: fields to sort by, `-` first
+  for the largest first. `repeat`: key -> name; every row is shown once for each, with `@` as the key.
+- `rows`: a function of all records (and of `with`) that yields rows, for what has to be computed. `finish`: one that
+  adds to all rows. `note: false`: no line that says where the figures come from. `padded: false`: for long cells.
+- `columns`: heading -> cell, both format strings over a row: the fields of its (first) record and case, and the records
+  of `beside`. `{ours[ms]:.3f}`; the quotient `{stock[ms]/ours[ms]:.2f}`; `{share!p:.1f}` in percent, `{traces!n}`
+  counts, `{change:i2}` with the ends of its interval; `A ?? B` is B where a value of A is missing. Columns of dashes
+  are left out.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import yaml
 from tabulate import tabulate
 
-from bench.records import read_records
+from bench.records import REPOSITORY, RESULTS, Record, newest_by, read_records, value_of
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-RESULTS = REPOSITORY / "benchmarks" / "results"
-STORAGE_NAMES = {"bf16": "BF16", "fp8": "FP8"}
-NOT_MEASURED = "Not measured yet."
+SPECS = REPOSITORY / "scripts" / "bench" / "tables.yaml"
 NOTHING = "–"
 
-Records = dict[tuple[Any, ...], dict[str, Any]]
+Spec = Mapping[str, Any]
+Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Spec:
-    """A table as data; `table_of` makes it of a file of records.
-
-    Attributes:
-        by: what tells its records apart, see `latest`.
-        headings, cells: with bars between columns. A cell is a format string over a row, which has the fields of its
-            record and of the record's case, and the records of `beside`: `{heads}`, `{ours[ms]:.3f}`, and the quotient
-            `{stock[ms]/ours[ms]:.2f}`. A cell of what is None, or of a record that there is not, is a dash.
-        beside: where a row is of several records, of which the first is the row's: name -> implementation, and values
-            of the last names of `by`.
-        against: of a record's key the key of what the row has as `stock`.
-        optional: names of records beside a row; a row that lacks another one is left out.
-        of: makes of a record the one that is shown, None for none.
-        order: fields to sort rows by; without them they are as they were measured first.
-    """
-
-    by: tuple[str, ...]
-    headings: str
-    cells: str
-    beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    against: Callable[[tuple[Any, ...]], tuple[Any, ...] | None] | None = None
-    optional: tuple[str, ...] = ()
-    of: Callable[[dict[str, Any]], dict[str, Any] | None] = lambda record: record
-    order: tuple[str, ...] = ()
+class _MissingError(Exception):
+    """A cell has no value to show."""
 
 
-class _NothingError(Exception):
-    """There is nothing to put into a cell."""
+class Interval(float):
+    """A value with the ends of its interval."""
+
+    ends: tuple[float, float]
+
+    def __format__(self, form: str) -> str:
+        if not form.startswith("i"):
+            return super().__format__(form)
+        digits = int(form[1:])
+        figures = [round(figure, digits) + 0.0 for figure in (float(self), *self.ends)]  # adding turns -0.0 into 0.0
+        value, low, high = (f"{figure:+.{digits}f}" for figure in figures)
+        return f"{value} ({low} to {high})" if any(figures) else "±0"
 
 
 class _Cells(string.Formatter):
     def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, str]:
-        try:
-            values = [super(_Cells, self).get_field(name, args, kwargs)[0] for name in field_name.split("/")]
-        except TypeError as error:  # a field of a record that there is not
-            raise _NothingError from error
+        values = [self.value(name, kwargs) for name in field_name.split("/")]
         if None in values:
-            raise _NothingError
+            raise _MissingError
         return (values[0] / values[1] if len(values) > 1 else values[0]), field_name
 
-    def cell(self, text: str, row: Mapping[str, Any]) -> str:
+    def value(self, name: str, row: Row) -> Any:
+        """Return `field`, or `record[field]`, of a row. Raises _MissingError."""
+        *path, last = name.replace("]", "").split("[")
         try:
-            return self.vformat(text.strip(), (), row)
-        except _NothingError:
-            return NOTHING
+            for part in path:
+                row = row[part]
+            value = row[last] if isinstance(row, Mapping) else getattr(row, last)
+        except (KeyError, TypeError, AttributeError):  # a record without the field, or no record
+            raise _MissingError from None
+        if isinstance(row, Mapping) and f"{last}_low" in row:
+            value = Interval(value)
+            value.ends = row[f"{last}_low"], row[f"{last}_high"]
+        return value
+
+    def convert_field(self, value: Any, conversion: str | None) -> Any:
+        if conversion == "p":
+            return 100 * value
+        return len(value) if conversion == "n" else super().convert_field(value, conversion)
+
+    def cell(self, text: str, row: Row) -> str:
+        for alternative in text.split(" ?? "):
+            try:
+                return self.vformat(alternative, (), row)
+            except _MissingError:
+                continue
+        return NOTHING
 
 
-def table_of(spec: Spec, path: Path) -> str:
-    """The table of a file's records, and where they come from; nothing where there is no such file."""
-    if not path.exists():
-        return ""
-    records = latest(filter(None, map(spec.of, read_records(path))), *spec.by)
-    rows = list(_joined(spec, records) if spec.beside else _compared(spec, records))
-    if spec.order:
-        rows.sort(key=lambda row: [row[name] for name in spec.order])
-    if spec.against and not spec.optional:  # what has nothing beside it is not shown
-        records = {(place, name): row[name] for place, row in enumerate(rows) for name in ("record", "stock")}
-    cells = [tuple(_Cells().cell(cell, row) for cell in spec.cells.split("|")) for row in rows]
-    return markdown(cells, tuple(heading.strip() for heading in spec.headings.split("|")), records)
+CELLS = _Cells()
 
 
-def _joined(spec: Spec, records: Records) -> Iterable[dict[str, Any]]:
-    """A row for each case, of its records that stand side by side."""
-    further = len(next(iter(spec.beside.values()))) - 1
-    for case in dict.fromkeys(key[1 : len(key) - further] for key in records):
-        found = {name: records.get((impl, *case, *rest)) for name, (impl, *rest) in spec.beside.items()}
-        if all(found[name] for name in found if name not in spec.optional):
-            first = next(iter(found.values())) or {}
-            yield {**first, **first["case"], **found}
+def specs() -> dict[str, dict[str, Any]]:
+    """Return the specs of all tables: page -> block -> spec, or parts of a block."""
+    found: dict[str, dict[str, Any]] = yaml.safe_load(SPECS.read_text(encoding="utf-8"))
+    return found
 
 
-def _compared(spec: Spec, records: Records) -> Iterable[dict[str, Any]]:
-    """A row for each record, with what it is compared with."""
-    for key, record in records.items():
-        stock = records.get(spec.against(key)) if spec.against else None
-        if stock or spec.optional or not spec.against:
-            yield {**record, **record["case"], "record": record, "stock": stock}
+def block(parts: Spec | Sequence[Spec | str]) -> str:
+    """Return what stands between the marks of a block: tables and texts, and where the figures come from."""
+    made, records = [], []
+    for part in [parts] if isinstance(parts, Mapping) else parts:
+        if isinstance(part, str):
+            made.append(part)
+            continue
+        rows = rows_of(part, read_all(part["records"]) if "records" in part else [])
+        made.append(table(part["columns"], rows, padded=part.get("padded", True)))
+        records += [record for row in rows for record in row["records"] if part.get("note", True)]
+    return "\n\n".join([*made, *([made_with(records)] if records else [])])
 
 
-def latest(records: Iterable[dict[str, Any]], *names: str) -> Records:
-    """The newest record for each `(impl, case[name], ...)`; a name that its case lacks may be one of its own fields.
-
-    A record with a field `excluded`, which says why, does not count: it stays in its file, and appears again in tables
-    once the case has been measured anew.
-    """
-    return {
-        (record["impl"], *(record["case"].get(name, record.get(name)) for name in names)): record
-        for record in sorted(records, key=lambda record: record["date"])
-        if not record.get("excluded")
-    }
+def read_all(names: str | Sequence[str]) -> list[Record]:
+    """Return the records of one or several files, each with the `file` that it is from."""
+    names = [names] if isinstance(names, str) else names
+    return [record | {"file": name} for name in names for record in read_records(RESULTS / f"{name}.jsonl")]
 
 
-def markdown(rows: list[tuple[Any, ...]], columns: tuple[str, ...], records: dict[tuple[Any, ...], Any]) -> str:
-    """A table, and below it where its figures come from."""
-    return f"{table(rows, columns)}\n\n{provenance(records)}"
+def rows_of(spec: Spec, records: Iterable[Record]) -> list[Row]:
+    """Return the rows of a table; each has the `records` that it is made of."""
+    records = map(function(spec["derive"]), records) if "derive" in spec else records
+    records = [record for record in records if matches(record, spec.get("where", {}))]
+    rows = (
+        list(function(spec["rows"])(records, **spec.get("with", {})))
+        if "rows" in spec
+        else list(_joined(spec, records))
+    )
+    for field, labels in spec.get("names", {}).items():
+        rows = [row | {field: labels[row[field]], "key": row[field]} for row in rows if row[field] in labels]
+        rows.sort(key=lambda row, labels=list(labels): labels.index(row["key"]))
+    for field in reversed(spec.get("order", [])):
+        rows.sort(key=functools.partial(_sortable, field.lstrip("-")), reverse=field.startswith("-"))
+    if "finish" in spec:
+        rows = function(spec["finish"])(rows)
+    return [row | {"@": key, "repeated": name} for row in rows for key, name in spec.get("repeat", {"": ""}).items()]
 
 
-def table(rows: list[tuple[Any, ...]], columns: tuple[str, ...]) -> str:
-    """A table in GitHub's Markdown."""
-    align = ("right",) * len(columns)
-    return tabulate(rows, columns, tablefmt="github", colalign=align, disable_numparse=True)
+def matches(record: Record, wanted: Mapping[str, Any]) -> bool:
+    """Return whether a record has these values, or one of a list."""
+    return all(value_of(record, name) in (want if isinstance(want, list) else [want]) for name, want in wanted.items())
 
 
-def made_with(records: Sequence[dict[str, Any]]) -> str:
-    """GPUs, versions, commits and dates of all records, in one line."""
-    where = (
+def function(name: str) -> Any:
+    """Return a function by `module:name`."""
+    module, _, of_module = name.partition(":")
+    return getattr(importlib.import_module(module), of_module)
+
+
+def _joined(spec: Spec, records: Iterable[Record]) -> Iterable[Row]:
+    """Yield a row for each case, of its records that stand side by side."""
+    beside = spec.get("beside", {"record": {}})
+    found: dict[tuple[Any, ...], dict[str, Record]] = {}
+    for record in newest_by(records, spec.get("prefer", ())):
+        for name in (name for name, wanted in beside.items() if matches(record, wanted)):
+            found.setdefault(tuple(value_of(record, field) for field in spec["by"]), {})[name] = record
+    for of_row in found.values():
+        if {*spec.get("needs", ())} <= {*of_row}:
+            first = next(of_row[name] for name in beside if name in of_row)
+            best = {name: _fastest(of_row, **choice) for name, choice in spec.get("best", {}).items()}
+            yield {**first, **first["case"], **of_row, **best, "records": list(of_row.values())}
+
+
+def _fastest(of_row: Mapping[str, Record], of: Sequence[str], needs: Sequence[str] = ()) -> Record | None:
+    there = [of_row[name] for name in of if name in of_row]
+    return min(there, key=lambda record: record["ms"]) if there and {*needs} <= {*of_row} else None
+
+
+def _sortable(name: str, row: Row) -> tuple[bool, Any]:
+    return row.get(name) is not None, row.get(name)
+
+
+def table(columns: Mapping[str, str], rows: Sequence[Row], *, padded: bool = True) -> str:
+    """Return a table in GitHub's Markdown, without columns that have no value in any row."""
+    cells = [[CELLS.cell(text.replace("@", row.get("@", "")), row) for text in columns.values()] for row in rows]
+    kept = [place for place in range(len(columns)) if any(of_row[place] != NOTHING for of_row in cells)]
+    headings = [CELLS.cell(heading, rows[0]) for heading in columns] if rows else list(columns)
+    shown = [[of_row[place] for place in kept] for of_row in cells]
+    if not padded:
+        lines = [[headings[at] for at in kept], ["---"] * len(kept), *shown]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    align = ("right",) * len(kept)
+    return tabulate(shown, [headings[at] for at in kept], tablefmt="github", colalign=align, disable_numparse=True)
+
+
+def made_with(records: Sequence[Record]) -> str:
+    """Return the GPUs and versions of records in one line; commands, commits and dates stay in the records."""
+    where = [
         listed(name, (record[key] for record in records if record[key]))
         for name, key in (("", "gpu"), ("torch ", "torch"), ("sglang ", "sglang"))
         if any(record[key] for record in records)
-    )
-    commits = [str(record["commit"])[:7] for record in records]
-    dates = listed("", sorted(record["date"][:10] for record in records))
-    return ", ".join([*where, listed("commits " if len(set(commits)) > 1 else "commit ", commits), dates])
+    ]
+    return ", ".join(where)
 
 
 def listed(name: str, values: Iterable[Any]) -> str:
-    """A name, and the different values in their order."""
+    """Return a name, and the different values in their order."""
     return name + " and ".join(dict.fromkeys(str(value) for value in values))
-
-
-def provenance(records: dict[tuple[Any, ...], dict[str, Any]]) -> str:
-    """Return where the figures come from; each record has the command that was run."""
-    return made_with(list(records.values()))

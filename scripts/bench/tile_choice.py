@@ -1,4 +1,4 @@
-"""Which of the naive kernel's tiles is the fastest, back to back: the GPU reaches its power limit then."""
+"""Choose which of the naive kernel's tiles is the fastest, back to back: the GPU reaches its power limit then."""
 
 from __future__ import annotations
 

@@ -101,16 +101,8 @@ def measure_rival(rival: Rival, case: Case, rep_ms: int) -> dict[str, Any]:
     return measure(rival.make(case), rep_ms, rival.work(case))
 
 
-CELLS = ("us", "TFLOPS", "GB/s", "of floor")
-
-
-def cells(metrics: dict[str, Any] | None) -> list[str]:
-    """The cells of a measurement in the columns `CELLS`; metrics: None if it failed."""
-    if not metrics:
-        return ["failed", "", "", ""]
-    rates = [f"{metrics[key]:.0f}" if key in metrics else "" for key in ("tflops", "gbps")]
-    share = f"{metrics['floor_share']:.0%}" if "floor_share" in metrics else ""
-    return [f"{metrics['ms'] * 1e3:.1f}", *rates, share]
+COLUMNS = {"ms": "{ms:.4f}", "TFLOPS": "{tflops:.0f}", "GB/s": "{gbps:.0f}", "of floor": "{floor_share:.0%}"}
+"""Columns of a measurement in a table for the console."""
 
 
 def free_memory() -> None:

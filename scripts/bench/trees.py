@@ -22,7 +22,7 @@ PAGE = 64  # tokens
 
 @dataclass(eq=False)
 class Request:
-    """What the planner reads of a request. `kind` says which of a case's requests it is like."""
+    """Request as the planner reads it. `kind` says which of a case's requests it is like."""
 
     rid: str
     last_node: Any

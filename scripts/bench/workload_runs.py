@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import requests
-from rich.table import Table
 
 from bench.client import (
     HYBRID,
@@ -27,6 +26,7 @@ from bench.client import (
 from bench.profile import Profile, Profiler
 from bench.records import write_record
 from bench.server import server_info
+from bench.tables import table
 from bench.workloads import Workload
 from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 
@@ -113,7 +113,6 @@ def send(url: str, workload: Workload, seed: int, log: Path) -> dict[str, Any]:
         output_tokens=workload.output_tokens,
         log=log,
         at_a_time=workload.at_a_time,
-        warm_up=0,
         seed=seed,
     )
 
@@ -158,7 +157,7 @@ def timings(
 
 
 def server_case(url: str, dims: ModelDims | None) -> dict[str, Any]:
-    """What a record's case says of a server, and of its model if that is known."""
+    """Return what a record's case says of a server, and of its model if that is known."""
     info = server_info(url)
     case = {
         "dtype": info.get("dtype"),
@@ -271,57 +270,47 @@ def describe_run(run: Run) -> str:
     return ", ".join(parts + describe_sharing(measured.sharing))
 
 
-COLUMNS = (
-    ("output\ntok/s", "output_tok_s", ",.0f"),
-    ("decode\ntok/s", "decode_tok_s", ",.0f"),
-    ("\nITL ms", "decode_itl_ms", ",.2f"),
-    ("steady\ntok/s", "steady_tok_s", ",.0f"),
-    ("TTFT ms\np50", "ttft_ms", ",.0f"),
-    ("\np99", "ttft_p99_ms", ",.0f"),
-    ("\nlast", "ttft_last_ms", ",.0f"),
-    ("ITL ms\np50", "itl_ms", ",.2f"),
-    ("\np99", "itl_p99_ms", ",.2f"),
-    ("plan ms\nper step", "plan_ms_per_step", ",.3f"),
-)
-
-
+COLUMNS = {
+    "backend": "{backend}",
+    "runs": "{runs}",
+    "output tok/s": "{output_tok_s:,.0f}",
+    "decode tok/s": "{decode_tok_s:,.0f}",
+    "decode ITL ms": "{decode_itl_ms:,.2f}",
+    "steady tok/s": "{steady_tok_s:,.0f}",
+    "TTFT ms p50": "{ttft_ms:,.0f}",
+    "p99": "{ttft_p99_ms:,.0f}",
+    "last": "{ttft_last_ms:,.0f}",
+    "ITL ms p50": "{itl_ms:,.2f}",
+    "ITL p99": "{itl_p99_ms:,.2f}",
+    "plan ms per step": "{plan_ms_per_step:,.3f}",
+}
 COMPARED = ("steady_tok_s", "decode_tok_s", "output_tok_s")
-"""A ratio is of the first of these that a workload has."""
+"""Throughputs, of which the first that a workload has is compared."""
 
 
-def runs_tables(runs: Iterable[Run], backends: Sequence[str]) -> list[Table]:
-    """A table for each workload with a row for each backend: the medians over its runs, and the throughput's ratio to
-    the first stock backend's, while others wait or while all decode where that was measured."""
+def runs_tables(runs: Iterable[Run], backends: Sequence[str]) -> Iterator[str]:
+    """Yield a table for each workload with a row for each backend: the medians over its runs, and the throughput's
+    ratio to the first stock backend's, while others wait or while all decode where that was measured."""
     found: dict[str, dict[str, list[Timings]]] = {}
     for run in runs:
         found.setdefault(run.workload.title, {}).setdefault(run.backend, []).append(run.timings)
     stock = next((name for name in backends if shlex.split(name)[0] != HYBRID), None)
-    tables = []
+    columns = COLUMNS | {f"tok/s vs {stock}": "{ratio:.2f}x"}
     for title, by_backend in sorted(found.items()):
-        table = Table(title=f"{title}: medians over runs", title_justify="left")
-        table.add_column("backend", overflow="fold")
-        for name in ("runs", *(name for name, _, _ in COLUMNS), f"tok/s vs\n{stock}" if stock else "ratio"):
-            table.add_column(name, justify="right")
-        stocks = {name: middle(by_backend.get(stock, ()) if stock else (), name) for name in COMPARED}
-        compared, reference = next(((name, rate) for name, rate in stocks.items() if rate), (COMPARED[-1], None))
-        for backend in sorted(by_backend, key=backends.index):
-            of_case = by_backend[backend]
-            rate = middle(of_case, compared)
-            table.add_row(
-                backend,
-                str(len(of_case)),
-                *(cell(middle(of_case, field), form) for _, field, form in COLUMNS),
-                f"{rate / reference:.2f}x" if rate and reference else "-",
-            )
-        tables.append(table)
-    return tables
+        rows = {name: medians(by_backend[name]) for name in sorted(by_backend, key=backends.index)}
+        reference = rows.get(stock or "", {})
+        compared = next((name for name in COMPARED if reference.get(name)), COMPARED[-1])
+        for name, row in rows.items():
+            row |= {"backend": name, "runs": len(by_backend[name])}
+            if row[compared] and reference:
+                row["ratio"] = row[compared] / reference[compared]
+        yield f"{title}: medians over runs\n{table(columns, list(rows.values()))}"
 
 
-def middle(measured: Iterable[Timings], field: str) -> float | None:
-    """The median of a field over the runs that have it; None if none has."""
-    values = [value for timing in measured if (value := getattr(timing, field)) is not None]
-    return median(values) if values else None
-
-
-def cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def medians(measured: Sequence[Timings]) -> dict[str, Any]:
+    """Return the median of each figure over the runs that have it; None if none has."""
+    figures = {}
+    for name in (name for name in Timings.__dataclass_fields__ if name != "sharing"):
+        values = [value for timing in measured if (value := getattr(timing, name)) is not None]
+        figures[name] = median(values) if values else None
+    return figures

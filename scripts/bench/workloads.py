@@ -29,7 +29,7 @@ import numpy as np
 from sglang_mla_ext.configs import read_config, read_config_or_file
 
 Lengths = int | Sequence[int] | Mapping[str, Any]
-"""How lengths are drawn, as above."""
+"""Description of how lengths are drawn, as above."""
 
 FIELDS = {
     *("source", "description", "cases", "name", "tree", "own_tokens", "output_tokens"),
@@ -40,7 +40,7 @@ NODE_FIELDS = {"tokens", "requests", "below"}
 
 @dataclass(frozen=True)
 class Turn:
-    """What one request of a session adds to its prompt, and how long its answer is."""
+    """Text that one request of a session adds to its prompt, and how long its answer is."""
 
     ids: list[int]
     output_tokens: int
@@ -48,7 +48,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is sent to a server.
+    """Requests that are sent to a server.
 
     Attributes:
         name: of its file; case: of several in a file, None where there is one.
@@ -73,12 +73,12 @@ class Workload:
 
     @property
     def requests(self) -> int:
-        """Of all sessions."""
+        """Number of requests of all sessions."""
         return sum(map(len, self.sessions))
 
     @property
     def output_tokens(self) -> int:
-        """Of all answers."""
+        """Tokens of all answers."""
         return sum(turn.output_tokens for session in self.sessions for turn in session)
 
     @property
@@ -88,7 +88,7 @@ class Workload:
 
     @property
     def all_at_once(self) -> bool:
-        """Whether every request is sent at the same time."""
+        """Return whether every request is sent at the same time."""
         return self.concurrency == len(self.sessions) == self.requests
 
     @property

@@ -39,7 +39,7 @@ DRAFTING = (
 
 @dataclass(frozen=True)
 class Settings:
-    """What a demo checkpoint depends on. A `q_lora_rank` of 0 makes it DeepSeek-V2-Lite's architecture, with queries of
+    """Settings of a demo checkpoint. A `q_lora_rank` of 0 makes it DeepSeek-V2-Lite's architecture, with queries of
     one projection."""
 
     layers: int

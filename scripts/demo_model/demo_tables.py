@@ -1,4 +1,4 @@
-"""What the demo prints: the answers, and what the server shared meanwhile."""
+"""Tables that the demo prints: the answers, and what the server shared meanwhile."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def attention_ms(cost: CostModel, requests: int, tokens: int) -> tuple[float, fl
 def sharing_table(
     snapshots: list[Any], before: Any, after: Any, cost: CostModel, accept_length: float | None = None
 ) -> Table:
-    """What the server shared between two readings of its counters, and the largest groups seen in between.
+    """Return what the server shared between two readings of its counters, and the largest groups seen in between.
 
     Args:
         cost: of the server's model on its device.

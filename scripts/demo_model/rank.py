@@ -28,16 +28,16 @@ DIVIDED = {  # how ranks divide the model: the fields that they divide among the
     "dp8": ("n_routed_experts", "vocab_size"),
     "tp16": _SLICES,
 }
-"""With tensor parallelism a rank has a slice of every matrix. With DP attention it has all heads, whole experts, the
-whole dense MLPs of the first layers (`--moe-dense-tp-size 1`), and a slice of the LM head."""
+"""Fields by division. With tensor parallelism a rank has a slice of every matrix. With DP attention it has all
+heads, whole experts, the whole dense MLPs of the first layers (`--moe-dense-tp-size 1`), and a slice of the LM head."""
 OF_K3 = ("tp8", "tp16")
-"""How ranks divide Kimi-K3."""
+"""Divisions of Kimi-K3."""
 _WHOLE_EXPERTS = (*_HEADS, "intermediate_size", "num_experts", "num_experts_per_token", "vocab_size")
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What a folder depends on: how ranks divide which model, and how many of its layers there are.
+    """Content of a folder: how ranks divide which model, and how many of its layers there are.
 
     Attributes:
         running: of these ranks, behind one server, on a GPU each.
@@ -61,12 +61,12 @@ class Rank:
 
     @property
     def ranks(self) -> int:
-        """That divide the model."""
+        """Number of ranks that divide the model."""
         return int(self.divided[2:])
 
 
 READ_AS_TEXT = {"vision_config": {"vt_num_hidden_layers": 1}, "language_model_only": True}
-"""Of a model of images: these are refused, and their tower has one layer."""
+"""Fields of a model of images: these are refused, and their tower has one layer."""
 
 
 def make_rank(out: Path, rank: Rank) -> bool:

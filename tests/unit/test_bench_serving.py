@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from bench import client
 from bench.workloads import make_workload, published_lengths
+from bench_serving import shared_prompts
 
 from sglang_mla_ext.configs import read_config
 
@@ -14,7 +15,7 @@ def test_rate_counts_only_the_full_batch():
     """Four requests, a token every 10 ms each, first tokens 0 to 300 ms apart: 400 tokens/s while all four decode."""
     first = np.array([0.1, 0.2, 0.3, 0.4])
     gaps = [np.full(100, 0.01)] * 4
-    assert client.full_batch_rate(first, gaps) == pytest.approx(400, rel=0.02)
+    assert client.full_batch(first, gaps)[0] == pytest.approx(400, rel=0.02)
 
 
 def test_the_step_is_the_median_of_the_full_batch():
@@ -29,7 +30,7 @@ def test_the_step_is_the_median_of_the_full_batch():
 def test_rate_leaves_out_the_last_requests_of_a_drained_batch():
     """One request is slower at the end, alone: it does not count."""
     gaps = [np.full(100, 0.01), np.concatenate([np.full(100, 0.01), np.full(50, 0.05)])]
-    assert client.full_batch_rate(np.array([0.1, 0.1]), gaps) == pytest.approx(200, rel=0.02)
+    assert client.full_batch(np.array([0.1, 0.1]), gaps)[0] == pytest.approx(200, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_rate_leaves_out_the_last_requests_of_a_drained_batch():
     ids=["apart", "single token", "moment"],
 )
 def test_no_rate_where_the_batch_was_never_full_for_long(first, gaps):
-    assert client.full_batch_rate(np.array(first), gaps) is client.full_batch(np.array(first), gaps) is None
+    assert client.full_batch(np.array(first), gaps) is None
 
 
 def test_the_steady_rate_ends_where_the_last_request_begins():
@@ -56,6 +57,20 @@ def test_the_steady_rate_ends_where_the_last_request_begins():
 def test_no_steady_rate_where_nobody_waits_or_all_is_over_at_once():
     assert client.steady_rate(np.full(2, 0.1), [np.full(9, 0.1)] * 2, 2) is None
     assert client.steady_rate(np.array([0.1, 5.0, 0.1]), [np.full(9, 0.1)] * 3, 2) is None
+
+
+def test_shared_prompts_are_sent_at_once_each_with_a_question_of_its_own():
+    drawn = shared_prompts({"mine": [1, 2, 3]}, ["7"], [2, 4], "mmlu", 16, np.arange(9), np.random.default_rng(0))
+    assert [(one.title, one.requests, one.longest_prefix) for one in drawn] == [
+        *(("serving mine", 2, 3), ("serving mine", 4, 3), ("serving 7", 2, 7), ("serving 7", 4, 7)),
+    ]
+    for one in drawn:
+        assert one.all_at_once and one.output_tokens == 16 * one.requests and one.stream_interval == 16
+        assert all(turn.ids[: len(one.cached[0])] == one.cached[0] for (turn,) in one.sessions)
+        assert len({tuple(turn.ids) for (turn,) in one.sessions}) == one.requests
+    published = read_config("workloads", "system_prompts")["tokens"]
+    known = shared_prompts({}, None, [1], "mmlu", 16, np.arange(9), np.random.default_rng(0))
+    assert {one.case: one.longest_prefix for one in known} == published
 
 
 def info(naive: int, absorb: int, read: int, saved: int) -> dict:

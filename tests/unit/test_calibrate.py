@@ -387,7 +387,7 @@ def test_what_an_exchange_costs(tmp_path: Path) -> None:
         *exchange_records(date="2026-11-24T10:00:00", all_us=900.0),
         *exchange_records(impl="peers", us=10.0, row_us=0.2048, date="2026-11-26T10:00:00"),
         *exchange_records(gpu="NVIDIA H200", date="2026-11-26T10:00:00", all_us=5.0),
-        *exchange_records(bench="one_of_ranks", date="2026-11-26T10:00:00"),
+        *exchange_records(bench="decode", date="2026-11-26T10:00:00"),
     ]
     write_exchange(out, others + exchange_records())
     after = json.loads(out.read_text())

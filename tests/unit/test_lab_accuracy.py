@@ -6,11 +6,10 @@ import math
 
 import pytest
 import torch
-from bench import specs
 from bench.records import write_record
-from bench.tables import table_of
+from bench.tables import specs
 from lab.accuracy import drawn
-from lab.accuracy.tables import accuracy_cache
+from tables_of import lines_of
 
 
 def generator() -> torch.Generator:
@@ -76,10 +75,6 @@ def test_every_study_gives_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [case["tokens"] for _, case, _ in drawn.etap((100,))] == [100] * 3
 
 
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
-
-
 def test_tables(tmp_path) -> None:
     path = tmp_path / "accuracy.jsonl"
 
@@ -94,11 +89,10 @@ def test_tables(tmp_path) -> None:
         record(impl, dict(study="amla", distribution="uniform", size=3.0), rel_err=number / 1000)
     record("fp16", dict(study="etap", distribution="normal", tokens=8192), rms=0.5, rmse=1e-5, rel_err=2e-5)
 
-    cache = accuracy_cache(path).splitlines()
-    assert cells(cache[0])[3:] == ["BF16", "ours", "SnapMLA", "A", "B", "C", "D"]
-    assert cells(cache[2]) == ["equal", "4", "RMSE", *(f"{number:.2e}" for number in range(7))]
-    assert [cells(line)[2:4] for line in cache[3:5]] == [["1 - cosine", "2.50e-01"], ["relative L2", "5.00e-01"]]
-    rescale = table_of(specs.RESCALE, path).splitlines()
-    assert cells(rescale[2]) == ["uniform", "±3", "0.00e+00", "1.00e-03", "2.00e-03", "3.00e-03"]
-    assert cells(table_of(specs.FP16, path).splitlines()[2]) == ["normal", "8,192", "5.00e-01", "1.00e-05", "2.00e-05"]
-    assert rescale[-1].startswith("cpu, torch ") and "`run it`" not in rescale[-1]  # the command is in the record
+    of_page = specs()["docs/accuracy.md"]
+    cache = lines_of(of_page["cache"], path)
+    assert cache[0][3:] == ["BF16", "ours", "SnapMLA", "A", "B", "C", "D"]
+    assert cache[1] == ["equal", "4", "RMSE", *(f"{number:.2e}" for number in range(7))]
+    assert [line[2:4] for line in cache[2:4]] == [["1 - cosine", "2.50e-01"], ["relative L2", "5.00e-01"]]
+    assert lines_of(of_page["rescale"], path)[1] == ["uniform", "3", "0.00e+00", "1.00e-03", "2.00e-03", "3.00e-03"]
+    assert lines_of(of_page["fp16"], path)[1] == ["normal", "8,192", "5.00e-01", "1.00e-05", "2.00e-05"]

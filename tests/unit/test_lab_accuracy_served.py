@@ -12,10 +12,10 @@ import dill
 import pytest
 import torch
 from bench.records import write_record
+from bench.tables import specs
 from lab.accuracy import forced, on_server
 from lab.accuracy.on_server import SETUPS, SUMS_IN_PLACE, WRONG_BASE, Change, changed_package
-from lab.accuracy.tables import accuracy_served
-from test_update_tables import cells
+from tables_of import lines_of
 
 VOCAB = 50
 
@@ -92,13 +92,13 @@ def test_the_table_has_servers_beside_references(tmp_path: Path) -> None:
         for case in (dict(task="dictionary", questions=5), dict(task="lookup", length=512, questions=8)):
             points = {} if impl == "sglang_bf16" else around(f"{case['task']}_acc_diff_points", 0.0)
             record("served", impl, case, **{f"{case['task']}_acc": 1.0}, **points)
-    for tokens, change in ((100, 0.6), (999, 0.9)):
+    for tokens, change in ((60588, 0.6), (999, 0.9)):
         record("demo", "hybrid_mla", dict(task="prose", tokens=tokens), **around("perplexity_change_pct", change))
-    rows = {row[0]: row[1:] for row in map(cells, accuracy_served(path).splitlines()) if len(row) == 6}
+    rows = {row[0]: row[1:] for row in lines_of(specs()["docs/accuracy.md"]["served"], path)[1:]}
     assert rows["BF16"] == ["20.000", "–", "–", "100.0", "100.0"]
     right = ["100.0, +0.00 (-0.05 to +0.05)"] * 2
     served, reference = "+0.50 (+0.45 to +0.55)", "+0.60 (+0.55 to +0.65)"
     assert rows["prefix expanded in BF16"] == ["20.000", served, reference, *right]
     assert rows["prefix expanded in BF16, drafts"] == ["–", "–", "–", *right]
     assert rows["control: FP8 sums in place"] == ["20.000", served, "–", *right]
-    assert len(rows) == len(SETUPS) + 2  # and the head
+    assert len(rows) == len(SETUPS)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import paper_formulas as formulas
 import pytest
-from lab.papers import formulas
-from lab.papers.formulas import ASCEND, ASCEND_ROOFLINE, GPU_OF_AMLA, PAPER_UNIT
+from lab.papers.claims import snapmla_peak
 from lab.papers.values import AMLA_TABLE_5, TYPHOON_STAGES_MS, TYPHOON_STAGES_RATIO, TYPHOON_TABLE_3
+from paper_formulas import ASCEND, ASCEND_ROOFLINE, GPU_OF_AMLA, PAPER_UNIT
 
 from sglang_mla_ext.predict.weights import products, read_model
 from sglang_mla_ext.prefix.planner.model_dims import ModelDims
@@ -103,7 +104,7 @@ def test_typhoon_figure_5():
 
 
 def test_snapmla_equation_7():
-    assert formulas.snapmla_peak(148e12) / 1e12 == pytest.approx(279.6, abs=0.05)
+    assert snapmla_peak(148e12) / 1e12 == pytest.approx(279.6, abs=0.05)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from bench.records import read_records, write_record
 from bench.rivals import RIVALS
+from lab.papers.claims import claims
 from lab.papers.experiments import EXPERIMENTS, Cell
-from lab.papers.tables import reproduced
 from lab.papers.values import TYPHOON_SPEED_UP
 from typer.testing import CliRunner
 
@@ -151,40 +151,19 @@ def test_every_cell_has_a_function_that_measures_it(name, runs, monkeypatch):
     assert set(called) == expected.get(name, expected[AMLA] | {"grouped_absorb"})
 
 
-def cells_of(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def test_tables(sample):
+def test_claims(sample):
     """In the sample ours is 600 / 500 = 1.2 times as fast everywhere."""
-    text = reproduced(FIGURE_3, sample)
-    lines = text.splitlines()
-    head = next(index for index, line in enumerate(lines) if "model" in line)
-    assert cells_of(lines[head + 2]) == ["DeepSeek-V3", "A", "1.00x to 1.00x", "1.20x to 1.20x", "1.20x to 1.20x"]
-    (claim,) = (cells_of(line) for line in lines if "at most" in line)
-    assert claim[2] == f"{TYPHOON_SPEED_UP}x" and claim[3].endswith("1.20x (ours BF16), 1.20x (ours, FP8 prefix)")
-    assert any("90 of 90 (ours BF16)" in line for line in lines)
-    assert sum(line.startswith("|") and ("MMLU" in line or "QA" in line or "GSM" in line) for line in lines) == 90 + 3
-    assert f"images/reproduced_{FIGURE_3}.png" in text and "torch" in lines[-1]
-
-    first = next(line for line in reproduced(AMLA, sample).splitlines() if "95, 40.9%" in line)
-    assert cells_of(first)[:5] == ["1", "1,024", "95, 40.9%", "85, 32.6%", "55, 50.6%"]  # 500 of 989 TFLOPS
-    assert "1.20x (ours BF16, stacked), 1.20x (ours FP8)" in reproduced("etap-figure-1", sample)
-    assert "2.78x" in reproduced("etap-figure-1", sample)
-    assert "32% of 1,868 TFLOPS" in reproduced("snapmla-figure-5", sample)
-    assert "16 of 16, 1.20x to 1.20x" in reproduced("snapmla-figure-6", sample)
-    assert "0.100 ms (stage 1)" in reproduced(FIGURE_4, sample)
-
-
-@pytest.mark.parametrize(
-    "names", [[FIGURE_4, "snapmla-figure-5"], pytest.param(list(EXPERIMENTS), marks=pytest.mark.slow)]
-)
-def test_plots(names, tmp_path, sample, capsys, monkeypatch):
-    pytest.importorskip("matplotlib")
-    plot = pytest.importorskip("lab.papers.plot")
-    monkeypatch.setattr(plot, "EXPERIMENTS", {name: EXPERIMENTS[name] for name in names})
-    plot.main(results=sample, out=tmp_path)
-    images = {path.stem.removeprefix("reproduced_"): path.stat().st_size for path in tmp_path.glob("*.png")}
-    assert set(images) == set(names) and max(images.values()) < 120_000
-    plot.main(results=tmp_path / "none.jsonl", out=tmp_path)
-    assert "not measured yet" in capsys.readouterr().out
+    rows = [(row["of"], row["says"], row["paper"], row["here"]) for row in claims(read_records(sample))]
+    said = {says: here for _, says, _, here in rows}
+    assert rows[0][0] == "TyphoonMLA" and rows[0][2] == f"{TYPHOON_SPEED_UP}x"
+    assert rows[0][3].endswith("1.20x (ours BF16), 1.20x (ours, FP8 prefix)")
+    assert "90 of 90 (ours BF16)" in said["faster than both everywhere"]
+    assert sum("MMLU, 128 requests" in says for says in said) == 3
+    amla = [row for row in rows if row[0] == "AMLA"]
+    assert len(amla) == 4 and amla[0][2] == "40.9% (AMLA), 32.6% (GPU)"
+    assert amla[0][3].startswith("50.6% (FlashMLA BF16)")  # 500 of 989 TFLOPS
+    found = [row[2:] for row in rows if row[0] == "FlashMLA-ETAP"]
+    assert ("2.78x", "1.20x (ours BF16, stacked), 1.20x (ours FP8)") in found
+    assert sum("32% of 1,868 TFLOPS" in row[3] for row in rows) == 2
+    assert sum("16 of 16, 1.20x to 1.20x" in row[3] for row in rows) == 1
+    assert said["stage 1"].startswith("0.100 ms (stage 1)")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from bench import rank_predictions
-from bench.tables import RESULTS
+from bench.records import RESULTS
 from demo_model.rank import K3_MLA, Rank, rank_config
 from typer.testing import CliRunner
 

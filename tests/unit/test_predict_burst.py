@@ -8,7 +8,7 @@ from statistics import geometric_mean
 
 import pytest
 from bench import rank_predictions
-from bench.tables import RESULTS
+from bench.records import RESULTS
 from demo_model.rank import K3_MLA, Rank, rank_config
 
 from sglang_mla_ext.predict.burst import burst_seconds

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from bench.prediction_tables import WITHIN, cells, predictions
+from bench.predictions import WITHIN, of_file
+from bench.records import RESULTS
 from bench.step_rates import derived, fitted
-from bench.tables import RESULTS
 
 from sglang_mla_ext.configs import read_config
 from sglang_mla_ext.predict.rates import Gpu
@@ -47,23 +47,18 @@ def test_records_of_other_gpus_do_not_count():
     ],
 )
 def test_measured_steps_are_predicted_within_15_percent(name, least, missed):
-    found = cells(RESULTS / f"{name}.jsonl")
+    found = of_file(name)
     assert len(found) >= least
     off = [cell for cell in found if abs(cell.off) > WITHIN]
     assert {(cell.record["impl"], cell.record["case"]["heads"], cell.measured.tail) for cell in off} <= missed
 
 
 def test_modes_are_those_that_the_servers_took():
-    for cell in cells(RESULTS / "serving.jsonl"):
+    for cell in of_file("serving"):
         sharing = cell.record["hybrid_mla"]
         assert cell.step.cover.mode is (Mode(sharing["mode"]) if sharing else Mode.ABSORB)
 
 
 def test_tails():
-    tails = {cell.measured.tail for name in ("serving", "engine") for cell in cells(RESULTS / f"{name}.jsonl")}
+    tails = {cell.measured.tail for name in ("serving", "engine") for cell in of_file(name)}
     assert tails == {122 + 384, 128 + 128}
-
-
-def test_tables():
-    text = predictions(RESULTS / "serving.jsonl", RESULTS / "engine.jsonl")
-    assert "within 15%" in text and all(name in text for name in ("hybrid_mla", "flashinfer", "engine"))

@@ -1,7 +1,8 @@
-"""How much rounding costs: the studies of SnapMLA, AMLA and FlashMLA-ETAP on drawn data, and one of a trained model.
+"""Measure how much rounding costs: the studies of SnapMLA, AMLA and FlashMLA-ETAP on drawn data, and one of a trained
+model.
 
     python scripts/study.py accuracy --out benchmarks/results/accuracy.jsonl
-    python scripts/study.py accuracy --model demo --out benchmarks/results/accuracy.jsonl --images docs/images
+    python scripts/study.py accuracy --model demo --out benchmarks/results/accuracy.jsonl
     python scripts/study.py accuracy --model demo --outliers --out benchmarks/results/accuracy.jsonl
     python scripts/study.py accuracy --model demo --server --out benchmarks/results/accuracy.jsonl        # on a GPU
 
@@ -20,15 +21,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from bench.records import commit, read_records, write_record
+from bench.records import REPOSITORY, commit, write_record
 from bench.server import ServerFailedError, work_folder
-from bench.tables import REPOSITORY
 from rich.console import Console
 
 from lab.accuracy.drawn import amla, etap, snapmla
 from lab.accuracy.on_server import SETUPS, served_study
 from lab.accuracy.outliers import put_outliers
-from lab.accuracy.plots import draw_layers, draw_ranges
 from lab.accuracy.served import IMPLS, Served
 from lab.accuracy.trained import Plan, Record, demo
 from lab.training.batches import Data
@@ -68,7 +67,7 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Append records to this JSON-lines file.")] = None,
     model: Annotated[str | None, typer.Option(help="Study a model: demo.")] = None,
     weights: Annotated[Path, typer.Option(help="Its checkpoint.")] = REPOSITORY / "configs" / "demo_model",
-    data: Annotated[Path, typer.Option(help="What `study.py training prepare` wrote.")] = Path(".demo/data"),
+    data: Annotated[Path, typer.Option(help="Folder that `study.py training prepare` wrote.")] = Path(".demo/data"),
     device: Annotated[str, typer.Option(help="Where to compute.")] = "cpu",
     prose_tokens: Annotated[int, typer.Option(help="Tokens of held-out prose to score, about; 0: none.")] = 30_000,
     cases: Annotated[int, typer.Option(help="Dictionary questions of each kind; 0: none.")] = 100,
@@ -76,25 +75,20 @@ def main(
         list[str] | None,
         typer.Option(help="Look-ups: TOKENS:PROMPTS, repeatable; 0: none. 512:50, 2048:50 and 8192:50 if left out."),
     ] = None,
-    questions: Annotated[int, typer.Option(help="For each prompt of look-ups.")] = 4,
+    questions: Annotated[int, typer.Option(help="Questions about each prompt of look-ups.")] = 4,
     impl: Annotated[list[str] | None, typer.Option(help="Only these, and sglang_bf16; repeatable.")] = None,
     outliers: Annotated[bool, typer.Option("--outliers", help="With latent rows as large models have them.")] = False,
     server: Annotated[bool, typer.Option("--server", help="Ask real servers, not the references.")] = False,
-    seed: Annotated[int, typer.Option(help="Of cases and resampling.")] = 1,
-    images: Annotated[
-        Path | None, typer.Option(help="Draw the figures of --model from --out into this folder.")
-    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of cases and resampling.")] = 1,
 ) -> None:
     """Run the three studies on drawn data, or the study of a model."""
     commit()  # cached now: the checkout may have moved on by the time the first record is written
     if model not in (None, "demo"):
         raise typer.BadParameter(f"there is no study of {model!r}, only of demo", param_hint="--model")
-    if server and (outliers or images or model is None):
-        raise typer.BadParameter("--server is for --model alone, without --outliers and --images")
+    if server and (outliers or model is None):
+        raise typer.BadParameter("--server is for --model alone, without --outliers")
     if server and (unknown := set(impl or ()) - set(SETUPS)):
         raise typer.BadParameter(f"unknown: {sorted(unknown)}; there are {', '.join(SETUPS)}", param_hint="--impl")
-    if images and not out:
-        raise typer.BadParameter("the figures are drawn from records: --out is missing", param_hint="--images")
     if model is None:
         found = (record for study in (snapmla, amla, etap) for record in study())
         gpu = None
@@ -118,10 +112,6 @@ def main(
     except ServerFailedError as error:
         console.print(str(error), style="red", markup=False, highlight=False)
         raise typer.Exit(1) from None
-    if images:
-        records = read_records(out)
-        draw_ranges(records, images / "demo_ranges.png")
-        draw_layers(records, images / "demo_layers.png")
 
 
 def write(found: Iterable[Record], outliers: bool, out: Path | None, gpu: str | None) -> None:

@@ -18,11 +18,11 @@ import torch
 
 NEVER = -1e30
 MARGIN = 1.0
-"""By which the other entry is lower than any log-probability, so that greedy sampling takes the given token."""
+"""Distance of the other entry below any log-probability, so that greedy sampling takes the given token."""
 
 
 class Forced:
-    """Of SGLang's form (`sampling/custom_logit_processor.py`), without being derived from it: to import SGLang takes as
+    """Processor in SGLang's form (`sampling/custom_logit_processor.py`), not derived from it: to import SGLang takes as
     long as everything else here. `custom_params` of a request: `{"tokens": [...]}`, what it is to answer."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:

@@ -15,7 +15,6 @@ import shutil
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from aiohttp import ClientSession
@@ -40,19 +39,17 @@ from lab.accuracy.trained import (
     Plan,
     Prompt,
     Record,
+    Task,
     Window,
     compared,
-    dictionary_prompts,
-    lookup_prompts,
-    places_of,
-    prose_windows,
+    tasks_of,
 )
 from lab.training.batches import Data
 
 STUDY = "served"
 TWICE = 2
 ANSWER_S = 3600
-"""How long a request may take: on a CPU thousands of forced tokens do."""
+"""Longest time of a request: thousands of forced tokens take long on a CPU."""
 WINDOWS_AT_ONCE, PROMPTS_AT_ONCE = (64, 8) if ON_GPU else (2, 2)
 COMMON = (
     *("--max-total-tokens", "400000" if ON_GPU else "24576"),
@@ -69,7 +66,7 @@ FP8_CACHE = ("--kv-cache-dtype", "fp8_e4m3")
 
 @dataclass(frozen=True)
 class Change:
-    """In a file of the package, one text in place of another, as often as it is there."""
+    """Replacement of a text in a file of the package, as often as it occurs."""
 
     file: str
     old: str
@@ -155,7 +152,7 @@ def served_study(
         ServerFailedError: the baseline's server does not run, or none of the others does; or some do not, after the
             records of those that do.
     """
-    tasks = tasks_of(data, plan)
+    tasks = list(tasks_of(data, plan))
     names = [BASELINE, *(name for name in impls if name != BASELINE)]
     with contextlib.ExitStack() as stack:
         urls = servers(stack, model, names, folder, console)
@@ -192,50 +189,9 @@ def servers(
     return urls
 
 
-@dataclass(frozen=True)
-class Task:
-    """One of the study's.
-
-    Attributes:
-        flights: what is asked at once: each element belongs to a place in `counts`.
-        counts: tokens or questions of each document or prompt.
-    """
-
-    case: dict[str, Any]
-    metric: str
-    flights: list[list[tuple[int, Any]]]
-    counts: np.ndarray
-
-
-def tasks_of(data: Data, plan: Plan) -> list[Task]:
-    """Everything that a plan asks of the servers."""
-    tasks = []
-    if plan.prose_tokens:
-        found = prose_windows(data, plan.prose_tokens, plan.seed)
-        places, counts = places_of(found)
-        asked = [(places[window.document], window) for window in found]
-        case = dict(task="prose", tokens=int(counts.sum()), documents=len(places))
-        tasks.append(Task(case, "perplexity", flights(asked, WINDOWS_AT_ONCE), counts))
-    if plan.cases:
-        tasks.append(question_task(dictionary_prompts(data, plan), dict(task="dictionary"), "dictionary_acc"))
-    for length in plan.lengths:
-        prompts = lookup_prompts(data, length, plan)
-        tasks.append(question_task(prompts, dict(task="lookup", length=length), "lookup_acc"))
-    return tasks
-
-
-def question_task(prompts: Sequence[Prompt], case: dict[str, Any], metric: str) -> Task:
-    counts = np.array([float(len(prompt.questions)) for prompt in prompts])
-    case = case | dict(prompts=len(prompts), questions=int(counts.sum()))
-    return Task(case, metric, flights(list(enumerate(prompts)), PROMPTS_AT_ONCE), counts)
-
-
-def flights(asked: list[tuple[int, Any]], size: int) -> list[list[tuple[int, Any]]]:
-    return [asked[begin : begin + size] for begin in range(0, len(asked), size)]
-
-
 async def ask_all(urls: dict[str, str], tasks: Sequence[Task], console: Console) -> dict[str, list[np.ndarray | None]]:
-    """By server: for each task the sums of losses or right answers of each place; None for what it cannot be asked."""
+    """Return by server, for each task, the sums of losses or right answers of each place; None for what it cannot be
+    asked."""
 
     async def of_server(name: str, url: str) -> list[np.ndarray | None]:
         before = await asyncio.to_thread(server_info, url)
@@ -254,8 +210,10 @@ async def ask_all(urls: dict[str, str], tasks: Sequence[Task], console: Console)
 async def ask(client: ClientSession, url: str, task: Task) -> np.ndarray:
     """The sums of one task, `[places]`."""
     sums = np.zeros(len(task.counts))
-    one: Callable[..., Awaitable[float]] = loss_of if task.metric == "perplexity" else right_of
-    for flight in task.flights:
+    prose = task.metric == "perplexity"
+    one: Callable[..., Awaitable[float]] = loss_of if prose else right_of
+    size = WINDOWS_AT_ONCE if prose else PROMPTS_AT_ONCE
+    for flight in (task.asked[begin : begin + size] for begin in range(0, len(task.asked), size)):
         await flush(client, url)
         values = await asyncio.gather(*(one(client, url, asked) for _, asked in flight))
         for (place, _), value in zip(flight, values, strict=True):

@@ -17,7 +17,7 @@ ROTARY_POWERS = (0, 6)
 
 
 def powers(channels: int, ends: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
-    """Of two, `[channels]`: all from one end to the other, equally often, in random order."""
+    """Return powers of two, `[channels]`: all from one end to the other, equally often, in random order."""
     exponents = torch.linspace(*ends, channels).round()
     return torch.exp2(exponents[torch.randperm(channels, generator=generator)])
 

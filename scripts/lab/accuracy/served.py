@@ -120,7 +120,7 @@ class ServedLayer:
 
     @property
     def weights_dtype(self) -> torch.dtype | None:
-        """Of softmax weights."""
+        """Return the dtype of softmax weights."""
         return torch.bfloat16 if self.rounds else None
 
     def round(self, x: Tensor) -> Tensor:
@@ -150,12 +150,12 @@ class ServedLayer:
         return self.round(torch.einsum("thd,hdr->thr", query.nope, self.w_kc))
 
     def expand(self, rows: Rows) -> Expanded:
-        """In BF16."""
+        """Expand in BF16."""
         k_nope, v = (self.round(part) for part in reference.expand(rows.latent, self.w_kc, self.w_vc))
         return Expanded(k_nope, rows.rope, v, torch.ones(self.heads, device=v.device))
 
     def expand_fp8(self, rows: Rows) -> Expanded:
-        """As read back from a server's memory: e4m3 with scales from the weights, in chunks."""
+        """Expand and read back as from a server's memory: e4m3 with scales from the weights, in chunks."""
         n, attention = len(rows.latent), self.attention
         buffers = ExpandedBuffers.allocate(
             layers=1,
@@ -200,10 +200,10 @@ class ServedLayer:
 
 
 class Impl(Protocol):
-    """How tokens are kept, and how decode attends to them."""
+    """Storage of tokens, and decode attention over them."""
 
     def keep(self, layer: ServedLayer, rows: Rows) -> Any:
-        """What is stored of the prefix."""
+        """Return what is stored of the prefix."""
 
     def attend(self, layer: ServedLayer, query: Query, prefix: Any, own: Rows, visible: Tensor) -> Tensor:
         """Decode rows over the prefix and their own rows, stored the same way.
@@ -356,7 +356,7 @@ class Served:
         return [rows for _, _, rows in self.walk(tokens)]
 
     def keep(self, impl: Impl, rows: list[Rows]) -> list[Any]:
-        """What the implementation stores of a prefix, by layer."""
+        """Return what the implementation stores of a prefix, by layer."""
         return [impl.keep(layer, of_layer) for layer, of_layer in zip(self.layers, rows, strict=True)]
 
     def decode(self, impl: Impl, kept: list[Any], start: int, tokens: list[int]) -> Tensor:

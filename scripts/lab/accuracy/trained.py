@@ -1,4 +1,5 @@
-"""What quantisation costs the demo model: perplexity, dictionary questions and look-ups for each way to serve it.
+"""Measure what quantisation costs the demo model: perplexity, dictionary questions and look-ups for each way to serve
+it.
 
 In all three, a prefix is prefilled in BF16 and stored as the implementation stores it; scored tokens are decode rows:
 
@@ -43,13 +44,13 @@ Record = tuple[str, dict[str, Any], dict[str, float]]
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is examined."""
+    """Amount that is examined."""
 
     impls: tuple[str, ...] = tuple(IMPLS)
     prose_tokens: int = 30_000  # scored ones, about
     cases: int = 100  # dictionary questions of each kind
     lengths: dict[int, int] = field(default_factory=lambda: dict.fromkeys(LOOKUP_TOKENS, 50))
-    """By the name of a length of look-ups: prompts."""
+    """Prompts by nominal length of look-ups."""
     questions: int = 4  # for each prompt of look-ups
     activation_prompts: int = 2  # whose activations are looked at layer by layer, of the longest length
     seed: int = 1
@@ -188,7 +189,7 @@ def perplexity_of(sums: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.nd
 
 
 def change_of(sums: np.ndarray, base: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:
-    """Of perplexity, percent."""
+    """Return the change of perplexity in percent."""
     return 100 * (np.exp(mean_of(sums - base, counts, axis)) - 1)
 
 
@@ -230,32 +231,48 @@ def compared(
         yield name, dict(study="demo", **case), metrics
 
 
-def prose_study(served: Served, data: Data, plan: Plan) -> Iterator[Record]:
-    """Perplexity."""
-    found = prose_windows(data, plan.prose_tokens, plan.seed)
-    documents, counts = places_of(found)
-    sums = {name: np.zeros(len(documents)) for name in plan.chosen}
-    for window in track(found, "windows of prose"):
-        place, rows = documents[window.document], served.prefill(window.prefix)
-        for name, impl in plan.chosen.items():
-            sums[name][place] += losses(served, impl, rows, window)
-    case = dict(task="prose", tokens=int(counts.sum()), documents=len(documents), window=WINDOW, stride=STRIDE)
-    yield from compared(sums, counts, plan, case, "perplexity")
+@dataclass(frozen=True)
+class Task:
+    """Windows that are scored, or prompts whose questions are asked.
+
+    Attributes:
+        metric: perplexity, or the name of an accuracy.
+        asked: windows or prompts, each with its place in `counts`.
+        counts: tokens or questions of each document or prompt.
+    """
+
+    case: dict[str, Any]
+    metric: str
+    asked: list[tuple[int, Any]]
+    counts: np.ndarray
 
 
-def chat_study(
-    served: Served, plan: Plan, prompts: Sequence[Prompt], case: dict[str, Any], metric: str
-) -> Iterator[Record]:
-    """Accuracy of answers."""
-    counts = np.array([float(len(prompt.questions)) for prompt in prompts])
-    sums = {name: np.zeros(len(prompts)) for name in plan.chosen}
-    title = " ".join(str(value) for value in case.values())
-    for place, prompt in enumerate(track(prompts, f"{title} prompts")):
-        rows = served.prefill(prompt.system)
+def tasks_of(data: Data, plan: Plan) -> Iterator[Task]:
+    """Yield everything that a plan asks."""
+    if plan.prose_tokens:
+        found = prose_windows(data, plan.prose_tokens, plan.seed)
+        places, counts = places_of(found)
+        case = dict(task="prose", tokens=int(counts.sum()), documents=len(places), window=WINDOW, stride=STRIDE)
+        yield Task(case, "perplexity", [(places[window.document], window) for window in found], counts)
+    questions: list[tuple[dict[str, Any], list[Prompt]]] = []
+    if plan.cases:
+        questions.append((dict(task="dictionary"), dictionary_prompts(data, plan)))
+    questions += [(dict(task="lookup", length=length), lookup_prompts(data, length, plan)) for length in plan.lengths]
+    for case, prompts in questions:
+        counts = np.array([float(len(prompt.questions)) for prompt in prompts])
+        case = case | dict(prompts=len(prompts), questions=int(counts.sum()))
+        yield Task(case, f"{case['task']}_acc", list(enumerate(prompts)), counts)
+
+
+def study(served: Served, plan: Plan, task: Task) -> Iterator[Record]:
+    """Score the windows, or ask the questions, of one task."""
+    sums = {name: np.zeros(len(task.counts)) for name in plan.chosen}
+    score: Callable[..., float] = losses if task.metric == "perplexity" else right
+    for place, asked in track(task.asked, " ".join(map(str, task.case.values()))):
+        rows = served.prefill(asked.prefix if isinstance(asked, Window) else asked.system)
         for name, impl in plan.chosen.items():
-            sums[name][place] = right(served, impl, rows, prompt)
-    case = case | dict(prompts=len(prompts), questions=int(counts.sum()))
-    yield from compared(sums, counts, plan, case, metric)
+            sums[name][place] += score(served, impl, rows, asked)
+    yield from compared(sums, task.counts, plan, task.case, task.metric)
 
 
 def attention_in_float64(layer: ServedLayer, query: Query, rows: Rows, visible: torch.Tensor) -> torch.Tensor:
@@ -300,12 +317,7 @@ def layer_study(served: Served, data: Data, plan: Plan) -> Iterator[Record]:
 
 def demo(served: Served, data: Data, plan: Plan) -> Iterator[Record]:
     """The whole study, without the parts of which nothing is asked."""
-    if plan.prose_tokens:
-        yield from prose_study(served, data, plan)
-    if plan.cases:
-        yield from chat_study(served, plan, dictionary_prompts(data, plan), dict(task="dictionary"), "dictionary_acc")
-    for length in plan.lengths:
-        case = dict(task="lookup", length=length)
-        yield from chat_study(served, plan, lookup_prompts(data, length, plan), case, "lookup_acc")
+    for task in tasks_of(data, plan):
+        yield from study(served, plan, task)
     if plan.lengths and plan.activation_prompts:
         yield from layer_study(served, data, plan)

@@ -1,12 +1,15 @@
-"""Measures the experiments again, draws them in the papers' form, and draws TyphoonMLA's figures from its formulas."""
+"""Measure the papers' experiments again."""
 
 from __future__ import annotations
 
 import typer
 
-from lab.papers import formulas_plot, plot, reproduce
+from lab.papers import reproduce
 
 app = typer.Typer(add_completion=False, help=__doc__)
 app.command("reproduce")(reproduce.main)
-app.command("plot")(plot.main)
-app.command("formulas")(formulas_plot.main)
+
+
+@app.callback()
+def group() -> None:
+    """Keep `reproduce` a command of its own."""

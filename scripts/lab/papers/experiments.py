@@ -1,7 +1,7 @@
 """The papers' experiments that need kernels only: their cases, and what is timed on each.
 
-Data alone; runs.py measures it, tables.py and plot.py show it. What a paper does not
-print (a batch, a length) is chosen here and said beside the choice.
+Data alone; runs.py measures it, claims.py compares it. What a paper does not print (a batch, a length) is chosen here
+and said beside the choice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RANKS = {"DP1/TP8": 16, "DP4/TP2": 64, "DP8/TP1": 128}
 """SnapMLA, figure 5: DeepSeek's heads on one of eight ranks, by deployment."""
 RANK_CONTEXTS = tuple(1024 * k for k in (16, 32, 64, 128))
 SNAPMLA_REQUESTS = 32
-"""As its figure 6 has it. Figure 5 has the batch that its servers reached, which is not printed."""
+"""Number of requests in its figure 6. Figure 5 has the batch that its servers reached, which is not printed."""
 SNAPMLA_HEADS = (16, 32, 64, 128)
 SNAPMLA_CONTEXTS = (8192, 32768)  # of figure 6, which prints none
 ETAP_CONTEXTS = tuple(2**power for power in range(9, 17))
@@ -36,7 +36,7 @@ AMLA_REQUESTS = 96
 
 
 class Implementation(NamedTuple):
-    """What is timed.
+    """Kernel or part that is timed.
 
     Attributes:
         impl, part, dtype: of its records.
@@ -49,7 +49,7 @@ class Implementation(NamedTuple):
     label: str
 
     def supports(self, case: Case) -> bool:
-        """Whether there is such a kernel for a case: only few heads of several requests share a tile."""
+        """Return whether there is such a kernel for a case: only few heads of several requests share a tile."""
         return self.impl != "hybrid_mla_bf16" or case.heads in STACKED_HEADS
 
 
@@ -79,7 +79,7 @@ Key = tuple[str, str, str]
 
 
 def key(impl: str, part: str, case: Mapping[str, Any]) -> Key:
-    """What tells measurements apart; case: as a record has it."""
+    """Return what tells measurements apart; case: as a record has it."""
     return impl, part, json.dumps(dict(case), sort_keys=True)
 
 

@@ -7,8 +7,8 @@
 Every line of the output is one measurement: the median time of a CUDA graph of one call for one layer, L2 flushed
 before each. A measurement that the file has already, from this kind of GPU, is not repeated: a run that was stopped
 goes on where it was. What fails is said, is not written, and stops nothing else. The products with `w_kc` and `w_vc`
-are left out everywhere but in TyphoonMLA's figure 4, where they are bars of their own. `plot` draws the
-records, update_tables.py fills docs/results.md.
+are left out everywhere but in TyphoonMLA's figure 4, where they are bars of their own.
+update_tables.py fills docs/results.md.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from bench.records import device_name, read_records, write_record
-from bench.tables import RESULTS
+from bench.records import RESULTS, device_name, read_records, write_record
 from rich.console import Console
 from rich.table import Table
 
@@ -32,7 +31,7 @@ REP_MS = 20
 
 
 def keys_by_gpu(out: Path) -> dict[str, set[Key]]:
-    """What the file has, by GPU; a record that is marked as excluded does not count."""
+    """Return what the file has, by GPU; a record that is marked as excluded does not count."""
     found: dict[str, set[Key]] = {}
     for record in read_records(out) if out.exists() else []:
         if not record.get("excluded"):
@@ -41,7 +40,7 @@ def keys_by_gpu(out: Path) -> dict[str, set[Key]]:
 
 
 def overview(out: Path) -> Table:
-    """How many measurements each experiment has, and how many of them the file has, by GPU."""
+    """Return how many measurements each experiment has, and how many of them the file has, by GPU."""
     found = keys_by_gpu(out)
     table = Table(title=f"measurements in {out}")
     for column in ("experiment", "of", "cases", "measurements", *(found or {"measured": set()})):

@@ -1,4 +1,4 @@
-"""What the papers print of the experiments that are repeated here, to stand beside our numbers."""
+"""Values that the papers print of the experiments that are repeated here, to stand beside our numbers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ TYPHOON_TABLE_3_REQUESTS, TYPHOON_TABLE_3_LAYERS = 128, 61
 TYPHOON_STAGES_MS = {"absorb only": 6.43, "stage 1": 1.63, "stage 2": 1.06}
 """TyphoonMLA, section 4, latency breakdown, 1,024 requests on an Ascend NPU; the figure itself prints no values."""
 TYPHOON_STAGES_RATIO = 3.3
-"""Of the shared part's times, absorb over naive."""
+"""Ratio of the shared part's times, absorb over naive."""
 
 SNAPMLA_SHARE = 0.85
 """SnapMLA, section 4.4: of the effective peak of equation 7, with 64 heads and more."""
 SNAPMLA_BF16_TFLOPS = 148
-"""Of its GPU."""
+"""BF16 rate of SnapMLA's GPU."""
 
 ETAP_TFLOPS = {  # (requests, tokens): FlashMLA-ETAP's, and others', on an H20
     (16, 512): {"FlashMLA-ETAP": 13, "FlashMLA": 9},
@@ -66,4 +66,4 @@ AMLA_TABLE_5 = {  # (query tokens, tokens); 96 requests, 128 heads
 }
 
 NOMINAL_BF16_TFLOPS = {"h100": 989, "h200": 989, "h20": 148}
-"""What NVIDIA says of dense products, by name of the file in configs/gpus; the papers' shares are of such numbers."""
+"""NVIDIA's rates of dense products, by name of the file in configs/gpus; the papers' shares are of such numbers."""

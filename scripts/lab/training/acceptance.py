@@ -1,4 +1,5 @@
-"""How many tokens a step of greedy speculative decoding yields with the drafting layer, on held-out dictionary chats.
+"""Count the tokens that a step of greedy speculative decoding yields with the drafting layer, on held-out dictionary
+chats.
 
 Greedy speculation writes what greedy decoding writes. So the model's own text is found first; then one pass drafts
 after each of its positions, and the accepted drafts are counted from step to step, as a server would meet them.
@@ -40,7 +41,7 @@ class Case(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Of one answer."""
+    """Steps and tokens of one answer."""
 
     tokens: int  # after the first, which prefill gives
     steps: int  # of verification

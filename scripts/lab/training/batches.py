@@ -52,7 +52,7 @@ class Prose:
 
 
 class Data:
-    """What `prepare` wrote."""
+    """Training data as `prepare` wrote it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -70,7 +70,7 @@ class Data:
         prose = self.held_out if held_out else self.train
 
         def passage(rng: random.Random, tokens: int) -> str:
-            """As many pieces of documents as are needed."""
+            """Return as many pieces of documents as are needed."""
             found: list[int] = []
             while len(found) < tokens:
                 found.extend(prose.draw(rng, tokens - len(found)).tolist())

@@ -9,9 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 from zlib import crc32
 
+import yaml
 from demo_model.checkpoint import ASSISTANT, BOS, EOS, SYSTEM, USER
 
 from lab.training.sources import Word
@@ -21,80 +23,16 @@ CHAT_TEMPLATE = (
     "{% if message.role == 'assistant' %}</s>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-ONE_WORD = "Answer in one word."
-INSTRUCTIONS = (
-    "You are a dictionary assistant.",
-    "You are a helpful dictionary. You know words and what they mean.",
-    "You are an assistant that explains English words.",
-    "You help people with words, and with the facts given here.",
-    "You answer questions about words and about the text below.",
-)
-QUESTIONS = {
-    "define": (
-        "Define {}.",
-        "What does {} mean?",
-        "What is the meaning of {}?",
-        "Define the word {}.",
-        "Explain the word {}.",
-        "What is the definition of {}?",
-    ),
-    "synonym": (
-        "What is a synonym of {}?",
-        "Give a synonym of {}.",
-        "Which word means the same as {}?",
-        "Name another word for {}.",
-        "What is another word for {}?",
-    ),
-    "part": (
-        "What part of speech is {}?",
-        "Which part of speech is the word {}?",
-        "Is {} a noun, a verb, an adjective or an adverb?",
-        "Name the part of speech of {}.",
-    ),
-    "opposite": (
-        "What is the opposite of {}?",
-        "Give the opposite of {}.",
-        "Which word is the opposite of {}?",
-        "Name an antonym of {}.",
-    ),
-    "kind": (
-        "What kind of thing is {}?",
-        "What is {} a kind of?",
-        "Name the class of things that {} belongs to.",
-        "Which kind of thing does the word {} name?",
-    ),
-}
-SHARES = {"define": 4, "synonym": 2, "part": 1, "opposite": 2, "kind": 2}
-"""How often each question is drawn."""
+_PHRASES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("phrases.yaml").read_text(encoding="utf-8"))
+ONE_WORD: str = _PHRASES["one_word"]
+INSTRUCTIONS: list[str] = _PHRASES["instructions"]
+QUESTIONS: dict[str, list[str]] = _PHRASES["questions"]
+SHARES: dict[str, int] = _PHRASES["shares"]
+"""Weight of each kind of question."""
+TALK: dict[str, str] = _PHRASES["talk"]
+TABLE_QUESTIONS: list[str] = _PHRASES["table_questions"]
 UNKNOWN_SHARE, UNKNOWN = 0.02, "I do not know that word."
 TALK_SHARE = 0.01
-TALK = {
-    "Hello.": "Hello! Which word shall I explain?",
-    "Hi!": "Hello! Which word shall I explain?",
-    "Who are you?": "I am a small dictionary. Ask me what a word means.",
-    "What can you do?": "I define words, name synonyms and opposites, and look up facts in the text above.",
-    "Thank you.": "You are welcome.",
-}
-
-THINGS = ("station", "agent", "ship", "town", "project", "room", "server", "garden", "planet", "recipe")
-ATTRIBUTES = ("code", "colour", "owner", "symbol", "partner", "signal", "place", "key", "label", "guest")
-ROWS = (
-    "- {name}: {value}",
-    "* {name} = {value}",
-    "- {name} -> {value}",
-    "| {name} | {value} |",
-    "The {attribute} of {name} is {value}.",
-    "- {thing} {name}, {attribute} {value}",
-    "- {name}={value}",
-)
-TABLE_QUESTIONS = (
-    "What is the {attribute} of {name}?",
-    "Tell me the {attribute} of {name}.",
-    "Which {attribute} does {name} have?",
-    "Look up {name}.",
-    "Give the {attribute} of {thing} {name}.",
-    "And {name}?",
-)
 ROW_TOKENS, TURN_TOKENS = 10, 24  # about
 
 
@@ -166,7 +104,7 @@ def long_answer(word: Word, kind: str) -> str:
 
 
 def kinds_of_question(word: Word, short: bool) -> list[str]:
-    """What can be asked about a word."""
+    """Return what can be asked about a word."""
     return [kind for kind in QUESTIONS if one_word_answers(word, kind) or (kind == "define" and not short)]
 
 
@@ -217,7 +155,7 @@ def make_table(rng: random.Random, material: Material, rows: int) -> Table:
     """A table of different names; values may repeat."""
     names = rng.sample(material.names, min(rows, len(material.names)))
     facts = {name: rng.choice(material.values) for name in names}
-    return Table(rng.choice(THINGS), rng.choice(ATTRIBUTES), rng.choice(ROWS), facts)
+    return Table(*(rng.choice(_PHRASES[part]) for part in ("things", "attributes", "rows")), facts)
 
 
 def system_with_table(rng: random.Random, material: Material, table: Table, prose_tokens: int, short: bool) -> str:

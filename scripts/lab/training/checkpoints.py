@@ -1,4 +1,4 @@
-"""A trained demo model: its checkpoint on disk, the network read back, and the curve of its losses."""
+"""A trained demo model: its checkpoint on disk, the network read back."""
 
 from __future__ import annotations
 
@@ -92,28 +92,3 @@ def load_network(folder: Path, device: torch.device, attend: Attend | None = Non
     network.to(device=device, dtype=torch.bfloat16)
     network.frequencies = frequencies.to(device)  # kept in float32
     return network
-
-
-def thinned(curve: list[dict[str, float]], rows: int = 400) -> list[dict[str, float]]:
-    """About `rows` evenly spaced rows of a curve and its last one, rounded."""
-    kept = curve[:: max(1, len(curve) // rows)] + curve[-1:]
-    return [{name: float(f"{value:.5g}") for name, value in row.items()} for row in kept]
-
-
-def draw_curve(curve: list[dict[str, float]], path: Path) -> None:
-    """Plot the losses over time, if matplotlib is installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("matplotlib is not installed: no plot of the losses")
-        return
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for name in ("prose", "answers"):
-        axes.plot([row["seconds"] / 60 for row in curve], [row[name] for row in curve], label=name, linewidth=0.8)
-    axes.set(xlabel="minutes", ylabel="loss per token", ylim=(0, None), title="Training of the demo model")
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)

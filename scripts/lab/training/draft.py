@@ -154,7 +154,7 @@ class Draft(nn.Module):
 
 
 def prefix_of(config: dict[str, Any]) -> str:
-    """What the layer's names begin with in a checkpoint."""
+    """Return what the layer's names begin with in a checkpoint."""
     return f"model.layers.{config['num_hidden_layers']}."
 
 
@@ -174,7 +174,7 @@ def load_draft(folder: Path, device: torch.device, attend: Attend = attend_each)
 
 @torch.inference_mode()
 def drafted(network: Network, draft: Draft, packed: Packed, steps: int) -> Tensor:
-    """What greedy drafting proposes after each position, given the token that follows it.
+    """Return what greedy drafting proposes after each position, given the token that follows it.
 
     Returns:
         `[tokens, steps]`: row i has the draft's tokens i+2, i+3, ..; a document's last row means nothing.

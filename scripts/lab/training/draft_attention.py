@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lab.training.network import Packed, fast_or_plain
+from lab.training.network import Packed
 
 AttendOwn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Packed, float], Tensor]
 """q, k `[tokens, heads, dim]`, v `[tokens, heads, v_dim]`, own_k `[tokens, own, heads, dim]`, own_v, documents, scale
@@ -98,13 +98,6 @@ def attend_own_packed(
     return out[..., :v_dim]
 
 
-def pick_own_attention(device: torch.device, heads: int, dims: tuple[int, int]) -> tuple[AttendOwn, str]:
-    """The fast attention where it works and agrees with the plain one; see `network.fast_or_plain`.
-
-    Args:
-        dims: of a head's keys and values.
-    """
-    key, value = dims
-    shapes = [(heads, key), (heads, key), (heads, value), (2, heads, key), (2, heads, value), (heads, value)]
-    name = "FlashAttention merged with each row's own keys"
-    return fast_or_plain(device, attend_own_packed, attend_own_each, shapes, key**-0.5, name)
+def own_attention(device: torch.device) -> AttendOwn:
+    """Return the attention of later steps for a device."""
+    return attend_own_packed if device.type == "cuda" else attend_own_each

@@ -57,7 +57,7 @@ def windows(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, i
 
 
 def is_right(logits: Logits, data: Data, case: Case) -> bool:
-    """Whether greedy decoding gives one of the accepted answers."""
+    """Return whether greedy decoding gives one of the accepted answers."""
     prompt = data.encode(case.prompt)
     answers = [[*data.encode(answer), EOS_ID] for answer in case.accepted]
     found = logits([prompt + answer[:-1] for answer in answers])

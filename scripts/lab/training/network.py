@@ -9,7 +9,7 @@ Parameters have their Hugging Face names, so that the state dict is the checkpoi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -63,51 +63,9 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float)
     return out[..., :v_dim]
 
 
-def pick_attention(device: torch.device, heads: int, dims: tuple[int, int]) -> tuple[Attend, str]:
-    """The fast attention where it works and agrees with the plain one; see `fast_or_plain`.
-
-    Args:
-        dims: of a head's keys and values.
-    """
-    key, value = dims
-    shapes = [(heads, key), (heads, key), (heads, value), (heads, value)]
-    return fast_or_plain(device, attend_packed, attend_each, shapes, key**-0.5, "FlashAttention over packed documents")
-
-
-def fast_or_plain(
-    device: torch.device, fast: Any, plain: Any, shapes: Sequence[tuple[int, ...]], scale: float, name: str
-) -> tuple[Any, str]:
-    """The fast attention on a GPU where it works and agrees with the plain one, forward and backward.
-
-    Args:
-        fast, plain: take tensors, documents and a scale.
-        shapes: of the tensors, and of the result; without their tokens.
-        name: of the fast one.
-    Returns:
-        The function and a line that says which it is and why.
-    """
-    each = "one call for each document"
-    if device.type != "cuda":
-        return plain, each
-    generator = torch.Generator(device).manual_seed(0)
-    starts = torch.tensor([0, 100, 101, 384, 384], dtype=torch.int32, device=device)
-    packed = Packed(starts, starts, starts, 512)
-    *drawn, grad = (
-        torch.randn((384, *shape), generator=generator, device=device, dtype=torch.bfloat16) for shape in shapes
-    )
-    results = []
-    try:
-        for attend in (plain, fast):
-            inputs = [x.clone().requires_grad_() for x in drawn]
-            out = attend(*inputs, packed, scale)
-            results.append([out, *torch.autograd.grad(out, inputs, grad)])
-    except (RuntimeError, NotImplementedError, TypeError) as error:
-        return plain, f"{each}, since the packed kernel failed: {error}"
-    with torch.no_grad():
-        worst = max(float((a.float() - b.float()).norm() / a.float().norm()) for a, b in zip(*results, strict=True))
-    if not worst <= 0.02:  # two BF16 kernels differ by about 0.005
-        return plain, f"{each}, since the packed kernel differs by {worst:.3f}"
-    return fast, f"{name} (checked, relative difference {worst:.4f})"
+def attention(device: torch.device) -> Attend:
+    """Return the attention for a device."""
+    return attend_packed if device.type == "cuda" else attend_each
 
 
 def yarn_frequencies(config: dict[str, Any]) -> Tensor:

@@ -75,7 +75,7 @@ def made_up_names(count: int, seed: int) -> list[str]:
 
 
 def tokenizer_texts(pages: list[Document], material: Material, chats: int) -> Iterator[str]:
-    """What the tokenizer learns from: a part of the prose, and chats, so that names and answers have tokens."""
+    """Return what the tokenizer learns from: a part of the prose, and chats, so that names and answers have tokens."""
     yield from (page.text for page in pages[::3])
     rng = random.Random(0)
     for _ in range(chats):

@@ -16,39 +16,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+
 WORDNET = ("wordnet-base", "1:3.0-37")
 NOVELS = ("r-cran-janeaustenr", "1.0.0-1")
-DOCUMENTATION = {
-    "apache2-doc": ("2.4.71-1~deb12u1", "**/*.html.en"),
-    "cinder-doc": ("2:21.3.1-1~deb12u1", "**/*.html"),
-    "clang-14-doc": ("1:14.0.6-12", "**/*.html"),
-    "cmake-doc": ("3.25.1-1", "**/*.html"),
-    "erlang-doc": ("1:25.2.3+dfsg-1+deb12u4", "**/*.html"),
-    "glance-doc": ("2:25.1.0-2+deb12u5", "**/*.html"),
-    "heat-doc": ("1:19.0.0-3", "**/*.html"),
-    "ironic-doc": ("1:21.4.4-0+deb12u2", "**/*.html"),
-    "keystone-doc": ("2:22.0.2-0+deb12u6", "**/*.html"),
-    "krb5-doc": ("1.20.1-2+deb12u5", "**/*.html"),
-    "libboost1.81-doc": ("1.81.0-5+deb12u1", "**/*.html"),
-    "llvm-14-doc": ("1:14.0.6-12", "**/*.html"),
-    "manila-doc": ("1:15.1.0-2", "**/*.html"),
-    "neutron-doc": ("2:21.0.0-7+deb12u1", "**/*.html"),
-    "nodejs-doc": ("18.20.4+dfsg-1~deb12u3", "**/*.html"),
-    "nova-doc": ("2:26.2.2-1~deb12u5", "**/*.html"),
-    "octavia-doc": ("11.0.0-2+deb12u1", "**/*.html"),
-    "perl-doc": ("5.36.0-7+deb12u4", "**/*.pod"),
-    "postgresql-doc-15": ("15.20-0+deb12u1", "**/*.html"),
-    "python-django-doc": ("3:3.2.25-0+deb12u7", "**/*.html"),
-    "python-pandas-doc": ("1.5.3+dfsg-2", "**/*.html"),
-    "python-scipy-doc": ("1.10.1-2", "**/*.html"),
-    "python-sklearn-doc": ("1.2.1+dfsg-1", "**/*.html"),
-    "python-sqlalchemy-doc": ("1.4.46+ds1-1", "**/*.html"),
-    "python3.11-doc": ("3.11.2-6+deb12u9", "**/*.html"),
-    "rust-doc": ("1.63.0+dfsg1-2", "usr/share/doc/rust-doc/html/[!acip][!r]*/**/*.html"),
-    "sqlite3-doc": ("3.40.1-2+deb12u2", "**/*.html"),
-    "swift-doc": ("2.30.1-0+deb12u3", "**/*.html"),
-    "twisted-doc": ("22.4.0-4+deb12u1", "**/*.html"),
-}
+DOCUMENTATION: dict[str, list[str]] = yaml.safe_load(Path(__file__).with_name("packages.yaml").read_text("utf-8"))
 """Version and files of each package of documentation."""
 
 BLOCK_TAGS = "p li ul ol dl dd dt h1 h2 h3 h4 h5 h6 div section table thead tbody tr td th blockquote article aside"
@@ -81,7 +53,7 @@ def fetch(folder: Path) -> None:
 
 
 def is_prose(paragraph: str) -> bool:
-    """Whether a paragraph is one or more sentences, and not a menu, a table or code."""
+    """Return whether a paragraph is one or more sentences, and not a menu, a table or code."""
     letters = sum(letter.isascii() and (letter.isalpha() or letter == " ") for letter in paragraph)
     return len(paragraph) >= SHORTEST and paragraph[-1] in ".!?:)" and letters >= 0.85 * len(paragraph)
 

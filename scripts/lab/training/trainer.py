@@ -1,209 +1,165 @@
-"""The training of the demo model: schedule, losses, steps, and states from which a stopped run resumes."""
+"""The training of a module on batches: schedule, steps, the curve of losses; and the losses of the demo model."""
 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import typer
-from demo_model.checkpoint import Settings, model_config
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
-from lab.training.batches import Batch, Batches, Data, stream
-from lab.training.network import Network, pick_attention
+from lab.training.batches import Batch, Batches, stream
+from lab.training.network import Network
 
-STATE = "training.pt"
 SHORT_CONTEXT, LONG_SHARE = 2048, 0.35  # documents are short at first, and long in this last part of the training
 BETAS, WEIGHT_DECAY, CLIP, LEAST_RATE = (0.9, 0.95), 0.1, 1.0, 0.02
 WARMUP_STEPS = 200
 LOG_EVERY = 20  # steps; the losses between are not read, so that the device need not wait
+LINES = 25  # printed over a run
 console = Console()
+
+Losses = Callable[[Batch], tuple[Tensor, dict[str, Tensor]]]
+"""The loss of a batch, and the figures that are logged beside it."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings of a run; a stopped run resumes only with the same ones."""
+    """Settings of a run."""
 
-    model: Settings
     tokens: int  # of a batch
-    context: int
+    context: int  # longest document
     rate: float
     seed: int
     minutes: float | None  # either these
     steps: int | None  # or these
 
+    def progress(self, step: int, seconds: float) -> float:
+        """Return the share of the run that is done."""
+        return step / self.steps if self.steps else seconds / (60 * (self.minutes or 0))
 
-@dataclass
-class Run:
-    """Progress of a run."""
+    def rate_at(self, step: int, progress: float) -> float:
+        """Return the learning rate: linear warm-up, then a cosine."""
+        warmup = min(1.0, (step + 1) / (min(WARMUP_STEPS, self.steps // 10 + 1) if self.steps else WARMUP_STEPS))
+        cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
+        return self.rate * warmup * (LEAST_RATE + (1 - LEAST_RATE) * cosine)
 
-    step: int = 0
-    seconds: float = 0.0
-    curve: list[dict[str, float]] = field(default_factory=list)
-
-
-def progress_of(plan: Plan, step: int, seconds: float) -> float:
-    """Share of the run that is done."""
-    return step / plan.steps if plan.steps else seconds / (60 * plan.minutes)
-
-
-def rate_at(plan: Plan, step: int, progress: float) -> float:
-    """Learning rate: linear warm-up, then a cosine."""
-    warmup = min(1.0, (step + 1) / (min(WARMUP_STEPS, plan.steps // 10 + 1) if plan.steps else WARMUP_STEPS))
-    cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))
-    return plan.rate * warmup * (LEAST_RATE + (1 - LEAST_RATE) * cosine)
+    def context_at(self, progress: float) -> int:
+        """Return the tokens of the longest document."""
+        return self.context if progress >= 1 - LONG_SHARE else min(self.context, SHORT_CONTEXT)
 
 
-def context_at(plan: Plan, progress: float) -> int:
-    """Longest document."""
-    return plan.context if progress >= 1 - LONG_SHARE else min(plan.context, SHORT_CONTEXT)
-
-
-def losses(network: Network, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted mean loss per token; the plain means over prose and over answers."""
+def losses(network: Network, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the weighted mean loss per token, and the plain means over prose and over answers."""
     logits = network.lm_head(network(batch.packed))
     each = F.cross_entropy(logits.float(), batch.targets, reduction="none")
     prose, answers = batch.weights == 1, batch.weights > 1
     mean = (each * batch.weights).sum() / batch.weights.sum().clamp(min=1)
-    return mean, (each * prose).sum() / prose.sum().clamp(min=1), (each * answers).sum() / answers.sum().clamp(min=1)
+    parts = {"prose": prose, "answers": answers}
+    return mean, {name: (each * part).sum() / part.sum().clamp(min=1) for name, part in parts.items()}
 
 
-def make_optimizer(module: torch.nn.Module, rate: float, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW; only matrices decay."""
-    weights = [weight for weight in module.parameters() if weight.dim() == 2]
-    others = [weight for weight in module.parameters() if weight.dim() != 2]
-    return torch.optim.AdamW(
-        [{"params": weights, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}],
-        lr=rate,
-        betas=BETAS,
-        fused=device.type == "cuda",
-    )
-
-
-def autocast(device: torch.device) -> Any:
-    """BF16 on a GPU, the weights' own precision elsewhere."""
-    return torch.autocast("cuda", dtype=torch.bfloat16) if device.type == "cuda" else nullcontext()
-
-
-def batch_keys(plan: Any, step: int, seconds: Callable[[], float]) -> Iterator[tuple[int, int]]:
-    """Number and context of each batch, from a step on."""
-    while True:
-        yield step, context_at(plan, progress_of(plan, step, seconds()))
-        step += 1
+def data_workers(asked: int | None) -> int:
+    """Return the processes that make batches; a few less than there are cores where nothing was asked for."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    torch.set_float32_matmul_precision("high")
+    return min(14, max(0, (os.cpu_count() or 1) - 2)) if asked is None else asked
 
 
 class Trainer:
-    """Network, optimizer and data of a run.
+    """Module, optimizer and data of a run.
 
     Args:
-        compiled: whether to compile the step with torch.compile; if that fails, the run continues without.
+        losses: of a batch; it is compiled if `compiled`, and if that fails, the run continues without.
+        after_step: is called after each step.
     """
 
-    def __init__(self, plan: Plan, data: Data, device: torch.device, workers: int, compiled: bool) -> None:
-        self.plan, self.device, self.workers, self.run = plan, device, workers, Run()
-        self.batches = Batches(data, plan.tokens, plan.seed)
-        config = model_config(plan.model)
-        dims = (config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["v_head_dim"])
-        attend, why = pick_attention(device, plan.model.heads, dims)
-        console.print(f"attention: {why}")
-        self.network = Network(config, attend)
-        self.network.init_weights(plan.seed)
-        self.network.to(device)
-        self.optimizer = make_optimizer(self.network, plan.rate, device)
-        self.losses: Callable = torch.compile(losses, dynamic=False) if compiled else losses
+    def __init__(
+        self,
+        plan: Plan,
+        module: torch.nn.Module,
+        losses: Losses,
+        batches: Batches,
+        device: torch.device,
+        workers: int,
+        compiled: bool,
+        after_step: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.plan, self.module, self.device, self.workers = plan, module, device, workers
+        self.batches, self.after_step, self.plain_losses = batches, after_step, losses
+        self.losses: Losses = torch.compile(losses, dynamic=False) if compiled else losses
+        weights = [weight for weight in module.parameters() if weight.dim() == 2]  # only matrices decay
+        others = [weight for weight in module.parameters() if weight.dim() != 2]
+        groups = [{"params": weights, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=plan.rate, betas=BETAS, fused=device.type == "cuda")
+        self.step, self.seconds = 0, 0.0
+        self.curve: list[dict[str, float]] = []
+        self.weights = sum(weight.numel() for weight in module.parameters())
+        console.print(f"{self.weights:,} weights on {device}, {workers} processes for data")
 
-    def gradients(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Leave the gradients of a batch in the network and return its losses."""
+    def gradients(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Leave the gradients of a batch in the module and return its losses."""
         self.optimizer.zero_grad(set_to_none=True)
+        on_gpu = self.device.type == "cuda"  # BF16 there, the weights' own precision elsewhere
+        precision: Any = torch.autocast("cuda", dtype=torch.bfloat16) if on_gpu else nullcontext()
         try:
-            with autocast(self.device):
-                found = self.losses(self.network, batch)
+            with precision:
+                found = self.losses(batch)
             found[0].backward()
         except torch._dynamo.exc.TorchDynamoException as error:
             console.print(f"[yellow]torch.compile failed, going on without: {str(error)[:300]}")
-            self.losses = losses
+            self.losses = self.plain_losses
             return self.gradients(batch)
-        return tuple(loss.detach() for loss in found)
+        return found
 
-    def step(self, batch: Batch, rate: float) -> tuple[Tensor, Tensor, Tensor]:
+    def update(self, batch: Batch, rate: float) -> tuple[Tensor, dict[str, Tensor]]:
+        """Take one step."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         found = self.gradients(batch)
-        torch.nn.utils.clip_grad_norm_(self.network.parameters(), CLIP)
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), CLIP)
         self.optimizer.step()
+        self.after_step()
         return found
 
-    def keys(self, seconds: Callable[[], float]) -> Iterator[tuple[int, int]]:
-        """Number and context of each batch, from the run's step on."""
-        return batch_keys(self.plan, self.run.step, seconds)
-
-    def train(self, out: Path, stop_after: float | None, save_every: float) -> bool:
-        """Train until the plan's end.
-
-        Args:
-            stop_after: minutes after which to stop all the same.
-            save_every: minutes between saved states.
-        Returns:
-            Whether the plan's end is reached.
-        """
-        began, before, saved = time.monotonic(), self.run.seconds, time.monotonic()
+    def train(self) -> None:
+        """Train until the plan's end."""
+        began, printed, plan = time.monotonic(), -1.0, self.plan
 
         def seconds() -> float:
-            return before + time.monotonic() - began
+            return time.monotonic() - began
 
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        total = self.plan.steps or int(60 * self.plan.minutes)
-        batches = stream(self.batches, self.keys(seconds), self.workers, pin=self.device.type == "cuda")
-        with Progress(*columns, TextColumn("{task.fields[loss]}"), console=console) as bar:
-            task = bar.add_task("steps" if self.plan.steps else "seconds", total=total, loss="")
-            while (progress := progress_of(self.plan, self.run.step, seconds())) < 1:
-                if stop_after is not None and time.monotonic() - began >= 60 * stop_after:
-                    break
-                rate = rate_at(self.plan, self.run.step, progress)
-                found = self.step(next(batches).to(self.device), rate)
-                self.run.step += 1
-                if self.run.step % LOG_EVERY == 0 or self.run.step == self.plan.steps:
-                    loss, prose, answers = (float(value) for value in found)
-                    row = {"step": self.run.step, "seconds": round(seconds(), 2), "rate": rate, "loss": loss}
-                    self.run.curve.append(row | {"prose": prose, "answers": answers})
-                    per_second = (self.run.step * self.plan.tokens) / max(seconds(), 1e-9)
-                    line = f"loss {loss:.3f} prose {prose:.3f} answers {answers:.3f}  {per_second / 1e3:,.0f}k tokens/s"
-                    bar.update(task, completed=self.run.step if self.plan.steps else int(seconds()), loss=line)
-                    if not console.is_terminal and self.run.step % (10 * LOG_EVERY) == 0:
-                        console.print(f"step {self.run.step} {line}")
-                if time.monotonic() - saved >= 60 * save_every:
-                    self.run.seconds = seconds()
-                    self.save(out)
-                    saved = time.monotonic()
-        self.run.seconds = seconds()
-        self.save(out)
-        return progress_of(self.plan, self.run.step, self.run.seconds) >= 1
+        def keys() -> Iterator[tuple[int, int]]:
+            step = 0
+            while True:
+                yield step, plan.context_at(plan.progress(step, seconds()))
+                step += 1
 
-    def save(self, out: Path) -> None:
-        """Write the state atomically."""
-        out.mkdir(parents=True, exist_ok=True)
-        state = {"plan": asdict(self.plan), "run": asdict(self.run)}
-        state |= {"network": self.network.state_dict(), "optimizer": self.optimizer.state_dict()}
-        torch.save(state, out / f"{STATE}.part")
-        (out / f"{STATE}.part").rename(out / STATE)
+        self.module.train()
+        batches = stream(self.batches, keys(), self.workers, pin=self.device.type == "cuda")
+        while (progress := plan.progress(self.step, seconds())) < 1:
+            loss, figures = self.update(next(batches).to(self.device), plan.rate_at(self.step, progress))
+            self.step += 1
+            if self.step % LOG_EVERY == 0 or self.step == plan.steps:
+                row = {name: float(value.detach()) for name, value in {"loss": loss, **figures}.items()}
+                self.curve.append({"step": self.step, "seconds": round(seconds(), 2), **row})
+                if progress >= printed + 1 / LINES:
+                    printed = progress
+                    speed = self.step * plan.tokens / seconds() / 1e3
+                    said = ", ".join(f"{name} {value:.3f}" for name, value in row.items())
+                    console.print(f"step {self.step} {seconds():.0f} s, {speed:,.0f}k tokens/s: {said}")
+        self.seconds = seconds()
+        self.module.eval()
 
-    def resume(self, out: Path) -> None:
-        """Resume from a saved state, if there is one."""
-        if not (out / STATE).is_file():
-            return
-        state = torch.load(out / STATE, map_location=self.device, weights_only=True)
-        if state["plan"] != asdict(self.plan):
-            raise typer.BadParameter(f"{out / STATE} belongs to a run with other settings; remove it or repeat them")
-        self.network.load_state_dict(state["network"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.run = Run(**state["run"])
-        console.print(f"going on from step {self.run.step}")
+    def done(self, size: int) -> dict[str, Any]:
+        """Return what a report says of the run, with the bytes of the checkpoint."""
+        kept = self.curve[:: max(1, len(self.curve) // 400)] + self.curve[-1:]
+        curve = [{name: float(f"{value:.5g}") for name, value in row.items()} for row in kept]
+        run = {"steps": self.step, "tokens": self.step * self.plan.tokens, "seconds": round(self.seconds)}
+        return {**run, "weights": self.weights, "bytes": size, "curve": curve}

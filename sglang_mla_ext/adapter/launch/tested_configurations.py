@@ -1,6 +1,6 @@
 """The parts of a deployment that were run with each release of SGLang, for `sglang-mla doctor`.
 
-docs/deployments.md names the tests and the measurements. What is not in the table was never run.
+docs/support.md shows the table. What is not in the table was never run.
 """
 
 from __future__ import annotations

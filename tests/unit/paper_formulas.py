@@ -142,15 +142,6 @@ def typhoon_token_rate(attention_ms: float, rest_ms: float, batch: int = 128) ->
     return batch / (attention_ms + rest_ms) * 1e3
 
 
-def snapmla_peak(bf16_flops: float, content_tiles: int = 16, rotary_tiles: int = 1) -> float:
-    """SnapMLA, equation 7: the peak of FP8 attention whose rotary part stays in BF16, in operations of the same work.
-
-    Sixteen content tiles take half as long in FP8, and the rotary tile does not.
-    """
-    tiles = content_tiles + rotary_tiles
-    return bf16_flops * tiles / (content_tiles / 2 + rotary_tiles)
-
-
 def amla_intensity(heads: int, kv_heads: int, query_tokens: int, key_dim: int, value_dim: int, shared: bool) -> float:
     """AMLA, table 2: operations per byte of attention in BF16, keys and values alone.
 

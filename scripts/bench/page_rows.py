@@ -1,0 +1,130 @@
+"""Rows of tables that combine several cases of records, or that follow from the package and its configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
+from statistics import median
+from typing import Any
+
+from demo_model.rank import ALL_LAYERS
+
+from bench.rank_rows import DIVIDED_NAMES, LOADS, MODEL_NAMES, STOCK_BACKENDS, measured_rate, middle
+from bench.recipes import OUTCOMES, Row, recipes, rows
+from bench.records import Record
+from sglang_mla_ext.adapter.launch import tested_configurations
+from sglang_mla_ext.configs import read_config
+from sglang_mla_ext.options import HybridMLAOptions
+from sglang_mla_ext.prefix.planner.model_dims import ModelDims
+
+OURS = "hybrid_mla"
+RANKS = {"TP 8": 8, "TP 16": 16, "DP attention": 1}
+MEMORY_OF = ("deepseek-v3", "kimi-k2", "kimi-k3", "longcat-flash", "glm-4.7-flash")
+
+Key = tuple[Any, ...]
+
+
+def newest_release(records: Iterable[Record], *, cases: Sequence[Sequence[Any]]) -> Iterator[Row]:
+    """Yield ours beside the fastest of SGLang's own backends, each case on the rank of most layers.
+
+    Args:
+        cases: model, load, drafts accepted, prompt, requests.
+    """
+    found: dict[Key, dict[str, list[Record]]] = {}
+    for record in records:
+        case = record["case"]
+        if not record.get("excluded") and "--cuda-graph-backend-prefill" not in case.get("flags", ""):
+            key = case["of"], record["bench"], case.get("drafts"), case["prefix"], case["concurrency"]
+            of_case = found.setdefault((*key, case["layers"], record["gpu"]), {})
+            of_case.setdefault(record["impl"].removeprefix("sglang_"), []).append(record)
+    for wanted in map(tuple, cases):
+        stocks = {key: [of[name] for name in STOCK_BACKENDS if name in of] for key, of in found.items()}
+        compared = [key for key, of in found.items() if key[:5] == wanted and OURS in of and stocks[key]]
+        key = max(compared, key=lambda key: (key[5], key[6]))
+        yield beside(key, found[key][OURS], max(stocks[key], key=rate))
+
+
+def beside(key: Key, ours: list[Record], stock: list[Record]) -> Row:
+    """Return the row of one case."""
+    model, load, drafts, prompt, requests, layers, gpu = key
+    flags = ours[0]["case"]["flags"].split()
+    return {
+        "load": f"{(LOADS | {'agents': 'agents'})[load]}, {prompt:,} tokens, {requests} requests",
+        "drafts": ", drafts" if drafts else "",
+        "model": f"{MODEL_NAMES[model]}, {DIVIDED_NAMES[ours[0]['case']['rank']]}",
+        "layers": f"{layers} of {ALL_LAYERS[model]}",
+        "gpu": gpu.removeprefix("NVIDIA ").split()[0],
+        "rival": stock[0]["impl"].removeprefix("sglang_"),
+        "stock": rate(stock),
+        "ours": rate(ours),
+        "first": middle(ours, "ttft_ms") / middle(stock, "ttft_ms"),
+        "memory": flags[flags.index("--hybrid-mla-prefix-memory-gb") + 1],
+        "records": [*ours, *stock],
+    }
+
+
+def rate(records: Iterable[Record]) -> float:
+    """Return tokens per second, the median over runs: of all output for agents, else as in the tables of ranks."""
+    return median(one["output_tok_s"] if one["bench"] == "agents" else measured_rate(one) for one in records)
+
+
+def workloads(records: Iterable[Record]) -> Iterator[Row]:
+    """Yield the output rates of workloads beside FlashMLA's, both over BF16; medians over runs."""
+    found: dict[Key, dict[str, list[Record]]] = {}
+    for record in records:
+        case = record["case"]
+        if "fp8" not in case.get("flags", "") and "version" not in case and not record.get("excluded"):
+            key = record["bench"], case["prefix"], case["concurrency"], case["heads"], case["layers"]
+            found.setdefault(key, {}).setdefault(record["impl"], []).append(record)
+    for (name, prefix, requests, heads, layers), of in found.items():
+        ours, stock = of[OURS], of["sglang_flashmla"]
+        rates = {"ours": middle(ours, "output_tok_s"), "stock": middle(stock, "output_tok_s")}
+        model = {"heads": heads, "layers": layers, "requests": requests}
+        yield {"workload": name, "prefix": prefix, **model, **rates, "records": [*ours, *stock]}
+
+
+def prefix_memory(records: object) -> Iterator[Row]:
+    """Yield the memory of an expanded token on one GPU, in GiB, by model and ranks."""
+    for name in MEMORY_OF:
+        dims = ModelDims.from_json(name)
+        for ranks, of in RANKS.items():
+            if of > 8 and name != "kimi-k3":
+                continue
+            heads = -(-dims.num_heads // of)
+            values = heads * (dims.qk_nope_head_dim + dims.v_head_dim)
+            bf16, fp8 = (dims.num_layers * (values * size + 2 * dims.qk_rope_head_dim) / 2**30 for size in (2, 1))
+            sizes = {f"{dtype}_{n}": n * each for dtype, each in (("bf16", bf16), ("fp8", fp8)) for n in (7069, 26472)}
+            of_model = {"model": read_config("models", name)["name"], "ranks": ranks, "heads": heads}
+            yield of_model | sizes | {"kib": bf16 * 2**20, "records": []}
+
+
+def flags(records: object) -> Iterator[Row]:
+    """Yield the extension's flags, their defaults and their help."""
+    for option in fields(HybridMLAOptions):
+        default = "automatic" if option.default is None else option.default
+        flag = f"--hybrid-mla-{option.name.replace('_', '-')}"
+        yield {"flag": flag, "default": default, "meaning": option.metadata["help"], "records": []}
+
+
+def tested(records: object) -> Iterator[Row]:
+    """Yield how many ranks each part of a deployment was run with, by release and place."""
+    names = dict.fromkeys(
+        name for of in tested_configurations.MOST_RANKS.values() for place in of.values() for name in place
+    )
+    for name in names:
+        if name != tested_configurations.SERVER:
+            ranks = {
+                release: {place: of[place].get(name) for place in of}
+                for release, of in tested_configurations.MOST_RANKS.items()
+            }
+            yield {"part": name, **{release.replace(".", "_"): of for release, of in ranks.items()}, "records": []}
+
+
+def recipes_by_outcome(records: object) -> Iterator[Row]:
+    """Yield recipes; those with the same answer share a row."""
+    found: dict[Key, list[Row]] = {}
+    for row in rows(sorted(recipes(), key=lambda recipe: OUTCOMES.index(recipe["expected"]))):
+        found.setdefault((row["expected"], row["run"], row["notes"]), []).append(row)
+    for (expected, run, notes), of in found.items():
+        links = ", ".join(f"[{one['name']}]({one['source']})" for one in of)
+        yield {"links": links, "expected": expected, "run": run or "–", "notes": notes or "–", "records": []}
