@@ -17,7 +17,7 @@ from bench.tables import rows_of, specs
 from soak import record
 from tables_of import lines_of
 
-SPECS = specs()["docs/operating.md"]
+SPECS = specs()["docs/support.md"]
 VOCABULARY = np.arange(10, 500)
 PROMPT = (1, 2, 3)
 LEAD = 0.5  # of the stock server's tokens over the next best
