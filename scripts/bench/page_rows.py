@@ -12,10 +12,9 @@ from demo_model.rank import ALL_LAYERS
 from bench.rank_rows import DIVIDED_NAMES, LOADS, MODEL_NAMES, STOCK_BACKENDS, measured_rate, middle
 from bench.recipes import OUTCOMES, Row, recipes, rows
 from bench.records import Record
-from sglang_mla_ext.adapter.launch import tested_configurations
+from sglang_mla_ext.adapter.launch.tested_configurations import MOST_RANKS, SERVER
 from sglang_mla_ext.configs import read_config
 from sglang_mla_ext.options import HybridMLAOptions
-from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 
 OURS = "hybrid_mla"
 RANKS = {"TP 8": 8, "TP 16": 16, "DP attention": 1}
@@ -86,15 +85,16 @@ def workloads(records: Iterable[Record]) -> Iterator[Row]:
 def prefix_memory(records: object) -> Iterator[Row]:
     """Yield the memory of an expanded token on one GPU, in GiB, by model and ranks."""
     for name in MEMORY_OF:
-        dims = ModelDims.from_json(name)
+        model = read_config("models", name)
         for ranks, of in RANKS.items():
             if of > 8 and name != "kimi-k3":
                 continue
-            heads = -(-dims.num_heads // of)
-            values = heads * (dims.qk_nope_head_dim + dims.v_head_dim)
-            bf16, fp8 = (dims.num_layers * (values * size + 2 * dims.qk_rope_head_dim) / 2**30 for size in (2, 1))
+            heads = -(-model["num_attention_heads"] // of)
+            values = heads * (model["qk_nope_head_dim"] + model["v_head_dim"])
+            layers, rotary = model["num_attention_layers"], model["qk_rope_head_dim"]
+            bf16, fp8 = (layers * (values * size + 2 * rotary) / 2**30 for size in (2, 1))
             sizes = {f"{dtype}_{n}": n * each for dtype, each in (("bf16", bf16), ("fp8", fp8)) for n in (7069, 26472)}
-            of_model = {"model": read_config("models", name)["name"], "ranks": ranks, "heads": heads}
+            of_model = {"model": model["name"], "ranks": ranks, "heads": heads}
             yield of_model | sizes | {"kib": bf16 * 2**20, "records": []}
 
 
@@ -108,15 +108,10 @@ def flags(records: object) -> Iterator[Row]:
 
 def tested(records: object) -> Iterator[Row]:
     """Yield how many ranks each part of a deployment was run with, by release and place."""
-    names = dict.fromkeys(
-        name for of in tested_configurations.MOST_RANKS.values() for place in of.values() for name in place
-    )
+    names = dict.fromkeys(name for of in MOST_RANKS.values() for place in of.values() for name in place)
     for name in names:
-        if name != tested_configurations.SERVER:
-            ranks = {
-                release: {place: of[place].get(name) for place in of}
-                for release, of in tested_configurations.MOST_RANKS.items()
-            }
+        if name != SERVER:
+            ranks = {release: {place: of[place].get(name) for place in of} for release, of in MOST_RANKS.items()}
             yield {"part": name, **{release.replace(".", "_"): of for release, of in ranks.items()}, "records": []}
 
 
