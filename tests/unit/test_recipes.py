@@ -109,10 +109,10 @@ def test_a_backend_that_is_named_for_prefill_stays(examined: dict[str, Any]) -> 
 def test_the_reach_of_the_memory_with_dp_attention(examined: dict[str, Any]) -> None:
     found = examined["an image"]
     assert (
-        "of a prompt of 26,472 tokens 0 are expanded" in found["memory_report"]
-        and "prefix keeps prompts" not in found["memory_report"]
+        "0.0 GiB hold 0 of a prompt's 26,472 tokens" in found["memory_report"]
+        and "dp-routing prefix" not in found["memory_report"]
     )
-    assert "fp8_e4m3 halves" in found["memory_report"] and examined["by phase"]["memory_report"] is None
+    assert "fp8_e4m3 (half the size)" in found["memory_report"] and examined["by phase"]["memory_report"] is None
 
 
 def test_another_release_in_an_image(examined: dict[str, Any]) -> None:

@@ -47,12 +47,14 @@ def test_as_far_as_each_of_its_parts(parts: dict[str, int], version: str, said: 
 def test_what_helps_is_what_is_not_done_yet() -> None:
     report = PrefixMemoryReport(3 << 30, token_bytes=4_005_632, heads=128, layers=61, element_bytes=2, routes=False)
     assert report.tokens == 804
-    assert "128 heads" in str(report) and "3.82 MiB (61 layers, BF16)" in str(report)
-    assert "804 are expanded in 3.0 GiB, all of them in 98.8" in str(report) and "fp8_e4m3 halves" in str(report)
+    assert "128 heads" in str(report) and "3.82 MiB a token: 128 heads, 61 layers, BF16" in str(report)
+    assert (
+        "3.0 GiB hold 804 of" in str(report) and "all take 98.8 GiB" in str(report) and "fp8_e4m3 (half" in str(report)
+    )
     assert "--hybrid-mla-spread" not in str(report)
-    assert "--hybrid-mla-spread auto holds every prefix once" in str(report._replace(may_shard=True))
+    assert "--hybrid-mla-spread auto (one copy for all ranks)" in str(report._replace(may_shard=True))
     assert "--hybrid-mla-spread" not in str(report._replace(may_shard=True, ranks=8, heads=16))
     better = str(report._replace(element_bytes=1, routes=True))
-    assert "What helps: tensor parallelism without" in better
+    assert "To hold more: no --enable-dp-attention" in better
     enough = report._replace(budget_bytes=99 << 30)
-    assert enough.tokens == PROMPT_TOKENS and "What helps" not in str(enough)
+    assert enough.tokens == PROMPT_TOKENS and "To hold more" not in str(enough)

@@ -48,26 +48,24 @@ class PrefixMemoryReport(NamedTuple):
 
     def __str__(self) -> str:
         dtype = "FP8" if self.element_bytes == 1 else "BF16"
-        whose = f"{self.ranks} ranks hold prefixes together, each" if self.ranks > 1 else "a rank has"
-        of = "of every prefix" if self.ranks > 1 else "of its requests"
+        sharded = f", sharded over {self.ranks} ranks" if self.ranks > 1 else ""
+        token = f"{self.token_bytes / (1 << 20):.2f} MiB a token: {self.heads} heads, {self.layers} layers, {dtype}{sharded}"
         found = (
-            f"with DP attention {whose} {self.heads} heads {of}, and a token of an expanded prefix takes "
-            f"{self.token_bytes / (1 << 20):.2f} MiB ({self.layers} layers, {dtype}): of a prompt of {PROMPT_TOKENS:,} "
-            f"tokens {self.tokens:,} are expanded in {self.budget_bytes / (1 << 30):.1f} GiB"
+            f"prefix memory of a rank: {self.budget_bytes / (1 << 30):.1f} GiB hold {self.tokens:,} of a prompt's "
+            f"{PROMPT_TOKENS:,} tokens ({token})"
         )
         if self.tokens == PROMPT_TOKENS:
             return f"{found}."
-        return f"{found}, all of them in {PROMPT_TOKENS * self.token_bytes / (1 << 30):.1f}. {self._advice()}"
+        return f"{found}; all take {PROMPT_TOKENS * self.token_bytes / (1 << 30):.1f} GiB. {self._advice()}"
 
     def _advice(self) -> str:
         ways = {
-            "--hybrid-mla-prefix-dtype fp8_e4m3 halves a token": self.element_bytes == 2,
-            "--hybrid-mla-dp-routing prefix keeps prompts that begin alike on one rank": not self.routes
-            and self.ranks == 1,
-            f"{sharded_prefixes.FLAG} auto holds every prefix once for all ranks": self.ranks == 1 and self.may_shard,
-            "tensor parallelism without --enable-dp-attention divides heads among ranks": True,
+            "--hybrid-mla-prefix-dtype fp8_e4m3 (half the size)": self.element_bytes == 2,
+            "--hybrid-mla-dp-routing prefix (one prompt, one rank)": not self.routes and self.ranks == 1,
+            f"{sharded_prefixes.FLAG} auto (one copy for all ranks)": self.ranks == 1 and self.may_shard,
+            "no --enable-dp-attention (heads divided among ranks)": True,
         }
-        return f"What helps: {'; '.join(way for way, helps in ways.items() if helps)}."
+        return f"To hold more: {'; '.join(way for way, helps in ways.items() if helps)}."
 
 
 def log(found: PrefixMemoryReport) -> None:
@@ -79,7 +77,7 @@ def predicted(server: Server) -> str | None:
     """The same before a server starts, from its model's weights; None without DP attention, and where the model or the
     GPU is not known so well, or has no memory left."""
     found = _predicted(server)
-    return None if found is None else f"about: {found}"
+    return None if found is None else f"predicted {found}"
 
 
 def caveat(server: Server) -> str | None:
