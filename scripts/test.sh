@@ -21,7 +21,7 @@ UNIT_OF_OLDEST=(tests/unit/test_{backend_interface,cli,contract,contract_reads,d
     tests/unit/test_{models_at_launch,mixing,plugin,riding,mixed_steps_at_launch,segments,shared_prefixes,status,syntax}.py
     tests/unit/test_{host_cache,shared_nodes,tree_on_host,tree_view,bench_planner}.py) # these are about trees of nodes
 # Not adapted to the newest yet: here their worker is put together as the oldest does.
-ONLY_OF_OLDEST=(tests/unit/test_{faults,hooks}.py)
+ONLY_OF_OLDEST=(tests/unit/test_{faults,hooks,latent_pool}.py)
 KERNELS_OF_OLDEST=(tests/kernels/test_compile_sm90.py) # for Hopper, by the Triton that it pins
 # The newest refuses an FP8 cache on a CPU; prefill and decode servers are refused with it.
 SERVERS_OF_OLDEST=(tests/server/test_{answers,fp8_cache,disaggregation}.py tests/server/test_launch.py::test_launch_stops
