@@ -49,10 +49,10 @@ class PrefixMemoryReport(NamedTuple):
     def __str__(self) -> str:
         dtype = "FP8" if self.element_bytes == 1 else "BF16"
         sharded = f", sharded over {self.ranks} ranks" if self.ranks > 1 else ""
-        token = f"{self.token_bytes / (1 << 20):.2f} MiB a token: {self.heads} heads, {self.layers} layers, {dtype}{sharded}"
+        kind = f"{self.heads} heads, {self.layers} layers, {dtype}{sharded}"
         found = (
             f"prefix memory of a rank: {self.budget_bytes / (1 << 30):.1f} GiB hold {self.tokens:,} of a prompt's "
-            f"{PROMPT_TOKENS:,} tokens ({token})"
+            f"{PROMPT_TOKENS:,} tokens ({self.token_bytes / (1 << 20):.2f} MiB a token: {kind})"
         )
         if self.tokens == PROMPT_TOKENS:
             return f"{found}."
