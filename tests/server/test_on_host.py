@@ -9,6 +9,8 @@ import requests
 from conftest import Chat, Reference, Server, assert_same, counting
 from test_answers import LONG, SYSTEM, question
 
+from sglang_mla_ext.adapter.compat import contract
+
 FILLERS = tuple(f"Case {i}. " + " ".join(f"{word} {i}" for word in SYSTEM.split()) for i in range(4))
 """Other prompts, which with their answers are more than the cache holds."""
 
