@@ -50,15 +50,15 @@ def test_with_dp_attention_the_log_says_how_far_the_memory_reaches(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.make("gpu")
-    assert "of a prompt of" not in caplog.text
+    assert "of a prompt's" not in caplog.text
     vars(world.runner.server_args).update(enable_dp_attention=True, dp_size=2)
     world.make("gpu")
     assert "--hybrid-mla-spread" not in caplog.text  # two of its ranks share heads
     vars(world.runner.server_args).update(tp_size=2)
     world.make("gpu")
-    assert "--hybrid-mla-spread auto holds every prefix once" in caplog.text
+    assert "--hybrid-mla-spread auto (one copy for all ranks)" in caplog.text
     chunks = pool_of(world).num_chunks
-    assert f"tokens {chunks * CHUNK_TOKENS:,} are expanded" in caplog.text and f"has {HEADS} heads" in caplog.text
+    assert f"hold {chunks * CHUNK_TOKENS:,} of a prompt's" in caplog.text and f"{HEADS} heads" in caplog.text
 
 
 def test_ranks_are_compared_before_anything_is_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -349,7 +349,7 @@ def test_what_does_not_is_named(changes: dict[str, Any], expected: str) -> None:
 def test_an_fp8_cache_where_prefill_graphs_are_not_shared_in() -> None:
     args = server_args(kv_cache_dtype="fp8_e4m3")
     if limits.installed.shares_in_prefill_graphs():
-        limits.check(args, HOPPER)
+        check(args, HOPPER)
     else:
         assert "--kv-cache-dtype fp8_e4m3 needs prefill without CUDA graphs: remove what" in message(args)
 
@@ -383,7 +383,7 @@ def test_ways_to_the_host(copies: str, layout: str) -> None:
 def test_a_tree_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "1")
     if contract.line() != "0.5.17":  # has neither of these trees
-        return limits.check(server_args(), HOPPER)
+        return check(server_args(), HOPPER)
     assert f"{variable} is not supported, prefixes are found in SGLang's default radix tree: unset it." in message(
         server_args()
     )

@@ -216,7 +216,10 @@ def test_drafts_are_verified_by_absorb(monkeypatch: pytest.MonkeyPatch, on_gpu: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
     monkeypatch.setattr(handlers, "mla_use_prefill_cp", lambda forward_batch: False, raising=False)
     layer = SimpleNamespace(
-        flashinfer_mla_disable_ragged=False, chunked_prefix_cache_threshold=0, disable_chunked_prefix_cache=False
+        flashinfer_mla_disable_ragged=False,
+        chunked_prefix_cache_threshold=0,
+        disable_chunked_prefix_cache=False,
+        qk_rope_head_dim=64,
     )
     monkeypatch.setattr(passes, "now", Pass(Kind.of(ForwardMode.TARGET_VERIFY)))
     batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY, extend_prefix_lens_cpu=None, seq_lens_cpu=None)

@@ -6,13 +6,14 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.cpu import stubs
 
 GPUS, MEMORY = 8, 141 << 30
@@ -28,7 +29,6 @@ def hopper() -> Iterator[None]:
     # These import what a GPU needs where they see one, and must not see it.
     import sglang.srt.layers.quantization.compressed_tensors.compressed_tensors
     import sglang.srt.layers.quantization.fp8_utils  # noqa: F401
-    from sglang.srt.server_args import ServerArgs
 
     device = SimpleNamespace(multi_processor_count=132, total_memory=MEMORY, major=9, minor=0, name="NVIDIA H200")
     cuda: dict[str, Callable[..., Any]] = {
@@ -43,14 +43,7 @@ def hopper() -> Iterator[None]:
         stack.callback(_forget)
         stack.enter_context(patch.multiple(torch.cuda, **cuda))
         stack.enter_context(patch.object(torch.version, "cuda", torch.version.cuda or "12.9"))
-        stack.enter_context(
-            patch.object(ServerArgs, "_validate_ib_devices", lambda args, devices: devices, create=True)
-        )
-        with suppress(ImportError):  # where newer releases have it
-            from sglang.srt.arg_groups import validation_hook
-
-            name = "validate_ib_devices"
-            stack.enter_context(patch.object(validation_hook, name, lambda devices: devices, create=True))
+        stack.enter_context(patch.object(*installed.infiniband_check(), lambda *given: given[-1]))
         _forget()
         yield
 

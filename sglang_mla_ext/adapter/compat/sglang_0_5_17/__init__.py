@@ -64,6 +64,12 @@ class Release0517:
         """Return the ranks of DP attention, 1 without it. `args` are resolved."""
         return int(args.dp_size) if args.enable_dp_attention else 1
 
+    def infiniband_check(self) -> tuple[Any, str]:
+        """Return where the check that InfiniBand devices are here is found: its owner, and its name."""
+        from sglang.srt.server_args import ServerArgs
+
+        return ServerArgs, "_validate_ib_devices"
+
     def other_trees(self) -> list[str]:
         """Return the environment variables that have SGLang keep its prefixes in a tree that TreeView cannot read."""
         from sglang.srt.environ import envs

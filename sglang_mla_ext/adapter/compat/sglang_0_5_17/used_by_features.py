@@ -343,6 +343,7 @@ EXAMINING = needed_for(
     *function("server_args.prepare_server_args", "argv", "arguments as SGLang resolves them"),
     *function("plugins.load_plugins", "", "our plug-in beside them"),
     *attributes(_ARGS, "enable_torch_compile ep_size nnodes", "how far such a server was run"),
+    *function(f"{_ARGS}._validate_ib_devices", "self device_str", "commands for another machine's InfiniBand devices"),
 )
 
 USED_BY_FEATURES = (

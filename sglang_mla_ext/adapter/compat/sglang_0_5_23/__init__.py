@@ -54,6 +54,12 @@ class Release0523(Release0517):
         """See Release0517. When SGLang resolves its arguments, --enable-dp-attention becomes a number of its own."""
         return int(args.dp_size if args.enable_dp_attention else args.attn_dp_size)
 
+    def infiniband_check(self) -> tuple[Any, str]:
+        """See Release0517."""
+        from sglang.srt.arg_groups import validation_hook
+
+        return validation_hook, "validate_ib_devices"
+
     def other_trees(self) -> list[str]:
         """See Release0517. There are none."""
         return []

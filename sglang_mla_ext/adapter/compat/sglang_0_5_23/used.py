@@ -16,6 +16,10 @@ _CORE = "mem_cache.unified_cache.unified_tree_core_interface.UnifiedTreeCoreInte
 _NODE = "mem_cache.unified_cache.unified_tree_core_interface.TreePathNodeInfo"
 
 ARGUMENTS = (
+    *needed_for(
+        Feature.EXAMINING,
+        use("arg_groups.validation_hook.validate_ib_devices", "function", "another machine's devices", "device_str"),
+    ),
     # What the user gave is kept, and what was decided is beside it.
     use(f"{_ARGS}.resolve_once", "function", "page size; unsupported features", "self"),
     use(f"{_ARGS}._resolution_finished", "attribute", "whether they are resolved"),
@@ -132,6 +136,7 @@ CHANGES = Changes(
         f"{_ARGS}.use_mla_backend",
         f"{_ARGS}.get_model_config",
         f"{_ARGS}.override",
+        f"{_ARGS}._validate_ib_devices",
         f"{_REQ}.req_pool_idx",
         f"{_OLD_TREE}.RadixCache",
         f"{_OLD_TREE}.TreeNode",
