@@ -23,8 +23,7 @@ UNIT_OF_OLDEST=(tests/unit/test_{backend_interface,cli,contract,contract_reads,d
 # Not adapted to the newest yet: here their worker is put together as the oldest does.
 ONLY_OF_OLDEST=(tests/unit/test_{faults,hooks,latent_pool}.py)
 KERNELS_OF_OLDEST=(tests/kernels/test_compile_sm90.py) # for Hopper, by the Triton that it pins
-# The newest refuses an FP8 cache on a CPU; prefill and decode servers are refused with it.
-SERVERS_OF_OLDEST=(tests/server/test_{answers,fp8_cache,disaggregation}.py tests/server/test_launch.py::test_launch_stops
+SERVERS_OF_OLDEST=(tests/server/test_answers.py tests/server/test_launch.py::test_launch_stops
     tests/server/test_riding.py::test_tokens_ride_with_running_requests
     tests/server/test_two_ranks.py::test_ranks_with_requests_of_their_own_answer_as_one) # all others by hand
 if [ $# = 0 ]; then
