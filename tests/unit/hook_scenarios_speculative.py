@@ -146,7 +146,7 @@ def check_verify_step(server: Server, requests: list[Any]) -> None:
     """The layers' own steps: each draft ends as attention over its request's keys up to its own."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import DeepseekMLAForwardMixin
 
-    from sglang_mla_ext.adapter.step.relay import relay
+    from sglang_mla_ext.adapter.step.passes import passes
     from sglang_mla_ext.kernels.reference import attention as reference
 
     rows = len(requests) * QUERIES
@@ -162,7 +162,7 @@ def check_verify_step(server: Server, requests: list[Any]) -> None:
         out = server.backend.forward(q_absorbed, k_nope, k_nope, attention, batch, q_rope=q_rope, k_rope=k_rope)
         per_head = torch.einsum("bhr,hdr->bhd", out.view(rows, HEADS, RANK), w_v)
         found = layer.o_proj(per_head.reshape(rows, HEADS * DV)).view(rows, HEADS, DV)
-        assert relay.q_nope is None and relay.tail_lse is None
+        assert passes.now.q_nope is None and passes.now.tail_lse is None
         for row in range(rows):
             request, token = divmod(row, QUERIES)
             new = batch.out_cache_loc[request * QUERIES : row + 1]

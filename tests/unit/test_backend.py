@@ -30,7 +30,6 @@ from decode_world import (
 )
 
 from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, Pass, Way, passes
-from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE
 from sglang_mla_ext.prefix.planner import Plan
 from sglang_mla_ext.prefix.spread.plan import SpreadPlan
@@ -192,7 +191,8 @@ def test_a_layer_that_skips_its_output_projection_is_noticed(make_world: Any) ->
     with pytest.raises(RuntimeError, match="its shared part is lost"):
         world.forward(batch, inputs)
     world.steps.before_forward(DECODE, requests, requests)
-    assert relay.tail_lse is None and relay.q_nope is None and not passes.now.takes_query, "a new pass begins afresh"
+    now = passes.now
+    assert now.tail_lse is None and now.q_nope is None and not now.takes_query, "a new pass begins afresh"
     assert backend._layer_index == {layer_id: index for index, layer_id in enumerate(LAYER_IDS)}
 
 
@@ -466,7 +466,7 @@ def test_a_query_is_kept_for_decode_alone(make_world: Any) -> None:
     from sglang_mla_ext.adapter.step.layer import after_split_q
 
     after_split_q((torch.zeros(6, HEADS, 16), None, None), world.layers[0])
-    assert relay.q_nope is None
+    assert passes.now.q_nope is None
 
 
 def test_a_kept_query_is_scaled_as_the_absorbed_one_is(make_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,13 +477,13 @@ def test_a_kept_query_is_scaled_as_the_absorbed_one_is(make_world: Any, monkeypa
     from sglang_mla_ext.adapter.step import layer
 
     scaling = torch.tensor([1.0, 1.5, 2.0]).view(3, 1, 1)
-    monkeypatch.setattr(relay, "query_scaling", None)
+    monkeypatch.setattr(passes.now, "query_scaling", None)
     monkeypatch.setattr(passes.now, "takes_query", True)
     layer.after_query_scaling(scaling)
     query = torch.ones(3, HEADS, 16, dtype=torch.bfloat16)
     layer.after_split_q((query, None, None), world.layers[0])
-    assert relay.q_nope.dtype == query.dtype and torch.equal(relay.q_nope, (query * scaling).bfloat16())
-    relay.clear()
+    assert passes.now.q_nope.dtype == query.dtype and torch.equal(passes.now.q_nope, (query * scaling).bfloat16())
+    passes.end()
 
 
 @pytest.mark.parametrize("rows", [1, MAX_REQUESTS + 1])

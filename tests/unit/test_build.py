@@ -14,7 +14,6 @@ from sglang_mla_ext import observe
 from sglang_mla_ext.adapter.step import build, build_expanding
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.adapter.step.ranks import RanksDifferError
-from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.prefix.cost_model import CostModel
@@ -25,7 +24,7 @@ from sglang_mla_ext.segment import Mode
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch, new_tree: Any) -> Any:
     yield World(monkeypatch, new_tree)
-    relay.clear()
+    passes.end()
 
 
 def pool_of(world: World) -> Any:
@@ -161,7 +160,7 @@ def test_grouped_absorb_needs_no_memory_for_prefixes(
     requests = [world.start("abcd1", 1), world.start("abcd2", 2), world.start("x", 3)]
     assert world.eager_step(requests) < 1e-5
     assert world.steps.counters.steps_grouped == 1
-    assert relay.q_nope is None and relay.tail_lse is None, "nothing is left for o_proj"
+    assert passes.now.q_nope is None and passes.now.tail_lse is None, "nothing is left for o_proj"
     world.steps.before_forward(EXTEND, requests, [])
     assert passes.now.prefill is None and not fallbacks(world)[1:]
 

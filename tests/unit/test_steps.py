@@ -9,7 +9,6 @@ import pytest
 from decode_world import DECODE, EXTEND, IDLE, VERIFY
 
 from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, passes
-from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE, PrefillSharing, Steps
 from sglang_mla_ext.observe import Counters
@@ -58,7 +57,6 @@ def shared() -> Plan:
 
 
 def make(prefill: PrefillSharing | None = None, **options: Any) -> Steps:
-    relay.clear()
     passes.end()
     prefixes, counters = Prefixes(), Counters()
     reports = Reports(prefixes, counters, budget_bytes=1000, chunk_bytes=10, description="")
@@ -136,10 +134,11 @@ def test_every_pass_begins_afresh() -> None:
         steps = make()
         steps.before_forward(DECODE, requests(5), [])
         before = passes.now
-        relay.q_nope = relay.tail_lse = "old"
+        passes.now.q_nope = passes.now.tail_lse = "old"
         steps.before_forward(mode, requests(5), [], [1] * 5, [1, 2, 1, 1, 1])
         assert passes.now is not before and passes.now.kind is kind
-        assert (relay.q_nope, relay.tail_lse, passes.now.prefill, passes.now.takes_query) == (None, None, None, False)
+        now = passes.now
+        assert (now.q_nope, now.tail_lse, now.prefill, now.takes_query) == (None, None, None, False)
         assert (passes.now.plan is NOTHING_SHARED) == (mode is not DECODE)
         if mode is EXTEND:
             assert passes.now.rows == Rows.of([1, 2, 1, 1, 1])

@@ -18,9 +18,8 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_mla_ext.adapter.step.failure import our_part
 from sglang_mla_ext.adapter.step.layer import absorbs_prefill
-from sglang_mla_ext.adapter.step.passes import Kind, Way, passes
+from sglang_mla_ext.adapter.step.passes import Kind, Pass, Way, passes
 from sglang_mla_ext.adapter.step.preparation import Preparation
-from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.steps import Steps
 from sglang_mla_ext.kernels.dispatch import whole_query
 
@@ -290,13 +289,13 @@ class HybridMLABackend(AttentionBackend):
         watched = shadow.watched(layer.layer_id, q, q_rope) if shadow is not None else None
         before_tails = step.takes_query and self._shared.runs_beside_tails
         if before_tails:
-            self._attend_shared(q_rope, layer)
+            self._attend_shared(step, q_rope, layer)
         out, lse = self._latent.run(layer.layer_id, q, q_rope, layer.scaling, watched if self._shared is None else None)
         if step.takes_query:
             step.watched = watched
             if not before_tails:
-                self._attend_shared(q_rope, layer)
-            relay.tail_lse = lse
+                self._attend_shared(step, q_rope, layer)
+            step.tail_lse = lse
         return out.reshape(len(q), -1)
 
     def _store(
@@ -313,16 +312,16 @@ class HybridMLABackend(AttentionBackend):
         else:  # SGLang's pool takes parts on a GPU only
             pool.set_kv_buffer(layer, slots, k if k_rope is None else torch.cat([k, k_rope], dim=-1), v)
 
-    def _attend_shared(self, q_rope: torch.Tensor, layer: RadixAttention) -> None:
+    def _attend_shared(self, step: Pass, q_rope: torch.Tensor, layer: RadixAttention) -> None:
         """Attend to the expanded prefixes; the merge follows when the layer calls its output projection.
 
         Args:
             q_rope: `[rows, heads, qk_rope_head_dim]`.
         """
-        if relay.tail_lse is not None:
+        if step.tail_lse is not None:
             raise RuntimeError("the layer before did not call its output projection: its shared part is lost")
-        self._shared.run(self._layer_index[layer.layer_id], relay.q_nope, q_rope, layer.scaling)
-        relay.q_nope = None
+        self._shared.run(self._layer_index[layer.layer_id], step.q_nope, q_rope, layer.scaling)
+        step.q_nope = None
 
     def merge(self, tail_out: torch.Tensor) -> torch.Tensor:
         """Merge the shared part of the layer that runs now into the rest, in place.
@@ -333,9 +332,9 @@ class HybridMLABackend(AttentionBackend):
         if absorbs_prefill():
             return tail_out if self._prefill_graph is None else self._prefill_graph.merge(tail_out)
         with our_part("merging"):
-            per_head = tail_out.view(tail_out.shape[0], self._heads, -1)
-            tail_lse, relay.tail_lse = relay.tail_lse, None
-            self._shared.merge(per_head, tail_lse, per_head, watched=passes.now.watched)
+            step, per_head = passes.now, tail_out.view(tail_out.shape[0], self._heads, -1)
+            tail_lse, step.tail_lse = step.tail_lse, None
+            self._shared.merge(per_head, tail_lse, per_head, watched=step.watched)
             return tail_out
 
 

@@ -20,7 +20,7 @@ from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature
 from sglang_mla_ext.adapter.launch import features, limits, models
 from sglang_mla_ext.adapter.step import budget, failure, hooks_riding, nextn
-from sglang_mla_ext.adapter.step.passes import passes
+from sglang_mla_ext.adapter.step.passes import Pass, passes
 from sglang_mla_ext.adapter.step.worker import guarded, worker
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.observe import Metrics
@@ -78,7 +78,6 @@ def install() -> None:
         f"{_WEIGHTS}.resume_memory_occupation": after_resume_memory,
         f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes": after_profile_bytes,
         f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new": after_forward_batch,
-        f"{_SRT}.model_executor.model_runner.ModelRunner.forward": after_forward,
         f"{_SRT}.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
             latent_pool.after_cell_size
         ),
@@ -122,7 +121,8 @@ def install() -> None:
         f"{_SRT}.managers.schedule_policy.PrefillAdder.add_one_req": hooks_riding.around_add_request,
         f"{_SRT}.managers.scheduler_components.dp_attn.prepare_mlp_sync_batch_raw": hooks_riding.around_sync,
         f"{_SRT}.model_executor.cuda_graph_buffer_registry.build_eager_registry": hooks_riding.around_eager_registry,
-        f"{_SRT}.model_executor.model_runner.ModelRunner._forward_raw": hooks_riding.around_forward,
+        f"{_SRT}.model_executor.model_runner.ModelRunner.forward": around_forward,
+        f"{_SRT}.model_executor.model_runner.ModelRunner._forward_raw": hooks_riding.around_forward_raw,
         f"{_SRT}.model_executor.runner.eager_runner.EagerRunner.execute": around_pass,
         f"{_SRT}.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.execute": around_pass,
         f"{_FORWARD}.forward_mha.DeepseekMHAForwardMixin._chunked_prefix_attn_mha": mla_layer.around_prefix_attention,
@@ -242,7 +242,7 @@ def before_kv_manager(manager: Any, args: Any, *others: Any, **more: Any) -> Non
 def after_forward_batch(
     forward_batch: Any, cls: type, batch: Any, model_runner: ModelRunner, *args: Any, **kwargs: Any
 ) -> None:
-    passes.end()  # whatever became of it
+    passes.end()  # a draft's comes, or the forward pass of the one before never came
     if model_runner.is_draft_worker or worker.steps is None or worker.scheduler is None:
         return
     rides = hooks_riding.rides(batch)
@@ -260,14 +260,31 @@ def after_forward_batch(
     _publish_metrics()
 
 
+def around_forward(
+    original: Callable[..., Any], runner: ModelRunner, forward_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """`ModelRunner.forward`: the pass that was chosen runs, and ends with it."""
+    if runner.is_draft_worker:
+        return original(runner, forward_batch, *args, **kwargs)
+    try:
+        output = original(runner, forward_batch, *args, **kwargs)
+        _launched(passes.now, forward_batch)
+        return output
+    finally:
+        _end()
+
+
+@guarded("ending a pass")
+def _end() -> None:
+    passes.end()
+
+
 @guarded("checking a step")
-def after_forward(output: Any, runner: ModelRunner, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-    if worker.backend is not None and not runner.is_draft_worker:
-        now = passes.now
-        passes.end()
-        worker.backend.end_step(forward_batch if now.ridden is None else now.ridden)
-        if now.ridden is not None:
-            worker.steps.counters.count_ride(now.plan, now.rows, now.decoding)
+def _launched(step: Pass, forward_batch: Any) -> None:
+    if worker.backend is not None:
+        worker.backend.end_step(forward_batch if step.ridden is None else step.ridden)
+        if step.ridden is not None:
+            worker.steps.counters.count_ride(step.plan, step.rows, step.decoding)
 
 
 def _other_requests(scheduler: Scheduler) -> list[Req]:

@@ -61,7 +61,7 @@ def after_logits_metadata(metadata: Any, cls: type, forward_batch: Any) -> None:
     select_last_rows(metadata)
 
 
-def around_forward(original: Callable[..., Any], runner: ModelRunner, forward_batch: Any, *args: Any) -> Any:
+def around_forward_raw(original: Callable[..., Any], runner: ModelRunner, forward_batch: Any, *args: Any) -> Any:
     if worker.riding is None or runner.is_draft_worker or not passes.now.rides:
         return original(runner, forward_batch, *args)
     return worker.riding.forward_ridden(original, runner, forward_batch, worker.steps.fail, *args)

@@ -56,7 +56,11 @@ class Preparation:
             spread = None if in_capture else step.spread  # a rank without requests attends for the others
             if spread is not None and spread.mine.segments:
                 raise RuntimeError("ranks agreed on what another batch shares")
-            step = passes.now = Pass(kind, Rows(0, self.tokens_each(kind)), spread=spread)  # not what was planned
+            no_rows = Rows(0, self.tokens_each(kind))
+            if in_capture:  # of no batch
+                step = passes.begin(Pass(kind, no_rows))
+            else:
+                step.become(kind, no_rows)
         step.way = self._way_without_sharing(step)
         can_share = step.kind is (Kind.VERIFY if self._query_tokens > 1 else Kind.DECODE)
         shares = False

@@ -185,7 +185,7 @@ class Riding:
                 raise
             fail(failure.what, failure.__cause__ or failure)
         # Not inside of `except`: the error's frames hold tensors.
-        passes.now = Pass(Kind.PREFILL, now.rows)
+        now.become(Kind.PREFILL, now.rows)
         return forward(runner, batch, *args)
 
 

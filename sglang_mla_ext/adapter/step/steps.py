@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, Pass, passes
 from sglang_mla_ext.adapter.step.prefill import PrefillPlan
-from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.pass_costs import PassCosts
@@ -140,13 +139,12 @@ class Steps:
         begin = time.perf_counter()  # for a metric; ranks must decide alike, so nothing may depend on it
         if self._reached:
             self._reached, self._next_pause = False, FIRST_PAUSE
-        relay.clear()
         kind = Kind.DECODE if rides else Kind.of(mode)
         verifies = kind is Kind.VERIFY
         counted = rides or kind is Kind.PREFILL
         rows = Rows.of(new_tokens) if counted else Rows(len(reqs), self._query_tokens if verifies else 1)
         absorbs = kind is Kind.PREFILL and self._prefill is not None and self._prefill.absorbs
-        now = passes.now = Pass(kind, rows, rides=rides, decoding=decoding, absorbs=absorbs)
+        now = passes.begin(Pass(kind, rows, rides=rides, decoding=decoding, absorbs=absorbs))
         if self.spreading is not None and (spread := self.spreading.shared_plan()) is not None:
             now.spread, now.plan = spread, spread.mine
             self.counters.steps_spread += 1
@@ -245,7 +243,6 @@ class Steps:
     def forget(self) -> None:
         """Drop everything that is expanded, as when the cache was flushed."""
         passes.now.share_nothing()
-        relay.clear()
         self._prefixes.forget()
         self._forget_passing()
         if self.shadow is not None:
