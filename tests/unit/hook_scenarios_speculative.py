@@ -21,16 +21,16 @@ def scenario_a_draft_model_gets_sglangs_own_backend() -> None:
     """Also where nobody has named one for it, and nothing is taken from the model's own."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from sglang_mla_ext.adapter.step import hooks
+    from sglang_mla_ext.adapter.step.session import process
 
     server = Server()
-    steps = hooks.worker.steps
+    steps = process.session.steps
     for mla, on_gpu in ((True, "flashmla"), (False, "flashinfer")):
         name = on_gpu if torch.cuda.is_available() else "torch_native"
         ATTENTION_BACKENDS[name] = lambda runner, name=name: (name, runner)
         draft = make_runner(is_draft_worker=True, use_mla_backend=mla)
         assert ATTENTION_BACKENDS["hybrid_mla"](draft) == (name, draft)
-    assert hooks.worker.steps is steps is server.steps
+    assert process.session.steps is steps is server.steps
 
 
 def scenario_a_drafts_backends_know_their_names() -> None:

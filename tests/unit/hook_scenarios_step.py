@@ -54,15 +54,16 @@ def scenario_a_prompt_of_no_tokens_is_refused() -> None:
 
 
 def scenario_passes_before_there_is_a_scheduler_are_ignored() -> None:
+    from sglang_mla_ext.adapter.step.session import process
+
     server = Server()
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
-    scheduler, server.worker.scheduler = server.worker.scheduler, None
+    server.session.serves = False
     server.forward("DECODE", requests)
     assert not server.shares() and server.counters.steps_absorb == 0
-    server.worker.scheduler, steps = scheduler, server.worker.steps
-    server.worker.steps = None
+    server.session.serves, process.session = True, None
     server.forward("DECODE", requests)
-    server.worker.steps = steps
+    process.session = server.session
     assert not server.shares()
 
 

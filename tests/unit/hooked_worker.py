@@ -70,7 +70,7 @@ def install() -> list[str]:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_mla_ext.adapter.step import hooks
+    from sglang_mla_ext.adapter.step import hooks, start
 
     register = HookRegistry.register
 
@@ -85,9 +85,9 @@ def install() -> list[str]:
     HookRegistry.register = staticmethod(recorded)
     hooks.install()
     HookRegistry.apply_hooks()
-    hooks.assert_installed()
+    start.assert_installed()
     importlib.import_module("sglang_mla_ext.adapter.step.build")
-    return sorted(hooks._hooked)
+    return sorted(start.hooked)
 
 
 def profile_bytes(available: int, **changes: Any) -> int:
@@ -150,11 +150,17 @@ def make_runner(**changes: Any) -> Any:
     return SimpleNamespace(**{**values, **changes})
 
 
-def make_scheduler(tree_cache: Any, metrics_collector: Any = None, syncs: bool = False) -> Any:
+def make_scheduler(
+    tree_cache: Any,
+    metrics_collector: Any = None,
+    syncs: bool = False,
+    build: Callable[[], object] = lambda: None,
+) -> Any:
+    """SGLang's scheduler; `build` is called where that loads its model."""
     from sglang.srt.managers.scheduler import Scheduler
 
     runner = SimpleNamespace(decode_cuda_graph_runner=None)
-    given = dict(tree_cache=tree_cache, metrics_collector=metrics_collector, require_mlp_sync=syncs)
+    given = dict(tree_cache=tree_cache, metrics_collector=metrics_collector, require_mlp_sync=syncs, build=build)
     return Scheduler(SimpleNamespace(**given, tp_worker=SimpleNamespace(model_runner=runner)))
 
 
@@ -165,7 +171,7 @@ class Server:
         queries: query tokens of a request in a verify step; 1 without speculative decoding.
         role: of SGLang's `--disaggregation-mode`.
         syncs: whether ranks agree on each pass, as with DP attention.
-        worker: what the hooks know; steps: `worker.steps`.
+        session: of the process; steps: `session.steps`.
         kv: SGLang's pool of latent rows; buffers: the one allocation of expanded prefixes.
     """
 
@@ -176,13 +182,16 @@ class Server:
         queries: int = 1,
         role: str = "null",
         syncs: bool = False,
+        tree_cache: Any = None,
+        metrics_collector: Any = None,
         **given: Any,
     ) -> None:
         from conftest import Tree
         from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
-        from sglang_mla_ext.adapter.step import build, hooks
+        from sglang_mla_ext.adapter.step import build
+        from sglang_mla_ext.adapter.step.session import process
 
         self.tree, self.layers = Tree(PAGE), make_layers()
         sizes = dict(kv_lora_rank=RANK, qk_rope_head_dim=DR, layer_num=LAYERS, device="cpu", enable_memory_saver=False)
@@ -200,11 +209,12 @@ class Server:
         self.buffers = self._buffers_to_come()
         with options(**{"mode": "naive", "min_prefix_len": PAGE, "prefix_memory_gb": BUDGET / (1 << 30), **given}):
             assert profile_bytes(AVAILABLE) < AVAILABLE
-            self.backend = ATTENTION_BACKENDS["hybrid_mla"](self.runner)
-        self.scheduler = make_scheduler(self.tree.cache, syncs=syncs)
+            make_backend = functools.partial(ATTENTION_BACKENDS["hybrid_mla"], self.runner)
+            self.scheduler = make_scheduler(tree_cache or self.tree.cache, metrics_collector, syncs, make_backend)
         self.of_sync: dict[str, Any] = {"disable_cuda_graph": False, "others_prefill": False}
         self.said: Any = None  # of the last batch to the other rank, where there is one
-        self.worker, self.steps = hooks.worker, hooks.worker.steps
+        self.session = process.session
+        self.backend, self.steps = self.session.backend, self.session.steps
         self.counters, self.prefixes = self.steps.counters, self.steps._prefixes
         self.pool = self.prefixes.pool
 
@@ -264,7 +274,7 @@ class Server:
         batch.extend_num_tokens = len(batch.input_ids)
         batch.extend_logprob_start_lens, batch.hicache_consumer_index = new_tokens, -1
         batch.decoding_reqs = requests[rows - decoding :]
-        if self.worker.voting is not None:
+        if self.session.admission.votes:
             from sglang.srt.managers.scheduler_components import dp_attn
 
             self.said = dp_attn.prepare_mlp_sync_batch_raw(batch, **self.of_sync).said
@@ -308,6 +318,7 @@ def replace_bodies() -> None:
         self.is_mixed_chunk, self.chunked_prefill_size, self.page_size = False, 256, PAGE
         self.running_batch, self.disagg_prefill_inflight_queue = SimpleNamespace(reqs=[]), None
         self.idle, self.require_mlp_sync = True, server_args.require_mlp_sync
+        server_args.build()
 
     def flush_cache(self: Any, empty_cache: bool = True) -> bool:
         if self.idle:

@@ -68,7 +68,11 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 class HybridMLABackend(AttentionBackend):
-    """See the module."""
+    """See the module.
+
+    Attributes:
+        preparation: of its steps.
+    """
 
     def __init__(
         self,
@@ -100,7 +104,7 @@ class HybridMLABackend(AttentionBackend):
         self._stock, self._latent, self._shared, self._steps = stock, latent, shared, steps
         self._layer_index, self._heads, self._query_tokens = layer_index, heads, query_tokens
         self._leave_graph, self._prefill_graph = leave_graph, prefill_graph
-        self._preparation = Preparation(stock, latent, shared, steps, requests=requests, query_tokens=query_tokens)
+        self.preparation = Preparation(stock, latent, shared, steps, requests=requests, query_tokens=query_tokens)
         for name in FLAGS_OF_STOCK:
             if hasattr(stock.backend, name):
                 setattr(self, name, getattr(stock.backend, name))
@@ -151,9 +155,9 @@ class HybridMLABackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """A step without a CUDA graph: one without segments needs nothing of what is shared."""
         with our_part("preparing a step"):
-            step = self._preparation.begin(forward_batch, in_graph=False)
+            step = self.preparation.begin(forward_batch, in_graph=False)
             if step.way is Way.STOCK:
-                self._preparation.count_rows_as_prefill(forward_batch)
+                self.preparation.count_rows_as_prefill(forward_batch)
         if self._prefill_graph is not None and absorbs_prefill():
             with our_part("preparing a prefill graph"):
                 self._prefill_graph.begin(forward_batch, step.prefill)
@@ -162,16 +166,12 @@ class HybridMLABackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Before a CUDA graph is captured or replayed."""
-        if self._preparation.begin(forward_batch, in_graph=True, in_capture=in_capture).way is Way.STOCK:
+        if self.preparation.begin(forward_batch, in_graph=True, in_capture=in_capture).way is Way.STOCK:
             self._stock.backend.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         if passes.now.way is Way.STOCK:
             self._stock.backend.init_forward_metadata_in_graph(forward_batch)
-
-    def end_step(self, forward_batch: ForwardBatch) -> None:
-        """The step has been launched."""
-        self._preparation.end(forward_batch)
 
     # ---- in a layer
 
@@ -283,7 +283,7 @@ class HybridMLABackend(AttentionBackend):
     ) -> torch.Tensor:
         """A decode or verify step that is not the stock backend's, see `forward_decode`."""
         step = passes.now
-        rows = forward_batch.batch_size * self._preparation.tokens_each(step.kind)
+        rows = forward_batch.batch_size * self.preparation.tokens_each(step.kind)
         q, q_rope = self._in_parts(q, q_rope, rows, layer)
         shadow = self._steps.shadow if step.way is Way.SHARED else None
         watched = shadow.watched(layer.layer_id, q, q_rope) if shadow is not None else None

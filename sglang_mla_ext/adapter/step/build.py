@@ -41,11 +41,11 @@ from sglang_mla_ext.adapter.step.layer import (
     merge_before_o_proj,
     take_over,
 )
+from sglang_mla_ext.adapter.step.mixed import MixedRule
 from sglang_mla_ext.adapter.step.prefill import PrefillPlan
 from sglang_mla_ext.adapter.step.prefill_graph import make_prefill_graph
 from sglang_mla_ext.adapter.step.ranks import check_alike, drawn_key, rules, tp_group
 from sglang_mla_ext.adapter.step.reports import Reports
-from sglang_mla_ext.adapter.step.riding import Riding
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.adapter.step.spreading import Spreading, gather_over
 from sglang_mla_ext.adapter.step.steps import PrefillSharing, Steps
@@ -79,15 +79,14 @@ logger = logging.getLogger(__name__)
 
 def build(
     runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int, memory: Memory | None = None
-) -> tuple[HybridMLABackend, Steps, Riding | None]:
+) -> tuple[HybridMLABackend, Steps, MixedRule]:
     """
     Args:
         runner: with its model loaded and its pools allocated.
         budget_bytes: device memory for expanded prefixes and for our own buffers, see budget.reserve.
         memory: where what is large is allocated.
     Returns:
-        the backend for SGLang, what the scheduler's hooks talk to, and what says which prefill passes ride in decode
-        steps, None where none do.
+        the backend for SGLang, what plans its passes, and when new tokens are rows of the decode graph.
     """
     counters = Counters()
     layers = attention_layers(runner)
@@ -241,22 +240,20 @@ def build(
         hand_over_queries(layers)
     if shared is not None or (prefill is not None and prefill_graph is not None):
         merge_before_o_proj(layers, backend.merge)
-    riding = None
-    if riding_tokens:
-        riding = Riding(
-            tokens=riding_tokens,
-            most_rows=step_rows,
-            prefixes=steps.spreading or prefixes,
-            cost=replace(cost, ranks=1),  # each rank has new rows of its own
-            counters=counters,
-            grouped=latent.grouped_page is not None,
-            expands_once=passing is not None,
-            # Without a GPU it was asked for, and there is nothing to gain.
-            eager_layer_s=EAGER_LAYER_S if on_gpu else math.inf,
-            graphs=prefill.costs if prefill is not None and on_gpu else None,
-            agree=all_ranks_agree(),
-        )
-    return backend, steps, riding
+    rule = MixedRule(
+        tokens=riding_tokens,
+        most_rows=step_rows,
+        prefixes=steps.spreading or prefixes,
+        cost=replace(cost, ranks=1),  # each rank has new rows of its own
+        counters=counters,
+        grouped=latent.grouped_page is not None,
+        expands_once=passing is not None,
+        # Without a GPU it was asked for, and there is nothing to gain.
+        eager_layer_s=EAGER_LAYER_S if on_gpu else math.inf,
+        graphs=prefill.costs if prefill is not None and on_gpu else None,
+        agree=all_ranks_agree(),
+    )
+    return backend, steps, rule
 
 
 def never(answer: bool) -> bool:

@@ -74,9 +74,9 @@ class Pass:
         leaves_graph: a prefill that is sooner without its CUDA graph.
         way: of a decode or verify step; set when it begins.
         takes_query: whether it attends to expanded segments, so that its layers' queries are needed before absorption.
-        rides: whether it computes new tokens, as rows of a decode step (riding.py). decoding: in such a pass, the last
-            so many of its requests decode.
-        ridden: SGLang's batch of these rows, once it runs. last_rows: `[requests]` the last row of each.
+        mixed: whether it computes new tokens as rows of the decode graph (mixed.py). decoding: in such a pass, so many
+            of its requests, the last ones, decode.
+        as_rows: SGLang's batch of these rows, once it runs. last_rows: `[requests]` the last row of each.
         only_last_rows: whether its logits are of these alone.
         spread: what the ranks that hold prefixes together agreed on for it; None where they agreed on nothing.
         watched: what is to be copied in the merge of the layer that runs now, if anything ever is.
@@ -93,9 +93,9 @@ class Pass:
     leaves_graph: bool = False
     way: Way = Way.STOCK
     takes_query: bool = False
-    rides: bool = False
+    mixed: bool = False
     decoding: int = 0
-    ridden: Any = None
+    as_rows: Any = None
     last_rows: Any = None
     only_last_rows: bool = False
     spread: SpreadPlan | None = None
@@ -113,8 +113,8 @@ class Pass:
     def become(self, kind: Kind, rows: Rows) -> None:
         """SGLang computes it as a pass of another kind, for which nothing was planned but what ranks agreed on."""
         self.kind, self.rows = kind, rows
-        self.absorbs = self.leaves_graph = self.rides = self.only_last_rows = False
-        self.decoding, self.ridden, self.last_rows = 0, None, None
+        self.absorbs = self.leaves_graph = self.mixed = self.only_last_rows = False
+        self.decoding, self.as_rows, self.last_rows = 0, None, None
         self.share_nothing()
         self.plan = NOTHING_SHARED
 

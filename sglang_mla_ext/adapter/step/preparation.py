@@ -76,8 +76,11 @@ class Preparation:
                     raise
                 self._begin_again(step, forward_batch, error, in_graph=in_graph)
                 shares = False
-        if can_share and not in_capture:
-            self._steps.watch_step(step, shares)
+        if can_share and not in_capture and self._steps.shadow is not None:
+            try:
+                self._steps.shadow.begin_step(step, shares)
+            except Exception as error:
+                self._steps.fail("the shadow check", error)
         step.takes_query = step.way is Way.SHARED and self._shared is not None
         return step
 
@@ -111,10 +114,16 @@ class Preparation:
         if step.way is not Way.STOCK:
             self._begin_latent(step, forward_batch)
 
-    def end(self, forward_batch: ForwardBatch) -> None:
-        """The step has been launched."""
-        if self._steps.check_step(forward_batch):
+    def end_step(self, forward_batch: ForwardBatch) -> None:
+        """The step has been launched: check it, if its turn has come."""
+        if self._steps.shadow is None:
+            return
+        try:
+            if self._steps.shadow.end_step(forward_batch):
+                self._written = None  # what was planned for attention to latents
+        except Exception as error:
             self._written = None
+            self._steps.fail("the shadow check", error)
 
     def count_rows_as_prefill(self, forward_batch: ForwardBatch) -> None:
         """Of a decode or verify step that SGLang runs as prefill."""

@@ -1,16 +1,16 @@
-"""Ranks that compute together what follows attention (DP attention) agree on each pass before it.
+"""How ranks of DP attention, which compute together what follows attention, come to mix new tokens into a pass.
 
 If one of them prefills, SGLang runs the pass on all of them without CUDA graphs, where decode shares nothing. A rank
-whose new tokens ride says that it decodes, so the others keep their graphs. It rides only if nobody prefills; otherwise
-its pass is the extend that it was. It mixes nothing: a mixed batch could not go back.
+whose new tokens are rows of a decode step says that it decodes, so the others keep their graphs. They are rows only if
+nobody prefills; otherwise its pass is the extend that it was. It mixes nothing into running requests: such a batch
+could not go back.
+
+Here is only what a rank says and what follows from what all said; SGLang makes the exchange.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-from sglang_mla_ext.adapter.step.riding import Riding, is_extend
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -19,49 +19,44 @@ if TYPE_CHECKING:
 class Voting:
     """Of one scheduler."""
 
-    def __init__(self, riding: Riding) -> None:
-        self._riding = riding
-        self._would_ride: ScheduleBatch | None = None
-        self._rides: ScheduleBatch | None = None
-        self._no_graphs = False
+    def __init__(self) -> None:
+        self._offered: ScheduleBatch | None = None
+        self._agreed: ScheduleBatch | None = None
+        self._graphs = False
 
-    def would_ride(self, batch: ScheduleBatch | None) -> bool:
-        """Whether the batch that this rank would run next can ride."""
-        return batch is not None and is_extend(batch) and self._riding.can_ride(batch)
-
-    def agree(
-        self, sync: Callable[..., Any], would_ride: bool, batch: ScheduleBatch | None, *args: Any, **kwargs: Any
-    ) -> Any:
-        """`prepare_mlp_sync_batch_raw`, of the batch that this rank would run next.
+    def open(self, batch: ScheduleBatch | None, *, graphs: bool) -> None:
+        """Begin the vote on a pass.
 
         Args:
-            sync: the original; kwargs: its `disable_cuda_graph` among them.
-        Returns:
-            the batch that it runs.
+            batch: whose new tokens this rank would have as rows of a decode step; None where it has no such batch.
+            graphs: whether decode runs in CUDA graphs.
         """
-        self._would_ride, self._rides = batch if would_ride else None, None
-        self._no_graphs = kwargs["disable_cuda_graph"]
-        try:
-            found = sync(batch, *args, **kwargs)
-        finally:
-            self._would_ride = None
-        if would_ride:
-            if found.is_extend_in_batch:
-                self._riding.count_not_ridden("another rank prefills")
-            else:
-                self._rides = found
-        return found
+        self._offered, self._agreed, self._graphs = batch, None, graphs
 
     def cast(self, info: Any) -> None:
-        """What this rank is about to say of itself.
+        """Change what this rank is about to say of itself.
 
         Args:
             info: SGLang's MLPSyncBatchInfo.
         """
-        if self._would_ride is not None:
-            info.can_run_decode_cuda_graph, info.is_extend_in_batch = not self._no_graphs, False
-            info.local_forward_mode = type(self._would_ride.forward_mode).DECODE.value
+        if self._offered is not None:
+            info.can_run_decode_cuda_graph, info.is_extend_in_batch = self._graphs, False
+            info.local_forward_mode = type(self._offered.forward_mode).DECODE.value
+
+    def close(self, batch: ScheduleBatch | None) -> bool:
+        """Return whether what this rank offered was refused, because another rank prefills.
+
+        Args:
+            batch: that this rank runs, with what all ranks said.
+        """
+        offered, self._offered = self._offered, None
+        if offered is None:
+            return False
+        if batch.is_extend_in_batch:
+            return True
+        self._agreed = batch
+        return False
 
     def rides(self, batch: ScheduleBatch) -> bool:
-        """Whether the pass of a batch that was agreed on rides."""
-        return batch is self._rides
+        """Return whether ranks agreed that the new tokens of a batch are rows of a decode step."""
+        return batch is self._agreed
