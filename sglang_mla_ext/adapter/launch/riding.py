@@ -1,4 +1,4 @@
-"""Whether new tokens ride in the decode steps of a server, and how many: see step/riding.py."""
+"""Whether new tokens ride in the decode steps of a server, and how many: see step/admission.py."""
 
 from __future__ import annotations
 
