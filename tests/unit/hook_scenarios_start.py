@@ -208,6 +208,8 @@ def scenario_an_fp8_pool_is_ours_and_sized_as_such() -> None:
         build = kv_cache_configurator.KVCacheConfigurator._build_mla_kv_pool
         pool = build(configurator, max_total_num_tokens=2 * PAGE)
         assert isinstance(pool, LatentPool) is ours
+        build_hybrid = kv_cache_configurator.KVCacheConfigurator._build_hybrid_linear_kv_pool
+        assert (build_hybrid(configurator, mla_pool_class="SGLang's") is LatentPool) is ours
         sizing = object.__new__(pool_configurator.DefaultPoolConfigurator)
         assert sizing._compute_cell_size(configurator, LAYERS) == row_bytes * LAYERS
         assert pool.get_kv_size_bytes() == 3 * PAGE * row_bytes * LAYERS, "what is sized is what is allocated"
@@ -314,12 +316,13 @@ def scenario_a_peer_with_other_rows_is_refused_by_sglang() -> None:
 
     from sglang_mla_ext.adapter.latent.pool import LatentPool
     from sglang_mla_ext.adapter.step.session import process
+    from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
 
     def manager(dtype: str, ours: bool) -> Any:
         pool: Any = object.__new__(LatentPool) if ours else SimpleNamespace()
         process.session = SimpleNamespace(pool=pool)
         if ours:
-            pool.kv_cache_dim = 656
+            pool.layout = LatentRowLayout(512, 64)
         args = SimpleNamespace(kv_cache_dtype_str=dtype, page_size=64)
         made = conn.CommonKVManager(args, None, None)
         made.prefill_info_table, made.dcp_size = {}, 1

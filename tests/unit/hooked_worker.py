@@ -385,6 +385,7 @@ def replace_bodies() -> None:
     Scheduler._get_new_batch_prefill_raw = lambda self, running_batch: self.make(running_batch)
     Scheduler.get_num_allocatable_reqs = lambda self, running_bs: 12 - running_bs
     KVCacheConfigurator._profile_available_bytes = lambda self, pre_model_load_memory: pre_model_load_memory
+    KVCacheConfigurator._build_hybrid_linear_kv_pool = lambda self, *, mla_pool_class: mla_pool_class
 
 
 def refused(call: Callable[[], Any]) -> tuple[str, str]:

@@ -82,6 +82,7 @@ START_HOOKS = {
     "DefaultPoolConfigurator._compute_cell_size",
     "DraftBackendFactory.create_decode_backend",
     "DraftBackendFactory.create_draft_extend_backend",
+    "KVCacheConfigurator._build_hybrid_linear_kv_pool",
     "KVCacheConfigurator._build_mla_kv_pool",
     "KVCacheConfigurator._profile_available_bytes",
     "MLATokenToKVPoolHost.__init__",
