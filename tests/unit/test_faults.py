@@ -82,7 +82,6 @@ START_HOOKS = {
     "DefaultPoolConfigurator._compute_cell_size",
     "DraftBackendFactory.create_decode_backend",
     "DraftBackendFactory.create_draft_extend_backend",
-    "KVCacheConfigurator._build_hybrid_linear_kv_pool",
     "KVCacheConfigurator._build_mla_kv_pool",
     "KVCacheConfigurator._profile_available_bytes",
     "MLATokenToKVPoolHost.__init__",
@@ -95,8 +94,12 @@ START_HOOKS = {
 INSTEAD_OF_SGLANGS = {"fused_eh_norm.fused_eh_norm"}
 """They compute what SGLang has nothing for: of a small model's draft."""
 
-OF_OTHER_MODELS = {"utils._get_llama_4_scaling", "DeepseekMHAForwardMixin.forward_normal_prepare"}
-"""Of queries that are scaled by their positions."""
+OF_OTHER_MODELS = {
+    "utils._get_llama_4_scaling",
+    "DeepseekMHAForwardMixin.forward_normal_prepare",
+    "KVCacheConfigurator._build_hybrid_linear_kv_pool",
+}
+"""Of queries that are scaled by their positions, and of layers with linear attention."""
 
 REPLAYS = {"PrefillCudaGraphRunner.execute"}
 """Of prefill graphs, which a CPU has none of; passes without them go through the same function."""
