@@ -69,7 +69,7 @@ class our_part:
             raise OurPartFailedError(self._what, error) from error
 
 
-def guarded(doing: str, *, only_shows: bool = False) -> Callable[[Method], Method]:
+def guarded(doing: str, *, only_shows: bool = False, loses_memory: bool = False) -> Callable[[Method], Method]:
     """Return a decorator of what SGLang calls in a running server: what it raises does not reach SGLang. It returns
     None then.
 
@@ -77,6 +77,7 @@ def guarded(doing: str, *, only_shows: bool = False) -> Callable[[Method], Metho
         doing: what it does. Its first argument has the process's `steps`: a method of the session or of its admission,
             or a function that gets the session.
         only_shows: what is shared stays so; otherwise it is forgotten, and nothing is shared for a while.
+        loses_memory: the session's memory has to be cleared before it is used again.
     """
 
     def guard(method: Method) -> Method:
@@ -88,7 +89,7 @@ def guarded(doing: str, *, only_shows: bool = False) -> Callable[[Method], Metho
                 if only_shows:
                     self.steps.counters.fall_back(f"{doing} failed: {type(error).__name__}", error)
                 else:
-                    self.steps.fail(doing, error)
+                    self.steps.fail(doing, error, self.memory.clear if loses_memory else None)
 
         return call
 

@@ -141,13 +141,11 @@ class Session:
         if installed.gives_kv_memory(recv_req.tags):
             self.steps.forget()
 
+    @guarded("clearing memory after sleep", loses_memory=True)
     def memory_resumed(self, result: Any, manager: Any, recv_req: Any) -> None:
         """`resume_memory_occupation`: the memory is there again, with any contents."""
-        try:
-            if installed.gives_kv_memory(recv_req.tags):
-                self.memory.clear()
-        except Exception as error:
-            self.steps.fail("clearing memory after sleep", error, self.memory.clear)
+        if installed.gives_kv_memory(recv_req.tags):
+            self.memory.clear()
 
     @guarded("becoming idle")
     def idle(self, result: None, scheduler: Scheduler) -> None:
