@@ -18,7 +18,7 @@ trap 'exit 130' INT TERM
 cd "$REPOSITORY"
 OLDEST=0.5.17
 UNIT_OF_OLDEST=(tests/unit/test_{backend_interface,cli,contract,contract_reads,dp_routing,examine,features,grouped_prefixes}.py
-    tests/unit/test_{models_at_launch,mixing,plugin,riding,mixed_steps_at_launch,segments,shared_prefixes,status,syntax}.py
+    tests/unit/test_{models_at_launch,admission,plugin,mixed,mixed_steps_at_launch,segments,shared_prefixes,status,syntax}.py
     tests/unit/test_{host_cache,shared_nodes,tree_on_host,tree_view,bench_planner}.py) # these are about trees of nodes
 # Not adapted to the newest yet: here their worker is put together as the oldest does.
 ONLY_OF_OLDEST=(tests/unit/test_{faults,hooks,latent_pool}.py)

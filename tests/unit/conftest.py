@@ -224,11 +224,10 @@ def make_world(monkeypatch: pytest.MonkeyPatch, new_tree: Any) -> Any:
     from decode_world import World
 
     from sglang_mla_ext.adapter.step.passes import passes
-    from sglang_mla_ext.adapter.step.relay import relay
 
-    relay.clear(), passes.end()
+    passes.end()
     yield lambda **options: World(monkeypatch, new_tree, **options)
-    relay.clear(), passes.end()
+    passes.end()
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,9 @@ from doubles import (
 from graph_in_torch import TorchGraph, opaque
 from torch import Tensor
 
+from sglang_mla_ext.adapter.step.admission import Admission
 from sglang_mla_ext.adapter.step.layer import after_split_q
+from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.naive.attention import TorchSharedAttention
 from sglang_mla_ext.kernels.reference import attention as reference
@@ -39,6 +41,30 @@ from sglang_mla_ext.options import HybridMLAOptions
 DN, DV, SCALE = 16, 16, 0.2
 LAYER_IDS = (3, 5)
 MAX_REQUESTS, MAX_TOKENS, TREE_PAGES, PAGES = 12, 16 * PAGE, 60, 100
+
+
+def plan_pass(
+    steps: Any,
+    mode: Any,
+    reqs: Sequence[Any],
+    running: Sequence[Any],
+    prefix_lens: Sequence[int] = (),
+    new_tokens: Sequence[int] = (),
+    *,
+    mixed: bool = False,
+    decoding: int = 0,
+) -> None:
+    """What the session does before a forward pass: the pass is chosen, and planned.
+
+    Args:
+        mixed: new tokens are rows of the decode graph; the last `decoding` of the requests are decoding.
+    """
+    admission = Admission(SimpleNamespace(tokens=int(mixed)), steps, None)
+    admission._in_decode_graph = lambda batch, votes: mixed
+    batch = SimpleNamespace(reqs=reqs, decoding_reqs=reqs[len(reqs) - decoding :])
+    forward_batch = SimpleNamespace(forward_mode=mode, extend_seq_lens_cpu=new_tokens)
+    chosen = passes.begin(admission.choose(batch, forward_batch))
+    steps.plan_pass(chosen, reqs, running, prefix_lens, new_tokens)
 
 
 class Mode:
@@ -169,7 +195,7 @@ class World:
         if kind == "gpu":
             self._as_on_a_gpu(grouped, runs)
         options = HybridMLAOptions(**{"mode": "naive", "min_prefix_len": PAGE, **options})
-        self.backend, self.steps, self.riding = self._build.build(self.runner, options, budget_bytes)
+        self.backend, self.steps, _ = self._build.build(self.runner, options, budget_bytes)
         self.steps.attach(lambda: self.tree.view)
         return self.backend
 
@@ -283,10 +309,10 @@ class World:
         """A step without a graph; the largest relative error of its layers' outputs."""
         mode = mode or self.mode
         batch, inputs = self.batch(requests, mode), self.inputs(len(requests), 1 if mode is DECODE else 0)
-        self.steps.before_forward(mode, requests, requests)
+        plan_pass(self.steps, mode, requests, requests)
         self.backend.init_forward_metadata(batch)
         outs = self.forward(batch, inputs, whole)
-        self.backend.end_step(batch)
+        self.backend.preparation.end_step(batch)
         return self.error(outs, batch, inputs)
 
     def ride(self, requests: Sequence[Any], counts: Sequence[int]) -> float:
@@ -294,14 +320,14 @@ class World:
         relative error of its layers' outputs."""
         lens = [int(self.lens[request.index]) for request in requests]
         cached = [length - count for length, count in zip(lens, counts, strict=True)]
-        self.steps.before_forward(EXTEND, requests, requests, cached, counts, rides=True)
+        plan_pass(self.steps, EXTEND, requests, requests, cached, counts, mixed=True)
         batch = self.batch([request for request, count in zip(requests, counts, strict=True) for _ in range(count)])
         batch.seq_lens = batch.seq_lens - torch.tensor([left for count in counts for left in reversed(range(count))])
         batch.out_cache_loc = self.req_to_token[batch.req_pool_indices, batch.seq_lens - 1].long()
         inputs = self.inputs(batch.batch_size)
         self.backend.init_forward_metadata(batch)
         outs = self.forward(batch, inputs)
-        self.backend.end_step(batch)
+        self.backend.preparation.end_step(batch)
         return self.error(outs, batch, inputs)
 
     def error(
@@ -340,7 +366,7 @@ class Graph:
         self.batch = world.batch([], padded=requests)
         self.batch.out_cache_loc = torch.zeros(requests * world.queries, dtype=torch.int64)
         self.inputs = world.inputs(requests)
-        world.steps.before_forward(world.mode, [], [])
+        plan_pass(world.steps, world.mode, [], [])
         world.backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
         self._graph = TorchGraph()
         with self._graph.capture():
@@ -355,10 +381,10 @@ class Graph:
         for static, fresh in zip(self.inputs, world.inputs(self.requests), strict=True):
             for old, new in zip(static, fresh, strict=True):
                 old.copy_(new)
-        world.steps.before_forward(world.mode, requests, requests)
+        plan_pass(world.steps, world.mode, requests, requests)
         world.backend.init_forward_metadata_out_graph(self.batch)
         self._graph.replay()
-        world.backend.end_step(now)
+        world.backend.preparation.end_step(now)
         return world.error(self.outs, self.batch, self.inputs, len(requests))
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from hook_scenarios_riding import TOKENS, Mixes
+from hook_scenarios_mixed import TOKENS, Mixes
 from hook_scenarios_sleep import Saver, asked, updater
 from hooked_worker import DN, DR, DV, HEADS, PAGE, PROMPT, RANK, Server, batch_of
 
@@ -26,10 +26,10 @@ class WrongAnswer(Exception):
 
 
 def shorten_pauses() -> None:
-    from sglang_mla_ext.adapter.step import hooks, steps
+    from sglang_mla_ext.adapter.step import reports, steps
 
     steps.FIRST_PAUSE, steps.LONGEST_PAUSE = 1, 4
-    hooks.METRICS_INTERVAL_S = -1.0
+    reports.METRICS_INTERVAL_S = -1.0
 
 
 @dataclass
@@ -54,9 +54,9 @@ class Life:
     def __init__(self, metrics: Any) -> None:
         self.saver = Saver()
         self.server = Server(saver=self.saver, verify_interval=2, mixed_tokens=TOKENS)
-        self.server.worker.metrics, self.server.worker.metrics_time = metrics, 0.0
+        self.server.steps.reports._metrics = metrics
         self.counters = self.server.counters
-        self.of_ours = self.server.worker.memory.zeros(1, dtype=torch.uint8, device="cpu")
+        self.of_ours = self.server.session.memory.zeros(1, dtype=torch.uint8, device="cpu")
         torch.manual_seed(1)
         for layer in self.server.layers:
             for attention in (layer.attn_mqa, layer.attn_mha):
@@ -87,9 +87,6 @@ class Life:
         self.manager = updater(self.server, self.saver, flush=lambda: False)
         self.manager.tp_worker.update_weights_from_disk = self._update_weights
         self.mixes = Mixes(self.server)
-        from sglang_mla_ext.adapter.step.voting import Voting
-
-        self.voting = Voting()
         reporter = SimpleNamespace(
             num_generated_tokens=0, forward_ct_decode=0, report_decode_stats=lambda can, running_batch: None
         )
@@ -113,7 +110,7 @@ class Life:
         yield lambda: self.decode(requests, 2)
         yield lambda: self.server.scheduler.get_internal_state(None)
         yield self.validate
-        yield lambda: self.prefill(requests[::2], rides=True)
+        yield lambda: self.prefill(requests[::2], mixed=True)
         yield lambda: self.mix(requests[::2])
         yield lambda: self.agree(requests[::2])
         yield self.weights_change
@@ -189,31 +186,30 @@ class Life:
     def mix(self, requests: list[Any]) -> None:
         """The last one is decoding, if SGLang's scheduler is told to mix."""
         (_, (mixed, _)) = self.mixes.make()
-        self.prefill(requests, rides=True, decoding=int(mixed))
+        self.prefill(requests, mixed=True, decoding=int(mixed))
         self.mixes.new.decoding_reqs = [SimpleNamespace(is_retracted=True)] * mixed
         self.mixes.results.process_batch_result_prefill(self.mixes.new, SimpleNamespace(can_run_cuda_graph=False))
 
     def agree(self, requests: list[Any]) -> None:
         """A pass that rides, if another rank is told of it."""
-        worker = self.server.worker
-        worker.voting = self.voting
+        self.server.session.admission.votes = True
         try:
-            self.prefill(requests, rides=True)
+            self.prefill(requests, mixed=True)
         finally:
-            worker.voting = None
+            self.server.session.admission.votes = False
 
-    def prefill(self, requests: list[Any], rides: bool = False, decoding: int = 0) -> None:
+    def prefill(self, requests: list[Any], mixed: bool = False, decoding: int = 0) -> None:
         """New tokens of each behind what they share: two and more, or one of the last so many, which are decoding."""
         counts = [*range(2, 2 + len(requests) - decoding), *[1] * decoding]
-        lens, worker = dict(prefix_lens=[SHARED] * len(requests), new_tokens=counts), self.server.worker
-        riding, worker.riding = worker.riding, worker.riding if rides else None
+        lens, rule = dict(prefix_lens=[SHARED] * len(requests), new_tokens=counts), self.server.session.admission.rule
+        rule.tokens = TOKENS if mixed else 0
         try:
             batch = self.server.forward("MIXED" if decoding else "EXTEND", requests, decoding=decoding, **lens)
-            self._prefill(requests, counts, batch, rides)
+            self._prefill(requests, counts, batch, mixed)
         finally:
-            worker.riding = riding
+            rule.tokens = TOKENS
 
-    def _prefill(self, requests: list[Any], counts: list[int], batch: Any, rides: bool) -> None:
+    def _prefill(self, requests: list[Any], counts: list[int], batch: Any, mixed: bool) -> None:
         table, slots = self.server.runner.req_to_token_pool.req_to_token, []
         for row, (request, count) in enumerate(zip(requests, counts, strict=True)):
             new = 7000 + 8 * row + torch.arange(count)
@@ -225,7 +221,7 @@ class Life:
         seen = [
             of_one[: SHARED + token + 1] for of_one, count in zip(slots, counts, strict=True) for token in range(count)
         ]
-        if not rides:
+        if not mixed:
             self._compare(self._run(batch, inputs, self._prefill_layer), inputs, seen)
             return
         from sglang.srt.layers.logits_processor import LogitsMetadata

@@ -91,7 +91,7 @@ def scenario_large_buffers_are_in_the_region_of_the_kv_cache() -> None:
     server = Server(saver=saver)
     (buffers,) = server.buffers
     assert {tag for tag, _ in saver.saved} == {"kv_cache"}
-    assert buffers.bytes < saver.bytes("kv_cache") == server.worker.memory.bytes <= BUDGET
+    assert buffers.bytes < saver.bytes("kv_cache") == server.session.memory.bytes <= BUDGET
     inside = {tensor.data_ptr() for _, tensor in saver.saved}
     assert {part.data_ptr() for part in (buffers.k_nope, buffers.v_t, buffers.k_rope)} < inside
     assert buffers.k_scale.data_ptr() not in inside, "what is written once stays"
@@ -157,13 +157,13 @@ def scenario_weights_and_graphs_sleep_without_the_expanded_prefixes() -> None:
 
 def scenario_memory_may_sleep_before_there_is_a_backend() -> None:
     """And without torch_memory_saver nothing is lost."""
-    from sglang_mla_ext.adapter.step import hooks
+    from sglang_mla_ext.adapter.step.session import process
 
     manager = updater(SimpleNamespace(scheduler=SimpleNamespace(is_fully_idle=lambda: True, flush_cache=bool)), Saver())
-    assert hooks.worker.memory is None
+    assert process.session is None
     manager.release_memory_occupation(asked())
     manager.resume_memory_occupation(asked())
     server = Server()
-    assert server.worker.memory.bytes > server.buffers[0].bytes
+    assert server.session.memory.bytes > server.buffers[0].bytes
     server.forward("DECODE", server.run(PROMPT + "-a", PROMPT + "-b"))
     assert server.shares()

@@ -21,16 +21,16 @@ def scenario_a_draft_model_gets_sglangs_own_backend() -> None:
     """Also where nobody has named one for it, and nothing is taken from the model's own."""
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
-    from sglang_mla_ext.adapter.step import hooks
+    from sglang_mla_ext.adapter.step.session import process
 
     server = Server()
-    steps = hooks.worker.steps
+    steps = process.session.steps
     for mla, on_gpu in ((True, "flashmla"), (False, "flashinfer")):
         name = on_gpu if torch.cuda.is_available() else "torch_native"
         ATTENTION_BACKENDS[name] = lambda runner, name=name: (name, runner)
         draft = make_runner(is_draft_worker=True, use_mla_backend=mla)
         assert ATTENTION_BACKENDS["hybrid_mla"](draft) == (name, draft)
-    assert hooks.worker.steps is steps is server.steps
+    assert process.session.steps is steps is server.steps
 
 
 def scenario_a_drafts_backends_know_their_names() -> None:
@@ -146,7 +146,7 @@ def check_verify_step(server: Server, requests: list[Any]) -> None:
     """The layers' own steps: each draft ends as attention over its request's keys up to its own."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import DeepseekMLAForwardMixin
 
-    from sglang_mla_ext.adapter.step.relay import relay
+    from sglang_mla_ext.adapter.step.passes import passes
     from sglang_mla_ext.kernels.reference import attention as reference
 
     rows = len(requests) * QUERIES
@@ -162,7 +162,7 @@ def check_verify_step(server: Server, requests: list[Any]) -> None:
         out = server.backend.forward(q_absorbed, k_nope, k_nope, attention, batch, q_rope=q_rope, k_rope=k_rope)
         per_head = torch.einsum("bhr,hdr->bhd", out.view(rows, HEADS, RANK), w_v)
         found = layer.o_proj(per_head.reshape(rows, HEADS * DV)).view(rows, HEADS, DV)
-        assert relay.q_nope is None and relay.tail_lse is None
+        assert passes.now.q_nope is None and passes.now.tail_lse is None
         for row in range(rows):
             request, token = divmod(row, QUERIES)
             new = batch.out_cache_loc[request * QUERIES : row + 1]

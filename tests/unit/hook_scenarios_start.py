@@ -34,7 +34,7 @@ from sglang_mla_ext.adapter.compat import contract
 
 
 def scenario_the_budget_is_taken_out_of_sglangs_memory() -> None:
-    from sglang_mla_ext.adapter.step.hooks import worker
+    from sglang_mla_ext.adapter.step.session import process
 
     for given, budget in (
         ({"prefix_memory_gb": 0.25}, 1 << 28),
@@ -46,7 +46,7 @@ def scenario_the_budget_is_taken_out_of_sglangs_memory() -> None:
         with options(**given):
             for _ in range(2):  # asked again, it takes it out of what is available then
                 assert profile_bytes(AVAILABLE) == AVAILABLE - budget, given
-                assert worker.budget_bytes == budget, given
+                assert process.budget_bytes == budget, given
 
 
 def scenario_a_budget_that_leaves_nothing_is_refused() -> None:
@@ -102,7 +102,9 @@ def scenario_all_that_is_allocated_is_inside_the_budget() -> None:
     (buffers,) = server.buffers
     assert 0 < buffers.bytes <= BUDGET
     assert buffers.chunks == server.pool.num_chunks
-    assert server.steps.reports.report()["budget_bytes"] == server.worker.budget_bytes == BUDGET
+    from sglang_mla_ext.adapter.step.session import process
+
+    assert server.steps.reports.report()["budget_bytes"] == process.budget_bytes == BUDGET
 
 
 # ---- the backend's factory
@@ -127,14 +129,14 @@ def scenario_the_factory_hands_the_budget_to_the_build() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 
     from sglang_mla_ext.adapter.build import assemble
-    from sglang_mla_ext.adapter.step import hooks
+    from sglang_mla_ext.adapter.step.session import process
 
-    built, steps = [], SimpleNamespace(spreading=None)
+    built, steps, rule = [], SimpleNamespace(spreading=None), SimpleNamespace(tokens=0)
+    process.scheduler = SimpleNamespace()
 
-    def record(runner: Any, options: Any, budget_bytes: int, memory: Any) -> tuple[str, Any, None]:
-        assert memory is hooks.worker.memory
-        built.append((runner, options.mode, budget_bytes))
-        return "backend", steps, None
+    def record(runner: Any, options: Any, budget_bytes: int, memory: Any) -> tuple[str, Any, Any]:
+        built.append((runner, options.mode, budget_bytes, memory))
+        return "backend", steps, rule
 
     assemble.build = record
     for cache in (torch.bfloat16, FP8):
@@ -142,7 +144,8 @@ def scenario_the_factory_hands_the_budget_to_the_build() -> None:
         with options(mode="naive", prefix_memory_gb=0.25):
             profile_bytes(AVAILABLE)
             assert ATTENTION_BACKENDS["hybrid_mla"](runner) == "backend"
-        assert built.pop() == (runner, "naive", 1 << 28) and hooks.worker.steps is steps
+        session = process.session
+        assert built.pop() == (runner, "naive", 1 << 28, session.memory) and session.steps is steps
 
 
 def scenario_the_models_layers_are_found_in_their_order_or_the_launch_is_refused() -> None:
@@ -205,6 +208,8 @@ def scenario_an_fp8_pool_is_ours_and_sized_as_such() -> None:
         build = kv_cache_configurator.KVCacheConfigurator._build_mla_kv_pool
         pool = build(configurator, max_total_num_tokens=2 * PAGE)
         assert isinstance(pool, LatentPool) is ours
+        build_hybrid = kv_cache_configurator.KVCacheConfigurator._build_hybrid_linear_kv_pool
+        assert (build_hybrid(configurator, mla_pool_class="SGLang's") is LatentPool) is ours
         sizing = object.__new__(pool_configurator.DefaultPoolConfigurator)
         assert sizing._compute_cell_size(configurator, LAYERS) == row_bytes * LAYERS
         assert pool.get_kv_size_bytes() == 3 * PAGE * row_bytes * LAYERS, "what is sized is what is allocated"
@@ -221,8 +226,7 @@ def scenario_the_scheduler_gets_no_further_without_the_backend() -> None:
 
 
 def scenario_the_scheduler_gets_no_further_with_a_tree_that_cannot_be_read() -> None:
-    Server()
-    kind, message = refused(lambda: make_scheduler(SimpleNamespace()))
+    kind, message = refused(lambda: Server(tree_cache=SimpleNamespace()))
     assert kind == "UnsupportedTree" and "--disable-radix-cache" in message
 
 
@@ -255,8 +259,7 @@ def scenario_server_info_has_our_report() -> None:
 
 
 def scenario_metrics_are_published_once_a_second_and_when_idle() -> None:
-    server = Server()
-    from sglang_mla_ext.adapter.step import hooks
+    from sglang_mla_ext.adapter.step import reports
 
     published: list[Any] = []
 
@@ -269,11 +272,12 @@ def scenario_metrics_are_published_once_a_second_and_when_idle() -> None:
             published.append(report)
 
     now = 1000.0
-    hooks.Metrics, hooks.time = Metrics, SimpleNamespace(monotonic=lambda: now)
+    reports.Metrics, reports.time = Metrics, SimpleNamespace(monotonic=lambda: now)
+    server = Server()
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
     server.forward("DECODE", requests)
     assert published == [], "a server without metrics"
-    server.scheduler = make_scheduler(server.tree.cache, SimpleNamespace(labels={"model_name": "m"}))
+    server.steps.reports.publish_as({"model_name": "m"})
     server.steps.shadow = SimpleNamespace(pop_errors=iter([[0.5], [], []]).__next__, judge=lambda: None)
     for _ in range(3):
         server.forward("DECODE", requests)
@@ -284,6 +288,8 @@ def scenario_metrics_are_published_once_a_second_and_when_idle() -> None:
     now += 1.5
     server.scheduler.on_idle()
     assert len(published) == 3 and published[-1]["groups"] == []
+    begun = Server(metrics_collector=SimpleNamespace(labels={"model_name": "m"}))
+    assert isinstance(begun.steps.reports._metrics, Metrics), "with SGLang's labels"
 
 
 # ---- what a server on a CPU needs
@@ -309,12 +315,14 @@ def scenario_a_peer_with_other_rows_is_refused_by_sglang() -> None:
     from sglang.srt.disaggregation.common import conn
 
     from sglang_mla_ext.adapter.latent.pool import LatentPool
-    from sglang_mla_ext.adapter.step.hooks import worker
+    from sglang_mla_ext.adapter.step.session import process
+    from sglang_mla_ext.kernels.storage.latent_rows import LatentRowLayout
 
     def manager(dtype: str, ours: bool) -> Any:
-        worker.pool = object.__new__(LatentPool) if ours else SimpleNamespace()
+        pool: Any = object.__new__(LatentPool) if ours else SimpleNamespace()
+        process.session = SimpleNamespace(pool=pool)
         if ours:
-            worker.pool.kv_cache_dim = 656
+            pool.layout = LatentRowLayout(512, 64)
         args = SimpleNamespace(kv_cache_dtype_str=dtype, page_size=64)
         made = conn.CommonKVManager(args, None, None)
         made.prefill_info_table, made.dcp_size = {}, 1

@@ -54,22 +54,23 @@ def scenario_a_prompt_of_no_tokens_is_refused() -> None:
 
 
 def scenario_passes_before_there_is_a_scheduler_are_ignored() -> None:
+    from sglang_mla_ext.adapter.step.session import process
+
     server = Server()
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
-    scheduler, server.worker.scheduler = server.worker.scheduler, None
+    server.session.serves = False
     server.forward("DECODE", requests)
     assert not server.shares() and server.counters.steps_absorb == 0
-    server.worker.scheduler, steps = scheduler, server.worker.steps
-    server.worker.steps = None
+    server.session.serves, process.session = True, None
     server.forward("DECODE", requests)
-    server.worker.steps = steps
+    process.session = server.session
     assert not server.shares()
 
 
 def scenario_a_new_pass_forgets_what_the_one_before_left() -> None:
     """As when a pass ended in an error between two hooks."""
     server = Server()
-    from sglang_mla_ext.adapter.step.relay import relay
+    from sglang_mla_ext.adapter.step.passes import passes
 
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
     for mode, lens in (
@@ -78,9 +79,9 @@ def scenario_a_new_pass_forgets_what_the_one_before_left() -> None:
         ("EXTEND", {"prefix_lens": [0, 0], "new_tokens": [1, 1]}),
     ):
         server.coming.takes_query, server.coming.prefill = True, "plan"
-        relay.q_nope = relay.tail_lse = torch.zeros(1)
+        passes.now.q_nope = passes.now.tail_lse = torch.zeros(1)
         server.forward(mode, requests, **lens)
-        assert not server.coming.takes_query and relay.q_nope is None and relay.tail_lse is None, mode
+        assert not server.coming.takes_query and passes.now.q_nope is None and passes.now.tail_lse is None, mode
         assert server.coming.prefill is None, mode
         assert server.shares() == (mode == "DECODE"), mode
 
@@ -238,7 +239,7 @@ def check_decode_step(server: Server, requests: list[Any]) -> None:
     """The layers' own steps, with their weights as absorb takes them: each row ends as attention over all its keys."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla import DeepseekMLAForwardMixin
 
-    from sglang_mla_ext.adapter.step.relay import relay
+    from sglang_mla_ext.adapter.step.passes import passes
     from sglang_mla_ext.kernels.reference import attention as reference
 
     rows = len(requests)
@@ -258,7 +259,7 @@ def check_decode_step(server: Server, requests: list[Any]) -> None:
         out = server.backend.forward_decode(q_absorbed, k_nope, k_nope, attention, batch, **parts)
         per_head = torch.einsum("bhr,hdr->bhd", out.view(rows, HEADS, RANK), w_v)
         found = layer.o_proj(per_head.reshape(rows, HEADS * DV)).view(rows, HEADS, DV)
-        assert relay.q_nope is None and relay.tail_lse is None
+        assert passes.now.q_nope is None and passes.now.tail_lse is None
         for row, request in enumerate(requests):
             slots = torch.cat([request.slots, batch.out_cache_loc[row, None]])
             keys_of = server.kv.get_key_buffer(index)[slots, 0]
@@ -271,7 +272,7 @@ def check_decode_step(server: Server, requests: list[Any]) -> None:
 def scenario_a_layer_whose_shared_part_is_not_merged_is_noticed() -> None:
     """By the layer after it, and by no later pass."""
     server = Server()
-    from sglang_mla_ext.adapter.step.relay import relay
+    from sglang_mla_ext.adapter.step.passes import passes
 
     requests = server.run(PROMPT + "-a", PROMPT + "-b")
     query = torch.randn(2, HEADS, RANK), None, None
@@ -280,7 +281,7 @@ def scenario_a_layer_whose_shared_part_is_not_merged_is_noticed() -> None:
         batch = batch_of(server, requests)
         server.backend.init_forward_metadata(batch)
         for index in range(2):
-            relay.q_nope = torch.randn(2, HEADS, DN)
+            passes.now.q_nope = torch.randn(2, HEADS, DN)
             layer = SimpleNamespace(layer_id=index, scaling=0.2, v_head_dim=RANK)
             attend = partial(server.backend.forward_decode, *query, layer, batch, q_rope=torch.randn(2, HEADS, DR))
             if index == 0:
@@ -297,7 +298,6 @@ def scenario_the_query_is_kept_only_where_it_is_needed() -> None:
 
     from sglang_mla_ext.adapter.step.layer import take_over
     from sglang_mla_ext.adapter.step.passes import passes
-    from sglang_mla_ext.adapter.step.relay import relay
 
     (layer, of_a_draft), q, latent = make_layers(), torch.randn(3, HEADS, DN + DR), torch.randn(3, RANK + DR)
     take_over([layer])
@@ -306,10 +306,10 @@ def scenario_the_query_is_kept_only_where_it_is_needed() -> None:
         result = DeepseekMLAForwardMixin._split_q_nope_pe(layer, q, latent)
         assert [part.shape[-1] for part in result] == [DN, DR, DR]
         DeepseekMLAForwardMixin._split_q_nope_pe(of_a_draft, q, latent)
-        assert relay.q_nope is (result[0] if needed else None)
+        assert passes.now.q_nope is (result[0] if needed else None)
     scaling = utils._get_llama_4_scaling(2, 0.1, torch.arange(3))
     result = DeepseekMLAForwardMixin._split_q_nope_pe(layer, q, latent)
-    assert scaling[2] > 1 and torch.equal(relay.q_nope, result[0] * scaling)
+    assert scaling[2] > 1 and torch.equal(passes.now.q_nope, result[0] * scaling)
 
 
 def scenario_queries_of_prefill_are_scaled_too() -> None:

@@ -71,7 +71,7 @@ def install() -> list[str]:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_mla_ext.adapter.step import hooks
+    from sglang_mla_ext.adapter.step import hooks, start
 
     register = HookRegistry.register
 
@@ -86,9 +86,9 @@ def install() -> list[str]:
     HookRegistry.register = staticmethod(recorded)
     hooks.install()
     HookRegistry.apply_hooks()
-    hooks.assert_installed()
+    start.assert_installed()
     importlib.import_module("sglang_mla_ext.adapter.build.assemble")
-    return sorted(hooks._hooked)
+    return sorted(start.hooked)
 
 
 def of_ranks(count: int) -> dict[str, Any]:
@@ -160,11 +160,17 @@ def make_runner(**changes: Any) -> Any:
     return SimpleNamespace(**{**values, **changes})
 
 
-def make_scheduler(tree_cache: Any, metrics_collector: Any = None, syncs: bool = False) -> Any:
+def make_scheduler(
+    tree_cache: Any,
+    metrics_collector: Any = None,
+    syncs: bool = False,
+    build: Callable[[], object] = lambda: None,
+) -> Any:
+    """SGLang's scheduler; `build` is called where that loads its model."""
     from sglang.srt.managers.scheduler import Scheduler
 
     runner = SimpleNamespace(decode_cuda_graph_runner=None)
-    given = dict(tree_cache=tree_cache, metrics_collector=metrics_collector, require_mlp_sync=syncs)
+    given = dict(tree_cache=tree_cache, metrics_collector=metrics_collector, require_mlp_sync=syncs, build=build)
     return Scheduler(SimpleNamespace(**given, tp_worker=SimpleNamespace(model_runner=runner)))
 
 
@@ -175,7 +181,7 @@ class Server:
         queries: query tokens of a request in a verify step; 1 without speculative decoding.
         role: of SGLang's `--disaggregation-mode`.
         syncs: whether ranks agree on each pass, as with DP attention.
-        worker: what the hooks know; steps: `worker.steps`.
+        session: of the process; steps: `session.steps`.
         kv: SGLang's pool of latent rows; buffers: the one allocation of expanded prefixes.
     """
 
@@ -186,6 +192,8 @@ class Server:
         queries: int = 1,
         role: str = "null",
         syncs: bool = False,
+        tree_cache: Any = None,
+        metrics_collector: Any = None,
         **given: Any,
     ) -> None:
         from conftest import Tree
@@ -193,7 +201,7 @@ class Server:
         from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
         from sglang_mla_ext.adapter.build import model
-        from sglang_mla_ext.adapter.step import hooks
+        from sglang_mla_ext.adapter.step.session import process
 
         self.tree, self.layers = Tree(PAGE), make_layers()
         sizes = dict(kv_lora_rank=RANK, qk_rope_head_dim=DR, layer_num=LAYERS, device="cpu", enable_memory_saver=False)
@@ -211,11 +219,12 @@ class Server:
         with options(**{"mode": "naive", "min_prefix_len": PAGE, "prefix_memory_gb": BUDGET / (1 << 30), **given}):
             assert profile_bytes(AVAILABLE) < AVAILABLE
             model.attention_layers = lambda runner: self.layers
-            self.backend = ATTENTION_BACKENDS["hybrid_mla"](self.runner)
-        self.scheduler = make_scheduler(self.tree.cache, syncs=syncs)
+            make_backend = functools.partial(ATTENTION_BACKENDS["hybrid_mla"], self.runner)
+            self.scheduler = make_scheduler(tree_cache or self.tree.cache, metrics_collector, syncs, make_backend)
         self.of_sync: dict[str, Any] = {"disable_cuda_graph": False, "others_prefill": False}
         self.said: Any = None  # of the last batch to the other rank, where there is one
-        self.worker, self.steps = hooks.worker, hooks.worker.steps
+        self.session = process.session
+        self.backend, self.steps = self.session.backend, self.session.steps
         self.counters, self.prefixes = self.steps.counters, self.steps._prefixes
         self.pool = self.prefixes.pool
 
@@ -275,7 +284,7 @@ class Server:
         batch.extend_num_tokens = len(batch.input_ids)
         batch.extend_logprob_start_lens, batch.hicache_consumer_index = new_tokens, -1
         batch.decoding_reqs = requests[rows - decoding :]
-        if self.worker.voting is not None:
+        if self.session.admission.votes:
             from sglang.srt.managers.scheduler_components import dp_attn
 
             self.said = dp_attn.prepare_mlp_sync_batch_raw(batch, **self.of_sync).said
@@ -319,6 +328,7 @@ def replace_bodies() -> None:
         self.is_mixed_chunk, self.chunked_prefill_size, self.page_size = False, 256, PAGE
         self.running_batch, self.disagg_prefill_inflight_queue = SimpleNamespace(reqs=[]), None
         self.idle, self.require_mlp_sync = True, server_args.require_mlp_sync
+        server_args.build()
 
     def flush_cache(self: Any, empty_cache: bool = True) -> bool:
         if self.idle:
@@ -375,6 +385,7 @@ def replace_bodies() -> None:
     Scheduler._get_new_batch_prefill_raw = lambda self, running_batch: self.make(running_batch)
     Scheduler.get_num_allocatable_reqs = lambda self, running_bs: 12 - running_bs
     KVCacheConfigurator._profile_available_bytes = lambda self, pre_model_load_memory: pre_model_load_memory
+    KVCacheConfigurator._build_hybrid_linear_kv_pool = lambda self, *, mla_pool_class: mla_pool_class
 
 
 def refused(call: Callable[[], Any]) -> tuple[str, str]:

@@ -190,11 +190,14 @@ def scenario_worker():
         os.environ[stubs.INSTALLED_VARIABLE] = "1"
     load_plugins()
     from sglang_mla_ext.adapter.compat import contract
-    from sglang_mla_ext.adapter.step import hooks
+    from sglang_mla_ext.adapter.compat.table import dotted
+    from sglang_mla_ext.adapter.step import hooks, start
 
-    hooks.assert_installed()
+    start.assert_installed()
     return {
-        "ours": sorted(hooks._hooked),
+        "ours": sorted(start.hooked),
+        "features": {target: feature.name for target, feature in start.hooked.items()},
+        "table": {contract.table().path_of(dotted(hook.target)): hook.feature.name for hook in hooks.table()},
         "contract": [use.path for use in contract.table().uses],
         "differences while hooked": contract.mismatches(),
         **seen(),
@@ -225,15 +228,15 @@ def scenario_other_features_gone():
     load_plugins()
     import torch
 
-    from sglang_mla_ext.adapter.step import hooks
+    from sglang_mla_ext.adapter.step import start
 
-    hooks.assert_installed()
+    start.assert_installed()
     runner = types.SimpleNamespace(is_draft_worker=False, dtype=torch.float32, kv_cache_dtype=torch.float32)
     refusals = {}
     for name, args in {"plain": {}, "host cache": {"enable_hierarchical_cache": True}}.items():
         runner.server_args = types.SimpleNamespace(**args)
         try:
-            hooks.create_backend(runner)
+            start.create_backend(runner)
         except contract.ContractError as error:
             refusals[name] = str(error)
     return {"errors": errors, "refusals": refusals, "renamed": list(renamed), **seen()}

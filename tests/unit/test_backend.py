@@ -28,10 +28,10 @@ from decode_world import (
     Graph,
     World,
     groups_of,
+    plan_pass,
 )
 
 from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, Pass, Way, passes
-from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE
 from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
@@ -192,8 +192,9 @@ def test_a_layer_that_skips_its_output_projection_is_noticed(make_world: Any) ->
     world.layers[0].o_proj = torch.nn.Identity()  # without the hook
     with pytest.raises(RuntimeError, match="its shared part is lost"):
         world.forward(batch, inputs)
-    world.steps.before_forward(DECODE, requests, requests)
-    assert relay.tail_lse is None and relay.q_nope is None and not passes.now.takes_query, "a new pass begins afresh"
+    plan_pass(world.steps, DECODE, requests, requests)
+    now = passes.now
+    assert now.tail_lse is None and now.q_nope is None and not now.takes_query, "a new pass begins afresh"
     assert backend._layer_index == {layer_id: index for index, layer_id in enumerate(LAYER_IDS)}
 
 
@@ -250,7 +251,7 @@ def test_a_capture_ignores_the_plan(make_world: Any) -> None:
         world.eager_step(requests)
     assert passes.now.plan.segments
     backend.init_forward_metadata_out_graph(world.batch(requests), in_capture=True)
-    assert passes.now.way is Way.SHARED and backend._preparation._written[0] is NOTHING_SHARED
+    assert passes.now.way is Way.SHARED and backend.preparation._written[0] is NOTHING_SHARED
     assert not world.latent._starts.on_device.any()
 
 
@@ -270,13 +271,13 @@ def test_requests_of_any_number_of_rows(make_world: Any, kind: str, grouped: boo
         later = [left for count in rows for left in reversed(range(count))] + [0]
         batch.seq_lens = batch.seq_lens - torch.tensor(later)
         batch.out_cache_loc = world.req_to_token[batch.req_pool_indices, batch.seq_lens - 1].long()
-        world.steps.before_forward(DECODE, requests, requests)
+        plan_pass(world.steps, DECODE, requests, requests)
         passes.now.rows = Rows.of(rows)
         inputs = world.inputs(batch.batch_size)
         world.backend.init_forward_metadata(batch)
         assert passes.now.way is Way.SHARED
         assert world.error(world.forward(batch, inputs), batch, inputs) < BOUND[fp8]
-        written.append(world.backend._preparation._written)
+        written.append(world.backend.preparation._written)
     assert written[0] == written[2] != written[1] and written[0][1].total == 9
     assert not world.steps.counters.fallbacks
 
@@ -288,7 +289,7 @@ def test_a_batch_that_was_not_planned_shares_nothing(make_world: Any) -> None:
     requests = sharing(world)
     for _ in range(2):
         world.eager_step(requests)
-    world.steps.before_forward(DECODE, requests, requests)
+    plan_pass(world.steps, DECODE, requests, requests)
     assert passes.now.plan.segments
     batch, inputs = world.batch(requests[:2]), world.inputs(2)
     world.backend.init_forward_metadata(batch)
@@ -464,11 +465,11 @@ def test_a_query_is_kept_for_decode_alone(make_world: Any) -> None:
     world.make("gpu")
     requests = sharing(world)
     world.eager_step(requests)
-    world.steps.before_forward(EXTEND, requests, [], [0] * 6, [1] * 6)
+    plan_pass(world.steps, EXTEND, requests, [], [0] * 6, [1] * 6)
     from sglang_mla_ext.adapter.step.layer import after_split_q
 
     after_split_q((torch.zeros(6, HEADS, 16), None, None), world.layers[0])
-    assert relay.q_nope is None
+    assert passes.now.q_nope is None
 
 
 def test_a_kept_query_is_scaled_as_the_absorbed_one_is(make_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,13 +480,13 @@ def test_a_kept_query_is_scaled_as_the_absorbed_one_is(make_world: Any, monkeypa
     from sglang_mla_ext.adapter.step import layer
 
     scaling = torch.tensor([1.0, 1.5, 2.0]).view(3, 1, 1)
-    monkeypatch.setattr(relay, "query_scaling", None)
+    monkeypatch.setattr(passes.now, "query_scaling", None)
     monkeypatch.setattr(passes.now, "takes_query", True)
     layer.after_query_scaling(scaling)
     query = torch.ones(3, HEADS, 16, dtype=torch.bfloat16)
     layer.after_split_q((query, None, None), world.layers[0])
-    assert relay.q_nope.dtype == query.dtype and torch.equal(relay.q_nope, (query * scaling).bfloat16())
-    relay.clear()
+    assert passes.now.q_nope.dtype == query.dtype and torch.equal(passes.now.q_nope, (query * scaling).bfloat16())
+    passes.end()
 
 
 @pytest.mark.parametrize("rows", [1, MAX_REQUESTS + 1])

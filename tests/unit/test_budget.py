@@ -18,7 +18,7 @@ from doubles import MIB, server_args
 from sglang_mla_ext.adapter import server as server_module
 from sglang_mla_ext.adapter.build import budget, model
 from sglang_mla_ext.adapter.latent.protocol import LatentSizes
-from sglang_mla_ext.adapter.step.relay import relay
+from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.kernels import dispatch
 from sglang_mla_ext.kernels.constants import FP8
@@ -288,7 +288,7 @@ def kept() -> Iterator[Callable[[], int]]:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch, new_tree: Any, request: pytest.FixtureRequest) -> Iterator[World]:
     yield World(monkeypatch, new_tree, fp8=getattr(request, "param", False))
-    relay.clear()
+    passes.end()
 
 
 @pytest.mark.parametrize("world", [False, True], indirect=True, ids=["float32", "fp8"])

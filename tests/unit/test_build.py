@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from decode_world import EXTEND, HEADS, MAX_REQUESTS, MIB, PAGE, World
+from decode_world import EXTEND, HEADS, MAX_REQUESTS, MIB, PAGE, World, plan_pass
 
 from sglang_mla_ext import observe
 from sglang_mla_ext.adapter import server
@@ -16,7 +16,6 @@ from sglang_mla_ext.adapter.build import assemble, expanding
 from sglang_mla_ext.adapter.build import prefill as prefill_parts
 from sglang_mla_ext.adapter.step.passes import passes
 from sglang_mla_ext.adapter.step.ranks import RanksDifferError
-from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
@@ -27,7 +26,7 @@ from sglang_mla_ext.segment import Mode
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch, new_tree: Any) -> Any:
     yield World(monkeypatch, new_tree)
-    relay.clear()
+    passes.end()
 
 
 def pool_of(world: World) -> Any:
@@ -96,7 +95,7 @@ def test_kernels_that_do_not_run_leave_plain_absorb(world: World, monkeypatch: p
     monkeypatch.setattr(expanding, {"attention": "make_shared_attention", "expander": "Expander"}[part], fail)
     backend = world.make("gpu")
     assert fallbacks(world) == ["the kernels do not run here: RuntimeError"]
-    assert not backend._preparation._requests and pool_of(world).num_chunks == 0
+    assert not backend.preparation._requests and pool_of(world).num_chunks == 0
     requests = [world.start("abcd1", 1), world.start("abcd2", 2)]
     assert world.eager_step(requests) < 1e-5
     gc.collect()
@@ -122,7 +121,7 @@ def test_a_rank_expands_its_own_heads(world: World, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(("options", "count"), [({"budget_bytes": 1000}, 1), ({"mode": "absorb"}, 0)], ids=str)
 def test_no_memory_or_mode_absorb_never_expands(world: World, options: dict[str, Any], count: int) -> None:
     backend = world.make("gpu", **options)
-    assert not backend._preparation._requests and len(fallbacks(world)) == count
+    assert not backend.preparation._requests and len(fallbacks(world)) == count
     assert "plain absorb" in world.steps.reports.description
 
 
@@ -163,8 +162,8 @@ def test_grouped_absorb_needs_no_memory_for_prefixes(
     requests = [world.start("abcd1", 1), world.start("abcd2", 2), world.start("x", 3)]
     assert world.eager_step(requests) < 1e-5
     assert world.steps.counters.steps_grouped == 1
-    assert relay.q_nope is None and relay.tail_lse is None, "nothing is left for o_proj"
-    world.steps.before_forward(EXTEND, requests, [])
+    assert passes.now.q_nope is None and passes.now.tail_lse is None, "nothing is left for o_proj"
+    plan_pass(world.steps, EXTEND, requests, [])
     assert passes.now.prefill is None and not fallbacks(world)[1:]
 
 
@@ -179,7 +178,7 @@ def test_grouped_absorb_where_its_kernels_run(
     assert world.latent.grouped_page == PAGE and not fallbacks(world)
     taken = world.latent.workspace_bytes
     world.make("gpu", grouped=True, runs=False, mode=mode, budget_bytes=0, prefix_memory_gb=0.0)
-    assert world.latent.grouped_page is None and not world.backend._preparation._requests
+    assert world.latent.grouped_page is None and not world.backend.preparation._requests
     assert len(fallbacks(world)) == (mode == "grouped_absorb")
     assert taken - world.latent.workspace_bytes >= MIB
     requests = [world.start("abcd1", 1), world.start("abcd2", 2)]
@@ -211,11 +210,11 @@ def test_rows_from_which_a_group_can_pay_in_any_mode(world: World, monkeypatch: 
         ({"grouped": True, "budget_bytes": 1000}, every - {Mode.NAIVE}),
         ({}, every - {Mode.GROUPED_ABSORB}),
     ):
-        assert world.make("gpu", mode="auto", **options)._preparation._requests == range(5, MAX_REQUESTS + 1)
+        assert world.make("gpu", mode="auto", **options).preparation._requests == range(5, MAX_REQUESTS + 1)
         assert asked.pop() == allowed
     for mode, rows in (("naive", range(2, 13)), ("grouped_absorb", range(2, 13)), ("absorb", range(0))):
-        assert world.make("gpu", grouped=mode == "grouped_absorb", mode=mode)._preparation._requests == rows
-    assert world.make("gpu", mode="grouped_absorb")._preparation._requests == range(0)
+        assert world.make("gpu", grouped=mode == "grouped_absorb", mode=mode).preparation._requests == rows
+    assert world.make("gpu", mode="grouped_absorb").preparation._requests == range(0)
     assert fallbacks(world) == [f"grouped absorb does not run here with {HEADS} heads: every step is plain absorb"]
 
 
@@ -240,6 +239,6 @@ def test_prefill_of_another_backend_is_left_alone(world: World, monkeypatch: pyt
     world.runner.server_args.prefill_attention_backend = prefill
     world.make("gpu")
     requests = [world.start("abcd1", 1), world.start("abcd2", 2)]
-    world.steps.before_forward(EXTEND, requests, [], [256, 256], [65, 66])
+    plan_pass(world.steps, EXTEND, requests, [], [256, 256], [65, 66])
     assert len(planned) == (prefill == "hybrid_mla")
     assert world.steps.counters.expansions == 1 and not fallbacks(world)

@@ -38,14 +38,12 @@ DOORS = {
     "adapter/step/backend.py HybridMLABackend.init_forward_metadata",
     "adapter/step/backend.py HybridMLABackend.merge",
     "adapter/step/backend.py HybridMLABackend._absorb",
-    "adapter/step/hooks.py around_pass",
-    "adapter/step/hooks_riding.py around_add_request",
-    "adapter/step/hooks_riding.py around_forward",
-    "adapter/step/hooks_riding.py around_new_batch",
-    "adapter/step/hooks_riding.py around_sync",
-    "adapter/step/mixing.py Mixing.new_batch",
-    "adapter/step/riding.py Riding.forward_ridden",
-    "adapter/step/voting.py Voting.close",
+    "adapter/step/admission.py Admission.add_request",
+    "adapter/step/admission.py Admission.new_batch",
+    "adapter/step/admission.py Admission.sync",
+    "adapter/step/mixed.py around_forward_raw",
+    "adapter/step/mixed.py forward_mixed",
+    "adapter/step/session.py Session.forward",
     "adapter/step/layer.py after_split_q",
     "adapter/step/layer.py forward_method",
     "adapter/step/layer.py around_chunk_info",
@@ -61,7 +59,6 @@ THE_NET = {
     "adapter/step/passes.py Pass.share_nothing",
     "adapter/step/steps.py Steps._repair",
     "adapter/step/steps.py Steps.has_lost_memory",
-    "adapter/step/steps.py Steps.watch_step",
 }
 """What catches the others."""
 
@@ -118,7 +115,7 @@ ON_A_GPU = {
     "adapter/step/backend.py HybridMLABackend._absorb_prefill": "in a layer, from 0.5.23 on",
     "adapter/build/expanding.py all_ranks_agree.agree": "choosing whether a pass rides, of several ranks",
     "adapter/build/expanding.py reach_each_other": "start, of several ranks",
-    "adapter/step/nextn.py around_eh_norm": "instead of SGLang's",
+    "adapter/step/layer.py around_eh_norm": "instead of SGLang's",
     "adapter/step/passing.py Passing._pieces.piece": "before a prefill pass",
     "adapter/step/sharded.py gather_over.gather": "a vote, of several ranks",
     "adapter/stock/flashmla.py with_rows": "SGLang's prefill, where ranks divide heads and requests",
@@ -175,12 +172,12 @@ def main(out: Path, which: str) -> None:
         which: "some", or "others".
     """
     from sglang_mla_ext.adapter.compat.table import Feature
-    from sglang_mla_ext.adapter.step import hooks
+    from sglang_mla_ext.adapter.step import start as start_of_worker
     from sglang_mla_ext.observe import Metrics
 
     hooked_worker.replace_bodies()
     hooked_worker.install()
-    hooks.assert_installed([Feature.RIDING])  # which is looked at once in a process
+    start_of_worker.assert_installed([Feature.RIDING])  # which is looked at once in a process
     fault_life.shorten_pauses()
     logging.getLogger("sglang_mla_ext").propagate = False  # thousands of tracebacks
     metrics = Metrics({"of": "tests"})
@@ -195,7 +192,7 @@ def main(out: Path, which: str) -> None:
     assert not counters.fallbacks and not counters.shadow_failures
     assert counters.steps_naive >= 10 and counters.prefills_naive == 2 and counters.shadow_checks >= 2
     assert (counters.prefills_ridden, counters.steps_mixed, counters.tokens_ridden) == (2, 1, 12)
-    found: dict[str, Any] = {"hooked": sorted(hooks._hooked), "called": sorted(hooked_worker.CALLED)}
+    found: dict[str, Any] = {"hooked": sorted(start_of_worker.hooked), "called": sorted(hooked_worker.CALLED)}
     found |= {"start": list(start.places), "life": list(watch.places)}
     listed = DOORS | THE_NET | PLAIN_ABSORB
     firsts = {*{file_of(place): place for place in reversed(watch.functions)}.values(), *listed}

@@ -15,7 +15,7 @@ from pathlib import Path
 import hook_scenarios_draft
 import hook_scenarios_failure
 import hook_scenarios_host
-import hook_scenarios_riding
+import hook_scenarios_mixed
 import hook_scenarios_shadow
 import hook_scenarios_sleep
 import hook_scenarios_speculative
@@ -34,7 +34,7 @@ SCENARIOS: dict[str, Callable[[], None]] = {
             hook_scenarios_draft,
             hook_scenarios_failure,
             hook_scenarios_host,
-            hook_scenarios_riding,
+            hook_scenarios_mixed,
             hook_scenarios_shadow,
         ),
     )

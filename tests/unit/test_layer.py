@@ -10,7 +10,7 @@ import torch
 
 from sglang_mla_ext.adapter.step import layer as layer_module
 from sglang_mla_ext.adapter.step.layer import merge_before_o_proj
-from sglang_mla_ext.adapter.step.relay import relay
+from sglang_mla_ext.adapter.step.passes import passes
 
 
 @pytest.mark.parametrize("shares", [False, True])
@@ -24,7 +24,7 @@ def test_a_gate_is_of_the_merged_result(monkeypatch: pytest.MonkeyPatch, shares:
 
     projection.register_forward_pre_hook(before)
     monkeypatch.setattr(layer_module, "_ours", frozenset())
-    monkeypatch.setattr(relay, "tail_lse", torch.zeros(1) if shares else None)
+    monkeypatch.setattr(passes.now, "tail_lse", torch.zeros(1) if shares else None)
     layer: Any = SimpleNamespace(o_proj=projection)
     merge_before_o_proj([layer], lambda tail_out: tail_out + 1)
     tail_out = torch.tensor([3.0, 4.0])

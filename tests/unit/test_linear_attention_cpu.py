@@ -112,11 +112,8 @@ def test_convolution_goes_on_where_it_was() -> None:
 
 
 @pytest.mark.parametrize("repeats", [False, True])
-def test_no_pass_is_run_twice_whose_states_would_take_their_tokens_twice(
-    monkeypatch: pytest.MonkeyPatch, repeats: bool
-) -> None:
-    from sglang_mla_ext.adapter.step import hooks
-    from sglang_mla_ext.adapter.step.failure import OurPartFailedError
+def test_no_pass_is_run_twice_whose_states_would_take_their_tokens_twice(repeats: bool) -> None:
+    from sglang_mla_ext.adapter.step.failure import OurPartFailedError, around_pass
 
     runs: list[Any] = []
 
@@ -126,11 +123,10 @@ def test_no_pass_is_run_twice_whose_states_would_take_their_tokens_twice(
             raise OurPartFailedError("attention", MemoryError())
         return "done"
 
-    monkeypatch.setattr(hooks.worker, "steps", SimpleNamespace(fail=lambda what, error: None))
-    monkeypatch.setattr(hooks.worker, "repeats", repeats)
+    session: Any = SimpleNamespace(steps=SimpleNamespace(fail=lambda what, error: None), repeats=repeats)
     if repeats:
-        assert hooks.around_pass(fails_once, None, SimpleNamespace()) == "done"
+        assert around_pass(session, fails_once, None, SimpleNamespace()) == "done"
         return
     with pytest.raises(OurPartFailedError):
-        hooks.around_pass(fails_once, None, SimpleNamespace())
+        around_pass(session, fails_once, None, SimpleNamespace())
     assert len(runs) == 1

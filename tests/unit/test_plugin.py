@@ -20,7 +20,7 @@ from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature
 from sglang_mla_ext.adapter.cpu import stubs
 from sglang_mla_ext.adapter.launch import status_routes
-from sglang_mla_ext.adapter.step import hooks
+from sglang_mla_ext.adapter.step import start
 from sglang_mla_ext.options import HybridMLAOptions
 
 SCENARIOS = Path(__file__).with_name("plugin_scenarios.py")
@@ -130,7 +130,7 @@ def test_a_worker_has_the_backend_and_all_hooks(scenarios: dict[str, Any]) -> No
     worker, without = scenarios["worker"], scenarios["without"]
     assert worker["backends"] == {
         **without["backends"],
-        "hybrid_mla": "sglang_mla_ext.adapter.step.hooks.create_backend",
+        "hybrid_mla": "sglang_mla_ext.adapter.step.start.create_backend",
     }
     assert worker["handlers"]["hybrid_mla"] == "sglang_mla_ext.adapter.step.layer.forward_method"
     assert worker["query in parts"] == [*without["query in parts"], "hybrid_mla"]
@@ -138,6 +138,7 @@ def test_a_worker_has_the_backend_and_all_hooks(scenarios: dict[str, Any]) -> No
     # The CPU launcher lets torch_native serve MLA models, whichever backend is asked for.
     assert {name for name in others if others[name] != without["handlers"][name]} <= {"torch_native"}
     assert set(worker["ours"]) <= set(worker["hooked"])
+    assert worker["features"].items() <= worker["table"].items(), "the table has the contract's features"
     torch_native = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
     assert f"{torch_native}._run_sdpa_forward_extend" in worker["hooked"] or not stubs.needed()
 
@@ -158,12 +159,12 @@ def test_a_worker_does_without_what_only_others_hook(scenarios: dict[str, Any]) 
 
 
 def test_the_backend_is_not_built_without_its_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "_hooked", {})
+    monkeypatch.setattr(start, "hooked", {})
     with pytest.raises(contract.ContractError, match=r"hooks are not in place: all of them\..*SGLANG_PLUGINS"):
-        hooks.create_backend(None)
-    monkeypatch.setattr(hooks, "_hooked", {"sglang.some.target": Feature.BASE})
+        start.create_backend(None)
+    monkeypatch.setattr(start, "hooked", {"sglang.some.target": Feature.BASE})
     with pytest.raises(contract.ContractError, match=r"hooks are not in place: sglang\.some\.target\."):
-        hooks.create_backend(None)
+        start.create_backend(None)
 
 
 @pytest.mark.parametrize("variable", ["SGLANG_ENABLE_UNIFIED_RADIX_TREE", "SGLANG_EXPERIMENTAL_CPP_RADIX_TREE"])

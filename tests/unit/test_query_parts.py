@@ -15,7 +15,6 @@ import torch
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.step import layer as mla_layer
 from sglang_mla_ext.adapter.step.passes import Kind, Pass, passes
-from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.storage.expanded import FP8
 from sglang_mla_ext.prefix.planner.plan import Plan
@@ -140,9 +139,7 @@ def compose(stock: Any, latent: Any, planned: Plan | None) -> Any:
     """The backend, with its parts in their places, and a decode step to come that shares what is planned."""
     from sglang_mla_ext.adapter.step.backend import HybridMLABackend
 
-    steps = SimpleNamespace(
-        succeed=lambda: None, has_lost_memory=False, shadow=None, watch_step=lambda step, shares: None
-    )
+    steps = SimpleNamespace(succeed=lambda: None, has_lost_memory=False, shadow=None)
     passes.now = Pass(Kind.DECODE, Rows(ROWS), planned or Plan(0))
     shared = Shared() if planned else None
     rows = range(2, ROWS + 1) if planned else range(0)
@@ -161,7 +158,7 @@ def run_both(make: Callable[[], Any], phase: str) -> None:
         backend.init_forward_metadata(batch)
         shares = passes.now.takes_query
         assert shares is (backend._shared is not None)
-        relay.q_nope = "q_nope"
+        passes.now.q_nope = "q_nope"
         whole, rope = inputs(parts)
         before = backend.token_to_kv_pool.kv_buffer[0].clone()
         out = getattr(backend, f"forward_{phase}")(*whole, LAYER, batch, **rope)
@@ -169,9 +166,8 @@ def run_both(make: Callable[[], Any], phase: str) -> None:
         changed = (cache != before).flatten(1).any(dim=1).nonzero().flatten().tolist()
         assert changed == requests()["out_cache_loc"].tolist()
         assert out.numel() == ROWS * HEADS * RANK and not out.isnan().any()
-        of_shared = (*backend._shared.seen, relay.tail_lse) if shares else ()
+        of_shared = (*backend._shared.seen, passes.now.tail_lse) if shares else ()
         results.append((out.view(ROWS, HEADS, RANK), cache, *of_shared))
-        relay.clear()
         passes.end()
     assert len(results[0]) == len(results[1]) == (4 if shares else 2)
     for whole, of_parts in zip(*results, strict=True):

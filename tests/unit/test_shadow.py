@@ -185,7 +185,7 @@ def test_a_wrong_plan_is_found(make_world: Any, monkeypatch: pytest.MonkeyPatch)
 
     with monkeypatch.context() as patch:
         patch.setattr(world.backend._shared, "plan", without_the_last)
-        world.backend._preparation._written = None
+        world.backend.preparation._written = None
         assert world.eager_step(requests) > 0.1
     assert world.eager_step(requests) < EXACT[False] and groups(world) == []
     assert world.steps.counters.shadow_failures == 1

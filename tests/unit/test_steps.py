@@ -6,10 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from decode_world import DECODE, EXTEND, IDLE, VERIFY
+from decode_world import DECODE, EXTEND, IDLE, VERIFY, plan_pass
 
 from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, passes
-from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE, PrefillSharing, Steps
 from sglang_mla_ext.observe import Counters
@@ -58,7 +57,6 @@ def shared() -> Plan:
 
 
 def make(prefill: PrefillSharing | None = None, **options: Any) -> Steps:
-    relay.clear()
     passes.end()
     prefixes, counters = Prefixes(), Counters()
     reports = Reports(prefixes, counters, budget_bytes=1000, chunk_bytes=10, description="")
@@ -74,9 +72,9 @@ def test_verify_steps_are_planned_where_drafts_are_verified() -> None:
     """And decode steps where they are not. A plan is of requests, a pass has as many rows as there are tokens."""
     for queries, planned, other in ((4, VERIFY, DECODE), (1, DECODE, VERIFY)):
         steps = make(query_tokens=queries)
-        steps.before_forward(planned, requests(5), [])
+        plan_pass(steps, planned, requests(5), [])
         assert passes.now.plan is steps._prefixes.answer and passes.now.rows == Rows(5, queries)
-        steps.before_forward(other, requests(5), [])
+        plan_pass(steps, other, requests(5), [])
         assert passes.now.plan is NOTHING_SHARED and len(steps._prefixes.named("plan_decode")) == 1
         assert not steps._prefixes.named("before_prefill") and passes.now.prefill is None
         counters = steps.counters
@@ -87,7 +85,7 @@ def test_a_plan_without_segments_is_always_the_same() -> None:
     """So that it is not brought to the device again and again."""
     steps = make()
     steps._prefixes.answer = Plan(5)
-    steps.before_forward(DECODE, requests(5), [])
+    plan_pass(steps, DECODE, requests(5), [])
     assert passes.now.plan is NOTHING_SHARED and passes.now.rows == Rows(5)
 
 
@@ -97,7 +95,7 @@ def test_planning_that_fails_falls_back_and_is_tried_again_later() -> None:
     steps._prefixes.fails = True
     while count < 4 * FIRST_PAUSE:
         before = len(steps._prefixes.named("plan_decode"))
-        steps.before_forward(DECODE, requests(3), [])
+        plan_pass(steps, DECODE, requests(3), [])
         assert passes.now.plan is NOTHING_SHARED
         if len(steps._prefixes.named("plan_decode")) > before:
             tried.append(count)
@@ -109,16 +107,16 @@ def test_planning_that_fails_falls_back_and_is_tried_again_later() -> None:
 
     steps._prefixes.fails = False
     while passes.now.plan is NOTHING_SHARED:
-        steps.before_forward(DECODE, requests(3), [])
+        plan_pass(steps, DECODE, requests(3), [])
     steps.succeed()
     steps._prefixes.fails = True
-    steps.before_forward(DECODE, requests(3), [])
+    plan_pass(steps, DECODE, requests(3), [])
     assert steps._pause == FIRST_PAUSE
 
 
 def test_a_batch_that_is_too_large_shares_nothing() -> None:
     steps = make()
-    steps.before_forward(DECODE, requests(13), [])
+    plan_pass(steps, DECODE, requests(13), [])
     assert passes.now.plan is NOTHING_SHARED and not steps._prefixes.calls
     assert dict(steps.counters.fallbacks) == {"more than 12 requests in a batch": 1}
     assert steps.counters.steps_absorb == 1
@@ -126,7 +124,7 @@ def test_a_batch_that_is_too_large_shares_nothing() -> None:
 
 def test_passes_without_anything_to_share_ask_nobody() -> None:
     for steps, mode in ((make(), IDLE), (make(shares=False), DECODE)):
-        steps.before_forward(mode, requests(3), [])
+        plan_pass(steps, mode, requests(3), [])
         assert not steps._prefixes.calls and passes.now.plan is NOTHING_SHARED
 
 
@@ -134,12 +132,13 @@ def test_every_pass_begins_afresh() -> None:
     kinds = {DECODE: Kind.DECODE, EXTEND: Kind.PREFILL, IDLE: Kind.OTHER}
     for mode, kind in kinds.items():
         steps = make()
-        steps.before_forward(DECODE, requests(5), [])
+        plan_pass(steps, DECODE, requests(5), [])
         before = passes.now
-        relay.q_nope = relay.tail_lse = "old"
-        steps.before_forward(mode, requests(5), [], [1] * 5, [1, 2, 1, 1, 1])
+        passes.now.q_nope = passes.now.tail_lse = "old"
+        plan_pass(steps, mode, requests(5), [], [1] * 5, [1, 2, 1, 1, 1])
         assert passes.now is not before and passes.now.kind is kind
-        assert (relay.q_nope, relay.tail_lse, passes.now.prefill, passes.now.takes_query) == (None, None, None, False)
+        now = passes.now
+        assert (now.q_nope, now.tail_lse, now.prefill, now.takes_query) == (None, None, None, False)
         assert (passes.now.plan is NOTHING_SHARED) == (mode is not DECODE)
         if mode is EXTEND:
             assert passes.now.rows == Rows.of([1, 2, 1, 1, 1])
@@ -156,10 +155,10 @@ def test_prefill_is_planned_with_its_own_lengths() -> None:
     steps, running, reqs = make(prefill), requests(2), requests(2)
     running[0].finished = lambda: True
     cached, new = [300, 200], [5, 6]
-    steps.before_forward(EXTEND, reqs, running, cached, new)
+    plan_pass(steps, EXTEND, reqs, running, cached, new)
     assert steps._prefixes.calls == [("before_prefill", reqs, running[1:], 500), ("plan_prefill", reqs, cached, new)]
     assert made == [Rows.of(new)] and passes.now.prefill == "plan"
-    steps.before_forward(EXTEND, reqs, running, [7, 7], new)
+    plan_pass(steps, EXTEND, reqs, running, [7, 7], new)
     assert passes.now.prefill is None, "the stock backend cannot attend to the rest"
     assert steps.counters.steps_absorb == 0, "not a decode step"
 
@@ -170,10 +169,10 @@ def test_a_prefill_step_looks_at_no_more_requests_than_a_decode_step_may_have() 
     many, few = requests(13), requests(3)
     for steps, affordable in ((make(prefill), 500), (make(), 0)):
         for reqs, running, seen in ((few, many[:9], many[:9]), (few, many[:10], []), (many[:12], few[:1], [])):
-            steps.before_forward(EXTEND, reqs, running, [1] * len(reqs), [1] * len(reqs))
+            plan_pass(steps, EXTEND, reqs, running, [1] * len(reqs), [1] * len(reqs))
             assert steps._prefixes.named("before_prefill")[-1] == ("before_prefill", reqs, seen, affordable)
         assert not steps.counters.fallbacks
-        steps.before_forward(EXTEND, many, few, [1] * 13, [1] * 13)
+        plan_pass(steps, EXTEND, many, few, [1] * 13, [1] * 13)
         assert len(steps._prefixes.named("before_prefill")) == 3
         assert dict(steps.counters.fallbacks) == {"more than 12 requests in a batch": 1}
         assert passes.now.prefill == ("plan" if affordable else None), "what is expanded already is used"
@@ -186,7 +185,7 @@ def test_the_time_of_planning_is_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     steps = make()
     for count, mode in enumerate((DECODE, EXTEND, IDLE, DECODE, DECODE), start=1):
         steps._prefixes.fails = count >= 4
-        steps.before_forward(mode, requests(3), [], [1] * 3, [1] * 3)
+        plan_pass(steps, mode, requests(3), [], [1] * 3, [1] * 3)
         assert (steps.counters.forward_passes, steps.counters.plan_seconds) == (count, count * 1.0)
     assert steps.pause, "planning failed, and the pass counts all the same"
     assert steps.reports.report()["counters"]["plan_seconds"] == 5.0
@@ -195,7 +194,7 @@ def test_the_time_of_planning_is_counted(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("event", ["forget", "idle", "weights_change"])
 def test_events_drop_plans_and_expansions(event: str) -> None:
     steps = make()
-    steps.before_forward(DECODE, requests(5), [])
+    plan_pass(steps, DECODE, requests(5), [])
     assert passes.now.plan.segments
     passes.now.prefill = "plan"
     forgotten: list[str] = []
@@ -221,9 +220,9 @@ def test_a_pass_that_rides_is_a_decode_step_of_its_rows() -> None:
         steps._prefixes.plan_rows = lambda *args, mixed, shared: (
             steps._prefixes.calls.append(("plan_rows", *args, mixed)) or plan  # noqa: B023
         )
-        steps.before_forward(EXTEND, reqs, running, [64, 0, 65], [3, 2, 1], rides=True, decoding=decoding)
+        plan_pass(steps, EXTEND, reqs, running, [64, 0, 65], [3, 2, 1], mixed=True, decoding=decoding)
         now, counters = passes.now, steps.counters
-        assert (now.kind, now.rides, now.decoding) == (Kind.DECODE, True, decoding)
+        assert (now.kind, now.mixed, now.decoding) == (Kind.DECODE, True, decoding)
         assert (now.rows, now.plan) == (Rows.of([3, 2, 1]), plan)
         assert now.prefill is None and not steps._prefixes.named("plan_prefill")
         assert [name for name, *_ in steps._prefixes.calls] == ["before_prefill", "plan_rows"]
@@ -239,29 +238,29 @@ def test_a_ride_shares_nothing_where_planning_fails_or_nothing_can_be_shared() -
     steps, reqs = make(), requests(2)
     steps._prefixes.fails = True
     for _ in range(FIRST_PAUSE):  # which fails once; then it is paused
-        steps.before_forward(EXTEND, reqs, [], [64, 64], [1, 2], rides=True, decoding=1)
-        assert passes.now.rides and passes.now.plan is NOTHING_SHARED and passes.now.rows == Rows.of([1, 2])
+        plan_pass(steps, EXTEND, reqs, [], [64, 64], [1, 2], mixed=True, decoding=1)
+        assert passes.now.mixed and passes.now.plan is NOTHING_SHARED and passes.now.rows == Rows.of([1, 2])
     assert steps.counters.fallbacks == {"planning failed: RuntimeError": 1}
     assert len(steps._prefixes.named("plan_rows")) == 1
     steps = make(shares=False)
-    steps.before_forward(EXTEND, reqs, [], [64, 64], [1, 2], rides=True)
+    plan_pass(steps, EXTEND, reqs, [], [64, 64], [1, 2], mixed=True)
     assert passes.now.plan is NOTHING_SHARED and steps._prefixes.calls == []
 
 
-@pytest.mark.parametrize("rides", [False, True])
-def test_what_ranks_agreed_on_is_the_plan(rides: bool) -> None:
+@pytest.mark.parametrize("mixed", [False, True])
+def test_what_ranks_agreed_on_is_the_plan(mixed: bool) -> None:
     """Of a step and of a pass that rides, whatever has failed since; without an agreement nothing is shared."""
     steps = make()
     spread = ShardedPlan(shared(), (), 5, (), ())
     steps.spreading = SimpleNamespace(shared_plan=lambda: spread)
-    of_pass = (EXTEND, requests(5), [], [300] * 5, [2] * 5) if rides else (DECODE, requests(5), [])
+    of_pass = (EXTEND, requests(5), [], [300] * 5, [2] * 5) if mixed else (DECODE, requests(5), [])
     for pause in (0, FIRST_PAUSE):
         steps._pause = pause
-        steps.before_forward(*of_pass, rides=rides)
+        plan_pass(steps, *of_pass, mixed=mixed)
         steps.fail("anything", MemoryError())
         assert passes.now.spread is spread and passes.now.plan is spread.mine
     assert steps.counters.steps_spread == 2 and not steps._prefixes.named("plan_decode")
     steps.spreading, steps._pause = SimpleNamespace(shared_plan=lambda: None), 0
     assert steps.can_share()
-    steps.before_forward(*of_pass, rides=rides)
+    plan_pass(steps, *of_pass, mixed=mixed)
     assert passes.now.spread is None and passes.now.plan is NOTHING_SHARED

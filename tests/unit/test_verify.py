@@ -165,7 +165,7 @@ def test_a_capture_ignores_the_plan(make_world: Any) -> None:
         world.eager_step(requests)
     assert passes.now.plan.segments
     backend.init_forward_metadata_out_graph(world.batch(requests), in_capture=True)
-    assert passes.now.way is Way.SHARED and backend._preparation._written[0] is NOTHING_SHARED
+    assert passes.now.way is Way.SHARED and backend.preparation._written[0] is NOTHING_SHARED
 
 
 @pytest.mark.parametrize(

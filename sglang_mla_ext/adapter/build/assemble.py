@@ -22,10 +22,10 @@ from sglang_mla_ext.adapter.latent.protocol import LatentAttention
 from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.adapter.step.backend import HybridMLABackend
 from sglang_mla_ext.adapter.step.layer import hand_over_queries, merge_before_o_proj, take_over
+from sglang_mla_ext.adapter.step.mixed import MixedRule
 from sglang_mla_ext.adapter.step.prefill_graph import make_prefill_graph
 from sglang_mla_ext.adapter.step.ranks import check_alike, drawn_key, rules, tp_group
 from sglang_mla_ext.adapter.step.reports import Reports
-from sglang_mla_ext.adapter.step.riding import Riding
 from sglang_mla_ext.adapter.step.sharded import PromptNames, ShardedSteps, SlotsOfPass, gather_over
 from sglang_mla_ext.adapter.step.steps import PrefillSharing, Steps
 from sglang_mla_ext.kernels.memory import Memory
@@ -50,15 +50,14 @@ logger = logging.getLogger(__name__)
 
 def build(
     runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int, memory: Memory | None = None
-) -> tuple[HybridMLABackend, Steps, Riding | None]:
+) -> tuple[HybridMLABackend, Steps, MixedRule]:
     """
     Args:
         runner: with its model loaded and its pools allocated.
         budget_bytes: device memory for expanded prefixes and for our own buffers, see budget.reserve.
         memory: where what is large is allocated.
     Returns:
-        the backend for SGLang, what the scheduler's hooks talk to, and what says which prefill passes ride in decode
-        steps, None where none do.
+        the backend for SGLang, what plans its passes, and when new tokens are rows of the decode graph.
     """
     context = Context.of(runner, options, budget_bytes, memory)
     server, model, counters = context.server, context.model, context.counters
@@ -109,8 +108,7 @@ def build(
         hand_over_queries(model.layers)
     if shared is not None or (prefill is not None and prefill_graph is not None):
         merge_before_o_proj(model.layers, backend.merge)
-    riding = make_riding(context, cost, prefixes, steps, latent, prefill) if server.mixed_tokens else None
-    return backend, steps, riding
+    return backend, steps, make_rule(context, cost, prefixes, latent, prefill)
 
 
 def warn_of_vain_options(server: Server) -> None:
@@ -233,17 +231,16 @@ def make_sharded_steps(
     )
 
 
-def make_riding(
+def make_rule(
     context: Context,
     cost: CostModel,
     prefixes: Sharing,
-    steps: Steps,
     latent: LatentAttention,
     prefill: PrefillSharing | None,
-) -> Riding:
-    """What says which prefill passes ride in decode steps."""
+) -> MixedRule:
+    """Make the rule of when new tokens are rows of the decode graph; never where the server mixes none."""
     server = context.server
-    return Riding(
+    return MixedRule(
         tokens=server.mixed_tokens,
         most_rows=context.step_rows,
         prefixes=prefixes,

@@ -1,4 +1,4 @@
-"""Decide at launch how many new tokens may be mixed into a decode step: see step/riding.py."""
+"""Decide at launch how many new tokens may be mixed into a decode step: see step/admission.py."""
 
 from __future__ import annotations
 

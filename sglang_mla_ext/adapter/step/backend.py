@@ -18,9 +18,8 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_mla_ext.adapter.step.failure import our_part
 from sglang_mla_ext.adapter.step.layer import absorbs_prefill
-from sglang_mla_ext.adapter.step.passes import Kind, Way, passes
+from sglang_mla_ext.adapter.step.passes import Kind, Pass, Way, passes
 from sglang_mla_ext.adapter.step.preparation import Preparation
-from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.steps import Steps
 from sglang_mla_ext.kernels.dispatch import whole_query
 
@@ -69,7 +68,11 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 class HybridMLABackend(AttentionBackend):
-    """See the module."""
+    """See the module.
+
+    Attributes:
+        preparation: of its steps.
+    """
 
     def __init__(
         self,
@@ -101,7 +104,7 @@ class HybridMLABackend(AttentionBackend):
         self._stock, self._latent, self._shared, self._steps = stock, latent, shared, steps
         self._layer_index, self._heads, self._query_tokens = layer_index, heads, query_tokens
         self._leave_graph, self._prefill_graph = leave_graph, prefill_graph
-        self._preparation = Preparation(stock, latent, shared, steps, requests=requests, query_tokens=query_tokens)
+        self.preparation = Preparation(stock, latent, shared, steps, requests=requests, query_tokens=query_tokens)
         for name in FLAGS_OF_STOCK:
             if hasattr(stock.backend, name):
                 setattr(self, name, getattr(stock.backend, name))
@@ -152,9 +155,9 @@ class HybridMLABackend(AttentionBackend):
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """A step without a CUDA graph: one without segments needs nothing of what is shared."""
         with our_part("preparing a step"):
-            step = self._preparation.begin(forward_batch, in_graph=False)
+            step = self.preparation.begin(forward_batch, in_graph=False)
             if step.way is Way.STOCK:
-                self._preparation.count_rows_as_prefill(forward_batch)
+                self.preparation.count_rows_as_prefill(forward_batch)
         if self._prefill_graph is not None and absorbs_prefill():
             with our_part("preparing a prefill graph"):
                 self._prefill_graph.begin(forward_batch, step.prefill)
@@ -163,16 +166,12 @@ class HybridMLABackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         """Before a CUDA graph is captured or replayed."""
-        if self._preparation.begin(forward_batch, in_graph=True, in_capture=in_capture).way is Way.STOCK:
+        if self.preparation.begin(forward_batch, in_graph=True, in_capture=in_capture).way is Way.STOCK:
             self._stock.backend.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         if passes.now.way is Way.STOCK:
             self._stock.backend.init_forward_metadata_in_graph(forward_batch)
-
-    def end_step(self, forward_batch: ForwardBatch) -> None:
-        """The step has been launched."""
-        self._preparation.end(forward_batch)
 
     # ---- in a layer
 
@@ -284,19 +283,19 @@ class HybridMLABackend(AttentionBackend):
     ) -> torch.Tensor:
         """A decode or verify step that is not the stock backend's, see `forward_decode`."""
         step = passes.now
-        rows = forward_batch.batch_size * self._preparation.tokens_each(step.kind)
+        rows = forward_batch.batch_size * self.preparation.tokens_each(step.kind)
         q, q_rope = self._in_parts(q, q_rope, rows, layer)
         shadow = self._steps.shadow if step.way is Way.SHARED else None
         watched = shadow.watched(layer.layer_id, q, q_rope) if shadow is not None else None
         before_tails = step.takes_query and self._shared.runs_beside_tails
         if before_tails:
-            self._attend_shared(q_rope, layer)
+            self._attend_shared(step, q_rope, layer)
         out, lse = self._latent.run(layer.layer_id, q, q_rope, layer.scaling, watched if self._shared is None else None)
         if step.takes_query:
             step.watched = watched
             if not before_tails:
-                self._attend_shared(q_rope, layer)
-            relay.tail_lse = lse
+                self._attend_shared(step, q_rope, layer)
+            step.tail_lse = lse
         return out.reshape(len(q), -1)
 
     def _store(
@@ -313,16 +312,16 @@ class HybridMLABackend(AttentionBackend):
         else:  # SGLang's pool takes parts on a GPU only
             pool.set_kv_buffer(layer, slots, k if k_rope is None else torch.cat([k, k_rope], dim=-1), v)
 
-    def _attend_shared(self, q_rope: torch.Tensor, layer: RadixAttention) -> None:
+    def _attend_shared(self, step: Pass, q_rope: torch.Tensor, layer: RadixAttention) -> None:
         """Attend to the expanded prefixes; the merge follows when the layer calls its output projection.
 
         Args:
             q_rope: `[rows, heads, qk_rope_head_dim]`.
         """
-        if relay.tail_lse is not None:
+        if step.tail_lse is not None:
             raise RuntimeError("the layer before did not call its output projection: its shared part is lost")
-        self._shared.run(self._layer_index[layer.layer_id], relay.q_nope, q_rope, layer.scaling)
-        relay.q_nope = None
+        self._shared.run(self._layer_index[layer.layer_id], step.q_nope, q_rope, layer.scaling)
+        step.q_nope = None
 
     def merge(self, tail_out: torch.Tensor) -> torch.Tensor:
         """Merge the shared part of the layer that runs now into the rest, in place.
@@ -333,9 +332,9 @@ class HybridMLABackend(AttentionBackend):
         if absorbs_prefill():
             return tail_out if self._prefill_graph is None else self._prefill_graph.merge(tail_out)
         with our_part("merging"):
-            per_head = tail_out.view(tail_out.shape[0], self._heads, -1)
-            tail_lse, relay.tail_lse = relay.tail_lse, None
-            self._shared.merge(per_head, tail_lse, per_head, watched=passes.now.watched)
+            step, per_head = passes.now, tail_out.view(tail_out.shape[0], self._heads, -1)
+            tail_lse, step.tail_lse = step.tail_lse, None
+            self._shared.merge(per_head, tail_lse, per_head, watched=step.watched)
             return tail_out
 
 

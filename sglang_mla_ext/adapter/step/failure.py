@@ -16,13 +16,28 @@ What is not ours passes as it is. In the same way a failure stays one
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 if TYPE_CHECKING:
     from types import TracebackType
+
+Method = Callable[..., Any]
+
+
+class Running(Protocol):
+    """The session, as functions that are hooks themselves see it.
+
+    Attributes:
+        steps: of the process, which is told of failures.
+        repeats: whether a pass may be run again.
+    """
+
+    steps: Any
+    repeats: bool
 
 
 class OurPartFailedError(RuntimeError):
@@ -54,25 +69,48 @@ class our_part:
             raise OurPartFailedError(self._what, error) from error
 
 
+def guarded(doing: str, *, only_shows: bool = False, loses_memory: bool = False) -> Callable[[Method], Method]:
+    """Return a decorator of what SGLang calls in a running server: what it raises does not reach SGLang. It returns
+    None then.
+
+    Args:
+        doing: what it does. Its first argument has the process's `steps`: a method of the session or of its admission,
+            or a function that gets the session.
+        only_shows: what is shared stays so; otherwise it is forgotten, and nothing is shared for a while.
+        loses_memory: the session's memory has to be cleared before it is used again.
+    """
+
+    def guard(method: Method) -> Method:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:
+                if only_shows:
+                    self.steps.counters.fall_back(f"{doing} failed: {type(error).__name__}", error)
+                else:
+                    self.steps.fail(doing, error, self.memory.clear if loses_memory else None)
+
+        return call
+
+    return guard
+
+
 def around_pass(
-    fail: Callable[[str, BaseException], None] | None,
+    session: Running,
     original: Callable[..., Any],
     runner: Any,
     forward_batch: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """`EagerRunner.execute` or `PrefillCudaGraphRunner.execute`, and once more where our part fails.
-
-    Args:
-        fail: see Steps; None where there is no backend of ours yet.
-    """
+    """`EagerRunner.execute` or `PrefillCudaGraphRunner.execute`, and once more where our part fails."""
     try:
         return original(runner, forward_batch, *args, **kwargs)
     except OurPartFailedError as failure:
-        if fail is None or several_ranks():
+        if not session.repeats or several_ranks():
             raise
-        fail(failure.what, failure.__cause__ or failure)
+        session.steps.fail(failure.what, failure.__cause__ or failure)
     # Not inside of `except`: the error's frames hold tensors.
     again = copy.copy(forward_batch)
     again.forward_metadata_ready = False  # a verify step is prepared before it, with what was shared

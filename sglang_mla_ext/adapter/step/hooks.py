@@ -1,52 +1,248 @@
-"""The hooks into SGLang's worker process: each a few lines that hand over to the part that does the work.
+"""The hooks into SGLang's worker process, as a table.
 
-Those of the start may end it, with their message: a server that does not do what it was told to would lie. Those of a
-running server are guarded: what they raise is counted, nothing is shared for a while, and SGLang never sees it. Those
-inside a layer raise what has the pass run again (failure.py).
+Those of the start (start.py) may end it, with their message. Those of a running server are methods of the session
+(session.py) and of its admission, which SGLang never sees fail. Those inside a layer (layer.py) raise what has the pass
+run again (failure.py).
 
-`contract.py` knows what they rely on, and which features need it. SGLang only logs a hook that fails to install, so the
-backend's factory asks `assert_installed` for what its server needs before it builds anything.
+`contract.py` knows what they rely on. SGLang only logs a hook that fails to install, so the backend's factory asks
+`assert_installed` for what its server needs before it builds anything.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-import time
-from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_mla_ext import BACKEND_NAME
-from sglang_mla_ext.adapter.build import budget
-from sglang_mla_ext.adapter.compat import contract, installed
-from sglang_mla_ext.adapter.compat.table import Feature
-from sglang_mla_ext.adapter.launch import features, limits, models
-from sglang_mla_ext.adapter.step import failure, hooks_riding, nextn
-from sglang_mla_ext.adapter.step.passes import passes
-from sglang_mla_ext.adapter.step.worker import guarded, worker
-from sglang_mla_ext.kernels.memory import Memory
-from sglang_mla_ext.observe import Metrics
+from sglang_mla_ext.adapter.compat import contract
+from sglang_mla_ext.adapter.compat.table import Feature, dotted
+from sglang_mla_ext.adapter.step import failure, mixed, start
+from sglang_mla_ext.adapter.step.admission import Admission
+from sglang_mla_ext.adapter.step.session import Session, process
 from sglang_mla_ext.options import HybridMLAOptions
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-    from sglang.srt.managers.cache_controller import HiCacheController
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
-    from sglang.srt.model_executor.model_runner import ModelRunner
+    pass
 
 logger = logging.getLogger(__name__)
 
-METRICS_INTERVAL_S = 1.0
+BEFORE, AFTER, AROUND = "before", "after", "around"
+"""SGLang's kinds of hooks: one AFTER gets the result first, one AROUND the original."""
 
-ACCEPT_LENGTH = "avg_spec_accept_length"
-"""SGLang's name of the tokens that a verify step yields on average for each request."""
+SESSION, ADMISSION, NONE = "session", "admission", ""
+"""What a hook gets first. Without a session, those that get it or its admission do nothing."""
 
-_SRT = "sglang.srt"
-_WEIGHTS = f"{_SRT}.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-_FORWARD = f"{_SRT}.models.deepseek_common.attention_forward_methods"
-_hooked: dict[str, Feature] = {}
-"""What is hooked, and what needs it."""
+
+class Hook(NamedTuple):
+    """One line of the table.
+
+    Attributes:
+        target: what of SGLang it is put on, as the oldest release has it, below `sglang.srt`.
+        of, call: a method of the session or of its admission, or a function that gets the session first; or one of the
+            start or of a layer, which gets none.
+        feature: what needs it.
+        without: the change of SGLang that would make it unnecessary.
+    """
+
+    target: str
+    kind: str
+    of: str
+    call: Callable[..., Any]
+    feature: Feature
+    without: str
+
+
+def table() -> list[Hook]:
+    """Return all hooks of a worker process."""
+    from sglang_mla_ext.adapter.latent import pool as latent_pool
+    from sglang_mla_ext.adapter.step import layer
+
+    base, mixes, fp8, drafts = Feature.BASE, Feature.RIDING, Feature.FP8, Feature.DRAFTS
+    batch, runner, workers = "managers.schedule_batch", "model_executor.runner", "managers.scheduler_components"
+    weights = f"{workers}.weight_updater.SchedulerWeightUpdaterManager"
+    forward = "models.deepseek_common.attention_forward_methods"
+    configurator = "mem_cache.kv_cache_configurator.KVCacheConfigurator"
+    scheduler, sync = "managers.scheduler.Scheduler", f"{workers}.dp_attn.MLPSyncBatchInfo"
+    observer = "an observer of the scheduler's events"
+    seams = "query before absorption and lse as arguments of the attention backend"
+    asks = "the attention backend is asked which batches to mix"
+    rows = "extend batches that a decode graph replays"
+    memory = "an attention backend that reserves memory"
+    layout = "an attention backend that brings its pool"
+    hooks = [
+        # the start
+        Hook(f"{scheduler}.__init__", AROUND, NONE, start.around_scheduler_init, base, observer),
+        Hook(f"{configurator}._profile_available_bytes", AFTER, NONE, start.after_profile_bytes, base, memory),
+        Hook(f"{configurator}._build_mla_kv_pool", AROUND, NONE, latent_pool.around_build_mla_pool, fp8, layout),
+        Hook(
+            f"{configurator}._build_hybrid_linear_kv_pool",
+            *(AROUND, NONE, latent_pool.around_build_hybrid_pool, fp8, layout),
+        ),
+        Hook(
+            "model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size",
+            *(AFTER, NONE, latent_pool.after_cell_size, fp8, layout),
+        ),
+        Hook(
+            "mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__",
+            *(AROUND, NONE, latent_pool.around_host_pool, Feature.HOST_CACHE, layout),
+        ),
+        Hook(
+            "disaggregation.common.conn.CommonKVManager.__init__",
+            *(BEFORE, SESSION, start.before_kv_manager, Feature.DISAGGREGATION, layout),
+        ),
+        Hook(
+            f"{runner}.base_cuda_graph_runner.get_batch_sizes_to_capture",
+            AFTER,
+            NONE,
+            start.after_graph_sizes,
+            mixes,
+            rows,
+        ),
+        Hook(
+            "model_executor.cuda_graph_buffer_registry.build_eager_registry",
+            *(AROUND, SESSION, start.around_eager_registry, Feature.CPU, rows),
+        ),
+        Hook(
+            "speculative.draft_utils.DraftBackendFactory.create_decode_backend",
+            *(AFTER, NONE, start.after_draft_backend, drafts, "a draft worker that names its backend"),
+        ),
+        Hook(
+            "speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend",
+            *(AFTER, NONE, start.after_draft_backend, drafts, "a draft worker that names its backend"),
+        ),
+        # which batch
+        Hook(f"{scheduler}._get_new_batch_prefill_raw", AROUND, ADMISSION, Admission.new_batch, mixes, asks),
+        Hook(
+            "managers.schedule_policy.PrefillAdder.add_one_req", AROUND, ADMISSION, Admission.add_request, mixes, asks
+        ),
+        Hook(f"{batch}.ScheduleBatch.prepare_for_extend", AFTER, ADMISSION, Admission.prepared, mixes, asks),
+        Hook(f"{workers}.dp_attn.prepare_mlp_sync_batch_raw", AROUND, ADMISSION, Admission.sync, mixes, asks),
+        Hook(f"{sync}._get_local_tensor", BEFORE, ADMISSION, Admission.cast, mixes, asks),
+        Hook(
+            f"{workers}.batch_result_processor.SchedulerBatchResultProcessor.process_batch_result_prefill",
+            *(AFTER, ADMISSION, Admission.count_decoded, mixes, "decode metrics of MIXED batches"),
+        ),
+        # a pass
+        Hook(
+            "model_executor.forward_batch_info.ForwardBatch.init_new",
+            AFTER,
+            SESSION,
+            Session.begin_pass,
+            base,
+            observer,
+        ),
+        Hook("model_executor.model_runner.ModelRunner.forward", AROUND, SESSION, Session.forward, base, observer),
+        Hook(
+            "model_executor.model_runner.ModelRunner._forward_raw",
+            AROUND,
+            SESSION,
+            mixed.around_forward_raw,
+            mixes,
+            rows,
+        ),
+        Hook(
+            "layers.logits_processor.LogitsMetadata.from_forward_batch",
+            AFTER,
+            SESSION,
+            mixed.select_last_rows,
+            mixes,
+            rows,
+        ),
+        Hook(
+            f"{runner}.eager_runner.EagerRunner.execute",
+            *(AROUND, SESSION, failure.around_pass, base, "a way to retry a pass without a plan"),
+        ),
+        Hook(
+            f"{runner}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.execute",
+            *(AROUND, SESSION, failure.around_pass, base, "a way to retry a pass without a plan"),
+        ),
+        # a layer
+        Hook(
+            f"{forward}.forward_mla.DeepseekMLAForwardMixin._split_q_nope_pe",
+            AFTER,
+            NONE,
+            layer.after_split_q,
+            base,
+            seams,
+        ),
+        Hook("models.deepseek_common.utils._get_llama_4_scaling", AFTER, NONE, layer.after_query_scaling, base, seams),
+        Hook(
+            f"{forward}.forward_mha.DeepseekMHAForwardMixin.forward_normal_prepare",
+            *(AFTER, NONE, layer.after_queries_per_head, base, "scaled queries in prefill with keys per head"),
+        ),
+        Hook(
+            "model_executor.forward_batch_deepseek_mha_mixin"
+            ".ForwardBatchDeepSeekMHAMixin.prepare_chunked_prefix_cache_info",
+            *(AROUND, NONE, layer.around_chunk_info, base, "chunks of cached prefixes that begin behind a given token"),
+        ),
+        Hook(
+            f"{forward}.forward_mha.DeepseekMHAForwardMixin._chunked_prefix_attn_mha",
+            *(
+                AROUND,
+                NONE,
+                layer.around_prefix_attention,
+                base,
+                "a backend's own part of the attention to cached prefixes",
+            ),
+        ),
+        Hook(
+            "sglang.kernels.ops.layernorm.fused_eh_norm.fused_eh_norm",
+            *(AROUND, NONE, layer.around_eh_norm, Feature.SMALL_DRAFTS, "a fused kernel for all hidden sizes"),
+        ),
+        # what is to be forgotten
+        Hook(f"{scheduler}.flush_cache", AFTER, SESSION, Session.flushed, base, observer),
+        Hook(f"{weights}._observe_weight_load", AFTER, SESSION, Session.weights_change, base, observer),
+        Hook(
+            f"{weights}.release_memory_occupation",
+            AFTER,
+            SESSION,
+            Session.memory_released,
+            Feature.MEMORY_SAVER,
+            observer,
+        ),
+        Hook(
+            f"{weights}.resume_memory_occupation",
+            AFTER,
+            SESSION,
+            Session.memory_resumed,
+            Feature.MEMORY_SAVER,
+            observer,
+        ),
+        Hook(f"{scheduler}.on_idle", AFTER, SESSION, Session.idle, base, observer),
+        # requests and reports
+        Hook("managers.utils.validate_input_length", AFTER, SESSION, Session.refuse_empty, base, "the same refusal"),
+        Hook(f"{scheduler}.get_internal_state", AFTER, SESSION, Session.report, Feature.STATUS, observer),
+        Hook(
+            "managers.cache_controller.HiCacheController.start_loading",
+            *(BEFORE, SESSION, Session.before_loading, Feature.HOST_CACHE, "loads that wait for the forward stream"),
+        ),
+    ]
+    if HybridMLAOptions.from_env().spread != "off":
+        gathered = "words of the attention backend in the exchange before a pass"
+        hooks.append(Hook(f"{sync}.all_gather", AFTER, ADMISSION, Admission.gathered, Feature.SPREAD, gathered))
+    if on_cpu():
+        from sglang_mla_ext.adapter.stock.torch_native import after_support_triton
+
+        hooks.append(
+            Hook(
+                "utils.common.support_triton",
+                AFTER,
+                NONE,
+                after_support_triton,
+                Feature.CPU,
+                "a backend says so itself",
+            )
+        )
+    return hooks
+
+
+def on_cpu() -> bool:
+    """Return whether there is no GPU."""
+    import torch
+
+    return not torch.cuda.is_available()
 
 
 def install() -> None:
@@ -54,301 +250,36 @@ def install() -> None:
 
     Called before SGLang builds anything.
     """
-    import torch
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    register_attention_backend(BACKEND_NAME)(create_backend)
-    contract.check([Feature.BASE, Feature.GPU if torch.cuda.is_available() else Feature.CPU])
+    register_attention_backend(BACKEND_NAME)(start.create_backend)
+    contract.check([Feature.BASE, Feature.CPU if on_cpu() else Feature.GPU])
 
     from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
 
-    from sglang_mla_ext.adapter.latent import pool as latent_pool
     from sglang_mla_ext.adapter.step import layer as mla_layer
 
     AttentionBackendRegistry.register(BACKEND_NAME, mla_layer.forward_method)
     mla_layer.accept_query_parts()
-    after = {
-        f"{_SRT}.managers.scheduler.Scheduler.__init__": after_scheduler_init,
-        f"{_SRT}.managers.scheduler.Scheduler.flush_cache": after_flush_cache,
-        f"{_SRT}.managers.scheduler.Scheduler.on_idle": after_on_idle,
-        f"{_SRT}.managers.scheduler.Scheduler.get_internal_state": after_get_internal_state,
-        f"{_SRT}.managers.utils.validate_input_length": after_validate_length,
-        f"{_WEIGHTS}._observe_weight_load": after_weight_load_begins,
-        f"{_WEIGHTS}.release_memory_occupation": after_release_memory,
-        f"{_WEIGHTS}.resume_memory_occupation": after_resume_memory,
-        f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes": after_profile_bytes,
-        f"{_SRT}.model_executor.forward_batch_info.ForwardBatch.init_new": after_forward_batch,
-        f"{_SRT}.model_executor.model_runner.ModelRunner.forward": after_forward,
-        f"{_SRT}.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size": (
-            latent_pool.after_cell_size
-        ),
-        f"{_SRT}.managers.schedule_batch.ScheduleBatch.prepare_for_extend": hooks_riding.after_prepare_for_extend,
-        f"{_SRT}.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
-        ".process_batch_result_prefill": hooks_riding.after_prefill_result,
-        f"{_SRT}.layers.logits_processor.LogitsMetadata.from_forward_batch": hooks_riding.after_logits_metadata,
-        f"{_SRT}.model_executor.runner.base_cuda_graph_runner.get_batch_sizes_to_capture": (
-            hooks_riding.after_graph_sizes
-        ),
-        f"{_FORWARD}.forward_mla.DeepseekMLAForwardMixin._split_q_nope_pe": mla_layer.after_split_q,
-        f"{_SRT}.models.deepseek_common.utils._get_llama_4_scaling": mla_layer.after_query_scaling,
-        f"{_FORWARD}.forward_mha.DeepseekMHAForwardMixin.forward_normal_prepare": mla_layer.after_queries_per_head,
-        f"{_SRT}.speculative.draft_utils.DraftBackendFactory.create_decode_backend": after_draft_backend,
-        f"{_SRT}.speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend": after_draft_backend,
-    }
-    if HybridMLAOptions.from_env().spread != "off":
-        after[f"{_SRT}.managers.scheduler_components.dp_attn.MLPSyncBatchInfo.all_gather"] = (
-            hooks_riding.after_sync_gather
-        )
-    if not torch.cuda.is_available():
-        from sglang_mla_ext.adapter.stock.torch_native import after_support_triton
-
-        after[f"{_SRT}.utils.common.support_triton"] = after_support_triton
-    before = {
-        f"{_SRT}.disaggregation.common.conn.CommonKVManager.__init__": before_kv_manager,
-        f"{_SRT}.managers.cache_controller.HiCacheController.start_loading": before_loading,
-        f"{_SRT}.managers.scheduler_components.dp_attn.MLPSyncBatchInfo._get_local_tensor": (
-            hooks_riding.before_sync_info
-        ),
-    }
-    around = {
-        "sglang.kernels.ops.layernorm.fused_eh_norm.fused_eh_norm": nextn.around_eh_norm,
-        f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mla_kv_pool": (
-            latent_pool.around_build_mla_pool
-        ),
-        f"{_SRT}.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_hybrid_linear_kv_pool": (
-            latent_pool.around_build_hybrid_pool
-        ),
-        f"{_SRT}.model_executor.forward_batch_deepseek_mha_mixin"
-        ".ForwardBatchDeepSeekMHAMixin.prepare_chunked_prefix_cache_info": mla_layer.around_chunk_info,
-        f"{_SRT}.mem_cache.pool_host.mla.MLATokenToKVPoolHost.__init__": latent_pool.around_host_pool,
-        f"{_SRT}.managers.scheduler.Scheduler._get_new_batch_prefill_raw": hooks_riding.around_new_batch,
-        f"{_SRT}.managers.schedule_policy.PrefillAdder.add_one_req": hooks_riding.around_add_request,
-        f"{_SRT}.managers.scheduler_components.dp_attn.prepare_mlp_sync_batch_raw": hooks_riding.around_sync,
-        f"{_SRT}.model_executor.cuda_graph_buffer_registry.build_eager_registry": hooks_riding.around_eager_registry,
-        f"{_SRT}.model_executor.model_runner.ModelRunner._forward_raw": hooks_riding.around_forward,
-        f"{_SRT}.model_executor.runner.eager_runner.EagerRunner.execute": around_pass,
-        f"{_SRT}.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.execute": around_pass,
-        f"{_FORWARD}.forward_mha.DeepseekMHAForwardMixin._chunked_prefix_attn_mha": mla_layer.around_prefix_attention,
-    }
-    targets = contract.targets([*before, *after, *around])
-    for hooks, kind in ((before, HookType.BEFORE), (after, HookType.AFTER), (around, HookType.AROUND)):
-        for path, hook in hooks.items():
-            if path in targets:
-                target, feature = targets[path]
-                HookRegistry.register(target, hook, kind)
-                _hooked[target] = feature
+    by_path = {dotted(hook.target): hook for hook in table()}
+    for path, (target, feature) in contract.targets(by_path).items():
+        hook = by_path[path]
+        HookRegistry.register(target, _with_session(hook), HookType(hook.kind))
+        start.hooked[target] = feature
 
 
-def assert_installed(asked: Collection[Feature] = (Feature.BASE,)) -> None:
-    """
-    Args:
-        asked: the features whose hooks are needed.
-    Raises:
-        ContractError: one is not in place; SGLang's log has the reason.
-    """
-    from sglang.srt.plugins.hook_registry import HookRegistry
+def _with_session(hook: Hook) -> Callable[..., Any]:
+    """Return the function that SGLang calls."""
+    if hook.of == NONE:
+        return hook.call
+    call, around, admits = hook.call, hook.kind == AROUND, hook.of == ADMISSION
 
-    contract.check(asked)  # of what SGLang does not have, no hook was registered
-    missing = [
-        target for target, feature in _hooked.items() if feature in asked and target not in HookRegistry._patched
-    ]
-    if missing or not _hooked:
-        raise contract.ContractError(
-            f"--attention-backend {BACKEND_NAME}: hooks are not in place: {', '.join(missing) or 'all of them'}. "
-            "The log above says why. Is SGLANG_PLUGINS set to a list without hybrid_mla?"
-        )
+    @functools.wraps(call)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        session = process.session
+        if session is None:
+            return args[0](*args[1:], **kwargs) if around else None
+        return call(session.admission if admits else session, *args, **kwargs)
 
-
-def create_backend(runner: ModelRunner) -> AttentionBackend:
-    """The factory that SGLang calls for `--attention-backend hybrid_mla`: for the model, and for its draft where that
-    has no backend of its own."""
-    import torch
-
-    assert_installed()
-    on_gpu = torch.cuda.is_available()
-    fp8 = runner.kv_cache_dtype == torch.float8_e4m3fn  # the checkpoint may ask for it
-    if runner.is_draft_worker:
-        from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-
-        return ATTENTION_BACKENDS[limits.draft_backend(runner.use_mla_backend, on_gpu, fp8)](runner)
-    limits.check_dtype(runner.dtype)
-    assert_installed(features.asked_for(runner.server_args, on_gpu) | ({Feature.FP8} if fp8 else set()))
-    if fp8:
-        limits.check_fp8_cache(runner.server_args, on_gpu=on_gpu)
-    if worker.budget_bytes is None:
-        raise contract.ContractError("SGLang built its attention backend before it sized its KV cache")
-    from sglang_mla_ext.adapter.build.assemble import build
-    from sglang_mla_ext.adapter.step import layer as mla_layer
-
-    worker.pool = runner.token_to_kv_pool
-    worker.memory = Memory(installed.memory_region(runner))
-    options = worker.options
-    mla_layer.accept_query_parts(not models.scales_queries(runner.server_args))
-    # A second time, the states of linear attention would take their tokens twice.
-    worker.repeats = installed.linear_layers(runner.server_args) is None
-    worker.backend, worker.steps, worker.riding = build(runner, options, worker.budget_bytes, worker.memory)
-    if worker.steps.spreading is not None:
-        assert_installed([Feature.SPREAD, Feature.RIDING])
-    if worker.riding is not None:
-        _start_riding(asked=options.mixed_tokens is not None or runner.server_args.enable_mixed_chunk)
-    return worker.backend
-
-
-def _start_riding(asked: bool) -> None:
-    """Let new tokens ride, if this SGLang has what that takes; a server runs without where nobody asked for it."""
-    from sglang_mla_ext.adapter.step.mixing import Mixing
-
-    try:
-        assert_installed([Feature.RIDING])
-    except contract.ContractError as error:
-        if asked:
-            raise
-        logger.warning("hybrid_mla: no new tokens ride in decode steps: %s", error)
-        worker.riding = None
-    else:
-        worker.mixing = Mixing(worker.riding)
-
-
-def after_profile_bytes(available: int, configurator: KVCacheConfigurator, *args: Any, **kwargs: Any) -> int:
-    """Take what we allocate out of what SGLang has for its KV cache. A draft model's is sized by the model's."""
-    worker.options = budget.with_default(available, configurator, HybridMLAOptions.from_env())
-    worker.budget_bytes = budget.reserve(available, configurator, worker.options)
-    return available - worker.budget_bytes
-
-
-def after_scheduler_init(result: None, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
-    worker.scheduler = scheduler
-    if worker.steps is None:
-        raise contract.ContractError(f"--attention-backend {BACKEND_NAME}: SGLang did not build the backend")
-    worker.steps.attach(lambda: installed.TreeView(scheduler.tree_cache))
-    if worker.steps.spreading is not None:
-        worker.steps.spreading.begin(scheduler.tp_worker.model_runner)
-    if worker.riding is not None:
-        worker.riding.begin(scheduler.tp_worker.model_runner)
-        if scheduler.require_mlp_sync:
-            from sglang_mla_ext.adapter.step.voting import Voting
-
-            worker.voting, worker.mixing = Voting(), None
-    if scheduler.metrics_collector is not None:
-        worker.metrics = Metrics(scheduler.metrics_collector.labels)
-    logger.info("hybrid_mla: ready; %s", worker.steps.reports.description)
-
-
-def before_kv_manager(manager: Any, args: Any, *others: Any, **more: Any) -> None:
-    """What a prefill or decode server tells its peers of its cache is made of these arguments."""
-    from sglang_mla_ext.adapter.latent import pool as latent_pool
-
-    args.kv_cache_dtype_str = latent_pool.dtype_for_peers(args.kv_cache_dtype_str, worker.pool)
-
-
-@guarded("hearing of a forward pass")
-def after_forward_batch(
-    forward_batch: Any, cls: type, batch: Any, model_runner: ModelRunner, *args: Any, **kwargs: Any
-) -> None:
-    passes.end()  # whatever became of it
-    if model_runner.is_draft_worker or worker.steps is None or worker.scheduler is None:
-        return
-    rides = hooks_riding.rides(batch)
-    worker.steps.before_forward(
-        forward_batch.forward_mode,
-        batch.reqs,
-        _other_requests(worker.scheduler),
-        forward_batch.extend_prefix_lens_cpu or (),
-        forward_batch.extend_seq_lens_cpu or (),
-        rides=rides,
-        decoding=len(batch.decoding_reqs or ()) if rides else 0,
-    )
-    if worker.steps.spreading is not None:
-        worker.steps.spreading.expand(forward_batch.req_pool_indices)
-    _publish_metrics()
-
-
-@guarded("checking a step")
-def after_forward(output: Any, runner: ModelRunner, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-    if worker.backend is not None and not runner.is_draft_worker:
-        now = passes.now
-        passes.end()
-        worker.backend.end_step(forward_batch if now.ridden is None else now.ridden)
-        if now.ridden is not None:
-            worker.steps.counters.count_ride(now.plan, now.rows, now.decoding)
-
-
-def _other_requests(scheduler: Scheduler) -> list[Req]:
-    """Those that hold prefixes beside the requests of a prefill step: they are decoding, or on a prefill server, whose
-    rows are on their way to a decode server. All ranks have the same."""
-    return [*scheduler.running_batch.reqs, *(getattr(scheduler, "disagg_prefill_inflight_queue", None) or ())]
-
-
-@guarded("forgetting what was flushed")
-def after_flush_cache(success: bool, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
-    if success and worker.steps is not None:
-        worker.steps.forget()
-
-
-@guarded("forgetting what old weights gave")
-def after_weight_load_begins(result: Any, *args: Any, **kwargs: Any) -> None:
-    if worker.steps is not None:
-        worker.steps.weights_change()
-
-
-@guarded("forgetting what sleeps")
-def after_release_memory(result: Any, manager: Any, recv_req: Any) -> None:
-    """What is expanded is gone, whether or not SGLang could flush its cache. It does so after the memory is given back,
-    so forgetting touches nothing on the device."""
-    if worker.steps is not None and installed.gives_kv_memory(recv_req.tags):
-        worker.steps.forget()
-
-
-@guarded("clearing memory after sleep", loses_memory=True)
-def after_resume_memory(result: Any, manager: Any, recv_req: Any) -> None:
-    """The memory is there again, with any contents."""
-    if worker.memory is not None and installed.gives_kv_memory(recv_req.tags):
-        worker.memory.clear()
-
-
-@guarded("looking for an empty prompt", only_shows=True)
-def after_validate_length(error: str | None, req: Req, *args: Any, **kwargs: Any) -> str | None:
-    """Refuse a prompt of no tokens, as SGLang refuses `"input_ids": []`: it has no row, so SGLang would take its first
-    token from the logits of another request's."""
-    return error or ("input_ids cannot be empty." if not req.origin_input_ids else None)
-
-
-@guarded("becoming idle")
-def after_on_idle(result: None, scheduler: Scheduler) -> None:
-    if worker.steps is not None and scheduler.is_fully_idle():
-        worker.steps.idle()
-        _publish_metrics()
-
-
-@guarded("reporting", only_shows=True)
-def after_get_internal_state(result: Any, scheduler: Scheduler, recv_req: Any) -> None:
-    if worker.steps is not None:
-        state, report = result.internal_state, worker.steps.reports.status(worker.steps.pause)
-        if ACCEPT_LENGTH in state:
-            report[ACCEPT_LENGTH] = state[ACCEPT_LENGTH]
-        state[BACKEND_NAME] = report
-
-
-@guarded("waiting before rows come from the host")
-def before_loading(controller: HiCacheController) -> None:
-    if worker.scheduler is not None and controller.load_queue:
-        installed.wait_before_loading(controller, worker.scheduler.forward_stream)
-
-
-def around_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    fail = worker.steps.fail if worker.steps is not None and worker.repeats else None
-    return failure.around_pass(fail, original, *args, **kwargs)
-
-
-def after_draft_backend(result: Any, factory: Any) -> None:
-    installed.name_draft_backend(result, factory)
-
-
-@guarded("publishing metrics", only_shows=True)
-def _publish_metrics() -> None:
-    now = time.monotonic()
-    if worker.metrics is not None and worker.steps is not None and now - worker.metrics_time > METRICS_INTERVAL_S:
-        worker.metrics_time = now
-        shadow = worker.steps.shadow
-        worker.metrics.publish(worker.steps.reports.report(), shadow.pop_errors() if shadow is not None else ())
+    return called

@@ -18,11 +18,11 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
 from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.step.failure import our_part
 from sglang_mla_ext.adapter.step.passes import passes
-from sglang_mla_ext.adapter.step.relay import relay
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -70,22 +70,23 @@ def accept_query_parts(wanted: bool = True) -> None:
 
 def after_split_q(result: tuple[torch.Tensor, ...], attention: DeepseekV2AttentionMLA, *args: Any) -> None:
     """Keep the query before absorption, `[tokens, heads, qk_nope_head_dim]`, for the attention call that follows."""
-    if id(attention) in _ours and (passes.now.takes_query or absorbs_prefill()):
-        relay.q_nope = result[0]
-        if relay.query_scaling is not None:
+    step = passes.now
+    if id(attention) in _ours and (step.takes_query or absorbs_prefill()):
+        step.q_nope = result[0]
+        if step.query_scaling is not None:
             with our_part("scaling a query"):
-                relay.q_nope = scaled(result[0])
+                step.q_nope = scaled(result[0])
 
 
 def after_query_scaling(result: torch.Tensor, *args: Any, **kwargs: Any) -> None:
     """`_get_llama_4_scaling`, at the beginning of a forward pass: `[tokens, 1, 1]`, which SGLang multiplies queries by
     behind absorption."""
-    relay.query_scaling = result
+    passes.now.query_scaling = result
 
 
 def scaled(query: torch.Tensor) -> torch.Tensor:
     """Queries of a pass, `[tokens, heads, size]`, by their positions."""
-    return (query * relay.query_scaling).to(query.dtype)
+    return (query * passes.now.query_scaling).to(query.dtype)
 
 
 def after_queries_per_head(
@@ -97,7 +98,7 @@ def after_queries_per_head(
     Args:
         result: query `[tokens, heads, qk_nope_head_dim + qk_rope_head_dim]`, and what else prefill takes.
     """
-    if relay.query_scaling is None or id(attention) not in _ours:
+    if passes.now.query_scaling is None or id(attention) not in _ours:
         return None
     with our_part("scaling a query"):
         query, *rest = result
@@ -186,7 +187,7 @@ def merge_before_o_proj(
     any hook that the layer has there itself: a gate is of the merged result."""
 
     def before(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if relay.tail_lse is None and not absorbs_prefill():
+        if passes.now.tail_lse is None and not absorbs_prefill():
             return None
         return merge(args[0]), *args[1:]
 
@@ -201,10 +202,38 @@ def hand_over_queries(layers: Sequence[DeepseekV2AttentionMLA]) -> None:
     def before(
         module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if relay.q_nope is None or not absorbs_prefill():
+        if passes.now.q_nope is None or not absorbs_prefill():
             return None
-        q_nope, relay.q_nope = relay.q_nope, None
+        q_nope, passes.now.q_nope = passes.now.q_nope, None
         return args, kwargs | {"q_nope": q_nope}
 
     for layer in layers:
         layer.attn_mqa.register_forward_pre_hook(before, with_kwargs=True)
+
+
+def around_eh_norm(
+    original: Callable[..., torch.Tensor],
+    inputs_embeds: torch.Tensor,
+    previous_hidden: torch.Tensor,
+    enorm_weight: torch.Tensor,
+    hnorm_weight: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """`fused_eh_norm` of SGLang's layer for next-token prediction (NextN), for hidden sizes that its kernel refuses.
+
+    On a GPU the layer always norms and joins its two inputs in one kernel, which takes multiples of 256 only: a small
+    model could not draft for itself. Such sizes are normed here as the same layer does it on other devices.
+
+    Args:
+        inputs_embeds, previous_hidden: `[rows, hidden]`.
+        enorm_weight, hnorm_weight: `[hidden]`.
+    Returns:
+        `[rows, 2 * hidden]`: the normed embeddings, then the normed states.
+    """
+    from sglang.kernels.ops.layernorm.fused_eh_norm import is_supported_fused_eh_norm_hidden_size
+
+    hidden = inputs_embeds.shape[-1]
+    if is_supported_fused_eh_norm_hidden_size(hidden):
+        return original(inputs_embeds, previous_hidden, enorm_weight, hnorm_weight, eps)
+    halves = ((inputs_embeds, enorm_weight), (previous_hidden, hnorm_weight))
+    return torch.cat([F.rms_norm(x, (hidden,), weight, eps) for x, weight in halves], dim=-1)

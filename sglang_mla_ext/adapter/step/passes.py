@@ -1,9 +1,13 @@
 """One forward pass, as everything of ours in it sees it.
 
 SGLang copies a `ForwardBatch` field by field before it runs it, so nothing of ours can travel on one; and it runs one
-pass at a time in a process. So the pass that runs stands here. The hook that hears of a batch makes it (steps.py), and
-the backend where nobody has: for a CUDA graph that is captured, and for a step that SGLang computes as one of another
-kind. It ends with SGLang's forward pass.
+pass at a time in a process. So the pass that runs stands here. It is made when SGLang has chosen a batch, and ends with
+SGLang's forward pass, whatever becomes of that. Where there was no batch, for a CUDA graph that is captured, the
+backend makes it.
+
+A pass also holds what SGLang's layer does not hand on, because it gives an attention backend the absorbed query alone
+and takes the latent output back: the hook after the query's split leaves the query here, the backend takes it and
+leaves the tail's lse, and the hook before the output projection merges where it finds that.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from sglang_mla_ext.rows import Rows
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from torch import Tensor
 
     from sglang_mla_ext.adapter.step.prefill import PrefillPlan
     from sglang_mla_ext.kernels.watch import Watched
@@ -69,12 +74,15 @@ class Pass:
         leaves_graph: a prefill that is sooner without its CUDA graph.
         way: of a decode or verify step; set when it begins.
         takes_query: whether it attends to expanded segments, so that its layers' queries are needed before absorption.
-        rides: whether it computes new tokens, as rows of a decode step (riding.py). decoding: in such a pass, the last
-            so many of its requests decode.
-        ridden: SGLang's batch of these rows, once it runs. last_rows: `[requests]` the last row of each.
+        mixed: whether it computes new tokens as rows of the decode graph (mixed.py). decoding: in such a pass, so many
+            of its requests, the last ones, decode.
+        as_rows: SGLang's batch of these rows, once it runs. last_rows: `[requests]` the last row of each.
         only_last_rows: whether its logits are of these alone.
         spread: what the ranks that hold prefixes together agreed on for it; None where they agreed on nothing.
         watched: what is to be copied in the merge of the layer that runs now, if anything ever is.
+        q_nope: `[rows, heads, qk_nope_head_dim]`, the query of the layer that runs now, before absorption.
+        tail_lse: `[rows, heads]` float32, natural log, of the layer whose shared part is still to be merged.
+        query_scaling: `[rows, 1, 1]`; None unless the model scales its queries by their positions.
     """
 
     kind: Kind
@@ -85,30 +93,47 @@ class Pass:
     leaves_graph: bool = False
     way: Way = Way.STOCK
     takes_query: bool = False
-    rides: bool = False
+    mixed: bool = False
     decoding: int = 0
-    ridden: Any = None
+    as_rows: Any = None
     last_rows: Any = None
     only_last_rows: bool = False
     spread: ShardedPlan | None = None
     watched: Watched | None = None
+    q_nope: Tensor | None = None
+    tail_lse: Tensor | None = None
+    query_scaling: Tensor | None = None
 
     def share_nothing(self) -> None:
-        """Something of ours has failed. What ranks agreed on stands, as on the others."""
+        """Forget what was planned, and what a layer has left. What ranks agreed on stands, as on the others."""
+        self.q_nope = self.tail_lse = None
         if self.spread is None:
             self.plan, self.prefill = NOTHING_SHARED, None
+
+    def become(self, kind: Kind, rows: Rows) -> None:
+        """SGLang computes it as a pass of another kind, for which nothing was planned but what ranks agreed on."""
+        self.kind, self.rows = kind, rows
+        self.absorbs = self.leaves_graph = self.mixed = self.only_last_rows = False
+        self.decoding, self.as_rows, self.last_rows = 0, None, None
+        self.share_nothing()
+        self.plan = NOTHING_SHARED
 
 
 class Passes:
     """Attributes:
-    now: the pass that runs, or is about to.
+    now: the pass that runs, or is about to; between passes one that shares nothing.
     """
 
     def __init__(self) -> None:
         self.now = Pass(Kind.OTHER)
 
+    def begin(self, chosen: Pass) -> Pass:
+        """The pass that was chosen is the next one."""
+        self.now = chosen
+        return chosen
+
     def end(self) -> None:
-        """It has been launched; or what comes is not the model's, but its draft's."""
+        """It is over, or what comes is not the model's, but its draft's."""
         self.now = Pass(Kind.OTHER)
 
 

@@ -56,7 +56,11 @@ class Preparation:
             spread = None if in_capture else step.spread  # a rank without requests attends for the others
             if spread is not None and spread.mine.segments:
                 raise RuntimeError("ranks agreed on what another batch shares")
-            step = passes.now = Pass(kind, Rows(0, self.tokens_each(kind)), spread=spread)  # not what was planned
+            no_rows = Rows(0, self.tokens_each(kind))
+            if in_capture:  # of no batch
+                step = passes.begin(Pass(kind, no_rows))
+            else:
+                step.become(kind, no_rows)
         step.way = self._way_without_sharing(step)
         can_share = step.kind is (Kind.VERIFY if self._query_tokens > 1 else Kind.DECODE)
         shares = False
@@ -72,8 +76,11 @@ class Preparation:
                     raise
                 self._begin_again(step, forward_batch, error, in_graph=in_graph)
                 shares = False
-        if can_share and not in_capture:
-            self._steps.watch_step(step, shares)
+        if can_share and not in_capture and self._steps.shadow is not None:
+            try:
+                self._steps.shadow.begin_step(step, shares)
+            except Exception as error:
+                self._steps.fail("the shadow check", error)
         step.takes_query = step.way is Way.SHARED and self._shared is not None
         return step
 
@@ -107,10 +114,16 @@ class Preparation:
         if step.way is not Way.STOCK:
             self._begin_latent(step, forward_batch)
 
-    def end(self, forward_batch: ForwardBatch) -> None:
-        """The step has been launched."""
-        if self._steps.check_step(forward_batch):
+    def end_step(self, forward_batch: ForwardBatch) -> None:
+        """The step has been launched: check it, if its turn has come."""
+        if self._steps.shadow is None:
+            return
+        try:
+            if self._steps.shadow.end_step(forward_batch):
+                self._written = None  # what was planned for attention to latents
+        except Exception as error:
             self._written = None
+            self._steps.fail("the shadow check", error)
 
     def count_rows_as_prefill(self, forward_batch: ForwardBatch) -> None:
         """Of a decode or verify step that SGLang runs as prefill."""

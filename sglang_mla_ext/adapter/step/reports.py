@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from sglang_mla_ext.observe import Counters, report, segment_entry
+from sglang_mla_ext.observe import Counters, Metrics, report, segment_entry
 from sglang_mla_ext.prefix.sharing import Sharing
+
+if TYPE_CHECKING:
+    from sglang_mla_ext.adapter.step.shadow import ShadowCheck
+
+METRICS_INTERVAL_S = 1.0
 
 
 class Reports:
@@ -22,6 +29,8 @@ class Reports:
         self._prefixes, self._counters = prefixes, counters
         self._budget_bytes, self._chunk_bytes = budget_bytes, chunk_bytes
         self.description = description
+        self._metrics: Metrics | None = None  # where SGLang publishes none
+        self._published = 0.0
 
     def report(self) -> dict[str, Any]:
         """The entry; see observe.report."""
@@ -46,3 +55,18 @@ class Reports:
             self._counters.fall_back(f"showing the tree of shared segments failed: {type(error).__name__}", error)
             found["segments"] = []
         return found
+
+    def publish_as(self, labels: Mapping[str, str]) -> None:
+        """Publish metrics from now on, with SGLang's labels."""
+        self._metrics = Metrics(labels)
+
+    def publish(self, shadow: ShadowCheck | None) -> None:
+        """Publish metrics, where the last time is long enough ago. Raises nothing."""
+        now = time.monotonic()
+        if self._metrics is None or now - self._published <= METRICS_INTERVAL_S:
+            return
+        self._published = now
+        try:
+            self._metrics.publish(self.report(), shadow.pop_errors() if shadow is not None else ())
+        except Exception as error:  # what is shared stays so
+            self._counters.fall_back(f"publishing metrics failed: {type(error).__name__}", error)

@@ -1,6 +1,6 @@
 """What the next forward pass does, decided on the host: which rows share what, and what prefill attends to.
 
-SGLang's scheduler tells of a pass through hooks.py before it runs. A failure here never stops the pass: it is counted,
+session.py tells of a pass before it runs. A failure here never stops the pass: it is counted,
 what is expanded is forgotten, and sharing pauses for a while. Where even that fails, it is owed: it is tried again
 before each pass, and until then nothing is shared.
 """
@@ -11,11 +11,10 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, Pass, passes
 from sglang_mla_ext.adapter.step.prefill import PrefillPlan
-from sglang_mla_ext.adapter.step.relay import relay
 from sglang_mla_ext.adapter.step.reports import Reports
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.planner.pass_costs import PassCosts
@@ -26,7 +25,6 @@ from sglang_mla_ext.rows import Rows
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     from sglang_mla_ext.adapter.compat.installed import TreeView
     from sglang_mla_ext.adapter.step.expander import Expander
@@ -72,6 +70,7 @@ class Steps:
         reports: what it says of itself.
         shadow: None where nothing is checked.
         spreading: None where this rank holds its prefixes alone.
+        query_tokens: of a request in a step that shares; more than one where drafts are verified.
     """
 
     def __init__(
@@ -92,12 +91,12 @@ class Steps:
             shares: whether decode steps can share anything.
             prefill: None where prefill is another backend's, whose lse may be in another base.
             max_requests: of a step that shares.
-            query_tokens: of a request in a step that shares; more than one where drafts are verified.
+            query_tokens: see Steps.
         """
         self.counters, self.reports = counters, reports
         self._prefixes, self._expander = prefixes, expander
         self._shares, self._prefill = shares, prefill
-        self._max_requests, self._query_tokens = max_requests, query_tokens
+        self._max_requests, self.query_tokens = max_requests, query_tokens
         self._pause = 0  # forward passes to go until the next attempt
         self._next_pause = FIRST_PAUSE
         self._reached = False  # whether a plan that shares something has reached the device since the last pass
@@ -116,41 +115,29 @@ class Steps:
         if self._prefill is not None and self._prefill.passing is not None:
             self._prefill.passing.attach(tree)
 
-    def before_forward(
+    def plan_pass(
         self,
-        mode: ForwardMode,
+        step: Pass,
         reqs: Sequence[Req],
         running: Sequence[Req],
         prefix_lens: Sequence[int] = (),
         new_tokens: Sequence[int] = (),
-        *,
-        rides: bool = False,
-        decoding: int = 0,
     ) -> None:
-        """Plan a forward pass, which is `passes.now` from here on: expand what is worth it, and say which requests
-        share what.
+        """Plan a forward pass: expand what is worth it, and say which requests share what.
 
         Args:
-            mode: a decode step of a server that verifies drafts shares nothing: what is planned is for its verify
-                steps.
+            step: the pass, which admission.py chose. A decode step of a server that verifies drafts shares nothing:
+                what is planned is for its verify steps.
             reqs: requests of the pass, in the order of its rows.
             running: requests that are decoding, whether or not they take part in this pass.
             prefix_lens: `[requests]` tokens that are cached; new_tokens: `[requests]` tokens to compute; in prefill.
-            rides: it is a prefill pass that runs as a decode step of its tokens (riding.py).
-            decoding: of `reqs`, the last so many are decoding, in a pass that rides.
         """
         begin = time.perf_counter()  # for a metric; ranks must decide alike, so nothing may depend on it
         if self._reached:
             self._reached, self._next_pause = False, FIRST_PAUSE
-        relay.clear()
-        kind = Kind.DECODE if rides else Kind.of(mode)
-        verifies = kind is Kind.VERIFY
-        counted = rides or kind is Kind.PREFILL
-        rows = Rows.of(new_tokens) if counted else Rows(len(reqs), self._query_tokens if verifies else 1)
-        absorbs = kind is Kind.PREFILL and self._prefill is not None and self._prefill.absorbs
-        now = passes.now = Pass(kind, rows, rides=rides, decoding=decoding, absorbs=absorbs)
-        if self.spreading is not None and (spread := self.spreading.shared_plan()) is not None:
-            now.spread, now.plan = spread, spread.mine
+        kind, verifies = step.kind, step.kind is Kind.VERIFY
+        step.absorbs = kind is Kind.PREFILL and self._prefill is not None and self._prefill.absorbs
+        if step.spread is not None:
             self.counters.steps_spread += 1
         repaired = self._repair()
         if self._pause:
@@ -160,41 +147,18 @@ class Steps:
                 if self.shadow is not None:
                     self.shadow.judge()
                 if kind is Kind.PREFILL:
-                    now.prefill = self._plan_prefill(reqs, running, prefix_lens, new_tokens, rows)
+                    step.prefill = self._plan_prefill(step, reqs, running, prefix_lens, new_tokens)
                 elif self.spreading is not None:
                     pass  # what it shares, ranks have agreed on
-                elif rides:
-                    now.plan = self._plan_ride(reqs, running, prefix_lens, rows, mixed=decoding > 0)
-                elif self._shares and verifies == (self._query_tokens > 1):
-                    now.plan = self._plan_step(reqs)
+                elif step.mixed:
+                    step.plan = self._plan_mixed(step, reqs, running, prefix_lens)
+                elif self._shares and verifies == (self.query_tokens > 1):
+                    step.plan = self._plan_step(reqs)
             except Exception as error:
                 self.fail("planning", error)
-        if kind.is_step and not rides:  # a ride is counted when it has come to its end (hooks.py)
-            self.counters.count_step(now.plan, verifies=verifies)
+        if kind.is_step and not step.mixed:  # a mixed pass is counted when it has come to its end (session.py)
+            self.counters.count_step(step.plan, verifies=verifies)
         self.counters.count_pass(time.perf_counter() - begin)
-
-    def watch_step(self, step: Pass, shares: bool) -> None:
-        """A decode or verify step is about to be launched. Raises nothing.
-
-        Args:
-            shares: whether it shares anything.
-        """
-        if self.shadow is not None:
-            try:
-                self.shadow.begin_step(step, shares)
-            except Exception as error:
-                self.fail("the shadow check", error)
-
-    def check_step(self, batch: Any) -> bool:
-        """A step has been launched, SGLang's ForwardBatch of which this is; whether what was planned for attention to
-        latents was overwritten. Raises nothing."""
-        if self.shadow is None:
-            return False
-        try:
-            return self.shadow.end_step(batch)
-        except Exception as error:
-            self.fail("the shadow check", error)
-            return True
 
     def fail(self, what: str, error: BaseException, clear_memory: Callable[[], None] | None = None) -> None:
         """Something of ours has failed: forget what is expanded, and plan nothing for a while.
@@ -247,7 +211,6 @@ class Steps:
     def forget(self) -> None:
         """Drop everything that is expanded, as when the cache was flushed."""
         passes.now.share_nothing()
-        relay.clear()
         self._prefixes.forget()
         self._forget_passing()
         if self.shadow is not None:
@@ -279,13 +242,12 @@ class Steps:
         plan = self._prefixes.plan_decode(reqs)
         return plan if plan.segments else NOTHING_SHARED  # one object, which stays on the device
 
-    def _plan_ride(
-        self, reqs: Sequence[Req], running: Sequence[Req], prefix_lens: Sequence[int], rows: Rows, *, mixed: bool
-    ) -> Plan:
+    def _plan_mixed(self, step: Pass, reqs: Sequence[Req], running: Sequence[Req], prefix_lens: Sequence[int]) -> Plan:
         if not self._shares:
             return NOTHING_SHARED
+        rows = step.rows
         shared = self._expand_before(reqs, running, rows=rows) if self._expander is not None else None
-        plan = self._prefixes.plan_rows(reqs, rows, prefix_lens, mixed=mixed, shared=shared)
+        plan = self._prefixes.plan_rows(reqs, rows, prefix_lens, mixed=step.decoding > 0, shared=shared)
         return plan if plan.segments else NOTHING_SHARED
 
     def _expand_before(
@@ -302,13 +264,13 @@ class Steps:
 
     def _plan_prefill(
         self,
+        step: Pass,
         reqs: Sequence[Req],
         running: Sequence[Req],
         prefix_lens: Sequence[int],
         new_tokens: Sequence[int],
-        rows: Rows,
     ) -> PrefillPlan | None:
-        of_server = self._prefill
+        of_server, rows = self._prefill, step.rows
         affordable = of_server.affordable(prefix_lens) if of_server is not None else 0
         shared = self._expand_before(reqs, running, affordable) if self._expander is not None else None
         if of_server is None:
@@ -324,7 +286,7 @@ class Steps:
         if costs is not None:
             made = passing.expanded_tokens if passing is not None else 0
             of_pass = prefix_lens, ends, new_tokens, made
-            passes.now.leaves_graph = costs.eager(*of_pass) < costs.in_graph(*of_pass)
-        if (costs is None or passes.now.leaves_graph) and not of_server.can_finish(prefix_lens, ends):
+            step.leaves_graph = costs.eager(*of_pass) < costs.in_graph(*of_pass)
+        if (costs is None or step.leaves_graph) and not of_server.can_finish(prefix_lens, ends):
             return None
         return of_server.make_plan(plan, rows, passing)

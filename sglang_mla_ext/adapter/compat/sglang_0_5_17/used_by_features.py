@@ -170,6 +170,7 @@ CPU = needed_for(
     *function("constrained.xgrammar_backend.XGrammarGrammar.apply_vocab_mask", "self logits vocab_mask", "the same"),
     *function("mem_cache.pool_host.base.HostKVCache.__init__", "self", "a host cache"),
     *attributes("mem_cache.pool_host.mla", "ALLOC_MEMORY_FUNCS", "the same"),
+    *function(f"{_CONFIGURATOR}.configure", "self", "an FP8 cache"),
     *function(
         "model_executor.forward_batch_info.ForwardBatch.prepare_mlp_sync_batch", "self model_runner", "DP attention"
     ),

@@ -1,12 +1,11 @@
-"""New tokens that ride in a decode step: a short prefill as rows of the CUDA graph that is captured for decode anyway.
+"""A mixed pass: new tokens as rows of the CUDA graph that is captured for decode anyway.
 
-SGLang launches a prefill pass of MLA kernel by kernel, so the host sets its time. A decode graph takes for each row a
-token, a position, a request's place in the table of slots, a length and a slot to write to, and each layer writes the
-keys of all rows before it attends. So T new tokens of a request are T rows with one place and lengths that grow by one:
-each sees what came before it, and over an expanded prefix it costs what a decode row costs.
+Each layer writes the keys of all rows before it attends. So T new tokens of a request are T rows with one place in the
+table of slots and lengths that grow by one: each sees what came before it, and over an expanded prefix it costs what a
+decode row costs. `MixedRule` says when that can be and when it is sooner; admission.py decides.
 
-To SGLang's scheduler such a pass is the extend that it planned; with running requests in it (mixing.py), a MIXED one.
-Only while the model runs is it a decode step, and its logits are then those of each request's last row.
+To SGLang's scheduler such a pass is the extend that it planned; with running requests in it, a MIXED one. Only while
+the model runs is it a decode step, and its logits are then those of each request's last row.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_mla_ext.adapter.step.failure import OurPartFailedError, our_part, several_ranks
+from sglang_mla_ext.adapter.step.failure import OurPartFailedError, Running, guarded, our_part, several_ranks
 from sglang_mla_ext.adapter.step.passes import Kind, Pass, passes
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
@@ -36,16 +35,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+
 LATER = "a pass of its own is sooner"
-"""Why a batch does not ride that could."""
+"""Why new tokens that could be rows of the decode graph are not."""
 
 
-class Riding:
-    """Which passes ride, and how.
+class MixedRule:
+    """When new tokens are rows of the decode graph.
 
     Attributes:
         most_rows: that a pass may have.
-        tokens: new tokens that a step with running requests may have.
+        tokens: new tokens that a step with running requests may have; 0 where none are rows of the decode graph.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class Riding:
         self._graphs = graphs
 
     def begin(self, runner: ModelRunner) -> None:
-        """SGLang has captured its graphs: say how far they reach."""
-        if (graphs := runner.decode_cuda_graph_runner) is not None:
+        """SGLang has captured its graphs: log how far they reach."""
+        if self.tokens and (graphs := runner.decode_cuda_graph_runner) is not None:
             self.most_rows = min(self.most_rows, graphs.max_bs)
             logits_gib = graphs.max_bs * runner.model_config.vocab_size * 4 / (1 << 30)
             logger.info(
@@ -89,13 +89,13 @@ class Riding:
                 logits_gib,
             )
 
-    def can_ride(self, batch: ScheduleBatch, running: int = 0) -> bool:
-        """Whether the pass of an extend batch rides; see `why_not`."""
+    def allows(self, batch: ScheduleBatch, running: int = 0) -> bool:
+        """Return whether new tokens of an extend batch are rows of the decode graph; see `why_not`."""
         return self.why_not(batch, running) is None
 
     def why_not(self, batch: ScheduleBatch, running: int = 0) -> str | None:
-        """Why the pass of an extend batch does not ride; None if it does. That is counted, but not of one with running
-        requests: it is asked again without them.
+        """Return why the new tokens of an extend batch have a pass of their own; None if they are rows of the decode
+        graph. That is counted, but not of a batch with running requests: it is asked again without them.
 
         Args:
             batch: prepared, without those that are decoding.
@@ -107,14 +107,14 @@ class Riding:
         if reason is None and not self._agree(self._is_sooner(batch)):
             reason = LATER
         if reason is not None and not running:
-            self.count_not_ridden(reason)
+            self.count_refused(reason)
         return reason
 
-    def count_not_ridden(self, reason: str) -> None:
+    def count_refused(self, reason: str) -> None:
         self._counters.not_ridden[reason] += 1
 
     def _is_sooner(self, batch: ScheduleBatch) -> bool:
-        """Whether riding is predicted to be sooner than a pass of its own, for as much as is expanded now."""
+        """Return whether that is predicted to be sooner than a pass of its own, with what is expanded now."""
         try:
             expanded_lens = self._prefixes.expanded_lens(batch.reqs, batch.prefix_lens)
             seconds = self.seconds(batch.prefix_lens, expanded_lens, batch.extend_lens)
@@ -154,48 +154,84 @@ class Riding:
             return eager
         return min(eager, self._graphs.in_graph(prefix_lens, expanded_lens, new_tokens))
 
-    def forward_ridden(
-        self,
-        forward: Callable[..., Any],
-        runner: Any,
-        batch: ForwardBatch,
-        fail: Callable[[str, BaseException], None],
-        *args: Any,
-    ) -> Any:
-        """`ModelRunner._forward_raw` of the pass that runs now, which rides. Where our part of that fails, it is the
-        pass that SGLang asked for, which writes the same rows; but not where several ranks compute together, of which
-        the others ride.
 
-        Args:
-            forward: the original; batch: the extend that SGLang asked for; fail: see Steps.
-        Returns:
-            its output, with the logits of each request's last row.
-        """
-        now = passes.now
-        try:
-            with our_part("making rows of new tokens"):
-                now.ridden = as_rows(batch, now.rows)
-                now.last_rows = torch.cumsum(batch.extend_seq_lens, dim=0) - 1
-            output = forward(runner, now.ridden, *args)
-            with our_part("taking the logits of last rows"):
-                take_last_rows(output.logits_output, now)
-            return output
-        except OurPartFailedError as failure:
-            if several_ranks():
-                raise
-            fail(failure.what, failure.__cause__ or failure)
-        # Not inside of `except`: the error's frames hold tensors.
-        passes.now = Pass(Kind.PREFILL, now.rows)
-        return forward(runner, batch, *args)
+def is_extend(batch: Any) -> bool:
+    """Return whether a batch computes new tokens alone, and no drafts."""
+    mode = batch.forward_mode
+    return mode is type(mode).EXTEND
 
 
-def select_last_rows(metadata: Any) -> None:
-    """Without a graph the head has those rows alone that logits are wanted of, as in the extend that was asked for: so
-    many SGLang expects where ranks gather them.
+def refusal_of(req: Req) -> str | None:
+    """Return why no new tokens of this request are rows of the decode graph; None if they may be. Known before any of
+    them is computed, and the same for all pieces of a prompt."""
+    reasons = {
+        "embeddings as input": req.input_embeds is not None or req.positional_embed_overrides is not None,
+        "images or other media": req.multimodal_inputs is not None,
+        "hidden states": bool(req.return_hidden_states),
+        "nothing is generated": req.is_prefill_only,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def refusal(batch: ScheduleBatch) -> str | None:
+    """Return why new tokens of a batch cannot be rows of the decode graph, whatever it costs; None where they can."""
+    inputs = zip(batch.extend_lens, batch.extend_logprob_start_lens, strict=True)
+    reasons = {
+        "an encoder": batch.encoder_lens is not None,
+        "input log-probabilities": batch.return_logprob and any(length > start for length, start in inputs),
+        "rows are on their way from the host": batch.hicache_consumer_index >= 0,
+    }
+    of_batch = (reason for reason, applies in reasons.items() if applies)
+    return next(chain(filter(None, map(refusal_of, batch.reqs)), of_batch), None)
+
+
+def around_forward_raw(
+    session: Running, original: Callable[..., Any], runner: ModelRunner, forward_batch: ForwardBatch, *args: Any
+) -> Any:
+    """`ModelRunner._forward_raw`, in which a mixed pass is a decode step."""
+    if runner.is_draft_worker or not passes.now.mixed:
+        return original(runner, forward_batch, *args)
+    return forward_mixed(original, runner, forward_batch, session.steps.fail, *args)
+
+
+def forward_mixed(
+    forward: Callable[..., Any],
+    runner: Any,
+    batch: ForwardBatch,
+    fail: Callable[[str, BaseException], None],
+    *args: Any,
+) -> Any:
+    """`ModelRunner._forward_raw` of the pass that runs now, which is mixed. Where our part of that fails, it is the
+    pass that SGLang asked for, which writes the same rows; but not where several ranks compute together, of which
+    the others compute rows.
 
     Args:
-        metadata: SGLang's LogitsMetadata of the pass that runs.
+        forward: the original; batch: the extend that SGLang asked for; fail: see Steps.
+    Returns:
+        its output, with the logits of each request's last row.
     """
+    now = passes.now
+    try:
+        with our_part("making rows of new tokens"):
+            now.as_rows = as_rows(batch, now.rows)
+            now.last_rows = torch.cumsum(batch.extend_seq_lens, dim=0) - 1
+        output = forward(runner, now.as_rows, *args)
+        with our_part("taking the logits of last rows"):
+            take_last_rows(output.logits_output, now)
+        return output
+    except OurPartFailedError as failure:
+        if several_ranks():
+            raise
+        fail(failure.what, failure.__cause__ or failure)
+    # Not inside of `except`: the error's frames hold tensors.
+    now.become(Kind.PREFILL, now.rows)
+    return forward(runner, batch, *args)
+
+
+@guarded("taking last rows")
+def select_last_rows(session: Running, metadata: Any, cls: type, forward_batch: Any) -> None:
+    """`LogitsMetadata.from_forward_batch`: without a graph the head has those rows alone that logits are wanted of, as
+    in the extend that was asked for. So many SGLang expects where ranks gather them."""
     now = passes.now
     if now.last_rows is not None:
         metadata.draft_extend_select_index, now.only_last_rows = now.last_rows, True
@@ -204,8 +240,8 @@ def select_last_rows(metadata: Any) -> None:
 def take_last_rows(output: Any, now: Pass) -> None:
     """Keep what SGLang returns for each request: of each one's last row.
 
-    Nothing else that it returns per token comes here: hidden states and log-probabilities are not asked for (mixing.py,
-    `refusal_of`), the sampling mask is made of these logits, and experts and indices of sparse attention are recorded
+    Nothing else that it returns per token comes here: hidden states and log-probabilities are not asked for
+    (`refusal_of`), the sampling mask is made of these logits, and experts and indices of sparse attention are recorded
     by slots of the cache.
 
     Args:
@@ -219,36 +255,6 @@ def take_last_rows(output: Any, now: Pass) -> None:
             name: values if len(values) == len(last) else [values[row] for row in last]
             for name, values in output.customized_info.items()
         }
-
-
-def is_extend(batch: Any) -> bool:
-    """Whether a batch computes new tokens alone, and no drafts."""
-    mode = batch.forward_mode
-    return mode is type(mode).EXTEND
-
-
-def refusal_of(req: Req) -> str | None:
-    """Return why no pass with new tokens of this request rides; None if one may. Known before any of them is computed,
-    and the same for all pieces of a prompt."""
-    reasons = {
-        "embeddings as input": req.input_embeds is not None or req.positional_embed_overrides is not None,
-        "images or other media": req.multimodal_inputs is not None,
-        "hidden states": bool(req.return_hidden_states),
-        "nothing is generated": req.is_prefill_only,
-    }
-    return next((reason for reason, applies in reasons.items() if applies), None)
-
-
-def refusal(batch: ScheduleBatch) -> str | None:
-    """Why a batch cannot ride, whatever it costs; None where it can."""
-    inputs = zip(batch.extend_lens, batch.extend_logprob_start_lens, strict=True)
-    reasons = {
-        "an encoder": batch.encoder_lens is not None,
-        "input log-probabilities": batch.return_logprob and any(length > start for length, start in inputs),
-        "rows are on their way from the host": batch.hicache_consumer_index >= 0,
-    }
-    of_batch = (reason for reason, applies in reasons.items() if applies)
-    return next(chain(filter(None, map(refusal_of, batch.reqs)), of_batch), None)
 
 
 def as_rows(batch: ForwardBatch, rows: Rows) -> ForwardBatch:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_mla_ext.adapter.step import riding as module
-from sglang_mla_ext.adapter.step.riding import EAGER_LAYER_S, LATER, Riding, as_rows, refusal, take_last_rows
+from sglang_mla_ext.adapter.step import mixed as module
+from sglang_mla_ext.adapter.step.mixed import EAGER_LAYER_S, LATER, MixedRule, as_rows, refusal, take_last_rows
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
@@ -161,38 +161,36 @@ class Prefixes:
         return [min(self.expanded, length) for length in prefix_lens]
 
 
-def make(expanded: int = 0, cost: CostModel = H200, **options: Any) -> Riding:
+def make(expanded: int = 0, cost: CostModel = H200, **options: Any) -> MixedRule:
     values = dict(tokens=256, most_rows=300, cost=cost, counters=Counters(), grouped=False)
-    return Riding(prefixes=Prefixes(expanded), **{**values, **options})
+    return MixedRule(prefixes=Prefixes(expanded), **{**values, **options})
 
 
 def test_more_rows_than_there_is_a_graph_for_do_not_ride() -> None:
-    riding = make(eager_layer_s=1.0)
-    assert riding.can_ride(schedule_batch([0], [300])) and riding.can_ride(schedule_batch([0], [250]), running=50)
-    assert not riding.can_ride(schedule_batch([0], [301])) and not riding.can_ride(
-        schedule_batch([0], [250]), running=51
-    )
+    rule = make(eager_layer_s=1.0)
+    assert rule.allows(schedule_batch([0], [300])) and rule.allows(schedule_batch([0], [250]), running=50)
+    assert not rule.allows(schedule_batch([0], [301])) and not rule.allows(schedule_batch([0], [250]), running=51)
     # With running requests it is asked again without them.
-    assert riding._counters.not_ridden == {"more than 300 rows": 1}
+    assert rule._counters.not_ridden == {"more than 300 rows": 1}
     runner = SimpleNamespace(
         decode_cuda_graph_runner=SimpleNamespace(max_bs=200), model_config=SimpleNamespace(vocab_size=1000)
     )
-    riding.begin(runner)
-    assert riding.most_rows == 200
+    rule.begin(runner)
+    assert rule.most_rows == 200
     runner.decode_cuda_graph_runner = None
-    riding.begin(runner)
-    assert riding.most_rows == 200
+    rule.begin(runner)
+    assert rule.most_rows == 200
 
 
 def test_a_pass_rides_where_that_is_sooner() -> None:
     """Over what is expanded, and not where many rows would read a long history each, which a pass makes keys and values
     of once."""
     long, short = schedule_batch([20000], [500]), schedule_batch([20000], [2])
-    riding = make(most_rows=500)
-    assert not riding.can_ride(long) and riding.can_ride(short)
-    assert riding._counters.not_ridden == {LATER: 1}
-    assert make(expanded=19500, most_rows=500).can_ride(long)
-    assert make(eager_layer_s=1.0, most_rows=500).can_ride(long)
+    rule = make(most_rows=500)
+    assert not rule.allows(long) and rule.allows(short)
+    assert rule._counters.not_ridden == {LATER: 1}
+    assert make(expanded=19500, most_rows=500).allows(long)
+    assert make(eager_layer_s=1.0, most_rows=500).allows(long)
     few_heads = CostModel(H200.dims, 8, H200.rates)
     alone, together = (make(cost=few_heads, grouped=grouped) for grouped in (False, True))
     arguments = [20000], [0], [100]
@@ -204,7 +202,7 @@ def test_a_pass_makes_keys_and_values_for_each_of_its_requests() -> None:
     """Unless it expands for itself what they share."""
     four = schedule_batch([26432] * 4, [128] * 4)
     apart, together = (make(expanded=7168, most_rows=512, expands_once=once) for once in (False, True))
-    assert apart.can_ride(four) and not together.can_ride(four)
+    assert apart.allows(four) and not together.allows(four)
     arguments = [26432] * 2, [7168] * 2, [1] * 2
     once, each = make(expands_once=True).pass_seconds(*arguments), make().pass_seconds(*arguments)
     assert EAGER_LAYER_S < once < each < 2 * once
@@ -222,14 +220,14 @@ def test_every_rank_is_asked_also_by_one_that_cannot_say() -> None:
         asked.append(answer)
         return False
 
-    riding, batch = make(agree=one_says_no), schedule_batch([100], [2])
-    assert not riding.can_ride(batch)
-    riding._prefixes.fails = True
-    assert not riding.can_ride(batch)
+    rule, batch = make(agree=one_says_no), schedule_batch([100], [2])
+    assert not rule.allows(batch)
+    rule._prefixes.fails = True
+    assert not rule.allows(batch)
     assert asked == [True, False]
-    assert riding._counters.not_ridden == {LATER: 2}
-    assert riding._counters.fallbacks == {"predicting a riding pass failed: RuntimeError": 1}
-    assert not riding.can_ride(schedule_batch([100], [2], is_prefill_only=True)) and len(asked) == 2
+    assert rule._counters.not_ridden == {LATER: 2}
+    assert rule._counters.fallbacks == {"predicting a riding pass failed: RuntimeError": 1}
+    assert not rule.allows(schedule_batch([100], [2], is_prefill_only=True)) and len(asked) == 2
 
 
 def test_all_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,9 +252,9 @@ def test_all_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_logits_are_those_of_last_rows() -> None:
-    """And the batch that ran stays with the pass. What fails is seen in hook_scenarios_riding.py."""
-    riding, batch, seen = make(), forward_batch("EXTEND", [7, 0, 64], [3, 2, 1]), []
-    module.passes.now = module.Pass(module.Kind.DECODE, Rows.of([3, 2, 1]), rides=True)
+    """And the batch that ran stays with the pass. What fails is seen in hook_scenarios_mixed.py."""
+    batch, seen = forward_batch("EXTEND", [7, 0, 64], [3, 2, 1]), []
+    module.passes.now = module.Pass(module.Kind.DECODE, Rows.of([3, 2, 1]), mixed=True)
 
     def forward(runner: Any, rows: Any, *more: Any) -> Any:
         seen.append((runner, rows, more))
@@ -264,9 +262,9 @@ def test_logits_are_those_of_last_rows() -> None:
         return SimpleNamespace(logits_output=logits)
 
     now = module.passes.now
-    output = riding.forward_ridden(forward, "runner", batch, pytest.fail, "proxies", False, 1)
+    output = module.forward_mixed(forward, "runner", batch, pytest.fail, "proxies", False, 1)
     assert output.logits_output.next_token_logits.flatten().tolist() == [2, 4, 5]
-    assert seen == [("runner", now.ridden, ("proxies", False, 1))] and now.ridden.batch_size == 6
+    assert seen == [("runner", now.as_rows, ("proxies", False, 1))] and now.as_rows.batch_size == 6
     module.passes.end()
 
 

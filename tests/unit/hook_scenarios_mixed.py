@@ -35,7 +35,7 @@ def scenario_graphs_and_buffers_have_room_for_what_rides() -> None:
     runner.is_draft_worker = True
     assert base_cuda_graph_runner.get_batch_sizes_to_capture(runner, 1) == ([1, 2, 12], [1])
     assert cuda_graph_buffer_registry.build_eager_registry(max_bs=12) == 12 + TOKENS
-    server.worker.riding = None
+    server.session.admission.rule.tokens = 0
     assert cuda_graph_buffer_registry.build_eager_registry(max_bs=12) == 12
 
 
@@ -53,7 +53,7 @@ class Rides:
         self.model.is_draft_worker, self.model.run = False, self._run
         self.seen: list[tuple[str, int, bool]] = []  # what ran: mode, batch size, whether something is shared
         self.ended: list[Any] = []
-        self.server.backend.end_step = self.ended.append
+        self.server.backend.preparation.end_step = self.ended.append
         self.logits: Callable[[Any], Any] = lambda given: given
 
     def forward(self, mode: str = "EXTEND", decoding: int = 0) -> Any:
@@ -88,7 +88,7 @@ def scenario_new_tokens_are_rows_of_a_decode_step() -> None:
     assert (counters.prefills_ridden, counters.steps_mixed, counters.tokens_ridden) == (1, 1, 11)
     assert counters.steps_naive == steps + 1, "without one that decodes it is no decode step"
     assert counters.prefill_tokens_saved == (3 + 2) * SHARED, "but of the one that decodes"
-    rides.server.worker.riding.most_rows = 5
+    rides.server.session.admission.rule.most_rows = 5
     assert rides.forward() == ([("EXTEND", 3, False)], LAST)
     assert dict(counters.not_ridden) == {"more than 5 rows": 1} and not counters.fallbacks
     assert rides.ended[-1] is rides.batch
@@ -96,7 +96,7 @@ def scenario_new_tokens_are_rows_of_a_decode_step() -> None:
 
 def scenario_a_ride_in_which_our_part_fails_is_the_pass_that_was_asked_for() -> None:
     """But not where other ranks ride, and wait for this one in the pass."""
-    from sglang_mla_ext.adapter.step import riding
+    from sglang_mla_ext.adapter.step import mixed
 
     class Logits:
         def __getitem__(self, index: Any) -> None:
@@ -104,16 +104,16 @@ def scenario_a_ride_in_which_our_part_fails_is_the_pass_that_was_asked_for() -> 
 
     for mode, decoding in (("EXTEND", 0), ("MIXED", 1)):
         rides = Rides()
-        as_rows = riding.as_rows
+        as_rows = mixed.as_rows
 
         def fail(*args: Any) -> None:
             raise MemoryError("no")
 
-        riding.as_rows = fail
+        mixed.as_rows = fail
         assert rides.forward(mode, decoding) == ([(mode, 3, False)], LAST)
         assert rides.ended == [rides.batch] and rides.server.steps.pause > 0
         assert dict(rides.server.counters.fallbacks) == {"making rows of new tokens failed: MemoryError": 1}
-        riding.as_rows = as_rows
+        mixed.as_rows = as_rows
         rides.logits = lambda given: Logits() if len(given) == 6 else given
         assert rides.forward(mode, decoding) == ([("DECODE", 6, False), (mode, 3, False)], LAST)
         counters = rides.server.counters
@@ -129,7 +129,7 @@ def scenario_a_draft_or_a_server_without_riding_takes_what_sglang_gives() -> Non
     rides = Rides()
     rides.model.is_draft_worker = True
     assert rides.forward() == ([("EXTEND", 3, True)], LAST)
-    rides.model.is_draft_worker, rides.server.worker.riding = False, None
+    rides.model.is_draft_worker, rides.server.session.admission.rule.tokens = False, 0
     assert rides.forward()[0] == [("EXTEND", 3, False)]
 
 
@@ -140,7 +140,7 @@ def scenario_a_rank_whose_new_tokens_ride_votes_as_one_that_decodes() -> None:
 
     rides = Rides(syncs=True)
     server = rides.server
-    assert server.worker.mixing is None
+    assert not server.session.admission.mixes
     cases = (False, True, "DECODE"), (True, True, "EXTEND"), (False, False, "DECODE")
     for others_prefill, graphs, mode in cases:
         server.of_sync = {"others_prefill": others_prefill, "disable_cuda_graph": not graphs}
@@ -149,7 +149,7 @@ def scenario_a_rank_whose_new_tokens_ride_votes_as_one_that_decodes() -> None:
         assert server.said == (False, graphs, ForwardMode.DECODE.value)
     assert dict(rides.server.counters.not_ridden) == {"another rank prefills": 1}
     assert dp_attn.prepare_mlp_sync_batch_raw(None, others_prefill=True, disable_cuda_graph=False) is None
-    server.worker.voting = None
+    server.session.admission.votes = False
     batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
     found = dp_attn.prepare_mlp_sync_batch_raw(batch, others_prefill=False, disable_cuda_graph=False)
     assert found is batch and batch.said == (True, False, None)
@@ -170,7 +170,7 @@ def scenario_without_a_graph_the_head_has_last_rows_alone() -> None:
 
     rides.model.run = forward
     assert rides.forward() == ([("DECODE", 6, True)], LAST)
-    rides.server.worker.riding.most_rows = 5
+    rides.server.session.admission.rule.most_rows = 5
     assert rides.forward() == ([("EXTEND", 3, False)], LAST)
     assert [each if each is None else each.tolist() for each in found] == [[2, 4, 5], None]
 
@@ -235,7 +235,7 @@ def scenario_running_requests_are_mixed_batch_by_batch() -> None:
     mixes.running.is_empty, mixes.running.check_decode_mem = bool, None
     assert mixes.make() == [(True, TOKENS + 1), (False, TOKENS + 1)]
     assert mixes.server.counters.fallbacks["deciding what is mixed failed: TypeError"] == 1
-    mixes.server.worker.mixing = None
+    mixes.server.session.admission.mixes = False
     assert mixes.make() == [(False, 256)] * 2
 
 
@@ -258,7 +258,7 @@ def scenario_a_request_that_is_not_mixed_waits_for_a_batch_of_its_own() -> None:
     assert mixes.make()[0] == (True, TOKENS + 1)
     assert mixes.server.counters.fallbacks["deciding who is mixed failed: AttributeError"] == 1
     assert mixes.let_in == [let_in] * 2, "as without us"
-    mixes.server.worker.mixing = None
+    mixes.server.session.admission.mixes = False
     second.return_hidden_states, mixes.new.reqs = True, [second, third]
     assert mixes.make() == [(False, 256)] * 2 and mixes.let_in == [let_in] * 2
 

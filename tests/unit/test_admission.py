@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_mla_ext.adapter.step.mixing import FIRST_GUESS, MOST_STEPS, PASSES_IN_A_ROW, Mixing
-from sglang_mla_ext.adapter.step.riding import LATER
+from sglang_mla_ext.adapter.step.admission import FIRST_GUESS, LATER, MOST_STEPS, PASSES_IN_A_ROW, Admission
 
 PAGE, CHUNK = 64, 4096
 
 
-class Riding:
-    """What Mixing asks of it."""
+class Rule:
+    """What Admission asks of it."""
 
     def __init__(self, tokens: int = 256, most_rows: int = 300) -> None:
         self.tokens, self.most_rows = tokens, most_rows
@@ -32,8 +31,8 @@ class Riding:
 class Scheduler:
     """The next batch is `new`. `seen`: the flag and the size of chunks, where SGLang reads them."""
 
-    def __init__(self, riding: Riding, waiting: int = 1, running: int = 5) -> None:
-        self.mixing, self.riding = Mixing(riding), riding
+    def __init__(self, rule: Rule, waiting: int = 1, running: int = 5) -> None:
+        self.admission, self.rule = Admission(rule, None, self), rule
         self.is_mixed_chunk, self.chunked_prefill_size, self.page_size = True, CHUNK, PAGE
         self.waiting_queue, self.chunked_req = [request(10)] * waiting, None
         self.places = 12
@@ -51,8 +50,7 @@ class Scheduler:
         return self.places - running
 
     def step(self) -> tuple[Any, Any]:
-        tokens = self.mixing.new_tokens(self, self.running)
-        return self.mixing.new_batch(make, tokens, self, delayer=None, running_batch=self.running)
+        return self.admission.new_batch(make, self, delayer=None, running_batch=self.running)
 
     def flags(self) -> list[bool]:
         return [flag for flag, _ in self.seen]
@@ -64,7 +62,7 @@ def make(scheduler: Scheduler, *, delayer: Any, running_batch: Any) -> tuple[Any
     count = len(running_batch.reqs) if scheduler.is_mixed_chunk else 0
     adder = SimpleNamespace(can_run_list=[], rem_chunk_tokens=(scheduler.chunked_prefill_size or 0) - count)
     for req in scheduler.new.reqs if scheduler.new is not None else []:
-        if scheduler.mixing.waits(adder, req):  # hooks_riding.around_add_request
+        if scheduler.admission.waits(adder, req):  # Admission.add_request
             break
         adder.can_run_list.append(req)
     scheduler.adder = adder
@@ -73,8 +71,7 @@ def make(scheduler: Scheduler, *, delayer: Any, running_batch: Any) -> tuple[Any
     new = scheduler.new
     if new is None:
         return None, running_batch
-    scheduler.is_mixed_chunk = False  # hooks_riding.after_prepare_for_extend
-    scheduler.mixing.prepared(new, scheduler)
+    scheduler.admission.prepared(None, new)
     scheduler.seen.append((scheduler.is_mixed_chunk, scheduler.chunked_prefill_size))
     if not scheduler.is_mixed_chunk:
         return new, running_batch
@@ -122,11 +119,11 @@ def batch_of(reqs: list[Any], **values: Any) -> Any:
 
 
 def test_flag_and_chunks_are_of_one_batch() -> None:
-    scheduler = Scheduler(Riding())
+    scheduler = Scheduler(Rule())
     scheduler.step()
     assert scheduler.seen == [(True, 256 + 5)] * 2, "SGLang takes the running ones off"
     assert (scheduler.is_mixed_chunk, scheduler.chunked_prefill_size) == (False, CHUNK)
-    assert scheduler.riding.asked == [(scheduler.new, 5)]
+    assert scheduler.rule.asked == [(scheduler.new, 5)]
     scheduler.error = RuntimeError("SGLang's")
     with pytest.raises(RuntimeError, match="SGLang's"):
         scheduler.step()
@@ -135,7 +132,7 @@ def test_flag_and_chunks_are_of_one_batch() -> None:
     scheduler.error, scheduler.waiting_queue = None, []
     scheduler.new = batch_of([request(10)], prefix_lens=[4], extend_lens=[6])
     scheduler.step()
-    assert scheduler.seen == [(False, CHUNK)] * 2 and len(scheduler.riding.asked) == 1, "it remembers no running ones"
+    assert scheduler.seen == [(False, CHUNK)] * 2 and len(scheduler.rule.asked) == 1, "it remembers no running ones"
     scheduler.waiting_queue, scheduler.new = [request(10)], None
     assert scheduler.step() == (None, scheduler.running)
 
@@ -146,9 +143,9 @@ def test_flag_and_chunks_are_of_one_batch() -> None:
     ids=str,
 )
 def test_new_tokens_are_whole_pages_beside_the_running_ones(most_rows: int, size: int, expected: int) -> None:
-    scheduler = Scheduler(Riding(most_rows=most_rows))
+    scheduler = Scheduler(Rule(most_rows=most_rows))
     scheduler.chunked_prefill_size = size
-    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == expected
+    assert scheduler.admission.new_tokens(scheduler, scheduler.running) == expected
 
 
 def change(name: str, value: Any, of: Callable[[Scheduler], Any] = lambda scheduler: scheduler) -> Any:
@@ -165,17 +162,17 @@ def change(name: str, value: Any, of: Callable[[Scheduler], Any] = lambda schedu
         (change("is_empty", lambda: True, lambda scheduler: scheduler.running), [False, False], 0),
         (change("places", 5), [False, False], 0),  # nobody is let in
         (change("return_logprob", True, lambda scheduler: scheduler.new.reqs[0]), [True, False], 0),
-        (change("reason", "an encoder", lambda scheduler: scheduler.riding), [True, False], 1),
+        (change("reason", "an encoder", lambda scheduler: scheduler.rule), [True, False], 1),
         (change("check_decode_mem", lambda: False, lambda scheduler: scheduler.running), [True, False], 1),
         (lambda scheduler: None, [True, True], 1),
     ],
 )
 def test_what_is_not_mixed(changes: Callable[[Scheduler], None], flags: list[bool], asked: int) -> None:
-    scheduler = Scheduler(Riding())
+    scheduler = Scheduler(Rule())
     changes(scheduler)
     before = scheduler.running.reqs
     new, left = scheduler.step()
-    assert scheduler.flags() == flags and len(scheduler.riding.asked) == asked
+    assert scheduler.flags() == flags and len(scheduler.rule.asked) == asked
     if flags != [True, True]:
         assert (new, left) == (scheduler.new, scheduler.running) and left.reqs is before
         assert new.prefix_lens == [4] and left.batch_is_full
@@ -183,7 +180,7 @@ def test_what_is_not_mixed(changes: Callable[[Scheduler], None], flags: list[boo
 
 def test_after_a_batch_that_had_better_be_a_pass_those_that_follow_are_not_cut() -> None:
     """What may ride is a small part of what a pass takes. One that gives a reason of its own is not the next one's."""
-    scheduler = Scheduler(Riding())
+    scheduler = Scheduler(Rule())
 
     def sizes(steps: int) -> list[int]:
         found = []
@@ -193,13 +190,13 @@ def test_after_a_batch_that_had_better_be_a_pass_those_that_follow_are_not_cut()
             found.append(scheduler.seen[0][1])
         return found
 
-    scheduler.riding.reason = "an encoder"
+    scheduler.rule.reason = "an encoder"
     assert sizes(3) == [256 + 5] * 3
-    scheduler.riding.reason = LATER
+    scheduler.rule.reason = LATER
     assert sizes(1 + PASSES_IN_A_ROW) == [256 + 5] + [CHUNK] * PASSES_IN_A_ROW
     scheduler.new = None
     scheduler.step()
-    scheduler.riding.reason = None
+    scheduler.rule.reason = None
     assert sizes(3) == [256 + 5] * 3 and scheduler.flags() == [True, True]
 
 
@@ -218,7 +215,7 @@ APART = {
 @pytest.mark.parametrize("changes", [{name: value} for name, value in APART.items()], ids=str)
 def test_a_request_that_stays_apart_is_not_cut(changes: dict[str, Any]) -> None:
     """It is the first of a batch that is not mixed, of SGLang's own size, or it waits for one."""
-    scheduler, apart = Scheduler(Riding()), request(1500, **changes)
+    scheduler, apart = Scheduler(Rule()), request(1500, **changes)
     scheduler.new = batch_of([request(10), apart, request(10)], prefix_lens=[4] * 3, extend_lens=[6] * 3)
     scheduler.step()
     assert scheduler.flags() == [True, True] and scheduler.adder.can_run_list == scheduler.new.reqs[:1]
@@ -226,75 +223,75 @@ def test_a_request_that_stays_apart_is_not_cut(changes: dict[str, Any]) -> None:
     scheduler.new = batch_of([apart, request(10)], prefix_lens=[4] * 2, extend_lens=[1496, 6])
     new, left = scheduler.step()
     assert scheduler.flags() == [True, False] and scheduler.adder.can_run_list == scheduler.new.reqs
-    assert scheduler.adder.rem_chunk_tokens == CHUNK and len(scheduler.riding.asked) == 1
+    assert scheduler.adder.rem_chunk_tokens == CHUNK and len(scheduler.rule.asked) == 1
     assert (new, left) == (scheduler.new, scheduler.running)
     scheduler.chunked_req = apart  # SGLang has cut it
-    scheduler.mixing._left = 10
-    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == 0
+    scheduler.admission._left = 10
+    assert scheduler.admission.new_tokens(scheduler, scheduler.running) == 0
     scheduler.chunked_req = request(1500)
-    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == 256
+    assert scheduler.admission.new_tokens(scheduler, scheduler.running) == 256
 
 
 def test_what_sglang_does_not_mix_by_itself_stops_the_cutting() -> None:
     """As it does beside beams. Where all that ran have ended, it has nothing to mix."""
-    scheduler = Scheduler(Riding())
+    scheduler = Scheduler(Rule())
     scheduler.refuses = True
     new, left = scheduler.step()
     assert (new, left) == (scheduler.new, scheduler.running)
-    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == 0
-    scheduler = Scheduler(Riding())
+    assert scheduler.admission.new_tokens(scheduler, scheduler.running) == 0
+    scheduler = Scheduler(Rule())
     scheduler.refuses, scheduler.ended = True, len(scheduler.running.reqs)
     scheduler.step()
-    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == 256
+    assert scheduler.admission.new_tokens(scheduler, scheduler.running) == 256
 
 
 def test_where_too_much_waits_it_has_a_pass_of_its_own() -> None:
     """By the new tokens that requests had before; and no more than find a place count."""
     enough = MOST_STEPS * 256 // int(FIRST_GUESS)
-    scheduler = Scheduler(Riding(), waiting=enough)
+    scheduler = Scheduler(Rule(), waiting=enough)
     scheduler.places = 100
-    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == 256
+    assert scheduler.admission.new_tokens(scheduler, scheduler.running) == 256
     scheduler.waiting_queue *= 2
-    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == 0
+    assert scheduler.admission.new_tokens(scheduler, scheduler.running) == 0
     scheduler.places = 5 + enough
-    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == 256
+    assert scheduler.admission.new_tokens(scheduler, scheduler.running) == 256
     scheduler.places = 100
     for _ in range(30):  # of six tokens each
         scheduler.new = batch_of([request(10)], prefix_lens=[4], extend_lens=[6])
         scheduler.waiting_queue = scheduler.waiting_queue[:1]
         scheduler.step()
     scheduler.waiting_queue *= 4 * enough
-    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == 256
+    assert scheduler.admission.new_tokens(scheduler, scheduler.running) == 256
 
 
 @pytest.mark.parametrize("evictable", [0, 30])
 def test_a_prompt_in_pieces_keeps_the_slots_that_it_needs(evictable: int) -> None:
     """Running requests take a page each in a mixed step; SGLang ends where a piece finds no place."""
-    scheduler = Scheduler(Riding(), waiting=0)
-    scheduler.chunked_req, scheduler.mixing._left = request(2000), 100
+    scheduler = Scheduler(Rule(), waiting=0)
+    scheduler.chunked_req, scheduler.admission._left = request(2000), 100
     needed = 100 + len(scheduler.running.reqs) * PAGE
     scheduler.free_slots = [needed - evictable, evictable]
-    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) > 0
+    assert scheduler.admission.new_tokens(scheduler, scheduler.running) > 0
     scheduler.free_slots[0] -= 1
-    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == 0
+    assert scheduler.admission.new_tokens(scheduler, scheduler.running) == 0
 
 
 def test_what_is_left_of_a_prompt_in_pieces_waits_too() -> None:
     long = request(2000)
-    scheduler = Scheduler(Riding(), waiting=0)
+    scheduler = Scheduler(Rule(), waiting=0)
     scheduler.chunked_req = long
-    assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == 0, "nothing is known of it"
+    assert scheduler.admission.new_tokens(scheduler, scheduler.running) == 0, "nothing is known of it"
     for done, expected in ((0, 0), (300, 256), (1744, 0)):
         scheduler.new = batch_of([request(10), long], prefix_lens=[0, done], extend_lens=[10, 256])
-        scheduler.mixing.prepared(scheduler.new, scheduler)
-        assert scheduler.mixing._left == 2000 - done - 256
-        assert scheduler.mixing.new_tokens(scheduler, scheduler.running) == expected
+        scheduler.admission.prepared(None, scheduler.new)
+        assert scheduler.admission._left == 2000 - done - 256
+        assert scheduler.admission.new_tokens(scheduler, scheduler.running) == expected
 
 
 def test_cached_lengths_are_those_of_the_batch() -> None:
     """Of two running requests one had its last token computed in the pass before, of the other that is still to come:
     SGLang 0.5.17 says the same of both. What a mixed batch left out has left its place."""
-    scheduler = Scheduler(Riding(), running=2)
+    scheduler = Scheduler(Rule(), running=2)
     new, left = scheduler.step()
     assert new.prefix_lens == [4, 102, 102] and new.seq_lens_cpu.tolist() == [10, 103, 103]
     assert left.batch_is_full, "as SGLang found it"
@@ -314,11 +311,13 @@ def test_what_a_mixed_batch_decodes_is_counted_as_sglang_counts_it() -> None:
         return SimpleNamespace(is_retracted=retracted, time_stats=time_stats)
 
     reporter = SimpleNamespace(num_generated_tokens=7, forward_ct_decode=3, report_decode_stats=report)
+    processor, of_batch = SimpleNamespace(metrics_reporter=reporter), SimpleNamespace(can_run_cuda_graph=True)
+    admission = Scheduler(Rule()).admission
     reqs = [running("a", False), running("b", True), running("c", False)]
     batch = SimpleNamespace(reqs=["new", *reqs], decoding_reqs=None)
-    Mixing.count_decoded(batch, reporter, True)
+    admission.count_decoded(None, processor, batch, of_batch)
     assert (reporter.num_generated_tokens, reporter.forward_ct_decode) == (7, 3) and not shown
     batch.decoding_reqs = reqs
-    Mixing.count_decoded(batch, reporter, True)
+    admission.count_decoded(None, processor, batch, of_batch)
     assert (reporter.num_generated_tokens, reporter.forward_ct_decode) == (10, 4)
     assert shown == [(True, reqs)] and finished == ["a", "c"] and batch.reqs == ["new", *reqs]

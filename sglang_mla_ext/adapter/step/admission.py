@@ -1,0 +1,279 @@
+"""What pass a batch becomes, and whether its new tokens are computed in the decode graph.
+
+SGLang launches a prefill pass of MLA kernel by kernel, so the host sets its time. A decode graph takes for each row a
+token, a position, a request's place in the table of slots, a length and a slot to write to, so T new tokens of a
+request can be T rows of it (mixed.py). A batch of new tokens is one of these:
+
+- plain prefill: a pass of its own;
+- mixed: rows of the decode graph beside running requests, through SGLang's own MIXED batches;
+- alone: rows of the decode graph, nobody running beside them;
+- by vote: alone, with DP attention, if no other rank prefills (voting.py).
+
+What the ranks of sharded prefixes agreed on for the pass is part of the choice.
+
+SGLang mixes by a flag of the server, and then in every prefill pass. Here the flag is set for each batch, because an
+eager mixed pass would expand the whole prefix for every running request. The flag is read twice in
+`Scheduler._get_new_batch_prefill_raw`: when tokens are allotted, which is where they are bounded, and behind
+`ScheduleBatch.prepare_for_extend`, which is where the batch is known and it is decided. In between, requests are let in
+one by one, and a prompt that is longer than the bound is cut. A request that cannot be mixed, or whose prompt must not
+be cut, is known by then: it is the first of a batch without running requests, which is as large as SGLang makes them,
+or it waits for one (`_waits`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang_mla_ext.adapter.step.failure import guarded
+from sglang_mla_ext.adapter.step.mixed import LATER, MixedRule, is_extend, refusal_of
+from sglang_mla_ext.adapter.step.passes import Kind, Pass
+from sglang_mla_ext.adapter.step.voting import Voting
+from sglang_mla_ext.predict.mixed import MOST_STEPS  # plain Python
+from sglang_mla_ext.rows import Rows
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_mla_ext.adapter.step.steps import Steps
+
+PASSES_IN_A_ROW = 16
+"""Batches that are made for passes of their own after one that was made to be mixed and is not, because a pass is
+sooner or SGLang does not mix it: cut to the bound, it is a pass that serves few of those who wait."""
+FIRST_GUESS = 128.0
+"""New tokens of a request, before there was one."""
+
+
+class Admission:
+    """One for each scheduler. All ranks that divide the heads have the same requests and decide alike.
+
+    Attributes:
+        rule: when new tokens are rows of the decode graph.
+        mixes: whether running requests and new tokens may be in one batch.
+        votes: whether ranks with batches of their own agree on each pass (DP attention). A mixed batch could not go
+            back, so nothing is mixed there.
+    """
+
+    def __init__(self, rule: MixedRule, steps: Steps, scheduler: Scheduler) -> None:
+        self.rule, self.steps, self._scheduler = rule, steps, scheduler
+        self.votes, self.mixes = False, rule.tokens > 0
+        self._voting = Voting()
+        self._running: ScheduleBatch | None = None  # of the batch that is being made, if it may be mixed
+        self._chunk = 0  # new tokens of that batch if it is not mixed
+        self._tokens_each = FIRST_GUESS  # new tokens of a request, on average of the last ones
+        self._left = 0  # new tokens of the prompt that is being computed in pieces
+        self._passes = 0  # batches that are to come before another one is made to be mixed
+
+    def begin(self, runner: ModelRunner, *, votes: bool) -> None:
+        """SGLang has captured its graphs."""
+        self.votes, self.mixes = votes, self.mixes and not votes
+        self.rule.begin(runner)
+
+    def choose(self, batch: ScheduleBatch, forward_batch: ForwardBatch) -> Pass:
+        """Return the pass of a batch that SGLang has chosen.
+
+        Args:
+            forward_batch: made of it.
+        """
+        new_tokens = forward_batch.extend_seq_lens_cpu or ()
+        if self._in_decode_graph(batch, votes=self.votes):
+            chosen = Pass(Kind.DECODE, Rows.of(new_tokens), mixed=True, decoding=len(batch.decoding_reqs or ()))
+        elif (kind := Kind.of(forward_batch.forward_mode)) is Kind.PREFILL:
+            chosen = Pass(kind, Rows.of(new_tokens))
+        else:
+            chosen = Pass(kind, Rows(len(batch.reqs), self.steps.query_tokens if kind is Kind.VERIFY else 1))
+        sharded = self.steps.spreading
+        if sharded is not None and (agreed := sharded.shared_plan()) is not None:
+            chosen.spread, chosen.plan = agreed, agreed.mine
+        return chosen
+
+    def _in_decode_graph(self, batch: ScheduleBatch, *, votes: bool) -> bool:
+        """Return whether new tokens of a batch are computed in the decode graph. Of a mixed batch that was decided
+        before it was mixed.
+
+        Args:
+            votes: ranks have voted on it.
+        """
+        if not self.rule.tokens or not batch.forward_mode.is_extend():
+            return False
+        if batch.forward_mode.is_mixed():
+            return True
+        return self._voting.rides(batch) if votes else is_extend(batch) and self.rule.allows(batch)
+
+    # ---- ranks with batches of their own
+
+    def sync(self, original: Callable[..., Any], batch: ScheduleBatch | None, *args: Any, **kwargs: Any) -> Any:
+        """`prepare_mlp_sync_batch_raw`: all ranks tell each other what they would run next."""
+        if self.steps.spreading is not None:
+            self.steps.spreading.comes(batch)
+        if not (self.rule.tokens and self.votes):
+            return original(batch, *args, **kwargs)
+        self._offer(batch, graphs=not kwargs["disable_cuda_graph"])
+        found = original(batch, *args, **kwargs)
+        self._close(found)
+        return found
+
+    @guarded("deciding what rides")
+    def _offer(self, batch: ScheduleBatch | None, *, graphs: bool) -> None:
+        self._voting.open(None, graphs=graphs)
+        if batch is not None and self._in_decode_graph(batch, votes=False):
+            self._voting.open(batch, graphs=graphs)
+
+    @guarded("deciding what rides")
+    def _close(self, batch: ScheduleBatch | None) -> None:
+        if self._voting.close(batch):
+            self.rule.count_refused("another rank prefills")
+
+    @guarded("saying that new tokens ride")
+    def cast(self, info: Any, *args: Any, **kwargs: Any) -> None:
+        """`MLPSyncBatchInfo._get_local_tensor`: what this rank is about to say of itself."""
+        if self.votes:
+            self._voting.cast(info)
+
+    @guarded("agreeing on what is spread")
+    def gathered(self, result: None, info: Any, *args: Any, **kwargs: Any) -> None:
+        """`MLPSyncBatchInfo.all_gather` is through: ranks agree on what a pass shares, too."""
+        if self.steps.spreading is not None:
+            self.steps.spreading.agree(info)
+
+    # ---- the batch that SGLang makes
+
+    def new_batch(self, make: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any) -> Any:
+        """`Scheduler._get_new_batch_prefill_raw`: the next prefill batch, perhaps with running requests in it.
+
+        Args:
+            make: the original; kwargs: its `running_batch` among them.
+        """
+        if not self.mixes:
+            return make(scheduler, *args, **kwargs)
+        running, size = kwargs["running_batch"], scheduler.chunked_prefill_size
+        tokens = self.new_tokens(scheduler, running) or 0
+        scheduler.is_mixed_chunk = False
+        if not tokens:
+            batch, left = make(scheduler, *args, **kwargs)
+            if batch is not None:
+                self._passes = max(self._passes - 1, 0)
+            return batch, left
+        count = len(running.reqs)
+        scheduler.is_mixed_chunk, self._running, self._chunk = True, running, size
+        scheduler.chunked_prefill_size = min(tokens, size) + count  # SGLang takes the running ones off
+        try:
+            batch, left = make(scheduler, *args, **kwargs)
+        finally:
+            was_to_mix = scheduler.is_mixed_chunk
+            scheduler.is_mixed_chunk, self._running = False, None
+            scheduler.chunked_prefill_size = size
+        if batch is not None and was_to_mix and left.reqs:
+            self._passes = PASSES_IN_A_ROW  # SGLang did not: beams are running, or memory is short
+        if batch is not None and batch.forward_mode.is_mixed():
+            # SGLang 0.5.17 takes it that running requests were in the pass before, whose tokens are still to come.
+            lens = zip(batch.seq_lens_cpu.tolist(), batch.extend_lens, strict=True)
+            batch.prefix_lens = [total - new for total, new in lens]
+            if len(batch.decoding_reqs) < count:
+                left.batch_is_full = False  # those that ended in the step before have left their places
+        return batch, left
+
+    @guarded("deciding how much is mixed")
+    def new_tokens(self, scheduler: Scheduler, running: ScheduleBatch) -> int:
+        """Return how many new tokens a mixed step may have; 0 where what waits had better have a pass of its own."""
+        size, chunked = scheduler.chunked_prefill_size, scheduler.chunked_req
+        if self._passes or size is None or running.is_empty():
+            return 0
+        if running.return_logprob or running.return_hidden_states or (chunked is not None and stays_apart(chunked)):
+            return 0
+        tokens = min(self.rule.tokens, self.rule.most_rows - len(running.reqs), size)
+        tokens = tokens // scheduler.page_size * scheduler.page_size  # a prompt is cut into whole pages
+        places = scheduler.get_num_allocatable_reqs(len(running.reqs))
+        waiting = max(min(len(scheduler.waiting_queue), places), 0) * self._tokens_each
+        if chunked is not None:
+            waiting += self._left
+            # SGLang let the prompt in with all of its tokens, and ends where a piece finds no place: running requests,
+            # which take slots in each mixed step, must leave as many as it needs.
+            free = scheduler.token_to_kv_pool_allocator.available_size() + scheduler.tree_cache.evictable_size()
+            if self._left + len(running.reqs) * scheduler.page_size > free:
+                return 0
+        return tokens if 0 < waiting <= MOST_STEPS * tokens else 0
+
+    def add_request(
+        self, original: Callable[..., AddReqResult], adder: PrefillAdder, req: Req, *args: Any, **kwargs: Any
+    ) -> AddReqResult:
+        """`PrefillAdder.add_one_req`: the next request is let into the batch that is being made, or waits."""
+        if self.mixes and self.waits(adder, req):
+            from sglang.srt.managers.schedule_policy import AddReqResult
+
+            return AddReqResult.OTHER
+        return original(adder, req, *args, **kwargs)
+
+    @guarded("deciding who is mixed")
+    def waits(self, adder: PrefillAdder, req: Req) -> bool:
+        """Return whether a request, whose turn it is to be let in, has to wait for the next batch. A batch that it is
+        the first of is not mixed.
+
+        Args:
+            adder: SGLang's, of the batch that is being made.
+        """
+        if self._running is None or not stays_apart(req):
+            return False
+        if adder.can_run_list:
+            return True
+        adder.rem_chunk_tokens, self._running = self._chunk, None
+        return False
+
+    @guarded("deciding what is mixed")
+    def prepared(self, result: None, batch: ScheduleBatch) -> None:
+        """`ScheduleBatch.prepare_for_extend` is through: is the batch mixed?"""
+        if not self.mixes:
+            return
+        scheduler = self._scheduler
+        scheduler.is_mixed_chunk = False  # unless it is decided
+        if (chunked := scheduler.chunked_req) is not None and chunked in batch.reqs:
+            place = batch.reqs.index(chunked)
+            self._left = _length(chunked) - batch.prefix_lens[place] - batch.extend_lens[place]
+        if self._running is None:
+            return
+        self._tokens_each = 0.9 * self._tokens_each + 0.1 * batch.extend_num_tokens / len(batch.reqs)
+        reason = self.rule.why_not(batch, len(self._running.reqs))
+        if reason == LATER:
+            self._passes = PASSES_IN_A_ROW
+        # SGLang 0.5.17 does not look whether the running ones find a place behind those that were let in.
+        scheduler.is_mixed_chunk = reason is None and self._running.check_decode_mem()
+
+    @guarded("counting decoded tokens", only_shows=True)
+    def count_decoded(self, result: None, processor: Any, batch: ScheduleBatch, of_batch: Any) -> None:
+        """`process_batch_result_prefill` of a mixed batch: count its running requests as SGLang counts those of a
+        decode batch."""
+        if not (self.mixes and batch.decoding_reqs):
+            return
+        reporter = processor.metrics_reporter
+        decoded = copy.copy(batch)
+        decoded.reqs = batch.decoding_reqs
+        reporter.num_generated_tokens += len(decoded.reqs)
+        for req in decoded.reqs:
+            if not req.is_retracted:
+                req.time_stats.set_last_decode_finish_time()
+        reporter.forward_ct_decode = (reporter.forward_ct_decode + 1) % (1 << 30)
+        reporter.report_decode_stats(of_batch.can_run_cuda_graph, running_batch=decoded)
+
+
+def stays_apart(req: Req) -> bool:
+    """Return whether a request's prompt is neither mixed nor cut to be mixed.
+
+    What SGLang returns of each token of a decode step is of one row a request, in a mixed step of as many as it has: so
+    there are no hidden states there (`refusal_of`), nor log-probabilities, which SGLang leaves out itself. Of the other
+    things that it returns, see `mixed.take_last_rows`.
+
+    A cut prompt goes on where SGLang keeps what is computed in its tree: up to 0.5.17 at least, it computes the first
+    piece of a request that it keeps out of the tree again and again (sgl-project/sglang#36855). One with rows on the
+    host cannot be mixed while these are loaded.
+    """
+    kept_out, on_host = req.skip_radix_cache_insert, req.host_hit_length > 0
+    return req.return_logprob or kept_out or on_host or refusal_of(req) is not None
+
+
+def _length(req: Req) -> int:
+    return len(req.origin_input_ids) + len(req.output_ids)

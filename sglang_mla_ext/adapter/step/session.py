@@ -1,0 +1,189 @@
+"""Our part of one scheduler process, and what SGLang calls of it through its hooks (hooks.py).
+
+The backend's factory makes it whole; before that there is none, and the hooks of a running server do nothing. What they
+raise is counted, nothing is shared for a while, and SGLang never sees it (`guarded`). Those that call SGLang's own
+function guard only what is ours around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter.compat import installed
+from sglang_mla_ext.adapter.step.admission import Admission
+from sglang_mla_ext.adapter.step.failure import guarded
+from sglang_mla_ext.adapter.step.mixed import MixedRule
+from sglang_mla_ext.adapter.step.passes import passes
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.cache_controller import HiCacheController
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_mla_ext.adapter.step.backend import HybridMLABackend
+    from sglang_mla_ext.adapter.step.steps import Steps
+    from sglang_mla_ext.kernels.memory import Memory
+    from sglang_mla_ext.options import HybridMLAOptions
+
+ACCEPT_LENGTH = "avg_spec_accept_length"
+"""SGLang's name of the tokens that a verify step yields on average for each request."""
+
+
+class Session:
+    """See the module.
+
+    Attributes:
+        pool: SGLang's, of latent rows.
+        memory: where our large buffers are.
+        repeats: whether a pass in which something of ours fails is run again.
+        serves: whether the scheduler is complete. Passes before that are SGLang's own, to warm up and to capture.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        backend: HybridMLABackend,
+        steps: Steps,
+        rule: MixedRule,
+        *,
+        pool: KVCache,
+        memory: Memory,
+        repeats: bool,
+    ) -> None:
+        """
+        Args:
+            rule: when new tokens are rows of the decode graph.
+        """
+        self.scheduler, self.backend, self.steps = scheduler, backend, steps
+        self.admission = Admission(rule, steps, scheduler)
+        self.pool, self.memory, self.repeats = pool, memory, repeats
+        self.serves = False
+
+    def begin(self) -> None:
+        """`Scheduler.__init__` is through."""
+        scheduler, steps = self.scheduler, self.steps
+        steps.attach(lambda: installed.TreeView(scheduler.tree_cache))
+        runner = scheduler.tp_worker.model_runner
+        if steps.spreading is not None:
+            steps.spreading.begin(runner)
+        self.admission.begin(runner, votes=scheduler.require_mlp_sync)
+        if scheduler.metrics_collector is not None:
+            steps.reports.publish_as(scheduler.metrics_collector.labels)
+        self.serves = True
+
+    # ---- a pass
+
+    @guarded("hearing of a forward pass")
+    def begin_pass(
+        self, forward_batch: Any, cls: type, batch: ScheduleBatch, runner: ModelRunner, *args: Any, **kwargs: Any
+    ) -> None:
+        """`ForwardBatch.init_new`: SGLang has chosen a batch."""
+        passes.end()  # a draft's comes, or the forward pass of the one before never came
+        if runner.is_draft_worker or not self.serves:
+            return
+        step = passes.begin(self.admission.choose(batch, forward_batch))
+        lens = forward_batch.extend_prefix_lens_cpu or (), forward_batch.extend_seq_lens_cpu or ()
+        # Prefixes are also held by requests that are decoding, or on a prefill server, whose rows are on their way to a
+        # decode server. All ranks have the same.
+        inflight = getattr(self.scheduler, "disagg_prefill_inflight_queue", None) or ()
+        self.steps.plan_pass(step, batch.reqs, [*self.scheduler.running_batch.reqs, *inflight], *lens)
+        if self.steps.spreading is not None:
+            self.steps.spreading.expand(forward_batch.req_pool_indices)
+        self.steps.reports.publish(self.steps.shadow)
+
+    def forward(
+        self, original: Callable[..., Any], runner: ModelRunner, forward_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """`ModelRunner.forward`: the pass that was chosen runs, and ends with it."""
+        if runner.is_draft_worker:
+            return original(runner, forward_batch, *args, **kwargs)
+        launched = False
+        try:
+            output = original(runner, forward_batch, *args, **kwargs)
+            launched = True
+            return output
+        finally:
+            self._end_pass(forward_batch, launched)
+
+    @guarded("checking a step")
+    def _end_pass(self, forward_batch: Any, launched: bool) -> None:
+        step = passes.now
+        passes.end()
+        if not launched:
+            return
+        if step.as_rows is None:
+            self.backend.preparation.end_step(forward_batch)
+        else:
+            self.backend.preparation.end_step(step.as_rows)
+            self.steps.counters.count_ride(step.plan, step.rows, step.decoding)
+
+    # ---- what is to be forgotten
+
+    @guarded("forgetting what was flushed")
+    def flushed(self, success: bool, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
+        """`Scheduler.flush_cache`."""
+        if success:
+            self.steps.forget()
+
+    @guarded("forgetting what old weights gave")
+    def weights_change(self, result: Any, *args: Any, **kwargs: Any) -> None:
+        """`_observe_weight_load`, before weights are loaded."""
+        self.steps.weights_change()
+
+    @guarded("forgetting what sleeps")
+    def memory_released(self, result: Any, manager: Any, recv_req: Any) -> None:
+        """`release_memory_occupation`: what is expanded is gone, whether or not SGLang could flush its cache. It does
+        so after the memory is given back, so forgetting touches nothing on the device."""
+        if installed.gives_kv_memory(recv_req.tags):
+            self.steps.forget()
+
+    @guarded("clearing memory after sleep", loses_memory=True)
+    def memory_resumed(self, result: Any, manager: Any, recv_req: Any) -> None:
+        """`resume_memory_occupation`: the memory is there again, with any contents."""
+        if installed.gives_kv_memory(recv_req.tags):
+            self.memory.clear()
+
+    @guarded("becoming idle")
+    def idle(self, result: None, scheduler: Scheduler) -> None:
+        """`Scheduler.on_idle`."""
+        if scheduler.is_fully_idle():
+            self.steps.idle()
+            self.steps.reports.publish(self.steps.shadow)
+
+    # ---- requests and reports
+
+    @guarded("looking for an empty prompt", only_shows=True)
+    def refuse_empty(self, error: str | None, req: Req, *args: Any, **kwargs: Any) -> str | None:
+        """`validate_input_length`: refuse a prompt of no tokens, as SGLang refuses `"input_ids": []`. It has no row, so
+        SGLang would take its first token from the logits of another request's."""
+        return error or ("input_ids cannot be empty." if not req.origin_input_ids else None)
+
+    @guarded("reporting", only_shows=True)
+    def report(self, result: Any, scheduler: Scheduler, recv_req: Any) -> None:
+        """`Scheduler.get_internal_state`."""
+        state, report = result.internal_state, self.steps.reports.status(self.steps.pause)
+        if ACCEPT_LENGTH in state:
+            report[ACCEPT_LENGTH] = state[ACCEPT_LENGTH]
+        state[BACKEND_NAME] = report
+
+    @guarded("waiting before rows come from the host")
+    def before_loading(self, controller: HiCacheController) -> None:
+        """`HiCacheController.start_loading`."""
+        if controller.load_queue:
+            installed.wait_before_loading(controller, self.scheduler.forward_stream)
+
+
+class Process:
+    """What SGLang has made in this process that the session will be made of, and the session once it is there."""
+
+    scheduler: Scheduler | None = None
+    options: HybridMLAOptions | None = None
+    budget_bytes: int | None = None
+    session: Session | None = None
+
+
+process = Process()

@@ -1,0 +1,142 @@
+"""The start of a worker process: what the backend's factory makes, and what has to be known before.
+
+What fails here ends the start, with its message: a server that does not do what it was told to would lie.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+from sglang_mla_ext import BACKEND_NAME
+from sglang_mla_ext.adapter.build import budget
+from sglang_mla_ext.adapter.compat import contract, installed
+from sglang_mla_ext.adapter.compat.table import Feature
+from sglang_mla_ext.adapter.launch import features, limits, mixed_steps, models
+from sglang_mla_ext.adapter.step.mixed import MixedRule
+from sglang_mla_ext.adapter.step.session import Session, process
+from sglang_mla_ext.kernels.memory import Memory
+from sglang_mla_ext.options import HybridMLAOptions
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+hooked: dict[str, Feature] = {}
+"""What is hooked, and what needs it."""
+
+
+def assert_installed(asked: Collection[Feature] = (Feature.BASE,)) -> None:
+    """
+    Args:
+        asked: the features whose hooks are needed.
+    Raises:
+        ContractError: one is not in place; SGLang's log has the reason.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    contract.check(asked)  # of what SGLang does not have, no hook was registered
+    missing = [target for target, feature in hooked.items() if feature in asked and target not in HookRegistry._patched]
+    if missing or not hooked:
+        raise contract.ContractError(
+            f"--attention-backend {BACKEND_NAME}: hooks are not in place: {', '.join(missing) or 'all of them'}. "
+            "The log above says why. Is SGLANG_PLUGINS set to a list without hybrid_mla?"
+        )
+
+
+def create_backend(runner: ModelRunner) -> AttentionBackend:
+    """The factory that SGLang calls for `--attention-backend hybrid_mla`: for the model, and for its draft where that
+    has no backend of its own. It makes the session of this process."""
+    import torch
+
+    assert_installed()
+    on_gpu = torch.cuda.is_available()
+    fp8 = runner.kv_cache_dtype == torch.float8_e4m3fn  # the checkpoint may ask for it
+    if runner.is_draft_worker:
+        from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+
+        return ATTENTION_BACKENDS[limits.draft_backend(runner.use_mla_backend, on_gpu, fp8)](runner)
+    limits.check_dtype(runner.dtype)
+    assert_installed(features.asked_for(runner.server_args, on_gpu) | ({Feature.FP8} if fp8 else set()))
+    if fp8:
+        limits.check_fp8_cache(runner.server_args, on_gpu=on_gpu)
+    if process.options is None or process.budget_bytes is None:
+        raise contract.ContractError("SGLang built its attention backend before it sized its KV cache")
+    from sglang_mla_ext.adapter.build.assemble import build
+    from sglang_mla_ext.adapter.step import layer as mla_layer
+
+    options, memory = process.options, Memory(installed.memory_region(runner))
+    mla_layer.accept_query_parts(not models.scales_queries(runner.server_args))
+    backend, steps, rule = build(runner, options, process.budget_bytes, memory)
+    if steps.spreading is not None:
+        assert_installed([Feature.SPREAD, Feature.RIDING])
+    if rule.tokens:
+        _check_mixed(rule, asked=options.mixed_tokens is not None or runner.server_args.enable_mixed_chunk)
+    if process.scheduler is not None:  # otherwise nobody tells of batches, and every step is plain absorb
+        # A second time, the states of linear attention would take their tokens twice.
+        repeats = installed.linear_layers(runner.server_args) is None
+        process.session = Session(
+            process.scheduler, backend, steps, rule, pool=runner.token_to_kv_pool, memory=memory, repeats=repeats
+        )
+    return backend
+
+
+def _check_mixed(rule: MixedRule, asked: bool) -> None:
+    """A server runs without mixed steps where SGLang has not what they take, and nobody asked for them."""
+    try:
+        assert_installed([Feature.RIDING])
+    except contract.ContractError as error:
+        if asked:
+            raise
+        logger.warning("hybrid_mla: no new tokens ride in decode steps: %s", error)
+        rule.tokens = 0
+
+
+def around_scheduler_init(original: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
+    """The scheduler has the backend built, and its cache and graphs."""
+    process.scheduler, process.session = scheduler, None
+    original(scheduler, *args, **kwargs)
+    if process.session is None:
+        raise contract.ContractError(f"--attention-backend {BACKEND_NAME}: SGLang did not build the backend")
+    process.session.begin()
+    logger.info("hybrid_mla: ready; %s", process.session.steps.reports.description)
+
+
+def after_profile_bytes(available: int, configurator: KVCacheConfigurator, *args: Any, **kwargs: Any) -> int:
+    """Take what we allocate out of what SGLang has for its KV cache. A draft model's is sized by the model's."""
+    process.options = budget.with_default(available, configurator, HybridMLAOptions.from_env())
+    process.budget_bytes = budget.reserve(available, configurator, process.options)
+    return available - process.budget_bytes
+
+
+def after_graph_sizes(
+    sizes: tuple[list[int], list[int]], runner: ModelRunner, *args: Any, **kwargs: Any
+) -> tuple[list[int], list[int]] | None:
+    """SGLang captures no decode graph of more rows than it has places for requests."""
+    if runner.is_draft_worker:
+        return None
+    options = HybridMLAOptions.from_env()
+    tokens = mixed_steps.tokens(installed.resolved(runner.server_args), options, on_gpu=runner.device == "cuda")
+    most = budget.max_rows(sizes[0][-1], 1, tokens)
+    return mixed_steps.graph_sizes(sizes[0], most), sizes[1]
+
+
+def around_eager_registry(session: Session, original: Callable[..., Any], **kwargs: Any) -> Any:
+    """Without a GPU new tokens are rows of passes without a graph, whose buffers hold as many as there are requests."""
+    return original(**{**kwargs, "max_bs": kwargs["max_bs"] + session.admission.rule.tokens})
+
+
+def before_kv_manager(session: Session, manager: Any, args: Any, *others: Any, **more: Any) -> None:
+    """What a prefill or decode server tells its peers of its cache is made of these arguments."""
+    from sglang_mla_ext.adapter.latent import pool as latent_pool
+
+    args.kv_cache_dtype_str = latent_pool.dtype_for_peers(args.kv_cache_dtype_str, session.pool)
+
+
+def after_draft_backend(result: Any, factory: Any) -> None:
+    installed.name_draft_backend(result, factory)
