@@ -9,7 +9,10 @@ import pytest
 import study
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = [REPOSITORY / "README.md", REPOSITORY / "configs/demo_model/README.md", *sorted(REPOSITORY.glob("docs/*.md"))]
+PAGES = [
+    REPOSITORY / "README.md",
+    *(page for folder in ("configs", "docs", "scripts") for page in sorted((REPOSITORY / folder).rglob("*.md"))),
+]
 COMMAND = re.compile(r"scripts/[\w/.-]*\.(?:py|sh)(?![\w.])")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
