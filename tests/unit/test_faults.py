@@ -44,6 +44,7 @@ DOORS = {
     "adapter/step/mixed.py around_forward_raw",
     "adapter/step/mixed.py forward_mixed",
     "adapter/step/session.py Session.forward",
+    "adapter/step/voting.py Voting.close",
     "adapter/step/layer.py after_split_q",
     "adapter/step/layer.py forward_method",
     "adapter/step/layer.py around_chunk_info",

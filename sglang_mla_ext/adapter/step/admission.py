@@ -115,7 +115,9 @@ class Admission:
             return original(batch, *args, **kwargs)
         self._offer(batch, graphs=not kwargs["disable_cuda_graph"])
         found = original(batch, *args, **kwargs)
-        self._close(found)
+        # Not guarded: a rank that kept a prefill pass while the others replay a decode graph would hang them all.
+        if self._voting.close(found):
+            self.rule.count_refused("another rank prefills")
         return found
 
     @guarded("deciding what rides")
@@ -123,11 +125,6 @@ class Admission:
         self._voting.open(None, graphs=graphs)
         if batch is not None and self._in_decode_graph(batch, votes=False):
             self._voting.open(batch, graphs=graphs)
-
-    @guarded("deciding what rides")
-    def _close(self, batch: ScheduleBatch | None) -> None:
-        if self._voting.close(batch):
-            self.rule.count_refused("another rank prefills")
 
     @guarded("saying that new tokens ride")
     def cast(self, info: Any, *args: Any, **kwargs: Any) -> None:
