@@ -75,12 +75,12 @@ class Server:
 
     @property
     def owns_prefill(self) -> bool:
-        """Whether prefill is this backend's. Another one's lse may be in another base."""
+        """Return whether prefill is this backend's. Another one's lse may be in another base."""
         return self.backends[0] == BACKEND_NAME
 
     @property
     def owns_decode(self) -> bool:
-        """Whether decode is this backend's."""
+        """Return whether decode is this backend's."""
         return self.backends[1] == BACKEND_NAME
 
     @cached_property
@@ -90,7 +90,7 @@ class Server:
 
     @cached_property
     def prefill_graphs(self) -> str:
-        """How prefill is captured in CUDA graphs; "disabled" where it is not."""
+        """Return how prefill is captured in CUDA graphs; "disabled" where it is not."""
         backend: str = installed.prefill_graph_backend(self.args)
         return backend
 
@@ -115,7 +115,7 @@ class Server:
 
     @property
     def fp8_cache(self) -> bool:
-        """Whether the arguments ask for a KV cache in FP8. The checkpoint may, too, which SGLang finds out later."""
+        """Return whether the arguments ask for an FP8 cache. The checkpoint may, too; SGLang finds out later."""
         return bool(self.args.kv_cache_dtype == "fp8_e4m3")
 
     # ---- ranks
@@ -132,7 +132,7 @@ class Server:
 
     @cached_property
     def sharding_obstacle(self) -> str | None:
-        """What keeps ranks from sharding expanded prefixes; None where they can."""
+        """Return what keeps ranks from sharding expanded prefixes; None where nothing does."""
         return sharded_prefixes.obstacle(self.args, self.options, self.on_gpu)
 
     @property
@@ -149,19 +149,19 @@ class Server:
 
     @property
     def may_store(self) -> bool:
-        """Whether ranks that shard prefixes exchange by stores into each other's memory, if their GPUs reach it."""
+        """Return whether ranks that shard prefixes may exchange by stores, if their GPUs reach each other."""
         return sharded_prefixes.may_store(self.args, self.options)
 
     # ---- mixed steps and prefill
 
     @cached_property
     def mixing_obstacle(self) -> str | None:
-        """What keeps new tokens out of decode steps; None where they can be mixed in."""
+        """Return what keeps new tokens out of decode steps; None where they can be mixed in."""
         return mixed_steps.obstacle(self.args, self.on_gpu)
 
     @property
     def mixed_chunk_obstacle(self) -> str | None:
-        """What keeps new tokens out of steps with running requests (--enable-mixed-chunk)."""
+        """Return what keeps new tokens out of steps with running requests (--enable-mixed-chunk)."""
         return "DP attention (--enable-dp-attention)" if self.dp_ranks > 1 else self.mixing_obstacle
 
     @cached_property
@@ -171,13 +171,15 @@ class Server:
 
     @property
     def expands_transiently(self) -> bool:
-        """Whether prefill passes expand for themselves by default."""
+        """Return whether prefill passes use transient expansion by default."""
         return transient_expansion.by_default(self.args, self.options, self.on_gpu)
 
     @cached_property
     def uses_grouped(self) -> bool:
-        """Whether grouped absorb is used where it runs: `auto` takes it only where it was timed, and where this rank's
-        requests share for themselves."""
+        """Return whether grouped absorb is used where it runs.
+
+        `auto` takes it only where it was timed, and where this rank's requests share for themselves.
+        """
         if self.prefix_ranks > 1 or not (self.options.mode == "grouped_absorb" or self.options.may_group):
             return False
         return self.options.mode == "grouped_absorb" or self.rates.modes[Mode.GROUPED_ABSORB].measured

@@ -1,4 +1,4 @@
-"""What requests share by the radix tree of one server."""
+"""Source of shared prefixes: the radix tree of one server."""
 
 from __future__ import annotations
 

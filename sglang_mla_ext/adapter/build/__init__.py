@@ -1,1 +1,1 @@
-"""What is made at start: how much memory it may take, and the parts of the backend."""
+"""Parts of the backend that are made at start, and how much memory they may take."""

@@ -122,7 +122,7 @@ def warn_of_vain_options(server: Server) -> None:
 
 
 def store_into_each_other(server: Server) -> bool:
-    """Whether ranks that shard prefixes exchange by stores into each other's memory, in place of NCCL. With `auto` they
+    """Return whether ranks that shard prefixes exchange by stores in place of NCCL. With `auto` they
     try it, all at once."""
     if server.prefix_ranks == 1 or not server.may_store:
         return False
@@ -142,7 +142,7 @@ def expand_alike(context: Context, taken_bytes: int, cost: CostModel, by_stores:
 
 
 class MembersParts(NamedTuple):
-    """What a rank needs to take part in steps over sharded prefixes."""
+    """Parts of a rank that takes part in steps over sharded prefixes."""
 
     names: PromptNames
     reports: ReportsOfRanks
@@ -256,5 +256,5 @@ def make_rule(
 
 
 def never(answer: bool) -> bool:
-    """What ranks say that do not ask each other."""
+    """Answer for ranks that do not ask each other."""
     return False

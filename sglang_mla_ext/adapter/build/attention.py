@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def cost_model(context: Context) -> CostModel:
-    """What modes cost for this model on this device."""
+    """Return the cost of each mode for this model on this device."""
     server, model = context.server, context.model
     sizes = model.prefix_dtype(context.options).itemsize, model.latent_dtype.itemsize
     return CostModel(model.dims, model.heads, server.rates, *sizes, server.query_tokens, server.prefix_ranks)

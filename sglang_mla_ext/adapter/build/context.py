@@ -1,4 +1,4 @@
-"""What every part of the backend is made from."""
+"""Context that every part of the backend is made from."""
 
 from __future__ import annotations
 

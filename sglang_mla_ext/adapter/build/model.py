@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
 STORAGE_DTYPES = {"bf16": torch.bfloat16, "fp8_e4m3": FP8}
-"""Of expanded prefixes, by the option; otherwise as the cache."""
+"""Dtypes of expanded prefixes, by the option; otherwise as the cache."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class Model:
 
     @property
     def fp8(self) -> bool:
-        """Whether latent rows are stored in FP8."""
+        """Return whether latent rows are stored in FP8."""
         return self.cache_dtype == FP8
 
     @property
     def latent_dtype(self) -> torch.dtype:
-        """How latent rows are stored."""
+        """Return the dtype in which latent rows are stored."""
         return FP8 if self.fp8 else self.dtype
 
     @property
@@ -80,7 +80,7 @@ class Model:
         return int(self.config.context_len)
 
     def prefix_dtype(self, options: HybridMLAOptions) -> torch.dtype:
-        """How expanded prefixes are stored."""
+        """Return the dtype in which expanded prefixes are stored."""
         return STORAGE_DTYPES.get(options.prefix_dtype, self.latent_dtype)
 
     @cached_property

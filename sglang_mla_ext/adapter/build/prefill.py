@@ -1,4 +1,4 @@
-"""What prefill passes attend with: prefixes that they expand for themselves, CUDA graphs, and shared prefixes."""
+"""Parts of prefill passes: transient expansion, CUDA graphs, and shared prefixes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sglang_mla_ext.prefix.planner.pass_costs import EAGER_LAYER_S, PassCosts
 
 
 def make_passing(context: Context, rates: GpuRates) -> Passing | None:
-    """What prefill expands for itself, so many tokens at a time; None where nothing is asked for, or where a kernel
+    """Make transient expansion for prefill, so many tokens at a time; None where it is not asked for, or where a kernel
     does not run here, which is counted."""
     runner, model, tokens = context.runner, context.model, context.options.passing_tokens
     if not tokens or not context.server.owns_prefill:
@@ -50,7 +50,7 @@ def make_prefill_sharing(
     prefill_graph: PrefillGraph | None,
     layer_index: dict[int, int],
 ) -> PrefillSharing | None:
-    """How prefill passes attend to prefixes; None where they share none.
+    """Make what prefill passes attend to prefixes with; None where they share none.
 
     Args:
         shared: None, too, where this rank has not all heads of what is expanded.

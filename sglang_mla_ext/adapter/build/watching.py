@@ -14,7 +14,7 @@ from sglang_mla_ext.prefix.sharing import Sharing
 
 
 def make_shadow(context: Context, latent: LatentAttention, prefixes: Sharing, *, naive: bool) -> ShadowCheck | None:
-    """What checks every `verify_interval`th step.
+    """Make the shadow check of every `verify_interval`th step.
 
     Args:
         naive: whether anything is expanded, so that results are merged behind `w_vc`.

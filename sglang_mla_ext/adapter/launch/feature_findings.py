@@ -1,4 +1,4 @@
-"""What does not go with drafts, a host cache, an FP8 cache, or prefill and decode servers: findings by feature."""
+"""Findings by feature: drafts, host cache, FP8 cache, prefill and decode servers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def draft_tree(args: ServerArgs | ResolvedArgs) -> list[Finding]:
 
 
 def drafts(server: Server) -> list[Finding]:
-    """What would verify something else than one chain of drafts of a length that never changes."""
+    """Refuse drafts other than one chain of a length that never changes."""
     args = server.args
     if found := draft_tree(args):
         return found
@@ -86,7 +86,7 @@ def drafts(server: Server) -> list[Finding]:
 
 
 def host_cache(server: Server) -> list[Finding]:
-    """What SGLang would find out when the first rows go to the host."""
+    """Refuse what SGLang would find out when the first rows go to the host."""
     args, on_gpu = server.args, server.on_gpu
     copies, layouts = (HOST_COPIES, HOST_LAYOUTS) if on_gpu else (("direct",), ("layer_first", "page_first_direct"))
     given = {
@@ -102,7 +102,7 @@ def host_cache(server: Server) -> list[Finding]:
 
 
 def disaggregation(server: Server) -> list[Finding]:
-    """What a prefill or a decode server lacks to share prefixes, or was not tried with."""
+    """Refuse what keeps a prefill or decode server from sharing prefixes, and what was not tested there."""
     args = server.args
     if args.disaggregation_mode == "null":
         return []
@@ -147,7 +147,7 @@ def deterministic(args: ServerArgs) -> list[Finding]:
 
 
 def fp8_cache(server: Server) -> list[Finding]:
-    """What would read the FP8 pool as if it were SGLang's, or has no part in it."""
+    """Refuse what would read the FP8 pool as if it were SGLang's, or has no part in it."""
     args, found = server.args, []
     if not server.owns_prefill:
         text = (

@@ -212,7 +212,7 @@ def _budget_findings(server: Server) -> list[Finding]:
 
 
 def warnings(server: Server) -> list[str]:
-    """What a server that works does without, and what may end it."""
+    """Return warnings of a server that works: what it does without, and what may end it."""
     found = []
     if not server.owns_prefill and server.options.may_expand:
         found.append(

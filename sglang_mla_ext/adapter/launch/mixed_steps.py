@@ -21,7 +21,7 @@ STEP = 64
 
 
 def obstacle(args: ResolvedArgs, on_gpu: bool) -> str | None:
-    """What of a server keeps new tokens from riding; None where they can."""
+    """Return what keeps new tokens from being mixed into decode steps; None where nothing does."""
     reasons = {
         "drafts (--speculative-algorithm)": args.speculative_algorithm is not None,
         "--disaggregation-mode": args.disaggregation_mode != "null",

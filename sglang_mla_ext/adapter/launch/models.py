@@ -39,7 +39,7 @@ def _text_config(config: Any) -> Any:
 
 
 def findings(args: ResolvedArgs, on_gpu: bool) -> list[Finding]:
-    """What the model has that is not computed here."""
+    """Refuse models with parts that are not computed here."""
     if not installed.uses_mla(args):
         text = "the model does not use Multi-head Latent Attention: choose another --attention-backend."
         return [Finding("no MLA", text)]
@@ -70,7 +70,7 @@ def findings(args: ResolvedArgs, on_gpu: bool) -> list[Finding]:
 
 
 def beside_linear_layers(args: ResolvedArgs) -> list[Finding]:
-    """What does not go with layers with linear attention, where the model has them."""
+    """Refuse what does not go with layers with linear attention, where the model has them."""
     if installed.linear_layers(args) is None:
         return []
     found = []

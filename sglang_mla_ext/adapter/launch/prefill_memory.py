@@ -13,7 +13,7 @@ SHARE = 0.75
 
 
 def warning(server: Server) -> str | None:
-    """What is short, if a pass over long cached prompts would take more than SGLang leaves of a GPU."""
+    """Return a warning if a pass over long cached prompts would take more memory than SGLang leaves."""
     args, memory_bytes = server.args, server.memory_bytes
     if memory_bytes is None or not args.mem_fraction_static:
         return None

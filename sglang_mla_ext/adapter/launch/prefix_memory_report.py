@@ -19,7 +19,7 @@ from sglang_mla_ext.prefix.memory.default import default_bytes
 logger = logging.getLogger(__name__)
 
 PROMPT_TOKENS = 26_472
-"""Of the longest of TyphoonMLA's system prompts, which docs/performance.md measures with."""
+"""Tokens of TyphoonMLA's longest system prompt, which docs/performance.md measures with."""
 
 
 class PrefixMemoryReport(NamedTuple):
@@ -43,7 +43,7 @@ class PrefixMemoryReport(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of the prompt, expanded."""
+        """Return how many tokens of the prompt fit expanded."""
         return min(self.budget_bytes // self.token_bytes, PROMPT_TOKENS)
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ def predicted(server: Server) -> str | None:
 
 
 def caveat(server: Server) -> str | None:
-    """That decode gains nothing, as it is by default with DP attention where a rank has too many heads for grouped
+    """Return that decode gains nothing, as by default with DP attention where a rank has too many heads for grouped
     absorb, and no memory is taken for expanded prefixes; None where it may gain."""
     options = server.options
     if server.dp_ranks == 1 or not options.mode_expands or server.prefix_ranks > 1:

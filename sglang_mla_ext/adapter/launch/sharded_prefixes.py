@@ -16,7 +16,7 @@ FLAG = "--hybrid-mla-spread"
 
 
 def obstacle(args: ResolvedArgs, options: HybridMLAOptions, on_gpu: bool) -> str | None:
-    """What keeps ranks from it; None where they can."""
+    """Return what keeps ranks from sharding prefixes; None where nothing does."""
     ranks = installed.dp_attention_ranks(args)
     if ranks == 1:
         return "a server without DP attention (--enable-dp-attention)"

@@ -1,4 +1,4 @@
-"""What pass a batch becomes, and whether its new tokens are computed in the decode graph.
+"""Choice of a batch's pass, and whether its new tokens are computed in the decode graph.
 
 SGLang launches a prefill pass of MLA kernel by kernel, so the host sets its time. A decode graph takes for each row a
 token, a position, a request's place in the table of slots, a length and a slot to write to, so T new tokens of a

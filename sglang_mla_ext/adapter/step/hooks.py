@@ -32,7 +32,7 @@ BEFORE, AFTER, AROUND = "before", "after", "around"
 """SGLang's kinds of hooks: one AFTER gets the result first, one AROUND the original."""
 
 SESSION, ADMISSION, NONE = "session", "admission", ""
-"""What a hook gets first. Without a session, those that get it or its admission do nothing."""
+"""First argument of a hook. Without a session, hooks that get it or its admission do nothing."""
 
 
 class Hook(NamedTuple):

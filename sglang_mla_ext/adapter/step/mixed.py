@@ -41,7 +41,7 @@ LATER = "a pass of its own is sooner"
 
 
 class MixedRule:
-    """When new tokens are rows of the decode graph.
+    """Rule of when new tokens are rows of the decode graph.
 
     Attributes:
         most_rows: that a pass may have.

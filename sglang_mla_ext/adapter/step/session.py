@@ -178,7 +178,7 @@ class Session:
 
 
 class Process:
-    """What SGLang has made in this process that the session will be made of, and the session once it is there."""
+    """Parts that SGLang has made in this process for the session, and the session once it is there."""
 
     scheduler: Scheduler | None = None
     options: HybridMLAOptions | None = None

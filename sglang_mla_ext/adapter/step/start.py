@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 hooked: dict[str, Feature] = {}
-"""What is hooked, and what needs it."""
+"""Hooked targets, and the feature that needs each."""
 
 
 def assert_installed(asked: Collection[Feature] = (Feature.BASE,)) -> None:
@@ -132,7 +132,7 @@ def around_eager_registry(session: Session, original: Callable[..., Any], **kwar
 
 
 def before_kv_manager(session: Session, manager: Any, args: Any, *others: Any, **more: Any) -> None:
-    """What a prefill or decode server tells its peers of its cache is made of these arguments."""
+    """Name our rows in the arguments that a prefill or decode server tells its peers."""
     from sglang_mla_ext.adapter.latent import pool as latent_pool
 
     args.kv_cache_dtype_str = latent_pool.dtype_for_peers(args.kv_cache_dtype_str, session.pool)

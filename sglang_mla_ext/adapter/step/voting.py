@@ -1,4 +1,4 @@
-"""How ranks of DP attention, which compute together what follows attention, come to mix new tokens into a pass.
+"""Votes of DP-attention ranks on mixing new tokens into a pass.
 
 If one of them prefills, SGLang runs the pass on all of them without CUDA graphs, where decode shares nothing. A rank
 whose new tokens are rows of a decode step says that it decodes, so the others keep their graphs. They are rows only if

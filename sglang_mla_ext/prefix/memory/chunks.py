@@ -1,4 +1,4 @@
-"""What is spoken of where memory is given: chunks, ranges that ask for some, and the nodes that own them."""
+"""Chunks, ranges of tokens that ask for memory, and the nodes that own them."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class AllocationRequest(NamedTuple):
 
 
 class Nodes(Protocol):
-    """What memory asks about the nodes that own it."""
+    """Interface through which memory asks about the nodes that own it."""
 
     def length(self, node: Any) -> int:
         """Tokens of the node itself."""
         ...
 
     def holders(self, node: Any) -> int:
-        """How many requests hold the node. What two or more hold keeps its worth though nobody asks for it."""
+        """Return how many requests hold the node. What two or more hold keeps its worth though nobody asks for it."""
         ...

@@ -33,7 +33,7 @@ class Expander(Protocol):
 
 
 class Nodes(memory.Nodes, Protocol):
-    """What expansion asks about nodes."""
+    """Interface through which expansion asks about nodes."""
 
     def is_here(self, node: Any) -> bool:
         """Return whether the node's latent rows are on this rank, so that they can be expanded."""
@@ -41,7 +41,7 @@ class Nodes(memory.Nodes, Protocol):
 
 
 class _Missing(NamedTuple):
-    """What is to be expanded of a range: its chunks that are not, and where its memory ends."""
+    """Part of a range that is to be expanded: its missing chunks, and where its memory ends."""
 
     asked: AllocationRequest
     reach: int

@@ -1,1 +1,1 @@
-"""Which rows of a step attend together to which tokens, and in which way: costs, choice and plan. Pure Python."""
+"""Planning of a step: which rows attend together to which tokens, in which mode. Pure Python."""

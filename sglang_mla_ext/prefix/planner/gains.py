@@ -1,4 +1,4 @@
-"""What sharing saves, as the mode option has it judged: the planner's `Gain` functions.
+"""Savings by sharing, as the mode option judges them: the planner's `Gain` functions.
 
 In mode `auto` a gain is the cost model's difference in seconds per layer. The forcing modes replace it by a function
 that takes every range, or none.

@@ -38,7 +38,7 @@ Reach = Callable[[Sequence[Hashable], Sequence[int], int], tuple[int, list[int]]
 
 
 class Candidates(NamedTuple):
-    """What a step could share: branches, the ways to attend to them, and what a step pays for each way."""
+    """Branches that a step could share, the ways to attend to them, and the cost of each way."""
 
     branches: Branches
     ways: Ways

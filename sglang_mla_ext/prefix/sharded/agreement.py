@@ -1,4 +1,4 @@
-"""What the requests of all ranks share, found by each rank alike from the reports of all."""
+"""Source of shared prefixes: the reports of all ranks, from which each rank finds the same."""
 
 from __future__ import annotations
 

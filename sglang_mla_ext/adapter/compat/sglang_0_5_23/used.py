@@ -1,4 +1,4 @@
-"""What is used of SGLang 0.5.23 otherwise than of 0.5.17."""
+"""Contract with SGLang 0.5.23, where it differs from that with 0.5.17."""
 
 from __future__ import annotations
 
