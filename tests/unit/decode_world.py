@@ -196,7 +196,7 @@ class World:
             self._as_on_a_gpu(grouped, runs)
         options = HybridMLAOptions(**{"mode": "naive", "min_prefix_len": PAGE, **options})
         self.backend, self.steps, _ = self._build.build(self.runner, options, budget_bytes)
-        self.steps.attach(lambda: self.tree.view)
+        self.steps.attach(self.tree.view)
         return self.backend
 
     def _as_on_a_gpu(self, grouped: bool, runs: bool) -> None:

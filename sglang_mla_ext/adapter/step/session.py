@@ -66,7 +66,7 @@ class Session:
     def begin(self) -> None:
         """`Scheduler.__init__` is through."""
         scheduler, steps = self.scheduler, self.steps
-        steps.attach(lambda: installed.TreeView(scheduler.tree_cache))
+        steps.attach(installed.TreeView(scheduler.tree_cache))
         runner = scheduler.tp_worker.model_runner
         if steps.spreading is not None:
             steps.spreading.begin(runner)

@@ -105,9 +105,8 @@ class Steps:
         self.shadow: ShadowCheck | None = None
         self.spreading: ShardedSteps | None = None
 
-    def attach(self, view: Callable[[], TreeView]) -> None:
-        """Give it views of the tree, which SGLang builds after the attention backend."""
-        tree = view()
+    def attach(self, tree: TreeView) -> None:
+        """Give it the tree, which SGLang builds after the attention backend."""
         if self.spreading is None:  # otherwise ranks tell each other what they share
             self._prefixes.source.attach(tree)
             if self._expander is not None:
