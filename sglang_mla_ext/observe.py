@@ -60,8 +60,6 @@ class Counters:
         "prefilled: they shared nothing, whatever was planned."
     )
     prefills_naive: int = _total("prefill steps in which at least one request attended to an expanded prefix.")
-    prefills_joint: int = _total("prefill passes in which running requests decoded, too, one token each.")
-    tokens_joint: int = _total("tokens that running requests decoded in them.")
     prefill_tokens_saved: int = _total(
         "cached tokens whose keys per head were not computed again for a request's new tokens, because they are "
         "expanded: in prefill steps and where new tokens rode, summed over requests."
@@ -123,11 +121,6 @@ class Counters:
         self.tokens_ridden += rows.total - decoding
         for segment in plan.of_mode(Mode.NAIVE):
             self.prefill_tokens_saved += segment.tokens * sum(row < rows.requests - decoding for row in segment.rows)
-
-    def count_joint(self, decoding: int) -> None:
-        """Count one pass that has run, in which so many running requests decoded beside prefill."""
-        self.prefills_joint += decoding > 0
-        self.tokens_joint += decoding
 
     def count_prefill(self, covered: Sequence[int], passing: int = 0) -> None:
         """Count one prefill step with expanded parts.

@@ -162,14 +162,7 @@ class Server:
     @property
     def mixed_chunk_obstacle(self) -> str | None:
         """Return what keeps new tokens out of steps with running requests (--enable-mixed-chunk)."""
-        if self.dp_ranks > 1:
-            return "DP attention (--enable-dp-attention)"
-        return None if self.joint_obstacle is None else self.mixing_obstacle
-
-    @cached_property
-    def joint_obstacle(self) -> str | None:
-        """Return what keeps running requests from decoding in prefill passes; None where nothing does."""
-        return mixed_steps.joint_obstacle(self.args, self.options, self.on_gpu)
+        return "DP attention (--enable-dp-attention)" if self.dp_ranks > 1 else self.mixing_obstacle
 
     @cached_property
     def mixed_tokens(self) -> int:

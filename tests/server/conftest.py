@@ -468,11 +468,6 @@ def glm_4_7_flash(folder: Path) -> Path:
 STOCK = ("--attention-backend", "torch_native", *SIZED)
 stock_demo = _server("stock_demo", *STOCK, kind=Reference, model=demo)
 drafts = _server("drafts", *NAIVE, *SIZED, *PREFIXES, *DRAFTING, "--hybrid-mla-verify-interval", "5", model=demo)
-# Running requests decode in prefill passes, which without a GPU run as those in CUDA graphs do: with drafts, and where
-# decode steps have room for 64 new tokens alone.
-JOINT = (*NAIVE, *SIZED, *PREFIXES, "--max-running-requests", "12")
-joint_drafts = _server("joint_drafts", *JOINT, *DRAFTING, "--hybrid-mla-mixed-tokens", "64", model=demo)
-joint = _server("joint", *JOINT, "--hybrid-mla-mixed-tokens", "64", "--enable-priority-scheduling", PROCESSOR)
 on_host_drafts = _server("on_host_drafts", *ON_HOST, *DRAFTING, model=demo)
 drafts_of_two = _server(
     "drafts_of_two",

@@ -59,7 +59,7 @@ def plan_pass(
     Args:
         mixed: new tokens are rows of the decode graph; the last `decoding` of the requests are decoding.
     """
-    admission = Admission(SimpleNamespace(tokens=int(mixed)), SimpleNamespace(possible=False), steps, None)
+    admission = Admission(SimpleNamespace(tokens=int(mixed)), steps, None)
     admission._in_decode_graph = lambda batch, votes: mixed
     batch = SimpleNamespace(reqs=reqs, decoding_reqs=reqs[len(reqs) - decoding :])
     forward_batch = SimpleNamespace(forward_mode=mode, extend_seq_lens_cpu=new_tokens)
@@ -195,7 +195,7 @@ class World:
         if kind == "gpu":
             self._as_on_a_gpu(grouped, runs)
         options = HybridMLAOptions(**{"mode": "naive", "min_prefix_len": PAGE, **options})
-        self.backend, self.steps, *_ = self._build.build(self.runner, options, budget_bytes)
+        self.backend, self.steps, _ = self._build.build(self.runner, options, budget_bytes)
         self.steps.attach(self.tree.view)
         return self.backend
 

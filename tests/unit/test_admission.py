@@ -28,23 +28,11 @@ class Rule:
         return self.reason
 
 
-class Joint:
-    """The same of a pass with running requests in it."""
-
-    def __init__(self) -> None:
-        self.possible, self.asked, self.answer = False, [], True
-
-    def allows(self, batch: Any, running: Any) -> bool:
-        self.asked.append((batch, running))
-        return self.answer
-
-
 class Scheduler:
     """The next batch is `new`. `seen`: the flag and the size of chunks, where SGLang reads them."""
 
     def __init__(self, rule: Rule, waiting: int = 1, running: int = 5) -> None:
-        self.joint = Joint()
-        self.admission, self.rule = Admission(rule, self.joint, None, self), rule
+        self.admission, self.rule = Admission(rule, None, self), rule
         self.is_mixed_chunk, self.chunked_prefill_size, self.page_size = True, CHUNK, PAGE
         self.waiting_queue, self.chunked_req = [request(10)] * waiting, None
         self.places = 12

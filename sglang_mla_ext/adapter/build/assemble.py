@@ -21,7 +21,6 @@ from sglang_mla_ext.adapter.build.watching import describe, log_memory_report, m
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
 from sglang_mla_ext.adapter.server import Server
 from sglang_mla_ext.adapter.step.backend import HybridMLABackend
-from sglang_mla_ext.adapter.step.joint import JointRule
 from sglang_mla_ext.adapter.step.layer import hand_over_queries, merge_before_o_proj, take_over
 from sglang_mla_ext.adapter.step.mixed import MixedRule
 from sglang_mla_ext.adapter.step.prefill_graph import make_prefill_graph
@@ -49,27 +48,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Built(NamedTuple):
-    """What a server's passes need.
-
-    Attributes:
-        backend: for SGLang; steps: plans its passes.
-        rule: when new tokens are rows of the decode graph; joint: when running requests decode in a prefill pass.
+def build(
+    runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int, memory: Memory | None = None
+) -> tuple[HybridMLABackend, Steps, MixedRule]:
     """
-
-    backend: HybridMLABackend
-    steps: Steps
-    rule: MixedRule
-    joint: JointRule
-
-
-def build(runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int, memory: Memory | None = None) -> Built:
-    """Make the parts of a server.
-
     Args:
         runner: with its model loaded and its pools allocated.
         budget_bytes: device memory for expanded prefixes and for our own buffers, see budget.reserve.
         memory: where what is large is allocated.
+    Returns:
+        the backend for SGLang, what plans its passes, and when new tokens are rows of the decode graph.
     """
     context = Context.of(runner, options, budget_bytes, memory)
     server, model, counters = context.server, context.model, context.counters
@@ -120,14 +108,13 @@ def build(runner: ModelRunner, options: HybridMLAOptions, budget_bytes: int, mem
         hand_over_queries(model.layers)
     if shared is not None or (prefill is not None and prefill_graph is not None):
         merge_before_o_proj(model.layers, backend.merge)
-    rule = make_rule(context, cost, prefixes, latent, prefill)
-    return Built(backend, steps, rule, make_joint_rule(context, prefixes, prefill))
+    return backend, steps, make_rule(context, cost, prefixes, latent, prefill)
 
 
 def warn_of_vain_options(server: Server) -> None:
     """Say which options have no effect on this server."""
     options = server.options
-    if options.mixed_tokens and not server.mixed_tokens and server.joint_obstacle is not None:
+    if options.mixed_tokens and not server.mixed_tokens:
         reason = server.mixing_obstacle
         logger.warning("hybrid_mla: --hybrid-mla-mixed-tokens has no effect here, because of %s", reason)
     if options.passing_tokens and not server.owns_prefill:
@@ -266,13 +253,6 @@ def make_rule(
         graphs=prefill.costs if prefill is not None and server.on_gpu else None,
         agree=all_ranks_agree(),
     )
-
-
-def make_joint_rule(context: Context, prefixes: Sharing, prefill: PrefillSharing | None) -> JointRule:
-    """Make the rule of when running requests decode in a prefill pass; never without prefill graphs."""
-    server = context.server
-    costs = prefill.costs if prefill is not None and server.joint_obstacle is None else None
-    return JointRule(costs, prefixes, server.query_tokens, always=not server.on_gpu)
 
 
 def never(answer: bool) -> bool:

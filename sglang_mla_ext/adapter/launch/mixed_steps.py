@@ -24,36 +24,15 @@ def obstacle(args: ResolvedArgs, on_gpu: bool) -> str | None:
     """Return what keeps new tokens from being mixed into decode steps; None where nothing does."""
     reasons = {
         "drafts (--speculative-algorithm)": args.speculative_algorithm is not None,
-        **_obstacles_to_both(args),
+        "--disaggregation-mode": args.disaggregation_mode != "null",
+        "DeepEP (--moe-a2a-backend)": args.moe_a2a_backend not in (None, "none"),
+        "--enable-return-routed-experts": args.enable_return_routed_experts,
         # In a decode step their state takes one token of a request.
         "layers with linear attention": installed.linear_layers(args) is not None,
         # SGLang fills their table of tokens for prefill passes alone (LongCat-Flash-Lite).
         "n-gram embeddings": bool(getattr(installed.model_config(args), "use_ngram_embedding", False)),
         "decode without CUDA graphs": on_gpu and installed.decode_graph_backend(args) == "disabled",
         "--disable-cuda-graph-padding": on_gpu and bool(args.disable_cuda_graph_padding),
-    }
-    return next((reason for reason, applies in reasons.items() if applies), None)
-
-
-def _obstacles_to_both(args: ResolvedArgs) -> dict[str, bool]:
-    return {
-        "--disaggregation-mode": args.disaggregation_mode != "null",
-        "DeepEP (--moe-a2a-backend)": args.moe_a2a_backend not in (None, "none"),
-        "--enable-return-routed-experts": args.enable_return_routed_experts,
-    }
-
-
-def joint_obstacle(args: ResolvedArgs, options: HybridMLAOptions, on_gpu: bool) -> str | None:
-    """Return what keeps running requests from decoding in prefill passes; None where nothing does. Only passes in
-    prefill graphs may be joint (step/joint.py); without a GPU all run as such, and are joint where that is asked for.
-    """
-    asked = options.mixed_tokens is not None or args.enable_mixed_chunk
-    reasons = {
-        "--hybrid-mla-mixed-tokens 0": options.mixed_tokens == 0,
-        "no prefill graphs": not installed.prefill_graph_rows(args),
-        "DP attention (--enable-dp-attention)": installed.dp_attention_ranks(args) > 1,
-        **_obstacles_to_both(args),
-        "no GPU": not on_gpu and not asked,
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 

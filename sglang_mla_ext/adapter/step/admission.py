@@ -7,8 +7,7 @@ request can be T rows of it (mixed.py). A batch of new tokens is one of these:
 - plain prefill: a pass of its own;
 - mixed: rows of the decode graph beside running requests, through SGLang's own MIXED batches;
 - alone: rows of the decode graph, nobody running beside them;
-- by vote: alone, with DP attention, if no other rank prefills (voting.py);
-- joint: a prefill pass in which running requests decode one token each (joint.py).
+- by vote: alone, with DP attention, if no other rank prefills (voting.py).
 
 What the ranks of sharded prefixes agreed on for the pass is part of the choice.
 
@@ -28,7 +27,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.adapter.step.failure import guarded
-from sglang_mla_ext.adapter.step.joint import JointRule
 from sglang_mla_ext.adapter.step.mixed import LATER, MixedRule, is_extend, refusal_of
 from sglang_mla_ext.adapter.step.passes import Kind, Pass
 from sglang_mla_ext.adapter.step.voting import Voting
@@ -56,19 +54,16 @@ class Admission:
 
     Attributes:
         rule: when new tokens are rows of the decode graph.
-        mixes: whether running requests and new tokens may be in one decode step.
-        joint: when they may be in one prefill pass.
+        mixes: whether running requests and new tokens may be in one batch.
         votes: whether ranks with batches of their own agree on each pass (DP attention). A mixed batch could not go
             back, so nothing is mixed there.
     """
 
-    def __init__(self, rule: MixedRule, joint: JointRule, steps: Steps, scheduler: Scheduler) -> None:
-        self.rule, self.joint, self.steps, self._scheduler = rule, joint, steps, scheduler
+    def __init__(self, rule: MixedRule, steps: Steps, scheduler: Scheduler) -> None:
+        self.rule, self.steps, self._scheduler = rule, steps, scheduler
         self.votes, self.mixes = False, rule.tokens > 0
         self._voting = Voting()
         self._running: ScheduleBatch | None = None  # of the batch that is being made, if it may be mixed
-        self._joinable: ScheduleBatch | None = None  # the same, if its pass may be joint
-        self._joint: ScheduleBatch | None = None  # the batch whose pass is joint
         self._chunk = 0  # new tokens of that batch if it is not mixed
         self._tokens_each = FIRST_GUESS  # new tokens of a request, on average of the last ones
         self._left = 0  # new tokens of the prompt that is being computed in pieces
@@ -78,7 +73,6 @@ class Admission:
         """SGLang has captured its graphs."""
         self.votes, self.mixes = votes, self.mixes and not votes
         self.rule.begin(runner)
-        self.joint.begin(runner, votes=votes)
 
     def choose(self, batch: ScheduleBatch, forward_batch: ForwardBatch) -> Pass:
         """Return the pass of a batch that SGLang has chosen.
@@ -90,7 +84,7 @@ class Admission:
         if self._in_decode_graph(batch, votes=self.votes):
             chosen = Pass(Kind.DECODE, Rows.of(new_tokens), mixed=True, decoding=len(batch.decoding_reqs or ()))
         elif (kind := Kind.of(forward_batch.forward_mode)) is Kind.PREFILL:
-            chosen = Pass(kind, Rows.of(new_tokens), decoding=len(batch.decoding_reqs or ()))
+            chosen = Pass(kind, Rows.of(new_tokens))
         else:
             chosen = Pass(kind, Rows(len(batch.reqs), self.steps.query_tokens if kind is Kind.VERIFY else 1))
         sharded = self.steps.spreading
@@ -108,7 +102,7 @@ class Admission:
         if not self.rule.tokens or not batch.forward_mode.is_extend():
             return False
         if batch.forward_mode.is_mixed():
-            return batch is not self._joint
+            return True
         return self._voting.rides(batch) if votes else is_extend(batch) and self.rule.allows(batch)
 
     # ---- ranks with batches of their own
@@ -152,17 +146,13 @@ class Admission:
         Args:
             make: the original; kwargs: its `running_batch` among them.
         """
-        if not (self.mixes or self.joint.possible):
+        if not self.mixes:
             return make(scheduler, *args, **kwargs)
         running, size = kwargs["running_batch"], scheduler.chunked_prefill_size
-        tokens = (self.new_tokens(scheduler, running) or 0) if self.mixes else 0
+        tokens = self.new_tokens(scheduler, running) or 0
         scheduler.is_mixed_chunk = False
-        self._joint, self._joinable = None, running if self.joint.possible else None
         if not tokens:
-            try:
-                batch, left = make(scheduler, *args, **kwargs)
-            finally:
-                scheduler.is_mixed_chunk, self._joinable = False, None
+            batch, left = make(scheduler, *args, **kwargs)
             if batch is not None:
                 self._passes = max(self._passes - 1, 0)
             return batch, left
@@ -173,7 +163,7 @@ class Admission:
             batch, left = make(scheduler, *args, **kwargs)
         finally:
             was_to_mix = scheduler.is_mixed_chunk
-            scheduler.is_mixed_chunk, self._running, self._joinable = False, None, None
+            scheduler.is_mixed_chunk, self._running = False, None
             scheduler.chunked_prefill_size = size
         if batch is not None and was_to_mix and left.reqs:
             self._passes = PASSES_IN_A_ROW  # SGLang did not: beams are running, or memory is short
@@ -234,14 +224,8 @@ class Admission:
     @guarded("deciding what is mixed")
     def prepared(self, result: None, batch: ScheduleBatch) -> None:
         """`ScheduleBatch.prepare_for_extend` is through: is the batch mixed?"""
-        if not (self.mixes or self.joint.possible):
+        if not self.mixes:
             return
-        self._decide_mixed(batch)
-        if not self._scheduler.is_mixed_chunk and self._joinable is not None:
-            self._scheduler.is_mixed_chunk = self.joint.allows(batch, self._joinable)
-            self._joint = batch if self._scheduler.is_mixed_chunk else None
-
-    def _decide_mixed(self, batch: ScheduleBatch) -> None:
         scheduler = self._scheduler
         scheduler.is_mixed_chunk = False  # unless it is decided
         if (chunked := scheduler.chunked_req) is not None and chunked in batch.reqs:
@@ -260,7 +244,7 @@ class Admission:
     def count_decoded(self, result: None, processor: Any, batch: ScheduleBatch, of_batch: Any) -> None:
         """`process_batch_result_prefill` of a mixed batch: count its running requests as SGLang counts those of a
         decode batch."""
-        if not batch.decoding_reqs or not (self.mixes or self.joint.possible):
+        if not (self.mixes and batch.decoding_reqs):
             return
         reporter = processor.metrics_reporter
         decoded = copy.copy(batch)

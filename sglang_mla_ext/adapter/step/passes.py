@@ -74,8 +74,8 @@ class Pass:
         leaves_graph: a prefill that is sooner without its CUDA graph.
         way: of a decode or verify step; set when it begins.
         takes_query: whether it attends to expanded segments, so that its layers' queries are needed before absorption.
-        mixed: whether it computes new tokens as rows of the decode graph (mixed.py).
-        decoding: of the requests of a mixed or joint pass, the last so many decode.
+        mixed: whether it computes new tokens as rows of the decode graph (mixed.py). decoding: in such a pass, so many
+            of its requests, the last ones, decode.
         as_rows: SGLang's batch of these rows, once it runs. last_rows: `[requests]` the last row of each.
         only_last_rows: whether its logits are of these alone.
         spread: what the ranks that hold prefixes together agreed on for it; None where they agreed on nothing.

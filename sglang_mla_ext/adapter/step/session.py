@@ -14,7 +14,6 @@ from sglang_mla_ext import BACKEND_NAME
 from sglang_mla_ext.adapter.compat import installed
 from sglang_mla_ext.adapter.step.admission import Admission
 from sglang_mla_ext.adapter.step.failure import guarded
-from sglang_mla_ext.adapter.step.joint import JointRule
 from sglang_mla_ext.adapter.step.mixed import MixedRule
 from sglang_mla_ext.adapter.step.passes import passes
 
@@ -50,7 +49,6 @@ class Session:
         backend: HybridMLABackend,
         steps: Steps,
         rule: MixedRule,
-        joint: JointRule,
         *,
         pool: KVCache,
         memory: Memory,
@@ -58,10 +56,10 @@ class Session:
     ) -> None:
         """
         Args:
-            rule: when new tokens are rows of the decode graph; joint: when running requests decode in a prefill pass.
+            rule: when new tokens are rows of the decode graph.
         """
         self.scheduler, self.backend, self.steps = scheduler, backend, steps
-        self.admission = Admission(rule, joint, steps, scheduler)
+        self.admission = Admission(rule, steps, scheduler)
         self.pool, self.memory, self.repeats = pool, memory, repeats
         self.serves = False
 
@@ -93,7 +91,6 @@ class Session:
         # decode server. All ranks have the same.
         inflight = getattr(self.scheduler, "disagg_prefill_inflight_queue", None) or ()
         self.steps.plan_pass(step, batch.reqs, [*self.scheduler.running_batch.reqs, *inflight], *lens)
-        self.admission.joint.judge(step, lens[0])
         if self.steps.spreading is not None:
             self.steps.spreading.expand(forward_batch.req_pool_indices)
         self.steps.reports.publish(self.steps.shadow)
@@ -120,7 +117,6 @@ class Session:
             return
         if step.as_rows is None:
             self.backend.preparation.end_step(forward_batch)
-            self.steps.counters.count_joint(step.decoding)
         else:
             self.backend.preparation.end_step(step.as_rows)
             self.steps.counters.count_ride(step.plan, step.rows, step.decoding)

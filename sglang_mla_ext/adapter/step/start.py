@@ -14,7 +14,6 @@ from sglang_mla_ext.adapter.build import budget
 from sglang_mla_ext.adapter.compat import contract, installed
 from sglang_mla_ext.adapter.compat.table import Feature
 from sglang_mla_ext.adapter.launch import features, limits, mixed_steps, models
-from sglang_mla_ext.adapter.step.joint import JointRule
 from sglang_mla_ext.adapter.step.mixed import MixedRule
 from sglang_mla_ext.adapter.step.session import Session, process
 from sglang_mla_ext.kernels.memory import Memory
@@ -73,22 +72,21 @@ def create_backend(runner: ModelRunner) -> AttentionBackend:
 
     options, memory = process.options, Memory(installed.memory_region(runner))
     mla_layer.accept_query_parts(not models.scales_queries(runner.server_args))
-    backend, steps, rule, joint = build(runner, options, process.budget_bytes, memory)
+    backend, steps, rule = build(runner, options, process.budget_bytes, memory)
     if steps.spreading is not None:
         assert_installed([Feature.SPREAD, Feature.RIDING])
-    if rule.tokens or joint.possible:
-        _check_mixed(rule, joint, asked=options.mixed_tokens is not None or runner.server_args.enable_mixed_chunk)
+    if rule.tokens:
+        _check_mixed(rule, asked=options.mixed_tokens is not None or runner.server_args.enable_mixed_chunk)
     if process.scheduler is not None:  # otherwise nobody tells of batches, and every step is plain absorb
         # A second time, the states of linear attention would take their tokens twice.
         repeats = installed.linear_layers(runner.server_args) is None
-        pool = runner.token_to_kv_pool
         process.session = Session(
-            process.scheduler, backend, steps, rule, joint, pool=pool, memory=memory, repeats=repeats
+            process.scheduler, backend, steps, rule, pool=runner.token_to_kv_pool, memory=memory, repeats=repeats
         )
     return backend
 
 
-def _check_mixed(rule: MixedRule, joint: JointRule, asked: bool) -> None:
+def _check_mixed(rule: MixedRule, asked: bool) -> None:
     """A server runs without mixed steps where SGLang has not what they take, and nobody asked for them."""
     try:
         assert_installed([Feature.RIDING])
@@ -96,7 +94,7 @@ def _check_mixed(rule: MixedRule, joint: JointRule, asked: bool) -> None:
         if asked:
             raise
         logger.warning("hybrid_mla: no new tokens ride in decode steps: %s", error)
-        rule.tokens, joint.possible = 0, False
+        rule.tokens = 0
 
 
 def around_scheduler_init(original: Callable[..., None], scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:

@@ -285,8 +285,7 @@ class Steps:
         if costs is not None:
             made = passing.expanded_tokens if passing is not None else 0
             of_pass = prefix_lens, ends, new_tokens, made
-            # A joint pass was let into its graph: outside, each running request would expand its whole prompt.
-            step.leaves_graph = not step.decoding and costs.eager(*of_pass) < costs.in_graph(*of_pass)
+            step.leaves_graph = costs.eager(*of_pass) < costs.in_graph(*of_pass)
         if (costs is None or step.leaves_graph) and not of_server.can_finish(prefix_lens, ends):
             return None
         return of_server.make_plan(plan, rows, passing)

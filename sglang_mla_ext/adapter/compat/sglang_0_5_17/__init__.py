@@ -20,7 +20,6 @@ from sglang_mla_ext.adapter.compat.table import Changes
 if TYPE_CHECKING:
     import torch
     from sglang.srt.managers.cache_controller import HiCacheController
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -189,11 +188,6 @@ class Release0517:
         """Return the most new tokens of a prefill pass in a CUDA graph, 0 where there are no such graphs. Without a
         GPU, those of the largest pass that runs as one. `args` are resolved."""
         return 0
-
-    def prefill_replays(self, runner: ModelRunner) -> Callable[[ScheduleBatch, int, int], bool] | None:
-        """Return what tells of a prepared batch, its requests and its new tokens, whether its pass would replay a
-        prefill graph; None where there are no such graphs. Without a GPU every pass runs as one."""
-        return None
 
     def prefill_chunk_tokens(self) -> int:
         """Return how many tokens of cached prompts a prefill pass makes keys and values of at a time."""

@@ -15,10 +15,8 @@ from sglang_mla_ext.adapter.compat.sglang_0_5_23.tree import NumberedTreeView
 if TYPE_CHECKING:
     import torch
     from sglang.srt.managers.cache_controller import HiCacheController
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
 
@@ -134,31 +132,6 @@ class Release0523(Release0517):
             return int(args.max_prefill_tokens) + max(args.chunked_prefill_size or 0, 0)
         config = args.cuda_graph_config.prefill
         return max(config.bs or [0]) if config.backend == "breakable" else 0
-
-    def prefill_replays(self, runner: ModelRunner) -> Callable[[ScheduleBatch, int, int], bool] | None:
-        """See Release0517."""
-        if runner.device == "cpu":
-            return lambda batch, requests, tokens: True
-        can_replay = getattr(runner.prefill_cuda_graph_runner, "can_replay_locally", None)
-        if can_replay is None:
-            return None
-
-        def replays(batch: ScheduleBatch, requests: int, tokens: int) -> bool:
-            return bool(
-                can_replay(
-                    batch_size=requests,
-                    num_tokens=tokens,
-                    input_embeds=batch.input_embeds,
-                    replace_embeds=batch.replace_embeds,
-                    prefix_lens=batch.prefix_lens,
-                    is_target_verify=False,
-                    capture_hidden_mode=None,
-                    return_logprob=batch.return_logprob,
-                    is_mixed=True,
-                )
-            )
-
-        return replays
 
     def write_slots(
         self, batch: ForwardBatch, translator: KVIndexTranslator, out: torch.Tensor, **ranges: torch.Tensor

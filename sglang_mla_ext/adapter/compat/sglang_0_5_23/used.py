@@ -91,15 +91,6 @@ PASSES = (
             "self plan",
             "req_pool_indices seq_lens indptr out kv_start_idx",
         ),
-        use(
-            "model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_replay_locally",
-            "function",
-            "whether a pass with running requests in it replays a graph",
-            "self batch_size num_tokens input_embeds replace_embeds prefix_lens is_target_verify capture_hidden_mode "
-            "return_logprob",
-            "is_mixed",
-        ),
-        use("managers.schedule_batch.ScheduleBatch.replace_embeds", "attribute", "the same"),
         use("model_executor.cuda_graph_config.PhaseConfig.bs", "attribute", "rows of prefill graphs"),
         use(f"{_BATCH}.kv_loc_plan", "attribute", "slots of tails"),
     ),
