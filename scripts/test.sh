@@ -24,7 +24,7 @@ UNIT_OF_OLDEST=(tests/unit/test_{backend_interface,cli,contract,contract_reads,d
 ONLY_OF_OLDEST=(tests/unit/test_{faults,hooks,latent_pool}.py)
 KERNELS_OF_OLDEST=(tests/kernels/test_compile_sm90.py) # for Hopper, by the Triton that it pins
 SERVERS_OF_OLDEST=(tests/server/test_answers.py tests/server/test_launch.py::test_launch_stops
-    tests/server/test_riding.py::test_tokens_ride_with_running_requests
+    tests/server/test_mixed_steps.py::test_tokens_are_mixed_with_running_requests
     tests/server/test_two_ranks.py::test_ranks_with_requests_of_their_own_answer_as_one) # all others by hand
 if [ $# = 0 ]; then
     prepare_environment dev $OLDEST

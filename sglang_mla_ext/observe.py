@@ -41,19 +41,21 @@ class Counters:
     steps_verify: int = _total(
         "of steps_naive, steps_grouped and steps_absorb, those that verify drafts (speculative decoding)."
     )
-    steps_mixed: int = _total("of steps_naive, steps_grouped and steps_absorb, those in which new tokens rode.")
-    prefills_ridden: int = _total("passes of new tokens alone that ran as rows of a decode step.")
-    tokens_ridden: int = _total("new tokens of steps_mixed and prefills_ridden.")
-    not_ridden: Counter[str] = field(
-        default_factory=Counter, metadata={"help": "by reason, prefill passes that did not ride."}
+    steps_mixed: int = _total("of steps_naive, steps_grouped and steps_absorb, those with new tokens mixed in.")
+    prefills_mixed: int = _total("passes of new tokens alone that ran as rows of a decode step.")
+    tokens_mixed: int = _total("new tokens of steps_mixed and prefills_mixed.")
+    not_mixed: Counter[str] = field(
+        default_factory=Counter, metadata={"help": "by reason, prefill passes that were not mixed."}
     )
-    steps_spread: int = _total(
+    steps_sharded: int = _total(
         "steps in which this rank and the others attended to expanded prefixes for each other's requests; it may have "
         "had none itself."
     )
-    not_spread: Counter[str] = field(
+    not_sharded: Counter[str] = field(
         default_factory=Counter,
-        metadata={"help": "by reason, steps of running requests in which they did not, with `--hybrid-mla-spread`."},
+        metadata={
+            "help": "by reason, steps of running requests in which they did not, with `--hybrid-mla-prefix-sharding`."
+        },
     )
     rows_as_prefill: int = _total(
         "rows of decode or verify steps that SGLang computed as prefill, because another data-parallel rank "
@@ -64,7 +66,7 @@ class Counters:
     tokens_joint: int = _total("tokens that running requests decoded in them.")
     prefill_tokens_saved: int = _total(
         "cached tokens whose keys per head were not computed again for a request's new tokens, because they are "
-        "expanded: in prefill steps and where new tokens rode, summed over requests."
+        "expanded: in prefill and mixed steps, summed over requests."
     )
     prefill_tokens_expanded: int = _total(
         "cached tokens that prefill steps expanded for their requests together, and did not keep "
@@ -110,8 +112,8 @@ class Counters:
         self.forward_passes += 1
         self.plan_seconds += plan_seconds
 
-    def count_ride(self, plan: Plan, rows: Rows, decoding: int) -> None:
-        """Count one pass whose new tokens rode; without requests that decode it is no decode step.
+    def count_mixed(self, plan: Plan, rows: Rows, decoding: int) -> None:
+        """Count one mixed pass; without requests that decode it is no decode step.
 
         Args:
             rows: of each request; decoding: of the requests, the last so many decode.
@@ -119,8 +121,8 @@ class Counters:
         if decoding:
             self.count_step(plan)
         self.steps_mixed += decoding > 0
-        self.prefills_ridden += not decoding
-        self.tokens_ridden += rows.total - decoding
+        self.prefills_mixed += not decoding
+        self.tokens_mixed += rows.total - decoding
         for segment in plan.of_mode(Mode.NAIVE):
             self.prefill_tokens_saved += segment.tokens * sum(row < rows.requests - decoding for row in segment.rows)
 
@@ -129,16 +131,16 @@ class Counters:
         self.prefills_joint += decoding > 0
         self.tokens_joint += decoding
 
-    def count_prefill(self, covered: Sequence[int], passing: int = 0) -> None:
+    def count_prefill(self, covered: Sequence[int], transient: int = 0) -> None:
         """Count one prefill step with expanded parts.
 
         Args:
             covered: `[requests]` tokens of each request.
-            passing: tokens that were expanded for this step alone.
+            transient: tokens that were expanded for this step alone.
         """
         self.prefills_naive += 1
-        self.prefill_tokens_saved += sum(covered) - passing
-        self.prefill_tokens_expanded += passing
+        self.prefill_tokens_saved += sum(covered) - transient
+        self.prefill_tokens_expanded += transient
 
     def fall_back(self, reason: str, error: BaseException | None = None) -> None:
         """Count a fall-back; the first of each reason is logged."""
@@ -169,8 +171,8 @@ def report(
         "counters": {
             **asdict(counters),
             "fallbacks": dict(counters.fallbacks),
-            "not_ridden": dict(counters.not_ridden),
-            "not_spread": dict(counters.not_spread),
+            "not_mixed": dict(counters.not_mixed),
+            "not_sharded": dict(counters.not_sharded),
         },
     }
 

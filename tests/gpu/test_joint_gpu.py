@@ -1,6 +1,6 @@
 """Running requests that decode in prefill passes in CUDA graphs, on a Hopper GPU, in whole engines that draft.
 
-Answers are judged as in test_riding_gpu.py, by an engine that computes whole prompts and drafts nothing.
+Answers are judged as in test_mixed_gpu.py, by an engine that computes whole prompts and drafts nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from test_engine_gpu import make_model
-from test_riding_gpu import run_engine
+from test_mixed_gpu import run_engine
 
 from sglang_mla_ext.adapter.compat import contract
 

@@ -301,24 +301,24 @@ def test_what_ranks_agreed_on_is_written_whatever_fails(make_world: Any, monkeyp
     """On a rank without requests, too. Where it cannot be, the pass ends: the other ranks count on this one."""
     world = make_world()
     backend = world.make("gpu")
-    spread = ShardedPlan(Plan(0), (), 4, (Segment((1, 2), 0, 256, Mode.NAIVE, (0,)),), ((b"",),))
+    sharded = ShardedPlan(Plan(0), (), 4, (Segment((1, 2), 0, 256, Mode.NAIVE, (0,)),), ((b"",),))
     written: list[Any] = []
     monkeypatch.setattr(backend._shared, "plan", lambda *args: written.append(args))
-    passes.now = Pass(Kind.OTHER, spread=spread)
+    passes.now = Pass(Kind.OTHER, sharded=sharded)
     world.steps.fail("anything", MemoryError())
     for _ in range(2):
         backend.init_forward_metadata_out_graph(world.batch([], padded=4))
-        assert passes.now.way is Way.SHARED and passes.now.spread is spread and passes.now.takes_query
-    assert written == [(spread.segments, 4)]
+        assert passes.now.way is Way.SHARED and passes.now.sharded is sharded and passes.now.takes_query
+    assert written == [(sharded.segments, 4)]
     with pytest.raises(RuntimeError, match="agreed on 4 rows of each, and the graph has 8"):
         backend.init_forward_metadata_out_graph(world.batch([], padded=8))
     backend.init_forward_metadata_out_graph(world.batch([], padded=4), in_capture=True)
     assert written[-1] == ((), 4)
     mine = Plan(2, (Segment((0, 1), 0, 256, Mode.NAIVE, (0,)),))
-    passes.now = Pass(Kind.OTHER, spread=replace(spread, mine=mine))
+    passes.now = Pass(Kind.OTHER, sharded=replace(sharded, mine=mine))
     with pytest.raises(RuntimeError, match="another batch"):
         backend.init_forward_metadata_out_graph(world.batch([], padded=4))
-    passes.now = Pass(Kind.OTHER, spread=replace(spread))
+    passes.now = Pass(Kind.OTHER, sharded=replace(sharded))
     monkeypatch.setattr(backend._shared, "plan", None)
     with pytest.raises(TypeError):
         backend.init_forward_metadata_out_graph(world.batch([], padded=4))

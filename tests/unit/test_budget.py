@@ -111,8 +111,8 @@ def test_what_prefill_expands_for_itself_by_default(
         enable_dp_attention=ranks > 1, dp_size=ranks, tp_size=ranks, attn_dp_size=ranks, enable_hierarchical_cache=False
     )
     found = budget.with_default(available * GIB, server, options(**given))
-    taken = budget.passing_bytes(*model.described(server, options()), tokens)
-    assert found.passing_tokens == tokens and (not tokens or 0.5 < taken / GIB < 1)
+    taken = budget.transient_bytes(*model.described(server, options()), tokens)
+    assert found.transient_tokens == tokens and (not tokens or 0.5 < taken / GIB < 1)
     assert found.prefix_memory_gb == (gib and pytest.approx(gib + taken / GIB * (gib == 40)))
     assert not gib or budget.prefix_bytes(found) == int(found.prefix_memory_gb * GIB)
 
@@ -364,7 +364,7 @@ def test_what_prefill_expands_for_itself_is_inside_the_budget(world: World, kept
     asked = 24 * MIB
     kept()
     world.make(kind, mode="auto", budget_bytes=asked, prefill_expand_tokens=256)
-    assert asked - 14 * MIB < kept() <= asked and world.steps._prefill.passing is not None
+    assert asked - 14 * MIB < kept() <= asked and world.steps._prefill.transient is not None
     assert world.backend._shared is not None
 
 

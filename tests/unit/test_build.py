@@ -52,10 +52,10 @@ def test_with_dp_attention_the_log_says_how_far_the_memory_reaches(
     assert "of a prompt's" not in caplog.text
     vars(world.runner.server_args).update(enable_dp_attention=True, dp_size=2)
     world.make("gpu")
-    assert "--hybrid-mla-spread" not in caplog.text  # two of its ranks share heads
+    assert "--hybrid-mla-prefix-sharding" not in caplog.text  # two of its ranks share heads
     vars(world.runner.server_args).update(tp_size=2)
     world.make("gpu")
-    assert "--hybrid-mla-spread auto (one copy for all ranks)" in caplog.text
+    assert "--hybrid-mla-prefix-sharding auto (one copy for all ranks)" in caplog.text
     chunks = pool_of(world).num_chunks
     assert f"hold {chunks * CHUNK_TOKENS:,} of a prompt's" in caplog.text and f"{HEADS} heads" in caplog.text
 

@@ -114,10 +114,10 @@ ON_A_GPU = {
     "adapter/latent/fp8.py FP8Latent.run": "in a layer",
     "adapter/latent/pool.py LatentPool.get_mla_kv_buffer": "SGLang's, of its pool",
     "adapter/step/backend.py HybridMLABackend._absorb_prefill": "in a layer, from 0.5.23 on",
-    "adapter/build/expanding.py all_ranks_agree.agree": "choosing whether a pass rides, of several ranks",
+    "adapter/build/expanding.py all_ranks_agree.agree": "choosing whether a pass is mixed, of several ranks",
     "adapter/build/expanding.py reach_each_other": "start, of several ranks",
     "adapter/step/layer.py around_eh_norm": "instead of SGLang's",
-    "adapter/step/passing.py Passing._pieces.piece": "before a prefill pass",
+    "adapter/step/transient.py TransientExpansion._pieces.piece": "before a prefill pass",
     "adapter/step/sharded.py gather_over.gather": "a vote, of several ranks",
     "adapter/stock/flashmla.py with_rows": "SGLang's prefill, where ranks divide heads and requests",
     "adapter/stock/torch_native.py TorchStock._extend_over_fp8": "plain absorb, over a cache in FP8",
@@ -143,8 +143,8 @@ ON_A_GPU = {
     "kernels/naive/triton_attention.py TritonSharedAttention.__init__": "start",
     "kernels/naive/triton_attention.py TritonSharedAttention.make_plan": "planning",
     "kernels/naive/peers.py Peers.zeros": "start, of several ranks",
-    "kernels/naive/spread.py SpreadAttention.__init__": "start",
-    "kernels/naive/spread.py SpreadAttention.try_out": "start",
+    "kernels/naive/sharded.py ShardedAttention.__init__": "start",
+    "kernels/naive/sharded.py ShardedAttention.try_out": "start",
     "kernels/partials.py PartialTable.empty": "start",
     "kernels/partials.py PartialTable.from_pairs": "writing a plan",
     "kernels/storage/expanded.py _token_to_position": "planning",
@@ -178,7 +178,7 @@ def main(out: Path, which: str) -> None:
 
     hooked_worker.replace_bodies()
     hooked_worker.install()
-    start_of_worker.assert_installed([Feature.RIDING])  # which is looked at once in a process
+    start_of_worker.assert_installed([Feature.MIXED])  # which is looked at once in a process
     fault_life.shorten_pauses()
     logging.getLogger("sglang_mla_ext").propagate = False  # thousands of tracebacks
     metrics = Metrics({"of": "tests"})
@@ -192,7 +192,7 @@ def main(out: Path, which: str) -> None:
     counters = life.counters
     assert not counters.fallbacks and not counters.shadow_failures
     assert counters.steps_naive >= 10 and counters.prefills_naive == 2 and counters.shadow_checks >= 2
-    assert (counters.prefills_ridden, counters.steps_mixed, counters.tokens_ridden) == (2, 1, 12)
+    assert (counters.prefills_mixed, counters.steps_mixed, counters.tokens_mixed) == (2, 1, 12)
     found: dict[str, Any] = {"hooked": sorted(start_of_worker.hooked), "called": sorted(hooked_worker.CALLED)}
     found |= {"start": list(start.places), "life": list(watch.places)}
     listed = DOORS | THE_NET | PLAIN_ABSORB

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_shared_prefixes import COST, PAGE, Server, ride
+from test_shared_prefixes import COST, PAGE, Server, mixed_groups
 
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
@@ -156,10 +156,10 @@ def test_rows_of_one_request_are_grouped_where_nothing_is_expanded(tree: Any) ->
     """Behind what is, in the same step; one with a row of its own takes part in what they have in common."""
     server = Server(tree, mode="grouped_absorb", ways={"grouped_page": PAGE})
     first, second = tree.run("systemprompt-a"), tree.run("systemprompt-bcdef")
-    assert ride(server, [first], [2]) == [((0,), 0, 14)]
-    assert ride(server, [first, second], [1, 3]) == [((0, 1), 0, 12), ((1,), 12, 18)], "cut at a whole chunk"
+    assert mixed_groups(server, [first], [2]) == [((0,), 0, 14)]
+    assert mixed_groups(server, [first, second], [1, 3]) == [((0, 1), 0, 12), ((1,), 12, 18)], "cut at a whole chunk"
     server = Server(tree, **BOTH, cost=cost_with(absorb=1.0, naive=0.1, grouped_absorb=0.2))
     assert server.decode(first, second) == [((0, 1), 13)]
     server.expander.taken()
-    assert ride(server, [second], [3], mixed=True) == [((0,), 0, 13), ((0,), 13, 18)]
+    assert mixed_groups(server, [second], [3], mixed=True) == [((0,), 0, 13), ((0,), 13, 18)]
     assert [segment.mode for segment in server.prefixes.plan.segments] == [Mode.NAIVE, Mode.GROUPED_ABSORB]

@@ -142,11 +142,11 @@ def schedule_batch(prefixes: list[int], counts: list[int], **changes: Any) -> An
     ],
     ids=str,
 )
-def test_what_cannot_ride(changes: dict[str, Any], reason: str | None) -> None:
+def test_what_cannot_be_mixed(changes: dict[str, Any], reason: str | None) -> None:
     assert refusal(schedule_batch([7, 0], [3, 2], **changes)) == reason
 
 
-# ---- what rides
+# ---- what is mixed
 
 
 class Prefixes:
@@ -166,12 +166,12 @@ def make(expanded: int = 0, cost: CostModel = H200, **options: Any) -> MixedRule
     return MixedRule(prefixes=Prefixes(expanded), **{**values, **options})
 
 
-def test_more_rows_than_there_is_a_graph_for_do_not_ride() -> None:
+def test_more_rows_than_there_is_a_graph_for_are_not_mixed() -> None:
     rule = make(eager_layer_s=1.0)
     assert rule.allows(schedule_batch([0], [300])) and rule.allows(schedule_batch([0], [250]), running=50)
     assert not rule.allows(schedule_batch([0], [301])) and not rule.allows(schedule_batch([0], [250]), running=51)
     # With running requests it is asked again without them.
-    assert rule._counters.not_ridden == {"more than 300 rows": 1}
+    assert rule._counters.not_mixed == {"more than 300 rows": 1}
     runner = SimpleNamespace(
         decode_cuda_graph_runner=SimpleNamespace(max_bs=200), model_config=SimpleNamespace(vocab_size=1000)
     )
@@ -182,13 +182,13 @@ def test_more_rows_than_there_is_a_graph_for_do_not_ride() -> None:
     assert rule.most_rows == 200
 
 
-def test_a_pass_rides_where_that_is_sooner() -> None:
+def test_a_pass_is_mixed_where_that_is_sooner() -> None:
     """Over what is expanded, and not where many rows would read a long history each, which a pass makes keys and values
     of once."""
     long, short = schedule_batch([20000], [500]), schedule_batch([20000], [2])
     rule = make(most_rows=500)
     assert not rule.allows(long) and rule.allows(short)
-    assert rule._counters.not_ridden == {LATER: 1}
+    assert rule._counters.not_mixed == {LATER: 1}
     assert make(expanded=19500, most_rows=500).allows(long)
     assert make(eager_layer_s=1.0, most_rows=500).allows(long)
     few_heads = CostModel(H200.dims, 8, H200.rates)
@@ -225,7 +225,7 @@ def test_every_rank_is_asked_also_by_one_that_cannot_say() -> None:
     rule._prefixes.fails = True
     assert not rule.allows(batch)
     assert asked == [True, False]
-    assert rule._counters.not_ridden == {LATER: 2}
+    assert rule._counters.not_mixed == {LATER: 2}
     assert rule._counters.fallbacks == {"predicting a riding pass failed: RuntimeError": 1}
     assert not rule.allows(schedule_batch([100], [2], is_prefill_only=True)) and len(asked) == 2
 

@@ -1,4 +1,4 @@
-"""Whether new tokens ride in a server's decode steps, how many, and what graphs there are for them."""
+"""Whether new tokens are mixed into a server's decode steps, how many, and what graphs there are for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model_without_linear_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_steps.installed, "model_config", lambda args: SimpleNamespace(), raising=False)
 
 
-def test_new_tokens_do_not_ride_beside_ngram_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_tokens_are_not_mixed_beside_ngram_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
     args, options = test_limits.server_args(), HybridMLAOptions(mixed_tokens=64)
     for used, tokens in ((False, 64), (True, 0)):
         config = SimpleNamespace(use_ngram_embedding=used)
@@ -53,7 +53,7 @@ def test_new_tokens_do_not_ride_beside_ngram_embeddings(monkeypatch: pytest.Monk
     ],
     ids=str,
 )
-def test_how_many_tokens_ride(
+def test_how_many_tokens_are_mixed(
     changes: dict[str, Any], given: int | None, on_gpu: int, on_cpu: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU without rates")

@@ -16,7 +16,7 @@ from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
 LABELS = {"model_name": "m", "tp_rank": "0"}
-RIDE = Plan(3, (Segment((0, 2), 0, 200, Mode.NAIVE), Segment((1,), 0, 50, Mode.GROUPED_ABSORB)))
+MIXED = Plan(3, (Segment((0, 2), 0, 200, Mode.NAIVE), Segment((1,), 0, 50, Mode.GROUPED_ABSORB)))
 PLAN = Plan(6, (Segment((0, 2, 5), 0, 1000, Mode.NAIVE), Segment((1, 3), 0, 300, Mode.NAIVE)))
 
 
@@ -28,10 +28,10 @@ def counters_after_some_steps() -> Counters:
     counters.fall_back("prefix memory full")
     counters.fall_back("prefix memory full")
     counters.fall_back("other")
-    counters.count_ride(RIDE, Rows.of([28, 2, 1]), decoding=1)
-    counters.count_ride(RIDE, Rows.of([3, 1, 1]), decoding=0)
-    counters.not_ridden["too dear"] += 2
-    counters.not_spread["a rank prefills"] += 3
+    counters.count_mixed(MIXED, Rows.of([28, 2, 1]), decoding=1)
+    counters.count_mixed(MIXED, Rows.of([3, 1, 1]), decoding=0)
+    counters.not_mixed["too dear"] += 2
+    counters.not_sharded["a rank prefills"] += 3
     for seconds in (0.25, 0.5):
         counters.count_pass(seconds)
     return counters
@@ -43,10 +43,10 @@ def test_counters() -> None:
         steps_grouped=1,
         steps_absorb=1,
         steps_mixed=1,
-        prefills_ridden=1,
-        tokens_ridden=35,
-        not_ridden={"too dear": 2},
-        not_spread={"a rank prefills": 3},
+        prefills_mixed=1,
+        tokens_mixed=35,
+        not_mixed={"too dear": 2},
+        not_sharded={"a rank prefills": 3},
         prefill_tokens_saved=200 + 2 * 200,
         expansions=2,
         evictions=1,
@@ -103,7 +103,7 @@ def test_report() -> None:
     assert (info["expanded_bytes"], info["budget_bytes"], info["tokens_without_memory"]) == (10, 20, 30)
     assert list(info["counters"]) == [field.name for field in fields(Counters)]
     assert info["counters"]["fallbacks"] == {"prefix memory full": 2, "other": 1}
-    assert info["counters"]["not_ridden"] == {"too dear": 2}
+    assert info["counters"]["not_mixed"] == {"too dear": 2}
 
 
 def test_a_report_does_not_change_later() -> None:
@@ -111,7 +111,7 @@ def test_a_report_does_not_change_later() -> None:
     info = report(counters, PLAN, 10, 20, 0)
     before = json.dumps(info)
     counters.fall_back("new")
-    counters.not_ridden["new"] += 1
+    counters.not_mixed["new"] += 1
     counters.count_step(PLAN)
     assert json.dumps(info) == before
 
@@ -141,9 +141,9 @@ def test_metrics_are_the_report_under_the_same_names(registry: prometheus_client
     assert {name: value(name) for name in gauges} == gauges
     assert {name: value(f"{name}_total") for name in totals} == totals
     assert value("fallbacks_total", reason="prefix memory full") == 2 and value("fallbacks_total", reason="other") == 1
-    assert value("not_ridden_total", reason="too dear") == 2
+    assert value("not_mixed_total", reason="too dear") == 2
     kinds = {metric.name.removeprefix("sglang:hybrid_mla_"): metric.type for metric in registry.collect()}
-    by_reason = ("fallbacks", "not_ridden", "not_spread")
+    by_reason = ("fallbacks", "not_mixed", "not_sharded")
     by_name = dict.fromkeys(gauges, "gauge") | dict.fromkeys([*totals, *by_reason], "counter")
     assert kinds == by_name | {"shadow_error": "histogram"}
     below = {bound: value("shadow_error_bucket", le=bound) for bound in ("1e-05", "0.002", "0.005", "+Inf")}

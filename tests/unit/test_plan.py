@@ -315,8 +315,8 @@ def test_it_begins_with_the_verdict():
 
 
 def test_advice_for_short_answers():
-    """New tokens that ride gain where decode alone does not."""
-    few = ("--tp", "8", "--dp", "8", "--spread", "--prefix", "7069", "--batch", "128")
+    """Mixed steps gain where decode alone does not."""
+    few = ("--tp", "8", "--dp", "8", "--prefix-sharding", "--prefix", "7069", "--batch", "128")
     assert recommended(*few).startswith("OFF")
     assert recommended(*few, "--arrivals", "112").startswith("ON: ")
     many = ("--tp", "8", "--prefix", "7069", "--batch", "128", "--arrivals", "112")
@@ -402,16 +402,22 @@ def test_more_requests_than_a_step_shares_with():
 def test_advice_to_hold_prefixes_together():
     """In BF16 the default holds a part of the prompt, in FP8 all of it fits; not where it cannot be, or is already."""
     case = ("--tp", "8", "--dp", "8", "--prefix", "26472", "--batch", "1024")
-    said, spread = recommended(*case), planned(*case, "--spread", "--prefix-dtype", "fp8_e4m3")["recommendation"]
-    assert said.startswith("OFF without the changes below: ") and "With --hybrid-mla-spread auto expect 1." in said
-    fp8 = "With --hybrid-mla-prefix-dtype fp8_e4m3, --hybrid-mla-spread auto and --hybrid-mla-prefix-memory-gb"
-    assert f"{fp8} 7.3 expect {spread['ratio'][0]:.2f}x, at FP8's precision." in said
+    said, sharded = (
+        recommended(*case),
+        planned(*case, "--prefix-sharding", "--prefix-dtype", "fp8_e4m3")["recommendation"],
+    )
+    assert (
+        said.startswith("OFF without the changes below: ")
+        and "With --hybrid-mla-prefix-sharding auto expect 1." in said
+    )
+    fp8 = "With --hybrid-mla-prefix-dtype fp8_e4m3, --hybrid-mla-prefix-sharding auto and --hybrid-mla-prefix-memory-gb"
+    assert f"{fp8} 7.3 expect {sharded['ratio'][0]:.2f}x, at FP8's precision." in said
     assert "Prefill gains in addition" in said
     apart = recommended(*case, "--prefill-expand-tokens", "0")
     assert "6.7 and --hybrid-mla-prefill-expand-tokens 0 expect" in apart and "and with later first tokens" in apart
     assert "Prefill gains" not in apart
-    assert spread["turn_on"] and not any(note.startswith("With --") for note in spread["notes"])
-    assert "spread" not in recommended(*case[:2], "--dp", "4", *case[4:]) + recommended("--tp", "8", *case[4:])
+    assert sharded["turn_on"] and not any(note.startswith("With --") for note in sharded["notes"])
+    assert "prefix-sharding" not in recommended(*case[:2], "--dp", "4", *case[4:]) + recommended("--tp", "8", *case[4:])
 
 
 def test_a_rank_with_all_heads_where_it_pays():
@@ -493,21 +499,23 @@ def test_plot(tmp_path):
 
 def test_prefixes_that_ranks_hold_together() -> None:
     """An eighth of the memory, and shared where a rank alone has no room; the exchange is a part of the step."""
-    spread, alone = (
+    sharded, alone = (
         planned("--tp", "8", "--dp", "8", "--prefix", "26472", "--requests", "1024", *flags)
-        for flags in (["--spread"], [])
+        for flags in (["--prefix-sharding"], [])
     )
-    (case,), (other,) = spread["cases"], alone["cases"]
+    (case,), (other,) = sharded["cases"], alone["cases"]
     assert 7 * case["expanded_gib"] < other["expanded_gib"] < 8 * case["expanded_gib"]
     assert (case["chosen"], other["chosen"]) == ("naive", "absorb") and case["ratio"] > other["ratio"]
     assert (
-        spread["threshold"]["pays_from_all_expanded"]["26472"] < alone["threshold"]["pays_from_all_expanded"]["26472"]
+        sharded["threshold"]["pays_from_all_expanded"]["26472"] < alone["threshold"]["pays_from_all_expanded"]["26472"]
     )
-    of = Deployment(V3, H200, 8, 8, spread=True)
+    of = Deployment(V3, H200, 8, 8, prefix_sharding=True)
     free = dataclasses.replace(of.gpu, rates=dataclasses.replace(of.gpu.rates, exchange=None, exchange_by_stores=None))
     rates = of.cost.rates.exchange
     assert rates == of.gpu.rates.exchange_by_stores, "ranks of one host"
-    assert Deployment(V3, H200, 16, 16, spread=True).cost.rates.exchange == of.gpu.rates.exchange, "of two hosts"
+    assert Deployment(V3, H200, 16, 16, prefix_sharding=True).cost.rates.exchange == of.gpu.rates.exchange, (
+        "of two hosts"
+    )
     cover = Cover(naive=26472)
     exchange = (
         predict(of, cover, 1024, 26472, 0).seconds
@@ -515,7 +523,7 @@ def test_prefixes_that_ranks_hold_together() -> None:
     )
     bytes_sent = 128 * (128 - 16) * (192 + 128) * 2
     assert exchange == pytest.approx(61 * (rates.overhead_s + bytes_sent / rates.bytes_per_s))
-    assert "--hybrid-mla-spread auto" in advised(spread["recommendation"])
+    assert "--hybrid-mla-prefix-sharding auto" in advised(sharded["recommendation"])
     for bad in ({"dp": 4}, {"tp": 1, "dp": 1}):
-        with pytest.raises(ValueError, match="--spread needs --dp as large as --tp"):
-            Deployment(**{"config": V3, "gpu": H200, "tp": 8, "dp": 8, "spread": True, **bad})
+        with pytest.raises(ValueError, match="--prefix-sharding needs --dp as large as --tp"):
+            Deployment(**{"config": V3, "gpu": H200, "tp": 8, "dp": 8, "prefix_sharding": True, **bad})

@@ -1,4 +1,4 @@
-"""Mixed steps: new tokens are rows more of a predicted step, and so many of them may ride."""
+"""Mixed steps: new tokens are rows more of a predicted step, and so many of them may be mixed in."""
 
 from __future__ import annotations
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_passing import DN, DR, DV, HEADS, RANK, SCALE, SLOTS, View, make_layer, tree
+from test_transient import DN, DR, DV, HEADS, RANK, SCALE, SLOTS, View, make_layer, tree
 
-from sglang_mla_ext.adapter.step.passing import Passing
 from sglang_mla_ext.adapter.step.prefill import PrefillPlan
 from sglang_mla_ext.adapter.step.prefill_graph import PrefillGraph
+from sglang_mla_ext.adapter.step.transient import TransientExpansion
 from sglang_mla_ext.kernels.dispatch import make_kept_part
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.reference import attention as reference
@@ -65,11 +65,13 @@ def test_a_pass_attends_to_all_keys(pays: Any) -> None:
     for request, of_request in enumerate(slots):
         req_to_token[request, : len(of_request)] = of_request
 
-    passing = Passing.make(layers[0], pool, req_to_token, 1024, Memory(), dtype=torch.float32, device="cpu", tiles=())
-    passing.attach(view)
+    transient = TransientExpansion.make(
+        layers[0], pool, req_to_token, 1024, Memory(), dtype=torch.float32, device="cpu", tiles=()
+    )
+    transient.attach(view)
     reqs = [SimpleNamespace(req_pool_idx=row, kv=SimpleNamespace(req_pool_idx=row)) for row in range(5)]
     rows = Rows.of(new_tokens)
-    made = passing.plan(reqs, cached, [0] * 5, rows, always=True, pays=pays)
+    made = transient.plan(reqs, cached, [0] * 5, rows, always=True, pays=pays)
     assert made.ends == ((1200, 800, 0, 1150, 1010) if pays(1, 1) else (1150, 700, 0, 1150, 1000))
     of_server = dict(attention=None, layer_index={7: 0, 9: 1}, max_rows=MAX_ROWS, counters=Counters())
     plan = PrefillPlan.make(Plan(5), rows, made, **of_server)

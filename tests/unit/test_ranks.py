@@ -51,14 +51,14 @@ def test_each_start_has_a_key_of_its_own(found: dict[int, list[dict[str, Any]]])
     assert found[2][0]["key"] != found[4][0]["key"]
 
 
-def rules(monkeypatch: pytest.MonkeyPatch, rates: GpuRates = H200, riding_tokens: int = 256, **asked: str) -> Any:
+def rules(monkeypatch: pytest.MonkeyPatch, rates: GpuRates = H200, most_mixed: int = 256, **asked: str) -> Any:
     for name, value in asked.items():
         monkeypatch.setenv(f"SGLANG_HYBRID_MLA_{name.upper()}", value)
-    found = ranks.rules(HybridMLAOptions.from_env(), rates, riding_tokens)
+    found = ranks.rules(HybridMLAOptions.from_env(), rates, most_mixed)
     return {name: str(value) for name, value in found.items()}
 
 
-CHANGED = {"prefix_dtype": "bf16", "mode": "absorb", "dp_routing": "prefix", "spread": "auto"}
+CHANGED = {"prefix_dtype": "bf16", "mode": "absorb", "dp_routing": "prefix", "prefix_sharding": "auto"}
 """Other values than the default, of options that are no numbers."""
 
 
@@ -80,7 +80,7 @@ def test_releases_and_gpus_are_compared(monkeypatch: pytest.MonkeyPatch) -> None
     assert line.startswith(f"rates of the GPU: {H200.name} (") and "on ranks 0, 2, " in line and "on rank 1" in line
     (line,) = ranks.differing([mine, rules(monkeypatch, replace(H200, l2_bytes=1))])
     assert line.count(H200.name) == 2, "of one name with other numbers"
-    assert ranks.differing([mine, rules(monkeypatch, riding_tokens=64)]) == [
+    assert ranks.differing([mine, rules(monkeypatch, most_mixed=64)]) == [
         "mixed tokens in a step: 256 on rank 0, 64 on rank 1"
     ]
     monkeypatch.setattr(ranks, "installed_version", lambda: "0.5.0")

@@ -138,7 +138,9 @@ def test_what_is_wrong_is_found_and_no_longer_shared(
 
 
 @pytest.mark.parametrize(("kind", "grouped", "mode"), KINDS, ids=str)
-def test_rows_of_a_ride_are_checked_at_their_own_lengths(make_world: Any, kind: str, grouped: bool, mode: str) -> None:
+def test_rows_of_a_mixed_step_are_checked_at_their_own_lengths(
+    make_world: Any, kind: str, grouped: bool, mode: str
+) -> None:
     """One request alone shares what is expanded of it among its rows."""
     world = make_world()
     options = {"prefix_memory_gb": 0} if mode == "grouped_absorb" else {}
@@ -146,14 +148,14 @@ def test_rows_of_a_ride_are_checked_at_their_own_lengths(make_world: Any, kind: 
     requests, counters = sharing(world), world.steps.counters
     world.eager_step(requests)  # expands
     for some, counts in ((slice(6), [3, 1, 2, 4, 1, 3]), (slice(1), [5]), (slice(0, 3, 2), [1, 7])) * 2:
-        assert world.ride(requests[some], counts) < EXACT[False]
+        assert world.mixed_step(requests[some], counts) < EXACT[False]
     world.eager_step(requests)
     assert counters.shadow_checks == 7 and counters.shadow_failures == 0 and not counters.fallbacks
     assert len(world.steps.shadow.pop_errors()) == 6 + 2 * (14 + 5 + 8)
     assert groups(world) == GROUPS
 
 
-def test_what_is_wrong_in_a_ride_is_found(make_world: Any) -> None:
+def test_what_is_wrong_in_a_mixed_step_is_found(make_world: Any) -> None:
     world = make_world()
     world.make("gpu", verify_interval=1, mixed_tokens=64)
     requests = sharing(world)
@@ -164,10 +166,10 @@ def test_what_is_wrong_in_a_ride_is_found(make_world: Any) -> None:
         buffers.v_t[layer, chunk] = torch.randn_like(buffers.v_t[layer, chunk])
     wrong = world.steps._prefixes.plan.segments[0].rows
     alone = requests[wrong[-1]]
-    assert not world.ride([alone], [3]) < 0.1
-    assert world.ride([alone], [3]) < EXACT[False] and not passes.now.plan.segments
+    assert not world.mixed_step([alone], [3]) < 0.1
+    assert world.mixed_step([alone], [3]) < EXACT[False] and not passes.now.plan.segments
     assert world.steps.counters.shadow_failures == 1
-    assert world.ride(requests, [1, 1, 2, 2, 2, 2]) < EXACT[False]
+    assert world.mixed_step(requests, [1, 1, 2, 2, 2, 2]) < EXACT[False]
     shared = [(len(each.rows), each.end) for each in passes.now.plan.segments if len(each.rows) > 1]
     assert shared == [GROUPS[1] if wrong == (0, 2, 5) else GROUPS[0]]
 

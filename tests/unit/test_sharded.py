@@ -1,4 +1,4 @@
-"""What ranks spread is the same on all of them, whatever each of them does: random lives of ranks in threads, which
+"""What ranks shard is the same on all of them, whatever each of them does: random lives of ranks in threads, which
 meet where they exchange something."""
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def test_ranks_agree_whatever_each_does(seed: int, count: int) -> None:
     assert shared and not any(rank.failures for rank in ranks)
 
 
-def test_a_prefix_is_spread_when_every_rank_has_it() -> None:
-    """One request on each of two ranks is enough. It stays spread when it has left one of them."""
+def test_a_prefix_is_sharded_when_every_rank_has_it() -> None:
+    """One request on each of two ranks is enough. It stays sharded when it has left one of them."""
     ranks = make(2)
     ranks[0].running, ranks[1].running = [SYSTEM, SYSTEM], [OTHER]
     for _ in range(4):

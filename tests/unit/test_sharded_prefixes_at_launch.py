@@ -60,18 +60,18 @@ def server_args(**changes: Any) -> Any:
         ),
         ({"cuda_graph_config": test_limits.graphs("disabled", decode="disabled")}, {}, "decode without CUDA graphs"),
         ({"disable_cuda_graph_padding": True}, {}, "--disable-cuda-graph-padding"),
-        ({}, {"spread": "peers"}, None),
+        ({}, {"prefix_sharding": "peers"}, None),
         ({"nnodes": 2}, {}, None),
-        ({"nnodes": 2}, {"spread": "peers"}, "ranks on several nodes"),
+        ({"nnodes": 2}, {"prefix_sharding": "peers"}, "ranks on several nodes"),
     ],
     ids=str,
 )
-def test_where_prefixes_are_spread(
+def test_where_prefixes_are_sharded(
     changes: dict[str, Any], given: dict[str, Any], reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = {"spread": "auto", **given}
+    given = {"prefix_sharding": "auto", **given}
     args, options = server_args(**changes), HybridMLAOptions(**given)
-    assert Server.of(args, HybridMLAOptions(**given | {"spread": "off"}), on_gpu=True).prefix_ranks == 1
+    assert Server.of(args, HybridMLAOptions(**given | {"prefix_sharding": "off"}), on_gpu=True).prefix_ranks == 1
     assert Server.of(args, options, on_gpu=True).prefix_ranks == (8 if reason is None else 1)
     for name, value in given.items():
         monkeypatch.setenv(f"SGLANG_HYBRID_MLA_{name.upper()}", value)
@@ -81,8 +81,8 @@ def test_where_prefixes_are_spread(
 
 def test_ranks_without_gpus_store_into_no_memory_but_their_own() -> None:
     args = server_args()
-    assert Server.of(args, HybridMLAOptions(spread="auto"), on_gpu=False).prefix_ranks == 8
-    alone = Server.of(args, HybridMLAOptions(spread="peers"), on_gpu=False)
+    assert Server.of(args, HybridMLAOptions(prefix_sharding="auto"), on_gpu=False).prefix_ranks == 8
+    alone = Server.of(args, HybridMLAOptions(prefix_sharding="peers"), on_gpu=False)
     assert alone.prefix_ranks == 1 and "a CPU" in alone.sharding_warning
 
 
@@ -91,7 +91,7 @@ def test_ranks_without_gpus_store_into_no_memory_but_their_own() -> None:
     [(1, "auto", True), (2, "auto", False), (1, "peers", True), (1, "nccl", False), (1, "off", False)],
 )
 def test_who_may_store_into_the_memory_of_others(nodes: int, how: str, expected: bool) -> None:
-    assert sharded_prefixes.may_store(server_args(nnodes=nodes), HybridMLAOptions(spread=how)) == expected
+    assert sharded_prefixes.may_store(server_args(nnodes=nodes), HybridMLAOptions(prefix_sharding=how)) == expected
 
 
 def test_ranks_that_reach_no_others_memory_exchange_by_nccl(
@@ -138,7 +138,7 @@ class Rank:
         planner = Planner(options, cost, Capacity(8, 64), CHUNK, self.counters)
         expander: Any = SimpleNamespace(expand=self._expand)
         self.prefixes = Sharing(reports, pool, planner, expander, self.counters, shortest=1)
-        self.spreading = ShardedSteps(
+        self.sharded = ShardedSteps(
             Member(self.prefixes, reports, rank=0),
             names,
             self.slots,
@@ -152,7 +152,7 @@ class Rank:
         )
         if graphs is not None:
             runner = SimpleNamespace(decode_cuda_graph_runner=SimpleNamespace(capture_bs=graphs))
-            self.spreading.begin(runner)
+            self.sharded.begin(runner)
 
     def _expand(self, node: bytes, node_end: int, start: int, end: int, chunks: list[int]) -> None:
         if self.counters.steps_verify:  # a switch of the test
@@ -160,16 +160,16 @@ class Rank:
         slots = self.slots.slots(node, node_end, start, end)
         self.expanded.append((slots[0].item(), len(slots)))
 
-    def step(self, reqs: list[Any], *, rides: int = 0, extends: bool = False, graphs: bool = True) -> Any:
-        mode = SimpleNamespace(is_idle=lambda: not reqs, is_decode=lambda: not rides)
-        rows = [rides] * len(reqs) if rides else [1] * len(reqs)
+    def step(self, reqs: list[Any], *, new_tokens: int = 0, extends: bool = False, graphs: bool = True) -> Any:
+        mode = SimpleNamespace(is_idle=lambda: not reqs, is_decode=lambda: not new_tokens)
+        rows = [new_tokens] * len(reqs) if new_tokens else [1] * len(reqs)
         lens = {"prefix_lens": [CHUNK + 5] * len(reqs), "extend_lens": rows}
-        self.spreading.comes(SimpleNamespace(forward_mode=mode, reqs=reqs, **lens))
+        self.sharded.comes(SimpleNamespace(forward_mode=mode, reqs=reqs, **lens))
         tokens = [sum(rows)] * 2
         info = SimpleNamespace(global_num_tokens=tokens, is_extend_in_batch=extends, can_run_decode_cuda_graph=graphs)
-        self.spreading.agree(info)
-        plan = self.spreading.shared_plan()
-        self.spreading.expand(torch.arange(len(reqs)) + 1)
+        self.sharded.agree(info)
+        plan = self.sharded.shared_plan()
+        self.sharded.expand(torch.arange(len(reqs)) + 1)
         return plan
 
 
@@ -191,18 +191,18 @@ def test_a_rank_expands_from_its_slots_and_shares_what_both_have() -> None:
     assert [(each.rows, each.end) for each in plan.segments] == [((0, 1, 2, 3), CHUNK)]
     (segment,) = rank.step([*reqs, request(600)]).segments
     assert segment.rows == (0, 1, 2, 8, 9, 10) and segment.end == 2 * CHUNK, "rows of a rank are those of its graph"
-    (segment,) = rank.step(reqs, rides=3).segments
-    assert segment.end == CHUNK and len(segment.rows) == 12, "where new tokens ride, only what is cached"
+    (segment,) = rank.step(reqs, new_tokens=3).segments
+    assert segment.end == CHUNK and len(segment.rows) == 12, "where new tokens are rows, only what is cached"
     assert rank.prefixes.expanded_lens(reqs, [600, 300]) == [2 * CHUNK, CHUNK]
     others = [request(600, extra_key="salt"), request(600, input_embeds=object())]
     assert rank.step(others) is None and rank.prefixes.plan.segments == ()
     others = [request(600, positional_embed_overrides=object()) for _ in range(2)]
     assert rank.step(others) is None and rank.prefixes.expanded_lens(others, [600, 600]) == [0, 0]
-    assert not rank.failures and not rank.counters.not_spread
+    assert not rank.failures and not rank.counters.not_sharded
 
 
 def test_a_prompt_is_named_once_whatever_batches_its_request_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Naming takes the host 0.3 ms for 7,000 tokens; decode steps take turns with passes whose new tokens ride."""
+    """Naming takes the host 0.3 ms for 7,000 tokens; decode steps take turns with passes whose new tokens are rows."""
     named: list[int] = []
 
     def count(tokens: list[int], *of_server: Any) -> Names:
@@ -213,21 +213,21 @@ def test_a_prompt_is_named_once_whatever_batches_its_request_is_in(monkeypatch: 
     rank = Rank(graphs=[1, 2, 8])
     reqs, newcomer = [request(600), request(601)], request(602)
     for _ in range(3):
-        rank.step(reqs), rank.step([newcomer], rides=3), rank.step([])
+        rank.step(reqs), rank.step([newcomer], new_tokens=3), rank.step([])
     assert named == [600, 601, 602]
     reqs[0].origin_input_ids = [0]  # as SGLang's abort
     rank.step(reqs)
     assert named == [600, 601, 602, 1]
     gone = weakref.ref(newcomer)
     del newcomer
-    rank.spreading.comes(None)
+    rank.sharded.comes(None)
     assert gone() is None and not rank.failures
 
 
 def test_who_shares_nothing_seldom_waits_for_the_others() -> None:
     rank, said = Rank(graphs=[1, 2, 8]), []
-    gather = rank.spreading._gather
-    rank.spreading._gather = lambda mine: (said.append(len(mine)), gather(mine))[1]
+    gather = rank.sharded._gather
+    rank.sharded._gather = lambda mine: (said.append(len(mine)), gather(mine))[1]
 
     def votes(reqs: list[Any], steps: int) -> list[int]:
         found = []
@@ -242,13 +242,13 @@ def test_who_shares_nothing_seldom_waits_for_the_others() -> None:
     assert votes(others, 4) == [0, 0, 0, 1]
     reqs = [request(600), request(600)]
     assert votes(reqs, 8) == [0, 0, 0, 0, 3, 1, 3, 3], "two chunks are wanted, then expanded one by one"
-    assert rank.step(reqs).segments and not rank.counters.not_spread
+    assert rank.step(reqs).segments and not rank.counters.not_sharded
 
 
 def test_the_time_for_agreeing_is_the_hosts_without_what_it_waits_for_others() -> None:
     rank, waits_s = Rank(graphs=[1, 2, 8]), 0.2
-    gather = rank.spreading._gather
-    rank.spreading._gather = lambda mine: (time.sleep(waits_s), gather(mine))[1]
+    gather = rank.sharded._gather
+    rank.sharded._gather = lambda mine: (time.sleep(waits_s), gather(mine))[1]
     rank.step([request(600), request(600)])
     assert 0 < rank.counters.plan_seconds < waits_s
 
@@ -264,23 +264,23 @@ def test_drafts_are_rows_of_their_requests() -> None:
     assert segment.rows == tuple(range(12)), "rows of all"
     (segment,) = rank.step([*reqs, request(300)]).segments[:1]
     assert segment.rows == (*range(9), *range(24, 33)), "eight requests of each rank, some of them padding"
-    assert not rank.failures and not rank.counters.not_spread
+    assert not rank.failures and not rank.counters.not_sharded
 
 
-def test_what_is_not_spread_is_counted() -> None:
+def test_what_is_not_sharded_is_counted() -> None:
     rank = Rank(graphs=[1, 2, 8, 32])
     reqs = [request(600)]
     assert rank.step(reqs, extends=True) is rank.step(reqs, graphs=False) is rank.step(reqs * 9) is None
     assert rank.step([]) is None, "nobody has any work"
-    rank.spreading._can_share = lambda: False
+    rank.sharded._can_share = lambda: False
     assert rank.step(reqs) is None
     rows = "no shared attention in a step of so many rows"
-    assert rank.counters.not_spread == {"a rank prefills": 1, rows: 2, "a rank shares nothing for a while": 1}
+    assert rank.counters.not_sharded == {"a rank prefills": 1, rows: 2, "a rank shares nothing for a while": 1}
     without_graphs = Rank()
-    without_graphs.spreading.comes(None)
+    without_graphs.sharded.comes(None)
     info = {"is_extend_in_batch": False, "can_run_decode_cuda_graph": False}
-    without_graphs.spreading.agree(SimpleNamespace(global_num_tokens=[2, 0], **info))
-    assert without_graphs.counters.not_spread == {"a rank has no rows": 1}
+    without_graphs.sharded.agree(SimpleNamespace(global_num_tokens=[2, 0], **info))
+    assert without_graphs.counters.not_sharded == {"a rank has no rows": 1}
 
 
 def test_plans_that_differ_are_counted_and_voted_on_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -288,7 +288,7 @@ def test_plans_that_differ_are_counted_and_voted_on_again(caplog: pytest.LogCapt
     rank, reqs, votes = Rank(graphs=[1, 2, 8]), [request(600), request(600)], []
     while rank.step(reqs) is None:
         pass
-    alike = rank.spreading._gather
+    alike = rank.sharded._gather
 
     def other_plan(mine: Any) -> Any:
         votes[-1] += 1
@@ -298,18 +298,18 @@ def test_plans_that_differ_are_counted_and_voted_on_again(caplog: pytest.LogCapt
         votes.clear()
         for _ in range(count):
             votes.append(0)
-            assert rank.step(reqs) is None and rank.spreading.shared_plan() is None
+            assert rank.step(reqs) is None and rank.sharded.shared_plan() is None
         return list(votes)
 
     reqs.append(request(600))
-    rank.spreading._gather = other_plan
+    rank.sharded._gather = other_plan
     assert in_steps(11) == [3, 3, 0, 0, 0, 0, 3, 0, 0, 0, 0]
-    assert rank.counters.not_spread == {"plans_differ": 11} and not rank.failures
-    rank.spreading._without_vote, rank.spreading._differed = 0, 100
+    assert rank.counters.not_sharded == {"plans_differ": 11} and not rank.failures
+    rank.sharded._without_vote, rank.sharded._differed = 0, 100
     assert sum(map(bool, in_steps(66))) == 2
-    rank.spreading._gather, rank.spreading._without_vote = alike, 0
+    rank.sharded._gather, rank.sharded._without_vote = alike, 0
     assert rank.step(reqs).segments
-    rank.spreading._gather = other_plan
+    rank.sharded._gather = other_plan
     reqs.append(request(600))
     assert in_steps(2) == [3, 3], "from the start again"
     assert caplog.text.count("ranks made different plans") == 1

@@ -631,7 +631,7 @@ def test_where_rows_run_out_a_prefix_of_all_is_joined_to_what_follows_it(tree: A
 # -- rows of any number ------------------------------------------------------------------------------------------------
 
 
-def ride(
+def mixed_groups(
     server: Server, requests: Sequence[Any], counts: Sequence[int], mixed: bool = False
 ) -> list[tuple[tuple[int, ...], int, int]]:
     """Plan a step in which requests have so many rows, without any expansion, and check what must always hold; rows,
@@ -654,14 +654,14 @@ def ride(
 def test_rows_of_one_request_share_what_is_expanded_of_its_own_path(tree: Any) -> None:
     server = Server(tree)
     first, second, alone = tree.run("systemprompt-a"), tree.run("systemprompt-b"), tree.run("else")
-    assert ride(server, [first], [5]) == [], "nothing is expanded for it"
+    assert mixed_groups(server, [first], [5]) == [], "nothing is expanded for it"
     assert server.decode(first, second) == [((0, 1), 13)] and server.expander.taken() == 13 * PAGE
-    assert ride(server, [first], [5]) == [((0,), 0, 13)]
-    assert ride(server, [first], [1]) == []
-    assert ride(server, [alone, first, second], [9, 1, 4]) == [((1, 2), 0, 13)]
-    assert ride(server, [alone, first], [9, 1], mixed=True) == [] == report_of(server)["groups"]
-    assert ride(server, [alone, first, second], [9, 1, 4], mixed=True) == [((1, 2), 0, 13)]
-    assert ride(server, [alone, first], [9, 1]) == [] and len(server.prefixes.shown_segments()) == 1
+    assert mixed_groups(server, [first], [5]) == [((0,), 0, 13)]
+    assert mixed_groups(server, [first], [1]) == []
+    assert mixed_groups(server, [alone, first, second], [9, 1, 4]) == [((1, 2), 0, 13)]
+    assert mixed_groups(server, [alone, first], [9, 1], mixed=True) == [] == report_of(server)["groups"]
+    assert mixed_groups(server, [alone, first, second], [9, 1, 4], mixed=True) == [((1, 2), 0, 13)]
+    assert mixed_groups(server, [alone, first], [9, 1]) == [] and len(server.prefixes.shown_segments()) == 1
     assert [(entry["requests"], entry["mode"]) for entry in report_of(server)["groups"]] == [(2, "naive")]
     assert server.decode(first, second) == [((0, 1), 13)], "a decode step behind it is planned anew"
     assert not server.counters.fallbacks and server.expander.calls == []
@@ -678,10 +678,10 @@ def test_a_gain_counts_rows_and_not_requests(tree: Any) -> None:
     smallest = COST.smallest_profitable_group(13 * PAGE)
     assert server.decode(*requests)
     server.expander.taken()
-    assert ride(server, requests[:1], [smallest - 1]) == []
-    assert ride(server, requests[:1], [smallest]) == [((0,), 0, 13)]
-    assert ride(server, requests[:2], [1, smallest - 2]) == []
-    assert ride(server, requests[:2], [1, smallest - 1]) == [((0, 1), 0, 13)]
+    assert mixed_groups(server, requests[:1], [smallest - 1]) == []
+    assert mixed_groups(server, requests[:1], [smallest]) == [((0,), 0, 13)]
+    assert mixed_groups(server, requests[:2], [1, smallest - 2]) == []
+    assert mixed_groups(server, requests[:2], [1, smallest - 1]) == [((0, 1), 0, 13)]
 
 
 def test_a_plan_of_rows_stays_below_what_is_cached(tree: Any) -> None:
@@ -699,8 +699,8 @@ def test_capacity_counts_rows(tree: Any) -> None:
     requests = [tree.run("systemprompt-a"), tree.run("systemprompt-b")]
     server.decode(*requests)
     server.expander.taken()
-    assert ride(server, requests, [4, 6]) == [((0, 1), 0, 13)] and not server.counters.fallbacks
-    assert ride(server, requests, [4, 7]) == []
+    assert mixed_groups(server, requests, [4, 6]) == [((0, 1), 0, 13)] and not server.counters.fallbacks
+    assert mixed_groups(server, requests, [4, 7]) == []
     assert dict(server.counters.fallbacks) == {"more groups than a step has room for": 1}
 
 

@@ -148,7 +148,7 @@ def test_prefill_is_planned_with_its_own_lengths() -> None:
     """Finished requests do not take part."""
     made: list[Any] = []
     prefill = PrefillSharing(
-        make_plan=lambda plan, rows, passing: made.append(rows) or "plan",
+        make_plan=lambda plan, rows, transient: made.append(rows) or "plan",
         affordable=lambda prefix_lens: sum(prefix_lens),
         can_finish=lambda prefix_lens, covered: prefix_lens != [7, 7] and covered == (300, 0),
     )
@@ -212,7 +212,7 @@ def test_the_report() -> None:
     assert report["expanded_bytes"] == 30 and report["budget_bytes"] == 1000 and report["groups"] == []
 
 
-def test_a_pass_that_rides_is_a_decode_step_of_its_rows() -> None:
+def test_a_mixed_pass_is_a_decode_step_of_its_rows() -> None:
     """Beside what it expands for; planned by its rows, with as many tokens as are cached."""
     plan, running = Plan(3, (Segment((0, 2), 0, 64, Mode.NAIVE, (0,)),)), requests(2)
     for decoding in (0, 1):
@@ -230,11 +230,11 @@ def test_a_pass_that_rides_is_a_decode_step_of_its_rows() -> None:
         assert steps._prefixes.named("plan_rows") == [
             ("plan_rows", reqs, Rows.of([3, 2, 1]), [64, 0, 65], decoding > 0)
         ]
-        found = counters.steps_naive, counters.steps_mixed, counters.prefills_ridden, counters.tokens_ridden
+        found = counters.steps_naive, counters.steps_mixed, counters.prefills_mixed, counters.tokens_mixed
         assert found == (0, 0, 0, 0), "it may still come to nothing"
 
 
-def test_a_ride_shares_nothing_where_planning_fails_or_nothing_can_be_shared() -> None:
+def test_a_mixed_pass_shares_nothing_where_planning_fails_or_nothing_can_be_shared() -> None:
     steps, reqs = make(), requests(2)
     steps._prefixes.fails = True
     for _ in range(FIRST_PAUSE):  # which fails once; then it is paused
@@ -249,18 +249,18 @@ def test_a_ride_shares_nothing_where_planning_fails_or_nothing_can_be_shared() -
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_what_ranks_agreed_on_is_the_plan(mixed: bool) -> None:
-    """Of a step and of a pass that rides, whatever has failed since; without an agreement nothing is shared."""
+    """Of a step and of a mixed pass, whatever has failed since; without an agreement nothing is shared."""
     steps = make()
-    spread = ShardedPlan(shared(), (), 5, (), ())
-    steps.spreading = SimpleNamespace(shared_plan=lambda: spread)
+    sharded = ShardedPlan(shared(), (), 5, (), ())
+    steps.sharded = SimpleNamespace(shared_plan=lambda: sharded)
     of_pass = (EXTEND, requests(5), [], [300] * 5, [2] * 5) if mixed else (DECODE, requests(5), [])
     for pause in (0, FIRST_PAUSE):
         steps._pause = pause
         plan_pass(steps, *of_pass, mixed=mixed)
         steps.fail("anything", MemoryError())
-        assert passes.now.spread is spread and passes.now.plan is spread.mine
-    assert steps.counters.steps_spread == 2 and not steps._prefixes.named("plan_decode")
-    steps.spreading, steps._pause = SimpleNamespace(shared_plan=lambda: None), 0
+        assert passes.now.sharded is sharded and passes.now.plan is sharded.mine
+    assert steps.counters.steps_sharded == 2 and not steps._prefixes.named("plan_decode")
+    steps.sharded, steps._pause = SimpleNamespace(shared_plan=lambda: None), 0
     assert steps.can_share()
     plan_pass(steps, *of_pass, mixed=mixed)
-    assert passes.now.spread is None and passes.now.plan is NOTHING_SHARED
+    assert passes.now.sharded is None and passes.now.plan is NOTHING_SHARED

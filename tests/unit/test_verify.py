@@ -100,7 +100,7 @@ def test_three_levels(make_world: Any, kind: str, mode: str) -> None:
         found = [(len(each.rows), each.end // PAGE) for each in world.steps._prefixes.plan.segments]
         assert found == [(5, 4), (3, 8), (2, 12)]
         world.accept(requests, [accepted] * 6)
-    assert [len(segment.rows) for segment in passes.now.rows.spread(passes.now.plan.segments)] == [15, 9, 6]
+    assert [len(segment.rows) for segment in passes.now.rows.by_row(passes.now.plan.segments)] == [15, 9, 6]
     assert not world.steps.counters.fallbacks
 
 

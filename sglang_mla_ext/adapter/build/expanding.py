@@ -14,16 +14,16 @@ from sglang_mla_ext.adapter.build.context import Context
 from sglang_mla_ext.adapter.latent.pool import latent_rows
 from sglang_mla_ext.adapter.latent.protocol import LatentAttention
 from sglang_mla_ext.adapter.step.expander import Expander, temporary_bytes
-from sglang_mla_ext.adapter.step.passing import Passing
 from sglang_mla_ext.adapter.step.prefill_graph import PrefillGraph
 from sglang_mla_ext.adapter.step.ranks import tp_group
 from sglang_mla_ext.adapter.step.shadow import ShadowCheck
 from sglang_mla_ext.adapter.step.sharded import exchange_over
+from sglang_mla_ext.adapter.step.transient import TransientExpansion
 from sglang_mla_ext.kernels.constants import FP8
 from sglang_mla_ext.kernels.dispatch import make_shared_attention, workspace_bytes
 from sglang_mla_ext.kernels.naive.attention import SharedAttention
 from sglang_mla_ext.kernels.naive.peers import Peers
-from sglang_mla_ext.kernels.naive.spread import SpreadAttention
+from sglang_mla_ext.kernels.naive.sharded import ShardedAttention
 from sglang_mla_ext.kernels.sizes import SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
@@ -57,7 +57,7 @@ def make_expanding(
     runner, model, counters, memory = context.runner, context.model, context.counters, context.memory
     budget_bytes, prefix_dtype = context.budget_bytes, model.prefix_dtype(context.options)
     dims, heads, device, ranks = cost.dims, cost.expanded_heads, runner.device, cost.ranks
-    of_spread: dict[str, Any] = dict(
+    of_sharded: dict[str, Any] = dict(
         heads=cost.local_heads,
         max_rows=max_rows,
         qk_nope_head_dim=dims.qk_nope_head_dim,
@@ -66,7 +66,7 @@ def make_expanding(
         dtype=model.dtype,
     )
     if ranks > 1:
-        taken_bytes += SpreadAttention.workspace_bytes_for(**of_spread)
+        taken_bytes += ShardedAttention.workspace_bytes_for(**of_sharded)
     sizes: dict[str, Any] = {
         "layers": dims.num_layers,
         "heads": heads,
@@ -109,12 +109,12 @@ def make_expanding(
         first_head = 0
         if ranks > 1:
             group, first_head = tp_group(), heads * tp_group().rank_in_group
-            of_spread |= dict(ranks=ranks, device=buffers.device, memory=memory)
+            of_sharded |= dict(ranks=ranks, device=buffers.device, memory=memory)
             exchange = exchange_over(group)
             if by_stores:
                 peers = Peers(group.device_group.group_name)
-                exchange, of_spread["receiving"] = peers.exchange, peers.zeros
-            shared = SpreadAttention(shared, exchange, **of_spread)
+                exchange, of_sharded["receiving"] = peers.exchange, peers.zeros
+            shared = ShardedAttention(shared, exchange, **of_sharded)
         shared.try_out(model.dtype)
         expander = Expander(model.layers, latent_rows(runner.token_to_kv_pool), buffers, first_head)
         expander.try_out()
@@ -125,11 +125,11 @@ def make_expanding(
 
 
 def taken_beside(
-    context: Context, latent: LatentAttention, passing: Passing | None, prefill_graph: PrefillGraph | None
+    context: Context, latent: LatentAttention, transient: TransientExpansion | None, prefill_graph: PrefillGraph | None
 ) -> int:
     """Bytes of the budget that are taken for our own buffers."""
     taken = prefill_graph.workspace_bytes if prefill_graph is not None else 0
-    taken += latent.workspace_bytes + (passing.taken_bytes if passing is not None else 0)
+    taken += latent.workspace_bytes + (transient.taken_bytes if transient is not None else 0)
     if context.options.verify_interval:
         model, query_tokens = context.model, context.server.query_tokens
         taken += ShadowCheck.workspace_bytes_for(model.first, model.dtype, query_tokens)

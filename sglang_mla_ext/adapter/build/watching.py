@@ -73,7 +73,7 @@ def describe(
         transient: whether prefill passes expand for themselves.
     """
     options = context.options
-    passes = f"; prefill expands {options.passing_tokens} tokens at a time for itself" if transient else ""
+    passes = f"; prefill expands {options.transient_tokens} tokens at a time for itself" if transient else ""
     groups = f"groups of {smallest} requests and more" if smallest else "no group that pays"
     if buffers is None and latent.grouped_page is None:
         said = f"nothing is expanded, no grouped absorb, mode {options.mode}: every step is plain absorb"

@@ -93,9 +93,9 @@ class Admission:
             chosen = Pass(kind, Rows.of(new_tokens), decoding=len(batch.decoding_reqs or ()))
         else:
             chosen = Pass(kind, Rows(len(batch.reqs), self.steps.query_tokens if kind is Kind.VERIFY else 1))
-        sharded = self.steps.spreading
+        sharded = self.steps.sharded
         if sharded is not None and (agreed := sharded.shared_plan()) is not None:
-            chosen.spread, chosen.plan = agreed, agreed.mine
+            chosen.sharded, chosen.plan = agreed, agreed.mine
         return chosen
 
     def _in_decode_graph(self, batch: ScheduleBatch, *, votes: bool) -> bool:
@@ -109,14 +109,14 @@ class Admission:
             return False
         if batch.forward_mode.is_mixed():
             return batch is not self._joint
-        return self._voting.rides(batch) if votes else is_extend(batch) and self.rule.allows(batch)
+        return self._voting.agreed_on(batch) if votes else is_extend(batch) and self.rule.allows(batch)
 
     # ---- ranks with batches of their own
 
     def sync(self, original: Callable[..., Any], batch: ScheduleBatch | None, *args: Any, **kwargs: Any) -> Any:
         """`prepare_mlp_sync_batch_raw`: all ranks tell each other what they would run next."""
-        if self.steps.spreading is not None:
-            self.steps.spreading.comes(batch)
+        if self.steps.sharded is not None:
+            self.steps.sharded.comes(batch)
         if not (self.rule.tokens and self.votes):
             return original(batch, *args, **kwargs)
         self._offer(batch, graphs=not kwargs["disable_cuda_graph"])
@@ -138,11 +138,11 @@ class Admission:
         if self.votes:
             self._voting.cast(info)
 
-    @guarded("agreeing on what is spread")
+    @guarded("agreeing on what is sharded")
     def gathered(self, result: None, info: Any, *args: Any, **kwargs: Any) -> None:
         """`MLPSyncBatchInfo.all_gather` is through: ranks agree on what a pass shares, too."""
-        if self.steps.spreading is not None:
-            self.steps.spreading.agree(info)
+        if self.steps.sharded is not None:
+            self.steps.sharded.agree(info)
 
     # ---- the batch that SGLang makes
 

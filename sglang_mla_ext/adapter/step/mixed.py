@@ -82,7 +82,7 @@ class MixedRule:
             self.most_rows = min(self.most_rows, graphs.max_bs)
             logits_gib = graphs.max_bs * runner.model_config.vocab_size * 4 / (1 << 30)
             logger.info(
-                "hybrid_mla: up to %d new tokens ride in a decode step; for that there are graphs of up to %d rows, "
+                "hybrid_mla: up to %d new tokens are mixed into a decode step; for that graphs have up to %d rows, "
                 "whose logits take %.2f GiB",
                 self.tokens,
                 self.most_rows,
@@ -111,7 +111,7 @@ class MixedRule:
         return reason
 
     def count_refused(self, reason: str) -> None:
-        self._counters.not_ridden[reason] += 1
+        self._counters.not_mixed[reason] += 1
 
     def _is_sooner(self, batch: ScheduleBatch) -> bool:
         """Return whether that is predicted to be sooner than a pass of its own, with what is expanded now."""

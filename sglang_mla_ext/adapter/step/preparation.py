@@ -53,8 +53,8 @@ class Preparation:
         """
         step, kind = passes.now, Kind.of(forward_batch.forward_mode)
         if in_capture or step.kind is not kind or (kind.is_step and step.rows.requests > forward_batch.batch_size):
-            spread = None if in_capture else step.spread  # a rank without requests attends for the others
-            if spread is not None and spread.mine.segments:
+            sharded = None if in_capture else step.sharded  # a rank without requests attends for the others
+            if sharded is not None and sharded.mine.segments:
                 raise RuntimeError("ranks agreed on what another batch shares")
             no_rows = Rows(0, self.tokens_each(kind))
             if in_capture:  # of no batch
@@ -64,7 +64,7 @@ class Preparation:
         step.way = self._way_without_sharing(step)
         can_share = step.kind is (Kind.VERIFY if self._query_tokens > 1 else Kind.DECODE)
         shares = False
-        if can_share and (step.spread is not None or forward_batch.batch_size in self._requests):
+        if can_share and (step.sharded is not None or forward_batch.batch_size in self._requests):
             shares = self._write_plan(step, forward_batch, needed=in_graph)
             if in_graph or shares:
                 step.way = Way.SHARED
@@ -139,21 +139,21 @@ class Preparation:
         Args:
             needed: the step has shared attention in it, whether or not anything is shared.
         """
-        planned = step.plan if step.spread is None else step.spread
+        planned = step.plan if step.sharded is None else step.sharded
         if not planned.segments and not needed:
             return False
         each = self.tokens_each(step.kind)
         rows = step.rows.padded(forward_batch.batch_size * each, each)
-        if needed and step.spread is not None and step.spread.each != rows.total:
-            raise RuntimeError(f"ranks agreed on {step.spread.each} rows of each, and the graph has {rows.total}")
+        if needed and step.sharded is not None and step.sharded.each != rows.total:
+            raise RuntimeError(f"ranks agreed on {step.sharded.each} rows of each, and the graph has {rows.total}")
         if self._written is None or planned is not self._written[0] or rows != self._written[1]:
             self._written = None
             try:
-                self._write(step.plan, rows, step.spread)
+                self._write(step.plan, rows, step.sharded)
                 if planned.segments:
                     self._steps.succeed()
             except Exception as error:
-                if step.spread is not None:
+                if step.sharded is not None:
                     raise  # the other ranks count on this one
                 self._steps.fail("writing a plan", error)
                 step.share_nothing()
@@ -164,11 +164,11 @@ class Preparation:
             self._written = planned, rows
         return bool(planned.segments)
 
-    def _write(self, plan: Plan, rows: Rows, spread: ShardedPlan | None = None) -> None:
-        if spread is not None:
-            self._shared.plan(spread.segments, spread.each)
+    def _write(self, plan: Plan, rows: Rows, sharded: ShardedPlan | None = None) -> None:
+        if sharded is not None:
+            self._shared.plan(sharded.segments, sharded.each)
         elif self._shared is not None:
-            self._shared.plan(rows.spread(plan.of_mode(Mode.NAIVE)), rows.total)
+            self._shared.plan(rows.by_row(plan.of_mode(Mode.NAIVE)), rows.total)
         units = rows.units(self._query_tokens)
-        grouped = units.spread(plan.of_mode(Mode.GROUPED_ABSORB))
+        grouped = units.by_row(plan.of_mode(Mode.GROUPED_ABSORB))
         self._latent.plan(grouped, units.repeat(plan.prefix_lens), units.total)

@@ -70,8 +70,8 @@ class Session:
         scheduler, steps = self.scheduler, self.steps
         steps.attach(installed.TreeView(scheduler.tree_cache))
         runner = scheduler.tp_worker.model_runner
-        if steps.spreading is not None:
-            steps.spreading.begin(runner)
+        if steps.sharded is not None:
+            steps.sharded.begin(runner)
         self.admission.begin(runner, votes=scheduler.require_mlp_sync)
         if scheduler.metrics_collector is not None:
             steps.reports.publish_as(scheduler.metrics_collector.labels)
@@ -94,8 +94,8 @@ class Session:
         inflight = getattr(self.scheduler, "disagg_prefill_inflight_queue", None) or ()
         self.steps.plan_pass(step, batch.reqs, [*self.scheduler.running_batch.reqs, *inflight], *lens)
         self.admission.joint.judge(step, lens[0])
-        if self.steps.spreading is not None:
-            self.steps.spreading.expand(forward_batch.req_pool_indices)
+        if self.steps.sharded is not None:
+            self.steps.sharded.expand(forward_batch.req_pool_indices)
         self.steps.reports.publish(self.steps.shadow)
 
     def forward(
@@ -123,7 +123,7 @@ class Session:
             self.steps.counters.count_joint(step.decoding)
         else:
             self.backend.preparation.end_step(step.as_rows)
-            self.steps.counters.count_ride(step.plan, step.rows, step.decoding)
+            self.steps.counters.count_mixed(step.plan, step.rows, step.decoding)
 
     # ---- what is to be forgotten
 

@@ -154,7 +154,7 @@ class ShardedSteps:
         if not any(requests):
             return
         if info.is_extend_in_batch:
-            self._counters.not_spread["a rank prefills"] += 1
+            self._counters.not_sharded["a rank prefills"] += 1
             return
         each, reason = self._requests_of_each(requests, info.can_run_decode_cuda_graph)
         if reason is None and self._without_vote:
@@ -176,7 +176,7 @@ class ShardedSteps:
                 if not decided.segments and self._member.asks_for_nothing:
                     self._without_vote = STEPS_OF_NOTHING
         if reason is not None:
-            self._counters.not_spread[reason] += 1
+            self._counters.not_sharded[reason] += 1
         self._member.begin(self._plan)
 
     def shared_plan(self) -> ShardedPlan | None:
@@ -208,7 +208,7 @@ class ShardedSteps:
     def _plans_differ(self) -> None:
         """Plans were not the same on all ranks: vote again in the next step, and where that happens again and again,
         less and less often, because such a vote costs more than one in which nothing has changed."""
-        if not self._counters.not_spread[PLANS_DIFFER]:
+        if not self._counters.not_sharded[PLANS_DIFFER]:
             logger.warning(
                 "hybrid_mla: ranks made different plans of the same reports and share nothing in this step. Please "
                 "report it, with the launch commands of all nodes."
@@ -293,6 +293,6 @@ def gather_over(group: GroupCoordinator) -> Gather:
 
 
 def exchange_over(group: GroupCoordinator) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """See kernels.naive.spread.Exchange; SGLang's own, which CUDA graphs can hold."""
+    """See kernels.naive.sharded.Exchange; SGLang's own, which CUDA graphs can hold."""
     exchange: Callable[[torch.Tensor, torch.Tensor], None] = group._all_to_all_single
     return exchange

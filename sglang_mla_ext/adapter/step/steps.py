@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from sglang_mla_ext.adapter.compat.installed import TreeView
     from sglang_mla_ext.adapter.step.expander import Expander
-    from sglang_mla_ext.adapter.step.passing import Passing
     from sglang_mla_ext.adapter.step.shadow import ShadowCheck
     from sglang_mla_ext.adapter.step.sharded import ShardedSteps
+    from sglang_mla_ext.adapter.step.transient import TransientExpansion
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class PrefillSharing:
         affordable: `(prefix_lens) -> tokens` that SGLang itself would expand for a step.
         can_finish: `(prefix_lens, covered) -> bool`, whether the stock backend can attend to what the expanded parts
             leave, and give its lse.
-        passing: what expands for a step alone; None where nothing does. It does so where SGLang would expand, and with
+        transient: what expands for a pass alone; None where nothing does. It expands where SGLang would, and with
             `always` in any case.
         absorbs: passes run by absorb and share without CUDA graphs, see prefill_graph.py.
         costs: of passes in prefill graphs and outside of them; None where there are no such graphs.
@@ -57,7 +57,7 @@ class PrefillSharing:
     make_plan: Callable[..., PrefillPlan | None]
     affordable: Callable[[Sequence[int]], int]
     can_finish: Callable[[Sequence[int], Sequence[int]], bool]
-    passing: Passing | None = None
+    transient: TransientExpansion | None = None
     always: bool = False
     absorbs: bool = False
     costs: PassCosts | None = None
@@ -69,7 +69,7 @@ class Steps:
     Attributes:
         reports: what it says of itself.
         shadow: None where nothing is checked.
-        spreading: None where this rank holds its prefixes alone.
+        sharded: None where this rank holds its prefixes alone.
         query_tokens: of a request in a step that shares; more than one where drafts are verified.
     """
 
@@ -103,16 +103,16 @@ class Steps:
         self._stale = False  # whether what is expanded is still to be forgotten
         self._clear_memory: Callable[[], None] | None = None  # still to be called
         self.shadow: ShadowCheck | None = None
-        self.spreading: ShardedSteps | None = None
+        self.sharded: ShardedSteps | None = None
 
     def attach(self, tree: TreeView) -> None:
         """Give it the tree, which SGLang builds after the attention backend."""
-        if self.spreading is None:  # otherwise ranks tell each other what they share
+        if self.sharded is None:  # otherwise ranks tell each other what they share
             self._prefixes.source.attach(tree)
             if self._expander is not None:
                 self._expander.attach(tree)
-        if self._prefill is not None and self._prefill.passing is not None:
-            self._prefill.passing.attach(tree)
+        if self._prefill is not None and self._prefill.transient is not None:
+            self._prefill.transient.attach(tree)
 
     def plan_pass(
         self,
@@ -136,8 +136,8 @@ class Steps:
             self._reached, self._next_pause = False, FIRST_PAUSE
         kind, verifies = step.kind, step.kind is Kind.VERIFY
         step.absorbs = kind is Kind.PREFILL and self._prefill is not None and self._prefill.absorbs
-        if step.spread is not None:
-            self.counters.steps_spread += 1
+        if step.sharded is not None:
+            self.counters.steps_sharded += 1
         repaired = self._repair()
         if self._pause:
             self._pause -= 1
@@ -147,7 +147,7 @@ class Steps:
                     self.shadow.judge()
                 if kind is Kind.PREFILL:
                     step.prefill = self._plan_prefill(step, reqs, running, prefix_lens, new_tokens)
-                elif self.spreading is not None:
+                elif self.sharded is not None:
                     pass  # what it shares, ranks have agreed on
                 elif step.mixed:
                     step.plan = self._plan_mixed(step, reqs, running, prefix_lens)
@@ -205,19 +205,19 @@ class Steps:
         """No request is running."""
         passes.now.share_nothing()
         self._prefixes.idle()
-        self._forget_passing()
+        self._forget_transient()
 
     def forget(self) -> None:
         """Drop everything that is expanded, as when the cache was flushed."""
         passes.now.share_nothing()
         self._prefixes.forget()
-        self._forget_passing()
+        self._forget_transient()
         if self.shadow is not None:
             self.shadow.forget()
 
-    def _forget_passing(self) -> None:
-        if self._prefill is not None and self._prefill.passing is not None:
-            self._prefill.passing.forget()
+    def _forget_transient(self) -> None:
+        if self._prefill is not None and self._prefill.transient is not None:
+            self._prefill.transient.forget()
 
     def weights_change(self) -> None:
         """The model's weights are about to change."""
@@ -274,19 +274,19 @@ class Steps:
         shared = self._expand_before(reqs, running, affordable) if self._expander is not None else None
         if of_server is None:
             return None
-        costs, passing = of_server.costs, None
+        costs, transient = of_server.costs, None
         plan = self._prefixes.plan_prefill(reqs, prefix_lens, new_tokens, always=affordable > 0, shared=shared)
-        if of_server.passing is not None and (affordable or of_server.always or costs is not None):
+        if of_server.transient is not None and (affordable or of_server.always or costs is not None):
             pays = costs.pays_alone if costs is not None else None
-            passing = of_server.passing.plan(
+            transient = of_server.transient.plan(
                 reqs, prefix_lens, plan.prefix_lens, rows, always=of_server.always, pays=pays, shared=shared
             )
-        ends = plan.prefix_lens if passing is None else passing.ends
+        ends = plan.prefix_lens if transient is None else transient.ends
         if costs is not None:
-            made = passing.expanded_tokens if passing is not None else 0
+            made = transient.expanded_tokens if transient is not None else 0
             of_pass = prefix_lens, ends, new_tokens, made
             # A joint pass was let into its graph: outside, each running request would expand its whole prompt.
             step.leaves_graph = not step.decoding and costs.eager(*of_pass) < costs.in_graph(*of_pass)
         if (costs is None or step.leaves_graph) and not of_server.can_finish(prefix_lens, ends):
             return None
-        return of_server.make_plan(plan, rows, passing)
+        return of_server.make_plan(plan, rows, transient)

@@ -37,7 +37,7 @@ LSE_COLUMNS = 16
 """Values behind those of a result, of which the lse takes the first or the first two."""
 
 
-class SpreadAttention:
+class ShardedAttention:
     """A SharedAttention whose plans have rows of all ranks: row `i` of rank `r` is `r * rows + i`, of `rows` each."""
 
     runs_beside_tails = True

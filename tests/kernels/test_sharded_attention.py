@@ -14,7 +14,7 @@ from torch import Tensor
 from sglang_mla_ext.kernels.naive.attention import SharedAttention, TorchSharedAttention
 from sglang_mla_ext.kernels.naive.merge_ranks import merge_ranks, merge_ranks_torch
 from sglang_mla_ext.kernels.naive.push_to_ranks import push_to_ranks, push_to_ranks_torch
-from sglang_mla_ext.kernels.naive.spread import SpreadAttention
+from sglang_mla_ext.kernels.naive.sharded import ShardedAttention
 from sglang_mla_ext.kernels.naive.triton_attention import TritonSharedAttention
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
@@ -106,7 +106,7 @@ def test_ranks_attend_for_each_other(kind: type[SharedAttention], dtype: torch.d
     tokens = CHUNK_TOKENS + 40
     sizes = dict(layers=1, chunks=3, qk_nope_head_dim=DN, v_head_dim=DV, qk_rope_head_dim=DR, dtype=dtype, device="cpu")
     k_nope, v, k_rope = torch.randn(tokens, HEADS, DN), torch.randn(tokens, HEADS, DV), torch.randn(tokens, DR)
-    meeting, spread, stored = Meeting(ranks), [], []
+    meeting, sharded, stored = Meeting(ranks), [], []
     storing = StoringMeeting(ranks)
     for rank in range(ranks):
         buffers, chunks = ExpandedBuffers.allocate(heads=own, **sizes), (rank, 2)
@@ -120,11 +120,11 @@ def test_ranks_attend_for_each_other(kind: type[SharedAttention], dtype: torch.d
         inner = make_attention(kind, buffers, ranks * each)
         peers = StoringPeer(rank, storing) if stores else None
         exchange, receiving = (peers.exchange, peers.zeros) if peers else (meeting.exchange(rank), None)
-        found = SpreadAttention(inner, exchange, ranks=ranks, device="cpu", receiving=receiving, **of_attention)
-        added = SpreadAttention.workspace_bytes_for(**of_attention)
+        found = ShardedAttention(inner, exchange, ranks=ranks, device="cpu", receiving=receiving, **of_attention)
+        added = ShardedAttention.workspace_bytes_for(**of_attention)
         assert found.workspace_bytes == inner.workspace_bytes + added
         found.try_out(torch.float32)
-        spread.append(found)
+        sharded.append(found)
     k_nope, v = (torch.cat([part[index] for part in stored], dim=1).float() for index in (0, 1))
     k_rope = stored[0][2].float()
 
@@ -144,7 +144,7 @@ def test_ranks_attend_for_each_other(kind: type[SharedAttention], dtype: torch.d
                         q_nope[row : row + 1], q_rope[row : row + 1], k_nope[of], k_rope[of], v[of], scale
                     )
                     expected[row : row + 1], lse = reference.merge(*parts, expected[row : row + 1], lse)
-        attention = spread[rank]
+        attention = sharded[rank]
         chunks = (rank, 2)
         attention.plan(
             [Segment(s.rows, s.start, s.end, s.mode, chunks[s.start // CHUNK_TOKENS :]) for s in segments],
@@ -242,7 +242,7 @@ def test_ranks_that_store_wait_for_each_other() -> None:
 
     def of_rank(rank: int) -> None:
         peer = StoringPeer(rank, storing)
-        attention = SpreadAttention(
+        attention = ShardedAttention(
             Late(rank), peer.exchange, ranks=ranks, dtype=torch.float32, device="cpu", receiving=peer.zeros, **sizes
         )
         storing.barrier.wait()

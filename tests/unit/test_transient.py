@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_mla_ext.adapter.step import passing as passing_module
-from sglang_mla_ext.adapter.step.passing import Passing
+from sglang_mla_ext.adapter.step import transient as transient_module
 from sglang_mla_ext.adapter.step.prefill import PrefillPlan
+from sglang_mla_ext.adapter.step.transient import TransientExpansion
 from sglang_mla_ext.kernels.memory import Memory
 from sglang_mla_ext.kernels.reference import attention as reference
 from sglang_mla_ext.kernels.sizes import CHUNK_TOKENS
@@ -119,23 +119,23 @@ def test_attention_over_what_a_pass_expands(
     """In two layers, of nested prefixes in uneven pieces, rows in windows; one request shares nothing. From SGLang's
     pool, or one whose rows are fetched first, as those in FP8 are."""
     torch.manual_seed(0)
-    monkeypatch.setattr(passing_module, "MAX_ROWS", max_rows)
+    monkeypatch.setattr(transient_module, "MAX_ROWS", max_rows)
     layers = [make_layer(7), make_layer(9)]
     latent_rows = {layer.attn_mqa.layer_id: torch.randn(SLOTS, 1, RANK + DR) for layer in layers}
     pool = SimpleNamespace(get_key_buffer=latent_rows.__getitem__)
     if fetches:
         pool = SimpleNamespace(fetch=lambda layer_id, slots, out: out.copy_(latent_rows[layer_id][slots, 0]))
-    passing = Passing.make(
+    transient = TransientExpansion.make(
         layers[0], pool, torch.zeros(0), tokens, Memory(), dtype=torch.float32, device="cpu", tiles=()
     )
     view = View(tree("cd.cb"))
     cached, new_tokens = [1200, 800, 17, 1150, 1000], [2, 3, 1, 0, 4]
     rows = Rows.of(new_tokens)
-    assert passing.plan(range(5), cached, [0] * 5, rows, always=True) is None, "no tree yet"
-    passing.attach(view)
-    assert passing.plan(range(1), [1200], [0], Rows.of([2]), always=True) is None, "one request alone"
-    assert passing.plan(range(5), [9] * 5, [0] * 5, rows) is None, "it saves too little"
-    plan = passing.plan(range(5), cached, [0] * 5, rows, always=True)
+    assert transient.plan(range(5), cached, [0] * 5, rows, always=True) is None, "no tree yet"
+    transient.attach(view)
+    assert transient.plan(range(1), [1200], [0], Rows.of([2]), always=True) is None, "one request alone"
+    assert transient.plan(range(5), [9] * 5, [0] * 5, rows) is None, "it saves too little"
+    plan = transient.plan(range(5), cached, [0] * 5, rows, always=True)
     # Of `d` there is one request. Those that end in `c` have 1,150 tokens of it in common.
     assert plan.ends == (1150, 700, 0, 1150, 1000) and plan.expanded_tokens == 1150
     counters = Counters()
@@ -160,7 +160,7 @@ def test_attention_over_what_a_pass_expands(
         torch.testing.assert_close(lse, torch.cat(expected_lse), rtol=1e-4, atol=1e-5)
     assert counters.prefills_naive == 1 and counters.prefill_tokens_expanded == 1150
     assert counters.prefill_tokens_saved == sum(plan.ends) - 1150
-    passing.forget()
+    transient.forget()
     assert view.forgotten == 1
 
 
@@ -168,6 +168,11 @@ def test_memory_is_that_of_one_layer() -> None:
     """As much as was said before."""
     memory, layer, tokens = Memory(), make_layer(1), 2 * CHUNK_TOKENS
     sizes = dict(dtype=torch.float32, device="cpu", tiles=())
-    passing = Passing.make(layer, SimpleNamespace(), torch.zeros(0), tokens, memory, **sizes)
+    transient = TransientExpansion.make(layer, SimpleNamespace(), torch.zeros(0), tokens, memory, **sizes)
     expanded = tokens * (HEADS * (DN + DV) + DR) * 4
-    assert expanded < memory.bytes <= passing.taken_bytes == Passing.bytes_for(layer, tokens, **sizes, fetches=False)
+    assert (
+        expanded
+        < memory.bytes
+        <= transient.taken_bytes
+        == TransientExpansion.bytes_for(layer, tokens, **sizes, fetches=False)
+    )

@@ -1,6 +1,6 @@
-"""New tokens that ride in decode steps: the tokens of the stock backend, which computes them in passes of their own.
+"""New tokens mixed into decode steps: the tokens of the stock backend, which computes them in passes of their own.
 
-Chats come over some seconds, so that there are running requests to ride with, and without log-probabilities: SGLang
+Chats come over some seconds, so that there are running requests to be mixed with, and without log-probabilities: SGLang
 mixes no batch that returns any.
 """
 
@@ -24,7 +24,7 @@ from test_answers import NAMES, OTHER_SYSTEM, SYSTEM, question
 
 SECONDS = 2.5
 MIXED_TOKENS = 128
-"""Of the server `riding`."""
+"""Of the server `mixed`."""
 
 
 def chats_over_time(count: int, seed: int) -> list[Chat]:
@@ -90,14 +90,14 @@ def expected(stock: Reference, chats: list[Chat]) -> list[str | None]:
     return texts_of(stock, chats)
 
 
-def test_tokens_ride_with_running_requests(
-    stock: Reference, riding: Server, chats: list[Chat], expected: list[str | None]
+def test_tokens_are_mixed_with_running_requests(
+    stock: Reference, mixed: Server, chats: list[Chat], expected: list[str | None]
 ) -> None:
     """Beside them somebody hangs up in the middle, and somebody wants four samples."""
     in_the_middle, sampled = Chat(SYSTEM, question(3), 100, 0.4 * SECONDS), Chat(SYSTEM, question(4), 20, 0.6 * SECONDS)
 
     async def all_of_them() -> tuple[list[str | None], int, list[str | None]]:
-        async with riding.client() as client:
+        async with mixed.client() as client:
             return await asyncio.gather(
                 asyncio.gather(*(text_of(client, chat) for chat in chats)),
                 leave(client, in_the_middle),
@@ -107,28 +107,28 @@ def test_tokens_ride_with_running_requests(
     texts, came, samples = asyncio.run(all_of_them())
     assert texts == expected
     assert came == 5 and samples == texts_of(stock, [sampled]) * 4
-    counters = riding.info()["counters"]
-    assert counters["steps_mixed"] >= 5 and counters["tokens_ridden"] > 100, counters
+    counters = mixed.info()["counters"]
+    assert counters["steps_mixed"] >= 5 and counters["tokens_mixed"] > 100, counters
     assert counters["steps_naive"] > counters["steps_absorb"] and not counters["fallbacks"], counters
     assert counters["shadow_checks"] > 0 and counters["shadow_failures"] == 0
 
 
-def test_with_log_probabilities_they_ride_alone(stock: Reference, riding: Server) -> None:
+def test_with_log_probabilities_they_are_computed_alone(stock: Reference, mixed: Server) -> None:
     chats = [Chat(SYSTEM, question(index), 12, 0.1 * index) for index in range(6)]
-    before = riding.info()["counters"]
-    assert_same(riding.ask(*chats), stock.ask(*chats))
-    after = riding.info()["counters"]
-    assert after["prefills_ridden"] > before["prefills_ridden"] and after["steps_mixed"] == before["steps_mixed"]
+    before = mixed.info()["counters"]
+    assert_same(mixed.ask(*chats), stock.ask(*chats))
+    after = mixed.info()["counters"]
+    assert after["prefills_mixed"] > before["prefills_mixed"] and after["steps_mixed"] == before["steps_mixed"]
     assert not after["fallbacks"]
 
 
 def test_in_pieces_and_while_requests_are_taken_back(
-    riding_in_pieces: Server, chats: list[Chat], expected: list[str | None]
+    mixed_in_pieces: Server, chats: list[Chat], expected: list[str | None]
 ) -> None:
-    assert texts_of(riding_in_pieces, chats) == expected
-    counters = riding_in_pieces.info()["counters"]
-    assert counters["steps_mixed"] >= 5 and counters["tokens_ridden"] > 100 and not counters["fallbacks"], counters
-    assert re.search(r"#retracted_reqs: [1-9]", riding_in_pieces.log.read_text())
+    assert texts_of(mixed_in_pieces, chats) == expected
+    counters = mixed_in_pieces.info()["counters"]
+    assert counters["steps_mixed"] >= 5 and counters["tokens_mixed"] > 100 and not counters["fallbacks"], counters
+    assert re.search(r"#retracted_reqs: [1-9]", mixed_in_pieces.log.read_text())
 
 
 def generate(server: Server, tokens: list[int], count: int, sampling: dict[str, Any] | None = None, **more: Any) -> Any:
@@ -171,50 +171,50 @@ ALONE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("asks", ALONE.values(), ids=ALONE)
-def test_a_prompt_that_cannot_be_mixed_is_not_cut_for_it(riding: Server, asks: dict[str, Any]) -> None:
+def test_a_prompt_that_cannot_be_mixed_is_not_cut_for_it(mixed: Server, asks: dict[str, Any]) -> None:
     length = 4 * MIXED_TOKENS + 10
-    with running(riding, seed=11):
-        since = riding.log.stat().st_size
-        generate(riding, prompt(len(str(asks)), length), **{"count": 4, **asks})
+    with running(mixed, seed=11):
+        since = mixed.log.stat().st_size
+        generate(mixed, prompt(len(str(asks)), length), **{"count": 4, **asks})
         time.sleep(0.2)
-        assert prefills(riding, since) == [length]
-    riding.flush()
+        assert prefills(mixed, since) == [length]
+    mixed.flush()
 
 
-def test_sglang_goes_on_with_every_prompt_that_is_cut(stock: Reference, riding: Server) -> None:
+def test_sglang_goes_on_with_every_prompt_that_is_cut(stock: Reference, mixed: Server) -> None:
     """SGLang 0.5.17 computes the first piece of a request that it keeps out of its tree again and again."""
     length, kept_out = MIXED_TOKENS + 70, {"bootstrap_host": "2.2.2.2", "bootstrap_room": 1}
     expected = generate(stock, prompt(21, length), 8, **kept_out)["output_ids"]
-    with running(riding, seed=12):
-        assert generate(riding, prompt(21, length), 8, **kept_out)["output_ids"] == expected
-    assert riding.process.poll() is None
+    with running(mixed, seed=12):
+        assert generate(mixed, prompt(21, length), 8, **kept_out)["output_ids"] == expected
+    assert mixed.process.poll() is None
 
 
-def test_hidden_states_beside_others_are_those_of_a_request_alone(riding: Server) -> None:
+def test_hidden_states_beside_others_are_those_of_a_request_alone(mixed: Server) -> None:
     """A row for each token of the prompt, and one for each that was generated."""
     asked = {"return_hidden_states": True}
-    alone = generate(riding, prompt(13, 40), 400, **asked)["meta_info"]["hidden_states"]
-    long_alone = generate(riding, prompt(14, 2 * MIXED_TOKENS), 4, **asked)["meta_info"]["hidden_states"]
-    riding.flush()
-    before = riding.info()["counters"]["steps_mixed"]
-    with running(riding, seed=13, **asked) as beside:
+    alone = generate(mixed, prompt(13, 40), 400, **asked)["meta_info"]["hidden_states"]
+    long_alone = generate(mixed, prompt(14, 2 * MIXED_TOKENS), 4, **asked)["meta_info"]["hidden_states"]
+    mixed.flush()
+    before = mixed.info()["counters"]["steps_mixed"]
+    with running(mixed, seed=13, **asked) as beside:
         for seed in range(30, 36):
-            generate(riding, prompt(seed, 20), 3)
-        long = generate(riding, prompt(14, 2 * MIXED_TOKENS), 4, **asked)["meta_info"]["hidden_states"]
+            generate(mixed, prompt(seed, 20), 3)
+        long = generate(mixed, prompt(14, 2 * MIXED_TOKENS), 4, **asked)["meta_info"]["hidden_states"]
     for found, expected in ((beside[0]["meta_info"]["hidden_states"], alone), (long, long_alone)):
         assert [np.shape(each) for each in found] == [np.shape(each) for each in expected]
         for each, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(each, other, rtol=2e-2, atol=2e-3)
-    assert riding.info()["counters"]["steps_mixed"] == before
+    assert mixed.info()["counters"]["steps_mixed"] == before
 
 
-def test_sampling_masks_are_those_of_each_request(riding: Server) -> None:
+def test_sampling_masks_are_those_of_each_request(mixed: Server) -> None:
     """The one thing that SGLang returns for each token and mixes: the tokens that could be sampled."""
     asked = {"return_sampling_mask": True, "sampling": {"temperature": 1.0, "top_k": 3, "top_p": 1.0}}
-    before = riding.info()["counters"]["steps_mixed"]
-    with running(riding, seed=15, **asked) as beside:
-        late = [generate(riding, prompt(seed, 40), 5, **asked) for seed in range(40, 46)]
-    assert riding.info()["counters"]["steps_mixed"] > before
+    before = mixed.info()["counters"]["steps_mixed"]
+    with running(mixed, seed=15, **asked) as beside:
+        late = [generate(mixed, prompt(seed, 40), 5, **asked) for seed in range(40, 46)]
+    assert mixed.info()["counters"]["steps_mixed"] > before
     for answer in (*beside, *late):
         masks = answer["meta_info"]["output_token_sampling_mask"]
         assert len(masks) == len(answer["output_ids"])

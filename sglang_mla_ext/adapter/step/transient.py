@@ -51,13 +51,13 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class PassingPlan:
+class TransientPlan:
     """What a prefill step expands for itself.
 
     Attributes:
         ends: `[requests]` tokens from the first one on that are attended to in expanded form.
         expanded_tokens: of all pieces.
-        expander, attention: see Passing.
+        expander, attention: see TransientExpansion.
     """
 
     ends: tuple[int, ...]
@@ -91,7 +91,7 @@ def _sizes_of(layer: DeepseekV2AttentionMLA, dtype: torch.dtype) -> dict[str, An
     )
 
 
-class Passing:
+class TransientExpansion:
     """See the module.
 
     Attributes:
@@ -129,7 +129,7 @@ class Passing:
         dtype: torch.dtype,
         device: torch.device | str,
         tiles: Sequence[Mapping[str, int]],
-    ) -> Passing:
+    ) -> TransientExpansion:
         """Allocate memory.
 
         Args:
@@ -191,7 +191,7 @@ class Passing:
         always: bool = False,
         pays: Callable[[int, int], bool] | None = None,
         shared: SharedTree | None = None,
-    ) -> PassingPlan | None:
+    ) -> TransientPlan | None:
         """
         Args:
             prefix_lens: `[requests]` tokens of each request that are cached; covered: `[requests]` how many of them
@@ -224,7 +224,7 @@ class Passing:
             return None
         expanded = sum(one.end - one.start for one in ranges)
         pieces = tuple(self._pieces(reqs, ranges, rows))
-        return PassingPlan(tuple(ends), expanded, pieces, self._expander, self._attention)
+        return TransientPlan(tuple(ends), expanded, pieces, self._expander, self._attention)
 
     def _slots(self, reqs: Sequence[Req], one: TransientRange) -> torch.Tensor:
         if one.node is not None:

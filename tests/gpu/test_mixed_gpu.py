@@ -1,4 +1,4 @@
-"""New tokens that ride in decode graphs on a Hopper GPU, in whole engines, beside running requests.
+"""New tokens that are mixed into decode graphs on a Hopper GPU, in whole engines, beside running requests.
 
 SGLang gives no log-probabilities of a mixed batch. So answers are made under mixing, and another engine, which computes
 whole prompts, says how far each of their tokens is from the likeliest one.
@@ -63,10 +63,10 @@ def test_answers_under_mixing_are_likely_ones(heads: int, tmp_path: Path) -> Non
     of = {name: gaps[str(file)] for name, file in files.items()}
     for name, values in of.items():
         counters = (found[name]["info"] or {}).get("counters", {})
-        ridden = {key: counters.get(key) for key in ("steps_mixed", "prefills_ridden", "tokens_ridden", "not_ridden")}
-        print(f"{heads} heads, {name}: mean {mean(values):.5f}, max {max(values):.4f}, {ridden}")
+        mixed = {key: counters.get(key) for key in ("steps_mixed", "prefills_mixed", "tokens_mixed", "not_mixed")}
+        print(f"{heads} heads, {name}: mean {mean(values):.5f}, max {max(values):.4f}, {mixed}")
     for name in ("mixed", "FP8 prefixes mixed", "FP8 cache mixed"):
         counters = found[name]["info"]["counters"]
-        assert counters["steps_mixed"] > 20 and counters["tokens_ridden"] > 20 * 64
+        assert counters["steps_mixed"] > 20 and counters["tokens_mixed"] > 20 * 64
         assert counters["fallbacks"] == {}
         assert mean(of[name]) < 2 * mean(of[name.replace("mixed", "in turns")]) + 1e-3
