@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.prefix.planner.plan import Plan
+from sglang_mla_ext.reasons import Fallback
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode
 
@@ -91,6 +92,9 @@ class Counters:
         metadata={"help": "the host's time for planning forward passes, without waiting for other ranks."},
     )
 
+    def __post_init__(self) -> None:
+        self._logged: set[tuple[str, str]] = set()
+
     def count_step(self, plan: Plan, *, verifies: bool = False) -> None:
         """Count one decode step; one with groups of both kinds counts for both.
 
@@ -142,11 +146,22 @@ class Counters:
         self.prefill_tokens_saved += sum(covered) - transient
         self.prefill_tokens_expanded += transient
 
-    def fall_back(self, reason: str, error: BaseException | None = None) -> None:
-        """Count a fall-back; the first of each reason is logged."""
-        if not self.fallbacks[reason]:
-            logger.warning("hybrid_mla: falling back: %s", reason, exc_info=error)
-        self.fallbacks[reason] += 1
+    def fall_back(self, reason: Fallback, error: BaseException | None = None, **of_text: float) -> bool:
+        """Count a fall-back.
+
+        Args:
+            of_text: what the reason's text has in braces.
+        Returns:
+            whether it was logged: the first of each reason and type of error is.
+        """
+        self.fallbacks[reason.value] += 1
+        kind = type(error).__name__ if error is not None else ""
+        if (reason.value, kind) in self._logged:
+            return False
+        self._logged.add((reason.value, kind))
+        text = reason.text.format(**of_text) + (f": {kind}" if kind else "")
+        logger.warning("hybrid_mla: falling back (%s): %s", reason.value, text, exc_info=error)
+        return True
 
 
 def report(
@@ -218,7 +233,8 @@ class Metrics:
 
         self._labels = dict(labels)
         said = {each.name: each.metadata["help"] for each in fields(Counters)}
-        by_reason = {name for name, value in vars(Counters()).items() if isinstance(value, Counter)}
+        empty = asdict(Counters())
+        by_reason = {name for name, value in empty.items() if isinstance(value, Counter)}
         self._gauges = {
             name: prometheus_client.Gauge(
                 f"sglang:hybrid_mla_{name}", help, list(labels), multiprocess_mode="mostrecent"
@@ -229,7 +245,7 @@ class Metrics:
             name: prometheus_client.Counter(
                 f"sglang:hybrid_mla_{name}", said[name], [*labels, *(["reason"] if name in by_reason else [])]
             )
-            for name in vars(Counters())
+            for name in empty
             if name not in MAXIMA
         }
         self._counted: dict[prometheus_client.Counter, float] = {}

@@ -100,7 +100,7 @@ def rules() -> list[dict[str, Any]]:
     return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
 
 
-REASON = "prefix memory full"
+REASON = "prefix_memory_full"
 FIRING: dict[str, dict[str, str]] = {
     "HybridMLAFallsBack": {f'sglang:hybrid_mla_fallbacks_total{{reason="{REASON}"}}': "0+1x60"},
     "HybridMLAIsWrong": {"sglang:hybrid_mla_shadow_failures_total": "0x50 1x10"},

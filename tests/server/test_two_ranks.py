@@ -74,7 +74,7 @@ def gained(before: list[dict[str, Any]], after: list[dict[str, Any]], name: str)
 def test_first_requests_on_one_rank_that_shards(stock: Reference, dp_attention: Server) -> None:
     """Prefixes that ranks hold together are shared by steps of all ranks only."""
     before, after = ask_one_rank(stock, dp_attention)
-    alone = [max(each["not_sharded"].get("a rank has no rows", 0) for each in found) for found in (before, after)]
+    alone = [max(each["not_sharded"].get("rank_without_rows", 0) for each in found) for found in (before, after)]
     assert alone[1] - alone[0] > 10 and not any(each["steps_sharded"] for each in after), after
 
 
@@ -103,7 +103,7 @@ def check_sharded(found: list[dict[str, Any]]) -> None:
     """Ranks hold prefixes together: all steps that shared anything they shared."""
     sharded = {each["steps_sharded"] for each in found}
     assert len(sharded) == 1 and min(sharded) > 10 and not any(each["shadow_failures"] for each in found), found
-    assert all(each["shadow_checks"] > 1 and each["not_sharded"]["a rank has no rows"] > 0 for each in found), found
+    assert all(each["shadow_checks"] > 1 and each["not_sharded"]["rank_without_rows"] > 0 for each in found), found
 
 
 def sharded_since(before: list[dict[str, Any]], server: Server) -> int:

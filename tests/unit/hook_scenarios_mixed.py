@@ -90,7 +90,7 @@ def scenario_new_tokens_are_rows_of_a_decode_step() -> None:
     assert counters.prefill_tokens_saved == (3 + 2) * SHARED, "but of the one that decodes"
     world.server.session.admission.rule.most_rows = 5
     assert world.forward() == ([("EXTEND", 3, False)], LAST)
-    assert dict(counters.not_mixed) == {"more than 5 rows": 1} and not counters.fallbacks
+    assert dict(counters.not_mixed) == {"more_rows": 1} and not counters.fallbacks
     assert world.ended[-1] is world.batch
 
 
@@ -112,12 +112,12 @@ def scenario_a_mixed_pass_in_which_our_part_fails_is_the_pass_that_was_asked_for
         mixed.as_rows = fail
         assert world.forward(mode, decoding) == ([(mode, 3, False)], LAST)
         assert world.ended == [world.batch] and world.server.steps.pause > 0
-        assert dict(world.server.counters.fallbacks) == {"making rows of new tokens failed: MemoryError": 1}
+        assert dict(world.server.counters.fallbacks) == {"make_rows": 1}
         mixed.as_rows = as_rows
         world.logits = lambda given: Logits() if len(given) == 6 else given
         assert world.forward(mode, decoding) == ([("DECODE", 6, False), (mode, 3, False)], LAST)
         counters = world.server.counters
-        assert counters.fallbacks["taking the logits of last rows failed: MemoryError"] == 1
+        assert counters.fallbacks["take_last_logits"] == 1
         assert (counters.prefills_mixed, counters.steps_mixed, counters.tokens_mixed) == (0, 0, 0)
         torch.distributed.is_initialized, torch.distributed.get_world_size = lambda: True, lambda: 2
         kind, message = refused(lambda world=world, mode=mode, decoding=decoding: world.forward(mode, decoding))
@@ -147,7 +147,7 @@ def scenario_a_rank_whose_new_tokens_are_rows_votes_as_one_that_decodes() -> Non
         ((ran, _, _),), logits = world.forward()
         assert ran == mode and logits == LAST
         assert server.said == (False, graphs, ForwardMode.DECODE.value)
-    assert dict(world.server.counters.not_mixed) == {"another rank prefills": 1}
+    assert dict(world.server.counters.not_mixed) == {"rank_prefilling": 1}
     assert dp_attn.prepare_mlp_sync_batch_raw(None, others_prefill=True, disable_cuda_graph=False) is None
     server.session.admission.votes = False
     batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
@@ -231,10 +231,10 @@ def scenario_running_requests_are_mixed_batch_by_batch() -> None:
     assert mixes.make() == [(False, 256)] * 2
     mixes.scheduler.waiting_queue, mixes.running.is_empty = ["a request"], None
     assert mixes.make() == [(False, 256)] * 2
-    assert dict(mixes.server.counters.fallbacks) == {"deciding how much is mixed failed: TypeError": 1}
+    assert dict(mixes.server.counters.fallbacks) == {"size_mixed": 1}
     mixes.running.is_empty, mixes.running.check_decode_mem = bool, None
     assert mixes.make() == [(True, TOKENS + 1), (False, TOKENS + 1)]
-    assert mixes.server.counters.fallbacks["deciding what is mixed failed: TypeError"] == 1
+    assert mixes.server.counters.fallbacks["choose_mixed"] == 1
     mixes.server.session.admission.mixes = False
     assert mixes.make() == [(False, 256)] * 2
 
@@ -256,7 +256,7 @@ def scenario_a_request_that_is_not_mixed_waits_for_a_batch_of_its_own() -> None:
     del second.return_hidden_states
     mixes.new.reqs = [first, second]
     assert mixes.make()[0] == (True, TOKENS + 1)
-    assert mixes.server.counters.fallbacks["deciding who is mixed failed: AttributeError"] == 1
+    assert mixes.server.counters.fallbacks["admit_mixed"] == 1
     assert mixes.let_in == [let_in] * 2, "as without us"
     mixes.server.session.admission.mixes = False
     second.return_hidden_states, mixes.new.reqs = True, [second, third]

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_mla_ext.adapter.step.admission import FIRST_GUESS, LATER, MOST_STEPS, PASSES_IN_A_ROW, Admission
+from sglang_mla_ext.adapter.step.admission import FIRST_GUESS, MOST_STEPS, PASSES_IN_A_ROW, Admission
+from sglang_mla_ext.reasons import NotMixed
 
 PAGE, CHUNK = 64, 4096
 
@@ -202,9 +203,9 @@ def test_after_a_batch_that_had_better_be_a_pass_those_that_follow_are_not_cut()
             found.append(scheduler.seen[0][1])
         return found
 
-    scheduler.rule.reason = "an encoder"
+    scheduler.rule.reason = NotMixed.ENCODER
     assert sizes(3) == [256 + 5] * 3
-    scheduler.rule.reason = LATER
+    scheduler.rule.reason = NotMixed.PASS_IS_FASTER
     assert sizes(1 + PASSES_IN_A_ROW) == [256 + 5] + [CHUNK] * PASSES_IN_A_ROW
     scheduler.new = None
     scheduler.step()

@@ -35,6 +35,7 @@ from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, Pass, Way, 
 from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE
 from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
+from sglang_mla_ext.reasons import Fallback
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
@@ -122,7 +123,7 @@ def test_more_rows_than_it_has_room_for(make_world: Any, monkeypatch: pytest.Mon
     for _ in range(2):
         assert world.eager_step(requests[:3]) < BOUND[fp8] and len(groups_of(world)) == 1
         assert world.eager_step(requests) < BOUND[fp8] and passes.now.way is not Way.SHARED
-    assert dict(world.steps.counters.fallbacks) == {"more than 3 requests in a batch": 2}
+    assert dict(world.steps.counters.fallbacks) == {"more_requests": 2}
 
 
 def test_batches_padded_beyond_the_pool_of_requests(make_world: Any) -> None:
@@ -305,7 +306,7 @@ def test_what_ranks_agreed_on_is_written_whatever_fails(make_world: Any, monkeyp
     written: list[Any] = []
     monkeypatch.setattr(backend._shared, "plan", lambda *args: written.append(args))
     passes.now = Pass(Kind.OTHER, sharded=sharded)
-    world.steps.fail("anything", MemoryError())
+    world.steps.fail(Fallback.EXPAND, MemoryError())
     for _ in range(2):
         backend.init_forward_metadata_out_graph(world.batch([], padded=4))
         assert passes.now.way is Way.SHARED and passes.now.sharded is sharded and passes.now.takes_query
@@ -348,7 +349,7 @@ def test_a_plan_that_cannot_be_written_leaves_plain_absorb(make_world: Any, monk
         assert eight.step(requests) < BOUND[False]
         assert groups_of(world) == []
     assert written == [8]
-    assert dict(world.steps.counters.fallbacks) == {"writing a plan failed: MemoryError": 1}
+    assert dict(world.steps.counters.fallbacks) == {"write_plan": 1}
     assert world.steps._next_pause == 2 * FIRST_PAUSE
 
 
@@ -372,12 +373,12 @@ def test_preparing_a_step_fails_once(make_world: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(world.latent, "begin_step", begin_step)
     failures.pop()
     assert eight.step(requests) < BOUND[fp8]
-    assert dict(world.steps.counters.fallbacks) == {"preparing a step failed: MemoryError": 1}
+    assert dict(world.steps.counters.fallbacks) == {"prepare_step": 1}
     while not passes.now.plan.segments:
         assert eight.step(requests) < BOUND[fp8]
     failures.append(MemoryError())
     assert world.eager_step(requests) < BOUND[fp8]
-    assert dict(world.steps.counters.fallbacks) == {"preparing a step failed: MemoryError": 2}
+    assert dict(world.steps.counters.fallbacks) == {"prepare_step": 2}
     while not passes.now.plan.segments:
         assert world.eager_step(requests) < BOUND[fp8]
 
@@ -395,7 +396,7 @@ def test_a_plan_that_cannot_be_written_for_good_is_not_needed_without_a_graph(
     monkeypatch.setattr(world.latent, "plan", plan)
     while len(world.steps.counters.fallbacks) < 1:
         assert world.eager_step(requests) < BOUND[False]
-    assert dict(world.steps.counters.fallbacks) == {"writing a plan failed: MemoryError": 1}
+    assert dict(world.steps.counters.fallbacks) == {"write_plan": 1}
 
 
 def test_what_a_failure_left_on_the_device_is_written_over(make_world: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -369,11 +369,11 @@ def test_what_prefill_expands_for_itself_is_inside_the_budget(world: World, kept
 
 
 @pytest.mark.parametrize("short", [1, MIB])
-def test_a_budget_below_the_least_names_it(world: World, short: int) -> None:
+def test_a_budget_below_the_least_names_it(world: World, short: int, caplog: pytest.LogCaptureFixture) -> None:
     """With that much there is one chunk."""
     world.make("cpu", budget_bytes=short)
-    ((reason, _),) = world.steps.counters.fallbacks.items()
-    least = float(reason.split("at least ")[1].split(" GiB")[0])
+    assert dict(world.steps.counters.fallbacks) == {"prefix_memory_too_small": 1}
+    least = float(caplog.text.split("set at least ")[1].split()[0])
     world.make("cpu", budget_bytes=int(least * 1.001 * GIB))
     assert world.steps._prefixes.pool.num_chunks == 1 and not world.steps.counters.fallbacks
     world.make("cpu", budget_bytes=int(least * 0.99 * GIB))

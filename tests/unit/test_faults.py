@@ -1,5 +1,5 @@
 """Whatever of ours fails in a running server, once or for good: no answer changes, SGLang sees no error, it is counted,
-logged once for each reason, and sharing comes back.
+logged once for each reason and type of error, and sharing comes back.
 
 The places are taken from the code: every function of the package, and every operation on tensors in it, that runs in
 the life of a worker process (fault_life.py). So none can be forgotten: what is allocated elsewhere, what may end the
@@ -248,7 +248,8 @@ def outcome(place: str, code: Any, when: str, functions: Functions, metrics: Any
         return "it was not called"
     if not counted:
         return "it was not counted"
-    if sorted(logged.messages.values()) != [1] * len(counted):
+    codes = {message.partition("(")[2].partition(")")[0] for message in logged.messages}
+    if set(logged.messages.values()) != {1} or codes != set(counted):
         return f"counted {counted}, and logged {dict(logged.messages)}"
     return ""
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from sglang_mla_ext.adapter.step import mixed as module
-from sglang_mla_ext.adapter.step.mixed import EAGER_LAYER_S, LATER, MixedRule, as_rows, refusal, take_last_rows
+from sglang_mla_ext.adapter.step.mixed import EAGER_LAYER_S, MixedRule, as_rows, refusal, take_last_rows
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
 from sglang_mla_ext.prefix.planner.model_dims import ModelDims
+from sglang_mla_ext.reasons import NotMixed
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode
 
@@ -130,19 +131,19 @@ def schedule_batch(prefixes: list[int], counts: list[int], **changes: Any) -> An
         ({}, None),
         ({"return_logprob": True}, None),  # of what is generated
         ({"extend_logprob_start_lens": [3, 1]}, None),  # nobody asks
-        ({"return_logprob": True, "extend_logprob_start_lens": [3, 1]}, "input log-probabilities"),
-        ({"input_embeds": "given"}, "embeddings as input"),
-        ({"positional_embed_overrides": "given"}, "embeddings as input"),
-        ({"multimodal_inputs": "an image"}, "images or other media"),
-        ({"encoder_lens": [3]}, "an encoder"),
-        ({"return_hidden_states": True}, "hidden states"),
-        ({"return_hidden_states": "last"}, "hidden states"),
-        ({"is_prefill_only": True}, "nothing is generated"),
-        ({"hicache_consumer_index": 0}, "rows are on their way from the host"),
+        ({"return_logprob": True, "extend_logprob_start_lens": [3, 1]}, NotMixed.INPUT_LOGPROBS),
+        ({"input_embeds": "given"}, NotMixed.INPUT_EMBEDS),
+        ({"positional_embed_overrides": "given"}, NotMixed.INPUT_EMBEDS),
+        ({"multimodal_inputs": "an image"}, NotMixed.MULTIMODAL),
+        ({"encoder_lens": [3]}, NotMixed.ENCODER),
+        ({"return_hidden_states": True}, NotMixed.HIDDEN_STATES),
+        ({"return_hidden_states": "last"}, NotMixed.HIDDEN_STATES),
+        ({"is_prefill_only": True}, NotMixed.PREFILL_ONLY),
+        ({"hicache_consumer_index": 0}, NotMixed.LOADING_FROM_HOST),
     ],
     ids=str,
 )
-def test_what_cannot_be_mixed(changes: dict[str, Any], reason: str | None) -> None:
+def test_what_cannot_be_mixed(changes: dict[str, Any], reason: NotMixed | None) -> None:
     assert refusal(schedule_batch([7, 0], [3, 2], **changes)) == reason
 
 
@@ -171,7 +172,7 @@ def test_more_rows_than_there_is_a_graph_for_are_not_mixed() -> None:
     assert rule.allows(schedule_batch([0], [300])) and rule.allows(schedule_batch([0], [250]), running=50)
     assert not rule.allows(schedule_batch([0], [301])) and not rule.allows(schedule_batch([0], [250]), running=51)
     # With running requests it is asked again without them.
-    assert rule._counters.not_mixed == {"more than 300 rows": 1}
+    assert rule._counters.not_mixed == {"more_rows": 1}
     runner = SimpleNamespace(
         decode_cuda_graph_runner=SimpleNamespace(max_bs=200), model_config=SimpleNamespace(vocab_size=1000)
     )
@@ -188,7 +189,7 @@ def test_a_pass_is_mixed_where_that_is_sooner() -> None:
     long, short = schedule_batch([20000], [500]), schedule_batch([20000], [2])
     rule = make(most_rows=500)
     assert not rule.allows(long) and rule.allows(short)
-    assert rule._counters.not_mixed == {LATER: 1}
+    assert rule._counters.not_mixed == {"pass_is_faster": 1}
     assert make(expanded=19500, most_rows=500).allows(long)
     assert make(eager_layer_s=1.0, most_rows=500).allows(long)
     few_heads = CostModel(H200.dims, 8, H200.rates)
@@ -225,8 +226,8 @@ def test_every_rank_is_asked_also_by_one_that_cannot_say() -> None:
     rule._prefixes.fails = True
     assert not rule.allows(batch)
     assert asked == [True, False]
-    assert rule._counters.not_mixed == {LATER: 2}
-    assert rule._counters.fallbacks == {"predicting a riding pass failed: RuntimeError": 1}
+    assert rule._counters.not_mixed == {"pass_is_faster": 2}
+    assert rule._counters.fallbacks == {"predict_mixed": 1}
     assert not rule.allows(schedule_batch([100], [2], is_prefill_only=True)) and len(asked) == 2
 
 

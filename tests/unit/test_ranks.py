@@ -17,7 +17,7 @@ from sglang_mla_ext.adapter.step import ranks
 from sglang_mla_ext.options import HybridMLAOptions
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
 from sglang_mla_ext.prefix.sharded.names import KEY_BYTES
-from sglang_mla_ext.prefix.sharded.vote import PLANS_DIFFER
+from sglang_mla_ext.reasons import NotSharded
 
 H200 = GpuRates.from_json("h200")
 
@@ -43,7 +43,7 @@ def test_ranks_in_processes_of_their_own(count: int, found: dict[int, list[dict[
     assert f". --hybrid-mla-min-prefix-len: 32 on rank 0, 2048 on {others}. " in one["differ"]
     assert len(bytes.fromhex(one["key"])) == KEY_BYTES
     before, faulty, after = one["steps"][-3:]
-    assert before == [[0, 4 * CHUNK, list(range(count))]] and faulty == PLANS_DIFFER and not one["failures"]
+    assert before == [[0, 4 * CHUNK, list(range(count))]] and faulty == NotSharded.PLANS_DIFFER and not one["failures"]
     assert after == [[0, 4 * CHUNK, [2 * row for row in range(count)]]]
 
 

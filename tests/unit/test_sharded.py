@@ -16,7 +16,7 @@ from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
 from sglang_mla_ext.prefix.planner.model_dims import ModelDims
 from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
 from sglang_mla_ext.prefix.sharded.report import MOST_NAMES, Report
-from sglang_mla_ext.prefix.sharded.vote import A_RANK_PAUSES, PLANS_DIFFER
+from sglang_mla_ext.reasons import NotSharded
 
 
 @pytest.mark.parametrize(("seed", "count"), [(0, 3), (1, 3), (2, 3), (3, 3), (4, 2), (5, 4)])
@@ -120,7 +120,7 @@ def test_a_failure_on_one_rank_is_everyones_in_that_step_alone(monkeypatch: pyte
         ranks[1].running.append(OTHER)  # there is something to agree on
         with monkeypatch.context() as patched:
             patched.setattr(ranks[1].member, name, broken)
-            assert together(ranks) == [None, None] and ranks[0].refused == A_RANK_PAUSES
+            assert together(ranks) == [None, None] and ranks[0].refused == NotSharded.RANK_PAUSED
         assert together(ranks)[0].segments
     assert len(ranks[1].failures) == 2 and not ranks[0].failures
     ranks[0].willing = False
@@ -167,7 +167,7 @@ def test_a_plan_that_is_another_one_on_one_rank_is_shared_by_none(
         patched.setattr(ranks[-1].member, "agree", lambda *args: CHANGES[change](agree(*args)))
         for _ in range(2):
             assert together(ranks) == [None] * count
-            assert {rank.refused for rank in ranks} == {PLANS_DIFFER}
+            assert {rank.refused for rank in ranks} == {NotSharded.PLANS_DIFFER}
     assert together(ranks)[0].segments and not any(rank.failures for rank in ranks)
 
 
@@ -184,7 +184,7 @@ def test_ranks_with_other_rules_share_nothing(unlike: dict[str, object]) -> None
         rank.running = [SYSTEM]
     for _ in range(3):
         assert together(ranks) == [None, None]
-        assert [rank.refused for rank in ranks] == [PLANS_DIFFER] * 2
+        assert [rank.refused for rank in ranks] == [NotSharded.PLANS_DIFFER] * 2
     assert ranks[1].member.asks_for_nothing and not ranks[0].member.asks_for_nothing
     for rank in ranks:
         rank.running = [OTHER[: CHUNK - 1]]  # nothing is worth anything to either of them
@@ -197,7 +197,7 @@ def test_ranks_with_rates_of_other_gpus_share_nothing() -> None:
     for rank, gpu in enumerate(("h200", "h100")):
         found = member_of(rank, 2, mode="auto", per_step=1 << 15, chunk=256, gpu=gpu)
         ranks.append(Rank(rank, meeting, found, [tuple(range(8192))] * 45))
-    assert together(ranks) == [None, None] and ranks[0].refused == PLANS_DIFFER
+    assert together(ranks) == [None, None] and ranks[0].refused == NotSharded.PLANS_DIFFER
     assert [rank.member.asks_for_nothing for rank in ranks] == [False, True]
 
 

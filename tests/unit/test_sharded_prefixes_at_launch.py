@@ -274,13 +274,12 @@ def test_what_is_not_sharded_is_counted() -> None:
     assert rank.step([]) is None, "nobody has any work"
     rank.sharded._can_share = lambda: False
     assert rank.step(reqs) is None
-    rows = "no shared attention in a step of so many rows"
-    assert rank.counters.not_sharded == {"a rank prefills": 1, rows: 2, "a rank shares nothing for a while": 1}
+    assert rank.counters.not_sharded == {"rank_prefilling": 1, "more_rows": 2, "rank_paused": 1}
     without_graphs = Rank()
     without_graphs.sharded.comes(None)
     info = {"is_extend_in_batch": False, "can_run_decode_cuda_graph": False}
     without_graphs.sharded.agree(SimpleNamespace(global_num_tokens=[2, 0], **info))
-    assert without_graphs.counters.not_sharded == {"a rank has no rows": 1}
+    assert without_graphs.counters.not_sharded == {"rank_without_rows": 1}
 
 
 def test_plans_that_differ_are_counted_and_voted_on_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -329,4 +328,4 @@ def test_a_failed_expansion_is_told_and_leaves_the_step_as_agreed() -> None:
     reqs = [request(600), request(600)]
     rank.step(reqs), rank.step(reqs)
     rank.counters.steps_verify = 1
-    assert rank.step(reqs).segments and rank.failures == ["expanding"]
+    assert rank.step(reqs).segments and rank.failures == ["expand"]

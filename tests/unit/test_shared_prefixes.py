@@ -39,7 +39,7 @@ from sglang_mla_ext.segment import Mode
 
 PAGE = 64  # tokens; one letter of a prompt
 COST = CostModel(ModelDims.from_json("deepseek-v3"), 16, GpuRates.from_json("cpu"))
-FULL = "prefix memory full"
+FULL = "prefix_memory_full"
 
 
 class FakeExpander:
@@ -701,7 +701,7 @@ def test_capacity_counts_rows(tree: Any) -> None:
     server.expander.taken()
     assert mixed_groups(server, requests, [4, 6]) == [((0, 1), 0, 13)] and not server.counters.fallbacks
     assert mixed_groups(server, requests, [4, 7]) == []
-    assert dict(server.counters.fallbacks) == {"more groups than a step has room for": 1}
+    assert dict(server.counters.fallbacks) == {"more_groups": 1}
 
 
 def test_how_much_of_each_request_is_expanded(tree: Any) -> None:

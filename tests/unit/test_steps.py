@@ -14,6 +14,7 @@ from sglang_mla_ext.adapter.step.steps import FIRST_PAUSE, PrefillSharing, Steps
 from sglang_mla_ext.observe import Counters
 from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.prefix.sharded.plan import ShardedPlan
+from sglang_mla_ext.reasons import Fallback
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode, Segment
 
@@ -102,7 +103,7 @@ def test_planning_that_fails_falls_back_and_is_tried_again_later() -> None:
         count += 1
     assert tried == [0, FIRST_PAUSE + 1, 3 * FIRST_PAUSE + 2]
     assert len(steps._prefixes.named("forget")) == 3
-    assert dict(steps.counters.fallbacks) == {"planning failed: RuntimeError": 3}
+    assert dict(steps.counters.fallbacks) == {"plan_pass": 3}
     assert steps.counters.steps_absorb == count and not steps.counters.steps_naive
 
     steps._prefixes.fails = False
@@ -118,7 +119,7 @@ def test_a_batch_that_is_too_large_shares_nothing() -> None:
     steps = make()
     plan_pass(steps, DECODE, requests(13), [])
     assert passes.now.plan is NOTHING_SHARED and not steps._prefixes.calls
-    assert dict(steps.counters.fallbacks) == {"more than 12 requests in a batch": 1}
+    assert dict(steps.counters.fallbacks) == {"more_requests": 1}
     assert steps.counters.steps_absorb == 1
 
 
@@ -174,7 +175,7 @@ def test_a_prefill_step_looks_at_no_more_requests_than_a_decode_step_may_have() 
         assert not steps.counters.fallbacks
         plan_pass(steps, EXTEND, many, few, [1] * 13, [1] * 13)
         assert len(steps._prefixes.named("before_prefill")) == 3
-        assert dict(steps.counters.fallbacks) == {"more than 12 requests in a batch": 1}
+        assert dict(steps.counters.fallbacks) == {"more_requests": 1}
         assert passes.now.prefill == ("plan" if affordable else None), "what is expanded already is used"
 
 
@@ -240,7 +241,7 @@ def test_a_mixed_pass_shares_nothing_where_planning_fails_or_nothing_can_be_shar
     for _ in range(FIRST_PAUSE):  # which fails once; then it is paused
         plan_pass(steps, EXTEND, reqs, [], [64, 64], [1, 2], mixed=True, decoding=1)
         assert passes.now.mixed and passes.now.plan is NOTHING_SHARED and passes.now.rows == Rows.of([1, 2])
-    assert steps.counters.fallbacks == {"planning failed: RuntimeError": 1}
+    assert steps.counters.fallbacks == {"plan_pass": 1}
     assert len(steps._prefixes.named("plan_rows")) == 1
     steps = make(shares=False)
     plan_pass(steps, EXTEND, reqs, [], [64, 64], [1, 2], mixed=True)
@@ -257,7 +258,7 @@ def test_what_ranks_agreed_on_is_the_plan(mixed: bool) -> None:
     for pause in (0, FIRST_PAUSE):
         steps._pause = pause
         plan_pass(steps, *of_pass, mixed=mixed)
-        steps.fail("anything", MemoryError())
+        steps.fail(Fallback.EXPAND, MemoryError())
         assert passes.now.sharded is sharded and passes.now.plan is sharded.mine
     assert steps.counters.steps_sharded == 2 and not steps._prefixes.named("plan_decode")
     steps.sharded, steps._pause = SimpleNamespace(shared_plan=lambda: None), 0

@@ -115,7 +115,7 @@ def test_more_rows_than_there_is_room_for(make_world: Any, monkeypatch: pytest.M
     for _ in range(2):
         assert world.eager_step(requests[:3]) < BOUND[fp8] and len(groups_of(world)) == 1
         assert world.eager_step(requests) < BOUND[fp8] and passes.now.way is not Way.SHARED
-    assert dict(world.steps.counters.fallbacks) == {"more than 3 requests in a batch": 2}
+    assert dict(world.steps.counters.fallbacks) == {"more_requests": 2}
 
 
 def test_batches_padded_beyond_the_pool_of_requests(make_world: Any) -> None:

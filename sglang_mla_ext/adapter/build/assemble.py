@@ -40,6 +40,7 @@ from sglang_mla_ext.prefix.radix import RadixSource
 from sglang_mla_ext.prefix.sharded.member import Member
 from sglang_mla_ext.prefix.sharded.reports import Reports as ReportsOfRanks
 from sglang_mla_ext.prefix.sharing import Sharing
+from sglang_mla_ext.reasons import Fallback
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -149,7 +150,7 @@ def expand_alike(context: Context, taken_bytes: int, cost: CostModel, by_stores:
     most_rows = MAX_ROWS if cost.ranks == 1 else context.step_rows
     expanding = make_expanding(context, taken_bytes, cost, max_rows=most_rows, by_stores=by_stores)
     if cost.ranks > 1 and not all_ranks_agree(tp_group())(expanding is not None) and expanding is not None:
-        context.counters.fall_back("nothing is expanded: another rank expands nothing")
+        context.counters.fall_back(Fallback.RANK_EXPANDS_NOTHING)
         return None
     return expanding
 

@@ -27,6 +27,7 @@ from sglang_mla_ext.kernels.naive.sharded import ShardedAttention
 from sglang_mla_ext.kernels.sizes import SEGMENTS_PER_ROW
 from sglang_mla_ext.kernels.storage.expanded import ExpandedBuffers
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
+from sglang_mla_ext.reasons import Fallback
 
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
@@ -90,10 +91,7 @@ def make_expanding(
     taken_bytes += temporary_bytes(model.first, model.dtype, fetches=model.fp8, to_fp8=prefix_dtype == FP8)
     chunks = (budget_bytes - taken_bytes) // chunk_bytes
     if chunks <= 0:
-        counters.fall_back(
-            f"the memory for expanded prefixes holds none, at least {(taken_bytes + chunk_bytes) / (1 << 30):.3g} GiB "
-            "are needed: raise --hybrid-mla-prefix-memory-gb"
-        )
+        counters.fall_back(Fallback.PREFIX_MEMORY_TOO_SMALL, gib=(taken_bytes + chunk_bytes) / (1 << 30))
         return None
     buffers = ExpandedBuffers.allocate(chunks=chunks, device=device, memory=memory, **sizes)
     try:
@@ -119,7 +117,7 @@ def make_expanding(
         expander = Expander(model.layers, latent_rows(runner.token_to_kv_pool), buffers, first_head)
         expander.try_out()
     except Exception as error:
-        counters.fall_back(f"the kernels do not run here: {type(error).__name__}", error)
+        counters.fall_back(Fallback.NAIVE_KERNELS, error)
         return None
     return Expanding(buffers, shared, expander)
 

@@ -20,6 +20,7 @@ from sglang_mla_ext.kernels.sizes import MAX_ROWS
 from sglang_mla_ext.prefix.planner.cost_model import CostModel
 from sglang_mla_ext.prefix.planner.gpu_rates import GpuRates
 from sglang_mla_ext.prefix.planner.pass_costs import EAGER_LAYER_S, PassCosts
+from sglang_mla_ext.reasons import Fallback
 
 
 def make_transient_expansion(context: Context, rates: GpuRates) -> TransientExpansion | None:
@@ -36,7 +37,7 @@ def make_transient_expansion(context: Context, rates: GpuRates) -> TransientExpa
         )
         transient.try_out(model.dtype)
     except Exception as error:
-        context.counters.fall_back(f"prefill expands nothing for itself: {type(error).__name__}", error)
+        context.counters.fall_back(Fallback.TRANSIENT_EXPANSION, error)
         return None
     return transient
 

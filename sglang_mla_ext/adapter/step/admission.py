@@ -29,10 +29,11 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_mla_ext.adapter.step.failure import guarded
 from sglang_mla_ext.adapter.step.joint import JointRule
-from sglang_mla_ext.adapter.step.mixed import LATER, MixedRule, is_extend, refusal_of
+from sglang_mla_ext.adapter.step.mixed import MixedRule, is_extend, refusal_of
 from sglang_mla_ext.adapter.step.passes import Kind, Pass
 from sglang_mla_ext.adapter.step.voting import Voting
 from sglang_mla_ext.predict.mixed import MOST_STEPS  # plain Python
+from sglang_mla_ext.reasons import Fallback, NotMixed
 from sglang_mla_ext.rows import Rows
 
 if TYPE_CHECKING:
@@ -123,22 +124,22 @@ class Admission:
         found = original(batch, *args, **kwargs)
         # Not guarded: a rank that kept a prefill pass while the others replay a decode graph would hang them all.
         if self._voting.close(found):
-            self.rule.count_refused("another rank prefills")
+            self.rule.count_refused(NotMixed.RANK_PREFILLING)
         return found
 
-    @guarded("deciding what rides")
+    @guarded(Fallback.OPEN_VOTE)
     def _offer(self, batch: ScheduleBatch | None, *, graphs: bool) -> None:
         self._voting.open(None, graphs=graphs)
         if batch is not None and self._in_decode_graph(batch, votes=False):
             self._voting.open(batch, graphs=graphs)
 
-    @guarded("saying that new tokens ride")
+    @guarded(Fallback.CAST_VOTE)
     def cast(self, info: Any, *args: Any, **kwargs: Any) -> None:
         """`MLPSyncBatchInfo._get_local_tensor`: what this rank is about to say of itself."""
         if self.votes:
             self._voting.cast(info)
 
-    @guarded("agreeing on what is sharded")
+    @guarded(Fallback.AGREE_SHARED)
     def gathered(self, result: None, info: Any, *args: Any, **kwargs: Any) -> None:
         """`MLPSyncBatchInfo.all_gather` is through: ranks agree on what a pass shares, too."""
         if self.steps.sharded is not None:
@@ -185,7 +186,7 @@ class Admission:
                 left.batch_is_full = False  # those that ended in the step before have left their places
         return batch, left
 
-    @guarded("deciding how much is mixed")
+    @guarded(Fallback.SIZE_MIXED)
     def new_tokens(self, scheduler: Scheduler, running: ScheduleBatch) -> int:
         """Return how many new tokens a mixed step may have; 0 where what waits had better have a pass of its own."""
         size, chunked = scheduler.chunked_prefill_size, scheduler.chunked_req
@@ -216,7 +217,7 @@ class Admission:
             return AddReqResult.OTHER
         return original(adder, req, *args, **kwargs)
 
-    @guarded("deciding who is mixed")
+    @guarded(Fallback.ADMIT_MIXED)
     def waits(self, adder: PrefillAdder, req: Req) -> bool:
         """Return whether a request, whose turn it is to be let in, has to wait for the next batch. A batch that it is
         the first of is not mixed.
@@ -231,7 +232,7 @@ class Admission:
         adder.rem_chunk_tokens, self._running = self._chunk, None
         return False
 
-    @guarded("deciding what is mixed")
+    @guarded(Fallback.CHOOSE_MIXED)
     def prepared(self, result: None, batch: ScheduleBatch) -> None:
         """`ScheduleBatch.prepare_for_extend` is through: is the batch mixed?"""
         if not (self.mixes or self.joint.possible):
@@ -251,12 +252,12 @@ class Admission:
             return
         self._tokens_each = 0.9 * self._tokens_each + 0.1 * batch.extend_num_tokens / len(batch.reqs)
         reason = self.rule.why_not(batch, len(self._running.reqs))
-        if reason == LATER:
+        if reason is NotMixed.PASS_IS_FASTER:
             self._passes = PASSES_IN_A_ROW
         # SGLang 0.5.17 does not look whether the running ones find a place behind those that were let in.
         scheduler.is_mixed_chunk = reason is None and self._running.check_decode_mem()
 
-    @guarded("counting decoded tokens", only_shows=True)
+    @guarded(Fallback.COUNT_DECODED, only_shows=True)
     def count_decoded(self, result: None, processor: Any, batch: ScheduleBatch, of_batch: Any) -> None:
         """`process_batch_result_prefill` of a mixed batch: count its running requests as SGLang counts those of a
         decode batch."""

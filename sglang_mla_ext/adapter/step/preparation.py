@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from sglang_mla_ext.adapter.step.passes import NOTHING_SHARED, Kind, Pass, Way, passes
 from sglang_mla_ext.adapter.step.steps import Steps
 from sglang_mla_ext.prefix.planner.plan import Plan
+from sglang_mla_ext.reasons import Fallback
 from sglang_mla_ext.rows import Rows
 from sglang_mla_ext.segment import Mode
 
@@ -80,7 +81,7 @@ class Preparation:
             try:
                 self._steps.shadow.begin_step(step, shares)
             except Exception as error:
-                self._steps.fail("the shadow check", error)
+                self._steps.fail(Fallback.SHADOW_CHECK, error)
         step.takes_query = step.way is Way.SHARED and self._shared is not None
         return step
 
@@ -106,7 +107,7 @@ class Preparation:
     def _begin_again(self, step: Pass, forward_batch: ForwardBatch, error: Exception, *, in_graph: bool) -> None:
         """Make ready for a step for which that has failed, with nothing shared: where there is no graph, and the stock
         backend can read the pool, for one of its own. What fails here is plain absorb."""
-        self._steps.fail("preparing a step", error)
+        self._steps.fail(Fallback.PREPARE_STEP, error)
         if in_graph and step.way is Way.SHARED:
             self._write_plan(step, forward_batch, needed=True)
         else:
@@ -123,7 +124,7 @@ class Preparation:
                 self._written = None  # what was planned for attention to latents
         except Exception as error:
             self._written = None
-            self._steps.fail("the shadow check", error)
+            self._steps.fail(Fallback.SHADOW_CHECK, error)
 
     def count_rows_as_prefill(self, forward_batch: ForwardBatch) -> None:
         """Of a decode or verify step that SGLang runs as prefill."""
@@ -155,7 +156,7 @@ class Preparation:
             except Exception as error:
                 if step.sharded is not None:
                     raise  # the other ranks count on this one
-                self._steps.fail("writing a plan", error)
+                self._steps.fail(Fallback.WRITE_PLAN, error)
                 step.share_nothing()
                 if not needed:
                     return False

@@ -21,6 +21,7 @@ from sglang_mla_ext.prefix.planner.pass_costs import PassCosts
 from sglang_mla_ext.prefix.planner.plan import Plan
 from sglang_mla_ext.prefix.sharing import Sharing
 from sglang_mla_ext.prefix.tree import SharedTree
+from sglang_mla_ext.reasons import Fallback
 from sglang_mla_ext.rows import Rows
 
 if TYPE_CHECKING:
@@ -154,28 +155,26 @@ class Steps:
                 elif self._shares and verifies == (self.query_tokens > 1):
                     step.plan = self._plan_step(reqs)
             except Exception as error:
-                self.fail("planning", error)
+                self.fail(Fallback.PLAN_PASS, error)
         if kind.is_step and not step.mixed:  # a mixed pass is counted when it has come to its end (session.py)
             self.counters.count_step(step.plan, verifies=verifies)
         self.counters.count_pass(time.perf_counter() - begin)
 
-    def fail(self, what: str, error: BaseException, clear_memory: Callable[[], None] | None = None) -> None:
+    def fail(self, what: Fallback, error: BaseException, clear_memory: Callable[[], None] | None = None) -> None:
         """Something of ours has failed: forget what is expanded, and plan nothing for a while.
 
         Args:
-            what: was being done.
+            what: has failed.
             clear_memory: has to be called before our buffers are used again.
         """
-        reason = f"{what} failed: {type(error).__name__}"
-        first = reason not in self.counters.fallbacks
-        self.counters.fall_back(reason, error)
+        logged = self.counters.fall_back(what, error)
         self._clear_memory = clear_memory or self._clear_memory
         passes.now.share_nothing()
         self._stale, self._reached = True, False
         self._repair()
         self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
-        if first:
-            logger.warning("hybrid_mla: %s failed, plain absorb for the next %d forward passes", what, self._pause)
+        if logged:
+            logger.warning("hybrid_mla: %s, plain absorb for the next %d forward passes", what.text, self._pause)
 
     def _repair(self) -> bool:
         """Do what is owed since a failure; whether nothing is owed any more. Scales are among it, whether or not the
@@ -188,7 +187,7 @@ class Steps:
                 self.weights_change()
                 self._stale = False
         except Exception as error:
-            self.counters.fall_back(f"repairing failed: {type(error).__name__}", error)
+            self.counters.fall_back(Fallback.REPAIR, error)
         return not self._stale and not self.has_lost_memory
 
     @property
@@ -236,7 +235,7 @@ class Steps:
 
     def _plan_step(self, reqs: Sequence[Req]) -> Plan:
         if len(reqs) > self._max_requests:
-            self.counters.fall_back(f"more than {self._max_requests} requests in a batch")
+            self.counters.fall_back(Fallback.MORE_REQUESTS, most=self._max_requests)
             return NOTHING_SHARED
         plan = self._prefixes.plan_decode(reqs)
         return plan if plan.segments else NOTHING_SHARED  # one object, which stays on the device
@@ -258,7 +257,7 @@ class Steps:
             running = []  # so many will share no decode step; those of this one may share it
         if len(reqs) <= self._max_requests:
             return self._prefixes.before_prefill(reqs, running, affordable, rows=rows)
-        self.counters.fall_back(f"more than {self._max_requests} requests in a batch")
+        self.counters.fall_back(Fallback.MORE_REQUESTS, most=self._max_requests)
         return None
 
     def _plan_prefill(
