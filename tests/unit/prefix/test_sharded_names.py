@@ -16,7 +16,7 @@ from sglang_mla_ext.prefix.sharded.report import Report
 CHUNK = 4
 PROMPT = tuple(range(4 * CHUNK))
 KEY, OTHER_KEY = bytes(32), bytes(31) + b"1"
-COLLIDING = json.loads(Path(__file__).with_name("colliding_chunks.json").read_text())
+COLLIDING = json.loads(Path(__file__).parents[1].joinpath("colliding_chunks.json").read_text())
 """Two chunks of 256 tokens with the same unkeyed 64-bit blake2b, which were found in minutes."""
 
 

@@ -14,7 +14,7 @@ import study
 import typer
 from typer.testing import CliRunner
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 COMMANDS = sorted(path.stem for path in SCRIPTS.glob("*.py"))
 MOST_LINES = 400
 

@@ -241,7 +241,7 @@ def test_a_release_between_two_is_the_newer_one(
 
 # -- a new release -----------------------------------------------------------------------------------------------------
 
-CONTRIBUTING = Path(__file__).parents[2] / "docs" / "contributing.md"
+CONTRIBUTING = Path(__file__).parents[4] / "docs" / "contributing.md"
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from sglang_mla_ext.segment import Mode
 V3 = ModelDims.from_json("deepseek-v3")
 H200 = GpuRates.from_json("h200")
 WORK = without_overheads(H200)
-PLANNER_RECORDS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "planner.jsonl"
+PLANNER_RECORDS = Path(__file__).resolve().parents[3] / "benchmarks" / "results" / "planner.jsonl"
 
 
 def model(heads: int = 128, gpu: str = "h200", **kwargs: int) -> CostModel:

@@ -23,7 +23,7 @@ from sglang_mla_ext.adapter.launch import status_routes
 from sglang_mla_ext.adapter.step import start
 from sglang_mla_ext.options import HybridMLAOptions
 
-SCENARIOS = Path(__file__).with_name("plugin_scenarios.py")
+SCENARIOS = Path(__file__).parents[1].joinpath("plugin_scenarios.py")
 
 LLAMA_DRAFT = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 2048}
 """EAGLE3's drafts are such, without Multi-head Latent Attention."""

@@ -25,7 +25,11 @@ H200 = GpuRates.from_json("h200")
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     """Number of ranks -> what each of them found."""
-    command = [sys.executable, str(Path(__file__).with_name("gloo_ranks.py")), str(tmp_path_factory.mktemp("ranks"))]
+    command = [
+        sys.executable,
+        str(Path(__file__).parents[2].joinpath("gloo_ranks.py")),
+        str(tmp_path_factory.mktemp("ranks")),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, "2", "4"], capture_output=True, text=True, timeout=240, env=environment)
     assert done.returncode == 0, done.stderr

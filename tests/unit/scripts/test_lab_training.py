@@ -23,7 +23,7 @@ from lab.training.network import Network, pack
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 SHIPPED = REPOSITORY / "configs" / "demo_model"
 
 
@@ -92,7 +92,7 @@ def test_logits_equal_transformers(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_drafting_layer_equals_sglang_s_own(trained: Path) -> None:
     """In float32; and SGLang loads every tensor of the layer by its name. See sglang_nextn.py."""
-    program = Path(__file__).with_name("sglang_nextn.py")
+    program = Path(__file__).parents[1].joinpath("sglang_nextn.py")
     env = environment_without_sglangs([str(REPOSITORY / part) for part in ("", "scripts")])
     command = [sys.executable, "-W", "ignore", str(program), str(trained)]
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)

@@ -151,7 +151,7 @@ def test_models_of_other_layers(architecture: str) -> None:
 
 
 def test_shipped_models_are_known() -> None:
-    folder = Path(__file__).parents[2] / "configs" / "checkpoints"
+    folder = Path(__file__).parents[4] / "configs" / "checkpoints"
     for file in folder.glob("*.json"):
         (architecture,) = json.loads(file.read_text())["config"]["architectures"]
         assert strange_layers(architecture) == [] or "Eagle3" in architecture, architecture
